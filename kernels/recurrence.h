@@ -38,8 +38,8 @@ constexpr int64_t linear_attention_scratch(int64_t width) {
   return kLinearAttentionTokens * 4 * ((width + 15) / 16 * 16) + 64;
 }
 
-// Channels of a short causal convolution: out[t] = bias + sum over taps j of fma(weight[j], x[t - taps + 1 + j]), in the order of
-// j, and then y / (1 + exp(-y)) if `silu`.
+// Channels of a short causal convolution: out[t] = bias + sum over taps j of fma(weight[j], x[t - taps + 1 + j]), in the order
+// of j, and then y / (1 + exp(-y)) if `silu`.
 struct ShortConvArgs {
   const void* x;  // [tokens, channels]
   int64_t x_step;

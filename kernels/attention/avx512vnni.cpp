@@ -68,7 +68,8 @@ struct Vector {
 constexpr AttentionKernel kRows[] = {
     {"attention_avx512vnni", kAvx512Vnni, run<Vector>, write_cache<Vector>, join_spans<Vector>}};
 
-constexpr RecurrenceKernel kRecurrenceRows[] = {{"recurrence_avx512vnni", kAvx512Vnni, linear_attention<Vector>, short_conv<Vector>}};
+constexpr RecurrenceKernel kRecurrenceRows[] = {
+    {"recurrence_avx512vnni", kAvx512Vnni, linear_attention<Vector>, short_conv<Vector>}};
 
 }  // namespace
 

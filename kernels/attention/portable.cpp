@@ -89,7 +89,8 @@ struct Vector {
 
 constexpr AttentionKernel kRows[] = {{"attention_portable", kPortable, run<Vector>, write_cache<Vector>, join_spans<Vector>}};
 
-constexpr RecurrenceKernel kRecurrenceRows[] = {{"recurrence_portable", kPortable, linear_attention<Vector>, short_conv<Vector>}};
+constexpr RecurrenceKernel kRecurrenceRows[] = {
+    {"recurrence_portable", kPortable, linear_attention<Vector>, short_conv<Vector>}};
 
 }  // namespace
 

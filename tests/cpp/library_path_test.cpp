@@ -26,7 +26,8 @@ class Paths : public testing::Test {
  protected:
   void SetUp() override {
     const auto now = std::chrono::steady_clock::now().time_since_epoch().count();
-    directory_ = fs::absolute(fs::temp_directory_path() / ("lowbit-paths-" + std::to_string(now)) / u8"größer Ядро 重み");
+    directory_ =
+      fs::absolute(fs::temp_directory_path() / ("lowbit-paths-" + std::to_string(now)) / u8"größer Ядро 重み");
     fs::create_directories(directory_ / u8"ß");
     before_ = fs::current_path();
     fs::current_path(directory_);

@@ -14,7 +14,7 @@ OWN = "tests/python/test_english.py"  # has the forms that it looks for
 # British spellings of a word; verbs in -ise are American where no -ize exists.
 AMERICAN_ISE = (
     r"(?:[fm]?adv|appra|ar|comprom|compr|conc|cru|dem|dev|disgu|enterpr|exc|exerc|expert|franch|improv|no|parad|po|pra|prec"
-    r"|prem|prom|ra|rev|r|superv|surpr|telev|treat|\w*w)is(?:e|es|ed|ing|er|ers)|nraises?|\w*disable[ds]?"
+    r"|prem|prom|ra|rev|r|superv|surpr|telev|treat|\w*w)is(?:e|es|ed|ing|er|ers)|nraises?|awaitpromise|\w*disable[ds]?"
 )
 BRITISH = re.compile(
     rf"(?!(?:{AMERICAN_ISE})$)\w{{3,}}is(?:e|es|ed|ing|er|ers|ation|ations)"

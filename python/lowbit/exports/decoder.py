@@ -59,8 +59,8 @@ class ExportedDecoder:
             [1, vocabulary] of the model's dtype: the logits after the last token.
 
         Raises:
-            ValueError: tokens or start has another shape or dtype, a token is not in the vocabulary, or the states are not those
-                after ``start`` tokens.
+            ValueError: tokens or start has another shape or dtype, a token is not in the vocabulary, or the states are not
+                those after ``start`` tokens.
             IndexError: the text is longer than max_length.
             RuntimeError: the program failed.
         """

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from . import own_attention, recurrent
 from .activations import RowWise, is_activation
+from .unsupported import Unsupported as Unsupported
 
 ATTENTION = "lowbit"  # the name of :func:`attend` among transformers' attention functions
 _TAKEN = "this model belongs to a lowbit.llm.Decoder; call the decoder, or its release() first"
@@ -24,10 +25,6 @@ _HARMLESS = frozenset(
     ("cache_position", "dropout", "hidden_states", "is_causal", "output_attentions", "output_hidden_states")
     + ("output_router_logits", "position_embeddings", "position_ids", "return_dict", "use_cache")
 )
-
-
-class Unsupported(ValueError):
-    """A property of a model that the decoder does not support: a sentence about it, without the model's name."""
 
 
 class Refusal(ValueError):

@@ -94,7 +94,7 @@ def place_packed(
 
 
 def _float_ties(ties: Mapping[str, str], packed: Collection[str], first: Collection[str] = ()) -> dict[str, str]:
-    """Ties between float tensors whose common source is packed (an encoder's and a decoder's table of a class that stays float).
+    """Ties between float tensors with a packed source (an encoder's and a decoder's table of a class that stays float).
 
     Without them the files would lack all but one of these tensors.
 

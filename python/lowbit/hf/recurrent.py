@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._recurrence import state_shape
+from .unsupported import Unsupported
 
 _CONV = "causal_conv1d_fn"
 _TAPS = "_lowbit_taps"  # a mixer's buffer: the weight of its convolution, [taps, channels]
@@ -52,16 +53,10 @@ class States:
         self.caches = self.start = None
 
 
-def _unsupported(sentence: str) -> Exception:
-    from .decoding import Unsupported  # which imports this file
-
-    return Unsupported(sentence)
-
-
 def _check_others(others: dict[str, Any]) -> None:
     for name, argument in others.items():
         if argument is not None and argument is not False and name not in _HARMLESS:
-            raise _unsupported(f"its recurrent layers have {name}, which the decoder's do not know")
+            raise Unsupported(f"its recurrent layers have {name}, which the decoder's do not know")
 
 
 class Mixer:
@@ -98,7 +93,7 @@ class Mixer:
     def run(
         self, shape: tuple[int, ...], dtype: torch.dtype, call: Callable[..., Tensor], tensors: list[Tensor | None]
     ) -> Tensor:
-        """The result of ``call(tensors, state, start)`` for the next state, of that shape and dtype; of several texts one by one."""
+        """Returns ``call(tensors, state, start)`` for the next state, of this shape and dtype; for several texts one by one."""
         number, self._taken = self._taken, self._taken + 1
         caches, start = self.states.caches, self.states.start
         if hasattr(caches, "note_state"):
@@ -121,7 +116,7 @@ class Mixer:
         """As ``causal_conv1d_fn``: [batch, channels, positions] of the same."""
         _check_others(others)
         if activation not in (None, "silu", "swish"):
-            raise _unsupported(f"its convolution has the activation {activation}; the decoder's has silu or none")
+            raise Unsupported(f"its convolution has the activation {activation}; the decoder's has silu or none")
         taps = self.module.get_buffer(_TAPS)
         x = hidden_states.to(taps.dtype).transpose(1, 2)
         x = x if x.stride(-1) == 1 else x.contiguous()

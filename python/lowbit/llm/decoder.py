@@ -423,8 +423,7 @@ class Decoder(torch.nn.Module):
                 start = min(count, available)
                 if self.recurrent and start != available:
                     raise ValueError(
-                        f"a text copies {start} tokens from caches with {available}; expected all of them, as states cannot be cut "
-                        "back"
+                        f"a text copies {start} tokens from caches with {available}; expected all, as states cannot be cut back"
                     )
                 copy = _copy_from(other, caches, start)
             if not len(tokens):

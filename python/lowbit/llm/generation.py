@@ -32,8 +32,8 @@ class Generation:
     decode_seconds: float = 0.0  # for all later steps
     decode_steps: int = 0  # one for each new token after the first, and for the stop token
     decode_calls: int = 0  # calls of the model in these steps; fewer with accepted guesses
-    guessed: int = 0  # tokens guessed in speculative decoding
-    accepted: int = 0  # guessed tokens that became part of the text
+    guessed: int = 0  # draft tokens of speculative decoding
+    accepted: int = 0  # draft tokens that became part of the text
     stopped: str = "max_new_tokens"  # reason of the end: "max_new_tokens", "max_length", "stop" or "until"
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the new tokens, if asked for
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the prompt but its first token, if asked for
@@ -59,8 +59,8 @@ def check_lengths(name: str, prompt: list[int], max_new_tokens: int, max_length:
         raise ValueError(f"max_new_tokens is {max_new_tokens}; expected 1 or more")
 
 
-# States after a wrong guess are of no use, so the accepted tokens are computed again with the next ones, up to this number; then
-# a call without guesses brings the states up to the text.
+# States after a wrong guess are of no use, so accepted tokens are computed again with the next ones, up to this number; then a
+# call without guesses brings the states up to the text.
 _AGAIN = 8
 
 

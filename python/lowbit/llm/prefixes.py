@@ -50,7 +50,7 @@ class PrefixCache:
             most_bytes: of all files in it.
 
         Raises:
-            ValueError: another kind of decoder, or a model with float matrices or recurrent layers; or most_bytes is not positive.
+            ValueError: another kind of decoder, a model with float matrices or recurrent layers, or most_bytes is not positive.
             OSError: the directory cannot be made.
             RuntimeError: the decoder was released.
         """
