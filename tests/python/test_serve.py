@@ -201,7 +201,7 @@ def test_each_text_is_the_one_that_it_is_alone(loaded, served, client):
         assert time.monotonic() < deadline
         time.sleep(0.01)
     text = client.get("/metrics")
-    assert 1 <= int(re.search(r"^lowbit_cancelled_requests_total (\d+)", text, re.M)[1]) <= 6
+    assert 1 <= int(re.search(r"^lowbit_canceled_requests_total (\d+)", text, re.M)[1]) <= 6
 
 
 def test_several_choices_and_usage(loaded, served, client):

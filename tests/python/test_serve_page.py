@@ -89,7 +89,7 @@ def test_a_text_is_stopped_in_a_browser(loaded, tmp_path):
         assert (text, kind) == ("Return", "assistant") and answer
         while server.engine.running:
             pass
-        assert "lowbit_cancelled_requests_total 1" in Client(port).get("/metrics")
+        assert "lowbit_canceled_requests_total 1" in Client(port).get("/metrics")
 
 
 def test_the_page_says_what_is_wrong(loaded, tmp_path):

@@ -104,7 +104,7 @@ class Server:
                 finally:
                     self._busy -= 1
             except ClientDisconnect:
-                self.metrics.cancelled += 1
+                self.metrics.canceled += 1
                 return Response(status_code=499)
             except Exception as error:
                 found = failure(error)
@@ -260,7 +260,7 @@ class Server:
             metrics.first.add(answers.first - answers.began)
 
     def _gone(self) -> None:
-        self.metrics.cancelled += 1
+        self.metrics.canceled += 1
 
     async def _embed(self, request: Request) -> Response:
         fields = await self._body(request)

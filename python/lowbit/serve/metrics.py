@@ -38,7 +38,7 @@ class Metrics:
         """
         self._gauges = gauges
         self.requests: Counter[tuple[str, int]] = Counter()  # by path and status
-        self.prompt_tokens = self.cached_tokens = self.new_tokens = self.cancelled = 0
+        self.prompt_tokens = self.cached_tokens = self.new_tokens = self.canceled = 0
         self.first, self.whole = Histogram(), Histogram()
 
     def text(self) -> str:
@@ -55,7 +55,7 @@ class Metrics:
             ("prompt_tokens", self.prompt_tokens, "Tokens of prompts."),
             ("cached_tokens", self.cached_tokens, "Tokens of prompts that were copied from another text."),
             ("new_tokens", self.new_tokens, "Tokens that were written."),
-            ("cancelled_requests", self.cancelled, "Requests whose client went away before the end."),
+            ("canceled_requests", self.canceled, "Requests whose client went away before the end."),
         ):
             lines.append(f"{head(f'lowbit_{short}_total', 'counter', what)} {value}")
         for short, (what, read) in self._gauges.items():
