@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from needs import lacking
@@ -64,14 +65,15 @@ class Page:
         self.wait("document.readyState === 'complete'")
 
     def value(self, expression: str):
-        """The value of a JavaScript expression, also of a promise."""
-        found = self._call("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
+        """The value of a JavaScript expression."""
+        found = self._call("Runtime.evaluate", expression=expression, returnByValue=True)
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
 
     def wait(self, condition: str) -> None:
         """Waits until an expression is true."""
-        self.value(f"new Promise(done => (function look() {{ ({condition}) ? done() : setTimeout(look, 10); }})())")
+        while not self.value(condition):
+            time.sleep(0.01)
 
     def type(self, text: str) -> None:
         """Types into the focused field."""

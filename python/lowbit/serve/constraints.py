@@ -49,7 +49,8 @@ def make_constraint(model: LanguageModel, grammar: Grammar) -> Matcher:
     """
     param = grammar.param
     try:
-        llguidance, huggingface, gbnf = map(import_module, ("llguidance", "llguidance.hf", "llguidance.gbnf_to_lark"))
+        llguidance, gbnf = import_module("llguidance"), import_module("llguidance.gbnf_to_lark")
+        huggingface = import_module("llguidance.hf")
     except ModuleNotFoundError as error:
         raise ApiError(
             501, f"{param} needs {error.name}, which is not installed here: pip install 'lowbit[serve]'", param=param,
