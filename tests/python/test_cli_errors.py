@@ -232,10 +232,7 @@ def test_usage_errors():
         (("generate", FLOAT, "--prompt", "a", "--prompt-file", "b"), "--prompt"),
         (("generate", FLOAT, "--prompt", "a", "--bits", 9), "--bits"),
         (("generate", FLOAT, "--prompt", "a", "--bits", 4, "--group-size", "many"), "--group-size"),
-        (
-            ("generate", FLOAT, "--prompt", "a", "--bits", 4, "--group-size", 33),
-            "'33' is not a group size; expected a positive",
-        ),
+        (("generate", FLOAT, "--prompt", "a", "--bits", 4, "--group-size", 33), "'33' is not a group size; expected a"),
         (("quantize", FLOAT, "target", "--override", "*=4,7"), "value for --override: '7' is not a group size"),
         (("quantize", FLOAT, "target", "--target-bits", 3, "--target-size", "1GB", "--calibrate", FLOAT), "--target-bits"),
         (("generate", FLOAT, "--prompt", "a", "--threads", 100_000), "--threads"),

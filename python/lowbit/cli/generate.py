@@ -161,13 +161,24 @@ def _generate(session: Session, ids: list[int], max_new_tokens: int, settings: d
     if not output.as_json:
         set_stdout_errors("replace")  # the text is for people
     text = llm.TextUntil(session.tokenizer, ids, session.strings, None if output.as_json else print_piece)
-    generation = llm.generate(session.step, ids, max_new_tokens, max_length=session.max_length, until=text, **settings)
+    disk, tokens = session.prefix_cache, list[int]()
+    caches = [] if disk is None else cast(llm.Decoder, session.step).caches()
+    cached = 0 if disk is None else disk.read(ids, caches)
+    try:
+        generation = llm.generate(
+            session.step, ids, max_new_tokens, max_length=session.max_length, until=text, cached=cached, on_token=tokens.append,
+            **settings,
+        )  # fmt: skip
+    finally:
+        if disk is not None and tokens:  # also a text that Ctrl-C ends; its last token may not be in the caches
+            disk.write(ids + tokens[:-1], caches)
     text.finish()
     memory = peak_memory()
     if output.as_json:
         document = {
             "model": str(session.path),
             "text": text.text,
+            "cached_tokens": generation.cached_tokens,
             **_figures(generation, settings["logprobs"]),
             "prefill_seconds": generation.prefill_seconds,
             "decode_seconds": generation.decode_seconds,
@@ -186,8 +197,9 @@ def _generate(session: Session, ids: list[int], max_new_tokens: int, settings: d
     decode = "" if math.isnan(generation.decode_rate) else f", decode {generation.decode_rate:.1f} tokens/s"
     if generation.guessed:
         decode += f" in {generation.decode_calls} calls, {generation.accepted} of {generation.guessed} guesses accepted"
+    source = f" ({cached} from {disk.directory})" if disk is not None else ""
     output.note(
-        f"{generation.prompt_tokens} prompt tokens, prefill {generation.prefill_rate:.1f} tokens/s; "
+        f"{generation.prompt_tokens} prompt tokens{source}, prefill {generation.prefill_rate:.1f} tokens/s; "
         f"{len(generation.tokens)} new tokens{decode}{_memory_used(memory)}"
     )
 
@@ -226,7 +238,14 @@ def _generate_batch(
 
     begin = time.perf_counter()
     generations = llm.generate_batch(
-        cast(llm.Decoder, session.step), prompts, max_new_tokens, at_once=at_once, until=texts, on_end=on_end, **settings
+        cast(llm.Decoder, session.step),
+        prompts,
+        max_new_tokens,
+        at_once=at_once,
+        until=texts,
+        on_end=on_end,
+        prefix_cache=session.prefix_cache,
+        **settings,
     )
     seconds = time.perf_counter() - begin
     tokens, memory = sum(len(generation.tokens) for generation in generations), peak_memory()
