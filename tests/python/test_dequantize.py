@@ -162,7 +162,7 @@ def test_a_packed_checkpoint_is_quantized_again(packed, tmp_path):
     names = ["model.safetensors", "config.json", "tokenizer.json"]
     assert all((tmp_path / "target" / name).read_bytes() == (tmp_path / "expected" / name).read_bytes() for name in names)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["expected", "float", "target"]
-    with pytest.raises(ValueError, match="lowbit.dequantize_checkpoint makes them of it"):
+    with pytest.raises(ValueError, match="lowbit.dequantize_checkpoint writes them"):
         lowbit.quantize_checkpoint(packed[0], tmp_path / "again", LowBitConfig())
 
 

@@ -20,9 +20,10 @@ SIZES = {"vocab_size": 2048, "tie_word_embeddings": False, "bos_token_id": 1, "e
 CONFIGS = {
     "gptj": lambda: transformers.GPTJConfig(n_embd=64, n_layer=2, n_head=4, rotary_dim=8, n_positions=256, **SIZES),
     "mamba": lambda: transformers.MambaConfig(hidden_size=64, num_hidden_layers=2, state_size=8, **SIZES),
-    "lfm2": lambda: transformers.Lfm2Config(
-        hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
-        layer_types=["conv", "full_attention", "conv"], max_position_embeddings=256, **SIZES,
+    "minimax": lambda: transformers.MiniMaxConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+        layer_types=["full_attention", "linear_attention"], num_local_experts=2, num_experts_per_tok=1,
+        max_position_embeddings=256, **SIZES,
     ),
 }  # fmt: skip
 PROMPT = "Return the number of items"
@@ -32,7 +33,7 @@ ANEW = transformers.__version__.startswith("5.0.")
 
 def continues(model) -> bool:
     """Whether a fallback is to continue a text by the caches of a model."""
-    return not (ANEW and model.config.model_type in ("mamba", "lfm2"))
+    return not (ANEW and model.config.model_type in ("mamba", "minimax"))
 
 
 @pytest.fixture(scope="module", params=CONFIGS)

@@ -169,7 +169,9 @@ def test_push_and_load_again(hub, packed, tmp_path, monkeypatch):
     files = dict(model.commits[said["revision"]])
     card = files.pop("README.md").decode()
     assert files.pop(".gitattributes") == b""
-    assert files == files_in(packed[0])
+    expected = files_in(packed[0])
+    del expected["README.md"]  # has only the note that the checkpoint needs lowbit
+    assert files == expected
     assert said["files"] == sorted([*files, "README.md"])
     front = yaml.safe_load(card.split("---\n")[1])
     assert front == {

@@ -148,7 +148,7 @@ def small(kind: str, drop: tuple[str, ...] = (), shapes: dict | None = None, kin
 @pytest.mark.filterwarnings("ignore:.*has no tokenizer")
 def test_experts_whose_codes_lowbit_has_none_for(tmp_path):
     (tmp_path / "m.gguf").write_bytes(small("IQ3_S"))
-    with pytest.warns(UserWarning, match="2 matrices.* are quantized anew: IQ3_S to 5 bits"):
+    with pytest.warns(UserWarning, match="2 matrices.* are requantized: IQ3_S to 5 bits"):
         lowbit.import_checkpoint(tmp_path / "m.gguf", tmp_path / "out")
     found = load(tmp_path / "out", dtype="auto").model.layers[0].mlp.experts.down_proj
     stored = read_gguf(tmp_path / "m.gguf").tensors["blk.0.ffn_down_exps.weight"]

@@ -155,7 +155,7 @@ def test_types_without_codes_of_ours_are_requantized(tmp_path):
     for name in AGAIN:
         blocks, tensors = of_blocks(name)
         (tmp_path / "m.gguf").write_bytes(file_bytes(LLAMA, tensors))
-        with pytest.warns(UserWarning, match=f"9 matrices.* quantized anew: {name} to"):
+        with pytest.warns(UserWarning, match=f"9 matrices.* requantized: {name} to"):
             summary = lowbit.import_checkpoint(tmp_path / "m.gguf", tmp_path / name)
         found = packed_weights(tmp_path / name, {})
         for matrix, layer in NAMES.items():

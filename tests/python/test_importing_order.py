@@ -150,7 +150,7 @@ def alone(tensors: dict) -> None:
         (twice, f"{Q}.packed_weight in .*: input_order has other numbers than 0 to 63, each once"),
         (outside, f"{Q}.packed_weight in .*: input_order has other numbers than 0 to 63, each once"),
         (short, rf"{Q}.input_order in .* is I32 \[63\]; expected I32 \[64\]"),
-        (alone, f"has {Q}.input_order, but there is no {Q}.packed_weight"),
+        (alone, f"lacks 1 of the 12 tensors of LlamaForCausalLM: {Q}.weight"),
     ],
 )
 def test_damaged_orders_are_refused(imported, tmp_path, change, message):

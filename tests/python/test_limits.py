@@ -67,8 +67,8 @@ def test_nothing():
         (lowbit.slice_rows, (packed, 5, 5), "expected"),
         (lowbit.slice_columns, (packed, 16, 16), "expected"),
         (lowbit.concat, ([],), "expected"),
-        (torch.ops.lowbit._quantize, (torch.empty(0, 48), 4, 16, False, False), "expected"),
-        (torch.ops.lowbit._quantize, (torch.empty(48, 0), 4, 16, False, False), "expected"),
+        (torch.ops.lowbit.quantize, (torch.empty(0, 48), 4, 16, False, False), "expected"),
+        (torch.ops.lowbit.quantize, (torch.empty(48, 0), 4, 16, False, False), "expected"),
     ):
         with pytest.raises(ValueError, match=message):
             function(*arguments)

@@ -42,7 +42,6 @@ MODELS = {
     "bamba": None,
     "falcon_h1": None,
     "granitemoehybrid": None,
-    "kimi_linear": None,
     "lfm2": None,
     "lfm2_moe": None,
     "mamba2": None,

@@ -34,7 +34,7 @@ def changed(logits, prompt=(), text=(), **settings):
     drawer = Drawer(llm.Sampling(**settings), prompt, 0)
     for token in text:
         drawer.append(token)
-    return drawer._changed(logits)
+    return drawer._penalized(logits)
 
 
 @pytest.mark.parametrize("min_p", [1e-3, 0.05, 0.4, 1.0])

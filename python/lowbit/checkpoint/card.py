@@ -25,6 +25,11 @@ def write_note(directory: Path) -> None:
     _write(directory, text[:at] + _NOTE + ("\n" if text[at:] else "") + text[at:])
 
 
+def without_note(directory: Path) -> str:
+    """The text of a checkpoint's model card without the note; empty if there is no other text."""
+    return _FOUND.sub("", _read(directory))
+
+
 def remove_note(directory: Path) -> None:
     """Takes the note out again, and a card that has nothing else."""
     found = _read(directory)

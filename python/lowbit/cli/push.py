@@ -32,6 +32,7 @@ def push(
 ) -> None:
     """Upload a packed checkpoint to a hub, with a model card."""
     from lowbit import inspect_checkpoint, ops
+    from lowbit.checkpoint.card import CARD, without_note
     from lowbit.files.hub import files_to_push, push_files
     from lowbit.files.safetensors import files_of, read_bytes, read_files
 
@@ -50,7 +51,8 @@ def push(
                 ops.info_of_experts(data.view(each.shape), verified=True)
             advance(number, len(packed))
     files: dict[str, Path | bytes] = dict(files_to_push(source_directory))
-    files.setdefault("README.md", _card(repository, entries, base_model, license_).encode())
+    if not without_note(source_directory):
+        files[CARD] = _card(repository, entries, base_model, license_).encode()
     total = sum(len(each) if isinstance(each, bytes) else each.stat().st_size for each in files.values())
     output.note(f"uploading {len(files)} files, {size(total)}, to {repository} ...")
     commit, url = push_files(repository, files, private)

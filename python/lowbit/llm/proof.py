@@ -130,7 +130,7 @@ class Reference(Rounding):
         """
         asked = Asked()
         run(self.tokens, self.positions, torch.tensor([0]), asked)
-        _check_all_used({*asked.shapes, *asked.states}, layers, self.without)
+        _check_all_used({*asked.shapes, *asked.states} & {*range(layers)}, layers, self.without)
         return asked
 
     @torch.inference_mode()
