@@ -320,7 +320,8 @@ def test_subdirectories_and_weights_of_others(source, tmp_path):
     quantize_checkpoint(source, tmp_path / "packed", CONFIG)
     found = {str(path.relative_to(tmp_path / "packed")) for path in (tmp_path / "packed").rglob("*") if path.is_file()}
     assert found == {
-        *kept, "modules.json", "config.json", "README.md", "generation_config.json", "model.safetensors", "tokenizer_config.json",
+        *kept, "README.md", "modules.json", "config.json", "generation_config.json", "model.safetensors",
+        "tokenizer_config.json",
     }  # fmt: skip
     (source / "adapter_config.json").write_text("{}")
     refuse(source, tmp_path / "again", ValueError, "has adapter_config.json", "merge them into it first")

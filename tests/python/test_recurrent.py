@@ -240,7 +240,9 @@ def test_states_cannot_be_cut_back_but_where_there_is_a_copy():
     assert decoder(torch.tensor([PROMPT[8:]]), torch.tensor([8])).equal(expected[-1])
     other = llm.Decoder(model_of("lfm2"), 96)
     caches, longer = other.new_caches(32), other.read(PROMPT)
-    with pytest.raises(ValueError, match="a text copies 3 tokens from caches with 12; expected all of them"):
+    with pytest.raises(
+        ValueError, match="a text copies 3 tokens from caches with 12; expected all, as states cannot be cut back"
+    ):
         other.run_texts([(caches, PROMPT[3:], (longer, 3))])
 
 

@@ -198,9 +198,9 @@ class PrefixCache:
     @contextmanager
     def _locked(self) -> Iterator[None]:
         """Keeps other processes from writing, so that all of them together stay within the size."""
-        end = time.monotonic() + _WAIT_SECONDS
+        end = time.perf_counter() + _WAIT_SECONDS
         try:
-            while (held := lock(self.directory)) is None and time.monotonic() < end:
+            while (held := lock(self.directory)) is None and time.perf_counter() < end:
                 time.sleep(0.02)
         except OSError:  # no locks on this file system
             held = None
