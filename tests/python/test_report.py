@@ -258,7 +258,10 @@ def test_what_is_refused(packed, tmp_path):
     (tmp_path / "r.json").write_text("[]")
     (tmp_path / "s.json").write_text("{")
     for arguments, message in (
-        ((FLOAT, tmp_path / "r.pdf"), r"r\.pdf does not end in \.html; expected the name of the page, or an existing directory"),
+        (
+            (FLOAT, tmp_path / "r.pdf"),
+            r"r\.pdf does not end in \.html; expected the name of the page, or an existing directory",
+        ),
         ((FLOAT, tmp_path / "no" / "r.html"), "no is not a directory; make it first"),
         ((tmp_path / "no", tmp_path / "q.html"), "no is not a directory; expected a float checkpoint"),
         ((packed[0], tmp_path / "q.html"), "is packed already; a report needs the float checkpoint"),
