@@ -114,8 +114,8 @@ inline Status check_apart(std::initializer_list<NamedTensor> outputs, std::initi
   return {};
 }
 
-// A contiguous CPU tensor of the given type and shape.
-inline Status check_tensor(const char* name, const TensorView& tensor, ElementType type, const Shape& shape) {
+// A CPU tensor of the given type and shape, of any strides.
+inline Status check_type_and_shape(const char* name, const TensorView& tensor, ElementType type, const Shape& shape) {
   if (Status status = check_memory(name, tensor); !status.ok()) return status;
   if (tensor.type != type) {
     return Status::error("%s has dtype %s; expected %s", name, name_of(tensor.type), name_of(type));
@@ -125,6 +125,12 @@ inline Status check_tensor(const char* name, const TensorView& tensor, ElementTy
   if (!same) {
     return Status::error("%s has shape %s; expected %s", name, describe(tensor.shape).text, describe(shape).text);
   }
+  return {};
+}
+
+// The same, contiguous.
+inline Status check_tensor(const char* name, const TensorView& tensor, ElementType type, const Shape& shape) {
+  if (Status status = check_type_and_shape(name, tensor, type, shape); !status.ok()) return status;
   if (!tensor.is_contiguous()) return Status::error("%s is not contiguous", name);
   return {};
 }

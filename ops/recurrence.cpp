@@ -18,15 +18,7 @@ constexpr int64_t panels_of(int64_t columns) { return (columns + kColumns - 1) /
 
 // Of that type and shape, any strides, but with consecutive numbers in the last dimension.
 Status check_rows_of(const char* name, const TensorView& tensor, ElementType type, const Shape& expected) {
-  if (Status status = check_memory(name, tensor); !status.ok()) return status;
-  if (tensor.type != type) {
-    return Status::error("%s has dtype %s; expected %s", name, name_of(tensor.type), name_of(type));
-  }
-  bool same = tensor.shape.ndim == expected.ndim;
-  for (int d = 0; same && d < expected.ndim; ++d) same = tensor.shape.size[d] == expected.size[d];
-  if (!same) {
-    return Status::error("%s has shape %s; expected %s", name, describe(tensor.shape).text, describe(expected).text);
-  }
+  if (Status status = check_type_and_shape(name, tensor, type, expected); !status.ok()) return status;
   const int last = expected.ndim - 1;
   if (tensor.shape.size[last] > 1 && tensor.stride[last] != 1) {
     return Status::error("%s has stride %" PRId64 " in its last dimension; expected 1", name, tensor.stride[last]);

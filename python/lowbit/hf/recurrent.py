@@ -24,17 +24,16 @@ _CONV = "causal_conv1d_fn"
 _TAPS = "_lowbit_taps"  # a mixer's buffer: the weight of its convolution, [taps, channels]
 # Arguments that change nothing here, or that a decoder gives to attention.
 _HARMLESS = frozenset(
-    (
-        "caches",
-        "start",
-        "chunk_size",
-        "output_final_state",
-        "return_final_states",
-        "use_cache",
-        "position_ids",
+    ("caches", "start", "chunk_size", "output_final_state", "return_final_states", "use_cache", "position_ids")
+    + (
         "position_embeddings",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "return_dict",
+        "cache_position",
     )
-    + ("output_attentions", "output_hidden_states", "output_router_logits", "return_dict", "cache_position", "logits_to_keep")
+    + ("logits_to_keep",)
 )
 
 
@@ -90,9 +89,7 @@ class Mixer:
         if _TAPS in self.module._buffers:
             delattr(self.module, _TAPS)
 
-    def run(
-        self, shape: tuple[int, ...], dtype: torch.dtype, call: Callable[..., Tensor], tensors: list[Tensor | None]
-    ) -> Tensor:
+    def run(self, shape: tuple[int, ...], dtype: torch.dtype, call: Callable[..., Tensor], tensors: list[Tensor]) -> Tensor:
         """Returns ``call(tensors, state, start)`` for the next state, of this shape and dtype; for several texts one by one."""
         number, self._taken = self._taken, self._taken + 1
         caches, start = self.states.caches, self.states.start
@@ -106,7 +103,7 @@ class Mixer:
         for part in caches.parts:
             if part.before is not None and number == 0:
                 part.before(self.layer, True)
-            own = [None if tensor is None else tensor[:, part.begin : part.end].contiguous() for tensor in tensors]
+            own = [tensor[:, part.begin : part.end].contiguous() for tensor in tensors]
             outputs.append(call(own, states_of(part.layers[self.layer])[number], part.start))
         return torch.cat(outputs, dim=1)
 

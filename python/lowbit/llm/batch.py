@@ -179,11 +179,9 @@ class Batch:
     def _begin(self, text: Text) -> _Active:
         prompt, source, same = text.prompt, None, 0
         for caches, tokens in self.beginnings() if text.prompt_logprobs is None else ():
-            count = min(common(tokens, prompt), len(prompt) - 1)
-            if self.decoder.recurrent and (
-                count != len(caches.tokens) or any(active.caches is caches for active in self._active)
-            ):
-                continue  # states cannot be cut back, and those of an active text change
+            count = caches.usable(min(common(tokens, prompt), len(prompt) - 1))
+            if self.decoder.recurrent and any(active.caches is caches for active in self._active):
+                continue  # the states of an active text change
             if count >= max(_LEAST, same + 1):
                 source, same = caches, count
         caches = self._caches(text, _ROOM)
