@@ -55,7 +55,7 @@ def chat(
     dry_multiplier: options.DryMultiplier = None,
     dry_base: options.DryBase = None,
     dry_allowed_length: options.DryAllowedLength = None,
-    dry_breaker: options.DryBreakers = None,
+    dry_breakers: options.DryBreakers = None,
     logit_bias: options.LogitBias = None,
     stop: options.Stop = None,
     seed: _Seed = 0,
@@ -73,6 +73,7 @@ def chat(
     as_json: options.Json = False,
 ) -> None:
     """Talk with a model: answers go to stdout as they come, all else to stderr."""
+    sampling = options.sampling_in(locals())
     output = Output(as_json)
     config = options.optional_config(bits, group_size, mapping, embedding_bits)
     messages = _typed(output) if sys.stdin.isatty() else _piped()  # first, in case a library is missing
@@ -82,11 +83,6 @@ def chat(
         output, model, config, stop=stop, compiled=compile_, cache=cache, threads=threads, prefix_cache=prefix_cache,
         prefix_cache_size=prefix_cache_size,
     )  # fmt: skip
-    sampling = {
-        "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "repetition_penalty": repetition_penalty,
-        "presence_penalty": presence_penalty, "frequency_penalty": frequency_penalty, "dry_multiplier": dry_multiplier,
-        "dry_base": dry_base, "dry_allowed_length": dry_allowed_length, "dry_breakers": dry_breaker, "logit_bias": logit_bias,
-    }  # fmt: skip
     session.load(sampling, text)
     conversation = _start(session, system, seed, max_length, max_new_tokens)
     with _at_ctrl_c(_ignore) if sys.stdin.isatty() else nullcontext():

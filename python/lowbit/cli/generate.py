@@ -78,7 +78,7 @@ def generate(
     dry_multiplier: options.DryMultiplier = None,
     dry_base: options.DryBase = None,
     dry_allowed_length: options.DryAllowedLength = None,
-    dry_breaker: options.DryBreakers = None,
+    dry_breakers: options.DryBreakers = None,
     logit_bias: options.LogitBias = None,
     stop: options.Stop = None,
     logprobs: _Logprobs = None,
@@ -98,6 +98,7 @@ def generate(
     as_json: options.Json = False,
 ) -> None:
     """Continue a text: the new text goes to stdout as it comes, all else to stderr."""
+    sampling = options.sampling_in(locals())
     output = Output(as_json)
     config = options.optional_config(bits, group_size, mapping, embedding_bits)
     _check_sampling(as_json, prompts, at_once, temperature, logprobs, {"top_k": top_k, "top_p": top_p, "min_p": min_p})
@@ -107,11 +108,6 @@ def generate(
         output, model, config, stop=stop, compiled=compile_, cache=cache, threads=threads, prefix_cache=prefix_cache,
         prefix_cache_size=prefix_cache_size,
     )  # fmt: skip
-    sampling = {
-        "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "repetition_penalty": repetition_penalty,
-        "presence_penalty": presence_penalty, "frequency_penalty": frequency_penalty, "dry_multiplier": dry_multiplier,
-        "dry_base": dry_base, "dry_allowed_length": dry_allowed_length, "dry_breakers": dry_breaker, "logit_bias": logit_bias,
-    }  # fmt: skip
     session.load(sampling, has_turns=chat)
     ids = [session.prompt(text) for text in texts]
     if max_length is None:

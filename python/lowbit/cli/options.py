@@ -167,6 +167,18 @@ def refuse_without_bits(bits: int | str | None, group_size: str, mapping: str, e
         refuse_unused("without --bits", **said_how(group_size, mapping, embedding_bits))
 
 
+# Parameters of a command that say how tokens are drawn.
+_SAMPLING = (
+    "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "dry_multiplier",
+    "dry_base", "dry_allowed_length", "dry_breakers", "logit_bias",
+)  # fmt: skip
+
+
+def sampling_in(parameters: dict[str, Any]) -> dict[str, Any]:
+    """The values of the sampling options among a command's parameters."""
+    return {name: parameters[name] for name in _SAMPLING}
+
+
 def optional_config(bits: int | None, group_size: str, mapping: str, embedding_bits: int | None) -> LowBitConfig | None:
     """How to quantize a float checkpoint while it is loaded; None: not at all."""
     refuse_without_bits(bits, group_size, mapping, embedding_bits)
