@@ -6,6 +6,7 @@ import socket
 
 import pytest
 import torch
+import transformers
 import yaml
 from checkpoints import make_model
 from command_line import FLOAT, document, error, invoke, run
@@ -29,6 +30,7 @@ def hub(monkeypatch, tmp_path):
         monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)  # the server speaks Git LFS only
+        monkeypatch.setattr(transformers.utils.hub, "_hf_api", None)  # kept by its first caller, with that one's address
         for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
             monkeypatch.delenv(name, raising=False)
         monkeypatch.chdir(tmp_path)  # no name of these tests is a path here
@@ -201,10 +203,8 @@ def test_what_is_not_pushed(hub, packed, tmp_path, monkeypatch):
 
 
 def test_transformers_pushes_a_packed_model(hub, packed, monkeypatch):
-    from transformers import AutoModelForCausalLM
-
     monkeypatch.setenv("HF_TOKEN", TOKEN)
-    AutoModelForCausalLM.from_pretrained(packed[0]).push_to_hub("org/direct")
+    transformers.AutoModelForCausalLM.from_pretrained(packed[0]).push_to_hub("org/direct")
     tensors = [document(invoke("inspect", name, "--json"))["tensors"] for name in ("org/direct", packed[0])]
     key = lambda each: each["name"]  # noqa: E731
     assert sorted(tensors[0], key=key) == sorted(tensors[1], key=key)
