@@ -26,7 +26,7 @@ from typing import Any
 import lowbit.llm
 import torch
 import transformers
-from tiny_models import experts_in, make, quantize  # first: it sets what transformers reads from the environment
+from tiny_models import experts_in, float_share, make, quantize  # first: it sets what transformers reads from the environment
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 MAX_LENGTH, TEXT, NEW = 64, 24, 8
@@ -219,6 +219,8 @@ def _child(model_type: str, export: bool, path: Path) -> None:
         outcomes = try_model(model_type, export=export)
     said = {"versions": versions(), "class": class_name(model_type)}
     said |= {"outcomes": {kind: asdict(outcome) for kind, outcome in outcomes.items()}}
+    with contextlib.suppress(Exception):  # no tiny configuration, or no usual one: the outcomes say the former
+        said["float_share"] = float_share(model_type)
     path.with_suffix(".part").write_text(json.dumps(said))
     os.replace(path.with_suffix(".part"), path)
 
@@ -351,8 +353,11 @@ def document(results: dict[str, dict]) -> str:
         "The decoder's own proof measures in parts of what the text before does to the logits: up to "
         f"{proofs['float']:.1g} in floats and {proofs['4 bits']:.2g} at 4 bits for models that are right.",
         "",
-        "| model type | class | | |",
-        "|---|---|---|---|",
+        "**Float** is the share of parameters that stay float with the class's usual sizes when all layers and tables are "
+        "quantized that lowbit takes: norms, routers, positions, convolutions.",
+        "",
+        "| model type | class | result | float | details |",
+        "|---|---|---|---:|---|",
     ]
     for name in sorted(results):
         outcomes = results[name]["outcomes"]
@@ -373,7 +378,9 @@ def document(results: dict[str, dict]) -> str:
                     said.append(f"experts {outcome['experts']}")
         else:
             said.append(cell(next(outcome["reason"] for outcome in outcomes.values() if outcome["state"] == state)))
-        lines.append(f"| {name} | {results[name]['class']} | {state} | {'; '.join(said)} |")
+        share = results[name].get("float_share")
+        float_cell = "" if share is None else f"{100 * share:.2g} %"
+        lines.append(f"| {name} | {results[name]['class']} | {state} | {float_cell} | {'; '.join(said)} |")
     return "\n".join(lines) + "\n"
 
 
