@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from command_line import FLOAT
 from lowbit.llm import Decoder
 from safetensors.torch import load_file
 
@@ -34,6 +36,10 @@ NEMOTRON = {
 LATENT = {
     "kv_lora_rank": 64, "q_lora_rank": 64, "qk_rope_head_dim": 16, "qk_nope_head_dim": 32, "v_head_dim": 32,
     "num_key_value_heads": 4, "n_group": 1, "topk_group": 1,
+}  # fmt: skip
+GEMMA4 = {
+    "head_dim": 32, "global_head_dim": 64, "sliding_window": 6,
+    "layer_types": ["sliding_attention", "full_attention"] * 2, "tie_word_embeddings": True,
 }  # fmt: skip
 SCALES = {"attention_multiplier": 0.1, "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0}
 # model type: the architecture in a file, and what the configuration has beside SIZES
@@ -59,6 +65,14 @@ MODELS = {
     "qwen3_next": ("qwen3next", DELTA | EXPERTS | {"shared_expert_intermediate_size": 64}),
     "qwen3_5_text": ("qwen35", DELTA),
     "qwen3_5_moe_text": ("qwen35moe", DELTA | EXPERTS | {"shared_expert_intermediate_size": 64}),
+    "gemma4_text": ("gemma4", GEMMA4 | {
+        "num_kv_shared_layers": 2, "use_double_wide_mlp": True, "hidden_size_per_layer_input": 32,
+        "vocab_size_per_layer_input": 320, "final_logit_softcapping": 3.0,
+    }),
+    "gemma4_text, experts": ("gemma4", GEMMA4 | {
+        "attention_k_eq_v": True, "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0,
+        "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 64,
+    }),
     "deepseek_v3": ("deepseek2", ROUTED | LATENT | {"routed_scaling_factor": 2.5}),
 }  # fmt: skip
 
@@ -66,7 +80,7 @@ MODELS = {
 def model_of(kind: str) -> torch.nn.Module:
     """A random model whose norms, gates and offsets show in its logits."""
     torch.manual_seed(0)
-    config = transformers.CONFIG_MAPPING[kind](**SIZES | MODELS[kind][1])
+    config = transformers.CONFIG_MAPPING[kind.split(",")[0]](**SIZES | MODELS[kind][1])
     model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
     for name, parameter in model.named_parameters():
         if name.endswith("A_log"):
@@ -76,7 +90,7 @@ def model_of(kind: str) -> torch.nn.Module:
         else:
             parameter.data.mul_(4)
     for name, buffer in model.named_buffers():
-        if name.endswith(("e_score_correction_bias", "expert_bias")):
+        if name.endswith(("e_score_correction_bias", "expert_bias", "layer_scalar")):
             buffer.add_(0.1 * torch.randn(buffer.shape))
     return model
 
@@ -119,6 +133,11 @@ def parts(config, name: str, array: np.ndarray) -> dict[str, np.ndarray]:
         return {f"{layer}.exp_probs_b.bias": array}
     if leaf in ("mamba.norm.weight", "mixer.norm.weight"):
         return {f"{layer}.ssm_norm.weight": array.reshape(2, -1)}
+    if leaf in ("layer_scalar", "router.scale", "router.per_expert_scale"):
+        called = {"layer_scalar": "layer_output_scale.weight", "router.scale": "ffn_gate_inp.scale"}
+        return {f"{layer}.{called.get(leaf, 'ffn_down_exps.scale')}": array}
+    if kind == "gemma4_text" and "gate_up_proj" in name:
+        return {f"{layer}.ffn_gate_up_exps.weight": array}
     if ".experts." in name:
         if "gate_up" in name:
             gate, up = np.split(array, 2, 1)
@@ -156,17 +175,18 @@ KEYS = {
 
 def metadata_of(config) -> dict:
     """What the converter writes of a model, beside what all have."""
-    kind, values = config.model_type, {}
+    kind, values, plain = config.model_type, {}, config.to_dict()
     for key, name in KEYS.items():
-        if getattr(config, name, None) is not None:
-            values[key] = getattr(config, name)
+        value = plain.get(name, getattr(config, name, None) if kind != "gemma4_text" else None)
+        if value is not None:
+            values[key] = value
     epsilon = getattr(config, "rms_norm_eps", None) or getattr(config, "norm_eps", None) or config.layer_norm_epsilon
     values["attention.layer_norm_" + ("epsilon" if kind == "nemotron_h" else "rms_epsilon")] = epsilon
     experts = [getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")]
     if any(experts):
         values["expert_count"] = next(filter(None, experts))
     rope = getattr(config, "rope_parameters", None)
-    if rope:
+    if rope and kind != "gemma4_text":
         size = config.hidden_size // config.num_attention_heads
         values["rope.freq_base"] = float(rope["rope_theta"])
         values["rope.dimension_count"] = int(size * rope.get("partial_rotary_factor", 1.0))
@@ -210,6 +230,21 @@ def metadata_of(config) -> dict:
             values["expert_shared_feed_forward_length"] = config.shared_expert_intermediate_size
     if kind.startswith("qwen3_5"):
         values["rope.dimension_sections"] = [11, 11, 10, 0]
+    if kind == "gemma4_text":
+        windows = [layer == "sliding_attention" for layer in config.layer_types]
+        shared, first = config.num_kv_shared_layers, config.intermediate_size
+        wide = [first * (1 + config.use_double_wide_mlp * (layer >= 4 - shared)) for layer in range(4)]
+        values |= {"rope.freq_base": 1e6, "rope.freq_base_swa": 1e4, "rope.dimension_count": 64, "rope.dimension_count_swa": 32}
+        values |= {"attention.key_length": 64, "attention.value_length": 64, "attention.key_length_swa": 32}
+        values |= {"attention.value_length_swa": 32, "attention.sliding_window": 6, "attention.shared_kv_layers": shared}
+        values |= {"attention.sliding_window_pattern": windows, "feed_forward_length": wide}
+        values["embedding_length_per_layer_input"] = config.hidden_size_per_layer_input
+        if config.attention_k_eq_v:
+            values["attention.head_count_kv"] = [2 if window else 1 for window in windows]
+        if config.final_logit_softcapping:
+            values["final_logit_softcapping"] = config.final_logit_softcapping
+        if config.enable_moe_block:
+            values["expert_used_count"] = config.top_k_experts
     return values
 
 
@@ -217,6 +252,13 @@ def write(path: Path, model: torch.nn.Module, kind: str = "F32", change=lambda m
     """A file of a model; matrices as ``kind``."""
     config = model.config
     name = MODELS[config.model_type][0]
+    if name == "gemma4":
+        before = change
+
+        def change(metadata, tensors):
+            tensors["rope_freqs.weight"] = np.array([1.0] * 8 + [1e30] * 24, "f4")
+            before(metadata, tensors)
+
     number = next(number for number, arch in gguf.MODEL_ARCH_NAMES.items() if arch == name)
     names = gguf.get_tensor_name_map(number, SIZES["num_hidden_layers"])
     metadata, tensors = metadata_of(config), {}
@@ -361,6 +403,8 @@ def test_what_llama_cpps_converter_writes(tmp_path, kind):
         config = json.loads(path.read_text())
         names = {"full_attention": "attention", "linear_attention": "mamba"}
         path.write_text(json.dumps(config | {"layer_types": [names.get(each, each) for each in config["layer_types"]]}))
+    if kind.startswith("gemma4"):  # its converter looks into a tokenizer for this
+        shutil.copy(FLOAT / "tokenizer.json", tmp_path / "model")
     command = [sys.executable, "-c", CONVERT, str(SOURCES), str(tmp_path / "model"), str(tmp_path / "m.gguf")]
     subprocess.run(command, check=True, capture_output=True, env=os.environ | {"HF_HUB_OFFLINE": "1"})
     with pytest.warns(UserWarning, match="has no tokenizer"):

@@ -135,8 +135,11 @@ class _Reader:
             outputs.append(self._placed(name, [parts[number] for number in sorted(parts)]))
         for holder, tensors in experts.items():
             for leaf in ("weight", "bias") if any(leaf == "bias" for _, leaf in tensors) else ("weight",):
-                joins = (("up_proj", ("up",)),) if self.architecture.ungated else (("gate_up_proj", ("gate", "up")),)
-                for name, wanted in (*joins, ("down_proj", ("down",))):
+                first = "up_proj" if self.architecture.ungated else "gate_up_proj"
+                merged = (
+                    ("up",) if self.architecture.ungated else ("gate_up",) if ("gate_up", leaf) in tensors else ("gate", "up")
+                )
+                for name, wanted in ((first, merged), ("down_proj", ("down",))):
                     missing = [part for part in wanted if (part, leaf) not in tensors]
                     if missing:
                         path = self.metadata.path

@@ -8,12 +8,13 @@ from typing import Any
 
 from ..files.gguf import Gguf
 from . import gguf_hybrids, gguf_models
+from .gguf_gemma4 import GEMMA4
 from .gguf_metadata import Metadata, special_tokens
 from .gguf_models import MIXTRAL, Architecture, Part
 
-ARCHITECTURES = gguf_models.ARCHITECTURES | gguf_hybrids.ARCHITECTURES
+ARCHITECTURES = gguf_models.ARCHITECTURES | gguf_hybrids.ARCHITECTURES | {"gemma4": GEMMA4}
 _LAYER = re.compile(r"^blk\.(0|[1-9]\d{0,4})\.(.*)$")
-_EXPERTS = re.compile(r"^ffn_(gate|up|down)_exps\.(weight|bias)$")
+_EXPERTS = re.compile(r"^ffn_(gate|up|gate_up|down)_exps\.(weight|bias)$")
 
 
 def architecture_of(metadata: Metadata) -> Architecture:
@@ -51,7 +52,7 @@ def place_in_model(architecture: Architecture, name: str) -> Part | None:
 
 def expert_tensor(architecture: Architecture, name: str) -> tuple[str, str, str] | None:
     """Of a tensor that holds a matrix, or a bias, of all experts of a layer: what transformers calls their module; "gate",
-    "up" or "down"; "weight" or "bias". None: it is another tensor."""
+    "up", "gate_up" or "down"; "weight" or "bias". None: it is another tensor."""
     match = _LAYER.match(name)
     if match is None or not architecture.experts or (part := _EXPERTS.match(match[2])) is None:
         return None

@@ -20,7 +20,7 @@ REQUIRED = object()
 # Keys that say what the tensors show anyway, or nothing about results.
 _SILENT = {"vocab_size", "tensor_data_layout", "rope.scaling.finetuned"}
 # Names that end a turn in some model; ggml's programs stop at each of them too.
-_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<|eom_id|>")
+_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<turn|>", "<|endoftext|>", "<|end_of_text|>", "<|eom_id|>")
 _CONTROL = 3  # the type of a token that is no text
 
 
@@ -61,9 +61,9 @@ class Metadata:
         if value is default:
             return value
         value = value.tolist() if isinstance(value, np.ndarray) else value
-        if not isinstance(value, list) or not all(type(one) is int and 0 <= one < 1 << 31 for one in value):
+        if not isinstance(value, list) or not all(isinstance(one, int) and 0 <= one < 1 << 31 for one in value):
             raise ValueError(f"{self.path} has {self.architecture}.{name} {_shown(value)}; expected whole numbers")
-        return value
+        return [int(one) for one in value]
 
     def of_layers(self, name: str, default: Any = REQUIRED, *, zeros: bool = False) -> int:
         """A whole number that a file may have for each layer; ``zeros``: some layers may have none."""
@@ -73,6 +73,12 @@ class Metadata:
         if len(values) > 1:
             raise ValueError(f"{self.path} has {self.architecture}.{name} of {len(values)} values; expected one for all layers")
         return values.pop() if values else 0
+
+    def of_each_layer(self, name: str, layers: int, default: Any = REQUIRED) -> list[int]:
+        """A whole number that a file may have for each layer, or once for all."""
+        if not isinstance(self._get(name, default), list | np.ndarray):
+            return [int(self.whole(name, default))] * layers
+        return list(self.wholes(name))
 
     def ignore(self, *names: str) -> None:
         """Keys that say what other keys or the tensors say."""

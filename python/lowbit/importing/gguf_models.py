@@ -189,7 +189,7 @@ def rope_of(metadata: Metadata, config: Mapping[str, Any], theta: float = 10000.
     return rope
 
 
-def _values(stored: StoredBlocks, count: int) -> np.ndarray:
+def values_of_factors(stored: StoredBlocks, count: int) -> np.ndarray:
     """A small tensor of float32."""
     if stored.type.name != "F32" or stored.shape != (count,):
         raise ValueError(f"{stored.path}: {stored.name} is {stored.type.name} {list(stored.shape)}; expected F32 [{count}]")
@@ -209,7 +209,7 @@ def _llama3_rope(gguf: Gguf, rope: dict[str, Any], head_dim: int) -> dict[str, A
     stored = gguf.tensors.get("rope_freqs.weight")
     if stored is None:
         return rope
-    factors = _values(stored, head_dim // 2)
+    factors = values_of_factors(stored, head_dim // 2)
     if rope["rope_type"] != "default":
         raise ValueError(f"{stored.path} has both rope_freqs.weight and rope.scaling.type; expected one of them")
     if (factors == 1).all():
@@ -304,7 +304,7 @@ def _phi3(metadata: Metadata, gguf: Gguf) -> dict[str, Any]:
     length = metadata.whole("rope.scaling.original_context_length", config["max_position_embeddings"])
     names = [f"rope_factors_{which}.weight" for which in ("short", "long")]
     if all(name in gguf.tensors for name in names):
-        short, long = (_values(gguf.tensors[name], rotated // 2).tolist() for name in names)
+        short, long = (values_of_factors(gguf.tensors[name], rotated // 2).tolist() for name in names)
         rope |= {"rope_type": "longrope", "short_factor": short, "long_factor": long}
         rope |= {"attention_factor": metadata.real("rope.scaling.attn_factor", 1.0), "original_max_position_embeddings": length}
     else:
