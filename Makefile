@@ -572,7 +572,7 @@ test-llama-cpp: $(VENV)/installed bench-peers
 
 test-import-libraries: $(VENV)/installed build/import-libraries/installed
 	HF_HUB_OFFLINE=1 LOWBIT_IMPORT_LIBRARIES=1 PYTHONPATH=build/import-libraries $(BIN)/python -m pytest \
-	  tests/python/test_importing_libraries.py
+	  tests/python/test_importing_libraries.py tests/python/test_importing_floats.py
 
 build/import-libraries/installed: scripts/import_libraries.txt $(VENV)/requirements
 	rm -rf $(@D)

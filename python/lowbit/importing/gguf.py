@@ -23,9 +23,10 @@ from .codes import Float, Matrix, Rows, Stacked, Weights, values_of
 from .gguf_architectures import architecture_of, config_of, expert_tensor, place_in_model
 from .gguf_blocks import block_type, decode
 from .gguf_i2s import check_order, i2s_reader
-from .gguf_layouts import Layout, below_each_other, joined, laid_out, put_together
+from .gguf_layouts import Layout, laid_out
 from .gguf_metadata import Metadata, generation_config
 from .gguf_models import IN_CONFIG, Architecture
+from .joining import below_each_other, joined, put_together
 from .report import file_states
 from .source import Source
 

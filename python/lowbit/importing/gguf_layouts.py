@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .._rounding import LinearConfig
-from .codes import Float, Matrix, Rows, Weights, values_of
-
-SourceRows: TypeAlias = Tensor | Rows
-Read: TypeAlias = Callable[[int, int], Any]
+from .codes import Float, Matrix, Rows, Weights
+from .joining import Read, put_together
 
 
 @dataclass(frozen=True)
@@ -50,25 +47,6 @@ def tiled(keys: int, values: int, width: int, before: int = 0) -> Order | None:
         return torch.cat([torch.arange(before), heads + before])
 
     return Order(count, numbers)
-
-
-def put_together(pieces: Sequence[Any], join: Callable[[list[Tensor]], Tensor]) -> Any:
-    """Rows of several tensors as one: float ones, or each part of quantized ones."""
-    if isinstance(pieces[0], Tensor):
-        return join(list(pieces))
-    return Rows(*(None if part[0] is None else join(list(part)) for part in zip(*pieces, strict=True)))
-
-
-def below_each_other(reads: Sequence[Read], sizes: Sequence[int]) -> Read:
-    """Reads rows of several tensors that lie below each other."""
-    starts = [sum(sizes[:number]) for number in range(len(sizes))]
-
-    def read(begin: int, end: int) -> Any:
-        spans = [(max(begin - start, 0), min(end - start, size)) for start, size in zip(starts, sizes, strict=True)]
-        pieces = [one(first, last) for one, (first, last) in zip(reads, spans, strict=True) if first < last]
-        return put_together(pieces, torch.cat)
-
-    return read
 
 
 def _gathered(read: Read, numbers: Tensor) -> Read:
@@ -141,32 +119,6 @@ def laid_out(tensor: Matrix | Weights | Float, layout: Layout, path: Any) -> Mat
         return values.reshape(shape)[begin:end]
 
     return replace(tensor, shape=shape, read=floats)
-
-
-def joined(parts: Sequence[Matrix | Weights | Float], name: str, path: Any) -> Matrix | Weights | Float:
-    """Tensors below each other as one; matrices of several types are requantized.
-
-    Raises:
-        ValueError: they have different numbers of columns.
-    """
-    first, sizes = parts[0], [part.shape[0] for part in parts]
-    if any(part.shape[1:] != first.shape[1:] for part in parts):
-        shapes = " and ".join(str(list(part.shape)) for part in parts)
-        raise ValueError(f"{path}: the parts of {name} are {shapes}; expected as many columns in each")
-    shape, total = (sum(sizes), *first.shape[1:]), sum(part.bytes for part in parts)
-    if all(part.source == first.source for part in parts):
-        read_all = below_each_other([part.read for part in parts], sizes)
-        if isinstance(first, Float):
-            return replace(first, name=name, shape=shape, bytes=total, read=read_all)
-        return replace(first, name=name, shape=(shape[0], shape[1]), bytes=total, read=read_all)
-    if not all(isinstance(part, Matrix | Weights | Float) and len(part.shape) == 2 for part in parts):
-        raise ValueError(f"{path}: the parts of {name} are {' and '.join(part.source for part in parts)}; expected one type")
-    read = below_each_other([values_of(part) for part in parts], sizes)
-    bits = max(
-        part.bits if isinstance(part, Matrix) else part.config.bits if isinstance(part, Weights) else 8 for part in parts
-    )
-    sources = " and ".join(dict.fromkeys(part.source for part in parts))
-    return Weights(name, sources, (shape[0], shape[1]), LinearConfig(min(bits + 1, 8)), read, total)
 
 
 def without_last(shape: tuple[int, ...]) -> tuple[int, ...]:
