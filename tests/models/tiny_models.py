@@ -154,7 +154,7 @@ def experts_in(model: torch.nn.Module) -> str:
 
 
 def float_share(model_type: str) -> float:
-    """The share of parameters that stay float with the class's usual sizes, all layers and tables quantized that lowbit takes."""
+    """The share of parameters that stay float with the class's usual sizes, when all layers and tables are quantized."""
     model = make(model_type)
     for config in (lowbit.LinearConfig(4, 16), lowbit.EmbeddingConfig(4, 16)):
         lowbit.quantize_(model, config, lambda module, name, kind=type(config): kind_of(module) is kind)
