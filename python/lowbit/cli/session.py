@@ -20,6 +20,7 @@ from .models import (
     parse_prefix_size,
     positions,
     set_threads,
+    wants_prefix_cache,
 )
 from .options import parse_sampling
 from .output import Output
@@ -85,7 +86,8 @@ class Session:
     def start(self, max_length: int, needs: dict[str, bool] | None = None) -> None:
         """Makes the decoding step, as :func:`make_step`, and its prefix cache."""
         self.max_length = max_length
-        self.step = make_step(self.output, self.model, max_length, self._compiled, self._cache, needs)
+        windows = not wants_prefix_cache(self._prefixes[0])
+        self.step = make_step(self.output, self.model, max_length, self._compiled, self._cache, needs, windows)
         self.prefix_cache = make_prefix_cache(self.output, *self._prefixes, self.step)
 
     @property
