@@ -68,6 +68,7 @@ def chat(
     cache: options.Cache = None,
     prefix_cache: options.PrefixDirectory = None,
     prefix_cache_size: options.PrefixSize = options.PREFIX_SIZE,
+    expert_memory: options.ExpertMemory = None,
     threads: options.Threads = None,
     compile_: options.Compile = False,
     as_json: options.Json = False,
@@ -81,7 +82,7 @@ def chat(
     text = None if template is None else read_text(template)
     session = Session(
         output, model, config, stop=stop, compiled=compile_, cache=cache, threads=threads, prefix_cache=prefix_cache,
-        prefix_cache_size=prefix_cache_size,
+        prefix_cache_size=prefix_cache_size, expert_memory=expert_memory,
     )  # fmt: skip
     session.load(sampling, text)
     conversation = _start(session, system, seed, max_length, max_new_tokens)

@@ -93,6 +93,7 @@ def generate(
     cache: options.Cache = None,
     prefix_cache: options.PrefixDirectory = None,
     prefix_cache_size: options.PrefixSize = options.PREFIX_SIZE,
+    expert_memory: options.ExpertMemory = None,
     threads: options.Threads = None,
     compile_: options.Compile = False,
     as_json: options.Json = False,
@@ -106,7 +107,7 @@ def generate(
     texts = _read_prompts(prompt, prompt_file, prompts)
     session = Session(
         output, model, config, stop=stop, compiled=compile_, cache=cache, threads=threads, prefix_cache=prefix_cache,
-        prefix_cache_size=prefix_cache_size,
+        prefix_cache_size=prefix_cache_size, expert_memory=expert_memory,
     )  # fmt: skip
     session.load(sampling, has_turns=chat)
     ids = [session.prompt(text) for text in texts]

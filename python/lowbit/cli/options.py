@@ -59,6 +59,12 @@ Cache = Annotated[
     Literal["float32", "bfloat16", "float16", "int8", "int4"] | None,
     typer.Option("--cache", help="Type of the KV cache.", show_default="the model's type"),
 ]
+ExpertMemory = Annotated[
+    str | None,
+    typer.Option(
+        "--expert-memory", help="Memory for experts of a mixture; others stay in the files.", show_default="all of them"
+    ),
+]
 PREFIX_SIZE = "8GB"
 PrefixDirectory = Annotated[
     Path | None,

@@ -22,7 +22,7 @@ from .models import (
     set_threads,
     wants_prefix_cache,
 )
-from .options import parse_sampling
+from .options import parse_sampling, parse_size
 from .output import Output
 
 if TYPE_CHECKING:
@@ -55,6 +55,7 @@ class Session:
         threads: int | None,
         prefix_cache: Path | None,
         prefix_cache_size: str,
+        expert_memory: str | None = None,
     ):
         from lowbit.llm.stopping import check_stop_strings
 
@@ -62,6 +63,9 @@ class Session:
         self.strings = check_stop_strings(check_text(text, "--stop") for text in stop or ())
         self._compiled, self._cache = compiled, cache
         self._prefixes = prefix_cache, parse_prefix_size(prefix_cache, prefix_cache_size)
+        self._expert_memory = None if expert_memory is None else parse_size(expert_memory, "--expert-memory")
+        if compiled and expert_memory is not None:
+            raise ValueError("--compile needs all experts in memory; leave out --expert-memory")
         if compiled:
             cpp_compiler()
         set_threads(threads)
@@ -78,6 +82,11 @@ class Session:
 
         with imported(self.output, self.path) as self.path:
             self.model = load(self.output, self.path, self._config)
+            if self._expert_memory is not None:
+                from lowbit.llm import stream_experts
+
+                places = stream_experts(self.model, self.path, self._expert_memory)
+                self.output.note(f"each layer keeps {places} experts in memory and reads the others from {self.path}")
             self.tokenizer = load_tokenizer(self.path)
             self.template = chat_template(self.tokenizer, self.path) if has_turns and template is None else template
         self.stop = stop_tokens(self.model, self.tokenizer)

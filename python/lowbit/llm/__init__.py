@@ -7,6 +7,7 @@ from .batch import generate_batch
 from .caches import Caches
 from .compiled import Step, compile_decoder
 from .decoder import Decoder
+from .expert_files import stream_experts
 from .fallback import Fallback
 from .generation import Generation, generate
 from .penalties import TokenLogprobs
@@ -49,4 +50,5 @@ __all__ = [
     "random_model",
     "sample",
     "shape_config",
+    "stream_experts",
 ]

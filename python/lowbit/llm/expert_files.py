@@ -1,0 +1,163 @@
+"""Experts of a mixture that stay in the checkpoint's files: a bounded cache of each layer reads those that tokens need."""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import nn, ops
+from ..files.safetensors import Stored, files_of, read_files
+
+_READERS = 4  # reads at once: disks serve several in the time of one
+
+
+class StreamedExperts(nn.LinearExperts):
+    """A :class:`lowbit.nn.LinearExperts` whose matrices are read from a file when they are needed.
+
+    ``packed_weight`` is uint8 [places, bytes], the experts used last. The output has the same bits as that of the layer with
+    all experts in memory.
+    """
+
+    def __init__(self, layer: nn.LinearExperts, stored: Stored, places: int, pools: Sequence[ThreadPoolExecutor]):
+        """
+        Args:
+            layer: packed experts; its weight may be freed afterwards.
+            stored: the same packed weight in a file.
+            places: experts in memory, 1 to all.
+            pools: one for reads, and one that waits for them.
+        """
+        super().__init__(layer.info, layer._dtype)
+        count, self._row = layer.packed_weight.shape
+        self.packed_weight = torch.empty((min(places, count), self._row), dtype=torch.uint8)
+        self._stored, (self._readers, self._waiter) = stored, pools
+        self._file = open(stored.path, "rb", buffering=0)  # noqa: SIM115 - as long as the layer lives
+        self._places: OrderedDict[int, int] = OrderedDict()  # expert -> its place; the last one was used last
+        self._ahead: Future[None] | None = None
+        self.read_bytes = 0  # so far
+        self.follower: StreamedExperts | None = None  # the experts that it will need are those that this layer needs
+
+    def _read(self, expert: int, place: int) -> None:
+        view, done = memoryview(self.packed_weight[place].numpy()), 0
+        while done < self._row:
+            count = os.preadv(self._file.fileno(), [view[done:]], self._stored.offset + expert * self._row + done)
+            if not count:
+                raise OSError(f"{self._stored.path} ended in the middle of {self._stored.name}: it was changed meanwhile")
+            done += count
+
+    def _fill(self, experts: Sequence[int]) -> None:
+        """Makes these experts, at most as many as there are places, be in memory."""
+        missing = [expert for expert in experts if expert not in self._places]
+        for expert in experts:
+            if expert in self._places:
+                self._places.move_to_end(expert)
+        reads = []
+        for expert in missing:
+            full = len(self._places) == self.packed_weight.shape[0]
+            place = self._places.popitem(last=False)[1] if full else len(self._places)
+            self._places[expert] = place
+            reads.append((expert, place))
+        self.read_bytes += len(reads) * self._row
+        try:
+            for _ in self._readers.map(self._read, *zip(*reads, strict=True)) if reads else ():
+                pass
+        except BaseException:
+            self._places.clear()  # a place may have half of an expert
+            raise
+
+    def ahead(self, experts: Sequence[int]) -> None:
+        """Begins to read experts that the next call needs."""
+        if len(experts) <= self.packed_weight.shape[0]:
+            self._ahead = self._waiter.submit(self._fill, experts)
+
+    def forward(self, x: Tensor, experts: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            raise RuntimeError("experts that are read from a file cannot be compiled or exported; load the model without them")
+        wanted = experts.unique().tolist()
+        if wanted and not 0 <= wanted[0] <= wanted[-1] < self.num_experts:
+            wrong = wanted[0] if wanted[0] < 0 else wanted[-1]
+            raise IndexError(f"there is no expert {wrong}; expected 0 to {self.num_experts - 1}")
+        if self._ahead is not None:
+            self._ahead.result()
+            self._ahead = None
+        if self.follower is not None:
+            self.follower.ahead(wanted)
+        places = self.packed_weight.shape[0]
+        if len(wanted) <= places:
+            return self._run(x, experts, wanted)
+        wanted.sort(key=lambda expert: expert not in self._places)  # what is here first
+        rows = x.unsqueeze(-2).expand(*experts.shape, x.shape[-1])
+        out = x.new_empty(*experts.shape, self.info.out_features)
+        for begin in range(0, len(wanted), places):
+            some = wanted[begin : begin + places]
+            chosen = torch.isin(experts, torch.tensor(some))
+            out[chosen] = self._run(rows[chosen], experts[chosen][:, None], some)[:, 0]
+        return out
+
+    def _run(self, x: Tensor, experts: Tensor, wanted: Sequence[int]) -> Tensor:
+        self._fill(wanted)
+        place = torch.zeros(self.num_experts, dtype=torch.int64)
+        for expert in wanted:
+            place[expert] = self._places[expert]
+        return ops.linear_experts(x, self.packed_weight, place[experts], self.info.out_features)
+
+    def _dequantized(self, dtype: torch.dtype) -> Tensor:
+        raise ValueError("the experts are in a file; load the model without expert_memory to read their weights")
+
+    def _verified(self, packed_weight: Tensor) -> Any:
+        return self.info  # every byte was checked when the model was loaded
+
+    def _save_to_state_dict(self, *arguments: Any) -> None:
+        raise ValueError("a model whose experts are in a file is not saved; load it without expert_memory, or copy its files")
+
+
+def stream_experts(model: torch.nn.Module, directory: str | os.PathLike[str], memory: int) -> int:
+    """Leaves the experts of a loaded model in the files of its checkpoint; the model reads them as it needs them.
+
+    Each layer keeps the experts used last, as many as ``memory`` allows; while a layer computes, those of the next are read.
+    Results have the same bits.
+
+    Args:
+        model: from :func:`load_model`, with packed experts.
+        directory: of the checkpoint it was loaded from.
+        memory: bytes for experts, of all layers together.
+
+    Returns:
+        Experts of each layer that are in memory.
+
+    Raises:
+        ValueError: the model has no packed experts, its files have others, or ``memory`` is less than an expert of each layer.
+    """
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.LinearExperts)}
+    if not layers:
+        raise ValueError(f"{type(model).__name__} has no packed experts; expected a mixture whose experts are packed")
+    tensors = read_files(*files_of(Path(directory)))
+    stored = {}
+    for name, layer in layers.items():
+        found = tensors.get(f"{name}.packed_weight")
+        if found is None or found.shape != tuple(layer.packed_weight.shape):
+            shape = "none" if found is None else list(found.shape)
+            raise ValueError(
+                f"{directory} has {shape} as {name}.packed_weight; expected {list(layer.packed_weight.shape)}, as the model"
+            )
+        stored[name] = found
+    least = sum(layer.packed_weight.shape[1] for layer in layers.values())
+    places = min(memory // least, max(layer.num_experts for layer in layers.values()))
+    if places < 1:
+        raise ValueError(f"memory for experts is {memory} bytes; expected at least {least}, one expert of each layer")
+    pools = [ThreadPoolExecutor(count, thread_name_prefix="lowbit-experts") for count in (_READERS, 1)]
+    before: dict[str, StreamedExperts] = {}
+    for name, layer in layers.items():
+        holder, _, leaf = name.rpartition(".")
+        streamed = StreamedExperts(layer, stored[name], places, pools).eval()
+        setattr(model.get_submodule(holder), leaf, streamed)
+        if leaf == "down_proj" and holder in before:
+            before[holder].follower = streamed
+        before[holder] = streamed
+    return int(places)
