@@ -325,25 +325,25 @@ test-windows-run: $(VENV)/requirements build/wheel-tools/installed
 	scripts/wine.sh cmd /c ver  # makes the Windows that the tests then share
 	$(CTEST) --test-dir $(WINDOWS) -LE soak -E '^(structure|package)[.]'
 
-# Programs that are one file each, in $(1), on emulated CPUs of phones with pages of 16 KiB: Cortex-A53, Cortex-A76, and
-# Cortex-A710, which has i8mm and SVE2.
+# Programs that are one file each, in $(1), on emulated CPUs of phones: Cortex-A53 and Cortex-A76 with pages of 16 KiB, and
+# Cortex-A710, which has i8mm and SVE2, by a newer QEMU, whose pages have 4 KiB.
 define run-on-phones
-	run() { QEMU_PAGESIZE=16384 QEMU_CPU=$$1 LOWBIT_REQUIRE_ISA=$$2 $(CTEST) --test-dir $(1) -R "$$3"; }; set -ex; \
+	run() { QEMU_CPU=$$1 LOWBIT_REQUIRE_ISA=$$2 $(CTEST) --test-dir $(1) -R "$$3"; }; set -ex; \
+	export QEMU_PAGESIZE=16384 LOWBIT_REQUIRE_PAGE_SIZE=16384; \
 	run cortex-a53 neon '^(format|fuzz[.]packed|kernels[.]neon[.](quantize|embedding))$$'; \
-	run cortex-a76 neondot '^kernels[.]neondot[.]'; \
-	run cortex-a710 i8mm '^(kernels[.]i8mm[.]linear|operators[.]i8mm)$$'
+	run cortex-a76 neondot '^(format|kernels[.]neondot[.].*|operators[.]neondot)$$'; \
+	unset QEMU_PAGESIZE LOWBIT_REQUIRE_PAGE_SIZE; export PATH=$(abspath build/arm-emulator):$$PATH; \
+	run cortex-a710 i8mm '^kernels[.]i8mm[.]linear$$'
 endef
 PHONE_TESTS := format_tests packed_fuzz kernel_tests operator_tests
+PHONE_LINK := -static -Wl,-z,max-page-size=16384
 
-# The nearest to Android without its NDK: static programs by Clang, whose kernels are those of `make test-arm-clang`.
-test-android-like: export PATH := $(abspath build/arm-emulator):$(PATH)
-test-android-like: $(VENV)/cmake build/arm-emulator
+# The nearest to Android without its NDK: static programs with musl and LLVM's C++ library, by Zig's Clang.
+test-android-like: $(VENV)/requirements build/wheel-tools/installed build/arm-emulator
 	scripts/need.sh test
-	scripts/need.sh clang $(CLANG)
-	$(CONFIGURE) -S . -B build/android-like -DLOWBIT_STATIC=ON -DLOWBIT_BUILD_TESTS=ON -DLOWBIT_ARM_CLANG=clang++-$(CLANG) \
-	  -DCMAKE_TOOLCHAIN_FILE=$(abspath cmake/aarch64-linux-gnu.cmake) \
-	  -DCMAKE_EXE_LINKER_FLAGS="-static -Wl,-z,max-page-size=16384"
-	$(BIN)/cmake --build build/android-like -j $(JOBS) --target $(PHONE_TESTS)
+	$(ZIG_CMAKE) -B build/android-like -DLOWBIT_ZIG_TARGET=aarch64-linux-musl -DLOWBIT_STATIC=ON -DLOWBIT_BUILD_TESTS=ON \
+	  -DCMAKE_EXE_LINKER_FLAGS="$(PHONE_LINK)" -DCMAKE_CROSSCOMPILING_EMULATOR=qemu-aarch64
+	$(ZIG_CACHES) $(BIN)/cmake --build build/android-like -j $(JOBS) --target $(PHONE_TESTS)
 	$(call run-on-phones,build/android-like)
 
 # The same by the NDK, in ANDROID_NDK: a job of .github/workflows/tests.yml, whose machine has it. It never ran elsewhere.
@@ -352,9 +352,8 @@ test-android: $(VENV)/cmake build/arm-emulator
 	[ -f "$(ANDROID_NDK)/build/cmake/android.toolchain.cmake" ] || \
 	  { echo "ANDROID_NDK is '$(ANDROID_NDK)'; expected the directory of Android's NDK" >&2; exit 1; }
 	$(CONFIGURE) -S . -B build/android -DLOWBIT_STATIC=ON -DLOWBIT_BUILD_TESTS=ON -DANDROID_ABI=arm64-v8a \
-	  -DANDROID_PLATFORM=android-24 -DANDROID_SUPPORT_FLEXIBLE_PAGE_SIZES=ON -DCMAKE_EXE_LINKER_FLAGS=-static \
-	  -DCMAKE_TOOLCHAIN_FILE="$(ANDROID_NDK)/build/cmake/android.toolchain.cmake" \
-	  -DCMAKE_CROSSCOMPILING_EMULATOR=$(abspath build/arm-emulator)/qemu-aarch64
+	  -DANDROID_PLATFORM=android-24 -DCMAKE_TOOLCHAIN_FILE="$(ANDROID_NDK)/build/cmake/android.toolchain.cmake" \
+	  -DCMAKE_EXE_LINKER_FLAGS="$(PHONE_LINK)" -DCMAKE_CROSSCOMPILING_EMULATOR=qemu-aarch64
 	$(BIN)/cmake --build build/android -j $(JOBS) --target $(PHONE_TESTS)
 	$(call run-on-phones,build/android)
 
