@@ -40,7 +40,7 @@ TEST(Guarded, BytesBesideABufferAreWatched) {
   }
 }
 
-// Who runs tests for large pages says so: an emulator may not give them (QEMU has no QEMU_PAGESIZE from version 9 on).
+// Who runs tests for large pages says so: an emulator may not give them (QEMU 11 ignores QEMU_PAGESIZE).
 TEST(Guarded, PagesHaveTheSizeThatIsRequired) {
   const char* const required = std::getenv("LOWBIT_REQUIRE_PAGE_SIZE");
   if (required == nullptr) GTEST_SKIP() << "LOWBIT_REQUIRE_PAGE_SIZE is not set";
