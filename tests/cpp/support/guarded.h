@@ -9,6 +9,8 @@
 
 namespace lowbit::test {
 
+int64_t page_size();  // of the system that the test runs on
+
 // Which side of the buffer touches an inaccessible page.
 enum class Wall { after, before };
 

@@ -1,0 +1,40 @@
+"""PyTorch's operators, from their library alone: python tests/windows/torch_operators.py LIBRARY. No package is needed.
+
+Activations are integers, and scales powers of two: the exact result is that of float arithmetic.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+
+
+def main(library: str) -> None:
+    torch.ops.load_library(str(Path(library).resolve()))
+    operators = torch.ops.lowbit
+    generator = torch.Generator().manual_seed(1)
+    for bits in range(1, 9):
+        weight = torch.randn(48, 128, generator=generator)
+        codes, _, _ = operators.quantize(weight, bits, 32, False, False)
+        scales = 2.0 ** torch.randint(-4, 4, (48, 4), generator=generator)
+        packed = operators.pack(codes, scales, None, None, bits, 32)
+        unpacked, found, _, _ = operators.unpack(packed)
+        assert torch.equal(unpacked, codes) and torch.equal(found, scales)
+        # A table of all weights: one-hot activations would do the same.
+        dense = operators.embedding(torch.arange(48), packed, 128)
+        for rows in (1, 9):
+            x = torch.randint(-127, 128, (rows, 128), generator=generator).float()
+            x[:, ::32] = 127.0  # the scale of every segment is 1
+            expected = (x.double() @ dense.double().T).float()
+            assert torch.equal(operators.linear(x, packed, 48), expected), (bits, rows)
+    try:
+        operators.linear(torch.ones(1, 64), packed, 48)
+    except (RuntimeError, ValueError) as error:
+        print("refused:", str(error).splitlines()[0])
+    else:
+        raise AssertionError("activations of a wrong size were accepted")
+    print("lowbit's operators run in torch", torch.__version__)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
