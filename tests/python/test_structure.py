@@ -83,3 +83,17 @@ def test_no_line_is_too_long():
         if len(line) > limit and not line.startswith("#include")
     ]
     assert long == []
+
+
+def test_few_files_of_the_kernels_name_a_single_width():
+    """What follows from a width comes from codec.h and widths.h, as CONTRIBUTING.md says."""
+    names_width = re.compile(r"\b(?:ROWS?|IN_STEP|MANY|FEW)\([357]\b|\bUnpack<[357]>|\b\w*[bB]its == [357]\b")
+    kernels = Path(__file__).parents[2] / "kernels"
+    files = [path for path in kernels.rglob("*") if path.suffix in (".h", ".cpp")]
+    assert {path.relative_to(kernels).as_posix() for path in files if names_width.search(path.read_text())} == {
+        "bits/codec.h",
+        "bits/widths.h",
+        "linear/avx512vnni.cpp",  # panels that one row reads at once
+        "linear/neon.cpp",  # rows from which tiles are chosen, lines that 16 bits hold
+        "linear/neondot.cpp",  # rows from which tiles are chosen
+    }
