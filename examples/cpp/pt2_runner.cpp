@@ -1,7 +1,7 @@
-// Runs a package of AOTInductor with libtorch: no Python. lowbit appears in CMakeLists.txt only: the program that links
-// its operator library has its operators.
+// Runs an AOTInductor package (.pt2) with libtorch, without Python. CMakeLists.txt links lowbit's operator library, which
+// registers the operators: no code here is about lowbit.
 //
-// A .pt2 holds compiled code, which runs as this program does: load only files that you trust as much as a program.
+// A .pt2 contains compiled code, which runs with this program's rights. Load only files that you trust as much as a program.
 
 #include <ATen/Functions.h>
 #include <c10/core/InferenceMode.h>
@@ -19,8 +19,8 @@ void run(int argc, char** argv) {
   std::vector<Array> arrays;
   for (const std::string& path : options.inputs) arrays.push_back(read_npy(path));
 
-  const c10::InferenceMode no_gradients;  // else every call of an operator looks for its gradient: 1 us
-  // The compiled code trusts its inputs, unless it is told to check their types and shapes.
+  const c10::InferenceMode no_gradients;  // without it, each call of an operator checks for gradients: 1 us
+  // Has the compiled code check the types and shapes of its inputs, which it trusts by default.
   setenv("AOTI_RUNTIME_CHECK_INPUTS", "1", 1);
   const auto loader = explained(options.model + " does not load", [&] {
     return std::make_unique<torch::inductor::AOTIModelPackageLoader>(options.model);

@@ -20,6 +20,7 @@
 
 #include <arm_neon.h>
 
+#include "../bits/widths.h"
 #include "row_neon.h"
 #include "tile_neondot.h"
 
@@ -187,8 +188,7 @@ void run_many(const LinearArgs& args) {
 constexpr LinearKernel kRows[] = {
     ROW(1, 3, run_many), ROW(2, 2, run_many), ROW(3, 2, run_many), ROW(4, 2, run_many),
     ROW(5, 2, run_many), ROW(6, 2, run_many), ROW(7, 2, run_many), ROW(8, 3, run_many),
-    ROW(1, 1, run),      ROW(2, 1, run),      ROW(3, 1, run),      ROW(4, 1, run),
-    ROW(5, 1, run),      ROW(6, 1, run),      ROW(7, 1, run),      ROW(8, 1, run),
+    LOWBIT_EACH_WIDTH(ROW, 1, run),
 };
 #undef ROW
 

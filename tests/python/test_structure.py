@@ -83,3 +83,34 @@ def test_no_line_is_too_long():
         if len(line) > limit and not line.startswith("#include")
     ]
     assert long == []
+
+
+def test_few_files_of_the_kernels_name_a_single_width():
+    """What follows from a width comes from codec.h and widths.h, as CONTRIBUTING.md says."""
+    names_width = re.compile(r"\b(?:ROWS?|IN_STEP|MANY|FEW)\([357]\b|\bUnpack<[357]>|\b\w*[bB]its == [357]\b")
+    kernels = Path(__file__).parents[2] / "kernels"
+    files = [path for path in kernels.rglob("*") if path.suffix in (".h", ".cpp")]
+    assert {path.relative_to(kernels).as_posix() for path in files if names_width.search(path.read_text())} == {
+        "bits/codec.h",
+        "bits/widths.h",
+        "linear/avx512vnni.cpp",  # panels that one row reads at once
+        "linear/neon.cpp",  # rows from which tiles are chosen, lines that 16 bits hold
+        "linear/neondot.cpp",  # rows from which tiles are chosen
+    }
+
+
+def test_the_recipe_for_an_isa_names_all_its_files():
+    root = Path(__file__).parents[2]
+    text = (root / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    recipe = text[text.index("## Recipe: an ISA") : text.index("## Recipe: the placement of a width")]
+    names_it = re.compile(r"avx_?vnni(?!_?int8)", re.IGNORECASE)
+    parts = [root / part for part in ("kernels", "ops", "cmake", "python", "tests", "bench", "scripts")]
+    files = [path for part in parts for path in part.rglob("*") if path.suffix in (".h", ".cpp", ".py", ".cmake", ".sh")]
+    named = {
+        path.relative_to(root).as_posix()
+        for path in [root / "Makefile", *files]
+        if path != Path(__file__) and names_it.search(path.read_text(encoding="utf-8"))
+    }
+    assert "kernels/linear/avxvnni.cpp" in named
+    assert [path for path in sorted(named) if f"`{path}`" not in recipe and path != "kernels/linear/avxvnni.cpp"] == []
+    assert f"is in {len(named)} files" in recipe

@@ -97,28 +97,8 @@ def calibrate_checkpoint(
         result: list[Calibration] = []
 
         def calibrated() -> Mapping[str, torch.Tensor]:
-            resumed = len(journal.packed)
-
-            def report(done: int, total: int, name: str) -> None:
-                if progress is not None:
-                    earlier = f" ({resumed} layers are from an earlier run)" if resumed else ""
-                    progress("calibrating", done, total, f"{name}{earlier}")
-
-            kept = Kept(dict(journal.packed), journal.keep)
-            result.append(
-                run(
-                    model,
-                    data,
-                    config,
-                    method,
-                    tokenizer=tokenizer,
-                    window=window,
-                    max_tokens=max_tokens,
-                    progress=report,
-                    kept=kept,
-                )  # fmt: skip
-            )
-            result[0].resumed = resumed
+            settings = {"tokenizer": tokenizer, "window": window, "max_tokens": max_tokens}
+            result.append(_run(model, data, config, method, journal, progress, settings))
             return {name: packed for name, (_, packed) in journal.packed.items()}
 
         summary = quantize_checkpoint(
@@ -130,6 +110,29 @@ def calibrate_checkpoint(
             progress=None if progress is None else lambda done, total, name: progress("writing", done, total, name),
         )
     return summary, result[0]
+
+
+def _run(
+    model: Any,
+    data: list[str],
+    config: LowBitConfig,
+    method: str,
+    journal: Journal,
+    progress: CalibrationProgress | None,
+    settings: dict[str, Any],
+) -> Calibration:
+    """Calibrates the layers that the journal does not have. The journal keeps each layer as soon as it is finished."""
+    resumed = len(journal.packed)
+
+    def report(done: int, total: int, name: str) -> None:
+        if progress is not None:
+            earlier = f" ({resumed} layers are from an earlier run)" if resumed else ""
+            progress("calibrating", done, total, f"{name}{earlier}")
+
+    kept = Kept(dict(journal.packed), journal.keep)
+    result = run(model, data, config, method, progress=report, kept=kept, **settings)
+    result.resumed = resumed
+    return result
 
 
 def _identity(source: Path, weights: list[Path], text: str, config: list[Any], method: str) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Finished layers of a calibration, in a hidden directory beside its target, for runs that continue it."""
+"""Keeps the finished layers of a calibration on disk, so that a later run continues an interrupted one."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ class Journal:
 
     Args:
         target: the path that the run writes.
-        identity: digests or names of what the layers depend on; a run with another identity removes them.
+        identity: digests or names of the calibration's inputs. Layers of an earlier run with another identity are removed.
 
     Attributes:
         packed: the finished layers, each with its method and its packed weight, which is mapped.
-        changes: the parts of the identity that differ from an earlier run's, whose layers were removed.
+        changes: names of the parts of the identity that differ from the earlier run, whose layers were then removed.
     """
 
     def __init__(self, target: Path, identity: Mapping[str, str]):
@@ -125,7 +125,7 @@ class Journal:
                     self.packed[name] = (entry["method"], packed)
         if len(whole) < sum(map(len, lines)):
             self._replace(_LAYERS, whole)
-            _LOG.warning("%s: a line that was not whole, and what follows it, is calibrated again", log)
+            _LOG.warning("%s: the layers from the first incomplete line on are calibrated again", log)
         _LOG.info("%s: %d layers of an earlier run are used", self.path, len(self.packed))
 
     def _map(self, name: str, experts: int | None) -> Tensor:

@@ -14,6 +14,22 @@ STEPS = 96  # least number of steps; each is a batch of the text
 RATE = 0.004  # first rate of Adam, for factors of scales; it falls to zero
 
 
+def _minimize(
+    loss: Callable[[int], Tensor], batches: list[int], parameters: list[torch.nn.Parameter], steps: int, rate: float
+) -> None:
+    """Adam over whole epochs of the batches, at least ``steps`` steps, with a rate that falls to zero."""
+    epochs = -(-steps // len(batches))
+    optimizer = torch.optim.Adam(parameters, lr=rate, betas=(0.9, 0.95))
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, epochs * len(batches))
+    with torch.enable_grad():
+        for _ in range(epochs):
+            for i in batches:
+                optimizer.zero_grad()
+                loss(i).backward()
+                optimizer.step()
+                schedule.step()
+
+
 def tuned(
     block: torch.nn.Module,
     names: Sequence[str],
@@ -65,16 +81,7 @@ def tuned(
     before = sum(float(error(block, i)) for i in sorted(held_out))
     learned = [i for i in range(len(expected)) if i not in held_out]
     size = sum(float(expected[i].float().square().sum()) for i in learned) / len(learned)
-    epochs = -(-steps // len(learned))
-    optimizer = torch.optim.Adam(parameters, lr=rate, betas=(0.9, 0.95))
-    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, epochs * len(learned))
-    with torch.enable_grad():
-        for _ in range(epochs):
-            for i in learned:
-                optimizer.zero_grad()
-                (error(student, i) / size).backward()
-                optimizer.step()
-                schedule.step()
+    _minimize(lambda i: error(student, i) / size, learned, parameters, steps, rate)
     if not all(bool(torch.isfinite(parameter).all()) for parameter in parameters):
         return {}
     weights = {}

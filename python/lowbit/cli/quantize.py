@@ -109,6 +109,13 @@ def quantize(
             summary, calibration = _calibrate(
                 output, source, floats, target, config, text, method, calibrate_tokens, window, target_bytes, target_bits
             )
+    _show(output, source, target, summary, calibration, time.perf_counter() - begin)
+
+
+def _show(
+    output: Output, source: Path, target: Path, summary: CheckpointSummary, calibration: Calibration | None, seconds: float
+) -> None:
+    """Prints the sizes of a quantized checkpoint, or the JSON document of --json."""
     count, packed = packed_figures(summary.entries)
     document = {
         "source": str(source),
@@ -123,7 +130,7 @@ def quantize(
         "methods": None if calibration is None else calibration.methods,
         "calibration_tokens": None if calibration is None else calibration.tokens,
         "resumed_layers": None if calibration is None else calibration.resumed,
-        "seconds": time.perf_counter() - begin,
+        "seconds": seconds,
     }
     shown = table("", "before", "after", "")
     share = f"{100 * summary.target_bytes / summary.source_bytes:.1f} %"

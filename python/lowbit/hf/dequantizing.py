@@ -1,4 +1,4 @@
-"""The way back: float layers in the place of a model's packed ones."""
+"""Replaces the packed layers of a model with float layers."""
 
 from __future__ import annotations
 
@@ -15,22 +15,24 @@ from .._experts import Experts
 from .._layers import is_transposed, named_layers
 from .parallel import refuse_parts
 
-# What packing a model sets on it, or on a model in it (placing.py, names.py).
+# Attributes that placing.py and names.py set on a packed model and on the models inside it.
 _SET_BY_PACKING = ("_tied_weights_keys", "resize_token_embeddings", "_weight_conversions")
 
 
 def dequantize(
     model: PreTrainedModel, dtype: torch.dtype | None = None, progress: Callable[[int, int, str], None] | None = None
 ) -> None:
-    """Puts float layers in the place of packed ones, in place: the model then has the weights that it computed with, and
-    rounds no activations to int8. What shared a packed weight shares the float one.
+    """Replaces packed layers with float layers, in place.
+
+    The float weights are the dequantized ones. Activations are not rounded to int8 any more. Layers that shared a packed weight
+    share the float weight.
 
     Args:
         dtype: of these weights: float32, bfloat16 or float16; None: each layer's own.
         progress: called as ``progress(layers done, layers, name)``.
 
     Raises:
-        ValueError: the packed bytes were altered, or this process has a part of the model only.
+        ValueError: packed bytes were altered, or this process has only a part of the model (tensor parallelism).
     """
     refuse_parts(model)
     floats = _on_meta(model)
@@ -51,12 +53,12 @@ def dequantize(
         if progress is not None:
             progress(number, len(packed), name)
     parts = [name for name, part in floats.named_modules() if isinstance(part, PreTrainedModel)]
-    for name in reversed(parts):  # a model behind those in it, whose ties it has too
+    for name in reversed(parts):  # inner models first: an outer model has their ties, too
         _as_before(model.get_submodule(name), floats.get_submodule(name), {id(weight) for weight in parameters.values()})
 
 
 def _on_meta(model: PreTrainedModel) -> PreTrainedModel:
-    """The model as it is without quantization: which kind of layer stands where."""
+    """The same model with float layers on the meta device, as a pattern for the layers to restore."""
     config = copy.deepcopy(model.config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
@@ -65,7 +67,7 @@ def _on_meta(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _parameter(layer: Any, weight: torch.Tensor) -> torch.nn.Parameter:
-    """A weight [out, in], or [experts, out, in], as the model keeps it."""
+    """A weight [out, in], or [experts, out, in], as a parameter; transposed if the model stores it so."""
     turned = layer.transposed if isinstance(layer, Experts) else is_transposed(layer)
     return torch.nn.Parameter(weight.transpose(-1, -2).contiguous() if turned else weight)
 
@@ -96,8 +98,8 @@ def _put_layer(
 def _as_before(part: Any, floats: Any, dequantized: Collection[int]) -> None:
     """Gives a model the names, ties and methods that it has without packed layers; ``dequantized`` are ids of parameters.
 
-    Of a tied pair of which one was packed both take the float weight, which is the exact one; two that were packed apart stay
-    apart.
+    If only one of two tied weights was packed, both take the other one, which was never quantized. Two weights that were packed
+    separately stay separate.
     """
     for name in _SET_BY_PACKING:
         vars(part).pop(name, None)

@@ -1,8 +1,12 @@
-"""AWQ's layout for matrix products ("gemm").
+"""Reads AWQ's layout for matrix products ("gemm"), as AutoAWQ's ``WQLinear_GEMM`` packs it.
 
-``qweight`` int32 [k, n / 8] and ``qzeros`` int32 [groups, n / 8]: a word has 4-bit codes of eight neighboring
-outputs, in the order 0 2 4 6 1 3 5 7 from the lowest bits on. ``scales`` [groups, n]. A weight is ``scale * (code -
-zero)``.
+Tensors of a layer with n outputs and k inputs:
+
+* ``qweight``: int32 [k, n / 8]; a word has the 4-bit codes of eight neighboring outputs;
+* ``qzeros``: int32 [groups, n / 8]: the zero points, packed likewise;
+* ``scales``: float [groups, n].
+
+From the lowest bits of a word on, its outputs come in the order 0, 2, 4, 6, 1, 3, 5, 7. A weight is ``scale * (code - zero)``.
 """
 
 from __future__ import annotations
@@ -20,10 +24,11 @@ _ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 def read_awq(stock: Stock) -> list[SourceTensor]:
-    """The layers of a checkpoint in AWQ's layout.
+    """The tensors of a checkpoint in AWQ's layout.
 
     Raises:
-        ValueError: another version or width, or a layer that is not whole.
+        ValueError: the checkpoint has another version or width; a tensor of a layer is missing or has another shape or dtype;
+            or the groups are not of one size.
     """
     stock.setting("bits", (4,), stock.settings.get("w_bit", 4))
     for name in ("version", "format"):

@@ -1,7 +1,12 @@
-"""BitNet's packed ternary weights, as transformers stores them.
+"""Reads BitNet's packed ternary weights, as transformers packs them (``transformers.integrations.bitnet``).
 
-``weight`` uint8 [n / 4, k]: two bits of a byte are a row, of which the n / 4 first are in the lowest bits; 0, 1, 2 for
--1, 0, 1. ``weight_scale`` [1]: what the weights are divided by, or multiplied with (``linear_class`` "autobitlinear").
+Tensors of a layer with n outputs and k inputs:
+
+* ``weight``: uint8 [n / 4, k]; bits 2 i and 2 i + 1 of a byte in row r are the digit of output ``i * n / 4 + r``;
+* ``weight_scale``: float [1].
+
+The digits 0, 1 and 2 stand for -1, 0 and 1. With ``linear_class`` "bitlinear" weights are ``value / weight_scale``, with
+"autobitlinear" ``value * weight_scale``.
 """
 
 from __future__ import annotations
@@ -16,10 +21,11 @@ from .stock import Stock, load
 
 
 def read_bitnet(stock: Stock) -> list[SourceTensor]:
-    """The layers of a BitNet checkpoint.
+    """The tensors of a BitNet checkpoint.
 
     Raises:
-        ValueError: weights that are not packed, a norm in the layers, or a layer that is not whole.
+        ValueError: the weights are not packed; the layers have a norm; or a tensor of a layer is missing or has another shape
+            or dtype. When rows are read: a digit is 3.
     """
     stock.setting("quantization_mode", ("offline",), "offline")
     stock.setting("use_rms_norm", (False,), False)

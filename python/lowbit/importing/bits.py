@@ -1,4 +1,4 @@
-"""Codes packed into words of 32 bits, by formats of several projects."""
+"""Unpacks codes from words of 32 bits, in the three ways that other projects pack them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def from_stream(words: Tensor, bits: int, count: int) -> Tensor:
-    """Codes that follow each other without gaps, from the lowest bit of the first word on, also across words.
+    """Unpacks codes without gaps between them, from the lowest bit of the first word on. A code may lie in two words.
 
     Args:
         words: int32 [rows, words].
@@ -28,18 +28,24 @@ def from_stream(words: Tensor, bits: int, count: int) -> Tensor:
 
 
 def from_words(words: Tensor, bits: int, count: int) -> Tensor:
-    """As :func:`from_stream`, but each code is in one word, and what is left of a word is empty."""
+    """As :func:`from_stream`, but no code lies in two words; a word's remaining high bits are unused."""
     shifts = torch.arange(32 // bits, dtype=torch.int32) * bits
     codes = (words[:, :, None] >> shifts) & (2**bits - 1)  # the sign that is shifted in is masked
     return codes.to(torch.uint8).reshape(len(words), -1)[:, :count].contiguous()
 
 
 def from_planes(words: Tensor, bits: int, count: int) -> Tensor:
-    """As :func:`from_stream`, but of 32 codes at a time: the words of their lowest bits, then those of the next bits,
-    in planes that are 8, 4, 2 and 1 bits wide, so that no code lies in two words (GPTQModel's ``gptq_p``).
+    """As :func:`from_stream`, but 32 codes share ``bits`` words, in planes of bits (GPTQModel's ``gptq_p``).
+
+    The planes are 8, 4, 2 and 1 bits wide, the lowest bits of the codes first, so no code lies in two words of a plane.
 
     Args:
-        count: a multiple of 32.
+        words: int32 [rows, words], a multiple of ``bits`` words.
+        bits: of a code, 1 to 8.
+        count: codes in a row, a multiple of 32.
+
+    Returns:
+        uint8 [rows, count].
     """
     blocks = words.reshape(len(words), -1, bits)
     codes = torch.zeros(len(words), blocks.shape[1], 32, dtype=torch.uint8)
@@ -53,5 +59,5 @@ def from_planes(words: Tensor, bits: int, count: int) -> Tensor:
 
 
 def words_of(count: int, bits: int, *, whole: bool = False) -> int:
-    """How many words `count` codes take; `whole`: none of which is in two words."""
+    """Number of words for ``count`` codes; ``whole``: if no code may lie in two words."""
     return -(-count // (32 // bits)) if whole else -(-count * bits // 32)

@@ -1,10 +1,17 @@
-"""compressed-tensors' "pack-quantized"; :mod:`.small_floats` reads its other formats.
+"""Reads the format "pack-quantized" of the library compressed-tensors (``compressed_tensors.compressors``).
 
-``weight_packed`` int32 [n, ceil(k * bits / 32)]: the codes of a row, with 2**(bits - 1) added, follow each other, also
-across words; in older files no code is in two words, which the number of words shows. ``weight_scale`` [n, groups];
-``weight_zero_point``, where there is one, int32 [ceil(n * bits / 32), groups] packed likewise by columns;
-``weight_shape`` [2]; ``weight_g_idx`` [k], the group of each input, or -1 everywhere. A weight is
-``scale * (code - zero)``, both signed.
+:mod:`.small_floats` reads its other formats.
+
+Tensors of a layer with n outputs, k inputs and codes of b bits:
+
+* ``weight_packed``: int32 [n, ceil(k * b / 32)]: the codes of a row plus 2^(b - 1), one after the other; a code may lie in two
+  words. In older files none does; the number of words tells which;
+* ``weight_scale``: float [n, groups];
+* ``weight_zero_point``: int32 [ceil(n * b / 32), groups], optional: packed likewise along columns;
+* ``weight_shape``: int [2]: n and k;
+* ``weight_g_idx``: int [k], optional: the group of each input; -1 everywhere means no act-order.
+
+A weight is ``scale * (code - zero)`` with signed codes and zero points.
 """
 
 from __future__ import annotations
@@ -28,10 +35,10 @@ _OTHERS = (
 
 
 def read_compressed_tensors(stock: Stock) -> list[SourceTensor]:
-    """The layers of a checkpoint of compressed-tensors.
+    """The tensors of a checkpoint of compressed-tensors.
 
     Raises:
-        ValueError: an unknown format, transformed layers, or a layer that is not whole.
+        ValueError: an unknown format, transformed layers, or a tensor of a layer is missing or has another shape or dtype.
     """
     stock.setting("format", (_FORMAT, *_OTHERS), _FORMAT)
     if stock.settings.get("transform_config"):

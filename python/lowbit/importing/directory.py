@@ -1,4 +1,4 @@
-"""Directories with safetensors files and a quantization_config: which format, and what it has beside the weights."""
+"""Opens a directory of a quantized checkpoint: chooses the format's reader by ``quantization_config.quant_method``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .torchao import read_torchao
 
 
 def _read_auto_round(stock: Stock) -> Sequence[SourceTensor]:
-    """AutoRound writes the layouts of others, and names them in ``packing_format``."""
+    """AutoRound writes GPTQ's or AWQ's layout; ``packing_format`` names it."""
     layout = stock.settings.get("packing_format", "auto_round:auto_gptq")
     stock.setting("data_type", ("int",), "int")
     stock.setting("act_bits", (16, 32), 16)
@@ -57,11 +57,11 @@ _FORMATS: dict[str, tuple[str, Callable[[Stock], Sequence[SourceTensor]]]] = {
 
 
 def open_directory(path: Path) -> Source:
-    """The model in a directory.
+    """Describes and checks the model in a directory; reads no weights.
 
     Raises:
         OSError: a file is missing or cannot be read.
-        ValueError: float weights, weights of lowbit, a format that lowbit does not import, or a damaged file.
+        ValueError: the weights are float, packed by lowbit, or of a format that lowbit does not import; or a file is damaged.
     """
     config = read_config(path)
     method = quantization_method(config)

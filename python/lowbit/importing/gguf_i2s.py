@@ -1,8 +1,9 @@
-"""BitNet's ternary weights in GGUF files of bitnet.cpp: the type I2_S.
+"""Reads BitNet's ternary weights of bitnet.cpp in GGUF files: the type I2_S.
 
-Two bits are a weight, 0, 1, 2 for -1, 0, 1; the first of the four in a byte is in its highest bits. Behind all rows is
-the scale of the whole matrix, a float32 in 32 bytes. Which four weights share a byte depends on how the program was built
-that wrote the file (``quantize_i2_s`` of ``ggml-bitnet-mad.cpp``), and the file does not say it.
+A byte has four 2-bit digits, the first in its highest bits; the digits 0, 1 and 2 stand for -1, 0 and 1. After all rows
+come 32 bytes, of which the first four are a float32: the scale of the whole matrix. The four weights of a byte depend on the
+build of the program that wrote the file (``quantize_i2_s`` in bitnet.cpp's ``ggml-bitnet-mad.cpp``), and the file does not
+name it. So the order is an argument.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from ..files.gguf import StoredBlocks
 from .codes import Rows
 
-# The inputs that lie next to each other in neighboring bytes; those of the next bits follow them.
+# Order -> number of neighboring inputs in neighboring bytes; the next bits of these bytes have the next inputs.
 _RUNS = {"x86": 32, "arm": 16}
 ORDERS = (*_RUNS, "rows")  # "rows": a byte has one input of four rows, as without ACT_PARALLEL on x86
 _SHIFTS = np.array([6, 4, 2, 0], np.uint8)[:, None]
@@ -31,14 +32,18 @@ def check_order(order: str | None) -> None:
 def i2s_reader(
     stored: StoredBlocks, order: str | None, read_blocks: Callable[[StoredBlocks, int, int], np.ndarray]
 ) -> Callable[[int, int], Rows]:
-    """What reads rows of a matrix as 2-bit codes with one scale.
+    """A function that reads rows ``begin`` to ``end`` of a matrix as 2-bit codes with one scale.
 
     Args:
-        order: one of ``ORDERS``.
-        read_blocks: gives the bytes of rows, uint8 [rows, k / 4].
+        stored: the matrix [n, k] in its file.
+        order: one of ``ORDERS``; None is refused.
+        read_blocks: returns the bytes of rows, uint8 [rows, k / 4].
+
+    Returns:
+        a function of ``begin`` and ``end``. It raises ValueError for a digit 3, and OSError for a file that has become shorter.
 
     Raises:
-        ValueError: no order is said, or the shape is none that the order has.
+        ValueError: the order is None, or the order does not allow the shape.
     """
     n, k = stored.shape
     if order is None:

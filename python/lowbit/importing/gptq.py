@@ -1,9 +1,13 @@
-"""GPTQ's layout, of AutoGPTQ, GPTQModel and AutoRound.
+"""Reads GPTQ's layout, as AutoGPTQ, GPTQModel and AutoRound write it (``checkpoint_format`` gptq, gptq_v2 and gptq_p).
 
-``qweight`` int32 [k * bits / 32, n]: the codes of a column follow each other, also across words at 3 bits. ``qzeros``
-int32 [groups, n * bits / 32] likewise by rows; the first version of the format stores each less 1. ``scales`` [groups,
-n]; ``g_idx`` int32 [k], the group of each input: with act-order a group's inputs are not next to each other. A weight is
-``scale * (code - zero)``. GPTQModel's third version, ``gptq_p``, has 2 to 8 bits in planes (:func:`.bits.from_planes`).
+Tensors of a layer with n outputs, k inputs and codes of b bits:
+
+* ``qweight``: int32 [k * b / 32, n]: the codes of a column one after the other; at 3 bits a code may lie in two words;
+* ``qzeros``: int32 [groups, n * b / 32]: the zero points of a group, packed likewise along a row; ``gptq`` stores zero - 1;
+* ``scales``: float [groups, n];
+* ``g_idx``: int32 [k], optional: the group of each input. With act-order a group's inputs are not neighbors.
+
+A weight is ``scale * (code - zero)``. ``gptq_p`` packs codes in planes (:func:`.bits.from_planes`).
 """
 
 from __future__ import annotations
@@ -23,10 +27,11 @@ _WIDTHS = {"gptq": (2, 3, 4, 8), "gptq_v2": (2, 3, 4, 8), "gptq_p": (2, 3, 4, 5,
 
 
 def read_gptq(stock: Stock) -> list[SourceTensor]:
-    """The layers of a checkpoint in GPTQ's layout.
+    """The tensors of a checkpoint in GPTQ's layout.
 
     Raises:
-        ValueError: a layer is not whole, or has groups of several sizes, or a zero point that no code has.
+        ValueError: a tensor of a layer is missing or has another shape or dtype; the groups have several sizes; or a zero
+            point of the first version is ambiguous.
     """
     version = stock.setting("checkpoint_format", tuple(_WIDTHS), "gptq")
     return [*(_layer(stock, layer, version) for layer in stock.layers("qweight")), *stock.rest()]
@@ -49,7 +54,7 @@ def _layer(stock: Stock, layer: str, version: str) -> Matrix:
         )
     k = codes.shape[0] * 32 // bits
     size, order = _groups(stock, layer, k, groups)
-    # "sym" in the settings is not asked: the zero points themselves say it.
+    # The zero points say whether the layer is symmetric; the setting "sym" is not needed.
     stored_zeros = unpack(load(zeros), bits, n).to(torch.int32) + offset
     if offset and (stored_zeros == 1 << bits).any():
         raise ValueError(
@@ -63,7 +68,7 @@ def _layer(stock: Stock, layer: str, version: str) -> Matrix:
 
 
 def _groups(stock: Stock, layer: str, k: int, groups: int) -> tuple[int | None, torch.Tensor | None]:
-    """Inputs of a group, None for all; and the order in which groups are runs of inputs, None where they are."""
+    """The group size, None for one group per row; and the act-order permutation, None without one."""
     size = stock.settings.get("group_size", -1)
     if "dynamic" in stock.settings or "extra_config" in stock.settings:  # settings of single layers
         size = k // groups if k % groups == 0 else size
@@ -101,7 +106,7 @@ def _read(
 
 
 def renamed(matrices: list[SourceTensor], source: str) -> list[SourceTensor]:
-    """The same, said to be of another format."""
+    """The same tensors with another format's name in their reports."""
     return [
         replace(matrix, source=f"{source}, {matrix.bits} bits") if isinstance(matrix, Matrix) else matrix for matrix in matrices
     ]

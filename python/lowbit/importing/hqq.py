@@ -1,8 +1,14 @@
-"""HQQ's layout, as its layers are saved to safetensors.
+"""Reads HQQ's layout, as ``HQQLinear.state_dict()`` has it (packing: ``hqq.core.bitpack``).
 
-A matrix is reshaped to rows of one group each, [n * k / group, group] (``axis`` 1). ``W_q`` has several such rows in an
-element: the first part of all rows in the highest bits, the last in the lowest (``packing``). ``scale`` and ``zero``
-[rows, 1]: a weight is ``scale * (code - zero)``. Settings are tensors too, texts as their letters.
+A matrix [n, k] is reshaped to rows of one group each, [n * k / size, size] (``axis`` 1). Tensors of a layer:
+
+* ``W_q``: uint8, or int32 for ``3bit_32``, [rows / c, size]: an element has the codes of c rows. With s elements per column,
+  element r has those of rows r, r + s, r + 2 s, ..., the first in the highest bits;
+* ``scale``, ``zero``: float [rows, 1];
+* ``packing``: uint8, the letters of a name in ``_PACKINGS``; ``shape``: int [2], n and k; ``nbits``, ``group_size``, ``axis``
+  and other settings: one number each.
+
+A weight is ``scale * (code - zero)``.
 """
 
 from __future__ import annotations
@@ -17,7 +23,7 @@ from ..files.safetensors import Stored, read_bytes
 from .codes import Matrix, Rows, SourceTensor
 from .stock import Stock, load
 
-# What the layout is called -> bits that it has for a code, and how many are in an element.
+# Name of a packing -> bits of a code, and codes in an element.
 _PACKINGS = {"8bit_u8": (8, 1), "4bit_u8": (4, 2), "3bit_32": (3, 10), "2bit_u8": (2, 4), "1bit_u8": (1, 8)}
 _UNUSED = (
     "unpack_view_dtype", "compute_dtype", "offload_meta", "encoded_state_dict", "stores_quant_config", "channel_wise",
@@ -26,10 +32,11 @@ _UNUSED = (
 
 
 def read_hqq(stock: Stock) -> list[SourceTensor]:
-    """The layers of a checkpoint that HQQ has quantized.
+    """The tensors of a checkpoint that HQQ has quantized.
 
     Raises:
-        ValueError: a layer is not whole; has groups along the outputs (``axis`` 0), or scales that are quantized.
+        ValueError: a layer has groups along the outputs (``axis`` 0) or quantized scales; or one of its tensors is missing or
+            has another shape or dtype.
     """
     return [*(_layer(stock, layer) for layer in stock.layers("W_q")), *stock.rest()]
 
@@ -44,7 +51,7 @@ def _number(stock: Stock, name: str, default: int) -> int:
 
 
 def _bits(stock: Stock, name: str, default: int) -> int:
-    """Of a code. HQQ calls codes of three values 1.58 bits: they are packed as 2."""
+    """Bits of a code. Three values are 1.58 bits for HQQ, which packs them as 2."""
     value = load(stock.take(name, "I32", "I64", "U8", "F32")) if stock.has(name) else torch.tensor(default)
     if value.numel() != 1:
         raise ValueError(f"{name} in {stock.path} has {value.numel()} values; expected one")

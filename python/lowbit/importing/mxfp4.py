@@ -1,7 +1,11 @@
-"""MXFP4 as gpt-oss has it: experts of 4-bit floats, 32 of which share a power of two (OCP Microscaling Formats 1.0).
+"""Reads MXFP4 as gpt-oss stores it: 4-bit floats, of which 32 share a power of two (OCP Microscaling Formats 1.0).
 
-For each parameter of experts there are ``NAME_blocks``, uint8 [experts, out, in / 32, 16], two codes in a byte, the first
-one low, and ``NAME_scales``, uint8 [experts, out, in / 32], the power plus 127. A bias is a float tensor of its own.
+Tensors for each parameter NAME of the experts:
+
+* ``NAME_blocks``: uint8 [experts, out, in / 32, 16]: two codes in a byte, the first in its low half;
+* ``NAME_scales``: uint8 [experts, out, in / 32]: the exponent of two, plus 127; 255 is NaN.
+
+Biases are float tensors.
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ def _read(blocks: Stored, scales: Stored, expert: int, begin: int, end: int) -> 
     pairs = read_bytes(blocks, first * 16, last * 16)
     codes = torch.stack((pairs & 15, pairs >> 4), -1).view(end - begin, groups * _GROUP)
     powers = read_bytes(scales, first, last).view(end - begin, groups).int()
-    # A level is twice the value. 255 stands for no number.
+    # lowbit's levels are twice the values, so the exponent is one less.
     values = torch.ldexp(torch.ones((), dtype=torch.float32), powers - 128)
     return Rows(codes, torch.where(powers == 255, torch.nan, values))
 

@@ -1,4 +1,4 @@
-"""The tensors of a quantized checkpoint in safetensors files; a format's reader takes each of them once."""
+"""The tensors of a quantized checkpoint in safetensors files. The reader of a format takes each tensor once."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Stock:
         self._kept: tuple[Stored, Tensor] | None = None
 
     def layers(self, leaf: str) -> list[str]:
-        """The layers that have a tensor of this name."""
+        """Names of the layers that have a tensor LAYER.leaf."""
         return [name.removesuffix(f".{leaf}") for name in self._tensors if name.endswith(f".{leaf}")]
 
     def paths(self) -> list[Path]:
@@ -51,10 +51,15 @@ class Stock:
         return self._tensors[name].dtype
 
     def take(self, name: str, *dtypes: str, shape: tuple[int | None, ...] | None = None) -> Stored:
-        """Removes and returns a tensor; None in `shape` allows any size.
+        """Removes and returns a tensor.
+
+        Args:
+            name: of the tensor.
+            dtypes: allowed dtypes, as safetensors names them ("F16", "I32").
+            shape: expected shape; None allows any, and so does None for a single size.
 
         Raises:
-            ValueError: no such tensor, or another dtype or shape.
+            ValueError: the tensor is missing or empty, or has another dtype or shape.
         """
         stored = self._tensors.pop(name, None)
         if stored is None:
@@ -75,7 +80,7 @@ class Stock:
             none: the value of all inputs that means no permutation.
 
         Raises:
-            ValueError: it has another dtype or shape, or a group another number of inputs than ``size``.
+            ValueError: the tensor has another dtype or shape, or a group does not have ``size`` inputs.
         """
         if not self.has(name):
             return None
@@ -98,7 +103,7 @@ class Stock:
         """The tensors that have not been taken, as floats.
 
         Raises:
-            ValueError: one is not floating-point: it belongs to a layer that the reader has missed.
+            ValueError: a tensor is not floating-point, so the reader has missed a quantized layer.
         """
         floats = []
         for name, stored in self._tensors.items():
@@ -115,7 +120,7 @@ class Stock:
         """A setting of quantization_config.
 
         Raises:
-            ValueError: it has a value that is not allowed.
+            ValueError: the value is not in ``allowed``, or has another type.
         """
         value = self.settings.get(name, default)
         if not any(type(value) is type(one) and value == one for one in allowed):

@@ -1,8 +1,13 @@
-"""torchao's integers of one byte each, ``IntxUnpackedToInt8Tensor``, as its safetensors support writes them.
+"""Reads torchao's ``IntxUnpackedToInt8Tensor``, whose codes are a byte each, as torchao's safetensors support writes it.
 
-``LAYER._weight_qdata`` int8 [n, k], from -2^(bits - 1) on; ``_weight_scale`` and ``_weight_zero_point`` [n, groups]: a
-weight is ``scale * (code - zero point)``. The metadata of the file says of each tensor which of torchao's classes it is,
-and its settings.
+Tensors of a layer with n outputs, k inputs and codes of b bits:
+
+* ``_weight_qdata``: int8 [n, k]: codes from -2^(b - 1) to 2^(b - 1) - 1;
+* ``_weight_scale``: float [n, groups];
+* ``_weight_zero_point``: int8 or float [n, groups].
+
+A weight is ``scale * (code - zero point)``. The file's metadata has for each weight a JSON object with torchao's class, its
+dtype, block size and activation quantization.
 """
 
 from __future__ import annotations
@@ -21,15 +26,16 @@ from .stock import Stock, load
 _CLASS = "IntxUnpackedToInt8Tensor"
 _LEAF = "_weight_qdata"
 _WIDTHS = {f"int{bits}": bits for bits in range(1, 9)}
-# What becomes of activations: as they are, or int8 by rows, which is what lowbit does with all.
+# Activation quantization of the source: none, or int8 by rows. lowbit quantizes activations to int8 in either case.
 _ACTIVATIONS = (None, "int8_asym_per_token")
 
 
 def read_torchao(stock: Stock) -> list[SourceTensor]:
-    """The layers of a checkpoint that torchao has quantized.
+    """The tensors of a checkpoint that torchao has quantized.
 
     Raises:
-        ValueError: tensors of other classes of torchao's, or a layer that is not whole.
+        ValueError: a tensor is of another class of torchao; the metadata does not describe it; or a tensor of a layer is
+            missing or has another shape or dtype. When rows are read: a code does not fit the width.
     """
     described: dict[str, str] = {}
     for path in stock.paths():
@@ -42,7 +48,7 @@ class _OtherClass(ValueError):
 
 
 def _described(stock: Stock, layer: str, described: dict[str, str]) -> tuple[str, list[int], str | None]:
-    """The dtype of the codes, the block that has one scale, and what becomes of activations."""
+    """The dtype of the codes, the shape of a block with one scale, and the activation quantization."""
     try:
         content: dict[str, Any] = json.loads(described[f"{layer}.weight"])
         kind = content["_type"]
@@ -79,7 +85,7 @@ def _layer(stock: Stock, layer: str, described: dict[str, str]) -> Matrix:
         raise ValueError(f"{layer} in {stock.path} has blocks {block} for {k} inputs; expected [1, whole groups]")
     scales = stock.take(f"{layer}._weight_scale", "F32", "F16", "BF16", shape=(n, k // block[1]))
     zeros = stock.take(f"{layer}._weight_zero_point", "I8", "F32", "F16", "BF16", shape=(n, k // block[1]))
-    # One bit is -1 and 0 there, and minus and plus the scale here.
+    # At 1 bit torchao's codes are -1 and 0, lowbit's symmetric levels are -1 and 1.
     affine = bits == 1 or bool(load(zeros).any())
     read = functools.partial(_read, codes, scales, zeros, bits, affine)
     total = codes.bytes + scales.bytes + zeros.bytes

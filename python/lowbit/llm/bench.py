@@ -142,26 +142,9 @@ def run(
         config = model.config.get_text_config()
         decoder = Decoder(model, -(-(prompt + new + 1) // 16) * 16, cache)
         tokens = torch.randint(config.vocab_size, (1, prompt), generator=torch.Generator().manual_seed(0))
-        steps, prepared = {}, {}
-        for mode in modes:
-            begin = time.perf_counter()
-            steps[mode] = make_step(decoder, mode)
-            measure(steps[mode], tokens, 2)
-            prepared[mode] = time.perf_counter() - begin
-        bandwidth = ReadBandwidth()
+        steps = {mode: _prepare(decoder, mode, tokens) for mode in modes}
         touched = bytes_per_token(model)
-        turns: dict[str, list[dict[str, float]]] = {mode: [] for mode in modes}
-        for _ in range(rounds):
-            for mode in modes:
-                roofs = [bandwidth(threads)]
-                first, later = measure(steps[mode], tokens, new)
-                roofs.append(bandwidth(threads))
-                token, roof = statistics.median(later), statistics.mean(roofs)
-                turns[mode].append({"first": first, "token": token, "roof": roof, "share": touched / token / roof})
-
-        def median(mode: str, name: str) -> float:
-            return statistics.median(turn[name] for turn in turns[mode])
-
+        turns = _take_turns(steps, tokens, new, rounds, threads, touched)
         return {
             "shape": model_or_shape if isinstance(model_or_shape, str) else config.model_type,
             "machine": cpu_name(),
@@ -174,20 +157,48 @@ def run(
             "packed_bytes_per_token": touched,
             "read_bandwidth": statistics.median(turn["roof"] for mode in modes for turn in turns[mode]),
             "modes": {
-                mode: {
-                    "prefill_tokens_per_second": prompt / median(mode, "first"),
-                    "seconds_to_first_token": median(mode, "first"),
-                    "decode_tokens_per_second": 1 / median(mode, "token"),
-                    "share_of_bandwidth": median(mode, "share"),
-                    "parts": profile(steps[mode], prompt, min(8, new)),
-                    "prepare_seconds": prepared[mode],
-                }
-                for mode in modes
+                mode: _medians(turns[mode], prompt)
+                | {"parts": profile(step, prompt, min(8, new)), "prepare_seconds": prepare_seconds}
+                for mode, (step, prepare_seconds) in steps.items()
             },
             "peak_memory_bytes": peak_memory(),
         }
     finally:
         torch.set_num_threads(before)
+
+
+def _prepare(decoder: Decoder, mode: str, tokens: torch.Tensor) -> tuple[Any, float]:
+    """The step of a mode, and the seconds to compile it and to run it for the first time."""
+    begin = time.perf_counter()
+    step = make_step(decoder, mode)
+    measure(step, tokens, 2)
+    return step, time.perf_counter() - begin
+
+
+def _take_turns(
+    steps: dict[str, tuple[Any, float]], tokens: torch.Tensor, new: int, rounds: int, threads: int, touched: int
+) -> dict[str, list[dict[str, float]]]:
+    """Figures of each mode and round; ``touched``: bytes that a token reads."""
+    bandwidth = ReadBandwidth()
+    turns: dict[str, list[dict[str, float]]] = {mode: [] for mode in steps}
+    for _ in range(rounds):
+        for mode, (step, _) in steps.items():
+            roofs = [bandwidth(threads)]
+            first, later = measure(step, tokens, new)
+            roofs.append(bandwidth(threads))
+            token, roof = statistics.median(later), statistics.mean(roofs)
+            turns[mode].append({"first": first, "token": token, "roof": roof, "share": touched / token / roof})
+    return turns
+
+
+def _medians(turns: list[dict[str, float]], prompt: int) -> dict[str, Any]:
+    median = {name: statistics.median(turn[name] for turn in turns) for name in turns[0]}
+    return {
+        "prefill_tokens_per_second": prompt / median["first"],
+        "seconds_to_first_token": median["first"],
+        "decode_tokens_per_second": 1 / median["token"],
+        "share_of_bandwidth": median["share"],
+    }
 
 
 def table(result: dict[str, Any]) -> str:

@@ -436,39 +436,20 @@ class Decoder(torch.nn.Module):
         self.check()
         if not texts:
             raise ValueError("there are no texts; expected at least one")
-        rows: list[int] = []
-        positions: list[int] = []
-        parts = []
-        lengths: dict[int, int] = {}  # of caches after this call
-        for caches, tokens, *source in texts:
-            copy, start, begin = None, lengths.get(id(caches), len(caches.tokens)), len(rows)
-            if source:
-                other, count = source[0]
-                self.check_caches(other, caches.dtype)
-                available = lengths.get(id(other), len(other.tokens))
-                start = min(count, available)
-                if self.recurrent and start != available:
-                    raise ValueError(
-                        f"a text copies {start} tokens from caches with {available}; expected all, as states cannot be cut back"
-                    )
-                copy = _copy_from(other, caches, start)
-            if not len(tokens):
-                raise ValueError("a text has no tokens; expected at least one")
-            wrong = min(tokens) if min(tokens) < 0 else max(tokens)
-            if not 0 <= wrong < self.vocabulary:
-                raise ValueError(f"there is no token {wrong}; expected 0 to {self.vocabulary - 1}")
-            if start + len(tokens) > caches.length:
-                raise IndexError(f"a text has {start + len(tokens)} tokens; expected at most {caches.length}, as its caches")
-            rows += tokens
-            positions += range(start, start + len(tokens))
-            lengths[id(caches)] = start + len(tokens)
-            parts.append(decoding.Part(begin, len(rows), torch.tensor([start]), caches.layers, copy))
+        call = _TextsCall(self)
+        for text in texts:
+            call.add(*text)
+        rows, parts = call.rows, call.parts
         for caches, _, *source in texts:
             if source:
                 caches.tokens = []  # their content is overwritten
         keep = torch.arange(len(rows)) if everywhere else torch.tensor([part.end - 1 for part in parts])
         logits = self.run(
-            torch.tensor([rows]), torch.tensor(positions), torch.tensor([0]), decoding.Texts(parts), 0 if everywhere else keep
+            torch.tensor([rows]),
+            torch.tensor(call.positions),
+            torch.tensor([0]),
+            decoding.Texts(parts),
+            0 if everywhere else keep,
         )[0]
         # Only now, because a call that fails has not computed these tokens.
         for caches, tokens, *source in texts:
@@ -478,6 +459,42 @@ class Decoder(torch.nn.Module):
         if logits.shape[0] != len(keep):  # the model ignores logits_to_keep
             logits = logits[keep]
         return [logits[part.begin : part.end] for part in parts] if everywhere else list(logits)
+
+
+class _TextsCall:
+    """Rows of a call of :meth:`Decoder.run_texts`, collected text by text."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self.decoder = decoder
+        self.rows: list[int] = []  # the tokens of all texts, one after the other
+        self.positions: list[int] = []  # of each row in its text
+        self.parts: list[decoding.Part] = []  # one for each text
+        self.lengths: dict[int, int] = {}  # of caches after this call, by id()
+
+    def add(self, caches: Caches, tokens: Sequence[int], source: tuple[Caches, int] | None = None) -> None:
+        copy, start, begin = None, self.lengths.get(id(caches), len(caches.tokens)), len(self.rows)
+        if source is not None:
+            other, count = source
+            self.decoder.check_caches(other, caches.dtype)
+            available = self.lengths.get(id(other), len(other.tokens))
+            start = min(count, available)
+            if self.decoder.recurrent and start != available:
+                raise ValueError(
+                    f"a text copies {start} tokens from caches with {available}; expected all, as states cannot be cut back"
+                )
+            copy = _copy_from(other, caches, start)
+        if not len(tokens):
+            raise ValueError("a text has no tokens; expected at least one")
+        wrong = min(tokens) if min(tokens) < 0 else max(tokens)
+        if not 0 <= wrong < self.decoder.vocabulary:
+            raise ValueError(f"there is no token {wrong}; expected 0 to {self.decoder.vocabulary - 1}")
+        end = start + len(tokens)
+        if end > caches.length:
+            raise IndexError(f"a text has {end} tokens; expected at most {caches.length}, as its caches")
+        self.rows += tokens
+        self.positions += range(start, end)
+        self.lengths[id(caches)] = end
+        self.parts.append(decoding.Part(begin, len(self.rows), torch.tensor([start]), caches.layers, copy))
 
 
 def _copy_from(source: Caches, target: Caches, count: int) -> Callable[[int, bool], None]:

@@ -111,24 +111,11 @@ def generate(
             with fewer positions than max_length, or without guesses.
     """
     prompt, stop = prompt_ids("the prompt", prompt), token_ids("stop", stop)
-    limit = getattr(step, "max_length", max_length)
-    if limit is None:
-        raise ValueError(f"max_length is None; expected the most tokens of a text, which a {type(step).__name__} does not say")
-    max_length = limit if max_length is None else max_length
-    if max_length > limit:
-        raise ValueError(f"max_length is {max_length}; expected at most {limit}, that of the decoder")
+    max_length = _checked_length(step, max_length)
     check_lengths("the prompt", prompt, max_new_tokens, max_length)
     if not 0 <= cached < len(prompt):
         raise ValueError(f"cached is {cached}; expected 0 to {len(prompt) - 1}, fewer than the prompt has tokens")
-    if guesses < 0:
-        raise ValueError(f"guesses is {guesses}; expected 0 or more")
-    all_logits = getattr(step, "all_logits", None)
-    if guesses and all_logits is None:
-        raise ValueError(f"a {type(step).__name__} gives no logits for guesses; expected a Decoder, not compiled")
-    if draft is not None and guesses == 0:
-        raise ValueError("guesses is 0; expected 1 or more with a draft")
-    if draft is not None and draft.max_length < max_length:
-        raise ValueError(f"the draft's max_length is {draft.max_length}; expected the decoder's {max_length} or more")
+    _check_guesses(step, guesses, draft, max_length)
     settings = Sampling(**sampling)
     if (vocabulary := getattr(step, "vocabulary", None)) is not None:
         settings.check_vocabulary(vocabulary)
@@ -136,44 +123,79 @@ def generate(
         prompt, max_new_tokens, max_length, settings, seed,
         stop=stop, until=until, logprobs=logprobs, cached=cached, on_token=on_token,
     )  # fmt: skip
-    result = text.result
     guesser = None
     if guesses:
         guesser = Lookup(prompt) if draft is None else Draft(draft, prompt, step.vocabulary)  # type: ignore[attr-defined]
-    tokens = prompt[cached:]
+    decoding = _Decoding(step, prompt, cached, text, guesser)
     guess: list[int] = []
-    start = torch.tensor([cached])
-    recurrent = bool(getattr(step, "recurrent", False))
-    while True:
-        if recurrent and len(tokens) > _AGAIN:
+    while decoding.call(guess):
+        guess = [] if guesser is None else guesser.guess(min(guesses, text.room - 1))
+    return text.result
+
+
+def _checked_length(step: Any, max_length: int | None) -> int:
+    """``max_length``, or by default the step's; raises ValueError for neither, and for more than the step's."""
+    limit = getattr(step, "max_length", max_length)
+    if limit is None:
+        raise ValueError(f"max_length is None; expected the most tokens of a text, which a {type(step).__name__} does not say")
+    if max_length is not None and max_length > limit:
+        raise ValueError(f"max_length is {max_length}; expected at most {limit}, that of the decoder")
+    return limit if max_length is None else max_length
+
+
+def _check_guesses(step: Any, guesses: int, draft: Any, max_length: int) -> None:
+    if guesses < 0:
+        raise ValueError(f"guesses is {guesses}; expected 0 or more")
+    if guesses and getattr(step, "all_logits", None) is None:
+        raise ValueError(f"a {type(step).__name__} gives no logits for guesses; expected a Decoder, not compiled")
+    if draft is not None and guesses == 0:
+        raise ValueError("guesses is 0; expected 1 or more with a draft")
+    if draft is not None and draft.max_length < max_length:
+        raise ValueError(f"the draft's max_length is {draft.max_length}; expected the decoder's {max_length} or more")
+
+
+class _Decoding:
+    """What :func:`generate` keeps from one call of the model to the next."""
+
+    def __init__(self, step: Any, prompt: list[int], cached: int, text: TextWriter, guesser: Lookup | Draft | None) -> None:
+        self.step = step
+        self.tokens = prompt[cached:]  # of the text, not yet in the step's caches
+        self.start = torch.tensor([cached])  # number of tokens in the caches
+        self.text = text
+        self.guesser = guesser
+        self.recurrent = bool(getattr(step, "recurrent", False))
+
+    def call(self, guess: list[int]) -> bool:
+        """Computes the tokens and the guess, and adds the new tokens to the text; False: the text has ended."""
+        tokens, result = self.tokens, self.text.result
+        if self.recurrent and len(tokens) > _AGAIN:
             guess = []
-        # Logits after the last known token, and after each guess.
         call = torch.tensor([tokens + guess])
-        logits = all_logits(call, start)[0][len(tokens) - 1 :] if guess and all_logits is not None else step(call, start)
+        # Logits after the last known token, and after each guess.
+        logits = self.step.all_logits(call, self.start)[0][len(tokens) - 1 :] if guess else self.step(call, self.start)
         result.decode_calls += bool(result.tokens)
         result.guessed += len(guess)
-        before = len(tokens)
         for row, guessed in zip(logits, [*guess, None], strict=True):
-            token = text.take(row)
+            token = self.text.take(row)
             if token is None:
-                return result
-            if guesser is not None:
-                guesser.append(token)
-            if text.ended:
-                return result
-            if recurrent:
-                tokens = [*tokens, token]
+                return False
+            if self.guesser is not None:
+                self.guesser.append(token)
+            if self.text.ended:
+                return False
+            if self.recurrent:
+                self.tokens = [*self.tokens, token]
             else:
-                start += len(tokens)
-                tokens = [token]
+                self.start += len(self.tokens)
+                self.tokens = [token]
             if token != guessed:
                 break
             result.accepted += 1
-        if recurrent and len(tokens) == before + len(guess) + 1:  # all guesses were right, so the states are those of the text
-            start += len(tokens) - 1
-            tokens = tokens[-1:]
-        if guesser is not None:
-            guess = guesser.guess(min(guesses, text.room - 1))
+        if self.recurrent and len(self.tokens) == len(tokens) + len(guess) + 1:
+            # All guesses became tokens, so the states are those of the text.
+            self.start += len(self.tokens) - 1
+            self.tokens = self.tokens[-1:]
+        return True
 
 
 class TextWriter:

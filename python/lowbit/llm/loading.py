@@ -96,6 +96,15 @@ def load_model(
             ignore_mismatched_sizes=True,
             **arguments,
         )
+    _check_loaded(directory, model, loading)
+    return model.eval()
+
+
+def _check_loaded(directory: Path, model: torch.nn.Module, loading: dict[str, Any]) -> None:
+    """Raises ValueError for missing and mismatched tensors, and warns of tensors that the model has no place for.
+
+    ``loading``: what transformers' from_pretrained() returns as loading info.
+    """
     wrong = [
         (f"{name} has shape {list(shape)}; expected {list(expected)}") for name, shape, expected in loading["mismatched_keys"]
     ] + [f"{name} is missing" for name in loading["missing_keys"]]
@@ -107,9 +116,8 @@ def load_model(
         warnings.warn(
             f"{directory} has tensors that {type(model).__name__} has no place for, as {CONFIG} describes it: "
             f"{unexpected[0]}{more}; they are left out",
-            stacklevel=2,
+            stacklevel=3,  # the caller of load_model()
         )
-    return model.eval()
 
 
 def load_tokenizer(path: str | os.PathLike[str]) -> Any:
@@ -138,7 +146,7 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Any:
 
 
 def stop_tokens(model: torch.nn.Module, tokenizer: Any = None) -> list[int]:
-    """Stop tokens from the first of generation_config.json, config.json and the tokenizer that has them."""
+    """The stop tokens of generation_config.json; if it has none, those of config.json, then the tokenizer's."""
     configs = getattr(model, "generation_config", None), model.config.get_text_config(), tokenizer
     ids = next((ids for ids in (getattr(config, "eos_token_id", None) for config in configs) if ids is not None), None)
     ids = [] if ids is None else ids if isinstance(ids, list | tuple) else [ids]
