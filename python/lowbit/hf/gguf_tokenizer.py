@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import transformers
-from tokenizers import Tokenizer, processors
+from tokenizers import Tokenizer, normalizers, processors
 
 from ..files.untrusted import interpreting, printable
 from .loading import counting
@@ -26,6 +26,7 @@ _FIELDS = {
 }  # fmt: skip
 _SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 _PLAIN_CUTS = ("default", "gpt-2", "gpt2")  # those of GPT-2, which a converter starts from
+_QWEN_CUTS = ("qwen2", "qwen35")
 
 
 def _converter() -> ModuleType:
@@ -109,6 +110,9 @@ def save_tokenizer(path: Path, metadata: Mapping[str, Any], architecture: str, v
         if fields["tokenizer_type"] == "llama":
             backend = _with_spaces(backend, _flag(path, metadata, "add_space_prefix", True))
         cut = fields.get("pre_tokenizer_type", "default")
+        # Qwen's own tokenizer normalizes texts. GGUF has no field for that, and llama.cpp does not.
+        if architecture.startswith("qwen") and cut in _QWEN_CUTS and backend.normalizer is None:
+            backend.normalizer = normalizers.NFC()
         if fields["tokenizer_type"] == "gpt2" and cut not in {*(known or (cut,)), *_PLAIN_CUTS}:
             warnings.warn(
                 f"{path} cuts words by the rule {printable(str(cut))!r}, which transformers "
