@@ -9,7 +9,7 @@ import torch
 from given import LLAMA, PROMPTS
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-subprocess.run(["lowbit", "export", str(LLAMA), "llama.gguf"], check=True)
+subprocess.run(["lowbit", "export", str(LLAMA), "--to", "gguf", "--output", "llama.gguf"], check=True)
 ids = AutoTokenizer.from_pretrained(LLAMA)("".join(PROMPTS), return_tensors="pt")
 with torch.inference_mode():
     packed = AutoModelForCausalLM.from_pretrained(LLAMA, dtype=torch.float32)(**ids).logits
