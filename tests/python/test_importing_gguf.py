@@ -330,8 +330,10 @@ def test_qwen_tokenizers_give_the_tokens_of_qwen_own_class(tmp_path):
     reference = Qwen2Tokenizer(
         {token: index for index, token in enumerate(tokens)}, [tuple(merge.split(" ")) for merge in merges]
     )
-    texts = ["They'LL be in the 12123rd, all o'clock", "a\n\n  b\t c   ", "\r\n\r\n x", "<|endoftext|> a", "漢字カナ 3.14", "a\u00a0b\u3000c",
-             "caf\u00e9 or cafe\u0301", "\u2126 \ufb01 \u1112\u1161\u11ab", "\U0001f468\u200d\U0001f469 \x00"]  # fmt: skip
+    texts = [
+        "They'LL be in the 12123rd, all o'clock", "a\n\n  b\t c   ", "\r\n\r\n x", "<|endoftext|> a", "漢字カナ 3.14",
+        "a\u00a0b\u3000c", "caf\u00e9 or cafe\u0301", "\u2126 \ufb01 \u1112\u1161\u11ab", "\U0001f468\u200d\U0001f469 \x00",
+    ]  # fmt: skip
     for text in texts:
         ids = tokenizer(text)["input_ids"]
         assert ids == reference(text)["input_ids"], text

@@ -11,6 +11,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -267,8 +268,6 @@ def write_checkpoint(
     source: Source, target: Path, *, max_shard_bytes: int, progress: Callable[[int, int, str], None] | None
 ) -> ImportSummary:
     """Writes a source as a packed checkpoint, all of it or nothing, with the arguments of ``import_checkpoint``."""
-    import transformers
-
     from ..hf.config import LowBitConfig
     from ..hf.names import names_in_model
     from ..hf.placing import place_packed
@@ -278,7 +277,7 @@ def write_checkpoint(
     model = _meta_model(source.config, len(source.tensors))
     outputs = _Plan(source, model).outputs()
     # Without a version, transformers 5.19 takes a tokenizer of many tokens for an old one of Mistral, and warns.
-    description = {"transformers_version": transformers.__version__} | source.config
+    description = {"transformers_version": version("transformers")} | source.config
     infos = {output.layer: (output.name, output.info()) for output in outputs if output.packed}
     packed = {layer: (name, info) for layer, (name, info) in infos.items() if info is not None}
     if packed:
