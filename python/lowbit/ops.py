@@ -435,6 +435,16 @@ def _(
     return q.new_empty((batch, positions, heads, value_width))
 
 
+@torch.library.register_fake("lowbit::linear_attention")
+def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
+    return q.new_empty(v.shape)
+
+
+@torch.library.register_fake("lowbit::short_conv")
+def _(x: Tensor, *_: Any) -> Tensor:
+    return x.new_empty(x.shape)
+
+
 @torch.library.register_fake("lowbit::pack")
 def _(
     codes: Tensor, scales: Tensor, mins: Tensor | None, bias: Tensor | None, bits: int, group_size: int,
