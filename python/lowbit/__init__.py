@@ -16,17 +16,10 @@ from . import _library
 # For CMAKE_PREFIX_PATH: where find_package(lowbit) finds what C++ needs of this installation.
 cmake_prefix_path = _library.load()
 
-from . import nn, qat  # noqa: E402  (they need the operators)
-from ._library import isa, kernels, load_kernels, streams  # noqa: E402
+from ._library import isa, kernels, load_kernels, streams  # noqa: E402  (what follows needs the operators)
 from ._packed import PackedInfo, Unpacked, info, pack, repack, unpack, verify  # noqa: E402
-from ._quantize_model import quantize_  # noqa: E402
 from ._recurrence import linear_attention, short_conv  # noqa: E402
-from ._rounding import EmbeddingConfig, LinearConfig, quantize_tensor  # noqa: E402
-from ._slices import concat, slice_columns, slice_rows  # noqa: E402
-from ._threads import ThreadTuning, tune_threads  # noqa: E402
 from ._window import window_attention, window_length  # noqa: E402
-from .exports.module import export_pt2, export_pte  # noqa: E402
-from .nn import use_huge_pages  # noqa: E402
 from .ops import attention, embedding, linear, linear_experts, linears  # noqa: E402
 
 __version__ = "0.1.0"
@@ -35,6 +28,18 @@ __version__ = "0.1.0"
 logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 if TYPE_CHECKING:
+    from . import levels as levels
+    from . import nn as nn
+    from . import qat as qat
+    from ._quantize_model import quantize_ as quantize_
+    from ._rounding import EmbeddingConfig as EmbeddingConfig
+    from ._rounding import LinearConfig as LinearConfig
+    from ._rounding import quantize_tensor as quantize_tensor
+    from ._slices import concat as concat
+    from ._slices import slice_columns as slice_columns
+    from ._slices import slice_rows as slice_rows
+    from ._threads import ThreadTuning as ThreadTuning
+    from ._threads import tune_threads as tune_threads
     from .calibration import assign_widths as assign_widths
     from .calibration import calibrate as calibrate
     from .calibration.checkpoint import calibrate_checkpoint as calibrate_checkpoint
@@ -43,13 +48,29 @@ if TYPE_CHECKING:
     from .checkpoint import dequantize_checkpoint as dequantize_checkpoint
     from .checkpoint import inspect_checkpoint as inspect_checkpoint
     from .checkpoint import quantize_checkpoint as quantize_checkpoint
+    from .exports.module import export_pt2 as export_pt2
+    from .exports.module import export_pte as export_pte
     from .importing import ImportSummary as ImportSummary
     from .importing import import_checkpoint as import_checkpoint
+    from .nn import use_huge_pages as use_huge_pages
     from .transformers import LowBitConfig as LowBitConfig
 
-# Imported when first used: every import of torch imports this file, and these need transformers or safetensors. Not in
-# __all__, so that `from lowbit import *` needs neither.
+# Imported when first used, because every import of torch imports this file: names, and the modules that have them.
 _LAZY = {
+    # These need no other package. They are in __all__.
+    "EmbeddingConfig": "_rounding",
+    "LinearConfig": "_rounding",
+    "ThreadTuning": "_threads",
+    "concat": "_slices",
+    "export_pt2": "exports.module",
+    "export_pte": "exports.module",
+    "quantize_": "_quantize_model",
+    "quantize_tensor": "_rounding",
+    "slice_columns": "_slices",
+    "slice_rows": "_slices",
+    "tune_threads": "_threads",
+    "use_huge_pages": "nn",
+    # These need transformers or safetensors. Not in __all__, so that `from lowbit import *` needs neither.
     "CheckpointEntry": "checkpoint",
     "CheckpointSummary": "checkpoint",
     "LowBitConfig": "transformers",
@@ -62,16 +83,21 @@ _LAZY = {
     "inspect_checkpoint": "checkpoint",
     "quantize_checkpoint": "checkpoint",
 }
+_LAZY_MODULES = ("levels", "nn", "qat")
 
 if not TYPE_CHECKING:  # a type checker would take it to mean that every name exists
 
     def __getattr__(name: str):
-        if name not in _LAZY:
-            raise AttributeError(f"module 'lowbit' has no attribute {name!r}")
         from importlib import import_module
 
+        if name in _LAZY_MODULES:
+            return import_module(f"{__name__}.{name}")
+        if name not in _LAZY:
+            raise AttributeError(f"module 'lowbit' has no attribute {name!r}")
         try:
-            return getattr(import_module(f"{__name__}.{_LAZY[name]}"), name)
+            value = getattr(import_module(f"{__name__}.{_LAZY[name]}"), name)
+            globals()[name] = value  # the next use takes no longer than any global name's
+            return value
         except ImportError as error:
             # Python makes of an AttributeError here a "cannot import name" without the reason.
             if sys._getframe(1).f_code.co_name == "_handle_fromlist":  # from lowbit import NAME
@@ -80,7 +106,7 @@ if not TYPE_CHECKING:  # a type checker would take it to mean that every name ex
 
 
 def __dir__() -> list[str]:
-    return sorted(globals().keys() | _LAZY)
+    return sorted({*globals(), *_LAZY, *_LAZY_MODULES})
 
 
 __all__ = [

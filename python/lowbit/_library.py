@@ -2,7 +2,6 @@
 
 import logging
 import os
-import sysconfig
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,8 @@ def load() -> str:
     except ModuleNotFoundError as error:
         foreign = sorted(path.name for path in Path(__file__).parent.glob("_C.*") if path.suffix in (".so", ".pyd"))
         if foreign:  # a wheel that was unpacked by hand, or copied from another machine
+            import sysconfig  # takes a millisecond
+
             expected = f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
             raise ImportError(
                 f"this lowbit was built for another Python or processor: found {', '.join(foreign)}; expected {expected}. "

@@ -90,13 +90,3 @@ def short_conv(
     """
     _without_gradients("short_conv", x, weight, bias)
     return torch.ops.lowbit.short_conv(x, weight, bias, state, start, silu)
-
-
-@torch.library.register_fake("lowbit::linear_attention")
-def _(q, k, v, decay, beta, state, start, scale, norm_epsilon=0.0):
-    return q.new_empty(v.shape)
-
-
-@torch.library.register_fake("lowbit::short_conv")
-def _(x, weight, bias, state, start, silu=False):
-    return x.new_empty(x.shape)

@@ -54,11 +54,3 @@ def window_attention(
     if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap is {softcap}; expected a positive number, or None")
     return torch.ops.lowbit.window_attention(q, k, v, k_cache, v_cache, held, start, scale, window, softcap or 0.0, sinks)
-
-
-@torch.library.register_fake("lowbit::window_attention")
-def _(q, k, v, k_cache, v_cache, held, start, scale, window, softcap=0.0, sinks=None):
-    value_width = v_cache.shape[-1]
-    if v_cache.dtype is torch.int8:
-        value_width = (value_width - 4) * (2 if k_cache.shape[-1] == q.shape[-1] // 2 + 4 else 1)
-    return q.new_empty((q.shape[0], q.shape[2], q.shape[1], value_width))

@@ -422,17 +422,37 @@ def _(indices: Tensor, packed_weight: Tensor, embedding_dim: int, *, dtype: torc
     return indices.new_empty((*indices.shape, embedding_dim), dtype=dtype or torch.float32)
 
 
+def _attended(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+    batch, heads, positions, width = q.shape
+    value_width = v_cache.shape[-1]
+    if v_cache.dtype is torch.int8:
+        value_width = (value_width - 4) * (2 if k_cache.shape[-1] == width // 2 + 4 else 1)
+    return q.new_empty((batch, positions, heads, value_width))
+
+
 @torch.library.register_fake("lowbit::attention")
 def _(
     q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, start: Tensor, scale: float, window: int = 0,
     softcap: float = 0.0, sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     _check_devices("attention", q=q, k=k, v=v, k_cache=k_cache, v_cache=v_cache, start=start)
-    batch, heads, positions, width = q.shape
-    value_width = v_cache.shape[-1]
-    if v_cache.dtype is torch.int8:
-        value_width = (value_width - 4) * (2 if k_cache.shape[-1] == width // 2 + 4 else 1)
-    return q.new_empty((batch, positions, heads, value_width))
+    return _attended(q, k_cache, v_cache)
+
+
+@torch.library.register_fake("lowbit::window_attention")
+def _(q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, held: Tensor, start: Tensor, *_: Any) -> Tensor:
+    _check_devices("window_attention", q=q, k=k, v=v, k_cache=k_cache, v_cache=v_cache, held=held, start=start)
+    return _attended(q, k_cache, v_cache)
+
+
+@torch.library.register_fake("lowbit::linear_attention")
+def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
+    return q.new_empty(v.shape)
+
+
+@torch.library.register_fake("lowbit::short_conv")
+def _(x: Tensor, *_: Any) -> Tensor:
+    return x.new_empty(x.shape)
 
 
 @torch.library.register_fake("lowbit::pack")

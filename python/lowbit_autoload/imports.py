@@ -82,12 +82,19 @@ def _into_executorch(runtime: ModuleType) -> None:
         import_module("lowbit.executorch").register_with(runtime)
 
 
+def _into_executorchs_runner(_: ModuleType) -> None:
+    """The same for ExecuTorch's runner of language models, which does not import the runtime's Python part."""
+    with contextlib.suppress(ImportError):
+        import_module("lowbit.executorch").register()
+
+
 _STEPS: dict[str, Callable[[ModuleType], None]] = {
     "transformers.quantizers.auto": _into_transformers,
     "transformers.modeling_utils": _into_transformers,
     "transformers.trainer_callback": _into_trainer,
     "peft.tuners.lora.model": into_peft,
     "executorch.extension.pybindings._C": _into_executorch,
+    "executorch.extension.llm.runner._llm_runner": _into_executorchs_runner,
 }
 
 

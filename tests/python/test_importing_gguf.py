@@ -2,21 +2,26 @@
 
 import json
 import os
+import unicodedata
+from pathlib import Path
 
 import gguf
 import lowbit
 import numpy as np
 import pytest
 import torch
+import transformers
 from checkpoints import TOKENS, load
 from command_line import document, documented_keys, error, invoke, keys_in
 from gguf_files import file_bytes, permute, random_blocks, write_model
 from importing_files import METADATA, tensors
 from lowbit.files.gguf import TYPES, read_gguf
+from lowbit.hf.gguf_tokenizer import save_tokenizer
 from lowbit.importing.codes import dequantize
 from lowbit.importing.gguf import open_gguf, read_blocks
 from lowbit.importing.gguf_blocks import FP4
 from safetensors.torch import load_file
+from tokenizers import pre_tokenizers
 from transformers import (
     AutoTokenizer,
     Gemma2Config,
@@ -29,8 +34,10 @@ from transformers import (
     LlamaForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
+    PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2Tokenizer,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
@@ -306,6 +313,31 @@ def test_the_tokenizer_comes_over(tmp_path):
     assert tokenizer.decode(ids, skip_special_tokens=True) == "the th"
     assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "<hi>"
     assert json.loads((tmp_path / "out" / "generation_config.json").read_text())["eos_token_id"] == [1]
+    # transformers 5.19 warns of a wrong tokenizer where config.json has no version of it.
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["transformers_version"] == transformers.__version__
+
+
+def test_qwen_tokenizers_give_the_tokens_of_qwen_own_class(tmp_path):
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = ["t h", "th e", "i n", "Ġ a", "1 2", "Ċ Ċ", "' l", "l l", "Ã ©", "Ì ģ"]
+    tokens = ["<|endoftext|>", *letters, *("".join(merge.split(" ")) for merge in merges)]
+    metadata = {
+        "model": "gpt2", "pre": "qwen2", "tokens": tokens, "merges": merges, "token_type": [3] + [1] * (len(tokens) - 1),
+        "eos_token_id": 0, "add_bos_token": False,
+    }  # fmt: skip
+    save_tokenizer(Path("m.gguf"), {f"tokenizer.ggml.{key}": value for key, value in metadata.items()}, "qwen2", 999, tmp_path)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    reference = Qwen2Tokenizer(
+        {token: index for index, token in enumerate(tokens)}, [tuple(merge.split(" ")) for merge in merges]
+    )
+    texts = [
+        "They'LL be in the 12123rd, all o'clock", "a\n\n  b\t c   ", "\r\n\r\n x", "<|endoftext|> a", "漢字カナ 3.14",
+        "a\u00a0b\u3000c", "caf\u00e9 or cafe\u0301", "\u2126 \ufb01 \u1112\u1161\u11ab", "\U0001f468\u200d\U0001f469 \x00",
+    ]  # fmt: skip
+    for text in texts:
+        ids = tokenizer(text)["input_ids"]
+        assert ids == reference(text)["input_ids"], text
+        assert tokenizer.decode(ids) == unicodedata.normalize("NFC", text)
 
 
 def test_a_split_file_from_any_of_its_parts(tmp_path):

@@ -372,8 +372,6 @@ def test_a_file_of_single_steps_and_stop_tokens(exported, executorch, runners, t
 
 TEXT_LLM_RUNNER = """
 import sys
-import lowbit.executorch
-lowbit.executorch.register()
 from executorch.extension.llm.runner import GenerationConfig, TextLLMRunner
 model, tokenizer, new, *prompts = sys.argv[1:]
 runner = TextLLMRunner(model, tokenizer)
@@ -388,7 +386,8 @@ for prompt in prompts:
 
 
 def test_executorchs_own_runner(exported, run_python, tokenizer):
-    """TextLLMRunner, twice with the same text; in a process of its own, because it has its own threads."""
+    """TextLLMRunner, twice with the same text and without a line of ours; in a process of its own, because it has its own
+    threads."""
     process = run_python(TEXT_LLM_RUNNER, exported.files["pte"], MODEL / "tokenizer.json", NEW, *PROMPTS)
     assert process.returncode == 0, process.stderr
     for prompt in range(len(PROMPTS)):

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import transformers
-from tokenizers import Tokenizer, processors
+from tokenizers import Tokenizer, normalizers, processors
 
 from ..files.untrusted import interpreting, printable
 from .loading import counting
@@ -41,6 +41,7 @@ _MORE_CUTS = {
     ),
     **dict.fromkeys(("starcoder", "refact", "smollm", "command-r"), ((r"\p{N}",), True)),
 }
+_QWEN_CUTS = ("qwen2", "qwen35")
 
 
 def _converter() -> ModuleType:
@@ -128,6 +129,9 @@ def save_tokenizer(path: Path, metadata: Mapping[str, Any], architecture: str, v
         backend = _without_others(backend, len(tokens))
         if fields["tokenizer_type"] == "llama":
             backend = _with_spaces(backend, _flag(path, metadata, "add_space_prefix", True))
+        # Qwen's own tokenizer normalizes texts. GGUF has no field for that, and llama.cpp does not.
+        if architecture.startswith("qwen") and cut in _QWEN_CUTS and backend.normalizer is None:
+            backend.normalizer = normalizers.NFC()
         if fields["tokenizer_type"] == "gpt2" and cut not in {*(known or (cut,)), *_PLAIN_CUTS}:
             warnings.warn(
                 f"{path} cuts words by the rule {printable(str(cut))!r}, which transformers "

@@ -11,6 +11,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -292,7 +293,8 @@ def write_checkpoint(
     resolve_new_directory(target)  # refused before the model is built
     model = _meta_model(source.config, len(source.tensors))
     outputs = _Plan(source, model).outputs()
-    description = dict(source.config)
+    # Without a version, transformers 5.19 takes a tokenizer of many tokens for an old one of Mistral, and warns.
+    description = {"transformers_version": version("transformers")} | source.config
     infos = {output.layer: (output.name, output.info()) for output in outputs if output.packed}
     packed = {layer: (name, info) for layer, (name, info) in infos.items() if info is not None}
     if packed:
