@@ -34,6 +34,13 @@ class _Awaiting(torch.nn.Module):
             self.__dict__[name] = value
 
 
+def check_places(device_map: Any) -> None:
+    """Raises ValueError for a device map with another device than the CPU."""
+    for place in device_map.values() if isinstance(device_map, dict) else [device_map]:
+        if place not in (None, "auto", "balanced", "balanced_low_0", "sequential") and str(place) != "cpu":
+            raise ValueError(f"device_map has {place!r}; expected 'cpu' or none: packed weights are for CPUs")
+
+
 def place_packed(
     model: PreTrainedModel,
     packed: Mapping[str, tuple[str, PackedInfo]],
