@@ -27,7 +27,7 @@ except ImportError as error:
 
 from ._layers import kind_of, put_packed, replace_layers, warn_of_floats
 from .files.safetensors import orders_of, packed_info, read_files
-from .hf.placing import PACKED, check_places, verify
+from .hf.placing import PACKED, OnCpu, verify
 from .transformers import METHOD, LowBitConfig
 
 
@@ -39,7 +39,7 @@ class _Method(str):
         return str(self)
 
 
-class LowBitDiffusersQuantizer(DiffusersQuantizer):
+class LowBitDiffusersQuantizer(OnCpu, DiffusersQuantizer):
     """Packs a float model when it is loaded; loads packed layers from safetensors files."""
 
     quantization_config: LowBitConfig
@@ -50,12 +50,6 @@ class LowBitDiffusersQuantizer(DiffusersQuantizer):
         self._dtype = torch.get_default_dtype()
         self._files: list[Path] = []
         self._where: dict[str, str] = {}  # packed layer -> tensor and file, for errors
-
-    def validate_environment(self, *_: Any, device_map: Any = None, **__: Any) -> None:
-        check_places(device_map)
-
-    def update_device_map(self, device_map: Any) -> dict[str, str] | None:
-        return None if device_map is None else {"": "cpu"}
 
     def update_torch_dtype(self, torch_dtype: torch.dtype | None) -> torch.dtype:
         self._dtype = torch_dtype or torch.get_default_dtype()

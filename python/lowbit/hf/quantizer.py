@@ -30,7 +30,7 @@ from .names import check_complete, given_by, given_with, keep_names, names_in_mo
 from .parallel import layers_to_cut, refuse_parts, shard_as_asked, take_rules
 from .placing import (
     PACKED,
-    check_places,
+    OnCpu,
     expanded_ties,
     mark_initialized,
     place_packed,
@@ -199,17 +199,11 @@ class _Load:
         checkpoint.check_shapes(model, self.selected)
 
 
-class LowBitQuantizer(HfQuantizer):
+class LowBitQuantizer(OnCpu, HfQuantizer):
     """Quantizes tensor by tensor while a float checkpoint is loaded; loads packed weights mapped from their files."""
 
     requires_calibration = False
     _load: _Load  # between the two hooks around the loading of weights
-
-    def validate_environment(self, *_: Any, device_map: Any = None, **__: Any) -> None:
-        check_places(device_map)
-
-    def update_device_map(self, device_map: Any) -> dict[str, str] | None:
-        return None if device_map is None else {"": "cpu"}
 
     def is_serializable(self) -> bool:
         return True
