@@ -567,11 +567,12 @@ tidy: build-test-host
 # What `lowbit export --to gguf` writes, computed by llama.cpp; and checkpoints that the formats' own libraries make. Without
 # these two, the tests of both skip, because none of that is in requirements.txt.
 test-llama-cpp: $(VENV)/installed bench-peers
-	HF_HUB_OFFLINE=1 LOWBIT_LLAMA_CPP=1 $(BIN)/python -m pytest tests/python/test_gguf_llama_cpp.py
+	HF_HUB_OFFLINE=1 LOWBIT_LLAMA_CPP=1 $(BIN)/python -m pytest tests/python/test_gguf_llama_cpp.py \
+	  tests/python/test_importing_gguf_hybrids.py
 
 test-import-libraries: $(VENV)/installed build/import-libraries/installed
 	HF_HUB_OFFLINE=1 LOWBIT_IMPORT_LIBRARIES=1 PYTHONPATH=build/import-libraries $(BIN)/python -m pytest \
-	  tests/python/test_importing_libraries.py
+	  tests/python/test_importing_libraries.py tests/python/test_importing_floats.py
 
 build/import-libraries/installed: scripts/import_libraries.txt $(VENV)/requirements
 	rm -rf $(@D)

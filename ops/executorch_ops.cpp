@@ -212,6 +212,34 @@ Status run_attention(Span<EValue*> values) {
                            executorch_threads());
 }
 
+Status run_window_attention(Span<EValue*> values) {
+  if (Status status = check_arguments(values, {{"q", Tag::Tensor},
+                                               {"k", Tag::Tensor},
+                                               {"v", Tag::Tensor},
+                                               {"k_cache", Tag::Tensor},
+                                               {"v_cache", Tag::Tensor},
+                                               {"held", Tag::Tensor},
+                                               {"start", Tag::Tensor},
+                                               {"scale", Tag::Double},
+                                               {"window", Tag::Int},
+                                               {"softcap", Tag::Double},
+                                               {"sinks", Tag::Tensor, true},
+                                               {"out", Tag::Tensor}});
+      !status.ok()) {
+    return status;
+  }
+  TensorView views[7];
+  for (size_t i = 0; i < 7; ++i) views[i] = view_of(values[i]->toTensor());
+  const bool has_sinks = !values[10]->isNone();
+  const TensorView sinks = has_sinks ? view_of(values[10]->toTensor()) : TensorView();
+  const lowbit::Scores scores{values[7]->toDouble(), values[8]->toInt(), values[9]->toDouble(), has_sinks ? &sinks : nullptr};
+  Tensor& out = values[11]->toTensor();
+  Shape shape;
+  if (Status status = lowbit::attention_shape(views[0], views[3], views[4], &shape); !status.ok()) return status;
+  return lowbit::window_attention(views[0], views[1], views[2], views[3], views[4], views[5], views[6], scores,
+                                  resized(out, shape), executorch_threads());
+}
+
 // The state is changed in place, as caches are.
 Status run_linear_attention(Span<EValue*> values) {
   if (Status status = check_arguments(values, {{"q", Tag::Tensor},
@@ -261,6 +289,7 @@ Status run_short_conv(Span<EValue*> values) {
 
 constexpr char kLinear[] = "lowbit::linear.out", kLinears[] = "lowbit::linears.out", kEmbedding[] = "lowbit::embedding.out";
 constexpr char kAttention[] = "lowbit::attention.out", kLinearExperts[] = "lowbit::linear_experts.out";
+constexpr char kWindowAttention[] = "lowbit::window_attention.out";
 constexpr char kLinearAttention[] = "lowbit::linear_attention.out", kShortConv[] = "lowbit::short_conv.out";
 
 template <const char* name, Status (*run)(Span<EValue*>), size_t out>
@@ -276,8 +305,9 @@ const Kernel kKernels[] = {Kernel(kLinear, kernel<kLinear, run_linear, 3>),
                            Kernel(kLinearExperts, kernel<kLinearExperts, run_linear_experts, 4>),
                            Kernel(kEmbedding, kernel<kEmbedding, run_embedding, 4>),
                            Kernel(kAttention, kernel<kAttention, run_attention, 10>),
+                           Kernel(kWindowAttention, kernel<kWindowAttention, run_window_attention, 11>),
                            Kernel(kLinearAttention, kernel<kLinearAttention, run_linear_attention, 9>),
                            Kernel(kShortConv, kernel<kShortConv, run_short_conv, 6>)};
-[[maybe_unused]] const Error registered = executorch::runtime::register_kernels(Span<const Kernel>(kKernels, 7));
+[[maybe_unused]] const Error registered = executorch::runtime::register_kernels(Span<const Kernel>(kKernels, 8));
 
 }  // namespace

@@ -60,6 +60,13 @@ LOWBIT_API Status attention(const TensorView& q, const TensorView& k, const Tens
                             const TensorView& v_cache, const TensorView& start, const Scores& scores,
                             const TensorView& out, const Parallel& parallel);
 
+// Attention with a window over caches that hold the last positions of a text only: max_length is at least window + 512 + 16,
+// whatever the length of the text. held: contiguous int64 [2], the caches hold positions held[0] to held[1] - 1; changed. A
+// text goes on at held[1], at an earlier position whose window is held, or at 0. Bits, and all else, as of attention().
+LOWBIT_API Status window_attention(const TensorView& q, const TensorView& k, const TensorView& v, const TensorView& k_cache,
+                                   const TensorView& v_cache, const TensorView& held, const TensorView& start,
+                                   const Scores& scores, const TensorView& out, const Parallel& parallel);
+
 // How states are changed and read; kernels/recurrence.h has the formulas.
 struct DeltaRule {
   double scale;               // of q

@@ -206,6 +206,27 @@ Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor
   return out;
 }
 
+Tensor window_attention(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& k_cache, const Tensor& v_cache,
+                        const Tensor& held, const Tensor& start, double scale, int64_t window, double softcap,
+                        const std::optional<Tensor>& sinks) {
+  const TensorView q_view = view_of("q", q);
+  TensorView k_cache_view = view_of("k_cache", k_cache), v_cache_view = view_of("v_cache", v_cache);
+  TensorView held_view = view_of("held", held);
+  Shape shape;
+  raise_unless_ok(attention_shape(q_view, k_cache_view, v_cache_view, &shape));
+  const Tensor out = allocate(shape, q.scalar_type());
+  if (k_cache_view.on_cpu && v_cache_view.on_cpu && held_view.on_cpu) {
+    k_cache_view.data = k_cache.mutable_data_ptr();
+    v_cache_view.data = v_cache.mutable_data_ptr();
+    held_view.data = held.mutable_data_ptr();
+  }
+  const TensorView sinks_view = sinks.has_value() ? view_of("sinks", *sinks) : TensorView();
+  const lowbit::Scores scores{scale, window, softcap, sinks.has_value() ? &sinks_view : nullptr};
+  raise_unless_ok(lowbit::window_attention(q_view, view_of("k", k), view_of("v", v), k_cache_view, v_cache_view, held_view,
+                                           view_of("start", start), scores, view_of("out", out), torch_threads()));
+  return out;
+}
+
 Tensor linear_attention(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& decay,
                         const std::optional<Tensor>& beta, const Tensor& state, const Tensor& start, double scale,
                         double norm_epsilon) {
@@ -338,6 +359,12 @@ STABLE_TORCH_LIBRARY_FRAGMENT(lowbit, library) {
       "attention.out(Tensor q, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor start, float scale, "
       "int window=0, float softcap=0., Tensor? sinks=None, *, Tensor(c!) out) -> Tensor(c!)");
   library.def(
+      "window_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor(c!) held, Tensor start, "
+      "float scale, int window, float softcap=0., Tensor? sinks=None) -> Tensor");
+  library.def(
+      "window_attention.out(Tensor q, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor(c!) held, "
+      "Tensor start, float scale, int window, float softcap=0., Tensor? sinks=None, *, Tensor(d!) out) -> Tensor(d!)");
+  library.def(
       "linear_attention(Tensor q, Tensor k, Tensor v, Tensor decay, Tensor? beta, Tensor(a!) state, Tensor start, "
       "float scale, float norm_epsilon=0.) -> Tensor");
   library.def(
@@ -368,6 +395,7 @@ STABLE_TORCH_LIBRARY_IMPL(lowbit, CPU, library) {
   library.impl("linear_experts", TORCH_BOX(&linear_experts));
   library.impl("embedding", TORCH_BOX(&embedding));
   library.impl("attention", TORCH_BOX(&attention));
+  library.impl("window_attention", TORCH_BOX(&window_attention));
   library.impl("linear_attention", TORCH_BOX(&linear_attention));
   library.impl("short_conv", TORCH_BOX(&short_conv));
   library.impl("pack", TORCH_BOX(&pack));

@@ -47,11 +47,12 @@ class Metadata {
 // A cache as the metadata describes it, as float32:1x4x64x16.
 at::Tensor zeros(const std::string& file, const std::string& text) {
   const std::unordered_map<std::string, at::ScalarType> types = {
-      {"float32", at::kFloat}, {"bfloat16", at::kBFloat16}, {"float16", at::kHalf}, {"int8", at::kChar}};
+      {"float32", at::kFloat}, {"bfloat16", at::kBFloat16}, {"float16", at::kHalf}, {"int8", at::kChar},
+      {"int64", at::kLong}};
   const auto type = types.find(text.substr(0, text.find(':')));
   if (type == types.end() || text.find(':') == std::string::npos) {
     throw std::runtime_error(file + " has a cache '" + text +
-                             "'; expected float32, bfloat16, float16 or int8 and a shape, as float32:1x4x64x16");
+                             "'; expected float32, bfloat16, float16, int8 or int64 and a shape, as float32:1x4x64x16");
   }
   std::vector<int64_t> shape;
   std::istringstream sizes(text.substr(text.find(':') + 1));

@@ -24,6 +24,7 @@ from ._recurrence import linear_attention, short_conv  # noqa: E402
 from ._rounding import EmbeddingConfig, LinearConfig, quantize_tensor  # noqa: E402
 from ._slices import concat, slice_columns, slice_rows  # noqa: E402
 from ._threads import ThreadTuning, tune_threads  # noqa: E402
+from ._window import window_attention, window_length  # noqa: E402
 from .exports.module import export_pt2, export_pte  # noqa: E402
 from .nn import use_huge_pages  # noqa: E402
 from .ops import attention, embedding, linear, linear_experts, linears  # noqa: E402
@@ -116,4 +117,6 @@ __all__ = [
     "unpack",
     "use_huge_pages",
     "verify",
+    "window_attention",
+    "window_length",
 ]

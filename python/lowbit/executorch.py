@@ -16,7 +16,10 @@ from . import _C
 
 _OPERATORS = {
     f"lowbit::{name}.out"
-    for name in ("linear", "linears", "linear_experts", "embedding", "attention", "linear_attention", "short_conv")
+    for name in (
+        *("linear", "linears", "linear_experts", "embedding"),
+        *("attention", "window_attention", "linear_attention", "short_conv"),
+    )
 }
 _BUILT = _C.executorch_version.partition("+")[0]
 _INSTALL = (

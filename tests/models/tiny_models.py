@@ -151,3 +151,22 @@ def experts_in(model: torch.nn.Module) -> str:
     if any(isinstance(module, lowbit.nn.LinearExperts) for module in model.modules()):
         return "packed"
     return "float" if any("expert" in name and value.dim() == 3 for name, value in model.named_parameters()) else ""
+
+
+def float_share(model_type: str) -> float:
+    """The share of parameters that stay float with the class's usual sizes, when all layers and tables are quantized."""
+    model = make(model_type)
+    for config in (lowbit.LinearConfig(4, 16), lowbit.EmbeddingConfig(4, 16)):
+        lowbit.quantize_(model, config, lambda module, name, kind=type(config): kind_of(module) is kind)
+    floats = {_without_numbers(name) for name, value in model.state_dict().items() if value.is_floating_point()}
+    with torch.device("meta"):
+        usual = transformers.AutoModelForCausalLM.from_config(transformers.CONFIG_MAPPING[model_type]())
+    usual.tie_weights()
+    sizes = {id(value): (name, value.numel()) for name, value in usual.named_parameters()}
+    return sum(size for name, size in sizes.values() if _without_numbers(name) in floats) / sum(
+        size for _, size in sizes.values()
+    )
+
+
+def _without_numbers(name: str) -> str:
+    return re.sub(r"\.\d+\.", ".*.", name)

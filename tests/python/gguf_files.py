@@ -108,12 +108,14 @@ def write_model(
     tokens: list[str] | None = None,
     split: int = 0,
     sentencepiece: list[tuple[str, float, int]] | None = None,
+    pre: str = "gpt-2",
+    merges: tuple[str, ...] = ("t h", "th e"),
     **others,
 ) -> Path:
     """A model of transformers as llama.cpp's converter writes it; matrices as `kind` if their rows fit its blocks.
 
     Args:
-        tokens: of a byte-level vocabulary, without merges.
+        tokens, pre, merges: of a byte-level vocabulary, how words are cut, and what is joined.
         split: tensors in each part; 0: one file.
         sentencepiece: tokens with their scores and types instead.
         others: metadata of the architecture.
@@ -139,10 +141,10 @@ def write_model(
         {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}[type(item)](key, item)
     if tokens is not None:
         writer.add_tokenizer_model("gpt2")
-        writer.add_tokenizer_pre("gpt-2")
+        writer.add_tokenizer_pre(pre)
         writer.add_token_list(tokens)
         writer.add_token_types([3, 3, *[1] * (len(tokens) - 2)])
-        writer.add_token_merges(["t h", "th e"])
+        writer.add_token_merges(list(merges))
         writer.add_bos_token_id(0)
         writer.add_eos_token_id(1)
         writer.add_add_bos_token(True)

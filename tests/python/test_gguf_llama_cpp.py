@@ -6,8 +6,9 @@ import lowbit
 import numpy as np
 import pytest
 import torch
-from checkpoints import edit_json
+from checkpoints import edit_json, make_model
 from command_line import FLOAT
+from gguf_files import write_model
 from llama_cpp_peer import LlamaCpp, find_library
 from lowbit import llm
 from lowbit.exports.gguf import export_gguf
@@ -15,6 +16,7 @@ from lowbit.llm.loading import load_model, load_tokenizer
 from test_export_gguf_families import tokenizer_of, vocabulary
 from test_importing_gguf import random_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, MistralConfig, MistralForCausalLM
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 FAMILIES = ["llama", "tied", "wide", "llama3", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "phi3"]
 PROMPT = [1, 300, 17, 402, 290, 311, 350, 277, 263, 341]  # longer than the windows, of three tokens
@@ -103,6 +105,22 @@ def test_sentencepiece(llama_cpp, tokenizer, tmp_path):
     ours = AutoTokenizer.from_pretrained(tmp_path / "m")
     with LlamaCpp(llama_cpp, tmp_path / "m.gguf") as theirs:
         assert [theirs.tokenize(text) for text in TEXTS] == [ours(text)["input_ids"] for text in TEXTS]
+
+
+@pytest.mark.parametrize("pre", ["llama-bpe", "qwen2", "qwen35", "lfm2", "dbrx", "tekken", "deepseek-v3", "glm4", "smollm"])
+def test_ways_of_cutting_words(llama_cpp, tmp_path, pre):
+    """Tokens that only some rules allow: of digits, of letters with marks, of signs with letters, of several spaces."""
+    letters = list(bytes_to_unicode().values())
+    merges = ("1 2", "12 3", "123 4", "t h", "th e", "! a", "! !", "Ġ Ġ", "ĠĠ Ġ", "Ġ a", "a 1", "e Ì", "eÌ ģ", "' s", "Ċ Ċ")
+    tokens = ["<s>", "</s>", *letters, *(merge.replace(" ", "") for merge in merges)]
+    torch.manual_seed(0)
+    model = make_model(vocab_size=len(tokens), dtype=torch.float32)
+    write_model(tmp_path / "m.gguf", model, tokens=tokens, pre=pre, merges=merges)
+    lowbit.import_checkpoint(tmp_path / "m.gguf", tmp_path / "out")
+    ours = AutoTokenizer.from_pretrained(tmp_path / "out")
+    text = "the 1234a1 12345!a   a!!  the's e\u0301 \u4e2d\u65871 the\n\n  a1.\n it'S \t'the"
+    with LlamaCpp(llama_cpp, tmp_path / "m.gguf") as theirs:
+        assert theirs.tokenize(text) == ours.encode(text)
 
 
 def test_the_shipped_model(llama_cpp, tmp_path):

@@ -397,10 +397,6 @@ REFUSED = {
     "another": ({"quant_method": "quip"}, None, "is quantized by the method 'quip'; lowbit imports gptq, awq"),
     "packed": ({"quant_method": "lowbit"}, None, "is packed already"),
     "gemv": ({"quant_method": "awq", "bits": 4, "version": "gemv"}, None, "version 'gemv'; lowbit imports 'gemm'"),
-    "activations": (
-        CT | {"config_groups": {"a": {"weights": {"num_bits": 4}, "input_activations": {"num_bits": 8}}}}, None,
-        "has quantized input_activations",
-    ),
     "no layers": (CT, None, "is I32"),
     "layout": ({"quant_method": "auto-round", "packing_format": "x"}, None, "packing_format 'x'; lowbit imports"),
 }  # fmt: skip

@@ -19,7 +19,7 @@ from importing_files import METADATA, layers_of_others, tensors
 from lowbit.importing import open_source
 from lowbit.importing.codes import Matrix, Nearness, pack_rows
 from lowbit.importing.gguf import open_gguf
-from lowbit.importing.gguf_models import ARCHITECTURES
+from lowbit.importing.gguf_architectures import ARCHITECTURES
 from safetensors.torch import save
 
 
@@ -35,7 +35,7 @@ MODELS = {
     "experts": (changed(llama__expert_count=8, llama__expert_used_count=9), "has 8 experts and uses 9 of them"),
     "no heads": (changed(llama__attention__head_count=0), "has 0 attention heads"),
     "heads of a text": (changed(llama__attention__head_count="2"), "head_count '2'; expected one whole number"),
-    "heads by layer": (changed(llama__attention__head_count_kv=[1, 1]), "head_count_kv of 2 values; expected one"),
+    "heads by layer": (changed(llama__attention__head_count_kv=[1, 2]), "head_count_kv of 2 values; expected one"),
     "negative width": (changed(llama__embedding_length=-32), "embedding_length -32; expected one whole number"),
     "no number": (changed(llama__attention__layer_norm_rms_epsilon=float("nan")), "expected a finite number"),
     "no layers": (changed(llama__block_count=0), "block_count 0; expected 1 or more"),

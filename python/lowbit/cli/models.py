@@ -71,12 +71,12 @@ def load_draft(output: Output, path: Path, tokenizer: Any, model: str | Path, ma
 
 
 def make_decoder(
-    output: Output, model: torch.nn.Module, max_length: int, compiled: bool, cache: str | None = None
+    output: Output, model: torch.nn.Module, max_length: int, compiled: bool, cache: str | None = None, windows: bool = True
 ) -> Callable[..., torch.Tensor]:
     """A decoder of the model with caches of this length; compiled if asked for."""
     from lowbit import llm
 
-    step = llm.Decoder(model, max_length, cache)
+    step = llm.Decoder(model, max_length, cache, windows=windows)
     if not compiled:
         return step
     with output.progress("compiling"):
@@ -90,16 +90,18 @@ def make_step(
     compiled: bool,
     cache: str | None = None,
     needs: dict[str, bool] | None = None,
+    windows: bool = True,
 ) -> Callable[..., torch.Tensor]:
     """A decoder of the model, or a :class:`lowbit.llm.Fallback` with a note where the decoder refuses the model.
 
     Args:
         needs: other options that require the decoder, and whether they were given.
+        windows: as of :class:`lowbit.llm.Decoder`.
     """
     from lowbit import llm
 
     try:
-        return make_decoder(output, model, max_length, compiled, cache)
+        return make_decoder(output, model, max_length, compiled, cache, windows)
     except llm.Refusal as refusal:
         for option, given in ({"--compile": compiled, "--cache": cache is not None} | (needs or {})).items():
             if given:
@@ -111,9 +113,14 @@ def make_step(
 
 
 def parse_prefix_size(directory: Path | None, size: str) -> int:
-    if directory is None and not os.environ.get(_PREFIX_CACHE):
+    if not wants_prefix_cache(directory):
         refuse_unused("without --prefix-cache", prefix_cache_size=size != PREFIX_SIZE)
     return parse_size(size, "--prefix-cache-size")
+
+
+def wants_prefix_cache(directory: Path | None) -> bool:
+    """Whether the option or the environment names a prefix cache, which needs the keys and values of whole texts."""
+    return directory is not None or bool(os.environ.get(_PREFIX_CACHE))
 
 
 def make_prefix_cache(output: Output, directory: Path | None, most_bytes: int, step: Callable[..., Any]) -> PrefixCache | None:

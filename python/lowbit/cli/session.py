@@ -10,7 +10,17 @@ import torch
 
 from lowbit._machine import cpp_compiler
 
-from .models import check_text, imported, load, load_draft, make_prefix_cache, make_step, parse_prefix_size, set_threads
+from .models import (
+    check_text,
+    imported,
+    load,
+    load_draft,
+    make_prefix_cache,
+    make_step,
+    parse_prefix_size,
+    set_threads,
+    wants_prefix_cache,
+)
 from .options import parse_sampling
 from .output import Output
 
@@ -75,7 +85,8 @@ class Session:
     def start(self, max_length: int, needs: dict[str, bool] | None = None) -> None:
         """Makes the decoding step, as :func:`make_step`, and its prefix cache."""
         self.max_length = max_length
-        self.step = make_step(self.output, self.model, max_length, self._compiled, self._cache, needs)
+        windows = not wants_prefix_cache(self._prefixes[0])
+        self.step = make_step(self.output, self.model, max_length, self._compiled, self._cache, needs, windows)
         self.prefix_cache = make_prefix_cache(self.output, *self._prefixes, self.step)
 
     @property

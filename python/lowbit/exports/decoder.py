@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..hf.recurrent import is_state
 from ..llm.decoder import Decoder, check_call
 from ..llm.loading import stop_tokens
 from .module import export_pt2, export_pte
@@ -40,7 +39,7 @@ class ExportedDecoder:
     chunk: int  # largest number of tokens of one run of the program; longer calls are split
     vocabulary: int
     stop: tuple[int, ...]  # tokens that end a text
-    recurrent: bool  # whether layers have states: a text then goes on where it ended, or begins at 0
+    recurrent: bool  # layers have states, or caches of a window: a text then goes on where it ended, or begins at 0
     _run: Callable[[Tensor, Tensor], Tensor] = field(repr=False)
     _position: int | None = field(default=None, repr=False)
 
@@ -69,7 +68,7 @@ class ExportedDecoder:
         if begin and self.kept(begin) != begin:
             raise ValueError(
                 f"start is {begin}; expected 0 or {self._position}, the tokens that the states of the model's recurrent layers "
-                "are those of: they cannot be cut back"
+                "are those of, or its caches of a window: they cannot be cut back"
             )
         self._position = None
         for begin in range(0, tokens.shape[1], self.chunk):
@@ -160,7 +159,7 @@ def _export_pte(
     config = decoder.model.config.get_text_config()
     constants = {method: about[name] for name, method in _PTE_NUMBERS.items()}
     constants |= {_PTE_STOP: about["stop"], "get_n_layers": decoder.layers, "use_kv_cache": True}
-    constants |= {_PTE_RECURRENT: decoder.recurrent}
+    constants |= {_PTE_RECURRENT: decoder.recurrent or decoder.windowed}
     constants |= {"use_sdpa_with_kv_cache": False, "enable_dynamic_shape": about["chunk"] > 1}
     if isinstance(config.bos_token_id, int):
         constants["get_bos_id"] = config.bos_token_id
@@ -213,7 +212,7 @@ def _load_pt2(path: str) -> ExportedDecoder:
     _check(numbers)
     stop = tuple(int(token) for token in about["stop"].split(",") if token)
     caches = [_zeros(text) for text in about["caches"].split(",")]
-    recurrent = any(is_state(cache) for cache in caches)
+    recurrent = any(cache.dim() != 4 for cache in caches)
     return ExportedDecoder(**numbers, stop=stop, recurrent=recurrent, _run=lambda tokens, start: package(tokens, start, caches))
 
 

@@ -127,8 +127,16 @@ def attend(
     if isinstance(caches, Asked):
         k_cache, v_cache = caches.note(module.layer_idx, key, value, sliding_window)
     else:
-        k_cache, v_cache = caches[module.layer_idx][:2]
+        layer = caches[module.layer_idx]
+        k_cache, v_cache = layer[:2]
+        if len(layer) > 2 and is_held(layer[2]):
+            return torch.ops.lowbit.window_attention(query, key, value, *layer[:3], start, *more), None
     return torch.ops.lowbit.attention(query, key, value, k_cache, v_cache, start, *more), None
+
+
+def is_held(tensor: Tensor) -> bool:
+    """Whether a tensor of a layer's caches says which positions they hold, as those of :func:`lowbit.window_attention` have."""
+    return tensor.dtype is torch.int64
 
 
 def check_windows(config: Any, asked: Asked, max_length: int) -> None:

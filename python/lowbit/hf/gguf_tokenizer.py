@@ -26,6 +26,21 @@ _FIELDS = {
 }  # fmt: skip
 _SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 _PLAIN_CUTS = ("default", "gpt-2", "gpt2")  # those of GPT-2, which a converter starts from
+# Rules that transformers does not know: those of another name that it knows, or expressions that cut one after another, before
+# GPT-2's rule or not.
+_SAME_CUTS = {"glm4": "llama-bpe", "glm5": "llama-bpe", "chatglm-bpe": "llama-bpe"}
+_MORE_CUTS = {
+    "deepseek-v3": (
+        (
+            r"\p{N}{1,3}",
+            "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+            r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
+            r"""| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+""",
+        ),
+        False,
+    ),
+    **dict.fromkeys(("starcoder", "refact", "smollm", "command-r"), ((r"\p{N}",), True)),
+}
 
 
 def _converter() -> ModuleType:
@@ -104,11 +119,15 @@ def save_tokenizer(path: Path, metadata: Mapping[str, Any], architecture: str, v
     with counting(None), interpreting(f"the tokenizer in {path} cannot be built"):
         converter = _converter()
         known = _cuts(converter)
+        cut = fields.get("pre_tokenizer_type", "default")
+        if cut in _SAME_CUTS and cut not in (known or ()):
+            fields["pre_tokenizer_type"] = cut = _SAME_CUTS[cut]
         backend, _ = converter.convert_gguf_tokenizer(architecture, fields)
+        if cut in _MORE_CUTS and cut not in (known or ()):
+            backend, known = _with_cuts(backend, *_MORE_CUTS[cut]), {**(known or {}), cut: ""}
         backend = _without_others(backend, len(tokens))
         if fields["tokenizer_type"] == "llama":
             backend = _with_spaces(backend, _flag(path, metadata, "add_space_prefix", True))
-        cut = fields.get("pre_tokenizer_type", "default")
         if fields["tokenizer_type"] == "gpt2" and cut not in {*(known or (cut,)), *_PLAIN_CUTS}:
             warnings.warn(
                 f"{path} cuts words by the rule {printable(str(cut))!r}, which transformers "
@@ -129,6 +148,17 @@ def _without_others(backend: Tokenizer, count: int) -> Tokenizer:
     if len(kept) == len(content["added_tokens"]):
         return backend
     return type(backend).from_str(json.dumps(content | {"added_tokens": kept}))
+
+
+def _with_cuts(backend: Tokenizer, expressions: tuple[str, ...], as_gpt2: bool) -> Tokenizer:
+    """A byte-level tokenizer that cuts texts by these expressions."""
+    cuts: list[dict[str, Any]] = [
+        {"type": "Split", "pattern": {"Regex": expression}, "behavior": "Isolated", "invert": False}
+        for expression in expressions
+    ]
+    letters = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": as_gpt2}
+    content = json.loads(backend.to_str()) | {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [*cuts, letters]}}
+    return type(backend).from_str(json.dumps(content))
 
 
 def _with_spaces(backend: Tokenizer, prefix: bool) -> Tokenizer:

@@ -176,7 +176,7 @@ _UNKNOWN = ("mamba_selective_scan",)  # scans that there is no operator for
 
 def is_state(tensor: Tensor) -> bool:
     """Whether a tensor of a layer's caches is a state, of a fixed size, and not keys or values: those have 4 dimensions."""
-    return bool(tensor.dim() != 4)
+    return bool(tensor.dim() != 4) and tensor.is_floating_point()
 
 
 def states_of(layer: tuple[Tensor, ...]) -> list[Tensor]:

@@ -195,6 +195,13 @@ def _weights(rows: Rows, bits: int, group_size: int | None, levels: tuple[int, .
     return scales * (2 * codes - 1 if bits == 1 else codes - 2 ** (bits - 1))
 
 
+def values_of(tensor: Matrix | Weights | Float) -> Callable[[int, int], Tensor]:
+    """Reads the weights of rows, float32 [rows, k], whatever their form."""
+    if not isinstance(tensor, Matrix):
+        return lambda begin, end: tensor.read(begin, end).float()
+    return lambda begin, end: _weights(tensor.read(begin, end), tensor.bits, tensor.group_size, tensor.levels)
+
+
 def order_of(groups: Tensor, size: int) -> Tensor | None:
     """The act-order permutation that makes every group a run of inputs, int64 [k]; None if they already are.
 

@@ -1,4 +1,4 @@
-"""compressed-tensors' "pack-quantized".
+"""compressed-tensors' "pack-quantized"; :mod:`.small_floats` reads its other formats.
 
 ``weight_packed`` int32 [n, ceil(k * bits / 32)]: the codes of a row, with 2**(bits - 1) added, follow each other, also
 across words; in older files no code is in two words, which the number of words shows. ``weight_scale`` [n, groups];
@@ -17,42 +17,44 @@ import torch
 from ..files.safetensors import Stored
 from .bits import from_stream, from_words, words_of
 from .codes import Matrix, Rows, SourceTensor
+from .small_floats import read_layers
 from .stock import Stock, load
 
 _FORMAT = "pack-quantized"
+_OTHERS = (
+    "float-quantized", "naive-quantized", "int-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized",
+    "mixed-precision",
+)  # fmt: skip
 
 
 def read_compressed_tensors(stock: Stock) -> list[SourceTensor]:
     """The layers of a checkpoint of compressed-tensors.
 
     Raises:
-        ValueError: another format than pack-quantized, quantized activations or caches, or a layer that is not whole.
+        ValueError: an unknown format, transformed layers, or a layer that is not whole.
     """
-    stock.setting("format", (_FORMAT,), _FORMAT)
-    for name in ("kv_cache_scheme", "transform_config"):
-        if stock.settings.get(name):
-            raise ValueError(f"{stock.path} has a quantization_config.{name}, which lowbit does not import")
+    stock.setting("format", (_FORMAT, *_OTHERS), _FORMAT)
+    if stock.settings.get("transform_config"):
+        raise ValueError(f"{stock.path} has a quantization_config.transform_config, which lowbit does not import")
     groups = stock.settings.get("config_groups")
     if not isinstance(groups, dict) or not groups:
         raise ValueError(f"{stock.path} has no quantization_config.config_groups; expected the widths of its layers")
-    schemes = [_scheme(stock, scheme) for scheme in groups.values()]
-    matrices = [_layer(stock, layer, schemes) for layer in stock.layers("weight_packed")]
-    return [*matrices, *stock.rest()]
+    schemes = [bits for scheme in groups.values() if (bits := _scheme(stock, scheme)) is not None]
+    packed = [layer for layer in stock.layers("weight_packed") if stock.dtype(f"{layer}.weight_packed") == "I32"]
+    matrices = [_layer(stock, layer, schemes) for layer in packed]
+    return [*matrices, *read_layers(stock), *stock.rest()]
 
 
-def _scheme(stock: Stock, scheme: Any) -> int:
-    """The width of a group of layers."""
+def _scheme(stock: Stock, scheme: Any) -> int | None:
+    """The width of a group of layers; None: their tensors show it."""
+    if not isinstance(scheme, dict) or scheme.get("format", stock.settings.get("format")) in _OTHERS:
+        return None
     weights: Any = scheme.get("weights") if isinstance(scheme, dict) else None
     bits = weights.get("num_bits") if isinstance(weights, dict) else None
     if isinstance(bits, bool) or not isinstance(bits, int) or not 1 <= bits <= 8 or weights.get("type", "int") != "int":
         raise ValueError(
             f"{stock.path} has layers with weights {weights!r:.200} in quantization_config; expected 1 to 8 bits, type int"
         )
-    if scheme.get("format") not in (None, _FORMAT):
-        raise ValueError(f"{stock.path} has layers of the format {scheme['format']!r}; lowbit imports {_FORMAT!r}")
-    for name in ("input_activations", "output_activations"):
-        if scheme.get(name):
-            raise ValueError(f"{stock.path} has quantized {name}; lowbit imports quantized weights only")
     return bits
 
 

@@ -12,12 +12,13 @@ from ..files.safetensors import files_of, read_files
 from .awq import read_awq
 from .bitnet import read_bitnet
 from .bitsandbytes import read_bitsandbytes
-from .codes import Matrix, SourceTensor, Stacked
+from .codes import Matrix, SourceTensor, Stacked, Weights
 from .compressed_tensors import read_compressed_tensors
 from .gptq import read_gptq, renamed
 from .hqq import read_hqq
 from .mxfp4 import read_mxfp4
 from .report import file_states
+from .small_floats import read_fp8, read_modelopt
 from .source import Source
 from .stock import Stock
 from .torchao import read_torchao
@@ -50,6 +51,8 @@ _FORMATS: dict[str, tuple[str, Callable[[Stock], Sequence[SourceTensor]]]] = {
     "bitsandbytes": ("bitsandbytes", read_bitsandbytes),
     "hqq": ("HQQ", read_hqq),
     "torchao": ("torchao", read_torchao),
+    "fp8": ("FP8", read_fp8),
+    **dict.fromkeys(("modelopt", "modelopt_fp4"), ("ModelOpt", read_modelopt)),
 }
 
 
@@ -75,7 +78,7 @@ def open_directory(path: Path) -> Source:
     states = file_states(files)
     stock = Stock(path, read_files(files, weight_map), dict(config["quantization_config"]))
     tensors = list(read(stock))
-    if not any(isinstance(tensor, Matrix | Stacked) for tensor in tensors):
+    if not any(isinstance(tensor, Matrix | Stacked | Weights) for tensor in tensors):
         raise ValueError(f"{path} has no quantized layer, although its quantization_config says {method!r}")
     description: dict[str, Any] = {key: value for key, value in config.items() if key != "quantization_config"}
     return Source(path, name, description, tensors, lambda target: copy_files(path, target), states)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -18,11 +19,14 @@ from torch import Tensor
 from .._rounding import LinearConfig
 from ..files.gguf import Gguf, StoredBlocks, parts_of, read_gguf
 from ..files.replace import sync
-from .codes import Float, Matrix, Rows, Stacked, Weights
+from .codes import Float, Matrix, Rows, Stacked, Weights, values_of
+from .gguf_architectures import architecture_of, config_of, expert_tensor, place_in_model
 from .gguf_blocks import block_type, decode
 from .gguf_i2s import check_order, i2s_reader
+from .gguf_layouts import Layout, laid_out
 from .gguf_metadata import Metadata, generation_config
-from .gguf_models import IN_CONFIG, Architecture, architecture_of, config_of, expert_tensor, name_in_model
+from .gguf_models import IN_CONFIG, Architecture
+from .joining import below_each_other, joined, put_together
 from .report import file_states
 from .source import Source
 
@@ -48,13 +52,6 @@ def read_blocks(stored: StoredBlocks, begin: int, end: int) -> np.ndarray:
     return data
 
 
-def _put_together(pieces: list[Any], join: Callable[[list[Tensor]], Tensor]) -> Any:
-    """Rows of several tensors as one: float ones, or each part of quantized ones."""
-    if isinstance(pieces[0], Tensor):
-        return join(pieces)
-    return Rows(*(None if part[0] is None else join(list(part)) for part in zip(*pieces, strict=True)))
-
-
 def _unpermuted(read: Callable[[int, int], Any], rows: int, heads: int) -> Callable[[int, int], Any]:
     """Rows of q or k in the order of transformers: of a head first the even ones of the file, then the odd ones."""
     size = rows // heads
@@ -78,7 +75,7 @@ def _unpermuted(read: Callable[[int, int], Any], rows: int, heads: int) -> Calla
             at = number // 2 * size + 2 * (begin - number * half)
             pieces.append(chosen(read(at, at + 2 * (until - begin)), slice(number % 2, None, 2)))
             begin = until
-        return _put_together(pieces, torch.cat)
+        return put_together(pieces, torch.cat)
 
     return take
 
@@ -95,10 +92,9 @@ def _joined(parts: Sequence[Callable[[int, int], Any]], n: int, interleaved: boo
             first, last = begin // 2, -(-end // 2)
             pieces = [part(start + first, start + last) for part in parts]
             local = slice(begin - 2 * first, end - 2 * first)
-            return _put_together(pieces, lambda halves: torch.stack(halves, 1).flatten(0, 1)[local])
-        spans = [(max(begin, at) - at, min(end, at + n) - at) for at in (0, n)]
-        pieces = [part(start + a, start + b) for part, (a, b) in zip(parts, spans, strict=True) if a < b]
-        return _put_together(pieces, torch.cat)
+            return put_together(pieces, lambda halves: torch.stack(halves, 1).flatten(0, 1)[local])
+        experts = [lambda first, last, part=part: part(start + first, start + last) for part in parts]
+        return below_each_other(experts, [n] * len(parts))(begin, end)
 
     return read
 
@@ -109,36 +105,95 @@ class _Reader:
     ):
         self.gguf, self.metadata, self.architecture, self.config = gguf, metadata, architecture, config
         self.i2s_order = i2s_order
+        self.layouts: Mapping[str, Layout] = {} if architecture.layouts is None else architecture.layouts(config)
 
     def tensors(self) -> list[Matrix | Stacked | Weights | Float]:
         outputs: list[Matrix | Stacked | Weights | Float] = []
         experts: dict[str, dict[tuple[str, str], StoredBlocks]] = {}
+        places: dict[str, dict[int, StoredBlocks]] = {}  # parts of each tensor of the model
+        counts: dict[str, int] = {}
         for stored in self.gguf.tensors.values():
-            if stored.name in IN_CONFIG:
+            if stored.name in IN_CONFIG or self._is_drafting(stored.name):
                 continue
-            place = expert_tensor(self.architecture, stored.name)
-            if place is not None:
-                experts.setdefault(place[0], {})[place[1:]] = stored
+            expert = expert_tensor(self.architecture, stored.name)
+            if expert is not None:
+                experts.setdefault(expert[0], {})[expert[1:]] = stored
                 continue
-            name = name_in_model(self.architecture, stored.name)
-            if name is None:
+            part = place_in_model(self.architecture, stored.name)
+            if part is None:
                 raise ValueError(
                     f"{stored.path} has the tensor {stored.name!r}, which lowbit does not know in "
                     f"the architecture {self.metadata.architecture!r}"
                 )
             if stored.name.endswith("ffn_gate_inp_shexp.weight") and len(stored.shape) == 1:
                 stored = replace(stored, shape=(1, *stored.shape))  # one row, where transformers has a matrix
-            outputs.append(self._tensor(stored, name))
-        for holder, parts in experts.items():
-            for leaf in ("weight", "bias") if any(leaf == "bias" for _, leaf in parts) else ("weight",):
-                for name, wanted in (("gate_up_proj", ("gate", "up")), ("down_proj", ("down",))):
-                    missing = [part for part in wanted if (part, leaf) not in parts]
+            places.setdefault(part.name, {})[part.number] = stored
+            counts[part.name] = part.parts
+        for name, parts in places.items():
+            if len(parts) < counts[name]:
+                stored = next(iter(parts.values()))
+                raise ValueError(f"{stored.path} has {stored.name} without the tensor that belongs to it in {name}")
+            outputs.append(self._placed(name, [parts[number] for number in sorted(parts)]))
+        for holder, tensors in experts.items():
+            for leaf in ("weight", "bias") if any(leaf == "bias" for _, leaf in tensors) else ("weight",):
+                first = "up_proj" if self.architecture.ungated else "gate_up_proj"
+                merged = (
+                    ("up",) if self.architecture.ungated else ("gate_up",) if ("gate_up", leaf) in tensors else ("gate", "up")
+                )
+                for name, wanted in ((first, merged), ("down_proj", ("down",))):
+                    missing = [part for part in wanted if (part, leaf) not in tensors]
                     if missing:
                         path = self.metadata.path
                         raise ValueError(f"{path} has no ffn_{missing[0]}_exps.{leaf} for {holder}; expected one")
                     suffix = "_bias" if leaf == "bias" else ""
-                    outputs.append(self._experts([parts[part, leaf] for part in wanted], f"{holder}.{name}{suffix}"))
+                    outputs.append(self._experts([tensors[part, leaf] for part in wanted], f"{holder}.{name}{suffix}"))
         return outputs
+
+    def _is_drafting(self, name: str) -> bool:
+        """Whether a tensor belongs to layers after the model's, which predict further tokens."""
+        layer = name.split(".")[1] if name.startswith("blk.") else ""
+        return layer.isdecimal() and int(layer) >= self.config["num_hidden_layers"] and "nextn_predict_layers" in self.metadata
+
+    def _placed(self, name: str, stored: list[StoredBlocks]) -> Matrix | Weights | Float:
+        """A tensor of the model, which may lie in the file in several parts, or in another way."""
+        if name.endswith("kv_b_proj.weight") and len(stored) == 2:
+            return self._kv_b(name, *stored)
+        tensor = joined([self._tensor(one, name) for one in stored], name, stored[0].path)
+        layer = name.split(".", 3)[-1] if name.startswith("model.layers.") else name
+        layout = self.layouts.get(layer)
+        return tensor if layout is None else laid_out(tensor, layout, stored[0].path)
+
+    def _kv_b(self, name: str, keys: StoredBlocks, values: StoredBlocks) -> Weights | Float:
+        """Keys [heads, rank, k] and values [heads, v, rank] as one matrix, of each head k rows and v rows."""
+        if not len(keys.shape) == len(values.shape) == 3 or (keys.shape[0], keys.shape[1]) != (
+            values.shape[0],
+            values.shape[2],
+        ):
+            raise ValueError(
+                f"{keys.path}: {keys.name} is {list(keys.shape)} and {values.name} {list(values.shape)}; expected "
+                "[heads, rank, k] and [heads, v, rank]"
+            )
+        heads, rank, k = keys.shape
+        rows = k + values.shape[1]
+        parts = [self._tensor(replace(one, shape=(heads * one.shape[1], one.shape[2])), name) for one in (keys, values)]
+        read_keys, read_values = map(values_of, parts)
+
+        def read(begin: int, end: int) -> Tensor:
+            first, last = begin // rows, -(-end // rows)
+            of_heads = [
+                torch.cat(
+                    [read_keys(head * rank, (head + 1) * rank).t(), read_values(head * (rows - k), (head + 1) * (rows - k))]
+                )
+                for head in range(first, last)
+            ]
+            return torch.cat(of_heads)[begin - first * rows : end - first * rows]
+
+        total = keys.bytes + values.bytes
+        if all(isinstance(part, Float) for part in parts):
+            return Float(name, parts[0].source, "F32", (heads * rows, rank), read, total)
+        bits = max(part.bits if isinstance(part, Matrix) else 8 for part in parts)
+        source = " and ".join(dict.fromkeys(part.source for part in parts))
+        return Weights(name, source, (heads * rows, rank), LinearConfig(min(bits + 1, 8)), read, total)
 
     def _experts(self, stored: list[StoredBlocks], name: str) -> Stacked | Float:
         """A matrix, or a bias, of every expert, of one tensor or of two that lie in one of the model."""
@@ -195,7 +250,7 @@ class _Reader:
 
         if kind in _FLOATS:
             dtype, torch_dtype = _FLOATS[kind]
-            offset = self.architecture.norm_offset if name.endswith("norm.weight") else 0.0
+            offset = self.architecture.offset_of(name)
 
             def floats(begin: int, end: int) -> Tensor:
                 rows = torch.from_numpy(read_blocks(stored, begin, end)).view(torch_dtype)
@@ -261,6 +316,8 @@ def open_gguf(path: str | os.PathLike[str], i2s_order: str | None = None) -> Sou
     architecture = architecture_of(metadata)
     config = config_of(metadata, architecture, gguf)
     tensors = _Reader(gguf, metadata, architecture, config, i2s_order).tensors()
+    if metadata.whole("nextn_predict_layers", 0):
+        warnings.warn(f"{path} has layers that predict further tokens; they are left out", stacklevel=3)
     packed = any(not isinstance(tensor, Float) for tensor in tensors)
     # What ggml computes with the weights is float32. A file of floats alone keeps the dtype of its matrices.
     halves = {tensor.source for tensor in tensors if isinstance(tensor, Float) and len(tensor.shape) > 1}

@@ -20,7 +20,7 @@ REQUIRED = object()
 # Keys that say what the tensors show anyway, or nothing about results.
 _SILENT = {"vocab_size", "tensor_data_layout", "rope.scaling.finetuned"}
 # Names that end a turn in some model; ggml's programs stop at each of them too.
-_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<|eom_id|>")
+_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<turn|>", "<|endoftext|>", "<|end_of_text|>", "<|eom_id|>")
 _CONTROL = 3  # the type of a token that is no text
 
 
@@ -34,6 +34,9 @@ class Metadata:
             raise ValueError(f"{self.path} has no general.architecture; expected the name of one")
         self.architecture = architecture
         self._asked: set[str] = set()
+
+    def __contains__(self, name: str) -> bool:
+        return f"{self.architecture}.{name}" in self.all
 
     def _get(self, name: str, default: Any) -> Any:
         self._asked.add(name)
@@ -52,6 +55,35 @@ class Metadata:
             raise ValueError(f"{self.path} has {self.architecture}.{name} {_shown(value)}; expected one whole number")
         return value
 
+    def wholes(self, name: str, default: Any = REQUIRED) -> Any:
+        """A list of whole numbers."""
+        value = self._get(name, default)
+        if value is default:
+            return value
+        value = value.tolist() if isinstance(value, np.ndarray) else value
+        if not isinstance(value, list) or not all(isinstance(one, int) and 0 <= one < 1 << 31 for one in value):
+            raise ValueError(f"{self.path} has {self.architecture}.{name} {_shown(value)}; expected whole numbers")
+        return [int(one) for one in value]
+
+    def of_layers(self, name: str, default: Any = REQUIRED, *, zeros: bool = False) -> int:
+        """A whole number that a file may have for each layer; ``zeros``: some layers may have none."""
+        if not isinstance(self._get(name, default), list | np.ndarray):
+            return int(self.whole(name, default))
+        values = set(self.wholes(name)) - ({0} if zeros else set())
+        if len(values) > 1:
+            raise ValueError(f"{self.path} has {self.architecture}.{name} of {len(values)} values; expected one for all layers")
+        return values.pop() if values else 0
+
+    def of_each_layer(self, name: str, layers: int, default: Any = REQUIRED) -> list[int]:
+        """A whole number that a file may have for each layer, or once for all."""
+        if not isinstance(self._get(name, default), list | np.ndarray):
+            return [int(self.whole(name, default))] * layers
+        return list(self.wholes(name))
+
+    def ignore(self, *names: str) -> None:
+        """Keys that say what other keys or the tensors say."""
+        self._asked.update(names)
+
     def real(self, name: str, default: Any = REQUIRED) -> Any:
         value = self._get(name, default)
         if value is default:
@@ -64,6 +96,12 @@ class Metadata:
         value = float(self.real(name, default))
         if value <= 0:
             raise ValueError(f"{self.path} has {self.architecture}.{name} {value:g}; expected a number above 0")
+        return value
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self._get(name, default)
+        if not isinstance(value, bool):
+            raise ValueError(f"{self.path} has {self.architecture}.{name} {_shown(value)}; expected true or false")
         return value
 
     def text(self, name: str, default: Any = REQUIRED) -> Any:

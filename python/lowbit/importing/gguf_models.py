@@ -7,31 +7,53 @@ rotation of part of a head).
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..files.gguf import Gguf, StoredBlocks
-from .gguf_metadata import REQUIRED, Metadata, special_tokens
+from .gguf_layouts import Layout
+from .gguf_metadata import REQUIRED, Metadata
+
+OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+
+
+class Part(NamedTuple):
+    """A tensor whose rows are some of those of a tensor of transformers."""
+
+    name: str
+    number: int
+    parts: int
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """How a model in a GGUF file is one of transformers."""
+    """How a model in a GGUF file is one of transformers.
+
+    ``names`` has tensors of layers, without "blk.*", "model.layers.*" and "weight" or "bias"; ``parameters`` those that are
+    none of these two in transformers, or in the file, with their whole names.
+    """
 
     config: Callable[[Metadata, Gguf], dict[str, Any]]
-    names: Mapping[str, str]  # of tensors, "blk.*" and "model.layers.*" left out: those of each layer
+    names: Mapping[str, str | Part]
+    parameters: Mapping[str, str] = field(default_factory=dict)
+    outside: Mapping[str, str] = field(default_factory=lambda: OUTSIDE)  # tensors of no layer
+    layouts: Callable[[Mapping[str, Any]], Mapping[str, Layout]] | None = None  # of tensors as transformers calls them
     permuted: bool = False  # the rows of q and k: ggml rotates neighbors, transformers halves
     norm_offset: float = 0.0  # that ggml adds to the weights of norms
     experts: str = ""  # the module of a layer that has the experts of a mixture; "": there are none
     interleaved: bool = False  # experts' rows of gate and up alternate, and their float parameters lie transposed
+    ungated: bool = False  # experts have no gate
+
+    def offset_of(self, name: str) -> float:
+        """What ggml adds to a tensor as transformers calls it."""
+        return self.norm_offset if name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight") else 0.0
 
 
-_DENSE = {
+DENSE = {
     "attn_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -42,8 +64,8 @@ _DENSE = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_NORMED = _DENSE | {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
-_SANDWICH = _DENSE | {
+NORMED = DENSE | {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+SANDWICH = DENSE | {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
@@ -56,27 +78,38 @@ _PHI3 = {
     "ffn_up": "mlp.gate_up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_BITNET = _DENSE | {"attn_sub_norm": "self_attn.attn_sub_norm", "ffn_sub_norm": "mlp.ffn_sub_norm"}
-_MIXTURE = {"ffn_gate_inp": "mlp.gate"}
-_ATTENTION = {ours: name for ours, name in _NORMED.items() if not name.startswith("mlp.")}
-_SHARED = {
+_BITNET = DENSE | {"attn_sub_norm": "self_attn.attn_sub_norm", "ffn_sub_norm": "mlp.ffn_sub_norm"}
+MIXTURE = {"ffn_gate_inp": "mlp.gate"}
+ATTENTION = {ours: name for ours, name in NORMED.items() if not name.startswith("mlp.")}
+SHARED = {
     "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
     "ffn_up_shexp": "mlp.shared_expert.up_proj",
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
 }
-_GPT_OSS = {ours: name for ours, name in _ATTENTION.items() if not ours.endswith("norm")} | {
+_GPT_OSS = {ours: name for ours, name in ATTENTION.items() if not ours.endswith("norm")} | {
     "attn_norm": "input_layernorm",
     "post_attention_norm": "post_attention_layernorm",
-    "attn_sinks": "self_attn.sinks",
     "ffn_gate_inp": "mlp.router",
 }
 
 
-def _common(
-    metadata: Metadata, model_type: str, class_name: str, *, head_dim: bool = True, experts: str = ""
+def common(
+    metadata: Metadata,
+    model_type: str,
+    class_name: str,
+    *,
+    head_dim: bool = True,
+    experts: str = "",
+    hybrid: bool = False,
+    epsilon: str = "attention.layer_norm_rms_epsilon",
 ) -> dict[str, Any]:
-    """What all architectures have; ``experts``: what the model calls the number of its experts."""
+    """What all architectures have.
+
+    Args:
+        experts: what the model calls the number of its experts; "": it has none.
+        hybrid: some layers have no attention, or no matrices between.
+    """
     heads, width = metadata.whole("attention.head_count"), metadata.whole("embedding_length")
     if not heads or not width:
         raise ValueError(f"{metadata.path} has {heads} attention heads for {width} values; expected 1 or more")
@@ -86,7 +119,7 @@ def _common(
         metadata.expect("expert_count", 0)
         metadata.expect("expert_used_count", 0)
     metadata.expect("attention.causal", True)
-    layers = metadata.whole("block_count")
+    layers = metadata.whole("block_count") - metadata.whole("nextn_predict_layers", 0)
     if not 1 <= layers <= metadata.tensors:
         raise ValueError(
             f"{metadata.path} has {metadata.architecture}.block_count {layers}; expected 1 or more, and not more than "
@@ -96,12 +129,12 @@ def _common(
         "architectures": [class_name],
         "model_type": model_type,
         "hidden_size": width,
-        "intermediate_size": metadata.whole("feed_forward_length"),
+        "intermediate_size": metadata.of_layers("feed_forward_length", 0 if experts else REQUIRED, zeros=hybrid),
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": metadata.whole("attention.head_count_kv", heads),
+        "num_key_value_heads": metadata.of_layers("attention.head_count_kv", heads, zeros=hybrid),
         "max_position_embeddings": metadata.whole("context_length"),
-        "rms_norm_eps": metadata.real("attention.layer_norm_rms_epsilon"),
+        "rms_norm_eps": metadata.real(epsilon),
     }
     if experts:
         count, used = metadata.whole("expert_count"), metadata.whole("expert_used_count")
@@ -119,10 +152,17 @@ def _head_dim(config: Mapping[str, Any]) -> int:
     return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
 
 
-def _rope(metadata: Metadata, config: Mapping[str, Any], theta: float = 10000.0) -> dict[str, Any]:
-    """The rotation, but for frequencies in tensors of their own."""
-    metadata.expect("rope.dimension_count", _head_dim(config))
+def rope_of(metadata: Metadata, config: Mapping[str, Any], theta: float = 10000.0, *, partial: bool = False) -> dict[str, Any]:
+    """The rotation, but for frequencies in tensors of their own; ``partial``: it may be of a part of each head."""
     rope: dict[str, Any] = {"rope_theta": metadata.positive("rope.freq_base", theta), "rope_type": "default"}
+    size = _head_dim(config)
+    if partial:
+        rotated = metadata.whole("rope.dimension_count", size)
+        if not 0 < rotated <= size:
+            raise ValueError(f"{metadata.path} rotates {rotated} values of heads of {size}; expected 1 to {size}")
+        rope["partial_rotary_factor"] = rotated / size
+    else:
+        metadata.expect("rope.dimension_count", size)
     # As ggml reads them: without a type a factor is a linear one, with "none" it does not count, and 0 is none.
     kind = metadata.text("rope.scaling.type", None)
     factor = metadata.real("rope.scaling.factor", metadata.real("rope.scale_linear", 0.0)) or 1.0
@@ -149,7 +189,7 @@ def _rope(metadata: Metadata, config: Mapping[str, Any], theta: float = 10000.0)
     return rope
 
 
-def _values(stored: StoredBlocks, count: int) -> np.ndarray:
+def values_of_factors(stored: StoredBlocks, count: int) -> np.ndarray:
     """A small tensor of float32."""
     if stored.type.name != "F32" or stored.shape != (count,):
         raise ValueError(f"{stored.path}: {stored.name} is {stored.type.name} {list(stored.shape)}; expected F32 [{count}]")
@@ -169,7 +209,7 @@ def _llama3_rope(gguf: Gguf, rope: dict[str, Any], head_dim: int) -> dict[str, A
     stored = gguf.tensors.get("rope_freqs.weight")
     if stored is None:
         return rope
-    factors = _values(stored, head_dim // 2)
+    factors = values_of_factors(stored, head_dim // 2)
     if rope["rope_type"] != "default":
         raise ValueError(f"{stored.path} has both rope_freqs.weight and rope.scaling.type; expected one of them")
     if (factors == 1).all():
@@ -187,40 +227,40 @@ def _llama3_rope(gguf: Gguf, rope: dict[str, Any], head_dim: int) -> dict[str, A
 
 
 def _llama(metadata: Metadata, gguf: Gguf) -> dict[str, Any]:
-    config = _common(metadata, "llama", "LlamaForCausalLM")
+    config = common(metadata, "llama", "LlamaForCausalLM")
     has = gguf.tensors.keys()
-    rope = _llama3_rope(gguf, _rope(metadata, config), config["head_dim"])
+    rope = _llama3_rope(gguf, rope_of(metadata, config), config["head_dim"])
     attention, mlp = "blk.0.attn_q.bias" in has, "blk.0.ffn_up.bias" in has
     return config | {"rope_parameters": rope, "attention_bias": attention, "mlp_bias": mlp, "hidden_act": "silu"}
 
 
 def _qwen2(metadata: Metadata, gguf: Gguf) -> dict[str, Any]:
-    config = _common(metadata, "qwen2", "Qwen2ForCausalLM", head_dim=False)
-    return config | {"rope_parameters": _rope(metadata, config), "use_sliding_window": False, "hidden_act": "silu"}
+    config = common(metadata, "qwen2", "Qwen2ForCausalLM", head_dim=False)
+    return config | {"rope_parameters": rope_of(metadata, config), "use_sliding_window": False, "hidden_act": "silu"}
 
 
 def _qwen3(metadata: Metadata, gguf: Gguf) -> dict[str, Any]:
-    config = _common(metadata, "qwen3", "Qwen3ForCausalLM")
-    rope, bias = _rope(metadata, config), "blk.0.attn_q.bias" in gguf.tensors
+    config = common(metadata, "qwen3", "Qwen3ForCausalLM")
+    rope, bias = rope_of(metadata, config), "blk.0.attn_q.bias" in gguf.tensors
     return config | {
         "rope_parameters": rope, "attention_bias": bias, "use_sliding_window": False, "hidden_act": "silu"
     }  # fmt: skip
 
 
 def _gemma(metadata: Metadata, gguf: Gguf) -> dict[str, Any]:
-    config = _common(metadata, "gemma", "GemmaForCausalLM")
+    config = common(metadata, "gemma", "GemmaForCausalLM")
     activation = "gelu_pytorch_tanh"
     return config | {
-        "rope_parameters": _rope(metadata, config), "hidden_act": activation, "hidden_activation": activation
+        "rope_parameters": rope_of(metadata, config), "hidden_act": activation, "hidden_activation": activation
     }  # fmt: skip
 
 
 def _gemma2(metadata: Metadata, gguf: Gguf) -> dict[str, Any]:
-    config = _common(metadata, "gemma2", "Gemma2ForCausalLM")
+    config = common(metadata, "gemma2", "Gemma2ForCausalLM")
     # ggml knows the 27B by its layers, and that it alone divides by the width that the heads would have.
     large = config["num_hidden_layers"] == 46
     return config | {
-        "rope_parameters": _rope(metadata, config),
+        "rope_parameters": rope_of(metadata, config),
         "hidden_activation": "gelu_pytorch_tanh",
         "query_pre_attn_scalar": config["hidden_size"] // config["num_attention_heads"] if large else config["head_dim"],
         "attn_logit_softcapping": metadata.real("attn_logit_softcapping", 50.0),
@@ -230,14 +270,14 @@ def _gemma2(metadata: Metadata, gguf: Gguf) -> dict[str, Any]:
 
 
 def _gemma3(metadata: Metadata, gguf: Gguf) -> dict[str, Any]:
-    config = _common(metadata, "gemma3_text", "Gemma3ForCausalLM")
+    config = common(metadata, "gemma3_text", "Gemma3ForCausalLM")
     large = config["num_hidden_layers"] == 62  # likewise
     pattern = metadata.whole("attention.sliding_window_pattern", 6)
     layers = range(1, config["num_hidden_layers"] + 1)
     soft_cap = metadata.real("final_logit_softcapping", 0.0)
     return config | {
         "rope_parameters": {
-            "full_attention": _rope(metadata, config, 1000000.0),
+            "full_attention": rope_of(metadata, config, 1000000.0),
             "sliding_attention": {"rope_type": "default", "rope_theta": metadata.positive("rope.freq_base_swa", 10000.0)},
         },
         "hidden_activation": "gelu_pytorch_tanh",
@@ -250,7 +290,7 @@ def _gemma3(metadata: Metadata, gguf: Gguf) -> dict[str, Any]:
 
 
 def _phi3(metadata: Metadata, gguf: Gguf) -> dict[str, Any]:
-    config = _common(metadata, "phi3", "Phi3ForCausalLM", head_dim=False)
+    config = common(metadata, "phi3", "Phi3ForCausalLM", head_dim=False)
     size = _head_dim(config)
     if size < 1:
         heads = config["num_attention_heads"]
@@ -264,7 +304,7 @@ def _phi3(metadata: Metadata, gguf: Gguf) -> dict[str, Any]:
     length = metadata.whole("rope.scaling.original_context_length", config["max_position_embeddings"])
     names = [f"rope_factors_{which}.weight" for which in ("short", "long")]
     if all(name in gguf.tensors for name in names):
-        short, long = (_values(gguf.tensors[name], rotated // 2).tolist() for name in names)
+        short, long = (values_of_factors(gguf.tensors[name], rotated // 2).tolist() for name in names)
         rope |= {"rope_type": "longrope", "short_factor": short, "long_factor": long}
         rope |= {"attention_factor": metadata.real("rope.scaling.attn_factor", 1.0), "original_max_position_embeddings": length}
     else:
@@ -278,27 +318,27 @@ def _phi3(metadata: Metadata, gguf: Gguf) -> dict[str, Any]:
 
 
 def _bitnet(activation: str, metadata: Metadata, gguf: Gguf) -> dict[str, Any]:
-    config = _common(metadata, "bitnet", "BitNetForCausalLM", head_dim=False)
-    return config | {"rope_parameters": _rope(metadata, config), "attention_bias": False, "hidden_act": activation}
+    config = common(metadata, "bitnet", "BitNetForCausalLM", head_dim=False)
+    return config | {"rope_parameters": rope_of(metadata, config), "attention_bias": False, "hidden_act": activation}
 
 
 def _mixtral(metadata: Metadata, gguf: Gguf) -> dict[str, Any]:
-    config = _common(metadata, "mixtral", "MixtralForCausalLM", experts="num_local_experts")
-    rope = _llama3_rope(gguf, _rope(metadata, config), config["head_dim"])
+    config = common(metadata, "mixtral", "MixtralForCausalLM", experts="num_local_experts")
+    rope = _llama3_rope(gguf, rope_of(metadata, config), config["head_dim"])
     return config | {"rope_parameters": rope, "sliding_window": None, "hidden_act": "silu"}
 
 
-def _expert_width(metadata: Metadata, gguf: Gguf) -> int:
+def expert_width(metadata: Metadata, gguf: Gguf) -> int:
     stored = gguf.tensors.get("blk.0.ffn_down_exps.weight")
     return int(metadata.whole("expert_feed_forward_length", REQUIRED if stored is None else stored.shape[-1]))
 
 
 def _qwen2_moe(metadata: Metadata, gguf: Gguf) -> dict[str, Any]:
-    config = _common(metadata, "qwen2_moe", "Qwen2MoeForCausalLM", head_dim=False, experts="num_experts")
+    config = common(metadata, "qwen2_moe", "Qwen2MoeForCausalLM", head_dim=False, experts="num_experts")
     shared = gguf.tensors.get("blk.0.ffn_down_shexp.weight")
     return config | {
-        "rope_parameters": _rope(metadata, config),
-        "moe_intermediate_size": _expert_width(metadata, gguf),
+        "rope_parameters": rope_of(metadata, config),
+        "moe_intermediate_size": expert_width(metadata, gguf),
         "shared_expert_intermediate_size": metadata.whole(
             "expert_shared_feed_forward_length", REQUIRED if shared is None else shared.shape[-1]
         ),
@@ -307,96 +347,45 @@ def _qwen2_moe(metadata: Metadata, gguf: Gguf) -> dict[str, Any]:
 
 
 def _qwen3_moe(metadata: Metadata, gguf: Gguf) -> dict[str, Any]:
-    config = _common(metadata, "qwen3_moe", "Qwen3MoeForCausalLM", experts="num_experts")
+    config = common(metadata, "qwen3_moe", "Qwen3MoeForCausalLM", experts="num_experts")
     return config | {
-        "rope_parameters": _rope(metadata, config), "moe_intermediate_size": _expert_width(metadata, gguf),
+        "rope_parameters": rope_of(metadata, config), "moe_intermediate_size": expert_width(metadata, gguf),
         "norm_topk_prob": True, "attention_bias": "blk.0.attn_q.bias" in gguf.tensors, "use_sliding_window": False,
         "hidden_act": "silu",
     }  # fmt: skip
 
 
 def _gpt_oss(metadata: Metadata, gguf: Gguf) -> dict[str, Any]:
-    config = _common(metadata, "gpt_oss", "GptOssForCausalLM", experts="num_local_experts")
-    rope = _rope(metadata, config, 150000.0)
+    config = common(metadata, "gpt_oss", "GptOssForCausalLM", experts="num_local_experts")
+    rope = rope_of(metadata, config, 150000.0)
     # ggml rounds the ends of YaRN's ramp, the model itself does not.
     rope |= {"truncate": False} if rope["rope_type"] == "yarn" else {}
     layers = range(config["num_hidden_layers"])
     return config | {
-        "rope_parameters": rope, "intermediate_size": _expert_width(metadata, gguf), "attention_bias": True,
+        "rope_parameters": rope, "intermediate_size": expert_width(metadata, gguf), "attention_bias": True,
         "sliding_window": metadata.whole("attention.sliding_window", 128),
         "layer_types": ["full_attention" if layer % 2 else "sliding_attention" for layer in layers],
     }  # fmt: skip
 
 
 ARCHITECTURES = {
-    "llama": Architecture(_llama, _DENSE, permuted=True),
-    "qwen2": Architecture(_qwen2, _DENSE),
-    "qwen3": Architecture(_qwen3, _NORMED),
-    "gemma": Architecture(_gemma, _DENSE, norm_offset=1.0),
-    "gemma2": Architecture(_gemma2, _SANDWICH, norm_offset=1.0),
-    "gemma3": Architecture(_gemma3, _NORMED | _SANDWICH, norm_offset=1.0),
+    "llama": Architecture(_llama, DENSE, permuted=True),
+    "qwen2": Architecture(_qwen2, DENSE),
+    "qwen3": Architecture(_qwen3, NORMED),
+    "gemma": Architecture(_gemma, DENSE, norm_offset=1.0),
+    "gemma2": Architecture(_gemma2, SANDWICH, norm_offset=1.0),
+    "gemma3": Architecture(_gemma3, NORMED | SANDWICH, norm_offset=1.0),
     "phi3": Architecture(_phi3, _PHI3),
-    "qwen2moe": Architecture(_qwen2_moe, _ATTENTION | _MIXTURE | _SHARED, experts="mlp.experts"),
-    "qwen3moe": Architecture(_qwen3_moe, _ATTENTION | _MIXTURE, experts="mlp.experts"),
+    "qwen2moe": Architecture(_qwen2_moe, ATTENTION | MIXTURE | SHARED, experts="mlp.experts"),
+    "qwen3moe": Architecture(_qwen3_moe, ATTENTION | MIXTURE, experts="mlp.experts"),
     # bitnet.cpp squares what is above 0 but in its first models, which llama.cpp has, too.
     "bitnet": Architecture(partial(_bitnet, "silu"), _BITNET),
     "bitnet-25": Architecture(partial(_bitnet, "relu2"), _BITNET),
     "bitnet-b1.58": Architecture(partial(_bitnet, "relu2"), _BITNET),
-    "gpt-oss": Architecture(_gpt_oss, _GPT_OSS, experts="mlp.experts", interleaved=True),
+    "gpt-oss": Architecture(
+        _gpt_oss, _GPT_OSS, {"attn_sinks.weight": "self_attn.sinks"}, experts="mlp.experts", interleaved=True
+    ),
 }
-_MIXTRAL = Architecture(_mixtral, _ATTENTION | _MIXTURE, permuted=True, experts="mlp.experts")
-
+MIXTRAL = Architecture(_mixtral, ATTENTION | MIXTURE, permuted=True, experts="mlp.experts")
 # Tensors that become numbers in config.json.
 IN_CONFIG = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
-_LAYER = re.compile(r"^blk\.(0|[1-9]\d{0,4})\.(.*)\.(weight|bias)$")
-_EXPERTS = re.compile(r"^ffn_(gate|up|down)_exps$")
-_OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-
-
-def architecture_of(metadata: Metadata) -> Architecture:
-    architecture = ARCHITECTURES.get(metadata.architecture)
-    if architecture is None:
-        raise ValueError(
-            f"{metadata.path} has a model of the architecture {metadata.architecture!r}; lowbit imports "
-            f"{', '.join(ARCHITECTURES)}"
-        )
-    # Mixtral is a llama with experts.
-    return _MIXTRAL if architecture.permuted and metadata.whole("expert_count", 0) else architecture
-
-
-def name_in_model(architecture: Architecture, name: str) -> str | None:
-    """What transformers calls a tensor of a GGUF file; None: the architecture has no such tensor."""
-    match = _LAYER.match(name)
-    if match is not None:
-        layer = architecture.names.get(match[2])
-        if layer is None:
-            return None
-        leaf = "" if layer.endswith(".sinks") else f".{match[3]}"  # a parameter, no layer
-        return f"model.layers.{match[1]}.{layer}{leaf}"
-    outside, _, leaf = name.rpartition(".")
-    return f"{_OUTSIDE[outside]}.{leaf}" if outside in _OUTSIDE and leaf in ("weight", "bias") else None
-
-
-def expert_tensor(architecture: Architecture, name: str) -> tuple[str, str, str] | None:
-    """Of a tensor that holds a matrix, or a bias, of all experts of a layer: what transformers calls their module; "gate",
-    "up" or "down"; "weight" or "bias". None: it is another tensor."""
-    match = _LAYER.match(name)
-    if match is None or not architecture.experts or (part := _EXPERTS.match(match[2])) is None:
-        return None
-    return f"model.layers.{match[1]}.{architecture.experts}", part[1], match[3]
-
-
-def config_of(metadata: Metadata, architecture: Architecture, gguf: Gguf) -> dict[str, Any]:
-    """config.json of the model, but for its dtype.
-
-    Raises:
-        ValueError: a key is missing, has a value that it may not have, or is not known.
-    """
-    table = gguf.tensors.get("token_embd.weight")
-    if table is None or len(table.shape) != 2:
-        raise ValueError(f"{metadata.path} has no matrix token_embd.weight, the table of its tokens")
-    config = architecture.config(metadata, gguf)
-    metadata.check_all_asked()
-    config |= {"vocab_size": table.shape[0], "tie_word_embeddings": "output.weight" not in gguf.tensors}
-    config |= special_tokens(metadata, table.shape[0])
-    return config

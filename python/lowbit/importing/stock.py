@@ -13,7 +13,13 @@ from ..files.safetensors import DTYPES, Stored, read_bytes, read_rows
 from ..files.untrusted import printable
 from .codes import Float, order_of
 
-_DTYPES = DTYPES | {"I64": torch.int64, "I32": torch.int32, "I8": torch.int8, "U8": torch.uint8}
+_DTYPES = DTYPES | {
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "F8_E8M0": torch.float8_e8m0fnu,
+}
 
 
 class Stock:
@@ -40,6 +46,9 @@ class Stock:
 
     def has(self, name: str) -> bool:
         return name in self._tensors
+
+    def dtype(self, name: str) -> str:
+        return self._tensors[name].dtype
 
     def take(self, name: str, *dtypes: str, shape: tuple[int | None, ...] | None = None) -> Stored:
         """Removes and returns a tensor; None in `shape` allows any size.

@@ -9,7 +9,7 @@ import math
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,7 @@ from ..files.config_json import CONFIG
 from ..files.replace import resolve_new_directory
 from ..files.safetensors import ORDER_SUFFIX, PACKED_SUFFIX, Stored, Writer
 from .codes import Float, Matrix, Nearness, SourceTensor, Stacked, Weights, as_floats, pack_rows, requantize_rows
+from .joining import stacked
 from .report import REPORT, VERSION, ImportedTensor
 from .source import Source
 
@@ -158,9 +159,25 @@ class _Plan:
             if tensor.name in self.tensors:
                 raise ValueError(f"{source.path} has two tensors that become {tensor.name}; expected one")
             self.tensors[tensor.name] = tensor
+        self.state, self.modules = model.state_dict(), dict(named_layers(model))
+        self._stack_experts()
         # Name in the files -> name in the model and targets.
         self.names = names_in_model(model, self.tensors)
-        self.state, self.modules = model.state_dict(), dict(named_layers(model))
+
+    def _stack_experts(self) -> None:
+        """Replaces the matrices of single experts by one tensor where the model has one."""
+        from .._experts import Experts
+        from ..hf.names import names_in_model, parts_of_experts
+
+        names = names_in_model(self.model, self.tensors)
+        for target, experts in parts_of_experts(self.model, names).items():
+            tensor = stacked([[self.tensors[key] for key in parts] for parts in experts], target, self.source.path)
+            if tensor is None or not isinstance(self.modules.get(target), Experts):
+                continue
+            for parts in experts:
+                for key in parts:
+                    del self.tensors[key]
+            self.tensors[target] = tensor
 
     def outputs(self) -> list[_Output]:
         """In the order of the source.
@@ -195,10 +212,10 @@ class _Plan:
             outputs.append(_Output(tensor, packed, bias, layer))
         self._warn_of_extra()
         check_complete(self.model, given_by(self.names), self.source.path)
-        _warn(self.source, floats)
+        _warn(self.source, self.tensors.values(), floats)
         outputs += [_Output(tensor, key) for key, tensor in floats.items() if key not in biases]
         outputs += [order for output in outputs if (order := output.order()) is not None]
-        places = {tensor.name: place for place, tensor in enumerate(self.source.tensors)}
+        places = {name: place for place, name in enumerate(self.tensors)}
         return sorted(outputs, key=lambda output: places[output.tensor.name])
 
     def _check_shape(self, key: str, name: str, targets: Any) -> None:
@@ -243,8 +260,8 @@ class _Plan:
             )
 
 
-def _warn(source: Source, floats: Mapping[str, Float]) -> None:
-    matrices = [tensor.of(0) if isinstance(tensor, Stacked) else tensor for tensor in source.tensors]
+def _warn(source: Source, tensors: Iterable[SourceTensor], floats: Mapping[str, Float]) -> None:
+    matrices = [tensor.of(0) if isinstance(tensor, Stacked) else tensor for tensor in tensors]
     requantized = [matrix for matrix in matrices if isinstance(matrix, Weights)]
     if requantized:
         kinds = sorted({(matrix.source, matrix.config.bits) for matrix in requantized})

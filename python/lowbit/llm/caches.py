@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..hf.decoding import is_held
 from ..hf.recurrent import is_state
 
+_SPAN = 512  # positions by which caches of windows move on
 _PANEL = 16  # positions whose keys are interleaved in memory, see docs/internals/operators.md
 
 
@@ -81,14 +83,22 @@ def copy_layer(source: Iterable[Tensor], target: Iterable[Tensor], count: int, s
     The states of ``source`` must be those after ``count`` tokens. With ``states`` only states are copied, with False all but
     states.
 
-    Whole panels are copied: positions after ``count`` in the last one are overwritten before they are read.
+    Whole panels are copied: positions after ``count`` in the last one are overwritten before they are read. A target of
+    :func:`lowbit.window_attention` gets as many positions as it has room for; the source has them all.
     """
+    base, targets = 0, []
+    for tensor in target:
+        if not is_held(tensor):
+            targets.append(tensor)
+        elif not states:
+            base = max(0, -(-(count - targets[0].shape[2]) // _SPAN) * _SPAN)
+            tensor.copy_(torch.tensor([base, count]))
     count = -(-count // _PANEL) * _PANEL
-    for read, write in zip(source, target, strict=True):
+    for read, write in zip(source, targets, strict=True):
         if states is not None and is_state(read) is not states:
             continue
         if is_state(read):
             write.copy_(read)
             continue
-        for from_, to in zip(stretches(read, 0, count), stretches(write, 0, count), strict=True):
+        for from_, to in zip(stretches(read, base, count), stretches(write, 0, count - base), strict=True):
             to.copy_(from_)

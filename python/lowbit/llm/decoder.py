@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .._window import window_length
 from ..hf import decoding
 from ..hf.recurrent import is_state
 from ..ops import cache_storage, cache_width
@@ -75,7 +76,7 @@ class Decoder(torch.nn.Module):
 
     _STEP = 16  # max_length is a multiple of this; caches have room for the next multiple of 16
 
-    def __init__(self, model: torch.nn.Module, max_length: int = 2048, cache: str | None = None):
+    def __init__(self, model: torch.nn.Module, max_length: int = 2048, cache: str | None = None, *, windows: bool = True):
         """
         Args:
             model: a transformers causal language model, quantized or not, in eval mode. It belongs to the decoder until
@@ -83,6 +84,8 @@ class Decoder(torch.nn.Module):
             max_length: the longest text in tokens, prompt included; a multiple of 16.
             cache: type of the KV cache: "float32", "bfloat16", "float16", or "int8" or "int4", which have a scale for each
                 position of a head; None: the model's dtype.
+            windows: layers with a sliding window keep the window, not the text. Then a text can be cut back a few hundred
+                tokens only, else it begins at 0 again: :meth:`kept`.
 
         Raises:
             ValueError: max_length is not a positive multiple of 16, or beyond the model's positions; an unknown type of
@@ -102,6 +105,7 @@ class Decoder(torch.nn.Module):
             raise ValueError("the model is in training mode; call its eval() first")
         self.model = model
         self.max_length = max_length
+        self._keep_windows = windows
         self.cache_dtype: torch.dtype = model.dtype if cache is None else CACHES[cache]
         decoding.give_back(model)
         self._takeover: decoding.Takeover | None = None
@@ -133,7 +137,13 @@ class Decoder(torch.nn.Module):
             asked = reference.ask(self.run, self.layers)
         self._shapes, self._states, self.exact = asked.shapes, asked.states, reference.exact
         decoding.check_windows(config, asked, self.max_length)
-        for layer, tensors in enumerate(self._make(self.max_length, self.cache_dtype)):
+        # Of layers whose caches hold a window: its size.
+        self._windows = {
+            layer: window
+            for layer, window in asked.windows.items()
+            if self._keep_windows and window and window_length(window, PIECE) < self.max_length
+        }
+        for layer, tensors in enumerate(self._make(self.max_length, self.cache_dtype, self._windows)):
             for name, cache in zip(self._names(layer), tensors, strict=True):
                 self.register_buffer(name, cache, persistent=False)
         states = [tensor for layer in self._caches() for tensor in layer if is_state(tensor)]
@@ -153,18 +163,22 @@ class Decoder(torch.nn.Module):
     def _names(self, layer: int) -> list[str]:
         """Names of a layer's buffers: keys and values if it has attention, then states."""
         attention = [f"{name}_cache_{layer}" for name in "kv"] if layer in self._shapes else []
+        attention += [f"held_cache_{layer}"] if layer in self._windows else []
         return attention + [f"state_{number}_cache_{layer}" for number in range(len(self._states.get(layer, ())))]
 
-    def _make(self, length: int, dtype: torch.dtype) -> list[tuple[Tensor, ...]]:
+    def _make(self, length: int, dtype: torch.dtype, windows: Mapping[int, int] | None = None) -> list[tuple[Tensor, ...]]:
         caches = []
         length = -(-length // 16) * 16
         for layer in range(self.layers):
             heads, *widths = self._shapes.get(layer, (0,))
+            window = (windows or {}).get(layer)
+            room = length if window is None else window_length(window, PIECE)
             try:
-                shapes = [(1, heads, length, cache_width(width, dtype)) for width in widths]
+                shapes = [(1, heads, room, cache_width(width, dtype)) for width in widths]
             except ValueError as error:
                 raise decoding.Unsupported(str(error)) from error
             tensors = [torch.zeros(shape, dtype=cache_storage(dtype)) for shape in shapes]
+            tensors += [] if window is None else [torch.zeros(2, dtype=torch.int64)]
             states = [torch.zeros(shape, dtype=state_dtype) for shape, state_dtype in self._states.get(layer, ())]
             caches.append((*tensors, *states))
         return caches
@@ -176,7 +190,16 @@ class Decoder(torch.nn.Module):
 
     def kept(self, count: int) -> int:
         """The number of the first ``count`` tokens of the decoder's text after which a call can continue."""
-        return count if self._keeper is None else self._keeper.kept(count)
+        count = count if self._keeper is None else self._keeper.kept(count)
+        for layer, window in self._windows.items():
+            if max(0, count - window + 1) < int(getattr(self, f"held_cache_{layer}")[0]):
+                return 0
+        return count
+
+    @property
+    def windowed(self) -> bool:
+        """Whether caches of some layers hold a window, so that a text cannot be cut back to any place."""
+        return bool(self._windows)
 
     def check_texts(self) -> None:
         """Checks that texts in one call do not change each other's logits.
@@ -220,7 +243,10 @@ class Decoder(torch.nn.Module):
             )
 
     def caches(self) -> list[tuple[Tensor, ...]]:
-        """Keys, values and states of each layer; docs/internals/operators.md describes their layout."""
+        """Keys, values and states of each layer; docs/internals/operators.md describes their layout.
+
+        Where the caches of a layer hold a window, the tensor after keys and values says which positions.
+        """
         if self._keeper is not None:
             self._keeper.position = None  # the caller may change them
         return self._caches()

@@ -62,6 +62,11 @@ class PrefixCache:
                 f"a prefix cache is for models that keep keys and values only; the recurrent layers of a "
                 f"{type(decoder.model).__name__} have states, which are those of a whole text"
             )
+        if decoder.windowed:
+            raise ValueError(
+                "a prefix cache needs the keys and values of whole texts, and this decoder's layers with a window keep the "
+                "window; expected Decoder(windows=False)"
+            )
         if most_bytes < 1:
             raise ValueError(f"most_bytes is {most_bytes}; expected 1 or more")
         found = _float_matrix(decoder.model)

@@ -55,7 +55,7 @@ class LanguageModel:
             ValueError: the decoder refuses the model, or its files say what cannot be.
         """
         usual, most, _ = sampling_of(model)
-        batch = PrefixBatch(Decoder(model, max_length, cache), at_once, rows, prefix_bytes)
+        batch = PrefixBatch(Decoder(model, max_length, cache, windows=False), at_once, rows, prefix_bytes)
         return cls(name, tokenizer, template, batch, usual, most, frozenset(stop_tokens(model, tokenizer)))
 
     @property

@@ -1,0 +1,64 @@
+"""Attention with a sliding window over caches that hold the window, not the text."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_SPAN = 512  # positions by which the caches move on; the kernels add in spans of as many
+
+
+def window_length(window: int, positions: int = 256) -> int:
+    """The ``max_length`` of caches for :func:`window_attention`, in which calls of up to ``positions`` are not cut."""
+    return -(-(window + _SPAN + max(positions, 16)) // 16) * 16
+
+
+def window_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    held: Tensor,
+    start: Tensor,
+    *,
+    window: int,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """:func:`lowbit.attention` with a window, over caches of a fixed size: texts of any length.
+
+    The result has the same bits as with caches for the whole text.
+
+    Args:
+        q, k, v, scale, softcap, sinks: as of :func:`lowbit.attention`.
+        k_cache, v_cache: as there; ``max_length`` is at least ``window + 528``, for example :func:`window_length`. Changed.
+        held: int64 [2], contiguous: the caches hold positions ``held[0]`` to ``held[1] - 1`` of the text. Begin with zeros.
+            Changed.
+        start: int64, one element: how many positions come before q. ``held[1]`` continues the text, 0 starts a new one, and
+            an earlier position cuts the text back, if the ``window - 1`` positions before it are held.
+        window: a query sees its position and the ``window - 1`` before it.
+
+    Returns:
+        As :func:`lowbit.attention`; it has no gradients.
+
+    Raises:
+        IndexError: ``start`` is negative, beyond the text, or cuts it back too far. The caches are unchanged.
+        RuntimeError: gradients are asked for.
+        ValueError: a wrong dtype, shape, stride or device, or caches that are too short. The caches are unchanged.
+    """
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (q, k, v)):
+        raise RuntimeError("lowbit.window_attention has no gradients; call it under torch.no_grad()")
+    scale = max(1, *q.shape[-1:]) ** -0.5 if scale is None else scale
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap is {softcap}; expected a positive number, or None")
+    return torch.ops.lowbit.window_attention(q, k, v, k_cache, v_cache, held, start, scale, window, softcap or 0.0, sinks)
+
+
+@torch.library.register_fake("lowbit::window_attention")
+def _(q, k, v, k_cache, v_cache, held, start, scale, window, softcap=0.0, sinks=None):
+    value_width = v_cache.shape[-1]
+    if v_cache.dtype is torch.int8:
+        value_width = (value_width - 4) * (2 if k_cache.shape[-1] == q.shape[-1] // 2 + 4 else 1)
+    return q.new_empty((q.shape[0], q.shape[2], q.shape[1], value_width))

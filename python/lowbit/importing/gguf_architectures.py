@@ -1,0 +1,75 @@
+"""The architectures of GGUF files that lowbit imports, and the names of their tensors."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from ..files.gguf import Gguf
+from . import gguf_hybrids, gguf_models
+from .gguf_gemma4 import GEMMA4
+from .gguf_metadata import Metadata, special_tokens
+from .gguf_models import MIXTRAL, Architecture, Part
+
+ARCHITECTURES = gguf_models.ARCHITECTURES | gguf_hybrids.ARCHITECTURES | {"gemma4": GEMMA4}
+_LAYER = re.compile(r"^blk\.(0|[1-9]\d{0,4})\.(.*)$")
+_EXPERTS = re.compile(r"^ffn_(gate|up|gate_up|down)_exps\.(weight|bias)$")
+
+
+def architecture_of(metadata: Metadata) -> Architecture:
+    architecture = ARCHITECTURES.get(metadata.architecture)
+    if architecture is None:
+        raise ValueError(
+            f"{metadata.path} has a model of the architecture {metadata.architecture!r}; lowbit imports "
+            f"{', '.join(ARCHITECTURES)}"
+        )
+    # Mixtral is a llama with experts.
+    return MIXTRAL if metadata.architecture == "llama" and metadata.whole("expert_count", 0) else architecture
+
+
+def _place(names: Mapping[str, str | Part], name: str) -> str | Part | None:
+    """Of a weight or bias: what transformers calls it."""
+    holder, _, leaf = name.rpartition(".")
+    place = names.get(holder) if leaf in ("weight", "bias") else None
+    if isinstance(place, Part):
+        return place._replace(name=f"{place.name}.{leaf}")
+    return None if place is None else f"{place}.{leaf}"
+
+
+def place_in_model(architecture: Architecture, name: str) -> Part | None:
+    """What transformers calls a tensor of a GGUF file, whole or in parts; None: the architecture has no such tensor."""
+    match = _LAYER.match(name)
+    if match is None:
+        place = _place(architecture.outside, name)
+    else:
+        place = architecture.parameters.get(match[2]) or _place(architecture.names, match[2])
+    if place is None:
+        return None
+    part = place if isinstance(place, Part) else Part(place, 0, 1)
+    return part if match is None else part._replace(name=f"model.layers.{match[1]}.{part.name}")
+
+
+def expert_tensor(architecture: Architecture, name: str) -> tuple[str, str, str] | None:
+    """Of a tensor that holds a matrix, or a bias, of all experts of a layer: what transformers calls their module; "gate",
+    "up", "gate_up" or "down"; "weight" or "bias". None: it is another tensor."""
+    match = _LAYER.match(name)
+    if match is None or not architecture.experts or (part := _EXPERTS.match(match[2])) is None:
+        return None
+    return f"model.layers.{match[1]}.{architecture.experts}", part[1], part[2]
+
+
+def config_of(metadata: Metadata, architecture: Architecture, gguf: Gguf) -> dict[str, Any]:
+    """config.json of the model, but for its dtype.
+
+    Raises:
+        ValueError: a key is missing, has a value that it may not have, or is not known.
+    """
+    table = gguf.tensors.get("token_embd.weight")
+    if table is None or len(table.shape) != 2:
+        raise ValueError(f"{metadata.path} has no matrix token_embd.weight, the table of its tokens")
+    config = architecture.config(metadata, gguf)
+    metadata.check_all_asked()
+    config |= {"vocab_size": table.shape[0], "tie_word_embeddings": "output.weight" not in gguf.tensors}
+    config |= special_tokens(metadata, table.shape[0])
+    return config

@@ -1,0 +1,140 @@
+"""Tensors that lie in a GGUF file otherwise than in transformers: in parts, in another order, or by another formula."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .codes import Float, Matrix, Rows, Weights
+from .joining import Read, put_together
+
+
+@dataclass(frozen=True)
+class Order:
+    """Row or column i of the model is number ``numbers()[i]`` of the file's ``count``; made only if the file has as many."""
+
+    count: int
+    numbers: Callable[[], Tensor]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a tensor of a file becomes one of transformers."""
+
+    rows: Order | None = None
+    columns: Order | None = None
+    values: Callable[[Tensor], Tensor] | None = None  # of floats
+    shape: Callable[[tuple[int, ...]], tuple[int, ...]] | None = None  # of floats, from that in the file
+
+
+def tiled(keys: int, values: int, width: int, before: int = 0) -> Order | None:
+    """Rows of value heads, each of ``width``, after ``before`` other rows.
+
+    transformers has the ``values // keys`` heads of a key in succession; llama.cpp has the first heads of all keys, then the
+    second ones. None: the two are the same.
+    """
+    if keys == values:
+        return None
+    count = before + values * width
+
+    def numbers() -> Tensor:
+        heads = torch.arange(values * width).view(values // keys, keys, width).transpose(0, 1).reshape(-1)
+        return torch.cat([torch.arange(before), heads + before])
+
+    return Order(count, numbers)
+
+
+def _gathered(read: Read, numbers: Tensor) -> Read:
+    """Reads rows in another order, in runs that succeed each other in the file."""
+
+    def gather(begin: int, end: int) -> Any:
+        wanted = numbers[begin:end]
+        ends = [*(torch.nonzero(wanted.diff() != 1)[:, 0] + 1).tolist(), len(wanted)]
+        pieces, start = [], 0
+        for stop in ends:
+            first = int(wanted[start])
+            pieces.append(read(first, first + stop - start))
+            start = stop
+        return put_together(pieces, torch.cat)
+
+    return gather
+
+
+def _numbers(tensor: Matrix | Weights | Float, order: Order, axis: int, path: Any) -> Tensor:
+    shape = tensor.shape
+    if len(shape) <= axis or shape[axis] != order.count:
+        raise ValueError(f"{path}: {tensor.name} is {list(shape)}; expected {order.count} {('rows', 'columns')[axis]}")
+    return order.numbers()
+
+
+def _with_columns(tensor: Matrix | Weights | Float, numbers: Tensor, path: Any) -> Matrix | Weights | Float:
+    if not isinstance(tensor, Matrix):
+        values = tensor.read
+        return replace(tensor, read=lambda begin, end: values(begin, end)[:, numbers])
+    read = tensor.read
+    size = tensor.group_size or tensor.shape[1]
+    groups = numbers.view(-1, size)
+    firsts = groups[:, 0] // size
+    if not torch.equal(groups, (firsts * size)[:, None] + torch.arange(size)):
+        raise ValueError(
+            f"{path}: {tensor.name} is {tensor.source}, whose groups of {size} inputs belong to two heads each; expected "
+            "heads of whole groups"
+        )
+
+    def chosen(begin: int, end: int) -> Rows:
+        rows = read(begin, end)
+        return Rows(rows.codes[:, numbers], *(None if part is None else part[:, firsts] for part in rows[1:]))
+
+    return replace(tensor, read=chosen)
+
+
+def laid_out(tensor: Matrix | Weights | Float, layout: Layout, path: Any) -> Matrix | Weights | Float:
+    """A tensor as transformers has it.
+
+    Raises:
+        ValueError: it has another shape than its layout, or groups of inputs that the layout takes apart.
+    """
+    if layout.rows is not None:
+        tensor = replace(tensor, read=_gathered(tensor.read, _numbers(tensor, layout.rows, 0, path)))
+    if layout.columns is not None:
+        tensor = _with_columns(tensor, _numbers(tensor, layout.columns, 1, path), path)
+    if layout.values is None and layout.shape is None:
+        return tensor
+    if not isinstance(tensor, Float):
+        raise ValueError(f"{path}: {tensor.name} is {tensor.source}; expected floats")
+    change, read, shape = layout.values, tensor.read, tensor.shape if layout.shape is None else layout.shape(tensor.shape)
+
+    def floats(begin: int, end: int) -> Tensor:
+        values = (
+            read(begin, end) if len(shape) == len(tensor.shape) or shape[0] == tensor.shape[0] else read(0, tensor.shape[0])
+        )
+        values = values if change is None else change(values)
+        if shape[0] == tensor.shape[0]:
+            return values.reshape(end - begin, *shape[1:])
+        return values.reshape(shape)[begin:end]
+
+    return replace(tensor, shape=shape, read=floats)
+
+
+def without_last(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """[n, 1] as [n]; [n] as it is."""
+    return shape[:-1] if len(shape) == 2 and shape[1] == 1 else shape
+
+
+def flat(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return (math.prod(shape),)
+
+
+def depthwise(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """[channels, taps] as [channels, 1, taps]."""
+    return (shape[0], 1, *shape[1:])
+
+
+def log_of_negative(values: Tensor) -> Tensor:
+    """``A_log`` of ``A = -exp(A_log)``."""
+    return torch.log(-values)
