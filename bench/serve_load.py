@@ -156,9 +156,11 @@ class Alone:
     """What the library writes of a request, one text after the other."""
 
     def __init__(self, model: Path, max_length: int):
+        import torch
         from lowbit import llm
         from lowbit.llm.loading import load_model, load_tokenizer, stop_tokens
 
+        torch.set_num_threads(1)  # several would wait for each other where other programs run; the texts are the same
         self._llm, loaded, self._tokenizer = llm, load_model(model), load_tokenizer(model)
         self._decoder, self._stop = llm.Decoder(loaded, max_length), stop_tokens(loaded, self._tokenizer)
         self._texts: dict[str, str] = {}
