@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import statistics
 import subprocess
 import threading
@@ -105,6 +106,11 @@ class Server:
             return False
         finally:
             connection.close()
+
+    def cpu_seconds(self) -> float:
+        """Time that all its threads have computed."""
+        fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def stop(self) -> None:
         self._process.terminate()

@@ -1,12 +1,14 @@
 """Users of a server, some of whom go away: every text beside the text alone, tokens per second, memory.
 
     .venv/bin/python bench/serve_load.py --users 1 8 32 --requests 100
+    .venv/bin/python bench/serve_load.py --users 32 --rounds 5 --requests 2000 --longest 24    # ten thousand
     .venv/bin/python bench/serve_load.py --port 8080 --users 8     # a server that runs already: figures only, no texts
 
 Each user sends one request after the other: prompts with a shared prefix or without, greedy or sampled, streamed or not. Some
-clients disconnect: before the answer, or after some pieces of a stream. After each round no text may run or wait.
-Without --port the script starts `lowbit serve` on the model and compares each text with the one that the library writes alone.
-Any difference gives exit code 1.
+clients disconnect: before the answer, or after some pieces of a stream. Without --port the script starts `lowbit serve` on the
+model, and compares each text with the one that the library writes alone. Exit code 1: a text differs, after a round a text
+still runs or waits, the server has more threads or open files after the last round than after the first, or its memory grew by
+more than a tenth from the second round to the last.
 """
 
 from __future__ import annotations
@@ -121,8 +123,8 @@ def idle(port: int) -> bool:
     return False
 
 
-def play(port: int, users: int, requests: int, longest: int, seed: int) -> tuple[Round, float]:
-    """So many users at a time, together so many requests: what they saw, and the seconds."""
+def play(port: int, users: int, requests: int, longest: int, seed: int, distinct: int) -> tuple[Round, float]:
+    """So many users at a time, together so many requests, of which so many are distinct: what they saw, and the seconds."""
     text, into, errors = HELD_OUT.read_text(encoding="utf-8"), Round(), []
     numbers = iter(range(requests))
 
@@ -133,8 +135,8 @@ def play(port: int, users: int, requests: int, longest: int, seed: int) -> tuple
                     number = next(numbers, None)
                 if number is None or errors:
                     return
+                body = body_of(random.Random(number % distinct), text, longest)
                 chance = random.Random(seed * 1_000_003 + number)
-                body = body_of(chance, text, longest)
                 ask(port, body, None if chance.random() > 0.15 else chance.randrange(4 if body["stream"] else 1), into)
         except Exception as error:
             errors.append(error)
@@ -154,13 +156,22 @@ class Alone:
     """What the library writes of a request, one text after the other."""
 
     def __init__(self, model: Path, max_length: int):
+        import torch
         from lowbit import llm
         from lowbit.llm.loading import load_model, load_tokenizer, stop_tokens
 
+        torch.set_num_threads(1)  # several would wait for each other where other programs run; the texts are the same
         self._llm, loaded, self._tokenizer = llm, load_model(model), load_tokenizer(model)
         self._decoder, self._stop = llm.Decoder(loaded, max_length), stop_tokens(loaded, self._tokenizer)
+        self._texts: dict[str, str] = {}
 
     def text(self, body: dict) -> str:
+        key = json.dumps(body)
+        if key not in self._texts:
+            self._texts[key] = self._write(body)
+        return self._texts[key]
+
+    def _write(self, body: dict) -> str:
         prompt = self._tokenizer(body["prompt"])["input_ids"]
         names = ("temperature", "top_k", "top_p", "repetition_penalty")
         text = self._llm.TextUntil(self._tokenizer, prompt)
@@ -171,10 +182,28 @@ class Alone:
         return text.finish()
 
 
-def memory(process: int) -> dict[str, float]:
-    """MiB of a process: now, and at most."""
+def held(process: int) -> dict[str, float]:
+    """What a process has: MiB of memory, now and at most, open files and threads."""
     status = Path(f"/proc/{process}/status").read_text()
-    return {name: int(re.search(rf"{key}:\s+(\d+)", status)[1]) / 1024 for name, key in (("now", "VmRSS"), ("most", "VmHWM"))}
+    sizes = {name: int(re.search(rf"{key}:\s+(\d+)", status)[1]) for name, key in (("now", "VmRSS"), ("most", "VmHWM"))}
+    counts = {
+        name: len(list(Path(f"/proc/{process}/{folder}").iterdir())) for name, folder in (("files", "fd"), ("threads", "task"))
+    }
+    return {f"memory_{name}_mib": size / 1024 for name, size in sizes.items()} | counts
+
+
+def leaks(rows: list[dict]) -> list[str]:
+    """What a server has more of at the end, in words."""
+    found = []
+    for name in ("files", "threads"):
+        first, last = rows[0][name], rows[-1][name]
+        if last > first:
+            found.append(f"{last} {name} after the last round, {first} after the first")
+    if len(rows) > 2 and rows[-1]["memory_now_mib"] > 1.1 * rows[1]["memory_now_mib"]:
+        found.append(
+            f"{rows[-1]['memory_now_mib']:.0f} MiB after the last round, {rows[1]['memory_now_mib']:.0f} after the second"
+        )
+    return found
 
 
 @contextlib.contextmanager
@@ -182,7 +211,7 @@ def serving(model: Path, max_length: int, at_once: int):
     """Starts `lowbit serve`: its port and its process."""
     command = [
         Path(sys.executable).with_name("lowbit"), "serve", model, "--port", "0", "--max-length", max_length,
-        "--at-once", at_once, "--threads", os.environ.get("OMP_NUM_THREADS", "1"),
+        "--at-once", at_once, "--prefix-memory", "16MiB", "--threads", os.environ.get("OMP_NUM_THREADS", "1"),
     ]  # fmt: skip
     with subprocess.Popen(list(map(str, command)), stderr=subprocess.PIPE, text=True) as process:
         try:
@@ -207,6 +236,7 @@ def main() -> int:
     parser.add_argument(
         "--rounds", type=int, default=2, help="of each number of users; memory should not grow from the second on"
     )
+    parser.add_argument("--distinct", type=int, default=500, help="different requests of a round; the library writes each once")
     parser.add_argument("--longest", type=int, default=48, help="new tokens of a request, at most")
     parser.add_argument("--at-once", type=int, default=16)
     parser.add_argument("--port", type=int, help="of a server that runs already")
@@ -217,7 +247,7 @@ def main() -> int:
     def rounds(port: int, process: int | None, alone: Alone | None) -> None:
         for users in options.users:
             for number in range(options.rounds):
-                seen, seconds = play(port, users, options.requests, options.longest, number)
+                seen, seconds = play(port, users, options.requests, options.longest, number, options.distinct)
                 wrong = [body for body, text in seen.texts if alone is not None and alone.text(body) != text]
                 row = {
                     "users": users, "round": number, "requests": seen.requests, "gone": seen.gone, "refused": seen.refused,
@@ -225,8 +255,7 @@ def main() -> int:
                     "idle": None if process is None else idle(port), "seconds": seconds,
                     "tokens_per_second": seen.tokens / seconds,
                     "first_text_seconds": statistics.median(seen.firsts) if seen.firsts else None,
-                    "memory_mib": None if process is None else memory(process),
-                }  # fmt: skip
+                } | ({} if process is None else held(process))  # fmt: skip
                 rows.append(row)
                 print(json.dumps(row), flush=True)
                 if wrong:
@@ -247,7 +276,10 @@ def main() -> int:
             rounds(port, process, Alone(model, 512))
     if options.output is not None:
         options.output.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
-    return int(any(row["wrong"] or row["idle"] is False for row in rows))
+    more = [] if options.port is not None else leaks(rows)
+    for each in more:
+        print(f"the server holds more: {each}", file=sys.stderr)
+    return int(bool(more) or any(row["wrong"] or row["idle"] is False for row in rows))
 
 
 if __name__ == "__main__":

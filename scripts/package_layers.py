@@ -24,7 +24,7 @@ LAYERS = {
     "importers": ("importing",),
     "checkpoints": ("checkpoint",),
     "quantize_ and training": ("_quantize_model", "qat"),
-    "transformers": ("hf", "transformers"),
+    "transformers": ("diffusers", "hf", "transformers"),
     "files": ("files",),
     "libraries": ("executorch", "peft"),
     "core": (),

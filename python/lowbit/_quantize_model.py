@@ -120,7 +120,8 @@ def choose_layers(
 
 def _refuse_to_save(*_: Any, **__: Any) -> None:
     raise RuntimeError(
-        "diffusers saves packed layers, but cannot load them. Save the float model, and quantize it after from_pretrained"
+        "diffusers saves packed layers, but cannot load them. Save the float model, and quantize it in from_pretrained "
+        "(quantization_config=lowbit.LowBitConfig(...)): that model can be saved"
     )
 
 
@@ -187,7 +188,8 @@ def quantize_(
         pattern applies only to layers of its config's kind.
 
     A model of transformers gets a ``quantization_config``: after ``save_pretrained``, ``from_pretrained`` loads it wherever
-    lowbit is installed. ``save_pretrained`` of a model of diffusers raises, as diffusers could not load it.
+    lowbit is installed. ``save_pretrained`` of a model of diffusers raises, as diffusers could not load it; one that
+    ``from_pretrained`` has quantized by a ``quantization_config`` can be saved.
 
     Warns of patterns that match nothing, and of float matrices in layers of other kinds, if they are more than 1 % of the
     model's bytes.

@@ -17,16 +17,16 @@ from typing import Any
 
 
 class _Later:
-    """A placeholder in a table of transformers for a class of lowbit.transformers.
+    """A placeholder in a table of transformers or diffusers for a class of a module of lowbit.
 
     On its first use that module is imported, which puts the class itself into the table.
     """
 
-    def __init__(self, name: str):
-        self._name = name
+    def __init__(self, module: str, name: str):
+        self._module, self._name = module, name
 
     def _class(self) -> Any:
-        return getattr(import_module("lowbit.transformers"), self._name)
+        return getattr(import_module(self._module), self._name)
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         return self._class()(*arguments, **options)
@@ -44,7 +44,14 @@ def _into_transformers(_: ModuleType) -> None:
     auto = sys.modules.get("transformers.quantizers.auto")
     for table, name in (("AUTO_QUANTIZATION_CONFIG_MAPPING", "LowBitConfig"), ("AUTO_QUANTIZER_MAPPING", "LowBitQuantizer")):
         # lowbit.transformers may have been imported first. One step, as other threads may be loading models.
-        getattr(auto, table, {}).setdefault("lowbit", _Later(name))
+        getattr(auto, table, {}).setdefault("lowbit", _Later("lowbit.transformers", name))
+
+
+def _into_diffusers(auto: ModuleType) -> None:
+    """Registers the quantization method. ``auto`` is ``diffusers.quantizers.auto``; its package has imported torch before."""
+    names = {"AUTO_QUANTIZATION_CONFIG_MAPPING": "LowBitConfig", "AUTO_QUANTIZER_MAPPING": "LowBitDiffusersQuantizer"}
+    for table, name in names.items():
+        getattr(auto, table).setdefault("lowbit", _Later("lowbit.diffusers", name))
 
 
 def _into_trainer(callbacks: ModuleType) -> None:
@@ -92,6 +99,7 @@ _STEPS: dict[str, Callable[[ModuleType], None]] = {
     "transformers.quantizers.auto": _into_transformers,
     "transformers.modeling_utils": _into_transformers,
     "transformers.trainer_callback": _into_trainer,
+    "diffusers.quantizers.auto": _into_diffusers,
     "peft.tuners.lora.model": into_peft,
     "executorch.extension.pybindings._C": _into_executorch,
     "executorch.extension.llm.runner._llm_runner": _into_executorchs_runner,

@@ -12,6 +12,8 @@ from pathlib import Path
 
 from needs import lacking
 
+_PATIENCE = 120  # seconds; only ends what hangs
+
 # The browser reads commands from descriptor 3 and answers on descriptor 4, whatever numbers the pipes have here.
 _START = """
 import fcntl, os, sys
@@ -71,8 +73,10 @@ class Page:
         return found["result"].get("value")
 
     def wait(self, condition: str) -> None:
-        """Waits until an expression is true."""
-        while not self.value(condition):
+        """Waits until an expression is true in JavaScript, where an element is; its value here would be an empty dict."""
+        deadline = time.monotonic() + _PATIENCE
+        while not self.value(f"Boolean({condition})"):
+            assert time.monotonic() < deadline, f"{condition} is not true after {_PATIENCE} s; problems: {self.problems}"
             time.sleep(0.01)
 
     def type(self, text: str) -> None:

@@ -9,6 +9,7 @@ import torch
 import transformers
 from command_line import FLOAT, document, invoke
 from lowbit import llm
+from lowbit.llm.batch import Batch, Text
 from lowbit.llm.guessing import Draft, Lookup
 from lowbit.llm.loading import load_tokenizer
 
@@ -142,6 +143,90 @@ def test_a_draft_with_other_tokens():
     assert draft.guess(3) == []
     draft.append(1)
     assert draft.guess(3) == []
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"temperature": 0.8, "top_k": 20, "repetition_penalty": 1.1}], ids=["likeliest", "drawn"]
+)
+def test_texts_of_a_batch(decoder, small, tokenizer, settings):
+    """A text that is alone has guesses, texts beside each other have none; each is that of plain decoding."""
+    prompts = [tokenizer(text)["input_ids"] for text in (REPEATED, PLAIN, REPEATED)]
+    counts = [50, 12, 50]
+    plain = [llm.generate(decoder, ids, n, max_length=MAX_LENGTH, seed=7, **settings) for ids, n in zip(prompts, counts)]
+    guessed = {}
+    for draft in (None, small):
+        batch = Batch(decoder)
+        batch.speculate(5, draft)
+        kept = {}
+        batch.ending = lambda text, caches: kept.update({text: list(caches.tokens)})
+        texts = [Text(ids, count, llm.Sampling(**settings), 7) for ids, count in zip(prompts, counts, strict=True)]
+        batch.add(texts[0])
+        while len(getattr(texts[0].result, "tokens", [])) < 20:
+            batch.step()
+        before = texts[0].result.guessed
+        batch.add(texts[1])  # comes while the first one is there, and ends before it
+        while texts[1] in batch.waiting or texts[1] in batch.running:
+            assert texts[0].result.guessed == before and len(texts[0].result.tokens) < 50
+            batch.step()
+        while batch.step():
+            pass
+        batch.add(texts[2])
+        while batch.step():
+            pass
+        for text, expected in zip(texts, plain, strict=True):
+            found = text.result
+            assert (found.tokens, found.stopped, found.decode_steps) == (
+                expected.tokens,
+                expected.stopped,
+                expected.decode_steps,
+            )
+            assert found.decode_calls == found.decode_steps - found.accepted and found.accepted <= found.guessed
+            assert kept[text] == text.prompt + found.tokens[:-1]  # wrong guesses are not there
+        assert texts[1].result.guessed == 0
+        guessed[draft] = [before, *(text.result.guessed for text in texts)]
+    assert 0 < guessed[small][0] < guessed[small][1] and (settings or guessed[None][3] > 0)
+
+
+def test_where_a_text_of_a_batch_ends(decoder, tokenizer):
+    """As alone: at a stop token among right guesses, by its own function, where its caches end, and where logits are wrong."""
+    ids = tokenizer(REPEATED)["input_ids"]
+    batch = Batch(decoder)
+    batch.speculate(8)
+
+    def write(text):
+        batch.add(text)
+        while batch.step():
+            pass
+        return text.result
+
+    plain = llm.generate(decoder, ids, 60, max_length=MAX_LENGTH).tokens
+    for stop in set(plain[5:40]):
+        expected = llm.generate(decoder, ids, 60, max_length=MAX_LENGTH, stop=[stop])
+        found = write(Text(ids, 60, stop=frozenset([stop])))
+        assert (found.tokens, found.stopped) == (expected.tokens, "stop")
+    assert write(Text(ids, 60, until=lambda token: token == plain[30])).tokens == plain[: plain.index(plain[30]) + 1]
+    filled = (ids * 10)[: MAX_LENGTH - 7]
+    expected = llm.generate(decoder, filled, 60, max_length=MAX_LENGTH)
+    found = write(Text(filled, 60))
+    assert (found.tokens, found.stopped) == (expected.tokens, "max_length")
+
+    def fail(token):
+        if token == plain[20]:
+            raise RuntimeError("no more")
+        return False
+
+    errors = []
+    assert len(write(Text(ids, 60, until=fail, on_error=errors.append)).tokens) == plain.index(plain[20]) + 1
+    assert str(errors[0]) == "no more" and not batch.running
+    assert write(Text(ids, 60)).tokens == plain
+
+
+def test_what_a_batch_refuses(decoder):
+    batch = Batch(decoder)
+    with pytest.raises(ValueError, match="guesses is 0; expected 1 or more"):
+        batch.speculate(0)
+    with pytest.raises(ValueError, match="the draft's max_length is 32; expected the decoder's 256 or more"):
+        batch.speculate(2, make_small(32))
 
 
 def test_what_is_refused_of_a_draft(decoder, small, packed, tmp_path):

@@ -167,6 +167,89 @@ def test_models_of_diffusers_are_not_saved(monkeypatch):
     assert model[1].save_pretrained("anywhere") == "saved"
 
 
+AUTO = """
+AUTO_QUANTIZER_MAPPING, AUTO_QUANTIZATION_CONFIG_MAPPING = {"other": 1}, {}
+"""
+BASE = """
+class DiffusersQuantizer:
+    def __init__(self, quantization_config, pre_quantized=True):
+        self.quantization_config, self.pre_quantized = quantization_config, pre_quantized
+"""
+LOAD_WITH_DIFFUSERS = """
+import sys
+from pathlib import Path
+import diffusers.quantizers.auto as auto
+assert "lowbit.diffusers" not in sys.modules and "transformers" not in sys.modules
+import lowbit, torch
+from safetensors.torch import load_file, save_file
+
+def load(file, given, quantized):
+    # As diffusers does it: the configuration may be a dict, and the model is on the meta device at first.
+    if isinstance(given, dict):
+        given = auto.AUTO_QUANTIZATION_CONFIG_MAPPING[given["quant_method"]].from_dict(given)
+    quantizer = auto.AUTO_QUANTIZER_MAPPING[given.quant_method](given, pre_quantized=quantized)
+    assert quantizer.quantization_config.quant_method.value == "lowbit" and quantizer.is_serializable
+    assert quantizer.update_torch_dtype(None) is torch.float32
+    with torch.device("meta"):
+        model = torch.nn.Sequential(torch.nn.Linear(64, 48), torch.nn.ReLU(), torch.nn.Linear(48, 64, bias=False))
+    quantizer.maybe_update_loaded_keys([], [file])
+    quantizer._process_model_before_weight_loading(model, device_map=None)
+    for name, tensor in load_file(file).items():
+        layer, _, leaf = name.rpartition(".")
+        owner = model.get_submodule(layer)
+        if leaf in owner._buffers:
+            owner._buffers[leaf] = tensor
+        else:
+            owner._parameters[leaf] = torch.nn.Parameter(tensor)
+    return quantizer._process_model_after_weight_loading(model)
+
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(64, 48), torch.nn.ReLU(), torch.nn.Linear(48, 64, bias=False))
+save_file(model.state_dict(), "float.safetensors")
+config, x = lowbit.LowBitConfig(bits=4, group_size=16), torch.randn(3, 64)
+packed = load("float.safetensors", config, False)
+assert torch.equal(packed(x), lowbit.quantize_(model, config.select(model))(x)) and not torch.equal(packed(x), x)
+save_file(packed.state_dict(), "packed.safetensors")
+again = load("packed.safetensors", config.to_dict(), True)
+assert torch.equal(again(x), packed(x)) and all(isinstance(again[i], lowbit.nn.Linear) for i in (0, 2))
+assert sorted(auto.AUTO_QUANTIZER_MAPPING) == ["lowbit", "other"]
+
+def refused(message, *arguments):
+    try:
+        load(*arguments)
+    except ValueError as error:
+        assert message in str(error), error
+    else:
+        raise AssertionError(message)
+
+refused("the checkpoint has no tensor .packed_weight", "float.safetensors", config, True)
+save_file({"1.packed_weight": packed.state_dict()["0.packed_weight"]}, "other.safetensors")
+refused("has ReLU there; expected a Linear or Embedding of that shape", "other.safetensors", config, True)
+save_file({"2.packed_weight": packed.state_dict()["0.packed_weight"]}, "other.safetensors")
+refused("has Linear of shape [64, 48] there", "other.safetensors", config, True)
+bytes_ = bytearray(Path("packed.safetensors").read_bytes())
+bytes_[-5] ^= 1
+Path("packed.safetensors").write_bytes(bytes_)
+refused("The file was damaged", "packed.safetensors", config, True)
+"""
+
+
+def test_diffusers_loads_and_quantizes(run_python, tmp_path, monkeypatch):
+    """Its tables and the class that quantizers derive from stand for diffusers, which is not installed for the tests."""
+    files = {"__init__": "import torch", "quantizers/__init__": "", "quantizers/auto": AUTO, "quantizers/base": BASE}
+    for name, text in files.items():
+        file = tmp_path / "diffusers" / f"{name}.py"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    done = run_python(LOAD_WITH_DIFFUSERS)
+    assert done.returncode == 0, done.stderr
+    monkeypatch.setenv("LOWBIT_AUTOLOAD", "0")
+    done = run_python("import diffusers.quantizers.auto as auto; print(*auto.AUTO_QUANTIZER_MAPPING)")
+    assert done.stdout == "other\n", done.stderr
+
+
 class Diffuser(torch.nn.Module):
     def __init__(self):
         super().__init__()

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import copy
+import errno
 import http.client
 import json
 import os
@@ -308,6 +309,32 @@ def test_a_text_that_goes_takes_its_beginning_with_it(loaded):
     for last, end in ends.items():
         assert end.tokens == llm.generate(model.batch.decoder, [*tokens, last], 4).tokens
         assert 16 <= end.cached_tokens < len(tokens)
+
+
+def test_guesses_change_no_text(loaded, served):
+    """Requests one after the other, which have guesses, and at the same time, which have some of the time."""
+    model = made(loaded)
+    model.batch.speculate(4)
+    bodies = [
+        {"prompt": text, "max_tokens": count, "seed": 3, **settings}
+        for text, count in ((TEXTS[5] * 4, 40), (PROMPT, 30), (SYSTEM, 12))
+        for settings in ({"temperature": 0}, {"temperature": 0.7, "repetition_penalty": 1.1})
+    ]
+    expected = []
+    for body in bodies:
+        settings = {name: body[name] for name in ("temperature", "repetition_penalty") if name in body}
+        expected.append(alone(loaded, served, loaded[1](body["prompt"])["input_ids"], body["max_tokens"], 3, **settings)[0])
+    with serving([model], Limits()) as (port, _), ThreadPoolExecutor(6) as pool:
+        client = Client(port)
+        for answers in (
+            [client.post("/v1/completions", **body) for body in bodies],
+            list(pool.map(lambda body: client.post("/v1/completions", **body), bodies)),
+        ):
+            assert [answer["choices"][0]["text"] for answer in answers] == expected
+        found = {
+            name: int(count) for name, count in re.findall(r"^lowbit_(\w+)_tokens_total (\d+)$", client.get("/metrics"), re.M)
+        }
+    assert 0 < found["accepted"] < found["guessed"]
 
 
 def test_a_beginning_is_kept(loaded, served, client):
@@ -788,7 +815,30 @@ def test_prefixes_on_disk(loaded, tmp_path):
     assert cached == [0, (len(body["prompt"]) - 1) // 64 * 64] and cached[1] >= 64
 
 
+def test_a_full_disk_for_prefixes(loaded, tmp_path, monkeypatch, recwarn):
+    """The answer is the same; the server says once that it keeps nothing there."""
+    body = {"prompt": loaded[1](SYSTEM * 6)["input_ids"], "max_tokens": 5, "temperature": 0}
+    model = made(loaded, prefix_bytes=0)
+    model.batch.prefix_cache = llm.PrefixCache(tmp_path / "cache", model.batch.decoder)
+
+    def fail(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with serving([model], Limits()) as (port, _):
+        monkeypatch.setattr("lowbit.llm.prefixes._write_block", fail)
+        answers = [Client(port).post("/v1/completions", **body) for _ in range(2)]
+        assert answers[0]["choices"] == answers[1]["choices"]
+        assert answers[1]["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    said = [str(each.message) for each in recwarn if "prefix cache" in str(each.message)]
+    assert len(said) == 1 and said[0].endswith("is not written to: No space left on device; the text is the same without it")
+    assert not list((tmp_path / "cache").glob("*.lowbit-prefix"))
+
+
 def test_what_the_command_refuses(packed, tmp_path):
+    several = invoke("serve", packed[0], tmp_path, "--draft", FLOAT)
+    assert failed(several) == "--draft is for one model; found 2: start a server for each"
+    result = invoke("serve", packed[0], "--draft", FLOAT, "--guesses", 0)
+    assert result.exit_code == 2 and "a draft needs guesses of 1 or more" in result.stderr
     same = tmp_path / packed[0].name
     same.mkdir()
     assert failed(invoke("serve", packed[0], same)).startswith(f"two models have the name {packed[0].name}")

@@ -92,6 +92,18 @@ def test_a_text_is_stopped_in_a_browser(loaded, tmp_path):
         assert "lowbit_canceled_requests_total 1" in Client(port).get("/metrics")
 
 
+def test_the_page_says_what_is_wrong(loaded, tmp_path):
+    browser()
+    with serving([made(loaded)], Limits(api_key="k")) as (port, _), page(tmp_path / "profile") as tab:
+        tab.open(f"http://127.0.0.1:{port}/", 360)
+        tab.wait("document.querySelector('.error')")
+        assert shown(tab) == [("error", "an API key is needed, and the request has none")]
+        assert tab.value(WIDTH) <= 360
+        fill(tab, "#key", "k")
+        tab.press("Tab", 9)  # leaves the field
+        tab.wait("document.querySelector('#model').options.length")
+
+
 def test_the_page_needs_nothing_from_elsewhere():
     text = PAGE.read_text(encoding="utf-8")
     assert not re.search(r"(src|href)=\"(?!data:)|https?://|@import|url\(", text)

@@ -46,18 +46,6 @@ _Logprobs = Annotated[
     ),
 ]
 _Seed = Annotated[int, typer.Option("--seed", help="Seed of sampling.")]
-_Guesses = Annotated[
-    int | None,
-    typer.Option(
-        "--guesses",
-        min=0,
-        help="Speculative decoding: guess this number of tokens; the text is the same.",
-        show_default="0; 4 with --draft",
-    ),
-]
-_Draft = Annotated[
-    Path | None, typer.Option("--draft", help="Draft model: a smaller model with the same tokens.", show_default=False)
-]
 
 
 def generate(
@@ -83,8 +71,8 @@ def generate(
     stop: options.Stop = None,
     logprobs: _Logprobs = None,
     seed: _Seed = 0,
-    guesses: _Guesses = None,
-    draft: _Draft = None,
+    guesses: options.Guesses = None,
+    draft: options.Draft = None,
     bits: options.OptionalBits = None,
     group_size: options.GroupSize = "32",
     mapping: options.Mapping = "symmetric",
@@ -138,9 +126,7 @@ def _check_sampling(
 
 def _check_guesses(guesses: int | None, draft: Path | None, prompts: Path | None, compiled: bool) -> int:
     """The number of tokens to guess, checked against the other options."""
-    if draft is not None and guesses == 0:
-        raise typer.BadParameter("a draft needs guesses of 1 or more", param_hint="--guesses")
-    guesses = (0 if draft is None else 4) if guesses is None else guesses
+    guesses = options.number_of_guesses(guesses, draft)
     if prompts is not None and (compiled or guesses):
         raise typer.BadParameter(
             f"{'--compile' if compiled else '--guesses'} is for one text at a time", param_hint="--prompts"

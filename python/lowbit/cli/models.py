@@ -20,7 +20,7 @@ from .output import Output
 
 if TYPE_CHECKING:
     from lowbit import LowBitConfig
-    from lowbit.llm import PrefixCache
+    from lowbit.llm import Decoder, PrefixCache
 
 _PREFIX_CACHE = "LOWBIT_PREFIX_CACHE"
 
@@ -45,6 +45,29 @@ def load(output: Output, model: Path, config: LowBitConfig | None) -> torch.nn.M
         f"loading {model}" if config is None else f"loading {model} to {config.bits} bits", "tensors"
     ) as advance:
         return load_model(model, config, progress=advance)
+
+
+def load_draft(output: Output, path: Path, tokenizer: Any, model: str | Path, max_length: int, cache: str | None) -> Decoder:
+    """The decoder of a draft model for ``model``, which has this tokenizer.
+
+    Raises:
+        ValueError: it has other tokens, or is made for shorter texts.
+    """
+    from lowbit import llm
+    from lowbit.llm.loading import load_tokenizer
+
+    with imported(output, path) as path:
+        tokens, expected = load_tokenizer(path).get_vocab(), tokenizer.get_vocab()
+        if tokens != expected:
+            other = min(token for token in tokens.keys() | expected if tokens.get(token) != expected.get(token))
+            raise ValueError(
+                f"{path} has other tokens than {model}, {other!r} for example, and cannot guess them; expected a "
+                "smaller model of the same family"
+            )
+        draft = load(output, path, None)
+    if positions(draft) < max_length:
+        raise ValueError(f"{path} is made for {positions(draft)} tokens; expected {max_length} or more, as --max-length")
+    return llm.Decoder(draft, max_length, cache)
 
 
 def make_decoder(

@@ -119,6 +119,18 @@ LogitBias = Annotated[
     list[str] | None,
     typer.Option("--logit-bias", metavar="TOKEN=BIAS", help="Added to a token's logit; several times.", show_default=False),
 ]
+Guesses = Annotated[
+    int | None,
+    typer.Option(
+        "--guesses",
+        min=0,
+        help="Speculative decoding: guess this number of tokens; the text is the same.",
+        show_default="0; 4 with --draft",
+    ),
+]
+Draft = Annotated[
+    Path | None, typer.Option("--draft", help="Draft model: a smaller model with the same tokens.", show_default=False)
+]
 Stop = Annotated[
     list[str] | None, typer.Option("--stop", help="Text that ends the new text; several times.", show_default=False)
 ]
@@ -239,3 +251,10 @@ def make_config(
     return LowBitConfig(
         bits=bits, group_size=parse_group_size(group_size), mapping=mapping, embedding_bits=embedding_bits, **others
     )
+
+
+def number_of_guesses(guesses: int | None, draft: Path | None) -> int:
+    """What ``--guesses`` and ``--draft`` say together."""
+    if draft is not None and guesses == 0:
+        raise typer.BadParameter("a draft needs guesses of 1 or more", param_hint="--guesses")
+    return (0 if draft is None else 4) if guesses is None else guesses

@@ -8,12 +8,24 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .models import from_hub, imported, load, make_prefix_cache, parse_prefix_size, positions, read_text, set_threads
+from .models import (
+    from_hub,
+    imported,
+    load,
+    load_draft,
+    make_prefix_cache,
+    parse_prefix_size,
+    positions,
+    read_text,
+    set_threads,
+)
 from .options import (
     PREFIX_SIZE,
     Cache,
+    Draft,
     EmbeddingBits,
     GroupSize,
+    Guesses,
     Mapping,
     MaxLength,
     OptionalBits,
@@ -22,6 +34,7 @@ from .options import (
     Threads,
     finite,
     make_config,
+    number_of_guesses,
     parse_size,
     refuse_without_bits,
 )
@@ -54,6 +67,8 @@ def serve(
     ] = "512MiB",
     prefix_cache: PrefixDirectory = None,
     prefix_cache_size: PrefixSize = PREFIX_SIZE,
+    guesses: Guesses = None,
+    draft: Draft = None,
     template: Annotated[
         Path | None, typer.Option("--template", help="Chat template, a Jinja file, instead of the model's.", show_default=False)
     ] = None,
@@ -75,6 +90,9 @@ def serve(
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise ValueError(f"two models have the name {twice}, by which requests choose; expected different names of directories")
+    guesses = number_of_guesses(guesses, draft)
+    if draft is not None and len(models) > 1:
+        raise ValueError(f"--draft is for one model; found {len(models)}: start a server for each")
     config = None if bits is None else make_config(bits, group_size, mapping, embedding_bits)
     text = None if template is None else read_text(template)
     set_threads(threads)
@@ -86,6 +104,10 @@ def serve(
     for model in loaded:
         if hasattr(model, "batch"):
             model.batch.prefix_cache = make_prefix_cache(output, prefix_cache, most_bytes, model.batch.decoder)
+            if guesses:
+                length = model.batch.decoder.max_length
+                guesser = draft and load_draft(output, draft, model.tokenizer, model.name, length, cache)
+                model.batch.speculate(guesses, guesser)
     run(
         loaded, host, port, api_key or os.environ.get("LOWBIT_API_KEY") or None, queue=queue, timeout=timeout, grace=grace,
         note=output.note, warn=output.warn,

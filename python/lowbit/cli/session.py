@@ -14,11 +14,10 @@ from .models import (
     check_text,
     imported,
     load,
-    make_decoder,
+    load_draft,
     make_prefix_cache,
     make_step,
     parse_prefix_size,
-    positions,
     set_threads,
     wants_prefix_cache,
 )
@@ -119,19 +118,4 @@ class Session:
 
     def draft(self, path: Path) -> Callable[..., torch.Tensor]:
         """The decoder of a draft model with the same tokens."""
-        from lowbit.llm.loading import load_tokenizer
-
-        with imported(self.output, path) as path:
-            tokens, expected = load_tokenizer(path).get_vocab(), self.tokenizer.get_vocab()
-            if tokens != expected:
-                other = min(token for token in tokens.keys() | expected if tokens.get(token) != expected.get(token))
-                raise ValueError(
-                    f"{path} has other tokens than {self.path}, {other!r} for example, and cannot guess them; expected a "
-                    "smaller model of the same family"
-                )
-            model = load(self.output, path, None)
-        if positions(model) < self.max_length:
-            raise ValueError(
-                f"{path} is made for {positions(model)} tokens; expected {self.max_length} or more, as --max-length"
-            )
-        return make_decoder(self.output, model, self.max_length, False, self._cache)
+        return load_draft(self.output, path, self.tokenizer, self.path, self.max_length, self._cache)

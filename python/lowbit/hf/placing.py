@@ -34,6 +34,18 @@ class _Awaiting(torch.nn.Module):
             self.__dict__[name] = value
 
 
+class OnCpu:
+    """What a quantizer of transformers or diffusers answers about devices: packed weights are for CPUs."""
+
+    def validate_environment(self, *_: Any, device_map: Any = None, **__: Any) -> None:
+        for place in device_map.values() if isinstance(device_map, dict) else [device_map]:
+            if place not in (None, "auto", "balanced", "balanced_low_0", "sequential") and str(place) != "cpu":
+                raise ValueError(f"device_map has {place!r}; expected 'cpu' or none: packed weights are for CPUs")
+
+    def update_device_map(self, device_map: Any) -> dict[str, str] | None:
+        return None if device_map is None else {"": "cpu"}
+
+
 def place_packed(
     model: PreTrainedModel,
     packed: Mapping[str, tuple[str, PackedInfo]],

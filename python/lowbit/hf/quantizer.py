@@ -28,7 +28,17 @@ from .config import BY_OVERRIDES, METHOD, LowBitConfig
 from .dequantizing import dequantize
 from .names import check_complete, given_by, given_with, keep_names, names_in_model, tied_layers
 from .parallel import layers_to_cut, refuse_parts, shard_as_asked, take_rules
-from .placing import PACKED, expanded_ties, mark_initialized, place_packed, refuse_resizing, share_packed, tie_packed, verify
+from .placing import (
+    PACKED,
+    OnCpu,
+    expanded_ties,
+    mark_initialized,
+    place_packed,
+    refuse_resizing,
+    share_packed,
+    tie_packed,
+    verify,
+)
 
 _SAVE = "lowbit_save"
 _BIAS = "_bias"  # the suffix of the parameter that holds the biases of experts
@@ -189,20 +199,11 @@ class _Load:
         checkpoint.check_shapes(model, self.selected)
 
 
-class LowBitQuantizer(HfQuantizer):
+class LowBitQuantizer(OnCpu, HfQuantizer):
     """Quantizes tensor by tensor while a float checkpoint is loaded; loads packed weights mapped from their files."""
 
     requires_calibration = False
     _load: _Load  # between the two hooks around the loading of weights
-
-    def validate_environment(self, *_: Any, device_map: Any = None, **__: Any) -> None:
-        places = device_map.values() if isinstance(device_map, dict) else [device_map]
-        for place in places:
-            if place not in (None, "auto", "balanced", "balanced_low_0", "sequential") and str(place) != "cpu":
-                raise ValueError(f"device_map has {place!r}; expected 'cpu' or none: packed weights are for CPUs")
-
-    def update_device_map(self, device_map: Any) -> dict[str, str] | None:
-        return None if device_map is None else {"": "cpu"}
 
     def is_serializable(self) -> bool:
         return True

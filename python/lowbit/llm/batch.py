@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Unpack
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from torch import Tensor
 from .caches import Caches, common, copy_layer
 from .decoder import Decoder
 from .generation import Generation, TextWriter, check_lengths
+from .guessing import Draft, Lookup
 from .penalties import Constraint, TokenLogprobs, token_logprobs
 from .prefixes import PrefixCache
 from .sampling import Sampling, SamplingArguments, check_seed, prompt_ids, token_ids, without_mask
@@ -53,6 +54,8 @@ class _Active:
     source: tuple[Caches, int] | None  # caches to copy the prompt's beginning from, and its number of tokens
     writer: TextWriter
     scores: list[TokenLogprobs] = field(default_factory=list)  # of the computed tokens of the prompt
+    guesser: Lookup | Draft | None = None  # made when the text is first alone
+    guesser_has: int = 0  # so many of the new tokens
 
     @property
     def known(self) -> list[int]:
@@ -87,8 +90,33 @@ class Batch:
                 raise ValueError(f"{name} is {value}; expected 1 or more")
         self.decoder, self.at_once, self.rows = decoder, at_once, rows
         self.prefix_cache: PrefixCache | None = None  # on disk: prompts begin with what it has, and texts that end are added
+        self._guesses = 0
+        self._draft: Any = None
         self.waiting: deque[Text] = deque()
         self._active: list[_Active] = []  # in the order of their beginnings
+
+    def speculate(self, guesses: int, draft: Any = None) -> None:
+        """Lets a text that is alone have speculative decoding; the text is the same.
+
+        Several texts are decoded plainly: their tokens fill a call as guesses would, and none of them is wrong.
+
+        Args:
+            guesses, draft: as for :func:`generate`.
+
+        Raises:
+            ValueError: a number out of its range, recurrent layers, whose states cannot be cut back, or a draft with fewer
+                positions than the decoder.
+        """
+        if guesses < 1:
+            raise ValueError(f"guesses is {guesses}; expected 1 or more")
+        if self.decoder.recurrent:
+            name = type(self.decoder.model).__name__
+            raise ValueError(f"the recurrent layers of a {name} cannot forget a wrong guess; expected no guesses in a batch")
+        if draft is not None and draft.max_length < self.decoder.max_length:
+            raise ValueError(
+                f"the draft's max_length is {draft.max_length}; expected the decoder's {self.decoder.max_length} or more"
+            )
+        self._guesses, self._draft = guesses, draft
 
     @property
     def running(self) -> list[Text]:
@@ -151,7 +179,8 @@ class Batch:
             for active in still:
                 if active.writer.result.tokens and len(active.caches.tokens) == active.caches.length:
                     self._grow(active)
-            for active, logits in self._compute(_plan(still, self.rows)):
+            guess = self._guess(still)
+            for active, logits in self._verify(still[0], guess) if guess else self._compute(_plan(still, self.rows)):
                 try:
                     self._take(active, logits)
                 except Exception as error:
@@ -165,7 +194,6 @@ class Batch:
 
     def _take(self, active: _Active, logits: Tensor) -> None:
         result = active.writer.result
-        result.decode_calls += bool(result.tokens)
         result.prompt_logprobs = active.scores
         token = active.writer.take(logits)
         active.pending = [] if token is None else [token]
@@ -228,7 +256,42 @@ class Batch:
             active.source = None
             active.pending = active.pending[len(tokens) :]
             if not active.pending:
+                active.writer.result.decode_calls += bool(active.writer.result.tokens)
                 yield active, row
+
+    def _guess(self, running: Sequence[_Active]) -> list[int]:
+        """Guesses of the next tokens of a text that is alone and has begun."""
+        if not self._guesses or len(running) != 1:
+            return []
+        (active,) = running
+        known = active.writer.result.tokens
+        room = min(active.writer.room - 1, active.caches.length - len(active.caches.tokens) - len(active.pending))
+        if not known or room < 1:
+            return []
+        if active.guesser is None:
+            prompt = active.text.prompt
+            # A draft's caches are those of the last text that was alone: an earlier one has ended.
+            draft = self._draft
+            active.guesser = Lookup(prompt) if draft is None else Draft(draft, prompt, self.decoder.vocabulary)
+        for token in known[active.guesser_has :]:
+            active.guesser.append(token)
+        active.guesser_has = len(known)
+        return active.guesser.guess(min(self._guesses, room))
+
+    def _verify(self, active: _Active, guess: list[int]) -> Iterator[tuple[_Active, Tensor]]:
+        """Computes the last token and guesses in one call; yields logits as long as the drawn tokens are the guesses."""
+        caches, result = active.caches, active.writer.result
+        (logits,) = self.decoder.run_texts([(caches, active.pending + guess)], everywhere=True)
+        result.decode_calls += 1
+        result.guessed += len(guess)
+        del caches.tokens[-len(guess) :]
+        for row, guessed in zip(logits, [*guess, None], strict=True):
+            active.pending = []
+            yield active, row
+            if active.writer.ended or active.pending != [guessed]:
+                return  # at the last row there is no guess
+            result.accepted += 1
+            caches.tokens.append(active.pending[0])
 
 
 def _scores(active: _Active, logits: Tensor) -> list[TokenLogprobs]:

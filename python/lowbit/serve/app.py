@@ -255,6 +255,8 @@ class Server:
         metrics.prompt_tokens += usage["prompt_tokens"]
         metrics.cached_tokens += usage["prompt_tokens_details"]["cached_tokens"]
         metrics.new_tokens += usage["completion_tokens"]
+        metrics.guessed += sum(each.guessed for each in answers.ends.values())
+        metrics.accepted += sum(each.accepted for each in answers.ends.values())
         metrics.whole.add(time.perf_counter() - answers.began)
         if answers.first is not None:
             metrics.first.add(answers.first - answers.began)

@@ -38,7 +38,7 @@ class Metrics:
         """
         self._gauges = gauges
         self.requests: Counter[tuple[str, int]] = Counter()  # by path and status
-        self.prompt_tokens = self.cached_tokens = self.new_tokens = self.canceled = 0
+        self.prompt_tokens = self.cached_tokens = self.new_tokens = self.guessed = self.accepted = self.canceled = 0
         self.first, self.whole = Histogram(), Histogram()
 
     def text(self) -> str:
@@ -55,6 +55,8 @@ class Metrics:
             ("prompt_tokens", self.prompt_tokens, "Tokens of prompts."),
             ("cached_tokens", self.cached_tokens, "Tokens of prompts that were copied from another text."),
             ("new_tokens", self.new_tokens, "Tokens that were written."),
+            ("guessed_tokens", self.guessed, "Guesses of speculative decoding."),
+            ("accepted_tokens", self.accepted, "Guesses that were right."),
             ("canceled_requests", self.canceled, "Requests whose client went away before the end."),
         ):
             lines.append(f"{head(f'lowbit_{short}_total', 'counter', what)} {value}")
