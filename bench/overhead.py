@@ -133,17 +133,19 @@ def run(command: list, **environment) -> str:
     return done.stdout
 
 
-def import_milliseconds() -> list[float]:
-    """What the entry point adds to `import torch`, each in a new process."""
-    script = """
-import torch, time
-begin = time.perf_counter()
-import lowbit_autoload
-lowbit_autoload.register()
-print((time.perf_counter() - begin) * 1e3)
-"""
-    run([sys.executable, "-c", script], PYTHONDONTWRITEBYTECODE="")  # compiles, as an installer does
-    return [float(run([sys.executable, "-c", script], **{SWITCH: 0})) for _ in range(IMPORTS)]
+def import_milliseconds() -> dict[str, list[float]]:
+    """CPU time of `import torch` with and without its autoload, and of what the autoload adds, timed alone; each in new
+    processes, in turns."""
+    timed = "import time\nbegin = time.process_time()\n{}\nprint((time.process_time() - begin) * 1e3)"
+    added = "import torch\n" + timed.format("import lowbit_autoload\nlowbit_autoload.register()")
+    whole = timed.format("import torch")
+    cases = {"with": (whole, 1), "without": (whole, 0), "added": (added, 0)}
+    run([sys.executable, "-c", "import torch"], PYTHONDONTWRITEBYTECODE="")  # compiles, as an installer does
+    found: dict[str, list[float]] = {name: [] for name in cases}
+    for _ in range(IMPORTS):
+        for name, (script, switch) in cases.items():
+            found[name].append(float(run([sys.executable, "-c", script], **{SWITCH: switch})))
+    return found
 
 
 def machine() -> dict[str, str]:
@@ -190,7 +192,8 @@ def table(microseconds: dict) -> str:
 
 def document(data: dict) -> str:
     facts = "\n".join(f"* {name}: {value}" for name, value in data["machine"].items())
-    quartiles = statistics.quantiles(data["import_ms"], n=4)
+    quartiles = {name: statistics.quantiles(times, n=4) for name, times in data["import"]["ms"].items()}
+    added, measured = quartiles["added"], data["import"]["machine"]
     return f"""# What a call costs
 
 Written by `make bench-overhead` (`bench/overhead.py`); `docs/overhead.json` has the quartiles.
@@ -206,15 +209,24 @@ says. "absent": not built.
 
 {table(data["microseconds"])}
 
-`import torch` takes {quartiles[1]:.1f} ms more where lowbit is installed (median of {IMPORTS} processes; quartiles
-{quartiles[0]:.1f} and {quartiles[2]:.1f}), and with `{SWITCH}=0` nothing.
+`import torch` takes {added[1]:.1f} ms of CPU time more where lowbit is installed (median of {IMPORTS} processes; quartiles
+{added[0]:.1f} and {added[2]:.1f}), timed alone: {added[1] / quartiles["without"][1]:.1%} of the whole. Whole imports, in turns: {quartiles["with"][1]:.0f} ms, and with
+`{SWITCH}=0` {quartiles["without"][1]:.0f} ms. {measured["CPU"]}; load {measured["load before"]}; {measured["date"]}.
+`python bench/overhead.py --only-import` measures this part again.
 """
+
+
+def write(data: dict) -> None:
+    DOCUMENT.write_text(document(data))
+    DATA.write_text(json.dumps(data, indent=1) + "\n")
+    print(DOCUMENT.read_text())
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runners", type=pathlib.Path, default=ROOT / "build/runners")
     parser.add_argument("--rounds", type=int, default=501)
+    parser.add_argument("--only-import", action="store_true", help="measure `import torch` again, and keep the rest")
     parser.add_argument("--measure", nargs=2, metavar=("THREADS", "DIRECTORY"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.measure:  # a process per number of threads
@@ -223,7 +235,11 @@ def main() -> None:
             json.dumps(measure(int(threads), arguments.rounds, pathlib.Path(directory)))
         )
         return
-    data = {"machine": machine(), "rounds": arguments.rounds, "import_ms": import_milliseconds(), "microseconds": {}}
+    imports = {"machine": machine(), "ms": import_milliseconds()}
+    if arguments.only_import:
+        write(json.loads(DATA.read_text()) | {"import": imports})
+        return
+    data = {"machine": machine(), "rounds": arguments.rounds, "import": imports, "microseconds": {}}
     with tempfile.TemporaryDirectory() as name:
         directory = pathlib.Path(name)
         for threads in THREADS:
@@ -234,9 +250,7 @@ def main() -> None:
                 if (arguments.runners / program).exists():
                     found[surface] = measure_program(arguments.runners / program, directory, threads)
             data["microseconds"][threads] = {surface: summary(cases) for surface, cases in found.items()}
-    DOCUMENT.write_text(document(data))
-    DATA.write_text(json.dumps(data, indent=1) + "\n")
-    print(DOCUMENT.read_text())
+    write(data)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 #!/bin/sh
 # Which lines the tests of this machine run, in C++ and in Python, and which branches in Python: reports in DIRECTORY, totals
-# and the files with the smallest shares on the terminal. Fails below fail_under in pyproject.toml, where that is set.
+# and the files with the smallest shares on the terminal. Fails below fail_under in pyproject.toml.
 #   scripts/coverage.sh BIN DIRECTORY     BIN: the bin directory of the virtual environment; JOBS: how many at once
 # The operators' registrations (torch, ExecuTorch, Python) are tested from Python, and not counted in C++.
 set -eu
@@ -25,7 +25,7 @@ find "$build" -name '*.gcda' -delete
   --json "$directory/cpp.gcovr.json" --json-summary "$directory/cpp.json" --html-details "$directory/cpp.html" \
   "$build" >"$directory/cpp.log" 2>&1 || { tail -n 30 "$directory/cpp.log"; exit 1; }
 
-"$bin/python" -m pytest -n "$jobs" --dist loadfile --cov --cov-report= tests/python
+"$bin/python" -m pytest -n "$jobs" --dist loadfile --cov --cov-report= --cov-fail-under=0 tests/python
 "$bin/python" -m coverage json -q --fail-under=0 -o "$directory/python.json"
 "$bin/python" -m coverage html -q --fail-under=0 -d "$directory/python"
 cp .coverage "$directory/python.coverage"
@@ -54,6 +54,6 @@ branches = f"{totals['covered_branches']} of {totals['num_branches']} branches"
 print(f"Python: {branches}, {totals['percent_covered']:.1f} % with lines")
 print(f"all of it: {directory}/cpp.html, {directory}/python/index.html")
 PYTHON
-# Fails below fail_under in pyproject.toml, where that is set.
+# Fails below the floor, fail_under in pyproject.toml.
 "$bin/python" -m coverage report --format=total
 rm .coverage
