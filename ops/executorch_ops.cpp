@@ -180,64 +180,36 @@ Status run_embedding(Span<EValue*> values) {
   return lowbit::embedding(indices_view, packed_view, embedding_dim, resized(out, shape), executorch_threads());
 }
 
-// The caches are changed in place: export leaves the buffers of the program itself to be arguments.
+// The caches are changed in place: export leaves the buffers of the program itself to be arguments. With a window's caches
+// there is the tensor `held` after them.
+template <bool kHeld>
 Status run_attention(Span<EValue*> values) {
-  if (Status status = check_arguments(values, {{"q", Tag::Tensor},
-                                               {"k", Tag::Tensor},
-                                               {"v", Tag::Tensor},
-                                               {"k_cache", Tag::Tensor},
-                                               {"v_cache", Tag::Tensor},
-                                               {"start", Tag::Tensor},
-                                               {"scale", Tag::Double},
-                                               {"window", Tag::Int},
-                                               {"softcap", Tag::Double},
-                                               {"sinks", Tag::Tensor, true},
-                                               {"out", Tag::Tensor}});
-      !status.ok()) {
-    return status;
-  }
-  const Tensor &q = values[0]->toTensor(), &k = values[1]->toTensor(), &v = values[2]->toTensor();
-  const Tensor &k_cache = values[3]->toTensor(), &v_cache = values[4]->toTensor(), &start = values[5]->toTensor();
-  const bool has_sinks = !values[9]->isNone();
-  const TensorView sinks_view = has_sinks ? view_of(values[9]->toTensor()) : TensorView();
-  const lowbit::Scores scores{values[6]->toDouble(), values[7]->toInt(), values[8]->toDouble(),
-                              has_sinks ? &sinks_view : nullptr};
-  Tensor& out = values[10]->toTensor();
-
-  const TensorView q_view = view_of(q), k_view = view_of(k), v_view = view_of(v), start_view = view_of(start);
-  const TensorView k_cache_view = view_of(k_cache), v_cache_view = view_of(v_cache);
-  Shape shape;
-  if (Status status = lowbit::attention_shape(q_view, k_cache_view, v_cache_view, &shape); !status.ok()) return status;
-  return lowbit::attention(q_view, k_view, v_view, k_cache_view, v_cache_view, start_view, scores, resized(out, shape),
-                           executorch_threads());
-}
-
-Status run_window_attention(Span<EValue*> values) {
-  if (Status status = check_arguments(values, {{"q", Tag::Tensor},
-                                               {"k", Tag::Tensor},
-                                               {"v", Tag::Tensor},
-                                               {"k_cache", Tag::Tensor},
-                                               {"v_cache", Tag::Tensor},
-                                               {"held", Tag::Tensor},
-                                               {"start", Tag::Tensor},
-                                               {"scale", Tag::Double},
-                                               {"window", Tag::Int},
-                                               {"softcap", Tag::Double},
-                                               {"sinks", Tag::Tensor, true},
-                                               {"out", Tag::Tensor}});
-      !status.ok()) {
-    return status;
-  }
-  TensorView views[7];
-  for (size_t i = 0; i < 7; ++i) views[i] = view_of(values[i]->toTensor());
-  const bool has_sinks = !values[10]->isNone();
-  const TensorView sinks = has_sinks ? view_of(values[10]->toTensor()) : TensorView();
-  const lowbit::Scores scores{values[7]->toDouble(), values[8]->toInt(), values[9]->toDouble(), has_sinks ? &sinks : nullptr};
-  Tensor& out = values[11]->toTensor();
+  constexpr size_t kCaches = 5, kStart = kHeld ? 6 : 5, kAll = kStart + 6;
+  const Argument both[] = {{"q", Tag::Tensor},       {"k", Tag::Tensor},         {"v", Tag::Tensor},
+                           {"k_cache", Tag::Tensor}, {"v_cache", Tag::Tensor},   {"start", Tag::Tensor},
+                           {"scale", Tag::Double},   {"window", Tag::Int},       {"softcap", Tag::Double},
+                           {"sinks", Tag::Tensor, true}, {"out", Tag::Tensor}};
+  Argument arguments[kAll];
+  for (size_t i = 0; i < kCaches; ++i) arguments[i] = both[i];
+  if (kHeld) arguments[kCaches] = {"held", Tag::Tensor};
+  for (size_t i = kStart; i < kAll; ++i) arguments[i] = both[i - kStart + kCaches];
+  if (Status status = check_arguments(values, arguments); !status.ok()) return status;
+  TensorView views[kStart + 1];
+  for (size_t i = 0; i <= kStart; ++i) views[i] = view_of(values[i]->toTensor());
+  const bool has_sinks = !values[kStart + 4]->isNone();
+  const TensorView sinks = has_sinks ? view_of(values[kStart + 4]->toTensor()) : TensorView();
+  const lowbit::Scores scores{values[kStart + 1]->toDouble(), values[kStart + 2]->toInt(), values[kStart + 3]->toDouble(),
+                              has_sinks ? &sinks : nullptr};
+  Tensor& out = values[kStart + 5]->toTensor();
   Shape shape;
   if (Status status = lowbit::attention_shape(views[0], views[3], views[4], &shape); !status.ok()) return status;
-  return lowbit::window_attention(views[0], views[1], views[2], views[3], views[4], views[5], views[6], scores,
-                                  resized(out, shape), executorch_threads());
+  if constexpr (kHeld) {
+    return lowbit::window_attention(views[0], views[1], views[2], views[3], views[4], views[5], views[6], scores,
+                                    resized(out, shape), executorch_threads());
+  } else {
+    return lowbit::attention(views[0], views[1], views[2], views[3], views[4], views[5], scores, resized(out, shape),
+                             executorch_threads());
+  }
 }
 
 // The state is changed in place, as caches are.
@@ -304,8 +276,8 @@ const Kernel kKernels[] = {Kernel(kLinear, kernel<kLinear, run_linear, 3>),
                            Kernel(kLinears, kernel<kLinears, run_linears, 3>),
                            Kernel(kLinearExperts, kernel<kLinearExperts, run_linear_experts, 4>),
                            Kernel(kEmbedding, kernel<kEmbedding, run_embedding, 4>),
-                           Kernel(kAttention, kernel<kAttention, run_attention, 10>),
-                           Kernel(kWindowAttention, kernel<kWindowAttention, run_window_attention, 11>),
+                           Kernel(kAttention, kernel<kAttention, run_attention<false>, 10>),
+                           Kernel(kWindowAttention, kernel<kWindowAttention, run_attention<true>, 11>),
                            Kernel(kLinearAttention, kernel<kLinearAttention, run_linear_attention, 9>),
                            Kernel(kShortConv, kernel<kShortConv, run_short_conv, 6>)};
 [[maybe_unused]] const Error registered = executorch::runtime::register_kernels(Span<const Kernel>(kKernels, 8));
