@@ -210,8 +210,9 @@ says. "absent": not built.
 {table(data["microseconds"])}
 
 `import torch` takes {added[1]:.1f} ms of CPU time more where lowbit is installed (median of {IMPORTS} processes; quartiles
-{added[0]:.1f} and {added[2]:.1f}), timed alone: {added[1] / quartiles["without"][1]:.1%} of the whole. Whole imports, in turns: {quartiles["with"][1]:.0f} ms, and with
-`{SWITCH}=0` {quartiles["without"][1]:.0f} ms. {measured["CPU"]}; load {measured["load before"]}; {measured["date"]}.
+{added[0]:.1f} and {added[2]:.1f}), timed alone: {added[1] / quartiles["without"][1]:.1%} of the whole. Whole imports,
+in turns: {quartiles["with"][1]:.0f} ms, and with `{SWITCH}=0` {quartiles["without"][1]:.0f} ms. {measured["CPU"]}; load
+{measured["load before"]}; {measured["date"]}.
 `python bench/overhead.py --only-import` measures this part again.
 """
 

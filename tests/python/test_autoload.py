@@ -39,7 +39,7 @@ def test_import_torch_brings_lowbit_and_nothing_else(run_python, without):
     assert {name for name in added if "lowbit" not in name} == set()  # "torch" would be one more of its parts
     # Each module costs every import of torch a millisecond or more: the operators are enough.
     parts = {name for name in with_lowbit if name.startswith("lowbit.")}
-    assert parts == {f"lowbit.{name}" for name in ("_C", "_library", "_packed", "_recurrence", "ops")}
+    assert parts == {f"lowbit.{name}" for name in ("_C", "_library", "_packed", "_recurrence", "_window", "ops")}
 
 
 def test_the_switch(run_python, without):
