@@ -72,7 +72,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "intermediate_size": [128] * 4,
         "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
     },
-    "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": 64},
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": 6},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 2},
     "hunyuan_v1_dense": _ALPHA,
     "hunyuan_v1_moe": _ALPHA,
@@ -89,6 +89,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "axial_pos_embds_dim": [32, 32],
     },
     "zamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "xglm": {"attention_heads": 4},
     "xlnet": {"d_head": 16},
     "xmod": {"default_language": "en_XX"},
 }

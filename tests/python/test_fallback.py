@@ -18,7 +18,7 @@ transformers = pytest.importorskip("transformers")
 SIZES = {"vocab_size": 2048, "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
 # Attention of its own; states that cannot be cut back, and are continued token by token.
 CONFIGS = {
-    "gptj": lambda: transformers.GPTJConfig(n_embd=64, n_layer=2, n_head=4, rotary_dim=8, n_positions=256, **SIZES),
+    "codegen": lambda: transformers.CodeGenConfig(n_embd=64, n_layer=2, n_head=4, rotary_dim=8, n_positions=256, **SIZES),
     "mamba": lambda: transformers.MambaConfig(hidden_size=64, num_hidden_layers=2, state_size=8, **SIZES),
 }  # fmt: skip
 PROMPT = "Return the number of items"

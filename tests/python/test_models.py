@@ -1,4 +1,4 @@
-"""The decoder on 46 architectures of transformers, tiny and with random weights: right, or refused and left as it was.
+"""The decoder on 61 architectures of transformers, tiny and with random weights: right, or refused and left as it was.
 
 `make models` tries all there are, and exports them too.
 """
@@ -28,14 +28,10 @@ MODELS = {
     "rwkv": OWN,
     # Attention of their own.
     "codegen": OWN,
-    "gpt_neo": OWN,
-    "gptj": OWN,
     "openai-gpt": OWN,
     "roformer": OWN,
-    "xglm": OWN,
     # Attention that sees what comes later, or is given more than the decoder's knows.
     "bert": OTHERS,
-    "blenderbot-small": NO_POSITIONS,
     "doge": "its attention has a mask or bias of its own",
     # Recurrent layers that there are operators for.
     "bailing_hybrid": None,
@@ -50,6 +46,17 @@ MODELS = {
     "qwen3_5_text": None,
     "qwen3_5_moe_text": None,
     "qwen3_next": None,
+    # Positions that the model counts itself, and attention of their own that there are stand-ins for.
+    "bart": None,
+    "blenderbot-small": None,
+    "gpt_neo": None,
+    "gpt_neox_japanese": None,
+    "gptj": None,
+    "marian": None,
+    "mvp": None,
+    "trocr": None,
+    "whisper": None,
+    "xglm": None,
     # Attention alone.
     "apertus": None,
     "biogpt": None,

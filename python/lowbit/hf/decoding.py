@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import own_attention, recurrent
+from . import own_attention, position_tables, recurrent
 from .activations import RowWise, is_activation
 from .unsupported import Unsupported as Unsupported
 
@@ -23,7 +23,7 @@ _TAKEOVER = "_lowbit_takeover"  # the attribute of a model that a decoder has
 # What transformers may give an attention function besides its inputs without changing what attention computes.
 _HARMLESS = frozenset(
     ("cache_position", "dropout", "hidden_states", "is_causal", "output_attentions", "output_hidden_states")
-    + ("output_router_logits", "position_embeddings", "position_ids", "return_dict", "use_cache")
+    + ("logits_to_keep", "output_router_logits", "position_embeddings", "position_ids", "return_dict", "use_cache")
 )
 
 
@@ -147,6 +147,8 @@ def check_windows(config: Any, asked: Asked, max_length: int) -> None:
     Raises:
         Unsupported: says what was found.
     """
+    if not hasattr(config, "sliding_window"):
+        return  # GPT-Neo's has another name, which its stand-in reads
     kinds = getattr(config, "layer_types", None)
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", None) is not False else None
     for layer, in_call in asked.windows.items():
@@ -180,6 +182,8 @@ def tells_positions(model: torch.nn.Module) -> bool | None:
         return None
     if _takes_positions(model):
         return True
+    if any(position_tables.find(model)):
+        return None
     if not relative and not any(recurrent.find(model)):
         raise Unsupported("it takes no position_ids, so it cannot be told where a text goes on")
     return False
@@ -308,6 +312,12 @@ class Takeover:
         self.takes_positions = _takes_positions(model)
         self.states = recurrent.States()
         self.mixers = [recurrent.Mixer(module, self.states) for module in recurrent.find(model)]
+        self.positions = position_tables.Positions()
+        self.tables = (
+            []
+            if self.takes_positions
+            else [position_tables.Table(module, self.positions) for module in list(position_tables.find(model))]
+        )
         self.call: own_attention.Call | None = None  # of a model whose attention is code of its own
         setattr(model, _TAKEOVER, self)
         self._replace_attention(model, positions)
@@ -377,6 +387,8 @@ class Takeover:
             hook.remove()
         for mixer in self.mixers:
             mixer.end()
+        for table in self.tables:
+            table.end()
         delattr(model, _TAKEOVER)
 
 

@@ -1,4 +1,4 @@
-"""The attention that BLOOM, MPT and Falcon have as code of their own in transformers, over a decoder's caches.
+"""The attention that BLOOM, MPT, Falcon and earlier models have as code of their own in transformers, over a decoder's caches.
 
 Their code knows transformers' caches only. While a decoder has such a model, modules from here stand in for its
 attention, with the same layers under the same names.
@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from .unsupported import Unsupported
 
 _INPUTS = 16  # of queries and keys that carry the bias: widths are multiples of 16
 # A position is 256 times one number and another; both are below 257, so bfloat16 holds them, with its 8 bits.
@@ -84,7 +86,9 @@ class Call:
         """So that no tensor outlives the call."""
         self.caches = self.start = self.inputs = None
 
-    def run(self, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    def run(
+        self, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None = None
+    ) -> Tensor:
         """[1, s, heads * d] of [1, heads, s, d], and keys and values of as many heads or fewer."""
         dtype = query.dtype
         if self.inputs is not None:
@@ -94,7 +98,9 @@ class Call:
                 for more, inputs in zip(self.inputs, (query, key), strict=True)
             )
             value = value.float()
-        output, _ = self.attend(module, query, key, value, None, scaling=scale, caches=self.caches, start=self.start)
+        output, _ = self.attend(
+            module, query, key, value, None, scaling=scale, caches=self.caches, start=self.start, sliding_window=window
+        )
         return output.flatten(2).to(dtype)
 
 
@@ -107,7 +113,8 @@ class _Own(torch.nn.Module):
         super().__init__()
         for name, child in attention.named_children():
             self.add_module(name, child)
-        self.call, self.layer_idx = call, attention.layer_idx
+        self.call = call
+        self.layer_idx = attention.layer_idx if hasattr(attention, "layer_idx") else attention.layer_id
         self.scale: float
         self.heads: int
 
@@ -118,7 +125,7 @@ class _Own(torch.nn.Module):
 
     def alibi(self, model: Any, positions: int) -> Alibi | None:
         """For all layers of the model."""
-        raise NotImplementedError
+        return None
 
 
 class _Bloom(_Own):
@@ -189,7 +196,79 @@ class _Falcon(_Own):
         return self.dense(self.call.run(self, query, key, value, self.scale)), None
 
 
-_KINDS: dict[str, type[_Own]] = {"BloomAttention": _Bloom, "MptAttention": _Mpt, "FalconAttention": _Falcon}
+class _Projected(_Own):
+    """XGLM's, MVP's and TrOCR's: a matrix each for queries, keys and values."""
+
+    window: int | None = None
+
+    def __init__(self, attention: Any, call: Call):
+        super().__init__(attention, call)
+        self.scale, self.heads = getattr(attention, "scaling", 1.0), attention.num_heads
+
+    def forward(self, hidden_states: Tensor, **others: Any) -> tuple[Tensor, None]:
+        for name in ("key_value_states", "attn_prompt"):
+            if others.get(name) is not None:
+                raise Unsupported(f"its attention has {name}, which the decoder's attention does not know")
+        projected = (layer(hidden_states) for layer in (self.q_proj, self.k_proj, self.v_proj))
+        query, key, value = (each.unflatten(-1, (self.heads, -1)).transpose(1, 2) for each in projected)
+        return self.out_proj(self.call.run(self, query, key, value, self.scale, self.window)), None
+
+
+class _GptNeo(_Projected):
+    def __init__(self, attention: Any, call: Call):
+        super().__init__(attention, call)
+        self.window = attention.config.window_size if attention.attention_type == "local" else None
+
+
+class _GptJ(_Own):
+    def __init__(self, attention: Any, call: Call):
+        super().__init__(attention, call)
+        self.register_buffer("embed_positions", attention.embed_positions, persistent=False)
+        self.scale, self.heads, self.rotated = 1 / attention.scale_attn, attention.num_attention_heads, attention.rotary_dim
+        self.rotate = sys.modules[type(attention).__module__].apply_rotary_pos_emb
+
+    def forward(self, hidden_states: Tensor, position_ids: Tensor, **others: Any) -> tuple[Tensor, None]:
+        if torch.compiler.is_compiling():  # attention refuses positions beyond the caches
+            position_ids = position_ids.clamp(0, self.embed_positions.shape[0] - 1)
+        sin, cos = self.embed_positions[position_ids].to(hidden_states.dtype).chunk(2, dim=-1)
+        query, key, value = (
+            layer(hidden_states).unflatten(-1, (self.heads, -1)) for layer in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        count = query.shape[-1] if self.rotated is None else self.rotated
+        query, key = (
+            torch.cat([self.rotate(each[..., :count], sin, cos), each[..., count:]], dim=-1).transpose(1, 2)
+            for each in (query, key)
+        )
+        return self.out_proj(self.call.run(self, query, key, value.transpose(1, 2), self.scale)), None
+
+
+class _GptNeoXJapanese(_Own):
+    def __init__(self, attention: Any, call: Call):
+        super().__init__(attention, call)
+        self.scale, self.heads, self.rotated = 1 / attention.norm_factor, attention.num_attention_heads, attention.rotary_ndims
+        self.dense_bias = attention.dense_bias
+        self.rotate = sys.modules[type(attention).__module__].apply_rotary_pos_emb
+
+    def forward(
+        self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], **others: Any
+    ) -> tuple[Tensor, None, Tensor | None]:
+        mixed = self.query_key_value(hidden_states).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        query, key, value = mixed.chunk(3, dim=-1)
+        count = self.rotated
+        rotated = self.rotate(query[..., :count], key[..., :count], *position_embeddings)
+        query, key = (torch.cat([part, each[..., count:]], dim=-1) for part, each in zip(rotated, (query, key), strict=True))
+        return self.dense(self.call.run(self, query, key, value, self.scale)), None, self.dense_bias
+
+
+_KINDS: dict[str, type[_Own]] = {
+    "BloomAttention": _Bloom,
+    "MptAttention": _Mpt,
+    "FalconAttention": _Falcon,
+    **dict.fromkeys(("XGLMAttention", "MvpAttention", "TrOCRAttention"), _Projected),
+    "GPTNeoSelfAttention": _GptNeo,
+    "GPTJAttention": _GptJ,
+    "GPTNeoXJapaneseAttention": _GptNeoXJapanese,
+}
 
 
 def find(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str, torch.nn.Module, type[_Own]]]:

@@ -274,10 +274,12 @@ class Decoder(torch.nn.Module):
         else:
             takeover.call.give(caches, start, positions)
         takeover.states.give(caches, start)
+        takeover.positions.now = positions
         try:
             return self.model(**arguments).logits
         finally:
             takeover.states.clear()
+            takeover.positions.now = None
             if takeover.call is not None:
                 takeover.call.clear()
 

@@ -1,0 +1,41 @@
+"""Tables of positions that count by themselves (BART, Marian, Whisper): a decoder tells them where a text goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Positions:
+    """The positions of the tokens in a call."""
+
+    now: Tensor | None = None
+
+
+class Table:
+    """A table of positions that looks up the positions of the call, until :meth:`end`."""
+
+    def __init__(self, module: torch.nn.Module, positions: Positions):
+        self.module = module
+        own = module.forward
+
+        def forward(inputs: Any, past_key_values_length: int = 0, position_ids: Tensor | None = None) -> Any:
+            return own(inputs, position_ids=positions.now)
+
+        module.forward = forward
+
+    def end(self) -> None:
+        del self.module.forward
+
+
+def find(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """The tables of a model that a :class:`Table` can tell its positions."""
+    for module in model.modules():
+        if "Positional" in type(module).__name__ and "forward" not in vars(module):
+            names = signature(module.forward).parameters
+            if "past_key_values_length" in names and "position_ids" in names:
+                yield module
