@@ -1,4 +1,4 @@
-"""OpenAI's client, langchain and Open WebUI's calls to `lowbit serve`: lowbit's own texts, streamed too, and tool calls.
+"""OpenAI's client, langchain and Open WebUI's calls to `lowbit serve`: the texts of `lowbit generate`, streamed too, and tools.
 
 Packages: openai, langchain-openai, starlette, uvicorn, llguidance
 """
@@ -9,7 +9,7 @@ import subprocess
 import urllib.request
 from pathlib import Path
 
-from given import LLAMA, NEW_TOKENS, PROMPTS, expected, same
+from given import LLAMA, NEW_TOKENS, PROMPTS, same
 from langchain_openai import ChatOpenAI
 from openai import OpenAI
 
@@ -23,6 +23,10 @@ SCHEMA = {
     "additionalProperties": False,
 }  # fmt: skip
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}
+expected = []
+for prompt in PROMPTS:
+    alone = ["lowbit", "generate", str(LLAMA), "--prompt", prompt, "--max-new-tokens", str(NEW_TOKENS), "--json"]
+    expected.append(json.loads(subprocess.check_output(alone))["text"])
 with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
     try:
         url = next(found[0] for line in server.stderr if (found := re.search(r"http://\S+/v1", line)))
@@ -30,11 +34,11 @@ with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
         (model,) = client.models.list().data
         asked = {"model": model.id, "max_tokens": NEW_TOKENS, "temperature": 0}
         found = client.completions.create(prompt=PROMPTS, **asked)
-        same([choice.text for choice in found.choices], expected()["texts"])
+        same([choice.text for choice in found.choices], expected)
         streamed = [""] * len(PROMPTS)
         for chunk in client.completions.create(prompt=PROMPTS, stream=True, **asked):
             streamed[chunk.choices[0].index] += chunk.choices[0].text
-        same(streamed, expected()["texts"])
+        same(streamed, expected)
 
         said = [{"role": "user", "content": PROMPTS[0]}]
         answer = client.chat.completions.create(messages=said, logprobs=True, top_logprobs=2, **asked).choices[0]

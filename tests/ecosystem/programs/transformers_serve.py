@@ -5,6 +5,7 @@ Packages: transformers, fastapi, uvicorn, openai
 
 import socket
 import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -15,7 +16,8 @@ from given import LLAMA, NEW_TOKENS, PROMPTS, expected, same
 with socket.socket() as free:
     free.bind(("127.0.0.1", 0))
     port = free.getsockname()[1]
-command = ["transformers", "serve", str(LLAMA), "--device", "cpu", "--dtype", "float32", "--host", "127.0.0.1"]
+cli = [sys.executable, "-c", "from transformers.cli.transformers import main; main()"]  # its script is in another environment
+command = [*cli, "serve", str(LLAMA), "--device", "cpu", "--dtype", "float32", "--host", "127.0.0.1"]
 server = subprocess.Popen([*command, "--port", str(port)])
 try:
     while server.poll() is None:
