@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_SPAN = 512  # positions by which the caches move on; the kernels add in spans of as many
+SPAN = 512  # positions by which the caches move on; the kernels add in spans of as many
 
 
 def window_length(window: int, positions: int = 256) -> int:
     """The ``max_length`` of caches for :func:`window_attention`, in which calls of up to ``positions`` are not cut."""
-    return -(-(window + _SPAN + max(positions, 16)) // 16) * 16
+    return -(-(window + SPAN + max(positions, 16)) // 16) * 16
 
 
 def window_attention(

@@ -13,6 +13,7 @@ from __future__ import annotations
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from ..files.safetensors import Stored, read_bytes
 from ..levels import TABLES
@@ -23,15 +24,22 @@ _LEAVES = ("gate_up_proj", "down_proj")
 _GROUP = 32
 
 
+def nibbles(pairs: Tensor) -> Tensor:
+    """Codes of bytes [..., size], the first of two in the low half: uint8 [..., 2 size]."""
+    return torch.stack((pairs & 15, pairs >> 4), -1).flatten(-2)
+
+
+def powers_of_two(codes: Tensor) -> Tensor:
+    """Scales stored as exponents of two plus 127, as float32; NaN for 255."""
+    return torch.where(codes == 255, torch.nan, torch.ldexp(torch.ones((), dtype=torch.float32), codes.int() - 127))
+
+
 def _read(blocks: Stored, scales: Stored, expert: int, begin: int, end: int) -> Rows:
     _, n, groups, _ = blocks.shape
     first, last = (expert * n + begin) * groups, (expert * n + end) * groups
-    pairs = read_bytes(blocks, first * 16, last * 16)
-    codes = torch.stack((pairs & 15, pairs >> 4), -1).view(end - begin, groups * _GROUP)
-    powers = read_bytes(scales, first, last).view(end - begin, groups).int()
-    # lowbit's levels are twice the values, so the exponent is one less.
-    values = torch.ldexp(torch.ones((), dtype=torch.float32), powers - 128)
-    return Rows(codes, torch.where(powers == 255, torch.nan, values))
+    codes = nibbles(read_bytes(blocks, first * 16, last * 16)).view(end - begin, groups * _GROUP)
+    powers = powers_of_two(read_bytes(scales, first, last)).view(end - begin, groups)
+    return Rows(codes, powers / 2)  # a level is twice the value
 
 
 def _matrix(name: str, blocks: Stored, scales: Stored, expert: int) -> Matrix:

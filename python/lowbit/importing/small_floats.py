@@ -23,6 +23,7 @@ from .._rounding import LinearConfig
 from ..files.safetensors import Stored, read_bytes
 from ..levels import TABLES
 from .codes import Matrix, Rows, SourceTensor, Weights
+from .mxfp4 import nibbles, powers_of_two
 from .stock import Stock, load
 
 _SCALES = ("F32", "BF16", "F16")
@@ -41,9 +42,7 @@ def _rows_of(stored: Stored, begin: int, end: int) -> Tensor:
 
 
 def _powers(stored: Stored, begin: int, end: int) -> Tensor:
-    """Scales stored as powers of two, float32 [rows, groups]; 255 stands for no number."""
-    codes = _rows_of(stored, begin, end).int()
-    return torch.where(codes == 255, torch.nan, torch.ldexp(torch.ones((), dtype=torch.float32), codes - 127))
+    return powers_of_two(_rows_of(stored, begin, end))
 
 
 def _fp8(stored: Stored, begin: int, end: int) -> Tensor:
@@ -78,8 +77,7 @@ def _read_mxfp8(weight: Stored, scales: Stored, begin: int, end: int) -> Tensor:
 
 
 def _codes(packed: Stored, begin: int, end: int) -> Tensor:
-    pairs = _rows_of(packed, begin, end)
-    return torch.stack((pairs & 15, pairs >> 4), -1).flatten(1)
+    return nibbles(_rows_of(packed, begin, end))
 
 
 def _read_nvfp4(packed: Stored, scales: Stored, factor: Tensor, begin: int, end: int) -> Rows:

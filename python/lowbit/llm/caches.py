@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._window import SPAN
 from ..hf.decoding import is_held
 from ..hf.recurrent import is_state
 
-_SPAN = 512  # positions by which caches of windows move on
 _PANEL = 16  # positions whose keys are interleaved in memory, see docs/internals/operators.md
 
 
@@ -91,7 +91,7 @@ def copy_layer(source: Iterable[Tensor], target: Iterable[Tensor], count: int, s
         if not is_held(tensor):
             targets.append(tensor)
         elif not states:
-            base = max(0, -(-(count - targets[0].shape[2]) // _SPAN) * _SPAN)
+            base = max(0, -(-(count - targets[0].shape[2]) // SPAN) * SPAN)
             tensor.copy_(torch.tensor([base, count]))
     count = -(-count // _PANEL) * _PANEL
     for read, write in zip(source, targets, strict=True):
