@@ -31,11 +31,7 @@ constexpr int64_t kEveryRows = 33;
 constexpr DType kDTypes[] = {DType::f32, DType::bf16, DType::f16};
 
 const char* name_of(DType dtype) { return dtype == DType::f32 ? "f32" : dtype == DType::bf16 ? "bf16" : "f16"; }
-const char* name_of(Mapping mapping) {
-  return mapping == Mapping::affine ? "affine" : mapping == Mapping::levels ? "levels" : "symmetric";
-}
 
-constexpr Mapping kMappings[] = {Mapping::symmetric, Mapping::affine, Mapping::levels};
 constexpr int8_t kLevels[kMostLevels] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
 
 struct Random {
@@ -61,14 +57,14 @@ struct Weights {
 
   Weights(int bits, Mapping mapping, int64_t group_size) {
     require(make_layout(kOutputs, kInputs, bits, group_size, mapping, false, &layout,
-                        mapping == Mapping::levels ? kLevels : nullptr));
+                        has_table(mapping) ? kLevels : nullptr));
     Random random;
     std::vector<uint8_t> codes(static_cast<size_t>(kOutputs * kInputs));
     for (uint8_t& code : codes) code = static_cast<uint8_t>(random.below(1 << bits));
     const std::vector<float> scales(static_cast<size_t>(kOutputs * layout.groups), 0.01f);
     packed.resize(static_cast<size_t>(layout.total_bytes));
     std::vector<uint64_t> checksums(static_cast<size_t>(layout.panels));
-    const PackArgs args{codes.data(), scales.data(), mapping == Mapping::affine ? scales.data() : nullptr, nullptr};
+    const PackArgs args{codes.data(), scales.data(), has_mins(mapping) ? scales.data() : nullptr, nullptr};
     require(pack_panels(layout, args, 0, layout.panels, packed.data(), checksums.data()));
     seal(layout, checksums.data(), packed.data());
   }
@@ -92,7 +88,7 @@ void count_linear(const LinearKernel& kernel, Mapping mapping, int64_t group_siz
   const std::vector<float> group_sums(static_cast<size_t>(kMostRows * layout.groups), 0.05f);
   std::vector<float> out(static_cast<size_t>(kMostRows * kOutputs));
   LinearArgs args{weights.packed.data() + weights.layout.header_bytes, weights.layout, 0, weights.layout.panels, a.data(),
-                  scales.data(), sums.data(), mapping == Mapping::affine ? group_sums.data() : nullptr, 0, out.data(),
+                  scales.data(), sums.data(), has_mins(mapping) ? group_sums.data() : nullptr, 0, out.data(),
                   DType::f32, kOutputs};
   alignas(64) static char scratch[kLinearScratchBytes];
   args.scratch = scratch;

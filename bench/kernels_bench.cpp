@@ -69,12 +69,12 @@ struct Weights {
   Weights(int bits, Mapping mapping, int64_t group_size = kGroupSize) {
     constexpr int8_t kLevels[kMostLevels] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
     require(make_layout(shape.n, shape.k, bits, group_size, mapping, false, &layout,
-                        mapping == Mapping::levels ? kLevels : nullptr));
+                        has_table(mapping) ? kLevels : nullptr));
     codes.resize(static_cast<size_t>(shape.n * shape.k));
     uint32_t state = 1;
     for (uint8_t& code : codes) code = static_cast<uint8_t>((state = state * 1664525u + 1013904223u) >> (32 - bits));
     scales.assign(static_cast<size_t>(shape.n * layout.groups), 0.01f);
-    if (mapping == Mapping::affine) mins.assign(scales.size(), -0.08f);
+    if (has_mins(mapping)) mins.assign(scales.size(), -0.08f);
     packed = allocate<uint8_t>(layout.total_bytes);
     checksums.resize(static_cast<size_t>(layout.panels));
     pack();
@@ -110,7 +110,7 @@ void linear(benchmark::State& state, const LinearKernel* kernel, int64_t m, Mapp
   args.a = a.get();
   args.scales = scales.get();
   args.sums = sums.get();
-  if (mapping == Mapping::affine) args.group_sums = group_sums.get();
+  if (has_mins(mapping)) args.group_sums = group_sums.get();
   args.m = m;
   args.out = out.get();
   args.out_dtype = DType::f32;
@@ -253,8 +253,8 @@ void register_all() {
     }
   }
   for (int bits = 1; bits <= 8; ++bits) {
-    for (const Mapping mapping : {Mapping::symmetric, Mapping::affine, Mapping::levels}) {
-      const char* what = mapping == Mapping::affine ? "/affine" : mapping == Mapping::levels ? "/levels" : "";
+    for (const Mapping mapping : kMappings) {
+      const char* what = has_mins(mapping) ? "/affine" : has_table(mapping) ? "/levels" : "";
       for (const int64_t group_size : kGroupSizes) {
         for (size_t i = 0; i < linear_kernel_count(); ++i) {
           const LinearKernel* row = &linear_kernel(i);

@@ -110,14 +110,14 @@ void count_linear(const LinearKernel& kernel, Mapping mapping, int64_t group_siz
   args.a = allocate<int8_t>(m * inputs);
   args.scales = allocate<float>(m * layout.segments);
   args.sums = allocate<int32_t>(m * layout.segments);
-  if (mapping == Mapping::affine) args.group_sums = allocate<float>(m * layout.groups);
+  if (has_mins(mapping)) args.group_sums = allocate<float>(m * layout.groups);
   args.m = m;
   args.out = allocate<float>(m * kOutputs);
   args.out_dtype = DType::f32;
   args.out_stride = kOutputs;
   static char* const scratch = allocate<char>(kLinearScratchBytes);
   args.scratch = scratch;
-  const std::string task = std::string(mapping == Mapping::affine ? "affine" : "symmetric") + " g" +
+  const std::string task = std::string(has_mins(mapping) ? "affine" : "symmetric") + " g" +
                            std::to_string(group_size) + " m" + std::to_string(m);
   count(kernel.name, task, m * kOutputs * inputs / 128, kernel.run, args);
 }
@@ -175,7 +175,7 @@ void count_all() {
     if (check && m > 1 && kernel.bits != 4) continue;
     for (const Mapping mapping : {Mapping::symmetric, Mapping::affine}) {
       for (const int64_t group_size : {32, 128}) {
-        if (check && (mapping == Mapping::affine || (group_size != 32 && m > 1))) continue;
+        if (check && (has_mins(mapping) || (group_size != 32 && m > 1))) continue;
         count_linear(kernel, mapping, group_size, m);
         // What speculative decoding and a few texts at once use.
         if (m > 1 && kernel.m_least <= 4 && mapping == Mapping::symmetric) count_linear(kernel, mapping, group_size, 4);

@@ -255,11 +255,11 @@ def table(header: list[str], rows: dict, digits: int = 1) -> list[str]:
 
 
 def linear_rows(numbers: dict) -> dict:
-    """{kernel: {task: {width: number}}}; panels in step are two or four by width."""
+    """{kernel: {task: {width: number}}}; interleaved panels are two or four by width."""
     found: dict = {}
     for name, tasks in numbers.items():
         if match := re.fullmatch(r"linear_a8w(\d)_(\d+)x(\d+)_(\w+)", name):
-            what = "tiles of rows" if match[2] != "1" else "one row" if match[3] == "16" else "one row, panels in step"
+            what = "tiles of rows" if match[2] != "1" else "one row" if match[3] == "16" else "one row, interleaved panels"
             for task, value in tasks.items():
                 found.setdefault(f"{match[4]}, {what}", {}).setdefault(task, {})[match[1]] = value
     return found

@@ -2,6 +2,7 @@
 
 #include <cinttypes>
 #include <cstring>
+#include <iterator>
 
 namespace lowbit {
 namespace {
@@ -52,12 +53,12 @@ Status make_layout(int64_t n, int64_t k, int bits, int64_t group_size, Mapping m
                          ", or 0 for one group per row",
                          group_size, kHalfInputs, kMaxDimension);
   }
-  if (mapping > Mapping::levels) {
+  if (static_cast<size_t>(mapping) >= std::size(kMappings)) {
     return Status::error("mapping is %d; expected symmetric (0), affine (1) or levels (2)", static_cast<int>(mapping));
   }
   Layout l{};
   l.header_bytes = kHeaderBytes;
-  if (mapping == Mapping::levels) {
+  if (has_table(mapping)) {
     if (!can_have_levels(bits)) {
       return Status::error("a table of levels has codes of %d bits; expected 2, 3 or 4", bits);
     }
@@ -68,7 +69,7 @@ Status make_layout(int64_t n, int64_t k, int bits, int64_t group_size, Mapping m
     }
     l.header_bytes = kLevelsHeaderBytes;
   } else if (levels != nullptr) {
-    return Status::error("there are levels with another mapping; expected them with Mapping::levels only");
+    return Status::error("there are levels with another mapping; expected them with the mapping levels only");
   }
   l.format = Format::panel16;
   l.bits = bits;
@@ -82,7 +83,7 @@ Status make_layout(int64_t n, int64_t k, int bits, int64_t group_size, Mapping m
   const int64_t before_last = (l.groups - 1) * l.group_inputs();  // inputs of all groups but the last
   l.segments = (l.groups - 1) * l.group_segments() + Layout::segments_of(k - before_last);
   l.panels = (n + kPanelRows - 1) / kPanelRows;
-  l.group_bytes = kPanelRows * (mapping == Mapping::affine ? 4 : 2);
+  l.group_bytes = group_bytes(has_mins(mapping));
   l.block_bytes = int64_t{bits} * kLineBytes;
   l.head_offset = l.blocks * l.block_bytes + l.groups * l.group_bytes;
   l.panel_bytes = round_up(l.head_offset + kHeadBytes, 64);

@@ -23,14 +23,10 @@
 #include "bits/codec.h"
 #include "export.h"
 #include "lowbit_ukernel.h"
+#include "mapping.h"
 #include "status.h"
 
 namespace lowbit {
-
-// Sets of mappings, as rows of the kernel table have them.
-constexpr uint8_t bit_of(Mapping mapping) { return static_cast<uint8_t>(1u << static_cast<unsigned>(mapping)); }
-inline constexpr uint8_t kPlainMappings = bit_of(Mapping::symmetric) | bit_of(Mapping::affine);
-inline constexpr uint8_t kAllMappings = kPlainMappings | bit_of(Mapping::levels);
 
 // How the bytes behind the header are laid out: as above, or as a loaded library (library.h) says. The format with a name of
 // one to four letters, digits, '-' or '_'.
@@ -57,7 +53,7 @@ using Layout = ::lowbit_layout;
 static_assert(kPanelRows == LOWBIT_PANEL_ROWS && kBlockInputs == LOWBIT_BLOCK_INPUTS && kHalfInputs == LOWBIT_HALF_INPUTS);
 static_assert(kLineBytes == LOWBIT_LINE_BYTES && kMostLevels == LOWBIT_MOST_LEVELS);
 
-// Checks the parameters and fills in the sizes. `levels`: 2^bits of them, only and always with Mapping::levels.
+// Checks the parameters and fills in the sizes. `levels`: 2^bits of them, if has_table(mapping), else null.
 LOWBIT_API Status make_layout(int64_t n, int64_t k, int bits, int64_t group_size, Mapping mapping, bool has_bias,
                               Layout* layout, const int8_t* levels = nullptr);
 

@@ -61,17 +61,17 @@ uint64_t vendor_checksum(const void* data, const Layout& layout) {
 }  // namespace
 
 Status make_vendor_layout(const Layout& layout, Format format, Layout* result) {
-  const PackedFormat* const found = find_format(format);
-  if (found == nullptr) {
+  const PackedFormat* const known = find_format(format);
+  if (known == nullptr) {
     return Status::error("packed weight has the format '%s', which no loaded library has; load its kernels first",
                          name_of(format).text);
   }
-  return vendor_layout(layout, *found, result);
+  return vendor_layout(layout, *known, result);
 }
 
 Status vendor_layout(const Layout& layout, const PackedFormat& format, Layout* result) {
   const FormatName name = name_of(format.format);
-  if (layout.mapping == Mapping::levels) {
+  if (has_table(layout.mapping)) {
     return Status::error("format '%s' does not hold weights with a table of levels", name.text);
   }
   Layout l = layout;
@@ -81,7 +81,7 @@ Status vendor_layout(const Layout& layout, const PackedFormat& format, Layout* r
   if (bytes < 1 || bytes > kMaxVendorBytes) {
     return Status::error("format '%s' does not hold %" PRId64 " x %" PRId64 " weights of %d bits, %s, group size %"
                          PRId64, name.text, l.n, l.k, l.bits,
-                         l.mapping == Mapping::affine ? "affine" : "symmetric", l.group_size);
+                         name_of(l.mapping), l.group_size);
   }
   l.total_bytes = kHeaderBytes + round_up(bytes, 64);
   *result = l;
@@ -95,7 +95,7 @@ void seal_vendor_format(const Layout& layout, void* data) {
 void write_header(const Layout& layout, uint64_t payload_checksum, void* data) {
   Header header{};
   std::memcpy(header.magic, kMagic, sizeof kMagic);
-  const bool has_levels = layout.mapping == Mapping::levels;
+  const bool has_levels = has_table(layout.mapping);
   header.version = has_levels ? kLevelsVersion : kFormatVersion;
   header.format = layout.format == Format::panel16 ? kPanel16 : kVendorFormat;
   header.bits = static_cast<uint8_t>(layout.bits);
@@ -145,7 +145,7 @@ Status read_header(const void* data, int64_t size, Layout* layout) {
     return Status::error("packed weight has an altered header: its checksum does not match");
   }
   const Format format = static_cast<Format>(header.vendor_format);
-  if (has_levels && header.mapping != static_cast<uint8_t>(Mapping::levels)) {
+  if (has_levels && !has_table(static_cast<Mapping>(header.mapping))) {
     return Status::error("packed weight of version %d has mapping %d; expected 2, a table of levels", kLevelsVersion,
                          header.mapping);
   }

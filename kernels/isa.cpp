@@ -162,7 +162,7 @@ IsaBits detect(IsaBits allowed) {
   if (avx512) bits |= kAvx512Vnni;
   const bool amx = avx512 && (state & kTile) == kTile && has(leaf7.d, 24) && has(leaf7.d, 25);
   if (amx && (allowed & kAmx) != 0 && may_use_tiles()) bits |= kAmx;
-  return bits | kInStep;
+  return bits;
 }
 
 // Measured on both makers' CPUs: docs/internals/kernels.md, Memory.
@@ -261,7 +261,7 @@ void pin_streams(Streams streams) { current_streams().store(streams, std::memory
 
 IsaBits active_isa() {
   static const IsaBits bits = cpu_isa() & allowed();
-  return streams() == Streams::several ? bits | (cpu_isa() & kInStep) : instructions_of(bits);
+  return bits;
 }
 
 }  // namespace lowbit

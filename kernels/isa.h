@@ -26,12 +26,7 @@ enum Isa : IsaBits {
   kAvx512Vnni = LOWBIT_ISA_AVX512VNNI,
   kAmx = LOWBIT_ISA_AMX,
   kAvxVnniInt8 = LOWBIT_ISA_AVXVNNIINT8,
-  // No instructions: rows that read memory in several streams (Streams). Every CPU can run them, so cpu_isa() has it;
-  // active_isa() has it where they are faster.
-  kInStep = 1u << 31,
 };
-
-constexpr IsaBits instructions_of(IsaBits bits) { return bits & ~IsaBits{kInStep}; }
 
 // A name of LOWBIT_ISA. `allows` holds every bit that stays on when the ISA is capped at this name.
 struct IsaName {
@@ -47,7 +42,7 @@ LOWBIT_API const IsaName* isa_names(size_t* count);
 // then keeps, only where LOWBIT_ISA allows it and the system grants it. Read once.
 LOWBIT_API IsaBits cpu_isa();
 
-// cpu_isa() reduced by the environment variable LOWBIT_ISA, read once, and by streams().
+// cpu_isa() reduced by the environment variable LOWBIT_ISA. Read once.
 LOWBIT_API IsaBits active_isa();
 
 // How one row of activations reads its weights: one panel at a time, or several interleaved (streams from memory).

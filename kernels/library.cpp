@@ -89,9 +89,9 @@ Status check_row(const char* family, size_t index, const Row& row) {
 template <class Row>
 Status check_format_and_bits(const LoadedLibrary& library, const Row& row) {
   if (row.format != Format::panel16 && find_format(row.format) == nullptr) {
-    bool own = false;
-    for (const PackedFormat& format : library.formats) own = own || format.format == row.format;
-    if (!own) {
+    bool is_known = false;
+    for (const PackedFormat& format : library.formats) is_known = is_known || format.format == row.format;
+    if (!is_known) {
       return Status::error("row '%s' is of the format '%s' (0x%" PRIx32 "); expected panel16, or a format of this or a "
                            "loaded library",
                            row.name, name_of(row.format).text, static_cast<uint32_t>(row.format));
@@ -195,15 +195,15 @@ constexpr size_t kSharedCount = sizeof kShared / sizeof kShared[0];
 static_assert(sizeof(lowbit_sizes) == kSharedCount * sizeof(uint32_t));
 
 Status check_sizes(const lowbit_sizes& sizes) {
-  uint32_t found[kSharedCount];
-  std::memcpy(found, &sizes, sizeof found);
+  uint32_t given[kSharedCount];
+  std::memcpy(given, &sizes, sizeof given);
   for (size_t i = 0; i < kSharedCount; ++i) {
     const SharedStructure& shared = kShared[i];
     const size_t least = (shared.least + alignof(void*) - 1) / alignof(void*) * alignof(void*);
-    if (found[i] < least || found[i] > shared.bytes || found[i] % alignof(void*) != 0) {
+    if (given[i] < least || given[i] > shared.bytes || given[i] % alignof(void*) != 0) {
       return Status::error("its structure %s has %" PRIu32 " bytes; expected %zu to %zu, a multiple of %zu: build it with the "
                            "headers of this version of lowbit",
-                           shared.name, found[i], least, shared.bytes, alignof(void*));
+                           shared.name, given[i], least, shared.bytes, alignof(void*));
     }
   }
   return {};
@@ -221,16 +221,16 @@ void fill_in(LinearKernel& row) {
 }
 
 // A table at `memory`, which goes on behind it. `bytes`: of a row of the library's.
-template <class Row, class Found>
-Table<Row> copy_table(const Found& found, uint32_t bytes, char** memory) {
+template <class Row, class LibraryTable>
+Table<Row> copy_table(const LibraryTable& table, uint32_t bytes, char** memory) {
   Row* const rows = reinterpret_cast<Row*>(*memory);
-  *memory += found.count * sizeof(Row);
-  for (size_t i = 0; i < found.count; ++i) {
+  *memory += table.count * sizeof(Row);
+  for (size_t i = 0; i < table.count; ++i) {
     std::memset(static_cast<void*>(rows + i), 0, sizeof(Row));
-    std::memcpy(static_cast<void*>(rows + i), reinterpret_cast<const char*>(found.rows) + i * bytes, bytes);
+    std::memcpy(static_cast<void*>(rows + i), reinterpret_cast<const char*>(table.rows) + i * bytes, bytes);
     fill_in(rows[i]);
   }
-  return {rows, found.count};
+  return {rows, table.count};
 }
 
 }  // namespace

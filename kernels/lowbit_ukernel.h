@@ -320,6 +320,8 @@ typedef struct lowbit_linear_row {
   int64_t (*activation_bytes)(const void* context, LOWBIT_REF(lowbit_layout), int64_t m) LOWBIT_DEFAULT(nullptr);
   void (*prepare)(LOWBIT_REF(lowbit_prepare_args)) LOWBIT_DEFAULT(nullptr);
   const void* context LOWBIT_DEFAULT(nullptr);
+  // Whether it reads several panels at a time, interleaved: chosen only where streams() of isa.h is Streams::several.
+  bool several_streams LOWBIT_DEFAULT(false);
 } lowbit_linear_row;
 
 typedef struct lowbit_embedding_row {

@@ -146,7 +146,7 @@ Status pack_scales(const Layout& layout, const PackArgs& args, const float* row_
       const int64_t begin = g * group_inputs;
       const int64_t end = begin + group_inputs < layout.k ? begin + group_inputs : layout.k;
       int64_t sum = 0;
-      if (layout.mapping == Mapping::levels) {
+      if (has_table(layout.mapping)) {
         for (int64_t i = begin; i < end; ++i) sum += layout.levels[codes[i]];
       } else {
         for (int64_t i = begin; i < end; ++i) sum += codes[i];

@@ -7,8 +7,8 @@ namespace lowbit {
 
 // 16, or what is left for the last panel.
 inline int64_t rows_in_panel(const Layout& layout, int64_t panel) {
-  const int64_t left = layout.n - panel * kPanelRows;
-  return left < kPanelRows ? left : kPanelRows;
+  const int64_t remaining = layout.n - panel * kPanelRows;
+  return remaining < kPanelRows ? remaining : kPanelRows;
 }
 
 using PackArgs = ::lowbit_pack_args;

@@ -88,14 +88,14 @@ template <class Kernel, class Fits, class BuiltIn>
 const Kernel* first_with(const BuiltIn& first_built_in, Rows<Kernel> rows, IsaBits isa, const Fits& fits) {
   const size_t libraries = loaded_count.load(std::memory_order_acquire);
   const auto first_loaded = [&](Preference preference) {
-    const Kernel* found = nullptr;
-    for (size_t i = 0; found == nullptr && i < libraries; ++i) {
-      if (loaded[i].library->preference == preference) found = first_of(loaded[i].*rows, isa, fits);
+    const Kernel* fitting = nullptr;
+    for (size_t i = 0; fitting == nullptr && i < libraries; ++i) {
+      if (loaded[i].library->preference == preference) fitting = first_of(loaded[i].*rows, isa, fits);
     }
-    return found;
+    return fitting;
   };
-  if (const Kernel* found = first_loaded(Preference::before_built_in)) return found;
-  if (const Kernel* found = first_built_in()) return found;
+  if (const Kernel* fitting = first_loaded(Preference::before_built_in)) return fitting;
+  if (const Kernel* fitting = first_built_in()) return fitting;
   return first_loaded(Preference::after_built_in);
 }
 
@@ -103,7 +103,7 @@ template <class Tables, class Kernel, class Fits>
 const Kernel* first(const Tables& tables, Rows<Kernel> rows, IsaBits isa, const Fits& fits) {
   const auto built_in = [&]() -> const Kernel* {
     for (const auto* table : tables) {
-      if (const Kernel* found = first_of(*table, isa, fits)) return found;
+      if (const Kernel* fitting = first_of(*table, isa, fits)) return fitting;
     }
     return nullptr;
   };
@@ -163,22 +163,24 @@ const QuantizeKernel& choose_quantize(IsaBits isa) {
   return *first(kQuantize, &LoadedLibrary::quantize, isa, [](const QuantizeKernel&) { return true; });
 }
 
-const LinearKernel& choose_linear(const Layout& layout, int64_t m, IsaBits isa) {
-  const auto reads = [&](const LinearKernel& kernel) { return can_read(kernel, layout); };
+const LinearKernel& choose_linear(const Layout& layout, int64_t m, IsaBits isa, Streams streams) {
+  const auto reads = [&](const LinearKernel& kernel) {
+    return can_read(kernel, layout) && (!kernel.several_streams || streams == Streams::several);
+  };
   const auto takes = [&](const LinearKernel& kernel) {
     return reads(kernel) && (kernel.supports == nullptr || kernel.supports(kernel.context, layout, m, isa));
   };
   const auto suits = [&](const LinearKernel& kernel) { return kernel.m_least <= m && takes(kernel); };
-  if (const LinearKernel* found = first_linear(layout.bits, isa, suits)) return *found;
+  if (const LinearKernel* fitting = first_linear(layout.bits, isa, suits)) return *fitting;
   // A row whose tile is for more rows of m is better than none.
-  if (const LinearKernel* found = first_linear(layout.bits, isa, takes)) return *found;
+  if (const LinearKernel* fitting = first_linear(layout.bits, isa, takes)) return *fitting;
   static constexpr LinearKernel kNone{"none", kPortable, Format::panel16, 0, 0, 0, nullptr};
   return kNone;
 }
 
 const EmbeddingKernel& choose_embedding(const Layout& layout, IsaBits isa) {
   const auto reads = [&](const EmbeddingKernel& kernel) { return can_read(kernel, layout); };
-  if (const EmbeddingKernel* found = first(kEmbedding, &LoadedLibrary::embedding, isa, reads)) return *found;
+  if (const EmbeddingKernel* fitting = first(kEmbedding, &LoadedLibrary::embedding, isa, reads)) return *fitting;
   static constexpr EmbeddingKernel kNone{"none", kPortable, Format::panel16, 0, nullptr};
   return kNone;
 }
@@ -216,9 +218,9 @@ const LoadedLibrary* library_of(const void* row) {
   for (size_t i = 0; i < libraries; ++i) {
     const LoadedLibrary& library = loaded[i];
     const auto holds = [row](const auto& table) {
-      bool found = false;
-      for (const auto& kernel : table) found = found || &kernel == row;
-      return found;
+      bool is_in = false;
+      for (const auto& kernel : table) is_in = is_in || &kernel == row;
+      return is_in;
     };
     if (holds(library.linear) || holds(library.embedding) || holds(library.quantize) || holds(library.attention)) {
       return &library;
@@ -230,8 +232,8 @@ const LoadedLibrary* library_of(const void* row) {
 const PackedFormat* find_format(Format format) {
   const size_t libraries = loaded_count.load(std::memory_order_acquire);
   for (size_t i = 0; i < libraries; ++i) {
-    for (const PackedFormat& found : loaded[i].formats) {
-      if (found.format == format) return &found;
+    for (const PackedFormat& known : loaded[i].formats) {
+      if (known.format == format) return &known;
     }
   }
   return nullptr;

@@ -26,7 +26,7 @@ LOWBIT_API const RecurrenceKernel& recurrence_kernel(size_t index);
 // so "what would be chosen on a Cortex-A76?" can be asked on any machine whose build has the rows. The portable rows
 // cover everything of format panel16; where no row fits another format, the result has no function: run is null.
 LOWBIT_API const QuantizeKernel& choose_quantize(IsaBits isa);
-LOWBIT_API const LinearKernel& choose_linear(const Layout& layout, int64_t m, IsaBits isa);
+LOWBIT_API const LinearKernel& choose_linear(const Layout& layout, int64_t m, IsaBits isa, Streams streams = Streams::one);
 LOWBIT_API const EmbeddingKernel& choose_embedding(const Layout& layout, IsaBits isa);
 LOWBIT_API const AttentionKernel& choose_attention(IsaBits isa);
 LOWBIT_API const RecurrenceKernel& choose_recurrence(IsaBits isa);

@@ -33,17 +33,17 @@ class LongVectors {
     if (!has_sme || vector_bytes() == kLongVectorBytes) return;
     uint64_t live;
     __asm__ volatile("mrs %0, S3_3_C13_C0_5" : "=r"(live));
-    const int found = prctl(kGetLength);
-    if (live != 0 || found < 0) return;
-    found_ = found;
-    prctl(kSetLength, (found & ~kLengthMask) | static_cast<int>(kLongVectorBytes));  // a flag stays: for new programs too
+    const int previous = prctl(kGetLength);
+    if (live != 0 || previous < 0) return;
+    previous_ = previous;
+    prctl(kSetLength, (previous & ~kLengthMask) | static_cast<int>(kLongVectorBytes));  // a flag stays: for new programs too
 #else
     (void)has_sme;
 #endif
   }
   ~LongVectors() {
 #if defined(__aarch64__) && defined(__linux__)
-    if (found_ >= 0) prctl(kSetLength, found_);
+    if (previous_ >= 0) prctl(kSetLength, previous_);
 #endif
   }
   LongVectors(const LongVectors&) = delete;
@@ -52,7 +52,7 @@ class LongVectors {
  private:
 #if defined(__aarch64__) && defined(__linux__)
   static constexpr int kSetLength = 63, kGetLength = 64, kLengthMask = 0xffff;  // older headers lack the names
-  int found_ = -1;
+  int previous_ = -1;
 #endif
 };
 

@@ -383,23 +383,23 @@ Status attention(const TensorView& q, const TensorView& k, const TensorView& v, 
       for (int64_t column = begin; column < end; ++column) {
         const int64_t tile = column / spans, span = column % spans, first = tile * kAttentionRows;
         const int64_t at = cache_head * tiles + tile;
-        float* const own = results + at * spans * partial;
+        float* const row_results = results + at * spans * partial;
         // The last rows may be fewer than the others.
         const int64_t size = attention_partial(rows_end(first) - first, sizes.value_width);
         call.attend_span(cache_head, first, rows_end(first), first_span + span, workers + worker * worker_bytes,
-                         own + span * size);
+                         row_results + span * size);
         if (ended[at].fetch_add(1, std::memory_order_acq_rel) + 1 == spans) {
-          call.join(cache_head, first, rows_end(first), spans, own);
+          call.join(cache_head, first, rows_end(first), spans, row_results);
         }
       }
     });
     return {};
   }
   parallel_2d(threads, grid, bands, write, [&](int worker, int64_t cache_head, int64_t begin, int64_t end) {
-    char* const own = workers + worker * worker_bytes;
+    char* const worker_memory = workers + worker * worker_bytes;
     for (int64_t column = begin; column < end; ++column) {
       const int64_t first = (grid.columns - 1 - column) * kAttentionRows;
-      call.attend(cache_head, first, rows_end(first), own);
+      call.attend(cache_head, first, rows_end(first), worker_memory);
     }
   });
   return {};

@@ -29,9 +29,8 @@ inline ShapeText describe(const Shape& shape) {
   return result;
 }
 
-inline const char* name_of(Mapping mapping) {
-  return mapping == Mapping::affine ? "affine" : mapping == Mapping::levels ? "levels" : "symmetric";
-}
+// The table of levels, if the mapping has one.
+inline const int8_t* levels_of(const Layout& layout) { return has_table(layout.mapping) ? layout.levels : nullptr; }
 
 // Somebody who caps the instruction sets wants to know what runs, and a wrong name does not say what he meant.
 inline Status check_isa_cap() {
@@ -148,17 +147,15 @@ inline Status matrix_layout(const char* name_has, const TensorView& tensor, int 
   if (tensor.shape.ndim != 2) {
     return Status::error("%s shape %s; expected two dimensions [n, k]", name_has, describe(tensor.shape).text);
   }
-  Mapping mapping = affine ? Mapping::affine : Mapping::symmetric;
   if (levels != nullptr) {
     if (affine) return Status::error("there are levels and mins; expected one of them or none");
-    mapping = Mapping::levels;
     if (Status s = check_memory("levels", *levels); !s.ok()) return s;
     const int64_t count = can_have_levels(bits) ? int64_t{1} << bits : levels->shape.numel();
     // Another width is refused below.
     if (Status s = check_tensor("levels", *levels, ElementType::i8, {1, {count}}); !s.ok()) return s;
   }
-  return make_layout(tensor.shape.size[0], tensor.shape.size[1], bits, group_size, mapping, has_bias, layout,
-                     levels == nullptr ? nullptr : static_cast<const int8_t*>(levels->data));
+  return make_layout(tensor.shape.size[0], tensor.shape.size[1], bits, group_size, mapping_with(affine, levels != nullptr),
+                     has_bias, layout, levels == nullptr ? nullptr : static_cast<const int8_t*>(levels->data));
 }
 
 // The error of the piece that comes first, whichever thread finds one first.

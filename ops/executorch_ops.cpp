@@ -81,12 +81,12 @@ Status check_arguments(Span<EValue*> values, const Argument (&arguments)[count])
   if (values.size() < count) return Status::error("the call has %zu values; expected %zu", values.size(), count);
   for (size_t i = 0; i < count; ++i) {
     const Argument& argument = arguments[i];
-    const Tag found = values[i]->tag;
-    if (found == argument.kind || (found == Tag::None && argument.may_be_none)) continue;
-    char found_name[executorch::runtime::kTagNameBufferSize], expected_name[executorch::runtime::kTagNameBufferSize];
-    executorch::runtime::tag_to_string(found, found_name, sizeof found_name);
+    const Tag tag = values[i]->tag;
+    if (tag == argument.kind || (tag == Tag::None && argument.may_be_none)) continue;
+    char tag_name[executorch::runtime::kTagNameBufferSize], expected_name[executorch::runtime::kTagNameBufferSize];
+    executorch::runtime::tag_to_string(tag, tag_name, sizeof tag_name);
     executorch::runtime::tag_to_string(argument.kind, expected_name, sizeof expected_name);
-    return Status::error("argument %s is of kind %s; expected %s", argument.name, found_name, expected_name);
+    return Status::error("argument %s is of kind %s; expected %s", argument.name, tag_name, expected_name);
   }
   return {};
 }

@@ -116,9 +116,9 @@ struct Memory {
 
 class Call {
  public:
-  Call(const TensorView& x, const TensorView& packed, const TensorView& out, const Layout& layout, int64_t each,
+  Call(const TensorView& x, const TensorView& packed, const TensorView& out, const Layout& layout, int64_t per_row,
        const Memory& memory)
-      : x_(x), packed_(packed), out_(static_cast<char*>(out.data)), layout_(layout), each_(each), memory_(memory),
+      : x_(x), packed_(packed), out_(static_cast<char*>(out.data)), layout_(layout), per_row_(per_row), memory_(memory),
         item_(element_bytes(x.type)), row_values_(layout.blocks * kBlockInputs),
         quantize_(choose_quantize(active_isa())) {}
 
@@ -130,12 +130,12 @@ class Call {
       gather(item_, source, x_.stride[last], gathered, layout_.k);
       source = gathered;
     }
-    const int64_t* const places = memory_.places + row * each_ - first;
+    const int64_t* const places = memory_.places + row * per_row_ - first;
     const int64_t place = places[0];
     quantize_.run({source, dtype_of(x_.type), layout_.k, row_values_, layout_.group_inputs(),
                    memory_.a + place * row_values_, memory_.scales + place * layout_.segments,
                    memory_.sums + place * layout_.segments, memory_.group_sums + place * layout_.groups, quantize_.context});
-    for (int64_t i = 1; i < each_; ++i) {
+    for (int64_t i = 1; i < per_row_; ++i) {
       copy_row(memory_.a, place, places[i], row_values_);
       copy_row(memory_.scales, place, places[i], layout_.segments);
       copy_row(memory_.sums, place, places[i], layout_.segments);
@@ -157,7 +157,7 @@ class Call {
     args.a = memory_.a + part.first * row_values_;
     args.scales = memory_.scales + part.first * whole.segments;
     args.sums = memory_.sums + part.first * whole.segments;
-    if (whole.mapping == Mapping::affine) args.group_sums = memory_.group_sums + part.first * whole.groups;
+    if (has_mins(whole.mapping)) args.group_sums = memory_.group_sums + part.first * whole.groups;
     args.m = part.rows;
     args.out_dtype = dtype_of(x_.type);
     args.scratch = scratch;
@@ -185,7 +185,7 @@ class Call {
   const TensorView &x_, &packed_;
   char* out_;
   const Layout& layout_;
-  int64_t each_;
+  int64_t per_row_;
   const Memory& memory_;
   int64_t item_, row_values_;
   const QuantizeKernel& quantize_;
@@ -251,10 +251,10 @@ Status read_chosen(const TensorView& x, const TensorView& packed, const TensorVi
   for (int64_t i = 0; i < results; ++i) {
     if (Status s = read_index(experts, i, results, count, memory.chosen + i); !s.ok()) return s;
     const int64_t expert = memory.chosen[i];
-    Layout& own = memory.layouts[expert];
-    if (own.n != 0) continue;
-    if (Status s = read_expert(packed, expert, x, layout.n, &layout, &own); !s.ok()) return s;
-    if (choose_linear(own, 1, active_isa()).run == nullptr) return no_kernel("linear", own);
+    Layout& expert_layout = memory.layouts[expert];
+    if (expert_layout.n != 0) continue;
+    if (Status s = read_expert(packed, expert, x, layout.n, &layout, &expert_layout); !s.ok()) return s;
+    if (choose_linear(expert_layout, 1, active_isa(), streams()).run == nullptr) return no_kernel("linear", expert_layout);
   }
   return {};
 }
@@ -263,9 +263,9 @@ Status read_chosen(const TensorView& x, const TensorView& packed, const TensorVi
 void choose_kernels(const Memory& memory, int64_t parts, int threads) {
   for (ExpertRows* part = memory.parts; part < memory.parts + parts; ++part) {
     const Layout& layout = memory.layouts[part->expert];
-    part->kernel = part->beside = &choose_linear(layout, part->rows, active_isa());
+    part->kernel = part->beside = &choose_linear(layout, part->rows, active_isa(), streams());
     if ((part->kernel->isa & kSme2) != 0 && threads > sme_threads()) {
-      part->beside = &choose_linear(layout, part->rows, active_isa() & ~IsaBits{kSme2});
+      part->beside = &choose_linear(layout, part->rows, active_isa() & ~IsaBits{kSme2}, streams());
     }
   }
 }
@@ -275,7 +275,7 @@ void choose_kernels(const Memory& memory, int64_t parts, int threads) {
 Status experts_of_vendor(const TensorView& x, const TensorView& packed, const TensorView& experts, const Layout& layout,
                          const TensorView& out, const Parallel& parallel) {
   const int64_t results = experts.shape.numel(), count = packed.shape.size[0];
-  const int64_t each = experts.shape.size[experts.shape.ndim - 1], item = element_bytes(x.type);
+  const int64_t per_row = experts.shape.size[experts.shape.ndim - 1], item = element_bytes(x.type);
   const int last = x.shape.ndim - 1;
   int64_t *chosen, *next, *order;
   char *rows, *products;
@@ -300,9 +300,9 @@ Status experts_of_vendor(const TensorView& x, const TensorView& packed, const Te
   for (int64_t i = 0; i < results; ++i) {
     if (Status s = read_index(experts, i, results, count, chosen + i); !s.ok()) return s;
     if (next[chosen[i] + 1]++ != 0) continue;
-    Layout own;
-    if (Status s = read_expert(packed, chosen[i], x, layout.n, &layout, &own); !s.ok()) return s;
-    if (choose_linear(own, 1, active_isa()).run == nullptr) return no_kernel("linear", own);
+    Layout expert_layout;
+    if (Status s = read_expert(packed, chosen[i], x, layout.n, &layout, &expert_layout); !s.ok()) return s;
+    if (choose_linear(expert_layout, 1, active_isa(), streams()).run == nullptr) return no_kernel("linear", expert_layout);
   }
   for (int64_t expert = 0; expert < count; ++expert) next[expert + 1] += next[expert];
   for (int64_t i = 0; i < results; ++i) order[next[chosen[i]]++] = i;
@@ -312,7 +312,7 @@ Status experts_of_vendor(const TensorView& x, const TensorView& packed, const Te
     for (end = begin + 1; end < results && end - begin < at_once && chosen[order[end]] == expert;) ++end;
     TensorView some_x = x, some_out = out, matrix = packed;
     for (int64_t i = begin; i < end; ++i) {
-      const char* const row = static_cast<const char*>(x.data) + item * offset_of(x, last, order[i] / each);
+      const char* const row = static_cast<const char*>(x.data) + item * offset_of(x, last, order[i] / per_row);
       gather(item, row, x.stride[last], rows + (i - begin) * layout.k * item, layout.k);
     }
     some_x.data = rows;
@@ -358,7 +358,7 @@ int64_t panels_per_tile(const Memory& memory, int64_t parts, int64_t results, co
   for (int64_t i = 0; i < parts; ++i) {
     const ExpertRows& part = memory.parts[i];
     if (part.rows > most_rows) most_rows = part.rows;
-    if (cut_in_step(*part.kernel, parts * layout.panels, threads) && panels_at_once(*part.kernel) > at_once) {
+    if (cut_at_multiples(*part.kernel, parts * layout.panels, threads) && panels_at_once(*part.kernel) > at_once) {
       at_once = panels_at_once(*part.kernel);
     }
   }
@@ -399,12 +399,12 @@ Status linear_experts(const TensorView& x, const TensorView& packed, const Tenso
   const int64_t results = experts.shape.numel();
   if (results == 0) return {};
   if (layout.format != Format::panel16) return experts_of_vendor(x, packed, experts, layout, out, parallel);
-  const int64_t count = packed.shape.size[0], each = experts.shape.size[experts.shape.ndim - 1];
-  const int64_t rows = results / each;
+  const int64_t count = packed.shape.size[0], per_row = experts.shape.size[experts.shape.ndim - 1];
+  const int64_t rows = results / per_row;
   const int64_t row_values = layout.blocks * kBlockInputs;
-  const int64_t row_bytes = each * (row_values + 8 * layout.segments + 4 * layout.groups + 16);
+  const int64_t row_bytes = per_row * (row_values + 8 * layout.segments + 4 * layout.groups + 16);
   const int64_t rows_at_once = rows * row_bytes <= kScratchBytes ? rows : at_least_1(kScratchBytes / row_bytes);
-  const int64_t chunk = rows_at_once * each;
+  const int64_t chunk = rows_at_once * per_row;
   const int64_t most = at_least_1(kBandBytes / row_values / kBandRows) * kBandRows;  // rows of a part
   const int64_t item = element_bytes(x.type);
   const int64_t tile_rows = chunk < most ? chunk : most;
@@ -425,7 +425,7 @@ Status linear_experts(const TensorView& x, const TensorView& packed, const Tenso
   memory.place(pieces, count, results, chunk, layout, threads.threads * worker_bytes);
   if (Status s = read_chosen(x, packed, experts, layout, memory); !s.ok()) return s;
 
-  const Call call(x, packed, out, layout, each, memory);
+  const Call call(x, packed, out, layout, per_row, memory);
   std::unique_ptr<char, FreeAligned> more;  // scratch
   int64_t scratch_bytes = kLinearScratchBytes;
   for (int64_t first = 0; first < results; first += chunk) {
@@ -433,23 +433,23 @@ Status linear_experts(const TensorView& x, const TensorView& packed, const Tenso
     const int64_t parts = sort_by_expert(memory, count, first, here, most);
     choose_kernels(memory, parts, threads.threads);
     if (Status s = make_scratch(memory, parts, threads.threads, &scratch_bytes, &more); !s.ok()) return s;
-    const int64_t begin = first / each;
-    parallel_1d(here / each * layout.k < kParallelValues ? Parallel() : threads, here / each,
+    const int64_t begin = first / per_row;
+    parallel_1d(here / per_row * layout.k < kParallelValues ? Parallel() : threads, here / per_row,
                 at_least_1(kClaimValues / layout.k), [&](int worker, int64_t from, int64_t to) {
-                  char* const own = memory.workers + worker * worker_bytes + worker_bytes - gathered;
-                  for (int64_t row = begin + from; row < begin + to; ++row) call.quantize(row, first, own);
+                  char* const worker_memory = memory.workers + worker * worker_bytes + worker_bytes - gathered;
+                  for (int64_t row = begin + from; row < begin + to; ++row) call.quantize(row, first, worker_memory);
                 });
 
     const int64_t step = panels_per_tile(memory, parts, here, layout, item, tile_bytes, threads.threads);
     const int64_t tiles = (layout.panels + step - 1) / step;  // of a part
     parallel_1d(threads, parts * tiles, 1, [&](int worker, int64_t from, int64_t to) {
-      char* const own = memory.workers + worker * worker_bytes;
-      char* const kernel_scratch = more == nullptr ? own : more.get() + worker * scratch_bytes;
+      char* const worker_memory = memory.workers + worker * worker_bytes;
+      char* const kernel_scratch = more == nullptr ? worker_memory : more.get() + worker * scratch_bytes;
       for (int64_t tile = from; tile < to; ++tile) {
         const int64_t panel = tile % tiles * step;
         const int64_t end = panel + step < layout.panels ? panel + step : layout.panels;
         const ExpertRows& part = memory.parts[tile / tiles];
-        call.run(part, panel, end, worker < sme_threads() ? *part.kernel : *part.beside, own, kernel_scratch);
+        call.run(part, panel, end, worker < sme_threads() ? *part.kernel : *part.beside, worker_memory, kernel_scratch);
       }
     });
   }

@@ -55,7 +55,7 @@ struct Matrices {
     int kind = 0;
     while (kind < kind_count && kinds[kind].group_inputs != layout.group_inputs()) ++kind;
     if (kind == kind_count) kinds[kind_count++] = {layout.group_inputs(), layout.groups, layout.segments, false};
-    kinds[kind].group_sums |= layout.mapping == Mapping::affine;
+    kinds[kind].group_sums |= has_mins(layout.mapping);
     of[count++] = {layout, bytes + layout.header_bytes, nullptr, nullptr, panels, nullptr, kind};
     panels += layout.panels;
     outputs += layout.n;
@@ -131,7 +131,7 @@ class QuantizedRows {
     args.a = from.a + first * layout.blocks * kBlockInputs;
     args.scales = from.scales + first * layout.segments;
     args.sums = from.sums + first * layout.segments;
-    args.group_sums = layout.mapping == Mapping::affine ? from.group_sums + first * layout.groups : nullptr;
+    args.group_sums = has_mins(layout.mapping) ? from.group_sums + first * layout.groups : nullptr;
   }
 
  private:
@@ -154,12 +154,12 @@ void run_panels(const Matrices& matrices, const QuantizedRows& quantized, int wo
                 int64_t out_offset, LinearArgs args, int64_t begin, int64_t end) {
   for (int i = 0; i < matrices.count; ++i) {
     const Matrix& matrix = matrices.of[i];
-    const int64_t behind = matrix.first_panel + matrix.layout.panels;
-    if (behind <= begin || matrix.first_panel >= end) continue;
+    const int64_t matrix_end = matrix.first_panel + matrix.layout.panels;
+    if (matrix_end <= begin || matrix.first_panel >= end) continue;
     args.panels = matrix.panels;
     args.layout = matrix.layout;
     args.panel_begin = begin > matrix.first_panel ? begin - matrix.first_panel : 0;
-    args.panel_end = (end < behind ? end : behind) - matrix.first_panel;
+    args.panel_end = (end < matrix_end ? end : matrix_end) - matrix.first_panel;
     args.out = matrix.out + out_offset;
     quantized.give(args, matrix, first_row);
     const LinearKernel& kernel = *(worker < sme_threads() ? matrix.kernel : matrix.beside);
@@ -256,7 +256,8 @@ Grid make_grid(int64_t rows, const Matrices& matrices, int threads) {
   int64_t at_once = 1;
   for (int i = 0; i < matrices.count; ++i) {
     const LinearKernel& kernel = *matrices.of[i].kernel;
-    if (cut_in_step(kernel, matrices.panels, threads) && panels_at_once(kernel) > at_once) at_once = panels_at_once(kernel);
+    if (!cut_at_multiples(kernel, matrices.panels, threads)) continue;
+    if (panels_at_once(kernel) > at_once) at_once = panels_at_once(kernel);
   }
   grid.least_columns = rounded_up(grid.least_columns, at_once);
   grid.most_columns = grid.least_columns < kClaimPanels ? kClaimPanels : grid.least_columns;
@@ -354,11 +355,11 @@ Status choose_kernels(const TensorView& x, int64_t rows, const TensorView& out, 
   char* column = static_cast<char*>(out.data);
   for (int i = 0; i < matrices->count; ++i) {
     Matrix& matrix = matrices->of[i];
-    matrix.kernel = &choose_linear(matrix.layout, rows, active_isa());
+    matrix.kernel = &choose_linear(matrix.layout, rows, active_isa(), streams());
     if (matrix.kernel->run == nullptr) return no_kernel("linear", matrix.layout);
     matrix.beside = matrix.kernel;
     if ((matrix.kernel->isa & kSme2) != 0 && parallel.threads > sme_threads()) {
-      matrix.beside = &choose_linear(matrix.layout, rows, active_isa() & ~IsaBits{kSme2});
+      matrix.beside = &choose_linear(matrix.layout, rows, active_isa() & ~IsaBits{kSme2}, streams());
     }
     matrix.out = column;
     column += matrix.layout.n * element_bytes(x.type);

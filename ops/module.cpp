@@ -54,7 +54,7 @@ py::dict describe(const char* family, const Kernel& kernel) {
   row["family"] = family;
   row["isa"] = name_of_isa(kernel.isa);
   row["supported"] = (kernel.isa & ~cpu_isa()) == 0;
-  row["enabled"] = (instructions_of(kernel.isa) & ~active_isa()) == 0;
+  row["enabled"] = (kernel.isa & ~active_isa()) == 0;
   row["vendor"] = loaded == nullptr ? py::object(py::none()) : py::object(py::str(loaded->library->vendor));
   row["library"] = py::none();
   if (loaded != nullptr) row["library"] = py::module_::import("os").attr("fsdecode")(py::bytes(loaded->path));
@@ -80,12 +80,12 @@ bool some_row_asks_for_sizes() {
 template <class Use>
 void for_layouts(int bits, Format format, size_t shapes, const Use& use) {
   for (size_t shape = 0; shape < shapes; ++shape) {
-    for (const Mapping mapping : {Mapping::symmetric, Mapping::affine, Mapping::levels}) {
+    for (const Mapping mapping : kMappings) {
       for (const int64_t group_size : {32, 16, 64, 128, 0}) {
         const int8_t levels[kMostLevels] = {};
         Layout layout;
         const Status status = make_layout(kShapes[shape][0], kShapes[shape][1], bits, group_size, mapping, false, &layout,
-                                          mapping == Mapping::levels ? levels : nullptr);
+                                          has_table(mapping) ? levels : nullptr);
         layout.format = format;
         if (status.ok()) use(layout);
       }
@@ -102,7 +102,7 @@ std::set<const LinearKernel*> active_linear(IsaBits isa) {
   std::set<const LinearKernel*> active;
   for (const auto& [bits, format] : kinds) {
     for_layouts(bits, format, shapes, [&](const Layout& layout) {
-      for (int64_t m = 1; m <= 1024; m += m < 256 ? 1 : 256) active.insert(&choose_linear(layout, m, isa));
+      for (int64_t m = 1; m <= 1024; m += m < 256 ? 1 : 256) active.insert(&choose_linear(layout, m, isa, streams()));
     });
   }
   return active;
@@ -186,7 +186,7 @@ void raise_unless_ok(const Status& status) {
 
 py::dict as_dict(const Layout& layout) {
   py::dict result;
-  const bool has_levels = layout.mapping == Mapping::levels;
+  const bool has_levels = has_table(layout.mapping);
   result["version"] = has_levels ? kLevelsVersion : kFormatVersion;
   result["format"] = name_of(layout.format).text;
   result["bits"] = layout.bits;
@@ -236,7 +236,7 @@ Layout layout_of(int64_t n, int64_t k, int bits, int64_t group_size, bool affine
     std::memcpy(levels, table->data(), table->size() < sizeof levels ? table->size() : sizeof levels);
   }
   Layout layout;
-  const Mapping mapping = table.has_value() ? Mapping::levels : affine ? Mapping::affine : Mapping::symmetric;
+  const Mapping mapping = mapping_with(affine, table.has_value());
   raise_unless_ok(
       make_layout(n, k, bits, group_size, mapping, has_bias, &layout, table.has_value() ? levels : nullptr));
   return layout;

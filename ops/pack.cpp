@@ -69,7 +69,7 @@ Status unpack(const TensorView& packed, const TensorView& codes, const TensorVie
   if (Status s = check_parallel(parallel); !s.ok()) return s;
   if (Status s = read_packed(packed, &layout); !s.ok()) return s;
   if (Status s = verify_payload(packed.data, layout); !s.ok()) return s;
-  const bool affine = layout.mapping == Mapping::affine;
+  const bool affine = has_mins(layout.mapping);
   const Shape per_group = shape_of(layout.n, layout.groups);
   if (Status s = check_tensor("codes", codes, ElementType::u8, shape_of(layout.n, layout.k)); !s.ok()) return s;
   if (Status s = check_tensor("scales", scales, ElementType::f32, per_group); !s.ok()) return s;

@@ -19,7 +19,7 @@ struct Part {
   int64_t bytes;  // of one stream; a multiple of 4 lines
 };
 
-// How the lines come: `streams` neighboring parts of the memory in step, with prefetch so many bytes ahead (0: the CPU's
+// How the lines come: `streams` neighboring parts of the memory in turn, with prefetch so many bytes ahead (0: the CPU's
 // own only). What is fastest depends on the CPU.
 struct Pattern {
   int streams;
@@ -123,8 +123,8 @@ inline Bandwidth read_bandwidth(const uint8_t* memory, int64_t bytes, int thread
   Bandwidth best{};
   for (int pass = 0; pass < passes; ++pass) {
     for (const Pattern pattern : kPatterns) {
-      const double found = read_pass(memory, bytes, threads, pattern);
-      if (found > best.bytes_per_second) best = {found, pattern};
+      const double speed = read_pass(memory, bytes, threads, pattern);
+      if (speed > best.bytes_per_second) best = {speed, pattern};
     }
   }
   return best;

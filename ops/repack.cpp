@@ -15,7 +15,7 @@ namespace {
 Status target_layout(const Layout& source, const char* format, Layout* layout) {
   Layout panel16;
   if (Status s = make_layout(source.n, source.k, source.bits, source.group_size, source.mapping, source.has_bias,
-                             &panel16, source.mapping == Mapping::levels ? source.levels : nullptr);
+                             &panel16, levels_of(source));
       !s.ok()) {
     return s;
   }
@@ -49,7 +49,7 @@ Status repack(const TensorView& packed, const char* format, const TensorView& ou
   if (Status s = check_tensor("out", out, ElementType::u8, {1, {target.total_bytes}}); !s.ok()) return s;
   if (Status s = check_apart({{"out", &out}}, {{"packed_weight", &packed}}); !s.ok()) return s;
 
-  const bool affine = source.mapping == Mapping::affine;
+  const bool affine = has_mins(source.mapping);
   const int64_t groups = source.n * source.groups;
   const int64_t floats = groups + (affine ? groups : 0) + (source.has_bias ? source.n : 0);
   const int64_t float_bytes = floats * static_cast<int64_t>(sizeof(float));
@@ -77,7 +77,7 @@ Status repack(const TensorView& packed, const char* format, const TensorView& ou
   if (target.format == Format::panel16) {
     const TensorView levels = view(source.levels, ElementType::i8, {1, {int64_t{1} << source.bits}});
     return pack(codes_view, scales, affine ? &mins : nullptr, source.has_bias ? &bias : nullptr, source.bits,
-                source.group_size, out, parallel, source.mapping == Mapping::levels ? &levels : nullptr);
+                source.group_size, out, parallel, has_table(source.mapping) ? &levels : nullptr);
   }
   PackArgs args{};
   args.codes = codes;

@@ -68,13 +68,13 @@ struct Grid {
 
   int64_t bands() const { return (rows + band_rows - 1) / band_rows; }
   int64_t rows_of(int64_t band) const {
-    const int64_t left = rows - band * band_rows;
-    return left < band_rows ? left : band_rows;
+    const int64_t remaining = rows - band * band_rows;
+    return remaining < band_rows ? remaining : band_rows;
   }
   // The next claim when so many columns are left in all bands. Claims shrink towards the end (guided self-scheduling,
   // Polychronopoulos and Kuck, 1987), so that a slow core does not start a large one when the others are about to finish.
-  int64_t claim(int64_t left, int threads) const {
-    const int64_t share = left / (2 * threads);
+  int64_t claim(int64_t remaining, int threads) const {
+    const int64_t share = remaining / (2 * threads);
     if (share <= least_columns) return least_columns;
     return (share < most_columns ? share : most_columns) / least_columns * least_columns;
   }
@@ -129,9 +129,9 @@ void parallel_2d(const Parallel& parallel, const Grid& grid, Band* bands, const 
         std::atomic<int64_t>& claimed = bands[b].claimed_columns;
         int64_t begin = claimed.load(std::memory_order_relaxed);
         while (begin < grid.columns) {
-          const int64_t left = grid.columns - begin;
-          const int64_t wanted = grid.claim(left + (count - 1 - b) * grid.columns, threads);
-          const int64_t end = begin + (wanted < left ? wanted : left);
+          const int64_t remaining = grid.columns - begin;
+          const int64_t wanted = grid.claim(remaining + (count - 1 - b) * grid.columns, threads);
+          const int64_t end = begin + (wanted < remaining ? wanted : remaining);
           if (!claimed.compare_exchange_weak(begin, end, std::memory_order_relaxed)) continue;
           tile(worker, b, begin, end);
           begin = claimed.load(std::memory_order_relaxed);

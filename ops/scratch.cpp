@@ -41,7 +41,7 @@ class Key {
 
   KeptMemory* value() const {
     if (!valid_.load(std::memory_order_relaxed)) return nullptr;
-    if (void* const found = pthread_getspecific(key_)) return static_cast<KeptMemory*>(found);
+    if (void* const memory = pthread_getspecific(key_)) return static_cast<KeptMemory*>(memory);
     KeptMemory* const made = new (std::nothrow) KeptMemory;
     if (made == nullptr || pthread_setspecific(key_, made) == 0) return made;
     delete made;

@@ -30,7 +30,7 @@ int count_clusters() {
 #elif defined(__linux__) && defined(__aarch64__)
 int count_clusters() {
   constexpr int kMost = 64;
-  int found[kMost], clusters = 0;
+  int cluster_ids[kMost], clusters = 0;
   for (int cpu = 0; cpu < 1024; ++cpu) {
     char path[96];
     std::snprintf(path, sizeof path, "/sys/devices/system/cpu/cpu%d/topology/cluster_id", cpu);
@@ -40,8 +40,8 @@ int count_clusters() {
     if (std::fscanf(file, "%d", &id) != 1) id = -1;
     std::fclose(file);
     int i = 0;
-    while (i < clusters && found[i] != id) ++i;
-    if (id >= 0 && i == clusters && clusters < kMost) found[clusters++] = id;
+    while (i < clusters && cluster_ids[i] != id) ++i;
+    if (id >= 0 && i == clusters && clusters < kMost) cluster_ids[clusters++] = id;
   }
   return clusters;
 }

@@ -28,9 +28,9 @@ struct Parts {
 };
 
 Status check_alike(const Layout& first, const Layout& other, int64_t number, int dim) {
-  const int64_t expected = dim == 0 ? first.k : first.n, found = dim == 0 ? other.k : other.n;
-  if (found != expected) {
-    return Status::error("matrix %" PRId64 " has %" PRId64 " %s; expected %" PRId64 ", as matrix 0", number, found,
+  const int64_t expected = dim == 0 ? first.k : first.n, actual = dim == 0 ? other.k : other.n;
+  if (actual != expected) {
+    return Status::error("matrix %" PRId64 " has %" PRId64 " %s; expected %" PRId64 ", as matrix 0", number, actual,
                          dim == 0 ? "inputs" : "rows", expected);
   }
   if (other.bits != first.bits || other.mapping != first.mapping || other.group_size != first.group_size) {
@@ -100,7 +100,7 @@ Status result_layout(const Parts& parts, int dim, int64_t total, int64_t begin, 
     has_bias |= part.layout.has_bias && part.begin < end && begin < part.begin + part.layout.n;
   }
   if (Status s = make_layout(dim == 0 ? end - begin : first.n, dim == 0 ? first.k : end - begin, first.bits, first.group_size,
-                             first.mapping, has_bias, layout, first.mapping == Mapping::levels ? first.levels : nullptr);
+                             first.mapping, has_bias, layout, levels_of(first));
       !s.ok() || first.format == Format::panel16) {
     return s;
   }
@@ -133,13 +133,13 @@ class Rows {
   void unpack(const Layout& layout, const uint8_t* data, int64_t panel) {
     const Layout one = panel_of(layout, panel);
     std::memset(bias, 0, kPanelRows * sizeof(float));
-    UnpackArgs args{codes, scales, layout.mapping == Mapping::affine ? mins : nullptr, layout.has_bias ? bias : nullptr};
+    UnpackArgs args{codes, scales, has_mins(layout.mapping) ? mins : nullptr, layout.has_bias ? bias : nullptr};
     unpack_panels(one, data + panel * layout.panel_bytes, 0, 1, args, row_scales);
   }
 
   Status pack(const Layout& layout, uint8_t* data, int64_t panel, uint64_t* checksums) const {
     const Layout one = panel_of(layout, panel);
-    const PackArgs args{codes, scales, layout.mapping == Mapping::affine ? mins : nullptr,
+    const PackArgs args{codes, scales, has_mins(layout.mapping) ? mins : nullptr,
                         layout.has_bias ? bias : nullptr};
     const Status status = pack_panels(one, args, 0, 1, data + panel * layout.panel_bytes, checksums + panel, row_scales);
     if (status.ok()) return {};
@@ -153,7 +153,7 @@ class Rows {
     };
     copy(codes, from.codes, layout.k);
     copy(scales, from.scales, layout.groups);
-    if (layout.mapping == Mapping::affine) copy(mins, from.mins, layout.groups);
+    if (has_mins(layout.mapping)) copy(mins, from.mins, layout.groups);
     copy(bias, from.bias, 1);
     copy(row_scales, from.row_scales, 1);
   }
@@ -219,11 +219,11 @@ Status splice_inputs(const Parts& parts, int64_t begin, const Layout& layout, in
       float* const mins = to.mins + r * layout.groups + to_group;
       const float* const from_scales = from.scales + r * part.layout.groups + from_group;
       const float* const from_mins = from.mins + r * part.layout.groups + from_group;
-      const bool affine = layout.mapping == Mapping::affine;
-      const auto differ = [&](const char* what, float found, float expected) {
+      const bool affine = has_mins(layout.mapping);
+      const auto differ = [&](const char* what, float actual, float expected) {
         return Status::error("row %" PRId64 " has the %s %g in matrix %" PRId64 "; expected %g, as in the one before it: "
                              "matrices side by side are slices of one",
-                             p * kPanelRows + r, what, static_cast<double>(found), i, static_cast<double>(expected));
+                             p * kPanelRows + r, what, static_cast<double>(actual), i, static_cast<double>(expected));
       };
       if (first) {
         to.row_scales[r] = from.row_scales[r];
@@ -265,10 +265,10 @@ struct Unpacked {
   }
 
   PackArgs pack_args(const Layout& layout) const {
-    return {codes.get(), scales, layout.mapping == Mapping::affine ? mins : nullptr, layout.has_bias ? bias : nullptr};
+    return {codes.get(), scales, has_mins(layout.mapping) ? mins : nullptr, layout.has_bias ? bias : nullptr};
   }
   UnpackArgs unpack_args(const Layout& layout) {
-    return {codes.get(), scales, layout.mapping == Mapping::affine ? mins : nullptr, layout.has_bias ? bias : nullptr};
+    return {codes.get(), scales, has_mins(layout.mapping) ? mins : nullptr, layout.has_bias ? bias : nullptr};
   }
 };
 

@@ -38,10 +38,10 @@ constexpr int64_t rounded_up(int64_t value, int64_t unit) { return (value + unit
 // The panels that a kernel computes at once: claims are multiples of it.
 constexpr int64_t panels_at_once(const LinearKernel& kernel) { return at_least_1(kernel.n_step / kPanelRows); }
 
-// Whether `panels` panels are worth cutting at multiples of what the kernel computes at once. Panels in step serve memory: a
-// thread without work would lose more.
-constexpr bool cut_in_step(const LinearKernel& kernel, int64_t panels, int threads) {
-  return (kernel.isa & kInStep) == 0 || panels >= panels_at_once(kernel) * threads;
+// Whether `panels` panels are cut at multiples of what the kernel computes at once. Interleaved panels are read faster, but a
+// thread without work would lose more than they gain.
+constexpr bool cut_at_multiples(const LinearKernel& kernel, int64_t panels, int threads) {
+  return !kernel.several_streams || panels >= panels_at_once(kernel) * threads;
 }
 
 }  // namespace lowbit

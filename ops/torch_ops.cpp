@@ -287,7 +287,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> unpack(const Tensor& packed_weight) {
   const TensorView packed = view_of("packed_weight", packed_weight);
   Layout layout;
   raise_unless_ok(read_packed(packed, &layout));
-  const bool affine = layout.mapping == lowbit::Mapping::affine;
+  const bool affine = lowbit::has_mins(layout.mapping);
   const auto [codes, scales, mins] = allocate_codes(layout, affine);
   const Tensor bias = allocate(layout.has_bias ? Shape{1, {layout.n}} : Shape{1, {0}}, ScalarType::Float);
   raise_unless_ok(lowbit::unpack(packed, view_of("codes", codes), view_of("scales", scales), view_of("mins", mins),

@@ -29,7 +29,7 @@ inline bool same(float a, float b) { return bits_of_float(a) == bits_of_float(b)
 
 // Whether a row can be run here and now.
 inline bool can_run(IsaBits isa) {
-  return (instructions_of(isa) & ~active_isa()) == 0 && ((isa & kSme2) == 0 || sme_threads() > 0);
+  return (isa & ~active_isa()) == 0 && ((isa & kSme2) == 0 || sme_threads() > 0);
 }
 
 // try_kernels() for the rows of attention.

@@ -19,9 +19,9 @@ struct AttentionMemory {
   alignas(kAlignment) float partials[kSpans * lowbit_attention_partial(kAttentionRows, kValueWidth)];
   struct Cache {
     float keys[kHeld * kWidth], values[kHeld * kValueWidth], key_scales[kHeld], value_scales[kHeld];
-  } expected_cache, found_cache;
+  } expected_cache, actual_cache;
   float q[kQueries][kWidth], k[kWidth], v[kValueWidth];
-  float expected[kQueries][kValueWidth], found[kQueries][kValueWidth];
+  float expected[kQueries][kValueWidth], actual[kQueries][kValueWidth];
 };
 
 class AttentionTrial {
@@ -50,7 +50,7 @@ class AttentionTrial {
   // Writes all positions, by the portable row and by `row`.
   Status write(const AttentionKernel& row, CacheType cache, DType type) {
     std::memset(&memory_.expected_cache, 0, sizeof memory_.expected_cache);
-    std::memset(&memory_.found_cache, 0, sizeof memory_.found_cache);
+    std::memset(&memory_.actual_cache, 0, sizeof memory_.actual_cache);
     for (int64_t position = 0; position < kPositions; ++position) {
       fill(memory_.k, type, kWidth);
       fill(memory_.v, type, kValueWidth);
@@ -60,18 +60,18 @@ class AttentionTrial {
                                   scales ? to.value_scales : nullptr, position, type, cache, kWidth, kValueWidth, context};
       };
       portable_attention().write(to(memory_.expected_cache, nullptr));
-      row.write(to(memory_.found_cache, row.context));
+      row.write(to(memory_.actual_cache, row.context));
     }
-    const auto* const found = reinterpret_cast<const unsigned char*>(&memory_.found_cache);
+    const auto* const actual = reinterpret_cast<const unsigned char*>(&memory_.actual_cache);
     const auto* const expected = reinterpret_cast<const unsigned char*>(&memory_.expected_cache);
-    for (size_t i = 0; i < sizeof memory_.found_cache; ++i) {
-      if (found[i] == expected[i]) continue;
+    for (size_t i = 0; i < sizeof memory_.actual_cache; ++i) {
+      if (actual[i] == expected[i]) continue;
       const bool is_key = i < offsetof(AttentionMemory::Cache, values);
       return Status::error("row '%s' writes something else than the portable kernel: %" PRId64 " positions of %s to a cache of "
                            "type %d: byte %zu of the %s is 0x%02x; expected 0x%02x",
                            row.name, kPositions, name_of(type), static_cast<int>(cache),
                            is_key ? i : i - offsetof(AttentionMemory::Cache, values), is_key ? "keys" : "values and scales",
-                           found[i], expected[i]);
+                           actual[i], expected[i]);
     }
     return {};
   }
@@ -95,7 +95,7 @@ class AttentionTrial {
   Status attend(const AttentionKernel& row, CacheType cache, DType type, float cap) {
     for (auto& q : memory_.q) fill(q, type, kWidth);
     portable_attention().run(arguments(cache, type, cap, memory_.expected));
-    AttentionArgs args = arguments(cache, type, cap, memory_.found);
+    AttentionArgs args = arguments(cache, type, cap, memory_.actual);
     args.context = row.context;
     row.run(args);
     return compare(row, cache, type, "");
@@ -118,19 +118,19 @@ class AttentionTrial {
       kernel.join({kQueries, kSpans, memory_.partials, out_, type, cache, kValueWidth, kernel.context});
     };
     by_spans(portable_attention(), memory_.expected);
-    by_spans(row, memory_.found);
+    by_spans(row, memory_.actual);
     return compare(row, cache, type, " in spans");
   }
 
   Status compare(const AttentionKernel& row, CacheType cache, DType type, const char* how) const {
     for (int64_t r = 0; r < kQueries; ++r) {
       for (int64_t i = 0; i < kValueWidth; ++i) {
-        const float found = load_as_f32(memory_.found[r], type, i), expected = load_as_f32(memory_.expected[r], type, i);
-        if (same(found, expected)) continue;
+        const float actual = load_as_f32(memory_.actual[r], type, i), expected = load_as_f32(memory_.expected[r], type, i);
+        if (same(actual, expected)) continue;
         return Status::error("row '%s' computes something else than the portable kernel: %" PRId64 " positions of %s in a "
                              "cache of type %d%s: [%" PRId64 ", %" PRId64 "] is %.9g; expected %.9g",
                              row.name, kPositions, name_of(type), static_cast<int>(cache), how, r, i,
-                             static_cast<double>(found), static_cast<double>(expected));
+                             static_cast<double>(actual), static_cast<double>(expected));
       }
     }
     return {};

@@ -41,7 +41,7 @@ struct Memory {
   float a_scales[kMostM * kMostPieces];
   int32_t a_sums[kMostM * kMostPieces];
   float a_group_sums[kMostM * kMostGroups];
-  float expected[kMostM * (kMostN + kGap)], found[kMostM * (kMostN + kGap)];
+  float expected[kMostM * (kMostN + kGap)], actual[kMostM * (kMostN + kGap)];
   uint64_t checksums[kMostPanels];
 };
 
@@ -96,7 +96,8 @@ class Trial {
     int number = 0;
     for (const Inputs& inputs : kInputs) {
       Layout layout;
-      if (Status s = make_layout(1, inputs.k, 4, inputs.group_size, Mapping::affine, false, &layout); !s.ok()) return s;
+      const Mapping with_mins = mapping_with(true, false);  // group sums are computed for them
+      if (Status s = make_layout(1, inputs.k, 4, inputs.group_size, with_mins, false, &layout); !s.ok()) return s;
       for (const DType type : {DType::f32, DType::bf16, DType::f16}) {
         if (Status s = try_quantize(row, layout, type, number++); !s.ok()) return s;
       }
@@ -112,19 +113,19 @@ class Trial {
     const PackedFormat* format = nullptr;
     if (row.format != Format::panel16) {
       format = find_format(row.format);
-      for (const PackedFormat& own : library_.formats) format = own.format == row.format ? &own : format;
+      for (const PackedFormat& known : library_.formats) format = known.format == row.format ? &known : format;
     }
     int number = 0;
-    for (const Mapping mapping : {Mapping::symmetric, Mapping::affine, Mapping::levels}) {
+    for (const Mapping mapping : kMappings) {
       if ((row.mappings & bit_of(mapping)) == 0) continue;
-      if (mapping == Mapping::levels && (!can_have_levels(row.bits) || format != nullptr)) continue;
+      if (has_table(mapping) && (!can_have_levels(row.bits) || format != nullptr)) continue;
       for (const Inputs& inputs : kInputs) {
         int8_t levels[kMostLevels];
         for (int i = 0; i < kMostLevels; ++i) levels[i] = static_cast<int8_t>(i * 16 - 120);
         Layout layout;
         const bool has_bias = number % 2 == 0;
         if (Status s = make_layout(columns + kMore, inputs.k, row.bits, inputs.group_size, mapping, has_bias, &layout,
-                                   mapping == Mapping::levels ? levels : nullptr);
+                                   has_table(mapping) ? levels : nullptr);
             !s.ok()) {
           return s;
         }
@@ -154,28 +155,29 @@ class Trial {
     PackArgs args{};
     args.codes = memory_.codes;
     args.scales = memory_.scales;
-    if (layout.mapping == Mapping::affine) args.mins = memory_.mins;
+    if (has_mins(layout.mapping)) args.mins = memory_.mins;
     if (layout.has_bias) args.bias = memory_.bias;
     return args;
   }
 
   // The matrix as a row of `format` reads it; null: panel16. `*panels` is null where the format does not hold it.
-  Status pack(const PackedFormat* format, const Layout& layout, Layout* own, const uint8_t** panels) {
+  Status pack(const PackedFormat* format, const Layout& layout, Layout* row_layout, const uint8_t** panels) {
     *panels = memory_.packed + layout.header_bytes;
-    *own = layout;
+    *row_layout = layout;
     if (format == nullptr) return {};
     *panels = nullptr;
-    if (!vendor_layout(layout, *format, own).ok()) return {};
-    char* const bytes = packed_.take(own->total_bytes);
-    if (bytes == nullptr) return Status::no_memory("no memory for %" PRId64 " bytes of a trial", own->total_bytes);
-    std::memset(bytes, 0, static_cast<size_t>(own->total_bytes));
+    if (!vendor_layout(layout, *format, row_layout).ok()) return {};
+    char* const bytes = packed_.take(row_layout->total_bytes);
+    if (bytes == nullptr) return Status::no_memory("no memory for %" PRId64 " bytes of a trial", row_layout->total_bytes);
+    std::memset(bytes, 0, static_cast<size_t>(row_layout->total_bytes));
     // In two calls where the format allows it, as threads would.
-    const int64_t first = format->rows_at_once > 0 && format->rows_at_once < own->n ? format->rows_at_once : own->n;
+    const int64_t rows = row_layout->n;
+    const int64_t first = format->rows_at_once > 0 && format->rows_at_once < rows ? format->rows_at_once : rows;
     const PackArgs args = pack_args(layout);
     const auto pack_rows = [&](int64_t begin, int64_t end) {
-      return begin == end || format->pack(format->context, *own, args, begin, end, bytes + kHeaderBytes) == nullptr;
+      return begin == end || format->pack(format->context, *row_layout, args, begin, end, bytes + kHeaderBytes) == nullptr;
     };
-    if (pack_rows(first, own->n) && pack_rows(0, first)) {
+    if (pack_rows(first, rows) && pack_rows(0, first)) {
       *panels = reinterpret_cast<const uint8_t*>(bytes) + kHeaderBytes;
     }
     return {};
@@ -188,8 +190,8 @@ class Trial {
       const int64_t group = column * layout.groups + j / layout.group_inputs();
       const int code = memory_.codes[column * layout.k + j];
       const float integer = static_cast<float>(
-          layout.mapping == Mapping::affine ? code : level_factor(layout.bits) * code - level_offset(layout.bits));
-      const float min = layout.mapping == Mapping::affine ? memory_.mins[group] : 0.0f;
+          has_mins(layout.mapping) ? code : level_factor(layout.bits) * code - level_offset(layout.bits));
+      const float min = has_mins(layout.mapping) ? memory_.mins[group] : 0.0f;
       sum += std::fabs(memory_.x[row * layout.k + j] * (memory_.scales[group] * integer + min));
     }
     return static_cast<float>(sum);
@@ -199,9 +201,9 @@ class Trial {
   static float rounding_of(DType type) { return type == DType::f32 ? 0x1p-22f : type == DType::bf16 ? 0x1p-7f : 0x1p-10f; }
 
   Status try_linear(const LinearKernel& row, const Layout& layout, const PackedFormat* format, DType type) {
-    Layout own;
+    Layout row_layout;
     const uint8_t* panels;
-    if (Status s = pack(format, layout, &own, &panels); !s.ok() || panels == nullptr) return s;
+    if (Status s = pack(format, layout, &row_layout, &panels); !s.ok() || panels == nullptr) return s;
     const int64_t counts[] = {1, 2, 3, row.m_least, row.m_least + 1, 2 * row.m_least + 1};
     int64_t most = 1;
     for (const int64_t m : counts) most = m > most ? m : most;
@@ -214,7 +216,7 @@ class Trial {
     args.a = memory_.a;
     args.scales = memory_.a_scales;
     args.sums = memory_.a_sums;
-    if (layout.mapping == Mapping::affine) args.group_sums = memory_.a_group_sums;
+    if (has_mins(layout.mapping)) args.group_sums = memory_.a_group_sums;
     args.m = most;
     args.out = memory_.expected;
     args.out_dtype = type;
@@ -223,28 +225,28 @@ class Trial {
     std::memset(memory_.expected, 0xff, sizeof(float) * static_cast<size_t>(most * args.out_stride));
     portable_linear(layout.bits).run(args);
 
-    args.layout = own;
-    args.out = memory_.found;
+    args.layout = row_layout;
+    args.out = memory_.actual;
     args.context = row.context;
     args.panels = panels;
     for (const int64_t m : counts) {
-      if (row.supports != nullptr && !row.supports(row.context, own, m, active_isa())) continue;
+      if (row.supports != nullptr && !row.supports(row.context, row_layout, m, active_isa())) continue;
       args.m = m;
-      std::memset(memory_.found, 0xff, sizeof(float) * static_cast<size_t>(m * args.out_stride));
+      std::memset(memory_.actual, 0xff, sizeof(float) * static_cast<size_t>(m * args.out_stride));
       if (Status s = run(row, args); !s.ok()) return s;
       for (int64_t i = 0; i < m; ++i) {
         for (int64_t column = 0; column < args.out_stride; ++column) {
-          const float found = load_as_f32(memory_.found, type, i * args.out_stride + column);
+          const float actual = load_as_f32(memory_.actual, type, i * args.out_stride + column);
           const float expected = load_as_f32(memory_.expected, type, i * args.out_stride + column);
-          if (same(found, expected)) continue;
+          if (same(actual, expected)) continue;
           if (format != nullptr && column < layout.n &&
-              std::fabs(found - expected) <= format->tolerance * magnitude(layout, i, column) +
+              std::fabs(actual - expected) <= format->tolerance * magnitude(layout, i, column) +
                                                  rounding_of(type) * std::fabs(expected)) {
             continue;
           }
           return Status::error("row '%s' computes something else than the portable kernel: %s, %" PRId64
                                " rows of activations, %s outputs: [%" PRId64 ", %" PRId64 "] is %.9g; expected %.9g",
-                               row.name, describe(layout).text, m, name_of(type), i, column, static_cast<double>(found),
+                               row.name, describe(layout).text, m, name_of(type), i, column, static_cast<double>(actual),
                                static_cast<double>(expected));
         }
       }
@@ -297,9 +299,9 @@ class Trial {
   }
 
   Status try_embedding(const EmbeddingKernel& row, const Layout& layout, const PackedFormat* format, DType type) {
-    Layout own;
+    Layout row_layout;
     const uint8_t* panels;
-    if (Status s = pack(format, layout, &own, &panels); !s.ok() || panels == nullptr) return s;
+    if (Status s = pack(format, layout, &row_layout, &panels); !s.ok() || panels == nullptr) return s;
     EmbeddingArgs args{};
     args.out_dtype = type;
     for (args.row = 0; args.row < layout.n; ++args.row) {
@@ -309,23 +311,23 @@ class Trial {
       std::memset(memory_.expected, 0xff, sizeof(float) * (kMostK + kGap));
       portable_embedding(layout.bits).run(args);
       args.panels = panels;
-      args.layout = own;
-      args.out = memory_.found;
+      args.layout = row_layout;
+      args.out = memory_.actual;
       args.context = row.context;
-      std::memset(memory_.found, 0xff, sizeof(float) * (kMostK + kGap));
+      std::memset(memory_.actual, 0xff, sizeof(float) * (kMostK + kGap));
       row.run(args);
       float largest = 0.0f;
       for (int64_t i = 0; i < layout.k; ++i) largest = std::fmax(largest, std::fabs(load_as_f32(args.out, type, i)));
       for (int64_t i = 0; i < layout.k + kGap; ++i) {
-        const float found = load_as_f32(memory_.found, type, i), expected = load_as_f32(memory_.expected, type, i);
-        if (same(found, expected)) continue;
+        const float actual = load_as_f32(memory_.actual, type, i), expected = load_as_f32(memory_.expected, type, i);
+        if (same(actual, expected)) continue;
         if (format != nullptr && i < layout.k &&
-            std::fabs(found - expected) <= format->tolerance * largest + rounding_of(type) * std::fabs(expected)) {
+            std::fabs(actual - expected) <= format->tolerance * largest + rounding_of(type) * std::fabs(expected)) {
           continue;
         }
         return Status::error("row '%s' reads something else than the portable kernel: %s, %s outputs: [%" PRId64 ", %" PRId64
                              "] is %.9g; expected %.9g",
-                             row.name, describe(layout).text, name_of(type), args.row, i, static_cast<double>(found),
+                             row.name, describe(layout).text, name_of(type), args.row, i, static_cast<double>(actual),
                              static_cast<double>(expected));
       }
     }
@@ -353,13 +355,13 @@ class Trial {
     std::memset(memory_.a_group_sums, 0xff, sizeof(float) * 2 * kMostGroups);
     portable_quantize().run(at(0));
     row.run(at(1));
-    const auto compare = [&](const char* what, const auto* values, int64_t count, int64_t behind, bool as_bits) {
+    const auto compare = [&](const char* what, const auto* values, int64_t count, int64_t offset, bool as_bits) {
       for (int64_t i = 0; i < count; ++i) {
-        const float expected = static_cast<float>(values[i]), found = static_cast<float>(values[behind + i]);
-        if (as_bits ? bits_of_float(expected) == bits_of_float(found) : same(expected, found)) continue;
+        const float expected = static_cast<float>(values[i]), actual = static_cast<float>(values[offset + i]);
+        if (as_bits ? bits_of_float(expected) == bits_of_float(actual) : same(expected, actual)) continue;
         return Status::error("row '%s' computes something else than the portable kernel: %" PRId64 " %s values, group size %"
                              PRId64 ": %s[%" PRId64 "] is %.9g; expected %.9g",
-                             row.name, layout.k, name_of(type), layout.group_size, what, i, static_cast<double>(found),
+                             row.name, layout.k, name_of(type), layout.group_size, what, i, static_cast<double>(actual),
                              static_cast<double>(expected));
       }
       return Status();

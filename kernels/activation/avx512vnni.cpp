@@ -54,8 +54,8 @@ LOWBIT_INLINE inline void quantize64(const char* x, int64_t count, int8_t* a, fl
   __m512 values[4];
   __m512i m[4];
   for (int j = 0; j < 4; ++j) {
-    const int64_t left = count - 16 * j;
-    values[j] = left > 0 ? load16<T>(x, 16 * j, first_lanes(left)) : _mm512_setzero_ps();
+    const int64_t remaining = count - 16 * j;
+    values[j] = remaining > 0 ? load16<T>(x, 16 * j, first_lanes(remaining)) : _mm512_setzero_ps();
     // As integers, the bits of NaN are the largest.
     m[j] = _mm512_and_si512(_mm512_castps_si512(values[j]), _mm512_set1_epi32(0x7fffffff));
   }

@@ -154,13 +154,13 @@ void quantize(const QuantizeArgs& args) {
   Row<T> row{static_cast<const uint8_t*>(args.x), args.a, args.scales, args.sums};
   float* group_sum = args.group_sums;
   const int64_t group_inputs = args.group_inputs;
-  int64_t left = args.k;
+  int64_t remaining = args.k;
   const auto end_group = [&](float sum) LOWBIT_INLINE {
     if (group_sum != nullptr) *group_sum++ = sum;
   };
   // Whole groups of one segment.
   const auto groups_of = [&](auto steps) LOWBIT_INLINE {
-    for (; left >= group_inputs; left -= group_inputs) end_group(row.template next<steps()>(row.x, nullptr));
+    for (; remaining >= group_inputs; remaining -= group_inputs) end_group(row.template next<steps()>(row.x, nullptr));
   };
   switch (group_inputs) {
     case 16: groups_of(std::integral_constant<int, 1>()); break;
@@ -169,9 +169,9 @@ void quantize(const QuantizeArgs& args) {
     case 64: groups_of(std::integral_constant<int, 4>()); break;
     default: break;
   }
-  while (left > 0) {
-    int64_t in_group = left < group_inputs ? left : group_inputs;
-    left -= in_group;
+  while (remaining > 0) {
+    int64_t in_group = remaining < group_inputs ? remaining : group_inputs;
+    remaining -= in_group;
     float sum;
     const float* before = nullptr;
     for (; in_group >= kSegmentInputs; in_group -= kSegmentInputs, before = &sum) {

@@ -364,9 +364,9 @@ void attention(const AttentionArgs& args) {
     while (args.ends[span_first] <= span) ++span_first;
     while (span_last < rows && args.begins[span_last] < span + kAttentionSpan) ++span_last;
     for (int64_t r = span_first; r < span_last; ++r) {
-      const bool behind = args.partial == nullptr && args.begins[r] < span;
-      if (behind) copy<V>(state.now, state.before, r);
-      clear<V>(state.now, r, behind ? nullptr : args.sinks);
+      const bool continues = args.partial == nullptr && args.begins[r] < span;
+      if (continues) copy<V>(state.now, state.before, r);
+      clear<V>(state.now, r, continues ? nullptr : args.sinks);
     }
     for (; block < length && block < span + kAttentionSpan; block += kAttentionBlock) {
       while (args.ends[first] <= block) ++first;

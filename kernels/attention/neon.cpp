@@ -20,14 +20,14 @@ struct Vector {
   static constexpr int kSums = 4;  // of four registers each, beside a vector and a register of scalars for each row
 
   template <class Op>
-  LOWBIT_INLINE static Vector each(Op op) {
+  LOWBIT_INLINE static Vector map_registers(Op op) {
     return {{op(0), op(1), op(2), op(3)}};
   }
   LOWBIT_INLINE static Vector broadcast(float value) {
-    return each([=](int) LOWBIT_INLINE { return vdupq_n_f32(value); });
+    return map_registers([=](int) LOWBIT_INLINE { return vdupq_n_f32(value); });
   }
   LOWBIT_INLINE static Vector load(const float* at) {
-    return each([=](int i) LOWBIT_INLINE { return vld1q_f32(at + 4 * i); });
+    return map_registers([=](int i) LOWBIT_INLINE { return vld1q_f32(at + 4 * i); });
   }
   LOWBIT_INLINE static void store(float* at, const Vector& v) {
     for (int i = 0; i < 4; ++i) vst1q_f32(at + 4 * i, v.q[i]);
@@ -36,10 +36,10 @@ struct Vector {
   LOWBIT_INLINE static Vector load_as_f32(const void* from) {
     const auto* at = static_cast<const uint8_t*>(from);
     if constexpr (T == DType::f32) {
-      return each([=](int i) LOWBIT_INLINE { return vreinterpretq_f32_u8(vld1q_u8(at + 16 * i)); });
+      return map_registers([=](int i) LOWBIT_INLINE { return vreinterpretq_f32_u8(vld1q_u8(at + 16 * i)); });
     } else {
       const uint16x8_t h[2] = {vreinterpretq_u16_u8(vld1q_u8(at)), vreinterpretq_u16_u8(vld1q_u8(at + 16))};
-      return each([=](int i) LOWBIT_INLINE {
+      return map_registers([=](int i) LOWBIT_INLINE {
         if constexpr (T == DType::f16) {
           const float16x8_t half = vreinterpretq_f16_u16(h[i / 2]);
           return i % 2 == 0 ? vcvt_f32_f16(vget_low_f16(half)) : vcvt_high_f32_f16(half);
@@ -61,7 +61,7 @@ struct Vector {
   // tbl puts each byte at the top of a lane, from where scvtf converts with 24 bits behind the point: two instructions
   // for four values, where widening in two steps takes two and a half.
   LOWBIT_INLINE static Vector of_int8(uint8x16_t bytes) {
-    return each([=](int i) LOWBIT_INLINE {
+    return map_registers([=](int i) LOWBIT_INLINE {
       const uint32x4_t first = {0x00ffffffu, 0x01ffffffu, 0x02ffffffu, 0x03ffffffu};
       const uint32x4_t index = vaddq_u32(first, vdupq_n_u32(static_cast<uint32_t>(i) << 26));
       return vcvtq_n_f32_s32(vreinterpretq_s32_u8(vqtbl1q_u8(bytes, vreinterpretq_u8_u32(index))), 24);
@@ -72,35 +72,35 @@ struct Vector {
     store16<T>(at, v.q);
   }
   LOWBIT_INLINE static Vector add(const Vector& a, const Vector& b) {
-    return each([&](int i) LOWBIT_INLINE { return vaddq_f32(a.q[i], b.q[i]); });
+    return map_registers([&](int i) LOWBIT_INLINE { return vaddq_f32(a.q[i], b.q[i]); });
   }
   LOWBIT_INLINE static Vector sub(const Vector& a, const Vector& b) {
-    return each([&](int i) LOWBIT_INLINE { return vsubq_f32(a.q[i], b.q[i]); });
+    return map_registers([&](int i) LOWBIT_INLINE { return vsubq_f32(a.q[i], b.q[i]); });
   }
   LOWBIT_INLINE static Vector mul(const Vector& a, const Vector& b) {
-    return each([&](int i) LOWBIT_INLINE { return vmulq_f32(a.q[i], b.q[i]); });
+    return map_registers([&](int i) LOWBIT_INLINE { return vmulq_f32(a.q[i], b.q[i]); });
   }
   LOWBIT_INLINE static Vector div(const Vector& a, const Vector& b) {
-    return each([&](int i) LOWBIT_INLINE { return vdivq_f32(a.q[i], b.q[i]); });
+    return map_registers([&](int i) LOWBIT_INLINE { return vdivq_f32(a.q[i], b.q[i]); });
   }
   LOWBIT_INLINE static Vector max(const Vector& a, const Vector& b) {
-    return each([&](int i) LOWBIT_INLINE { return vmaxq_f32(a.q[i], b.q[i]); });
+    return map_registers([&](int i) LOWBIT_INLINE { return vmaxq_f32(a.q[i], b.q[i]); });
   }
   LOWBIT_INLINE static Vector fma(const Vector& a, const Vector& b, const Vector& c) {
-    return each([&](int i) LOWBIT_INLINE { return vfmaq_f32(c.q[i], a.q[i], b.q[i]); });
+    return map_registers([&](int i) LOWBIT_INLINE { return vfmaq_f32(c.q[i], a.q[i], b.q[i]); });
   }
   LOWBIT_INLINE static Vector zero_below(const Vector& x, const Vector& bound, const Vector& value) {
-    return each([&](int i) LOWBIT_INLINE {
+    return map_registers([&](int i) LOWBIT_INLINE {
       return vreinterpretq_f32_u32(vbicq_u32(vreinterpretq_u32_f32(value.q[i]), vcltq_f32(x.q[i], bound.q[i])));
     });
   }
   LOWBIT_INLINE static Vector shift_left_23(const Vector& v) {
-    return each([&](int i) LOWBIT_INLINE {
+    return map_registers([&](int i) LOWBIT_INLINE {
       return vreinterpretq_f32_u32(vshlq_n_u32(vreinterpretq_u32_f32(v.q[i]), 23));
     });
   }
   LOWBIT_INLINE static Vector same_nan(const Vector& v) {
-    return each([&](int i) LOWBIT_INLINE {
+    return map_registers([&](int i) LOWBIT_INLINE {
       return vbslq_f32(vceqq_f32(v.q[i], v.q[i]), v.q[i], vdupq_n_f32(float_from_bits(0x7fc00000u)));
     });
   }
@@ -109,7 +109,7 @@ struct Vector {
   LOWBIT_INLINE static Four load_four(const float* at) { return vld1q_f32(at); }
   template <int Lane>
   LOWBIT_INLINE static Vector fma_lane(const Vector& a, Four four, const Vector& c) {
-    return each([&](int i) LOWBIT_INLINE { return vfmaq_laneq_f32(c.q[i], a.q[i], four, Lane); });
+    return map_registers([&](int i) LOWBIT_INLINE { return vfmaq_laneq_f32(c.q[i], a.q[i], four, Lane); });
   }
 };
 

@@ -18,30 +18,30 @@ struct Vector {
   static constexpr int kSums = 1;
 
   template <class Op>
-  static Vector each(Op op) {
+  static Vector map_lanes(Op op) {
     Vector result;
 #pragma GCC unroll 4
     for (int l = 0; l < 16; ++l) result.lane[l] = op(l);
     return result;
   }
   static Vector broadcast(float value) {
-    return each([=](int) { return value; });
+    return map_lanes([=](int) { return value; });
   }
   static Vector load(const float* at) {
-    return each([=](int l) { return at[l]; });
+    return map_lanes([=](int l) { return at[l]; });
   }
   static void store(float* at, const Vector& v) {
     for (int l = 0; l < 16; ++l) at[l] = v.lane[l];
   }
   template <DType T>
   static Vector load_as_f32(const void* at) {
-    return each([=](int l) { return lowbit::load_as_f32(at, T, l); });
+    return map_lanes([=](int l) { return lowbit::load_as_f32(at, T, l); });
   }
   static Vector load_int8_as_f32(const void* at) {
-    return each([=](int l) { return static_cast<float>(static_cast<const int8_t*>(at)[l]); });
+    return map_lanes([=](int l) { return static_cast<float>(static_cast<const int8_t*>(at)[l]); });
   }
   static Vector load_levels_as_f32(const void* at, bool upper) {
-    return each([=](int l) {
+    return map_lanes([=](int l) {
       return static_cast<float>(kCacheLevels[static_cast<const uint8_t*>(at)[l] >> (upper ? 4 : 0) & 15]);
     });
   }
@@ -50,31 +50,31 @@ struct Vector {
     for (int l = 0; l < 16; ++l) lowbit::store_from_f32(at, T, l, v.lane[l]);
   }
   static Vector add(const Vector& a, const Vector& b) {
-    return each([&](int l) { return a.lane[l] + b.lane[l]; });
+    return map_lanes([&](int l) { return a.lane[l] + b.lane[l]; });
   }
   static Vector sub(const Vector& a, const Vector& b) {
-    return each([&](int l) { return a.lane[l] - b.lane[l]; });
+    return map_lanes([&](int l) { return a.lane[l] - b.lane[l]; });
   }
   static Vector mul(const Vector& a, const Vector& b) {
-    return each([&](int l) { return a.lane[l] * b.lane[l]; });
+    return map_lanes([&](int l) { return a.lane[l] * b.lane[l]; });
   }
   static Vector div(const Vector& a, const Vector& b) {
-    return each([&](int l) { return a.lane[l] / b.lane[l]; });
+    return map_lanes([&](int l) { return a.lane[l] / b.lane[l]; });
   }
   static Vector max(const Vector& a, const Vector& b) {
-    return each([&](int l) { return a.lane[l] > b.lane[l] ? a.lane[l] : b.lane[l]; });
+    return map_lanes([&](int l) { return a.lane[l] > b.lane[l] ? a.lane[l] : b.lane[l]; });
   }
   static Vector fma(const Vector& a, const Vector& b, const Vector& c) {
-    return each([&](int l) { return std::fma(a.lane[l], b.lane[l], c.lane[l]); });
+    return map_lanes([&](int l) { return std::fma(a.lane[l], b.lane[l], c.lane[l]); });
   }
   static Vector zero_below(const Vector& x, const Vector& bound, const Vector& value) {
-    return each([&](int l) { return x.lane[l] < bound.lane[l] ? 0.0f : value.lane[l]; });
+    return map_lanes([&](int l) { return x.lane[l] < bound.lane[l] ? 0.0f : value.lane[l]; });
   }
   static Vector shift_left_23(const Vector& v) {
-    return each([&](int l) { return float_from_bits(bits_of_float(v.lane[l]) << 23); });
+    return map_lanes([&](int l) { return float_from_bits(bits_of_float(v.lane[l]) << 23); });
   }
   static Vector same_nan(const Vector& v) {
-    return each([&](int l) { return v.lane[l] == v.lane[l] ? v.lane[l] : float_from_bits(0x7fc00000u); });
+    return map_lanes([&](int l) { return v.lane[l] == v.lane[l] ? v.lane[l] : float_from_bits(0x7fc00000u); });
   }
 
   struct Four {

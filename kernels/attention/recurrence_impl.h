@@ -137,7 +137,8 @@ void linear_attention(const LinearAttentionArgs& args) {
   float* const kd = k + kLinearAttentionTokens * padded;
   float* const d = kd + kLinearAttentionTokens * padded;
   for (int64_t begin = 0; begin < args.tokens; begin += kLinearAttentionTokens) {
-    const int64_t left = args.tokens - begin, count = left < kLinearAttentionTokens ? left : kLinearAttentionTokens;
+    const int64_t remaining = args.tokens - begin;
+    const int64_t count = remaining < kLinearAttentionTokens ? remaining : kLinearAttentionTokens;
     for (int64_t at = 0; at < count; ++at) {
       const int64_t token = begin + at, row = at * padded;
       load_row<V>(element(args.q, args.dtype, token * args.q_step), args.dtype, width, args.norm_epsilon, args.scale, q + row);

@@ -100,15 +100,15 @@ void convert_values(const void* from, DType dtype, int64_t from_step, CacheType 
   }
   if (cache == CacheType::i4) {
     uint8_t codes[kAttentionWidth], pairs[kAttentionWidth / 2];
-    const float found = quantize_rotated<V>(values, width, codes);
-    std::memcpy(scale, &found, sizeof found);
+    const float position_scale = quantize_rotated<V>(values, width, codes);
+    std::memcpy(scale, &position_scale, sizeof position_scale);
     pair_codes(codes, width, to_step == 1 ? kLanes : 1, pairs);
     return write_values<uint8_t>(pairs, 1, at, to_step, width / 2);
   }
   if (cache == CacheType::i8) {
     int8_t codes[kAttentionWidth];
-    const float found = quantize_position(values, width, codes);
-    std::memcpy(scale, &found, sizeof found);
+    const float position_scale = quantize_position(values, width, codes);
+    std::memcpy(scale, &position_scale, sizeof position_scale);
     return write_values<uint8_t>(codes, 1, at, to_step, width);
   }
   if (cache == CacheType::f32) return write_values<uint32_t>(values, 1, at, to_step, width);

@@ -19,7 +19,7 @@ namespace {
 // Run i of all eight lines. A lane whose line has fewer runs gets an empty mask and reads line 0.
 struct LaneRun {
   alignas(32) uint32_t line[8] = {};
-  alignas(32) uint32_t right[8] = {}, mask[8] = {}, left[8] = {};
+  alignas(32) uint32_t shift_right[8] = {}, mask[8] = {}, shift_left[8] = {};
 };
 
 template <int Bits>
@@ -34,9 +34,9 @@ struct LaneRuns {
       for (int i = 0; i < where.count; ++i) {
         const BitRun bits = where.run[i];
         run[i].line[j] = bits.line;
-        run[i].right[j] = bits.line_bit;
+        run[i].shift_right[j] = bits.line_bit;
         run[i].mask[j] = ((1u << bits.length) - 1u) * 0x01010101u;
-        run[i].left[j] = bits.code_bit;
+        run[i].shift_left[j] = bits.code_bit;
       }
     }
   }
@@ -72,8 +72,8 @@ LOWBIT_INLINE inline __m256i read_block(const uint8_t* block, int64_t r) {
   for (int i = 0; i < kRuns.count; ++i) {
     const LaneRun& run = kRuns.run[i];
     __m256i v = _mm256_permutevar8x32_epi32(words, load8(run.line));
-    v = _mm256_and_si256(_mm256_srlv_epi32(v, load8(run.right)), load8(run.mask));
-    codes = _mm256_or_si256(codes, _mm256_sllv_epi32(v, load8(run.left)));
+    v = _mm256_and_si256(_mm256_srlv_epi32(v, load8(run.shift_right)), load8(run.mask));
+    codes = _mm256_or_si256(codes, _mm256_sllv_epi32(v, load8(run.shift_left)));
   }
   return _mm256_xor_si256(codes, _mm256_set1_epi8(static_cast<char>(stored_flip(Bits))));
 }

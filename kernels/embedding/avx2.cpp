@@ -33,10 +33,7 @@ void read_row(const EmbeddingArgs& args) {
 
 template <int Bits>
 void run(const EmbeddingArgs& args) {
-  if constexpr (can_have_levels(Bits)) {
-    if (args.layout.mapping == Mapping::levels) return read_row<by_table(Bits), false>(args);
-  }
-  args.layout.mapping == Mapping::affine ? read_row<Bits, true>(args) : read_row<Bits, false>(args);
+  with_mapping<Bits>(args.layout.mapping, [&](auto bits, auto affine) { read_row<bits(), affine()>(args); });
 }
 
 #define ROW(bits) \

@@ -155,10 +155,7 @@ void read_row(const EmbeddingArgs& args) {
 
 template <int Bits, DType T>
 void read_row(const EmbeddingArgs& args) {
-  if constexpr (can_have_levels(Bits)) {
-    if (args.layout.mapping == Mapping::levels) return read_row<by_table(Bits), false, T>(args);
-  }
-  args.layout.mapping == Mapping::affine ? read_row<Bits, true, T>(args) : read_row<Bits, false, T>(args);
+  with_mapping<Bits>(args.layout.mapping, [&](auto bits, auto affine) { read_row<bits(), affine(), T>(args); });
 }
 
 template <int Bits>

@@ -13,7 +13,7 @@ namespace {
 template <int Bits>
 void read_row(const EmbeddingArgs& args) {
   const Layout& layout = args.layout;
-  const bool affine = layout.mapping == Mapping::affine;
+  const bool affine = has_mins(layout.mapping);
   const uint8_t* panel = args.panels + (args.row / kPanelRows) * layout.panel_bytes;
   const int64_t r = args.row % kPanelRows;
   const float row_scale = load_as_f32(panel + layout.head_offset, DType::f32, r);
@@ -47,10 +47,7 @@ void read_row(const EmbeddingArgs& args) {
 
 template <int Bits>
 void run(const EmbeddingArgs& args) {
-  if constexpr (can_have_levels(Bits)) {
-    if (args.layout.mapping == Mapping::levels) return read_row<by_table(Bits)>(args);
-  }
-  read_row<Bits>(args);
+  with_mapping<Bits>(args.layout.mapping, [&](auto bits, auto) { read_row<bits()>(args); });
 }
 
 #define ROW(bits) \

@@ -124,28 +124,28 @@ struct Piece {
     groups = segments = 0;
     cut = false;
     for (int64_t half = 0; half < halves;) {
-      const int64_t group_left = group_halves - into, segment_left = kSegmentHalves - into % kSegmentHalves;
-      const int64_t left = segment_left < group_left ? segment_left : group_left;
-      const int64_t end = left < halves - half ? half + left : halves;
+      const int64_t group_rest = group_halves - into, segment_rest = kSegmentHalves - into % kSegmentHalves;
+      const int64_t remaining = segment_rest < group_rest ? segment_rest : group_rest;
+      const int64_t end = remaining < halves - half ? half + remaining : halves;
       const bool at_end = last && end == halves;
-      cut = left > halves - half && !last;
+      cut = remaining > halves - half && !last;
       const bool begins = into % kSegmentHalves == 0;
       const int64_t product = product_halves(half, end - half);
-      Segment& each = segment[segments];
-      each = {tile_offset(half),
-              static_cast<int32_t>(half * kHalfBytes),
-              static_cast<uint8_t>(half),
-              static_cast<uint8_t>(end),
-              static_cast<uint8_t>(begins && product == end - half ? product : 0),
-              static_cast<uint8_t>(groups),
-              begins,
-              into < kSegmentHalves,
-              left == group_left || at_end};
+      Segment& current = segment[segments];
+      current = {tile_offset(half),
+                 static_cast<int32_t>(half * kHalfBytes),
+                 static_cast<uint8_t>(half),
+                 static_cast<uint8_t>(end),
+                 static_cast<uint8_t>(begins && product == end - half ? product : 0),
+                 static_cast<uint8_t>(groups),
+                 begins,
+                 into < kSegmentHalves,
+                 remaining == group_rest || at_end};
       half = end;
       if (cut) break;
       ++segments;
-      groups += each.last;
-      into = each.last ? 0 : into + left;
+      groups += current.last;
+      into = current.last ? 0 : into + remaining;
     }
   }
 };
@@ -198,7 +198,7 @@ const uint8_t* unpack(const uint8_t* at, const Layout& layout, const Piece& piec
   const auto end_group = [&]() LOWBIT_INLINE {
     _mm512_store_ps(scratch.scales[group], load_scales(at));
     if constexpr (Affine) _mm512_store_ps(scratch.mins[group], load_scales(at + 2 * kPanelRows));
-    at += (Affine ? 4 : 2) * kPanelRows;
+    at += group_bytes(Affine);
     ++group;
     end += piece.group_halves;
   };
@@ -222,9 +222,9 @@ void copy_activations(const LinearArgs& args, const Piece& piece, const Rows& ro
   const __mmask64 inputs = (__mmask64{1} << rest) - 1;
   const int8_t* from = args.a + rows.first * stride + piece.first * kHalfInputs;
   int8_t* tile = scratch.a;
-  for (int64_t left = rows.count; left > 0; left -= rows.tile_rows, tile += steps * kTileBytes) {
+  for (int64_t remaining = rows.count; remaining > 0; remaining -= rows.tile_rows, tile += steps * kTileBytes) {
     int8_t* to = tile;
-    for (int64_t i = left < rows.tile_rows ? left : rows.tile_rows; i > 0; --i, from += stride, to += kStepInputs) {
+    for (int64_t i = remaining < rows.tile_rows ? remaining : rows.tile_rows; i > 0; --i, from += stride, to += kStepInputs) {
       for (int64_t step = 0; step < whole; ++step) {
         _mm512_store_si512(to + step * kTileBytes, _mm512_loadu_si512(from + step * kStepInputs));
       }

@@ -173,18 +173,18 @@ struct Gemm {
       const int64_t group = first / group_steps, block = halves ? first / 2 : first;
       const int64_t in_group = first - group * group_steps;
       const int64_t segment = group * layout.group_segments() + in_group / segment_steps(step);
-      const int64_t left = steps - first;
-      const int64_t group_left = group_steps - in_group < left ? group_steps - in_group : left;
+      const int64_t remaining = steps - first;
+      const int64_t group_rest = group_steps - in_group < remaining ? group_steps - in_group : remaining;
       piece.odd = halves && first % 2 != 0;
       const int64_t most = halves ? 2 * kPieceBlocks - piece.odd : kPieceBlocks;
       piece.begins = in_group == 0;
-      piece.ends = group_left <= most;
-      piece.group_steps = piece.ends ? group_left : most / segment_steps(step) * segment_steps(step);
+      piece.ends = group_rest <= most;
+      piece.group_steps = piece.ends ? group_rest : most / segment_steps(step) * segment_steps(step);
       piece.groups = 1;
-      if (group_left == group_steps && piece.ends) {  // as many whole groups as fit
+      if (group_rest == group_steps && piece.ends) {  // as many whole groups as fit
         int64_t bytes = 0;
         for (int b = 0; b < count; ++b) bytes += group_bytes(bands[b], piece);
-        piece.groups = (left < most ? left : most) / group_steps;
+        piece.groups = (remaining < most ? remaining : most) / group_steps;
         if (piece.groups * bytes > kStreamBytes) piece.groups = kStreamBytes / bytes / 2 * 2;  // no half of a block left
       }
       piece.blocks = piece.groups * piece.group_steps;

@@ -1,5 +1,5 @@
-// What the tiles of gemm_neon.h read, for one piece of k: activations and the starts of their sums, copied in the order
-// in which tiles read them, and a panel's codes as bytes with its scales as float32.
+// Prepares the operands of gemm_neon.h's tiles for one piece of k: activations and the initial values of their sums, copied
+// in the order in which tiles read them; a panel's codes as bytes, and its scales as float32.
 #pragma once
 
 #include "gemm_tiles_neon.h"
@@ -28,7 +28,7 @@ struct BytePairs {
   const Tables<Bits>& tables;
   Pair (&line)[kBlockLines];
 
-  // The barriers keep the order of Unpack: GCC would take the AND of a line after the sri that overwrites it.
+  // The barriers keep the order of Unpack: GCC would move the AND of a line behind the sri that overwrites it.
   LOWBIT_INLINE static Pair in_order(Pair pair) {
     __asm__ volatile("" : "+w"(pair.q0), "+w"(pair.q1));
     return pair;
@@ -49,8 +49,8 @@ struct BytePairs {
   }
 };
 
-// Copies the activations of a tile, and what TileArgs::stream has. `first`: the tile's first row; `last`: its last one, of
-// which the rows behind it are copies, whose results nobody reads. From `block` on, `segment` and `group` of a row.
+// Copies the activations of a tile, and fills TileArgs::stream. `first`, `last`: the tile's rows; copies of the last one fill
+// it up, and their results are not used. `block`, `segment`, `group`: where the piece begins in each row.
 template <class Tile, int Rows, bool Affine>
 [[gnu::noinline]] void copy_tile(const LinearArgs& args, const TileArgs& tile, Step step, int64_t first, int64_t last,
                                  int64_t block, int64_t segment, int64_t group, int32_t factor, uint8_t* to,
@@ -84,9 +84,9 @@ template <class Tile, int Rows, bool Affine>
     }
   };
   const auto store_scales = [&](const float32x4_t (&values)[Rows]) LOWBIT_INLINE {
-    float32x4_t each[Tile::scales_of(Rows)];
-    Tile::join(values, each);
-    store_rows(stream, each);
+    float32x4_t joined[Tile::scales_of(Rows)];
+    Tile::join(values, joined);
+    store_rows(stream, joined);
     stream += 16 * Tile::scales_of(Rows);
   };
   const int32x4_t factors = vdupq_n_s32(factor), shift = vdupq_n_s32(kShiftBits);
@@ -116,10 +116,10 @@ template <class Tile, int Rows, bool Affine>
 }
 
 // Unpacks the codes and the scales of a piece.
-template <class Tile, Step Each, int Bits, bool Affine>
+template <class Tile, Step Size, int Bits, bool Affine>
 [[gnu::noinline]] void unpack(const uint8_t* block, const TileArgs& piece, Scratch& scratch, const int8_t* levels) {
   const Tables<Bits> tables(levels);
-  constexpr int kGroupBytes = (Affine ? 4 : 2) * kPanelRows;
+  constexpr int kGroupBytes = group_bytes(Affine);
   uint8_t* halves[2] = {scratch.weights, scratch.weights + kHalvesBytes};
   uint8_t* scales = reinterpret_cast<uint8_t*>(scratch.scales);
   const auto unpack_block = [&]() LOWBIT_INLINE {
@@ -148,7 +148,7 @@ template <class Tile, Step Each, int Bits, bool Affine>
   int64_t groups = piece.groups;
   const int64_t group_steps = piece.group_steps;
   const bool ends = piece.ends;
-  if constexpr (Each == Step::half) {
+  if constexpr (Size == Step::half) {
     if (group_steps == 1 && ends) {
       for (; groups >= 2; groups -= 2) {
         unpack_block();
@@ -157,16 +157,16 @@ template <class Tile, Step Each, int Bits, bool Affine>
       }
     }
     int64_t blocks = group_steps == 1 ? groups : piece.blocks;
-    int64_t left = piece.odd + group_steps;  // from this block to the end of the group
+    int64_t remaining = piece.odd + group_steps;  // from this block to the end of the group
     // The scales of the group that ends where this piece begins.
     int64_t passed = piece.odd && piece.begins ? kGroupBytes : 0;
     for (; blocks != 0; --blocks) {
       unpack_block();
       block += passed;
       passed = 0;
-      left -= 2;
+      remaining -= 2;
       if (!ends) continue;
-      for (; left <= 0 && groups != 0; left += group_steps, --groups) unpack_scales();
+      for (; remaining <= 0 && groups != 0; remaining += group_steps, --groups) unpack_scales();
     }
     return;
   }

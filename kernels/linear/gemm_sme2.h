@@ -168,7 +168,7 @@ LOWBIT_INLINE inline int64_t multiply_piece(const Chunk& chunk, const Piece& pie
                                             const uint8_t* begin) LOWBIT_STREAMING {
   constexpr int kUsed = Tiles * Panels;
   constexpr bool kMany = Of == Segments::many;
-  constexpr int kBlockBytes = code_bits(Bits) * kLineBytes, kGroupBytes = (Affine ? 4 : 2) * kPanelRows;
+  constexpr int kBlockBytes = code_bits(Bits) * kLineBytes, kGroupBytes = group_bytes(Affine);
   const svuint8_t table = load_table(chunk.args.layout);
   const svuint16_t lanes = scale_lanes<0>(), min_lanes = Affine ? scale_lanes<kPanelRows>() : lanes;
   const svfloat32_t c = start_value<Bits, Of>();
@@ -266,10 +266,10 @@ LOWBIT_INLINE inline int64_t multiply_piece(const Chunk& chunk, const Piece& pie
     groups(std::integral_constant<int, 2>(), of_two);
     groups(std::integral_constant<int, 1>(), (rest - of_two * kSegmentHalves) / 2);
   } else if (Of == Segments::one && group_halves == 1) {
-    const auto group = [&](auto half, int64_t behind) LOWBIT_INLINE LOWBIT_STREAMING {
+    const auto group = [&](auto half, int64_t scales_offset) LOWBIT_INLINE LOWBIT_STREAMING {
       begin_sums(std::true_type());
       add(half);
-      end_one(place.at + behind);
+      end_one(place.at + scales_offset);
     };
     for (;;) {
       group(FirstHalf(), kBlockBytes);
@@ -308,10 +308,10 @@ LOWBIT_INLINE inline int64_t multiply_piece(const Chunk& chunk, const Piece& pie
       pass_scales();
     }
   } else {
-    int64_t left = piece.first_left;
+    int64_t remaining = piece.first_left;
     bool begins = piece.begins;
     while (rest != 0) {
-      int64_t here = left < rest ? left : rest;
+      int64_t here = remaining < rest ? remaining : rest;
       rest -= here;
       const auto finish = [&](auto first) LOWBIT_INLINE LOWBIT_STREAMING {
         finish_segment<0, decltype(first)::value>(indices, c, t(Tile0()));
@@ -335,7 +335,7 @@ LOWBIT_INLINE inline int64_t multiply_piece(const Chunk& chunk, const Piece& pie
       if constexpr (kUsed == 2) store_tile<1>(indices, acc1);
       pass_scales();
       begins = true;
-      left = group_halves;
+      remaining = group_halves;
     }
   }
   if (piece.last) {

@@ -145,10 +145,10 @@ LOWBIT_INLINE inline void add_half(const uint8_t*& a, const uint8_t*& weights, i
 }
 
 // `weights`: of the next half and of the one behind it.
-template <class Tile, Step Each, int Rows, int Pass>
+template <class Tile, Step Size, int Rows, int Pass>
 LOWBIT_INLINE inline void add_step(const uint8_t*& a, const uint8_t* (&weights)[2], int32x4_t (&sums)[Pass][Rows]) {
   add_half<Tile>(a, weights[0], sums);
-  if constexpr (Each == Step::block) {
+  if constexpr (Size == Step::block) {
     add_half<Tile>(a, weights[1], sums);
   } else {
     const uint8_t* next = weights[1];
@@ -203,7 +203,7 @@ LOWBIT_INLINE inline void next_scales(const uint8_t*& at, float32x4_t (&scales)[
 }
 
 // Groups of one segment, of so many steps.
-template <class Tile, Step Each, int Rows, bool Affine, int Pass, int Steps>
+template <class Tile, Step Size, int Rows, bool Affine, int Pass, int Steps>
 LOWBIT_INLINE inline void run_short(const TileArgs& args, int quarter) {
   const uint8_t* a = args.a;
   const uint8_t* weights[2] = {args.weights + kHalfQuarterBytes * quarter,
@@ -229,7 +229,7 @@ LOWBIT_INLINE inline void run_short(const TileArgs& args, int quarter) {
       from = stream;
       next_starts<Tile, Rows, 16 + 4 * q>(from, sums[q]);
     });
-    unroll<Steps>([&](auto) LOWBIT_INLINE { add_step<Tile, Each>(a, weights, sums); });
+    unroll<Steps>([&](auto) LOWBIT_INLINE { add_step<Tile, Size>(a, weights, sums); });
     const uint8_t* const row_scales = from;
     unroll<Pass>([&](auto q) LOWBIT_INLINE {
       float32x4_t product[Rows], t[4], scale[Tile::kScales], min[Tile::kScales];
@@ -249,7 +249,7 @@ LOWBIT_INLINE inline void run_short(const TileArgs& args, int quarter) {
     stream = from;
   };
   // Two blocks in a turn, which saves half of the loop's own instructions.
-  constexpr int kTurn = (Each == Step::block ? 2 : 4) / Steps;
+  constexpr int kTurn = (Size == Step::block ? 2 : 4) / Steps;
   for (int64_t turns = args.groups / kTurn; turns != 0; --turns) {
     unroll<kTurn>([&](auto) LOWBIT_INLINE { next_group(); });
   }
@@ -260,7 +260,7 @@ LOWBIT_INLINE inline void run_short(const TileArgs& args, int quarter) {
 }
 
 // Adds a segment of so many steps to P of its group.
-template <class Tile, Step Each, int Rows, int Pass, bool First, class Steps>
+template <class Tile, Step Size, int Rows, int Pass, bool First, class Steps>
 LOWBIT_INLINE inline void add_segment(const uint8_t*& a, const uint8_t* (&weights)[2], const uint8_t*& stream,
                                       Steps steps, float32x4_t (&product)[Pass][Rows]) {
   int32x4_t sums[Pass][Rows];
@@ -270,7 +270,7 @@ LOWBIT_INLINE inline void add_segment(const uint8_t*& a, const uint8_t* (&weight
     next_starts<Tile, Rows, 16 + 16 / Pass * q>(from, sums[q]);
   });
   const auto add = [&]() LOWBIT_INLINE {
-    add_step<Tile, Each>(a, weights, sums);
+    add_step<Tile, Size>(a, weights, sums);
     if constexpr (Pass == 1) pin_sums<Tile, Rows, 16>(sums[0]);
   };
   if constexpr (std::is_same_v<Steps, int64_t>) {
@@ -329,14 +329,14 @@ LOWBIT_INLINE inline void end_group(const float* old, float* acc, const uint8_t*
 }
 
 // Groups of several segments. `Whole`: of whole ones, no part of a group; else also a group that is cut short.
-template <class Tile, Step Each, int Rows, bool Affine, int Pass, bool Whole>
+template <class Tile, Step Size, int Rows, bool Affine, int Pass, bool Whole>
 LOWBIT_INLINE inline void run_long(const TileArgs& args, int quarter) {
   static constexpr float kZeros[Pass * kQuarterFloats] = {};
-  constexpr int64_t kSteps = segment_steps(Each);
+  constexpr int64_t kSteps = segment_steps(Size);
   const uint8_t* a = args.a;
   const uint8_t* weights[2] = {args.weights + kHalfQuarterBytes * quarter,
                                args.weights + kHalfQuarterBytes * quarter + kHalvesBytes};
-  if (Each == Step::half && args.odd) {  // begins in the second half of the first block
+  if (Size == Step::half && args.odd) {  // begins in the second half of the first block
     const uint8_t* next = weights[0] + kHalfBytes;
     weights[0] = weights[1];
     weights[1] = next;
@@ -352,10 +352,10 @@ LOWBIT_INLINE inline void run_long(const TileArgs& args, int quarter) {
     float32x4_t product[Pass][Rows];
     // Steps are a constant in all segments but the last one.
     const auto add = [&](auto first, auto steps) LOWBIT_INLINE {
-      add_segment<Tile, Each, Rows, Pass, first>(a, weights, stream, steps, product);
+      add_segment<Tile, Size, Rows, Pass, first>(a, weights, stream, steps, product);
     };
     const auto full = [&](auto first) LOWBIT_INLINE {
-      if constexpr (Each == Step::block) {
+      if constexpr (Size == Step::block) {
         add(first, Index<kSteps>{});
       } else {
         add(first, int64_t{kSteps});
@@ -392,17 +392,17 @@ LOWBIT_INLINE inline void run_long(const TileArgs& args, int quarter) {
 
 enum class Groups { one_step, two_steps, whole_segments, any };
 
-template <class Tile, Step Each, int Rows, bool Affine, Groups Kind>
+template <class Tile, Step Size, int Rows, bool Affine, Groups Kind>
 void run_tiles(const TileArgs& all) {
   TileArgs args = all;
   constexpr int kPass = Tile::template kPass<Rows>;
-  const int64_t stream_bytes = args.groups * args.template group_bytes<Tile, Affine>(Rows, Each);
+  const int64_t stream_bytes = args.groups * args.template group_bytes<Tile, Affine>(Rows, Size);
   for (; args.tiles > 0; --args.tiles) {
     for (int quarter = 0; quarter < kQuarters; quarter += kPass) {
       if constexpr (Kind == Groups::one_step || Kind == Groups::two_steps) {
-        run_short<Tile, Each, Rows, Affine, kPass, Kind == Groups::one_step ? 1 : 2>(args, quarter);
+        run_short<Tile, Size, Rows, Affine, kPass, Kind == Groups::one_step ? 1 : 2>(args, quarter);
       } else {
-        run_long<Tile, Each, Rows, Affine, kPass, Kind == Groups::whole_segments>(args, quarter);
+        run_long<Tile, Size, Rows, Affine, kPass, Kind == Groups::whole_segments>(args, quarter);
       }
     }
     args.a += args.blocks * registers_of(Rows) * kBlockInputs;
@@ -414,15 +414,15 @@ void run_tiles(const TileArgs& all) {
 
 // Which of them a piece needs. Those for pieces that begin within a block can do everything; halves of blocks have but one
 // other, to save code.
-template <class Tile, Step Each, int Rows, bool Affine>
+template <class Tile, Step Size, int Rows, bool Affine>
 auto tiles_for(const TileArgs& piece) {
   const int64_t steps = piece.begins && piece.ends && !piece.odd ? piece.group_steps : 0;
-  if (steps == 1) return run_tiles<Tile, Each, Rows, Affine, Groups::one_step>;
-  if constexpr (Each == Step::block) {
-    if (steps == 2) return run_tiles<Tile, Each, Rows, Affine, Groups::two_steps>;
-    if (steps > 0 && steps % kSegmentBlocks == 0) return run_tiles<Tile, Each, Rows, Affine, Groups::whole_segments>;
+  if (steps == 1) return run_tiles<Tile, Size, Rows, Affine, Groups::one_step>;
+  if constexpr (Size == Step::block) {
+    if (steps == 2) return run_tiles<Tile, Size, Rows, Affine, Groups::two_steps>;
+    if (steps > 0 && steps % kSegmentBlocks == 0) return run_tiles<Tile, Size, Rows, Affine, Groups::whole_segments>;
   }
-  return run_tiles<Tile, Each, Rows, Affine, Groups::any>;
+  return run_tiles<Tile, Size, Rows, Affine, Groups::any>;
 }
 
 }  // namespace

@@ -256,37 +256,37 @@ LOWBIT_INLINE inline void store_outputs(const Few& few, int64_t panel, int64_t r
 // 11, which become zero when integer sums do; if groups have several, they are 12 to 15 from there on.
 template <int Bits, bool Affine, int Rows, bool Halves, bool OneSegment>
 LOWBIT_INLINE inline void dot_four(const Few& few, int64_t first) LOWBIT_STREAMING {
-  constexpr int kBlockBytes = code_bits(Bits) * kLineBytes, kGroupBytes = (Affine ? 4 : 2) * kPanelRows;
+  constexpr int kBlockBytes = code_bits(Bits) * kLineBytes, kGroupBytes = group_bytes(Affine);
   const LinearArgs& args = few.args;
   const Layout& layout = args.layout;
   const svuint8_t table = load_table(layout);
   const svbool_t all = svptrue_b32();
   const uint8_t* panel[kFewPanels];
   for (int64_t p = 0; p < kFewPanels; ++p) {
-    const int64_t there = first + p < few.panels ? first + p : few.panels - 1;  // the last one again
-    panel[p] = args.panels + (few.first_panel + there) * layout.panel_bytes;
+    const int64_t panel_index = first + p < few.panels ? first + p : few.panels - 1;  // the last one again
+    panel[p] = args.panels + (few.first_panel + panel_index) * layout.panel_bytes;
   }
   const int8_t* a[Rows];
   const float *scales[Rows], *group_sums[Rows];
   const int32_t* sums[Rows];
   for (int64_t row = 0; row < Rows; ++row) {
-    const int64_t there = few.first_row + (row < few.rows ? row : few.rows - 1);
-    a[row] = args.a + there * layout.blocks * kBlockInputs;
-    scales[row] = args.scales + there * layout.segments;
-    sums[row] = args.sums + there * layout.segments;
-    if constexpr (Affine) group_sums[row] = args.group_sums + there * layout.groups;
+    const int64_t row_index = few.first_row + (row < few.rows ? row : few.rows - 1);
+    a[row] = args.a + row_index * layout.blocks * kBlockInputs;
+    scales[row] = args.scales + row_index * layout.segments;
+    sums[row] = args.sums + row_index * layout.segments;
+    if constexpr (Affine) group_sums[row] = args.group_sums + row_index * layout.groups;
   }
 
   svzero_za();
-  int64_t rest = few.halves, left = few.group_halves, at = 0, skip = 0, input = 0;
+  int64_t rest = few.halves, remaining = few.group_halves, at = 0, skip = 0, input = 0;
   int64_t segment = 0, group = 0;
   bool begins = true;   // the group's first segment
   bool second = false;  // a block's first half is done
   for (; rest != 0; ++segment) {
-    int64_t count = left < rest ? left : rest;
+    int64_t count = remaining < rest ? remaining : rest;
     if (!OneSegment && count > kSegmentHalves) count = kSegmentHalves;
     rest -= count;
-    left -= count;
+    remaining -= count;
     svzero_mask_za((1 << Rows) - 1);  // 64-bit tiles: the vectors 0 to 3, 8 to 11 and so on
     if (Halves && second) {
       dot_block<Bits, Affine, Rows, kSecondHalf>(panel, at, table, a, input);
@@ -339,7 +339,7 @@ LOWBIT_INLINE inline void dot_four(const Few& few, int64_t first) LOWBIT_STREAMI
       add_products(vector8 + 4);
     }
     begins = false;
-    if (!OneSegment && left != 0 && rest != 0) continue;
+    if (!OneSegment && remaining != 0 && rest != 0) continue;
     const svfloat32x4_t scale = load_four_scales(panel, scales_at);
     svfloat32x4_t min = svundef4_f32();
     if constexpr (Affine) min = load_four_mins(panel, scales_at);
@@ -350,7 +350,7 @@ LOWBIT_INLINE inline void dot_four(const Few& few, int64_t first) LOWBIT_STREAMI
     }
     if (second) skip = kGroupBytes;
     else at += kGroupBytes;
-    left = few.group_halves;
+    remaining = few.group_halves;
     begins = true;
     ++group;
   }

@@ -10,7 +10,8 @@
 // Accumulators of several lines, rows and segments hide the latency of vpdpbusd (4 to 5 cycles, 1 to 2 per cycle).
 // One row or two take one panel after the other, without software prefetch: one stream is what Zen 4 reads fastest from
 // memory. More rows have more to multiply than to read, and prefetch (walk_x86.h).
-// Intel's cores want several (docs/internals/kernels.md, Memory): for them a row goes through panels in step.
+// Intel's cores read several streams faster (docs/internals/kernels.md, Memory): for them one row takes several panels,
+// interleaved.
 #pragma once
 
 #include <immintrin.h>
@@ -56,7 +57,7 @@ constexpr int line_shift(int j) {
 }
 
 // How the eight lines share accumulators: one chain per distinct shift, or several for few shifts and few sums: `Rows`
-// rows of m, or as many panels in step. A sum lasts for a segment of two blocks, so that the products of several segments
+// rows of m, or as many interleaved panels. A sum lasts for a segment of two blocks, so that the products of several segments
 // hide the latency, and chains that are joined for each cost more than they hide.
 template <int Bits, bool Affine, int Rows, bool Down>
 struct Chains {
@@ -72,15 +73,15 @@ struct Chains {
     for (int j = 0; j < 8; ++j) {
       const int wanted_shift = Down ? 0 : line_shift<Bits, Affine>(j);
       const int wanted = wanted_shift * 8 + j % kSplit;
-      int found = count;
+      int chain = count;
       for (int c = 0; c < count; ++c) {
-        if (key[c] == wanted) found = c;
+        if (key[c] == wanted) chain = c;
       }
-      if (found == count) {
+      if (chain == count) {
         key[count] = wanted;
         shift[count++] = wanted_shift;
       }
-      of_line[j] = found;
+      of_line[j] = chain;
     }
     while (shift[started] != 0) ++started;
   }
@@ -220,8 +221,8 @@ class Streams {
     };
     int64_t segment = 0;
     for (int64_t group = 0; group < layout.groups; ++group) {
-      const int64_t left = layout.segments - segment;
-      const int64_t end = segment + (layout.group_segments() < left ? layout.group_segments() : left);
+      const int64_t remaining = layout.segments - segment;
+      const int64_t end = segment + (layout.group_segments() < remaining ? layout.group_segments() : remaining);
       for (; segment < end; ++segment) {
         if constexpr (!Affine) {
           put(_mm256_mullo_epi32(gather(sums + segment, segments), _mm256_set1_epi32(-level_offset(Bits))));
@@ -240,12 +241,12 @@ class Streams {
   int32_t* values_;
 };
 
-// The sums of `Rows` rows of activations over one panel, for walk(); over one of `Panels` in step. One row reads what
-// belongs to its segments from the arguments, several rows from Streams.
+// For walk(): the sums of `Rows` rows of activations over one panel, or over one of `Panels` interleaved panels. One row reads
+// what belongs to its segments from the arguments, several rows from Streams.
 template <int Bits, bool Affine, Groups Kind, int Rows, int Panels = 1>
 struct Tile {
   static constexpr bool kDown = kShiftedDown<Rows, Kind == Groups::halves>;
-  static constexpr int64_t kBlockBytes = code_bits(Bits) * kLineBytes, kGroupBytes = (Affine ? 4 : 2) * kPanelRows;
+  static constexpr int64_t kBlockBytes = code_bits(Bits) * kLineBytes, kGroupBytes = group_bytes(Affine);
   static constexpr int kPanels = Rows == 1 ? Panels : 0;
 
   const int32_t* segment_sums;  // one row
@@ -264,7 +265,7 @@ struct Tile {
     if constexpr (Affine) group_sums = args.group_sums + row * args.layout.groups;
     stream = its_stream;
     stride = args.layout.blocks * kBlockInputs;
-    for (__m512& each : acc) each = _mm512_setzero_ps();
+    for (__m512& sum : acc) sum = _mm512_setzero_ps();
   }
 
   LOWBIT_INLINE void start(int64_t segment) {
@@ -288,7 +289,7 @@ struct Tile {
   }
 
   LOWBIT_INLINE void begin_group() {
-    for (__m512& each : products) each = _mm512_setzero_ps();
+    for (__m512& sum : products) sum = _mm512_setzero_ps();
   }
 
   LOWBIT_INLINE void end_segment(int64_t segment) {
@@ -347,18 +348,18 @@ LOWBIT_INLINE inline void tile(const LinearArgs& args, int64_t panel, int64_t ro
   for (int i = 0; i < Rows; ++i) outputs.store(args, row + i, tile.acc[i]);
 }
 
-// How one row goes through panels in step: how many, and how far ahead each is prefetched, 8 KiB in all. At 1 bit the
-// sums of more than two have no registers.
+// How many panels one row interleaves, and how far ahead each is prefetched, 8 KiB in all. At 1 bit the sums of more than two
+// panels do not fit the registers.
 template <int Bits>
-inline constexpr int kPanelsInStep = Bits == 1 ? 2 : 4;
+inline constexpr int kInterleavedPanels = Bits == 1 ? 2 : 4;
 template <int Bits>
-inline constexpr int64_t kPrefetchBytes = (8 << 10) / kPanelsInStep<Bits>;
+inline constexpr int64_t kPrefetchBytes = (8 << 10) / kInterleavedPanels<Bits>;
 
 template <int Bits, bool Affine, Groups Kind>
-LOWBIT_INLINE inline void tile_in_step(const LinearArgs& args, int64_t panel, int64_t row) {
-  constexpr int kPanels = kPanelsInStep<Bits>;
+LOWBIT_INLINE inline void interleaved_tile(const LinearArgs& args, int64_t panel, int64_t row) {
+  constexpr int kPanels = kInterleavedPanels<Bits>;
   const Layout& layout = args.layout;
-  InStep<Tile<Bits, Affine, Kind, 1, kPanels>, kPanels, kPrefetchBytes<Bits>> tiles;
+  Interleaved<Tile<Bits, Affine, Kind, 1, kPanels>, kPanels, kPrefetchBytes<Bits>> tiles;
   tiles.panel_bytes = layout.panel_bytes;
   for (auto& tile : tiles.panel) tile.begin(args, row, nullptr);
   walk<Kind>(layout, args.panels + panel * layout.panel_bytes, args.a + row * tiles.panel[0].stride, tiles);
@@ -366,11 +367,11 @@ LOWBIT_INLINE inline void tile_in_step(const LinearArgs& args, int64_t panel, in
 }
 
 template <int Bits, bool Affine, Groups Kind>
-void run_in_step(const LinearArgs& args) {
-  constexpr int kPanels = kPanelsInStep<Bits>;
+void run_interleaved(const LinearArgs& args) {
+  constexpr int kPanels = kInterleavedPanels<Bits>;
   for (int64_t row = 0; row < args.m; ++row) {
     int64_t panel = args.panel_begin;
-    for (; args.panel_end - panel >= kPanels; panel += kPanels) tile_in_step<Bits, Affine, Kind>(args, panel, row);
+    for (; args.panel_end - panel >= kPanels; panel += kPanels) interleaved_tile<Bits, Affine, Kind>(args, panel, row);
     for (; panel < args.panel_end; ++panel) tile<Bits, Affine, Kind, 1>(args, panel, row);
   }
 }

@@ -36,12 +36,12 @@ struct Chains {
 
   constexpr Chains() {
     for (int j = 0; j < 8; ++j) {
-      int found = count;
+      int chain = count;
       for (int c = 0; c < count; ++c) {
-        if (shift[c] == Unpack<Bits>::shift[j]) found = c;
+        if (shift[c] == Unpack<Bits>::shift[j]) chain = c;
       }
-      if (found == count) shift[count++] = Unpack<Bits>::shift[j];
-      of_line[j] = found;
+      if (chain == count) shift[count++] = Unpack<Bits>::shift[j];
+      of_line[j] = chain;
     }
   }
 };

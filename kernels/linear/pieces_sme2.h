@@ -169,7 +169,7 @@ LOWBIT_INLINE inline void transpose_piece(const Chunk& chunk, const Piece& piece
   const int64_t odd = piece.first % 2;  // whole blocks
   for (int64_t tile = 0; tile < tiles; ++tile) {
     const int64_t row = chunk.first_row + tile * kTileRows;
-    const int64_t left = chunk.rows - tile * kTileRows, rows = left < kTileRows ? left : kTileRows;
+    const int64_t remaining = chunk.rows - tile * kTileRows, rows = remaining < kTileRows ? remaining : kTileRows;
     const int64_t segment = row * layout.segments + piece.first_segment;
     transpose(args.a + row * stride + (piece.first - odd) * kHalfInputs, stride / 4, rows,
               (piece.halves + odd) * kHalfLines, scratch.a + tile * kBlockLines * kVectorBytes, tiles * kBlockLines);

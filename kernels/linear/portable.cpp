@@ -40,7 +40,7 @@ void add_half(const uint8_t* block, const int8_t* levels, const int8_t* a, int32
 template <int Bits>
 void row_times_panel(const LinearArgs& args, const uint8_t* panel, int64_t row, float (&acc)[kPanelRows]) {
   const Layout& layout = args.layout;
-  const bool affine = layout.mapping == Mapping::affine;
+  const bool affine = has_mins(layout.mapping);
   const int8_t* a = args.a + row * layout.blocks * kBlockInputs;
   const float* scale = args.scales + row * layout.segments;
   const int32_t* a_sum = args.sums + row * layout.segments;
@@ -101,10 +101,7 @@ void run_panels(const LinearArgs& args) {
 
 template <int Bits>
 void run(const LinearArgs& args) {
-  if constexpr (can_have_levels(Bits)) {
-    if (args.layout.mapping == Mapping::levels) return run_panels<by_table(Bits)>(args);
-  }
-  run_panels<Bits>(args);
+  with_mapping<Bits>(args.layout.mapping, [&](auto bits, auto) { run_panels<bits()>(args); });
 }
 
 #define ROW(bits) \

@@ -155,8 +155,8 @@ LOWBIT_INLINE inline Vector next_dup(const uint8_t*& at) {
 template <int Count, class Vector>
 LOWBIT_INLINE inline void in_order(Vector (&v)[Count]) {
   unroll<Count>([&](auto i) LOWBIT_INLINE {
-    Vector& each = v[i];
-    __asm__ volatile("" : "+w"(each));
+    Vector& value = v[i];
+    __asm__ volatile("" : "+w"(value));
   });
 }
 

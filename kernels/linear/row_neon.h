@@ -69,7 +69,7 @@ class Segments {
     auto* to = static_cast<Segment*>(args_.scratch);
     const float* scales = args_.scales + begin_;
     const int32_t* sums = args_.sums + begin_;
-    for (int64_t left = end_ - begin_; left > 0; --left, ++to) {
+    for (int64_t remaining = end_ - begin_; remaining > 0; --remaining, ++to) {
       const float32x4_t t = vld1q_dup_f32(scales++);
       vst1q_s32(to->start, Row::start_of(vld1q_dup_s32(sums++)));
       vst1q_lane_f32(&to->t, t, 0);
@@ -100,13 +100,13 @@ class PanelRow {
     // Two groups share a block, or one has one.
     const int64_t turn = Kind == GroupKind::half_block ? 2 : layout_.group_segments();
     const int64_t row_end = segment_ + layout_.segments;
-    for (int64_t left = layout_.groups; left > 0;) {
-      int64_t segments, groups = left;
+    for (int64_t remaining = layout_.groups; remaining > 0;) {
+      int64_t segments, groups = remaining;
       const int64_t rest = row_end - segment_;
       at_ = segments_.from(segment_, turn < rest ? turn : rest, segments);
       if (segments < rest) groups = segments / turn * (Kind == GroupKind::half_block ? 2 : 1);
       segment_ += groups * layout_.group_segments();
-      left -= groups;
+      remaining -= groups;
       if constexpr (Kind == GroupKind::one_block) {
         // Two in a turn, which saves half of the loop's own instructions.
         for (; groups >= 2; groups -= 2) {
@@ -133,7 +133,7 @@ class PanelRow {
   }
 
  private:
-  static constexpr int64_t kGroupBytes = (Row::kAffine ? 4 : 2) * kPanelRows;
+  static constexpr int64_t kGroupBytes = group_bytes(Row::kAffine);
   static constexpr int64_t kBlockBytes = code_bits(Row::kBits) * kLineBytes;
 
   const Layout& layout_;
@@ -322,16 +322,16 @@ template <class Row, GroupKind Kind>
 template <template <int, bool> class Row, int Bits>
 void run_rows(const LinearArgs& args) {
   dispatch<Bits>(args.layout, [&](auto bits, auto affine, auto halves) {
-    using Each = Row<bits(), affine()>;
+    using RowKernel = Row<bits(), affine()>;
     const int64_t group_inputs = args.layout.group_inputs();
     if constexpr (halves()) {
-      return group_inputs == kHalfInputs ? run_panels<Each, GroupKind::half_block>(args)
-                                         : run_panels<Each, GroupKind::halves>(args);
+      return group_inputs == kHalfInputs ? run_panels<RowKernel, GroupKind::half_block>(args)
+                                         : run_panels<RowKernel, GroupKind::halves>(args);
     }
-    if (group_inputs == kBlockInputs) return run_panels<Each, GroupKind::one_block>(args);
+    if (group_inputs == kBlockInputs) return run_panels<RowKernel, GroupKind::one_block>(args);
     // Groups of more segments than fit in the scratch go the way that asks for each segment.
-    args.layout.group_segments() <= Segments<Each>::kMost ? run_panels<Each, GroupKind::blocks>(args)
-                                                          : run_panels<Each, GroupKind::halves>(args);
+    args.layout.group_segments() <= Segments<RowKernel>::kMost ? run_panels<RowKernel, GroupKind::blocks>(args)
+                                                               : run_panels<RowKernel, GroupKind::halves>(args);
   });
 }
 

@@ -74,21 +74,23 @@ void run_many(const LinearArgs& args, int64_t first_row, int64_t rows) {
 template <int Bits>
 bool is_too_large(const LinearArgs& args) {
   constexpr int64_t kAlways = 8;  // segments: 8 * 2^104 * 16 * (64 * 127 * 15) < 2^128
-  if (!kInPlace<Bits> || args.layout.mapping == Mapping::levels || args.layout.group_segments() <= kAlways ||
+  if (!kInPlace<Bits> || has_table(args.layout.mapping) || args.layout.group_segments() <= kAlways ||
       args.m <= kFewRows) {
     return false;
   }
   const float* const scales = args.scales;
   const int64_t count = args.m * args.layout.segments;
-  uint32_t found = 0;  // without a branch, so that compilers take several at once
-  for (int64_t i = 0; i < count; ++i) found |= scales[i] >= 0x1p80f;
-  return found != 0;
+  uint32_t too_large = 0;  // without a branch, so that compilers take several at once
+  for (int64_t i = 0; i < count; ++i) too_large |= scales[i] >= 0x1p80f;
+  return too_large != 0;
 }
 
 template <int Bits>
 void run(const LinearArgs& args) {
   // What a CPU without the unit runs.
-  if (!has_unit() || is_too_large<Bits>(args)) return choose_linear(args.layout, args.m, active_isa() & ~kSme2).run(args);
+  if (!has_unit() || is_too_large<Bits>(args)) {
+    return choose_linear(args.layout, args.m, active_isa() & ~kSme2, streams()).run(args);
+  }
   dispatch<Bits>(args.layout, [&](auto bits, auto affine, auto halves) {
     constexpr int64_t kMost = kChunkTiles * kTileRows;
     for (int64_t row = 0; row < args.m; row += kMost) {

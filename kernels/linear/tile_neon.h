@@ -215,7 +215,7 @@ LOWBIT_INLINE inline void add_piece(const LinearArgs& args, Scratch& scratch, in
       unroll<Rows>([&](auto r) LOWBIT_INLINE {
         unroll<kQuarters>([&](auto q) LOWBIT_INLINE { sums[r][q].empty = false; });
       });
-      for (int64_t left = steps < kSegmentSteps ? steps : kSegmentSteps; left > 0; --left) next_step();
+      for (int64_t remaining = steps < kSegmentSteps ? steps : kSegmentSteps; remaining > 0; --remaining) next_step();
     }
     steps -= kSegmentSteps;
     const bool ends = piece.ends && steps <= 0;
@@ -334,7 +334,7 @@ LOWBIT_INLINE inline void for_tiles(const LinearArgs& args, Scratch& scratch, Bo
 // Groups of 16 inputs, two in a block.
 template <int Bits, bool Affine>
 [[gnu::noinline]] void run_half_block_tiles(const LinearArgs& args) {
-  constexpr int64_t kGroupBytes = (Affine ? 4 : 2) * kPanelRows;
+  constexpr int64_t kGroupBytes = group_bytes(Affine);
   const Tables<Bits> tables(args.layout.levels);
   Scratch scratch;
   for_tiles(args, scratch, [&](const uint8_t* block, int64_t tile, int64_t rows) LOWBIT_INLINE {

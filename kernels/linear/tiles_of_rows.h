@@ -9,13 +9,13 @@
 namespace lowbit {
 namespace {
 
-// How many of `left` rows the next tile takes, `most` or fewer. No row but an only one pays for unpacking alone: tiles
-// of up to 4 take 5 rows as 3 and 2.
-constexpr int tile_rows(int64_t left, int most) {
-  return left == most + 1 ? most / 2 + 1 : left < most ? static_cast<int>(left) : most;
+// How many of the remaining rows the next tile takes: up to `most`. A last tile of one row would unpack a block for that row
+// alone. So most + 1 rows are cut in half: 5 rows become tiles of 3 and 2 where the most is 4.
+constexpr int tile_rows(int64_t remaining, int most) {
+  return remaining == most + 1 ? most / 2 + 1 : remaining < most ? static_cast<int>(remaining) : most;
 }
 
-// Calls tile(row, rows, number, tiles), `rows` a constant from 1 to MostRows, over all rows of m: tile `number` of so many.
+// Calls tile(row, rows, number, tiles) for all rows of m. `rows`: a constant from 1 to MostRows; `number`: the tile's, from 0.
 template <int MostRows, class Tile>
 LOWBIT_INLINE inline void for_each_tile(int64_t m, Tile tile) {
   const int64_t tiles = (m + MostRows - 1) / MostRows;

@@ -11,38 +11,38 @@
 namespace lowbit {
 namespace {
 
-// What a tile of several rows prefetches while it multiplies. Its panel comes from memory, and the products of a few rows
-// take about as long: without this, one waits for the other. A call's only tile prefetches its own panel a bit ahead.
-// Of several tiles the first finds its panel prefetched by those of the panel before, each of which took a share. Two have
-// much to fetch each, half a panel, which would drive the activations out of the first-level cache.
-// What is to be fetched before a block need not begin at a line of the cache: so no tile fetches more than its share.
+// What a tile of several rows prefetches while it multiplies. Its panel comes from memory, which takes about as long as the
+// products of a few rows: without prefetch, one waits for the other. A call's only tile prefetches its own panel, 4 KiB ahead.
+// Several tiles share the work: each prefetches its part of the next panel. With two tiles each part is half a panel; it goes
+// to the second-level cache, so that the activations stay in the first.
+// Parts are cut into equal steps, one before each block. Steps need not begin at a cache line, and none goes beyond its part.
 class Prefetch {
  public:
   Prefetch(const Layout& layout, const uint8_t* panel, bool is_last, int64_t number, int64_t tiles) {
     const int64_t bytes = layout.panel_bytes / tiles;
-    const bool own = tiles == 1;
+    const bool is_only = tiles == 1;
     step_ = bytes / layout.blocks + 1;
     second_level_ = tiles == 2;
-    next_ = own ? panel + kOwnAhead : panel + layout.panel_bytes + number * bytes;
+    next_ = is_only ? panel + kOnlyTileAhead : panel + layout.panel_bytes + number * bytes;
     end_ = is_last ? panel + layout.panel_bytes : next_ + bytes;
   }
 
   // Before each block.
   LOWBIT_INLINE void operator()() {
     if (next_ >= end_) return;
-    const uint8_t* const behind = next_ + step_;
-    for (const uint8_t* line = next_; line < behind; line += kLineBytes) {
+    const uint8_t* const next = next_ + step_;
+    for (const uint8_t* line = next_; line < next; line += kLineBytes) {
       if (second_level_) {
         _mm_prefetch(reinterpret_cast<const char*>(line), _MM_HINT_T1);
       } else {
         _mm_prefetch(reinterpret_cast<const char*>(line), _MM_HINT_T0);
       }
     }
-    next_ = behind;
+    next_ = next;
   }
 
  private:
-  static constexpr int64_t kOwnAhead = 4 << 10;
+  static constexpr int64_t kOnlyTileAhead = 4 << 10;
 
   const uint8_t *next_, *end_;
   int64_t step_;
@@ -59,7 +59,7 @@ constexpr Groups groups_of(bool halves, bool several) {
 
 // What a kernel gives walk() for one tile:
 //   kBlockBytes, kGroupBytes   of the panel
-//   kPanels                    one row of m: how many panels it goes through in step; several rows: 0
+//   kPanels                    one row of m: how many panels it interleaves; several rows: 0
 //   start(segment)             clears the integer sums
 //   begin_block(at)            the packed lines of a block, for the calls of add() that follow
 //   add<First, Lines>(a)       adds the products of some of its eight lines; a: the block's activations, first row
@@ -76,7 +76,7 @@ LOWBIT_INLINE inline void walk(const Layout& layout, const uint8_t* at, const in
   const int64_t groups = layout.groups;
   if constexpr (Kind != Groups::halves) {
     const int64_t group_blocks = layout.group_inputs() / kBlockInputs;
-    int64_t left = layout.blocks, group = 0, segment = 0;
+    int64_t remaining = layout.blocks, group = 0, segment = 0;
     const auto add_block = [&]() LOWBIT_INLINE {
       ahead();
       tile.begin_block(at);
@@ -94,15 +94,15 @@ LOWBIT_INLINE inline void walk(const Layout& layout, const uint8_t* at, const in
         at += Tile::kGroupBytes;
       };
       if (group_blocks == kSegmentBlocks) {
-        const int64_t whole = left / kSegmentBlocks;
+        const int64_t whole = remaining / kSegmentBlocks;
         while (group < whole) add_group(std::integral_constant<int, 2>());
       }
       while (group < groups) add_group(std::integral_constant<int, 1>());
       return;
     }
     for (; group < groups; ++group, at += Tile::kGroupBytes) {
-      int64_t count = left < group_blocks ? left : group_blocks;
-      left -= count;
+      int64_t count = remaining < group_blocks ? remaining : group_blocks;
+      remaining -= count;
       if constexpr (Kind == Groups::one_segment) {
         tile.start(group);
         for (; count > 0; --count) add_block();
@@ -187,10 +187,10 @@ LOWBIT_INLINE inline void walk_panel(const LinearArgs& args, int64_t panel, cons
   }
 }
 
-// For walk(): a tile on each of `Panels` neighboring panels, block by block in step, so that memory is read in as many
-// streams, each prefetched `Ahead` bytes before its use.
+// For walk(): a tile on each of `Panels` neighboring panels, one block of each in turn. Memory is read in as many streams,
+// each prefetched `Ahead` bytes before its use.
 template <class Tile, int Panels, int64_t Ahead>
-struct InStep {
+struct Interleaved {
   static constexpr int64_t kBlockBytes = Tile::kBlockBytes, kGroupBytes = Tile::kGroupBytes;
   static constexpr int kPanels = Panels;
 

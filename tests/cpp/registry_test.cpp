@@ -32,7 +32,7 @@ constexpr int64_t kGroupSizes[] = {0, 16, 32, 48, 64};
 
 std::string name_of(IsaBits bit) {
   for (const IsaName& isa : names()) {
-    if (isa.bit == instructions_of(bit)) return isa.name;
+    if (isa.bit == bit) return isa.name;
   }
   return "?";
 }
@@ -44,9 +44,9 @@ bool has_rows(IsaBits bit) {
   return found;
 }
 
-// Every subset of the bits that this processor's family has rows for, without and with several streams.
+// Every subset of the bits that this processor's family has rows for.
 std::vector<IsaBits> isa_subsets() {
-  std::vector<IsaBits> subsets = {kPortable, kInStep};
+  std::vector<IsaBits> subsets = {kPortable};
   for (const IsaName& isa : names()) {
     if (isa.bit == kPortable || !has_rows(isa.bit)) continue;
     const size_t count = subsets.size();
@@ -131,6 +131,7 @@ TEST(Tables, PortableRowsCoverEverything) {
   EXPECT_EQ(choose_attention(kPortable).isa, kPortable);
 }
 
+constexpr Streams kStreams[] = {Streams::one, Streams::several};
 constexpr int64_t kRows[] = {1, 2, 3, 4, 5, 6, 7, 8, 16, 100};
 
 // Levels go to the rows that plain weights of their width go to; where no row reads them, to none.
@@ -140,10 +141,12 @@ TEST(Choice, LevelsGoWherePlainWeightsGo) {
       const bool can = bits >= 2 && bits <= 4;
       for (const int64_t group_size : kGroupSizes) {
         for (const int64_t m : kRows) {
-          const LinearKernel& chosen = choose_linear(task(bits, group_size, Mapping::levels), m, isa);
-          EXPECT_EQ(chosen.run != nullptr, can) << chosen.name;
-          if (can) {
-            EXPECT_STREQ(chosen.name, choose_linear(task(bits, group_size), m, isa).name);
+          for (const Streams streams : kStreams) {
+            const LinearKernel& chosen = choose_linear(task(bits, group_size, Mapping::levels), m, isa, streams);
+            EXPECT_EQ(chosen.run != nullptr, can) << chosen.name;
+            if (can) {
+              EXPECT_STREQ(chosen.name, choose_linear(task(bits, group_size), m, isa, streams).name);
+            }
           }
         }
       }
@@ -167,11 +170,14 @@ TEST(Choice, StaysWithinTheIsaAndTheTask) {
       EXPECT_EQ(embedding.format, Format::panel16);
       for (const int64_t group_size : kGroupSizes) {
         for (const int64_t m : kRows) {
-          const LinearKernel& linear = choose_linear(task(bits, group_size), m, isa);
-          EXPECT_EQ(linear.isa & ~isa, 0u) << linear.name;
-          EXPECT_EQ(linear.bits, bits);
-          EXPECT_EQ(linear.format, Format::panel16);
-          EXPECT_LE(linear.m_least, m) << linear.name;
+          for (const Streams streams : kStreams) {
+            const LinearKernel& linear = choose_linear(task(bits, group_size), m, isa, streams);
+            EXPECT_EQ(linear.isa & ~isa, 0u) << linear.name;
+            EXPECT_EQ(linear.bits, bits);
+            EXPECT_EQ(linear.format, Format::panel16);
+            EXPECT_LE(linear.m_least, m) << linear.name;
+            EXPECT_TRUE(!linear.several_streams || streams == Streams::several) << linear.name;
+          }
         }
       }
     }
@@ -229,7 +235,10 @@ TEST(Choice, MoreIsaIsNeverWorse) {
         for (const int64_t group_size : kGroupSizes) {
           const Layout layout = task(bits, group_size);
           for (const int64_t m : kRows) {
-            EXPECT_LE(index(choose_linear(layout, m, more)), index(choose_linear(layout, m, less)));
+            for (const Streams streams : kStreams) {
+              EXPECT_LE(index(choose_linear(layout, m, more, streams)), index(choose_linear(layout, m, less, streams)));
+            }
+            EXPECT_LE(index(choose_linear(layout, m, less, Streams::several)), index(choose_linear(layout, m, less)));
           }
         }
       }
@@ -252,7 +261,9 @@ TEST(Choice, EveryRowIsReachable) {
     for (int bits = 1; bits <= 8; ++bits) {
       reached.insert(choose_embedding(task(bits, 32), isa).name);
       for (const int64_t group_size : kGroupSizes) {
-        for (const int64_t m : kRows) reached.insert(choose_linear(task(bits, group_size), m, isa).name);
+        for (const int64_t m : kRows) {
+          for (const Streams streams : kStreams) reached.insert(choose_linear(task(bits, group_size), m, isa, streams).name);
+        }
       }
     }
   }

@@ -71,7 +71,7 @@ int main() {
 
   bytes[0] ^= 1;
   if (lowbit::linear(x_view, packed, kOutputs, y_view, alone).ok()) return fail("altered bytes were accepted");
-  std::printf("%s of %zu rows\n", lowbit::choose_linear(layout, kRows, lowbit::active_isa()).name,
+  std::printf("%s of %zu rows\n", lowbit::choose_linear(layout, kRows, lowbit::active_isa(), lowbit::streams()).name,
               lowbit::linear_kernel_count());
   return 0;
 }

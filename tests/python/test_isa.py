@@ -160,8 +160,8 @@ def test_streams_are_pinned_and_change_no_bit(fork_python, monkeypatch):
             assert lowbit.streams(pin) == pin == lowbit.streams()
             found[pin] = lowbit.linear(x, packed, 150)
             running = {row["name"] for row in lowbit.kernels() if row["active"]}
-            in_step = "avx512vnni" in lowbit.isa()["active"] and pin == "several"
-            assert ("linear_a8w4_1x64_avx512vnni" in running) == in_step
+            interleaved = "avx512vnni" in lowbit.isa()["active"] and pin == "several"
+            assert ("linear_a8w4_1x64_avx512vnni" in running) == interleaved
         assert_same_bits(found["one"], found["several"])
         with pytest.raises(ValueError, match="pin is 'two'; expected one or several"):
             lowbit.streams("two")

@@ -87,7 +87,7 @@ def test_no_line_is_too_long():
 
 def test_few_files_of_the_kernels_name_a_single_width():
     """What follows from a width comes from codec.h and widths.h, as CONTRIBUTING.md says."""
-    names_width = re.compile(r"\b(?:ROWS?|IN_STEP|MANY|FEW)\([357]\b|\bUnpack<[357]>|\b\w*[bB]its == [357]\b")
+    names_width = re.compile(r"\b(?:ROWS?|INTERLEAVED|MANY|FEW)\([357]\b|\bUnpack<[357]>|\b\w*[bB]its == [357]\b")
     kernels = Path(__file__).parents[2] / "kernels"
     files = [path for path in kernels.rglob("*") if path.suffix in (".h", ".cpp")]
     assert {path.relative_to(kernels).as_posix() for path in files if names_width.search(path.read_text())} == {
@@ -97,6 +97,14 @@ def test_few_files_of_the_kernels_name_a_single_width():
         "linear/neon.cpp",  # rows from which tiles are chosen, lines that 16 bits hold
         "linear/neondot.cpp",  # rows from which tiles are chosen
     }
+
+
+def test_one_file_of_kernels_and_operators_names_a_single_mapping():
+    """What a mapping is called and stores, and its dispatch to a template, stand in mapping.h, as CONTRIBUTING.md says."""
+    root = Path(__file__).parents[2]
+    sources = [path for part in ("kernels", "ops") for path in (root / part).rglob("*") if path.suffix in (".h", ".cpp")]
+    names_mapping = re.compile(r"\bMapping::(?:symmetric|affine|levels)\b")
+    assert [path.name for path in sources if names_mapping.search(path.read_text())] == ["mapping.h"]
 
 
 def test_the_recipe_for_an_isa_names_all_its_files():

@@ -71,7 +71,7 @@ std::string isa_name(IsaBits bits) {
   size_t count;
   const IsaName* names = isa_names(&count);
   for (size_t i = 0; i < count; ++i) {
-    if (names[i].bit == instructions_of(bits)) return names[i].name;
+    if (names[i].bit == bits) return names[i].name;
   }
   return "an ISA without a name";
 }

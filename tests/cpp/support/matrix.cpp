@@ -95,7 +95,7 @@ const int8_t* test_levels(int bits) {
 
 std::vector<Mapping> mappings_in(uint8_t set) {
   std::vector<Mapping> mappings;
-  for (const Mapping mapping : {Mapping::symmetric, Mapping::affine, Mapping::levels}) {
+  for (const Mapping mapping : kMappings) {
     if ((set & bit_of(mapping)) != 0) mappings.push_back(mapping);
   }
   return mappings;
@@ -103,10 +103,6 @@ std::vector<Mapping> mappings_in(uint8_t set) {
 
 std::vector<Mapping> mappings_of_width(int bits) {
   return mappings_in(bits >= 2 && bits <= 4 ? kAllMappings : kPlainMappings);
-}
-
-const char* name_of(Mapping mapping) {
-  return mapping == Mapping::affine ? "affine" : mapping == Mapping::levels ? "levels" : "symmetric";
 }
 
 Weights random_weights(const Layout& layout, Random& random, float magnitude) {

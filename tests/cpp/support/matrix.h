@@ -34,7 +34,6 @@ const int8_t* test_levels(int bits);
 // Those of a set, of a row of the tables, say.
 std::vector<Mapping> mappings_in(uint8_t set);
 std::vector<Mapping> mappings_of_width(int bits);
-const char* name_of(Mapping mapping);
 
 // Random codes; scales of mixed sign and magnitude around `magnitude`.
 Weights random_weights(const Layout& layout, Random& random, float magnitude = 0.02f);
