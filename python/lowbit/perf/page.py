@@ -223,11 +223,8 @@ def _kernels(kernels: dict[str, Any]) -> list[str]:
         "",
     ]
     for roof in kernels["read_bandwidth"]:
-        threads = roof["threads"]
-        lines += [
-            f"### {threads} thread{'s' * (threads != 1)}: memory read at {_digits(roof['bytes_per_second'] / 1e9)} GB/s",
-            "",
-        ]
+        threads, speed = roof["threads"], _digits(roof["bytes_per_second"] / 1e9)
+        lines += [f"### {threads} thread{'s' * (threads != 1)}: memory read at {speed} GB/s", ""]
         lines += _table(
             ("Bits", "One row, GB/s", "Of the read bandwidth", "One row, GOPS", f"{rows} rows, GOPS", "Kernels"),
             [
@@ -247,10 +244,11 @@ def _kernels(kernels: dict[str, Any]) -> list[str]:
 
 
 def _model(model: dict[str, Any]) -> list[str]:
+    weights = size(model["packed_bytes_per_token"])
     return [
         f"### {model['shape']}",
         "",
-        f"{model['bits']} bits in groups of {model['group_size']}, {size(model['packed_bytes_per_token'])} of weights per token; "
+        f"{model['bits']} bits in groups of {model['group_size']}, {weights} of weights per token; "
         f"a prompt of {model['prompt']} tokens, then {model['new']} tokens; {model['threads']} threads, memory read at "
         f"{_digits(model['read_bandwidth'] / 1e9)} GB/s; medians of {_rounds(model)}.",
         "",
