@@ -223,3 +223,20 @@ def test_the_command(tmp_path):
     result = invoke("generate", tmp_path / "float", *arguments[:-1], "--draft", "mtp")
     assert result.exit_code == 1 and "has no multi-token prediction (MTP) head" in result.stderr
     assert result.stdout == ""
+
+
+def test_the_servers_command(tmp_path, monkeypatch):
+    """Guesses of a server's text are the head's."""
+    write("qwen3_5_text", tmp_path / "float", agreeing=True, vocabulary=2048)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(FLOAT / name, tmp_path / "float")
+    started = []
+    monkeypatch.setattr("lowbit.serve.run.run", lambda models, *_, **__: started.extend(models))
+    result = invoke("serve", tmp_path / "float", "--bits", 4, "--draft", "mtp", "--max-length", 64)
+    assert result.exit_code == 0, result.stderr
+    batch = started[0].batch
+    text = Text(PROMPT, 20)
+    batch.add(text)
+    while batch.step():
+        pass
+    assert text.result.guessed == text.result.accepted >= 12

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from .config import LowBitConfig
 
 _BESIDE = "mtp."
+_BEHIND = re.compile(r"^((?:\w+\.)*layers\.(\d+)\.)eh_proj\.\w+$")
 # Of both layouts: norm of the embedding, norm of the hidden state, projection, block, norm of the result; "": the head itself.
 _PARTS_BESIDE = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "layers.0", "norm")
 _PARTS_BEHIND = ("enorm", "hnorm", "eh_proj", "", "shared_head.norm")
@@ -47,23 +48,24 @@ def _layers(model: PreTrainedModel) -> int:
 
 def prefix_of(model: PreTrainedModel, names: Iterable[str]) -> str | None:
     """What the names of the head's tensors begin with, of the tensors in a model's files, float or packed; None: no head."""
-    behind = re.compile(rf"^((?:\w+\.)*layers\.{_layers(model)}\.)eh_proj\.\w+$")
     for name in names:
         if name.startswith(f"{_BESIDE}pre_fc_norm_hidden."):
             return _BESIDE
-        if match := behind.match(name):
+        # The configuration is asked only now: those of some models have several texts.
+        if (match := _BEHIND.match(name)) and int(match[2]) == _layers(model):
             return match[1]
     return None
 
 
 def shared_copies(model: PreTrainedModel, names: Collection[str]) -> dict[str, str]:
     """Tensor of the head in a model's files -> the weight of the model that it should be a copy of."""
-    prefix = prefix_of(model, names)
+    prefix, found = prefix_of(model, names), {}
+    if prefix is None:
+        return {}
     modules = {module: name for name, module in model.named_modules()}
-    found = {}
     for end, getter in _SHARED.items():
         owner = modules.get(getattr(model, getter)())
-        if prefix is not None and owner is not None and f"{prefix}{end}" in names:
+        if owner is not None and f"{prefix}{end}" in names:
             found[f"{prefix}{end}"] = f"{owner}.weight"
     return found
 
