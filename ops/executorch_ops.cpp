@@ -259,10 +259,65 @@ Status run_short_conv(Span<EValue*> values) {
                             executorch_threads());
 }
 
+Status run_masked_attention(Span<EValue*> values) {
+  if (Status status = check_arguments(values, {{"q", Tag::Tensor},
+                                               {"k", Tag::Tensor},
+                                               {"v", Tag::Tensor},
+                                               {"bounds", Tag::Tensor, true},
+                                               {"scale", Tag::Double},
+                                               {"softcap", Tag::Double},
+                                               {"out", Tag::Tensor}});
+      !status.ok()) {
+    return status;
+  }
+  const TensorView q = view_of(values[0]->toTensor()), k = view_of(values[1]->toTensor()), v = view_of(values[2]->toTensor());
+  const bool has_bounds = !values[3]->isNone();
+  const TensorView bounds = has_bounds ? view_of(values[3]->toTensor()) : TensorView();
+  Tensor& out = values[6]->toTensor();
+  Shape shape;
+  if (Status status = lowbit::masked_attention_shape(q, v, &shape); !status.ok()) return status;
+  return lowbit::masked_attention(q, k, v, has_bounds ? &bounds : nullptr, values[4]->toDouble(), values[5]->toDouble(),
+                                  resized(out, shape), executorch_threads());
+}
+
+Status run_activate(Span<EValue*> values) {
+  if (Status status = check_arguments(values, {{"x", Tag::Tensor},
+                                               {"gate", Tag::Tensor, true},
+                                               {"activation", Tag::Int},
+                                               {"out", Tag::Tensor}});
+      !status.ok()) {
+    return status;
+  }
+  const TensorView x = view_of(values[0]->toTensor());
+  const bool has_gate = !values[1]->isNone();
+  const TensorView gate = has_gate ? view_of(values[1]->toTensor()) : TensorView();
+  Tensor& out = values[3]->toTensor();
+  return lowbit::activate(x, has_gate ? &gate : nullptr, values[2]->toInt(), resized(out, x.shape), executorch_threads());
+}
+
+Status run_rms_norm(Span<EValue*> values) {
+  if (Status status = check_arguments(values, {{"x", Tag::Tensor},
+                                               {"weight", Tag::Tensor, true},
+                                               {"epsilon", Tag::Double},
+                                               {"weight_offset", Tag::Double},
+                                               {"out", Tag::Tensor}});
+      !status.ok()) {
+    return status;
+  }
+  const TensorView x = view_of(values[0]->toTensor());
+  const bool has_weight = !values[1]->isNone();
+  const TensorView weight = has_weight ? view_of(values[1]->toTensor()) : TensorView();
+  Tensor& out = values[4]->toTensor();
+  return lowbit::rms_norm(x, has_weight ? &weight : nullptr, values[2]->toDouble(), values[3]->toDouble(),
+                          resized(out, x.shape), executorch_threads());
+}
+
 constexpr char kLinear[] = "lowbit::linear.out", kLinears[] = "lowbit::linears.out", kEmbedding[] = "lowbit::embedding.out";
 constexpr char kAttention[] = "lowbit::attention.out", kLinearExperts[] = "lowbit::linear_experts.out";
 constexpr char kWindowAttention[] = "lowbit::window_attention.out";
 constexpr char kLinearAttention[] = "lowbit::linear_attention.out", kShortConv[] = "lowbit::short_conv.out";
+constexpr char kMaskedAttention[] = "lowbit::masked_attention.out";
+constexpr char kActivate[] = "lowbit::activate.out", kRmsNorm[] = "lowbit::rms_norm.out";
 
 template <const char* name, Status (*run)(Span<EValue*>), size_t out>
 void kernel(KernelRuntimeContext& context, Span<EValue*> values) {
@@ -279,7 +334,11 @@ const Kernel kKernels[] = {Kernel(kLinear, kernel<kLinear, run_linear, 3>),
                            Kernel(kAttention, kernel<kAttention, run_attention<false>, 10>),
                            Kernel(kWindowAttention, kernel<kWindowAttention, run_attention<true>, 11>),
                            Kernel(kLinearAttention, kernel<kLinearAttention, run_linear_attention, 9>),
-                           Kernel(kShortConv, kernel<kShortConv, run_short_conv, 6>)};
-[[maybe_unused]] const Error registered = executorch::runtime::register_kernels(Span<const Kernel>(kKernels, 8));
+                           Kernel(kShortConv, kernel<kShortConv, run_short_conv, 6>),
+                           Kernel(kMaskedAttention, kernel<kMaskedAttention, run_masked_attention, 6>),
+                           Kernel(kActivate, kernel<kActivate, run_activate, 3>),
+                           Kernel(kRmsNorm, kernel<kRmsNorm, run_rms_norm, 4>)};
+[[maybe_unused]] const Error registered =
+    executorch::runtime::register_kernels(Span<const Kernel>(kKernels, sizeof kKernels / sizeof *kKernels));
 
 }  // namespace
