@@ -1,5 +1,5 @@
 // Attention without caches, for encoders: each unit of work copies the keys and values of one head that may be seen to the
-// layout that the kernels read, and runs rows of queries over them. Padding costs nothing, and a text's bits do not depend on it.
+// layout that the kernels read, and runs rows of queries over them. Padding is left out, so a text's bits do not depend on it.
 #include <cmath>
 #include <cstring>
 
@@ -47,8 +47,8 @@ Status read_text(const TensorView& bounds, int64_t b, int32_t* before, Text* tex
     std::memcpy(row, rows + i * 3, sizeof row);
     __asm__ volatile("" : "+m"(row));
     if (row[0] < 0 || row[0] > 1 || row[1] < 0 || row[1] > row[2] || row[2] > positions) {
-      return Status::error("bounds of position %" PRId64 " of text %" PRId64 " are %d, %d and %d; expected 0 or 1, and 0 <= begin "
-                           "<= end <= %" PRId64, i, b, row[0], row[1], row[2], positions);
+      return Status::error("bounds of position %" PRId64 " of text %" PRId64 " are %d, %d and %d; expected 0 or 1, and "
+                           "0 <= begin <= end <= %" PRId64, i, b, row[0], row[1], row[2], positions);
     }
     before[i] = static_cast<int32_t>(text->key_count);
     if (row[0] == 0) continue;
@@ -102,7 +102,8 @@ Status masked_attention(const TensorView& q, const TensorView& k, const TensorVi
   const int64_t batch = q.shape.size[0], heads = q.shape.size[1], positions = q.shape.size[2], width = q.shape.size[3];
   const int64_t kv_heads = v.shape.size[1], length = v.shape.size[2], value_width = v.shape.size[3];
   if (kv_heads < 1 || heads < 1 || heads % kv_heads != 0) {
-    return Status::error("q has %" PRId64 " heads; expected 1 or more times %" PRId64 ", the heads of k and v", heads, kv_heads);
+    return Status::error("q has %" PRId64 " heads; expected 1 or more times %" PRId64 ", the heads of k and v", heads,
+                         kv_heads);
   }
   if (positions > kMostPositions || length > kMostPositions) {
     return Status::error("there are %" PRId64 " queries and %" PRId64 " keys; expected at most 2^30", positions, length);
@@ -112,7 +113,8 @@ Status masked_attention(const TensorView& q, const TensorView& k, const TensorVi
   if (Status status = check_heads("v", v, q.type, {4, {batch, kv_heads, length, value_width}}); !status.ok()) return status;
   if (bounds != nullptr) {
     if (positions != length) {
-      return Status::error("there are %" PRId64 " queries and %" PRId64 " keys; expected as many with bounds", positions, length);
+      return Status::error("there are %" PRId64 " queries and %" PRId64 " keys; expected as many with bounds", positions,
+                           length);
     }
     if (Status status = check_tensor("bounds", *bounds, ElementType::i32, {3, {batch, positions, 3}}); !status.ok()) {
       return status;
@@ -139,7 +141,8 @@ Status masked_attention(const TensorView& q, const TensorView& k, const TensorVi
   const float cap = static_cast<float>(softcap * kLog2E);
 
   const int64_t group = heads / kv_heads, rows = positions * group;
-  const Parallel threads = batch * heads * positions * length * (width + value_width) < kParallelProducts ? Parallel() : parallel;
+  const int64_t products = batch * heads * positions * length * (width + value_width);
+  const Parallel threads = products < kParallelProducts ? Parallel() : parallel;
   // Rows of a unit: all of a head, or fewer where there are few heads for the threads. Each unit copies the keys it sees.
   const int64_t wanted = (4 * threads.threads + batch * kv_heads - 1) / (batch * kv_heads);
   const int64_t tiles = (rows + kAttentionRows - 1) / kAttentionRows;
@@ -166,7 +169,8 @@ Status masked_attention(const TensorView& q, const TensorView& k, const TensorVi
   char* const workers = memory.data() + text_bytes + text_count * list_bytes;
   const AttentionKernel& kernel = choose_attention(active_isa());
   const auto at = [item](const TensorView& tensor, int64_t b, int64_t head, int64_t position) {
-    return static_cast<char*>(tensor.data) + (b * tensor.stride[0] + head * tensor.stride[1] + position * tensor.stride[2]) * item;
+    const int64_t offset = b * tensor.stride[0] + head * tensor.stride[1] + position * tensor.stride[2];
+    return static_cast<char*>(tensor.data) + offset * item;
   };
   const auto output = [&](int64_t b, int64_t position, int64_t head) {
     return static_cast<char*>(out.data) + ((b * positions + position) * heads + head) * value_width * item;

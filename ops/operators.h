@@ -67,12 +67,12 @@ LOWBIT_API Status window_attention(const TensorView& q, const TensorView& k, con
                                    const TensorView& v_cache, const TensorView& held, const TensorView& start,
                                    const Scores& scores, const TensorView& out, const Parallel& parallel);
 
-// Attention without caches. q [batch, heads, positions, width], k [batch, kv_heads, length, width] and v [batch, kv_heads, length,
-// value_width] of one type, consecutive numbers in the last dimension. bounds: null, and each query sees all keys; or contiguous
-// int32 [batch, positions, 3], and there are as many keys as queries. It has for each position whether there is one (1) or padding
-// (0), and the first position that it sees as a query and the one after the last; neither may decrease. Padding is not seen. out
-// [batch, positions, heads, value_width], 0 for padding and for queries that see nothing. The bits of a text do not depend on
-// padding and on other texts, and those of a query are attention()'s over the keys that it sees.
+// Attention without caches. q [batch, heads, positions, width], k [batch, kv_heads, length, width] and v [batch, kv_heads,
+// length, value_width] of one type, consecutive numbers in the last dimension. bounds: null, and each query sees all keys; or
+// contiguous int32 [batch, positions, 3], and there are as many keys as queries. It has for each position whether there is one
+// (1) or padding (0), the first position that it sees as a query, and the one after the last; neither may decrease. Padding is
+// not seen. out [batch, positions, heads, value_width], 0 for padding and for queries that see nothing. The bits of a text do
+// not depend on padding and on other texts, and those of a query are attention()'s over the keys that it sees.
 LOWBIT_API Status masked_attention_shape(const TensorView& q, const TensorView& v, Shape* out);
 LOWBIT_API Status masked_attention(const TensorView& q, const TensorView& k, const TensorView& v, const TensorView* bounds,
                                    double scale, double softcap, const TensorView& out, const Parallel& parallel);

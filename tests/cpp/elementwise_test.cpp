@@ -17,8 +17,8 @@ constexpr DType kTypes[] = {DType::f32, DType::bf16, DType::f16};
 constexpr int64_t kRows = 3;
 constexpr int64_t kWidths[] = {1, 15, 16, 17, 64, 100};
 // What no formula may turn into other bits on one ISA.
-constexpr float kOdd[] = {0.0f, -0.0f, 5.6f, -5.6f, -5.7f, 1e-40f, -88.0f, 3e38f, -3e38f, std::numeric_limits<float>::infinity(),
-                          -std::numeric_limits<float>::infinity(), std::numeric_limits<float>::quiet_NaN()};
+constexpr float kInfinity = std::numeric_limits<float>::infinity(), kNaN = std::numeric_limits<float>::quiet_NaN();
+constexpr float kOdd[] = {0.0f, -0.0f, 5.6f, -5.6f, -5.7f, 1e-40f, -88.0f, 3e38f, -3e38f, kInfinity, -kInfinity, kNaN};
 
 void fill(Guarded& memory, DType dtype, float scale, Random& random) {
   for (int64_t i = 0; i < memory.size() / size_of(dtype); ++i) {
@@ -81,7 +81,8 @@ TEST_P(ElementwiseRow, Activate) {
     for (const DType dtype : kTypes) {
       for (const int64_t width : kWidths) {
         for (const bool gated : {false, true}) {
-          const std::string what = std::string(kernel.name) + " activation " + std::to_string(a) + " width " + std::to_string(width);
+          const std::string what =
+              std::string(kernel.name) + " activation " + std::to_string(a) + " width " + std::to_string(width);
           SCOPED_TRACE(what);
           set_current_case(what.c_str());
           const auto activation = static_cast<Activation>(a);
@@ -104,7 +105,8 @@ TEST_P(ElementwiseRow, RmsNorm) {
         SCOPED_TRACE(what);
         set_current_case(what.c_str());
         for (const bool weighted : {false, true}) {
-          ASSERT_EQ(rms_norm(kernel, dtype, width, weighted, odd), rms_norm(choose_elementwise(kPortable), dtype, width, weighted, odd));
+          ASSERT_EQ(rms_norm(kernel, dtype, width, weighted, odd),
+                    rms_norm(choose_elementwise(kPortable), dtype, width, weighted, odd));
         }
       }
     }

@@ -143,8 +143,8 @@ TEST(MaskedAttention, Refusals) {
   const Case one{ElementType::f32, 2, 1, 32, 16, 4};
   const Text text(one, 1);
   Tensor out(ElementType::f32, {1, 4, 2, 16});
-  const auto call = [&](const TensorView& q, const TensorView& v, const TensorView* bounds, double scale, double softcap = 0.0) {
-    return masked_attention(q, text.k.view, v, bounds, scale, softcap, out.view, {});
+  const auto call = [&](const TensorView& q, const TensorView& v, const TensorView* bounds, double scale, double cap = 0.0) {
+    return masked_attention(q, text.k.view, v, bounds, scale, cap, out.view, {});
   };
   const std::vector<int32_t> all(4, 1);
   Tensor bad = bounds_of({all}, false, 0), good = bounds_of({all}, false, 0);
@@ -170,7 +170,8 @@ TEST(MaskedAttention, Refusals) {
   EXPECT_TRUE(refused(call(text.q.view, changed, nullptr, kScale), "v has width 8; expected a multiple of 16 from 16 to"));
   EXPECT_TRUE(refused(call(text.q.view, text.v.view, nullptr, 1e40), "scale is 1e+40"));
   EXPECT_TRUE(refused(call(text.q.view, text.v.view, nullptr, kScale, -1.0), "softcap -1"));
-  EXPECT_TRUE(refused(masked_attention(text.q.view, text.k.view, text.v.view, nullptr, kScale, 0.0, text.q.view, {}), "out has shape"));
+  const TensorView &q = text.q.view, &v = text.v.view;
+  EXPECT_TRUE(refused(masked_attention(q, text.k.view, v, nullptr, kScale, 0.0, q, {}), "out has shape"));
 }
 
 }  // namespace

@@ -134,7 +134,8 @@ def attend(
         mask = attention_mask if bounds is None else _as_mask(bounds)
         more = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal if mask is None else False}
         attention = import_module("transformers.integrations.sdpa_attention").sdpa_attention_forward
-        return attention(module, query, key, value, mask, **more, **others)
+        output: tuple[Tensor, None] = attention(module, query, key, value, mask, **more, **others)
+        return output
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     tensors = [x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value)]
     return torch.ops.lowbit.masked_attention(*tensors, bounds, scale, 0.0), None

@@ -58,7 +58,7 @@ def replace(model: torch.nn.Module) -> list[torch.nn.Module]:
     for module in model.modules():
         parameters = _parameters(module)
         if parameters is not None:
-            module.forward = functools.partial(_forward, module, *parameters)  # type: ignore[method-assign]
+            module.forward = functools.partial(_forward, module, *parameters)
             replaced.append(module)
     return replaced
 
