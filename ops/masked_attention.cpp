@@ -79,10 +79,8 @@ Status masked_attention_shape(const TensorView& q, const TensorView& v, Shape* o
     return Status::error("q has dtype %s; expected float32, bfloat16 or float16", name_of(q.type));
   }
   for (const auto& [name, tensor] : {NamedTensor{"q", &q}, NamedTensor{"v", &v}}) {
-    if (Status status = check_shape(name, tensor->shape); !status.ok()) return status;
-    if (tensor->shape.ndim != 4) {
-      return Status::error("%s has shape %s; expected [batch, heads, positions, width]", name, describe(tensor->shape).text);
-    }
+    constexpr char kExpected[] = "[batch, heads, positions, width]";
+    if (Status status = check_dimensions(name, *tensor, 4, kExpected); !status.ok()) return status;
     const int64_t width = tensor->shape.size[3];
     if (width < kKeyPositions || width > kAttentionWidth || width % kKeyPositions != 0) {
       return Status::error("%s has width %" PRId64 "; expected a multiple of %d from %d to %d", name, width,
