@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import own_attention, position_tables, recurrent
-from .activations import RowWise, is_activation
+from . import norms, own_attention, position_tables, recurrent
+from .activations import is_activation, stand_in
 from .unsupported import Unsupported as Unsupported
 
 ATTENTION = "lowbit"  # the name of :func:`attend` among transformers' attention functions
@@ -307,6 +307,7 @@ class Takeover:
             setattr(module, name, copies[id(config)])
         self._rotary: list[tuple[torch.nn.Module, torch.nn.Module]] = []
         self._activations: list[tuple[torch.nn.Module, str, torch.nn.Module]] = []
+        self.norms = norms.replace(model)
         self._hooks: list[Any] = []
         self._own: list[tuple[torch.nn.Module, str, torch.nn.Module]] = []
         self.takes_positions = _takes_positions(model)
@@ -334,7 +335,7 @@ class Takeover:
             for name, child in list(module.named_children()):
                 if is_activation(child):
                     self._activations.append((module, name, child))
-                    setattr(module, name, RowWise(child))
+                    setattr(module, name, stand_in(child))
 
     def _replace_attention(self, model: torch.nn.Module, positions: int) -> None:
         for module, name, attention, kind in list(own_attention.find(model)):
@@ -385,6 +386,7 @@ class Takeover:
             setattr(module, name, replaced)
         for hook in self._hooks:
             hook.remove()
+        norms.restore(self.norms)
         for mixer in self.mixers:
             mixer.end()
         for table in self.tables:
