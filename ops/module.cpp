@@ -370,5 +370,12 @@ PYBIND11_MODULE(_C, module) {
   module.def("read_bandwidth", &measure_read_bandwidth, py::arg("address"), py::arg("size"), py::arg("threads"));
   module.def("load_kernels", [](const std::string& path) { raise_unless_ok(load_kernels(path.c_str())); },
              py::arg("path"));
+#if defined(__clang__)
+  module.attr("compiler") = "Clang " __clang_version__;
+#elif defined(__GNUC__)
+  module.attr("compiler") = "GCC " __VERSION__;
+#else
+  module.attr("compiler") = "unknown";
+#endif
   module.attr("executorch_version") = LOWBIT_EXECUTORCH_VERSION;  // that lowbit_executorch was built with, or empty
 }

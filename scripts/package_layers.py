@@ -17,7 +17,7 @@ BEGIN, END = "<!-- layers: scripts/package_layers.py --write -->\n", "<!-- end o
 
 # From above; a module may import its own layer and the layers below. "core" has all further modules.
 LAYERS = {
-    "commands": ("__main__", "cli", "doctor", "report"),
+    "commands": ("__main__", "cli", "doctor", "perf", "report"),
     "calibration": ("calibration",),
     "servers": ("serve", "vllm"),
     "language models": ("llm", "exports"),

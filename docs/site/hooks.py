@@ -26,7 +26,7 @@ _ELSEWHERE = {
     "examples/cpp": "cpp.md",
     "examples/vendor_kernel": "vendor.md",
 }
-_NAME = re.compile(r"`(docs/([a-z_]+(?:/[a-z_]+)?\.md)|" + "|".join(map(re.escape, _ELSEWHERE)) + ")`(?!\\])")
+_NAME = re.compile(r"`(docs/([a-z0-9_]+(?:/[a-zA-Z0-9_]+)?\.md)|" + "|".join(map(re.escape, _ELSEWHERE)) + ")`(?!\\])")
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:

@@ -4,6 +4,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+compiler: str  # that built this module, with its version
 executorch_version: str  # that the ExecuTorch operators were built with; empty without them
 
 def kernels() -> list[dict[str, Any]]: ...

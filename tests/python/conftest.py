@@ -17,6 +17,9 @@ from runners import ARM_RUNNERS, EXAMPLE, HERE, QEMU, Runner, build
 # optimization. What it calls is compiled as ever.
 os.environ.setdefault("AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL", "O0")
 
+# Commands keep no compiled decoders in the home directory.
+os.environ["LOWBIT_COMPILE_CACHE"] = ""
+
 # The same examples in every run: a failure can be repeated, and a pass means the same everywhere.
 hypothesis.settings.register_profile("lowbit", derandomize=True, deadline=None, database=None)
 # `make soak`: other examples in every run, and many; a failure prints what repeats it.

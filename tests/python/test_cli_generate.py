@@ -98,9 +98,12 @@ def test_generate_draws(packed):
 
 
 def test_generate_runs_what_was_compiled(packed, expected, monkeypatch):
-    calls = []
+    calls, lengths = [], []
 
-    def compile_decoder(decoder):
+    def compile_decoder(decoder, directory):
+        assert directory is None  # as LOWBIT_COMPILE_CACHE in conftest.py says
+        lengths.append(decoder.max_length)
+
         def step(tokens, start):
             calls.append(tokens.shape[1])
             return decoder(tokens, start)
@@ -111,6 +114,7 @@ def test_generate_runs_what_was_compiled(packed, expected, monkeypatch):
     said = document(invoke("generate", packed[0], "--prompt", PROMPT, "--max-new-tokens", 4, "--compile", "--json"))
     assert said["tokens"] == expected.tokens[:4]
     assert calls == [expected.prompt_tokens, 1, 1, 1]
+    assert lengths == [min(1024, load_model(FLOAT).config.max_position_embeddings)]  # the same for all short texts
 
 
 def test_no_compiler(packed, tmp_path):

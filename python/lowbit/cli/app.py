@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Sequence
+from itertools import zip_longest
 from typing import Annotated, Any
 
 import typer
@@ -26,6 +27,7 @@ from .import_ import import_
 from .info import info
 from .inspect import inspect
 from .models import from_hub
+from .options import PUBLISH_DIRECTORY
 from .output import Output, quieten, reporting
 from .push import push
 from .quantize import quantize
@@ -59,6 +61,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 _state = {"debug": False}
+_OPTIONAL = {"--publish": PUBLISH_DIRECTORY}  # values of options that need not name one
 _MODELS = {"model", "source", "path", "draft", "reference"}  # arguments that may name a model on a hub
 
 
@@ -77,6 +80,7 @@ class _Command(typer.core.TyperCommand):
     """A command whose option errors name the value: some errors of typer only name what was expected."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        args = _with_values(args)
         given = list(args)
         try:
             return list(super().parse_args(ctx, args))
@@ -86,6 +90,16 @@ class _Command(typer.core.TyperCommand):
             shown = value is None or repr(value) in message or (value and message.startswith(value))
             error.message = message if shown else f"{value!r}; {message[:1].lower()}{message[1:]}"
             raise
+
+
+def _with_values(args: Sequence[str]) -> list[str]:
+    """The arguments with the values that may be left out: typer has no options with an optional value."""
+    result = []
+    for word, following in zip_longest(args, args[1:]):
+        result.append(word)
+        if word in _OPTIONAL and (following is None or following.startswith("-")):
+            result.append(_OPTIONAL[word])
+    return result
 
 
 def _value_of(names: Collection[str], given: Sequence[str]) -> str | None:

@@ -6,12 +6,23 @@ import enum
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 
 from lowbit._machine import cpp_compiler
 
 from .models import is_shape, load_packed, set_threads
-from .options import Cache, GroupSize, Json, ModelOrShape, OptionalBits, Threads, parse_group_size
+from .options import (
+    PUBLISH_DIRECTORY,
+    Cache,
+    GroupSize,
+    Json,
+    OptionalBits,
+    OptionalModelOrShape,
+    Threads,
+    parse_group_size,
+    refuse_unused,
+)
 from .output import Output, size, table
 
 
@@ -22,7 +33,7 @@ class _Mode(enum.StrEnum):  # typer takes no list of literals
 
 
 def bench(
-    model: ModelOrShape,
+    model: OptionalModelOrShape = None,
     bits: OptionalBits = None,
     group_size: GroupSize = "32",
     prompt: Annotated[int, typer.Option("--prompt", min=1, help="Tokens of the prompt.")] = 512,
@@ -31,12 +42,34 @@ def bench(
     rounds: Annotated[int, typer.Option("--rounds", min=1, help="Number of runs; the median counts.")] = 3,
     cache: Cache = None,
     threads: Threads = None,
+    publish: Annotated[
+        Path | None,
+        typer.Option(
+            "--publish",
+            metavar="[DIRECTORY]",
+            help="Measure this machine instead, in ten minutes: kernels, and models of random weights. Writes a page and its "
+            f"figures to this directory, or to {PUBLISH_DIRECTORY}.",
+            show_default=False,
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Measure a prompt and decoding, beside the bandwidth of this machine's memory."""
+    output = Output(as_json)
+    if publish is not None:
+        refuse_unused(
+            "with --publish, which measures the same on every machine", bits=bits is not None, group_size=group_size != "32",
+            prompt=prompt != 512, new=new != 64, mode=mode != [_Mode.aot], rounds=rounds != 3, cache=cache is not None,
+        )  # fmt: skip
+        if model is not None:
+            raise typer.BadParameter(f"{model!r}; --publish measures models of its own", param_hint="MODEL|SHAPE")
+        set_threads(threads)
+        _publish(output, publish)
+        return
+    if model is None:
+        raise typer.BadParameter("expected a model or a shape, or --publish", param_hint="MODEL|SHAPE")
     from lowbit.llm import bench as library
 
-    output = Output(as_json)
     modes = list(dict.fromkeys(way.value for way in mode))
     if modes != ["eager"]:
         cpp_compiler()
@@ -61,3 +94,15 @@ def bench(
     memory = figures["peak_memory_bytes"]
     used = [] if memory is None else [f"peak memory {size(memory)}"]
     output.result({"model": model, **figures}, f"{model}: {weights}; {machine}", shown, *used)
+
+
+def _publish(output: Output, directory: Path) -> None:
+    from lowbit.perf import publish
+
+    with output.progress("measuring this machine, ten minutes at most") as advance:
+        document, page, data = publish(directory, torch.get_num_threads(), lambda part: advance(0, 0, part))
+    not_reached = [f"not reached: {each['what']}: {each['why']}" for each in document["not_reached"]]
+    if document["load"]["busy"]:
+        output.warn("other programs used this machine meanwhile; measure again when it is quiet")
+    result = {"page": str(page), "figures": str(data), "busy": document["load"]["busy"]}
+    output.result(result | {"not_reached": document["not_reached"]}, *not_reached, f"written: {page}, {data}")

@@ -100,7 +100,10 @@ def generate(
     session.load(sampling, has_turns=chat)
     ids = [session.prompt(text) for text in texts]
     if max_length is None:
-        max_length = min(-(-(max(map(len, ids)) + max_new_tokens) // 16), positions(session.model) // 16) * 16
+        needed = max(map(len, ids)) + max_new_tokens
+        if compile_:  # few lengths, so that machine code that was kept fits most prompts
+            needed = max(1024, 1 << (needed - 1).bit_length())
+        max_length = min(-(-needed // 16), positions(session.model) // 16) * 16
     session.start(max_length, {"--draft": draft is not None, "--guesses": guesses > 0, "--prompts": prompts is not None})
     settings = session.sampling | {"seed": seed, "stop": session.stop, "logprobs": logprobs}
     if prompts is not None:

@@ -84,12 +84,13 @@ def make_decoder(
 ) -> Callable[..., torch.Tensor]:
     """A decoder of the model with caches of this length; compiled if asked for."""
     from lowbit import llm
+    from lowbit.llm.compiled_files import usable_directory
 
     step = llm.Decoder(model, max_length, cache, windows=windows)
     if not compiled:
         return step
-    with output.progress("compiling"):
-        return llm.compile_decoder(step)
+    with output.progress("compiling, or loading what was compiled before"):
+        return llm.compile_decoder(step, directory=usable_directory(output.note))
 
 
 def make_step(

@@ -31,6 +31,7 @@ ModelOrShape = Annotated[
         show_default=False,
     ),
 ]
+OptionalModelOrShape = Annotated[str | None, *ModelOrShape.__metadata__]
 Bits = Annotated[int, typer.Option("--bits", min=1, max=8, help="Bits per weight.")]
 OptionalBits = Annotated[
     int | None,
@@ -65,6 +66,7 @@ ExpertMemory = Annotated[
         "--expert-memory", help="Memory for experts of a mixture; others stay in the files.", show_default="all of them"
     ),
 ]
+PUBLISH_DIRECTORY = "docs/perf"
 PREFIX_SIZE = "8GB"
 PrefixDirectory = Annotated[
     Path | None,

@@ -7,9 +7,6 @@ A trial runs in its own process, so that a crash is a result and does not end th
 from __future__ import annotations
 
 import json
-import os
-import re
-import signal
 import subprocess
 import sys
 import tempfile
@@ -26,6 +23,7 @@ import torch
 import lowbit
 
 from .. import _C
+from .._child import gist, result_of
 from .._imports import why_not
 from .._machine import cpp_compiler
 from ..files.untrusted import one_line
@@ -152,10 +150,10 @@ def _cpp(directory: Path) -> None:
     ]  # fmt: skip
     compiled = subprocess.run(command, capture_output=True, text=True)
     if compiled.returncode:
-        raise Broken(f"{compiler} does not compile against lowbit: {_gist(compiled.stderr)}", _COMPILER)
+        raise Broken(f"{compiler} does not compile against lowbit: {gist(compiled.stderr)}", _COMPILER)
     ran = subprocess.run([program, packed, row, str(layer.out_features)], capture_output=True)
     if ran.returncode:
-        raise Broken(f"the compiled program fails: {_gist(ran.stderr.decode(errors='replace'))}", _BUILD_AGAIN)
+        raise Broken(f"the compiled program fails: {gist(ran.stderr.decode(errors='replace'))}", _BUILD_AGAIN)
     _check_equal(torch.frombuffer(bytearray(ran.stdout), dtype=torch.float32), layer(x[:1])[0])
 
 
@@ -186,13 +184,6 @@ SURFACES: dict[str, Callable[[Path], None]] = {
     "C++": _cpp,
     "language models": _language_models,
 }
-
-
-def _gist(text: str) -> str:
-    """The first line of a program's output that mentions an error, otherwise the last line."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    named = [line for line in lines if re.search(r"\berror\b", line, re.I)]
-    return (named or lines[-1:] or ["no message"])[0][:300]
 
 
 def _try_here(name: str) -> Surface:
@@ -226,31 +217,10 @@ def try_surface(name: str, seconds: float = _SECONDS) -> Surface:
         seconds: time limit.
     """
     begin = time.perf_counter()
-    with tempfile.TemporaryDirectory() as directory:
-        result = Path(directory) / "result.json"
-        # -P: files in the current directory must not shadow libraries.
-        command = [sys.executable, "-P", "-W", "ignore", "-m", "lowbit.doctor.surfaces", name, str(result)]
-        # Temporary files of a killed process are removed with the directory.
-        environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(Path(directory) / "cache"), "TMPDIR": directory}
-        with open(Path(directory) / "log", "w+", errors="replace") as log:
-            process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
-            )
-            try:
-                code = process.wait(seconds)
-                reason = f"its process ended by {signal.Signals(-code).name}" if code < 0 else None
-            except subprocess.TimeoutExpired:
-                reason = f"it was not done after {seconds:g} seconds"
-            finally:
-                if process.poll() is None:  # with the compilers that it started
-                    os.killpg(process.pid, signal.SIGKILL)
-                    process.wait()
-            try:
-                return Surface(**json.loads(result.read_text()))
-            except (OSError, ValueError):
-                log.seek(0)
-                reason = one_line(reason or _gist(log.read()), 300)
-        return Surface(name, "broken", time.perf_counter() - begin, reason, _remedy_of(name))
+    document, reason = result_of("lowbit.doctor.surfaces", name, seconds=seconds)
+    if document is not None:
+        return Surface(**document)
+    return Surface(name, "broken", time.perf_counter() - begin, one_line(reason, 300), _remedy_of(name))
 
 
 def main() -> None:

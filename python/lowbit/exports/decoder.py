@@ -147,10 +147,11 @@ def export_decoder(
     if suffix not in _LOADERS:
         raise ValueError(f"path is {str(path)!r}; expected a name that ends in .pte or .pt2")
     about = _describe(decoder, chunk, stop)
-    if suffix == ".pte":
-        _export_pte(decoder, path, about, xnnpack, progress)
-    else:
-        _export_pt2(decoder, path, about, progress)
+    with decoder.each_layer_alone():  # the same program decodes token by token
+        if suffix == ".pte":
+            _export_pte(decoder, path, about, xnnpack, progress)
+        else:
+            _export_pt2(decoder, path, about, progress)
 
 
 def _export_pte(

@@ -247,7 +247,11 @@ def _float(name: str, stored: Stored, heads: int, done: Callable[[int], None], a
 
 
 def export_gguf(
-    source: str | os.PathLike[str], path: str | os.PathLike[str], progress: Callable[[int, int, str], None] | None = None
+    source: str | os.PathLike[str],
+    path: str | os.PathLike[str],
+    progress: Callable[[int, int, str], None] | None = None,
+    *,
+    tokenizer: bool = True,
 ) -> list[ExportedTensor]:
     """Writes a checkpoint, packed or float, as a GGUF file, some rows of one matrix at a time.
 
@@ -258,6 +262,7 @@ def export_gguf(
         source: a directory with a model of llama, mistral, qwen2, qwen3, gemma, gemma2, gemma3_text or phi3.
         path: a name that ends in .gguf; an existing file is replaced in one step.
         progress: called as ``progress(bytes read, bytes to read, name of the tensor)``.
+        tokenizer: False: the file has the number of tokens but not their texts, which is enough for llama-bench.
 
     Returns:
         the tensors of the file, in its order.
@@ -297,7 +302,10 @@ def export_gguf(
         raise ValueError(f"{source} has no model.embed_tokens, the table of its tokens")
     rotated = metadata[f"{architecture}.rope.dimension_count"]
     outputs += [_made(name, values) for name, values in rotation_factors(source, config, rotated).items()]
-    metadata |= _tokenizer(source, config, table.shape[0])
+    if tokenizer:
+        metadata |= _tokenizer(source, config, table.shape[0])
+    else:
+        metadata |= {"tokenizer.ggml.model": "none", f"{architecture}.vocab_size": table.shape[0]}
     with replacing(path, ".gguf") as file:
         listed = [(output.name, output.type, output.shape) for output in outputs]
         with GgufWriter(file, metadata, listed) as writer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
 from importlib import import_module
@@ -12,8 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import nn
 from . import norms, own_attention, position_tables, recurrent
 from .activations import is_activation, stand_in
+from .shared_inputs import SharedInput
 from .unsupported import Unsupported as Unsupported
 
 ATTENTION = "lowbit"  # the name of :func:`attend` among transformers' attention functions
@@ -310,6 +313,7 @@ class Takeover:
         self.norms = norms.replace(model)
         self._hooks: list[Any] = []
         self._own: list[tuple[torch.nn.Module, str, torch.nn.Module]] = []
+        self._shared: list[SharedInput] = []
         self.takes_positions = _takes_positions(model)
         self.states = recurrent.States()
         self.mixers = [recurrent.Mixer(module, self.states) for module in recurrent.find(model)]
@@ -369,6 +373,23 @@ class Takeover:
                 for module, hook in ((layer, _Keep(held)), (attention, _Give(held))):
                     self._hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
 
+    def share_inputs(self, groups: list[list[nn.Linear]]) -> None:
+        """Lets packed layers with the same input quantize it once; the groups are those of :func:`observed`."""
+        self._shared = [SharedInput(group) for group in groups]
+
+    @contextmanager
+    def each_layer_alone(self) -> Iterator[None]:
+        """A context in which each packed layer quantizes its own input: for a program that takes one row or many."""
+        groups = [shared.layers for shared in self._shared]
+        for shared in self._shared:
+            shared.end()
+        self._shared = []
+        try:
+            yield
+        finally:
+            if self.active:
+                self.share_inputs(groups)
+
     def is_whole(self) -> bool:
         """Whether the model still has what it was given."""
         return self.active and all(config._attn_implementation_internal == ATTENTION for config in self._attention)
@@ -389,6 +410,8 @@ class Takeover:
         norms.restore(self.norms)
         for mixer in self.mixers:
             mixer.end()
+        for shared in self._shared:
+            shared.end()
         for table in self.tables:
             table.end()
         delattr(model, _TAKEOVER)

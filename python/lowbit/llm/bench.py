@@ -69,9 +69,9 @@ def profile(step: Callable[..., torch.Tensor], position: int, count: int = 8) ->
         total = time.perf_counter() - begin
     parts = dict.fromkeys(("linear", "attention"), 0.0)
     for event in recorded.key_averages():
-        name = event.key.removeprefix("lowbit::")
-        if event.key.startswith("lowbit::") and name in parts:
-            parts[name] += 1e-6 * event.self_cpu_time_total / count
+        part = {"lowbit::linear": "linear", "lowbit::linears": "linear", "lowbit::attention": "attention"}.get(event.key)
+        if part is not None:
+            parts[part] += 1e-6 * event.self_cpu_time_total / count
     return parts | {"rest": total / count - sum(parts.values())}
 
 

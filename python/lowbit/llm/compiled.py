@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import tempfile
 from collections.abc import Callable
 from importlib import import_module
@@ -13,7 +15,12 @@ from torch import Tensor
 
 from .._machine import cpp_compiler
 from ..exports.module import machine_code
+from ..files.replace import replacing
+from ..files.untrusted import one_line
+from .compiled_files import Unknown, check_owner, key_of, prune
 from .decoder import Decoder, check_call
+
+_LOG = logging.getLogger(__name__)
 
 # Loops over fewer values per thread than this run on one thread: for one token there are a few thousand values, which take
 # less time than a parallel region. For more tokens the code reads the number of threads when it runs.
@@ -48,7 +55,7 @@ class Step:
         return self._decoder.kept(count)
 
 
-def compile_decoder(decoder: Decoder, backend: str = "aot") -> Step:
+def compile_decoder(decoder: Decoder, backend: str = "aot", directory: Path | None = None) -> Step:
     """Compiles a decoder for this process; the machine code uses the decoder's weights and caches.
 
     Results are the decoder's up to the rounding of fused float operations, which sometimes sends an activation to another
@@ -59,18 +66,23 @@ def compile_decoder(decoder: Decoder, backend: str = "aot") -> Step:
         backend: "aot" compiles now, with AOTInductor, and calls machine code without Python. "inductor" is
             torch.compile, which compiles in the first call of each kind. Do not change the model afterwards: compiled code
             does not see the change.
+        directory: keeps the machine code of "aot", without weights, for later processes with the same model, versions,
+            CPU, number of threads and settings; made if it is missing. They compile nothing. Only you may write there,
+            because the files are run. None: nothing is kept.
 
     Returns:
         A step for :func:`generate`.
 
     Raises:
-        ValueError: an unknown backend.
-        OSError: there is no C++ compiler.
+        ValueError: an unknown backend, or a directory for "inductor".
+        OSError: there is no C++ compiler, or others may write to the directory.
         Exception: whatever torch's compilers raise.
     """
     if backend not in ("aot", "inductor"):
         raise ValueError(f"backend is {backend!r}; expected 'aot' or 'inductor'")
     cpp_compiler()
+    if backend == "inductor" and directory is not None:
+        raise ValueError(f"directory is {str(directory)!r} for 'inductor', which has torch's own cache; expected None")
     if backend == "inductor":
         # The model belongs to the decoder, so guards on its hundreds of attributes would cost time and never fail.
         guards = {"guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe}
@@ -78,16 +90,46 @@ def compile_decoder(decoder: Decoder, backend: str = "aot") -> Step:
             torch.compile(decoder, fullgraph=True, dynamic=tokens > 1, options=guards | _OPTIONS[tokens]) for tokens in (1, 2)
         )
         return Step(one, many, decoder)
-    # A package without weights: both graphs use the decoder's.
-    with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory) / "decoder.pt2"
-        _package(decoder, path)
-        models = import_module("torch.export.pt2_archive._package").load_pt2(str(path)).aoti_runners
+    models = _load_or_compile(decoder, directory)
     tensors = _tensors(decoder)
     for model in models.values():
         constants = {name: tensors[name] for name in model.get_constant_fqns()}
         model.load_constants(constants, check_full_update=True, user_managed=True)
     return Step(models["decode"], models["prefill"], decoder)
+
+
+def _load_or_compile(decoder: Decoder, directory: Path | None) -> dict[str, Any]:
+    """Models "decode" and "prefill" of a package without weights: both use the decoder's."""
+    if directory is not None:
+        check_owner(directory)
+        try:
+            path = directory / f"{key_of(decoder, _OPTIONS)}.pt2"
+        except Unknown as unknown:
+            _LOG.info("the compiled decoder is not kept: the model has %s", unknown)
+            directory = None
+    if directory is None:
+        with tempfile.TemporaryDirectory() as temporary:
+            path = Path(temporary) / "decoder.pt2"
+            _package(decoder, path)
+            return _load(path)
+    if path.exists():
+        try:
+            models = _load(path)
+            os.utime(path)  # used now: prune() keeps it
+            return models
+        except Exception as error:  # whatever torch raises on a damaged file
+            _LOG.warning("%s is damaged (%s: %s) and compiled again", path, type(error).__name__, one_line(error, 200))
+    with replacing(path, ".pt2") as written:
+        _package(decoder, written)
+    prune(directory)
+    return _load(path)
+
+
+def _load(path: Path) -> dict[str, Any]:
+    models: dict[str, Any] = import_module("torch.export.pt2_archive._package").load_pt2(str(path)).aoti_runners
+    if not {"decode", "prefill"} <= models.keys():
+        raise ValueError(f"it has the models {', '.join(models)}; expected decode and prefill")
+    return models
 
 
 def _tensors(decoder: Decoder) -> dict[str, Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from .._window import window_length
 from ..hf import decoding
 from ..hf.recurrent import is_state
+from ..hf.shared_inputs import observed
 from ..ops import cache_storage, cache_width
 from .caches import Caches, common, copy_layer
 from .proof import EXACT_LIMIT, PIECES_LIMIT, Reference
@@ -131,10 +133,10 @@ class Decoder(torch.nn.Module):
                 "float32, bfloat16 or float16"
             )
         try:
-            asked = reference.ask(self.run, self.layers)
+            asked = self._ask(reference, self._takeover)
         except decoding.NoCaches:
             self._takeover.hand_on(self.model)
-            asked = reference.ask(self.run, self.layers)
+            asked = self._ask(reference, self._takeover)
         self._shapes, self._states, self.exact = asked.shapes, asked.states, reference.exact
         decoding.check_windows(config, asked, self.max_length)
         # Of layers whose caches hold a window: its size.
@@ -159,6 +161,13 @@ class Decoder(torch.nn.Module):
         self.measured = reference.prove(self.run, run_texts, caches, uses)
         if self.cache_dtype is not dtype:
             self.measured["cache"] = reference.rounding_of_caches(self.run, self.caches(), self.cache_dtype)
+
+    def _ask(self, reference: Reference, takeover: decoding.Takeover) -> decoding.Asked:
+        """What the attention of the layers asks for; packed layers with the same input quantize it once from now on."""
+        with observed(self.model) as groups:
+            asked: decoding.Asked = reference.ask(self.run, self.layers)
+        takeover.share_inputs(groups)
+        return asked
 
     def _names(self, layer: int) -> list[str]:
         """Names of a layer's buffers: keys and values if it has attention, then states."""
@@ -218,6 +227,12 @@ class Decoder(torch.nn.Module):
     def released(self) -> bool:
         """Whether the model no longer belongs to this decoder."""
         return self._takeover is None or not self._takeover.active
+
+    def each_layer_alone(self) -> AbstractContextManager[None]:
+        """A context in which each packed layer quantizes its own input, as it is best for one token; results are the same."""
+        self.check()
+        assert self._takeover is not None
+        return self._takeover.each_layer_alone()
 
     def release(self) -> torch.nn.Module:
         """Frees the caches and gives back the model, whose results have the same bits as before the decoder.
