@@ -54,7 +54,7 @@ PYTEST := OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(JOBS) --dist load
   test-python test-python-more test-arm-python test-arm-python-cpus test-arm-python-sme2 test-arm-runner test-kleidiai \
   test-versions coverage soak fuzz fuzz-import test-llama-cpp test-import-libraries arm-python-lowbit wheel-aarch64 wheels \
   wheel-macos test-wheels test-workflows test-macos-build test-ios-build test-windows-build test-windows-run \
-  test-android-like test-android bench bench-doc bench-llm bench-llm-doc bench-reality bench-reality-doc bench-peers \
+  test-android-like test-android bench bench-doc bench-llm bench-llm-doc bench-reality bench-reality-doc bench-embeddings bench-embeddings-doc bench-peers \
   bench-kernels bench-overhead bench-arm arm-cost train-tiny-llama clean
 
 demo: $(VENV)/installed
@@ -657,6 +657,21 @@ bench-reality-doc: $(VENV)/installed
 
 bench-peers: $(VENV)/requirements
 	scripts/bench_peers.sh $(BIN)
+
+# Embedding models beside OpenVINO and ONNX Runtime, which are installed in a directory of their own; the second writes
+# docs/measurements/embeddings.md.
+EMBEDDINGS = PYTHONPATH=build/embedding-peers HF_HUB_OFFLINE=1 $(BIN)/python bench/embeddings.py
+bench-embeddings: $(VENV)/installed build/embedding-peers/installed
+	$(EMBEDDINGS) $(BENCH)
+
+bench-embeddings-doc: $(VENV)/installed build/embedding-peers/installed
+	$(EMBEDDINGS) --document docs/measurements/embeddings.md $(BENCH)
+
+build/embedding-peers/installed: bench/requirements-embeddings.txt $(VENV)/requirements
+	rm -rf $(@D)
+	$(BIN)/python -m pip install -q --target $(@D) -r $<
+	rm -rf $(@D)/torch* $(@D)/numpy*
+	touch $@
 
 # Every kernel that this CPU runs, beside the read bandwidth of this machine.
 bench-kernels: $(VENV)/requirements

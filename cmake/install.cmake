@@ -19,7 +19,7 @@ endif()
 # The public headers are those below, and each of them compiles alone. They need less than the sources do.
 foreach(directory kernels kernels/bits ops)
   set(headers_kernels lowbit_ukernel.h status.h export.h inline.h isa.h mapping.h numeric.h format.h ukernel.h library.h
-      recurrence.h registry.h pack.h)
+      elementwise.h recurrence.h registry.h pack.h)
   set(headers_kernels/bits codec.h)
   set(headers_ops operators.h tensor_view.h parallel.h load_kernels.h)
   list(TRANSFORM headers_${directory} PREPEND "${PROJECT_SOURCE_DIR}/${directory}/" OUTPUT_VARIABLE headers)

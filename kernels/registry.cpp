@@ -12,6 +12,7 @@ extern const Table<LinearKernel> kLinearAvx2, kLinearAvxVnni, kLinearAvx512Vnni,
 extern const Table<EmbeddingKernel> kEmbeddingPortable, kEmbeddingNeon, kEmbeddingAvx2, kEmbeddingAvx512Vnni;
 extern const Table<AttentionKernel> kAttentionPortable, kAttentionNeon, kAttentionAvx2, kAttentionAvx512Vnni;
 extern const Table<RecurrenceKernel> kRecurrencePortable, kRecurrenceNeon, kRecurrenceAvx2, kRecurrenceAvx512Vnni;
+extern const Table<ElementwiseKernel> kElementwisePortable, kElementwiseNeon, kElementwiseAvx2, kElementwiseAvx512Vnni;
 
 namespace {
 
@@ -26,6 +27,7 @@ constexpr const Table<LinearKernel>* kLinear[] = {
 constexpr const Table<EmbeddingKernel>* kEmbedding[] = {&kEmbeddingNeon, &kEmbeddingPortable};
 constexpr const Table<AttentionKernel>* kAttention[] = {&kAttentionNeon, &kAttentionPortable};
 constexpr const Table<RecurrenceKernel>* kRecurrence[] = {&kRecurrenceNeon, &kRecurrencePortable};
+constexpr const Table<ElementwiseKernel>* kElementwise[] = {&kElementwiseNeon, &kElementwisePortable};
 #elif defined(__x86_64__)
 constexpr const Table<QuantizeKernel>* kQuantize[] = {&kQuantizeAvx512Vnni, &kQuantizeAvx2, &kQuantizePortable};
 constexpr const Table<LinearKernel>* kLinear[] = {&kLinearAmx, &kLinearAvx512Vnni, &kLinearAvxVnni, &kLinearAvx2,
@@ -34,12 +36,14 @@ constexpr const Table<EmbeddingKernel>* kEmbedding[] = {&kEmbeddingAvx512Vnni, &
                                                         &kEmbeddingPortable};
 constexpr const Table<AttentionKernel>* kAttention[] = {&kAttentionAvx512Vnni, &kAttentionAvx2, &kAttentionPortable};
 constexpr const Table<RecurrenceKernel>* kRecurrence[] = {&kRecurrenceAvx512Vnni, &kRecurrenceAvx2, &kRecurrencePortable};
+constexpr const Table<ElementwiseKernel>* kElementwise[] = {&kElementwiseAvx512Vnni, &kElementwiseAvx2, &kElementwisePortable};
 #else
 constexpr const Table<QuantizeKernel>* kQuantize[] = {&kQuantizePortable};
 constexpr const Table<LinearKernel>* kLinear[] = {&kLinearPortable};
 constexpr const Table<EmbeddingKernel>* kEmbedding[] = {&kEmbeddingPortable};
 constexpr const Table<AttentionKernel>* kAttention[] = {&kAttentionPortable};
 constexpr const Table<RecurrenceKernel>* kRecurrence[] = {&kRecurrencePortable};
+constexpr const Table<ElementwiseKernel>* kElementwise[] = {&kElementwisePortable};
 #endif
 
 // Libraries are only ever appended: an entry is written before the count that publishes it, and then stays.
@@ -189,15 +193,21 @@ const AttentionKernel& choose_attention(IsaBits isa) {
   return *first(kAttention, &LoadedLibrary::attention, isa, [](const AttentionKernel&) { return true; });
 }
 
+// Tables of one row, of which libraries have none.
+template <class Tables>
+static const auto& first_of(const Tables& tables, IsaBits isa) {
+  const auto* const* table = tables;
+  while (((*table)->rows[0].isa & ~isa) != 0) ++table;  // the last one is portable
+  return (*table)->rows[0];
+}
+
 size_t recurrence_kernel_count() { return sizeof kRecurrence / sizeof *kRecurrence; }
 const RecurrenceKernel& recurrence_kernel(size_t index) { return kRecurrence[index]->rows[0]; }
+const RecurrenceKernel& choose_recurrence(IsaBits isa) { return first_of(kRecurrence, isa); }
 
-const RecurrenceKernel& choose_recurrence(IsaBits isa) {
-  for (const auto* table : kRecurrence) {
-    if ((table->rows[0].isa & ~isa) == 0) return table->rows[0];
-  }
-  return kRecurrencePortable.rows[0];
-}
+size_t elementwise_kernel_count() { return sizeof kElementwise / sizeof *kElementwise; }
+const ElementwiseKernel& elementwise_kernel(size_t index) { return kElementwise[index]->rows[0]; }
+const ElementwiseKernel& choose_elementwise(IsaBits isa) { return first_of(kElementwise, isa); }
 
 const QuantizeKernel& portable_quantize() { return kQuantizePortable.rows[0]; }
 

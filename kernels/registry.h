@@ -1,6 +1,7 @@
 // Which kernels there are, and which one to take.
 #pragma once
 
+#include "elementwise.h"
 #include "export.h"
 #include "library.h"
 #include "recurrence.h"
@@ -21,6 +22,8 @@ LOWBIT_API const AttentionKernel& attention_kernel(size_t index);
 // Of these no library has rows.
 LOWBIT_API size_t recurrence_kernel_count();
 LOWBIT_API const RecurrenceKernel& recurrence_kernel(size_t index);
+LOWBIT_API size_t elementwise_kernel_count();
+LOWBIT_API const ElementwiseKernel& elementwise_kernel(size_t index);
 
 // The kernel for a task on a CPU with these ISA bits: functions of their arguments and of the loaded libraries alone,
 // so "what would be chosen on a Cortex-A76?" can be asked on any machine whose build has the rows. The portable rows
@@ -30,6 +33,7 @@ LOWBIT_API const LinearKernel& choose_linear(const Layout& layout, int64_t m, Is
 LOWBIT_API const EmbeddingKernel& choose_embedding(const Layout& layout, IsaBits isa);
 LOWBIT_API const AttentionKernel& choose_attention(IsaBits isa);
 LOWBIT_API const RecurrenceKernel& choose_recurrence(IsaBits isa);
+LOWBIT_API const ElementwiseKernel& choose_elementwise(IsaBits isa);
 
 // The portable rows for panel16, whatever libraries are loaded: all other rows give the same bits.
 LOWBIT_API const QuantizeKernel& portable_quantize();

@@ -55,6 +55,13 @@ inline Status check_shape(const char* name, const Shape& shape) {
   return {};
 }
 
+// A shape that can be, of so many dimensions.
+inline Status check_dimensions(const char* name, const TensorView& tensor, int ndim, const char* expected) {
+  if (Status status = check_shape(name, tensor.shape); !status.ok()) return status;
+  if (tensor.shape.ndim == ndim) return {};
+  return Status::error("%s has shape %s; expected %s", name, describe(tensor.shape).text, expected);
+}
+
 // On the CPU, of a shape that can be, and with memory for it.
 inline Status check_memory(const char* name, const TensorView& tensor) {
   if (!tensor.on_cpu) return Status::error("%s is not on the CPU; lowbit kernels run on CPU tensors", name);

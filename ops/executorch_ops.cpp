@@ -58,6 +58,21 @@ TensorView resized(Tensor& out, const Shape& shape) {
   return view_of(out);
 }
 
+TensorView tensor_at(Span<EValue*> values, size_t i) { return view_of(values[i]->toTensor()); }
+
+// An argument that may be none.
+class Optional {
+ public:
+  explicit Optional(const EValue* value) : given_(!value->isNone()) {
+    if (given_) view_ = view_of(value->toTensor());
+  }
+  const TensorView* pointer() const { return given_ ? &view_ : nullptr; }
+
+ private:
+  bool given_;
+  TensorView view_;
+};
+
 Parallel executorch_threads() {
   Parallel parallel;
   parallel.threads = static_cast<int>(executorch::extension::get_thread_count());
@@ -195,11 +210,10 @@ Status run_attention(Span<EValue*> values) {
   for (size_t i = kStart; i < kAll; ++i) arguments[i] = both[i - kStart + kCaches];
   if (Status status = check_arguments(values, arguments); !status.ok()) return status;
   TensorView views[kStart + 1];
-  for (size_t i = 0; i <= kStart; ++i) views[i] = view_of(values[i]->toTensor());
-  const bool has_sinks = !values[kStart + 4]->isNone();
-  const TensorView sinks = has_sinks ? view_of(values[kStart + 4]->toTensor()) : TensorView();
+  for (size_t i = 0; i <= kStart; ++i) views[i] = tensor_at(values, i);
+  const Optional sinks(values[kStart + 4]);
   const lowbit::Scores scores{values[kStart + 1]->toDouble(), values[kStart + 2]->toInt(), values[kStart + 3]->toDouble(),
-                              has_sinks ? &sinks : nullptr};
+                              sinks.pointer()};
   Tensor& out = values[kStart + 5]->toTensor();
   Shape shape;
   if (Status status = lowbit::attention_shape(views[0], views[3], views[4], &shape); !status.ok()) return status;
@@ -227,15 +241,14 @@ Status run_linear_attention(Span<EValue*> values) {
       !status.ok()) {
     return status;
   }
-  const TensorView q = view_of(values[0]->toTensor()), k = view_of(values[1]->toTensor()), v = view_of(values[2]->toTensor());
-  const TensorView decay = view_of(values[3]->toTensor());
-  const bool has_beta = !values[4]->isNone();
-  const TensorView beta = has_beta ? view_of(values[4]->toTensor()) : TensorView();
-  const TensorView state = view_of(values[5]->toTensor()), start = view_of(values[6]->toTensor());
+  const TensorView q = tensor_at(values, 0), k = tensor_at(values, 1), v = tensor_at(values, 2);
+  const TensorView decay = tensor_at(values, 3);
+  const Optional beta(values[4]);
+  const TensorView state = tensor_at(values, 5), start = tensor_at(values, 6);
   Tensor& out = values[9]->toTensor();
   Shape shape;
   if (Status status = lowbit::linear_attention_shape(q, v, &shape); !status.ok()) return status;
-  return lowbit::linear_attention(q, k, v, decay, has_beta ? &beta : nullptr, state, start,
+  return lowbit::linear_attention(q, k, v, decay, beta.pointer(), state, start,
                                   {values[7]->toDouble(), values[8]->toDouble()}, resized(out, shape), executorch_threads());
 }
 
@@ -250,19 +263,70 @@ Status run_short_conv(Span<EValue*> values) {
       !status.ok()) {
     return status;
   }
-  const TensorView x = view_of(values[0]->toTensor()), weight = view_of(values[1]->toTensor());
-  const bool has_bias = !values[2]->isNone();
-  const TensorView bias = has_bias ? view_of(values[2]->toTensor()) : TensorView();
-  const TensorView state = view_of(values[3]->toTensor()), start = view_of(values[4]->toTensor());
+  const TensorView x = tensor_at(values, 0), weight = tensor_at(values, 1);
+  const Optional bias(values[2]);
+  const TensorView state = tensor_at(values, 3), start = tensor_at(values, 4);
   Tensor& out = values[6]->toTensor();
-  return lowbit::short_conv(x, weight, has_bias ? &bias : nullptr, state, start, values[5]->toBool(), resized(out, x.shape),
+  return lowbit::short_conv(x, weight, bias.pointer(), state, start, values[5]->toBool(), resized(out, x.shape),
                             executorch_threads());
+}
+
+Status run_masked_attention(Span<EValue*> values) {
+  if (Status status = check_arguments(values, {{"q", Tag::Tensor},
+                                               {"k", Tag::Tensor},
+                                               {"v", Tag::Tensor},
+                                               {"bounds", Tag::Tensor, true},
+                                               {"scale", Tag::Double},
+                                               {"softcap", Tag::Double},
+                                               {"out", Tag::Tensor}});
+      !status.ok()) {
+    return status;
+  }
+  const TensorView q = tensor_at(values, 0), k = tensor_at(values, 1), v = tensor_at(values, 2);
+  const Optional bounds(values[3]);
+  Tensor& out = values[6]->toTensor();
+  Shape shape;
+  if (Status status = lowbit::masked_attention_shape(q, v, &shape); !status.ok()) return status;
+  return lowbit::masked_attention(q, k, v, bounds.pointer(), values[4]->toDouble(), values[5]->toDouble(),
+                                  resized(out, shape), executorch_threads());
+}
+
+Status run_activate(Span<EValue*> values) {
+  if (Status status = check_arguments(values, {{"x", Tag::Tensor},
+                                               {"gate", Tag::Tensor, true},
+                                               {"activation", Tag::Int},
+                                               {"out", Tag::Tensor}});
+      !status.ok()) {
+    return status;
+  }
+  const TensorView x = tensor_at(values, 0);
+  const Optional gate(values[1]);
+  Tensor& out = values[3]->toTensor();
+  return lowbit::activate(x, gate.pointer(), values[2]->toInt(), resized(out, x.shape), executorch_threads());
+}
+
+Status run_rms_norm(Span<EValue*> values) {
+  if (Status status = check_arguments(values, {{"x", Tag::Tensor},
+                                               {"weight", Tag::Tensor, true},
+                                               {"epsilon", Tag::Double},
+                                               {"weight_offset", Tag::Double},
+                                               {"out", Tag::Tensor}});
+      !status.ok()) {
+    return status;
+  }
+  const TensorView x = tensor_at(values, 0);
+  const Optional weight(values[1]);
+  Tensor& out = values[4]->toTensor();
+  return lowbit::rms_norm(x, weight.pointer(), values[2]->toDouble(), values[3]->toDouble(),
+                          resized(out, x.shape), executorch_threads());
 }
 
 constexpr char kLinear[] = "lowbit::linear.out", kLinears[] = "lowbit::linears.out", kEmbedding[] = "lowbit::embedding.out";
 constexpr char kAttention[] = "lowbit::attention.out", kLinearExperts[] = "lowbit::linear_experts.out";
 constexpr char kWindowAttention[] = "lowbit::window_attention.out";
 constexpr char kLinearAttention[] = "lowbit::linear_attention.out", kShortConv[] = "lowbit::short_conv.out";
+constexpr char kMaskedAttention[] = "lowbit::masked_attention.out";
+constexpr char kActivate[] = "lowbit::activate.out", kRmsNorm[] = "lowbit::rms_norm.out";
 
 template <const char* name, Status (*run)(Span<EValue*>), size_t out>
 void kernel(KernelRuntimeContext& context, Span<EValue*> values) {
@@ -279,7 +343,11 @@ const Kernel kKernels[] = {Kernel(kLinear, kernel<kLinear, run_linear, 3>),
                            Kernel(kAttention, kernel<kAttention, run_attention<false>, 10>),
                            Kernel(kWindowAttention, kernel<kWindowAttention, run_attention<true>, 11>),
                            Kernel(kLinearAttention, kernel<kLinearAttention, run_linear_attention, 9>),
-                           Kernel(kShortConv, kernel<kShortConv, run_short_conv, 6>)};
-[[maybe_unused]] const Error registered = executorch::runtime::register_kernels(Span<const Kernel>(kKernels, 8));
+                           Kernel(kShortConv, kernel<kShortConv, run_short_conv, 6>),
+                           Kernel(kMaskedAttention, kernel<kMaskedAttention, run_masked_attention, 6>),
+                           Kernel(kActivate, kernel<kActivate, run_activate, 3>),
+                           Kernel(kRmsNorm, kernel<kRmsNorm, run_rms_norm, 4>)};
+[[maybe_unused]] const Error registered =
+    executorch::runtime::register_kernels(Span<const Kernel>(kKernels, sizeof kKernels / sizeof *kKernels));
 
 }  // namespace

@@ -155,6 +155,12 @@ py::list kernels() {
     row["active"] = &choose_recurrence(isa) == &kernel;
     rows.append(row);
   }
+  for (size_t i = 0; i < elementwise_kernel_count(); ++i) {
+    const ElementwiseKernel& kernel = elementwise_kernel(i);
+    py::dict row = describe("elementwise", kernel);
+    row["active"] = &choose_elementwise(isa) == &kernel;
+    rows.append(row);
+  }
   return rows;
 }
 

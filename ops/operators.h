@@ -67,6 +67,25 @@ LOWBIT_API Status window_attention(const TensorView& q, const TensorView& k, con
                                    const TensorView& v_cache, const TensorView& held, const TensorView& start,
                                    const Scores& scores, const TensorView& out, const Parallel& parallel);
 
+// Attention without caches. q [batch, heads, positions, width], k [batch, kv_heads, length, width] and v [batch, kv_heads,
+// length, value_width] of one type, consecutive numbers in the last dimension. bounds: null, and each query sees all keys; or
+// contiguous int32 [batch, positions, 3], and there are as many keys as queries. It has for each position whether there is one
+// (1) or padding (0), the first position that it sees as a query, and the one after the last; neither may decrease. Padding is
+// not seen. out [batch, positions, heads, value_width], 0 for padding and for queries that see nothing. The bits of a text do
+// not depend on padding and on other texts, and those of a query are attention()'s over the keys that it sees.
+LOWBIT_API Status masked_attention_shape(const TensorView& q, const TensorView& v, Shape* out);
+LOWBIT_API Status masked_attention(const TensorView& q, const TensorView& k, const TensorView& v, const TensorView* bounds,
+                                   double scale, double softcap, const TensorView& out, const Parallel& parallel);
+
+// out = f(x), or f(x) * gate: `activation` counts kernels/elementwise.h's Activation. x and gate: rows at equal distances,
+// consecutive numbers in the last dimension; out contiguous.
+LOWBIT_API Status activate(const TensorView& x, const TensorView* gate, int64_t activation, const TensorView& out,
+                           const Parallel& parallel);
+
+// RMSNorm over the last dimension; kernels/elementwise.h has the formula. x as above; weight [width] of x's type, or null.
+LOWBIT_API Status rms_norm(const TensorView& x, const TensorView* weight, double epsilon, double weight_offset,
+                           const TensorView& out, const Parallel& parallel);
+
 // How states are changed and read; kernels/recurrence.h has the formulas.
 struct DeltaRule {
   double scale;               // of q

@@ -50,11 +50,8 @@ const char* at(const TensorView& tensor, int64_t a, int64_t b, int64_t c) {
 
 Status linear_attention_shape(const TensorView& q, const TensorView& v, Shape* out) {
   for (const auto& [name, tensor] : {NamedTensor{"q", &q}, NamedTensor{"v", &v}}) {
-    if (Status status = check_shape(name, tensor->shape); !status.ok()) return status;
-    if (tensor->shape.ndim != 4) {
-      return Status::error("%s has shape %s; expected [batch, positions, heads, width]", name,
-                           describe(tensor->shape).text);
-    }
+    constexpr char kExpected[] = "[batch, positions, heads, width]";
+    if (Status status = check_dimensions(name, *tensor, 4, kExpected); !status.ok()) return status;
   }
   *out = v.shape;
   return {};

@@ -255,6 +255,36 @@ Tensor short_conv(const Tensor& x, const Tensor& weight, const std::optional<Ten
   return out;
 }
 
+Tensor masked_attention(const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& bounds, double scale,
+                        double softcap) {
+  const TensorView q_view = view_of("q", q), v_view = view_of("v", v);
+  Shape shape;
+  raise_unless_ok(masked_attention_shape(q_view, v_view, &shape));
+  const Tensor out = allocate(shape, q.scalar_type());
+  const TensorView bounds_view = bounds.has_value() ? view_of("bounds", *bounds) : TensorView();
+  raise_unless_ok(lowbit::masked_attention(q_view, view_of("k", k), v_view, bounds.has_value() ? &bounds_view : nullptr, scale,
+                                           softcap, view_of("out", out), torch_threads()));
+  return out;
+}
+
+Tensor activate(const Tensor& x, const std::optional<Tensor>& gate, int64_t activation) {
+  const TensorView x_view = view_of("x", x);
+  const Tensor out = allocate(x_view.shape, x.scalar_type());
+  const TensorView gate_view = gate.has_value() ? view_of("gate", *gate) : TensorView();
+  raise_unless_ok(lowbit::activate(x_view, gate.has_value() ? &gate_view : nullptr, activation, view_of("out", out),
+                                   torch_threads()));
+  return out;
+}
+
+Tensor rms_norm(const Tensor& x, const std::optional<Tensor>& weight, double epsilon, double weight_offset) {
+  const TensorView x_view = view_of("x", x);
+  const Tensor out = allocate(x_view.shape, x.scalar_type());
+  const TensorView weight_view = weight.has_value() ? view_of("weight", *weight) : TensorView();
+  raise_unless_ok(lowbit::rms_norm(x_view, weight.has_value() ? &weight_view : nullptr, epsilon, weight_offset,
+                                   view_of("out", out), torch_threads()));
+  return out;
+}
+
 // A width beyond int is as wrong as 0.
 int width_of(int64_t bits) { return bits < 0 || bits > 64 ? 0 : static_cast<int>(bits); }
 
@@ -375,6 +405,15 @@ STABLE_TORCH_LIBRARY_FRAGMENT(lowbit, library) {
   library.def(
       "short_conv.out(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) state, Tensor start, bool silu=False, *, "
       "Tensor(b!) out) -> Tensor(b!)");
+  library.def("masked_attention(Tensor q, Tensor k, Tensor v, Tensor? bounds, float scale, float softcap=0.) -> Tensor");
+  library.def(
+      "masked_attention.out(Tensor q, Tensor k, Tensor v, Tensor? bounds, float scale, float softcap=0., *, Tensor(a!) out) -> "
+      "Tensor(a!)");
+  library.def("activate(Tensor x, Tensor? gate, int activation) -> Tensor");
+  library.def("activate.out(Tensor x, Tensor? gate, int activation, *, Tensor(a!) out) -> Tensor(a!)");
+  library.def("rms_norm(Tensor x, Tensor? weight, float epsilon, float weight_offset=0.) -> Tensor");
+  library.def(
+      "rms_norm.out(Tensor x, Tensor? weight, float epsilon, float weight_offset=0., *, Tensor(a!) out) -> Tensor(a!)");
   library.def(
       "pack(Tensor codes, Tensor scales, Tensor? mins, Tensor? bias, int bits, int group_size, Tensor? levels=None) -> "
       "Tensor");
@@ -398,6 +437,9 @@ STABLE_TORCH_LIBRARY_IMPL(lowbit, CPU, library) {
   library.impl("window_attention", TORCH_BOX(&window_attention));
   library.impl("linear_attention", TORCH_BOX(&linear_attention));
   library.impl("short_conv", TORCH_BOX(&short_conv));
+  library.impl("masked_attention", TORCH_BOX(&masked_attention));
+  library.impl("activate", TORCH_BOX(&activate));
+  library.impl("rms_norm", TORCH_BOX(&rms_norm));
   library.impl("pack", TORCH_BOX(&pack));
   library.impl("quantize", TORCH_BOX(&quantize));
   library.impl("search_groups", TORCH_BOX(&search_groups));

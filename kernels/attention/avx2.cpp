@@ -4,6 +4,7 @@
 
 #include "../bits/simd_avx2.h"
 #include "attention_impl.h"
+#include "elementwise_impl.h"
 #include "recurrence_impl.h"
 #include "write_cache.h"
 
@@ -89,11 +90,15 @@ constexpr AttentionKernel kRows[] = {{"attention_avx2", kAvx2, run<Vector>, writ
 
 constexpr RecurrenceKernel kRecurrenceRows[] = {{"recurrence_avx2", kAvx2, linear_attention<Vector>, short_conv<Vector>}};
 
+constexpr ElementwiseKernel kElementwiseRows[] = {{"elementwise_avx2", kAvx2, activate<Vector>, rms_norm<Vector>}};
+
 }  // namespace
 
 extern const Table<AttentionKernel> kAttentionAvx2;
 const Table<AttentionKernel> kAttentionAvx2{kRows, 1};
 extern const Table<RecurrenceKernel> kRecurrenceAvx2;
 const Table<RecurrenceKernel> kRecurrenceAvx2{kRecurrenceRows, 1};
+extern const Table<ElementwiseKernel> kElementwiseAvx2;
+const Table<ElementwiseKernel> kElementwiseAvx2{kElementwiseRows, 1};
 
 }  // namespace lowbit

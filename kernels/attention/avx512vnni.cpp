@@ -4,6 +4,7 @@
 
 #include "../bits/simd_avx512.h"
 #include "attention_impl.h"
+#include "elementwise_impl.h"
 #include "recurrence_impl.h"
 #include "write_cache.h"
 
@@ -71,11 +72,15 @@ constexpr AttentionKernel kRows[] = {
 constexpr RecurrenceKernel kRecurrenceRows[] = {
     {"recurrence_avx512vnni", kAvx512Vnni, linear_attention<Vector>, short_conv<Vector>}};
 
+constexpr ElementwiseKernel kElementwiseRows[] = {{"elementwise_avx512vnni", kAvx512Vnni, activate<Vector>, rms_norm<Vector>}};
+
 }  // namespace
 
 extern const Table<AttentionKernel> kAttentionAvx512Vnni;
 const Table<AttentionKernel> kAttentionAvx512Vnni{kRows, 1};
 extern const Table<RecurrenceKernel> kRecurrenceAvx512Vnni;
 const Table<RecurrenceKernel> kRecurrenceAvx512Vnni{kRecurrenceRows, 1};
+extern const Table<ElementwiseKernel> kElementwiseAvx512Vnni;
+const Table<ElementwiseKernel> kElementwiseAvx512Vnni{kElementwiseRows, 1};
 
 }  // namespace lowbit

@@ -8,6 +8,7 @@
 
 #include "../bits/unpack_neon.h"
 #include "attention_impl.h"
+#include "elementwise_impl.h"
 #include "recurrence_impl.h"
 #include "write_cache.h"
 
@@ -117,11 +118,15 @@ constexpr AttentionKernel kRows[] = {{"attention_neon", kNeon, run<Vector>, writ
 
 constexpr RecurrenceKernel kRecurrenceRows[] = {{"recurrence_neon", kNeon, linear_attention<Vector>, short_conv<Vector>}};
 
+constexpr ElementwiseKernel kElementwiseRows[] = {{"elementwise_neon", kNeon, activate<Vector>, rms_norm<Vector>}};
+
 }  // namespace
 
 extern const Table<AttentionKernel> kAttentionNeon;
 const Table<AttentionKernel> kAttentionNeon{kRows, 1};
 extern const Table<RecurrenceKernel> kRecurrenceNeon;
 const Table<RecurrenceKernel> kRecurrenceNeon{kRecurrenceRows, 1};
+extern const Table<ElementwiseKernel> kElementwiseNeon;
+const Table<ElementwiseKernel> kElementwiseNeon{kElementwiseRows, 1};
 
 }  // namespace lowbit

@@ -4,6 +4,7 @@
 #include <type_traits>
 
 #include "attention_impl.h"
+#include "elementwise_impl.h"
 #include "recurrence_impl.h"
 #include "write_cache.h"
 
@@ -92,11 +93,15 @@ constexpr AttentionKernel kRows[] = {{"attention_portable", kPortable, run<Vecto
 constexpr RecurrenceKernel kRecurrenceRows[] = {
     {"recurrence_portable", kPortable, linear_attention<Vector>, short_conv<Vector>}};
 
+constexpr ElementwiseKernel kElementwiseRows[] = {{"elementwise_portable", kPortable, activate<Vector>, rms_norm<Vector>}};
+
 }  // namespace
 
 extern const Table<AttentionKernel> kAttentionPortable;
 const Table<AttentionKernel> kAttentionPortable{kRows, 1};
 extern const Table<RecurrenceKernel> kRecurrencePortable;
 const Table<RecurrenceKernel> kRecurrencePortable{kRecurrenceRows, 1};
+extern const Table<ElementwiseKernel> kElementwisePortable;
+const Table<ElementwiseKernel> kElementwisePortable{kElementwiseRows, 1};
 
 }  // namespace lowbit

@@ -170,14 +170,14 @@ void linear_attention(const LinearAttentionArgs& args) {
   }
 }
 
-// x / (1 + exp(-x)), with exp of numbers up to 0 only.
+// x / (1 + exp(-z)), with exp of numbers up to 0 only.
 template <class V>
-V silu_of(V x) {
+LOWBIT_INLINE inline V times_sigmoid(V x, V z) {
   const V zero = V::broadcast(0.0f), one = V::broadcast(1.0f);
-  const V minus = V::sub(zero, V::max(x, V::sub(zero, x)));
+  const V minus = V::sub(zero, V::max(z, V::sub(zero, z)));
   const V e = exp2_of(V::mul(minus, V::broadcast(0x1.715476p+0f)));
-  // 1 for x >= 0, e below: of the two masks one is 0.
-  const V above = V::zero_below(x, zero, one), below = V::sub(e, V::zero_below(x, zero, e));
+  // 1 for z >= 0, e below: of the two masks one is 0.
+  const V above = V::zero_below(z, zero, one), below = V::sub(e, V::zero_below(z, zero, e));
   return V::mul(x, V::div(V::add(above, below), V::add(one, e)));
 }
 
@@ -200,7 +200,7 @@ void short_conv(const ShortConvArgs& args) {
       inputs[before] = load_some<V>(at(args.x, t * args.x_step), dtype, count);
       V y = bias;
       for (int64_t j = 0; j < args.taps; ++j) y = V::fma(weights[j], inputs[j], y);
-      if (args.silu) y = silu_of(y);
+      if (args.silu) y = times_sigmoid(y, y);
       store_some<V>(const_cast<char*>(at(args.out, t * args.out_step)), dtype, count, V::same_nan(y));
       for (int64_t j = 0; j < before; ++j) inputs[j] = inputs[j + 1];
     }

@@ -6,8 +6,9 @@
 //   vpmaddwd   with ones: 16 rows x 1 sum, in int32
 //
 // vpmaddubsw saturates, so codes must be at most 127 (2 * 127 * 127 = 32258), and vpaddw wraps: lines are added while
-// 2 * 127 * (2^b - 1) * lines < 32768. 8-bit codes go as two nibbles, the upper one with 16 in place of the ones; so
-// do levels + 128, each nibble from a table of its own. A segment has up to 16 lines.
+// 2 * 127 * (2^b - 1) * lines < 32768. For one row of m 8-bit codes go as two nibbles, the upper one with 16 in place of the
+// ones; so do levels + 128, each nibble from a table of its own. For more rows both are widened to int16: wide_avx2.h. A
+// segment has up to 16 lines.
 //   bits           1    2    3    4    5    6    7    8
 //   lines         64   43   18    8    4    2    1    8      (1 bit: codes come doubled)
 //
@@ -22,6 +23,7 @@
 
 #include "../bits/widths.h"
 #include "linear_avx2.h"
+#include "wide_avx2.h"
 
 namespace lowbit {
 namespace {
@@ -31,7 +33,8 @@ using Sums16 = uint16_t __attribute__((vector_size(32)));
 template <int Bits, bool Affine, bool Halves, int Rows>
 struct Sums {
   static constexpr int kBits = Bits, kRows = Rows;
-  static constexpr bool kAffine = Affine, kHalves = Halves;
+  static constexpr bool kAffine = Affine, kHalves = Halves, kInterleaved = false;
+  using Input = int8_t;
   static constexpr bool kNibbles = Bits == 8 || is_by_table(Bits);
   static constexpr int kMaxCode = Bits == 1 ? 2 : (1 << (kNibbles ? 4 : Bits)) - 1;
   static constexpr int kLines = 32767 / (2 * 127 * kMaxCode);  // that int16 holds
@@ -143,11 +146,37 @@ struct Sums {
   }
 };
 
-#define ROW(bits, m, most_rows) \
-  with_levels<LinearKernel>(     \
-      {"linear_a8w" #bits "_" #m "x16_avx2", kAvx2, Format::panel16, bits, m, 16, run<Sums, bits, most_rows>})
-constexpr LinearKernel kRows[] = {LOWBIT_EACH_WIDTH(ROW, 2, 4), LOWBIT_EACH_WIDTH(ROW, 1, 1)};
-#undef ROW
+constexpr int kMostRows = 4;  // of a tile
+constexpr bool is_wide(int bits) { return bits == 8 || is_by_table(bits); }
+
+template <int Bits, bool Affine, bool Halves, int Rows>
+using ManySums = std::conditional_t<is_wide(Bits), WideSums<Bits, Affine, Halves, Rows>, Sums<Bits, Affine, Halves, Rows>>;
+
+template <int Bits>
+void run_many(const LinearArgs& args) {
+  with_mapping<Bits>(args.layout.mapping, [&](auto bits, auto) LOWBIT_INLINE {
+    if constexpr (is_wide(bits())) {
+      with_widened_rows<kMostRows>(args, run<ManySums, Bits, kMostRows>);
+    } else {
+      run<ManySums, Bits, kMostRows>(args);
+    }
+  });
+}
+
+template <int Bits>
+constexpr LinearKernel many_rows(const char* name) {
+  LinearKernel row = with_levels<LinearKernel>({name, kAvx2, Format::panel16, Bits, 2, 16, run_many<Bits>});
+  if (Bits == 8 || can_have_levels(Bits)) row.scratch_bytes = wide_scratch<kMostRows>;
+  return row;
+}
+
+#define ONE_ROW(bits)        \
+  with_levels<LinearKernel>( \
+      {"linear_a8w" #bits "_1x16_avx2", kAvx2, Format::panel16, bits, 1, 16, run<Sums, bits, 1>})
+#define MANY_ROWS(bits) many_rows<bits>("linear_a8w" #bits "_2x16_avx2")
+constexpr LinearKernel kRows[] = {LOWBIT_EACH_WIDTH(MANY_ROWS), LOWBIT_EACH_WIDTH(ONE_ROW)};
+#undef MANY_ROWS
+#undef ONE_ROW
 
 }  // namespace
 

@@ -5,7 +5,9 @@
 //   kOffsetLate                      whether the tile subtracts the offset of symmetric codes at a segment's end
 //   begin(layout, memory)            once; memory for 2 * kRows registers
 //   start(row, a_sum)                begins a segment; a_sum: the row's sum of activations
-//   add<First, Lines>(block, a)      adds the products of some lines of a block; a: the block's activations, for each row
+//   Input, kInterleaved              of activations: int8_t, as the call has them, or int16_t, the rows of a tile together
+//   add<First, Lines>(block, a)      adds the products of some lines of a block; a: the block's activations, for each row;
+//                                    with kInterleaved the first of all of them
 //   next_block()                     between two blocks of a segment, without kHalves
 //   end(totals)                      the segment's sums, for each row and half of a line
 //
@@ -53,6 +55,14 @@ LOWBIT_INLINE inline void forget(T*& pointer) {
   __asm__("" : "+r"(pointer));
 }
 
+// Calls body(constant) for 0 to Count - 1. A loop that GCC 12 unrolls late leaves what it indexes in memory.
+template <int Count, class Body>
+LOWBIT_INLINE inline void unrolled(Body body) {
+  [&]<int... I>(std::integer_sequence<int, I...>) LOWBIT_INLINE {
+    (body(std::integral_constant<int, I>()), ...);
+  }(std::make_integer_sequence<int, Count>());
+}
+
 // Has a sum computed at this point. Otherwise the compiler reorders additions, and keeps the addends in registers or memory.
 template <class Vector>
 LOWBIT_INLINE inline void settle(Vector& sum) {
@@ -66,6 +76,8 @@ struct Tile {
   static constexpr bool kAffine = Sums::kAffine;
   static constexpr int64_t kBlockBytes = code_bits(kBits) * kLineBytes;
   static constexpr int64_t kGroupBytes = group_bytes(kAffine);
+  static constexpr int64_t kStep = kBlockInputs * (Sums::kInterleaved ? kRows : 1);  // of the activations, from block to block
+  using Input = typename Sums::Input;
 
   const float* a_scales;  // of the segment, first row
   const int32_t* a_sums;
@@ -108,13 +120,17 @@ struct Tile {
   LOWBIT_INLINE void begin_block(const uint8_t* at) { block = at; }
 
   template <int First, int Lines>
-  LOWBIT_INLINE void add(const int8_t* a) {
-    const int8_t* rows[kRows];
-    for (int i = 0; i < kRows; ++i) {
-      rows[i] = i == 0 ? a : rows[i - 1] + stride;
-      if constexpr (kRows > 1) forget(rows[i]);
+  LOWBIT_INLINE void add(const Input* a) {
+    if constexpr (Sums::kInterleaved) {
+      sums.template add<First, Lines>(block, a);
+    } else {
+      const int8_t* rows[kRows];
+      for (int i = 0; i < kRows; ++i) {
+        rows[i] = i == 0 ? a : rows[i - 1] + stride;
+        if constexpr (kRows > 1) forget(rows[i]);
+      }
+      sums.template add<First, Lines>(block, rows);
     }
-    sums.template add<First, Lines>(block, rows);
   }
 
   LOWBIT_INLINE void next_block() { sums.next_block(); }
@@ -168,7 +184,8 @@ struct Tile {
 // function GCC 12 compiled some tiles here to up to 6 % more instructions.
 // `Short`: groups have one segment; for one row, which has little to do in such a group, the number of its blocks is known.
 template <bool Halves, bool Short, class Tile, class Ahead>
-LOWBIT_INLINE inline void walk_segments(const Layout& layout, const uint8_t* at, const int8_t* a, Tile& tile, Ahead ahead) {
+LOWBIT_INLINE inline void walk_segments(const Layout& layout, const uint8_t* at, const typename Tile::Input* a, Tile& tile,
+                                        Ahead ahead) {
   if constexpr (!Halves) {
     constexpr int64_t kSegmentBlocks = kSegmentInputs / kBlockInputs;
     const int64_t group_blocks = layout.group_inputs() / kBlockInputs;
@@ -178,7 +195,7 @@ LOWBIT_INLINE inline void walk_segments(const Layout& layout, const uint8_t* at,
       tile.begin_block(at);
       tile.template add<0, kBlockLines>(a);
       at += Tile::kBlockBytes;
-      a += kBlockInputs;
+      a += Tile::kStep;
       forget(at);
       forget(a);
     };
@@ -248,7 +265,7 @@ LOWBIT_INLINE inline void walk_segments(const Layout& layout, const uint8_t* at,
       if (halves > 0) start();
     };
     start();
-    for (; halves > 0; a += kBlockInputs) {
+    for (; halves > 0; a += Tile::kStep) {
       ahead(at);
       tile.begin_block(at);
       at += Tile::kBlockBytes;
@@ -259,6 +276,13 @@ LOWBIT_INLINE inline void walk_segments(const Layout& layout, const uint8_t* at,
       end_half(at);
     }
   }
+}
+
+// Of row 0: the call's own, or what the kernel made of them.
+template <class Sums>
+LOWBIT_INLINE inline const typename Sums::Input* inputs_of(const LinearArgs& args) {
+  if constexpr (Sums::kInterleaved) return static_cast<const typename Sums::Input*>(args.activations);
+  else return args.a;
 }
 
 // Some rows of activations times one panel.
@@ -273,7 +297,7 @@ LOWBIT_INLINE inline void tile(const LinearArgs& args, int64_t panel, int64_t ro
   // the time with prefetch.
   constexpr bool kAhead = Sums::kRows > 2 || (Sums::kRows == 2 && code_bits(Sums::kBits) > 2);
   const uint8_t* const at = args.panels + panel * layout.panel_bytes;
-  const int8_t* const a = args.a + row * tile.stride;
+  const auto* const a = inputs_of<Sums>(args) + row * tile.stride;
   if constexpr (Sums::kRows == 1) {
     walk_segments<Sums::kHalves, Short>(layout, at, a, tile, [](const uint8_t* block) LOWBIT_INLINE {
       constexpr int64_t kBytes = 2 << 10;  // behind the last panel as well: a prefetch does not fault

@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from . import levels as levels
     from . import nn as nn
     from . import qat as qat
+    from ._elementwise import activate as activate
+    from ._elementwise import masked_attention as masked_attention
+    from ._elementwise import rms_norm as rms_norm
     from ._quantize_model import quantize_ as quantize_
     from ._rounding import EmbeddingConfig as EmbeddingConfig
     from ._rounding import LinearConfig as LinearConfig
@@ -50,6 +53,8 @@ if TYPE_CHECKING:
     from .checkpoint import quantize_checkpoint as quantize_checkpoint
     from .exports.module import export_pt2 as export_pt2
     from .exports.module import export_pte as export_pte
+    from .hf.fusing import FuseSummary as FuseSummary
+    from .hf.fusing import fuse_ as fuse_
     from .importing import ImportSummary as ImportSummary
     from .importing import import_checkpoint as import_checkpoint
     from .nn import use_huge_pages as use_huge_pages
@@ -61,11 +66,14 @@ _LAZY = {
     "EmbeddingConfig": "_rounding",
     "LinearConfig": "_rounding",
     "ThreadTuning": "_threads",
+    "activate": "_elementwise",
     "concat": "_slices",
     "export_pt2": "exports.module",
     "export_pte": "exports.module",
+    "masked_attention": "_elementwise",
     "quantize_": "_quantize_model",
     "quantize_tensor": "_rounding",
+    "rms_norm": "_elementwise",
     "slice_columns": "_slices",
     "slice_rows": "_slices",
     "tune_threads": "_threads",
@@ -73,12 +81,14 @@ _LAZY = {
     # These need transformers or safetensors. Not in __all__, so that `from lowbit import *` needs neither.
     "CheckpointEntry": "checkpoint",
     "CheckpointSummary": "checkpoint",
+    "FuseSummary": "hf.fusing",
     "LowBitConfig": "transformers",
     "ImportSummary": "importing",
     "assign_widths": "calibration",
     "calibrate": "calibration",
     "calibrate_checkpoint": "calibration.checkpoint",
     "dequantize_checkpoint": "checkpoint",
+    "fuse_": "hf.fusing",
     "import_checkpoint": "importing",
     "inspect_checkpoint": "checkpoint",
     "quantize_checkpoint": "checkpoint",
@@ -115,6 +125,7 @@ __all__ = [
     "PackedInfo",
     "ThreadTuning",
     "Unpacked",
+    "activate",
     "attention",
     "cmake_prefix_path",
     "concat",
@@ -129,12 +140,14 @@ __all__ = [
     "linear_experts",
     "linears",
     "load_kernels",
+    "masked_attention",
     "nn",
     "pack",
     "qat",
     "quantize_",
     "quantize_tensor",
     "repack",
+    "rms_norm",
     "short_conv",
     "slice_columns",
     "slice_rows",

@@ -18,7 +18,8 @@ _OPERATORS = {
     f"lowbit::{name}.out"
     for name in (
         *("linear", "linears", "linear_experts", "embedding"),
-        *("attention", "window_attention", "linear_attention", "short_conv"),
+        *("attention", "window_attention", "masked_attention", "linear_attention", "short_conv"),
+        *("activate", "rms_norm"),
     )
 }
 _BUILT = _C.executorch_version.partition("+")[0]

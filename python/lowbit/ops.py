@@ -455,6 +455,23 @@ def _(x: Tensor, *_: Any) -> Tensor:
     return x.new_empty(x.shape)
 
 
+@torch.library.register_fake("lowbit::masked_attention")
+def _(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor | None, scale: float, softcap: float = 0.0) -> Tensor:
+    _check_devices("masked_attention", q=q, k=k, v=v)
+    batch, heads, positions, _ = q.shape
+    return q.new_empty((batch, positions, heads, v.shape[-1]))
+
+
+@torch.library.register_fake("lowbit::activate")
+def _(x: Tensor, gate: Tensor | None, activation: int) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+@torch.library.register_fake("lowbit::rms_norm")
+def _(x: Tensor, weight: Tensor | None, epsilon: float, weight_offset: float = 0.0) -> Tensor:
+    return x.new_empty(x.shape)
+
+
 @torch.library.register_fake("lowbit::pack")
 def _(
     codes: Tensor, scales: Tensor, mins: Tensor | None, bias: Tensor | None, bits: int, group_size: int,

@@ -373,7 +373,7 @@ TEST(A_Refused, TheInterfaceIsVersion5) {
   EXPECT_EQ(sizes.library, 168u);
   EXPECT_EQ(sizes.format, 48u);
   EXPECT_EQ(sizes.quantize_row, 32u);
-  EXPECT_EQ(sizes.linear_row, 80u);
+  EXPECT_EQ(sizes.linear_row, 88u);
   EXPECT_EQ(sizes.embedding_row, 48u);
   EXPECT_EQ(sizes.attention_row, 48u);
   EXPECT_EQ(sizes.layout, 136u);

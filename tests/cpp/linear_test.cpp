@@ -138,6 +138,12 @@ std::vector<Case> cases_for(const LinearKernel& row) {
     cases.push_back({.name = "two_chunks", .m = 65, .n = 16, .k = 288, .group_size = 32});
     cases.push_back({.name = "two_chunks_long_groups", .m = 69, .n = 80, .k = 320, .group_size = 0});
   }
+  // Rows that the scratch does not hold at once, over more panels than are read for some of them; and rows so long that it
+  // has to be larger for a tile.
+  if (row.scratch_bytes != nullptr) {
+    cases.push_back({.name = "rows_beyond_scratch", .m = 45, .n = 150, .k = 2080, .group_size = 80});
+    cases.push_back({.name = "long_rows", .m = 9, .n = 18, .k = 20512, .group_size = 128});
+  }
   return cases;
 }
 
@@ -219,7 +225,7 @@ std::vector<uint8_t> run(const LinearKernel& kernel, const Case& c, LinearArgs a
   std::memset(out.data(), 0x5c, static_cast<size_t>(out.size()));
   args.out = out.data();
   args.out_dtype = dtype;
-  args.scratch = linear_scratch();
+  args.scratch = linear_scratch(kernel, args.layout, args.m);
   kernel.run(args);
   EXPECT_TRUE(out.intact()) << "wrote outside of the output";
   return out.bytes();

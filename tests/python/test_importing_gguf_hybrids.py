@@ -14,7 +14,8 @@ import pytest
 import torch
 import transformers
 from command_line import FLOAT
-from lowbit.llm import Decoder
+from lowbit.llm import Decoder, Mtp, generate
+from lowbit.llm.loading import load_model
 from safetensors.torch import load_file
 
 SOURCES = Path(__file__).parents[2] / "build/bench-peers/vendor/llama.cpp"  # which make bench-peers leaves
@@ -311,6 +312,74 @@ def test_floats(tmp_path, kind):
     with pytest.warns(UserWarning, match="has no tokenizer"):
         lowbit.import_checkpoint(write(tmp_path / "m.gguf", model), tmp_path / "out")
     check(model, tmp_path / "out")
+
+
+HEADS = ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "glm4_moe", "deepseek_v3"]
+
+
+def with_head(kind: str, tables: bool, count: int = 1):
+    """Adds heads for multi-token prediction to a file: layers like the model's last, with tensors of their own."""
+
+    def change(metadata, tensors):
+        generator = np.random.default_rng(5)
+        for layer in range(4, 4 + count):
+            for name in [name for name in tensors if name.startswith("blk.3.")]:
+                tensors[name.replace("blk.3.", f"blk.{layer}.")] = tensors[name]
+            tensors[f"blk.{layer}.nextn.eh_proj.weight"] = generator.normal(size=(WIDTH, 2 * WIDTH)).astype("f4")
+            for norm in ("enorm", "hnorm", "shared_head_norm"):
+                tensors[f"blk.{layer}.nextn.{norm}.weight"] = generator.normal(1, 0.1, WIDTH).astype("f4")
+            if tables:
+                tensors[f"blk.{layer}.nextn.embed_tokens.weight"] = tensors["token_embd.weight"]
+                tensors[f"blk.{layer}.nextn.shared_head_head.weight"] = tensors["output.weight"]
+        metadata |= {"block_count": 4 + count, "nextn_predict_layers": count}
+
+    return change
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_a_head_for_multi_token_prediction_is_kept(tmp_path, kind):
+    """As the model's last layer, which it is made of; the model is as without. Quantized, it guesses."""
+    model, written = model_of(kind), {}
+
+    def change(metadata, tensors):
+        with_head(kind, tables=kind == "deepseek_v3")(metadata, tensors)
+        written.update(tensors)
+
+    with pytest.warns(UserWarning, match="has no tokenizer") as caught:
+        lowbit.import_checkpoint(write(tmp_path / "m.gguf", model, change=change), tmp_path / "out")
+    assert len(caught) == 1
+    check(model, tmp_path / "out")
+    decoder = Decoder(load_model(tmp_path / "out").float(), 64)
+    head = Mtp(decoder)._head
+    parts = [part.state_dict() for part in head.parts]
+    one = float(kind.startswith("qwen"))  # what their files add to the weights of norms
+    for part, name in zip((parts[0], parts[1], parts[4]), ("enorm", "hnorm", "shared_head_norm"), strict=True):
+        torch.testing.assert_close(part["weight"].numpy() + one, written[f"blk.4.nextn.{name}.weight"], atol=1e-6, rtol=1e-6)
+    assert np.array_equal(parts[2]["weight"], written["blk.4.nextn.eh_proj.weight"])
+    for name, value in model.model.layers[3].state_dict().items():
+        torch.testing.assert_close(parts[3][name], value, atol=1e-6, rtol=1e-6)
+    with pytest.warns(UserWarning, match="has no tokenizer"):
+        file = write(tmp_path / "q.gguf", model, "Q8_0", change)
+        lowbit.import_checkpoint(file, tmp_path / "packed")
+    decoder = Decoder(load_model(tmp_path / "packed"), 64)
+    plain = generate(decoder, [5, 9, 3, 22], 12).tokens
+    found = generate(decoder, [5, 9, 3, 22], 12, guesses=2, draft=Mtp(decoder))
+    assert found.tokens == plain and found.guessed > 0
+
+
+def test_further_heads_are_left_out(tmp_path):
+    model = model_of("glm4_moe")
+    with pytest.warns(UserWarning, match="has 1 layers that predict further tokens; they are left out"):
+        lowbit.import_checkpoint(write(tmp_path / "m.gguf", model, change=with_head("glm4_moe", False, 2)), tmp_path / "out")
+    assert not any(".layers.5." in name for name in load_file(tmp_path / "out/model.safetensors"))
+
+    def change(metadata, tensors):
+        with_head("glm4_moe", False)(metadata, tensors)
+        del tensors["blk.4.nextn.eh_proj.weight"]
+
+    with pytest.warns(UserWarning, match="has layers that predict further tokens; they are left out"):
+        lowbit.import_checkpoint(write(tmp_path / "none.gguf", model, change=change), tmp_path / "none")
+    check(model, tmp_path / "none")
 
 
 def on_the_grid(model: torch.nn.Module) -> None:

@@ -108,7 +108,14 @@ def test_every_cap_takes_effect_and_gives_the_same_bits(fork_python, tmp_path):
             assert kernel["enabled"] or not kernel["active"]
             assert kernel["name"].endswith(kernel["isa"])
         active = [kernel for kernel in kernels if kernel["active"]]
-        assert {kernel["family"] for kernel in active} == {"linear", "embedding", "quantize", "attention", "recurrence"}
+        assert {kernel["family"] for kernel in active} == {
+            "linear",
+            "embedding",
+            "quantize",
+            "attention",
+            "recurrence",
+            "elementwise",
+        }
         for family in ("linear", "embedding"):
             assert {kernel["bits"] for kernel in active if kernel["family"] == family} == set(range(1, 9))
         if name == "portable":
@@ -142,7 +149,7 @@ def test_the_table_of_kernels():
         elif kernel["family"] == "embedding":
             assert kernel["name"] == f"embedding_w{kernel['bits']}_{kernel['isa']}"
         else:
-            assert kernel["family"] in ("quantize", "attention", "recurrence")
+            assert kernel["family"] in ("quantize", "attention", "recurrence", "elementwise")
             assert kernel["name"] == f"{kernel['family']}_{kernel['isa']}"
     for family, widths in (("linear", range(1, 9)), ("embedding", range(1, 9))):
         portable = {kernel["bits"] for kernel in kernels if kernel["family"] == family and kernel["isa"] == "portable"}

@@ -220,7 +220,7 @@ def test_speculative_decoding_of_a_hybrid_writes_the_same_text(decoder, wrong, m
             places = range(self.length, self.length + len(guesses))
             return [token ^ (bool(wrong) and place % wrong == 0) for token, place in zip(guesses, places)]
 
-    monkeypatch.setattr("lowbit.llm.generation.Lookup", Oracle)
+    monkeypatch.setattr("lowbit.llm.guessing.Lookup", Oracle)
     result = llm.generate(decoder, PROMPT, 30, guesses=4)
     assert result.tokens == expected
     assert result.guessed > result.accepted > 0 if wrong else result.guessed == result.accepted > 0

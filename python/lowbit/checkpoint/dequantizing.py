@@ -49,6 +49,7 @@ def dequantize_checkpoint(
     from ..hf.config import METHOD
     from ..hf.dequantizing import dequantize
     from ..hf.loading import counting, mapped_model
+    from ..hf.mtp import load_head
 
     source, target = Path(source), Path(target).absolute()
     check_shard_bytes(max_shard_bytes)
@@ -59,7 +60,9 @@ def dequantize_checkpoint(
     if method != METHOD:
         state = "is float" if method is None else f"is quantized by the method {method!r}"
         raise ValueError(f"{source} {state}; expected a checkpoint with packed weights of lowbit")
-    model = mapped_model(source, len(read_files(*files_of(source))))
+    tensors = read_files(*files_of(source))
+    model = mapped_model(source, len(tensors))
+    head = load_head(model, source, tensors)
     float_dtype = dtype or model.config.dtype or torch.float32
     needed = sum(
         math.prod(entry.shape) * float_dtype.itemsize if entry.kind == "packed" else entry.bytes
@@ -69,9 +72,13 @@ def dequantize_checkpoint(
         dequantize(model, dtype, progress)
         model.hf_quantizer.remove_quantization_config(model)
         model.config.dtype = float_dtype
+        state = model.state_dict()
+        if head is not None:
+            dequantize(head, dtype)
+            state |= head.state_dict()
         copy_files(source, directory)
         remove_note(directory)
         (directory / _REPORT).unlink(missing_ok=True)
         with counting(None):
-            model.save_pretrained(directory, max_shard_size=max_shard_bytes)
+            model.save_pretrained(directory, max_shard_size=max_shard_bytes, state_dict=state)
     return inspect_checkpoint(target)

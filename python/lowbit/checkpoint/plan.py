@@ -128,6 +128,7 @@ class _Plan:
         names: name in the files -> name in the model and targets, from :func:`names_in_model`.
         ties: tensor of the model -> the tensor that it shares.
         unconverted: name in the model -> tensor, for tensors that transformers loads without conversion.
+        copies: tensors of a multi-token prediction head that are the model's own tables once more; they are left out.
         rows: name in the model -> where its rows are, for tensors that transformers cuts out of others, or joins, by rows.
         selected: layer -> config.
         experts: name -> matrices, for selected experts.
@@ -135,6 +136,7 @@ class _Plan:
     """
 
     def __init__(self, model: PreTrainedModel, config: LowBitConfig, tensors: dict[str, Stored], source: Path):
+        from ..hf.mtp import shared_copies
         from ..hf.names import check_complete, given_by, names_in_model
 
         self.model, self.tensors, self.source = model, tensors, source
@@ -143,6 +145,11 @@ class _Plan:
         self.ties: dict[str, str] = model.all_tied_weights_keys
         check_complete(model, given_by(self.names), source)
         self.unconverted, self.rows = self._unconverted(), self._rows()
+        self.copies = {
+            copy for copy, own in shared_copies(model, tensors).items()
+            if (stored := self.unconverted.get(own) or self.unconverted.get(self.ties.get(own, "")))
+            and same_bytes(tensors[copy], stored)
+        }  # fmt: skip
         self.selected, self.unselected = config.choose(model)
         self.experts = self._experts()
         for name in list(self.selected):
@@ -263,7 +270,7 @@ class _Plan:
                 outputs += self._of_rows(key, stored, targets)
             elif self.unconverted.get(name) is stored:
                 outputs += self._of_weight(stored, name)
-            elif targets is not None or name not in self.state:
+            elif (targets is not None or name not in self.state) and key not in self.copies:
                 outputs.append(PlannedTensor(key, stored))
         linear = [layer for layer, config in self.selected.items() if isinstance(config, LinearConfig)]
         biases = (f"{layer}_bias" if layer in self.experts else f"{layer}.bias" for layer in linear)
@@ -386,6 +393,7 @@ def read_and_plan(source: Path, config: LowBitConfig) -> tuple[list[PlannedTenso
     """The tensors to write, the matrices that stay float with the reasons, and config.json; reads only headers."""
     from ..hf.config import BY_OVERRIDES, METHOD, LowBitConfig
     from ..hf.loading import meta_model
+    from ..hf.mtp import attach
 
     if not isinstance(config, LowBitConfig):
         raise TypeError(f"config is a {type(config).__name__}; expected a lowbit.LowBitConfig")
@@ -401,7 +409,9 @@ def read_and_plan(source: Path, config: LowBitConfig) -> tuple[list[PlannedTenso
             "move the adapter away"
         )
     tensors = read_files(files, weight_map)
-    plan = _Plan(meta_model(source, len(tensors)), config, tensors, source)
+    model = meta_model(source, len(tensors))
+    attach(model, tensors)
+    plan = _Plan(model, config, tensors, source)
     asked = {name for name, why in plan.unselected.items() if why == BY_OVERRIDES}
     warn_of_floats(plan.model, plan.selected, asked, plan.unselected)
     outputs = plan.outputs()

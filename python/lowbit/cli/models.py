@@ -20,9 +20,10 @@ from .output import Output
 
 if TYPE_CHECKING:
     from lowbit import LowBitConfig
-    from lowbit.llm import Decoder, PrefixCache
+    from lowbit.llm import Decoder, Mtp, PrefixCache
 
 _PREFIX_CACHE = "LOWBIT_PREFIX_CACHE"
+MTP = Path("mtp")  # the draft that is the model's own multi-token prediction head
 
 
 def from_hub(output: Output, model: str | Path | None) -> str | Path | None:
@@ -47,15 +48,23 @@ def load(output: Output, model: Path, config: LowBitConfig | None) -> torch.nn.M
         return load_model(model, config, progress=advance)
 
 
-def load_draft(output: Output, path: Path, tokenizer: Any, model: str | Path, max_length: int, cache: str | None) -> Decoder:
-    """The decoder of a draft model for ``model``, which has this tokenizer.
+def load_draft(
+    output: Output, path: Path, tokenizer: Any, model: str | Path, decoder: Any, config: LowBitConfig | None, cache: str | None
+) -> Decoder | Mtp:
+    """The decoder of a draft model for ``model``, which has this tokenizer and decoder; or for ``mtp`` the model's own head.
+
+    Args:
+        config: how a float model was quantized.
 
     Raises:
-        ValueError: it has other tokens, or is made for shorter texts.
+        ValueError: it has other tokens, or is made for shorter texts; or the model has no such head.
     """
     from lowbit import llm
     from lowbit.llm.loading import load_tokenizer
 
+    if path == MTP:
+        return llm.Mtp(decoder, quantization=config)
+    max_length = decoder.max_length
     with imported(output, path) as path:
         tokens, expected = load_tokenizer(path).get_vocab(), tokenizer.get_vocab()
         if tokens != expected:

@@ -131,7 +131,12 @@ Guesses = Annotated[
     ),
 ]
 Draft = Annotated[
-    Path | None, typer.Option("--draft", help="Draft model: a smaller model with the same tokens.", show_default=False)
+    Path | None,
+    typer.Option(
+        "--draft",
+        help="Draft model: a smaller model with the same tokens; or mtp: the model's own multi-token prediction head.",
+        show_default=False,
+    ),
 ]
 Stop = Annotated[
     list[str] | None, typer.Option("--stop", help="Text that ends the new text; several times.", show_default=False)

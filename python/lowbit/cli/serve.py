@@ -105,8 +105,8 @@ def serve(
         if hasattr(model, "batch"):
             model.batch.prefix_cache = make_prefix_cache(output, prefix_cache, most_bytes, model.batch.decoder)
             if guesses:
-                length = model.batch.decoder.max_length
-                guesser = draft and load_draft(output, draft, model.tokenizer, model.name, length, cache)
+                decoder = model.batch.decoder
+                guesser = draft and load_draft(output, draft, model.tokenizer, model.name, decoder, config, cache)
                 model.batch.speculate(guesses, guesser)
     run(
         loaded, host, port, api_key or os.environ.get("LOWBIT_API_KEY") or None, queue=queue, timeout=timeout, grace=grace,

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 from lowbit._machine import cpp_compiler
 
@@ -26,6 +24,7 @@ from .output import Output
 
 if TYPE_CHECKING:
     from lowbit import LowBitConfig
+    from lowbit.llm import Decoder, Mtp
 
 
 class Session:
@@ -116,6 +115,6 @@ class Session:
         check_tokens(self.model, ids, self.path)
         return ids
 
-    def draft(self, path: Path) -> Callable[..., torch.Tensor]:
-        """The decoder of a draft model with the same tokens."""
-        return load_draft(self.output, path, self.tokenizer, self.path, self.max_length, self._cache)
+    def draft(self, path: Path) -> Decoder | Mtp:
+        """The decoder of a draft model with the same tokens, or the model's own head."""
+        return load_draft(self.output, path, self.tokenizer, self.path, self.step, self._config, self._cache)

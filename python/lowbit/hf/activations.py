@@ -12,9 +12,23 @@ import math
 import torch
 from torch import Tensor
 
+from .._elementwise import ACTIVATIONS
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _LANES = 64  # a multiple of what torch's loops take in a step, on every CPU: two vectors
 _GRAIN = 32768  # elements that torch gives a thread at least
 _ALONE = 16384  # elements that one thread computes always
+# Functions that lowbit.activate has, by the class in torch or transformers.
+_KINDS = {
+    "SiLU": "silu",
+    "SiLUActivation": "silu",
+    "GELUActivation": "gelu",
+    "GELUTanh": "gelu_tanh",
+    "NewGELUActivation": "gelu_tanh",
+    "FastGELUActivation": "gelu_tanh",
+    "BloomGelu": "gelu_tanh",
+    "QuickGELUActivation": "gelu_quick",
+}
 _TORCH = (torch.nn.SiLU, torch.nn.GELU, torch.nn.Sigmoid, torch.nn.Tanh, torch.nn.Mish, torch.nn.Softplus)
 
 
@@ -22,6 +36,40 @@ def is_activation(module: torch.nn.Module) -> bool:
     """Whether a module is a function of each element."""
     kind = type(module)
     return kind in _TORCH or kind.__module__ == "transformers.activations" or kind.__name__ == "BloomGelu"
+
+
+def kind_of(module: torch.nn.Module) -> str | None:
+    """What :func:`lowbit.activate` calls the function of a module; None if it does not have it."""
+    if type(module) is torch.nn.GELU:
+        return "gelu" if module.approximate == "none" else "gelu_tanh"
+    return _KINDS.get(type(module).__name__) if is_activation(module) else None
+
+
+def is_computed(*tensors: Tensor) -> bool:
+    """Whether lowbit computes what stands between linear layers: on the CPU, without gradients, and not in compiled code, which
+    fuses it with what is beside it."""
+    return not torch.compiler.is_compiling() and all(
+        x.device.type == "cpu" and x.dtype in _DTYPES and not (torch.is_grad_enabled() and x.requires_grad) for x in tensors
+    )
+
+
+class Activation(torch.nn.Module):
+    """An activation function in one pass, by :func:`lowbit.activate`: a row has the same bits whatever rows are beside it."""
+
+    def __init__(self, function: torch.nn.Module, kind: str):
+        super().__init__()
+        self.function, self.kind = function, ACTIVATIONS.index(kind)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not is_computed(x):
+            return self.function(x)
+        return torch.ops.lowbit.activate(x.contiguous(), None, self.kind)
+
+
+def stand_in(function: torch.nn.Module) -> torch.nn.Module:
+    """In the place of an activation function in a decoder: a row's bits do not depend on the rows beside it."""
+    kind = kind_of(function)
+    return RowWise(function) if kind is None else Activation(function, kind)
 
 
 class RowWise(torch.nn.Module):

@@ -26,6 +26,7 @@ from ..files.safetensors import INDEX, WEIGHTS, Stored, float_name, orders_of, p
 from ..files.untrusted import read_json
 from .config import BY_OVERRIDES, METHOD, LowBitConfig
 from .dequantizing import dequantize
+from .mtp import prefix_of
 from .names import check_complete, given_by, given_with, keep_names, names_in_model, tied_layers
 from .parallel import layers_to_cut, refuse_parts, shard_as_asked, take_rules
 from .placing import (
@@ -62,6 +63,7 @@ class _Checkpoint:
         packed: those of them that are packed weights.
         float_names: float name of a tensor (:func:`float_name`) -> name in the files.
         names: float name -> name in the model and targets, from :func:`names_in_model`.
+        head: what the names of a multi-token prediction head begin with, or None: the model has no place for it.
     """
 
     def __init__(self, model: PreTrainedModel, files: list[Path], pre_quantized: bool):
@@ -76,6 +78,7 @@ class _Checkpoint:
         self.float_names = {
             float_name(name, stored.shape) if name in self.packed else name: name for name, stored in self.tensors.items()
         }
+        self.head = prefix_of(model, self.float_names)
         self.names = names_in_model(model, self.float_names)  # by float names, so that transformers' renaming rules apply
 
     def _check(self, pre_quantized: bool) -> None:
@@ -105,11 +108,15 @@ class _Checkpoint:
                 raise ValueError(f"{tensors[both].path} and {packed[name].path} have {both} and {name}; expected one of them")
 
     def ignore_guards(self, model: PreTrainedModel) -> None:
-        """Keeps transformers from reporting the guards of packed weights (:func:`float_name`) as unexpected tensors."""
+        """Keeps transformers from reporting guards of packed weights (:func:`float_name`) as unexpected tensors.
+
+        So it does for the tensors of a multi-token prediction head.
+        """
         guards = {guard for name, (target, _) in self.names.items() if self.float_names[name] in self.packed
                   for guard in (name, target)}  # fmt: skip
-        if guards:
-            pattern = f"^({'|'.join(map(re.escape, sorted(guards)))})$"
+        if guards or self.head:
+            patterns = [f"{re.escape(guard)}$" for guard in sorted(guards)]
+            pattern = f"^({'|'.join([*patterns, re.escape(self.head)] if self.head else patterns)})"
             ignored = model._keys_to_ignore_on_load_unexpected
             # A set to which transformers adds its patterns; in the first versions 5 a list.
             ignored = ignored | {pattern} if isinstance(ignored, set) else [*(ignored or ()), pattern]
@@ -121,7 +128,7 @@ class _Checkpoint:
         layers_to_pack = {}
         for name, (target, _) in self.names.items():
             stored, layer = self.packed.get(self.float_names[name]), target.removesuffix(".weight")
-            if stored is not None and (whole or layer in layers):
+            if stored is not None and ((whole and not (self.head and name.startswith(self.head))) or layer in layers):
                 layers_to_pack[layer] = stored
         return layers_to_pack
 

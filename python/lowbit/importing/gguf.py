@@ -20,7 +20,7 @@ from .._rounding import LinearConfig
 from ..files.gguf import Gguf, StoredBlocks, parts_of, read_gguf
 from ..files.replace import sync
 from .codes import Float, Matrix, Rows, Stacked, Weights, values_of
-from .gguf_architectures import architecture_of, config_of, expert_tensor, place_in_model
+from .gguf_architectures import architecture_of, config_of, expert_tensor, in_head, place_in_head, place_in_model
 from .gguf_blocks import block_type, decode
 from .gguf_i2s import check_order, i2s_reader
 from .gguf_layouts import Layout, laid_out
@@ -113,13 +113,15 @@ class _Reader:
         places: dict[str, dict[int, StoredBlocks]] = {}  # parts of each tensor of the model
         counts: dict[str, int] = {}
         for stored in self.gguf.tensors.values():
-            if stored.name in IN_CONFIG or self._is_drafting(stored.name):
+            drafting = self._is_drafting(stored.name)
+            if stored.name in IN_CONFIG or (drafting and not self._is_of_head(stored.name)):
                 continue
             expert = expert_tensor(self.architecture, stored.name)
             if expert is not None:
-                experts.setdefault(expert[0], {})[expert[1:]] = stored
+                holder = in_head(self.architecture, expert[0]) if drafting else expert[0]
+                experts.setdefault(holder, {})[expert[1:]] = stored
                 continue
-            part = place_in_model(self.architecture, stored.name)
+            part = (place_in_head if drafting else place_in_model)(self.architecture, stored.name)
             if part is None:
                 raise ValueError(
                     f"{stored.path} has the tensor {stored.name!r}, which lowbit does not know in "
@@ -153,6 +155,17 @@ class _Reader:
         """Whether a tensor belongs to layers after the model's, which predict further tokens."""
         layer = name.split(".")[1] if name.startswith("blk.") else ""
         return layer.isdecimal() and int(layer) >= self.config["num_hidden_layers"] and "nextn_predict_layers" in self.metadata
+
+    @property
+    def has_head(self) -> bool:
+        """Whether the first of these layers becomes the model's head for multi-token prediction."""
+        name = f"blk.{self.config['num_hidden_layers']}.nextn.eh_proj.weight"
+        return self.architecture.head is not None and name in self.gguf.tensors and self._is_drafting(name)
+
+    def _is_of_head(self, name: str) -> bool:
+        """Whether a tensor after the model's layers is the head's; its tables are the model's own."""
+        tables = name.endswith((".nextn.embed_tokens.weight", ".nextn.shared_head_head.weight"))
+        return self.has_head and name.startswith(f"blk.{self.config['num_hidden_layers']}.") and not tables
 
     def _placed(self, name: str, stored: list[StoredBlocks]) -> Matrix | Weights | Float:
         """A tensor of the model, which may lie in the file in several parts, or in another way."""
@@ -315,9 +328,11 @@ def open_gguf(path: str | os.PathLike[str], i2s_order: str | None = None) -> Sou
     metadata = Metadata(gguf)
     architecture = architecture_of(metadata)
     config = config_of(metadata, architecture, gguf)
-    tensors = _Reader(gguf, metadata, architecture, config, i2s_order).tensors()
-    if metadata.whole("nextn_predict_layers", 0):
-        warnings.warn(f"{path} has layers that predict further tokens; they are left out", stacklevel=3)
+    reader = _Reader(gguf, metadata, architecture, config, i2s_order)
+    tensors = reader.tensors()
+    if (heads := metadata.whole("nextn_predict_layers", 0)) > reader.has_head:
+        left = f"{heads - reader.has_head} layers" if reader.has_head else "layers"
+        warnings.warn(f"{path} has {left} that predict further tokens; they are left out", stacklevel=3)
     packed = any(not isinstance(tensor, Float) for tensor in tensors)
     # What ggml computes with the weights is float32. A file of floats alone keeps the dtype of its matrices.
     halves = {tensor.source for tensor in tensors if isinstance(tensor, Float) and len(tensor.shape) > 1}

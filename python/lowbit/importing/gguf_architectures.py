@@ -10,7 +10,7 @@ from ..files.gguf import Gguf
 from . import gguf_hybrids, gguf_models
 from .gguf_gemma4 import GEMMA4
 from .gguf_metadata import Metadata, special_tokens
-from .gguf_models import MIXTRAL, Architecture, Part
+from .gguf_models import HEAD_BESIDE, MIXTRAL, Architecture, Part
 
 ARCHITECTURES = gguf_models.ARCHITECTURES | gguf_hybrids.ARCHITECTURES | {"gemma4": GEMMA4}
 _LAYER = re.compile(r"^blk\.(0|[1-9]\d{0,4})\.(.*)$")
@@ -48,6 +48,24 @@ def place_in_model(architecture: Architecture, name: str) -> Part | None:
         return None
     part = place if isinstance(place, Part) else Part(place, 0, 1)
     return part if match is None else part._replace(name=f"model.layers.{match[1]}.{part.name}")
+
+
+def place_in_head(architecture: Architecture, name: str) -> Part | None:
+    """As :func:`place_in_model`, of a tensor of the layer behind the model's, which is a head for multi-token prediction."""
+    match = _LAYER.match(name)
+    if match is None or architecture.head is None:
+        return None
+    if not match[2].startswith("nextn."):
+        part = place_in_model(architecture, name)
+        return None if part is None else part._replace(name=in_head(architecture, part.name))
+    place = _place(architecture.head, match[2].removeprefix("nextn."))
+    prefix = "mtp" if architecture.head is HEAD_BESIDE else f"model.layers.{match[1]}"
+    return None if place is None else Part(f"{prefix}.{place}", 0, 1)
+
+
+def in_head(architecture: Architecture, name: str) -> str:
+    """What a tensor is called in the head that has this name in the model."""
+    return f"mtp.layers.0.{name.split('.', 3)[3]}" if architecture.head is HEAD_BESIDE else name
 
 
 def expert_tensor(architecture: Architecture, name: str) -> tuple[str, str, str] | None:

@@ -10,7 +10,20 @@ import torch
 from ..files.gguf import Gguf
 from .gguf_layouts import Layout, Order, depthwise, flat, log_of_negative, tiled, without_last
 from .gguf_metadata import REQUIRED, Metadata
-from .gguf_models import DENSE, MIXTURE, NORMED, OUTSIDE, SHARED, Architecture, Part, common, expert_width, rope_of
+from .gguf_models import (
+    DENSE,
+    HEAD_BEHIND,
+    HEAD_BESIDE,
+    MIXTURE,
+    NORMED,
+    OUTSIDE,
+    SHARED,
+    Architecture,
+    Part,
+    common,
+    expert_width,
+    rope_of,
+)
 
 _PLAIN_ATTENTION = {ours: name for ours, name in DENSE.items() if ours.startswith("attn_")}
 _EXPERT_BIAS = {"exp_probs_b.bias": "mlp.gate.e_score_correction_bias"}
@@ -397,7 +410,7 @@ ARCHITECTURES = {
     "glm4moe": Architecture(
         _glm4_moe,
         NORMED | MIXTURE | _SHARED_EXPERTS | {"post_attention_norm": "post_attention_layernorm"},
-        _EXPERT_BIAS, experts="mlp.experts",
+        _EXPERT_BIAS, experts="mlp.experts", head=HEAD_BEHIND,
     ),
     "olmo2": Architecture(_olmo2, {ours: name for ours, name in NORMED.items() if ours not in ("attn_norm", "ffn_norm")} | {
         "post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm",
@@ -413,14 +426,14 @@ ARCHITECTURES = {
     ),
     "qwen3next": Architecture(
         _qwen3_next, _QWEN3_NEXT | MIXTURE | SHARED, _DELTA_PARAMETERS, layouts=_next_layouts, norm_offset=1.0,
-        experts="mlp.experts",
+        experts="mlp.experts", head=HEAD_BESIDE,
     ),
-    "qwen35": Architecture(_qwen35, _QWEN35, _DELTA_PARAMETERS, layouts=_delta_layouts, norm_offset=1.0),
+    "qwen35": Architecture(_qwen35, _QWEN35, _DELTA_PARAMETERS, layouts=_delta_layouts, norm_offset=1.0, head=HEAD_BESIDE),
     "qwen35moe": Architecture(
         _qwen35_moe, _QWEN35 | MIXTURE | SHARED, _DELTA_PARAMETERS, layouts=_delta_layouts, norm_offset=1.0,
-        experts="mlp.experts",
+        experts="mlp.experts", head=HEAD_BESIDE,
     ),
     "deepseek2": Architecture(
-        _deepseek, _LATENT | _MLP | MIXTURE | _SHARED_EXPERTS, _EXPERT_BIAS, experts="mlp.experts"
+        _deepseek, _LATENT | _MLP | MIXTURE | _SHARED_EXPERTS, _EXPERT_BIAS, experts="mlp.experts", head=HEAD_BEHIND
     ),
 }  # fmt: skip

@@ -47,10 +47,19 @@ class Architecture:
     experts: str = ""  # the module of a layer that has the experts of a mixture; "": there are none
     interleaved: bool = False  # experts' rows of gate and up alternate, and their float parameters lie transposed
     ungated: bool = False  # experts have no gate
+    # Of a head for multi-token prediction, the layer behind the model's: what its own tensors ("nextn.*") are in
+    # checkpoints of transformers. None: it is left out.
+    head: Mapping[str, str] | None = None
 
     def offset_of(self, name: str) -> float:
         """What ggml adds to a tensor as transformers calls it."""
-        return self.norm_offset if name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight") else 0.0
+        is_norm = name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight")
+        return self.norm_offset if is_norm or name.startswith("mtp.pre_fc_norm") else 0.0
+
+
+# Beside the model, as "mtp.*", with the layer as "mtp.layers.0.*"; and behind its layers, as one more.
+HEAD_BESIDE = {"eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "shared_head_norm": "norm"}
+HEAD_BEHIND = {"eh_proj": "eh_proj", "enorm": "enorm", "hnorm": "hnorm", "shared_head_norm": "shared_head.norm"}
 
 
 DENSE = {

@@ -286,12 +286,14 @@ def write_checkpoint(
 ) -> ImportSummary:
     """Writes a source as a packed checkpoint, all of it or nothing, with the arguments of ``import_checkpoint``."""
     from ..hf.config import LowBitConfig
+    from ..hf.mtp import attach
     from ..hf.names import names_in_model
     from ..hf.placing import place_packed
 
     begin = time.perf_counter()
     resolve_new_directory(target)  # refused before the model is built
     model = _meta_model(source.config, len(source.tensors))
+    attach(model, [tensor.name for tensor in source.tensors])
     outputs = _Plan(source, model).outputs()
     # Without a version, transformers 5.19 takes a tokenizer of many tokens for an old one of Mistral, and warns.
     description = {"transformers_version": version("transformers")} | source.config

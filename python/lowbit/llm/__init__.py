@@ -10,6 +10,7 @@ from .decoder import Decoder
 from .expert_files import stream_experts
 from .fallback import Fallback
 from .generation import Generation, generate
+from .mtp import Mtp
 from .penalties import TokenLogprobs
 from .prefixes import PrefixCache
 from .sampling import Sampling, sample
@@ -35,6 +36,7 @@ __all__ = [
     "ExportedDecoder",
     "Fallback",
     "Generation",
+    "Mtp",
     "PrefixCache",
     "Refusal",
     "Sampling",

@@ -10,10 +10,11 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
+from ..hf.recurrent import is_state
 from .caches import Caches, common, copy_layer
 from .decoder import Decoder
-from .generation import Generation, TextWriter, check_lengths
-from .guessing import Draft, Lookup
+from .generation import AGAIN, Generation, TextWriter, check_lengths
+from .guessing import Guesser, check_draft, make_guesser
 from .penalties import Constraint, TokenLogprobs, token_logprobs
 from .prefixes import PrefixCache
 from .sampling import Sampling, SamplingArguments, check_seed, prompt_ids, token_ids, without_mask
@@ -54,7 +55,7 @@ class _Active:
     source: tuple[Caches, int] | None  # caches to copy the prompt's beginning from, and its number of tokens
     writer: TextWriter
     scores: list[TokenLogprobs] = field(default_factory=list)  # of the computed tokens of the prompt
-    guesser: Lookup | Draft | None = None  # made when the text is first alone
+    guesser: Guesser | None = None  # made when the text is first alone
     guesser_has: int = 0  # so many of the new tokens
 
     @property
@@ -104,14 +105,11 @@ class Batch:
             guesses, draft: as for :func:`generate`.
 
         Raises:
-            ValueError: a number out of its range, recurrent layers, whose states cannot be cut back, or a draft with fewer
-                positions than the decoder.
+            ValueError: a number out of its range, a draft with fewer positions than the decoder, or one of another model.
         """
         if guesses < 1:
             raise ValueError(f"guesses is {guesses}; expected 1 or more")
-        if self.decoder.recurrent:
-            name = type(self.decoder.model).__name__
-            raise ValueError(f"the recurrent layers of a {name} cannot forget a wrong guess; expected no guesses in a batch")
+        check_draft(self.decoder, draft)
         if draft is not None and draft.max_length < self.decoder.max_length:
             raise ValueError(
                 f"the draft's max_length is {draft.max_length}; expected the decoder's {self.decoder.max_length} or more"
@@ -177,7 +175,7 @@ class Batch:
                     failed.append((text, error))
             self._active = still
             for active in still:
-                if active.writer.result.tokens and len(active.caches.tokens) == active.caches.length:
+                if active.writer.result.tokens and active.caches.length - len(active.caches.tokens) < len(active.pending):
                     self._grow(active)
             guess = self._guess(still)
             for active, logits in self._verify(still[0], guess) if guess else self._compute(_plan(still, self.rows)):
@@ -264,6 +262,8 @@ class Batch:
         if not self._guesses or len(running) != 1:
             return []
         (active,) = running
+        if len(active.pending) > AGAIN:
+            return []
         known = active.writer.result.tokens
         room = min(active.writer.room - 1, active.caches.length - len(active.caches.tokens) - len(active.pending))
         if not known or room < 1:
@@ -271,8 +271,7 @@ class Batch:
         if active.guesser is None:
             prompt = active.text.prompt
             # A draft's caches are those of the last text that was alone: an earlier one has ended.
-            draft = self._draft
-            active.guesser = Lookup(prompt) if draft is None else Draft(draft, prompt, self.decoder.vocabulary)
+            active.guesser = make_guesser(self.decoder, prompt, self._draft)
         for token in known[active.guesser_has :]:
             active.guesser.append(token)
         active.guesser_has = len(known)
@@ -280,18 +279,32 @@ class Batch:
 
     def _verify(self, active: _Active, guess: list[int]) -> Iterator[tuple[_Active, Tensor]]:
         """Computes the last token and guesses in one call; yields logits as long as the drawn tokens are the guesses."""
-        caches, result = active.caches, active.writer.result
-        (logits,) = self.decoder.run_texts([(caches, active.pending + guess)], everywhere=True)
+        caches, result, pending, recurrent = active.caches, active.writer.result, active.pending, self.decoder.recurrent
+        before = list(caches.layers)
+        if recurrent:  # states cannot forget a wrong guess, so the call changes copies
+            caches.layers = [tuple(part.clone() if is_state(part) else part for part in layer) for layer in before]
+        (logits,) = self.decoder.run_texts([(caches, pending + guess)], everywhere=True)
+        after, caches.layers = caches.layers, before
         result.decode_calls += 1
         result.guessed += len(guess)
-        del caches.tokens[-len(guess) :]
-        for row, guessed in zip(logits, [*guess, None], strict=True):
+        del caches.tokens[len(caches.tokens) - len(guess) - (len(pending) if recurrent else 0) :]
+        tokens = list(pending)
+        for row, guessed in zip(logits[len(pending) - 1 :], [*guess, None], strict=True):
+            if recurrent and guessed is None:  # all guesses became tokens, so the states are those of the text
+                caches.layers, tokens = after, []
+                caches.tokens += pending + guess
             active.pending = []
             yield active, row
-            if active.writer.ended or active.pending != [guessed]:
-                return  # at the last row there is no guess
+            if active.writer.ended:
+                return
+            tokens += active.pending
+            if active.pending != [guessed]:  # at the last row there is no guess
+                break
             result.accepted += 1
-            caches.tokens.append(active.pending[0])
+            if not recurrent:
+                caches.tokens.append(active.pending[0])
+        if recurrent:
+            active.pending = tokens  # those behind the states are computed again, with the next one
 
 
 def _scores(active: _Active, logits: Tensor) -> list[TokenLogprobs]:

@@ -11,7 +11,7 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
-from .guessing import Draft, Lookup
+from .guessing import Guesser, check_draft, make_guesser
 from .penalties import Constraint, Drawer, TokenLogprobs, token_logprobs
 from .sampling import Sampling, SamplingArguments, prompt_ids, token_ids
 
@@ -61,7 +61,7 @@ def check_lengths(name: str, prompt: list[int], max_new_tokens: int, max_length:
 
 # States after a wrong guess are of no use, so accepted tokens are computed again with the next ones, up to this number; then a
 # call without guesses brings the states up to the text.
-_AGAIN = 8
+AGAIN = 8
 
 
 @torch.inference_mode()
@@ -99,8 +99,8 @@ def generate(
             The model draws each token as without guesses; the first wrong guess ends the call's use. If all linear layers
             are packed the text is the same, because their results do not depend on the number of rows. Requires a
             :class:`Decoder` that is not compiled. 0: plain decoding.
-        draft: a decoder of a smaller model with the same tokens, compiled or not, whose most likely tokens are the guesses.
-            Its caches are overwritten. None: guesses are looked up in the text.
+        draft: a decoder of a smaller model with the same tokens, compiled or not, whose most likely tokens are the guesses;
+            its caches are overwritten. Or a :class:`Mtp` of the step. None: guesses are looked up in the text.
         on_token: called with every new token as soon as it is known.
         sampling: fields of :class:`Sampling`: temperature, top_k, top_p, min_p, the penalties and logit_bias. Without any the
             most likely token is taken.
@@ -123,9 +123,7 @@ def generate(
         prompt, max_new_tokens, max_length, settings, seed,
         stop=stop, until=until, logprobs=logprobs, cached=cached, on_token=on_token,
     )  # fmt: skip
-    guesser = None
-    if guesses:
-        guesser = Lookup(prompt) if draft is None else Draft(draft, prompt, step.vocabulary)  # type: ignore[attr-defined]
+    guesser = make_guesser(step, prompt, draft) if guesses else None
     decoding = _Decoding(step, prompt, cached, text, guesser)
     guess: list[int] = []
     while decoding.call(guess):
@@ -150,6 +148,7 @@ def _check_guesses(step: Any, guesses: int, draft: Any, max_length: int) -> None
         raise ValueError(f"a {type(step).__name__} gives no logits for guesses; expected a Decoder, not compiled")
     if draft is not None and guesses == 0:
         raise ValueError("guesses is 0; expected 1 or more with a draft")
+    check_draft(step, draft)
     if draft is not None and draft.max_length < max_length:
         raise ValueError(f"the draft's max_length is {draft.max_length}; expected the decoder's {max_length} or more")
 
@@ -157,7 +156,7 @@ def _check_guesses(step: Any, guesses: int, draft: Any, max_length: int) -> None
 class _Decoding:
     """What :func:`generate` keeps from one call of the model to the next."""
 
-    def __init__(self, step: Any, prompt: list[int], cached: int, text: TextWriter, guesser: Lookup | Draft | None) -> None:
+    def __init__(self, step: Any, prompt: list[int], cached: int, text: TextWriter, guesser: Guesser | None) -> None:
         self.step = step
         self.tokens = prompt[cached:]  # of the text, not yet in the step's caches
         self.start = torch.tensor([cached])  # number of tokens in the caches
@@ -168,7 +167,7 @@ class _Decoding:
     def call(self, guess: list[int]) -> bool:
         """Computes the tokens and the guess, and adds the new tokens to the text; False: the text has ended."""
         tokens, result = self.tokens, self.text.result
-        if self.recurrent and len(tokens) > _AGAIN:
+        if self.recurrent and len(tokens) > AGAIN:
             guess = []
         call = torch.tensor([tokens + guess])
         # Logits after the last known token, and after each guess.

@@ -1,12 +1,13 @@
-"""Guesses for speculative decoding: from the text itself, or by a draft model."""
+"""Guesses for speculative decoding: from the text itself, by a draft model, or by the model's own head."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeAlias
 
 import torch
 
+from .mtp import Mtp, MtpDraft
 from .sampling import most_likely
 
 
@@ -88,3 +89,19 @@ class Draft:
             tokens = [most_likely(logits[: self._vocabulary])]
             guess += tokens
         return guess
+
+
+Guesser: TypeAlias = Lookup | Draft | MtpDraft
+
+
+def make_guesser(step: Any, prompt: Sequence[int], draft: Any) -> Guesser:
+    """What guesses the tokens after a prompt, by the ``draft`` of :func:`lowbit.llm.generate`."""
+    if isinstance(draft, Mtp):
+        return MtpDraft(draft, prompt)
+    return Lookup(prompt) if draft is None else Draft(draft, prompt, step.vocabulary)
+
+
+def check_draft(step: Any, draft: Any) -> None:
+    """Raises ValueError for a head of another model."""
+    if isinstance(draft, Mtp) and not draft.is_of(step):
+        raise ValueError("the draft is the multi-token prediction head of another decoder; expected an Mtp of this one")

@@ -72,6 +72,7 @@ def load_model(
     transformers = import_module("transformers")
     from ..hf.building import check_fits
     from ..hf.loading import causal_model_types, counting, meta_model
+    from ..hf.mtp import prefix_of
 
     if not isinstance(model_type, str) or model_type not in causal_model_types():
         raise ValueError(
@@ -96,14 +97,16 @@ def load_model(
             ignore_mismatched_sizes=True,
             **arguments,
         )
-    _check_loaded(directory, model, loading)
+    _check_loaded(directory, model, loading, prefix_of(model, tensors))
     return model.eval()
 
 
-def _check_loaded(directory: Path, model: torch.nn.Module, loading: dict[str, Any]) -> None:
+def _check_loaded(directory: Path, model: torch.nn.Module, loading: dict[str, Any], head: str | None) -> None:
     """Raises ValueError for missing and mismatched tensors, and warns of tensors that the model has no place for.
 
-    ``loading``: what transformers' from_pretrained() returns as loading info.
+    Args:
+        loading: what transformers' from_pretrained() returns as loading info.
+        head: from :func:`lowbit.hf.mtp.prefix_of`.
     """
     wrong = [
         (f"{name} has shape {list(shape)}; expected {list(expected)}") for name, shape, expected in loading["mismatched_keys"]
@@ -111,7 +114,9 @@ def _check_loaded(directory: Path, model: torch.nn.Module, loading: dict[str, An
     if wrong:
         more = f" ({len(wrong) - 1} more such tensors)" if len(wrong) > 1 else ""
         raise ValueError(f"{directory}: {wrong[0]}, as config.json says{more}; the files do not belong together")
-    if unexpected := sorted(loading["unexpected_keys"]):
+    # A head for multi-token prediction is loaded by lowbit.llm.Mtp.
+    unexpected = sorted(name for name in loading["unexpected_keys"] if head is None or not name.startswith(head))
+    if unexpected:
         more = f" and {len(unexpected) - 1} more" if len(unexpected) > 1 else ""
         warnings.warn(
             f"{directory} has tensors that {type(model).__name__} has no place for, as {CONFIG} describes it: "

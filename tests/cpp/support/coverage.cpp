@@ -38,6 +38,7 @@ bool selected(IsaBits isa) {
 bool is_panel16(const QuantizeKernel&) { return true; }
 bool is_panel16(const AttentionKernel&) { return true; }
 bool is_panel16(const RecurrenceKernel&) { return true; }
+bool is_panel16(const ElementwiseKernel&) { return true; }
 template <class Row>
 bool is_panel16(const Row& row) {
   return row.format == Format::panel16;
@@ -81,6 +82,7 @@ std::vector<RowRef> linear_rows() { return rows_of("linear", linear_kernel_count
 std::vector<RowRef> embedding_rows() { return rows_of("embedding", embedding_kernel_count(), embedding_kernel); }
 std::vector<RowRef> attention_rows() { return rows_of("attention", attention_kernel_count(), attention_kernel); }
 std::vector<RowRef> recurrence_rows() { return rows_of("recurrence", recurrence_kernel_count(), recurrence_kernel); }
+std::vector<RowRef> elementwise_rows() { return rows_of("elementwise", elementwise_kernel_count(), elementwise_kernel); }
 
 void note_exercised(const std::string& name) { exercised().insert(name); }
 
@@ -97,12 +99,13 @@ int finish(int test_result) {
   if (!only.empty() && find_isa(only) == nullptr) good = fail("LOWBIT_TEST_ISA is '" + only + "', not an ISA's name");
   const std::string family = setting("LOWBIT_TEST_FAMILY");
   if (!family.empty() && family != "quantize" && family != "linear" && family != "embedding" && family != "attention" &&
-      family != "recurrence") {
-    good = fail("LOWBIT_TEST_FAMILY is '" + family + "'; expected quantize, linear, embedding, attention or recurrence");
+      family != "recurrence" && family != "elementwise") {
+    good = fail("LOWBIT_TEST_FAMILY is '" + family +
+                "'; expected quantize, linear, embedding, attention, recurrence or elementwise");
   }
 
   std::vector<RowRef> rows = quantize_rows();
-  for (const auto& more : {linear_rows(), embedding_rows(), attention_rows(), recurrence_rows()}) {
+  for (const auto& more : {linear_rows(), embedding_rows(), attention_rows(), recurrence_rows(), elementwise_rows()}) {
     rows.insert(rows.end(), more.begin(), more.end());
   }
   // A filter on the command line is somebody looking at one test.

@@ -1,7 +1,8 @@
 // Which rows of the kernel tables a run must exercise, and whether it did.
 //
 // LOWBIT_TEST_ISA=<name>         only the rows of this ISA (one ctest entry per ISA and family)
-// LOWBIT_TEST_FAMILY=linear      only the rows of this family: quantize, linear, embedding, attention or recurrence
+// LOWBIT_TEST_FAMILY=linear      only the rows of this family: quantize, linear, embedding, attention, recurrence or
+//                                elementwise
 // LOWBIT_TEST_KERNELS=<path>     the panel16 rows of this kernel library, and no others
 // LOWBIT_REQUIRE_ISA=<name>,...  these must run: a CPU that lacks one, or a build without rows of it, is a failure
 #pragma once
@@ -29,6 +30,7 @@ std::vector<RowRef> linear_rows();
 std::vector<RowRef> embedding_rows();
 std::vector<RowRef> attention_rows();
 std::vector<RowRef> recurrence_rows();
+std::vector<RowRef> elementwise_rows();
 
 // To be called by the tests that run a row.
 void note_exercised(const std::string& name);

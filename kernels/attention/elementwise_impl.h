@@ -1,0 +1,140 @@
+// The bodies of every elementwise_<isa>, on the vector V of 16 floats that attention has. Formulas: ../elementwise.h.
+#pragma once
+
+#include <cmath>
+#include <type_traits>
+
+#include "../elementwise.h"
+#include "attention_impl.h"
+#include "recurrence_impl.h"
+
+namespace lowbit {
+namespace {
+
+// x * Phi(x), the normal distribution's. The coefficients are a minimax fit: |Phi| is off by less than 1e-8 before rounding.
+template <class V>
+LOWBIT_INLINE inline V gelu_of(V x) {
+  constexpr float kMost = 5.6f;
+  const V zero = V::broadcast(0.0f), least = V::broadcast(-kMost);
+  const V above = V::max(x, least);
+  const V c = V::sub(zero, V::max(V::sub(zero, above), least)), t = V::mul(c, c);
+  V p = V::broadcast(0x1.7c6fb8p-26f), q = V::broadcast(0x1.3cca7ep-20f);
+  p = V::fma(p, t, V::broadcast(0x1.aa8a4ep-18f));
+  q = V::fma(q, t, V::broadcast(0x1.3af544p-14f));
+  p = V::fma(p, t, V::broadcast(0x1.6c8a62p-13f));
+  q = V::fma(q, t, V::broadcast(0x1.f570dep-10f));
+  p = V::fma(p, t, V::broadcast(0x1.347c38p-8f));
+  q = V::fma(q, t, V::broadcast(0x1.da2298p-6f));
+  p = V::fma(p, t, V::broadcast(0x1.1997eap-5f));
+  q = V::fma(q, t, V::broadcast(0x1.02e59ep-2f));
+  p = V::fma(p, t, V::broadcast(0x1.98845p-2f));
+  q = V::fma(q, t, V::broadcast(1.0f));
+  return V::zero_below(x, least, V::mul(x, V::fma(c, V::div(p, q), V::broadcast(0.5f))));
+}
+
+template <class V, Activation A>
+LOWBIT_INLINE inline V activation_of(V x) {
+  if constexpr (A == Activation::gelu) {
+    return gelu_of(x);
+  } else if constexpr (A == Activation::gelu_tanh) {
+    // 2 sqrt(2 / pi), alone and times 0.044715
+    const V factor = V::fma(V::mul(x, x), V::broadcast(0x1.2444c2p-4f), V::broadcast(0x1.988454p+0f));
+    return times_sigmoid(x, V::mul(x, factor));
+  } else if constexpr (A == Activation::gelu_quick) {
+    return times_sigmoid(x, V::mul(x, V::broadcast(1.702f)));
+  } else {
+    return times_sigmoid(x, x);
+  }
+}
+
+// `count` numbers of type T, up to 16, of consecutive ones: whole vectors without a call.
+template <class V, DType T>
+LOWBIT_INLINE inline V load_piece(const char* at, int64_t count) {
+  return count >= kLanes ? V::template load_as_f32<T>(at) : load_some<V>(at, T, count);
+}
+
+template <class V, DType T>
+LOWBIT_INLINE inline void store_piece(char* at, int64_t count, V v) {
+  if (count >= kLanes) V::template store_from_f32<T>(at, V::same_nan(v));
+  else store_some<V>(at, T, count, V::same_nan(v));
+}
+
+// f with the type as a constant.
+template <class F>
+void with_type(DType dtype, const F& f) {
+  switch (dtype) {
+    case DType::f32: return f(std::integral_constant<DType, DType::f32>());
+    case DType::bf16: return f(std::integral_constant<DType, DType::bf16>());
+    case DType::f16: return f(std::integral_constant<DType, DType::f16>());
+  }
+}
+
+template <class V, Activation A, DType T>
+void activate_rows(const ActivateArgs& args) {
+  constexpr int64_t kBytes = size_of(T);
+  const int64_t width = args.width;
+  for (int64_t row = 0; row < args.rows; ++row) {
+    const char* const x = element(args.x, T, row * args.x_step);
+    const char* const gate = args.gate == nullptr ? nullptr : element(args.gate, T, row * args.gate_step);
+    char* const out = const_cast<char*>(element(args.out, T, row * args.out_step));
+    if (gate == nullptr) {
+      for (int64_t i = 0; i < width; i += kLanes) {
+        store_piece<V, T>(out + i * kBytes, width - i, activation_of<V, A>(load_piece<V, T>(x + i * kBytes, width - i)));
+      }
+    } else {
+      for (int64_t i = 0; i < width; i += kLanes) {
+        const V y = activation_of<V, A>(load_piece<V, T>(x + i * kBytes, width - i));
+        store_piece<V, T>(out + i * kBytes, width - i, V::mul(y, load_piece<V, T>(gate + i * kBytes, width - i)));
+      }
+    }
+  }
+}
+
+template <class V, Activation A>
+void activate_as(const ActivateArgs& args) {
+  with_type(args.dtype, [&](auto type) { activate_rows<V, A, decltype(type)::value>(args); });
+}
+
+template <class V>
+void activate(const ActivateArgs& args) {
+  switch (args.activation) {
+    case Activation::gelu: return activate_as<V, Activation::gelu>(args);
+    case Activation::gelu_tanh: return activate_as<V, Activation::gelu_tanh>(args);
+    case Activation::gelu_quick: return activate_as<V, Activation::gelu_quick>(args);
+    case Activation::silu: return activate_as<V, Activation::silu>(args);
+  }
+}
+
+template <class V, DType T>
+void rms_norm_rows(const RmsNormArgs& args) {
+  constexpr int64_t kBytes = size_of(T);
+  const int64_t width = args.width;
+  const char* const weight = static_cast<const char*>(args.weight);
+  const V offset = V::broadcast(args.weight_offset);
+  const auto add = [](float a, float b) { return a + b; };
+  for (int64_t row = 0; row < args.rows; ++row) {
+    const char* const x = element(args.x, T, row * args.x_step);
+    char* const out = const_cast<char*>(element(args.out, T, row * args.out_step));
+    V squares = V::broadcast(0.0f);
+    for (int64_t i = 0; i < width; i += kLanes) {
+      const V v = load_piece<V, T>(x + i * kBytes, width - i);
+      squares = V::fma(v, v, squares);
+    }
+    const float mean = fold(squares, add) * (1.0f / static_cast<float>(width));
+    const V factor = V::broadcast(1.0f / std::sqrt(mean + args.epsilon));
+    for (int64_t i = 0; i < width; i += kLanes) {
+      const int64_t at = i * kBytes, count = width - i;
+      V v = V::mul(load_piece<V, T>(x + at, count), factor);
+      if (weight != nullptr) v = V::mul(v, V::add(load_piece<V, T>(weight + at, count), offset));
+      store_piece<V, T>(out + at, count, v);
+    }
+  }
+}
+
+template <class V>
+void rms_norm(const RmsNormArgs& args) {
+  with_type(args.dtype, [&](auto type) { rms_norm_rows<V, decltype(type)::value>(args); });
+}
+
+}  // namespace
+}  // namespace lowbit

@@ -1,0 +1,46 @@
+// What stands between the linear layers of a model: activation functions and norms. Every kernel gives the same bits.
+#pragma once
+
+#include "ukernel.h"
+
+namespace lowbit {
+
+// out = f(x), or f(x) * gate, rounded once. All in float32:
+//   gelu        x * Phi(x): Phi(x) = 1/2 + c P(c^2) / Q(c^2) with c = x, at most 5.6 in size, within 2e-7; 0 below -5.6
+//   gelu_tanh   x * s(1.5957691 (x + 0.044715 x^3))
+//   gelu_quick  x * s(1.702 x)
+//   silu        x * s(x)
+// where s(z) = 1 / (1 + exp(-z)), with exp of numbers up to 0 only.
+enum class Activation : uint8_t { gelu, gelu_tanh, gelu_quick, silu };
+inline constexpr int kActivations = 4;
+
+struct ActivateArgs {
+  const void* x;     // row 0, [rows, width] of `dtype`; the numbers of a row are consecutive
+  const void* gate;  // likewise, or null
+  void* out;
+  int64_t x_step, gate_step, out_step;  // elements from one row to the next
+  int64_t rows, width;
+  DType dtype;
+  Activation activation;
+};
+
+// out = x * f * (weight_offset + weight), with f = 1 / sqrt(mean of squares + epsilon). The sum has 16 lanes, i in lane i % 16,
+// folded as in attention. Gemma's weights are stored less 1.
+struct RmsNormArgs {
+  const void* x;       // row 0, [rows, width] of `dtype`, as are all
+  const void* weight;  // [width], or null: x * f
+  void* out;
+  int64_t x_step, out_step;  // elements from one row to the next
+  int64_t rows, width;
+  DType dtype;
+  float epsilon, weight_offset;
+};
+
+struct ElementwiseKernel {
+  const char* name;  // elementwise_<isa>
+  IsaBits isa;
+  void (*activate)(const ActivateArgs&);
+  void (*rms_norm)(const RmsNormArgs&);
+};
+
+}  // namespace lowbit

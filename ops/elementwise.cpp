@@ -1,0 +1,125 @@
+// Activation functions and RMSNorm; kernels/elementwise.h has the formulas.
+#include "../kernels/registry.h"
+#include "check.h"
+#include "operators.h"
+#include "rows.h"
+#include "schedule.h"
+#include "tiles.h"
+
+namespace lowbit {
+namespace {
+
+// A tensor as rows of its last dimension.
+struct RowsOf {
+  int64_t rows, width, step;
+};
+
+// Of an activation type, the last dimension consecutive, and rows at equal distances.
+Status rows_of(const char* name, const TensorView& tensor, RowsOf* rows) {
+  if (Status status = check_memory(name, tensor); !status.ok()) return status;
+  if (!is_activation_type(tensor.type)) {
+    return Status::error("%s has dtype %s; expected float32, bfloat16 or float16", name, name_of(tensor.type));
+  }
+  const int last = tensor.shape.ndim - 1;
+  if (last < 0) return Status::error("%s has no dimension; expected one or more", name);
+  *rows = {1, tensor.shape.size[last], tensor.shape.size[last]};
+  if (tensor.shape.numel() == 0) return {};
+  bool even = rows->width == 1 || tensor.stride[last] == 1;
+  bool first = true;
+  for (int d = last - 1; d >= 0; --d) {
+    const int64_t size = tensor.shape.size[d];
+    if (size == 1) continue;
+    if (first) rows->step = tensor.stride[d];
+    even = even && tensor.stride[d] == rows->step * rows->rows;
+    first = false;
+    rows->rows *= size;
+  }
+  if (!even) {
+    return Status::error("%s has strides that are not those of rows at equal distances; expected a contiguous last dimension",
+                         name);
+  }
+  return {};
+}
+
+char* row_of(const TensorView& tensor, const RowsOf& rows, int64_t row) {
+  return static_cast<char*>(tensor.data) + row * rows.step * element_bytes(tensor.type);
+}
+
+// Rows of a claim, and the threads that a call is worth.
+int64_t claimed(int64_t width) { return at_least_1(kClaimValues / at_least_1(width)); }
+
+Parallel threads_for(const TensorView& x, const Parallel& parallel) {
+  return x.shape.numel() < kParallelValues ? Parallel() : parallel;
+}
+
+}  // namespace
+
+Status activate(const TensorView& x, const TensorView* gate, int64_t activation, const TensorView& out,
+                const Parallel& parallel) {
+  if (Status status = check_isa_cap(); !status.ok()) return status;
+  if (Status status = check_parallel(parallel); !status.ok()) return status;
+  RowsOf rows, gate_rows{};
+  if (Status status = rows_of("x", x, &rows); !status.ok()) return status;
+  if (gate != nullptr) {
+    if (Status status = check_type_and_shape("gate", *gate, x.type, x.shape); !status.ok()) return status;
+    if (Status status = rows_of("gate", *gate, &gate_rows); !status.ok()) return status;
+  }
+  if (activation < 0 || activation >= kActivations) {
+    return Status::error("activation is %" PRId64 "; expected 0 to %d", activation, kActivations - 1);
+  }
+  if (Status status = check_tensor("out", out, x.type, x.shape); !status.ok()) return status;
+  if (Status status = check_apart({{"out", &out}}, {{"x", &x}, {"gate", gate}}); !status.ok()) return status;
+  if (x.shape.numel() == 0) return {};
+  const ElementwiseKernel& kernel = choose_elementwise(active_isa());
+  parallel_1d(threads_for(x, parallel), rows.rows, claimed(rows.width), [&](int, int64_t begin, int64_t end) {
+    ActivateArgs args{};
+    args.x = row_of(x, rows, begin);
+    args.gate = gate == nullptr ? nullptr : row_of(*gate, gate_rows, begin);
+    args.out = static_cast<char*>(out.data) + begin * rows.width * element_bytes(x.type);
+    args.x_step = rows.step;
+    args.gate_step = gate_rows.step;
+    args.out_step = rows.width;
+    args.rows = end - begin;
+    args.width = rows.width;
+    args.dtype = dtype_of(x.type);
+    args.activation = static_cast<Activation>(activation);
+    kernel.activate(args);
+  });
+  return {};
+}
+
+Status rms_norm(const TensorView& x, const TensorView* weight, double epsilon, double weight_offset, const TensorView& out,
+                const Parallel& parallel) {
+  if (Status status = check_isa_cap(); !status.ok()) return status;
+  if (Status status = check_parallel(parallel); !status.ok()) return status;
+  RowsOf rows;
+  if (Status status = rows_of("x", x, &rows); !status.ok()) return status;
+  if (weight != nullptr) {
+    if (Status status = check_tensor("weight", *weight, x.type, {1, {rows.width}}); !status.ok()) return status;
+  }
+  if (!(epsilon >= 0.0 && epsilon <= 1.0) || !(weight_offset >= -1.0 && weight_offset <= 1.0)) {
+    return Status::error("epsilon is %g and weight_offset %g; expected an epsilon from 0 to 1 and an offset from -1 to 1",
+                         epsilon, weight_offset);
+  }
+  if (Status status = check_tensor("out", out, x.type, x.shape); !status.ok()) return status;
+  if (Status status = check_apart({{"out", &out}}, {{"x", &x}, {"weight", weight}}); !status.ok()) return status;
+  if (x.shape.numel() == 0) return {};
+  const ElementwiseKernel& kernel = choose_elementwise(active_isa());
+  parallel_1d(threads_for(x, parallel), rows.rows, claimed(rows.width), [&](int, int64_t begin, int64_t end) {
+    RmsNormArgs args{};
+    args.x = row_of(x, rows, begin);
+    args.weight = weight == nullptr ? nullptr : weight->data;
+    args.out = static_cast<char*>(out.data) + begin * rows.width * element_bytes(x.type);
+    args.x_step = rows.step;
+    args.out_step = rows.width;
+    args.rows = end - begin;
+    args.width = rows.width;
+    args.dtype = dtype_of(x.type);
+    args.epsilon = static_cast<float>(epsilon);
+    args.weight_offset = static_cast<float>(weight_offset);
+    kernel.rms_norm(args);
+  });
+  return {};
+}
+
+}  // namespace lowbit

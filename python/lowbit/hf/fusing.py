@@ -1,0 +1,74 @@
+"""What stands between the linear layers of a model, in fewer passes: :func:`fuse_`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from importlib import import_module
+
+import torch
+
+from . import masked, norms
+from .activations import Activation, is_activation, kind_of
+
+
+@dataclass
+class FuseSummary:
+    """What :func:`fuse_` did: the numbers of models whose attention, of activation functions and of norms that lowbit computes
+    now, and why others stayed, by their names."""
+
+    attention: int = 0
+    activations: int = 0
+    norms: int = 0
+    kept: dict[str, str] = field(default_factory=dict)
+
+
+def fuse_(model: torch.nn.Module) -> FuseSummary:
+    """Has lowbit compute a model's attention, activation functions and RMSNorms, each in one pass. Changes the model.
+
+    For encoders, and for language models that embed texts: padding is left out of attention, and a text's result in float32
+    layers does not depend on the other texts of its batch. transformers' models with its attention interface are taken,
+    whatever their family, also inside a SentenceTransformer. Whatever is not recognized stays as it is. So does a call with
+    gradients, and compiled code, which fuses such functions itself.
+
+    Args:
+        model: any module, with packed or float layers, on the CPU.
+
+    Returns:
+        What was changed, and why the rest was not.
+    """
+    summary = FuseSummary()
+    transformers = import_module("transformers")
+    masked.register()
+    inner: set[int] = set()  # modules inside a model that was taken
+    for name, module in model.named_modules():
+        if not isinstance(module, transformers.PreTrainedModel) or id(module) in inner:
+            continue
+        inner.update(id(child) for child in module.modules())
+        before = module.config._attn_implementation
+        reason = _refusal(module, before)
+        if reason is None:
+            module.set_attn_implementation(masked.ATTENTION)
+            summary.attention += 1
+        else:
+            summary.kept[name or type(module).__name__] = reason
+    for name, module in list(model.named_modules()):
+        for child_name, child in list(module.named_children()):
+            if isinstance(module, Activation) or not is_activation(child):
+                continue
+            kind = kind_of(child)
+            if kind is None:
+                summary.kept[f"{name}.{child_name}".lstrip(".")] = f"lowbit has no {type(child).__name__}"
+            else:
+                setattr(module, child_name, Activation(child, kind))
+                summary.activations += 1
+    summary.norms = len(norms.replace(model))
+    return summary
+
+
+def _refusal(model: torch.nn.Module, implementation: str) -> str | None:
+    """Why a model keeps its attention."""
+    if not getattr(model, "_supports_sdpa", False):
+        return "its attention is code of its own, none that transformers lets others replace"
+    if implementation not in ("sdpa", "eager", masked.ATTENTION):
+        return f"its attention is {implementation}; expected sdpa or eager"
+    return None

@@ -1,0 +1,69 @@
+"""RMSNorm of transformers' models in one pass, by :func:`lowbit.rms_norm`.
+
+transformers computes it by some six operators of torch. The classes differ in the name of epsilon and in whether the weight is
+stored less 1, so a module is taken only if it gives what the formula gives on random numbers.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .activations import is_computed
+
+_EPSILONS = ("variance_epsilon", "eps", "epsilon")
+_TRIAL = 32  # rows
+
+
+def _forward(module: torch.nn.Module, epsilon: float, offset: float, x: Tensor, *others: Any, **more: Any) -> Tensor:
+    weight = getattr(module, "weight", None)
+    if others or more or not is_computed(x) or (weight is not None and (weight.dtype != x.dtype or not is_computed(weight))):
+        return type(module).forward(module, x, *others, **more)
+    return torch.ops.lowbit.rms_norm(x.contiguous(), weight, epsilon, offset)
+
+
+def _parameters(module: torch.nn.Module) -> tuple[float, float] | None:
+    """Epsilon and what is added to each weight, if the module computes RMSNorm."""
+    if "RMSNorm" not in type(module).__name__ or "forward" in vars(module) or next(module.children(), None) is not None:
+        return None
+    weight = getattr(module, "weight", None)
+    epsilon = next((value for name in _EPSILONS if isinstance(value := getattr(module, name, None), float)), None)
+    if epsilon is None or not 0 <= epsilon <= 1 or (weight is not None and (weight.ndim != 1 or weight.device.type != "cpu")):
+        return None
+    if weight is not None and weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return None
+    width, dtype = (64, torch.float32) if weight is None else (len(weight), weight.dtype)
+    x = torch.randn(_TRIAL, width, generator=torch.Generator().manual_seed(0), dtype=torch.float32).to(dtype)
+    with torch.no_grad():
+        try:
+            expected = module(x)
+        except Exception:  # it takes other arguments
+            return None
+        if not isinstance(expected, Tensor) or expected.shape != x.shape or expected.dtype != dtype:
+            return None
+        tolerance = 4 * torch.finfo(dtype).eps
+        for offset in (0.0,) if weight is None else (0.0, 1.0):
+            result = torch.ops.lowbit.rms_norm(x, weight, epsilon, offset)
+            if torch.allclose(result.float(), expected.float(), rtol=tolerance, atol=tolerance):
+                return epsilon, offset
+    return None
+
+
+def replace(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Has all RMSNorms of a model computed by lowbit; the modules stay, with another ``forward``."""
+    replaced = []
+    for module in model.modules():
+        parameters = _parameters(module)
+        if parameters is not None:
+            module.forward = functools.partial(_forward, module, *parameters)
+            replaced.append(module)
+    return replaced
+
+
+def restore(replaced: list[torch.nn.Module]) -> None:
+    """Gives the modules their own ``forward`` back."""
+    for module in replaced:
+        vars(module).pop("forward", None)

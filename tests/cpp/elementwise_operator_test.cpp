@@ -1,0 +1,54 @@
+// Activation functions and RMSNorm: strides, threads, refusals. ctest runs this once per LOWBIT_ISA.
+
+#include <gtest/gtest.h>
+
+#include "support/tensors.h"
+
+namespace lowbit::test {
+namespace {
+
+// Halves of one tensor [rows, 2 n], as the two inputs of a gated activation often are.
+TEST(Elementwise, RowsAtEqualDistancesAndThreads) {
+  Random random(1);
+  const Tensor both = random_tensor(ElementType::f32, {4, 50, 2, 100}, random);
+  const auto half = [&](int64_t i) {
+    return view_of(both.memory->data() + i * 400, ElementType::f32, {4, 50, 100}, {10000, 200, 1});
+  };
+  Tensor x(ElementType::f32, {4, 50, 100}), gate(ElementType::f32, {4, 50, 100});
+  for (int64_t i = 0; i < 20000; ++i) {
+    std::memcpy(x.memory->data() + 4 * i, element(half(0), i), 4);
+    std::memcpy(gate.memory->data() + 4 * i, element(half(1), i), 4);
+  }
+  Tensor expected(ElementType::f32, {4, 50, 100}), out(ElementType::f32, {4, 50, 100});
+  for (int64_t activation = 0; activation < 4; ++activation) {
+    ASSERT_TRUE(activate(x.view, &gate.view, activation, expected.view, {}).ok());
+    for (const int count : {1, 3}) {
+      const TensorView a = half(0), b = half(1);
+      ASSERT_TRUE(activate(a, &b, activation, out.view, threads(count)).ok());
+      EXPECT_EQ(out.bytes(), expected.bytes());
+    }
+  }
+  ASSERT_TRUE(rms_norm(x.view, nullptr, 1e-6, 0.0, expected.view, {}).ok());
+  ASSERT_TRUE(rms_norm(half(0), nullptr, 1e-6, 0.0, out.view, threads(3)).ok());
+  EXPECT_EQ(out.bytes(), expected.bytes());
+}
+
+TEST(Elementwise, Refusals) {
+  Random random(1);
+  const Tensor x = random_tensor(ElementType::f32, {3, 8}, random), weight = random_tensor(ElementType::f32, {8}, random);
+  Tensor out(ElementType::f32, {3, 8});
+  EXPECT_TRUE(refused(activate(x.view, nullptr, 4, out.view, {}), "activation is 4; expected 0 to 3"));
+  EXPECT_TRUE(refused(activate(x.view, &weight.view, 0, out.view, {}), "gate has shape [8]; expected [3, 8]"));
+  EXPECT_TRUE(refused(activate(index_tensor<int64_t>({1}).view, nullptr, 0, out.view, {}), "x has dtype int64; expected"));
+  EXPECT_TRUE(refused(activate(x.view, nullptr, 0, x.view, {}), "out and x share memory; expected memory of their own"));
+  const TensorView uneven = view_of(x.view.data, ElementType::f32, {2, 2, 2}, {5, 3, 1});
+  const TensorView number = view_of(x.view.data, ElementType::f32, {}, {});
+  EXPECT_TRUE(refused(activate(uneven, nullptr, 0, out.view, {}), "x has strides that are not those of rows"));
+  EXPECT_TRUE(refused(activate(number, nullptr, 0, out.view, {}), "x has no dimension; expected one or more"));
+  EXPECT_TRUE(refused(rms_norm(x.view, &x.view, 1e-6, 0.0, out.view, {}), "weight has shape [3, 8]; expected [8]"));
+  EXPECT_TRUE(refused(rms_norm(x.view, nullptr, -1.0, 0.0, out.view, {}), "epsilon is -1 and weight_offset 0"));
+  EXPECT_TRUE(refused(rms_norm(x.view, nullptr, 1e-6, 7.0, out.view, {}), "epsilon is 1e-06 and weight_offset 7"));
+}
+
+}  // namespace
+}  // namespace lowbit::test

@@ -1,0 +1,120 @@
+// Every row of the elementwise table against the portable row: equal bits, and no access outside of its memory.
+// tests/python/test_elementwise.py compares what this machine chooses with torch.
+
+#include <gtest/gtest.h>
+
+#include <limits>
+
+#include "support/coverage.h"
+#include "support/guarded.h"
+#include "support/random.h"
+#include "support/reference.h"
+
+namespace lowbit::test {
+namespace {
+
+constexpr DType kTypes[] = {DType::f32, DType::bf16, DType::f16};
+constexpr int64_t kRows = 3;
+constexpr int64_t kWidths[] = {1, 15, 16, 17, 64, 100};
+// What no formula may turn into other bits on one ISA.
+constexpr float kInfinity = std::numeric_limits<float>::infinity(), kNaN = std::numeric_limits<float>::quiet_NaN();
+constexpr float kOdd[] = {0.0f, -0.0f, 5.6f, -5.6f, -5.7f, 1e-40f, -88.0f, 3e38f, -3e38f, kInfinity, -kInfinity, kNaN};
+
+void fill(Guarded& memory, DType dtype, float scale, Random& random) {
+  for (int64_t i = 0; i < memory.size() / size_of(dtype); ++i) {
+    store_from_f32(memory.data(), dtype, i, scale * random.normal());
+  }
+}
+
+std::vector<uint8_t> bytes_of(const Guarded& memory) { return {memory.data(), memory.data() + memory.size()}; }
+
+std::vector<uint8_t> activate(const ElementwiseKernel& kernel, Activation activation, DType dtype, int64_t width, bool gated) {
+  Random random(static_cast<uint64_t>(width));
+  Guarded x(kRows * width * size_of(dtype)), gate(x.size()), out(x.size());
+  fill(x, dtype, 4.0f, random);
+  fill(gate, dtype, 1.0f, random);
+  for (int64_t i = 0; i < kRows * width && i < static_cast<int64_t>(std::size(kOdd)); ++i) {
+    store_from_f32(x.data(), dtype, i, kOdd[i]);
+  }
+  x.freeze();
+  gate.freeze();
+  ActivateArgs args{};
+  args.x = x.data();
+  args.gate = gated ? gate.data() : nullptr;
+  args.out = out.data();
+  args.x_step = args.gate_step = args.out_step = args.width = width;
+  args.rows = kRows;
+  args.dtype = dtype;
+  args.activation = activation;
+  kernel.activate(args);
+  return bytes_of(out);
+}
+
+std::vector<uint8_t> rms_norm(const ElementwiseKernel& kernel, DType dtype, int64_t width, bool weighted, float odd) {
+  Random random(static_cast<uint64_t>(width));
+  Guarded x(kRows * width * size_of(dtype)), weight(width * size_of(dtype)), out(x.size());
+  fill(x, dtype, 4.0f, random);
+  fill(weight, dtype, 1.0f, random);
+  store_from_f32(x.data(), dtype, width, odd);  // in the second row
+  x.freeze();
+  weight.freeze();
+  RmsNormArgs args{};
+  args.x = x.data();
+  args.weight = weighted ? weight.data() : nullptr;
+  args.out = out.data();
+  args.x_step = args.out_step = args.width = width;
+  args.rows = kRows;
+  args.dtype = dtype;
+  args.epsilon = 1e-6f;
+  args.weight_offset = width % 2 == 0 ? 1.0f : 0.0f;
+  kernel.rms_norm(args);
+  return bytes_of(out);
+}
+
+class ElementwiseRow : public testing::TestWithParam<RowRef> {};
+
+TEST_P(ElementwiseRow, Activate) {
+  LOWBIT_SKIP_UNLESS_SUPPORTED(GetParam());
+  const ElementwiseKernel& kernel = elementwise_kernel(GetParam().index);
+  note_exercised(kernel.name);
+  for (int a = 0; a < kActivations; ++a) {
+    for (const DType dtype : kTypes) {
+      for (const int64_t width : kWidths) {
+        for (const bool gated : {false, true}) {
+          const std::string what =
+              std::string(kernel.name) + " activation " + std::to_string(a) + " width " + std::to_string(width);
+          SCOPED_TRACE(what);
+          set_current_case(what.c_str());
+          const auto activation = static_cast<Activation>(a);
+          ASSERT_EQ(activate(kernel, activation, dtype, width, gated),
+                    activate(choose_elementwise(kPortable), activation, dtype, width, gated));
+        }
+      }
+    }
+  }
+}
+
+TEST_P(ElementwiseRow, RmsNorm) {
+  LOWBIT_SKIP_UNLESS_SUPPORTED(GetParam());
+  const ElementwiseKernel& kernel = elementwise_kernel(GetParam().index);
+  note_exercised(kernel.name);
+  for (const DType dtype : kTypes) {
+    for (const int64_t width : kWidths) {
+      for (const float odd : kOdd) {
+        const std::string what = std::string(kernel.name) + " width " + std::to_string(width) + " odd " + std::to_string(odd);
+        SCOPED_TRACE(what);
+        set_current_case(what.c_str());
+        for (const bool weighted : {false, true}) {
+          ASSERT_EQ(rms_norm(kernel, dtype, width, weighted, odd),
+                    rms_norm(choose_elementwise(kPortable), dtype, width, weighted, odd));
+        }
+      }
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Rows, ElementwiseRow, testing::ValuesIn(elementwise_rows()), test_name);
+GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(ElementwiseRow);
+
+}  // namespace
+}  // namespace lowbit::test

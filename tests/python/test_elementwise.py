@@ -1,0 +1,108 @@
+"""Attention without caches, activation functions and RMSNorm beside torch's."""
+
+import lowbit
+import pytest
+import torch
+import torch.nn.functional as F
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+FUNCTIONS = {
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "gelu_quick": lambda x: x * torch.sigmoid(1.702 * x),
+    "silu": F.silu,
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_activations_beside_torch(name, dtype):
+    torch.manual_seed(0)
+    x = torch.cat([torch.randn(40, 100) * 4, torch.linspace(-12, 12, 1000).view(10, 100)]).to(dtype)
+    gate = torch.randn(50, 100).to(dtype)
+    expected = FUNCTIONS[name](x.double())
+    out = lowbit.activate(x, name)
+    assert out.dtype is dtype and out.shape == x.shape
+    torch.testing.assert_close(out.double(), expected, rtol=TOLERANCE[dtype], atol=1e-6)
+    torch.testing.assert_close(
+        lowbit.activate(x, name, gate).double(), expected * gate.double(), rtol=TOLERANCE[dtype], atol=1e-5
+    )
+    for row in (0, 17, 49):  # whatever rows are beside it
+        assert lowbit.activate(x[row], name).equal(out[row])
+    wide = torch.cat([x, gate], dim=1)
+    assert lowbit.activate(wide[:, :100], name, wide[:, 100:]).equal(lowbit.activate(x, name, gate))
+
+
+def test_gelu_is_within_its_bound_and_keeps_what_is_not_finite():
+    x = torch.linspace(-9, 9, 200_001)
+    error = (lowbit.activate(x, "gelu").double() - F.gelu(x.double())).abs() / x.double().abs().clamp(min=1e-6)
+    assert error.max() < 2.5e-7
+    odd = lowbit.activate(torch.tensor([torch.inf, -torch.inf, torch.nan, -1e30, 0.0]), "gelu")
+    assert odd[:2].tolist() == [torch.inf, 0.0] and odd[2].isnan() and odd[3:].tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", [1, 16, 100, 640])
+def test_rms_norm_beside_torch(width, dtype):
+    torch.manual_seed(0)
+    x, weight = (torch.randn(5, 7, width) * 3).to(dtype), torch.randn(width).to(dtype)
+    for offset in (0.0, 1.0):
+        expected = F.rms_norm(x.double(), (width,), weight.double() + offset, 1e-6)
+        out = lowbit.rms_norm(x, weight, weight_offset=offset)
+        torch.testing.assert_close(out.double(), expected, rtol=TOLERANCE[dtype], atol=1e-5)
+        assert lowbit.rms_norm(x[3, 4], weight, weight_offset=offset).equal(out[3, 4])
+    expected = F.rms_norm(x.double(), (width,), None, 0.5)
+    torch.testing.assert_close(lowbit.rms_norm(x, epsilon=0.5).double(), expected, rtol=TOLERANCE[dtype], atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", ["full", "causal", "window"])
+def test_masked_attention_beside_torch(kind, dtype):
+    torch.manual_seed(0)
+    length, heads, kv_heads = 21, 8, 2
+    q, k, v = (torch.randn(3, n, length, w).to(dtype) for n, w in ((heads, 32), (kv_heads, 32), (kv_heads, 48)))
+    shown = torch.ones(3, length, dtype=torch.bool)
+    shown[0, 15:] = shown[1, :4] = False
+    i = torch.arange(length)
+    begin = (i - 3).clamp(min=0) if kind == "window" else torch.zeros_like(i)
+    end = {"full": torch.full_like(i, length), "causal": i + 1, "window": (i + 4).clamp(max=length)}[kind]
+    bounds = torch.stack([shown, begin.expand(3, -1), end.expand(3, -1)], dim=-1).int()
+    out = lowbit.masked_attention(q, k, v, bounds, scale=0.2)
+    mask = (i >= begin[:, None]) & (i < end[:, None]) & shown[:, None]
+    q, k, v = (x.float() for x in (q, k, v))
+    repeated = [x.repeat_interleave(heads // kv_heads, 1) for x in (k, v)]
+    expected = F.scaled_dot_product_attention(q, *repeated, attn_mask=mask[:, None], scale=0.2).transpose(1, 2)
+    torch.testing.assert_close(out[shown].float(), expected[shown], rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    assert not out[~shown].any()
+
+
+def test_traced_operators_have_the_shapes_of_real_ones():
+    q, k, v = torch.randn(2, 4, 5, 32), torch.randn(2, 2, 5, 32), torch.randn(2, 2, 5, 16)
+    bounds = torch.tensor([1, 0, 5], dtype=torch.int32).expand(2, 5, 3).contiguous()
+    operators = torch.ops.lowbit
+    for operator, arguments in (
+        (operators.masked_attention, (q, k, v, bounds, 0.1)),
+        (operators.activate, (torch.randn(3, 5), None, 2)),
+        (operators.rms_norm, (torch.randn(3, 5), torch.randn(5), 1e-6)),
+    ):
+        torch.library.opcheck(operator.default, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_refusals():
+    x = torch.randn(2, 4, 5, 32)
+    with pytest.raises(ValueError, match="activation is 'relu'; expected one of gelu, gelu_tanh, gelu_quick, silu"):
+        lowbit.activate(x, "relu")
+    with pytest.raises(ValueError, match="x has dtype float64; expected float32, bfloat16 or float16"):
+        lowbit.activate(x.double(), "silu")
+    with pytest.raises(ValueError, match=r"weight has shape \[3\]; expected \[32\]"):
+        lowbit.rms_norm(x, torch.ones(3))
+    with pytest.raises(ValueError, match=r"bounds has shape \[2, 4, 3\]; expected \[2, 5, 3\]"):
+        lowbit.masked_attention(x, x, x, torch.ones(2, 4, 3, dtype=torch.int32))
+    for call in (
+        lambda y: lowbit.activate(y, "silu"),
+        lambda y: lowbit.rms_norm(y),
+        lambda y: lowbit.masked_attention(y, y, y),
+    ):
+        with pytest.raises(RuntimeError, match=r"has no gradients; call it under torch.no_grad\(\)"):
+            call(x.clone().requires_grad_())
