@@ -54,7 +54,8 @@ PYTEST := OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(JOBS) --dist load
   test-python test-python-more test-arm-python test-arm-python-cpus test-arm-python-sme2 test-arm-runner test-kleidiai \
   test-versions coverage soak fuzz fuzz-import test-llama-cpp test-import-libraries arm-python-lowbit wheel-aarch64 wheels \
   wheel-macos test-wheels test-workflows test-macos-build test-ios-build test-windows-build test-windows-run \
-  test-android-like test-android bench bench-doc bench-llm bench-llm-doc bench-reality bench-reality-doc bench-embeddings bench-embeddings-doc bench-peers \
+  test-android-like test-android bench bench-doc bench-llm bench-llm-doc bench-reality bench-reality-doc bench-embeddings \
+  bench-embeddings-doc bench-peers \
   bench-kernels bench-overhead bench-arm arm-cost train-tiny-llama clean
 
 demo: $(VENV)/installed
