@@ -55,8 +55,7 @@ PYTEST := OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(JOBS) --dist load
   test-versions coverage soak fuzz fuzz-import test-llama-cpp test-import-libraries arm-python-lowbit wheel-aarch64 wheels \
   wheel-macos test-wheels test-workflows test-macos-build test-ios-build test-windows-build test-windows-run \
   test-android-like test-android bench bench-doc bench-llm bench-llm-doc bench-reality bench-reality-doc bench-embeddings \
-  bench-embeddings-doc bench-peers \
-  bench-kernels bench-overhead bench-arm arm-cost train-tiny-llama clean
+  bench-embeddings-doc bench-peers bench-kernels bench-overhead bench-arm arm-cost train-tiny-llama clean
 
 demo: $(VENV)/installed
 	HF_HUB_OFFLINE=1 $(BIN)/python examples/minilm/demo.py --output demo-out

@@ -2,9 +2,9 @@
 
     python3 bench/embeddings.py [--models minilm,bge-base] [--rounds N] [--document docs/measurements/embeddings.md]
 
-MiniLM has its trained weights; the other models are of well-known shapes with random weights, for speed alone. All contenders take
-turns in one run, so that other work on the machine affects all alike. Times are CPU time, medians over the rounds. A contender that
-is not installed, or that does not take a model, is named with the reason.
+MiniLM has its trained weights; the other models have well-known shapes and random weights, for speed alone. All contenders take
+turns in one run, so that other work on the machine affects all alike. Times are CPU time, medians over the rounds. A contender
+that is not installed, or that does not take a model, is named with the reason.
 """
 
 from __future__ import annotations
