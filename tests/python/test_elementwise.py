@@ -106,3 +106,33 @@ def test_refusals():
     ):
         with pytest.raises(RuntimeError, match=r"has no gradients; call it under torch.no_grad\(\)"):
             call(x.clone().requires_grad_())
+
+
+class Everything(torch.nn.Module):
+    """The three operators one after the other. Input [2, 6, 64] and bounds [2, 6, 3]."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.linspace(0.5, 2, 64), requires_grad=False)
+
+    def forward(self, x, bounds):
+        x = lowbit.rms_norm(x, self.weight, weight_offset=1.0)
+        heads = x.unflatten(-1, (4, 16)).transpose(1, 2)
+        x = lowbit.masked_attention(heads, heads, heads, bounds).flatten(2)
+        return lowbit.activate(x, "gelu", lowbit.activate(x, "silu"))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore:This API is experimental")
+def test_every_surface_has_the_same_bits(tmp_path, executorch):
+    torch.manual_seed(0)
+    model, x = Everything(), torch.randn(2, 6, 64)
+    bounds = torch.tensor([1, 0, 6], dtype=torch.int32).repeat(2, 6, 1)
+    bounds[1, 4:, 0] = 0
+    with torch.no_grad():
+        expected = model(x, bounds)
+        assert torch.compile(model, fullgraph=True)(x, bounds).equal(expected)
+    lowbit.export_pte(model, (x, bounds), tmp_path / "all.pte")
+    method = executorch.load_program(tmp_path / "all.pte").load_method("forward")
+    assert method.execute([x, bounds])[0].equal(expected)
+    lowbit.export_pt2(model, (x, bounds), tmp_path / "all.pt2")
+    assert torch._inductor.aoti_load_package(str(tmp_path / "all.pt2"))(x, bounds).equal(expected)
