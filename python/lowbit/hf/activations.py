@@ -66,12 +66,6 @@ class Activation(torch.nn.Module):
         return torch.ops.lowbit.activate(x.contiguous(), None, self.kind)
 
 
-def stand_in(function: torch.nn.Module) -> torch.nn.Module:
-    """In the place of an activation function in a decoder: a row's bits do not depend on the rows beside it."""
-    kind = kind_of(function)
-    return RowWise(function) if kind is None else Activation(function, kind)
-
-
 class RowWise(torch.nn.Module):
     """An activation function whose results do not depend on what rows are beside a row.
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from .. import nn
-from . import norms, own_attention, position_tables, recurrent
-from .activations import is_activation, stand_in
+from . import own_attention, position_tables, recurrent
+from .activations import RowWise, is_activation
 from .shared_inputs import SharedInput
 from .unsupported import Unsupported as Unsupported
 
@@ -310,7 +310,6 @@ class Takeover:
             setattr(module, name, copies[id(config)])
         self._rotary: list[tuple[torch.nn.Module, torch.nn.Module]] = []
         self._activations: list[tuple[torch.nn.Module, str, torch.nn.Module]] = []
-        self.norms = norms.replace(model)
         self._hooks: list[Any] = []
         self._own: list[tuple[torch.nn.Module, str, torch.nn.Module]] = []
         self._shared: list[SharedInput] = []
@@ -339,7 +338,7 @@ class Takeover:
             for name, child in list(module.named_children()):
                 if is_activation(child):
                     self._activations.append((module, name, child))
-                    setattr(module, name, stand_in(child))
+                    setattr(module, name, RowWise(child))
 
     def _replace_attention(self, model: torch.nn.Module, positions: int) -> None:
         for module, name, attention, kind in list(own_attention.find(model)):
@@ -407,7 +406,6 @@ class Takeover:
             setattr(module, name, replaced)
         for hook in self._hooks:
             hook.remove()
-        norms.restore(self.norms)
         for mixer in self.mixers:
             mixer.end()
         for shared in self._shared:

@@ -52,18 +52,12 @@ def _parameters(module: torch.nn.Module) -> tuple[float, float] | None:
     return None
 
 
-def replace(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Has all RMSNorms of a model computed by lowbit; the modules stay, with another ``forward``."""
-    replaced = []
+def replace(model: torch.nn.Module) -> int:
+    """Has all RMSNorms of a model computed by lowbit; the modules stay, with another ``forward``. Returns how many."""
+    count = 0
     for module in model.modules():
         parameters = _parameters(module)
         if parameters is not None:
             module.forward = functools.partial(_forward, module, *parameters)
-            replaced.append(module)
-    return replaced
-
-
-def restore(replaced: list[torch.nn.Module]) -> None:
-    """Gives the modules their own ``forward`` back."""
-    for module in replaced:
-        vars(module).pop("forward", None)
+            count += 1
+    return count

@@ -34,7 +34,7 @@ def figures(
     Returns:
         A document that :func:`lowbit.perf.page.check` accepts.
     """
-    end = time.monotonic() + seconds
+    end = time.perf_counter() + seconds
     known = facts()
     not_reached = [
         {"what": f"kernels for {name}", "why": "this CPU does not have these instructions"} for name in known["isa"]["absent"]
@@ -44,7 +44,7 @@ def figures(
     def measure(part: str, share: float) -> None:
         if progress is not None:
             progress(part)
-        left = end - time.monotonic()
+        left = end - time.perf_counter()
         document, reason = result_of("lowbit.perf.measure", part, str(threads), str(left * share), seconds=max(1.0, left))
         reason = reason or document.pop("reason", "")
         if reason:
@@ -60,7 +60,7 @@ def figures(
     return {
         "schema": SCHEMA,
         "date": datetime.now(UTC).date().isoformat(),
-        "seconds": seconds - (end - time.monotonic()),
+        "seconds": seconds - (end - time.perf_counter()),
         "threads": threads,
         **known,
         "load": load,

@@ -57,20 +57,20 @@ class Clock:
     """The time that is left; ``again(n)`` says whether one more round like the mean of the last n fits."""
 
     def __init__(self, seconds: float):
-        self._begin = time.monotonic()
+        self._begin = time.perf_counter()
         self._end = self._begin + seconds
         self._rounds = self._begin
 
     def start_rounds(self) -> None:
-        self._rounds = time.monotonic()
+        self._rounds = time.perf_counter()
 
     def again(self, done: int) -> bool:
-        now = time.monotonic()
+        now = time.perf_counter()
         return done == 0 or now + (now - self._rounds) / done <= self._end
 
     @property
     def left(self) -> float:
-        return self._end - time.monotonic()
+        return self._end - time.perf_counter()
 
 
 def _bandwidth() -> ReadBandwidth:
