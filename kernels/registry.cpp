@@ -195,7 +195,7 @@ const AttentionKernel& choose_attention(IsaBits isa) {
 
 // Tables of one row, of which libraries have none.
 template <class Tables>
-static const auto& first_of(const Tables& tables, IsaBits isa) {
+static const auto& only_row(const Tables& tables, IsaBits isa) {
   const auto* const* table = tables;
   while (((*table)->rows[0].isa & ~isa) != 0) ++table;  // the last one is portable
   return (*table)->rows[0];
@@ -203,11 +203,11 @@ static const auto& first_of(const Tables& tables, IsaBits isa) {
 
 size_t recurrence_kernel_count() { return sizeof kRecurrence / sizeof *kRecurrence; }
 const RecurrenceKernel& recurrence_kernel(size_t index) { return kRecurrence[index]->rows[0]; }
-const RecurrenceKernel& choose_recurrence(IsaBits isa) { return first_of(kRecurrence, isa); }
+const RecurrenceKernel& choose_recurrence(IsaBits isa) { return only_row(kRecurrence, isa); }
 
 size_t elementwise_kernel_count() { return sizeof kElementwise / sizeof *kElementwise; }
 const ElementwiseKernel& elementwise_kernel(size_t index) { return kElementwise[index]->rows[0]; }
-const ElementwiseKernel& choose_elementwise(IsaBits isa) { return first_of(kElementwise, isa); }
+const ElementwiseKernel& choose_elementwise(IsaBits isa) { return only_row(kElementwise, isa); }
 
 const QuantizeKernel& portable_quantize() { return kQuantizePortable.rows[0]; }
 

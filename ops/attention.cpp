@@ -8,13 +8,12 @@
 #include "operators.h"
 #include "rows.h"
 #include "schedule.h"
+#include "scores.h"
 #include "scratch.h"
 #include "tiles.h"
 
 namespace lowbit {
 namespace {
-
-constexpr double kLog2E = 1.4426950408889634;
 
 // The sizes of a call.
 struct Sizes {
@@ -95,9 +94,6 @@ Status check_new(const char* name, const TensorView& tensor, const TensorView& q
   return Status::error("%s has shape %s; expected %s", name, describe(tensor.shape).text, describe(expected).text);
 }
 
-// With these, what scores are multiplied with is a finite float32, and no softcap is so small that it is none.
-constexpr double kLargestScale = 1e30, kSmallestSoftcap = 1e-6;
-
 Status check_scores(const Scores& scores, const TensorView& q) {
   if (!(std::fabs(scores.scale) <= kLargestScale)) {
     return Status::error("scale is %g; expected a number from -%g to %g", scores.scale, kLargestScale, kLargestScale);
@@ -157,9 +153,8 @@ class Call {
       : sizes_(sizes), q_(q), k_(k), v_(v), k_cache_(static_cast<char*>(k_cache.data)),
         v_cache_(static_cast<char*>(v_cache.data)), out_(static_cast<char*>(out.data)), item_(element_bytes(q.type)),
         cache_(sizes.cache), group_(sizes.heads / sizes.kv_heads), scores_(scores),
-        factor_(static_cast<float>(scores.softcap > 0.0 ? scores.scale / scores.softcap * (2 * kLog2E)
-                                                        : scores.scale * kLog2E)),
-        cap_(static_cast<float>(scores.softcap * kLog2E)), kernel_(choose_attention(active_isa())) {}
+        factor_(score_factor(scores.scale, scores.softcap)), cap_(score_cap(scores.softcap)),
+        kernel_(choose_attention(active_isa())) {}
 
   int64_t rows() const { return sizes_.positions * group_; }
 

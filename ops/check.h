@@ -141,6 +141,23 @@ inline Status check_tensor(const char* name, const TensorView& tensor, ElementTy
   return {};
 }
 
+// Of that type and shape, any strides, but with consecutive numbers in the last dimension.
+inline Status check_rows_of(const char* name, const TensorView& tensor, ElementType type, const Shape& expected) {
+  if (Status status = check_type_and_shape(name, tensor, type, expected); !status.ok()) return status;
+  const int last = expected.ndim - 1;
+  if (tensor.shape.size[last] > 1 && tensor.stride[last] != 1) {
+    return Status::error("%s has stride %" PRId64 " in its last dimension; expected 1", name, tensor.stride[last]);
+  }
+  return {};
+}
+
+// Of a type that layers compute in.
+inline Status check_activations(const char* name, const TensorView& tensor) {
+  if (Status status = check_memory(name, tensor); !status.ok()) return status;
+  if (is_activation_type(tensor.type)) return {};
+  return Status::error("%s has dtype %s; expected float32, bfloat16 or float16", name, name_of(tensor.type));
+}
+
 // No kernel reads such a weight: only weights in a vendor's format can meet this.
 inline Status no_kernel(const char* family, const Layout& layout) {
   return Status::error("no %s kernel for weights of %d bits in format '%s' runs on this CPU under LOWBIT_ISA", family,

@@ -16,10 +16,7 @@ struct RowsOf {
 
 // Of an activation type, the last dimension consecutive, and rows at equal distances.
 Status rows_of(const char* name, const TensorView& tensor, RowsOf* rows) {
-  if (Status status = check_memory(name, tensor); !status.ok()) return status;
-  if (!is_activation_type(tensor.type)) {
-    return Status::error("%s has dtype %s; expected float32, bfloat16 or float16", name, name_of(tensor.type));
-  }
+  if (Status status = check_activations(name, tensor); !status.ok()) return status;
   const int last = tensor.shape.ndim - 1;
   if (last < 0) return Status::error("%s has no dimension; expected one or more", name);
   *rows = {1, tensor.shape.size[last], tensor.shape.size[last]};

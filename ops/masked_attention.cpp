@@ -8,14 +8,13 @@
 #include "operators.h"
 #include "rows.h"
 #include "schedule.h"
+#include "scores.h"
 #include "scratch.h"
 #include "tiles.h"
 
 namespace lowbit {
 namespace {
 
-constexpr double kLog2E = 1.4426950408889634;
-constexpr double kLargestScale = 1e30, kSmallestSoftcap = 1e-6;
 constexpr int64_t kMostPositions = int64_t{1} << 30;
 
 // A query that is computed: its position, and what it sees, counted in visible keys.
@@ -29,14 +28,6 @@ struct Text {
   Query* queries;
   int64_t key_count, query_count;
 };
-
-Status check_heads(const char* name, const TensorView& tensor, ElementType type, const Shape& expected) {
-  if (Status status = check_type_and_shape(name, tensor, type, expected); !status.ok()) return status;
-  if (tensor.stride[3] != 1 && expected.size[3] > 1) {
-    return Status::error("%s has stride %" PRId64 " in its last dimension; expected 1", name, tensor.stride[3]);
-  }
-  return {};
-}
 
 // Reads text `b` of `bounds` once: another thread may write to it meanwhile.
 Status read_text(const TensorView& bounds, int64_t b, int32_t* before, Text* text) {
@@ -106,9 +97,9 @@ Status masked_attention(const TensorView& q, const TensorView& k, const TensorVi
   if (positions > kMostPositions || length > kMostPositions) {
     return Status::error("there are %" PRId64 " queries and %" PRId64 " keys; expected at most 2^30", positions, length);
   }
-  if (Status status = check_heads("q", q, q.type, q.shape); !status.ok()) return status;
-  if (Status status = check_heads("k", k, q.type, {4, {batch, kv_heads, length, width}}); !status.ok()) return status;
-  if (Status status = check_heads("v", v, q.type, {4, {batch, kv_heads, length, value_width}}); !status.ok()) return status;
+  if (Status status = check_rows_of("q", q, q.type, q.shape); !status.ok()) return status;
+  if (Status status = check_rows_of("k", k, q.type, {4, {batch, kv_heads, length, width}}); !status.ok()) return status;
+  if (Status status = check_rows_of("v", v, q.type, {4, {batch, kv_heads, length, value_width}}); !status.ok()) return status;
   if (bounds != nullptr) {
     if (positions != length) {
       return Status::error("there are %" PRId64 " queries and %" PRId64 " keys; expected as many with bounds", positions,
@@ -135,8 +126,7 @@ Status masked_attention(const TensorView& q, const TensorView& k, const TensorVi
   }
   const DefaultFloats floats;
   __asm__ volatile("" : "+m"(scale), "+m"(softcap));  // the compiler must not round their products before the line above
-  const float factor = static_cast<float>(softcap > 0.0 ? scale / softcap * (2 * kLog2E) : scale * kLog2E);
-  const float cap = static_cast<float>(softcap * kLog2E);
+  const float factor = score_factor(scale, softcap), cap = score_cap(softcap);
 
   const int64_t group = heads / kv_heads, rows = positions * group;
   const int64_t products = batch * heads * positions * length * (width + value_width);

@@ -5,6 +5,7 @@
 #include "check.h"
 #include "operators.h"
 #include "schedule.h"
+#include "scores.h"
 #include "scratch.h"
 #include "tiles.h"
 
@@ -12,19 +13,8 @@ namespace lowbit {
 namespace {
 
 constexpr int64_t kColumns = 16;  // of a panel of a state
-constexpr double kLargestScale = 1e30;
 
 constexpr int64_t panels_of(int64_t columns) { return (columns + kColumns - 1) / kColumns; }
-
-// Of that type and shape, any strides, but with consecutive numbers in the last dimension.
-Status check_rows_of(const char* name, const TensorView& tensor, ElementType type, const Shape& expected) {
-  if (Status status = check_type_and_shape(name, tensor, type, expected); !status.ok()) return status;
-  const int last = expected.ndim - 1;
-  if (tensor.shape.size[last] > 1 && tensor.stride[last] != 1) {
-    return Status::error("%s has stride %" PRId64 " in its last dimension; expected 1", name, tensor.stride[last]);
-  }
-  return {};
-}
 
 // Whether no positions of the text came before a call.
 Status begins_text(const TensorView& start, bool* fresh) {
@@ -33,12 +23,6 @@ Status begins_text(const TensorView& start, bool* fresh) {
   if (position < 0) return Status::out_of_range("start is %" PRId64 "; expected 0 or more", position);
   *fresh = position == 0;
   return {};
-}
-
-Status check_activations(const char* name, const TensorView& tensor) {
-  if (Status status = check_memory(name, tensor); !status.ok()) return status;
-  if (is_activation_type(tensor.type)) return {};
-  return Status::error("%s has dtype %s; expected float32, bfloat16 or float16", name, name_of(tensor.type));
 }
 
 const char* at(const TensorView& tensor, int64_t a, int64_t b, int64_t c) {

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .._elementwise import ACTIVATIONS
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _LANES = 64  # a multiple of what torch's loops take in a step, on every CPU: two vectors
 _GRAIN = 32768  # elements that torch gives a thread at least
 _ALONE = 16384  # elements that one thread computes always
@@ -49,7 +49,7 @@ def is_computed(*tensors: Tensor) -> bool:
     """Whether lowbit computes what stands between linear layers: on the CPU, without gradients, and not in compiled code, which
     fuses it with what is beside it."""
     return not torch.compiler.is_compiling() and all(
-        x.device.type == "cpu" and x.dtype in _DTYPES and not (torch.is_grad_enabled() and x.requires_grad) for x in tensors
+        x.device.type == "cpu" and x.dtype in DTYPES and not (torch.is_grad_enabled() and x.requires_grad) for x in tensors
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .activations import is_computed
+from .activations import DTYPES, is_computed
 
 _EPSILONS = ("variance_epsilon", "eps", "epsilon")
 _TRIAL = 32  # rows
@@ -33,7 +33,7 @@ def _parameters(module: torch.nn.Module) -> tuple[float, float] | None:
     epsilon = next((value for name in _EPSILONS if isinstance(value := getattr(module, name, None), float)), None)
     if epsilon is None or not 0 <= epsilon <= 1 or (weight is not None and (weight.ndim != 1 or weight.device.type != "cpu")):
         return None
-    if weight is not None and weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+    if weight is not None and weight.dtype not in DTYPES:
         return None
     width, dtype = (64, torch.float32) if weight is None else (len(weight), weight.dtype)
     x = torch.randn(_TRIAL, width, generator=torch.Generator().manual_seed(0), dtype=torch.float32).to(dtype)
