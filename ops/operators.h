@@ -52,9 +52,9 @@ struct Scores {
 // value_width] of one type, any strides; the caches contiguous [batch, kv_heads, max_length, width or value_width] of
 // float32, bfloat16 or float16, whatever q is, or int8: then 4 bytes wider, a head of it being the codes of max_length
 // positions and then their scales in float32; or int8 of half the width, a multiple of 32, and 4 bytes, which has 4-bit
-// codes, as keys and values may, or values alone. max_length is a multiple of 16; start int64, one element: how many positions the caches hold. Writes k and v
-// behind them, and to out [batch, positions, heads, value_width] what each query sees: positions up to its own. The
-// layout of k_cache: AttentionArgs::keys.
+// codes, as keys and values may, or values alone. max_length is a multiple of 16; start int64, one element: how many
+// positions the caches hold. Writes k and v behind them, and to out [batch, positions, heads, value_width] what each query
+// sees: positions up to its own. The layout of k_cache: AttentionArgs::keys.
 LOWBIT_API Status attention_shape(const TensorView& q, const TensorView& v, Shape* out);
 LOWBIT_API Status attention(const TensorView& q, const TensorView& k, const TensorView& v, const TensorView& k_cache,
                             const TensorView& v_cache, const TensorView& start, const Scores& scores,

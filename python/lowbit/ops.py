@@ -284,8 +284,8 @@ def attention(
             example) and let only this operator read and write them. :func:`cache_width` returns the last dimension: int8
             caches have 4 more bytes, a float32 scale per position and head. 4-bit caches are int8 tensors with half as many
             bytes and these 4; their widths are multiples of 32. Values may have 4 bits and keys int8, but not the other way
-            round. Both are rounded to nearest in a smaller type, in 4 bits after a rotation (docs/internals/operators.md). In int8 and 4-bit caches a position with a key or value that is
-            not finite is NaN.
+            round. Both are rounded to nearest in a smaller type, in 4 bits after a rotation (docs/internals/operators.md). In
+            int8 and 4-bit caches a position with a key or value that is not finite is NaN.
         start: int64, one element: how many positions the caches hold. 0 starts a new text. Position i of q is position
             ``start + i`` of the text and sees all up to itself.
         scale: of the products of q and k; None: ``width ** -0.5``.

@@ -67,7 +67,8 @@ struct Model {
   // As nothing has written to it yet: 0x5c5c... everywhere.
   Tensor cache(bool is_key) const {
     const CacheType stored = is_key ? key_type(cache_of) : value_type(cache_of);
-    Tensor made(element_type(stored), {batch, kv_heads, max_length, has_scales(stored) ? position_bytes(stored, width) : width});
+    const int64_t columns = has_scales(stored) ? position_bytes(stored, width) : width;
+    Tensor made(element_type(stored), {batch, kv_heads, max_length, columns});
     // Kernels read whole panels of 16 positions, and drop the scores of those that nothing has written. MemorySanitizer
     // stops them all the same where a code is an index.
     if (stored == kI4) accept(made.memory->data(), made.memory->size());

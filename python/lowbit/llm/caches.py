@@ -58,6 +58,20 @@ class Caches:
         return sum(cache.nbytes for layer in self.layers for cache in layer)
 
 
+def type_of(cache: str | None, dtype: torch.dtype) -> str:
+    """The type of caches that was asked for; None: that of a model of this dtype.
+
+    Raises:
+        ValueError: an unknown type.
+    """
+    if cache is None:
+        return name_of(dtype)
+    if cache not in CACHES:
+        reason = "; rounding keys to 4 bits loses more than rounding values" if cache == "int4,int8" else ""
+        raise ValueError(f"cache is {cache!r}; expected one of {', '.join(map(repr, CACHES))}, or None{reason}")
+    return cache
+
+
 def name_of(dtype: torch.dtype) -> str:
     """The type of caches that store keys and values as they are."""
     return str(dtype).removeprefix("torch.")

@@ -14,7 +14,7 @@ from ..hf import decoding
 from ..hf.recurrent import is_state
 from ..hf.shared_inputs import observed
 from ..ops import cache_storage, cache_width
-from .caches import CACHES, Caches, common, copy_layer, dtypes_of, name_of
+from .caches import CACHES, Caches, common, copy_layer, dtypes_of, name_of, type_of
 from .proof import EXACT_LIMIT, PIECES_LIMIT, Reference
 from .sampling import prompt_ids
 from .states import StateKeeper
@@ -92,15 +92,12 @@ class Decoder(torch.nn.Module):
             raise ValueError(f"max_length is {max_length}; expected a positive multiple of 16")
         if limit is not None and max_length > limit:
             raise ValueError(f"max_length is {max_length}; expected at most the model's {limit} positions")
-        if cache is not None and cache not in CACHES:
-            reason = "; rounding keys to 4 bits loses more than rounding values" if cache == "int4,int8" else ""
-            raise ValueError(f"cache is {cache!r}; expected one of {', '.join(map(repr, CACHES))}, or None{reason}")
+        self.cache_type = type_of(cache, model.dtype)
         if model.training:
             raise ValueError("the model is in training mode; call its eval() first")
         self.model = model
         self.max_length = max_length
         self._keep_windows = windows
-        self.cache_type: str = name_of(model.dtype) if cache is None else cache
         decoding.give_back(model)
         self._takeover: decoding.Takeover | None = None
         try:
@@ -120,8 +117,8 @@ class Decoder(torch.nn.Module):
         self._takeover = decoding.Takeover(self.model, self.max_length)
         if self._takeover.has_alibi and not dtypes_of(self.cache_type)[0].is_floating_point:
             raise decoding.Unsupported(
-                f"the keys of its attention carry positions (alibi), which a cache of {self.cache_type} would round; expected a cache of "
-                "float32, bfloat16 or float16"
+                f"the keys of its attention carry positions (alibi), which a cache of {self.cache_type} would round; "
+                "expected a cache of float32, bfloat16 or float16"
             )
         try:
             asked = self._ask(reference, self._takeover)
