@@ -45,10 +45,10 @@ def kind_of(module: torch.nn.Module) -> str | None:
     return _KINDS.get(type(module).__name__) if is_activation(module) else None
 
 
-def is_computed(*tensors: Tensor) -> bool:
-    """Whether lowbit computes what stands between linear layers: on the CPU, without gradients, and not in compiled code, which
-    fuses it with what is beside it."""
-    return not torch.compiler.is_compiling() and all(
+def is_computed(*tensors: Tensor, compiled: bool = False) -> bool:
+    """Whether lowbit computes what stands between linear layers: on the CPU, without gradients, and in compiled code only what
+    is not fused there with what is beside it (``compiled``)."""
+    return (compiled or not torch.compiler.is_compiling()) and all(
         x.device.type == "cpu" and x.dtype in DTYPES and not (torch.is_grad_enabled() and x.requires_grad) for x in tensors
     )
 
