@@ -316,7 +316,9 @@ def test_two_models_on_one_configuration():
         assert torch.equal(models[1](tokens).logits, logits[1])
         decoders.append(Decoder(models[1], 64))
         for decoder, expected in zip(decoders, logits, strict=True):
-            torch.testing.assert_close(decoder(tokens, torch.zeros(1, dtype=torch.int64)), expected[:, -1], rtol=1e-5, atol=1e-4)
+            torch.testing.assert_close(
+                decoder(tokens, torch.zeros(1, dtype=torch.int64)), expected[:, -1], rtol=1e-5, atol=1e-4
+            )
         for n, (decoder, model) in enumerate(zip(decoders, models, strict=True)):
             decoder.release()
             assert state(model) == before[n] and torch.equal(model(tokens).logits, logits[n])
