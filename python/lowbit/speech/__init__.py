@@ -2,6 +2,18 @@
 
 from .audio import SAMPLE_RATE, load_audio
 from .decoder import SpeechDecoder
+from .exporting import ExportedSpeech, export_speech, load_speech
 from .transcriber import Segment, Transcriber, Transcription, load_transcriber
 
-__all__ = ["SAMPLE_RATE", "Segment", "SpeechDecoder", "Transcriber", "Transcription", "load_audio", "load_transcriber"]
+__all__ = [
+    "SAMPLE_RATE",
+    "ExportedSpeech",
+    "Segment",
+    "SpeechDecoder",
+    "Transcriber",
+    "Transcription",
+    "export_speech",
+    "load_audio",
+    "load_speech",
+    "load_transcriber",
+]

@@ -50,7 +50,7 @@ class SpeechDecoder(torch.nn.Module):
         self.vocabulary: int = config.vocab_size
         self.max_length: int = config.max_target_positions
         self.heads: int = config.decoder_attention_heads
-        self._heard = 0  # positions of the encoder's output that the caches hold
+        self._last: Tensor | None = None  # position of the encoder's output that the caches hold
         fuse_(model)
         for number, caches in enumerate(self._make(self.max_length, config.max_source_positions)):
             for name, tensor in zip(self._names(number), caches, strict=True):
@@ -92,9 +92,9 @@ class SpeechDecoder(torch.nn.Module):
         states = states.to(self.model.dtype)
         expected = self.model.model.decoder(input_ids=tokens, encoder_hidden_states=states, use_cache=False)[0]
         expected = self.model.proj_out(expected).float()
-        self._hear(states)
-        pieces = [self._step(tokens[:, :3], torch.tensor([0])), self._step(tokens[:, 3:], torch.tensor([3]))]
-        self._heard = 0
+        self.hear(states, torch.tensor([0]))
+        last = torch.tensor([states.shape[1] - 1])
+        pieces = [self.step(tokens[:, at:end], torch.tensor([at]), last) for at, end in ((0, 3), (3, 4))]
         difference = (torch.stack([pieces[0][0], pieces[1][0]]).float() - expected[0, 2:]).square().mean().sqrt()
         measured = float(difference / expected.std())
         if self.cache_type == name_of(self.model.dtype) and not measured <= _TRIAL_LIMIT:
@@ -117,19 +117,18 @@ class SpeechDecoder(torch.nn.Module):
         if tuple(features.shape) != (1, config.num_mel_bins, frames):
             raise ValueError(f"features is {list(features.shape)}; expected [1, {config.num_mel_bins}, {frames}]")
         with torch.inference_mode():
-            self._hear(self.model.model.encoder(features.to(self.model.dtype))[0])
+            self.hear(self.model.model.encoder(features.to(self.model.dtype))[0], torch.tensor([0]))
+        self._last = torch.tensor([config.max_source_positions - 1])
 
-    def _hear(self, states: Tensor) -> None:
-        """Writes keys and values of the encoder's output [1, positions, width]."""
-        self._heard = states.shape[1]
-        start = torch.tensor([0])
+    def hear(self, states: Tensor, at: Tensor) -> None:
+        """Writes keys and values of the encoder's output [1, positions, width] from a position on."""
         for layer, (_, _, k_cache, v_cache, last_k, last_v) in zip(
             self.model.model.decoder.layers, self._caches(), strict=True
         ):
             attention = layer.encoder_attn
             key, value = self._split(attention.k_proj(states)), self._split(attention.v_proj(states))
             # Writes all positions. With a window of 1 the attention that comes with it costs next to nothing.
-            torch.ops.lowbit.attention(key, key, value, k_cache, v_cache, start, 1.0, 1)
+            torch.ops.lowbit.attention(key, key, value, k_cache, v_cache, at, 1.0, 1)
             last_k.copy_(key[:, :, -1:])
             last_v.copy_(value[:, :, -1:])
 
@@ -153,18 +152,20 @@ class SpeechDecoder(torch.nn.Module):
             RuntimeError: there was no :meth:`listen` before.
         """
         check_call(tokens, start, self.vocabulary, self.max_length)
-        if not self._heard:
+        if self._last is None:
             raise RuntimeError("the decoder has heard nothing; call listen() first")
         with torch.inference_mode():
-            return self._step(tokens, start)
+            return self.step(tokens, start, self._last)
 
-    def _step(self, tokens: Tensor, start: Tensor) -> Tensor:
+    def step(self, tokens: Tensor, start: Tensor, last: Tensor) -> Tensor:
+        """As :meth:`forward`, unchecked; ``last``, [1] int64, is the last position of the encoder's output."""
         decoder, count = self.model.model.decoder, tokens.shape[1]
         positions = start + torch.arange(count)
+        if torch.compiler.is_compiling():  # attention refuses positions beyond the caches
+            positions = positions.clamp(0, self.max_length - 1)
         x = decoder.embed_tokens(tokens) + decoder.embed_positions.weight[positions]
         # Each query is one more head at the last position of the encoder's output, which sees all of it. The operator writes
         # that position's key and value once more, as they are.
-        last = torch.tensor([self._heard - 1])
         attend = torch.ops.lowbit.attention
         for layer, (k_cache, v_cache, heard_k, heard_v, last_k, last_v) in zip(decoder.layers, self._caches(), strict=True):
             attention, h = layer.self_attn, layer.self_attn_layer_norm(x)

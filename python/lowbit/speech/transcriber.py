@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
@@ -68,13 +69,13 @@ class Transcriber:
         """
         self.decoder = SpeechDecoder(model, cache)
         self.processor = processor
-        self._settings: Any = self.decoder.model.generation_config
+        self._settings: Any = copy.copy(self.decoder.model.generation_config)
+        tokens = processor.tokenizer.get_added_vocab()
+        _complete(self._settings, tokens)
         for name in ("no_timestamps_token_id", "decoder_start_token_id", "eos_token_id"):
             if not isinstance(getattr(self._settings, name, None), int):
                 raise ValueError(f"the model's generation_config has no {name}; expected a token, as in Whisper's files")
-        self._languages: dict[str, int] = {
-            name.strip("<|>"): token for name, token in (getattr(self._settings, "lang_to_id", None) or {}).items()
-        }
+        self._languages: dict[str, int] = {name.strip("<|>"): token for name, token in self._settings.lang_to_id.items()}
 
     @property
     def languages(self) -> list[str]:
@@ -151,7 +152,7 @@ class Transcriber:
         return samples.astype(np.float32)
 
     def _check(self, language: str | None, task: str) -> None:
-        tasks = getattr(self._settings, "task_to_id", None) or {}
+        tasks = self._settings.task_to_id
         if task not in ("transcribe", "translate") or (task == "translate" and task not in tasks):
             known = " or ".join(tasks) if tasks else "transcribe"
             raise ValueError(f"task is {task!r}; expected {known}")
@@ -247,6 +248,25 @@ class Transcriber:
                 logits[first + latest + 1 :] = -torch.inf
         if logits[first:].logsumexp(0) > logits[:first].max():
             logits[:first] = -torch.inf
+
+
+def _complete(settings: Any, tokens: dict[str, int]) -> None:
+    """What generation settings of models that were trained on often lack, from the tokenizer's special tokens: languages come
+    behind the one that begins a text, and before the tasks."""
+    found: dict[str, Any] = {
+        "no_timestamps_token_id": tokens.get("<|notimestamps|>"),
+        "decoder_start_token_id": tokens.get("<|startoftranscript|>"),
+        "lang_to_id": {},
+        "task_to_id": {},
+    }
+    tasks = {task: tokens[f"<|{task}|>"] for task in ("transcribe", "translate") if f"<|{task}|>" in tokens}
+    if len(tasks) == 2 and getattr(settings, "is_multilingual", True):
+        first, last = found["decoder_start_token_id"] or 0, min(tasks.values())
+        found["lang_to_id"] = {name: token for name, token in tokens.items() if first < token < last}
+        found["task_to_id"] = tasks
+    for name, value in found.items():
+        if not getattr(settings, name, None):
+            setattr(settings, name, value)
 
 
 def _segments(tokens: list[int], first: int, frames: int) -> tuple[list[tuple[int, int, list[int]]], int]:
