@@ -13,8 +13,14 @@ import time
 
 import lowbit
 import torch
-from lowbit.llm.decoder import CACHES
+from lowbit.llm.caches import CACHES, dtypes_of
 from lowbit.ops import cache_storage, cache_width
+
+
+def full(kv_heads: int, length: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+    """A cache that was written to, or all of it would be one page of zeros. Scales of codes are 0x3f3f3f3f: 0.75."""
+    stored = cache_storage(dtype)
+    return torch.full((1, kv_heads, length, cache_width(width, dtype)), 0x3F if stored is torch.int8 else 0.75, dtype=stored)
 
 
 def main() -> None:
@@ -32,12 +38,8 @@ def main() -> None:
     for length in options.lengths:
         layers = max(1, min(16, 256_000_000 // (2 * 4 * options.kv_heads * length * width)))
         caches, start = {}, torch.tensor([length - 1])
-        for name, dtype in CACHES.items():
-            shape = (1, options.kv_heads, length, cache_width(width, dtype))
-            # Written to, or all of it would be one page of zeros. Scales of codes are 0x3f3f3f3f: 0.75.
-            stored = cache_storage(dtype)
-            value = 0x3F if stored is torch.int8 else 0.75
-            caches[name] = [[torch.full(shape, value, dtype=stored) for _ in range(2)] for _ in range(layers)]
+        for name in CACHES:
+            caches[name] = [[full(options.kv_heads, length, width, dtype) for dtype in dtypes_of(name)] for _ in range(layers)]
         times = {name: [] for name in CACHES}
         for _ in range(options.rounds + 1):
             for name, kept in caches.items():

@@ -21,12 +21,13 @@
 #include <stdbool.h>
 #endif
 
-#define LOWBIT_KERNEL_ABI 5u
+#define LOWBIT_KERNEL_ABI 6u
 
 enum { LOWBIT_F32, LOWBIT_BF16, LOWBIT_F16 };               // types of activations and outputs
 enum { LOWBIT_SYMMETRIC, LOWBIT_AFFINE, LOWBIT_LEVELS };    // mappings
 enum { LOWBIT_PANEL16 };                                    // the built-in format; others: LOWBIT_FORMAT
-enum { LOWBIT_CACHE_F32, LOWBIT_CACHE_BF16, LOWBIT_CACHE_F16, LOWBIT_CACHE_I8, LOWBIT_CACHE_I4 };
+// Types of keys and values; the last: keys as in I8, values as in I4.
+enum { LOWBIT_CACHE_F32, LOWBIT_CACHE_BF16, LOWBIT_CACHE_F16, LOWBIT_CACHE_I8, LOWBIT_CACHE_I4, LOWBIT_CACHE_I8_I4 };
 // Whether a library's rows are asked after or before those that are built in. Among libraries, the first loaded comes first.
 // A row that is preferred gets every call that it takes, on every CPU that can run it.
 enum { LOWBIT_AFTER_BUILT_IN, LOWBIT_BEFORE_BUILT_IN };
@@ -65,7 +66,8 @@ enum class DType : uint8_t { f32 = LOWBIT_F32, bf16 = LOWBIT_BF16, f16 = LOWBIT_
 enum class Mapping : uint8_t { symmetric = LOWBIT_SYMMETRIC, affine = LOWBIT_AFFINE, levels = LOWBIT_LEVELS };
 enum class Format : uint32_t { panel16 = LOWBIT_PANEL16 };
 enum class CacheType : uint8_t {
-  f32 = LOWBIT_CACHE_F32, bf16 = LOWBIT_CACHE_BF16, f16 = LOWBIT_CACHE_F16, i8 = LOWBIT_CACHE_I8, i4 = LOWBIT_CACHE_I4
+  f32 = LOWBIT_CACHE_F32, bf16 = LOWBIT_CACHE_BF16, f16 = LOWBIT_CACHE_F16, i8 = LOWBIT_CACHE_I8, i4 = LOWBIT_CACHE_I4,
+  i8_i4 = LOWBIT_CACHE_I8_I4
 };
 enum class Preference : uint32_t { after_built_in = LOWBIT_AFTER_BUILT_IN, before_built_in = LOWBIT_BEFORE_BUILT_IN };
 }  // namespace lowbit

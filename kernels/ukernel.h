@@ -22,7 +22,7 @@
 //   attention        one row q over the positions that it sees; 16 lanes, position j is lane j % 16:
 //                    q = q * factor;  x[j] = 0, for i in order: x[j] = fma(k[j][i], q[i], x[j])
 //                    caches of codes: k and v are the codes, 4-bit ones the level of each, and x[j] = x[j] * key_scale[j];
-//                    4-bit caches: behind the factor q is rotated, q = rotate(q)
+//                    4-bit keys: behind the factor q is rotated, q = rotate(q)
 //                    with a cap: x[j] = tanh2(x[j]) * cap
 //                    for each span of 512 positions (0 to 511, 512 to 1023, ...) of which it sees some:
 //                      m = -FLT_MAX, sums[16] = 0, o = 0;  with a sink, in the first: m = max(m, sink), sums[0] = 1
@@ -32,7 +32,7 @@
 //                          for all i: o[i] = fma(v[j][i], p, o[i])
 //                      behind another, which came to m', sums' and o':  M = max(m', m), a = exp2(m' - M),
 //                        b = exp2(m - M), sums = fma(sums', a, sums * b), o = fma(o', a, o * b), m = M
-//                    4-bit caches: o = rotate(o)
+//                    4-bit values: o = rotate(o)
 //                    y = o * (1 / sum);  sum: lanes l and l + 8 are added, then l and l + 4, l + 2, l + 1
 //   tanh2(x)         e = exp2(-|x|), (1 - e) / (1 + e), with the sign of x: the tanh of x / (2 log2(e))
 //   keys and values  to 16-bit caches: rounded as outputs are. To int8, a position of a head: s = max |x| / 127,
@@ -82,9 +82,11 @@ inline constexpr int64_t kAttentionWidth = LOWBIT_ATTENTION_WIDTH;
 
 // What keys and values are kept in. int8: codes from -127 to 127, and a scale for each position of a head. 4 bits: rotated,
 // codes from 0 to 15, which stand for kCacheLevels, and such a scale; widths are multiples of 32.
-constexpr bool has_scales(CacheType type) { return type == CacheType::i8 || type == CacheType::i4; }
+constexpr bool has_scales(CacheType type) { return type >= CacheType::i8; }
+constexpr CacheType key_type(CacheType type) { return type == CacheType::i8_i4 ? CacheType::i8 : type; }
+constexpr CacheType value_type(CacheType type) { return type == CacheType::i8_i4 ? CacheType::i4 : type; }
 
-// Of so many keys or values, without their scales.
+// Of so many keys or values, without their scales; the type is that of either.
 constexpr int64_t cache_bytes(CacheType type, int64_t values) {
   return type == CacheType::i4 ? values / 2 : values * (type == CacheType::f32 ? 4 : type == CacheType::i8 ? 1 : 2);
 }

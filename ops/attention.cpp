@@ -29,23 +29,36 @@ constexpr int64_t kRotatedStep = 32;
 
 int64_t scale_bytes(CacheType cache) { return has_scales(cache) ? kScaleBytes : 0; }
 
-// Bytes of int8 say what they hold by their number: a position of width + 4, or half of that width + 4.
-CacheType cache_type(const TensorView& q, const TensorView& k_cache) {
-  if (k_cache.type != ElementType::i8) return cache_type_of(dtype_of(k_cache.type));
-  const int64_t width = q.shape.size[3];
-  const bool halves = k_cache.shape.ndim == 4 && k_cache.shape.size[3] == width / 2 + kScaleBytes;
+// Of keys or values of that width. Bytes of int8 say what they hold by their number: a position of width + 4, or half of that
+// width + 4.
+CacheType stored_type(const TensorView& cache, int64_t width) {
+  if (cache.type != ElementType::i8) return cache_type_of(dtype_of(cache.type));
+  const bool halves = cache.shape.ndim == 4 && cache.shape.size[3] == width / 2 + kScaleBytes;
   return halves && width % kRotatedStep == 0 ? CacheType::i4 : CacheType::i8;
 }
 
-// The last dimension of a cache of that width, and the other way round.
-int64_t cache_width(CacheType cache, int64_t width) {
-  return (cache == CacheType::i4 ? width / 2 : width) + scale_bytes(cache);
-}
-int64_t width_of(CacheType cache, int64_t cache_width) {
-  return (cache_width - scale_bytes(cache)) * (cache == CacheType::i4 ? 2 : 1);
+// The last dimension of a cache of that width.
+int64_t cache_width(CacheType type, int64_t width) {
+  return (type == CacheType::i4 ? width / 2 : width) + scale_bytes(type);
 }
 
-Status check_caches(const TensorView& k_cache, const TensorView& v_cache, const TensorView& q) {
+// The last dimension of a cache of codes has one of the sizes that it may have.
+Status check_codes(const char* name, const TensorView& cache, int64_t width) {
+  Shape expected = cache.shape;
+  expected.size[3] = cache_width(stored_type(cache, width), width);
+  if (cache.type != ElementType::i8 || cache.shape.ndim != 4 || cache.shape.size[3] == expected.size[3]) return {};
+  const ShapeText found = describe(cache.shape), wanted = describe(expected);
+  if (width % kRotatedStep != 0) {
+    return Status::error("%s has shape %s; expected %s: 4 bits are for widths that are multiples of %d", name, found.text,
+                         wanted.text, static_cast<int>(kRotatedStep));
+  }
+  return Status::error("%s has shape %s; expected %s, or %" PRId64 " for 4 bits", name, found.text, wanted.text,
+                       cache_width(CacheType::i4, width));
+}
+
+// Of queries and values that attention_shape() has checked.
+Status check_caches(const TensorView& q, const TensorView& v, const TensorView& k_cache, const TensorView& v_cache,
+                    CacheType* type) {
   if (!is_activation_type(k_cache.type) && k_cache.type != ElementType::i8) {
     return Status::error("k_cache has dtype %s; expected float32, bfloat16, float16 or int8", name_of(k_cache.type));
   }
@@ -53,19 +66,12 @@ Status check_caches(const TensorView& k_cache, const TensorView& v_cache, const 
     return Status::error("k_cache has shape %s; expected [batch, kv_heads, max_length, width]",
                          describe(k_cache.shape).text);
   }
+  const int64_t width = q.shape.size[3], value_width = v.shape.size[3];
+  const CacheType keys = stored_type(k_cache, width), values = stored_type(v_cache, value_width);
   Shape expected = k_cache.shape;
   expected.size[0] = q.shape.size[0];
-  const int64_t width = q.shape.size[3];
-  const CacheType cache = cache_type(q, k_cache);
-  expected.size[3] = cache_width(cache, width);
-  if (cache == CacheType::i8 && k_cache.shape.size[3] != expected.size[3]) {
-    if (width % kRotatedStep != 0) {
-      return Status::error("k_cache has shape %s; expected %s: 4 bits are for widths that are multiples of %d",
-                           describe(k_cache.shape).text, describe(expected).text, static_cast<int>(kRotatedStep));
-    }
-    return Status::error("k_cache has shape %s; expected %s, or %" PRId64 " for 4 bits", describe(k_cache.shape).text,
-                         describe(expected).text, cache_width(CacheType::i4, width));
-  }
+  expected.size[3] = cache_width(keys, width);
+  if (Status status = check_codes("k_cache", k_cache, width); !status.ok()) return status;
   if (Status status = check_tensor("k_cache", k_cache, k_cache.type, expected); !status.ok()) return status;
   if (k_cache.shape.size[1] < 1) {
     return Status::error("k_cache has shape %s; expected a head", describe(k_cache.shape).text);
@@ -74,20 +80,29 @@ Status check_caches(const TensorView& k_cache, const TensorView& v_cache, const 
     return Status::error("k_cache has shape %s; expected a max_length that is a multiple of %d",
                          describe(k_cache.shape).text, static_cast<int>(kKeyPositions));
   }
-  expected.size[3] = v_cache.shape.size[3];  // values may be wider or narrower than keys
-  return check_tensor("v_cache", v_cache, k_cache.type, expected);
+  if (v_cache.type == k_cache.type) {
+    if (Status status = check_codes("v_cache", v_cache, value_width); !status.ok()) return status;
+  }
+  expected.size[3] = cache_width(values, value_width);
+  if (Status status = check_tensor("v_cache", v_cache, k_cache.type, expected); !status.ok()) return status;
+  if (keys == CacheType::i4 && values == CacheType::i8) {
+    return Status::error("k_cache has 4-bit codes and v_cache has shape %s, int8; expected %" PRId64 " for 4 bits, or int8 "
+                         "keys: rounding keys to 4 bits loses more than rounding values",
+                         describe(v_cache.shape).text, cache_width(CacheType::i4, value_width));
+  }
+  *type = keys == CacheType::i8 && values == CacheType::i4 ? CacheType::i8_i4 : keys;
+  return {};
 }
 
-// New keys or values: as many positions as there are queries, heads and values as the cache has.
-Status check_new(const char* name, const TensorView& tensor, const TensorView& q, const TensorView& cache,
-                 CacheType cache_type) {
+// New keys or values: as many positions as there are queries, as many heads as the cache has.
+Status check_new(const char* name, const TensorView& tensor, const TensorView& q, const TensorView& cache, int64_t width) {
   if (Status status = check_memory(name, tensor); !status.ok()) return status;
   if (tensor.type != q.type) {
     return Status::error("%s has dtype %s; expected %s, as q has", name, name_of(tensor.type), name_of(q.type));
   }
   Shape expected = q.shape;
   expected.size[1] = cache.shape.size[1];
-  expected.size[3] = width_of(cache_type, cache.shape.size[3]);
+  expected.size[3] = width;
   bool same = tensor.shape.ndim == 4;
   for (int d = 0; same && d < 4; ++d) same = tensor.shape.size[d] == expected.size[d];
   if (same) return {};
@@ -117,14 +132,14 @@ Status check(const TensorView& q, const TensorView& k, const TensorView& v, cons
              const TensorView& v_cache, const TensorView& start, const Scores& scores, const TensorView& out,
              Sizes* sizes) {
   Shape out_shape;
-  if (Status status = attention_shape(q, k_cache, v_cache, &out_shape); !status.ok()) return status;
+  CacheType cache;
+  if (Status status = attention_shape(q, v, &out_shape); !status.ok()) return status;
   if (Status status = check_memory("q", q); !status.ok()) return status;
-  if (Status status = check_caches(k_cache, v_cache, q); !status.ok()) return status;
-  *sizes = {q.shape.size[0], q.shape.size[1],       k_cache.shape.size[1], q.shape.size[2],
-            q.shape.size[3], out_shape.size[3],     k_cache.shape.size[2], 0,
-            cache_type(q, k_cache)};
-  if (Status status = check_new("k", k, q, k_cache, sizes->cache); !status.ok()) return status;
-  if (Status status = check_new("v", v, q, v_cache, sizes->cache); !status.ok()) return status;
+  if (Status status = check_caches(q, v, k_cache, v_cache, &cache); !status.ok()) return status;
+  *sizes = {q.shape.size[0], q.shape.size[1],   k_cache.shape.size[1], q.shape.size[2],
+            q.shape.size[3], out_shape.size[3], k_cache.shape.size[2], 0, cache};
+  if (Status status = check_new("k", k, q, k_cache, sizes->width); !status.ok()) return status;
+  if (Status status = check_new("v", v, q, v_cache, sizes->value_width); !status.ok()) return status;
   if (Status status = check_scores(scores, q); !status.ok()) return status;
   if (sizes->heads < 1 || sizes->heads % sizes->kv_heads != 0) {
     return Status::error("q has %" PRId64 " heads; expected 1 or more times %" PRId64 ", the heads of the caches",
@@ -254,18 +269,16 @@ class Call {
   int64_t scratch_bytes() const {
     return aligned(attention_scratch(sizes_.width, sizes_.value_width) * static_cast<int64_t>(sizeof(float)));
   }
-  int64_t position_bytes(int64_t width) const { return cache_bytes(cache_, width) + scale_bytes(cache_); }
-  char* keys(int64_t cache_head) const {
-    return k_cache_ + cache_head * sizes_.max_length * position_bytes(sizes_.width);
-  }
-  char* values(int64_t cache_head) const {
-    return v_cache_ + cache_head * sizes_.max_length * position_bytes(sizes_.value_width);
-  }
+  int64_t key_bytes() const { return cache_bytes(key_type(cache_), sizes_.max_length * sizes_.width); }
+  int64_t value_bytes() const { return cache_bytes(value_type(cache_), sizes_.max_length * sizes_.value_width); }
+  int64_t head_scales() const { return scale_bytes(cache_) * sizes_.max_length; }
+  char* keys(int64_t cache_head) const { return k_cache_ + cache_head * (key_bytes() + head_scales()); }
+  char* values(int64_t cache_head) const { return v_cache_ + cache_head * (value_bytes() + head_scales()); }
   char* key_scales(int64_t cache_head) const {
-    return has_scales(cache_) ? keys(cache_head) + cache_bytes(cache_, sizes_.max_length * sizes_.width) : nullptr;
+    return has_scales(cache_) ? keys(cache_head) + key_bytes() : nullptr;
   }
   char* value_scales(int64_t cache_head) const {
-    return has_scales(cache_) ? values(cache_head) + cache_bytes(cache_, sizes_.max_length * sizes_.value_width) : nullptr;
+    return has_scales(cache_) ? values(cache_head) + value_bytes() : nullptr;
   }
   float sink(int64_t head) const {
     const TensorView& sinks = *scores_.sinks;
@@ -291,35 +304,20 @@ class Call {
 
 }  // namespace
 
-Status attention_shape(const TensorView& q, const TensorView& k_cache, const TensorView& v_cache, Shape* out) {
+Status attention_shape(const TensorView& q, const TensorView& v, Shape* out) {
   if (!is_activation_type(q.type)) {
     return Status::error("q has dtype %s; expected float32, bfloat16 or float16", name_of(q.type));
   }
-  if (Status status = check_shape("q", q.shape); !status.ok()) return status;
-  if (Status status = check_shape("k_cache", k_cache.shape); !status.ok()) return status;
-  if (Status status = check_shape("v_cache", v_cache.shape); !status.ok()) return status;
-  if (q.shape.ndim != 4) {
-    return Status::error("q has shape %s; expected [batch, heads, positions, width]", describe(q.shape).text);
+  for (const auto& [name, tensor] : {NamedTensor{"q", &q}, NamedTensor{"v", &v}}) {
+    constexpr char kExpected[] = "[batch, heads, positions, width]";
+    if (Status status = check_dimensions(name, *tensor, 4, kExpected); !status.ok()) return status;
+    const int64_t width = tensor->shape.size[3];
+    if (width < kKeyPositions || width > kAttentionWidth || width % kKeyPositions != 0) {
+      return Status::error("%s has width %" PRId64 "; expected a multiple of %d from %d to %d", name, width,
+                           static_cast<int>(kKeyPositions), static_cast<int>(kKeyPositions), static_cast<int>(kAttentionWidth));
+    }
   }
-  if (v_cache.shape.ndim != 4) {
-    return Status::error("v_cache has shape %s; expected [batch, kv_heads, max_length, width]",
-                         describe(v_cache.shape).text);
-  }
-  const CacheType cache = v_cache.type != ElementType::i8         ? CacheType::f32  // no scales
-                          : k_cache.type == ElementType::i8 ? cache_type(q, k_cache)
-                                                            : CacheType::i8;
-  const auto check_width = [](const char* name, const TensorView& tensor, CacheType cache) {
-    const int64_t width = width_of(cache, tensor.shape.size[3]);
-    const int64_t step = cache == CacheType::i4 ? kRotatedStep : kKeyPositions;
-    if (width >= step && width <= kAttentionWidth && width % step == 0) return Status();
-    return Status::error("%s has shape %s; expected a width of %d to %d, a multiple of %d%s%s", name,
-                         describe(tensor.shape).text, static_cast<int>(step), static_cast<int>(kAttentionWidth),
-                         static_cast<int>(step), cache == CacheType::i4 ? ", in half as many bytes" : "",
-                         has_scales(cache) ? ", and 4 bytes for the scale" : "");
-  };
-  if (Status status = check_width("q", q, CacheType::f32); !status.ok()) return status;
-  if (Status status = check_width("v_cache", v_cache, cache); !status.ok()) return status;
-  *out = {4, {q.shape.size[0], q.shape.size[2], q.shape.size[1], width_of(cache, v_cache.shape.size[3])}};
+  *out = {4, {q.shape.size[0], q.shape.size[2], q.shape.size[1], v.shape.size[3]}};
   return {};
 }
 
@@ -445,9 +443,10 @@ Status window_attention(const TensorView& q, const TensorView& k, const TensorVi
                         const TensorView& v_cache, const TensorView& held, const TensorView& start, const Scores& scores,
                         const TensorView& out, const Parallel& parallel) {
   Shape shape;
-  if (Status status = attention_shape(q, k_cache, v_cache, &shape); !status.ok()) return status;
+  CacheType cache;
+  if (Status status = attention_shape(q, v, &shape); !status.ok()) return status;
   if (Status status = check_memory("q", q); !status.ok()) return status;
-  if (Status status = check_caches(k_cache, v_cache, q); !status.ok()) return status;
+  if (Status status = check_caches(q, v, k_cache, v_cache, &cache); !status.ok()) return status;
   if (Status status = check_tensor("out", out, q.type, shape); !status.ok()) return status;
   const int64_t positions = q.shape.size[2], length = k_cache.shape.size[2], window = scores.window;
   const int64_t room = window < 1 || window > length ? 0 : length - window - kAttentionSpan;
@@ -498,8 +497,8 @@ Status window_attention(const TensorView& q, const TensorView& k, const TensorVi
     if (now + count - base > length) {
       const int64_t seen = now > window - 1 ? now - window + 1 : 0, moved = seen / kAttentionSpan * kAttentionSpan - base;
       const int64_t kept = (now - base - moved + kKeyPositions - 1) / kKeyPositions * kKeyPositions;
-      move_to_front(k_cache, sizes.cache, sizes.width, moved, kept);
-      move_to_front(v_cache, sizes.cache, sizes.value_width, moved, kept);
+      move_to_front(k_cache, key_type(sizes.cache), sizes.width, moved, kept);
+      move_to_front(v_cache, value_type(sizes.cache), sizes.value_width, moved, kept);
       base += moved;
     }
     at = now - base;

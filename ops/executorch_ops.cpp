@@ -216,7 +216,7 @@ Status run_attention(Span<EValue*> values) {
                               sinks.pointer()};
   Tensor& out = values[kStart + 5]->toTensor();
   Shape shape;
-  if (Status status = lowbit::attention_shape(views[0], views[3], views[4], &shape); !status.ok()) return status;
+  if (Status status = lowbit::attention_shape(views[0], views[2], &shape); !status.ok()) return status;
   if constexpr (kHeld) {
     return lowbit::window_attention(views[0], views[1], views[2], views[3], views[4], views[5], views[6], scores,
                                     resized(out, shape), executorch_threads());
@@ -286,7 +286,7 @@ Status run_masked_attention(Span<EValue*> values) {
   const Optional bounds(values[3]);
   Tensor& out = values[6]->toTensor();
   Shape shape;
-  if (Status status = lowbit::masked_attention_shape(q, v, &shape); !status.ok()) return status;
+  if (Status status = lowbit::attention_shape(q, v, &shape); !status.ok()) return status;
   return lowbit::masked_attention(q, k, v, bounds.pointer(), values[4]->toDouble(), values[5]->toDouble(),
                                   resized(out, shape), executorch_threads());
 }

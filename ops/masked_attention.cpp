@@ -65,29 +65,12 @@ Status read_text(const TensorView& bounds, int64_t b, int32_t* before, Text* tex
 
 }  // namespace
 
-Status masked_attention_shape(const TensorView& q, const TensorView& v, Shape* out) {
-  if (!is_activation_type(q.type)) {
-    return Status::error("q has dtype %s; expected float32, bfloat16 or float16", name_of(q.type));
-  }
-  for (const auto& [name, tensor] : {NamedTensor{"q", &q}, NamedTensor{"v", &v}}) {
-    constexpr char kExpected[] = "[batch, heads, positions, width]";
-    if (Status status = check_dimensions(name, *tensor, 4, kExpected); !status.ok()) return status;
-    const int64_t width = tensor->shape.size[3];
-    if (width < kKeyPositions || width > kAttentionWidth || width % kKeyPositions != 0) {
-      return Status::error("%s has width %" PRId64 "; expected a multiple of %d from %d to %d", name, width,
-                           static_cast<int>(kKeyPositions), static_cast<int>(kKeyPositions), static_cast<int>(kAttentionWidth));
-    }
-  }
-  *out = {4, {q.shape.size[0], q.shape.size[2], q.shape.size[1], v.shape.size[3]}};
-  return {};
-}
-
 Status masked_attention(const TensorView& q, const TensorView& k, const TensorView& v, const TensorView* bounds, double scale,
                         double softcap, const TensorView& out, const Parallel& parallel) {
   if (Status status = check_isa_cap(); !status.ok()) return status;
   if (Status status = check_parallel(parallel); !status.ok()) return status;
   Shape out_shape;
-  if (Status status = masked_attention_shape(q, v, &out_shape); !status.ok()) return status;
+  if (Status status = attention_shape(q, v, &out_shape); !status.ok()) return status;
   const int64_t batch = q.shape.size[0], heads = q.shape.size[1], positions = q.shape.size[2], width = q.shape.size[3];
   const int64_t kv_heads = v.shape.size[1], length = v.shape.size[2], value_width = v.shape.size[3];
   if (kv_heads < 1 || heads < 1 || heads % kv_heads != 0) {

@@ -52,10 +52,10 @@ struct Scores {
 // value_width] of one type, any strides; the caches contiguous [batch, kv_heads, max_length, width or value_width] of
 // float32, bfloat16 or float16, whatever q is, or int8: then 4 bytes wider, a head of it being the codes of max_length
 // positions and then their scales in float32; or int8 of half the width, a multiple of 32, and 4 bytes, which has 4-bit
-// codes. max_length is a multiple of 16; start int64, one element: how many positions the caches hold. Writes k and v
-// behind them, and to out [batch, positions, heads, value_width] what each query sees: positions up to its own. The
-// layout of k_cache: AttentionArgs::keys.
-LOWBIT_API Status attention_shape(const TensorView& q, const TensorView& k_cache, const TensorView& v_cache, Shape* out);
+// codes, as keys and values may, or values alone. max_length is a multiple of 16; start int64, one element: how many
+// positions the caches hold. Writes k and v behind them, and to out [batch, positions, heads, value_width] what each query
+// sees: positions up to its own. The layout of k_cache: AttentionArgs::keys.
+LOWBIT_API Status attention_shape(const TensorView& q, const TensorView& v, Shape* out);
 LOWBIT_API Status attention(const TensorView& q, const TensorView& k, const TensorView& v, const TensorView& k_cache,
                             const TensorView& v_cache, const TensorView& start, const Scores& scores,
                             const TensorView& out, const Parallel& parallel);
@@ -72,8 +72,8 @@ LOWBIT_API Status window_attention(const TensorView& q, const TensorView& k, con
 // contiguous int32 [batch, positions, 3], and there are as many keys as queries. It has for each position whether there is one
 // (1) or padding (0), the first position that it sees as a query, and the one after the last; neither may decrease. Padding is
 // not seen. out [batch, positions, heads, value_width], 0 for padding and for queries that see nothing. The bits of a text do
-// not depend on padding and on other texts, and those of a query are attention()'s over the keys that it sees.
-LOWBIT_API Status masked_attention_shape(const TensorView& q, const TensorView& v, Shape* out);
+// not depend on padding and on other texts, and those of a query are attention()'s over the keys that it sees. The shape of
+// out: attention_shape().
 LOWBIT_API Status masked_attention(const TensorView& q, const TensorView& k, const TensorView& v, const TensorView* bounds,
                                    double scale, double softcap, const TensorView& out, const Parallel& parallel);
 

@@ -189,10 +189,10 @@ Tensor embedding(const Tensor& indices, const Tensor& packed_weight, int64_t emb
 Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& k_cache, const Tensor& v_cache,
                  const Tensor& start, double scale, int64_t window, double softcap,
                  const std::optional<Tensor>& sinks) {
-  const TensorView q_view = view_of("q", q);
+  const TensorView q_view = view_of("q", q), v_view = view_of("v", v);
   TensorView k_cache_view = view_of("k_cache", k_cache), v_cache_view = view_of("v_cache", v_cache);
   Shape shape;
-  raise_unless_ok(attention_shape(q_view, k_cache_view, v_cache_view, &shape));
+  raise_unless_ok(attention_shape(q_view, v_view, &shape));
   const Tensor out = allocate(shape, q.scalar_type());
   // Written to: memory that is shared until then gets copied.
   if (k_cache_view.on_cpu && v_cache_view.on_cpu) {
@@ -201,7 +201,7 @@ Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor
   }
   const TensorView sinks_view = sinks.has_value() ? view_of("sinks", *sinks) : TensorView();
   const lowbit::Scores scores{scale, window, softcap, sinks.has_value() ? &sinks_view : nullptr};
-  raise_unless_ok(lowbit::attention(q_view, view_of("k", k), view_of("v", v), k_cache_view, v_cache_view,
+  raise_unless_ok(lowbit::attention(q_view, view_of("k", k), v_view, k_cache_view, v_cache_view,
                                     view_of("start", start), scores, view_of("out", out), torch_threads()));
   return out;
 }
@@ -209,11 +209,11 @@ Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor
 Tensor window_attention(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& k_cache, const Tensor& v_cache,
                         const Tensor& held, const Tensor& start, double scale, int64_t window, double softcap,
                         const std::optional<Tensor>& sinks) {
-  const TensorView q_view = view_of("q", q);
+  const TensorView q_view = view_of("q", q), v_view = view_of("v", v);
   TensorView k_cache_view = view_of("k_cache", k_cache), v_cache_view = view_of("v_cache", v_cache);
   TensorView held_view = view_of("held", held);
   Shape shape;
-  raise_unless_ok(attention_shape(q_view, k_cache_view, v_cache_view, &shape));
+  raise_unless_ok(attention_shape(q_view, v_view, &shape));
   const Tensor out = allocate(shape, q.scalar_type());
   if (k_cache_view.on_cpu && v_cache_view.on_cpu && held_view.on_cpu) {
     k_cache_view.data = k_cache.mutable_data_ptr();
@@ -222,7 +222,7 @@ Tensor window_attention(const Tensor& q, const Tensor& k, const Tensor& v, const
   }
   const TensorView sinks_view = sinks.has_value() ? view_of("sinks", *sinks) : TensorView();
   const lowbit::Scores scores{scale, window, softcap, sinks.has_value() ? &sinks_view : nullptr};
-  raise_unless_ok(lowbit::window_attention(q_view, view_of("k", k), view_of("v", v), k_cache_view, v_cache_view, held_view,
+  raise_unless_ok(lowbit::window_attention(q_view, view_of("k", k), v_view, k_cache_view, v_cache_view, held_view,
                                            view_of("start", start), scores, view_of("out", out), torch_threads()));
   return out;
 }
@@ -259,7 +259,7 @@ Tensor masked_attention(const Tensor& q, const Tensor& k, const Tensor& v, const
                         double softcap) {
   const TensorView q_view = view_of("q", q), v_view = view_of("v", v);
   Shape shape;
-  raise_unless_ok(masked_attention_shape(q_view, v_view, &shape));
+  raise_unless_ok(attention_shape(q_view, v_view, &shape));
   const Tensor out = allocate(shape, q.scalar_type());
   const TensorView bounds_view = bounds.has_value() ? view_of("bounds", *bounds) : TensorView();
   raise_unless_ok(lowbit::masked_attention(q_view, view_of("k", k), v_view, bounds.has_value() ? &bounds_view : nullptr, scale,

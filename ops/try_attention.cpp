@@ -29,7 +29,8 @@ class AttentionTrial {
   explicit AttentionTrial(AttentionMemory& memory) : memory_(memory) {}
 
   Status run(const AttentionKernel& row) {
-    for (const CacheType cache : {CacheType::f32, CacheType::bf16, CacheType::f16, CacheType::i8, CacheType::i4}) {
+    for (const CacheType cache : {CacheType::f32, CacheType::bf16, CacheType::f16, CacheType::i8, CacheType::i4,
+                                  CacheType::i8_i4}) {
       for (const DType type : {DType::f32, DType::bf16, DType::f16}) {
         if (cache <= CacheType::f16 && cache != CacheType::f32 && cache != cache_type_of(type)) continue;
         if (Status s = write(row, cache, type); !s.ok()) return s;

@@ -91,7 +91,7 @@ inline void rotate(float* x, int64_t width) {
   }
 }
 
-// 16 keys or values. Of 4-bit ones 16 bytes have twice as many: `upper` says which.
+// 16 keys or values, of one type. Of 4-bit ones 16 bytes have twice as many: `upper` says which.
 template <class V, CacheType C>
 LOWBIT_INLINE inline V load_cached(const void* at, [[maybe_unused]] bool upper) {
   if constexpr (C == CacheType::i4) return V::load_levels_as_f32(at, upper);
@@ -100,6 +100,9 @@ LOWBIT_INLINE inline V load_cached(const void* at, [[maybe_unused]] bool upper) 
   else if constexpr (C == CacheType::bf16) return V::template load_as_f32<DType::bf16>(at);
   else return V::template load_as_f32<DType::f16>(at);
 }
+
+// Of a vector, or of two of 4-bit codes, which share their bytes.
+constexpr int64_t vector_bytes(CacheType type) { return type == CacheType::i4 ? kLanes : cache_bytes(type, kLanes); }
 
 // The scales of 16 positions. Their memory need not be aligned.
 template <class V>
@@ -268,10 +271,11 @@ void attend(const AttentionArgs& args, const State& state, int64_t row, int64_t 
     seen[r] = {begin > 0 ? begin : 0, end < kAttentionBlock ? end : kAttentionBlock};
   }
   const int64_t first = seen[0].begin / kLanes, vectors = (seen[Rows - 1].end + kLanes - 1) / kLanes - first;
-  const char* keys = static_cast<const char*>(args.keys) + cache_bytes(C, (block + first * kLanes) * width);
-  constexpr int64_t kStep = C == CacheType::i4 ? kLanes : cache_bytes(C, kLanes);
-  multiply_all<V, C, Rows, false>({state.q + row * width, width, keys, kStep, cache_bytes(C, width * kLanes), width,
-                                   state.scores + first * kLanes, kAttentionBlock, vectors});
+  constexpr CacheType kKeys = key_type(C), kValues = value_type(C);
+  const char* keys = static_cast<const char*>(args.keys) + cache_bytes(kKeys, (block + first * kLanes) * width);
+  multiply_all<V, kKeys, Rows, false>({state.q + row * width, width, keys, vector_bytes(kKeys),
+                                       cache_bytes(kKeys, width * kLanes), width, state.scores + first * kLanes,
+                                       kAttentionBlock, vectors});
   const char *key_scales = nullptr, *value_scales = nullptr;
   if constexpr (has_scales(C)) {
     key_scales = static_cast<const char*>(args.key_scales) + block * 4;
@@ -282,12 +286,13 @@ void attend(const AttentionArgs& args, const State& state, int64_t row, int64_t 
                   state.now.most + row + r, state.now.sums_of(row + r), state.now.out_of(row + r), value_width);
   }
   // The values that all rows see, together; those before and behind, row by row. Each row in order of its positions.
-  const char* values = static_cast<const char*>(args.values) + cache_bytes(C, block * value_width);
+  const char* values = static_cast<const char*>(args.values) + cache_bytes(kValues, block * value_width);
   const auto add = [&](auto rows, int r, int64_t begin, int64_t end) LOWBIT_INLINE {
     if (begin >= end) return;
-    multiply_all<V, C, decltype(rows)::value, true>(
-        {state.scores + r * kAttentionBlock + begin, kAttentionBlock, values + cache_bytes(C, begin * value_width),
-         cache_bytes(C, value_width), kStep, end - begin, state.now.out_of(row + r), value_width, value_width / kLanes});
+    multiply_all<V, kValues, decltype(rows)::value, true>(
+        {state.scores + r * kAttentionBlock + begin, kAttentionBlock, values + cache_bytes(kValues, begin * value_width),
+         cache_bytes(kValues, value_width), vector_bytes(kValues), end - begin, state.now.out_of(row + r), value_width,
+         value_width / kLanes});
   };
   const std::integral_constant<int, 1> one;
   const int64_t begin = seen[Rows - 1].begin, end = seen[0].end;
@@ -336,7 +341,7 @@ void join(const Partial& before, const Partial& now, int64_t row) {
 
 template <class V>
 void finish(const Partial& partial, int64_t row, void* to, DType dtype, CacheType cache) {
-  if (cache == CacheType::i4) rotate(partial.out_of(row), partial.value_width);
+  if (value_type(cache) == CacheType::i4) rotate(partial.out_of(row), partial.value_width);
   const float sum = fold(V::load(partial.sums_of(row)), [](float a, float b) { return a + b; });
   const V inverse = V::broadcast(1.0f / sum);
   char* const out = static_cast<char*>(to);
@@ -355,7 +360,7 @@ void attention(const AttentionArgs& args) {
       const V values = load_floats<V>(q + i * size_of(args.dtype), args.dtype);
       V::store(state.q + r * width + i, V::mul(values, V::broadcast(args.factor)));
     }
-    if constexpr (C == CacheType::i4) rotate(state.q + r * width, width);
+    if constexpr (key_type(C) == CacheType::i4) rotate(state.q + r * width, width);
   }
   int64_t block = args.begins[0] / kAttentionBlock * kAttentionBlock;
   int64_t first = 0, last = 0;              // the rows [first, last) see some of the block
@@ -406,6 +411,7 @@ void run(const AttentionArgs& args) {
     case CacheType::f16: return attention<V, CacheType::f16>(args);
     case CacheType::i8: return attention<V, CacheType::i8>(args);
     case CacheType::i4: return attention<V, CacheType::i4>(args);
+    case CacheType::i8_i4: return attention<V, CacheType::i8_i4>(args);
   }
 }
 

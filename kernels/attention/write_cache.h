@@ -120,16 +120,17 @@ void convert_values(const void* from, DType dtype, int64_t from_step, CacheType 
 
 template <class V>
 void write_cache(const AttentionWriteArgs& args) {
-  const int64_t item = args.cache == CacheType::i4 ? 1 : cache_bytes(args.cache, 1), position = args.position;
+  const CacheType keys = key_type(args.cache), values = value_type(args.cache);
+  const int64_t item = keys == CacheType::i4 ? 1 : cache_bytes(keys, 1), position = args.position;
   const int64_t panel = position / kKeyPositions * kKeyPositions, lane = position % kKeyPositions;
-  char* const key = static_cast<char*>(args.keys) + cache_bytes(args.cache, panel * args.width) + lane * item;
-  char* const value = static_cast<char*>(args.values) + cache_bytes(args.cache, position * args.value_width);
+  char* const key = static_cast<char*>(args.keys) + cache_bytes(keys, panel * args.width) + lane * item;
+  char* const value = static_cast<char*>(args.values) + cache_bytes(values, position * args.value_width);
   if (args.cache != cache_type_of(args.dtype)) {
     const bool scaled = has_scales(args.cache);
     char* const key_scale = scaled ? static_cast<char*>(args.key_scales) + position * 4 : nullptr;
     char* const value_scale = scaled ? static_cast<char*>(args.value_scales) + position * 4 : nullptr;
-    convert_values<V>(args.k, args.dtype, args.k_step, args.cache, key, kKeyPositions, key_scale, args.width);
-    return convert_values<V>(args.v, args.dtype, args.v_step, args.cache, value, 1, value_scale, args.value_width);
+    convert_values<V>(args.k, args.dtype, args.k_step, keys, key, kKeyPositions, key_scale, args.width);
+    return convert_values<V>(args.v, args.dtype, args.v_step, values, value, 1, value_scale, args.value_width);
   }
   if (item == 4) {
     write_values<uint32_t>(args.k, args.k_step, key, kKeyPositions, args.width);

@@ -277,15 +277,15 @@ def attention(
         q: [batch, heads, positions, width] float32, bfloat16 or float16, any strides; width a multiple of 16 up to 512.
         k: [batch, kv_heads, positions, width] of q's dtype, any strides; heads is a multiple of kv_heads, and head h of
             q belongs to head ``h // (heads // kv_heads)``.
-        v: [batch, kv_heads, positions, value_width], as k; value_width is that of the cache.
+        v: [batch, kv_heads, positions, value_width], as k.
         k_cache, v_cache: [batch, kv_heads, max_length, width] and [..., value_width], contiguous; max_length and
             value_width multiples of 16, as width. Both float32, bfloat16 or float16, whatever q is, or int8. Changed in
             place. The order of values within a head is this operator's: start with any content (``torch.zeros``, for
             example) and let only this operator read and write them. :func:`cache_width` returns the last dimension: int8
             caches have 4 more bytes, a float32 scale per position and head. 4-bit caches are int8 tensors with half as many
-            bytes and these 4; their widths are multiples of 32. Values are rounded to nearest in a smaller type, in 4 bits
-            after a rotation (docs/internals/operators.md). In int8 and 4-bit caches a position with a key or value that is
-            not finite is NaN.
+            bytes and these 4; their widths are multiples of 32. Values may have 4 bits and keys int8, but not the other way
+            round. Both are rounded to nearest in a smaller type, in 4 bits after a rotation (docs/internals/operators.md). In
+            int8 and 4-bit caches a position with a key or value that is not finite is NaN.
         start: int64, one element: how many positions the caches hold. 0 starts a new text. Position i of q is position
             ``start + i`` of the text and sees all up to itself.
         scale: of the products of q and k; None: ``width ** -0.5``.
@@ -422,12 +422,9 @@ def _(indices: Tensor, packed_weight: Tensor, embedding_dim: int, *, dtype: torc
     return indices.new_empty((*indices.shape, embedding_dim), dtype=dtype or torch.float32)
 
 
-def _attended(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
-    batch, heads, positions, width = q.shape
-    value_width = v_cache.shape[-1]
-    if v_cache.dtype is torch.int8:
-        value_width = (value_width - 4) * (2 if k_cache.shape[-1] == width // 2 + 4 else 1)
-    return q.new_empty((batch, positions, heads, value_width))
+def _attended(q: Tensor, v: Tensor) -> Tensor:
+    batch, heads, positions, _ = q.shape
+    return q.new_empty((batch, positions, heads, v.shape[-1]))
 
 
 @torch.library.register_fake("lowbit::attention")
@@ -436,13 +433,13 @@ def _(
     softcap: float = 0.0, sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     _check_devices("attention", q=q, k=k, v=v, k_cache=k_cache, v_cache=v_cache, start=start)
-    return _attended(q, k_cache, v_cache)
+    return _attended(q, v)
 
 
 @torch.library.register_fake("lowbit::window_attention")
 def _(q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, held: Tensor, start: Tensor, *_: Any) -> Tensor:
     _check_devices("window_attention", q=q, k=k, v=v, k_cache=k_cache, v_cache=v_cache, held=held, start=start)
-    return _attended(q, k_cache, v_cache)
+    return _attended(q, v)
 
 
 @torch.library.register_fake("lowbit::linear_attention")
@@ -458,8 +455,7 @@ def _(x: Tensor, *_: Any) -> Tensor:
 @torch.library.register_fake("lowbit::masked_attention")
 def _(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor | None, scale: float, softcap: float = 0.0) -> Tensor:
     _check_devices("masked_attention", q=q, k=k, v=v)
-    batch, heads, positions, _ = q.shape
-    return q.new_empty((batch, positions, heads, v.shape[-1]))
+    return _attended(q, v)
 
 
 @torch.library.register_fake("lowbit::activate")

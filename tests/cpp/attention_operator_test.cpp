@@ -14,7 +14,7 @@ namespace {
 constexpr double kScale = 0.3;
 
 constexpr auto kF32 = CacheType::f32, kBf16 = CacheType::bf16, kF16 = CacheType::f16, kI8 = CacheType::i8,
-               kI4 = CacheType::i4;
+               kI4 = CacheType::i4, kI8I4 = CacheType::i8_i4;
 
 ElementType element_type(CacheType cache) {
   return cache == kF32    ? ElementType::f32
@@ -23,7 +23,7 @@ ElementType element_type(CacheType cache) {
                           : ElementType::i8;
 }
 
-// A position of a head.
+// A position of a head: its keys or its values.
 int64_t position_bytes(CacheType cache, int64_t width) {
   return cache_bytes(cache, width) + (has_scales(cache) ? 4 : 0);
 }
@@ -65,12 +65,13 @@ struct Model {
     return random_tensor(type, {batch, heads, length, width}, random);
   }
   // As nothing has written to it yet: 0x5c5c... everywhere.
-  Tensor cache() const {
-    const bool codes = has_scales(cache_of);
-    Tensor made(element_type(cache_of), {batch, kv_heads, max_length, codes ? position_bytes(cache_of, width) : width});
+  Tensor cache(bool is_key) const {
+    const CacheType stored = is_key ? key_type(cache_of) : value_type(cache_of);
+    const int64_t columns = has_scales(stored) ? position_bytes(stored, width) : width;
+    Tensor made(element_type(stored), {batch, kv_heads, max_length, columns});
     // Kernels read whole panels of 16 positions, and drop the scores of those that nothing has written. MemorySanitizer
     // stops them all the same where a code is an index.
-    if (cache_of == kI4) accept(made.memory->data(), made.memory->size());
+    if (stored == kI4) accept(made.memory->data(), made.memory->size());
     return made;
   }
 
@@ -101,12 +102,13 @@ struct Model {
     return all;
   }
   std::vector<uint8_t> run(const std::vector<int64_t>& counts, const Parallel& parallel = {}) const {
-    return run(q.view, k.view, v.view, counts, parallel, cache(), cache());
+    return run(q.view, k.view, v.view, counts, parallel, cache(true), cache(false));
   }
 
   // The text of one head of keys or values as the caches have it, between bytes of `fill`; and the scales of codes.
   std::vector<uint8_t> cached(bool is_key, int64_t cache_head, uint8_t fill, std::vector<float>* scales) const {
-    std::vector<uint8_t> all(static_cast<size_t>(cache_bytes(cache_of, max_length * width)), fill);
+    const CacheType stored = is_key ? key_type(cache_of) : value_type(cache_of);
+    std::vector<uint8_t> all(static_cast<size_t>(cache_bytes(stored, max_length * width)), fill);
     const Tensor& tensor = is_key ? k : v;
     for (int64_t j = 0; j < length; ++j) {
       std::vector<float> position;
@@ -114,20 +116,20 @@ struct Model {
         position.push_back(load_as_f32(element(tensor.view, (cache_head * length + j) * width), dtype_of(type), i));
       }
       QuantizedPosition quantized;
-      if (has_scales(cache_of)) {
-        quantized = cache_of == kI4 ? contract_quantize_rotated(position) : contract_quantize_position(position);
+      if (has_scales(stored)) {
+        quantized = stored == kI4 ? contract_quantize_rotated(position) : contract_quantize_position(position);
         scales->push_back(quantized.scale);
       }
       for (int64_t i = 0; i < width; ++i) {
-        const auto [at, upper] = place(cache_of, is_key, width, j, i);
+        const auto [at, upper] = place(stored, is_key, width, j, i);
         uint8_t* const to = all.data() + at;
-        if (cache_of == kI4) {
+        if (stored == kI4) {
           const int code = quantized.codes[static_cast<size_t>(i)];
           *to = static_cast<uint8_t>(upper ? (*to & 15) | code << 4 : (*to & 0xf0) | code);
-        } else if (cache_of == kI8) {
+        } else if (stored == kI8) {
           *to = static_cast<uint8_t>(quantized.codes[static_cast<size_t>(i)]);
         } else {
-          store_from_f32(to, dtype_of(element_type(cache_of)), 0, position[static_cast<size_t>(i)]);
+          store_from_f32(to, dtype_of(element_type(stored)), 0, position[static_cast<size_t>(i)]);
         }
       }
     }
@@ -170,11 +172,11 @@ constexpr ElementType kTypes[] = {ElementType::f32, ElementType::bf16, ElementTy
 constexpr Kind kKinds[] = {{ElementType::f32, kF32}, {ElementType::bf16, kBf16}, {ElementType::f16, kF16},
                            {ElementType::f32, kBf16}, {ElementType::f32, kF16}, {ElementType::f32, kI8},
                            {ElementType::bf16, kI8}, {ElementType::bf16, kF32}, {ElementType::f32, kI4},
-                           {ElementType::bf16, kI4}};
+                           {ElementType::bf16, kI8I4}};
 
 TEST(Attention, ShapesTypesAndCuts) {
   for (const auto& [type, cache] : kKinds) {
-    const int64_t more = cache == kI4 ? 16 : 0;  // 4 bits are for multiples of 32
+    const int64_t more = value_type(cache) == kI4 ? 16 : 0;  // 4 bits are for multiples of 32
     for (const Model& model :
          {Model(1, 4, 2, 32, 40, type, cache), Model(2, 3, 3, 16 + more, 20, type, cache),
           Model(1, 5, 1, 80 + more, 23, type, cache), Model(3, 4, 1, 48 + more, 7, type, cache),
@@ -189,7 +191,7 @@ TEST(Attention, ShapesTypesAndCuts) {
 }
 
 TEST(Attention, AnyNumberOfThreadsGivesTheSameBits) {
-  for (const CacheType cache : {kBf16, kI8, kI4}) {
+  for (const CacheType cache : {kBf16, kI8I4, kI4}) {
     const Model model(2, 4, 2, 32, 210, ElementType::bf16, cache);
     const std::vector<uint8_t> expected = model.run({210});
     for (const int count : {1, 2, 7}) {
@@ -208,23 +210,24 @@ TEST(Attention, ATokenWithFewHeadsOfKeys) {
                           }};
   // Of a text of 1032 positions the last 16, which see two spans and then three.
   const Model models[] = {Model(1, 5, 1, 16, 1032, ElementType::f32, kF32),
-                          Model(1, 17, 1, 16, 1032, ElementType::bf16, kI8),
+                          Model(1, 17, 1, 32, 1032, ElementType::bf16, kI8I4),
                           Model(1, 4, 2, 16, 1032, ElementType::f32, kF16),
                           Model(1, 5, 1, 32, 1032, ElementType::f32, kI4)};
   for (const Model& model : models) {
     const DType dtype = dtype_of(model.type);
     // What the caches hold before: with as few heads of queries as there are of keys, which is the least work.
     const Model before(1, model.kv_heads, model.kv_heads, model.width, 1016, model.type, model.cache_of);
-    const Tensor k_before = model.cache(), v_before = model.cache();
+    const Tensor k_before = model.cache(true), v_before = model.cache(false);
     EXPECT_TRUE(same_bits(before.run(before.q.view, before.k.view, before.v.view, {500, 516}, {}, k_before, v_before),
                           before.run({1016}), dtype));
-    const auto copy = [&](const Tensor& cache) {
-      Tensor same = model.cache();
+    const auto copy = [&](const Tensor& cache, bool is_key) {
+      Tensor same = model.cache(is_key);
       std::memcpy(same.memory->data(), cache.memory->data(), static_cast<size_t>(same.memory->size()));
       return same;
     };
     const auto end = [&](const std::vector<int64_t>& counts, const Parallel& parallel) {
-      return model.run(model.q.view, model.k.view, model.v.view, counts, parallel, copy(k_before), copy(v_before), 1016);
+      return model.run(model.q.view, model.k.view, model.v.view, counts, parallel, copy(k_before, true),
+                       copy(v_before, false), 1016);
     };
     const std::vector<uint8_t> expected = end({16}, {});
     for (const Parallel& parallel : {Parallel(), threads(7), counting}) {
@@ -233,7 +236,7 @@ TEST(Attention, ATokenWithFewHeadsOfKeys) {
   }
   // Three spans, one head: as many tasks.
   const Model model(1, 4, 1, 64, 1290, ElementType::f32, kF32);
-  const Tensor k_cache = model.cache(), v_cache = model.cache();
+  const Tensor k_cache = model.cache(true), v_cache = model.cache(false);
   for (const Tensor* cache : {&k_cache, &v_cache}) accept(cache->memory->data(), cache->memory->size());  // only counted
   Tensor out(ElementType::f32, {1, 1, 4, 64});
   most = 0;
@@ -247,7 +250,7 @@ TEST(Attention, TheCachesHoldTheText) {
   for (const ElementType type : kTypes) {
     const Model model(2, 2, 2, 32, 37, type, cache_type_of(dtype_of(type)));
     for (const int count : {1, 3}) {
-      const Tensor k_cache = model.cache(), v_cache = model.cache(), untouched = model.cache();
+      const Tensor k_cache = model.cache(true), v_cache = model.cache(false), untouched = model.cache(true);
       model.run(model.q.view, model.k.view, model.v.view, {20, 1, 16}, threads(count), k_cache, v_cache);
       const int64_t head_values = model.max_length * 32;
       for (int64_t i = 0; i < 4 * head_values; ++i) {
@@ -273,16 +276,16 @@ TEST(Attention, TheCachesHoldTheText) {
 
 // Of each head the codes of all positions, then their scales; nothing else is written.
 TEST(Attention, CachesHoldCodesAndScales) {
-  for (const CacheType cache : {kI8, kI4}) {
+  for (const CacheType cache : {kI8, kI4, kI8I4}) {
     const Model model(2, 2, 2, 32, 37, ElementType::f32, cache);
     for (const int count : {1, 3}) {
-      const Tensor k_cache = model.cache(), v_cache = model.cache(), untouched = model.cache();
+      const Tensor k_cache = model.cache(true), v_cache = model.cache(false), untouched = model.cache(true);
       model.run(model.q.view, model.k.view, model.v.view, {20, 1, 16}, threads(count), k_cache, v_cache);
       for (const Tensor* each : {&k_cache, &v_cache, &untouched}) accept(each->memory->data(), each->memory->size());
       const uint8_t fill = untouched.bytes()[0];
-      const int64_t head_bytes = model.max_length * position_bytes(cache, 32);
       for (int64_t head = 0; head < 4; ++head) {
         for (const bool is_key : {true, false}) {
+          const int64_t head_bytes = model.max_length * position_bytes(is_key ? key_type(cache) : value_type(cache), 32);
           std::vector<float> scales;
           std::vector<uint8_t> expected = model.cached(is_key, head, fill, &scales);
           const size_t codes = expected.size();
@@ -299,8 +302,8 @@ TEST(Attention, CachesHoldCodesAndScales) {
 }
 
 TEST(Attention, Strides) {
-  for (const auto& [type, cache] : {Kind{ElementType::f32, kI8}, {ElementType::bf16, kI8}, {ElementType::f16, kI4}}) {
-    const Model model(2, 4, 2, cache == kI4 ? 64 : 48, 21, type, cache);
+  for (const auto& [type, cache] : {Kind{ElementType::f32, kI8}, {ElementType::bf16, kI8I4}, {ElementType::f16, kI4}}) {
+    const Model model(2, 4, 2, value_type(cache) == kI4 ? 64 : 48, 21, type, cache);
     const std::vector<uint8_t> expected = model.expected();
     // The same values with the dimensions in another order in memory, the last of them first too.
     for (const std::vector<int>& order : {std::vector<int>{0, 2, 1, 3}, {3, 2, 1, 0}, {1, 3, 0, 2}}) {
@@ -322,7 +325,7 @@ TEST(Attention, Strides) {
       };
       const TensorView q = reordered(model.q), k = reordered(model.k), v = reordered(model.v);
       EXPECT_TRUE(
-          same_bits(model.run(q, k, v, {13, 8}, {}, model.cache(), model.cache()), expected, dtype_of(type)));
+          same_bits(model.run(q, k, v, {13, 8}, {}, model.cache(true), model.cache(false)), expected, dtype_of(type)));
       for (const Tensor& tensor : kept) EXPECT_TRUE(tensor.memory->intact());
     }
   }
@@ -330,7 +333,7 @@ TEST(Attention, Strides) {
 
 TEST(Attention, Refusals) {
   const Model model(1, 4, 2, 32, 10, ElementType::f32, kF32);
-  Tensor k_cache = model.cache(), v_cache = model.cache(), out(ElementType::f32, {1, 10, 4, 32});
+  Tensor k_cache = model.cache(true), v_cache = model.cache(false), out(ElementType::f32, {1, 10, 4, 32});
   const Tensor zero = start_tensor(0);
   const auto good = [&] {
     return attention(model.q.view, model.k.view, model.v.view, k_cache.view, v_cache.view, zero.view, {kScale}, out.view,
@@ -376,15 +379,15 @@ TEST(Attention, Refusals) {
   const auto int8_cache = [](int64_t width) { return Tensor(ElementType::i8, {1, 2, 16, width}); };
   const Tensor codes = int8_cache(36), more_codes = int8_cache(36), no_scales = int8_cache(32), pairs = int8_cache(20);
   EXPECT_TRUE(refused(over(no_scales, codes), "k_cache has shape [1, 2, 16, 32]; expected [1, 2, 16, 36], or 20 for 4 bits"));
-  // Caches of 4-bit codes have half as many bytes; the keys' say what both are.
-  EXPECT_TRUE(refused(over(pairs, codes), "v has shape [1, 2, 10, 32]; expected [1, 2, 10, 64]"));
-  EXPECT_TRUE(refused(over(pairs, no_scales),
-                      "v_cache has shape [1, 2, 16, 32]; expected a width of 32 to 512, a multiple of 32, in half as many"));
-  EXPECT_TRUE(refused(over(codes, pairs), "v has shape [1, 2, 10, 32]; expected [1, 2, 10, 16]"));
+  // Caches of 4-bit codes have half as many bytes: keys and values, or values alone.
+  EXPECT_TRUE(refused(over(pairs, codes), "k_cache has 4-bit codes and v_cache has shape [1, 2, 16, 36], int8; expected 20"));
+  EXPECT_TRUE(refused(over(pairs, no_scales), "v_cache has shape [1, 2, 16, 32]; expected [1, 2, 16, 36], or 20 for 4 bits"));
+  Tensor another(ElementType::f32, {1, 10, 4, 32});
+  EXPECT_TRUE(attention(model.q.view, model.k.view, model.v.view, codes.view, pairs.view, zero.view, {kScale}, another.view, {})
+                  .ok());
   EXPECT_TRUE(refused(over(pairs, v_cache), "v_cache has dtype float32; expected int8"));
   EXPECT_TRUE(refused(over(pairs, pairs), "share memory"));
-  EXPECT_TRUE(refused(over(codes, no_scales),
-                      "v_cache has shape [1, 2, 16, 32]; expected a width of 16 to 512, a multiple of 16, and 4 bytes"));
+  EXPECT_TRUE(refused(over(codes, no_scales), "v_cache has shape [1, 2, 16, 32]; expected [1, 2, 16, 36], or 20 for 4 bits"));
   EXPECT_TRUE(refused(over(codes, v_cache), "v_cache has dtype float32; expected int8"));
   EXPECT_TRUE(refused(over(k_cache, codes), "v_cache has dtype int8; expected float32"));
   EXPECT_TRUE(refused(over(codes, codes), "share memory"));

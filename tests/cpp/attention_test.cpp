@@ -38,17 +38,17 @@ struct Kind {
   CacheType cache;
 
   std::string name() const {
-    constexpr const char* kNames[] = {"f32", "bf16", "f16", "int8", "int4"};
+    constexpr const char* kNames[] = {"f32", "bf16", "f16", "int8", "int4", "int8,int4"};
     return std::string(name_of(dtype)) + " over " + kNames[static_cast<int>(cache)];
   }
-  // 4-bit caches have widths of their own.
-  int64_t fit(int64_t width) const { return cache == CacheType::i4 ? (width + 31) / 32 * 32 : width; }
+  // 4-bit values, and keys, have widths of their own.
+  int64_t fit(int64_t width) const { return value_type(cache) == CacheType::i4 ? (width + 31) / 32 * 32 : width; }
 };
 
 constexpr Kind kKinds[] = {{DType::f32, CacheType::f32},  {DType::bf16, CacheType::bf16}, {DType::f16, CacheType::f16},
                            {DType::f32, CacheType::i8},   {DType::f32, CacheType::bf16},  {DType::f32, CacheType::f16},
-                           {DType::bf16, CacheType::i8},  {DType::f16, CacheType::i8},    {DType::bf16, CacheType::f32},
-                           {DType::f16, CacheType::bf16}, {DType::f32, CacheType::i4},    {DType::bf16, CacheType::i4},
+                           {DType::bf16, CacheType::i8},  {DType::f16, CacheType::i8_i4}, {DType::bf16, CacheType::f32},
+                           {DType::f16, CacheType::bf16}, {DType::f32, CacheType::i4},    {DType::bf16, CacheType::i8_i4},
                            {DType::f16, CacheType::i4}};
 constexpr size_t kKindCount = std::size(kKinds);
 
@@ -60,7 +60,7 @@ void store_code(void* base, int64_t index, bool upper, float level) {
   byte = static_cast<uint8_t>(upper ? (byte & 15) | code << 4 : (byte & 0xf0) | code);
 }
 
-void store_cached(void* base, CacheType cache, int64_t index, float value) {
+void store_cached(void* base, CacheType cache, int64_t index, float value) {  // not of 4 bits
   if (cache != CacheType::i8) {
     return store_from_f32(base, cache == CacheType::f32 ? DType::f32 : cache == CacheType::bf16 ? DType::bf16 : DType::f16,
                           index, value);
@@ -91,8 +91,8 @@ struct Problem {
       : width(kind.fit(width)), value_width(kind.fit(more.value_width > 0 ? more.value_width : width)), kind(kind),
         dtype(kind.dtype), cap(more.cap), lengths(lengths),
         q_bytes(static_cast<int64_t>(lengths.size()) * this->width * size_of(dtype), wall, misaligned),
-        key_panels(cache_bytes(kind.cache, panels() * this->width), wall, misaligned),
-        value_bytes(cache_bytes(kind.cache, lengths.back() * value_width), wall, misaligned),
+        key_panels(cache_bytes(key_type(kind.cache), panels() * this->width), wall, misaligned),
+        value_bytes(cache_bytes(value_type(kind.cache), lengths.back() * value_width), wall, misaligned),
         key_scale_bytes(scale_bytes(), wall, misaligned), value_scale_bytes(scale_bytes(), wall, misaligned) {
     width = this->width;
     for (const int64_t length : lengths) {
@@ -138,26 +138,26 @@ struct Problem {
     round(values);
     given_keys = keys;
     given_values = values;
-    to_cache(keys, width, key_scales, key_scale_bytes);
-    to_cache(values, value_width, value_scales, value_scale_bytes);
+    const CacheType key_cache = key_type(kind.cache), value_cache = value_type(kind.cache);
+    to_cache(key_cache, keys, width, key_scales, key_scale_bytes);
+    to_cache(value_cache, values, value_width, value_scales, value_scale_bytes);
     for (size_t r = 0; r < q.size(); ++r) {
       const std::vector<uint8_t> bytes = to_bytes(q[r], dtype);
       std::memcpy(q_bytes.data() + r * bytes.size(), bytes.data(), bytes.size());
     }
-    const bool paired = kind.cache == CacheType::i4;
     for (int64_t n = 0; n < static_cast<int64_t>(values.size()); ++n) {
       const float value = values[static_cast<size_t>(n)];
       const int64_t i = n % value_width;
-      if (paired) store_code(value_bytes.data(), n / value_width * value_width / 2 + i / 32 * 16 + i % 16, i % 32 >= 16, value);
-      else store_cached(value_bytes.data(), kind.cache, n, value);
+      if (value_cache != CacheType::i4) store_cached(value_bytes.data(), value_cache, n, value);
+      else store_code(value_bytes.data(), n / value_width * value_width / 2 + i / 32 * 16 + i % 16, i % 32 >= 16, value);
     }
     std::memset(key_panels.data(), 0xff, static_cast<size_t>(key_panels.size()));  // NaN behind the text
     for (int64_t j = 0; j < length(); ++j) {
       for (int64_t i = 0; i < width; ++i) {
         const int64_t at = ((j / 16) * width + i) * 16 + j % 16;
         const float key = keys[static_cast<size_t>(j * width + i)];
-        if (paired) store_code(key_panels.data(), (j / 16 * width / 2 + i / 2) * 16 + j % 16, i % 2 != 0, key);
-        else store_cached(key_panels.data(), kind.cache, at, key);
+        if (key_cache != CacheType::i4) store_cached(key_panels.data(), key_cache, at, key);
+        else store_code(key_panels.data(), (j / 16 * width / 2 + i / 2) * 16 + j % 16, i % 2 != 0, key);
       }
     }
     for (Guarded* input : {&q_bytes, &key_panels, &value_bytes, &key_scale_bytes, &value_scale_bytes}) input->freeze();
@@ -166,16 +166,17 @@ struct Problem {
   int64_t scale_bytes() const { return has_scales(kind.cache) ? panels() * 4 : 4; }
 
   // What a cache makes of keys or values, and its scales: NaN behind the text.
-  void to_cache(std::vector<float>& numbers, int64_t wide, std::vector<float>& scales, Guarded& bytes) const {
+  void to_cache(CacheType cache, std::vector<float>& numbers, int64_t wide, std::vector<float>& scales,
+                Guarded& bytes) const {
     std::memset(bytes.data(), 0xff, static_cast<size_t>(bytes.size()));
-    if (!has_scales(kind.cache)) {
-      const DType type = kind.cache == CacheType::f32 ? DType::f32 : kind.cache == CacheType::bf16 ? DType::bf16 : DType::f16;
+    if (!has_scales(cache)) {
+      const DType type = cache == CacheType::f32 ? DType::f32 : cache == CacheType::bf16 ? DType::bf16 : DType::f16;
       numbers = from_bytes(to_bytes(numbers, type), type);
       return;
     }
     for (int64_t j = 0; j < length(); ++j) {
       const auto at = numbers.begin() + j * wide;
-      const bool paired = kind.cache == CacheType::i4;
+      const bool paired = cache == CacheType::i4;
       const QuantizedPosition position =
           paired ? contract_quantize_rotated({at, at + wide}) : contract_quantize_position({at, at + wide});
       std::transform(position.codes.begin(), position.codes.end(), at,
@@ -251,7 +252,8 @@ struct Problem {
     for (size_t r = 0; r < q.size(); ++r) {
       const Sight sight{begins[r], lengths[r], cap, sinks.empty() ? nullptr : &sinks[r],
                         key_scales.empty() ? nullptr : key_scales.data(),
-                        value_scales.empty() ? nullptr : value_scales.data(), kind.cache == CacheType::i4};
+                        value_scales.empty() ? nullptr : value_scales.data(), key_type(kind.cache) == CacheType::i4,
+                        value_type(kind.cache) == CacheType::i4};
       const std::vector<float> row = contract_attention(q[r], kFactor, keys, values, value_width, sight);
       if (bounded) {
         const std::vector<Bounded> exact = exact_attention(q[r], kFactor, keys, values, value_width, sight);
@@ -363,7 +365,7 @@ TEST_P(AttentionRow, OutOfTheWindow) {
   const AttentionKernel& kernel = attention_kernel(GetParam().index);
   for (const Content content : {Content::nan_in_k, Content::infinite_k, Content::infinite_v}) {  // at position 300
     for (const int64_t window : {5, 150, 284}) {
-      for (const CacheType cache : {CacheType::f32, CacheType::i8, CacheType::i4}) {
+      for (const CacheType cache : {CacheType::f32, CacheType::i8_i4, CacheType::i4}) {
         Random random(3);
         const Problem problem(48, {DType::f32, cache}, lengths_of(584, 16, 1), content, Wall::after, 0, random, {window});
         if (!is_right(kernel, problem, false, "window " + std::to_string(window))) return;

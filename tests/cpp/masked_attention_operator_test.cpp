@@ -55,7 +55,7 @@ Tensor bounds_of(const std::vector<std::vector<int32_t>>& shown, bool causal, in
 std::vector<uint8_t> run(const TensorView& q, const TensorView& k, const TensorView& v, const TensorView* bounds,
                          const Parallel& parallel = {}) {
   Shape shape;
-  EXPECT_TRUE(masked_attention_shape(q, v, &shape).ok());
+  EXPECT_TRUE(attention_shape(q, v, &shape).ok());
   Tensor out(q.type, {shape.size[0], shape.size[1], shape.size[2], shape.size[3]});
   const Status status = masked_attention(q, k, v, bounds, kScale, 0.0, out.view, parallel);
   EXPECT_TRUE(status.ok()) << status.message();

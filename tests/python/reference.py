@@ -257,20 +257,24 @@ def cached(t: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, start: int, scale: float, window: int = 0, softcap: float = 0.0, sinks=None,
-    cache: torch.dtype | None = None,
+    cache: torch.dtype | tuple[torch.dtype, torch.dtype] | None = None,
 ) -> Tensor:  # fmt: skip
-    """The last positions of a text: q [batch, heads, s, d]; k and v of all of it, [batch, kv_heads, start + s, d]."""
+    """The last positions of a text: q [batch, heads, s, d]; k and v of all of it, [batch, kv_heads, start + s, d].
+
+    ``cache``: the type of keys and values, or of both.
+    """
     batch, heads, s, d = q.shape
     log2e = 1.4426950408889634
     length = start + s
-    (k, k_scales), (v, v_scales) = (cached(t, cache or q.dtype) for t in (k, v))
+    keys, values = cache if isinstance(cache, tuple) else (cache or q.dtype,) * 2
+    (k, k_scales), (v, v_scales) = cached(k, keys), cached(v, values)
     if k_scales is not None and v_scales is not None:
         k_scales, v_scales = (t.repeat_interleave(heads // k.shape[1], 1) for t in (k_scales, v_scales))
     k, v = (t.float().repeat_interleave(heads // t.shape[1], 1) for t in (k, v))  # [batch, heads, length, d]
     factor = torch.tensor(scale / softcap * (2 * log2e) if softcap else scale * log2e, dtype=torch.float64).float()
     cap = torch.tensor(softcap * log2e, dtype=torch.float64).float()
     scaled = q.float() * factor
-    if cache is torch.int4:
+    if keys is torch.int4:
         scaled = rotated(scaled)
     ends = torch.arange(start + 1, length + 1)[:, None]
     seen = (torch.arange(length) < ends) & (torch.arange(length) >= ends - (window or length))  # [s, length]
@@ -312,7 +316,7 @@ def attention(
             most, sums, out = (torch.where(behind, t, own) for t, own in zip(joined, (most, sums, out), strict=True))
     for half in (8, 4, 2, 1):
         sums = sums[..., :half] + sums[..., half : 2 * half]
-    if cache is torch.int4:
+    if values is torch.int4:
         out = rotated(out)
     return (out * (1.0 / sums)).to(q.dtype).transpose(1, 2)
 

@@ -99,14 +99,14 @@ def test_any_cut_and_any_number_of_threads_give_the_same_bits(shape, dtype):
 
 
 @pytest.mark.parametrize("more", [{}, {"window": 700, "softcap": 5.0, "sinks": True}], ids=["plain", "more"])
-@pytest.mark.parametrize("kind", [torch.float32, torch.int8, torch.int4], ids=str)
+@pytest.mark.parametrize("kind", [torch.float32, (torch.int8, torch.int4), torch.int4], ids=str)
 def test_a_long_text_with_one_head_of_keys(kind, more):
     """Threads share the positions of a token."""
     length, width = 1290, 32
     q, k, v = text(1, 6, 1, length, width)
     if "sinks" in more:
         more = more | {"sinks": torch.randn(6, generator=torch.Generator().manual_seed(3))}
-    k_cache, v_cache = (torch.zeros(1, 1, 1296, cache_width(width, kind), dtype=cache_storage(kind)) for _ in "kv")
+    k_cache, v_cache = new_caches(1, 1, 1296, width, width, kind)
     whole = lowbit.attention(q, k, v, k_cache, v_cache, at(0), **more)
     threads = torch.get_num_threads()
     try:
@@ -231,9 +231,9 @@ GOOD = {
     [
         ({"q": GOOD["q"].double()}, "q has dtype float64; expected float32, bfloat16 or float16"),
         ({"q": torch.ones(4, 3, 32)}, "q has shape [4, 3, 32]; expected [batch, heads, positions, width]"),
-        ({"q": torch.ones(1, 4, 3, 40)}, "q has shape [1, 4, 3, 40]; expected a width of 16 to 512, a multiple of 16"),
-        ({"q": torch.ones(1, 4, 3, 0)}, "expected a width of 16 to 512"),
-        ({"q": torch.ones(1, 4, 3, 528)}, "expected a width of 16 to 512"),
+        ({"q": torch.ones(1, 4, 3, 40)}, "q has width 40; expected a multiple of 16 from 16 to 512"),
+        ({"q": torch.ones(1, 4, 3, 0)}, "q has width 0; expected a multiple of 16 from 16 to 512"),
+        ({"q": torch.ones(1, 4, 3, 528)}, "q has width 528; expected a multiple of 16 from 16 to 512"),
         ({"q": torch.ones(1, 3, 3, 32)}, "q has 3 heads; expected 1 or more times 2, the heads of the caches"),
         ({"q": torch.ones(1, 0, 3, 32)}, "q has 0 heads; expected 1 or more times 2, the heads of the caches"),
         ({"q": GOOD["q"].half()}, "k has dtype float32; expected float16, as q has"),
@@ -242,15 +242,17 @@ GOOD = {
         ({"k_cache": torch.ones(1, 2, 16, 36, dtype=torch.int8)}, "v_cache has dtype float32; expected int8"),
         ({"v_cache": torch.ones(1, 2, 16, 36, dtype=torch.int8)}, "v_cache has dtype int8; expected float32"),
         (
-            {"v_cache": torch.ones(1, 2, 16, 32, dtype=torch.int8)},
-            "expected a width of 16 to 512, a multiple of 16, and 4 bytes for the scale",
+            {"k_cache": torch.ones(1, 2, 16, 36, dtype=torch.int8), "v_cache": torch.ones(1, 2, 16, 32, dtype=torch.int8)},
+            "v_cache has shape [1, 2, 16, 32]; expected [1, 2, 16, 36], or 20 for 4 bits",
         ),
         ({"k": GOOD["k"].half()}, "k has dtype float16; expected float32, as q has"),
         ({"v": GOOD["v"].bfloat16()}, "v has dtype bfloat16; expected float32, as q has"),
         ({"k": torch.ones(1, 4, 3, 32)}, "k has shape [1, 4, 3, 32]; expected [1, 2, 3, 32]"),
         ({"k": torch.ones(1, 2, 2, 32)}, "k has shape [1, 2, 2, 32]; expected [1, 2, 3, 32]"),
-        ({"v": torch.ones(1, 2, 3, 16)}, "v has shape [1, 2, 3, 16]; expected [1, 2, 3, 32]"),
-        ({"v": torch.ones(2, 3, 32)}, "v has shape [2, 3, 32]; expected [1, 2, 3, 32]"),
+        ({"v": torch.ones(1, 2, 3, 16)}, "v_cache has shape [1, 2, 16, 32]; expected [1, 2, 16, 16]"),
+        ({"v": torch.ones(1, 2, 3, 40)}, "v has width 40; expected a multiple of 16 from 16 to 512"),
+        ({"v": torch.ones(1, 2, 2, 32)}, "v has shape [1, 2, 2, 32]; expected [1, 2, 3, 32]"),
+        ({"v": torch.ones(2, 3, 32)}, "v has shape [2, 3, 32]; expected [batch, heads, positions, width]"),
         ({"k_cache": torch.ones(2, 16, 32)}, "k_cache has shape [2, 16, 32]; expected [batch, kv_heads, max_length"),
         ({"k_cache": torch.ones(2, 2, 16, 32)}, "k_cache has shape [2, 2, 16, 32]; expected [1, 2, 16, 32]"),
         ({"k_cache": torch.ones(1, 2, 16, 48)}, "k_cache has shape [1, 2, 16, 48]; expected [1, 2, 16, 32]"),
@@ -332,21 +334,20 @@ def test_other_scores(window, softcap, with_sinks, value_width, dtype):
     torch.testing.assert_close(found.double(), exact.transpose(1, 2), rtol=tolerance, atol=tolerance)
 
 
-# Activations and caches of different types.
+# Activations and caches of different types; of a pair the keys have the first.
 MIXED = [
     (torch.float32, torch.bfloat16), (torch.float32, torch.float16), (torch.float32, torch.int8),
     (torch.bfloat16, torch.int8), (torch.float16, torch.int8), (torch.bfloat16, torch.float32),
-    (torch.float32, torch.int4), (torch.bfloat16, torch.int4),
+    (torch.float32, torch.int4), (torch.bfloat16, (torch.int8, torch.int4)),
 ]  # fmt: skip
 
 
-def new_caches(batch, kv_heads, max_length, width, value_width, dtype):
-    """Filled with what must not show; the scales of codes are NaN."""
-    stored = cache_storage(dtype)
+def new_caches(batch, kv_heads, max_length, width, value_width, kind):
+    """Filled with what must not show; the scales of codes are NaN. ``kind``: a dtype, or those of keys and values."""
     return [
-        torch.full((batch, kv_heads, max_length, cache_width(each, dtype)), -1 if stored is torch.int8 else torch.nan,
-                   dtype=stored)
-        for each in (width, value_width)
+        torch.full((batch, kv_heads, max_length, cache_width(each, dtype)),
+                   torch.nan if dtype.is_floating_point else -1, dtype=cache_storage(dtype))
+        for each, dtype in zip((width, value_width), kind if isinstance(kind, tuple) else (kind, kind))
     ]  # fmt: skip
 
 
@@ -354,7 +355,7 @@ def new_caches(batch, kv_heads, max_length, width, value_width, dtype):
 @pytest.mark.parametrize("dtype, cache", MIXED, ids=str)
 def test_caches_of_other_types(dtype, cache, window, softcap, with_sinks, value_width):
     length = 290
-    if cache is torch.int4:
+    if cache in (torch.int4, (torch.int8, torch.int4)):
         value_width = -(-value_width // 32) * 32
     q, k, _ = text(1, 4, 2, length, 32, dtype)
     _, _, v = text(1, 4, 2, length, value_width, dtype, seed=1)
@@ -467,9 +468,23 @@ def test_opcheck():
         q, k, v = text(1, 4, 2, 3, 32, dtype)
         buffers = (torch.zeros(1, 2, 16, 32, dtype=dtype) for _ in range(2))
         torch.library.opcheck(torch.ops.lowbit.attention.default, (q, k, v, *buffers, at(2), 0.25))
-        for size in (36, 20):
-            codes = (torch.zeros(1, 2, 16, size, dtype=torch.int8) for _ in range(2))
+        for sizes in ((36, 20), (20, 20)):
+            codes = (torch.zeros(1, 2, 16, size, dtype=torch.int8) for size in sizes)
             torch.library.opcheck(torch.ops.lowbit.attention.default, (q, k, v, *codes, at(2), 0.25))
+
+
+def test_values_of_4_bits_beside_keys_of_int8():
+    """Each cache is the one that it is beside its own kind; the other way round is refused."""
+    q, k, v = text(1, 4, 2, 37, 32)
+    k_codes, v_codes = new_caches(1, 2, 48, 32, 32, torch.int8)
+    k_pairs, v_pairs = new_caches(1, 2, 48, 32, 32, torch.int4)
+    k_cache, v_cache = new_caches(1, 2, 48, 32, 32, (torch.int8, torch.int4))
+    for used in ((k_codes, v_codes), (k_pairs, v_pairs), (k_cache, v_cache)):
+        run(q, k, v, *used, [20, 1, 16])
+    assert torch.equal(k_cache, k_codes) and torch.equal(v_cache, v_pairs)
+    message = "k_cache has 4-bit codes and v_cache has shape [1, 2, 48, 36], int8; expected 20 for 4 bits, or int8 keys"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        lowbit.attention(q, k, v, k_pairs, v_codes, at(0))
 
 
 def test_widths_of_4_bit_caches():

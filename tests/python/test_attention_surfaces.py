@@ -28,15 +28,16 @@ class Layers(torch.nn.Module):
     The second has a window, a cap and sinks, the others behind it have smaller caches.
     """
 
-    CACHES = (None, None, torch.int8, torch.bfloat16, torch.int4)
+    CACHES = (None, None, (torch.int8, torch.int4), torch.bfloat16, torch.int4)
 
     def __init__(self, heads=4, kv_heads=2, width=32, max_length=64, dtype=torch.float32):
         super().__init__()
         self.kv_heads, self.groups = kv_heads, heads // kv_heads
         for layer, cache in enumerate(self.CACHES):
-            for name in ("keys", "values"):
-                shape = (1, kv_heads, max_length, cache_width(width, cache or dtype))
-                self.register_buffer(f"{name}{layer}", torch.zeros(shape, dtype=cache_storage(cache or dtype)), False)
+            pair = cache if isinstance(cache, tuple) else (cache or dtype,) * 2
+            for name, kind in zip(("keys", "values"), pair, strict=True):
+                shape = (1, kv_heads, max_length, cache_width(width, kind))
+                self.register_buffer(f"{name}{layer}", torch.zeros(shape, dtype=cache_storage(kind)), False)
         self.register_buffer("sinks", torch.linspace(-2, 3, heads, dtype=dtype))
 
     def forward(self, x, start):

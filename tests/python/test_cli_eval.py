@@ -34,7 +34,7 @@ def test_eval(packed, tmp_path):
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[0] == sum(entry.bytes for entry in lowbit.inspect_checkpoint(FLOAT))
 
-    table = invoke("eval", packed[0], *options)
+    table = invoke("eval", packed[0], *options, "--cache", "int8,int4")
     assert table.exit_code == 0, table.stderr
     assert table.stdout.splitlines()[0].split() == ["weights", "size", "perplexity", "bits", "per", "byte", "seconds"]
     assert table.stdout.splitlines()[1].startswith("packed, 4 and 6 and 8 bits ")

@@ -130,10 +130,10 @@ def test_a_decoder_in_another_dtype(dtype):
 KINDS_OF_CACHE = {"float32": (4, 0), "bfloat16": (2, 0), "float16": (2, 0), "int8": (1, 4), "int4": (0.5, 4)}
 
 
-@pytest.mark.parametrize("kind", KINDS_OF_CACHE)
+@pytest.mark.parametrize("kind", [*KINDS_OF_CACHE, "int8,int4"])
 def test_caches_in_a_smaller_type(kind):
     tokens = [(7 * i + 3) % 97 for i in range(48)]
-    width = 32 if kind == "int4" else 16
+    width = 32 if "int4" in kind else 16
     usual = Decoder(make("llama", head_dim=width), 48)
     expected, found = run(usual, tokens), usual.measured
     decoder = Decoder(make("llama", head_dim=width), 48, kind)
@@ -144,10 +144,12 @@ def test_caches_in_a_smaller_type(kind):
     with pytest.raises(IndexError, match="start is 48 and there are 1 tokens"):
         decoder(torch.tensor([[1]]), torch.tensor([48]))
     # This model's weights are random and large, so that all depends on the text, and a little changes much.
-    least, most = (0.85, 0.5) if kind == "int4" else (0.99, 0.1)
+    least, most = (0.85, 0.5) if "int4" in kind else (0.99, 0.1)
     assert torch.nn.functional.cosine_similarity(whole, expected).item() > least
-    item, scale = KINDS_OF_CACHE[kind]
-    assert {cache.nbytes for pair in decoder.caches() for cache in pair} == {2 * 48 * (width * item + scale)}
+    stored = [KINDS_OF_CACHE[name] for name in kind.split(",")]
+    for keys, values in decoder.caches():
+        sizes = [2 * 48 * (width * item + scale) for item, scale in stored]
+        assert [keys.nbytes, values.nbytes] == [sizes[0], sizes[-1]]
     # The model is judged as it would be without the smaller caches, and what these add is told.
     assert {name: decoder.measured[name] for name in found} == found
     if kind == "float32":
@@ -156,12 +158,13 @@ def test_caches_in_a_smaller_type(kind):
         assert not torch.equal(whole, expected) and found["whole"] < decoder.measured["cache"] < most
 
 
-def test_4_bit_caches_are_for_widths_of_32():
+@pytest.mark.parametrize("kind", ["int4", "int8,int4"])
+def test_4_bit_caches_are_for_widths_of_32(kind):
     with pytest.raises(ValueError, match="keys or values have a width of 16; expected a multiple of 32 for a 4-bit cache"):
-        Decoder(make("llama"), 48, "int4")
+        Decoder(make("llama"), 48, kind)
 
 
-@pytest.mark.parametrize("kind, width", [("int8", 16), ("int4", 32)])
+@pytest.mark.parametrize("kind, width", [("int8,int4", 32), ("int4", 32)])
 def test_guesses_over_caches_of_codes_change_nothing(kind, width):
     decoder, draft = (Decoder(make("llama", quantized, head_dim=width), 64, kind) for quantized in (True, False))
     plain = generate(decoder, PROMPT, 40, max_length=64).tokens
@@ -185,8 +188,13 @@ def test_caches_that_do_not_hold_the_numbers_are_refused():
         assert torch.equal(model(torch.tensor([PROMPT])).logits, before)  # given back
     for kind in ("bfloat16", "int8"):
         assert run(Decoder(model, 48, kind), PROMPT).isfinite().all()
-    with pytest.raises(ValueError, match="cache is 'int2'; expected one of float32, bfloat16, float16, int8, int4, or None"):
+    known = "expected one of 'float32', 'bfloat16', 'float16', 'int8', 'int8,int4', 'int4', or None"
+    with pytest.raises(ValueError, match=f"cache is 'int2'; {known}$"):
         Decoder(model, 48, "int2")
+    with pytest.raises(
+        ValueError, match=f"cache is 'int4,int8'; {known}; rounding keys to 4 bits loses more than rounding values"
+    ):
+        Decoder(model, 48, "int4,int8")
 
 
 def check_step(step, decoder, close: float):

@@ -12,7 +12,6 @@ transformers = pytest.importorskip("transformers")
 import lowbit
 from lowbit import llm
 from lowbit.hf import own_attention
-from lowbit.llm.decoder import CACHES
 from lowbit.llm.loading import load_model
 
 sys.path.append(str(Path(__file__).parents[1] / "models"))
@@ -105,12 +104,13 @@ def test_far_positions(kind, begin):
     heads, width, count, scale = 4, 16, 64, 0.25
     generator = torch.Generator().manual_seed(begin)
     query, key, value = (torch.randn(1, heads, count, width, generator=generator) for _ in range(3))
-    key, value = (each.to(CACHES[kind]).float() for each in (key, value))
+    dtype = getattr(torch, kind)
+    key, value = (each.to(dtype).float() for each in (key, value))
     slopes = torch.tensor([0.9170040432, 0.5, 2**-4.5, 2**-8])
     alibi = own_attention._of_slopes(slopes, begin + count, scale)
     more_query, more_key = alibi(torch.arange(begin, begin + count))
-    assert torch.equal(more_key, more_key.to(CACHES[kind]).float())
-    caches = [torch.zeros(1, heads, count, size, dtype=CACHES[kind]) for size in (width + 16, width)]
+    assert torch.equal(more_key, more_key.to(dtype).float())
+    caches = [torch.zeros(1, heads, count, size, dtype=dtype) for size in (width + 16, width)]
     found = lowbit.ops.attention(
         torch.cat([more_query, query], -1), torch.cat([more_key, key], -1), value, *caches, torch.tensor([0]), scale=scale
     )
@@ -124,11 +124,12 @@ def test_far_positions(kind, begin):
 @pytest.mark.parametrize("name", ALIBI)
 def test_caches_of_int8_are_refused(name):
     model = make(name)
-    with pytest.raises(ValueError, match=r"carry positions \(alibi\), which a cache of int8 would round; expected a cache of"):
-        llm.Decoder(model, 64, "int8")
+    for kind in ("int8", "int8,int4"):
+        with pytest.raises(ValueError, match=rf"carry positions \(alibi\), which a cache of {kind} would round; expected"):
+            llm.Decoder(model, 64, kind)
     for kind in ("bfloat16", "float16", "float32"):
         decoder = llm.Decoder(model, 64, kind)
-        assert decoder.measured.get("cache", 0) < 0.1 and decoder.k_cache_0.dtype == CACHES[kind]
+        assert decoder.measured.get("cache", 0) < 0.1 and decoder.k_cache_0.dtype == getattr(torch, kind)
 
 
 def test_lengths_that_are_refused():

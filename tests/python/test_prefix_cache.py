@@ -53,7 +53,7 @@ def files(directory) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
 
-@pytest.mark.parametrize("kind", ["float32", "bfloat16", "float16", "int8", "int4"])
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "float16", "int8,int4", "int4"])
 def test_a_text_is_the_same_from_files(model, tmp_path, kind):
     decoder = llm.Decoder(model, LENGTH, kind)
     others = [TEXT[:200] + [5] * 60, TEXT[:40] + TEXT[:90], TEXT[:1], TEXT[: 4 * BLOCK], TEXT[: 4 * BLOCK + 1]]

@@ -71,7 +71,7 @@ def export(
         "output": str(file),
         "to": to,
         "max_length": max_length,
-        "cache": str(decoder.cache_dtype).removeprefix("torch."),
+        "cache": decoder.cache_type,
         "chunk": min(chunk, max_length),
         "bytes": written,
         "seconds": seconds,

@@ -57,8 +57,10 @@ MaxLength = Annotated[
 ]
 
 Cache = Annotated[
-    Literal["float32", "bfloat16", "float16", "int8", "int4"] | None,
-    typer.Option("--cache", help="Type of the KV cache.", show_default="the model's type"),
+    Literal["float32", "bfloat16", "float16", "int8", "int8,int4", "int4"] | None,
+    typer.Option(
+        "--cache", help="Type of the KV cache; int8,int4: that of keys, then of values.", show_default="the model's type"
+    ),
 ]
 ExpertMemory = Annotated[
     str | None,

@@ -151,7 +151,7 @@ def run(
             "threads": threads,
             "linear": repr(next(layer for layer in model.modules() if isinstance(layer, nn.Linear))),
             "dtype": str(model.dtype).removeprefix("torch."),
-            "cache": str(decoder.cache_dtype).removeprefix("torch."),
+            "cache": decoder.cache_type,
             "prompt": prompt,
             "new": new,
             "packed_bytes_per_token": touched,

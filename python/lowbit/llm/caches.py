@@ -13,22 +13,25 @@ from .._window import SPAN
 from ..hf.decoding import is_held
 from ..hf.recurrent import is_state
 
+# Types of the KV cache: that of keys and values, or of keys, then of values.
+CACHES = ("float32", "bfloat16", "float16", "int8", "int8,int4", "int4")
+
 _PANEL = 16  # positions whose keys are interleaved in memory, see docs/internals/operators.md
 
 
 class Caches:
     """Keys, values and states of one text, outside a decoder; from :meth:`Decoder.new_caches` and :meth:`Decoder.read`."""
 
-    def __init__(self, layers: Sequence[tuple[Tensor, ...]], dtype: torch.dtype, model: torch.nn.Module, length: int):
+    def __init__(self, layers: Sequence[tuple[Tensor, ...]], cache_type: str, model: torch.nn.Module, length: int):
         """
         Args:
             layers: of each layer keys and values, as the attention operators store them, and the states of recurrent layers.
-            dtype: of keys and values; ``torch.int4`` stands for 4 bits.
+            cache_type: of keys and values, as :class:`Decoder` takes it.
             model: the model that computes them.
             length: capacity in tokens.
         """
         self.layers = list(layers)
-        self.dtype = dtype
+        self.cache_type = cache_type
         self.length = length
         self.tokens: list[int] = []  # the tokens whose keys and values are stored
         self._model: weakref.ref[torch.nn.Module] | None = weakref.ref(model)
@@ -53,6 +56,31 @@ class Caches:
     def nbytes(self) -> int:
         """Bytes of all layers, unused positions included."""
         return sum(cache.nbytes for layer in self.layers for cache in layer)
+
+
+def type_of(cache: str | None, dtype: torch.dtype) -> str:
+    """The type of caches that was asked for; None: that of a model of this dtype.
+
+    Raises:
+        ValueError: an unknown type.
+    """
+    if cache is None:
+        return name_of(dtype)
+    if cache not in CACHES:
+        reason = "; rounding keys to 4 bits loses more than rounding values" if cache == "int4,int8" else ""
+        raise ValueError(f"cache is {cache!r}; expected one of {', '.join(map(repr, CACHES))}, or None{reason}")
+    return cache
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """The type of caches that store keys and values as they are."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtypes_of(cache_type: str) -> tuple[torch.dtype, torch.dtype]:
+    """The dtypes of keys and of values; ``torch.int4`` stands for 4 bits."""
+    names = cache_type.split(",")
+    return getattr(torch, names[0]), getattr(torch, names[-1])
 
 
 def common(a: Sequence[int], b: Sequence[int]) -> int:

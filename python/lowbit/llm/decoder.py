@@ -14,19 +14,10 @@ from ..hf import decoding
 from ..hf.recurrent import is_state
 from ..hf.shared_inputs import observed
 from ..ops import cache_storage, cache_width
-from .caches import Caches, common, copy_layer
+from .caches import CACHES, Caches, common, copy_layer, dtypes_of, name_of, type_of
 from .proof import EXACT_LIMIT, PIECES_LIMIT, Reference
 from .sampling import prompt_ids
 from .states import StateKeeper
-
-# Types of the KV cache.
-CACHES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "int8": torch.int8,
-    "int4": torch.int4,
-}
 
 # Tokens of a prompt that are computed at a time. With more, activations take so many megabytes that malloc returns them to
 # the system after each use, and every page comes back with a page fault.
@@ -84,8 +75,8 @@ class Decoder(torch.nn.Module):
             model: a transformers causal language model, quantized or not, in eval mode. It belongs to the decoder until
                 :meth:`release`: its attention runs over the decoder's caches. An earlier decoder of the model is released.
             max_length: the longest text in tokens, prompt included; a multiple of 16.
-            cache: type of the KV cache: "float32", "bfloat16", "float16", or "int8" or "int4", which have a scale for each
-                position of a head; None: the model's dtype.
+            cache: type of the KV cache: "float32", "bfloat16", "float16", or "int8", "int8,int4" (keys of int8, values of int4)
+                or "int4", which have a scale for each position of a head; None: the model's dtype.
             windows: layers with a sliding window keep the window, not the text. Then a text can be cut back a few hundred
                 tokens only, else it begins at 0 again: :meth:`kept`.
 
@@ -101,14 +92,12 @@ class Decoder(torch.nn.Module):
             raise ValueError(f"max_length is {max_length}; expected a positive multiple of 16")
         if limit is not None and max_length > limit:
             raise ValueError(f"max_length is {max_length}; expected at most the model's {limit} positions")
-        if cache is not None and cache not in CACHES:
-            raise ValueError(f"cache is {cache!r}; expected one of {', '.join(CACHES)}, or None")
+        self.cache_type = type_of(cache, model.dtype)
         if model.training:
             raise ValueError("the model is in training mode; call its eval() first")
         self.model = model
         self.max_length = max_length
         self._keep_windows = windows
-        self.cache_dtype: torch.dtype = model.dtype if cache is None else CACHES[cache]
         decoding.give_back(model)
         self._takeover: decoding.Takeover | None = None
         try:
@@ -126,11 +115,10 @@ class Decoder(torch.nn.Module):
             raise decoding.Unsupported("its configuration does not say how many layers it has")
         self.vocabulary, self.layers = vocabulary, layers
         self._takeover = decoding.Takeover(self.model, self.max_length)
-        if self._takeover.has_alibi and not self.cache_dtype.is_floating_point:
-            kind = str(self.cache_dtype).removeprefix("torch.")
+        if self._takeover.has_alibi and not dtypes_of(self.cache_type)[0].is_floating_point:
             raise decoding.Unsupported(
-                f"the keys of its attention carry positions (alibi), which a cache of {kind} would round; expected a cache of "
-                "float32, bfloat16 or float16"
+                f"the keys of its attention carry positions (alibi), which a cache of {self.cache_type} would round; "
+                "expected a cache of float32, bfloat16 or float16"
             )
         try:
             asked = self._ask(reference, self._takeover)
@@ -145,22 +133,23 @@ class Decoder(torch.nn.Module):
             for layer, window in asked.windows.items()
             if self._keep_windows and window and window_length(window, PIECE) < self.max_length
         }
-        for layer, tensors in enumerate(self._make(self.max_length, self.cache_dtype, self._windows)):
+        for layer, tensors in enumerate(self._make(self.max_length, self.cache_type, self._windows)):
             for name, cache in zip(self._names(layer), tensors, strict=True):
                 self.register_buffer(name, cache, persistent=False)
         states = [tensor for layer in self._caches() for tensor in layer if is_state(tensor)]
         self._keeper = StateKeeper(states) if states else None
-        dtype = self.model.dtype
+        unrounded = name_of(self.model.dtype)
 
         def run_texts(texts: list[list[int]]) -> list[Tensor]:
-            return self.run_texts([(self.new_caches(16, dtype), text) for text in texts], everywhere=True)
+            return self.run_texts([(self.new_caches(16, unrounded), text) for text in texts], everywhere=True)
 
         # The check needs caches without rounding; these are for a short text.
-        caches = self.caches() if self.cache_dtype is dtype else self._make(reference.tokens.shape[1], dtype)
+        rounds = self.cache_type != unrounded
+        caches = self._make(reference.tokens.shape[1], unrounded) if rounds else self.caches()
         uses = [(layer in self._shapes) + (layer in self._states) for layer in range(self.layers)]
         self.measured = reference.prove(self.run, run_texts, caches, uses)
-        if self.cache_dtype is not dtype:
-            self.measured["cache"] = reference.rounding_of_caches(self.run, self.caches(), self.cache_dtype)
+        if rounds:
+            self.measured["cache"] = reference.rounding_of_caches(self.run, self.caches(), self.cache_type)
 
     def _ask(self, reference: Reference, takeover: decoding.Takeover) -> decoding.Asked:
         """What the attention of the layers asks for; packed layers with the same input quantize it once from now on."""
@@ -175,18 +164,18 @@ class Decoder(torch.nn.Module):
         attention += [f"held_cache_{layer}"] if layer in self._windows else []
         return attention + [f"state_{number}_cache_{layer}" for number in range(len(self._states.get(layer, ())))]
 
-    def _make(self, length: int, dtype: torch.dtype, windows: Mapping[int, int] | None = None) -> list[tuple[Tensor, ...]]:
-        caches = []
+    def _make(self, length: int, cache_type: str, windows: Mapping[int, int] | None = None) -> list[tuple[Tensor, ...]]:
+        caches, dtypes = [], dtypes_of(cache_type)
         length = -(-length // 16) * 16
         for layer in range(self.layers):
             heads, *widths = self._shapes.get(layer, (0,))
             window = (windows or {}).get(layer)
             room = length if window is None else window_length(window, PIECE)
             try:
-                shapes = [(1, heads, room, cache_width(width, dtype)) for width in widths]
+                shapes = [(1, heads, room, cache_width(width, dtype)) for width, dtype in zip(widths, dtypes)]
             except ValueError as error:
                 raise decoding.Unsupported(str(error)) from error
-            tensors = [torch.zeros(shape, dtype=cache_storage(dtype)) for shape in shapes]
+            tensors = [torch.zeros(shape, dtype=cache_storage(dtype)) for shape, dtype in zip(shapes, dtypes)]
             tensors += [] if window is None else [torch.zeros(2, dtype=torch.int64)]
             states = [torch.zeros(shape, dtype=state_dtype) for shape, state_dtype in self._states.get(layer, ())]
             caches.append((*tensors, *states))
@@ -344,37 +333,37 @@ class Decoder(torch.nn.Module):
             self._keeper.end(int(start) + tokens.shape[1])
         return logits
 
-    def new_caches(self, length: int, dtype: torch.dtype | None = None) -> Caches:
+    def new_caches(self, length: int, cache_type: str | None = None) -> Caches:
         """Empty caches for another text.
 
         Args:
             length: capacity in tokens, a multiple of 16.
-            dtype: of keys and values; None: the decoder's.
+            cache_type: of keys and values, as the decoder's ``cache``; None: the decoder's.
 
         Raises:
-            ValueError: a length or dtype that a cache cannot have.
+            ValueError: a length or type that a cache cannot have.
             RuntimeError: the decoder was released.
         """
         self.check()
-        dtype = dtype or self.cache_dtype
+        cache_type = cache_type or self.cache_type
         if length <= 0 or length % 16:
             raise ValueError(f"length is {length}; expected a positive multiple of 16")
-        if dtype not in CACHES.values():
-            raise ValueError(f"dtype is {dtype}; expected one of {', '.join(map(str, CACHES.values()))}")
-        return Caches(self._make(length, dtype), dtype, self.model, length)
+        if cache_type not in CACHES:
+            raise ValueError(f"cache_type is {cache_type!r}; expected one of {', '.join(map(repr, CACHES))}")
+        return Caches(self._make(length, cache_type), cache_type, self.model, length)
 
-    def check_caches(self, caches: Caches, dtype: torch.dtype | None = None) -> None:
+    def check_caches(self, caches: Caches, cache_type: str | None = None) -> None:
         """Checks that caches can be copied from.
 
         Args:
-            dtype: of the caches to copy to; None: the decoder's.
+            cache_type: of the caches to copy to; None: the decoder's.
 
         Raises:
-            ValueError: they have another dtype, or another model computed them.
+            ValueError: they have another type, or another model computed them.
         """
-        dtype = dtype or self.cache_dtype
-        if caches.dtype is not dtype:
-            raise ValueError(f"the caches are of {caches.dtype}; expected {dtype}")
+        cache_type = cache_type or self.cache_type
+        if caches.cache_type != cache_type:
+            raise ValueError(f"the caches are of {caches.cache_type}; expected {cache_type}")
         if not caches.is_of(self.model):
             raise ValueError("the caches have keys and values of another model; expected those of the decoder's")
 
@@ -386,7 +375,7 @@ class Decoder(torch.nn.Module):
             prefix: of another text; what both have in common at their beginning is copied.
 
         Raises:
-            ValueError: no tokens, or one that is not in the vocabulary; or ``prefix`` is of another model or dtype.
+            ValueError: no tokens, or one that is not in the vocabulary; or ``prefix`` is of another model or type.
             IndexError: more than max_length tokens.
             RuntimeError: the decoder was released.
         """
@@ -492,7 +481,7 @@ class _TextsCall:
         copy, start, begin = None, self.lengths.get(id(caches), len(caches.tokens)), len(self.rows)
         if source is not None:
             other, count = source
-            self.decoder.check_caches(other, caches.dtype)
+            self.decoder.check_caches(other, caches.cache_type)
             available = self.lengths.get(id(other), len(other.tokens))
             start = min(count, available)
             if self.decoder.recurrent and start != available:

@@ -254,7 +254,7 @@ def _key(decoder: Decoder, layers: Layers) -> bytes:
         "versions": [__version__, torch.__version__, version("transformers")],
         "class": type(model).__name__,
         "config": config,
-        "cache": [str(decoder.cache_dtype), [[(list(c.shape[1::2]), str(c.dtype)) for c in pair] for pair in layers]],
+        "cache": [decoder.cache_type, [[(list(c.shape[1::2]), str(c.dtype)) for c in pair] for pair in layers]],
     }
     key = hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode())
     for name, tensor in model.state_dict().items():

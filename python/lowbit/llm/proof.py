@@ -211,16 +211,15 @@ class Reference(Rounding):
         return float(_relative(logits[None], expected[None], effect).median())
 
     @torch.inference_mode()
-    def rounding_of_caches(self, run: Run, caches: Sequence[tuple[Tensor, ...]], dtype: torch.dtype) -> float:
-        """The difference that caches of a smaller dtype make, on the same scale as in :meth:`prove`.
+    def rounding_of_caches(self, run: Run, caches: Sequence[tuple[Tensor, ...]], cache_type: str) -> float:
+        """The difference that caches of a smaller type make, on the same scale as in :meth:`prove`.
 
         Raises:
-            Unsupported: keys or values are beyond the range of the dtype.
+            Unsupported: keys or values are beyond the range of the type.
         """
         difference = self.difference(run(self.tokens, self.positions, torch.tensor([0]), caches), self.whole)
         if difference == float("inf"):
-            kind = str(dtype).removeprefix("torch.")
-            raise Unsupported(f"its keys or values do not fit into a cache of {kind}: the logits are not numbers")
+            raise Unsupported(f"its keys or values do not fit into a cache of {cache_type}: the logits are not numbers")
         return difference
 
 

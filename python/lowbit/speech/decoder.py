@@ -10,7 +10,8 @@ from torch import Tensor
 from .. import ops
 from ..hf.decoding import Unsupported
 from ..hf.fusing import fuse_
-from ..llm.decoder import CACHES, check_call
+from ..llm.caches import dtypes_of, name_of, type_of
+from ..llm.decoder import check_call
 
 _PANEL = 16  # lengths of caches are multiples of this
 _TRIAL = 24  # positions of the encoder's output in the trial
@@ -31,22 +32,20 @@ class SpeechDecoder(torch.nn.Module):
         Args:
             model: transformers' ``WhisperForConditionalGeneration`` or a class that computes the same, quantized or not, in
                 eval mode.
-            cache: type of keys and values: "float32", "bfloat16", "float16", or "int8" or "int4", which have a scale for
-                each position of a head; None: the model's dtype.
+            cache: type of keys and values: "float32", "bfloat16", "float16", or "int8", "int8,int4" (keys of int8, values of
+                int4) or "int4", which have a scale for each position of a head; None: the model's dtype.
 
         Raises:
             ValueError: an unknown type of cache, a model in training mode, or one whose decoder computes something else:
                 a few tokens are computed by both.
         """
         super().__init__()
-        if cache is not None and cache not in CACHES:
-            raise ValueError(f"cache is {cache!r}; expected one of {', '.join(CACHES)}, or None")
         if getattr(getattr(model, "config", None), "model_type", None) != "whisper" or not hasattr(model, "proj_out"):
             raise Unsupported(f"the model is {type(model).__name__}; expected WhisperForConditionalGeneration")
         if model.training:
             raise ValueError("the model is in training mode; call its eval() first")
         self.model: Any = model
-        self.cache_dtype: torch.dtype = model.dtype if cache is None else CACHES[cache]
+        self.cache_type = type_of(cache, model.dtype)
         config: Any = model.config
         self.vocabulary: int = config.vocab_size
         self.max_length: int = config.max_target_positions
@@ -66,18 +65,17 @@ class SpeechDecoder(torch.nn.Module):
         config = self.model.config
         width = config.d_model // self.heads
         try:
-            columns = ops.cache_width(width, self.cache_dtype)
+            stored = [(ops.cache_width(width, dtype), ops.cache_storage(dtype)) for dtype in dtypes_of(self.cache_type)]
         except ValueError as error:
             raise Unsupported(str(error)) from error
 
-        def empty(positions: int) -> Tensor:
-            shape = (1, self.heads, -(-positions // _PANEL) * _PANEL, columns)
-            return torch.zeros(shape, dtype=ops.cache_storage(self.cache_dtype))
+        def empty(positions: int) -> list[Tensor]:
+            rows = -(-positions // _PANEL) * _PANEL
+            return [torch.zeros(1, self.heads, rows, columns, dtype=dtype) for columns, dtype in stored]
 
         last = (1, self.heads, 1, width)
         return [
-            (empty(length), empty(length), empty(heard), empty(heard))
-            + (torch.zeros(last, dtype=self.model.dtype), torch.zeros(last, dtype=self.model.dtype))
+            (*empty(length), *empty(heard), *(torch.zeros(last, dtype=self.model.dtype) for _ in range(2)))
             for _ in range(config.decoder_layers)
         ]
 
@@ -99,7 +97,7 @@ class SpeechDecoder(torch.nn.Module):
         pieces = [self.step(tokens[:, at:end], torch.tensor([at]), last) for at, end in ((0, 3), (3, 4))]
         difference = (torch.stack([pieces[0][0], pieces[1][0]]).float() - expected[0, 2:]).square().mean().sqrt()
         measured = float(difference / expected.std())
-        if self.cache_dtype is self.model.dtype and not measured <= _TRIAL_LIMIT:
+        if self.cache_type == name_of(self.model.dtype) and not measured <= _TRIAL_LIMIT:
             raise Unsupported(
                 f"{type(self.model).__name__} computes other logits than lowbit's decoder (they differ by {measured:.2g} of "
                 f"their spread; rounding is below {_TRIAL_LIMIT}); expected Whisper's layers"

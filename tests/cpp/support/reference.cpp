@@ -257,7 +257,7 @@ std::vector<float> contract_attention(const std::vector<float>& q, float factor,
   bool is_nan = false;
   std::vector<float> scaled = q;
   for (float& value : scaled) value *= factor;
-  if (sight.rotated) scaled = rotated(scaled);
+  if (sight.rotated_keys) scaled = rotated(scaled);
   if (sight.sink != nullptr) {
     sums[0] = 1.0f;
     most = std::fmax(most, *sight.sink);
@@ -313,7 +313,7 @@ std::vector<float> contract_attention(const std::vector<float>& q, float factor,
   for (size_t half = 8; half > 0; half /= 2) {
     for (size_t l = 0; l < half; ++l) sums[l] += sums[l + half];
   }
-  if (sight.rotated) out = rotated(out);
+  if (sight.rotated_values) out = rotated(out);
   for (float& value : out) {
     value *= 1.0f / sums[0];
     if (is_nan || std::isnan(value)) value = float_from_bits(0x7fc00000u);
@@ -337,7 +337,7 @@ std::vector<Bounded> exact_attention(const std::vector<float>& q, float factor, 
   std::vector<double> scaled(q.begin(), q.end());
   for (double& value : scaled) value *= factor;
   double query_error = 0.0;
-  if (sight.rotated) {
+  if (sight.rotated_keys) {
     for (const double value : scaled) query_error += std::fabs(value);
     query_error *= (std::log2(static_cast<double>(width)) + 1) * kUnit;
     scaled = rotated(scaled);
@@ -396,7 +396,7 @@ std::vector<Bounded> exact_attention(const std::vector<float>& q, float factor, 
     const double relative = 2 * e + (2 * n + 2 * blocks + 4 * spans + 41) * kUnit;
     result.push_back({value / sum, 1.02 * relative * magnitude / sum + n * (0x1p-120 * largest + kSmallest)});
   }
-  if (sight.rotated) {
+  if (sight.rotated_values) {
     std::vector<double> rows;
     for (const Bounded& each : result) rows.push_back(each.value);
     rows = rotated(rows);

@@ -48,7 +48,8 @@ struct Sight {
   const float* sink = nullptr;
   const float* key_scales = nullptr;  // of codes, by position: keys and values are their levels; null: none
   const float* value_scales = nullptr;
-  bool rotated = false;               // 4-bit codes
+  bool rotated_keys = false;          // 4-bit codes
+  bool rotated_values = false;
 };
 
 // A position's keys or values as an int8 cache has them.
