@@ -84,6 +84,23 @@ def test_an_encoder_is_saved_with_the_same_bits(directory, tmp_path):
     assert torch.equal(embed(again), expected)
 
 
+def test_a_text_has_the_same_bits_alone(directory):
+    """Behind the pooling there are float layers, of which torch computes several rows in another order."""
+    packed = encoder_of(directory / "encoder-8")
+    before = embed(packed)
+    summary = lowbit.fuse_(packed)
+    assert (summary.attention, summary.dense, summary.activations) == (1, 2, 2)
+    assert summary.kept == {"0.model.pooler.activation": "lowbit has no Tanh"}
+    found = embed(packed, TEXTS * 9)
+    assert torch.equal(found, embed(packed).repeat(9, 1))
+    assert torch.equal(found[: len(TEXTS)], torch.cat([embed(packed, [text]) for text in TEXTS]))
+    torch.testing.assert_close(found[: len(TEXTS)], before, rtol=1e-4, atol=1e-4)
+    # Training goes the model's own way.
+    dense = packed[2]
+    dense({"sentence_embedding": torch.ones(2, 64)})["sentence_embedding"].sum().backward()
+    assert dense.linear.weight.grad is not None
+
+
 def test_a_reranker(directory, tmp_path):
     floats, packed = (CrossEncoder(str(directory / name), device="cpu") for name in ("reranker", "reranker-8"))
     found = scores_of(packed)
