@@ -20,6 +20,7 @@ from torch import Tensor
 from ..files.config_json import read_config
 from ..files.untrusted import interpreting, read_json
 from ..hf.fusing import fuse_
+from ..hf.loading import counting
 from .engine import Engine
 from .errors import ApiError, bad
 from .protocol import Fields, is_ids
@@ -172,7 +173,7 @@ def load(name: str, path: Path) -> TextModel | None:
         ) from error
     scores = scores or kind == "CrossEncoder"
     make = library.CrossEncoder if scores else library.SentenceTransformer
-    with interpreting(f"{path} does not load"):
+    with counting(None), interpreting(f"{path} does not load"):
         model = make(str(path), device="cpu", local_files_only=True)
     if scores and model.num_labels != 1:
         raise ValueError(f"{path} has a classifier of {model.num_labels} labels; expected 1, the score of a reranker")
@@ -378,5 +379,6 @@ def _texts(name: str, value: Any, *, tokens: bool = False) -> list[str | list[in
     if len(value) > MOST_TEXTS:
         raise bad(name, f"{name} has {len(value)} texts; expected at most {MOST_TEXTS}")
     if "" in value:
-        raise bad(name, f"{name}[{value.index('')}] is empty; expected a text")
+        place = f"{name}[{value.index('')}]" if len(value) > 1 else name
+        raise bad(name, f"{place} is empty; expected a text")
     return value
