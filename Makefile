@@ -55,7 +55,8 @@ PYTEST := OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(JOBS) --dist load
   test-versions coverage soak fuzz fuzz-import test-llama-cpp test-import-libraries arm-python-lowbit wheel-aarch64 wheels \
   wheel-macos test-wheels test-workflows test-macos-build test-ios-build test-windows-build test-windows-run \
   test-android-like test-android bench bench-doc bench-llm bench-llm-doc bench-reality bench-reality-doc bench-embeddings \
-  bench-embeddings-doc bench-peers bench-kernels bench-overhead bench-arm arm-cost train-tiny-llama clean
+  bench-embeddings-doc bench-speech bench-speech-doc bench-peers \
+  bench-kernels bench-overhead bench-arm arm-cost train-tiny-llama clean
 
 demo: $(VENV)/installed
 	HF_HUB_OFFLINE=1 $(BIN)/python examples/minilm/demo.py --output demo-out
@@ -671,6 +672,22 @@ build/embedding-peers/installed: bench/requirements-embeddings.txt $(VENV)/requi
 	rm -rf $(@D)
 	$(BIN)/python -m pip install -q --target $(@D) -r $<
 	rm -rf $(@D)/torch* $(@D)/numpy*
+	touch $@
+
+# Whisper beside faster-whisper, which is installed in a directory of its own; the second writes docs/measurements/speech.md.
+SPEECH = PYTHONPATH=build/speech-peers HF_HUB_OFFLINE=1 $(BIN)/python bench/speech.py
+bench-speech: $(VENV)/installed build/speech-peers/installed
+	scripts/need.sh speech
+	$(SPEECH) $(BENCH)
+
+bench-speech-doc: $(VENV)/installed build/speech-peers/installed
+	scripts/need.sh speech
+	$(SPEECH) --document docs/measurements/speech.md $(BENCH)
+
+build/speech-peers/installed: bench/requirements-speech.txt $(VENV)/requirements
+	rm -rf $(@D)
+	$(BIN)/python -m pip install -q --target $(@D) -r $<
+	rm -rf $(@D)/numpy* $(@D)/av* $(@D)/tokenizers* $(@D)/huggingface_hub*
 	touch $@
 
 # Every kernel that this CPU runs, beside the read bandwidth of this machine.

@@ -1,6 +1,6 @@
 #!/bin/sh
 # Makes sure that tools of the Debian/Ubuntu distribution are there, installing them where that is possible.
-#   scripts/need.sh build|test|bench|arm-cost|workflows|tidy|msan|wine, or clang VERSION
+#   scripts/need.sh build|test|bench|arm-cost|workflows|tidy|msan|wine|speech, or clang VERSION
 # Says which packages are missing, and fails, where it cannot install them.
 set -u
 
@@ -60,6 +60,9 @@ if [ "${1:-build}" = msan ]; then
   need llvm-19 has llvm-symbolizer-19
   need libclang-rt-19-dev test -f /usr/lib/llvm-19/lib/clang/19/lib/linux/libclang_rt.msan-x86_64.a
   need googletest test -f /usr/src/googletest/CMakeLists.txt
+fi
+if [ "${1:-build}" = speech ]; then
+  need espeak-ng has espeak-ng
 fi
 if [ "${1:-build}" = wine ]; then
   need wine64 test -x /usr/lib/wine/wine64

@@ -20,7 +20,7 @@ LAYERS = {
     "commands": ("__main__", "cli", "doctor", "perf", "report"),
     "calibration": ("calibration",),
     "servers": ("serve", "vllm"),
-    "language models": ("llm", "exports"),
+    "language models": ("llm", "exports", "speech"),
     "importers": ("importing",),
     "checkpoints": ("checkpoint",),
     "quantize_ and training": ("_quantize_model", "qat"),

@@ -195,7 +195,8 @@ def warn_of_floats(
     kinds = [why for why, _ in unasked.most_common() if why not in examples]
     parts = [f"as {name} does: {why}" for why, name in examples.items()]
     if kinds:
-        more = "" if len(kinds) == 1 else f" and {len(kinds) - 1} other kinds of layers"
+        others = len(kinds) - 1
+        more = "" if not others else f" and {others} other {'kind' if others == 1 else 'kinds'} of layers"
         packs = "torch.nn.Linear, torch.nn.Embedding and transformers' Conv1D, FalconLinear, experts and scaled tables"
         parts.append(f"in {kinds[0]}{more}; lowbit packs {packs}")
     warnings.warn(f"{only}{share}, {'; and '.join(parts)}", stacklevel=stacklevel + 1)

@@ -98,7 +98,7 @@ TEST(A_Refused, RowsThatLie) {
       {"lies_from_the_second_panel", ", 1 rows of activations, float32 outputs: [0, 16] is "},
       {"lies_in_bfloat16", ", group size 64, 1 rows of activations, bfloat16 outputs: [0, 0] is "},
       {"lies_about_not_a_number", "is 0; expected nan"},
-      {"writes_nothing", "float32 outputs: [0, 0] is -nan; expected "},
+      {"writes_nothing", "float32 outputs: [0, 0] is -nan"},
       {"writes_the_gap", "float32 outputs: [0, 21] is 1; expected -nan"},
       {"lies_in_an_embedding",
        "row 'fault_embedding' reads something else than the portable kernel: 21 x 128 weights of 4 bits, symmetric, group "

@@ -316,7 +316,9 @@ def test_two_models_on_one_configuration():
         assert torch.equal(models[1](tokens).logits, logits[1])
         decoders.append(Decoder(models[1], 64))
         for decoder, expected in zip(decoders, logits, strict=True):
-            torch.testing.assert_close(decoder(tokens, torch.zeros(1, dtype=torch.int64)), expected[:, -1])
+            torch.testing.assert_close(
+                decoder(tokens, torch.zeros(1, dtype=torch.int64)), expected[:, -1], rtol=1e-5, atol=1e-4
+            )
         for n, (decoder, model) in enumerate(zip(decoders, models, strict=True)):
             decoder.release()
             assert state(model) == before[n] and torch.equal(model(tokens).logits, logits[n])
@@ -358,7 +360,7 @@ def test_another_attention_behind_a_decoders_back():
         with pytest.raises(RuntimeError, match="was given another attention implementation; call release"):
             run(decoder, PROMPT)
         # The rotary tables that are still there are right, and end.
-        torch.testing.assert_close(model(torch.tensor([PROMPT])).logits, logits, rtol=0, atol=0.05)
+        torch.testing.assert_close(model(torch.tensor([PROMPT])).logits, logits, rtol=0, atol=0.1)
         with pytest.raises(ValueError, match="this model belongs to a lowbit.llm.Decoder"):
             model(torch.ones(1, 17, dtype=torch.int64))
         decoder.release()

@@ -33,6 +33,7 @@ from .push import push
 from .quantize import quantize
 from .report import report
 from .serve import serve
+from .transcribe import transcribe
 from .tune import tune
 
 COMMANDS: dict[str, Callable[..., None]] = {
@@ -42,6 +43,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "generate": generate,
     "chat": chat,
     "serve": serve,
+    "transcribe": transcribe,
     "eval": evaluate,
     "export": export,
     "inspect": inspect,

@@ -45,10 +45,10 @@ def kind_of(module: torch.nn.Module) -> str | None:
     return _KINDS.get(type(module).__name__) if is_activation(module) else None
 
 
-def is_computed(*tensors: Tensor) -> bool:
-    """Whether lowbit computes what stands between linear layers: on the CPU, without gradients, and not in compiled code, which
-    fuses it with what is beside it."""
-    return not torch.compiler.is_compiling() and all(
+def is_computed(*tensors: Tensor, compiled: bool = False) -> bool:
+    """Whether lowbit computes what stands between linear layers: on the CPU, without gradients, and in compiled code only what
+    is not fused there with what is beside it (``compiled``)."""
+    return (compiled or not torch.compiler.is_compiling()) and all(
         x.device.type == "cpu" and x.dtype in DTYPES and not (torch.is_grad_enabled() and x.requires_grad) for x in tensors
     )
 
@@ -67,7 +67,7 @@ class Activation(torch.nn.Module):
 
 
 class RowWise(torch.nn.Module):
-    """An activation function whose results do not depend on what rows are beside a row.
+    """An activation function whose results do not depend on what rows are beside a row, in a decoder: without gradients.
 
     Compiled code has loops of its own, and gets the function as it is.
     """
@@ -75,10 +75,15 @@ class RowWise(torch.nn.Module):
     def __init__(self, function: torch.nn.Module):
         super().__init__()
         self.function = function
+        kind = kind_of(function)
+        self.kind = None if kind is None else ACTIVATIONS.index(kind)
 
     def forward(self, x: Tensor) -> Tensor:
         if torch.compiler.is_compiling() or not x.numel():
             return self.function(x)
+        x = x.detach()
+        if self.kind is not None and is_computed(x):
+            return torch.ops.lowbit.activate(x.contiguous(), None, self.kind)
         width = x.shape[-1]
         if width % _LANES:  # each row ends at a full vector
             return self(torch.nn.functional.pad(x, (0, -width % _LANES)))[..., :width].contiguous()

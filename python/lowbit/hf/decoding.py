@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .. import nn
-from . import own_attention, position_tables, recurrent
+from . import norms, own_attention, position_tables, recurrent
 from .activations import RowWise, is_activation
 from .shared_inputs import SharedInput
 from .unsupported import Unsupported as Unsupported
@@ -291,7 +291,7 @@ class Takeover:
     """A model in the hands of a decoder: what was changed in it, and how it was before."""
 
     def __init__(self, model: torch.nn.Module, positions: int):
-        """Gives a model :func:`attend`, rotary tables, and activation functions that take rows alike. An earlier takeover
+        """Gives a model :func:`attend`, rotary tables, RMSNorms and activation functions of lowbit. An earlier takeover
         of the same model is ended."""
         give_back(model)
         import_module("transformers").AttentionInterface.register(ATTENTION, attend)
@@ -311,6 +311,7 @@ class Takeover:
         self._rotary: list[tuple[torch.nn.Module, torch.nn.Module]] = []
         self._activations: list[tuple[torch.nn.Module, str, torch.nn.Module]] = []
         self._hooks: list[Any] = []
+        self._norms: list[torch.nn.Module] = []
         self._own: list[tuple[torch.nn.Module, str, torch.nn.Module]] = []
         self._shared: list[SharedInput] = []
         self.takes_positions = _takes_positions(model)
@@ -339,6 +340,7 @@ class Takeover:
                 if is_activation(child):
                     self._activations.append((module, name, child))
                     setattr(module, name, RowWise(child))
+        self._norms = norms.replace(model, decoding=True)
 
     def _replace_attention(self, model: torch.nn.Module, positions: int) -> None:
         for module, name, attention, kind in list(own_attention.find(model)):
@@ -404,6 +406,8 @@ class Takeover:
             module.rotary_emb = rotary
         for module, name, replaced in self._activations + self._own:
             setattr(module, name, replaced)
+        for norm in self._norms:
+            del norm.forward
         for hook in self._hooks:
             hook.remove()
         for mixer in self.mixers:

@@ -69,7 +69,7 @@ def fuse_(model: torch.nn.Module) -> FuseSummary:
             else:
                 setattr(module, child_name, Activation(child, kind))
                 summary.activations += 1
-    summary.norms = norms.replace(model)
+    summary.norms = len(norms.replace(model))
     return summary
 
 

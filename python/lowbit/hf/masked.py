@@ -115,7 +115,7 @@ def attend(
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     widths = (query.shape[-1], value.shape[-1])
     fits = (
-        is_computed(query, key, value)
+        is_computed(query, key, value, compiled=True)
         and dropout == 0.0
         and all(width % 16 == 0 and 16 <= width <= _MOST_WIDTH for width in widths)
         and query.dtype == key.dtype == value.dtype

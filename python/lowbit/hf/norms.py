@@ -18,8 +18,12 @@ _EPSILONS = ("variance_epsilon", "eps", "epsilon")
 _TRIAL = 32  # rows
 
 
-def _forward(module: torch.nn.Module, epsilon: float, offset: float, x: Tensor, *others: Any, **more: Any) -> Tensor:
+def _forward(
+    module: torch.nn.Module, epsilon: float, offset: float, decoding: bool, x: Tensor, *others: Any, **more: Any
+) -> Tensor:
     weight = getattr(module, "weight", None)
+    if decoding:  # which has no gradients, so the bits are the same whether they are enabled
+        x, weight = x.detach(), None if weight is None else weight.detach()
     if others or more or not is_computed(x) or (weight is not None and (weight.dtype != x.dtype or not is_computed(weight))):
         return type(module).forward(module, x, *others, **more)
     return torch.ops.lowbit.rms_norm(x.contiguous(), weight, epsilon, offset)
@@ -52,12 +56,16 @@ def _parameters(module: torch.nn.Module) -> tuple[float, float] | None:
     return None
 
 
-def replace(model: torch.nn.Module) -> int:
-    """Has all RMSNorms of a model computed by lowbit; the modules stay, with another ``forward``. Returns how many."""
-    count = 0
+def replace(model: torch.nn.Module, decoding: bool = False) -> list[torch.nn.Module]:
+    """Has all RMSNorms of a model computed by lowbit; the modules stay, with another ``forward``. Returns them.
+
+    Args:
+        decoding: never with gradients.
+    """
+    replaced = []
     for module in model.modules():
         parameters = _parameters(module)
         if parameters is not None:
-            module.forward = functools.partial(_forward, module, *parameters)
-            count += 1
-    return count
+            module.forward = functools.partial(_forward, module, *parameters, decoding)
+            replaced.append(module)
+    return replaced

@@ -25,9 +25,10 @@ def open_source(path: str | os.PathLike[str], i2s_order: str | None = None) -> S
     """
     path = Path(path)
     if path.is_dir():
+        from .ctranslate2 import is_ctranslate2, open_ctranslate2
         from .directory import open_directory
 
-        return open_directory(path)
+        return open_ctranslate2(path) if is_ctranslate2(path) else open_directory(path)
     if not path.exists():
         raise FileNotFoundError(f"{path} does not exist; expected a .gguf file, or the directory of a quantized checkpoint")
     return open_gguf(path, i2s_order)
@@ -47,7 +48,8 @@ def import_checkpoint(
     imported exactly; the summary, and ``lowbit_import.json`` in the target, give the error of every tensor.
 
     Args:
-        source: a .gguf file (of a split one any part), or a directory with config.json and safetensors files.
+        source: a .gguf file (of a split one any part), or a directory with config.json and safetensors files, or
+            with a Whisper model of CTranslate2.
         target: a directory that is empty or does not exist, as for :func:`lowbit.quantize_checkpoint`: it appears in one
             step when all is written.
         max_shard_bytes: a shard with this many bytes gets no further tensor.

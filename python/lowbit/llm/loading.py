@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -62,6 +62,45 @@ def load_model(
         ValueError: an unknown architecture, a damaged file, tensors that are missing or have the wrong shape for
             config.json, or ``quantization`` for a packed checkpoint.
     """
+    return _load(path, quantization, progress, _causal_types, "a causal language model", "AutoModelForCausalLM")
+
+
+def load_speech_model(
+    path: str | os.PathLike[str],
+    quantization: LowBitConfig | None = None,
+    *,
+    progress: Callable[[int, int], None] | None = None,
+) -> torch.nn.Module:
+    """Loads a Whisper model; otherwise as :func:`load_model`."""
+    return _load(path, quantization, progress, lambda: ("whisper",), "Whisper", "AutoModelForSpeechSeq2Seq")
+
+
+def load_speech_processor(path: str | os.PathLike[str]) -> Any:
+    """Loads the processor of a Whisper model: its tokenizer, and what computes features of audio.
+
+    Raises:
+        ImportError: transformers is not installed.
+        OSError, ValueError: files are missing or damaged.
+    """
+    transformers = import_module("transformers")
+    with interpreting(f"the processor in {path} does not load"):
+        return transformers.WhisperProcessor.from_pretrained(path, local_files_only=True)
+
+
+def _causal_types() -> Collection[str]:
+    from ..hf.loading import causal_model_types
+
+    return causal_model_types()
+
+
+def _load(
+    path: str | os.PathLike[str],
+    quantization: LowBitConfig | None,
+    progress: Callable[[int, int], None] | None,
+    model_types: Callable[[], Collection[str]],
+    what: str,
+    auto: str,
+) -> torch.nn.Module:
     # First the checks without transformers, whose import takes seconds.
     directory = Path(path)
     model_type = read_config(directory).get("model_type")
@@ -71,13 +110,13 @@ def load_model(
     packed = is_packed(directory)
     transformers = import_module("transformers")
     from ..hf.building import check_fits
-    from ..hf.loading import causal_model_types, counting, meta_model
+    from ..hf.loading import counting, meta_model
     from ..hf.mtp import prefix_of
 
-    if not isinstance(model_type, str) or model_type not in causal_model_types():
+    if not isinstance(model_type, str) or model_type not in model_types():
         raise ValueError(
             f"{directory / CONFIG} has model_type {model_type!r}, which transformers {transformers.__version__} "
-            "does not know as a causal language model; for a new architecture install a newer transformers"
+            f"does not know as {what}; for a new architecture install a newer transformers"
         )
     if packed and quantization is not None:
         raise ValueError(
@@ -87,8 +126,8 @@ def load_model(
     # Not passed as None, which would mean float weights.
     arguments = {} if quantization is None else {"quantization_config": quantization}
     with counting(progress), interpreting(f"{directory} does not load"):
-        check_fits(meta_model(directory, len(tensors), causal=True), tensors, directory)
-        model, loading = transformers.AutoModelForCausalLM.from_pretrained(
+        check_fits(meta_model(directory, len(tensors), causal="Causal" in auto), tensors, directory)
+        model, loading = getattr(transformers, auto).from_pretrained(
             directory,
             dtype="auto",
             local_files_only=True,
@@ -121,7 +160,7 @@ def _check_loaded(directory: Path, model: torch.nn.Module, loading: dict[str, An
         warnings.warn(
             f"{directory} has tensors that {type(model).__name__} has no place for, as {CONFIG} describes it: "
             f"{unexpected[0]}{more}; they are left out",
-            stacklevel=3,  # the caller of load_model()
+            stacklevel=4,  # the caller of load_model()
         )
 
 

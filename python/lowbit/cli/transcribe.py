@@ -1,0 +1,91 @@
+"""``lowbit transcribe``."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from . import options
+from .models import set_threads
+from .output import Output, print_piece, set_stdout_errors
+
+if TYPE_CHECKING:
+    from lowbit.speech import Segment
+
+
+def transcribe(
+    model: options.Model,
+    audio: Annotated[
+        list[Path], typer.Argument(metavar="AUDIO...", help="Recordings: WAV, MP3, FLAC, M4A, video.", show_default=False)
+    ],
+    language: Annotated[
+        str | None, typer.Option(help="Code of the spoken language, such as en.", show_default="detected")
+    ] = None,
+    task: Annotated[
+        Literal["transcribe", "translate"], typer.Option(help="Write what is said, or translate it to English.")
+    ] = "transcribe",
+    format: Annotated[
+        Literal["text", "lines", "srt", "vtt"], typer.Option("--format", help="Text alone, lines with times, or subtitles.")
+    ] = "text",
+    bits: options.OptionalBits = None,
+    group_size: options.GroupSize = "32",
+    mapping: options.Mapping = "symmetric",
+    embedding_bits: options.EmbeddingBits = None,
+    cache: options.Cache = None,
+    threads: options.Threads = None,
+    as_json: options.Json = False,
+) -> None:
+    """Write down what is said in recordings, with a Whisper model."""
+    from lowbit.speech import load_audio, load_transcriber
+
+    output = Output(as_json)
+    config = options.optional_config(bits, group_size, mapping, embedding_bits)
+    set_threads(threads)
+    set_stdout_errors("replace")
+    recordings = [(path, load_audio(path)) for path in audio]  # before the model, which takes longer
+    with output.progress(f"loading {model}", "tensors") as advance:
+        transcriber = load_transcriber(model, config, cache=cache, progress=advance)
+    documents = []
+    for path, samples in recordings:
+        begin = time.perf_counter()
+        if as_json:
+            result = transcriber.transcribe(samples, language=language, task=task)
+            documents.append({"file": str(path), "seconds": time.perf_counter() - begin, **asdict(result)})
+            continue
+        if len(recordings) > 1 and format in ("text", "lines"):
+            print(f"{path}:")
+        if format == "vtt":
+            print("WEBVTT\n")
+        written = None  # the end of what is on the terminal
+        for number, segment in enumerate(transcriber.stream(samples, language=language, task=task), 1):
+            print_piece(_shown(segment, number, format))
+            written = segment.end
+        if format == "text" and written is not None:
+            print()
+        seconds = time.perf_counter() - begin
+        duration = len(samples) / 16000
+        print(f"{path}: {duration:.1f} s of audio in {seconds:.1f} s", file=sys.stderr)
+    if as_json:
+        output.result({"model": str(model), "recordings": documents})
+
+
+def _shown(segment: Segment, number: int, format: str) -> str:
+    text = segment.text.strip()
+    if format == "text":
+        return segment.text if number > 1 else segment.text.lstrip()
+    if format == "lines":
+        return f"[{segment.start:.2f} - {segment.end:.2f}] {text}\n"
+    times = " --> ".join(_clock(seconds, "," if format == "srt" else ".") for seconds in (segment.start, segment.end))
+    return f"{number}\n{times}\n{text}\n\n" if format == "srt" else f"{times}\n{text}\n\n"
+
+
+def _clock(seconds: float, point: str) -> str:
+    """As subtitles have it: 01:02:03,450."""
+    thousandths = round(seconds * 1000)
+    minutes, rest = divmod(thousandths, 60_000)
+    return f"{minutes // 60:02}:{minutes % 60:02}:{rest // 1000:02}{point}{rest % 1000:03}"

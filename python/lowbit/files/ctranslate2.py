@@ -1,0 +1,146 @@
+"""Reads CTranslate2's model.bin: the name of its specification, and the offsets of tensors.
+
+Every number in the file is compared with the file's size before it is used.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .untrusted import check_regular, printable
+
+VERSIONS = (5, 6)
+DTYPES = {
+    0: torch.float32, 1: torch.int8, 2: torch.int16, 3: torch.int32, 4: torch.float16, 5: torch.bfloat16,
+}  # fmt: skip
+_MOST_VARIABLES = 1 << 20
+_MOST_DIMENSIONS = 8
+
+
+@dataclass(frozen=True)
+class Variable:
+    """A tensor in a model.bin."""
+
+    name: str
+    path: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]  # () of a number
+    offset: int
+    bytes: int
+
+    def read(self, begin: int, end: int) -> Tensor:
+        """Rows of the first dimension, in memory of their own."""
+        row = self.bytes // self.shape[0]
+        return self._at(self.offset + begin * row, (end - begin, *self.shape[1:]))
+
+    def item(self) -> int:
+        """Of a number that is whole."""
+        return int(self._at(self.offset, ()))
+
+    def _at(self, offset: int, shape: tuple[int, ...]) -> Tensor:
+        data = np.empty(math.prod(shape) * self.dtype.itemsize, np.uint8)
+        with open(self.path, "rb") as file:
+            file.seek(offset)
+            if file.readinto(memoryview(data)) != data.nbytes:
+                raise OSError(f"{self.path} ended in the middle of {self.name}: it was changed while being read")
+        return torch.from_numpy(data).view(self.dtype).view(shape)
+
+
+class _Header:
+    def __init__(self, file: BinaryIO, path: Path):
+        self.file, self.path = file, path
+        self.size = os.fstat(file.fileno()).st_size
+        self.at = 0
+
+    def bytes(self, count: int, what: str) -> bytes:
+        if count > self.size - self.at:
+            raise ValueError(
+                f"{self.path}: {what} would take {count} bytes at byte {self.at}; the file ends {self.size - self.at} bytes "
+                "later"
+            )
+        data = self.file.read(count)
+        if len(data) != count:
+            raise OSError(f"{self.path} ended while being read: it was changed")
+        self.at += count
+        return data
+
+    def number(self, size: int, what: str) -> int:
+        return int.from_bytes(self.bytes(size, what), "little")
+
+    def text(self, what: str) -> str:
+        data = self.bytes(self.number(2, f"the length of {what}"), what)
+        try:
+            return data.removesuffix(b"\0").decode("ascii")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{self.path}: {what} is {printable(repr(data[:50]))}; expected ASCII") from error
+
+    def skip(self, count: int, what: str) -> int:
+        """The offset of what is skipped."""
+        if count > self.size - self.at:
+            raise ValueError(f"{self.path} is cut: {what} ends at byte {self.at + count}, the file has {self.size}")
+        begin = self.at
+        self.at += count
+        self.file.seek(self.at)
+        return begin
+
+
+def read_ctranslate2(path: Path) -> tuple[str, dict[str, Variable]]:
+    """The name of a file's specification, such as "WhisperSpec", and its variables; aliases are entries of their own.
+
+    Raises:
+        OSError: there is no such file, or it cannot be read.
+        ValueError: it is damaged, or of a version that lowbit does not read.
+    """
+    check_regular(path)
+    with open(path, "rb") as file:
+        header = _Header(file, path)
+        version = header.number(4, "the version")
+        if version not in VERSIONS:
+            raise ValueError(
+                f"{path} has the version {version} of CTranslate2's format; expected one of {', '.join(map(str, VERSIONS))}"
+            )
+        specification = header.text("the specification's name")
+        header.number(4, "the specification's revision")
+        count = header.number(4, "the number of variables")
+        if count > _MOST_VARIABLES:
+            raise ValueError(f"{path} has {count} variables; expected at most {_MOST_VARIABLES}")
+        variables: dict[str, Variable] = {}
+        for _ in range(count):
+            variable = _variable(header)
+            if variable.name in variables:
+                raise ValueError(f"{path} has {variable.name} twice")
+            variables[variable.name] = variable
+        for _ in range(header.number(4, "the number of aliases")):
+            alias, name = header.text("an alias"), header.text("an alias's variable")
+            if name not in variables or alias in variables:
+                raise ValueError(
+                    f"{path} has the alias {printable(alias)} of {printable(name)}; expected a new name of a variable"
+                )
+            variables[alias] = variables[name]
+    return specification, variables
+
+
+def _variable(header: _Header) -> Variable:
+    name = header.text("a variable's name")
+    if not name.isprintable():
+        raise ValueError(f"{header.path} has a variable of the name '{printable(name)}'; expected letters that can be shown")
+    rank = header.number(1, f"the rank of {name}")
+    if rank > _MOST_DIMENSIONS:
+        raise ValueError(f"{header.path}: {name} has {rank} dimensions; expected at most {_MOST_DIMENSIONS}")
+    shape = tuple(header.number(4, f"the shape of {name}") for _ in range(rank))
+    kind = header.number(1, f"the type of {name}")
+    if kind not in DTYPES:
+        raise ValueError(f"{header.path}: {name} has the type {kind}; expected 0 to {max(DTYPES)}")
+    count = header.number(4, f"the size of {name}")
+    expected = math.prod(shape) * DTYPES[kind].itemsize
+    if count != expected:
+        raise ValueError(f"{header.path}: {name} is {DTYPES[kind]} {list(shape)} in {count} bytes; expected {expected}")
+    return Variable(name, header.path, DTYPES[kind], shape, header.skip(count, name), count)

@@ -1,0 +1,19 @@
+"""Speech to text with Whisper models, over static caches; requires transformers."""
+
+from .audio import SAMPLE_RATE, load_audio
+from .decoder import SpeechDecoder
+from .exporting import ExportedSpeech, export_speech, load_speech
+from .transcriber import Segment, Transcriber, Transcription, load_transcriber
+
+__all__ = [
+    "SAMPLE_RATE",
+    "ExportedSpeech",
+    "Segment",
+    "SpeechDecoder",
+    "Transcriber",
+    "Transcription",
+    "export_speech",
+    "load_audio",
+    "load_speech",
+    "load_transcriber",
+]

@@ -1,0 +1,316 @@
+"""Transcription of whole recordings with a Whisper model."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from ..llm.loading import load_speech_model, load_speech_processor
+from .audio import SAMPLE_RATE, load_audio
+from .decoder import SpeechDecoder
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from ..hf.config import LowBitConfig
+
+# Returns language and duration in the end.
+_Segments: TypeAlias = "Generator[Segment, None, tuple[str | None, float]]"
+_FRAMES_PER_POSITION = 2  # of the features, for each position of the encoder's output and each timestamp
+_HOP = 160  # samples per frame
+_SECONDS_PER_POSITION = _FRAMES_PER_POSITION * _HOP / SAMPLE_RATE
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A piece of a transcription: its text, its tokens, and where it is in the recording, in seconds."""
+
+    start: float
+    end: float
+    text: str
+    tokens: list[int]
+
+
+@dataclass(frozen=True)
+class Transcription:
+    """A recording as text; ``language`` is a code such as "en", or None for a model of English alone."""
+
+    text: str
+    segments: list[Segment]
+    language: str | None
+    duration: float  # seconds
+
+
+class Transcriber:
+    """A Whisper model and its processor, which transcribe recordings of any length.
+
+    Always takes the most likely token. Longer recordings are read in windows of 30 seconds, each from where the last segment
+    of the one before it ended, as Radford et al., Robust Speech Recognition via Large-Scale Weak Supervision, 2022, describe.
+    The text of earlier windows is not given to later ones.
+    """
+
+    def __init__(self, model: torch.nn.Module, processor: Any, cache: str | None = None):
+        """
+        Args:
+            model: transformers' ``WhisperForConditionalGeneration``, quantized or not, in eval mode. It is changed:
+                :class:`SpeechDecoder`.
+            processor: transformers' ``WhisperProcessor``.
+            cache: as of :class:`SpeechDecoder`.
+
+        Raises:
+            ValueError: as :class:`SpeechDecoder`; or the generation settings lack Whisper's.
+        """
+        self.decoder = SpeechDecoder(model, cache)
+        self.processor = processor
+        self._settings: Any = copy.copy(self.decoder.model.generation_config)
+        tokens = processor.tokenizer.get_added_vocab()
+        _complete(self._settings, tokens)
+        for name in ("no_timestamps_token_id", "decoder_start_token_id", "eos_token_id"):
+            if not isinstance(getattr(self._settings, name, None), int):
+                raise ValueError(f"the model's generation_config has no {name}; expected a token, as in Whisper's files")
+        self._languages: dict[str, int] = {name.strip("<|>"): token for name, token in self._settings.lang_to_id.items()}
+
+    @property
+    def languages(self) -> list[str]:
+        """Codes of the languages that the model knows; none for a model of English alone."""
+        return sorted(self._languages)
+
+    def transcribe(
+        self,
+        audio: str | os.PathLike[str] | np.ndarray | Tensor,
+        *,
+        language: str | None = None,
+        task: str = "transcribe",
+        timestamps: bool = True,
+    ) -> Transcription:
+        """Transcribes a recording.
+
+        Args:
+            audio: a file (:func:`load_audio`), or float samples [samples], one channel, 16,000 per second.
+            language: code of the spoken language, such as "en"; None: the model detects it in the first 30 seconds.
+            task: "transcribe", or "translate" to English.
+            timestamps: whether the model marks when a segment begins and ends. Without, a recording has at most 30 seconds and
+                one segment.
+
+        Returns:
+            The text, with its segments.
+
+        Raises:
+            ImportError, OSError: as :func:`load_audio`.
+            ValueError: no audio, samples of another shape, an unknown language or task, or a longer recording without
+                timestamps.
+        """
+        segments = []
+        windows = self.stream(audio, language=language, task=task, timestamps=timestamps)
+        while True:
+            try:
+                segments.append(next(windows))
+            except StopIteration as end:
+                language, duration = end.value
+                break
+        text = "".join(segment.text for segment in segments).strip()
+        return Transcription(text, segments, language, duration)
+
+    def stream(
+        self,
+        audio: str | os.PathLike[str] | np.ndarray | Tensor,
+        *,
+        language: str | None = None,
+        task: str = "transcribe",
+        timestamps: bool = True,
+    ) -> _Segments:
+        """As :meth:`transcribe`, segment by segment while the model computes; the iterator returns language and duration."""
+        samples = self._samples(audio)
+        self._check(language, task)
+        window = self.decoder.model.config.max_source_positions * _FRAMES_PER_POSITION
+        if not timestamps and len(samples) > window * _HOP:
+            raise ValueError(
+                f"the recording has {len(samples) / SAMPLE_RATE:.1f} seconds; expected at most "
+                f"{window * _HOP / SAMPLE_RATE:.0f} without timestamps"
+            )
+        return self._stream(samples, window, language, task, timestamps)
+
+    def _samples(self, audio: str | os.PathLike[str] | np.ndarray | Tensor) -> np.ndarray:
+        import numpy as np
+
+        if isinstance(audio, (str, os.PathLike)):
+            return load_audio(audio)
+        samples = np.asarray(audio)
+        if samples.ndim != 1 or samples.dtype.kind != "f":
+            raise ValueError(f"audio is {samples.dtype} {list(samples.shape)}; expected floats [samples], one channel")
+        if not len(samples):
+            raise ValueError("audio has no samples; expected at least one")
+        if not np.isfinite(samples).all():
+            raise ValueError("audio has samples that are not finite numbers")
+        return samples.astype(np.float32)
+
+    def _check(self, language: str | None, task: str) -> None:
+        tasks = self._settings.task_to_id
+        if task not in ("transcribe", "translate") or (task == "translate" and task not in tasks):
+            known = " or ".join(tasks) if tasks else "transcribe"
+            raise ValueError(f"task is {task!r}; expected {known}")
+        if language is not None and language not in self._languages:
+            known = ", ".join(self.languages) if self._languages else "None, as the model knows English alone"
+            raise ValueError(f"language is {language!r}; expected {known}")
+
+    def _features(self, samples: np.ndarray, window: int) -> Tensor:
+        """[1, mel bins, frames], at least a window."""
+        extractor = self.processor.feature_extractor
+        arguments: dict[str, Any] = {"sampling_rate": SAMPLE_RATE, "return_tensors": "pt"}
+        if len(samples) > window * _HOP:
+            arguments |= {"truncation": False, "padding": "longest"}
+        features: Tensor = extractor(samples, **arguments).input_features
+        return features
+
+    @torch.inference_mode()
+    def _stream(self, samples: np.ndarray, window: int, language: str | None, task: str, timestamps: bool) -> _Segments:
+        features, duration = self._features(samples, window), len(samples) / SAMPLE_RATE
+        frames = -(-len(samples) // _HOP)  # the features may have more, of silence
+        seek = 0
+        while seek < frames:
+            count = min(window, frames - seek)
+            piece = features[..., seek : seek + window]
+            self.decoder.listen(torch.nn.functional.pad(piece, (0, window - piece.shape[-1])))
+            if self._languages and language is None:
+                language = self._detect()
+            tokens = self._write(self._prompt(language, task, timestamps), timestamps)
+            if timestamps:
+                segments, used = _segments(tokens, self._settings.no_timestamps_token_id + 1, count)
+            else:
+                segments, used = [(0, count // _FRAMES_PER_POSITION, tokens)], count
+            for begin, end, part in segments:
+                offset = seek * _HOP / SAMPLE_RATE
+                text = self.processor.tokenizer.decode(part, skip_special_tokens=True)
+                start, stop = (min(offset + position * _SECONDS_PER_POSITION, duration) for position in (begin, end))
+                yield Segment(round(start, 2), round(stop, 2), text, part)
+            seek += used
+        return language, duration
+
+    def _detect(self) -> str:
+        logits = self.decoder(torch.tensor([[self._settings.decoder_start_token_id]]), torch.tensor([0]))[0]
+        codes = list(self._languages)
+        return codes[int(logits[[self._languages[code] for code in codes]].argmax())]
+
+    def _prompt(self, language: str | None, task: str, timestamps: bool) -> list[int]:
+        prompt = [self._settings.decoder_start_token_id]
+        if self._languages:
+            assert language is not None
+            prompt += [self._languages[language], self._settings.task_to_id[task]]
+        return prompt if timestamps else [*prompt, self._settings.no_timestamps_token_id]
+
+    def _suppressed(self, name: str) -> Tensor:
+        return torch.tensor(getattr(self._settings, name, None) or [], dtype=torch.int64)
+
+    def _write(self, prompt: Sequence[int], timestamps: bool) -> list[int]:
+        """The tokens of a window behind the prompt, without the last, which ends it."""
+        never, not_first = self._suppressed("suppress_tokens"), self._suppressed("begin_suppress_tokens")
+        tokens: list[int] = []
+        step, start = torch.tensor([list(prompt)]), 0
+        while len(prompt) + len(tokens) < self.decoder.max_length:
+            logits = self.decoder(step, torch.tensor([start]))[0].float()
+            logits[never] = -torch.inf
+            if not tokens:
+                logits[not_first] = -torch.inf
+            if timestamps:
+                self._limit_times(logits, tokens)
+            token = int(logits.argmax())
+            if token == self._settings.eos_token_id:
+                break
+            start = len(prompt) + len(tokens)
+            tokens.append(token)
+            step = torch.tensor([[token]])
+        return tokens
+
+    def _limit_times(self, logits: Tensor, tokens: Sequence[int]) -> None:
+        """Timestamps come in pairs but for the last, never go back, and begin the text; they win if together they are likelier
+        than any other token (Radford et al., section 4.5)."""
+        first = self._settings.no_timestamps_token_id + 1
+        logits[first - 1] = -torch.inf
+        is_last, is_pair = (bool(tokens) and tokens[-1] >= first), len(tokens) < 2 or tokens[-2] >= first
+        if is_last and is_pair:
+            logits[first:] = -torch.inf
+        elif is_last:
+            logits[: self._settings.eos_token_id] = -torch.inf
+        times = [token for token in tokens if token >= first]
+        if times:
+            logits[first : times[-1] + (0 if is_last and not is_pair else 1)] = -torch.inf
+        if not tokens:
+            logits[:first] = -torch.inf
+            latest = getattr(self._settings, "max_initial_timestamp_index", None)
+            if latest is not None:
+                logits[first + latest + 1 :] = -torch.inf
+        if logits[first:].logsumexp(0) > logits[:first].max():
+            logits[:first] = -torch.inf
+
+
+def _complete(settings: Any, tokens: dict[str, int]) -> None:
+    """What generation settings of models that were trained on often lack, from the tokenizer's special tokens: languages come
+    behind the one that begins a text, and before the tasks."""
+    found: dict[str, Any] = {
+        "no_timestamps_token_id": tokens.get("<|notimestamps|>"),
+        "decoder_start_token_id": tokens.get("<|startoftranscript|>"),
+        "lang_to_id": {},
+        "task_to_id": {},
+    }
+    tasks = {task: tokens[f"<|{task}|>"] for task in ("transcribe", "translate") if f"<|{task}|>" in tokens}
+    if len(tasks) == 2 and getattr(settings, "is_multilingual", True):
+        first, last = found["decoder_start_token_id"] or 0, min(tasks.values())
+        found["lang_to_id"] = {name: token for name, token in tokens.items() if first < token < last}
+        found["task_to_id"] = tasks
+    for name, value in found.items():
+        if not getattr(settings, name, None):
+            setattr(settings, name, value)
+
+
+def _segments(tokens: list[int], first: int, frames: int) -> tuple[list[tuple[int, int, list[int]]], int]:
+    """Segments of a window, each from one position to another with its tokens, and the frames that the window has used.
+
+    Two timestamps side by side end a segment and begin the next. What comes behind the last such pair is unfinished and heard
+    again in the next window, unless a single timestamp ends the text: behind it nobody speaks.
+
+    Args:
+        tokens: of the window.
+        first: the timestamp of its beginning; later ones have larger numbers.
+        frames: of the window.
+    """
+    is_time = [token >= first for token in tokens]
+    cuts = [number for number in range(1, len(tokens)) if is_time[number - 1] and is_time[number]]
+    whole = is_time[-2:] == [False, True]
+    if not cuts:
+        times = [token - first for token in tokens if token >= first]
+        end = times[-1] if times and times[-1] > 0 else frames // _FRAMES_PER_POSITION
+        return ([(0, end, tokens)] if tokens else []), frames
+    ends = [*cuts, len(tokens)] if whole else [*cuts[:-1], cuts[-1]]
+    segments, begin = [], 0
+    for end in ends:
+        part = tokens[begin:end]
+        segments.append((part[0] - first, part[-1] - first, part))
+        begin = end
+    return segments, frames if whole else (tokens[cuts[-1] - 1] - first) * _FRAMES_PER_POSITION
+
+
+def load_transcriber(
+    path: str | os.PathLike[str], quantization: LowBitConfig | None = None, *, cache: str | None = None, progress: Any = None
+) -> Transcriber:
+    """Loads a Whisper model with its processor.
+
+    Args:
+        path: a directory with config.json, safetensors files, tokenizer.json and preprocessor_config.json, float or packed.
+        quantization: how to quantize a float checkpoint while it is loaded; None: not at all.
+        cache: as of :class:`SpeechDecoder`.
+        progress: called as ``progress(tensors loaded, tensors)``.
+
+    Raises:
+        ImportError: transformers is not installed.
+        OSError, ValueError: as :func:`lowbit.llm.loading.load_model`, or the processor's files are missing or damaged.
+    """
+    directory = Path(path)
+    model = load_speech_model(directory, quantization, progress=progress)
+    return Transcriber(model, load_speech_processor(directory), cache)
