@@ -55,7 +55,7 @@ PYTEST := OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(JOBS) --dist load
   test-versions coverage soak fuzz fuzz-import test-llama-cpp test-import-libraries arm-python-lowbit wheel-aarch64 wheels \
   wheel-macos test-wheels test-workflows test-macos-build test-ios-build test-windows-build test-windows-run \
   test-android-like test-android bench bench-doc bench-llm bench-llm-doc bench-reality bench-reality-doc bench-embeddings \
-  bench-embeddings-doc bench-speech bench-speech-doc bench-peers \
+  bench-embeddings-doc bench-retrieval bench-retrieval-doc bench-speech bench-speech-doc bench-peers \
   bench-kernels bench-overhead bench-arm arm-cost train-tiny-llama clean
 
 demo: $(VENV)/installed
@@ -667,6 +667,13 @@ bench-embeddings: $(VENV)/installed build/embedding-peers/installed
 
 bench-embeddings-doc: $(VENV)/installed build/embedding-peers/installed
 	$(EMBEDDINGS) --document docs/measurements/embeddings.md $(BENCH)
+
+# What embedding models of 8 to 3 bits find, on docstrings of Python; the second writes docs/measurements/embeddings.md.
+bench-retrieval: $(VENV)/installed
+	HF_HUB_OFFLINE=1 $(BIN)/python bench/retrieval.py $(BENCH)
+
+bench-retrieval-doc: $(VENV)/installed
+	HF_HUB_OFFLINE=1 $(BIN)/python bench/retrieval.py --document docs/measurements/embeddings.md $(BENCH)
 
 build/embedding-peers/installed: bench/requirements-embeddings.txt $(VENV)/requirements
 	rm -rf $(@D)

@@ -5,8 +5,9 @@ import pytest
 import torch
 from lowbit import LinearConfig
 from lowbit.calibration import bands
+from lowbit.calibration.descent import SWEEPS, descend
 from lowbit.calibration.gptq import Moments, Solver, best_correction, gptq
-from lowbit.calibration.grid import Quantized, nearest, with_table
+from lowbit.calibration.grid import Quantized, levels_near, nearest, stored, table_in, with_table
 from lowbit.calibration.importance import search
 from lowbit.calibration.learning import Learning
 from reference import MAPPINGS, WIDTHS
@@ -153,7 +154,7 @@ def test_gptq_is_what_the_paper_derives(mapping):
     moments, config = moments_of(x), LinearConfig(3, 32, mapping)
     order = torch.argsort(moments.square.diagonal(), descending=True, stable=True).tolist()
     expected = plain_gptq(weight, moments.square, search(weight, moments.importance(), config), order, 0.01)
-    found = gptq(weight, moments, config, by_importance=True, damping=0.01)
+    found = gptq(weight, moments, config, by_importance=True, damping=0.01, sweeps=0)
     torch.testing.assert_close(found.dequantize().double(), expected, rtol=0, atol=1e-6)
 
 
@@ -163,8 +164,78 @@ def test_blocks_change_nothing():
     moments, config = moments_of(x), LinearConfig(4, None)
     order = torch.argsort(moments.square.diagonal(), descending=True, stable=True).tolist()
     expected = plain_gptq(weight, moments.square, search(weight, moments.importance(), config), order, 0.05)
-    found = gptq(weight, moments, config, by_importance=True, damping=0.05)
+    found = gptq(weight, moments, config, by_importance=True, damping=0.05, sweeps=0)
     torch.testing.assert_close(found.dequantize().double(), expected, rtol=0, atol=1e-6)
+
+
+def plain_descent(start: Quantized, square: Tensor, wanted: Tensor, sweeps: int) -> Tensor:
+    """One code after the other, then the group's scale (and minimum) by least squares, all in float64."""
+    k, table = start.levels.shape[1], table_in(start.config)
+    square, wanted, group = square.double(), wanted.double(), start.config.group_size or k
+    values, levels = start.dequantize().double(), start.levels.clone()
+    scales, mins = start.scales.clone(), None if start.mins is None else start.mins.clone()
+    largest = (scales if mins is None else torch.maximum(scales.abs(), mins)).abs().amax(1, keepdim=True)
+    for _ in range(sweeps):
+        for number, first in enumerate(range(0, k, group)):
+            columns, at = range(first, min(first + group, k)), slice(number, number + 1)
+            low = None if mins is None else mins[:, at]
+            for column in columns:
+                slope = values @ square[column] - wanted[:, column]
+                best = (values[:, column] - slope / square[column, column])[:, None].float()
+                levels[:, column] = levels_near(best, scales[:, at], low, start.config.bits, table)[:, 0]
+                values[:, column] = levels[:, column] * scales[:, number] + (0.0 if low is None else low[:, 0])
+            slope, own = values @ square - wanted, square[columns][:, columns]
+            for row in range(len(values)):
+                basis = levels[row, columns].double()[:, None]
+                if mins is not None:
+                    basis = torch.cat([basis, torch.ones_like(basis)], 1)
+                step = torch.linalg.pinv(basis.T @ own @ basis) @ -(basis.T @ slope[row, columns])
+                scales[row, number] += float(step[0])
+                if mins is not None:
+                    mins[row, number] += float(step[1])
+            scales[:, at] = stored(scales[:, at], largest)
+            if mins is not None:
+                mins[:, at] = stored(mins[:, at], largest)
+            values = Quantized(levels, scales, mins, start.config).dequantize().double()
+    return values
+
+
+@pytest.mark.parametrize("bits, mapping, group", [(3, "symmetric", 32), (1, "symmetric", None), (2, "affine", 48)])
+def test_descent_is_coordinate_descent(bits, mapping, group):
+    """A short last group; a group of more inputs than are rounded at a time."""
+    k = 140
+    moments, weight, config = moments_of(correlated(k)), weights(6, k), LinearConfig(bits, group, mapping)
+    solver = Solver(moments)
+    start = solver.quantize(weight, config, 0.0, sweeps=0)
+    wanted = weight @ solver.square
+    found = descend(start, solver.square, wanted, sweeps=2)
+    expected = plain_descent(start, solver.square, wanted, sweeps=2)
+    assert (found.levels != start.levels).float().mean() > 0.02
+    torch.testing.assert_close(found.dequantize().double(), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "bits, mapping",
+    [(bits, mapping) for bits in (1, 2, 3, 4) for mapping in (*MAPPINGS, "levels") if (bits, mapping) != (1, "levels")],
+)
+def test_descent_makes_the_error_smaller(bits, mapping):
+    """Also for inputs of other tokens, and for the drift of inputs."""
+    y = torch.cat([correlated(64, seed) for seed in (0, 0, 0)]) + 0.1 * torch.randn(
+        1200, 64, generator=torch.Generator().manual_seed(3)
+    )
+    x, weight = y + 0.2 * torch.roll(y, 1, 1), weights(40, 64)
+    moments = moments_of(x[:1000], y[:1000])
+    config = LinearConfig(bits, 32, mapping, levels="fit" if mapping == "levels" else None)
+    config = with_table(config, weight, moments.importance())
+    plain, better = (gptq(weight, moments, config, sweeps=sweeps) for sweeps in (0, SWEEPS))
+    assert torch.equal(lowbit.unpack(better.pack()).codes, better.codes())
+    for part in (slice(0, 1000), slice(1000, None)):
+        errors = [output_error(weight, each, x[part], y[part]) for each in (plain, better)]
+        assert errors[1] < 0.97 * errors[0], errors
+    # With fewer than two tokens per input, or above 5 bits, there is none.
+    few = moments_of(x[:127], y[:127])
+    assert torch.equal(gptq(weight, few, config, sweeps=0).levels, gptq(weight, few, config).levels)
+    assert torch.equal(gptq(weight, moments, LinearConfig(6), sweeps=0).levels, gptq(weight, moments, LinearConfig(6)).levels)
 
 
 # At 2 bits most of the error is that of the weights.
@@ -190,6 +261,28 @@ def test_the_correction_is_chosen_by_other_tokens():
         held = [(x[-200:], wanted[-200:])]
         solver = Solver(moments_of(x[: min(few, 200)], wanted[: min(few, 200)]))
         assert best_correction(solver, weight, config, held) == expected
+
+
+def test_factors_are_those_of_the_papers():
+    """More inputs than a block of rows has. What is below the diagonal of the squares is not read."""
+    y = correlated(600)
+    x = y + 0.3 * torch.roll(y, 1, 1)
+    whole = moments_of(x, y)
+    upper = Moments(torch.zeros(600, 600), torch.zeros(600, 600), 0)
+    for part in (slice(0, 150), slice(150, None)):
+        upper.add(x[part], y[part])
+    assert upper.tokens == TOKENS and not upper.square[256:, :256].any()
+    torch.testing.assert_close(upper.square.triu(), whole.square.triu(), rtol=1e-4, atol=1e-2)
+    torch.testing.assert_close(upper.drift, whole.drift, rtol=1e-4, atol=1e-2)
+    halves = Moments(whole.square.triu(), whole.drift, TOKENS)
+    solver, again = Solver(whole), Solver(halves)
+    assert torch.equal(solver.factor, again.factor) and torch.equal(solver.pull, again.pull)
+    square = whole.square.double()
+    square.diagonal().add_(0.01 * square.diagonal().mean())
+    factor = torch.linalg.cholesky(torch.linalg.inv(square), upper=True)
+    torch.testing.assert_close(solver.factor.double(), factor, rtol=1e-4, atol=1e-6)
+    pull = (whole.drift.double() @ factor.T).triu(1) @ factor
+    torch.testing.assert_close(solver.pull.double(), pull, rtol=1e-3, atol=1e-5)
 
 
 def test_inputs_that_were_never_used_are_rounded_to_nearest():

@@ -9,7 +9,7 @@ import torch
 import transformers
 from calibration_models import bert, buffers, hidden, llama, tokens
 from lowbit import EmbeddingConfig, LinearConfig
-from lowbit.calibration import calibrate, choice
+from lowbit.calibration import blocks, calibrate, choice
 from torch import nn
 
 pytestmark = pytest.mark.more
@@ -42,6 +42,26 @@ def test_inputs_come_from_the_quantized_blocks_before(monkeypatch):
     torch.testing.assert_close(seen[index].square, ours.T @ ours, rtol=1e-3, atol=1e-2)
     torch.testing.assert_close(seen[index].drift, (theirs - ours).T @ ours, rtol=1e-3, atol=1e-1)
     assert (theirs - ours).abs().mean() > 0.01
+
+
+def test_a_float_block_runs_once(monkeypatch):
+    """Where memory permits. The bits are those of a run for each set of layers."""
+    model, data, found = llama(tied=False), tokens(4), []
+    forward = type(model.model.layers[0]).forward
+    for most in (blocks._KEPT_BYTES, 0):
+        changed, runs = copy.deepcopy(model), []
+
+        def count(self, *args, runs=runs, **kwargs):
+            runs.append(type(self.self_attn.q_proj) is nn.Linear and type(self.mlp.down_proj) is nn.Linear)
+            return forward(self, *args, **kwargs)
+
+        monkeypatch.setattr(blocks, "_KEPT_BYTES", most)
+        monkeypatch.setattr(type(model.model.layers[0]), "forward", count)
+        calibrate(changed, data, LinearConfig(3), "gptq")
+        found.append((buffers(changed), sum(runs)))
+    (kept, few), (again, many) = found
+    assert kept.keys() == again.keys() and all(torch.equal(kept[name], again[name]) for name in kept)
+    assert few < many / 2
 
 
 def test_tied_head_and_embedding_stay_one():

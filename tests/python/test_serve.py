@@ -29,7 +29,8 @@ need_packages("starlette", "uvicorn")
 
 import uvicorn
 from lowbit.serve.app import Limits, Server
-from lowbit.serve.models import Encoder, LanguageModel
+from lowbit.serve.embeddings import Encoder
+from lowbit.serve.models import LanguageModel
 from lowbit.serve.run import _Http, allow_connections, is_local
 
 MAX_LENGTH = 256
@@ -116,7 +117,10 @@ def made(loaded, name="tiny", **more):
 
 
 class FakeEncoder:
-    tokenizer = None
+    max_seq_length = 8
+
+    def __init__(self, tokenizer):
+        self.tokenizer = tokenizer
 
     def encode(self, texts, **_):
         return torch.tensor([[float(len(text)), 0.5] for text in texts])
@@ -128,9 +132,7 @@ class FakeEncoder:
 @pytest.fixture(scope="module")
 def served(loaded):
     language = made(loaded)
-    encoder = FakeEncoder()
-    encoder.tokenizer = loaded[1]
-    with serving([language, Encoder("encoder", encoder)], Limits(waiting=200)) as (port, server):
+    with serving([language, Encoder("encoder", FakeEncoder(loaded[1]))], Limits(waiting=200)) as (port, server):
         yield Client(port, model="tiny"), server, language
 
 
@@ -422,8 +424,31 @@ CHAT = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
         ("/v1/embeddings", {"input": "a", "model": "tiny"}, 400, "the model tiny writes texts", "model", None),
         ("/v1/embeddings", {"input": "a"}, 400, "model is missing; expected one of tiny, encoder", "model", None),
         ("/v1/embeddings", {"input": [], "model": "encoder"}, 400, "input is not a text or an array", "input", None),
-        ("/v1/embeddings", {"input": "a", "model": "encoder", "dimensions": 5}, 400, "dimensions is 5; expected 2",
+        ("/v1/embeddings", {"input": "a", "model": "encoder", "dimensions": 5}, 400, "dimensions is 5; expected at most 2",
          "dimensions", None),
+        ("/v1/embeddings", {"input": ["a", ""], "model": "encoder"}, 400, r"input\[1\] is empty; expected", "input", None),
+        ("/v1/embeddings", {"input": ["a"] * 2049, "model": "encoder"}, 400, "input has 2049 texts; expected at most 2048",
+         "input", None),
+        ("/v1/embeddings", {"input": [["a"]], "model": "encoder"}, 400, "input is not a text or an array", "input", None),
+        ("/v1/embeddings", {"input": [2048], "model": "encoder"}, 400, "input has a token 2048; expected 0 to 2047", "input",
+         None),
+        ("/v1/embeddings", {"input": [5] * 9, "model": "encoder"}, 400, "input has 9 tokens; expected at most the 8",
+         "input", "context_length_exceeded"),
+        ("/v1/embeddings", {"input": ["a", "word " * 9], "model": "encoder"}, 400, r"input\[1\] has \d+ tokens; expected",
+         "input", "context_length_exceeded"),
+        ("/v1/embeddings", {"input": "a", "model": "encoder", "encoding_format": "hex"}, 400, "encoding_format is 'hex'; exp",
+         "encoding_format", None),
+        ("/v1/embeddings", {"input": "a", "model": "encoder", "prompt_name": "query"}, 400,
+         "prompt_name is 'query'; expected none: the model has no prompts", "prompt_name", None),
+        ("/v1/embeddings", {"input": "a", "model": "encoder", "temperature": 1}, 400, "there is no parameter temperature",
+         "temperature", "unknown_parameter"),
+        ("/v1/rerank", {"query": "a", "documents": ["a"], "model": "tiny"}, 400, "the model tiny writes texts", "model", None),
+        ("/v1/rerank", {"query": "word " * 9, "documents": ["a"], "model": "encoder"}, 400, r"query has \d+ tokens; expec",
+         "query", "context_length_exceeded"),
+        ("/v1/rerank", {"query": "a", "documents": [{"texts": "a"}], "model": "encoder"}, 400, "documents is not a text or an",
+         "documents", None),
+        ("/v1/rerank", {"query": "a", "documents": ["a"], "top_n": 0, "model": "encoder"}, 400, "top_n is 0; expected 1 or",
+         "top_n", None),
         ("/detokenize", {"tokens": [5000], "model": "tiny"}, 400, "tokens is not an array of token ids from 0 to 2047",
          "tokens", None),
         ("/tokenize", {"model": "tiny"}, 400, "content is missing; expected a text", "content", None),

@@ -27,8 +27,8 @@ def calibrate(
 
     As :func:`lowbit.quantize_`, but scales and codes are chosen so that the layers' outputs on the text change little. Blocks
     are quantized in order, with inputs from the quantized blocks before, so that later layers correct the errors of earlier
-    ones. Besides the model this needs memory for two hidden states per token, one float block, and two float32 matrices
-    [k, k] for a layer with k inputs.
+    ones. Besides the model this needs memory for three hidden states per token, one float block, two float32 matrices
+    [k, k] for a layer with k inputs, and up to 512 MB of inputs of the block's layers.
 
     Experts whose weights are one tensor are calibrated one by one, each with the tokens that are routed to it, after the
     other layers of their block. A head that shares its weight with an embedding is calibrated, and the embedding shares the
@@ -53,8 +53,8 @@ def calibrate(
               (:func:`lowbit.calibration.distilling.distilled`), with memory for the gradients of the model.
         tokenizer: the model's, for texts.
         window: tokens of a language model's inputs.
-        max_tokens: largest number of tokens to use; evenly spread parts of longer texts. Memory holds two hidden states of
-            each token.
+        max_tokens: largest number of tokens to use; evenly spread parts of longer texts. Memory holds three hidden states
+            of each token.
         target_bits: mixed precision per layer for this mean of bits per weight, from :func:`assign_widths`; requires a
             :class:`lowbit.LowBitConfig`.
         progress: called as ``progress(layers done, layers)``.

@@ -47,7 +47,7 @@ def calibrate_checkpoint(
     """Quantizes a checkpoint as :func:`lowbit.quantize_checkpoint`, with layers from :func:`lowbit.calibrate`.
 
     Weights are mapped from the source's files, and each finished layer is written at once. So memory is that of one float
-    block, the moments of its inputs, and two hidden states of each token. An interrupted run continues if source, config,
+    block, the moments of its inputs, and three hidden states of each token. An interrupted run continues if source, config,
     text and method are the same: finished layers are in a hidden directory ``.NAME.calibration`` beside the target until
     the target is complete.
 

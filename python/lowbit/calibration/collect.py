@@ -44,13 +44,15 @@ def add_to(moments: dict[str, Moments], name: str, x: Tensor, y: Tensor | None, 
     sums.add(x, y)
 
 
-def inputs_in_a_run(module: torch.nn.Module, names: list[str], call: Callable[[], Any]) -> dict[str, list[Tensor]]:
-    """Inputs of layers in one run of a module, by name; a run ends early if no more inputs can come."""
+def inputs_in_a_run(
+    module: torch.nn.Module, names: list[str], call: Callable[[], Any], whole: bool = False
+) -> dict[str, list[Tensor]]:
+    """Inputs of layers in one run of a module, by name; a run ends early if no more inputs can come, unless ``whole``."""
     inputs: dict[str, list[Tensor]] = {}
 
     def take(name: str, x: Tensor) -> None:
-        inputs.setdefault(name, []).append(x.detach())
-        if len(names) == 1 and "expert" not in name:
+        inputs.setdefault(name, []).append(x.detach().clone() if whole else x.detach())
+        if not whole and len(names) == 1 and "expert" not in name:
             raise StopRun
 
     with inputs_of({name: module.get_submodule(name) for name in names}, take):

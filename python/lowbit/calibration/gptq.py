@@ -8,12 +8,17 @@ import torch
 from torch import Tensor
 
 from .._groups import in_groups
+from .descent import SWEEPS, descend
 from .grid import MatrixConfig, Quantized, stored, table_in, with_table
 from .importance import search, search_groups
 
 _COLUMNS = 128  # of a block whose errors are applied to later columns together, if groups are not longer
 _MOST_COLUMNS = 512
+_ROWS_OF_SUMS = 256  # of a triangular matrix that are computed together
+_LEAF = 128  # a triangular matrix of at most this size is inverted by substitution
 _TRIAL_ROWS = 256
+_DESCENT_BITS = 5  # most at which a descent is worth its time
+_DESCENT_TOKENS = 2  # least per input: with fewer it fits the text and not the layer
 CORRECTIONS = (0.0, 0.25, 0.5, 1.0)
 
 
@@ -25,7 +30,7 @@ class Moments:
     ``(y - x) x^T`` with the same tokens' inputs y in the float model.
     """
 
-    square: Tensor  # float32 [k, k]; or its diagonal [k], which is enough for importance
+    square: Tensor  # float32 [k, k], of which the upper triangle is enough; or its diagonal [k], for importance
     drift: Tensor | None  # float32 [k, k]
     tokens: int
     # Held-out inputs (x, y), float32 [tokens, k], which choose the weight of GPTAQ's correction.
@@ -39,9 +44,14 @@ class Moments:
 
     def add(self, x: Tensor, y: Tensor | None) -> None:
         """Adds inputs float32 [tokens, k]; None for ``y`` ends the sum of drift."""
-        self.square += x.square().sum(0) if self.square.dim() == 1 else x.T @ x
         self.tokens += len(x)
-        self.drift = None if self.drift is None or y is None else self.drift + (y - x).T @ x
+        self.drift = None if self.drift is None or y is None else self.drift.addmm_((y - x).T, x)
+        if self.square.dim() == 1:
+            self.square += x.square().sum(0)
+            return
+        for begin in range(0, len(self.square), _ROWS_OF_SUMS):
+            rows, rest = slice(begin, begin + _ROWS_OF_SUMS), slice(begin, None)
+            self.square[rows, rest].addmm_(x[:, rows].T, x[:, rest])
 
     def importance(self) -> Tensor:
         """Mean square of each input, float32 [k], plus a little for unused inputs."""
@@ -62,19 +72,46 @@ def _check(moments: Moments) -> None:
 
 
 def _damped(square: Tensor, damping: float) -> Tensor:
-    """float64 [k, k] with ``damping`` times the mean of the diagonal added to it, so that it is positive definite."""
-    result = square.double()
+    """float64 [k, k] with ``damping`` times the mean of the diagonal added to it, so that it is positive definite.
+
+    Of ``square`` the upper triangle is read.
+    """
+    result = (square.triu() + square.triu(1).T).double()
     mean = float(result.diagonal().mean())
     result.diagonal().add_(damping * mean if mean > 0 else 1.0)
     return result
 
 
 def _inverse_factor(square: Tensor) -> Tensor:
-    """The upper triangular U for which U^T U is the inverse of ``square``."""
+    """The upper triangular U, float32, for which U^T U is the inverse of ``square``."""
     try:
-        return torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(square)), upper=True)
+        # Backwards: square = V V^T with V upper triangular, so U is the inverse of V.
+        backwards = torch.linalg.cholesky(square.flip(0, 1))
     except torch.linalg.LinAlgError as error:
         raise ValueError(f"the moments are not positive definite ({error}); expected a larger damping") from None
+    return _inverse_of_upper(backwards.flip(0, 1).float())
+
+
+def _inverse_of_upper(matrix: Tensor) -> Tensor:
+    """The inverse of an upper triangular matrix, by halves."""
+    n = len(matrix)
+    if n <= _LEAF:
+        return torch.linalg.solve_triangular(matrix, torch.eye(n, dtype=matrix.dtype), upper=True)
+    first, second = slice(0, n // 2), slice(n // 2, n)
+    result = torch.zeros_like(matrix)
+    for half in (first, second):
+        result[half, half] = _inverse_of_upper(matrix[half, half])
+    result[first, second] = -(result[first, first] @ matrix[first, second]) @ result[second, second]
+    return result
+
+
+def _pull(drift: Tensor, factor: Tensor) -> Tensor:
+    """What later inputs gain of the values of earlier ones by GPTAQ's term: triu(drift @ factor^T, 1) @ factor."""
+    result = torch.zeros_like(factor)
+    for begin in range(0, len(factor), _ROWS_OF_SUMS):
+        rows, rest = slice(begin, begin + _ROWS_OF_SUMS), slice(begin, None)
+        result[rows, rest] = (drift[rows, rest] @ factor[rest, rest].T).triu_(1) @ factor[rest, rest]
+    return result
 
 
 class Solver:
@@ -91,17 +128,18 @@ class Solver:
     def __init__(self, moments: Moments, damping: float = 0.01, by_importance: bool = False):
         _check(moments)
         k = len(moments.square)
-        self.importance, self.by_importance = moments.importance(), by_importance
+        self.importance, self.tokens, self.by_importance = moments.importance(), moments.tokens, by_importance
         square = _damped(moments.square, damping)
+        self.square, self.drift = square.float(), moments.drift
         diagonal = square.diagonal()
         self.order = torch.argsort(diagonal, descending=True, stable=True) if by_importance else torch.arange(k)
         if by_importance:
             square = square[self.order][:, self.order]
-        self.factor = factor = _inverse_factor(square).float()
+        self.factor = _inverse_factor(square)
         self.pull = None
         if moments.drift is not None:
             drift = moments.drift[self.order][:, self.order] if by_importance else moments.drift
-            self.pull = (drift @ factor.T).triu_(1) @ factor
+            self.pull = _pull(drift, self.factor)
         self.diagonal = self.factor.diagonal()
         # Cost of an error of an input after later inputs have compensated for it.
         self.costs = self.diagonal.square().reciprocal()
@@ -110,9 +148,17 @@ class Solver:
         """The config with its table of levels fitted to a whole matrix, if it says "fit"."""
         return with_table(config, weight, self.importance)
 
-    def quantize(self, weight: Tensor, config: MatrixConfig, correction: float) -> Quantized:
+    def quantize(self, weight: Tensor, config: MatrixConfig, correction: float, sweeps: int = SWEEPS) -> Quantized:
         """Quantizes rows of a matrix, float32 [n, k], as :func:`gptq`."""
         config = self.table(weight, config)
+        result = self._in_order(weight, config, correction)
+        if not sweeps or config.bits > _DESCENT_BITS or self.tokens < _DESCENT_TOKENS * len(self.factor):
+            return result
+        wanted = weight.float() @ (self.square if self.drift is None else self.square + correction * self.drift)
+        return descend(result, self.square, wanted, sweeps)
+
+    def _in_order(self, weight: Tensor, config: MatrixConfig, correction: float) -> Quantized:
+        """Rounds one input after the other."""
         table = table_in(config)
         n, k = weight.shape
         if k != len(self.factor):
@@ -120,16 +166,22 @@ class Solver:
         group, factor, order = config.group_size or k, self.factor, self.order
         in_order = not self.by_importance and group <= _MOST_COLUMNS
         pull = self.pull if correction else None
-        initial = search(weight, self.importance, config)
-        scales, mins = initial.scales.clone(), None if initial.mins is None else initial.mins.clone()
-        largest = scales.abs().amax(1, keepdim=True)
-        if mins is not None:
-            largest = torch.maximum(largest, mins.abs().amax(1, keepdim=True))
+        # An estimate of the row's largest scale or minimum, which only decides which scales become 0.
+        largest = weight.abs().amax(1, keepdim=True).float()
+        if config.mapping != "affine":
+            largest /= 2 ** (config.bits - 1) if table is None else float(table.levels.abs().amax())
         # If inputs keep their order, a group's scales are searched when all earlier inputs are rounded.
+        if in_order:
+            scales = torch.empty(n, -(-k // group), dtype=torch.float32)
+            mins = torch.empty_like(scales) if config.mapping == "affine" else None
+        else:
+            initial = search(weight, self.importance, config)
+            scales, mins = initial.scales, initial.mins
         step = group if in_order else _COLUMNS
         width = step * max(1, _COLUMNS // step)
         sorted_levels = None if table is None else table.levels
-        work = weight.float()[:, order].T.contiguous()  # [k, n]: an input is a row
+        ordered = weight.float()[:, order] if self.by_importance else weight.float()
+        work = ordered.T.contiguous()  # [k, n]: an input is a row
         levels = torch.empty_like(work)
         for begin in range(0, k, width):
             end = min(begin + width, k)
@@ -154,9 +206,8 @@ class Solver:
                 )
                 self._compensate(work, errors[first - begin : last - begin], run, slice(last, end), pull, correction)
             self._compensate(work, errors, slice(begin, end), slice(end, k), pull, correction)
-        result = Quantized(torch.empty_like(weight), scales, mins, config)
-        result.levels[:, order] = levels.T
-        return result
+        rounded = levels.T.contiguous()
+        return Quantized(rounded[:, order.argsort()] if self.by_importance else rounded, scales, mins, config)
 
     def _compensate(
         self, work: Tensor, errors: Tensor, run: slice, rest: slice, pull: Tensor | None, correction: float
@@ -176,6 +227,7 @@ def gptq(
     damping: float = 0.01,
     correction: float = 1.0,
     by_importance: bool = False,
+    sweeps: int = SWEEPS,
 ) -> Quantized:
     """Quantizes a matrix so that the layer's outputs on the calibration text change little.
 
@@ -186,7 +238,8 @@ def gptq(
     Finetuning-Free Quantization for Asymmetric Calibration", ICML 2025).
 
     When the first input of a group is reached, its scale is chosen by :func:`search`, weighted with the cost of an error
-    after compensation, and rounded as it is stored. Then the codes of the group are chosen.
+    after compensation, and rounded as it is stored. Then the codes of the group are chosen. Up to 5 bits,
+    with at least two tokens per input, :func:`lowbit.calibration.descent.descend` improves the result.
 
     Args:
         weight: float32 [n, k], finite.
@@ -196,11 +249,12 @@ def gptq(
         correction: the weight of GPTAQ's term, 0 to 1; :func:`best_correction` measures it.
         by_importance: rounds the inputs with the largest mean square first (act-order permutation). Groups are still
             consecutive inputs, so their scales are chosen before the first code.
+        sweeps: of the descent; 0: none.
 
     Raises:
         ValueError: moments have another shape, are not finite, or have no tokens.
     """
-    return Solver(moments, damping, by_importance).quantize(weight, config, correction)
+    return Solver(moments, damping, by_importance).quantize(weight, config, correction, sweeps)
 
 
 def best_correction(solver: Solver, weight: Tensor, config: MatrixConfig, held: list[tuple[Tensor, Tensor]]) -> float:
@@ -216,6 +270,6 @@ def best_correction(solver: Solver, weight: Tensor, config: MatrixConfig, held: 
     rows = weight[:: -(-len(weight) // _TRIAL_ROWS)].float()
     errors = []
     for correction in CORRECTIONS:
-        rounded = solver.quantize(rows, config, correction).dequantize()
+        rounded = solver.quantize(rows, config, correction, sweeps=0).dequantize()
         errors.append(sum(float((x @ rounded.T - y @ rows.T).square().sum()) for x, y in held))
     return CORRECTIONS[errors.index(min(errors))]

@@ -205,7 +205,9 @@ class Packer:
             elif name in moments:
                 solver, weight = Solver(moments.pop(name), DAMPING), self.model.get_submodule(name).weight.detach()
                 config = with_table(config, weight, solver.importance)
-                packed = packed_in_bands(weight, config, partial(solver.quantize, config=config, correction=0.0), None)
+                packed = packed_in_bands(
+                    weight, config, partial(solver.quantize, config=config, correction=0.0, sweeps=0), None
+                )
                 packed = self._keep(name, "gptq", packed)
             else:
                 to_nearest[name] = config

@@ -42,7 +42,8 @@ from .output import Output
 
 if TYPE_CHECKING:
     from lowbit import LowBitConfig
-    from lowbit.serve.models import Encoder, LanguageModel
+    from lowbit.serve.embeddings import TextModel
+    from lowbit.serve.models import LanguageModel
 
 _CONTEXT = 4096  # tokens, unless the model has fewer or --max-length says otherwise
 
@@ -133,15 +134,17 @@ def _load(
     template: str | None,
     max_length: int | None,
     **more: Any,
-) -> LanguageModel | Encoder:
+) -> LanguageModel | TextModel:
     from lowbit import llm
     from lowbit.llm.chat import chat_template
     from lowbit.llm.loading import load_tokenizer
-    from lowbit.serve.models import Encoder, LanguageModel, is_encoder
+    from lowbit.serve import embeddings
+    from lowbit.serve.models import LanguageModel
 
     path = Path(from_hub(output, path) or path)
-    if is_encoder(path):
-        return Encoder.of(name, path)
+    texts = None if path.is_file() else embeddings.load(name, path)
+    if texts is not None:
+        return texts
     with imported(output, path) as path:
         tokenizer = load_tokenizer(path)
         model = load(output, path, config)

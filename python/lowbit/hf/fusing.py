@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from importlib import import_module
 
 import torch
+from torch import Tensor
 
 from . import masked, norms
-from .activations import Activation, is_activation, kind_of
+from .activations import Activation, is_activation, is_computed, kind_of
 
 
 @dataclass
 class FuseSummary:
     """What :func:`fuse_` did: the numbers of models whose attention, of activation functions and of norms that lowbit computes
-    now, and why others stayed, by their names."""
+    now, of sentence-transformers' dense layers whose rows are computed one by one, and why others stayed, by their names."""
 
     attention: int = 0
     activations: int = 0
     norms: int = 0
+    dense: int = 0
     kept: dict[str, str] = field(default_factory=dict)
 
 
@@ -52,6 +55,11 @@ def fuse_(model: torch.nn.Module) -> FuseSummary:
         else:
             summary.kept[name or type(module).__name__] = reason
     for name, module in list(model.named_modules()):
+        if _is_dense(module):
+            summary.dense += 1
+            for part in (module.linear, module.activation_function):
+                part.forward = functools.partial(_row_by_row, part)  # the module that is saved stays
+            continue
         for child_name, child in list(module.named_children()):
             if isinstance(module, Activation) or not is_activation(child):
                 continue
@@ -63,6 +71,20 @@ def fuse_(model: torch.nn.Module) -> FuseSummary:
                 summary.activations += 1
     summary.norms = len(norms.replace(model))
     return summary
+
+
+def _is_dense(module: torch.nn.Module) -> bool:
+    kind = type(module)
+    return kind.__name__ == "Dense" and kind.__module__.startswith("sentence_transformers.")
+
+
+def _row_by_row(module: torch.nn.Module, x: Tensor) -> Tensor:
+    """What a float layer makes of embeddings, one for each text: torch's product of several rows has other last bits."""
+    forward = functools.partial(type(module).forward, module)
+    if x.ndim != 2 or not len(x) or not is_computed(x, *module.parameters()):
+        result: Tensor = forward(x)
+        return result
+    return torch.cat([forward(row.clone()) for row in x.split(1)])  # copied, so that all begin at a full vector
 
 
 def _refusal(model: torch.nn.Module, implementation: str) -> str | None:

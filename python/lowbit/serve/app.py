@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
 import hmac
 import json
 import logging
-import struct
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,13 +20,16 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
+from torch import Tensor
 
 from .answers import Answers, ChatForm, Event, Form, failure
 from .constraints import make_constraint
+from .embeddings import Batches, TextModel, embeddings, ranking, refuse_to_write
+from .embeddings import Request as Rows
 from .engine import Engine
 from .errors import ApiError, bad
 from .metrics import Metrics
-from .models import Encoder, LanguageModel
+from .models import LanguageModel
 from .protocol import Fields, asked, messages, prompts
 from .tools import Tools, read_tools
 
@@ -54,11 +55,12 @@ class Limits:
 class Server:
     """Models, the engine that runs them, and what answers requests."""
 
-    def __init__(self, models: Sequence[LanguageModel | Encoder], limits: Limits):
+    def __init__(self, models: Sequence[LanguageModel | TextModel], limits: Limits):
         self.models = {model.name: model for model in models}
         self.limits = limits
         batches = [model.batch for model in models if isinstance(model, LanguageModel)]
         self.engine = Engine(batches, limits.waiting)
+        self._batches = {model.name: Batches(model, self.engine) for model in models if isinstance(model, TextModel)}
         # One at a time: tokenizers are not made for several threads.
         self._reader = ThreadPoolExecutor(1, "lowbit-reader")
         self._busy = 0  # requests that have no response yet
@@ -66,6 +68,10 @@ class Server:
             {
                 "running_texts": ("Texts that are being written.", lambda: self.engine.running),
                 "waiting_texts": ("Texts that wait for their place.", lambda: self.engine.waiting),
+                "waiting_inputs": (
+                    "Texts that wait for their embedding or score.",
+                    lambda: sum(b.waiting for b in self._batches.values()),
+                ),
                 "prefix_cache_bytes": ("Keys and values of texts that have ended.", lambda: sum(b.kept_bytes for b in batches)),
             }
         )
@@ -84,7 +90,8 @@ class Server:
 
         posts = {
             "/v1/chat/completions": self._chat, "/v1/completions": self._complete, "/v1/embeddings": self._embed,
-            "/v1/rerank": self._rerank, "/tokenize": self._tokenize, "/detokenize": self._detokenize,
+            "/v1/rerank": self._rerank, "/v2/rerank": self._rerank,
+            "/tokenize": self._tokenize, "/detokenize": self._detokenize,
         }  # fmt: skip
         gets = {
             "/": self._page, "/health": self._health, "/metrics": self._metrics, "/v1/models": self._models,
@@ -151,7 +158,7 @@ class Server:
         except (ValueError, RecursionError) as error:
             raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from error
 
-    def _model(self, fields: Fields) -> LanguageModel | Encoder:
+    def _model(self, fields: Fields) -> LanguageModel | TextModel:
         name = fields.text("model")
         if name is None:
             if len(self.models) == 1:
@@ -159,7 +166,7 @@ class Server:
             raise bad("model", f"model is missing; expected one of {', '.join(self.models)}")
         return self._named(name)
 
-    def _named(self, name: str) -> LanguageModel | Encoder:
+    def _named(self, name: str) -> LanguageModel | TextModel:
         if name not in self.models:
             raise ApiError(
                 404, f"there is no model {name!r}; expected {' or '.join(self.models)}", param="model", code="model_not_found"
@@ -169,7 +176,7 @@ class Server:
     def _writer(self, fields: Fields) -> LanguageModel:
         model = self._model(fields)
         if not isinstance(model, LanguageModel):
-            raise bad("model", f"the model {model.name} makes embeddings; expected one that writes texts, or /v1/embeddings")
+            raise refuse_to_write(model)
         return model
 
     async def _read(self, function: Callable, *arguments: Any) -> Any:
@@ -265,48 +272,26 @@ class Server:
         self.metrics.canceled += 1
 
     async def _embed(self, request: Request) -> Response:
-        fields = await self._body(request)
-        model, given = self._encoder(fields), fields.take("input")
-        texts = _texts("input", [given] if isinstance(given, str) else given)
-        kind = fields.text("encoding_format") or "float"
-        if kind not in ("float", "base64"):
-            raise bad("encoding_format", f"encoding_format is {kind!r}; expected float or base64")
-        width = fields.count("dimensions", 1)
-        fields.end()
-        found, count = await asyncio.wrap_future(self.engine.call(lambda: model.embed(texts)))
-        if width not in (None, len(found[0])):
-            raise bad("dimensions", f"dimensions is {width}; expected {len(found[0])}, those of the model")
-
-        def value(row: list[float]) -> Any:
-            return row if kind == "float" else base64.b64encode(struct.pack(f"<{len(row)}f", *row)).decode()
-
-        data = [{"object": "embedding", "index": index, "embedding": value(row)} for index, row in enumerate(found)]
-        usage = {"prompt_tokens": count, "total_tokens": count}
-        return JSONResponse({"object": "list", "data": data, "model": model.name, "usage": usage})
+        return await self._compute(request, embeddings)
 
     async def _rerank(self, request: Request) -> Response:
-        """Jina's and vLLM's interface."""
-        fields = await self._body(request)
-        model, query, documents = self._encoder(fields), fields.text("query"), fields.take("documents")
-        if query is None:
-            raise bad("query", "query is missing; expected a text")
-        documents = _texts("documents", documents)
-        most, whole = fields.count("top_n", 1), fields.flag("return_documents")
-        fields.end()
-        (asked_, *found), count = await asyncio.wrap_future(self.engine.call(lambda: model.embed([query, *documents])))
-        scores = model.scores(asked_, found)
-        order = sorted(range(len(documents)), key=lambda index: -scores[index])[:most]
-        results = [
-            {"index": index, "relevance_score": scores[index]} | ({"document": {"text": documents[index]}} if whole else {})
-            for index in order
-        ]
-        return JSONResponse({"model": model.name, "results": results, "usage": {"prompt_tokens": count, "total_tokens": count}})
+        return await self._compute(request, ranking)
 
-    def _encoder(self, fields: Fields) -> Encoder:
-        model = self._model(fields)
-        if not isinstance(model, Encoder):
-            raise bad("model", f"the model {model.name} writes texts; expected a sentence-embedding model")
-        return model
+    async def _compute(self, request: Request, read: Callable[[Any, Fields], Rows]) -> Response:
+        began = time.perf_counter()
+        fields = await self._body(request)
+        rows = read(self._model(fields), fields)
+        counts: list[int] = await self._read(rows.count)
+        found: list[Tensor] = []
+
+        async def wait() -> None:
+            async with asyncio.timeout(self.limits.timeout):
+                found.extend(await asyncio.wrap_future(self._batches[rows.model.name].add(rows.items, counts)))
+
+        await _unless_gone(request.receive, wait())
+        self.metrics.prompt_tokens += sum(counts)
+        self.metrics.whole.add(time.perf_counter() - began)
+        return JSONResponse(rows.document(found, sum(counts)))
 
     async def _tokenize(self, request: Request) -> Response:
         fields = await self._body(request)
@@ -353,17 +338,10 @@ class Server:
         return FileResponse(PAGE, headers={"Content-Security-Policy": policy})
 
 
-def _texts(name: str, value: Any) -> list[str]:
-    if not isinstance(value, list) or not value or not all(isinstance(each, str) for each in value):
-        raise bad(name, f"{name} is not a text or an array of texts, not empty")
-    return value
-
-
-def _card(model: LanguageModel | Encoder) -> dict[str, Any]:
+def _card(model: LanguageModel | TextModel) -> dict[str, Any]:
     card = {"id": model.name, "object": "model", "created": model.created, "owned_by": "lowbit"}
-    if isinstance(model, LanguageModel):
-        card |= {"max_model_len": model.max_length, "chat": model.template is not None}
-    return card
+    card |= {"max_model_len": model.max_length}
+    return card | ({"chat": model.template is not None} if isinstance(model, LanguageModel) else {})  # the page lists those
 
 
 async def _not_found(request: Request, error: Exception) -> Response:

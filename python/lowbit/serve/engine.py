@@ -121,7 +121,7 @@ class Engine:
     def _run(self) -> None:
         while not self._stopping:
             self._wake.clear()
-            while self._orders:
+            for _ in range(len(self._orders)):  # those that come meanwhile wait until each batch had its turn
                 self._orders.popleft()()
             busy = [self._step(batch) for batch in self._batches]
             if not any(busy):

@@ -5,14 +5,10 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..files.config_json import read_config
-from ..files.untrusted import interpreting
 from ..llm.batch import Text
 from ..llm.chat import render, sampling_of
 from ..llm.decoder import Decoder
@@ -146,54 +142,3 @@ class LanguageModel:
     def visible(self, token: int) -> str:
         """What of it is in a text."""
         return self.tokenizer.decode([token], skip_special_tokens=True)
-
-
-@dataclass
-class Encoder:
-    """A sentence-embedding model, in the files of sentence-transformers."""
-
-    name: str
-    model: Any
-    created: int = field(default_factory=lambda: int(time.time()))
-
-    @classmethod
-    def of(cls, name: str, path: Path) -> Encoder:
-        """Loads a model from a directory.
-
-        Raises:
-            ImportError: sentence-transformers is not installed.
-            ValueError: the files are no such model.
-        """
-        try:
-            transformers = import_module("sentence_transformers")
-        except ModuleNotFoundError as error:
-            raise ImportError(
-                f"{error.name} not installed, which runs the embeddings of {path}; install it with: "
-                "pip install sentence-transformers"
-            ) from error
-        with interpreting(f"{path} does not load"):
-            return cls(name, transformers.SentenceTransformer(str(path), device="cpu", local_files_only=True))
-
-    @property
-    def tokenizer(self) -> Any:
-        return self.model.tokenizer
-
-    def encode(self, text: str) -> list[int]:
-        return self.tokenizer(text)["input_ids"]
-
-    def embed(self, texts: list[str]) -> tuple[list[list[float]], int]:
-        """Of each text its embedding, and how many tokens they have together."""
-        with torch.inference_mode():
-            found = self.model.encode(texts, convert_to_tensor=True, show_progress_bar=False)
-        counts = [len(self.encode(text)) for text in texts]
-        return found.float().tolist(), sum(counts)
-
-    def scores(self, query: list[float], documents: list[list[float]]) -> list[float]:
-        """How similar each document is to the query, by the model's own measure."""
-        return self.model.similarity(torch.tensor([query]), torch.tensor(documents))[0].tolist()
-
-
-def is_encoder(path: Path) -> bool:
-    """Whether a directory has a sentence-embedding model."""
-    read_config(path)
-    return (path / "modules.json").is_file()

@@ -236,14 +236,15 @@ def prompts(value: Any) -> list[str | list[int]]:
     """
     if isinstance(value, str):
         return [value]
-    if _is_ids(value):
+    if is_ids(value):
         return [value]
-    if isinstance(value, list) and value and all(isinstance(each, str) or _is_ids(each) for each in value):
+    if isinstance(value, list) and value and all(isinstance(each, str) or is_ids(each) for each in value):
         return value
     raise bad("prompt", f"prompt is {_kind(value)}; expected a text, token ids, or an array of either, not empty")
 
 
-def _is_ids(value: Any) -> bool:
+def is_ids(value: Any) -> bool:
+    """Whether a value of a request is an array of token ids."""
     return isinstance(value, list) and bool(value) and all(type(each) is int and each >= 0 for each in value)
 
 

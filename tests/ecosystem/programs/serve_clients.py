@@ -1,4 +1,4 @@
-"""OpenAI's client, langchain and Open WebUI's calls to `lowbit serve`: the texts of `lowbit generate`, streamed too, and tools.
+"""OpenAI's client, langchain, Open WebUI's calls to `lowbit serve`: texts of `lowbit generate`, streamed, tools, embeddings.
 
 Packages: openai, langchain-openai, starlette, uvicorn, llguidance
 """
@@ -9,7 +9,8 @@ import subprocess
 import urllib.request
 from pathlib import Path
 
-from given import LLAMA, NEW_TOKENS, PROMPTS, same
+import torch
+from given import LLAMA, MINILM, NEW_TOKENS, PROMPTS, SENTENCES, expected, same
 from langchain_openai import ChatOpenAI
 from openai import OpenAI
 
@@ -17,28 +18,29 @@ Path("plain.jinja").write_text(
     "{{ bos_token }}{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}"
     "{% for message in messages %}{{ message.content }}{% endfor %}"
 )
-command = ["lowbit", "serve", str(LLAMA), "--port", "0", "--max-length", "512", "--template", "plain.jinja", "--api-key", "k"]
+options = ["--port", "0", "--max-length", "512", "--template", "plain.jinja", "--api-key", "k"]
+command = ["lowbit", "serve", str(LLAMA), str(MINILM), *options]
 SCHEMA = {
     "title": "place", "type": "object", "properties": {"town": {"enum": ["Oslo"]}}, "required": ["town"],
     "additionalProperties": False,
 }  # fmt: skip
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}
-expected = []
+written = []
 for prompt in PROMPTS:
     alone = ["lowbit", "generate", str(LLAMA), "--prompt", prompt, "--max-new-tokens", str(NEW_TOKENS), "--json"]
-    expected.append(json.loads(subprocess.check_output(alone))["text"])
+    written.append(json.loads(subprocess.check_output(alone))["text"])
 with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
     try:
         url = next(found[0] for line in server.stderr if (found := re.search(r"http://\S+/v1", line)))
         client = OpenAI(base_url=url, api_key="k")
-        (model,) = client.models.list().data
+        model, encoder = client.models.list().data
         asked = {"model": model.id, "max_tokens": NEW_TOKENS, "temperature": 0}
         found = client.completions.create(prompt=PROMPTS, **asked)
-        same([choice.text for choice in found.choices], expected)
+        same([choice.text for choice in found.choices], written)
         streamed = [""] * len(PROMPTS)
         for chunk in client.completions.create(prompt=PROMPTS, stream=True, **asked):
             streamed[chunk.choices[0].index] += chunk.choices[0].text
-        same(streamed, expected)
+        same(streamed, written)
 
         said = [{"role": "user", "content": PROMPTS[0]}]
         answer = client.chat.completions.create(messages=said, logprobs=True, top_logprobs=2, **asked).choices[0]
@@ -46,6 +48,11 @@ with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
         long = asked | {"max_tokens": 300}
         called = client.chat.completions.create(messages=said, tools=[TOOL], tool_choice="required", **long).choices[0]
         same(json.loads(called.message.tool_calls[0].function.arguments), {"town": "Oslo"})
+
+        rows = [each.embedding for each in client.embeddings.create(model=encoder.id, input=SENTENCES).data]
+        same(client.embeddings.create(model=encoder.id, input=SENTENCES[0]).data[0].embedding, rows[0])
+        cosine = torch.nn.functional.cosine_similarity(torch.tensor(rows), expected()["packed"]).min().item()
+        assert cosine > 0.9999, cosine  # attention and padding are lowbit's, so the last bits are others
 
         settings = {"base_url": url, "api_key": "k", "model": model.id, "temperature": 0}
         chat = ChatOpenAI(max_tokens=NEW_TOKENS, **settings)
@@ -57,7 +64,7 @@ with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
         # Open WebUI: the list of models, then a streamed chat with the usage at its end.
         headers = {"Authorization": "Bearer k", "Content-Type": "application/json"}
         with urllib.request.urlopen(urllib.request.Request(f"{url}/models", headers=headers)) as response:
-            same([each["id"] for each in json.load(response)["data"]], [model.id])
+            same([each["id"] for each in json.load(response)["data"]], [model.id, encoder.id])
         body = {"messages": said, "stream": True, "stream_options": {"include_usage": True}, **asked}
         request = urllib.request.Request(f"{url}/chat/completions", json.dumps(body).encode(), headers)
         with urllib.request.urlopen(request) as response:

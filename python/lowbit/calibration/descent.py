@@ -1,0 +1,89 @@
+"""Coordinate descent over the codes and scales of a quantized matrix."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .grid import Quantized, stored, table_in
+
+SWEEPS = 2
+_COLUMNS = 128  # of a group that are rounded before their changes are passed on to the other inputs
+
+
+def descend(start: Quantized, square: Tensor, wanted: Tensor, sweeps: int = SWEEPS) -> Quantized:
+    """A matrix with a smaller error of the layer's outputs, from one that GPTQ has made.
+
+    In each sweep the codes of a group are rounded one by one, each to what is best as all other codes are now, the later
+    ones too, which GPTQ could not know; then the group's scale (and minimum) is the best for its codes. The first is QuantEase
+    (Behdin et al.: "QuantEase: Optimization-based Quantization for Language Models", 2023).
+
+    Args:
+        start: [n, k].
+        square: the damped second moments H of the inputs, float32 [k, k], symmetric.
+        wanted: float32 [n, k]: the error is least at the weights V for which V H = wanted.
+    """
+    config, table = start.config, table_in(start.config)
+    k = start.levels.shape[1]
+    group = config.group_size or k
+    sorted_levels = None if table is None else table.levels
+    levels, scales = _transposed(start.levels), _transposed(start.scales)  # an input, or a group, is a row
+    mins = None if start.mins is None else _transposed(start.mins)
+    values = start.dequantize().T.contiguous()
+    largest = (scales if mins is None else torch.maximum(scales.abs(), mins.abs())).abs().amax(0)[:, None]
+    gradient = torch.addmm(wanted.T, square, values, beta=-1.0)  # half of the error's
+    for _ in range(sweeps):
+        for number, first in enumerate(range(0, k, group)):
+            last = min(first + group, k)
+            at = slice(number, number + 1)
+            before = values[first:last].clone()
+            slope = gradient[first:last].clone()
+            for begin in range(first, last, _COLUMNS):
+                run = slice(begin, min(begin + _COLUMNS, last))
+                part = slice(run.start - first, run.stop - first)
+                own = square[run, run] / square[run, run].diagonal()[:, None]
+                earlier = own.tril(-1)
+                old = values[run].clone()
+                # The operator knows values and errors, and what it rounds to is their difference.
+                _, levels[run], _ = torch.ops.lowbit.error_feedback(
+                    old - slope[part] / square[run, run].diagonal()[:, None] + earlier @ old,
+                    torch.eye(len(own), dtype=torch.float32) - earlier,
+                    -earlier,
+                    scales[at],
+                    None if mins is None else mins[at],
+                    sorted_levels,
+                    config.bits,
+                )
+                values[run] = levels[run] * scales[at] + (0.0 if mins is None else mins[at])
+                slope.addmm_(square[first:last, run], values[run] - old)
+            step, shift = _steps(levels[first:last], square[first:last, first:last], slope, mins is not None)
+            scales[at] = stored((scales[at] + step).T, largest).T
+            if mins is not None:
+                mins[at] = stored((mins[at] + shift).T, largest).T
+            values[first:last] = levels[first:last] * scales[at] + (0.0 if mins is None else mins[at])
+            gradient.addmm_(square[:, first:last], values[first:last] - before)
+    return Quantized(_transposed(levels), _transposed(scales), None if mins is None else _transposed(mins), config)
+
+
+def _transposed(matrix: Tensor) -> Tensor:
+    """A copy, also of a single row."""
+    return matrix.T.clone(memory_format=torch.contiguous_format)
+
+
+def _steps(levels: Tensor, square: Tensor, slope: Tensor, affine: bool) -> tuple[Tensor, Tensor]:
+    """What to add to the scales and minimums of a group, float32 [n] each, for the least error.
+
+    Args:
+        levels, slope: [inputs, n], the group's levels, and half the gradient of the error.
+        square: [inputs, inputs]
+    """
+    changed = square @ levels
+    by_scale, to_scale = (levels * changed).sum(0), -(levels * slope).sum(0)
+    if not affine:
+        return torch.where(by_scale > 0, to_scale / by_scale.clamp(min=1e-30), 0.0), torch.zeros_like(to_scale)
+    by_both, by_min, to_min = changed.sum(0), square.sum(), -slope.sum(0)
+    determinant = by_scale * by_min - by_both * by_both
+    usable = determinant > 1e-6 * by_scale * by_min  # levels that are all the same have no scale
+    determinant = torch.where(usable, determinant, 1.0)
+    step = torch.where(usable, (by_min * to_scale - by_both * to_min) / determinant, 0.0)
+    return step, (to_min - by_both * step) / by_min

@@ -1,0 +1,384 @@
+"""Embedding models and rerankers: what their requests ask for, and texts of several requests in one call of a model."""
+
+from __future__ import annotations
+
+import base64
+import copy
+import struct
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..files.config_json import read_config
+from ..files.untrusted import interpreting, read_json
+from ..hf.fusing import fuse_
+from ..hf.loading import counting
+from .engine import Engine
+from .errors import ApiError, bad
+from .protocol import Fields, is_ids
+
+MOST_TEXTS = 2048  # of one request, as in OpenAI's API
+AT_ONCE = 32  # texts in a call of the model
+_QUERY, _DOCUMENT = ("query",), ("document", "passage", "corpus")  # prompts that sentence-transformers takes for them
+
+
+@dataclass(frozen=True)
+class Input:
+    """A text, or its tokens, and the name of the prompt that comes before the text."""
+
+    text: str | list[int]
+    prompt: str | None = None
+
+
+Item = Input | tuple[str, str]  # of an encoder; query and document of a reranker
+
+
+@dataclass
+class TextModel:
+    """A model in the files of sentence-transformers, which gives each text or pair of texts a row of numbers."""
+
+    name: str
+    model: Any
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def __post_init__(self) -> None:
+        # Texts are counted on another thread than that of the engine, and tokenizers have a state.
+        self.tokenizer = copy.deepcopy(self.model.tokenizer)
+
+    @property
+    def max_length(self) -> int | None:
+        """Most tokens of a text, or of a pair; None: as many as come."""
+        found: int | None = self.model.max_seq_length
+        return found
+
+    def encode(self, text: str, *pair: str) -> list[int]:
+        found: list[int] = self.tokenizer(text, *pair, truncation=False, verbose=False)["input_ids"]
+        return found
+
+    def tokens(self, item: Item) -> list[int]:
+        raise NotImplementedError
+
+    def compute(self, items: Sequence[Item]) -> list[Tensor]:
+        """The row of each; one call of the model."""
+        raise NotImplementedError
+
+    def count(self, name: str, items: Sequence[Item], cut: bool, first: int | None) -> list[int]:
+        """How many tokens of each item the model reads.
+
+        Args:
+            name: of the parameter, for errors.
+            cut: leaves out what is too long.
+            first: number of the first item in the parameter; None: it is the parameter.
+
+        Raises:
+            ApiError: one is too long.
+        """
+        counts, most = [], self.max_length
+        for number, item in enumerate(items):
+            count = len(self.tokens(item))
+            if most is not None and count > most:
+                if not cut:
+                    place = name if first is None else f"{name}[{number + first}]"
+                    raise bad(
+                        name,
+                        f"{place} has {count} tokens; expected at most the {most} of the model, or truncate true",
+                        "context_length_exceeded",
+                    )
+                count = most
+            counts.append(count)
+        return counts
+
+
+class Encoder(TextModel):
+    """A sentence-embedding model."""
+
+    def tokens(self, item: Item) -> list[int]:
+        assert isinstance(item, Input)
+        if not isinstance(item.text, str):
+            return item.text
+        prompts = getattr(self.model, "prompts", {})
+        return self.encode(prompts.get(item.prompt or getattr(self.model, "default_prompt_name", None), "") + item.text)
+
+    def compute(self, items: Sequence[Item]) -> list[Tensor]:
+        rows: list[Tensor] = [torch.empty(0)] * len(items)
+        groups: dict[str | None, list[int]] = {}
+        for place, item in enumerate(items):
+            assert isinstance(item, Input)
+            if isinstance(item.text, str):
+                groups.setdefault(item.prompt, []).append(place)
+            else:
+                rows[place] = self._embed_tokens(item.text)
+        for prompt, places in groups.items():
+            texts = [items[place].text for place in places]  # type: ignore[union-attr]
+            found = self.model.encode(texts, prompt_name=prompt, convert_to_tensor=True, show_progress_bar=False)
+            for place, row in zip(places, found.float(), strict=True):
+                rows[place] = row
+        return rows
+
+    def _embed_tokens(self, tokens: list[int]) -> Tensor:
+        ids = torch.tensor([tokens[: self.max_length]])
+        with torch.inference_mode():
+            row = self.model({"input_ids": ids, "attention_mask": torch.ones_like(ids)})["sentence_embedding"][0]
+        found: Tensor = row.float()[: self.model.truncate_dim]
+        return found
+
+    def prompt_of(self, names: Sequence[str]) -> str | None:
+        """The first of these prompts that the model has; None: its usual one."""
+        return next((name for name in names if name in getattr(self.model, "prompts", {})), None)
+
+
+class Reranker(TextModel):
+    """A cross encoder with one score for a query and a document."""
+
+    def tokens(self, item: Item) -> list[int]:
+        assert isinstance(item, tuple)
+        return self.encode(*item)
+
+    def compute(self, items: Sequence[Item]) -> list[Tensor]:
+        found = self.model.predict(
+            list(items), convert_to_tensor=True, show_progress_bar=False, activation_fn=torch.nn.Identity()
+        )
+        # The sigmoid of a tensor has other last bits where its elements fill a vector: each score by itself.
+        return [self.model.activation_fn(score.reshape(1)) for score in found.float()]
+
+
+def load(name: str, path: Path) -> TextModel | None:
+    """The embedding model or reranker in a directory; None: it has another model.
+
+    Raises:
+        ImportError: sentence-transformers is not installed.
+        OSError, ValueError: the files are damaged, or of a kind that the server does not know.
+    """
+    config, settings = read_config(path), path / "config_sentence_transformers.json"
+    names = config.get("architectures")
+    scores = isinstance(names, list) and any(str(each).endswith("ForSequenceClassification") for each in names)
+    if not scores and not (path / "modules.json").is_file():
+        return None
+    kind = read_json(settings).get("model_type") if settings.is_file() else None
+    if kind not in (None, "SentenceTransformer", "CrossEncoder"):
+        raise ValueError(f"{settings} has model_type {kind!r}; expected SentenceTransformer or CrossEncoder")
+    try:
+        library = import_module("sentence_transformers")
+    except ModuleNotFoundError as error:
+        raise ImportError(
+            f"{error.name} not installed, which runs the model in {path}; install it with: pip install sentence-transformers"
+        ) from error
+    scores = scores or kind == "CrossEncoder"
+    make = library.CrossEncoder if scores else library.SentenceTransformer
+    with counting(None), interpreting(f"{path} does not load"):
+        model = make(str(path), device="cpu", local_files_only=True)
+    if scores and model.num_labels != 1:
+        raise ValueError(f"{path} has a classifier of {model.num_labels} labels; expected 1, the score of a reranker")
+    fuse_(model)  # so that a text has the same bits alone and in any batch
+    return Reranker(name, model) if scores else Encoder(name, model)
+
+
+@dataclass
+class _Job:
+    """The items of a request."""
+
+    items: Sequence[Item]
+    future: Future
+    rows: dict[int, Tensor] = field(default_factory=dict)
+
+
+class Batches:
+    """Runs a model with what has come by then, on the thread of an engine. All other methods are for other threads."""
+
+    def __init__(self, model: TextModel, engine: Engine):
+        self._model, self._engine = model, engine
+        self._waiting: deque[tuple[_Job, int]] = deque()
+
+    @property
+    def waiting(self) -> int:
+        """Texts that the model has not read yet."""
+        return len(self._waiting)
+
+    def add(self, items: Sequence[Item], counts: Sequence[int]) -> Future:
+        """Has items computed, those with most tokens first; a list of rows. A canceled one leaves its place."""
+        job = _Job(items, Future())
+        if not self._engine.alive:
+            job.future.set_exception(_ENDED)
+        else:
+            self._waiting.extend((job, place) for place in sorted(range(len(items)), key=lambda place: -counts[place]))
+            self._engine.call(self._run)
+        return job.future
+
+    def _run(self) -> None:
+        batch: list[tuple[_Job, int]] = []
+        while self._waiting and len(batch) < AT_ONCE:
+            job, place = self._waiting.popleft()
+            if not job.future.done():
+                batch.append((job, place))
+        if not batch:
+            return
+        try:
+            if not self._engine.alive:
+                raise _ENDED
+            rows = self._model.compute([job.items[place] for job, place in batch])
+        except Exception as error:
+            for future in {job.future for job, _ in batch}:
+                if future.set_running_or_notify_cancel():
+                    future.set_exception(error)
+        else:
+            for (job, place), row in zip(batch, rows, strict=True):
+                job.rows[place] = row
+                if len(job.rows) == len(job.items) and job.future.set_running_or_notify_cancel():
+                    job.future.set_result([job.rows[each] for each in range(len(job.items))])
+        if self._waiting:
+            self._engine.call(self._run)  # behind a token of the texts that are being written
+
+
+_ENDED = ApiError(503, "the server is shutting down", code="shutting_down", retry_after=5)
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a request asks of a model.
+
+    Attributes:
+        items, names: groups of items, and of which parameters they are.
+        cut: leaves out the ends of long texts.
+        document: rows of all items, and the number of their tokens -> the answer.
+    """
+
+    model: TextModel
+    groups: list[tuple[str, list[Item], bool]]  # parameter, items, whether they are an array
+    cut: bool
+    document: Callable[[list[Tensor], int], dict[str, Any]]
+
+    @property
+    def items(self) -> list[Item]:
+        return [item for _, items, _ in self.groups for item in items]
+
+    def count(self) -> list[int]:
+        """The tokens of each item. Raises ApiError: one is too long."""
+        return [
+            count for name, items, many in self.groups for count in self.model.count(name, items, self.cut, 0 if many else None)
+        ]
+
+
+def embeddings(model: Any, fields: Fields) -> Request:
+    """A request in OpenAI's format.
+
+    Raises:
+        ApiError: something in it is wrong, or the model makes no embeddings.
+    """
+    if not isinstance(model, Encoder):
+        raise bad("model", f"the model {model.name} {_purpose(model)}; expected a sentence-embedding model")
+    given, prompt = fields.take("input"), fields.text("prompt_name")
+    one = isinstance(given, str) or is_ids(given)
+    texts = _texts("input", [given] if one else given, tokens=True)
+    prompts = getattr(model.model, "prompts", {})
+    if prompt is not None and prompt not in prompts:
+        raise bad("prompt_name", f"prompt_name is {prompt!r}; expected {_either(prompts)}")
+    kind = fields.text("encoding_format") or "float"
+    if kind not in ("float", "base64"):
+        raise bad("encoding_format", f"encoding_format is {kind!r}; expected float or base64")
+    width, cut = fields.count("dimensions", 1), fields.flag("truncate")
+    fields.end()
+    size = len(model.tokenizer)
+    wrong = next((token for text in texts if not isinstance(text, str) for token in text if token >= size), None)
+    if wrong is not None:
+        raise bad("input", f"input has a token {wrong}; expected 0 to {size - 1}")
+
+    def document(rows: list[Tensor], count: int) -> dict[str, Any]:
+        if width is not None and width > len(rows[0]):
+            raise bad("dimensions", f"dimensions is {width}; expected at most {len(rows[0])}, those of the model")
+        values = [_shortened(row, width).tolist() for row in rows]
+        encoded = values if kind == "float" else [base64.b64encode(struct.pack(f"<{len(x)}f", *x)).decode() for x in values]
+        data = [{"object": "embedding", "index": index, "embedding": value} for index, value in enumerate(encoded)]
+        return {"object": "list", "data": data, "model": model.name, "usage": _usage(count)}
+
+    return Request(model, [("input", [Input(text, prompt) for text in texts], not one)], cut, document)
+
+
+def _shortened(row: Tensor, width: int | None) -> Tensor:
+    """The first numbers of an embedding (Matryoshka), with the length 1 if it has that."""
+    if width in (None, len(row)):
+        return row
+    unit = abs(row.norm().item() - 1) < 1e-2  # bfloat16 is not more exact
+    return torch.nn.functional.normalize(row[:width], dim=0) if unit else row[:width]
+
+
+def ranking(model: Any, fields: Fields) -> Request:
+    """A request in the format of Jina, Cohere and vLLM.
+
+    Raises:
+        ApiError: something in it is wrong, or the model compares no texts.
+    """
+    if not isinstance(model, TextModel):
+        raise bad("model", f"the model {model.name} {_purpose(model)}; expected a reranker or a sentence-embedding model")
+    query, given = fields.text("query"), fields.take("documents")
+    if not query:
+        raise bad("query", f"query is {'missing' if query is None else 'empty'}; expected a text")
+    if isinstance(given, list):
+        given = [each.get("text") if isinstance(each, dict) and each.keys() == {"text"} else each for each in given]
+    documents = [each for each in _texts("documents", given) if isinstance(each, str)]
+    most, whole, cut = fields.count("top_n", 1), fields.flag("return_documents"), fields.flag("truncate")
+    fields.end()
+    encoder = model if isinstance(model, Encoder) else None
+    groups: list[tuple[str, list[Item], bool]]
+    if encoder is not None:
+        sides = encoder.prompt_of(_QUERY), encoder.prompt_of(_DOCUMENT)
+        groups = [
+            ("query", [Input(query, sides[0])], False), ("documents", [Input(text, sides[1]) for text in documents], True),
+        ]  # fmt: skip
+    else:
+        groups = [("documents", [(query, text) for text in documents], True)]
+
+    def document(rows: list[Tensor], count: int) -> dict[str, Any]:
+        if encoder is not None:  # one by one, so that a score does not depend on the other documents
+            scores = [encoder.model.similarity(rows[0][None], row[None]).item() for row in rows[1:]]
+        else:
+            scores = [row.item() for row in rows]
+        order = sorted(range(len(documents)), key=lambda index: -scores[index])[:most]
+        results = [
+            {"index": index, "relevance_score": scores[index]} | ({"document": {"text": documents[index]}} if whole else {})
+            for index in order
+        ]
+        return {"model": model.name, "results": results, "usage": _usage(count)}
+
+    return Request(model, groups, cut, document)
+
+
+def _purpose(model: Any) -> str:
+    return {Encoder: "makes embeddings", Reranker: "scores documents"}.get(type(model), "writes texts")
+
+
+def refuse_to_write(model: TextModel) -> ApiError:
+    """What a request for text gets from a model that writes none."""
+    path = "/v1/embeddings" if isinstance(model, Encoder) else "/v1/rerank"
+    return bad("model", f"the model {model.name} {_purpose(model)}; expected one that writes texts, or {path}")
+
+
+def _either(names: Sequence[str] | dict[str, Any]) -> str:
+    return f"one of {', '.join(names)}" if names else "none: the model has no prompts"
+
+
+def _usage(count: int) -> dict[str, int]:
+    return {"prompt_tokens": count, "total_tokens": count}
+
+
+def _texts(name: str, value: Any, *, tokens: bool = False) -> list[str | list[int]]:
+    if (
+        not isinstance(value, list)
+        or not value
+        or not all(isinstance(each, str) or (tokens and is_ids(each)) for each in value)
+    ):
+        more = ", or token ids" if tokens else ""
+        raise bad(name, f"{name} is not a text or an array of texts{more}, not empty")
+    if len(value) > MOST_TEXTS:
+        raise bad(name, f"{name} has {len(value)} texts; expected at most {MOST_TEXTS}")
+    if "" in value:
+        place = f"{name}[{value.index('')}]" if len(value) > 1 else name
+        raise bad(name, f"{place} is empty; expected a text")
+    return value

