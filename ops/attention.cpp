@@ -62,10 +62,7 @@ Status check_caches(const TensorView& q, const TensorView& v, const TensorView& 
   if (!is_activation_type(k_cache.type) && k_cache.type != ElementType::i8) {
     return Status::error("k_cache has dtype %s; expected float32, bfloat16, float16 or int8", name_of(k_cache.type));
   }
-  if (k_cache.shape.ndim != 4) {
-    return Status::error("k_cache has shape %s; expected [batch, kv_heads, max_length, width]",
-                         describe(k_cache.shape).text);
-  }
+  if (Status s = check_dimensions("k_cache", k_cache, 4, "[batch, kv_heads, max_length, width]"); !s.ok()) return s;
   const int64_t width = q.shape.size[3], value_width = v.shape.size[3];
   const CacheType keys = stored_type(k_cache, width), values = stored_type(v_cache, value_width);
   Shape expected = k_cache.shape;
