@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -62,7 +62,7 @@ def load_model(
         ValueError: an unknown architecture, a damaged file, tensors that are missing or have the wrong shape for
             config.json, or ``quantization`` for a packed checkpoint.
     """
-    return _load(path, quantization, progress, _causal_types, "a causal language model", "AutoModelForCausalLM")
+    return _load(path, quantization, progress, _check_causal, "AutoModelForCausalLM")
 
 
 def load_speech_model(
@@ -72,7 +72,7 @@ def load_speech_model(
     progress: Callable[[int, int], None] | None = None,
 ) -> torch.nn.Module:
     """Loads a Whisper model; otherwise as :func:`load_model`."""
-    return _load(path, quantization, progress, lambda: ("whisper",), "Whisper", "AutoModelForSpeechSeq2Seq")
+    return _load(path, quantization, progress, _check_speech, "AutoModelForSpeechSeq2Seq")
 
 
 def load_speech_processor(path: str | os.PathLike[str]) -> Any:
@@ -87,18 +87,26 @@ def load_speech_processor(path: str | os.PathLike[str]) -> Any:
         return transformers.WhisperProcessor.from_pretrained(path, local_files_only=True)
 
 
-def _causal_types() -> Collection[str]:
+def _check_causal(model_type: Any, file: Path) -> None:
     from ..hf.loading import causal_model_types
 
-    return causal_model_types()
+    if not isinstance(model_type, str) or model_type not in causal_model_types():
+        raise ValueError(
+            f"{file} has model_type {model_type!r}, which transformers {import_module('transformers').__version__} "
+            "does not know as a causal language model; for a new architecture install a newer transformers"
+        )
+
+
+def _check_speech(model_type: Any, file: Path) -> None:
+    if model_type != "whisper":
+        raise ValueError(f"{file} has model_type {model_type!r}; expected 'whisper'")
 
 
 def _load(
     path: str | os.PathLike[str],
     quantization: LowBitConfig | None,
     progress: Callable[[int, int], None] | None,
-    model_types: Callable[[], Collection[str]],
-    what: str,
+    check: Callable[[Any, Path], None],
     auto: str,
 ) -> torch.nn.Module:
     # First the checks without transformers, whose import takes seconds.
@@ -113,11 +121,7 @@ def _load(
     from ..hf.loading import counting, meta_model
     from ..hf.mtp import prefix_of
 
-    if not isinstance(model_type, str) or model_type not in model_types():
-        raise ValueError(
-            f"{directory / CONFIG} has model_type {model_type!r}, which transformers {transformers.__version__} "
-            f"does not know as {what}; for a new architecture install a newer transformers"
-        )
+    check(model_type, directory / CONFIG)
     if packed and quantization is not None:
         raise ValueError(
             f"{directory} is packed already; to quantize it differently, start from the float checkpoint, or from "
