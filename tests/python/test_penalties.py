@@ -15,7 +15,7 @@ from lowbit.llm.stopping import BREAKERS
 
 ALL = {
     "temperature": 0.9, "top_k": 200, "top_p": 0.95, "min_p": 0.02, "repetition_penalty": 1.1, "presence_penalty": 0.4,
-    "frequency_penalty": 0.3, "dry_multiplier": 0.8, "dry_allowed_length": 1, "logit_bias": {5: 1.5, 300: -2.0},
+    "frequency_penalty": 0.3, "dry_multiplier": 0.8, "dry_allowed_length": 1, "logit_bias": {5: 3.0, 300: -2.0},
 }  # fmt: skip
 
 

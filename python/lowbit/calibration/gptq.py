@@ -181,7 +181,8 @@ class Solver:
         width = step * max(1, _COLUMNS // step)
         sorted_levels = None if table is None else table.levels
         ordered = weight.float()[:, order] if self.by_importance else weight.float()
-        work = ordered.T.contiguous()  # [k, n]: an input is a row
+        # [k, n]: an input is a row. A copy, also where the transpose is contiguous as it is: transformers' Conv1D.
+        work = ordered.T.clone(memory_format=torch.contiguous_format)
         levels = torch.empty_like(work)
         for begin in range(0, k, width):
             end = min(begin + width, k)
