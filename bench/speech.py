@@ -25,6 +25,7 @@ import numpy as np
 import torch
 import transformers
 from lowbit.speech import SAMPLE_RATE, load_audio, load_transcriber
+from pages import write_between
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples/minilm"))
 from results import cpu_name
@@ -156,10 +157,7 @@ def main() -> None:
     )
     print(text)
     if options.document:
-        page = options.document.read_text("utf-8")
-        begin_mark, end_mark = "<!-- table: make bench-speech-doc -->\n", "<!-- end of table -->\n"
-        before, after = page.partition(begin_mark)[0], page.partition(end_mark)[2]
-        options.document.write_text(f"{before}{begin_mark}\n{text}\n\n{end_mark}{after}", "utf-8")
+        write_between(options.document, "<!-- table: make bench-speech-doc -->\n", "<!-- end of table -->\n", text)
 
 
 if __name__ == "__main__":

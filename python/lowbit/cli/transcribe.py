@@ -41,7 +41,7 @@ def transcribe(
     as_json: options.Json = False,
 ) -> None:
     """Write down what is said in recordings, with a Whisper model."""
-    from lowbit.speech import load_audio, load_transcriber
+    from lowbit.speech import SAMPLE_RATE, load_audio, load_transcriber
 
     output = Output(as_json)
     config = options.optional_config(bits, group_size, mapping, embedding_bits)
@@ -68,7 +68,7 @@ def transcribe(
         if format == "text" and written is not None:
             print()
         seconds = time.perf_counter() - begin
-        duration = len(samples) / 16000
+        duration = len(samples) / SAMPLE_RATE
         print(f"{path}: {duration:.1f} s of audio in {seconds:.1f} s", file=sys.stderr)
     if as_json:
         output.result({"model": str(model), "recordings": documents})

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..llm.decoder import Decoder, check_call
 from ..llm.loading import stop_tokens
-from .module import export_pt2, export_pte
+from .module import described, export_pt2, export_pte, zeros
 
 # Methods without arguments in a .pte, by the names that ExecuTorch's runners of language models read.
 _PTE_NUMBERS = {"max_length": "get_max_context_len", "chunk": "get_max_seq_len", "vocabulary": "get_vocab_size"}
@@ -170,9 +170,7 @@ def _export_pte(
 
 def _export_pt2(decoder: Decoder, path: str | os.PathLike[str], about: dict[str, Any], progress: ExportProgress | None) -> None:
     caches = {name: cache for name, cache in decoder.named_buffers() if "_cache_" in name and "." not in name}
-    about["caches"] = [
-        f"{str(cache.dtype).removeprefix('torch.')}:{'x'.join(map(str, cache.shape))}" for cache in caches.values()
-    ]
+    about["caches"] = [described(cache) for cache in caches.values()]
     metadata = {
         _PT2 + name: ",".join(map(str, value)) if isinstance(value, list) else str(value) for name, value in about.items()
     }
@@ -212,18 +210,9 @@ def _load_pt2(path: str) -> ExportedDecoder:
     numbers = {name: int(about[name]) for name in _PTE_NUMBERS}
     _check(numbers)
     stop = tuple(int(token) for token in about["stop"].split(",") if token)
-    caches = [_zeros(text) for text in about["caches"].split(",")]
+    caches = [zeros(text) for text in about["caches"].split(",")]
     recurrent = any(cache.dim() != 4 for cache in caches)
     return ExportedDecoder(**numbers, stop=stop, recurrent=recurrent, _run=lambda tokens, start: package(tokens, start, caches))
-
-
-def _zeros(text: str) -> Tensor:
-    """A cache as a .pt2 describes it: float32:1x4x64x16."""
-    name, _, shape = text.partition(":")
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype) or not all(size.isdecimal() for size in shape.split("x")):
-        raise ValueError(f"it has a cache {text!r}; expected a dtype and a shape, as float32:1x4x64x16")
-    return torch.zeros([int(size) for size in shape.split("x")], dtype=dtype)
 
 
 _LOADERS: dict[str, Callable[[str], ExportedDecoder]] = {".pte": _load_pte, ".pt2": _load_pt2}

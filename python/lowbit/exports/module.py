@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .._machine import cpp_compiler
 from ..files.elf import without_executable_stack
@@ -114,3 +115,17 @@ def export_pt2(
         files = machine_code(exported, example_inputs, options)
         report(2, 3, "writing it")
         import_module("torch._inductor.package").package_aoti(str(written), files)
+
+
+def described(cache: Tensor) -> str:
+    """An input that a .pt2 changes in place, as its metadata has it: float32:1x4x64x16."""
+    return f"{str(cache.dtype).removeprefix('torch.')}:{'x'.join(map(str, cache.shape))}"
+
+
+def zeros(text: str) -> Tensor:
+    """A cache as a .pt2 describes it: float32:1x4x64x16."""
+    name, _, shape = text.partition(":")
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype) or not all(size.isdecimal() for size in shape.split("x")):
+        raise ValueError(f"it has a cache {text!r}; expected a dtype and a shape, as float32:1x4x64x16")
+    return torch.zeros([int(size) for size in shape.split("x")], dtype=dtype)

@@ -7,51 +7,16 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-import numpy as np
-import torch
-from torch import Tensor
-
+from .safetensors import Stored
 from .untrusted import check_regular, printable
 
 VERSIONS = (5, 6)
-DTYPES = {
-    0: torch.float32, 1: torch.int8, 2: torch.int16, 3: torch.int32, 4: torch.float16, 5: torch.bfloat16,
-}  # fmt: skip
+_TYPES = {0: ("F32", 4), 1: ("I8", 1), 2: ("I16", 2), 3: ("I32", 4), 4: ("F16", 2), 5: ("BF16", 2)}  # name, bytes
 _MOST_VARIABLES = 1 << 20
 _MOST_DIMENSIONS = 8
-
-
-@dataclass(frozen=True)
-class Variable:
-    """A tensor in a model.bin."""
-
-    name: str
-    path: Path
-    dtype: torch.dtype
-    shape: tuple[int, ...]  # () of a number
-    offset: int
-    bytes: int
-
-    def read(self, begin: int, end: int) -> Tensor:
-        """Rows of the first dimension, in memory of their own."""
-        row = self.bytes // self.shape[0]
-        return self._at(self.offset + begin * row, (end - begin, *self.shape[1:]))
-
-    def item(self) -> int:
-        """Of a number that is whole."""
-        return int(self._at(self.offset, ()))
-
-    def _at(self, offset: int, shape: tuple[int, ...]) -> Tensor:
-        data = np.empty(math.prod(shape) * self.dtype.itemsize, np.uint8)
-        with open(self.path, "rb") as file:
-            file.seek(offset)
-            if file.readinto(memoryview(data)) != data.nbytes:
-                raise OSError(f"{self.path} ended in the middle of {self.name}: it was changed while being read")
-        return torch.from_numpy(data).view(self.dtype).view(shape)
 
 
 class _Header:
@@ -92,7 +57,7 @@ class _Header:
         return begin
 
 
-def read_ctranslate2(path: Path) -> tuple[str, dict[str, Variable]]:
+def read_ctranslate2(path: Path) -> tuple[str, dict[str, Stored]]:
     """The name of a file's specification, such as "WhisperSpec", and its variables; aliases are entries of their own.
 
     Raises:
@@ -112,7 +77,7 @@ def read_ctranslate2(path: Path) -> tuple[str, dict[str, Variable]]:
         count = header.number(4, "the number of variables")
         if count > _MOST_VARIABLES:
             raise ValueError(f"{path} has {count} variables; expected at most {_MOST_VARIABLES}")
-        variables: dict[str, Variable] = {}
+        variables: dict[str, Stored] = {}
         for _ in range(count):
             variable = _variable(header)
             if variable.name in variables:
@@ -128,7 +93,7 @@ def read_ctranslate2(path: Path) -> tuple[str, dict[str, Variable]]:
     return specification, variables
 
 
-def _variable(header: _Header) -> Variable:
+def _variable(header: _Header) -> Stored:
     name = header.text("a variable's name")
     if not name.isprintable():
         raise ValueError(f"{header.path} has a variable of the name '{printable(name)}'; expected letters that can be shown")
@@ -137,10 +102,10 @@ def _variable(header: _Header) -> Variable:
         raise ValueError(f"{header.path}: {name} has {rank} dimensions; expected at most {_MOST_DIMENSIONS}")
     shape = tuple(header.number(4, f"the shape of {name}") for _ in range(rank))
     kind = header.number(1, f"the type of {name}")
-    if kind not in DTYPES:
-        raise ValueError(f"{header.path}: {name} has the type {kind}; expected 0 to {max(DTYPES)}")
+    if kind not in _TYPES:
+        raise ValueError(f"{header.path}: {name} has the type {kind}; expected 0 to {max(_TYPES)}")
+    dtype, size = _TYPES[kind]
     count = header.number(4, f"the size of {name}")
-    expected = math.prod(shape) * DTYPES[kind].itemsize
-    if count != expected:
-        raise ValueError(f"{header.path}: {name} is {DTYPES[kind]} {list(shape)} in {count} bytes; expected {expected}")
-    return Variable(name, header.path, DTYPES[kind], shape, header.skip(count, name), count)
+    if count != math.prod(shape) * size:
+        raise ValueError(f"{header.path}: {name} is {dtype} {list(shape)} in {count} bytes; expected {math.prod(shape) * size}")
+    return Stored(name, header.path, dtype, shape, header.skip(count, name), count)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ import torch
 from torch import Tensor
 
 from ..files.config_json import CONFIG
-from ..files.ctranslate2 import Variable, read_ctranslate2
+from ..files.ctranslate2 import read_ctranslate2
 from ..files.replace import sync
+from ..files.safetensors import Stored, read_bytes, read_rows
 from ..files.untrusted import read_json
 from .codes import Float, Matrix, Rows, SourceTensor
 from .report import file_states
@@ -21,7 +23,7 @@ from .source import Source
 MODEL = "model.bin"
 _TOKENIZER = "tokenizer.json"
 _SPECIFICATION = "WhisperSpec"
-_FLOATS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+_FLOATS = ("F32", "F16", "BF16")
 _NORM = {"gamma": "weight", "beta": "bias"}
 # Of a layer: its norms, and its matrices with the layers of the model that lie below each other in one.
 _NORMS = {
@@ -95,7 +97,7 @@ def _special_tokens(path: Path) -> dict[str, int]:
 
 
 class _Reader:
-    def __init__(self, path: Path, variables: dict[str, Variable]):
+    def __init__(self, path: Path, variables: dict[str, Stored]):
         self.path, self._variables = path, dict(variables)
         self.layers = {part: self._count_layers(part) for part in ("encoder", "decoder")}
 
@@ -107,12 +109,12 @@ class _Reader:
             raise ValueError(f"{self.path} has the layers {', '.join(sorted(numbers))} in its {part}; expected 0, 1, ...")
         return len(numbers)
 
-    def _take(self, name: str, *dtypes: torch.dtype) -> Variable:
+    def _take(self, name: str, *dtypes: str) -> Stored:
         variable = self._variables.pop(name, None)
         if variable is None:
             raise ValueError(f"{self.path} has no {name}")
         if dtypes and variable.dtype not in dtypes:
-            raise ValueError(f"{self.path}: {name} is {variable.dtype}; expected {' or '.join(map(str, dtypes))}")
+            raise ValueError(f"{self.path}: {name} is {variable.dtype}; expected {' or '.join(dtypes)}")
         if 0 in variable.shape:
             raise ValueError(f"{self.path}: {name} is empty, {list(variable.shape)}")
         return variable
@@ -122,9 +124,9 @@ class _Reader:
         for part in self.layers:
             for name, expected in _FLAGS.items():
                 variable = self._variables.pop(f"{part}/{name}", None)
-                if variable is not None and variable.item() != expected:
-                    raise ValueError(f"{self.path}: {variable.name} is {variable.item()}; expected {expected}, as in Whisper")
-        self.heads = {part: self._take(f"{part}/num_heads").item() for part in self.layers}
+                if variable is not None and _number(variable) != expected:
+                    raise ValueError(f"{self.path}: {variable.name} is {_number(variable)}; expected {expected}, as in Whisper")
+        self.heads = {part: _number(self._take(f"{part}/num_heads")) for part in self.layers}
         for part in self.layers:
             for name in _UNUSED:
                 self._variables.pop(f"{part}/{name}", None)
@@ -163,31 +165,31 @@ class _Reader:
 
     def _values(self, theirs: str, ours: str) -> list[SourceTensor]:
         """A tensor that becomes floats."""
-        stored = self._take(theirs, *_FLOATS, torch.int8)
-        if stored.dtype is not torch.int8:
-            return [Float(ours, _FLOATS[stored.dtype], _FLOATS[stored.dtype], stored.shape, stored.read, stored.bytes)]
+        stored = self._take(theirs, *_FLOATS, "I8")
+        if stored.dtype != "I8":
+            return [Float(ours, stored.dtype, stored.dtype, stored.shape, partial(read_rows, stored), stored.bytes)]
         scales = self._scales(theirs, stored.shape[0])
 
         def read(begin: int, end: int) -> Tensor:
             factors = scales(begin, end)
-            return stored.read(begin, end).float() * factors.view(-1, *[1] * (len(stored.shape) - 1))
+            return _codes_of(stored, begin, end).float() * factors.view(-1, *[1] * (len(stored.shape) - 1))
 
         return [Float(ours, "I8", "F32", stored.shape, read, 4 * stored.bytes, dequantized=True)]
 
     def _scales(self, weight: str, rows: int) -> Callable[[int, int], Tensor]:
         """What a matrix's codes are multiplied with, float32 [rows]; CTranslate2 stores the inverse."""
-        stored = self._take(f"{weight}_scale", torch.float32)
+        stored = self._take(f"{weight}_scale", "F32")
         if stored.shape != (rows,):
             raise ValueError(f"{self.path}: {stored.name} is {list(stored.shape)}; expected [{rows}], a scale for each row")
-        return lambda begin, end: 1 / stored.read(begin, end)
+        return lambda begin, end: 1 / read_rows(stored, begin, end)
 
     def _matrix(self, theirs: str, layers: tuple[str, ...], biased: bool = True) -> list[SourceTensor]:
         """The layers whose rows lie below each other in a matrix, with their biases."""
-        weight = self._take(f"{theirs}/weight", *_FLOATS, torch.int8)
+        weight = self._take(f"{theirs}/weight", *_FLOATS, "I8")
         if len(weight.shape) != 2 or weight.shape[0] % len(layers):
             count = "" if len(layers) == 1 else f"; expected a multiple of {len(layers)} rows"
             raise ValueError(f"{self.path}: {weight.name} is {list(weight.shape)}; expected a matrix{count}")
-        scales = self._scales(weight.name, weight.shape[0]) if weight.dtype is torch.int8 else None
+        scales = self._scales(weight.name, weight.shape[0]) if weight.dtype == "I8" else None
         bias = self._take(f"{theirs}/bias", *_FLOATS) if biased else None
         if bias is not None and bias.shape != weight.shape[:1]:
             raise ValueError(f"{self.path}: {bias.name} is {list(bias.shape)}; expected {list(weight.shape[:1])}")
@@ -197,18 +199,17 @@ class _Reader:
             first, size = number * n, weight.bytes // len(layers)
             name = f"{layer}.weight"
             if scales is None:
-                kind = _FLOATS[weight.dtype]
-                tensors.append(Float(name, kind, kind, (n, k), _rows(weight.read, first), size))
+                tensors.append(Float(name, weight.dtype, weight.dtype, (n, k), _rows(weight, first), size))
             else:
                 tensors.append(Matrix(name, "int8", (n, k), 8, None, False, _codes(weight, scales, first), size))
             if bias is None:
                 continue
             if layer.endswith(".k_proj"):  # Whisper has none
-                if bias.read(first, first + n).any():
+                if read_rows(bias, first, first + n).any():
                     raise ValueError(f"{self.path}: {bias.name} has a bias of keys; expected zeros, as in Whisper")
                 continue
-            kind = _FLOATS[bias.dtype]
-            tensors.append(Float(f"{layer}.bias", kind, kind, (n,), _rows(bias.read, first), bias.bytes // len(layers)))
+            size = bias.bytes // len(layers)
+            tensors.append(Float(f"{layer}.bias", bias.dtype, bias.dtype, (n,), _rows(bias, first), size))
         return tensors
 
     def config(self, tokens: dict[str, int]) -> dict[str, Any]:
@@ -235,13 +236,24 @@ class _Reader:
         }
 
 
-def _rows(read: Callable[[int, int], Tensor], first: int) -> Callable[[int, int], Tensor]:
-    return lambda begin, end: read(first + begin, first + end)
+def _number(stored: Stored) -> int:
+    """Of a variable that is one whole number."""
+    return int.from_bytes(read_bytes(stored).numpy().tobytes(), "little", signed=True)
 
 
-def _codes(weight: Variable, scales: Callable[[int, int], Tensor], first: int) -> Callable[[int, int], Rows]:
+def _codes_of(stored: Stored, begin: int, end: int) -> Tensor:
+    """Rows of int8."""
+    row = stored.bytes // stored.shape[0]
+    return read_bytes(stored, begin * row, end * row).view(torch.int8).view(end - begin, *stored.shape[1:])
+
+
+def _rows(stored: Stored, first: int) -> Callable[[int, int], Tensor]:
+    return lambda begin, end: read_rows(stored, first + begin, first + end)
+
+
+def _codes(weight: Stored, scales: Callable[[int, int], Tensor], first: int) -> Callable[[int, int], Rows]:
     def read(begin: int, end: int) -> Rows:
-        values = weight.read(first + begin, first + end)
+        values = _codes_of(weight, first + begin, first + end)
         return Rows((values.int() + 128).to(torch.uint8), scales(first + begin, first + end)[:, None].contiguous())
 
     return read

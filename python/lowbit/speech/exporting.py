@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..exports.module import export_pt2, export_pte
+from ..exports.module import described, export_pt2, export_pte, zeros
 from ..llm.decoder import check_call
 from .decoder import SpeechDecoder
 
@@ -92,8 +92,9 @@ def export_speech(decoder: SpeechDecoder, encoder_path: str | os.PathLike[str], 
             export_pte(program, inputs, decoder_path, dynamic_shapes=sizes, constant_methods=constants)
         return
     caches = {name: cache for name, cache in program.named_buffers() if _is_cache(name)}
-    described = [f"{str(cache.dtype).removeprefix('torch.')}:{'x'.join(map(str, cache.shape))}" for cache in caches.values()]
-    metadata = {_PT2 + name: str(value) for name, value in about.items()} | {f"{_PT2}caches": ",".join(described)}
+    metadata = {_PT2 + name: str(value) for name, value in about.items()} | {
+        f"{_PT2}caches": ",".join(map(described, caches.values()))
+    }
     export_pt2(_Encoder(decoder).eval(), (features,), encoder_path)
     inputs = (*inputs, [torch.zeros_like(cache) for cache in caches.values()])
     sizes = (*sizes, [None] * len(caches))
@@ -177,8 +178,5 @@ def _load_pt2(encoder_path: str, decoder_path: str) -> ExportedSpeech:
     encoder, decoder = load(encoder_path), load(decoder_path)
     metadata = decoder.loader.get_metadata()
     about = {name: int(metadata[_PT2 + name]) for name in _NUMBERS}
-    caches = []
-    for text in metadata[f"{_PT2}caches"].split(","):
-        name, _, shape = text.partition(":")
-        caches.append(torch.zeros([int(size) for size in shape.split("x")], dtype=getattr(torch, name)))
+    caches = [zeros(text) for text in metadata[f"{_PT2}caches"].split(",")]
     return ExportedSpeech(about, encoder, lambda *inputs: decoder(*inputs, caches))
