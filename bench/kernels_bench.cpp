@@ -115,7 +115,8 @@ void linear(benchmark::State& state, const LinearKernel* kernel, int64_t m, Mapp
   args.out = out.get();
   args.out_dtype = DType::f32;
   args.out_stride = w.layout.n;
-  const auto scratch = allocate<char>(kLinearScratchBytes);
+  const bool own = kernel->scratch_bytes != nullptr;
+  const auto scratch = allocate<char>(own ? kernel->scratch_bytes(kernel->context, w.layout, m, 1) : kLinearScratchBytes);
   args.scratch = scratch.get();
   for (auto unused : state) {
     kernel->run(args);

@@ -18,22 +18,21 @@
 // At 4 bits a whole block is: the first of two goes to memory in int32, and the offset is subtracted at the segment's end.
 //
 // 4 rows of activations: 8 sums in int16 stay in registers, with a line of weights (2) and what unpacking needs; a line
-// is unpacked once for all rows and never stored. Sums in int32 and float are touched once per run or segment, and may be in
+// is unpacked once for all rows and never stored (many rows of 6 or 7 bits: unpacked_avx2.h). Sums in int32 and float are touched once per run or segment, and may be in
 // memory. 5 or 6 rows would leave no registers for products and masks.
 
 #include "../bits/widths.h"
 #include "linear_avx2.h"
+#include "unpacked_avx2.h"
 #include "wide_avx2.h"
 
 namespace lowbit {
 namespace {
 
-using Sums16 = uint16_t __attribute__((vector_size(32)));
-
 template <int Bits, bool Affine, bool Halves, int Rows>
 struct Sums {
   static constexpr int kBits = Bits, kRows = Rows;
-  static constexpr bool kAffine = Affine, kHalves = Halves, kInterleaved = false;
+  static constexpr bool kAffine = Affine, kHalves = Halves, kInterleaved = false, kUnpacked = false;
   using Input = int8_t;
   static constexpr bool kNibbles = Bits == 8 || is_by_table(Bits);
   static constexpr int kMaxCode = Bits == 1 ? 2 : (1 << (kNibbles ? 4 : Bits)) - 1;
@@ -147,6 +146,7 @@ struct Sums {
 };
 
 constexpr int kMostRows = 4;  // of a tile
+constexpr bool is_unpacked(int bits) { return bits == 6 || bits == 7; }
 constexpr bool is_wide(int bits) { return bits == 8 || is_by_table(bits); }
 
 template <int Bits, bool Affine, bool Halves, int Rows>
@@ -154,10 +154,14 @@ using ManySums = std::conditional_t<is_wide(Bits), WideSums<Bits, Affine, Halves
 
 template <int Bits>
 void run_many(const LinearArgs& args) {
-  with_mapping<Bits>(args.layout.mapping, [&](auto bits, auto) LOWBIT_INLINE {
+  with_mapping<Bits>(args.layout.mapping, [&](auto bits, auto affine) LOWBIT_INLINE {
     if constexpr (is_wide(bits())) {
       with_widened_rows<kMostRows>(args, run<ManySums, Bits, kMostRows>);
     } else {
+      if constexpr (is_unpacked(bits())) {
+        const bool whole_blocks = args.layout.group_inputs() % kBlockInputs == 0;
+        if (args.m > 2 * kMostRows && whole_blocks) return run_unpacked<bits(), affine(), kMostRows>(args);
+      }
       run<ManySums, Bits, kMostRows>(args);
     }
   });
@@ -167,6 +171,7 @@ template <int Bits>
 constexpr LinearKernel many_rows(const char* name) {
   LinearKernel row = with_levels<LinearKernel>({name, kAvx2, Format::panel16, Bits, 2, 16, run_many<Bits>});
   if (Bits == 8 || can_have_levels(Bits)) row.scratch_bytes = wide_scratch<kMostRows>;
+  if (is_unpacked(Bits)) row.scratch_bytes = unpacked_scratch;
   return row;
 }
 

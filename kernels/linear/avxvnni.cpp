@@ -18,7 +18,7 @@ constexpr int split_for(int rows) { return rows <= 2 ? 2 : 1; }
 template <int Bits, bool Affine, bool Halves, int Rows>
 struct Sums {
   static constexpr int kBits = Bits, kRows = Rows, kSplit = split_for(Rows);
-  static constexpr bool kAffine = Affine, kHalves = Halves, kOffsetLate = false, kInterleaved = false;
+  static constexpr bool kAffine = Affine, kHalves = Halves, kOffsetLate = false, kInterleaved = false, kUnpacked = false;
   using Input = int8_t;
   Levels<Bits> levels;
   Sums32 sum[Rows][2][kSplit];  // of the two halves of a line

@@ -47,6 +47,7 @@ LOWBIT_INLINE inline __m256i offset(const int32_t* a_sum) {
 // Integer sums. Not __m256i, whose lanes GCC takes to be 64 bits wide: a sum that a loop carries as that and adds to as
 // 32-bit lanes is copied to another register and back in every turn (GCC 12).
 using Sums32 = uint32_t __attribute__((vector_size(32)));
+using Sums16 = uint16_t __attribute__((vector_size(32)));
 
 // Hides from the compiler where a pointer comes from. Otherwise it makes an induction variable of each address in a loop,
 // which takes more registers than there are.
@@ -77,13 +78,14 @@ struct Tile {
   static constexpr int64_t kBlockBytes = code_bits(kBits) * kLineBytes;
   static constexpr int64_t kGroupBytes = group_bytes(kAffine);
   static constexpr int64_t kStep = kBlockInputs * (Sums::kInterleaved ? kRows : 1);  // of the activations, from block to block
+  static constexpr int64_t kUnpackedBytes = kBlockLines * kLineBytes;  // of a block
   using Input = typename Sums::Input;
 
   const float* a_scales;  // of the segment, first row
   const int32_t* a_sums;
   const float* group_sums;
   int64_t segments, groups, stride;  // from a row to the next: of a_scales and a_sums, of group_sums, of the activations
-  const uint8_t* block;
+  const uint8_t *block, *unpacked;
   Float16 (*acc)[kRows], (*products)[kRows];
   Sums sums;
 
@@ -95,6 +97,7 @@ struct Tile {
     a_sums = args.sums + row * segments;
     if constexpr (kAffine) group_sums = args.group_sums + row * groups;
     sums.begin(args.layout, memory);
+    if constexpr (Sums::kUnpacked) unpacked = static_cast<const uint8_t*>(args.scratch);
     acc = &floats[0];
     products = &floats[1];
     for (int i = 0; i < kRows; ++i) (*acc)[i].half[0] = (*acc)[i].half[1] = _mm256_setzero_ps();
@@ -117,7 +120,14 @@ struct Tile {
     for (int i = 0; i < kRows; ++i) sums.start(i, a_sums + i * segments);
   }
 
-  LOWBIT_INLINE void begin_block(const uint8_t* at) { block = at; }
+  LOWBIT_INLINE void begin_block(const uint8_t* at) {
+    block = at;
+    if constexpr (Sums::kUnpacked) {
+      forget(unpacked);
+      block = unpacked;
+      unpacked += kUnpackedBytes;
+    }
+  }
 
   template <int First, int Lines>
   LOWBIT_INLINE void add(const Input* a) {

@@ -21,7 +21,7 @@ constexpr int64_t kWidePanels = 8;
 template <int Bits, bool Affine, bool Halves, int Rows>
 struct WideSums {
   static constexpr int kBits = Bits, kRows = Rows;
-  static constexpr bool kAffine = Affine, kHalves = Halves, kOffsetLate = false, kInterleaved = true;
+  static constexpr bool kAffine = Affine, kHalves = Halves, kOffsetLate = false, kInterleaved = true, kUnpacked = false;
   using Input = int16_t;
 
   __m256i table;  // of levels
