@@ -93,8 +93,10 @@ def embed(hidden: Tensor, batch: dict[str, Tensor]) -> Tensor:
     return torch.nn.functional.normalize((hidden * mask).sum(1) / mask.sum(1))
 
 
-def of_torch(model: torch.nn.Module) -> Run:
-    module = LastHidden(model)
+def of_torch(model: torch.nn.Module, compiled: bool = False) -> Run:
+    module: torch.nn.Module = LastHidden(model)
+    if compiled:
+        module.compile(dynamic=True)
 
     def run(batch: dict[str, Tensor]) -> Tensor:
         with torch.inference_mode():
@@ -103,11 +105,11 @@ def of_torch(model: torch.nn.Module) -> Run:
     return run
 
 
-def of_lowbit(model: torch.nn.Module, bits: int, group_size: int | None, fused: bool) -> Run:
+def of_lowbit(model: torch.nn.Module, bits: int, group_size: int | None, fused: bool, compiled: bool = False) -> Run:
     packed = lowbit.quantize_(copy.deepcopy(model), {"*": lowbit.LinearConfig(bits, group_size)})
     if fused:
         lowbit.fuse_(packed)
-    return of_torch(packed)
+    return of_torch(packed, compiled)
 
 
 def of_openvino(model: torch.nn.Module, batches: list[dict[str, Tensor]], int8: bool) -> Run:
@@ -157,14 +159,18 @@ def contenders(name: str, work: Path) -> tuple[dict[str, Run], dict[str, str]]:
         "ONNX Runtime int8": lambda: of_onnxruntime(model, batches, work),
         "lowbit 8 bits, per row": lambda: of_lowbit(model, 8, None, False),
         "lowbit 8 bits, per row, fuse_": lambda: of_lowbit(model, 8, None, True),
-        "lowbit 8 bits, groups of 32, fuse_": lambda: of_lowbit(model, 8, 32, True),
+        "lowbit 7 bits, per row, fuse_": lambda: of_lowbit(model, 7, None, True),
+        "lowbit 7 bits, per row, fuse_, torch.compile": lambda: of_lowbit(model, 7, None, True, compiled=True),
+        "lowbit 7 bits, groups of 128, fuse_": lambda: of_lowbit(model, 7, 128, True),
+        "lowbit 6 bits, groups of 32, fuse_": lambda: of_lowbit(model, 6, 32, True),
         "lowbit 4 bits, groups of 32, fuse_": lambda: of_lowbit(model, 4, 32, True),
     }
     runs, missing = {}, {}
     for contender, make in makers.items():
         try:
             run = make()
-            run(batches[0])
+            for batch in (*batches[:2], *batches_of(1, 2)):  # a compiled model is compiled for both kinds of batches
+                run(batch)
             runs[contender] = run
         except Exception as error:  # a peer that does not take this model is a line of the table
             lines = str(error).strip().splitlines() or [""]

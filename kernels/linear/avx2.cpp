@@ -18,8 +18,8 @@
 // At 4 bits a whole block is: the first of two goes to memory in int32, and the offset is subtracted at the segment's end.
 //
 // 4 rows of activations: 8 sums in int16 stay in registers, with a line of weights (2) and what unpacking needs; a line
-// is unpacked once for all rows and never stored (many rows of 6 or 7 bits: unpacked_avx2.h). Sums in int32 and float are touched once per run or segment, and may be in
-// memory. 5 or 6 rows would leave no registers for products and masks.
+// is unpacked once for all rows and never stored (many rows of 6 or 7 bits: unpacked_avx2.h). Sums in int32 and float are
+// touched once per run or segment, and may be in memory. 5 or 6 rows would leave no registers for products and masks.
 
 #include "../bits/widths.h"
 #include "linear_avx2.h"
@@ -146,7 +146,6 @@ struct Sums {
 };
 
 constexpr int kMostRows = 4;  // of a tile
-constexpr bool is_unpacked(int bits) { return bits == 6 || bits == 7; }
 constexpr bool is_wide(int bits) { return bits == 8 || is_by_table(bits); }
 
 template <int Bits, bool Affine, bool Halves, int Rows>

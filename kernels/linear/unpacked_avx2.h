@@ -11,12 +11,16 @@
 namespace lowbit {
 namespace {
 
+// Lines of codes that int16 holds, each a sum of two products.
+constexpr int lines_in_int16(int bits) { return 32767 / (2 * 127 * ((1 << bits) - 1)); }
+
+constexpr bool is_unpacked(int bits) { return lines_in_int16(bits) == 1 || lines_in_int16(bits) == 2; }
+
 template <int Bits, bool Affine, int Rows>
 struct UnpackedSums {
   static constexpr int kBits = Bits, kRows = Rows;
   static constexpr bool kAffine = Affine, kHalves = false, kOffsetLate = false, kInterleaved = false, kUnpacked = true;
-  static constexpr int kRun = 32767 / (2 * 127 * ((1 << Bits) - 1));  // lines that int16 holds
-  static_assert(kRun > 0 && kBlockLines % kRun == 0);
+  static constexpr int kRun = lines_in_int16(Bits);
   using Input = int8_t;
 
   Sums32 sum[Rows][2];

@@ -42,8 +42,7 @@ from .output import Output
 
 if TYPE_CHECKING:
     from lowbit import LowBitConfig
-    from lowbit.serve.embeddings import TextModel
-    from lowbit.serve.models import LanguageModel
+    from lowbit.serve.app import Model
 
 _CONTEXT = 4096  # tokens, unless the model has fewer or --max-length says otherwise
 
@@ -102,8 +101,10 @@ def serve(
         _load(output, name, path, config, text, max_length, at_once=at_once, rows=rows, cache=cache, prefix_bytes=kept)
         for name, path in zip(names, models, strict=True)
     ]
+    from lowbit.serve.models import LanguageModel
+
     for model in loaded:
-        if hasattr(model, "batch"):
+        if isinstance(model, LanguageModel):
             model.batch.prefix_cache = make_prefix_cache(output, prefix_cache, most_bytes, model.batch.decoder)
             if guesses:
                 decoder = model.batch.decoder
@@ -118,9 +119,11 @@ def serve(
 def _needed() -> Any:
     """What runs a server; first, because a library may be missing."""
     try:
+        import python_multipart  # noqa: F401  starlette asserts it only when a form comes
+
         from lowbit.serve.run import run
     except ModuleNotFoundError as error:
-        if error.name not in ("starlette", "uvicorn"):
+        if error.name not in ("starlette", "uvicorn", "python_multipart"):
             raise
         raise ImportError(f"{error.name} not installed; install it with: pip install 'lowbit[llm,serve]'") from error
     return run
@@ -134,14 +137,17 @@ def _load(
     template: str | None,
     max_length: int | None,
     **more: Any,
-) -> LanguageModel | TextModel:
+) -> Model:
     from lowbit import llm
     from lowbit.llm.chat import chat_template
     from lowbit.llm.loading import load_tokenizer
-    from lowbit.serve import embeddings
+    from lowbit.serve import embeddings, speech
     from lowbit.serve.models import LanguageModel
 
     path = Path(from_hub(output, path) or path)
+    if not path.is_file() and speech.is_speech(path):
+        with output.progress(f"loading {path}", "tensors") as advance:
+            return speech.load(name, path, config, cache=more["cache"], progress=advance)
     texts = None if path.is_file() else embeddings.load(name, path)
     if texts is not None:
         return texts

@@ -75,17 +75,8 @@ def transcribe(
 
 
 def _shown(segment: Segment, number: int, format: str) -> str:
-    text = segment.text.strip()
+    from lowbit.speech.subtitles import subtitle
+
     if format == "text":
         return segment.text if number > 1 else segment.text.lstrip()
-    if format == "lines":
-        return f"[{segment.start:.2f} - {segment.end:.2f}] {text}\n"
-    times = " --> ".join(_clock(seconds, "," if format == "srt" else ".") for seconds in (segment.start, segment.end))
-    return f"{number}\n{times}\n{text}\n\n" if format == "srt" else f"{times}\n{text}\n\n"
-
-
-def _clock(seconds: float, point: str) -> str:
-    """As subtitles have it: 01:02:03,450."""
-    thousandths = round(seconds * 1000)
-    minutes, rest = divmod(thousandths, 60_000)
-    return f"{minutes // 60:02}:{minutes % 60:02}:{rest // 1000:02}{point}{rest % 1000:03}"
+    return subtitle(segment, number, format)

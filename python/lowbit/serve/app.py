@@ -8,14 +8,16 @@ import hmac
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from starlette.applications import Starlette
+from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
+from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
@@ -24,15 +26,17 @@ from torch import Tensor
 
 from .answers import Answers, ChatForm, Event, Form, failure
 from .constraints import make_constraint
-from .embeddings import Batches, TextModel, embeddings, ranking, refuse_to_write
+from .embeddings import ENDED, Batches, TextModel, embeddings, ranking, refuse_to_write
 from .embeddings import Request as Rows
 from .engine import Engine
 from .errors import ApiError, bad
 from .metrics import Metrics
 from .models import LanguageModel
 from .protocol import Fields, asked, messages, prompts
+from .speech import MEDIA_TYPES, Listening, SpeechModel, Wish, read_recording, refuse_recording
 from .tools import Tools, read_tools
 
+Model: TypeAlias = LanguageModel | TextModel | SpeechModel
 log = logging.getLogger("lowbit.serve")
 _USUAL_TOKENS = 16  # of a completion that does not say how many, as in OpenAI's API
 PAGE = Path(__file__).with_name("page.html")
@@ -46,6 +50,7 @@ class Limits:
     api_key: str | None = None
     timeout: float = 600.0  # seconds until a request's end
     body_bytes: int = 16 << 20
+    recording_bytes: int = 25 << 20  # a body with a recording, as in OpenAI's API
     texts: int = 16  # of one request
     waiting: int = 64  # texts that wait for their place
     requests: int = 256  # that are open; each may have a body in memory
@@ -55,7 +60,7 @@ class Limits:
 class Server:
     """Models, the engine that runs them, and what answers requests."""
 
-    def __init__(self, models: Sequence[LanguageModel | TextModel], limits: Limits):
+    def __init__(self, models: Sequence[Model], limits: Limits):
         self.models = {model.name: model for model in models}
         self.limits = limits
         batches = [model.batch for model in models if isinstance(model, LanguageModel)]
@@ -91,6 +96,7 @@ class Server:
         posts = {
             "/v1/chat/completions": self._chat, "/v1/completions": self._complete, "/v1/embeddings": self._embed,
             "/v1/rerank": self._rerank, "/v2/rerank": self._rerank,
+            "/v1/audio/transcriptions": self._transcribe, "/v1/audio/translations": self._translate,
             "/tokenize": self._tokenize, "/detokenize": self._detokenize,
         }  # fmt: skip
         gets = {
@@ -114,9 +120,7 @@ class Server:
                 self.metrics.canceled += 1
                 return Response(status_code=499)
             except Exception as error:
-                found = failure(error)
-                if found.status == 500:
-                    log.exception("a request failed")
+                found = _reported(error)
                 response = JSONResponse(found.document, found.status, found.headers)
             self.metrics.requests[path, response.status_code] += 1
             return response
@@ -143,22 +147,28 @@ class Server:
             found = "another one" if key else "none"
             raise ApiError(401, f"an API key is needed, and the request has {found}", code="invalid_api_key")
 
-    async def _body(self, request: Request) -> Fields:
-        data = bytearray()
+    async def _pieces(self, request: Request, most: int) -> AsyncGenerator[bytes]:
+        count = 0
         try:
             async with asyncio.timeout(self.limits.timeout):
                 async for piece in request.stream():
-                    data += piece
-                    if len(data) > self.limits.body_bytes:
-                        raise ApiError(413, f"the body has more than {self.limits.body_bytes} bytes; expected fewer")
+                    count += len(piece)
+                    if count > most:
+                        raise ApiError(413, f"the body has more than {most} bytes; expected fewer")
+                    yield piece
         except TimeoutError as error:
             raise ApiError(408, f"the body is not complete after {self.limits.timeout:g} seconds") from error
+
+    async def _body(self, request: Request) -> Fields:
+        data = bytearray()
+        async for piece in self._pieces(request, self.limits.body_bytes):
+            data += piece
         try:
             return Fields(json.loads(data))
         except (ValueError, RecursionError) as error:
             raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from error
 
-    def _model(self, fields: Fields) -> LanguageModel | TextModel:
+    def _model(self, fields: Fields) -> Model:
         name = fields.text("model")
         if name is None:
             if len(self.models) == 1:
@@ -166,7 +176,7 @@ class Server:
             raise bad("model", f"model is missing; expected one of {', '.join(self.models)}")
         return self._named(name)
 
-    def _named(self, name: str) -> LanguageModel | TextModel:
+    def _named(self, name: str) -> Model:
         if name not in self.models:
             raise ApiError(
                 404, f"there is no model {name!r}; expected {' or '.join(self.models)}", param="model", code="model_not_found"
@@ -176,6 +186,12 @@ class Server:
     def _writer(self, fields: Fields) -> LanguageModel:
         model = self._model(fields)
         if not isinstance(model, LanguageModel):
+            raise refuse_to_write(model)
+        return model
+
+    def _tokenizing(self, fields: Fields) -> LanguageModel | TextModel:
+        model = self._model(fields)
+        if isinstance(model, SpeechModel):
             raise refuse_to_write(model)
         return model
 
@@ -252,10 +268,7 @@ class Server:
                 yield chunk
             self._count(answers)
         except Exception as error:
-            found = failure(error)
-            if found.status == 500:
-                log.exception("a request failed")
-            yield found
+            yield _reported(error)
 
     def _count(self, answers: Answers) -> None:
         usage, metrics = answers.usage, self.metrics
@@ -293,9 +306,65 @@ class Server:
         self.metrics.whole.add(time.perf_counter() - began)
         return JSONResponse(rows.document(found, sum(counts)))
 
+    async def _form(self, request: Request) -> tuple[Fields, bytes, str]:
+        """Parameters, and the bytes and the name of the file among them."""
+        kind = request.headers.get("content-type", "")
+        if not kind.lower().startswith("multipart/form-data"):
+            raise ApiError(400, f"the body is {kind or 'of no type'}; expected multipart/form-data with a file")
+        pieces = self._pieces(request, self.limits.recording_bytes)
+        try:
+            form = await MultiPartParser(request.headers, pieces, max_files=1, max_fields=32).parse()
+        except MultiPartException as error:
+            raise ApiError(400, f"the body is no form that can be read: {error.message}") from error
+        async with contextlib.AsyncExitStack() as files:
+            files.push_async_callback(form.close)
+            file = form.get("file")
+            if not isinstance(file, UploadFile):
+                raise bad("file", f"file is {'missing' if file is None else 'a text'}; expected a recording")
+            values = {name: value for name, value in form.items() if name != "file"}
+            return Fields(values), await file.read(), file.filename or "file"
+
+    async def _transcribe(self, request: Request) -> Response:
+        return await self._listen(request, "transcribe")
+
+    async def _translate(self, request: Request) -> Response:
+        return await self._listen(request, "translate")
+
+    async def _listen(self, request: Request, task: str) -> Response:
+        began = time.perf_counter()
+        fields, data, name = await self._form(request)
+        model = self._model(fields)
+        if not isinstance(model, SpeechModel):
+            raise refuse_recording(model)
+        wish = Wish.read(fields, task)
+        listening = Listening(model, await asyncio.to_thread(read_recording, data, name), wish)
+
+        async def segments() -> AsyncIterator[str]:
+            """One at a time: between two, the other models have their turn."""
+            async with asyncio.timeout(self.limits.timeout):
+                while self.engine.alive:
+                    segment = await asyncio.wrap_future(self.engine.call(listening.next))
+                    if segment is None:
+                        self.metrics.whole.add(time.perf_counter() - began)
+                        return
+                    yield segment.text
+            raise ENDED
+
+        if wish.stream:
+            return _Events(_deltas(segments(), listening), self._gone, lambda: None)
+
+        async def wait() -> None:
+            async for _ in segments():
+                pass
+
+        await _unless_gone(request.receive, wait())
+        if (kind := MEDIA_TYPES.get(wish.format)) is not None:
+            return PlainTextResponse(listening.subtitles(), media_type=kind)
+        return JSONResponse(listening.document())
+
     async def _tokenize(self, request: Request) -> Response:
         fields = await self._body(request)
-        model = self._model(fields)
+        model = self._tokenizing(fields)
         if (given := fields.take("messages")) is not None:
             if not isinstance(model, LanguageModel):
                 raise bad("messages", f"the model {model.name} has no conversations; expected content, or prompt")
@@ -312,7 +381,7 @@ class Server:
 
     async def _detokenize(self, request: Request) -> Response:
         fields = await self._body(request)
-        model, tokens = self._model(fields), fields.take("tokens")
+        model, tokens = self._tokenizing(fields), fields.take("tokens")
         if not isinstance(tokens, list) or not all(type(each) is int and 0 <= each < len(model.tokenizer) for each in tokens):
             raise bad("tokens", f"tokens is not an array of token ids from 0 to {len(model.tokenizer) - 1}")
         fields.end()
@@ -338,7 +407,23 @@ class Server:
         return FileResponse(PAGE, headers={"Content-Security-Policy": policy})
 
 
-def _card(model: LanguageModel | TextModel) -> dict[str, Any]:
+async def _deltas(segments: AsyncIterator[str], listening: Listening) -> AsyncIterator[dict | ApiError]:
+    try:
+        async for text in segments:
+            yield {"type": "transcript.text.delta", "delta": text}
+        yield {"type": "transcript.text.done", **listening.document()}
+    except Exception as error:
+        yield _reported(error)
+
+
+def _reported(error: Exception) -> ApiError:
+    found = failure(error)
+    if found.status == 500:
+        log.exception("a request failed")
+    return found
+
+
+def _card(model: Model) -> dict[str, Any]:
     card = {"id": model.name, "object": "model", "created": model.created, "owned_by": "lowbit"}
     card |= {"max_model_len": model.max_length}
     return card | ({"chat": model.template is not None} if isinstance(model, LanguageModel) else {})  # the page lists those

@@ -24,6 +24,7 @@ from ..hf.loading import counting
 from .engine import Engine
 from .errors import ApiError, bad
 from .protocol import Fields, is_ids
+from .speech import SpeechModel
 
 MOST_TEXTS = 2048  # of one request, as in OpenAI's API
 AT_ONCE = 32  # texts in a call of the model
@@ -206,7 +207,7 @@ class Batches:
         """Has items computed, those with most tokens first; a list of rows. A canceled one leaves its place."""
         job = _Job(items, Future())
         if not self._engine.alive:
-            job.future.set_exception(_ENDED)
+            job.future.set_exception(ENDED)
         else:
             self._waiting.extend((job, place) for place in sorted(range(len(items)), key=lambda place: -counts[place]))
             self._engine.call(self._run)
@@ -222,7 +223,7 @@ class Batches:
             return
         try:
             if not self._engine.alive:
-                raise _ENDED
+                raise ENDED
             rows = self._model.compute([job.items[place] for job, place in batch])
         except Exception as error:
             for future in {job.future for job, _ in batch}:
@@ -237,7 +238,7 @@ class Batches:
             self._engine.call(self._run)  # behind a token of the texts that are being written
 
 
-_ENDED = ApiError(503, "the server is shutting down", code="shutting_down", retry_after=5)
+ENDED = ApiError(503, "the server is shutting down", code="shutting_down", retry_after=5)
 
 
 @dataclass(frozen=True)
@@ -351,12 +352,14 @@ def ranking(model: Any, fields: Fields) -> Request:
 
 
 def _purpose(model: Any) -> str:
-    return {Encoder: "makes embeddings", Reranker: "scores documents"}.get(type(model), "writes texts")
+    known = {Encoder: "makes embeddings", Reranker: "scores documents", SpeechModel: "writes down recordings"}
+    return known.get(type(model), "writes texts")
 
 
-def refuse_to_write(model: TextModel) -> ApiError:
+def refuse_to_write(model: TextModel | SpeechModel) -> ApiError:
     """What a request for text gets from a model that writes none."""
-    path = "/v1/embeddings" if isinstance(model, Encoder) else "/v1/rerank"
+    paths = {Encoder: "/v1/embeddings", SpeechModel: "/v1/audio/transcriptions"}
+    path = paths.get(type(model), "/v1/rerank")
     return bad("model", f"the model {model.name} {_purpose(model)}; expected one that writes texts, or {path}")
 
 

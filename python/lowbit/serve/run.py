@@ -13,9 +13,7 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from .app import Limits, Server
-from .embeddings import TextModel
-from .models import LanguageModel
+from .app import Limits, Model, Server
 
 _LOCAL = ("localhost", "127.0.0.1", "[::1]")
 _SILENT = 30.0  # seconds that a connection has for the head of its first request
@@ -59,7 +57,7 @@ def allow_connections() -> None:
 
 
 def run(
-    models: Sequence[LanguageModel | TextModel], host: str, port: int, api_key: str | None, *, queue: int, timeout: float,
+    models: Sequence[Model], host: str, port: int, api_key: str | None, *, queue: int, timeout: float,
     grace: int, note: Callable[[str], None], warn: Callable[[str], None],
 ) -> None:  # fmt: skip
     """Answers requests until SIGINT or SIGTERM; then those that run get `grace` seconds. A second signal ends at once.

@@ -1,6 +1,6 @@
 """OpenAI's client, langchain, Open WebUI's calls to `lowbit serve`: texts of `lowbit generate`, streamed, tools, embeddings.
 
-Packages: openai, langchain-openai, starlette, uvicorn, llguidance
+Packages: openai, langchain-openai, starlette, uvicorn, python-multipart, llguidance
 """
 
 import json

@@ -1,0 +1,144 @@
+"""Whisper models: what requests for transcriptions ask for, and their answers."""
+
+from __future__ import annotations
+
+import io
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..files.config_json import read_config
+from ..speech.audio import SAMPLE_RATE, import_av, read_audio
+from ..speech.subtitles import subtitle
+from ..speech.transcriber import Segment, Transcriber, load_transcriber
+from .errors import ApiError, bad
+from .protocol import Fields
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from ..hf.config import LowBitConfig
+
+MOST_SECONDS = 2 * 3600  # of a recording; its samples take half a gigabyte
+_FORMATS = ("json", "text", "srt", "verbose_json", "vtt")
+MEDIA_TYPES = {"text": "text/plain", "srt": "application/x-subrip", "vtt": "text/vtt"}
+
+
+@dataclass
+class SpeechModel:
+    """A model that writes down what is said."""
+
+    name: str
+    transcriber: Transcriber
+    created: int = field(default_factory=lambda: int(time.time()))
+    max_length = None  # tokens of a prompt: it takes recordings
+
+
+def is_speech(path: Path) -> bool:
+    """Whether a directory has a Whisper model."""
+    return read_config(path).get("model_type") == "whisper"
+
+
+def load(name: str, path: Path, quantization: LowBitConfig | None, *, cache: str | None, progress: Any) -> SpeechModel:
+    """As :func:`lowbit.speech.load_transcriber`; ImportError also without what reads recordings."""
+    import_av()
+    return SpeechModel(name, load_transcriber(path, quantization, cache=cache, progress=progress))
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What a request asks for."""
+
+    task: str
+    language: str | None
+    format: str
+    stream: bool
+
+    @staticmethod
+    def read(fields: Fields, task: str) -> Wish:
+        """Takes the parameters of OpenAI's format; all are strings, as forms have them.
+
+        Raises:
+            ApiError: one is wrong, or not known.
+        """
+        language, form = fields.text("language"), fields.text("response_format") or "json"
+        if form not in _FORMATS:
+            raise bad("response_format", f"response_format is {form!r}; expected one of {', '.join(_FORMATS)}")
+        stream = fields.text("stream") or "false"
+        if stream.lower() not in ("true", "false"):
+            raise bad("stream", f"stream is {stream!r}; expected true or false")
+        if stream.lower() == "true" and form != "json":
+            raise bad("response_format", f"response_format is {form!r}; expected json with stream")
+        for name, expected in (
+            ("temperature", ("", "0", "0.0")),
+            ("prompt", ("",)),
+            ("timestamp_granularities[]", ("segment",)),
+        ):
+            value = fields.text(name)
+            if value is not None and value not in expected:
+                usual = f"{expected[-1]!r}, or a request without it" if expected[-1] else "a request without it"
+                raise bad(name, f"{name} is {value!r}; expected {usual}", "unsupported_parameter")
+        fields.end()
+        return Wish(task, language or None, form, stream.lower() == "true")
+
+
+def read_recording(data: bytes, name: str) -> np.ndarray:
+    """The samples of a file.
+
+    Raises:
+        ApiError: it is no audio, or too long.
+    """
+    try:
+        return read_audio(io.BytesIO(data), name, MOST_SECONDS)
+    except ValueError as error:
+        raise bad("file", str(error)) from error
+
+
+class Listening:
+    """A transcription that is being written."""
+
+    def __init__(self, model: SpeechModel, samples: np.ndarray, wish: Wish):
+        """Raises ApiError: the model does not know the language or the task."""
+        self.wish = wish
+        self.duration, self.language = len(samples) / SAMPLE_RATE, wish.language
+        self.segments: list[Segment] = []
+        try:
+            self._stream = model.transcriber.stream(samples, language=wish.language, task=wish.task)
+        except ValueError as error:
+            raise bad("language" if wish.language else "model", str(error)) from error
+
+    def next(self) -> Segment | None:
+        """The next segment; None: there are no more. Where a window ends, its successor is computed: to be called on the
+        engine's thread."""
+        try:
+            self.segments.append(next(self._stream))
+        except StopIteration as end:
+            self.language = end.value[0]
+            return None
+        return self.segments[-1]
+
+    @property
+    def text(self) -> str:
+        return "".join(segment.text for segment in self.segments).strip()
+
+    def document(self) -> dict[str, Any]:
+        """The answer as JSON."""
+        usage = {"usage": {"type": "duration", "seconds": -int(-self.duration // 1)}}
+        if self.wish.format == "json":
+            return {"text": self.text, **usage}
+        segments = [{"id": number, **asdict(each), "temperature": 0.0} for number, each in enumerate(self.segments)]
+        about = {"task": self.wish.task, "language": self.language, "duration": self.duration}
+        return {**about, "text": self.text, "segments": segments, **usage}
+
+    def subtitles(self) -> str:
+        """The answer as text, SubRip or WebVTT."""
+        if self.wish.format == "text":
+            return self.text + "\n"
+        head = "WEBVTT\n\n" if self.wish.format == "vtt" else ""
+        return head + "".join(subtitle(each, number, self.wish.format) for number, each in enumerate(self.segments, 1))
+
+
+def refuse_recording(model: Any) -> ApiError:
+    """What a recording gets for a model that does not hear."""
+    return bad("model", f"the model {model.name} takes no recordings; expected a Whisper model")

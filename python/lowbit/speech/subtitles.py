@@ -1,0 +1,29 @@
+"""Segments of a transcription as lines and as subtitles."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .transcriber import Segment
+
+
+def subtitle(segment: Segment, number: int, format: str) -> str:
+    """A segment with the line ends behind it.
+
+    Args:
+        number: of the segment, from 1.
+        format: "lines", "srt" (SubRip) or "vtt" (WebVTT, whose file begins with a line "WEBVTT" and an empty one).
+    """
+    text = segment.text.strip()
+    if format == "lines":
+        return f"[{segment.start:.2f} - {segment.end:.2f}] {text}\n"
+    times = " --> ".join(_clock(seconds, "," if format == "srt" else ".") for seconds in (segment.start, segment.end))
+    return f"{number}\n{times}\n{text}\n\n" if format == "srt" else f"{times}\n{text}\n\n"
+
+
+def _clock(seconds: float, point: str) -> str:
+    """As subtitles have it: 01:02:03,450."""
+    thousandths = round(seconds * 1000)
+    minutes, rest = divmod(thousandths, 60_000)
+    return f"{minutes // 60:02}:{minutes % 60:02}:{rest // 1000:02}{point}{rest % 1000:03}"

@@ -1,0 +1,163 @@
+"""`/v1/audio/transcriptions` and `/v1/audio/translations` of a packed Whisper model: the texts of lowbit.speech."""
+
+import io
+import json
+import uuid
+import wave
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+
+import lowbit
+import numpy as np
+import pytest
+from needs import need_packages
+
+need_packages("starlette", "uvicorn", "python_multipart", "av")
+
+from lowbit.serve import speech
+from lowbit.serve.app import Limits
+from lowbit.speech import load_audio, load_transcriber
+from lowbit.speech.subtitles import subtitle
+from speech_models import SECOND, tiny_whisper
+from test_serve import Client, serving
+from test_speech import sound
+
+PACKED = lowbit.LowBitConfig(bits=4, group_size=32)
+SECONDS = (4.3, 0.7, 2.0)
+
+
+def recording(seconds, seed=0):
+    samples = sound(seconds, seed) if seconds else np.zeros(0)
+    file = io.BytesIO()
+    with wave.open(file, "wb") as writer:
+        writer.setnchannels(1)
+        writer.setsampwidth(2)
+        writer.setframerate(SECOND)
+        writer.writeframes((samples * 32767).astype(np.int16).tobytes())
+    return file.getvalue()
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    made = tmp_path_factory.mktemp("heard")
+    tiny_whisper(made / "model")
+    for number, seconds in enumerate(SECONDS):
+        (made / f"{number}.wav").write_bytes(recording(seconds, number))
+    return made
+
+
+@pytest.fixture(scope="module")
+def client(directory):
+    model = speech.load("whisper", directory / "model", PACKED, cache=None, progress=None)
+    with serving([model], Limits(recording_bytes=200_000)) as (port, _):
+        yield Client(port)
+
+
+@pytest.fixture(scope="module")
+def expected(directory):
+    """What lowbit.speech writes of each recording."""
+    transcriber = load_transcriber(directory / "model", PACKED)
+    return [transcriber.transcribe(directory / f"{number}.wav", language="en") for number in range(len(SECONDS))]
+
+
+def form(data, name="talk.wav", **fields):
+    """A body and its type."""
+    border = uuid.uuid4().hex
+    parts = [f'--{border}\r\nContent-Disposition: form-data; name="{key}"\r\n\r\n{value}\r\n' for key, value in fields.items()]
+    if data is not None:
+        parts.append(f'--{border}\r\nContent-Disposition: form-data; name="file"; filename="{name}"\r\n\r\n')
+    body = "".join(parts).encode() + (b"" if data is None else data + b"\r\n") + f"--{border}--\r\n".encode()
+    return body, f"multipart/form-data; boundary={border}"
+
+
+def send(client, data, path="/v1/audio/transcriptions", **fields):
+    body, kind = form(data, **{"language": "en", **fields})
+    return client.send(path, body, **{"Content-Type": kind})
+
+
+def sent(client, data, **fields):
+    status, headers, found = send(client, data, **fields)
+    assert status == 200, found
+    return headers["content-type"], found.decode()
+
+
+def refused(client, data, status=400, **fields):
+    found, _, document = send(client, data, **fields)
+    error = json.loads(document)["error"]
+    assert found == status, error
+    return error["param"], error["message"]
+
+
+def test_recordings_at_the_same_time_have_their_own_texts(client, directory, expected):
+    assert len({each.text for each in expected}) == 3 and len(expected[0].segments) > 3
+    with ThreadPoolExecutor(6) as pool:
+        numbers = [0, 1, 2] * 4
+        files = [(directory / f"{number}.wav").read_bytes() for number in numbers]
+        for number, (_, found) in zip(numbers, pool.map(lambda data: sent(client, data), files), strict=True):
+            assert json.loads(found)["text"] == expected[number].text
+
+
+def test_formats(client, directory, expected):
+    data, wanted = (directory / "0.wav").read_bytes(), expected[0]
+    found = json.loads(sent(client, data, response_format="verbose_json", model="whisper")[1])
+    segments = [{"id": number, **asdict(each), "temperature": 0.0} for number, each in enumerate(wanted.segments)]
+    assert found == {
+        "task": "transcribe", "language": "en", "duration": 4.3, "text": wanted.text, "segments": segments,
+        "usage": {"type": "duration", "seconds": 5},
+    }  # fmt: skip
+    assert sent(client, data, response_format="text") == ("text/plain; charset=utf-8", wanted.text + "\n")
+    for name, kind in (("srt", "application/x-subrip"), ("vtt", "text/vtt; charset=utf-8")):
+        lines = "".join(subtitle(each, number, name) for number, each in enumerate(wanted.segments, 1))
+        assert sent(client, data, response_format=name) == (kind, ("WEBVTT\n\n" if name == "vtt" else "") + lines)
+
+
+def test_a_stream_has_each_segment(client, directory, expected):
+    kind, found = sent(client, (directory / "0.wav").read_bytes(), stream="true")
+    *events, end, rest = found.split("\n\n")
+    assert kind.startswith("text/event-stream") and (end, rest) == ("data: [DONE]", "")
+    *deltas, done = [json.loads(event.removeprefix("data: ")) for event in events]
+    assert [each["delta"] for each in deltas] == [segment.text for segment in expected[0].segments]
+    assert (done["type"], done["text"]) == ("transcript.text.done", expected[0].text)
+
+
+def test_translations_and_the_spoken_language(client, directory):
+    transcriber = load_transcriber(directory / "model", PACKED)
+    wanted = transcriber.transcribe(load_audio(directory / "0.wav"), task="translate")
+    body, kind = form((directory / "0.wav").read_bytes(), response_format="verbose_json")
+    status, _, found = client.send("/v1/audio/translations", body, **{"Content-Type": kind})
+    document = json.loads(found)
+    assert (status, document["text"], document["task"]) == (200, wanted.text, "translate")
+    assert document["language"] == wanted.language
+
+
+def test_what_is_refused(client, directory):
+    data = (directory / "1.wav").read_bytes()
+    assert refused(client, data, language="xx") == ("language", "language is 'xx'; expected en, fi")
+    assert refused(client, data, model="other", status=404)[0] == "model"
+    assert refused(client, b"no audio", name="talk.wav")[1].startswith("talk.wav is no audio that can be read")
+    assert refused(client, recording(0))[1] == "talk.wav has audio of no samples; expected at least one"
+    assert refused(client, None) == ("file", "file is missing; expected a recording")
+    assert refused(client, data, response_format="xml")[1].endswith("one of json, text, srt, verbose_json, vtt")
+    assert refused(client, data, response_format="srt", stream="true")[1].endswith("expected json with stream")
+    assert refused(client, data, stream="yes")[1] == "stream is 'yes'; expected true or false"
+    assert refused(client, data, temperature="0.5")[0] == "temperature"
+    assert refused(client, data, prompt="Names: Ada")[0] == "prompt"
+    assert refused(client, data, voice="alto")[0] == "voice"
+    assert refused(client, recording(30), status=413)[1] == "the body has more than 200000 bytes; expected fewer"
+    error, _ = client.refused("/v1/audio/transcriptions", {"file": "talk.wav"}, 400)
+    assert error["message"].endswith("expected multipart/form-data with a file")
+    status, _, found = client.send("/v1/audio/transcriptions", b"--x", **{"Content-Type": "multipart/form-data"})
+    assert status == 400 and b"Missing boundary" in found
+    for path, body in (
+        ("/v1/completions", {"prompt": "a"}),
+        ("/tokenize", {"content": "a"}),
+        ("/v1/embeddings", {"input": "a"}),
+    ):
+        error, _ = client.refused(path, body, 400)
+        assert "the model whisper writes down recordings" in error["message"]
+
+
+def test_a_long_recording_is_refused_while_it_is_read(client, directory, monkeypatch):
+    monkeypatch.setattr(speech, "MOST_SECONDS", 2)
+    message = refused(client, (directory / "0.wav").read_bytes())[1]
+    assert message == "talk.wav has more than 2 seconds of audio; expected at most so many"
