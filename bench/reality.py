@@ -2,7 +2,7 @@
 
     make bench-reality          prints the tables, writes build/bench/reality.{json,md}
     make bench-reality-doc      the same, and writes the tables into docs/reality.md
-    python3 bench/reality.py [--only gemma tiny_llama minilm] [--parts table layers bfloat16 sensitivity rotations] [--tokens N]
+    python3 bench/reality.py [--only gemma tiny_llama minilm] [--parts table weights ...] [--tokens N]
 
 docs/reality.md says what is measured and how. Models and reference logits are kept in build/reality (2.5 GB).
 """
@@ -16,8 +16,9 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, nullcontext
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import lowbit
 import reality_models as models
+import reality_weights as weights
 import torch
 from lowbit._machine import cpu_name
 from lowbit.llm.divergence import judge, save_logits, stored
@@ -57,7 +59,8 @@ CONTRACT = "blocks of min(group, 64)"
 class Judge:
     """Compares models with one reference, whose logits are in a file."""
 
-    def __init__(self, name: str, pair: Pair, directory: Path):
+    def __init__(self, name: str, pair: Pair, directory: Path, calibration_tokens: int):
+        self.calibration_tokens = calibration_tokens
         self.pair, self.window = pair, min(WINDOW, len(pair.tokens))
         self.stride = max(1, self.window // 2)
         self.path = directory / f"{name}-logits.safetensors"
@@ -145,6 +148,14 @@ def judge_rotations(judge: Judge) -> None:
             judge.rounded(f"only down, blocks of {name}, {title} inputs rotated", turned)
 
 
+def judge_weights(judge: Judge) -> None:
+    """Weights of few bits, calibrated, beside llama.cpp's."""
+    tokens = judge.calibration_tokens
+    for candidate in chain(weights.calibrated(judge.pair, tokens), weights.of_llama_cpp(judge.pair, tokens)):
+        judge.model(candidate.name, candidate.model)
+        judge.rows[-1] |= {"bytes": candidate.bytes, "bits": candidate.bits, "seconds": candidate.seconds}
+
+
 def judge_bfloat16(judge: Judge) -> None:
     """The float model and the packed one in float32, with parts rounded to bfloat16."""
     floats = judge.pair.floats
@@ -220,10 +231,19 @@ def table(header: list[str], rows: list[list[str]]) -> list[str]:
     return ["| " + " | ".join(header) + " |", "|" + "---|" * len(header), *("| " + " | ".join(row) + " |" for row in rows), ""]
 
 
+# Columns that some parts have: of the rows' numbers, and how they are written.
+MORE: dict[str, tuple[str, Callable[[float], str]]] = {
+    "share": ("share of KLD", "{:.0%}".format),
+    "bytes": ("MB", lambda size: f"{size / 1e6:.1f}"),
+    "bits": ("bits per weight", "{:.2f}".format),
+    "seconds": ("CPU s", "{:.0f}".format),
+}
+
+
 def divergence_table(first: str, rows: list[dict[str, Any]]) -> list[str]:
-    shares = any("share" in row for row in rows)
+    more = [name for name in MORE if any(name in row for row in rows)]
     return table(
-        [first, "perplexity", "over float's, %", "KLD, nats", "KLD, 99 %", "top-1", *["share of KLD"] * shares],
+        [first, "perplexity", "over float's, %", "KLD, nats", "KLD, 99 %", "top-1", *(MORE[name][0] for name in more)],
         [
             [
                 row["name"],
@@ -232,7 +252,7 @@ def divergence_table(first: str, rows: list[dict[str, Any]]) -> list[str]:
                 f"{row['kld']:.5f}",
                 f"{row['kld_99']:.4f}",
                 f"{row['top1']:.3f}",
-                *[f"{row['share']:.0%}" if "share" in row else ""] * shares,
+                *(MORE[name][1](row[name]) if name in row else "" for name in more),
             ]  # fmt: skip
             for row in rows
         ],
@@ -243,9 +263,16 @@ def document(results: dict[str, Any]) -> str:
     machine = results["machine"]
     versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
     lines = [f"Written by `{results['command']}` on {results['date']}. {machine['cpu']}, ISA {machine['isa']}; {versions}.", ""]
-    titles = {"table": "Activations", "layers": "Layers", "rotations": "Rotations", "bfloat16": "bfloat16"}
+    titles = {
+        "table": "Activations",
+        "weights": "Weights",
+        "layers": "Layers",
+        "rotations": "Rotations",
+        "bfloat16": "bfloat16",
+    }
     firsts = {
-        "table": "model, activations", "layers": f"rounded in {CONTRACT}", "rotations": "rounded", "bfloat16": "in bfloat16",
+        "table": "model, activations", "weights": "weights", "layers": f"rounded in {CONTRACT}", "rotations": "rounded",
+        "bfloat16": "in bfloat16",
     }  # fmt: skip
     for name, found in results["models"].items():
         if name == "minilm":
@@ -283,7 +310,13 @@ def say(text: str) -> None:
 
 
 def main() -> int:
-    judges = {"table": judge_table, "layers": judge_layers, "rotations": judge_rotations, "bfloat16": judge_bfloat16}
+    judges = {
+        "table": judge_table,
+        "weights": judge_weights,
+        "layers": judge_layers,
+        "rotations": judge_rotations,
+        "bfloat16": judge_bfloat16,
+    }
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=MODELS, choices=MODELS, help="models; default: all")
     parser.add_argument(
@@ -294,6 +327,7 @@ def main() -> int:
         help="of each language model; default: %(default)s",
     )
     parser.add_argument("--tokens", type=int, default=512, help="of text; default: %(default)s")
+    parser.add_argument("--calibration-tokens", type=int, default=8192, help="of the part weights; default: %(default)s")
     parser.add_argument("--directory", type=Path, default=Path("build/reality"), help="for models; default: %(default)s")
     parser.add_argument("--output", type=Path, default=Path("build/bench/reality"), help="without .json and .md")
     parser.add_argument("--document", type=Path, help="a page with markers, which also gets the tables")
@@ -316,7 +350,7 @@ def main() -> int:
             continue
         pair = getattr(models, name)(options.directory.resolve(), options.tokens)
         found = results["models"][name] = {"title": pair.title, "text": pair.text}
-        judging = Judge(name, pair, options.directory)
+        judging = Judge(name, pair, options.directory, options.calibration_tokens)
         for part, run in judges.items():
             if part in options.parts:
                 say(f"# {part}")

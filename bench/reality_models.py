@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import lowbit
 import lowbit.transformers  # so that transformers loads packed checkpoints
@@ -41,6 +42,7 @@ class Pair:
     load: Callable[[torch.dtype], torch.nn.Module]  # the packed model in a dtype
     groups: dict[str, int]  # weights per scale, by the names of all packed layers
     head_group: int  # of the head, which may be float
+    tokenizer: Any
     gguf: Path | None = None
 
 
@@ -81,7 +83,9 @@ def gemma(directory: Path, tokens: int) -> Pair:
 
     model = transformers.AutoModelForCausalLM.from_pretrained(floats, dtype=torch.float32).eval()
     groups = groups_of(load(torch.float32))
-    return Pair(f"Gemma 3 270M, Q4_K_M (`{GEMMA}=={VERSION}`)", text, ids, model, load, groups, 32, file)  # head: Q8_0
+    return Pair(
+        f"Gemma 3 270M, Q4_K_M (`{GEMMA}=={VERSION}`)", text, ids, model, load, groups, 32, tokenizer, file
+    )  # head: Q8_0
 
 
 def _write_floats(file: Path, packed: Path, target: Path) -> None:
@@ -110,7 +114,7 @@ def tiny_llama(directory: Path, tokens: int) -> Pair:
         return copy.deepcopy(packed).to(dtype)
 
     text = f"{len(ids)} tokens of examples/tiny_llama/heldout.txt"
-    return Pair("examples/tiny_llama, 4 bits, groups of 32", text, ids, floats, load, groups_of(packed), 32)
+    return Pair("examples/tiny_llama, 4 bits, groups of 32", text, ids, floats, load, groups_of(packed), 32, tokenizer)
 
 
 def llama_cpp(file: Path, tokens: list[int], window: int, stride: int) -> Iterator[tuple[Tensor, Tensor]]:

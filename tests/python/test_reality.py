@@ -8,10 +8,12 @@ import lowbit
 import pytest
 import torch
 import transformers
+from lowbit.report.peers import Peer
 
 sys.path.append(str(Path(__file__).parents[2] / "bench"))
 import reality
 import reality_rounding as rounding
+import reality_weights as weights
 
 
 @pytest.mark.parametrize(
@@ -117,3 +119,41 @@ def test_a_run(tmp_path, monkeypatch, capsys):
     assert text.count(reality.BEGIN) == 1
     with pytest.raises(ValueError, match="has no .*figures"):
         reality.insert("# Page\n", "text\n")
+
+
+@pytest.mark.more
+def test_weights(tmp_path, monkeypatch, capsys):
+    """The calibrated weights and those of another library, which here rounds them to bfloat16."""
+    asked = []
+
+    def hold(weight, importance):
+        asked.append((tuple(weight.shape), len(importance)))
+        assert (importance > 0).all()
+        return weight.bfloat16().float(), weight.numel() // 2
+
+    monkeypatch.setattr(weights, "WIDTHS", (3,))
+    monkeypatch.setattr(weights, "TARGETS", (3.5,))
+    monkeypatch.setattr(weights, "peers", lambda bits, importance: {"GGUF Q4_K, importance": Peer(hold, importance=True)})
+    options = "--only tiny_llama --parts weights --tokens 40 --calibration-tokens 128"
+    places = ["--directory", tmp_path / "models", "--output", tmp_path / "reality"]
+    monkeypatch.setattr(sys, "argv", ["reality.py", *options.split(), *map(str, places)])
+    assert reality.main() == 0
+    rows = json.loads((tmp_path / "reality.json").read_text(encoding="utf-8"))["models"]["tiny_llama"]["weights"]
+    one_width, mixed, other = rows
+    assert one_width["bits"] > mixed["bits"] <= 3.5 and other["bits"] == 4.0
+    assert one_width["kld"] > other["kld"] and mixed["kld"] > other["kld"]
+    assert all(inputs % 256 == 0 and inputs == count for (_, inputs), count in asked)
+    assert f"| {other['name']} | " in (tmp_path / "reality.md").read_text(encoding="utf-8")
+
+
+def test_blocks_go_on_in_the_next_row():
+    weight, importance = torch.arange(4 * 640.0).view(4, 640), torch.rand(640)
+
+    def hold(runs, each):
+        assert runs.shape == (2, 1280) and torch.equal(each, torch.cat([importance, importance]))
+        return runs + 1, 7
+
+    held, size = weights.held_in_runs(Peer(hold, importance=True), weight, importance)
+    assert torch.equal(held, weight + 1) and size == 7
+    with pytest.raises(ValueError, match=r"shape \[3, 640\] is not made of whole blocks of 256"):
+        weights.held_in_runs(Peer(hold), weight[:3], importance)

@@ -55,7 +55,7 @@ def choose(
     if held:
         trial = Solver(moments)
         for name, weight in weights.items():
-            corrections[name] = best_correction(trial, weight, fitted[name], held)
+            corrections[name] = best_correction(trial, weight, held)
         del trial
         moments.join()
     if options.keys() - {"correction"}:

@@ -21,7 +21,7 @@ def descend(start: Quantized, square: Tensor, wanted: Tensor, sweeps: int = SWEE
     Args:
         start: [n, k].
         square: the damped second moments H of the inputs, float32 [k, k], symmetric.
-        wanted: float32 [n, k]: the error is least at the weights V for which V H = wanted.
+        wanted: the weights with the least error, float32 [n, k].
     """
     config, table = start.config, table_in(start.config)
     k = start.levels.shape[1]
@@ -31,7 +31,7 @@ def descend(start: Quantized, square: Tensor, wanted: Tensor, sweeps: int = SWEE
     mins = None if start.mins is None else _transposed(start.mins)
     values = start.dequantize().T.contiguous()
     largest = (scales if mins is None else torch.maximum(scales.abs(), mins.abs())).abs().amax(0)[:, None]
-    gradient = torch.addmm(wanted.T, square, values, beta=-1.0)  # half of the error's
+    gradient = square @ (values - wanted.T)  # half of the error's
     for _ in range(sweeps):
         for number, first in enumerate(range(0, k, group)):
             last = min(first + group, k)

@@ -1,4 +1,4 @@
-"""GPTQ, with GPTAQ's correction."""
+"""GPTQ, with a correction for the error of the inputs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ _LEAF = 128  # a triangular matrix of at most this size is inverted by substitut
 _TRIAL_ROWS = 256
 _DESCENT_BITS = 5  # most at which a descent is worth its time
 _DESCENT_TOKENS = 2  # least per input: with fewer it fits the text and not the layer
-CORRECTIONS = (0.0, 0.25, 0.5, 1.0)
 
 
 @dataclass
@@ -33,7 +32,7 @@ class Moments:
     square: Tensor  # float32 [k, k], of which the upper triangle is enough; or its diagonal [k], for importance
     drift: Tensor | None  # float32 [k, k]
     tokens: int
-    # Held-out inputs (x, y), float32 [tokens, k], which choose the weight of GPTAQ's correction.
+    # Held-out inputs (x, y), float32 [tokens, k], which choose the weight of the correction.
     held: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     def join(self) -> None:
@@ -105,15 +104,6 @@ def _inverse_of_upper(matrix: Tensor) -> Tensor:
     return result
 
 
-def _pull(drift: Tensor, factor: Tensor) -> Tensor:
-    """What later inputs gain of the values of earlier ones by GPTAQ's term: triu(drift @ factor^T, 1) @ factor."""
-    result = torch.zeros_like(factor)
-    for begin in range(0, len(factor), _ROWS_OF_SUMS):
-        rows, rest = slice(begin, begin + _ROWS_OF_SUMS), slice(begin, None)
-        result[rows, rest] = (drift[rows, rest] @ factor[rest, rest].T).triu_(1) @ factor[rest, rest]
-    return result
-
-
 class Solver:
     """GPTQ for layers with the same inputs, some rows at a time; :func:`gptq` describes the method.
 
@@ -136,10 +126,6 @@ class Solver:
         if by_importance:
             square = square[self.order][:, self.order]
         self.factor = _inverse_factor(square)
-        self.pull = None
-        if moments.drift is not None:
-            drift = moments.drift[self.order][:, self.order] if by_importance else moments.drift
-            self.pull = _pull(drift, self.factor)
         self.diagonal = self.factor.diagonal()
         # Cost of an error of an input after later inputs have compensated for it.
         self.costs = self.diagonal.square().reciprocal()
@@ -148,24 +134,34 @@ class Solver:
         """The config with its table of levels fitted to a whole matrix, if it says "fit"."""
         return with_table(config, weight, self.importance)
 
+    def shift(self, weight: Tensor) -> Tensor:
+        """What to add to rows [n, k] for outputs as near to the float model's as any weights reach: float32 [n, k]."""
+        if self.drift is None:
+            return torch.zeros_like(weight, dtype=torch.float32)
+        toward = weight.float() @ self.drift
+        if self.by_importance:
+            return (toward[:, self.order] @ self.factor.T @ self.factor)[:, self.order.argsort()]
+        return toward @ self.factor.T @ self.factor
+
     def quantize(self, weight: Tensor, config: MatrixConfig, correction: float, sweeps: int = SWEEPS) -> Quantized:
         """Quantizes rows of a matrix, float32 [n, k], as :func:`gptq`."""
         config = self.table(weight, config)
-        result = self._in_order(weight, config, correction)
+        if weight.shape[1] != len(self.factor):
+            raise ValueError(f"the moments are of {len(self.factor)} inputs; expected {weight.shape[1]}")
+        wanted = weight.float()
+        if correction and self.drift is not None:
+            wanted = torch.add(wanted, self.shift(weight), alpha=correction)
+        result = self._in_order(wanted, config)
         if not sweeps or config.bits > _DESCENT_BITS or self.tokens < _DESCENT_TOKENS * len(self.factor):
             return result
-        wanted = weight.float() @ (self.square if self.drift is None else self.square + correction * self.drift)
         return descend(result, self.square, wanted, sweeps)
 
-    def _in_order(self, weight: Tensor, config: MatrixConfig, correction: float) -> Quantized:
+    def _in_order(self, weight: Tensor, config: MatrixConfig) -> Quantized:
         """Rounds one input after the other."""
         table = table_in(config)
         n, k = weight.shape
-        if k != len(self.factor):
-            raise ValueError(f"the moments are of {len(self.factor)} inputs; expected {k}")
         group, factor, order = config.group_size or k, self.factor, self.order
         in_order = not self.by_importance and group <= _MOST_COLUMNS
-        pull = self.pull if correction else None
         # An estimate of the row's largest scale or minimum, which only decides which scales become 0.
         largest = weight.abs().amax(1, keepdim=True).float()
         if config.mapping != "affine":
@@ -196,28 +192,24 @@ class Solver:
                     scales[:, groups] = stored(scale, largest)
                     if mins is not None:
                         mins[:, groups] = stored(low, largest)
-                work[run], levels[run], errors[first - begin : last - begin] = torch.ops.lowbit.error_feedback(
+                _, levels[run], errors[first - begin : last - begin] = torch.ops.lowbit.error_feedback(
                     work[run],
                     factor[run, run].T.contiguous(),
-                    None if pull is None else (correction * pull[run, run]).T.contiguous(),
+                    None,
                     scales.T[groups].contiguous(),
                     None if mins is None else mins.T[groups].contiguous(),
                     sorted_levels,
                     config.bits,
                 )
-                self._compensate(work, errors[first - begin : last - begin], run, slice(last, end), pull, correction)
-            self._compensate(work, errors, slice(begin, end), slice(end, k), pull, correction)
+                self._compensate(work, errors[first - begin : last - begin], run, slice(last, end))
+            self._compensate(work, errors, slice(begin, end), slice(end, k))
         rounded = levels.T.contiguous()
         return Quantized(rounded[:, order.argsort()] if self.by_importance else rounded, scales, mins, config)
 
-    def _compensate(
-        self, work: Tensor, errors: Tensor, run: slice, rest: slice, pull: Tensor | None, correction: float
-    ) -> None:
+    def _compensate(self, work: Tensor, errors: Tensor, run: slice, rest: slice) -> None:
         """Compensates in the inputs of ``rest`` for the errors [inputs, n] of the inputs of ``run``."""
         if rest.start < rest.stop:
             work[rest].addmm_(self.factor[run, rest].T, errors, alpha=-1.0)
-            if pull is not None:
-                work[rest].addmm_(pull[run, rest].T, work[run], alpha=correction)
 
 
 def gptq(
@@ -235,8 +227,9 @@ def gptq(
     Inputs are rounded one after the other, and later inputs compensate for the error of each, as far as they are
     correlated: GPTQ (Frantar, Ashkboos, Hoefler, Alistarh: "GPTQ: Accurate Post-Training Quantization for
     Generative Pre-trained Transformers", ICLR 2023), with its lazy updates by blocks and Cholesky factor. Moments with
-    a drift add the error of the inputs themselves: GPTAQ (Li, Yin, Lee, Xiao, Panda: "GPTAQ: Efficient
-    Finetuning-Free Quantization for Asymmetric Calibration", ICML 2025).
+    a drift correct the error of the inputs too: the weights are first moved to those that give the float model's outputs from
+    the quantized model's inputs, by least squares. GPTAQ (Li, Yin, Lee, Xiao, Panda: "GPTAQ: Efficient Finetuning-Free
+    Quantization for Asymmetric Calibration", ICML 2025) has the same aim, and moves them input by input.
 
     When the first input of a group is reached, its scale is chosen by :func:`search`, weighted with the cost of an error
     after compensation, and rounded as it is stored. Then the codes of the group are chosen. Up to 5 bits,
@@ -247,7 +240,7 @@ def gptq(
         moments: of the layer's inputs.
         config: bits, group size and mapping; ``scale`` is not used.
         damping: part of the mean of the diagonal to add to the diagonal.
-        correction: the weight of GPTAQ's term, 0 to 1; :func:`best_correction` measures it.
+        correction: how far the weights are moved, 0 to 1; :func:`best_correction` measures it.
         by_importance: rounds the inputs with the largest mean square first (act-order permutation). Groups are still
             consecutive inputs, so their scales are chosen before the first code.
         sweeps: of the descent; 0: none.
@@ -258,19 +251,20 @@ def gptq(
     return Solver(moments, damping, by_importance).quantize(weight, config, correction, sweeps)
 
 
-def best_correction(solver: Solver, weight: Tensor, config: MatrixConfig, held: list[tuple[Tensor, Tensor]]) -> float:
-    """The weight of GPTAQ's term with the least error of the outputs on held-out tokens.
+def best_correction(solver: Solver, weight: Tensor, held: list[tuple[Tensor, Tensor]]) -> float:
+    """The weight of the correction, 0 to 1, with the least error of the outputs on held-out tokens, before any rounding.
 
-    On a short text much of the inputs' error that the term corrects is chance. The weights 0, 0.25, 0.5 and 1 are tried on
-    some of the rows.
+    On a short text much of the inputs' error that the correction follows is chance. Some of the rows decide.
 
     Args:
-        weight, config: as for :func:`gptq`.
+        weight: [n, k].
         held: inputs (x, y) in the quantized and in the float model, float32 [tokens, k].
     """
     rows = weight[:: -(-len(weight) // _TRIAL_ROWS)].float()
-    errors = []
-    for correction in CORRECTIONS:
-        rounded = solver.quantize(rows, config, correction, sweeps=0).dequantize()
-        errors.append(sum(float((x @ rounded.T - y @ rows.T).square().sum()) for x, y in held))
-    return CORRECTIONS[errors.index(min(errors))]
+    shift = solver.shift(rows)
+    gained = squares = 0.0
+    for x, y in held:
+        change = x @ shift.T
+        gained += float((change * ((y - x) @ rows.T)).sum())
+        squares += float(change.square().sum())
+    return min(1.0, max(0.0, gained / squares)) if squares > 0 else 0.0

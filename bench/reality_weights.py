@@ -1,0 +1,120 @@
+"""Weights of few bits: lowbit's calibration beside llama.cpp's types with an importance matrix, for the same float weights,
+calibrated on the same text.
+
+llama.cpp's types are quantized by its library (`make bench-peers`) and dequantized: activations stay float. Its blocks have 256
+weights; where rows are no multiple of that, a block goes on in the next row, which llama.cpp itself does not do: it would take
+a type of more bits.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import lowbit
+import torch
+from lowbit._layers import names_by_weight
+from lowbit.calibration.capture import MeanSquares, StopRun, inputs_of
+from lowbit.calibration.data import batches
+from lowbit.calibration.model import evaluating
+from lowbit.report.peers import Peer, peers
+from reality_models import Pair
+from torch import Tensor
+
+# Whose source is the calibration text. Models are judged on another module.
+MODULES = (
+    "ast configparser csv difflib email/message fractions http/client json/decoder logging/__init__ mailbox shutil statistics "
+    "tarfile typing unittest/case zipfile"
+)
+WIDTHS = (4, 3, 2)
+TARGETS = (4.5, 3.5, 2.5)  # bits per weight of mixed widths
+TYPES = ("Q4_K", "Q3_K", "IQ3_S", "Q2_K", "IQ2_S")
+_BLOCK = 256
+
+
+@dataclass(frozen=True)
+class Candidate:
+    name: str
+    model: torch.nn.Module
+    bytes: int
+    bits: float  # bits per weight, scales included
+    seconds: float  # of CPU time
+
+
+def calibration_text() -> str:
+    library = Path(os.__file__).parent
+    return "\n\n".join((library / f"{name}.py").read_text(encoding="utf-8") for name in MODULES.split())
+
+
+def calibrated(pair: Pair, tokens: int) -> Iterator[Candidate]:
+    """One width, and mixed widths."""
+    text = calibration_text()
+    for name, config, target in (
+        *((f"lowbit, {bits} bits, groups of 32", lowbit.LowBitConfig(bits=bits), None) for bits in WIDTHS),
+        *((f"lowbit, mixed widths, {target} bits", lowbit.LowBitConfig(), target) for target in TARGETS),
+    ):
+        model, begin = copy.deepcopy(pair.floats), time.process_time()
+        lowbit.calibrate(model, [text], config, tokenizer=pair.tokenizer, max_tokens=tokens, target_bits=target)
+        seconds = time.process_time() - begin
+        sizes = {
+            module.packed_weight.data_ptr(): (module.info.total_bytes, module.info.out_features * module.info.in_features)
+            for module in model.modules()
+            if isinstance(module, lowbit.nn.Linear | lowbit.nn.Embedding)
+        }
+        size = sum(each for each, _ in sizes.values())
+        yield Candidate(name, model, size, 8 * size / sum(weights for _, weights in sizes.values()), seconds)
+
+
+@torch.inference_mode()
+def mean_squares(pair: Pair, tokens: int) -> dict[str, Tensor]:
+    """Of the inputs of all linear layers on the calibration text."""
+    inputs, _ = batches(pair.floats, [calibration_text()], pair.tokenizer, 512, tokens)
+    linears = {name: module for name, module in pair.floats.named_modules() if isinstance(module, torch.nn.Linear)}
+    squares = MeanSquares()
+
+    def take(name: str, x: Tensor) -> None:
+        squares.add(name, x)
+        if name == "lm_head":  # its logits are not needed
+            raise StopRun
+
+    with evaluating(pair.floats), inputs_of(linears, take):
+        for batch in inputs:
+            with suppress(StopRun):
+                pair.floats(**batch)
+    return squares.means()
+
+
+def of_llama_cpp(pair: Pair, tokens: int) -> Iterator[Candidate]:
+    found = {name: peer for name, peer in peers([], importance=True).items() if name.endswith(", importance")}
+    squares = mean_squares(pair, tokens) if found else {}
+    modules = {
+        name: module for name, module in pair.floats.named_modules() if isinstance(module, torch.nn.Linear | torch.nn.Embedding)
+    }
+    shared = names_by_weight(modules).values()
+    for kind in TYPES:
+        name = f"GGUF {kind}, importance"
+        if name not in found:
+            continue
+        model, size, weights, begin = copy.deepcopy(pair.floats), 0, 0, time.process_time()
+        for names in shared:
+            weight = modules[names[0]].weight.detach()
+            held, more = held_in_runs(found[name], weight, next(squares[each] for each in names if each in squares))
+            model.get_submodule(names[0]).weight.data.copy_(held)
+            size, weights = size + more, weights + weight.numel()
+        title = f"llama.cpp's {kind} with importance, float activations"
+        yield Candidate(title, model, size, 8 * size / weights, time.process_time() - begin)
+
+
+def held_in_runs(peer: Peer, weight: Tensor, importance: Tensor) -> tuple[Tensor, int]:
+    """A matrix in a type whose blocks may go on in the next row; the dequantized weights, and their bytes."""
+    rows = math.lcm(weight.shape[1], _BLOCK) // weight.shape[1]
+    if len(weight) % rows:
+        raise ValueError(f"a matrix of shape {list(weight.shape)} is not made of whole blocks of {_BLOCK}")
+    held, size = peer.hold(weight.reshape(len(weight) // rows, -1).float(), importance.repeat(rows))
+    return held.view_as(weight), size
