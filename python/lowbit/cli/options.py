@@ -50,6 +50,10 @@ EmbeddingBits = Annotated[
         "--embedding-bits", min=1, max=8, help="Bits of embedding tables and of heads that share one.", show_default="--bits"
     ),
 ]
+Images = Annotated[
+    list[Path] | None,
+    typer.Option("--image", help="Picture for the model to see; several times. Needs Pillow.", show_default=False),
+]
 ConvBits = Annotated[
     int | None,
     typer.Option(
