@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from ._elementwise import masked_attention as masked_attention
     from ._elementwise import rms_norm as rms_norm
     from ._quantize_model import quantize_ as quantize_
+    from ._rounding import ConvConfig as ConvConfig
     from ._rounding import EmbeddingConfig as EmbeddingConfig
     from ._rounding import LinearConfig as LinearConfig
     from ._rounding import quantize_tensor as quantize_tensor
@@ -63,6 +64,7 @@ if TYPE_CHECKING:
 # Imported when first used, because every import of torch imports this file: names, and the modules that have them.
 _LAZY = {
     # These need no other package. They are in __all__.
+    "ConvConfig": "_rounding",
     "EmbeddingConfig": "_rounding",
     "LinearConfig": "_rounding",
     "ThreadTuning": "_threads",
@@ -120,6 +122,7 @@ def __dir__() -> list[str]:
 
 
 __all__ = [
+    "ConvConfig",
     "EmbeddingConfig",
     "LinearConfig",
     "PackedInfo",

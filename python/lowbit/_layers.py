@@ -11,12 +11,13 @@ from typing import Any, TypeAlias
 import torch
 
 from . import nn
+from ._convolutions import why_float
 from ._embeddings import table_of
 from ._experts import Experts, experts_of
-from ._linear_forms import TRANSPOSED, equivalent_linear
+from ._linear_forms import TRANSPOSED, equivalent_linear, flatten
 from ._memory import in_huge_pages
 from ._packed import PackedInfo
-from ._rounding import Config, EmbeddingConfig, LinearConfig, check_layer, quantize_tensor
+from ._rounding import Config, ConvConfig, EmbeddingConfig, LinearConfig, check_layer, quantize_tensor
 
 Layer: TypeAlias = torch.nn.Module | Experts
 
@@ -33,18 +34,18 @@ class Prepared:
         return None
 
 
-def kind_of(layer: Layer | None) -> type[LinearConfig | EmbeddingConfig] | None:
-    """The config class of a float layer; None if it cannot be packed."""
+def kind_of(layer: Layer | None) -> type[LinearConfig | EmbeddingConfig | ConvConfig] | None:
+    """The config class of a float layer; None if it cannot be packed, or is of another form than :func:`named_layers` gives."""
     # Exact types: a subclass may use its weight in its own way (the output projection of nn.MultiheadAttention does).
     if isinstance(layer, Experts) or type(layer) is torch.nn.Linear:
-        return LinearConfig
+        return ConvConfig if hasattr(layer, nn.WINDOW) else LinearConfig
     return EmbeddingConfig if table_of(layer) is not None else None
 
 
 def named_layers(model: torch.nn.Module) -> Iterator[tuple[str, Layer]]:
     """All modules of a model and their float experts, by qualified names.
 
-    A shared module comes with each of its names, a linear layer of another class as a torch.nn.Linear.
+    A shared module comes with each of its names, a convolution or a linear layer of another class as a torch.nn.Linear.
     """
     for name, module in model.named_modules(remove_duplicate=False):
         yield name, _in_its_form(module)
@@ -67,10 +68,18 @@ def is_transposed(layer: Layer | None) -> bool:
     return not isinstance(layer, Experts) and getattr(layer, TRANSPOSED, False)
 
 
+def float_convolutions(model: torch.nn.Module) -> dict[str, str]:
+    """The convolutions of a model that lowbit does not pack, by name, with the reasons."""
+    reasons = ((name, why_float(module)) for name, module in model.named_modules(remove_duplicate=False))
+    return {name: why for name, why in reasons if why is not None}
+
+
 def oriented(layer: Layer, weight: torch.Tensor) -> torch.Tensor:
     """A tensor in the layout of the layer's parameter as [out, in] or [experts, out, in]."""
     if isinstance(layer, Experts):
         return layer.oriented(weight)
+    if kind_of(layer) is ConvConfig:
+        return flatten(weight)
     return weight.T if is_transposed(layer) else weight
 
 

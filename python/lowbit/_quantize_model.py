@@ -11,9 +11,11 @@ from typing import Any
 import torch
 
 from . import nn
+from ._convolutions import CLASSES
 from ._experts import Experts
 from ._layers import (
     check_whole_experts,
+    float_convolutions,
     kind_of,
     named_layers,
     names_by_weight,
@@ -23,7 +25,7 @@ from ._layers import (
 )
 from ._packed import describe
 from ._patterns import Patterns
-from ._rounding import Config, EmbeddingConfig, LinearConfig
+from ._rounding import Config, ConvConfig, EmbeddingConfig, LinearConfig
 from ._sizes import size
 
 
@@ -42,11 +44,12 @@ def select_layers(
             if not isinstance(pattern, str) or not (value is None or isinstance(value, Config)):
                 raise TypeError(
                     f"config has the entry {pattern!r}: {value!r}; expected a name pattern and a LinearConfig, "
-                    "an EmbeddingConfig or None"
+                    "an EmbeddingConfig, a ConvConfig or None"
                 )
     else:
         raise TypeError(
-            f"config is a {type(config).__name__}; expected a LinearConfig, an EmbeddingConfig or a dict of patterns"
+            f"config is a {type(config).__name__}; expected a LinearConfig, an EmbeddingConfig, a ConvConfig or a "
+            "dict of patterns"
         )
 
     selected: dict[str, Config] = {}
@@ -100,20 +103,28 @@ def choose_layers(
     """As :func:`select_layers`, with the errors and warnings of :func:`quantize_`."""
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
-    if type(model) in (torch.nn.Linear, torch.nn.Embedding):
+    if type(model) in (torch.nn.Linear, torch.nn.Embedding, *CLASSES):
         name = type(model).__name__
-        raise TypeError(f"model is itself a torch.nn.{name}; use lowbit.nn.{name}.from_float(model, config)")
+        form = "Conv" if type(model) in CLASSES else name
+        raise TypeError(f"model is itself a torch.nn.{name}; use lowbit.nn.{form}.from_float(model, config)")
     refuse_prepared(model)
     for name, parameter in model.named_parameters():
         if torch.nn.parameter.is_lazy(parameter):
             raise ValueError(f"{name} has no shape yet; call the model once before it is quantized")
     selected = select_layers(model, config, filter_fn, experts)
     if not selected:
-        raise ValueError("config selects no torch.nn.Linear or torch.nn.Embedding of this model")
+        raise ValueError("config selects no torch.nn.Linear or torch.nn.Embedding of this model, and no convolution")
     _refuse_adapters(model, selected)
 
-    kinds = {name for name, layer in named_layers(model) if kind_of(layer) and (experts or not isinstance(layer, Experts))}
-    warn_of_floats(model, selected, kinds - selected.keys(), stacklevel=3)
+    kinds = {name: kind_of(layer) for name, layer in named_layers(model) if experts or not isinstance(layer, Experts)}
+    entries = list(config.items()) if isinstance(config, Mapping) else [("*", config)]
+    reasons = float_convolutions(model)
+    if not any(isinstance(value, ConvConfig) for _, value in entries):
+        floats = Patterns(entry for entry in entries if entry[1] is None)  # of others the user has said nothing
+        convs = (name for name, kind in kinds.items() if kind is ConvConfig and floats.last(name) is None)
+        reasons |= dict.fromkeys(convs, "a convolution, which a lowbit.ConvConfig packs")
+    chosen = {name for name, kind in kinds.items() if kind is not None} - selected.keys() - reasons.keys()
+    warn_of_floats(model, selected, chosen, reasons, stacklevel=3)
     _warn_of_half_a_tie(model, selected)
     return selected
 
@@ -167,15 +178,18 @@ def _described_to_transformers(model: torch.nn.Module) -> Iterator[None]:
 
 def quantize_(
     model: torch.nn.Module,
-    config: LinearConfig | EmbeddingConfig | Mapping[str, LinearConfig | EmbeddingConfig | None],
+    config: LinearConfig | EmbeddingConfig | ConvConfig | Mapping[str, LinearConfig | EmbeddingConfig | ConvConfig | None],
     filter_fn: Callable[[torch.nn.Module, str], bool] | None = None,
 ) -> torch.nn.Module:
-    """Replaces the linear layers and embedding tables of a model by quantized ones, in place.
+    """Replaces the linear layers, embedding tables and convolutions of a model by quantized ones, in place.
 
     Args:
         model: holds layers at any depth: ``torch.nn.Linear``, ``torch.nn.Embedding``, and of transformers ``Conv1D``,
             ``FalconLinear``, tables that scale or normalize their rows (Gemma, BART), and parameters with the weights of all
-            experts, which are named as the parameter (``"*.experts.down_proj"``). Other subclasses stay float.
+            experts, which are named as the parameter (``"*.experts.down_proj"``). Other subclasses stay float. Convolutions
+            are packed that are the product of a matrix with rows of their input: those whose kernel is 1, or is the stride
+            without padding (patches), and in one dimension those with a kernel of at most 4. They are none with groups of
+            channels (depthwise), with dilation, transposed, or of fewer than 16 inputs.
         config: one config for all layers of its kind; or a dict from shell-style patterns of qualified names (``"*embed*"``)
             to configs. The last matching pattern wins; None leaves a layer float.
         filter_fn: called as ``filter_fn(module, qualified_name)`` for each chosen layer; False leaves it float. For experts

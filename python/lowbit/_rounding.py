@@ -19,7 +19,7 @@ _LARGEST_WEIGHT = torch.finfo(torch.float32).max / 4
 
 @dataclass(frozen=True)
 class Config:
-    """Base class of :class:`LinearConfig` and :class:`EmbeddingConfig`."""
+    """Base class of :class:`LinearConfig`, :class:`EmbeddingConfig` and :class:`ConvConfig`."""
 
     bits: int = 4
     group_size: int | None = 32
@@ -74,6 +74,16 @@ class EmbeddingConfig(Config):
     """How to quantize an embedding table; the arguments are those of :class:`LinearConfig`."""
 
 
+@dataclass(frozen=True)
+class ConvConfig(Config):
+    """How to quantize a convolution; the arguments are those of :class:`LinearConfig`, with 8 bits by default.
+
+    It has few of a model's weights, and often reads its raw input.
+    """
+
+    bits: int = 8
+
+
 def _check_values(values: Tensor, name: str, shape: tuple[int, ...]) -> None:
     if not isinstance(values, Tensor):
         raise TypeError(f"{name} is a {type(values).__name__}; expected a tensor")
@@ -124,7 +134,8 @@ def quantize_tensor(weight: Tensor, config: Config, bias: Tensor | None = None) 
 
     Args:
         weight: [n, k] of any floating-point dtype, finite, on the CPU.
-        config: a :class:`LinearConfig` or :class:`EmbeddingConfig`: bits, group size, mapping and choice of scale.
+        config: a :class:`LinearConfig`, :class:`EmbeddingConfig` or :class:`ConvConfig`: bits, group size, mapping and
+            choice of scale.
         bias: [n] or None; stored as float32.
 
     Returns:
@@ -134,7 +145,7 @@ def quantize_tensor(weight: Tensor, config: Config, bias: Tensor | None = None) 
         TypeError, ValueError: a wrong type, shape or device, or a value that is not finite.
     """
     if not isinstance(config, Config):
-        raise TypeError(f"config is a {type(config).__name__}; expected a LinearConfig or an EmbeddingConfig")
+        raise TypeError(f"config is a {type(config).__name__}; expected a LinearConfig or an EmbeddingConfig, or a ConvConfig")
     check_layer(weight, bias, config)
     if weight.dtype == torch.float64:
         weight = weight.float()

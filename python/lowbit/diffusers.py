@@ -25,7 +25,7 @@ try:
 except ImportError as error:
     raise ImportError(why_not("diffusers", error, "pip install diffusers accelerate")) from error
 
-from ._layers import kind_of, put_packed, replace_layers, warn_of_floats
+from ._layers import kind_of, named_layers, put_packed, replace_layers, warn_of_floats
 from .files.safetensors import orders_of, packed_info, read_files
 from .hf.placing import PACKED, OnCpu, verify
 from .transformers import METHOD, LowBitConfig
@@ -71,7 +71,7 @@ class LowBitDiffusersQuantizer(OnCpu, DiffusersQuantizer):
                 f"the checkpoint has no tensor .{PACKED}, but its config.json says quant_method {METHOD!r}; found "
                 f"{len(tensors)} tensors in {len(self._files)} safetensors files"
             )
-        layers = dict(model.named_modules())
+        layers = dict(named_layers(model))
         for name, stored in packed.items():
             layer_name, where = name.rpartition(".")[0], f"{name} in {stored.path}"
             layer, info = layers.get(layer_name), packed_info(stored)

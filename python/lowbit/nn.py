@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -11,10 +12,11 @@ from torch import Tensor
 
 from . import ops
 from ._computed_tensor import ComputedTensor
+from ._convolutions import CLASSES, Window, why_float, window_of
 from ._embeddings import Table, give_state, table_of
 from ._memory import in_huge_pages
 from ._packed import PackedInfo
-from ._rounding import EmbeddingConfig, LinearConfig, quantize_tensor
+from ._rounding import ConvConfig, EmbeddingConfig, LinearConfig, quantize_tensor
 
 # The attributes that move to the packed layer. The dicts themselves, not copies: a hook's handle removes it from its dict.
 _HOOKS = (
@@ -22,6 +24,9 @@ _HOOKS = (
     "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks", "_is_full_backward_hook",
     "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_post_hooks",
 )  # fmt: skip
+
+
+WINDOW = "_lowbit_window"  # the attribute of a torch.nn.Linear that stands for a convolution
 
 
 class Packed(torch.nn.Module):
@@ -201,7 +206,23 @@ def check_input_order(order: Tensor, inputs: int) -> None:
         raise ValueError(f"input_order has other numbers than 0 to {inputs - 1}, each once")
 
 
-class Linear(_Features, Packed):
+class _Product(_Features, Packed):
+    """A layer of one matrix and perhaps a bias."""
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The bias, [out], of the same dtype as ``weight``, computed when used; None without a bias."""
+        if not self.info.has_bias:
+            return None
+
+        def compute() -> Tensor:
+            zeros = torch.zeros(1, self.info.in_features, dtype=torch.float32, device=self.packed_weight.device)
+            return ops.linear(zeros, self.packed_weight, self.info.out_features)[0].to(self._dtype)
+
+        return self._computed(compute, (self.info.out_features,))
+
+
+class Linear(_Product):
     """A linear layer with 1- to 8-bit weights: int8 activations, quantized on the fly.
 
     Input [..., in_features] float32, bfloat16 or float16; output [..., out_features] of the same dtype.
@@ -246,18 +267,6 @@ class Linear(_Features, Packed):
         packed = quantize_tensor(linear.weight, config, bias=linear.bias)
         return in_place_of(linear, in_huge_pages(packed), _dtype_of(linear))
 
-    @property
-    def bias(self) -> Tensor | None:
-        """The bias, [out], of the same dtype as ``weight``, computed when used; None without a bias."""
-        if not self.info.has_bias:
-            return None
-
-        def compute() -> Tensor:
-            zeros = torch.zeros(1, self.info.in_features, dtype=torch.float32, device=self.packed_weight.device)
-            return ops.linear(zeros, self.packed_weight, self.info.out_features)[0].to(self._dtype)
-
-        return self._computed(compute, (self.info.out_features,))
-
     def verify(self) -> None:
         super().verify()
         if self.input_order is not None:
@@ -296,6 +305,91 @@ class Linear(_Features, Packed):
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.info.has_bias}, {order}"
             + self._format_repr()
+        )
+
+
+class Conv(_Product):
+    """A convolution in one to three dimensions with 1- to 8-bit weights, as a product of the rows that its window cuts out.
+
+    Input [batch, in_channels, *sizes] or [in_channels, *sizes], float32, bfloat16 or float16; output [batch, out_channels,
+    *places] of the same dtype, with the channels last in memory. Otherwise as :class:`Linear`. ``weight`` is [out_channels,
+    in_channels, *kernel]; :func:`lowbit.quantize_` says which convolutions are packed.
+    """
+
+    groups = 1
+    padding_mode = "zeros"
+
+    def __init__(self, packed_weight: Tensor | PackedInfo, window: Window, dtype: torch.dtype = torch.float32):
+        """
+        Args:
+            packed_weight: from :func:`lowbit.pack`, of [out_channels, in_channels * kernel] and with the bias; or a
+                :class:`lowbit.PackedInfo` as for :class:`Linear`.
+            window: kernel, stride and padding, each with a number per dimension.
+            dtype: of ``weight`` and ``bias`` when they are read: float32, bfloat16 or float16.
+
+        Raises:
+            ValueError: not a valid packed weight, another dtype, or a number of inputs that is no multiple of the kernel's.
+        """
+        super().__init__(packed_weight, dtype)
+        self._window = window
+        taps = math.prod(window.kernel)
+        if self.info.in_features % taps:
+            raise ValueError(f"the weight has {self.info.in_features} inputs; expected a multiple of the kernel's {taps}")
+        self.kernel_size, self.stride, self.padding = window.kernel, window.stride, window.padding
+        self.dilation = (1,) * len(window.kernel)
+
+    @classmethod
+    def from_float(cls, conv: torch.nn.Conv1d | torch.nn.Conv2d | torch.nn.Conv3d, config: ConvConfig) -> Conv:
+        """Quantizes a float layer by round-to-nearest.
+
+        Raises:
+            TypeError, ValueError: a config of the wrong type, a convolution that is no such product, or weights that are not
+                finite or not on the CPU.
+        """
+        if not isinstance(conv, CLASSES):
+            raise TypeError(f"expected a torch.nn.Conv1d, Conv2d or Conv3d; found {type(conv).__name__}")
+        if not isinstance(config, ConvConfig):
+            raise TypeError(f"expected a ConvConfig; found {type(config).__name__}")
+        window = window_of(conv)
+        if window is None:
+            raise ValueError(f"it is {why_float(conv)}, which lowbit does not pack")
+        packed = in_huge_pages(quantize_tensor(conv.weight.flatten(1), config, bias=conv.bias))
+        layer = cls(packed, window, _dtype_of(conv))
+        take_place(layer, conv)
+        return layer
+
+    @property
+    def in_channels(self) -> int:
+        return self.info.in_features // math.prod(self._window.kernel)
+
+    @property
+    def out_channels(self) -> int:
+        return self.info.out_features
+
+    @property
+    def weight(self) -> Tensor:
+        shape = (self.out_channels, self.in_channels, *self._window.kernel)
+        return self._computed(lambda: self._dequantized(self._dtype), shape)
+
+    def _dequantized(self, dtype: torch.dtype) -> Tensor:
+        return super()._dequantized(dtype).view(self.out_channels, self.in_channels, *self._window.kernel)
+
+    def forward(self, x: Tensor) -> Tensor:
+        dims = len(self._window.kernel)
+        if x.dim() not in (dims + 1, dims + 2) or x.shape[-dims - 1] != self.in_channels:
+            sizes = ", ".join(["batch", str(self.in_channels), *("size" for _ in range(dims))])
+            raise ValueError(f"x has shape {list(x.shape)}; expected [{sizes}]")
+        alone = x.dim() == dims + 1
+        rows = self._window.rows(x[None] if alone else x)
+        places = ops.linear(rows, self.packed_weight, self.info.out_features).movedim(-1, 1)
+        return places[0] if alone else places
+
+    def extra_repr(self) -> str:
+        window = self._window
+        padding = f"padding={window.padding}, " if any(window.padding) else ""
+        return (
+            f"{self.in_channels}, {self.out_channels}, kernel_size={window.kernel}, stride={window.stride}, {padding}"
+            f"bias={self.info.has_bias}, " + self._format_repr()
         )
 
 
@@ -430,7 +524,7 @@ def refuse_hooked_weights(layer: torch.nn.Module, prefix: str = "") -> None:
             )
 
 
-def _dtype_of(layer: torch.nn.Linear | torch.nn.Embedding) -> torch.dtype:
+def _dtype_of(layer: torch.nn.Module) -> torch.dtype:
     return torch.float32 if layer.weight.dtype == torch.float64 else layer.weight.dtype
 
 
@@ -439,10 +533,11 @@ def in_place_of(
     packed_weight: Tensor | PackedInfo,
     dtype: torch.dtype,
     input_order: Tensor | None = None,
-) -> Linear | Embedding:
+) -> Linear | Conv | Embedding:
     """The packed module that replaces a float layer, with the layer's hooks, mode and attributes.
 
-    ``dtype`` is the type of an embedding's output and of ``weight``; ``input_order`` is for linear layers.
+    A torch.nn.Linear that stands for a convolution is replaced by one. ``dtype`` is the type of an embedding's output and of
+    ``weight``; ``input_order`` is for linear layers.
     """
     if isinstance(layer, torch.nn.Embedding):
         table = table_of(layer)
@@ -452,7 +547,8 @@ def in_place_of(
         take_place(packed, layer)
         give_state(packed, table, layer)
         return packed
-    linear = Linear(packed_weight, dtype, input_order)
+    window = getattr(layer, WINDOW, None)
+    linear = Linear(packed_weight, dtype, input_order) if window is None else Conv(packed_weight, window, dtype)
     take_place(linear, layer)
     return linear
 

@@ -16,6 +16,7 @@ from importlib import import_module
 
 import torch
 
+from ._convolutions import window_of
 from ._embeddings import table_of
 from ._layers import (
     Prepared,
@@ -36,6 +37,11 @@ from .nn import Packed
 def _trained_class(name: str, module: torch.nn.Module) -> type[PreparedLayer]:
     if table_of(module) is not None:
         return Embedding
+    if window_of(module) is not None:
+        raise ValueError(
+            f"{name} is a convolution, which lowbit.qat cannot train; give it the config None "
+            "(conv_bits=None of a LowBitConfig)"
+        )
     linear = as_linear(module)
     if type(module) is torch.nn.Linear or (linear is not None and not is_transposed(linear)):
         return Linear

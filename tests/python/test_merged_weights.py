@@ -43,7 +43,7 @@ def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> boo
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
-@pytest.mark.filterwarnings("ignore:.*stay float, in Conv2d")  # the patches of images
+@pytest.mark.filterwarnings("ignore:.*stay float, as .*a convolution, which conv_bits")  # the patches of images
 @pytest.mark.parametrize("some", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_files_and_memory_agree(kind, some, tmp_path):

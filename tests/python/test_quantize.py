@@ -14,7 +14,7 @@ from reference import random_rows
 from torch import nn
 
 # The model has one, to be left alone.
-pytestmark = pytest.mark.filterwarnings("ignore:.* stay float, in Conv1d")
+pytestmark = pytest.mark.filterwarnings("ignore:.* a convolution, which a lowbit.ConvConfig packs")
 
 
 class Block(nn.Module):

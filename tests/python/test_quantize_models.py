@@ -92,7 +92,7 @@ def test_kinds_that_stay_float_are_named():
     total = sum(parameter.nbytes for parameter in model.parameters() if parameter.dim() > 1)
     left = 100 * (4 * 64 * 64 * 3 + 4 * 2 * 4 * 8 * 8) / total
     message = f"only {100 * 4 * 32 * 32 / total:.0f} % are packed: {left:.0f} % of the bytes of this ModuleDict's matrices "
-    message += "stay float, in Conv1d and 1 other kind of layers; lowbit packs"
+    message += "stay float, as b does: a convolution, which a lowbit.ConvConfig packs; and in LSTM; lowbit packs"
     with pytest.warns(UserWarning, match=message):
         lowbit.quantize_(model, {"a": LinearConfig()})
 
@@ -164,7 +164,7 @@ def test_a_model_on_another_device():
 @pytest.mark.parametrize(
     "config, message",
     [
-        (4, "config is a int; expected a LinearConfig, an EmbeddingConfig or a dict"),
+        (4, "config is a int; expected a LinearConfig, an EmbeddingConfig, a ConvConfig or a dict"),
         (None, "config is a NoneType"),
         ({"*": 4}, r"config has the entry '\*': 4; expected a name pattern and a LinearConfig"),
         ({3: LinearConfig()}, "config has the entry 3"),

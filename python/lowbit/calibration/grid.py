@@ -9,10 +9,10 @@ from torch import Tensor
 
 from .._groups import per_input
 from .._packed import pack
-from .._rounding import EmbeddingConfig, LinearConfig, table_of
+from .._rounding import ConvConfig, EmbeddingConfig, LinearConfig, table_of
 from ..levels import TABLES, Table
 
-MatrixConfig = LinearConfig | EmbeddingConfig
+MatrixConfig = LinearConfig | EmbeddingConfig | ConvConfig
 
 _SCALE_BITS = 11  # significant bits of a float16
 # Scales below this part of the row's largest become 0. float16 holds 29 powers of two with all bits; the rest is room for a

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import nn
-from .._layers import names_by_weight, with_linears
+from .._layers import names_by_weight, replace_layers, with_linears
 from .._quantize_model import described_to_transformers
 from .._rounding import EmbeddingConfig, LinearConfig
 from ..levels import FIT
@@ -27,7 +27,7 @@ from .grid import MatrixConfig
 from .learning import put_weights
 from .packing import Kept, Packer, by_name
 from .result import METHODS, Calibration
-from .selection import check_experts, check_weights, lists_of_blocks, select, unquantized
+from .selection import check_experts, check_weights, convolutions, lists_of_blocks, select, unquantized
 from .tables import moments_of_tables
 
 _LOG = logging.getLogger(__name__)
@@ -58,7 +58,8 @@ def run(
     if not isinstance(model, torch.nn.Module) or not hasattr(model, "config"):
         raise TypeError(f"model is a {type(model).__name__}; expected a model of transformers")
     selected, experts = select(model, config)
-    check_weights(model, selected)
+    rounded = convolutions(model, config)
+    check_weights(model, selected | rounded)
     check_experts(model, experts)
     inputs, text_tokens = batches(model, data, tokenizer, window, max_tokens)
     sample, report, settings = Sample(inputs), _Progress(progress), dict(options or {})
@@ -68,6 +69,7 @@ def run(
     packer = Packer(model, selected, experts, method, sample, settings, kept or in_memory, result, report.add)
     with with_linears(model, selected), evaluating(model), described_to_transformers(model):
         _Run(packer, report, fitting).run()
+        replace_layers(model, rounded)
         if kept is None:
             nn.use_huge_pages(model)
     return result

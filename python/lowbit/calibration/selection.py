@@ -8,15 +8,16 @@ from typing import Any
 import torch
 
 from .. import nn
+from .._convolutions import why_float
 from .._experts import Experts
 from .._layers import as_linear, check_layers, kind_of, layer_at, named_layers
 from .._quantize_model import select_layers
-from .._rounding import LinearConfig, check_layer
+from .._rounding import ConvConfig, LinearConfig, check_layer
 from .grid import MatrixConfig
 
 
 def select(model: torch.nn.Module, config: Any) -> tuple[dict[str, MatrixConfig], dict[str, MatrixConfig]]:
-    """Configs by name of the modules to quantize, and of the tensors of experts.
+    """Configs by name of the modules to calibrate, and of the tensors of experts. Convolutions are only rounded.
 
     Args:
         config: as for :func:`lowbit.quantize_`, or a LowBitConfig.
@@ -32,9 +33,15 @@ def select(model: torch.nn.Module, config: Any) -> tuple[dict[str, MatrixConfig]
     if not any(isinstance(value, LinearConfig) for value in selected.values()):
         raise ValueError("config selects no torch.nn.Linear of this model, and no experts; only those can be calibrated")
     return (
-        {name: value for name, value in selected.items() if name not in experts},
+        {name: value for name, value in selected.items() if name not in experts and not isinstance(value, ConvConfig)},
         {name: value for name, value in selected.items() if name in experts},
     )
+
+
+def convolutions(model: torch.nn.Module, config: Any) -> dict[str, MatrixConfig]:
+    """Configs by name of the convolutions that are rounded to nearest beside what :func:`select` gives."""
+    chosen = config.select(model) if hasattr(config, "select") else select_layers(model, config, None, experts=True)
+    return {name: value for name, value in chosen.items() if isinstance(value, ConvConfig)}
 
 
 def check_experts(model: torch.nn.Module, selected: Mapping[str, MatrixConfig]) -> None:
@@ -68,11 +75,17 @@ def unquantized(model: torch.nn.Module) -> dict[str, str]:
     """Modules whose weights multiply activations but cannot be packed, by name, with the reason."""
     reasons = {}
     for name, module in model.named_modules():
-        if kind_of(module) is not None or as_linear(module) is not None or isinstance(module, nn.Linear | nn.Embedding):
+        if (
+            kind_of(module) is not None
+            or as_linear(module) is not None
+            or isinstance(module, nn.Linear | nn.Embedding | nn.Conv)
+        ):
             continue
         kind = type(module).__name__
         if isinstance(module, torch.nn.Linear):
             reasons[name] = f"a {kind}, which may use its weight differently"
+        elif (why := why_float(module)) is not None:
+            reasons[name] = why
         elif any(parameter.dim() == 3 for parameter in module.parameters(recurse=False)):
             reasons[name] = f"{kind}: weights of several experts in one tensor"
     return reasons

@@ -15,7 +15,7 @@ import torch
 from .._experts import Experts
 from .._layers import is_transposed, named_layers, warn_of_floats
 from .._packed import PackedInfo, describe
-from .._rounding import EmbeddingConfig, LinearConfig
+from .._rounding import ConvConfig, EmbeddingConfig, LinearConfig
 from .._sizes import size
 from ..files.config_json import quantization_method, read_config
 from ..files.safetensors import DTYPES, Stored, files_of, read_files, read_rows, same_bytes
@@ -82,7 +82,7 @@ class PlannedTensor:
 
     name: str
     source: Stored
-    config: LinearConfig | EmbeddingConfig | None = None
+    config: LinearConfig | EmbeddingConfig | ConvConfig | None = None
     bias: Stored | None = None
     layer: str = ""  # of a packed weight
     transposed: bool = False  # in the files
@@ -238,7 +238,7 @@ class _Plan:
         """Whether the weight and the bias of a selected layer can be read from the files without conversion."""
         for leaf in ("weight", "bias"):
             name = f"{layer}.{leaf}"
-            if leaf == "bias" and (name not in self.state or not isinstance(self.selected[layer], LinearConfig)):
+            if leaf == "bias" and (name not in self.state or isinstance(self.selected[layer], EmbeddingConfig)):
                 continue
             tied = {self.ties.get(name), *(target for target, source in self.ties.items() if source == name)}
             tied |= {target for target, source in self.ties.items() if source in tied}
@@ -251,7 +251,7 @@ class _Plan:
 
     def _bias(self, layer: str) -> Stored | None:
         name = f"{layer}.bias"
-        if not isinstance(self.selected[layer], LinearConfig) or name not in self.state:
+        if isinstance(self.selected[layer], EmbeddingConfig) or name not in self.state:
             return None
         if name in self.rows:
             return self.rows[name][0]
@@ -272,7 +272,7 @@ class _Plan:
                 outputs += self._of_weight(stored, name)
             elif (targets is not None or name not in self.state) and key not in self.copies:
                 outputs.append(PlannedTensor(key, stored))
-        linear = [layer for layer, config in self.selected.items() if isinstance(config, LinearConfig)]
+        linear = [layer for layer, config in self.selected.items() if not isinstance(config, EmbeddingConfig)]
         biases = (f"{layer}_bias" if layer in self.experts else f"{layer}.bias" for layer in linear)
         packed = {self.unconverted[name].name for name in biases if name in self.unconverted}
         return [output for output in outputs if output.config is not None or output.name not in packed]
@@ -289,7 +289,7 @@ class _Plan:
 
         def is_packed(name: str) -> bool:
             layer, _, leaf = name.rpartition(".")
-            return layer in self.selected and (leaf == "weight" or isinstance(self.selected[layer], LinearConfig))
+            return layer in self.selected and (leaf == "weight" or not isinstance(self.selected[layer], EmbeddingConfig))
 
         if not any(map(is_packed, targets)):
             return [PlannedTensor(key, stored)]
@@ -320,7 +320,7 @@ class _Plan:
                 f"{' and '.join(str(self.selected[layer]) for layer in chosen)}; give all the same, or None to all "
                 "but one"
             )
-        biases = {layer: self._bias(layer) for layer in chosen if isinstance(self.selected[layer], LinearConfig)}
+        biases = {layer: self._bias(layer) for layer in chosen if not isinstance(self.selected[layer], EmbeddingConfig)}
         _check_float(stored, *biases.values())
 
         def in_file(layer: str, leaf: str) -> str:
@@ -332,7 +332,10 @@ class _Plan:
         for layer in chosen[:1] if share else chosen:
             bias = next(iter(biases.values()), None) if share else biases.get(layer)
             transposed, packed = is_transposed(self.layers[layer]), in_file(layer, "packed_weight")
-            outputs.append(PlannedTensor(packed, stored, self.selected[layer], bias, layer, transposed))
+            matrix = stored
+            if isinstance(self.selected[layer], ConvConfig):
+                matrix = replace(stored, shape=(stored.shape[0], math.prod(stored.shape[1:])))
+            outputs.append(PlannedTensor(packed, matrix, self.selected[layer], bias, layer, transposed))
         floats = [layer for layer in weights if layer not in self.selected]
         return outputs + [PlannedTensor(in_file(layer, "weight"), stored) for layer in floats[:1]]
 

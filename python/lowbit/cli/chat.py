@@ -26,6 +26,7 @@ _NEW_TOKENS = 1024
 _HELP = """\
 /reset           starts a new conversation with the same system prompt
 /system TEXT     starts a new conversation with this system prompt, or without one
+/image FILE      shows the model a picture with the next message
 /help            this list
 /quit            ends the chat, as Ctrl-D does
 Ctrl-C stops an answer, or clears the line. Alt-Enter begins a new line. Arrow keys bring earlier messages back."""
@@ -45,6 +46,7 @@ def chat(
     model: options.Model,
     system: _System = None,
     template: _Template = None,
+    image: options.Images = None,
     temperature: Annotated[float | None, options.temperature_option("the model's")] = None,
     top_k: Annotated[int | None, options.top_k_option("the model's")] = None,
     top_p: Annotated[float | None, options.top_p_option("the model's")] = None,
@@ -84,7 +86,7 @@ def chat(
         output, model, config, stop=stop, compiled=compile_, cache=cache, threads=threads, prefix_cache=prefix_cache,
         prefix_cache_size=prefix_cache_size, expert_memory=expert_memory,
     )  # fmt: skip
-    session.load(sampling, text)
+    session.load(sampling, text, images=image or ())
     conversation = _start(session, system, seed, max_length, max_new_tokens)
     with _at_ctrl_c(_ignore) if sys.stdin.isatty() else nullcontext():
         answers = list(_converse(output, conversation, messages))
@@ -94,6 +96,7 @@ def chat(
 def _start(session: Session, system: str | None, seed: int, max_length: int | None, max_new_tokens: int | None) -> Chat:
     """A conversation with the settings of the model's files, as far as options do not change them."""
     from lowbit.llm.chat import Chat, sampling_of
+    from lowbit.llm.images import ImageChat
 
     output, model = session.output, session.model
     sampling, most, ignored = sampling_of(model)
@@ -105,10 +108,12 @@ def _start(session: Session, system: str | None, seed: int, max_length: int | No
     if ignored:
         output.warn(f"generation_config.json of {session.path} sets {', '.join(ignored)}, which lowbit does not do")
     session.start(min(_CONTEXT, positions(model) // 16 * 16) if max_length is None else max_length)
-    conversation = Chat(
+    kind: Any = Chat if session.processor is None else ImageChat
+    more = {} if session.processor is None else {"processor": session.processor, "pending": session.images}
+    conversation: Chat = kind(
         session.step, model, session.tokenizer, str(session.template), session.max_length, system=system, sampling=sampling,
         max_new_tokens=max_new_tokens or most or _NEW_TOKENS, seed=seed, stop=session.stop, stop_strings=session.strings,
-        prefix_cache=session.prefix_cache,
+        prefix_cache=session.prefix_cache, **more,
     )  # fmt: skip
     conversation.check()
     if not output.as_json:
@@ -223,6 +228,12 @@ def _command(output: Output, conversation: Chat, message: str) -> None:
         output.note(
             "(new conversation with this system prompt)" if rest.strip() else "(new conversation without system prompt)"
         )
+    elif name == "/image":
+        show = getattr(conversation, "show", None)
+        if show is None:
+            raise ValueError("this model takes no images")
+        show(Path(rest.strip()))
+        output.note("(the model sees it with the next message)")
     elif name == "/help":
         output.note(_HELP)
     else:

@@ -37,7 +37,7 @@ _Prompts = Annotated[
     ),
 ]
 _AtOnce = Annotated[int, typer.Option("--at-once", min=1, help="Number of texts of --prompts in one call.")]
-_Chat = Annotated[bool, typer.Option("--chat", help="Apply the model's chat template.")]
+_Chat = Annotated[bool, typer.Option("--chat", help="Apply the model's chat template; --image does, too.")]
 _MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", min=1, help="Largest number of new tokens.")]
 _Logprobs = Annotated[
     int | None,
@@ -55,6 +55,7 @@ def generate(
     prompts: _Prompts = None,
     at_once: _AtOnce = 16,
     chat: _Chat = False,
+    image: options.Images = None,
     max_new_tokens: _MaxNewTokens = 128,
     temperature: Annotated[float, options.temperature_option("0")] = 0.0,
     top_k: Annotated[int | None, options.top_k_option("all")] = None,
@@ -97,14 +98,15 @@ def generate(
         output, model, config, stop=stop, compiled=compile_, cache=cache, threads=threads, prefix_cache=prefix_cache,
         prefix_cache_size=prefix_cache_size, expert_memory=expert_memory,
     )  # fmt: skip
-    session.load(sampling, has_turns=chat)
+    needs = {"--draft": draft is not None, "--guesses": guesses > 0, "--prompts": prompts is not None}
+    session.load(sampling, has_turns=chat or bool(image), images=image or (), needs=needs)
     ids = [session.prompt(text) for text in texts]
     if max_length is None:
         needed = max(map(len, ids)) + max_new_tokens
         if compile_:  # few lengths, so that machine code that was kept fits most prompts
             needed = max(1024, 1 << (needed - 1).bit_length())
         max_length = min(-(-needed // 16), positions(session.model) // 16) * 16
-    session.start(max_length, {"--draft": draft is not None, "--guesses": guesses > 0, "--prompts": prompts is not None})
+    session.start(max_length, needs)
     settings = session.sampling | {"seed": seed, "stop": session.stop, "logprobs": logprobs}
     if prompts is not None:
         _generate_batch(session, ids, max_new_tokens, at_once, settings)

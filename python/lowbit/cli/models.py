@@ -38,14 +38,14 @@ def from_hub(output: Output, model: str | Path | None) -> str | Path | None:
     return type(model)(download(model))
 
 
-def load(output: Output, model: Path, config: LowBitConfig | None) -> torch.nn.Module:
-    """A checkpoint's model, quantized by ``config`` if it is given."""
-    from lowbit.llm.loading import load_model
+def load(output: Output, model: Path, config: LowBitConfig | None, images: bool = False) -> torch.nn.Module:
+    """A checkpoint's model, quantized by ``config`` if it is given; with ``images`` one of images and text."""
+    from lowbit.llm.loading import load_image_model, load_model
 
     with output.progress(
         f"loading {model}" if config is None else f"loading {model} to {config.bits} bits", "tensors"
     ) as advance:
-        return load_model(model, config, progress=advance)
+        return (load_image_model if images else load_model)(model, config, progress=advance)
 
 
 def load_draft(

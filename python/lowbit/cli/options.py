@@ -50,6 +50,16 @@ EmbeddingBits = Annotated[
         "--embedding-bits", min=1, max=8, help="Bits of embedding tables and of heads that share one.", show_default="--bits"
     ),
 ]
+Images = Annotated[
+    list[Path] | None,
+    typer.Option("--image", help="Picture for the model to see; several times. Needs Pillow.", show_default=False),
+]
+ConvBits = Annotated[
+    int | None,
+    typer.Option(
+        "--conv-bits", min=1, max=8, help="Bits of convolutions that are matrix products; 8.", show_default="they stay float"
+    ),
+]
 Threads = Annotated[int | None, typer.Option("--threads", min=1, max=1024, help="Threads to run on.", show_default="torch's")]
 Compile = Annotated[bool, typer.Option("--compile", help="Compile the whole model first; needs a C++ compiler.")]
 MaxLength = Annotated[

@@ -33,6 +33,7 @@ def quantize(
         Literal["mse", "absmax"], typer.Option("--scale", help="Least squared error, or the whole range of a group.")
     ] = "mse",
     embedding_bits: options.EmbeddingBits = None,
+    conv_bits: options.ConvBits = None,
     override: Annotated[
         list[str] | None,
         typer.Option(
@@ -93,7 +94,9 @@ def quantize(
         given |= {"target_size": target_size is not None, "target_bits": target_bits is not None}
         options.refuse_unused("without --calibrate", **given)
     overrides = list(map(_override, override or ()))  # pairs: their order counts, and a pattern may come twice
-    config = options.make_config(bits, group_size, mapping, embedding_bits, scale=scale, overrides=overrides)
+    config = options.make_config(
+        bits, group_size, mapping, embedding_bits, scale=scale, overrides=overrides, conv_bits=conv_bits
+    )
     if target_size is not None and target_bits is not None:
         raise typer.BadParameter("--target-size says how large already; expected one of them", param_hint="--target-bits")
     target_bytes = None if target_size is None else options.parse_size(target_size, "--target-size")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,6 +59,12 @@ class Session:
 
         self.output, self.path, self._config = output, path, config
         self.strings = check_stop_strings(check_text(text, "--stop") for text in stop or ())
+        self.model: Any = None
+        self.tokenizer: Any = None
+        self.processor: Any = None  # of a model that sees images
+        self.images: list[Any] = []
+        self._inputs: dict[str, Any] | None = None
+        self.step: Any = None
         self._compiled, self._cache = compiled, cache
         self._prefixes = prefix_cache, parse_prefix_size(prefix_cache, prefix_cache_size)
         self._expert_memory = None if expert_memory is None else parse_size(expert_memory, "--expert-memory")
@@ -68,17 +74,34 @@ class Session:
             cpp_compiler()
         set_threads(threads)
 
-    def load(self, sampling: dict[str, Any], template: str | None = None, has_turns: bool = True) -> None:
-        """Loads the model and its tokenizer.
+    def load(
+        self,
+        sampling: dict[str, Any],
+        template: str | None = None,
+        has_turns: bool = True,
+        images: Sequence[Path] = (),
+        needs: dict[str, bool] | None = None,
+    ) -> None:
+        """Loads the model and its tokenizer, or its processor: for images, and where it is one of images and text only.
 
         Args:
             sampling: values of the sampling options by name; None: not given.
             template: a chat template; None: the tokenizer's, if the session ``has_turns``.
+            images: that the model will see.
+            needs: options that require lowbit's decoder, and whether they were given.
         """
         from lowbit.llm.chat import chat_template
+        from lowbit.llm.images import check_takes_images, open_image, sees_only
         from lowbit.llm.loading import load_tokenizer, stop_tokens
 
+        self.images = [open_image(image) for image in images]  # their errors come first
         with imported(self.output, self.path) as self.path:
+            if images:
+                check_takes_images(self.path)
+            if images or sees_only(self.path):
+                self._load_with_images(template, has_turns, needs or {})
+                self.sampling = parse_sampling(self.tokenizer, sampling)
+                return
             self.model = load(self.output, self.path, self._config)
             if self._expert_memory is not None:
                 from lowbit.llm import stream_experts
@@ -90,9 +113,35 @@ class Session:
         self.stop = stop_tokens(self.model, self.tokenizer)
         self.sampling = parse_sampling(self.tokenizer, sampling)
 
+    def _load_with_images(self, template: str | None, has_turns: bool, needs: dict[str, bool]) -> None:
+        from lowbit.llm.images import image_template
+        from lowbit.llm.loading import load_image_processor, stop_tokens
+
+        given = {
+            "--compile": self._compiled,
+            "--cache": self._cache is not None,
+            "--expert-memory": self._expert_memory is not None,
+        }
+        given |= {"--prefix-cache": self._prefixes[0] is not None, **needs}
+        for option, asked in given.items():
+            if asked:
+                raise ValueError(f"{option} requires lowbit's decoder, which sees no images; leave it out")
+        self.processor = load_image_processor(self.path)  # first: it says soon what is missing
+        self.tokenizer = self.processor.tokenizer
+        self.template = image_template(self.processor, self.path) if has_turns and template is None else template
+        self.model = load(self.output, self.path, self._config, images=True)
+        self.stop = stop_tokens(self.model, self.tokenizer)
+
     def start(self, max_length: int, needs: dict[str, bool] | None = None) -> None:
         """Makes the decoding step, as :func:`make_step`, and its prefix cache."""
         self.max_length = max_length
+        if self.processor is not None:
+            from lowbit.llm.images import ImageStep
+
+            self.step, self.prefix_cache = ImageStep(self.model, max_length), None
+            if self._inputs is not None:
+                self.step.look(self._inputs)
+            return
         windows = not wants_prefix_cache(self._prefixes[0])
         self.step = make_step(self.output, self.model, max_length, self._compiled, self._cache, needs, windows)
         self.prefix_cache = make_prefix_cache(self.output, *self._prefixes, self.step)
@@ -108,7 +157,12 @@ class Session:
         from lowbit.llm.loading import check_tokens
 
         ids: list[int]
-        if self.template is not None:
+        if self.processor is not None:
+            from lowbit.llm.images import inputs_of_text
+
+            self._inputs = inputs_of_text(self.processor, text, self.images, self.template)
+            ids = self._inputs["input_ids"][0].tolist()
+        elif self.template is not None:
             ids = render(self.tokenizer, [{"role": "user", "content": text}], self.template)
         else:
             ids = self.tokenizer(text)["input_ids"]

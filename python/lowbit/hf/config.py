@@ -14,9 +14,9 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from .. import nn
 from .._experts import Experts
-from .._layers import check_whole_experts, kind_of, named_layers
+from .._layers import check_whole_experts, float_convolutions, kind_of, named_layers
 from .._patterns import Patterns
-from .._rounding import EmbeddingConfig, LinearConfig
+from .._rounding import ConvConfig, EmbeddingConfig, LinearConfig
 from .names import tied_layers
 
 METHOD = "lowbit"
@@ -25,6 +25,7 @@ _WITHOUT_ORDERS = 1
 
 _FIELDS = ("bits", "group_size", "mapping", "scale", "levels")
 BY_OVERRIDES = "left float by its configuration"
+BY_CONV_BITS = "a convolution, which conv_bits of the configuration (--conv-bits) would pack"
 BY_ARCHITECTURE = "the architecture keeps it in float32; an override of its own would pack it"
 _NO_CHANGE: dict[str, Any] = {}
 
@@ -66,8 +67,9 @@ class LowBitConfig(QuantizationConfigMixin):
     """How to quantize a model of transformers.
 
     All ``torch.nn.Linear`` and ``torch.nn.Embedding`` layers are quantized, and experts in one tensor, which are called as
-    the parameter is, but those that the architecture keeps in float32. A head that shares the embedding's weight is
-    quantized as the embedding is.
+    the parameter is, but those that the architecture keeps in float32; with ``conv_bits`` also convolutions that are
+    products of a matrix (:func:`lowbit.quantize_` says which). A head that shares the embedding's weight is quantized as the
+    embedding is.
 
     Args:
         bits, group_size, mapping, scale, levels: as in :class:`lowbit.LinearConfig`.
@@ -76,6 +78,7 @@ class LowBitConfig(QuantizationConfigMixin):
             ``group_size``, ``mapping``, ``scale`` and ``levels``, or to None, which leaves the layer as it is. The last pattern
             that matches counts. ``{"lm_head": {"bits": 8}, "*embed*": None}``, or a list of such pairs, in which a pattern
             may come twice. The attribute is a list of pairs: config.json keeps the order of a list only.
+        conv_bits: of convolutions; None: they stay float, whatever an override says. Symmetric as above.
 
     Raises:
         TypeError, ValueError: a value that is none of these.
@@ -90,6 +93,7 @@ class LowBitConfig(QuantizationConfigMixin):
         embedding_bits: int | None = None,
         overrides: Mapping[str, Mapping[str, Any] | None] | Iterable[tuple[str, Mapping[str, Any] | None]] | None = None,
         levels: str | Sequence[int] | torch.Tensor | None = None,
+        conv_bits: int | None = None,
         **others: Any,
     ):
         # What a config.json has besides; unknown entries could change what its weights mean.
@@ -104,7 +108,7 @@ class LowBitConfig(QuantizationConfigMixin):
             )
         if others:
             raise TypeError(f"LowBitConfig has no {', '.join(map(repr, others))}; it has {', '.join(_FIELDS)}, "
-                            "embedding_bits and overrides")  # fmt: skip
+                            "embedding_bits, conv_bits and overrides")  # fmt: skip
         self.quant_method = METHOD
         self.format_version = version
         self.bits = bits
@@ -113,10 +117,12 @@ class LowBitConfig(QuantizationConfigMixin):
         self.scale = scale
         self.levels = levels
         self.embedding_bits = embedding_bits
-        if embedding_bits is not None and (isinstance(embedding_bits, bool) or not isinstance(embedding_bits, int)):
-            raise TypeError(f"embedding_bits is {embedding_bits!r}; expected an int or None")
+        self.conv_bits = conv_bits
+        for name, value in (("embedding_bits", embedding_bits), ("conv_bits", conv_bits)):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+                raise TypeError(f"{name} is {value!r}; expected an int or None")
         self.overrides = [_pair(entry) for entry in _pairs(overrides)]
-        for kind in (LinearConfig, EmbeddingConfig):
+        for kind in (LinearConfig, EmbeddingConfig, ConvConfig):
             self._layer_config(kind)
             for pattern, change in self.overrides:
                 try:
@@ -130,29 +136,35 @@ class LowBitConfig(QuantizationConfigMixin):
             for pattern, change in self.overrides
         ]
 
-    def _layer_config(self, kind: type, change: Mapping[str, Any] | None = _NO_CHANGE) -> Any:
+    def _layer_config(self, kind: type[Any], change: Mapping[str, Any] | None = _NO_CHANGE) -> Any:
         """The config of layers with these overrides; None: they stay float."""
         if change is None:
             return None
         fields = {name: getattr(self, name) for name in _FIELDS}
         if self.levels is not None and self.mapping == "symmetric":  # the default
             fields["mapping"] = "levels"
-        if kind is EmbeddingConfig and self.embedding_bits is not None:
-            fields["bits"] = self.embedding_bits
-            if not 2 <= self.embedding_bits <= 4 and (self.levels is not None or self.mapping == "levels"):
+        if kind is ConvConfig and self.conv_bits is None:
+            return None
+        bits = self.embedding_bits if kind is EmbeddingConfig else self.conv_bits if kind is ConvConfig else None
+        if bits is not None:
+            fields["bits"] = bits
+            if not 2 <= bits <= 4 and (self.levels is not None or self.mapping == "levels"):
                 fields |= {"mapping": "symmetric", "levels": None}
         # An override of mapping or levels also replaces the other where the two contradict each other.
         if change.get("mapping", "levels") != "levels":
             fields["levels"] = None
         if change.get("levels") is not None or ("levels" in change and fields["mapping"] == "levels"):
             fields["mapping"] = ""
-        return kind(**{**fields, **change})
+        fields |= change
+        if kind is ConvConfig and "bits" not in change and not 2 <= fields["bits"] <= 4 and fields["mapping"] in ("", "levels"):
+            fields |= {"mapping": "symmetric", "levels": None}  # the change is one for the linear layers that it matches
+        return kind(**fields)
 
     def to_diff_dict(self) -> dict[str, Any]:
         """All of it: what differs from defaults would not say which they were. transformers 5.0 lacks it, but calls it."""
         return dict(self.to_dict())
 
-    def select(self, model: torch.nn.Module, experts: bool = True) -> dict[str, LinearConfig | EmbeddingConfig]:
+    def select(self, model: torch.nn.Module, experts: bool = True) -> dict[str, LinearConfig | EmbeddingConfig | ConvConfig]:
         """The layers of a float model to quantize, by qualified name: a config for :func:`lowbit.quantize_`.
 
         Args:
@@ -163,10 +175,10 @@ class LowBitConfig(QuantizationConfigMixin):
 
     def choose(
         self, model: torch.nn.Module, stacklevel: int = 2
-    ) -> tuple[dict[str, LinearConfig | EmbeddingConfig], dict[str, str]]:
-        """As :meth:`select`; and linear layers and embeddings that stay float, each with the reason: ``BY_OVERRIDES`` or
-        ``BY_ARCHITECTURE``."""
-        selected, unselected, overridden = {}, {}, set()
+    ) -> tuple[dict[str, LinearConfig | EmbeddingConfig | ConvConfig], dict[str, str]]:
+        """As :meth:`select`; and linear layers, embeddings and convolutions that stay float, each with the reason:
+        ``BY_OVERRIDES``, ``BY_ARCHITECTURE``, or of what kind a convolution is."""
+        selected, unselected, overridden = {}, float_convolutions(model), set()
         patterns = Patterns((pattern, change) for pattern, change in self.overrides)
         modules = dict(named_layers(model))
         precise = _kept_in_float32(model)
@@ -182,7 +194,7 @@ class LowBitConfig(QuantizationConfigMixin):
                 unselected[name] = BY_ARCHITECTURE
                 continue
             if config is None:
-                unselected[name] = BY_OVERRIDES
+                unselected[name] = BY_CONV_BITS if kind is ConvConfig and self.conv_bits is None else BY_OVERRIDES
             else:
                 selected[name] = config
         for head, table in tied_layers(model).items():
@@ -202,20 +214,24 @@ class LowBitConfig(QuantizationConfigMixin):
     def describing(cls, model: PreTrainedModel) -> LowBitConfig:
         """The configuration of a model whose layers are packed already. Every layer that differs from most is an override."""
         packed = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Packed)}
-        counted = Counter((layer.info.bits, layer.info.group_size, layer.info.mapping) for layer in packed.values())
+        convs = [layer.info.bits for layer in packed.values() if isinstance(layer, nn.Conv)]
+        matrices = [layer for layer in packed.values() if not isinstance(layer, nn.Conv)] or packed.values()
+        counted = Counter((layer.info.bits, layer.info.group_size, layer.info.mapping) for layer in matrices)
+        conv_bits = convs[0] if convs else None
         common = counted.most_common(1)[0][0]
         head = model.get_output_embeddings()  # named always: without an override, a tied one would follow its table
         overrides: list[tuple[str, dict[str, Any] | None]] = []
         for name, layer in named_layers(model):
             if name in packed:
                 info = packed[name].info
-                fields = zip(_FIELDS, (info.bits, info.group_size, info.mapping), common, strict=False)
-                change = {field: value for field, value, usual in fields if value != usual}
+                usual = (conv_bits, *common[1:]) if isinstance(layer, nn.Conv) else common
+                fields = zip(_FIELDS, (info.bits, info.group_size, info.mapping), usual, strict=False)
+                change = {field: value for field, value, other in fields if value != other}
                 if change or layer is head:
                     overrides.append((escape(name), change))
-            elif kind_of(layer) is not None:
+            elif kind_of(layer) is not None and (conv_bits is not None or kind_of(layer) is not ConvConfig):
                 overrides.append((escape(name), None))
         bits, group_size, mapping = common
         ordered = any(getattr(layer, "input_order", None) is not None for layer in packed.values())
         version = FORMAT_VERSION if ordered else _WITHOUT_ORDERS
-        return cls(bits, group_size, mapping, overrides=overrides, format_version=version)
+        return cls(bits, group_size, mapping, overrides=overrides, conv_bits=conv_bits, format_version=version)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib import import_module
 from inspect import signature
 from typing import Any
@@ -36,11 +37,12 @@ class OwnCaches:
                     setattr(module, name, None)
         self.count, self._kwargs, self._outputs = 0, {}, None
 
-    def run(self, text: Tensor, keep: int) -> Tensor:
+    def run(self, text: Tensor, keep: int, images: Mapping[str, Any] | None = None) -> Tensor:
         """Logits [1, s, vocabulary] behind the last `keep` tokens of a text, or with 0 behind all that are computed.
 
         Args:
             text: [1, s] int64: the tokens that the caches have, and one or more behind them.
+            images: what the model is given beside a text that begins.
         """
         new = text.shape[1] - self.count
         if self.count:
@@ -48,7 +50,7 @@ class OwnCaches:
                 self._outputs, self._kwargs, is_encoder_decoder=False, num_new_tokens=new
             )
         else:
-            kwargs = self._begin(text)
+            kwargs = self._begin(text, images or {})
         first, self.count = not self.count, 0  # as if nothing were there, should this be interrupted
         self._kwargs = kwargs
         if self._by_positions:
@@ -65,9 +67,9 @@ class OwnCaches:
         self.count = text.shape[1]
         return logits
 
-    def _begin(self, text: Tensor) -> dict[str, Any]:
-        kwargs: dict[str, Any] = {"use_cache": True}
-        if "attention_mask" in self._takes and self._by_positions:
+    def _begin(self, text: Tensor, images: Mapping[str, Any]) -> dict[str, Any]:
+        kwargs: dict[str, Any] = {"use_cache": True, **images}
+        if "attention_mask" in self._takes and self._by_positions and "attention_mask" not in images:
             kwargs["attention_mask"] = torch.ones_like(text)
         if "position_ids" in self._takes and not self._by_positions:
             kwargs["position_ids"] = self.model._prepare_position_ids_for_generation(text, kwargs)

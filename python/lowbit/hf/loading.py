@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 from transformers.utils import logging
 
 from ..files.config_json import CONFIG, read_config
@@ -19,6 +19,11 @@ from .building import bounded, check_numbers
 def causal_model_types() -> Collection[str]:
     """The ``model_type`` of every causal language model that transformers knows."""
     return set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def image_model_types() -> Collection[str]:
+    """The ``model_type`` of every model of images and text that transformers knows."""
+    return set(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
 
 
 def meta_model(source: Path, tensors: int, *, causal: bool = False) -> transformers.PreTrainedModel:

@@ -21,7 +21,7 @@ from .._experts import Experts
 from .._layers import kind_of, layer_at, named_layers, oriented, pack_layer, put_packed, replace_layers, warn_of_floats
 from .._memory import in_huge_pages
 from .._packed import PackedInfo
-from .._rounding import EmbeddingConfig, LinearConfig
+from .._rounding import ConvConfig, EmbeddingConfig, LinearConfig
 from ..files.safetensors import INDEX, WEIGHTS, Stored, float_name, orders_of, packed_info, read_files, read_metadata
 from ..files.untrusted import read_json
 from .config import BY_OVERRIDES, METHOD, LowBitConfig
@@ -173,7 +173,7 @@ class _Load:
 
     dtype: torch.dtype
     ties: dict[str, dict[str, str]]
-    selected: dict[str, LinearConfig | EmbeddingConfig] = field(default_factory=dict)
+    selected: dict[str, LinearConfig | EmbeddingConfig | ConvConfig] = field(default_factory=dict)
     tied: set[str] = field(default_factory=set)
     shared: dict[str, tuple[str, torch.nn.Module]] = field(default_factory=dict)
     where: dict[str, str] = field(default_factory=dict)
@@ -289,7 +289,7 @@ auto.AUTO_QUANTIZER_MAPPING[METHOD] = LowBitQuantizer
 class _Quantize(ConversionOps):
     """The loader's step for the weight of a selected layer: the layer becomes a packed one."""
 
-    def __init__(self, selected: Mapping[str, LinearConfig | EmbeddingConfig]):
+    def __init__(self, selected: Mapping[str, LinearConfig | EmbeddingConfig | ConvConfig]):
         self._selected = selected
 
     def convert(self, input_dict: dict[str, Any], model: Any = None, missing_keys: Any = None, **_: Any) -> dict[str, Any]:

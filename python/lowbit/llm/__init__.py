@@ -10,6 +10,7 @@ from .decoder import Decoder
 from .expert_files import stream_experts
 from .fallback import Fallback
 from .generation import Generation, generate
+from .images import ImageChat, ImageStep, load_image_chat, open_image
 from .mtp import Mtp
 from .penalties import TokenLogprobs
 from .prefixes import PrefixCache
@@ -36,6 +37,8 @@ __all__ = [
     "ExportedDecoder",
     "Fallback",
     "Generation",
+    "ImageChat",
+    "ImageStep",
     "Mtp",
     "PrefixCache",
     "Refusal",
@@ -49,6 +52,8 @@ __all__ = [
     "generate",
     "generate_batch",
     "load_decoder",
+    "load_image_chat",
+    "open_image",
     "random_model",
     "sample",
     "shape_config",

@@ -174,20 +174,20 @@ class Chat:
                 "of the context"
             )
 
+    def _tokens(self, forgotten: int, text: str) -> list[int]:
+        """The tokens of the conversation with a new message, without the oldest turns."""
+        system, pairs = self.messages[: self.system is not None], self.messages[self.system is not None :]
+        messages = [*system, *pairs[2 * forgotten :], {"role": "user", "content": text}]
+        return render(self.tokenizer, messages, self.template)
+
     def _prompt(self, text: str) -> tuple[list[int], int]:
         """The tokens before the answer, and the number of oldest turns that are dropped to fit."""
-        system, pairs = self.messages[: self.system is not None], self.messages[self.system is not None :]
-
-        def tokens(forgotten: int) -> list[int]:
-            messages = [*system, *pairs[2 * forgotten :], {"role": "user", "content": text}]
-            return render(self.tokenizer, messages, self.template)
-
-        ids, forgotten = tokens(0), 0
+        ids, forgotten = self._tokens(0, text), 0
         if len(ids) + min(self.max_new_tokens, self.max_length // 4) > self.max_length:
             # Half of the context at once, because all remaining tokens move and have to be computed again.
             while forgotten < len(self.turns) and len(ids) > self.max_length // 2:
                 forgotten += 1
-                ids = tokens(forgotten)
+                ids = self._tokens(forgotten, text)
         if len(ids) >= self.max_length:
             raise ValueError(
                 f"the message takes {len(ids)} tokens with its template; expected fewer than the {self.max_length} of "

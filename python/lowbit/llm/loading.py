@@ -75,6 +75,16 @@ def load_speech_model(
     return _load(path, quantization, progress, _check_speech, "AutoModelForSpeechSeq2Seq")
 
 
+def load_image_model(
+    path: str | os.PathLike[str],
+    quantization: LowBitConfig | None = None,
+    *,
+    progress: Callable[[int, int], None] | None = None,
+) -> torch.nn.Module:
+    """Loads a model of images and text; otherwise as :func:`load_model`."""
+    return _load(path, quantization, progress, _check_images, "AutoModelForImageTextToText")
+
+
 def load_speech_processor(path: str | os.PathLike[str]) -> Any:
     """Loads the processor of a Whisper model: its tokenizer, and what computes features of audio.
 
@@ -87,6 +97,36 @@ def load_speech_processor(path: str | os.PathLike[str]) -> Any:
         return transformers.WhisperProcessor.from_pretrained(path, local_files_only=True)
 
 
+def load_image_processor(path: str | os.PathLike[str]) -> Any:
+    """Loads the processor of a model of images and text: its tokenizer, and what prepares images.
+
+    Raises:
+        ImportError: transformers, Pillow or torchvision is not installed.
+        OSError, ValueError: files are missing or damaged.
+    """
+    transformers = import_module("transformers")
+    from ..hf.loading import counting
+    from ..hf.processors import without_videos
+
+    try:
+        import_module("PIL.Image")
+    except ImportError as error:
+        raise ImportError("images are read by Pillow, which is not installed: pip install pillow") from error
+    tokenizer = load_tokenizer(path)  # has the clearer errors
+    with counting(None), interpreting(f"the processor in {path} does not load"):
+        try:
+            processor = transformers.AutoProcessor.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        except ImportError as error:
+            if "torchvision" not in str(error).lower():
+                raise
+            processor = without_videos(path, tokenizer)
+    if getattr(processor, "image_processor", None) is None:
+        raise ValueError(
+            f"{path} has a {type(processor).__name__} without an image processor; expected preprocessor_config.json"
+        )
+    return processor
+
+
 def _check_causal(model_type: Any, file: Path) -> None:
     from ..hf.loading import causal_model_types
 
@@ -95,6 +135,13 @@ def _check_causal(model_type: Any, file: Path) -> None:
             f"{file} has model_type {model_type!r}, which transformers {import_module('transformers').__version__} "
             "does not know as a causal language model; for a new architecture install a newer transformers"
         )
+
+
+def _check_images(model_type: Any, file: Path) -> None:
+    from ..hf.loading import image_model_types
+
+    if not isinstance(model_type, str) or model_type not in image_model_types():
+        raise ValueError(f"{file} has model_type {model_type!r}, which takes no images; expected a model of images and text")
 
 
 def _check_speech(model_type: Any, file: Path) -> None:

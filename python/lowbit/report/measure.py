@@ -21,6 +21,7 @@ from .. import nn
 from .._layers import names_by_weight, put_linears, replace_layers
 from .._machine import cpu_name
 from .._quantize_model import described_to_transformers
+from .._rounding import ConvConfig
 from ..calibration import calibrate
 from ..calibration.capture import inputs_of
 from ..calibration.data import MOST_TOKENS, Inputs, batches
@@ -252,7 +253,8 @@ class _Collection:
         say(f"loading {options.model}")
         self.subject = subject = _Subject(options)
         with _quiet():
-            self.selected = subject.config(4).select(subject.model, experts=False)
+            chosen = subject.config(4).select(subject.model, experts=False)
+        self.selected = {name: config for name, config in chosen.items() if not isinstance(config, ConvConfig)}
         put_linears(subject.model, self.selected)
         self.modules = {name: subject.model.get_submodule(name) for name in self.selected}
         if not self.selected:

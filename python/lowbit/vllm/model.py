@@ -10,7 +10,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 
 from .._experts import Experts
 from .._layers import named_layers
-from .._rounding import EmbeddingConfig, LinearConfig
+from .._rounding import ConvConfig, EmbeddingConfig, LinearConfig
 from ..files.safetensors import files_of, float_name, orders_of, packed_info, read_files
 from ..hf.building import check_fits
 from ..hf.config import LowBitConfig
@@ -39,7 +39,7 @@ class ServedModel:
 
     def __init__(self) -> None:
         self.packed = self.has_orders = False
-        self.selected: dict[str, LinearConfig | EmbeddingConfig] = {}
+        self.selected: dict[str, LinearConfig | EmbeddingConfig | ConvConfig] = {}
         self.quantized: set[str] = set()
         self.tables: list[str] = []
         self.holders: list[str] = []

@@ -1,0 +1,35 @@
+"""Processors of models of images and texts."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import transformers
+from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
+
+
+class _NoVideos:
+    """In place of a processor of videos."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
+def without_videos(path: str | os.PathLike[str], tokenizer: Any) -> Any:
+    """The processor of a model of images, texts and videos, without its part for videos, which needs torchvision."""
+    config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
+    kind: Any = PROCESSOR_MAPPING[type(config)]
+
+    class Still(kind):
+        def check_argument_for_proper_class(self, name: str, argument: Any) -> Any:
+            return None if name == "video_processor" else super().check_argument_for_proper_class(name, argument)
+
+        def __repr__(self) -> str:  # transformers' own writes all parts as JSON, and is called always
+            return f"{kind.__name__} without videos"
+
+    images = transformers.AutoImageProcessor.from_pretrained(path, local_files_only=True)
+    parts = {"image_processor": images, "tokenizer": tokenizer, "video_processor": _NoVideos()}
+    settings, _ = kind.get_processor_dict(path, local_files_only=True)
+    return Still.from_args_and_dict([parts[name] for name in kind.get_attributes()], settings)

@@ -1,0 +1,317 @@
+"""Models of images and text: their prompts, and a decoding step that sees the images of a prompt."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..files.config_json import read_config
+from ..files.untrusted import check_regular, interpreting
+from ..hf import decoding
+from ..hf.continuing import OwnCaches
+from .chat import Chat, chat_template, sampling_of
+from .decoder import check_call
+from .loading import load_image_model, load_image_processor, stop_tokens
+
+if TYPE_CHECKING:
+    from ..hf.config import LowBitConfig
+
+_CONTEXT = 4096
+REASON = "models of images run by transformers' attention"
+
+
+def takes_images(path: str | os.PathLike[str]) -> bool:
+    """Whether a checkpoint is a model of images and text, as its config.json says.
+
+    Raises:
+        OSError, ValueError: there is no config.json, or it is damaged.
+    """
+    from ..hf.loading import image_model_types
+
+    return read_config(path).get("model_type") in image_model_types()
+
+
+def sees_only(path: str | os.PathLike[str]) -> bool:
+    """Whether a checkpoint loads as a model of images and text only, and not as a language model, too."""
+    from ..hf.loading import causal_model_types
+
+    return takes_images(path) and read_config(path).get("model_type") not in causal_model_types()
+
+
+def check_takes_images(path: str | os.PathLike[str]) -> None:
+    """Raises ValueError unless a checkpoint is a model of images and text."""
+    if not takes_images(path):
+        raise ValueError(
+            f"{path} has model_type {read_config(path).get('model_type')!r}, which takes no images; expected a model of images "
+            "and text"
+        )
+
+
+def open_image(path: str | os.PathLike[str]) -> Any:
+    """Reads a picture with Pillow, as an RGB image, upright as its camera says.
+
+    Raises:
+        ImportError: Pillow is not installed.
+        OSError: there is no such file, or it cannot be read.
+        ValueError: it is no picture, or damaged.
+    """
+    path = Path(path)
+    check_regular(path)
+    try:
+        pillow: Any = import_module("PIL.Image")
+        turned: Any = import_module("PIL.ImageOps")
+    except ImportError as error:
+        raise ImportError(f"{path} is read by Pillow, which is not installed: pip install pillow") from error
+    try:
+        with warnings.catch_warnings(), pillow.open(path) as image:
+            warnings.simplefilter("error", pillow.DecompressionBombWarning)
+            return turned.exif_transpose(image).convert("RGB")
+    except pillow.UnidentifiedImageError as error:
+        raise ValueError(f"{path} is no picture that Pillow reads") from error
+    except (pillow.DecompressionBombError, pillow.DecompressionBombWarning) as error:
+        raise ValueError(f"{path} has too many pixels: {error}") from error
+    except (OSError, SyntaxError) as error:
+        raise ValueError(f"{path} is a damaged picture: {error}") from error
+
+
+def as_image(image: Any) -> Any:
+    """A picture's file or an image of Pillow, as :func:`open_image` gives it.
+
+    Raises:
+        TypeError: it is neither.
+        ImportError, OSError, ValueError: as :func:`open_image`, or it has no pixels.
+    """
+    if isinstance(image, str | os.PathLike):
+        return open_image(image)
+    if not hasattr(image, "convert") or not hasattr(image, "size"):
+        raise TypeError(f"the image is a {type(image).__name__}; expected a path or an image of Pillow")
+    if not all(image.size):
+        raise ValueError(f"the image has {'x'.join(map(str, image.size))} pixels; expected at least one")
+    return image.convert("RGB")
+
+
+class ImageStep:
+    """A decoding step of a model of images and text, with transformers' attention and caches: `generate()` takes it.
+
+    :meth:`look` gives it a prompt with images. A text that goes on token by token is continued; anything else is computed anew.
+    """
+
+    refusal = REASON
+
+    def __init__(self, model: torch.nn.Module, max_length: int = _CONTEXT):
+        """
+        Args:
+            model: of :func:`load_image_model`, in eval mode.
+            max_length: the longest text in tokens, with those of images.
+
+        Raises:
+            ValueError: max_length is not positive or beyond the model's positions.
+        """
+        config: Any = model.config.get_text_config()
+        limit = decoding.position_limit(config)
+        if max_length <= 0 or (limit is not None and max_length > limit):
+            raise ValueError(f"max_length is {max_length}; expected 1 to the model's {limit} positions")
+        self.model, self.max_length, self.vocabulary = model, max_length, config.vocab_size
+        self._caches = OwnCaches(model)
+        self._text: list[int] = []
+        self._prompt: list[int] = []
+        self._inputs: dict[str, Any] = {}
+
+    def look(self, inputs: Mapping[str, Any]) -> list[int]:
+        """Sets the prompt with the images that it has; returns its tokens.
+
+        Args:
+            inputs: of a processor of transformers: ``input_ids`` [1, tokens], and what belongs to the images.
+
+        Raises:
+            ValueError: more than one text.
+        """
+        ids = inputs["input_ids"]
+        if ids.dim() != 2 or len(ids) != 1:
+            raise ValueError(f"input_ids has shape {list(ids.shape)}; expected [1, tokens]")
+        self._inputs = {name: value for name, value in inputs.items() if name != "input_ids" and value is not None}
+        self._prompt = ids[0].tolist()
+        self._text = []
+        return list(self._prompt)
+
+    def kept(self, count: int) -> int:
+        """Number of a text's first tokens that need not be computed again: none, because positions depend on images."""
+        return 0
+
+    @torch.inference_mode()
+    def __call__(self, tokens: Tensor, start: Tensor) -> Tensor:
+        """Computes a step, as :meth:`lowbit.llm.Decoder.forward`.
+
+        Raises:
+            ValueError: tokens or start has another shape or dtype, a token is not in the vocabulary, or a text does not begin
+                with the prompt of :meth:`look`.
+            IndexError: the text is longer than max_length, or start is beyond the text.
+        """
+        check_call(tokens, start, self.vocabulary, self.max_length)
+        begin = int(start)
+        if begin > len(self._text):
+            raise IndexError(f"start is {begin}; expected at most {len(self._text)}, the tokens that came before")
+        text = self._text[:begin] + tokens[0].tolist()
+        if text[: len(self._prompt)] != self._prompt:
+            raise ValueError(
+                "the text does not begin with the prompt whose images the step has; expected a call of look() first"
+            )
+        one_more = begin == len(self._text) == self._caches.count and tokens.shape[1] == 1 and begin > 0
+        self._text = text
+        if not one_more:
+            self._caches.reset()
+            count = len(self._prompt)
+            logits = self._caches.run(torch.tensor([text[:count] if count else text]), 1, self._inputs)
+            for end in range(count + 1, len(text) + 1) if count else ():
+                logits = self._caches.run(torch.tensor([text[:end]]), 1)
+            return logits[:, -1]
+        return self._caches.run(torch.tensor([text]), 1)[:, -1]
+
+
+def inputs_of(processor: Any, messages: Sequence[Mapping[str, Any]], template: str) -> dict[str, Any]:
+    """What a model of images and text is given for a conversation, up to its answer.
+
+    Args:
+        messages: with a list of parts as content, images among them (:func:`message`).
+
+    Raises:
+        ValueError: the template or the processor refuses them.
+    """
+    with interpreting("the chat template or the image processor does not take this conversation"):
+        inputs = processor.apply_chat_template(
+            list(messages), chat_template=template, add_generation_prompt=True, tokenize=True, return_dict=True,
+            return_tensors="pt",
+        )  # fmt: skip
+    return dict(inputs)
+
+
+def inputs_of_text(processor: Any, text: str, images: Sequence[Any], template: str | None) -> dict[str, Any]:
+    """What a model of images and text is given for a text with images: as a message, or without a template as it is.
+
+    Raises:
+        ValueError: the template or the processor refuses them.
+    """
+    if template is not None:
+        return inputs_of(processor, [message("user", text, images)], template)
+    with interpreting("the processor does not take this text with its images"):
+        return dict(processor(text=[text], images=list(images) or None, return_tensors="pt"))
+
+
+def message(role: str, text: str, images: Sequence[Any] = ()) -> dict[str, Any]:
+    """A message of a conversation, images first."""
+    return {"role": role, "content": [*({"type": "image", "image": one} for one in images), {"type": "text", "text": text}]}
+
+
+@dataclass
+class ImageChat(Chat):
+    """A conversation with a model of images and text (:func:`load_image_chat`).
+
+    Each turn computes the whole conversation anew, with its images.
+    """
+
+    processor: Any = None
+    pending: list[Any] = field(default_factory=list)  # images of the next message
+    _shown: list[list[Any]] = field(default_factory=list)  # the images of each turn that the model sees
+
+    def show(self, image: Any) -> None:
+        """Adds an image to the next message.
+
+        Args:
+            image: a path, or an image of Pillow.
+
+        Raises:
+            TypeError: it is neither.
+            ImportError, OSError, ValueError: as :func:`open_image`, or it has no pixels.
+        """
+        self.pending.append(as_image(image))
+
+    def reset(self, system: str | None) -> None:
+        super().reset(system)
+        self._shown, self.pending = [], []
+
+    def answer(self, text: str, on_text: Callable[[str], None] | None = None, images: Sequence[Any] = ()) -> Any:
+        """Answers a message, as :meth:`Chat.answer`.
+
+        Args:
+            images: of the message, as for :meth:`show`.
+        """
+        self.pending += [as_image(image) for image in images]
+        count = self.answers
+        result = super().answer(text, on_text)
+        if self.answers > count:
+            self._shown = [*self._shown[result.forgotten :], self.pending]
+        self.pending = []
+        return result
+
+    def check(self) -> None:
+        system = [] if self.system is None else [message("system", self.system)]
+        count = inputs_of(self.processor, [*system, message("user", "?")], self.template)["input_ids"].shape[1]
+        if count >= self.max_length:
+            raise ValueError(
+                f"the system prompt takes {count} tokens with its template; expected fewer than the {self.max_length} of the "
+                "context"
+            )
+
+    def _tokens(self, forgotten: int, text: str) -> list[int]:
+        system = [] if self.system is None else [message("system", self.system)]
+        turns = [
+            part
+            for (asked, answer), images in zip(self.turns[forgotten:], self._shown[forgotten:], strict=True)
+            for part in (message("user", asked, images), message("assistant", answer))
+        ]
+        inputs = inputs_of(self.processor, [*system, *turns, message("user", text, self.pending)], self.template)
+        ids: list[int] = self.step.look(inputs)  # type: ignore[attr-defined]
+        return ids
+
+
+def load_image_chat(
+    path: str | os.PathLike[str],
+    quantization: LowBitConfig | None = None,
+    *,
+    system: str | None = None,
+    max_length: int | None = None,
+    max_new_tokens: int = 1024,
+    template: str | None = None,
+) -> ImageChat:
+    """Loads a model of images and text for a conversation.
+
+    >>> chat = lowbit.llm.load_image_chat("packed")  # doctest: +SKIP
+    >>> print(chat.answer("What is this?", images=["cat.jpg"]).text)  # doctest: +SKIP
+
+    Args:
+        path: a directory of transformers, float or packed, with a processor.
+        quantization: how to quantize a float checkpoint while it is loaded.
+        system: the system prompt.
+        max_length: of the conversation in tokens, with those of images; None: 4096, or as many as the model has.
+        max_new_tokens: of an answer.
+        template: a chat template; None: the processor's.
+
+    Raises:
+        ImportError, OSError, ValueError: as :func:`load_image_model` and :func:`load_image_processor`.
+    """
+    model: Any = load_image_model(path, quantization)
+    processor = load_image_processor(path)
+    limit = decoding.position_limit(model.config.get_text_config())
+    step = ImageStep(model, min(_CONTEXT, limit or _CONTEXT) if max_length is None else max_length)
+    chat = ImageChat(
+        step, model, processor.tokenizer, template or image_template(processor, path), step.max_length, system=system,
+        sampling=sampling_of(model)[0], max_new_tokens=max_new_tokens, stop=stop_tokens(model, processor.tokenizer),
+        processor=processor,
+    )  # fmt: skip
+    chat.check()
+    return chat
+
+
+def image_template(processor: Any, path: str | os.PathLike[str]) -> str:
+    """The chat template of a processor, or of its tokenizer. Raises ValueError if there is none."""
+    own = getattr(processor, "chat_template", None)
+    own = own.get("default") if isinstance(own, dict) else own
+    return str(own) if own else chat_template(processor.tokenizer, path)

@@ -1,0 +1,134 @@
+"""Small models of images and text with random weights and their processors, in the shapes of real families."""
+
+import json
+from pathlib import Path
+
+import torch
+import transformers
+from needs import need_packages
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+need_packages("PIL")
+
+import PIL.Image
+
+TEXT = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+}  # fmt: skip
+# Written after the templates of the families: what stands for an image is all that differs.
+_TEMPLATE = (
+    "{% for message in messages %}[{{ message.role }}]{% for part in message.content %}{% if part.type == 'image' %}IMAGE"
+    "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+FAMILIES = ("gemma3", "idefics3", "qwen2_5_vl", "qwen3_vl", "smolvlm")
+
+
+def _tokenizer(special: list[str], **named: str) -> transformers.PreTrainedTokenizerFast:
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE({letter: number for number, letter in enumerate(letters)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<eos>", *special])
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="<eos>", pad_token="<eos>", extra_special_tokens=named
+    )
+
+
+def _save_parts(directory: Path, images, tokenizer, image: str, **settings) -> None:
+    """What a processor has, one by one, because one with a part for videos needs torchvision."""
+    images.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    (directory / "processor_config.json").write_text(json.dumps(settings))
+    (directory / "chat_template.jinja").write_text(_TEMPLATE.replace("IMAGE", image))
+
+
+def _gemma3(directory: Path):
+    names = {"boi_token": "<boi>", "eoi_token": "<eoi>", "image_token": "<image>"}
+    tokenizer = _tokenizer(list(names.values()), **names)
+    number = tokenizer.convert_tokens_to_ids
+    config = transformers.Gemma3Config(
+        text_config={**TEXT, "vocab_size": len(tokenizer), "head_dim": 16, "sliding_window": 32},
+        vision_config={
+            "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 32,
+            "patch_size": 8, "vision_use_head": False,
+        },
+        mm_tokens_per_image=4, boi_token_index=number("<boi>"), eoi_token_index=number("<eoi>"),
+        image_token_index=number("<image>"), eos_token_id=number("<eos>"),
+    )  # fmt: skip
+    images = transformers.Gemma3ImageProcessor(size={"height": 32, "width": 32})
+    _save_parts(directory, images, tokenizer, "<boi>", processor_class="Gemma3Processor", image_seq_length=4)
+    return transformers.Gemma3ForConditionalGeneration(config)
+
+
+def _idefics3(directory: Path, kind: str = "Idefics3"):
+    special = ["<fake_token_around_image>", "<image>", "<end_of_utterance>", "<global-img>"]
+    special += [f"<row_{row}_col_{column}>" for row in range(1, 3) for column in range(1, 3)]
+    named = {"image_token": "<image>", "fake_image_token": special[0], "global_image_token": "<global-img>"}
+    tokenizer = _tokenizer(special, **named)
+    vision = {
+        "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 32,
+        "patch_size": 8,
+    }  # fmt: skip
+    config = getattr(transformers, f"{kind}Config")(
+        text_config={"model_type": "llama", **TEXT, "vocab_size": len(tokenizer), "pad_token_id": 256}, vision_config=vision,
+        image_token_id=tokenizer.convert_tokens_to_ids("<image>"), scale_factor=2, pad_token_id=256, eos_token_id=256,
+    )  # fmt: skip
+    images = getattr(transformers, f"{kind}ImageProcessor")(
+        size={"longest_edge": 64}, max_image_size={"longest_edge": 32}, do_image_splitting=True
+    )
+    _save_parts(directory, images, tokenizer, "<image>", processor_class=f"{kind}Processor", image_seq_len=4)
+    return getattr(transformers, f"{kind}ForConditionalGeneration")(config)
+
+
+def _smolvlm(directory: Path):
+    return _idefics3(directory, "SmolVLM")
+
+
+def _qwen(directory: Path, kind: str, vision: dict, **more):
+    special = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
+    tokenizer = _tokenizer(special, image_token=special[2], video_token=special[3])
+    number = tokenizer.convert_tokens_to_ids
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3], **more}
+    config = getattr(transformers, f"{kind}Config")(
+        text_config={**TEXT, "vocab_size": len(tokenizer), "head_dim": 16, "rope_parameters": rope},
+        vision_config={"patch_size": 8, "depth": 2, "hidden_size": 64, "num_heads": 4, "intermediate_size": 96,
+                       "out_hidden_size": 64, **vision},
+        vision_start_token_id=number(special[0]), vision_end_token_id=number(special[1]), image_token_id=number(special[2]),
+        video_token_id=number(special[3]), eos_token_id=256,
+    )  # fmt: skip
+    images = transformers.Qwen2VLImageProcessor(
+        patch_size=8, merge_size=2, temporal_patch_size=2, size={"shortest_edge": 1024, "longest_edge": 4096}
+    )
+    image = "<|vision_start|><|image_pad|><|vision_end|>"
+    _save_parts(directory, images, tokenizer, image, processor_class=f"{kind}Processor")
+    return getattr(transformers, f"{kind}ForConditionalGeneration")(config)
+
+
+def _qwen2_5_vl(directory: Path):
+    return _qwen(directory, "Qwen2_5_VL", {"window_size": 32, "fullatt_block_indexes": [1]})
+
+
+def _qwen3_vl(directory: Path):
+    vision = {"deepstack_visual_indexes": [0], "num_position_embeddings": 64}
+    return _qwen(directory, "Qwen3VL", vision, mrope_interleaved=True)
+
+
+def save_image_model(kind: str, directory: Path) -> None:
+    """A model of this family and its processor."""
+    torch.manual_seed(0)
+    model = globals()[f"_{kind}"](directory)
+    for name, parameter in model.named_parameters():  # random logits follow what is seen, and no token wins always
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.08 if "vision" not in name and "visual" not in name else 0.15)
+    model.generation_config.eos_token_id = 256
+    model.eval().save_pretrained(directory)
+    config = json.loads((directory / "generation_config.json").read_text())
+    (directory / "generation_config.json").write_text(json.dumps({**config, "do_sample": False, "eos_token_id": 256}))
+
+
+def save_picture(path: Path, seed: int = 0, size: tuple[int, int] = (40, 30)) -> Path:
+    generator = torch.Generator().manual_seed(seed)
+    pixels = torch.randint(0, 256, (size[1], size[0], 3), generator=generator, dtype=torch.uint8)
+    PIL.Image.fromarray(pixels.numpy()).save(path)
+    return path

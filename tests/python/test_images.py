@@ -1,0 +1,164 @@
+"""Models of images and text: the tokens beside transformers' own generation, conversations, and what is refused."""
+
+import sys
+
+import lowbit
+import pytest
+import torch
+from command_line import FLOAT, document, documented_keys, error, invoke, keys_in
+from image_models import FAMILIES, PIL, save_image_model, save_picture
+from lowbit import llm
+from lowbit.llm.images import ImageStep, message
+from lowbit.llm.loading import load_image_model, load_image_processor
+from needs import need_packages
+
+transformers = pytest.importorskip("transformers")
+
+CONFIG = lowbit.LowBitConfig(bits=4, conv_bits=8)
+NEW = 10
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory):
+    """Packed checkpoints by family, each made once; beside them three pictures."""
+    root, made = tmp_path_factory.mktemp("images"), {}
+    for number, size in enumerate([(40, 30), (64, 64), (17, 50)]):
+        save_picture(root / f"{number}.png", number, size)
+
+    def of(kind):
+        if kind == "smolvlm":
+            need_packages("num2words")
+        if kind not in made:
+            save_image_model(kind, root / kind / "float")
+            lowbit.quantize_checkpoint(root / kind / "float", root / kind / "packed", CONFIG)
+            made[kind] = root / kind / "packed"
+        return made[kind], root
+
+    return of
+
+
+def generated(path, messages):
+    """The tokens of transformers' own greedy generation, and the prompt's."""
+    processor = load_image_processor(path)
+    model = transformers.AutoModelForImageTextToText.from_pretrained(path).eval()
+    inputs = processor.apply_chat_template(
+        messages, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
+    )
+    count = inputs["input_ids"].shape[1]
+    tokens = model.generate(**inputs, max_new_tokens=NEW, do_sample=False)[0, count:].tolist()
+    return tokens[:-1] if tokens[-1] == 256 else tokens, count
+
+
+def shown(root, *numbers):
+    return [PIL.Image.open(root / f"{number}.png").convert("RGB") for number in numbers]
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.filterwarnings("ignore:.* of the bytes of this .* stay float")
+def test_the_tokens_are_those_of_transformers(packed, kind):
+    path, root = packed(kind)
+    chat = llm.load_image_chat(path, max_new_tokens=NEW)
+    convs = [layer for layer in chat.model.modules() if isinstance(layer, lowbit.nn.Conv)]
+    assert len(convs) == 1 and convs[0].info.bits == 8  # the patches
+    answers = {}
+    for numbers in ((0,), (1,), (0, 2), ()):
+        chat.reset(None)
+        answer = chat.answer("What?", images=[root / f"{number}.png" for number in numbers])
+        expected, count = generated(path, [message("user", "What?", shown(root, *numbers))])
+        assert (answer.tokens, answer.prompt_tokens) == (expected, count)
+        answers[numbers] = tuple(answer.tokens)
+    assert len(set(answers.values())) == 4  # it sees
+    # Another turn with another picture, and one without.
+    chat.reset("Be brief.")
+    first = chat.answer("What?", images=shown(root, 0))
+    second = chat.answer("And this?", images=[root / "1.png"])
+    third = chat.answer("Why?")
+    talk = [message("system", "Be brief."), message("user", "What?", shown(root, 0)), message("assistant", first.text)]
+    talk.append(message("user", "And this?", shown(root, 1)))
+    assert (second.tokens, second.prompt_tokens) == generated(path, talk)
+    talk += [message("assistant", second.text), message("user", "Why?")]
+    assert (third.tokens, third.prompt_tokens) == generated(path, talk)
+
+
+@pytest.mark.filterwarnings("ignore:.* of the bytes of this .* stay float")
+def test_while_it_is_loaded(packed):
+    path, root = packed("idefics3")
+    chat = llm.load_image_chat(path.parent / "float", CONFIG, max_new_tokens=NEW)
+    assert (
+        chat.answer("What?", images=[root / "0.png"]).tokens == generated(path, [message("user", "What?", shown(root, 0))])[0]
+    )
+
+
+@pytest.mark.filterwarnings("ignore:.* of the bytes of this .* stay float")
+def test_commands(packed):
+    path, root = packed("qwen2_5_vl")
+    expected, count = generated(path, [message("user", "What?", shown(root, 0, 1))])
+    pictures = ("--image", root / "0.png", "--image", root / "1.png")
+    result = document(invoke("generate", path, *pictures, "--prompt", "What?", "--max-new-tokens", NEW, "--json"))
+    assert (result["tokens"], result["prompt_tokens"]) == (expected, count)
+    assert result["refusal"] == "models of images run by transformers' attention"
+    assert keys_in(result) == documented_keys("generate")
+    talk = document(
+        invoke("chat", path, *pictures, "--max-new-tokens", NEW, "--json", stdin=f"What?\n/image {root / '2.png'}\nAnd?\n")
+    )
+    first, second = talk["turns"]
+    assert (first["tokens"], first["prompt_tokens"]) == (expected, count)
+    turns = [message("user", "What?", shown(root, 0, 1)), message("assistant", first["answer"])]
+    assert second["tokens"] == generated(path, [*turns, message("user", "And?", shown(root, 2))])[0]
+    # Without a picture, in the template or as it is, with whatever stands for an image.
+    plain = document(invoke("generate", path, "--chat", "--prompt", "What?", "--max-new-tokens", NEW, "--json"))
+    assert plain["tokens"] == generated(path, [message("user", "What?")])[0]
+    bare = document(invoke("generate", path, "--prompt", "What?", "--max-new-tokens", NEW, "--json"))
+    assert bare["prompt_tokens"] == 5
+
+
+@pytest.mark.filterwarnings("ignore:.* of the bytes of this .* stay float")
+def test_what_is_refused(packed, tmp_path, monkeypatch):
+    path, root = packed("qwen2_5_vl")
+    (tmp_path / "text.png").write_text("no picture")
+    (tmp_path / "empty.png").write_bytes(b"")
+    (tmp_path / "zero.ppm").write_bytes(b"P6 0 0 255\n")
+    (tmp_path / "cut.png").write_bytes((root / "1.png").read_bytes()[:2000])
+
+    def refused(image, *more, model=path):
+        return error(invoke("generate", model, "--image", image, "--prompt", "What?", *more))
+
+    for name, said in {
+        "text.png": "is no picture that Pillow reads",
+        "empty.png": "is no picture that Pillow reads",
+        "zero.ppm": "is no picture that Pillow reads",
+        "cut.png": "is a damaged picture",
+        "none.png": "No such file",
+    }.items():
+        message_of = refused(tmp_path / name)
+        assert str(tmp_path / name) in message_of and said in message_of, message_of
+    picture = root / "0.png"
+    assert "has model_type 'llama', which takes no images; expected a model of images and text" in refused(picture, model=FLOAT)
+    for option in (("--cache", "int8"), ("--guesses", 2), ("--expert-memory", "1GB")):
+        assert f"{option[0]} requires lowbit's decoder, which sees no images; leave it out" in refused(picture, *option)
+    (tmp_path / "template").write_text("{{ messages[-1].content }}")
+    talk = ("chat", FLOAT, "--template", tmp_path / "template")
+    assert "this model takes no images" in error(invoke(*talk, stdin=f"/image {picture}\n"))
+    chat = llm.load_image_chat(path)
+    for image, kind, said in (
+        (PIL.Image.new("RGB", (0, 5)), ValueError, "the image has 0x5 pixels; expected at least one"),
+        ([[0]], TypeError, "the image is a list; expected a path or an image of Pillow"),
+    ):
+        with pytest.raises(kind, match=said):
+            chat.answer("What?", images=[image])
+    assert not chat.turns and not chat.pending
+    step = ImageStep(load_image_model(path), 64)
+    inputs = load_image_processor(path)(text=["What?"], return_tensors="pt")
+    ids = step.look(inputs)
+    with pytest.raises(ValueError, match="the text does not begin with the prompt whose images the step has"):
+        step(torch.tensor([[5, 6]]), torch.tensor([0]))
+    with pytest.raises(IndexError, match="start is 3; expected at most 0"):
+        step(torch.tensor([[5]]), torch.tensor([3]))
+    assert step(torch.tensor([ids]), torch.tensor([0])).shape == (1, step.vocabulary)
+    with pytest.raises(ValueError, match="max_length is 0; expected 1 to"):
+        ImageStep(step.model, 0)
+    with pytest.raises(ValueError, match=r"input_ids has shape \[2, 5\]; expected \[1, tokens\]"):
+        step.look({"input_ids": torch.zeros(2, 5, dtype=torch.int64)})
+    monkeypatch.setitem(sys.modules, "PIL.Image", None)
+    with pytest.raises(ImportError, match="is read by Pillow, which is not installed: pip install pillow"):
+        llm.open_image(picture)
