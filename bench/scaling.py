@@ -114,6 +114,25 @@ def table(machines: list[Machine]) -> None:
             print(f"| {model.name} | {' | '.join(cells)} |")
 
 
+def node_rate(nodes: int, link: float, placement: str) -> float:
+    """What all threads read together, in units of one node's memory; `link`: what a node reads from others, likewise.
+
+    one node: all pages lie in the memory of one, which serves everybody. interleave: of what a node's threads read, this share
+    comes over the link. local: nothing does.
+    """
+    remote = (nodes - 1) / nodes
+    return {"one node": 1.0, "interleave": nodes * min(1.0, link / remote), "local": float(nodes)}[placement]
+
+
+def node_table() -> None:
+    print("\n### Several nodes of memory in one machine\n")
+    print("| Nodes | Link | All pages on one node | Interleaved | A part on each node |")
+    print("|---|---|---|---|---|")
+    for nodes, link in ((2, 0.25), (2, 0.5), (4, 0.25), (4, 0.5), (8, 0.25)):
+        cells = [f"{node_rate(nodes, link, placement):.2g}" for placement in ("one node", "interleave", "local")]
+        print(f"| {nodes} | {link:g} | {' | '.join(cells)} |")
+
+
 def run(delay: float, packed: Path, tokens: int) -> float:
     """Seconds a token in two namespaces with a cable of this latency (ms)."""
     environment = {**os.environ, "DELAY_MS": str(delay), "MBIT": "1000", "OMP_NUM_THREADS": "1"}
@@ -168,6 +187,7 @@ def main() -> None:
         table([own])
     else:
         table(MACHINES)
+        node_table()
 
 
 if __name__ == "__main__":

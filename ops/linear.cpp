@@ -3,6 +3,7 @@
 #include "../kernels/registry.h"
 #include "check.h"
 #include "float_environment.h"
+#include "nodes.h"
 #include "operators.h"
 #include "rows.h"
 #include "schedule.h"
@@ -261,6 +262,10 @@ Grid make_grid(int64_t rows, const Matrices& matrices, int threads) {
   }
   grid.least_columns = rounded_up(grid.least_columns, at_once);
   grid.most_columns = grid.least_columns < kClaimPanels ? kClaimPanels : grid.least_columns;
+  if (matrices.count == 1 && threads > 1) {  // several matrices side by side have no one part for a node
+    grid.nodes = nodes_with_parts();
+    grid.node_of = [](int) { return node_here(); };
+  }
   return grid;
 }
 
@@ -272,7 +277,7 @@ Status linear_quantized(const Matrices& matrices, const TensorView& x, int64_t r
   const int threads = products < kParallelProducts ? 1 : parallel.threads;
   Grid grid = make_grid(chunk, matrices, threads);
   const int64_t quantized_bytes = quantized.bytes(chunk);
-  const int64_t bands_bytes = grid.bands() * static_cast<int64_t>(sizeof(Band));
+  const int64_t bands_bytes = grid.bands() * grid.nodes * static_cast<int64_t>(sizeof(Band));
   int64_t scratch_bytes = kLinearScratchBytes;
   for (int i = 0; i < matrices.count; ++i) {
     for (const LinearKernel* kernel : {matrices.of[i].kernel, matrices.of[i].beside}) {
@@ -293,7 +298,7 @@ Status linear_quantized(const Matrices& matrices, const TensorView& x, int64_t r
   const DefaultFloats floats;
   for (int64_t begin = 0; begin < rows; begin += chunk) {
     grid.rows = rows - begin < chunk ? rows - begin : chunk;
-    Band* const bands = new (band_memory) Band[static_cast<size_t>(grid.bands())];
+    Band* const bands = new (band_memory) Band[static_cast<size_t>(grid.bands() * grid.nodes)];
     const auto quantize_rows = [&](int worker, int64_t first, int64_t end) {
       char* const gathered = workers + worker * worker_bytes + scratch_bytes;
       for (int64_t i = first; i < end; ++i) quantized.quantize(begin + i, i, gathered);
@@ -406,6 +411,7 @@ Status linear_shape(const TensorView& x, int64_t out_features, Shape* out) {
 Status linears(const TensorView& x, const TensorView* packed, const int64_t* out_features, int64_t count,
                const TensorView& out, const Parallel& parallel) {
   if (Status status = sme_threads_status(); !status.ok()) return status;
+  if (Status status = placement_status(); !status.ok()) return status;
   if (Status status = check_parallel(parallel); !status.ok()) return status;
   Matrices matrices;
   if (Status status = read_matrices(x, packed, out_features, count, out, &matrices); !status.ok()) return status;

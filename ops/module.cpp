@@ -17,6 +17,7 @@
 #include "../kernels/registry.h"
 #include "check.h"
 #include "load_kernels.h"
+#include "nodes.h"
 #include "operators.h"
 #include "read_bandwidth.h"
 
@@ -346,6 +347,22 @@ double measure_read_bandwidth(uintptr_t address, int64_t size, int threads) {
   return 0.0;  // never reached
 }
 
+// The CPUs of each node of memory, and LOWBIT_NUMA.
+py::tuple memory_placement() {
+  raise_unless_ok(placement_status());
+  const Nodes& nodes = memory_nodes();
+  py::list cpus;
+  for (int node = 0; node < nodes.count; ++node) {
+    py::list of_node;
+    for (int cpu = 0; cpu < Nodes::kMostCpus; ++cpu) {
+      if (nodes.of_cpu[cpu] == node) of_node.append(cpu);
+    }
+    cpus.append(of_node);
+  }
+  constexpr const char* kNames[] = {"local", "interleave", "off"};
+  return py::make_tuple(kNames[static_cast<int>(placement())], cpus);
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, module) {
@@ -368,6 +385,7 @@ PYBIND11_MODULE(_C, module) {
   module.def("splice", &splice_into, py::arg("matrices"), py::arg("dim"), py::arg("begin"), py::arg("end"),
              py::arg("out_address"), py::arg("out_size"));
   module.def("read_bandwidth", &measure_read_bandwidth, py::arg("address"), py::arg("size"), py::arg("threads"));
+  module.def("memory_placement", &memory_placement);
   module.def("load_kernels", [](const std::string& path) { raise_unless_ok(load_kernels(path.c_str())); },
              py::arg("path"));
 #if defined(__clang__)

@@ -65,7 +65,12 @@ struct Grid {
   int64_t prepare_rows;     // a claim of the first stage: up to so many rows of a band
   int64_t columns;
   int64_t least_columns, most_columns;  // a claim of the second stage: a multiple of the least, but for the last
+  // Nodes of memory (nodes.h): each has a part of the columns, which its threads claim before those of the others.
+  int64_t nodes = 1;
+  int (*node_of)(int worker) = nullptr;  // with several nodes: that of the thread that asks
 
+  // Where a node's part of the columns begins.
+  int64_t part(int64_t node) const { return node == nodes ? columns : columns / least_columns * node / nodes * least_columns; }
   int64_t bands() const { return (rows + band_rows - 1) / band_rows; }
   int64_t rows_of(int64_t band) const {
     const int64_t remaining = rows - band * band_rows;
@@ -87,14 +92,15 @@ inline constexpr size_t kCacheLine = 128;
 inline constexpr size_t kCacheLine = 64;
 #endif
 
-// What threads know of each other's work on a band.
+// What threads know of each other's work on a band, and on a node's part of it; with several nodes the first of a band's
+// parts has its rows.
 struct alignas(kCacheLine) Band {
   std::atomic<int64_t> claimed_rows{0}, prepared_rows{0}, claimed_columns{0};
 };
 
 // Calls prepare(worker, begin, end) over all rows and tile(worker, band, begin, end) over the columns of every band, in
 // one parallel region; `worker` as above. Threads claim the next piece when they are free. With one thread or one tile,
-// all of it runs on the caller's thread. `bands`: one for each of the grid, as constructed.
+// all of it runs on the caller's thread. `bands`: one for each part of each of the grid's bands, as constructed.
 template <class Prepare, class Tile>
 void parallel_2d(const Parallel& parallel, const Grid& grid, Band* bands, const Prepare& prepare, const Tile& tile) {
   const int64_t count = grid.bands();
@@ -107,34 +113,44 @@ void parallel_2d(const Parallel& parallel, const Grid& grid, Band* bands, const 
     return;
   }
   const int threads = tiles < parallel.threads ? static_cast<int>(tiles) : parallel.threads;
+  const int64_t nodes = grid.nodes;
   auto work = [&](int worker) {
     const WorkingThread thread(worker);
     for (int64_t b = 0; b < count; ++b) {
+      Band& band = bands[b * nodes];
       const int64_t first = b * grid.band_rows, rows = grid.rows_of(b);
       for (;;) {
-        const int64_t begin = bands[b].claimed_rows.fetch_add(grid.prepare_rows, std::memory_order_relaxed);
+        const int64_t begin = band.claimed_rows.fetch_add(grid.prepare_rows, std::memory_order_relaxed);
         if (begin >= rows) break;
         const int64_t end = begin + grid.prepare_rows < rows ? begin + grid.prepare_rows : rows;
         prepare(worker, first + begin, first + end);
-        bands[b].prepared_rows.fetch_add(end - begin, std::memory_order_release);
+        band.prepared_rows.fetch_add(end - begin, std::memory_order_release);
       }
     }
+    // Claims what is left of a node's part of a band.
+    const auto compute = [&](int64_t b, int64_t node) {
+      const int64_t first = grid.part(node), columns = grid.part(node + 1) - first;
+      std::atomic<int64_t>& claimed = bands[b * nodes + node].claimed_columns;
+      int64_t begin = claimed.load(std::memory_order_relaxed);
+      while (begin < columns) {
+        const int64_t remaining = columns - begin;
+        const int64_t wanted = grid.claim((remaining + (count - 1 - b) * columns) * nodes, threads);
+        const int64_t end = begin + (wanted < remaining ? wanted : remaining);
+        if (!claimed.compare_exchange_weak(begin, end, std::memory_order_relaxed)) continue;
+        tile(worker, b, first + begin, first + end);
+        begin = claimed.load(std::memory_order_relaxed);
+      }
+    };
+    const int64_t own = nodes > 1 ? grid.node_of(worker) : 0;
     for (bool waits = true; waits;) {
       waits = false;
-      for (int64_t b = 0; b < count; ++b) {
-        if (bands[b].prepared_rows.load(std::memory_order_acquire) < grid.rows_of(b)) {
-          waits = true;
-          continue;
-        }
-        std::atomic<int64_t>& claimed = bands[b].claimed_columns;
-        int64_t begin = claimed.load(std::memory_order_relaxed);
-        while (begin < grid.columns) {
-          const int64_t remaining = grid.columns - begin;
-          const int64_t wanted = grid.claim(remaining + (count - 1 - b) * grid.columns, threads);
-          const int64_t end = begin + (wanted < remaining ? wanted : remaining);
-          if (!claimed.compare_exchange_weak(begin, end, std::memory_order_relaxed)) continue;
-          tile(worker, b, begin, end);
-          begin = claimed.load(std::memory_order_relaxed);
+      for (int64_t turn = 0; turn < nodes; ++turn) {
+        for (int64_t b = 0; b < count; ++b) {
+          if (bands[b * nodes].prepared_rows.load(std::memory_order_acquire) < grid.rows_of(b)) {
+            waits = true;
+          } else {
+            compute(b, (own + turn) % nodes);
+          }
         }
       }
       if (waits) std::this_thread::yield();

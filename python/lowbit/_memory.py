@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
+import os
 import sys
 from pathlib import Path
 
@@ -33,8 +35,38 @@ def _huge_page_bytes() -> int | None:
         return None
 
 
+def _cpus_by_part(size: int, page: int) -> list[tuple[int, list[int]]]:
+    """How memory of `size` bytes is divided among the nodes of memory: where each part ends, and its node's CPUs.
+
+    Empty where there is one node, or ``LOWBIT_NUMA`` is off. Linux puts a page on the node of the CPU that first writes to it.
+    """
+    placement, nodes = _C.memory_placement()
+    if len(nodes) < 2 or placement == "off":
+        return []
+    if placement == "interleave":
+        return [(min(end, size), nodes[i % len(nodes)]) for i, end in enumerate(range(page, size + page, page))]
+    # The operators cut a matrix in the same way (ops/schedule.h), but between panels.
+    return [(size * (i + 1) // len(nodes) // page * page if i + 1 < len(nodes) else size, cpus) for i, cpus in enumerate(nodes)]
+
+
+def _copy_by_node(to: Tensor, tensor: Tensor, page: int) -> None:
+    """Copies bytes, each part on a CPU of its node."""
+    before, begin = os.sched_getaffinity(0), 0
+    try:
+        for end, cpus in _cpus_by_part(tensor.numel(), page):
+            with contextlib.suppress(OSError):  # CPUs taken from the process meanwhile: the part lies elsewhere
+                os.sched_setaffinity(0, cpus)  # this thread alone, which then has to copy
+            ctypes.memmove(to.data_ptr() + begin, tensor.data_ptr() + begin, end - begin)
+            begin = end
+    finally:
+        os.sched_setaffinity(0, before)
+
+
 def in_huge_pages(tensor: Tensor) -> Tensor:
-    """A copy of packed weights, uint8, in huge pages; the tensor itself if it is too small or no huge pages are available."""
+    """A copy of packed weights, uint8, in huge pages; the tensor itself if it is too small or no huge pages are available.
+
+    Where there are several nodes of memory, each gets its part (``LOWBIT_NUMA``).
+    """
     page = _huge_page_bytes()
     if page is None or tensor.numel() < page or tensor.device.type != "cpu":
         return tensor
@@ -46,7 +78,11 @@ def in_huge_pages(tensor: Tensor) -> Tensor:
         return tensor
     # Aligned to a page, as not every system aligns the mapping. Bytes that are never touched take no memory.
     offset = -torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr() % page
-    return torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=offset).view(tensor.shape).copy_(tensor)
+    moved = torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=offset).view(tensor.shape)
+    if not _cpus_by_part(size, page):
+        return moved.copy_(tensor)
+    _copy_by_node(moved, tensor.contiguous(), page)
+    return moved
 
 
 def give_back(tensor: Tensor) -> None:

@@ -1,6 +1,7 @@
 // parallel_1d and parallel_2d: every piece once, on any host's threads, and no piece waits for a stalled thread that
 // others could serve. What a call works in, and its float settings.
 
+#include "../../ops/nodes.h"
 #include "../../ops/schedule.h"
 #include "../../ops/scratch.h"
 
@@ -8,7 +9,11 @@
 
 #include <chrono>
 #include <condition_variable>
+#include <filesystem>
+#include <fstream>
 #include <mutex>
+#include <string>
+#include <utility>
 #include <vector>
 
 #include "support/tensors.h"
@@ -168,7 +173,7 @@ struct Visits {
 
   explicit Visits(const Grid& g)
       : grid(g), prepared(static_cast<size_t>(g.rows)), tiles(static_cast<size_t>(g.bands() * g.columns)),
-        bands(static_cast<size_t>(g.bands())) {}
+        bands(static_cast<size_t>(g.bands() * g.nodes)) {}
 
   void prepare(int64_t begin, int64_t end) {
     EXPECT_LT(begin, end);
@@ -204,8 +209,78 @@ TEST(Parallel2d, EveryRowAndEveryTileOnce) {
   }
 }
 
+int odd_or_even(int worker) { return worker % 2; }
+int second(int) { return 1; }
+
+TEST(Parallel2d, EveryRowAndEveryTileOnceOnSeveralNodes) {
+  for (const Parallel& host : {Parallel{}, {4, one_after_another}, {4, backwards}, threads(2), threads(7)}) {
+    for (const int64_t nodes : {2, 3, 8}) {
+      for (const int64_t columns : {1, 2, 17, 300}) {
+        for (const int64_t least : {1, 3, 400}) Visits({100, 32, 5, columns, least, least + 4, nodes, odd_or_even}).run(host);
+      }
+    }
+  }
+}
+
+// A thread of the second of three nodes computes that node's part, then the third's, and the first's last.
+TEST(Parallel2d, OwnPartsFirst) {
+  const Grid grid{4, 2, 2, 90, 2, 8, 3, second};
+  std::vector<Band> bands(6);
+  std::vector<int64_t> begins;
+  parallel_2d({2, one_after_another}, grid, bands.data(), [](int, int64_t, int64_t) {},
+              [&](int, int64_t band, int64_t begin, int64_t) { begins.push_back(band * 1000 + begin); });
+  std::vector<int64_t> parts;  // of a band, in the order of their first claims
+  for (const int64_t begin : begins) {
+    const int64_t part = begin / 1000 * 1000 + begin % 1000 / 30 * 30;
+    if (parts.empty() || parts.back() != part) parts.push_back(part);
+  }
+  EXPECT_EQ(parts, (std::vector<int64_t>{30, 1030, 60, 1060, 0, 1000}));
+}
+
+// Threads of two nodes: none steals while a tile of its own node is left.
+TEST(Parallel2d, StealsLast) {
+  const Grid grid{1, 1, 1, 2000, 1, 8, 2, odd_or_even};
+  std::vector<Band> bands(2);
+  bands[0].claimed_rows = bands[0].prepared_rows = 1;
+  constexpr int kThreads = 4;
+  std::vector<int64_t> stolen(kThreads);
+  parallel_2d(threads(kThreads), grid, bands.data(), [](int, int64_t, int64_t) {},
+              [&](int worker, int64_t, int64_t begin, int64_t end) {
+                const bool own = begin / 1000 == worker % 2;
+                EXPECT_FALSE(own && stolen[static_cast<size_t>(worker)] > 0);
+                if (!own) stolen[static_cast<size_t>(worker)] += end - begin;
+              });
+}
+
+// A thread four times as slow as the other, by a clock of finished columns: it gets what it can do meanwhile, and one claim.
+TEST(Parallel2d, ASlowThreadTakesLess) {
+  const Grid grid{1, 1, 1, 1000, 1, 8};
+  Band band;
+  std::mutex mutex;
+  std::condition_variable changed;
+  int64_t fast = 0, slow = 0;
+  std::thread::id slow_thread;
+  parallel_2d(threads(2), grid, &band, [&](int, int64_t, int64_t) {},
+              [&](int worker, int64_t, int64_t begin, int64_t end) {
+                std::unique_lock lock(mutex);
+                if (worker == 1) {
+                  const int64_t until = fast + 4 * (end - begin);
+                  slow += end - begin;
+                  changed.wait_for(lock, std::chrono::seconds(20), [&] { return fast >= until || fast + slow == 1000; });
+                } else {
+                  fast += end - begin;
+                  changed.notify_all();
+                }
+              });
+  EXPECT_EQ(fast + slow, 1000);
+  EXPECT_LE(slow, 1000 / 5 + 8);
+}
+
 TEST(Parallel2d, ClaimsThatRace) {
-  for (int round = 0; round < 20; ++round) Visits({64, 1, 1, 1000, 1, 2}).run(threads(4));
+  for (int round = 0; round < 20; ++round) {
+    Visits({64, 1, 1, 1000, 1, 2}).run(threads(4));
+    Visits({64, 1, 1, 1000, 1, 2, 2, odd_or_even}).run(threads(4));
+  }
 }
 
 // Claims are as large as allowed while much is left, and never smaller than allowed but for the last of a band.
@@ -271,6 +346,68 @@ TEST(Parallel2d, AStalledTileHoldsUpNothing) {
       });
   EXPECT_EQ(finished_before_the_first, 3 * 50 - size_of_the_first);
   EXPECT_EQ(finished, 3 * 50);
+}
+
+// A directory like the system's, with nodes whose CPUs are given.
+std::filesystem::path directory_of(const char* name, const std::vector<std::pair<int, const char*>>& nodes) {
+  const std::filesystem::path directory = std::filesystem::path(testing::TempDir()) / name;
+  std::filesystem::remove_all(directory);
+  for (const auto& [number, cpus] : nodes) {
+    const std::filesystem::path node = directory / ("node" + std::to_string(number));
+    std::filesystem::create_directories(node);
+    std::ofstream(node / "cpulist") << cpus << "\n";
+  }
+  return directory;
+}
+
+Nodes nodes_of(const char* name, const std::vector<std::pair<int, const char*>>& nodes,
+               bool (*may_use)(int) = [](int) { return true; }) {
+  return read_nodes(directory_of(name, nodes).string().c_str(), may_use);
+}
+
+TEST(Nodes, AreThoseOfTheSystemWithCpus) {
+  const Nodes nodes = nodes_of("two", {{0, "0-3,8,10-11"}, {1, ""}, {5, "4-7,9"}});
+  EXPECT_EQ(nodes.count, 2);
+  for (const int cpu : {0, 1, 2, 3, 8, 10, 11}) EXPECT_EQ(nodes.of_cpu[cpu], 0) << cpu;
+  for (const int cpu : {4, 5, 6, 7, 9}) EXPECT_EQ(nodes.of_cpu[cpu], 1) << cpu;
+  EXPECT_EQ(nodes.of_cpu[12], Nodes::kNone);
+}
+
+TEST(Nodes, AreOneWhereThereIsNothingToChoose) {
+  EXPECT_EQ(read_nodes("/nowhere", [](int) { return true; }).count, 1);
+  EXPECT_EQ(nodes_of("one", {{0, "0-3"}}).count, 1);
+  EXPECT_EQ(nodes_of("bound", {{0, "0-3"}, {1, "4-7"}}, [](int cpu) { return cpu < 4; }).count, 1);
+  EXPECT_EQ(nodes_of("beyond", {{0, "0-3"}, {1, "4-5000"}}).count, 1);
+  EXPECT_EQ(nodes_of("half", {{0, "0-3"}, {1, "4-"}}).count, 1);
+  std::vector<std::pair<int, const char*>> many;
+  static constexpr const char* kCpus[] = {"0", "1", "2", "3", "4", "5", "6", "7", "8"};
+  for (int i = 0; i < 9; ++i) many.emplace_back(i, kCpus[i]);
+  EXPECT_EQ(nodes_of("many", many).count, 1);
+  many.pop_back();
+  EXPECT_EQ(nodes_of("eight", many).count, 8);
+}
+
+// Nodes change which thread computes what, and no bit.
+TEST(Nodes, ChangeNoBit) {
+  const Nodes before = memory_nodes();
+  Random random(1);
+  const Layout layout = layout_of(1000, 256, 4, 32, Mapping::symmetric, false);
+  const Tensor weight = bytes_tensor(packed(random_weights(layout, random)));
+  for (const int64_t rows : {1, 5, 70}) {
+    const Tensor x = random_tensor(ElementType::f32, {rows, 256}, random);
+    const Tensor expected(ElementType::f32, {rows, 1000});
+    ASSERT_TRUE(linear(x.view, weight.view, 1000, expected.view, {}).ok());
+    for (const int count : {2, 3, 8}) {
+      Nodes nodes = before;
+      nodes.count = count;
+      for (int cpu = 0; cpu < Nodes::kMostCpus; ++cpu) nodes.of_cpu[cpu] = static_cast<uint8_t>(cpu % count);
+      set_memory_nodes(nodes);
+      const Tensor out(ElementType::f32, {rows, 1000});
+      ASSERT_TRUE(linear(x.view, weight.view, 1000, out.view, threads(5)).ok());
+      EXPECT_EQ(std::memcmp(out.view.data, expected.view.data, static_cast<size_t>(rows) * 4000), 0) << rows << ", " << count;
+    }
+  }
+  set_memory_nodes(before);
 }
 
 }  // namespace

@@ -2,8 +2,10 @@
 
 import copy
 import io
+import os
 import pickle
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -137,3 +139,77 @@ def test_pages_of_files_are_given_back_and_no_others(tmp_path):
     own = content.clone()
     _memory.give_back(own)
     assert torch.equal(own, content)
+
+
+@pytest.fixture
+def nodes(monkeypatch):
+    """Two nodes of memory, made up of this machine's CPUs; and on which CPUs each copy was allowed."""
+    cpus = sorted(os.sched_getaffinity(0))
+    if len(cpus) < 2:
+        pytest.skip("one CPU is no two nodes")
+    halves = [cpus[: len(cpus) // 2], cpus[len(cpus) // 2 :]]
+    copies = []
+
+    class Copies:
+        def __init__(self, module):
+            self._module = module
+
+        def __getattr__(self, name):
+            return getattr(self._module, name)
+
+        def memmove(self, to, source, size):
+            copies.append((sorted(os.sched_getaffinity(0)), size))
+            return self._module.memmove(to, source, size)
+
+    monkeypatch.setattr(_memory, "ctypes", Copies(_memory.ctypes))
+
+    def divide(placement: str) -> tuple[list[list[int]], list[tuple[list[int], int]]]:
+        monkeypatch.setattr(_memory._C, "memory_placement", lambda: (placement, halves))
+        return halves, copies
+
+    return divide
+
+
+def test_each_node_of_memory_gets_its_part(system, nodes):
+    system("always [madvise] never")
+    halves, copies = nodes("local")
+    weight = torch.randint(0, 256, (9 * MIB + 5,), dtype=torch.uint8)
+    before = os.sched_getaffinity(0)
+    moved = _memory.in_huge_pages(weight)
+    assert torch.equal(moved, weight)
+    assert copies == [(halves[0], 4 * MIB), (halves[1], 5 * MIB + 5)]  # cut between pages
+    assert os.sched_getaffinity(0) == before
+
+
+def test_pages_go_round_the_nodes_of_memory(system, nodes):
+    system("always [madvise] never")
+    halves, copies = nodes("interleave")
+    weight = torch.randint(0, 256, (5 * MIB,), dtype=torch.uint8)
+    assert torch.equal(_memory.in_huge_pages(weight), weight)
+    assert copies == [(halves[0], 2 * MIB), (halves[1], 2 * MIB), (halves[0], MIB)]
+
+
+def test_no_part_where_the_nodes_of_memory_are_left_alone(system, nodes):
+    system("always [madvise] never")
+    _, copies = nodes("off")
+    weight = torch.randint(0, 256, (5 * MIB,), dtype=torch.uint8)
+    assert torch.equal(_memory.in_huge_pages(weight), weight) and copies == []
+
+
+@pytest.mark.parametrize("setting", ["local", "interleave", "off", ""])
+def test_the_placement_is_read_from_the_environment(setting):
+    script = "from lowbit import _C; print(_C.memory_placement()[0])"
+    environment = os.environ | {"LOWBIT_NUMA": setting}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == (setting or "local")
+
+
+def test_a_placement_that_there_is_not_is_an_error():
+    script = (
+        "import torch, lowbit\n"
+        "weight = lowbit.pack(torch.zeros(16, 32, dtype=torch.uint8), torch.ones(16, 1), bits=4, group_size=32)\n"
+        "lowbit.linear(torch.ones(1, 32), weight, 16)"
+    )
+    environment = os.environ | {"LOWBIT_NUMA": "far"}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
+    assert "LOWBIT_NUMA is 'far'; expected local, interleave or off" in done.stderr
