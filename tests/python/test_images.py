@@ -162,3 +162,22 @@ def test_what_is_refused(packed, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "PIL.Image", None)
     with pytest.raises(ImportError, match="is read by Pillow, which is not installed: pip install pillow"):
         llm.open_image(picture)
+
+
+@pytest.mark.filterwarnings("ignore:.* of the bytes of this .* stay float", "ignore:.*:UserWarning")
+def test_a_calibration_rounds_convolutions_to_nearest(packed, tmp_path):
+    path, _ = packed("gemma3")
+    source = path.parent / "float"
+    text = "A text of some length about nothing in particular, " * 40
+    _, calibration = lowbit.calibrate_checkpoint(source, tmp_path / "calibrated", CONFIG, text, "importance", window=64)
+    calibrated, nearest = (load_image_model(one) for one in (tmp_path / "calibrated", path))
+    in_memory = load_image_model(source)
+    tokens = load_image_processor(source).tokenizer(text, return_tensors="pt")["input_ids"]
+    lowbit.calibrate(in_memory, list(tokens[:, :640].split(64, dim=1)), CONFIG, "importance")
+    (name,) = [name for name, layer in nearest.named_modules() if isinstance(layer, lowbit.nn.Conv)]
+    assert name not in calibration.methods
+    for model in (calibrated, in_memory):
+        assert torch.equal(model.get_submodule(name).packed_weight, nearest.get_submodule(name).packed_weight)
+    query = "model.language_model.layers.0.self_attn.q_proj"
+    assert calibration.methods[query] == "importance"
+    assert not torch.equal(calibrated.get_submodule(query).packed_weight, nearest.get_submodule(query).packed_weight)

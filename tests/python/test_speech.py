@@ -15,6 +15,7 @@ from lowbit.speech import Segment, SpeechDecoder, Transcriber, load_audio, load_
 from speech_models import POSITIONS, SECOND, save_ctranslate2, tiny_whisper
 
 PACKED = lowbit.LowBitConfig(bits=4, group_size=32)
+CONVOLUTIONS = lowbit.LowBitConfig(bits=4, group_size=32, conv_bits=8)
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +41,7 @@ def generated(model, features, **options):
     return [segment["tokens"].tolist() for segment in result["segments"][0]], result["segments"][0]
 
 
-@pytest.mark.parametrize("config", [None, PACKED], ids=["float", "packed"])
+@pytest.mark.parametrize("config", [None, PACKED, CONVOLUTIONS], ids=["float", "packed", "with convolutions"])
 @pytest.mark.parametrize("seed", range(3))
 def test_the_tokens_are_those_of_transformers(whisper, tmp_path, config, seed):
     tiny_whisper(tmp_path / "model", seed)
