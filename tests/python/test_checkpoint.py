@@ -125,6 +125,7 @@ def test_files_beside_the_weights(tmp_path):
         "scale": "mse",
         "levels": None,
         "embedding_bits": 6,
+        "conv_bits": None,
         "overrides": [list(pair) for pair in OVERRIDES.items()],
     }
     assert config == json.loads((source / "config.json").read_text())
