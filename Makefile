@@ -30,11 +30,13 @@ comma := ,
 
 # What of this machine's C++ tests runs on emulated x86 CPUs: kernels, or operators too; the CPU, the ISA that must be
 # covered there.
-X86_RUNS := operators/sapphire_rapids/amx operators/arrow_lake/avxvnni kernels/sapphire_rapids/avx512vnni
+X86_RUNS := operators/sapphire_rapids/amx operators/arrow_lake/avxvnni operators/arrow_lake/avxvnniint8 \
+  kernels/sapphire_rapids/avx512vnni
 
 # What Linux calls these ISAs. A machine that has one runs its tests as they are, which takes seconds.
 CPU_FLAG_avx512vnni := avx512_vnni
 CPU_FLAG_avxvnni := avx_vnni
+CPU_FLAG_avxvnniint8 := avx_vnni_int8
 CPU_FLAG_amx := amx_int8
 
 # pip would compile 20 000 files of Python, most of which nothing imports (--no-compile below). Python does it for those
@@ -602,7 +604,7 @@ mutants: build-test-host $(VENV)/installed
 .PHONY: tidy
 TIDY ?= $(wildcard kernels/*.cpp) $(filter $(foreach isa,$(TIDY_ISAS),%/$(isa).cpp),$(wildcard kernels/*/*.cpp)) \
   $(filter-out %/executorch_ops.cpp %/torch_ops.cpp %/module.cpp,$(wildcard ops/*.cpp))
-TIDY_ISAS := portable $(if $(filter x86_64,$(shell uname -m)),avx2 avxvnni avx512vnni amx,neon neondot i8mm)
+TIDY_ISAS := portable $(if $(filter x86_64,$(shell uname -m)),avx2 avxvnni avxvnniint8 avx512vnni amx,neon neondot i8mm)
 tidy: build-test-host
 	scripts/need.sh tidy
 	mkdir -p build/tidy

@@ -183,8 +183,8 @@ void attention(benchmark::State& state, const AttentionKernel* kernel, DType dty
     }
     return values;
   };
-  const int64_t head_bytes = cache_bytes(cache, head);
-  const auto keys = fill(heads * head, cache), values = fill(heads * head, cache);
+  const int64_t key_bytes = cache_bytes(key_type(cache), head), value_bytes = cache_bytes(value_type(cache), head);
+  const auto keys = fill(heads * head, key_type(cache)), values = fill(heads * head, value_type(cache));
   const auto q = fill(kAttentionRows * kWidth, cache_type_of(dtype));
   const auto scales = fill(length, CacheType::f32);
   const void* const used_scales = has_scales(cache) ? scales.get() : nullptr;
@@ -204,14 +204,14 @@ void attention(benchmark::State& state, const AttentionKernel* kernel, DType dty
         lengths[count] = prefill ? (begin + count) / kGroup + 1 : length;
         products += 2 * lengths[count] * kWidth;
       }
-      kernel->run({count, q_rows, out_rows, begins, lengths, nullptr, keys.get() + at * head_bytes,
-                   values.get() + at * head_bytes, used_scales, used_scales, dtype, cache, kWidth, kWidth, 0.2f,
+      kernel->run({count, q_rows, out_rows, begins, lengths, nullptr, keys.get() + at * key_bytes,
+                   values.get() + at * value_bytes, used_scales, used_scales, dtype, cache, kWidth, kWidth, 0.2f,
                    0.0f, scratch.get()});
     }
     at = (at + 1) % heads;
     benchmark::ClobberMemory();
   }
-  if (!prefill) state.SetBytesProcessed(state.iterations() * 2 * head_bytes);
+  if (!prefill) state.SetBytesProcessed(state.iterations() * (key_bytes + value_bytes));
   state.counters["GMAC/s"] = benchmark::Counter(static_cast<double>(products) * 1e-9, benchmark::Counter::kIsRate);
 }
 
@@ -247,7 +247,8 @@ void register_all() {
     for (const auto& [dtype, cache, name] :
          {std::tuple{DType::f32, CacheType::f32, "f32"}, {DType::bf16, CacheType::bf16, "bf16"},
           {DType::f16, CacheType::f16, "f16"}, {DType::f32, CacheType::bf16, "f32_bf16_cache"},
-          {DType::f32, CacheType::i8, "f32_int8_cache"}, {DType::f32, CacheType::i4, "f32_int4_cache"}}) {
+          {DType::f32, CacheType::i8, "f32_int8_cache"}, {DType::f32, CacheType::i4, "f32_int4_cache"},
+          {DType::f32, CacheType::i8_i4, "f32_int8_int4_cache"}}) {
       const std::string base = std::string(row->name) + "/" + name;
       benchmark::RegisterBenchmark((base + "/decode").c_str(), attention, row, dtype, cache, false);
       benchmark::RegisterBenchmark((base + "/prefill").c_str(), attention, row, dtype, cache, true);

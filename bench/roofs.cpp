@@ -70,6 +70,9 @@ void vpdpbusd_256() {
     __asm__ volatile(LOWBIT_TWELVE("%{vex%} vpdpbusd ", "%%ymm") ::: LOWBIT_CLOBBERED);
   }
 }
+void vpdpbssd_256() {
+  for (int64_t i = 0; i < kSteps; ++i) __asm__ volatile(LOWBIT_TWELVE("vpdpbssd ", "%%ymm") ::: LOWBIT_CLOBBERED);
+}
 // Without VNNI a dot product takes three instructions: products in pairs, pairs to fours, the sum.
 #define LOWBIT_MADD(n)                     \
   "vpmaddubsw %%ymm1, %%ymm0, %%ymm14\n"   \
@@ -87,6 +90,7 @@ constexpr struct {
   DotProduct dot;
 } kDotProducts[] = {{kAmx, {"amx", tdpbssd, 2 * 16 * 16 * 64 / 16}},
                     {kAvx512Vnni, {"avx512vnni", vpdpbusd_512, 128}},
+                    {kAvxVnniInt8, {"avxvnniint8", vpdpbssd_256, 64}},
                     {kAvxVnni, {"avxvnni", vpdpbusd_256, 64}},
                     {kAvx2, {"avx2", vpmaddubsw_256, 64}}};
 #elif defined(__aarch64__)

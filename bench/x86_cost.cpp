@@ -138,7 +138,7 @@ void count_attention(const AttentionKernel& kernel, CacheType cache, const char*
   constexpr int64_t kWidth = 64, kPositions = 256, kHeads = 4;
   const auto memory = [](int64_t count, CacheType type) {
     char* const values = allocate<char>(count * 4);
-    if (type == CacheType::i8 || type == CacheType::i4) return values;  // any byte is codes
+    if (has_scales(type)) return values;  // any byte is codes
     const DType dtype = type == CacheType::f32 ? DType::f32 : type == CacheType::bf16 ? DType::bf16 : DType::f16;
     for (int64_t i = 0; i < count; ++i) store_from_f32(values, dtype, i, static_cast<float>(i * 37 % 201 - 100) / 64.0f);
     return values;
@@ -154,9 +154,9 @@ void count_attention(const AttentionKernel& kernel, CacheType cache, const char*
     products += 2 * ends[row] * kWidth;
   }
   const char* const scales = has_scales(cache) ? memory(kPositions, CacheType::f32) : nullptr;
-  const AttentionArgs args{rows, q, out, begins, ends, nullptr, memory(kPositions * kWidth, cache),
-                           memory(kPositions * kWidth, cache), scales, scales, DType::f32, cache, kWidth, kWidth, 0.2f,
-                           0.0f, allocate<float>(attention_scratch(kWidth, kWidth))};
+  const AttentionArgs args{rows, q, out, begins, ends, nullptr, memory(kPositions * kWidth, key_type(cache)),
+                           memory(kPositions * kWidth, value_type(cache)), scales, scales, DType::f32, cache, kWidth,
+                           kWidth, 0.2f, 0.0f, allocate<float>(attention_scratch(kWidth, kWidth))};
   count(kernel.name, std::string(name) + (prompt ? " prompt" : " token"), products / 128, kernel.run, args);
 }
 
@@ -191,7 +191,7 @@ void count_all() {
   }
   constexpr std::pair<CacheType, const char*> kCaches[] = {{CacheType::f32, "f32"}, {CacheType::bf16, "bf16"},
                                                            {CacheType::f16, "f16"}, {CacheType::i8, "int8"},
-                                                           {CacheType::i4, "int4"}};
+                                                           {CacheType::i4, "int4"}, {CacheType::i8_i4, "int8,int4"}};
   for (size_t i = 0; i < attention_kernel_count(); ++i) {
     const AttentionKernel& kernel = attention_kernel(i);
     if (!wanted(kernel.name, kernel.isa)) continue;

@@ -22,7 +22,7 @@ set(LOWBIT_ISAS
   "sme2|aarch64|-march=armv8-a+sme2"  # never with SVE: CPUs with SME2 need not have it, and compilers would use it
   "avx2|x86_64|-mavx2 -mfma -mf16c ${additions_in_order}"
   "avxvnni|x86_64|-mavx2 -mfma -mf16c -mavxvnni"
-  "avxvnniint8|x86_64|"  # for kernel libraries
+  "avxvnniint8|x86_64|-mavx2 -mfma -mf16c"  # its instructions are in assembly
   "avx512vnni|x86_64|-mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512vnni -mavx2 -mfma -mf16c"
   "amx|x86_64|-mamx-tile -mamx-int8 -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512vnni -mavx2 -mfma -mf16c"
 )
@@ -102,6 +102,7 @@ function(lowbit_kernel_sources out)
   set(cpu_flags)
   set(linux_avxvnni avx_vnni)
   set(linux_avx512vnni avx512_vnni)
+  set(linux_avxvnniint8 avx_vnni_int8)
   set(linux_amx amx_int8)
   if(LOWBIT_SANITIZE AND NOT CMAKE_CROSSCOMPILING AND EXISTS /proc/cpuinfo)
     file(STRINGS /proc/cpuinfo cpu_flags REGEX "^flags" LIMIT_COUNT 1)
@@ -135,7 +136,7 @@ function(lowbit_kernel_sources out)
         if(NOT LOWBIT_SANITIZE_KERNELS)
           set(unchecked TRUE)
         elseif(NOT cpu_flags)
-        elseif(name MATCHES "^(avxvnni|avx512vnni|amx)$")
+        elseif(name MATCHES "^(avxvnni|avxvnniint8|avx512vnni|amx)$")
           if(NOT cpu_flags MATCHES " ${linux_${name}}( |\n)")
             set(unchecked TRUE)
           endif()

@@ -8,7 +8,7 @@ namespace lowbit {
 // The tables, one per ISA file.
 extern const Table<QuantizeKernel> kQuantizePortable, kQuantizeNeon, kQuantizeAvx2, kQuantizeAvx512Vnni;
 extern const Table<LinearKernel> kLinearPortable, kLinearNeon, kLinearNeonDot, kLinearI8mm, kLinearSme2;
-extern const Table<LinearKernel> kLinearAvx2, kLinearAvxVnni, kLinearAvx512Vnni, kLinearAmx;
+extern const Table<LinearKernel> kLinearAvx2, kLinearAvxVnni, kLinearAvxVnniInt8, kLinearAvx512Vnni, kLinearAmx;
 extern const Table<EmbeddingKernel> kEmbeddingPortable, kEmbeddingNeon, kEmbeddingAvx2, kEmbeddingAvx512Vnni;
 extern const Table<AttentionKernel> kAttentionPortable, kAttentionNeon, kAttentionAvx2, kAttentionAvx512Vnni;
 extern const Table<RecurrenceKernel> kRecurrencePortable, kRecurrenceNeon, kRecurrenceAvx2, kRecurrenceAvx512Vnni;
@@ -30,8 +30,8 @@ constexpr const Table<RecurrenceKernel>* kRecurrence[] = {&kRecurrenceNeon, &kRe
 constexpr const Table<ElementwiseKernel>* kElementwise[] = {&kElementwiseNeon, &kElementwisePortable};
 #elif defined(__x86_64__)
 constexpr const Table<QuantizeKernel>* kQuantize[] = {&kQuantizeAvx512Vnni, &kQuantizeAvx2, &kQuantizePortable};
-constexpr const Table<LinearKernel>* kLinear[] = {&kLinearAmx, &kLinearAvx512Vnni, &kLinearAvxVnni, &kLinearAvx2,
-                                                  &kLinearPortable};
+constexpr const Table<LinearKernel>* kLinear[] = {&kLinearAmx, &kLinearAvx512Vnni, &kLinearAvxVnniInt8,
+                                                  &kLinearAvxVnni, &kLinearAvx2, &kLinearPortable};
 constexpr const Table<EmbeddingKernel>* kEmbedding[] = {&kEmbeddingAvx512Vnni, &kEmbeddingAvx2,
                                                         &kEmbeddingPortable};
 constexpr const Table<AttentionKernel>* kAttention[] = {&kAttentionAvx512Vnni, &kAttentionAvx2, &kAttentionPortable};

@@ -70,6 +70,12 @@ add_xfd() {
   mend cpu/msr.cc "/^bool .*::handle_unknown_wrmsr(/,/{/ s/^{/&\n  $is_xfd { $write }/"
 }
 
+# Arrow Lake executes AVX-VNNI-INT8, and CPUID keeps it secret.
+list_vnni_int8() {
+  local place=cpu/cpudb/intel/arrow_lake.cc
+  mend $place '/AVX-VNNI-INT8 instr/,/leaf->edx/ s/leaf->edx = .*/leaf->edx = get_std_cpuid_leaf_7_subleaf_1_edx();/'
+}
+
 compile() {
   echo "x86 emulator: compiling Bochs"
   {
@@ -105,6 +111,7 @@ cd "$new/bochs"
 mend_products
 mend_saved_tiles
 add_xfd
+list_vnni_int8
 compile
 collect
 rm -rf "$target"

@@ -104,7 +104,7 @@ def isa() -> dict[str, Any]:
 
     ``LOWBIT_ISA`` is read once, when the package is imported, and caps the ISA: on Arm at ``portable``, ``neon``,
     ``neondot``, ``i8mm``, ``bf16``, ``sve2`` or ``sme2``; on x86 at ``portable``, ``avx2``, ``avxvnni``, ``avxvnniint8``,
-    ``avx512vnni`` or ``amx``. lowbit's own kernels need no ``bf16``, ``sve2`` or ``avxvnniint8``; kernel libraries may.
+    ``avx512vnni`` or ``amx``. lowbit's own kernels need no ``bf16`` or ``sve2``; kernel libraries may.
     """
     from . import _C
 

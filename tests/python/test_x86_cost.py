@@ -61,6 +61,12 @@ def test_branches_go_nowhere_in_the_model():
     assert x86_cost.plain("vpaddd %zmm1,%zmm2,%zmm3") == "vpaddd %zmm1,%zmm2,%zmm3"
 
 
+def test_tiles_take_the_cycles_of_the_manual():
+    block = ("tilezero %tmm0", "tileloadd (%rax,%rbx,1),%tmm1", "tdpbssd %tmm2,%tmm1,%tmm0", "tilestored %tmm0,(%rcx,%rbx,1)")
+    assert x86_cost.tile_cycles(block) == 8 + 16 + 16
+    assert x86_cost.tile_cycles(("vpdpbusd %zmm1,%zmm2,%zmm3", "ret")) == 0
+
+
 def test_three_per_cent_more_are_too_many():
     assert not x86_cost.growth({"row": {"task": 10.0}}, {"row": {"task": 10.2}})
     assert x86_cost.growth({"row": {"task": 10.0}}, {"row": {"task": 10.4}})
@@ -71,14 +77,15 @@ def test_the_document_is_that_of_its_data():
     data = json.loads(x86_cost.DATA.read_text(encoding="utf-8"))
     assert x86_cost.DOCUMENT.read_text(encoding="utf-8") == x86_cost.document(data)
     kernels = x86_cost.linear_rows(data["counts"])
-    assert {name.split(",")[0] for name in kernels} == {"avx2", "avxvnni", "avx512vnni", "amx"}
-    for tasks in kernels.values():
-        assert all(set(cells) == set(x86_cost.WIDTHS) for cells in tasks.values())
+    assert {name.split(",")[0] for name in kernels} == {"avx2", "avxvnni", "avxvnniint8", "avx512vnni", "amx"}
+    for kernel, tasks in kernels.items():
+        widths = {"8"} if kernel.startswith("avxvnniint8") else set(x86_cost.WIDTHS)
+        assert all(set(cells) == widths for cells in tasks.values())
     attention = {row: tasks for row, tasks in data["counts"].items() if row.startswith("attention_")}
     assert set(attention) == {"attention_avx2", "attention_avx512vnni"}
     for tasks in attention.values():
         assert set(tasks) == {
-            f"{cache} {call}" for cache in ("f32", "bf16", "f16", "int8", "int4") for call in ("prompt", "token")
+            f"{cache} {call}" for cache in ("f32", "bf16", "f16", "int8", "int4", "int8,int4") for call in ("prompt", "token")
         }
 
 
