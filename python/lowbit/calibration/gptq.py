@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -81,14 +82,12 @@ def _damped(square: Tensor, damping: float) -> Tensor:
     return result
 
 
-def _inverse_factor(square: Tensor) -> Tensor:
-    """The upper triangular U, float32, for which U^T U is the inverse of ``square``."""
+def _root(square: Tensor) -> Tensor:
+    """The upper triangular V, float32, for which V V^T is ``square``."""
     try:
-        # Backwards: square = V V^T with V upper triangular, so U is the inverse of V.
-        backwards = torch.linalg.cholesky(square.flip(0, 1))
+        return torch.linalg.cholesky(square.flip(0, 1)).flip(0, 1).float()
     except torch.linalg.LinAlgError as error:
         raise ValueError(f"the moments are not positive definite ({error}); expected a larger damping") from None
-    return _inverse_of_upper(backwards.flip(0, 1).float())
 
 
 def _inverse_of_upper(matrix: Tensor) -> Tensor:
@@ -125,10 +124,14 @@ class Solver:
         self.order = torch.argsort(diagonal, descending=True, stable=True) if by_importance else torch.arange(k)
         if by_importance:
             square = square[self.order][:, self.order]
-        self.factor = _inverse_factor(square)
-        self.diagonal = self.factor.diagonal()
+        self.root = _root(square)
         # Cost of an error of an input after later inputs have compensated for it.
-        self.costs = self.diagonal.square().reciprocal()
+        self.costs = self.root.diagonal().square()
+
+    @cached_property
+    def factor(self) -> Tensor:
+        """The upper triangular U for which U^T U is the inverse of the squares, in the order of rounding."""
+        return _inverse_of_upper(self.root)
 
     def table(self, weight: Tensor, config: MatrixConfig) -> MatrixConfig:
         """The config with its table of levels fitted to a whole matrix, if it says "fit"."""
@@ -138,21 +141,21 @@ class Solver:
         """What to add to rows [n, k] for outputs as near to the float model's as any weights reach: float32 [n, k]."""
         if self.drift is None:
             return torch.zeros_like(weight, dtype=torch.float32)
-        toward = weight.float() @ self.drift
-        if self.by_importance:
-            return (toward[:, self.order] @ self.factor.T @ self.factor)[:, self.order.argsort()]
-        return toward @ self.factor.T @ self.factor
+        toward = (weight.float() @ self.drift)[:, self.order].T
+        half = torch.linalg.solve_triangular(self.root, toward, upper=True)
+        moved = torch.linalg.solve_triangular(self.root.T, half, upper=False).T
+        return moved[:, self.order.argsort()]
 
     def quantize(self, weight: Tensor, config: MatrixConfig, correction: float, sweeps: int = SWEEPS) -> Quantized:
         """Quantizes rows of a matrix, float32 [n, k], as :func:`gptq`."""
         config = self.table(weight, config)
-        if weight.shape[1] != len(self.factor):
-            raise ValueError(f"the moments are of {len(self.factor)} inputs; expected {weight.shape[1]}")
+        if weight.shape[1] != len(self.root):
+            raise ValueError(f"the moments are of {len(self.root)} inputs; expected {weight.shape[1]}")
         wanted = weight.float()
         if correction and self.drift is not None:
             wanted = torch.add(wanted, self.shift(weight), alpha=correction)
         result = self._in_order(wanted, config)
-        if not sweeps or config.bits > _DESCENT_BITS or self.tokens < _DESCENT_TOKENS * len(self.factor):
+        if not sweeps or config.bits > _DESCENT_BITS or self.tokens < _DESCENT_TOKENS * len(self.root):
             return result
         return descend(result, self.square, wanted, sweeps)
 
