@@ -353,8 +353,8 @@ def document(data: dict) -> str:
         "because LLVM has none; and as if nothing ran beside them, so that AMX's cycles are the most that it should need.",
         "",
         "Alder Lake lacks AVX-VNNI-INT8; its model is LLVM's for Arrow Lake, which has it. LLVM lets a sum wait for",
-        "the factor that an instruction reads from memory, which Intel's cores load ahead: one row of avxvnniint8 comes out",
-        "too slow.",
+        "the factor that an instruction reads from memory, so that one row of avxvnniint8 may be",
+        "faster than it says; no such CPU was at hand.",
         "",
         "There are no columns for Zen 5, because this LLVM's model of it is that of Zen 4, which splits 512 bits in two.",
     ]

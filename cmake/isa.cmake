@@ -86,6 +86,19 @@ if(LOWBIT_PROCESSOR STREQUAL "aarch64")
   endif()
 endif()
 
+# vpdpbssd is written in assembly, which binutils has from 2.40 on, and Clang from 16 on.
+if(LOWBIT_PROCESSOR STREQUAL "x86_64")
+  include(CheckCXXSourceCompiles)
+  set(CMAKE_TRY_COMPILE_TARGET_TYPE STATIC_LIBRARY)
+  check_cxx_source_compiles("void f() { __asm__(\"vpdpbssd %ymm0, %ymm1, %ymm2\"); }" LOWBIT_HAS_AVXVNNIINT8)
+  unset(CMAKE_TRY_COMPILE_TARGET_TYPE)
+  if(NOT LOWBIT_HAS_AVXVNNIINT8)
+    message(WARNING "The kernels for AVX-VNNI-INT8 are left out: the assembler does not know them. CPUs with it will run those "
+      "for AVX-VNNI.")
+    set_source_files_properties(kernels/registry.cpp PROPERTIES COMPILE_DEFINITIONS LOWBIT_WITHOUT_AVXVNNIINT8)
+  endif()
+endif()
+
 # Collects the kernel files for this processor into `out` and sets each one's flags. In a build with sanitizers those
 # that they do not check go to LOWBIT_UNCHECKED_SOURCES instead, and their ISAs to LOWBIT_UNCHECKED_ISAS.
 function(lowbit_kernel_sources out)
@@ -117,6 +130,8 @@ function(lowbit_kernel_sources out)
       continue()
     endif()
     if(name STREQUAL "sme2" AND LOWBIT_SME2_COMMAND MATCHES "NOTFOUND$")
+      continue()
+    elseif(name STREQUAL "avxvnniint8" AND NOT LOWBIT_HAS_AVXVNNIINT8)
       continue()
     endif()
     file(GLOB files CONFIGURE_DEPENDS "${PROJECT_SOURCE_DIR}/kernels/*/${name}.cpp")

@@ -30,8 +30,12 @@ constexpr const Table<RecurrenceKernel>* kRecurrence[] = {&kRecurrenceNeon, &kRe
 constexpr const Table<ElementwiseKernel>* kElementwise[] = {&kElementwiseNeon, &kElementwisePortable};
 #elif defined(__x86_64__)
 constexpr const Table<QuantizeKernel>* kQuantize[] = {&kQuantizeAvx512Vnni, &kQuantizeAvx2, &kQuantizePortable};
-constexpr const Table<LinearKernel>* kLinear[] = {&kLinearAmx, &kLinearAvx512Vnni, &kLinearAvxVnniInt8,
-                                                  &kLinearAvxVnni, &kLinearAvx2, &kLinearPortable};
+constexpr const Table<LinearKernel>* kLinear[] = {
+    &kLinearAmx, &kLinearAvx512Vnni,
+#if !defined(LOWBIT_WITHOUT_AVXVNNIINT8)  // no assembler for it: cmake/isa.cmake
+    &kLinearAvxVnniInt8,
+#endif
+    &kLinearAvxVnni, &kLinearAvx2, &kLinearPortable};
 constexpr const Table<EmbeddingKernel>* kEmbedding[] = {&kEmbeddingAvx512Vnni, &kEmbeddingAvx2,
                                                         &kEmbeddingPortable};
 constexpr const Table<AttentionKernel>* kAttention[] = {&kAttentionAvx512Vnni, &kAttentionAvx2, &kAttentionPortable};

@@ -6,19 +6,9 @@
 namespace lowbit {
 namespace {
 
-<<<<<<< HEAD
-constexpr int split_for(int rows) { return rows <= 2 ? 2 : 1; }
-
-template <int Bits, bool Affine, bool Halves, int Rows>
-struct Sums {
-  static constexpr int kBits = Bits, kRows = Rows, kSplit = split_for(Rows);
-  static constexpr bool kAffine = Affine, kHalves = Halves, kOffsetLate = false, kInterleaved = false, kUnpacked = false;
-  using Input = int8_t;
-=======
 template <int Bits, bool Affine, int Rows>
 struct Products {
   using Codes = __m256i;
->>>>>>> speed
   Levels<Bits> levels;
 
   LOWBIT_INLINE void begin(const Layout& layout) { levels.load(layout.levels); }

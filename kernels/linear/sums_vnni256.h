@@ -24,7 +24,7 @@ constexpr int split_for(int rows) { return rows <= 2 ? 2 : 1; }
 template <template <int Bits, bool Affine, int Rows> class Products, int Bits, bool Affine, bool Halves, int Rows>
 struct VnniSums {
   static constexpr int kBits = Bits, kRows = Rows, kSplit = split_for(Rows);
-  static constexpr bool kAffine = Affine, kHalves = Halves, kOffsetLate = false, kInterleaved = false;
+  static constexpr bool kAffine = Affine, kHalves = Halves, kOffsetLate = false, kInterleaved = false, kUnpacked = false;
   using Input = int8_t;
   Products<Bits, Affine, Rows> products;
   Sums32 sum[Rows][2][kSplit];  // of the two halves of a line

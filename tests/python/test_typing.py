@@ -21,6 +21,7 @@ TYPES = {
     "dict": "dict[str, Any]",
     "list": "list[dict[str, Any]]",
     f"collections.abc.Sequence[tuple[{INDEX}, {INDEX}]]": "Sequence[tuple[int, int]]",
+    "tuple": "tuple[str, list[list[int]]]",
     "None": "None",
 }
 # A std::string takes both; the loader gets what os.fsencode gives, a table of levels is bytes.

@@ -109,8 +109,10 @@ class Listening:
             raise bad("language" if wish.language else "model", str(error)) from error
 
     def next(self) -> Segment | None:
-        """The next segment; None: there are no more. Where a window ends, its successor is computed: to be called on the
-        engine's thread."""
+        """The next segment; None: there are no more.
+
+        Where a window ends, its successor is computed, so this is for the engine's thread.
+        """
         try:
             self.segments.append(next(self._stream))
         except StopIteration as end:
