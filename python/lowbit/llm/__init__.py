@@ -10,7 +10,7 @@ from .decoder import Decoder
 from .expert_files import stream_experts
 from .fallback import Fallback
 from .generation import Generation, generate
-from .images import ImageChat, ImageStep, load_image_chat, open_image
+from .images import ImageChat, ImageStep, image_samples, load_image_chat, open_image
 from .mtp import Mtp
 from .penalties import TokenLogprobs
 from .prefixes import PrefixCache
@@ -52,6 +52,7 @@ __all__ = [
     "generate",
     "generate_batch",
     "load_decoder",
+    "image_samples",
     "load_image_chat",
     "open_image",
     "random_model",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -308,6 +308,25 @@ def load_image_chat(
     )  # fmt: skip
     chat.check()
     return chat
+
+
+def image_samples(path: str | os.PathLike[str], samples: Iterable[tuple[str, Sequence[Any]]]) -> list[dict[str, Any]]:
+    """Data for :func:`lowbit.calibrate` of a model of images and text: a batch of its inputs for each sample.
+
+    >>> data = lowbit.llm.image_samples("MODEL", [("What is this?", ["cat.jpg"])])  # doctest: +SKIP
+    >>> lowbit.calibrate(model, data, lowbit.LowBitConfig(bits=4))  # doctest: +SKIP
+
+    Args:
+        path: a directory of transformers with a processor and a chat template.
+        samples: messages, each with a text and its images: paths, or images of Pillow.
+
+    Raises:
+        TypeError: an image is neither.
+        ImportError, OSError, ValueError: as :func:`load_image_chat` and :func:`open_image`.
+    """
+    processor = load_image_processor(path)
+    template = image_template(processor, path)
+    return [inputs_of_text(processor, text, [as_image(image) for image in images], template) for text, images in samples]
 
 
 def image_template(processor: Any, path: str | os.PathLike[str]) -> str:
