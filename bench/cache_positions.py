@@ -2,8 +2,8 @@
 
     python bench/cache_positions.py MODEL [--tokens 8192] [--caches int8 int8,int4 int4]
 
-The text is Python source that this Python brings. Both decoders read it in pieces of 256 tokens, as a prompt; a row has the mean
-over the tokens up to its position, from the row before it on.
+The text is Python source that this Python brings. All decoders read it in pieces of 256 tokens, as a prompt; a row has the mean
+over the tokens at its positions.
 """
 
 import argparse
