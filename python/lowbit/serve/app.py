@@ -316,13 +316,14 @@ class Server:
             form = await MultiPartParser(request.headers, pieces, max_files=1, max_fields=32).parse()
         except MultiPartException as error:
             raise ApiError(400, f"the body is no form that can be read: {error.message}") from error
-        async with contextlib.AsyncExitStack() as files:
-            files.push_async_callback(form.close)
+        try:
             file = form.get("file")
             if not isinstance(file, UploadFile):
                 raise bad("file", f"file is {'missing' if file is None else 'a text'}; expected a recording")
             values = {name: value for name, value in form.items() if name != "file"}
             return Fields(values), await file.read(), file.filename or "file"
+        finally:
+            await form.close()
 
     async def _transcribe(self, request: Request) -> Response:
         return await self._listen(request, "transcribe")
