@@ -19,7 +19,7 @@ from ..hf import decoding
 from ..hf.continuing import OwnCaches
 from .chat import Chat, chat_template, sampling_of
 from .decoder import check_call
-from .loading import load_image_model, load_image_processor, stop_tokens
+from .loading import check_image_type, load_image_model, load_image_processor, stop_tokens
 
 if TYPE_CHECKING:
     from ..hf.config import LowBitConfig
@@ -48,11 +48,7 @@ def sees_only(path: str | os.PathLike[str]) -> bool:
 
 def check_takes_images(path: str | os.PathLike[str]) -> None:
     """Raises ValueError unless a checkpoint is a model of images and text."""
-    if not takes_images(path):
-        raise ValueError(
-            f"{path} has model_type {read_config(path).get('model_type')!r}, which takes no images; expected a model of images "
-            "and text"
-        )
+    check_image_type(read_config(path).get("model_type"), Path(path))
 
 
 def open_image(path: str | os.PathLike[str]) -> Any:

@@ -82,7 +82,7 @@ def load_image_model(
     progress: Callable[[int, int], None] | None = None,
 ) -> torch.nn.Module:
     """Loads a model of images and text; otherwise as :func:`load_model`."""
-    return _load(path, quantization, progress, _check_images, "AutoModelForImageTextToText")
+    return _load(path, quantization, progress, check_image_type, "AutoModelForImageTextToText")
 
 
 def load_speech_processor(path: str | os.PathLike[str]) -> Any:
@@ -137,7 +137,8 @@ def _check_causal(model_type: Any, file: Path) -> None:
         )
 
 
-def _check_images(model_type: Any, file: Path) -> None:
+def check_image_type(model_type: Any, file: Path) -> None:
+    """Raises ValueError unless a model_type, which is in ``file``, is of models of images and text."""
     from ..hf.loading import image_model_types
 
     if not isinstance(model_type, str) or model_type not in image_model_types():
