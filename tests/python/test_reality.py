@@ -139,7 +139,7 @@ def test_weights(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["reality.py", *options.split(), *map(str, places)])
     assert reality.main() == 0
     rows = json.loads((tmp_path / "reality.json").read_text(encoding="utf-8"))["models"]["tiny_llama"]["weights"]
-    one_width, mixed, other = rows
+    other, one_width, mixed = rows
     assert one_width["bits"] > mixed["bits"] <= 3.5 and other["bits"] == 4.0
     assert one_width["kld"] > other["kld"] and mixed["kld"] > other["kld"]
     assert all(inputs % 256 == 0 and inputs == count for (_, inputs), count in asked)
