@@ -159,6 +159,7 @@ def contenders(name: str, work: Path) -> tuple[dict[str, Run], dict[str, str]]:
         "ONNX Runtime int8": lambda: of_onnxruntime(model, batches, work),
         "lowbit 8 bits, per row": lambda: of_lowbit(model, 8, None, False),
         "lowbit 8 bits, per row, fuse_": lambda: of_lowbit(model, 8, None, True),
+        "lowbit 8 bits, per row, fuse_, torch.compile": lambda: of_lowbit(model, 8, None, True, compiled=True),
         "lowbit 7 bits, per row, fuse_": lambda: of_lowbit(model, 7, None, True),
         "lowbit 7 bits, per row, fuse_, torch.compile": lambda: of_lowbit(model, 7, None, True, compiled=True),
         "lowbit 7 bits, groups of 128, fuse_": lambda: of_lowbit(model, 7, 128, True),

@@ -171,7 +171,7 @@ void count_all() {
     const LinearKernel& kernel = linear_kernel(i);
     if (!wanted(kernel.name, kernel.isa)) continue;
     if (check && kernel.bits != 2 && kernel.bits != 4 && kernel.bits != 8) continue;
-    const int64_t m = kernel.m_least == 1 ? 1 : 16;
+    const int64_t m = kernel.m_least == 1 ? 1 : std::max<int64_t>(kernel.m_least, 16);
     if (check && m > 1 && kernel.bits != 4) continue;
     for (const Mapping mapping : {Mapping::symmetric, Mapping::affine}) {
       for (const int64_t group_size : {32, 128}) {

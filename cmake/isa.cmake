@@ -141,7 +141,7 @@ function(lowbit_kernel_sources out)
         # Memory is what a kernel for vectors can get wrong. With the other checks GCC takes five minutes for a file, and a
         # seventh of that without; the portable kernels have them all.
         set(wide ${files})
-        list(FILTER wide INCLUDE REGEX "/kernels/(linear|attention)/")
+        list(FILTER wide INCLUDE REGEX "/kernels/(linear|linear_unpacked|attention)/")
         set_source_files_properties(${wide} DIRECTORY "${PROJECT_SOURCE_DIR}" PROPERTIES
           COMPILE_FLAGS "${flags} -fno-sanitize=undefined ${sanitize_by_calls}")
         # What this machine's CPU does not run is not checked by a test. AVX2 kernels, which take GCC longest, are for

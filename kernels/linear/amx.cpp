@@ -450,10 +450,15 @@ void run(const LinearArgs& args) {
   dispatch<Bits>(args.layout, [&](auto bits, auto affine, auto) { run_chunks<bits(), affine()>(args); });
 }
 
+// A segment of 16 inputs would fill a quarter of a tile and still pass through memory: AVX-512 VNNI is faster then
+// (docs/internals/kernels.md).
+bool supports(const void*, const Layout& layout, int64_t, IsaBits) { return layout.group_inputs() % kBlockInputs == 0; }
+
 // From 8 rows on, an estimate: below that AVX-512 VNNI should need no more time for the products than the
 // unpacking to memory takes here. No CPU with AMX was at hand to measure it.
-#define ROW(bits) \
-  with_levels<LinearKernel>({"linear_a8w" #bits "_8x16_amx", kAmx, Format::panel16, bits, 8, 16, run<bits>})
+#define ROW(bits)                  \
+  with_levels<LinearKernel>({      \
+      "linear_a8w" #bits "_8x16_amx", kAmx, Format::panel16, bits, 8, 16, run<bits>, 3, 1, supports})
 constexpr LinearKernel kRows[] = {LOWBIT_EACH_WIDTH(ROW)};
 #undef ROW
 

@@ -49,6 +49,32 @@ class Prefetch {
   bool second_level_;
 };
 
+// The same where tiles read panels that were unpacked before: each prefetches its part of the packed panels that come next, to
+// the second-level cache.
+class PrefetchNext {
+ public:
+  PrefetchNext(const Layout& layout, const uint8_t* panels, int64_t all_bytes, int64_t number, int64_t tiles) {
+    const int64_t bytes = all_bytes / tiles;
+    step_ = bytes / layout.blocks + 1;
+    next_ = panels + number * bytes;
+    end_ = next_ + bytes;
+  }
+
+  // Before each block.
+  LOWBIT_INLINE void operator()() {
+    if (next_ >= end_) return;
+    const uint8_t* const next = next_ + step_;
+    for (const uint8_t* line = next_; line < next; line += kLineBytes) {
+      _mm_prefetch(reinterpret_cast<const char*>(line), _MM_HINT_T1);
+    }
+    next_ = next;
+  }
+
+ private:
+  const uint8_t *next_, *end_;
+  int64_t step_;
+};
+
 // Where groups end: behind their only segment, behind one or more whole blocks; behind several segments; or anywhere, also in
 // the middle of a block. Without halves, group_inputs() is a multiple of 32.
 enum class Groups { one_segment, segments, halves };

@@ -445,7 +445,8 @@ const LinearKernel* best_linear(const Layout& layout, int64_t m, IsaBits isa) {
   for (size_t i = 0; i < linear_kernel_count(); ++i) {
     const LinearKernel& row = linear_kernel(i);
     const bool fits = row.bits == layout.bits && row.m_least <= m && (!row.several_streams || streams() == Streams::several);
-    if (fits && (row.isa & ~isa) == 0) return &row;
+    const bool takes = row.supports == nullptr || row.supports(row.context, layout, m, isa);
+    if (fits && takes && (row.isa & ~isa) == 0) return &row;
   }
   return nullptr;
 }

@@ -192,7 +192,8 @@ TEST(Choice, NeverPortableWhereAnotherRowFits) {
           bool fits = false;
           for (size_t i = 0; i < linear_kernel_count(); ++i) {
             const LinearKernel& row = linear_kernel(i);
-            fits = fits || (row.isa != kPortable && (row.isa & ~isa) == 0 && row.bits == bits && row.m_least <= m);
+            const bool takes = row.supports == nullptr || row.supports(row.context, task(bits, group_size), m, isa);
+            fits = fits || (row.isa != kPortable && (row.isa & ~isa) == 0 && row.bits == bits && row.m_least <= m && takes);
           }
           const LinearKernel& chosen = choose_linear(task(bits, group_size), m, isa);
           EXPECT_EQ(chosen.isa != kPortable, fits)
@@ -251,6 +252,18 @@ TEST(Choice, MoreIsaIsNeverWorse) {
     }
   }
 }
+
+#if defined(__x86_64__)
+// AMX computes 16 inputs at a time no faster than 64.
+TEST(Choice, GroupsOf16AreNotForTiles) {
+  for (int bits = 1; bits <= 8; ++bits) {
+    for (const int64_t m : {8, 64}) {
+      EXPECT_EQ(choose_linear(task(bits, 16), m, kAmx | kAvx512Vnni | kAvx2).isa, kAvx512Vnni);
+      EXPECT_EQ(choose_linear(task(bits, 32), m, kAmx | kAvx512Vnni | kAvx2).isa, kAmx);
+    }
+  }
+}
+#endif
 
 // Each row is the best choice for something; a row that nothing can reach is dead code.
 TEST(Choice, EveryRowIsReachable) {

@@ -1,0 +1,338 @@
+// linear_a8w<b>_32x32_avx512vnni: many rows of int8 activations times b-bit weights. Two panels are unpacked once, to bytes that
+// all tiles of a call read, and activations are copied in the order in which a tile broadcasts them.
+//
+//   activations     of each tile: 4 inputs of row 0, of row 1, ..., of row 7; the next 4 inputs. In the rows themselves they lie
+//                   in as many places, which share few sets of a cache (rows of 4096 inputs: one)
+//   unpacked panel  for each group its blocks, 8 lines of 16 rows of 4 bytes each, then its scales, affine also its mins, float32
+//   tile            up to 6 rows of activations x 2 panels: 12 integer sums, and 12 float sums, of the rows or, where groups
+//                   have several segments, of the group. A broadcast serves two products
+//
+// Integer sums start at the bits of c (ukernel.h), so a group's first segment costs one fma and no conversion.
+//
+// Measured on Zen 5, which multiplies two registers per cycle: 1.05 to 1.15 times as fast from 64 rows on as tiles of 8 rows and
+// one panel, as fast at 32. With more than kMostInputs the unpacked panels and the activations leave the second-level cache,
+// and it is slower (0.9); in pieces of k it was slower everywhere, because sums then pass through memory.
+
+#include "../bits/widths.h"
+#include "../linear/dispatch.h"
+#include "../linear/linear_avx512.h"
+
+namespace lowbit {
+namespace {
+
+constexpr int kUnpackedRows = 6, kUnpackedPanels = 2;
+constexpr int kPlaces = 8;  // for rows, in activations and streams: what a register of a transposition has
+constexpr int64_t kMostInputs = 6144;
+constexpr float kShift = 0x1.8p23f;
+constexpr int32_t kShiftBits = 0x4b400000;
+
+bool supports(const void*, const Layout& layout, int64_t, IsaBits) { return layout.k <= kMostInputs; }
+
+constexpr int64_t unpacked_group_bytes(bool affine) { return (affine ? 2 : 1) * kPanelRows * int64_t{sizeof(float)}; }
+
+constexpr int64_t unpacked_bytes(const Layout& layout) {
+  return layout.blocks * kBlockLines * kLineBytes + layout.groups * unpacked_group_bytes(has_mins(layout.mapping));
+}
+
+// How the rows of a call are cut: into chunks whose activations stay in a second-level cache with the unpacked panels, and of so
+// many rows that unpacking costs little; and these into tiles.
+int64_t most_rows(const Layout& layout) {
+  constexpr int64_t kBytes = 384 << 10, kLeast = 48;
+  const int64_t fitting = kBytes / (layout.blocks * kBlockInputs);
+  return fitting < kLeast ? kLeast : fitting;
+}
+
+constexpr int64_t tiles_of(int64_t rows) { return (rows + kUnpackedRows - 1) / kUnpackedRows; }
+
+constexpr int64_t tile_bytes(const Layout& layout) { return layout.blocks * kBlockInputs * kPlaces; }
+
+// What a tile reads of its segments and groups, in the order in which it needs them, in registers of a value for each row:
+// for each segment, symmetric, what its integer sums start at, then t; where it is the first of its group, -c * t; where it is
+// the last, affine, S.
+constexpr int64_t stream_bytes(const Layout& layout) {
+  const bool affine = has_mins(layout.mapping);
+  return ((affine ? 1 : 2) * layout.segments + (affine ? 2 : 1) * layout.groups) * kPlaces * int64_t{sizeof(float)};
+}
+
+int64_t scratch_bytes(const void*, const Layout& layout, int64_t m, int) {
+  const int64_t tiles = tiles_of(m < most_rows(layout) ? m : most_rows(layout));
+  const int64_t bytes = kUnpackedPanels * unpacked_bytes(layout) + tiles * (tile_bytes(layout) + stream_bytes(layout));
+  return bytes < kLinearScratchBytes ? kLinearScratchBytes : (bytes + kLineBytes - 1) / kLineBytes * kLineBytes;
+}
+
+// Rows [row, row + rows) of the activations.
+void interleave(const LinearArgs& args, int64_t row, int rows, int8_t* to) {
+  const int64_t stride = args.layout.blocks * kBlockInputs;
+  const int8_t* from[kPlaces];
+  for (int i = 0; i < kPlaces; ++i) from[i] = args.a + (row + (i < rows ? i : 0)) * stride;
+  for (int64_t at = 0; at < stride; at += kBlockInputs, to += kPlaces * kBlockInputs) {
+    __m256i line[kPlaces], pair[kPlaces], four[kPlaces];
+    for (int i = 0; i < kPlaces; ++i) line[i] = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from[i] + at));
+    for (int i = 0; i < kPlaces; i += 2) {
+      pair[i] = _mm256_unpacklo_epi32(line[i], line[i + 1]);
+      pair[i + 1] = _mm256_unpackhi_epi32(line[i], line[i + 1]);
+    }
+    for (int i = 0; i < kPlaces; i += 4) {
+      for (int h = 0; h < 2; ++h) {
+        four[i + 2 * h] = _mm256_unpacklo_epi64(pair[i + h], pair[i + 2 + h]);
+        four[i + 2 * h + 1] = _mm256_unpackhi_epi64(pair[i + h], pair[i + 2 + h]);
+      }
+    }
+    __m256i* const lines = reinterpret_cast<__m256i*>(to);
+    for (int i = 0; i < 4; ++i) {
+      _mm256_store_si256(lines + i, _mm256_permute2x128_si256(four[i], four[4 + i], 0x20));
+      _mm256_store_si256(lines + 4 + i, _mm256_permute2x128_si256(four[i], four[4 + i], 0x31));
+    }
+  }
+}
+
+template <int Bits, bool Affine>
+void make_stream(const LinearArgs& args, int64_t row, int rows, float* to) {
+  const Layout& layout = args.layout;
+  const __mmask8 wanted = static_cast<__mmask8>((1 << rows) - 1);
+  const __m256i numbers = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+  const __m256i segments = _mm256_mullo_epi32(numbers, _mm256_set1_epi32(static_cast<int>(layout.segments)));
+  const __m256i groups = _mm256_mullo_epi32(numbers, _mm256_set1_epi32(static_cast<int>(layout.groups)));
+  const auto gather = [&](const void* from, __m256i at) LOWBIT_INLINE {
+    return _mm256_mmask_i32gather_epi32(_mm256_setzero_si256(), wanted, at, from, 4);
+  };
+  const auto put = [&](__m256 values) LOWBIT_INLINE {
+    _mm256_store_ps(to, values);
+    to += kPlaces;
+  };
+  int64_t segment = 0;
+  for (int64_t group = 0; group < layout.groups; ++group) {
+    const int64_t first = segment, remaining = layout.segments - segment;
+    const int64_t end = segment + (layout.group_segments() < remaining ? layout.group_segments() : remaining);
+    for (; segment < end; ++segment) {
+      if constexpr (!Affine) {
+        const __m256i sums = gather(args.sums + row * layout.segments + segment, segments);
+        const __m256i start = _mm256_mullo_epi32(sums, _mm256_set1_epi32(-level_offset(Bits)));
+        put(_mm256_castsi256_ps(_mm256_add_epi32(start, _mm256_set1_epi32(kShiftBits))));
+      }
+      const __m256 t = _mm256_castsi256_ps(gather(args.scales + row * layout.segments + segment, segments));
+      put(t);
+      if (segment == first) put(_mm256_mul_ps(t, _mm256_set1_ps(-kShift)));
+    }
+    if constexpr (Affine) put(_mm256_castsi256_ps(gather(args.group_sums + row * layout.groups + group, groups)));
+  }
+}
+
+template <int Bits, bool Affine>
+void unpack_panel(const Layout& layout, const uint8_t* at, uint8_t* to) {
+  Levels<Bits> levels;
+  levels.load(layout);
+  const int64_t group_halves = (layout.group_inputs() + kHalfInputs - 1) / kHalfInputs;
+  int64_t end = group_halves;  // of the group, in half blocks
+  int64_t groups = layout.groups;
+  const auto end_group = [&]() LOWBIT_INLINE {
+    for (int part = 0; part < (Affine ? 2 : 1); ++part, at += 2 * kPanelRows, to += kPanelRows * sizeof(float)) {
+      _mm512_store_ps(to, load_scales(at));
+    }
+    end += group_halves;
+    --groups;
+  };
+  for (int64_t half = 2; half <= 2 * layout.blocks; half += 2) {
+    __m512i line[8];
+    unpack_block<Bits, Affine, true>(at, levels, line);
+    at += code_bits(Bits) * kLineBytes;
+    for (int j = 0; j < kBlockLines; ++j, to += kLineBytes) _mm512_store_si512(to, line[j]);
+    while (end <= half && groups > 0) end_group();
+  }
+  if (groups > 0) end_group();  // k ends before the group would
+}
+
+// For walk(), on unpacked panels.
+template <bool Affine, Groups Kind, int Rows, int Panels>
+struct UnpackedTile {
+  static constexpr int64_t kBlockBytes = kBlockLines * kLineBytes, kGroupBytes = unpacked_group_bytes(Affine);
+  static constexpr int kPanels = 0;
+
+  const int8_t* a;
+  const float* stream;
+  int64_t panel_bytes;  // from an unpacked panel to the next
+  const uint8_t* block;
+  __m512* acc;
+  Int16 sums[Rows][Panels];
+  __m512 products[Rows][Panels];
+  bool first;  // segment of its group
+
+  LOWBIT_INLINE void start(int64_t) {
+    for (int i = 0; i < Rows; ++i) {
+      const Int16 start = Affine ? broadcast(kShiftBits) : reinterpret_cast<Int16>(_mm512_set1_ps(stream[i]));
+      for (int p = 0; p < Panels; ++p) sums[i][p] = start;
+    }
+    if constexpr (!Affine) stream += kPlaces;
+  }
+
+  LOWBIT_INLINE void begin_block(const uint8_t* at) { block = at; }
+
+  template <int First, int Lines>
+  LOWBIT_INLINE void add(const int8_t*) {
+    for (int j = First; j < First + Lines; ++j, a += 4 * kPlaces) {
+      __m512i line[Panels];
+      for (int p = 0; p < Panels; ++p) line[p] = _mm512_load_si512(block + p * panel_bytes + j * kLineBytes);
+      for (int i = 0; i < Rows; ++i) {
+        for (int p = 0; p < Panels; ++p) sums[i][p] = add_products(sums[i][p], line[p], a + 4 * i);
+      }
+    }
+  }
+
+  LOWBIT_INLINE void begin_group() { first = true; }
+
+  LOWBIT_INLINE void end_segment(int64_t) {
+    if (first) {
+      for_each_sum([&](int i, int p) LOWBIT_INLINE { products[i][p] = first_product(i, p); });
+      stream += 2 * kPlaces;
+      first = false;
+      return;
+    }
+    for_each_sum([&](int i, int p) LOWBIT_INLINE {
+      const __m512 integer = _mm512_sub_ps(reinterpret_cast<__m512>(sums[i][p]), _mm512_set1_ps(kShift));
+      products[i][p] = _mm512_fmadd_ps(_mm512_set1_ps(stream[i]), integer, products[i][p]);
+    });
+    stream += kPlaces;
+  }
+
+  LOWBIT_INLINE void finish(int64_t, const uint8_t* scales) {
+    add_to_rows(scales, [&](int i, int p) LOWBIT_INLINE { return products[i][p]; });
+  }
+
+  LOWBIT_INLINE void finish_only(int64_t, const uint8_t* scales) {
+    const float* const its = stream;
+    stream += 2 * kPlaces;
+    add_to_rows(scales, [&](int i, int p) LOWBIT_INLINE { return first_product(i, p, its); });
+  }
+
+  // The float sum of a row and panel.
+  LOWBIT_INLINE __m512& row_sum(int i, int p) {
+    if constexpr (Kind == Groups::one_segment) {
+      return products[i][p];
+    } else {
+      return acc[i * Panels + p];
+    }
+  }
+
+  template <class Body>
+  LOWBIT_INLINE static void for_each_sum(Body body) {
+    for (int i = 0; i < Rows; ++i) {
+      for (int p = 0; p < Panels; ++p) body(i, p);
+    }
+  }
+
+ private:
+  LOWBIT_INLINE __m512 first_product(int i, int p, const float* its) const {
+    return _mm512_fmadd_ps(_mm512_set1_ps(its[i]), reinterpret_cast<__m512>(sums[i][p]), _mm512_set1_ps(its[kPlaces + i]));
+  }
+  LOWBIT_INLINE __m512 first_product(int i, int p) const { return first_product(i, p, stream); }
+
+  // A group's products times its scales; affine also its mins times the rows' sums of activations.
+  template <class Products>
+  LOWBIT_INLINE void add_to_rows(const uint8_t* scales, Products products_of) {
+    __m512 scale[Panels], min[Panels];
+    for (int p = 0; p < Panels; ++p) {
+      scale[p] = _mm512_load_ps(scales + p * panel_bytes);
+      min[p] = Affine ? _mm512_load_ps(scales + p * panel_bytes + kPanelRows * sizeof(float)) : scale[p];
+    }
+    for_each_sum([&](int i, int p) LOWBIT_INLINE {
+      __m512 sum = _mm512_fmadd_ps(scale[p], products_of(i, p), row_sum(i, p));
+      if constexpr (Affine) sum = _mm512_fmadd_ps(min[p], _mm512_set1_ps(stream[i]), sum);
+      row_sum(i, p) = sum;
+    });
+    if constexpr (Affine) stream += kPlaces;
+  }
+};
+
+// One for all widths. `rows`: those that are stored.
+template <bool Affine, Groups Kind, int Rows, int Panels>
+__attribute__((noinline)) void unpacked_tile(const LinearArgs& args, const uint8_t* unpacked, int64_t panel, int64_t row, int rows,
+                                             const int8_t* a, const float* stream, PrefetchNext ahead) {
+  alignas(64) __m512 acc[Rows * Panels];
+  UnpackedTile<Affine, Kind, Rows, Panels> tile;
+  tile.a = a;
+  tile.stream = stream;
+  tile.panel_bytes = unpacked_bytes(args.layout);
+  tile.acc = acc;
+  __asm__("" : "+r"(tile.acc));  // for these sums the compiler would spill others
+  tile.for_each_sum([&](int i, int p) LOWBIT_INLINE { tile.row_sum(i, p) = _mm512_setzero_ps(); });
+  walk<Kind>(args.layout, unpacked, nullptr, tile, ahead);
+  for (int p = 0; p < Panels; ++p) {
+    const Outputs outputs(args, panel + p);
+    for (int i = 0; i < Rows; ++i) {
+      if (i < rows) outputs.store(args, row + i, tile.row_sum(i, p));
+    }
+  }
+}
+
+template <int Bits, bool Affine, Groups Kind>
+void run_unpacked(const LinearArgs& args) {
+  const Layout& layout = args.layout;
+  const int64_t chunks = (args.m + most_rows(layout) - 1) / most_rows(layout), chunk_rows = (args.m + chunks - 1) / chunks;
+  uint8_t* const unpacked = static_cast<uint8_t*>(args.scratch);
+  int8_t* const a = reinterpret_cast<int8_t*>(unpacked) + kUnpackedPanels * unpacked_bytes(layout);
+  float* const streams = reinterpret_cast<float*>(a + tiles_of(chunk_rows) * tile_bytes(layout));
+  for (int64_t first = 0; first < args.m; first += chunk_rows) {
+    const int64_t count = args.m - first < chunk_rows ? args.m - first : chunk_rows;
+    const int64_t tiles = tiles_of(count);
+    // Calls body(number, row, rows) for tiles of as equal rows as can be.
+    const auto for_each = [&](auto body) LOWBIT_INLINE {
+      for (int64_t number = 0, row = first; number < tiles; ++number) {
+        const int rows = static_cast<int>(count / tiles + (number < count % tiles));
+        body(number, row, rows);
+        row += rows;
+      }
+    };
+    const auto stream_of = [&](int64_t number) { return streams + number * stream_bytes(layout) / int64_t{sizeof(float)}; };
+    for_each([&](int64_t number, int64_t row, int rows) {
+      interleave(args, row, rows, a + number * tile_bytes(layout));
+      make_stream<Bits, Affine>(args, row, rows, stream_of(number));
+    });
+    const auto run_panels = [&](int64_t panel, auto panels) {
+      const uint8_t* const at = args.panels + panel * layout.panel_bytes;
+      for (int p = 0; p < panels(); ++p) {
+        unpack_panel<Bits, Affine>(layout, at + p * layout.panel_bytes, unpacked + p * unpacked_bytes(layout));
+      }
+      const int64_t next = panel + panels(), more = args.panel_end - next;
+      const int64_t bytes = (more < kUnpackedPanels ? more : kUnpackedPanels) * layout.panel_bytes;
+      for_each([&](int64_t number, int64_t row, int rows) {
+        const PrefetchNext ahead(layout, args.panels + next * layout.panel_bytes, bytes, number, tiles);
+        const auto run = [&](auto most) LOWBIT_INLINE {
+          unpacked_tile<Affine, Kind, most(), panels()>(args, unpacked, panel, row, rows, a + number * tile_bytes(layout),
+                                                        stream_of(number), ahead);
+        };
+        if (rows == 6) return run(std::integral_constant<int, 6>());
+        if (rows == 5) return run(std::integral_constant<int, 5>());
+        run(std::integral_constant<int, 4>());
+      });
+    };
+    int64_t panel = args.panel_begin;
+    for (; args.panel_end - panel >= kUnpackedPanels; panel += kUnpackedPanels) {
+      run_panels(panel, std::integral_constant<int, kUnpackedPanels>());
+    }
+    if (panel < args.panel_end) run_panels(panel, std::integral_constant<int, 1>());
+  }
+}
+
+template <int Bits>
+void run(const LinearArgs& args) {
+  dispatch<Bits>(args.layout, [&](auto bits, auto affine, auto halves) {
+    if (args.layout.group_inputs() > kSegmentInputs) {
+      run_unpacked<bits(), affine(), groups_of(halves(), true)>(args);
+    } else {
+      run_unpacked<bits(), affine(), groups_of(halves(), false)>(args);
+    }
+  });
+}
+
+#define ROW(bits)                                                                                                \
+  with_levels<LinearKernel>({"linear_a8w" #bits "_32x32_avx512vnni", kAvx512Vnni, Format::panel16, bits, 32, 32, \
+                             run<bits>, 3, 1, supports, scratch_bytes})
+constexpr LinearKernel kRows[] = {LOWBIT_EACH_WIDTH(ROW)};
+#undef ROW
+
+}  // namespace
+
+extern const Table<LinearKernel> kLinearUnpackedAvx512Vnni;
+const Table<LinearKernel> kLinearUnpackedAvx512Vnni{kRows, sizeof kRows / sizeof kRows[0]};
+
+}  // namespace lowbit
