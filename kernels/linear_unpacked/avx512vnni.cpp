@@ -1,17 +1,18 @@
-// linear_a8w<b>_32x32_avx512vnni: many rows of int8 activations times b-bit weights. Two panels are unpacked once, to bytes that
-// all tiles of a call read, and activations are copied in the order in which a tile broadcasts them.
+// linear_a8w<b>_32x32_avx512vnni: many rows of int8 activations times b-bit weights. Two panels are unpacked once, to bytes
+// that all tiles of a call read, and activations are copied in the order in which a tile broadcasts them.
 //
-//   activations     of each tile: 4 inputs of row 0, of row 1, ..., of row 7; the next 4 inputs. In the rows themselves they lie
-//                   in as many places, which share few sets of a cache (rows of 4096 inputs: one)
-//   unpacked panel  for each group its blocks, 8 lines of 16 rows of 4 bytes each, then its scales, affine also its mins, float32
-//   tile            up to 6 rows of activations x 2 panels: 12 integer sums, and 12 float sums, of the rows or, where groups
-//                   have several segments, of the group. A broadcast serves two products
+//   activations     of each tile: 4 inputs of row 0, of row 1, ..., of row 7; the next 4 inputs. In the rows themselves they
+//                   lie in as many places, which share few sets of a cache (rows of 4096 inputs: one)
+//   unpacked panel  for each group its blocks, 8 lines of 16 rows of 4 bytes each, then its scales, affine also its mins,
+//                   in float32
+//   tile            up to 6 rows of activations x 2 panels: 12 integer sums, and 12 float sums, of the rows or, where
+//                   groups have several segments, of the group. A broadcast serves two products
 //
 // Integer sums start at the bits of c (ukernel.h), so a group's first segment costs one fma and no conversion.
 //
-// Measured on Zen 5, which multiplies two registers per cycle: 1.05 to 1.15 times as fast from 64 rows on as tiles of 8 rows and
-// one panel, as fast at 32. With more than kMostInputs the unpacked panels and the activations leave the second-level cache,
-// and it is slower (0.9); in pieces of k it was slower everywhere, because sums then pass through memory.
+// Measured on Zen 5, which multiplies two registers per cycle: 1.05 to 1.2 times as fast from 64 rows on as tiles of 8 rows
+// and one panel, as fast at 32. With more than kMostInputs the unpacked panels and the activations leave the second-level
+// cache, and it is slower (0.9); in pieces of k it was slower everywhere, because sums then pass through memory.
 
 #include "../bits/widths.h"
 #include "../linear/dispatch.h"
@@ -34,8 +35,8 @@ constexpr int64_t unpacked_bytes(const Layout& layout) {
   return layout.blocks * kBlockLines * kLineBytes + layout.groups * unpacked_group_bytes(has_mins(layout.mapping));
 }
 
-// How the rows of a call are cut: into chunks whose activations stay in a second-level cache with the unpacked panels, and of so
-// many rows that unpacking costs little; and these into tiles.
+// How the rows of a call are cut: into chunks whose activations stay in a second-level cache with the unpacked panels, and of
+// so many rows that unpacking costs little; and these into tiles.
 int64_t most_rows(const Layout& layout) {
   constexpr int64_t kBytes = 384 << 10, kLeast = 48;
   const int64_t fitting = kBytes / (layout.blocks * kBlockInputs);
@@ -245,8 +246,8 @@ struct UnpackedTile {
 
 // One for all widths. `rows`: those that are stored.
 template <bool Affine, Groups Kind, int Rows, int Panels>
-__attribute__((noinline)) void unpacked_tile(const LinearArgs& args, const uint8_t* unpacked, int64_t panel, int64_t row, int rows,
-                                             const int8_t* a, const float* stream, PrefetchNext ahead) {
+__attribute__((noinline)) void unpacked_tile(const LinearArgs& args, const uint8_t* unpacked, int64_t panel, int64_t row,
+                                             int rows, const int8_t* a, const float* stream, PrefetchNext ahead) {
   alignas(64) __m512 acc[Rows * Panels];
   UnpackedTile<Affine, Kind, Rows, Panels> tile;
   tile.a = a;
