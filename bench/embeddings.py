@@ -220,6 +220,7 @@ def main() -> None:
     if unknown := set(names) - set(NAMES):
         parser.error(f"--models has {', '.join(sorted(unknown))}; expected {', '.join(NAMES)}")
     torch.set_num_threads(1)
+    lowbit.keep_freed_memory()  # for all contenders that take torch's memory
     options.work.mkdir(parents=True, exist_ok=True)
     load_average = f"{os.getloadavg()[0]:.1f}"
     tables = [measure(name, options.rounds, options.work, options.sentences) for name in names]

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from ._elementwise import activate as activate
     from ._elementwise import masked_attention as masked_attention
     from ._elementwise import rms_norm as rms_norm
+    from ._machine import keep_freed_memory as keep_freed_memory
     from ._quantize_model import quantize_ as quantize_
     from ._rounding import ConvConfig as ConvConfig
     from ._rounding import EmbeddingConfig as EmbeddingConfig
@@ -72,6 +73,7 @@ _LAZY = {
     "concat": "_slices",
     "export_pt2": "exports.module",
     "export_pte": "exports.module",
+    "keep_freed_memory": "_machine",
     "masked_attention": "_elementwise",
     "quantize_": "_quantize_model",
     "quantize_tensor": "_rounding",
@@ -137,6 +139,7 @@ __all__ = [
     "export_pte",
     "info",
     "isa",
+    "keep_freed_memory",
     "kernels",
     "linear",
     "linear_attention",

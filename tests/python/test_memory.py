@@ -4,6 +4,7 @@ import copy
 import io
 import os
 import pickle
+import platform
 import re
 import subprocess
 import sys
@@ -213,3 +214,40 @@ def test_a_placement_that_there_is_not_is_an_error():
     environment = os.environ | {"LOWBIT_NUMA": "far"}
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
     assert "LOWBIT_NUMA is 'far'; expected local, interleave or off" in done.stderr
+
+
+_FAULTS = """
+import resource
+import sys
+
+import lowbit
+import torch
+
+
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    tensors = [torch.ones(1 << 20) for _ in range(4)]  # of 4 MiB, together more than glibc keeps
+    del tensors
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+
+torch.set_num_threads(1)
+if sys.argv[1] == "keep":
+    assert lowbit.keep_freed_memory()
+faults()
+print(sum(faults() for _ in range(10)))
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can be told to keep memory")
+def test_freed_memory_is_kept():
+    def faults(how: str) -> int:
+        return int(subprocess.run([sys.executable, "-c", _FAULTS, how], check=True, capture_output=True, text=True).stdout)
+
+    pages = 10 * (16 << 20) // os.sysconf("SC_PAGESIZE")
+    assert faults("keep") < pages / 4 and faults("return") > pages / 2
+
+
+def test_without_glibc_memory_is_not_kept(monkeypatch):
+    monkeypatch.setattr(platform, "libc_ver", lambda: ("", ""))
+    assert lowbit.keep_freed_memory() is False

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from lowbit._machine import keep_freed_memory
+
 from .models import (
     from_hub,
     imported,
@@ -96,6 +98,7 @@ def serve(
     config = None if bits is None else make_config(bits, group_size, mapping, embedding_bits)
     text = None if template is None else read_text(template)
     set_threads(threads)
+    keep_freed_memory()
 
     loaded = [
         _load(output, name, path, config, text, max_length, at_once=at_once, rows=rows, cache=cache, prefix_bytes=kept)

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from lowbit._machine import keep_freed_memory
+
 from . import options
 from .models import set_threads
 from .output import Output, print_piece, set_stdout_errors
@@ -46,6 +48,7 @@ def transcribe(
     output = Output(as_json)
     config = options.optional_config(bits, group_size, mapping, embedding_bits)
     set_threads(threads)
+    keep_freed_memory()
     set_stdout_errors("replace")
     recordings = [(path, load_audio(path)) for path in audio]  # before the model, which takes longer
     with output.progress(f"loading {model}", "tensors") as advance:
