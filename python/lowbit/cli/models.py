@@ -76,7 +76,7 @@ def load_draft(
         draft = load(output, path, None)
     if positions(draft) < max_length:
         raise ValueError(f"{path} is made for {positions(draft)} tokens; expected {max_length} or more, as --max-length")
-    return llm.Decoder(draft, max_length, cache)
+    return llm.Decoder(draft, max_length, cache, replay=True)
 
 
 def make_decoder(
@@ -86,7 +86,7 @@ def make_decoder(
     from lowbit import llm
     from lowbit.llm.compiled_files import usable_directory
 
-    step = llm.Decoder(model, max_length, cache, windows=windows)
+    step = llm.Decoder(model, max_length, cache, windows=windows, replay=True)
     if not compiled:
         return step
     with output.progress("compiling, or loading what was compiled before"):

@@ -140,7 +140,7 @@ def run(
             linear, embedding = LinearConfig(bits, group_size), EmbeddingConfig(bits, group_size)
             model = random_model(model_or_shape, linear, embedding, dtype)
         config = model.config.get_text_config()
-        decoder = Decoder(model, -(-(prompt + new + 1) // 16) * 16, cache)
+        decoder = Decoder(model, -(-(prompt + new + 1) // 16) * 16, cache, replay=True)
         tokens = torch.randint(config.vocab_size, (1, prompt), generator=torch.Generator().manual_seed(0))
         steps = {mode: _prepare(decoder, mode, tokens) for mode in modes}
         touched = bytes_per_token(model)

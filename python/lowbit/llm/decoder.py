@@ -16,6 +16,7 @@ from ..hf.shared_inputs import observed
 from ..ops import cache_storage, cache_width
 from .caches import CACHES, Caches, common, copy_layer, dtypes_of, name_of, type_of
 from .proof import EXACT_LIMIT, PIECES_LIMIT, Reference
+from .replay import Replay
 from .sampling import prompt_ids
 from .states import StateKeeper
 
@@ -69,7 +70,15 @@ class Decoder(torch.nn.Module):
 
     _STEP = 16  # max_length is a multiple of this; caches have room for the next multiple of 16
 
-    def __init__(self, model: torch.nn.Module, max_length: int = 2048, cache: str | None = None, *, windows: bool = True):
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        max_length: int = 2048,
+        cache: str | None = None,
+        *,
+        windows: bool = True,
+        replay: bool = False,
+    ):
         """
         Args:
             model: a transformers causal language model, quantized or not, in eval mode. It belongs to the decoder until
@@ -105,6 +114,7 @@ class Decoder(torch.nn.Module):
         except Exception as error:
             decoding.give_back(model)
             raise decoding.refusal(model, error) from error
+        self._replay = Replay(self._compute) if replay and not self.recurrent else None
 
     def _take(self, config: Any) -> None:
         decoding.check_config(config, self.max_length)
@@ -235,6 +245,7 @@ class Decoder(torch.nn.Module):
             self._takeover.end(self.model)
         for name in [name for name, _ in self.named_buffers(recurse=False)]:
             delattr(self, name)
+        self._replay = None
         return self.model
 
     def check(self) -> None:
@@ -320,6 +331,13 @@ class Decoder(torch.nn.Module):
         return logits
 
     def _step(self, tokens: Tensor, start: Tensor) -> Tensor:
+        alone = self._replay is not None and tokens.shape[1] == 1
+        if not alone or torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return self._compute(tokens, start)
+        assert self._replay is not None
+        return self._replay(tokens, start)
+
+    def _compute(self, tokens: Tensor, start: Tensor) -> Tensor:
         return self.run(tokens, start + torch.arange(tokens.shape[1]), start, self._caches(), keep=1)[:, -1]
 
     def all_logits(self, tokens: Tensor, start: Tensor) -> Tensor:

@@ -68,6 +68,7 @@ class Mtp:
         length = -(-self.max_length // 16) * 16
         self._caches = {self._layer: tuple(torch.zeros(1, heads, length, width, dtype=model.dtype) for width in widths)}
         self._reset(0)
+        decoder._replay = None  # it would not run the hook
         self._hook = base.register_forward_hook(self._see, with_kwargs=True)
 
     def is_of(self, decoder: Any) -> bool:
