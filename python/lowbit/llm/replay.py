@@ -117,8 +117,9 @@ def _function_of(recorder: _Recorder, inputs: int, result: Tensor) -> Callable[.
 class Replay:
     """A function of tensors, whose operators are recorded in the first call and run by themselves from the third on.
 
-    The second call runs both and compares the results bit by bit. So the function must give the same results, and leave the same
-    tensors, if it is called twice. If the results differ, or the function reads numbers from tensors, it is called as it is.
+    The second call runs both and compares the results bit by bit. So the function must give the same results, and leave the
+    same tensors, if it is called twice. If the results differ, or the function reads numbers from tensors, it is called as it
+    is.
     """
 
     def __init__(self, function: Callable[..., Tensor]) -> None:
