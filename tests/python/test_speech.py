@@ -15,7 +15,7 @@ from lowbit.speech import Segment, SpeechDecoder, Transcriber, load_audio, load_
 from speech_models import POSITIONS, SECOND, save_ctranslate2, tiny_whisper
 
 PACKED = lowbit.LowBitConfig(bits=4, group_size=32)
-# Alone: of packed layers behind them a difference in the last bit, which depends on torch's CPU, moves an activation now and then.
+# Alone: in packed layers behind them a difference in the last bit, which depends on the CPU, moves an activation now and then.
 CONVOLUTIONS = lowbit.LowBitConfig(conv_bits=8, overrides={"*": None, "*.conv*": {"bits": 8}})
 
 
