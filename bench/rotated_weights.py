@@ -1,10 +1,10 @@
-"""What rotated inputs would gain: Gemma 3 270M with the inputs of some layers multiplied by a Hadamard matrix, in float, and weights
-of few bits calibrated behind it. lowbit itself rotates no inputs of layers.
+"""What rotated inputs would gain: Gemma 3 270M, whose inputs of some layers are multiplied by a Hadamard matrix, in float, and
+weights of few bits calibrated behind it. lowbit itself rotates no inputs of layers.
 
     python bench/rotated_weights.py [--bits 2 3] [--tokens 2048] [--directory build/reality]
 
-Signs of the inputs are random, and the matrix has blocks of 128 inputs, as the largest power of two that divides Gemma's widths. KL
-divergence to the float model, nats, of the text of `make bench-reality`.
+Signs of the inputs are random, and the matrix has blocks of 128 inputs, the largest power of two that divides Gemma's widths.
+KL divergence to the float model, nats, of the text of `make bench-reality`.
 """
 
 import argparse
