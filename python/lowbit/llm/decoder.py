@@ -88,6 +88,10 @@ class Decoder(torch.nn.Module):
                 or "int4", which have a scale for each position of a head; None: the model's dtype.
             windows: layers with a sliding window keep the window, not the text. Then a text can be cut back a few hundred
                 tokens only, else it begins at 0 again: :meth:`kept`.
+            replay: from the third on, calls with one token run the operators of the first, with the same bits and without the
+                model's Python code, which is up to a fifth of a small model's time. Do not change the model afterwards: such
+                calls do not see it. Models with recurrent layers, and those whose operators depend on the text, run as
+                without.
 
         Raises:
             ValueError: max_length is not a positive multiple of 16, or beyond the model's positions; an unknown type of
