@@ -53,10 +53,11 @@ def choose(
     fitted = {name: with_table(configs[name], weight, importance) for name, weight in weights.items()}
     corrections = {}
     if held:
-        trial = Solver(moments)
-        for name, weight in weights.items():
-            corrections[name] = best_correction(trial, weight, held)
-        del trial
+        if "correction" not in options:
+            trial = Solver(moments)
+            for name, weight in weights.items():
+                corrections[name] = best_correction(trial, weight, held)
+            del trial
         moments.join()
     if options.keys() - {"correction"}:
         return "gptq", {

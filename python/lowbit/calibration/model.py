@@ -63,6 +63,10 @@ def run(
     check_experts(model, experts)
     inputs, text_tokens = batches(model, data, tokenizer, window, max_tokens)
     sample, report, settings = Sample(inputs), _Progress(progress), dict(options or {})
+    if not getattr(model, "can_generate", lambda: False)():
+        # Of an encoder, whose text has few of the words that it will see, the correction fits that text
+        # (docs/measurements/quality.md, Sentence embeddings).
+        settings.setdefault("correction", 0.0)
     result = Calibration(sample.tokens, text_tokens)
     fitting: dict[str, Any] = {name: settings.pop(name) for name in ("steps", "rate") if name in settings}
     in_memory = Kept({}, lambda layers: [packed for _, _, packed in layers])
