@@ -216,36 +216,34 @@ def test_a_placement_that_there_is_not_is_an_error():
     assert "LOWBIT_NUMA is 'far'; expected local, interleave or off" in done.stderr
 
 
-_FAULTS = """
-import resource
+_KEPT = """
 import sys
+from pathlib import Path
 
 import lowbit
 import torch
 
 
-def faults():
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    tensors = [torch.ones(1 << 20) for _ in range(4)]  # of 4 MiB, together more than glibc keeps
-    del tensors
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1])
 
 
-torch.set_num_threads(1)
 if sys.argv[1] == "keep":
     assert lowbit.keep_freed_memory()
-faults()
-print(sum(faults() for _ in range(10)))
+before = resident()
+tensors = [torch.ones(2 << 20) for _ in range(10)]  # of 8 MiB
+del tensors
+print(resident() - before)
 """
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can be told to keep memory")
 def test_freed_memory_is_kept():
-    def faults(how: str) -> int:
-        return int(subprocess.run([sys.executable, "-c", _FAULTS, how], check=True, capture_output=True, text=True).stdout)
+    def kept(how: str) -> int:
+        done = subprocess.run([sys.executable, "-c", _KEPT, how], check=True, capture_output=True, text=True)
+        return int(done.stdout) * os.sysconf("SC_PAGESIZE")
 
-    pages = 10 * (16 << 20) // os.sysconf("SC_PAGESIZE")
-    assert faults("keep") < pages / 4 and faults("return") > pages / 2
+    assert kept("keep") > 64 * MIB and kept("return") < 32 * MIB
 
 
 def test_without_glibc_memory_is_not_kept(monkeypatch):
