@@ -29,7 +29,7 @@ def test_a_decoder_that_replays_has_the_same_bits(kind, cache, monkeypatch):
     monkeypatch.setattr(decoder, "run", lambda *args, **more: calls.append(0) or compute(*args, **more))
     assert torch.equal(run(decoder, tokens, sizes), expected)
     assert decoder._replay.refusal is None and len(calls) == 3  # the prompt, the recorded token and the compared one
-    # A new text, then an older one that goes on in other pieces.
+    # A new text over the same caches.
     assert torch.equal(run(decoder, tokens[::-1], sizes), run(Decoder(model, 64, cache), tokens[::-1], sizes))
 
 
