@@ -35,8 +35,10 @@ CASES = (
     *(("importance", bits, 32, "symmetric") for bits in (2, 3)),
     *(("gptq", bits, 32, "symmetric") for bits in (2, 3)),
     ("gptq", 2, 32, "affine"),
+    ("mse-rotated", 3, 32, "symmetric"),
+    ("gptq-rotated", 3, 32, "symmetric"),
 )
-FROM_WEIGHTS = ("mse", "absmax")  # by the package's own C++ alone: the same bytes on every machine
+FROM_WEIGHTS = ("mse", "absmax", "mse-rotated")  # by the package's own C++ alone: the same bytes on every machine
 
 
 def texts(tokenizer) -> tuple[list[int], str]:
@@ -49,7 +51,8 @@ def texts(tokenizer) -> tuple[list[int], str]:
 def quantized(model, tokenizer, text: str, method: str, bits: int, group_size: int | None, mapping: str):
     levels = "fit" if method == "levels" else None
     scale = "absmax" if method == "absmax" else "mse"
-    linear = LinearConfig(bits, group_size, mapping, scale=scale, levels=levels)
+    method, _, rotated = method.partition("-")
+    linear = LinearConfig(bits, group_size, mapping, scale=scale, levels=levels, rotate=rotated == "rotated")
     config = {"*": linear, "model.embed_tokens": EmbeddingConfig(8, 32), "lm_head": LinearConfig(8, 32)}
     model = copy.deepcopy(model)
     if method in (*FROM_WEIGHTS, "levels"):

@@ -138,6 +138,7 @@ def main() -> None:
         default=[],
         help="also widths by layer, with these means of bits per weight; importance, auto, tuned and distilled",
     )
+    parser.add_argument("--rotate", action="store_true", help="rotates the inputs of all layers")
     parser.add_argument("--characters", type=int, default=50_000, help="of calibration text; default: %(default)s")
     parser.add_argument("--tokens", type=int, help="of heldout.txt to measure on; default: all")
     parser.add_argument("--write-text", type=Path, metavar="FILE", help="writes the calibration text, and ends")
@@ -155,10 +156,9 @@ def main() -> None:
         for bits in options.bits:
             for group in options.group_sizes:
                 for mapping in options.mappings:
-                    arguments = (bits, group, mapping)
-                    config = {"*": LinearConfig(*arguments)}
-                    more = (bits + options.table_bits, *arguments[1:])
-                    config |= {pattern: kind and kind(*more) for pattern, kind in patterns.items()}
+                    config = {"*": LinearConfig(bits, group, mapping, rotate=options.rotate)}
+                    more = (bits + options.table_bits, group, mapping)
+                    config |= {pattern: kind and kind(*more, rotate=options.rotate) for pattern, kind in patterns.items()}
                     for method in options.methods:
                         model = copy.deepcopy(floats)
                         begin = time.process_time()
@@ -171,7 +171,8 @@ def main() -> None:
                         )
         whole = [method for method in options.methods if CALIBRATED.get(method) == (method, {})]
         for target in options.target_bits:
-            kept = lowbit.LowBitConfig(overrides={pattern: None for pattern, kind in patterns.items() if kind is None})
+            floating = {pattern: None for pattern, kind in patterns.items() if kind is None}
+            kept = lowbit.LowBitConfig(overrides=floating, rotate=options.rotate)
             begin = time.process_time()
             widths = lowbit.calibration.assign_widths(
                 inner(floats), texts, kept, target, tokenizer=tokenizer, window=WINDOW, max_tokens=1 << 20

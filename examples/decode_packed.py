@@ -14,6 +14,7 @@ import numpy as np
 
 MAGIC = bytes.fromhex("894c4f574249540a")
 BASIS, PRIME = 0xCBF29CE484222325, 0x100000001B3
+SIGNS = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344)  # of rotated inputs, a bit for each
 
 # By width: the packed lines, each from bit 7 to bit 0; j.t is bit t of the code of unpacked line j.
 PLACEMENT = {
@@ -39,6 +40,7 @@ class Header(NamedTuple):
     n: int
     k: int
     group_size: int  # 0: one group per row
+    rotated: int  # inputs of a rotated block; 0: inputs are not rotated
     levels: np.ndarray  # int8 [2**bits], empty without a table
     checksum: int  # of the panels
     bytes: int  # of the header
@@ -73,26 +75,29 @@ def checksums(pieces: np.ndarray) -> np.ndarray:
 def read_header(data: np.ndarray) -> Header:
     if len(data) < 64:
         raise ValueError(f"there are {len(data)} bytes; expected a header of at least 64")
-    magic, version, layout, bits, mapping, bias, zero, n, k, group, vendor, total, panels, own = struct.unpack(
-        "<8sHBBBBHqqI4sqQQ", data[:64].tobytes()
+    magic, version, layout, bits, mapping, bias, turn, zero, n, k, group, vendor, total, panels, own = struct.unpack(
+        "<8sHBBBBBBqqI4sqQQ", data[:64].tobytes()
     )
-    if magic != MAGIC or version not in (1, 2):
-        raise ValueError(f"found magic {magic.hex()} and version {version}; expected {MAGIC.hex()} and version 1 or 2")
-    size = 64 * version
+    if magic != MAGIC or version not in (1, 2, 3):
+        raise ValueError(f"found magic {magic.hex()} and version {version}; expected {MAGIC.hex()} and version 1, 2 or 3")
+    size = 128 if mapping == 2 else 64
     if len(data) < size or int(checksums(np.concatenate([data[:56], data[64:size]])[None])[0]) != own:
         raise ValueError("the header's checksum does not match")
     if layout != 0 or any(vendor):
         raise ValueError(f"the layout is {vendor!r} of a vendor; expected layout 0")
-    levels = data[64 : 64 + 2**bits].view(np.int8) if version == 2 else np.empty(0, np.int8)
-    valid = 1 <= bits <= 8 and (mapping == 2) == (version == 2) and mapping <= 2 and bias <= 1 and zero == 0
+    levels = data[64 : 64 + 2**bits].view(np.int8) if mapping == 2 else np.empty(0, np.int8)
+    valid = 1 <= bits <= 8 and mapping <= 2 and bias <= 1 and zero == 0
     valid = valid and 1 <= n <= 2**31 and 1 <= k <= 2**31 and group % 16 == 0 and group <= 2**31
-    if version == 2:
+    valid = (
+        valid and version == (3 if turn else 2 if mapping == 2 else 1) and (turn == 0 or 4 <= turn <= 7 and k % 2**turn == 0)
+    )
+    if mapping == 2:
         valid = valid and 2 <= bits <= 4 and -128 not in levels and not data[64 + len(levels) : size].any()
     if not valid or total != len(data):
         raise ValueError(
             f"a field of the header is invalid, or its size of {total} bytes is not the {len(data)} that are there"
         )
-    return Header(bits, mapping, bool(bias), n, k, group, levels, panels, size)
+    return Header(bits, mapping, bool(bias), n, k, group, 2**turn if turn else 0, levels, panels, size)
 
 
 def fused_multiply_add(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
@@ -123,6 +128,18 @@ def unpack_codes(lines: np.ndarray, bits: int) -> np.ndarray:
     return unpacked.reshape(panels, blocks, 8, 16, 4).transpose(0, 3, 1, 2, 4).reshape(panels, 16, 32 * blocks)
 
 
+def rotate_back(weight: np.ndarray, block: int) -> np.ndarray:
+    """The weights of the inputs, from those of rotated inputs, float32 [n, k]."""
+    rows, h = weight.reshape(-1, block), 1
+    while h < block:
+        pairs = rows.reshape(-1, block // (2 * h), 2, h)
+        rows = np.stack([pairs[:, :, 0] + pairs[:, :, 1], pairs[:, :, 0] - pairs[:, :, 1]], 2).reshape(-1, block)
+        h *= 2
+    negative = [SIGNS[i // 32] >> i % 32 & 1 for i in range(block)]
+    factors = np.where(negative, -1, 1) * 2.0 ** -(block.bit_length() // 2)
+    return (rows * factors.astype(np.float32)).reshape(weight.shape)
+
+
 def decode(data: bytes | np.ndarray, verify: bool = True) -> Matrix:
     """Decodes one packed matrix.
 
@@ -131,7 +148,7 @@ def decode(data: bytes | np.ndarray, verify: bool = True) -> Matrix:
         verify: compare the panels with their checksum.
 
     Raises:
-        ValueError: the bytes are not a packed matrix of versions 1 or 2, or were altered.
+        ValueError: the bytes are not a packed matrix of versions 1 to 3, or were altered.
     """
     data = np.frombuffer(data, np.uint8)
     header = read_header(data)
@@ -170,8 +187,11 @@ def decode(data: bytes | np.ndarray, verify: bool = True) -> Matrix:
             plain = 2 * np.arange(2) - 1 if bits == 1 else np.arange(2**bits) - 2 ** (bits - 1)
             levels = header.levels if header.mapping == 2 else plain
             weight = factors[0] * levels.astype(np.float32)[codes]
+        weight = weight.reshape(panels * 16, k)[:n]
+        if header.rotated:
+            weight = rotate_back(weight, header.rotated)
     bias = head[:, 2].reshape(-1)[:n] if header.has_bias else None
-    return Matrix(weight.reshape(panels * 16, k)[:n], bias)
+    return Matrix(weight, bias)
 
 
 def packed_tensors(data: np.ndarray) -> dict[str, np.ndarray]:

@@ -36,11 +36,21 @@ struct RmsNormArgs {
   float epsilon, weight_offset;
 };
 
+// One row: rotate_inputs() of ukernel.h, or `back`, which undoes it for weights.
+struct RotateArgs {
+  const void* x;  // [width] of `dtype`; may be `out` if that is float32
+  float* out;     // [width]
+  int64_t width, block;  // a power of two from 16 to 128, which divides the width
+  DType dtype;
+  bool back;
+};
+
 struct ElementwiseKernel {
   const char* name;  // elementwise_<isa>
   IsaBits isa;
   void (*activate)(const ActivateArgs&);
   void (*rms_norm)(const RmsNormArgs&);
+  void (*rotate)(const RotateArgs&);
 };
 
 }  // namespace lowbit

@@ -96,6 +96,18 @@ Status make_layout(int64_t n, int64_t k, int bits, int64_t group_size, Mapping m
   return {};
 }
 
+Status set_rotation(int64_t inputs, Layout* layout) {
+  const bool is_power = inputs > 0 && (inputs & (inputs - 1)) == 0;
+  if (inputs != 0 && (!is_power || inputs < kLeastRotation || inputs > kMostRotation || layout->k % inputs != 0)) {
+    return Status::error("the inputs are rotated in blocks of %" PRId64 "; expected 0 for none, or a power of two from %" PRId64
+                         " to %" PRId64 " that divides the number of inputs, %" PRId64,
+                         inputs, kLeastRotation, kMostRotation, layout->k);
+  }
+  layout->rotation = 0;
+  while (int64_t{1} << layout->rotation < inputs) ++layout->rotation;
+  return {};
+}
+
 FormatName name_of(Format format) {
   if (format == Format::panel16) return {"panel16"};
   FormatName name{};

@@ -15,6 +15,8 @@
 // The row sum is the sum of a row's weights divided by its row scale. Kernels do not read it: it served activations with a
 // zero point, which lowbit had before its first release. Rows and inputs beyond n and k are padding: their scales and heads
 // are zero, their codes anything.
+//
+// Of a layer with rotated inputs these are the weights of the rotated inputs: rotate_inputs() in ukernel.h.
 #pragma once
 
 #include <cstddef>
@@ -41,8 +43,9 @@ struct FormatName {
 };
 LOWBIT_API FormatName name_of(Format format);
 
-// Of the file: 2 with a table of levels, which readers of version 1 alone refuse; else 1, the same bytes as ever.
-inline constexpr int kFormatVersion = 1, kLevelsVersion = 2;
+// Of the file: 3 with rotated inputs, 2 with a table of levels and none, which older readers refuse; else 1, the same bytes as
+// ever.
+inline constexpr int kFormatVersion = 1, kLevelsVersion = 2, kRotatedVersion = 3;
 inline constexpr int64_t kHeaderBytes = 64, kLevelsHeaderBytes = 128;
 inline constexpr int64_t kHeadBytes = 3 * kPanelRows * 4;
 inline constexpr int64_t kMaxDimension = int64_t{1} << 31;
@@ -56,6 +59,10 @@ static_assert(kLineBytes == LOWBIT_LINE_BYTES && kMostLevels == LOWBIT_MOST_LEVE
 // Checks the parameters and fills in the sizes. `levels`: 2^bits of them, if has_table(mapping), else null.
 LOWBIT_API Status make_layout(int64_t n, int64_t k, int bits, int64_t group_size, Mapping mapping, bool has_bias,
                               Layout* layout, const int8_t* levels = nullptr);
+
+// Rotates the inputs in blocks of `inputs`: 0 for none, or a power of two from kLeastRotation to kMostRotation that divides k.
+inline constexpr int64_t kLeastRotation = 16, kMostRotation = 128;
+LOWBIT_API Status set_rotation(int64_t inputs, Layout* layout);
 
 // The same matrix in a vendor's format: only its name and total_bytes, the sizes of a panel's parts are zero. Not for
 // weights with a table of levels.

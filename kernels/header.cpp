@@ -21,7 +21,8 @@ struct Header {
   uint8_t bits;
   uint8_t mapping;
   uint8_t has_bias;
-  uint16_t reserved0;
+  uint8_t rotation;
+  uint8_t reserved0;
   int64_t n, k;
   uint32_t group_size;
   uint32_t vendor_format;
@@ -96,11 +97,12 @@ void write_header(const Layout& layout, uint64_t payload_checksum, void* data) {
   Header header{};
   std::memcpy(header.magic, kMagic, sizeof kMagic);
   const bool has_levels = has_table(layout.mapping);
-  header.version = has_levels ? kLevelsVersion : kFormatVersion;
+  header.version = layout.rotation != 0 ? kRotatedVersion : has_levels ? kLevelsVersion : kFormatVersion;
   header.format = layout.format == Format::panel16 ? kPanel16 : kVendorFormat;
   header.bits = static_cast<uint8_t>(layout.bits);
   header.mapping = static_cast<uint8_t>(layout.mapping);
   header.has_bias = layout.has_bias;
+  header.rotation = layout.rotation;
   header.n = layout.n;
   header.k = layout.k;
   header.group_size = static_cast<uint32_t>(layout.group_size);
@@ -127,17 +129,18 @@ Status read_header(const void* data, int64_t size, Layout* layout) {
                          header.magic[0] & 255, header.magic[1] & 255, header.magic[2] & 255, header.magic[3] & 255,
                          header.magic[4] & 255, header.magic[5] & 255, header.magic[6] & 255, header.magic[7] & 255);
   }
-  if (header.version != kFormatVersion && header.version != kLevelsVersion) {
-    return Status::error("packed weight is of format version %d; this library reads versions %d and %d", header.version,
-                         kFormatVersion, kLevelsVersion);
+  if (header.version < kFormatVersion || header.version > kRotatedVersion) {
+    return Status::error("packed weight is of format version %d; this library reads versions %d to %d", header.version,
+                         kFormatVersion, kRotatedVersion);
   }
-  const bool has_levels = header.version == kLevelsVersion;
+  const bool has_levels = header.version == kLevelsVersion ||
+                          (header.version == kRotatedVersion && has_table(static_cast<Mapping>(header.mapping)));
   LevelsHeader levels{};
   if (has_levels) {
     if (size < kLevelsHeaderBytes) {
       return Status::error("packed weight has %" PRId64 " bytes; expected a header of %" PRId64
-                           " bytes and more, as it is of version %d",
-                           size, kLevelsHeaderBytes, kLevelsVersion);
+                           " bytes and more, as it has a table of levels",
+                           size, kLevelsHeaderBytes);
     }
     std::memcpy(&levels, static_cast<const char*>(data) + sizeof header, sizeof levels);
   }
@@ -148,6 +151,10 @@ Status read_header(const void* data, int64_t size, Layout* layout) {
   if (has_levels && !has_table(static_cast<Mapping>(header.mapping))) {
     return Status::error("packed weight of version %d has mapping %d; expected 2, a table of levels", kLevelsVersion,
                          header.mapping);
+  }
+  if (header.rotation > 62 || (header.rotation != 0) != (header.version == kRotatedVersion)) {
+    return Status::error("packed weight of version %d has blocks of 2^%d rotated inputs; expected them in version %d only, and "
+                         "always", header.version, header.rotation, kRotatedVersion);
   }
   if (header.format > kVendorFormat || (header.mapping > 1 && !has_levels) || header.has_bias > 1 ||
       header.reserved0 != 0 || (header.format == kPanel16) != (format == Format::panel16)) {
@@ -161,6 +168,7 @@ Status read_header(const void* data, int64_t size, Layout* layout) {
       !status.ok()) {
     return status;
   }
+  if (Status s = set_rotation(header.rotation == 0 ? 0 : int64_t{1} << header.rotation, &expected); !s.ok()) return s;
   if (has_levels) {
     LevelsHeader canonical{};
     std::memcpy(canonical.levels, expected.levels, sizeof canonical.levels);

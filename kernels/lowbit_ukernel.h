@@ -98,6 +98,7 @@ struct lowbit_layout {
   int bits;            // 1-8
   LOWBIT_AS(Mapping, uint8_t) mapping;
   bool has_bias;
+  uint8_t rotation;    // log2 of the inputs in a rotated block, or 0. Rows need not look: they get inputs rotated
   int64_t n, k;        // output rows, inputs
   int64_t group_size;  // inputs per group, a multiple of 16; 0: one group per row (per channel)
 
@@ -115,6 +116,7 @@ struct lowbit_layout {
   int8_t levels[LOWBIT_MOST_LEVELS];  // mapping levels: 2^bits of -127 to 127; zeros behind them, and without
 
 #ifdef __cplusplus
+  int64_t rotated_inputs() const { return rotation == 0 ? 0 : int64_t{1} << rotation; }  // of a block
   int64_t group_inputs() const { return lowbit_group_inputs(this); }
   int64_t group_segments() const { return lowbit_group_segments(this); }
   static constexpr int64_t segments_of(int64_t inputs) {

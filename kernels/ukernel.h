@@ -45,6 +45,10 @@
 //   rotate(x)        each block of x, as many values as the largest power of two that divides the width, times the
 //                    Hadamard matrix of that size: for h = 1, 2, 4, ... below the size, all pairs (i, i + h) of which i
 //                    has no bit h: x[i], x[i + h] = x[i] + x[i + h], x[i] - x[i + h]
+//   rotate_inputs(x) where the packed weight says so (format.h), x of a row is this before it becomes an activation row, in
+//                    blocks of `size` inputs: x[i] = x[i] * f, with f = 2^-ceil(log2(size) / 2), negative where the bit of
+//                    i % size is set in kRotationSigns; then rotate() of the block. The operators do it, in float32.
+//                    Back, for a row of such a weight (embedding): rotate() of the block, then w[i] = w[i] * f
 //   exp2(x), x <= 0  below -126: 0;  n = rint(x), r = x - n, 2^n * polynomial(r): attention/attention_impl.h
 //   16-bit outputs   rounded from the float32 result, to nearest, ties to even; NaN of attention: 0x7fc00000
 //
@@ -98,6 +102,9 @@ constexpr int8_t kCacheLevels[16] = {-127, -96, -75, -58, -44, -31, -18, -6, 6, 
 // Halfway between two levels.
 constexpr float kCacheThresholds[15] = {-111.5f, -85.5f, -66.5f, -51.0f, -37.5f, -24.5f, -12.0f, 0.0f,
                                         12.0f,   24.5f,  37.5f,  51.0f,  66.5f,  85.5f,  111.5f};
+
+// The signs of rotated inputs: the first bits of pi behind the point, 32 inputs a word.
+constexpr uint32_t kRotationSigns[kMostRotation / 32] = {0x243f6a88u, 0x85a308d3u, 0x13198a2eu, 0x03707344u};
 
 constexpr CacheType cache_type_of(DType dtype) {
   return dtype == DType::f32 ? CacheType::f32 : dtype == DType::bf16 ? CacheType::bf16 : CacheType::f16;

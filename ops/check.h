@@ -164,9 +164,11 @@ inline Status no_kernel(const char* family, const Layout& layout) {
                        layout.bits, name_of(layout.format).text);
 }
 
-// The layout of a packed [n, k] matrix of the shape of `tensor`. `levels`: 2^bits int8 levels, or null.
+// The layout of a packed [n, k] matrix of the shape of `tensor`. `levels`: 2^bits int8 levels, or null. `rotated_inputs` of a
+// block, or 0.
 inline Status matrix_layout(const char* name_has, const TensorView& tensor, int bits, int64_t group_size, bool affine,
-                            bool has_bias, Layout* layout, const TensorView* levels = nullptr) {
+                            bool has_bias, Layout* layout, const TensorView* levels = nullptr,
+                            int64_t rotated_inputs = 0) {
   if (Status status = check_isa_cap(); !status.ok()) return status;
   if (tensor.shape.ndim != 2) {
     return Status::error("%s shape %s; expected two dimensions [n, k]", name_has, describe(tensor.shape).text);
@@ -178,8 +180,13 @@ inline Status matrix_layout(const char* name_has, const TensorView& tensor, int 
     // Another width is refused below.
     if (Status s = check_tensor("levels", *levels, ElementType::i8, {1, {count}}); !s.ok()) return s;
   }
-  return make_layout(tensor.shape.size[0], tensor.shape.size[1], bits, group_size, mapping_with(affine, levels != nullptr),
-                     has_bias, layout, levels == nullptr ? nullptr : static_cast<const int8_t*>(levels->data));
+  if (Status s = make_layout(tensor.shape.size[0], tensor.shape.size[1], bits, group_size,
+                             mapping_with(affine, levels != nullptr), has_bias, layout,
+                             levels == nullptr ? nullptr : static_cast<const int8_t*>(levels->data));
+      !s.ok()) {
+    return s;
+  }
+  return set_rotation(rotated_inputs, layout);
 }
 
 // The error of the piece that comes first, whichever thread finds one first.

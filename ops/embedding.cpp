@@ -1,6 +1,8 @@
 #include "../kernels/registry.h"
 #include "check.h"
 #include "operators.h"
+#include "rotate.h"
+#include "rows.h"
 #include "schedule.h"
 #include "scratch.h"
 #include "tiles.h"
@@ -45,7 +47,11 @@ Status embedding(const TensorView& indices, const TensorView& packed, int64_t em
   // another thread may write to the caller's indices meanwhile.
   const int64_t count = indices.shape.numel();
   if (count == 0) return {};
-  const Scratch scratch(count * static_cast<int64_t>(sizeof(int64_t)));
+  // A row with rotated inputs is rotated back before it is rounded.
+  const int64_t index_bytes = aligned(count * static_cast<int64_t>(sizeof(int64_t)));
+  const int64_t worker_bytes = layout.rotation == 0 ? 0 : aligned(layout.k * static_cast<int64_t>(sizeof(float)));
+  const Parallel threads = count * layout.k < kParallelValues ? Parallel() : parallel;
+  const Scratch scratch(index_bytes + threads.threads * worker_bytes);
   if (scratch.data() == nullptr) return Status::no_memory("no memory for %" PRId64 " indices", count);
   int64_t* const rows = reinterpret_cast<int64_t*>(scratch.data());
   for (int64_t i = 0; i < count; ++i) {
@@ -65,16 +71,21 @@ Status embedding(const TensorView& indices, const TensorView& packed, int64_t em
   args.out_dtype = dtype_of(out.type);
   args.context = kernel.context;
   const int64_t row_bytes = layout.k * element_bytes(out.type);
-  const Parallel alone;
-  parallel_1d(count * layout.k < kParallelValues ? alone : parallel, count, 1 + kParallelValues / 4 / layout.k,
-              [&](int, int64_t begin, int64_t end) {
-                EmbeddingArgs row = args;
-                for (int64_t i = begin; i < end; ++i) {
-                  row.row = rows[i];
-                  row.out = static_cast<char*>(out.data) + i * row_bytes;
-                  kernel.run(row);
-                }
-              });
+  const DType dtype = args.out_dtype;
+  if (layout.rotation != 0) args.out_dtype = DType::f32;
+  parallel_1d(threads, count, 1 + kParallelValues / 4 / layout.k, [&](int worker, int64_t begin, int64_t end) {
+    float* const rotated = reinterpret_cast<float*>(scratch.data() + index_bytes + worker * worker_bytes);
+    EmbeddingArgs row = args;
+    for (int64_t i = begin; i < end; ++i) {
+      char* const to = static_cast<char*>(out.data) + i * row_bytes;
+      row.row = rows[i];
+      row.out = layout.rotation == 0 ? to : reinterpret_cast<char*>(rotated);
+      kernel.run(row);
+      if (layout.rotation == 0) continue;
+      rotate_row(rotated, DType::f32, rotated, layout.k, layout.rotated_inputs(), true);
+      for (int64_t j = 0; j < layout.k; ++j) store_from_f32(to, dtype, j, rotated[j]);
+    }
+  });
   return {};
 }
 

@@ -5,6 +5,7 @@
 #include "aligned_memory.h"
 #include "check.h"
 #include "operators.h"
+#include "rotate.h"
 #include "rows.h"
 #include "schedule.h"
 #include "scratch.h"
@@ -61,6 +62,11 @@ Status read_expert(const TensorView& packed, int64_t expert, const TensorView& x
     return Status::error("x has shape %s; expected [..., %" PRId64 "], the inputs of expert %" PRId64,
                          describe(x.shape).text, layout->k, expert);
   }
+  if (first != nullptr && first->rotation != layout->rotation) {
+    return Status::error("expert %" PRId64 " has inputs in rotated blocks of %" PRId64 "; expected %" PRId64
+                         ", as expert 0 (0: not rotated)",
+                         expert, layout->rotated_inputs(), first->rotated_inputs());
+  }
   if (first != nullptr && first->group_inputs() != layout->group_inputs()) {
     return Status::error("expert %" PRId64 " has groups of %" PRId64 " inputs; expected %" PRId64 ", as expert 0",
                          expert, layout->group_inputs(), first->group_inputs());
@@ -114,6 +120,11 @@ struct Memory {
   }
 };
 
+// Of a row that has to be gathered.
+int64_t gather_bytes(const TensorView& x, const Layout& layout) {
+  return x.stride[x.shape.ndim - 1] == 1 ? 0 : aligned(layout.k * element_bytes(x.type));
+}
+
 class Call {
  public:
   Call(const TensorView& x, const TensorView& packed, const TensorView& out, const Layout& layout, int64_t per_row,
@@ -123,16 +134,23 @@ class Call {
         quantize_(choose_quantize(active_isa())) {}
 
   // Row `row` of x, to the places of its results from `first` on. It is quantized once, and copied to the others.
-  void quantize(int64_t row, int64_t first, char* gathered) const {
+  void quantize(int64_t row, int64_t first, char* memory) const {
     const int last = x_.shape.ndim - 1;
     const char* source = static_cast<const char*>(x_.data) + item_ * offset_of(x_, last, row);
+    DType dtype = dtype_of(x_.type);
     if (x_.stride[last] != 1) {
-      gather(item_, source, x_.stride[last], gathered, layout_.k);
-      source = gathered;
+      gather(item_, source, x_.stride[last], memory, layout_.k);
+      source = memory;
+    }
+    if (layout_.rotation != 0) {
+      float* const rotated = reinterpret_cast<float*>(memory + gather_bytes(x_, layout_));
+      rotate_row(source, dtype, rotated, layout_.k, layout_.rotated_inputs());
+      source = reinterpret_cast<const char*>(rotated);
+      dtype = DType::f32;
     }
     const int64_t* const places = memory_.places + row * per_row_ - first;
     const int64_t place = places[0];
-    quantize_.run({source, dtype_of(x_.type), layout_.k, row_values_, layout_.group_inputs(),
+    quantize_.run({source, dtype, layout_.k, row_values_, layout_.group_inputs(),
                    memory_.a + place * row_values_, memory_.scales + place * layout_.segments,
                    memory_.sums + place * layout_.segments, memory_.group_sums + place * layout_.groups, quantize_.context});
     for (int64_t i = 1; i < per_row_; ++i) {
@@ -410,8 +428,8 @@ Status linear_experts(const TensorView& x, const TensorView& packed, const Tenso
   const int64_t tile_rows = chunk < most ? chunk : most;
   const int64_t panel_bytes = tile_rows * kPanelRows * item;
   const int64_t tile_bytes = panel_bytes < kTileBytes ? kTileBytes : panel_bytes;
-  const int64_t gathered = x.stride[x.shape.ndim - 1] == 1 ? 0 : aligned(layout.k * item);
-  const int64_t worker_bytes = kLinearScratchBytes + aligned(tile_bytes) + gathered;
+  const int64_t input_bytes = gather_bytes(x, layout) + (layout.rotation == 0 ? 0 : aligned(layout.k * 4));
+  const int64_t worker_bytes = kLinearScratchBytes + aligned(tile_bytes) + input_bytes;
   const Parallel threads = results * layout.k * layout.n < kParallelProducts ? Parallel() : parallel;
 
   Memory memory;
@@ -436,7 +454,7 @@ Status linear_experts(const TensorView& x, const TensorView& packed, const Tenso
     const int64_t begin = first / per_row;
     parallel_1d(here / per_row * layout.k < kParallelValues ? Parallel() : threads, here / per_row,
                 at_least_1(kClaimValues / layout.k), [&](int worker, int64_t from, int64_t to) {
-                  char* const worker_memory = memory.workers + worker * worker_bytes + worker_bytes - gathered;
+                  char* const worker_memory = memory.workers + worker * worker_bytes + worker_bytes - input_bytes;
                   for (int64_t row = begin + from; row < begin + to; ++row) call.quantize(row, first, worker_memory);
                 });
 

@@ -5,6 +5,7 @@
 #include "float_environment.h"
 #include "nodes.h"
 #include "operators.h"
+#include "rotate.h"
 #include "rows.h"
 #include "schedule.h"
 #include "scratch.h"
@@ -33,12 +34,12 @@ struct Matrix {
   const LinearKernel* beside;  // for threads that have no matrix unit: sme_threads.h
   int64_t first_panel;  // among the panels of all matrices of the call
   char* out;            // row 0, this matrix's first column
-  int kind;             // which quantized rows it reads: one kind for each group size
+  int kind;             // which quantized rows it reads: one kind for each group size and rotation
 };
 
 // What quantized rows depend on, and how much of them there is.
 struct RowKind {
-  int64_t group_inputs, groups, segments;
+  int64_t rotated_inputs, group_inputs, groups, segments;
   bool group_sums;  // some matrix reads them
 };
 
@@ -47,6 +48,7 @@ struct Matrices {
   Matrix of[kMostMatrices];
   int count = 0;
   int64_t k, blocks, panels = 0, outputs = 0;
+  bool rotated = false;  // the inputs of some matrix
   RowKind kinds[kMostMatrices];
   int kind_count = 0;
 
@@ -54,8 +56,14 @@ struct Matrices {
     k = layout.k;
     blocks = layout.blocks;
     int kind = 0;
-    while (kind < kind_count && kinds[kind].group_inputs != layout.group_inputs()) ++kind;
-    if (kind == kind_count) kinds[kind_count++] = {layout.group_inputs(), layout.groups, layout.segments, false};
+    while (kind < kind_count && (kinds[kind].group_inputs != layout.group_inputs() ||
+                                 kinds[kind].rotated_inputs != layout.rotated_inputs())) {
+      ++kind;
+    }
+    if (kind == kind_count) {
+      kinds[kind_count++] = {layout.rotated_inputs(), layout.group_inputs(), layout.groups, layout.segments, false};
+    }
+    rotated |= layout.rotation != 0;
     kinds[kind].group_sums |= has_mins(layout.mapping);
     of[count++] = {layout, bytes + layout.header_bytes, nullptr, nullptr, panels, nullptr, kind};
     panels += layout.panels;
@@ -63,7 +71,7 @@ struct Matrices {
   }
 };
 
-// Some rows of x as the kernels read them, for every group size of the matrices.
+// Some rows of x as the kernels read them, for every group size and rotation of the matrices.
 class QuantizedRows {
  public:
   QuantizedRows(const TensorView& x, const Matrices& matrices, const QuantizeKernel& kernel)
@@ -78,8 +86,8 @@ class QuantizedRows {
     }
     return sum;
   }
-  // Of a row that has to be gathered, for each worker.
-  int64_t gather_bytes() const { return gather_ ? aligned(matrices_.k * element_bytes(x_.type)) : 0; }
+  // Of a row that has to be gathered or rotated, for each worker.
+  int64_t row_bytes() const { return gather_bytes() + (matrices_.rotated ? aligned(matrices_.k * 4) : 0); }
 
   // Where the rows lie: bytes(rows) of memory.
   void place(char* memory, int64_t rows) {
@@ -99,22 +107,28 @@ class QuantizedRows {
   }
 
   // Row `row` of x becomes row `index`.
-  void quantize(int64_t row, int64_t index, char* gathered) const {
+  void quantize(int64_t row, int64_t index, char* memory) const {
     const int last = x_.shape.ndim - 1;
     const int64_t item = element_bytes(x_.type);
     const char* source = static_cast<const char*>(x_.data) + item * offset_of(x_, last, row);
     if (gather_) {
-      gather(item, source, x_.stride[last], gathered, matrices_.k);
-      source = gathered;
+      gather(item, source, x_.stride[last], memory, matrices_.k);
+      source = memory;
     }
+    float* const rotated = reinterpret_cast<float*>(memory + gather_bytes());
+    int64_t rotated_inputs = 0;  // as they lie there
     QuantizeArgs args{};
-    args.x = source;
-    args.x_dtype = dtype_of(x_.type);
     args.k = matrices_.k;
     args.k_padded = matrices_.blocks * kBlockInputs;
     for (int i = 0; i < matrices_.kind_count; ++i) {
       const RowKind& kind = matrices_.kinds[i];
       const Rows& to = rows_[i];
+      if (kind.rotated_inputs != 0 && kind.rotated_inputs != rotated_inputs) {
+        rotated_inputs = kind.rotated_inputs;
+        rotate_row(source, dtype_of(x_.type), rotated, matrices_.k, rotated_inputs);
+      }
+      args.x = kind.rotated_inputs == 0 ? source : reinterpret_cast<const char*>(rotated);
+      args.x_dtype = kind.rotated_inputs == 0 ? dtype_of(x_.type) : DType::f32;
       args.group_inputs = kind.group_inputs;
       args.context = kernel_.context;
       args.a = to.a + index * args.k_padded;
@@ -136,6 +150,8 @@ class QuantizedRows {
   }
 
  private:
+  int64_t gather_bytes() const { return gather_ ? aligned(matrices_.k * element_bytes(x_.type)) : 0; }
+
   struct Rows {
     int8_t* a = nullptr;
     float* scales = nullptr;
@@ -177,7 +193,8 @@ Status linear_prepared(const Matrix& matrix, const TensorView& x, int64_t rows, 
   const int last = x.shape.ndim - 1;
   const DType dtype = dtype_of(x.type);
   // The kernel reads x itself where it can; else it gets a copy, in float32 or in x's own type.
-  const bool reads_type = (kernel.x_types & bit_of(dtype)) != 0;
+  const int64_t rotated_inputs = layout.rotated_inputs();
+  const bool reads_type = (kernel.x_types & bit_of(dtype)) != 0 && rotated_inputs == 0;
   const bool reads_x = reads_type && x.is_contiguous();
   const int64_t item = reads_type ? element_bytes(x.type) : static_cast<int64_t>(sizeof(float));
   const int64_t row_bytes = layout.k * item;
@@ -223,6 +240,7 @@ Status linear_prepared(const Matrix& matrix, const TensorView& x, int64_t rows, 
           continue;
         }
         for (int64_t j = 0; j < layout.k; ++j) store_from_f32(to, DType::f32, j, load_as_f32(row, dtype, j * x.stride[last]));
+        if (rotated_inputs != 0) rotate_row(to, DType::f32, reinterpret_cast<float*>(to), layout.k, rotated_inputs);
       }
       PrepareArgs claim = prepare;
       claim.begin = begin;
@@ -284,7 +302,7 @@ Status linear_quantized(const Matrices& matrices, const TensorView& x, int64_t r
       if (Status s = add_scratch(*kernel, matrices.of[i].layout, grid.rows_of(0), threads, &scratch_bytes); !s.ok()) return s;
     }
   }
-  const int64_t worker_bytes = scratch_bytes + quantized.gather_bytes();
+  const int64_t worker_bytes = scratch_bytes + quantized.row_bytes();
   const int64_t bytes = bands_bytes + quantized_bytes + threads * worker_bytes;
   const Scratch scratch(bytes);
   if (scratch.data() == nullptr) {
@@ -300,8 +318,8 @@ Status linear_quantized(const Matrices& matrices, const TensorView& x, int64_t r
     grid.rows = rows - begin < chunk ? rows - begin : chunk;
     Band* const bands = new (band_memory) Band[static_cast<size_t>(grid.bands() * grid.nodes)];
     const auto quantize_rows = [&](int worker, int64_t first, int64_t end) {
-      char* const gathered = workers + worker * worker_bytes + scratch_bytes;
-      for (int64_t i = first; i < end; ++i) quantized.quantize(begin + i, i, gathered);
+      char* const memory = workers + worker * worker_bytes + scratch_bytes;
+      for (int64_t i = first; i < end; ++i) quantized.quantize(begin + i, i, memory);
     };
     const bool few = grid.rows * matrices.k < kParallelValues;
     if (few) quantize_rows(0, 0, grid.rows);

@@ -194,7 +194,7 @@ void raise_unless_ok(const Status& status) {
 py::dict as_dict(const Layout& layout) {
   py::dict result;
   const bool has_levels = has_table(layout.mapping);
-  result["version"] = has_levels ? kLevelsVersion : kFormatVersion;
+  result["version"] = layout.rotation != 0 ? kRotatedVersion : has_levels ? kLevelsVersion : kFormatVersion;
   result["format"] = name_of(layout.format).text;
   result["bits"] = layout.bits;
   result["mapping"] = name_of(layout.mapping);
@@ -203,6 +203,7 @@ py::dict as_dict(const Layout& layout) {
   result["group_size"] = layout.group_size == 0 ? py::object(py::none()) : py::object(py::int_(layout.group_size));
   result["groups"] = layout.groups;
   result["has_bias"] = layout.has_bias;
+  result["rotated_inputs"] = layout.rotated_inputs();
   result["total_bytes"] = layout.total_bytes;
   result["levels"] = py::none();
   if (has_levels) {
@@ -233,7 +234,8 @@ py::dict info(uintptr_t address, int64_t size, bool verify) {
 // Of a table of int8: one for each code.
 using Levels = std::optional<std::string>;
 
-Layout layout_of(int64_t n, int64_t k, int bits, int64_t group_size, bool affine, bool has_bias, const Levels& table) {
+Layout layout_of(int64_t n, int64_t k, int bits, int64_t group_size, bool affine, bool has_bias, const Levels& table,
+                 int64_t rotated_inputs) {
   int8_t levels[kMostLevels] = {};
   if (table.has_value()) {
     if (can_have_levels(bits) && table->size() != size_t{1} << bits) {
@@ -246,18 +248,19 @@ Layout layout_of(int64_t n, int64_t k, int bits, int64_t group_size, bool affine
   const Mapping mapping = mapping_with(affine, table.has_value());
   raise_unless_ok(
       make_layout(n, k, bits, group_size, mapping, has_bias, &layout, table.has_value() ? levels : nullptr));
+  raise_unless_ok(set_rotation(rotated_inputs, &layout));
   return layout;
 }
 
 // What info() will say about such a matrix.
 py::dict describe_packed(int64_t n, int64_t k, int bits, int64_t group_size, bool affine, bool has_bias,
-                         const Levels& levels) {
-  return as_dict(layout_of(n, k, bits, group_size, affine, has_bias, levels));
+                         const Levels& levels, int64_t rotated_inputs) {
+  return as_dict(layout_of(n, k, bits, group_size, affine, has_bias, levels, rotated_inputs));
 }
 
 int64_t packed_bytes(int64_t n, int64_t k, int bits, int64_t group_size, bool affine, bool has_bias,
                      const Levels& levels) {
-  return layout_of(n, k, bits, group_size, affine, has_bias, levels).total_bytes;
+  return layout_of(n, k, bits, group_size, affine, has_bias, levels, 0).total_bytes;
 }
 
 // A matrix that is packed in bands of whole panels: fold the checksum of each band (a packed weight of its own) onto
@@ -272,9 +275,9 @@ uint64_t fold_bands(uintptr_t address, int64_t size, uint64_t folded) {
 }
 
 py::bytes packed_header(int64_t n, int64_t k, int bits, int64_t group_size, bool affine, bool has_bias,
-                        uint64_t folded, const Levels& levels) {
+                        uint64_t folded, const Levels& levels, int64_t rotated_inputs) {
   char header[kLevelsHeaderBytes];
-  const Layout layout = layout_of(n, k, bits, group_size, affine, has_bias, levels);
+  const Layout layout = layout_of(n, k, bits, group_size, affine, has_bias, levels, rotated_inputs);
   write_header(layout, folded, header);
   return py::bytes(header, static_cast<size_t>(layout.header_bytes));
 }
@@ -374,10 +377,11 @@ PYBIND11_MODULE(_C, module) {
   module.def("packed_bytes", &packed_bytes, py::arg("n"), py::arg("k"), py::arg("bits"), py::arg("group_size"),
              py::arg("affine"), py::arg("has_bias"), py::arg("levels") = py::none());
   module.def("describe_packed", &describe_packed, py::arg("n"), py::arg("k"), py::arg("bits"), py::arg("group_size"),
-             py::arg("affine"), py::arg("has_bias"), py::arg("levels") = py::none());
+             py::arg("affine"), py::arg("has_bias"), py::arg("levels") = py::none(), py::arg("rotated_inputs") = 0);
   module.def("fold_panels", &fold_bands, py::arg("address"), py::arg("size"), py::arg("folded"));
   module.def("packed_header", &packed_header, py::arg("n"), py::arg("k"), py::arg("bits"), py::arg("group_size"),
-             py::arg("affine"), py::arg("has_bias"), py::arg("folded"), py::arg("levels") = py::none());
+             py::arg("affine"), py::arg("has_bias"), py::arg("folded"), py::arg("levels") = py::none(),
+             py::arg("rotated_inputs") = 0);
   module.def("repacked_bytes", &repacked_bytes, py::arg("address"), py::arg("size"), py::arg("format"));
   module.def("repack", &repack_into, py::arg("address"), py::arg("size"), py::arg("format"), py::arg("out_address"),
              py::arg("out_size"));

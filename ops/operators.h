@@ -111,15 +111,16 @@ LOWBIT_API Status short_conv(const TensorView& x, const TensorView& weight, cons
                              const TensorView& start, bool silu, const TensorView& out, const Parallel& parallel);
 
 // codes [n, k] uint8, scales and mins [n, groups] float32, bias [n] float32, levels [2^bits] int8, all contiguous; mins, bias
-// and levels may be null. group_size 0: one group per row. out: uint8 [packed_bytes].
+// and levels may be null. group_size 0: one group per row. rotated_inputs of a block, 16 to 128, if the weights are those of
+// rotated inputs (kernels/ukernel.h), else 0. out: uint8 [packed_bytes].
 LOWBIT_API Status pack_shape(const TensorView& codes, int bits, int64_t group_size, bool affine, bool has_bias,
-                             Layout* layout, const TensorView* levels = nullptr);
+                             Layout* layout, const TensorView* levels = nullptr, int64_t rotated_inputs = 0);
 LOWBIT_API Status pack(const TensorView& codes, const TensorView& scales, const TensorView* mins, const TensorView* bias,
                        int bits, int64_t group_size, const TensorView& out, const Parallel& parallel,
-                       const TensorView* levels = nullptr);
+                       const TensorView* levels = nullptr, int64_t rotated_inputs = 0);
 
 // The inverse; verifies the checksum first. The outputs have the shapes of pack's inputs; mins and bias are empty where the
-// matrix has none. The header has the levels.
+// matrix has none. The header has the levels and the rotation.
 LOWBIT_API Status unpack(const TensorView& packed, const TensorView& codes, const TensorView& scales,
                          const TensorView& mins, const TensorView& bias, const Parallel& parallel);
 

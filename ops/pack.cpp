@@ -20,15 +20,19 @@ int64_t panels_per_claim(const Layout& layout) { return 1 + kPackedWeights / (la
 }  // namespace
 
 Status pack_shape(const TensorView& codes, int bits, int64_t group_size, bool affine, bool has_bias, Layout* layout,
-                  const TensorView* levels) {
-  return matrix_layout("codes have", codes, bits, group_size, affine, has_bias, layout, levels);
+                  const TensorView* levels, int64_t rotated_inputs) {
+  return matrix_layout("codes have", codes, bits, group_size, affine, has_bias, layout, levels, rotated_inputs);
 }
 
 Status pack(const TensorView& codes, const TensorView& scales, const TensorView* mins, const TensorView* bias, int bits,
-            int64_t group_size, const TensorView& out, const Parallel& parallel, const TensorView* levels) {
+            int64_t group_size, const TensorView& out, const Parallel& parallel, const TensorView* levels,
+            int64_t rotated_inputs) {
   Layout layout;
   if (Status s = check_parallel(parallel); !s.ok()) return s;
-  if (Status s = pack_shape(codes, bits, group_size, mins != nullptr, bias != nullptr, &layout, levels); !s.ok()) return s;
+  if (Status s = pack_shape(codes, bits, group_size, mins != nullptr, bias != nullptr, &layout, levels, rotated_inputs);
+      !s.ok()) {
+    return s;
+  }
   const Shape per_group = shape_of(layout.n, layout.groups);
   if (Status s = check_tensor("codes", codes, ElementType::u8, codes.shape); !s.ok()) return s;
   if (Status s = check_tensor("scales", scales, ElementType::f32, per_group); !s.ok()) return s;

@@ -19,6 +19,7 @@ Status target_layout(const Layout& source, const char* format, Layout* layout) {
       !s.ok()) {
     return s;
   }
+  panel16.rotation = source.rotation;
   if (format == nullptr) return Status::error("there is no name of a format; expected one");
   if (std::strcmp(format, "panel16") == 0) {
     *layout = panel16;
@@ -77,7 +78,7 @@ Status repack(const TensorView& packed, const char* format, const TensorView& ou
   if (target.format == Format::panel16) {
     const TensorView levels = view(source.levels, ElementType::i8, {1, {int64_t{1} << source.bits}});
     return pack(codes_view, scales, affine ? &mins : nullptr, source.has_bias ? &bias : nullptr, source.bits,
-                source.group_size, out, parallel, has_table(source.mapping) ? &levels : nullptr);
+                source.group_size, out, parallel, has_table(source.mapping) ? &levels : nullptr, source.rotated_inputs());
   }
   PackArgs args{};
   args.codes = codes;

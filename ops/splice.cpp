@@ -39,6 +39,11 @@ Status check_alike(const Layout& first, const Layout& other, int64_t number, int
                          number, other.bits, name_of(other.mapping), other.group_size, first.bits,
                          name_of(first.mapping), first.group_size);
   }
+  if (other.rotation != first.rotation) {
+    return Status::error("matrix %" PRId64 " has inputs in rotated blocks of %" PRId64 "; expected %" PRId64
+                         ", as matrix 0 (0: not rotated)",
+                         number, other.rotated_inputs(), first.rotated_inputs());
+  }
   if (other.format != first.format) {
     return Status::error("matrix %" PRId64 " is in format '%s'; expected '%s', as matrix 0: repack it first", number,
                          name_of(other.format).text, name_of(first.format).text);
@@ -94,6 +99,10 @@ Status result_layout(const Parts& parts, int dim, int64_t total, int64_t begin, 
                            begin, end, first.group_size, total);
     }
   }
+  if (dim == 1 && first.rotation != 0 && (begin % first.rotated_inputs() != 0 || end % first.rotated_inputs() != 0)) {
+    return Status::error("inputs %" PRId64 " to %" PRId64 " cut a rotated block of %" PRId64 "; expected multiples of it",
+                         begin, end, first.rotated_inputs());
+  }
   bool has_bias = dim == 1 && begin == 0 && first.has_bias;
   for (int64_t i = 0; dim == 0 && i < parts.count; ++i) {
     const Part& part = parts.part[i];
@@ -101,9 +110,10 @@ Status result_layout(const Parts& parts, int dim, int64_t total, int64_t begin, 
   }
   if (Status s = make_layout(dim == 0 ? end - begin : first.n, dim == 0 ? first.k : end - begin, first.bits, first.group_size,
                              first.mapping, has_bias, layout, levels_of(first));
-      !s.ok() || first.format == Format::panel16) {
+      !s.ok()) {
     return s;
   }
+  if (Status s = set_rotation(first.rotated_inputs(), layout); !s.ok() || first.format == Format::panel16) return s;
   if (find_format(first.format)->unpack == nullptr) {
     return Status::error("a weight in format '%s' cannot be cut or joined: its library has no function unpack; expected "
                          "panel16: cut it before repacking",

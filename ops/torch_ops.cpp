@@ -289,7 +289,8 @@ Tensor rms_norm(const Tensor& x, const std::optional<Tensor>& weight, double eps
 int width_of(int64_t bits) { return bits < 0 || bits > 64 ? 0 : static_cast<int>(bits); }
 
 Tensor pack(const Tensor& codes, const Tensor& scales, const std::optional<Tensor>& mins,
-            const std::optional<Tensor>& bias, int64_t bits, int64_t group_size, const std::optional<Tensor>& levels) {
+            const std::optional<Tensor>& bias, int64_t bits, int64_t group_size, const std::optional<Tensor>& levels,
+            int64_t rotated_inputs) {
   const TensorView codes_view = view_of("codes", codes);
   std::optional<TensorView> mins_view, bias_view, levels_view;
   if (mins.has_value()) mins_view = view_of("mins", *mins);
@@ -298,11 +299,11 @@ Tensor pack(const Tensor& codes, const Tensor& scales, const std::optional<Tenso
   const TensorView* const table = levels_view ? &*levels_view : nullptr;
   Layout layout;
   raise_unless_ok(
-      pack_shape(codes_view, width_of(bits), group_size, mins.has_value(), bias.has_value(), &layout, table));
+      pack_shape(codes_view, width_of(bits), group_size, mins.has_value(), bias.has_value(), &layout, table, rotated_inputs));
   const Tensor out = allocate({1, {layout.total_bytes}}, ScalarType::Byte);
   raise_unless_ok(lowbit::pack(codes_view, view_of("scales", scales), mins_view ? &*mins_view : nullptr,
                                bias_view ? &*bias_view : nullptr, layout.bits, group_size, view_of("out", out),
-                               torch_threads(), table));
+                               torch_threads(), table, rotated_inputs));
   return out;
 }
 
@@ -415,8 +416,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(lowbit, library) {
   library.def(
       "rms_norm.out(Tensor x, Tensor? weight, float epsilon, float weight_offset=0., *, Tensor(a!) out) -> Tensor(a!)");
   library.def(
-      "pack(Tensor codes, Tensor scales, Tensor? mins, Tensor? bias, int bits, int group_size, Tensor? levels=None) -> "
-      "Tensor");
+      "pack(Tensor codes, Tensor scales, Tensor? mins, Tensor? bias, int bits, int group_size, Tensor? levels=None, "
+      "int rotated_inputs=0) -> Tensor");
   library.def(
       "quantize(Tensor weight, int bits, int group_size, bool affine, bool search) -> "
       "(Tensor codes, Tensor scales, Tensor mins)");

@@ -77,18 +77,36 @@ LOWBIT_INLINE inline void store_floats(void* at, DType dtype, V v) {
   }
 }
 
-// Each block of x times a Hadamard matrix: ukernel.h.
-inline void rotate(float* x, int64_t width) {
-  const int64_t size = width & -width;
-  for (int64_t half = 1; half < size; half *= 2) {
-    for (int64_t block = 0; block < width; block += 2 * half) {
-      for (int64_t i = block; i < block + half; ++i) {
-        const float a = x[i], b = x[i + half];
-        x[i] = a + b;
-        x[i + half] = a - b;
+// The sums and differences of lanes that are Half apart. The product by 1 or -1 is exact.
+template <class V, int Half>
+LOWBIT_INLINE inline V butterfly(V x) {
+  alignas(64) float signs[kLanes];
+  for (int l = 0; l < kLanes; ++l) signs[l] = (l & Half) != 0 ? -1.0f : 1.0f;
+  return V::fma(x, V::load(signs), V::template swap_lanes<Half>(x));
+}
+
+// `size` values, a power of two from 16 on, times the Hadamard matrix: ukernel.h.
+template <class V>
+void hadamard(float* x, int64_t size) {
+  for (int64_t i = 0; i < size; i += kLanes) {
+    V::store(x + i, butterfly<V, 8>(butterfly<V, 4>(butterfly<V, 2>(butterfly<V, 1>(V::load(x + i))))));
+  }
+  for (int64_t half = kLanes; half < size; half *= 2) {
+    for (int64_t first = 0; first < size; first += 2 * half) {
+      for (int64_t i = first; i < first + half; i += kLanes) {
+        const V a = V::load(x + i), b = V::load(x + i + half);
+        V::store(x + i, V::add(a, b));
+        V::store(x + i + half, V::sub(a, b));
       }
     }
   }
+}
+
+// Each block of x times a Hadamard matrix: ukernel.h.
+template <class V>
+void rotate(float* x, int64_t width) {
+  const int64_t size = width & -width;
+  for (int64_t i = 0; i < width; i += size) hadamard<V>(x + i, size);
 }
 
 // 16 keys or values, of one type. Of 4-bit ones 16 bytes have twice as many: `upper` says which.
@@ -341,7 +359,7 @@ void join(const Partial& before, const Partial& now, int64_t row) {
 
 template <class V>
 void finish(const Partial& partial, int64_t row, void* to, DType dtype, CacheType cache) {
-  if (value_type(cache) == CacheType::i4) rotate(partial.out_of(row), partial.value_width);
+  if (value_type(cache) == CacheType::i4) rotate<V>(partial.out_of(row), partial.value_width);
   const float sum = fold(V::load(partial.sums_of(row)), [](float a, float b) { return a + b; });
   const V inverse = V::broadcast(1.0f / sum);
   char* const out = static_cast<char*>(to);
@@ -360,7 +378,7 @@ void attention(const AttentionArgs& args) {
       const V values = load_floats<V>(q + i * size_of(args.dtype), args.dtype);
       V::store(state.q + r * width + i, V::mul(values, V::broadcast(args.factor)));
     }
-    if constexpr (key_type(C) == CacheType::i4) rotate(state.q + r * width, width);
+    if constexpr (key_type(C) == CacheType::i4) rotate<V>(state.q + r * width, width);
   }
   int64_t block = args.begins[0] / kAttentionBlock * kAttentionBlock;
   int64_t first = 0, last = 0;              // the rows [first, last) see some of the block

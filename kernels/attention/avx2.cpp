@@ -76,6 +76,15 @@ struct Vector {
             _mm256_blendv_ps(v.high, nan, _mm256_cmp_ps(v.high, v.high, _CMP_UNORD_Q))};
   }
 
+  // Lane l gets lane l ^ Half.
+  template <int Half>
+  LOWBIT_INLINE static Vector swap_lanes(Vector v) {
+    if constexpr (Half == 1) return {_mm256_permute_ps(v.low, 0xb1), _mm256_permute_ps(v.high, 0xb1)};
+    else if constexpr (Half == 2) return {_mm256_permute_ps(v.low, 0x4e), _mm256_permute_ps(v.high, 0x4e)};
+    else if constexpr (Half == 4) return {_mm256_permute2f128_ps(v.low, v.low, 1), _mm256_permute2f128_ps(v.high, v.high, 1)};
+    else return {v.high, v.low};
+  }
+
   struct Four {
     const float* at;
   };
@@ -90,7 +99,8 @@ constexpr AttentionKernel kRows[] = {{"attention_avx2", kAvx2, run<Vector>, writ
 
 constexpr RecurrenceKernel kRecurrenceRows[] = {{"recurrence_avx2", kAvx2, linear_attention<Vector>, short_conv<Vector>}};
 
-constexpr ElementwiseKernel kElementwiseRows[] = {{"elementwise_avx2", kAvx2, activate<Vector>, rms_norm<Vector>}};
+constexpr ElementwiseKernel kElementwiseRows[] = {
+    {"elementwise_avx2", kAvx2, activate<Vector>, rms_norm<Vector>, rotate_inputs<Vector>}};
 
 }  // namespace
 

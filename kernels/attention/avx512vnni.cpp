@@ -56,6 +56,15 @@ struct Vector {
                                _mm512_set1_ps(float_from_bits(0x7fc00000u)))};
   }
 
+  // Lane l gets lane l ^ Half.
+  template <int Half>
+  LOWBIT_INLINE static Vector swap_lanes(Vector a) {
+    if constexpr (Half == 1) return {_mm512_permute_ps(a.v, 0xb1)};
+    else if constexpr (Half == 2) return {_mm512_permute_ps(a.v, 0x4e)};
+    else if constexpr (Half == 4) return {_mm512_shuffle_f32x4(a.v, a.v, 0xb1)};
+    else return {_mm512_shuffle_f32x4(a.v, a.v, 0x4e)};
+  }
+
   struct Four {
     const float* at;
   };
@@ -72,7 +81,8 @@ constexpr AttentionKernel kRows[] = {
 constexpr RecurrenceKernel kRecurrenceRows[] = {
     {"recurrence_avx512vnni", kAvx512Vnni, linear_attention<Vector>, short_conv<Vector>}};
 
-constexpr ElementwiseKernel kElementwiseRows[] = {{"elementwise_avx512vnni", kAvx512Vnni, activate<Vector>, rms_norm<Vector>}};
+constexpr ElementwiseKernel kElementwiseRows[] = {
+    {"elementwise_avx512vnni", kAvx512Vnni, activate<Vector>, rms_norm<Vector>, rotate_inputs<Vector>}};
 
 }  // namespace
 

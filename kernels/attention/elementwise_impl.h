@@ -136,5 +136,28 @@ void rms_norm(const RmsNormArgs& args) {
   with_type(args.dtype, [&](auto type) { rms_norm_rows<V, decltype(type)::value>(args); });
 }
 
+template <class V>
+void rotate_inputs(const RotateArgs& args) {
+  const int64_t block = args.block;
+  alignas(64) float factors[kMostRotation];
+  float factor = 1.0f;
+  for (int64_t size = block; size > 1; size /= 4) factor *= 0.5f;
+  for (int64_t i = 0; i < block; ++i) factors[i] = (kRotationSigns[i / 32] >> i % 32 & 1) != 0 ? -factor : factor;
+  for (int64_t first = 0; first < args.width; first += block) {
+    float* const out = args.out + first;
+    const char* const x = element(args.x, args.dtype, first);
+    if (!args.back) {
+      for (int64_t i = 0; i < block; i += kLanes) {
+        V::store(out + i, V::mul(load_floats<V>(x + i * size_of(args.dtype), args.dtype), V::load(factors + i)));
+      }
+      hadamard<V>(out, block);
+      continue;
+    }
+    for (int64_t i = 0; i < block; i += kLanes) V::store(out + i, load_floats<V>(x + i * size_of(args.dtype), args.dtype));
+    hadamard<V>(out, block);
+    for (int64_t i = 0; i < block; i += kLanes) V::store(out + i, V::mul(V::load(out + i), V::load(factors + i)));
+  }
+}
+
 }  // namespace
 }  // namespace lowbit

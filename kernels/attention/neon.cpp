@@ -106,6 +106,16 @@ struct Vector {
     });
   }
 
+  // Lane l gets lane l ^ Half.
+  template <int Half>
+  LOWBIT_INLINE static Vector swap_lanes(const Vector& v) {
+    return map_registers([&](int i) LOWBIT_INLINE {
+      if constexpr (Half == 1) return vrev64q_f32(v.q[i]);
+      else if constexpr (Half == 2) return vextq_f32(v.q[i], v.q[i], 2);
+      else return v.q[i ^ Half / 4];
+    });
+  }
+
   using Four = float32x4_t;
   LOWBIT_INLINE static Four load_four(const float* at) { return vld1q_f32(at); }
   template <int Lane>
@@ -118,7 +128,8 @@ constexpr AttentionKernel kRows[] = {{"attention_neon", kNeon, run<Vector>, writ
 
 constexpr RecurrenceKernel kRecurrenceRows[] = {{"recurrence_neon", kNeon, linear_attention<Vector>, short_conv<Vector>}};
 
-constexpr ElementwiseKernel kElementwiseRows[] = {{"elementwise_neon", kNeon, activate<Vector>, rms_norm<Vector>}};
+constexpr ElementwiseKernel kElementwiseRows[] = {
+    {"elementwise_neon", kNeon, activate<Vector>, rms_norm<Vector>, rotate_inputs<Vector>}};
 
 }  // namespace
 

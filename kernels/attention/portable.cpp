@@ -78,6 +78,12 @@ struct Vector {
     return map_lanes([&](int l) { return v.lane[l] == v.lane[l] ? v.lane[l] : float_from_bits(0x7fc00000u); });
   }
 
+  // Lane l gets lane l ^ Half.
+  template <int Half>
+  static Vector swap_lanes(const Vector& v) {
+    return map_lanes([&](int l) { return v.lane[l ^ Half]; });
+  }
+
   struct Four {
     const float* at;
   };
@@ -93,7 +99,8 @@ constexpr AttentionKernel kRows[] = {{"attention_portable", kPortable, run<Vecto
 constexpr RecurrenceKernel kRecurrenceRows[] = {
     {"recurrence_portable", kPortable, linear_attention<Vector>, short_conv<Vector>}};
 
-constexpr ElementwiseKernel kElementwiseRows[] = {{"elementwise_portable", kPortable, activate<Vector>, rms_norm<Vector>}};
+constexpr ElementwiseKernel kElementwiseRows[] = {
+    {"elementwise_portable", kPortable, activate<Vector>, rms_norm<Vector>, rotate_inputs<Vector>}};
 
 }  // namespace
 

@@ -53,7 +53,7 @@ template <class V>
 float quantize_rotated(float* x, int64_t width, uint8_t* codes) {
   const float part = 1.0f / static_cast<float>(width & -width);  // exact; first, so that no sum is beyond the largest x
   for (int64_t i = 0; i < width; ++i) x[i] *= part;
-  rotate(x, width);
+  rotate<V>(x, width);
   const float scale = scale_of(x, width);
   if (!(scale > 0.0f)) {
     for (int64_t i = 0; i < width; ++i) codes[i] = 8;

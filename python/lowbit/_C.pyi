@@ -15,11 +15,26 @@ def packed_bytes(
     n: int, k: int, bits: int, group_size: int, affine: bool, has_bias: bool, levels: str | bytes | None = None
 ) -> int: ...
 def describe_packed(
-    n: int, k: int, bits: int, group_size: int, affine: bool, has_bias: bool, levels: str | bytes | None = None
+    n: int,
+    k: int,
+    bits: int,
+    group_size: int,
+    affine: bool,
+    has_bias: bool,
+    levels: str | bytes | None = None,
+    rotated_inputs: int = 0,
 ) -> dict[str, Any]: ...
 def fold_panels(address: int, size: int, folded: int) -> int: ...
 def packed_header(
-    n: int, k: int, bits: int, group_size: int, affine: bool, has_bias: bool, folded: int, levels: str | bytes | None = None
+    n: int,
+    k: int,
+    bits: int,
+    group_size: int,
+    affine: bool,
+    has_bias: bool,
+    folded: int,
+    levels: str | bytes | None = None,
+    rotated_inputs: int = 0,
 ) -> bytes: ...
 def repacked_bytes(address: int, size: int, format: str) -> int: ...
 def repack(address: int, size: int, format: str, out_address: int, out_size: int) -> None: ...

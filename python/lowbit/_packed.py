@@ -23,10 +23,11 @@ class PackedInfo:
     groups: int  # per row
     has_bias: bool  # inside the packed weight
     total_bytes: int  # with the header
-    version: int  # of the format: 2 with levels, else 1
+    version: int  # of the format: 3 with rotated inputs, 2 with levels and none, else 1
     format: str = "panel16"  # of the bytes after the header; or a vendor's
     levels: tuple[int, ...] | None = None  # of mapping "levels", by code; of experts: those of the first
     experts: int | None = None  # the number of matrices; the fields above describe each of them. None: one matrix
+    rotated_inputs: int = 0  # inputs of a rotated block; 0: inputs are not rotated
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -43,7 +44,8 @@ class PackedInfo:
 class Unpacked(NamedTuple):
     """The arguments of :func:`pack` that give a packed weight.
 
-    ``codes`` uint8 [n, k], ``scales`` and ``mins`` float32 [n, groups], ``bias`` float32 [n], ``levels`` int8 [2**bits].
+    ``codes`` uint8 [n, k], ``scales`` and ``mins`` float32 [n, groups], ``bias`` float32 [n], ``levels`` int8 [2**bits]. With
+    ``rotated_inputs`` they stand for the weights of rotated inputs.
     """
 
     codes: Tensor
@@ -54,6 +56,7 @@ class Unpacked(NamedTuple):
     group_size: int | None
     mapping: str
     levels: Tensor | None = None
+    rotated_inputs: int = 0
 
 
 def check_packed(packed: Tensor) -> None:
@@ -115,7 +118,13 @@ def verify(packed: Tensor) -> PackedInfo:
 
 
 def describe(
-    shape: tuple[int, int], bits: int, group_size: int | None, mapping: str, has_bias: bool, levels: Sequence[int] | None = None
+    shape: tuple[int, int],
+    bits: int,
+    group_size: int | None,
+    mapping: str,
+    has_bias: bool,
+    levels: Sequence[int] | None = None,
+    rotated_inputs: int = 0,
 ) -> PackedInfo:
     """The :class:`PackedInfo` of a weight of ``shape`` [n, k] before it is packed.
 
@@ -127,7 +136,8 @@ def describe(
     check_format(bits, group_size, mapping)
     n, k = shape
     table = None if mapping != "levels" else struct.pack(f"{2**bits}b", *(levels or 2**bits * [0]))
-    return PackedInfo(**_C.describe_packed(n, k, bits, group_size or 0, mapping == "affine", has_bias, table))
+    affine = mapping == "affine"
+    return PackedInfo(**_C.describe_packed(n, k, bits, group_size or 0, affine, has_bias, table, rotated_inputs))
 
 
 def check_format(bits: int, group_size: int | None, mapping: str) -> None:
@@ -162,6 +172,7 @@ def pack(
     group_size: int | None,
     mapping: str | None = None,
     levels: Tensor | Sequence[int] | None = None,
+    rotated_inputs: int = 0,
 ) -> Tensor:
     """Packs quantized weights into lowbit's format (docs/format.md).
 
@@ -180,6 +191,8 @@ def pack(
         mapping: "symmetric", "affine" or "levels"; None: "levels" if there are any, else "symmetric".
         levels: ``2**bits`` integers from -127 to 127, one for each code, for the whole matrix: int8, or a sequence of ints
             (:data:`lowbit.levels.TABLES` has the usual ones); only and always with ``mapping="levels"``.
+        rotated_inputs: inputs of a block (16, 32, 64 or 128, a divisor of k) if the weights are those of rotated inputs
+            (docs/format.md), which :func:`lowbit.linear` then rotates; 0: they are not.
 
     Returns:
         uint8 [bytes]: header, scales and codes; the same on every CPU.
@@ -207,6 +220,7 @@ def pack(
         bits,
         group_size or 0,
         levels,
+        rotated_inputs,
     )
 
 
@@ -270,6 +284,7 @@ def unpack(packed: Tensor) -> Unpacked:
         header.group_size,
         header.mapping,
         None if header.levels is None else torch.tensor(header.levels, dtype=torch.int8, device="cpu"),
+        header.rotated_inputs,
     )
 
 

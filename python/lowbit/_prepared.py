@@ -13,6 +13,7 @@ from ._embeddings import Table
 from ._groups import in_groups
 from ._layers import Prepared
 from ._packed import pack
+from ._rotation import rotate_back
 from ._rounding import Config
 
 # As kernels/weight_grid.h and kernels/pack.cpp have them.
@@ -142,20 +143,22 @@ class _FakeQuantizedActivations(torch.autograd.Function):
 
 
 def _format(config: Config) -> tuple[int, int, int]:
-    return config.bits, config.group_size or 0, int(config.mapping == "affine")
+    return config.bits, config.group_size or 0, (config.mapping == "affine") + 2 * config.rotate
 
 
 def _described(format: tuple[int, ...] | None) -> str:
     if format is None or len(format) != 3:
         return "an unknown config (there is no weight_format)"
-    bits, group, affine = format
-    return f"bits={bits}, group_size={group or None}, mapping={('symmetric', 'affine')[bool(affine)]!r}"
+    bits, group, flags = format
+    rotated = ", rotate=True" if flags & 2 else ""
+    return f"bits={bits}, group_size={group or None}, mapping={('symmetric', 'affine')[flags & 1]!r}{rotated}"
 
 
 class PreparedLayer(Prepared):
     """A layer with parameters ``weight_scale`` and, if affine, ``weight_min``, float32 [n, groups], beside its weight.
 
-    ``weight_format`` (int32: bits, group size or 0, 1 if affine) records in a state dict which config the scales are for.
+    ``weight_format`` (int32: bits, group size or 0, 1 if affine plus 2 if rotated) records in a state dict which config the
+    scales are for.
     """
 
     weight: Tensor
@@ -171,7 +174,7 @@ class PreparedLayer(Prepared):
         if owner is not None:
             return
         affine = config.mapping == "affine"
-        weight = self.matrix().detach()
+        weight = config.as_rounded(self.matrix().detach())
         weight = weight if weight.stride(1) == 1 else weight.contiguous()
         _, scales, mins = torch.ops.lowbit.quantize(weight, config.bits, config.group_size or 0, affine, config.scale == "mse")
         self.weight_scale = torch.nn.Parameter(scales)
@@ -205,7 +208,7 @@ class PreparedLayer(Prepared):
         config, (scale, min) = self._config, self.grid()
         with torch.no_grad():
             scales, mins = scale.float(), None if min is None else min.float()
-            weight = self.matrix().float()
+            weight = config.as_rounded(self.matrix().float())
             codes, _ = _codes(weight, *stored(scales, mins), config)
             codes = codes.flatten(1)[:, : weight.shape[1]].to(torch.uint8)
         return pack(
@@ -216,6 +219,7 @@ class PreparedLayer(Prepared):
             bits=config.bits,
             group_size=config.group_size,
             mapping=config.mapping,
+            rotated_inputs=config.rotated_inputs(weight.shape[1]),
         )
 
     def extra_repr(self) -> str:
@@ -240,14 +244,14 @@ class LinearLayer(PreparedLayer):
     bias: Tensor | None
 
     def fake_quantized(self) -> Tensor:
-        """The dequantized weight of the packed layer to be, float32 [out, in], with gradients."""
-        return _FakeQuantized.apply(self.matrix(), *self.grid(), self._config)
+        """The dequantized weight of the packed layer to be, of rotated inputs if it rotates them: float32 [out, in]."""
+        return _FakeQuantized.apply(self._config.as_rounded(self.matrix()), *self.grid(), self._config)
 
     def forward(self, x: Tensor) -> Tensor:
         _refuse_export()
         with torch.autocast(x.device.type, enabled=False):
             bias = None if self.bias is None else self.bias.float()
-            rounded = fake_quantize_activations(x, self._config.group_size)
+            rounded = fake_quantize_activations(self._config.rotated(x), self._config.group_size)
             return functional.linear(rounded, self.fake_quantized(), bias).to(x.dtype)
 
 
@@ -271,6 +275,7 @@ class Embedding(PreparedLayer, torch.nn.Embedding):
             )
             for table in (self.weight, *self.grid())
         ]
-        values = _FakeQuantized.apply(*rows, config)
+        block = config.rotated_inputs(self.embedding_dim)
+        values = rotate_back(_FakeQuantized.apply(config.as_rounded(rows[0]), *rows[1:], config), block)
         rows = values.to(self.weight.dtype).view(*indices.shape, self.embedding_dim)
         return self._table.finish(rows, self)

@@ -23,7 +23,6 @@ from ._layers import (
     replace_layers,
     warn_of_floats,
 )
-from ._packed import describe
 from ._patterns import Patterns
 from ._rounding import Config, ConvConfig, EmbeddingConfig, LinearConfig
 from ._sizes import size
@@ -72,7 +71,7 @@ def _warn_of_half_a_tie(model: torch.nn.Module, selected: Mapping[str, Config]) 
         packed, floats = [name for name in names if name in selected], [name for name in names if name not in selected]
         if packed and floats:
             weight, config = layers[packed[0]].weight, selected[packed[0]]
-            packed_bytes = describe(weight.shape, config.bits, config.group_size, config.mapping, False).total_bytes
+            packed_bytes = config.describe(weight.shape, False).total_bytes
             warnings.warn(
                 f"{floats[0]} and {packed[0]} share one weight, of which only {packed[0]} is packed: the model grows by "
                 f"{size(packed_bytes)} instead of shrinking by {size(weight.nbytes - packed_bytes)}. Give both a config of "

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from ._computed_tensor import ComputedTensor
-from ._packed import as_levels, check_format, describe, pack
+from ._packed import PackedInfo, as_levels, check_format, describe, pack
+from ._rotation import block_of, rotate, rotate_weight
 from .levels import FIT, TABLES, fit_levels, round_to_levels
 
 # Above this, the range of a group or its scale could overflow float32.
@@ -26,8 +27,11 @@ class Config:
     mapping: str = ""  # empty: not given; __post_init__ sets it
     scale: str = "mse"
     levels: str | Sequence[int] | None = None
+    rotate: bool = False
 
     def __post_init__(self) -> None:
+        if not isinstance(self.rotate, bool):
+            raise TypeError(f"rotate is {self.rotate!r}; expected True or False")
         if self.levels is None and self.mapping == "levels":
             object.__setattr__(self, "levels", FIT)
         if self.mapping == "":
@@ -51,6 +55,22 @@ class Config:
         else:
             raise TypeError(f"levels is a {type(self.levels).__name__}; expected a str or {2**self.bits} integers")
 
+    def rotated_inputs(self, k: int) -> int:
+        """Inputs of a rotated block of a layer with ``k`` inputs; 0: they are not rotated."""
+        return block_of(k) if self.rotate else 0
+
+    def rotated(self, x: Tensor) -> Tensor:
+        """Inputs [..., k] as the layer's weights see them: rotated, float32, or ``x`` itself."""
+        return rotate(x, self.rotated_inputs(x.shape[-1]))
+
+    def as_rounded(self, weight: Tensor) -> Tensor:
+        """The weights [n, k] that are rounded: those of rotated inputs, float32, or ``weight`` itself."""
+        return rotate_weight(weight, self.rotated_inputs(weight.shape[1]))
+
+    def describe(self, shape: tuple[int, int], has_bias: bool, levels: Sequence[int] | None = None) -> PackedInfo:
+        """:func:`describe` of a weight of ``shape`` [n, k]."""
+        return describe(shape, self.bits, self.group_size, self.mapping, has_bias, levels, self.rotated_inputs(shape[1]))
+
 
 @dataclass(frozen=True)
 class LinearConfig(Config):
@@ -66,6 +86,9 @@ class LinearConfig(Config):
         levels: the table: "fit" (to each matrix; :func:`lowbit.levels.fit_levels`), at 4 bits "nf4", "iq4_nl", "mxfp4" or
             "nvfp4", or ``2**bits`` integers from -127 to 127. ``levels`` implies mapping "levels"; mapping "levels" implies
             levels "fit".
+        rotate: multiplies the inputs by signs and a Hadamard matrix, in blocks, which the weights undo: outliers of inputs
+            spread over a block, and fewer bits lose less. A block has the largest power of two that divides the number of
+            inputs, at most 64; if that is below 16, inputs stay as they are.
     """
 
 
@@ -115,14 +138,14 @@ def check_layer(weight: Tensor, bias: Tensor | None, config: Config, prefix: str
     n, k = weight.shape
     if bias is not None:
         _check_values(bias, f"{prefix}bias", (n,))
-    describe((n, k), config.bits, config.group_size, config.mapping, bias is not None)
+    config.describe((n, k), bias is not None)
 
 
 def table_of(config: Config, weight: Tensor, importance: Tensor | None = None) -> tuple[int, ...]:
     """The levels of a config with mapping "levels".
 
-    If the config says "fit", they are fitted to ``weight`` [n, k], with squared errors weighted by ``importance`` [k] or
-    [n, k].
+    If the config says "fit", they are fitted to ``weight`` [n, k], as it is rounded, with squared errors weighted by
+    ``importance`` [k] or [n, k].
     """
     if config.levels == FIT:
         return fit_levels(weight, config.bits, config.group_size, importance)
@@ -149,13 +172,18 @@ def quantize_tensor(weight: Tensor, config: Config, bias: Tensor | None = None) 
     check_layer(weight, bias, config)
     if weight.dtype == torch.float64:
         weight = weight.float()
+    weight = config.as_rounded(weight.detach())
     if weight.stride(1) != 1:
         weight = weight.contiguous()
     float_bias = None if bias is None else bias.detach().float()
     if config.mapping == "levels":
         levels = table_of(config, weight)
         codes, scales = round_to_levels(weight, levels, config.group_size, search=config.scale == "mse")
-        return pack(codes, scales, None, float_bias, bits=config.bits, group_size=config.group_size, levels=levels)
+        rotated = config.rotated_inputs(weight.shape[1])
+        return pack(
+            codes, scales, None, float_bias, bits=config.bits, group_size=config.group_size, levels=levels,
+            rotated_inputs=rotated,
+        )  # fmt: skip
     affine = config.mapping == "affine"
     codes, scales, mins = torch.ops.lowbit.quantize(
         weight.detach(), config.bits, config.group_size or 0, affine, config.scale == "mse"
@@ -168,4 +196,5 @@ def quantize_tensor(weight: Tensor, config: Config, bias: Tensor | None = None) 
         bits=config.bits,
         group_size=config.group_size,
         mapping=config.mapping,
+        rotated_inputs=config.rotated_inputs(weight.shape[1]),
     )

@@ -148,8 +148,9 @@ class Packed(torch.nn.Module):
     def _format_repr(self) -> str:
         group = "per channel" if self.info.group_size is None else self.info.group_size
         format = "" if self.info.format == "panel16" else f"format={self.info.format}, "
+        rotated = f"inputs rotated in blocks of {self.info.rotated_inputs}, " if self.info.rotated_inputs else ""
         return (
-            f"{format}bits={self.info.bits}, group_size={group}, mapping={self.info.mapping}, "
+            f"{format}bits={self.info.bits}, group_size={group}, mapping={self.info.mapping}, {rotated}"
             f"{self.info.bits_per_weight:.2f} bits per weight"
         )
 

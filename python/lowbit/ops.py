@@ -471,7 +471,7 @@ def _(x: Tensor, weight: Tensor | None, epsilon: float, weight_offset: float = 0
 @torch.library.register_fake("lowbit::pack")
 def _(
     codes: Tensor, scales: Tensor, mins: Tensor | None, bias: Tensor | None, bits: int, group_size: int,
-    levels: Tensor | None = None,
+    levels: Tensor | None = None, rotated_inputs: int = 0,
 ) -> Tensor:  # fmt: skip
     n, k = codes.shape
     table = None if levels is None else bytes(len(levels))  # their values do not change the size

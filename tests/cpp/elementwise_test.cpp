@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <cstring>
 #include <limits>
 
 #include "support/coverage.h"
@@ -107,6 +108,47 @@ TEST_P(ElementwiseRow, RmsNorm) {
         for (const bool weighted : {false, true}) {
           ASSERT_EQ(rms_norm(kernel, dtype, width, weighted, odd),
                     rms_norm(choose_elementwise(kPortable), dtype, width, weighted, odd));
+        }
+      }
+    }
+  }
+}
+
+TEST_P(ElementwiseRow, Rotate) {
+  LOWBIT_SKIP_UNLESS_SUPPORTED(GetParam());
+  const ElementwiseKernel& kernel = elementwise_kernel(GetParam().index);
+  note_exercised(kernel.name);
+  for (const int64_t block : {16, 32, 64, 128}) {
+    for (const int64_t width : {block, 5 * block}) {
+      for (const DType dtype : kTypes) {
+        for (const bool back : {false, true}) {
+          const std::string what = std::string(kernel.name) + " block " + std::to_string(block);
+          SCOPED_TRACE(what);
+          set_current_case(what.c_str());
+          Random random(static_cast<uint64_t>(width));
+          Guarded x(width * size_of(dtype)), out(width * 4);
+          fill(x, dtype, 4.0f, random);
+          store_from_f32(x.data(), dtype, 0, 1e-40f);
+          store_from_f32(x.data(), dtype, 1, 6e4f);
+          std::vector<float> values;
+          for (int64_t i = 0; i < width; ++i) values.push_back(load_as_f32(x.data(), dtype, i));
+          x.freeze();
+          RotateArgs args{};
+          args.x = x.data();
+          args.out = reinterpret_cast<float*>(out.data());
+          args.width = width;
+          args.block = block;
+          args.dtype = dtype;
+          args.back = back;
+          kernel.rotate(args);
+          const std::vector<float> expected = contract_rotate(values, block, back);
+          ASSERT_EQ(std::memcmp(out.data(), expected.data(), static_cast<size_t>(out.size())), 0);
+          args.x = args.out;  // in place
+          args.dtype = DType::f32;
+          kernel.rotate(args);
+          const std::vector<float> again = contract_rotate(expected, block, back);
+          ASSERT_EQ(std::memcmp(out.data(), again.data(), static_cast<size_t>(out.size())), 0);
+          EXPECT_TRUE(out.intact());
         }
       }
     }

@@ -18,7 +18,8 @@ struct Model {
   Tensor packed_weight;
 
   explicit Model(int bits = 4, Mapping mapping = Mapping::affine, int64_t width = kWidth)
-      : layout(layout_of(kRows, width, bits, 48, mapping, false)), packed_weight(make(layout)) {}
+      : Model(layout_of(kRows, width, bits, 48, mapping, false)) {}
+  explicit Model(const Layout& of) : layout(of), packed_weight(make(layout)) {}
 
   static Tensor make(const Layout& layout) {
     Random random(static_cast<uint64_t>(layout.bits));
@@ -27,10 +28,17 @@ struct Model {
 
   std::vector<uint8_t> expected(const std::vector<int64_t>& rows, DType dtype) const {
     std::vector<uint8_t> out(rows.size() * static_cast<size_t>(layout.k * size_of(dtype)));
+    const uint8_t* const panels = packed_weight.memory->data() + layout.header_bytes;
     for (size_t i = 0; i < rows.size(); ++i) {
+      uint8_t* const row = out.data() + i * static_cast<size_t>(layout.k * size_of(dtype));
+      std::vector<float> floats(static_cast<size_t>(layout.k));
+      const bool is_rotated = layout.rotation != 0;
       choose_embedding(layout, kPortable)
-          .run({packed_weight.memory->data() + layout.header_bytes, layout, rows[i],
-                out.data() + i * static_cast<size_t>(layout.k * size_of(dtype)), dtype});
+          .run({panels, layout, rows[i], is_rotated ? static_cast<void*>(floats.data()) : row,
+                is_rotated ? DType::f32 : dtype});
+      if (!is_rotated) continue;
+      floats = contract_rotate(floats, layout.rotated_inputs(), true);
+      for (int64_t j = 0; j < layout.k; ++j) store_from_f32(row, dtype, j, floats[static_cast<size_t>(j)]);
     }
     return out;
   }
@@ -58,6 +66,17 @@ TEST(Embedding, EveryWidthAndType) {
         model.check(index_tensor(rows).view, rows, type);
         model.check(index_tensor<int32_t>({0, 39, 16, 15, 17, 39, 0}).view, rows, type);
       }
+    }
+  }
+}
+
+TEST(Embedding, RotatedInputs) {
+  std::vector<int64_t> rows;
+  for (int64_t i = 0; i < 300; ++i) rows.push_back(i * 7 % kRows);
+  for (const int64_t block : {16, 32, 64, 128}) {
+    const Model model(rotated(layout_of(kRows, 3 * block, 4, 32, Mapping::affine, false), block));
+    for (const ElementType type : {ElementType::f32, ElementType::bf16, ElementType::f16}) {
+      model.check(index_tensor(rows).view, rows, type, threads(3));
     }
   }
 }

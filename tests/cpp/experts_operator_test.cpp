@@ -19,7 +19,8 @@ struct Model {
 
   explicit Model(int64_t experts, int64_t n = kOutputs, int64_t k = kInputs, int bits = 4, int64_t group_size = 32,
                  Mapping mapping = Mapping::symmetric)
-      : packed_weights(make(experts, layout_of(n, k, bits, group_size, mapping, true), &layouts)) {}
+      : Model(experts, layout_of(n, k, bits, group_size, mapping, true)) {}
+  Model(int64_t experts, const Layout& layout) : packed_weights(make(experts, layout, &layouts)) {}
 
   static Tensor make(int64_t experts, const Layout& layout, std::vector<Layout>* layouts) {
     Random random(static_cast<uint64_t>(layout.bits));
@@ -95,6 +96,17 @@ TEST(LinearExperts, EveryWidthAndType) {
         }
       }
     }
+  }
+}
+
+TEST(LinearExperts, RotatedInputs) {
+  Random random(2);
+  const Model model(5, rotated(layout_of(kOutputs, 96, 4, 32, Mapping::symmetric, true), 32));
+  for (const ElementType type : {ElementType::f32, ElementType::bf16, ElementType::f16}) {
+    const std::vector<int64_t> chosen = choices(60, 5, random);
+    const Tensor x = random_tensor(type, {30, 96}, random);
+    model.check(x.view, index_tensor(chosen, {30, 2}).view, chosen, threads(2));
+    model.check(view_of(x.memory->data(), type, {30, 96}, {1, 30}), index_tensor(chosen, {30, 2}).view, chosen);
   }
 }
 
@@ -293,6 +305,14 @@ TEST(LinearExperts, Refusals) {
   EXPECT_TRUE(refused(run(random_tensor(ElementType::f32, {2, 64}, random).view, unlike.view,
                           index_tensor({0, 1, 1, 0}, {2, 2}).view, kOutputs),
                       "expert 1 has groups of 32 inputs; expected 48, as expert 0"));
+  Tensor turned(ElementType::u8, {2, other.total_bytes});
+  for (const int64_t block : {0, 32}) {
+    const std::vector<uint8_t> expert = packed(random_weights(rotated(other, block), random));
+    std::memcpy(turned.memory->data() + (block == 0 ? 0 : other.total_bytes), expert.data(), expert.size());
+  }
+  EXPECT_TRUE(refused(run(random_tensor(ElementType::f32, {2, 64}, random).view, turned.view,
+                          index_tensor({0, 1, 1, 0}, {2, 2}).view, kOutputs),
+                      "expert 1 has inputs in rotated blocks of 32; expected 0, as expert 0"));
   EXPECT_TRUE(out.memory->intact()) << "a refused call writes nothing";
 }
 

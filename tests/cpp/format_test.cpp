@@ -19,7 +19,7 @@ constexpr int64_t kNoOverride = -1;
 struct Fields {
   uint16_t version = 1;
   uint8_t format = 0, bits = 4, mapping = 0, has_bias = 0;
-  uint16_t reserved0 = 0;
+  uint8_t rotation = 0, reserved0 = 0;
   int64_t n = 3, k = 40;
   uint32_t group_size = 32, reserved1 = 0;
   int64_t total_bytes = kNoOverride;  // computed from the others
@@ -31,8 +31,8 @@ struct Fields {
       const uint8_t* raw = reinterpret_cast<const uint8_t*>(&value);
       header.insert(header.end(), raw, raw + sizeof value);
     };
-    add(version), add(format), add(bits), add(mapping), add(has_bias), add(reserved0), add(n), add(k), add(group_size);
-    add(reserved1), add(total_bytes == kNoOverride ? expected_bytes() : total_bytes), add(payload_checksum);
+    add(version), add(format), add(bits), add(mapping), add(has_bias), add(rotation), add(reserved0), add(n), add(k);
+    add(group_size), add(reserved1), add(total_bytes == kNoOverride ? expected_bytes() : total_bytes), add(payload_checksum);
     add(checksum_of(header.data(), 56));
     return header;
   }
@@ -101,6 +101,23 @@ TEST(Format, RoundTripOfEveryField) {
   }
 }
 
+TEST(Format, RoundTripOfRotations) {
+  for (const Mapping mapping : {Mapping::symmetric, Mapping::affine, Mapping::levels}) {
+    for (const int64_t block : {16, 32, 64, 128}) {
+      const Layout written = rotated(layout_of(21, 3 * block, 4, 32, mapping, false), block);
+      Random random(1);
+      const std::vector<uint8_t> bytes = packed(random_weights(written, random));
+      Layout read{};
+      const Status status = read_header(bytes.data(), static_cast<int64_t>(bytes.size()), &read);
+      ASSERT_TRUE(status.ok()) << status.message();
+      EXPECT_EQ(bytes[8], 3) << "the version";
+      EXPECT_EQ(read.rotated_inputs(), block);
+      EXPECT_EQ(read.mapping, mapping);
+      EXPECT_EQ(std::memcmp(read.levels, written.levels, sizeof read.levels), 0);
+    }
+  }
+}
+
 TEST(Format, HeaderIsTheOneWrittenHere) {
   const std::vector<uint8_t> bytes = small_packed(4, Mapping::affine);
   Fields fields{.mapping = 1, .has_bias = 1};
@@ -124,8 +141,10 @@ TEST(Format, SizesAreMultiplesOf64) {
 }
 
 TEST(Format, EveryAlterationOfTheHeaderIsRefused) {
-  for (const Mapping mapping : {Mapping::symmetric, Mapping::levels}) {
-    std::vector<uint8_t> bytes = small_packed(3, mapping);
+  Random random(6);
+  const Layout of_rotated = rotated(layout_of(3, 64, 3, 32, Mapping::symmetric, true), 64);
+  for (std::vector<uint8_t> bytes : {small_packed(3, Mapping::symmetric), small_packed(3, Mapping::levels),
+                                     packed(random_weights(of_rotated, random))}) {
     const int64_t size = static_cast<int64_t>(bytes.size());
     Layout layout;
     ASSERT_TRUE(read_header(bytes.data(), size, &layout).ok());
@@ -136,7 +155,7 @@ TEST(Format, EveryAlterationOfTheHeaderIsRefused) {
         bytes[static_cast<size_t>(at)] = static_cast<uint8_t>(value);
         Layout found;
         const Status status = read_header(bytes.data(), size, &found);
-        ASSERT_FALSE(status.ok()) << name_of(mapping) << ": byte " << at << " = " << value;
+        ASSERT_FALSE(status.ok()) << "version " << int{bytes[8]} << ": byte " << at << " = " << value;
         ASSERT_GT(std::strlen(status.message()), 20u);
       }
       bytes[static_cast<size_t>(at)] = original;
@@ -178,7 +197,8 @@ TEST(Format, HostileLevelsAreRefused) {
   for (const Change& change : {Change{11, 5, "codes of 5 bits; expected 2, 3 or 4"}, {11, 1, "codes of 1 bits"},
                                {11, 8, "codes of 8 bits"}, {12, 0, "has mapping 0; expected 2"},
                                {12, 1, "has mapping 1; expected 2"}, {12, 3, "has mapping 3; expected 2"},
-                               {10, 1, "format 1"}, {14, 1, "format 0"}, {64, 0x80, "level [0] is -128"},
+                               {10, 1, "format 1"}, {14, 1, "blocks of 2^1 rotated"}, {15, 1, "format 0"},
+                               {64, 0x80, "level [0] is -128"},
                                {71, 0x80, "level [7] is -128"}, {72, 1, "bytes behind its 8 levels; expected zeros"},
                                {79, 0x80, "bytes behind its 8 levels"}, {80, 1, "bytes behind its 8 levels"},
                                {127, 255, "bytes behind its 8 levels"}}) {
@@ -203,8 +223,8 @@ TEST(Format, WhatIsNoPackedWeightIsShown) {
 }
 
 TEST(Format, OtherVersionsAreRefused) {
-  EXPECT_TRUE(refused({.version = 0}, "version 0; this library reads versions 1 and 2"));
-  EXPECT_TRUE(refused({.version = 3}, "version 3; this library reads versions 1 and 2"));
+  EXPECT_TRUE(refused({.version = 0}, "version 0; this library reads versions 1 to 3"));
+  EXPECT_TRUE(refused({.version = 4}, "version 4; this library reads versions 1 to 3"));
   EXPECT_TRUE(refused({.version = 0xffff}, "version 65535"));
 }
 
@@ -217,6 +237,7 @@ TEST(Format, HostileHeadersAreRefused) {
   EXPECT_TRUE(refused({.mapping = 2}, "mapping 2"));
   EXPECT_TRUE(refused({.has_bias = 2}, "bias flag 2"));
   EXPECT_TRUE(refused({.reserved0 = 1}, "format 0"));
+  EXPECT_TRUE(refused({.version = 3, .rotation = 3, .reserved0 = 1}, "format 0"));
   EXPECT_TRUE(refused({.reserved1 = 1}, "format 0"));
   EXPECT_TRUE(refused({.n = 0}, "output rows is 0; expected 1 to"));
   EXPECT_TRUE(refused({.n = -1}, "output rows is -1"));
@@ -239,6 +260,23 @@ TEST(Format, HostileHeadersAreRefused) {
   // Right about itself, in a buffer of another size.
   EXPECT_TRUE(refused({.n = 64}, "packed weight has 4096 bytes"));
   EXPECT_TRUE(refused({}, "packed weight has 4096 bytes"));
+}
+
+// A version 3 has rotated inputs, and no other version.
+TEST(Format, HostileRotationsAreRefused) {
+  EXPECT_TRUE(refused({.rotation = 5}, "version 1 has blocks of 2^5 rotated inputs; expected them in version 3 only"));
+  EXPECT_TRUE(refused({.version = 3}, "version 3 has blocks of 2^0 rotated inputs"));
+  EXPECT_TRUE(refused({.version = 3, .rotation = 255}, "blocks of 2^255"));
+  EXPECT_TRUE(refused({.version = 3, .rotation = 62, .k = 64}, "blocks of 4611686018427387904; expected 0 for none"));
+  EXPECT_TRUE(refused({.version = 3, .rotation = 3}, "blocks of 8; expected 0 for none, or a power of two from 16 to 128"));
+  EXPECT_TRUE(refused({.version = 3, .rotation = 8, .k = 256}, "blocks of 256; expected"));
+  EXPECT_TRUE(refused({.version = 3, .rotation = 4}, "that divides the number of inputs, 40"));
+  Layout layout = layout_of(3, 48, 4, 32, Mapping::symmetric, false);
+  EXPECT_TRUE(set_rotation(16, &layout).ok());
+  EXPECT_EQ(layout.rotated_inputs(), 16);
+  EXPECT_TRUE(set_rotation(0, &layout).ok());
+  EXPECT_EQ(layout.rotated_inputs(), 0);
+  for (const int64_t inputs : {-16, 1, 8, 24, 32, 256}) EXPECT_FALSE(set_rotation(inputs, &layout).ok()) << inputs;
 }
 
 TEST(Format, LayoutParametersAreChecked) {

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <iterator>
 
 #if defined(__GLIBC__)
 #include <malloc.h>
@@ -20,7 +21,8 @@ struct Model {
   Tensor packed_weight;
 
   Model(int64_t n, int64_t k, int bits = 4, int64_t group_size = 32, Mapping mapping = Mapping::symmetric)
-      : layout(layout_of(n, k, bits, group_size, mapping, true)), packed_weight(make(layout)) {}
+      : Model(layout_of(n, k, bits, group_size, mapping, true)) {}
+  explicit Model(const Layout& of) : layout(of), packed_weight(make(layout)) {}
 
   static Tensor make(const Layout& layout) {
     Random random(static_cast<uint64_t>(layout.bits));
@@ -50,6 +52,23 @@ TEST(Linear, EveryWidthAndType) {
       const Model model(37, 50, bits, 16, mapping);
       for (const ElementType type : kTypes) {
         for (const int64_t m : {1, 3, 6}) model.check(random_tensor(type, {m, 50}, random).view);
+      }
+    }
+  }
+}
+
+TEST(Linear, RotatedInputs) {
+  Random random(3);
+  for (const Mapping mapping : mappings_of_width(4)) {
+    for (const int64_t block : {16, 32, 64, 128}) {
+      const int64_t k = 3 * block;
+      const Model model(rotated(layout_of(37, k, 4, 32, mapping, true), block));
+      for (const ElementType type : kTypes) {
+        for (const int64_t m : {1, 3, 40}) {
+          const Tensor x = random_tensor(type, {m, k}, random);
+          model.check(x.view);
+          model.check(view_of(x.memory->data(), type, {m, k}, {1, m}), threads(3));
+        }
       }
     }
   }
@@ -116,12 +135,16 @@ TEST(Linears, GiveTheBitsOfEach) {
   Random random(11);
   for (const int64_t k : {50, 256}) {
     std::vector<Model> models;
-    models.reserve(5);
+    models.reserve(7);
     models.emplace_back(37, k, 4, 32);
     models.emplace_back(1, k, 8, 32, Mapping::affine);
     models.emplace_back(100, k, 3, 48, Mapping::affine);
     models.emplace_back(16, k, 1, 0);
     models.emplace_back(20, k, 4, 16);
+    for (const int64_t block : {16, 64}) {  // beside the others of the same group sizes
+      const Layout layout = layout_of(20, k, 4, block, Mapping::symmetric, false);
+      models.emplace_back(k % block == 0 ? rotated(layout, block) : layout);
+    }
     std::vector<TensorView> weights;
     std::vector<int64_t> out_features;
     int64_t outputs = 0;
@@ -147,7 +170,8 @@ TEST(Linears, GiveTheBitsOfEach) {
           }
           for (const int count : {1, 3}) {
             Tensor out(type, {m, outputs});
-            const Status status = linears(view, weights.data(), out_features.data(), 5, out.view, threads(count));
+            const Status status =
+                linears(view, weights.data(), out_features.data(), std::ssize(models), out.view, threads(count));
             ASSERT_TRUE(status.ok()) << status.message();
             EXPECT_TRUE(same_bits(out.bytes(), expected, dtype_of(type))) << m << " rows, " << count << " threads";
             EXPECT_TRUE(out.memory->intact());

@@ -180,6 +180,22 @@ TEST(SpliceOperator, SlicesJoinToTheSameBytesOnAnyNumberOfThreads) {
   }
 }
 
+TEST(SpliceOperator, RotationsStay) {
+  const Inputs in(rotated(layout_of(20, 128, 4, 16, Mapping::symmetric, false), 32));
+  const Tensor source = bytes_tensor(packed(in.weights));
+  Layout layout;
+  EXPECT_TRUE(refused(splice_shape(&source.view, 1, 1, 32, 80, &layout), "inputs 32 to 80 cut a rotated block of 32"));
+  for (const int dim : {0, 1}) {
+    ASSERT_TRUE(splice_shape(&source.view, 1, dim, 0, dim == 0 ? 17 : 64, &layout).ok());
+    EXPECT_EQ(layout.rotated_inputs(), 32);
+  }
+  Tensor out(ElementType::u8, {layout.total_bytes});
+  ASSERT_TRUE(splice(&source.view, 1, 1, 0, 64, out.view, {}).ok());
+  Layout read;
+  ASSERT_TRUE(read_packed(out.view, &read).ok());
+  EXPECT_EQ(read.rotated_inputs(), 32);
+}
+
 TEST(SpliceOperator, Refusals) {
   const Inputs in(layout_of(20, 70, 4, 32, Mapping::affine, true));
   const std::vector<uint8_t> good = packed(in.weights);
@@ -220,6 +236,8 @@ TEST(SpliceOperator, Refusals) {
                       "matrix 1 has a bias; expected one in the first only"));
   EXPECT_TRUE(refused(joined(1, layout_of(20, 70, 4, 32, Mapping::affine, false), first),
                       "matrix 0 has 70 inputs, which end inside a group of 32"));
+  EXPECT_TRUE(refused(joined(0, rotated(first, 64), first), "matrix 1 has inputs in rotated blocks of 0; expected 64"));
+  EXPECT_TRUE(refused(joined(1, rotated(first, 64), rotated(first, 32)), "rotated blocks of 32; expected 64"));
   Layout levels = layout_of(20, 64, 4, 32, Mapping::levels, false), others = levels;
   others.levels[3] = 5;
   EXPECT_TRUE(joined(0, levels, levels).ok());

@@ -6,6 +6,7 @@ from reference import DTYPES, WEIGHTS, assert_same_bits, random_packed, random_r
 
 MAGIC = bytes.fromhex("894c4f574249540a")  # a packed weight begins with it
 N, K, GROUP = 21, 80, 32  # of Every: odd n, a short last group
+_ROTATED = ("symmetric", "affine", "levels")  # mappings of Every's weights of rotated inputs
 
 
 class Small(torch.nn.Module):
@@ -30,6 +31,8 @@ class Every(torch.nn.Module):
     def __init__(self):
         super().__init__()
         packed = {(bits, mapping): random_packed(N, K, bits, GROUP, mapping, bias=bits % 2 == 0) for bits, mapping in WEIGHTS}
+        for mapping in _ROTATED:
+            packed[4, f"rotated {mapping}"] = random_packed(N, K, 4, GROUP, mapping, bias=True, rotated_inputs=16)
         self.names = [
             f"{family} {bits} {mapping} {dtype}"
             for family in ("linear", "embedding")
@@ -59,7 +62,7 @@ def check_every(outputs, model: Every, arguments: tuple) -> None:
     """Fails unless `outputs` are the bits of `model(*arguments)`."""
     with torch.no_grad():
         expected = model(*arguments)
-    assert len(outputs) == len(expected) == len(model.names) == 2 * len(DTYPES) * len(WEIGHTS)
+    assert len(outputs) == len(expected) == len(model.names) == 2 * len(DTYPES) * (len(WEIGHTS) + len(_ROTATED))
     for name, output, value in zip(model.names, outputs, expected):
         try:
             assert_same_bits(output, value)

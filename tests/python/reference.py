@@ -4,6 +4,7 @@ Every float32 operation is done as float64 and rounded once, so results are comp
 float32 values round correctly that way; `fma32` adds the rounding to odd that makes it right for three.
 """
 
+import math
 from dataclasses import dataclass
 
 import lowbit
@@ -130,7 +131,10 @@ def take_apart(packed: Tensor) -> Parts:
 def linear(x: Tensor, packed: Tensor) -> Tensor:
     parts = take_apart(packed)
     n, k, group = parts.info.out_features, parts.info.in_features, parts.group
-    a, scales = quantize_rows(x.reshape(-1, k), group)
+    rows = x.reshape(-1, k)
+    if parts.info.rotated_inputs:
+        rows = rotated_inputs(rows.float(), parts.info.rotated_inputs)
+    a, scales = quantize_rows(rows, group)
     acc = torch.zeros(a.shape[0], n)
     segments = segments_of(k, group)
     for g in range(parts.info.groups):
@@ -158,11 +162,21 @@ def embedding(indices: Tensor, packed: Tensor, dtype: torch.dtype = torch.float3
         table = scale * parts.levels.float()
     else:
         table = fma32(scale, parts.codes.float(), parts.per_input(parts.row_scale[:, None] * parts.mins))
+    if parts.info.rotated_inputs:
+        table = rotated_inputs(table, parts.info.rotated_inputs, back=True)
     return table.to(dtype)[indices.long()]
 
 
 def random_packed(
-    n: int, k: int, bits: int, group_size: int | None, mapping: str, *, bias: bool = False, seed: int = 0
+    n: int,
+    k: int,
+    bits: int,
+    group_size: int | None,
+    mapping: str,
+    *,
+    bias: bool = False,
+    seed: int = 0,
+    rotated_inputs: int = 0,
 ) -> Tensor:
     """Random codes, scales (both signs), mins and bias; every code value is likely to occur."""
     generator = torch.Generator().manual_seed(seed + 1000003 * n + 10007 * k + 101 * bits + (group_size or 0))
@@ -180,6 +194,7 @@ def random_packed(
         group_size=group_size,
         mapping=mapping,
         levels=levels,
+        rotated_inputs=rotated_inputs,
     )
 
 
@@ -216,6 +231,14 @@ def _tanh2(x: Tensor) -> Tensor:
 
 
 LEVELS = [6.0, 18.0, 31.0, 44.0, 58.0, 75.0, 96.0, 127.0]  # of 4-bit caches, and the same below zero
+
+
+def rotated_inputs(x: Tensor, block: int, back: bool = False) -> Tensor:
+    """Inputs [..., k] of a layer that rotates them in such blocks, float32; or, back, rows of its weights."""
+    signs = [int("243f6a8885a308d313198a2e03707344"[8 * (i // 32) : 8 * (i // 32) + 8], 16) >> i % 32 & 1 for i in range(block)]
+    factors = torch.tensor([-1.0 if negative else 1.0 for negative in signs]) * 2.0 ** -math.ceil(math.log2(block) / 2)
+    blocks = x.unflatten(-1, (-1, block))
+    return (rotated(blocks) * factors if back else rotated(blocks * factors)).flatten(-2)
 
 
 def rotated(t: Tensor) -> Tensor:

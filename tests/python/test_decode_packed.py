@@ -10,7 +10,7 @@ import lowbit
 import numpy as np
 import pytest
 import torch
-from reference import MAPPINGS, WEIGHTS, WIDTHS
+from reference import MAPPINGS, WEIGHTS, WIDTHS, random_packed
 from safetensors import safe_open
 from test_pack import GOLDEN, golden_bytes
 
@@ -55,6 +55,12 @@ def test_random_matrices(bits, mapping, n, k, group_size):
     levels = torch.randint(-127, 128, (2**bits,), dtype=torch.int8) if mapping == "levels" else None
     packed = lowbit.pack(codes, scales, mins, bias, bits=bits, group_size=group_size, mapping=mapping, levels=levels)
     assert_same_bits(bytes(packed.tolist()))
+
+
+@pytest.mark.parametrize("mapping", ["symmetric", "affine", "levels"])
+@pytest.mark.parametrize("block", [16, 32, 64, 128])
+def test_rotated_inputs(mapping, block):
+    assert_same_bits(bytes(random_packed(33, 3 * block, 3, 32, mapping, bias=True, rotated_inputs=block).tolist()))
 
 
 def test_altered_bytes_are_noticed():

@@ -1,5 +1,6 @@
 """docs/format.md is the specification: decode packed matrices by its tables and offsets alone."""
 
+import math
 import re
 import struct
 from pathlib import Path
@@ -31,9 +32,9 @@ TABLES = placement_tables()
 
 def decode(data: bytes) -> dict:
     """Reads a packed matrix as docs/format.md says, with nothing but Python."""
-    magic, version, layout, bits, mapping, has_bias, _, n, k, g, _, total = struct.unpack_from("<8sHBBBBHqqIIq", data)
+    magic, version, layout, bits, mapping, has_bias, log, _, n, k, g, _, total = struct.unpack_from("<8sHBBBBBBqqIIq", data)
     assert magic == bytes.fromhex("894c4f574249540a") and (layout, total) == (0, len(data))
-    assert version == (2 if mapping == 2 else 1)
+    assert version == (3 if log else 2 if mapping == 2 else 1)
     table = None
     if mapping == 2:
         table = struct.unpack_from(f"<{2**bits}b", data, 64)
@@ -85,7 +86,42 @@ def decode(data: bytes) -> dict:
         "affine": mapping == 1,
         "levels": table,
         "has_bias": bool(has_bias),
+        "rotated": 2**log if log else 0,
     }
+
+
+def rotated(x: list[float], block: int) -> list[float]:
+    """Rotated inputs as docs/format.md says, with nothing but Python, in float64."""
+    words = [int(word, 16) for word in re.search(r"of `([0-9a-f ]+)` \(hexadecimal", DOCUMENT.read_text())[1].split()]
+    factor = 2.0 ** -math.ceil(math.log2(block) / 2)
+    for first in range(0, len(x), block):
+        for i in range(block):
+            x[first + i] *= -factor if words[i // 32] >> i % 32 & 1 else factor
+        h = 1
+        while h < block:
+            for i in range(first, first + block):
+                if not i - first & h:
+                    x[i], x[i + h] = x[i] + x[i + h], x[i] - x[i + h]
+            h *= 2
+    return x
+
+
+@pytest.mark.parametrize("block", [16, 32, 64, 128])
+def test_inputs_are_rotated_as_documented(block):
+    torch.manual_seed(block)
+    k = 2 * block
+    codes, scales = torch.randint(0, 256, (5, k), dtype=torch.uint8), torch.rand(5, k // 32) + 0.5
+    packed = lowbit.pack(codes, scales, bits=8, group_size=32, rotated_inputs=block)
+    found = decode(bytes(packed.tolist()))
+    assert found["rotated"] == block
+    x = torch.randn(3, k)
+    turned = torch.tensor([rotated(row.tolist(), block) for row in x])
+    plain = lowbit.pack(codes, scales, bits=8, group_size=32)
+    torch.testing.assert_close(lowbit.linear(x, packed, 5), lowbit.linear(turned, plain, 5), rtol=1e-3, atol=1e-3)
+    # The layer's weights, from those of the rotated inputs.
+    weight = lowbit.embedding(torch.arange(5), packed, k)
+    back = torch.tensor([rotated(row.tolist(), block) for row in weight]) * (1 if math.log2(block) % 2 == 0 else 2)
+    torch.testing.assert_close(back, lowbit.embedding(torch.arange(5), plain, k), rtol=1e-5, atol=1e-4)
 
 
 def test_the_document_has_a_whole_table_for_every_width():

@@ -64,6 +64,25 @@ def test_embedding_before_and_after_converting(bits, mapping):
             assert nothing.shape == (*shape, 100)
 
 
+@pytest.mark.parametrize("mapping", MAPPINGS)
+def test_rotated_inputs_before_and_after_converting(mapping):
+    config = {"0": EmbeddingConfig(4, 32, mapping, rotate=True), "1": LinearConfig(4, 32, mapping, rotate=True)}
+    model = torch.nn.Sequential(torch.nn.Embedding(37, 96), torch.nn.Linear(96, 21))
+    expected = lowbit.quantize_(copy.deepcopy(model), config)
+    lowbit.qat.prepare_(model, config)
+    untrained = lowbit.qat.convert_(copy.deepcopy(model))
+    assert all(torch.equal(a.packed_weight, b.packed_weight) for a, b in zip(untrained, expected, strict=True))
+    indices = torch.tensor([0, 36, 3, 5, 5])
+    train_a_little(model, indices)
+    packed = lowbit.qat.convert_(copy.deepcopy(model))
+    assert all(layer.info.rotated_inputs == 32 for layer in packed)
+    rows = packed[0](indices)
+    assert torch.equal(model[0](indices), rows)
+    with torch.no_grad():
+        plain = lowbit.pack(*lowbit.unpack(packed[1].packed_weight)[:4], bits=4, group_size=32, mapping=mapping)
+        close_to_packed(model[1](rows), lowbit.nn.Linear(plain), reference.rotated_inputs(rows, 32))
+
+
 def test_rows_of_every_kind():
     # Not finite, constant, one-sided, zero and subnormal rows; and many, for the rounding of activations at ties.
     model = lowbit.qat.prepare_(torch.nn.Sequential(torch.nn.Linear(64, 16)), LinearConfig(4, 32))
@@ -248,6 +267,7 @@ def test_training_at_two_bits_gains():
         (LinearConfig(4, 32), "bits=4, group_size=32, mapping='symmetric'"),
         (LinearConfig(4, None), "bits=4, group_size=None, mapping='symmetric'"),
         (LinearConfig(4, 16, "affine"), "bits=4, group_size=16, mapping='affine'"),
+        (LinearConfig(4, 16, rotate=True), "bits=4, group_size=16, mapping='symmetric', rotate=True"),
     ],
     ids=str,
 )

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from .._bands import Bands, rows_of_band
-from .._packed import describe
 from .grid import MatrixConfig, Quantized, table_in
 
 _BAND_WEIGHTS = 1 << 22  # weights that are quantized at a time, to bound the memory
@@ -19,7 +18,8 @@ def packed_in_bands(
 ) -> Tensor:
     """A packed matrix, uint8 [bytes], quantized by ``quantize`` in bands of rows.
 
-    Each band is packed as a separate matrix, whose panels are part of the whole. A table of levels must be numbers.
+    Each band is packed as a separate matrix, whose panels are part of the whole. ``weight`` is as it is rounded
+    (``config.as_rounded``). A table of levels must be numbers.
     """
     n, k = weight.shape
     rows = rows_of_band(k, _BAND_WEIGHTS)
@@ -27,7 +27,7 @@ def packed_in_bands(
         return quantize(weight.float()).pack(bias)
     table = table_in(config)
     levels = None if table is None else table.by_code
-    info = describe((n, k), config.bits, config.group_size, config.mapping, bias is not None, levels)
+    info = config.describe((n, k), bias is not None, levels)
     result = torch.empty(info.total_bytes, dtype=torch.uint8, device="cpu")
     bands = Bands(info, levels)
     at = bands.header_bytes

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .._groups import in_groups
+from .._rotation import rotate
 from .descent import SWEEPS, descend
 from .grid import MatrixConfig, Quantized, stored, table_in, with_table
 from .importance import search, search_groups
@@ -52,6 +53,15 @@ class Moments:
         for begin in range(0, len(self.square), _ROWS_OF_SUMS):
             rows, rest = slice(begin, begin + _ROWS_OF_SUMS), slice(begin, None)
             self.square[rows, rest].addmm_(x[:, rows].T, x[:, rest])
+
+    def rotated(self, block: int) -> Moments:
+        """The moments of inputs that are rotated in blocks; those with a matrix only."""
+        if block == 0:
+            return self
+        square = rotate(rotate(self.square.triu() + self.square.triu(1).T, block).T, block)
+        drift = None if self.drift is None else rotate(rotate(self.drift, block).T, block).T
+        held = [(rotate(x, block), rotate(y, block)) for x, y in self.held]
+        return Moments(square, drift, self.tokens, held)
 
     def importance(self) -> Tensor:
         """Mean square of each input, float32 [k], plus a little for unused inputs."""

@@ -71,7 +71,7 @@ def levels_near(values: Tensor, scale: Tensor, min: Tensor | None, bits: int, ta
 
 @dataclass
 class Quantized:
-    """A quantized matrix: levels, scales and mins."""
+    """A quantized matrix: levels, scales and mins; with ``config.rotate`` of the weights of rotated inputs."""
 
     # float32 [n, k]; symmetric -2^(b-1) .. 2^(b-1) - 1 (1 bit: -1, 1), affine 0 .. 2^b - 1, or levels of the config's table
     levels: Tensor
@@ -111,6 +111,7 @@ class Quantized:
             group_size=config.group_size,
             mapping=config.mapping,
             levels=None if table is None else table.by_code,
+            rotated_inputs=config.rotated_inputs(self.levels.shape[1]),
         )
 
 

@@ -11,6 +11,7 @@ from torch.nn.functional import embedding, linear
 from .. import nn
 from .._groups import in_groups
 from .._packed import pack, unpack
+from .._rotation import rotate, rotate_back
 from .grid import stored
 
 _LARGEST_LEVEL = 127.0
@@ -76,13 +77,15 @@ class Learning(torch.nn.Module):
 
     def linear(self, x: Tensor) -> Tensor:
         weight = _Weight.apply(*self.values(), self.unpacked.codes, self.group)
-        return linear(x, weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
+        rotated = rotate(x, self.unpacked.rotated_inputs).to(x.dtype)
+        return linear(rotated, weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
 
     def embedding(self, indices: Tensor) -> Tensor:
         levels, scales, mins = self.values()
         rows, numbers = indices.unique(return_inverse=True)
         of_rows = None if mins is None else mins[rows]
-        return embedding(numbers, _Weight.apply(levels, scales[rows], of_rows, self.unpacked.codes[rows], self.group))
+        weight = _Weight.apply(levels, scales[rows], of_rows, self.unpacked.codes[rows], self.group)
+        return embedding(numbers, rotate_back(weight, self.unpacked.rotated_inputs))
 
     def pack(self) -> Tensor:
         """The packed weight uint8 [bytes], with learned values rounded as the format stores them."""
@@ -103,7 +106,7 @@ class Learning(torch.nn.Module):
         return pack(
             unpacked.codes, torch.where(rows, scales, stored(scales, largest)), mins,
             None if self.bias is None else self.bias.detach(), bits=unpacked.bits, group_size=unpacked.group_size,
-            mapping=unpacked.mapping, levels=levels,
+            mapping=unpacked.mapping, levels=levels, rotated_inputs=unpacked.rotated_inputs,
         )  # fmt: skip
 
 

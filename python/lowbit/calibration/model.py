@@ -227,7 +227,9 @@ class _Run:
                 missing: set[str] = missing,
                 running: dict[str, Recorded] = running,
             ) -> None:
-                add_to(moments, name, rows_of(x, mask), None, diagonal=self.method == "importance")
+                diagonal = self.method == "importance"
+                rows = rows_of(x, mask)
+                add_to(moments, name, self.configs[name].rotated(rows) if diagonal else rows, None, diagonal=diagonal)
                 missing.discard(name)
                 # The logits of all tokens, which are not needed, would take more memory than all else.
                 if not missing and all(len(one.calls) == len(blocks[key]) for key, one in running.items()):

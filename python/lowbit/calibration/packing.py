@@ -119,9 +119,11 @@ class Packer:
         for number in range(experts.num_experts):
             x = inputs_of_expert(holder, number, rows, chosen, first)
             moments: dict[str, Moments] = {}
-            if len(x):
-                add_to(moments, name, x, None, diagonal=self.method == "importance")
             weight, bias = weight_of(experts, number)
+            if len(x):
+                diagonal = self.method == "importance"
+                add_to(moments, name, self.experts[name].rotated(x) if diagonal else x, None, diagonal=diagonal)
+            weight = self.experts[name].as_rounded(weight)
             key = f"{name}.{number}"
             self._report(0, key)
             method, quantizers = self._quantizers("", {key: weight}, {key: self.experts[name]}, moments.get(name))
@@ -156,7 +158,7 @@ class Packer:
             tune: leaves the packed layers in ``waiting``.
         """
         missing = [name for name in names if prefix + name not in self.kept.packed]
-        weights = {name: root.get_submodule(name).weight.detach() for name in missing}
+        weights = {name: configs[name].as_rounded(root.get_submodule(name).weight.detach()) for name in missing}
         self._report(0, prefix + names[0])
         method, quantizers = self._quantizers(prefix, weights, configs, moments)
         for name in names:
@@ -177,7 +179,16 @@ class Packer:
         def first_not_finite() -> str:
             return self._first_not_finite() or prefix + next(iter(weights))
 
-        return choose(weights, configs, moments, self.method, self.options, first_not_finite)
+        method = "nearest"
+        quantizers: dict[str, Quantizer] = {}
+        # Layers with the same input may differ in its rotation.
+        blocks = {name: configs[name].rotated_inputs(weight.shape[1]) for name, weight in weights.items()}
+        for block in sorted(set(blocks.values())):
+            some = {name: weight for name, weight in weights.items() if blocks[name] == block}
+            known = moments if moments is None or moments.square.dim() == 1 else moments.rotated(block)
+            method, chosen = choose(some, configs, known, self.method, self.options, first_not_finite)
+            quantizers |= chosen
+        return method, quantizers
 
     def _first_not_finite(self) -> str | None:
         """The first layer of a run of the model whose inputs are not finite: later layers inherit that."""
@@ -203,7 +214,8 @@ class Packer:
             if name in self.kept.packed:
                 packed = self.kept.packed[name][1]
             elif name in moments:
-                solver, weight = Solver(moments.pop(name), DAMPING), self.model.get_submodule(name).weight.detach()
+                weight = config.as_rounded(self.model.get_submodule(name).weight.detach())
+                solver = Solver(moments.pop(name).rotated(config.rotated_inputs(weight.shape[1])), DAMPING)
                 config = with_table(config, weight, solver.importance)
                 packed = packed_in_bands(
                     weight, config, partial(solver.quantize, config=config, correction=0.0, sweeps=0), None
@@ -234,7 +246,7 @@ class Packer:
             total = None
             if parts:
                 total = Moments(sum(m.square for m in parts), None, sum(m.tokens for m in parts))
-            weight = layers[names[0]].weight.detach()
+            weight = self.selected[linears[0]].as_rounded(layers[names[0]].weight.detach())
             self._report(0, names[0])
             method, quantizers = self._quantizers("", {linears[0]: weight}, self.selected, total)
             packed = packed_in_bands(weight, *quantizers[linears[0]], next(iter(biases.values())))

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from .._experts import Experts
 from .._layers import Layer, layer_at, names_by_weight
-from .._packed import describe
 from .._patterns import Patterns
+from .._rotation import rotate_back, rotate_weight
 from .._rounding import EmbeddingConfig, LinearConfig
 from ..levels import FIT
 from .capture import MeanSquares, inputs_of
@@ -156,7 +156,7 @@ def measure_losses(
             choice = option.config
             if choice.levels == FIT:
                 if choice.bits not in tables:
-                    tables[choice.bits] = with_table(choice, rows, counts)
+                    tables[choice.bits] = with_table(choice, choice.as_rounded(rows), None if choice.rotate else counts)
                 choice = replace(choice, levels=tables[choice.bits].levels)
             ratio = _error(rows, counts, choice) / reference_error if reference_error else 0.0
             options.append(replace(option, loss=loss * ratio))
@@ -168,7 +168,7 @@ def measure_losses(
 def _bytes(weight: Tensor, config: MatrixConfig, bias: bool) -> int:
     """Packed bytes of a matrix [n, k], or of experts [experts, n, k]."""
     linear = isinstance(config, LinearConfig)
-    matrix = describe(weight.shape[-2:], config.bits, config.group_size, config.mapping, bias and linear)
+    matrix = config.describe(weight.shape[-2:], bias and linear)
     return int(math.prod(weight.shape[:-2])) * matrix.total_bytes
 
 
@@ -264,13 +264,20 @@ def _rounded(weight: Tensor, importance: Tensor | None, config: MatrixConfig) ->
     result = torch.empty_like(weight)
     rows = max(1, _BAND_WEIGHTS // weight.shape[1])
     for begin in range(0, len(weight), rows):
-        band = weight[begin : begin + rows].float()
-        result[begin : begin + rows] = search(band, importance, config).dequantize()
+        result[begin : begin + rows] = _rounded_rows(weight[begin : begin + rows].float(), importance, config)
     return result
 
 
+def _rounded_rows(rows: Tensor, importance: Tensor | None, config: MatrixConfig) -> Tensor:
+    """As :func:`_rounded`, of some rows float32 [n, k]."""
+    block = config.rotated_inputs(rows.shape[1])
+    if block and importance is not None:  # the mean square of a rotated input, if inputs are not correlated
+        importance = importance.view(-1, block).mean(1).repeat_interleave(block)
+    return rotate_back(search(rotate_weight(rows, block), importance, config).dequantize(), block)
+
+
 def _error(rows: Tensor, importance: Tensor | None, config: MatrixConfig) -> float:
-    error = (search(rows, importance, config).dequantize() - rows).square()
+    error = (_rounded_rows(rows, importance, config) - rows).square()
     return float((error if importance is None else error * importance).double().mean())
 
 
@@ -360,7 +367,10 @@ def config_of(base: LowBitConfig, items: list[Item], chosen: list[Option]) -> Lo
             # Levels are fitted later, to the whole matrix.
             change |= {"mapping": config.mapping, "levels": FIT if config.mapping == "levels" else None}
         overrides += [(escape(name), change) for name in item.layers if len(item.options) > 1]
-    return LowBitConfig(base.bits, base.group_size, base.mapping, base.scale, base.embedding_bits, overrides, base.levels)
+    return LowBitConfig(
+        base.bits, base.group_size, base.mapping, base.scale, base.embedding_bits, overrides, base.levels, base.conv_bits,
+        base.rotate,
+    )  # fmt: skip
 
 
 def pinned_by(config: LowBitConfig, selected: Mapping[str, MatrixConfig]) -> set[str]:

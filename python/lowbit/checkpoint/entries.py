@@ -24,6 +24,7 @@ class CheckpointEntry:
     mapping: str | None  # "symmetric" or "affine"; None: not packed
     bytes: int  # in the file
     file: str  # its name, without the directory
+    rotated_inputs: int | None = None  # of a block; 0: not rotated; None: not packed
 
 
 # What safetensors calls a dtype -> what torch calls it, and its bits.
@@ -40,13 +41,13 @@ DTYPES_OF_TORCH = {
 def describe_entry(stored: Stored, info: PackedInfo | None) -> CheckpointEntry:
     """Describes a tensor; `info` is the header of a packed one."""
     if info is not None:
-        shape = info.shape
+        shape, rotated = info.shape, info.rotated_inputs
         kind, bits, group_size, mapping = "packed", info.bits, info.group_size, info.mapping
     else:
-        shape, group_size, mapping = stored.shape, None, None
+        shape, group_size, mapping, rotated = stored.shape, None, None, None
         elements = math.prod(shape)  # for an unknown dtype the bits follow from the size in the file
         kind, bits = DTYPES_OF_TORCH.get(stored.dtype, (stored.dtype.lower(), 8 * stored.bytes // elements if elements else 0))
-    return CheckpointEntry(stored.name, kind, shape, bits, group_size, mapping, stored.bytes, stored.path.name)
+    return CheckpointEntry(stored.name, kind, shape, bits, group_size, mapping, stored.bytes, stored.path.name, rotated)
 
 
 def inspect_checkpoint(path: str | os.PathLike[str]) -> list[CheckpointEntry]:

@@ -14,7 +14,7 @@ import torch
 
 from .._experts import Experts
 from .._layers import is_transposed, named_layers, warn_of_floats
-from .._packed import PackedInfo, describe
+from .._packed import PackedInfo
 from .._rounding import ConvConfig, EmbeddingConfig, LinearConfig
 from .._sizes import size
 from ..files.config_json import quantization_method, read_config
@@ -103,7 +103,7 @@ class PlannedTensor:
     def packed_info(self) -> PackedInfo:
         config, shape = self.config, self.matrices[0].shape
         assert config is not None
-        info = describe(shape, config.bits, config.group_size, config.mapping, self.bias is not None)
+        info = config.describe(shape, self.bias is not None)
         return info if self.experts is None else replace(info, experts=len(self.experts))
 
     def stored(self, path: Path) -> Stored:

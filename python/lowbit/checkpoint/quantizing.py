@@ -67,7 +67,7 @@ def _pack_matrix(
     if config.mapping == "levels":  # one table for all bands
         rows_to_fit = sampled_rows(n, k) if config.levels == FIT else range(1)
         sample = torch.cat([read(row, row + 1) for row in rows_to_fit])
-        table = table_of(config, sample)
+        table = table_of(config, config.as_rounded(sample))
         config = replace(config, levels=table)
     bands = Bands(info, table)
     start = writer.write(bytes(bands.header_bytes))

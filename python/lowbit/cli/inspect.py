@@ -41,7 +41,7 @@ def inspect(
         is_packed = entry.kind == "packed"
         group = "" if not is_packed else "row" if entry.group_size is None else str(entry.group_size)
         shape = " x ".join(map(str, entry.shape))
-        name, mapping = printable(entry.name), entry.mapping or ""
+        name, mapping = printable(entry.name), f"{entry.mapping or ''}{', rotated' if entry.rotated_inputs else ''}"
         was = imported.get(entry.name)
         came = () if not columns else ("", "") if was is None else (printable(was.source), was.came_over)
         shown.add_row(name, entry.kind, shape, str(entry.bits), group, mapping, str(entry.bytes), *came)

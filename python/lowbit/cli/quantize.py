@@ -34,6 +34,13 @@ def quantize(
     ] = "mse",
     embedding_bits: options.EmbeddingBits = None,
     conv_bits: options.ConvBits = None,
+    rotate: Annotated[
+        bool,
+        typer.Option(
+            "--rotate",
+            help="Rotate the inputs of linear layers by a Hadamard matrix: fewer bits lose less, tokens take a little longer.",
+        ),
+    ] = False,
     override: Annotated[
         list[str] | None,
         typer.Option(
@@ -95,7 +102,7 @@ def quantize(
         options.refuse_unused("without --calibrate", **given)
     overrides = list(map(_override, override or ()))  # pairs: their order counts, and a pattern may come twice
     config = options.make_config(
-        bits, group_size, mapping, embedding_bits, scale=scale, overrides=overrides, conv_bits=conv_bits
+        bits, group_size, mapping, embedding_bits, scale=scale, overrides=overrides, conv_bits=conv_bits, rotate=rotate
     )
     if target_size is not None and target_bits is not None:
         raise typer.BadParameter("--target-size says how large already; expected one of them", param_hint="--target-bits")

@@ -70,6 +70,11 @@ def _packed_type(name: str, info: PackedInfo) -> str:
         ValueError: no type does; the message says what would work.
     """
     group = info.group_size or info.in_features
+    if info.rotated_inputs:
+        raise ValueError(
+            f"{name} has rotated inputs, which GGUF does not know: quantize the float checkpoint with lowbit quantize, and "
+            "without --rotate"
+        )
     if info.in_features % _BLOCK:
         raise ValueError(
             f"{name} has {info.in_features} inputs; GGUF's types hold multiples of {_BLOCK}: leave the layer float "

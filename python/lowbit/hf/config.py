@@ -23,7 +23,8 @@ METHOD = "lowbit"
 FORMAT_VERSION = 2  # the newest that is read; written only where a layer has its inputs in an order of its own
 _WITHOUT_ORDERS = 1
 
-_FIELDS = ("bits", "group_size", "mapping", "scale", "levels")
+_FIELDS = ("bits", "group_size", "mapping", "scale", "levels", "rotate")
+_DESCRIBED = ("bits", "group_size", "mapping", "rotate")  # of a packed layer
 BY_OVERRIDES = "left float by its configuration"
 BY_CONV_BITS = "a convolution, which conv_bits of the configuration (--conv-bits) would pack"
 BY_ARCHITECTURE = "the architecture keeps it in float32; an override of its own would pack it"
@@ -59,6 +60,11 @@ def _pair(entry: Any) -> list[Any]:
     raise TypeError(f"overrides has the entry {entry}; expected a name pattern and a dict of {', '.join(_FIELDS)}, or None")
 
 
+def _fields_of(layer: nn.Packed) -> tuple[Any, ...]:
+    info = layer.info
+    return info.bits, info.group_size, info.mapping, info.rotated_inputs > 0
+
+
 def _listed(levels: Any) -> Any:
     return levels if levels is None or isinstance(levels, str) else [int(level) for level in levels]
 
@@ -72,12 +78,12 @@ class LowBitConfig(QuantizationConfigMixin):
     embedding is.
 
     Args:
-        bits, group_size, mapping, scale, levels: as in :class:`lowbit.LinearConfig`.
+        bits, group_size, mapping, scale, levels, rotate: as in :class:`lowbit.LinearConfig`.
         embedding_bits: of embedding tables; None: ``bits``. At other than 2, 3 or 4, which have no levels, they are symmetric.
         overrides: shell-style patterns of qualified names to what differs there, a dict with any of ``bits``,
-            ``group_size``, ``mapping``, ``scale`` and ``levels``, or to None, which leaves the layer as it is. The last pattern
-            that matches counts. ``{"lm_head": {"bits": 8}, "*embed*": None}``, or a list of such pairs, in which a pattern
-            may come twice. The attribute is a list of pairs: config.json keeps the order of a list only.
+            ``group_size``, ``mapping``, ``scale``, ``levels`` and ``rotate``, or to None, which leaves the layer as it is. The
+            last pattern that matches counts. ``{"lm_head": {"bits": 8}, "*embed*": None}``, or a list of such pairs, in which a
+            pattern may come twice. The attribute is a list of pairs: config.json keeps the order of a list only.
         conv_bits: of convolutions; None: they stay float, whatever an override says. Symmetric as above.
 
     Raises:
@@ -94,6 +100,7 @@ class LowBitConfig(QuantizationConfigMixin):
         overrides: Mapping[str, Mapping[str, Any] | None] | Iterable[tuple[str, Mapping[str, Any] | None]] | None = None,
         levels: str | Sequence[int] | torch.Tensor | None = None,
         conv_bits: int | None = None,
+        rotate: bool = False,
         **others: Any,
     ):
         # What a config.json has besides; unknown entries could change what its weights mean.
@@ -116,6 +123,7 @@ class LowBitConfig(QuantizationConfigMixin):
         self.mapping = mapping
         self.scale = scale
         self.levels = levels
+        self.rotate = rotate
         self.embedding_bits = embedding_bits
         self.conv_bits = conv_bits
         for name, value in (("embedding_bits", embedding_bits), ("conv_bits", conv_bits)):
@@ -159,6 +167,13 @@ class LowBitConfig(QuantizationConfigMixin):
         if kind is ConvConfig and "bits" not in change and not 2 <= fields["bits"] <= 4 and fields["mapping"] in ("", "levels"):
             fields |= {"mapping": "symmetric", "levels": None}  # the change is one for the linear layers that it matches
         return kind(**fields)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Without ``rotate`` if it is False, so that an older lowbit reads the config."""
+        fields = dict(super().to_dict())
+        if not self.rotate:
+            del fields["rotate"]
+        return fields
 
     def to_diff_dict(self) -> dict[str, Any]:
         """All of it: what differs from defaults would not say which they were. transformers 5.0 lacks it, but calls it."""
@@ -216,22 +231,21 @@ class LowBitConfig(QuantizationConfigMixin):
         packed = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Packed)}
         convs = [layer.info.bits for layer in packed.values() if isinstance(layer, nn.Conv)]
         matrices = [layer for layer in packed.values() if not isinstance(layer, nn.Conv)] or packed.values()
-        counted = Counter((layer.info.bits, layer.info.group_size, layer.info.mapping) for layer in matrices)
+        counted = Counter(map(_fields_of, matrices))
         conv_bits = convs[0] if convs else None
         common = counted.most_common(1)[0][0]
         head = model.get_output_embeddings()  # named always: without an override, a tied one would follow its table
         overrides: list[tuple[str, dict[str, Any] | None]] = []
         for name, layer in named_layers(model):
             if name in packed:
-                info = packed[name].info
                 usual = (conv_bits, *common[1:]) if isinstance(layer, nn.Conv) else common
-                fields = zip(_FIELDS, (info.bits, info.group_size, info.mapping), usual, strict=False)
+                fields = zip(_DESCRIBED, _fields_of(packed[name]), usual, strict=True)
                 change = {field: value for field, value, other in fields if value != other}
                 if change or layer is head:
                     overrides.append((escape(name), change))
             elif kind_of(layer) is not None and (conv_bits is not None or kind_of(layer) is not ConvConfig):
                 overrides.append((escape(name), None))
-        bits, group_size, mapping = common
+        described = dict(zip(_DESCRIBED, common, strict=True))
         ordered = any(getattr(layer, "input_order", None) is not None for layer in packed.values())
         version = FORMAT_VERSION if ordered else _WITHOUT_ORDERS
-        return cls(bits, group_size, mapping, overrides=overrides, conv_bits=conv_bits, format_version=version)
+        return cls(**described, overrides=overrides, conv_bits=conv_bits, format_version=version)

@@ -63,8 +63,7 @@ class Weights:
     bytes: int
 
     def info(self, has_bias: bool) -> PackedInfo:
-        config = self.config
-        return describe(self.shape, config.bits, config.group_size, config.mapping, has_bias)
+        return self.config.describe(self.shape, has_bias)
 
 
 @dataclass(frozen=True)

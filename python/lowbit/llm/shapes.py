@@ -110,6 +110,7 @@ def _random_packed(
         bits=config.bits,
         group_size=config.group_size,
         mapping=config.mapping,
+        rotated_inputs=config.rotated_inputs(k),
     )
 
 

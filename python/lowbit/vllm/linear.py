@@ -176,7 +176,9 @@ def _joined(parts: list[Tensor], orders: list[Tensor | None]) -> tuple[list[Tens
     """The parts as one matrix, with its act-order permutation, if all are packed alike or all are float; else unchanged."""
     if not any(map(_is_packed, parts)):
         return [torch.cat(parts)], [None]
-    kinds = {(info.bits, info.group_size, info.mapping) for info in map(ops.info, filter(_is_packed, parts))}
+    kinds = {
+        (info.bits, info.group_size, info.mapping, info.rotated_inputs) for info in map(ops.info, filter(_is_packed, parts))
+    }
     first = orders[0]
     alike = all(order is None if first is None else order is not None and torch.equal(order, first) for order in orders)
     if len(parts) > 1 and all(map(_is_packed, parts)) and len(kinds) == 1 and alike:

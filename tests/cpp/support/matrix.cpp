@@ -84,6 +84,12 @@ Layout layout_of(int64_t n, int64_t k, int bits, int64_t group_size, Mapping map
   return layout;
 }
 
+Layout rotated(Layout layout, int64_t block) {
+  const Status status = set_rotation(block, &layout);
+  EXPECT_TRUE(status.ok()) << status.message();
+  return layout;
+}
+
 const int8_t* test_levels(int bits) {
   static constexpr int8_t kLevels[3][16] = {
       {-127, 90, -1, 127},

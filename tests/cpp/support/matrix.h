@@ -28,6 +28,9 @@ struct Weights {
 // With a table of levels: that of test_levels().
 Layout layout_of(int64_t n, int64_t k, int bits, int64_t group_size, Mapping mapping, bool has_bias);
 
+// The same with inputs rotated in such blocks.
+Layout rotated(Layout layout, int64_t block);
+
 // 2^bits levels in no order, from -127 (code 0) to 127 (the last code).
 const int8_t* test_levels(int bits);
 

@@ -217,9 +217,32 @@ std::vector<T> rotated(std::vector<T> x) {
   return x;
 }
 
+// The signs of rotated inputs, one for each bit: pi behind the point, in hexadecimal digits whose last bits come first.
+bool is_negated(int64_t i) {
+  static const char kPi[] = "243f6a8885a308d313198a2e03707344";
+  const int64_t digit = i / 32 * 8 + 7 - i % 32 / 4;
+  const char c = kPi[digit];
+  return ((c <= '9' ? c - '0' : c - 'a' + 10) >> i % 4 & 1) != 0;
+}
+
 constexpr float kLevels[8] = {6, 18, 31, 44, 58, 75, 96, 127};  // and the same below zero
 
 }  // namespace
+
+std::vector<float> contract_rotate(std::vector<float> x, int64_t block, bool back) {
+  int log = 0;
+  while (int64_t{1} << log < block) ++log;
+  const float factor = std::ldexp(1.0f, -(log + 1) / 2);
+  const auto scale = [&] {
+    for (size_t i = 0; i < x.size(); ++i) x[i] *= is_negated(static_cast<int64_t>(i) % block) ? -factor : factor;
+  };
+  if (!back) scale();
+  for (size_t at = 0; at < x.size(); at += static_cast<size_t>(block)) {
+    rotate_block(x.data() + at, static_cast<size_t>(block));
+  }
+  if (back) scale();
+  return x;
+}
 
 float level_of_code(int code) { return code < 8 ? -kLevels[7 - code] : kLevels[code - 8]; }
 

@@ -41,6 +41,9 @@ struct QuantizedRow {
 };
 QuantizedRow contract_quantize(const std::vector<float>& x, int64_t group_inputs);
 
+// Inputs of a layer that rotates them in such blocks; or, back, a row of its weights.
+std::vector<float> contract_rotate(std::vector<float> x, int64_t block, bool back = false);
+
 // What one row of attention sees.
 struct Sight {
   int64_t begin, end;         // positions

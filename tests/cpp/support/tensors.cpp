@@ -22,8 +22,13 @@ std::vector<uint8_t> expected_linear(const TensorView& x, const uint8_t* packed,
     for (int64_t j = 0; j < layout.k && !together; ++j) {
       std::memcpy(row.data() + j * size_of(dtype), element(x, i * layout.k + j), static_cast<size_t>(size_of(dtype)));
     }
-    quantize.run({.x = row.data(),
-                  .x_dtype = dtype,
+    std::vector<float> floats;
+    if (layout.rotation != 0) {
+      for (int64_t j = 0; j < layout.k; ++j) floats.push_back(load_as_f32(row.data(), dtype, j));
+      floats = contract_rotate(floats, layout.rotated_inputs());
+    }
+    quantize.run({.x = floats.empty() ? static_cast<const void*>(row.data()) : floats.data(),
+                  .x_dtype = floats.empty() ? dtype : DType::f32,
                   .k = layout.k,
                   .k_padded = layout.blocks * 32,
                   .group_inputs = layout.group_inputs(),

@@ -1,0 +1,53 @@
+"""Rotation of a layer's inputs by signs and a Hadamard matrix, in blocks (kernels/ukernel.h).
+
+A rotated layer computes the same outputs, because its weights undo the rotation. Outliers of inputs spread over a block, so
+fewer bits lose less (Ashkboos et al.: "QuaRot: Outlier-Free 4-Bit Inference in Rotated LLMs", 2024).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+LEAST, MOST = 16, 64  # inputs of a block; more gain nothing (docs/measurements/quality.md)
+_SIGNS = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344)  # kRotationSigns of kernels/ukernel.h
+
+
+def block_of(k: int) -> int:
+    """Inputs of a rotated block for ``k`` inputs: the largest power of two that divides k, at most 64; 0 if below 16."""
+    block = min(k & -k, MOST)
+    return block if block >= LEAST else 0
+
+
+def _factors(block: int) -> Tensor:
+    bits = [_SIGNS[i // 32] >> i % 32 & 1 for i in range(block)]
+    return (1.0 - 2.0 * torch.tensor(bits, dtype=torch.float32)) * 2.0 ** -(block.bit_length() // 2)
+
+
+def _hadamard(x: Tensor, block: int) -> Tensor:
+    """Each block of the last dimension times the Hadamard matrix, with the order of sums of the kernels."""
+    shape = x.shape
+    half = 1
+    while half < block:
+        a, b = x.unflatten(-1, (-1, 2, half)).unbind(-2)
+        x = torch.stack((a + b, a - b), -2).view(shape)
+        half *= 2
+    return x
+
+
+def rotate(x: Tensor, block: int) -> Tensor:
+    """Rotated inputs, float32 [..., k], with gradients; the bits of the kernels. ``x`` is unchanged if ``block`` is 0."""
+    return x if block == 0 else _hadamard(x.float() * _factors(block).repeat(x.shape[-1] // block), block)
+
+
+def rotate_weight(weight: Tensor, block: int) -> Tensor:
+    """Weights [n, k] for rotated inputs, float32, with gradients. ``weight`` is unchanged if ``block`` is 0."""
+    if block == 0:
+        return weight
+    # Of 32 or 128 inputs the factors of inputs and weights together are half of what undoes the rotation.
+    return rotate(weight, block) * (1.0 if block.bit_length() % 2 else 2.0)
+
+
+def rotate_back(weight: Tensor, block: int) -> Tensor:
+    """The inverse of :func:`rotate_weight`, float32; the bits of ``lowbit::embedding``."""
+    return weight if block == 0 else _hadamard(weight.float(), block) * _factors(block).repeat(weight.shape[-1] // block)
