@@ -151,7 +151,8 @@ def judge_rotations(judge: Judge) -> None:
 def judge_weights(judge: Judge) -> None:
     """Weights of few bits, calibrated, beside llama.cpp's."""
     tokens = judge.calibration_tokens
-    for candidate in chain(weights.of_llama_cpp(judge.pair, tokens), weights.calibrated(judge.pair, tokens)):
+    own = (weights.calibrated(judge.pair, tokens, rotate) for rotate in (False, True))
+    for candidate in chain(weights.of_llama_cpp(judge.pair, tokens), *own):
         judge.model(candidate.name, candidate.model)
         judge.rows[-1] |= {"bytes": candidate.bytes, "bits": candidate.bits, "seconds": candidate.seconds}
 

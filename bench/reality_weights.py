@@ -52,13 +52,14 @@ def calibration_text() -> str:
     return "\n\n".join((library / f"{name}.py").read_text(encoding="utf-8") for name in MODULES.split())
 
 
-def calibrated(pair: Pair, tokens: int) -> Iterator[Candidate]:
+def calibrated(pair: Pair, tokens: int, rotate: bool) -> Iterator[Candidate]:
     """One width, and mixed widths."""
-    text = calibration_text()
-    for name, config, target in (
-        *((f"lowbit, {bits} bits, groups of 32", lowbit.LowBitConfig(bits=bits), None) for bits in WIDTHS),
-        *((f"lowbit, mixed widths, {target} bits", lowbit.LowBitConfig(), target) for target in TARGETS),
+    text, rotated = calibration_text(), ", inputs rotated" if rotate else ""
+    for name, bits, target in (
+        *((f"{bits} bits, groups of 32", bits, None) for bits in WIDTHS),
+        *((f"mixed widths, {target} bits", 4, target) for target in TARGETS),
     ):
+        name, config = f"lowbit, {name}{rotated}", lowbit.LowBitConfig(bits=bits, rotate=rotate)
         model, begin = copy.deepcopy(pair.floats), time.process_time()
         lowbit.calibrate(model, [text], config, tokenizer=pair.tokenizer, max_tokens=tokens, target_bits=target)
         seconds = time.process_time() - begin

@@ -11,7 +11,8 @@ extern const Table<LinearKernel> kLinearPortable, kLinearNeon, kLinearNeonDot, k
 extern const Table<LinearKernel> kLinearAvx2, kLinearAvxVnni, kLinearAvxVnniInt8, kLinearAvx512Vnni,
     kLinearUnpackedAvx512Vnni, kLinearAmx;
 extern const Table<EmbeddingKernel> kEmbeddingPortable, kEmbeddingNeon, kEmbeddingAvx2, kEmbeddingAvx512Vnni;
-extern const Table<AttentionKernel> kAttentionPortable, kAttentionNeon, kAttentionAvx2, kAttentionAvx512Vnni;
+extern const Table<AttentionKernel> kAttentionPortable, kAttentionNeon, kAttentionNeonDot, kAttentionAvx2,
+    kAttentionAvx512Vnni;
 extern const Table<RecurrenceKernel> kRecurrencePortable, kRecurrenceNeon, kRecurrenceAvx2, kRecurrenceAvx512Vnni;
 extern const Table<ElementwiseKernel> kElementwisePortable, kElementwiseNeon, kElementwiseAvx2, kElementwiseAvx512Vnni;
 
@@ -26,7 +27,7 @@ constexpr const Table<LinearKernel>* kLinear[] = {
 #endif
     &kLinearI8mm, &kLinearNeonDot, &kLinearNeon, &kLinearPortable};
 constexpr const Table<EmbeddingKernel>* kEmbedding[] = {&kEmbeddingNeon, &kEmbeddingPortable};
-constexpr const Table<AttentionKernel>* kAttention[] = {&kAttentionNeon, &kAttentionPortable};
+constexpr const Table<AttentionKernel>* kAttention[] = {&kAttentionNeonDot, &kAttentionNeon, &kAttentionPortable};
 constexpr const Table<RecurrenceKernel>* kRecurrence[] = {&kRecurrenceNeon, &kRecurrencePortable};
 constexpr const Table<ElementwiseKernel>* kElementwise[] = {&kElementwiseNeon, &kElementwisePortable};
 #elif defined(__x86_64__)

@@ -23,6 +23,8 @@
 //                    q = q * factor;  x[j] = 0, for i in order: x[j] = fma(k[j][i], q[i], x[j])
 //                    caches of codes: k and v are the codes, 4-bit ones the level of each, and x[j] = x[j] * key_scale[j];
 //                    4-bit keys: behind the factor q is rotated, q = rotate(q)
+//                    int8 keys: behind the factor each segment of 64 inputs of q (the last may be shorter) gets codes c and a
+//                    scale t as int8 keys do, and for the segments in order: x[j] = fma(t, float(sum of k[j][i] * c[i]), x[j])
 //                    with a cap: x[j] = tanh2(x[j]) * cap
 //                    for each span of 512 positions (0 to 511, 512 to 1023, ...) of which it sees some:
 //                      m = -FLT_MAX, sums[16] = 0, o = 0;  with a sink, in the first: m = max(m, sink), sums[0] = 1

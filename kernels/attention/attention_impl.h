@@ -6,18 +6,18 @@
 //
 // The type of the caches is a template's argument, since every value of them is converted; that of queries and outputs is
 // not. The scales of codes go to scores and weights, so the inner loop has a conversion and no product more. 4-bit codes
-// are of rotated keys and values: queries are rotated once, and so are outputs, back.
+// are of rotated keys and values: queries are rotated once, and so are outputs, back. Products with int8 keys are sums of
+// integers, of queries that are coded once (codes.h).
 //
 // A row sees its own positions only: what lies before and behind them may be anything, also NaN. Its scores are
 // replaced, its values not read.
 #pragma once
 
 #include "../ukernel.h"
+#include "codes.h"
 
 namespace lowbit {
 namespace {
-
-constexpr int kLanes = 16;
 
 // 2^x for x <= 0, 0 below -126, NaN for NaN; within 2^-23 of the true value, relative. Adding 1.5 * 2^23 rounds x to
 // an integer in the last bits; with 127 more these are the exponent of 2^n. The polynomial is 2^r on [-1/2, 1/2],
@@ -291,9 +291,13 @@ void attend(const AttentionArgs& args, const State& state, int64_t row, int64_t 
   const int64_t first = seen[0].begin / kLanes, vectors = (seen[Rows - 1].end + kLanes - 1) / kLanes - first;
   constexpr CacheType kKeys = key_type(C), kValues = value_type(C);
   const char* keys = static_cast<const char*>(args.keys) + cache_bytes(kKeys, (block + first * kLanes) * width);
-  multiply_all<V, kKeys, Rows, false>({state.q + row * width, width, keys, vector_bytes(kKeys),
-                                       cache_bytes(kKeys, width * kLanes), width, state.scores + first * kLanes,
-                                       kAttentionBlock, vectors});
+  if constexpr (kKeys == CacheType::i8) {
+    score_all_codes<V, Rows>(state.q + row * width, keys, width, state.scores + first * kLanes, vectors);
+  } else {
+    multiply_all<V, kKeys, Rows, false>({state.q + row * width, width, keys, vector_bytes(kKeys),
+                                         cache_bytes(kKeys, width * kLanes), width, state.scores + first * kLanes,
+                                         kAttentionBlock, vectors});
+  }
   const char *key_scales = nullptr, *value_scales = nullptr;
   if constexpr (has_scales(C)) {
     key_scales = static_cast<const char*>(args.key_scales) + block * 4;
@@ -379,6 +383,7 @@ void attention(const AttentionArgs& args) {
       V::store(state.q + r * width + i, V::mul(values, V::broadcast(args.factor)));
     }
     if constexpr (key_type(C) == CacheType::i4) rotate<V>(state.q + r * width, width);
+    if constexpr (key_type(C) == CacheType::i8) CodedQuery(state.q + r * width, width).code();
   }
   int64_t block = args.begins[0] / kAttentionBlock * kAttentionBlock;
   int64_t first = 0, last = 0;              // the rows [first, last) see some of the block

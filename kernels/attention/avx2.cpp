@@ -76,6 +76,37 @@ struct Vector {
             _mm256_blendv_ps(v.high, nan, _mm256_cmp_ps(v.high, v.high, _CMP_UNORD_Q))};
   }
 
+  // vpmaddubsw multiplies unsigned by signed bytes: magnitudes of keys by queries with the keys' signs. Two products are
+  // below 2^15.
+  struct Quads {
+    __m256i keys[2], magnitudes[2];
+  };
+  struct Integers {
+    __m256i half[2];
+  };
+  LOWBIT_INLINE static Quads load_quads(const void* at) {
+    Quads quads;
+    for (int i = 0; i < 2; ++i) {
+      quads.keys[i] = _mm256_loadu_si256(static_cast<const __m256i*>(at) + i);
+      quads.magnitudes[i] = _mm256_abs_epi8(quads.keys[i]);
+    }
+    return quads;
+  }
+  LOWBIT_INLINE static Integers before_products(int32_t) { return {{_mm256_setzero_si256(), _mm256_setzero_si256()}}; }
+  LOWBIT_INLINE static Integers add_products(const Quads& quads, const int8_t* codes, Integers sums) {
+    int32_t quad;
+    std::memcpy(&quad, codes, sizeof quad);
+    const __m256i query = _mm256_set1_epi32(quad);
+    for (int i = 0; i < 2; ++i) {
+      const __m256i pairs = _mm256_maddubs_epi16(quads.magnitudes[i], _mm256_sign_epi8(query, quads.keys[i]));
+      sums.half[i] = _mm256_add_epi32(sums.half[i], _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+    }
+    return sums;
+  }
+  LOWBIT_INLINE static Vector to_floats(const Integers& sums) {
+    return {_mm256_cvtepi32_ps(sums.half[0]), _mm256_cvtepi32_ps(sums.half[1])};
+  }
+
   // Lane l gets lane l ^ Half.
   template <int Half>
   LOWBIT_INLINE static Vector swap_lanes(Vector v) {

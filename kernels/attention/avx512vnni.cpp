@@ -56,6 +56,20 @@ struct Vector {
                                _mm512_set1_ps(float_from_bits(0x7fc00000u)))};
   }
 
+  // vpdpbusd multiplies unsigned by signed bytes: keys are 128 more, and what that adds is taken off before.
+  using Quads = __m512i;
+  using Integers = __m512i;
+  LOWBIT_INLINE static Quads load_quads(const void* at) {
+    return _mm512_xor_si512(_mm512_loadu_si512(at), _mm512_set1_epi8(-128));
+  }
+  LOWBIT_INLINE static Integers before_products(int32_t sum) { return _mm512_set1_epi32(-128 * sum); }
+  LOWBIT_INLINE static Integers add_products(Quads keys, const int8_t* codes, Integers sums) {
+    int32_t quad;
+    std::memcpy(&quad, codes, sizeof quad);
+    return _mm512_dpbusd_epi32(sums, keys, _mm512_set1_epi32(quad));
+  }
+  LOWBIT_INLINE static Vector to_floats(Integers sums) { return {_mm512_cvtepi32_ps(sums)}; }
+
   // Lane l gets lane l ^ Half.
   template <int Half>
   LOWBIT_INLINE static Vector swap_lanes(Vector a) {

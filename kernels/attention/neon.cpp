@@ -1,12 +1,7 @@
 // attention_neon: 16 floats are four registers. Formula: ukernel.h; body: attention_impl.h.
-//
-// Four scalars of a row are loaded at once, and each is used by lane: fmla takes a lane of a register for free.
 
-#include <arm_neon.h>
+#include "vector_neon.h"
 
-#include <type_traits>
-
-#include "../bits/unpack_neon.h"
 #include "attention_impl.h"
 #include "elementwise_impl.h"
 #include "recurrence_impl.h"
@@ -14,115 +9,6 @@
 
 namespace lowbit {
 namespace {
-
-struct Vector {
-  float32x4_t q[4];
-
-  static constexpr int kSums = 4;  // of four registers each, beside a vector and a register of scalars for each row
-
-  template <class Op>
-  LOWBIT_INLINE static Vector map_registers(Op op) {
-    return {{op(0), op(1), op(2), op(3)}};
-  }
-  LOWBIT_INLINE static Vector broadcast(float value) {
-    return map_registers([=](int) LOWBIT_INLINE { return vdupq_n_f32(value); });
-  }
-  LOWBIT_INLINE static Vector load(const float* at) {
-    return map_registers([=](int i) LOWBIT_INLINE { return vld1q_f32(at + 4 * i); });
-  }
-  LOWBIT_INLINE static void store(float* at, const Vector& v) {
-    for (int i = 0; i < 4; ++i) vst1q_f32(at + 4 * i, v.q[i]);
-  }
-  template <DType T>
-  LOWBIT_INLINE static Vector load_as_f32(const void* from) {
-    const auto* at = static_cast<const uint8_t*>(from);
-    if constexpr (T == DType::f32) {
-      return map_registers([=](int i) LOWBIT_INLINE { return vreinterpretq_f32_u8(vld1q_u8(at + 16 * i)); });
-    } else {
-      const uint16x8_t h[2] = {vreinterpretq_u16_u8(vld1q_u8(at)), vreinterpretq_u16_u8(vld1q_u8(at + 16))};
-      return map_registers([=](int i) LOWBIT_INLINE {
-        if constexpr (T == DType::f16) {
-          const float16x8_t half = vreinterpretq_f16_u16(h[i / 2]);
-          return i % 2 == 0 ? vcvt_f32_f16(vget_low_f16(half)) : vcvt_high_f32_f16(half);
-        } else {
-          return vreinterpretq_f32_u32(i % 2 == 0 ? vshll_n_u16(vget_low_u16(h[i / 2]), 16)
-                                                  : vshll_high_n_u16(h[i / 2], 16));
-        }
-      });
-    }
-  }
-  LOWBIT_INLINE static Vector load_int8_as_f32(const void* from) {
-    return of_int8(vld1q_u8(static_cast<const uint8_t*>(from)));
-  }
-  LOWBIT_INLINE static Vector load_levels_as_f32(const void* from, bool upper) {
-    const uint8x16_t bytes = vld1q_u8(static_cast<const uint8_t*>(from));
-    const uint8x16_t codes = upper ? vshrq_n_u8(bytes, 4) : vandq_u8(bytes, vdupq_n_u8(15));
-    return of_int8(vreinterpretq_u8_s8(vqtbl1q_s8(vld1q_s8(kCacheLevels), codes)));
-  }
-  // tbl puts each byte at the top of a lane, from where scvtf converts with 24 bits behind the point: two instructions
-  // for four values, where widening in two steps takes two and a half.
-  LOWBIT_INLINE static Vector of_int8(uint8x16_t bytes) {
-    return map_registers([=](int i) LOWBIT_INLINE {
-      const uint32x4_t first = {0x00ffffffu, 0x01ffffffu, 0x02ffffffu, 0x03ffffffu};
-      const uint32x4_t index = vaddq_u32(first, vdupq_n_u32(static_cast<uint32_t>(i) << 26));
-      return vcvtq_n_f32_s32(vreinterpretq_s32_u8(vqtbl1q_u8(bytes, vreinterpretq_u8_u32(index))), 24);
-    });
-  }
-  template <DType T>
-  LOWBIT_INLINE static void store_from_f32(void* at, const Vector& v) {
-    store16<T>(at, v.q);
-  }
-  LOWBIT_INLINE static Vector add(const Vector& a, const Vector& b) {
-    return map_registers([&](int i) LOWBIT_INLINE { return vaddq_f32(a.q[i], b.q[i]); });
-  }
-  LOWBIT_INLINE static Vector sub(const Vector& a, const Vector& b) {
-    return map_registers([&](int i) LOWBIT_INLINE { return vsubq_f32(a.q[i], b.q[i]); });
-  }
-  LOWBIT_INLINE static Vector mul(const Vector& a, const Vector& b) {
-    return map_registers([&](int i) LOWBIT_INLINE { return vmulq_f32(a.q[i], b.q[i]); });
-  }
-  LOWBIT_INLINE static Vector div(const Vector& a, const Vector& b) {
-    return map_registers([&](int i) LOWBIT_INLINE { return vdivq_f32(a.q[i], b.q[i]); });
-  }
-  LOWBIT_INLINE static Vector max(const Vector& a, const Vector& b) {
-    return map_registers([&](int i) LOWBIT_INLINE { return vmaxq_f32(a.q[i], b.q[i]); });
-  }
-  LOWBIT_INLINE static Vector fma(const Vector& a, const Vector& b, const Vector& c) {
-    return map_registers([&](int i) LOWBIT_INLINE { return vfmaq_f32(c.q[i], a.q[i], b.q[i]); });
-  }
-  LOWBIT_INLINE static Vector zero_below(const Vector& x, const Vector& bound, const Vector& value) {
-    return map_registers([&](int i) LOWBIT_INLINE {
-      return vreinterpretq_f32_u32(vbicq_u32(vreinterpretq_u32_f32(value.q[i]), vcltq_f32(x.q[i], bound.q[i])));
-    });
-  }
-  LOWBIT_INLINE static Vector shift_left_23(const Vector& v) {
-    return map_registers([&](int i) LOWBIT_INLINE {
-      return vreinterpretq_f32_u32(vshlq_n_u32(vreinterpretq_u32_f32(v.q[i]), 23));
-    });
-  }
-  LOWBIT_INLINE static Vector same_nan(const Vector& v) {
-    return map_registers([&](int i) LOWBIT_INLINE {
-      return vbslq_f32(vceqq_f32(v.q[i], v.q[i]), v.q[i], vdupq_n_f32(float_from_bits(0x7fc00000u)));
-    });
-  }
-
-  // Lane l gets lane l ^ Half.
-  template <int Half>
-  LOWBIT_INLINE static Vector swap_lanes(const Vector& v) {
-    return map_registers([&](int i) LOWBIT_INLINE {
-      if constexpr (Half == 1) return vrev64q_f32(v.q[i]);
-      else if constexpr (Half == 2) return vextq_f32(v.q[i], v.q[i], 2);
-      else return v.q[i ^ Half / 4];
-    });
-  }
-
-  using Four = float32x4_t;
-  LOWBIT_INLINE static Four load_four(const float* at) { return vld1q_f32(at); }
-  template <int Lane>
-  LOWBIT_INLINE static Vector fma_lane(const Vector& a, Four four, const Vector& c) {
-    return map_registers([&](int i) LOWBIT_INLINE { return vfmaq_laneq_f32(c.q[i], a.q[i], four, Lane); });
-  }
-};
 
 constexpr AttentionKernel kRows[] = {{"attention_neon", kNeon, run<Vector>, write_cache<Vector>, join_spans<Vector>}};
 

@@ -78,6 +78,28 @@ struct Vector {
     return map_lanes([&](int l) { return v.lane[l] == v.lane[l] ? v.lane[l] : float_from_bits(0x7fc00000u); });
   }
 
+  struct Quads {
+    int8_t key[16 * 4];
+  };
+  struct Integers {
+    int32_t lane[16];
+  };
+  static Quads load_quads(const void* at) {
+    Quads quads;
+    std::memcpy(quads.key, at, sizeof quads.key);
+    return quads;
+  }
+  static Integers before_products(int32_t) { return {}; }
+  static Integers add_products(const Quads& quads, const int8_t* codes, Integers sums) {
+    for (int l = 0; l < 16; ++l) {
+      for (int i = 0; i < 4; ++i) sums.lane[l] += quads.key[4 * l + i] * codes[i];
+    }
+    return sums;
+  }
+  static Vector to_floats(const Integers& sums) {
+    return map_lanes([&](int l) { return static_cast<float>(sums.lane[l]); });
+  }
+
   // Lane l gets lane l ^ Half.
   template <int Half>
   static Vector swap_lanes(const Vector& v) {

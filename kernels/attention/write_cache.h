@@ -3,6 +3,7 @@
 
 #include "../ukernel.h"
 #include "attention_impl.h"
+#include "codes.h"
 
 namespace lowbit {
 namespace {
@@ -17,34 +18,6 @@ void write_values(const void* from, int64_t from_step, char* to, int64_t to_step
     return;
   }
   for (int64_t i = 0; i < width; ++i) std::memcpy(to + i * to_step * kItem, source + i * from_step * kItem, kItem);
-}
-
-// The largest magnitude of a position over 127. Maxima of magnitudes are maxima of their bits, as integers: NaN and
-// infinity are above all others, and a compiler makes vectors of such a loop. Too small: 0; not finite: NaN.
-inline float scale_of(const float* x, int64_t width) {
-  uint32_t most = 0;
-  for (int64_t i = 0; i < width; ++i) {
-    const uint32_t magnitude = bits_of_float(x[i]) & 0x7fffffffu;
-    most = magnitude > most ? magnitude : most;
-  }
-  const float scale = float_from_bits(most) / 127.0f;
-  return most >= 0x7f800000u ? float_from_bits(0x7fc00000u) : scale < 0x1p-126f ? 0.0f : scale;
-}
-
-// Codes and their scale. Adding 1.5 * 2^23 rounds x * inv to an integer in the last bits. |x * inv| is at most 127 and
-// two roundings, so no code is beyond 127.
-inline float quantize_position(const float* x, int64_t width, int8_t* codes) {
-  const float scale = scale_of(x, width);
-  if (!(scale > 0.0f)) {
-    for (int64_t i = 0; i < width; ++i) codes[i] = 0;
-    return scale;
-  }
-  const float inverse = 1.0f / scale;
-  for (int64_t i = 0; i < width; ++i) {
-    const float product = x[i] * inverse;
-    codes[i] = static_cast<int8_t>(bits_of_float(product + 12582912.0f));
-  }
-  return scale;
 }
 
 // 4-bit codes and their scale; x is rotated in place. The scale that codes were found with is replaced by the one with the
@@ -109,7 +82,9 @@ void convert_values(const void* from, DType dtype, int64_t from_step, CacheType 
     int8_t codes[kAttentionWidth];
     const float position_scale = quantize_position(values, width, codes);
     std::memcpy(scale, &position_scale, sizeof position_scale);
-    return write_values<uint8_t>(codes, 1, at, to_step, width);
+    if (to_step == 1) return write_values<uint8_t>(codes, 1, at, to_step, width);
+    for (int64_t i = 0; i < width; i += kQuad) std::memcpy(at + i * kKeyPositions, codes + i, kQuad);
+    return;
   }
   if (cache == CacheType::f32) return write_values<uint32_t>(values, 1, at, to_step, width);
   alignas(64) uint16_t halves[kAttentionWidth];
@@ -121,7 +96,8 @@ void convert_values(const void* from, DType dtype, int64_t from_step, CacheType 
 template <class V>
 void write_cache(const AttentionWriteArgs& args) {
   const CacheType keys = key_type(args.cache), values = value_type(args.cache);
-  const int64_t item = keys == CacheType::i4 ? 1 : cache_bytes(keys, 1), position = args.position;
+  const int64_t item = keys == CacheType::i4 ? 1 : keys == CacheType::i8 ? kQuad : cache_bytes(keys, 1);
+  const int64_t position = args.position;
   const int64_t panel = position / kKeyPositions * kKeyPositions, lane = position % kKeyPositions;
   char* const key = static_cast<char*>(args.keys) + cache_bytes(keys, panel * args.width) + lane * item;
   char* const value = static_cast<char*>(args.values) + cache_bytes(values, position * args.value_width);
@@ -132,7 +108,7 @@ void write_cache(const AttentionWriteArgs& args) {
     convert_values<V>(args.k, args.dtype, args.k_step, keys, key, kKeyPositions, key_scale, args.width);
     return convert_values<V>(args.v, args.dtype, args.v_step, values, value, 1, value_scale, args.value_width);
   }
-  if (item == 4) {
+  if (keys == CacheType::f32) {
     write_values<uint32_t>(args.k, args.k_step, key, kKeyPositions, args.width);
     return write_values<uint32_t>(args.v, args.v_step, value, 1, args.value_width);
   }

@@ -34,6 +34,7 @@ struct Place {
   bool upper;
 };
 Place place(CacheType cache, bool is_key, int64_t width, int64_t j, int64_t i) {
+  if (cache == kI8 && is_key) return {(j / 16 * width / 4 + i / 4) * 64 + j % 16 * 4 + i % 4, false};
   if (cache != kI4) return {cache_bytes(cache, is_key ? (j / 16 * width + i) * 16 + j % 16 : j * width + i), false};
   if (is_key) return {(j / 16 * width / 2 + i / 2) * 16 + j % 16, i % 2 != 0};
   return {j * width / 2 + i / 32 * 16 + i % 16, i % 32 >= 16};

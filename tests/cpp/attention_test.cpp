@@ -154,7 +154,8 @@ struct Problem {
     std::memset(key_panels.data(), 0xff, static_cast<size_t>(key_panels.size()));  // NaN behind the text
     for (int64_t j = 0; j < length(); ++j) {
       for (int64_t i = 0; i < width; ++i) {
-        const int64_t at = ((j / 16) * width + i) * 16 + j % 16;
+        const int64_t quad = (j / 16 * width / 4 + i / 4) * 64 + j % 16 * 4 + i % 4;
+        const int64_t at = key_cache == CacheType::i8 ? quad : ((j / 16) * width + i) * 16 + j % 16;
         const float key = keys[static_cast<size_t>(j * width + i)];
         if (key_cache != CacheType::i4) store_cached(key_panels.data(), key_cache, at, key);
         else store_code(key_panels.data(), (j / 16 * width / 2 + i / 2) * 16 + j % 16, i % 2 != 0, key);

@@ -37,8 +37,8 @@ void expect_refused(const Fault (&faults)[N]) {
 TEST(A_Refused, BrokenLibraries) {
   const Fault faults[] = {
       {"no_function", "has no function 'lowbit_kernels'"},
-      {"null_library", "has no kernels for version 6"},
-      {"other_abi", "its kernel interface is version 7; this build of lowbit has version 6"},
+      {"null_library", "has no kernels for version 7"},
+      {"other_abi", "its kernel interface is version 8; this build of lowbit has version 7"},
       {"other_size", "its structure lowbit_linear_row has 96 bytes; expected 32 to 88, a multiple of 8"},
       {"small_size", "its structure lowbit_linear_args has 232 bytes; expected 240 to 248"},
       {"odd_size", "its structure lowbit_format has 47 bytes; expected 24 to 48, a multiple of 8"},
@@ -365,8 +365,8 @@ TEST(A_Refused, TablesOfRandomFaults) {
 }
 
 // The structures that libraries are compiled with. A change here needs another kKernelAbi.
-TEST(A_Refused, TheInterfaceIsVersion6) {
-  EXPECT_EQ(kKernelAbi, 6u);
+TEST(A_Refused, TheInterfaceIsVersion7) {
+  EXPECT_EQ(kKernelAbi, 7u);
   const lowbit_sizes sizes = KernelLibrary{}.sizes;
   EXPECT_EQ(offsetof(lowbit_library, abi), 0u);
   EXPECT_EQ(offsetof(lowbit_library, sizes), 4u);

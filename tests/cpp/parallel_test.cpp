@@ -12,6 +12,7 @@
 #include <filesystem>
 #include <fstream>
 #include <mutex>
+#include <random>
 #include <string>
 #include <utility>
 #include <vector>
@@ -350,7 +351,9 @@ TEST(Parallel2d, AStalledTileHoldsUpNothing) {
 
 // A directory like the system's, with nodes whose CPUs are given.
 std::filesystem::path directory_of(const char* name, const std::vector<std::pair<int, const char*>>& nodes) {
-  const std::filesystem::path directory = std::filesystem::path(testing::TempDir()) / name;
+  // ctest runs this for several ISAs at once, each in a process.
+  static const std::string process = std::to_string(std::random_device{}());
+  const std::filesystem::path directory = std::filesystem::path(testing::TempDir()) / ("lowbit-" + process) / name;
   std::filesystem::remove_all(directory);
   for (const auto& [number, cpus] : nodes) {
     const std::filesystem::path node = directory / ("node" + std::to_string(number));

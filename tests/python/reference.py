@@ -316,7 +316,13 @@ def attention(
             before = [most, sums, out]
             most, sums, out = (torch.where(behind, new, t) for new, t in zip(nothing, before, strict=True))
         x = torch.zeros(batch, heads, s, end - begin)
-        for i in range(d):
+        if keys is torch.int8:  # sums of integers
+            for first in range(0, d, 64):
+                part = slice(first, first + 64)
+                codes, t = cached(scaled[..., part], torch.int8)
+                sum = (codes.double() @ k[:, :, begin:end, part].double().transpose(-1, -2)).float()
+                x = fma32(t[..., None], sum, x)
+        for i in range(d if keys is not torch.int8 else 0):
             x = fma32(k[:, :, None, begin:end, i], scaled[..., i : i + 1], x)
         if k_scales is not None:
             x = x * k_scales[:, :, None, begin:end]

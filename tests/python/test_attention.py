@@ -386,7 +386,7 @@ def test_int8_caches_hold_codes_and_scales():
     for cache, given in ((k_cache, k), (v_cache, v)):
         codes, scales = cache.view(2, 2, -1).split((64 * 32, 64 * 4), -1)
         if cache is k_cache:
-            codes = codes.view(2, 2, 4, 32, 16).transpose(3, 4)  # panels of 16 positions
+            codes = codes.view(2, 2, 4, 8, 16, 4).transpose(3, 4)  # panels of 16 positions, four inputs of one together
         codes, scales = codes.reshape(2, 2, 64, 32), scales.contiguous().view(torch.float32)
         expected, expected_scales = reference.cached(given, torch.int8)
         assert torch.equal(codes[:, :, :37].float(), expected) and (codes[:, :, 37:] == -1).all()

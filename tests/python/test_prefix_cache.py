@@ -224,7 +224,7 @@ def test_what_a_killed_process_left_is_removed(decoder, tmp_path):
         from lowbit.files.replace import PartialDirectory
 
         partial = PartialDirectory(tmp_path / "blocks")
-        (partial.path / "half").write_bytes(b"LOWBITKV")
+        (partial.path / "half").write_bytes(b"LOWBITK2")
         os.kill(os.getpid(), 9)
     os.waitpid(child, 0)
     assert len(files(tmp_path)) == 1

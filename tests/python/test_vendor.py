@@ -143,8 +143,8 @@ def test_the_example_in_c_runs_a_model(fork_python, acme_in_c):
 # What was found and what was expected, in a part of the message. The libraries: tests/vendor/faults.cpp.
 FAULTS = {
     "no_function": "is no kernel library: it has no function 'lowbit_kernels'",
-    "null_library": "has no kernels for version 6 of lowbit's kernel interface",
-    "other_abi": "its kernel interface is version 7; this build of lowbit has version 6",
+    "null_library": "has no kernels for version 7 of lowbit's kernel interface",
+    "other_abi": "its kernel interface is version 8; this build of lowbit has version 7",
     "other_size": "its structure lowbit_linear_row has 96 bytes; expected 32 to 88, a multiple of 8: build it with the headers",
     "small_size": "its structure lowbit_linear_args has 232 bytes; expected 240 to 248",
     "odd_size": "its structure lowbit_format has 47 bytes; expected 24 to 48, a multiple of 8",

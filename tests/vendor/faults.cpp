@@ -92,7 +92,7 @@ struct Rows {
     library.quantize = {quantize, 1};
     library.formats = {formats, 2};
 #if defined(FAULT_other_abi)
-    library.abi = 7;
+    library.abi = 8;
 #elif defined(FAULT_other_size)
     library.sizes.linear_row += 8;
 #elif defined(FAULT_small_size)

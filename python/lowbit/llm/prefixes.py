@@ -26,7 +26,7 @@ BLOCK = 64  # tokens in a file; of a text only whole blocks are kept
 MOST_BYTES = 8_000_000_000
 _SUFFIX = ".lowbit-prefix"
 _HEADER = struct.Struct("<8s32sI20x")  # magic, which block it is, checksum of the keys and values behind the header
-_MAGIC = b"LOWBITKV"
+_MAGIC = b"LOWBITK2"  # another with another layout of caches
 _WAIT_SECONDS = 60.0  # for another process that writes
 
 Layers = Sequence[tuple[Tensor, ...]]

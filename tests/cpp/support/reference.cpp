@@ -271,6 +271,29 @@ QuantizedPosition contract_quantize_rotated(const std::vector<float>& given) {
   return result;
 }
 
+namespace {
+
+// Queries for int8 keys: codes, and the scale of each 64.
+struct CodedQueries {
+  std::vector<float> scales, codes;
+};
+
+CodedQueries coded_queries(const std::vector<float>& scaled) {
+  CodedQueries result;
+  for (size_t first = 0; first < scaled.size(); first += 64) {
+    const size_t end = std::min(first + 64, scaled.size());
+    const QuantizedPosition part = contract_quantize_position(
+        {scaled.begin() + static_cast<std::ptrdiff_t>(first), scaled.begin() + static_cast<std::ptrdiff_t>(end)});
+    result.scales.push_back(part.scale);
+    result.codes.insert(result.codes.end(), part.codes.begin(), part.codes.end());
+  }
+  return result;
+}
+
+bool has_int8_keys(const Sight& sight) { return sight.key_scales != nullptr && !sight.rotated_keys; }
+
+}  // namespace
+
 std::vector<float> contract_attention(const std::vector<float>& q, float factor, const std::vector<float>& keys,
                                       const std::vector<float>& values, int64_t value_width, const Sight& sight) {
   const int64_t width = static_cast<int64_t>(q.size());
@@ -281,6 +304,7 @@ std::vector<float> contract_attention(const std::vector<float>& q, float factor,
   std::vector<float> scaled = q;
   for (float& value : scaled) value *= factor;
   if (sight.rotated_keys) scaled = rotated(scaled);
+  const CodedQueries coded = has_int8_keys(sight) ? coded_queries(scaled) : CodedQueries();
   if (sight.sink != nullptr) {
     sums[0] = 1.0f;
     most = std::fmax(most, *sight.sink);
@@ -301,7 +325,14 @@ std::vector<float> contract_attention(const std::vector<float>& q, float factor,
     const float before = most;
     for (int64_t j = begin; j < end; ++j) {
       float score = 0.0f;
-      for (int64_t i = 0; i < width; ++i) {
+      for (size_t s = 0; s < coded.scales.size(); ++s) {
+        float sum = 0.0f;  // of integers below 2^24
+        for (size_t i = 64 * s; i < std::min(64 * s + 64, q.size()); ++i) {
+          sum += keys[static_cast<size_t>(j * width) + i] * coded.codes[i];
+        }
+        score = std::fma(coded.scales[s], sum, score);
+      }
+      for (int64_t i = 0; i < width && coded.scales.empty(); ++i) {
         score = std::fma(keys[static_cast<size_t>(j * width + i)], scaled[static_cast<size_t>(i)], score);
       }
       if (sight.key_scales != nullptr) score *= sight.key_scales[j];
@@ -359,6 +390,12 @@ std::vector<Bounded> exact_attention(const std::vector<float>& q, float factor, 
   const int64_t width = static_cast<int64_t>(q.size());
   std::vector<double> scaled(q.begin(), q.end());
   for (double& value : scaled) value *= factor;
+  if (has_int8_keys(sight)) {  // the codes are not an error: what they stand for is the query
+    std::vector<float> rounded = q;
+    for (float& value : rounded) value *= factor;
+    const CodedQueries coded = coded_queries(rounded);
+    for (size_t i = 0; i < scaled.size(); ++i) scaled[i] = double{coded.codes[i]} * coded.scales[i / 64];
+  }
   double query_error = 0.0;
   if (sight.rotated_keys) {
     for (const double value : scaled) query_error += std::fabs(value);
