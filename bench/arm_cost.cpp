@@ -10,6 +10,7 @@
 //   linear_*     task "symmetric|affine|levels g<group size> m<rows>"   unit: 128 weights, for one row of activations
 //   quantize_*   task "f32|bf16|f16 g<group size>"               unit: one activation
 //   embedding_*  task "symmetric|affine|levels f32|bf16|f16"     unit: one value
+//   attention_*  task "f32|bf16|f16|int8|int4|int8,int4 token|prompt"   unit: 128 products
 
 #include <cstdio>
 #include <cstdlib>
@@ -136,6 +137,40 @@ void count_embedding(const EmbeddingKernel& kernel, Mapping mapping, DType dtype
   count(kernel.name, std::string(name_of(mapping)) + " " + name_of(dtype), kInputs, [&] { kernel.run(args); });
 }
 
+// Four heads of queries over one of keys, all 64 wide: the last four of 256 positions, or the last alone.
+void count_attention(const AttentionKernel& kernel, CacheType cache, const char* name, bool prompt) {
+  constexpr int64_t kWidth = 64, kPositions = 256, kHeads = 4;
+  const auto values_of = [](int64_t count, CacheType type) {
+    std::vector<float> values(static_cast<size_t>(count));
+    if (has_scales(type)) return values;  // any byte is codes
+    const DType dtype = type == CacheType::f32 ? DType::f32 : type == CacheType::bf16 ? DType::bf16 : DType::f16;
+    for (int64_t i = 0; i < count; ++i) {
+      store_from_f32(values.data(), dtype, i, static_cast<float>(i * 37 % 201 - 100) / 64.0f);
+    }
+    return values;
+  };
+  const std::vector<float> q = values_of(kWidth, CacheType::f32), scales = values_of(kPositions, CacheType::f32);
+  const std::vector<float> keys = values_of(kPositions * kWidth, key_type(cache));
+  const std::vector<float> values = values_of(kPositions * kWidth, value_type(cache));
+  std::vector<float> out(static_cast<size_t>(kAttentionRows * kWidth)), memory;
+  memory.resize(static_cast<size_t>(attention_scratch(kWidth, kWidth)) + 16);
+  float* const scratch = memory.data() + (64 - reinterpret_cast<uintptr_t>(memory.data()) % 64) % 64 / 4;
+  const void* queries[kAttentionRows];
+  void* outputs[kAttentionRows];
+  int64_t begins[kAttentionRows] = {}, ends[kAttentionRows], products = 0;
+  const int64_t rows = prompt ? kAttentionRows : kHeads;
+  for (int64_t row = 0; row < rows; ++row) {
+    queries[row] = q.data();
+    outputs[row] = out.data() + row * kWidth;
+    ends[row] = kPositions - (rows - 1 - row) / kHeads;
+    products += 2 * ends[row] * kWidth;
+  }
+  const float* const of_codes = has_scales(cache) ? scales.data() : nullptr;
+  const AttentionArgs args{rows, queries, outputs, begins, ends, nullptr, keys.data(), values.data(), of_codes, of_codes,
+                           DType::f32, cache, kWidth, kWidth, 0.2f, 0.0f, scratch};
+  count(kernel.name, std::string(name) + (prompt ? " prompt" : " token"), products / 128, [&] { kernel.run(args); });
+}
+
 std::vector<std::string> parts;
 
 bool wanted(const std::string& name, IsaBits isa) {
@@ -173,6 +208,16 @@ void count_all() {
     for (const Mapping mapping : kMappings) {
       if ((kernel.mappings & bit_of(mapping)) == 0) continue;
       for (const DType dtype : kDTypes) count_embedding(kernel, mapping, dtype);
+    }
+  }
+  constexpr std::pair<CacheType, const char*> kCaches[] = {{CacheType::f32, "f32"}, {CacheType::bf16, "bf16"},
+                                                           {CacheType::f16, "f16"}, {CacheType::i8, "int8"},
+                                                           {CacheType::i4, "int4"}, {CacheType::i8_i4, "int8,int4"}};
+  for (size_t i = 0; i < attention_kernel_count(); ++i) {
+    const AttentionKernel& kernel = attention_kernel(i);
+    if (!wanted(kernel.name, kernel.isa)) continue;
+    for (const auto& [cache, name] : kCaches) {
+      for (const bool prompt : {false, true}) count_attention(kernel, cache, name, prompt);
     }
   }
 }

@@ -107,11 +107,11 @@ def per_unit(traced: dict) -> dict:
     }
 
 
-def trace_all(counter: Counter) -> dict:
+def trace_all(counter: Counter, parts: list[str]) -> dict:
     found: dict = {}
     for cpu in CPUS:
         known = sorted({name.rsplit("_", 1)[1] for name in found})
-        found |= counter.trace(cpu, [f"^{isa}" for isa in known], blocks=True)
+        found |= counter.trace(cpu, [*parts, *(f"^{isa}" for isa in known)], blocks=True)
     return found
 
 
@@ -156,6 +156,10 @@ def embedding_rows(numbers: dict) -> dict:
 
 def quantize_rows(numbers: dict) -> dict:
     return {name: tasks for name, tasks in numbers.items() if name.startswith("quantize_")}
+
+
+def attention_rows(numbers: dict) -> dict:
+    return {name: tasks for name, tasks in numbers.items() if name.startswith("attention_")}
 
 
 def small_m(counts: dict) -> list[str]:
@@ -209,6 +213,9 @@ def document(data: dict) -> str:
     lines += table(["", *dict.fromkeys(task for tasks in quantize.values() for task in tasks)], quantize)
     lines += ["## Embedding", "", "Instructions per value of a row of 1024, groups of 32. Columns: bits.", ""]
     lines += table(["", *WIDTHS], embedding_rows(counts))
+    lines += ["## Attention", "", *ATTENTION, "Instructions per 128 products of a query with a key or of a weight with a value.", ""]
+    attention = attention_rows(counts)
+    lines += table(["", *dict.fromkeys(task for tasks in attention.values() for task in tasks)], attention)
     lines += document_bytes(data["bytes per weight"]) + document_cycles(data["cycles"])
     lines += IN_ORDER
     core_names = {core: name for core, (name, _) in CORES.items()}
@@ -268,12 +275,23 @@ def document_cycles(cycles: dict) -> list[str]:
     lines += table(
         ["", *tasks], {f"{kernel}, {core}": cells for kernel, cores in quantize.items() for core, cells in cores.items()}
     )
+    lines += ["### Attention", "", "Cycles per 128 products.", ""]
+    attention = over_cores(lambda numbers: {"": attention_rows(numbers)})[""]
+    tasks = list(dict.fromkeys(task for cores in attention.values() for cells in cores.values() for task in cells))
+    lines += table(
+        ["", *tasks], {f"{kernel}, {core}": cells for kernel, cores in attention.items() for core, cells in cores.items()}
+    )
     lines += ["### Embedding", "", "Cycles per value, symmetric. Columns: bits.", ""]
     embedding = over_cores(lambda numbers: {"": embedding_rows(numbers)}, lambda task: ", symmetric " in task)[""]
     return lines + table(
         ["", *WIDTHS], {f"{task}, {core}": cells for task, cores in embedding.items() for core, cells in cores.items()}
     )
 
+
+ATTENTION = [
+    "Four heads of queries over one of keys, 64 wide: the last of 256 positions (token), or the last four (prompt). Columns: the",
+    "type of the KV cache, int8,int4 with int8 keys and 4-bit values.",
+]
 
 # What was tried; nothing here computes it.
 IN_ORDER = [
@@ -344,7 +362,7 @@ def main() -> int:
     parser.add_argument("--program", type=pathlib.Path, help="a counting program that is built already")
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--sme2", action="store_true")
-    parser.add_argument("parts", nargs="*", metavar="PART")
+    parser.add_argument("parts", nargs="*", metavar="PART", help="only rows whose names contain it; others keep their numbers")
     args = parser.parse_args()
     compiler, emulator = version("aarch64-linux-gnu-g++"), version("qemu-aarch64")
     if args.check:
@@ -354,8 +372,6 @@ def main() -> int:
         if json.loads(DATA.read_text(encoding="utf-8"))["compiler"] != compiler:
             print(f"skipped: {DATA.name} was counted with another compiler than {compiler}")
             return SKIPPED
-    elif args.parts:
-        parser.error("the document is about all rows: PART is for --check")
     if args.sme2:
         data = json.loads(DATA.read_text(encoding="utf-8"))
         data["SME2"] = arm_sme2.count(args.program or build(args.build, "arm_cost_static"))
@@ -365,8 +381,14 @@ def main() -> int:
         counter = Counter(program, scratch)
         if args.check:
             return check(counter, args.parts)
-        traced = trace_all(counter)
+        traced = trace_all(counter, args.parts)
         cycles = arm_cycles.model(traced)
+        if args.parts:  # all other rows stay
+            data = json.loads(DATA.read_text(encoding="utf-8"))
+            data["counts"] |= per_unit(traced)
+            for core in CORES:
+                data["cycles"][core] |= cycles[core]
+            return write(data)
         data = {
             "compiler": compiler,
             "emulator": emulator,
