@@ -1,10 +1,10 @@
-"""What a token's attention takes over caches of each type: one layer, the same call in turns.
+"""What attention takes over caches of each type: one layer, the same call in turns.
 
-    python bench/caches.py [--lengths 512 2048 8192 32768] [--heads 32] [--kv-heads 8] [--width 64] [--rounds 21]
+    python bench/caches.py [--prompt] [--lengths 512 2048 8192 32768] [--heads 32] [--kv-heads 8] [--width 64] [--rounds 21]
 
-It prints, for each number of positions, bytes of the caches and the CPU time of a call over that with float32 caches: medians
-of the ratios of turns. Activations are float32. Each turn reads other layers' caches, up to 256 MB of them, so that they come
-from memory as they do in a model.
+It prints, for each number of positions, bytes of the caches and the CPU time of a token after them, or of a prompt of so many
+tokens, over that with float32 caches: medians of the ratios of turns. Activations are float32. Each turn of a token reads other
+layers' caches, up to 256 MB of them, so that they come from memory as they do in a model.
 """
 
 import argparse
@@ -25,6 +25,7 @@ def full(kv_heads: int, length: int, width: int, dtype: torch.dtype) -> torch.Te
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--prompt", action="store_true", help="all positions are new")
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 2048, 8192, 32768])
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--kv-heads", type=int, default=8)
@@ -33,11 +34,11 @@ def main() -> None:
     options = parser.parse_args()
     width = options.width
     print(f"{torch.get_num_threads()} threads, {options.heads} heads over {options.kv_heads}, width {width}; ratios to float32")
-    q = torch.randn(1, options.heads, 1, width)
-    new = torch.randn(1, options.kv_heads, 1, width)
     for length in options.lengths:
-        layers = max(1, min(16, 256_000_000 // (2 * 4 * options.kv_heads * length * width)))
-        caches, start = {}, torch.tensor([length - 1])
+        count = length if options.prompt else 1
+        q, new = torch.randn(1, options.heads, count, width), torch.randn(1, options.kv_heads, count, width)
+        layers = 1 if options.prompt else max(1, min(16, 256_000_000 // (2 * 4 * options.kv_heads * length * width)))
+        caches, start = {}, torch.tensor([length - count])
         for name in CACHES:
             caches[name] = [[full(options.kv_heads, length, width, dtype) for dtype in dtypes_of(name)] for _ in range(layers)]
         times = {name: [] for name in CACHES}

@@ -1,6 +1,6 @@
 """What rotated inputs gain: Gemma 3 270M at few bits, calibrated, with the inputs of no, some or all layers rotated.
 
-    python bench/rotated_weights.py [--bits 2 3 4] [--tokens 2048] [--directory build/reality]
+    python bench/rotated_weights.py [--bits 2 3] [--tokens 2048] [--directory build/reality]
 
 KL divergence to the float model, nats, of the text of `make bench-reality`.
 """
@@ -27,7 +27,7 @@ _CONFIGS: dict[str, dict[str, Any]] = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--bits", type=int, nargs="+", default=[2, 3, 4])
+    parser.add_argument("--bits", type=int, nargs="+", default=[2, 3])
     parser.add_argument("--tokens", type=int, default=2048, help="of the calibration")
     parser.add_argument("--directory", type=Path, default=Path("build/reality"))
     options = parser.parse_args()
