@@ -20,6 +20,7 @@
 
 #include "../kernels/pack.h"
 #include "../kernels/registry.h"
+#include "attention_calls.h"
 
 namespace lowbit::bench {
 namespace {
@@ -210,16 +211,7 @@ void count_all() {
       for (const DType dtype : kDTypes) count_embedding(kernel, mapping, dtype);
     }
   }
-  constexpr std::pair<CacheType, const char*> kCaches[] = {{CacheType::f32, "f32"}, {CacheType::bf16, "bf16"},
-                                                           {CacheType::f16, "f16"}, {CacheType::i8, "int8"},
-                                                           {CacheType::i4, "int4"}, {CacheType::i8_i4, "int8,int4"}};
-  for (size_t i = 0; i < attention_kernel_count(); ++i) {
-    const AttentionKernel& kernel = attention_kernel(i);
-    if (!wanted(kernel.name, kernel.isa)) continue;
-    for (const auto& [cache, name] : kCaches) {
-      for (const bool prompt : {false, true}) count_attention(kernel, cache, name, prompt);
-    }
-  }
+  for_attention(wanted, count_attention);
 }
 
 void print_bytes(int64_t n, int64_t k) {

@@ -213,7 +213,13 @@ def document(data: dict) -> str:
     lines += table(["", *dict.fromkeys(task for tasks in quantize.values() for task in tasks)], quantize)
     lines += ["## Embedding", "", "Instructions per value of a row of 1024, groups of 32. Columns: bits.", ""]
     lines += table(["", *WIDTHS], embedding_rows(counts))
-    lines += ["## Attention", "", *ATTENTION, "Instructions per 128 products of a query with a key or of a weight with a value.", ""]
+    lines += [
+        "## Attention",
+        "",
+        *ATTENTION,
+        "Instructions per 128 products of a query with a key or of a weight with a value.",
+        "",
+    ]
     attention = attention_rows(counts)
     lines += table(["", *dict.fromkeys(task for tasks in attention.values() for task in tasks)], attention)
     lines += document_bytes(data["bytes per weight"]) + document_cycles(data["cycles"])
@@ -289,8 +295,8 @@ def document_cycles(cycles: dict) -> list[str]:
 
 
 ATTENTION = [
-    "Four heads of queries over one of keys, 64 wide: the last of 256 positions (token), or the last four (prompt). Columns: the",
-    "type of the KV cache, int8,int4 with int8 keys and 4-bit values.",
+    "Four heads of queries over one of keys, 64 wide: the last of 256 positions (token), or the last four (prompt).",
+    "Columns: the type of the KV cache, int8,int4 with int8 keys and 4-bit values.",
 ]
 
 # What was tried; nothing here computes it.

@@ -24,6 +24,7 @@
 
 #include "../kernels/pack.h"
 #include "../kernels/registry.h"
+#include "attention_calls.h"
 
 extern "C" const char __executable_start, etext;
 
@@ -189,18 +190,9 @@ void count_all() {
       for (const int64_t group_size : {32, 128}) count_quantize(kernel, dtype, group_size);
     }
   }
-  constexpr std::pair<CacheType, const char*> kCaches[] = {{CacheType::f32, "f32"}, {CacheType::bf16, "bf16"},
-                                                           {CacheType::f16, "f16"}, {CacheType::i8, "int8"},
-                                                           {CacheType::i4, "int4"}, {CacheType::i8_i4, "int8,int4"}};
-  for (size_t i = 0; i < attention_kernel_count(); ++i) {
-    const AttentionKernel& kernel = attention_kernel(i);
-    if (!wanted(kernel.name, kernel.isa)) continue;
-    for (const auto& [cache, name] : kCaches) {
-      for (const bool prompt : {true, false}) {
-        if (!check || cache == CacheType::f32 || cache == CacheType::bf16) count_attention(kernel, cache, name, prompt);
-      }
-    }
-  }
+  for_attention(wanted, [](const AttentionKernel& kernel, CacheType cache, const char* name, bool prompt) {
+    if (!check || cache == CacheType::f32 || cache == CacheType::bf16) count_attention(kernel, cache, name, prompt);
+  });
 }
 
 }  // namespace
