@@ -50,11 +50,12 @@ LOWBIT_INLINE inline V tanh2_of(V x) {
 // Folds the lanes in the order of the contract.
 template <class V, class Op>
 LOWBIT_INLINE inline float fold(V v, Op op) {
+  v = op(v, V::template swap_lanes<8>(v));
+  v = op(v, V::template swap_lanes<4>(v));
+  v = op(v, V::template swap_lanes<2>(v));
+  v = op(v, V::template swap_lanes<1>(v));
   alignas(64) float lanes[kLanes];
   V::store(lanes, v);
-  for (int half = kLanes / 2; half > 0; half /= 2) {
-    for (int l = 0; l < half; ++l) lanes[l] = op(lanes[l], lanes[l + half]);
-  }
   return lanes[0];
 }
 
@@ -262,7 +263,7 @@ LOWBIT_INLINE inline void softmax(float* scores, Seen seen, const char* key_scal
   for (int64_t l = seen.end; l % kLanes != 0; ++l) scores[l] = float_from_bits(0xff800000u);
   V lanes_most = V::broadcast(*most);
   for (int64_t j = first; j < seen.end; j += kLanes) lanes_most = V::max(V::load(scores + j), lanes_most);
-  const float now = fold(lanes_most, [](float a, float b) { return a > b ? a : b; });
+  const float now = fold(lanes_most, V::max);
   const V most_now = V::broadcast(now), shrink = exp2_of(V::sub(V::broadcast(*most), most_now));
   *most = now;
   V sum = V::mul(V::load(sums), shrink);
@@ -364,7 +365,7 @@ void join(const Partial& before, const Partial& now, int64_t row) {
 template <class V>
 void finish(const Partial& partial, int64_t row, void* to, DType dtype, CacheType cache) {
   if (value_type(cache) == CacheType::i4) rotate<V>(partial.out_of(row), partial.value_width);
-  const float sum = fold(V::load(partial.sums_of(row)), [](float a, float b) { return a + b; });
+  const float sum = fold(V::load(partial.sums_of(row)), V::add);
   const V inverse = V::broadcast(1.0f / sum);
   char* const out = static_cast<char*>(to);
   for (int64_t i = 0; i < partial.value_width; i += kLanes) {

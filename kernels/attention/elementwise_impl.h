@@ -111,7 +111,6 @@ void rms_norm_rows(const RmsNormArgs& args) {
   const int64_t width = args.width;
   const char* const weight = static_cast<const char*>(args.weight);
   const V offset = V::broadcast(args.weight_offset);
-  const auto add = [](float a, float b) { return a + b; };
   for (int64_t row = 0; row < args.rows; ++row) {
     const char* const x = element(args.x, T, row * args.x_step);
     char* const out = const_cast<char*>(element(args.out, T, row * args.out_step));
@@ -120,7 +119,7 @@ void rms_norm_rows(const RmsNormArgs& args) {
       const V v = load_piece<V, T>(x + i * kBytes, width - i);
       squares = V::fma(v, v, squares);
     }
-    const float mean = fold(squares, add) * (1.0f / static_cast<float>(width));
+    const float mean = fold(squares, V::add) * (1.0f / static_cast<float>(width));
     const V factor = V::broadcast(1.0f / std::sqrt(mean + args.epsilon));
     for (int64_t i = 0; i < width; i += kLanes) {
       const int64_t at = i * kBytes, count = width - i;

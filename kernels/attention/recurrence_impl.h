@@ -44,7 +44,7 @@ void load_row(const void* from, DType dtype, int64_t width, float norm_epsilon, 
   }
   float norm = 1.0f;
   if (norm_epsilon != 0.0f) {
-    norm = 1.0f / std::sqrt(fold(squares, [](float a, float b) { return a + b; }) + norm_epsilon);
+    norm = 1.0f / std::sqrt(fold(squares, V::add) + norm_epsilon);
   }
   for (int64_t i = 0; i < width; i += kLanes) {
     V::store(to + i, V::mul(V::mul(V::load(to + i), V::broadcast(norm)), V::broadcast(scale)));

@@ -48,7 +48,7 @@ float quantize_rotated(float* x, int64_t width, uint8_t* codes) {
   }
   V products = V::broadcast(0.0f);
   for (int64_t i = 0; i < width; i += kLanes) products = V::fma(V::load(x + i), V::load(levels + i), products);
-  return scale * (fold(products, [](float a, float b) { return a + b; }) / static_cast<float>(squares));
+  return scale * (fold(products, V::add) / static_cast<float>(squares));
 }
 
 // Two codes in a byte: `apart` codes lie between them.
