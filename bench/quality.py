@@ -104,7 +104,8 @@ def tiny_llama(size: int, tokens: int | None) -> tuple[torch.nn.Module, Callable
     def quality(changed: torch.nn.Module) -> float:
         return perplexity(changed, ids, window=WINDOW).perplexity / whole
 
-    return model, quality, {"model.embed_tokens": EmbeddingConfig}, calibration_texts(size), tokenizer
+    table = {"model.embed_tokens": EmbeddingConfig, "lm_head": LinearConfig}
+    return model, quality, table, calibration_texts(size), tokenizer
 
 
 def minilm(size: int, tokens: int | None) -> tuple[torch.nn.Module, Callable, dict, list[str], object]:
@@ -138,7 +139,7 @@ def main() -> None:
         default=[],
         help="also widths by layer, with these means of bits per weight; importance, auto, tuned and distilled",
     )
-    parser.add_argument("--rotate", action="store_true", help="rotates the inputs of all layers")
+    parser.add_argument("--rotate", choices=["layers", "all"], help="rotates the inputs of layers, or of tables and heads, too")
     parser.add_argument("--characters", type=int, default=50_000, help="of calibration text; default: %(default)s")
     parser.add_argument("--tokens", type=int, help="of heldout.txt to measure on; default: all")
     parser.add_argument("--write-text", type=Path, metavar="FILE", help="writes the calibration text, and ends")
@@ -156,9 +157,10 @@ def main() -> None:
         for bits in options.bits:
             for group in options.group_sizes:
                 for mapping in options.mappings:
-                    config = {"*": LinearConfig(bits, group, mapping, rotate=options.rotate)}
+                    config = {"*": LinearConfig(bits, group, mapping, rotate=options.rotate is not None)}
+                    of_tables = options.rotate == "all"
                     more = (bits + options.table_bits, group, mapping)
-                    config |= {pattern: kind and kind(*more, rotate=options.rotate) for pattern, kind in patterns.items()}
+                    config |= {pattern: kind and kind(*more, rotate=of_tables) for pattern, kind in patterns.items()}
                     for method in options.methods:
                         model = copy.deepcopy(floats)
                         begin = time.process_time()
@@ -171,8 +173,10 @@ def main() -> None:
                         )
         whole = [method for method in options.methods if CALIBRATED.get(method) == (method, {})]
         for target in options.target_bits:
-            floating = {pattern: None for pattern, kind in patterns.items() if kind is None}
-            kept = lowbit.LowBitConfig(overrides=floating, rotate=options.rotate)
+            overrides = [(pattern, None) for pattern, kind in patterns.items() if kind is None]
+            if options.rotate == "layers":
+                overrides += [(pattern, {"rotate": False}) for pattern, kind in patterns.items() if kind is not None]
+            kept = lowbit.LowBitConfig(overrides=overrides, rotate=options.rotate is not None)
             begin = time.process_time()
             widths = lowbit.calibration.assign_widths(
                 inner(floats), texts, kept, target, tokenizer=tokenizer, window=WINDOW, max_tokens=1 << 20
