@@ -219,7 +219,8 @@ typedef struct lowbit_attention_args {
   const int64_t* ends;     // the position behind the last that it sees: more than its begin, not less than the row before
   const float* sinks;      // for each row a score times log2(e) that has no value; null: none
   const void* keys;        // panels: position p, input i at element (p / 16 * width + i) * 16 + p % 16; whole panels
-                           // int8 has four inputs of a position together: (p / 16 * width / 4 + i / 4) * 64 + p % 16 * 4 + i % 4
+                           // int8 has four inputs of a position together: byte (p / 16 * width / 4 + i / 4) * 64 +
+                           // p % 16 * 4 + i % 4
   const void* values;      // position p, input i at element p * value_width + i
                            // 4 bits: two inputs of a position in a byte, so that no byte has two positions. Keys: byte
                            // (p / 16 * width / 2 + i / 2) * 16 + p % 16, the upper half for odd i. Values: byte

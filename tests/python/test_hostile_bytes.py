@@ -91,7 +91,7 @@ def test_the_seal_is_the_librarys():
 @pytest.mark.parametrize(
     "name, value, message",
     [
-        ("version", 0, "format version 0; this library reads versions 1 and 2"),
+        ("version", 0, "format version 0; this library reads versions 1 to 3"),
         ("version", 65535, "format version 65535"),
         ("format", 1, "has format 1, mapping 0, bias flag 1; expected each to be 0 or 1"),
         ("bits", 0, "bits is 0; expected 1 to 8"),
