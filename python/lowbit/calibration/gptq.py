@@ -54,14 +54,21 @@ class Moments:
             rows, rest = slice(begin, begin + _ROWS_OF_SUMS), slice(begin, None)
             self.square[rows, rest].addmm_(x[:, rows].T, x[:, rest])
 
-    def rotated(self, block: int) -> Moments:
-        """The moments of inputs that are rotated in blocks; those with a matrix only."""
+    def rotate(self, block: int) -> None:
+        """Makes moments [k, k] those of inputs that are rotated in blocks, in place; 0: they are not."""
         if block == 0:
-            return self
-        square = rotate(rotate(self.square.triu() + self.square.triu(1).T, block).T, block)
-        drift = None if self.drift is None else rotate(rotate(self.drift, block).T, block).T
-        held = [(rotate(x, block), rotate(y, block)) for x, y in self.held]
-        return Moments(square, drift, self.tokens, held)
+            return
+        for first in range(0, len(self.square), _ROWS_OF_SUMS):  # the lower triangle, which was not kept
+            rows = slice(first, first + _ROWS_OF_SUMS)
+            self.square[rows, :first] = self.square[:first, rows].T
+            square = self.square[rows, rows]
+            square.copy_(square.triu() + square.triu(1).T)
+        for sums in (self.square,) if self.drift is None else (self.square, self.drift):
+            for view in (sums, sums.T):
+                for first in range(0, len(sums), _ROWS_OF_SUMS):
+                    rows = slice(first, first + _ROWS_OF_SUMS)
+                    view[rows] = rotate(view[rows], block)
+        self.held = [(rotate(x, block), rotate(y, block)) for x, y in self.held]
 
     def importance(self) -> Tensor:
         """Mean square of each input, float32 [k], plus a little for unused inputs."""

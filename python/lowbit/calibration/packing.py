@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -185,7 +186,10 @@ class Packer:
         blocks = {name: configs[name].rotated_inputs(weight.shape[1]) for name, weight in weights.items()}
         for block in sorted(set(blocks.values())):
             some = {name: weight for name, weight in weights.items() if blocks[name] == block}
-            known = moments if moments is None or moments.square.dim() == 1 else moments.rotated(block)
+            known = moments
+            if moments is not None and moments.square.dim() == 2:
+                known = moments if block == max(blocks.values()) else copy.deepcopy(moments)
+                known.rotate(block)
             method, chosen = choose(some, configs, known, self.method, self.options, first_not_finite)
             quantizers |= chosen
         return method, quantizers
@@ -215,7 +219,9 @@ class Packer:
                 packed = self.kept.packed[name][1]
             elif name in moments:
                 weight = config.as_rounded(self.model.get_submodule(name).weight.detach())
-                solver = Solver(moments.pop(name).rotated(config.rotated_inputs(weight.shape[1])), DAMPING)
+                of_table = moments.pop(name)
+                of_table.rotate(config.rotated_inputs(weight.shape[1]))
+                solver = Solver(of_table, DAMPING)
                 config = with_table(config, weight, solver.importance)
                 packed = packed_in_bands(
                     weight, config, partial(solver.quantize, config=config, correction=0.0, sweeps=0), None
