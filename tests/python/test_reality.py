@@ -139,9 +139,11 @@ def test_weights(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["reality.py", *options.split(), *map(str, places)])
     assert reality.main() == 0
     rows = json.loads((tmp_path / "reality.json").read_text(encoding="utf-8"))["models"]["tiny_llama"]["weights"]
-    other, one_width, mixed = rows
-    assert one_width["bits"] > mixed["bits"] <= 3.5 and other["bits"] == 4.0
-    assert one_width["kld"] > other["kld"] and mixed["kld"] > other["kld"]
+    other, *own = rows
+    assert other["bits"] == 4.0 and ["inputs rotated" in row["name"] for row in own] == [False, False, True, True]
+    for one_width, mixed in (own[:2], own[2:]):
+        assert one_width["bits"] > mixed["bits"] <= 3.5
+        assert one_width["kld"] > other["kld"] and mixed["kld"] > other["kld"]
     assert all(inputs % 256 == 0 and inputs == count for (_, inputs), count in asked)
     assert f"| {other['name']} | " in (tmp_path / "reality.md").read_text(encoding="utf-8")
 
