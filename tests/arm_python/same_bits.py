@@ -77,9 +77,9 @@ def compute(inputs: dict) -> dict:
         model,
         {
             "*": lowbit.LinearConfig(3, 32, "affine"),
-            "1": lowbit.LinearConfig(5, None),
-            "0": lowbit.EmbeddingConfig(4, 16),
-            "4": lowbit.LinearConfig(4, 16),
+            "1": lowbit.LinearConfig(5, None, rotate=True),
+            "0": lowbit.EmbeddingConfig(4, 16, rotate=True),
+            "4": lowbit.LinearConfig(4, 16, rotate=True),
         },
     )
     for name, tensor in model.state_dict().items():
