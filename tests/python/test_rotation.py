@@ -192,6 +192,15 @@ def test_layers_of_one_input_may_differ():
     assert losses[1] < 1.3 * losses[0]  # weights and moments of both kinds are those of their own inputs
 
 
+def test_mixed_widths_of_layers_that_rotate_or_not():
+    model = llama(tied=False)
+    config = LowBitConfig(rotate=True, overrides={"*k_proj": {"rotate": False}})
+    calibrate(model, tokens(20), config, "importance", target_bits=5.5)
+    infos = {name: layer.info for name, layer in packed_layers(model)}
+    assert all((info.rotated_inputs > 0) != name.endswith("k_proj") for name, info in infos.items())
+    assert len({(info.bits, info.group_size) for name, info in infos.items() if name.endswith("k_proj")} | {(4, 32)}) > 1
+
+
 # ---- commands
 
 

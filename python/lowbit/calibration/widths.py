@@ -366,6 +366,8 @@ def config_of(base: LowBitConfig, items: list[Item], chosen: list[Option]) -> Lo
         if config.mapping != base.mapping:
             # Levels are fitted later, to the whole matrix.
             change |= {"mapping": config.mapping, "levels": FIT if config.mapping == "levels" else None}
+        # An earlier override of a layer does not count beside this one.
+        change |= {name: getattr(config, name) for name in ("rotate", "scale") if getattr(config, name) != getattr(base, name)}
         overrides += [(escape(name), change) for name in item.layers if len(item.options) > 1]
     return LowBitConfig(
         base.bits, base.group_size, base.mapping, base.scale, base.embedding_bits, overrides, base.levels, base.conv_bits,
@@ -376,10 +378,15 @@ def config_of(base: LowBitConfig, items: list[Item], chosen: list[Option]) -> Lo
 def pinned_by(config: LowBitConfig, selected: Mapping[str, MatrixConfig]) -> set[str]:
     """Names of layers whose width a pattern or ``embedding_bits`` sets."""
     patterns = Patterns((pattern, change) for pattern, change in config.overrides)
+
+    def says_width(name: str) -> bool:
+        override = patterns.last(name)
+        return override is not None and not (override[1] or {}).keys() <= {"rotate", "scale"}
+
     return {
         name
         for name, layer_config in selected.items()
-        if patterns.last(name) is not None or (isinstance(layer_config, EmbeddingConfig) and config.embedding_bits is not None)
+        if says_width(name) or (isinstance(layer_config, EmbeddingConfig) and config.embedding_bits is not None)
     }
 
 
