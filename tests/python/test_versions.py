@@ -20,11 +20,12 @@ def test_numbers():
     interface = (ROOT / "kernels" / "lowbit_ukernel.h").read_text(encoding="utf-8")
     assert rows == {
         "package": lowbit.__version__,
-        "packed format": "1, 2 with a table of levels",
+        "packed format": "1, 2 with a table of levels, 3 with rotated inputs",
         "checkpoint": f"1, {FORMAT_VERSION} with layers whose inputs are in an order of their own",
         "vendor interface": re.search(r"LOWBIT_KERNEL_ABI (\d+)u", interface)[1],
     }
     weight = torch.randn(16, 32)
     plain = lowbit.quantize_tensor(weight, lowbit.LinearConfig(bits=4))
     levels = lowbit.quantize_tensor(weight, lowbit.LinearConfig(bits=4, levels="nf4"))
-    assert (lowbit.info(plain).version, lowbit.info(levels).version) == (1, 2)
+    rotated = lowbit.quantize_tensor(weight, lowbit.LinearConfig(bits=4, levels="nf4", rotate=True))
+    assert [lowbit.info(each).version for each in (plain, levels, rotated)] == [1, 2, 3]
