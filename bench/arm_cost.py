@@ -158,6 +158,11 @@ def quantize_rows(numbers: dict) -> dict:
     return {name: tasks for name, tasks in numbers.items() if name.startswith("quantize_")}
 
 
+def tasks_of(rows: dict) -> list[str]:
+    """The tasks of all rows, each once, in their order."""
+    return list(dict.fromkeys(task for tasks in rows.values() for task in tasks))
+
+
 def attention_rows(numbers: dict) -> dict:
     return {name: tasks for name, tasks in numbers.items() if name.startswith("attention_")}
 
@@ -210,7 +215,7 @@ def document(data: dict) -> str:
     lines += small_m(counts)
     lines += ["## Activations to int8", "", "Instructions per value, group sums included; 1024 values.", ""]
     quantize = quantize_rows(counts)
-    lines += table(["", *dict.fromkeys(task for tasks in quantize.values() for task in tasks)], quantize)
+    lines += table(["", *tasks_of(quantize)], quantize)
     lines += ["## Embedding", "", "Instructions per value of a row of 1024, groups of 32. Columns: bits.", ""]
     lines += table(["", *WIDTHS], embedding_rows(counts))
     lines += [
@@ -221,7 +226,7 @@ def document(data: dict) -> str:
         "",
     ]
     attention = attention_rows(counts)
-    lines += table(["", *dict.fromkeys(task for tasks in attention.values() for task in tasks)], attention)
+    lines += table(["", *tasks_of(attention)], attention)
     lines += document_bytes(data["bytes per weight"]) + document_cycles(data["cycles"])
     lines += IN_ORDER
     core_names = {core: name for core, (name, _) in CORES.items()}
@@ -275,18 +280,13 @@ def document_cycles(cycles: dict) -> list[str]:
             for core, cells in cores.items()
         }
         lines += [f"### {kernel}", ""] + table(["", *WIDTHS], rows)
-    lines += ["### Activations to int8", "", "Cycles per value.", ""]
-    quantize = over_cores(lambda numbers: {"": quantize_rows(numbers)})[""]
-    tasks = list(dict.fromkeys(task for cores in quantize.values() for cells in cores.values() for task in cells))
-    lines += table(
-        ["", *tasks], {f"{kernel}, {core}": cells for kernel, cores in quantize.items() for core, cells in cores.items()}
-    )
-    lines += ["### Attention", "", "Cycles per 128 products.", ""]
-    attention = over_cores(lambda numbers: {"": attention_rows(numbers)})[""]
-    tasks = list(dict.fromkeys(task for cores in attention.values() for cells in cores.values() for task in cells))
-    lines += table(
-        ["", *tasks], {f"{kernel}, {core}": cells for kernel, cores in attention.items() for core, cells in cores.items()}
-    )
+    for title, unit, rows_of in (
+        ("Activations to int8", "Cycles per value.", quantize_rows),
+        ("Attention", "Cycles per 128 products.", attention_rows),
+    ):
+        kernels = over_cores(lambda numbers, rows_of=rows_of: {"": rows_of(numbers)})[""]
+        rows = {f"{kernel}, {core}": cells for kernel, cores in kernels.items() for core, cells in cores.items()}
+        lines += [f"### {title}", "", unit, ""] + table(["", *tasks_of(rows)], rows)
     lines += ["### Embedding", "", "Cycles per value, symmetric. Columns: bits.", ""]
     embedding = over_cores(lambda numbers: {"": embedding_rows(numbers)}, lambda task: ", symmetric " in task)[""]
     return lines + table(

@@ -197,16 +197,16 @@ LOWBIT_INLINE inline void multiply(const Product& product, int64_t vector) {
   }
 }
 
-// All vectors of a product, as many at a time as there are registers for their sums.
+// All vectors of a product.
 template <class V, CacheType C, int Rows, bool Add>
 void multiply_all(const Product& product) {
-  constexpr int kAtOnce = V::kSums / Rows < 1 ? 1 : V::kSums / Rows > 4 ? 4 : V::kSums / Rows;
+  constexpr int kVectors = kAtOnce<V, Rows>;
   int64_t vector = 0;
-  for (; vector + kAtOnce <= product.vectors; vector += kAtOnce) multiply<V, C, Rows, kAtOnce, Add>(product, vector);
-  if constexpr (kAtOnce > 2) {
+  for (; vector + kVectors <= product.vectors; vector += kVectors) multiply<V, C, Rows, kVectors, Add>(product, vector);
+  if constexpr (kVectors > 2) {
     for (; vector + 2 <= product.vectors; vector += 2) multiply<V, C, Rows, 2, Add>(product, vector);
   }
-  if constexpr (kAtOnce > 1) {
+  if constexpr (kVectors > 1) {
     for (; vector < product.vectors; ++vector) multiply<V, C, Rows, 1, Add>(product, vector);
   }
 }

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstring>
-#include <type_traits>
 
 #include "../ukernel.h"
 
@@ -60,7 +59,7 @@ class CodedQuery {
     }
   }
 
-  int64_t segments() const { return (width_ + kSegmentInputs - 1) / kSegmentInputs; }
+  int64_t segments() const { return Layout::segments_of(width_); }
   const int8_t* codes() const { return reinterpret_cast<const int8_t*>(row_); }
   float scale(int64_t segment) const { return row_[width_ / 4 + segment]; }
   int32_t sum(int64_t segment) const {
@@ -73,6 +72,10 @@ class CodedQuery {
   float* row_;
   int64_t width_;
 };
+
+// Vectors of a product at a time: as many as there are registers for their sums.
+template <class V, int Rows>
+constexpr int kAtOnce = V::kSums / Rows < 1 ? 1 : V::kSums / Rows > 4 ? 4 : V::kSums / Rows;
 
 // Scores of Rows rows of queries, `width` floats apart, and Vectors panels of int8 keys.
 template <class V, int Rows, int Vectors>
@@ -111,12 +114,12 @@ LOWBIT_INLINE inline void score_codes(float* q, const char* keys, int64_t width,
 // Of all panels of a block that some row sees.
 template <class V, int Rows>
 void score_all_codes(float* q, const char* keys, int64_t width, float* out, int64_t panels) {
-  constexpr int kAtOnce = V::kSums / Rows < 1 ? 1 : V::kSums / Rows > 4 ? 4 : V::kSums / Rows;
+  constexpr int kPanels = kAtOnce<V, Rows>;
   int64_t panel = 0;
-  for (; panel + kAtOnce <= panels; panel += kAtOnce) {
-    score_codes<V, Rows, kAtOnce>(q, keys + panel * width * kKeyPositions, width, out + panel * kLanes);
+  for (; panel + kPanels <= panels; panel += kPanels) {
+    score_codes<V, Rows, kPanels>(q, keys + panel * width * kKeyPositions, width, out + panel * kLanes);
   }
-  if constexpr (kAtOnce > 1) {
+  if constexpr (kPanels > 1) {
     for (; panel < panels; ++panel) {
       score_codes<V, Rows, 1>(q, keys + panel * width * kKeyPositions, width, out + panel * kLanes);
     }

@@ -172,6 +172,7 @@ def quantize_tensor(weight: Tensor, config: Config, bias: Tensor | None = None) 
     check_layer(weight, bias, config)
     if weight.dtype == torch.float64:
         weight = weight.float()
+    rotated = config.rotated_inputs(weight.shape[1])
     weight = config.as_rounded(weight.detach())
     if weight.stride(1) != 1:
         weight = weight.contiguous()
@@ -179,7 +180,6 @@ def quantize_tensor(weight: Tensor, config: Config, bias: Tensor | None = None) 
     if config.mapping == "levels":
         levels = table_of(config, weight)
         codes, scales = round_to_levels(weight, levels, config.group_size, search=config.scale == "mse")
-        rotated = config.rotated_inputs(weight.shape[1])
         return pack(
             codes, scales, None, float_bias, bits=config.bits, group_size=config.group_size, levels=levels,
             rotated_inputs=rotated,
@@ -196,5 +196,5 @@ def quantize_tensor(weight: Tensor, config: Config, bias: Tensor | None = None) 
         bits=config.bits,
         group_size=config.group_size,
         mapping=config.mapping,
-        rotated_inputs=config.rotated_inputs(weight.shape[1]),
+        rotated_inputs=rotated,
     )
