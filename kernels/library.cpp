@@ -36,12 +36,12 @@ Status check_name(const char* what, const char* name) {
 }
 
 template <class Table>
-Status check_table(const char* family, const Table& table) {
+Status check_table(const char* what, const Table& table) {
   if (table.count > kMostRows) {
-    return Status::error("it has %zu %s rows; expected at most %zu", table.count, family, kMostRows);
+    return Status::error("it has %zu %s; expected at most %zu", table.count, what, kMostRows);
   }
   if (table.count > 0 && table.rows == nullptr) {
-    return Status::error("it has %zu %s rows at a null address", table.count, family);
+    return Status::error("it has %zu %s at a null address", table.count, what);
   }
   return {};
 }
@@ -69,18 +69,18 @@ size_t count_of(const Table<Row>& table, const char* name) {
   return count;
 }
 
-// What rows of every family have. Names are compared only after all of them were checked.
+// What kernels of every family have. Names are compared only after all of them were checked.
 template <class Row>
 Status check_row(const char* family, size_t index, const Row& row) {
   char what[48];
-  std::snprintf(what, sizeof what, "%s row %zu", family, index);
+  std::snprintf(what, sizeof what, "%s kernel %zu", family, index);
   if (Status status = check_name(what, row.name); !status.ok()) return status;
-  if (row.run == nullptr) return Status::error("row '%s' has no function", row.name);
+  if (row.run == nullptr) return Status::error("kernel '%s' has no function", row.name);
   size_t count;
   const IsaName* const names = isa_names(&count);
   const IsaBits known = names[count - 1].allows;
   if ((row.isa & ~known) != 0) {
-    return Status::error("row '%s' requires the ISA bits 0x%" PRIx32 "; this build knows 0x%" PRIx32, row.name, row.isa,
+    return Status::error("kernel '%s' requires the ISA bits 0x%" PRIx32 "; this build knows 0x%" PRIx32, row.name, row.isa,
                          known);
   }
   return {};
@@ -92,14 +92,14 @@ Status check_format_and_bits(const LoadedLibrary& library, const Row& row) {
     bool is_known = false;
     for (const PackedFormat& format : library.formats) is_known = is_known || format.format == row.format;
     if (!is_known) {
-      return Status::error("row '%s' is of the format '%s' (0x%" PRIx32 "); expected panel16, or a format of this or a "
+      return Status::error("kernel '%s' is of the format '%s' (0x%" PRIx32 "); expected panel16, or a format of this or a "
                            "loaded library",
                            row.name, name_of(row.format).text, static_cast<uint32_t>(row.format));
     }
   }
-  if (row.bits < 1 || row.bits > 8) return Status::error("row '%s' has %d bits; expected 1 to 8", row.name, row.bits);
+  if (row.bits < 1 || row.bits > 8) return Status::error("kernel '%s' has %d bits; expected 1 to 8", row.name, row.bits);
   if ((row.mappings & ~kAllMappings) != 0) {
-    return Status::error("row '%s' reads the mappings 0x%02x; expected some of 0x%02x", row.name, row.mappings,
+    return Status::error("kernel '%s' reads the mappings 0x%02x; expected some of 0x%02x", row.name, row.mappings,
                          kAllMappings);
   }
   return {};
@@ -107,25 +107,25 @@ Status check_format_and_bits(const LoadedLibrary& library, const Row& row) {
 
 Status check_attention(const AttentionKernel& row) {
   if (row.write != nullptr && row.join != nullptr) return {};
-  return Status::error("row '%s' has no function %s", row.name, row.write == nullptr ? "write" : "join");
+  return Status::error("kernel '%s' has no function %s", row.name, row.write == nullptr ? "write" : "join");
 }
 
 Status check_linear(const LoadedLibrary& library, const LinearKernel& row) {
   if (Status status = check_format_and_bits(library, row); !status.ok()) return status;
   const bool n_fits = row.n_step > 0 && (kPanelRows % row.n_step == 0 || row.n_step % kPanelRows == 0);
   if (row.m_least < 1 || !n_fits) {
-    return Status::error("row '%s' has the tile %d x %d; expected 1 row or more, and a divisor or multiple of %d "
+    return Status::error("kernel '%s' has the tile %d x %d; expected 1 row or more, and a divisor or multiple of %d "
                          "columns",
                          row.name, row.m_least, row.n_step, kPanelRows);
   }
   if ((row.x_types & ~(bit_of(DType::f32) | bit_of(DType::bf16) | bit_of(DType::f16))) != 0) {
-    return Status::error("row '%s' prepares the types 0x%02x; expected some of 0x07", row.name, row.x_types);
+    return Status::error("kernel '%s' prepares the types 0x%02x; expected some of 0x07", row.name, row.x_types);
   }
   if ((row.prepare == nullptr) != (row.activation_bytes == nullptr)) {
-    return Status::error("row '%s' has only one of prepare and activation_bytes; expected both or none", row.name);
+    return Status::error("kernel '%s' has only one of prepare and activation_bytes; expected both or none", row.name);
   }
   if (row.prepare != nullptr && row.format == Format::panel16) {
-    return Status::error("row '%s' prepares activations in its own way; with panel16 their form is part of the "
+    return Status::error("kernel '%s' prepares activations in its own way; with panel16 their form is part of the "
                          "contract",
                          row.name);
   }
@@ -154,7 +154,7 @@ Status check_format(const LoadedLibrary& library, const PackedFormat& format) {
                          static_cast<double>(format.tolerance));
   }
   if (format.rows_at_once < 0) {
-    return Status::error("format '%s' is packed by %" PRId32 " rows; expected 0 or more", name.text, format.rows_at_once);
+    return Status::error("format '%s' has rows_at_once %" PRId32 "; expected 0 or more", name.text, format.rows_at_once);
   }
   size_t count = 0;
   for (const PackedFormat& other : library.formats) count += other.format == format.format;
@@ -245,14 +245,14 @@ Status check_tables(const lowbit_library& library) {
   if (library.preference != Preference::before_built_in && library.preference != Preference::after_built_in) {
     return Status::error("its preference is %" PRIu32 "; expected 0 or 1", static_cast<uint32_t>(library.preference));
   }
-  if (Status s = check_table("linear", library.linear); !s.ok()) return s;
-  if (Status s = check_table("embedding", library.embedding); !s.ok()) return s;
-  if (Status s = check_table("quantize", library.quantize); !s.ok()) return s;
-  if (Status s = check_table("attention", library.attention); !s.ok()) return s;
-  if (Status s = check_table("format", library.formats); !s.ok()) return s;
+  if (Status s = check_table("linear kernels", library.linear); !s.ok()) return s;
+  if (Status s = check_table("embedding kernels", library.embedding); !s.ok()) return s;
+  if (Status s = check_table("quantize kernels", library.quantize); !s.ok()) return s;
+  if (Status s = check_table("attention kernels", library.attention); !s.ok()) return s;
+  if (Status s = check_table("formats", library.formats); !s.ok()) return s;
   if (library.linear.count + library.embedding.count + library.quantize.count + library.attention.count +
           library.formats.count == 0) {
-    return Status::error("it has no rows and no formats");
+    return Status::error("it has no kernels and no formats");
   }
   return {};
 }
@@ -298,7 +298,7 @@ Status check_rows(const LoadedLibrary& library) {
       if (count_of(library.linear, name) + count_of(library.embedding, name) + count_of(library.quantize, name) +
                   count_of(library.attention, name) > 1 ||
           is_built_in_or_loaded(name)) {
-        status = Status::error("row '%s' has the name of another row; expected a name of its own", name);
+        status = Status::error("kernel '%s' has the name of another kernel; expected a name of its own", name);
       }
     }
   };

@@ -25,14 +25,14 @@ inline void gather(int64_t item, const void* from, int64_t step, void* to, int64
   }
 }
 
-// What a vendor's row asks for: `least` to 2^40 bytes.
+// What a vendor's kernel asks for: `least` to 2^40 bytes.
 inline Status check_asked(const LinearKernel& kernel, const char* what, int64_t bytes, int64_t least) {
   if (bytes >= least && bytes <= int64_t{1} << 40) return {};
-  return Status::error("row '%s' asks for %" PRId64 " bytes of %s; expected %" PRId64 " to 2^40", kernel.name, bytes, what,
+  return Status::error("kernel '%s' asks for %" PRId64 " bytes of %s; expected %" PRId64 " to 2^40", kernel.name, bytes, what,
                        least);
 }
 
-// Makes `*bytes` what each thread's scratch has to have for the row, where that is more.
+// Makes `*bytes` what each thread's scratch has to have for the kernel, where that is more.
 inline Status add_scratch(const LinearKernel& kernel, const Layout& layout, int64_t m, int threads, int64_t* bytes) {
   if (kernel.scratch_bytes == nullptr) return {};
   const int64_t asked = kernel.scratch_bytes(kernel.context, layout, m, threads);

@@ -1,13 +1,12 @@
 #include "try_kernels.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <memory>
-#include <new>
+#include <iterator>
 
 #include "../kernels/pack.h"
 #include "../kernels/registry.h"
-#include "aligned_memory.h"
 #include "check.h"
 #include "rows.h"
 #include "schedule.h"
@@ -16,33 +15,59 @@
 namespace lowbit {
 namespace {
 
-constexpr int64_t kMostStep = 255, kMostM = 2 * kMostStep + 1;  // tiles have bytes for sizes
-constexpr int64_t kMore = 5;                                    // columns beyond a step: a panel that is not full
-constexpr int64_t kMostN = kMostStep + kMore, kMostPanels = (kMostN + kPanelRows - 1) / kPanelRows;
-constexpr int64_t kGap = 3;                                     // between rows of outputs, not to be written
+constexpr int64_t kGap = 3;  // between rows of activations and of outputs: not to be read, not to be written
 
-struct Inputs {
-  int64_t k, group_size;
+// A matrix of `steps` times what a kernel computes at once, and `more` rows.
+struct Case {
+  int64_t k, group_size, steps, more;
 };
-// Whole blocks and groups; then groups that end in the middle of a block, are cut short, have several segments.
-constexpr Inputs kInputs[] = {{128, 32}, {128, 64}, {128, 0}, {100, 32}, {100, 16}, {130, 48}, {70, 0}, {300, 128}};
-constexpr int64_t kMostK = 300, kMostPadded = 320, kMostGroups = 10, kMostPieces = 10;  // pieces: groups or segments
-// Of a panel: 10 blocks of 8 lines, 10 groups, the head.
-constexpr int64_t kMostPanelBytes = 10 * 8 * kLineBytes + kMostGroups * kLineBytes + kHeadBytes + kLineBytes;
+// Whole blocks and groups; then groups that end in the middle of a block, are cut short, have several segments; then long rows,
+// few outputs, several steps.
+constexpr Case kCases[] = {{128, 32, 1, 5},  {128, 64, 1, 5},  {128, 0, 1, 5},    {100, 32, 1, 5},   {100, 16, 1, 5},
+                           {130, 48, 1, 5},  {70, 0, 1, 5},    {300, 128, 1, 5},  {16, 16, 0, 1},    {33, 32, 0, 17},
+                           {520, 96, 1, 0},  {768, 256, 2, 17}, {1100, 0, 1, 5},  {2080, 64, 1, 1},  {4112, 128, 0, 17},
+                           {4096, 32, 0, 16}};
+// Calls of a case run while they have fewer products together, so that the trial stays quick. The first always runs, and so do
+// those at the edges of a tile where rows of weights are short.
+constexpr int64_t kMostProducts = 1 << 18, kShortRow = 300;
 
-// All that a trial works in, in one piece.
-struct Memory {
-  alignas(kAlignment) uint8_t packed[kLevelsHeaderBytes + kMostPanels * kMostPanelBytes];
-  alignas(kAlignment) char scratch[kLinearScratchBytes];
-  uint8_t codes[kMostN * kMostK];
-  float scales[kMostN * kMostGroups], mins[kMostN * kMostGroups], bias[kMostN];
-  float x[kMostM * kMostK];
-  int8_t a[kMostM * kMostPadded];
-  float a_scales[kMostM * kMostPieces];
-  int32_t a_sums[kMostM * kMostPieces];
-  float a_group_sums[kMostM * kMostGroups];
-  float expected[kMostM * (kMostN + kGap)], actual[kMostM * (kMostN + kGap)];
-  uint64_t checksums[kMostPanels];
+// Sizes that `supports` and formats are asked about when they take none of a kind of the cases: all small ones, what layers of
+// published models have, and vocabularies.
+constexpr int64_t kOtherSizes[] = {8960,   11008,  29568,  32000,  32064,  49152,  50257,  50280,  50304,  51865,
+                                   51866,  65024,  92416,  100352, 128256, 129280, 151552, 151936, 152064, 200064,
+                                   201088, 248320, 250880, 256000, 262144, 262208};
+constexpr int64_t kMostRegularSize = 32768;
+int64_t next_size(int64_t size) { return size + (size < 64 ? 1 : size < 1024 ? 16 : size < 8192 ? 128 : 512); }
+constexpr int64_t kGroupSizes[] = {32, 64, 128, 0, 16, 48, 256};
+// Numbers of rows of activations, beside those at the edges of a kernel's tile.
+constexpr int64_t kCounts[] = {1, 2, 3, 4, 5, 6, 7, 8, 9, 15, 16, 17, 31, 32, 33, 64, 65, 128, 256, 512, 1024};
+
+struct Counts {
+  int64_t m[std::size(kCounts) + 3];
+  int count = 0;
+};
+
+// Panels that a call computes. Of a large matrix only the first and the last ones are computed.
+struct Range {
+  int64_t begin, end;
+};
+struct Ranges {
+  Range range[3];
+  int count = 0;
+
+  Ranges(int64_t panels, int64_t step) {
+    const int64_t first = std::min(step, panels), last = std::max(first, (panels - 1) / step * step);
+    range[count++] = {0, first};
+    if (first < last && last - first <= 4 * step) range[count++] = {first, last};
+    if (last < panels) range[count++] = {last, panels};
+  }
+  const Range* begin() const { return range; }
+  const Range* end() const { return range + count; }
+  int64_t panels() const {
+    int64_t sum = 0;
+    for (const Range& r : *this) sum += r.end - r.begin;
+    return sum;
+  }
 };
 
 // The part of an error that says what the weights were.
@@ -56,325 +81,538 @@ WeightsText describe(const Layout& layout) {
   return result;
 }
 
-// Memory of a size that a library asks for, which is kept from one trial to the next.
-class Buffer {
- public:
-  // `bytes` of it, of undefined content; null: there is not so much.
-  char* take(int64_t bytes) {
-    if (bytes > bytes_) {
-      bytes_ = 0;
-      memory_.reset();  // before there is other memory
-      memory_.reset(static_cast<char*>(allocate_aligned(bytes)));
-      if (memory_ != nullptr) bytes_ = bytes;
-    }
-    return memory_.get();
-  }
+// What a format's rounding may add to a bound, of an output that is rounded to `type`.
+float rounding_of(DType type) { return type == DType::f32 ? 0x1p-22f : type == DType::bf16 ? 0x1p-7f : 0x1p-10f; }
 
- private:
-  std::unique_ptr<char, FreeAligned> memory_;
-  int64_t bytes_ = 0;
-};
+// Whether an output of a vendor's format is near enough. The bound is of `expected`, and infinity and NaN are within none.
+bool is_near(float actual, float expected, float bound, DType type) {
+  return std::fabs(actual - expected) <= bound + rounding_of(type) * std::fabs(expected);
+}
 
 class Trial {
  public:
-  Trial(const LoadedLibrary& library, Memory& memory) : library_(library), memory_(memory) {}
+  explicit Trial(const LoadedLibrary& library) : library_(library) {}
 
-  Status linear(const LinearKernel& row) {
-    return with_weights(row, row.n_step < kPanelRows ? kPanelRows : row.n_step,
-                        [&](const Layout& layout, const PackedFormat* format, int number) {
-                          return try_linear(row, layout, format, static_cast<DType>(number % 3));
-                        });
+  Status linear(const LinearKernel& kernel) {
+    Counts counts;  // in ascending order
+    for (const int64_t m : kCounts) counts.m[counts.count++] = m;
+    const int64_t least = kernel.m_least;
+    for (const int64_t m : {least, least + 1, 2 * least + 1}) counts.m[counts.count++] = m;
+    std::sort(counts.m, counts.m + counts.count);
+    counts.count = static_cast<int>(std::unique(counts.m, counts.m + counts.count) - counts.m);
+    return with_weights(
+        kernel, std::max<int64_t>(kernel.n_step, kPanelRows), kernel.supports != nullptr,
+        [&](const Layout& layout, bool all, Counts* taken) { return ask(kernel, counts, layout, all, taken); },
+        [&](const Setup& setup, const Counts& counts) { return try_linear(kernel, setup, counts); });
   }
 
-  Status embedding(const EmbeddingKernel& row) {
-    return with_weights(row, kPanelRows, [&](const Layout& layout, const PackedFormat* format, int number) {
-      return try_embedding(row, layout, format, static_cast<DType>(number % 3));
-    });
+  Status embedding(const EmbeddingKernel& kernel) {
+    return with_weights(
+        kernel, kPanelRows, false,
+        [](const Layout&, bool, Counts* counts) {
+          counts->m[counts->count++] = 1;
+          return Status();
+        },
+        [&](const Setup& setup, const Counts&) { return try_embedding(kernel, setup); });
   }
 
-  Status quantize(const QuantizeKernel& row) {
+  Status quantize(const QuantizeKernel& kernel) {
     int number = 0;
-    for (const Inputs& inputs : kInputs) {
-      Layout layout;
-      const Mapping with_mins = mapping_with(true, false);  // group sums are computed for them
-      if (Status s = make_layout(1, inputs.k, 4, inputs.group_size, with_mins, false, &layout); !s.ok()) return s;
-      for (const DType type : {DType::f32, DType::bf16, DType::f16}) {
-        if (Status s = try_quantize(row, layout, type, number++); !s.ok()) return s;
+    for (const int64_t k : {128, 100, 130, 70, 300, 1, 16, 17, 63, 65, 520, 1100, 4112}) {
+      for (const int64_t group_size : {32, 64, 0, 16, 48, 128}) {
+        Layout layout;
+        const Mapping with_mins = mapping_with(true, false);  // group sums are computed for them
+        if (Status s = make_layout(1, k, 4, group_size, with_mins, false, &layout); !s.ok()) return s;
+        for (const DType type : {DType::f32, DType::bf16, DType::f16}) {
+          if (Status s = try_quantize(kernel, layout, type, number++); !s.ok()) return s;
+        }
       }
     }
     return {};
   }
 
  private:
-  // Calls try_row(layout of panel16, the row's format or null, a number) for matrices of each kind that the row reads: of
-  // `columns` rows and some more, in memory_.
-  template <class Row, class Try>
-  Status with_weights(const Row& row, int64_t columns, const Try& try_row) {
+  // A matrix in panel16, and as a kernel reads it.
+  struct Setup {
+    Layout layout, kernel_layout;
+    const PackedFormat* format;  // null: panel16
+    const uint8_t *panel16, *panels;
+    Ranges ranges;
+    DType type;
+    int number;
+    bool extreme;  // the largest sums: codes and activations are at their limits
+  };
+
+  // Shapes of a kind: few that a kernel takes may be enough, but long rows have more segments, and groups have many cases.
+  struct Kind {
+    int64_t n = 0, k = 0;  // 0: none was found
+    bool was_tried = false;
+  };
+  static int length_of(int64_t k) { return k < 512 ? 0 : k < 2048 ? 1 : k < 8192 ? 2 : 3; }
+
+  // Calls try_kernel(setup, counts) for matrices of each kind that the kernel reads. `ask` says for how many rows of activations
+  // it takes calls with a layout, all of those in question or only whether there are some.
+  template <class Kernel, class Ask, class Try>
+  Status with_weights(const Kernel& kernel, int64_t columns, bool is_asked, const Ask& ask, const Try& try_kernel) {
     const PackedFormat* format = nullptr;
-    if (row.format != Format::panel16) {
-      format = find_format(row.format);
-      for (const PackedFormat& known : library_.formats) format = known.format == row.format ? &known : format;
+    if (kernel.format != Format::panel16) {
+      format = find_format(kernel.format);
+      for (const PackedFormat& known : library_.formats) format = known.format == kernel.format ? &known : format;
     }
-    int number = 0;
+    bool was_run = false;  // with any mapping
     for (const Mapping mapping : kMappings) {
-      if ((row.mappings & bit_of(mapping)) == 0) continue;
-      if (has_table(mapping) && (!can_have_levels(row.bits) || format != nullptr)) continue;
-      for (const Inputs& inputs : kInputs) {
-        int8_t levels[kMostLevels];
-        for (int i = 0; i < kMostLevels; ++i) levels[i] = static_cast<int8_t>(i * 16 - 120);
-        Layout layout;
-        const bool has_bias = number % 2 == 0;
-        if (Status s = make_layout(columns + kMore, inputs.k, row.bits, inputs.group_size, mapping, has_bias, &layout,
-                                   has_table(mapping) ? levels : nullptr);
-            !s.ok()) {
-          return s;
+      if ((kernel.mappings & bit_of(mapping)) == 0) continue;
+      if (has_table(mapping) && (!can_have_levels(kernel.bits) || format != nullptr)) continue;
+      Kind kinds[4][std::size(kGroupSizes)];
+      int number = 0;
+      // Of n x k weights: `*tried` says whether a kernel was run with them.
+      const auto try_shape = [&](int64_t n, int64_t k, int64_t group_size, bool extreme, bool* tried) {
+        Counts counts;
+        Setup setup{{}, {}, format, nullptr, nullptr, {1, 1}, static_cast<DType>(number % 3), number, extreme};
+        *tried = false;
+        if (Status s = make(n, k, kernel.bits, group_size, mapping, number++ % 2 == 0, &setup.layout); !s.ok()) return s;
+        setup.kernel_layout = setup.layout;
+        if (format != nullptr && !vendor_layout(setup.layout, *format, &setup.kernel_layout).ok()) return Status();
+        if (Status s = ask(setup.kernel_layout, true, &counts); !s.ok()) return s;
+        if (counts.count == 0) return Status();
+        setup.ranges = Ranges(setup.layout.panels, columns / kPanelRows);
+        if (Status s = make_weights(&setup); !s.ok() || setup.panels == nullptr) return s;
+        *tried = was_run = true;
+        return try_kernel(setup, counts);
+      };
+      for (const bool extreme : {false, true}) {
+        for (const Case& c : kCases) {
+          if (extreme && c.k > kShortRow) break;
+          bool tried;
+          if (Status s = try_shape(c.steps * columns + c.more, c.k, c.group_size, extreme, &tried); !s.ok()) return s;
+          const auto* group = std::find(std::begin(kGroupSizes), std::end(kGroupSizes), c.group_size);
+          if (tried && group != std::end(kGroupSizes)) kinds[length_of(c.k)][group - kGroupSizes].was_tried = true;
         }
-        make_weights(layout);
-        if (Status s = pack_panels(layout, pack_args(layout), 0, layout.panels, memory_.packed, memory_.checksums); !s.ok()) {
-          return s;
+      }
+      if (!is_asked && was_run) continue;
+      if (Status s = search(kernel, format, mapping, ask, kinds); !s.ok()) return s;
+      for (auto& groups : kinds) {
+        for (Kind& kind : groups) {
+          if (kind.was_tried || kind.n == 0) continue;
+          bool tried;
+          const int64_t group_size = kGroupSizes[&kind - groups];
+          if (Status s = try_shape(kind.n, kind.k, group_size, number % 2 == 1, &tried); !s.ok()) return s;
         }
-        if (Status s = try_row(layout, format, number++); !s.ok()) return s;
       }
     }
-    return {};
+    if (was_run) return {};
+    return Status::error("kernel '%s' was never run: it takes no matrix of the trial at load, neither the small ones nor any of up "
+                         "to %" PRId64 " outputs and %" PRId64 " inputs that layers of published models have%s; expected one",
+                         kernel.name, *std::rbegin(kOtherSizes), kMostRegularSize,
+                         format != nullptr ? ", or its format does not hold them" : "");
   }
 
-  void make_weights(const Layout& layout) {
-    const int64_t groups = layout.n * layout.groups;
-    for (int64_t i = 0; i < layout.n * layout.k; ++i) {
-      memory_.codes[i] = static_cast<uint8_t>(random_.next() >> (32 - layout.bits));
-    }
-    for (int64_t i = 0; i < groups; ++i) {
-      memory_.scales[i] = random_.between(0.01f, 0.03f) * (random_.next() % 2 == 0 ? 1.0f : -1.0f);
-    }
-    for (int64_t i = 0; i < groups; ++i) memory_.mins[i] = random_.between(-0.5f, 0.5f);
-    for (int64_t i = 0; i < layout.n; ++i) memory_.bias[i] = random_.between(-1.0f, 1.0f);
+  static Status make(int64_t n, int64_t k, int bits, int64_t group_size, Mapping mapping, bool has_bias, Layout* layout) {
+    int8_t levels[kMostLevels];
+    for (int i = 0; i < kMostLevels; ++i) levels[i] = static_cast<int8_t>(i * 16 - 120);
+    return make_layout(n, k, bits, group_size, mapping, has_bias, layout, has_table(mapping) ? levels : nullptr);
   }
 
-  PackArgs pack_args(const Layout& layout) const {
-    PackArgs args{};
-    args.codes = memory_.codes;
-    args.scales = memory_.scales;
-    if (has_mins(layout.mapping)) args.mins = memory_.mins;
-    if (layout.has_bias) args.bias = memory_.bias;
-    return args;
-  }
-
-  // The matrix as a row of `format` reads it; null: panel16. `*panels` is null where the format does not hold it.
-  Status pack(const PackedFormat* format, const Layout& layout, Layout* row_layout, const uint8_t** panels) {
-    *panels = memory_.packed + layout.header_bytes;
-    *row_layout = layout;
-    if (format == nullptr) return {};
-    *panels = nullptr;
-    if (!vendor_layout(layout, *format, row_layout).ok()) return {};
-    char* const bytes = packed_.take(row_layout->total_bytes);
-    if (bytes == nullptr) return Status::no_memory("no memory for %" PRId64 " bytes of a trial", row_layout->total_bytes);
-    std::memset(bytes, 0, static_cast<size_t>(row_layout->total_bytes));
-    // In two calls where the format allows it, as threads would.
-    const int64_t rows = row_layout->n;
-    const int64_t first = format->rows_at_once > 0 && format->rows_at_once < rows ? format->rows_at_once : rows;
-    const PackArgs args = pack_args(layout);
-    const auto pack_rows = [&](int64_t begin, int64_t end) {
-      return begin == end || format->pack(format->context, *row_layout, args, begin, end, bytes + kHeaderBytes) == nullptr;
+  // Finds the smallest matrix of each kind that was not tried and that the kernel takes.
+  template <class Kernel, class Ask>
+  Status search(const Kernel& kernel, const PackedFormat* format, Mapping mapping, const Ask& ask,
+                Kind (&kinds)[4][std::size(kGroupSizes)]) {
+    const auto consider = [&](int64_t n, int64_t k) {
+      for (size_t i = 0; i < std::size(kGroupSizes); ++i) {
+        Kind& kind = kinds[length_of(k)][i];
+        if (kind.was_tried || (kind.n != 0 && kind.n * kind.k <= n * k)) continue;
+        Layout layout;
+        if (Status s = make(n, k, kernel.bits, kGroupSizes[i], mapping, false, &layout); !s.ok()) return s;
+        if (format != nullptr && !vendor_layout(layout, *format, &layout).ok()) continue;
+        Counts counts;
+        if (Status s = ask(layout, false, &counts); !s.ok()) return s;
+        if (counts.count == 0) continue;
+        kind.n = n;
+        kind.k = k;
+      }
+      return Status();
     };
-    if (pack_rows(first, rows) && pack_rows(0, first)) {
-      *panels = reinterpret_cast<const uint8_t*>(bytes) + kHeaderBytes;
+    const auto consider_all = [&](int64_t k) {
+      Status s;
+      for (int64_t n = 1; s.ok() && n <= kMostRegularSize; n = next_size(n)) s = consider(n, k);
+      for (const int64_t n : kOtherSizes) s = s.ok() ? consider(n, k) : s;
+      return s;
+    };
+    Status s;
+    for (int64_t k = 1; s.ok() && k <= kMostRegularSize; k = next_size(k)) s = consider_all(k);
+    for (const int64_t k : kOtherSizes) s = s.ok() && k < kMostRegularSize ? consider_all(k) : s;
+    return s;
+  }
+
+  // Those of `asked` that a kernel takes with a layout; the first one alone unless `all`. It may ask for a CPU with fewer bits
+  // than this one has, but not for one without its own.
+  static Status ask(const LinearKernel& kernel, const Counts& asked, const Layout& layout, bool all, Counts* taken) {
+    for (int i = 0; i < asked.count && (all || taken->count == 0); ++i) {
+      const int64_t m = asked.m[i];
+      if (kernel.supports != nullptr) {
+        const auto supports = [&](IsaBits isa) { return kernel.supports(kernel.context, layout, m, isa); };
+        const bool takes = supports(active_isa());
+        if (all && takes != supports(active_isa())) {
+          return Status::error("kernel '%s' changes its mind: supports() said %s, then %s to %s, %" PRId64 " rows of activations",
+                               kernel.name, takes ? "yes" : "no", takes ? "no" : "yes", describe(layout).text, m);
+        }
+        if (!takes && !supports(kernel.isa)) continue;
+      }
+      taken->m[taken->count++] = m;
     }
     return {};
+  }
+
+  // Fills the rows of the setup's ranges, and packs them, for panel16 and for the kernel. `panels` stays null where the format
+  // does not take the weights.
+  Status make_weights(Setup* setup) {
+    const Layout& layout = setup->layout;
+    uint8_t *packed, *codes;
+    float *scales, *mins, *bias;
+    uint64_t* checksums;
+    if (Status s = panel16_.take(layout.total_bytes, &packed); !s.ok()) return s;
+    if (Status s = codes_.take(layout.n * layout.k, &codes); !s.ok()) return s;
+    if (Status s = scales_.take(layout.n * layout.groups, &scales); !s.ok()) return s;
+    if (Status s = mins_.take(layout.n * layout.groups, &mins); !s.ok()) return s;
+    if (Status s = bias_.take(layout.n, &bias); !s.ok()) return s;
+    if (Status s = checksums_.take(layout.panels, &checksums); !s.ok()) return s;
+    weights_ = {codes, scales, has_mins(layout.mapping) ? mins : nullptr, layout.has_bias ? bias : nullptr};
+    if (setup->format != nullptr && setup->ranges.panels() < layout.panels) {  // a format gets all of it
+      std::memset(codes, 0, static_cast<size_t>(layout.n * layout.k));
+      std::fill_n(scales, layout.n * layout.groups, 0.0f);
+      std::fill_n(mins, layout.n * layout.groups, 0.0f);
+      std::fill_n(bias, layout.n, 0.0f);
+    }
+    for (const Range& range : setup->ranges) {
+      const int64_t begin = range.begin * kPanelRows, end = std::min(range.end * kPanelRows, layout.n);
+      for (int64_t i = begin * layout.k; i < end * layout.k; ++i) {
+        const uint32_t largest = (1u << layout.bits) - 1;
+        codes[i] = static_cast<uint8_t>(setup->extreme ? (i / layout.k % 2 == 0 ? largest : 0) : random_.next() >> (32 - layout.bits));
+      }
+      for (int64_t i = begin * layout.groups; i < end * layout.groups; ++i) {
+        scales[i] = setup->extreme ? 0.01f : random_.between(0.01f, 0.03f) * (random_.next() % 2 == 0 ? 1.0f : -1.0f);
+        mins[i] = random_.between(-0.5f, 0.5f);
+      }
+      for (int64_t i = begin; i < end; ++i) bias[i] = random_.between(-1.0f, 1.0f);
+      if (Status s = pack_panels(layout, weights_, range.begin, range.end, packed, checksums); !s.ok()) return s;
+    }
+    setup->panel16 = packed + layout.header_bytes;
+    return setup->format == nullptr ? (setup->panels = setup->panel16, Status()) : pack(setup);
+  }
+
+  // In two calls where the format allows it, as threads would, and the last rows first.
+  Status pack(Setup* setup) {
+    const PackedFormat& format = *setup->format;
+    const int64_t rows = setup->layout.n, bytes = setup->kernel_layout.total_bytes;
+    char* packed;
+    if (Status s = packed_.take(bytes, &packed); !s.ok()) return s;
+    std::memset(packed, 0, static_cast<size_t>(bytes));
+    const int64_t first = format.rows_at_once > 0 && format.rows_at_once < rows ? format.rows_at_once : rows;
+    const auto pack_rows = [&](int64_t begin, int64_t end) {
+      return begin == end ||
+             format.pack(format.context, setup->kernel_layout, weights_, begin, end, packed + kHeaderBytes) == nullptr;
+    };
+    if (pack_rows(first, rows) && pack_rows(0, first)) setup->panels = reinterpret_cast<const uint8_t*>(packed) + kHeaderBytes;
+    if (packed_.is_intact()) return {};
+    return Status::error("format '%s' writes outside of its %" PRId64 " bytes: %s", name_of(format.format).text,
+                         bytes - kHeaderBytes, describe(setup->layout).text);
   }
 
   // What a format's rounding is measured by: the sum of the magnitudes of all products, and the bias.
-  float magnitude(const Layout& layout, int64_t row, int64_t column) const {
-    double sum = layout.has_bias ? std::fabs(memory_.bias[column]) : 0.0;
+  float magnitude(const Layout& layout, const float* x, int64_t column) const {
+    double sum = layout.has_bias ? std::fabs(weights_.bias[column]) : 0.0;
     for (int64_t j = 0; j < layout.k; ++j) {
       const int64_t group = column * layout.groups + j / layout.group_inputs();
-      const int code = memory_.codes[column * layout.k + j];
+      const int code = weights_.codes[column * layout.k + j];
       const float integer = static_cast<float>(
           has_mins(layout.mapping) ? code : level_factor(layout.bits) * code - level_offset(layout.bits));
-      const float min = has_mins(layout.mapping) ? memory_.mins[group] : 0.0f;
-      sum += std::fabs(memory_.x[row * layout.k + j] * (memory_.scales[group] * integer + min));
+      const float min = has_mins(layout.mapping) ? weights_.mins[group] : 0.0f;
+      sum += std::fabs(x[j] * (weights_.scales[group] * integer + min));
     }
     return static_cast<float>(sum);
   }
 
-  // Of rounding to outputs of a type, of which a format's rows may do another one than the portable kernels.
-  static float rounding_of(DType type) { return type == DType::f32 ? 0x1p-22f : type == DType::bf16 ? 0x1p-7f : 0x1p-10f; }
+  // Rows of activations in float32, and as int8. In the last row of panel16 there is an infinity if groups are whole rows: its
+  // outputs are NaN. Extreme rows are all positive, all negative, of any signs.
+  Status make_activations(const Setup& setup, int64_t m, LinearArgs* args, float** x) {
+    const Layout& layout = setup.layout;
+    const int64_t padded = layout.blocks * kBlockInputs;
+    int8_t* a;
+    float *scales, *group_sums;
+    int32_t* sums;
+    if (Status s = x_.take(m * layout.k, x); !s.ok()) return s;
+    if (Status s = a_.take(m * padded, &a); !s.ok()) return s;
+    if (Status s = a_scales_.take(m * layout.segments, &scales); !s.ok()) return s;
+    if (Status s = a_sums_.take(m * layout.segments, &sums); !s.ok()) return s;
+    if (Status s = a_group_sums_.take(m * layout.groups, &group_sums); !s.ok()) return s;
+    for (int64_t i = 0; i < m * layout.k; ++i) {
+      const float value = random_.between(-2.0f, 2.0f);
+      const int64_t row = i / layout.k;
+      const float sign = row % 3 == 0 ? 1.0f : row % 3 == 1 ? -1.0f : value;
+      (*x)[i] = setup.extreme ? std::copysign(2.0f, sign) : value;
+    }
+    if (setup.format == nullptr && layout.group_size == 0 && !setup.extreme) (*x)[m * layout.k - 1] = INFINITY;
+    for (int64_t i = 0; i < m; ++i) {
+      portable_quantize().run({*x + i * layout.k, DType::f32, layout.k, padded, layout.group_inputs(), a + i * padded,
+                               scales + i * layout.segments, sums + i * layout.segments, group_sums + i * layout.groups});
+    }
+    args->a = a;
+    args->scales = scales;
+    args->sums = sums;
+    args->group_sums = has_mins(layout.mapping) ? group_sums : nullptr;
+    return {};
+  }
 
-  Status try_linear(const LinearKernel& row, const Layout& layout, const PackedFormat* format, DType type) {
-    Layout row_layout;
-    const uint8_t* panels;
-    if (Status s = pack(format, layout, &row_layout, &panels); !s.ok() || panels == nullptr) return s;
-    const int64_t counts[] = {1, 2, 3, row.m_least, row.m_least + 1, 2 * row.m_least + 1};
-    int64_t most = 1;
-    for (const int64_t m : counts) most = m > most ? m : most;
-    make_activations(layout, most, format == nullptr);
+  // The counts of a case: those at the edges of a tile, all where it is small, and the first if there is none of these.
+  static Counts chosen(const LinearKernel& kernel, const Setup& setup, const Counts& taken) {
+    Counts result;
+    const int64_t products = std::min(setup.ranges.panels() * kPanelRows, setup.layout.n) * setup.layout.k;
+    int64_t sum = 0;
+    for (int i = 0; i < taken.count; ++i) {
+      const int64_t m = taken.m[i], least = kernel.m_least;
+      const bool is_edge = m <= 3 || m == least || m == least + 1 || m == 2 * least + 1;
+      const bool is_wanted = is_edge || (m < 128 && (setup.number == 0 || (i + setup.number) % 5 == 0));
+      const bool is_quick = (is_edge && setup.layout.k <= kShortRow) || (sum + m) * products <= kMostProducts;
+      if (result.count > 0 && !(is_wanted && is_quick)) continue;
+      sum += m;
+      result.m[result.count++] = m;
+    }
+    return result;
+  }
 
+  Status try_linear(const LinearKernel& kernel, const Setup& setup, const Counts& taken) {
+    const Layout& layout = setup.layout;
+    const Counts counts = chosen(kernel, setup, taken);
+    const int64_t most = counts.m[counts.count - 1], stride = layout.n + kGap, item = size_of(setup.type);
     LinearArgs args{};
-    args.panels = memory_.packed + layout.header_bytes;
+    float* x;
+    char *expected, *actual;
+    if (Status s = make_activations(setup, most, &args, &x); !s.ok()) return s;
+    if (Status s = expected_.take(most * stride * item, &expected); !s.ok()) return s;
+    std::memset(expected, 0xff, static_cast<size_t>(most * stride * item));
+    args.panels = setup.panel16;
     args.layout = layout;
-    args.panel_end = layout.panels;
-    args.a = memory_.a;
-    args.scales = memory_.a_scales;
-    args.sums = memory_.a_sums;
-    if (has_mins(layout.mapping)) args.group_sums = memory_.a_group_sums;
     args.m = most;
-    args.out = memory_.expected;
-    args.out_dtype = type;
-    args.out_stride = layout.n + kGap;
-    args.scratch = memory_.scratch;
-    std::memset(memory_.expected, 0xff, sizeof(float) * static_cast<size_t>(most * args.out_stride));
-    portable_linear(layout.bits).run(args);
+    args.out = expected;
+    args.out_dtype = setup.type;
+    args.out_stride = stride;
+    if (Status s = scratch_.take(kLinearScratchBytes, reinterpret_cast<char**>(&args.scratch)); !s.ok()) return s;
+    for (const Range& range : setup.ranges) {
+      args.panel_begin = range.begin;
+      args.panel_end = range.end;
+      portable_linear(layout.bits).run(args);
+    }
 
-    args.layout = row_layout;
-    args.out = memory_.actual;
-    args.context = row.context;
-    args.panels = panels;
-    for (const int64_t m : counts) {
-      if (row.supports != nullptr && !row.supports(row.context, row_layout, m, active_isa())) continue;
+    args.layout = setup.kernel_layout;
+    args.context = kernel.context;
+    args.panels = setup.panels;
+    const uint64_t inputs = checksum_of_inputs();
+    for (int i = 0; i < counts.count; ++i) {
+      const int64_t m = counts.m[i];
+      if (Status s = actual_.take(m * stride * item, &actual); !s.ok()) return s;
+      std::memset(actual, 0xff, static_cast<size_t>(m * stride * item));
       args.m = m;
-      std::memset(memory_.actual, 0xff, sizeof(float) * static_cast<size_t>(m * args.out_stride));
-      if (Status s = run(row, args); !s.ok()) return s;
-      for (int64_t i = 0; i < m; ++i) {
-        for (int64_t column = 0; column < args.out_stride; ++column) {
-          const float actual = load_as_f32(memory_.actual, type, i * args.out_stride + column);
-          const float expected = load_as_f32(memory_.expected, type, i * args.out_stride + column);
-          if (same(actual, expected)) continue;
-          if (format != nullptr && column < layout.n &&
-              std::fabs(actual - expected) <= format->tolerance * magnitude(layout, i, column) +
-                                                 rounding_of(type) * std::fabs(expected)) {
+      args.out = actual;
+      if (Status s = run(kernel, setup, args, x, i); !s.ok()) return s;
+      const auto says = [&](const char* what, const char* of) {
+        return Status::error("kernel '%s' %s its %s: %s, %" PRId64 " rows of activations, %s outputs", kernel.name, what, of,
+                             describe(layout).text, m, name_of(setup.type));
+      };
+      for (const GuardedMemory* memory : {&actual_, &scratch_, &activations_}) {
+        if (!memory->is_intact()) return says("writes outside of", memory->name());
+      }
+      if (checksum_of_inputs() != inputs) return says("changes", "inputs");
+      for (int64_t row = 0; row < m; ++row) {
+        for (int64_t column = 0; column < stride; ++column) {
+          const float found = load_as_f32(actual, setup.type, row * stride + column);
+          const float right = load_as_f32(expected, setup.type, row * stride + column);
+          if (same(found, right)) continue;
+          if (setup.format != nullptr && column < layout.n &&
+              is_near(found, right, setup.format->tolerance * magnitude(layout, x + row * layout.k, column), setup.type)) {
             continue;
           }
-          return Status::error("row '%s' computes something else than the portable kernel: %s, %" PRId64
+          return Status::error("kernel '%s' computes something else than the portable kernel: %s, %" PRId64
                                " rows of activations, %s outputs: [%" PRId64 ", %" PRId64 "] is %.9g; expected %.9g",
-                               row.name, describe(layout).text, m, name_of(type), i, column, static_cast<double>(actual),
-                               static_cast<double>(expected));
+                               kernel.name, describe(layout).text, m, name_of(setup.type), row, column,
+                               static_cast<double>(found), static_cast<double>(right));
         }
       }
     }
     return {};
   }
 
-  // In two calls, as threads would make them: what the row computes at once, and the rest.
-  Status run(const LinearKernel& row, LinearArgs args) {
+  uint64_t checksum_of_inputs() const {
+    uint64_t sum = 0;
+    for (const GuardedMemory* memory : {&panel16_, &packed_, &a_, &a_scales_, &a_sums_, &a_group_sums_}) {
+      sum = sum * 31 + memory->checksum();
+    }
+    return sum;
+  }
+
+  // In several calls, as threads would make them: in the order of the panels, or the other way round, so that what a call writes
+  // into another's panels stays there.
+  Status run(const LinearKernel& kernel, const Setup& setup, LinearArgs args, const float* x, int number) {
     int64_t scratch_bytes = kLinearScratchBytes;
-    if (Status s = add_scratch(row, args.layout, args.m, 1, &scratch_bytes); !s.ok()) return s;
-    if (scratch_bytes > kLinearScratchBytes) {
-      args.scratch = scratch_.take(scratch_bytes);
-      if (args.scratch == nullptr) return Status::no_memory("no memory for %" PRId64 " bytes of scratch", scratch_bytes);
+    constexpr int kThreads[] = {1, 2, 64};
+    if (Status s = add_scratch(kernel, args.layout, args.m, kThreads[number % 3], &scratch_bytes); !s.ok()) return s;
+    char* scratch;
+    if (Status s = scratch_.take(scratch_bytes, &scratch); !s.ok()) return s;
+    args.scratch = scratch;
+    if (kernel.prepare != nullptr) {
+      if (Status s = prepare(kernel, setup, x, &args); !s.ok()) return s;
     }
-    if (row.prepare != nullptr) {
-      const int64_t bytes = row.activation_bytes(row.context, args.layout, args.m);
-      if (Status s = check_asked(row, "activations", bytes, 1); !s.ok()) return s;
-      char* const activations = activations_.take(bytes);
-      if (activations == nullptr) return Status::no_memory("no memory for %" PRId64 " bytes of activations", bytes);
-      // Of 16-bit types the outputs' one, so that each is tried.
-      const DType type = (row.x_types & bit_of(args.out_dtype)) != 0 ? args.out_dtype : DType::f32;
-      char* const x = x_.take(args.m * args.layout.k * size_of(type));
-      if (x == nullptr) return Status::no_memory("no memory for the activations of a trial");
-      for (int64_t i = 0; i < args.m * args.layout.k; ++i) store_from_f32(x, type, i, memory_.x[i]);
-      row.prepare({x, type, args.layout.k, args.layout, args.m, 0, args.m, activations, row.context});
-      args.activations = activations;
-      args.a = nullptr;
-      args.scales = args.group_sums = nullptr;
-      args.sums = nullptr;
+    const Ranges& ranges = setup.ranges;
+    for (int i = 0; i < ranges.count; ++i) {
+      const Range& range = ranges.range[number % 2 == 0 ? i : ranges.count - 1 - i];
+      args.panel_begin = range.begin;
+      args.panel_end = range.end;
+      // NaN, or numbers.
+      std::memset(scratch, i % 2 == 0 ? 0xff : 0x5a, static_cast<size_t>(std::min<int64_t>(scratch_bytes, 1 << 20)));
+      kernel.run(args);
     }
-    args.panel_end = row.n_step < kPanelRows ? 1 : row.n_step / kPanelRows;
-    row.run(args);
-    args.panel_begin = args.panel_end;
-    args.panel_end = args.layout.panels;
-    row.run(args);
     return {};
   }
 
-  // With `no_number` the last row has one that is none, if groups are whole rows: its outputs are NaN.
-  void make_activations(const Layout& layout, int64_t m, bool no_number) {
-    const int64_t padded = layout.blocks * kBlockInputs;
-    for (int64_t i = 0; i < m * layout.k; ++i) memory_.x[i] = random_.between(-2.0f, 2.0f);
-    if (no_number && layout.group_size == 0) memory_.x[m * layout.k - 1] = INFINITY;
-    for (int64_t i = 0; i < m; ++i) {
-      portable_quantize().run({memory_.x + i * layout.k, DType::f32, layout.k, padded, layout.group_inputs(),
-                               memory_.a + i * padded, memory_.a_scales + i * layout.segments,
-                               memory_.a_sums + i * layout.segments, memory_.a_group_sums + i * layout.groups});
+  // The last rows first, and with space between rows.
+  Status prepare(const LinearKernel& kernel, const Setup& setup, const float* x, LinearArgs* args) {
+    const int64_t bytes = kernel.activation_bytes(kernel.context, args->layout, args->m);
+    if (Status s = check_asked(kernel, "activations", bytes, 1); !s.ok()) return s;
+    char *activations, *from;
+    if (Status s = activations_.take(bytes, &activations); !s.ok()) return s;
+    std::memset(activations, 0xff, static_cast<size_t>(bytes));
+    // Of 16-bit types the outputs' one, so that each is tried.
+    const DType type = (kernel.x_types & bit_of(setup.type)) != 0 ? setup.type : DType::f32;
+    const int64_t k = args->layout.k, stride = k + kGap, values = args->m * stride * size_of(type);
+    if (Status s = prepared_from_.take(values, &from); !s.ok()) return s;
+    std::memset(from, 0xff, static_cast<size_t>(values));
+    for (int64_t i = 0; i < args->m * k; ++i) store_from_f32(from, type, i / k * stride + i % k, x[i]);
+    const uint64_t before = prepared_from_.checksum();
+    const int64_t first = std::min<int64_t>(kernel.m_least, args->m);
+    for (const Range& rows : {Range{first, args->m}, Range{0, first}}) {
+      if (rows.begin == rows.end) continue;
+      kernel.prepare({from, type, stride, args->layout, args->m, rows.begin, rows.end, activations, kernel.context});
     }
+    if (prepared_from_.checksum() != before) {
+      return Status::error("kernel '%s' changes the inputs that it prepares: %s, %" PRId64 " rows of activations", kernel.name,
+                           describe(setup.layout).text, args->m);
+    }
+    args->activations = activations;
+    args->a = nullptr;
+    args->scales = args->group_sums = nullptr;
+    args->sums = nullptr;
+    return {};
   }
 
-  Status try_embedding(const EmbeddingKernel& row, const Layout& layout, const PackedFormat* format, DType type) {
-    Layout row_layout;
-    const uint8_t* panels;
-    if (Status s = pack(format, layout, &row_layout, &panels); !s.ok() || panels == nullptr) return s;
-    EmbeddingArgs args{};
-    args.out_dtype = type;
-    for (args.row = 0; args.row < layout.n; ++args.row) {
-      args.panels = memory_.packed + layout.header_bytes;
-      args.layout = layout;
-      args.out = memory_.expected;
-      std::memset(memory_.expected, 0xff, sizeof(float) * (kMostK + kGap));
-      portable_embedding(layout.bits).run(args);
-      args.panels = panels;
-      args.layout = row_layout;
-      args.out = memory_.actual;
-      args.context = row.context;
-      std::memset(memory_.actual, 0xff, sizeof(float) * (kMostK + kGap));
-      row.run(args);
-      float largest = 0.0f;
-      for (int64_t i = 0; i < layout.k; ++i) largest = std::fmax(largest, std::fabs(load_as_f32(args.out, type, i)));
-      for (int64_t i = 0; i < layout.k + kGap; ++i) {
-        const float actual = load_as_f32(memory_.actual, type, i), expected = load_as_f32(memory_.expected, type, i);
-        if (same(actual, expected)) continue;
-        if (format != nullptr && i < layout.k &&
-            std::fabs(actual - expected) <= format->tolerance * largest + rounding_of(type) * std::fabs(expected)) {
-          continue;
+  Status try_embedding(const EmbeddingKernel& kernel, const Setup& setup) {
+    const Layout& layout = setup.layout;
+    const DType type = setup.type;
+    const int64_t bytes = layout.k * size_of(type);
+    char *expected, *actual;
+    if (Status s = expected_.take(bytes, &expected); !s.ok()) return s;
+    if (Status s = actual_.take(bytes, &actual); !s.ok()) return s;
+    const uint64_t inputs = checksum_of_inputs();
+    for (const Range& range : setup.ranges) {
+      const int64_t end = std::min(range.end * kPanelRows, layout.n);
+      for (int64_t row = range.begin * kPanelRows; row < end; ++row) {
+        std::memset(actual, 0xff, static_cast<size_t>(bytes));
+        portable_embedding(layout.bits).run({setup.panel16, layout, row, expected, type, nullptr});
+        kernel.run({setup.panels, setup.kernel_layout, row, actual, type, kernel.context});
+        if (!actual_.is_intact()) {
+          return Status::error("kernel '%s' writes outside of its outputs: %s, %s outputs, row %" PRId64, kernel.name,
+                               describe(layout).text, name_of(type), row);
         }
-        return Status::error("row '%s' reads something else than the portable kernel: %s, %s outputs: [%" PRId64 ", %" PRId64
-                             "] is %.9g; expected %.9g",
-                             row.name, describe(layout).text, name_of(type), args.row, i, static_cast<double>(actual),
-                             static_cast<double>(expected));
+        float largest = 0.0f;
+        for (int64_t i = 0; i < layout.k; ++i) largest = std::fmax(largest, std::fabs(load_as_f32(expected, type, i)));
+        for (int64_t i = 0; i < layout.k; ++i) {
+          const float found = load_as_f32(actual, type, i), right = load_as_f32(expected, type, i);
+          if (same(found, right)) continue;
+          if (setup.format != nullptr && is_near(found, right, setup.format->tolerance * largest, type)) continue;
+          return Status::error("kernel '%s' reads something else than the portable kernel: %s, %s outputs: [%" PRId64 ", %" PRId64
+                               "] is %.9g; expected %.9g",
+                               kernel.name, describe(layout).text, name_of(type), row, i, static_cast<double>(found),
+                               static_cast<double>(right));
+        }
       }
     }
-    return {};
+    if (checksum_of_inputs() == inputs) return {};
+    return Status::error("kernel '%s' changes its inputs: %s, %s outputs", kernel.name, describe(layout).text, name_of(type));
   }
 
-  // Among the values are those that the contract has cases for. What a row writes lies in other memory than what the
-  // portable kernel does: behind it.
-  Status try_quantize(const QuantizeKernel& row, const Layout& layout, DType type, int number) {
+  // Among the values are those that the contract has cases for, and the inputs begin between two aligned addresses.
+  Status try_quantize(const QuantizeKernel& kernel, const Layout& layout, DType type, int number) {
     const int64_t padded = layout.blocks * kBlockInputs;
-    const float special[] = {1.0f, 0.0f, INFINITY, NAN, 1e-39f, 3e38f, 65504.0f, -1e-8f};
+    constexpr float special[] = {1.0f, 0.0f, INFINITY, NAN, 1e-39f, 3e38f, 65504.0f, -1e-8f};
+    struct Outputs {
+      int8_t* a;
+      float* scales;
+      int32_t* sums;
+      float* group_sums;
+    } expected, actual;
+    char* x;
+    if (Status s = prepared_from_.take((layout.k + 1) * size_of(type), &x); !s.ok()) return s;
+    x += size_of(type);
     for (int64_t i = 0; i < layout.k; ++i) {
       const bool all = number % 8 == 1;  // zeros
       const float value = all ? 0.0f : random_.between(-2.0f, 2.0f) * (number % 5 == 4 ? 1e-20f : 1.0f);
-      store_from_f32(memory_.x, type, i, i == 17 ? special[number % 8] : value);
+      store_from_f32(x, type, i, i % 257 == 17 ? special[(number + i) % 8] : value);
     }
-    const auto at = [&](int64_t i) {  // the portable row's, the row's
-      return QuantizeArgs{memory_.x, type, layout.k, padded, layout.group_inputs(), memory_.a + i * kMostPadded,
-                          memory_.a_scales + i * kMostPieces, memory_.a_sums + i * kMostPieces,
-                          memory_.a_group_sums + i * kMostGroups, i == 0 ? nullptr : row.context};
+    GuardedMemory* const memories[2][4] = {{&codes_, &scales_, &checksums_, &mins_}, {&a_, &a_scales_, &a_sums_, &a_group_sums_}};
+    const auto take = [&](GuardedMemory* const (&memory)[4], Outputs* out) {
+      if (Status s = memory[0]->take(padded, &out->a); !s.ok()) return s;
+      if (Status s = memory[1]->take(layout.segments, &out->scales); !s.ok()) return s;
+      if (Status s = memory[2]->take(layout.segments, &out->sums); !s.ok()) return s;
+      if (Status s = memory[3]->take(layout.groups, &out->group_sums); !s.ok()) return s;
+      std::memset(out->a, 0x80, static_cast<size_t>(padded));
+      std::memset(out->scales, 0xff, sizeof(float) * static_cast<size_t>(layout.segments));
+      std::memset(out->sums, 0x80, sizeof(int32_t) * static_cast<size_t>(layout.segments));
+      std::memset(out->group_sums, 0xff, sizeof(float) * static_cast<size_t>(layout.groups));
+      return Status();
     };
-    std::memset(memory_.a, 0x80, 2 * kMostPadded);
-    std::memset(memory_.a_scales, 0xff, sizeof(float) * 2 * kMostPieces);
-    std::memset(memory_.a_sums, 0x80, sizeof(int32_t) * 2 * kMostPieces);
-    std::memset(memory_.a_group_sums, 0xff, sizeof(float) * 2 * kMostGroups);
-    portable_quantize().run(at(0));
-    row.run(at(1));
-    const auto compare = [&](const char* what, const auto* values, int64_t count, int64_t offset, bool as_bits) {
+    if (Status s = take(memories[0], &expected); !s.ok()) return s;
+    if (Status s = take(memories[1], &actual); !s.ok()) return s;
+    const bool wants_group_sums = number % 4 != 3;
+    const auto run = [&](const QuantizeKernel& by, const Outputs& to) {
+      by.run({x, type, layout.k, padded, layout.group_inputs(), to.a, to.scales, to.sums,
+              wants_group_sums ? to.group_sums : nullptr, by.context});
+    };
+    const uint64_t inputs = prepared_from_.checksum();
+    run(portable_quantize(), expected);
+    run(kernel, actual);
+    const auto says = [&](const char* what) {
+      return Status::error("kernel '%s' %s: %" PRId64 " %s values, group size %" PRId64, kernel.name, what, layout.k,
+                           name_of(type), layout.group_size);
+    };
+    if (prepared_from_.checksum() != inputs) return says("changes its inputs");
+    for (const GuardedMemory* memory : memories[1]) {
+      if (!memory->is_intact()) return says("writes outside of its outputs");
+    }
+    const auto compare = [&](const char* what, const auto* right, const auto* found, int64_t count, bool as_bits) {
       for (int64_t i = 0; i < count; ++i) {
-        const float expected = static_cast<float>(values[i]), actual = static_cast<float>(values[offset + i]);
-        if (as_bits ? bits_of_float(expected) == bits_of_float(actual) : same(expected, actual)) continue;
-        return Status::error("row '%s' computes something else than the portable kernel: %" PRId64 " %s values, group size %"
+        const float r = static_cast<float>(right[i]), f = static_cast<float>(found[i]);
+        if (as_bits ? bits_of_float(r) == bits_of_float(f) : same(r, f)) continue;
+        return Status::error("kernel '%s' computes something else than the portable kernel: %" PRId64 " %s values, group size %"
                              PRId64 ": %s[%" PRId64 "] is %.9g; expected %.9g",
-                             row.name, layout.k, name_of(type), layout.group_size, what, i, static_cast<double>(actual),
-                             static_cast<double>(expected));
+                             kernel.name, layout.k, name_of(type), layout.group_size, what, i, static_cast<double>(f),
+                             static_cast<double>(r));
       }
       return Status();
     };
-    if (Status s = compare("a", memory_.a, padded, kMostPadded, true); !s.ok()) return s;
-    if (Status s = compare("scales", memory_.a_scales, layout.segments, kMostPieces, true); !s.ok()) return s;
-    if (Status s = compare("sums", memory_.a_sums, layout.segments, kMostPieces, true); !s.ok()) return s;
-    return compare("group_sums", memory_.a_group_sums, layout.groups, kMostGroups, false);
+    if (Status s = compare("a", expected.a, actual.a, padded, true); !s.ok()) return s;
+    if (Status s = compare("scales", expected.scales, actual.scales, layout.segments, true); !s.ok()) return s;
+    if (Status s = compare("sums", expected.sums, actual.sums, layout.segments, true); !s.ok()) return s;
+    return compare("group_sums", expected.group_sums, actual.group_sums, layout.groups, false);
   }
 
   const LoadedLibrary& library_;
-  Memory& memory_;
-  Buffer packed_, activations_, scratch_, x_;
+  // What kernels read.
+  GuardedMemory panel16_{"weights"}, packed_{"weights"}, a_{"activations"}, a_scales_{"activations"}, a_sums_{"activations"},
+      a_group_sums_{"activations"}, prepared_from_{"inputs"};
+  // What they write.
+  GuardedMemory actual_{"outputs"}, scratch_{"scratch"}, activations_{"activations"};
+  // What only the trial sees.
+  GuardedMemory codes_{"codes"}, scales_{"scales"}, mins_{"minimums"}, bias_{"biases"}, checksums_{"checksums"}, x_{"inputs"},
+      expected_{"outputs"};
+  PackArgs weights_{};
   Random random_;
 };
 
@@ -382,21 +620,19 @@ class Trial {
 
 Status try_kernels(const LoadedLibrary& library) {
   if (Status status = sme_threads_status(); !status.ok()) return status;
-  const std::unique_ptr<char, FreeAligned> memory(static_cast<char*>(allocate_aligned(sizeof(Memory))));
-  if (memory == nullptr) return Status::no_memory("no memory for %zu bytes of a trial", sizeof(Memory));
-  Trial trial(library, *new (memory.get()) Memory);
+  Trial trial(library);
   const WorkingThread thread(0);
-  for (const QuantizeKernel& row : library.quantize) {
-    if (!can_run(row.isa)) continue;
-    if (Status status = trial.quantize(row); !status.ok()) return status;
+  for (const QuantizeKernel& kernel : library.quantize) {
+    if (!can_run(kernel.isa)) continue;
+    if (Status status = trial.quantize(kernel); !status.ok()) return status;
   }
-  for (const LinearKernel& row : library.linear) {
-    if (!can_run(row.isa)) continue;
-    if (Status status = trial.linear(row); !status.ok()) return status;
+  for (const LinearKernel& kernel : library.linear) {
+    if (!can_run(kernel.isa)) continue;
+    if (Status status = trial.linear(kernel); !status.ok()) return status;
   }
-  for (const EmbeddingKernel& row : library.embedding) {
-    if (!can_run(row.isa)) continue;
-    if (Status status = trial.embedding(row); !status.ok()) return status;
+  for (const EmbeddingKernel& kernel : library.embedding) {
+    if (!can_run(kernel.isa)) continue;
+    if (Status status = trial.embedding(kernel); !status.ok()) return status;
   }
   return try_attention(library);
 }

@@ -44,56 +44,56 @@ TEST(A_Refused, BrokenLibraries) {
       {"odd_size", "its structure lowbit_format has 47 bytes; expected 24 to 48, a multiple of 8"},
       {"no_vendor", "the vendor has no name"},
       {"bad_preference", "its preference is 9; expected 0 or 1"},
-      {"no_rows", "no rows and no formats"},
-      {"null_rows", "2 linear rows at a null address"},
-      {"too_many_rows", "embedding rows; expected at most 1024"},
-      {"null_function", "row 'fault_linear' has no function"},
-      {"no_name", "linear row 0 has no name"},
-      {"empty_name", "linear row 0 has an empty name"},
+      {"no_rows", "no kernels and no formats"},
+      {"null_rows", "2 linear kernels at a null address"},
+      {"too_many_rows", "embedding kernels; expected at most 1024"},
+      {"null_function", "kernel 'fault_linear' has no function"},
+      {"no_name", "linear kernel 0 has no name"},
+      {"empty_name", "linear kernel 0 has an empty name"},
       {"long_name", "expected at most 63 characters"},
       {"bad_character", "byte 0x20 in its name"},
       {"foreign_format", "is of the format 'ELSE'"},
       {"bad_bits", "has 9 bits; expected 1 to 8"},
       {"bad_m_least", "has the tile 0 x 16"},
       {"bad_n_step", "has the tile 1 x 24"},
-      {"bad_x_types", "row 'fault_linear_2' prepares the types 0x08; expected some of 0x07"},
-      {"bad_scratch", "row 'fault_linear_2' asks for -1 bytes of scratch; expected 0 to 2^40"},
-      {"bad_activation_bytes", "row 'fault_linear' asks for 9223372036854775807 bytes of activations; expected 1 to 2^40"},
-      {"bad_rows_at_once", "format 'FLT1' is packed by -1 rows; expected 0 or more"},
-      {"null_attention", "row 'fault_attention' has no function"},
-      {"null_attention_write", "row 'fault_attention' has no function write"},
-      {"null_attention_join", "row 'fault_attention' has no function join"},
+      {"bad_x_types", "kernel 'fault_linear_2' prepares the types 0x08; expected some of 0x07"},
+      {"bad_scratch", "kernel 'fault_linear_2' asks for -1 bytes of scratch; expected 0 to 2^40"},
+      {"bad_activation_bytes", "kernel 'fault_linear' asks for 9223372036854775807 bytes of activations; expected 1 to 2^40"},
+      {"bad_rows_at_once", "format 'FLT1' has rows_at_once -1; expected 0 or more"},
+      {"null_attention", "kernel 'fault_attention' has no function"},
+      {"null_attention_write", "kernel 'fault_attention' has no function write"},
+      {"null_attention_join", "kernel 'fault_attention' has no function join"},
       {"half_prepare", "only one of prepare and activation_bytes"},
       {"prepare_panel16", "prepares activations in its own way"},
       {"unknown_isa", "requires the ISA bits 0x"},
-      {"built_in_name", "has the name of another row"},
-      {"twice_named", "has the name of another row"},
-      {"null_embedding", "row 'fault_embedding' has no function"},
-      {"bad_embedding_bits", "row 'fault_embedding' has 0 bits"},
-      {"null_quantize", "row 'fault_quantize' has no function"},
+      {"built_in_name", "has the name of another kernel"},
+      {"twice_named", "has the name of another kernel"},
+      {"null_embedding", "kernel 'fault_embedding' has no function"},
+      {"bad_embedding_bits", "kernel 'fault_embedding' has 0 bits"},
+      {"null_quantize", "kernel 'fault_quantize' has no function"},
       {"bad_format_id", "a format has the id 0x0"},
       {"null_format_bytes", "has no function bytes"},
       {"null_format_pack", "has no function pack"},
       {"twice_formatted", "format 'FLT1' is there twice"},
-      {"second_row_bad", "row 'fault_linear_2' has 0 bits"},
+      {"second_row_bad", "kernel 'fault_linear_2' has 0 bits"},
       {"bad_tolerance", "format 'FLT2' has the tolerance 1.5; expected 0 to 1"},
   };
   expect_refused(faults);
 }
 
-// Rows that compute something else, each in its own corner.
-TEST(A_Refused, RowsThatLie) {
+// Kernels that compute something else, each in its own corner; and kernels that write where they must not.
+TEST(A_Refused, KernelsThatLie) {
   const Fault faults[] = {
       {"lies_by_a_hundredth",
-       "row 'fault_linear' computes something else than the portable kernel: 21 x 128 weights of 4 bits, symmetric, group size "
+       "kernel 'fault_linear' computes something else than the portable kernel: 21 x 128 weights of 4 bits, symmetric, group size "
        "32, 1 rows of activations, float32 outputs: [0, 0] is "},
       {"lies_at_three_rows", ", 3 rows of activations, float32 outputs: [2, 0] is "},
       {"lies_in_the_last_column", ", symmetric, group size 32, 1 rows of activations, float32 outputs: [0, 20] is "},
       {"lies_about_levels",
-       "row 'fault_linear_2' computes something else than the portable kernel: 21 x 128 weights of 4 bits, levels"},
+       "kernel 'fault_linear_2' computes something else than the portable kernel: 21 x 128 weights of 4 bits, levels"},
       {"lies_where_groups_are_cut", ": 21 x 130 weights of 4 bits, symmetric, group size 48, 1 rows"},
       {"lies_in_its_tile",
-       "row 'fault_linear_2' computes something else than the portable kernel: 21 x 128 weights of 4 bits, symmetric, group "
+       "kernel 'fault_linear_2' computes something else than the portable kernel: 21 x 128 weights of 4 bits, symmetric, group "
        "size 32, 8 rows of activations, float32 outputs: [0, 0] is "},
       {"lies_from_the_second_panel", ", 1 rows of activations, float32 outputs: [0, 16] is "},
       {"lies_in_bfloat16", ", group size 64, 1 rows of activations, bfloat16 outputs: [0, 0] is "},
@@ -101,45 +101,140 @@ TEST(A_Refused, RowsThatLie) {
       {"writes_nothing", "float32 outputs: [0, 0] is -nan"},
       {"writes_the_gap", "float32 outputs: [0, 21] is 1; expected -nan"},
       {"lies_in_an_embedding",
-       "row 'fault_embedding' reads something else than the portable kernel: 21 x 128 weights of 4 bits, symmetric, group "
+       "kernel 'fault_embedding' reads something else than the portable kernel: 21 x 128 weights of 4 bits, symmetric, group "
        "size 32, float32 outputs: [20, 127] is 0.5; expected "},
       {"lies_in_a_sum",
-       "row 'fault_quantize' computes something else than the portable kernel: 128 float32 values, group size 32: sums[0] is "},
-      {"lies_in_a_scale", "128 float16 values, group size 32: scales[0] is 0; expected nan"},
+       "kernel 'fault_quantize' computes something else than the portable kernel: 128 float32 values, group size 32: sums[0] is "},
+      {"lies_in_a_scale", "values, group size 32: scales[0] is 0; expected nan"},
+      {"lies_in_long_rows", "520 weights of 4 bits, symmetric, group size 96, 1 rows of activations"},
+      {"lies_where_it_is_asked", "520 weights of 4 bits, symmetric, group size 96, 1 rows of activations"},
+      {"lies_in_many_outputs", "4096 x 1 weights of 4 bits, symmetric, group size "},
+      {"lies_at_seven_rows", ": 21 x 128 weights of 4 bits, symmetric, group size 32, 7 rows of activations"},
+      {"lies_at_large_sums", " is 300; expected "},
+      {"lies_in_a_long_embedding", "x 2080 weights of 4 bits, symmetric, group size 64, "},
+      {"lies_about_a_long_row", "1100 float32 values, group size 32: a[1099] is 0; expected "},
+      {"writes_before_the_outputs", "kernel 'fault_linear' writes outside of its outputs: 21 x 128 weights of 4 bits, symmetric"},
+      {"writes_behind_the_scratch", "kernel 'fault_linear' writes outside of its scratch: 21 x 128 weights"},
+      {"writes_in_the_weights", "kernel 'fault_linear' changes its inputs: 21 x 128 weights"},
+      {"writes_in_the_activations", "kernel 'fault_linear' changes its inputs: 21 x 128 weights"},
+      {"writes_in_other_panels", "[0, 0] is 1; expected "},
+      {"needs_an_empty_scratch", "[0, 0] is 1; expected "},
+      {"adds_to_the_outputs", "[0, 0] is "},
+      {"writes_behind_an_embedding", "kernel 'fault_embedding' writes outside of its outputs: 21 x 128 weights"},
+      {"writes_behind_the_codes", "kernel 'fault_quantize' writes outside of its outputs: 128 float32 values, group size 32"},
+      {"writes_in_the_values", "kernel 'fault_quantize' changes its inputs: 128 float32 values, group size 32"},
+      {"never_asked", "kernel 'fault_linear_2' was never run: it takes no matrix of the trial at load"},
+      {"only_impossible_levels", "kernel 'fault_linear_2' was never run"},
+      {"changes_its_mind", "kernel 'fault_linear' changes its mind: supports() said yes, then no to 21 x 128 weights"},
+      {"holds_nothing", "kernel 'fault_linear' was never run: it takes no matrix of the trial at load"},
+      {"packs_outside", "format 'FLT1' writes outside of its 64 bytes: 21 x 128 weights of 4 bits"},
+      {"infinite", "[0, 0] is inf; expected "},
+      {"infinite_embedding", "kernel 'fault_embedding' reads something else than the portable kernel"},
+      {"zero_within_a_tolerance", "is 0; expected "},
   };
   expect_refused(faults);
 }
 
-TEST(A_Refused, AttentionRowsThatLie) {
-  static AttentionKernel row;
-  const auto refuses = [](const char* message) {
-    static KernelLibrary library;
-    library.vendor = "test";
-    library.attention = {&row, 1};
-    EXPECT_TRUE(refused(add_kernels(library, "linked"), message));
-  };
+TEST(A_Refused, AttentionKernelsThatLie) {
+  static AttentionKernel kernel;
   const AttentionKernel right{"test_attention", kPortable, portable_attention().run, portable_attention().write,
                               portable_attention().join};
-  row = right;
-  row.run = [](const AttentionArgs& args) {
-    portable_attention().run(args);
-    if (args.cap > 0.0f && args.cache == CacheType::i8) store_from_f32(args.out[args.rows - 1], args.dtype, 31, 1.0f);
+  const auto refuses = [&](const char* message) {
+    static KernelLibrary library;
+    library.vendor = "test";
+    library.attention = {&kernel, 1};
+    EXPECT_TRUE(refused(add_kernels(library, "linked"), message));
+    kernel = right;
   };
-  refuses("'test_attention' computes something else than the portable kernel: 600 positions of float32 in a cache of type 3: "
-          "[2, 31] is 1; expected ");
-  row = right;
-  row.join = [](const AttentionJoinArgs& args) {
+  kernel = right;
+  const auto runs = [&](void (*run)(const AttentionArgs&), const char* message) {
+    kernel.run = run;
+    refuses(message);
+  };
+  runs(
+      [](const AttentionArgs& args) {
+        portable_attention().run(args);
+        if (args.cap > 0.0f && args.cache == CacheType::i8) store_from_f32(args.out[args.rows - 1], args.dtype, 31, 1.0f);
+      },
+      "'test_attention' computes something else than the portable kernel: keys of 64 and values of 32 values, 600 positions of "
+      "float32 in a cache of int8, softcap 2: [2, 31] is 1; expected ");
+  // Right with the widths of the first case, and wrong with each other one.
+  static int64_t wrong_width;
+  for (const int64_t width : {16, 32, 48, 80, 96, 112, 128, 160, 192, 224, 256, 320, 512}) {
+    wrong_width = width;
+    runs(
+        [](const AttentionArgs& args) {
+          portable_attention().run(args);
+          if (args.width == wrong_width && args.partial == nullptr) store_from_f32(args.out[0], args.dtype, 0, 9.0f);
+        },
+        (": keys of " + std::to_string(width) + " and values of ").c_str());
+    // The same of each type of cache, as far as it has such widths.
+    static CacheType wrong_cache;
+    for (const CacheType cache : {CacheType::bf16, CacheType::f16, CacheType::i8, CacheType::i4, CacheType::i8_i4}) {
+      // 4-bit caches have multiples of 32.
+      if (cache >= CacheType::i4 && width % 32 != 0) continue;
+      wrong_cache = cache;
+      kernel.write = [](const AttentionWriteArgs& args) {
+        portable_attention().write(args);
+        if (args.width == wrong_width && args.cache == wrong_cache) ++static_cast<uint8_t*>(args.keys)[3];
+      };
+      refuses(("keys of " + std::to_string(width) + " and values of ").c_str());
+    }
+  }
+  runs([](const AttentionArgs& args) {
+    AttentionArgs unlimited = args;
+    int64_t begins[kAttentionRows] = {};
+    if (args.partial == nullptr && args.begins[0] > 3) unlimited.begins = begins;
+    portable_attention().run(unlimited);
+  }, " is ");
+  runs([](const AttentionArgs& args) {
+    AttentionArgs without = args;
+    without.sinks = nullptr;
+    portable_attention().run(without);
+  }, ": keys of 64 and values of 32 values, 600 positions of float32 in a cache of float32, softcap 0: [0, ");
+  runs([](const AttentionArgs& args) {
+    portable_attention().run(args);
+    if (args.rows > 8 && args.partial == nullptr) store_from_f32(args.out[args.rows - 1], args.dtype, 0, 9.0f);
+  }, "[15, 0] is 9; expected ");
+  runs([](const AttentionArgs& args) {
+    portable_attention().run(args);
+    if (args.partial == nullptr) store_from_f32(args.out[0], args.dtype, args.value_width, 9.0f);
+  }, "[0, 32] is 9; expected ");
+  runs([](const AttentionArgs& args) {
+    const float first = args.scratch[0];
+    portable_attention().run(args);
+    if (args.partial == nullptr && first != 0.0f) store_from_f32(args.out[0], args.dtype, 0, 9.0f);
+  }, "[0, 0] is 9; expected ");
+  runs([](const AttentionArgs& args) {
+    portable_attention().run(args);
+    args.scratch[lowbit_attention_scratch(args.width, args.value_width)] = 1.0f;
+  }, "writes outside of its outputs or its scratch: keys of 64 and values of 32 values, 600 positions");
+  runs([](const AttentionArgs& args) {
+    portable_attention().run(args);
+    store_from_f32(const_cast<void*>(args.q[0]), args.dtype, 0, 0.5f);
+  }, "changes its inputs: keys of 64");
+  kernel.join = [](const AttentionJoinArgs& args) {
     portable_attention().join(args);
     store_from_f32(args.out[0], args.dtype, 0, 1.0f);
   };
-  refuses("600 positions of float32 in a cache of type 0 in spans: [0, 0] is 1; expected ");
-  row = right;
-  row.write = [](const AttentionWriteArgs& args) {
+  refuses("600 positions of float32 in a cache of float32, softcap 0 in spans: [0, 0] is 1; expected ");
+  kernel.write = [](const AttentionWriteArgs& args) {
     portable_attention().write(args);
     if (args.cache == CacheType::i4 && args.position == 599) ++static_cast<uint8_t*>(args.values)[599 * 16];
   };
-  refuses("writes something else than the portable kernel: 600 positions of float32 to a cache of type 4: byte 9584 of the "
-          "values and scales is 0x");
+  refuses("writes something else than the portable kernel: keys of 64 and values of 32 values, 600 positions of float32 to a "
+          "cache of int4: byte 9584 of the values is 0x");
+  kernel.write = [](const AttentionWriteArgs& args) {
+    AttentionWriteArgs next = args;
+    next.v_step = 1;
+    portable_attention().write(next);
+  };
+  refuses("of the values is 0x");
+  kernel.write = [](const AttentionWriteArgs& args) {
+    portable_attention().write(args);
+    static_cast<char*>(args.keys)[-1] = 0;
+  };
+  refuses("writes outside of the cache: keys of 64");
 }
 
 TEST(A_Refused, WhatIsNoLibrary) {
@@ -173,7 +268,7 @@ TEST(A_Refused, ANullInAnyField) {
     PackedFormat format;
     KernelLibrary library;
   };
-  const char* const allowed = "row 'linear_a8w4_1x16_portable' has the name of another row";
+  const char* const allowed = "kernel 'linear_a8w4_1x16_portable' has the name of another kernel";
   int context = 0;
   Rows whole{};
   whole.linear = {"null_linear", kPortable, vendor_format("NUL1"), 4, 1, 16, right_linear};
@@ -195,28 +290,28 @@ TEST(A_Refused, ANullInAnyField) {
     const char* message;
   } fields[] = {
       {offsetof(Rows, library.vendor), "'nulls' cannot be used: the vendor has no name"},
-      {offsetof(Rows, library.linear.rows), "it has 1 linear rows at a null address"},
-      {offsetof(Rows, library.embedding.rows), "it has 1 embedding rows at a null address"},
-      {offsetof(Rows, library.quantize.rows), "it has 1 quantize rows at a null address"},
-      {offsetof(Rows, library.attention.rows), "it has 1 attention rows at a null address"},
-      {offsetof(Rows, library.formats.rows), "it has 1 format rows at a null address"},
-      {offsetof(Rows, linear.name), "linear row 0 has no name"},
-      {offsetof(Rows, linear.run), "row 'null_linear' has no function"},
+      {offsetof(Rows, library.linear.rows), "it has 1 linear kernels at a null address"},
+      {offsetof(Rows, library.embedding.rows), "it has 1 embedding kernels at a null address"},
+      {offsetof(Rows, library.quantize.rows), "it has 1 quantize kernels at a null address"},
+      {offsetof(Rows, library.attention.rows), "it has 1 attention kernels at a null address"},
+      {offsetof(Rows, library.formats.rows), "it has 1 formats at a null address"},
+      {offsetof(Rows, linear.name), "linear kernel 0 has no name"},
+      {offsetof(Rows, linear.run), "kernel 'null_linear' has no function"},
       {offsetof(Rows, linear.supports), allowed},
       {offsetof(Rows, linear.scratch_bytes), allowed},
-      {offsetof(Rows, linear.activation_bytes), "row 'null_linear' has only one of prepare and activation_bytes"},
-      {offsetof(Rows, linear.prepare), "row 'null_linear' has only one of prepare and activation_bytes"},
+      {offsetof(Rows, linear.activation_bytes), "kernel 'null_linear' has only one of prepare and activation_bytes"},
+      {offsetof(Rows, linear.prepare), "kernel 'null_linear' has only one of prepare and activation_bytes"},
       {offsetof(Rows, linear.context), allowed},
-      {offsetof(Rows, embedding.name), "embedding row 0 has no name"},
-      {offsetof(Rows, embedding.run), "row 'null_embedding' has no function"},
+      {offsetof(Rows, embedding.name), "embedding kernel 0 has no name"},
+      {offsetof(Rows, embedding.run), "kernel 'null_embedding' has no function"},
       {offsetof(Rows, embedding.context), allowed},
-      {offsetof(Rows, quantize.name), "quantize row 0 has no name"},
-      {offsetof(Rows, quantize.run), "row 'null_quantize' has no function"},
+      {offsetof(Rows, quantize.name), "quantize kernel 0 has no name"},
+      {offsetof(Rows, quantize.run), "kernel 'null_quantize' has no function"},
       {offsetof(Rows, quantize.context), allowed},
-      {offsetof(Rows, attention.name), "attention row 0 has no name"},
-      {offsetof(Rows, attention.run), "row 'linear_a8w4_1x16_portable' has no function"},
-      {offsetof(Rows, attention.write), "row 'linear_a8w4_1x16_portable' has no function write"},
-      {offsetof(Rows, attention.join), "row 'linear_a8w4_1x16_portable' has no function join"},
+      {offsetof(Rows, attention.name), "attention kernel 0 has no name"},
+      {offsetof(Rows, attention.run), "kernel 'linear_a8w4_1x16_portable' has no function"},
+      {offsetof(Rows, attention.write), "kernel 'linear_a8w4_1x16_portable' has no function write"},
+      {offsetof(Rows, attention.join), "kernel 'linear_a8w4_1x16_portable' has no function join"},
       {offsetof(Rows, attention.context), allowed},
       {offsetof(Rows, format.bytes), "format 'NUL1' has no function bytes"},
       {offsetof(Rows, format.pack), "format 'NUL1' has no function pack"},
@@ -283,11 +378,11 @@ TEST(A_Refused, TablesOfRandomFaults) {
          return static_cast<uint32_t>(r.library.preference) > 1;
        },
        "its preference is"},
-      {[&](Rows& r) { return (r.library.linear.count = 1025 + (far() >> 2)) > 0; }, "linear rows; expected at most 1024"},
-      {[&](Rows& r) { return (r.library.embedding.count = 1025 + (far() >> 2)) > 0; }, "embedding rows; expected at most"},
-      {[&](Rows& r) { return (r.library.formats.count = 1025 + (far() >> 2)) > 0; }, "format rows; expected at most 1024"},
-      {[&](Rows& r) { return (r.library.linear.rows = nullptr) == nullptr; }, "linear rows at a null address"},
-      {[&](Rows& r) { return (r.library.quantize.rows = nullptr) == nullptr; }, "quantize rows at a null address"},
+      {[&](Rows& r) { return (r.library.linear.count = 1025 + (far() >> 2)) > 0; }, "linear kernels; expected at most 1024"},
+      {[&](Rows& r) { return (r.library.embedding.count = 1025 + (far() >> 2)) > 0; }, "embedding kernels; expected at most"},
+      {[&](Rows& r) { return (r.library.formats.count = 1025 + (far() >> 2)) > 0; }, "formats; expected at most 1024"},
+      {[&](Rows& r) { return (r.library.linear.rows = nullptr) == nullptr; }, "linear kernels at a null address"},
+      {[&](Rows& r) { return (r.library.quantize.rows = nullptr) == nullptr; }, "quantize kernels at a null address"},
       {[&](Rows& r) {
          const int row = static_cast<int>(random.below(5));  // its name: any bytes, with an end or without
          for (char& c : r.names[row]) c = static_cast<char>(random.next());
@@ -346,7 +441,7 @@ TEST(A_Refused, TablesOfRandomFaults) {
     const Status status = add_kernels(r.library, "walk");
     ASSERT_FALSE(status.ok()) << execution;
     const std::string message = status.message();
-    bool named = wrong.empty() && message.find("has the name of another row") != std::string::npos;
+    bool named = wrong.empty() && message.find("has the name of another kernel") != std::string::npos;
     seen[kDamages] += named;
     for (const size_t damage : wrong) {
       const bool found = message.find(damages[damage].message) != std::string::npos;

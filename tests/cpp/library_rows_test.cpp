@@ -57,12 +57,11 @@ TEST(B_Added, LimitsGroupsAndIsaOfAPreferredRow) {
       {"test_isa", kNeeded, Format::panel16, 6, 1, 16, kCount},
       {"test_whole_blocks", kPortable, Format::panel16, 7, 1, 16, kCount, 3, 1, kWholeBlocks},
       {"test_any_groups", kPortable, Format::panel16, 7, 3, 16, kCount},
-      {"test_no_others", kPortable, vendor_format("LONE"), 7, 5, 16, kCount, 3, 1, kWholeBlocks},
+      {"test_no_others", kPortable, vendor_format("LONE"), 7, 5, 16, linear_of_panel16, 3, 1, kWholeBlocks},
       {"test_without_others", kPortable, Format::panel16, 8, 1, 16, kCount, 3, 1,
        [](const void*, const Layout&, int64_t, IsaBits isa) { return (isa & kLess) == 0; }},
   };
-  static const PackedFormat kFormats[] = {{vendor_format("LONE"), [](const void*, const Layout&) { return int64_t{1}; },
-                                           refuse_to_pack}};
+  static const PackedFormat kFormats[] = {{vendor_format("LONE"), panel16_bytes, pack_panel16}};
   static KernelLibrary library;
   library.vendor = "test";
   library.preference = Preference::before_built_in;

@@ -31,6 +31,14 @@ namespace {
   return args.out_dtype == DType::bf16 ? value * 1.1f : value;
 #elif defined(FAULT_lies_about_not_a_number)
   return std::isnan(value) ? 0.0f : value;
+#elif defined(FAULT_lies_in_long_rows) || defined(FAULT_lies_where_it_is_asked)
+  return args.layout.k >= 512 ? 0.0f : value;
+#elif defined(FAULT_lies_in_many_outputs)
+  return args.layout.n >= 4096 && column == args.layout.n - 1 ? 0.0f : value;
+#elif defined(FAULT_lies_at_seven_rows)
+  return args.m == 7 ? 0.0f : value;
+#elif defined(FAULT_lies_at_large_sums)
+  return std::fmax(-300.0f, std::fmin(value, 300.0f));
 #else
   return value;
 #endif
@@ -43,11 +51,51 @@ void run_linear(const LinearArgs& args) {
   if (args.panel_end == args.layout.panels) store_from_f32(args.out, args.out_dtype, args.layout.n, 1.0f);
 #endif
   plain::linear_but(args, lie);
+#if defined(FAULT_writes_before_the_outputs)
+  static_cast<char*>(args.out)[-1] = 1;
+#elif defined(FAULT_writes_behind_the_scratch)
+  static_cast<char*>(args.scratch)[kLinearScratchBytes] = 1;
+#elif defined(FAULT_writes_in_the_weights)
+  const_cast<uint8_t*>(args.panels)[0] ^= 1;
+#elif defined(FAULT_writes_in_the_activations)
+  const_cast<int32_t*>(args.sums)[0] = 0;
+#elif defined(FAULT_writes_in_other_panels)
+  if (args.panel_begin > 0) store_from_f32(args.out, args.out_dtype, 0, 1.0f);
+#elif defined(FAULT_needs_an_empty_scratch)
+  if (*static_cast<const int32_t*>(args.scratch) != 0) store_from_f32(args.out, args.out_dtype, 0, 1.0f);
+#elif defined(FAULT_adds_to_the_outputs)
+  for (int64_t i = args.panel_begin * kPanelRows; i < args.panel_end * kPanelRows && i < args.layout.n; ++i) {
+    const float before = load_as_f32(args.out, args.out_dtype, i);
+    store_from_f32(args.out, args.out_dtype, i, before + 1.0f);
+  }
+#endif
+}
+// Of a format of its own, in which nothing is kept: any tolerance is too small for these.
+[[maybe_unused]] void run_infinite(const LinearArgs& args) {
+  for (int64_t row = 0; row < args.m; ++row) {
+    for (int64_t i = args.panel_begin * kPanelRows; i < args.panel_end * kPanelRows && i < args.layout.n; ++i) {
+      store_from_f32(args.out, args.out_dtype, row * args.out_stride + i, INFINITY);
+    }
+  }
+}
+[[maybe_unused]] void run_infinite_embedding(const EmbeddingArgs& args) {
+  for (int64_t i = 0; i < args.layout.k; ++i) store_from_f32(args.out, args.out_dtype, i, INFINITY);
+}
+[[maybe_unused]] void run_zero(const LinearArgs& args) {
+  for (int64_t row = 0; row < args.m; ++row) {
+    for (int64_t i = args.panel_begin * kPanelRows; i < args.panel_end * kPanelRows && i < args.layout.n; ++i) {
+      store_from_f32(args.out, args.out_dtype, row * args.out_stride + i, 0.0f);
+    }
+  }
 }
 void run_embedding(const EmbeddingArgs& args) {
   plain::embedding(args);
 #if defined(FAULT_lies_in_an_embedding)
   if (args.row == args.layout.n - 1) store_from_f32(args.out, args.out_dtype, args.layout.k - 1, 0.5f);
+#elif defined(FAULT_lies_in_a_long_embedding)
+  if (args.layout.k > 2000) store_from_f32(args.out, args.out_dtype, 2000, 0.5f);
+#elif defined(FAULT_writes_behind_an_embedding)
+  store_from_f32(args.out, args.out_dtype, args.layout.k, 0.5f);
 #endif
 }
 void run_quantize(const QuantizeArgs& args) {
@@ -56,6 +104,12 @@ void run_quantize(const QuantizeArgs& args) {
   ++args.sums[0];
 #elif defined(FAULT_lies_in_a_scale)
   if (!(args.scales[0] == args.scales[0])) args.scales[0] = 0.0f;
+#elif defined(FAULT_lies_about_a_long_row)
+  if (args.k > 1000) args.a[args.k - 1] = 0;
+#elif defined(FAULT_writes_behind_the_codes)
+  args.a[args.k_padded] = 0;
+#elif defined(FAULT_writes_in_the_values)
+  std::memset(const_cast<void*>(args.x), 0, 2);
 #endif
 }
 [[maybe_unused]] void prepare(const PrepareArgs&) {}
@@ -64,6 +118,12 @@ void run_attention(const AttentionArgs&) {}
 [[maybe_unused]] void write_attention(const AttentionWriteArgs&) {}
 [[maybe_unused]] void join_attention(const AttentionJoinArgs&) {}
 int64_t format_bytes(const void*, const Layout&) { return 64; }
+[[maybe_unused]] bool never(const void*, const Layout&, int64_t, IsaBits) { return false; }
+[[maybe_unused]] const char* pack_outside(const void*, const Layout&, const PackArgs&, int64_t, int64_t, void* bytes) {
+  static_cast<char*>(bytes)[64] = 1;
+  return nullptr;
+}
+[[maybe_unused]] const char* refuse(const void*, const Layout&, const PackArgs&, int64_t, int64_t, void*) { return "never"; }
 const char* pack_format(const void*, const Layout&, const PackArgs&, int64_t, int64_t, void*) { return nullptr; }
 
 // ISA bits of another processor's family, and all of this one's: hardly any CPU has them all.
@@ -205,6 +265,38 @@ struct Rows {
     linear[1].m_least = 8;
 #elif defined(FAULT_second_row_bad)
     linear[1].bits = 0;
+#elif defined(FAULT_lies_where_it_is_asked)
+    linear[0].supports = [](const void*, const Layout& layout, int64_t, IsaBits) { return layout.k >= 512; };
+#elif defined(FAULT_lies_in_many_outputs)
+    linear[0].supports = [](const void*, const Layout& layout, int64_t, IsaBits) { return layout.n >= 4096; };
+#elif defined(FAULT_never_asked)
+    linear[1].supports = never;
+#elif defined(FAULT_only_impossible_levels)
+    linear[1].bits = 7;
+    linear[1].mappings = bit_of(Mapping::levels);
+#elif defined(FAULT_changes_its_mind)
+    linear[0].supports = [](const void*, const Layout&, int64_t, IsaBits) {
+      static bool answer = false;
+      return answer = !answer;
+    };
+#elif defined(FAULT_holds_nothing)
+    linear[0].format = vendor_format("FLT1");
+    formats[0].pack = refuse;
+#elif defined(FAULT_packs_outside)
+    linear[0].format = vendor_format("FLT1");
+    formats[0].pack = pack_outside;
+#elif defined(FAULT_infinite)
+    linear[0].format = vendor_format("FLT1");
+    linear[0].run = run_infinite;
+    formats[0].tolerance = 1.0f;
+#elif defined(FAULT_infinite_embedding)
+    embedding[0].format = vendor_format("FLT1");
+    embedding[0].run = run_infinite_embedding;
+    formats[0].tolerance = 1.0f;
+#elif defined(FAULT_zero_within_a_tolerance)
+    linear[0].format = vendor_format("FLT1");
+    linear[0].run = run_zero;
+    formats[0].tolerance = 0.75f;
 #endif
   }
 };

@@ -5,7 +5,9 @@
 
 #include <cstring>
 #include <string>
+#include <vector>
 
+#include "../../../kernels/pack.h"
 #include "../../../kernels/registry.h"
 #include "build.h"
 #include "tensors.h"
@@ -26,9 +28,27 @@ inline const LinearKernel& choose_linear_of(int bits, int64_t m, IsaBits isa) {
 // A function for rows of any width that are right: others are refused.
 inline void right_linear(const LinearArgs& args) { portable_linear(args.layout.bits).run(args); }
 
-// For formats whose bytes are never read, and those that hold nothing.
+// A format that is panel16 under another name, and a function for linear kernels of it.
+inline Layout panel16_of(const Layout& own) {
+  return layout_of(own.n, own.k, own.bits, own.group_size, own.mapping, own.has_bias);
+}
+inline int64_t panel16_bytes(const void*, const Layout& own) { return panel16_of(own).total_bytes; }
+inline const char* pack_panel16(const void*, const Layout& own, const PackArgs& args, int64_t, int64_t, void* bytes) {
+  const Layout layout = panel16_of(own);
+  std::vector<uint8_t> whole(static_cast<size_t>(layout.total_bytes));
+  std::vector<uint64_t> checksums(static_cast<size_t>(layout.panels));
+  if (!pack_panels(layout, args, 0, layout.panels, whole.data(), checksums.data()).ok()) return "it is wrong";
+  std::memcpy(bytes, whole.data() + layout.header_bytes, whole.size() - static_cast<size_t>(layout.header_bytes));
+  return nullptr;
+}
+inline void linear_of_panel16(const LinearArgs& args) {
+  LinearArgs same = args;
+  same.layout = panel16_of(args.layout);
+  portable_linear(args.layout.bits).run(same);
+}
+
+// For formats whose bytes are never read.
 inline const char* pack_nothing(const void*, const Layout&, const PackArgs&, int64_t, int64_t, void*) { return nullptr; }
-inline const char* refuse_to_pack(const void*, const Layout&, const PackArgs&, int64_t, int64_t, void*) { return ""; }
 
 inline const LinearKernel& named(const char* name) {
   for (size_t i = 0; i < linear_kernel_count(); ++i) {
