@@ -3,7 +3,7 @@
 // which are the same to the machine. ukernel.h has the arithmetic, docs/format.md the bytes of a packed weight, and
 // docs/vendor.md how to write a library.
 //
-// A library defines one function, which is called at load, on the CPU that will run the rows:
+// A library defines one function, which is called at load, on the CPU that will run the kernels:
 //
 //   const lowbit_library* lowbit_kernels(uint32_t abi);    // C linkage, visible
 //
@@ -28,8 +28,8 @@ enum { LOWBIT_SYMMETRIC, LOWBIT_AFFINE, LOWBIT_LEVELS };    // mappings
 enum { LOWBIT_PANEL16 };                                    // the built-in format; others: LOWBIT_FORMAT
 // Types of keys and values; the last: keys as in I8, values as in I4.
 enum { LOWBIT_CACHE_F32, LOWBIT_CACHE_BF16, LOWBIT_CACHE_F16, LOWBIT_CACHE_I8, LOWBIT_CACHE_I4, LOWBIT_CACHE_I8_I4 };
-// Whether a library's rows are asked after or before those that are built in. Among libraries, the first loaded comes first.
-// A row that is preferred gets every call that it takes, on every CPU that can run it.
+// Whether a library's kernels are asked after or before those that are built in. Among libraries, the first loaded comes first.
+// A kernel that is preferred gets every call that it takes, on every CPU that can run it.
 enum { LOWBIT_AFTER_BUILT_IN, LOWBIT_BEFORE_BUILT_IN };
 
 // The format with a name of four letters, digits, '-' or '_'; zeros at the end make it shorter.
@@ -98,7 +98,7 @@ struct lowbit_layout {
   int bits;            // 1-8
   LOWBIT_AS(Mapping, uint8_t) mapping;
   bool has_bias;
-  uint8_t rotation;    // log2 of the inputs in a rotated block, or 0. Rows need not look: they get inputs rotated
+  uint8_t rotation;    // log2 of the inputs in a rotated block, or 0. Kernels need not look: they get rotated inputs
   int64_t n, k;        // output rows, inputs
   int64_t group_size;  // inputs per group, a multiple of 16; 0: one group per row (per channel)
 
@@ -142,7 +142,7 @@ static inline int64_t lowbit_scales_offset(const lowbit_layout* layout, int64_t 
   return (end < layout->blocks ? end : layout->blocks) * layout->block_bytes + group * layout->group_bytes;
 }
 
-// Arguments. `context` is always that of the row or format whose function is called. Only what says so is aligned.
+// Arguments. `context` is always that of the kernel or format whose function is called. Only what says so is aligned.
 
 // One row of activations to int8, with a scale and a sum for each segment. Only x may be unaligned.
 typedef struct lowbit_quantize_args {
@@ -171,22 +171,22 @@ typedef struct lowbit_linear_args {
   void* out;                 // row 0, column 0 of the whole output, in out_dtype
   LOWBIT_AS(DType, uint8_t) out_dtype;
   int64_t out_stride;        // elements from one row of the output to the next, at least layout.n
-  // What the row's own prepare() wrote, 64-byte aligned; then a, scales, sums and group_sums are null.
+  // What the kernel's own prepare() wrote, 64-byte aligned; then a, scales, sums and group_sums are null.
   const void* activations LOWBIT_DEFAULT(nullptr);
-  // What the row's scratch_bytes() asked for, and never less than LOWBIT_LINEAR_SCRATCH_BYTES; 64-byte aligned, of undefined
-  // content, of this call alone. Threads may have little stack (musl's have 128 KiB), and a row allocates nothing.
+  // What the kernel's scratch_bytes() asked for, and never less than LOWBIT_LINEAR_SCRATCH_BYTES; 64-byte aligned, of undefined
+  // content, of this call alone. Threads may have little stack (musl's have 128 KiB), and a kernel allocates nothing.
   void* scratch LOWBIT_DEFAULT(nullptr);
   const void* context LOWBIT_DEFAULT(nullptr);
 } lowbit_linear_args;
 
-// Some rows of activations into the form that a row of a vendor's packed format wants.
+// Some rows of activations into the form that a kernel of a vendor's packed format reads.
 typedef struct lowbit_prepare_args {
   const void* x;       // row 0: k values of x_dtype
   LOWBIT_AS(DType, uint8_t) x_dtype;
   int64_t x_stride;    // elements from one row to the next
   lowbit_layout layout;
   int64_t m;           // rows in all
-  int64_t begin, end;  // those to prepare; begin is a multiple of the row's m_least, and so is end unless it is m
+  int64_t begin, end;  // those to prepare; begin is a multiple of the kernel's m_least, and so is end unless it is m
   void* activations;   // activation_bytes(layout, m) bytes for all rows, 64-byte aligned
   const void* context LOWBIT_DEFAULT(nullptr);
 } lowbit_prepare_args;
@@ -294,9 +294,9 @@ typedef struct lowbit_unpack_args {
   float* bias;  // null without bias
 } lowbit_unpack_args;
 
-// Rows of the kernel table. A name is a row's own: up to 63 letters, digits, '-', '_' and '.'. `isa` has every bit that the
-// code needs: the row is used where the CPU has them all and LOWBIT_ISA allows them all. A row that needs more than the bits
-// can say is left out by lowbit_kernels() where the CPU lacks it. Fields behind `run` may be zero.
+// Kernels: entries of the kernel table. Names are unique: up to 63 letters, digits, '-', '_' and '.'. `isa` has every bit that
+// the code needs: the kernel is used where the CPU has them all and LOWBIT_ISA allows them all. A kernel that needs more than
+// bits can say is left out by lowbit_kernels() where the CPU lacks it. Fields behind `run` may be zero.
 
 typedef struct lowbit_quantize_row {
   const char* name;  // quantize_<isa>
@@ -310,14 +310,14 @@ typedef struct lowbit_linear_row {
   lowbit_isa isa;
   LOWBIT_AS(Format, uint32_t) format;
   uint8_t bits;
-  // Its tile: chosen from so many rows of m on, unless no other row is left; rows of weights at once, a divisor or a multiple
+  // Its tile: chosen from so many rows of m on, unless no other kernel is left; rows of weights at once, a divisor or multiple
   // of 16: calls begin, and but for the last end, at multiples of it where the work allows. It takes any m, and all of n.
   uint8_t m_least, n_step;
   void (*run)(LOWBIT_REF(lowbit_linear_args));
   uint8_t mappings LOWBIT_DEFAULT(3);  // that it reads: 1 << LOWBIT_AFFINE, ...; 0: symmetric and affine
   uint8_t x_types LOWBIT_DEFAULT(1);   // that prepare reads: 1 << LOWBIT_BF16, ...; it gets float32 of others. 0: float32
   // Whether it takes calls of m rows with such a matrix, on a CPU whose usable bits are `isa`; null: all of them. Asked in each
-  // call, before run(): short, and always of the same mind.
+  // call, before run(): short, with the same answer to the same question, and yes to a matrix of the trial (docs/vendor.md).
   bool (*supports)(const void* context, LOWBIT_REF(lowbit_layout), int64_t m, lowbit_isa isa) LOWBIT_DEFAULT(nullptr);
   // How much lowbit_linear_args.scratch has for calls of up to m rows, of which `threads` run at a time; null:
   // LOWBIT_LINEAR_SCRATCH_BYTES.
@@ -361,9 +361,9 @@ typedef struct lowbit_format {
                       int64_t end, void* bytes);
   const char* (*unpack)(const void* context, LOWBIT_REF(lowbit_layout), const void* bytes, int64_t begin, int64_t end,
                         LOWBIT_REF(lowbit_unpack_args)) LOWBIT_DEFAULT(nullptr);
-  // How far results of its rows may be from those of the portable kernels with the same weights in panel16, for the trial at
-  // load (ops/try_kernels.h): of linear rows, as a share of the sum of the magnitudes of all products and of the bias; of
-  // embedding rows, of the largest value of the row. 0: not at all, but for the rounding of outputs. At most 1.
+  // How far results of its kernels may be from those of the portable kernels with the same weights in panel16, for the trial at
+  // load (ops/try_kernels.h): of linear kernels, as a share of the sum of the magnitudes of all products and of the bias; of
+  // embedding kernels, of the largest value of the row. 0: not at all, but for the rounding of outputs. At most 1.
   float tolerance LOWBIT_DEFAULT(0.0f);
   // Threads pack and unpack at once if this is not 0: ranges of rows then begin, and but for the last end, at multiples of it.
   int32_t rows_at_once LOWBIT_DEFAULT(0);

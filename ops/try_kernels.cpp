@@ -276,6 +276,7 @@ class Trial {
     if (Status s = mins_.take(layout.n * layout.groups, &mins); !s.ok()) return s;
     if (Status s = bias_.take(layout.n, &bias); !s.ok()) return s;
     if (Status s = checksums_.take(layout.panels, &checksums); !s.ok()) return s;
+    std::memset(packed, 0, static_cast<size_t>(layout.total_bytes));
     weights_ = {codes, scales, has_mins(layout.mapping) ? mins : nullptr, layout.has_bias ? bias : nullptr};
     if (setup->format != nullptr && setup->ranges.panels() < layout.panels) {  // a format gets all of it
       std::memset(codes, 0, static_cast<size_t>(layout.n * layout.k));
@@ -550,6 +551,7 @@ class Trial {
     } expected, actual;
     char* x;
     if (Status s = prepared_from_.take((layout.k + 1) * size_of(type), &x); !s.ok()) return s;
+    std::memset(x, 0, static_cast<size_t>(size_of(type)));
     x += size_of(type);
     for (int64_t i = 0; i < layout.k; ++i) {
       const bool all = number % 8 == 1;  // zeros

@@ -1,6 +1,8 @@
 """Kernels of shared libraries: the example, a library with a packed format of its own, and broken ones."""
 
+import os
 import platform
+import re
 import shutil
 import struct
 import subprocess
@@ -140,6 +142,18 @@ def test_the_example_in_c_runs_a_model(fork_python, acme_in_c):
     assert run_checked(fork_python, USE + TRANSFORMER + IN_C, acme_in_c) == "same\n"
 
 
+def test_the_page_for_vendors_as_it_is_written(tmp_path):
+    """Its listing, built, loaded and tested by the commands of the page."""
+    page = (ROOT / "docs" / "vendor.md").read_text()
+    (tmp_path / "my_kernels.cpp").write_text(re.search(r"```cpp\n(.*?)```", page, re.S)[1])
+    commands = re.findall(r"```sh\n(.*?)```", page, re.S)
+    assert len(commands) == 2 and "-ffp-contract=off" in commands[0] and "load_kernels" in commands[1]
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(["bash", "-ec", "".join(commands)], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "'name': 'my_linear_a8w8'" in done.stdout and "'active': True" in done.stdout
+
+
 # What was found and what was expected, in a part of the message. The libraries: tests/vendor/faults.cpp.
 FAULTS = {
     "no_function": "is no kernel library: it has no function 'lowbit_kernels'",
@@ -188,6 +202,12 @@ FAULTS = {
     "lies_in_the_last_column": ", float32 outputs: [0, 20] is ",
     "lies_in_an_embedding": "kernel 'fault_embedding' reads something else than the portable kernel: ",
     "lies_in_a_scale": "kernel 'fault_quantize' computes something else than the portable kernel: ",
+    "lies_where_it_is_asked": "kernel 'fault_linear' computes something else than the portable kernel: 16 x 520 weights of 4 bits, ",
+    "never_asked": "kernel 'fault_linear_2' was never run: it takes no matrix of the trial at load, neither the small ones nor ",
+    "infinite": "kernel 'fault_linear' computes something else than the portable kernel: 21 x 128 weights of 4 bits, ",
+    "infinite_embedding": "kernel 'fault_embedding' reads something else than the portable kernel: 21 x 128 weights of 4 bits, ",
+    "writes_before_the_outputs": "kernel 'fault_linear' writes outside of its outputs: 21 x 128 weights of 4 bits, symmetric, ",
+    "writes_in_the_weights": "kernel 'fault_linear' changes its inputs: 21 x 128 weights of 4 bits, symmetric, ",
 }
 
 # Loads libraries that fail, one by one; prints each error, and checks that nothing of them stays.
