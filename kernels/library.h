@@ -1,4 +1,4 @@
-// Rows of the kernel table, and packed formats, from a shared library: what it exports, for libraries in C++. The operators
+// Kernels, and packed formats, from a shared library: what it exports, for libraries in C++. The operators
 // load it at run time (ops/load_kernels.h); nothing is built again. lowbit_ukernel.h has the structures, and is all that a
 // library in C needs.
 //
@@ -6,9 +6,9 @@
 //
 //   extern "C" LOWBIT_API const lowbit::KernelLibrary* lowbit_kernels(uint32_t abi);
 //
-// Rows of Format::panel16 keep the contract of ukernel.h to the bit, so that a result does not depend on who computed
-// it. A format of the vendor's own has its own rounding, and says how much that is. All rows are tried at load, and a library
-// with a row that computes something else is refused.
+// Kernels of Format::panel16 keep the contract of ukernel.h to the bit, so that a result does not depend on who computed
+// it. A format of the vendor's own has its own rounding, and says how much that is. All kernels are tried at load, and a
+// library with a kernel that computes something else is refused.
 #pragma once
 
 #include "pack.h"

@@ -36,7 +36,7 @@ Status add_kernels(const lowbit_library& library, const char* name) {
   // The copies of its tables, and of the path: the registry's if all goes well.
   const size_t bytes = copy_bytes(library), name_bytes = std::strlen(name) + 1;
   std::unique_ptr<void, FreeAligned> memory(allocate_aligned(static_cast<int64_t>(bytes + name_bytes)));
-  if (memory == nullptr) return Status::no_memory("no memory for the rows of '%s'", tail(name));
+  if (memory == nullptr) return Status::no_memory("no memory for the kernels of '%s'", tail(name));
   LoadedLibrary copy = copy_tables(library, memory.get());
   copy.path = static_cast<char*>(memory.get()) + bytes;
   std::memcpy(static_cast<char*>(memory.get()) + bytes, name, name_bytes);

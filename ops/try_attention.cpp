@@ -17,7 +17,8 @@ struct Case {
 constexpr Case kCases[] = {{64, 32, 600, 3},    {16, 16, 33, 1},    {32, 32, 47, 2},    {48, 80, 37, 5},   {80, 48, 273, 4},
                            {96, 96, 51, 16},    {112, 160, 35, 7},  {128, 128, 541, 4}, {160, 112, 61, 3}, {192, 128, 45, 9},
                            {224, 256, 290, 1},  {256, 224, 49, 8},  {256, 256, 265, 2}, {320, 64, 39, 3},  {512, 512, 43, 4}};
-constexpr CacheType kCaches[] = {CacheType::f32, CacheType::bf16, CacheType::f16, CacheType::i8, CacheType::i4, CacheType::i8_i4};
+constexpr CacheType kCaches[] = {CacheType::f32, CacheType::bf16, CacheType::f16,
+                                 CacheType::i8,  CacheType::i4,   CacheType::i8_i4};
 constexpr int64_t kMostPositions = 608, kSpans = 2;
 // Written behind the last position that is seen: values that the contract has cases for.
 constexpr int64_t kSpecial = 2;
@@ -80,8 +81,8 @@ class AttentionTrial {
   };
 
   Status says(const AttentionKernel& kernel, const char* what) const {
-    return Status::error("kernel '%s' %s: keys of %" PRId64 " and values of %" PRId64 " values, %" PRId64 " positions of %s in a "
-                         "cache of %s", kernel.name, what, case_.width, case_.value_width, case_.positions,
+    return Status::error("kernel '%s' %s: keys of %" PRId64 " and values of %" PRId64 " values, %" PRId64 " positions of %s in "
+                         "a cache of %s", kernel.name, what, case_.width, case_.value_width, case_.positions,
                          lowbit::name_of(type_), name_of(cache_));
   }
 
@@ -115,7 +116,7 @@ class AttentionTrial {
       const uint64_t before = position < 2 ? k_.checksum() + v_.checksum() : 0;
       portable_attention().write(to(expected_cache_, nullptr));
       kernel.write(to(actual_cache_, kernel.context));
-      if (position < 2 && before != k_.checksum() + v_.checksum()) return says(kernel, "changes the keys and values that it writes");
+      if (position < 2 && before != k_.checksum() + v_.checksum()) return says(kernel, "changes what it writes to the cache");
     }
     const GuardedMemory* const memories[] = {&actual_cache_.keys, &actual_cache_.values, &actual_cache_.key_scales,
                                              &actual_cache_.value_scales};
@@ -127,10 +128,10 @@ class AttentionTrial {
         const unsigned r = static_cast<const uint8_t*>(right)[i], f = static_cast<const uint8_t*>(found)[i];
         if (r == f) continue;
         return Status::error("kernel '%s' writes something else than the portable kernel: keys of %" PRId64 " and values of %"
-                             PRId64 " values, %" PRId64 " positions of %s to a cache of %s: byte %" PRId64 " of the %s is 0x%02x; "
-                             "expected 0x%02x",
-                             kernel.name, case_.width, case_.value_width, case_.positions, lowbit::name_of(type_), name_of(cache_),
-                             i, what, f, r);
+                             PRId64 " values, %" PRId64 " positions of %s to a cache of %s: byte %" PRId64 " of the %s is "
+                             "0x%02x; expected 0x%02x",
+                             kernel.name, case_.width, case_.value_width, case_.positions, lowbit::name_of(type_),
+                             name_of(cache_), i, what, f, r);
       }
       return Status();
     };
@@ -219,10 +220,11 @@ class AttentionTrial {
         const float found = load_as_f32(actual_out_, type_, at), right = load_as_f32(expected_out_, type_, at);
         if (same(found, right)) continue;
         return Status::error("kernel '%s' computes something else than the portable kernel: keys of %" PRId64 " and values of %"
-                             PRId64 " values, %" PRId64 " positions of %s in a cache of %s, softcap %g%s: [%" PRId64 ", %" PRId64
-                             "] is %.9g; expected %.9g",
-                             kernel.name, case_.width, case_.value_width, case_.positions, lowbit::name_of(type_), name_of(cache_),
-                             static_cast<double>(cap), how, r, i, static_cast<double>(found), static_cast<double>(right));
+                             PRId64 " values, %" PRId64 " positions of %s in a cache of %s, softcap %g%s: [%" PRId64 ", %"
+                             PRId64 "] is %.9g; expected %.9g",
+                             kernel.name, case_.width, case_.value_width, case_.positions, lowbit::name_of(type_),
+                             name_of(cache_), static_cast<double>(cap), how, r, i, static_cast<double>(found),
+                             static_cast<double>(right));
       }
     }
     return {};

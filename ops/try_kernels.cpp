@@ -150,8 +150,8 @@ class Trial {
   };
   static int length_of(int64_t k) { return k < 512 ? 0 : k < 2048 ? 1 : k < 8192 ? 2 : 3; }
 
-  // Calls try_kernel(setup, counts) for matrices of each kind that the kernel reads. `ask` says for how many rows of activations
-  // it takes calls with a layout, all of those in question or only whether there are some.
+  // Calls try_kernel(setup, counts) for matrices of each kind that the kernel reads. `ask` says for how many rows of
+  // activations it takes calls with a layout: all of those in question, or only whether there are some.
   template <class Kernel, class Ask, class Try>
   Status with_weights(const Kernel& kernel, int64_t columns, bool is_asked, const Ask& ask, const Try& try_kernel) {
     const PackedFormat* format = nullptr;
@@ -201,8 +201,9 @@ class Trial {
       }
     }
     if (was_run) return {};
-    return Status::error("kernel '%s' was never run: it takes no matrix of the trial at load, neither the small ones nor any of up "
-                         "to %" PRId64 " outputs and %" PRId64 " inputs that layers of published models have%s; expected one",
+    return Status::error("kernel '%s' was never run: it takes no matrix of the trial at load, neither the small ones nor any "
+                         "of up to %" PRId64 " outputs and %" PRId64 " inputs that layers of published models have%s; expected "
+                         "one",
                          kernel.name, *std::rbegin(kOtherSizes), kMostRegularSize,
                          format != nullptr ? ", or its format does not hold them" : "");
   }
@@ -253,7 +254,8 @@ class Trial {
         const auto supports = [&](IsaBits isa) { return kernel.supports(kernel.context, layout, m, isa); };
         const bool takes = supports(active_isa());
         if (all && takes != supports(active_isa())) {
-          return Status::error("kernel '%s' changes its mind: supports() said %s, then %s to %s, %" PRId64 " rows of activations",
+          return Status::error("kernel '%s' changes its mind: supports() said %s, then %s to %s, %" PRId64
+                               " rows of activations",
                                kernel.name, takes ? "yes" : "no", takes ? "no" : "yes", describe(layout).text, m);
         }
         if (!takes && !supports(kernel.isa)) continue;
@@ -288,7 +290,8 @@ class Trial {
       const int64_t begin = range.begin * kPanelRows, end = std::min(range.end * kPanelRows, layout.n);
       for (int64_t i = begin * layout.k; i < end * layout.k; ++i) {
         const uint32_t largest = (1u << layout.bits) - 1;
-        codes[i] = static_cast<uint8_t>(setup->extreme ? (i / layout.k % 2 == 0 ? largest : 0) : random_.next() >> (32 - layout.bits));
+        const uint32_t end_of_range = i / layout.k % 2 == 0 ? largest : 0;
+        codes[i] = static_cast<uint8_t>(setup->extreme ? end_of_range : random_.next() >> (32 - layout.bits));
       }
       for (int64_t i = begin * layout.groups; i < end * layout.groups; ++i) {
         scales[i] = setup->extreme ? 0.01f : random_.between(0.01f, 0.03f) * (random_.next() % 2 == 0 ? 1.0f : -1.0f);
@@ -450,8 +453,8 @@ class Trial {
     return sum;
   }
 
-  // In several calls, as threads would make them: in the order of the panels, or the other way round, so that what a call writes
-  // into another's panels stays there.
+  // In several calls, as threads would make them: in the order of the panels, or the other way round, so that what a call
+  // writes into another's panels stays there.
   Status run(const LinearKernel& kernel, const Setup& setup, LinearArgs args, const float* x, int number) {
     int64_t scratch_bytes = kLinearScratchBytes;
     constexpr int kThreads[] = {1, 2, 64};
@@ -528,8 +531,8 @@ class Trial {
           const float found = load_as_f32(actual, type, i), right = load_as_f32(expected, type, i);
           if (same(found, right)) continue;
           if (setup.format != nullptr && is_near(found, right, setup.format->tolerance * largest, type)) continue;
-          return Status::error("kernel '%s' reads something else than the portable kernel: %s, %s outputs: [%" PRId64 ", %" PRId64
-                               "] is %.9g; expected %.9g",
+          return Status::error("kernel '%s' reads something else than the portable kernel: %s, %s outputs: [%" PRId64 ", %"
+                               PRId64 "] is %.9g; expected %.9g",
                                kernel.name, describe(layout).text, name_of(type), row, i, static_cast<double>(found),
                                static_cast<double>(right));
         }
@@ -558,7 +561,8 @@ class Trial {
       const float value = all ? 0.0f : random_.between(-2.0f, 2.0f) * (number % 5 == 4 ? 1e-20f : 1.0f);
       store_from_f32(x, type, i, i % 257 == 17 ? special[(number + i) % 8] : value);
     }
-    GuardedMemory* const memories[2][4] = {{&codes_, &scales_, &checksums_, &mins_}, {&a_, &a_scales_, &a_sums_, &a_group_sums_}};
+    GuardedMemory* const memories[2][4] = {{&codes_, &scales_, &checksums_, &mins_},
+                                           {&a_, &a_scales_, &a_sums_, &a_group_sums_}};
     const auto take = [&](GuardedMemory* const (&memory)[4], Outputs* out) {
       if (Status s = memory[0]->take(padded, &out->a); !s.ok()) return s;
       if (Status s = memory[1]->take(layout.segments, &out->scales); !s.ok()) return s;

@@ -89,7 +89,11 @@ template <int Bits>
 void run(const LinearArgs& args) {
   // What a CPU without the unit runs.
   if (!has_unit() || is_too_large<Bits>(args)) {
-    return choose_linear(args.layout, args.m, active_isa() & ~kSme2, streams()).run(args);
+    // It may be a library's, with a context of its own.
+    const LinearKernel& other = choose_linear(args.layout, args.m, active_isa() & ~kSme2, streams());
+    LinearArgs its = args;
+    its.context = other.context;
+    return other.run(its);
   }
   dispatch<Bits>(args.layout, [&](auto bits, auto affine, auto halves) {
     constexpr int64_t kMost = kChunkTiles * kTileRows;

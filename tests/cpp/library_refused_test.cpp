@@ -85,8 +85,8 @@ TEST(A_Refused, BrokenLibraries) {
 TEST(A_Refused, KernelsThatLie) {
   const Fault faults[] = {
       {"lies_by_a_hundredth",
-       "kernel 'fault_linear' computes something else than the portable kernel: 21 x 128 weights of 4 bits, symmetric, group size "
-       "32, 1 rows of activations, float32 outputs: [0, 0] is "},
+       "kernel 'fault_linear' computes something else than the portable kernel: 21 x 128 weights of 4 bits, symmetric, group "
+       "size 32, 1 rows of activations, float32 outputs: [0, 0] is "},
       {"lies_at_three_rows", ", 3 rows of activations, float32 outputs: [2, 0] is "},
       {"lies_in_the_last_column", ", symmetric, group size 32, 1 rows of activations, float32 outputs: [0, 20] is "},
       {"lies_about_levels",
@@ -104,7 +104,7 @@ TEST(A_Refused, KernelsThatLie) {
        "kernel 'fault_embedding' reads something else than the portable kernel: 21 x 128 weights of 4 bits, symmetric, group "
        "size 32, float32 outputs: [20, 127] is 0.5; expected "},
       {"lies_in_a_sum",
-       "kernel 'fault_quantize' computes something else than the portable kernel: 128 float32 values, group size 32: sums[0] is "},
+       "kernel 'fault_quantize' computes something else than the portable kernel: 128 float32 values, group size 32: sums[0] "},
       {"lies_in_a_scale", "values, group size 32: scales[0] is 0; expected nan"},
       {"lies_in_long_rows", "520 weights of 4 bits, symmetric, group size 96, 1 rows of activations"},
       {"lies_where_it_is_asked", "520 weights of 4 bits, symmetric, group size 96, 1 rows of activations"},
@@ -113,7 +113,7 @@ TEST(A_Refused, KernelsThatLie) {
       {"lies_at_large_sums", ": 21 x 128 weights of 4 bits, symmetric, group size 32, 1 rows of activations, "},
       {"lies_in_a_long_embedding", "x 2080 weights of 4 bits, symmetric, group size 64, "},
       {"lies_about_a_long_row", "1100 float32 values, group size 32: a[1099] is 0; expected "},
-      {"writes_before_the_outputs", "kernel 'fault_linear' writes outside of its outputs: 21 x 128 weights of 4 bits, symmetric"},
+      {"writes_before_the_outputs", "kernel 'fault_linear' writes outside of its outputs: 21 x 128 weights of 4 bits"},
       {"writes_behind_the_scratch", "kernel 'fault_linear' writes outside of its scratch: 21 x 128 weights"},
       {"writes_in_the_weights", "kernel 'fault_linear' changes its inputs: 21 x 128 weights"},
       {"writes_in_the_activations", "kernel 'fault_linear' changes its inputs: 21 x 128 weights"},
