@@ -294,8 +294,9 @@ class Trial {
         codes[i] = static_cast<uint8_t>(setup->extreme ? end_of_range : random_.next() >> (32 - layout.bits));
       }
       for (int64_t i = begin * layout.groups; i < end * layout.groups; ++i) {
-        scales[i] = setup->extreme ? 0.01f : random_.between(0.01f, 0.03f) * (random_.next() % 2 == 0 ? 1.0f : -1.0f);
-        mins[i] = random_.between(-0.5f, 0.5f);
+        // Those of extreme weights are stored as they are: sums are then exactly as large as `magnitude` says.
+        scales[i] = setup->extreme ? 0x1p-7f : random_.between(0.01f, 0.03f) * (random_.next() % 2 == 0 ? 1.0f : -1.0f);
+        mins[i] = setup->extreme ? 0.25f : random_.between(-0.5f, 0.5f);
       }
       for (int64_t i = begin; i < end; ++i) bias[i] = random_.between(-1.0f, 1.0f);
       if (Status s = pack_panels(layout, weights_, range.begin, range.end, packed, checksums); !s.ok()) return s;
