@@ -24,7 +24,6 @@ _ELSEWHERE = {
     "CHANGELOG.md": "changes.md",
     "SECURITY.md": "security.md",
     "examples/cpp": "cpp.md",
-    "examples/vendor_kernel": "vendor.md",
 }
 _NAME = re.compile(r"`(docs/([a-z0-9_]+(?:/[a-zA-Z0-9_]+)?\.md)|" + "|".join(map(re.escape, _ELSEWHERE)) + ")`(?!\\])")
 
@@ -41,7 +40,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     for at, line in enumerate(lines):
         fenced ^= line.startswith("```")
         if not fenced and not line.startswith("    "):
-            lines[at] = _NAME.sub(link, line)
+            # Pages whose text lies above docs/ have links that begin there.
+            lines[at] = _NAME.sub(link, line).replace("](docs/", f"]({up}")
     return "\n".join(lines)
 
 
