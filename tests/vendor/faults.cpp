@@ -38,7 +38,7 @@ namespace {
 #elif defined(FAULT_lies_at_seven_rows)
   return args.m == 7 ? 0.0f : value;
 #elif defined(FAULT_lies_at_large_sums)
-  return std::fabs(value) > 12.0f ? std::copysign(12.0f, value) : value;
+  return args.layout.k < 512 && std::fabs(value) > 12.0f ? std::copysign(12.0f, value) : value;
 #elif defined(FAULT_reads_the_outputs)
   return value + 0.0f * load_as_f32(args.out, args.out_dtype, row * args.out_stride + column);
 #else
