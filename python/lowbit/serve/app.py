@@ -11,7 +11,6 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeAlias
 
 from starlette.applications import Starlette
@@ -19,7 +18,7 @@ from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 from torch import Tensor
@@ -32,6 +31,7 @@ from .engine import Engine
 from .errors import ApiError, bad
 from .metrics import Metrics
 from .models import LanguageModel
+from .page import HEADERS, PAGE
 from .protocol import Fields, asked, messages, prompts
 from .speech import MEDIA_TYPES, Listening, SpeechModel, Wish, read_recording, refuse_recording
 from .tools import Tools, read_tools
@@ -39,7 +39,6 @@ from .tools import Tools, read_tools
 Model: TypeAlias = LanguageModel | TextModel | SpeechModel
 log = logging.getLogger("lowbit.serve")
 _USUAL_TOKENS = 16  # of a completion that does not say how many, as in OpenAI's API
-PAGE = Path(__file__).with_name("page.html")
 _OPEN = ("/", "/health")  # asked without a key
 
 
@@ -404,8 +403,7 @@ class Server:
         return PlainTextResponse(self.metrics.text(), media_type="text/plain; version=0.0.4")
 
     async def _page(self, request: Request) -> Response:
-        policy = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:"
-        return FileResponse(PAGE, headers={"Content-Security-Policy": policy})
+        return HTMLResponse(PAGE, headers=HEADERS)
 
 
 async def _deltas(segments: AsyncIterator[str], listening: Listening) -> AsyncIterator[dict | ApiError]:
