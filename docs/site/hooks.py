@@ -25,10 +25,14 @@ _ELSEWHERE = {
     "SECURITY.md": "security.md",
     "examples/cpp": "cpp.md",
 }
+# A line that is only a link to a document outside of docs: the site has the document in its place.
+_WHOLE = re.compile(r"^\[[^]]+\]\(\.\./([\w/]+\.md)\)$", re.M)
 _NAME = re.compile(r"`(docs/([a-z0-9_]+(?:/[a-zA-Z0-9_]+)?\.md)|" + "|".join(map(re.escape, _ELSEWHERE)) + ")`(?!\\])")
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    root = Path(config.docs_dir).parent
+    markdown = _WHOLE.sub(lambda found: (root / found[1]).read_text(encoding="utf-8"), markdown)
     up = "../" * page.file.src_uri.count("/")
 
     def link(found: re.Match) -> str:

@@ -39,7 +39,7 @@ ENVIRONMENT = {
 PAGE = """# Programs that work
 
 Programs of other projects that load, run or train packed checkpoints, each with the version that was tried. No program below
-imports lowbit, except where a quantized model is made in the program itself: `pip install lowbit` registers packed checkpoints
+imports lowbit, except where a quantized model is made in the program itself: an installed lowbit registers packed checkpoints
 with transformers, peft and ExecuTorch ([how](internals/files.md)). {passed} of {all} programs pass.
 
 `make ecosystem` runs them and says what changed since this table; `make ecosystem-doc` writes it. A job runs them every week

@@ -144,7 +144,7 @@ def test_the_model_card_says_what_to_install(tmp_path, card):
     matter, note, rest = re.fullmatch(
         rb"(---.*?---\r?\n)?(<!-- lowbit: begin.*lowbit: end -->\n)\n?(.*)", packed, re.S
     ).groups()
-    assert b"pip install 'lowbit[llm]'" in note and b"Do not pass `ignore_mismatched_sizes=True`" in note
+    assert b"pip install '.[llm]'` in a clone" in note and b"Do not pass `ignore_mismatched_sizes=True`" in note
     assert (matter or b"") + rest == (card or b"")
     write_note(tmp_path / "packed")  # once is enough
     assert (tmp_path / "packed" / "README.md").read_bytes() == packed

@@ -378,4 +378,4 @@ def test_the_page_needs_nothing_from_elsewhere():
     assert "unsafe" not in served.HEADERS["Content-Security-Policy"] and served.PAGE.count("<script") == 3
     version = re.search(r"marked v([\d.]+) - a markdown parser", files["marked.umd.js"])[1]
     notice = (Path(__file__).parents[2] / "NOTICE").read_text(encoding="utf-8")
-    assert f"marked {version} from npm" in notice and "MIT" in files["marked.LICENSE.md"]
+    assert f"marked {version} from npm" in notice and "MIT" in files["marked.LICENSE"]

@@ -8,9 +8,10 @@ from pathlib import Path
 CARD = "README.md"
 
 _NOTE = """<!-- lowbit: begin -->
-> The weights of this checkpoint are packed by lowbit. Install lowbit to load it: `pip install 'lowbit[llm]'`. transformers and
-> the programs that use it then load it without an import of lowbit. Without lowbit transformers stops and reports mismatched
-> sizes. Do not pass `ignore_mismatched_sizes=True` there: the model would run with random weights.
+> The weights of this checkpoint are packed by lowbit, which is needed to load it: run `pip install '.[llm]'` in a clone of
+> lowbit's repository. lowbit is not on PyPI yet. transformers and the programs that use it then load the checkpoint without an
+> import of lowbit. Without lowbit transformers stops and reports mismatched sizes. Do not pass `ignore_mismatched_sizes=True`
+> there: the model would run with random weights.
 <!-- lowbit: end -->
 """
 _FOUND = re.compile(r"<!-- lowbit: begin -->.*?<!-- lowbit: end -->\r?\n(?:\r?\n)?", re.S)
