@@ -78,3 +78,27 @@ def test_every_document_is_on_the_site(site):
     assert documents <= {path.stem for path in site.glob("*.html")}
     assert os.listdir(site / "plots") and not list(site.rglob("*.py"))
     assert ">Bloom<wbr>For<wbr>CausalLM<" in (site / "models.html").read_text(encoding="utf-8")  # a phone shows what is right
+
+
+def test_pages_of_documents_outside_docs(site):
+    """As a file such a page has a link to the document, on the site the document itself."""
+    whole = re.compile(r"^\[(.+)\]\(\.\./(.+\.md)\)$", re.M)
+    linked = {
+        path.stem: match for path in (ROOT / "docs").glob("*.md") if (match := whole.search(path.read_text(encoding="utf-8")))
+    }
+    assert {"changes", "contributing", "cpp", "security"} <= set(linked)
+    for page, match in linked.items():
+        assert match[1] == match[2]
+        heading = (ROOT / match[2]).read_text(encoding="utf-8").split("\n", 1)[0].removeprefix("# ")
+        assert heading in html.unescape((site / f"{page}.html").read_text(encoding="utf-8"))
+    assert [path for path in (ROOT / "docs").rglob("*.md") if "--8<--" in path.read_text(encoding="utf-8")] == []
+
+
+def test_what_can_be_installed():
+    """Nothing can be installed by the name lowbit yet. One page says what an installed lowbit makes of it, beside an error's text."""
+    named = [
+        path.name
+        for path in (*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md"))
+        if re.search(r"pip install ['\"]?lowbit\b(?!-)", path.read_text(encoding="utf-8"))
+    ]
+    assert sorted(named) == ["errors.md", "python.md"]
