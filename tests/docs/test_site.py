@@ -95,7 +95,7 @@ def test_pages_of_documents_outside_docs(site):
 
 
 def test_what_can_be_installed():
-    """Nothing can be installed by the name lowbit yet. One page says what an installed lowbit makes of it, beside an error's text."""
+    """Nothing can be installed by the name lowbit yet: one page explains it, and one repeats an error."""
     named = [
         path.name
         for path in (*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md"))
