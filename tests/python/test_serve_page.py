@@ -1,4 +1,4 @@
-"""The chat page of `lowbit serve` in a browser: a user types, reads, scrolls, stops; a model's text never becomes more than text."""
+"""The chat page of `lowbit serve` in a browser: a user types, reads, scrolls, stops; a model's text stays text."""
 
 import contextlib
 import json
@@ -297,7 +297,8 @@ def test_markdown(tmp_path):
         return f'<a href="{href}" title="{href}" target="_blank" rel="noopener noreferrer">{text}</a>'
 
     expected = (
-        "<h1>Title</h1><p>One <em>two</em> <strong>three</strong> <code>a&lt;b</code> <s>four</s> &lt;A&amp;unknown;<br>next line</p>"
+        "<h1>Title</h1><p>One <em>two</em> <strong>three</strong> <code>a&lt;b</code> <s>four</s> "
+        "&lt;A&amp;unknown;<br>next line</p>"
         '<ul><li><span>x</span><ol start="1"><li><span>y</span></li></ol></li>'
         '<li><input type="checkbox" disabled=""><span>z</span></li></ul>'
         "<pre><code>if a &lt; b:\n    print('&lt;b&gt;')</code></pre><blockquote><p>quoted</p></blockquote>"
@@ -316,8 +317,10 @@ HOSTILE = """<script>document.title = 'run'</script>
 [a](javascript:document.title='run') [b](JaVaScRiPt&colon;document.title='run') [c](&#106;avascript:document.title='run')
 [d](data:text/html,<script>1</script>) <javascript:document.title='run'> [e](//127.0.0.1:9/e) [f](vbscript:x "onclick=x")
 
-<iframe src="http://127.0.0.1:9/"></iframe><link rel="stylesheet" href="http://127.0.0.1:9/s.css"><style>* { display: none }</style>
-<form action="http://127.0.0.1:9/"><button id="send">x</button></form> <base href="http://127.0.0.1:9/"> <div class="error" id="log">
+<iframe src="http://127.0.0.1:9/"></iframe>
+<link rel="stylesheet" href="http://127.0.0.1:9/s.css"><style>* { display: none }</style>
+<form action="http://127.0.0.1:9/"><button id="send">x</button></form>
+<base href="http://127.0.0.1:9/"> <div class="error" id="log">
 
 ```"onmouseover="document.title='run'
 </code></pre><script>document.title = 'run'</script>
