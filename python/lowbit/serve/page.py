@@ -25,7 +25,8 @@ PAGE = _read()
 # A model's text is untrusted. Should the page ever take it for HTML, nothing of it runs, and nothing is fetched.
 HEADERS = {
     "Content-Security-Policy": f"default-src 'none'; script-src {_hashes('script')}; style-src {_hashes('style')}; "
-    "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; "
+    "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "require-trusted-types-for 'script'; "
     "trusted-types 'none'",
     "X-Content-Type-Options": "nosniff",
     "X-DNS-Prefetch-Control": "off",  # browsers ask for the names in links before they are followed
