@@ -4,8 +4,9 @@ import pytest
 import torch
 from command_line import FLOAT, TINY
 from lowbit import llm
-from lowbit.llm.chat import Chat, Sampling, chat_template, render, sampling_of
+from lowbit.llm.chat import Chat, Sampling, sampling_of
 from lowbit.llm.loading import load_model, load_tokenizer
+from lowbit.llm.templates import chat_template, render
 from transformers import GenerationConfig
 
 PLAIN = (TINY / "plain.jinja").read_text()  # the texts of all turns, one behind the other

@@ -14,8 +14,8 @@ from gguf_files import write_model
 from lowbit import llm
 from lowbit.cli import chat as command
 from lowbit.cli.output import Output
-from lowbit.llm.chat import render
 from lowbit.llm.loading import TextStream, load_model, load_tokenizer
+from lowbit.llm.templates import render
 from test_chat import PLAIN
 
 READY, ACCEPTED = "\x1b[?2004h", "\x1b[?2004l"  # bracketed paste: on while a line is typed

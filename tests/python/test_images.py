@@ -73,6 +73,21 @@ def shown(root, *numbers):
     return [PIL.Image.open(root / f"{number}.png").convert("RGB") for number in numbers]
 
 
+def test_a_message_with_the_text_of_a_control_token_is_refused(packed):
+    path, root = packed("gemma3")
+    processor, image = load_image_processor(path), shown(root, 0)
+    template = llm.images.image_template(processor, path)
+    for text in ("a <eos> b", "<eos>"):
+        with pytest.raises(ValueError, match="has the text of a control token of the model; lowbit does not take it"):
+            llm.images.inputs_of(processor, [message("user", text, image)], template)
+    for text in ("a <b> c <", "os>"):  # what only begins or ends like one
+        messages = [message("user", text, image)]
+        expected = processor.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
+        )
+        assert llm.images.inputs_of(processor, messages, template)["input_ids"].equal(expected["input_ids"])
+
+
 @pytest.mark.parametrize("kind", FAMILIES)
 @pytest.mark.filterwarnings("ignore:.* of the bytes of this .* stay float")
 def test_the_tokens_are_those_of_transformers(packed, kind):

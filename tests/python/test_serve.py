@@ -21,8 +21,8 @@ import torch
 from command_line import FLOAT, LOWBIT, ONE_THREAD, PROMPT, TINY, invoke
 from command_line import error as failed
 from lowbit import llm
-from lowbit.llm.chat import render
 from lowbit.llm.loading import load_model, load_tokenizer, stop_tokens
+from lowbit.llm.templates import render
 from needs import need_packages
 
 need_packages("starlette", "uvicorn")

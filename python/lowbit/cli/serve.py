@@ -142,8 +142,8 @@ def _load(
     **more: Any,
 ) -> Model:
     from lowbit import llm
-    from lowbit.llm.chat import chat_template
     from lowbit.llm.loading import load_tokenizer
+    from lowbit.llm.templates import chat_template
     from lowbit.serve import embeddings, speech
     from lowbit.serve.models import LanguageModel
 

@@ -90,9 +90,9 @@ class Session:
             images: that the model will see.
             needs: options that require lowbit's decoder, and whether they were given.
         """
-        from lowbit.llm.chat import chat_template
         from lowbit.llm.images import check_takes_images, open_image, sees_only
         from lowbit.llm.loading import load_tokenizer, stop_tokens
+        from lowbit.llm.templates import chat_template
 
         self.images = [open_image(image) for image in images]  # their errors come first
         with imported(self.output, self.path) as self.path:
@@ -153,8 +153,8 @@ class Session:
 
     def prompt(self, text: str) -> list[int]:
         """The tokens of a text, or of a message in the chat template."""
-        from lowbit.llm.chat import render
         from lowbit.llm.loading import check_tokens
+        from lowbit.llm.templates import render
 
         ids: list[int]
         if self.processor is not None:

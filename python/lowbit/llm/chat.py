@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..files.untrusted import interpreting
 from .generation import generate
 from .loading import check_tokens
 from .prefixes import PrefixCache
 from .sampling import Sampling
 from .stopping import TextUntil
+from .templates import render
 
 Message = dict[str, str]
 
@@ -28,45 +27,6 @@ _OTHER_SETTINGS = {
     "forced_bos_token_id": (), "forced_eos_token_id": (), "exponential_decay_length_penalty": (), "stop_strings": ([],),
     "penalty_alpha": (0,),
 }  # fmt: skip
-
-
-def chat_template(tokenizer: Any, path: str | os.PathLike[str]) -> str:
-    """The tokenizer's chat template; of several the default one.
-
-    Args:
-        path: of the tokenizer, for the error.
-
-    Raises:
-        ValueError: it has none.
-    """
-    template: str | dict[str, str] | None = tokenizer.chat_template
-    if isinstance(template, dict):
-        template = template.get("default")
-    if not template:
-        raise ValueError(
-            f"the tokenizer in {path} has no chat template: the model may be "
-            "made to continue texts only (lowbit generate without --chat), or chat_template.jinja was not copied; "
-            "lowbit chat --template FILE gives one"
-        )
-    return template
-
-
-def render(
-    tokenizer: Any, messages: list[Message] | list[dict[str, Any]], template: str, tools: list[dict[str, Any]] | None = None
-) -> list[int]:
-    """Tokens of a conversation up to the model's answer. The template adds special tokens, also a first one.
-
-    Args:
-        tools: functions that the model may call, in OpenAI's format.
-
-    Raises:
-        ValueError: the template is damaged, or refuses the messages; some take no system prompt.
-    """
-    with interpreting("the chat template does not take this conversation"):
-        text = tokenizer.apply_chat_template(
-            messages, tools, chat_template=template, add_generation_prompt=True, tokenize=False
-        )
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def sampling_of(model: torch.nn.Module) -> tuple[Sampling, int | None, list[str]]:

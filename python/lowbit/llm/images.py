@@ -17,9 +17,10 @@ from ..files.config_json import read_config
 from ..files.untrusted import check_regular, interpreting
 from ..hf import decoding
 from ..hf.continuing import OwnCaches
-from .chat import Chat, chat_template, sampling_of
+from .chat import Chat, sampling_of
 from .decoder import check_call
 from .loading import check_image_type, load_image_model, load_image_processor, stop_tokens
+from .templates import chat_template, check_control_tokens
 
 if TYPE_CHECKING:
     from ..hf.config import LowBitConfig
@@ -179,8 +180,9 @@ def inputs_of(processor: Any, messages: Sequence[Mapping[str, Any]], template: s
         messages: with a list of parts as content, images among them (:func:`message`).
 
     Raises:
-        ValueError: the template or the processor refuses them.
+        ValueError: the template or the processor refuses them, or a text has the text of a control token.
     """
+    check_control_tokens(processor.tokenizer, processor, list(messages), template)
     with interpreting("the chat template or the image processor does not take this conversation"):
         inputs = processor.apply_chat_template(
             list(messages), chat_template=template, add_generation_prompt=True, tokenize=True, return_dict=True,

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 
 from ..llm.batch import Text
-from ..llm.chat import render, sampling_of
+from ..llm.chat import sampling_of
 from ..llm.decoder import Decoder
 from ..llm.loading import stop_tokens
 from ..llm.sampling import Sampling
 from ..llm.stopping import BREAKERS, breakers
+from ..llm.templates import render
 from .errors import ApiError, bad
 from .prefixes import PrefixBatch
 from .protocol import Asked

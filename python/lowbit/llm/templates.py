@@ -1,0 +1,297 @@
+"""Chat templates: the tokens of a conversation, in which only the template itself writes control tokens."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import sys
+import time
+from bisect import bisect_right
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from importlib import import_module
+from types import FrameType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from ..files.untrusted import interpreting
+
+_SECONDS = 10  # of CPU time; the template of a long conversation takes some milliseconds
+_UNMARKED_ROLE = re.compile(r"\w+")  # templates compare roles, and make control tokens of them: '<|' + role + '|>'
+_PRIVATE = range(0xF0000, 0xFFFFE)  # letters that Unicode leaves to private use
+# Tokenizers that do not call all of their control tokens special (DeepSeek's) write them so.
+_LOOKS_LIKE_CONTROL = re.compile(r"<[|\uff5c].+[|\uff5c]>", re.DOTALL)
+
+
+def chat_template(tokenizer: Any, path: str | os.PathLike[str]) -> str:
+    """The tokenizer's chat template; of several the default one.
+
+    Args:
+        path: of the tokenizer, for the error.
+
+    Raises:
+        ValueError: it has none.
+    """
+    template: str | dict[str, str] | None = tokenizer.chat_template
+    if isinstance(template, dict):
+        template = template.get("default")
+    if not template:
+        raise ValueError(
+            f"the tokenizer in {path} has no chat template: the model may be "
+            "made to continue texts only (lowbit generate without --chat), or chat_template.jinja was not copied; "
+            "lowbit chat --template FILE gives one"
+        )
+    return template
+
+
+def render(
+    tokenizer: Any,
+    messages: list[dict[str, str]] | list[dict[str, Any]],
+    template: str,
+    tools: list[dict[str, Any]] | None = None,
+) -> list[int]:
+    """Tokens of a conversation up to the model's answer. The template adds special tokens, also a first one.
+
+    The text of a control token in a message or a tool becomes ordinary tokens. All other texts become the tokens of the whole
+    text at once.
+
+    Args:
+        tools: functions that the model may call, in OpenAI's format.
+
+    Raises:
+        ValueError: the template is damaged, loops, or refuses the messages (some take no system prompt); or a message has the
+            text of a control token, and the template treats it in another way than other texts.
+    """
+    control = _control_tokens(tokenizer)
+    text, places = _rendered(tokenizer, messages, template, tools, control)
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    ids: list[int] = list(encoded["input_ids"])
+    # A token that takes the spaces beside it in has a longer range than its text.
+    found = [(token, *where) for token, where in zip(ids, encoded["offset_mapping"], strict=True) if token in control.names]
+    expected = [(control.ids[text[start:end]], start, end) for start, end in places]
+    if len(found) == len(expected) and all(
+        token == wanted and first <= start and end <= last
+        for (token, first, last), (wanted, start, end) in zip(found, expected, strict=True)
+    ):
+        return ids
+    # Some tokens are such only between words: where the tokenizer sees none at all, the template has written a text.
+    ends = [last for _, _, last in found]
+    places = [(start, end) for start, end in places if (at := bisect_right(ends, start)) < len(found) and found[at][1] < end]
+    return control.encode(text, places)
+
+
+def check_control_tokens(tokenizer: Any, processor: Any, messages: list[Any], template: str) -> None:
+    """Raises ValueError for a conversation with images in which a message has the text of a control token."""
+    control = _control_tokens(tokenizer)
+    if control.marked(messages) != messages:
+        text, places = _rendered(processor, messages, template, None, control)
+        if len(places) != len(control.places(text)):
+            raise ValueError(
+                "a message has the text of a control token of the model; lowbit does not take it in a conversation with images"
+            )
+
+
+def _rendered(
+    tokenizer: Any, messages: Any, template: str, tools: list[dict[str, Any]] | None, control: _Control
+) -> tuple[str, list[tuple[int, int]]]:
+    """The text of a conversation, and where in it the template has written control tokens."""
+
+    def once(messages: Any, tools: Any) -> str:
+        with interpreting("the chat template does not take this conversation"), _time_limit():
+            _check_powers(template)
+            return str(
+                tokenizer.apply_chat_template(
+                    messages, **({} if tools is None else {"tools": tools}), chat_template=template,
+                    add_generation_prompt=True, tokenize=False,
+                )
+            )  # fmt: skip
+
+    text = once(messages, tools)
+    marked = control.marked([messages, tools])
+    if marked == [messages, tools]:
+        return text, control.places(text)
+    try:
+        without = once(*marked)
+    except ValueError:
+        without = ""
+    # One letter stands for one other, so that places are the same in both texts.
+    if without.translate(control.originals) != text:
+        raise ValueError(
+            "a message has the text of a control token of the model, and the chat template treats it in another way than other "
+            "texts, so that lowbit cannot tell it from the template's own; leave it out, or write it in another way"
+        )
+    return text, control.places(without)
+
+
+@lru_cache
+def _check_powers(template: str) -> None:
+    """Raises ValueError for a template with powers: one of large numbers takes hours in a single step."""
+    lexer: Any = import_module("jinja2").Environment()
+    if any(kind == "operator" and value == "**" for _, kind, value in lexer.lex(template)):
+        raise ValueError("the chat template has the operator **; expected one without powers")
+
+
+@contextmanager
+def _time_limit() -> Iterator[None]:
+    """A context in which a chat template that takes too long raises ValueError: its sandbox limits memory, but not time."""
+    end = time.thread_time() + _SECONDS
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        if frame.f_code.co_filename != "<template>":  # jinja's name for it
+            return None
+        if time.thread_time() > end:
+            raise ValueError(f"the chat template takes more than {_SECONDS} s for a conversation; expected one that ends")
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
+@dataclass(eq=False)
+class _Control:
+    """The control tokens of a tokenizer."""
+
+    backend: Any
+    ids: dict[str, int]  # by their texts
+
+    @cached_property
+    def names(self) -> dict[int, str]:
+        """Names that no text has, by ids: drawn, because a user must not know them."""
+        start = "".join(chr(secrets.choice(_PRIVATE)) for _ in range(8))
+        return {number: f"{start}{chr(_PRIVATE[i])}" for i, number in enumerate(self.ids.values())}
+
+    @cached_property
+    def marks(self) -> dict[str, str]:
+        """A private letter for each letter of a token; drawn, as the names."""
+        letters = set().union(*self.ids)
+        start = secrets.randbelow(len(_PRIVATE) - len(letters))
+        return {letter: chr(_PRIVATE[start + i]) for i, letter in enumerate(sorted(letters))}
+
+    @cached_property
+    def originals(self) -> dict[int, str]:
+        return {ord(mark): letter for letter, mark in self.marks.items()}
+
+    @cached_property
+    def _any(self) -> re.Pattern[str]:
+        longest_first = sorted(self.ids, key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+
+    @cached_property
+    def _anywhere(self) -> re.Pattern[str]:
+        return re.compile(f"(?={self._any.pattern})")
+
+    @cached_property
+    def _starts(self) -> set[str]:
+        return {text[:count] for text in self.ids for count in range(1, len(text))}
+
+    @cached_property
+    def _ends(self) -> set[str]:
+        return {text[-count:] for text in self.ids for count in range(1, len(text))}
+
+    @cached_property
+    def _firsts(self) -> set[str]:
+        return {text[0] for text in self.ids}
+
+    @cached_property
+    def _lasts(self) -> set[str]:
+        return {text[-1] for text in self.ids}
+
+    def places(self, text: str) -> list[tuple[int, int]]:
+        """Where the text has control tokens."""
+        return [found.span() for found in self._any.finditer(text)]
+
+    def marked(self, value: Any, key: Any = None) -> Any:
+        """A copy of a part of messages or tools in which no text is, or may become with its neighbors, a control token.
+
+        The first letter of each such text is replaced by a private one. The same value if there are none.
+        """
+        if isinstance(value, dict):
+            return {self.marked(name): self.marked(inner, name) for name, inner in value.items()}
+        if isinstance(value, list | tuple):
+            return [self.marked(inner) for inner in value]
+        if not isinstance(value, str) or (key in ("role", "type") and _UNMARKED_ROLE.fullmatch(value)):
+            return value
+        at = {found.start() for found in self._anywhere.finditer(value)}
+        core = value.strip()  # templates strip texts
+        longest = max(map(len, self.ids), default=1) - 1
+        head, tail = core[:longest], core[-longest:]
+        if not self._firsts.isdisjoint(tail):
+            end = len(value.rstrip())
+            at |= {end - count for count in range(1, len(tail) + 1) if tail[-count:] in self._starts}
+        if not self._lasts.isdisjoint(head) and any(head[:count] in self._ends for count in range(1, len(head) + 1)):
+            at.add(len(value) - len(value.lstrip()))
+        if not at:
+            return value
+        letters = list(value)
+        for place in at:
+            letters[place] = self.marks[letters[place]]
+        return "".join(letters)
+
+    def encode(self, text: str, places: list[tuple[int, int]]) -> list[int]:
+        """The tokens of a text with control tokens at these places only."""
+        parts, before = [], 0
+        for start, end in places:
+            parts += [text[before:start], self.names[self.ids[text[start:end]]]]
+            before = end
+        renamed, checked = self._renamed
+        ids: list[int] = renamed.encode("".join([*parts, text[before:]]), add_special_tokens=False).ids
+        wanted = [self.ids[text[start:end]] for start, end in places]
+        if [token for token in ids if token in checked] != [token for token in wanted if token in checked]:
+            raise ValueError("the tokenizer does not keep the control tokens of the chat template apart from texts")
+        return ids
+
+    @cached_property
+    def _renamed(self) -> tuple[Any, set[int]]:
+        """The tokenizer with other names for its control tokens, which no text of users has; and those that no text becomes.
+
+        A text becomes the unknown token where it has letters that the tokenizer lacks.
+
+        A flag of tokenizers, `encode_special_tokens`, does less: the model of SentencePiece's Unigram may make the text of a
+        control token of letters, and tokens that are not called special stay.
+        """
+        content = json.loads(self.backend.to_str())
+        names = {text: self.names[number] for text, number in self.ids.items()}
+        for added in content["added_tokens"]:
+            added["content"] = names.get(added["content"], added["content"])
+        model = content["model"]
+        vocab = model.get("vocab")
+        if isinstance(vocab, dict):
+            model["vocab"] = {names.get(text, text): number for text, number in vocab.items()}
+        else:
+            model["vocab"] = [[names.get(text, text), score] for text, score in vocab]
+        unknown = {model.get("unk_id"), self.ids.get(model.get("unk_token"))}
+        if model.get("unk_token") in names:
+            model["unk_token"] = names[model["unk_token"]]
+        if "merges" in model:
+            pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
+            model["merges"] = [pair for pair in pairs if not {*pair, "".join(pair)} & names.keys()]
+        content |= {"post_processor": None, "truncation": None, "padding": None}
+        made = type(self.backend).from_str(json.dumps(content))
+        wrong = [text for text, number in self.ids.items() if made.token_to_id(names[text]) != number]
+        if wrong:
+            raise ValueError(f"the tokenizer does not keep the control token {wrong[0]!r} apart from texts")
+        return made, self.names.keys() - unknown
+
+
+_CONTROL: WeakKeyDictionary[Any, _Control] = WeakKeyDictionary()
+
+
+def _control_tokens(tokenizer: Any) -> _Control:
+    """The tokens of a tokenizer that it calls special, and others that look so; blank ones are texts."""
+    ids = {
+        token.content: number
+        for number, token in tokenizer.added_tokens_decoder.items()
+        if token.content.strip() and (token.special or _LOOKS_LIKE_CONTROL.fullmatch(token.content))
+    }
+    known = _CONTROL.get(tokenizer)
+    if known is None or known.ids != ids:
+        known = _CONTROL[tokenizer] = _Control(tokenizer.backend_tokenizer, ids)
+    return known
