@@ -8,6 +8,8 @@ if(LOWBIT_BUILD_PYTHON)
   set(package_dir lowbit/lib/cmake/lowbit)
   set(executorch_beside "../../../../executorch")  # seen from package_dir: site-packages/executorch
   install(TARGETS _C LIBRARY DESTINATION ${library_dir})
+  # Not one of wheel.packages: an editable installation has a copy of it, which stays where the clone is moved.
+  install(FILES "${PROJECT_SOURCE_DIR}/python/lowbit_entry.py" DESTINATION .)
 else()
   include(GNUInstallDirs)
   set(library_dir ${CMAKE_INSTALL_LIBDIR})

@@ -151,7 +151,7 @@ def problems_of(wheel: Path, extension: str) -> list[str]:
             found.append("a name is in it twice")
     library = "liblowbit.dylib" if "darwin" in extension else "liblowbit.so"
     needed = [f"lowbit/_C{extension}", f"lowbit/{library}", "lowbit/lowbit_torch.so", "lowbit/lowbit_executorch.so"]
-    needed += ["lowbit/__init__.py", "lowbit/_C.pyi", "lowbit/py.typed", "lowbit_autoload/__init__.py"]
+    needed += ["lowbit/__init__.py", "lowbit/_C.pyi", "lowbit/py.typed", "lowbit_autoload/__init__.py", "lowbit_entry.py"]
     needed += ["lowbit/include/lowbit/ops/operators.h", "lowbit/lib/cmake/lowbit/lowbit-config.cmake"]
     facts = ("WHEEL", "METADATA", "RECORD", "entry_points.txt", "licenses/LICENSE")
     needed += [f"{information}/{name}" for name in facts]

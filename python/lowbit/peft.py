@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -18,8 +19,6 @@ try:
     from peft.tuners.tuners_utils import _maybe_include_all_linear_layers
 except ImportError as error:
     raise ImportError(why_not("peft", error, "pip install peft")) from error
-
-from lowbit_autoload.imports import into_peft
 
 from . import nn
 
@@ -97,6 +96,16 @@ def for_packed_layers(config: peft.LoraConfig) -> peft.LoraConfig:
     return config
 
 
-into_peft(lora.model)
+_usual = lora.model.LoraModel._prepare_model
+
+
+@functools.wraps(_usual)
+def _prepare_model(self: Any, peft_config: Any, model: Any) -> None:
+    _usual(self, peft_config, model)
+    if any(isinstance(module, nn.Linear) for module in model.modules()):
+        know_packed_layers(peft_config, model)
+
+
+lora.model.LoraModel._prepare_model = _prepare_model
 
 __all__ = ["LoraLinear", "for_packed_layers"]

@@ -1,11 +1,11 @@
 """Registers lowbit with other libraries when they are imported, so that programs need no import of lowbit.
 
 A finder on ``sys.meta_path`` waits for a few modules and runs a step after each. It imports none of them, and a step imports
-no more of lowbit than ``import torch`` has; the rest is imported on use. ``LOWBIT_AUTOLOAD=0`` turns all of it off.
+no more of lowbit than ``import torch`` has; the rest is imported on use. What changes another library's own functions waits for
+``lowbit.nn``, without which no layer is packed. ``LOWBIT_AUTOLOAD=0`` turns all of it off.
 """
 
 import contextlib
-import functools
 import os
 import sys
 import threading
@@ -66,20 +66,9 @@ def _into_trainer(callbacks: ModuleType) -> None:
         callbacks.DefaultFlowCallback.on_train_begin = on_train_begin
 
 
-def into_peft(lora: ModuleType) -> None:
-    """Lets LoRA know packed layers: ``lora`` is ``peft.tuners.lora.model``."""
-    usual = lora.LoraModel._prepare_model
-    if hasattr(usual, "__wrapped__"):
-        return
-
-    @functools.wraps(usual)
-    def _prepare_model(self: Any, peft_config: Any, model: Any) -> None:
-        usual(self, peft_config, model)
-        nn = sys.modules.get("lowbit.nn")  # without it, no layer is packed
-        if nn is not None and any(isinstance(module, nn.Linear) for module in model.modules()):
-            import_module("lowbit.peft").know_packed_layers(peft_config, model)
-
-    lora.LoraModel._prepare_model = _prepare_model
+def _into_peft(_: ModuleType) -> None:
+    """Lets LoRA know packed layers."""
+    import_module("lowbit.peft")
 
 
 def _into_executorch(runtime: ModuleType) -> None:
@@ -95,27 +84,42 @@ def _into_executorchs_runner(_: ModuleType) -> None:
         import_module("lowbit.executorch").register()
 
 
+def _into_packed_programs(_: ModuleType) -> None:
+    """Changes the libraries that were imported before ``lowbit.nn``."""
+    for name in _CHANGES:
+        module = sys.modules.get(name)
+        if module is not None and not getattr(module.__spec__, "_initializing", False):
+            _step(module)
+
+
+_LAYERS = "lowbit.nn"
+_CHANGES: dict[str, Callable[[ModuleType], None]] = {"transformers.trainer_callback": _into_trainer, "peft": _into_peft}
 _STEPS: dict[str, Callable[[ModuleType], None]] = {
     "transformers.quantizers.auto": _into_transformers,
     "transformers.modeling_utils": _into_transformers,
-    "transformers.trainer_callback": _into_trainer,
     "diffusers.quantizers.auto": _into_diffusers,
-    "peft.tuners.lora.model": into_peft,
     "executorch.extension.pybindings._C": _into_executorch,
     "executorch.extension.llm.runner._llm_runner": _into_executorchs_runner,
+    _LAYERS: _into_packed_programs,
+    **_CHANGES,
 }
 
 
 def _step(module: ModuleType) -> None:
     name = module.__name__
+    if name in _CHANGES and _LAYERS not in sys.modules:
+        return
     try:
         _STEPS[name](module)
+    except (AttributeError, ImportError, KeyError):
+        pass  # another version of the library, without a name: its own error says so where a packed model needs it
     except Exception as error:  # the library works all the same
-        warnings.warn(
-            f"lowbit cannot extend {name}: {type(error).__name__}: {error} (LOWBIT_AUTOLOAD=0 stops the attempt.)",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+        with contextlib.suppress(Warning):  # a filter may turn the warning into an error
+            warnings.warn(
+                f"lowbit cannot extend {name}: {type(error).__name__}: {error} (LOWBIT_AUTOLOAD=0 stops the attempt.)",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
 
 class _Finder:

@@ -110,14 +110,73 @@ def test_a_step_runs_after_the_module_whatever_other_finders_do(package, monkeyp
 
 def test_a_step_that_fails_is_a_warning(package, monkeypatch):
     package(watched="value = 3", broken="raise ValueError('its own')")
-    steps = {"watched": lambda module: module.missing, "broken": lambda module: None}
+    steps = {"watched": lambda module: module.value / 0, "broken": lambda module: None}
     for name, step in steps.items():
         monkeypatch.setitem(autoload._STEPS, name, step)
-    with pytest.warns(RuntimeWarning, match="lowbit cannot extend watched: AttributeError: .*'missing'.*LOWBIT_AUTOLOAD=0"):
+    with pytest.warns(RuntimeWarning, match="lowbit cannot extend watched: ZeroDivisionError: .*LOWBIT_AUTOLOAD=0"):
         import watched
     assert watched.value == 3
+    del sys.modules["watched"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        import watched
     with pytest.raises(ValueError, match="its own"):
         import broken  # noqa: F401
+
+
+def test_a_name_that_has_gone_is_passed_over(package, monkeypatch):
+    package(watched="value = 3", again="value = 3", third="value = 3")
+    steps = {
+        "watched": lambda module: module.missing,
+        "again": lambda module: __import__("gone"),
+        "third": lambda module: {}["x"],
+    }
+    for name, step in steps.items():
+        monkeypatch.setitem(autoload._STEPS, name, step)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        import again
+        import third
+        import watched
+    assert watched.value == again.value == third.value == 3
+
+
+LIBRARIES = """
+import sys
+from pathlib import Path
+root = Path(sys.argv[1])
+files = {
+    "peft/__init__": "from .tuners import lora\nLoraConfig = AdaLoraConfig = type('LoraConfig', (), {})",
+    "peft/tuners/__init__": "",
+    "peft/tuners/tuners_utils": "def _maybe_include_all_linear_layers(*_): pass",
+    "peft/tuners/lora": "class Linear: pass\nclass model:\n    class LoraModel:\n        def _prepare_model(self, a, b): pass",
+    "transformers/__init__": "",
+    "transformers/trainer_callback": "class DefaultFlowCallback: pass",
+}
+for name, text in files.items():
+    file = root / f"{name}.py"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
+sys.path.insert(0, str(root))
+import torch
+
+def libraries():
+    import peft, transformers.trainer_callback as callbacks
+    lora = peft.tuners.lora.model.LoraModel._prepare_model
+    return hasattr(lora, "__wrapped__"), hasattr(callbacks.DefaultFlowCallback, "on_train_begin")
+
+if sys.argv[2] == "before":
+    assert libraries() == (False, False) and "lowbit.peft" not in sys.modules  # a program without packed layers
+import lowbit.nn
+assert libraries() == (True, True)
+"""
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_other_libraries_stay_as_they_are_without_packed_layers(run_python, tmp_path, order):
+    """Small packages stand for peft and transformers."""
+    process = run_python(LIBRARIES, tmp_path, order)
+    assert process.returncode == 0, process.stderr
 
 
 def test_the_package_at_fault_is_named(package):

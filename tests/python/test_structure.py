@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-from package_layers import BEGIN, END, LAYERS, MODULES, PAGE, imported, layer_of, picture
+from package_layers import BEGIN, END, LAYERS, MODULES, PACKAGE, PAGE, imported, layer_of, picture
 
 # They import transformers, but no submodule of it: its documented classes only.
 USERS_OF_TRANSFORMERS = {"lowbit.llm.loading", "lowbit.llm.shapes", "lowbit.cli.tune", "lowbit.report.measure"}
@@ -25,7 +25,12 @@ def test_the_walk_sees_every_kind_of_import(tmp_path):
 
 def test_no_circles():
     # Without the package itself, which imports nearly all: `from . import ops` gives lowbit.ops.
-    graph = {name: (imported(name, path) & MODULES.keys()) - {"lowbit"} for name, path in MODULES.items()}
+    modules = MODULES | {
+        ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in [*PACKAGE.with_name("lowbit_autoload").glob("*.py"), PACKAGE.with_name("lowbit_entry.py")]
+    }
+    graph = {name: (imported(name, path) & modules.keys()) - {"lowbit"} for name, path in modules.items()}
+    assert {"lowbit.peft", "lowbit.executorch"} <= graph["lowbit_autoload.imports"]
     assert graph["lowbit.checkpoint.plan"] >= {"lowbit.hf.names", "lowbit.files.safetensors"}
     done: set[str] = set()
 

@@ -28,7 +28,7 @@ def contents() -> dict[str, bytes]:
     names = [f"_C{EXTENSION}", "liblowbit.dylib", "lowbit_torch.so", "lowbit_executorch.so"]
     names += ["__init__.py", "_C.pyi", "py.typed"]
     names += ["include/lowbit/ops/operators.h", "lib/cmake/lowbit/lowbit-config.cmake"]
-    files = {f"lowbit/{name}": name.encode() for name in names} | {"lowbit_autoload/__init__.py": b""}
+    files = {f"lowbit/{name}": name.encode() for name in names} | {"lowbit_autoload/__init__.py": b"", "lowbit_entry.py": b""}
     files |= {f"{INFORMATION}/{name}": b"" for name in ("METADATA", "entry_points.txt", "licenses/LICENSE")}
     return files | {f"{INFORMATION}/WHEEL": b"Wheel-Version: 1.0\nTag: cp311-cp311-macosx_11_0_arm64\n"}
 
