@@ -39,14 +39,37 @@ def hub(monkeypatch, tmp_path):
 
 def test_names_and_paths(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert hub_name("org/model") == ("org/model", None, None)
-    assert hub_name("org/model-1.5@refs-pr_1") == ("org/model-1.5", None, "refs-pr_1")
-    assert hub_name("org/model/a/b-Q4.gguf@v1") == ("org/model", "a/b-Q4.gguf", "v1")
-    for path in ("model", "./org/model", "/org/model", "org/model/more", "../org/model", "org/model@", "org/model@a b"):
+    assert hub_name("hf:org/model") == ("org/model", None, None)
+    assert hub_name("hf:org/model-1.5@refs-pr_1") == ("org/model-1.5", None, "refs-pr_1")
+    assert hub_name("hf:org/model/a/b-Q4.gguf@v1") == ("org/model", "a/b-Q4.gguf", "v1")
+    for path in ("model", "org/model", "org/model@v1", "org/model/x.gguf", "./org/model", "/org/model", "../org/model"):
         assert hub_name(path) is None, path
-    (tmp_path / "org").mkdir()
-    assert hub_name("org/model") is None, "a directory of this name is here"
-    assert str(download("org/model")) == "org/model"
+    for name in (
+        "hf:",
+        "hf:model",
+        "hf:org/model/more",
+        "hf:../org/model",
+        "hf:org/model@",
+        "hf:org/model@a b",
+        "hf:/org/model",
+    ):
+        with pytest.raises(ValueError, match="is not a name on a hub; expected hf:org/model"):
+            hub_name(name)
+    (tmp_path / "hf:org").mkdir()
+    (tmp_path / "hf:org" / "model").mkdir()
+    assert hub_name("hf:org/model") is None, "a directory of this name is here"
+    assert str(download("hf:org/model")) == "hf:org/model"
+
+
+@pytest.mark.parametrize(
+    "command", ["inspect", "quantize", "import", "dequantize", "generate", "chat", "serve", "eval", "bench"]
+)
+def test_a_path_that_does_not_exist_asks_no_hub(hub, command):
+    more = {"quantize": ["out"], "import": ["out"], "dequantize": ["out"], "generate": ["--prompt", "x"]}
+    for path in ("modles/typo", "models/typo@v1", "models/typo.gguf", "models/a/typo.gguf"):
+        said = error(invoke(command, path, *more.get(command, [])))
+        assert said == f"{path} does not exist; a model on a hub is named hf:{path}"
+    assert hub.asked == []
 
 
 def test_a_pinned_model_runs_as_the_local_one_and_again_without_the_hub(packed, tmp_path):
@@ -57,12 +80,12 @@ def test_a_pinned_model_runs_as_the_local_one_and_again_without_the_hub(packed, 
         sha = model.commit(files_in(packed[0]) | {"modeling.py": b"raise SystemExit", "weights.bin": b"pickle"}, "v1")
         model.commit({"config.json": b"{}"}, "main")
         settings = {"HF_ENDPOINT": server.address, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
-        found = document(run("generate", "org/model@v1", *arguments, cwd=tmp_path, **settings))
+        found = document(run("generate", "hf:org/model@v1", *arguments, cwd=tmp_path, **settings))
         assert found["tokens"] == expected and sha in found["model"]
         asked = [path for _, path in server.asked]
         assert any(path.endswith("/model.safetensors") for path in asked)
         assert not any(path.endswith((".py", ".bin")) for path in asked)
-    for name in ("org/model@v1", f"org/model@{sha}"):
+    for name in ("hf:org/model@v1", f"hf:org/model@{sha}"):
         again = document(run("generate", name, *arguments, cwd=tmp_path, **settings | {"HF_HUB_OFFLINE": "1"}))
         assert (again["tokens"], again["model"]) == (expected, found["model"])
 
@@ -70,16 +93,16 @@ def test_a_pinned_model_runs_as_the_local_one_and_again_without_the_hub(packed, 
 def test_other_commands_take_names(hub, packed, tmp_path):
     hub.models["org/float"] = Repository()
     hub.models["org/float"].commit(files_in(FLOAT))
-    result = invoke("quantize", "org/float", tmp_path / "out")
+    result = invoke("quantize", "hf:org/float", tmp_path / "out")
     assert result.exit_code == 0, result.stderr
-    assert "org/float is not a local path; getting it from the hub ..." in result.stderr
+    assert f"getting hf:org/float from {hub.address} ..." in result.stderr
     assert invoke("quantize", FLOAT, tmp_path / "local").exit_code == 0
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == (tmp_path / "local" / "model.safetensors").read_bytes()
     hub.models["org/packed"] = Repository()
     hub.models["org/packed"].commit(files_in(packed[0]))
-    described = [document(invoke("inspect", name, "--json")) for name in ("org/packed", packed[0])]
+    described = [document(invoke("inspect", name, "--json")) for name in ("hf:org/packed", packed[0])]
     assert described[0]["tensors"] == described[1]["tensors"]
-    draft = invoke("generate", packed[0], "--prompt", "Return", "--max-new-tokens", 4, "--draft", "org/packed")
+    draft = invoke("generate", packed[0], "--prompt", "Return", "--max-new-tokens", 4, "--draft", "hf:org/packed")
     assert (
         draft.exit_code == 0
         and draft.stdout == invoke("generate", packed[0], "--prompt", "Return", "--max-new-tokens", 4).stdout
@@ -92,12 +115,12 @@ def test_a_gguf_file_of_a_repository(hub, tmp_path):
     hub.models["org/model-GGUF"].commit(
         {"model-Q8.gguf": (tmp_path / "model-Q8.gguf").read_bytes(), "model-Q4.gguf": b"not this"}
     )
-    result = invoke("import", "org/model-GGUF/model-Q8.gguf", tmp_path / "out")
+    result = invoke("import", "hf:org/model-GGUF/model-Q8.gguf", tmp_path / "out")
     assert result.exit_code == 0, result.stderr
     assert invoke("import", tmp_path / "model-Q8.gguf", tmp_path / "local").exit_code == 0
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == (tmp_path / "local" / "model.safetensors").read_bytes()
     assert not any(path.endswith("model-Q4.gguf") for _, path in hub.asked)
-    assert error(invoke("inspect", "org/model-GGUF/x.gguf")) == f"org/model-GGUF on {hub.address} has no file x.gguf"
+    assert error(invoke("inspect", "hf:org/model-GGUF/x.gguf")) == f"org/model-GGUF on {hub.address} has no file x.gguf"
 
 
 def test_damaged_files_of_a_hub_are_refused_as_local_ones(hub, packed):
@@ -105,7 +128,7 @@ def test_damaged_files_of_a_hub_are_refused_as_local_ones(hub, packed):
     files["model.safetensors"] = files["model.safetensors"][:-100]
     hub.models["org/model"] = Repository()
     hub.models["org/model"].commit(files)
-    assert "is not a whole safetensors file" in error(invoke("inspect", "org/model"))
+    assert "is not a whole safetensors file" in error(invoke("inspect", "hf:org/model"))
 
 
 def test_what_a_hub_refuses_is_one_sentence(hub, packed, tmp_path, monkeypatch):
@@ -114,38 +137,38 @@ def test_what_a_hub_refuses_is_one_sentence(hub, packed, tmp_path, monkeypatch):
 
     token = "set HF_TOKEN, or run `hf auth login`"
     private = f"there is no org/none on {hub.address}; if it is private, {token}"
-    assert refused("org/none") == f"org/none is not a local path, and {private}"
+    assert refused("hf:org/none") == private
     hub.models["org/model"] = Repository()
     hub.models["org/model"].commit(files_in(packed[0]))
     expected = "has no revision 'v7'; expected a branch, a tag or a commit"
-    assert refused("org/model@v7") == f"org/model on {hub.address} {expected}"
+    assert refused("hf:org/model@v7") == f"org/model on {hub.address} {expected}"
     for kind in ("gated", "private"):
         hub.models[f"org/{kind}"] = Repository(**{kind: True})
         hub.models[f"org/{kind}"].commit(files_in(packed[0]))
-    assert refused("org/gated") == f"org/gated on {hub.address} is gated: accept its terms in a browser; then {token}"
-    assert "there is no org/private" in refused("org/private")
+    assert refused("hf:org/gated") == f"org/gated on {hub.address} is gated: accept its terms in a browser; then {token}"
+    assert "there is no org/private" in refused("hf:org/private")
     monkeypatch.setenv("HF_TOKEN", TOKEN)
-    assert invoke("inspect", "org/gated").exit_code == 0
-    assert invoke("inspect", "org/private").exit_code == 0
-    assert refused("org/none").startswith("org/none is not a local path, and there is no org/none")
+    assert invoke("inspect", "hf:org/gated").exit_code == 0
+    assert invoke("inspect", "hf:org/private").exit_code == 0
+    assert refused("hf:org/none").startswith("there is no org/none")
 
 
 def test_without_a_network(hub, packed, monkeypatch):
     hub.models["org/model"] = Repository()
     hub.models["org/model"].commit(files_in(packed[0]))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    missing = f"org/model is not a local path, and not complete in {constants.HF_HUB_CACHE}"
-    assert error(invoke("inspect", "org/model")) == f"{missing}; HF_HUB_OFFLINE forbids downloads"
+    missing = f"hf:org/model is not complete in {constants.HF_HUB_CACHE}"
+    assert error(invoke("inspect", "hf:org/model")) == f"{missing}; HF_HUB_OFFLINE forbids downloads"
     assert hub.asked == []
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     with socket.create_server(("127.0.0.1", 0)) as closed:
         address = f"http://127.0.0.1:{closed.getsockname()[1]}"
     monkeypatch.setattr(constants, "ENDPOINT", address)
-    assert error(invoke("inspect", "org/model")) == f"{missing}; {address} cannot be reached"
+    assert error(invoke("inspect", "hf:org/model")) == f"{missing}; {address} cannot be reached"
     monkeypatch.setattr(constants, "ENDPOINT", hub.address)
-    assert invoke("inspect", "org/model").exit_code == 0
+    assert invoke("inspect", "hf:org/model").exit_code == 0
     monkeypatch.setattr(constants, "ENDPOINT", address)
-    assert invoke("inspect", "org/model").exit_code == 0, "it is in the cache"
+    assert invoke("inspect", "hf:org/model").exit_code == 0, "it is in the cache"
 
 
 def test_push_and_load_again(hub, packed, tmp_path, monkeypatch):
@@ -182,7 +205,7 @@ def test_push_and_load_again(hub, packed, tmp_path, monkeypatch):
     }  # fmt: skip
     assert "| 8 | affine | row | 1 |\n" in card
     assert 'from_pretrained("org/pushed")' in card
-    tensors = [json.dumps(document(invoke("inspect", name, "--json"))["tensors"]) for name in ("org/pushed", packed[0])]
+    tensors = [json.dumps(document(invoke("inspect", name, "--json"))["tensors"]) for name in ("hf:org/pushed", packed[0])]
     assert tensors[0] == tensors[1]
     (tmp_path / "model" / "README.md").write_text("# Mine\n")
     again = document(invoke(*arguments))

@@ -27,12 +27,19 @@ MTP = Path("mtp")  # the draft that is the model's own multi-token prediction he
 
 
 def from_hub(output: Output, model: str | Path | None) -> str | Path | None:
-    """A model on a hub as its local copy; all else as it is."""
-    from lowbit.files.hub import download, hub_name
+    """A model on a hub as its local copy; all else as it is.
 
-    if model is None or hub_name(model) is None:
+    Raises:
+        ValueError, OSError: it is not a name on a hub, or a path that does not exist; or as :func:`download`.
+    """
+    from lowbit.files.hub import check_exists, download, endpoint, hub_name
+
+    if model is None:
+        return None
+    if hub_name(model) is None:
+        check_exists(model)
         return model
-    output.note(f"{model} is not a local path; getting it from the hub ...")
+    output.note(f"getting {model} from {endpoint()} ...")
     if not sys.stderr.isatty():
         import_module("huggingface_hub.utils").disable_progress_bars()
     return type(model)(download(model))

@@ -30,7 +30,7 @@ def read_config(directory: str | os.PathLike[str]) -> dict[str, Any]:
         problem = "is a file" if directory.exists() else "does not exist"
         raise NotADirectoryError(
             f"{directory} {problem}; expected a directory with config.json and model.safetensors. "
-            "From the Hugging Face Hub: hf download OWNER/NAME --local-dir DIRECTORY"
+            "A model on the Hugging Face Hub is named hf:OWNER/NAME in commands"
         )
     file = directory / CONFIG
     if not file.exists():

@@ -1,4 +1,4 @@
-"""Models by their names on a hub: org/model, org/model@revision, org/model/file.gguf. huggingface_hub downloads them."""
+"""Models by their names on a hub: hf:org/model, hf:org/model@revision, hf:org/model/file.gguf. huggingface_hub downloads them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 
 from .untrusted import interpreting
 
+PREFIX = "hf:"
 _NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*?)(?:/([^@]+\.gguf))?(?:@([^@\s]+))?")
 _PART = re.compile(r"-\d{5}-of-(\d{5}\.gguf)$")
 # Weights and what describes them: no code, no pickles, and no second copy in Mistral's own format.
@@ -21,13 +22,31 @@ _IGNORED = ["consolidated*", "original/*", "onnx/*", "openvino/*"]
 def hub_name(name: str | os.PathLike[str]) -> tuple[str, str | None, str | None] | None:
     """A repository, the GGUF file in it and the revision, where the name has these; None: it names a local path.
 
-    What exists here is local, and so is what would lie in a directory that exists here.
+    Only a name that begins with "hf:" is one of a hub, because any other may be a path with a typing error.
+
+    Raises:
+        ValueError: it begins so, and goes on in another way than org/model.
     """
     text = os.fspath(name)
-    found = _NAME.fullmatch(text)
-    if found is None or os.path.lexists(text) or os.path.isdir(text.partition("/")[0]):
+    if not text.startswith(PREFIX) or os.path.lexists(text):
         return None
+    found = _NAME.fullmatch(text.removeprefix(PREFIX))
+    if found is None:
+        raise ValueError(
+            f"{text!r} is not a name on a hub; expected hf:org/model, hf:org/model@revision or hf:org/model/file.gguf"
+        )
     return found[1], found[2], found[3]
+
+
+def endpoint() -> str:
+    """The address of the hub. Raises ImportError if huggingface_hub is not installed."""
+    return str(import_module("huggingface_hub").constants.ENDPOINT)
+
+
+def check_exists(name: str | os.PathLike[str]) -> None:
+    """Raises FileNotFoundError for a path that does not exist, and that may be meant as a name on a hub."""
+    if _NAME.fullmatch(os.fspath(name)) and not os.path.lexists(name):
+        raise FileNotFoundError(f"{os.fspath(name)} does not exist; a model on a hub is named hf:{os.fspath(name)}")
 
 
 def download(name: str | os.PathLike[str]) -> Path:
@@ -47,8 +66,7 @@ def download(name: str | os.PathLike[str]) -> Path:
     repository, file, revision = found
     hub: Any = import_module("huggingface_hub")
     errors: Any = import_module("huggingface_hub.errors")
-    endpoint = hub.constants.ENDPOINT
-    where = f"{repository} on {endpoint}"
+    where = f"{repository} on {endpoint()}"
     patterns = _PATTERNS if file is None else [_PART.sub(r"-*-of-\1", file)]
     try:
         with interpreting(f"{where} cannot be downloaded"):
@@ -114,11 +132,11 @@ def _explain(
     if isinstance(error, errors.GatedRepoError):  # a kind of the next one
         return PermissionError(f"{where} is gated: accept its terms in a browser; then {token}")
     if isinstance(error, errors.RepositoryNotFoundError):
-        return FileNotFoundError(f"{os.fspath(name)} is not a local path, and there is no {where}; if it is private, {token}")
+        return FileNotFoundError(f"there is no {where}; if it is private, {token}")
     if isinstance(error, errors.RevisionNotFoundError):
         return FileNotFoundError(f"{where} has no revision {revision!r}; expected a branch, a tag or a commit")
     if isinstance(error, errors.LocalEntryNotFoundError):
-        missing = f"{os.fspath(name)} is not a local path, and not complete in {constants.HF_HUB_CACHE}"
+        missing = f"{os.fspath(name)} is not complete in {constants.HF_HUB_CACHE}"
         if constants.HF_HUB_OFFLINE:
             return FileNotFoundError(f"{missing}; HF_HUB_OFFLINE forbids downloads")
         return ConnectionError(f"{missing}; {constants.ENDPOINT} cannot be reached")
