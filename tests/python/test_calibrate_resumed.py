@@ -16,7 +16,7 @@ from checkpoints import change_tensors
 from command_line import document, documented_keys, error, invoke
 from lowbit.calibration import blocks, distilling
 from lowbit.calibration import model as calibration
-from lowbit.calibration.checkpoint import calibrate_checkpoint
+from lowbit.calibration.checkpoint import _identity, calibrate_checkpoint
 from lowbit.calibration.journal import Journal
 from lowbit.cli import output
 from reference import random_packed
@@ -155,6 +155,17 @@ def test_what_an_earlier_run_left_is_only_used_where_it_is_the_same(change, sour
     assert invoke(*[*options[:2], tmp_path / "whole", *options[3:]], *more).exit_code == 0
     ours, theirs = packed_of(tmp_path / "out"), packed_of(tmp_path / "whole")
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.parametrize("package", ["lowbit", "torch", "transformers"])
+def test_layers_of_another_version_are_not_used(source, monkeypatch, package):
+    def identity():
+        return _identity(source, [], "text", [], "gptq")
+
+    before = identity()
+    assert identity() == before
+    monkeypatch.setattr(f"{package}.__version__", "0.0.0")
+    assert [name for name, value in identity().items() if value != before[name]] == [package]
 
 
 def test_two_runs_for_one_target(source, text, tmp_path):

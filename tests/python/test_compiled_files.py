@@ -130,7 +130,7 @@ def packages(monkeypatch):
     return made
 
 
-def test_files(packages, tmp_path, caplog):
+def test_files(packages, tmp_path, caplog, monkeypatch):
     decoder = Decoder(make("llama"), 32)
     find = compiled._load_or_compile
     assert find(decoder, tmp_path) == find(decoder, tmp_path)
@@ -145,7 +145,10 @@ def test_files(packages, tmp_path, caplog):
         os.utime(tmp_path / f"{number}.pt2", (number, number))
     os.utime(file, (0, 0))
     find(decoder, tmp_path)  # used now
-    compiled_files.prune(tmp_path)
+    gone = tmp_path / "gone.pt2"  # removed by another process after it was listed
+    with monkeypatch.context() as patch:
+        patch.setattr(type(tmp_path), "glob", lambda *_: iter([gone, *(path for path in tmp_path.iterdir())]))
+        compiled_files.prune(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {file.name, *(f"{number}.pt2" for number in range(5, 20))}
     decoder.model.model.norm.register_forward_hook(lambda module, arguments, output: output)
     with caplog.at_level("INFO"):

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import time
 
 import lowbit
 import pytest
@@ -56,7 +57,7 @@ def test_the_bits_of_the_model_in_memory(directory, places):
         assert read > 8 * of_each_layer(whole)
 
 
-def test_reads_that_fail_are_not_forgotten(directory, tmp_path):
+def test_reads_that_fail_are_not_forgotten(directory, monkeypatch):
     """After an error the next call reads again, and gives the right bits."""
     model, whole = load_model(directory), load_model(directory)
     stream_experts(model, directory, 2 * of_each_layer(whole))
@@ -66,6 +67,26 @@ def test_reads_that_fail_are_not_forgotten(directory, tmp_path):
         model(torch.tensor([TEXT]))
     layer._file = real
     assert torch.equal(model(torch.tensor([TEXT])).logits, whole(torch.tensor([TEXT])).logits)
+    # The layer that is read ahead; and a read that is still under way when another one has failed.
+    layer, events = model.model.layers[0].mlp.experts.down_proj, []
+    read = StreamedExperts._read
+
+    def slow(self, expert, place):
+        events.append("begin")
+        time.sleep(0.05 * place)
+        events.append("end")
+        if place == 0:
+            raise OSError("a read error")
+        read(self, expert, place)
+
+    for tokens in (TEXT, TEXT[3:40]):
+        with monkeypatch.context() as patch:
+            patch.setattr(layer, "_read", slow.__get__(layer))
+            layer._places.clear()
+            with pytest.raises(OSError, match="a read error"):
+                model(torch.tensor([tokens]))
+            assert events.count("begin") == events.count("end")  # none is under way
+        assert torch.equal(model(torch.tensor([tokens])).logits, whole(torch.tensor([tokens])).logits)
 
 
 def test_what_is_refused(directory, tmp_path):

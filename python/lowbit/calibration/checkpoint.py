@@ -6,6 +6,7 @@ import json
 import os
 import warnings
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -143,7 +144,8 @@ def _identity(source: Path, weights: list[Path], text: str, config: list[Any], m
         "text": digest([text.encode()]),
         "config": json.dumps(config, sort_keys=True),
         "method": method,
-        "torch": torch.__version__,  # its sums may differ in the last bits
+        # Their sums may differ in the last bits, and lowbit's methods change.
+        **{name: import_module(name).__version__ for name in ("lowbit", "transformers", "torch")},
     }
 
 

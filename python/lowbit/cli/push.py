@@ -96,7 +96,7 @@ The weights{of} in lowbit's packed format, for CPUs: {figures["bits_per_weight"]
 {rows}
 Install the package lowbit with its extra `llm`. Then:
 
-    lowbit generate {repository} --prompt 'Once upon a time'
+    lowbit generate hf:{repository} --prompt 'Once upon a time'
 
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer

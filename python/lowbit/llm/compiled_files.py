@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import inspect
 import json
@@ -74,8 +75,11 @@ def usable_directory(note: Callable[[str], None]) -> Path | None:
 
 def prune(directory: Path) -> None:
     """Removes the compiled decoders that were not used for the longest time."""
-    files = sorted(directory.glob("*.pt2"), key=lambda path: path.stat().st_mtime, reverse=True)
-    for path in files[_MOST_FILES:]:
+    used = []
+    for path in directory.glob("*.pt2"):
+        with contextlib.suppress(FileNotFoundError):  # another process removes files, too
+            used.append((path.stat().st_mtime, path))
+    for _, path in sorted(used, reverse=True)[_MOST_FILES:]:
         path.unlink(missing_ok=True)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import OrderedDict
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -64,10 +64,12 @@ class StreamedExperts(nn.LinearExperts):
             self._places[expert] = place
             reads.append((expert, place))
         self.read_bytes += len(reads) * self._row
+        futures = [self._readers.submit(self._read, expert, place) for expert, place in reads]
         try:
-            for _ in self._readers.map(self._read, *zip(*reads, strict=True)) if reads else ():
-                pass
+            for future in futures:
+                future.result()
         except BaseException:
+            wait(futures)  # they write to places that the next call gives to other experts
             self._places.clear()  # a place may have half of an expert
             raise
 
@@ -84,7 +86,7 @@ class StreamedExperts(nn.LinearExperts):
             wrong = wanted[0] if wanted[0] < 0 else wanted[-1]
             raise IndexError(f"there is no expert {wrong}; expected 0 to {self.num_experts - 1}")
         if self._ahead is not None:
-            self._ahead.result()
+            wait([self._ahead])  # after an error this call reads for itself
             self._ahead = None
         if self.follower is not None:
             self.follower.ahead(wanted)
