@@ -8,6 +8,7 @@ import resource
 import struct
 import subprocess
 import sys
+import warnings
 
 import lowbit
 import pytest
@@ -113,6 +114,22 @@ def test_the_least_alignment(tmp_path):
     alignment = key("general.alignment", 1)
     (tmp_path / "m.gguf").write_bytes(listing(tensor("t", (3,), 24, 5), metadata=alignment, keys=1, alignment=1))
     assert read_gguf(tmp_path / "m.gguf").tensors["t"].bytes == 3
+
+
+@pytest.mark.parametrize(
+    "behind, between, unused", [(0, 0, 0), (31, 0, 0), (1, 0, 1), (5000, 0, 5000), (0, 64, 64), (7, 32, 39)]
+)
+def test_bytes_of_no_tensor_are_a_warning(tmp_path, behind, between, unused):
+    """But for what fills up to the alignment."""
+    data = bytes(64 + between + (1 if behind == 31 else 32) + behind)
+    entries = tensor("a", (33,), 24, 0), tensor("b", (1 if behind == 31 else 32,), 24, 64 + between)
+    file = tmp_path / "m.gguf"
+    file.write_bytes(listing(*entries, data=data))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert set(read_gguf(file).tensors) == {"a", "b"}
+    expected = [f"{file} has {unused} bytes that belong to no tensor; they are not read"] if unused else []
+    assert [str(each.message) for each in caught] == expected
 
 
 def test_every_truncation(tmp_path):

@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
+from lowbit.files.config_json import read_config
 from lowbit.files.gguf import read_gguf
 from lowbit.files.untrusted import MOST_JSON, interpreting, one_line, printable, raised_by_reader, read_json
 
@@ -31,6 +32,31 @@ def test_a_file_of_one_object(tmp_path):
         with pytest.raises(ValueError) as caught:
             read_json(file)
         assert str(caught.value).startswith(str(file)) and message in str(caught.value)
+
+
+def test_fields_of_config_json_have_their_types(tmp_path):
+    file = tmp_path / "config.json"
+    right = {
+        "model_type": "llama", "architectures": ["A"], "vocab_size": 8, "hidden_size": 1, "num_hidden_layers": 2, "more": [1],
+        "tie_word_embeddings": False, "rope_scaling": None, "quantization_config": {"quant_method": "x"}, "text_config": None,
+    }  # fmt: skip
+    file.write_text(json.dumps(right | {"vision_config": right}))
+    assert read_config(tmp_path)["vision_config"] == right
+    odd = [["llama"], {"a": 1}, "x", -1, 0, True, 1.5, "8"]
+    for name, good in {
+        "model_type": (str,), "transformers_version": (str,), "architectures": (), "tie_word_embeddings": (bool,), "vocab_size": (),
+        "hidden_size": (), "num_hidden_layers": (), "rope_scaling": (dict,), "rope_parameters": (dict,), "text_config": (dict,),
+    }.items():  # fmt: skip
+        for value in [*odd, [1]] if name == "architectures" else odd:
+            for inner in (False, True):
+                wrong = right | {name: value}
+                file.write_text(json.dumps({"text_config": wrong} if inner else wrong))
+                if isinstance(value, good) or (name == "architectures" and value == ["llama"]):
+                    assert read_config(tmp_path)
+                    continue
+                with pytest.raises(ValueError) as caught:
+                    read_config(tmp_path)
+                assert str(caught.value).startswith(f"{file} has {'text_config.' * inner}{name} {value!r}; expected ")
 
 
 def test_what_is_no_file(tmp_path):

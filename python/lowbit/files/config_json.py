@@ -6,9 +6,20 @@ import os
 from pathlib import Path
 from typing import Any
 
-from .untrusted import read_json
+from .untrusted import one_line, read_json
 
 CONFIG = "config.json"
+# Fields that models of all kinds share. transformers checks those of a kind, when it builds the model.
+_TYPES: dict[str, tuple[type, str]] = {
+    "model_type": (str, "a text"),
+    "transformers_version": (str, "a text"),
+    "quant_method": (str, "a text"),
+    "architectures": (list, "a list of texts"),
+    "tie_word_embeddings": (bool, "true or false"),
+    "rope_scaling": (dict, "an object"),
+    "rope_parameters": (dict, "an object"),
+    **dict.fromkeys(("vocab_size", "hidden_size", "num_hidden_layers"), (int, "a positive whole number")),
+}
 
 
 def refuse_gguf(path: Path) -> None:
@@ -22,7 +33,7 @@ def read_config(directory: str | os.PathLike[str]) -> dict[str, Any]:
 
     Raises:
         OSError: no such directory, or no config.json in it.
-        ValueError: it is not a JSON object.
+        ValueError: it is not a JSON object, or a field has a wrong type.
     """
     directory = Path(directory)
     if not directory.is_dir():
@@ -37,7 +48,24 @@ def read_config(directory: str | os.PathLike[str]) -> dict[str, Any]:
         raise FileNotFoundError(
             f"{directory} has no config.json, which says what the tensors are for; expected a checkpoint of transformers"
         )
-    return read_json(file)
+    config = read_json(file)
+    _check_types(config, file)
+    return config
+
+
+def _check_types(config: dict[str, Any], file: Path, where: str = "") -> None:
+    """Raises ValueError for a field of a wrong type, also in the configs of a model's parts."""
+    for name, value in config.items():
+        if value is None:
+            continue
+        kind, expected = _TYPES.get(name, (dict, "an object") if name.endswith("_config") else (object, ""))
+        right = isinstance(value, kind) and (kind is not int or (not isinstance(value, bool) and value > 0))
+        if name == "architectures":
+            right = right and all(isinstance(each, str) for each in value)
+        if not right:
+            raise ValueError(f"{file} has {where}{name} {one_line(repr(value), 200)}; expected {expected}")
+        if name.endswith("_config") and isinstance(value, dict):
+            _check_types(value, file, f"{where}{name}.")
 
 
 def quantization_method(config: dict[str, Any]) -> Any:

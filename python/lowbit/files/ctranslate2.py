@@ -90,6 +90,8 @@ def read_ctranslate2(path: Path) -> tuple[str, dict[str, Stored]]:
                     f"{path} has the alias {printable(alias)} of {printable(name)}; expected a new name of a variable"
                 )
             variables[alias] = variables[name]
+        if header.at < header.size:
+            raise ValueError(f"{path} has {header.size - header.at} bytes behind its last entry; expected none: copy it again")
     return specification, variables
 
 

@@ -10,6 +10,7 @@ import math
 import os
 import re
 import struct
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -250,12 +251,16 @@ def _read_file(path: Path) -> Gguf:
                 f"{end}; the file has {header.size}: copy it again"
             )
         tensors[name] = StoredBlocks(name, path, kind, shape, start + offset, size)
-    end, last = start, ""
+    end, last, unused = start, "", 0
     for stored in sorted(tensors.values(), key=lambda tensor: tensor.offset):
         if stored.offset < end:
             before = f"the tensor {_quoted(last)}" if last else "the header"
             raise ValueError(f"{path}: the tensor {_quoted(stored.name)} overlaps {before}")
+        unused += max(0, stored.offset - -(-end // alignment) * alignment)
         end, last = stored.offset + stored.bytes + stored.type.tail, stored.name
+    unused += max(0, header.size - -(-end // alignment) * alignment)
+    if unused:
+        warnings.warn(f"{path} has {unused} bytes that belong to no tensor; they are not read", stacklevel=3)
     return Gguf([path], metadata, tensors)
 
 

@@ -29,6 +29,10 @@ _PLAIN_CUTS = ("default", "gpt-2", "gpt2")  # those of GPT-2, which a converter 
 # Rules that transformers does not know: those of another name that it knows, or expressions that cut one after another, before
 # GPT-2's rule or not.
 _SAME_CUTS = {"glm4": "llama-bpe", "glm5": "llama-bpe", "chatglm-bpe": "llama-bpe"}
+# Classes of DeepSeek's first tokenizer: letters with case, without some scripts and the letters of formulas.
+_CASED = r"[\p{Lu}\p{Ll}\p{Lt}&&[^\x{2D00}-\x{2D2D}\x{A790}-\x{AB68}\x{10570}-\x{105BC}\x{16E40}-\x{16E7F}\x{1D400}-\x{1DFFF}]]"
+_DEEPSEEK_PUNCTUATION = "[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]"
+_EAST_ASIAN = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
 _MORE_CUTS = {
     "deepseek-v3": (
         (
@@ -37,6 +41,12 @@ _MORE_CUTS = {
             r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
             r"""| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+""",
         ),
+        False,
+    ),
+    "deepseek-llm": (("[\r\n]", rf"\s?{_CASED}+", rf"\s?{_DEEPSEEK_PUNCTUATION}+", r"\s+$", _EAST_ASIAN, r"\p{N}+"), False),
+    "deepseek-coder": (("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _EAST_ASIAN, r"\p{N}"), False),
+    "falcon": (
+        (r"[\p{P}$+<=>^~|`]+", r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)", "[0-9][0-9][0-9]"),
         False,
     ),
     **dict.fromkeys(("starcoder", "refact", "smollm", "command-r"), ((r"\p{N}",), True)),
@@ -127,6 +137,8 @@ def save_tokenizer(path: Path, metadata: Mapping[str, Any], architecture: str, v
         if cut in _MORE_CUTS and cut not in (known or ()):
             backend, known = _with_cuts(backend, *_MORE_CUTS[cut]), {**(known or {}), cut: ""}
         backend = _without_others(backend, len(tokens))
+        if fields["tokenizer_type"] == "gpt2":
+            backend = _with_whole_tokens(backend, tokens, fields.get("token_type") or [])
         if fields["tokenizer_type"] == "llama":
             backend = _with_spaces(backend, _flag(path, metadata, "add_space_prefix", True))
         # Qwen's own tokenizer normalizes texts. GGUF has no field for that, and llama.cpp does not.
@@ -143,6 +155,7 @@ def save_tokenizer(path: Path, metadata: Mapping[str, Any], architecture: str, v
         tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, **special)
         tokenizer.chat_template = template
         tokenizer.save_pretrained(directory)
+    _check_special(path, tokenizer.backend_tokenizer, fields, special)
 
 
 def _without_others(backend: Tokenizer, count: int) -> Tokenizer:
@@ -152,6 +165,40 @@ def _without_others(backend: Tokenizer, count: int) -> Tokenizer:
     if len(kept) == len(content["added_tokens"]):
         return backend
     return type(backend).from_str(json.dumps(content | {"added_tokens": kept}))
+
+
+def _with_whole_tokens(backend: Tokenizer, tokens: list[str], types: list[int]) -> Tokenizer:
+    """A byte-level tokenizer that has the file's control tokens and those of its user as they are, and whole.
+
+    transformers writes those with other letters than ASCII's in letters that stand for bytes, and does not add them.
+    """
+    whole = {number: tokens[number] for number, kind in enumerate(types) if kind in (_OUTSIDE_TEXT, _USER)}
+    content = json.loads(backend.to_str())
+    vocab = {text: number for text, number in content["model"]["vocab"].items() if number not in whole}
+    content["model"]["vocab"] = vocab | {text: number for number, text in whole.items()}
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    added = {token["id"]: token for token in content["added_tokens"]}
+    added |= {
+        number: {"id": number, "content": text, **flags, "special": types[number] == _OUTSIDE_TEXT}
+        for number, text in whole.items()
+    }
+    content["added_tokens"] = [added[number] for number in sorted(added)]
+    return type(backend).from_str(json.dumps(content))
+
+
+def _check_special(path: Path, backend: Tokenizer, fields: Mapping[str, Any], special: Mapping[str, str]) -> None:
+    """Raises ValueError if a control token of the file, or one that it names, has another number or is cut into pieces."""
+    tokens = fields["tokens"]
+    named = {text: tokens.index(text) for text in special.values()}
+    control = {tokens[i]: i for i, kind in enumerate(fields.get("token_type") or []) if kind == _OUTSIDE_TEXT}
+    for text, number in (named | control).items():
+        found = backend.token_to_id(text)
+        pieces = backend.encode(text, add_special_tokens=False).ids if text in control else [number]
+        if found != number or pieces != [number]:
+            raise ValueError(
+                f"{path} has the special token {printable(text)!r} as {number}; its tokenizer, as transformers "
+                f"{transformers.__version__} builds it, gives {found} for it, and {pieces} in a text"
+            )
 
 
 def _with_cuts(backend: Tokenizer, expressions: tuple[str, ...], as_gpt2: bool) -> Tokenizer:
