@@ -1,7 +1,7 @@
 """torch's entry point (the group "torch.backends"), which torch calls at the end of ``import torch``.
 
-An error here would make ``import torch`` fail in every program. So this file needs nothing but Python's own modules. CMake installs
-it beside the list of entry points, also for an editable installation, whose other files may be moved or broken.
+An error here would make ``import torch`` fail in every program. So this file needs nothing but Python's own modules. CMake
+installs it beside the list of entry points, also for an editable installation, whose other files may be moved or broken.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ def register() -> None:
     except (Exception, SystemExit) as error:
         with contextlib.suppress(Warning):  # a filter may turn the warning into an error
             warnings.warn(
-                f"lowbit's operators are not registered: {type(error).__name__}: {error} (Install lowbit again, uninstall it, or "
+                f"lowbit's operators are not registered: {type(error).__name__}: {error} (Install lowbit again, or "
                 "set TORCH_DEVICE_BACKEND_AUTOLOAD=0.)",
                 RuntimeWarning,
                 stacklevel=2,

@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 BOS, EOS = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
 LETTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
 # Control tokens (3) and those of the user (4), one of them made of blanks, one of letters that stand for bytes.
-SPECIAL = {BOS: 3, EOS: 3, "<｜User｜>": 4, "<|plain|>": 3, "  ": 4, "Ġx": 3, "é<": 3}
+SPECIAL = {BOS: 3, EOS: 3, "<｜User｜>": 4, "<|plain|>": 3, "  ": 4, "Ġx": 3, "é<": 3, "<｜tool｜>": 3}
 
 
 def metadata(pre: str, **more) -> dict:
@@ -50,7 +50,7 @@ def test_special_tokens_are_whole_and_have_the_numbers_of_the_file(tmp_path, pre
 
 def test_a_special_token_with_another_number_is_refused(tmp_path, monkeypatch):
     build = gguf_tokenizer._with_whole_tokens
-    for without in (BOS, "<|plain|>"):
+    for without in (BOS, "<｜tool｜>"):
         monkeypatch.setattr(
             gguf_tokenizer, "_with_whole_tokens",
             lambda backend, tokens, types, without=without: build(

@@ -141,7 +141,7 @@ def test_a_name_that_has_gone_is_passed_over(package, monkeypatch):
     assert watched.value == again.value == third.value == 3
 
 
-LIBRARIES = """
+LIBRARIES = r"""
 import sys
 from pathlib import Path
 root = Path(sys.argv[1])

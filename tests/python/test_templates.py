@@ -32,8 +32,8 @@ TEMPLATES = {
     ),
 }
 TEXTS = [
-    "Hello", "\n\n  two lines\n", " ", "", "1 < 2 |> 3", "<", "|>", "<|", "a<b>|", "s>", "]", "[", "é 漢字 🎈", "<think>no</think>\n\nyes",
-    "im_end", "user", "system", "\tdef f(x):\n        return '<br>' # |", "user|>", "a" * 300,
+    "Hello", "\n\n  two lines\n", " ", "", "1 < 2 |> 3", "<", "|>", "<|", "a<b>|", "s>", "]", "[", "é 漢字 🎈",
+    "<think>no</think>\n\nyes", "im_end", "user", "system", "\tdef f(x):\n        return '<br>' # |", "user|>", "a" * 300,
 ]  # fmt: skip
 TOOLS = [
     {"type": "function", "function": {"name": "f", "description": "<b>", "parameters": {"properties": {"a<": {"type": "x"}}}}}

@@ -59,7 +59,9 @@ def _check_types(config: dict[str, Any], file: Path, where: str = "") -> None:
         if value is None:
             continue
         kind, expected = _TYPES.get(name, (dict, "an object") if name.endswith("_config") else (object, ""))
-        right = isinstance(value, kind) and (kind is not int or (not isinstance(value, bool) and value > 0))
+        right = isinstance(value, kind)
+        if kind is int and isinstance(value, int):
+            right = not isinstance(value, bool) and value > 0
         if name == "architectures":
             right = right and all(isinstance(each, str) for each in value)
         if not right:

@@ -1,4 +1,4 @@
-"""Models by their names on a hub: hf:org/model, hf:org/model@revision, hf:org/model/file.gguf. huggingface_hub downloads them."""
+"""Models on a hub: hf:org/model, hf:org/model@revision, hf:org/model/file.gguf. huggingface_hub downloads them."""
 
 from __future__ import annotations
 

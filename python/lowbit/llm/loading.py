@@ -238,6 +238,9 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Any:
         tokenizer = transformers.AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     if not getattr(tokenizer, "is_fast", False):
         raise ValueError(f"{directory} has a {type(tokenizer).__name__}, written in Python; expected one with a tokenizer.json")
+    longest = tokenizer.model_max_length
+    if isinstance(longest, bool) or not isinstance(longest, int | float):
+        raise ValueError(f"the tokenizer in {directory} has model_max_length {longest!r}; expected a number")
     return tokenizer
 
 
