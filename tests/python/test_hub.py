@@ -65,7 +65,13 @@ def test_names_and_paths(tmp_path, monkeypatch):
     "command", ["inspect", "quantize", "import", "dequantize", "generate", "chat", "serve", "eval", "bench"]
 )
 def test_a_path_that_does_not_exist_asks_no_hub(hub, command):
-    more = {"quantize": ["out"], "import": ["out"], "dequantize": ["out"], "generate": ["--prompt", "x"]}
+    more = {
+        "quantize": ["out"],
+        "import": ["out"],
+        "dequantize": ["out"],
+        "generate": ["--prompt", "x"],
+        "eval": ["--text", __file__],
+    }
     for path in ("modles/typo", "models/typo@v1", "models/typo.gguf", "models/a/typo.gguf"):
         said = error(invoke(command, path, *more.get(command, [])))
         assert said == f"{path} does not exist; a model on a hub is named hf:{path}"
