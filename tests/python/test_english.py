@@ -146,10 +146,10 @@ def public_docstrings(tree: ast.AST, path: str) -> list[tuple[str, str]]:
 
 def test_docstrings_begin_with_a_sentence_in_one_line():
     """Folders that are about other programs' internals are left out."""
-    left_out = ("hf", "importing", "llm", "vllm")
+    left_out = {"hf", "importing", "llm", "vllm"}
     seen = 0
     for name, text in texts().items():
-        if name.startswith("python/") and name.endswith(".py") and name.split("/")[2] not in left_out:
+        if name.startswith("python/") and name.endswith(".py") and not {*name.split("/")[2:3]} & left_out:
             for where, docstring in public_docstrings(ast.parse(text), name):
                 seen += 1
                 first = docstring.split("\n\n")[0]
