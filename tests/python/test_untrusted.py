@@ -45,7 +45,8 @@ def test_fields_of_config_json_have_their_types(tmp_path):
     odd = [["llama"], {"a": 1}, "x", -1, 0, True, 1.5, "8"]
     for name, good in {
         "model_type": (str,), "transformers_version": (str,), "architectures": (), "tie_word_embeddings": (bool,),
-        "vocab_size": (), "hidden_size": (), "num_hidden_layers": (), "rope_scaling": (dict,), "rope_parameters": (dict,), "text_config": (dict,),
+        "vocab_size": (), "hidden_size": (), "num_hidden_layers": (),
+        "rope_scaling": (dict,), "rope_parameters": (dict,), "text_config": (dict,),
     }.items():  # fmt: skip
         for value in [*odd, [1]] if name == "architectures" else odd:
             for inner in (False, True):
