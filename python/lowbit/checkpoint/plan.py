@@ -17,7 +17,7 @@ from .._layers import is_transposed, named_layers, warn_of_floats
 from .._packed import PackedInfo
 from .._rounding import ConvConfig, EmbeddingConfig, LinearConfig
 from .._sizes import size
-from ..files.config_json import quantization_method, read_config
+from ..files.config_json import quantization_settings, read_config
 from ..files.safetensors import DTYPES, Stored, files_of, read_files, read_rows, same_bytes
 from .writing import MAX_SHARD_BYTES, size_of_files
 
@@ -402,10 +402,11 @@ def read_and_plan(source: Path, config: LowBitConfig) -> tuple[list[PlannedTenso
         raise TypeError(f"config is a {type(config).__name__}; expected a lowbit.LowBitConfig")
     files, weight_map = files_of(source)
     description = read_config(source)
-    method = quantization_method(description)
-    if method is not None:
-        back = "; lowbit.dequantize_checkpoint writes them" if method == METHOD else ""
-        raise ValueError(f"{source} is quantized already, by the method {method!r}; expected float weights{back}")
+    settings = quantization_settings(source, description)
+    if settings is not None:
+        method = settings.get("quant_method", "") if isinstance(settings, dict) else settings
+        back = "lowbit.dequantize_checkpoint writes them" if method == METHOD else "lowbit import converts such checkpoints"
+        raise ValueError(f"{source} is quantized already, by the method {method!r}; expected float weights: {back}")
     if (source / "adapter_config.json").exists():
         raise ValueError(
             f"{source} has adapter_config.json: weights of an adapter belong to this model; merge them into it first, or "

@@ -5,7 +5,8 @@ Tensors of a layer with n outputs, k inputs and codes of b bits:
 * ``qweight``: int32 [k * b / 32, n]: the codes of a column one after the other; at 3 bits a code may lie in two words;
 * ``qzeros``: int32 [groups, n * b / 32]: the zero points of a group, packed likewise along a row; ``gptq`` stores zero - 1;
 * ``scales``: float [groups, n];
-* ``g_idx``: int32 [k], optional: the group of each input. With act-order a group's inputs are not neighbors.
+* ``g_idx``: int32 [k], optional: the group of each input. With act-order a group's inputs are not neighbors. Without
+  (``desc_act`` false) it may be empty, or zeros.
 
 A weight is ``scale * (code - zero)``. ``gptq_p`` packs codes in planes (:func:`.bits.from_planes`).
 """
@@ -79,7 +80,9 @@ def _groups(stock: Stock, layer: str, k: int, groups: int) -> tuple[int | None, 
         raise ValueError(
             f"{layer} in {stock.path} has {groups} groups for {k} inputs; expected {-(-k // size)}, of {size} inputs"
         )
-    return (None if groups == 1 else size), stock.order(f"{layer}.g_idx", k, size)
+    # Without act-order some writers leave the tensor as it was allocated, with zeros.
+    none = () if stock.settings.get("desc_act") else (0,)
+    return (None if groups == 1 else size), stock.order(f"{layer}.g_idx", k, size, none)
 
 
 def _read(
