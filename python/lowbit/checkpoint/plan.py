@@ -17,7 +17,7 @@ from .._layers import is_transposed, named_layers, warn_of_floats
 from .._packed import PackedInfo
 from .._rounding import ConvConfig, EmbeddingConfig, LinearConfig
 from .._sizes import size
-from ..files.config_json import quantization_settings, read_config
+from ..files.config_json import QUANTIZED_LEAVES, quantization_settings, read_config
 from ..files.safetensors import DTYPES, Stored, files_of, read_files, read_rows, same_bytes
 from .writing import MAX_SHARD_BYTES, size_of_files
 
@@ -402,8 +402,10 @@ def read_and_plan(source: Path, config: LowBitConfig) -> tuple[list[PlannedTenso
         raise TypeError(f"config is a {type(config).__name__}; expected a lowbit.LowBitConfig")
     files, weight_map = files_of(source)
     description = read_config(source)
+    tensors = read_files(files, weight_map)
     settings = quantization_settings(source, description)
-    if settings is not None:
+    # Other files of settings may have stayed beside weights that were dequantized.
+    if settings is not None and ("quantization_config" in description or any(name.endswith(QUANTIZED_LEAVES) for name in tensors)):
         method = settings.get("quant_method", "") if isinstance(settings, dict) else settings
         back = "lowbit.dequantize_checkpoint writes them" if method == METHOD else "lowbit import converts such checkpoints"
         raise ValueError(f"{source} is quantized already, by the method {method!r}; expected float weights: {back}")
@@ -412,7 +414,6 @@ def read_and_plan(source: Path, config: LowBitConfig) -> tuple[list[PlannedTenso
             f"{source} has adapter_config.json: weights of an adapter belong to this model; merge them into it first, or "
             "move the adapter away"
         )
-    tensors = read_files(files, weight_map)
     model = meta_model(source, len(tensors))
     attach(model, tensors)
     plan = _Plan(model, config, tensors, source)

@@ -14,6 +14,10 @@ SETTINGS_FILES = {
     "quantize_config.json": "gptq", "quantization_config.json": "auto-round", "quant_config.json": "awq",
     "hf_quant_config.json": "modelopt",
 }  # fmt: skip
+# What the names of tensors of quantized layers end in.
+QUANTIZED_LEAVES = (
+    ".qweight", ".weight_packed", ".W_q", ".quant_map", "._weight_qdata", ".weight_scale", ".weight_scale_inv",
+)  # fmt: skip
 
 
 def refuse_gguf(path: Path) -> None:

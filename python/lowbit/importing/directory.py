@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint import copy_files
-from ..files.config_json import SETTINGS_FILES, quantization_settings, read_config
+from ..files.config_json import QUANTIZED_LEAVES, SETTINGS_FILES, quantization_settings, read_config
 from ..files.safetensors import WEIGHTS, files_of, read_files
 from .awq import read_awq
 from .bitnet import read_bitnet
@@ -56,10 +56,6 @@ _FORMATS: dict[str, tuple[str, Callable[[Stock], Sequence[SourceTensor]]]] = {
 }
 
 
-# Tensors that only quantized layers have.
-_QUANTIZED = (".qweight", ".weight_packed", ".W_q", ".quant_map", "._weight_qdata", ".weight_scale", ".weight_scale_inv")
-
-
 def _files_of(path: Path, settings: dict[str, Any]) -> tuple[list[Path], dict[str, str] | None]:
     """The files of weights; AutoGPTQ once called its only one as it liked, and noted the name in its settings."""
     base = settings.get("model_file_base_name")
@@ -80,7 +76,7 @@ def open_directory(path: Path) -> Source:
     config = read_config(path)
     settings = quantization_settings(path, config)
     if settings is None:
-        quantized = [stored for stored in read_files(*files_of(path)).values() if stored.name.endswith(_QUANTIZED)]
+        quantized = [stored for stored in read_files(*files_of(path)).values() if stored.name.endswith(QUANTIZED_LEAVES)]
         if quantized:
             raise ValueError(
                 f"{path} has quantized weights, {quantized[0].name} for example, but no settings: expected "
@@ -100,6 +96,8 @@ def open_directory(path: Path) -> Source:
     stock = Stock(path, read_files(files, weight_map), dict(settings))
     tensors = list(read(stock))
     if not any(isinstance(tensor, Matrix | Stacked | Weights) for tensor in tensors):
-        raise ValueError(f"{path} has no quantized layer, although its quantization_config says {method!r}")
+        raise ValueError(
+            f"{path} has no quantized layer, although its quantization_config, or {' or '.join(SETTINGS_FILES)}, says {method!r}"
+        )
     description: dict[str, Any] = {key: value for key, value in config.items() if key != "quantization_config"}
     return Source(path, name, description, tensors, lambda target: copy_files(path, target), states)

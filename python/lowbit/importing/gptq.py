@@ -55,14 +55,15 @@ def _layer(stock: Stock, layer: str, version: str) -> Matrix:
         )
     k = codes.shape[0] * 32 // bits
     size, order = _groups(stock, layer, k, groups)
-    # The zero points say whether the layer is symmetric; the setting "sym" is not needed.
-    stored_zeros = unpack(load(zeros), bits, n).to(torch.int32) + offset
+    # The zero points say whether the layer is symmetric; but where "sym" does, they may have stayed as allocated, zeros.
+    words = load(zeros)
+    stored_zeros = unpack(words, bits, n).to(torch.int32) + offset
     if offset and (stored_zeros == 1 << bits).any():
         raise ValueError(
             f"{layer} in {zeros.path} has a zero point that the format's first version has for both 0 and {1 << bits}; "
             "expected the second version (checkpoint_format gptq_v2)"
         )
-    affine = bool((stored_zeros != 1 << (bits - 1)).any())
+    affine = bool((stored_zeros != 1 << (bits - 1)).any()) and not (stock.settings.get("sym") is True and not words.any())
     read = functools.partial(_read, stock, codes, scales, zeros, unpack, bits, k, offset, affine, order)
     total = codes.bytes + scales.bytes + zeros.bytes
     return Matrix(f"{layer}.weight", f"GPTQ, {bits} bits", (n, k), bits, size, affine, read, total, order=order)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -33,6 +33,12 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 _BAND_WEIGHTS = 1 << 21
+
+Progress: TypeAlias = Callable[[int, int, str], None]  # (done, total, what)
+# The steps before the first weight is read.
+READ, LIBRARIES, MODEL, CHECKS, FILES = OPENING = (
+    "reading the source", "loading transformers", "building the model", "checking the tensors", "writing the tokenizer",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -352,19 +358,38 @@ def _has_values(tensor: SourceTensor) -> bool:
     return any(bool(tensor.read(begin, end).any()) for begin, end in _bands(tensor.shape, False))  # type: ignore[union-attr]
 
 
+def begin_step(opening: Progress | None, step: str) -> None:
+    """Reports a step before the first weight is read."""
+    if opening is not None:
+        opening(OPENING.index(step), len(OPENING), step)
+
+
 def write_checkpoint(
-    source: Source, target: Path, *, max_shard_bytes: int, progress: Callable[[int, int, str], None] | None
+    source: Source,
+    target: Path,
+    *,
+    max_shard_bytes: int,
+    progress: Progress | None = None,
+    opening: Progress | None = None,
+    begin: float | None = None,
 ) -> ImportSummary:
-    """Writes a source as a packed checkpoint, all of it or nothing, with the arguments of ``import_checkpoint``."""
+    """Writes a source as a packed checkpoint, all of it or nothing, with the arguments of ``import_checkpoint``.
+
+    Args:
+        begin: time.perf_counter() when the source was opened; None: now.
+    """
+    begin = time.perf_counter() if begin is None else begin
+    begin_step(opening, LIBRARIES)
     from ..hf.config import LowBitConfig
     from ..hf.mtp import attach
     from ..hf.names import names_in_model
     from ..hf.placing import place_packed
 
-    begin = time.perf_counter()
     resolve_new_directory(target)  # refused before the model is built
+    begin_step(opening, MODEL)
     model = _meta_model(source.config, len(source.tensors))
     attach(model, [tensor.name for tensor in source.tensors])
+    begin_step(opening, CHECKS)
     outputs = _Plan(source, model).outputs()
     # Without a version, transformers 5.19 takes a tokenizer of many tokens for an old one of Mistral, and warns.
     description = {"transformers_version": version("transformers")} | source.config
@@ -394,6 +419,7 @@ def write_checkpoint(
             tensors.append(written)
 
     with new_checkpoint(target, target_bytes) as directory:
+        begin_step(opening, FILES)
         source.write_files(directory)
         write_note(directory)
         entries = write_tensors(directory, outputs, max_shard_bytes, write)
