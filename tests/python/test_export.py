@@ -166,7 +166,9 @@ def test_buffers_that_a_pte_changes(executorch, tmp_path, kind):
     if kind == "cache":
         lowbit.export_pte(model, (x,), tmp_path / "m.pte")
     else:
-        with pytest.warns(UserWarning, match="XNNPACK does not run the operators that change state; all operators but lowbit's"):
+        with pytest.warns(
+            UserWarning, match="XNNPACK does not run the operators that change state; all operators but lowbit's"
+        ):
             lowbit.export_pte(model, (x,), tmp_path / "m.pte")
     assert torch.equal(model.state, changing(kind)[0].state)  # the export has not changed the model
     method = executorch.load_program(tmp_path / "m.pte").load_method("forward")

@@ -10,18 +10,7 @@ import torch
 from checkpoints import TOKENS, change_tensors, load
 from importing_files import layers_of_others
 from safetensors.torch import load_file, save_file
-from test_importing_directory import (
-    GPTQ,
-    GROUP,
-    Quantized,
-    act_order,
-    awq,
-    check,
-    checkpoint,
-    compressed,
-    gptq,
-    maker,
-)
+from test_importing_directory import GPTQ, GROUP, Quantized, act_order, awq, check, checkpoint, compressed, gptq, maker
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP}
@@ -61,13 +50,26 @@ def test_zeros_beside_a_quantized_matrix_are_left_out_and_other_values_are_refus
         extra = {f"{q}.bias": torch.full((32,), value), f"{LAYER}.bias": torch.full((32,), value)}
         save_file(tensors | extra, tmp_path / "in" / "model.safetensors", metadata=described)
         if value:
-            message = f"has 2 tensors beside weights that LlamaForCausalLM has no place for, {LAYER}.bias, {q}.bias: they are not"
+            message = (
+                f"has 2 tensors beside weights that LlamaForCausalLM has no place for, {LAYER}.bias, {q}.bias: they are not"
+            )
             with pytest.raises(ValueError, match=re.escape(message)):
                 lowbit.import_checkpoint(tmp_path / "in", tmp_path / "other")
         else:
             imported(tmp_path)
             written = load_file(tmp_path / "out" / "model.safetensors")
             assert f"{q}.packed_weight" in written and not [key for key in written if key.endswith("bias")]
+
+
+def test_a_bias_that_the_model_has_not_in_a_float_checkpoint(tmp_path):
+    """transformers computes without it, so does the quantized model; but a warning says so."""
+    checkpoint(tmp_path / "in", None, lambda n, k: (torch.ones(n, k), {"weight": torch.ones(n, k)}))
+    extra = {f"{LAYER}.bias": torch.ones(96), "model.layers.0.mlp.down_proj.bias": torch.zeros(64)}
+    change_tensors(tmp_path / "in" / "model.safetensors", lambda tensors: tensors.update(extra))
+    with pytest.warns(
+        UserWarning, match=r"1 tensors of the files beside weights, \S+up_proj\.bias for example, are not in Llama"
+    ):
+        lowbit.quantize_checkpoint(tmp_path / "in", tmp_path / "out", lowbit.LowBitConfig())
 
 
 def test_factors_of_activation_functions_in_awq(tmp_path):
@@ -110,7 +112,9 @@ def test_buffers_of_old_checkpoints(tmp_path):
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("tensor", [torch.tensor(2.0), torch.ones(2, 2).bool(), torch.zeros(0)], ids=["number", "mask", "empty"])
+@pytest.mark.parametrize(
+    "tensor", [torch.tensor(2.0), torch.ones(2, 2).bool(), torch.zeros(0)], ids=["number", "mask", "empty"]
+)
 def test_tensors_of_other_shapes_and_dtypes_are_copied_bit_by_bit(tmp_path, tensor):
     checkpoint(tmp_path / "in", GPTQ, simple())
     change_tensors(tmp_path / "in" / "model.safetensors", lambda tensors: tensors.update({"model.layers.0.more": tensor}))
@@ -154,7 +158,7 @@ def test_placeholders_of_an_act_order_that_the_settings_deny(tmp_path, name):
     [
         (GPTQ | {"desc_act": True}, PLACEHOLDERS["gptq"][1], "its inputs are in groups that do not have 32 inputs each"),
         (ct(actorder="group"), PLACEHOLDERS["compressed-tensors"][1], "its inputs are in groups that do not have 32"),
-        (AWQ, lambda layer: (made := awq(layer)) | {"g_idx": act_order(layer)}, "has an act-order permutation; expected none"),
+        (AWQ, lambda layer: awq(layer) | {"g_idx": act_order(layer)}, "has an act-order permutation; expected none"),
     ],
 )
 def test_an_act_order_that_cannot_be(tmp_path, settings, pack, message):
@@ -187,7 +191,9 @@ def test_settings_in_another_file(tmp_path, file, content, make, format_):
     config = json.loads((tmp_path / "in" / "config.json").read_text())
     del config["quantization_config"]
     (tmp_path / "in" / "config.json").write_text(json.dumps(config))
-    message = "has quantized weights, .* but no settings: expected quantization_config in config.json, or one of quantize_config"
+    message = (
+        "has quantized weights, .* but no settings: expected quantization_config in config.json, or one of quantize_config"
+    )
     with pytest.raises(ValueError, match=message):
         imported(tmp_path)
     (tmp_path / "in" / file).write_text(json.dumps(content))
@@ -258,7 +264,9 @@ def experts(path, pack_expert, settings):
     torch.manual_seed(0)
     sizes = {"vocab_size": 403, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
     model = Qwen3MoeForCausalLM(
-        Qwen3MoeConfig(**sizes, num_key_value_heads=2, head_dim=32, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64)
+        Qwen3MoeConfig(
+            **sizes, num_key_value_heads=2, head_dim=32, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64
+        )
     ).eval()
     model.save_pretrained(path / "in")
     tensors, holder = load_file(path / "in" / "model.safetensors"), model.model.layers[0].mlp.experts
@@ -330,7 +338,9 @@ def test_gates_without_minimums_beside_ups_with_them(tmp_path):
     holder = load(tmp_path / "out", dtype="auto").model.layers[0].mlp.experts
     for leaf in ("gate_up_proj", "down_proj"):
         expected = getattr(model.model.layers[0].mlp.experts, leaf).detach()
-        torch.testing.assert_close(getattr(holder, leaf).dequantize(), expected, rtol=0, atol=4e-3 * float(expected.abs().max()))
+        torch.testing.assert_close(
+            getattr(holder, leaf).dequantize(), expected, rtol=0, atol=4e-3 * float(expected.abs().max())
+        )
 
 
 ODD = {
@@ -361,7 +371,9 @@ def test_one_odd_expert(tmp_path, name):
         return layer.weight, packed
 
     model = experts(tmp_path, make, GPTQ | {"desc_act": True, "dynamic": {}})
-    with pytest.warns(UserWarning, match=rf"packed with {bits} bits, .*experts 0, 1, 3 are GPTQ, 4 bits.*, and {re.escape(says)}"):
+    with pytest.warns(
+        UserWarning, match=rf"packed with {bits} bits, .*experts 0, 1, 3 are GPTQ, 4 bits.*, and {re.escape(says)}"
+    ):
         summary = imported(tmp_path)
     exact = name not in ("float", "act-order")
     kinds = {tensor.kind for tensor in summary.tensors if "experts" in tensor.name}
@@ -379,10 +391,10 @@ def test_experts_that_are_all_odd_become_floats_and_it_is_said(tmp_path):
         return layer.weight, packed
 
     model = experts(tmp_path, make, GPTQ | {"desc_act": True})
-    says = r"gate_up_proj become floats, 131 kB instead of .*: experts 0, 1, 2, 3 are GPTQ, 4 bits with an act-order permutation"
+    says = (
+        r"gate_up_proj become floats, 131 kB instead of .*: experts 0, 1, 2, 3 are GPTQ, 4 bits with an act-order permutation"
+    )
     with pytest.warns(UserWarning, match=says):
         imported(tmp_path)
     found = load(tmp_path / "out", dtype="auto").model.layers[0].mlp.experts
     assert torch.equal(found.gate_up_proj, model.model.layers[0].mlp.experts.gate_up_proj)
-
-

@@ -55,7 +55,9 @@ def test_a_new_head_below_a_module_of_its_own(tmp_path):
     torch.manual_seed(0)
     transformers.T5Model(transformers.T5Config(**sizes)).save_pretrained(tmp_path / "float")
     torch.manual_seed(1)
-    model = transformers.T5ForSequenceClassification.from_pretrained(tmp_path / "float", num_labels=3, quantization_config=CONFIG)
+    model = transformers.T5ForSequenceClassification.from_pretrained(
+        tmp_path / "float", num_labels=3, quantization_config=CONFIG
+    )
     assert {name for name, packed in kinds(model).items() if not packed and "classification_head" in name} == {
         "classification_head.dense", "classification_head.out_proj"
     }  # fmt: skip
@@ -117,7 +119,9 @@ def test_packed_layers_in_modules_to_save_are_refused(tmp_path, saved):
     classifier(save_model(tmp_path / "float", dtype=torch.float32), None, num_labels=3).save_pretrained(tmp_path / "three")
     model = classifier(tmp_path / "three")
     config = peft.LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=saved)
-    with pytest.raises(ValueError, match=rf"modules_to_save has '{saved[0]}', but \S+ is packed and cannot be trained: leave it"):
+    with pytest.raises(
+        ValueError, match=rf"modules_to_save has '{saved[0]}', but \S+ is packed and cannot be trained: leave it"
+    ):
         peft.get_peft_model(model, config)
     model = classifier(tmp_path / "three", lowbit.LowBitConfig(bits=4, overrides={f"*{saved[0]}*": None}))
     peft.get_peft_model(model, config)

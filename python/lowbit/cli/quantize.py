@@ -111,7 +111,9 @@ def quantize(
     target_bytes = None if target_size is None else options.parse_size(target_size, "--target-size")
     text = None if calibrate is None else read_text(calibrate)
     if source.suffix == ".gguf" and source.is_file():
-        raise ValueError(f"{source} is a GGUF file; expected a checkpoint's directory: {_through_import(context, source, target)}")
+        raise ValueError(
+            f"{source} is a GGUF file; expected a checkpoint's directory: {_through_import(context, source, target)}"
+        )
     with as_float(output, source, target) as floats:
         if text is None:
             from lowbit import quantize_checkpoint

@@ -146,7 +146,9 @@ def _alike(first: Tensor, second: Tensor, found_first: Tensor, found_second: Ten
         return False
     if not first.is_floating_point():
         return torch.equal(first, found_first) and torch.equal(second, found_second)
-    first, second, found_first, found_second = (each.double().nan_to_num() for each in (first, second, found_first, found_second))
+    first, second, found_first, found_second = (
+        each.double().nan_to_num() for each in (first, second, found_first, found_second)
+    )
     if first.numel() == 0:
         return True
     largest = max(float(first.abs().max()), float(second.abs().max()))

@@ -8,7 +8,7 @@ import math
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -193,9 +193,11 @@ class _Plan:
                         for part in each:
                             del self.tensors[part.name]
                     self.tensors[target] = tensor
-                if quantized and (not whole or tensor.differ):
+                if quantized and (tensor is None or not whole or tensor.differ):
                     bytes_ = sum(part.bytes for each in parts[target] for part in each)
-                    self.uneven[target] = describe_experts(parts[target]), bytes_
+                    causes = [target] if whole else layers
+                    kinds = "; ".join(f"in {one.rpartition('.')[2]} {describe_experts(parts[one])}" for one in causes)
+                    self.uneven[target] = kinds, bytes_
 
     def outputs(self) -> list[_Output]:
         """In the order of the source.
