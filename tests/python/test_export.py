@@ -161,9 +161,9 @@ def changing(kind: str) -> tuple[torch.nn.Module, torch.Tensor]:
 
 @pytest.mark.parametrize("kind", ["counter", "sum with a counter", "average", "cache"])
 def test_buffers_that_a_pte_changes(executorch, tmp_path, kind):
-    """XNNPACK reads some of them before they are changed, and fails at others."""
+    """They begin as in the model. XNNPACK fails at a counter that is an output."""
     model, x = changing(kind)
-    if kind == "cache":
+    if kind != "counter":
         lowbit.export_pte(model, (x,), tmp_path / "m.pte")
     else:
         with pytest.warns(

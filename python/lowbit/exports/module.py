@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from .._machine import cpp_compiler
 from ..files.elf import without_executable_stack
 from ..files.replace import replacing
+from ..files.safetensors import ORDER_SUFFIX, PACKED_SUFFIX
 from ..files.untrusted import one_line
 
 # How far outputs of an exported program may be from the model's: other kernels round differently, and an activation may
@@ -50,7 +51,7 @@ def export_pte(
         constant_methods: further methods, by name, that return this value, for a runner's settings.
         progress: called as ``progress(steps done, steps, what begins)``.
         check_buffers: if a call changes buffers of the model, such as a counter, run the program twice and compare its
-            outputs with the model's. Where XNNPACK changes them wrongly, it is left out, with a warning.
+            outputs with the model's. Where XNNPACK fails at them, it is left out, with a warning.
 
     Raises:
         ImportError: executorch is not installed.
@@ -72,12 +73,15 @@ def export_pte(
         report(0, 4, "tracing the model")
         exported = torch.export.export(model, example_inputs, dynamic_shapes=dynamic_shapes)
         changed = _buffers_of(exported) if check_buffers else []
+        # Without this pass the file has no first values of buffers that a call changes: they would begin as zeros.
+        first = [name.replace(".", "_") for name, buffer in model.named_buffers() if name in changed and buffer.any()]
+        passes = [import_module("executorch.exir.passes.init_mutable_pass").InitializedMutableBufferPass(first)] if first else []
 
         def lower(partitioners: list[Any]) -> None:
             report(1, 4, "lowering it")
             edge = exir.to_edge_transform_and_lower(exported, partitioner=partitioners, constant_methods=constant_methods)
             report(2, 4, "making the program")
-            program = edge.to_executorch()
+            program = edge.to_executorch(exir.ExecutorchBackendConfig(passes=passes))
             report(3, 4, "writing it")
             with open(written, "wb") as file:
                 program.write_to_file(file)
@@ -89,7 +93,7 @@ def export_pte(
         except (ValueError, RuntimeError) as error:
             if not changed or not partitioners:
                 raise
-            # XNNPACK fails, or reads a buffer before it is changed, where both are in one part of the program.
+            # XNNPACK refuses parts of a program whose result is both an output and the new value of a buffer.
             lower([])
             warnings.warn(
                 f"XNNPACK does not run the operators that change {', '.join(changed)}; all operators but lowbit's run on "
@@ -100,7 +104,10 @@ def export_pte(
 
 def _buffers_of(exported: torch.export.ExportedProgram) -> list[str]:
     """The buffers of the model that a call changes."""
-    return list(dict.fromkeys(exported.graph_signature.buffers_to_mutate.values()))
+    if all(name.endswith((PACKED_SUFFIX, ORDER_SUFFIX)) for name in exported.graph_signature.buffers):
+        return []
+    # Before decompositions a program changes them in place, which its signature does not say.
+    return list(dict.fromkeys(exported.run_decompositions({}).graph_signature.buffers_to_mutate.values()))
 
 
 def _method_of(path: Path) -> Callable[[tuple[Any, ...]], Any]:
