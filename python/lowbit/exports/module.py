@@ -75,7 +75,9 @@ def export_pte(
         changed = _buffers_of(exported) if check_buffers else []
         # Without this pass the file has no first values of buffers that a call changes: they would begin as zeros.
         first = [name.replace(".", "_") for name, buffer in model.named_buffers() if name in changed and buffer.any()]
-        passes = [import_module("executorch.exir.passes.init_mutable_pass").InitializedMutableBufferPass(first)] if first else []
+        passes = (
+            [import_module("executorch.exir.passes.init_mutable_pass").InitializedMutableBufferPass(first)] if first else []
+        )
 
         def lower(partitioners: list[Any]) -> None:
             report(1, 4, "lowering it")
