@@ -100,7 +100,8 @@ def test_buffers_of_old_checkpoints(tmp_path):
     tensors |= {
         f"gpt_neox.layers.0.attention.{leaf}": tensor
         for leaf, tensor in {
-            "bias": torch.ones(1, 1, 64, 64).tril().bool(), "masked_bias": torch.tensor(-1e9), "rotary_emb.inv_freq": torch.rand(2),
+            "bias": torch.ones(1, 1, 64, 64).tril().bool(), "masked_bias": torch.tensor(-1e9),
+            "rotary_emb.inv_freq": torch.rand(2),
         }.items()
     }  # fmt: skip
     save_file(tensors, tmp_path / "in" / "model.safetensors", metadata={"format": "pt"})

@@ -167,7 +167,7 @@ def _alike(first: Tensor, second: Tensor, found_first: Tensor, found_second: Ten
         return True
     change = second - first
     off = float((found_second - found_first - change).abs().max())
-    return off <= _ROUNDING * float(change.abs().max()) + _NOISE * largest
+    return bool(off <= _ROUNDING * float(change.abs().max()) + _NOISE * largest)
 
 
 def machine_code(exported: torch.export.ExportedProgram, example_inputs: tuple[Any, ...], options: dict[str, Any]) -> list[Any]:

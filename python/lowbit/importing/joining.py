@@ -79,7 +79,9 @@ def _form(tensor: SourceTensor) -> tuple[Any, ...]:
 
 def _with_minimums(parts: Sequence[_Part]) -> Sequence[_Part]:
     """The same tensors; where only some matrices of one type have minimums, with minimums in all of them."""
-    if not all(isinstance(part, Matrix) for part in parts) or len({part.affine for part in parts}) == 1:  # type: ignore[union-attr]
+    if len({part.affine if isinstance(part, Matrix) else None for part in parts} - {None}) < 2 or not all(
+        isinstance(part, Matrix) for part in parts
+    ):
         return parts
     return [part if part.levels else recoded(part, part.bits, part.group_size, True) for part in parts]  # type: ignore
 
