@@ -67,7 +67,17 @@ def know_packed_layers(config: peft.LoraConfig, model: torch.nn.Module) -> None:
     """Changes a config so that peft's LoraModel also puts adapters on packed layers.
 
     "all-linear" then selects all packed layers except the output head.
+
+    Raises:
+        ValueError: a module in ``modules_to_save`` is packed, or has packed layers.
     """
+    for name, module in model.named_modules():  # matched as peft does
+        saved = next((saved for saved in config.modules_to_save or () if name.endswith(saved)), None)
+        if saved and any(isinstance(part, nn.Packed) for part in module.modules()):
+            raise ValueError(
+                f"modules_to_save has {saved!r}, but {name} is packed and cannot be trained: leave it float "
+                f"(LowBitConfig(..., overrides={{'*{saved}*': None}}))"
+            )
     config._register_custom_module({nn.Linear: LoraLinear})
     if isinstance(config.target_modules, str) and config.target_modules.lower() == "all-linear":
         head = getattr(model, "get_output_embeddings", lambda: None)()

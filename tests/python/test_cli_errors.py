@@ -282,8 +282,14 @@ def test_errors_of_paths_and_overrides_name_what_is_wrong(packed, tmp_path):
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
     says = f"{tmp_path / 'model.gguf'} is a GGUF file; expected a checkpoint's directory: lowbit import makes one of it"
     readers = {**READING, "report": lambda model, out: ("report", model, out, "--text", TINY / "heldout.txt")}
-    for command in ("quantize", "eval", "export", "inspect", "tune", "report"):
+    for command in ("eval", "export", "inspect", "tune", "report"):
         assert error(invoke(*readers[command](tmp_path / "model.gguf", tmp_path))) == says, command
+    (tmp_path / "model").mkdir()
+    whole = ("quantize", tmp_path / "model.gguf", tmp_path / "new", "--bits", 3, "--override", "a*=8", "--override", "b=float")
+    assert error(invoke(*whole)).endswith(
+        f": lowbit import {tmp_path}/model.gguf {tmp_path}/model-imported && lowbit quantize {tmp_path}/model-imported "
+        f"{tmp_path}/new --bits 3 --override 'a*=8' --override b=float"
+    )
     levels = ("quantize", FLOAT, tmp_path / "new", "--bits", 3, "--mapping", "levels", "--override", "lm_head=8")
     assert "overrides has 'lm_head': bits is 8; expected 2, 3 or 4 with a table of levels" in error(invoke(*levels))
 

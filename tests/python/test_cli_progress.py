@@ -5,6 +5,8 @@ import time
 
 import pytest
 from command_line import FLOAT, TINY, invoke
+from gguf_files import file_bytes
+from importing_files import METADATA, tensors
 from lowbit.cli import output
 
 
@@ -53,6 +55,10 @@ def test_there_is_a_line_a_minute_at_most():
     [
         (("quantize", FLOAT, "OUT"), r"quantizing .*: 0 s, .* of .* %"),
         (("eval", FLOAT, "--text", TINY / "heldout.txt"), r".*heldout\.txt, \w+: \d+ s, \d+ of \d+ tokens, \d+ %"),
+        (
+            ("eval", FLOAT, "--text", TINY / "heldout.txt", "--bits", "8,4", "--window", 64, "--stride", 64),
+            r"8 bits, 2 of 3: perplexity \d+\.\d+ in \d+\.\d s",
+        ),
     ],
 )
 def test_commands(command, expected, tmp_path, quick):
@@ -66,3 +72,17 @@ def test_an_export_says_its_steps(executorch, packed, tmp_path, quick):
     assert result.exit_code == 0, result.stderr
     steps = re.findall(r"^exporting to \S+: \d+ s, (\d) of 4 steps, \d+ %.*: (\w+)", result.stderr, re.M)
     assert {("0", "tracing"), ("1", "lowering")} <= set(steps)
+
+
+def test_an_import_says_its_steps(tmp_path, quick):
+    """Opening a file can take longer than its weights do."""
+    (tmp_path / "m.gguf").write_bytes(file_bytes(METADATA, tensors()))
+    begin = time.perf_counter()
+    result = invoke("import", tmp_path / "m.gguf", tmp_path / "out")
+    took = time.perf_counter() - begin
+    assert result.exit_code == 0, result.stderr
+    steps = re.findall(r"^opening \S+: \d+ s, (\d) of 5 steps, (\d+) %.*: (\w+ the \w+)", result.stderr, re.M)
+    assert ("4", "80", "writing the tokenizer") in steps
+    assert re.search(r"^importing \S+m\.gguf \.\.\.$", result.stderr, re.M)
+    # The time of the whole command, not that of the weights alone.
+    assert took - 0.5 < float(re.search(r"written in (\d+\.\d) s", result.stdout)[1]) < took + 0.1

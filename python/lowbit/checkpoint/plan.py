@@ -17,8 +17,8 @@ from .._layers import is_transposed, named_layers, warn_of_floats
 from .._packed import PackedInfo
 from .._rounding import ConvConfig, EmbeddingConfig, LinearConfig
 from .._sizes import size
-from ..files.config_json import quantization_method, read_config
-from ..files.safetensors import DTYPES, Stored, files_of, read_files, read_rows, same_bytes
+from ..files.config_json import QUANTIZED_LEAVES, quantization_settings, read_config
+from ..files.safetensors import DTYPES, Stored, chunks, files_of, read_files, read_rows, same_bytes
 from .writing import MAX_SHARD_BYTES, size_of_files
 
 if TYPE_CHECKING:
@@ -340,13 +340,18 @@ class _Plan:
         return outputs + [PlannedTensor(in_file(layer, "weight"), stored) for layer in floats[:1]]
 
     def floats(self, outputs: Iterable[PlannedTensor]) -> dict[str, str]:
-        """The matrices that stay float -> why. Warns of those that the model does not have."""
-        reasons, extra = {}, {}
+        """The matrices that stay float -> why. Warns of those that the model does not have, and of such biases."""
+        reasons, extra, beside = {}, {}, []
         for output in outputs:
             # Integers are no weights: BERT's old files have their positions as [1, 512].
-            if output.config is not None or len(output.source.shape) < 2 or output.source.dtype not in DTYPES:
+            if output.config is not None or output.source.dtype not in DTYPES:
                 continue
             name, targets = self.names[output.source.name]
+            if len(output.source.shape) < 2:
+                unknown = targets is None and name not in self.state and f"{name.rpartition('.')[0]}.weight" in self.state
+                if unknown and any(bool(chunk.any()) for chunk in chunks(output.source)):
+                    beside.append(output.name)
+                continue
             if targets is not None and targets[0] in self.state:
                 name, why = output.name if output.name in targets else targets[0], "transformers makes it a part of {}"
             elif targets is None and name in self.state:
@@ -364,6 +369,12 @@ class _Plan:
             warnings.warn(
                 f"{len(extra)} {'matrix' if one else 'matrices'} of the files ({size(sum(extra.values()))}), {min(extra)} for "
                 f"example, {'is' if one else 'are'} not in {type(self.model).__name__}, and copied as they are",
+                stacklevel=3,
+            )
+        if beside:
+            warnings.warn(
+                f"{len(beside)} tensors of the files beside weights, {min(beside)} for example, are not in "
+                f"{type(self.model).__name__}, which computes without them; they are copied as they are",
                 stacklevel=3,
             )
         return reasons
@@ -402,16 +413,20 @@ def read_and_plan(source: Path, config: LowBitConfig) -> tuple[list[PlannedTenso
         raise TypeError(f"config is a {type(config).__name__}; expected a lowbit.LowBitConfig")
     files, weight_map = files_of(source)
     description = read_config(source)
-    method = quantization_method(description)
-    if method is not None:
-        back = "; lowbit.dequantize_checkpoint writes them" if method == METHOD else ""
-        raise ValueError(f"{source} is quantized already, by the method {method!r}; expected float weights{back}")
+    tensors = read_files(files, weight_map)
+    settings = quantization_settings(source, description)
+    # Other files of settings may have stayed beside weights that were dequantized.
+    if settings is not None and (
+        "quantization_config" in description or any(name.endswith(QUANTIZED_LEAVES) for name in tensors)
+    ):
+        method = settings.get("quant_method", "") if isinstance(settings, dict) else settings
+        back = "lowbit.dequantize_checkpoint writes them" if method == METHOD else "lowbit import converts such checkpoints"
+        raise ValueError(f"{source} is quantized already, by the method {method!r}; expected float weights: {back}")
     if (source / "adapter_config.json").exists():
         raise ValueError(
             f"{source} has adapter_config.json: weights of an adapter belong to this model; merge them into it first, or "
             "move the adapter away"
         )
-    tensors = read_files(files, weight_map)
     model = meta_model(source, len(tensors))
     attach(model, tensors)
     plan = _Plan(model, config, tensors, source)

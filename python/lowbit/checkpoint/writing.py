@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 
 from .._packed import PackedInfo
 from .._sizes import size
-from ..files.config_json import CONFIG
+from ..files.config_json import CONFIG, SETTINGS_FILES
 from ..files.replace import PartialDirectory, resolve_new_directory, sync
 from ..files.safetensors import INDEX, WEIGHTS, Stored, Writer, header_of
 from .entries import DTYPES_OF_TORCH, CheckpointEntry, describe_entry
@@ -153,11 +153,11 @@ def _is_weights(name: str) -> bool:
 
 
 def copy_files(source: Path, target: Path) -> None:
-    """Copies the other files of a checkpoint: tokenizer, settings, templates, license."""
+    """Copies the other files of a checkpoint: tokenizer, settings, templates, license; no settings of a quantization."""
     modules = _modules(source)
     for entry in sorted(source.iterdir()):
         if entry.is_file():
-            if entry.name != CONFIG and not _is_weights(entry.name):
+            if entry.name not in (CONFIG, *SETTINGS_FILES) and not _is_weights(entry.name):
                 _copy(entry, target / entry.name)
         elif entry.is_dir() and not entry.is_symlink() and not entry.name.startswith("."):
             files = [Path(parent) / name for parent, _, names in os.walk(entry) for name in names]

@@ -68,13 +68,14 @@ def evaluate(
     results = []
     columns = [] if against is None else ["KLD", "KLD 99 %", "top-1"]
     shown = table("weights", "size", "perplexity", "bits per byte", *columns, "seconds")
-    for config in configs:
+    for number, config in enumerate(configs, 1):
         loaded = load(output, model, config)
         name = _name_weights(loaded) if config is None else f"{config.bits} bits"
         weight_bytes = sum(tensor.nbytes for tensor in _tensors(loaded))
         begin = time.perf_counter()
         compared = None
-        with output.progress(f"{text}, {name}", "tokens") as advance:
+        of_several = f", {number} of {len(configs)}" if len(configs) > 1 else ""
+        with output.progress(f"{text}, {name}{of_several}", "tokens") as advance:
             common: dict[str, Any] = {"window": window, "stride": stride, "progress": advance}
             if save_logits is not None:
                 measured = _save(output, loaded, tokens, save_logits, common)
@@ -99,6 +100,8 @@ def evaluate(
         if compared is not None:
             figures += [f"{compared.kld:.5f}", f"{compared.kld_99:.4f}", f"{compared.top1:.4f}"]
         shown.add_row(name, size(weight_bytes), *figures, f"{row['seconds']:.1f}")
+        if number < len(configs):  # the table comes at the end
+            output.note(f"{name}{of_several}: perplexity {row['perplexity']:.3f} in {row['seconds']:.1f} s")
         del loaded  # before the next one is loaded
     document = {
         "model": str(model),

@@ -162,6 +162,24 @@ def make_prefix_cache(output: Output, directory: Path | None, most_bytes: int, s
 
 
 @contextmanager
+def showing_import(output: Output, source: Path) -> Iterator[tuple[Callable[..., None], Callable[..., None]]]:
+    """Yields what shows the two parts of an import: the steps of opening the source, and the bytes of its weights."""
+    with ExitStack() as stack:
+        shown: list[Callable[..., None]] = []
+
+        def part(number: int, what: str, unit: str) -> Callable[..., None]:
+            def advance(*state: Any) -> None:
+                if len(shown) <= number:
+                    stack.close()  # ends the bar before it
+                    shown.append(stack.enter_context(output.progress(f"{what} {source}", unit)))
+                shown[number](*state)
+
+            return advance
+
+        yield part(0, "opening", "steps"), part(1, "importing", "bytes")
+
+
+@contextmanager
 def imported(output: Output, model: Path) -> Iterator[Path]:
     """The directory of a checkpoint; for a GGUF file that of its import, which is made beside it if it is missing.
 
@@ -184,8 +202,8 @@ def imported(output: Output, model: Path) -> Iterator[Path]:
         else:
             changed = "; the import of another file is replaced" if cache.exists() else ""
             output.note(f"{model} is imported to {cache}{changed}")
-            with output.progress(f"importing {model}", "bytes") as advance:
-                stack.enter_context(loading_from_cache(model, advance, waiting))
+            with showing_import(output, model) as (opening, advance):
+                stack.enter_context(loading_from_cache(model, advance, waiting, opening))
         yield cache
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -24,6 +25,7 @@ _UNITS = {"writing": "bytes"}
 
 
 def quantize(
+    context: typer.Context,
     source: Annotated[Path, typer.Argument(metavar="SOURCE", help="Directory of a float checkpoint.", show_default=False)],
     target: Annotated[Path, typer.Argument(metavar="TARGET", help="Directory to write; empty, or new.", show_default=False)],
     bits: options.Bits = 4,
@@ -108,6 +110,10 @@ def quantize(
         raise typer.BadParameter("--target-size says how large already; expected one of them", param_hint="--target-bits")
     target_bytes = None if target_size is None else options.parse_size(target_size, "--target-size")
     text = None if calibrate is None else read_text(calibrate)
+    if source.suffix == ".gguf" and source.is_file():
+        raise ValueError(
+            f"{source} is a GGUF file; expected a checkpoint's directory: {_through_import(context, source, target)}"
+        )
     with as_float(output, source, target) as floats:
         if text is None:
             from lowbit import quantize_checkpoint
@@ -120,6 +126,22 @@ def quantize(
                 output, source, floats, target, config, text, method, calibrate_tokens, window, target_bytes, target_bits
             )
     _show(output, source, target, summary, calibration, time.perf_counter() - begin)
+
+
+def _through_import(context: typer.Context, source: Path, target: Path) -> str:
+    """The commands that import a GGUF file and quantize it as this command asks."""
+    directory = source.with_suffix("")
+    while directory.exists() or directory.absolute() == target.absolute():
+        directory = directory.with_name(f"{directory.name}-imported")
+    given: list[str] = []
+    for parameter in context.command.params:
+        chosen = context.get_parameter_source(parameter.name or "")
+        if parameter.param_type_name == "option" and chosen is not None and chosen.name == "COMMANDLINE":
+            value = context.params[parameter.name or ""]
+            for one in value if isinstance(value, list | tuple) else [value]:
+                given += [parameter.opts[0]] if one is True else [parameter.opts[0], str(one)]
+    first = shlex.join(["lowbit", "import", str(source), str(directory)])
+    return f"{first} && {shlex.join(['lowbit', 'quantize', str(directory), str(target), *given])}"
 
 
 def _show(

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import warnings
 from collections.abc import Callable
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from .._machine import cpp_compiler
 from ..files.elf import without_executable_stack
 from ..files.replace import replacing
+from ..files.safetensors import ORDER_SUFFIX, PACKED_SUFFIX
+from ..files.untrusted import one_line
+
+# How far outputs of an exported program may be from the model's: other kernels round differently, and an activation may
+# fall to the next int8; and how far their changes from call to call, of the same rounding twice.
+_ROUNDING, _NOISE = 0.1, 1e-3
 
 
 def export_pte(
@@ -23,6 +33,7 @@ def export_pte(
     xnnpack: bool = True,
     constant_methods: dict[str, Any] | None = None,
     progress: Callable[[int, int, str], None] | None = None,
+    check_buffers: bool = True,
 ) -> None:
     """Writes an ExecuTorch program with one method, "forward".
 
@@ -39,10 +50,13 @@ def export_pte(
         xnnpack: run the operators that XNNPACK supports there; otherwise all but lowbit's run on ExecuTorch's kernels.
         constant_methods: further methods, by name, that return this value, for a runner's settings.
         progress: called as ``progress(steps done, steps, what begins)``.
+        check_buffers: if a call changes buffers of the model, such as a counter, run the program twice and compare its
+            outputs with the model's. Where XNNPACK fails at them, it is left out, with a warning.
 
     Raises:
         ImportError: executorch is not installed.
-        ValueError, OSError: path does not end in .pte, or cannot be written.
+        ValueError, OSError: path does not end in .pte, or cannot be written; or buffers change in another way than in the
+            model.
         Exception: whatever torch.export and ExecuTorch raise on models they cannot export.
     """
     try:
@@ -58,13 +72,102 @@ def export_pte(
         report = progress or (lambda done, steps, what: None)
         report(0, 4, "tracing the model")
         exported = torch.export.export(model, example_inputs, dynamic_shapes=dynamic_shapes)
-        report(1, 4, "lowering it")
-        edge = exir.to_edge_transform_and_lower(exported, partitioner=partitioners, constant_methods=constant_methods)
-        report(2, 4, "making the program")
-        program = edge.to_executorch()
-        report(3, 4, "writing it")
-        with open(written, "wb") as file:
-            program.write_to_file(file)
+        changed = _buffers_of(exported) if check_buffers else []
+        # Without this pass the file has no first values of buffers that a call changes: they would begin as zeros.
+        first = [name.replace(".", "_") for name, buffer in model.named_buffers() if name in changed and buffer.any()]
+        passes = (
+            [import_module("executorch.exir.passes.init_mutable_pass").InitializedMutableBufferPass(first)] if first else []
+        )
+
+        def lower(partitioners: list[Any]) -> None:
+            report(1, 4, "lowering it")
+            edge = exir.to_edge_transform_and_lower(exported, partitioner=partitioners, constant_methods=constant_methods)
+            report(2, 4, "making the program")
+            program = edge.to_executorch(exir.ExecutorchBackendConfig(passes=passes))
+            report(3, 4, "writing it")
+            with open(written, "wb") as file:
+                program.write_to_file(file)
+            if changed:
+                check_changes(model, example_inputs, changed, lambda: _method_of(written))
+
+        try:
+            lower(partitioners)
+        except (ValueError, RuntimeError) as error:
+            if not changed or not partitioners:
+                raise
+            # XNNPACK refuses parts of a program whose result is both an output and the new value of a buffer.
+            lower([])
+            warnings.warn(
+                f"XNNPACK does not run the operators that change {', '.join(changed)}; all operators but lowbit's run on "
+                f"ExecuTorch's kernels ({one_line(error)})",
+                stacklevel=2,
+            )
+
+
+def _buffers_of(exported: torch.export.ExportedProgram) -> list[str]:
+    """The buffers of the model that a call changes."""
+    if all(name.endswith((PACKED_SUFFIX, ORDER_SUFFIX)) for name in exported.graph_signature.buffers):
+        return []
+    # Before decompositions a program changes them in place, which its signature does not say.
+    return list(dict.fromkeys(exported.run_decompositions({}).graph_signature.buffers_to_mutate.values()))
+
+
+def _method_of(path: Path) -> Callable[[tuple[Any, ...]], Any]:
+    from .. import executorch
+
+    executorch.register()
+    program = import_module("executorch.runtime").Runtime.get().load_program(path)
+    method = program.load_method("forward")
+    return lambda inputs, program=program: method.execute(tree_leaves(inputs))  # type: ignore[misc]  # it keeps the program
+
+
+def check_changes(
+    model: torch.nn.Module, inputs: tuple[Any, ...], changed: list[str], load: Callable[[], Callable[[tuple[Any, ...]], Any]]
+) -> None:
+    """Runs a program twice, and compares what its buffers do with those of the model.
+
+    Args:
+        changed: names of buffers.
+        load: loads the program; what it returns takes the inputs of the model.
+
+    Raises:
+        ValueError: the outputs of either call are others, as of a counter that stands still.
+    """
+    held = {name: buffer.clone() for name, buffer in model.named_buffers() if name in changed}
+    run = load()
+    with torch.no_grad():
+        expected = [_outputs(torch.func.functional_call(model, held, copy.deepcopy(inputs))) for _ in range(2)]
+        found = [_outputs(run(copy.deepcopy(inputs))) for _ in range(2)]
+    if len(found[0]) != len(expected[0]) or not all(map(_alike, *expected, *found)):
+        raise ValueError(
+            f"the exported program does not change {', '.join(changed)} as the model does: its outputs in two calls differ "
+            "from the model's. Make this state an input and an output of the model instead of a buffer"
+        )
+
+
+def _outputs(result: Any) -> list[Tensor]:
+    return [leaf.clone() for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+
+
+def _alike(first: Tensor, second: Tensor, found_first: Tensor, found_second: Tensor) -> bool:
+    """Whether an output of two calls is the model's, up to other rounding, and changes as the model's does."""
+    if first.shape != found_first.shape or second.shape != found_second.shape:
+        return False
+    if not first.is_floating_point():
+        return torch.equal(first, found_first) and torch.equal(second, found_second)
+    first, second, found_first, found_second = (
+        each.double().nan_to_num() for each in (first, second, found_first, found_second)
+    )
+    if first.numel() == 0:
+        return True
+    largest = max(float(first.abs().max()), float(second.abs().max()))
+    if float((found_first - first).abs().max()) > _ROUNDING * largest:
+        return False
+    if first.shape != second.shape:
+        return True
+    change = second - first
+    off = float((found_second - found_first - change).abs().max())
+    return bool(off <= _ROUNDING * float(change.abs().max()) + _NOISE * largest)
 
 
 def machine_code(exported: torch.export.ExportedProgram, example_inputs: tuple[Any, ...], options: dict[str, Any]) -> list[Any]:
@@ -101,7 +204,8 @@ def export_pt2(
         progress: called as ``progress(steps done, steps, what begins)``.
 
     Raises:
-        ValueError, OSError: path does not end in .pt2, or cannot be written; there is no C++ compiler.
+        ValueError, OSError: path does not end in .pt2, or cannot be written; there is no C++ compiler; or a call changes
+            buffers of the model, and the program, which is then run twice, does not change them so.
         Exception: whatever torch.export and AOTInductor raise on models they cannot compile.
     """
     with replacing(path, ".pt2") as written:
@@ -115,6 +219,13 @@ def export_pt2(
         files = machine_code(exported, example_inputs, options)
         report(2, 3, "writing it")
         import_module("torch._inductor.package").package_aoti(str(written), files)
+        if changed := _buffers_of(exported):
+            inductor = import_module("torch._inductor")
+            check_changes(model, example_inputs, changed, lambda: _called(inductor.aoti_load_package(str(written))))
+
+
+def _called(loaded: Callable[..., Any]) -> Callable[[tuple[Any, ...]], Any]:
+    return lambda inputs: loaded(*inputs)
 
 
 def described(cache: Tensor) -> str:

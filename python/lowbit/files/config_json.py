@@ -20,6 +20,15 @@ _TYPES: dict[str, tuple[type, str]] = {
     "rope_parameters": (dict, "an object"),
     **dict.fromkeys(("vocab_size", "hidden_size", "num_hidden_layers"), (int, "a positive whole number")),
 }
+# Files of quantization settings, which older writers put beside a config.json without quantization_config -> their method.
+SETTINGS_FILES = {
+    "quantize_config.json": "gptq", "quantization_config.json": "auto-round", "quant_config.json": "awq",
+    "hf_quant_config.json": "modelopt",
+}  # fmt: skip
+# What the names of tensors of quantized layers end in.
+QUANTIZED_LEAVES = (
+    ".qweight", ".weight_packed", ".W_q", ".quant_map", "._weight_qdata", ".weight_scale", ".weight_scale_inv",
+)  # fmt: skip
 
 
 def refuse_gguf(path: Path) -> None:
@@ -74,3 +83,24 @@ def quantization_method(config: dict[str, Any]) -> Any:
     """The ``quant_method`` of a config.json; None if the weights are floats."""
     quantization = config.get("quantization_config")
     return quantization.get("quant_method", "") if isinstance(quantization, dict) else quantization
+
+
+def quantization_settings(directory: Path, config: dict[str, Any]) -> Any:
+    """The ``quantization_config`` of a config.json; without one, that of another file of settings; None: float weights.
+
+    Raises:
+        OSError, ValueError: such a file cannot be read, or is not a JSON object.
+    """
+    if config.get("quantization_config") is not None:
+        return config["quantization_config"]
+    for name, method in SETTINGS_FILES.items():
+        if (directory / name).exists():
+            settings = read_json(directory / name)
+            if method == "modelopt":
+                settings = settings.get("quantization", settings)
+                if not isinstance(settings, dict):
+                    raise ValueError(f"{directory / name} has quantization {settings!r:.200}; expected an object")
+                if settings.get("quant_algo") is None:  # it may be the settings of caches alone
+                    continue
+            return {"quant_method": method} | settings
+    return None

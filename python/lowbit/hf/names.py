@@ -182,6 +182,20 @@ def keep_names(model: PreTrainedModel) -> None:
     model._weight_conversions = [transform for transform in transforms if not concerns(transform)]
 
 
+def unused_by(model: PreTrainedModel, names: Iterable[str]) -> set[str]:
+    """Those of these names of a checkpoint's tensors that the class of a model is known to have no use for.
+
+    Old checkpoints have buffers that models make themselves by now: causal masks, positions, frequencies.
+    """
+    buffers = {name for name, _ in model.named_buffers()}
+    leaves = {leaf for leaf in ("inv_freq", "position_ids") if any(name.endswith(leaf) for name in buffers)}
+    patterns = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
+    return {
+        name for name in names
+        if name in buffers or name.rpartition(".")[2] in leaves or any(pattern.search(name) for pattern in patterns)
+    }  # fmt: skip
+
+
 def check_complete(model: PreTrainedModel, given: set[str], where: Path) -> None:
     """Raises ValueError if the tensors of a checkpoint, ``given``, lack some that the float model needs."""
     tied = model.all_tied_weights_keys

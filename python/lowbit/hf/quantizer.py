@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -142,16 +142,32 @@ class _Checkpoint:
             check_complete(model, given | biases, self.files[0].parent)
         return given
 
-    def check_shapes(self, model: PreTrainedModel, layers: Mapping[str, Any]) -> None:
-        """Raises ValueError if the float weight of a layer has another shape than in the model."""
-        state = model.state_dict()
+    def new_layers(self, model: PreTrainedModel, layers: Collection[str]) -> dict[str, str]:
+        """Those of these layers that get new random weights, such as a classifier's head -> why.
+
+        Raises:
+            ValueError: the float weight of a layer has another number of inputs, or of dimensions, than in the model.
+        """
+        if not self.files:  # not safetensors
+            return {}
+        given, state, new = given_by(self.names), model.state_dict(), {}
+        tied = model.all_tied_weights_keys
+        given |= {name for pair in tied.items() if not given.isdisjoint(pair) for name in pair}
+        given |= {target for target, source in tied.items() if source in given}
+        for layer in layers:
+            if given.isdisjoint({layer, f"{layer}.weight"}):
+                new[layer] = "the checkpoint lacks its weight, which is new and random"
         for key, (name, targets) in self.names.items():
-            if targets is None and name.removesuffix(".weight") in layers and name in state:
+            layer = name.removesuffix(".weight")
+            if targets is None and layer in layers and name in state:
                 stored, expected = self.tensors[key], tuple(state[name].shape)
-                if stored.shape != expected:
+                if stored.shape[1:] != expected[1:] or len(stored.shape) != len(expected):
                     raise ValueError(
                         f"{key} in {stored.path} has shape {list(stored.shape)}; expected {list(expected)}, as config.json says"
                     )
+                if stored.shape != expected:  # transformers raises, or with ignore_mismatched_sizes initializes the layer
+                    new[layer] = f"its weight in the checkpoint has {stored.shape[0]} rows for {expected[0]}: it is new"
+        return new
 
     def _is_whole(self, model: PreTrainedModel) -> bool:
         return type(model).__name__ in (getattr(model.config, "architectures", None) or ())
@@ -166,6 +182,7 @@ class _Load:
         ties: from :func:`expanded_ties`, before any layer was packed.
         selected: layers of a float checkpoint that are quantized.
         tied: of these, the ones that wait until they are tied.
+        loaded: of these, the ones whose weight the loader has passed on.
         shared: from :func:`place_packed`.
         where: packed layer -> tensor and file, for errors.
         rules: from :func:`take_rules`.
@@ -175,6 +192,7 @@ class _Load:
     ties: dict[str, dict[str, str]]
     selected: dict[str, LinearConfig | EmbeddingConfig | ConvConfig] = field(default_factory=dict)
     tied: set[str] = field(default_factory=set)
+    loaded: set[str] = field(default_factory=set)
     shared: dict[str, tuple[str, torch.nn.Module]] = field(default_factory=dict)
     where: dict[str, str] = field(default_factory=dict)
     rules: dict[str, str] = field(default_factory=dict)
@@ -195,15 +213,16 @@ class _Load:
     def select(self, model: PreTrainedModel, checkpoint: _Checkpoint, config: LowBitConfig) -> None:
         """Chooses the layers of a float checkpoint that are quantized while they are loaded."""
         checkpoint.check_complete(model, {})
-        self.selected, unselected = config.choose(model)
-        if not self.selected:
-            raise ValueError(f"quantization_config selects no layer of {type(model).__name__}")
+        selected, unselected = config.choose(model)
         overridden = {name for name, why in unselected.items() if why == BY_OVERRIDES}
-        warn_of_floats(model, self.selected, overridden, unselected, stacklevel=3)
+        new = checkpoint.new_layers(model, selected)  # packed, they could not be trained
+        self.selected = {name: layer_config for name, layer_config in selected.items() if name not in new}
+        if not self.selected:
+            raise ValueError(f"quantization_config selects no layer of {type(model).__name__} whose weight the checkpoint has")
+        warn_of_floats(model, self.selected, overridden, unselected | new, stacklevel=3)
         self.tied = {name for pair in tied_layers(model).items() for name in pair}
         mark_initialized(model, self.selected)
         self.rules = take_rules(model, self.selected.keys())
-        checkpoint.check_shapes(model, self.selected)
 
 
 class LowBitQuantizer(OnCpu, HfQuantizer):
@@ -260,7 +279,7 @@ class LowBitQuantizer(OnCpu, HfQuantizer):
         return model
 
     def get_quantize_ops(self) -> ConversionOps:
-        return _Quantize(self._load.selected)
+        return _Quantize(self._load.selected, self._load.loaded)
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **_: Any) -> PreTrainedModel:
         load = self._load
@@ -271,7 +290,10 @@ class LowBitQuantizer(OnCpu, HfQuantizer):
             share_packed(model, load.shared, load.dtype)
         else:
             layers = dict(named_layers(model))
-            waiting = {name: config for name, config in load.selected.items() if kind_of(layers[name]) is not None}
+            waiting = {
+                name: config for name, config in load.selected.items()
+                if name in load.loaded | load.tied and kind_of(layers[name]) is not None
+            }  # fmt: skip
             if waiting:
                 replace_layers(model, waiting)
         tie_packed(model, load.ties)
@@ -289,8 +311,8 @@ auto.AUTO_QUANTIZER_MAPPING[METHOD] = LowBitQuantizer
 class _Quantize(ConversionOps):
     """The loader's step for the weight of a selected layer: the layer becomes a packed one."""
 
-    def __init__(self, selected: Mapping[str, LinearConfig | EmbeddingConfig | ConvConfig]):
-        self._selected = selected
+    def __init__(self, selected: Mapping[str, LinearConfig | EmbeddingConfig | ConvConfig], loaded: set[str]):
+        self._selected, self._loaded = selected, loaded
 
     def convert(self, input_dict: dict[str, Any], model: Any = None, missing_keys: Any = None, **_: Any) -> dict[str, Any]:
         waiting = {}
@@ -301,6 +323,7 @@ class _Quantize(ConversionOps):
             path = path.removesuffix(_BIAS) if is_bias else path
             layer: Any = layer_at(model, path)
             config = self._selected.get(path)
+            self._loaded.add(path)
             if is_bias:  # of experts, which waited for it
                 weight, bias = layer.weight, weight
             else:

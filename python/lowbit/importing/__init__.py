@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import time
 from pathlib import Path
 
 from .gguf import open_gguf
 from .source import Source
-from .write import ImportSummary, write_checkpoint
+from .write import READ, ImportSummary, Progress, begin_step, write_checkpoint
 
 __all__ = ["ImportSummary", "import_checkpoint", "open_source"]
 
@@ -40,7 +40,8 @@ def import_checkpoint(
     *,
     max_shard_bytes: int = 5_000_000_000,
     i2s_order: str | None = None,
-    progress: Callable[[int, int, str], None] | None = None,
+    progress: Progress | None = None,
+    opening: Progress | None = None,
 ) -> ImportSummary:
     """Writes a checkpoint that another program has quantized as a packed one, some rows of one matrix at a time.
 
@@ -56,6 +57,7 @@ def import_checkpoint(
         i2s_order: which weights share a byte in the type I2_S of bitnet.cpp's GGUF files, which do not record it: "x86" or
             "arm" for the processor of the program that wrote the file, or "rows". Ignored for other sources.
         progress: called as ``progress(bytes read, bytes to read, name of the tensor)`` after each band of rows.
+        opening: called as ``opening(steps done, steps, what begins)`` before the first weight is read.
 
     Raises:
         OSError: a file is missing or cannot be read; target is not empty or cannot be written; the disk is full.
@@ -65,6 +67,9 @@ def import_checkpoint(
     """
     if isinstance(max_shard_bytes, bool) or not isinstance(max_shard_bytes, int) or max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes is {max_shard_bytes!r}; expected an int of 1 or more")
+    begin = time.perf_counter()
+    begin_step(opening, READ)
     return write_checkpoint(
-        open_source(source, i2s_order), Path(target).absolute(), max_shard_bytes=max_shard_bytes, progress=progress
-    )
+        open_source(source, i2s_order), Path(target).absolute(), max_shard_bytes=max_shard_bytes, progress=progress,
+        opening=opening, begin=begin,
+    )  # fmt: skip

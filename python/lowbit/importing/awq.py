@@ -35,7 +35,21 @@ def read_awq(stock: Stock) -> list[SourceTensor]:
         value = stock.settings.get(name, "gemm")
         if not isinstance(value, str) or value.lower() != "gemm":
             raise ValueError(f"{stock.path} has quantization_config.{name} {value!r}; lowbit imports 'gemm'")
-    return [*(_layer(stock, layer) for layer in stock.layers("qweight")), *stock.rest()]
+    layers = [_layer(stock, layer) for layer in stock.layers("qweight")]
+    _check_activations(stock)
+    return [*layers, *stock.rest()]
+
+
+def _check_activations(stock: Stock) -> None:
+    """Drops the factors that AutoAWQ puts behind activation functions, if all are 1.
+
+    Raises:
+        ValueError: some are not: the model has no place for them.
+    """
+    for layer in stock.layers("scales"):
+        stored = stock.take(f"{layer}.scales", "F16", "BF16", "F32")
+        if (load(stored) != 1).any():
+            raise ValueError(f"{stored.name} in {stored.path} scales an activation function, which lowbit does not import")
 
 
 def _layer(stock: Stock, layer: str) -> Matrix:
@@ -51,6 +65,8 @@ def _layer(stock: Stock, layer: str) -> Matrix:
     size = stock.settings.get("group_size", stock.settings.get("q_group_size", k // groups))
     if size != k // groups and not (size == -1 and groups == 1) and "extra_config" not in stock.settings:
         raise ValueError(f"{layer} in {scales.path} has groups of {k // groups} inputs; expected {size!r}")
+    if stock.order(f"{layer}.g_idx", k, k // groups, none=(0,)) is not None:
+        raise ValueError(f"{layer} in {scales.path} has an act-order permutation; expected none in AWQ's layout")
     affine = bool((_outputs(load(zeros)) != 8).any())
     read = functools.partial(_read, stock, codes, scales, zeros, affine)
     total = codes.bytes + scales.bytes + zeros.bytes

@@ -17,7 +17,7 @@ import torch
 
 from ..files.safetensors import Stored
 from .codes import Matrix, Rows, SourceTensor
-from .stock import Stock, load
+from .stock import Stock
 
 
 def read_bitnet(stock: Stock) -> list[SourceTensor]:
@@ -34,7 +34,7 @@ def read_bitnet(stock: Stock) -> list[SourceTensor]:
 
 
 def _layer(stock: Stock, layer: str, divide: bool) -> Matrix:
-    scale = load(stock.take(f"{layer}.weight_scale", "F32", "F16", "BF16", shape=(1,))).float()
+    scale = stock.number(f"{layer}.weight_scale")
     weight = stock.take(f"{layer}.weight", "U8", shape=(None, None))
     scale = 1 / scale if divide else scale
     n, k = 4 * weight.shape[0], weight.shape[1]

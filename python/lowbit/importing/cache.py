@@ -6,6 +6,7 @@ import fcntl
 import logging
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -14,7 +15,7 @@ from ..files.gguf import parts_of
 from ..files.untrusted import read_json
 from .gguf import open_gguf
 from .report import REPORT, VERSION, file_states
-from .write import write_checkpoint
+from .write import READ, begin_step, write_checkpoint
 
 _LOG = logging.getLogger(__name__)
 _SUFFIX = ".lowbit"
@@ -68,13 +69,14 @@ def loading_from_cache(
     path: str | os.PathLike[str],
     progress: Callable[[int, int, str], None] | None = None,
     waiting: Callable[[], None] | None = None,
+    opening: Callable[[int, int, str], None] | None = None,
 ) -> Iterator[Path]:
     """A context with the cache of a GGUF file, imported if it is missing or out of date; no process replaces it meanwhile.
 
     Of several processes one imports, and the others wait for it.
 
     Args:
-        progress: as of :func:`lowbit.import_checkpoint`.
+        progress, opening: as of :func:`lowbit.import_checkpoint`.
         waiting: called before this process waits for another.
 
     Raises:
@@ -84,11 +86,15 @@ def loading_from_cache(
     with ExitStack() as stack:
         with _locked(Path(path), fcntl.LOCK_EX, waiting):
             if not is_current(path):
+                begin = time.perf_counter()
+                begin_step(opening, READ)
                 source = open_gguf(path)  # may raise, before the old cache is removed
                 if cache.exists():
                     with _locked(cache, fcntl.LOCK_EX, waiting):
                         shutil.rmtree(cache)
-                write_checkpoint(source, cache.absolute(), max_shard_bytes=5_000_000_000, progress=progress)
+                write_checkpoint(
+                    source, cache.absolute(), max_shard_bytes=5_000_000_000, progress=progress, opening=opening, begin=begin
+                )
             stack.enter_context(_locked(cache, fcntl.LOCK_SH))
         yield cache
 

@@ -73,19 +73,17 @@ class Stacked:
     name: str  # of the parameter in the checkpoint that is written, "model.layers.0.mlp.experts.down_proj"
     experts: int
     of: Callable[[int], Matrix | Weights]  # the matrix of an expert; called lazily, as a file may claim millions of experts
+    bytes: int  # in the source
+    differ: str | None = None  # how experts of several types differ there; None: they are alike
 
     @property
     def source(self) -> str:
-        return self.of(0).source
+        return self.differ or self.of(0).source
 
     @property
     def shape(self) -> tuple[int, int, int]:
         """[experts, n, k]"""
         return self.experts, *self.of(0).shape
-
-    @property
-    def bytes(self) -> int:
-        return self.experts * self.of(0).bytes
 
     def info(self, has_bias: bool) -> PackedInfo:
         """As :meth:`Matrix.info`."""
@@ -125,6 +123,12 @@ class Nearness:
     def error(self) -> float:
         return math.sqrt(self.moved / self.weight) if self.weight else 0.0
 
+    def round(self, steps: float) -> None:
+        """Adds a band whose weights moved by up to so many steps."""
+        if self.kind == "exact":  # of experts some may be requantized
+            self.kind = "rounded"
+        self.steps = max(self.steps, steps)
+
 
 def pack_rows(matrix: Matrix, rows: Rows, bias: Tensor | None, nearness: Nearness) -> Tensor:
     """Packs some rows of a matrix, and adds the error of float16 scales to `nearness`.
@@ -139,7 +143,7 @@ def pack_rows(matrix: Matrix, rows: Rows, bias: Tensor | None, nearness: Nearnes
     )  # fmt: skip
     stored = unpack(packed)
     if matrix.levels_off:
-        nearness.kind, nearness.steps = "rounded", max(nearness.steps, matrix.levels_off)
+        nearness.round(matrix.levels_off)
     _compare(matrix, scales, mins, stored, nearness)
     return packed
 
@@ -149,7 +153,6 @@ def _compare(matrix: Matrix, scales: Tensor, mins: Tensor | None, stored: Unpack
     min_off = torch.zeros((), dtype=torch.float32) if mins is None else (stored.mins - mins).abs()
     if not scale_off.any() and not min_off.any():
         return
-    nearness.kind = "rounded"
     if matrix.levels is None:
         most = 2**matrix.bits - 1 if matrix.affine else 2 ** (matrix.bits - 1)
         step = scales.abs()
@@ -160,7 +163,7 @@ def _compare(matrix: Matrix, scales: Tensor, mins: Tensor | None, stored: Unpack
     # A group with scale 0 has one value, its min: use the step of the row's largest group.
     step = torch.where(step > 0, step, step.amax(1, keepdim=True))
     moved = torch.where(step > 0, (most * scale_off + min_off) / step, torch.zeros(()))
-    nearness.steps = max(nearness.steps, matrix.levels_off + float(moved.max()))
+    nearness.round(matrix.levels_off + float(moved.max()))
 
 
 def requantize_rows(weights: Weights, values: Tensor, bias: Tensor | None, nearness: Nearness) -> Tensor:
@@ -198,7 +201,48 @@ def values_of(tensor: Matrix | Weights | Float) -> Callable[[int, int], Tensor]:
     """Reads the weights of rows, float32 [rows, k], whatever their form."""
     if not isinstance(tensor, Matrix):
         return lambda begin, end: tensor.read(begin, end).float()
-    return lambda begin, end: _weights(tensor.read(begin, end), tensor.bits, tensor.group_size, tensor.levels)
+
+    def read(begin: int, end: int) -> Tensor:
+        weights = _weights(tensor.read(begin, end), tensor.bits, tensor.group_size, tensor.levels)
+        return weights if tensor.order is None else weights[:, tensor.order.argsort()]
+
+    return read
+
+
+def recoded(matrix: Matrix, bits: int, group_size: int | None, affine: bool) -> Matrix:
+    """The same weights with codes of as many or more bits, in the same groups or in parts of them, with or without minimums.
+
+    Args:
+        bits: 8 for a matrix with levels, which then are codes themselves.
+        group_size: a divisor of the matrix's; any if that has one group per row.
+        affine: True if the matrix has minimums.
+    """
+
+    def finer(values: Tensor) -> Tensor:
+        if group_size == matrix.group_size:
+            return values
+        return per_input(values, matrix.group_size, matrix.shape[1])[:, :: group_size or matrix.shape[1]].contiguous()
+
+    def read(begin: int, end: int) -> Rows:
+        codes, scales, mins = matrix.read(begin, end)
+        scales, mins = finer(scales.float()), None if mins is None else finer(mins.float())
+        if mins is not None or not affine and bits == matrix.bits and matrix.levels is None:
+            return Rows(codes, scales, mins)
+        if bits == 1:  # -1 and 1
+            return Rows(codes, 2 * scales, -scales)
+        half = 2 ** (bits - 1)
+        codes = (_units(matrix.bits, matrix.levels)[codes.long()] + half).to(torch.uint8)
+        return Rows(codes, scales, -half * scales if affine else None)
+
+    return replace(matrix, bits=bits, group_size=group_size, affine=affine, levels=None, read=read)
+
+
+def _units(bits: int, levels: tuple[int, ...] | None) -> Tensor:
+    """By code what the scale of a matrix without minimums is multiplied by, int16."""
+    codes = torch.arange(2**bits, dtype=torch.int16)
+    if levels is not None:
+        return torch.tensor(levels, dtype=torch.int16)
+    return 2 * codes - 1 if bits == 1 else codes - 2 ** (bits - 1)
 
 
 def order_of(groups: Tensor, size: int) -> Tensor | None:
@@ -220,11 +264,5 @@ def order_of(groups: Tensor, size: int) -> Tensor | None:
 def as_floats(tensor: Matrix | Weights) -> Float:
     """The dequantized weights, float32, of a matrix that no packed layer can hold."""
 
-    def read(begin: int, end: int) -> Tensor:
-        if isinstance(tensor, Weights):
-            return tensor.read(begin, end)
-        weights = _weights(tensor.read(begin, end), tensor.bits, tensor.group_size, tensor.levels)
-        return weights if tensor.order is None else weights[:, tensor.order.argsort()]
-
     n, k = tensor.shape
-    return Float(tensor.name, tensor.source, "F32", tensor.shape, read, 4 * n * k, dequantized=True)
+    return Float(tensor.name, tensor.source, "F32", tensor.shape, values_of(tensor), 4 * n * k, dequantized=True)

@@ -17,6 +17,9 @@ A weight is ``scale * (code - zero)`` with signed codes and zero points.
 from __future__ import annotations
 
 import functools
+import re
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,6 +31,7 @@ from .small_floats import read_layers
 from .stock import Stock, load
 
 _FORMAT = "pack-quantized"
+_MOST_REPETITIONS = 4  # of a pattern of layers
 _OTHERS = (
     "float-quantized", "naive-quantized", "int-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized",
     "mixed-precision",
@@ -46,7 +50,10 @@ def read_compressed_tensors(stock: Stock) -> list[SourceTensor]:
     groups = stock.settings.get("config_groups")
     if not isinstance(groups, dict) or not groups:
         raise ValueError(f"{stock.path} has no quantization_config.config_groups; expected the widths of its layers")
-    schemes = [bits for scheme in groups.values() if (bits := _scheme(stock, scheme)) is not None]
+    schemes = [
+        (target, bits) for scheme in groups.values() if (bits := _scheme(stock, scheme)) is not None
+        for target in _targets(scheme)
+    ]  # fmt: skip
     packed = [layer for layer in stock.layers("weight_packed") if stock.dtype(f"{layer}.weight_packed") == "I32"]
     matrices = [_layer(stock, layer, schemes) for layer in packed]
     return [*matrices, *read_layers(stock), *stock.rest()]
@@ -65,7 +72,30 @@ def _scheme(stock: Stock, scheme: Any) -> int | None:
     return bits
 
 
-def _layer(stock: Stock, layer: str, schemes: list[int]) -> Matrix:
+def _has_order(stock: Stock) -> bool:
+    """Whether groups of layers have an act-order permutation; without, some writers leave weight_g_idx as zeros."""
+    weights = [scheme.get("weights") for scheme in stock.settings["config_groups"].values() if isinstance(scheme, dict)]
+    return any(isinstance(one, dict) and one.get("actorder") not in (None, False, "weight", "static") for one in weights)
+
+
+def _targets(scheme: Any) -> list[str]:
+    targets = scheme.get("targets")
+    return targets if isinstance(targets, list) and targets and all(isinstance(one, str) for one in targets) else ["Linear"]
+
+
+def _named(layer: str, schemes: list[tuple[str, int]]) -> int | None:
+    """The width that the settings give a layer: by its name, by a regular expression, or by its class; None: none of them."""
+    for target, bits in sorted(schemes, key=lambda one: (one[0].startswith("re:"), one[0])):
+        pattern = target.removeprefix("re:")
+        # Patterns from a file could take exponential time: at most a few repetitions, none of them nested.
+        simple = not re.search(r"\)[*+{]", pattern) and sum(map(pattern.count, "*+{")) <= _MOST_REPETITIONS
+        with suppress(re.error):
+            if target == layer or (target != pattern and simple and re.match(pattern, layer)):
+                return bits
+    return next((bits for target, bits in schemes if target == "Linear"), None)
+
+
+def _layer(stock: Stock, layer: str, schemes: list[tuple[str, int]]) -> Matrix:
     shape = load(stock.take(f"{layer}.weight_shape", "I64", "I32", shape=(2,))).tolist()
     n, k = shape
     if not min(shape) >= 1 or max(shape) >= 1 << 31:
@@ -73,28 +103,36 @@ def _layer(stock: Stock, layer: str, schemes: list[int]) -> Matrix:
     codes = stock.take(f"{layer}.weight_packed", "I32", shape=(n, None))
     widths = {
         (bits, whole and 32 % bits != 0)
-        for bits in schemes
+        for _, bits in schemes
         for whole in (False, True)
         if words_of(k, bits, whole=whole) == codes.shape[1]
     }
+    if len(widths) > 1:  # 7 bits with no code in two words have as many words as 8 bits
+        named = _named(layer, schemes)
+        widths = {width for width in widths if width[0] == named} or widths
     if len(widths) != 1:
         raise ValueError(
             f"{layer} in {codes.path} has {codes.shape[1]} words for {k} inputs; expected those of "
-            f"{' or '.join(map(str, sorted(set(schemes))))} bits" + (", in one way only" if widths else "")
+            f"{' or '.join(map(str, sorted({bits for _, bits in schemes})))} bits" + (", in one way only" if widths else "")
         )
     bits, whole = widths.pop()
     scales = stock.take(f"{layer}.weight_scale", "F16", "BF16", "F32")
+    if scales.shape in ((), (1,)):  # of the whole tensor
+        scales = replace(scales, shape=(1, 1))
     if len(scales.shape) != 2 or scales.shape[0] not in (1, n) or (scales.shape[0] != n and scales.shape[1] != 1):
         raise ValueError(f"{layer} in {scales.path} has weight_scale {list(scales.shape)}; expected [{n}, groups] or [1, 1]")
     groups = scales.shape[1]
     size = -(-k // groups)
     if groups > 1 and k % groups:
         raise ValueError(f"{layer} in {scales.path} has {groups} groups for {k} inputs; expected groups of one size")
-    order = stock.order(f"{layer}.weight_g_idx", k, size, none=-1)
+    order = stock.order(f"{layer}.weight_g_idx", k, size, none=(-1,) if groups == 1 or _has_order(stock) else (-1, 0))
     zeros = None
     if stock.has(f"{layer}.weight_zero_point"):
         words = words_of(scales.shape[0], bits, whole=whole)
-        zeros = stock.take(f"{layer}.weight_zero_point", "I32", shape=(words, groups))
+        zeros = stock.take(f"{layer}.weight_zero_point", "I32")
+        zeros = replace(zeros, shape=(1, 1)) if zeros.shape in ((), (1,)) else zeros
+        if zeros.shape != (words, groups):
+            raise ValueError(f"{zeros.name} in {zeros.path} is {list(zeros.shape)}; expected {[words, groups]}")
         if not (_zeros(zeros, bits, whole, scales.shape[0]) != 1 << (bits - 1)).any():
             zeros = None
     # At 1 bit the codes are -1 and 0, where the packed format's symmetric ones are -1 and 1.

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint import copy_files
-from ..files.config_json import quantization_method, read_config
-from ..files.safetensors import files_of, read_files
+from ..files.config_json import QUANTIZED_LEAVES, SETTINGS_FILES, quantization_settings, read_config
+from ..files.safetensors import WEIGHTS, files_of, read_files
 from .awq import read_awq
 from .bitnet import read_bitnet
 from .bitsandbytes import read_bitsandbytes
@@ -56,6 +56,16 @@ _FORMATS: dict[str, tuple[str, Callable[[Stock], Sequence[SourceTensor]]]] = {
 }
 
 
+def _files_of(path: Path, settings: dict[str, Any]) -> tuple[list[Path], dict[str, str] | None]:
+    """The files of weights; AutoGPTQ once called its only one as it liked, and noted the name in its settings."""
+    base = settings.get("model_file_base_name")
+    if isinstance(base, str) and not (path / WEIGHTS).exists() and Path(base).name == base:
+        file = path / f"{base}.safetensors"
+        if file.exists():
+            return [file], None
+    return files_of(path)
+
+
 def open_directory(path: Path) -> Source:
     """Describes and checks the model in a directory; reads no weights.
 
@@ -64,21 +74,30 @@ def open_directory(path: Path) -> Source:
         ValueError: the weights are float, packed by lowbit, or of a format that lowbit does not import; or a file is damaged.
     """
     config = read_config(path)
-    method = quantization_method(config)
-    if method is None:
+    settings = quantization_settings(path, config)
+    if settings is None:
+        quantized = [stored for stored in read_files(*files_of(path)).values() if stored.name.endswith(QUANTIZED_LEAVES)]
+        if quantized:
+            raise ValueError(
+                f"{path} has quantized weights, {quantized[0].name} for example, but no settings: expected "
+                f"quantization_config in config.json, or one of {', '.join(SETTINGS_FILES)}"
+            )
         raise ValueError(f"{path} has float weights: use lowbit quantize")
+    if not isinstance(settings, dict):
+        raise ValueError(f"{path} has the quantization_config {settings!r:.200}; expected an object")
+    method = settings.get("quant_method", "")
     if method == "lowbit":
         raise ValueError(f"{path} is packed already")
-    if not isinstance(config["quantization_config"], dict):
-        raise ValueError(f"{path} has the quantization_config {config['quantization_config']!r:.200}; expected an object")
     if not isinstance(method, str) or method not in _FORMATS:
         raise ValueError(f"{path} is quantized by the method {method!r}; lowbit imports {', '.join(_FORMATS)}, and GGUF files")
     name, read = _FORMATS[method]
-    files, weight_map = files_of(path)
+    files, weight_map = _files_of(path, settings)
     states = file_states(files)
-    stock = Stock(path, read_files(files, weight_map), dict(config["quantization_config"]))
+    stock = Stock(path, read_files(files, weight_map), dict(settings))
     tensors = list(read(stock))
     if not any(isinstance(tensor, Matrix | Stacked | Weights) for tensor in tensors):
-        raise ValueError(f"{path} has no quantized layer, although its quantization_config says {method!r}")
+        raise ValueError(
+            f"{path} has no quantized layer, although its quantization_config or {' or '.join(SETTINGS_FILES)} says {method!r}"
+        )
     description: dict[str, Any] = {key: value for key, value in config.items() if key != "quantization_config"}
     return Source(path, name, description, tensors, lambda target: copy_files(path, target), states)

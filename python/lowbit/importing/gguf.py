@@ -230,7 +230,7 @@ class _Reader:
                 read_expert, called = partial(read, expert), f"{name}, expert {expert}"
                 return replace(one, name=called, shape=(rows, k), read=read_expert, bytes=total // count)
 
-            return Stacked(name, count, of)
+            return Stacked(name, count, of, total)
         transposed = self.architecture.interleaved and not bias
         shape = (count, rows) if bias else (count, k, rows) if transposed else (count, rows, k)
 

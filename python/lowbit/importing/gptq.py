@@ -5,7 +5,8 @@ Tensors of a layer with n outputs, k inputs and codes of b bits:
 * ``qweight``: int32 [k * b / 32, n]: the codes of a column one after the other; at 3 bits a code may lie in two words;
 * ``qzeros``: int32 [groups, n * b / 32]: the zero points of a group, packed likewise along a row; ``gptq`` stores zero - 1;
 * ``scales``: float [groups, n];
-* ``g_idx``: int32 [k], optional: the group of each input. With act-order a group's inputs are not neighbors.
+* ``g_idx``: int32 [k], optional: the group of each input. With act-order a group's inputs are not neighbors. Without
+  (``desc_act`` false) it may be empty, or zeros.
 
 A weight is ``scale * (code - zero)``. ``gptq_p`` packs codes in planes (:func:`.bits.from_planes`).
 """
@@ -54,14 +55,15 @@ def _layer(stock: Stock, layer: str, version: str) -> Matrix:
         )
     k = codes.shape[0] * 32 // bits
     size, order = _groups(stock, layer, k, groups)
-    # The zero points say whether the layer is symmetric; the setting "sym" is not needed.
-    stored_zeros = unpack(load(zeros), bits, n).to(torch.int32) + offset
+    # The zero points say whether the layer is symmetric; but where "sym" does, they may have stayed as allocated, zeros.
+    words = load(zeros)
+    stored_zeros = unpack(words, bits, n).to(torch.int32) + offset
     if offset and (stored_zeros == 1 << bits).any():
         raise ValueError(
             f"{layer} in {zeros.path} has a zero point that the format's first version has for both 0 and {1 << bits}; "
             "expected the second version (checkpoint_format gptq_v2)"
         )
-    affine = bool((stored_zeros != 1 << (bits - 1)).any())
+    affine = bool((stored_zeros != 1 << (bits - 1)).any()) and not (stock.settings.get("sym") is True and not words.any())
     read = functools.partial(_read, stock, codes, scales, zeros, unpack, bits, k, offset, affine, order)
     total = codes.bytes + scales.bytes + zeros.bytes
     return Matrix(f"{layer}.weight", f"GPTQ, {bits} bits", (n, k), bits, size, affine, read, total, order=order)
@@ -79,7 +81,9 @@ def _groups(stock: Stock, layer: str, k: int, groups: int) -> tuple[int | None, 
         raise ValueError(
             f"{layer} in {stock.path} has {groups} groups for {k} inputs; expected {-(-k // size)}, of {size} inputs"
         )
-    return (None if groups == 1 else size), stock.order(f"{layer}.g_idx", k, size)
+    # Without act-order some writers leave the tensor as it was allocated, with zeros.
+    none = () if stock.settings.get("desc_act") else (0,)
+    return (None if groups == 1 else size), stock.order(f"{layer}.g_idx", k, size, none)
 
 
 def _read(

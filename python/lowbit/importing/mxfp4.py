@@ -63,5 +63,5 @@ def read_mxfp4(stock: Stock) -> list[Stacked | Float]:
             blocks = stock.take(f"{name}_blocks", "U8", shape=(None, None, None, 16))
             scales = stock.take(f"{name}_scales", "U8", shape=blocks.shape[:3])
             experts = blocks.shape[0]
-            tensors.append(Stacked(name, experts, partial(_matrix, name, blocks, scales)))
+            tensors.append(Stacked(name, experts, partial(_matrix, name, blocks, scales), blocks.bytes + scales.bytes))
     return tensors + stock.rest()

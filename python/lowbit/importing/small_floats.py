@@ -104,9 +104,9 @@ def _single(stock: Stock, name: str) -> Tensor:
     Raises:
         ValueError: it is not one positive finite number.
     """
-    stored = stock.take(name, *_SCALES)
-    if math.prod(stored.shape) != 1 or not (0 < (value := load(stored).float().reshape(())) < math.inf):
-        raise ValueError(f"{name} in {stored.path} is {list(stored.shape)}; expected one positive number")
+    value = stock.number(name, *_SCALES).reshape(())
+    if not 0 < value < math.inf:
+        raise ValueError(f"{name} in {stock.path} is {float(value)}; expected a positive number")
     return value
 
 

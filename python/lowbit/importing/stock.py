@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import math
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +16,9 @@ from ..files.untrusted import printable
 from .codes import Float, order_of
 
 _DTYPES = DTYPES | {
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I8": torch.int8,
-    "U8": torch.uint8,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
     "F8_E8M0": torch.float8_e8m0fnu,
-}
+}  # fmt: skip
 
 
 class Stock:
@@ -73,19 +72,29 @@ class Stock:
             )
         return stored
 
-    def order(self, name: str, k: int, size: int, none: int | None = None) -> Tensor | None:
+    def number(self, name: str, *dtypes: str) -> Tensor:
+        """A tensor with one number, whatever its dimensions, as float32 [1]; ``dtypes`` as in :meth:`take`."""
+        stored = self.take(name, *(dtypes or ("F32", "F16", "BF16")))
+        if math.prod(stored.shape) != 1:
+            raise ValueError(f"{name} in {stored.path} has shape {list(stored.shape)}; expected one number")
+        return load(stored).float().reshape(1)
+
+    def order(self, name: str, k: int, size: int, none: Collection[int] = ()) -> Tensor | None:
         """The act-order permutation of a tensor [k] with the group of each input (:func:`.codes.order_of`); None without one.
 
         Args:
-            none: the value of all inputs that means no permutation.
+            none: the values of all inputs that mean no permutation, as an empty tensor does.
 
         Raises:
             ValueError: the tensor has another dtype or shape, or a group does not have ``size`` inputs.
         """
         if not self.has(name):
             return None
+        if self._tensors[name].shape == (0,):
+            del self._tensors[name]
+            return None
         groups = load(self.take(name, "I32", "I64", shape=(k,))).long()
-        if none is not None and bool((groups == none).all()):
+        if any(bool((groups == value).all()) for value in none):
             return None
         try:
             return order_of(groups, size)
@@ -100,19 +109,19 @@ class Stock:
         return self._kept[1]
 
     def rest(self) -> list[Float]:
-        """The tensors that have not been taken, as floats.
+        """The tensors that have not been taken, as they are: floats, and masks and positions of old checkpoints.
 
         Raises:
-            ValueError: a tensor is not floating-point, so the reader has missed a quantized layer.
+            ValueError: a tensor has a dtype of quantized weights, so the reader has missed a quantized layer.
         """
         floats = []
         for name, stored in self._tensors.items():
-            if stored.dtype not in DTYPES or not stored.shape or 0 in stored.shape:
+            if stored.dtype not in _DTYPES or stored.dtype == "F8_E8M0":
                 raise ValueError(
                     f"{name} in {stored.path} is {stored.dtype} {list(stored.shape)}, which is no part of a quantized "
                     "layer that lowbit knows, and no float tensor"
                 )
-            read = functools.partial(read_rows, stored)
+            read = functools.partial(_rows, stored)
             floats.append(Float(name, stored.dtype, stored.dtype, stored.shape, read, stored.bytes))
         return floats
 
@@ -128,6 +137,12 @@ class Stock:
                 f"{self.path} has quantization_config.{name} {value!r}; lowbit imports {', '.join(map(repr, allowed))}"
             )
         return value
+
+
+def _rows(stored: Stored, begin: int, end: int) -> Tensor:
+    if stored.dtype in DTYPES and stored.shape:
+        return read_rows(stored, begin, end)
+    return load(stored)[begin:end] if stored.shape else load(stored)
 
 
 def load(stored: Stored) -> Tensor:

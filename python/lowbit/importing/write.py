@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
 import math
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -23,9 +22,9 @@ from .._sizes import size
 from ..checkpoint import CheckpointEntry, counted, new_checkpoint, write_json, write_note, write_tensors
 from ..files.config_json import CONFIG
 from ..files.replace import resolve_new_directory
-from ..files.safetensors import ORDER_SUFFIX, PACKED_SUFFIX, Stored, Writer
+from ..files.safetensors import DTYPES, ORDER_SUFFIX, PACKED_SUFFIX, Stored, Writer
 from .codes import Float, Matrix, Nearness, SourceTensor, Stacked, Weights, as_floats, pack_rows, requantize_rows
-from .joining import stacked
+from .joining import describe_experts, stacked
 from .report import REPORT, VERSION, ImportedTensor
 from .source import Source
 
@@ -34,9 +33,12 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 _BAND_WEIGHTS = 1 << 21
-_DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I32": torch.int32,
-}  # fmt: skip
+
+Progress: TypeAlias = Callable[[int, int, str], None]  # (done, total, what)
+# The steps before the first weight is read.
+READ, LIBRARIES, MODEL, CHECKS, FILES = OPENING = (
+    "reading the source", "loading transformers", "building the model", "checking the tensors", "writing the tokenizer",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,7 @@ class _Output:
 
 
 def _bands(shape: tuple[int, ...], whole_panels: bool) -> Iterator[tuple[int, int]]:
-    n, k = shape[0], max(1, functools.reduce(int.__mul__, shape[1:], 1))
+    n, k = (*shape, 1)[0], max(1, math.prod(shape[1:]))  # a shape of [] has one number
     rows = rows_of_band(k, _BAND_WEIGHTS) if whole_panels else max(1, _BAND_WEIGHTS // k)
     for begin in range(0, n, rows):
         yield begin, min(begin + rows, n)
@@ -93,13 +95,13 @@ def _bands(shape: tuple[int, ...], whole_panels: bool) -> Iterator[tuple[int, in
 
 def _write(output: _Output, writer: Writer, done: Callable[[int], None]) -> ImportedTensor:
     tensor = output.tensor
-    n = tensor.shape[0]
+    n = tensor.shape[0] if tensor.shape else 1
     if isinstance(tensor, Float):
         for begin, end in _bands(tensor.shape, False):
-            values = tensor.read(begin, end).contiguous()
-            if values.dtype != _DTYPES[tensor.dtype] or values.shape != (end - begin, *tensor.shape[1:]):
-                raise AssertionError(f"{tensor.name}: rows {begin} to {end} are {values.dtype} {list(values.shape)}")
-            writer.write(values.view(-1).view(torch.uint8).numpy())
+            values = tensor.read(begin, end).contiguous().view(-1).view(torch.uint8)
+            if n * len(values) != (end - begin) * tensor.bytes:
+                raise AssertionError(f"{tensor.name}: rows {begin} to {end} have {len(values)} bytes of {tensor.bytes}")
+            writer.write(values.numpy())
             done(tensor.bytes * (end - begin) // n)
         return ImportedTensor(output.name, tensor.source, "dequantized" if tensor.dequantized else "float")
     nearness, info = Nearness(), tensor.info(output.bias is not None)
@@ -161,9 +163,12 @@ class _Plan:
                 raise ValueError(f"{source.path} has two tensors that become {tensor.name}; expected one")
             self.tensors[tensor.name] = tensor
         self.state, self.modules = model.state_dict(), dict(named_layers(model))
+        self.quantized = {tensor.name.rpartition(".")[0] for tensor in source.tensors if not isinstance(tensor, Float)}
+        self.uneven: dict[str, tuple[str, int]] = {}  # experts of several kinds -> the kinds in words, bytes in the source
         self._stack_experts()
         # Name in the files -> name in the model and targets.
         self.names = names_in_model(model, self.tensors)
+        self._check_extra()
 
     def _stack_experts(self) -> None:
         """Replaces the matrices of single experts by one tensor where the model has one."""
@@ -171,14 +176,28 @@ class _Plan:
         from ..hf.names import names_in_model, parts_of_experts
 
         names = names_in_model(self.model, self.tensors)
-        for target, experts in parts_of_experts(self.model, names).items():
-            tensor = stacked([[self.tensors[key] for key in parts] for parts in experts], target, self.source.path)
-            if tensor is None or not isinstance(self.modules.get(target), Experts):
-                continue
-            for parts in experts:
-                for key in parts:
-                    del self.tensors[key]
-            self.tensors[target] = tensor
+        found: dict[str, dict[str, Stacked | None]] = {}  # all of a layer's experts are packed, or all are float
+        parts = {
+            target: [[self.tensors[key] for key in keys] for keys in experts]
+            for target, experts in parts_of_experts(self.model, names).items()
+            if isinstance(self.modules.get(target), Experts)
+        }
+        for target, experts in parts.items():
+            found.setdefault(target.rpartition(".")[0], {})[target] = stacked(experts, target, self.source.path)
+        for layers in found.values():
+            whole = all(layers.values())
+            for target, tensor in layers.items():
+                quantized = any(not isinstance(part, Float) for each in parts[target] for part in each)
+                if whole and tensor is not None:
+                    for each in parts[target]:
+                        for part in each:
+                            del self.tensors[part.name]
+                    self.tensors[target] = tensor
+                if quantized and (tensor is None or not whole or tensor.differ):
+                    bytes_ = sum(part.bytes for each in parts[target] for part in each)
+                    causes = [target] if whole else layers
+                    kinds = "; ".join(f"in {one.rpartition('.')[2]} {describe_experts(parts[one])}" for one in causes)
+                    self.uneven[target] = kinds, bytes_
 
     def outputs(self) -> list[_Output]:
         """In the order of the source.
@@ -211,9 +230,8 @@ class _Plan:
             biases |= {bias.name} if bias is not None else set()
             packed = f"{key}.packed_weight" if isinstance(tensor, Stacked) else key.removesuffix("weight") + "packed_weight"
             outputs.append(_Output(tensor, packed, bias, layer))
-        self._warn_of_extra()
         check_complete(self.model, given_by(self.names), self.source.path)
-        _warn(self.source, self.tensors.values(), floats)
+        self._warn(floats)
         outputs += [_Output(tensor, key) for key, tensor in floats.items() if key not in biases]
         outputs += [order for output in outputs if (order := output.order()) is not None]
         places = {name: place for place, name in enumerate(self.tensors)}
@@ -251,49 +269,129 @@ class _Plan:
             raise ValueError(f"{self.source.path} has no {called}; expected the bias of {key}")
         return biases[0]
 
-    def _warn_of_extra(self) -> None:
-        extra = [key for key, (name, targets) in self.names.items() if targets is None and name not in self.state]
+    def _check_extra(self) -> None:
+        """Drops zeros beside weights of the model where its class has no such tensor, and warns of other extra tensors.
+
+        Some writers put a bias beside every quantized matrix.
+
+        Raises:
+            ValueError: such a tensor has another value; or an integer tensor belongs to no layer, which then may be
+                quantized in a way that lowbit does not know.
+        """
+        from ..hf.names import unused_by
+
+        extra = {key: name for key, (name, targets) in self.names.items() if targets is None and name not in self.state}
+        unused = unused_by(self.model, extra.values())
+        extra = {key: name for key, name in extra.items() if name not in unused}
+        beside = sorted(key for key in extra if isinstance(self.tensors[key], Float) and self._is_beside_a_weight(key))
+        used = [key for key in beside if _has_values(self.tensors[key])]
+        if used:
+            shown = ", ".join(used[:3]) + (", ..." if len(used) > 3 else "")
+            raise ValueError(
+                f"{self.source.path} has {len(used)} tensors beside weights that {type(self.model).__name__} has no place "
+                f"for, {shown}: they are not zero, so without them the model would compute something else"
+            )
+        for key in beside:
+            del self.names[key], self.tensors[key], extra[key]
+        for key, (name, targets) in self.names.items():
+            tensor, known = self.tensors[key], self.state.get(name)
+            if isinstance(tensor, Float) and tensor.dtype not in DTYPES:
+                is_mask = key in extra and tensor.dtype == "BOOL"
+                expects_floats = targets is not None or (known is not None and known.dtype.is_floating_point)
+                if expects_floats or (key in extra and not is_mask):
+                    raise ValueError(
+                        f"{key} in {self.source.path} is {tensor.dtype} {list(tensor.shape)}, which is no part of a quantized "
+                        "layer that lowbit knows, and no float tensor"
+                    )
         if extra:
             warnings.warn(
                 f"{len(extra)} tensors of {self.source.path} are not in {type(self.model).__name__}, {min(extra)} for "
                 "example: they are copied as they are",
+                stacklevel=6,
+            )
+
+    def _is_beside_a_weight(self, key: str) -> bool:
+        """Whether a tensor belongs to a layer with a weight: a quantized one of the files, or one of the model."""
+        places = key.split(".")
+        quantized = any(".".join(places[:end]) in self.quantized for end in range(1, len(places)))
+        return quantized or f"{self.names[key][0].rpartition('.')[0]}.weight" in self.state
+
+    def _warn(self, floats: Mapping[str, Float]) -> None:
+        source = self.source
+        alike = [tensor for tensor in self.tensors.values() if not isinstance(tensor, Stacked) or tensor.differ is None]
+        matrices = [tensor.of(0) if isinstance(tensor, Stacked) else tensor for tensor in alike]
+        requantized = [matrix for matrix in matrices if isinstance(matrix, Weights)]
+        if requantized:
+            kinds = sorted({(matrix.source, matrix.config.bits) for matrix in requantized})
+            warnings.warn(
+                f"{len(requantized)} matrices of {source.path} have codes that lowbit does not have; they are requantized: "
+                + ", ".join(f"{kind} to {bits} bits" for kind, bits in kinds),
+                stacklevel=5,
+            )
+        for target, (kinds_of_experts, bytes_) in self.uneven.items():
+            if isinstance(tensor := self.tensors.get(target), Stacked):
+                info = tensor.info(False)
+                how = f"are packed with {info.bits} bits, {size(tensor.experts * info.total_bytes)}"
+            else:
+                how = f"become floats, {size(sum(floats[key].bytes for key in floats if self._is_of(key, target)))}"
+            warnings.warn(
+                f"all experts of {target} {how} instead of {size(bytes_)}, because one tensor holds them all with one kind of "
+                f"codes: {kinds_of_experts}",
+                stacklevel=5,
+            )
+        wide = [
+            tensor for key, tensor in floats.items()
+            if tensor.dequantized and not any(self._is_of(key, target) for target in self.uneven)
+        ]  # fmt: skip
+        if wide:
+            bytes_ = sum(tensor.bytes for tensor in wide)
+            warnings.warn(
+                f"{len(wide)} quantized tensors of {source.path} become floats, {size(bytes_)}: lowbit packs no layer "
+                f"of their kind, {wide[0].name} for example",
                 stacklevel=5,
             )
 
+    def _is_of(self, key: str, target: str) -> bool:
+        targets = self.names[key][1]
+        return targets is not None and target in targets
 
-def _warn(source: Source, tensors: Iterable[SourceTensor], floats: Mapping[str, Float]) -> None:
-    matrices = [tensor.of(0) if isinstance(tensor, Stacked) else tensor for tensor in tensors]
-    requantized = [matrix for matrix in matrices if isinstance(matrix, Weights)]
-    if requantized:
-        kinds = sorted({(matrix.source, matrix.config.bits) for matrix in requantized})
-        warnings.warn(
-            f"{len(requantized)} matrices of {source.path} have codes that lowbit does not have; they are requantized: "
-            + ", ".join(f"{kind} to {bits} bits" for kind, bits in kinds),
-            stacklevel=5,
-        )
-    wide = [tensor for tensor in floats.values() if tensor.dequantized]
-    if wide:
-        bytes_ = sum(tensor.bytes for tensor in wide)
-        warnings.warn(
-            f"{len(wide)} quantized tensors of {source.path} become floats, {size(bytes_)}: lowbit packs no layer "
-            f"of their kind, {wide[0].name} for example",
-            stacklevel=5,
-        )
+
+def _has_values(tensor: SourceTensor) -> bool:
+    return any(bool(tensor.read(begin, end).any()) for begin, end in _bands(tensor.shape, False))  # type: ignore[union-attr]
+
+
+def begin_step(opening: Progress | None, step: str) -> None:
+    """Reports a step before the first weight is read."""
+    if opening is not None:
+        opening(OPENING.index(step), len(OPENING), step)
 
 
 def write_checkpoint(
-    source: Source, target: Path, *, max_shard_bytes: int, progress: Callable[[int, int, str], None] | None
+    source: Source,
+    target: Path,
+    *,
+    max_shard_bytes: int,
+    progress: Progress | None = None,
+    opening: Progress | None = None,
+    begin: float | None = None,
 ) -> ImportSummary:
-    """Writes a source as a packed checkpoint, all of it or nothing, with the arguments of ``import_checkpoint``."""
+    """Writes a source as a packed checkpoint, all of it or nothing, with the arguments of ``import_checkpoint``.
+
+    Args:
+        begin: time.perf_counter() when the source was opened; None: now.
+    """
+    begin = time.perf_counter() if begin is None else begin
+    begin_step(opening, LIBRARIES)
     from ..hf.config import LowBitConfig
     from ..hf.mtp import attach
     from ..hf.names import names_in_model
     from ..hf.placing import place_packed
 
-    begin = time.perf_counter()
     resolve_new_directory(target)  # refused before the model is built
+    begin_step(opening, MODEL)
     model = _meta_model(source.config, len(source.tensors))
     attach(model, [tensor.name for tensor in source.tensors])
+    begin_step(opening, CHECKS)
     outputs = _Plan(source, model).outputs()
     # Without a version, transformers 5.19 takes a tokenizer of many tokens for an old one of Mistral, and warns.
     description = {"transformers_version": version("transformers")} | source.config
@@ -323,6 +421,7 @@ def write_checkpoint(
             tensors.append(written)
 
     with new_checkpoint(target, target_bytes) as directory:
+        begin_step(opening, FILES)
         source.write_files(directory)
         write_note(directory)
         entries = write_tensors(directory, outputs, max_shard_bytes, write)
@@ -337,4 +436,5 @@ def write_checkpoint(
         write_json(directory / CONFIG, description)  # last: without it nothing loads
     seconds = time.perf_counter() - begin
     _LOG.info("%s, %s: %d tensors written to %s in %.1f s", source.path, source.format, len(entries), target, seconds)
-    return ImportSummary(target, source.format, entries, tensors, total, target_bytes, seconds)
+    source_bytes = sum(tensor.bytes for tensor in source.tensors)  # those of the plan may be dequantized
+    return ImportSummary(target, source.format, entries, tensors, source_bytes, target_bytes, seconds)

@@ -89,7 +89,7 @@ def export_speech(decoder: SpeechDecoder, encoder_path: str | os.PathLike[str], 
         export_pte(_Encoder(decoder).eval(), (features,), encoder_path)
         constants = {_PTE + name: value for name, value in about.items()}
         with _without_encoder(decoder.model.model):
-            export_pte(program, inputs, decoder_path, dynamic_shapes=sizes, constant_methods=constants)
+            export_pte(program, inputs, decoder_path, dynamic_shapes=sizes, constant_methods=constants, check_buffers=False)
         return
     caches = {name: cache for name, cache in program.named_buffers() if _is_cache(name)}
     metadata = {_PT2 + name: str(value) for name, value in about.items()} | {
