@@ -406,11 +406,6 @@ def read_and_plan(source: Path, config: LowBitConfig) -> tuple[list[PlannedTenso
     if method is not None:
         back = "; lowbit.dequantize_checkpoint writes them" if method == METHOD else ""
         raise ValueError(f"{source} is quantized already, by the method {method!r}; expected float weights{back}")
-    if (source / "adapter_config.json").exists():
-        raise ValueError(
-            f"{source} has adapter_config.json: weights of an adapter belong to this model; merge them into it first, or "
-            "move the adapter away"
-        )
     tensors = read_files(files, weight_map)
     model = meta_model(source, len(tensors))
     attach(model, tensors)

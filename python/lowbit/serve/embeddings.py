@@ -24,10 +24,13 @@ from ..hf.loading import counting
 from .engine import Engine
 from .errors import ApiError, bad
 from .protocol import Fields, is_ids
+from .sentence_files import check_files
 from .speech import SpeechModel
 
 MOST_TEXTS = 2048  # of one request, as in OpenAI's API
 AT_ONCE = 32  # texts in a call of the model
+_LEAST = 6  # version of sentence-transformers
+_INSTALL = f"pip install 'sentence-transformers>={_LEAST}'"
 _QUERY, _DOCUMENT = ("query",), ("document", "passage", "corpus")  # prompts that sentence-transformers takes for them
 
 
@@ -166,16 +169,22 @@ def load(name: str, path: Path) -> TextModel | None:
     kind = read_json(settings).get("model_type") if settings.is_file() else None
     if kind not in (None, "SentenceTransformer", "CrossEncoder"):
         raise ValueError(f"{settings} has model_type {kind!r}; expected SentenceTransformer or CrossEncoder")
+    check_files(path)
     try:
         library = import_module("sentence_transformers")
     except ModuleNotFoundError as error:
+        raise ImportError(f"{error.name} not installed, which runs the model in {path}; install it with: {_INSTALL}") from error
+    if int(library.__version__.partition(".")[0]) < _LEAST:  # earlier ones import modules of a local directory
         raise ImportError(
-            f"{error.name} not installed, which runs the model in {path}; install it with: pip install sentence-transformers"
-        ) from error
+            f"sentence-transformers {library.__version__} runs code of the models that it loads; expected version {_LEAST} or "
+            f"later: {_INSTALL}"
+        )
     scores = scores or kind == "CrossEncoder"
     make = library.CrossEncoder if scores else library.SentenceTransformer
     with counting(None), interpreting(f"{path} does not load"):
-        model = make(str(path), device="cpu", local_files_only=True)
+        model = make(
+            str(path), device="cpu", local_files_only=True, trust_remote_code=False, model_kwargs={"use_safetensors": True}
+        )
     if scores and model.num_labels != 1:
         raise ValueError(f"{path} has a classifier of {model.num_labels} labels; expected 1, the score of a reranker")
     fuse_(model)  # so that a text has the same bits alone and in any batch
