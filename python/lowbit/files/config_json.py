@@ -57,7 +57,9 @@ def refuse_code(directory: Path, config: dict[str, Any]) -> None:
             each = list(value.values()) if isinstance(value, dict) else [value]
             if any(kind is not None and not (isinstance(kind, str) and kind.isidentifier()) for kind in each):
                 # "owner/name" is a kernel that transformers gets from the Hub, and runs
-                raise ValueError(f"{directory / CONFIG} has {name} {value!r:.200}; expected the name of one of transformers' own")
+                raise ValueError(
+                    f"{directory / CONFIG} has {name} {value!r:.200}; expected the name of one of transformers' own"
+                )
 
 
 def quantization_method(config: dict[str, Any]) -> Any:

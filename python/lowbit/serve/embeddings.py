@@ -21,7 +21,7 @@ from ..files.config_json import read_config
 from ..files.untrusted import interpreting, read_json
 from ..hf.fusing import fuse_
 from ..hf.loading import counting
-from .engine import Engine
+from .engine import Engine, ordinary
 from .errors import ApiError, bad
 from .protocol import Fields, is_ids
 from .sentence_files import check_files
@@ -215,12 +215,21 @@ class Batches:
     def add(self, items: Sequence[Item], counts: Sequence[int]) -> Future:
         """Has items computed, those with most tokens first; a list of rows. A canceled one leaves its place."""
         job = _Job(items, Future())
-        if not self._engine.alive:
-            job.future.set_exception(ENDED)
-        else:
-            self._waiting.extend((job, place) for place in sorted(range(len(items)), key=lambda place: -counts[place]))
-            self._engine.call(self._run)
+        self._waiting.extend((job, place) for place in sorted(range(len(items)), key=lambda place: -counts[place]))
+        self._ask()
         return job.future
+
+    def _ask(self) -> None:
+        self._engine.call(self._run).add_done_callback(self._called)
+
+    def _called(self, call: Future) -> None:
+        error = call.exception()
+        while error is not None and self._waiting:  # the engine ends
+            try:
+                job, _ = self._waiting.popleft()
+            except IndexError:  # another thread was faster
+                return
+            _fail(job.future, error)
 
     def _run(self) -> None:
         batch: list[tuple[_Job, int]] = []
@@ -231,23 +240,22 @@ class Batches:
         if not batch:
             return
         try:
-            if not self._engine.alive:
-                raise ENDED
             rows = self._model.compute([job.items[place] for job, place in batch])
-        except Exception as error:
+        except BaseException as error:  # noqa: B036  also a panic in Rust
             for future in {job.future for job, _ in batch}:
-                if future.set_running_or_notify_cancel():
-                    future.set_exception(error)
+                _fail(future, ordinary(error))
         else:
             for (job, place), row in zip(batch, rows, strict=True):
                 job.rows[place] = row
                 if len(job.rows) == len(job.items) and job.future.set_running_or_notify_cancel():
                     job.future.set_result([job.rows[each] for each in range(len(job.items))])
         if self._waiting:
-            self._engine.call(self._run)  # behind a token of the texts that are being written
+            self._ask()  # behind a token of the texts that are being written
 
 
-ENDED = ApiError(503, "the server is shutting down", code="shutting_down", retry_after=5)
+def _fail(future: Future, error: BaseException) -> None:
+    if not future.done() and future.set_running_or_notify_cancel():
+        future.set_exception(error)
 
 
 @dataclass(frozen=True)

@@ -149,7 +149,7 @@ class Transcriber:
             raise ValueError("audio has no samples; expected at least one")
         if not np.isfinite(samples).all():
             raise ValueError("audio has samples that are not finite numbers")
-        return samples.astype(np.float32)
+        return samples.astype(np.float32, copy=False)
 
     def _check(self, language: str | None, task: str) -> None:
         tasks = self._settings.task_to_id
