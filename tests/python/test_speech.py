@@ -233,6 +233,19 @@ def test_ctranslate2_files_that_are_damaged(whisper, tmp_path):
         lowbit.import_checkpoint(tmp_path, tmp_path / "out")
 
 
+def test_features_in_pieces(whisper, monkeypatch):
+    """Loud and quiet pieces have the features, and the text, of the whole."""
+    transcriber, samples = load_transcriber(whisper), sound(7.3)
+    samples[SECOND : 3 * SECOND] *= 1e-4
+    samples[5 * SECOND :] *= 0.01
+    whole, expected = transcriber._features(samples, 100), transcriber.transcribe(samples, language="en")
+    monkeypatch.setattr("lowbit.speech.transcriber._PIECE", 2 * SECOND)
+    monkeypatch.setattr("lowbit.speech.transcriber._EDGE", SECOND // 2)
+    pieces = transcriber._features(samples, 100)
+    assert pieces.shape == whole.shape and (pieces - whole).abs().max() < 1e-5  # the product with the mel bins is rounded
+    assert transcriber.transcribe(samples, language="en") == expected
+
+
 def write_wave(path, samples, rate=SECOND, channels=1):
     with wave.open(str(path), "wb") as file:
         file.setnchannels(channels)

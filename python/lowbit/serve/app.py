@@ -412,7 +412,7 @@ class Server:
         async def hear(tell: Callable[[str], None]) -> Listening:
             """One window at a time: between two, the other models have their turn."""
             async with asyncio.timeout(self.limits.timeout), self._recordings:
-                listening = Listening(model, await read_recording(data, name), wish)
+                listening = await asyncio.to_thread(Listening, model, await read_recording(data, name), wish)
                 while (segment := await asyncio.wrap_future(self.engine.call(listening.next))) is not None:
                     tell(segment.text)
             self.metrics.whole.observe(time.perf_counter() - began)

@@ -91,7 +91,8 @@ def read_audio(
 def _resampled(frames: Iterator[Any], name: str, check: Callable[[], None] | None) -> Iterator[np.ndarray]:
     """Frames as float32 [1 or 2 channels, samples]; more than two channels are mixed by FFmpeg."""
     av = import_av()
-    resampler, last = None, None
+    resampler: Any = None
+    last = None
     for frame in frames:
         if check is not None:
             check()
