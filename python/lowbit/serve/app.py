@@ -474,7 +474,8 @@ async def _deltas(hear: Callable[[Callable[[str], None]], Coroutine[Any, Any, Li
     texts: asyncio.Queue[str | None] = asyncio.Queue()
 
     def ended(hearing: asyncio.Future) -> None:
-        _ = hearing.cancelled() or hearing.exception()  # which asyncio would report if the reader has gone
+        with contextlib.suppress(asyncio.CancelledError):
+            hearing.exception()  # which asyncio would report if the reader has gone
         texts.put_nowait(None)
 
     hearing = asyncio.ensure_future(hear(texts.put_nowait))

@@ -96,8 +96,9 @@ def run(
     models: Sequence[Model], host: str, port: int, api_key: str | None, *, queue: int, timeout: float,
     grace: int, note: Callable[[str], None], warn: Callable[[str], None],
 ) -> None:  # fmt: skip
-    """Answers requests until SIGINT or SIGTERM; then those that run get `grace` seconds, and status 503. A second signal
-    ends at once.
+    """Answers requests until SIGINT or SIGTERM.
+
+    Running requests then have `grace` seconds, and get status 503. A second signal ends the server at once.
 
     Args:
         queue: texts that may wait.

@@ -12,7 +12,7 @@ from ..files.untrusted import check_regular, printable, read_json
 
 _MODULES = ("Transformer", "Pooling", "Dense", "Normalize", "LayerNorm", "Dropout", "WeightedLayerPooling", "StaticEmbedding",
             "CNN", "LSTM", "LogitScore")  # fmt: skip
-# As versions of the library have named them: sentence_transformers.models.Pooling, sentence_transformers.base.modules.dense.Dense
+# As versions of the library name them: sentence_transformers.models.Dense, sentence_transformers.base.modules.dense.Dense
 _MODULE = re.compile(
     rf"sentence_transformers\.(models|(base|sentence_transformer|cross_encoder)\.modules)(\.[a-z_]+)?\.({'|'.join(_MODULES)})"
 )
@@ -22,8 +22,7 @@ _OPTIONS = tuple(f"{what}_{how}" for what in ("model", "tokenizer", "processor",
 
 
 def check_files(path: Path) -> None:
-    """Refuses settings that name code other than that of sentence-transformers and activation functions of torch.nn, and weights
-    that are pickles.
+    """Refuses settings that name code of others than sentence-transformers and torch.nn, and weights in pickles.
 
     Raises:
         OSError, ValueError: naming the file, what it has, and what is expected.
@@ -34,8 +33,8 @@ def check_files(path: Path) -> None:
         kind, folder = (module.get(name) for name in ("type", "path"))
         if not isinstance(kind, str) or not _MODULE.fullmatch(kind):
             raise ValueError(
-                f"{file}: module {number} is of type {printable(repr(kind))[:200]}, which is not known and would run code of its "
-                f"own; expected {', '.join(_MODULES)} of sentence_transformers"
+                f"{file}: module {number} is of type {printable(repr(kind))[:200]}, which is not known and would run code of "
+                f"its own; expected {', '.join(_MODULES)} of sentence_transformers"
             )
         if not isinstance(folder, str) or PurePosixPath(folder).is_absolute() or ".." in re.split(r"[/\\]", folder):
             raise ValueError(f"{file}: module {number} has the path {folder!r}; expected a folder of this directory")
