@@ -472,14 +472,8 @@ class Server:
 async def _deltas(hear: Callable[[Callable[[str], None]], Coroutine[Any, Any, Listening]]) -> AsyncIterator[dict | ApiError]:
     """Events of a transcription, which does not wait for its reader: it would keep its samples as long."""
     texts: asyncio.Queue[str | None] = asyncio.Queue()
-
-    def ended(hearing: asyncio.Future) -> None:
-        with contextlib.suppress(asyncio.CancelledError):
-            hearing.exception()  # which asyncio would report if the reader has gone
-        texts.put_nowait(None)
-
     hearing = asyncio.ensure_future(hear(texts.put_nowait))
-    hearing.add_done_callback(ended)
+    hearing.add_done_callback(lambda _: texts.put_nowait(None))
     try:
         while (text := await texts.get()) is not None:
             yield {"type": "transcript.text.delta", "delta": text}
@@ -488,6 +482,7 @@ async def _deltas(hear: Callable[[Callable[[str], None]], Coroutine[Any, Any, Li
         yield _reported(error)
     finally:
         hearing.cancel()
+        await asyncio.gather(hearing, return_exceptions=True)
 
 
 def _expire(limit: asyncio.Timeout) -> None:
