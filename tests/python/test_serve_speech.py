@@ -1,7 +1,10 @@
 """`/v1/audio/transcriptions` and `/v1/audio/translations` of a packed Whisper model: the texts of lowbit.speech."""
 
+import asyncio
 import io
 import json
+import threading
+import time
 import uuid
 import wave
 from concurrent.futures import ThreadPoolExecutor
@@ -14,13 +17,13 @@ from needs import need_packages
 
 need_packages("starlette", "uvicorn", "python_multipart", "av")
 
-from lowbit.serve import speech
+from lowbit.serve import app, speech
 from lowbit.serve.app import Limits
 from lowbit.speech import load_audio, load_transcriber
 from lowbit.speech.subtitles import subtitle
 from speech_models import SECOND, tiny_whisper
 from test_serve import Client, serving
-from test_speech import sound
+from test_speech import container, sound
 
 PACKED = lowbit.LowBitConfig(bits=4, group_size=32)
 SECONDS = (4.3, 0.7, 2.0)
@@ -161,3 +164,94 @@ def test_a_long_recording_is_refused_while_it_is_read(client, directory, monkeyp
     monkeypatch.setattr(speech, "MOST_SECONDS", 2)
     message = refused(client, (directory / "0.wav").read_bytes())[1]
     assert message == "talk.wav has more than 2 seconds of audio; expected at most so many"
+
+
+def test_recordings_that_are_none(client, tmp_path, monkeypatch):
+    """What refers to other files of the server's, and more sound than memory has room for."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "other.wav").write_bytes(recording(1))
+    for text in (
+        "ffconcat version 1.0\nfile other.wav\n",
+        "#EXTM3U\n#EXTINF:9,\nother.wav\n",
+        "v=0\r\nm=audio 0 RTP/AVP 0\r\n",
+    ):
+        assert refused(client, text.encode(), name="a.mp3")[1].startswith("a.mp3 is no audio that can be read")
+    slow = bytearray(recording(1))
+    slow[24:28] = (1).to_bytes(4, "little")
+    assert refused(client, bytes(slow))[1] == "talk.wav has 1 samples per second; expected 2000 to 768000"
+    silence = container(tmp_path / "a.flac", "flac", "flac", frames=100).read_bytes()
+    monkeypatch.setattr(speech, "MOST_SECONDS", 5)
+    assert refused(client, silence)[1] == "talk.wav has more than 5 seconds of audio; expected at most so many"
+
+
+def test_few_recordings_are_in_memory_at_a_time(directory, expected, monkeypatch):
+    """The others wait for their turn, streamed or not."""
+    model = speech.load("whisper", directory / "model", PACKED, cache=None, progress=None)
+    held, most, follow = set(), [], speech.Listening.next
+
+    def following(listening):
+        held.add(id(listening))
+        most.append(len(held))
+        if (segment := follow(listening)) is None:
+            held.remove(id(listening))
+        return segment
+
+    monkeypatch.setattr(speech.Listening, "next", following)
+    with serving([model], Limits(recordings=1)) as (port, server), ThreadPoolExecutor(4) as pool:
+        data = (directory / "0.wav").read_bytes()
+        found = list(pool.map(lambda n: sent(Client(port), data, stream="true" if n % 2 else "false")[1], range(4)))
+        assert (
+            sum(
+                expected[0].text in json.loads(text.split("data: ")[-2] if "data: " in text else text)["text"] for text in found
+            )
+            == 4
+        )
+        assert set(most) == {1}
+        while server._busy:
+            time.sleep(0.01)
+
+
+def test_a_transcription_does_not_wait_for_its_reader():
+    """Its samples would stay in memory as long."""
+    heard = []
+
+    async def hear(tell):
+        for text in "abc":
+            tell(text)
+            await asyncio.sleep(0)
+        heard.append("all")
+        return type("Listening", (), {"document": lambda self: {"text": "abc"}})()
+
+    async def read():
+        events = app._deltas(hear)
+        found = [await anext(events)]
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert heard == ["all"]
+        return [*found, *[each async for each in events]]
+
+    *deltas, done = asyncio.run(read())
+    assert [each["delta"] for each in deltas] == ["a", "b", "c"] and done["text"] == "abc"
+
+
+def test_decoding_ends_when_the_client_has_gone(monkeypatch):
+    started, ended = threading.Event(), threading.Event()
+
+    def endless(file, name, most, check):
+        started.set()
+        try:
+            while True:
+                check()
+                time.sleep(0.001)
+        finally:
+            ended.set()
+
+    async def leave():
+        reading = asyncio.ensure_future(speech.read_recording(b"", "x"))
+        while not started.is_set():
+            await asyncio.sleep(0.001)
+        reading.cancel()
+
+    monkeypatch.setattr(speech, "read_audio", endless)
+    asyncio.run(leave())
+    assert ended.wait(60)

@@ -1,9 +1,11 @@
 """Whisper models: transcription beside transformers' own generation, CTranslate2's files, and `lowbit transcribe`."""
 
 import copy
+import io
 import json
 import wave
 
+import av
 import lowbit
 import numpy as np
 import pytest
@@ -11,7 +13,8 @@ import torch
 import transformers
 from command_line import document, documented_keys, error, invoke, keys_in
 from lowbit.llm.loading import load_speech_model
-from lowbit.speech import Segment, SpeechDecoder, Transcriber, load_audio, load_transcriber
+from lowbit.speech import Segment, SpeechDecoder, Transcriber, audio, load_audio, load_transcriber
+from lowbit.speech.audio import read_audio
 from speech_models import POSITIONS, SECOND, save_ctranslate2, tiny_whisper
 
 PACKED = lowbit.LowBitConfig(bits=4, group_size=32)
@@ -230,6 +233,19 @@ def test_ctranslate2_files_that_are_damaged(whisper, tmp_path):
         lowbit.import_checkpoint(tmp_path, tmp_path / "out")
 
 
+def test_features_in_pieces(whisper, monkeypatch):
+    """Loud and quiet pieces have the features, and the text, of the whole."""
+    transcriber, samples = load_transcriber(whisper), sound(7.3)
+    samples[SECOND : 3 * SECOND] *= 1e-4
+    samples[5 * SECOND :] *= 0.01
+    whole, expected = transcriber._features(samples, 100), transcriber.transcribe(samples, language="en")
+    monkeypatch.setattr("lowbit.speech.transcriber._PIECE", 2 * SECOND)
+    monkeypatch.setattr("lowbit.speech.transcriber._EDGE", SECOND // 2)
+    pieces = transcriber._features(samples, 100)
+    assert pieces.shape == whole.shape and (pieces - whole).abs().max() < 1e-5  # the product with the mel bins is rounded
+    assert transcriber.transcribe(samples, language="en") == expected
+
+
 def write_wave(path, samples, rate=SECOND, channels=1):
     with wave.open(str(path), "wb") as file:
         file.setnchannels(channels)
@@ -253,6 +269,128 @@ def test_audio_files(tmp_path):
         load_audio(tmp_path / "text.wav")
     with pytest.raises(FileNotFoundError):
         load_audio(tmp_path / "missing.wav")
+
+
+def container(path, format, codec, layout="mono", frames=1, rate=SECOND, video=False):
+    """A file of FFmpeg's, with frames of a tenth of a second, each of zeros."""
+    with av.open(path, "w", format=format) as made:
+        if video:
+            picture = made.add_stream("mpeg4", rate=10, width=32, height=32, pix_fmt="yuv420p")
+        stream = made.add_stream(codec, rate=rate, layout=layout)
+        if video:
+            made.mux(picture.encode(av.VideoFrame(32, 32, "yuv420p")))
+            made.mux(picture.encode(None))
+        for number in range(frames):
+            frame = av.AudioFrame(stream.codec_context.format, layout, rate // 10)
+            for plane in frame.planes:
+                plane.update(bytes(plane.buffer_size))
+            frame.sample_rate, frame.pts = rate, number * (rate // 10)
+            made.mux(stream.encode(frame))
+        made.mux(stream.encode(None))
+    return path
+
+
+REFERRING = {
+    "concat": "ffconcat version 1.0\nfile other.wav\n",
+    "hls": "#EXTM3U\n#EXT-X-TARGETDURATION:9\n#EXTINF:9,\nother.wav\n#EXT-X-ENDLIST\n",
+    "hls of a protocol": "#EXTM3U\n#EXT-X-TARGETDURATION:9\n#EXTINF:9,\nfile:other.wav\n#EXT-X-ENDLIST\n",
+    "dash": '<?xml version="1.0"?><MPD xmlns="urn:mpeg:dash:schema:mpd:2011" type="static" mediaPresentationDuration="PT1S">'
+    '<Period><AdaptationSet mimeType="audio/wav"><Representation id="0" bandwidth="9"><BaseURL>other.wav</BaseURL>'
+    "</Representation></AdaptationSet></Period></MPD>",
+    "sdp": "v=0\r\no=- 0 0 IN IP4 127.0.0.1\r\ns=x\r\nc=IN IP4 127.0.0.1\r\nt=0 0\r\nm=audio 0 RTP/AVP 0\r\n",
+    "whole names": "ffconcat version 1.0\nfile '{}/other.wav'\n",
+}
+
+
+@pytest.mark.parametrize("kind", REFERRING)
+@pytest.mark.parametrize("name", ["a.mp3", "a.wav", "a.sdp", "a.m3u8"])
+def test_recordings_that_refer_to_other_files_are_refused(tmp_path, monkeypatch, kind, name):
+    monkeypatch.chdir(tmp_path)
+    write_wave(tmp_path / "other.wav", sound(0.5))
+    text = REFERRING[kind].format(tmp_path)
+    (tmp_path / name).write_text(text)
+    for read in (lambda: load_audio(name), lambda: read_audio(io.BytesIO(text.encode()), name)):
+        with pytest.raises(ValueError, match=f"{name} is no audio that can be read: .*; expected WAV, FLAC, MP3"):
+            read()
+    assert f"{name} is no audio that can be read" in error(invoke("transcribe", tmp_path, name))
+
+
+def test_formats_that_are_allowed_open_nothing_else():
+    """No name of the list is a demuxer of FFmpeg that opens files, sockets or devices."""
+    assert not set(audio._FORMATS.split(",")) & {
+        "concat", "concatf", "dash", "ffmetadata", "hls", "imf", "image2", "image2pipe", "lavfi", "rtp", "rtsp", "sap", "sdp",
+        "tee", "vobsub", "webm_dash_manifest", "applehttp", "tty", "alsa", "x11grab", "fbdev", "video4linux2", "v4l2", "oss",
+    }  # fmt: skip
+    assert not {kind for kind in audio._FORMATS.split(",") if kind.endswith("_pipe")}
+
+
+@pytest.mark.parametrize(
+    ("format", "codec"),
+    [
+        ("wav", "pcm_s16le"), ("wav", "pcm_f32le"), ("wav", "adpcm_ms"), ("w64", "pcm_s24le"), ("flac", "flac"), ("mp3", "mp3"),
+        ("ogg", "libopus"), ("ogg", "flac"), ("mp4", "aac"), ("mp4", "alac"), ("matroska", "libopus"), ("webm", "libopus"),
+        ("adts", "aac"), ("aiff", "pcm_s16be"), ("mpegts", "mp2"), ("caf", "pcm_s16le"), ("au", "pcm_s16be"), ("avi", "mp3"),
+        ("wv", "wavpack"),
+    ],
+)  # fmt: skip
+def test_formats_of_recordings(tmp_path, format, codec):
+    rate = 48000 if codec == "libopus" else SECOND
+    samples = load_audio(container(tmp_path / "a", format, codec, frames=10, rate=rate))
+    assert abs(len(samples) - SECOND) < 4000 and np.abs(np.diff(samples)).max() < 1e-3
+
+
+def test_the_sound_of_a_video(tmp_path):
+    """Its pictures are not decoded."""
+    assert len(load_audio(container(tmp_path / "a", "mp4", "aac", frames=10, video=True))) > SECOND / 2
+    with pytest.raises(ValueError, match="has audio of the codec tta, which is not supported; expected WAV"):
+        load_audio(container(tmp_path / "a", "matroska", "tta"))
+
+
+def test_limits_of_recordings(tmp_path):
+    samples = sound(0.2)
+    for rate in (1, 1999, 800_000, 2**31 - 1):
+        write_wave(tmp_path / "a.wav", samples, rate)
+        with pytest.raises(ValueError, match=f"a.wav has {rate} samples per second; expected 2000 to 768000"):
+            load_audio(tmp_path / "a.wav")
+    for rate in (2000, 768_000):
+        write_wave(tmp_path / "a.wav", samples, rate)
+        assert abs(len(load_audio(tmp_path / "a.wav")) - len(samples) * SECOND / rate) < 20
+    write_wave(tmp_path / "a.wav", np.repeat(samples, 33), SECOND, 33)
+    with pytest.raises(ValueError, match="a.wav has 33 channels; expected 1 to 32"):
+        load_audio(tmp_path / "a.wav")
+    container(tmp_path / "a.flac", "flac", "flac", frames=600)
+    assert (tmp_path / "a.flac").stat().st_size < 50_000  # a minute
+    with pytest.raises(ValueError, match="a.flac has more than 2 seconds of audio; expected at most so many"):
+        load_audio(tmp_path / "a.flac", 2)
+    seen = []
+    with pytest.raises(ValueError, match="a.flac has more than 2 seconds"), open(tmp_path / "a.flac", "rb") as file:
+        read_audio(file, "a.flac", 2, lambda: seen.append(1))
+    assert len(seen) < 40  # frames: the rest is not decoded
+    assert len(load_audio(tmp_path / "a.flac")) == 60 * SECOND
+
+
+def test_a_header_that_promises_large_frames(tmp_path, monkeypatch):
+    monkeypatch.setattr(audio, "_MOST_PER_FRAME", 1000)
+    with pytest.raises(ValueError, match="a is no audio that can be read"):
+        load_audio(container(tmp_path / "a", "flac", "flac"))
+
+
+def test_channels_in_opposite_phase(tmp_path):
+    """Their mean is silence: the louder one is taken. Other channels are averaged."""
+    one, other = sound(2.5), sound(2.5, 1)
+    write_wave(tmp_path / "one.wav", one)
+    wanted = load_audio(tmp_path / "one.wav")
+    for right in (-one, -0.9 * one):
+        write_wave(tmp_path / "two.wav", np.stack([one, right], 1).ravel(), SECOND, 2)
+        assert np.array_equal(load_audio(tmp_path / "two.wav"), wanted)
+    silent = np.zeros_like(one)
+    for left, right in ((one, one), (one, other), (one, silent), (silent, silent)):
+        write_wave(tmp_path / "two.wav", np.stack([left, right], 1).ravel(), SECOND, 2)
+        mean = ((left * 32767).astype("<i2") / np.float32(32768) + (right * 32767).astype("<i2") / np.float32(32768)) / 2
+        assert np.array_equal(load_audio(tmp_path / "two.wav"), mean)
+    # For each second by itself
+    write_wave(tmp_path / "two.wav", np.stack([one, np.where(np.arange(len(one)) < SECOND, one, -one)], 1).ravel(), SECOND, 2)
+    assert np.abs(load_audio(tmp_path / "two.wav")[2 * SECOND :]).max() > 0.04
 
 
 def test_the_command(whisper, tmp_path, monkeypatch):

@@ -422,11 +422,6 @@ def read_and_plan(source: Path, config: LowBitConfig) -> tuple[list[PlannedTenso
         method = settings.get("quant_method", "") if isinstance(settings, dict) else settings
         back = "lowbit.dequantize_checkpoint writes them" if method == METHOD else "lowbit import converts such checkpoints"
         raise ValueError(f"{source} is quantized already, by the method {method!r}; expected float weights: {back}")
-    if (source / "adapter_config.json").exists():
-        raise ValueError(
-            f"{source} has adapter_config.json: weights of an adapter belong to this model; merge them into it first, or "
-            "move the adapter away"
-        )
     model = meta_model(source, len(tensors))
     attach(model, tensors)
     plan = _Plan(model, config, tensors, source)

@@ -79,6 +79,28 @@ def _check_types(config: dict[str, Any], file: Path, where: str = "") -> None:
             _check_types(value, file, f"{where}{name}.")
 
 
+def refuse_code(directory: Path, config: dict[str, Any]) -> None:
+    """Raises ValueError for what lets a checkpoint name code that transformers or peft imports.
+
+    ``trust_remote_code`` and ``auto_map`` are not among it: transformers refuses them itself.
+    """
+    if (directory / "adapter_config.json").exists():  # peft imports modules that it names
+        raise ValueError(
+            f"{directory} has adapter_config.json: weights of an adapter belong to this model; merge them into it first, or "
+            "move the adapter away"
+        )
+    names = ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation")
+    for part in [config, *(value for value in config.values() if isinstance(value, dict))]:
+        for name in names:
+            value = part.get(name)
+            each = list(value.values()) if isinstance(value, dict) else [value]
+            if any(kind is not None and not (isinstance(kind, str) and kind.isidentifier()) for kind in each):
+                # "owner/name" is a kernel that transformers gets from the Hub, and runs
+                raise ValueError(
+                    f"{directory / CONFIG} has {name} {value!r:.200}; expected the name of one of transformers' own"
+                )
+
+
 def quantization_method(config: dict[str, Any]) -> Any:
     """The ``quant_method`` of a config.json; None if the weights are floats."""
     quantization = config.get("quantization_config")

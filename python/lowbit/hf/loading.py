@@ -11,7 +11,7 @@ import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 from transformers.utils import logging
 
-from ..files.config_json import CONFIG, read_config
+from ..files.config_json import CONFIG, read_config, refuse_code
 from ..files.untrusted import interpreting
 from .building import bounded, check_numbers
 
@@ -39,6 +39,7 @@ def meta_model(source: Path, tensors: int, *, causal: bool = False) -> transform
     """
     text, file = read_config(source), source / CONFIG
     check_numbers(text, file)
+    refuse_code(source, text)
     with (
         counting(None),
         interpreting(

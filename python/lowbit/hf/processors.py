@@ -19,7 +19,7 @@ class _NoVideos:
 
 def without_videos(path: str | os.PathLike[str], tokenizer: Any) -> Any:
     """The processor of a model of images, texts and videos, without its part for videos, which needs torchvision."""
-    config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
+    config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     kind: Any = PROCESSOR_MAPPING[type(config)]
 
     class Still(kind):
@@ -29,7 +29,7 @@ def without_videos(path: str | os.PathLike[str], tokenizer: Any) -> Any:
         def __repr__(self) -> str:  # transformers' own writes all parts as JSON, and is called always
             return f"{kind.__name__} without videos"
 
-    images = transformers.AutoImageProcessor.from_pretrained(path, local_files_only=True)
+    images = transformers.AutoImageProcessor.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     parts = {"image_processor": images, "tokenizer": tokenizer, "video_processor": _NoVideos()}
     settings, _ = kind.get_processor_dict(path, local_files_only=True)
     return Still.from_args_and_dict([parts[name] for name in kind.get_attributes()], settings)

@@ -10,6 +10,7 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
+from ..files.untrusted import one_line, raised_by_reader
 from ..hf.recurrent import is_state
 from .caches import Caches, common, copy_layer
 from .decoder import Decoder
@@ -181,9 +182,12 @@ class Batch:
             for active, logits in self._verify(still[0], guess) if guess else self._compute(_plan(still, self.rows)):
                 try:
                     self._take(active, logits)
-                except Exception as error:
+                except BaseException as error:
+                    if not isinstance(error, Exception) and not raised_by_reader(error):  # Ctrl-C
+                        raise
                     self.remove(active.text)
-                    failed.append((active.text, error))
+                    kept = error if isinstance(error, Exception) else RuntimeError(one_line(error))  # a panic in Rust
+                    failed.append((active.text, kept))
         for text, failure in failed:
             if text.on_error is None:
                 raise failure

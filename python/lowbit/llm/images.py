@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..files.config_json import read_config
-from ..files.untrusted import check_regular, interpreting
+from ..files.untrusted import check_regular, interpreting, one_line
 from ..hf import decoding
 from ..hf.continuing import OwnCaches
 from .chat import Chat, sampling_of
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from ..hf.config import LowBitConfig
 
 _CONTEXT = 4096
+_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # without a list Pillow tries all, also EPS, which runs Ghostscript
+_MOST_BYTES = 128 << 20  # of a picture's file
+_MOST_PIXELS = 1 << 26  # decoded they take 200 MB
 REASON = "models of images run by transformers' attention"
 
 
@@ -53,12 +56,15 @@ def check_takes_images(path: str | os.PathLike[str]) -> None:
 
 
 def open_image(path: str | os.PathLike[str]) -> Any:
-    """Reads a picture with Pillow, as an RGB image, upright as its camera says.
+    """Reads a picture with Pillow, as an RGB image, upright as its camera says; of an animation the first frame.
+
+    Args:
+        path: a PNG, JPEG, WebP, GIF or BMP file of up to 128 MiB and 2**26 pixels.
 
     Raises:
         ImportError: Pillow is not installed.
         OSError: there is no such file, or it cannot be read.
-        ValueError: it is no picture, or damaged.
+        ValueError: it is a file of another format, damaged, or larger.
     """
     path = Path(path)
     check_regular(path)
@@ -67,16 +73,25 @@ def open_image(path: str | os.PathLike[str]) -> Any:
         turned: Any = import_module("PIL.ImageOps")
     except ImportError as error:
         raise ImportError(f"{path} is read by Pillow, which is not installed: pip install pillow") from error
+    if (size := path.stat().st_size) > _MOST_BYTES:
+        raise ValueError(f"{path} has {size} bytes; expected a picture of at most {_MOST_BYTES}")
     try:
-        with warnings.catch_warnings(), pillow.open(path) as image:
-            warnings.simplefilter("error", pillow.DecompressionBombWarning)
-            return turned.exif_transpose(image).convert("RGB")
+        with open(path, "rb") as file, warnings.catch_warnings():
+            # Pillow also warns of damaged metadata that it can do without.
+            warnings.simplefilter("ignore")
+            with pillow.open(file, formats=_FORMATS) as image:
+                pixels = image.width * image.height
+                if pixels <= _MOST_PIXELS:  # before any is decoded
+                    return turned.exif_transpose(image).convert("RGB")
+    except MemoryError:
+        raise
     except pillow.UnidentifiedImageError as error:
-        raise ValueError(f"{path} is no picture that Pillow reads") from error
-    except (pillow.DecompressionBombError, pillow.DecompressionBombWarning) as error:
-        raise ValueError(f"{path} has too many pixels: {error}") from error
-    except (OSError, SyntaxError) as error:
-        raise ValueError(f"{path} is a damaged picture: {error}") from error
+        raise ValueError(f"{path} is no picture that can be read; expected {', '.join(_FORMATS)}") from error
+    except pillow.DecompressionBombError as error:
+        raise ValueError(f"{path} has too many pixels: {one_line(error)}; expected at most {_MOST_PIXELS}") from error
+    except Exception as error:  # Pillow raises any kind for damaged files
+        raise ValueError(f"{path} is a damaged picture: {one_line(error)}") from error
+    raise ValueError(f"{path} has {pixels} pixels; expected at most {_MOST_PIXELS}")
 
 
 def as_image(image: Any) -> Any:

@@ -94,7 +94,7 @@ def load_speech_processor(path: str | os.PathLike[str]) -> Any:
     """
     transformers = import_module("transformers")
     with interpreting(f"the processor in {path} does not load"):
-        return transformers.WhisperProcessor.from_pretrained(path, local_files_only=True)
+        return transformers.WhisperProcessor.from_pretrained(path, local_files_only=True, trust_remote_code=False)
 
 
 def load_image_processor(path: str | os.PathLike[str]) -> Any:

@@ -8,11 +8,12 @@ import hmac
 import json
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from prometheus_client import generate_latest
 from starlette.applications import Starlette
 from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
@@ -25,9 +26,9 @@ from torch import Tensor
 
 from .answers import Answers, ChatForm, Event, Form, failure
 from .constraints import make_constraint
-from .embeddings import ENDED, Batches, TextModel, embeddings, ranking, refuse_to_write
+from .embeddings import Batches, TextModel, embeddings, ranking, refuse_to_write
 from .embeddings import Request as Rows
-from .engine import Engine
+from .engine import Engine, shutting_down
 from .errors import ApiError, bad
 from .metrics import Metrics
 from .models import LanguageModel
@@ -40,6 +41,7 @@ Model: TypeAlias = LanguageModel | TextModel | SpeechModel
 log = logging.getLogger("lowbit.serve")
 _USUAL_TOKENS = 16  # of a completion that does not say how many, as in OpenAI's API
 _OPEN = ("/", "/health")  # asked without a key
+_LAST_WORDS = 30.0  # seconds that a reader has for the end of a stream whose time is over
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,9 @@ class Limits:
     timeout: float = 600.0  # seconds until a request's end
     body_bytes: int = 16 << 20
     recording_bytes: int = 25 << 20  # a body with a recording, as in OpenAI's API
+    recordings: int = 2  # in memory at a time; further ones wait
+    body_seconds: float = 30.0  # until a body is complete, and one more for each
+    body_rate: int = 16 << 10  # bytes of it that have come
     texts: int = 16  # of one request
     waiting: int = 64  # texts that wait for their place
     requests: int = 256  # that are open; each may have a body in memory
@@ -67,7 +72,11 @@ class Server:
         self._batches = {model.name: Batches(model, self.engine) for model in models if isinstance(model, TextModel)}
         # One at a time: tokenizers are not made for several threads.
         self._reader = ThreadPoolExecutor(1, "lowbit-reader")
-        self._busy = 0  # requests that have no response yet
+        self._busy = 0  # requests whose response is not complete
+        self._bodies: dict[asyncio.Timeout, None] = {}  # that are arriving, in the order of their beginnings
+        self._times: set[asyncio.Timeout] = set()  # of what has to end when the server ends
+        self._ending = False
+        self._recordings = asyncio.Semaphore(limits.recordings)
         self.metrics = Metrics(
             {
                 "running_texts": ("Texts that are being written.", lambda: self.engine.running),
@@ -106,25 +115,56 @@ class Server:
         routes += [Route(path, self._guarded(path, handler), methods=["GET"]) for path, handler in gets.items()]
         return Starlette(routes=routes, lifespan=lifespan, exception_handlers={HTTPException: _not_found})
 
+    def end(self) -> None:
+        """Answers all requests that are open with an error; called on the server's thread."""
+        self._ending = True
+        self.engine.end()
+        for limit in self._times:
+            _expire(limit)
+
+    @contextlib.asynccontextmanager
+    async def _time(self, seconds: float | None = None) -> AsyncIterator[None]:
+        """Raises ApiError where the time is over, or the server ends."""
+        limit = asyncio.timeout(0 if self._ending else seconds)
+        try:
+            async with limit:
+                self._times.add(limit)
+                try:
+                    yield
+                finally:
+                    self._times.discard(limit)
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            raise (shutting_down() if self._ending else failure(error)) from error
+
     def _guarded(self, path: str, handler: Callable[[Request], Awaitable[Response]]):
         async def handle(request: Request) -> Response:
             try:
                 self._admit(request, path)
                 self._busy += 1
+                response = None
                 try:
-                    response = await handler(request)
+                    async with self._time():
+                        response = await handler(request)
                 finally:
-                    self._busy -= 1
+                    if isinstance(response, _Events):
+                        response.on_sent = self._sent
+                    else:
+                        self._busy -= 1
             except ClientDisconnect:
-                self.metrics.canceled += 1
+                self.metrics.canceled.inc()
                 return Response(status_code=499)
             except Exception as error:
                 found = _reported(error)
                 response = JSONResponse(found.document, found.status, found.headers)
-            self.metrics.requests[path, response.status_code] += 1
+            self.metrics.requests.labels(path, response.status_code).inc()
             return response
 
         return handle
+
+    def _sent(self) -> None:
+        self._busy -= 1
 
     def _admit(self, request: Request, path: str) -> None:
         """Raises ApiError for a request that may not come in."""
@@ -137,8 +177,12 @@ class Server:
         if origin is not None and origin.partition("://")[2] != host:
             raise ApiError(403, f"the request comes from a page of {origin}; expected one of this server", code="wrong_origin")
         if self._busy >= self.limits.requests and path not in _OPEN:
-            message = f"{self._busy} requests are open; expected at most {self.limits.requests}: send the request again later"
-            raise ApiError(503, message, code="too_many_requests", retry_after=1)
+            if not self._bodies:
+                raise self._crowded()
+            # A request that has not come yet makes room: half a body must not keep others out.
+            slowest = next(iter(self._bodies))
+            del self._bodies[slowest]
+            _expire(slowest)
         if self.limits.api_key is None or path in _OPEN:
             return
         kind, _, key = request.headers.get("authorization", "").partition(" ")
@@ -146,22 +190,47 @@ class Server:
             found = "another one" if key else "none"
             raise ApiError(401, f"an API key is needed, and the request has {found}", code="invalid_api_key")
 
-    async def _pieces(self, request: Request, most: int) -> AsyncGenerator[bytes]:
-        count = 0
+    def _crowded(self) -> ApiError:
+        message = f"{self._busy} requests are open; expected at most {self.limits.requests}: send the request again later"
+        return ApiError(503, message, code="too_many_requests", retry_after=1)
+
+    @contextlib.asynccontextmanager
+    async def _arriving(self, request: Request, most: int) -> AsyncIterator[AsyncGenerator[bytes]]:
+        """The pieces of a body, which has to come at some rate.
+
+        Raises:
+            ApiError: it is too large or too slow, or makes room for another request.
+        """
+        began, limits = asyncio.get_running_loop().time(), self.limits
+        limit = asyncio.timeout(min(limits.timeout, limits.body_seconds))
+
+        async def pieces() -> AsyncGenerator[bytes]:
+            count = 0
+            async for piece in request.stream():
+                count += len(piece)
+                if count > most:
+                    raise ApiError(413, f"the body has more than {most} bytes; expected fewer")
+                limit.reschedule(began + min(limits.timeout, limits.body_seconds + count / limits.body_rate))
+                yield piece
+
         try:
-            async with asyncio.timeout(self.limits.timeout):
-                async for piece in request.stream():
-                    count += len(piece)
-                    if count > most:
-                        raise ApiError(413, f"the body has more than {most} bytes; expected fewer")
-                    yield piece
+            async with limit:
+                self._bodies[limit] = None
+                yield pieces()
         except TimeoutError as error:
-            raise ApiError(408, f"the body is not complete after {self.limits.timeout:g} seconds") from error
+            if not limit.expired():
+                raise
+            if limit not in self._bodies:
+                raise self._crowded() from error
+            raise ApiError(408, f"the body is not complete after {(limit.when() or 0) - began:.3g} seconds") from error
+        finally:
+            self._bodies.pop(limit, None)
 
     async def _body(self, request: Request) -> Fields:
         data = bytearray()
-        async for piece in self._pieces(request, self.limits.body_bytes):
-            data += piece
+        async with self._arriving(request, self.limits.body_bytes) as pieces:
+            async for piece in pieces:
+                data += piece
         try:
             return Fields(json.loads(data))
         except (ValueError, RecursionError) as error:
@@ -237,7 +306,7 @@ class Server:
         form = kind(answers, model, tools)
         answers.start()
         if how.stream:
-            return _Events(self._stream(answers, form), self._gone, answers.close)
+            return _Events(self._stream(answers, form), self._within, self._gone, answers.close)
         pieces: dict[int, list[Event]] = {index: [] for index in range(len(answers.texts))}
 
         async def collect() -> None:
@@ -255,33 +324,35 @@ class Server:
     async def _stream(self, answers: Answers, form: Form) -> AsyncIterator[dict | ApiError]:
         begun: set[int] = set()
         try:
-            async with asyncio.timeout(self.limits.timeout):
-                async for event in answers.events():
-                    if not begun:
-                        for chunk in form.first():
-                            yield chunk
-                    for chunk in form.next(event, event.index not in begun):
+            async for event in answers.events():
+                if not begun:
+                    for chunk in form.first():
                         yield chunk
-                    begun.add(event.index)
+                for chunk in form.next(event, event.index not in begun):
+                    yield chunk
+                begun.add(event.index)
             for chunk in form.last():
                 yield chunk
             self._count(answers)
         except Exception as error:
             yield _reported(error)
 
+    def _within(self) -> contextlib.AbstractAsyncContextManager[None]:
+        return self._time(self.limits.timeout)
+
     def _count(self, answers: Answers) -> None:
         usage, metrics = answers.usage, self.metrics
-        metrics.prompt_tokens += usage["prompt_tokens"]
-        metrics.cached_tokens += usage["prompt_tokens_details"]["cached_tokens"]
-        metrics.new_tokens += usage["completion_tokens"]
-        metrics.guessed += sum(each.guessed for each in answers.ends.values())
-        metrics.accepted += sum(each.accepted for each in answers.ends.values())
-        metrics.whole.add(time.perf_counter() - answers.began)
+        metrics.prompt_tokens.inc(usage["prompt_tokens"])
+        metrics.cached_tokens.inc(usage["prompt_tokens_details"]["cached_tokens"])
+        metrics.new_tokens.inc(usage["completion_tokens"])
+        metrics.guessed.inc(sum(each.guessed for each in answers.ends.values()))
+        metrics.accepted.inc(sum(each.accepted for each in answers.ends.values()))
+        metrics.whole.observe(time.perf_counter() - answers.began)
         if answers.first is not None:
-            metrics.first.add(answers.first - answers.began)
+            metrics.first.observe(answers.first - answers.began)
 
     def _gone(self) -> None:
-        self.metrics.canceled += 1
+        self.metrics.canceled.inc()
 
     async def _embed(self, request: Request) -> Response:
         return await self._compute(request, embeddings)
@@ -301,8 +372,8 @@ class Server:
                 found.extend(await asyncio.wrap_future(self._batches[rows.model.name].add(rows.items, counts)))
 
         await _unless_gone(request.receive, wait())
-        self.metrics.prompt_tokens += sum(counts)
-        self.metrics.whole.add(time.perf_counter() - began)
+        self.metrics.prompt_tokens.inc(sum(counts))
+        self.metrics.whole.observe(time.perf_counter() - began)
         return JSONResponse(rows.document(found, sum(counts)))
 
     async def _form(self, request: Request) -> tuple[Fields, bytes, str]:
@@ -310,9 +381,9 @@ class Server:
         kind = request.headers.get("content-type", "")
         if not kind.lower().startswith("multipart/form-data"):
             raise ApiError(400, f"the body is {kind or 'of no type'}; expected multipart/form-data with a file")
-        pieces = self._pieces(request, self.limits.recording_bytes)
         try:
-            form = await MultiPartParser(request.headers, pieces, max_files=1, max_fields=32).parse()
+            async with self._arriving(request, self.limits.recording_bytes) as pieces:
+                form = await MultiPartParser(request.headers, pieces, max_files=1, max_fields=32).parse()
         except MultiPartException as error:
             raise ApiError(400, f"the body is no form that can be read: {error.message}") from error
         try:
@@ -337,27 +408,19 @@ class Server:
         if not isinstance(model, SpeechModel):
             raise refuse_recording(model)
         wish = Wish.read(fields, task)
-        listening = Listening(model, await asyncio.to_thread(read_recording, data, name), wish)
 
-        async def segments() -> AsyncIterator[str]:
-            """One at a time: between two, the other models have their turn."""
-            async with asyncio.timeout(self.limits.timeout):
-                while self.engine.alive:
-                    segment = await asyncio.wrap_future(self.engine.call(listening.next))
-                    if segment is None:
-                        self.metrics.whole.add(time.perf_counter() - began)
-                        return
-                    yield segment.text
-            raise ENDED
+        async def hear(tell: Callable[[str], None]) -> Listening:
+            """One window at a time: between two, the other models have their turn."""
+            async with asyncio.timeout(self.limits.timeout), self._recordings:
+                listening = await asyncio.to_thread(Listening, model, await read_recording(data, name), wish)
+                while (segment := await asyncio.wrap_future(self.engine.call(listening.next))) is not None:
+                    tell(segment.text)
+            self.metrics.whole.observe(time.perf_counter() - began)
+            return listening
 
         if wish.stream:
-            return _Events(_deltas(segments(), listening), self._gone, lambda: None)
-
-        async def wait() -> None:
-            async for _ in segments():
-                pass
-
-        await _unless_gone(request.receive, wait())
+            return _Events(_deltas(hear), self._within, self._gone, lambda: None)
+        listening: Listening = await _unless_gone(request.receive, hear(lambda text: None))
         if (kind := MEDIA_TYPES.get(wish.format)) is not None:
             return PlainTextResponse(listening.subtitles(), media_type=kind)
         return JSONResponse(listening.document())
@@ -400,19 +463,31 @@ class Server:
         return JSONResponse({"status": "ok"})
 
     async def _metrics(self, request: Request) -> Response:
-        return PlainTextResponse(self.metrics.text(), media_type="text/plain; version=0.0.4")
+        return Response(generate_latest(self.metrics.registry), media_type="text/plain; version=0.0.4")
 
     async def _page(self, request: Request) -> Response:
         return HTMLResponse(PAGE, headers=HEADERS)
 
 
-async def _deltas(segments: AsyncIterator[str], listening: Listening) -> AsyncIterator[dict | ApiError]:
+async def _deltas(hear: Callable[[Callable[[str], None]], Coroutine[Any, Any, Listening]]) -> AsyncIterator[dict | ApiError]:
+    """Events of a transcription, which does not wait for its reader: it would keep its samples as long."""
+    texts: asyncio.Queue[str | None] = asyncio.Queue()
+    hearing = asyncio.ensure_future(hear(texts.put_nowait))
+    hearing.add_done_callback(lambda _: texts.put_nowait(None))
     try:
-        async for text in segments:
+        while (text := await texts.get()) is not None:
             yield {"type": "transcript.text.delta", "delta": text}
-        yield {"type": "transcript.text.done", **listening.document()}
+        yield {"type": "transcript.text.done", **(await hearing).document()}
     except Exception as error:
         yield _reported(error)
+    finally:
+        hearing.cancel()
+        await asyncio.gather(hearing, return_exceptions=True)
+
+
+def _expire(limit: asyncio.Timeout) -> None:
+    if not limit.expired():
+        limit.reschedule(asyncio.get_running_loop().time())
 
 
 def _reported(error: Exception) -> ApiError:
@@ -434,8 +509,8 @@ async def _not_found(request: Request, error: Exception) -> Response:
     return JSONResponse(ApiError(error.status_code, message, code="not_found").document, error.status_code)
 
 
-async def _unless_gone(receive: Receive, work: Any) -> None:
-    """Waits for work, and ends it when the client goes.
+async def _unless_gone(receive: Receive, work: Any) -> Any:
+    """The result of work, which ends when the client goes.
 
     Raises:
         ClientDisconnect: it went.
@@ -445,7 +520,7 @@ async def _unless_gone(receive: Receive, work: Any) -> None:
         await asyncio.wait({doing, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if not doing.done():
             raise ClientDisconnect
-        await doing
+        return await doing
     finally:
         for each in (doing, leaving):
             each.cancel()
@@ -460,9 +535,22 @@ async def _left(receive: Receive) -> None:
 class _Events(Response):
     """A stream of events, each a JSON document. An error before the first one is an answer of its own."""
 
-    def __init__(self, events: AsyncIterator[dict | ApiError], gone: Callable[[], None], close: Callable[[], None]):
+    def __init__(
+        self,
+        events: AsyncIterator[dict | ApiError],
+        time: Callable[[], contextlib.AbstractAsyncContextManager[None]],
+        gone: Callable[[], None],
+        close: Callable[[], None],
+    ):
+        """
+        Args:
+            time: raises ApiError where the answer takes too long.
+            gone: called if the client goes.
+            close: called at the end.
+        """
         super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
-        self._events, self._gone, self._close = events, gone, close
+        self._events, self._time, self._gone, self._close = events, time, gone, close
+        self.on_sent: Callable[[], None] = lambda: None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -471,19 +559,35 @@ class _Events(Response):
             self._gone()
         finally:
             self._close()
+            self.on_sent()
 
     async def _send(self, scope: Scope, receive: Receive, send: Send) -> None:
-        started = False
-        async with contextlib.aclosing(self._events) as events:  # type: ignore[type-var]
-            async for event in events:
-                if isinstance(event, ApiError) and not started:
-                    await JSONResponse(event.document, event.status, event.headers)(scope, receive, send)
+        started, failed = False, None
+
+        async def tell(document: dict) -> None:
+            line = f"data: {json.dumps(document, ensure_ascii=False, allow_nan=False)}\n\n"
+            await send({"type": "http.response.body", "body": line.encode(), "more_body": True})
+
+        try:
+            async with self._time(), contextlib.aclosing(self._events) as events:  # type: ignore[type-var]
+                async for event in events:
+                    if isinstance(event, ApiError):
+                        failed = event
+                        break
+                    if not started:
+                        headers = [each for each in self.raw_headers if each[0] != b"content-length"]
+                        await send({"type": "http.response.start", "status": 200, "headers": headers})
+                        started = True
+                    await tell(event)
+        except ApiError as error:  # also while the reader did not read
+            failed = error
+        try:
+            async with asyncio.timeout(_LAST_WORDS):
+                if failed is not None and not started:
+                    await JSONResponse(failed.document, failed.status, failed.headers)(scope, receive, send)
                     return
-                if not started:
-                    headers = [each for each in self.raw_headers if each[0] != b"content-length"]
-                    await send({"type": "http.response.start", "status": 200, "headers": headers})
-                    started = True
-                document = event.document if isinstance(event, ApiError) else event
-                line = f"data: {json.dumps(document, ensure_ascii=False, allow_nan=False)}\n\n"
-                await send({"type": "http.response.body", "body": line.encode(), "more_body": True})
-        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
+                if failed is not None:
+                    await tell(failed.document)
+                await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
+        except TimeoutError as error:
+            raise ClientDisconnect from error

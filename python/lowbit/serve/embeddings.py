@@ -21,13 +21,16 @@ from ..files.config_json import read_config
 from ..files.untrusted import interpreting, read_json
 from ..hf.fusing import fuse_
 from ..hf.loading import counting
-from .engine import Engine
+from .engine import Engine, ordinary
 from .errors import ApiError, bad
 from .protocol import Fields, is_ids
+from .sentence_files import check_files
 from .speech import SpeechModel
 
 MOST_TEXTS = 2048  # of one request, as in OpenAI's API
 AT_ONCE = 32  # texts in a call of the model
+_LEAST = 6  # version of sentence-transformers
+_INSTALL = f"pip install 'sentence-transformers>={_LEAST}'"
 _QUERY, _DOCUMENT = ("query",), ("document", "passage", "corpus")  # prompts that sentence-transformers takes for them
 
 
@@ -166,16 +169,22 @@ def load(name: str, path: Path) -> TextModel | None:
     kind = read_json(settings).get("model_type") if settings.is_file() else None
     if kind not in (None, "SentenceTransformer", "CrossEncoder"):
         raise ValueError(f"{settings} has model_type {kind!r}; expected SentenceTransformer or CrossEncoder")
+    check_files(path)
     try:
         library = import_module("sentence_transformers")
     except ModuleNotFoundError as error:
+        raise ImportError(f"{error.name} not installed, which runs the model in {path}; install it with: {_INSTALL}") from error
+    if int(library.__version__.partition(".")[0]) < _LEAST:  # earlier ones import modules of a local directory
         raise ImportError(
-            f"{error.name} not installed, which runs the model in {path}; install it with: pip install sentence-transformers"
-        ) from error
+            f"sentence-transformers {library.__version__} runs code of the models that it loads; expected version {_LEAST} or "
+            f"later: {_INSTALL}"
+        )
     scores = scores or kind == "CrossEncoder"
     make = library.CrossEncoder if scores else library.SentenceTransformer
     with counting(None), interpreting(f"{path} does not load"):
-        model = make(str(path), device="cpu", local_files_only=True)
+        model = make(
+            str(path), device="cpu", local_files_only=True, trust_remote_code=False, model_kwargs={"use_safetensors": True}
+        )
     if scores and model.num_labels != 1:
         raise ValueError(f"{path} has a classifier of {model.num_labels} labels; expected 1, the score of a reranker")
     fuse_(model)  # so that a text has the same bits alone and in any batch
@@ -206,12 +215,21 @@ class Batches:
     def add(self, items: Sequence[Item], counts: Sequence[int]) -> Future:
         """Has items computed, those with most tokens first; a list of rows. A canceled one leaves its place."""
         job = _Job(items, Future())
-        if not self._engine.alive:
-            job.future.set_exception(ENDED)
-        else:
-            self._waiting.extend((job, place) for place in sorted(range(len(items)), key=lambda place: -counts[place]))
-            self._engine.call(self._run)
+        self._waiting.extend((job, place) for place in sorted(range(len(items)), key=lambda place: -counts[place]))
+        self._ask()
         return job.future
+
+    def _ask(self) -> None:
+        self._engine.call(self._run).add_done_callback(self._called)
+
+    def _called(self, call: Future) -> None:
+        error = call.exception()
+        while error is not None and self._waiting:  # the engine ends
+            try:
+                job, _ = self._waiting.popleft()
+            except IndexError:  # another thread was faster
+                return
+            _fail(job.future, error)
 
     def _run(self) -> None:
         batch: list[tuple[_Job, int]] = []
@@ -222,23 +240,22 @@ class Batches:
         if not batch:
             return
         try:
-            if not self._engine.alive:
-                raise ENDED
             rows = self._model.compute([job.items[place] for job, place in batch])
-        except Exception as error:
+        except BaseException as error:  # noqa: B036  also a panic in Rust
             for future in {job.future for job, _ in batch}:
-                if future.set_running_or_notify_cancel():
-                    future.set_exception(error)
+                _fail(future, ordinary(error))
         else:
             for (job, place), row in zip(batch, rows, strict=True):
                 job.rows[place] = row
                 if len(job.rows) == len(job.items) and job.future.set_running_or_notify_cancel():
                     job.future.set_result([job.rows[each] for each in range(len(job.items))])
         if self._waiting:
-            self._engine.call(self._run)  # behind a token of the texts that are being written
+            self._ask()  # behind a token of the texts that are being written
 
 
-ENDED = ApiError(503, "the server is shutting down", code="shutting_down", retry_after=5)
+def _fail(future: Future, error: BaseException) -> None:
+    if not future.done() and future.set_running_or_notify_cancel():
+        future.set_exception(error)
 
 
 @dataclass(frozen=True)

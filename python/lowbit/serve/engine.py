@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections import deque
@@ -15,6 +16,11 @@ from .errors import ApiError
 log = logging.getLogger("lowbit.serve")
 
 
+def shutting_down() -> ApiError:
+    """What a request gets when the server ends."""
+    return ApiError(503, "the server is shutting down", code="shutting_down", retry_after=5)
+
+
 class Engine:
     """Runs batches in turns on a thread of its own. All other methods are for other threads."""
 
@@ -26,19 +32,24 @@ class Engine:
         self._batches = list(batches)
         self._most_waiting = most_waiting
         self._orders: deque[Callable[[], None]] = deque()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._wake = threading.Event()
-        self._open = 0  # texts that have been added and have not ended
+        self._open: set[Text] = set()  # that have been added and have not ended
         self._stopping = False
+        self._closed = False  # no order is taken any more
         self._thread = threading.Thread(target=self._run, name="lowbit-engine", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
-    def stop(self) -> None:
-        """Ends the thread behind its current call. Texts that are there get an error."""
+    def end(self) -> None:
+        """Ends the thread after its current call, without waiting for it. Texts that are there get an error."""
         self._stopping = True
         self._wake.set()
+
+    def stop(self) -> None:
+        """As :meth:`end`, and waits."""
+        self.end()
         self._thread.join()
 
     @property
@@ -53,7 +64,7 @@ class Engine:
     @property
     def waiting(self) -> int:
         """Texts that wait for their place."""
-        return max(0, self._open - self.running)
+        return max(0, len(self._open) - self.running)
 
     def add(self, batch: Batch, texts: list[Text]) -> None:
         """Has texts written; all of them or none.
@@ -62,9 +73,9 @@ class Engine:
             ApiError: too many wait, or the server ends.
         """
         with self._lock:
-            if not self.alive:
-                raise ApiError(503, "the server is shutting down", code="shutting_down", retry_after=5)
-            free = max(0, sum(each.at_once for each in self._batches) - self._open)
+            if self._closed or not self.alive:
+                raise shutting_down()
+            free = max(0, sum(each.at_once for each in self._batches) - len(self._open))
             waiting = self.waiting
             if waiting + len(texts) > self._most_waiting + free:
                 raise ApiError(
@@ -73,71 +84,94 @@ class Engine:
                     code="queue_full",
                     retry_after=1 + waiting // max(1, batch.at_once),
                 )
-            self._open += len(texts)
-        for text in texts:
-            text.on_end = self._closing(text, text.on_end)
-            text.on_error = self._closing(text, text.on_error)
-        self._order(lambda: batch.waiting.extend(texts))
+            for text in texts:
+                text.on_end = self._closing(text, text.on_end)
+                text.on_error = self._failing(text, text.on_error)
+            self._open.update(texts)
+            self._order(lambda: batch.waiting.extend(texts))
 
     def remove(self, batch: Batch, texts: list[Text]) -> None:
         """Ends texts whose reader has gone; those that have ended already stay so."""
-        self._order(lambda: self._end(batch, texts))
+        with contextlib.suppress(ApiError):  # at the engine's end all have ended
+            self._order(lambda: self._remove(batch, texts))
 
     def call(self, function: Callable[[], Any]) -> Future:
-        """Has a function run between two calls of the models."""
+        """Has a function run between two calls of the models. At the engine's end the result is an ApiError."""
         future: Future = Future()
 
         def run() -> None:
             if not future.set_running_or_notify_cancel():
                 return
             try:
+                if self._stopping:
+                    raise shutting_down()
                 future.set_result(function())
-            except Exception as error:
-                future.set_exception(error)
+            except BaseException as error:  # noqa: B036  nothing may end this thread
+                future.set_exception(ordinary(error))
 
-        self._order(run)
+        try:
+            self._order(run)
+        except ApiError as error:
+            future.set_exception(error)
         return future
 
     def _order(self, order: Callable[[], None]) -> None:
-        self._orders.append(order)
+        with self._lock:
+            if self._closed:
+                raise shutting_down()
+            self._orders.append(order)
         self._wake.set()
 
     def _closing(self, text: Text, told: Callable[[Any], None] | None) -> Callable[[Any], None]:
         def close(result: Any) -> None:
-            with self._lock:
-                self._open -= 1
+            self._open.discard(text)
             if told is not None:
                 told(result)
 
         return close
 
-    def _end(self, batch: Batch, texts: list[Text]) -> None:
+    def _failing(self, text: Text, told: Callable[[Exception], None] | None) -> Callable[[Exception], None]:
+        close = self._closing(text, told)
+
+        def fail(error: Exception) -> None:
+            try:
+                close(error)
+            except Exception:  # of this text's reader, and no matter of the other texts
+                log.exception("an error was not told")
+
+        return fail
+
+    def _remove(self, batch: Batch, texts: list[Text]) -> None:
         for text in texts:
-            if text in batch.waiting or text in batch.running:
-                batch.remove(text)
-                with self._lock:
-                    self._open -= 1
+            batch.remove(text)
+            self._open.discard(text)
 
     def _run(self) -> None:
         while not self._stopping:
             self._wake.clear()
-            for _ in range(len(self._orders)):  # those that come meanwhile wait until each batch had its turn
-                self._orders.popleft()()
+            self._obey()
             busy = [self._step(batch) for batch in self._batches]
             if not any(busy):
                 self._wake.wait()
-        ended = ApiError(503, "the server is shutting down", code="shutting_down", retry_after=5)
-        while self._orders:
-            self._orders.popleft()()
+        with self._lock:
+            self._closed = True
+        self._obey()
         for batch in self._batches:
-            self._fail(batch, ended)
+            self._fail(batch, shutting_down())
+
+    def _obey(self) -> None:
+        for _ in range(len(self._orders)):  # those that come meanwhile wait until each batch had its turn
+            try:
+                self._orders.popleft()()
+            except BaseException:  # noqa: B036
+                log.exception("an order of the engine failed")
 
     def _step(self, batch: Batch) -> bool:
         try:
             return batch.step()
-        except Exception as error:  # of the model itself: none of its texts can go on
+        except BaseException as error:  # noqa: B036  of the model itself: none of its texts can go on
             log.exception("a call of the model failed")
-            self._fail(batch, error)
+            self._fail(batch, ordinary(error))
             return True
 
     def _fail(self, batch: Batch, error: Exception) -> None:
@@ -145,3 +179,8 @@ class Engine:
             batch.remove(text)
             if text.on_error is not None:
                 text.on_error(error)
+
+
+def ordinary(error: BaseException) -> Exception:
+    """An error that a handler of errors catches: libraries in Rust raise others."""
+    return error if isinstance(error, Exception) else RuntimeError(f"{type(error).__name__}: {error}")

@@ -16,19 +16,55 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from .app import Limits, Model, Server
 
 _LOCAL = ("localhost", "127.0.0.1", "[::1]")
-_SILENT = 30.0  # seconds that a connection has for the head of its first request
+_SILENT = 30.0  # seconds that a connection has for the head of a request, and for reading what it was sent
+
+_LAST = 3  # seconds behind the grace, in which all requests get their errors
 
 
 class _Http(H11Protocol):
-    """uvicorn's connections, of which those that send no request are closed."""
+    """uvicorn's connections, of which those are closed that send no whole head of a request, or do not read an answer that has
+    ended. uvicorn itself closes only those that send nothing after an answer."""
+
+    _head: asyncio.TimerHandle | None = None
+    _stalled: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        self.loop.call_later(_SILENT, self._close_silent)
+        self._await_head()
+
+    def on_response_complete(self) -> None:
+        self._await_head()  # before the next request, which may have come already
+        super().on_response_complete()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        for timer in (self._head, self._stalled):
+            if timer is not None:
+                timer.cancel()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._stalled = self.loop.call_later(_SILENT, self._close_stalled)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._stalled is not None:
+            self._stalled.cancel()
+
+    def _await_head(self) -> None:
+        if self._head is not None:
+            self._head.cancel()
+        self._head = self.loop.call_later(_SILENT, self._close_silent)
 
     def _close_silent(self) -> None:
-        if self.cycle is None and not self.transport.is_closing():
+        if (self.cycle is None or self.cycle.response_complete) and not self.transport.is_closing():
             self.transport.close()
+
+    def _close_stalled(self) -> None:
+        if self.transport.is_closing():  # there is no more to come, and close() would wait for the reader forever
+            self.transport.abort()
+        else:
+            self._stalled = self.loop.call_later(_SILENT, self._close_stalled)
 
 
 class _Uvicorn(uvicorn.Server):
@@ -60,7 +96,9 @@ def run(
     models: Sequence[Model], host: str, port: int, api_key: str | None, *, queue: int, timeout: float,
     grace: int, note: Callable[[str], None], warn: Callable[[str], None],
 ) -> None:  # fmt: skip
-    """Answers requests until SIGINT or SIGTERM; then those that run get `grace` seconds. A second signal ends at once.
+    """Answers requests until SIGINT or SIGTERM.
+
+    Running requests then have `grace` seconds, and get status 503. A second signal ends the server at once.
 
     Args:
         queue: texts that may wait.
@@ -85,9 +123,10 @@ def run(
     if not local and api_key is None:
         warn(f"everybody who reaches {host} can use this server; --api-key asks for a key")
     allow_connections()
+    application = Server(models, limits)
     config = uvicorn.Config(
-        Server(models, limits).app(), http=_Http, log_level="warning", access_log=False, timeout_graceful_shutdown=grace,
-        limit_concurrency=None, server_header=False, lifespan="on",
+        application.app(), http=_Http, log_level="warning", access_log=False, limit_concurrency=None, server_header=False,
+        lifespan="on", timeout_graceful_shutdown=grace + _LAST,
     )  # fmt: skip
     server = _Uvicorn(config)
     shown = f"[{host}]" if ":" in host else host
@@ -96,6 +135,7 @@ def run(
         def stop() -> None:
             server.force_exit = server.should_exit
             server.should_exit = True
+            loop.call_later(grace, application.end)
 
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):

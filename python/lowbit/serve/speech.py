@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
+import threading
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -83,16 +85,24 @@ class Wish:
         return Wish(task, language or None, form, stream.lower() == "true")
 
 
-def read_recording(data: bytes, name: str) -> np.ndarray:
-    """The samples of a file.
+async def read_recording(data: bytes, name: str) -> np.ndarray:
+    """The samples of a file. A canceled call ends at the next frame of the file.
 
     Raises:
         ApiError: it is no audio, or too long.
     """
+    gone = threading.Event()
+
+    def check() -> None:
+        if gone.is_set():
+            raise InterruptedError
+
     try:
-        return read_audio(io.BytesIO(data), name, MOST_SECONDS)
+        return await asyncio.to_thread(read_audio, io.BytesIO(data), name, MOST_SECONDS, check)
     except ValueError as error:
         raise bad("file", str(error)) from error
+    finally:
+        gone.set()
 
 
 class Listening:

@@ -3,64 +3,141 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from ..files.untrusted import check_regular
+from ..files.untrusted import check_regular, one_line
 
 if TYPE_CHECKING:
     import numpy as np
 
 SAMPLE_RATE = 16000  # of every Whisper model, in samples per second
+MOST_SECONDS = 12 * 3600.0  # of a recording: its samples take 2.8 GB
+# FFmpeg's demuxers of containers that hold sound themselves. Others open the files or sockets that their input names
+# (concat, hls, dash, sdp, rtsp, image2) or compute what it says (lavfi).
+_FORMATS = "aac,ac3,aiff,amr,asf,au,avi,caf,eac3,flac,flv,matroska,mov,mp3,mpeg,mpegts,ogg,w64,wav,webm,wv"
+_SHOWN = "WAV, FLAC, MP3, AAC, M4A, Ogg, Opus, AIFF, WMA, or the sound of an MP4, WebM, Matroska or AVI video"
+# Decoders of sound that such files have. Without a list FFmpeg would also decode their pictures, to learn their sizes.
+_CODECS = (
+    "aac,aac_latm,ac3,adpcm_ima_qt,adpcm_ima_wav,adpcm_ms,adpcm_swf,adpcm_yamaha,alac,amrnb,amrwb,dca,eac3,flac,g722,g726,gsm,"
+    "gsm_ms,libopencore_amrnb,libopencore_amrwb,libopus,mp1,mp1float,mp2,mp2float,mp3,mp3float,nellymoser,opus,pcm_alaw,"
+    "pcm_f32be,pcm_f32le,pcm_f64be,pcm_f64le,pcm_mulaw,pcm_s16be,pcm_s16le,pcm_s24be,pcm_s24le,pcm_s32be,pcm_s32le,pcm_s8,"
+    "pcm_u8,speex,vorbis,wavpack,wmalossless,wmapro,wmav1,wmav2,wmavoice"
+)
+_RATES = (2000, 768_000)  # samples per second: at 1 Hz some bytes would become hours
+_MOST_CHANNELS = 32
+_MOST_PER_FRAME = 1 << 20  # samples of a channel; a file's header says how many, and memory is allocated for them
+_SAME = 0.1  # share of the energy of two channels that their sum keeps at least; else they have opposite phases
 
 
-def load_audio(path: str | os.PathLike[str]) -> np.ndarray:
+def load_audio(path: str | os.PathLike[str], most_seconds: float | None = MOST_SECONDS) -> np.ndarray:
     """Reads the first audio stream of a file: float32 [samples] from -1 to 1, one channel, 16,000 samples per second.
 
+    Two channels become one second by second: their mean, or the louder one where they cancel each other out (opposite phase).
+
     Args:
-        path: of any format that FFmpeg's libraries read (WAV, MP3, FLAC, M4A, the sound of a video).
+        path: of a format that FFmpeg's libraries read: WAV, FLAC, MP3, AAC, M4A, Ogg, Opus, AIFF, WMA, or the sound of a video.
+            Formats that refer to other files or to addresses are refused.
+        most_seconds: the longest recording; None: any length that fits into memory.
 
     Raises:
         ImportError: the package av is not installed.
         OSError: there is no such file, or it cannot be read.
-        ValueError: it has no audio, or is damaged.
+        ValueError: it has no audio, is damaged, is longer, or has a sample rate or a number of channels that no recording has.
     """
     path = Path(path)
     check_regular(path)
-    return read_audio(str(path), str(path))
+    with open(path, "rb") as file:
+        return read_audio(file, str(path), most_seconds)
 
 
-def read_audio(file: str | IO[bytes], name: str, most_seconds: float | None = None) -> np.ndarray:
+def read_audio(
+    file: IO[bytes], name: str, most_seconds: float | None = None, check: Callable[[], None] | None = None
+) -> np.ndarray:
     """As :func:`load_audio`.
 
     Args:
-        file: a path, or an open file.
+        file: an open file: FFmpeg opens none itself.
         name: of the file, for errors.
-        most_seconds: ValueError if it is longer; None: as long as memory has room for.
+        check: called for each decoded frame; what it raises ends the reading.
     """
     import numpy as np
 
     av = import_av()
-    pieces: list[np.ndarray] = []
-    samples = 0
-    resampler = av.AudioResampler(format="flt", layout="mono", rate=SAMPLE_RATE)
+    samples = bytearray()  # grows in place; a list of pieces would be in memory twice when they are joined
+    options = {"format_whitelist": _FORMATS, "protocol_whitelist": "none", "codec_whitelist": _CODECS}
     try:
-        with av.open(file, metadata_errors="ignore") as container:
+        with av.open(file, options=options, metadata_errors="ignore") as container:
             if not container.streams.audio:
                 raise ValueError(f"{name} has no audio")
-            for frame in container.decode(audio=0):
-                parts = [part.to_ndarray()[0] for part in resampler.resample(frame)]
-                samples += sum(map(len, parts))
-                if most_seconds is not None and samples > most_seconds * SAMPLE_RATE:
+            context = container.streams.audio[0].codec_context
+            if context.name not in _CODECS.split(","):
+                raise ValueError(f"{name} has audio of the codec {context.name}, which is not supported; expected {_SHOWN}")
+            context.options = {"max_samples": str(_MOST_PER_FRAME)}
+            for piece in _one_channel(_resampled(container.decode(audio=0), name, check)):
+                samples += piece.tobytes()
+                if most_seconds is not None and len(samples) > most_seconds * SAMPLE_RATE * 4:
                     raise ValueError(f"{name} has more than {most_seconds:g} seconds of audio; expected at most so many")
-                pieces += parts
-        pieces += [part.to_ndarray()[0] for part in resampler.resample(None)]
     except av.FFmpegError as error:
-        raise ValueError(f"{name} is no audio that can be read: {error.strerror or error}") from error
-    if not pieces:
+        reason = error.strerror or one_line(error)
+        raise ValueError(f"{name} is no audio that can be read: {reason}; expected {_SHOWN}") from error
+    if not samples:
         raise ValueError(f"{name} has audio of no samples; expected at least one")
-    return np.concatenate(pieces)
+    return np.frombuffer(samples, np.float32)
+
+
+def _resampled(frames: Iterator[Any], name: str, check: Callable[[], None] | None) -> Iterator[np.ndarray]:
+    """Frames as float32 [1 or 2 channels, samples]; more than two channels are mixed by FFmpeg."""
+    av = import_av()
+    resampler: Any = None
+    last = None
+    for frame in frames:
+        if check is not None:
+            check()
+        rate, channels = frame.sample_rate, frame.layout.nb_channels
+        if not _RATES[0] <= rate <= _RATES[1]:
+            raise ValueError(f"{name} has {rate} samples per second; expected {_RATES[0]} to {_RATES[1]}")
+        if not 1 <= channels <= _MOST_CHANNELS:
+            raise ValueError(f"{name} has {channels} channels; expected 1 to {_MOST_CHANNELS}")
+        kind = (rate, frame.layout.name, frame.format.name)
+        if kind != last:
+            if resampler is not None:
+                yield from (part.to_ndarray() for part in resampler.resample(None))
+            resampler = av.AudioResampler(format="fltp", layout="stereo" if channels == 2 else "mono", rate=SAMPLE_RATE)
+            last = kind
+        yield from (part.to_ndarray() for part in resampler.resample(frame))
+    if resampler is not None:
+        yield from (part.to_ndarray() for part in resampler.resample(None))
+
+
+def _one_channel(pieces: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
+    """[samples] of pieces [1 or 2 channels, samples]."""
+    import numpy as np
+
+    held: list[np.ndarray] = []  # a second of two channels
+    for piece in pieces:
+        if held and (len(piece) == 1 or sum(each.shape[1] for each in held) >= SAMPLE_RATE):
+            yield _mixed(np.concatenate(held, axis=1))
+            held = []
+        if len(piece) == 1:
+            yield piece[0]
+        else:
+            held.append(piece)
+    if held:
+        yield _mixed(np.concatenate(held, axis=1))
+
+
+def _mixed(pair: np.ndarray) -> np.ndarray:
+    """One channel of two: their mean, or the louder one where the mean loses most of their energy."""
+    import numpy as np
+
+    mean: np.ndarray = pair.mean(axis=0)
+    energies = np.square(pair).sum(axis=1)
+    if np.square(mean).sum() < _SAME * energies.mean():
+        mean = pair[energies.argmax()]
+    return mean
 
 
 def import_av() -> Any:

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 _Segments: TypeAlias = "Generator[Segment, None, tuple[str | None, float]]"
 _FRAMES_PER_POSITION = 2  # of the features, for each position of the encoder's output and each timestamp
 _HOP = 160  # samples per frame
+_PIECE = 300 * SAMPLE_RATE  # samples whose features are computed at a time
+_EDGE = SAMPLE_RATE
 _SECONDS_PER_POSITION = _FRAMES_PER_POSITION * _HOP / SAMPLE_RATE
 
 
@@ -135,7 +137,8 @@ class Transcriber:
                 f"the recording has {len(samples) / SAMPLE_RATE:.1f} seconds; expected at most "
                 f"{window * _HOP / SAMPLE_RATE:.0f} without timestamps"
             )
-        return self._stream(samples, window, language, task, timestamps)
+        # Here and not with the first segment: a server computes them beside the model's other work.
+        return self._stream(self._features(samples, window), len(samples), window, language, task, timestamps)
 
     def _samples(self, audio: str | os.PathLike[str] | np.ndarray | Tensor) -> np.ndarray:
         import numpy as np
@@ -149,7 +152,7 @@ class Transcriber:
             raise ValueError("audio has no samples; expected at least one")
         if not np.isfinite(samples).all():
             raise ValueError("audio has samples that are not finite numbers")
-        return samples.astype(np.float32)
+        return samples.astype(np.float32, copy=False)
 
     def _check(self, language: str | None, task: str) -> None:
         tasks = self._settings.task_to_id
@@ -166,13 +169,30 @@ class Transcriber:
         arguments: dict[str, Any] = {"sampling_rate": SAMPLE_RATE, "return_tensors": "pt"}
         if len(samples) > window * _HOP:
             arguments |= {"truncation": False, "padding": "longest"}
-        features: Tensor = extractor(samples, **arguments).input_features
-        return features
+
+        def features(start: int, end: int) -> Tensor:
+            found: Tensor = extractor(samples[start:end], **arguments).input_features
+            return found
+
+        if len(samples) <= _PIECE or getattr(extractor, "do_normalize", False):
+            return features(0, len(samples))
+        # In pieces: the extractor takes seven times the memory of its samples. Frames at the edges of a piece see its end.
+        pieces = []
+        for start in range(0, len(samples), _PIECE):
+            begin = max(0, start - _EDGE)
+            frame = (start - begin) // _HOP
+            pieces.append(features(begin, start + _PIECE + _EDGE)[..., frame : frame + _PIECE // _HOP])
+        joined = torch.cat(pieces, dim=-1)
+        # The extractor raises what is quieter than the loudest by more than 8 powers of ten, which are divided by 4: a piece's
+        # loudest is at most that of all.
+        return torch.maximum(joined, joined.max() - 2)
 
     @torch.inference_mode()
-    def _stream(self, samples: np.ndarray, window: int, language: str | None, task: str, timestamps: bool) -> _Segments:
-        features, duration = self._features(samples, window), len(samples) / SAMPLE_RATE
-        frames = -(-len(samples) // _HOP)  # the features may have more, of silence
+    def _stream(
+        self, features: Tensor, samples: int, window: int, language: str | None, task: str, timestamps: bool
+    ) -> _Segments:
+        duration = samples / SAMPLE_RATE
+        frames = -(-samples // _HOP)  # the features may have more, of silence
         seek = 0
         while seek < frames:
             count = min(window, frames - seek)
