@@ -154,7 +154,7 @@ def _alike(first: Tensor, second: Tensor, found_first: Tensor, found_second: Ten
     if first.shape != found_first.shape or second.shape != found_second.shape:
         return False
     if not first.is_floating_point():
-        return torch.equal(first, found_first) and torch.equal(second, found_second)
+        return bool(torch.equal(first, found_first) and torch.equal(second, found_second))
     first, second, found_first, found_second = (
         each.double().nan_to_num() for each in (first, second, found_first, found_second)
     )
