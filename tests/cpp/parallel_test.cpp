@@ -1,6 +1,7 @@
 // parallel_1d and parallel_2d: every piece once, on any host's threads, and no piece waits for a stalled thread that
 // others could serve. What a call works in, and its float settings.
 
+#include "../../kernels/ukernel.h"
 #include "../../ops/nodes.h"
 #include "../../ops/schedule.h"
 #include "../../ops/scratch.h"
