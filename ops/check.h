@@ -70,8 +70,8 @@ inline Status check_strides(const char* name, const TensorView& tensor) {
     int64_t step;
     if (__builtin_mul_overflow(tensor.stride[d], 8 * (tensor.shape.size[d] - 1), &step) ||
         __builtin_add_overflow(bytes, step < 0 ? ~step : step, &bytes)) {
-      return Status::error("%s has shape %s and stride %" PRId64 " in dimension %d; expected less than 2^60 elements between the "
-                           "first and the last", name, describe(tensor.shape).text, tensor.stride[d], d);
+      return Status::error("%s has shape %s and stride %" PRId64 " in dimension %d; expected less than 2^60 elements "
+                           "between the first and the last", name, describe(tensor.shape).text, tensor.stride[d], d);
     }
   }
   return {};

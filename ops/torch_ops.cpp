@@ -82,8 +82,8 @@ TensorView changed(const char* name, const Tensor& tensor) {
     StableIValue stack[] = {torch::stable::detail::from(tensor)};
     TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::is_leaf", "", stack, TORCH_ABI_VERSION));
     if (!torch::stable::detail::to<bool>(stack[0])) {
-      raise_unless_ok(Status::system("%s is computed from a tensor that requires gradients; expected one that can be changed in "
-                                     "place: call the operator under torch.no_grad(), or detach it", name));
+      raise_unless_ok(Status::system("%s is computed from a tensor that requires gradients; expected one that can be "
+                                     "changed in place: call the operator under torch.no_grad(), or detach it", name));
     }
   }
   // To itself: nothing is copied.

@@ -334,13 +334,14 @@ TEST(Experts, ADamagedHeaderOfAnExpertThatIsNotChosen) {
     std::memset(weights.memory->data() + damaged * weights.view.shape.size[1], 7, 64);
     ASSERT_TRUE(linear_experts(x.view, weights.view, experts.view, kOutputs, out.view, {}).ok()) << damaged;
     EXPECT_EQ(std::memcmp(out.view.data, expected.view.data, 4 * 2 * 2 * kOutputs), 0) << damaged;
+    const std::string says = "expert " + std::to_string(damaged) + ": ";
     for (const int64_t place : {0, 3}) {
       int64_t chosen[] = {a, b, b, a};
       chosen[place] = damaged;
       EXPECT_TRUE(refused(linear_experts(x.view, weights.view,
                                          index_tensor({chosen[0], chosen[1], chosen[2], chosen[3]}, {2, 2}).view, kOutputs,
                                          out.view, {}),
-                          "expert " + std::to_string(damaged) + ": "));
+                          says.c_str()));
     }
   }
 }

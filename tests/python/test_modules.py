@@ -44,7 +44,12 @@ def test_layers_in_float64():
         lowbit.nn.Embedding.from_float(torch.nn.Embedding(20, 64), lowbit.EmbeddingConfig(4)),
     ])  # fmt: skip
     layers.append(lowbit.nn.LinearExperts(torch.stack([layers[0].packed_weight] * 2)))
-    inputs = [(torch.randn(3, 64),), (torch.randn(1, 4, 32),), (torch.arange(5),), (torch.randn(3, 64), torch.ones(3, 1).long())]
+    inputs = [
+        (torch.randn(3, 64),),
+        (torch.randn(1, 4, 32),),
+        (torch.arange(5),),
+        (torch.randn(3, 64), torch.ones(3, 1).long()),
+    ]
     expected = [layer(*each) for layer, each in zip(layers, inputs, strict=True)]
     weights = [layer.weight.clone() for layer in layers]
     assert layers.double() is layers

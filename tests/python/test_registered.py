@@ -1,4 +1,4 @@
-"""What holds for every operator that is registered with PyTorch: which tensors it takes, and what it does to those it changes."""
+"""What holds for every operator registered with PyTorch: which tensors it takes, and what it does to those it changes."""
 
 import re
 
@@ -160,7 +160,7 @@ def test_other_tensors_are_refused(name, place, other):
 
 @pytest.mark.parametrize(("name", "place"), EVERY_TENSOR)
 def test_tensors_without_memory_of_their_own(name, place):
-    """A tensor that computes its values, and views that negate theirs: their values, or an error where they would be changed."""
+    """Tensors that compute or negate their values: the values are taken, and changing them is an error."""
     tensor = at(call(name), place)
     others = [ComputedTensor(lambda: tensor.clone(), tensor.shape, tensor.dtype, tensor.device)]
     if tensor.is_floating_point():
