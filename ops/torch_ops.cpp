@@ -212,13 +212,18 @@ Tensor embedding(const Tensor& indices, const Tensor& packed_weight, int64_t emb
   return out;
 }
 
+// [batch, positions, heads, width of v]
+Tensor allocate_attended(const Tensor& q, const TensorView& q_view, const TensorView& v_view) {
+  Shape shape;
+  raise_unless_ok(attention_shape(q_view, v_view, &shape));
+  return allocate(shape, q.scalar_type());
+}
+
 Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& k_cache, const Tensor& v_cache,
                  const Tensor& start, double scale, int64_t window, double softcap,
                  const std::optional<Tensor>& sinks) {
   const TensorView q_view = view_of("q", q), v_view = view_of("v", v);
-  Shape shape;
-  raise_unless_ok(attention_shape(q_view, v_view, &shape));
-  const Tensor out = allocate(shape, q.scalar_type());
+  const Tensor out = allocate_attended(q, q_view, v_view);
   const TensorView k_cache_view = changed("k_cache", k_cache), v_cache_view = changed("v_cache", v_cache);
   const TensorView sinks_view = sinks.has_value() ? view_of("sinks", *sinks) : TensorView();
   const lowbit::Scores scores{scale, window, softcap, sinks.has_value() ? &sinks_view : nullptr};
@@ -231,9 +236,7 @@ Tensor window_attention(const Tensor& q, const Tensor& k, const Tensor& v, const
                         const Tensor& held, const Tensor& start, double scale, int64_t window, double softcap,
                         const std::optional<Tensor>& sinks) {
   const TensorView q_view = view_of("q", q), v_view = view_of("v", v);
-  Shape shape;
-  raise_unless_ok(attention_shape(q_view, v_view, &shape));
-  const Tensor out = allocate(shape, q.scalar_type());
+  const Tensor out = allocate_attended(q, q_view, v_view);
   const TensorView k_cache_view = changed("k_cache", k_cache), v_cache_view = changed("v_cache", v_cache);
   const TensorView held_view = changed("held", held);
   const TensorView sinks_view = sinks.has_value() ? view_of("sinks", *sinks) : TensorView();
@@ -272,9 +275,7 @@ Tensor short_conv(const Tensor& x, const Tensor& weight, const std::optional<Ten
 Tensor masked_attention(const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& bounds, double scale,
                         double softcap) {
   const TensorView q_view = view_of("q", q), v_view = view_of("v", v);
-  Shape shape;
-  raise_unless_ok(attention_shape(q_view, v_view, &shape));
-  const Tensor out = allocate(shape, q.scalar_type());
+  const Tensor out = allocate_attended(q, q_view, v_view);
   const TensorView bounds_view = bounds.has_value() ? view_of("bounds", *bounds) : TensorView();
   raise_unless_ok(lowbit::masked_attention(q_view, view_of("k", k), v_view, bounds.has_value() ? &bounds_view : nullptr, scale,
                                            softcap, view_of("out", out), torch_threads()));

@@ -152,8 +152,8 @@ TEST(Allocation, EachOfEachOperatorFails) {
 
 // Memory is kept of a small call, and there is none for a larger one.
 TEST(Allocation, LessIsKept) {
-  release_blocks();
   const std::vector<Call> calls = make_calls();
+  release_blocks();
   const auto named = [&](const char* name) -> const Call& {
     for (const Call& call : calls) {
       if (call.name == name) return call;

@@ -320,7 +320,7 @@ TEST(LinearExperts, Refusals) {
 }
 
 // A matrix that no row goes to is not read.
-TEST(Experts, ADamagedHeaderOfAnExpertThatIsNotChosen) {
+TEST(LinearExperts, ADamagedHeaderOfAnExpertThatIsNotChosen) {
   Random random(5);
   for (const int64_t damaged : {0, 1, 2}) {
     const Model model(3);
