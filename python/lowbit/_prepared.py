@@ -320,15 +320,16 @@ class Embedding(PreparedLayer, torch.nn.Embedding):
     def forward(self, indices: Tensor) -> Tensor:
         _refuse_export()
         config = self._config
-        rows = [  # only looked-up rows are computed
-            None
-            if table is None
-            else functional.embedding(
+
+        def looked_up(table: Tensor) -> Tensor:  # only these rows are computed
+            rows: Tensor = functional.embedding(
                 indices.flatten(), table, self.padding_idx, None, 2.0, self.scale_grad_by_freq, self.sparse
             )
-            for table in (self.weight, *self.grid())
-        ]
-        block = config.rotated_inputs(self.embedding_dim)
-        values = rotate_back(_fake_quantized(config.as_rounded(rows[0]), *rows[1:], config), block)
+            return rows
+
+        scale, low = self.grid()
+        weight = config.as_rounded(looked_up(self.weight))
+        values = _fake_quantized(weight, looked_up(scale), None if low is None else looked_up(low), config)
+        values = rotate_back(values, config.rotated_inputs(self.embedding_dim))
         rows = values.to(self.weight.dtype).view(*indices.shape, self.embedding_dim)
         return self._table.finish(rows, self)
