@@ -131,7 +131,7 @@ struct LinearIndex {
       for (const LinearKernel& row : *table) {
         int at = 0;
         while (rows[row.bits][at] != nullptr) ++at;
-        assert(at + 1 < kMostRows);
+        if (at + 1 == kMostRows) __builtin_trap();  // a new table needs a larger kMostRows; the first call of any test says so
         rows[row.bits][at] = &row;
       }
     }
@@ -139,16 +139,18 @@ struct LinearIndex {
 };
 
 template <class Fits>
-const LinearKernel* first_linear(int bits, IsaBits isa, const Fits& fits) {
+const LinearKernel* first_built_in_linear(int bits, IsaBits isa, const Fits& fits) {
   static const LinearIndex index;
-  const auto built_in = [&]() -> const LinearKernel* {
-    if (bits < 1 || bits > 8) return nullptr;
-    for (const LinearKernel* const* row = index.rows[bits]; *row != nullptr; ++row) {
-      if (((*row)->isa & ~isa) == 0 && fits(**row)) return *row;
-    }
-    return nullptr;
-  };
-  return first_with(built_in, &LoadedLibrary::linear, isa, fits);
+  if (bits < 1 || bits > 8) return nullptr;
+  for (const LinearKernel* const* row = index.rows[bits]; *row != nullptr; ++row) {
+    if (((*row)->isa & ~isa) == 0 && fits(**row)) return *row;
+  }
+  return nullptr;
+}
+
+template <class Fits>
+const LinearKernel* first_linear(int bits, IsaBits isa, const Fits& fits) {
+  return first_with([&] { return first_built_in_linear(bits, isa, fits); }, &LoadedLibrary::linear, isa, fits);
 }
 
 template <class Kernel>
@@ -171,6 +173,13 @@ const AttentionKernel& attention_kernel(size_t index) { return row(kAttention, &
 
 const QuantizeKernel& choose_quantize(IsaBits isa) {
   return *first(kQuantize, &LoadedLibrary::quantize, isa, [](const QuantizeKernel&) { return true; });
+}
+
+const LinearKernel& choose_linear_built_in(const Layout& layout, int64_t m, IsaBits isa) {
+  return *first_built_in_linear(layout.bits, isa, [&](const LinearKernel& kernel) {
+    return can_read(kernel, layout) && !kernel.several_streams && kernel.m_least <= m &&
+           (kernel.supports == nullptr || kernel.supports(kernel.context, layout, m, isa));
+  });
 }
 
 const LinearKernel& choose_linear(const Layout& layout, int64_t m, IsaBits isa, Streams streams) {

@@ -30,6 +30,9 @@ LOWBIT_API const ElementwiseKernel& elementwise_kernel(size_t index);
 // cover everything of format panel16; where no row fits another format, the result has no function: run is null.
 LOWBIT_API const QuantizeKernel& choose_quantize(IsaBits isa);
 LOWBIT_API const LinearKernel& choose_linear(const Layout& layout, int64_t m, IsaBits isa, Streams streams = Streams::one);
+// The same without loaded libraries, for a row that hands a task of format panel16 on: rows of libraries may read other
+// activations, with another context, and need more scratch memory.
+LOWBIT_API const LinearKernel& choose_linear_built_in(const Layout& layout, int64_t m, IsaBits isa);
 LOWBIT_API const EmbeddingKernel& choose_embedding(const Layout& layout, IsaBits isa);
 LOWBIT_API const AttentionKernel& choose_attention(IsaBits isa);
 LOWBIT_API const RecurrenceKernel& choose_recurrence(IsaBits isa);

@@ -62,10 +62,26 @@ inline Status check_dimensions(const char* name, const TensorView& tensor, int n
   return Status::error("%s has shape %s; expected %s", name, describe(tensor.shape).text, expected);
 }
 
-// On the CPU, of a shape that can be, and with memory for it.
+// The bytes between the first and the last element, of a shape that can be, whatever the sign of a stride.
+inline Status check_strides(const char* name, const TensorView& tensor) {
+  if (tensor.shape.numel() == 0) return {};
+  int64_t bytes = 0;
+  for (int d = 0; d < tensor.shape.ndim; ++d) {
+    int64_t step;
+    if (__builtin_mul_overflow(tensor.stride[d], 8 * (tensor.shape.size[d] - 1), &step) ||
+        __builtin_add_overflow(bytes, step < 0 ? ~step : step, &bytes)) {
+      return Status::error("%s has shape %s and stride %" PRId64 " in dimension %d; expected less than 2^60 elements "
+                           "between the first and the last", name, describe(tensor.shape).text, tensor.stride[d], d);
+    }
+  }
+  return {};
+}
+
+// On the CPU, of a shape and strides that can be, and with memory for it.
 inline Status check_memory(const char* name, const TensorView& tensor) {
   if (!tensor.on_cpu) return Status::error("%s is not on the CPU; lowbit kernels run on CPU tensors", name);
   if (Status status = check_shape(name, tensor.shape); !status.ok()) return status;
+  if (Status status = check_strides(name, tensor); !status.ok()) return status;
   if (tensor.data == nullptr && tensor.shape.numel() != 0) {
     return Status::error("%s has shape %s and no memory", name, describe(tensor.shape).text);
   }

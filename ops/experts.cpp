@@ -15,7 +15,7 @@
 namespace lowbit {
 namespace {
 
-// Rows that are quantized at once take up to about this much memory, which the thread keeps (scratch.h). Rows beyond it
+// Rows that are quantized at once take up to about this much memory, which is kept (scratch.h). Rows beyond it
 // read the weights of their experts once more, so it is more than linear() takes.
 constexpr int64_t kScratchBytes = 16 << 20;
 // Results of a tile of several rows, before they go to their places. Tiles have fewer panels rather than more bytes.
@@ -44,15 +44,21 @@ const uint8_t* expert_bytes(const TensorView& packed, int64_t expert) {
   return static_cast<const uint8_t*>(packed.data) + expert * packed.shape.size[1];
 }
 
-// The matrix of an expert, which has to fit x, `out_features` and that of expert 0, if there is `first`.
-Status read_expert(const TensorView& packed, int64_t expert, const TensorView& x, int64_t out_features, const Layout* first,
-                   Layout* layout) {
+// The expert of the first result, whose format, groups and rotation the others have to share.
+struct FirstExpert {
+  int64_t expert;
+  Layout layout;
+};
+
+// The matrix of an expert, which has to fit x, `out_features` and that of the first one, if it is known.
+Status read_expert(const TensorView& packed, int64_t expert, const TensorView& x, int64_t out_features,
+                   const FirstExpert* first, Layout* layout) {
   if (Status s = read_header(expert_bytes(packed, expert), packed.shape.size[1], layout); !s.ok()) {
     return Status::error("expert %" PRId64 ": %.400s", expert, s.message());
   }
-  if (first != nullptr && layout->format != first->format) {
-    return Status::error("expert %" PRId64 " is packed in format '%s'; expected '%s', as expert 0", expert,
-                         name_of(layout->format).text, name_of(first->format).text);
+  if (first != nullptr && layout->format != first->layout.format) {
+    return Status::error("expert %" PRId64 " is packed in format '%s'; expected '%s', as expert %" PRId64, expert,
+                         name_of(layout->format).text, name_of(first->layout.format).text, first->expert);
   }
   if (out_features != layout->n) {
     return Status::error("out_features is %" PRId64 "; expected %" PRId64 ", the rows of expert %" PRId64,
@@ -62,14 +68,14 @@ Status read_expert(const TensorView& packed, int64_t expert, const TensorView& x
     return Status::error("x has shape %s; expected [..., %" PRId64 "], the inputs of expert %" PRId64,
                          describe(x.shape).text, layout->k, expert);
   }
-  if (first != nullptr && first->rotation != layout->rotation) {
+  if (first != nullptr && first->layout.rotation != layout->rotation) {
     return Status::error("expert %" PRId64 " has inputs in rotated blocks of %" PRId64 "; expected %" PRId64
-                         ", as expert 0 (0: not rotated)",
-                         expert, layout->rotated_inputs(), first->rotated_inputs());
+                         ", as expert %" PRId64 " (0: not rotated)",
+                         expert, layout->rotated_inputs(), first->layout.rotated_inputs(), first->expert);
   }
-  if (first != nullptr && first->group_inputs() != layout->group_inputs()) {
-    return Status::error("expert %" PRId64 " has groups of %" PRId64 " inputs; expected %" PRId64 ", as expert 0",
-                         expert, layout->group_inputs(), first->group_inputs());
+  if (first != nullptr && first->layout.group_inputs() != layout->group_inputs()) {
+    return Status::error("expert %" PRId64 " has groups of %" PRId64 " inputs; expected %" PRId64 ", as expert %" PRId64,
+                         expert, layout->group_inputs(), first->layout.group_inputs(), first->expert);
   }
   return {};
 }
@@ -231,9 +237,17 @@ int64_t sort_by_expert(const Memory& memory, int64_t experts, int64_t first, int
   return parts;
 }
 
-// What can be refused without a look at the experts chosen. `layout`: that of expert 0, whose groups all others have.
+// Which expert result `i` is of.
+Status read_index(const TensorView& experts, int64_t i, int64_t results, int64_t count, int64_t* expert) {
+  *expert = index_at(experts, i);
+  if (*expert >= 0 && *expert < count) return {};
+  return Status::out_of_range("expert %" PRId64 " (number %" PRId64 " of %" PRId64 ") is out of range; expected 0 to %" PRId64,
+                              *expert, i, results, count - 1);
+}
+
+// What can be refused before the experts chosen are known, but for the first of them. Without any, expert 0 is the first.
 Status check(const TensorView& x, const TensorView& packed, const TensorView& experts, int64_t out_features,
-             const TensorView& out, const Parallel& parallel, Layout* layout) {
+             const TensorView& out, const Parallel& parallel, FirstExpert* first) {
   Shape out_shape;
   if (Status status = sme_threads_status(); !status.ok()) return status;
   if (Status status = check_parallel(parallel); !status.ok()) return status;
@@ -247,22 +261,19 @@ Status check(const TensorView& x, const TensorView& packed, const TensorView& ex
     return Status::error("experts has dtype %s; expected int64", name_of(experts.type));
   }
   if (Status status = check_packed(packed); !status.ok()) return status;
-  if (Status status = read_expert(packed, 0, x, out_features, nullptr, layout); !status.ok()) return status;
+  const int64_t results = experts.shape.numel();
+  first->expert = 0;
+  if (results != 0) {
+    if (Status s = read_index(experts, 0, results, packed.shape.size[0], &first->expert); !s.ok()) return s;
+  }
+  if (Status s = read_expert(packed, first->expert, x, out_features, nullptr, &first->layout); !s.ok()) return s;
   if (Status status = check_tensor("out", out, x.type, out_shape); !status.ok()) return status;
   return check_apart({{"out", &out}}, {{"x", &x}, {"packed_weights", &packed}, {"experts", &experts}});
 }
 
-// Which expert result `i` is of.
-Status read_index(const TensorView& experts, int64_t i, int64_t results, int64_t count, int64_t* expert) {
-  *expert = index_at(experts, i);
-  if (*expert >= 0 && *expert < count) return {};
-  return Status::out_of_range("expert %" PRId64 " (number %" PRId64 " of %" PRId64 ") is out of range; expected 0 to %" PRId64,
-                              *expert, i, results, count - 1);
-}
-
 // The experts chosen, and the layouts of their matrices. All that can be refused is refused here, before a result is
 // written; and what was checked is what is used: another thread may write to the caller's indices meanwhile.
-Status read_chosen(const TensorView& x, const TensorView& packed, const TensorView& experts, const Layout& layout,
+Status read_chosen(const TensorView& x, const TensorView& packed, const TensorView& experts, const FirstExpert& first,
                    const Memory& memory) {
   const int64_t results = experts.shape.numel(), count = packed.shape.size[0];
   for (int64_t expert = 0; expert < count; ++expert) new (memory.layouts + expert) Layout{};
@@ -271,7 +282,7 @@ Status read_chosen(const TensorView& x, const TensorView& packed, const TensorVi
     const int64_t expert = memory.chosen[i];
     Layout& expert_layout = memory.layouts[expert];
     if (expert_layout.n != 0) continue;
-    if (Status s = read_expert(packed, expert, x, layout.n, &layout, &expert_layout); !s.ok()) return s;
+    if (Status s = read_expert(packed, expert, x, first.layout.n, &first, &expert_layout); !s.ok()) return s;
     if (choose_linear(expert_layout, 1, active_isa(), streams()).run == nullptr) return no_kernel("linear", expert_layout);
   }
   return {};
@@ -290,8 +301,9 @@ void choose_kernels(const Memory& memory, int64_t parts, int threads) {
 
 // Experts in a vendor's format, whose panels only its own rows can find: the rows of each are gathered, and go through
 // linear(). All has been checked but the experts chosen.
-Status experts_of_vendor(const TensorView& x, const TensorView& packed, const TensorView& experts, const Layout& layout,
+Status experts_of_vendor(const TensorView& x, const TensorView& packed, const TensorView& experts, const FirstExpert& first,
                          const TensorView& out, const Parallel& parallel) {
+  const Layout& layout = first.layout;
   const int64_t results = experts.shape.numel(), count = packed.shape.size[0];
   const int64_t per_row = experts.shape.size[experts.shape.ndim - 1], item = element_bytes(x.type);
   const int last = x.shape.ndim - 1;
@@ -319,7 +331,7 @@ Status experts_of_vendor(const TensorView& x, const TensorView& packed, const Te
     if (Status s = read_index(experts, i, results, count, chosen + i); !s.ok()) return s;
     if (next[chosen[i] + 1]++ != 0) continue;
     Layout expert_layout;
-    if (Status s = read_expert(packed, chosen[i], x, layout.n, &layout, &expert_layout); !s.ok()) return s;
+    if (Status s = read_expert(packed, chosen[i], x, layout.n, &first, &expert_layout); !s.ok()) return s;
     if (choose_linear(expert_layout, 1, active_isa(), streams()).run == nullptr) return no_kernel("linear", expert_layout);
   }
   for (int64_t expert = 0; expert < count; ++expert) next[expert + 1] += next[expert];
@@ -412,11 +424,12 @@ Status linear_experts_shape(const TensorView& x, const TensorView& experts, int6
 
 Status linear_experts(const TensorView& x, const TensorView& packed, const TensorView& experts, int64_t out_features,
                       const TensorView& out, const Parallel& parallel) {
-  Layout layout;
-  if (Status s = check(x, packed, experts, out_features, out, parallel, &layout); !s.ok()) return s;
+  FirstExpert one;
+  if (Status s = check(x, packed, experts, out_features, out, parallel, &one); !s.ok()) return s;
   const int64_t results = experts.shape.numel();
   if (results == 0) return {};
-  if (layout.format != Format::panel16) return experts_of_vendor(x, packed, experts, layout, out, parallel);
+  const Layout& layout = one.layout;
+  if (layout.format != Format::panel16) return experts_of_vendor(x, packed, experts, one, out, parallel);
   const int64_t count = packed.shape.size[0], per_row = experts.shape.size[experts.shape.ndim - 1];
   const int64_t rows = results / per_row;
   const int64_t row_values = layout.blocks * kBlockInputs;
@@ -441,7 +454,7 @@ Status linear_experts(const TensorView& x, const TensorView& packed, const Tenso
   }
   Pieces pieces(scratch.data());
   memory.place(pieces, count, results, chunk, layout, threads.threads * worker_bytes);
-  if (Status s = read_chosen(x, packed, experts, layout, memory); !s.ok()) return s;
+  if (Status s = read_chosen(x, packed, experts, one, memory); !s.ok()) return s;
 
   const Call call(x, packed, out, layout, per_row, memory);
   std::unique_ptr<char, FreeAligned> more;  // scratch

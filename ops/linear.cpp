@@ -15,7 +15,7 @@
 namespace lowbit {
 namespace {
 
-// Rows of m that are quantized at once take up to about this much memory, which the thread keeps (scratch.h); more of
+// Rows of m that are quantized at once take up to about this much memory, which is kept (scratch.h); more of
 // them need another parallel region.
 constexpr int64_t kScratchBytes = 8 << 20;
 

@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <cmath>
 #include <memory>
 #include <new>
 #include <utility>
@@ -11,6 +12,26 @@
 #include "schedule.h"
 
 namespace lowbit {
+namespace {
+
+// What holds for each number of a contiguous float32 tensor; `expected` names it. Null: there is no tensor.
+template <class Holds>
+Status check_numbers(const char* name, const TensorView* tensor, const char* expected, const Holds& holds) {
+  if (tensor == nullptr) return {};
+  const auto* const numbers = static_cast<const float*>(tensor->data);
+  const int64_t count = tensor->shape.numel();
+  for (int64_t i = 0; i < count; ++i) {
+    if (holds(numbers[i])) continue;
+    return Status::error("%s has %g at position %" PRId64 "; expected %s", name, numbers[i], i, expected);
+  }
+  return {};
+}
+
+Status check_finite(const char* name, const TensorView* tensor) {
+  return check_numbers(name, tensor, "finite numbers", [](float number) { return std::isfinite(number); });
+}
+
+}  // namespace
 
 Status quantize_shape(const TensorView& weight, int bits, int64_t group_size, bool affine, Layout* layout) {
   return matrix_layout("weight has", weight, bits, group_size, affine, false, layout);
@@ -76,6 +97,9 @@ Status search_groups(const TensorView& weights, const TensorView& importance, in
       !s.ok()) {
     return s;
   }
+  if (Status s = check_finite("weights", &weights); !s.ok()) return s;
+  const auto is_importance = [](float number) { return number >= 0.0f && std::isfinite(number); };
+  if (Status s = check_numbers("importance", &importance, "finite numbers from 0 on", is_importance); !s.ok()) return s;
   const WeightedSearchArgs args{static_cast<const float*>(weights.data), static_cast<const float*>(importance.data), inputs,
                                 importance.shape.size[0], bits, affine, static_cast<float*>(scales.data),
                                 affine ? static_cast<float*>(mins.data) : nullptr};
@@ -121,6 +145,15 @@ Status error_feedback(const TensorView& weights, const TensorView& factor, const
                               {"mins", mins}, {"levels", levels}});
       !s.ok()) {
     return s;
+  }
+  for (const auto& [name, tensor] : {NamedTensor{"weights", &weights}, {"factor", &factor}, {"pull", pull},
+                                     {"scales", &scales}, {"mins", mins}, {"levels", levels}}) {
+    if (Status s = check_finite(name, tensor); !s.ok()) return s;
+  }
+  for (int64_t i = 0; i < inputs; ++i) {
+    if (static_cast<const float*>(factor.data)[i * (inputs + 1)] == 0.0f) {
+      return Status::error("factor has 0 at [%" PRId64 ", %" PRId64 "]; expected no zeros on its diagonal", i, i);
+    }
   }
   const auto data = [](const TensorView* tensor) { return tensor == nullptr ? nullptr : static_cast<float*>(tensor->data); };
   const ErrorFeedbackArgs args{data(&weights), data(&factor), data(pull), data(&scales), data(mins), data(levels), inputs,

@@ -1,67 +1,119 @@
 #include "scratch.h"
 
-#ifndef _WIN32
-#include <pthread.h>
-
 #include <atomic>
-#include <new>
 
-#include "first_glibc.h"
-
-LOWBIT_FIRST_GLIBC(pthread_key_create);
-LOWBIT_FIRST_GLIBC(pthread_key_delete);
-LOWBIT_FIRST_GLIBC(pthread_getspecific);
-LOWBIT_FIRST_GLIBC(pthread_setspecific);
+#if defined(__has_feature)
+#if __has_feature(memory_sanitizer)
+#include <sanitizer/msan_interface.h>
+#define LOWBIT_MARK(memory, bytes, all) __msan_poison(memory, static_cast<size_t>(bytes))
+#elif __has_feature(address_sanitizer)
+#define LOWBIT_ASAN
+#endif
+#endif
+#if defined(__SANITIZE_ADDRESS__) || defined(LOWBIT_ASAN)
+#include <sanitizer/asan_interface.h>
+#define LOWBIT_MARK(memory, bytes, all)                           \
+  __asan_unpoison_memory_region(memory, static_cast<size_t>(all)); \
+  __asan_poison_memory_region(static_cast<char*>(memory) + (bytes), static_cast<size_t>((all) - (bytes)))
 #endif
 
 namespace lowbit {
-
-#ifdef _WIN32
-
-KeptMemory* kept_memory() {
-  static thread_local struct OfThread : KeptMemory {
-    ~OfThread() { lent = true; }  // and stays so, for calls that come even later
-  } of_thread;
-  return &of_thread;
-}
-
-#else
-
 namespace {
 
-// No thread_local: where there is no memory for such a variable, or for what shall happen to it when its thread ends, C
-// libraries end the process.
-class Key {
- public:
-  Key() : valid_(pthread_key_create(&key_, end_of_thread) == 0) {}
-  // With the program, or with the library that closes: a thread that ends later would call what is gone.
-  ~Key() {
-    if (valid_.exchange(false)) pthread_key_delete(key_);
+constexpr Block kLogarithm = 63;  // the bits of a block's address that hold its size
+static_assert(kLogarithm < kAlignment);
+constexpr int kSmallest = 16, kSlots = 16;
+
+// No lock: a process that forks while another thread holds it would wait for it forever. And no thread_local: where there is no
+// memory to register its destructor, C libraries end the process.
+std::atomic<Block> slots[kSlots];
+std::atomic<int64_t> kept{0};
+
+void* address_of(Block block) { return reinterpret_cast<void*>(block & ~kLogarithm); }
+int64_t bytes_of(Block block) { return int64_t{1} << (block & kLogarithm); }
+
+// For sanitizers: what an earlier call wrote is not to be read, nor memory beyond the bytes of this call.
+Block marked(Block block, [[maybe_unused]] int64_t bytes) {
+#ifdef LOWBIT_MARK
+  LOWBIT_MARK(address_of(block), bytes, bytes_of(block));
+#endif
+  return block;
+}
+
+bool take_from(std::atomic<Block>& slot, Block block) {
+  if (block == 0 || !slot.compare_exchange_strong(block, 0, std::memory_order_acquire)) return false;
+  kept.fetch_sub(bytes_of(block), std::memory_order_relaxed);
+  return true;
+}
+
+bool put(Block block) {
+  const int64_t bytes = bytes_of(block);
+  if (kept.fetch_add(bytes, std::memory_order_relaxed) + bytes <= kKeptBytes) {
+    for (std::atomic<Block>& slot : slots) {
+      Block empty = 0;
+      if (slot.load(std::memory_order_relaxed) == 0 && slot.compare_exchange_strong(empty, block, std::memory_order_release)) {
+        return true;
+      }
+    }
   }
+  kept.fetch_sub(bytes, std::memory_order_relaxed);
+  return false;
+}
 
-  KeptMemory* value() const {
-    if (!valid_.load(std::memory_order_relaxed)) return nullptr;
-    if (void* const memory = pthread_getspecific(key_)) return static_cast<KeptMemory*>(memory);
-    KeptMemory* const made = new (std::nothrow) KeptMemory;
-    if (made == nullptr || pthread_setspecific(key_, made) == 0) return made;
-    delete made;
-    return nullptr;
+// Frees the first block that is kept; false: there is none.
+bool release_one() {
+  for (std::atomic<Block>& slot : slots) {
+    const Block block = slot.load(std::memory_order_relaxed);
+    if (take_from(slot, block)) {
+      free_aligned(address_of(block));
+      return true;
+    }
   }
+  return false;
+}
 
- private:
-  static void end_of_thread(void* value) { delete static_cast<KeptMemory*>(value); }
-
-  pthread_key_t key_;
-  std::atomic<bool> valid_;
-};
+// When the library is closed.
+[[maybe_unused]] const struct AtEnd {
+  ~AtEnd() { release_blocks(); }
+} at_end;
 
 }  // namespace
 
-KeptMemory* kept_memory() {
-  static const Key key;
-  return key.value();
+Block take_block(int64_t bytes) {
+  if (bytes > kKeptBytes) return reinterpret_cast<Block>(allocate_aligned(bytes));
+  Block wanted = kSmallest;
+  while (int64_t{1} << wanted < bytes) ++wanted;
+  for (;;) {  // the smallest one that is large enough
+    std::atomic<Block>* at = nullptr;
+    Block best = 0;
+    for (std::atomic<Block>& slot : slots) {
+      const Block block = slot.load(std::memory_order_relaxed);
+      if ((block & kLogarithm) < wanted || (at != nullptr && (best & kLogarithm) <= (block & kLogarithm))) continue;
+      best = block;
+      at = &slot;
+    }
+    if (at == nullptr) break;
+    if (take_from(*at, best)) return marked(best, bytes);
+  }
+  void* const memory = allocate_aligned(int64_t{1} << wanted);
+  return memory == nullptr ? 0 : marked(reinterpret_cast<Block>(memory) | wanted, bytes);
 }
 
-#endif
+void give_back(Block block) {
+  if ((block & kLogarithm) != 0) {
+    for (int i = 0; i <= kSlots; ++i) {  // in the place of others: blocks of the latest calls are of use
+      if (put(block)) return;
+      if (!release_one()) break;
+    }
+  }
+  free_aligned(address_of(block));
+}
+
+int64_t kept_bytes() { return kept.load(std::memory_order_relaxed); }
+
+void release_blocks() {
+  while (release_one()) {
+  }
+}
 
 }  // namespace lowbit

@@ -4,72 +4,40 @@
 #include <cstdint>
 
 #include "../kernels/export.h"
-#include "../kernels/ukernel.h"
 #include "aligned_memory.h"
-
-#if defined(__has_feature)
-#if __has_feature(memory_sanitizer)
-#include <sanitizer/msan_interface.h>
-#define LOWBIT_POISON(memory, bytes) __msan_poison(memory, static_cast<size_t>(bytes))
-#endif
-#endif
 
 namespace lowbit {
 
-// Up to so much stays with a thread between its calls: activations, and what each of a thousand threads needs.
-inline constexpr int64_t kKeptBytes = (32 << 20) + 1024 * kLinearScratchBytes;
+// The process keeps up to this much between calls, whatever thread they were on: the activations of a call, and what each of
+// 300 threads needs. Threads that have no call keep nothing.
+inline constexpr int64_t kKeptBytes = 64 << 20;
 
-// What a thread keeps for its next call.
-struct KeptMemory {
-  void* memory = nullptr;
-  int64_t bytes = 0;
-  bool lent = false;  // to a call that is not over: a host may run another one inside of it, on the same thread
+// A block of memory: its address, with the binary logarithm of its size in the lowest bits; these are 0 for a block that is not
+// kept after its call.
+using Block = uintptr_t;
 
-  ~KeptMemory() { free_aligned(memory); }
-};
+// At least `bytes` of memory, of undefined content. 0: there is not so much.
+LOWBIT_API Block take_block(int64_t bytes);
+LOWBIT_API void give_back(Block block);
 
-// The calling thread's; null: there is no memory for one, or the program is about to end.
-LOWBIT_API KeptMemory* kept_memory();
+// How much is kept now, and the end of that.
+LOWBIT_API int64_t kept_bytes();
+LOWBIT_API void release_blocks();
 
-// `bytes` of memory, at least one, 64-byte aligned, of undefined content. The calling thread keeps it for its next
-// call: new memory of megabytes costs a page fault for every 4 KiB. More than kKeptBytes is given back after the call,
-// the rest when the thread ends.
+// `bytes` of memory, at least one, aligned to kAlignment, of undefined content. The process keeps it for the next call: new
+// memory of megabytes costs a page fault for every 4 KiB. More than kKeptBytes is freed after the call.
 class Scratch {
  public:
-  explicit Scratch(int64_t bytes) {
-    KeptMemory* const kept = bytes <= kKeptBytes ? kept_memory() : nullptr;
-    if (kept == nullptr || kept->lent) {
-      data_ = allocate_aligned(bytes);
-      return;
-    }
-    if (kept->bytes < bytes) {
-      free_aligned(kept->memory);
-      kept->memory = allocate_aligned(bytes);
-      kept->bytes = kept->memory != nullptr ? bytes : 0;
-    }
-    kept->lent = true;
-    borrowed_ = kept;
-    data_ = kept->memory;
-#ifdef LOWBIT_POISON
-    if (data_ != nullptr) LOWBIT_POISON(data_, bytes);  // what an earlier call wrote is not to be read
-#endif
-  }
-  ~Scratch() {
-    if (borrowed_ != nullptr) {
-      borrowed_->lent = false;
-    } else {
-      free_aligned(data_);
-    }
-  }
+  explicit Scratch(int64_t bytes) : block_(take_block(bytes)) {}
+  ~Scratch() { give_back(block_); }
   Scratch(const Scratch&) = delete;
   Scratch& operator=(const Scratch&) = delete;
 
   // Null: there is not so much memory.
-  char* data() const { return static_cast<char*>(data_); }
+  char* data() const { return reinterpret_cast<char*>(block_ & ~Block{kAlignment - 1}); }
 
  private:
-  KeptMemory* borrowed_ = nullptr;
-  void* data_;
+  const Block block_;
 };
 
 }  // namespace lowbit

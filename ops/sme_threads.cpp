@@ -8,6 +8,27 @@
 #endif
 
 namespace lowbit {
+
+#if defined(__linux__)
+int clusters_in(const char* directory) {
+  constexpr int kMost = 64;
+  int cluster_ids[kMost], clusters = 0;
+  for (int cpu = 0; cpu < 1024; ++cpu) {
+    char path[256];
+    std::snprintf(path, sizeof path, "%.200s/cpu%d/topology/cluster_id", directory, cpu);
+    std::FILE* const file = std::fopen(path, "r");
+    if (file == nullptr) continue;  // a CPU that is offline has none
+    int id = -1;
+    if (std::fscanf(file, "%d", &id) != 1) id = -1;
+    std::fclose(file);
+    int i = 0;
+    while (i < clusters && cluster_ids[i] != id) ++i;
+    if (id >= 0 && i == clusters && clusters < kMost) cluster_ids[clusters++] = id;
+  }
+  return clusters;
+}
+#endif
+
 namespace {
 
 #if defined(__APPLE__)
@@ -28,23 +49,7 @@ int count_clusters() {
   return clusters;
 }
 #elif defined(__linux__) && defined(__aarch64__)
-int count_clusters() {
-  constexpr int kMost = 64;
-  int cluster_ids[kMost], clusters = 0;
-  for (int cpu = 0; cpu < 1024; ++cpu) {
-    char path[96];
-    std::snprintf(path, sizeof path, "/sys/devices/system/cpu/cpu%d/topology/cluster_id", cpu);
-    std::FILE* const file = std::fopen(path, "r");
-    if (file == nullptr) break;
-    int id = -1;
-    if (std::fscanf(file, "%d", &id) != 1) id = -1;
-    std::fclose(file);
-    int i = 0;
-    while (i < clusters && cluster_ids[i] != id) ++i;
-    if (id >= 0 && i == clusters && clusters < kMost) cluster_ids[clusters++] = id;
-  }
-  return clusters;
-}
+int count_clusters() { return clusters_in("/sys/devices/system/cpu"); }
 #else
 int count_clusters() { return 1; }
 #endif

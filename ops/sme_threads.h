@@ -11,6 +11,11 @@ namespace lowbit {
 // least one. Read once.
 LOWBIT_API int sme_threads();
 
+#if defined(__linux__)
+// The clusters of CPUs that a directory of the shape of /sys/devices/system/cpu tells of.
+LOWBIT_API int clusters_in(const char* directory);
+#endif
+
 // An error when LOWBIT_SME_THREADS is no such number: linear() returns it then.
 LOWBIT_API const Status& sme_threads_status();
 

@@ -18,6 +18,7 @@
 #include <tuple>
 #include <vector>
 
+#include "check.h"
 #include "operators.h"
 
 namespace {
@@ -72,8 +73,31 @@ TensorView view_of(const char* name, const Tensor& tensor) {
   return view;
 }
 
+// Of a tensor that the operator changes in place. As with torch's own in-place operators it has another version afterwards, so
+// that a backward pass that needs the old values raises; and while gradients are recorded it may not be part of the graph.
+TensorView changed(const char* name, const Tensor& tensor) {
+  TensorView view = view_of(name, tensor);
+  if (!view.on_cpu) return view;
+  if (aoti_torch_grad_mode_is_enabled()) {
+    StableIValue stack[] = {torch::stable::detail::from(tensor)};
+    TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::is_leaf", "", stack, TORCH_ABI_VERSION));
+    if (!torch::stable::detail::to<bool>(stack[0])) {
+      raise_unless_ok(Status::system("%s is computed from a tensor that requires gradients; expected one that can be "
+                                     "changed in place: call the operator under torch.no_grad(), or detach it", name));
+    }
+  }
+  // To itself: nothing is copied.
+  if (aoti_torch_copy_(tensor.get(), tensor.get(), 0) != AOTI_TORCH_SUCCESS) {
+    raise_unless_ok(Status::system("%s cannot be changed in place: it requires gradients, or it is a tensor of "
+                                   "torch.inference_mode() outside of that mode", name));
+  }
+  view.data = tensor.mutable_data_ptr();  // memory that is shared until then gets copied
+  return view;
+}
+
 // A contiguous CPU tensor. The shim costs 0.7 us less than the empty_like wrapper.
 Tensor allocate(const Shape& shape, ScalarType type) {
+  raise_unless_ok(lowbit::check_shape("the output", shape));
   int64_t strides[lowbit::kMaxDims];
   int64_t stride = 1;
   for (int d = shape.ndim - 1; d >= 0; --d) {
@@ -81,9 +105,11 @@ Tensor allocate(const Shape& shape, ScalarType type) {
     stride *= shape.size[d] > 0 ? shape.size[d] : 1;
   }
   AtenTensorHandle handle;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
-      shape.ndim, shape.size, strides, torch::stable::detail::to<int32_t>(torch::stable::detail::from(type)),
-      aoti_torch_device_type_cpu(), 0, &handle));
+  if (aoti_torch_empty_strided(shape.ndim, shape.size, strides,
+                               torch::stable::detail::to<int32_t>(torch::stable::detail::from(type)),
+                               aoti_torch_device_type_cpu(), 0, &handle) != AOTI_TORCH_SUCCESS) {
+    raise_unless_ok(Status::no_memory("no memory for an output of shape %s", lowbit::describe(shape).text));
+  }
   return Tensor(handle);
 }
 
@@ -186,19 +212,19 @@ Tensor embedding(const Tensor& indices, const Tensor& packed_weight, int64_t emb
   return out;
 }
 
+// [batch, positions, heads, width of v]
+Tensor allocate_attended(const Tensor& q, const TensorView& q_view, const TensorView& v_view) {
+  Shape shape;
+  raise_unless_ok(attention_shape(q_view, v_view, &shape));
+  return allocate(shape, q.scalar_type());
+}
+
 Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& k_cache, const Tensor& v_cache,
                  const Tensor& start, double scale, int64_t window, double softcap,
                  const std::optional<Tensor>& sinks) {
   const TensorView q_view = view_of("q", q), v_view = view_of("v", v);
-  TensorView k_cache_view = view_of("k_cache", k_cache), v_cache_view = view_of("v_cache", v_cache);
-  Shape shape;
-  raise_unless_ok(attention_shape(q_view, v_view, &shape));
-  const Tensor out = allocate(shape, q.scalar_type());
-  // Written to: memory that is shared until then gets copied.
-  if (k_cache_view.on_cpu && v_cache_view.on_cpu) {
-    k_cache_view.data = k_cache.mutable_data_ptr();
-    v_cache_view.data = v_cache.mutable_data_ptr();
-  }
+  const Tensor out = allocate_attended(q, q_view, v_view);
+  const TensorView k_cache_view = changed("k_cache", k_cache), v_cache_view = changed("v_cache", v_cache);
   const TensorView sinks_view = sinks.has_value() ? view_of("sinks", *sinks) : TensorView();
   const lowbit::Scores scores{scale, window, softcap, sinks.has_value() ? &sinks_view : nullptr};
   raise_unless_ok(lowbit::attention(q_view, view_of("k", k), v_view, k_cache_view, v_cache_view,
@@ -210,16 +236,9 @@ Tensor window_attention(const Tensor& q, const Tensor& k, const Tensor& v, const
                         const Tensor& held, const Tensor& start, double scale, int64_t window, double softcap,
                         const std::optional<Tensor>& sinks) {
   const TensorView q_view = view_of("q", q), v_view = view_of("v", v);
-  TensorView k_cache_view = view_of("k_cache", k_cache), v_cache_view = view_of("v_cache", v_cache);
-  TensorView held_view = view_of("held", held);
-  Shape shape;
-  raise_unless_ok(attention_shape(q_view, v_view, &shape));
-  const Tensor out = allocate(shape, q.scalar_type());
-  if (k_cache_view.on_cpu && v_cache_view.on_cpu && held_view.on_cpu) {
-    k_cache_view.data = k_cache.mutable_data_ptr();
-    v_cache_view.data = v_cache.mutable_data_ptr();
-    held_view.data = held.mutable_data_ptr();
-  }
+  const Tensor out = allocate_attended(q, q_view, v_view);
+  const TensorView k_cache_view = changed("k_cache", k_cache), v_cache_view = changed("v_cache", v_cache);
+  const TensorView held_view = changed("held", held);
   const TensorView sinks_view = sinks.has_value() ? view_of("sinks", *sinks) : TensorView();
   const lowbit::Scores scores{scale, window, softcap, sinks.has_value() ? &sinks_view : nullptr};
   raise_unless_ok(lowbit::window_attention(q_view, view_of("k", k), v_view, k_cache_view, v_cache_view, held_view,
@@ -231,11 +250,10 @@ Tensor linear_attention(const Tensor& q, const Tensor& k, const Tensor& v, const
                         const std::optional<Tensor>& beta, const Tensor& state, const Tensor& start, double scale,
                         double norm_epsilon) {
   const TensorView q_view = view_of("q", q), v_view = view_of("v", v);
-  TensorView state_view = view_of("state", state);
   Shape shape;
   raise_unless_ok(linear_attention_shape(q_view, v_view, &shape));
   const Tensor out = allocate(shape, q.scalar_type());
-  if (state_view.on_cpu) state_view.data = state.mutable_data_ptr();
+  const TensorView state_view = changed("state", state);
   const TensorView beta_view = beta.has_value() ? view_of("beta", *beta) : TensorView();
   raise_unless_ok(lowbit::linear_attention(q_view, view_of("k", k), v_view, view_of("decay", decay),
                                            beta.has_value() ? &beta_view : nullptr, state_view, view_of("start", start),
@@ -246,9 +264,8 @@ Tensor linear_attention(const Tensor& q, const Tensor& k, const Tensor& v, const
 Tensor short_conv(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias, const Tensor& state,
                   const Tensor& start, bool silu) {
   const TensorView x_view = view_of("x", x);
-  TensorView state_view = view_of("state", state);
   const Tensor out = allocate(x_view.shape, x.scalar_type());
-  if (state_view.on_cpu) state_view.data = state.mutable_data_ptr();
+  const TensorView state_view = changed("state", state);
   const TensorView bias_view = bias.has_value() ? view_of("bias", *bias) : TensorView();
   raise_unless_ok(lowbit::short_conv(x_view, view_of("weight", weight), bias.has_value() ? &bias_view : nullptr, state_view,
                                      view_of("start", start), silu, view_of("out", out), torch_threads()));
@@ -258,9 +275,7 @@ Tensor short_conv(const Tensor& x, const Tensor& weight, const std::optional<Ten
 Tensor masked_attention(const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& bounds, double scale,
                         double softcap) {
   const TensorView q_view = view_of("q", q), v_view = view_of("v", v);
-  Shape shape;
-  raise_unless_ok(attention_shape(q_view, v_view, &shape));
-  const Tensor out = allocate(shape, q.scalar_type());
+  const Tensor out = allocate_attended(q, q_view, v_view);
   const TensorView bounds_view = bounds.has_value() ? view_of("bounds", *bounds) : TensorView();
   raise_unless_ok(lowbit::masked_attention(q_view, view_of("k", k), v_view, bounds.has_value() ? &bounds_view : nullptr, scale,
                                            softcap, view_of("out", out), torch_threads()));
@@ -367,6 +382,35 @@ std::tuple<Tensor, Tensor, Tensor> error_feedback(const Tensor& weights, const T
   return {values, out_levels, errors};
 }
 
+// The same into a tensor of the caller's: ExecuTorch's kernels have this form, and its export looks for it here.
+void check_apart_from(const TensorView& out, const Tensor& argument) {
+  const TensorView view = view_of("an argument", argument);
+  raise_unless_ok(lowbit::check_apart({{"out", &out}}, {{"another argument", &view}}));
+}
+void check_apart_from(const TensorView& out, const std::optional<Tensor>& argument) {
+  if (argument.has_value()) check_apart_from(out, *argument);
+}
+void check_apart_from(const TensorView& out, const std::vector<Tensor>& arguments) {
+  for (const Tensor& argument : arguments) check_apart_from(out, argument);
+}
+template <class Other>
+void check_apart_from(const TensorView&, const Other&) {}
+
+template <auto function>
+struct Into;
+template <class... Arguments, Tensor (*function)(Arguments...)>
+struct Into<function> {
+  static Tensor run(Arguments... arguments, const Tensor& out) {
+    const TensorView view = view_of("out", out);
+    (check_apart_from(view, arguments), ...);
+    const Tensor result = function(arguments...);
+    const TensorView expected = view_of("result", result);
+    raise_unless_ok(lowbit::check_type_and_shape("out", view, expected.type, expected.shape));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_copy_(out.get(), result.get(), 0));
+    return out;
+  }
+};
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(lowbit, library) {
@@ -431,16 +475,27 @@ STABLE_TORCH_LIBRARY_FRAGMENT(lowbit, library) {
 
 STABLE_TORCH_LIBRARY_IMPL(lowbit, CPU, library) {
   library.impl("linear", TORCH_BOX(&linear));
+  library.impl("linear.out", TORCH_BOX(&Into<&linear>::run));
   library.impl("linears", TORCH_BOX(&linears));
+  library.impl("linears.out", TORCH_BOX(&Into<&linears>::run));
   library.impl("linear_experts", TORCH_BOX(&linear_experts));
+  library.impl("linear_experts.out", TORCH_BOX(&Into<&linear_experts>::run));
   library.impl("embedding", TORCH_BOX(&embedding));
+  library.impl("embedding.out", TORCH_BOX(&Into<&embedding>::run));
   library.impl("attention", TORCH_BOX(&attention));
+  library.impl("attention.out", TORCH_BOX(&Into<&attention>::run));
   library.impl("window_attention", TORCH_BOX(&window_attention));
+  library.impl("window_attention.out", TORCH_BOX(&Into<&window_attention>::run));
   library.impl("linear_attention", TORCH_BOX(&linear_attention));
+  library.impl("linear_attention.out", TORCH_BOX(&Into<&linear_attention>::run));
   library.impl("short_conv", TORCH_BOX(&short_conv));
+  library.impl("short_conv.out", TORCH_BOX(&Into<&short_conv>::run));
   library.impl("masked_attention", TORCH_BOX(&masked_attention));
+  library.impl("masked_attention.out", TORCH_BOX(&Into<&masked_attention>::run));
   library.impl("activate", TORCH_BOX(&activate));
+  library.impl("activate.out", TORCH_BOX(&Into<&activate>::run));
   library.impl("rms_norm", TORCH_BOX(&rms_norm));
+  library.impl("rms_norm.out", TORCH_BOX(&Into<&rms_norm>::run));
   library.impl("pack", TORCH_BOX(&pack));
   library.impl("quantize", TORCH_BOX(&quantize));
   library.impl("search_groups", TORCH_BOX(&search_groups));

@@ -89,11 +89,10 @@ template <int Bits>
 void run(const LinearArgs& args) {
   // What a CPU without the unit runs.
   if (!has_unit() || is_too_large<Bits>(args)) {
-    // It may be a library's, with a context of its own.
-    const LinearKernel& other = choose_linear(args.layout, args.m, active_isa() & ~kSme2, streams());
-    LinearArgs its = args;
-    its.context = other.context;
-    return other.run(its);
+    LinearArgs same = args;
+    const LinearKernel& other = choose_linear_built_in(args.layout, args.m, active_isa() & ~kSme2);
+    same.context = other.context;
+    return other.run(same);
   }
   dispatch<Bits>(args.layout, [&](auto bits, auto affine, auto halves) {
     constexpr int64_t kMost = kChunkTiles * kTileRows;

@@ -21,7 +21,7 @@ def masked_attention(
     Args:
         q: [batch, heads, positions, width] float32, bfloat16 or float16; the last dimension has stride 1.
         k: [batch, kv_heads, length, width] of q's dtype, likewise. ``heads`` is a multiple of ``kv_heads``. Widths are
-            multiples of 16 up to 256.
+            multiples of 16 up to 512.
         v: [batch, kv_heads, length, value_width], likewise.
         bounds: [batch, positions, 3] int32, contiguous; then ``length`` is ``positions``. For each position 1 or, for padding,
             0; the first position that it attends to as a query; and the one after the last. The last two never decrease

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
@@ -64,41 +65,76 @@ def _codes(weight: Tensor, scales: Tensor, mins: Tensor | None, config: Config) 
 
 
 class _FakeQuantized(torch.autograd.Function):
-    """Weight [n, k], scales and mins [n, groups] -> the dequantized weight, float32 [n, k]."""
+    """Weight [n, k], scales and mins [n, groups] -> the dequantized weight, float32 [n, k]; and what derivatives need: codes,
+    and the factors of a change of the weight and of the scale."""
+
+    generate_vmap_rule = True
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, scale: Tensor, min: Tensor | None, config: Config) -> Tensor:
+    def forward(weight: Tensor, scale: Tensor, min: Tensor | None, config: Config) -> tuple[Tensor, Tensor, Tensor]:
         scales, mins = stored(scale.float(), None if min is None else min.float())
         codes, exact = _codes(weight.float(), scales, mins, config)
-        ctx.config, ctx.dtypes = config, (weight.dtype, scale.dtype)
-        ctx.save_for_backward(codes, exact, scales)
+        levels = codes if mins is not None else _levels(codes, config)
         if mins is not None:  # one rounding, as an fma
             values = (scales.double()[:, :, None] * codes + mins.double()[:, :, None]).float()
         else:
-            values = scales[:, :, None] * _levels(codes, config)
-        return values.flatten(1)[:, : weight.shape[1]]
+            values = scales[:, :, None] * levels
+        if config.bits == 1 and mins is None:
+            # A sign does not depend on the scale, and no weight is beyond the range.
+            inside, per_scale = torch.ones_like(codes, dtype=torch.bool), levels
+        else:
+            inside = (exact >= 0) & (exact <= 2**config.bits - 1)
+            # LSQ: inside the range the error of rounding, in steps; beyond it the level at the end of the range.
+            per_scale = torch.where(inside, codes - exact, levels)
+        return values.flatten(1)[:, : weight.shape[1]], inside, per_scale
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        weight, scale, min, config = inputs
+        ctx.group_size, ctx.inputs = config.group_size, weight.shape[1]
+        ctx.has_min, ctx.dtypes = min is not None, (weight.dtype, scale.dtype)
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*output[1:])
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        codes, exact, scales = ctx.saved_tensors
-        config, k = ctx.config, grad.shape[1]
-        grad = in_groups(grad, config.group_size)
-        of_min = None
-        if config.bits == 1 and config.mapping == "symmetric":
-            # A sign does not depend on the scale, and no weight is beyond the range.
-            of_weight, of_scale = grad, (grad * _levels(codes, config)).sum(2)
-        else:
-            inside = (exact >= 0) & (exact <= 2**config.bits - 1)
-            of_weight = torch.where(inside, grad, 0.0)
-            # LSQ: inside the range the error of rounding, in steps; beyond it the level at the end of the range.
-            levels = codes if config.mapping == "affine" else _levels(codes, config)
-            of_scale = (grad * torch.where(inside, codes - exact, levels)).sum(2)
-            if config.mapping == "affine":
-                of_min = torch.where(inside, 0.0, grad).sum(2)
+    def backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+        if grad is None:
+            return None, None, None, None
+        inside, per_scale = ctx.saved_tensors
         weight_dtype, scale_dtype = ctx.dtypes
-        of_weight = of_weight.flatten(1)[:, :k].to(weight_dtype)
-        return of_weight, of_scale.to(scale_dtype), None if of_min is None else of_min.to(scale_dtype), None
+        grad = in_groups(grad, ctx.group_size)
+        of_weight = torch.where(inside, grad, 0.0).flatten(1)[:, : ctx.inputs].to(weight_dtype)
+        of_min = torch.where(inside, 0.0, grad).sum(2).to(scale_dtype) if ctx.has_min else None
+        return of_weight, (grad * per_scale).sum(2).to(scale_dtype), of_min, None
+
+
+class _FakeQuantizedForward(_FakeQuantized):
+    """Adds forward-mode derivatives (torch.func.jvp, jacfwd); a class of its own, as torch.compile accepts no jvp."""
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        _FakeQuantized.setup_context(ctx, inputs, output)
+        ctx.save_for_forward(*output[1:])
+
+    @staticmethod
+    def jvp(ctx: Any, weight: Tensor | None, scale: Tensor | None, min: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
+        inside, per_scale = ctx.saved_tensors
+        change = torch.zeros_like(per_scale)
+        if weight is not None:
+            change = change + torch.where(inside, in_groups(weight.float(), ctx.group_size), 0.0)
+        if scale is not None:
+            change = change + scale.float()[:, :, None] * per_scale
+        if min is not None:
+            change = change + torch.where(inside, 0.0, min.float()[:, :, None])
+        return change.flatten(1)[:, : ctx.inputs], None, None
+
+
+def _fake_quantized(weight: Tensor, scale: Tensor, min: Tensor | None, config: Config) -> Tensor:
+    function = _FakeQuantized if forward_ad._current_level < 0 else _FakeQuantizedForward
+    values: Tensor = function.apply(weight, scale, min, config)[0]
+    return values
 
 
 def _levels(codes: Tensor, config: Config) -> Tensor:
@@ -116,13 +152,15 @@ def fake_quantize_activations(x: Tensor, group_size: int | None) -> Tensor:
         float32 [..., k]. The gradient passes unchanged (a straight-through estimator: Bengio et al., 2013). A segment with a
         NaN, an infinity or a magnitude of 127 * 2**104 or more is NaN.
     """
-    return _FakeQuantizedActivations.apply(x, group_size)
+    function = _FakeQuantizedActivations if forward_ad._current_level < 0 else _FakeQuantizedActivationsForward
+    return function.apply(x, group_size)
 
 
 class _FakeQuantizedActivations(torch.autograd.Function):
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group_size: int | None) -> Tensor:
-        ctx.dtype = x.dtype
+    def forward(x: Tensor, group_size: int | None) -> Tensor:
         k = x.shape[-1]
         group = min(group_size or k, k + -k % SEGMENT_INPUTS)
         segment = min(group, SEGMENT_INPUTS)
@@ -137,9 +175,21 @@ class _FakeQuantizedActivations(torch.autograd.Function):
         return values.flatten(-2)[..., :group].flatten(-2)[..., :k]
 
     @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.dtype = inputs[0].dtype
+
+    @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return grad.to(ctx.dtype), None
+
+
+class _FakeQuantizedActivationsForward(_FakeQuantizedActivations):
+    """As :class:`_FakeQuantizedForward`."""
+
+    @staticmethod
+    def jvp(ctx: Any, x: Tensor, _: Any) -> Tensor:
+        return x.float().clone()  # not the input itself
 
 
 def _format(config: Config) -> tuple[int, int, int]:
@@ -245,11 +295,14 @@ class LinearLayer(PreparedLayer):
 
     def fake_quantized(self) -> Tensor:
         """The dequantized weight of the packed layer to be, of rotated inputs if it rotates them: float32 [out, in]."""
-        return _FakeQuantized.apply(self._config.as_rounded(self.matrix()), *self.grid(), self._config)
+        return _fake_quantized(self._config.as_rounded(self.matrix()), *self.grid(), self._config)
 
     def forward(self, x: Tensor) -> Tensor:
         _refuse_export()
-        with torch.autocast(x.device.type, enabled=False):
+        device = x.device.type
+        if torch.is_autocast_enabled(device) and x.dtype != torch.float64:  # as the packed layer to be
+            x = x.to(torch.get_autocast_dtype(device))
+        with torch.autocast(device, enabled=False):
             bias = None if self.bias is None else self.bias.float()
             rounded = fake_quantize_activations(self._config.rotated(x), self._config.group_size)
             return functional.linear(rounded, self.fake_quantized(), bias).to(x.dtype)
@@ -267,15 +320,16 @@ class Embedding(PreparedLayer, torch.nn.Embedding):
     def forward(self, indices: Tensor) -> Tensor:
         _refuse_export()
         config = self._config
-        rows = [  # only looked-up rows are computed
-            None
-            if table is None
-            else functional.embedding(
+
+        def looked_up(table: Tensor) -> Tensor:  # only these rows are computed
+            rows: Tensor = functional.embedding(
                 indices.flatten(), table, self.padding_idx, None, 2.0, self.scale_grad_by_freq, self.sparse
             )
-            for table in (self.weight, *self.grid())
-        ]
-        block = config.rotated_inputs(self.embedding_dim)
-        values = rotate_back(_FakeQuantized.apply(config.as_rounded(rows[0]), *rows[1:], config), block)
+            return rows
+
+        scale, low = self.grid()
+        weight = config.as_rounded(looked_up(self.weight))
+        values = _fake_quantized(weight, looked_up(scale), None if low is None else looked_up(low), config)
+        values = rotate_back(values, config.rotated_inputs(self.embedding_dim))
         rows = values.to(self.weight.dtype).view(*indices.shape, self.embedding_dim)
         return self._table.finish(rows, self)

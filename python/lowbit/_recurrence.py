@@ -60,7 +60,7 @@ def linear_attention(
         RuntimeError: gradients are asked for.
         ValueError: a wrong dtype, shape, stride or device, or a number out of its range. The state is unchanged.
     """
-    _without_gradients("linear_attention", q, k, v, decay, beta)
+    _without_gradients("linear_attention", q, k, v, decay, beta, state)
     scale = max(1, *q.shape[-1:]) ** -0.5 if scale is None else scale
     return torch.ops.lowbit.linear_attention(q, k, v, decay, beta, state, start, scale, norm_epsilon)
 
@@ -88,5 +88,5 @@ def short_conv(
         RuntimeError: gradients are asked for.
         ValueError: a wrong dtype, shape, stride or device. The state is unchanged.
     """
-    _without_gradients("short_conv", x, weight, bias)
+    _without_gradients("short_conv", x, weight, bias, state)
     return torch.ops.lowbit.short_conv(x, weight, bias, state, start, silu)

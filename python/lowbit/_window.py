@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ._recurrence import _without_gradients
+
 SPAN = 512  # positions by which the caches move on; the kernels add in spans of as many
 
 
@@ -48,8 +50,7 @@ def window_attention(
         RuntimeError: gradients are asked for.
         ValueError: a wrong dtype, shape, stride or device, or caches that are too short. The caches are unchanged.
     """
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (q, k, v)):
-        raise RuntimeError("lowbit.window_attention has no gradients; call it under torch.no_grad()")
+    _without_gradients("window_attention", q, k, v, k_cache, v_cache, sinks)
     scale = max(1, *q.shape[-1:]) ** -0.5 if scale is None else scale
     if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap is {softcap}; expected a positive number, or None")

@@ -26,6 +26,9 @@ _HOOKS = (
 )  # fmt: skip
 
 
+# Of weights when they are read, inputs and outputs. Layers in float64 compute in float32: their weights have a few bits.
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
 WINDOW = "_lowbit_window"  # the attribute of a torch.nn.Linear that stands for a convolution
 
 
@@ -36,8 +39,8 @@ class Packed(torch.nn.Module):
     info: PackedInfo
 
     def __init__(self, packed_weight: Tensor | PackedInfo, dtype: torch.dtype):
-        if dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            raise ValueError(f"dtype is {dtype}; expected torch.float32, torch.bfloat16 or torch.float16")
+        if dtype not in _DTYPES:
+            raise ValueError(f"dtype is {dtype}; expected torch.float32, torch.bfloat16, torch.float16 or torch.float64")
         super().__init__()
         self._dtype = dtype  # no buffer: it would be in every exported program
         if isinstance(packed_weight, PackedInfo):
@@ -63,7 +66,7 @@ class Packed(torch.nn.Module):
         self.info = self._verified(self.packed_weight)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The weight as [out, in] of ``dtype`` (float32, bfloat16 or float16).
+        """The weight as [out, in] of ``dtype`` (float32, bfloat16, float16 or float64).
 
         Raises:
             ValueError: the packed bytes were altered.
@@ -87,7 +90,7 @@ class Packed(torch.nn.Module):
 
     def _dequantized(self, dtype: torch.dtype) -> Tensor:
         rows = torch.arange(self.info.out_features, device=self.packed_weight.device)
-        return ops.embedding(rows, self.packed_weight, self.info.in_features, dtype=dtype)
+        return _rows(rows, self.packed_weight, self.info.in_features, dtype)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in ("weight", "bias") and hasattr(type(self), name):
@@ -129,7 +132,7 @@ class Packed(torch.nn.Module):
         super()._apply(applied, recurse)
         # As with a float weight: to(bfloat16), half() and others change it.
         dtype = fn(torch.empty(0, dtype=self._dtype)).dtype
-        if dtype in (torch.float32, torch.bfloat16, torch.float16):
+        if dtype in _DTYPES:
             self._dtype = dtype
         return self
 
@@ -182,6 +185,13 @@ class Packed(torch.nn.Module):
         super()._load_from_state_dict(state_dict, prefix, metadata, *arguments)
         if loaded is not None and not self.packed_weight.is_meta:  # onto meta torch copies nothing, and warns
             self._describe(self.packed_weight)
+
+
+def _rows(indices: Tensor, packed_weight: Tensor, inputs: int, dtype: torch.dtype) -> Tensor:
+    """As :func:`lowbit.embedding`, also of float64."""
+    if dtype is torch.float64:
+        return _rows(indices, packed_weight, inputs, torch.float32).double()
+    return torch.ops.lowbit.embedding(indices, packed_weight, inputs, dtype=dtype)
 
 
 class _Features:
@@ -299,6 +309,8 @@ class Linear(_Product):
     def forward(self, x: Tensor) -> Tensor:
         if self.input_order is not None:
             x = x.index_select(-1, self.input_order)
+        if self._dtype is torch.float64 and x.dtype is torch.float64:
+            return ops.linear(x.float(), self.packed_weight, self.info.out_features).double()
         return ops.linear(x, self.packed_weight, self.info.out_features)
 
     def extra_repr(self) -> str:
@@ -382,7 +394,9 @@ class Conv(_Product):
             raise ValueError(f"x has shape {list(x.shape)}; expected [{sizes}]")
         alone = x.dim() == dims + 1
         rows = self._window.rows(x[None] if alone else x)
-        places = ops.linear(rows, self.packed_weight, self.info.out_features).movedim(-1, 1)
+        double = self._dtype is torch.float64 and x.dtype is torch.float64
+        places = ops.linear(rows.float() if double else rows, self.packed_weight, self.info.out_features).movedim(-1, 1)
+        places = places.double() if double else places
         return places[0] if alone else places
 
     def extra_repr(self) -> str:
@@ -449,8 +463,7 @@ class Embedding(Packed):
         return self.info.in_features
 
     def forward(self, indices: Tensor) -> Tensor:
-        rows = torch.ops.lowbit.embedding(indices, self.packed_weight, self.info.in_features, dtype=self._dtype)
-        return self.finish(rows)
+        return self.finish(_rows(indices, self.packed_weight, self.info.in_features, self._dtype))
 
     def finish(self, rows: Tensor) -> Tensor:
         """The output for looked-up rows: unchanged, scaled, or normalized."""
@@ -493,7 +506,7 @@ class LinearExperts(_Features, Packed):
 
     def _dequantized(self, dtype: torch.dtype) -> Tensor:
         rows = torch.arange(self.info.out_features, device=self.packed_weight.device)
-        return torch.stack([ops.embedding(rows, matrix, self.info.in_features, dtype=dtype) for matrix in self.packed_weight])
+        return torch.stack([_rows(rows, matrix, self.info.in_features, dtype) for matrix in self.packed_weight])
 
     def to_format(self, format: str) -> LinearExperts:
         """Returns the module: experts have no format but that of :func:`lowbit.pack`.
@@ -506,6 +519,8 @@ class LinearExperts(_Features, Packed):
         return self
 
     def forward(self, x: Tensor, experts: Tensor) -> Tensor:
+        if self._dtype is torch.float64 and x.dtype is torch.float64:
+            return ops.linear_experts(x.float(), self.packed_weight, experts, self.info.out_features).double()
         return ops.linear_experts(x, self.packed_weight, experts, self.info.out_features)
 
     def extra_repr(self) -> str:

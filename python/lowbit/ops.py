@@ -2,7 +2,7 @@
 
 import inspect
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -384,41 +384,77 @@ def _(*arguments: Any) -> Tensor:
     return _without_tangents("attention", *arguments)
 
 
+_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+
+
+def _follow_autocast(operator: str, count: int) -> None:
+    """Under torch.autocast the first ``count`` tensors get its dtype, as torch's linear layers and attention do it."""
+    overload = getattr(torch.ops.lowbit, operator).default
+
+    def cast(*arguments: Any) -> Tensor:
+        dtype = torch.get_autocast_dtype("cpu")
+        floats = (x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in arguments[:count])
+        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
+            return overload(*floats, *arguments[count:])
+
+    torch.library.impl(f"lowbit::{operator}", "AutocastCPU", cast)
+
+
+for _operator, _count in (("linear", 1), ("linears", 1), ("linear_experts", 1), ("masked_attention", 3)):
+    _follow_autocast(_operator, _count)
+
+
 # register_fake looks this file's module up by inspect, which otherwise searches the files of all modules: 3 ms.
 getattr(inspect, "modulesbyfile", {})[os.path.abspath(__file__)] = __name__
 
 
-def _check_devices(operator: str, **tensors: Tensor) -> None:
-    """Raises ValueError if tensors are on different devices: with one of them on the meta device torch runs this fake kernel,
-    and the result would be uninitialized memory."""
-    (first, device), *further = ((name, tensor.device) for name, tensor in tensors.items())
-    for name, other in further:
-        if other != device:
-            raise ValueError(f"lowbit.{operator}: {first} is on {device} and {name} on {other}; expected one device")
+def _register_fake(operator: str) -> Callable[[Callable[..., Any]], None]:
+    """As torch.library.register_fake, for calls whose tensors are all on one device.
+
+    With one of them on the meta device torch runs this function, and the result would be uninitialized memory of the CPU.
+    """
+
+    def register(function: Callable[..., Any]) -> None:
+        parameters = getattr(torch.ops.lowbit, operator).default._schema.arguments
+
+        def checked(*arguments: Any, **options: Any) -> Any:
+            tensors = [
+                (parameter.name, tensor)
+                for at, parameter in enumerate(parameters)
+                for value in [arguments[at] if at < len(arguments) else options.get(parameter.name)]
+                for tensor in (value if isinstance(value, list | tuple) else [value])
+                if isinstance(tensor, Tensor)
+            ]
+            (first, of_first), *_ = tensors
+            for name, tensor in tensors:
+                if tensor.device != of_first.device:
+                    raise ValueError(
+                        f"lowbit.{operator}: {first} is on {of_first.device} and {name} on {tensor.device}; expected one device"
+                    )
+            return function(*arguments, **options)
+
+        torch.library.register_fake(f"lowbit::{operator}", checked)
+
+    return register
 
 
-@torch.library.register_fake("lowbit::linear")
+@_register_fake("linear")
 def _(x: Tensor, packed_weight: Tensor, out_features: int) -> Tensor:
-    _check_devices("linear", x=x, packed_weight=packed_weight)
     return x.new_empty((*x.shape[:-1], out_features))
 
 
-@torch.library.register_fake("lowbit::linears")
+@_register_fake("linears")
 def _(x: Tensor, packed_weights: list[Tensor], out_features: list[int]) -> Tensor:
-    for packed_weight in packed_weights:
-        _check_devices("linears", x=x, packed_weights=packed_weight)
     return x.new_empty((*x.shape[:-1], sum(out_features)))
 
 
-@torch.library.register_fake("lowbit::linear_experts")
+@_register_fake("linear_experts")
 def _(x: Tensor, packed_weights: Tensor, experts: Tensor, out_features: int) -> Tensor:
-    _check_devices("linear_experts", x=x, packed_weights=packed_weights, experts=experts)
     return x.new_empty((*experts.shape, out_features))
 
 
-@torch.library.register_fake("lowbit::embedding")
+@_register_fake("embedding")
 def _(indices: Tensor, packed_weight: Tensor, embedding_dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
-    _check_devices("embedding", indices=indices, packed_weight=packed_weight)
     return indices.new_empty((*indices.shape, embedding_dim), dtype=dtype or torch.float32)
 
 
@@ -427,48 +463,45 @@ def _attended(q: Tensor, v: Tensor) -> Tensor:
     return q.new_empty((batch, positions, heads, v.shape[-1]))
 
 
-@torch.library.register_fake("lowbit::attention")
+@_register_fake("attention")
 def _(
     q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, start: Tensor, scale: float, window: int = 0,
     softcap: float = 0.0, sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    _check_devices("attention", q=q, k=k, v=v, k_cache=k_cache, v_cache=v_cache, start=start)
     return _attended(q, v)
 
 
-@torch.library.register_fake("lowbit::window_attention")
+@_register_fake("window_attention")
 def _(q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, held: Tensor, start: Tensor, *_: Any) -> Tensor:
-    _check_devices("window_attention", q=q, k=k, v=v, k_cache=k_cache, v_cache=v_cache, held=held, start=start)
     return _attended(q, v)
 
 
-@torch.library.register_fake("lowbit::linear_attention")
+@_register_fake("linear_attention")
 def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
     return q.new_empty(v.shape)
 
 
-@torch.library.register_fake("lowbit::short_conv")
+@_register_fake("short_conv")
 def _(x: Tensor, *_: Any) -> Tensor:
     return x.new_empty(x.shape)
 
 
-@torch.library.register_fake("lowbit::masked_attention")
+@_register_fake("masked_attention")
 def _(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor | None, scale: float, softcap: float = 0.0) -> Tensor:
-    _check_devices("masked_attention", q=q, k=k, v=v)
     return _attended(q, v)
 
 
-@torch.library.register_fake("lowbit::activate")
+@_register_fake("activate")
 def _(x: Tensor, gate: Tensor | None, activation: int) -> Tensor:
     return x.new_empty(x.shape)
 
 
-@torch.library.register_fake("lowbit::rms_norm")
+@_register_fake("rms_norm")
 def _(x: Tensor, weight: Tensor | None, epsilon: float, weight_offset: float = 0.0) -> Tensor:
     return x.new_empty(x.shape)
 
 
-@torch.library.register_fake("lowbit::pack")
+@_register_fake("pack")
 def _(
     codes: Tensor, scales: Tensor, mins: Tensor | None, bias: Tensor | None, bits: int, group_size: int,
     levels: Tensor | None = None, rotated_inputs: int = 0,
@@ -479,18 +512,18 @@ def _(
     return codes.new_empty((size,))
 
 
-@torch.library.register_fake("lowbit::search_groups")
+@_register_fake("search_groups")
 def _(weights: Tensor, importance: Tensor | None, bits: int, affine: bool) -> tuple[Tensor, Tensor]:
     groups = weights.shape[0]
     return weights.new_empty(groups), weights.new_empty(groups if affine else 0)
 
 
-@torch.library.register_fake("lowbit::error_feedback")
+@_register_fake("error_feedback")
 def _(weights: Tensor, *_: Any) -> tuple[Tensor, ...]:
     return tuple(torch.empty_like(weights) for _ in range(3))
 
 
-@torch.library.register_fake("lowbit::quantize")
+@_register_fake("quantize")
 def _(weight: Tensor, bits: int, group_size: int, affine: bool, search: bool) -> tuple[Tensor, Tensor, Tensor]:
     n, k = weight.shape
     groups = -(-k // group_size) if group_size else 1
@@ -502,7 +535,7 @@ def _(weight: Tensor, bits: int, group_size: int, affine: bool, search: bool) ->
     )
 
 
-@torch.library.register_fake("lowbit::unpack")
+@_register_fake("unpack")
 def _(packed_weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     # The sizes are in the header's bytes, which tracing cannot read.
     context = torch.library.get_ctx()

@@ -117,5 +117,25 @@ def _prepare_model(self: Any, peft_config: Any, model: Any) -> None:
 
 
 lora.model.LoraModel._prepare_model = _prepare_model
+_usual_preparation = peft.utils.other.prepare_model_for_kbit_training
+
+
+@functools.wraps(_usual_preparation)
+def _prepare_for_training(model: Any, *arguments: Any, **options: Any) -> Any:
+    """peft has a list of the quantization methods that get gradient checkpointing."""
+    if not any(isinstance(module, nn.Packed) for module in model.modules()):
+        return _usual_preparation(model, *arguments, **options)
+    before = vars(model).get("is_loaded_in_4bit", False)
+    model.is_loaded_in_4bit = True
+    try:
+        return _usual_preparation(model, *arguments, **options)
+    finally:
+        del model.is_loaded_in_4bit
+        if before:
+            model.is_loaded_in_4bit = before
+
+
+for _module in (peft.utils.other, peft.utils, peft):
+    _module.prepare_model_for_kbit_training = _prepare_for_training
 
 __all__ = ["LoraLinear", "for_packed_layers"]

@@ -12,6 +12,7 @@
 
 #include "../../kernels/registry.h"
 #include "../../ops/load_kernels.h"
+#include "../../ops/scratch.h"
 #include "support/build.h"
 #include "support/calls.h"
 #include "support/failing_allocator.h"
@@ -74,7 +75,7 @@ Parallel two_threads() {
   return {2, [](int count, void (*task)(void*, int), void* context) { second->run(count, task, context); }};
 }
 
-// What happens with allocation `number` (0, 1, ...) failing, on a thread that has kept no memory.
+// What happens with allocation `number` (0, 1, ...) failing.
 struct Outcome {
   Status status;
   bool reached;  // there was such an allocation
@@ -98,6 +99,7 @@ int64_t fail_each(const std::string& name, const std::function<Status()>& call, 
     for (int64_t number = 0;; ++number) {
       const std::string what = name + ", allocation " + std::to_string(number) + (all_after ? " and all after it" : "");
       bool reached = false;
+      release_blocks();
       std::thread([&] {
         const Outcome outcome = fail_at(number, all_after, call);
         reached = outcome.reached;
@@ -111,6 +113,7 @@ int64_t fail_each(const std::string& name, const std::function<Status()>& call, 
         EXPECT_TRUE(again.ok()) << what << ", the next call: " << again.message();
         check();
       }).join();
+      release_blocks();
       // The second thread keeps what it has. With enough memory nothing may be left behind from here on.
       if (number == 0) before = blocks_in_use();
       EXPECT_LE(blocks_in_use(), before) << what << " leaks";
@@ -139,7 +142,6 @@ TEST(Allocation, EachOfEachOperatorFails) {
             EXPECT_EQ(out, call.expected) << call.name;
             std::fill(out.begin(), out.end(), uint8_t{0});
           });
-      // What a call works in is there from the last one, but each thread here is a new one.
       const bool needs_none = call.name == "unpack" || call.name == "embedding, 0 rows";
       EXPECT_EQ(allocations == 0, needs_none) << call.name << ": " << allocations;
       all += allocations;
@@ -148,9 +150,10 @@ TEST(Allocation, EachOfEachOperatorFails) {
   EXPECT_GT(all, 100);
 }
 
-// A thread that has kept memory for a small call, and gets none for a larger one.
-TEST(Allocation, AThreadThatHasKeptLess) {
+// Memory is kept of a small call, and there is none for a larger one.
+TEST(Allocation, LessIsKept) {
   const std::vector<Call> calls = make_calls();
+  release_blocks();
   const auto named = [&](const char* name) -> const Call& {
     for (const Call& call : calls) {
       if (call.name == name) return call;

@@ -151,6 +151,24 @@ TEST(Arguments, ShapesThatCannotBe) {
   }
 }
 
+TEST(Arguments, StridesThatCannotBe) {
+  for (const Operator& op : operators()) {
+    for (size_t i = 0; i < op.tensors.size(); ++i) {
+      for (int d = 0; d < op.views()[i].shape.ndim; ++d) {
+        if (op.views()[i].shape.size[d] < 2) continue;
+        for (const int64_t stride : {INT64_MIN, INT64_MIN / 8, INT64_MAX / 4, INT64_MAX}) {
+          SCOPED_TRACE(op.name + ", tensor " + std::to_string(i) + ", stride " + std::to_string(stride));
+          std::vector<TensorView> views = op.views();
+          views[i].stride[d] = stride;
+          const auto before = op.written();
+          EXPECT_TRUE(refused(op.run(views, {}), "elements between the first and the last"));
+          EXPECT_EQ(op.written(), before);
+        }
+      }
+    }
+  }
+}
+
 TEST(Arguments, NoMemory) {
   expect_refused([](auto& views, size_t i) { views[i].data = nullptr; }, "no memory");
 }

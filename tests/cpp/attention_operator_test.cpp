@@ -433,5 +433,27 @@ TEST(Attention, Refusals) {
   EXPECT_TRUE(good().ok());
 }
 
+// Tensors of more elements than an int counts. No memory is touched: the call is refused, for what is wrong with it.
+TEST(WindowAttention, StridesBeyondAnInt) {
+  const auto at = [](uintptr_t tebibyte, const Shape& shape) {
+    TensorView view{reinterpret_cast<void*>(tebibyte << 40), ElementType::f32, true, shape, {}};
+    int64_t stride = 1;
+    for (int d = shape.ndim - 1; d >= 0; --d) {
+      view.stride[d] = stride;
+      stride *= shape.size[d];
+    }
+    return view;
+  };
+  constexpr int64_t kPositions = 65536, kHeads = 64, kWidth = 512, kWindow = 16;
+  const Shape rows{4, {2, kHeads, kPositions, kWidth}}, cache{4, {2, kHeads, kPositions + kWindow + 512, kWidth}};
+  const TensorView out = at(1, {4, {2, kPositions, kHeads, kWidth}});
+  int64_t positions[] = {0, 0};
+  const TensorView held{positions, ElementType::i64, true, {1, {2}}, {1}};
+  const TensorView start{positions + 1, ElementType::i64, true, {1, {1}}, {1}};
+  EXPECT_TRUE(refused(window_attention(at(1, rows), at(2, rows), at(3, rows), at(4, cache), at(5, cache), held, start,
+                                       {1.0, kWindow}, out, {}),
+                      "out and q share memory"));
+}
+
 }  // namespace
 }  // namespace lowbit::test

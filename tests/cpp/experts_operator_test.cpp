@@ -313,7 +313,37 @@ TEST(LinearExperts, Refusals) {
   EXPECT_TRUE(refused(run(random_tensor(ElementType::f32, {2, 64}, random).view, turned.view,
                           index_tensor({0, 1, 1, 0}, {2, 2}).view, kOutputs),
                       "expert 1 has inputs in rotated blocks of 32; expected 0, as expert 0"));
+  EXPECT_TRUE(refused(run(random_tensor(ElementType::f32, {2, 64}, random).view, turned.view,
+                          index_tensor({1, 0, 1, 0}, {2, 2}).view, kOutputs),
+                      "expert 0 has inputs in rotated blocks of 0; expected 32, as expert 1"));
   EXPECT_TRUE(out.memory->intact()) << "a refused call writes nothing";
+}
+
+// A matrix that no row goes to is not read.
+TEST(LinearExperts, ADamagedHeaderOfAnExpertThatIsNotChosen) {
+  Random random(5);
+  for (const int64_t damaged : {0, 1, 2}) {
+    const Model model(3);
+    Tensor weights(ElementType::u8, {3, model.packed_weights.view.shape.size[1]});
+    std::memcpy(weights.memory->data(), model.packed_weights.view.data, static_cast<size_t>(weights.view.shape.numel()));
+    const Tensor x = random_tensor(ElementType::f32, {2, kInputs}, random);
+    const Tensor out(ElementType::f32, {2, 2, kOutputs}), expected(ElementType::f32, {2, 2, kOutputs});
+    const int64_t a = (damaged + 1) % 3, b = (damaged + 2) % 3;
+    const Tensor experts = index_tensor({a, b, b, a}, {2, 2});
+    ASSERT_TRUE(linear_experts(x.view, weights.view, experts.view, kOutputs, expected.view, {}).ok());
+    std::memset(weights.memory->data() + damaged * weights.view.shape.size[1], 7, 64);
+    ASSERT_TRUE(linear_experts(x.view, weights.view, experts.view, kOutputs, out.view, {}).ok()) << damaged;
+    EXPECT_EQ(std::memcmp(out.view.data, expected.view.data, 4 * 2 * 2 * kOutputs), 0) << damaged;
+    const std::string says = "expert " + std::to_string(damaged) + ": ";
+    for (const int64_t place : {0, 3}) {
+      int64_t chosen[] = {a, b, b, a};
+      chosen[place] = damaged;
+      EXPECT_TRUE(refused(linear_experts(x.view, weights.view,
+                                         index_tensor({chosen[0], chosen[1], chosen[2], chosen[3]}, {2, 2}).view, kOutputs,
+                                         out.view, {}),
+                          says.c_str()));
+    }
+  }
 }
 
 }  // namespace

@@ -81,6 +81,8 @@ TEST(B_Added, LimitsGroupsAndIsaOfAPreferredRow) {
   EXPECT_NE(&choose_linear_of(6, 1, kLess), &named("test_isa"));
   EXPECT_NE(&choose_linear_of(6, 1, kPortable), &named("test_isa"));
   EXPECT_EQ(&choose_linear_of(8, 1, kPortable), &named("test_without_others"));
+  const LinearKernel& built_in = choose_linear_built_in(layout_of(16, 64, 8, 32, Mapping::symmetric, false), 1, kPortable);
+  EXPECT_EQ(library_of(&built_in), nullptr) << built_in.name;
   EXPECT_NE(&choose_linear_of(8, 1, kLess), &named("test_without_others"));
   for (const int64_t group_size : {0, 16, 32, 48, 64, 80, 96}) {
     Layout layout = layout_of(16, 32, 7, group_size, Mapping::symmetric, false);

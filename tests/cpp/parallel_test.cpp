@@ -1,11 +1,14 @@
 // parallel_1d and parallel_2d: every piece once, on any host's threads, and no piece waits for a stalled thread that
 // others could serve. What a call works in, and its float settings.
 
+#include "../../kernels/ukernel.h"
 #include "../../ops/nodes.h"
 #include "../../ops/schedule.h"
 #include "../../ops/scratch.h"
+#include "../../ops/sme_threads.h"
 
 #include <gtest/gtest.h>
+#include <unistd.h>
 
 #include <chrono>
 #include <condition_variable>
@@ -103,39 +106,77 @@ TEST(Parallel, WorkersAreApart) {
               [&](int worker, int64_t, int64_t, int64_t) { visit(worker); });
 }
 
-TEST(Scratch, StaysWithItsThread) {
-  std::thread([] {
-    char* first;
-    {
-      const Scratch scratch(100000);
-      first = scratch.data();
-      ASSERT_EQ(reinterpret_cast<uintptr_t>(first) % 64, 0u);
-      std::memset(first, 1, 100000);
-    }
-    {
-      const Scratch scratch(1);
-      EXPECT_EQ(scratch.data(), first) << "kept";
-      const Scratch inner(100000);
-      ASSERT_NE(inner.data(), first) << "lent already";
-      std::memset(inner.data(), 2, 100000);
-    }
+TEST(Scratch, IsKeptForTheNextCall) {
+  release_blocks();
+  char* first;
+  {
     const Scratch scratch(100000);
-    EXPECT_EQ(scratch.data(), first);
-    std::thread([first] { EXPECT_NE(Scratch(100000).data(), first) << "another thread's"; }).join();
+    first = scratch.data();
+    ASSERT_EQ(reinterpret_cast<uintptr_t>(first) % kAlignment, 0u);
+    std::memset(first, 1, 100000);
+    EXPECT_EQ(kept_bytes(), 0) << "lent";
+  }
+  EXPECT_EQ(kept_bytes(), 1 << 17);
+  {
+    const Scratch scratch(1);
+    EXPECT_EQ(scratch.data(), first) << "kept";
+    const Scratch inner(100000);
+    ASSERT_NE(inner.data(), first) << "lent already";
+    std::memset(inner.data(), 2, 100000);
+  }
+  std::thread([] {
+    const Scratch scratch(100000);
+    EXPECT_EQ(kept_bytes(), 1 << 17) << "of two blocks one was taken, whatever thread they were on";
   }).join();
+  EXPECT_EQ(kept_bytes(), 2 << 17);
+  release_blocks();
+  EXPECT_EQ(kept_bytes(), 0);
 }
 
-// Each thread of a call has memory of its own, which the caller keeps for the next call, however many threads there are.
-TEST(Scratch, OfManyThreadsStaysWithTheCaller) {
-  constexpr int kThreads = 1000;
+// Calls of many threads at once, small and large in turn: together they leave no more than a process may keep.
+TEST(Scratch, OfIdleThreadsIsBounded) {
+  std::vector<std::thread> threads;
+  for (int i = 0; i < 24; ++i) {
+    threads.emplace_back([i] {
+      for (int round = 0; round < 200; ++round) {
+        const int64_t bytes = int64_t{1} << (10 + (i + 7 * round) % 16);
+        const Scratch scratch(bytes), inner(bytes / 3 + 1);
+        for (const Scratch* each : {&scratch, &inner}) std::memset(each->data(), i, 64);
+        std::this_thread::yield();
+        for (int at = 0; at < 64; ++at) ASSERT_EQ(scratch.data()[at], i) << "another thread has it, too";
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_GT(kept_bytes(), 0);
+  EXPECT_LE(kept_bytes(), kKeptBytes);
+  // What the latest call worked in is kept, whatever else was.
+  char* latest;
+  {
+    const Scratch scratch(kKeptBytes);
+    latest = scratch.data();
+    ASSERT_NE(latest, nullptr);
+  }
+  EXPECT_EQ(kept_bytes(), kKeptBytes);
+  EXPECT_EQ(Scratch(kKeptBytes / 2 + 1).data(), latest);
+  {
+    const Scratch scratch(kKeptBytes + 1);
+    ASSERT_NE(scratch.data(), nullptr);
+  }
+  EXPECT_EQ(kept_bytes(), kKeptBytes) << "more than that is not kept";
+  release_blocks();
+}
+
+// Each thread of a call has memory of its own, which is kept for the next call.
+TEST(Scratch, OfACallWithManyThreadsIsKept) {
+  constexpr int kThreads = 300;
+  release_blocks();
   Random random(1);
   const Layout layout = layout_of(1024, 256, 4, 32, Mapping::symmetric, false);
   const Tensor weight = bytes_tensor(packed(random_weights(layout, random)));
   const Tensor x = random_tensor(ElementType::f32, {8, 256}, random), out(ElementType::f32, {8, 1024});
-  std::thread([&] {
-    ASSERT_TRUE(linear(x.view, weight.view, 1024, out.view, {kThreads, one_after_another}).ok());
-    EXPECT_GE(kept_memory()->bytes, kThreads * kLinearScratchBytes);
-  }).join();
+  ASSERT_TRUE(linear(x.view, weight.view, 1024, out.view, {kThreads, one_after_another}).ok());
+  EXPECT_GE(kept_bytes(), kThreads * kLinearScratchBytes);
 }
 
 TEST(Scratch, TooMuchIsNoMemory) {
@@ -367,6 +408,29 @@ Nodes nodes_of(const char* name, const std::vector<std::pair<int, const char*>>&
                bool (*may_use)(int) = [](int) { return true; }) {
   return read_nodes(directory_of(name, nodes).string().c_str(), may_use);
 }
+
+#ifdef __linux__
+TEST(SmeThreads, ClustersWithCpusThatAreOffline) {
+  const std::string directory = testing::TempDir() + "lowbit_clusters" + std::to_string(getpid());
+  const auto write = [&](int cpu, const char* id) {
+    const std::string topology = directory + "/cpu" + std::to_string(cpu) + "/topology";
+    std::filesystem::create_directories(topology);
+    std::ofstream(topology + "/cluster_id") << id;
+  };
+  EXPECT_EQ(clusters_in(directory.c_str()), 0);
+  std::filesystem::create_directories(directory + "/cpu1");  // offline, as CPUs 3 to 8
+  write(0, "36");
+  write(2, "36");
+  write(9, "518");
+  EXPECT_EQ(clusters_in(directory.c_str()), 2);
+  write(10, "-1");  // not known
+  write(11, "");
+  EXPECT_EQ(clusters_in(directory.c_str()), 2);
+  write(700, "4");
+  EXPECT_EQ(clusters_in(directory.c_str()), 3);
+  std::filesystem::remove_all(directory);
+}
+#endif
 
 TEST(Nodes, AreThoseOfTheSystemWithCpus) {
   const Nodes nodes = nodes_of("two", {{0, "0-3,8,10-11"}, {1, ""}, {5, "4-7,9"}});

@@ -178,6 +178,7 @@ TEST(Choice, StaysWithinTheIsaAndTheTask) {
             EXPECT_LE(linear.m_least, m) << linear.name;
             EXPECT_TRUE(!linear.several_streams || streams == Streams::several) << linear.name;
           }
+          EXPECT_EQ(&choose_linear_built_in(task(bits, group_size), m, isa), &choose_linear(task(bits, group_size), m, isa));
         }
       }
     }

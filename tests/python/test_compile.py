@@ -221,7 +221,7 @@ def through_checkpoint(function, x, use_reentrant):
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.parametrize("backend", ["none", "aot_eager"])
 def test_what_torch_puts_around_a_layer(backend):
-    """Each is right in eager and compiled; the layer takes the dtype that it is given, also under autocast."""
+    """Each is right in eager and compiled; under autocast the layer takes the dtype of torch's linear layers."""
     layer = lowbit.nn.Linear(random_packed(21, 40, 4, 16, "affine", bias=True))
     table = lowbit.nn.Embedding(layer.packed_weight)
     x, tokens = random_rows(3, 40), torch.arange(6).view(2, 3)

@@ -95,3 +95,23 @@ def test_what_is_refused():
         given = dict(weights=weights, factor=factor, pull=pull, scales=scales, mins=mins, levels=levels, bits=bits) | wrong
         with pytest.raises(ValueError, match=message):
             run(**given)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("grid", ["affine", "levels"])
+def test_numbers_that_are_not_finite(grid, bad):
+    """As quantize refuses them: the codes would be finite."""
+    names = ("weights", "factor", "pull", "scales", "mins", "levels")
+    given = arguments(6, 5, grid, 3, True, True)
+    run(*given)
+    for at, name in enumerate(names):
+        if given[at] is None:
+            continue
+        changed = [each.clone() if isinstance(each, Tensor) else each for each in given]
+        changed[at].view(-1)[-1] = bad
+        with pytest.raises(ValueError, match=f"{name} has {bad} at position {changed[at].numel() - 1}; expected finite"):
+            run(*changed)
+    factor = given[1].clone()
+    factor[2, 2] = 0
+    with pytest.raises(ValueError, match=r"factor has 0 at \[2, 2\]"):
+        run(given[0], factor, *given[2:])

@@ -96,6 +96,36 @@ def test_what_is_not_recognized_stays():
     torch.testing.assert_close(out, expected.detach(), rtol=1e-4, atol=1e-4)
 
 
+def test_attentions_that_were_asked_for():
+    """Eager attention returns them, so it stays; sdpa has none, fused or not, and transformers says so."""
+    config = config_of("bert")
+    config._attn_implementation = "eager"
+    model = transformers.AutoModel.from_config(config).eval()
+    expected = model(input_ids=TEXTS, output_attentions=True).attentions
+    summary = lowbit.fuse_(model)
+    assert summary.attention == 0 and "which returns attentions" in summary.kept["BertModel"]
+    assert summary.activations == 2
+    with torch.no_grad():
+        found = model(input_ids=TEXTS, output_attentions=True).attentions
+    assert len(found) == len(expected) == 2
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other.detach(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["bert", "qwen3"])
+def test_autocast(kind):
+    """A fused model has the dtypes of the model, which torch's layers change there."""
+    model = model_of(kind)
+    lowbit.quantize_(model, {"*": lowbit.LinearConfig(8, 32)})
+    with torch.autocast("cpu"):
+        expected = run(model)
+        lowbit.fuse_(model)
+        found = run(model)
+    assert found.dtype == expected.dtype
+    shown = SHOWN == 1
+    torch.testing.assert_close(found[shown].float(), expected[shown].float(), rtol=0.1, atol=0.1)
+
+
 def test_masks_of_other_kinds_and_caches_are_sdpas():
     model = model_of("qwen3")
     expected, mask = run(model), torch.zeros(3, 1, 12, 12)

@@ -34,6 +34,38 @@ def test_repr_of_embedding():
     assert repr(padded).startswith("Embedding(512, 1024, padding_idx=7, bits=8, ")
 
 
+def test_layers_in_float64():
+    """As float layers, they take and return it; they compute in float32."""
+    torch.manual_seed(0)
+    linear, conv = torch.nn.Linear(64, 48), torch.nn.Conv1d(4, 8, 4, stride=4)
+    layers = torch.nn.ModuleList([
+        lowbit.nn.Linear.from_float(linear, LinearConfig(4, 32)),
+        lowbit.nn.Conv.from_float(conv, lowbit.ConvConfig(4)),
+        lowbit.nn.Embedding.from_float(torch.nn.Embedding(20, 64), lowbit.EmbeddingConfig(4)),
+    ])  # fmt: skip
+    layers.append(lowbit.nn.LinearExperts(torch.stack([layers[0].packed_weight] * 2)))
+    inputs = [
+        (torch.randn(3, 64),),
+        (torch.randn(1, 4, 32),),
+        (torch.arange(5),),
+        (torch.randn(3, 64), torch.ones(3, 1).long()),
+    ]
+    expected = [layer(*each) for layer, each in zip(layers, inputs, strict=True)]
+    weights = [layer.weight.clone() for layer in layers]
+    assert layers.double() is layers
+    for layer, each, result, weight in zip(layers, inputs, expected, weights, strict=True):
+        found = layer(*(x.double() if x.is_floating_point() else x for x in each))
+        assert found.dtype == torch.float64 and torch.equal(found, result.double())
+        assert layer.weight.dtype == torch.float64 and torch.equal(layer.weight, weight.double())
+    x = inputs[0][0].double().requires_grad_()
+    layers[0](x).sum().backward()
+    assert x.grad is not None and x.grad.dtype == torch.float64 and layers[0].bias.dtype == torch.float64
+    layers.float()
+    assert torch.equal(layers[0](inputs[0][0]), expected[0]) and layers[2](inputs[2][0]).dtype == torch.float32
+    with pytest.raises(ValueError, match="x has dtype float64; expected float32"):
+        layers[0](x)
+
+
 @pytest.mark.parametrize("bits", WIDTHS)
 @pytest.mark.parametrize("mapping", MAPPINGS)
 def test_from_float(bits, mapping):

@@ -151,6 +151,28 @@ def test_transformers_trainer_takes_it(tmp_path):
         Trainer(checkpoints.load(tmp_path / "packed"), arguments, train_dataset=data)
 
 
+@pytest.mark.parametrize("reentrant", [None, True, False])
+def test_gradient_checkpointing_of_prepare_model_for_kbit_training(reentrant):
+    """peft has a list of the quantization methods that get it."""
+    plain = peft.get_peft_model(packed_model("untied"), config(init_lora_weights=False))
+    model = packed_model("untied")
+    options = {} if reentrant is None else {"gradient_checkpointing_kwargs": {"use_reentrant": reentrant}}
+    prepared = peft.prepare_model_for_kbit_training(model, **options)
+    assert prepared is model and model.is_gradient_checkpointing and not hasattr(model, "is_loaded_in_4bit")
+    model = peft.get_peft_model(model, config(init_lora_weights=False))
+    model.load_state_dict(plain.state_dict())
+    for each in (plain, model):
+        each.train()(checkpoints.TOKENS, labels=checkpoints.TOKENS).loss.backward()
+    grads = [[value.grad for value in each.parameters() if value.requires_grad] for each in (plain, model)]
+    assert len(grads[0]) > 0
+    for expected, found in zip(*grads, strict=True):
+        torch.testing.assert_close(found, expected)
+    without = peft.prepare_model_for_kbit_training(packed_model("untied"), use_gradient_checkpointing=False)
+    assert not without.is_gradient_checkpointing
+    float_model = peft.prepare_model_for_kbit_training(checkpoints.make_model("untied"))
+    assert not float_model.is_gradient_checkpointing  # as peft has it
+
+
 def test_quantizing_beside_adapters():
     """Adapters on float layers, which are then packed beneath them."""
     model = peft.get_peft_model(checkpoints.make_model("untied"), peft.LoraConfig(r=4, target_modules=TARGETS))

@@ -109,9 +109,53 @@ def test_dtypes(dtype):
     # One more rounding, to the dtype.
     torch.testing.assert_close(found.float(), expected.float(), rtol=torch.finfo(dtype).eps * 2, atol=1e-5)
     rows = packed[0](torch.arange(40))
-    with torch.autocast("cpu", torch.bfloat16):  # changes nothing
-        autocast = model[1](rows)
-    assert torch.equal(autocast, model[1](rows))
+    with torch.autocast("cpu", torch.bfloat16):  # the input is rounded, and nothing inside
+        autocast, of_packed = model[1](rows), packed[1](rows)
+    assert autocast.dtype == of_packed.dtype == torch.bfloat16
+    assert torch.equal(autocast, model[1](rows.bfloat16())) and torch.equal(of_packed, packed[1](rows.bfloat16()))
+
+
+@pytest.mark.parametrize("config", [
+    LinearConfig(3, 32), LinearConfig(1, 32), LinearConfig(4, 32, "affine"), LinearConfig(4, None, rotate=True)
+], ids=str)  # fmt: skip
+def test_derivatives_of_torch_func(config):
+    """grad has the bits of backward(); gradients of each sample sum up to it; a derivative in forward mode is the same number."""
+    torch.manual_seed(0)
+    model = lowbit.qat.prepare_(torch.nn.Sequential(torch.nn.Linear(96, 20)), config)
+    parameters = {name: value.detach().clone() for name, value in model.named_parameters()}
+    parameters["0.weight_scale"] *= 0.7  # so that some weights are beyond the range
+    x = reference.random_rows(5, 96)
+
+    def loss(parameters, x):
+        return torch.func.functional_call(model, parameters, (x,)).square().sum()
+
+    leaves = {name: value.clone().requires_grad_() for name, value in parameters.items()}
+    expected = dict(zip(leaves, torch.autograd.grad(loss(leaves, x), [*leaves.values()]), strict=True))
+    found = torch.func.grad(loss)(parameters, x)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    samples = torch.vmap(torch.func.grad(loss), (None, 0))(parameters, x[:, None])
+    for name, value in samples.items():
+        torch.testing.assert_close(value.sum(0), expected[name], rtol=1e-4, atol=1e-3)
+    direction = {name: torch.randn_like(value) for name, value in parameters.items()}
+    for at, tangent in ((0, direction), (1, torch.randn_like(x))):
+        function = (lambda value: loss(value, x)) if at == 0 else (lambda value: loss(parameters, value))
+        _, forward = torch.func.jvp(function, ((parameters, x)[at],), (tangent,))
+        backward = torch.func.grad(loss, at)(parameters, x)
+        pairs = [(backward[name], direction[name]) for name in direction] if at == 0 else [(backward, tangent)]
+        torch.testing.assert_close(forward, sum((a * b).sum() for a, b in pairs), rtol=1e-4, atol=1e-2)
+
+
+def test_derivatives_of_a_prepared_embedding():
+    table = lowbit.qat.prepare_(torch.nn.Sequential(torch.nn.Embedding(40, 64)), EmbeddingConfig(3, 32, "affine"))
+    parameters = {name: value.detach() for name, value in table.named_parameters()}
+    indices = torch.tensor([3, 1, 3])
+
+    def loss(parameters):
+        return torch.func.functional_call(table, parameters, (indices,)).square().sum()
+
+    found = torch.func.grad(loss)(parameters)
+    table(indices).square().sum().backward()
+    assert all(torch.equal(found[name], value.grad) for name, value in table.named_parameters())
 
 
 @pytest.mark.parametrize("mapping", MAPPINGS)

@@ -336,6 +336,20 @@ def test_the_last_override_counts(tmp_path):
         assert vars(same) == vars(config)
 
 
+@pytest.mark.parametrize("fields", [
+    {}, {"bits": 2}, {"group_size": 64}, {"group_size": None}, {"mapping": "affine"}, {"scale": "absmax"}, {"embedding_bits": 8},
+    {"levels": "nf4"}, {"conv_bits": 4}, {"rotate": True}, {"format_version": 2}, {"overrides": {"*": {"rotate": True}}},
+    {"rotate": True, "overrides": {"lm_head": {"rotate": False, "bits": 8, "levels": None}, "*embed*": None}},
+], ids=str)  # fmt: skip
+def test_every_field_survives(fields):
+    """`rotate` is left out where it is False, so that an older lowbit reads the config."""
+    config = LowBitConfig(**fields)
+    assert set(config.to_dict()) | {"rotate"} == set(vars(config))
+    assert ("rotate" in config.to_dict()) == config.rotate
+    for same in (LowBitConfig(**config.to_dict()), LowBitConfig.from_dict(json.loads(config.to_json_string(use_diff=False)))):
+        assert vars(same) == vars(config) and same.to_dict() == config.to_dict()
+
+
 def test_a_pattern_twice():
     pairs = [("*", {"bits": 4}), (HEAD, {"bits": 8}), ("*", {"bits": 2})]
     selected = LowBitConfig(overrides=pairs).select(make_model())

@@ -94,3 +94,18 @@ def test_what_is_refused():
     ]:
         with pytest.raises(ValueError, match=message):
             search(*arguments)
+
+
+@pytest.mark.parametrize("bits, affine", [(1, False), (4, False), (4, True)])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_numbers_that_are_not_finite(bits, affine, bad):
+    """As quantize refuses them: the scales would be finite."""
+    x, importance = groups(4, 32)
+    x[2, 31] = bad
+    with pytest.raises(ValueError, match=f"weights has {bad} at position 95; expected finite numbers"):
+        search(x, importance, bits, affine)
+    x[2, 31] = 1
+    for wrong in (bad, -1.0):
+        importance[3, 0] = wrong
+        with pytest.raises(ValueError, match="importance has .* at position 96; expected finite numbers from 0 on"):
+            search(x, importance, bits, affine)

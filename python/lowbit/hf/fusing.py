@@ -91,6 +91,8 @@ def _refusal(model: torch.nn.Module, implementation: str) -> str | None:
     """Why a model keeps its attention."""
     if not getattr(model, "_supports_sdpa", False):
         return "its attention is code of its own, none that transformers lets others replace"
-    if implementation not in ("sdpa", "eager", masked.ATTENTION):
-        return f"its attention is {implementation}; expected sdpa or eager"
+    if implementation == "eager":  # of models that have sdpa, one that was asked for
+        return "its attention is eager, which returns attentions; load the model with attn_implementation='sdpa'"
+    if implementation not in ("sdpa", masked.ATTENTION):
+        return f"its attention is {implementation}; expected sdpa"
     return None

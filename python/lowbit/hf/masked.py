@@ -121,6 +121,7 @@ def attend(
         and query.dtype == key.dtype == value.dtype
         and query.shape[1] % key.shape[1] == 0
         and all(others.get(name) is None for name in ("position_bias", "cache", "softcap"))
+        and not others.get("output_attentions")  # sdpa has none either, and says so
     )
     bounds = attention_mask if _is_bounds(attention_mask) else None
     if attention_mask is None and causal and query.shape[2] > 1:
