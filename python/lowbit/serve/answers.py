@@ -36,7 +36,9 @@ class Event:
 class Answers:
     """The texts of a request."""
 
-    def __init__(self, engine: Engine, model: LanguageModel, prompts: list[list[int]], asked: Writing, usual_tokens: int | None):
+    def __init__(
+        self, engine: Engine, model: LanguageModel, prompts: list[list[int]], asked: Writing, usual_tokens: int | None
+    ):
         """
         Args:
             prompts: each gets the number of texts that is asked for.

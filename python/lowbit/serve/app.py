@@ -273,7 +273,10 @@ class Server:
     def _named(self, name: str) -> Model:
         if name not in self.models:
             raise ApiError(
-                404, f"there is no model {shortened(name, 64)!r}; expected {' or '.join(self.models)}", param="model", code="model_not_found"
+                404,
+                f"there is no model {shortened(name, 64)!r}; expected {' or '.join(self.models)}",
+                param="model",
+                code="model_not_found",
             )
         return self.models[name]
 
@@ -416,7 +419,11 @@ class Server:
             for name, each in values.items():
                 if len(each) > 1 and not name.endswith("[]"):
                     raise bad(name, f"{name} comes {len(each)} times; expected once")
-            return validated(Wish, {k: v if k.endswith("[]") else v[0] for k, v in values.items()}), await file.read(), file.filename or "file"
+            return (
+                validated(Wish, {k: v if k.endswith("[]") else v[0] for k, v in values.items()}),
+                await file.read(),
+                file.filename or "file",
+            )
         finally:
             await form.close()
 

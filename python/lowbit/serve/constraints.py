@@ -66,9 +66,7 @@ class Matcher:
 
 
 def _refuse(grammar: Grammar, reason: str) -> ApiError:
-    return bad(
-        grammar.param, f"the {_WHATS.get(grammar.kind, 'grammar')} is not supported: {reason}", "unsupported_schema"
-    )
+    return bad(grammar.param, f"the {_WHATS.get(grammar.kind, 'grammar')} is not supported: {reason}", "unsupported_schema")
 
 
 def _check_size(grammar: Grammar) -> None:

@@ -307,7 +307,11 @@ def embeddings(model: Any, asked: Embeddings) -> Request:
         if width is not None and width > len(rows[0]):
             raise bad("dimensions", f"dimensions is {width}; expected at most {len(rows[0])}, those of the model")
         values = [_shortened(row, width).tolist() for row in rows]
-        encoded = values if asked.encoding_format == "float" else [base64.b64encode(struct.pack(f"<{len(x)}f", *x)).decode() for x in values]
+        encoded = (
+            values
+            if asked.encoding_format == "float"
+            else [base64.b64encode(struct.pack(f"<{len(x)}f", *x)).decode() for x in values]
+        )
         data = [{"object": "embedding", "index": index, "embedding": value} for index, value in enumerate(encoded)]
         return {"object": "list", "data": data, "model": model.name, "usage": _usage(count)}
 
@@ -351,7 +355,8 @@ def ranking(model: Any, asked: Ranking) -> Request:
             scores = [row.item() for row in rows]
         order = sorted(range(len(documents)), key=lambda index: -scores[index])[: asked.top_n]
         results = [
-            {"index": index, "relevance_score": scores[index]} | ({"document": {"text": documents[index]}} if asked.return_documents else {})
+            {"index": index, "relevance_score": scores[index]}
+            | ({"document": {"text": documents[index]}} if asked.return_documents else {})
             for index in order
         ]
         return {"model": model.name, "results": results, "usage": _usage(count)}

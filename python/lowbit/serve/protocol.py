@@ -40,7 +40,9 @@ def _few(most: int, least: int = 0) -> BeforeValidator:
 
     def check(value: Any) -> Any:
         if isinstance(value, list | dict) and not least <= len(value) <= most:
-            raise PydanticCustomError("few", "{least} to {most} entries, not {n}", {"least": least, "most": most, "n": len(value)})
+            raise PydanticCustomError(
+                "few", "{least} to {most} entries, not {n}", {"least": least, "most": most, "n": len(value)}
+            )
         return value
 
     return BeforeValidator(check)
@@ -110,7 +112,9 @@ def validated(kind: type[B], value: Any) -> B:
     for step in first["loc"]:
         if isinstance(step, int):
             place += f"[{step}]"
-        elif not place or ((step.isidentifier() or step.isdigit()) and step not in ("str", "int", "float", "bool", "list", "dict")):
+        elif not place or (
+            (step.isidentifier() or step.isdigit()) and step not in ("str", "int", "float", "bool", "list", "dict")
+        ):
             place += f".{step}" if place else step
     place = shortened(place, 200) or "the body"
     found = "missing" if first["type"] == "missing" else _found(first["input"])
@@ -243,6 +247,7 @@ class Writing(Body):
     stream_options: _StreamOptions = Field(default_factory=_StreamOptions)
     response_format: _Format | None = None
     structured_outputs: _Structured | None = None
+
     @model_validator(mode="after")
     def _check(self) -> Writing:
         if self.best_of not in (None, self.n):
@@ -350,7 +355,9 @@ class _Message(_Part):
         found["content"] = "".join(part.text for part in self.content or ())
         found |= {key: value for key in ("name", "tool_call_id") if (value := getattr(self, key)) is not None}
         if self.tool_calls:
-            found["tool_calls"] = [{"id": each.id, "type": "function", "function": dict(each.function)} for each in self.tool_calls]
+            found["tool_calls"] = [
+                {"id": each.id, "type": "function", "function": dict(each.function)} for each in self.tool_calls
+            ]
         return found
 
 
@@ -406,7 +413,9 @@ class Chat(Writing, Conversation):
         _dumped("tools", [each.model_dump() for each in self.tools], _MOST_TOOLS)
         wanted = self.tool_choice.function.name if isinstance(self.tool_choice, _Chosen) else None
         if wanted is not None and wanted not in self.tool_names:
-            raise bad("tool_choice", f"tool_choice is {shortened(wanted, 64)!r}; expected none, auto, required or one of the tools")
+            raise bad(
+                "tool_choice", f"tool_choice is {shortened(wanted, 64)!r}; expected none, auto, required or one of the tools"
+            )
         if self.tool_choice == "required" and not self.tools:
             raise bad("tool_choice", "tool_choice asks for a call, and the request has no tools; expected some")
         return self
@@ -421,9 +430,7 @@ class Chat(Writing, Conversation):
 
 
 class Embeddings(Body):
-    input: Annotated[
-        list[Annotated[str, Field(min_length=1)] | _Ids], _FIRST, _few(2048, 1), BeforeValidator(_prompts)
-    ]
+    input: Annotated[list[Annotated[str, Field(min_length=1)] | _Ids], _FIRST, _few(2048, 1), BeforeValidator(_prompts)]
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = Field(None, ge=1, le=2**31)
     prompt_name: str | None = Field(None, max_length=256)
