@@ -129,7 +129,7 @@ def nested(count):
         ({"grammar": chain(5000)}, "it has 5002 rules; expected at most 1024"),
         ({"grammar": chain(5000).replace(" ::= ", ": ").replace("root", "start")}, "it has 5002 rules"),
         ({"json": references(1500)}, "it has 1501 references; expected at most 1024"),
-        ({"json": nested(80)}, "it has 80 levels; expected at most 64"),
+        ({"json": nested(80)}, "it has 81 levels; expected at most 64"),
         ({"grammar": f"root ::= {'(' * 500}\"a\"{')' * 500}"}, "it has 500 levels"),
         ({"regex": "(" * 500 + "a" + ")" * 500}, "it has 500 levels"),
         ({"grammar": 'root ::= "a" ['}, "Unexpected end of input"), ({"grammar": 'root ::= "a" x'}, "Rule 'x' not found"),
@@ -232,10 +232,11 @@ def test_a_schema_without_a_way_to_its_end(client):
 
 def test_stop_strings_of_special_tokens_and_their_log_probabilities(loaded, client):
     tokenizer = loaded[1]
-    special = next(each for each in tokenizer.all_special_tokens if len(tokenizer(each)["input_ids"]))
-    ids = [*tokenizer("one")["input_ids"], tokenizer.convert_tokens_to_ids(special), *tokenizer("two three")["input_ids"]]
+    special = tokenizer.all_special_tokens[-1]
+    one, two = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("one", "two three"))
+    ids = [*one, tokenizer.convert_tokens_to_ids(special), *two]
     for stop, expected in ((special, "one"), (f"{special}two", "one"), ("three", "onetwo "), ("zzz", "onetwo three")):
-        text = llm.TextUntil(tokenizer, ids[:1], [stop])
+        text = llm.TextUntil(tokenizer, tokenizer(PROMPT)["input_ids"], [stop])
         ended = any([text(token) for token in ids])
         kept = text.tokens
         assert (text.finish(), ended) == (expected, stop != "zzz") and kept <= text.tokens

@@ -20,6 +20,7 @@ _THOUGHT = "</think>"
 _BEGIN = re.compile("|".join(map(re.escape, (*_MARKS, _THOUGHT))))
 _END = re.compile(r"\s*</tool_call>")
 _NAMED = re.compile(r"\s*([A-Za-z0-9_.-]{1,64})(?:\[CALL_ID\]\w{1,64})?\[ARGS\]")  # Mistral's later form
+_MOST_BROKEN = 64  # marks without a call: each may be read to the text's end, so more of them would take quadratic time
 _BETWEEN = re.compile(r"[\s;,]*")
 # Between the parts of a JSON document: enough for an indented one, but a text of nothing else has an end.
 SPACE = r"[ \t\n\r]{0,20}"
@@ -90,15 +91,14 @@ def find_calls(text: str, names: list[str]) -> tuple[str, list[dict[str, Any]]]:
     """
     calls: list[dict[str, Any]] = []
     content: list[str] = []
-    kept = at = body = 0
-    left = 4 * len(text)  # characters to read as JSON: many marks before one long document would take quadratic time
-    while left > 0 and (mark := _BEGIN.search(text, at)) is not None:
+    kept = at = body = broken = 0
+    while broken < _MOST_BROKEN and (mark := _BEGIN.search(text, at)) is not None:
         at = mark.end()
         if mark[0] == _THOUGHT:
-            calls, content, kept, body = [], [text[:at]], at, at
+            calls, content, kept, body = [], [], at, at
             continue
-        found, end, bad_ = _calls_at(text, at, names, mark[0])
-        left -= bad_ - at
+        found, end = _calls_at(text, at, names, mark[0])
+        broken += not found
         if found:
             content.append(text[kept : mark.start()])
             calls += found
@@ -107,29 +107,26 @@ def find_calls(text: str, names: list[str]) -> tuple[str, list[dict[str, Any]]]:
     if not body and text.lstrip().startswith("<think>"):
         return text, []  # it ended before its thoughts did
     if not calls and text[body:].lstrip()[:1] in ("{", "["):
-        found, end, _ = _calls_at(text, body, names, "")
+        found, end = _calls_at(text, body, names, "")
         return (text[:body], found) if found and not text[end:].strip() else (text, [])
-    return ("".join(content) + text[kept:], calls) if calls else (text, [])
+    return (text[:body] + "".join(content) + text[kept:], calls) if calls else (text, [])
 
 
-def _calls_at(text: str, at: int, names: list[str], mark: str) -> tuple[list[dict[str, Any]], int, int]:
-    """The calls that begin at a place of a text, their end, and how far the text was read."""
+def _calls_at(text: str, at: int, names: list[str], mark: str) -> tuple[list[dict[str, Any]], int]:
+    """The calls that begin at a place of a text, and their end."""
     calls: list[dict[str, Any]] = []
-    end = far = at
     try:
-        for value, far in _documents(text, at):
+        for value, end in _documents(text, at):
             found = [_call(each, names, bool(mark)) for each in (value if isinstance(value, list) else [value])]
             if not found or None in found:
-                return (calls if mark else []), end, far
+                return (calls if mark else []), at
             calls += [each for each in found if each is not None]
-            end = far
+            at = end
             if mark == _MARKS[0]:
                 break
-    except json.JSONDecodeError as error:
-        far = max(far, error.pos)
-    except (ValueError, RecursionError):  # NaN, a number of thousands of digits, or deep nesting
-        far = len(text)
-    return calls, end, far
+    except (ValueError, RecursionError):  # not JSON, NaN, a number of thousands of digits, or deep nesting
+        pass
+    return calls, at
 
 
 def _documents(text: str, at: int) -> Iterator[tuple[Any, int]]:
