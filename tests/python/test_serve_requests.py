@@ -1,4 +1,4 @@
-"""Requests to `lowbit serve` that are wrong, odd or large: each gets its answer, or one short sentence, and no other one waits."""
+"""Requests to `lowbit serve` that are wrong, odd or large: each gets its answer, or one short sentence."""
 
 import http.client
 import json
@@ -237,7 +237,7 @@ def test_stop_strings_of_special_tokens_and_their_log_probabilities(loaded, clie
     ids = [*one, tokenizer.convert_tokens_to_ids(special), *two]
     for stop, expected in ((special, "one"), (f"{special}two", "one"), ("three", "onetwo "), ("zzz", "onetwo three")):
         text = llm.TextUntil(tokenizer, tokenizer(PROMPT)["input_ids"], [stop])
-        ended = any([text(token) for token in ids])
+        ended = any(text(token) for token in ids)
         kept = text.tokens
         assert (text.finish(), ended) == (expected, stop != "zzz") and kept <= text.tokens
     body = {"prompt": "x", "max_tokens": 30, "temperature": 0, "structured_outputs": {"choice": ["one two three four"]}}
@@ -260,7 +260,8 @@ DEEP = '{"a": ' * 3000 + "1" + "}" * 3000
         ('<tool_call>{"name": "now", "arguments": {"a": "</tool_call>"}}</tool_call>', "", ['{"a": "</tool_call>"}']),
         ('<tool_call>{"name": "now", "arguments": {"a": "</think>"}}</tool_call>', "", ['{"a": "</think>"}']),
         (f"<tool_call>\n{CALL}", "", ['{"a": "b"}']), (f"<tool_call>{CALL}<tool_call>{CALL}", "", ['{"a": "b"}'] * 2),
-        (f'<tool_call>{CALL}</tool_call><tool_call>{{"name": }}</tool_call>', '<tool_call>{"name": }</tool_call>', ['{"a": "b"}']),
+        (f'<tool_call>{CALL}</tool_call><tool_call>{{"name": }}</tool_call>', '<tool_call>{"name": }</tool_call>',
+         ['{"a": "b"}']),
         (f'<tool_call>{{"name": "x"}}</tool_call>\n<tool_call>{CALL}</tool_call>', '<tool_call>{"name": "x"}</tool_call>\n',
          ['{"a": "b"}']),
         (f"{CALL}{CALL}", "", ['{"a": "b"}'] * 2), (f"{CALL}\n{CALL}\n", "", ['{"a": "b"}'] * 2),
@@ -272,7 +273,8 @@ DEEP = '{"a": ' * 3000 + "1" + "}" * 3000
         (f"{CALL} is the call.", f"{CALL} is the call.", []), ('{"name": "now"}', '{"name": "now"}', []),
         (f"<|python_tag|>{CALL}; {CALL}", "", ['{"a": "b"}'] * 2), (f"[TOOL_CALLS][{CALL}]", "", ['{"a": "b"}']),
         ('[TOOL_CALLS]now[ARGS]{"a": 2}[TOOL_CALLS]now[CALL_ID]x1[ARGS]{}', "", ['{"a": 2}', "{}"]),
-        (f"<think>Maybe <tool_call>{CALL}</tool_call></think>No.", f"<think>Maybe <tool_call>{CALL}</tool_call></think>No.", []),
+        (f"<think>Maybe <tool_call>{CALL}</tool_call></think>No.",
+         f"<think>Maybe <tool_call>{CALL}</tool_call></think>No.", []),
         (f"<think>\n<tool_call>\n</think>\n<tool_call>{CALL}</tool_call>", "<think>\n<tool_call>\n</think>\n", ['{"a": "b"}']),
         (f"Hm.</think>{CALL}", "Hm.</think>", ['{"a": "b"}']), (f"<think><tool_call>{CALL}", f"<think><tool_call>{CALL}", []),
         ('<tool_call>{"name": "now", "arguments": {"a": NaN}}</tool_call>', None, []),
@@ -328,7 +330,8 @@ def test_all_tokens_may_be_drawn(client, value):
 
 def history(arguments):
     call = {"id": "x", "type": "function", "function": {"name": "weather", "arguments": arguments}}
-    return CHAT | {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": None, "tool_calls": [call]}]}
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    return CHAT | {"messages": messages}
 
 
 def test_arguments_of_earlier_calls(client):
@@ -382,5 +385,3 @@ def test_a_fault_leaves_a_traceback(loaded, caplog):
 def test_sampling_of_special_numbers(client):
     for more in ({"temperature": 2**64}, {"temperature": 1e-30}, {"top_p": 0, "temperature": 1}, {"repetition_penalty": 1e30}):
         assert client.post(PROMPT, prompt="a", max_tokens=2, **more)["usage"]["completion_tokens"] == 2
-
-

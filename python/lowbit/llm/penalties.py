@@ -113,6 +113,9 @@ class Constraint(Protocol):
     def append(self, token: int) -> None:
         """Adds a token to the text."""
 
+    def check(self, text: str) -> None:
+        """Raises an exception for a text that has ended before it was complete."""
+
 
 class Drawer:
     """Draws the tokens of one text, independent of other texts."""

@@ -34,8 +34,9 @@ def check_stop_strings(strings: Iterable[str], name: str = "stop") -> tuple[str,
 class TextUntil:
     """The text of tokens as they come, up to a stop string.
 
-    The string is not part of the text, also where special tokens are, which no text shows; and a possible beginning of it is held back until the next tokens decide. Of several
-    strings the first to end counts, and the longest of those that end there, so how tokens divide the text has no effect.
+    The string is not part of the text, and a possible beginning of it is held back until the next tokens decide. It may contain
+    special tokens, which the text does not show. Of several strings the first to end counts, and the longest of those that end
+    there, so how tokens divide the text has no effect.
     A call with a token returns whether the text has ended, as ``until`` of :func:`lowbit.llm.generate` does.
     """
 

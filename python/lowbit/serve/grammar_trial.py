@@ -1,7 +1,7 @@
 """Compiles a grammar as :func:`lowbit.serve.constraints.make_constraint` will, in a process that a bad one may end.
 
-A script: it runs without the package, whose import takes seconds. Reads the kind of the grammar and its text as JSON from stdin,
-and writes the error as JSON; an empty one if there is none.
+A script: it runs without the package, whose import takes seconds. It reads a JSON array from stdin, the arguments of
+:func:`compiled` but the tokenizer, and writes the error as JSON, which is empty if there is none.
 """
 
 import contextlib
