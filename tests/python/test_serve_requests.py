@@ -368,7 +368,7 @@ def test_tokenizing_ends_with_its_client(loaded):
         assert started.wait(60)
         assert Client(port).get("/health")  # the loop is free
         connection.close()
-        while server.metrics.canceled == 0:
+        while "lowbit_canceled_requests_total 1.0" not in Client(port).get("/metrics"):
             pass
         go.set()
         with ThreadPoolExecutor(1):
