@@ -140,7 +140,7 @@ def test_what_is_refused(client, directory):
     assert refused(client, b"no audio", name="talk.wav")[1].startswith("talk.wav is no audio that can be read")
     assert refused(client, recording(0))[1] == "talk.wav has audio of no samples; expected at least one"
     assert refused(client, None) == ("file", "file is missing; expected a recording")
-    assert refused(client, data, response_format="xml")[1].endswith("one of json, text, srt, verbose_json, vtt")
+    assert refused(client, data, response_format="xml")[1].endswith("'srt', 'verbose_json' or 'vtt'")
     assert refused(client, data, response_format="srt", stream="true")[1].endswith("expected json with stream")
     assert refused(client, data, stream="yes")[1] == "stream is 'yes'; expected true or false"
     assert refused(client, data, temperature="0.5")[0] == "temperature"

@@ -126,7 +126,8 @@ def _needed() -> Any:
 
         from lowbit.serve.run import run
     except ModuleNotFoundError as error:
-        if error.name not in ("starlette", "uvicorn", "python_multipart", "prometheus_client"):
+        known = ("starlette", "uvicorn", "python_multipart", "prometheus_client", "pydantic", "pydantic_core")
+        if error.name not in known:
             raise
         raise ImportError(f"{error.name} not installed; install it with: pip install 'lowbit[llm,serve]'") from error
     return run

@@ -43,11 +43,10 @@ class Repetitions:
             breakers: tokens that end a repetition.
         """
         self._breakers = frozenset(breakers)
-        self._text = numpy.zeros(256, dtype=numpy.int64)
-        self._count = 0
-        self._same = numpy.zeros(0, dtype=numpy.int64)  # by position, without the last
-        for token in tokens:
-            self.append(token)
+        known = list(tokens)
+        self._text = numpy.array(known + [0] * (256 + len(known)), dtype=numpy.int64)
+        self._count = len(known)
+        self._same = _ends(known, self._breakers)  # by position, without the last
 
     def append(self, token: int) -> None:
         """Adds a token to the text."""
@@ -68,6 +67,25 @@ class Repetitions:
         at = at[numpy.argsort(self._same[at], kind="stable")]  # the longest of a token comes last, and stays
         following = zip(self._text[at + 1].tolist(), self._same[at].tolist())
         return {token: length for token, length in following if token not in self._breakers}
+
+
+def _ends(text: list[int], breakers: frozenset[int]) -> numpy.ndarray:
+    """For every position of a text but the last, the length of the text's end that also ends there.
+
+    The Z algorithm on the reversed text, because a comparison for each position takes quadratic time.
+    """
+    text = text[::-1]
+    most = next((place for place, token in enumerate(text) if token in breakers), len(text))
+    same = [0] * len(text)
+    left = right = 0
+    for place in range(1, len(text)):
+        length = min(right - place, same[place - left]) if place < right else 0
+        while place + length < len(text) and text[length] == text[place + length]:
+            length += 1
+        same[place] = length
+        if place + length > right:
+            left, right = place, place + length
+    return numpy.minimum(numpy.array(same[:0:-1], dtype=numpy.int64), most)
 
 
 @dataclass(frozen=True)
@@ -94,6 +112,9 @@ class Constraint(Protocol):
 
     def append(self, token: int) -> None:
         """Adds a token to the text."""
+
+    def check(self, text: str) -> None:
+        """Raises an exception for a text that has ended before it was complete."""
 
 
 class Drawer:

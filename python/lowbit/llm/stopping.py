@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -33,8 +34,9 @@ def check_stop_strings(strings: Iterable[str], name: str = "stop") -> tuple[str,
 class TextUntil:
     """The text of tokens as they come, up to a stop string.
 
-    The string is not part of the text, and a possible beginning of it is held back until the next tokens decide. Of several
-    strings the first to end counts, and the longest of those that end there, so how tokens divide the text has no effect.
+    The string is not part of the text, and a possible beginning of it is held back until the next tokens decide. It may contain
+    special tokens, which the text does not show. Of several strings the first to end counts, and the longest of those that end
+    there, so how tokens divide the text has no effect.
     A call with a token returns whether the text has ended, as ``until`` of :func:`lowbit.llm.generate` does.
     """
 
@@ -52,39 +54,57 @@ class TextUntil:
             ValueError: an empty string.
         """
         self._strings = check_stop_strings(strings)
+        special = getattr(tokenizer, "added_tokens_decoder", {}) if self._strings else {}
+        # Special tokens that a string contains, by id.
+        self._hidden = {
+            token: str(each) for token, each in special.items()
+            if each.special and any(str(each) in string for string in self._strings)
+        }  # fmt: skip
         self._stream, self.on_text = TextStream(tokenizer, prompt), on_text
         self._held = ""
+        self._shown: list[bool] = []  # whether a character of what is held is part of the text
+        self._starts: list[int] = []  # of each token in the text
         self.text = ""
-        self.ended = False
+        self.ended = self._whole = False
 
     def __call__(self, token: int) -> bool:
         """Adds a token; returns whether the text has ended."""
         if self.ended:
             return True
-        self._held += self._stream.push(token)
+        self._starts.append(len(self.text) + sum(self._shown))
+        for piece, shown in ((self._stream.push(token), True), (self._hidden.get(token, ""), False)):
+            self._held += piece
+            self._shown += [shown] * len(piece)
         matches = [(at + len(string), at) for string in self._strings if (at := self._held.find(string)) >= 0]
         if matches:
             self.ended, certain = True, min(matches)[1]
         else:
-            certain = len(self._held) - max((_overlap(self._held, string) for string in self._strings), default=0)
+            certain = len(self._held) - max((overlap(self._held, string) for string in self._strings), default=0)
         self._release(certain)
         if self.ended:
-            self._held = ""
+            self._held, self._shown = "", []
         return self.ended
+
+    @property
+    def tokens(self) -> int:
+        """How many of the tokens have a part in the text that is certain; those of a stop string have none."""
+        return len(self._starts) if self._whole else bisect_left(self._starts, len(self.text))
 
     def finish(self) -> str:
         """Ends the text and returns it."""
+        self._whole = not self.ended
         self._release(len(self._held))
         self.ended = True
         return self.text
 
     def _release(self, count: int) -> None:
-        piece, self._held = self._held[:count], self._held[count:]
+        piece = "".join(character for character, shown in zip(self._held[:count], self._shown) if shown)
+        self._held, self._shown = self._held[count:], self._shown[count:]
         self.text += piece
         if piece and self.on_text is not None:
             self.on_text(piece)
 
 
-def _overlap(text: str, string: str) -> int:
+def overlap(text: str, string: str) -> int:
     """Number of characters at the end of a text that are a beginning of the string."""
     return next((n for n in range(min(len(text), len(string) - 1), 0, -1) if text.endswith(string[:n])), 0)

@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from ..llm.batch import Text
 from ..llm.generation import Generation
 from ..llm.penalties import TokenLogprobs
 from ..llm.stopping import TextUntil
 from .engine import Engine
 from .errors import ApiError
 from .models import LanguageModel
-from .protocol import Asked, finite
+from .protocol import Writing, finite
 from .tools import Held, Tools, find_calls
 
 _REASONS = {"stop": "stop", "until": "stop", "max_new_tokens": "length", "max_length": "length"}
@@ -35,7 +36,9 @@ class Event:
 class Answers:
     """The texts of a request."""
 
-    def __init__(self, engine: Engine, model: LanguageModel, prompts: list[list[int]], asked: Asked, usual_tokens: int | None):
+    def __init__(
+        self, engine: Engine, model: LanguageModel, prompts: list[list[int]], asked: Writing, usual_tokens: int | None
+    ):
         """
         Args:
             prompts: each gets the number of texts that is asked for.
@@ -53,9 +56,9 @@ class Answers:
         for index, text in enumerate(self.texts):
             text.until = until = TextUntil(model.tokenizer, text.prompt, asked.stop)
             text.on_token = self._came
-            tell = self._teller(index)
+            tell = self._teller(index, until)
             until.on_text = partial(tell, None)
-            text.on_end = partial(self._end, until, tell)
+            text.on_end = partial(self._end, text, until, tell)
             text.on_error = self._tell
 
     def _came(self, token: int) -> None:
@@ -67,21 +70,28 @@ class Answers:
     def _tell(self, event: Event | Exception) -> None:
         self._loop.call_soon_threadsafe(self._events.put_nowait, event)
 
-    def _teller(self, index: int) -> Callable[[Generation | None, str], None]:
+    def _teller(self, index: int, until: TextUntil) -> Callable[[Generation | None, str], None]:
         text, told = self.texts[index], 0
 
         def tell(end: Generation | None, piece: str) -> None:
             nonlocal told
-            logprobs = [] if text.result is None else text.result.logprobs[told:]
+            logprobs = [] if text.result is None else text.result.logprobs[told : until.tokens]
             told += len(logprobs)
             self._tell(Event(index, piece, logprobs, end))
 
         return tell
 
-    def _end(self, until: TextUntil, tell: Callable[[Generation, str], None], result: Generation) -> None:
+    def _end(self, text: Text, until: TextUntil, tell: Callable[[Generation, str], None], result: Generation) -> None:
         until.on_text = None
         before = len(until.text)
-        tell(result, until.finish()[before:])
+        left = until.finish()[before:]
+        if text.constraint is not None and result.stopped == "stop":
+            try:
+                text.constraint.check(until.text)
+            except ApiError as error:
+                self._tell(error)
+                return
+        tell(result, left)
 
     # On the server's:
 
@@ -173,7 +183,7 @@ class Form:
 
     def last(self) -> list[dict[str, Any]]:
         """What comes behind all texts."""
-        if not self._asked.include_usage:
+        if not self._asked.stream_options.include_usage:
             return []
         return [self._head | {"object": self.chunk_kind, "choices": [], "usage": self._answers.usage}]
 
@@ -206,7 +216,7 @@ class Form:
 
     def _logprobs(self, index: int, result: Generation | None, new: list[TokenLogprobs], begins: bool) -> Any:
         """OpenAI's older form: a list for each kind of figure, with places in the text."""
-        if self._asked.logprobs is None:
+        if self._asked.scores is None:
             return None
         found: list[TokenLogprobs | int] = list(new)
         if begins and self._asked.echo and result is not None:
@@ -267,7 +277,7 @@ class ChatForm(Form):
         return {"delta": {} if text is None else {"content": text}}
 
     def _logprobs(self, index: int, result: Generation | None, new: list[TokenLogprobs], begins: bool) -> Any:
-        if self._asked.logprobs is None:
+        if self._asked.scores is None:
             return None
 
         def one(token: int, logprob: float) -> dict[str, Any]:

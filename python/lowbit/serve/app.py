@@ -22,18 +22,32 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
-from torch import Tensor
 
 from .answers import Answers, ChatForm, Event, Form, failure
-from .constraints import make_constraint
+from .constraints import Matcher, make_constraint
 from .embeddings import Batches, TextModel, embeddings, ranking, refuse_to_write
 from .embeddings import Request as Rows
 from .engine import Engine, shutting_down
-from .errors import ApiError, bad
+from .errors import ApiError, bad, shortened
 from .metrics import Metrics
 from .models import LanguageModel
 from .page import HEADERS, PAGE
-from .protocol import Fields, asked, messages, prompts
+from .protocol import (
+    MOST_TOKENS,
+    B,
+    Body,
+    Chat,
+    Completion,
+    Detokenize,
+    Embeddings,
+    Grammar,
+    Ranking,
+    Tokenize,
+    Writing,
+    check_bytes,
+    parse,
+    validated,
+)
 from .speech import MEDIA_TYPES, Listening, SpeechModel, Wish, read_recording, refuse_recording
 from .tools import Tools, read_tools
 
@@ -72,6 +86,8 @@ class Server:
         self._batches = {model.name: Batches(model, self.engine) for model in models if isinstance(model, TextModel)}
         # One at a time: tokenizers are not made for several threads.
         self._reader = ThreadPoolExecutor(1, "lowbit-reader")
+        self._parser = ThreadPoolExecutor(1, "lowbit-parser")
+        self._compiler = ThreadPoolExecutor(2, "lowbit-grammars")
         self._busy = 0  # requests whose response is not complete
         self._bodies: dict[asyncio.Timeout, None] = {}  # that are arriving, in the order of their beginnings
         self._times: set[asyncio.Timeout] = set()  # of what has to end when the server ends
@@ -99,19 +115,22 @@ class Server:
                 yield
             finally:
                 await asyncio.to_thread(self.engine.stop)
-                self._reader.shutdown()
+                for each in (self._reader, self._parser, self._compiler):
+                    each.shutdown(cancel_futures=True)
 
-        posts = {
-            "/v1/chat/completions": self._chat, "/v1/completions": self._complete, "/v1/embeddings": self._embed,
-            "/v1/rerank": self._rerank, "/v2/rerank": self._rerank,
-            "/v1/audio/transcriptions": self._transcribe, "/v1/audio/translations": self._translate,
-            "/tokenize": self._tokenize, "/detokenize": self._detokenize,
+        posts: dict[str, tuple[Callable[[Any], Awaitable[Response]], type[Body]]] = {
+            "/v1/chat/completions": (self._chat, Chat), "/v1/completions": (self._complete, Completion),
+            "/v1/embeddings": (self._embed, Embeddings), "/v1/rerank": (self._rerank, Ranking),
+            "/v2/rerank": (self._rerank, Ranking), "/tokenize": (self._tokenize, Tokenize),
+            "/detokenize": (self._detokenize, Detokenize),
         }  # fmt: skip
+        forms = {"/v1/audio/transcriptions": self._transcribe, "/v1/audio/translations": self._translate}
         gets = {
             "/": self._page, "/health": self._health, "/metrics": self._metrics, "/v1/models": self._models,
             "/v1/models/{name:path}": self._model_card,
         }  # fmt: skip
-        routes = [Route(path, self._guarded(path, handler), methods=["POST"]) for path, handler in posts.items()]
+        routes = [Route(path, self._guarded(path, self._reading(*each)), methods=["POST"]) for path, each in posts.items()]
+        routes += [Route(path, self._guarded(path, handler), methods=["POST"]) for path, handler in forms.items()]
         routes += [Route(path, self._guarded(path, handler), methods=["GET"]) for path, handler in gets.items()]
         return Starlette(routes=routes, lifespan=lifespan, exception_handlers={HTTPException: _not_found})
 
@@ -166,15 +185,26 @@ class Server:
     def _sent(self) -> None:
         self._busy -= 1
 
+    def _reading(self, handler: Callable[[Any], Awaitable[Response]], kind: type[Body]):
+        """A handler of requests from one of their bodies, which ends when the client goes."""
+
+        async def handle(request: Request) -> Response:
+            asked = await self._body(request, kind)
+            async with self._within():
+                found: Response = await _unless_gone(request.receive, handler(asked))
+                return found
+
+        return handle
+
     def _admit(self, request: Request, path: str) -> None:
         """Raises ApiError for a request that may not come in."""
         host = request.headers.get("host", "")
         name = host.rsplit(":", 1)[0] if not host.endswith("]") else host
-        if self.limits.hosts is not None and name not in self.limits.hosts:
+        if self.limits.hosts is not None and name.lower() not in self.limits.hosts:
             # A page of another site whose name was made to point here.
             raise ApiError(403, f"the host is {name!r}; expected one of {', '.join(self.limits.hosts)}", code="wrong_host")
         origin = request.headers.get("origin")
-        if origin is not None and origin.partition("://")[2] != host:
+        if origin is not None and origin.partition("://")[2].lower() != host.lower():
             raise ApiError(403, f"the request comes from a page of {origin}; expected one of this server", code="wrong_origin")
         if self._busy >= self.limits.requests and path not in _OPEN:
             if not self._bodies:
@@ -226,39 +256,38 @@ class Server:
         finally:
             self._bodies.pop(limit, None)
 
-    async def _body(self, request: Request) -> Fields:
+    async def _body(self, request: Request, kind: type[B]) -> B:
         data = bytearray()
         async with self._arriving(request, self.limits.body_bytes) as pieces:
             async for piece in pieces:
                 data += piece
-        try:
-            return Fields(json.loads(data))
-        except (ValueError, RecursionError) as error:
-            raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from error
+        return await asyncio.get_running_loop().run_in_executor(self._parser, parse, kind, bytes(data))
 
-    def _model(self, fields: Fields) -> Model:
-        name = fields.text("model")
-        if name is None:
+    def _model(self, asked: Body) -> Model:
+        if asked.model is None:
             if len(self.models) == 1:
                 return next(iter(self.models.values()))
             raise bad("model", f"model is missing; expected one of {', '.join(self.models)}")
-        return self._named(name)
+        return self._named(asked.model)
 
     def _named(self, name: str) -> Model:
         if name not in self.models:
             raise ApiError(
-                404, f"there is no model {name!r}; expected {' or '.join(self.models)}", param="model", code="model_not_found"
+                404,
+                f"there is no model {shortened(name, 64)!r}; expected {' or '.join(self.models)}",
+                param="model",
+                code="model_not_found",
             )
         return self.models[name]
 
-    def _writer(self, fields: Fields) -> LanguageModel:
-        model = self._model(fields)
+    def _writer(self, asked: Body) -> LanguageModel:
+        model = self._model(asked)
         if not isinstance(model, LanguageModel):
             raise refuse_to_write(model)
         return model
 
-    def _tokenizing(self, fields: Fields) -> LanguageModel | TextModel:
-        model = self._model(fields)
+    def _tokenizing(self, asked: Body) -> LanguageModel | TextModel:
+        model = self._model(asked)
         if isinstance(model, SpeechModel):
             raise refuse_to_write(model)
         return model
@@ -267,55 +296,57 @@ class Server:
         """Calls what takes a tokenizer its time."""
         return await asyncio.get_running_loop().run_in_executor(self._reader, function, *arguments)
 
-    async def _chat(self, request: Request) -> Response:
-        fields = await self._body(request)
-        model = self._writer(fields)
-        tools = read_tools(fields)
-        documents = None if tools is None else tools.documents
-        tokens = await self._read(model.conversation, messages(fields.take("messages")), documents)
+    async def _chat(self, asked: Chat) -> Response:
+        model, tools = self._writer(asked), read_tools(asked)
+        asked.check_bytes(model.max_length)
+        tokens = await self._read(model.conversation, asked.documents, None if tools is None else tools.documents)
         model.check_prompt(tokens, "messages")
-        return await self._write(request, fields, model, [tokens], ChatForm, None, tools)
+        grammar = None
+        if tools is not None and asked.structured_outputs is None:
+            grammar = tools.grammar(asked.schema_text)
+        elif tools is not None and tools.forced:
+            raise bad("tool_choice", "tool_choice asks for a call beside structured_outputs; expected one of the two")
+        return await self._write(asked, model, [tokens], ChatForm, None, grammar or asked.grammar, tools)
 
-    async def _complete(self, request: Request) -> Response:
-        fields = await self._body(request)
-        model = self._writer(fields)
-        given = prompts(fields.take("prompt"))
-        if len(given) > self.limits.texts:
-            raise bad("prompt", f"prompt has {len(given)} texts; expected at most {self.limits.texts}")
-        tokens = [each if isinstance(each, list) else await self._read(model.encode, each) for each in given]
-        for number, each in enumerate(tokens):
-            model.check_prompt(each, "prompt" if len(tokens) == 1 else f"prompt[{number}]")
-        return await self._write(request, fields, model, tokens, Form, _USUAL_TOKENS)
+    async def _complete(self, asked: Completion) -> Response:
+        model = self._writer(asked)
+        tokens, many = [], len(asked.prompt) > 1
+        for number, each in enumerate(asked.prompt):
+            name = f"prompt[{number}]" if many else "prompt"
+            if isinstance(each, str):
+                check_bytes(name, [each], model.max_length)
+            tokens.append(await self._read(model.encode, each) if isinstance(each, str) else each)
+            model.check_prompt(tokens[-1], name)
+        return await self._write(asked, model, tokens, Form, _USUAL_TOKENS, asked.grammar)
 
     async def _write(
         self,
-        request: Request,
-        fields: Fields,
+        asked: Writing,
         model: LanguageModel,
         tokens: list[list[int]],
         kind: type[Form],
         most: int | None,
+        grammar: Grammar | None,
         tools: Tools | None = None,
     ) -> Response:
-        how = asked(fields, model.usual, self.limits.texts // len(tokens), kind is ChatForm)
-        answers = Answers(self.engine, model, tokens, how, most)
-        grammar = (None if tools is None else tools.grammar) or how.grammar
+        if asked.n * len(tokens) > self.limits.texts:
+            raise bad("n", f"n is {asked.n}; expected at most {self.limits.texts} texts, n of each prompt")
+        if asked.sampling(model.usual).dry_multiplier:
+            await self._read(model.breakers, asked)
+        answers = Answers(self.engine, model, tokens, asked, most)
         if grammar is not None:
+            loop = asyncio.get_running_loop()
+            constraint: Matcher = await loop.run_in_executor(self._compiler, make_constraint, model, grammar)
             for text in answers.texts:
-                text.constraint = await self._read(make_constraint, model, grammar)
+                text.constraint = constraint.copy()
         form = kind(answers, model, tools)
         answers.start()
-        if how.stream:
+        if asked.stream:
             return _Events(self._stream(answers, form), self._within, self._gone, answers.close)
         pieces: dict[int, list[Event]] = {index: [] for index in range(len(answers.texts))}
-
-        async def collect() -> None:
-            async with asyncio.timeout(self.limits.timeout):
-                async for event in answers.events():
-                    pieces[event.index].append(event)
-
         try:
-            await _unless_gone(request.receive, collect())
+            async for event in answers.events():
+                pieces[event.index].append(event)
         finally:
             answers.close()
         self._count(answers)
@@ -354,29 +385,23 @@ class Server:
     def _gone(self) -> None:
         self.metrics.canceled.inc()
 
-    async def _embed(self, request: Request) -> Response:
-        return await self._compute(request, embeddings)
+    async def _embed(self, asked: Embeddings) -> Response:
+        return await self._compute(embeddings(self._model(asked), asked))
 
-    async def _rerank(self, request: Request) -> Response:
-        return await self._compute(request, ranking)
+    async def _rerank(self, asked: Ranking) -> Response:
+        return await self._compute(ranking(self._model(asked), asked))
 
-    async def _compute(self, request: Request, read: Callable[[Any, Fields], Rows]) -> Response:
+    async def _compute(self, rows: Rows) -> Response:
         began = time.perf_counter()
-        fields = await self._body(request)
-        rows = read(self._model(fields), fields)
-        counts: list[int] = await self._read(rows.count)
-        found: list[Tensor] = []
-
-        async def wait() -> None:
-            async with asyncio.timeout(self.limits.timeout):
-                found.extend(await asyncio.wrap_future(self._batches[rows.model.name].add(rows.items, counts)))
-
-        await _unless_gone(request.receive, wait())
+        counts: list[int] = []
+        for some in rows.counts():  # others have their turn between two
+            counts += await self._read(some)
+        found = await asyncio.wrap_future(self._batches[rows.model.name].add(rows.items, counts))
         self.metrics.prompt_tokens.inc(sum(counts))
         self.metrics.whole.observe(time.perf_counter() - began)
-        return JSONResponse(rows.document(found, sum(counts)))
+        return await asyncio.to_thread(lambda: JSONResponse(rows.document(found, sum(counts))))
 
-    async def _form(self, request: Request) -> tuple[Fields, bytes, str]:
+    async def _form(self, request: Request) -> tuple[Wish, bytes, str]:
         """Parameters, and the bytes and the name of the file among them."""
         kind = request.headers.get("content-type", "")
         if not kind.lower().startswith("multipart/form-data"):
@@ -390,8 +415,15 @@ class Server:
             file = form.get("file")
             if not isinstance(file, UploadFile):
                 raise bad("file", f"file is {'missing' if file is None else 'a text'}; expected a recording")
-            values = {name: value for name, value in form.items() if name != "file"}
-            return Fields(values), await file.read(), file.filename or "file"
+            values: dict[str, Any] = {name: form.getlist(name) for name in form if name != "file"}
+            for name, each in values.items():
+                if len(each) > 1 and not name.endswith("[]"):
+                    raise bad(name, f"{name} comes {len(each)} times; expected once")
+            return (
+                validated(Wish, {k: v if k.endswith("[]") else v[0] for k, v in values.items()}),
+                await file.read(),
+                file.filename or "file",
+            )
         finally:
             await form.close()
 
@@ -403,16 +435,15 @@ class Server:
 
     async def _listen(self, request: Request, task: str) -> Response:
         began = time.perf_counter()
-        fields, data, name = await self._form(request)
-        model = self._model(fields)
+        wish, data, name = await self._form(request)
+        model = self._model(wish)
         if not isinstance(model, SpeechModel):
             raise refuse_recording(model)
-        wish = Wish.read(fields, task)
 
         async def hear(tell: Callable[[str], None]) -> Listening:
             """One window at a time: between two, the other models have their turn."""
             async with asyncio.timeout(self.limits.timeout), self._recordings:
-                listening = await asyncio.to_thread(Listening, model, await read_recording(data, name), wish)
+                listening = await asyncio.to_thread(Listening, model, await read_recording(data, name), wish, task)
                 while (segment := await asyncio.wrap_future(self.engine.call(listening.next))) is not None:
                     tell(segment.text)
             self.metrics.whole.observe(time.perf_counter() - began)
@@ -421,33 +452,32 @@ class Server:
         if wish.stream:
             return _Events(_deltas(hear), self._within, self._gone, lambda: None)
         listening: Listening = await _unless_gone(request.receive, hear(lambda text: None))
-        if (kind := MEDIA_TYPES.get(wish.format)) is not None:
+        if (kind := MEDIA_TYPES.get(wish.response_format)) is not None:
             return PlainTextResponse(listening.subtitles(), media_type=kind)
         return JSONResponse(listening.document())
 
-    async def _tokenize(self, request: Request) -> Response:
-        fields = await self._body(request)
-        model = self._tokenizing(fields)
-        if (given := fields.take("messages")) is not None:
+    async def _tokenize(self, asked: Tokenize) -> Response:
+        model = self._tokenizing(asked)
+        if asked.messages:
             if not isinstance(model, LanguageModel):
                 raise bad("messages", f"the model {model.name} has no conversations; expected content, or prompt")
-            tokens = await self._read(model.conversation, messages(given))
+            asked.check_bytes(model.max_length)
+            tokens = await self._read(model.conversation, asked.documents)
         else:
-            # llama.cpp's name, or vLLM's
-            text = fields.text("content")
-            text = fields.text("prompt") if text is None else text
+            text = asked.prompt if asked.content is None else asked.content
             if text is None:
                 raise bad("content", "content is missing; expected a text (prompt is the same), or messages")
+            check_bytes("content", [text], model.max_length)
             tokens = await self._read(model.encode, text)
-        fields.end()
         return JSONResponse({"tokens": tokens, "count": len(tokens)})
 
-    async def _detokenize(self, request: Request) -> Response:
-        fields = await self._body(request)
-        model, tokens = self._tokenizing(fields), fields.take("tokens")
-        if not isinstance(tokens, list) or not all(type(each) is int and 0 <= each < len(model.tokenizer) for each in tokens):
-            raise bad("tokens", f"tokens is not an array of token ids from 0 to {len(model.tokenizer) - 1}")
-        fields.end()
+    async def _detokenize(self, asked: Detokenize) -> Response:
+        model, tokens = self._tokenizing(asked), asked.tokens
+        size, most = len(model.tokenizer), max(MOST_TOKENS, model.max_length or 0)
+        if len(tokens) > most:
+            raise bad("tokens", f"tokens has {len(tokens)} ids; expected at most {most}")
+        if max(tokens, default=0) >= size:
+            raise bad("tokens", f"tokens has {max(tokens)}; expected token ids from 0 to {size - 1}")
         text = await self._read(model.tokenizer.decode, tokens)
         return JSONResponse({"content": text, "prompt": text})
 

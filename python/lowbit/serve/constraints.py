@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
+import sys
+from functools import lru_cache
 from importlib import import_module
 from typing import Any
 
@@ -10,35 +14,88 @@ import numpy
 import torch
 from torch import Tensor
 
+from . import grammar_trial
 from .errors import ApiError, bad
 from .models import LanguageModel
 from .protocol import Grammar
+from .tools import SPACE
 
-# Between the parts of a JSON document: enough for an indented one, but a text of nothing else has an end.
-_SPACE = r"[ \t\n\r]{0,20}"
+_MOST_RULES = _MOST_REFERENCES = 1024
+_MOST_DEPTH = 64
+_WAIT = 4 * grammar_trial.SECONDS  # on a busy machine
+_WHATS = {"json": "JSON schema", "regex": "regular expression"}
 
 
 class Matcher:
     """A :class:`lowbit.llm.penalties.Constraint`: tokens that go on with a text of a grammar."""
 
-    def __init__(self, matcher: Any):
+    def __init__(self, matcher: Any, grammar: Grammar):
         """
         Args:
             matcher: an llguidance.LLMatcher at its beginning.
         """
-        self._matcher = matcher
+        self._matcher, self._grammar = matcher, grammar
+
+    def copy(self) -> Matcher:
+        """Another one in the same state, for another text."""
+        return Matcher(self._matcher.deep_copy(), self._grammar)
 
     def mask(self, logits: Tensor) -> Tensor:
         bits = numpy.unpackbits(numpy.frombuffer(self._matcher.compute_bitmask(), dtype=numpy.uint8), bitorder="little")
+        if self._matcher.is_error():  # a dead end, or a limit of llguidance for each token
+            raise _refuse(self._grammar, f"no token fits any more: {grammar_trial.lines(self._matcher.get_error())}")
         allowed = torch.zeros(logits.numel(), dtype=torch.bool)
         count = min(len(bits), logits.numel())
         allowed[:count] = torch.from_numpy(bits[:count].astype(bool))
         if not allowed.any():
-            raise ValueError(f"no token fits the grammar any more: {self._matcher.get_error() or 'the grammar has ended'}")
+            raise _refuse(self._grammar, "no token fits any more")
         return logits.float().masked_fill(~allowed, -torch.inf)
 
     def append(self, token: int) -> None:
         self._matcher.consume_token(token)
+
+    def check(self, text: str) -> None:
+        """Raises ApiError for a text that has ended and does not fit: llguidance ends those, too, that cannot go on."""
+        if not self._matcher.is_accepting():
+            raise _refuse(self._grammar, "the text cannot go on, and does not fit yet")
+        if self._grammar.kind in ("json", "call"):
+            try:
+                json.loads(text)
+            except (ValueError, RecursionError):
+                raise _refuse(self._grammar, "the text has ended, and is not JSON") from None
+
+
+def _refuse(grammar: Grammar, reason: str) -> ApiError:
+    return bad(grammar.param, f"the {_WHATS.get(grammar.kind, 'grammar')} is not supported: {reason}", "unsupported_schema")
+
+
+def _check_size(grammar: Grammar) -> None:
+    """Raises ApiError for a grammar whose compilation would take too long, or too much of the stack."""
+    text = grammar.value
+    rules = 0 if grammar.kind in ("json", "regex") else len(re.findall(r"^[ \t]*[?!]?[\w-]+[^\n\"/:]{0,99}:", text, re.M))
+    depth = deepest = 0
+    for character in re.findall(r"[(\[{}\])]", re.sub(r'\\.|"(?:[^"\\\n]|\\.)*"', "", text)):
+        depth = max(0, depth + (1 if character in "([{" else -1))
+        deepest = max(deepest, depth)
+    for what, found, most in (
+        ("rules", rules, _MOST_RULES), ("references", text.count('"$ref"'), _MOST_REFERENCES), ("levels", deepest, _MOST_DEPTH)
+    ):  # fmt: skip
+        if found > most:
+            raise _refuse(grammar, f"it has {found} {what}; expected at most {most}")
+
+
+@lru_cache(256)
+def _trial(kind: str, text: str) -> str:
+    """The error of a grammar, from a process of its own; empty if there is none."""
+    command = [sys.executable, "-P", "-W", "ignore", grammar_trial.__file__]
+    try:
+        ended = subprocess.run(
+            command, input=json.dumps([kind, text, SPACE]), capture_output=True, text=True, timeout=_WAIT, check=False
+        )
+        found: str = json.loads(ended.stdout)
+    except (ValueError, subprocess.TimeoutExpired):  # it was ended by a limit, or by its stack
+        return "it is too complex"
+    return found
 
 
 def make_constraint(model: LanguageModel, grammar: Grammar) -> Matcher:
@@ -49,7 +106,6 @@ def make_constraint(model: LanguageModel, grammar: Grammar) -> Matcher:
     """
     param = grammar.param
     try:
-        llguidance, gbnf = import_module("llguidance"), import_module("llguidance.gbnf_to_lark")
         huggingface = import_module("llguidance.hf")
     except ModuleNotFoundError as error:
         raise ApiError(
@@ -58,21 +114,12 @@ def make_constraint(model: LanguageModel, grammar: Grammar) -> Matcher:
         ) from error  # fmt: skip
     if not model.stop:
         raise bad(param, f"the model {model.name} has no token that ends a text, which {param} needs")
+    _check_size(grammar)
+    if message := _trial(grammar.kind, grammar.value):
+        raise _refuse(grammar, message)
     if model.grammar_tokenizer is None:
         model.grammar_tokenizer = huggingface.from_tokenizer(model.tokenizer, eos_token=sorted(model.stop))
-    matcher = llguidance.LLMatcher
     try:
-        if grammar.kind == "json":
-            text = matcher.grammar_from_json_schema(json.dumps(grammar.value), overrides={"whitespace_pattern": _SPACE})
-        elif grammar.kind == "regex":
-            text = matcher.grammar_from_regex(grammar.value)
-        else:
-            text = matcher.grammar_from_lark(gbnf.any_to_lark(grammar.value))
-        found = matcher(model.grammar_tokenizer, text, log_level=0)
-        message = found.get_error()
-    except ValueError as error:  # also GbnfToLarkError
-        message = str(error)
-    if message:
-        what = {"json": "JSON schema", "regex": "regular expression"}.get(grammar.kind, "grammar")
-        raise bad(param, f"the {what} is not supported: {message.strip().splitlines()[0]}", "unsupported_schema")
-    return Matcher(found)
+        return Matcher(grammar_trial.compiled(model.grammar_tokenizer, grammar.kind, grammar.value, SPACE), grammar)
+    except ValueError as error:
+        raise _refuse(grammar, str(error)) from error

@@ -7,9 +7,10 @@ import copy
 import struct
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -22,12 +23,11 @@ from ..files.untrusted import interpreting, read_json
 from ..hf.fusing import fuse_
 from ..hf.loading import counting
 from .engine import Engine, ordinary
-from .errors import ApiError, bad
-from .protocol import Fields, is_ids
+from .errors import ApiError, bad, shortened
+from .protocol import Embeddings, Ranking, check_bytes
 from .sentence_files import check_files
 from .speech import SpeechModel
 
-MOST_TEXTS = 2048  # of one request, as in OpenAI's API
 AT_ONCE = 32  # texts in a call of the model
 _LEAST = 6  # version of sentence-transformers
 _INSTALL = f"pip install 'sentence-transformers>={_LEAST}'"
@@ -277,14 +277,14 @@ class Request:
     def items(self) -> list[Item]:
         return [item for _, items, _ in self.groups for item in items]
 
-    def count(self) -> list[int]:
-        """The tokens of each item. Raises ApiError: one is too long."""
-        return [
-            count for name, items, many in self.groups for count in self.model.count(name, items, self.cut, 0 if many else None)
-        ]
+    def counts(self) -> Iterator[Callable[[], list[int]]]:
+        """Functions that count the tokens of some of the items each. They raise ApiError if one is too long."""
+        for name, items, many in self.groups:
+            for start in range(0, len(items), AT_ONCE):
+                yield partial(self.model.count, name, items[start : start + AT_ONCE], self.cut, start if many else None)
 
 
-def embeddings(model: Any, fields: Fields) -> Request:
+def embeddings(model: Any, asked: Embeddings) -> Request:
     """A request in OpenAI's format.
 
     Raises:
@@ -292,17 +292,12 @@ def embeddings(model: Any, fields: Fields) -> Request:
     """
     if not isinstance(model, Encoder):
         raise bad("model", f"the model {model.name} {_purpose(model)}; expected a sentence-embedding model")
-    given, prompt = fields.take("input"), fields.text("prompt_name")
-    one = isinstance(given, str) or is_ids(given)
-    texts = _texts("input", [given] if one else given, tokens=True)
+    texts, prompt, width = asked.input, asked.prompt_name, asked.dimensions
     prompts = getattr(model.model, "prompts", {})
     if prompt is not None and prompt not in prompts:
-        raise bad("prompt_name", f"prompt_name is {prompt!r}; expected {_either(prompts)}")
-    kind = fields.text("encoding_format") or "float"
-    if kind not in ("float", "base64"):
-        raise bad("encoding_format", f"encoding_format is {kind!r}; expected float or base64")
-    width, cut = fields.count("dimensions", 1), fields.flag("truncate")
-    fields.end()
+        raise bad("prompt_name", f"prompt_name is {shortened(prompt, 64)!r}; expected {_either(prompts)}")
+    for text in texts:
+        check_bytes("input", [text] if isinstance(text, str) else [], model.max_length)
     size = len(model.tokenizer)
     wrong = next((token for text in texts if not isinstance(text, str) for token in text if token >= size), None)
     if wrong is not None:
@@ -312,11 +307,15 @@ def embeddings(model: Any, fields: Fields) -> Request:
         if width is not None and width > len(rows[0]):
             raise bad("dimensions", f"dimensions is {width}; expected at most {len(rows[0])}, those of the model")
         values = [_shortened(row, width).tolist() for row in rows]
-        encoded = values if kind == "float" else [base64.b64encode(struct.pack(f"<{len(x)}f", *x)).decode() for x in values]
+        encoded = (
+            values
+            if asked.encoding_format == "float"
+            else [base64.b64encode(struct.pack(f"<{len(x)}f", *x)).decode() for x in values]
+        )
         data = [{"object": "embedding", "index": index, "embedding": value} for index, value in enumerate(encoded)]
         return {"object": "list", "data": data, "model": model.name, "usage": _usage(count)}
 
-    return Request(model, [("input", [Input(text, prompt) for text in texts], not one)], cut, document)
+    return Request(model, [("input", [Input(text, prompt) for text in texts], len(texts) > 1)], asked.truncate, document)
 
 
 def _shortened(row: Tensor, width: int | None) -> Tensor:
@@ -327,7 +326,7 @@ def _shortened(row: Tensor, width: int | None) -> Tensor:
     return torch.nn.functional.normalize(row[:width], dim=0) if unit else row[:width]
 
 
-def ranking(model: Any, fields: Fields) -> Request:
+def ranking(model: Any, asked: Ranking) -> Request:
     """A request in the format of Jina, Cohere and vLLM.
 
     Raises:
@@ -335,14 +334,10 @@ def ranking(model: Any, fields: Fields) -> Request:
     """
     if not isinstance(model, TextModel):
         raise bad("model", f"the model {model.name} {_purpose(model)}; expected a reranker or a sentence-embedding model")
-    query, given = fields.text("query"), fields.take("documents")
-    if not query:
-        raise bad("query", f"query is {'missing' if query is None else 'empty'}; expected a text")
-    if isinstance(given, list):
-        given = [each.get("text") if isinstance(each, dict) and each.keys() == {"text"} else each for each in given]
-    documents = [each for each in _texts("documents", given) if isinstance(each, str)]
-    most, whole, cut = fields.count("top_n", 1), fields.flag("return_documents"), fields.flag("truncate")
-    fields.end()
+    query, documents = asked.query, asked.documents
+    check_bytes("query", [query], model.max_length)
+    for each in documents:
+        check_bytes("documents", [each], model.max_length)
     encoder = model if isinstance(model, Encoder) else None
     groups: list[tuple[str, list[Item], bool]]
     if encoder is not None:
@@ -358,14 +353,15 @@ def ranking(model: Any, fields: Fields) -> Request:
             scores = [encoder.model.similarity(rows[0][None], row[None]).item() for row in rows[1:]]
         else:
             scores = [row.item() for row in rows]
-        order = sorted(range(len(documents)), key=lambda index: -scores[index])[:most]
+        order = sorted(range(len(documents)), key=lambda index: -scores[index])[: asked.top_n]
         results = [
-            {"index": index, "relevance_score": scores[index]} | ({"document": {"text": documents[index]}} if whole else {})
+            {"index": index, "relevance_score": scores[index]}
+            | ({"document": {"text": documents[index]}} if asked.return_documents else {})
             for index in order
         ]
         return {"model": model.name, "results": results, "usage": _usage(count)}
 
-    return Request(model, groups, cut, document)
+    return Request(model, groups, asked.truncate, document)
 
 
 def _purpose(model: Any) -> str:
@@ -386,19 +382,3 @@ def _either(names: Sequence[str] | dict[str, Any]) -> str:
 
 def _usage(count: int) -> dict[str, int]:
     return {"prompt_tokens": count, "total_tokens": count}
-
-
-def _texts(name: str, value: Any, *, tokens: bool = False) -> list[str | list[int]]:
-    if (
-        not isinstance(value, list)
-        or not value
-        or not all(isinstance(each, str) or (tokens and is_ids(each)) for each in value)
-    ):
-        more = ", or token ids" if tokens else ""
-        raise bad(name, f"{name} is not a text or an array of texts{more}, not empty")
-    if len(value) > MOST_TEXTS:
-        raise bad(name, f"{name} has {len(value)} texts; expected at most {MOST_TEXTS}")
-    if "" in value:
-        place = f"{name}[{value.index('')}]" if len(value) > 1 else name
-        raise bad(name, f"{place} is empty; expected a text")
-    return value

@@ -4,6 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+_LONGEST = 400  # characters of a message: it may quote what a request has
+
+
+def shortened(text: str, most: int = _LONGEST) -> str:
+    """A text of at most so many characters, all of which UTF-8 can say."""
+    text = text[: most + 1].encode("utf-8", "replace").decode()
+    return text if len(text) <= most else text[: most - 3] + "..."
+
 
 class ApiError(Exception):
     """What a request gets instead of its answer."""
@@ -14,13 +22,14 @@ class ApiError(Exception):
         """
         Args:
             status: of HTTP.
-            message: says what was found, and what was expected.
+            message: says what was found, and what was expected; a long one is cut.
             param: the parameter that is wrong.
             code: for programs.
             retry_after: seconds after which the request may be sent again.
         """
-        super().__init__(message)
-        self.status, self.message, self.param, self.code, self.retry_after = status, message, param, code, retry_after
+        self.status, self.message, self.code, self.retry_after = status, shortened(message), code, retry_after
+        self.param = None if param is None else shortened(param, 64)
+        super().__init__(self.message)
 
     @property
     def document(self) -> dict[str, Any]:

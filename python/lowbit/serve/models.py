@@ -18,7 +18,7 @@ from ..llm.stopping import BREAKERS, breakers
 from ..llm.templates import render
 from .errors import ApiError, bad
 from .prefixes import PrefixBatch
-from .protocol import Asked
+from .protocol import Writing
 
 
 @dataclass(eq=False)
@@ -99,7 +99,7 @@ class LanguageModel:
         if wrong is not None:
             raise bad(name, f"{name} has a token {wrong}; expected 0 to {vocabulary - 1}")
 
-    def text(self, tokens: list[int], asked: Asked, number: int, usual_tokens: int | None) -> Text:
+    def text(self, tokens: list[int], asked: Writing, number: int, usual_tokens: int | None) -> Text:
         """A text of a request, without what it tells.
 
         Args:
@@ -110,10 +110,9 @@ class LanguageModel:
         Raises:
             ApiError: the model has no such token.
         """
-        sampling = asked.sampling
+        sampling = asked.sampling(self.usual)
         if sampling.dry_multiplier:
-            strings = BREAKERS if asked.dry_breakers is None else asked.dry_breakers
-            sampling = replace(sampling, dry_breakers=self._breakers(strings))
+            sampling = replace(sampling, dry_breakers=self.breakers(asked))
         most = next((each for each in (asked.max_tokens, usual_tokens, self.most) if each is not None), self.max_length)
         made = Text(
             tokens,
@@ -121,14 +120,19 @@ class LanguageModel:
             sampling,
             (asked.seed + number) % 2**64 if asked.seed >= 0 else asked.seed + number,
             frozenset() if asked.ignore_eos and asked.grammar is None else self.stop,
-            logprobs=asked.logprobs,
-            prompt_logprobs=asked.logprobs if asked.echo else None,
+            logprobs=asked.scores,
+            prompt_logprobs=asked.scores if asked.echo else None,
         )
         try:
             self.batch.check(made)
         except ValueError as error:
             raise ApiError(400, str(error)) from error
         return made
+
+    def breakers(self, asked: Writing) -> tuple[int, ...]:
+        """Tokens that end a repetition. They are found once for the same strings, in all tokens of the vocabulary."""
+        strings = asked.dry_sequence_breakers
+        return self._breakers(BREAKERS if strings is None else tuple(strings))
 
     @lru_cache(8)  # noqa: B019  a model stays as long as the server
     def _breakers(self, strings: tuple[str, ...]) -> tuple[int, ...]:

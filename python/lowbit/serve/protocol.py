@@ -1,16 +1,20 @@
-"""What requests ask for: OpenAI's parameters, read and checked."""
+"""Requests of OpenAI's API as pydantic models. Every field has a limit, which :func:`parse` checks before any other work."""
 
 from __future__ import annotations
 
 import json
 import math
+import re
 import secrets
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import PydanticCustomError, from_json
 
 from ..llm.sampling import Sampling
-from ..llm.stopping import check_stop_strings
-from .errors import ApiError, bad
+from .errors import ApiError, bad, shortened
 
 # Parameters that change no text here.
 _IGNORED = {
@@ -22,276 +26,437 @@ _NEUTRAL: dict[str, tuple] = {
     "tools": ([],), "tool_choice": ("none",), "functions": ([],), "function_call": ("none", "auto"),
     "modalities": (["text"],), "suffix": ("",), "audio": (), "prediction": (), "web_search_options": (),
 }  # fmt: skip
-_DRAWN = {
-    "temperature": (0, 1e30), "top_p": (0, 1), "min_p": (0, 1), "repetition_penalty": (1e-30, 1e30),
-    "presence_penalty": (-2, 2), "frequency_penalty": (-2, 2), "dry_multiplier": (0, 1e30), "dry_base": (1, 1e30),
-}  # fmt: skip
+_MOST_BRACKETS, _MOST_COMMAS = 1 << 17, 1 << 20  # of a body: a parsed object takes some hundred times its two bytes
+_MOST_SCHEMA = 1 << 17  # bytes of a schema or a grammar
+_MOST_TOOLS = 1 << 18  # bytes of all tools of a request
+_LEAST_BYTES = 1 << 16  # that any text may have
+_TOKEN_BYTES = 16  # of a token, in a text that the model's context holds; four are usual
+
+MOST_TOKENS = 1 << 16  # of /detokenize, if the context has fewer
 
 
-class Fields:
-    """The parameters of a request; each is taken once, and at the end none may be left."""
+def _few(most: int, least: int = 0) -> BeforeValidator:
+    """A limit of entries, before any of them is looked at."""
 
-    def __init__(self, body: Any):
-        if not isinstance(body, dict):
-            raise ApiError(400, f"the body is {_kind(body)}; expected an object")
-        self._left = {name: value for name, value in body.items() if value is not None}
-
-    def take(self, name: str, default: Any = None) -> Any:
-        return self._left.pop(name, default)
-
-    def number(self, name: str, least: float, most: float) -> float | None:
-        value = self.take(name)
-        if value is None:
-            return None
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise bad(name, f"{name} is {_kind(value)}; expected a number from {least:g} to {most:g}")
-        if not least <= value <= most:  # also NaN, which Python's JSON knows
-            raise bad(name, f"{name} is {value}; expected {least:g} to {most:g}")
+    def check(value: Any) -> Any:
+        if isinstance(value, list | dict) and not least <= len(value) <= most:
+            raise PydanticCustomError(
+                "few", "{least} to {most} entries, not {n}", {"least": least, "most": most, "n": len(value)}
+            )
         return value
 
-    def count(self, name: str, least: int, most: int = 2**31) -> int | None:
-        value = self.take(name)
-        if value is None:
-            return None
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise bad(name, f"{name} is {_kind(value)}; expected a whole number")
-        if not least <= value <= most:
-            upper = f"{least} to {most}" if most != 2**31 else f"{least} or more"
-            raise bad(name, f"{name} is {value}; expected {upper}")
-        return value
+    return BeforeValidator(check)
 
-    def flag(self, name: str) -> bool:
-        value = self.take(name, False)
-        if not isinstance(value, bool):
-            raise bad(name, f"{name} is {_kind(value)}; expected true or false")
-        return value
 
-    def text(self, name: str) -> str | None:
-        value = self.take(name)
-        if value is not None and not isinstance(value, str):
-            raise bad(name, f"{name} is {_kind(value)}; expected a string")
-        return value
+_FIRST = Field(fail_fast=True)  # one error is enough, and a million of them take minutes
+_as_list = BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
+_StopText = Annotated[str, Field(min_length=1, max_length=256)]
+Token = Annotated[int, Field(ge=0, le=2**31)]
+_Schema = dict[str, Any] | bool
 
-    def end(self) -> None:
-        for name, value in self._left.items():
+
+class _Part(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+
+class Body(_Part):
+    """What all requests have. A parameter that is null counts as missing, and an unknown one is refused."""
+
+    model_config = ConfigDict(extra="allow")
+    model: str | None = Field(None, max_length=1024)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, value: Any) -> Any:
+        return {name: each for name, each in value.items() if each is not None} if isinstance(value, dict) else value
+
+    @model_validator(mode="after")
+    def _check_names(self) -> Body:
+        for name, value in (self.model_extra or {}).items():
             if name in _NEUTRAL:
                 if value not in _NEUTRAL[name]:
                     raise bad(name, f"{name} is not supported; expected a request without it", "unsupported_parameter")
             elif name not in _IGNORED:
+                name = shortened(name, 64)
                 raise bad(name, f"there is no parameter {name}; expected one of those in docs/serving.md", "unknown_parameter")
+        return self
 
 
-def _kind(value: Any) -> str:
-    names = {dict: "an object", list: "an array", str: "a string", bool: "a boolean", int: "a number", float: "a number"}
-    return names.get(type(value), "null")
+B = TypeVar("B", bound=Body)
+
+
+def parse(kind: type[B], data: bytes) -> B:
+    """A request from the JSON of its body.
+
+    Raises:
+        ApiError: it is not JSON, or a parameter is wrong or unknown.
+    """
+    for found, most in ((data.count(b"{") + data.count(b"["), _MOST_BRACKETS), (data.count(b","), _MOST_COMMAS)):
+        if found > most:
+            raise ApiError(413, f"the body has {found} {'brackets' if most == _MOST_BRACKETS else 'commas'}; expected {most}")
+    try:
+        value = from_json(data.removeprefix(b"\xef\xbb\xbf"), allow_inf_nan=False)
+    except ValueError as error:  # also nesting of more than 200 levels, and half a surrogate pair
+        raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from None
+    return validated(kind, value)
+
+
+def validated(kind: type[B], value: Any) -> B:
+    """As :func:`parse`, of a parsed body."""
+    try:
+        return kind.model_validate(value)
+    except ValidationError as error:
+        # Of several forms that a value might have, the one that it comes closest to.
+        first = max(error.errors(include_url=False, include_context=False), key=lambda each: len(each["loc"]))
+    place = ""
+    for step in first["loc"]:
+        if isinstance(step, int):
+            place += f"[{step}]"
+        elif not place or (
+            (step.isidentifier() or step.isdigit()) and step not in ("str", "int", "float", "bool", "list", "dict")
+        ):
+            place += f".{step}" if place else step
+    place = shortened(place, 200) or "the body"
+    found = "missing" if first["type"] == "missing" else _found(first["input"])
+    wanted = _WANTED.get(first["type"]) or re.sub("^(Input should be|String should have) ", "", shortened(first["msg"], 150))
+    raise ApiError(400, f"{place} is {found}; expected {wanted}", param=str(first["loc"][0]) if first["loc"] else None)
+
+
+# What pydantic says in words of Python, or without an "Input should be".
+_WANTED = {
+    "missing": "a value", "model_type": "an object", "dict_type": "an object", "list_type": "an array",
+    "string_type": "a string", "int_type": "a whole number", "int_from_float": "a whole number", "float_type": "a number",
+    "bool_type": "true or false", "extra_forbidden": "no such name", "string_too_short": "a longer text",
+    "int_parsing": "a whole number", "string_pattern_mismatch": "1 to 64 letters, digits, _, . and -",
+}  # fmt: skip
+
+
+def _found(value: Any) -> str:
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return shortened(str(value), 40)
+    if isinstance(value, str):
+        return f"{shortened(value, 40)!r}"
+    return {dict: "an object", list: "an array", bool: str(value).lower()}.get(type(value), "null")
+
+
+def check_bytes(name: str, texts: Iterable[str], tokens: int | None) -> None:
+    """Raises ApiError for texts that no context of so many tokens holds, before a tokenizer takes its time for them."""
+    count, most = sum(len(each.encode()) for each in texts), max(_LEAST_BYTES, _TOKEN_BYTES * (tokens or 0))
+    if count > most:
+        raise bad(name, f"{name} has {count} bytes; expected at most {most}", "context_length_exceeded")
+
+
+def _dumped(name: str, value: Any, most: int) -> str:
+    """JSON of a value, at most so many bytes."""
+    try:
+        text = json.dumps(value, allow_nan=False)
+    except ValueError:
+        raise bad(name, f"{name} has a number that is not finite; expected JSON") from None
+    if len(text) > most:
+        raise bad(name, f"{name} has {len(text)} bytes; expected at most {most}", "unsupported_schema")
+    return text
 
 
 @dataclass(frozen=True)
 class Grammar:
     """What a text must fit."""
 
-    kind: str  # of the value: "json", a JSON schema; "regex"; "grammar", in Lark's syntax or llama.cpp's GBNF
-    value: Any
+    kind: str  # of the value: "json", a JSON schema; "regex"; "grammar", in Lark's syntax or llama.cpp's GBNF; "call"
+    value: str
     param: str  # of the request, for its errors
 
 
-@dataclass(frozen=True)
-class Asked:
-    """How the texts of a request are written."""
-
-    sampling: Sampling
-    seed: int
-    n: int
-    max_tokens: int | None
-    stop: tuple[str, ...]
-    ignore_eos: bool
-    stream: bool
-    include_usage: bool
-    logprobs: int | None  # so many likeliest tokens with each one
-    echo: bool
-    grammar: Grammar | None
-    dry_breakers: tuple[str, ...] | None  # DRY's; None: the usual ones
+class _StreamOptions(_Part):
+    include_usage: bool = False
 
 
-def asked(fields: Fields, usual: Sampling, most: int, chat: bool) -> Asked:
-    """Takes all parameters that both kinds of request have.
-
-    Args:
-        usual: what counts where the request says nothing.
-        most: texts that a request may ask for.
-
-    Raises:
-        ApiError: one is wrong, or not known.
-    """
-    given: dict[str, Any] = {name: fields.number(name, *ends) for name, ends in _DRAWN.items()}
-    given["top_k"] = fields.count("top_k", -1)
-    given["dry_allowed_length"] = fields.count("dry_allowed_length", 1)
-    given["logit_bias"] = _bias(fields)
-    sampling = replace(usual, **{name: value for name, value in given.items() if value is not None})
-    if given["top_k"] in (-1, 0):
-        sampling = replace(sampling, top_k=None)  # all, as vLLM and llama.cpp have it
-    seed = fields.count("seed", -(2**63), 2**64 - 1)
-    n, best_of = fields.count("n", 1, most) or 1, fields.count("best_of", 1)
-    if best_of not in (None, n):
-        raise bad("best_of", f"best_of is {best_of}; expected {n}, as n")
-    names = ("max_completion_tokens", "max_tokens") if chat else ("max_tokens",)
-    counts = [count for name in names if (count := fields.count(name, 1 if chat else 0)) is not None]
-    stream, options = fields.flag("stream"), fields.take("stream_options", {})
-    if not isinstance(options, dict) or not isinstance(options.get("include_usage", False), bool):
-        raise bad("stream_options", "stream_options is not an object with include_usage, true or false")
-    logprobs = _logprobs(fields, chat)
-    strings = fields.take("dry_sequence_breakers")
-    found = Asked(
-        sampling,
-        secrets.randbits(32) if seed is None else seed,
-        n,
-        counts[0] if counts else None,
-        _strings("stop", fields.take("stop", ())),
-        fields.flag("ignore_eos"),
-        stream,
-        bool(options.get("include_usage")),
-        logprobs,
-        not chat and fields.flag("echo"),
-        _grammar(fields),
-        None if strings is None else _strings("dry_sequence_breakers", strings),
-    )
-    fields.end()
-    if found.max_tokens == 0 and not found.echo:
-        raise bad("max_tokens", "max_tokens is 0; expected 1 or more without echo")
-    return found
+class _Named(_Part):
+    schema_: _Schema = Field(alias="schema")
 
 
-def _strings(name: str, value: Any) -> tuple[str, ...]:
-    if not isinstance(value, str | list | tuple):
-        raise bad(name, f"{name} is {_kind(value)}; expected a string or an array of strings")
-    try:
-        return check_stop_strings(value, name)
-    except ValueError as error:
-        raise bad(name, str(error)) from error
+class _Format(_Part):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: _Named | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")  # llama.cpp's, of a json_object
+
+    @model_validator(mode="after")
+    def _check(self) -> _Format:
+        if self.type == "json_schema" and self.json_schema is None:
+            raise bad("response_format", "response_format has no json_schema.schema; expected an object")
+        return self
+
+    @property
+    def wanted(self) -> Any:
+        """The schema; None: any text."""
+        if self.type == "text":
+            return None
+        if self.type == "json_schema" and self.json_schema is not None:
+            return self.json_schema.schema_
+        return {"type": "object"} if self.schema_ is None else self.schema_
 
 
-def _bias(fields: Fields) -> dict[int, float] | None:
-    value = fields.take("logit_bias")
-    if value is None:
-        return None
-    try:
-        found = {int(token): float(bias) for token, bias in value.items()}
-    except (AttributeError, TypeError, ValueError):
-        raise bad("logit_bias", "logit_bias is not an object of token ids and numbers") from None
-    for token, bias in found.items():
-        if not -100 <= bias <= 100:
-            raise bad("logit_bias", f"logit_bias of token {token} is {bias}; expected -100 to 100")
-    return found
+class _Structured(_Part):
+    model_config = ConfigDict(extra="forbid")
+    json_: _Schema | None = Field(None, alias="json")
+    regex: str | None = Field(None, max_length=4096)
+    choice: Annotated[list[Annotated[str, Field(min_length=1, max_length=4096)]], _FIRST, _few(1024, 1)] | None = None
+    grammar: str | None = Field(None, max_length=_MOST_SCHEMA)
 
-
-def _logprobs(fields: Fields, chat: bool) -> int | None:
-    if not chat:
-        return fields.count("logprobs", 0, 20)
-    wanted, top = fields.flag("logprobs"), fields.count("top_logprobs", 0, 20)
-    if top is not None and not wanted:
-        raise bad("top_logprobs", f"top_logprobs is {top}; expected logprobs true with it")
-    return (top or 0) if wanted else None
-
-
-def _grammar(fields: Fields) -> Grammar | None:
-    """OpenAI's response_format, or vLLM's structured_outputs."""
-    form, other = _schema(fields.take("response_format")), fields.take("structured_outputs")
-    if other is None:
-        return None if form is None else Grammar("json", form, "response_format")
-    name = "structured_outputs"
-    if form is not None:
-        raise bad(name, f"{name} is beside response_format; expected one of the two")
-    if not isinstance(other, dict) or len(other) != 1:
-        raise bad(name, f"{name} is {_kind(other)}; expected an object with json, regex, choice or grammar")
-    ((kind, value),) = other.items()
-    if kind == "json" and isinstance(value, dict | bool):
-        return Grammar("json", value, name)
-    if kind == "choice" and isinstance(value, list) and value and all(isinstance(each, str) and each for each in value):
-        return Grammar("grammar", f"start: {' | '.join(map(json.dumps, value))}", name)
-    if kind in ("regex", "grammar") and isinstance(value, str):
+    @property
+    def wanted(self) -> Grammar:
+        name = "structured_outputs"
+        given = {kind: value for kind, value in self if value is not None}
+        if len(given) != 1:
+            raise bad(name, f"{name} has {', '.join(given) or 'nothing'}; expected one of json, regex, choice and grammar")
+        ((kind, value),) = given.items()
+        if kind == "json_":
+            return Grammar("json", _dumped(name, value, _MOST_SCHEMA), name)
+        if kind == "choice":
+            text = f"start: {' | '.join(json.dumps(each) for each in value)}"
+            if len(text) > _MOST_SCHEMA:
+                raise bad(name, f"{name}.choice has {len(text)} bytes; expected at most {_MOST_SCHEMA}", "unsupported_schema")
+            return Grammar("grammar", text, name)
         return Grammar(kind, value, name)
-    raise bad(name, f"{name} has {kind} with {_kind(value)}; expected json, a text as regex or grammar, or texts as choice")
 
 
-def _schema(value: Any) -> Any:
-    kind = value.get("type") if isinstance(value, dict) else value
-    if kind in (None, "text"):
-        return None
-    if kind == "json_object":
-        return {"type": "object"}
-    if kind != "json_schema":
-        raise bad("response_format", f"response_format is {kind!r}; expected text, json_object or json_schema")
-    outer = value.get("json_schema")
-    schema = outer.get("schema") if isinstance(outer, dict) else None
-    if not isinstance(schema, dict | bool):
-        raise bad("response_format", "response_format has no json_schema.schema; expected an object")
-    return schema
+class Writing(Body):
+    """How texts are written: what completions and chats have in common."""
+
+    temperature: float = Field(0.0, ge=0, le=1e30)
+    top_p: float = Field(1.0, ge=0, le=1)
+    min_p: float = Field(0.0, ge=0, le=1)
+    top_k: int = Field(-1, ge=-1, le=2**31)
+    repetition_penalty: float = Field(1.0, ge=1e-30, le=1e30)
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    dry_multiplier: float = Field(0.0, ge=0, le=1e30)
+    dry_base: float = Field(1.75, ge=1, le=1e30)
+    dry_allowed_length: int = Field(2, ge=1, le=2**31)
+    dry_sequence_breakers: Annotated[list[_StopText], _FIRST, _few(64), _as_list] | None = None
+    logit_bias: Annotated[
+        dict[Annotated[int, Field(ge=0, le=2**31, strict=False)], Annotated[float, Field(ge=-100, le=100)]], _few(4096)
+    ] = Field(default_factory=dict)
+    seed: int = Field(default_factory=lambda: secrets.randbits(32), ge=-(2**63), le=2**64 - 1)
+    n: int = Field(1, ge=1, le=16)
+    best_of: int | None = None
+    max_tokens: int | None = Field(None, ge=0, le=2**31)
+    stop: Annotated[list[_StopText], _FIRST, _few(32), _as_list] = Field(default_factory=list)
+    ignore_eos: bool = False
+    echo: bool = False  # of completions alone
+    stream: bool = False
+    stream_options: _StreamOptions = Field(default_factory=_StreamOptions)
+    response_format: _Format | None = None
+    structured_outputs: _Structured | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Writing:
+        if self.best_of not in (None, self.n):
+            raise bad("best_of", f"best_of is {self.best_of}; expected {self.n}, as n")
+        if self.max_tokens == 0 and not self.echo:
+            raise bad("max_tokens", "max_tokens is 0; expected 1 or more without echo")
+        if self.structured_outputs is not None and self.response_format is not None and self.response_format.type != "text":
+            raise bad("structured_outputs", "structured_outputs is beside response_format; expected one of the two")
+        return self
+
+    @property
+    def scores(self) -> int | None:
+        """So many likeliest tokens with each one; None: no log-probabilities."""
+        raise NotImplementedError
+
+    @property
+    def schema_text(self) -> str | None:
+        """JSON of the schema of response_format."""
+        schema = None if self.response_format is None else self.response_format.wanted
+        return None if schema is None else _dumped("response_format", schema, _MOST_SCHEMA)
+
+    @property
+    def grammar(self) -> Grammar | None:
+        """OpenAI's response_format, or vLLM's structured_outputs."""
+        if self.structured_outputs is not None:
+            return self.structured_outputs.wanted
+        return None if (schema := self.schema_text) is None else Grammar("json", schema, "response_format")
+
+    def sampling(self, usual: Sampling) -> Sampling:
+        """How tokens are drawn.
+
+        Args:
+            usual: what counts where the request says nothing.
+        """
+        names = Sampling.__dataclass_fields__.keys() & self.model_fields_set
+        given = {name: getattr(self, name) for name in names}
+        if given.get("top_k", 1) < 1:
+            given["top_k"] = None  # all, as vLLM and llama.cpp have it
+        return replace(usual, **given)
 
 
-def prompts(value: Any) -> list[str | list[int]]:
-    """The prompts of a completion: texts, or token ids.
+def _prompts(value: Any) -> Any:
+    return [value] if isinstance(value, str) or (isinstance(value, list) and value and isinstance(value[0], int)) else value
 
-    Raises:
-        ApiError: it is something else, or empty.
-    """
-    if isinstance(value, str):
-        return [value]
-    if is_ids(value):
-        return [value]
-    if isinstance(value, list) and value and all(isinstance(each, str) or is_ids(each) for each in value):
+
+_Ids = Annotated[list[Token], _FIRST, _few(1 << 20, 1)]
+
+
+class Completion(Writing):
+    prompt: Annotated[list[str | _Ids], _FIRST, _few(16, 1), BeforeValidator(_prompts)]
+    logprobs: int | None = Field(None, ge=0, le=20)
+
+    @property
+    def scores(self) -> int | None:
+        return self.logprobs
+
+
+def _parts(value: Any) -> Any:
+    return [{"type": "text", "text": value}] if isinstance(value, str) else value
+
+
+class _Content(_Part):
+    type: Literal["text"]
+    text: str
+
+
+def _arguments(value: Any) -> Any:
+    if value is None:
+        return {}
+    if not isinstance(value, str):
         return value
-    raise bad("prompt", f"prompt is {_kind(value)}; expected a text, token ids, or an array of either, not empty")
-
-
-def is_ids(value: Any) -> bool:
-    """Whether a value of a request is an array of token ids."""
-    return isinstance(value, list) and bool(value) and all(type(each) is int and each >= 0 for each in value)
-
-
-def messages(value: Any) -> list[dict[str, Any]]:
-    """The messages of a conversation, with contents of several text parts joined.
-
-    Raises:
-        ApiError: they are no messages, or have parts that are no text.
-    """
-    if not isinstance(value, list) or not value:
-        raise bad("messages", f"messages is {_kind(value)}; expected an array of messages, not empty")
-    return [_message(number, each) for number, each in enumerate(value)]
-
-
-def _message(number: int, value: Any) -> dict[str, Any]:
-    name = f"messages[{number}]"
-    if not isinstance(value, dict) or not isinstance(value.get("role"), str):
-        raise bad("messages", f"{name} has no role; expected an object with role and content")
-    content, calls = value.get("content"), value.get("tool_calls") or []
-    if content is None and calls:
-        content = ""
-    if isinstance(content, list):
-        for part in content:
-            if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-                found = part.get("type") if isinstance(part, dict) else _kind(part)
-                raise bad("messages", f"{name} has a part of type {found!r}; expected text")
-        content = "".join(part["text"] for part in content)
-    if not isinstance(content, str):
-        raise bad("messages", f"{name} has a content that is {_kind(content)}; expected a string or text parts")
-    message = {"role": "system" if value["role"] == "developer" else value["role"], "content": content}
-    message |= {key: value[key] for key in ("name", "tool_call_id") if isinstance(value.get(key), str)}
-    return message | ({"tool_calls": _calls(name, calls)} if calls else {})
-
-
-def _calls(name: str, value: Any) -> list[dict[str, Any]]:
-    """Earlier calls of tools, with arguments as templates take them: objects."""
-    calls = []
     try:
-        for each in value:
-            function = each["function"]
-            arguments = json.loads(function["arguments"])
-            calls.append({"id": each["id"], "type": "function", "function": {"name": function["name"], "arguments": arguments}})
-    except (TypeError, KeyError, ValueError):
-        raise bad(
-            "messages", f"{name} has tool_calls that are none; expected id and function with name and arguments"
-        ) from None
-    return calls
+        return from_json(value, allow_inf_nan=False) if value.strip() else {}  # OpenAI itself returns an empty text
+    except ValueError as error:
+        raise PydanticCustomError("arguments", "a JSON object: {why}", {"why": shortened(str(error), 60)}) from None
+
+
+class _CalledFunction(_Part):
+    name: str
+    arguments: Annotated[dict[str, Any], BeforeValidator(_arguments)] = Field(default_factory=dict)
+
+
+class _Call(_Part):
+    id: str = ""
+    function: _CalledFunction
+
+
+class _Message(_Part):
+    role: str = Field(max_length=64)
+    content: Annotated[list[_Content], _FIRST, _few(1024), BeforeValidator(_parts)] | None = None
+    name: str | None = Field(None, max_length=1024)
+    tool_call_id: str | None = Field(None, max_length=1024)
+    tool_calls: Annotated[list[_Call], _FIRST, _few(128)] | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> _Message:
+        if self.content is None and not self.tool_calls:
+            raise bad("messages", "messages has one without content; expected a text or text parts")
+        return self
+
+    @property
+    def document(self) -> dict[str, Any]:
+        """As chat templates take it: one text, and arguments as objects."""
+        found: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role}
+        found["content"] = "".join(part.text for part in self.content or ())
+        found |= {key: value for key in ("name", "tool_call_id") if (value := getattr(self, key)) is not None}
+        if self.tool_calls:
+            found["tool_calls"] = [
+                {"id": each.id, "type": "function", "function": dict(each.function)} for each in self.tool_calls
+            ]
+        return found
+
+
+class Conversation(Body):
+    """Messages, as a chat template takes them."""
+
+    messages: Annotated[list[_Message], _FIRST, _few(4096, 1)]
+
+    @property
+    def documents(self) -> list[dict[str, Any]]:
+        return [each.document for each in self.messages]
+
+    def check_bytes(self, tokens: int) -> None:
+        """As :func:`check_bytes`, of all messages."""
+        texts = [part.text for each in self.messages for part in each.content or ()]
+        calls = [call for each in self.messages for call in each.tool_calls or ()]
+        check_bytes("messages", [*texts, *(json.dumps(each.function.arguments) for each in calls)], tokens)
+
+
+class _Function(_Part):
+    model_config = ConfigDict(extra="allow")
+    name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,64}\z")
+    parameters: dict[str, Any] | None = None
+
+
+class _Tool(_Part):
+    type: Literal["function"]
+    function: _Function
+
+
+class _Name(_Part):
+    name: str
+
+
+class _Chosen(_Part):
+    function: _Name
+
+
+class Chat(Writing, Conversation):
+    max_completion_tokens: int | None = Field(None, ge=1, le=2**31)
+    logprobs: bool = False
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    tools: Annotated[list[_Tool], _FIRST, _few(128)] = Field(default_factory=list)
+    tool_choice: Literal["none", "auto", "required"] | _Chosen = "auto"
+
+    @model_validator(mode="after")
+    def _check_chat(self) -> Chat:
+        if self.echo:
+            raise bad("echo", "echo is true; expected it in completions", "unsupported_parameter")
+        self.max_tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        if self.top_logprobs is not None and not self.logprobs:
+            raise bad("top_logprobs", f"top_logprobs is {self.top_logprobs}; expected logprobs true with it")
+        _dumped("tools", [each.model_dump() for each in self.tools], _MOST_TOOLS)
+        wanted = self.tool_choice.function.name if isinstance(self.tool_choice, _Chosen) else None
+        if wanted is not None and wanted not in self.tool_names:
+            raise bad(
+                "tool_choice", f"tool_choice is {shortened(wanted, 64)!r}; expected none, auto, required or one of the tools"
+            )
+        if self.tool_choice == "required" and not self.tools:
+            raise bad("tool_choice", "tool_choice asks for a call, and the request has no tools; expected some")
+        return self
+
+    @property
+    def tool_names(self) -> list[str]:
+        return [each.function.name for each in self.tools]
+
+    @property
+    def scores(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+class Embeddings(Body):
+    input: Annotated[list[Annotated[str, Field(min_length=1)] | _Ids], _FIRST, _few(2048, 1), BeforeValidator(_prompts)]
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: int | None = Field(None, ge=1, le=2**31)
+    prompt_name: str | None = Field(None, max_length=256)
+    truncate: bool = False
+
+
+def _document(value: Any) -> Any:
+    return value["text"] if isinstance(value, dict) and value.keys() == {"text"} else value
+
+
+class Ranking(Body):
+    query: str = Field(min_length=1)
+    documents: Annotated[list[Annotated[str, BeforeValidator(_document), Field(min_length=1)]], _FIRST, _few(2048, 1)]
+    top_n: int | None = Field(None, ge=1, le=2**31)
+    return_documents: bool = False
+    truncate: bool = False
+
+
+class Tokenize(Conversation):
+    content: str | None = None  # llama.cpp's name
+    prompt: str | None = None  # vLLM's
+    messages: Annotated[list[_Message], _FIRST, _few(4096, 1)] = Field(default_factory=list)
+
+
+class Detokenize(Body):
+    tokens: Annotated[list[Token], _FIRST, _few(1 << 20)]  # the model has a further limit, of MOST_TOKENS or its context
 
 
 def finite(value: float) -> float:

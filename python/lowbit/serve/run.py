@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ipaddress
+import logging
 import signal
 import socket
 from collections.abc import Callable, Iterator, Sequence
@@ -80,7 +81,7 @@ def is_local(host: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
-        return host == "localhost"
+        return host.lower() == "localhost"
 
 
 def allow_connections() -> None:
@@ -109,7 +110,7 @@ def run(
         OSError: the address cannot be listened on.
     """
     local = is_local(host)
-    limits = Limits(api_key, timeout, waiting=queue, hosts=(*_LOCAL, host) if local else None)
+    limits = Limits(api_key, timeout, waiting=queue, hosts=(*_LOCAL, host.lower()) if local else None)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -123,6 +124,8 @@ def run(
     if not local and api_key is None:
         warn(f"everybody who reaches {host} can use this server; --api-key asks for a key")
     allow_connections()
+    # The package's loggers say nothing by themselves, and what ends a request with status 500 has to be found.
+    logging.getLogger("lowbit.serve").addHandler(logging.StreamHandler())
     application = Server(models, limits)
     config = uvicorn.Config(
         application.app(), http=_Http, log_level="warning", access_log=False, limit_concurrency=None, server_header=False,

@@ -8,14 +8,16 @@ import threading
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
 
 from ..files.config_json import read_config
 from ..speech.audio import SAMPLE_RATE, import_av, read_audio
 from ..speech.subtitles import subtitle
 from ..speech.transcriber import Segment, Transcriber, load_transcriber
 from .errors import ApiError, bad
-from .protocol import Fields
+from .protocol import Body
 
 if TYPE_CHECKING:
     import numpy as np
@@ -23,7 +25,6 @@ if TYPE_CHECKING:
     from ..hf.config import LowBitConfig
 
 MOST_SECONDS = 2 * 3600  # of a recording; its samples take half a gigabyte
-_FORMATS = ("json", "text", "srt", "verbose_json", "vtt")
 MEDIA_TYPES = {"text": "text/plain", "srt": "application/x-subrip", "vtt": "text/vtt"}
 
 
@@ -48,41 +49,21 @@ def load(name: str, path: Path, quantization: LowBitConfig | None, *, cache: str
     return SpeechModel(name, load_transcriber(path, quantization, cache=cache, progress=progress))
 
 
-@dataclass(frozen=True)
-class Wish:
-    """What a request asks for."""
+class Wish(Body):
+    """What a request asks for, in OpenAI's format; all values of a form are texts."""
 
-    task: str
-    language: str | None
-    format: str
-    stream: bool
+    language: str | None = Field(None, max_length=64)
+    response_format: Literal["json", "text", "srt", "verbose_json", "vtt"] = "json"
+    stream: Annotated[bool, BeforeValidator(lambda value: {"true": True, "false": False}.get(value.lower(), value))] = False
+    temperature: Literal["", "0", "0.0"] = "0"
+    prompt: Literal[""] = ""
+    granularities: list[Literal["segment"]] = Field(default_factory=list, alias="timestamp_granularities[]")
 
-    @staticmethod
-    def read(fields: Fields, task: str) -> Wish:
-        """Takes the parameters of OpenAI's format; all are strings, as forms have them.
-
-        Raises:
-            ApiError: one is wrong, or not known.
-        """
-        language, form = fields.text("language"), fields.text("response_format") or "json"
-        if form not in _FORMATS:
-            raise bad("response_format", f"response_format is {form!r}; expected one of {', '.join(_FORMATS)}")
-        stream = fields.text("stream") or "false"
-        if stream.lower() not in ("true", "false"):
-            raise bad("stream", f"stream is {stream!r}; expected true or false")
-        if stream.lower() == "true" and form != "json":
-            raise bad("response_format", f"response_format is {form!r}; expected json with stream")
-        for name, expected in (
-            ("temperature", ("", "0", "0.0")),
-            ("prompt", ("",)),
-            ("timestamp_granularities[]", ("segment",)),
-        ):
-            value = fields.text(name)
-            if value is not None and value not in expected:
-                usual = f"{expected[-1]!r}, or a request without it" if expected[-1] else "a request without it"
-                raise bad(name, f"{name} is {value!r}; expected {usual}", "unsupported_parameter")
-        fields.end()
-        return Wish(task, language or None, form, stream.lower() == "true")
+    @model_validator(mode="after")
+    def _check(self) -> Wish:
+        if self.stream and self.response_format != "json":
+            raise bad("response_format", f"response_format is {self.response_format!r}; expected json with stream")
+        return self
 
 
 async def read_recording(data: bytes, name: str) -> np.ndarray:
@@ -108,15 +89,15 @@ async def read_recording(data: bytes, name: str) -> np.ndarray:
 class Listening:
     """A transcription that is being written."""
 
-    def __init__(self, model: SpeechModel, samples: np.ndarray, wish: Wish):
+    def __init__(self, model: SpeechModel, samples: np.ndarray, wish: Wish, task: str):
         """Raises ApiError: the model does not know the language or the task."""
-        self.wish = wish
-        self.duration, self.language = len(samples) / SAMPLE_RATE, wish.language
+        self.wish, self.task, language = wish, task, wish.language or None
+        self.duration, self.language = len(samples) / SAMPLE_RATE, language
         self.segments: list[Segment] = []
         try:
-            self._stream = model.transcriber.stream(samples, language=wish.language, task=wish.task)
+            self._stream = model.transcriber.stream(samples, language=language, task=task)
         except ValueError as error:
-            raise bad("language" if wish.language else "model", str(error)) from error
+            raise bad("language" if language else "model", str(error)) from error
 
     def next(self) -> Segment | None:
         """The next segment; None: there are no more.
@@ -137,18 +118,18 @@ class Listening:
     def document(self) -> dict[str, Any]:
         """The answer as JSON."""
         usage = {"usage": {"type": "duration", "seconds": -int(-self.duration // 1)}}
-        if self.wish.format == "json":
+        if self.wish.response_format == "json":
             return {"text": self.text, **usage}
         segments = [{"id": number, **asdict(each), "temperature": 0.0} for number, each in enumerate(self.segments)]
-        about = {"task": self.wish.task, "language": self.language, "duration": self.duration}
+        about = {"task": self.task, "language": self.language, "duration": self.duration}
         return {**about, "text": self.text, "segments": segments, **usage}
 
     def subtitles(self) -> str:
         """The answer as text, SubRip or WebVTT."""
-        if self.wish.format == "text":
+        if self.wish.response_format == "text":
             return self.text + "\n"
-        head = "WEBVTT\n\n" if self.wish.format == "vtt" else ""
-        return head + "".join(subtitle(each, number, self.wish.format) for number, each in enumerate(self.segments, 1))
+        head = "WEBVTT\n\n" if self.wish.response_format == "vtt" else ""
+        return head + "".join(subtitle(each, number, self.wish.response_format) for number, each in enumerate(self.segments, 1))
 
 
 def refuse_recording(model: Any) -> ApiError:

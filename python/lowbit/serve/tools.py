@@ -5,16 +5,25 @@ from __future__ import annotations
 import json
 import re
 import uuid
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
+from ..llm.stopping import overlap
 from .errors import bad
-from .protocol import Fields, Grammar
+from .protocol import Chat, Grammar
 
-_BEGIN = "<tool_call>"
-_TAGGED = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
-_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
+# What comes before calls: Qwen's and Hermes' tag, Mistral's, Llama's.
+_MARKS = ("<tool_call>", "[TOOL_CALLS]", "<|python_tag|>")
+_THOUGHT = "</think>"
+_BEGIN = re.compile("|".join(map(re.escape, (*_MARKS, _THOUGHT))))
+_END = re.compile(r"\s*</tool_call>")
+_NAMED = re.compile(r"\s*([A-Za-z0-9_.-]{1,64})(?:\[CALL_ID\]\w{1,64})?\[ARGS\]")  # Mistral's later form
+_MOST_BROKEN = 64  # marks without a call: each may be read to the text's end, so more of them would take quadratic time
+_BETWEEN = re.compile(r"[\s;,]*")
+# Between the parts of a JSON document: enough for an indented one, but a text of nothing else has an end.
+SPACE = r"[ \t\n\r]{0,20}"
 
 
 @dataclass(frozen=True)
@@ -29,84 +38,136 @@ class Tools:
         """The names of the functions."""
         return [each["function"]["name"] for each in self.documents]
 
-    @property
-    def grammar(self) -> Grammar | None:
-        """The form of a forced call."""
-        if not self.forced:
+    def grammar(self, answer: str | None) -> Grammar | None:
+        """The form of a forced call, or of an answer with a schema beside which the model may call.
+
+        Args:
+            answer: the schema of response_format.
+        """
+        wanted = self.forced or (self.names if answer is not None else [])
+        if not wanted:
             return None
         rules = [
             f'call{number}: {json.dumps(json.dumps({"name": each["function"]["name"]})[:-1] + ", ")} "\\"arguments\\": " '
-            f'%json {json.dumps(each["function"].get("parameters") or _NOTHING)} "}}"'
+            f'%json {_spaced(each["function"].get("parameters") or _NOTHING)} "}}"'
             for number, each in enumerate(self.documents)
-            if each["function"]["name"] in self.forced
+            if each["function"]["name"] in wanted
         ]
-        start = " | ".join(rule.partition(":")[0] for rule in rules)
-        return Grammar("grammar", "\n".join([f"start: {start}", *rules]), "tools")
+        calls = " | ".join(rule.partition(":")[0] for rule in rules)
+        if self.forced or answer is None:
+            return Grammar("call", "\n".join([f"start: {calls}", *rules]), "tools")
+        rules += [f"call: {calls}", f"answer: %json {_spaced(json.loads(answer))}"]
+        start = 'start: answer | call | "<tool_call>\\n" call "\\n</tool_call>"'
+        return Grammar("grammar", "\n".join([start, *rules]), "response_format")
 
 
-def read_tools(fields: Fields) -> Tools | None:
-    """Takes the tools of a request.
+def _spaced(schema: Any) -> str:
+    schema = schema if isinstance(schema, dict) else ({} if schema else {"not": {}})
+    return json.dumps(schema | {"x-guidance": {"whitespace_pattern": SPACE}})
+
+
+def read_tools(asked: Chat) -> Tools | None:
+    """The tools of a request; None: the model must not call any.
 
     Raises:
-        ApiError: they are no functions, or the choice is none of them.
+        ApiError: a function's parameters are not those of an object.
     """
-    given, choice = fields.take("tools"), fields.take("tool_choice", "auto")
-    if given is None or given == []:
-        if choice not in ("none", "auto"):
-            raise bad("tool_choice", "tool_choice asks for a call, and the request has no tools; expected some")
+    if not asked.tools or asked.tool_choice == "none":
         return None
-    if not isinstance(given, list):
-        raise bad("tools", "tools is not an array; expected an array of functions")
-    found = Tools([_tool(number, each) for number, each in enumerate(given)], [])
-    if choice in ("none", "auto"):
-        return None if choice == "none" else found
-    if choice == "required":
-        return Tools(found.documents, found.names)
-    function = choice.get("function") if isinstance(choice, dict) else None
-    name = function.get("name") if isinstance(function, dict) else None
-    if name not in found.names:
-        raise bad("tool_choice", f"tool_choice is {choice!r}; expected none, auto, required or one of the tools")
-    return Tools(found.documents, [name])
-
-
-def _tool(number: int, value: Any) -> dict[str, Any]:
-    function = value.get("function") if isinstance(value, dict) and value.get("type") == "function" else None
-    function = function if isinstance(function, dict) else {}
-    name = function.get("name")
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise bad("tools", f"tools[{number}] has no function with a name of 1 to 64 letters, digits, _, . and -")
-    if not isinstance(function.get("parameters") or {}, dict):
-        raise bad("tools", f"tools[{number}] has parameters that are no JSON schema; expected an object")
-    return {"type": "function", "function": function}
+    documents = [each.model_dump(exclude_unset=True) for each in asked.tools]
+    for number, each in enumerate(documents):
+        if (parameters := each["function"].get("parameters")) and parameters.setdefault("type", "object") != "object":
+            raise bad("tools", f"tools[{number}].function.parameters has another type; expected an object")
+    if asked.tool_choice == "auto":
+        return Tools(documents, [])
+    return Tools(documents, asked.tool_names if asked.tool_choice == "required" else [asked.tool_choice.function.name])
 
 
 def find_calls(text: str, names: list[str]) -> tuple[str, list[dict[str, Any]]]:
     """The calls of a text as OpenAI's API returns them, and the text without them.
 
-    Models write a call as JSON between <tool_call> and </tool_call> (Qwen, Hermes), or their whole text is a call or a list of
-    calls (Llama, Mistral). A text with a call of an unknown function, or with broken JSON, stays as it is.
+    Models write a call as JSON behind a mark (:data:`_MARKS`), or their whole text consists of calls. What they think before
+    ``</think>`` is no call. A call of an unknown function, or with broken JSON, stays in the text.
     """
-    tagged = _TAGGED.findall(text)
+    calls: list[dict[str, Any]] = []
+    content: list[str] = []
+    kept = at = body = broken = 0
+    while broken < _MOST_BROKEN and (mark := _BEGIN.search(text, at)) is not None:
+        at = mark.end()
+        if mark[0] == _THOUGHT:
+            calls, content, kept, body = [], [], at, at
+            continue
+        found, end = _calls_at(text, at, names, mark[0])
+        broken += not found
+        if found:
+            content.append(text[kept : mark.start()])
+            calls += found
+            close = _END.match(text, end)
+            kept = at = end if close is None else close.end()
+    if not body and text.lstrip().startswith("<think>"):
+        return text, []  # it ended before its thoughts did
+    if not calls and text[body:].lstrip()[:1] in ("{", "["):
+        found, end = _calls_at(text, body, names, "")
+        return (text[:body], found) if found and not text[end:].strip() else (text, [])
+    return (text[:body] + "".join(content) + text[kept:], calls) if calls else (text, [])
+
+
+def _calls_at(text: str, at: int, names: list[str], mark: str) -> tuple[list[dict[str, Any]], int]:
+    """The calls that begin at a place of a text, and their end."""
+    calls: list[dict[str, Any]] = []
     try:
-        documents = [json.loads(each) for each in tagged or [text]]
-    except ValueError:
-        return text, []
-    if not tagged and isinstance(documents[0], list):
-        documents = documents[0]
-    calls = [_call(each, names) for each in documents]
-    if not calls or None in calls:
-        return text, []
-    return _TAGGED.sub("", text) if tagged else "", [each for each in calls if each is not None]
+        for value, end in _documents(text, at):
+            found = [_call(each, names, bool(mark)) for each in (value if isinstance(value, list) else [value])]
+            if not found or None in found:
+                return (calls if mark else []), at
+            calls += [each for each in found if each is not None]
+            at = end
+            if mark == _MARKS[0]:
+                break
+    except (ValueError, RecursionError):  # not JSON, NaN, a number of thousands of digits, or deep nesting
+        pass
+    return calls, at
 
 
-def _call(value: Any, names: list[str]) -> dict[str, Any] | None:
+def _documents(text: str, at: int) -> Iterator[tuple[Any, int]]:
+    """JSON documents one behind the other, and their ends."""
+    while True:
+        between = _BETWEEN.match(text, at)
+        at = at if between is None else between.end()
+        named = _NAMED.match(text, at)
+        if named is None and text[at : at + 1] not in ("{", "["):
+            return
+        value, at = _DECODER.raw_decode(text, at if named is None else named.end())
+        yield value if named is None else {"name": named[1], "arguments": value}, at
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not JSON")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse)
+
+
+def _call(value: Any, names: list[str], marked: bool) -> dict[str, Any] | None:
+    """A call as OpenAI's API returns it; None: the value is none.
+
+    Args:
+        marked: arguments may be missing.
+    """
     if not isinstance(value, dict) or value.get("name") not in names:
         return None
-    arguments = value.get("arguments", value.get("parameters"))
+    arguments = value.get("arguments", value.get("parameters", {} if marked else None))
+    if isinstance(arguments, str):
+        arguments = _DECODER.decode(arguments) if arguments.strip() else {}
+    arguments = {} if arguments is None and marked else arguments
     if not isinstance(arguments, dict):
         return None
-    function = {"name": value["name"], "arguments": json.dumps(arguments, ensure_ascii=False)}
-    return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
+    text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
+        text = json.dumps(arguments, allow_nan=False)  # half a surrogate pair can only be escaped
+    return {
+        "id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": {"name": value["name"], "arguments": text},
+    }  # fmt: skip
 
 
 class Held:
@@ -114,19 +175,28 @@ class Held:
 
     def __init__(self) -> None:
         self.text = ""
-        self._told = 0
+        self._told = self._read = 0  # characters that were told, and that have no mark
+        self._body = self._first = 0  # where the text without its thoughts begins, and its first character that is no blank
+        self._marked = False
 
     def more(self, piece: str) -> str:
         """What can be told after another piece of the text."""
         self.text += piece
-        if self.text.lstrip()[:1] in ("", "{", "["):
+        if self._marked:
             return ""
-        end = self.text.find(_BEGIN)
-        if end < 0:
-            part = next(n for n in range(len(_BEGIN), -1, -1) if self.text.endswith(_BEGIN[:n]))
-            end = len(self.text) - part
-        new = self.text[self._told : end]
-        self._told = end
+        text, end = self.text, self._read
+        while (mark := _BEGIN.search(text, end)) is not None and mark[0] == _THOUGHT:
+            end = self._body = self._first = mark.end()
+        self._marked = mark is not None
+        if mark is None:
+            self._read = max(end, len(text) - max(overlap(text[-20:], each) for each in (*_MARKS, _THOUGHT)))
+            while self._first < len(text) and text[self._first].isspace():
+                self._first += 1
+            end = self._body if text[self._first : self._first + 1] in ("", "{", "[") else self._read
+        else:
+            end = mark.start()
+        new = text[self._told : max(end, self._told)]
+        self._told += len(new)
         return new
 
     def rest(self, content: str) -> str:

@@ -1,0 +1,72 @@
+"""Compiles a grammar as :func:`lowbit.serve.constraints.make_constraint` will, in a process that a bad one may end.
+
+A script: it runs without the package, whose import takes seconds. It reads a JSON array from stdin, the arguments of
+:func:`compiled` but the tokenizer, and writes the error as JSON, which is empty if there is none.
+"""
+
+import contextlib
+import json
+import sys
+import threading
+from typing import Any
+
+SECONDS = 5  # of CPU time; a schema of 1,000 properties takes 0.3
+_BYTES = 1 << 30
+_STACK = 4 << 20  # half of what threads have elsewhere, because llguidance recurses along chains of rules
+
+
+def lines(message: str) -> str:
+    """The lines of an error in one, without a picture of the place."""
+    parts = [line.strip() for line in message.splitlines()]
+    return "; ".join(part for part in parts if part and not set(part) <= set("^~ ") and "|" not in part)
+
+
+def compiled(tokenizer: Any, kind: str, text: str, space: str) -> Any:
+    """An llguidance.LLMatcher at its beginning.
+
+    Raises:
+        ValueError: the grammar is not supported.
+    """
+    from llguidance import LLMatcher
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    try:
+        if kind == "json":
+            text = LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": space})
+        elif kind == "regex":
+            text = LLMatcher.grammar_from_regex(text)
+        else:
+            text = LLMatcher.grammar_from_lark(any_to_lark(text))
+    except Exception as error:  # GbnfToLarkError and plain Exception among them
+        raise ValueError(lines(str(error))) from error
+    found = LLMatcher(tokenizer, text, log_level=0)
+    if message := found.get_error():
+        raise ValueError("it is too complex" if message.startswith("panic") else lines(message))
+    return found
+
+
+def _main() -> None:
+    with contextlib.suppress(ImportError, ValueError, OSError):  # Windows has none, and macOS no limit of addresses
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_AS, (_BYTES, _BYTES))
+    from llguidance import LLTokenizer
+
+    message = ""
+    try:
+        matcher = compiled(LLTokenizer("byte"), *json.load(sys.stdin))
+        matcher.compute_bitmask()
+        if matcher.is_error():
+            message = lines(matcher.get_error())
+    except ValueError as error:
+        message = str(error)
+    json.dump(message[:300], sys.stdout)
+
+
+if __name__ == "__main__":
+    threading.stack_size(_STACK)
+    thread = threading.Thread(target=_main)
+    thread.start()
+    thread.join()
