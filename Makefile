@@ -409,7 +409,7 @@ build-arm-runner: $(VENV)/installed arm-python-lowbit
 
 test-arm-runner: build-arm-runner
 	HF_HUB_OFFLINE=1 LOWBIT_TEST_ARM_RUNNERS=$(ARM_RUNNER) \
-	  $(PYTEST) tests/python/test_cpp_runners.py tests/python/test_llm_export.py
+	  $(PYTEST) tests/python/exports/test_cpp_runners.py tests/python/exports/test_llm_export.py
 
 # The C++ tests with AddressSanitizer and UndefinedBehaviorSanitizer. Memory that cannot be had is an error to return.
 # Operators run with portable kernels and with this machine's best, calls of many chunks with these alone: they test what all
@@ -544,8 +544,8 @@ soak: build-test-arm build/x86-emulator build-test-host $(VENV)/installed
 	  -DCMAKE_PREFIX_PATH=$$($(BIN)/python -c 'import lowbit; print(lowbit.cmake_prefix_path)')
 	$(BIN)/cmake --build build/call-soak
 	LOWBIT_CRASH_CHANGES=10 LOWBIT_ALL_FAULTS=1 $(BIN)/python -m pytest \
-	  tests/python/test_crashes.py tests/python/test_file_faults.py
-	$(BIN)/python tests/python/call_soak.py 1000000 build/call-soak/acme_kernels.so build/call-soak
+	  tests/python/checkpoint/test_crashes.py tests/python/files/test_file_faults.py
+	$(BIN)/python tests/python/support/call_soak.py 1000000 build/call-soak/acme_kernels.so build/call-soak
 	HF_HUB_OFFLINE=1 LOWBIT_HYPOTHESIS=soak $(PYTEST) tests/python -m hypothesis
 
 # Files that are damaged at random, for the readers of `lowbit import`, on one core: FUZZ of GGUF, and a quarter as many of
@@ -554,7 +554,7 @@ FUZZ ?= 1000000
 SEED ?= 1
 fuzz-import: $(VENV)/installed
 	HF_HUB_OFFLINE=1 LOWBIT_FUZZ=$(FUZZ) LOWBIT_FUZZ_SEED=$(SEED) nice $(BIN)/python -m pytest \
-	  tests/python/test_importing_hostile.py -k 'mutants_of'
+	  tests/python/importing/test_importing_hostile.py -k 'mutants_of'
 
 # Packed matrices that are damaged at random, for every operator and every kernel of this machine, under the sanitizers: a
 # million take an hour of one core. Without sanitizers, build/test-host/tests/cpp/packed_fuzz does as many in a minute.
@@ -590,7 +590,7 @@ packed-fuzz-inputs: build-fuzz-guided
 # Programs of ExecuTorch whose calls of our operators are damaged: FUZZ of each operator and kind; ten a second or fewer.
 .PHONY: fuzz-pte
 fuzz-pte: $(VENV)/installed
-	LOWBIT_FUZZ=$(FUZZ) LOWBIT_FUZZ_SEED=$(SEED) nice $(BIN)/python -m pytest -rP tests/python/test_pte_fuzz.py
+	LOWBIT_FUZZ=$(FUZZ) LOWBIT_FUZZ_SEED=$(SEED) nice $(BIN)/python -m pytest -rP tests/python/exports/test_pte_fuzz.py
 
 # Mutation testing: a place of the sources is changed, and some test must fail. MUTANTS='--sample 100 kernels/pack.cpp' for
 # others than a few of every file.
@@ -614,12 +614,12 @@ tidy: build-test-host
 # What `lowbit export --to gguf` writes, computed by llama.cpp; and checkpoints that the formats' own libraries make. Without
 # these two, the tests of both skip, because none of that is in requirements.txt.
 test-llama-cpp: $(VENV)/installed bench-peers
-	HF_HUB_OFFLINE=1 LOWBIT_LLAMA_CPP=1 $(BIN)/python -m pytest tests/python/test_gguf_llama_cpp.py \
-	  tests/python/test_importing_gguf_hybrids.py
+	HF_HUB_OFFLINE=1 LOWBIT_LLAMA_CPP=1 $(BIN)/python -m pytest tests/python/importing/test_gguf_llama_cpp.py \
+	  tests/python/importing/test_importing_gguf_hybrids.py
 
 test-import-libraries: $(VENV)/installed build/import-libraries/installed
 	HF_HUB_OFFLINE=1 LOWBIT_IMPORT_LIBRARIES=1 PYTHONPATH=build/import-libraries $(BIN)/python -m pytest \
-	  tests/python/test_importing_libraries.py tests/python/test_importing_floats.py
+	  tests/python/importing/test_importing_libraries.py tests/python/importing/test_importing_floats.py
 
 build/import-libraries/installed: scripts/import_libraries.txt $(VENV)/requirements
 	rm -rf $(@D)

@@ -14,7 +14,7 @@ import time
 import lowbit
 import torch
 from lowbit.llm.caches import CACHES, dtypes_of
-from lowbit.ops import cache_storage, cache_width
+from lowbit.operators.ops import cache_storage, cache_width
 
 
 def full(kv_heads: int, length: int, width: int, dtype: torch.dtype) -> torch.Tensor:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import lowbit
 import torch
-from lowbit._machine import cpu_name
+from lowbit.machine.facts import cpu_name
 
 # Experts, how many of them a row goes to, outputs and inputs of one.
 SHAPES = {

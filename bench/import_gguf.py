@@ -12,8 +12,8 @@ from pathlib import Path
 import lowbit
 import lowbit.transformers
 import numpy as np
-from lowbit.files.gguf import TYPES
-from lowbit.hf import gguf_tokenizer, loading  # noqa: F401 (so that their imports are not counted)
+from lowbit.files.gguf_reader import TYPES
+from lowbit.hf import from_pretrained, gguf_tokenizer  # noqa: F401 (so that their imports are not counted)
 
 WIDTH, INNER, LAYERS, VOCABULARY, KEYS = 2048, 8192, 16, 128256, 512
 SETTINGS = {
@@ -75,7 +75,7 @@ def main(directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     file = directory / "q4_k_m.gguf"
     write(file)
-    loading.causal_model_types()
+    from_pretrained.causal_model_types()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     begin = time.process_time()
     summary = lowbit.import_checkpoint(file, directory / "packed")

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import lowbit
 import torch
-from lowbit._machine import cpu_name
+from lowbit.machine.facts import cpu_name
 
 # Outputs of the matrices, and their inputs: SmolLM 135M and Llama 3.2 1B.
 SHAPES = {

@@ -24,7 +24,8 @@ class Lowbit:
     def __init__(self, shape: str, options: dict[str, Any], directory: Path):
         import lowbit
         import torch
-        from lowbit.llm import Decoder, bench, random_model
+        from lowbit.llm import Decoder, random_model
+        from lowbit.tools import model_speed
 
         torch.set_num_threads(max(options["threads"]))
         bits, group_size = options["bits"], options["group_size"]
@@ -34,12 +35,12 @@ class Lowbit:
         tokens = torch.tensor([options["prompt"]])
         for mode in options["modes"]:
             begin = time.perf_counter()
-            self.modes[mode] = bench.make_step(decoder, mode)
-            bench.measure(self.modes[mode], tokens, 2)
+            self.modes[mode] = model_speed.make_step(decoder, mode)
+            model_speed.measure(self.modes[mode], tokens, 2)
             self.prepared[mode] = time.perf_counter() - begin
-        self.torch, self.bench, self.tokens, self.new = torch, bench, tokens, options["new"]
-        self.bytes_per_token = bench.bytes_per_token(model)
-        self.bandwidth = bench.ReadBandwidth()
+        self.torch, self.bench, self.tokens, self.new = torch, model_speed, tokens, options["new"]
+        self.bytes_per_token = model_speed.bytes_per_token(model)
+        self.bandwidth = model_speed.ReadBandwidth()
         self.note = f"{bits} bits, groups of {group_size}, also the embedding; float32 activations and caches"
         self.version = lowbit.__version__
 
@@ -61,7 +62,8 @@ class TorchBfloat16:
     def __init__(self, shape: str, options: dict[str, Any], directory: Path):
         import torch
         import transformers
-        from lowbit.llm import bench, random_model
+        from lowbit.llm import random_model
+        from lowbit.tools import model_speed
 
         torch.set_num_threads(max(options["threads"]))
         model = random_model(shape, None, None, torch.bfloat16)
@@ -85,9 +87,9 @@ class TorchBfloat16:
 
         self.modes, self.prepared = {"compile": run}, {}
         begin = time.perf_counter()
-        bench.measure(run, tokens, 2)
+        model_speed.measure(run, tokens, 2)
         self.prepared["compile"] = time.perf_counter() - begin
-        self.torch, self.bench, self.tokens, self.new = torch, bench, tokens, options["new"]
+        self.torch, self.bench, self.tokens, self.new = torch, model_speed, tokens, options["new"]
         weights = {id(layer.weight): layer.weight for layer in model.modules() if isinstance(layer, torch.nn.Linear)}
         self.bytes_per_token = sum(weight.numel() * weight.element_size() for weight in weights.values())
         self.note = "transformers' model and static cache, torch.compile"

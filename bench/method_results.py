@@ -2,7 +2,7 @@
 
     python bench/method_results.py > tests/results.csv
 
-tests/python/test_results.py compares the file with what the code gives, so that a change of behavior stands in the diff.
+tests/python/bench/test_results.py compares the file with what the code gives, so that a change of behavior stands in the diff.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import lowbit
 import torch
 import transformers
 from lowbit import EmbeddingConfig, LinearConfig
-from lowbit.llm.divergence import compare, save_logits
+from lowbit.tools.divergence import compare, save_logits
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "tiny_llama"
 TOKENS = 256  # of the text to compare on, and of the other text to calibrate on

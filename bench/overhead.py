@@ -27,7 +27,7 @@ import numpy
 import torch
 import torch._dynamo
 import torch._inductor
-from lowbit._machine import cpu_name
+from lowbit.machine.facts import cpu_name
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 DOCUMENT, DATA = ROOT / "docs/overhead.md", ROOT / "docs/overhead.json"

@@ -32,7 +32,7 @@ sys.path[:0] = [str(EXAMPLES / "tiny_llama"), str(EXAMPLES / "minilm")]
 
 WINDOW = 512
 
-# With data: a method and the arguments of lowbit.calibration.gptq.gptq.
+# With data: a method and the arguments of lowbit.calibration.gptq_solver.gptq.
 CALIBRATED = {
     "importance": ("importance", {}),
     "auto": ("auto", {}),

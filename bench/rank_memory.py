@@ -105,7 +105,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.rank:
         return rank(*options.rank)
-    from lowbit._machine import cpu_name
+    from lowbit.machine.facts import cpu_name
 
     with tempfile.TemporaryDirectory() as scratch:
         directory = Path(options.directory or scratch)

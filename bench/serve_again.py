@@ -38,8 +38,8 @@ def main() -> int:
     parser.add_argument("--new", type=int, default=8)
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
-    from lowbit._machine import cpu_name
     from lowbit.llm.loading import load_tokenizer
+    from lowbit.machine.facts import cpu_name
 
     text = load_tokenizer(options.model)(TEXT.read_text(encoding="utf-8"))["input_ids"]
     prompt = (text * -(-options.tokens // len(text)))[: options.tokens]

@@ -110,7 +110,7 @@ def main() -> None:
     parser.add_argument("--more", default="", help="further options of lowbit serve, in one string")
     parser.add_argument("--output", type=Path, help="JSON of all rounds")
     options = parser.parse_args()
-    from lowbit._machine import cpu_name
+    from lowbit.machine.facts import cpu_name
 
     left = iter(prompts(options.model, options.prompt))
     found = {(name, count): Figures() for name in (THEIRS, OURS) for count in options.users}

@@ -225,7 +225,7 @@ def main() -> None:
     own = Path(__file__).parents[1] / ".venv" / "ggml" / "llama-server"
     parser.add_argument("--llama-server", type=Path, default=own, help="llama.cpp's, for --http")
     options = parser.parse_args()
-    from lowbit._machine import cpu_name
+    from lowbit.machine.facts import cpu_name
 
     context = multiprocessing.get_context("spawn")
     tasks = {f"{n} request{'s' if n > 1 else ''}": (n, SHORT, options.new + 1) for n in options.requests}

@@ -1,6 +1,6 @@
 // The mappings of codes to weights (format.h has their formulas): what each one is called and stores, and which template of a
 // kernel computes it. Apart from the list of their values in lowbit_ukernel.h, no other file of kernels/ and ops/ names a
-// single mapping: tests/python/test_structure.py.
+// single mapping: tests/python/project/test_structure.py.
 #pragma once
 
 #include <cstdint>

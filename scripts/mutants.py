@@ -1,7 +1,7 @@
 """Mutation testing: changes one place of a source at a time, and says which changes no test notices.
 
     make mutants                                        # a sample of all files
-    .venv/bin/python scripts/mutants.py --sample 40 --seed 7 kernels/pack.cpp python/lowbit/_slices.py
+    .venv/bin/python scripts/mutants.py --sample 40 --seed 7 kernels/pack.cpp python/lowbit/packed/slices.py
     .venv/bin/python scripts/mutants.py --sample 0      # how many places there are
     .venv/bin/python scripts/mutants.py --at 120 kernels/pack.cpp
 
@@ -90,7 +90,7 @@ CPP: dict[str, tuple[list[tuple[str, ...]], list[str]]] = {
 PYTHON: dict[str, list[str]] = {
     "python/lowbit/files/config_json.py": ["test_checkpoint", "test_checkpoint_sources", "test_transformers"],
     "python/lowbit/files/elf.py": ["test_export::test_a_library_that_asks_for_an_executable_stack"],
-    "python/lowbit/files/gguf.py": [
+    "python/lowbit/files/gguf_reader.py": [
         "test_importing_hostile::test_damaged_headers",
         "test_importing_hostile::test_the_least_alignment",
         "test_importing_hostile::test_every_truncation",
@@ -118,7 +118,7 @@ PYTHON: dict[str, list[str]] = {
     "python/lowbit/checkpoint/plan.py": ["test_checkpoint", "test_checkpoint_sources"],
     "python/lowbit/checkpoint/quantizing.py": ["test_checkpoint", "test_checkpoint_targets", "test_checkpoint_sources"],
     "python/lowbit/checkpoint/writing.py": ["test_checkpoint", "test_checkpoint_targets"],
-    "python/lowbit/_packed.py": [
+    "python/lowbit/packed/matrix.py": [
         "test_errors::test_pack",
         "test_errors::test_packed_weights",
         "test_errors::test_experts",
@@ -129,7 +129,7 @@ PYTHON: dict[str, list[str]] = {
         "test_slices",
         "test_pack",
     ],
-    "python/lowbit/_slices.py": ["test_slices"],
+    "python/lowbit/packed/slices.py": ["test_slices"],
 }
 
 

@@ -31,9 +31,9 @@ if [ "${1:-build}" = test ] || [ "${1:-build}" = arm-cost ]; then
     need clang-19 has clang++-19
     need llvm-19 has llvm-objdump-19
   fi
-  # System calls that change the disk: tests/python/crash_states.py
+  # System calls that change the disk: tests/python/support/crash_states.py
   need strace has strace
-  # What a Turkish locale is made of: tests/python/test_locale.py
+  # What a Turkish locale is made of: tests/python/machine/test_locale.py
   need locales test -f /usr/share/i18n/locales/tr_TR
   # The emulated Arm Python: scripts/arm_python.sh
   need debootstrap test -x /usr/sbin/debootstrap
@@ -41,7 +41,7 @@ if [ "${1:-build}" = test ] || [ "${1:-build}" = arm-cost ]; then
   need gpgv has gpgv
   # The emulated x86 CPUs: scripts/x86_emulator.sh, scripts/emulate_x86.sh
   need make has make
-  # A browser without a window, where the distribution has it: tests/python/test_report.py
+  # A browser without a window, where the distribution has it: tests/python/tools/test_report.py
   if ! has chromium >/dev/null 2>&1 && apt-cache show chromium-headless-shell >/dev/null 2>&1; then
     need chromium-headless-shell has chromium-headless-shell
   fi

@@ -17,14 +17,15 @@ BEGIN, END = "<!-- layers: scripts/package_layers.py --write -->\n", "<!-- end o
 
 # From above; a module may import its own layer and the layers below. "core" has all further modules.
 LAYERS = {
-    "commands": ("__main__", "cli", "doctor", "perf", "report"),
+    "commands": ("__main__", "cli"),
+    "tools": ("tools",),
     "calibration": ("calibration",),
     "servers": ("serve", "vllm"),
     "language models": ("llm", "exports", "speech"),
     "importers": ("importing",),
     "checkpoints": ("checkpoint",),
-    "quantize_ and training": ("_quantize_model", "qat"),
-    "transformers": ("diffusers", "hf", "transformers"),
+    "quantize_ and training": ("quantizing", "qat"),
+    "transformers": ("hf", "transformers"),
     "files": ("files",),
     "libraries": ("executorch", "peft"),
     "core": (),

@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 import lowbit
 import numpy as np
 import torch
-from lowbit._memory import in_huge_pages
+from lowbit.machine.memory import in_huge_pages
 
 from .contender import Absent, Contender, Problem, Runner, Spec
 

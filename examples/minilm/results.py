@@ -14,7 +14,7 @@ import matplotlib
 import rich.box
 import rich.table
 import torch
-from lowbit._machine import cpu_name
+from lowbit.machine.facts import cpu_name
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt

@@ -1,5 +1,5 @@
 """The compiled part: the kernel table, headers of packed weights, repacking, joining and cutting.
-``tests/python/test_typing.py`` holds this file against the module."""
+``tests/python/project/test_typing.py`` holds this file against the module."""
 
 from collections.abc import Sequence
 from typing import Any

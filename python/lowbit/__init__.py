@@ -11,16 +11,16 @@ import logging
 import sys
 from typing import TYPE_CHECKING
 
-from . import _library
+from .operators import library
 
 # For CMAKE_PREFIX_PATH: where find_package(lowbit) finds what C++ needs of this installation.
-cmake_prefix_path = _library.load()
+cmake_prefix_path = library.load()
 
-from ._library import isa, kernels, load_kernels, streams  # noqa: E402  (what follows needs the operators)
-from ._packed import PackedInfo, Unpacked, info, pack, repack, unpack, verify  # noqa: E402
-from ._recurrence import linear_attention, short_conv  # noqa: E402
-from ._window import window_attention, window_length  # noqa: E402
-from .ops import attention, embedding, linear, linear_experts, linears  # noqa: E402
+from .operators.library import isa, kernels, load_kernels, streams  # noqa: E402  (what follows needs the operators)
+from .operators.ops import attention, embedding, linear, linear_experts, linears  # noqa: E402
+from .operators.recurrence import linear_attention, short_conv  # noqa: E402
+from .operators.window import window_attention, window_length  # noqa: E402
+from .packed.matrix import PackedInfo, Unpacked, info, pack, repack, unpack, verify  # noqa: E402
 
 __version__ = "0.1.0"
 
@@ -31,20 +31,6 @@ if TYPE_CHECKING:
     from . import levels as levels
     from . import nn as nn
     from . import qat as qat
-    from ._elementwise import activate as activate
-    from ._elementwise import masked_attention as masked_attention
-    from ._elementwise import rms_norm as rms_norm
-    from ._machine import keep_freed_memory as keep_freed_memory
-    from ._quantize_model import quantize_ as quantize_
-    from ._rounding import ConvConfig as ConvConfig
-    from ._rounding import EmbeddingConfig as EmbeddingConfig
-    from ._rounding import LinearConfig as LinearConfig
-    from ._rounding import quantize_tensor as quantize_tensor
-    from ._slices import concat as concat
-    from ._slices import slice_columns as slice_columns
-    from ._slices import slice_rows as slice_rows
-    from ._threads import ThreadTuning as ThreadTuning
-    from ._threads import tune_threads as tune_threads
     from .calibration import assign_widths as assign_widths
     from .calibration import calibrate as calibrate
     from .calibration.checkpoint import calibrate_checkpoint as calibrate_checkpoint
@@ -59,28 +45,42 @@ if TYPE_CHECKING:
     from .hf.fusing import fuse_ as fuse_
     from .importing import ImportSummary as ImportSummary
     from .importing import import_checkpoint as import_checkpoint
+    from .machine.facts import keep_freed_memory as keep_freed_memory
+    from .machine.threads import ThreadTuning as ThreadTuning
+    from .machine.threads import tune_threads as tune_threads
     from .nn import use_huge_pages as use_huge_pages
+    from .operators.elementwise import activate as activate
+    from .operators.elementwise import masked_attention as masked_attention
+    from .operators.elementwise import rms_norm as rms_norm
+    from .packed.rounding import ConvConfig as ConvConfig
+    from .packed.rounding import EmbeddingConfig as EmbeddingConfig
+    from .packed.rounding import LinearConfig as LinearConfig
+    from .packed.rounding import quantize_tensor as quantize_tensor
+    from .packed.slices import concat as concat
+    from .packed.slices import slice_columns as slice_columns
+    from .packed.slices import slice_rows as slice_rows
+    from .quantizing.quantize_model import quantize_ as quantize_
     from .transformers import LowBitConfig as LowBitConfig
 
 # Imported when first used, because every import of torch imports this file: names, and the modules that have them.
 _LAZY = {
     # These need no other package. They are in __all__.
-    "ConvConfig": "_rounding",
-    "EmbeddingConfig": "_rounding",
-    "LinearConfig": "_rounding",
-    "ThreadTuning": "_threads",
-    "activate": "_elementwise",
-    "concat": "_slices",
+    "ConvConfig": "packed.rounding",
+    "EmbeddingConfig": "packed.rounding",
+    "LinearConfig": "packed.rounding",
+    "ThreadTuning": "machine.threads",
+    "activate": "operators.elementwise",
+    "concat": "packed.slices",
     "export_pt2": "exports.module",
     "export_pte": "exports.module",
-    "keep_freed_memory": "_machine",
-    "masked_attention": "_elementwise",
-    "quantize_": "_quantize_model",
-    "quantize_tensor": "_rounding",
-    "rms_norm": "_elementwise",
-    "slice_columns": "_slices",
-    "slice_rows": "_slices",
-    "tune_threads": "_threads",
+    "keep_freed_memory": "machine.facts",
+    "masked_attention": "operators.elementwise",
+    "quantize_": "quantizing.quantize_model",
+    "quantize_tensor": "packed.rounding",
+    "rms_norm": "operators.elementwise",
+    "slice_columns": "packed.slices",
+    "slice_rows": "packed.slices",
+    "tune_threads": "machine.threads",
     "use_huge_pages": "nn",
     # These need transformers or safetensors. Not in __all__, so that `from lowbit import *` needs neither.
     "CheckpointEntry": "checkpoint",

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ._groups import in_groups
+from .packed.groups import in_groups
 
 # Four bits each, by code. With mxfp4 and nvfp4 (both E2M1) a level is twice the value: their scales count half.
 TABLES: dict[str, tuple[int, ...]] = {

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import ops
-from ._computed_tensor import ComputedTensor
-from ._convolutions import CLASSES, Window, why_float, window_of
-from ._embeddings import Table, give_state, table_of
-from ._memory import in_huge_pages
-from ._packed import PackedInfo
-from ._rounding import ConvConfig, EmbeddingConfig, LinearConfig, quantize_tensor
+from .layers.computed_tensor import ComputedTensor
+from .layers.convolutions import CLASSES, Window, why_float, window_of
+from .layers.embedding_layers import Table, give_state, table_of
+from .machine.memory import in_huge_pages
+from .operators import ops
+from .packed.matrix import PackedInfo
+from .packed.rounding import ConvConfig, EmbeddingConfig, LinearConfig, quantize_tensor
 
 # The attributes that move to the packed layer. The dicts themselves, not copies: a hook's handle removes it from its dict.
 _HOOKS = (

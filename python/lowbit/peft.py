@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ._imports import why_not
+from .machine.imports import why_not
 
 try:
     import peft

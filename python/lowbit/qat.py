@@ -16,9 +16,9 @@ from importlib import import_module
 
 import torch
 
-from ._convolutions import window_of
-from ._embeddings import table_of
-from ._layers import (
+from .layers.convolutions import window_of
+from .layers.embedding_layers import table_of
+from .layers.packable import (
     Prepared,
     as_linear,
     check_layers,
@@ -28,10 +28,10 @@ from ._layers import (
     names_by_weight,
     replace_layers,
 )
-from ._prepared import Embedding, Linear, PreparedLayer, fake_quantize_activations, stored
-from ._quantize_model import choose_layers, described_to_transformers
-from ._rounding import EmbeddingConfig, LinearConfig
 from .nn import Packed
+from .packed.rounding import EmbeddingConfig, LinearConfig
+from .quantizing.prepared import Embedding, Linear, PreparedLayer, fake_quantize_activations, stored
+from .quantizing.quantize_model import choose_layers, described_to_transformers
 
 
 def _trained_class(name: str, module: torch.nn.Module) -> type[PreparedLayer]:

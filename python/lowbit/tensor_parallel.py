@@ -21,9 +21,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import nn
-from ._layers import kind_of
-from ._memory import give_back, in_huge_pages
-from ._slices import slice_of_rank
+from .layers.packable import kind_of
+from .machine.memory import give_back, in_huge_pages
+from .packed.slices import slice_of_rank
 
 # The names of styles in transformers' plans; some have another name in earlier versions.
 _LOCAL_OUTPUTS = ("colwise",)  # each rank keeps its outputs: its heads

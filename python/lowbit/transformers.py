@@ -8,7 +8,7 @@ transformers imports this module when it first meets the method "lowbit" (``lowb
 >>> model = transformers.AutoModelForCausalLM.from_pretrained(path, quantization_config=config)  # doctest: +SKIP
 """
 
-from ._imports import why_not
+from .machine.imports import why_not
 
 try:
     from .hf.config import FORMAT_VERSION, METHOD, LowBitConfig

@@ -51,14 +51,14 @@ def _into_diffusers(auto: ModuleType) -> None:
     """Registers the quantization method. ``auto`` is ``diffusers.quantizers.auto``; its package has imported torch before."""
     names = {"AUTO_QUANTIZATION_CONFIG_MAPPING": "LowBitConfig", "AUTO_QUANTIZER_MAPPING": "LowBitDiffusersQuantizer"}
     for table, name in names.items():
-        getattr(auto, table).setdefault("lowbit", _Later("lowbit.diffusers", name))
+        getattr(auto, table).setdefault("lowbit", _Later("lowbit.hf.diffusion", name))
 
 
 def _into_trainer(callbacks: ModuleType) -> None:
     """Makes transformers' Trainer warn before it trains a packed model, by a callback that every Trainer has."""
 
     def on_train_begin(self: Any, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-        layers = sys.modules.get("lowbit._layers")  # without it, no layer is packed
+        layers = sys.modules.get("lowbit.layers.packable")  # without it, no layer is packed
         if layers is not None:
             layers.warn_of_training(model)
 

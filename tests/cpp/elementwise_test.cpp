@@ -1,5 +1,5 @@
 // Every row of the elementwise table against the portable row: equal bits, and no access outside of its memory.
-// tests/python/test_elementwise.py compares what this machine chooses with torch.
+// tests/python/operators/test_elementwise.py compares what this machine chooses with torch.
 
 #include <gtest/gtest.h>
 

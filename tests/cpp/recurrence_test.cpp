@@ -1,5 +1,5 @@
 // Every row of the recurrence table against the portable row: equal bits, any cut of a text, and no access outside of its
-// memory. tests/python/test_recurrent.py compares what this machine chooses with the definition.
+// memory. tests/python/hf/test_recurrent.py compares what this machine chooses with the definition.
 
 #include <gtest/gtest.h>
 

@@ -11,7 +11,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # configurations and random weight
 import lowbit
 import torch
 import transformers
-from lowbit._layers import kind_of
+from lowbit.layers.packable import kind_of
 
 # Sizes of tiny models, by the names that configurations have for them. The first pattern that matches counts.
 SIZES: list[tuple[str, Any]] = [

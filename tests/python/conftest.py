@@ -81,7 +81,7 @@ def _environment(isa: str | None) -> dict[str, str]:
     environment = {name: value for name, value in os.environ.items() if name != "LOWBIT_ISA"}
     if isa is not None:
         environment["LOWBIT_ISA"] = isa
-    paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]
+    paths = [str(Path(__file__).parent / "support"), os.environ.get("PYTHONPATH")]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     return environment
 
@@ -106,7 +106,7 @@ def run_python():
 def _forking(tmp_path_factory):
     """A process of forking.py, and a directory for what its scripts print."""
     environment = _environment(None) | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}  # else torch imports lowbit
-    command = [sys.executable, Path(__file__).with_name("forking.py")]
+    command = [sys.executable, Path(__file__).parent / "support" / "forking.py"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as process:
         yield process, tmp_path_factory.mktemp("forked")
         process.stdin.close()

@@ -14,7 +14,7 @@ def order_of_shared_inputs() -> str:
     """What is said of it; in vLLM itself by a rank, which is a process whose errors its user sees in the log only."""
     import torch
     from lowbit.vllm.linear import PackedMethod
-    from lowbit.vllm.model import ServedModel
+    from lowbit.vllm.model_facts import ServedModel
     from vllm.model_executor.layers.linear import RowParallelLinear
 
     layer = RowParallelLinear.__new__(RowParallelLinear)
@@ -25,7 +25,7 @@ def order_of_shared_inputs() -> str:
 
 def float_in_vllm() -> str:
     """What is said of a layer to quantize whose model in vLLM has not asked for it."""
-    from lowbit.vllm.config import ServedConfig
+    from lowbit.vllm.method import ServedConfig
 
     config = ServedConfig()
     config.model.selected, config.model.asked = {"model.gate": object(), "model.up": object()}, {"model.up"}

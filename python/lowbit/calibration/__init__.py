@@ -44,7 +44,7 @@ def calibrate(
         config: as for :func:`lowbit.quantize_`, or a :class:`lowbit.LowBitConfig`.
         method: one of these:
 
-            * "gptq": :func:`lowbit.calibration.gptq.gptq`; takes about ten passes over the text.
+            * "gptq": :func:`lowbit.calibration.gptq_solver.gptq`; takes about ten passes over the text.
             * "importance": :func:`lowbit.calibration.importance.search` with the mean square of each input; one pass.
             * "auto": gptq for layers with at least as many tokens as inputs, otherwise importance.
             * "tuned": auto, and the scales of each block are learned (:func:`lowbit.calibration.tuning.tuned`). Better
@@ -111,7 +111,7 @@ def assign_widths(
     Raises:
         TypeError, ValueError: as :func:`calibrate`, or a target that cannot be reached; the message has the range.
     """
-    from .._layers import with_linears
+    from ..layers.packable import with_linears
     from ..transformers import LowBitConfig
     from .data import batches
     from .model import evaluating

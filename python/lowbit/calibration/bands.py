@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .._bands import Bands, rows_of_band
+from ..packed.row_bands import Bands, rows_of_band
 from .grid import MatrixConfig, Quantized, table_in
 
 _BAND_WEIGHTS = 1 << 22  # weights that are quantized at a time, to bound the memory

@@ -15,7 +15,7 @@ from torch import Tensor
 from .capture import BlockCall, Recorded, StopRun, blocks_of
 from .collect import add_to, inputs_in_a_run, rows_of, sets_of
 from .data import Sample
-from .gptq import Moments
+from .gptq_solver import Moments
 from .grid import MatrixConfig
 from .learning import put_weights
 from .packing import Packer, by_name

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .._layers import put_linears
 from ..checkpoint import MAX_SHARD_BYTES, CheckpointSummary, PlannedSize, planned_size, quantize_checkpoint
 from ..files.config_json import CONFIG
 from ..files.replace import resolve_new_directory
 from ..files.safetensors import files_of, read_files
+from ..layers.packable import put_linears
 from .data import MOST_TOKENS, Inputs, batches
 from .journal import Journal, digest
 from .model import check_method, evaluating, run
@@ -64,7 +64,7 @@ def calibrate_checkpoint(
     Raises:
         OSError, ValueError: as both; a target that cannot be met; a model without a list of blocks.
     """
-    from ..hf.loading import mapped_model
+    from ..hf.from_pretrained import mapped_model
     from ..llm.loading import load_tokenizer
 
     check_method(method)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .gptq import Moments, Solver, best_correction, gptq
+from .gptq_solver import Moments, Solver, best_correction, gptq
 from .grid import MatrixConfig, Quantized, with_table
 from .importance import search
 

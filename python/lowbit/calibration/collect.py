@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .capture import StopRun, inputs_of
-from .gptq import Moments
+from .gptq_solver import Moments
 from .grid import MatrixConfig
 
 

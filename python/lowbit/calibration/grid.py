@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from .._groups import per_input
-from .._packed import pack
-from .._rounding import ConvConfig, EmbeddingConfig, LinearConfig, table_of
 from ..levels import TABLES, Table
+from ..packed.groups import per_input
+from ..packed.matrix import pack
+from ..packed.rounding import ConvConfig, EmbeddingConfig, LinearConfig, table_of
 
 MatrixConfig = LinearConfig | EmbeddingConfig | ConvConfig
 

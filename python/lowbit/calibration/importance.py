@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._groups import in_groups
 from ..levels import FACTORS, Table, best_scales, refit
+from ..packed.groups import in_groups
 from .grid import MatrixConfig, Quantized, nearest, stored, table_in, with_table
 
 _FITS = 3

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._packed import verify
 from ..files.replace import lock, sync, sync_path
+from ..packed.matrix import verify
 
 _LOG = logging.getLogger(__name__)
 _VERSION = 4

@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.nn.functional import embedding, linear
 
 from .. import nn
-from .._groups import in_groups
-from .._packed import pack, unpack
-from .._rotation import rotate, rotate_back
+from ..packed.groups import in_groups
+from ..packed.matrix import pack, unpack
+from ..packed.rotation import rotate, rotate_back
 from .grid import stored
 
 _LARGEST_LEVEL = 127.0

@@ -13,16 +13,16 @@ import torch
 from torch import Tensor
 
 from .. import nn
-from .._layers import names_by_weight, replace_layers, with_linears
-from .._quantize_model import described_to_transformers
-from .._rounding import EmbeddingConfig, LinearConfig
+from ..layers.packable import names_by_weight, replace_layers, with_linears
 from ..levels import FIT
+from ..packed.rounding import EmbeddingConfig, LinearConfig
+from ..quantizing.quantize_model import described_to_transformers
 from .blocks import Tuner, quantize_blocks, quantize_rest
 from .capture import Recorded, StopRun, blocks_of, inputs_of, slow_paths
 from .collect import add_to, rows_of
 from .data import Sample, batches
 from .distilling import Teacher, distilled
-from .gptq import Moments
+from .gptq_solver import Moments
 from .grid import MatrixConfig
 from .learning import put_weights
 from .packing import Kept, Packer, by_name

@@ -13,17 +13,17 @@ import torch
 from torch import Tensor
 
 from .. import nn
-from .._experts import Experts, experts_of
-from .._layers import leave_fused_paths, named_layers, put_packed
-from .._quantize_model import quantize_
-from .._rounding import LinearConfig
+from ..layers.expert_stacks import Experts, experts_of
+from ..layers.packable import leave_fused_paths, named_layers, put_packed
+from ..packed.rounding import LinearConfig
+from ..quantizing.quantize_model import quantize_
 from .bands import packed_in_bands
 from .capture import StopRun, inputs_of
 from .choice import Quantizer, choose
 from .collect import add_to
 from .data import Sample
-from .experts import holders_in, inputs_of_expert, routed, weight_of
-from .gptq import Moments, Solver
+from .expert_inputs import holders_in, inputs_of_expert, routed, weight_of
+from .gptq_solver import Moments, Solver
 from .grid import MatrixConfig, with_table
 from .result import Calibration
 from .tables import DAMPING

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from .. import nn
-from .._convolutions import why_float
-from .._experts import Experts
-from .._layers import as_linear, check_layers, kind_of, layer_at, named_layers
-from .._quantize_model import select_layers
-from .._rounding import ConvConfig, LinearConfig, check_layer
+from ..layers.convolutions import why_float
+from ..layers.expert_stacks import Experts
+from ..layers.packable import as_linear, check_layers, kind_of, layer_at, named_layers
+from ..packed.rounding import ConvConfig, LinearConfig, check_layer
+from ..quantizing.quantize_model import select_layers
 from .grid import MatrixConfig
 
 

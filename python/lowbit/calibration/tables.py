@@ -14,7 +14,7 @@ from torch.nn.functional import normalize
 from .capture import hidden_of
 from .collect import add_to, rows_of
 from .data import Inputs, mask_of, rows_in_parts, tokens_of
-from .gptq import Moments
+from .gptq_solver import Moments
 
 DAMPING = 0.1  # of GPTQ: the moments are estimated from few draws, and a table's errors are large
 _TOKENS = 512  # per backward pass, unless a text is longer
@@ -24,7 +24,7 @@ def moments_of_tables(model: torch.nn.Module, inputs: Sequence[Inputs], names: C
     """Second moments of the gradients of a float model's answers with respect to the outputs of its tables.
 
     They are to a table what the second moments of its inputs are to a linear layer: an error e of a row changes the answers
-    by e^T H e, so :func:`lowbit.calibration.gptq.gptq` compensates for errors of the first features in the later ones. H is
+    by e^T H e, so :func:`lowbit.calibration.gptq_solver.gptq` compensates for errors of the first features in the later ones. H is
     J^T J of the answers' derivatives J, estimated with random projections of the answers (Hutchinson: "A stochastic
     estimator of the trace of the influence matrix", 1989). It is the same for all rows, so rows that do not occur in the
     text improve too.

@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .._experts import Experts
-from .._layers import Layer, layer_at, names_by_weight
-from .._patterns import Patterns
-from .._rotation import rotate_back, rotate_weight
-from .._rounding import EmbeddingConfig, LinearConfig
+from ..layers.expert_stacks import Experts
+from ..layers.packable import Layer, layer_at, names_by_weight
+from ..layers.patterns import Patterns
 from ..levels import FIT
+from ..packed.rotation import rotate_back, rotate_weight
+from ..packed.rounding import EmbeddingConfig, LinearConfig
 from .capture import MeanSquares, inputs_of
 from .collect import rows_of
 from .data import Inputs, mask_of, rows_in_parts, tokens_of
-from .experts import mean_squares
+from .expert_inputs import mean_squares
 from .grid import MatrixConfig, with_table
 from .importance import search
 from .selection import check_experts, check_weights, select

@@ -47,9 +47,9 @@ def dequantize_checkpoint(
         ValueError: source is not packed, or damaged. The target is then removed.
     """
     from ..hf.config import METHOD
-    from ..hf.dequantizing import dequantize
-    from ..hf.loading import counting, mapped_model
-    from ..hf.mtp import load_head
+    from ..hf.dequantized import dequantize
+    from ..hf.from_pretrained import counting, mapped_model
+    from ..hf.mtp_layers import load_head
 
     source, target = Path(source), Path(target).absolute()
     check_shard_bytes(max_shard_bytes)

@@ -7,9 +7,9 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from .._packed import PackedInfo
 from ..files.config_json import refuse_gguf
 from ..files.safetensors import Stored, files_of, packed_info, read_files
+from ..packed.matrix import PackedInfo
 
 
 @dataclass(frozen=True)

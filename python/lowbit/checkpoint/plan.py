@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .._experts import Experts
-from .._layers import is_transposed, named_layers, warn_of_floats
-from .._packed import PackedInfo
-from .._rounding import ConvConfig, EmbeddingConfig, LinearConfig
-from .._sizes import size
 from ..files.config_json import QUANTIZED_LEAVES, quantization_settings, read_config
 from ..files.safetensors import DTYPES, Stored, chunks, files_of, read_files, read_rows, same_bytes
+from ..layers.expert_stacks import Experts
+from ..layers.packable import is_transposed, named_layers, warn_of_floats
+from ..machine.sizes import size
+from ..packed.matrix import PackedInfo
+from ..packed.rounding import ConvConfig, EmbeddingConfig, LinearConfig
 from .writing import MAX_SHARD_BYTES, size_of_files
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ class _Plan:
     """
 
     def __init__(self, model: PreTrainedModel, config: LowBitConfig, tensors: dict[str, Stored], source: Path):
-        from ..hf.mtp import shared_copies
+        from ..hf.mtp_layers import shared_copies
         from ..hf.names import check_complete, given_by, names_in_model
 
         self.model, self.tensors, self.source = model, tensors, source
@@ -406,8 +406,8 @@ class _Plan:
 def read_and_plan(source: Path, config: LowBitConfig) -> tuple[list[PlannedTensor], dict[str, str], dict[str, Any]]:
     """The tensors to write, the matrices that stay float with the reasons, and config.json; reads only headers."""
     from ..hf.config import BY_OVERRIDES, METHOD, LowBitConfig
-    from ..hf.loading import meta_model
-    from ..hf.mtp import attach
+    from ..hf.from_pretrained import meta_model
+    from ..hf.mtp_layers import attach
 
     if not isinstance(config, LowBitConfig):
         raise TypeError(f"config is a {type(config).__name__}; expected a lowbit.LowBitConfig")

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .. import ops
-from .._bands import Bands, rows_of_band
-from .._rounding import quantize_tensor, table_of
 from ..files.config_json import CONFIG
 from ..files.replace import resolve_new_directory
 from ..files.safetensors import Writer, chunks, read_rows
 from ..levels import FIT, sampled_rows
+from ..operators import ops
+from ..packed.rounding import quantize_tensor, table_of
+from ..packed.row_bands import Bands, rows_of_band
 from .card import write_note
 from .entries import CheckpointEntry
 from .plan import PlannedTensor, SourceMatrix, read_and_plan

@@ -12,11 +12,11 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from .._packed import PackedInfo
-from .._sizes import size
 from ..files.config_json import CONFIG, SETTINGS_FILES
 from ..files.replace import PartialDirectory, resolve_new_directory, sync
 from ..files.safetensors import INDEX, WEIGHTS, Stored, Writer, header_of
+from ..machine.sizes import size
+from ..packed.matrix import PackedInfo
 from .entries import DTYPES_OF_TORCH, CheckpointEntry, describe_entry
 
 MAX_SHARD_BYTES = 5_000_000_000

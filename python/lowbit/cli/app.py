@@ -17,7 +17,7 @@ import typer.core
 import lowbit
 
 from .bench import bench
-from .chat import chat
+from .chat_session import chat
 from .dequantize import dequantize
 from .doctor import doctor
 from .evaluate import evaluate

@@ -9,8 +9,7 @@ from typing import Annotated
 import torch
 import typer
 
-from lowbit._machine import cpp_compiler
-
+from ..machine.facts import cpp_compiler
 from .models import is_shape, load_packed, set_threads
 from .options import (
     PUBLISH_DIRECTORY,
@@ -68,7 +67,7 @@ def bench(
         return
     if model is None:
         raise typer.BadParameter("expected a model or a shape, or --publish", param_hint="MODEL|SHAPE")
-    from lowbit.llm import bench as library
+    from ..tools import model_speed as library
 
     modes = list(dict.fromkeys(way.value for way in mode))
     if modes != ["eager"]:
@@ -97,7 +96,7 @@ def bench(
 
 
 def _publish(output: Output, directory: Path) -> None:
-    from lowbit.perf import publish
+    from ..tools.perf import publish
 
     with output.progress("measuring this machine, ten minutes at most") as advance:
         document, page, data = publish(directory, torch.get_num_threads(), lambda part: advance(0, 0, part))

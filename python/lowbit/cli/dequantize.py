@@ -11,8 +11,7 @@ from typing import Annotated, Literal
 import torch
 import typer
 
-from lowbit.files.config_json import quantization_method, read_config
-
+from ..files.config_json import quantization_method, read_config
 from .models import set_threads
 from .options import Json, Threads
 from .output import Output, packed_figures, size
@@ -29,7 +28,7 @@ def dequantize(
     as_json: Json = False,
 ) -> None:
     """Write a packed checkpoint as a float one, for programs and methods that need floats."""
-    from lowbit import dequantize_checkpoint, inspect_checkpoint
+    from .. import dequantize_checkpoint, inspect_checkpoint
 
     begin = time.perf_counter()
     output = Output(as_json)
@@ -62,9 +61,9 @@ def as_float(output: Output, source: Path, target: Path) -> Iterator[Path]:
     Raises:
         OSError: the source does not exist, or the target cannot be written; nothing was done then.
     """
-    from lowbit import dequantize_checkpoint, inspect_checkpoint
-    from lowbit.files.replace import PartialDirectory, resolve_new_directory
-    from lowbit.transformers import METHOD
+    from .. import dequantize_checkpoint, inspect_checkpoint
+    from ..files.replace import PartialDirectory, resolve_new_directory
+    from ..transformers import METHOD
 
     method, place = quantization_method(read_config(source)), resolve_new_directory(target)
     if method != METHOD:

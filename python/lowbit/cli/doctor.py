@@ -13,8 +13,8 @@ from .output import Output, size, table
 
 def doctor(as_json: Json = False) -> None:
     """Examine this machine, and try every way to run a model; takes a minute or two."""
-    from lowbit.doctor.machine import advice, examine
-    from lowbit.doctor.surfaces import SURFACES, try_surface
+    from ..tools.doctor.checks import advice, examine
+    from ..tools.doctor.surfaces import SURFACES, try_surface
 
     output = Output(as_json)
     with output.progress("measuring this machine"):

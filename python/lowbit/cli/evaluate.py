@@ -16,7 +16,7 @@ from .models import load, read_text, set_threads
 from .output import Output, size, table
 
 if TYPE_CHECKING:
-    from lowbit.llm.perplexity import Perplexity
+    from ..llm.perplexity import Perplexity
 
 
 def evaluate(
@@ -46,9 +46,9 @@ def evaluate(
     as_json: options.Json = False,
 ) -> None:
     """Perplexity of a text, and the divergence from a reference, for the checkpoint as it is and at other widths."""
-    from lowbit.llm.divergence import compare
-    from lowbit.llm.loading import is_packed, load_tokenizer
-    from lowbit.llm.perplexity import perplexity
+    from ..llm.loading import is_packed, load_tokenizer
+    from ..llm.perplexity import perplexity
+    from ..tools.divergence import compare
 
     output = Output(as_json)
     if save_logits is not None:
@@ -122,7 +122,7 @@ def evaluate(
 
 def _load_reference(output: Output, reference: Path, model: Path, content: str, tokens: list[int]) -> torch.nn.Module | Path:
     """A model, in float32, or the file of logits."""
-    from lowbit.llm.loading import load_tokenizer
+    from ..llm.loading import load_tokenizer
 
     if not reference.is_dir():
         return reference
@@ -132,7 +132,7 @@ def _load_reference(output: Output, reference: Path, model: Path, content: str, 
 
 
 def _save(output: Output, model: torch.nn.Module, tokens: list[int], path: Path, common: dict[str, Any]) -> Perplexity:
-    from lowbit.llm.divergence import logits_bytes, save_logits
+    from ..tools.divergence import logits_bytes, save_logits
 
     vocabulary = model.config.get_text_config().vocab_size
     bytes_ = logits_bytes(len(tokens), vocabulary)

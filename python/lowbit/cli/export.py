@@ -9,8 +9,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from lowbit._machine import cpp_compiler
-
+from ..machine.facts import cpp_compiler
 from . import options
 from .models import load, positions, set_threads
 from .output import Output, size, table
@@ -53,7 +52,7 @@ def export(
         options.refuse_unused("with --to gguf", max_length=max_length is not None, chunk=chunk != 128, **how)
         _to_gguf(output, model, file)
         return
-    from lowbit import llm
+    from .. import llm
 
     config = options.optional_config(bits, group_size, mapping, embedding_bits)
     if to == "pt2":
@@ -81,8 +80,8 @@ def export(
 
 
 def _to_gguf(output: Output, model: Path, file: Path) -> None:
-    from lowbit.exports.gguf import export_gguf
-    from lowbit.importing.report import ImportedTensor
+    from ..exports.gguf import export_gguf
+    from ..importing.summary import ImportedTensor
 
     begin = time.perf_counter()
     with output.progress(f"exporting to {file}", "bytes") as advance:

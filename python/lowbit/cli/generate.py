@@ -12,15 +12,14 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import torch
 import typer
 
-from lowbit._machine import peak_memory
-
+from ..machine.facts import peak_memory
 from . import options
 from .models import check_text, positions, read_text
 from .output import Output, print_piece, set_stdout_errors, size
 from .session import Session
 
 if TYPE_CHECKING:
-    from lowbit.llm import Generation
+    from ..llm import Generation
 
 _Prompt = Annotated[
     str | None, typer.Option("--prompt", help="Text to continue; - reads it from stdin.", show_default=False)
@@ -143,7 +142,7 @@ def _check_guesses(guesses: int | None, draft: Path | None, prompts: Path | None
 
 def _generate(session: Session, ids: list[int], max_new_tokens: int, settings: dict[str, Any]) -> None:
     """Continues a text and prints it as it comes, or a document at the end."""
-    from lowbit import llm
+    from .. import llm
 
     output = session.output
     if not output.as_json:
@@ -210,8 +209,8 @@ def _generate_batch(
     session: Session, prompts: list[list[int]], max_new_tokens: int, at_once: int, settings: dict[str, Any]
 ) -> None:
     """Continues several texts at once, and writes each as a line of JSON when it ends."""
-    from lowbit import llm
-    from lowbit.llm.generation import rate
+    from .. import llm
+    from ..llm.generation import rate
 
     output = session.output
     texts = [llm.TextUntil(session.tokenizer, prompt, session.strings) for prompt in prompts]

@@ -15,7 +15,7 @@ from .options import Json, Threads, refuse_unused
 from .output import Output, packed_figures, size, table
 
 if TYPE_CHECKING:
-    from lowbit.importing.report import ImportedTensor
+    from ..importing.summary import ImportedTensor
 
 
 def import_(
@@ -32,7 +32,7 @@ def import_(
 ) -> None:
     """Take over weights that another program has quantized, with their codes as they are."""
     begin = time.perf_counter()
-    from lowbit.importing import import_checkpoint, open_source
+    from ..importing import import_checkpoint, open_source
 
     output = Output(as_json)
     set_threads(threads)

@@ -8,10 +8,10 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 import lowbit
-from lowbit import _C
-from lowbit._machine import cpu_name
-from lowbit._threads import available_cpus
 
+from .. import _C
+from ..machine.facts import cpu_name
+from ..machine.threads import available_cpus
 from .options import Json
 from .output import Output, table
 

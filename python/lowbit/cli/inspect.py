@@ -8,9 +8,8 @@ from typing import Annotated
 
 import typer
 
-from lowbit.files.untrusted import printable
-from lowbit.importing.report import read_report
-
+from ..files.untrusted import printable
+from ..importing.summary import read_report
 from .options import Json
 from .output import Output, packed_figures, size, table
 
@@ -22,7 +21,7 @@ def inspect(
     as_json: Json = False,
 ) -> None:
     """List the tensors of a checkpoint, with their bits and bytes."""
-    from lowbit import inspect_checkpoint
+    from .. import inspect_checkpoint
 
     output = Output(as_json)
     entries = inspect_checkpoint(path)

@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from lowbit._threads import available_cpus
-
+from ..machine.threads import available_cpus
 from .options import PREFIX_SIZE, make_config, parse_size, refuse_unused
 from .output import Output
 
 if TYPE_CHECKING:
-    from lowbit import LowBitConfig
-    from lowbit.llm import Decoder, Mtp, PrefixCache
+    from .. import LowBitConfig
+    from ..llm import Decoder, Mtp, PrefixCache
 
 _PREFIX_CACHE = "LOWBIT_PREFIX_CACHE"
 MTP = Path("mtp")  # the draft that is the model's own multi-token prediction head
@@ -32,7 +31,7 @@ def from_hub(output: Output, model: str | Path | None) -> str | Path | None:
     Raises:
         ValueError, OSError: it is not a name on a hub, or a path that does not exist; or as :func:`download`.
     """
-    from lowbit.files.hub import check_exists, download, endpoint, hub_name
+    from ..files.hub import check_exists, download, endpoint, hub_name
 
     if model is None:
         return None
@@ -47,7 +46,7 @@ def from_hub(output: Output, model: str | Path | None) -> str | Path | None:
 
 def load(output: Output, model: Path, config: LowBitConfig | None, images: bool = False) -> torch.nn.Module:
     """A checkpoint's model, quantized by ``config`` if it is given; with ``images`` one of images and text."""
-    from lowbit.llm.loading import load_image_model, load_model
+    from ..llm.loading import load_image_model, load_model
 
     with output.progress(
         f"loading {model}" if config is None else f"loading {model} to {config.bits} bits", "tensors"
@@ -66,8 +65,8 @@ def load_draft(
     Raises:
         ValueError: it has other tokens, or is made for shorter texts; or the model has no such head.
     """
-    from lowbit import llm
-    from lowbit.llm.loading import load_tokenizer
+    from .. import llm
+    from ..llm.loading import load_tokenizer
 
     if path == MTP:
         return llm.Mtp(decoder, quantization=config)
@@ -90,8 +89,8 @@ def make_decoder(
     output: Output, model: torch.nn.Module, max_length: int, compiled: bool, cache: str | None = None, windows: bool = True
 ) -> Callable[..., torch.Tensor]:
     """A decoder of the model with caches of this length; compiled if asked for."""
-    from lowbit import llm
-    from lowbit.llm.compiled_files import usable_directory
+    from .. import llm
+    from ..llm.compiled_files import usable_directory
 
     step = llm.Decoder(model, max_length, cache, windows=windows, replay=True)
     if not compiled:
@@ -115,7 +114,7 @@ def make_step(
         needs: other options that require the decoder, and whether they were given.
         windows: as of :class:`lowbit.llm.Decoder`.
     """
-    from lowbit import llm
+    from .. import llm
 
     try:
         return make_decoder(output, model, max_length, compiled, cache, windows)
@@ -147,7 +146,7 @@ def make_prefix_cache(output: Output, directory: Path | None, most_bytes: int, s
         ValueError: the option names it, and the model cannot have one; for the environment, which is for all models, that is
             said in a line.
     """
-    from lowbit import llm
+    from .. import llm
 
     decoder = cast("llm.Decoder", step)  # it refuses all else
     if directory is not None:
@@ -185,7 +184,7 @@ def imported(output: Output, model: Path) -> Iterator[Path]:
 
     Load the model and its tokenizer inside the context, in which no other process replaces the import.
     """
-    from lowbit.importing.cache import cache_of, is_current, loading_from_cache
+    from ..importing.cache import cache_of, is_current, loading_from_cache
 
     if model.suffix != ".gguf" or not model.is_file():
         yield model
@@ -209,7 +208,7 @@ def imported(output: Output, model: Path) -> Iterator[Path]:
 
 def load_packed(output: Output, model: Path, bits: int | None, group_size: str) -> torch.nn.Module:
     """A packed checkpoint's model; a float one is quantized to ``bits`` or 4."""
-    from lowbit.llm.loading import is_packed
+    from ..llm.loading import is_packed
 
     packed = bits is None and is_packed(model)
     if packed:
@@ -223,7 +222,7 @@ def is_shape(name: str) -> bool:
     Raises:
         FileNotFoundError: it is neither.
     """
-    from lowbit.llm.shapes import NAMES
+    from ..tools.shapes import NAMES
 
     if name in NAMES:
         return True
@@ -234,7 +233,7 @@ def is_shape(name: str) -> bool:
 
 def positions(model: torch.nn.Module) -> int:
     """The largest number of tokens of a text that a model supports."""
-    from lowbit.hf.decoding import position_limit
+    from ..hf.decoding import position_limit
 
     return position_limit(model.config.get_text_config()) or sys.maxsize
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 if TYPE_CHECKING:
-    from lowbit import LowBitConfig
+    from .. import LowBitConfig
 
 
 def finite(number: float | None) -> float | None:
@@ -162,7 +162,7 @@ def parse_sampling(tokenizer: Any, options: dict[str, Any]) -> dict[str, Any]:
         tokenizer: for the tokens of DRY's breakers.
         options: values by the fields' names; None or []: not given.
     """
-    from lowbit.llm.stopping import BREAKERS, breakers, check_stop_strings
+    from ..llm.stopping import BREAKERS, breakers, check_stop_strings
 
     given = {name: value for name, value in options.items() if value not in (None, [])}
     if not given.get("dry_multiplier"):
@@ -265,7 +265,7 @@ def parse_widths(text: str) -> list[int]:
 def make_config(
     bits: int, group_size: str, mapping: str = "symmetric", embedding_bits: int | None = None, **others: Any
 ) -> LowBitConfig:
-    from lowbit import LowBitConfig
+    from .. import LowBitConfig
 
     return LowBitConfig(
         bits=bits, group_size=parse_group_size(group_size), mapping=mapping, embedding_bits=embedding_bits, **others

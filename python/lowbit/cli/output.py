@@ -34,11 +34,11 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from lowbit._sizes import size
-from lowbit.files.untrusted import one_line, printable, raised_by_reader
+from ..files.untrusted import one_line, printable, raised_by_reader
+from ..machine.sizes import size
 
 if TYPE_CHECKING:
-    from lowbit import CheckpointEntry
+    from .. import CheckpointEntry
 
 __all__ = ["Output", "console", "packed_figures", "print_piece", "quieten", "reporting", "set_stdout_errors", "size", "table"]
 

@@ -13,7 +13,7 @@ from .options import Json
 from .output import Output, packed_figures, size
 
 if TYPE_CHECKING:
-    from lowbit import CheckpointEntry
+    from .. import CheckpointEntry
 
 
 def push(
@@ -31,10 +31,11 @@ def push(
     as_json: Json = False,
 ) -> None:
     """Upload a packed checkpoint to a hub, with a model card."""
-    from lowbit import inspect_checkpoint, ops
-    from lowbit.checkpoint.card import CARD, without_note
-    from lowbit.files.hub import files_to_push, push_files
-    from lowbit.files.safetensors import files_of, read_bytes, read_files
+    from .. import inspect_checkpoint
+    from ..checkpoint.card import CARD, without_note
+    from ..files.hub import files_to_push, push_files
+    from ..files.safetensors import files_of, read_bytes, read_files
+    from ..operators import ops
 
     output = Output(as_json)
     entries = inspect_checkpoint(source_directory)

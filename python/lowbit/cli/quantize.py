@@ -18,8 +18,8 @@ from .models import read_text, set_threads
 from .output import Output, packed_figures, size, table
 
 if TYPE_CHECKING:
-    from lowbit import CheckpointSummary, LowBitConfig
-    from lowbit.calibration import Calibration
+    from .. import CheckpointSummary, LowBitConfig
+    from ..calibration import Calibration
 
 _UNITS = {"writing": "bytes"}
 
@@ -116,7 +116,7 @@ def quantize(
         )
     with as_float(output, source, target) as floats:
         if text is None:
-            from lowbit import quantize_checkpoint
+            from .. import quantize_checkpoint
 
             with output.progress(f"quantizing {source}", "bytes") as advance:
                 summary = quantize_checkpoint(floats, target, config, progress=advance)
@@ -196,9 +196,9 @@ def _calibrate(
     target_bits: float | None,
 ) -> tuple[CheckpointSummary, Calibration]:
     """Calibrates ``source``, which users know as ``named``."""
-    from lowbit.calibration.checkpoint import calibrate_checkpoint
-    from lowbit.calibration.journal import journal_path
-    from lowbit.files.replace import resolve_new_directory
+    from ..calibration.checkpoint import calibrate_checkpoint
+    from ..calibration.journal import journal_path
+    from ..files.replace import resolve_new_directory
 
     place = journal_path(resolve_new_directory(target))
     with _resumable(output, place), ExitStack() as stack:

@@ -15,7 +15,7 @@ from .output import Output, table
 
 
 def _methods(given: str, option: str) -> list[str]:
-    from lowbit.calibration import METHODS
+    from ..calibration import METHODS
 
     names = [] if given == "none" else given.split(",")
     if not set(names) <= set(METHODS):
@@ -63,10 +63,10 @@ def report(
     as_json: Json = False,
 ) -> None:
     """A page of plots: quality against bytes for every width and method, beside other formats."""
-    from lowbit.files.config_json import refuse_gguf
-    from lowbit.files.replace import replacing
-    from lowbit.report.measure import Options, collect
-    from lowbit.report.page import render  # it says when matplotlib is missing, before the work
+    from ..files.config_json import refuse_gguf
+    from ..files.replace import replacing
+    from ..tools.report.measure_methods import Options, collect
+    from ..tools.report.report_page import render  # it says when matplotlib is missing, before the work
 
     output = Output(as_json)
     if calibrate is None:

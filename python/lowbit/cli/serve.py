@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lowbit._machine import keep_freed_memory
-
+from ..machine.facts import keep_freed_memory
 from .models import (
     from_hub,
     imported,
@@ -43,8 +42,8 @@ from .options import (
 from .output import Output
 
 if TYPE_CHECKING:
-    from lowbit import LowBitConfig
-    from lowbit.serve.app import Model
+    from .. import LowBitConfig
+    from ..serve.routes import Model
 
 _CONTEXT = 4096  # tokens, unless the model has fewer or --max-length says otherwise
 
@@ -104,7 +103,7 @@ def serve(
         _load(output, name, path, config, text, max_length, at_once=at_once, rows=rows, cache=cache, prefix_bytes=kept)
         for name, path in zip(names, models, strict=True)
     ]
-    from lowbit.serve.models import LanguageModel
+    from ..serve.model_list import LanguageModel
 
     for model in loaded:
         if isinstance(model, LanguageModel):
@@ -124,7 +123,7 @@ def _needed() -> Any:
     try:
         import python_multipart  # noqa: F401  starlette asserts it only when a form comes
 
-        from lowbit.serve.run import run
+        from ..serve.run import run
     except ModuleNotFoundError as error:
         known = ("starlette", "uvicorn", "python_multipart", "prometheus_client", "pydantic", "pydantic_core")
         if error.name not in known:
@@ -142,11 +141,11 @@ def _load(
     max_length: int | None,
     **more: Any,
 ) -> Model:
-    from lowbit import llm
-    from lowbit.llm.loading import load_tokenizer
-    from lowbit.llm.templates import chat_template
-    from lowbit.serve import embeddings, speech
-    from lowbit.serve.models import LanguageModel
+    from .. import llm
+    from ..llm.loading import load_tokenizer
+    from ..llm.templates import chat_template
+    from ..serve import embeddings, speech
+    from ..serve.model_list import LanguageModel
 
     path = Path(from_hub(output, path) or path)
     if not path.is_file() and speech.is_speech(path):

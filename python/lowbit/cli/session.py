@@ -6,8 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lowbit._machine import cpp_compiler
-
+from ..machine.facts import cpp_compiler
 from .models import (
     check_text,
     imported,
@@ -23,8 +22,8 @@ from .options import parse_sampling, parse_size
 from .output import Output
 
 if TYPE_CHECKING:
-    from lowbit import LowBitConfig
-    from lowbit.llm import Decoder, Mtp
+    from .. import LowBitConfig
+    from ..llm import Decoder, Mtp
 
 
 class Session:
@@ -55,7 +54,7 @@ class Session:
         prefix_cache_size: str,
         expert_memory: str | None = None,
     ):
-        from lowbit.llm.stopping import check_stop_strings
+        from ..llm.stopping import check_stop_strings
 
         self.output, self.path, self._config = output, path, config
         self.strings = check_stop_strings(check_text(text, "--stop") for text in stop or ())
@@ -90,9 +89,9 @@ class Session:
             images: that the model will see.
             needs: options that require lowbit's decoder, and whether they were given.
         """
-        from lowbit.llm.images import check_takes_images, open_image, sees_only
-        from lowbit.llm.loading import load_tokenizer, stop_tokens
-        from lowbit.llm.templates import chat_template
+        from ..llm.images import check_takes_images, open_image, sees_only
+        from ..llm.loading import load_tokenizer, stop_tokens
+        from ..llm.templates import chat_template
 
         self.images = [open_image(image) for image in images]  # their errors come first
         with imported(self.output, self.path) as self.path:
@@ -104,7 +103,7 @@ class Session:
                 return
             self.model = load(self.output, self.path, self._config)
             if self._expert_memory is not None:
-                from lowbit.llm import stream_experts
+                from ..llm import stream_experts
 
                 places = stream_experts(self.model, self.path, self._expert_memory)
                 self.output.note(f"each layer keeps {places} experts in memory and reads the others from {self.path}")
@@ -114,8 +113,8 @@ class Session:
         self.sampling = parse_sampling(self.tokenizer, sampling)
 
     def _load_with_images(self, template: str | None, has_turns: bool, needs: dict[str, bool]) -> None:
-        from lowbit.llm.images import image_template
-        from lowbit.llm.loading import load_image_processor, stop_tokens
+        from ..llm.images import image_template
+        from ..llm.loading import load_image_processor, stop_tokens
 
         given = {
             "--compile": self._compiled,
@@ -136,7 +135,7 @@ class Session:
         """Makes the decoding step, as :func:`make_step`, and its prefix cache."""
         self.max_length = max_length
         if self.processor is not None:
-            from lowbit.llm.images import ImageStep
+            from ..llm.images import ImageStep
 
             self.step, self.prefix_cache = ImageStep(self.model, max_length), None
             if self._inputs is not None:
@@ -153,12 +152,12 @@ class Session:
 
     def prompt(self, text: str) -> list[int]:
         """The tokens of a text, or of a message in the chat template."""
-        from lowbit.llm.loading import check_tokens
-        from lowbit.llm.templates import render
+        from ..llm.loading import check_tokens
+        from ..llm.templates import render
 
         ids: list[int]
         if self.processor is not None:
-            from lowbit.llm.images import inputs_of_text
+            from ..llm.images import inputs_of_text
 
             self._inputs = inputs_of_text(self.processor, text, self.images, self.template)
             ids = self._inputs["input_ids"][0].tolist()

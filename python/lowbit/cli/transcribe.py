@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from lowbit._machine import keep_freed_memory
-
+from ..machine.facts import keep_freed_memory
 from . import options
 from .models import set_threads
 from .output import Output, print_piece, set_stdout_errors
 
 if TYPE_CHECKING:
-    from lowbit.speech import Segment
+    from ..speech import Segment
 
 
 def transcribe(
@@ -43,7 +42,7 @@ def transcribe(
     as_json: options.Json = False,
 ) -> None:
     """Write down what is said in recordings, with a Whisper model."""
-    from lowbit.speech import SAMPLE_RATE, load_audio, load_transcriber
+    from ..speech import SAMPLE_RATE, load_audio, load_transcriber
 
     output = Output(as_json)
     config = options.optional_config(bits, group_size, mapping, embedding_bits)
@@ -78,7 +77,7 @@ def transcribe(
 
 
 def _shown(segment: Segment, number: int, format: str) -> str:
-    from lowbit.speech.subtitles import subtitle
+    from ..speech.subtitles import subtitle
 
     if format == "text":
         return segment.text if number > 1 else segment.text.lstrip()

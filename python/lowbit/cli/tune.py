@@ -10,8 +10,8 @@ import torch
 import typer
 
 import lowbit
-from lowbit._threads import available_cpus
 
+from ..machine.threads import available_cpus
 from .models import is_shape, load_packed
 from .options import GroupSize, Json, ModelOrShape, OptionalBits, finite, parse_group_size
 from .output import Output, table
@@ -46,7 +46,7 @@ def tune(
 
 def _layer_shapes(shape: str) -> list[tuple[int, int]]:
     """[out_features, in_features] of the linear layers of one block of a named shape, and of its head."""
-    from lowbit.llm.shapes import shape_config
+    from ..tools.shapes import shape_config
 
     config = shape_config(shape)
     config.num_hidden_layers = 1

@@ -1,4 +1,4 @@
-"""Export of a packed checkpoint to a GGUF file, the inverse of :mod:`lowbit.importing.gguf`.
+"""Export of a packed checkpoint to a GGUF file, the inverse of :mod:`lowbit.importing.gguf_source`.
 
 Codes are not requantized. ggml's types have one float16 scale for 32 inputs, without a factor per row: other scales are
 rounded, and the result says so.
@@ -19,15 +19,15 @@ import torch
 from torch import Tensor
 
 from .. import _C
-from .._bands import PANEL_ROWS, Bands, rows_of_band
-from .._packed import PackedInfo, Unpacked, unpack
 from ..files.config_json import CONFIG, quantization_method, read_config
-from ..files.gguf import TYPES, GgufWriter, TensorType
+from ..files.gguf_reader import TYPES, GgufWriter, TensorType
 from ..files.replace import replacing
 from ..files.safetensors import DTYPES, Stored, files_of, packed_info, read_bytes, read_files, read_rows
 from ..files.untrusted import read_json
 from ..importing.gguf_blocks import NL4
 from ..importing.gguf_models import ARCHITECTURES
+from ..packed.matrix import PackedInfo, Unpacked, unpack
+from ..packed.row_bands import PANEL_ROWS, Bands, rows_of_band
 from .gguf_settings import architecture_metadata, rotation_factors
 
 _BLOCK = 32

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from .._machine import cpp_compiler
 from ..files.elf import without_executable_stack
 from ..files.replace import replacing
 from ..files.safetensors import ORDER_SUFFIX, PACKED_SUFFIX
 from ..files.untrusted import one_line
+from ..machine.facts import cpp_compiler
 
 # How far outputs of an exported program may be from the model's: other kernels round differently, and an activation may
 # fall to the next int8; and how far their changes from call to call, of the same rounding twice.

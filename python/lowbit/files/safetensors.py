@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import _C
-from .._packed import PackedInfo
+from ..packed.matrix import PackedInfo
 from .config_json import refuse_gguf
 from .replace import check_utf8, sync
 from .untrusted import check_regular, read_json

@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from .._elementwise import ACTIVATIONS
+from ..operators.elementwise import ACTIVATIONS
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _LANES = 64  # a multiple of what torch's loops take in a step, on every CPU: two vectors

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch.nn.modules import module as torch_modules
 
-from .._layers import layer_at
-from .._sizes import size
 from ..files.config_json import CONFIG
 from ..files.safetensors import Stored, float_name, packed_info
+from ..layers.packable import layer_at
+from ..machine.sizes import size
 from .names import check_complete, given_by, given_with, names_in_model
 from .placing import PACKED
 

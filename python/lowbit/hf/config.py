@@ -13,10 +13,10 @@ from transformers import PreTrainedModel
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from .. import nn
-from .._experts import Experts
-from .._layers import check_whole_experts, float_convolutions, kind_of, named_layers
-from .._patterns import Patterns
-from .._rounding import ConvConfig, EmbeddingConfig, LinearConfig
+from ..layers.expert_stacks import Experts
+from ..layers.packable import check_whole_experts, float_convolutions, kind_of, named_layers
+from ..layers.patterns import Patterns
+from ..packed.rounding import ConvConfig, EmbeddingConfig, LinearConfig
 from .names import tied_layers
 
 METHOD = "lowbit"

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from transformers.pytorch_utils import Conv1D
 
-from .. import _prepared
-from .._linear_forms import of_conv1d
+from ..layers.linear_forms import of_conv1d
+from ..quantizing import prepared
 
 
-class TrainedConv1D(_prepared.LinearLayer, Conv1D):
+class TrainedConv1D(prepared.LinearLayer, Conv1D):
     """A Conv1D that :func:`lowbit.qat.prepare_` has prepared: its weight stays [in, out], as checkpoints have it."""
 
     def matrix(self) -> torch.Tensor:
@@ -19,6 +19,6 @@ class TrainedConv1D(_prepared.LinearLayer, Conv1D):
 
     def as_linear(self) -> Any:
         linear = of_conv1d(self)
-        linear.__class__ = _prepared.Linear
+        linear.__class__ = prepared.Linear
         linear.follow(self)
         return linear

@@ -15,7 +15,7 @@ import transformers
 from tokenizers import Tokenizer, normalizers, processors
 
 from ..files.untrusted import interpreting, printable
-from .loading import counting
+from .from_pretrained import counting
 
 _PREFIX = "tokenizer.ggml."
 _FIELDS = {

@@ -12,8 +12,8 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
 from .. import nn
-from .._layers import kind_of
-from .._packed import PackedInfo
+from ..layers.packable import kind_of
+from ..packed.matrix import PackedInfo
 
 if TYPE_CHECKING:
     import torch

@@ -11,11 +11,11 @@ import torch
 from transformers import PreTrainedModel
 
 from .. import nn
-from .._computed_tensor import ComputedTensor
-from .._experts import Experts
-from .._layers import check_whole_experts, kind_of, named_layers, put_packed
-from .._memory import give_back
-from .._packed import PackedInfo
+from ..layers.computed_tensor import ComputedTensor
+from ..layers.expert_stacks import Experts
+from ..layers.packable import check_whole_experts, kind_of, named_layers, put_packed
+from ..machine.memory import give_back
+from ..packed.matrix import PackedInfo
 from .names import tied_layers
 
 PACKED, ORDER = "packed_weight", "input_order"

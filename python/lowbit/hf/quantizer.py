@@ -17,16 +17,16 @@ from transformers.core_model_loading import ConversionOps
 from transformers.quantizers import HfQuantizer, auto
 
 from .. import nn
-from .._experts import Experts
-from .._layers import kind_of, layer_at, named_layers, oriented, pack_layer, put_packed, replace_layers, warn_of_floats
-from .._memory import in_huge_pages
-from .._packed import PackedInfo
-from .._rounding import ConvConfig, EmbeddingConfig, LinearConfig
 from ..files.safetensors import INDEX, WEIGHTS, Stored, float_name, orders_of, packed_info, read_files, read_metadata
 from ..files.untrusted import read_json
+from ..layers.expert_stacks import Experts
+from ..layers.packable import kind_of, layer_at, named_layers, oriented, pack_layer, put_packed, replace_layers, warn_of_floats
+from ..machine.memory import in_huge_pages
+from ..packed.matrix import PackedInfo
+from ..packed.rounding import ConvConfig, EmbeddingConfig, LinearConfig
 from .config import BY_OVERRIDES, METHOD, LowBitConfig
-from .dequantizing import dequantize
-from .mtp import prefix_of
+from .dequantized import dequantize
+from .mtp_layers import prefix_of
 from .names import check_complete, given_by, given_with, keep_names, names_in_model, tied_layers
 from .parallel import layers_to_cut, refuse_parts, shard_as_asked, take_rules
 from .placing import (
@@ -273,7 +273,7 @@ class LowBitQuantizer(OnCpu, HfQuantizer):
         return layer in selected and layer not in self._load.tied  # tied weights are packed once, after they were tied
 
     def dequantize(self, model: PreTrainedModel, dtype: torch.dtype | None = None) -> PreTrainedModel:
-        """What ``model.dequantize()`` does: see :func:`lowbit.hf.dequantizing.dequantize`."""
+        """What ``model.dequantize()`` does: see :func:`lowbit.hf.dequantized.dequantize`."""
         dequantize(model, dtype)
         self.remove_quantization_config(model)
         return model

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._recurrence import state_shape
+from ..operators.recurrence import state_shape
 from .unsupported import Unsupported
 
 _CONV = "causal_conv1d_fn"

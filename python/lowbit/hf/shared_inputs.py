@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from .. import nn, ops
+from .. import nn
+from ..operators import ops
 
 _MOST = 16  # matrices of a call
 

@@ -6,7 +6,7 @@ import os
 import time
 from pathlib import Path
 
-from .gguf import open_gguf
+from .gguf_source import open_gguf
 from .source import Source
 from .write import READ, ImportSummary, Progress, begin_step, write_checkpoint
 

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from ..files.gguf import parts_of
+from ..files.gguf_reader import parts_of
 from ..files.untrusted import read_json
-from .gguf import open_gguf
-from .report import REPORT, VERSION, file_states
+from .gguf_source import open_gguf
+from .summary import REPORT, VERSION, file_states
 from .write import READ, begin_step, write_checkpoint
 
 _LOG = logging.getLogger(__name__)

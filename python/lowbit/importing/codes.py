@@ -10,9 +10,9 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from .._groups import per_input
-from .._packed import PackedInfo, Unpacked, describe, pack, unpack
-from .._rounding import LinearConfig, quantize_tensor
+from ..packed.groups import per_input
+from ..packed.matrix import PackedInfo, Unpacked, describe, pack, unpack
+from ..packed.rounding import LinearConfig, quantize_tensor
 
 
 class Rows(NamedTuple):

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from ..files.config_json import CONFIG
-from ..files.ctranslate2 import read_ctranslate2
+from ..files.ctranslate2_reader import read_ctranslate2
 from ..files.replace import sync
 from ..files.safetensors import Stored, read_bytes, read_rows
 from ..files.untrusted import read_json
 from .codes import Float, Matrix, Rows, SourceTensor
-from .report import file_states
 from .source import Source
+from .summary import file_states
 
 MODEL = "model.bin"
 _TOKENIZER = "tokenizer.json"

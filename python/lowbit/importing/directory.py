@@ -17,10 +17,10 @@ from .compressed_tensors import read_compressed_tensors
 from .gptq import read_gptq, renamed
 from .hqq import read_hqq
 from .mxfp4 import read_mxfp4
-from .report import file_states
 from .small_floats import read_fp8, read_modelopt
 from .source import Source
 from .stock import Stock
+from .summary import file_states
 from .torchao import read_torchao
 
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from ..files.gguf import Gguf
+from ..files.gguf_reader import Gguf
 from . import gguf_hybrids, gguf_models
 from .gguf_gemma4 import GEMMA4
 from .gguf_metadata import Metadata, special_tokens

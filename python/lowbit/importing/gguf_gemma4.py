@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..files.gguf import Gguf
+from ..files.gguf_reader import Gguf
 from .gguf_metadata import Metadata
 from .gguf_models import NORMED, OUTSIDE, SANDWICH, Architecture, values_of_factors
 

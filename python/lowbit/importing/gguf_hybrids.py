@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..files.gguf import Gguf
+from ..files.gguf_reader import Gguf
 from .gguf_layouts import Layout, Order, depthwise, flat, log_of_negative, tiled, without_last
 from .gguf_metadata import REQUIRED, Metadata
 from .gguf_models import (

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from ..files.gguf import StoredBlocks
+from ..files.gguf_reader import StoredBlocks
 from .codes import Rows
 
 # Order -> number of neighboring inputs in neighboring bytes; the next bits of these bytes have the next inputs.

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ..files.gguf import Gguf
+from ..files.gguf_reader import Gguf
 from ..files.untrusted import printable
 
 REQUIRED = object()

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..files.gguf import Gguf, StoredBlocks
+from ..files.gguf_reader import Gguf, StoredBlocks
 from .gguf_layouts import Layout
 from .gguf_metadata import REQUIRED, Metadata
 

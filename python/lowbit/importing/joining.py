@@ -11,7 +11,7 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from .._rounding import LinearConfig
+from ..packed.rounding import LinearConfig
 from .codes import Float, Matrix, Rows, SourceTensor, Stacked, Weights, recoded, values_of
 
 Read: TypeAlias = Callable[[int, int], Any]  # rows: Tensor or Rows

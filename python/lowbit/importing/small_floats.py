@@ -19,9 +19,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from .._rounding import LinearConfig
 from ..files.safetensors import Stored, read_bytes
 from ..levels import TABLES
+from ..packed.rounding import LinearConfig
 from .codes import Matrix, Rows, SourceTensor, Weights
 from .mxfp4 import nibbles, powers_of_two
 from .stock import Stock, load

@@ -16,17 +16,17 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from .._bands import Bands, rows_of_band
-from .._packed import PackedInfo
-from .._sizes import size
 from ..checkpoint import CheckpointEntry, counted, new_checkpoint, write_json, write_note, write_tensors
 from ..files.config_json import CONFIG
 from ..files.replace import resolve_new_directory
 from ..files.safetensors import DTYPES, ORDER_SUFFIX, PACKED_SUFFIX, Stored, Writer
+from ..machine.sizes import size
+from ..packed.matrix import PackedInfo
+from ..packed.row_bands import Bands, rows_of_band
 from .codes import Float, Matrix, Nearness, SourceTensor, Stacked, Weights, as_floats, pack_rows, requantize_rows
 from .joining import describe_experts, stacked
-from .report import REPORT, VERSION, ImportedTensor
 from .source import Source
+from .summary import REPORT, VERSION, ImportedTensor
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -142,7 +142,7 @@ def _write_matrix(
 
 
 def _meta_model(config: dict[str, Any], tensors: int) -> PreTrainedModel:
-    from ..hf.loading import meta_model
+    from ..hf.from_pretrained import meta_model
 
     with tempfile.TemporaryDirectory() as directory:
         (Path(directory) / CONFIG).write_text(json.dumps(config), encoding="utf-8")
@@ -153,8 +153,8 @@ class _Plan:
     """The tensors to write for a source, each checked against the model."""
 
     def __init__(self, source: Source, model: PreTrainedModel):
-        from .._layers import named_layers
         from ..hf.names import names_in_model
+        from ..layers.packable import named_layers
 
         self.source, self.model = source, model
         self.tensors: dict[str, SourceTensor] = {}
@@ -172,8 +172,8 @@ class _Plan:
 
     def _stack_experts(self) -> None:
         """Replaces the matrices of single experts by one tensor where the model has one."""
-        from .._experts import Experts
         from ..hf.names import names_in_model, parts_of_experts
+        from ..layers.expert_stacks import Experts
 
         names = names_in_model(self.model, self.tensors)
         found: dict[str, dict[str, Stacked | None]] = {}  # all of a layer's experts are packed, or all are float
@@ -205,8 +205,8 @@ class _Plan:
         Raises:
             ValueError: a tensor is missing, has another shape, or is quantized where the model has no matrix.
         """
-        from .._layers import kind_of
         from ..hf.names import check_complete, given_by
+        from ..layers.packable import kind_of
 
         biases: set[str] = set()
         floats: dict[str, Float] = {}
@@ -238,8 +238,8 @@ class _Plan:
         return sorted(outputs, key=lambda output: places[output.tensor.name])
 
     def _check_shape(self, key: str, name: str, targets: Any) -> None:
-        from .._experts import Experts
-        from .._layers import is_transposed
+        from ..layers.expert_stacks import Experts
+        from ..layers.packable import is_transposed
 
         tensor, layer = self.tensors[key], self.modules.get(name.removesuffix(".weight"))
         expected = self.state[name].shape if name in self.state else tensor.shape
@@ -383,7 +383,7 @@ def write_checkpoint(
     begin = time.perf_counter() if begin is None else begin
     begin_step(opening, LIBRARIES)
     from ..hf.config import LowBitConfig
-    from ..hf.mtp import attach
+    from ..hf.mtp_layers import attach
     from ..hf.names import names_in_model
     from ..hf.placing import place_packed
 

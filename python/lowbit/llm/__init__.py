@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from ..hf.decoding import Refusal
+from ..tools.shapes import random_model, shape_config
 from .batch import generate_batch
 from .caches import Caches
 from .compiled import Step, compile_decoder
@@ -15,11 +16,10 @@ from .mtp import Mtp
 from .penalties import TokenLogprobs
 from .prefixes import PrefixCache
 from .sampling import Sampling, sample
-from .shapes import random_model, shape_config
 from .stopping import TextUntil, breakers
 
 if TYPE_CHECKING:
-    from ..exports.decoder import ExportedDecoder, export_decoder, load_decoder
+    from ..exports.decoder_program import ExportedDecoder, export_decoder, load_decoder
 else:
 
     def __getattr__(name: str):
@@ -28,7 +28,7 @@ else:
             raise AttributeError(f"module 'lowbit.llm' has no attribute {name!r}")
         from importlib import import_module
 
-        return getattr(import_module("lowbit.exports.decoder"), name)
+        return getattr(import_module("lowbit.exports.decoder_program"), name)
 
 
 __all__ = [

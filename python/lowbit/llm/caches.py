@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._window import SPAN
 from ..hf.decoding import is_held
 from ..hf.recurrent import is_state
+from ..operators.window import SPAN
 
 # Types of the KV cache: that of keys and values, or of keys, then of values.
 CACHES = ("float32", "bfloat16", "float16", "int8", "int8,int4", "int4")

@@ -1,4 +1,4 @@
-"""Compiled decoders in this process, by torch.compile or AOTInductor; :mod:`lowbit.exports.decoder` writes files."""
+"""Compiled decoders in this process, by torch.compile or AOTInductor; :mod:`lowbit.exports.decoder_program` writes files."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._machine import cpp_compiler
 from ..exports.module import machine_code
 from ..files.replace import replacing
 from ..files.untrusted import one_line
+from ..machine.facts import cpp_compiler
 from .compiled_files import Unknown, check_owner, key_of, prune
 from .decoder import Decoder, check_call
 

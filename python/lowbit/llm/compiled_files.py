@@ -20,7 +20,7 @@ import torch
 
 import lowbit
 
-from .._machine import cpp_compiler
+from ..machine.facts import cpp_compiler
 
 ENVIRONMENT = "LOWBIT_COMPILE_CACHE"
 _MOST_FILES = 16

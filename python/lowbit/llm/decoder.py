@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._window import window_length
 from ..hf import decoding
 from ..hf.recurrent import is_state
 from ..hf.shared_inputs import observed
-from ..ops import cache_storage, cache_width
+from ..operators.ops import cache_storage, cache_width
+from ..operators.window import window_length
 from .caches import CACHES, Caches, common, copy_layer, dtypes_of, name_of, type_of
 from .proof import EXACT_LIMIT, PIECES_LIMIT, Reference
 from .replay import Replay

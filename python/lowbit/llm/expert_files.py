@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import nn, ops
+from .. import nn
 from ..files.safetensors import Stored, files_of, read_files
+from ..operators import ops
 
 _READERS = 4  # reads at once: disks serve several in the time of one
 

@@ -38,14 +38,14 @@ def takes_images(path: str | os.PathLike[str]) -> bool:
     Raises:
         OSError, ValueError: there is no config.json, or it is damaged.
     """
-    from ..hf.loading import image_model_types
+    from ..hf.from_pretrained import image_model_types
 
     return read_config(path).get("model_type") in image_model_types()
 
 
 def sees_only(path: str | os.PathLike[str]) -> bool:
     """Whether a checkpoint loads as a model of images and text only, and not as a language model, too."""
-    from ..hf.loading import causal_model_types
+    from ..hf.from_pretrained import causal_model_types
 
     return takes_images(path) and read_config(path).get("model_type") not in causal_model_types()
 

@@ -105,7 +105,7 @@ def load_image_processor(path: str | os.PathLike[str]) -> Any:
         OSError, ValueError: files are missing or damaged.
     """
     transformers = import_module("transformers")
-    from ..hf.loading import counting
+    from ..hf.from_pretrained import counting
     from ..hf.processors import without_videos
 
     try:
@@ -128,7 +128,7 @@ def load_image_processor(path: str | os.PathLike[str]) -> Any:
 
 
 def _check_causal(model_type: Any, file: Path) -> None:
-    from ..hf.loading import causal_model_types
+    from ..hf.from_pretrained import causal_model_types
 
     if not isinstance(model_type, str) or model_type not in causal_model_types():
         raise ValueError(
@@ -139,7 +139,7 @@ def _check_causal(model_type: Any, file: Path) -> None:
 
 def check_image_type(model_type: Any, file: Path) -> None:
     """Raises ValueError unless a model_type, which is in ``file``, is of models of images and text."""
-    from ..hf.loading import image_model_types
+    from ..hf.from_pretrained import image_model_types
 
     if not isinstance(model_type, str) or model_type not in image_model_types():
         raise ValueError(f"{file} has model_type {model_type!r}, which takes no images; expected a model of images and text")
@@ -166,8 +166,8 @@ def _load(
     packed = is_packed(directory)
     transformers = import_module("transformers")
     from ..hf.building import check_fits
-    from ..hf.loading import counting, meta_model
-    from ..hf.mtp import prefix_of
+    from ..hf.from_pretrained import counting, meta_model
+    from ..hf.mtp_layers import prefix_of
 
     check(model_type, directory / CONFIG)
     if packed and quantization is not None:
@@ -197,7 +197,7 @@ def _check_loaded(directory: Path, model: torch.nn.Module, loading: dict[str, An
 
     Args:
         loading: what transformers' from_pretrained() returns as loading info.
-        head: from :func:`lowbit.hf.mtp.prefix_of`.
+        head: from :func:`lowbit.hf.mtp_layers.prefix_of`.
     """
     wrong = [
         (f"{name} has shape {list(shape)}; expected {list(expected)}") for name, shape, expected in loading["mismatched_keys"]
@@ -227,7 +227,7 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Any:
         OSError, ValueError: there is no tokenizer, or it is not a fast one.
     """
     transformers = import_module("transformers")
-    from ..hf.loading import counting
+    from ..hf.from_pretrained import counting
 
     directory = Path(path)
     if not directory.is_dir():

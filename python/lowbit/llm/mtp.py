@@ -41,7 +41,7 @@ class Mtp:
         Raises:
             OSError, ValueError: the checkpoint has no such head, or its tensors do not belong to the model.
         """
-        from ..hf.mtp import load_head
+        from ..hf.mtp_layers import load_head
 
         if not isinstance(decoder, Decoder):
             raise ValueError(f"a {type(decoder).__name__} gives no hidden states; expected a Decoder, not compiled")

@@ -16,7 +16,7 @@ from ..llm.penalties import TokenLogprobs
 from ..llm.stopping import TextUntil
 from .engine import Engine
 from .errors import ApiError
-from .models import LanguageModel
+from .model_list import LanguageModel
 from .protocol import Writing, finite
 from .tools import Held, Tools, find_calls
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from . import grammar_trial
 from .errors import ApiError, bad
-from .models import LanguageModel
+from .model_list import LanguageModel
 from .protocol import Grammar
 from .tools import SPACE
 

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from ..files.config_json import read_config
 from ..files.untrusted import interpreting, read_json
+from ..hf.from_pretrained import counting
 from ..hf.fusing import fuse_
-from ..hf.loading import counting
 from .engine import Engine, ordinary
 from .errors import ApiError, bad, shortened
 from .protocol import Embeddings, Ranking, check_bytes

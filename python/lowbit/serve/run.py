@@ -14,7 +14,7 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from .app import Limits, Model, Server
+from .routes import Limits, Model, Server
 
 _LOCAL = ("localhost", "127.0.0.1", "[::1]")
 _SILENT = 30.0  # seconds that a connection has for the head of a request, and for reading what it was sent

@@ -1,8 +1,8 @@
 """Speech to text with Whisper models, over static caches; requires transformers."""
 
 from .audio import SAMPLE_RATE, load_audio
-from .decoder import SpeechDecoder
 from .exporting import ExportedSpeech, export_speech, load_speech
+from .speech_decoder import SpeechDecoder
 from .transcriber import Segment, Transcriber, Transcription, load_transcriber
 
 __all__ = [

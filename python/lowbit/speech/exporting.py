@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..exports.module import described, export_pt2, export_pte, zeros
 from ..llm.decoder import check_call
-from .decoder import SpeechDecoder
+from .speech_decoder import SpeechDecoder
 
 _NUMBERS = ("max_length", "vocabulary", "positions", "mel_bins")
 _PT2 = "lowbit.speech."  # prefix of the names of our metadata in a .pt2

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..llm.loading import load_speech_model, load_speech_processor
 from .audio import SAMPLE_RATE, load_audio
-from .decoder import SpeechDecoder
+from .speech_decoder import SpeechDecoder
 
 if TYPE_CHECKING:
     import numpy as np

@@ -16,7 +16,7 @@ from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, regist
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
 from ..hf.config import METHOD
-from .config import ServedConfig
+from .method import ServedConfig
 
 
 def register() -> None:

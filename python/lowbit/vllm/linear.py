@@ -17,12 +17,12 @@ from vllm.model_executor.layers.linear import (
 )
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
-from .. import ops
-from .._memory import give_back, in_huge_pages
-from .._rounding import quantize_tensor
-from .._slices import concat, slice_columns, slice_rows
+from ..machine.memory import give_back, in_huge_pages
 from ..nn import check_input_order
-from .model import PACKED, ServedModel
+from ..operators import ops
+from ..packed.rounding import quantize_tensor
+from ..packed.slices import concat, slice_columns, slice_rows
+from .model_facts import PACKED, ServedModel
 
 _ORDER = "input_order"
 

@@ -1,0 +1,290 @@
+"""GPTQ, with a correction for the error of the inputs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from ..packed.groups import in_groups
+from ..packed.rotation import rotate
+from .descent import SWEEPS, descend
+from .grid import MatrixConfig, Quantized, stored, table_in, with_table
+from .importance import search, search_groups
+
+_COLUMNS = 128  # of a block whose errors are applied to later columns together, if groups are not longer
+_MOST_COLUMNS = 512
+_ROWS_OF_SUMS = 256  # of a triangular matrix that are computed together
+_LEAF = 128  # a triangular matrix of at most this size is inverted by substitution
+_TRIAL_ROWS = 256
+_DESCENT_BITS = 5  # most at which a descent is worth its time
+_DESCENT_TOKENS = 2  # least per input: with fewer it fits the text and not the layer
+
+
+@dataclass
+class Moments:
+    """Second moments of a layer's inputs over the tokens of a calibration text.
+
+    ``square`` is the sum of ``x x^T`` over the layer's inputs x in the quantized model. ``drift``, if known, is the sum of
+    ``(y - x) x^T`` with the same tokens' inputs y in the float model.
+    """
+
+    square: Tensor  # float32 [k, k], of which the upper triangle is enough; or its diagonal [k], for importance
+    drift: Tensor | None  # float32 [k, k]
+    tokens: int
+    # Held-out inputs (x, y), float32 [tokens, k], which choose the weight of the correction.
+    held: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    def join(self) -> None:
+        """Adds the held-out tokens to the sums."""
+        for x, y in self.held:
+            self.add(x, y)
+        self.held = []
+
+    def add(self, x: Tensor, y: Tensor | None) -> None:
+        """Adds inputs float32 [tokens, k]; None for ``y`` ends the sum of drift."""
+        self.tokens += len(x)
+        self.drift = None if self.drift is None or y is None else self.drift.addmm_((y - x).T, x)
+        if self.square.dim() == 1:
+            self.square += x.square().sum(0)
+            return
+        for begin in range(0, len(self.square), _ROWS_OF_SUMS):
+            rows, rest = slice(begin, begin + _ROWS_OF_SUMS), slice(begin, None)
+            self.square[rows, rest].addmm_(x[:, rows].T, x[:, rest])
+
+    def rotate(self, block: int) -> None:
+        """Makes moments [k, k] those of inputs that are rotated in blocks, in place; 0: they are not."""
+        if block == 0:
+            return
+        for first in range(0, len(self.square), _ROWS_OF_SUMS):  # the lower triangle, which was not kept
+            rows = slice(first, first + _ROWS_OF_SUMS)
+            self.square[rows, :first] = self.square[:first, rows].T
+            square = self.square[rows, rows]
+            square.copy_(square.triu() + square.triu(1).T)
+        for sums in (self.square,) if self.drift is None else (self.square, self.drift):
+            for view in (sums, sums.T):
+                for first in range(0, len(sums), _ROWS_OF_SUMS):
+                    rows = slice(first, first + _ROWS_OF_SUMS)
+                    view[rows] = rotate(view[rows], block)
+        self.held = [(rotate(x, block), rotate(y, block)) for x, y in self.held]
+
+    def importance(self) -> Tensor:
+        """Mean square of each input, float32 [k], plus a little for unused inputs."""
+        square = self.square if self.square.dim() == 1 else self.square.diagonal()
+        mean = square / max(1, self.tokens)
+        return mean + 1e-4 * mean.mean()
+
+
+def _check(moments: Moments) -> None:
+    if moments.square.dim() != 2:
+        raise ValueError(f"the moments have shape {list(moments.square.shape)}; expected [k, k]")
+    if not bool(torch.isfinite(moments.square).all()):
+        raise ValueError("the inputs of the layer have NaN or infinite values; expected finite activations")
+    if moments.drift is not None and not bool(torch.isfinite(moments.drift).all()):
+        raise ValueError("the inputs of the layer in the float model have NaN or infinite values; expected finite ones")
+    if moments.tokens < 1:
+        raise ValueError("the layer saw no tokens; expected at least one")
+
+
+def _damped(square: Tensor, damping: float) -> Tensor:
+    """float64 [k, k] with ``damping`` times the mean of the diagonal added to it, so that it is positive definite.
+
+    Of ``square`` the upper triangle is read.
+    """
+    result = (square.triu() + square.triu(1).T).double()
+    mean = float(result.diagonal().mean())
+    result.diagonal().add_(damping * mean if mean > 0 else 1.0)
+    return result
+
+
+def _root(square: Tensor) -> Tensor:
+    """The upper triangular V, float32, for which V V^T is ``square``."""
+    try:
+        return torch.linalg.cholesky(square.flip(0, 1)).flip(0, 1).float()
+    except torch.linalg.LinAlgError as error:
+        raise ValueError(f"the moments are not positive definite ({error}); expected a larger damping") from None
+
+
+def _inverse_of_upper(matrix: Tensor) -> Tensor:
+    """The inverse of an upper triangular matrix, by halves."""
+    n = len(matrix)
+    if n <= _LEAF:
+        return torch.linalg.solve_triangular(matrix, torch.eye(n, dtype=matrix.dtype), upper=True)
+    first, second = slice(0, n // 2), slice(n // 2, n)
+    result = torch.zeros_like(matrix)
+    for half in (first, second):
+        result[half, half] = _inverse_of_upper(matrix[half, half])
+    result[first, second] = -(result[first, first] @ matrix[first, second]) @ result[second, second]
+    return result
+
+
+class Solver:
+    """GPTQ for layers with the same inputs, some rows at a time; :func:`gptq` describes the method.
+
+    Args:
+        moments: of the inputs, without the held-out ones.
+        damping, by_importance: as for :func:`gptq`.
+
+    Raises:
+        ValueError: as :func:`gptq`.
+    """
+
+    def __init__(self, moments: Moments, damping: float = 0.01, by_importance: bool = False):
+        _check(moments)
+        k = len(moments.square)
+        self.importance, self.tokens, self.by_importance = moments.importance(), moments.tokens, by_importance
+        square = _damped(moments.square, damping)
+        self.square, self.drift = square.float(), moments.drift
+        diagonal = square.diagonal()
+        self.order = torch.argsort(diagonal, descending=True, stable=True) if by_importance else torch.arange(k)
+        if by_importance:
+            square = square[self.order][:, self.order]
+        self.root = _root(square)
+        # Cost of an error of an input after later inputs have compensated for it.
+        self.costs = self.root.diagonal().square()
+
+    @cached_property
+    def factor(self) -> Tensor:
+        """The upper triangular U for which U^T U is the inverse of the squares, in the order of rounding."""
+        return _inverse_of_upper(self.root)
+
+    def table(self, weight: Tensor, config: MatrixConfig) -> MatrixConfig:
+        """The config with its table of levels fitted to a whole matrix, if it says "fit"."""
+        return with_table(config, weight, self.importance)
+
+    def shift(self, weight: Tensor) -> Tensor:
+        """What to add to rows [n, k] for outputs as near to the float model's as any weights reach: float32 [n, k]."""
+        if self.drift is None:
+            return torch.zeros_like(weight, dtype=torch.float32)
+        toward = (weight.float() @ self.drift)[:, self.order].T
+        half = torch.linalg.solve_triangular(self.root, toward, upper=True)
+        moved = torch.linalg.solve_triangular(self.root.T, half, upper=False).T
+        return moved[:, self.order.argsort()]
+
+    def quantize(self, weight: Tensor, config: MatrixConfig, correction: float, sweeps: int = SWEEPS) -> Quantized:
+        """Quantizes rows of a matrix, float32 [n, k], as :func:`gptq`."""
+        config = self.table(weight, config)
+        if weight.shape[1] != len(self.root):
+            raise ValueError(f"the moments are of {len(self.root)} inputs; expected {weight.shape[1]}")
+        wanted = weight.float()
+        if correction and self.drift is not None:
+            wanted = torch.add(wanted, self.shift(weight), alpha=correction)
+        result = self._in_order(wanted, config)
+        if not sweeps or config.bits > _DESCENT_BITS or self.tokens < _DESCENT_TOKENS * len(self.root):
+            return result
+        return descend(result, self.square, wanted, sweeps)
+
+    def _in_order(self, weight: Tensor, config: MatrixConfig) -> Quantized:
+        """Rounds one input after the other."""
+        table = table_in(config)
+        n, k = weight.shape
+        group, factor, order = config.group_size or k, self.factor, self.order
+        in_order = not self.by_importance and group <= _MOST_COLUMNS
+        # An estimate of the row's largest scale or minimum, which only decides which scales become 0.
+        largest = weight.abs().amax(1, keepdim=True).float()
+        if config.mapping != "affine":
+            largest /= 2 ** (config.bits - 1) if table is None else float(table.levels.abs().amax())
+        # If inputs keep their order, a group's scales are searched when all earlier inputs are rounded.
+        if in_order:
+            scales = torch.empty(n, -(-k // group), dtype=torch.float32)
+            mins = torch.empty_like(scales) if config.mapping == "affine" else None
+        else:
+            initial = search(weight, self.importance, config)
+            scales, mins = initial.scales, initial.mins
+        step = group if in_order else _COLUMNS
+        width = step * max(1, _COLUMNS // step)
+        sorted_levels = None if table is None else table.levels
+        ordered = weight.float()[:, order] if self.by_importance else weight.float()
+        # [k, n]: an input is a row. A copy, also where the transpose is contiguous as it is: transformers' Conv1D.
+        work = ordered.T.clone(memory_format=torch.contiguous_format)
+        levels = torch.empty_like(work)
+        for begin in range(0, k, width):
+            end = min(begin + width, k)
+            errors = torch.empty_like(work[begin:end])
+            for first in range(begin, end, step):
+                last = min(first + step, end)
+                run, groups = slice(first, last), order[first:last] // group
+                if in_order:
+                    groups = groups[:1]
+                    scale, low = search_groups(in_groups(work[run].T, group), in_groups(self.costs[None, run], group), config)
+                    scales[:, groups] = stored(scale, largest)
+                    if mins is not None:
+                        mins[:, groups] = stored(low, largest)
+                _, levels[run], errors[first - begin : last - begin] = torch.ops.lowbit.error_feedback(
+                    work[run],
+                    factor[run, run].T.contiguous(),
+                    None,
+                    scales.T[groups].contiguous(),
+                    None if mins is None else mins.T[groups].contiguous(),
+                    sorted_levels,
+                    config.bits,
+                )
+                self._compensate(work, errors[first - begin : last - begin], run, slice(last, end))
+            self._compensate(work, errors, slice(begin, end), slice(end, k))
+        rounded = levels.T.contiguous()
+        return Quantized(rounded[:, order.argsort()] if self.by_importance else rounded, scales, mins, config)
+
+    def _compensate(self, work: Tensor, errors: Tensor, run: slice, rest: slice) -> None:
+        """Compensates in the inputs of ``rest`` for the errors [inputs, n] of the inputs of ``run``."""
+        if rest.start < rest.stop:
+            work[rest].addmm_(self.factor[run, rest].T, errors, alpha=-1.0)
+
+
+def gptq(
+    weight: Tensor,
+    moments: Moments,
+    config: MatrixConfig,
+    *,
+    damping: float = 0.01,
+    correction: float = 1.0,
+    by_importance: bool = False,
+    sweeps: int = SWEEPS,
+) -> Quantized:
+    """Quantizes a matrix so that the layer's outputs on the calibration text change little.
+
+    Inputs are rounded one after the other, and later inputs compensate for the error of each, as far as they are
+    correlated: GPTQ (Frantar, Ashkboos, Hoefler, Alistarh: "GPTQ: Accurate Post-Training Quantization for
+    Generative Pre-trained Transformers", ICLR 2023), with its lazy updates by blocks and Cholesky factor. Moments with
+    a drift correct the error of the inputs too: the weights are first moved to those that give the float model's outputs from
+    the quantized model's inputs, by least squares. GPTAQ (Li, Yin, Lee, Xiao, Panda: "GPTAQ: Efficient Finetuning-Free
+    Quantization for Asymmetric Calibration", ICML 2025) has the same aim, and moves them input by input.
+
+    When the first input of a group is reached, its scale is chosen by :func:`search`, weighted with the cost of an error
+    after compensation, and rounded as it is stored. Then the codes of the group are chosen. Up to 5 bits,
+    with at least two tokens per input, :func:`lowbit.calibration.descent.descend` improves the result.
+
+    Args:
+        weight: float32 [n, k], finite.
+        moments: of the layer's inputs.
+        config: bits, group size and mapping; ``scale`` is not used.
+        damping: part of the mean of the diagonal to add to the diagonal.
+        correction: how far the weights are moved, 0 to 1; :func:`best_correction` measures it.
+        by_importance: rounds the inputs with the largest mean square first (act-order permutation). Groups are still
+            consecutive inputs, so their scales are chosen before the first code.
+        sweeps: of the descent; 0: none.
+
+    Raises:
+        ValueError: moments have another shape, are not finite, or have no tokens.
+    """
+    return Solver(moments, damping, by_importance).quantize(weight, config, correction, sweeps)
+
+
+def best_correction(solver: Solver, weight: Tensor, held: list[tuple[Tensor, Tensor]]) -> float:
+    """The weight of the correction, 0 to 1, with the least error of the outputs on held-out tokens, before any rounding.
+
+    On a short text much of the inputs' error that the correction follows is chance. Some of the rows decide.
+
+    Args:
+        weight: [n, k].
+        held: inputs (x, y) in the quantized and in the float model, float32 [tokens, k].
+    """
+    rows = weight[:: -(-len(weight) // _TRIAL_ROWS)].float()
+    shift = solver.shift(rows)
+    gained = squares = 0.0
+    for x, y in held:
+        change = x @ shift.T
+        gained += float((change * ((y - x) @ rows.T)).sum())
+        squares += float(change.square().sum())
+    return min(1.0, max(0.0, gained / squares)) if squares > 0 else 0.0

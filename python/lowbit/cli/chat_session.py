@@ -1,0 +1,287 @@
+"""``lowbit chat``."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from . import options
+from .models import check_text, positions, read_text
+from .output import Output, describe, print_piece, set_stdout_errors
+from .session import Session
+
+if TYPE_CHECKING:
+    from ..llm.chat import Answer, Chat
+
+_CONTEXT = 4096  # tokens, unless the model has fewer or --max-length says otherwise
+_NEW_TOKENS = 1024
+_HELP = """\
+/reset           starts a new conversation with the same system prompt
+/system TEXT     starts a new conversation with this system prompt, or without one
+/image FILE      shows the model a picture with the next message
+/help            this list
+/quit            ends the chat, as Ctrl-D does
+Ctrl-C stops an answer, or clears the line. Alt-Enter begins a new line. Arrow keys bring earlier messages back."""
+
+_System = Annotated[str | None, typer.Option("--system", help="System prompt.", show_default=False)]
+_Template = Annotated[
+    Path | None, typer.Option("--template", help="Chat template, a Jinja file, instead of the model's.", show_default=False)
+]
+_Seed = Annotated[int, typer.Option("--seed", help="Seed of sampling, for the first answer.")]
+_MaxNewTokens = Annotated[
+    int | None,
+    typer.Option("--max-new-tokens", min=1, help="New tokens per answer.", show_default=f"the model's, or {_NEW_TOKENS}"),
+]
+
+
+def chat(
+    model: options.Model,
+    system: _System = None,
+    template: _Template = None,
+    image: options.Images = None,
+    temperature: Annotated[float | None, options.temperature_option("the model's")] = None,
+    top_k: Annotated[int | None, options.top_k_option("the model's")] = None,
+    top_p: Annotated[float | None, options.top_p_option("the model's")] = None,
+    min_p: options.MinP = None,
+    repetition_penalty: options.RepetitionPenalty = None,
+    presence_penalty: options.PresencePenalty = None,
+    frequency_penalty: options.FrequencyPenalty = None,
+    dry_multiplier: options.DryMultiplier = None,
+    dry_base: options.DryBase = None,
+    dry_allowed_length: options.DryAllowedLength = None,
+    dry_breakers: options.DryBreakers = None,
+    logit_bias: options.LogitBias = None,
+    stop: options.Stop = None,
+    seed: _Seed = 0,
+    max_new_tokens: _MaxNewTokens = None,
+    bits: options.OptionalBits = None,
+    group_size: options.GroupSize = "32",
+    mapping: options.Mapping = "symmetric",
+    embedding_bits: options.EmbeddingBits = None,
+    max_length: options.MaxLength = None,
+    cache: options.Cache = None,
+    prefix_cache: options.PrefixDirectory = None,
+    prefix_cache_size: options.PrefixSize = options.PREFIX_SIZE,
+    expert_memory: options.ExpertMemory = None,
+    threads: options.Threads = None,
+    compile_: options.Compile = False,
+    as_json: options.Json = False,
+) -> None:
+    """Talk with a model: answers go to stdout as they come, all else to stderr."""
+    sampling = options.sampling_in(locals())
+    output = Output(as_json)
+    config = options.optional_config(bits, group_size, mapping, embedding_bits)
+    messages = _typed(output) if sys.stdin.isatty() else _piped()  # first, in case a library is missing
+    system = None if system is None else check_text(system, "--system")
+    text = None if template is None else read_text(template)
+    session = Session(
+        output, model, config, stop=stop, compiled=compile_, cache=cache, threads=threads, prefix_cache=prefix_cache,
+        prefix_cache_size=prefix_cache_size, expert_memory=expert_memory,
+    )  # fmt: skip
+    session.load(sampling, text, images=image or ())
+    conversation = _start(session, system, seed, max_length, max_new_tokens)
+    with _at_ctrl_c(_ignore) if sys.stdin.isatty() else nullcontext():
+        answers = list(_converse(output, conversation, messages))
+    output.result(_document(session, conversation, answers))
+
+
+def _start(session: Session, system: str | None, seed: int, max_length: int | None, max_new_tokens: int | None) -> Chat:
+    """A conversation with the settings of the model's files, as far as options do not change them."""
+    from ..llm.chat import Chat, sampling_of
+    from ..llm.images import ImageChat
+
+    output, model = session.output, session.model
+    sampling, most, ignored = sampling_of(model)
+    sampling = replace(sampling, **session.sampling)
+    sampling.check_vocabulary(model.config.get_text_config().vocab_size)
+    if not sampling.temperature:
+        unused = {name: name in session.sampling for name in ("top_k", "top_p", "min_p")}
+        options.refuse_unused("at --temperature 0, which draws nothing", **unused)
+    if ignored:
+        output.warn(f"generation_config.json of {session.path} sets {', '.join(ignored)}, which lowbit does not do")
+    session.start(min(_CONTEXT, positions(model) // 16 * 16) if max_length is None else max_length)
+    kind: Any = Chat if session.processor is None else ImageChat
+    more = {} if session.processor is None else {"processor": session.processor, "pending": session.images}
+    conversation: Chat = kind(
+        session.step, model, session.tokenizer, str(session.template), session.max_length, system=system, sampling=sampling,
+        max_new_tokens=max_new_tokens or most or _NEW_TOKENS, seed=seed, stop=session.stop, stop_strings=session.strings,
+        prefix_cache=session.prefix_cache, **more,
+    )  # fmt: skip
+    conversation.check()
+    if not output.as_json:
+        set_stdout_errors("replace")  # the text is for people
+    if sys.stdin.isatty():
+        output.note(f"{session.path}, {session.max_length} tokens of context; /help lists the commands, Ctrl-D ends")
+    return conversation
+
+
+def _document(session: Session, conversation: Chat, answers: list[tuple[str, Answer]]) -> dict[str, Any]:
+    settings = {"stop": session.strings, "seed": conversation.seed, "max_new_tokens": conversation.max_new_tokens}
+    return {
+        "model": str(session.path),
+        "system": conversation.system,
+        "max_length": session.max_length,
+        "refusal": session.refusal,
+        "sampling": vars(conversation.sampling) | settings,
+        "turns": [
+            {
+                "message": message,
+                "answer": answer.text,
+                "tokens": answer.tokens,
+                "prompt_tokens": answer.prompt_tokens,
+                "cached_tokens": answer.cached_tokens,
+                "stopped": answer.stopped,
+                "forgotten_turns": answer.forgotten,
+                "seconds": answer.seconds,
+            }
+            for message, answer in answers
+        ],
+    }
+
+
+def _piped() -> Iterator[str]:
+    """Yields the lines of stdin, each a message."""
+    for line in sys.stdin:
+        yield line.rstrip("\r\n")
+
+
+def _typed(output: Output) -> Iterator[str]:
+    """Reads messages from the terminal, with a history for the arrow keys."""
+    try:
+        toolkit: Any = import_module("prompt_toolkit")
+        bindings = import_module("prompt_toolkit.key_binding").KeyBindings()
+        stream = sys.stderr if sys.stderr.isatty() else sys.stdout
+        terminal = import_module("prompt_toolkit.output").create_output(stream)
+    except ModuleNotFoundError as error:
+        raise ImportError(
+            f"{error.name} not installed, which reads messages from the terminal; install it with: pip install 'lowbit[llm]' "
+            "(or "
+            "pipe the messages into lowbit chat, one a line)"
+        ) from error
+
+    @bindings.add("escape", "enter")
+    def _(event: Any) -> None:
+        event.current_buffer.insert_text("\n")
+
+    session = toolkit.PromptSession(key_bindings=bindings, output=terminal)
+
+    def lines() -> Iterator[str]:
+        with _modes_kept():
+            while True:
+                try:
+                    yield session.prompt("> ")
+                except KeyboardInterrupt:
+                    continue  # the line is cleared
+                except EOFError:
+                    return
+
+    return lines()
+
+
+@contextmanager
+def _modes_kept() -> Iterator[None]:
+    """Restores the terminal's modes at the end, also if a signal interrupts prompt_toolkit while it changes them."""
+    try:
+        termios: Any = import_module("termios")
+    except ModuleNotFoundError:  # Windows
+        yield
+        return
+    before = termios.tcgetattr(sys.stdin)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSANOW, before)
+
+
+def _converse(output: Output, conversation: Chat, messages: Iterator[str]) -> Iterator[tuple[str, Answer]]:
+    """Answers messages up to the last one or /quit."""
+    typed = sys.stdin.isatty()
+    for message in messages:
+        if message in ("/quit", "/exit"):
+            return
+        try:
+            if message.startswith("/"):
+                _command(output, conversation, message)
+            elif message.strip():
+                yield message, _answer(output, conversation, message)
+        except ValueError as error:
+            if not typed:
+                raise
+            output.warn(describe(error))
+
+
+def _command(output: Output, conversation: Chat, message: str) -> None:
+    name, _, rest = message.partition(" ")
+    if name == "/reset":
+        conversation.reset(conversation.system)
+        output.note("(new conversation)")
+    elif name == "/system":
+        conversation.reset(rest.strip() or None)
+        output.note(
+            "(new conversation with this system prompt)" if rest.strip() else "(new conversation without system prompt)"
+        )
+    elif name == "/image":
+        show = getattr(conversation, "show", None)
+        if show is None:
+            raise ValueError("this model takes no images")
+        show(Path(rest.strip()))
+        output.note("(the model sees it with the next message)")
+    elif name == "/help":
+        output.note(_HELP)
+    else:
+        raise ValueError(f"there is no command {name}; /help lists them. A space before the / makes it a message")
+
+
+def _answer(output: Output, conversation: Chat, message: str) -> Answer:
+    typed = sys.stdin.isatty()
+    try:
+        with _at_ctrl_c(_stop) if typed else nullcontext():
+            answer = conversation.answer(message, None if output.as_json else print_piece)
+    except KeyboardInterrupt:
+        if not typed:
+            raise
+        raise ValueError("stopped before the answer: the message was removed from the conversation") from None
+    if answer.stopped == "interrupted" and not typed:
+        raise KeyboardInterrupt  # as in every command
+    if not output.as_json:
+        print(flush=True)
+    if answer.forgotten:
+        output.note(
+            f"(the context of {conversation.max_length} tokens was full: the model has forgotten the oldest turns, "
+            f"{answer.forgotten} of them)"
+        )
+    if answer.stopped == "max_length":
+        output.note(f"(the context of {conversation.max_length} tokens is full: the answer ends here)")
+    elif answer.stopped == "max_new_tokens":
+        output.note(f"(cut off after {conversation.max_new_tokens} tokens, see --max-new-tokens)")
+    elif answer.stopped == "interrupted":
+        output.note(
+            "(stopped)" if answer.tokens else "(stopped before the answer: the message was removed from the conversation)"
+        )
+    return answer
+
+
+def _ignore(number: int, frame: Any) -> None:
+    """Ignores a Ctrl-C between answers; at the prompt it is a key."""
+
+
+def _stop(number: int, frame: Any) -> None:
+    signal.signal(signal.SIGINT, _ignore)  # once is enough
+    raise KeyboardInterrupt
+
+
+@contextmanager
+def _at_ctrl_c(handler: Callable[[int, Any], None]) -> Iterator[None]:
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

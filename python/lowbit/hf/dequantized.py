@@ -1,0 +1,119 @@
+"""Replaces the packed layers of a model with float layers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from .. import nn
+from ..layers.embedding_layers import give_state
+from ..layers.expert_stacks import Experts
+from ..layers.packable import is_transposed, named_layers
+from .parallel import refuse_parts
+
+# Attributes that placing.py and names.py set on a packed model and on the models inside it.
+_SET_BY_PACKING = ("_tied_weights_keys", "resize_token_embeddings", "_weight_conversions")
+
+
+def dequantize(
+    model: PreTrainedModel, dtype: torch.dtype | None = None, progress: Callable[[int, int, str], None] | None = None
+) -> None:
+    """Replaces packed layers with float layers, in place.
+
+    The float weights are the dequantized ones. Activations are not rounded to int8 any more. Layers that shared a packed weight
+    share the float weight.
+
+    Args:
+        dtype: of these weights: float32, bfloat16 or float16; None: each layer's own.
+        progress: called as ``progress(layers done, layers, name)``.
+
+    Raises:
+        ValueError: packed bytes were altered, or this process has only a part of the model (tensor parallelism).
+    """
+    refuse_parts(model)
+    floats = _on_meta(model)
+    layers = dict(named_layers(floats))
+    packed = [pair for pair in model.named_modules(remove_duplicate=False) if isinstance(pair[1], nn.Packed)]
+    for _, layer in packed:
+        layer.verify()  # all of them before the first change
+    parameters: dict[tuple[Any, ...], torch.nn.Parameter] = {}
+    for number, (name, layer) in enumerate(packed, 1):
+        float_layer = layers[name]
+        key = (layer.packed_weight.data_ptr(), is_transposed(float_layer))
+        if key not in parameters:
+            parameters[key] = _parameter(float_layer, layer.dequantize(dtype or layer.weight.dtype))
+        if isinstance(layer, nn.LinearExperts):
+            _put_experts(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], layer, parameters[key])
+        else:
+            _put_layer(model, name, layer, floats.get_submodule(name), parameters[key])
+        if progress is not None:
+            progress(number, len(packed), name)
+    parts = [name for name, part in floats.named_modules() if isinstance(part, PreTrainedModel)]
+    for name in reversed(parts):  # inner models first: an outer model has their ties, too
+        _as_before(model.get_submodule(name), floats.get_submodule(name), {id(weight) for weight in parameters.values()})
+
+
+def _on_meta(model: PreTrainedModel) -> PreTrainedModel:
+    """The same model with float layers on the meta device, as a pattern for the layers to restore."""
+    config = copy.deepcopy(model.config)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    with torch.device("meta"):
+        return type(model)._from_config(config)
+
+
+def _parameter(layer: Any, weight: torch.Tensor) -> torch.nn.Parameter:
+    """A weight [out, in], or [experts, out, in], as a parameter; transposed if the model stores it so."""
+    turned = layer.transposed if isinstance(layer, Experts) else is_transposed(layer)
+    return torch.nn.Parameter(weight.transpose(-1, -2).contiguous() if turned else weight)
+
+
+def _put_experts(holder: torch.nn.Module, leaf: str, packed: nn.LinearExperts, weight: torch.nn.Parameter) -> None:
+    delattr(holder, leaf)
+    holder.register_parameter(leaf, weight)
+    if packed.info.has_bias:
+        zeros, experts = torch.zeros(1, packed.in_features), torch.arange(packed.num_experts)[None]
+        holder.register_parameter(f"{leaf}_bias", torch.nn.Parameter(packed(zeros, experts)[0].to(weight.dtype)))
+    vars(holder).pop("forward", None)  # the one for packed experts
+
+
+def _put_layer(
+    model: PreTrainedModel, name: str, packed: nn.Packed, layer: torch.nn.Module, weight: torch.nn.Parameter
+) -> None:
+    bias = getattr(packed, "bias", None)
+    layer.weight = weight
+    if isinstance(packed, nn.Embedding):
+        give_state(layer, packed._table, packed)
+    if bias is not None:
+        layer.bias = torch.nn.Parameter(bias.clone().to(weight.dtype))
+    nn.take_place(layer, packed)
+    vars(layer).pop("info", None)
+    model.set_submodule(name, layer)
+
+
+def _as_before(part: Any, floats: Any, dequantized: Collection[int]) -> None:
+    """Gives a model the names, ties and methods that it has without packed layers; ``dequantized`` are ids of parameters.
+
+    If only one of two tied weights was packed, both take the other one, which was never quantized. Two weights that were packed
+    separately stay separate.
+    """
+    for name in _SET_BY_PACKING:
+        vars(part).pop(name, None)
+        if name in vars(floats):
+            setattr(part, name, vars(floats)[name])
+    ties = floats.all_tied_weights_keys
+    for pair in ties.items():
+        first, second = map(part.get_parameter, pair)
+        if first is not second and (id(first) in dequantized) != (id(second) in dequantized):
+            taken, name = (second, pair[0]) if id(first) in dequantized else (first, pair[1])
+            setattr(part.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], taken)
+    part.all_tied_weights_keys = {
+        target: source for target, source in ties.items() if part.get_parameter(target) is part.get_parameter(source)
+    }
+    if len(part.all_tied_weights_keys) < len(ties):
+        for config in {id(config): config for config in (part.config, part.config.get_text_config())}.values():
+            config.tie_word_embeddings = False

@@ -1,0 +1,350 @@
+"""A model in GGUF files as a source of an import."""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..files.gguf_reader import Gguf, StoredBlocks, parts_of, read_gguf
+from ..files.replace import sync
+from ..packed.rounding import LinearConfig
+from .codes import Float, Matrix, Rows, Stacked, Weights, values_of
+from .gguf_architectures import architecture_of, config_of, expert_tensor, in_head, place_in_head, place_in_model
+from .gguf_blocks import block_type, decode
+from .gguf_i2s import check_order, i2s_reader
+from .gguf_layouts import Layout, laid_out
+from .gguf_metadata import Metadata, generation_config
+from .gguf_models import IN_CONFIG, Architecture
+from .joining import below_each_other, joined, put_together
+from .source import Source
+from .summary import file_states
+
+_FLOATS = {"F32": ("F32", torch.float32), "F16": ("F16", torch.float16), "BF16": ("BF16", torch.bfloat16)}
+# Types whose codes are points of a lattice: what they become. Wider than they are: their own loss is not to double.
+_LATTICES = {
+    "IQ1_S": 4, "IQ1_M": 4, "IQ2_XXS": 4, "IQ2_XS": 4, "IQ2_S": 4, "IQ3_XXS": 5, "IQ3_S": 5,
+}  # fmt: skip
+
+
+def read_blocks(stored: StoredBlocks, begin: int, end: int) -> np.ndarray:
+    """Rows of a tensor, uint8 [rows, bytes], in memory of their own."""
+    row = stored.bytes // stored.shape[0]
+    data = np.empty((end - begin, row), np.uint8)
+    view, done = memoryview(data.reshape(-1)), 0
+    with open(stored.path, "rb", buffering=0) as file:
+        file.seek(stored.offset + begin * row)
+        while done < data.nbytes:
+            count = file.readinto(view[done:])
+            if not count:
+                raise OSError(f"{stored.path} ended in the middle of {stored.name}: it was changed while being read")
+            done += count
+    return data
+
+
+def _unpermuted(read: Callable[[int, int], Any], rows: int, heads: int) -> Callable[[int, int], Any]:
+    """Rows of q or k in the order of transformers: of a head first the even ones of the file, then the odd ones."""
+    size = rows // heads
+
+    def chosen(rows: Any, order: Any) -> Any:
+        if isinstance(rows, Tensor):
+            return rows[order]
+        return Rows(*(None if part is None else part[order] for part in rows))
+
+    def take(begin: int, end: int) -> Any:
+        if end - begin >= size:
+            first, last = begin // size, -(-end // size)
+            order = torch.arange((last - first) * size).view(-1, size // 2, 2).transpose(1, 2).reshape(-1)
+            return chosen(read(first * size, last * size), order[begin - first * size : end - first * size])
+        # A head may be as large as a hostile file says. Of less than one, only rows are read that are needed, and those
+        # between them.
+        half, pieces = size // 2, []
+        while begin < end:
+            number = begin // half  # of the halves of all heads: the even rows of one, or the odd ones
+            until = min(end, (number + 1) * half)
+            at = number // 2 * size + 2 * (begin - number * half)
+            pieces.append(chosen(read(at, at + 2 * (until - begin)), slice(number % 2, None, 2)))
+            begin = until
+        return put_together(pieces, torch.cat)
+
+    return take
+
+
+def _joined(parts: Sequence[Callable[[int, int], Any]], n: int, interleaved: bool) -> Callable[[int, int, int], Any]:
+    """Rows of the matrix of one expert, of one or two tensors that have n rows for each; of two their rows lie below each
+    other, or alternate."""
+
+    def read(expert: int, begin: int, end: int) -> Any:
+        start = expert * n
+        if len(parts) == 1:
+            return parts[0](start + begin, start + end)
+        if interleaved:
+            first, last = begin // 2, -(-end // 2)
+            pieces = [part(start + first, start + last) for part in parts]
+            local = slice(begin - 2 * first, end - 2 * first)
+            return put_together(pieces, lambda halves: torch.stack(halves, 1).flatten(0, 1)[local])
+        experts = [lambda first, last, part=part: part(start + first, start + last) for part in parts]
+        return below_each_other(experts, [n] * len(parts))(begin, end)
+
+    return read
+
+
+class _Reader:
+    def __init__(
+        self, gguf: Gguf, metadata: Metadata, architecture: Architecture, config: dict[str, Any], i2s_order: str | None
+    ):
+        self.gguf, self.metadata, self.architecture, self.config = gguf, metadata, architecture, config
+        self.i2s_order = i2s_order
+        self.layouts: Mapping[str, Layout] = {} if architecture.layouts is None else architecture.layouts(config)
+
+    def tensors(self) -> list[Matrix | Stacked | Weights | Float]:
+        outputs: list[Matrix | Stacked | Weights | Float] = []
+        experts: dict[str, dict[tuple[str, str], StoredBlocks]] = {}
+        places: dict[str, dict[int, StoredBlocks]] = {}  # parts of each tensor of the model
+        counts: dict[str, int] = {}
+        for stored in self.gguf.tensors.values():
+            drafting = self._is_drafting(stored.name)
+            if stored.name in IN_CONFIG or (drafting and not self._is_of_head(stored.name)):
+                continue
+            expert = expert_tensor(self.architecture, stored.name)
+            if expert is not None:
+                holder = in_head(self.architecture, expert[0]) if drafting else expert[0]
+                experts.setdefault(holder, {})[expert[1:]] = stored
+                continue
+            part = (place_in_head if drafting else place_in_model)(self.architecture, stored.name)
+            if part is None:
+                raise ValueError(
+                    f"{stored.path} has the tensor {stored.name!r}, which lowbit does not know in "
+                    f"the architecture {self.metadata.architecture!r}"
+                )
+            if stored.name.endswith("ffn_gate_inp_shexp.weight") and len(stored.shape) == 1:
+                stored = replace(stored, shape=(1, *stored.shape))  # one row, where transformers has a matrix
+            places.setdefault(part.name, {})[part.number] = stored
+            counts[part.name] = part.parts
+        for name, parts in places.items():
+            if len(parts) < counts[name]:
+                stored = next(iter(parts.values()))
+                raise ValueError(f"{stored.path} has {stored.name} without the tensor that belongs to it in {name}")
+            outputs.append(self._placed(name, [parts[number] for number in sorted(parts)]))
+        for holder, tensors in experts.items():
+            for leaf in ("weight", "bias") if any(leaf == "bias" for _, leaf in tensors) else ("weight",):
+                first = "up_proj" if self.architecture.ungated else "gate_up_proj"
+                merged = (
+                    ("up",) if self.architecture.ungated else ("gate_up",) if ("gate_up", leaf) in tensors else ("gate", "up")
+                )
+                for name, wanted in ((first, merged), ("down_proj", ("down",))):
+                    missing = [part for part in wanted if (part, leaf) not in tensors]
+                    if missing:
+                        path = self.metadata.path
+                        raise ValueError(f"{path} has no ffn_{missing[0]}_exps.{leaf} for {holder}; expected one")
+                    suffix = "_bias" if leaf == "bias" else ""
+                    outputs.append(self._experts([tensors[part, leaf] for part in wanted], f"{holder}.{name}{suffix}"))
+        return outputs
+
+    def _is_drafting(self, name: str) -> bool:
+        """Whether a tensor belongs to layers after the model's, which predict further tokens."""
+        layer = name.split(".")[1] if name.startswith("blk.") else ""
+        return layer.isdecimal() and int(layer) >= self.config["num_hidden_layers"] and "nextn_predict_layers" in self.metadata
+
+    @property
+    def has_head(self) -> bool:
+        """Whether the first of these layers becomes the model's head for multi-token prediction."""
+        name = f"blk.{self.config['num_hidden_layers']}.nextn.eh_proj.weight"
+        return self.architecture.head is not None and name in self.gguf.tensors and self._is_drafting(name)
+
+    def _is_of_head(self, name: str) -> bool:
+        """Whether a tensor after the model's layers is the head's; its tables are the model's own."""
+        tables = name.endswith((".nextn.embed_tokens.weight", ".nextn.shared_head_head.weight"))
+        return self.has_head and name.startswith(f"blk.{self.config['num_hidden_layers']}.") and not tables
+
+    def _placed(self, name: str, stored: list[StoredBlocks]) -> Matrix | Weights | Float:
+        """A tensor of the model, which may lie in the file in several parts, or in another way."""
+        if name.endswith("kv_b_proj.weight") and len(stored) == 2:
+            return self._kv_b(name, *stored)
+        tensor = joined([self._tensor(one, name) for one in stored], name, stored[0].path)
+        layer = name.split(".", 3)[-1] if name.startswith("model.layers.") else name
+        layout = self.layouts.get(layer)
+        return tensor if layout is None else laid_out(tensor, layout, stored[0].path)
+
+    def _kv_b(self, name: str, keys: StoredBlocks, values: StoredBlocks) -> Weights | Float:
+        """Keys [heads, rank, k] and values [heads, v, rank] as one matrix, of each head k rows and v rows."""
+        if not len(keys.shape) == len(values.shape) == 3 or (keys.shape[0], keys.shape[1]) != (
+            values.shape[0],
+            values.shape[2],
+        ):
+            raise ValueError(
+                f"{keys.path}: {keys.name} is {list(keys.shape)} and {values.name} {list(values.shape)}; expected "
+                "[heads, rank, k] and [heads, v, rank]"
+            )
+        heads, rank, k = keys.shape
+        rows = k + values.shape[1]
+        parts = [self._tensor(replace(one, shape=(heads * one.shape[1], one.shape[2])), name) for one in (keys, values)]
+        read_keys, read_values = map(values_of, parts)
+
+        def read(begin: int, end: int) -> Tensor:
+            first, last = begin // rows, -(-end // rows)
+            of_heads = [
+                torch.cat(
+                    [read_keys(head * rank, (head + 1) * rank).t(), read_values(head * (rows - k), (head + 1) * (rows - k))]
+                )
+                for head in range(first, last)
+            ]
+            return torch.cat(of_heads)[begin - first * rows : end - first * rows]
+
+        total = keys.bytes + values.bytes
+        if all(isinstance(part, Float) for part in parts):
+            return Float(name, parts[0].source, "F32", (heads * rows, rank), read, total)
+        bits = max(part.bits if isinstance(part, Matrix) else 8 for part in parts)
+        source = " and ".join(dict.fromkeys(part.source for part in parts))
+        return Weights(name, source, (heads * rows, rank), LinearConfig(min(bits + 1, 8)), read, total)
+
+    def _experts(self, stored: list[StoredBlocks], name: str) -> Stacked | Float:
+        """A matrix, or a bias, of every expert, of one tensor or of two that lie in one of the model."""
+        first, bias = stored[0], name.endswith("_bias")
+        for other in stored:
+            if len(other.shape) != (2 if bias else 3) or other.shape != first.shape or other.type != first.type:
+                raise ValueError(
+                    f"{other.path}: {other.name} is {other.type.name} {list(other.shape)}, and {first.name} "
+                    f"{first.type.name} {list(first.shape)}; expected {'[experts, n]' if bias else '[experts, n, k]'}, "
+                    "both alike"
+                )
+        if bias and first.type.name not in _FLOATS:
+            raise ValueError(f"{first.path}: {first.name} is {first.type.name}; expected a bias in floats")
+        count, n, k = first.shape if not bias else (*first.shape, 1)
+        parts = [self._tensor(replace(tensor, shape=(count * n, k)), name) for tensor in stored]
+        rows, total, one = n * len(parts), sum(part.bytes for part in parts), parts[0]
+        read = _joined([part.read for part in parts], n, self.architecture.interleaved)
+        if not isinstance(one, Float):
+
+            def of(expert: int) -> Matrix | Weights:
+                read_expert, called = partial(read, expert), f"{name}, expert {expert}"
+                return replace(one, name=called, shape=(rows, k), read=read_expert, bytes=total // count)
+
+            return Stacked(name, count, of, total)
+        transposed = self.architecture.interleaved and not bias
+        shape = (count, rows) if bias else (count, k, rows) if transposed else (count, rows, k)
+
+        def floats(begin: int, end: int) -> Tensor:
+            values = torch.stack([read(expert, 0, rows) for expert in range(begin, end)])
+            return (values.transpose(1, 2) if transposed else values).reshape(end - begin, *shape[1:])
+
+        return replace(one, name=name, shape=shape, read=floats, bytes=total)
+
+    def _heads(self, stored: StoredBlocks) -> int:
+        """Of the rows of q or k that are in another order; 0: they are not."""
+        if not self.architecture.permuted:
+            return 0
+        key = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}.get(stored.name.split(".")[-2])
+        if key is None:
+            return 0
+        heads = int(self.config[key])
+        if not heads or stored.shape[0] % (2 * heads):
+            raise ValueError(
+                f"{stored.path}: {stored.name} has {stored.shape[0]} rows; expected a multiple "
+                f"of {2 * heads}, for {heads} heads"
+            )
+        return heads
+
+    def _tensor(self, stored: StoredBlocks, name: str) -> Matrix | Weights | Float:
+        heads, kind = self._heads(stored), stored.type.name
+
+        def ordered(read: Callable[[int, int], Any]) -> Callable[[int, int], Any]:
+            return _unpermuted(read, stored.shape[0], heads) if heads else read
+
+        if kind in _FLOATS:
+            dtype, torch_dtype = _FLOATS[kind]
+            offset = self.architecture.offset_of(name)
+
+            def floats(begin: int, end: int) -> Tensor:
+                rows = torch.from_numpy(read_blocks(stored, begin, end)).view(torch_dtype)
+                values = rows.view(end - begin, *stored.shape[1:])
+                return values - offset if offset else values
+
+            return Float(name, kind, dtype, stored.shape, ordered(floats), stored.bytes)
+        if len(stored.shape) != 2:
+            raise ValueError(f"{stored.path}: {stored.name} is {kind} with {len(stored.shape)} dimensions; expected a matrix")
+        if kind == "I2_S":
+            ternary = ordered(i2s_reader(stored, self.i2s_order, read_blocks))
+            return Matrix(name, kind, stored.shape, 2, None, False, ternary, stored.bytes)
+        blocks = block_type(kind)
+        if blocks is not None:
+
+            def codes(begin: int, end: int) -> Rows:
+                data = read_blocks(stored, begin, end)
+                return decode(blocks, data.reshape(end - begin, -1, stored.type.bytes))
+
+            return Matrix(
+                name, kind, stored.shape, blocks.bits, blocks.group_size, blocks.affine, ordered(codes), stored.bytes,
+                blocks.levels,
+            )  # fmt: skip
+        if kind in _LATTICES:
+            dequantize = _dequantizer(stored)
+
+            def values(begin: int, end: int) -> Tensor:
+                return torch.from_numpy(dequantize(read_blocks(stored, begin, end)))
+
+            return Weights(name, kind, stored.shape, LinearConfig(_LATTICES[kind]), ordered(values), stored.bytes)
+        raise ValueError(f"{stored.path}: {stored.name} has the type {kind}; expected one of a weight")
+
+
+def _dequantizer(stored: StoredBlocks) -> Callable[[np.ndarray], np.ndarray]:
+    kind = stored.type.name
+    try:
+        gguf = import_module("gguf")
+        number = gguf.GGMLQuantizationType[kind]
+    except (ImportError, KeyError) as error:
+        raise ImportError(
+            f"{stored.path}: {stored.name} has the type {kind}, whose values the package gguf computes; it is not "
+            "installed, or too old: pip install gguf"
+        ) from error
+    return lambda data: np.ascontiguousarray(gguf.dequantize(data, number), np.float32)
+
+
+def open_gguf(path: str | os.PathLike[str], i2s_order: str | None = None) -> Source:
+    """The model in a GGUF file, or in all parts of a split one.
+
+    Args:
+        i2s_order: as of :func:`lowbit.import_checkpoint`.
+
+    Raises:
+        OSError, ValueError: as :func:`lowbit.files.gguf_reader.read_gguf`; an architecture, a key, a tensor or a type that
+            lowbit does not know; I2_S without its order.
+        ImportError: a type that needs the package gguf, which is not installed.
+    """
+    check_order(i2s_order)
+    path = Path(path)
+    states = file_states(parts_of(path))  # before they are read: what changes later is not current
+    gguf = read_gguf(path)
+    metadata = Metadata(gguf)
+    architecture = architecture_of(metadata)
+    config = config_of(metadata, architecture, gguf)
+    reader = _Reader(gguf, metadata, architecture, config, i2s_order)
+    tensors = reader.tensors()
+    if (heads := metadata.whole("nextn_predict_layers", 0)) > reader.has_head:
+        left = f"{heads - reader.has_head} layers" if reader.has_head else "layers"
+        warnings.warn(f"{path} has {left} that predict further tokens; they are left out", stacklevel=3)
+    packed = any(not isinstance(tensor, Float) for tensor in tensors)
+    # What ggml computes with the weights is float32. A file of floats alone keeps the dtype of its matrices.
+    halves = {tensor.source for tensor in tensors if isinstance(tensor, Float) and len(tensor.shape) > 1}
+    dtype = _FLOATS[halves.pop()][1] if not packed and len(halves) == 1 else torch.float32
+    config["dtype"] = str(dtype).removeprefix("torch.")
+
+    def write_files(directory: Path) -> None:
+        from ..hf.gguf_tokenizer import save_tokenizer
+
+        with open(directory / "generation_config.json", "x", encoding="utf-8") as file:
+            json.dump(generation_config(metadata, config), file, indent=2)
+            sync(file)
+        save_tokenizer(path, gguf.metadata, metadata.architecture, config["vocab_size"], directory)
+
+    return Source(path, "GGUF", config, tensors, write_files, states)

@@ -1,0 +1,1 @@
+"""Which layers of a model can be packed, and what replaces them."""

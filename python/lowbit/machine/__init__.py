@@ -1,0 +1,1 @@
+"""The machine: threads, memory, child processes."""

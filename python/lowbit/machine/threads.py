@@ -1,0 +1,174 @@
+"""Finds the best number of threads for a model.
+
+Decoding is bound by memory: beyond some number of threads it gets no faster, and with cores of different speeds or busy
+neighbors even slower. Which number that is depends on the machine and on the layers, so it is measured.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from .. import nn
+from ..operators import ops
+
+_LOG = logging.getLogger(__name__)
+_SHAPES_BYTES = 128 << 20  # of weights made for shapes: more than a cache holds, as with a whole model
+
+
+@dataclass(frozen=True)
+class ThreadTuning:
+    """The outcome of :func:`tune_threads`."""
+
+    threads: int  # the fastest number
+    seconds: dict[int, float]  # number of threads -> median time of one pass over all layers
+
+
+def available_cpus() -> int:
+    """The number of CPUs that this process may use, by affinity and by control groups (rounded up)."""
+    try:
+        count = len(os.sched_getaffinity(0))
+    except AttributeError:  # not on macOS
+        count = os.cpu_count() or 1
+    limit = _cgroup_cpus(Path("/"))
+    return count if limit is None else max(1, min(count, math.ceil(limit)))
+
+
+def _cgroup_cpus(root: Path) -> float | None:
+    """The CPUs' worth of time that the control groups (version 1 or 2) of this process allow; None: all."""
+    try:
+        lines = os.fsdecode((root / "proc/self/cgroup").read_bytes()).splitlines()  # a name may be in any encoding
+    except OSError:
+        return None
+    limits = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            base, read = root / "sys/fs/cgroup", _quota_v2
+        elif "cpu" in controllers.split(","):
+            base, read = root / "sys/fs/cgroup" / controllers, _quota_v1
+        else:
+            continue
+        group = Path(path.lstrip("/"))
+        # A container may see its own group as the root, under a path that exists outside only.
+        limits += [read(base / parent) for parent in (group, *group.parents)]
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def _quota_v2(group: Path) -> float | None:
+    try:
+        quota, period = (group / "cpu.max").read_text().split()
+    except (OSError, ValueError):
+        return None
+    return None if quota == "max" else int(quota) / int(period)
+
+
+def _quota_v1(group: Path) -> float | None:
+    try:
+        quota = int((group / "cpu.cfs_quota_us").read_text())
+        period = int((group / "cpu.cfs_period_us").read_text())
+    except (OSError, ValueError):
+        return None
+    return None if quota < 0 else quota / period
+
+
+def _candidates(cpus: int) -> list[int]:
+    """The numbers of threads to try: 1 to 8, then eight per doubling, and all CPUs."""
+    counts = list(range(1, min(cpus, 8) + 1))
+    while counts[-1] < cpus:
+        counts.append(min(cpus, counts[-1] + max(1, 1 << (counts[-1].bit_length() - 4))))
+    return counts
+
+
+def _weights(
+    model_or_shapes: torch.nn.Module | Iterable[tuple[int, int]], bits: int, group_size: int | None
+) -> list[torch.Tensor]:
+    if isinstance(model_or_shapes, torch.nn.Module):
+        weights = [module.packed_weight for module in model_or_shapes.modules() if isinstance(module, nn.Linear)]
+        if not weights:
+            raise ValueError(
+                "the model has no lowbit.nn.Linear; quantize it first, or pass shapes [(out_features, in_features), ...]"
+            )
+        return weights
+    weights = []
+    for shape in model_or_shapes:
+        if not (isinstance(shape, tuple | list) and len(shape) == 2 and all(isinstance(size, int) for size in shape)):
+            raise ValueError(f"a shape is {shape!r}; expected (out_features, in_features)")
+        n, k = shape
+        codes = torch.zeros(n, k, dtype=torch.uint8, device="cpu")
+        groups = 1 if group_size is None else -(-k // group_size)
+        scales = torch.ones(n, groups, dtype=torch.float32, device="cpu")
+        weights.append(ops.pack(codes, scales, bits=bits, group_size=group_size))
+    if not weights:
+        raise ValueError("there are no shapes; expected [(out_features, in_features), ...]")
+    copies = -(-_SHAPES_BYTES // sum(weight.numel() for weight in weights))
+    return weights + [weight.clone() for _ in range(copies - 1) for weight in weights]
+
+
+def tune_threads(
+    model_or_shapes: torch.nn.Module | Iterable[tuple[int, int]],
+    *,
+    rows: int = 1,
+    bits: int = 4,
+    group_size: int | None = 32,
+    seconds: float = 2.0,
+    apply: bool = True,
+) -> ThreadTuning:
+    """Finds the number of threads with which the linear layers of a model run fastest.
+
+    Runs all layers one after another, as a decoding step does, with different numbers of threads in turn, up to
+    :func:`available_cpus` (beyond 8 not every number). The smallest number within 2 % of the best median wins.
+
+    Args:
+        model_or_shapes: a model with ``lowbit.nn.Linear`` layers, or the shapes (out_features, in_features) of layers;
+            weights are made for these, as many as exceed the caches.
+        rows: of activations: 1 for decoding.
+        bits, group_size: of the weights made for shapes.
+        seconds: how long to measure, about; every number is measured three times at least.
+        apply: set the number, by ``torch.set_num_threads``.
+
+    Raises:
+        ValueError: no quantized layer, a bad shape, or ``rows`` or ``seconds`` that are not positive.
+    """
+    if rows < 1:
+        raise ValueError(f"rows is {rows}; expected 1 or more")
+    if not seconds > 0:
+        raise ValueError(f"seconds is {seconds}; expected more than 0")
+    layers = [(weight, ops.info(weight)) for weight in _weights(model_or_shapes, bits, group_size)]
+    inputs = {info.in_features: torch.randn(rows, info.in_features, dtype=torch.float32, device="cpu") for _, info in layers}
+
+    def run() -> float:
+        begin = time.perf_counter()
+        for weight, info in layers:
+            torch.ops.lowbit.linear(inputs[info.in_features], weight, info.out_features)
+        return time.perf_counter() - begin
+
+    import statistics  # here, as every import of torch imports lowbit, and this module imports much that torch does not
+
+    before = torch.get_num_threads()
+    counts = _candidates(available_cpus())
+    times: dict[int, list[float]] = {count: [] for count in counts}
+    try:
+        end = time.perf_counter() + seconds
+        while len(times[counts[-1]]) < 3 or time.perf_counter() < end:
+            for count in counts:
+                torch.set_num_threads(count)
+                if not times[count]:
+                    run()  # starts the threads and touches the weights
+                times[count].append(run())
+    finally:
+        torch.set_num_threads(before)
+    medians = {count: statistics.median(measured) for count, measured in times.items()}
+    best = min(medians.values())
+    threads = next(count for count in counts if medians[count] <= 1.02 * best)
+    if apply:
+        torch.set_num_threads(threads)
+    _LOG.info("%d threads are fastest, of %s", threads, ", ".join(map(str, medians)))
+    return ThreadTuning(threads, medians)

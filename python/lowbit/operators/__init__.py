@@ -1,0 +1,1 @@
+"""The operators, as Python calls them."""

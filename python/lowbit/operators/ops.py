@@ -1,0 +1,549 @@
+"""The operators as functions, and their shapes for tracing (fake kernels)."""
+
+import inspect
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.overrides import handle_torch_function, has_torch_function
+
+from .. import _C
+from ..packed.matrix import (
+    PackedInfo,
+    Unpacked,
+    as_levels,
+    check_format,
+    describe,
+    info,
+    info_of_experts,
+    pack,
+    repack,
+    unpack,
+    verify,
+)
+
+__all__ = [
+    "PackedInfo", "Unpacked", "as_levels", "attention", "cache_storage", "cache_width", "check_format", "describe", "embedding",
+    "info", "info_of_experts", "linear", "linear_experts", "linears", "pack", "repack", "unpack", "verify",
+]  # fmt: skip
+
+# Looked up once: torch.ops.lowbit.linear takes 0.4 us more to call.
+_linear = torch.ops.lowbit.linear.default
+_dynamo_traces = torch.compiler.is_dynamo_compiling
+
+
+class _StraightThrough(torch.autograd.Function):
+    generate_vmap_rule = True  # gradients of each sample: torch.vmap(torch.func.grad(...))
+
+    @staticmethod
+    def forward(x: Tensor, packed_weight: Tensor, out_features: int) -> Tensor:
+        return _linear(x, packed_weight, out_features)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, packed_weight, _ = inputs
+        ctx.save_for_backward(packed_weight)
+        ctx.in_features = x.shape[-1]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (packed_weight,) = ctx.saved_tensors
+        rows = torch.arange(grad.shape[-1], device=grad.device)
+        weight = torch.ops.lowbit.embedding(rows, packed_weight, ctx.in_features, dtype=grad.dtype)
+        return grad @ weight, None, None
+
+
+class _StraightThroughForward(_StraightThrough):
+    """Adds forward-mode derivatives (torch.func.jvp, jacfwd); a class of its own, as torch.compile accepts no jvp."""
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _StraightThrough.setup_context(ctx, inputs, output)
+        ctx.save_for_forward(inputs[1])
+        ctx.out_features = inputs[2]
+
+    @staticmethod
+    def jvp(ctx: Any, x: Tensor, *_: Any) -> Tensor:
+        (packed_weight,) = ctx.saved_tensors
+        rows = torch.arange(ctx.out_features, device=x.device)
+        return x @ torch.ops.lowbit.embedding(rows, packed_weight, ctx.in_features, dtype=x.dtype).T
+
+
+def _runs_here() -> bool:
+    """Whether the traced program will run in this process. Exported programs contain the bare operators."""
+    # Reading the level (-1 or more) makes Dynamo guard it: a call at another level is traced anew.
+    return forward_ad._current_level >= -1 and not torch.compiler.is_exporting()
+
+
+def _has_tangent(operator: str, *arguments: Any) -> bool:
+    """Whether one of the tensors has a tangent; the kernels of traced operators call this.
+
+    Raises:
+        NotImplementedError: derivatives that cannot be compiled. torch.compile leaves the call to Python, or with
+            fullgraph=True reports the error.
+    """
+    # Only floats can have one; and in inference mode unpack_dual refuses packed weights, which were made before.
+    tensors = [argument for argument in arguments if isinstance(argument, Tensor) and argument.is_floating_point()]
+    has_tangent = any(forward_ad.unpack_dual(tensor, level=0).tangent is not None for tensor in tensors)
+    # Where a level was opened outside of the compiled function, its inputs have no tangents while it is traced.
+    if torch._C._are_functorch_transforms_active() or (forward_ad._current_level >= 0 and not has_tangent):
+        raise NotImplementedError(
+            f"derivatives of lowbit.{operator} by torch.func, and tangents from outside of the compiled function, are not "
+            "compiled; leave fullgraph out"
+        )
+    return has_tangent
+
+
+def _differentiated(x: Tensor) -> bool:
+    """Whether derivatives with respect to x are requested. Exported programs contain the bare operator."""
+    # A tangent does not show in requires_grad; without this it would be lost.
+    if not (x.requires_grad and torch.is_grad_enabled()) and forward_ad._current_level < 0:
+        return False
+    return not torch.compiler.is_exporting() and not torch.jit.is_tracing()
+
+
+def linear(x: Tensor, packed_weight: Tensor, out_features: int) -> Tensor:
+    """``x @ weight.T + bias`` with a packed weight; the activations are quantized to int8 on the fly.
+
+    Args:
+        x: [..., in_features] float32, bfloat16 or float16, any strides.
+        packed_weight: from :func:`pack`.
+        out_features: the rows of the packed weight.
+
+    Returns:
+        [..., out_features] of x's dtype. A row with a NaN or an infinity gives a row of NaN.
+
+    The gradient with respect to x is that of a float layer with the dequantized weight: it passes straight through the
+    rounding of the activations, and so does a derivative in forward mode (torch.func.jvp). The packed weight has none.
+
+    Raises:
+        ValueError: a wrong dtype, shape or device, or an invalid packed weight.
+    """
+    # An autograd kernel would do all of this, but in Python it would cost every call several microseconds.
+    if _dynamo_traces() and _runs_here():
+        return torch.ops.lowbit._traced_linear(x, packed_weight, out_features)
+    if isinstance(x, Tensor):
+        # Looked at here first: the function's call costs every call 150 ns more.
+        if (x.requires_grad or forward_ad._current_level >= 0) and _differentiated(x):
+            function = _StraightThrough if forward_ad._current_level < 0 else _StraightThroughForward
+            return function.apply(x, packed_weight, out_features)
+    elif has_torch_function((x,)):  # torch.fx traces: the graph that it records may be run with gradients
+        return handle_torch_function(linear, (x,), x, packed_weight, out_features)
+    return _linear(x, packed_weight, out_features)
+
+
+def linears(x: Tensor, packed_weights: Sequence[Tensor], out_features: Sequence[int]) -> tuple[Tensor, ...]:
+    """Applies several packed weights to the same input, which is quantized once; each result has the bits of :func:`linear`.
+
+    Args:
+        x: [..., in_features] float32, bfloat16 or float16, any strides.
+        packed_weights: 1 to 16 weights from :func:`pack`, all of ``in_features`` inputs, of any widths and group sizes.
+        out_features: the rows of each.
+
+    Returns:
+        One tensor [..., out_features] of x's dtype for each weight: views of one tensor [..., sum of out_features].
+
+    The gradient with respect to x is that of :func:`linear`.
+
+    Raises:
+        ValueError: as :func:`linear`, or not as many weights as ``out_features``.
+    """
+    packed_weights, out_features = list(packed_weights), list(out_features)
+    if _dynamo_traces() and _runs_here():
+        outputs: tuple[Tensor, ...] = torch.ops.lowbit._traced_linears(x, packed_weights, out_features).split(out_features, -1)
+        return outputs
+    if not isinstance(x, Tensor) and has_torch_function((x,)):
+        outputs = handle_torch_function(linears, (x,), x, packed_weights, out_features)
+        return outputs
+    fits = len(packed_weights) == len(out_features) > 0  # else the operator says what is wrong
+    if fits and isinstance(x, Tensor) and _differentiated(x):
+        return tuple(linear(x, packed, n) for packed, n in zip(packed_weights, out_features, strict=True))
+    outputs = torch.ops.lowbit.linears(x, packed_weights, out_features).split(out_features, -1)
+    return outputs
+
+
+class _StraightThroughExperts(torch.autograd.Function):
+    # No rule for vmap, which cannot loop over the experts of a batch, and none for forward mode: torch refuses both.
+    @staticmethod
+    def forward(x: Tensor, packed_weights: Tensor, experts: Tensor, out_features: int) -> Tensor:
+        return torch.ops.lowbit.linear_experts(x, packed_weights, experts, out_features)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, packed_weights, experts, _ = inputs
+        ctx.save_for_backward(packed_weights, experts)
+        ctx.shape = x.shape
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        packed_weights, experts = ctx.saved_tensors
+        rows, result = torch.arange(grad.shape[-1], device=grad.device), grad.new_zeros(ctx.shape)
+        for expert in experts.unique().tolist():
+            weight = torch.ops.lowbit.embedding(rows, packed_weights[expert], ctx.shape[-1], dtype=grad.dtype)
+            # A row that goes to an expert twice counts twice.
+            result += torch.where((experts == expert)[..., None], grad, 0).sum(-2) @ weight
+        return result, None, None, None
+
+
+def linear_experts(x: Tensor, packed_weights: Tensor, experts: Tensor, out_features: int) -> Tensor:
+    """Applies to each row of x the packed weights of its experts, as a mixture-of-experts layer chooses them.
+
+    Only the chosen experts are read, each once for all of its rows, and a row of x is quantized once for all of its experts.
+    The results have the bits of :func:`linear`.
+
+    Args:
+        x: [..., in_features] float32, bfloat16 or float16, any strides.
+        packed_weights: uint8 [experts, bytes], contiguous: each row a weight from :func:`pack` of ``out_features`` rows and
+            ``in_features`` inputs, all of one group size. ``torch.stack`` joins them.
+        experts: int64 [..., e], any strides: the e experts that each row of x goes to, 0 for the first.
+        out_features: the rows of each packed weight.
+
+    Returns:
+        [..., e, out_features] of x's dtype.
+
+    The gradient with respect to x is that of float layers with the dequantized weights, as that of :func:`linear`.
+
+    Raises:
+        IndexError: there is no such expert.
+        ValueError: a wrong dtype, shape or device, or an invalid packed weight.
+    """
+    # The backward pass reads the chosen experts, which torch.compile leaves to Python.
+    if _dynamo_traces() and _runs_here() and not (x.requires_grad and torch.is_grad_enabled()):
+        return torch.ops.lowbit._traced_linear_experts(x, packed_weights, experts, out_features)
+    if not isinstance(x, Tensor) and has_torch_function((x,)):
+        return handle_torch_function(linear_experts, (x,), x, packed_weights, experts, out_features)
+    if isinstance(x, Tensor) and _differentiated(x):
+        return _StraightThroughExperts.apply(x, packed_weights, experts, out_features)
+    return torch.ops.lowbit.linear_experts(x, packed_weights, experts, out_features)
+
+
+def embedding(indices: Tensor, packed_weight: Tensor, embedding_dim: int, *, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Rows of a packed table, dequantized.
+
+    Args:
+        indices: [...] int32 or int64, any strides.
+        packed_weight: from :func:`pack`; [num_embeddings, embedding_dim] weights.
+        embedding_dim: the inputs of the packed weight.
+        dtype: of the result: float32, bfloat16 or float16.
+
+    Returns:
+        [..., embedding_dim] of ``dtype``.
+
+    Raises:
+        IndexError: an index is out of range.
+        ValueError: a wrong dtype, shape or device, or an invalid packed weight.
+    """
+    return torch.ops.lowbit.embedding(indices, packed_weight, embedding_dim, dtype=dtype)
+
+
+class _WithoutGradient(torch.autograd.Function):
+    """Attention in a program with gradients: its result has none."""
+
+    @staticmethod
+    def forward(*arguments: Any) -> Tensor:
+        return torch.ops.lowbit.attention(*arguments)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> None:
+        raise RuntimeError("lowbit.attention has no gradients; train with the model's own attention, without caches")
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    start: Tensor,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Causal attention over static caches: appends ``k`` and ``v`` to the caches, then attends.
+
+    Time grows with the positions that the caches hold, not with ``max_length``. The result of a position has the same
+    bits however a text was cut into calls.
+
+    Args:
+        q: [batch, heads, positions, width] float32, bfloat16 or float16, any strides; width a multiple of 16 up to 512.
+        k: [batch, kv_heads, positions, width] of q's dtype, any strides; heads is a multiple of kv_heads, and head h of
+            q belongs to head ``h // (heads // kv_heads)``.
+        v: [batch, kv_heads, positions, value_width], as k.
+        k_cache, v_cache: [batch, kv_heads, max_length, width] and [..., value_width], contiguous; max_length and
+            value_width multiples of 16, as width. Both float32, bfloat16 or float16, whatever q is, or int8. Changed in
+            place. The order of values within a head is this operator's: start with any content (``torch.zeros``, for
+            example) and let only this operator read and write them. :func:`cache_width` returns the last dimension: int8
+            caches have 4 more bytes, a float32 scale per position and head. 4-bit caches are int8 tensors with half as many
+            bytes and these 4; their widths are multiples of 32. Values may have 4 bits and keys int8, but not the other way
+            round. Both are rounded to nearest in a smaller type, in 4 bits after a rotation (docs/internals/operators.md). In
+            int8 and 4-bit caches a position with a key or value that is not finite is NaN.
+        start: int64, one element: how many positions the caches hold. 0 starts a new text. Position i of q is position
+            ``start + i`` of the text and sees all up to itself.
+        scale: of the products of q and k; None: ``width ** -0.5``.
+        window: a query sees its position and the ``window - 1`` before it (sliding window); None: all before it.
+        softcap: scores become ``softcap * tanh(score / softcap)``, as in Gemma 2; None: they stay.
+        sinks: [heads] of q's dtype: attention sinks, one more score per head in the softmax, without a value, as in
+            gpt-oss; None: no sinks.
+
+    Returns:
+        [batch, positions, heads, value_width] of q's dtype, contiguous. NaN where a visible product is NaN. It has no
+        gradients: going back through it is a RuntimeError, or compiled a warning of torch.
+
+    Raises:
+        IndexError: ``start`` is negative, or the caches are too short for all positions. They are unchanged.
+        ValueError: a wrong dtype, shape, stride or device, a scale beyond 1e30 or a softcap outside of 1e-6 to 1e30. The
+            caches are unchanged.
+    """
+    if scale is None:
+        scale = max(1, *q.shape[-1:]) ** -0.5  # a width of 0, or none, is for the operator to refuse
+    if window is not None and window < 1:
+        raise ValueError(f"window is {window}; expected 1 or more, or None")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap is {softcap}; expected a positive number, or None")
+    arguments = (q, k, v, k_cache, v_cache, start, scale, window or 0, softcap or 0.0, sinks)
+    if _dynamo_traces() and _runs_here():
+        return torch.ops.lowbit._traced_attention(*arguments)
+    # The usual call, without gradients, evaluates this one condition.
+    if torch.is_grad_enabled() or forward_ad._current_level >= 0:
+        tensors = (argument for argument in arguments if isinstance(argument, Tensor))
+        if any(map(_differentiated, tensors)):
+            return _WithoutGradient.apply(*arguments)
+    return torch.ops.lowbit.attention(*arguments)
+
+
+def cache_width(width: int, dtype: torch.dtype) -> int:
+    """The last dimension of a cache of :func:`attention` for keys or values of this width.
+
+    ``torch.int4`` stands for 4-bit caches, whose tensors are int8.
+
+    Raises:
+        ValueError: a width that 4-bit caches cannot have.
+    """
+    if dtype is torch.int4:
+        if width % 32:
+            raise ValueError(f"keys or values have a width of {width}; expected a multiple of 32 for a 4-bit cache")
+        return width // 2 + 4
+    return width + (4 if dtype is torch.int8 else 0)
+
+
+def cache_storage(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of the tensors of a cache: int8 for ``torch.int4``, otherwise ``dtype``."""
+    return torch.int8 if dtype is torch.int4 else dtype
+
+
+# While torch.compile traces Python, derivatives of torch.func are invisible: an input of torch.func.grad does not require
+# gradients there, and no tensor has a tangent. Only execution sees functorch's state, first in Dynamo's own run with fake
+# tensors. So the graph holds `_traced_*` operators that check it; AOTAutograd decomposes them to the bare operators.
+for _schema in (
+    "linear(Tensor x, Tensor packed_weight, int out_features) -> Tensor",
+    "linears(Tensor x, Tensor[] packed_weights, int[] out_features) -> Tensor",
+    "linear_experts(Tensor x, Tensor packed_weights, Tensor experts, int out_features) -> Tensor",
+    "attention(Tensor q, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor start, float scale, "
+    "int window=0, float softcap=0., Tensor? sinks=None) -> Tensor",
+):
+    torch.library.define(f"lowbit::_traced_{_schema.partition('(')[0]}", "(" + _schema.partition("(")[2])
+
+
+@torch.library.impl("lowbit::_traced_linear", "CompositeImplicitAutograd")
+def _(x: Tensor, packed_weight: Tensor, out_features: int) -> Tensor:
+    _has_tangent("linear", x)
+    return _StraightThroughForward.apply(x, packed_weight, out_features)
+
+
+@torch.library.impl("lowbit::_traced_linears", "CompositeImplicitAutograd")
+def _(x: Tensor, packed_weights: list[Tensor], out_features: list[int]) -> Tensor:
+    if _has_tangent("linears", x) or (x.requires_grad and torch.is_grad_enabled()):
+        parts = zip(packed_weights, out_features, strict=True)
+        return torch.cat([_StraightThroughForward.apply(x, packed, n) for packed, n in parts], -1)
+    return torch.ops.lowbit.linears(x, packed_weights, out_features)
+
+
+def _without_tangents(operator: str, *arguments: Any) -> Tensor:
+    if _has_tangent(operator, *arguments):
+        raise NotImplementedError(f"lowbit.{operator} has no derivatives in forward mode")
+    return getattr(torch.ops.lowbit, operator)(*arguments)
+
+
+@torch.library.impl("lowbit::_traced_linear_experts", "CompositeImplicitAutograd")
+def _(*arguments: Any) -> Tensor:
+    return _without_tangents("linear_experts", *arguments)
+
+
+@torch.library.impl("lowbit::_traced_attention", "CompositeImplicitAutograd")
+def _(*arguments: Any) -> Tensor:
+    # An error in the backward pass would end the forward pass, as both are traced at once; torch warns of missing gradients.
+    return _without_tangents("attention", *arguments)
+
+
+_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+
+
+def _follow_autocast(operator: str, count: int) -> None:
+    """Under torch.autocast the first ``count`` tensors get its dtype, as torch's linear layers and attention do it."""
+    overload = getattr(torch.ops.lowbit, operator).default
+
+    def cast(*arguments: Any) -> Tensor:
+        dtype = torch.get_autocast_dtype("cpu")
+        floats = (x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in arguments[:count])
+        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
+            return overload(*floats, *arguments[count:])
+
+    torch.library.impl(f"lowbit::{operator}", "AutocastCPU", cast)
+
+
+for _operator, _count in (("linear", 1), ("linears", 1), ("linear_experts", 1), ("masked_attention", 3)):
+    _follow_autocast(_operator, _count)
+
+
+# register_fake looks this file's module up by inspect, which otherwise searches the files of all modules: 3 ms.
+getattr(inspect, "modulesbyfile", {})[os.path.abspath(__file__)] = __name__
+
+
+def _register_fake(operator: str) -> Callable[[Callable[..., Any]], None]:
+    """As torch.library.register_fake, for calls whose tensors are all on one device.
+
+    With one of them on the meta device torch runs this function, and the result would be uninitialized memory of the CPU.
+    """
+
+    def register(function: Callable[..., Any]) -> None:
+        parameters = getattr(torch.ops.lowbit, operator).default._schema.arguments
+
+        def checked(*arguments: Any, **options: Any) -> Any:
+            tensors = [
+                (parameter.name, tensor)
+                for at, parameter in enumerate(parameters)
+                for value in [arguments[at] if at < len(arguments) else options.get(parameter.name)]
+                for tensor in (value if isinstance(value, list | tuple) else [value])
+                if isinstance(tensor, Tensor)
+            ]
+            (first, of_first), *_ = tensors
+            for name, tensor in tensors:
+                if tensor.device != of_first.device:
+                    raise ValueError(
+                        f"lowbit.{operator}: {first} is on {of_first.device} and {name} on {tensor.device}; expected one device"
+                    )
+            return function(*arguments, **options)
+
+        torch.library.register_fake(f"lowbit::{operator}", checked)
+
+    return register
+
+
+@_register_fake("linear")
+def _(x: Tensor, packed_weight: Tensor, out_features: int) -> Tensor:
+    return x.new_empty((*x.shape[:-1], out_features))
+
+
+@_register_fake("linears")
+def _(x: Tensor, packed_weights: list[Tensor], out_features: list[int]) -> Tensor:
+    return x.new_empty((*x.shape[:-1], sum(out_features)))
+
+
+@_register_fake("linear_experts")
+def _(x: Tensor, packed_weights: Tensor, experts: Tensor, out_features: int) -> Tensor:
+    return x.new_empty((*experts.shape, out_features))
+
+
+@_register_fake("embedding")
+def _(indices: Tensor, packed_weight: Tensor, embedding_dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
+    return indices.new_empty((*indices.shape, embedding_dim), dtype=dtype or torch.float32)
+
+
+def _attended(q: Tensor, v: Tensor) -> Tensor:
+    batch, heads, positions, _ = q.shape
+    return q.new_empty((batch, positions, heads, v.shape[-1]))
+
+
+@_register_fake("attention")
+def _(
+    q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, start: Tensor, scale: float, window: int = 0,
+    softcap: float = 0.0, sinks: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    return _attended(q, v)
+
+
+@_register_fake("window_attention")
+def _(q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, held: Tensor, start: Tensor, *_: Any) -> Tensor:
+    return _attended(q, v)
+
+
+@_register_fake("linear_attention")
+def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
+    return q.new_empty(v.shape)
+
+
+@_register_fake("short_conv")
+def _(x: Tensor, *_: Any) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+@_register_fake("masked_attention")
+def _(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor | None, scale: float, softcap: float = 0.0) -> Tensor:
+    return _attended(q, v)
+
+
+@_register_fake("activate")
+def _(x: Tensor, gate: Tensor | None, activation: int) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+@_register_fake("rms_norm")
+def _(x: Tensor, weight: Tensor | None, epsilon: float, weight_offset: float = 0.0) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+@_register_fake("pack")
+def _(
+    codes: Tensor, scales: Tensor, mins: Tensor | None, bias: Tensor | None, bits: int, group_size: int,
+    levels: Tensor | None = None, rotated_inputs: int = 0,
+) -> Tensor:  # fmt: skip
+    n, k = codes.shape
+    table = None if levels is None else bytes(len(levels))  # their values do not change the size
+    size = _C.packed_bytes(int(n), int(k), bits, group_size, mins is not None, bias is not None, table)
+    return codes.new_empty((size,))
+
+
+@_register_fake("search_groups")
+def _(weights: Tensor, importance: Tensor | None, bits: int, affine: bool) -> tuple[Tensor, Tensor]:
+    groups = weights.shape[0]
+    return weights.new_empty(groups), weights.new_empty(groups if affine else 0)
+
+
+@_register_fake("error_feedback")
+def _(weights: Tensor, *_: Any) -> tuple[Tensor, ...]:
+    return tuple(torch.empty_like(weights) for _ in range(3))
+
+
+@_register_fake("quantize")
+def _(weight: Tensor, bits: int, group_size: int, affine: bool, search: bool) -> tuple[Tensor, Tensor, Tensor]:
+    n, k = weight.shape
+    groups = -(-k // group_size) if group_size else 1
+    new = weight.new_empty
+    return (
+        new((n, k), dtype=torch.uint8),
+        new((n, groups), dtype=torch.float32),
+        new((n, groups) if affine else (0, 0), dtype=torch.float32),
+    )
+
+
+@_register_fake("unpack")
+def _(packed_weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    # The sizes are in the header's bytes, which tracing cannot read.
+    context = torch.library.get_ctx()
+    n, k, groups, mins_n, mins_groups, bias_n = (context.new_dynamic_size(min=0) for _ in range(6))
+    new = packed_weight.new_empty
+    return (
+        new((n, k)),
+        new((n, groups), dtype=torch.float32),
+        new((mins_n, mins_groups), dtype=torch.float32),
+        new((bias_n,), dtype=torch.float32),
+    )

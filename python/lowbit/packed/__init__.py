@@ -1,0 +1,1 @@
+"""Packed matrices: headers, rounding to them, cutting and joining them."""

@@ -1,0 +1,200 @@
+"""Round-to-nearest quantization of tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..layers.computed_tensor import ComputedTensor
+from ..levels import FIT, TABLES, fit_levels, round_to_levels
+from .matrix import PackedInfo, as_levels, check_format, describe, pack
+from .rotation import block_of, rotate, rotate_weight
+
+# Above this, the range of a group or its scale could overflow float32.
+_LARGEST_WEIGHT = torch.finfo(torch.float32).max / 4
+
+
+@dataclass(frozen=True)
+class Config:
+    """Base class of :class:`LinearConfig`, :class:`EmbeddingConfig` and :class:`ConvConfig`."""
+
+    bits: int = 4
+    group_size: int | None = 32
+    mapping: str = ""  # empty: not given; __post_init__ sets it
+    scale: str = "mse"
+    levels: str | Sequence[int] | None = None
+    rotate: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.rotate, bool):
+            raise TypeError(f"rotate is {self.rotate!r}; expected True or False")
+        if self.levels is None and self.mapping == "levels":
+            object.__setattr__(self, "levels", FIT)
+        if self.mapping == "":
+            object.__setattr__(self, "mapping", "symmetric" if self.levels is None else "levels")
+        check_format(self.bits, self.group_size, self.mapping)
+        if self.scale not in ("absmax", "mse"):
+            raise ValueError(f"scale is {self.scale!r}; expected 'absmax' or 'mse'")
+        if self.levels is None:
+            return
+        if self.mapping != "levels":
+            raise ValueError(f"mapping is {self.mapping!r} with levels; expected 'levels', or levels=None")
+        if isinstance(self.levels, str):
+            if self.levels not in (FIT, *TABLES):
+                raise ValueError(
+                    f"levels is {self.levels!r}; expected {FIT!r}, {', '.join(map(repr, TABLES))}, or a list of them"
+                )
+            if self.levels != FIT and 2**self.bits != len(TABLES[self.levels]):
+                raise ValueError(f"bits is {self.bits}; expected 4 with the levels {self.levels!r}")
+        elif isinstance(self.levels, Sequence | Tensor):
+            object.__setattr__(self, "levels", tuple(as_levels(self.levels, self.bits).tolist()))
+        else:
+            raise TypeError(f"levels is a {type(self.levels).__name__}; expected a str or {2**self.bits} integers")
+
+    def rotated_inputs(self, k: int) -> int:
+        """Inputs of a rotated block of a layer with ``k`` inputs; 0: they are not rotated."""
+        return block_of(k) if self.rotate else 0
+
+    def rotated(self, x: Tensor) -> Tensor:
+        """Inputs [..., k] as the layer's weights see them: rotated, float32, or ``x`` itself."""
+        return rotate(x, self.rotated_inputs(x.shape[-1]))
+
+    def as_rounded(self, weight: Tensor) -> Tensor:
+        """The weights [n, k] that are rounded: those of rotated inputs, float32, or ``weight`` itself."""
+        return rotate_weight(weight, self.rotated_inputs(weight.shape[1]))
+
+    def describe(self, shape: tuple[int, int], has_bias: bool, levels: Sequence[int] | None = None) -> PackedInfo:
+        """:func:`describe` of a weight of ``shape`` [n, k]."""
+        return describe(shape, self.bits, self.group_size, self.mapping, has_bias, levels, self.rotated_inputs(shape[1]))
+
+
+@dataclass(frozen=True)
+class LinearConfig(Config):
+    """How to quantize a linear layer.
+
+    Args:
+        bits: 1 to 8.
+        group_size: inputs that share a scale, a multiple of 16; None for one scale per output row.
+        mapping: "symmetric" (scale only; the default), "affine" (scale and minimum) or, at 2, 3 and 4 bits, "levels": a
+            scale, and one table for the whole matrix from codes to levels.
+        scale: "absmax" covers the whole range of a group; "mse" tries smaller ranges too and keeps the one with the least
+            squared error, which helps at 4 bits and below and takes several times as long.
+        levels: the table: "fit" (to each matrix; :func:`lowbit.levels.fit_levels`), at 4 bits "nf4", "iq4_nl", "mxfp4" or
+            "nvfp4", or ``2**bits`` integers from -127 to 127. ``levels`` implies mapping "levels"; mapping "levels" implies
+            levels "fit".
+        rotate: multiplies the inputs by signs and a Hadamard matrix, in blocks, which the weights undo: outliers of inputs
+            spread over a block, and fewer bits lose less. A block has the largest power of two that divides the number of
+            inputs, at most 64; if that is below 16, inputs stay as they are.
+    """
+
+
+@dataclass(frozen=True)
+class EmbeddingConfig(Config):
+    """How to quantize an embedding table; the arguments are those of :class:`LinearConfig`."""
+
+
+@dataclass(frozen=True)
+class ConvConfig(Config):
+    """How to quantize a convolution; the arguments are those of :class:`LinearConfig`, with 8 bits by default.
+
+    It has few of a model's weights, and often reads its raw input.
+    """
+
+    bits: int = 8
+
+
+def _check_values(values: Tensor, name: str, shape: tuple[int, ...]) -> None:
+    if not isinstance(values, Tensor):
+        raise TypeError(f"{name} is a {type(values).__name__}; expected a tensor")
+    is_wrapper = type(values).__torch_dispatch__ is not Tensor.__torch_dispatch__
+    if is_wrapper and not isinstance(values, ComputedTensor):  # torchao's, for example, whose memory holds other values
+        raise TypeError(f"{name} is a {type(values).__name__}; expected a plain tensor of floating-point values")
+    if values.layout is not torch.strided:
+        raise TypeError(f"{name} has the layout {values.layout}; expected torch.strided (to_dense())")
+    if values.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        raise TypeError(f"{name} has dtype {values.dtype}; expected float32, bfloat16, float16 or float64")
+    if values.device.type != "cpu":
+        raise ValueError(f"{name} is on {values.device}; expected the CPU")
+    if values.shape != shape:
+        raise ValueError(f"{name} has shape {list(values.shape)}; expected {list(shape)}")
+    low, high = (float(end) for end in torch.aminmax(values.detach()))  # one pass; any NaN makes both NaN
+    if not math.isfinite(high - low):
+        bad = values.numel() - int(torch.isfinite(values).sum())
+        if bad:
+            raise ValueError(f"{name} has {bad} NaN or infinite values; expected finite values")
+    if max(-low, high) > _LARGEST_WEIGHT:
+        raise ValueError(f"{name} reaches from {low:g} to {high:g}; expected magnitudes up to {_LARGEST_WEIGHT:g}")
+
+
+def check_layer(weight: Tensor, bias: Tensor | None, config: Config, prefix: str = "") -> None:
+    """Raises TypeError or ValueError for weights that the quantizer or the packer would refuse, before either starts."""
+    if isinstance(weight, Tensor) and (weight.dim() != 2 or weight.numel() == 0):
+        raise ValueError(f"{prefix}weight has shape {list(weight.shape)}; expected [n, k] with n and k at least 1")
+    _check_values(weight, f"{prefix}weight", weight.shape if isinstance(weight, Tensor) else ())
+    n, k = weight.shape
+    if bias is not None:
+        _check_values(bias, f"{prefix}bias", (n,))
+    config.describe((n, k), bias is not None)
+
+
+def table_of(config: Config, weight: Tensor, importance: Tensor | None = None) -> tuple[int, ...]:
+    """The levels of a config with mapping "levels".
+
+    If the config says "fit", they are fitted to ``weight`` [n, k], as it is rounded, with squared errors weighted by
+    ``importance`` [k] or [n, k].
+    """
+    if config.levels == FIT:
+        return fit_levels(weight, config.bits, config.group_size, importance)
+    return TABLES[config.levels] if isinstance(config.levels, str) else tuple(config.levels or ())
+
+
+def quantize_tensor(weight: Tensor, config: Config, bias: Tensor | None = None) -> Tensor:
+    """Quantizes a weight matrix by round-to-nearest and packs it.
+
+    Args:
+        weight: [n, k] of any floating-point dtype, finite, on the CPU.
+        config: a :class:`LinearConfig`, :class:`EmbeddingConfig` or :class:`ConvConfig`: bits, group size, mapping and
+            choice of scale.
+        bias: [n] or None; stored as float32.
+
+    Returns:
+        uint8 [bytes], as :func:`lowbit.pack`.
+
+    Raises:
+        TypeError, ValueError: a wrong type, shape or device, or a value that is not finite.
+    """
+    if not isinstance(config, Config):
+        raise TypeError(f"config is a {type(config).__name__}; expected a LinearConfig or an EmbeddingConfig, or a ConvConfig")
+    check_layer(weight, bias, config)
+    if weight.dtype == torch.float64:
+        weight = weight.float()
+    rotated = config.rotated_inputs(weight.shape[1])
+    weight = config.as_rounded(weight.detach())
+    if weight.stride(1) != 1:
+        weight = weight.contiguous()
+    float_bias = None if bias is None else bias.detach().float()
+    if config.mapping == "levels":
+        levels = table_of(config, weight)
+        codes, scales = round_to_levels(weight, levels, config.group_size, search=config.scale == "mse")
+        return pack(
+            codes, scales, None, float_bias, bits=config.bits, group_size=config.group_size, levels=levels,
+            rotated_inputs=rotated,
+        )  # fmt: skip
+    affine = config.mapping == "affine"
+    codes, scales, mins = torch.ops.lowbit.quantize(
+        weight.detach(), config.bits, config.group_size or 0, affine, config.scale == "mse"
+    )
+    return pack(
+        codes,
+        scales,
+        mins if affine else None,
+        float_bias,
+        bits=config.bits,
+        group_size=config.group_size,
+        mapping=config.mapping,
+        rotated_inputs=rotated,
+    )

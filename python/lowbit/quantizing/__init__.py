@@ -1,0 +1,1 @@
+"""Quantizing a model in memory, and training what will be quantized."""

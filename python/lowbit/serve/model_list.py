@@ -1,0 +1,149 @@
+"""The models that a server has: what a request becomes for each, and what its tokens become."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from ..llm.batch import Text
+from ..llm.chat import sampling_of
+from ..llm.decoder import Decoder
+from ..llm.loading import stop_tokens
+from ..llm.sampling import Sampling
+from ..llm.stopping import BREAKERS, breakers
+from ..llm.templates import render
+from .errors import ApiError, bad
+from .prefix_store import PrefixBatch
+from .protocol import Writing
+
+
+@dataclass(eq=False)
+class LanguageModel:
+    """A model that writes texts."""
+
+    name: str
+    tokenizer: Any  # a fast one
+    template: str | None  # of conversations; None: it only continues texts
+    batch: PrefixBatch
+    usual: Sampling  # what counts where a request says nothing
+    most: int | None  # new tokens, likewise; None: as the context has room for
+    stop: frozenset[int]
+    created: int = field(default_factory=lambda: int(time.time()))
+    grammar_tokenizer: Any = None  # llguidance's, made when it is first needed
+
+    @classmethod
+    def of(
+        cls, name: str, model: torch.nn.Module, tokenizer: Any, template: str | None, *, max_length: int, cache: str | None,
+        at_once: int, rows: int, prefix_bytes: int,
+    ) -> LanguageModel:  # fmt: skip
+        """Prepares a loaded model.
+
+        Args:
+            max_length: tokens of the longest text, a multiple of 16.
+            cache: as for :class:`Decoder`.
+            at_once, rows: as for :class:`lowbit.llm.batch.Batch`.
+            prefix_bytes: keys and values of texts that have ended, kept for the next ones.
+
+        Raises:
+            ValueError: the decoder refuses the model, or its files say what cannot be.
+        """
+        usual, most, _ = sampling_of(model)
+        batch = PrefixBatch(Decoder(model, max_length, cache, windows=False), at_once, rows, prefix_bytes)
+        return cls(name, tokenizer, template, batch, usual, most, frozenset(stop_tokens(model, tokenizer)))
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of the longest text, prompt included."""
+        return self.batch.decoder.max_length
+
+    def encode(self, text: str) -> list[int]:
+        return self.tokenizer(text)["input_ids"]
+
+    def conversation(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> list[int]:
+        """The tokens of a conversation.
+
+        Args:
+            tools: that the model may call.
+
+        Raises:
+            ApiError: the model has no chat template, or it refuses the messages.
+        """
+        if self.template is None:
+            raise ApiError(
+                400, f"the model {self.name} has no chat template, it only continues texts; expected /v1/completions",
+                code="no_chat_template",
+            )  # fmt: skip
+        if tools and "tools" not in self.template:
+            raise bad("tools", f"the chat template of {self.name} has no tools; expected a request without them", "no_tools")
+        try:
+            return render(self.tokenizer, messages, self.template, tools)
+        except ValueError as error:
+            raise bad("messages", str(error)) from error
+
+    def check_prompt(self, tokens: list[int], name: str) -> None:
+        """Raises ApiError for a prompt that the model cannot continue."""
+        if not tokens:
+            raise bad(name, f"{name} has no tokens; expected at least one")
+        if len(tokens) >= self.max_length:
+            raise bad(
+                name,
+                f"{name} has {len(tokens)} tokens; expected fewer than the {self.max_length} of the context",
+                "context_length_exceeded",
+            )
+        vocabulary = self.batch.decoder.vocabulary
+        wrong = next((token for token in tokens if not 0 <= token < vocabulary), None)
+        if wrong is not None:
+            raise bad(name, f"{name} has a token {wrong}; expected 0 to {vocabulary - 1}")
+
+    def text(self, tokens: list[int], asked: Writing, number: int, usual_tokens: int | None) -> Text:
+        """A text of a request, without what it tells.
+
+        Args:
+            tokens: its prompt, which :meth:`check_prompt` has let pass.
+            number: of the text among those with the same prompt.
+            usual_tokens: new ones at most, where the request does not say; None: as the context has room for.
+
+        Raises:
+            ApiError: the model has no such token.
+        """
+        sampling = asked.sampling(self.usual)
+        if sampling.dry_multiplier:
+            sampling = replace(sampling, dry_breakers=self.breakers(asked))
+        most = next((each for each in (asked.max_tokens, usual_tokens, self.most) if each is not None), self.max_length)
+        made = Text(
+            tokens,
+            max(1, most),
+            sampling,
+            (asked.seed + number) % 2**64 if asked.seed >= 0 else asked.seed + number,
+            frozenset() if asked.ignore_eos and asked.grammar is None else self.stop,
+            logprobs=asked.scores,
+            prompt_logprobs=asked.scores if asked.echo else None,
+        )
+        try:
+            self.batch.check(made)
+        except ValueError as error:
+            raise ApiError(400, str(error)) from error
+        return made
+
+    def breakers(self, asked: Writing) -> tuple[int, ...]:
+        """Tokens that end a repetition. They are found once for the same strings, in all tokens of the vocabulary."""
+        strings = asked.dry_sequence_breakers
+        return self._breakers(BREAKERS if strings is None else tuple(strings))
+
+    @lru_cache(8)  # noqa: B019  a model stays as long as the server
+    def _breakers(self, strings: tuple[str, ...]) -> tuple[int, ...]:
+        return breakers(self.tokenizer, strings)
+
+    @lru_cache(65536)  # noqa: B019
+    def piece(self, token: int) -> str:
+        """A token's own text, special ones included."""
+        return self.tokenizer.decode([token])
+
+    @lru_cache(65536)  # noqa: B019
+    def visible(self, token: int) -> str:
+        """What of it is in a text."""
+        return self.tokenizer.decode([token], skip_special_tokens=True)

@@ -1,0 +1,623 @@
+"""The server's endpoints."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import json
+import logging
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from prometheus_client import generate_latest
+from starlette.applications import Starlette
+from starlette.datastructures import UploadFile
+from starlette.exceptions import HTTPException
+from starlette.formparsers import MultiPartException, MultiPartParser
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from .answers import Answers, ChatForm, Event, Form, failure
+from .constraints import Matcher, make_constraint
+from .embeddings import Batches, TextModel, embeddings, ranking, refuse_to_write
+from .embeddings import Request as Rows
+from .engine import Engine, shutting_down
+from .errors import ApiError, bad, shortened
+from .metrics import Metrics
+from .model_list import LanguageModel
+from .page import HEADERS, PAGE
+from .protocol import (
+    MOST_TOKENS,
+    B,
+    Body,
+    Chat,
+    Completion,
+    Detokenize,
+    Embeddings,
+    Grammar,
+    Ranking,
+    Tokenize,
+    Writing,
+    check_bytes,
+    parse,
+    validated,
+)
+from .speech import MEDIA_TYPES, Listening, SpeechModel, Wish, read_recording, refuse_recording
+from .tools import Tools, read_tools
+
+Model: TypeAlias = LanguageModel | TextModel | SpeechModel
+log = logging.getLogger("lowbit.serve")
+_USUAL_TOKENS = 16  # of a completion that does not say how many, as in OpenAI's API
+_OPEN = ("/", "/health")  # asked without a key
+_LAST_WORDS = 30.0  # seconds that a reader has for the end of a stream whose time is over
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a request may take."""
+
+    api_key: str | None = None
+    timeout: float = 600.0  # seconds until a request's end
+    body_bytes: int = 16 << 20
+    recording_bytes: int = 25 << 20  # a body with a recording, as in OpenAI's API
+    recordings: int = 2  # in memory at a time; further ones wait
+    body_seconds: float = 30.0  # until a body is complete, and one more for each
+    body_rate: int = 16 << 10  # bytes of it that have come
+    texts: int = 16  # of one request
+    waiting: int = 64  # texts that wait for their place
+    requests: int = 256  # that are open; each may have a body in memory
+    hosts: tuple[str, ...] | None = None  # names that the server goes by; None: any
+
+
+class Server:
+    """Models, the engine that runs them, and what answers requests."""
+
+    def __init__(self, models: Sequence[Model], limits: Limits):
+        self.models = {model.name: model for model in models}
+        self.limits = limits
+        batches = [model.batch for model in models if isinstance(model, LanguageModel)]
+        self.engine = Engine(batches, limits.waiting)
+        self._batches = {model.name: Batches(model, self.engine) for model in models if isinstance(model, TextModel)}
+        # One at a time: tokenizers are not made for several threads.
+        self._reader = ThreadPoolExecutor(1, "lowbit-reader")
+        self._parser = ThreadPoolExecutor(1, "lowbit-parser")
+        self._compiler = ThreadPoolExecutor(2, "lowbit-grammars")
+        self._busy = 0  # requests whose response is not complete
+        self._bodies: dict[asyncio.Timeout, None] = {}  # that are arriving, in the order of their beginnings
+        self._times: set[asyncio.Timeout] = set()  # of what has to end when the server ends
+        self._ending = False
+        self._recordings = asyncio.Semaphore(limits.recordings)
+        self.metrics = Metrics(
+            {
+                "running_texts": ("Texts that are being written.", lambda: self.engine.running),
+                "waiting_texts": ("Texts that wait for their place.", lambda: self.engine.waiting),
+                "waiting_inputs": (
+                    "Texts that wait for their embedding or score.",
+                    lambda: sum(b.waiting for b in self._batches.values()),
+                ),
+                "prefix_cache_bytes": ("Keys and values of texts that have ended.", lambda: sum(b.kept_bytes for b in batches)),
+            }
+        )
+
+    def app(self) -> Starlette:
+        """What an ASGI server runs."""
+
+        @contextlib.asynccontextmanager
+        async def lifespan(app: Starlette) -> AsyncIterator[None]:
+            self.engine.start()
+            try:
+                yield
+            finally:
+                await asyncio.to_thread(self.engine.stop)
+                for each in (self._reader, self._parser, self._compiler):
+                    each.shutdown(cancel_futures=True)
+
+        posts: dict[str, tuple[Callable[[Any], Awaitable[Response]], type[Body]]] = {
+            "/v1/chat/completions": (self._chat, Chat), "/v1/completions": (self._complete, Completion),
+            "/v1/embeddings": (self._embed, Embeddings), "/v1/rerank": (self._rerank, Ranking),
+            "/v2/rerank": (self._rerank, Ranking), "/tokenize": (self._tokenize, Tokenize),
+            "/detokenize": (self._detokenize, Detokenize),
+        }  # fmt: skip
+        forms = {"/v1/audio/transcriptions": self._transcribe, "/v1/audio/translations": self._translate}
+        gets = {
+            "/": self._page, "/health": self._health, "/metrics": self._metrics, "/v1/models": self._models,
+            "/v1/models/{name:path}": self._model_card,
+        }  # fmt: skip
+        routes = [Route(path, self._guarded(path, self._reading(*each)), methods=["POST"]) for path, each in posts.items()]
+        routes += [Route(path, self._guarded(path, handler), methods=["POST"]) for path, handler in forms.items()]
+        routes += [Route(path, self._guarded(path, handler), methods=["GET"]) for path, handler in gets.items()]
+        return Starlette(routes=routes, lifespan=lifespan, exception_handlers={HTTPException: _not_found})
+
+    def end(self) -> None:
+        """Answers all requests that are open with an error; called on the server's thread."""
+        self._ending = True
+        self.engine.end()
+        for limit in self._times:
+            _expire(limit)
+
+    @contextlib.asynccontextmanager
+    async def _time(self, seconds: float | None = None) -> AsyncIterator[None]:
+        """Raises ApiError where the time is over, or the server ends."""
+        limit = asyncio.timeout(0 if self._ending else seconds)
+        try:
+            async with limit:
+                self._times.add(limit)
+                try:
+                    yield
+                finally:
+                    self._times.discard(limit)
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            raise (shutting_down() if self._ending else failure(error)) from error
+
+    def _guarded(self, path: str, handler: Callable[[Request], Awaitable[Response]]):
+        async def handle(request: Request) -> Response:
+            try:
+                self._admit(request, path)
+                self._busy += 1
+                response = None
+                try:
+                    async with self._time():
+                        response = await handler(request)
+                finally:
+                    if isinstance(response, _Events):
+                        response.on_sent = self._sent
+                    else:
+                        self._busy -= 1
+            except ClientDisconnect:
+                self.metrics.canceled.inc()
+                return Response(status_code=499)
+            except Exception as error:
+                found = _reported(error)
+                response = JSONResponse(found.document, found.status, found.headers)
+            self.metrics.requests.labels(path, response.status_code).inc()
+            return response
+
+        return handle
+
+    def _sent(self) -> None:
+        self._busy -= 1
+
+    def _reading(self, handler: Callable[[Any], Awaitable[Response]], kind: type[Body]):
+        """A handler of requests from one of their bodies, which ends when the client goes."""
+
+        async def handle(request: Request) -> Response:
+            asked = await self._body(request, kind)
+            async with self._within():
+                found: Response = await _unless_gone(request.receive, handler(asked))
+                return found
+
+        return handle
+
+    def _admit(self, request: Request, path: str) -> None:
+        """Raises ApiError for a request that may not come in."""
+        host = request.headers.get("host", "")
+        name = host.rsplit(":", 1)[0] if not host.endswith("]") else host
+        if self.limits.hosts is not None and name.lower() not in self.limits.hosts:
+            # A page of another site whose name was made to point here.
+            raise ApiError(403, f"the host is {name!r}; expected one of {', '.join(self.limits.hosts)}", code="wrong_host")
+        origin = request.headers.get("origin")
+        if origin is not None and origin.partition("://")[2].lower() != host.lower():
+            raise ApiError(403, f"the request comes from a page of {origin}; expected one of this server", code="wrong_origin")
+        if self._busy >= self.limits.requests and path not in _OPEN:
+            if not self._bodies:
+                raise self._crowded()
+            # A request that has not come yet makes room: half a body must not keep others out.
+            slowest = next(iter(self._bodies))
+            del self._bodies[slowest]
+            _expire(slowest)
+        if self.limits.api_key is None or path in _OPEN:
+            return
+        kind, _, key = request.headers.get("authorization", "").partition(" ")
+        if kind.lower() != "bearer" or not hmac.compare_digest(key.encode(), self.limits.api_key.encode()):
+            found = "another one" if key else "none"
+            raise ApiError(401, f"an API key is needed, and the request has {found}", code="invalid_api_key")
+
+    def _crowded(self) -> ApiError:
+        message = f"{self._busy} requests are open; expected at most {self.limits.requests}: send the request again later"
+        return ApiError(503, message, code="too_many_requests", retry_after=1)
+
+    @contextlib.asynccontextmanager
+    async def _arriving(self, request: Request, most: int) -> AsyncIterator[AsyncGenerator[bytes]]:
+        """The pieces of a body, which has to come at some rate.
+
+        Raises:
+            ApiError: it is too large or too slow, or makes room for another request.
+        """
+        began, limits = asyncio.get_running_loop().time(), self.limits
+        limit = asyncio.timeout(min(limits.timeout, limits.body_seconds))
+
+        async def pieces() -> AsyncGenerator[bytes]:
+            count = 0
+            async for piece in request.stream():
+                count += len(piece)
+                if count > most:
+                    raise ApiError(413, f"the body has more than {most} bytes; expected fewer")
+                limit.reschedule(began + min(limits.timeout, limits.body_seconds + count / limits.body_rate))
+                yield piece
+
+        try:
+            async with limit:
+                self._bodies[limit] = None
+                yield pieces()
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            if limit not in self._bodies:
+                raise self._crowded() from error
+            raise ApiError(408, f"the body is not complete after {(limit.when() or 0) - began:.3g} seconds") from error
+        finally:
+            self._bodies.pop(limit, None)
+
+    async def _body(self, request: Request, kind: type[B]) -> B:
+        data = bytearray()
+        async with self._arriving(request, self.limits.body_bytes) as pieces:
+            async for piece in pieces:
+                data += piece
+        return await asyncio.get_running_loop().run_in_executor(self._parser, parse, kind, bytes(data))
+
+    def _model(self, asked: Body) -> Model:
+        if asked.model is None:
+            if len(self.models) == 1:
+                return next(iter(self.models.values()))
+            raise bad("model", f"model is missing; expected one of {', '.join(self.models)}")
+        return self._named(asked.model)
+
+    def _named(self, name: str) -> Model:
+        if name not in self.models:
+            raise ApiError(
+                404,
+                f"there is no model {shortened(name, 64)!r}; expected {' or '.join(self.models)}",
+                param="model",
+                code="model_not_found",
+            )
+        return self.models[name]
+
+    def _writer(self, asked: Body) -> LanguageModel:
+        model = self._model(asked)
+        if not isinstance(model, LanguageModel):
+            raise refuse_to_write(model)
+        return model
+
+    def _tokenizing(self, asked: Body) -> LanguageModel | TextModel:
+        model = self._model(asked)
+        if isinstance(model, SpeechModel):
+            raise refuse_to_write(model)
+        return model
+
+    async def _read(self, function: Callable, *arguments: Any) -> Any:
+        """Calls what takes a tokenizer its time."""
+        return await asyncio.get_running_loop().run_in_executor(self._reader, function, *arguments)
+
+    async def _chat(self, asked: Chat) -> Response:
+        model, tools = self._writer(asked), read_tools(asked)
+        asked.check_bytes(model.max_length)
+        tokens = await self._read(model.conversation, asked.documents, None if tools is None else tools.documents)
+        model.check_prompt(tokens, "messages")
+        grammar = None
+        if tools is not None and asked.structured_outputs is None:
+            grammar = tools.grammar(asked.schema_text)
+        elif tools is not None and tools.forced:
+            raise bad("tool_choice", "tool_choice asks for a call beside structured_outputs; expected one of the two")
+        return await self._write(asked, model, [tokens], ChatForm, None, grammar or asked.grammar, tools)
+
+    async def _complete(self, asked: Completion) -> Response:
+        model = self._writer(asked)
+        tokens, many = [], len(asked.prompt) > 1
+        for number, each in enumerate(asked.prompt):
+            name = f"prompt[{number}]" if many else "prompt"
+            if isinstance(each, str):
+                check_bytes(name, [each], model.max_length)
+            tokens.append(await self._read(model.encode, each) if isinstance(each, str) else each)
+            model.check_prompt(tokens[-1], name)
+        return await self._write(asked, model, tokens, Form, _USUAL_TOKENS, asked.grammar)
+
+    async def _write(
+        self,
+        asked: Writing,
+        model: LanguageModel,
+        tokens: list[list[int]],
+        kind: type[Form],
+        most: int | None,
+        grammar: Grammar | None,
+        tools: Tools | None = None,
+    ) -> Response:
+        if asked.n * len(tokens) > self.limits.texts:
+            raise bad("n", f"n is {asked.n}; expected at most {self.limits.texts} texts, n of each prompt")
+        if asked.sampling(model.usual).dry_multiplier:
+            await self._read(model.breakers, asked)
+        answers = Answers(self.engine, model, tokens, asked, most)
+        if grammar is not None:
+            loop = asyncio.get_running_loop()
+            constraint: Matcher = await loop.run_in_executor(self._compiler, make_constraint, model, grammar)
+            for text in answers.texts:
+                text.constraint = constraint.copy()
+        form = kind(answers, model, tools)
+        answers.start()
+        if asked.stream:
+            return _Events(self._stream(answers, form), self._within, self._gone, answers.close)
+        pieces: dict[int, list[Event]] = {index: [] for index in range(len(answers.texts))}
+        try:
+            async for event in answers.events():
+                pieces[event.index].append(event)
+        finally:
+            answers.close()
+        self._count(answers)
+        return JSONResponse(form.whole(pieces))
+
+    async def _stream(self, answers: Answers, form: Form) -> AsyncIterator[dict | ApiError]:
+        begun: set[int] = set()
+        try:
+            async for event in answers.events():
+                if not begun:
+                    for chunk in form.first():
+                        yield chunk
+                for chunk in form.next(event, event.index not in begun):
+                    yield chunk
+                begun.add(event.index)
+            for chunk in form.last():
+                yield chunk
+            self._count(answers)
+        except Exception as error:
+            yield _reported(error)
+
+    def _within(self) -> contextlib.AbstractAsyncContextManager[None]:
+        return self._time(self.limits.timeout)
+
+    def _count(self, answers: Answers) -> None:
+        usage, metrics = answers.usage, self.metrics
+        metrics.prompt_tokens.inc(usage["prompt_tokens"])
+        metrics.cached_tokens.inc(usage["prompt_tokens_details"]["cached_tokens"])
+        metrics.new_tokens.inc(usage["completion_tokens"])
+        metrics.guessed.inc(sum(each.guessed for each in answers.ends.values()))
+        metrics.accepted.inc(sum(each.accepted for each in answers.ends.values()))
+        metrics.whole.observe(time.perf_counter() - answers.began)
+        if answers.first is not None:
+            metrics.first.observe(answers.first - answers.began)
+
+    def _gone(self) -> None:
+        self.metrics.canceled.inc()
+
+    async def _embed(self, asked: Embeddings) -> Response:
+        return await self._compute(embeddings(self._model(asked), asked))
+
+    async def _rerank(self, asked: Ranking) -> Response:
+        return await self._compute(ranking(self._model(asked), asked))
+
+    async def _compute(self, rows: Rows) -> Response:
+        began = time.perf_counter()
+        counts: list[int] = []
+        for some in rows.counts():  # others have their turn between two
+            counts += await self._read(some)
+        found = await asyncio.wrap_future(self._batches[rows.model.name].add(rows.items, counts))
+        self.metrics.prompt_tokens.inc(sum(counts))
+        self.metrics.whole.observe(time.perf_counter() - began)
+        return await asyncio.to_thread(lambda: JSONResponse(rows.document(found, sum(counts))))
+
+    async def _form(self, request: Request) -> tuple[Wish, bytes, str]:
+        """Parameters, and the bytes and the name of the file among them."""
+        kind = request.headers.get("content-type", "")
+        if not kind.lower().startswith("multipart/form-data"):
+            raise ApiError(400, f"the body is {kind or 'of no type'}; expected multipart/form-data with a file")
+        try:
+            async with self._arriving(request, self.limits.recording_bytes) as pieces:
+                form = await MultiPartParser(request.headers, pieces, max_files=1, max_fields=32).parse()
+        except MultiPartException as error:
+            raise ApiError(400, f"the body is no form that can be read: {error.message}") from error
+        try:
+            file = form.get("file")
+            if not isinstance(file, UploadFile):
+                raise bad("file", f"file is {'missing' if file is None else 'a text'}; expected a recording")
+            values: dict[str, Any] = {name: form.getlist(name) for name in form if name != "file"}
+            for name, each in values.items():
+                if len(each) > 1 and not name.endswith("[]"):
+                    raise bad(name, f"{name} comes {len(each)} times; expected once")
+            return (
+                validated(Wish, {k: v if k.endswith("[]") else v[0] for k, v in values.items()}),
+                await file.read(),
+                file.filename or "file",
+            )
+        finally:
+            await form.close()
+
+    async def _transcribe(self, request: Request) -> Response:
+        return await self._listen(request, "transcribe")
+
+    async def _translate(self, request: Request) -> Response:
+        return await self._listen(request, "translate")
+
+    async def _listen(self, request: Request, task: str) -> Response:
+        began = time.perf_counter()
+        wish, data, name = await self._form(request)
+        model = self._model(wish)
+        if not isinstance(model, SpeechModel):
+            raise refuse_recording(model)
+
+        async def hear(tell: Callable[[str], None]) -> Listening:
+            """One window at a time: between two, the other models have their turn."""
+            async with asyncio.timeout(self.limits.timeout), self._recordings:
+                listening = await asyncio.to_thread(Listening, model, await read_recording(data, name), wish, task)
+                while (segment := await asyncio.wrap_future(self.engine.call(listening.next))) is not None:
+                    tell(segment.text)
+            self.metrics.whole.observe(time.perf_counter() - began)
+            return listening
+
+        if wish.stream:
+            return _Events(_deltas(hear), self._within, self._gone, lambda: None)
+        listening: Listening = await _unless_gone(request.receive, hear(lambda text: None))
+        if (kind := MEDIA_TYPES.get(wish.response_format)) is not None:
+            return PlainTextResponse(listening.subtitles(), media_type=kind)
+        return JSONResponse(listening.document())
+
+    async def _tokenize(self, asked: Tokenize) -> Response:
+        model = self._tokenizing(asked)
+        if asked.messages:
+            if not isinstance(model, LanguageModel):
+                raise bad("messages", f"the model {model.name} has no conversations; expected content, or prompt")
+            asked.check_bytes(model.max_length)
+            tokens = await self._read(model.conversation, asked.documents)
+        else:
+            text = asked.prompt if asked.content is None else asked.content
+            if text is None:
+                raise bad("content", "content is missing; expected a text (prompt is the same), or messages")
+            check_bytes("content", [text], model.max_length)
+            tokens = await self._read(model.encode, text)
+        return JSONResponse({"tokens": tokens, "count": len(tokens)})
+
+    async def _detokenize(self, asked: Detokenize) -> Response:
+        model, tokens = self._tokenizing(asked), asked.tokens
+        size, most = len(model.tokenizer), max(MOST_TOKENS, model.max_length or 0)
+        if len(tokens) > most:
+            raise bad("tokens", f"tokens has {len(tokens)} ids; expected at most {most}")
+        if max(tokens, default=0) >= size:
+            raise bad("tokens", f"tokens has {max(tokens)}; expected token ids from 0 to {size - 1}")
+        text = await self._read(model.tokenizer.decode, tokens)
+        return JSONResponse({"content": text, "prompt": text})
+
+    async def _models(self, request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [_card(model) for model in self.models.values()]})
+
+    async def _model_card(self, request: Request) -> Response:
+        return JSONResponse(_card(self._named(request.path_params["name"])))
+
+    async def _health(self, request: Request) -> Response:
+        if not self.engine.alive:
+            raise ApiError(503, "the engine has stopped", code="unhealthy")
+        return JSONResponse({"status": "ok"})
+
+    async def _metrics(self, request: Request) -> Response:
+        return Response(generate_latest(self.metrics.registry), media_type="text/plain; version=0.0.4")
+
+    async def _page(self, request: Request) -> Response:
+        return HTMLResponse(PAGE, headers=HEADERS)
+
+
+async def _deltas(hear: Callable[[Callable[[str], None]], Coroutine[Any, Any, Listening]]) -> AsyncIterator[dict | ApiError]:
+    """Events of a transcription, which does not wait for its reader: it would keep its samples as long."""
+    texts: asyncio.Queue[str | None] = asyncio.Queue()
+    hearing = asyncio.ensure_future(hear(texts.put_nowait))
+    hearing.add_done_callback(lambda _: texts.put_nowait(None))
+    try:
+        while (text := await texts.get()) is not None:
+            yield {"type": "transcript.text.delta", "delta": text}
+        yield {"type": "transcript.text.done", **(await hearing).document()}
+    except Exception as error:
+        yield _reported(error)
+    finally:
+        hearing.cancel()
+        await asyncio.gather(hearing, return_exceptions=True)
+
+
+def _expire(limit: asyncio.Timeout) -> None:
+    if not limit.expired():
+        limit.reschedule(asyncio.get_running_loop().time())
+
+
+def _reported(error: Exception) -> ApiError:
+    found = failure(error)
+    if found.status == 500:
+        log.exception("a request failed")
+    return found
+
+
+def _card(model: Model) -> dict[str, Any]:
+    card = {"id": model.name, "object": "model", "created": model.created, "owned_by": "lowbit"}
+    card |= {"max_model_len": model.max_length}
+    return card | ({"chat": model.template is not None} if isinstance(model, LanguageModel) else {})  # the page lists those
+
+
+async def _not_found(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    message = f"there is no {request.method} {request.url.path}; docs/serving.md lists the endpoints"
+    return JSONResponse(ApiError(error.status_code, message, code="not_found").document, error.status_code)
+
+
+async def _unless_gone(receive: Receive, work: Any) -> Any:
+    """The result of work, which ends when the client goes.
+
+    Raises:
+        ClientDisconnect: it went.
+    """
+    doing, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_left(receive))
+    try:
+        await asyncio.wait({doing, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not doing.done():
+            raise ClientDisconnect
+        return await doing
+    finally:
+        for each in (doing, leaving):
+            each.cancel()
+        await asyncio.gather(doing, leaving, return_exceptions=True)
+
+
+async def _left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class _Events(Response):
+    """A stream of events, each a JSON document. An error before the first one is an answer of its own."""
+
+    def __init__(
+        self,
+        events: AsyncIterator[dict | ApiError],
+        time: Callable[[], contextlib.AbstractAsyncContextManager[None]],
+        gone: Callable[[], None],
+        close: Callable[[], None],
+    ):
+        """
+        Args:
+            time: raises ApiError where the answer takes too long.
+            gone: called if the client goes.
+            close: called at the end.
+        """
+        super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        self._events, self._time, self._gone, self._close = events, time, gone, close
+        self.on_sent: Callable[[], None] = lambda: None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await _unless_gone(receive, self._send(scope, receive, send))
+        except ClientDisconnect:
+            self._gone()
+        finally:
+            self._close()
+            self.on_sent()
+
+    async def _send(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started, failed = False, None
+
+        async def tell(document: dict) -> None:
+            line = f"data: {json.dumps(document, ensure_ascii=False, allow_nan=False)}\n\n"
+            await send({"type": "http.response.body", "body": line.encode(), "more_body": True})
+
+        try:
+            async with self._time(), contextlib.aclosing(self._events) as events:  # type: ignore[type-var]
+                async for event in events:
+                    if isinstance(event, ApiError):
+                        failed = event
+                        break
+                    if not started:
+                        headers = [each for each in self.raw_headers if each[0] != b"content-length"]
+                        await send({"type": "http.response.start", "status": 200, "headers": headers})
+                        started = True
+                    await tell(event)
+        except ApiError as error:  # also while the reader did not read
+            failed = error
+        try:
+            async with asyncio.timeout(_LAST_WORDS):
+                if failed is not None and not started:
+                    await JSONResponse(failed.document, failed.status, failed.headers)(scope, receive, send)
+                    return
+                if failed is not None:
+                    await tell(failed.document)
+                await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
+        except TimeoutError as error:
+            raise ClientDisconnect from error

@@ -1,0 +1,183 @@
+"""Encoder and decoding step of a Whisper model, over static caches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..hf.decoding import Unsupported
+from ..hf.fusing import fuse_
+from ..llm.caches import dtypes_of, name_of, type_of
+from ..llm.decoder import check_call
+from ..operators import ops
+
+_PANEL = 16  # lengths of caches are multiples of this
+_TRIAL = 24  # positions of the encoder's output in the trial
+_TRIAL_LIMIT = 0.05  # of the spread of the logits: rounding of activations stays below, another formula does not
+
+
+class SpeechDecoder(torch.nn.Module):
+    """The decoder of a Whisper model: :meth:`listen` computes what it hears, then each call continues the text.
+
+    Keys and values of the encoder's output are computed once per window of audio. They, and those of the text, are static
+    buffers, so a step copies no caches. A text may come in any pieces.
+
+    lowbit computes the encoder's attention and the activation functions (:func:`lowbit.fuse_`), which changes the model.
+    """
+
+    def __init__(self, model: torch.nn.Module, cache: str | None = None):
+        """
+        Args:
+            model: transformers' ``WhisperForConditionalGeneration`` or a class that computes the same, quantized or not, in
+                eval mode.
+            cache: type of keys and values: "float32", "bfloat16", "float16", or "int8", "int8,int4" (keys of int8, values of
+                int4) or "int4", which have a scale for each position of a head; None: the model's dtype.
+
+        Raises:
+            ValueError: an unknown type of cache, a model in training mode, or one whose decoder computes something else:
+                a few tokens are computed by both.
+        """
+        super().__init__()
+        if getattr(getattr(model, "config", None), "model_type", None) != "whisper" or not hasattr(model, "proj_out"):
+            raise Unsupported(f"the model is {type(model).__name__}; expected WhisperForConditionalGeneration")
+        if model.training:
+            raise ValueError("the model is in training mode; call its eval() first")
+        self.model: Any = model
+        self.cache_type = type_of(cache, model.dtype)
+        config: Any = model.config
+        self.vocabulary: int = config.vocab_size
+        self.max_length: int = config.max_target_positions
+        self.heads: int = config.decoder_attention_heads
+        self._last: Tensor | None = None  # position of the encoder's output that the caches hold
+        fuse_(model)
+        for number, caches in enumerate(self._make(self.max_length, config.max_source_positions)):
+            for name, tensor in zip(self._names(number), caches, strict=True):
+                self.register_buffer(name, tensor, persistent=False)
+        self._try()
+
+    @staticmethod
+    def _names(layer: int) -> list[str]:
+        return [f"{name}_cache_{layer}" for name in ("k", "v", "heard_k", "heard_v", "last_k", "last_v")]
+
+    def _make(self, length: int, heard: int) -> list[tuple[Tensor, ...]]:
+        config = self.model.config
+        width = config.d_model // self.heads
+        try:
+            stored = [(ops.cache_width(width, dtype), ops.cache_storage(dtype)) for dtype in dtypes_of(self.cache_type)]
+        except ValueError as error:
+            raise Unsupported(str(error)) from error
+
+        def empty(positions: int) -> list[Tensor]:
+            rows = -(-positions // _PANEL) * _PANEL
+            return [torch.zeros(1, self.heads, rows, columns, dtype=dtype) for columns, dtype in stored]
+
+        last = (1, self.heads, 1, width)
+        return [
+            (*empty(length), *empty(heard), *(torch.zeros(last, dtype=self.model.dtype) for _ in range(2)))
+            for _ in range(config.decoder_layers)
+        ]
+
+    def _caches(self) -> list[tuple[Tensor, ...]]:
+        layers = self.model.config.decoder_layers
+        return [tuple(getattr(self, name) for name in self._names(layer)) for layer in range(layers)]
+
+    @torch.inference_mode()
+    def _try(self) -> None:
+        """Compares with the model itself, on an encoder's output of random numbers."""
+        config, tokens = self.model.config, torch.arange(4)[None] % self.vocabulary
+        generator = torch.Generator().manual_seed(0)
+        states = torch.randn(1, min(_TRIAL, config.max_source_positions), config.d_model, generator=generator)
+        states = states.to(self.model.dtype)
+        expected = self.model.model.decoder(input_ids=tokens, encoder_hidden_states=states, use_cache=False)[0]
+        expected = self.model.proj_out(expected).float()
+        self.hear(states, torch.tensor([0]))
+        last = torch.tensor([states.shape[1] - 1])
+        pieces = [self.step(tokens[:, at:end], torch.tensor([at]), last) for at, end in ((0, 3), (3, 4))]
+        difference = (torch.stack([pieces[0][0], pieces[1][0]]).float() - expected[0, 2:]).square().mean().sqrt()
+        measured = float(difference / expected.std())
+        if self.cache_type == name_of(self.model.dtype) and not measured <= _TRIAL_LIMIT:
+            raise Unsupported(
+                f"{type(self.model).__name__} computes other logits than lowbit's decoder (they differ by {measured:.2g} of "
+                f"their spread; rounding is below {_TRIAL_LIMIT}); expected Whisper's layers"
+            )
+
+    def listen(self, features: Tensor) -> None:
+        """Encodes a window of audio; the text begins anew.
+
+        Args:
+            features: [1, mel bins, frames] of the model's dtype, as transformers' WhisperFeatureExtractor computes them.
+
+        Raises:
+            ValueError: another shape.
+        """
+        config = self.model.config
+        frames = config.max_source_positions * 2
+        if tuple(features.shape) != (1, config.num_mel_bins, frames):
+            raise ValueError(f"features is {list(features.shape)}; expected [1, {config.num_mel_bins}, {frames}]")
+        with torch.inference_mode():
+            self.hear(self.model.model.encoder(features.to(self.model.dtype))[0], torch.tensor([0]))
+        self._last = torch.tensor([config.max_source_positions - 1])
+
+    def hear(self, states: Tensor, at: Tensor) -> None:
+        """Writes keys and values of the encoder's output [1, positions, width] from a position on."""
+        for layer, (_, _, k_cache, v_cache, last_k, last_v) in zip(
+            self.model.model.decoder.layers, self._caches(), strict=True
+        ):
+            attention = layer.encoder_attn
+            key, value = self._split(attention.k_proj(states)), self._split(attention.v_proj(states))
+            # Writes all positions. With a window of 1 the attention that comes with it costs next to nothing.
+            torch.ops.lowbit.attention(key, key, value, k_cache, v_cache, at, 1.0, 1)
+            last_k.copy_(key[:, :, -1:])
+            last_v.copy_(value[:, :, -1:])
+
+    def _split(self, rows: Tensor) -> Tensor:
+        """[1, heads, s, width]"""
+        return rows.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+
+    def forward(self, tokens: Tensor, start: Tensor) -> Tensor:
+        """Computes a step.
+
+        Args:
+            tokens: [1, s] int64.
+            start: [1] int64, the number of tokens before.
+
+        Returns:
+            [1, vocabulary] of the model's dtype: the logits after the last token.
+
+        Raises:
+            ValueError: tokens or start has another shape or dtype, or a token is not in the vocabulary.
+            IndexError: the text is longer than the model's positions.
+            RuntimeError: there was no :meth:`listen` before.
+        """
+        check_call(tokens, start, self.vocabulary, self.max_length)
+        if self._last is None:
+            raise RuntimeError("the decoder has heard nothing; call listen() first")
+        with torch.inference_mode():
+            return self.step(tokens, start, self._last)
+
+    def step(self, tokens: Tensor, start: Tensor, last: Tensor) -> Tensor:
+        """As :meth:`forward`, unchecked; ``last``, [1] int64, is the last position of the encoder's output."""
+        decoder, count = self.model.model.decoder, tokens.shape[1]
+        positions = start + torch.arange(count)
+        if torch.compiler.is_compiling():  # attention refuses positions beyond the caches
+            positions = positions.clamp(0, self.max_length - 1)
+        x = decoder.embed_tokens(tokens) + decoder.embed_positions.weight[positions]
+        # Each query is one more head at the last position of the encoder's output, which sees all of it. The operator writes
+        # that position's key and value once more, as they are.
+        attend = torch.ops.lowbit.attention
+        for layer, (k_cache, v_cache, heard_k, heard_v, last_k, last_v) in zip(decoder.layers, self._caches(), strict=True):
+            attention, h = layer.self_attn, layer.self_attn_layer_norm(x)
+            query, key, value = (self._split(project(h)) for project in (attention.q_proj, attention.k_proj, attention.v_proj))
+            output = attend(query, key, value, k_cache, v_cache, start, attention.scaling)
+            x = x + attention.out_proj(output.flatten(2))
+
+            attention, h = layer.encoder_attn, layer.encoder_attn_layer_norm(x)
+            query = self._split(attention.q_proj(h)).reshape(1, self.heads * count, 1, -1)
+            output = attend(query, last_k, last_v, heard_k, heard_v, last, attention.scaling)
+            output = output.view(1, self.heads, count, -1).transpose(1, 2).flatten(2)
+            x = x + attention.out_proj(output)
+
+            x = x + layer.fc2(layer.activation_fn(layer.fc1(layer.final_layer_norm(x))))
+        return self.model.proj_out(decoder.layer_norm(x[:, -1:]))[:, -1]

@@ -1,0 +1,1 @@
+"""Tools that measure, apart from what runs models."""

@@ -1,0 +1,99 @@
+"""Facts about this machine and this installation."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+
+import lowbit
+
+from ... import _C
+from ...machine.facts import cpu_name
+from ...machine.memory import ReadBandwidth, huge_page_setting
+from ...machine.threads import available_cpus
+
+PACKAGES = ("torch", "transformers", "safetensors", "executorch", "torchao")
+_BANDWIDTH_BYTES = 256 << 20  # larger than most caches, and read in half a second on slow memory
+_LAYER = (4096, 4096)  # the linear layer that threads are measured on
+_TUNE_SECONDS = 0.5
+_HUGE_PAGES = "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled"
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of the packages that lowbit works with; None: not installed."""
+    return {package: _installed(package) for package in PACKAGES}
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def active_kernels() -> dict[str, list[str]]:
+    """Names of the kernels that run here, by family and width: "linear, 4 bits" or "attention"."""
+    names: dict[str, list[str]] = {}
+    for row in lowbit.kernels():
+        if row["active"]:
+            bits = row.get("bits")
+            names.setdefault(row["family"] if bits is None else f"{row['family']}, {bits} bits", []).append(row["name"])
+    return names
+
+
+def read_bandwidth(threads: int) -> float | None:
+    """Bytes per second that these threads read from memory; None: too little memory is free."""
+    size = _BANDWIDTH_BYTES
+    try:
+        size = min(size, os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4)
+    except (ValueError, OSError):  # not on macOS
+        pass
+    if size < threads << 20:
+        return None
+    try:
+        return ReadBandwidth(size)(threads)
+    except OSError:
+        return None
+
+
+def examine() -> dict[str, Any]:
+    """Measures the facts that docs/cli.md lists for ``lowbit doctor --json``; takes about two seconds."""
+    allowed, threads = available_cpus(), torch.get_num_threads()
+    tuning = lowbit.tune_threads([_LAYER], seconds=_TUNE_SECONDS, apply=False)
+    return {
+        "lowbit": lowbit.__version__,
+        "python": platform.python_version(),
+        "packages": versions(),
+        "built_with_executorch": _C.executorch_version or None,
+        "cpu": cpu_name(),
+        "architecture": platform.machine(),
+        "isa": lowbit.isa(),
+        "kernels": active_kernels(),
+        "huge_pages": huge_page_setting(),
+        "read_bandwidth": read_bandwidth(min(threads, allowed)),
+        "threads": threads,
+        "cpus_allowed": allowed,
+        "advised_threads": tuning.threads,
+    }
+
+
+def advice(facts: dict[str, Any]) -> list[str]:
+    """Sentences that say what would make this machine faster."""
+    sentences = []
+    if facts["isa"]["cap"]:
+        sentences.append(f"LOWBIT_ISA={facts['isa']['cap']} caps the instruction sets; unset it to use all of this CPU's")
+    elif facts["isa"]["active"] == ["portable"]:
+        sentences.append("this CPU has none of the instruction sets that lowbit has kernels for: portable C++ runs, slowly")
+    if facts["huge_pages"] == "never":
+        sentences.append(f"huge pages are switched off, so weights are read more slowly; switch them on: {_HUGE_PAGES}")
+    if facts["threads"] != facts["advised_threads"]:
+        advised = facts["advised_threads"]
+        sentences.append(
+            f"a token is decoded fastest with {advised} thread{'s' * (advised != 1)}; now there are {facts['threads']}: "
+            f"torch.set_num_threads({advised}), or --threads {advised}; `lowbit tune MODEL` measures a model"
+        )
+    return sentences

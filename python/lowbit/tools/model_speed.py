@@ -1,0 +1,222 @@
+"""Decoding speed of language models, compared with the memory bandwidth."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from .. import nn
+from ..llm.compiled import compile_decoder
+from ..llm.decoder import Decoder
+from ..llm.sampling import most_likely
+from ..machine.facts import cpu_name, peak_memory
+from ..machine.memory import ReadBandwidth
+from ..machine.sizes import size
+from ..packed.rounding import EmbeddingConfig, LinearConfig
+from .shapes import random_model
+
+MODES = ("eager", "compile", "aot")
+
+
+def bytes_per_token(model: torch.nn.Module) -> int:
+    """Packed bytes that a decoding step reads: linear layers, one token's experts, and a row of each embedding.
+
+    All experts count if the configuration does not have their number per token.
+    """
+    layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    tables = [module.info for module in model.modules() if isinstance(module, nn.Embedding)]
+    rows = sum(table.total_bytes // table.out_features for table in tables)
+    chosen, experts = _experts_per_token(model), 0
+    for module in model.modules():
+        if isinstance(module, nn.LinearExperts):
+            experts += module.info.total_bytes * min(module.num_experts, chosen or module.num_experts)
+    return int(sum(layer.info.total_bytes for layer in layers) + experts + rows)
+
+
+def _experts_per_token(model: torch.nn.Module) -> int | None:
+    config = getattr(model, "config", None)
+    config = config.get_text_config() if config is not None else None
+    counts = (getattr(config, name, None) for name in ("num_experts_per_tok", "num_experts_per_token", "moe_topk"))
+    return next((count for count in counts if isinstance(count, int)), None)
+
+
+def measure(step: Callable[..., torch.Tensor], prompt: torch.Tensor, new: int) -> tuple[float, list[float]]:
+    """Seconds to the first token after a prompt [1, s], and for each of ``new`` further tokens, decoded greedily."""
+    start = torch.zeros(1, dtype=torch.int64)
+    seconds, tokens = [], prompt
+    with torch.inference_mode():
+        for _ in range(new + 1):
+            begin = time.perf_counter()
+            token = most_likely(step(tokens, start)[0])
+            seconds.append(time.perf_counter() - begin)
+            start = start + tokens.shape[1]
+            tokens = torch.tensor([[token]])
+    return seconds[0], seconds[1:]
+
+
+def profile(step: Callable[..., torch.Tensor], position: int, count: int = 8) -> dict[str, float]:
+    """Seconds of a decoding step in packed linear layers, in attention, and in the rest, by torch's profiler."""
+    tokens = torch.zeros(1, 1, dtype=torch.int64)
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.inference_mode(), torch.profiler.profile(activities=activities) as recorded:
+        begin = time.perf_counter()
+        for i in range(count):
+            most_likely(step(tokens, torch.tensor([position + i]))[0])
+        total = time.perf_counter() - begin
+    parts = dict.fromkeys(("linear", "attention"), 0.0)
+    for event in recorded.key_averages():
+        part = {"lowbit::linear": "linear", "lowbit::linears": "linear", "lowbit::attention": "attention"}.get(event.key)
+        if part is not None:
+            parts[part] += 1e-6 * event.self_cpu_time_total / count
+    return parts | {"rest": total / count - sum(parts.values())}
+
+
+def make_step(decoder: Decoder, mode: str) -> Callable[..., torch.Tensor]:
+    """The step of a decoder in one of ``MODES``."""
+    if mode not in MODES:
+        raise ValueError(f"mode is {mode!r}; expected one of {', '.join(MODES)}")
+    if mode == "eager":
+        return decoder
+    return compile_decoder(decoder, "inductor" if mode == "compile" else "aot")
+
+
+def run(
+    model_or_shape: torch.nn.Module | str | Any,
+    bits: int = 4,
+    group_size: int | None = 32,
+    *,
+    prompt: int = 512,
+    new: int = 64,
+    threads: int | None = None,
+    modes: Iterable[str] = ("aot",),
+    rounds: int = 3,
+    dtype: torch.dtype = torch.float32,
+    cache: str | None = None,
+) -> dict[str, Any]:
+    """Measures a prompt and decoding, in all modes by turns, with the read bandwidth before and after each turn.
+
+    Other users of a machine take bandwidth too, so the share of the bandwidth is computed for each turn. Figures are medians
+    over the rounds.
+
+    Args:
+        model_or_shape: one of ``lowbit.tools.shapes.NAMES``, or a configuration of transformers, for random weights; or
+            a quantized model of transformers, which then belongs to a decoder.
+        bits, group_size: of the linear layers and embeddings of random weights.
+        prompt: tokens of the prompt.
+        new: number of tokens to decode after it, at least 1.
+        threads: number of threads, restored at the end; None: torch's.
+        modes: of ``MODES``: "eager", "compile" (torch.compile), "aot" (AOTInductor).
+        rounds: number of turns of each mode.
+        dtype: of the activations of random weights.
+        cache: type of the KV cache, as in :class:`Decoder`.
+
+    Returns:
+        A dict that JSON can hold; ``table`` prints it. ``modes`` has for each mode ``prefill_tokens_per_second``,
+        ``seconds_to_first_token``, ``decode_tokens_per_second``, ``share_of_bandwidth`` (packed bytes per token times
+        tokens per second, over the read bandwidth), ``parts`` (seconds of a token in linear layers, attention and the
+        rest) and ``prepare_seconds`` (to compile and run the first time).
+
+    Raises:
+        ValueError: an unknown shape or mode, or numbers below 1.
+    """
+    modes = list(modes)
+    for name, value in (("prompt", prompt), ("new", new), ("rounds", rounds), ("threads", threads)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name} is {value}; expected 1 or more")
+    for mode in modes:
+        if mode not in MODES:
+            raise ValueError(f"mode is {mode!r}; expected one of {', '.join(MODES)}")
+    before = torch.get_num_threads()
+    threads = threads or before
+    torch.set_num_threads(threads)
+    try:
+        if isinstance(model_or_shape, torch.nn.Module):
+            model = model_or_shape
+        else:
+            linear, embedding = LinearConfig(bits, group_size), EmbeddingConfig(bits, group_size)
+            model = random_model(model_or_shape, linear, embedding, dtype)
+        config = model.config.get_text_config()
+        decoder = Decoder(model, -(-(prompt + new + 1) // 16) * 16, cache, replay=True)
+        tokens = torch.randint(config.vocab_size, (1, prompt), generator=torch.Generator().manual_seed(0))
+        steps = {mode: _prepare(decoder, mode, tokens) for mode in modes}
+        touched = bytes_per_token(model)
+        turns = _take_turns(steps, tokens, new, rounds, threads, touched)
+        return {
+            "shape": model_or_shape if isinstance(model_or_shape, str) else config.model_type,
+            "machine": cpu_name(),
+            "threads": threads,
+            "linear": repr(next(layer for layer in model.modules() if isinstance(layer, nn.Linear))),
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "cache": decoder.cache_type,
+            "prompt": prompt,
+            "new": new,
+            "packed_bytes_per_token": touched,
+            "read_bandwidth": statistics.median(turn["roof"] for mode in modes for turn in turns[mode]),
+            "modes": {
+                mode: _medians(turns[mode], prompt)
+                | {"parts": profile(step, prompt, min(8, new)), "prepare_seconds": prepare_seconds}
+                for mode, (step, prepare_seconds) in steps.items()
+            },
+            "peak_memory_bytes": peak_memory(),
+        }
+    finally:
+        torch.set_num_threads(before)
+
+
+def _prepare(decoder: Decoder, mode: str, tokens: torch.Tensor) -> tuple[Any, float]:
+    """The step of a mode, and the seconds to compile it and to run it for the first time."""
+    begin = time.perf_counter()
+    step = make_step(decoder, mode)
+    measure(step, tokens, 2)
+    return step, time.perf_counter() - begin
+
+
+def _take_turns(
+    steps: dict[str, tuple[Any, float]], tokens: torch.Tensor, new: int, rounds: int, threads: int, touched: int
+) -> dict[str, list[dict[str, float]]]:
+    """Figures of each mode and round; ``touched``: bytes that a token reads."""
+    bandwidth = ReadBandwidth()
+    turns: dict[str, list[dict[str, float]]] = {mode: [] for mode in steps}
+    for _ in range(rounds):
+        for mode, (step, _) in steps.items():
+            roofs = [bandwidth(threads)]
+            first, later = measure(step, tokens, new)
+            roofs.append(bandwidth(threads))
+            token, roof = statistics.median(later), statistics.mean(roofs)
+            turns[mode].append({"first": first, "token": token, "roof": roof, "share": touched / token / roof})
+    return turns
+
+
+def _medians(turns: list[dict[str, float]], prompt: int) -> dict[str, Any]:
+    median = {name: statistics.median(turn[name] for turn in turns) for name in turns[0]}
+    return {
+        "prefill_tokens_per_second": prompt / median["first"],
+        "seconds_to_first_token": median["first"],
+        "decode_tokens_per_second": 1 / median["token"],
+        "share_of_bandwidth": median["share"],
+    }
+
+
+def table(result: dict[str, Any]) -> str:
+    """The result of :func:`run` as a Markdown table, with lines about the machine."""
+    weights, read = size(result["packed_bytes_per_token"]), size(result["read_bandwidth"])
+    columns = ["", "decode, tokens/s", "of the bandwidth", f"prompt of {result['prompt']}, tokens/s", "first token, s"]
+    columns += ["linear, ms", "attention, ms", "rest, ms"]
+    lines = [
+        f"{result['shape']}, {result['threads']} threads of {result['machine']}, activations {result['dtype']}",
+        f"{weights} of weights per token, memory read at {read}/s",
+        "",
+        f"| {' | '.join(columns)} |",
+        "|---" * len(columns) + "|",
+    ]
+    for mode, figures in result["modes"].items():
+        parts = " | ".join(f"{1e3 * figures['parts'][part]:.2f}" for part in ("linear", "attention", "rest"))
+        lines.append(
+            f"| {mode} | {figures['decode_tokens_per_second']:.1f} | {100 * figures['share_of_bandwidth']:.0f} % "
+            f"| {figures['prefill_tokens_per_second']:.0f} | {figures['seconds_to_first_token']:.2f} | {parts} |"
+        )
+    return "\n".join(lines)

@@ -1,0 +1,98 @@
+"""The configuration that vLLM makes of the method "lowbit", which chooses how each layer is loaded and run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.config import get_current_vllm_config
+from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.models.utils import WeightsMapper
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+from ..hf.config import METHOD, LowBitConfig
+from .expert_layers import PackedExpertsMethod
+from .linear import PackedMethod
+from .model_facts import ServedModel
+
+_GPT_OSS = (1.702, 7.0)  # alpha and limit of vLLM's own experts, whatever config.json says
+
+
+class ServedConfig(QuantizationConfig):
+    """The method "lowbit" for one model.
+
+    Attributes:
+        config: how float checkpoints are quantized.
+        model: the facts about the model.
+        is_whole: this process builds all layers (no pipeline parallelism).
+    """
+
+    def __init__(self, options: dict[str, Any] | None = None):
+        super().__init__()
+        self.config = LowBitConfig(**(options or {}))
+        self.model = ServedModel()
+        self.is_whole = True
+
+    def get_name(self) -> str:
+        return METHOD
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        return [torch.float32, torch.bfloat16, torch.float16]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        return -1
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        return []
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> ServedConfig:
+        return cls(config)
+
+    def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
+        """Reads the checkpoint, before vLLM builds anything; raises as :meth:`ServedModel.read`."""
+        directory = Path(model_name)
+        if not directory.is_dir():
+            raise ValueError(f"{model_name} is not a directory; lowbit serves local checkpoints: download it first")
+        self.model.read(directory, self.config)
+
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> PackedMethod | PackedExpertsMethod | None:
+        current, model = get_current_vllm_config(), self.model
+        self.is_whole, model.fused = current.parallel_config.pipeline_parallel_size == 1, self.packed_modules_mapping
+        cache, dtype = current.cache_config.cache_dtype, str(current.model_config.dtype).removeprefix("torch.")
+        known = CPUAttentionBackend.supported_kv_cache_dtypes
+        if cache not in (*known, dtype):
+            # vLLM does not check its own list: with another float type, or int8, it generates other tokens without a message.
+            raise ValueError(
+                f"the kv cache is to be {cache} and the activations {dtype}; vLLM's attention for CPUs expects a cache of "
+                f"the activations' type, or one of {', '.join(known)}"
+            )
+        if isinstance(layer, RoutedExperts):
+            holder = model.holder_of(prefix)
+            names = [name for name in model.quantized if name.rpartition(".")[0] == holder]
+            model.asked.update(names)
+            if not names and model.gates.get(holder, _GPT_OSS) != _GPT_OSS:
+                raise ValueError(
+                    f"{prefix} has float experts with alpha and limit {model.gates[holder]}; vLLM computes with {_GPT_OSS}: "
+                    "pack them"
+                )
+            return PackedExpertsMethod(model, layer, prefix, holder) if names else None  # None: float, by vLLM
+        if isinstance(layer, LinearBase | VocabParallelEmbedding):
+            return PackedMethod(model, prefix)
+        return None
+
+    def get_checkpoint_weight_mapper(self) -> WeightsMapper:
+        """Names of tensors in the files -> names in vLLM, which calls this after it has built the model."""
+        unasked = sorted(self.model.selected.keys() - self.model.asked - self.model.ties.keys())
+        if unasked and self.is_whole:
+            raise ValueError(
+                f"{unasked[0]} is to be quantized, which vLLM does not do there; leave it float: "
+                f'"overrides": [["{unasked[0]}", null]]'
+            )
+        return super().get_checkpoint_weight_mapper() | WeightsMapper(orig_to_new_regex=self.model.renaming())

@@ -1,0 +1,158 @@
+"""Processes that are killed at every change of the disk, and power that fails there: crash_states.py says how.
+
+What is found at the target is what was there before, or all of the new; or loading it is refused.
+"""
+
+import itertools
+import os
+import shutil
+from pathlib import Path
+
+import crash_actions
+import crash_states
+import pytest
+import torch
+from checkpoints import load
+from crash_actions import ACTIONS, CONFIG, JOURNALS, journal_layers
+from crash_states import DIRECTORY, killed, make, tree_of, without_power
+from lowbit.calibration.journal import Journal
+from needs import lacking
+
+pytestmark = pytest.mark.first
+
+if shutil.which("strace") is None:
+    lacking("there is no strace; scripts/need.sh test installs it")
+# All subsets of as many uncertain changes, and as many of others at random. `make soak` takes more.
+MOST = int(os.environ.get("LOWBIT_CRASH_CHANGES", 4))
+TARGETS = {
+    "quantize": "packed", "quantize into": "packed", "gguf": "m.gguf", "import": "imported", "pte": "m.pte",
+    "pt2": "m.pt2", "report": "figures.json",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory) -> Path:
+    base = tmp_path_factory.mktemp("sources")
+    crash_actions.make_sources(base)
+    return base
+
+
+@pytest.fixture(scope="module")
+def recordings(sources, tmp_path_factory) -> dict:
+    """What each action did to its directory. Two files are there already, and a directory."""
+    base = tmp_path_factory.mktemp("recorded")
+    places = {name: base / name for name in ACTIONS}
+    for place in places.values():
+        place.mkdir()
+    for name in places.keys() & {"gguf", "pte", "pt2", "report"}:
+        (places[name] / TARGETS[name]).write_bytes(b"what was there")
+    (places["quantize into"] / "packed").mkdir()
+    older = load(sources / "older", quantization_config=CONFIG)
+    for name in ("one over one", "shards over one"):
+        older.save_pretrained(places[name] / "saved")
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1] / "support"), "OMP_NUM_THREADS": "1"}
+    script = Path(crash_actions.__file__)
+    made = crash_states.record(script, [sources, base, *places], list(places.values()), base / "log", **environment)
+    return dict(zip(places, made, strict=True))
+
+
+def below(tree: dict, target: str) -> dict:
+    """What lies at the target, by paths relative to it."""
+    return {path[len(target) :]: found for path, found in tree.items() if (path + "/").startswith(target + "/")}
+
+
+@pytest.mark.parametrize("name", [name for name in TARGETS if name in ACTIONS])
+def test_the_old_or_the_new(name, sources, recordings, tmp_path):
+    recording, target = recordings[name], TARGETS[name]
+    old, new = (below(crash_states.tree_after(recording, e), target) for e in ([], recording.events))
+    assert new not in ({}, old)
+    counts = {}
+    leftovers = {}
+    for how, states in (("killed", killed(recording)), ("power", without_power(recording, MOST))):
+        for tree in states:
+            found = below(tree, target)
+            # While a rename is rehearsed, an empty directory stands there: for every loader no checkpoint.
+            verdict = "old" if found in (old, {"": DIRECTORY}) else "new" if found == new else "neither"
+            if verdict == "neither":
+                make(tree, tmp_path / "neither")
+                pytest.fail(f"{how}: {sorted(found)} is neither the old nor the new, in {tmp_path / 'neither'}")
+            counts[how, verdict] = counts.get((how, verdict), 0) + 1
+            leftovers.setdefault(frozenset(path for path in tree if not path.startswith(target)), (verdict, tree))
+    assert all(counts.get((how, verdict)) for how in ("killed", "power") for verdict in ("old", "new")), counts
+    # The next run sweeps what was left, and gives the same bytes.
+    unfinished = [tree for paths, (verdict, tree) in leftovers.items() if paths and verdict == "old"]
+    assert unfinished
+    for number, tree in enumerate(unfinished[:: len(unfinished) if name in ("pte", "pt2") else max(1, len(unfinished) // 3)]):
+        place = tmp_path / f"{number}"
+        make(tree, place)
+        ACTIONS[name](sources, place)
+        found = tree_of(place)
+        assert all(path.startswith(target) for path in found)
+        if name == "pt2":  # two of one model differ in names that AOTInductor gives its files
+            torch._inductor.aoti_load_package(str(place / target))
+        else:
+            assert below(found, target) == new
+
+
+def test_a_calibration_goes_on_with_its_own_layers(recordings, tmp_path):
+    """What a run takes up was written whole, and by runs of the same settings."""
+    recording = recordings["journal"]
+    expected = {
+        key: {
+            names[0]: packed
+            for identity, first in JOURNALS
+            if identity["config"] == key
+            for names, _, packed in journal_layers(first)
+        }
+        for key in "ab"
+    }
+    taken_up, seen = {"a": 0, "b": 0}, set()
+    for number, tree in enumerate(itertools.chain(killed(recording), without_power(recording, MOST))):
+        key = hash(frozenset(tree.items()))
+        if key in seen:
+            continue
+        seen.add(key)
+        for name in "ab":
+            place = tmp_path / f"{number}{name}"
+            make(tree, place)
+            with pytest.raises(OSError, match="stays"), Journal(place / "target", {"config": name}) as journal:
+                for layer, (_, packed) in journal.packed.items():
+                    assert layer in expected[name] and torch.equal(packed, expected[name][layer]), (layer, place)
+                assert journal.widths() in (None, {"of": name}), place
+                taken_up[name] += len(journal.packed)
+                raise OSError("so that what is there stays")
+            shutil.rmtree(place)
+    assert min(taken_up.values()) > 0
+    # And what was kept is there once keep() is back, whatever the disk had no time for.
+    missing = set(crash_states.uncertain(recording.events))
+    there = [event for number, event in enumerate(recording.events) if number not in missing]
+    make(crash_states.tree_after(recording, there), tmp_path / "end")
+    with Journal(tmp_path / "end" / "target", {"config": "b"}) as journal:
+        assert journal.packed.keys() == expected["b"].keys()
+
+
+def test_saved_models_are_whole_or_refused(sources, recordings, tmp_path):
+    """save_pretrained is transformers', which writes in place, and does not wait for the disk: killed anywhere, it leaves
+    a model that loads as it was saved, or that is refused; one that it writes over may be gone."""
+    old, new = (load(sources / name, quantization_config=CONFIG).state_dict() for name in ("older", "model"))
+    for name in ("saved", "one over one", "shards over one"):
+        outcomes, seen = [], set()
+        for tree in killed(recordings[name]):
+            weights = frozenset(item for item in tree.items() if not item[0].endswith("generation_config.json"))
+            if weights in seen:
+                continue
+            seen.add(weights)
+            place = tmp_path / f"{name} {len(seen)}"
+            make(tree, place)
+            try:
+                found = load(place / "saved").state_dict()
+            except (OSError, ValueError):
+                outcomes.append("refused")
+                continue
+            same = [all(torch.equal(found[key], state[key]) for key in state) for state in (old, new)]
+            assert any(same), place
+            outcomes.append("old" if same[0] else "new")
+            shutil.rmtree(place)
+        # Shards over a single file: transformers leaves that, and would load it.
+        assert outcomes[-1] == ("refused" if name == "shards over one" else "new"), name
+        assert outcomes[0] == ("refused" if name == "saved" else "old"), name

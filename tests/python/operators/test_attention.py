@@ -1,0 +1,511 @@
+"""Attention over static caches: its bits, how near the exact result they are, what they do not depend on."""
+
+import re
+
+import lowbit
+import pytest
+import reference
+import torch
+from lowbit.operators.ops import cache_storage, cache_width
+from reference import DTYPES, assert_same_bits
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:" + what)
+    for what in (":DeprecationWarning", ":FutureWarning", "This API is experimental", "Mutation on a buffer")
+]
+
+SHAPES = [(1, 8, 2, 64), (2, 4, 4, 32), (1, 7, 1, 80), (1, 6, 2, 128), (1, 3, 3, 16), (1, 2, 1, 256)]
+
+
+def at(start: int) -> torch.Tensor:
+    return torch.tensor([start])
+
+
+def text(batch, heads, kv_heads, length, width, dtype=torch.float32, seed=0):
+    """q, k and v as models have them: transposed views."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def make(heads):
+        return torch.randn(batch, length, heads, width, generator=generator).to(dtype).transpose(1, 2)
+
+    return make(heads), make(kv_heads), make(kv_heads)
+
+
+def caches(batch, kv_heads, max_length, width, dtype=torch.float32):
+    """Filled with what must not show in any result."""
+    shape = (batch, kv_heads, max_length, width)
+    return torch.full(shape, torch.nan, dtype=dtype), torch.full(shape, torch.inf, dtype=dtype)
+
+
+def run(q, k, v, k_cache, v_cache, lengths, scale=None):
+    """The text in calls of so many positions each."""
+    assert sum(lengths) == q.shape[2]
+    out, start = [], 0
+    for length in lengths:
+        new = slice(start, start + length)
+        out.append(lowbit.attention(q[:, :, new], k[:, :, new], v[:, :, new], k_cache, v_cache, at(start), scale=scale))
+        start += length
+    return torch.cat(out, 1)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_bits_are_those_of_the_contract(shape, dtype):
+    batch, heads, kv_heads, width = shape
+    length = 300 if width <= 80 else 40
+    q, k, v = text(batch, heads, kv_heads, length, width, dtype)
+    q[:, :, -5:] *= 100  # scores of hundreds: weights that vanish
+    found = run(q, k, v, *caches(batch, kv_heads, 304, width, dtype), [length - 20, 19, 1])
+    scale = width**-0.5
+    assert_same_bits(found[:, -20:], reference.attention(q[:, :, -20:], k, v, length - 20, scale))
+    assert_same_bits(found[:, :9], reference.attention(q[:, :, :9], k[:, :, :9], v[:, :, :9], 0, scale))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_near_the_exact_result(shape, dtype):
+    batch, heads, kv_heads, width = shape
+    length, scale = 600, 0.7 * width**-0.5
+    q, k, v = text(batch, heads, kv_heads, length, width, dtype)
+    found = run(q, k, v, *caches(batch, kv_heads, 608, width, dtype), [length], scale).double()
+    q, k, v = q.double(), k.double(), v.double()
+    exact = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True).transpose(
+        1, 2
+    )
+    # A score is off by what width + 2 roundings of its products make of it, a weight by the factor that two such
+    # errors, the rounding of a difference and exp2 are, and the result by twice that and a rounding per position.
+    unit = 2.0**-24
+    products = (q.abs() @ k.abs().repeat_interleave(heads // kv_heads, 1).transpose(2, 3) * scale).max().item()
+    weight = 2 * (width + 2) * unit * products + 2 * products * unit + 2.0**-23
+    bound = (2 * weight + (length + 4) * unit) * v.abs().max() + exact.abs() * torch.finfo(dtype).eps / 2
+    assert ((found - exact).abs() <= bound + 2.0**-24).all()
+    assert bound.max() < (1e-2 if dtype is not torch.bfloat16 else 3e-2)  # it says something
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES[:3], ids=str)
+def test_any_cut_and_any_number_of_threads_give_the_same_bits(shape, dtype):
+    batch, heads, kv_heads, width = shape
+    q, k, v = text(batch, heads, kv_heads, 560, width, dtype)
+    whole = caches(batch, kv_heads, 576, width, dtype)
+    expected = run(q, k, v, *whole, [560])
+    for threads in (1, 2, 5):
+        torch.set_num_threads(threads)
+        for lengths in ([560], [1] * 10 + [2, 7, 16, 33, 200, 0, 291, 1], [255, 1, 1, 303], [16] * 35):
+            used = caches(batch, kv_heads, 576, width, dtype)
+            assert_same_bits(run(q, k, v, *used, lengths), expected)
+            for one, other in zip(used, whole):
+                assert_same_bits(one, other)
+
+
+@pytest.mark.parametrize("more", [{}, {"window": 700, "softcap": 5.0, "sinks": True}], ids=["plain", "more"])
+@pytest.mark.parametrize("kind", [torch.float32, (torch.int8, torch.int4), torch.int4], ids=str)
+def test_a_long_text_with_one_head_of_keys(kind, more):
+    """Threads share the positions of a token."""
+    length, width = 1290, 32
+    q, k, v = text(1, 6, 1, length, width)
+    if "sinks" in more:
+        more = more | {"sinks": torch.randn(6, generator=torch.Generator().manual_seed(3))}
+    k_cache, v_cache = new_caches(1, 1, 1296, width, width, kind)
+    whole = lowbit.attention(q, k, v, k_cache, v_cache, at(0), **more)
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 2, 3, 8):
+            torch.set_num_threads(count)
+            for start in (500, 511, 512, 1023, 1024, 1289):
+                new = slice(start, start + 1)
+                token = lowbit.attention(q[:, :, new], k[:, :, new], v[:, :, new], k_cache, v_cache, at(start), **more)
+                assert_same_bits(token, whole[:, new])
+    finally:
+        torch.set_num_threads(threads)
+    scale, old = width**-0.5, more | {"cache": kind}
+    assert_same_bits(whole[:, -1:], reference.attention(q[:, :, -1:], k, v, length - 1, scale, **old))
+
+
+def test_the_caches_hold_the_text_and_nothing_else_changes():
+    q, k, v = text(2, 4, 2, 37, 32)
+    k_cache, v_cache = (torch.full((2, 2, 64, 32), -7.0) for _ in range(2))
+    run(q, k, v, k_cache, v_cache, [20, 1, 16])
+    keys = k_cache.view(2, 2, 4, 32, 16).transpose(3, 4).reshape(2, 2, 64, 32)  # panels of 16 positions
+    for cache, new in ((keys, k), (v_cache, v)):
+        assert torch.equal(cache[:, :, :37], new) and (cache[:, :, 37:] == -7).all()
+    # A new text begins at 0; what an older one left behind does not show.
+    other = run(*(t[:, :, :5] for t in (q, k, v)), k_cache, v_cache, [5])
+    assert_same_bits(other, run(*(t[:, :, :5] for t in (q, k, v)), *caches(2, 2, 16, 32), [5]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_strides(dtype):
+    q, k, v = text(2, 4, 2, 20, 48, dtype)
+    expected = run(q, k, v, *caches(2, 2, 32, 48, dtype), [20])
+    assert expected.is_contiguous() and expected.shape == (2, 20, 4, 48)
+
+    def spread(t):
+        wide = torch.full((*t.shape[:3], 2 * t.shape[3]), torch.nan, dtype=dtype)
+        wide[..., ::2] = t
+        return wide[..., ::2]
+
+    changes = [
+        torch.Tensor.contiguous,
+        spread,
+        lambda t: t.transpose(0, 3).contiguous().transpose(0, 3),
+        lambda t: torch.cat([t.new_ones(1), t.flatten()])[1:].view(t.shape),  # not aligned
+    ]
+    for change in changes:
+        found = run(change(q), change(k), change(v), *caches(2, 2, 32, 48, dtype), [13, 7])
+        assert_same_bits(found, expected)
+    same = k[:1, :1].expand(2, 2, 20, 48)
+    assert_same_bits(
+        run(q, same, same, *caches(2, 2, 32, 48, dtype), [20]),
+        run(q, same.clone(), same.clone(), *caches(2, 2, 32, 48, dtype), [20]),
+    )
+
+
+def test_start_is_a_scalar_or_has_one_element():
+    q, k, v = text(1, 2, 1, 3, 16)
+    for start in (torch.tensor(0), torch.tensor([0])):
+        assert lowbit.attention(q, k, v, *caches(1, 1, 16, 16), start).isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_nan_and_infinity_stay_where_they_belong(dtype):
+    q, k, v = text(1, 4, 2, 300, 32, dtype)
+    usual = run(q, k, v, *caches(1, 2, 304, 32, dtype), [300])
+
+    def changed(tensor, index, value):
+        tensor = tensor.clone()
+        tensor[index] = value
+        return tensor
+
+    def other(found):
+        """[positions, heads]: where a row is not as usual, and where all of it is NaN."""
+        assert torch.where(
+            found.isnan(),
+            True,
+            found.view(torch.int32 if dtype is torch.float32 else torch.int16)
+            != (torch.full_like(found, torch.nan).view(torch.int32 if dtype is torch.float32 else torch.int16)),
+        ).all()
+        return (found != usual).any(-1)[0], found.isnan().all(-1)[0]
+
+    everywhere = torch.zeros(300, 4, dtype=torch.bool)
+    for value in (torch.nan, torch.inf, -torch.inf):
+        changes, nans = other(run(changed(q, (0, 1, 270, 3), value), k, v, *caches(1, 2, 304, 32, dtype), [300]))
+        expected = everywhere.clone()
+        expected[270, 1] = True
+        assert torch.equal(changes, expected)
+        assert nans[270, 1]  # some score is infinite and the largest
+
+        changes, nans = other(run(q, k, changed(v, (0, 1, 100, 3), value), *caches(1, 2, 304, 32, dtype), [300]))
+        expected = everywhere.clone()
+        expected[100:, 2:] = True
+        assert torch.equal(changes, expected) and not nans.any()
+
+    changes, nans = other(run(q, changed(k, (0, 0, 100, 3), torch.nan), v, *caches(1, 2, 304, 32, dtype), [150, 150]))
+    expected = everywhere.clone()
+    expected[100:, :2] = True
+    assert torch.equal(changes, expected) and torch.equal(nans, expected)
+
+
+def test_scores_of_minus_infinity_weigh_nothing():
+    q, k, v = text(1, 1, 1, 300, 16)
+    q = q.abs() + 1
+    k[:, :, :260] = -torch.inf  # all of the first block
+    found = run(q, k, v, *caches(1, 1, 304, 16), [300])
+    assert found[:, :260].isnan().all()
+    assert_same_bits(found[:, 260], v[:, 0, None, 260])
+    assert found[:, 260:].isfinite().all()
+
+
+GOOD = {
+    "q": torch.ones(1, 4, 3, 32),
+    "k": torch.ones(1, 2, 3, 32),
+    "v": torch.ones(1, 2, 3, 32),
+    "k_cache": torch.ones(1, 2, 16, 32),
+    "v_cache": torch.ones(1, 2, 16, 32),
+    "start": torch.tensor([0]),
+}
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"q": GOOD["q"].double()}, "q has dtype float64; expected float32, bfloat16 or float16"),
+        ({"q": torch.ones(4, 3, 32)}, "q has shape [4, 3, 32]; expected [batch, heads, positions, width]"),
+        ({"q": torch.ones(1, 4, 3, 40)}, "q has width 40; expected a multiple of 16 from 16 to 512"),
+        ({"q": torch.ones(1, 4, 3, 0)}, "q has width 0; expected a multiple of 16 from 16 to 512"),
+        ({"q": torch.ones(1, 4, 3, 528)}, "q has width 528; expected a multiple of 16 from 16 to 512"),
+        ({"q": torch.ones(1, 3, 3, 32)}, "q has 3 heads; expected 1 or more times 2, the heads of the caches"),
+        ({"q": torch.ones(1, 0, 3, 32)}, "q has 0 heads; expected 1 or more times 2, the heads of the caches"),
+        ({"q": GOOD["q"].half()}, "k has dtype float32; expected float16, as q has"),
+        ({"k_cache": GOOD["k_cache"].double()}, "k_cache has dtype float64; expected float32, bfloat16, float16 or int8"),
+        ({"k_cache": GOOD["k_cache"].to(torch.int8)}, "k_cache has shape [1, 2, 16, 32]; expected [1, 2, 16, 36], or 20"),
+        ({"k_cache": torch.ones(1, 2, 16, 36, dtype=torch.int8)}, "v_cache has dtype float32; expected int8"),
+        ({"v_cache": torch.ones(1, 2, 16, 36, dtype=torch.int8)}, "v_cache has dtype int8; expected float32"),
+        (
+            {"k_cache": torch.ones(1, 2, 16, 36, dtype=torch.int8), "v_cache": torch.ones(1, 2, 16, 32, dtype=torch.int8)},
+            "v_cache has shape [1, 2, 16, 32]; expected [1, 2, 16, 36], or 20 for 4 bits",
+        ),
+        ({"k": GOOD["k"].half()}, "k has dtype float16; expected float32, as q has"),
+        ({"v": GOOD["v"].bfloat16()}, "v has dtype bfloat16; expected float32, as q has"),
+        ({"k": torch.ones(1, 4, 3, 32)}, "k has shape [1, 4, 3, 32]; expected [1, 2, 3, 32]"),
+        ({"k": torch.ones(1, 2, 2, 32)}, "k has shape [1, 2, 2, 32]; expected [1, 2, 3, 32]"),
+        ({"v": torch.ones(1, 2, 3, 16)}, "v_cache has shape [1, 2, 16, 32]; expected [1, 2, 16, 16]"),
+        ({"v": torch.ones(1, 2, 3, 40)}, "v has width 40; expected a multiple of 16 from 16 to 512"),
+        ({"v": torch.ones(1, 2, 2, 32)}, "v has shape [1, 2, 2, 32]; expected [1, 2, 3, 32]"),
+        ({"v": torch.ones(2, 3, 32)}, "v has shape [2, 3, 32]; expected [batch, heads, positions, width]"),
+        ({"k_cache": torch.ones(2, 16, 32)}, "k_cache has shape [2, 16, 32]; expected [batch, kv_heads, max_length"),
+        ({"k_cache": torch.ones(2, 2, 16, 32)}, "k_cache has shape [2, 2, 16, 32]; expected [1, 2, 16, 32]"),
+        ({"k_cache": torch.ones(1, 2, 16, 48)}, "k_cache has shape [1, 2, 16, 48]; expected [1, 2, 16, 32]"),
+        ({"k_cache": torch.ones(1, 2, 20, 32)}, "expected a max_length that is a multiple of 16"),
+        ({"k_cache": torch.ones(1, 0, 16, 32)}, "k_cache has shape [1, 0, 16, 32]; expected a head"),
+        ({"k_cache": torch.ones(1, 16, 2, 32).transpose(1, 2)}, "k_cache is not contiguous"),
+        ({"v_cache": torch.ones(1, 2, 32, 32)}, "v_cache has shape [1, 2, 32, 32]; expected [1, 2, 16, 32]"),
+        ({"v_cache": torch.ones(1, 2, 16, 32).half()}, "v_cache has dtype float16; expected float32"),
+        ({"v_cache": torch.ones(1, 16, 2, 32).transpose(1, 2)}, "v_cache is not contiguous"),
+        ({"start": torch.tensor([0], dtype=torch.int32)}, "start has dtype int32 and shape [1]; expected int64"),
+        ({"start": torch.tensor([0, 1])}, "start has dtype int64 and shape [2]; expected int64 and one element"),
+        ({"start": torch.tensor([[0]])}, "start has dtype int64 and shape [1, 1]; expected int64 and one element"),
+        ({"start": torch.tensor([], dtype=torch.int64)}, "start has dtype int64 and shape [0]; expected int64 and one"),
+        *[
+            ({"start": at(start)}, f"start is {start} with 3 new positions; expected 0 to 13, the max_length of 16 less")
+            for start in (-1, 14, 16, 2**62, -(2**63), 2**63 - 1)
+        ],
+        (
+            {"q": torch.ones(1, 4, 20, 32), "k": torch.ones(1, 2, 20, 32), "v": torch.ones(1, 2, 20, 32)},
+            "start is 0 with 20 new positions; expected 0 to -4",
+        ),
+    ],
+)
+def test_refusals(changes, message):
+    arguments = {**GOOD, **changes}
+    k_cache, v_cache = (arguments[name].clone() for name in ("k_cache", "v_cache"))
+    with pytest.raises(IndexError if message.startswith("start is") else ValueError, match=re.escape(message)):
+        lowbit.attention(**arguments)
+    assert torch.equal(arguments["k_cache"], k_cache) and torch.equal(arguments["v_cache"], v_cache)
+
+
+def test_one_memory_for_both_caches_is_refused():
+    cache = torch.zeros(3, 1, 2, 16, 32)
+    for k_cache, v_cache in ((cache[0], cache[0]), (cache[0], cache.flatten()[1023:2047].view(1, 2, 16, 32))):
+        with pytest.raises(ValueError, match="share memory"):
+            lowbit.attention(**{**GOOD, "k_cache": k_cache, "v_cache": v_cache})
+    lowbit.attention(**{**GOOD, "k_cache": cache[2], "v_cache": cache[1]})
+
+
+def test_no_positions_change_nothing():
+    k_cache, v_cache = torch.zeros(1, 2, 16, 32), torch.zeros(1, 2, 16, 32)
+    out = lowbit.attention(*(GOOD[name][:, :, :0] for name in "qkv"), k_cache, v_cache, at(16))
+    assert out.shape == (1, 0, 4, 32) and not k_cache.any() and not v_cache.any()
+
+
+# window, softcap, sinks, width of the values
+OTHER_SCORES = [(7, None, False, 32), (None, 20.0, False, 32), (None, None, True, 64), (130, 5.0, True, 16)]
+
+
+@pytest.mark.parametrize("window, softcap, with_sinks, value_width", OTHER_SCORES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_other_scores(window, softcap, with_sinks, value_width, dtype):
+    length = 290
+    q, k, _ = text(1, 4, 2, length, 32, dtype)
+    _, _, v = text(1, 4, 2, length, value_width, dtype, seed=1)
+    sinks = torch.tensor([-3.0, 0.5, 4.0, 90.0]).to(dtype) if with_sinks else None
+    scores = {"window": window, "softcap": softcap, "sinks": sinks}
+    (k_cache, _), (_, v_cache) = caches(1, 2, 304, 32, dtype), caches(1, 2, 304, value_width, dtype)
+    out, start = [], 0
+    for count in (length - 20, 19, 1):
+        new = slice(start, start + count)
+        out.append(lowbit.attention(q[:, :, new], k[:, :, new], v[:, :, new], k_cache, v_cache, at(start), **scores))
+        start += count
+    found = torch.cat(out, 1)
+    scale = 32**-0.5
+    expected = reference.attention(q[:, :, -20:], k, v, length - 20, scale, window or 0, softcap or 0.0, sinks)
+    assert_same_bits(found[:, -20:], expected)
+
+    # And what the words mean.
+    scores = (q.double() @ k.double().repeat_interleave(2, 1).transpose(2, 3)) * scale
+    if softcap:
+        scores = softcap * (scores / softcap).tanh()
+    i, j = torch.arange(length)[:, None], torch.arange(length)
+    scores = scores.masked_fill((j > i) | (j <= i - (window or length)), -torch.inf)
+    if with_sinks:
+        scores = torch.cat([scores, sinks.double()[None, :, None, None].expand(1, 4, length, 1)], -1)
+    exact = scores.softmax(-1)[..., :length] @ v.double().repeat_interleave(2, 1)
+    tolerance = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}[dtype]
+    torch.testing.assert_close(found.double(), exact.transpose(1, 2), rtol=tolerance, atol=tolerance)
+
+
+# Activations and caches of different types; of a pair the keys have the first.
+MIXED = [
+    (torch.float32, torch.bfloat16), (torch.float32, torch.float16), (torch.float32, torch.int8),
+    (torch.bfloat16, torch.int8), (torch.float16, torch.int8), (torch.bfloat16, torch.float32),
+    (torch.float32, torch.int4), (torch.bfloat16, (torch.int8, torch.int4)),
+]  # fmt: skip
+
+
+def new_caches(batch, kv_heads, max_length, width, value_width, kind):
+    """Filled with what must not show; the scales of codes are NaN. ``kind``: a dtype, or those of keys and values."""
+    return [
+        torch.full((batch, kv_heads, max_length, cache_width(each, dtype)),
+                   torch.nan if dtype.is_floating_point else -1, dtype=cache_storage(dtype))
+        for each, dtype in zip((width, value_width), kind if isinstance(kind, tuple) else (kind, kind))
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("window, softcap, with_sinks, value_width", [(None, None, False, 32), *OTHER_SCORES])
+@pytest.mark.parametrize("dtype, cache", MIXED, ids=str)
+def test_caches_of_other_types(dtype, cache, window, softcap, with_sinks, value_width):
+    length = 290
+    if cache in (torch.int4, (torch.int8, torch.int4)):
+        value_width = -(-value_width // 32) * 32
+    q, k, _ = text(1, 4, 2, length, 32, dtype)
+    _, _, v = text(1, 4, 2, length, value_width, dtype, seed=1)
+    k[0, 1, 285] = 0  # no scale
+    sinks = torch.tensor([-3.0, 0.5, 4.0, 90.0]).to(dtype) if with_sinks else None
+    scores = {"window": window, "softcap": softcap, "sinks": sinks}
+    results = []
+    for cut in ((length - 20, 19, 1), (length,), (3, 250, 37)):
+        k_cache, v_cache = new_caches(1, 2, 304, 32, value_width, cache)
+        out, start = [], 0
+        for count in cut:
+            new = slice(start, start + count)
+            out.append(lowbit.attention(q[:, :, new], k[:, :, new], v[:, :, new], k_cache, v_cache, at(start), **scores))
+            start += count
+        results.append(torch.cat(out, 1))
+        assert results[-1].dtype is dtype
+        assert_same_bits(results[-1], results[0])
+    expected = reference.attention(q[:, :, -20:], k, v, length - 20, 32**-0.5, window or 0, softcap or 0.0, sinks, cache=cache)
+    assert_same_bits(results[0][:, -20:], expected)
+
+
+def test_int8_caches_hold_codes_and_scales():
+    q, k, v = text(2, 4, 2, 37, 32)
+    k[0, 0, 3], v[1, 1, 5] = 0, 2.0**-140  # no scale, and one that is too small
+    k[0, 1, 4, 7], v[0, 0, 6, 1] = torch.inf, torch.nan
+    k_cache, v_cache = new_caches(2, 2, 64, 32, 32, torch.int8)
+    run(q, k, v, k_cache, v_cache, [20, 1, 16])
+    for cache, given in ((k_cache, k), (v_cache, v)):
+        codes, scales = cache.view(2, 2, -1).split((64 * 32, 64 * 4), -1)
+        if cache is k_cache:
+            codes = codes.view(2, 2, 4, 8, 16, 4).transpose(3, 4)  # panels of 16 positions, four inputs of one together
+        codes, scales = codes.reshape(2, 2, 64, 32), scales.contiguous().view(torch.float32)
+        expected, expected_scales = reference.cached(given, torch.int8)
+        assert torch.equal(codes[:, :, :37].float(), expected) and (codes[:, :, 37:] == -1).all()
+        assert torch.equal(scales[:, :, :37].nan_to_num(-5), expected_scales.nan_to_num(-5))
+        assert scales[:, :, 37:].isnan().all()
+        error = (codes[:, :, :37] * scales[:, :, :37, None] - given).abs()
+        least = 127 * 2.0**-126  # what is smaller has no scale
+        finite = given.isfinite().all(-1, keepdim=True)
+        assert (error <= 0.5001 * scales[:, :, :37, None] + least).logical_or(~finite).all()
+
+
+@pytest.mark.parametrize("width", [32, 64, 96, 256, 512])
+def test_int4_caches_hold_rotated_codes_and_scales(width):
+    q, k, v = text(1, 2, 1, 37, width)
+    k[0, 0, 3], v[0, 0, 5] = 0, 2.0**-140  # no scale, and one that is too small
+    k[0, 0, 4, 7], v[0, 0, 6, 1] = torch.inf, torch.nan
+    k[0, 0, 7, 3] = 1e30  # one input has all: rotated, no level is far from it
+    v[0, 0, 8] *= 2e37
+    k_cache, v_cache = new_caches(1, 1, 48, width, width, torch.int4)
+    run(q, k, v, k_cache, v_cache, [20, 1, 16])
+    for cache, given in ((k_cache, k), (v_cache, v)):
+        pairs, scales = cache.view(torch.uint8).flatten().split((48 * width // 2, 48 * 4))
+        halves = torch.stack([pairs & 15, pairs >> 4], -1)
+        if cache is k_cache:  # panels of 16 positions, inputs 2 i and 2 i + 1 of one in a byte
+            codes = halves.view(3, width // 2, 16, 2).permute(0, 2, 1, 3)
+        else:  # inputs i and i + 16
+            codes = halves.view(48, width // 32, 16, 2).transpose(2, 3)
+        codes, scales = codes.reshape(48, width)[:37], scales.clone().view(torch.float32)
+        expected, expected_scales = reference.cached(given[0, 0], torch.int4)
+        levels = torch.tensor([-level for level in reversed(reference.LEVELS)] + reference.LEVELS)
+        assert torch.equal(levels[codes.long()], expected)
+        assert torch.equal(scales[:37].nan_to_num(-5), expected_scales.nan_to_num(-5)) and scales[37:].isnan().all()
+        # Rotated back, they are what was given, but for a hundredth of its squares.
+        back = reference.rotated(levels[codes.long()].double() * scales[:37, None])
+        error = (back - given[0, 0]).square().sum(-1) / given[0, 0].double().square().sum(-1)
+        usual = [i for i in range(37) if i not in (3, 4, 5, 6)]
+        assert error[usual].max() < 0.025 and 0.004 < error[usual].mean() < 0.0125
+
+
+@pytest.mark.parametrize("kind", [torch.int8, torch.int4], ids=str)
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_a_position_that_is_not_finite_is_nan_in_a_cache_of_codes(value, kind):
+    q, k, v = text(1, 4, 2, 300, 32)
+
+    def nans(k, v):
+        found = run(q, k, v, *new_caches(1, 2, 304, 32, 32, kind), [150, 150])
+        return found.isnan().all(-1)[0], found.isnan().any(-1)[0]
+
+    for of_keys in (True, False):
+        changed = (k if of_keys else v).clone()
+        changed[0, 0, 100, 3] = value
+        everywhere, somewhere = nans(changed, v) if of_keys else nans(k, changed)
+        expected = torch.zeros(300, 4, dtype=torch.bool)
+        expected[100:, :2] = True
+        assert torch.equal(everywhere, expected) and torch.equal(somewhere, expected)
+
+
+@pytest.mark.parametrize(
+    "scores, message",
+    [
+        ({"window": 0}, "window is 0; expected 1 or more, or None"),
+        ({"window": -4}, "window is -4; expected 1 or more, or None"),
+        ({"softcap": 0.0}, "softcap is 0.0; expected a positive number, or None"),
+        ({"softcap": float("nan")}, "softcap is nan; expected a positive number, or None"),
+        ({"softcap": float("inf")}, "softcap is inf; expected a number from 1e-06 to 1e+30, or 0 for none"),
+        ({"softcap": 1e-320}, "softcap is 9.99989e-321; expected a number from 1e-06 to 1e+30, or 0 for none"),
+        ({"scale": float("nan")}, "scale is nan; expected a number from -1e+30 to 1e+30"),
+        ({"sinks": torch.zeros(3)}, "sinks has dtype float32 and shape [3]; expected float32 and [4]"),
+        ({"sinks": torch.zeros(4).half()}, "sinks has dtype float16 and shape [4]; expected float32 and [4]"),
+    ],
+)
+def test_refused_scores(scores, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        lowbit.attention(**GOOD, **scores)
+
+
+def test_opcheck():
+    for dtype in DTYPES:
+        q, k, v = text(1, 4, 2, 3, 32, dtype)
+        buffers = (torch.zeros(1, 2, 16, 32, dtype=dtype) for _ in range(2))
+        torch.library.opcheck(torch.ops.lowbit.attention.default, (q, k, v, *buffers, at(2), 0.25))
+        for sizes in ((36, 20), (20, 20)):
+            codes = (torch.zeros(1, 2, 16, size, dtype=torch.int8) for size in sizes)
+            torch.library.opcheck(torch.ops.lowbit.attention.default, (q, k, v, *codes, at(2), 0.25))
+
+
+def test_values_of_4_bits_beside_keys_of_int8():
+    """Each cache is the one that it is beside its own kind; the other way round is refused."""
+    q, k, v = text(1, 4, 2, 37, 32)
+    k_codes, v_codes = new_caches(1, 2, 48, 32, 32, torch.int8)
+    k_pairs, v_pairs = new_caches(1, 2, 48, 32, 32, torch.int4)
+    k_cache, v_cache = new_caches(1, 2, 48, 32, 32, (torch.int8, torch.int4))
+    for used in ((k_codes, v_codes), (k_pairs, v_pairs), (k_cache, v_cache)):
+        run(q, k, v, *used, [20, 1, 16])
+    assert torch.equal(k_cache, k_codes) and torch.equal(v_cache, v_pairs)
+    message = "k_cache has 4-bit codes and v_cache has shape [1, 2, 48, 36], int8; expected 20 for 4 bits, or int8 keys"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        lowbit.attention(q, k, v, k_pairs, v_codes, at(0))
+
+
+def test_widths_of_4_bit_caches():
+    assert [cache_width(64, torch.int4), cache_width(96, torch.int4)] == [36, 52]
+    with pytest.raises(ValueError, match="have a width of 80; expected a multiple of 32 for a 4-bit cache"):
+        cache_width(80, torch.int4)
+    q = torch.ones(1, 2, 1, 80)
+    caches = (torch.zeros(1, 2, 16, size, dtype=torch.int8) for size in (44, 84))
+    message = "[1, 2, 16, 44]; expected [1, 2, 16, 84]: 4 bits are for widths that are m"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        lowbit.attention(q, q, q, *caches, at(0))
+
+
+def test_there_is_no_way_back():
+    """torch alone would warn, and leave the gradients out."""
+    q, k, v = text(1, 2, 2, 3, 32)
+    expected = lowbit.attention(q, k, v, *caches(1, 2, 16, 32), at(0))
+    found = lowbit.attention(q.requires_grad_(), k, v, *(both := caches(1, 2, 16, 32)), at(0))
+    assert_same_bits(found.detach(), expected)
+    assert both[0].any() and both[1].any()
+    with pytest.raises(RuntimeError, match="lowbit.attention has no gradients"):
+        found.sum().backward()
+    with pytest.raises(NotImplementedError, match="jvp"):
+        torch.func.jvp(lambda k: lowbit.attention(q.detach(), k, v, *caches(1, 2, 16, 32), at(0)), (k,), (k,))

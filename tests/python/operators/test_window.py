@@ -1,0 +1,227 @@
+"""Attention over caches that hold a window, beside caches of the whole text: the same bits."""
+
+import lowbit
+import pytest
+import torch
+from lowbit import llm
+from lowbit.llm.caches import dtypes_of
+from lowbit.operators.ops import cache_storage, cache_width
+
+HEADS, KV_HEADS, WIDTH, LENGTH = 4, 2, 32, 4096
+CACHES = ["float32", "bfloat16", "int8,int4", "int4"]
+
+
+class Text:
+    """One text in both kinds of caches."""
+
+    def __init__(self, window: int, cache: str = "float32", batch: int = 1, room: int = 64, **more):
+        torch.manual_seed(0)
+        self.window, self.more = window, more
+        self.values = [torch.randn(batch, heads, LENGTH, WIDTH) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+        length = lowbit.window_length(window, room)
+        pair = [(cache_width(WIDTH, dtype), cache_storage(dtype)) for dtype in dtypes_of(cache)]
+        self.whole, self.short = (
+            [torch.zeros(batch, KV_HEADS, size, width, dtype=dtype) for width, dtype in pair] for size in (LENGTH, length)
+        )
+        self.held = torch.zeros(2, dtype=torch.int64)
+
+    def call(self, begin: int, end: int) -> None:
+        q, k, v = (value[:, :, begin:end] for value in self.values)
+        start = torch.tensor([begin])
+        expected = lowbit.attention(q, k, v, *self.whole, start, window=self.window, **self.more)
+        if self.held[1] == begin:
+            start = self.held[1:]  # goes on with the text
+        actual = lowbit.window_attention(q, k, v, *self.short, self.held, start, window=self.window, **self.more)
+        assert torch.equal(actual, expected), (begin, end)
+        assert self.held[1] == end and self.held[0] % 512 == 0 and end - self.held[0] <= self.short[0].shape[2]
+
+
+def cuts(*ends: int) -> list[tuple[int, int]]:
+    return list(zip((0, *ends[:-1]), ends, strict=True))
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("window", [1, 16, 100, 512, 700])
+def test_the_bits_of_long_caches(window, cache):
+    text = Text(window, cache)
+    for begin, end in cuts(1, 2, 33, 34, 600, 601, 640, 1800, 1801, 1802, 2999, 3000, LENGTH):
+        text.call(begin, end)
+
+
+def test_one_call_longer_than_the_caches():
+    for batch in (1, 3):
+        text = Text(40, batch=batch, softcap=3.0, sinks=torch.randn(HEADS))
+        text.call(0, 3000)
+        text.call(3000, 3001)
+
+
+def test_token_by_token():
+    text = Text(130, "int8", room=16)
+    for position in range(1500):
+        text.call(position, position + 1)
+
+
+def test_threads_and_a_text_that_is_cut_back():
+    text, threads = Text(300), torch.get_num_threads()
+    try:
+        for number in (1, 2, 3):
+            torch.set_num_threads(number)
+            text.call(0, 1500)  # a new text each time
+            text.call(1490, 1700)
+            text.call(1699, 1730)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def arguments(**changes) -> dict:
+    text = Text(100)
+    q, k, v = (value[:, :, :40] for value in text.values)
+    keys, values = text.short
+    return {
+        "q": q, "k": k, "v": v, "k_cache": keys, "v_cache": values, "held": text.held, "start": torch.tensor([0]),
+        "window": 100,
+    } | changes  # fmt: skip
+
+
+BAD = {
+    "a gap": ({"start": torch.tensor([1])}, IndexError, "start is 1, and the caches hold positions 0 to -1"),
+    "cut too far": (
+        {"start": torch.tensor([900]), "held": torch.tensor([1024, 1100])}, IndexError, "hold positions 1024 to 1099"
+    ),
+    "negative": ({"start": torch.tensor([-1])}, IndexError, "start is -1"),
+    "no window": ({"window": 0}, ValueError, "expected a window of 1 or more"),
+    "a window as long": ({"window": 400}, ValueError, "a max_length of 528 more"),
+    "held": ({"held": torch.tensor([0])}, ValueError, "held"),
+    "held dtype": ({"held": torch.tensor([0, 0], dtype=torch.int32)}, ValueError, "held"),
+    "held apart": ({"held": torch.tensor([5, 9])}, ValueError, "held is [5, 9]; expected a multiple of 512"),
+    "held too many": ({"held": torch.tensor([0, 99999])}, ValueError, "held is [0, 99999]"),
+    "softcap": ({"softcap": -1.0}, ValueError, "softcap is -1.0"),
+    "keys": ({"k": torch.zeros(1, 2, 39, WIDTH)}, ValueError, "expected 40 positions, as q has"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_calls_change_nothing(case):
+    changes, kind, message = BAD[case]
+    given = arguments(**changes)
+    before = [given[name].clone() for name in ("k_cache", "v_cache", "held")]
+    with pytest.raises(kind) as raised:
+        lowbit.window_attention(**given)
+    assert message in str(raised.value)
+    assert all(torch.equal(given[name], value) for name, value in zip(("k_cache", "v_cache", "held"), before, strict=True))
+
+
+def test_compiled_and_exported():
+    class Step(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            text = Text(20)
+            for name, value in zip(("keys", "values", "held"), (*text.short, text.held), strict=True):
+                self.register_buffer(name, value)
+
+        def forward(self, q, k, v, start):
+            return torch.ops.lowbit.window_attention(q, k, v, self.keys, self.values, self.held, start, 0.2, 20)
+
+    text = Text(20)
+    inputs = [tuple(value[:, :, begin:end].clone() for value in text.values) + (torch.tensor([begin]),)
+              for begin, end in cuts(700, 701, 1600)]  # fmt: skip
+    with torch.no_grad():
+        step = Step()
+        expected = [step(*each) for each in inputs]
+        compiled = torch.compile(Step(), fullgraph=True, dynamic=True)
+        assert all(torch.equal(compiled(*each), one) for each, one in zip(inputs, expected, strict=True))
+        sizes = {2: torch.export.Dim("s", min=1, max=2000)}
+        program = torch.export.export(Step(), inputs[0], dynamic_shapes=(sizes, sizes, sizes, None)).module()
+        assert all(torch.equal(program(*each), one) for each, one in zip(inputs, expected, strict=True))
+
+
+def test_gradients_are_refused():
+    given = arguments()
+    with pytest.raises(RuntimeError, match="has no gradients"):
+        lowbit.window_attention(**given | {"q": given["q"].requires_grad_()})
+
+
+def gemma(layers: int = 4):
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    torch.manual_seed(0)
+    config = Gemma3TextConfig(
+        vocab_size=500, hidden_size=64, intermediate_size=96, num_hidden_layers=layers, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, sliding_window=24, max_position_embeddings=4096,
+        layer_types=["sliding_attention", "full_attention"] * (layers // 2),
+    )  # fmt: skip
+    model = Gemma3ForCausalLM(config).eval()
+    return lowbit.quantize_(model, lowbit.LinearConfig(4, 32))
+
+
+def decoders(cache: str | None = None):
+    return [llm.Decoder(gemma(), 2048, cache, windows=windows) for windows in (True, False)]
+
+
+TEXT = [(7 + 13 * i + i * i) % 490 + 4 for i in range(1500)]
+
+
+@pytest.mark.parametrize("cache", [None, "int8,int4", "int4"])
+def test_a_decoder_keeps_windows_and_the_bits(cache):
+    short, whole = decoders(cache)
+    assert short.windowed and not whole.windowed
+    assert sum(each.nbytes for layer in short.caches() for each in layer) < 0.75 * sum(
+        each.nbytes for layer in whole.caches() for each in layer
+    )
+    results = [llm.generate(step, TEXT, 40, max_length=2048).tokens for step in (short, whole)]
+    assert results[0] == results[1]
+    for step in (short, whole):
+        assert step.kept(1530) == 1530
+    assert short.kept(300) == 0 and whole.kept(300) == 300  # the window before 300 is gone
+
+
+def test_a_text_that_was_read_continues_in_windows():
+    short, whole = decoders()
+    logits = [step(torch.tensor([TEXT]), torch.tensor([0])) for step in (short, whole)]
+    assert torch.equal(*logits)
+    caches = short.read(TEXT[:1400])
+    assert short.begin(caches, TEXT) == 1400
+    assert torch.equal(short(torch.tensor([TEXT[1400:]]), torch.tensor([1400])), logits[0])
+    with pytest.raises(IndexError, match="hold positions"):
+        short(torch.tensor([TEXT[10:12]]), torch.tensor([10]))
+
+
+def test_speculation_and_batches_over_windows():
+    short, whole = decoders()
+    draft = llm.Decoder(gemma(2), 2048)
+    expected = llm.generate(whole, TEXT, 30, max_length=2048).tokens
+    assert llm.generate(short, TEXT, 30, max_length=2048, draft=draft, guesses=4).tokens == expected
+    batch = llm.generate_batch(short, [TEXT, TEXT[:40]], 30)
+    assert batch[0].tokens == expected
+
+
+def test_chat_continues_over_windows():
+    """Turns go on where the text ended, and a text that was cut back too far begins again."""
+    short, whole = decoders()
+    for tokens in (TEXT[:1300], TEXT[:1310], TEXT[:1308] + TEXT[:5], TEXT[:50] + TEXT[:9]):
+        results = []
+        for step in (short, whole):
+            known = getattr(step, "known", [])
+            same = step.kept(next((i for i, (a, b) in enumerate(zip(known, tokens)) if a != b), min(len(known), len(tokens))))
+            same = min(same, len(tokens) - 1)
+            results.append(step(torch.tensor([tokens[same:]]), torch.tensor([same])))
+            step.known = tokens
+        assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("suffix", [".pte", ".pt2"])
+def test_exported_with_windows(tmp_path, suffix):
+    short, whole = decoders()
+    llm.export_decoder(short, tmp_path / f"m{suffix}", chunk=128)
+    step = llm.load_decoder(tmp_path / f"m{suffix}")
+    expected = llm.generate(whole, TEXT, 20, max_length=2048).tokens
+    assert llm.generate(step, TEXT, 20, max_length=2048).tokens == expected
+    assert step.kept(30) == 0
+    with pytest.raises(ValueError, match="cannot be cut back"):
+        step(torch.tensor([[5]]), torch.tensor([30]))
+
+
+def test_a_prefix_cache_needs_whole_texts(tmp_path):
+    short, whole = decoders()
+    with pytest.raises(ValueError, match="Decoder.windows=False"):
+        llm.PrefixCache(tmp_path, short)

@@ -1,0 +1,128 @@
+"""What README.md and the documents tell a reader to type: it runs, and the names in it are there."""
+
+import importlib
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import lowbit
+import pytest
+import typer.main
+from command_line import LOWBIT, ROOT, TINY, shortened
+from lowbit.cli.app import app
+
+pytestmark = pytest.mark.more
+
+README = ROOT / "README.md"
+DOCUMENTS = [README, *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "examples").glob("*/README.md"))]
+MINUTES = ("bench", "eval")  # commands that take minutes: that they and their options are there, and no more
+
+
+def python_lines(document: Path) -> list[str]:
+    """Its blocks of Python, with an empty line for every other line: what fails is named by the document's line."""
+    lines, inside = [], False
+    for line in document.read_text(encoding="utf-8").splitlines():
+        if line.startswith("```"):
+            inside = line == "```python"
+            lines.append("")
+        else:
+            lines.append(line if inside else "")
+    return lines
+
+
+def commands(document: Path) -> list[list[str]]:
+    """The calls of `lowbit` in its indented blocks and shell fences, without comments."""
+    lines = re.findall(r"^(?: {4})?lowbit [a-z].*$", document.read_text(encoding="utf-8"), re.M)
+    return [shlex.split(line, comments=True)[1:] for line in lines]
+
+
+@pytest.fixture
+def directory(tmp_path):
+    """A directory in which the repository's examples are found by their relative paths. The language model has one of
+    its five layers, as each takes seconds to export: test_llm_export.py has two of them."""
+    tiny = tmp_path / "examples" / "tiny_llama"
+    tiny.mkdir(parents=True)
+    for found in (*(ROOT / "examples").iterdir(), *TINY.iterdir()):
+        place = tmp_path / found.relative_to(ROOT)
+        if place not in (tiny, tiny / "model"):
+            place.symlink_to(found)
+    shortened(tiny / "model", 1)
+    return tmp_path
+
+
+def run(command: list, directory: Path) -> None:
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    process = subprocess.run(
+        list(map(str, command)), cwd=directory, env=environment, capture_output=True, text=True, timeout=1800
+    )
+    assert process.returncode == 0, f"{shlex.join(map(str, command))}\n{process.stdout}{process.stderr}"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_commands_in_documents_are_taken(document):
+    """Read by the command line, and not run: commands, options, and values that can be checked without files."""
+    group = typer.main.get_command(app)
+    text = re.sub(r"\\\n *", " ", document.read_text(encoding="utf-8"))
+    for line in re.findall(r"^ {4}(?:.* \| )?lowbit ([a-z].*)$", text, re.M):
+        name, *arguments = shlex.split(line.split(" > ")[0], comments=True)
+        assert name in group.commands, f"{document.name}: there is no lowbit {name}"
+        try:
+            group.commands[name].make_context(name, arguments)
+        except Exception as error:  # click's, or that of the click within a newer typer
+            pytest.fail(f"{document.name}: lowbit {line}: {getattr(error, 'message', error)}")
+
+
+def test_python_of_the_readme_runs(executorch, directory):
+    lines = python_lines(README)
+    assert any(lines), "README.md has no block of Python"
+    (directory / "readme.py").write_text("\n".join(lines))
+    run([sys.executable, "readme.py"], directory)
+
+
+def test_commands_of_the_readme_run(executorch, directory):
+    found = commands(README)
+    assert found, "README.md has no call of lowbit"
+    for command in found:
+        run([LOWBIT, *command, *(["--help"] if command[0] in MINUTES else [])], directory)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_names_in_documents_exist(document):
+    """Also where a block is a part of a program: it compiles, and what it takes from lowbit is there."""
+    source = "\n".join(python_lines(document))
+    compile(source, str(document), "exec")
+    for name in sorted(set(re.findall(r"\blowbit(?:\.[A-Za-z_]\w*)+", source))):
+        found, path = lowbit, "lowbit"
+        for part in name.split(".")[1:]:
+            path += f".{part}"
+            try:
+                found = getattr(found, part) if hasattr(found, part) else importlib.import_module(path)
+            except ImportError:
+                pytest.fail(f"{document.name}: there is no {path}")
+            if not hasattr(found, "__path__") and not isinstance(found, type(sys)):
+                break  # an object of lowbit's; what it has is for its own tests
+
+
+def test_files_in_documents_exist():
+    """By their names; documents leave the directory out where there is one file of a name."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    there = {Path(name).name for name in listed.split("\0")}
+    others = {"program.h", "pyconfig.h"}  # ExecuTorch's, CPython's
+    for document in [*DOCUMENTS, ROOT / "CONTRIBUTING.md"]:
+        text = document.read_text(encoding="utf-8")
+        named = set(re.findall(r"`(?:[\w./-]*/)?([\w-]+[.](?:cpp|c|h|py|sh|cmake))`", text))
+        assert named <= there | others, document
+
+
+def test_the_api_reference_has_every_public_name():
+    pages = "\n".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs/api").glob("*.md"))
+    there = set()
+    for name, members in re.findall(r"^::: (lowbit[\w.]*)\n(?: +options:\n +members: \[([\w, ]+)\])?", pages, re.M):
+        there |= {name, *(f"{name}.{member}" for member in filter(None, members.split(", ")))}
+    llm, modules = importlib.import_module("lowbit.llm"), {"lowbit.nn", "lowbit.qat"}
+    public = {f"lowbit.{name}" for name in (*lowbit.__all__, *lowbit._LAZY)} | {f"lowbit.llm.{name}" for name in llm.__all__}
+    found = {"lowbit.llm." + name.rpartition(".")[2] for name in there if name.startswith("lowbit.exports.decoder_program.")}
+    assert len(public) > 40 and public - there - found - modules == {"lowbit.cmake_prefix_path"}  # a string: docs/export.md
