@@ -438,8 +438,9 @@ test-sanitize-python: $(VENV)/installed
 	  LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
 	  PYTHONPATH=$(SANITIZED)/site:$$($(BIN)/python -c \
 	    'import sys; print(":".join(path for path in sys.path if "site-packages" in path))') \
-	  $(BIN)/python -S -m pytest -q -p no:cacheprovider -k 'not compile' $(SANITIZED_TESTS:%=tests/python/test_%.py)
-SANITIZED_TESTS := hostile_bytes errors slices linears experts pack embedding quantize
+	  $(BIN)/python -S -m pytest -q -p no:cacheprovider -k 'not compile' $(SANITIZED_TESTS:%=tests/python/%.py)
+SANITIZED_TESTS := packed/test_hostile_bytes project/test_errors packed/test_slices operators/test_linears \
+  layers/test_experts packed/test_pack layers/test_embedding quantizing/test_quantize
 
 # Many threads under ThreadSanitizer: more of what ctest's races.* do.
 .PHONY: test-tsan
@@ -478,7 +479,7 @@ test-kleidiai: $(VENV)/requirements $(ARM_PYTHON)
 docs: $(VENV)/installed build/docs-env
 	scripts/need.sh test
 	NO_MKDOCS_2_WARNING=1 build/docs-env/bin/mkdocs build --quiet
-	PYTHONPATH=tests/python $(PYTEST) tests/docs
+	PYTHONPATH=tests/python/support $(PYTEST) tests/docs
 
 build/docs-env: docs/requirements.txt
 	$(PYTHON) -m venv $@

@@ -20,8 +20,8 @@ from pathlib import Path
 
 import torch
 from lowbit.files.safetensors import INDEX, Writer
+from lowbit.llm.shapes import NAMES, shape_config
 from lowbit.machine.facts import cpu_name
-from lowbit.tools.shapes import NAMES, shape_config
 
 SHARD_BYTES = 5_000_000_000
 

@@ -21,7 +21,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from lowbit.tools.shapes import shape_config
+from lowbit.llm.shapes import shape_config
 
 ROOT = Path(__file__).parents[1]
 BITS = 4.5  # 4 bits, groups of 32

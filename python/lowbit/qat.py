@@ -28,9 +28,9 @@ from .layers.packable import (
     names_by_weight,
     replace_layers,
 )
+from .layers.prepared import Embedding, Linear, PreparedLayer, fake_quantize_activations, stored
 from .nn import Packed
 from .packed.rounding import EmbeddingConfig, LinearConfig
-from .quantizing.prepared import Embedding, Linear, PreparedLayer, fake_quantize_activations, stored
 from .quantizing.quantize_model import choose_layers, described_to_transformers
 
 

@@ -24,8 +24,8 @@ def moments_of_tables(model: torch.nn.Module, inputs: Sequence[Inputs], names: C
     """Second moments of the gradients of a float model's answers with respect to the outputs of its tables.
 
     They are to a table what the second moments of its inputs are to a linear layer: an error e of a row changes the answers
-    by e^T H e, so :func:`lowbit.calibration.gptq_solver.gptq` compensates for errors of the first features in the later ones. H is
-    J^T J of the answers' derivatives J, estimated with random projections of the answers (Hutchinson: "A stochastic
+    by e^T H e, so :func:`lowbit.calibration.gptq_solver.gptq` compensates for errors of the first features in the later ones.
+    H is J^T J of the answers' derivatives J, estimated with random projections of the answers (Hutchinson: "A stochastic
     estimator of the trace of the influence matrix", 1989). It is the same for all rows, so rows that do not occur in the
     text improve too.
 

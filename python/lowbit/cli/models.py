@@ -222,7 +222,7 @@ def is_shape(name: str) -> bool:
     Raises:
         FileNotFoundError: it is neither.
     """
-    from ..tools.shapes import NAMES
+    from ..llm.shapes import NAMES
 
     if name in NAMES:
         return True

@@ -46,7 +46,7 @@ def tune(
 
 def _layer_shapes(shape: str) -> list[tuple[int, int]]:
     """[out_features, in_features] of the linear layers of one block of a named shape, and of its head."""
-    from ..tools.shapes import shape_config
+    from ..llm.shapes import shape_config
 
     config = shape_config(shape)
     config.num_hidden_layers = 1

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from transformers.pytorch_utils import Conv1D
 
+from ..layers import prepared
 from ..layers.linear_forms import of_conv1d
-from ..quantizing import prepared
 
 
 class TrainedConv1D(prepared.LinearLayer, Conv1D):

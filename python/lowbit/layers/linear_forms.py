@@ -1,8 +1,8 @@
 """Layers of other classes than torch.nn.Linear with a matrix as their weight, as a torch.nn.Linear over the same memory.
 
 Conv1D of transformers (GPT-2 and its relatives) keeps its weight as [in, out]; FalconLinear rounds a product before it adds the
-bias. Both are known by their names, so transformers is not imported here. A convolution (layers/convolutions.py) multiplies the rows
-that its window cuts out of the input.
+bias. Both are known by their names, so transformers is not imported here. A convolution (layers/convolutions.py) multiplies
+the rows that its window cuts out of the input.
 """
 
 from __future__ import annotations

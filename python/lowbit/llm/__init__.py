@@ -3,7 +3,6 @@
 from typing import TYPE_CHECKING
 
 from ..hf.decoding import Refusal
-from ..tools.shapes import random_model, shape_config
 from .batch import generate_batch
 from .caches import Caches
 from .compiled import Step, compile_decoder
@@ -16,6 +15,7 @@ from .mtp import Mtp
 from .penalties import TokenLogprobs
 from .prefixes import PrefixCache
 from .sampling import Sampling, sample
+from .shapes import random_model, shape_config
 from .stopping import TextUntil, breakers
 
 if TYPE_CHECKING:

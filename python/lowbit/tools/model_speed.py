@@ -13,11 +13,11 @@ from .. import nn
 from ..llm.compiled import compile_decoder
 from ..llm.decoder import Decoder
 from ..llm.sampling import most_likely
+from ..llm.shapes import random_model
 from ..machine.facts import cpu_name, peak_memory
 from ..machine.memory import ReadBandwidth
 from ..machine.sizes import size
 from ..packed.rounding import EmbeddingConfig, LinearConfig
-from .shapes import random_model
 
 MODES = ("eager", "compile", "aot")
 
@@ -103,7 +103,7 @@ def run(
     over the rounds.
 
     Args:
-        model_or_shape: one of ``lowbit.tools.shapes.NAMES``, or a configuration of transformers, for random weights; or
+        model_or_shape: one of ``lowbit.llm.shapes.NAMES``, or a configuration of transformers, for random weights; or
             a quantized model of transformers, which then belongs to a decoder.
         bits, group_size: of the linear layers and embeddings of random weights.
         prompt: tokens of the prompt.

@@ -337,7 +337,8 @@ def test_the_last_override_counts(tmp_path):
 
 
 @pytest.mark.parametrize("fields", [
-    {}, {"bits": 2}, {"group_size": 64}, {"group_size": None}, {"mapping": "affine"}, {"scale": "absmax"}, {"embedding_bits": 8},
+    {}, {"bits": 2}, {"group_size": 64}, {"group_size": None}, {"mapping": "affine"}, {"scale": "absmax"},
+    {"embedding_bits": 8},
     {"levels": "nf4"}, {"conv_bits": 4}, {"rotate": True}, {"format_version": 2}, {"overrides": {"*": {"rotate": True}}},
     {"rotate": True, "overrides": {"lm_head": {"rotate": False, "bits": 8, "levels": None}, "*embed*": None}},
 ], ids=str)  # fmt: skip

@@ -148,9 +148,7 @@ def test_it_is_trained_packed(source, mapping, tmp_path):
     assert len(weights) == 8
     for name, weight in weights.items():
         layer = model.get_submodule(name)
-        assert (
-            layer.weight is weight and isinstance(layer, Conv1D) and isinstance(layer, lowbit.quantizing.prepared.LinearLayer)
-        )
+        assert layer.weight is weight and isinstance(layer, Conv1D) and isinstance(layer, lowbit.layers.prepared.LinearLayer)
     untrained = lowbit.qat.convert_(copy.deepcopy(model))
     for name in weights:
         assert torch.equal(untrained.get_submodule(name).packed_weight, expected.get_submodule(name).packed_weight)

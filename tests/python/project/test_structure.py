@@ -8,7 +8,7 @@ sys.path.insert(0, str(Path(__file__).parents[3] / "scripts"))
 from package_layers import BEGIN, END, LAYERS, MODULES, PACKAGE, PAGE, imported, layer_of, picture
 
 # They import transformers, but no submodule of it: its documented classes only.
-USERS_OF_TRANSFORMERS = {"lowbit.llm.loading", "lowbit.tools.shapes", "lowbit.cli.tune", "lowbit.tools.report.measure_methods"}
+USERS_OF_TRANSFORMERS = {"lowbit.llm.loading", "lowbit.llm.shapes", "lowbit.cli.tune", "lowbit.tools.report.measure_methods"}
 
 
 def test_the_walk_sees_every_kind_of_import(tmp_path):

@@ -119,7 +119,7 @@ def test_dtypes(dtype):
     LinearConfig(3, 32), LinearConfig(1, 32), LinearConfig(4, 32, "affine"), LinearConfig(4, None, rotate=True)
 ], ids=str)  # fmt: skip
 def test_derivatives_of_torch_func(config):
-    """grad has the bits of backward(); gradients of each sample sum up to it; a derivative in forward mode is the same number."""
+    """grad has the bits of backward(), gradients of each sample sum up to it, and forward mode gives the same number."""
     torch.manual_seed(0)
     model = lowbit.qat.prepare_(torch.nn.Sequential(torch.nn.Linear(96, 20)), config)
     parameters = {name: value.detach().clone() for name, value in model.named_parameters()}

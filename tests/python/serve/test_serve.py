@@ -404,7 +404,7 @@ CHAT = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
         ("/v1/completions", {"prompt": "a", "stop": [""]}, 400, r"stop\[0\] is ''; expected a", "stop", None),
         ("/v1/completions", {"prompt": "a", "stop": 5}, 400, "stop is 5; expected an array", "stop", None),
         ("/v1/completions", {"prompt": "a", "logprobs": 21}, 400, "logprobs is 21; expected less", "logprobs", None),
-        ("/v1/completions", {"prompt": "a", "logit_bias": {"x": 1}}, 400, "logit_bias.x is 'x'; expected a", "logit_bias", None),
+        ("/v1/completions", {"prompt": "a", "logit_bias": {"x": 1}}, 400, "logit_bias.x is 'x'; expected", "logit_bias", None),
         ("/v1/completions", {"prompt": "a", "logit_bias": {"1": 101}}, 400, "logit_bias.1 is 101; expected less",
          "logit_bias", None),
         ("/v1/completions", {"prompt": "a", "logit_bias": {"5000": 1}}, 400, "logit_bias has token 5000; expected 0 to 2047",

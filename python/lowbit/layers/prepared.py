@@ -10,12 +10,12 @@ from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from ..layers.embedding_layers import Table
-from ..layers.packable import Prepared
 from ..packed.groups import in_groups
 from ..packed.matrix import pack
 from ..packed.rotation import rotate_back
 from ..packed.rounding import Config
+from .embedding_layers import Table
+from .packable import Prepared
 
 # As kernels/weight_grid.h and kernels/pack.cpp have them.
 _SMALLEST_STEP = 2.0**-120
