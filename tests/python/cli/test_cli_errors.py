@@ -72,7 +72,8 @@ def test_errors_of_files(command, tmp_path):
         ({"hidden_size": 10**12}, "expected [2048, 1000000000000], as config.json says"),
         ({"vocab_size": 10**30}, "config.json describes a model of type 'llama'"),
         ({"tie_word_embeddings": False}, "lacks 1 of the 48 tensors of LlamaForCausalLM: lm_head.weight"),
-        ({"architectures": 3, "hidden_act": "nope"}, "KeyError: 'nope'"),
+        ({"hidden_act": "nope"}, "KeyError: 'nope'"),
+        ({"architectures": 3}, "config.json has architectures 3; expected a list of texts"),
         ({"dtype": "float99"}, "has no attribute 'float99'"),
     ],
 )
