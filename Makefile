@@ -96,7 +96,8 @@ $(VENV)/requirements: requirements.txt $(VENV)/cmake
 	touch $@
 
 $(VENV)/installed: $(VENV)/requirements $(SOURCES)
-	$(INSTALL) install -q --no-build-isolation --no-deps -e .
+	$(INSTALL_ENVIRONMENT) $(BIN)/python scripts/build_progress.py build/install.log \
+	  $(BIN)/python -m pip install -v --no-build-isolation --no-deps -e .
 	touch $@
 
 .PHONY: build-test-host

@@ -10,7 +10,8 @@ set(additions_in_order "$<$<CXX_COMPILER_ID:GNU>:-fno-tree-reassoc -fno-tree-ter
 # linear/avx512vnni.cpp that took 40 s less to compile and a third less code, and 3.4 times as many instructions to run.
 
 # The instruction sets that kernels are written for, and the only place where a file gets ISA flags.
-# A kernel file is named after its ISA (kernels/<family>/<isa>.cpp) and is compiled when the processor matches.
+# A kernel file is named after its ISA (kernels/<family>/<isa>.cpp, or <isa>_<part>.cpp where one file would take long to
+# compile) and is compiled when the processor matches.
 #   name | processor | flags
 set(LOWBIT_ISAS
   "portable|any|"
@@ -134,14 +135,15 @@ function(lowbit_kernel_sources out)
     elseif(name STREQUAL "avxvnniint8" AND NOT LOWBIT_HAS_AVXVNNIINT8)
       continue()
     endif()
-    file(GLOB files CONFIGURE_DEPENDS "${PROJECT_SOURCE_DIR}/kernels/*/${name}.cpp")
+    file(GLOB files CONFIGURE_DEPENDS "${PROJECT_SOURCE_DIR}/kernels/*/${name}.cpp"
+      "${PROJECT_SOURCE_DIR}/kernels/*/${name}_*.cpp")
     if(files AND flags)
       set_source_files_properties(${files} DIRECTORY "${PROJECT_SOURCE_DIR}" PROPERTIES COMPILE_FLAGS "${flags}")
       if(LOWBIT_SANITIZE)
         # Memory is what a kernel for vectors can get wrong. With the other checks GCC takes five minutes for a file, and a
         # seventh of that without; the portable kernels have them all.
         set(wide ${files})
-        list(FILTER wide INCLUDE REGEX "/kernels/(linear|linear_unpacked|attention)/")
+        list(FILTER wide INCLUDE REGEX "/kernels/(linear|attention)/")
         set_source_files_properties(${wide} DIRECTORY "${PROJECT_SOURCE_DIR}" PROPERTIES
           COMPILE_FLAGS "${flags} -fno-sanitize=undefined ${sanitize_by_calls}")
         # What this machine's CPU does not run is not checked by a test. AVX2 kernels, which take GCC longest, are for

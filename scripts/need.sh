@@ -18,7 +18,13 @@ need() { # need PACKAGE CHECK...
 }
 has() { command -v "$1"; }
 
+as_root=""
+[ "$(id -u)" = 0 ] || as_root="sudo -n"
+can_install() { command -v apt-get && $as_root true; }
+
 need g++ has g++
+# The tests' build takes from it what the installed library was compiled to. A build does without it.
+can_install >/dev/null 2>&1 && need ccache has ccache
 # A venv needs ensurepip, which Debian ships apart from Python.
 need python3-venv "${PYTHON:-python3}" -c 'import venv, ensurepip'
 if [ "${1:-build}" = test ] || [ "${1:-build}" = arm-cost ]; then
@@ -85,9 +91,7 @@ if [ "${1:-build}" = arm-cost ]; then
 fi
 [ -z "$missing" ] && exit 0
 
-as_root=""
-[ "$(id -u)" = 0 ] || as_root="sudo -n"
-if command -v apt-get >/dev/null && $as_root true 2>/dev/null; then
+if can_install >/dev/null 2>&1; then
   echo "Installing system packages:$missing"
   # shellcheck disable=SC2086 (the list is meant to split)
   $as_root apt-get update -q >/dev/null &&

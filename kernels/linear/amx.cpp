@@ -20,7 +20,6 @@
 #include <cassert>
 
 #include "../bits/widths.h"
-#include "dispatch.h"
 #include "linear_avx512.h"
 
 namespace lowbit {

@@ -18,6 +18,8 @@ struct Products {
     return Affine ? zero : _mm256_sub_epi32(zero, offset<Bits>(a_sum));
   }
 
+  static constexpr int32_t start_factor(bool affine) { return affine ? 0 : -level_offset(Bits); }
+
   template <int J>
   LOWBIT_INLINE __m256i read(const uint8_t* half) const {
     return read_line<Bits, Affine, J>(half, levels);
@@ -31,10 +33,20 @@ struct Products {
 template <int Bits, bool Affine, bool Halves, int Rows>
 using Sums = VnniSums<Products, Bits, Affine, Halves, Rows>;
 
-#define ROW(bits, m, most_rows) \
-  with_levels<LinearKernel>(     \
-      {"linear_a8w" #bits "_" #m "x16_avxvnni", kAvxVnni, Format::panel16, bits, m, 16, run<Sums, bits, most_rows>})
-constexpr LinearKernel kRows[] = {LOWBIT_EACH_WIDTH(ROW, 2, 4), LOWBIT_EACH_WIDTH(ROW, 1, 1)};
+template <int Bits>
+void run_row(const LinearArgs& args) {
+  run_one<Sums, Bits>(args);
+}
+
+template <int Bits>
+void run_rows(const LinearArgs& args) {
+  run_many<Sums, Bits>(args, run_row<Bits>);
+}
+
+#define ROW(bits, m, run)        \
+  with_levels<LinearKernel>( \
+      {"linear_a8w" #bits "_" #m "x16_avxvnni", kAvxVnni, Format::panel16, bits, m, 16, run<bits>})
+constexpr LinearKernel kRows[] = {LOWBIT_EACH_WIDTH(ROW, 2, run_rows), LOWBIT_EACH_WIDTH(ROW, 1, run_row)};
 #undef ROW
 
 }  // namespace

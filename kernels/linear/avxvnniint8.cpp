@@ -25,6 +25,8 @@ struct Products {
 
   LOWBIT_INLINE __m256i start(const int32_t* a_sum) const { return Affine ? offset<Bits>(a_sum) : _mm256_setzero_si256(); }
 
+  static constexpr int32_t start_factor(bool affine) { return affine ? level_offset(Bits) : 0; }
+
   template <int J>
   LOWBIT_INLINE Codes read(const uint8_t* half) const {
     const auto* const at = reinterpret_cast<const __m256i_u*>(half + placement(Bits, J).run[0].line * kLineBytes);
@@ -44,9 +46,11 @@ struct Products {
 template <int Bits, bool Affine, bool Halves, int Rows>
 using Sums = VnniSums<Products, Bits, Affine, Halves, Rows>;
 
+void run_rows(const LinearArgs& args) { run_many<Sums, 8>(args, run_one<Sums, 8>); }
+
 constexpr LinearKernel kRows[] = {
-    {"linear_a8w8_2x16_avxvnniint8", kAvxVnniInt8, Format::panel16, 8, 2, 16, run<Sums, 8, 4>},
-    {"linear_a8w8_1x16_avxvnniint8", kAvxVnniInt8, Format::panel16, 8, 1, 16, run<Sums, 8, 1>}};
+    {"linear_a8w8_2x16_avxvnniint8", kAvxVnniInt8, Format::panel16, 8, 2, 16, run_rows},
+    {"linear_a8w8_1x16_avxvnniint8", kAvxVnniInt8, Format::panel16, 8, 1, 16, run_one<Sums, 8>}};
 
 }  // namespace
 

@@ -2,9 +2,12 @@
 //
 // 16 output rows are the int32 lanes of two registers, one for each half of a line. A kernel gives its integer sums:
 //   kBits, kAffine, kHalves, kRows   width, mapping, whether groups may end in the middle of a block, rows at once
-//   kOffsetLate                      whether the tile subtracts the offset of symmetric codes at a segment's end
+//   kStarts                          whether sums start at values made before
+//   kOffsetLate                      whether the tile adds what a segment's sums start at at its end
+//   kAsks                            whether the tile asks for mins at run time; kAffine is false then
 //   begin(layout, memory)            once; memory for 2 * kRows registers
-//   start(row, a_sum)                begins a segment; a_sum: the row's sum of activations
+//   start(row, value)                begins a segment. value: one row: its sum of activations; several: what starts() says
+//   starts(affine)                   several rows: what a segment's sums start at
 //   Input, kInterleaved              of activations: int8_t, as the call has them, or int16_t, the rows of a tile together
 //   add<First, Lines>(block, a)      adds the products of some lines of a block; a: the block's activations, for each row;
 //                                    with kInterleaved the first of all of them
@@ -70,32 +73,53 @@ LOWBIT_INLINE inline void settle(Vector& sum) {
   __asm__("" : "+x"(sum));
 }
 
+// Whether one template serves weights with and without mins: it asks for them at the end of each group, which is cheap where
+// there is more to do than one row. Not so at 1 bit, where symmetric codes count twice.
+constexpr bool asks_for_mins(int bits, int rows) { return bits != 1 && !is_by_table(bits) && rows > 1; }
+
+// What the sums of a segment start at: a multiple of its sum of activations, as an int32, or as an int16 in the lower lane or in
+// both lanes of a pair. Made once for all panels of a call.
+struct Starts {
+  enum Lanes { word, lower, both };
+  int32_t factor;
+  Lanes lanes;
+
+  int32_t of(int32_t a_sum) const {
+    const uint32_t value = static_cast<uint32_t>(factor * a_sum), low = value & 0xffffu;
+    return static_cast<int32_t>(lanes == word ? value : lanes == lower ? low : low | low << 16);
+  }
+};
+
 // The sums of some rows of activations over one panel, for walk_segments().
 template <class Sums>
 struct Tile {
   static constexpr int kRows = Sums::kRows, kBits = Sums::kBits;
-  static constexpr bool kAffine = Sums::kAffine;
   static constexpr int64_t kBlockBytes = code_bits(kBits) * kLineBytes;
-  static constexpr int64_t kGroupBytes = group_bytes(kAffine);
   static constexpr int64_t kStep = kBlockInputs * (Sums::kInterleaved ? kRows : 1);  // of the activations, from block to block
   static constexpr int64_t kUnpackedBytes = kBlockLines * kLineBytes;  // of a block
   using Input = typename Sums::Input;
 
   const float* a_scales;  // of the segment, first row
-  const int32_t* a_sums;
+  const int32_t* starts;  // one row: the sums of activations
   const float* group_sums;
-  int64_t segments, groups, stride;  // from a row to the next: of a_scales and a_sums, of group_sums, of the activations
+  int64_t segments, groups, stride;  // from a row to the next: of a_scales and starts, of group_sums, of the activations
   const uint8_t *block, *unpacked;
   Float16 (*acc)[kRows], (*products)[kRows];
+  bool mins;
   Sums sums;
 
-  LOWBIT_INLINE void begin(const LinearArgs& args, int64_t row, Float16 (&floats)[2][kRows], Sums32* memory) {
+  LOWBIT_INLINE bool has_mins() const { return Sums::kAsks ? mins : Sums::kAffine; }
+  LOWBIT_INLINE int64_t group_bytes() const { return lowbit::group_bytes(has_mins()); }
+
+  LOWBIT_INLINE void begin(const LinearArgs& args, int64_t row, const int32_t* first_starts, Float16 (&floats)[2][kRows],
+                           Sums32* memory) {
     segments = args.layout.segments;
     groups = args.layout.groups;
     stride = args.layout.blocks * kBlockInputs;
+    mins = lowbit::has_mins(args.layout.mapping);
     a_scales = args.scales + row * segments;
-    a_sums = args.sums + row * segments;
-    if constexpr (kAffine) group_sums = args.group_sums + row * groups;
+    starts = first_starts;
+    if (has_mins()) group_sums = args.group_sums + row * groups;
     sums.begin(args.layout, memory);
     if constexpr (Sums::kUnpacked) unpacked = static_cast<const uint8_t*>(args.scratch);
     acc = &floats[0];
@@ -116,8 +140,8 @@ struct Tile {
 
   LOWBIT_INLINE void start() {
     forget(a_scales);
-    forget(a_sums);
-    for (int i = 0; i < kRows; ++i) sums.start(i, a_sums + i * segments);
+    forget(starts);
+    for (int i = 0; i < kRows; ++i) sums.start(i, starts + i * segments);
   }
 
   LOWBIT_INLINE void begin_block(const uint8_t* at) {
@@ -153,14 +177,16 @@ struct Tile {
       const __m256 a_scale = _mm256_broadcast_ss(a_scales + i * segments);
       for (int h = 0; h < 2; ++h) {
         __m256i total = reinterpret_cast<__m256i>(totals[i][h]);
-        if constexpr (!kAffine && Sums::kOffsetLate) {
-          total = _mm256_sub_epi32(total, offset<kBits>(a_sums + i * segments));
+        if constexpr (Sums::kOffsetLate && kRows > 1) {
+          total = _mm256_add_epi32(total, broadcast4(starts + i * segments));
+        } else if constexpr (Sums::kOffsetLate && !Sums::kAffine) {
+          total = _mm256_sub_epi32(total, offset<kBits>(starts));
         }
         sum[i].half[h] = _mm256_fmadd_ps(a_scale, _mm256_cvtepi32_ps(total), (*products)[i].half[h]);
       }
     }
     ++a_scales;
-    ++a_sums;
+    ++starts;
   }
 
   // Ends a segment that is not the last of its group.
@@ -172,19 +198,23 @@ struct Tile {
   }
 
   // Ends a group's last segment, and the group.
-  LOWBIT_INLINE void finish(const uint8_t* scales) {
+  LOWBIT_INLINE void finish(const uint8_t* scales) { has_mins() ? finish_with<true>(scales) : finish_with<false>(scales); }
+
+ private:
+  template <bool Mins>
+  LOWBIT_INLINE void finish_with(const uint8_t* scales) {
     const Float16 scale = load16<DType::f16>(scales);
     Float16 sum[kRows];
     end(sum);
     for (int i = 0; i < kRows; ++i) {
       for (int h = 0; h < 2; ++h) (*acc)[i].half[h] = _mm256_fmadd_ps(scale.half[h], sum[i].half[h], (*acc)[i].half[h]);
-      if constexpr (kAffine) {
+      if constexpr (Mins) {
         const Float16 min = load16<DType::f16>(scales + 2 * kPanelRows);
         const __m256 a_sum = _mm256_broadcast_ss(group_sums + i * groups);
         for (int h = 0; h < 2; ++h) (*acc)[i].half[h] = _mm256_fmadd_ps(min.half[h], a_sum, (*acc)[i].half[h]);
       }
     }
-    if constexpr (kAffine) ++group_sums;
+    if constexpr (Mins) ++group_sums;
     in_memory();
   }
 };
@@ -192,11 +222,36 @@ struct Tile {
 // The blocks of a panel in turn, each group from its first to its last input, and ahead(block) before each. Not walk() of
 // walk_x86.h, which ends a group apart from its last segment: that would store the products once more. With both ways in one
 // function GCC 12 compiled some tiles here to up to 6 % more instructions.
-// `Short`: groups have one segment; for one row, which has little to do in such a group, the number of its blocks is known.
-template <bool Halves, bool Short, class Tile, class Ahead>
+// Groups::one_segment is for one row, which has little to do in such a group: the number of its blocks is known. Several rows
+// take Groups::segments for it.
+template <Groups Kind, class Tile, class Ahead>
 LOWBIT_INLINE inline void walk_segments(const Layout& layout, const uint8_t* at, const typename Tile::Input* a, Tile& tile,
                                         Ahead ahead) {
-  if constexpr (!Halves) {
+  constexpr int64_t kHalfLines = kBlockLines / 2;
+  const auto end_group = [&]() LOWBIT_INLINE {
+    tile.finish(at);
+    at += tile.group_bytes();
+  };
+  if constexpr (Kind == Groups::halves) {
+    for (int64_t groups = layout.groups; groups > 0; groups -= 2, a += Tile::kStep) {
+      ahead(at);
+      tile.start();
+      tile.begin_block(at);
+      tile.template add<0, kHalfLines>(a);
+      const uint8_t* scales = at + Tile::kBlockBytes;
+      tile.finish(scales);
+      scales += tile.group_bytes();
+      if (groups > 1) {
+        tile.start();
+        tile.template add<kHalfLines, kHalfLines>(a);
+        tile.finish(scales);
+        scales += tile.group_bytes();
+      }
+      at = scales;
+      forget(at);
+      forget(a);
+    }
+  } else if constexpr (Kind != Groups::anywhere) {
     constexpr int64_t kSegmentBlocks = kSegmentInputs / kBlockInputs;
     const int64_t group_blocks = layout.group_inputs() / kBlockInputs;
     int64_t blocks = layout.blocks;
@@ -209,12 +264,8 @@ LOWBIT_INLINE inline void walk_segments(const Layout& layout, const uint8_t* at,
       forget(at);
       forget(a);
     };
-    if constexpr (Short) {
+    if constexpr (Kind == Groups::one_segment) {
       static_assert(kSegmentBlocks == 2);
-      const auto end_group = [&]() LOWBIT_INLINE {
-        tile.finish(at);
-        at += Tile::kGroupBytes;
-      };
       if (group_blocks == 2) {
         for (; blocks >= 2; blocks -= 2) {
           tile.start();
@@ -247,12 +298,11 @@ LOWBIT_INLINE inline void walk_segments(const Layout& layout, const uint8_t* at,
         if (remaining == 0) break;
         tile.end_segment();
       }
-      tile.finish(at);
+      end_group();
       if (is_long) tile.clear_products();
-      at += Tile::kGroupBytes;
     }
   } else {
-    constexpr int64_t kHalfLines = kBlockLines / 2, kSegmentHalves = kSegmentInputs / kHalfInputs;
+    constexpr int64_t kSegmentHalves = kSegmentInputs / kHalfInputs;
     const int64_t group_halves = layout.group_inputs() / kHalfInputs;
     int64_t halves = (layout.k + kHalfInputs - 1) / kHalfInputs;
     int64_t group_rest = 0, segment_rest = 0;
@@ -261,16 +311,15 @@ LOWBIT_INLINE inline void walk_segments(const Layout& layout, const uint8_t* at,
       segment_rest = group_rest < kSegmentHalves ? group_rest : kSegmentHalves;
       tile.start();
     };
-    const auto end_half = [&](const uint8_t*& scales) LOWBIT_INLINE {
+    const auto end_half = [&]() LOWBIT_INLINE {
       --halves;
       --group_rest;
       if (--segment_rest > 0) return;
       if (group_rest > 0) {
         tile.end_segment();
       } else {
-        tile.finish(scales);
+        end_group();
         tile.clear_products();
-        scales += Tile::kGroupBytes;
       }
       if (halves > 0) start();
     };
@@ -280,10 +329,10 @@ LOWBIT_INLINE inline void walk_segments(const Layout& layout, const uint8_t* at,
       tile.begin_block(at);
       at += Tile::kBlockBytes;
       tile.template add<0, kHalfLines>(a);
-      end_half(at);
+      end_half();
       if (halves == 0) break;
       tile.template add<kHalfLines, kHalfLines>(a);
-      end_half(at);
+      end_half();
     }
   }
 }
@@ -295,21 +344,37 @@ LOWBIT_INLINE inline const typename Sums::Input* inputs_of(const LinearArgs& arg
   else return args.a;
 }
 
+// A tile's float sums to the call's outputs. Out of line: it is done once a panel, and would be in every tile.
+__attribute__((noinline)) inline void store_rows(const LinearArgs& args, int64_t panel, int64_t row, int rows,
+                                                 const Float16* sums) {
+  const Layout& layout = args.layout;
+  const uint8_t* head = args.panels + panel * layout.panel_bytes + layout.head_offset;
+  const int64_t column = panel * kPanelRows;
+  const Float16 row_scale = load16<DType::f32>(head);
+  const Float16 bias = load16<DType::f32>(head + 8 * kPanelRows);
+  for (int i = 0; i < rows; ++i) {
+    Float16 y;
+    for (int h = 0; h < 2; ++h) y.half[h] = _mm256_fmadd_ps(row_scale.half[h], sums[i].half[h], bias.half[h]);
+    store_first(args.out, args.out_dtype, (row + i) * args.out_stride + column, y, layout.n - column);
+  }
+}
+
 // Some rows of activations times one panel.
-template <class Sums, bool Short>
-LOWBIT_INLINE inline void tile(const LinearArgs& args, int64_t panel, int64_t row, int64_t number, int64_t tiles) {
+template <class Sums, Groups Kind>
+__attribute__((noinline)) void run_tile(const LinearArgs& args, int64_t panel, int64_t row, int64_t number, int64_t tiles,
+                                        const int32_t* starts) {
   const Layout& layout = args.layout;
   Float16 floats[2][Sums::kRows];
   Sums32 memory[2 * Sums::kRows];
   Tile<Sums> tile;
-  tile.begin(args, row, floats, memory);
+  tile.begin(args, row, starts, floats, memory);
   // Measured on Zen 4: two rows of 1 or 2 bits are read faster without. On Zen 3, one row from memory takes 0.8 to 0.9 times
   // the time with prefetch.
   constexpr bool kAhead = Sums::kRows > 2 || (Sums::kRows == 2 && code_bits(Sums::kBits) > 2);
   const uint8_t* const at = args.panels + panel * layout.panel_bytes;
   const auto* const a = inputs_of<Sums>(args) + row * tile.stride;
   if constexpr (Sums::kRows == 1) {
-    walk_segments<Sums::kHalves, Short>(layout, at, a, tile, [](const uint8_t* block) LOWBIT_INLINE {
+    walk_segments<Kind>(layout, at, a, tile, [](const uint8_t* block) LOWBIT_INLINE {
       constexpr int64_t kBytes = 2 << 10;  // behind the last panel as well: a prefetch does not fault
       for (int line = 0; line < code_bits(Sums::kBits); ++line) {
         _mm_prefetch(reinterpret_cast<const char*>(block) + line * kLineBytes + kBytes, _MM_HINT_T0);
@@ -317,41 +382,85 @@ LOWBIT_INLINE inline void tile(const LinearArgs& args, int64_t panel, int64_t ro
     });
   } else if constexpr (kAhead) {
     Prefetch prefetch(layout, at, panel + 1 == args.panel_end, number, tiles);
-    walk_segments<Sums::kHalves, Short>(layout, at, a, tile,
-                                        [&](const uint8_t*) LOWBIT_INLINE { prefetch(); });
+    walk_segments<Kind>(layout, at, a, tile, [&](const uint8_t*) LOWBIT_INLINE { prefetch(); });
   } else {
-    walk_segments<Sums::kHalves, Short>(layout, at, a, tile, [](const uint8_t*) LOWBIT_INLINE {});
+    walk_segments<Kind>(layout, at, a, tile, [](const uint8_t*) LOWBIT_INLINE {});
   }
-
-  const uint8_t* head = at + layout.head_offset;
-  const int64_t column = panel * kPanelRows;
-  const Float16 row_scale = load16<DType::f32>(head);
-  const Float16 bias = load16<DType::f32>(head + 8 * kPanelRows);
-  for (int i = 0; i < Sums::kRows; ++i) {
-    Float16 y;
-    for (int h = 0; h < 2; ++h) y.half[h] = _mm256_fmadd_ps(row_scale.half[h], floats[0][i].half[h], bias.half[h]);
-    store_first(args.out, args.out_dtype, (row + i) * args.out_stride + column, y, layout.n - column);
-  }
+  store_rows(args, panel, row, Sums::kRows, floats[0]);
 }
 
-template <template <int Bits, bool Affine, bool Halves, int Rows> class Sums, int Bits, bool Affine, bool Halves, int MostRows,
-          bool Short>
-void run_panels(const LinearArgs& args) {
+using RunTile = void (*)(const LinearArgs&, int64_t panel, int64_t row, int64_t number, int64_t tiles, const int32_t* starts);
+
+// One row after the other.
+inline void run_single_rows(const LinearArgs& args, RunTile run_tile) {
   for (int64_t panel = args.panel_begin; panel < args.panel_end; ++panel) {
-    for_each_tile<MostRows>(args.m, [&](int64_t row, auto rows, int64_t number, int64_t tiles)
-                                        LOWBIT_INLINE {
-      tile<Sums<Bits, Affine, Halves, rows()>, Short>(args, panel, row, number, tiles);
-    });
+    for (int64_t row = 0; row < args.m; ++row) run_tile(args, panel, row, 0, 1, args.sums + row * args.layout.segments);
   }
 }
 
-template <template <int Bits, bool Affine, bool Halves, int Rows> class Sums, int Bits, int MostRows>
-void run(const LinearArgs& args) {
+template <template <int Bits, bool Affine, bool Halves, int Rows> class Sums, int Bits>
+void run_one(const LinearArgs& args) {
+  const int64_t group_inputs = args.layout.group_inputs();
   dispatch<Bits>(args.layout, [&](auto bits, auto affine, auto halves) LOWBIT_INLINE {
-    if constexpr (MostRows == 1 && !halves()) {
-      if (args.layout.group_inputs() <= kSegmentInputs) return run_panels<Sums, bits(), affine(), false, 1, true>(args);
+    using OneRow = Sums<bits(), affine(), halves(), 1>;
+    if constexpr (halves()) {
+      run_single_rows(args, group_inputs == kHalfInputs ? run_tile<OneRow, Groups::halves> : run_tile<OneRow, Groups::anywhere>);
+    } else {
+      run_single_rows(args, group_inputs <= kSegmentInputs ? run_tile<OneRow, Groups::one_segment>
+                                                           : run_tile<OneRow, Groups::segments>);
     }
-    run_panels<Sums, bits(), affine(), halves(), MostRows, false>(args);
+  });
+}
+
+using RunRow = void (*)(const LinearArgs&);
+
+constexpr int kMostRows = 4;  // of a tile
+
+// In tiles of several rows, run_tile[rows - 2]. `starts`: behind the first `used` bytes of the scratch memory, which has
+// kLinearScratchBytes more. `unpack`: for each panel, if it is not null.
+__attribute__((noinline)) inline void run_tiles(const LinearArgs& args, const RunTile (&run_tile)[kMostRows - 1],
+                                                RunRow one_row, const Starts* starts, int64_t used = 0,
+                                                void (*unpack)(const Layout&, const uint8_t* at, uint8_t* to) = nullptr) {
+  const Layout& layout = args.layout;
+  int32_t* const values = reinterpret_cast<int32_t*>(static_cast<char*>(args.scratch) + used);
+  const int64_t fitting = kLinearScratchBytes / int64_t{sizeof(int32_t)} / layout.segments / kMostRows * kMostRows;
+  const int64_t most = starts == nullptr ? args.m : fitting;
+  if (most == 0) return one_row(args);  // more segments than any model has
+  for (int64_t first = 0; first < args.m; first += most) {
+    const int64_t count = args.m - first < most ? args.m - first : most;
+    if (starts != nullptr) {
+      const int32_t* const sums = args.sums + first * layout.segments;
+      for (int64_t i = 0; i < count * layout.segments; ++i) values[i] = starts->of(sums[i]);
+    }
+    for (int64_t panel = args.panel_begin; panel < args.panel_end; ++panel) {
+      const uint8_t* const at = args.panels + panel * layout.panel_bytes;
+      if (unpack != nullptr) unpack(layout, at, static_cast<uint8_t*>(args.scratch));
+      for_each_tile<kMostRows>(count, [&](int64_t row, int rows, int64_t number, int64_t tiles) {
+        if (rows == 1) return one_row(one_row_of(args, first + row, panel, panel + 1));
+        run_tile[rows - 2](args, panel, first + row, number, tiles, values + row * layout.segments);
+      });
+    }
+  }
+}
+
+// Whether groups end in the middle of blocks and are not of 16 inputs, which no format in use has: one row at a time then.
+inline bool end_anywhere(const Layout& layout) {
+  return layout.group_inputs() % kBlockInputs != 0 && layout.group_inputs() != kHalfInputs;
+}
+
+// `one_row`: the kernel for a single row.
+template <template <int Bits, bool Affine, bool Halves, int Rows> class Sums, int Bits>
+void run_many(const LinearArgs& args, RunRow one_row) {
+  if (args.m == 1 || end_anywhere(args.layout)) return one_row(args);
+  dispatch<Bits>(args.layout, [&](auto bits, auto affine, auto halves) LOWBIT_INLINE {
+    constexpr bool kAffine = affine() && !Sums<bits(), false, halves(), 2>::kAsks;
+    constexpr Groups kKind = halves() ? Groups::halves : Groups::segments;
+    using Two = Sums<bits(), kAffine, halves(), 2>;
+    using Three = Sums<bits(), kAffine, halves(), 3>;
+    using Four = Sums<bits(), kAffine, halves(), 4>;
+    static constexpr RunTile kTiles[] = {run_tile<Two, kKind>, run_tile<Three, kKind>, run_tile<Four, kKind>};
+    static constexpr Starts kStarts = Two::starts(affine());
+    run_tiles(args, kTiles, one_row, Two::kStarts ? &kStarts : nullptr);
   });
 }
 

@@ -23,6 +23,7 @@
 #include "../bits/simd_avx512.h"
 #include "../bits/unpack_avx512.h"
 #include "../ukernel.h"
+#include "dispatch.h"
 #include "tiles_of_rows.h"
 #include "walk_x86.h"
 
@@ -124,11 +125,26 @@ struct Sums {
 
   template <int FirstLine, int Lines>
   LOWBIT_INLINE void add(const __m512i (&line)[8], const int8_t* a, int64_t stride) {
-    for (int j = FirstLine; j < FirstLine + Lines; ++j) {
-      for (int i = 0; i < Rows; ++i) {
-        Int16& sum = chain[i][kChains.of_line[j]];
-        sum = add_products(sum, line[j], a + i * stride + 4 * j);
-      }
+    // A pointer for two rows. The compiler is not to know where they come from: it would keep and advance one for each row, or
+    // the distance of each word, and has no registers for them.
+    const int8_t* rows[(Rows + 1) / 2];
+    rows[0] = a;
+    if constexpr (Rows > 1) __asm__("" : "+r"(stride));
+    for (int i = 1; i < (Rows + 1) / 2; ++i) {
+      rows[i] = rows[i - 1] + 2 * stride;
+      __asm__("" : "+r"(rows[i]));
+    }
+    [&]<int... J>(std::integer_sequence<int, J...>) LOWBIT_INLINE {
+      (add_line<FirstLine + J>(line[FirstLine + J], rows, stride), ...);
+    }(std::make_integer_sequence<int, Lines>());
+  }
+
+  template <int J>
+  LOWBIT_INLINE void add_line(__m512i codes, const int8_t* const (&rows)[(Rows + 1) / 2], int64_t stride) {
+    for (int i = 0; i < Rows; ++i) {
+      Int16& sum = chain[i][kChains.of_line[J]];
+      sum = add_products(sum, codes, rows[i / 2] + i % 2 * stride + 4 * J);
+      if constexpr (Rows * Panels == 1) __asm__("" : "+v"(sum));  // or GCC 12 copies it to another register and back
     }
   }
 
@@ -182,17 +198,26 @@ struct Outputs {
   }
 };
 
-// What a tile of several rows reads of its segments and groups, in the order in which it needs them: for each segment,
-// symmetric, what the integer sums start at (-level_offset times A), then t; for each group, affine, S; a value of each
-// row, so that each is broadcast from memory and one pointer is enough (a pointer for each row has no register). Made
-// once for all panels of a call.
+// A tile's float sums to the call's outputs. Out of line: it is done once a panel, and would be in every tile.
+__attribute__((noinline)) inline void store_rows(const LinearArgs& args, int64_t panel, int64_t row, int rows,
+                                                 const __m512* sums) {
+  const Outputs outputs(args, panel);
+  for (int i = 0; i < rows; ++i) outputs.store(args, row + i, sums[i]);
+}
+
+// What a tile of several rows reads of its segments and groups, in the order in which it needs them: for each segment what the
+// integer sums start at (-level_offset times A; affine: 0), then t; for each group, affine, S; a value of each row, so that
+// each is broadcast from memory and one pointer is enough (a pointer for each row has no register). Made once for all panels
+// of a call.
 // Rows of 4096 inputs are a page apart, so 8 of them fill a set of the first-level cache (8 ways of a page). The streams
 // lie half a page away from them.
-template <int Bits, bool Affine>
 class Streams {
  public:
-  explicit Streams(const LinearArgs& args)
-      : args_(args), row_values_(args.layout.segments * (Affine ? 1 : 2) + (Affine ? args.layout.groups : 0)) {
+  Streams(const LinearArgs& args, int level_offset)
+      : args_(args),
+        affine_(has_mins(args.layout.mapping)),
+        offset_(affine_ ? 0 : level_offset),
+        row_values_(2 * args.layout.segments + (affine_ ? args.layout.groups : 0)) {
     const uintptr_t wanted = reinterpret_cast<uintptr_t>(args.a) + kPage / 2;
     const uintptr_t gap = (wanted - reinterpret_cast<uintptr_t>(args.scratch)) % kPage / 4;
     values_ = static_cast<int32_t*>(args.scratch) + gap;
@@ -224,12 +249,10 @@ class Streams {
       const int64_t remaining = layout.segments - segment;
       const int64_t end = segment + (layout.group_segments() < remaining ? layout.group_segments() : remaining);
       for (; segment < end; ++segment) {
-        if constexpr (!Affine) {
-          put(_mm256_mullo_epi32(gather(sums + segment, segments), _mm256_set1_epi32(-level_offset(Bits))));
-        }
+        put(_mm256_mullo_epi32(gather(sums + segment, segments), _mm256_set1_epi32(-offset_)));
         put(gather(scales + segment, segments));
       }
-      if constexpr (Affine) put(gather(args_.group_sums + row * layout.groups + group, groups));
+      if (affine_) put(gather(args_.group_sums + row * layout.groups + group, groups));
     }
   }
 
@@ -237,32 +260,47 @@ class Streams {
   static constexpr int64_t kPage = 4096;
 
   const LinearArgs& args_;
+  bool affine_;
+  int offset_;
   int64_t row_values_;
   int32_t* values_;
 };
+
+// Whether one template serves weights with and without mins: it asks for them at the end of each group, which is cheap where
+// there is more to do than one row with one panel. Not so at 1 bit, where symmetric codes count twice.
+constexpr bool asks_for_mins(int bits, int rows, int panels) { return bits != 1 && !is_by_table(bits) && rows * panels > 1; }
 
 // For walk(): the sums of `Rows` rows of activations over one panel, or over one of `Panels` interleaved panels. One row reads
 // what belongs to its segments from the arguments, several rows from Streams.
 template <int Bits, bool Affine, Groups Kind, int Rows, int Panels = 1>
 struct Tile {
-  static constexpr bool kDown = kShiftedDown<Rows, Kind == Groups::halves>;
-  static constexpr int64_t kBlockBytes = code_bits(Bits) * kLineBytes, kGroupBytes = group_bytes(Affine);
+  static constexpr bool kAsks = asks_for_mins(Bits, Rows, Panels);
+  static_assert(!(kAsks && Affine));
+  static constexpr bool kDown = kShiftedDown<Rows, (Kind >= Groups::halves)>;
+  static constexpr int64_t kBlockBytes = code_bits(Bits) * kLineBytes;
   static constexpr int kPanels = Rows == 1 ? Panels : 0;
 
   const int32_t* segment_sums;  // one row
   const float *segment_scales, *group_sums;
   const int32_t* stream;  // several rows
   int64_t stride;         // of activations, from a row to the next
+  bool mins;              // kAsks
+  int32_t start_factor;   // one row: of the sum of activations
   __m512 acc[Rows], products[Rows];
   Sums<Bits, Affine, Rows, kDown, Panels> sums;
   __m512i line[8];
   [[no_unique_address]] Levels<Bits> levels;
 
+  LOWBIT_INLINE bool has_mins() const { return kAsks ? mins : Affine; }
+  LOWBIT_INLINE int64_t group_bytes() const { return lowbit::group_bytes(has_mins()); }
+
   LOWBIT_INLINE void begin(const LinearArgs& args, int64_t row, const int32_t* its_stream) {
     levels.load(args.layout);
+    mins = lowbit::has_mins(args.layout.mapping);
     segment_sums = args.sums + row * args.layout.segments;
     segment_scales = args.scales + row * args.layout.segments;
-    if constexpr (Affine) group_sums = args.group_sums + row * args.layout.groups;
+    start_factor = has_mins() ? 0 : -level_offset(Bits);
+    if (has_mins()) group_sums = args.group_sums + row * args.layout.groups;
     stream = its_stream;
     stride = args.layout.blocks * kBlockInputs;
     for (__m512& sum : acc) sum = _mm512_setzero_ps();
@@ -270,15 +308,13 @@ struct Tile {
 
   LOWBIT_INLINE void start(int64_t segment) {
     for (int i = 0; i < Rows; ++i) {
-      if constexpr (Affine) {
-        sums.start(i, Int16{});
-      } else if constexpr (Rows == 1) {
-        sums.start(i, broadcast(-level_offset(Bits) * segment_sums[segment]));
-      } else {
+      if constexpr (Rows > 1) {
         sums.start(i, broadcast(stream[i]));
+      } else {
+        sums.start(i, Affine ? Int16{} : broadcast(start_factor * segment_sums[segment]));
       }
     }
-    if constexpr (!Affine && Rows > 1) stream += Rows;
+    stream += Rows;
   }
 
   LOWBIT_INLINE void begin_block(const uint8_t* at) { unpack_block<Bits, Affine, kDown>(at, levels, line); }
@@ -299,10 +335,9 @@ struct Tile {
     stream += Rows;
   }
 
-  LOWBIT_INLINE void finish(int64_t group, const uint8_t* scales) {
+  LOWBIT_INLINE void finish(int64_t, const uint8_t* scales) {
     const __m512 scale = load_scales(scales);
     for (int i = 0; i < Rows; ++i) acc[i] = _mm512_fmadd_ps(scale, products[i], acc[i]);
-    if constexpr (Affine) add_mins(group, scales);
   }
 
   LOWBIT_INLINE void finish_only(int64_t group, const uint8_t* scales) {
@@ -311,16 +346,15 @@ struct Tile {
       acc[i] = _mm512_fmadd_ps(scale, _mm512_mul_ps(next(i, segment_scales + group), sums.joined(i)), acc[i]);
     }
     stream += Rows;
-    if constexpr (Affine) add_mins(group, scales);
   }
 
- private:
   LOWBIT_INLINE void add_mins(int64_t group, const uint8_t* scales) {
     const __m512 min = load_scales(scales + 2 * kPanelRows);
     for (int i = 0; i < Rows; ++i) acc[i] = _mm512_fmadd_ps(min, next(i, group_sums + group), acc[i]);
     stream += Rows;
   }
 
+ private:
   // The next float of row i: one row's lies at `at`.
   LOWBIT_INLINE __m512 next(int i, const float* at) const {
     return _mm512_set1_ps(Rows == 1 ? *at : float_from_bits(static_cast<uint32_t>(stream[i])));
@@ -329,23 +363,42 @@ struct Tile {
 
 inline constexpr int64_t kLongRow = 12288;  // inputs
 
-// `Rows` rows of activations times one panel. `Kind`: where groups end.
-template <int Bits, bool Affine, Groups Kind, int Rows>
-LOWBIT_INLINE inline void tile(const LinearArgs& args, int64_t panel, int64_t row, int64_t number = 0,
-                               int64_t tiles = 1, const int32_t* stream = nullptr) {
-  Tile<Bits, Affine, Kind, Rows> tile;
-  tile.begin(args, row, stream);
-  const int8_t* const a = args.a + row * tile.stride;
-  // One row of 1 bit computes hardly faster than memory brings it, and long activations fill much of the first-level
-  // cache.
-  // Measured on Zen 4; at 2 bits, and with fewer inputs, prefetch costs more than it brings.
-  if (Rows == 1 && Bits == 1 && args.layout.k >= kLongRow) {
-    walk_panel<Kind, true>(args, panel, a, tile, number, tiles);
-  } else {
-    walk_panel<Kind, (Rows > 2)>(args, panel, a, tile, number, tiles);
+// With dispatch()'s constants, and where groups end.
+template <int Bits, class Run>
+LOWBIT_INLINE inline void with_groups(const Layout& layout, Run run) {
+  const bool several = layout.group_inputs() > kSegmentInputs;
+  const bool sixteen = layout.group_inputs() == kHalfInputs;
+  dispatch<Bits>(layout, [&](auto bits, auto affine, auto halves) LOWBIT_INLINE {
+    const auto with = [&](auto kind) LOWBIT_INLINE { run(bits, affine, kind); };
+    if constexpr (halves()) {
+      sixteen ? with(std::integral_constant<Groups, Groups::halves>())
+              : with(std::integral_constant<Groups, Groups::anywhere>());
+    } else {
+      several ? with(std::integral_constant<Groups, Groups::segments>())
+              : with(std::integral_constant<Groups, Groups::one_segment>());
+    }
+  });
+}
+
+// Rows of activations, one after the other, times panels.
+template <int Bits, bool Affine, Groups Kind>
+__attribute__((noinline)) void run_single_rows(const LinearArgs& args) {
+  for (int64_t panel = args.panel_begin; panel < args.panel_end; ++panel) {
+    for (int64_t row = 0; row < args.m; ++row) {
+      Tile<Bits, Affine, Kind, 1> tile;
+      tile.begin(args, row, nullptr);
+      const int8_t* const a = args.a + row * tile.stride;
+      // One row of 1 bit computes hardly faster than memory brings it, and long activations fill much of the first-level
+      // cache.
+      // Measured on Zen 4; at 2 bits, and with fewer inputs, prefetch costs more than it brings.
+      if (Bits == 1 && args.layout.k >= kLongRow) {
+        walk_panel<Kind, true>(args, panel, a, tile, 0, 1);
+      } else {
+        walk_panel<Kind, false>(args, panel, a, tile, 0, 1);
+      }
+      Outputs(args, panel).store(args, row, tile.acc[0]);
+    }
   }
-  const Outputs outputs(args, panel);
-  for (int i = 0; i < Rows; ++i) outputs.store(args, row + i, tile.acc[i]);
 }
 
 // How many panels one row interleaves, and how far ahead each is prefetched, 8 KiB in all. At 1 bit the sums of more than two
@@ -356,50 +409,57 @@ template <int Bits>
 inline constexpr int64_t kPrefetchBytes = (8 << 10) / kInterleavedPanels<Bits>;
 
 template <int Bits, bool Affine, Groups Kind>
-LOWBIT_INLINE inline void interleaved_tile(const LinearArgs& args, int64_t panel, int64_t row) {
+__attribute__((noinline)) void run_interleaved(const LinearArgs& args, void (*single_rows)(const LinearArgs&)) {
   constexpr int kPanels = kInterleavedPanels<Bits>;
   const Layout& layout = args.layout;
-  Interleaved<Tile<Bits, Affine, Kind, 1, kPanels>, kPanels, kPrefetchBytes<Bits>> tiles;
-  tiles.panel_bytes = layout.panel_bytes;
-  for (auto& tile : tiles.panel) tile.begin(args, row, nullptr);
-  walk<Kind>(layout, args.panels + panel * layout.panel_bytes, args.a + row * tiles.panel[0].stride, tiles);
-  for (int p = 0; p < kPanels; ++p) Outputs(args, panel + p).store(args, row, tiles.panel[p].acc[0]);
-}
-
-template <int Bits, bool Affine, Groups Kind>
-void run_interleaved(const LinearArgs& args) {
-  constexpr int kPanels = kInterleavedPanels<Bits>;
   for (int64_t row = 0; row < args.m; ++row) {
     int64_t panel = args.panel_begin;
-    for (; args.panel_end - panel >= kPanels; panel += kPanels) interleaved_tile<Bits, Affine, Kind>(args, panel, row);
-    for (; panel < args.panel_end; ++panel) tile<Bits, Affine, Kind, 1>(args, panel, row);
+    for (; args.panel_end - panel >= kPanels; panel += kPanels) {
+      Interleaved<Tile<Bits, Affine, Kind, 1, kPanels>, kPanels, kPrefetchBytes<Bits>> tiles;
+      tiles.panel_bytes = layout.panel_bytes;
+      tiles.for_each_tile([&](auto& tile) LOWBIT_INLINE { tile.begin(args, row, nullptr); });
+      walk<Kind>(layout, args.panels + panel * layout.panel_bytes, args.a + row * tiles.panel[0].stride, tiles);
+      int64_t stored = panel;
+      tiles.for_each_tile([&](auto& tile) LOWBIT_INLINE {
+        const __m512 sums = tile.acc[0];
+        store_rows(args, stored++, row, 1, &sums);
+      });
+    }
+    if (panel < args.panel_end) single_rows(one_row_of(args, row, panel, args.panel_end));
   }
 }
 
-template <int Bits, bool Affine, Groups Kind, int MostRows>
-void run_panels(const LinearArgs& args) {
-  const Streams<Bits, Affine> streams(args);
-  const int64_t most_rows = MostRows > 1 ? streams.most_rows() / MostRows * MostRows : 0;
-  // One row at a time, or more segments than any model has. Not run_panels<Bits, Affine, Kind, 1>: then GCC 12 compiles
-  // one row's own kernel to a fifth more instructions (docs/x86_cost.json).
-  if (most_rows == 0) {
+// `Rows` rows of activations times one panel: tile `number` of `tiles`. `Kind`: where groups end.
+template <int Bits, bool Affine, Groups Kind, int Rows>
+__attribute__((noinline)) void run_tile(const LinearArgs& args, int64_t panel, int64_t row, int64_t number, int64_t tiles,
+                                        const int32_t* stream) {
+  Tile<Bits, Affine, Kind, Rows> tile;
+  tile.begin(args, row, stream);
+  walk_panel<Kind, (Rows > 2)>(args, panel, args.a + row * tile.stride, tile, number, tiles);
+  __m512 sums[Rows];
+  for (int i = 0; i < Rows; ++i) sums[i] = tile.acc[i];
+  store_rows(args, panel, row, Rows, sums);
+}
+
+using RunTile = void (*)(const LinearArgs&, int64_t panel, int64_t row, int64_t number, int64_t tiles, const int32_t* stream);
+
+// In tiles of several rows: run_tile[rows - 2].
+template <int MostRows>
+__attribute__((noinline)) void run_tiles(const LinearArgs& args, int level_offset, const LinearKernel& one_row,
+                                         const RunTile (&run_tile)[MostRows - 1]) {
+  const Streams streams(args, level_offset);
+  const int64_t most_rows = streams.most_rows() / MostRows * MostRows;
+  if (most_rows == 0) return one_row.run(args);  // more segments than any model has
+  for (int64_t first = 0; first < args.m; first += most_rows) {
+    const int64_t count = args.m - first < most_rows ? args.m - first : most_rows;
+    for_each_tile<MostRows>(count, [&](int64_t row, int rows, int64_t, int64_t) {
+      if (rows > 1) streams.make(first + row, row, rows);
+    });
     for (int64_t panel = args.panel_begin; panel < args.panel_end; ++panel) {
-      for (int64_t row = 0; row < args.m; ++row) tile<Bits, Affine, Kind, 1>(args, panel, row);
-    }
-    return;
-  }
-  if constexpr (MostRows > 1) {
-    for (int64_t first = 0; first < args.m; first += most_rows) {
-      const int64_t count = args.m - first < most_rows ? args.m - first : most_rows;
-      for_each_tile<MostRows>(count, [&](int64_t row, auto rows, int64_t, int64_t) {
-        if (rows() > 1) streams.make(first + row, row, rows());
+      for_each_tile<MostRows>(count, [&](int64_t row, int rows, int64_t number, int64_t tiles) {
+        if (rows == 1) return one_row.run(one_row_of(args, first + row, panel, panel + 1));
+        run_tile[rows - 2](args, panel, first + row, number, tiles, streams.of(row));
       });
-      for (int64_t panel = args.panel_begin; panel < args.panel_end; ++panel) {
-        for_each_tile<MostRows>(count, [&](int64_t row, auto rows, int64_t number, int64_t tiles)
-                                           LOWBIT_INLINE {
-          tile<Bits, Affine, Kind, rows()>(args, panel, first + row, number, tiles, streams.of(row));
-        });
-      }
     }
   }
 }

@@ -10,6 +10,7 @@
 // An ISA file says which instruction it is and what it multiplies, by a class Products<Bits, Affine, Rows>:
 //   begin(layout)                       once
 //   start(a_sum)                        what a segment's sums start at; a_sum: the row's sum of activations
+//   start_factor(affine)                that by its sum of activations
 //   Codes read<J>(half)                 of half a line
 //   add(sum, codes, a4)                 a4: four activations, in each lane
 #pragma once
@@ -25,17 +26,23 @@ template <template <int Bits, bool Affine, int Rows> class Products, int Bits, b
 struct VnniSums {
   static constexpr int kBits = Bits, kRows = Rows, kSplit = split_for(Rows);
   static constexpr bool kAffine = Affine, kHalves = Halves, kOffsetLate = false, kInterleaved = false, kUnpacked = false;
+  static constexpr bool kAsks = asks_for_mins(Bits, Rows), kStarts = true;
+  static_assert(!(kAsks && Affine));
   using Input = int8_t;
   Products<Bits, Affine, Rows> products;
   Sums32 sum[Rows][2][kSplit];  // of the two halves of a line
 
   LOWBIT_INLINE void begin(const Layout& layout, Sums32*) { products.begin(layout); }
 
-  LOWBIT_INLINE void start(int i, const int32_t* a_sum) {
-    const __m256i first = products.start(a_sum);
+  LOWBIT_INLINE void start(int i, const int32_t* value) {
+    const __m256i first = Rows > 1 ? broadcast4(value) : products.start(value);
     for (auto& half : sum[i]) {
       for (int s = 0; s < kSplit; ++s) half[s] = s == 0 ? reinterpret_cast<Sums32>(first) : Sums32{};
     }
+  }
+
+  static constexpr Starts starts(bool affine) {
+    return {Products<Bits, Affine, Rows>::start_factor(affine), Starts::word};
   }
 
   LOWBIT_INLINE void next_block() {}

@@ -2,9 +2,8 @@
 #pragma once
 
 #include <cstdint>
-#include <utility>
 
-#include "../inline.h"
+#include "../ukernel.h"
 
 namespace lowbit {
 namespace {
@@ -15,18 +14,36 @@ constexpr int tile_rows(int64_t remaining, int most) {
   return remaining == most + 1 ? most / 2 + 1 : remaining < most ? static_cast<int>(remaining) : most;
 }
 
-// Calls tile(row, rows, number, tiles) for all rows of m. `rows`: a constant from 1 to MostRows; `number`: the tile's, from 0.
+// Calls tile(row, rows, number, tiles) for all rows of m. `rows`: from 1 to MostRows; `number`: the tile's, from 0.
 template <int MostRows, class Tile>
-LOWBIT_INLINE inline void for_each_tile(int64_t m, Tile tile) {
+void for_each_tile(int64_t m, Tile tile) {
   const int64_t tiles = (m + MostRows - 1) / MostRows;
   int64_t number = 0;
   for (int64_t row = 0; row < m; ++number) {
     const int rows = tile_rows(m - row, MostRows);
-    [&]<int... I>(std::integer_sequence<int, I...>) LOWBIT_INLINE {
-      ((rows == I + 1 ? tile(row, std::integral_constant<int, I + 1>(), number, tiles) : void()), ...);
-    }(std::make_integer_sequence<int, MostRows>());
+    tile(row, rows, number, tiles);
     row += rows;
   }
+}
+
+// Rows [row, row + rows) of a call.
+inline LinearArgs some_rows(LinearArgs args, int64_t row, int64_t rows) {
+  const Layout& layout = args.layout;
+  args.a += row * layout.blocks * kBlockInputs;
+  args.scales += row * layout.segments;
+  args.sums += row * layout.segments;
+  if (args.group_sums != nullptr) args.group_sums += row * layout.groups;
+  args.out = static_cast<char*>(args.out) + row * args.out_stride * size_of(args.out_dtype);
+  args.m = rows;
+  return args;
+}
+
+// Row `row` of a call, and its panels [begin, end).
+inline LinearArgs one_row_of(const LinearArgs& args, int64_t row, int64_t begin, int64_t end) {
+  LinearArgs call = some_rows(args, row, 1);
+  call.panel_begin = begin;
+  call.panel_end = end;
+  return call;
 }
 
 }  // namespace

@@ -16,10 +16,11 @@ constexpr int lines_in_int16(int bits) { return 32767 / (2 * 127 * ((1 << bits) 
 
 constexpr bool is_unpacked(int bits) { return lines_in_int16(bits) == 1 || lines_in_int16(bits) == 2; }
 
-template <int Bits, bool Affine, int Rows>
+template <int Bits, int Rows>
 struct UnpackedSums {
   static constexpr int kBits = Bits, kRows = Rows;
-  static constexpr bool kAffine = Affine, kHalves = false, kOffsetLate = false, kInterleaved = false, kUnpacked = true;
+  static constexpr bool kAffine = false, kHalves = false, kOffsetLate = false, kInterleaved = false, kUnpacked = true;
+  static constexpr bool kAsks = true, kStarts = true;
   static constexpr int kRun = lines_in_int16(Bits);
   using Input = int8_t;
 
@@ -27,11 +28,11 @@ struct UnpackedSums {
 
   LOWBIT_INLINE void begin(const Layout&, Sums32*) {}
 
-  LOWBIT_INLINE void start(int i, const int32_t* a_sum) {
-    __m256i first = _mm256_setzero_si256();
-    if constexpr (!Affine) first = _mm256_sub_epi32(first, offset<Bits>(a_sum));
-    sum[i][0] = sum[i][1] = reinterpret_cast<Sums32>(first);
+  LOWBIT_INLINE void start(int i, const int32_t* value) {
+    sum[i][0] = sum[i][1] = reinterpret_cast<Sums32>(broadcast4(value));
   }
+
+  static constexpr Starts starts(bool affine) { return {affine ? 0 : -level_offset(Bits), Starts::word}; }
 
   LOWBIT_INLINE void next_block() {}
 
@@ -71,14 +72,14 @@ struct UnpackedSums {
 constexpr int64_t unpacked_bytes(const Layout& layout) { return layout.blocks * kBlockLines * kLineBytes; }
 
 inline int64_t unpacked_scratch(const void*, const Layout& layout, int64_t, int) {
-  return unpacked_bytes(layout) < kLinearScratchBytes ? kLinearScratchBytes : unpacked_bytes(layout);
+  return unpacked_bytes(layout) + kLinearScratchBytes;
 }
 
 // A panel's codes, for groups of whole blocks.
-template <int Bits, bool Affine>
+template <int Bits>
 void unpack_panel(const Layout& layout, const uint8_t* at, uint8_t* to) {
   const int64_t group_blocks = layout.group_inputs() / kBlockInputs;
-  for (int64_t blocks = layout.blocks; blocks > 0; blocks -= group_blocks, at += group_bytes(Affine)) {
+  for (int64_t blocks = layout.blocks; blocks > 0; blocks -= group_blocks, at += layout.group_bytes) {
     for (int64_t block = 0; block < blocks && block < group_blocks; ++block, at += Bits * kLineBytes) {
       unrolled<kBlockLines>([&](auto line) LOWBIT_INLINE {
         for (int h = 0; h < 2; ++h, to += kLineBytes / 2) {
@@ -90,15 +91,13 @@ void unpack_panel(const Layout& layout, const uint8_t* at, uint8_t* to) {
   }
 }
 
-template <int Bits, bool Affine, int MostRows>
-void run_unpacked(const LinearArgs& args) {
-  const Layout& layout = args.layout;
-  for (int64_t panel = args.panel_begin; panel < args.panel_end; ++panel) {
-    unpack_panel<Bits, Affine>(layout, args.panels + panel * layout.panel_bytes, static_cast<uint8_t*>(args.scratch));
-    for_each_tile<MostRows>(args.m, [&](int64_t row, auto rows, int64_t number, int64_t tiles) LOWBIT_INLINE {
-      tile<UnpackedSums<Bits, Affine, rows()>, false>(args, panel, row, number, tiles);
-    });
-  }
+template <int Bits>
+void run_unpacked(const LinearArgs& args, RunRow one_row) {
+  static constexpr RunTile kTiles[] = {run_tile<UnpackedSums<Bits, 2>, Groups::segments>,
+                                       run_tile<UnpackedSums<Bits, 3>, Groups::segments>,
+                                       run_tile<UnpackedSums<Bits, 4>, Groups::segments>};
+  const Starts starts = UnpackedSums<Bits, 2>::starts(has_mins(args.layout.mapping));
+  run_tiles(args, kTiles, one_row, &starts, unpacked_bytes(args.layout), unpack_panel<Bits>);
 }
 
 }  // namespace

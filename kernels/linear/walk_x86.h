@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <type_traits>
+#include <utility>
 
 #include "../ukernel.h"
 
@@ -29,6 +30,7 @@ class Prefetch {
 
   // Before each block.
   LOWBIT_INLINE void operator()() {
+    __asm__("" : "+r"(next_));  // GCC 12 would have each loop twice, with prefetch and without
     if (next_ >= end_) return;
     const uint8_t* const next = next_ + step_;
     for (const uint8_t* line = next_; line < next; line += kLineBytes) {
@@ -62,6 +64,7 @@ class PrefetchNext {
 
   // Before each block.
   LOWBIT_INLINE void operator()() {
+    __asm__("" : "+r"(next_));  // GCC 12 would have each loop twice, with prefetch and without
     if (next_ >= end_) return;
     const uint8_t* const next = next_ + step_;
     for (const uint8_t* line = next_; line < next; line += kLineBytes) {
@@ -75,32 +78,54 @@ class PrefetchNext {
   int64_t step_;
 };
 
-// Where groups end: behind their only segment, behind one or more whole blocks; behind several segments; or anywhere, also in
-// the middle of a block. Without halves, group_inputs() is a multiple of 32.
-enum class Groups { one_segment, segments, halves };
-
-constexpr Groups groups_of(bool halves, bool several) {
-  return halves ? Groups::halves : several ? Groups::segments : Groups::one_segment;
-}
+// Where groups end: behind their only segment, behind one or more whole blocks; behind several segments of whole blocks; in the
+// middle and at the end of each block (groups of 16); or anywhere else, also in the middle of a block.
+enum class Groups { one_segment, segments, halves, anywhere };
 
 // What a kernel gives walk() for one tile:
-//   kBlockBytes, kGroupBytes   of the panel
+//   kBlockBytes, group_bytes() of the panel
 //   kPanels                    one row of m: how many panels it interleaves; several rows: 0
 //   start(segment)             clears the integer sums
 //   begin_block(at)            the packed lines of a block, for the calls of add() that follow
 //   add<First, Lines>(a)       adds the products of some of its eight lines; a: the block's activations, first row
-//   finish_only(group, scales)   acc = fma(scale, t * I, acc), affine also mins and group sums: a group of one segment
+//   finish_only(group, scales)   acc = fma(scale, t * I, acc): a group of one segment
+//   has_mins(), add_mins(group, scales)   behind finish() and finish_only(): acc = fma(min, group sum, acc)
 // and for other groups
 //   begin_group()              P = 0
 //   end_segment(segment)       P = fma(t, I, P), which for the first segment is t * I
-//   finish(group, scales)      acc = fma(scale, P, acc), affine also mins and group sums
+//   finish(group, scales)      acc = fma(scale, P, acc)
 // and ahead(), called before each block. Segments and groups come in order. Groups of one segment have a walk of their own,
 // because their products need no registers from one segment to the next. For one row, which has little to do in a group,
 // that walk knows how many blocks a group has.
 template <Groups Kind, class Tile, class Ahead>
 LOWBIT_INLINE inline void walk(const Layout& layout, const uint8_t* at, const int8_t* a, Tile& tile, Ahead ahead) {
   const int64_t groups = layout.groups;
-  if constexpr (Kind != Groups::halves) {
+  const auto add_mins = [&](int64_t group, const uint8_t* scales) LOWBIT_INLINE {
+    if (tile.has_mins()) tile.add_mins(group, scales);
+  };
+  if constexpr (Kind == Groups::halves) {
+    constexpr int kHalfLines = kBlockLines / 2;
+    int64_t group = 0;
+    const auto end_group = [&]() LOWBIT_INLINE {
+      tile.finish_only(group, at);
+      add_mins(group, at);
+      at += tile.group_bytes();
+      return ++group == groups;
+    };
+    while (true) {
+      ahead();
+      tile.start(group);
+      tile.begin_block(at);
+      at += Tile::kBlockBytes;
+      tile.template add<0, kHalfLines>(a);
+      if (end_group()) return;  // k ends in the first half of the last block
+      tile.start(group);
+      tile.template add<kHalfLines, kHalfLines>(a);
+      if (end_group()) return;
+      a += kBlockInputs;
+      if constexpr (Tile::kPanels != 1) __asm__("" : "+r"(at), "+r"(a));
+    }
+  } else if constexpr (Kind != Groups::anywhere) {
     const int64_t group_blocks = layout.group_inputs() / kBlockInputs;
     int64_t remaining = layout.blocks, group = 0, segment = 0;
     const auto add_block = [&]() LOWBIT_INLINE {
@@ -109,6 +134,7 @@ LOWBIT_INLINE inline void walk(const Layout& layout, const uint8_t* at, const in
       tile.template add<0, kBlockLines>(a);
       at += Tile::kBlockBytes;
       a += kBlockInputs;
+      if constexpr (Tile::kPanels != 1) __asm__("" : "+r"(at), "+r"(a));  // no pointers beside these in a loop
     };
     constexpr int64_t kSegmentBlocks = kSegmentInputs / kBlockInputs;
     static_assert(kSegmentBlocks == 2);
@@ -116,8 +142,9 @@ LOWBIT_INLINE inline void walk(const Layout& layout, const uint8_t* at, const in
       const auto add_group = [&](auto blocks) LOWBIT_INLINE {
         tile.start(group);
         for (int i = 0; i < blocks(); ++i) add_block();
-        tile.finish_only(group++, at);
-        at += Tile::kGroupBytes;
+        tile.finish_only(group, at);
+        add_mins(group++, at);
+        at += tile.group_bytes();
       };
       if (group_blocks == kSegmentBlocks) {
         const int64_t whole = remaining / kSegmentBlocks;
@@ -126,13 +153,24 @@ LOWBIT_INLINE inline void walk(const Layout& layout, const uint8_t* at, const in
       while (group < groups) add_group(std::integral_constant<int, 1>());
       return;
     }
-    for (; group < groups; ++group, at += Tile::kGroupBytes) {
+    for (; group < groups; ++group, at += tile.group_bytes()) {
       int64_t count = remaining < group_blocks ? remaining : group_blocks;
       remaining -= count;
       if constexpr (Kind == Groups::one_segment) {
         tile.start(group);
         for (; count > 0; --count) add_block();
         tile.finish_only(group, at);
+      } else if constexpr (Tile::kPanels == 0) {
+        tile.begin_group();
+        do {  // one copy of each block's code, and of a segment's end
+          tile.start(segment);
+          add_block();
+          if (count > 1) add_block();
+          tile.end_segment(segment++);
+          count -= kSegmentBlocks;
+          __asm__("" : "+r"(count));  // GCC 12 would have the loop's body twice
+        } while (count > 0);
+        tile.finish(group, at);
       } else {
         tile.begin_group();
         for (; count >= kSegmentBlocks; count -= kSegmentBlocks) {
@@ -141,7 +179,7 @@ LOWBIT_INLINE inline void walk(const Layout& layout, const uint8_t* at, const in
           add_block();
           tile.end_segment(segment++);
           // GCC 12 would compute the addresses behind the loop again for every group.
-          if constexpr (Tile::kPanels == 1) __asm__("" : "+r"(at), "+r"(a), "+r"(segment), "+r"(count));
+          __asm__("" : "+r"(at), "+r"(a), "+r"(segment), "+r"(count));
         }
         if (count > 0) {
           tile.start(segment);
@@ -150,6 +188,7 @@ LOWBIT_INLINE inline void walk(const Layout& layout, const uint8_t* at, const in
         }
         tile.finish(group, at);
       }
+      add_mins(group, at);
     }
   } else {
     constexpr int kHalfLines = kBlockLines / 2;
@@ -172,8 +211,9 @@ LOWBIT_INLINE inline void walk(const Layout& layout, const uint8_t* at, const in
       if (--in_segment > 0) return;
       tile.end_segment(segment++);
       if (in_group == 0) {
-        tile.finish(group++, scales);
-        scales += Tile::kGroupBytes;
+        tile.finish(group, scales);
+        add_mins(group++, scales);
+        scales += tile.group_bytes();
       }
       if (halves > 0) begin_segment();
     };
@@ -217,55 +257,84 @@ LOWBIT_INLINE inline void walk_panel(const LinearArgs& args, int64_t panel, cons
 // each prefetched `Ahead` bytes before its use.
 template <class Tile, int Panels, int64_t Ahead>
 struct Interleaved {
-  static constexpr int64_t kBlockBytes = Tile::kBlockBytes, kGroupBytes = Tile::kGroupBytes;
+  static constexpr int64_t kBlockBytes = Tile::kBlockBytes;
   static constexpr int kPanels = Panels;
 
   Tile panel[Panels];
   int64_t panel_bytes;
   const uint8_t* block;  // of the first panel
 
+  LOWBIT_INLINE int64_t group_bytes() const { return panel[0].group_bytes(); }
+  LOWBIT_INLINE bool has_mins() const { return panel[0].has_mins(); }
+
   LOWBIT_INLINE void start(int64_t segment) {
-    for (Tile& tile : panel) tile.start(segment);
+    for_each_tile([&](Tile& tile) LOWBIT_INLINE { tile.start(segment); });
   }
 
-  LOWBIT_INLINE void begin_block(const uint8_t* at) {
-    block = at;
-    for (int p = 0; p < Panels; ++p) {
-      for (int64_t line = 0; line < kBlockBytes; line += kLineBytes) prefetch(at + p * panel_bytes + line);
-    }
-  }
+  LOWBIT_INLINE void begin_block(const uint8_t* at) { block = at; }
 
   template <int First, int Lines>
   LOWBIT_INLINE void add(const int8_t* a) {
-    for (int p = 0; p < Panels; ++p) {
-      panel[p].begin_block(block + p * panel_bytes);
-      panel[p].template add<First, Lines>(a);
-    }
+    for_each_panel(block, [&](Tile& tile, const uint8_t* at) LOWBIT_INLINE {
+      if constexpr (First == 0) {
+        for (int64_t line = 0; line < kBlockBytes; line += kLineBytes) prefetch(at + line);
+      }
+      tile.begin_block(at);
+      tile.template add<First, Lines>(a);
+    });
   }
 
   LOWBIT_INLINE void begin_group() {
-    for (Tile& tile : panel) tile.begin_group();
+    for_each_tile([&](Tile& tile) LOWBIT_INLINE { tile.begin_group(); });
   }
 
   LOWBIT_INLINE void end_segment(int64_t segment) {
-    for (Tile& tile : panel) tile.end_segment(segment);
+    for_each_tile([&](Tile& tile) LOWBIT_INLINE { tile.end_segment(segment); });
   }
 
   LOWBIT_INLINE void finish(int64_t group, const uint8_t* scales) {
-    for (int p = 0; p < Panels; ++p) {
-      prefetch(scales + p * panel_bytes);  // a block and its scales touch a line more than the block
-      panel[p].finish(group, scales + p * panel_bytes);
-    }
+    for_each_panel(scales, [&](Tile& tile, const uint8_t* at) LOWBIT_INLINE {
+      prefetch(at);  // a block and its scales touch a line more than the block
+      tile.finish(group, at);
+    });
   }
 
   LOWBIT_INLINE void finish_only(int64_t group, const uint8_t* scales) {
-    for (int p = 0; p < Panels; ++p) {
-      prefetch(scales + p * panel_bytes);
-      panel[p].finish_only(group, scales + p * panel_bytes);
-    }
+    for_each_panel(scales, [&](Tile& tile, const uint8_t* at) LOWBIT_INLINE {
+      prefetch(at);
+      tile.finish_only(group, at);
+    });
+  }
+
+  LOWBIT_INLINE void add_mins(int64_t group, const uint8_t* scales) {
+    for_each_panel(scales, [&](Tile& tile, const uint8_t* at) LOWBIT_INLINE { tile.add_mins(group, at); });
+  }
+
+  // Calls body(tile), without a loop: that would leave the sums in memory.
+  template <class Body>
+  LOWBIT_INLINE void for_each_tile(Body body) {
+    [&]<int... P>(std::integer_sequence<int, P...>) LOWBIT_INLINE {
+      (body(panel[P]), ...);
+    }(std::make_integer_sequence<int, Panels>());
+  }
+
+  // Calls body(tile, pointer), with `at` for the first panel. A pointer for two panels; the compiler is not to know where they
+  // come from, for it would keep more addresses than there are registers.
+  template <class Body>
+  LOWBIT_INLINE void for_each_panel(const uint8_t* at, Body body) {
+    int64_t bytes = panel_bytes;
+    __asm__("" : "+r"(bytes));
+    [&]<int... P>(std::integer_sequence<int, P...>) LOWBIT_INLINE {
+      ((P > 0 && P % 2 == 0 ? advance(at, 2 * bytes) : void(), body(panel[P], P % 2 == 0 ? at : at + bytes)), ...);
+    }(std::make_integer_sequence<int, Panels>());
   }
 
  private:
+  LOWBIT_INLINE static void advance(const uint8_t*& at, int64_t bytes) {
+    at += bytes;
+    __asm__("" : "+r"(at));
+  }
+
   // Behind the last panel as well: a prefetch does not fault.
   LOWBIT_INLINE static void prefetch(const uint8_t* at) {
     _mm_prefetch(reinterpret_cast<const char*>(at) + Ahead, _MM_HINT_T0);

@@ -22,6 +22,7 @@ template <int Bits, bool Affine, bool Halves, int Rows>
 struct WideSums {
   static constexpr int kBits = Bits, kRows = Rows;
   static constexpr bool kAffine = Affine, kHalves = Halves, kOffsetLate = false, kInterleaved = true, kUnpacked = false;
+  static constexpr bool kAsks = false, kStarts = false;  // what is multiplied depends on the mapping
   using Input = int16_t;
 
   __m256i table;  // of levels
@@ -34,6 +35,8 @@ struct WideSums {
   }
 
   LOWBIT_INLINE void start(int i, const int32_t*) { sum[i][0] = sum[i][1] = Sums32{}; }
+
+  static constexpr Starts starts(bool) { return {0, Starts::word}; }
 
   LOWBIT_INLINE void next_block() {}
 
@@ -94,14 +97,13 @@ LOWBIT_INLINE inline void widen(const int8_t* a, int16_t* to) {
 }
 
 // All rows of the call, those of a tile block by block.
-template <int MostRows>
-void widen_rows(const LinearArgs& args, int16_t* to) {
+inline void widen_rows(const LinearArgs& args, int16_t* to) {
   const int64_t blocks = args.layout.blocks;
-  for_each_tile<MostRows>(args.m, [&](int64_t row, auto rows, int64_t, int64_t) {
-    for (int i = 0; i < rows(); ++i) {
+  for_each_tile<kMostRows>(args.m, [&](int64_t row, int rows, int64_t, int64_t) {
+    for (int i = 0; i < rows; ++i) {
       const int8_t* a = args.a + (row + i) * blocks * kBlockInputs;
       int16_t* at = to + (row * blocks + i) * kBlockInputs;
-      for (int64_t block = 0; block < blocks; ++block, a += kBlockInputs, at += rows() * kBlockInputs) widen(a, at);
+      for (int64_t block = 0; block < blocks; ++block, a += kBlockInputs, at += rows * kBlockInputs) widen(a, at);
     }
   });
 }
@@ -109,38 +111,24 @@ void widen_rows(const LinearArgs& args, int16_t* to) {
 constexpr int64_t wide_row_bytes(const Layout& layout) { return layout.blocks * kBlockInputs * int64_t{sizeof(int16_t)}; }
 
 // What widened rows of one tile take may be more than every call has.
-template <int MostRows>
-int64_t wide_scratch(const void*, const Layout& layout, int64_t m, int) {
-  const int64_t least = (m < MostRows ? m : MostRows) * wide_row_bytes(layout);
+inline int64_t wide_scratch(const void*, const Layout& layout, int64_t m, int) {
+  const int64_t least = (m < kMostRows ? m : kMostRows) * wide_row_bytes(layout);
   return least < kLinearScratchBytes ? kLinearScratchBytes : least;
 }
 
-// Rows [row, row + rows) of a call.
-LOWBIT_INLINE inline LinearArgs some_rows(LinearArgs args, int64_t row, int64_t rows) {
-  const Layout& layout = args.layout;
-  args.a += row * layout.blocks * kBlockInputs;
-  args.scales += row * layout.segments;
-  args.sums += row * layout.segments;
-  if (args.group_sums != nullptr) args.group_sums += row * layout.groups;
-  args.out = static_cast<char*>(args.out) + row * args.out_stride * size_of(args.out_dtype);
-  args.m = rows;
-  return args;
-}
-
 // Calls run(call) for some rows and panels at a time, with their widened activations.
-template <int MostRows, class Run>
-LOWBIT_INLINE inline void with_widened_rows(const LinearArgs& args, Run run) {
+inline void with_widened_rows(const LinearArgs& args, void (*run)(const LinearArgs&, RunRow), RunRow one_row) {
   const int64_t fitting = kLinearScratchBytes / wide_row_bytes(args.layout);
-  const int64_t most = fitting < MostRows ? MostRows : fitting / MostRows * MostRows;
+  const int64_t most = fitting < kMostRows ? kMostRows : fitting / kMostRows * kMostRows;
   const int64_t panels = args.m <= most ? args.panel_end - args.panel_begin : kWidePanels;
   for (int64_t panel = args.panel_begin; panel < args.panel_end; panel += panels) {
     for (int64_t row = 0; row < args.m; row += most) {
       LinearArgs call = some_rows(args, row, args.m - row < most ? args.m - row : most);
       call.panel_begin = panel;
       call.panel_end = args.panel_end - panel < panels ? args.panel_end : panel + panels;
-      widen_rows<MostRows>(call, static_cast<int16_t*>(args.scratch));
+      widen_rows(call, static_cast<int16_t*>(args.scratch));
       call.activations = args.scratch;
-      run(call);
+      run(call, one_row);
     }
   }
 }

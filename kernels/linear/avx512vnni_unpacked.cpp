@@ -15,8 +15,7 @@
 // cache, and it is slower (0.9); in pieces of k it was slower everywhere, because sums then pass through memory.
 
 #include "../bits/widths.h"
-#include "../linear/dispatch.h"
-#include "../linear/linear_avx512.h"
+#include "linear_avx512.h"
 
 namespace lowbit {
 namespace {
@@ -87,9 +86,9 @@ void interleave(const LinearArgs& args, int64_t row, int rows, int8_t* to) {
   }
 }
 
-template <int Bits, bool Affine>
-void make_stream(const LinearArgs& args, int64_t row, int rows, float* to) {
+void make_stream(const LinearArgs& args, int level_offset, int64_t row, int rows, float* to) {
   const Layout& layout = args.layout;
+  const bool affine = has_mins(layout.mapping);
   const __mmask8 wanted = static_cast<__mmask8>((1 << rows) - 1);
   const __m256i numbers = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
   const __m256i segments = _mm256_mullo_epi32(numbers, _mm256_set1_epi32(static_cast<int>(layout.segments)));
@@ -106,16 +105,16 @@ void make_stream(const LinearArgs& args, int64_t row, int rows, float* to) {
     const int64_t first = segment, remaining = layout.segments - segment;
     const int64_t end = segment + (layout.group_segments() < remaining ? layout.group_segments() : remaining);
     for (; segment < end; ++segment) {
-      if constexpr (!Affine) {
+      if (!affine) {
         const __m256i sums = gather(args.sums + row * layout.segments + segment, segments);
-        const __m256i start = _mm256_mullo_epi32(sums, _mm256_set1_epi32(-level_offset(Bits)));
+        const __m256i start = _mm256_mullo_epi32(sums, _mm256_set1_epi32(-level_offset));
         put(_mm256_castsi256_ps(_mm256_add_epi32(start, _mm256_set1_epi32(kShiftBits))));
       }
       const __m256 t = _mm256_castsi256_ps(gather(args.scales + row * layout.segments + segment, segments));
       put(t);
       if (segment == first) put(_mm256_mul_ps(t, _mm256_set1_ps(-kShift)));
     }
-    if constexpr (Affine) put(_mm256_castsi256_ps(gather(args.group_sums + row * layout.groups + group, groups)));
+    if (affine) put(_mm256_castsi256_ps(gather(args.group_sums + row * layout.groups + group, groups)));
   }
 }
 
@@ -146,7 +145,7 @@ void unpack_panel(const Layout& layout, const uint8_t* at, uint8_t* to) {
 // For walk(), on unpacked panels.
 template <bool Affine, Groups Kind, int Rows, int Panels>
 struct UnpackedTile {
-  static constexpr int64_t kBlockBytes = kBlockLines * kLineBytes, kGroupBytes = unpacked_group_bytes(Affine);
+  static constexpr int64_t kBlockBytes = kBlockLines * kLineBytes;
   static constexpr int kPanels = 0;
 
   const int8_t* a;
@@ -165,6 +164,10 @@ struct UnpackedTile {
     }
     if constexpr (!Affine) stream += kPlaces;
   }
+
+  static constexpr int64_t group_bytes() { return unpacked_group_bytes(Affine); }
+  static constexpr bool has_mins() { return false; }  // finish() and finish_only() add them
+  LOWBIT_INLINE void add_mins(int64_t, const uint8_t*) {}
 
   LOWBIT_INLINE void begin_block(const uint8_t* at) { block = at; }
 
@@ -244,10 +247,13 @@ struct UnpackedTile {
   }
 };
 
+using RunUnpackedTile = void (*)(const LinearArgs&, const uint8_t* unpacked, int64_t panel, int64_t row, int rows, const int8_t* a,
+                         const float* stream, PrefetchNext ahead);
+
 // One for all widths. `rows`: those that are stored.
 template <bool Affine, Groups Kind, int Rows, int Panels>
-__attribute__((noinline)) void unpacked_tile(const LinearArgs& args, const uint8_t* unpacked, int64_t panel, int64_t row,
-                                             int rows, const int8_t* a, const float* stream, PrefetchNext ahead) {
+void unpacked_tile(const LinearArgs& args, const uint8_t* unpacked, int64_t panel, int64_t row, int rows, const int8_t* a,
+                   const float* stream, PrefetchNext ahead) {
   alignas(64) __m512 acc[Rows * Panels];
   UnpackedTile<Affine, Kind, Rows, Panels> tile;
   tile.a = a;
@@ -258,16 +264,31 @@ __attribute__((noinline)) void unpacked_tile(const LinearArgs& args, const uint8
   tile.for_each_sum([&](int i, int p) LOWBIT_INLINE { tile.row_sum(i, p) = _mm512_setzero_ps(); });
   walk<Kind>(args.layout, unpacked, nullptr, tile, ahead);
   for (int p = 0; p < Panels; ++p) {
-    const Outputs outputs(args, panel + p);
-    for (int i = 0; i < Rows; ++i) {
-      if (i < rows) outputs.store(args, row + i, tile.row_sum(i, p));
-    }
+    __m512 sums[Rows];
+    for (int i = 0; i < Rows; ++i) sums[i] = tile.row_sum(i, p);
+    store_rows(args, panel + p, row, rows, sums);
   }
 }
 
-template <int Bits, bool Affine, Groups Kind>
-void run_unpacked(const LinearArgs& args) {
+// Of two panels up to 6 rows or 5, of one panel up to 6 rows.
+struct Tiles {
+  RunUnpackedTile six, five, six_of_one_panel;
+};
+
+template <bool Affine>
+Tiles tiles_for(const Layout& layout) {
+  const auto with = [](auto kind) -> Tiles {
+    return {unpacked_tile<Affine, kind(), 6, 2>, unpacked_tile<Affine, kind(), 5, 2>, unpacked_tile<Affine, kind(), 6, 1>};
+  };
+  if (layout.group_inputs() % kBlockInputs != 0) return with(std::integral_constant<Groups, Groups::anywhere>());
+  if (layout.group_inputs() > kSegmentInputs) return with(std::integral_constant<Groups, Groups::segments>());
+  return with(std::integral_constant<Groups, Groups::one_segment>());
+}
+
+// Likewise. What depends on the width comes as arguments.
+void run_unpacked(const LinearArgs& args, int level_offset, void (*unpack)(const Layout&, const uint8_t* at, uint8_t* to)) {
   const Layout& layout = args.layout;
+  const Tiles run = has_mins(layout.mapping) ? tiles_for<true>(layout) : tiles_for<false>(layout);
   const int64_t chunks = (args.m + most_rows(layout) - 1) / most_rows(layout), chunk_rows = (args.m + chunks - 1) / chunks;
   uint8_t* const unpacked = static_cast<uint8_t*>(args.scratch);
   int8_t* const a = reinterpret_cast<int8_t*>(unpacked) + kUnpackedPanels * unpacked_bytes(layout);
@@ -286,42 +307,29 @@ void run_unpacked(const LinearArgs& args) {
     const auto stream_of = [&](int64_t number) { return streams + number * stream_bytes(layout) / int64_t{sizeof(float)}; };
     for_each([&](int64_t number, int64_t row, int rows) {
       interleave(args, row, rows, a + number * tile_bytes(layout));
-      make_stream<Bits, Affine>(args, row, rows, stream_of(number));
+      make_stream(args, level_offset, row, rows, stream_of(number));
     });
-    const auto run_panels = [&](int64_t panel, auto panels) {
-      const uint8_t* const at = args.panels + panel * layout.panel_bytes;
-      for (int p = 0; p < panels(); ++p) {
-        unpack_panel<Bits, Affine>(layout, at + p * layout.panel_bytes, unpacked + p * unpacked_bytes(layout));
+    for (int64_t panel = args.panel_begin; panel < args.panel_end;) {
+      const bool two = args.panel_end - panel >= kUnpackedPanels;
+      const int64_t next = panel + (two ? kUnpackedPanels : 1), more = args.panel_end - next;
+      for (int64_t p = panel; p < next; ++p) {
+        unpack(layout, args.panels + p * layout.panel_bytes, unpacked + (p - panel) * unpacked_bytes(layout));
       }
-      const int64_t next = panel + panels(), more = args.panel_end - next;
       const int64_t bytes = (more < kUnpackedPanels ? more : kUnpackedPanels) * layout.panel_bytes;
       for_each([&](int64_t number, int64_t row, int rows) {
         const PrefetchNext ahead(layout, args.panels + next * layout.panel_bytes, bytes, number, tiles);
-        const auto run = [&](auto most) LOWBIT_INLINE {
-          unpacked_tile<Affine, Kind, most(), panels()>(args, unpacked, panel, row, rows, a + number * tile_bytes(layout),
-                                                        stream_of(number), ahead);
-        };
-        if (rows == 6) return run(std::integral_constant<int, 6>());
-        if (rows == 5) return run(std::integral_constant<int, 5>());
-        run(std::integral_constant<int, 4>());
+        (!two ? run.six_of_one_panel : rows > 5 ? run.six : run.five)(args, unpacked, panel, row, rows,
+                                                                     a + number * tile_bytes(layout), stream_of(number), ahead);
       });
-    };
-    int64_t panel = args.panel_begin;
-    for (; args.panel_end - panel >= kUnpackedPanels; panel += kUnpackedPanels) {
-      run_panels(panel, std::integral_constant<int, kUnpackedPanels>());
+      panel = next;
     }
-    if (panel < args.panel_end) run_panels(panel, std::integral_constant<int, 1>());
   }
 }
 
 template <int Bits>
 void run(const LinearArgs& args) {
-  dispatch<Bits>(args.layout, [&](auto bits, auto affine, auto halves) {
-    if (args.layout.group_inputs() > kSegmentInputs) {
-      run_unpacked<bits(), affine(), groups_of(halves(), true)>(args);
-    } else {
-      run_unpacked<bits(), affine(), groups_of(halves(), false)>(args);
-    }
+  with_mapping<Bits>(args.layout.mapping, [&](auto bits, auto affine) {
+    run_unpacked(args, level_offset(bits()), unpack_panel<bits(), affine()>);
   });
 }
 

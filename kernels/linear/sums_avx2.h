@@ -1,0 +1,156 @@
+// The sums of the AVX2 kernels without VNNI: 16 output rows to two registers.
+//
+//   line (64 bytes): row 0: 4 codes | row 1: 4 codes | ... | row 15: 4 codes       two ymm registers
+//   vpmaddubsw codes, broadcast of 4 activations: 16 rows x 2 sums of 2 products, in int16
+//   vpaddw     several of these
+//   vpmaddwd   with ones: 16 rows x 1 sum, in int32
+//
+// vpmaddubsw saturates, so codes must be at most 127 (2 * 127 * 127 = 32258), and vpaddw wraps: lines are added while
+// 2 * 127 * (2^b - 1) * lines < 32768. For one row of m 8-bit codes go as two nibbles, the upper one with 16 in place of the
+// ones; so do levels + 128, each nibble from a table of its own. For more rows both are widened to int16: wide_avx2.h. A
+// segment has up to 16 lines.
+//   bits           1    2    3    4    5    6    7    8
+//   lines         64   43   18    8    4    2    1    8      (1 bit: codes come doubled)
+//
+// At 1 to 3 bits a whole segment is summed in int16, and starts at minus its offset, 2^(b-1) * A, half of it in each of two
+// lanes. With q half the offset's factor, such a lane ends at  sum of own a * (code - q) - q * sum of the other lane's a,
+// which is at most 32 * 127 * (2^b - 1) in size; wrapping on the way does no harm.
+// At 4 bits a whole block is: the first of two goes to memory in int32, and the offset is subtracted at the segment's end.
+//
+// 4 rows of activations: 8 sums in int16 stay in registers, with a line of weights (2) and what unpacking needs; a line
+// is unpacked once for all rows and never stored (many rows of 6 or 7 bits: unpacked_avx2.h). Sums in int32 and float are
+// touched once per run or segment, and may be in memory. 5 or 6 rows would leave no registers for products and masks.
+#pragma once
+
+#include "linear_avx2.h"
+
+namespace lowbit {
+namespace {
+
+template <int Bits, bool Affine, bool Halves, int Rows>
+struct Sums {
+  static constexpr int kBits = Bits, kRows = Rows;
+  static constexpr bool kAffine = Affine, kHalves = Halves, kInterleaved = false, kUnpacked = false;
+  using Input = int8_t;
+  static constexpr bool kNibbles = Bits == 8 || is_by_table(Bits);
+  static constexpr int kMaxCode = Bits == 1 ? 2 : (1 << (kNibbles ? 4 : Bits)) - 1;
+  static constexpr int kLines = 32767 / (2 * 127 * kMaxCode);  // that int16 holds
+  static constexpr int kMostLines = Halves ? kBlockLines / 2 : kBlockLines;
+  static constexpr bool kWholeSegments = kLines >= kSegmentInputs / 4;
+  static constexpr bool kWholeBlocks = !kWholeSegments && !kNibbles && !Halves && kLines >= kBlockLines;
+  static constexpr int kRun = kLines < kMostLines ? kLines : kMostLines;  // without kWholeSegments
+  static constexpr bool kOffsetLate = kWholeBlocks && !(Affine && Rows > 1);
+  static constexpr bool kStarts = true;
+  static constexpr bool kAsks = asks_for_mins(Bits, Rows) && !kWholeBlocks;  // a late offset is worth a template
+  static_assert(kMaxCode <= 127 && kMostLines % kRun == 0 && !(kAsks && Affine));
+
+  Levels<Bits> levels;
+  Sums16 pairs[Rows][2];  // of a run
+  Sums32* sum;            // of the runs before
+  bool has_sum;           // kWholeBlocks: this is a second block
+
+  LOWBIT_INLINE void begin(const Layout& layout, Sums32* memory) {
+    levels.load(layout.levels);
+    sum = memory;
+    // Has the sums in memory: added to once per block, they need no registers.
+    if constexpr (Rows > 2 && kRun == kMostLines) forget(sum);
+  }
+
+  static constexpr Starts starts(bool affine) {
+    if (!kWholeSegments) return {affine ? 0 : -level_offset(Bits), Starts::word};
+    return {affine ? 0 : Bits > 2 ? -(1 << (Bits - 2)) : -1, Bits == 1 ? Starts::lower : Starts::both};
+  }
+
+  LOWBIT_INLINE void start(int i, const int32_t* value) {
+    __m256i first = _mm256_setzero_si256();
+    if constexpr (Rows > 1) {
+      if constexpr (!kWholeBlocks) first = broadcast4(value);
+    } else if constexpr (!Affine && kWholeSegments) {
+      first = half_offset(value);
+    } else if constexpr (!Affine && !kWholeBlocks) {
+      first = _mm256_sub_epi32(first, offset<Bits>(value));
+    }
+    for (int h = 0; h < 2; ++h) {
+      if constexpr (kWholeSegments) {
+        pairs[i][h] = reinterpret_cast<Sums16>(first);
+      } else if constexpr (!kWholeBlocks) {
+        sum[2 * i + h] = reinterpret_cast<Sums32>(first);
+      }
+    }
+    has_sum = false;
+  }
+
+  LOWBIT_INLINE void next_block() {
+    if constexpr (!kWholeBlocks) return;
+    for (int i = 0; i < Rows; ++i) {
+      for (int h = 0; h < 2; ++h) sum[2 * i + h] = widened(i, h, 1);
+    }
+    has_sum = true;
+  }
+
+  LOWBIT_INLINE void end(Sums32 (&totals)[Rows][2]) const {
+    for (int i = 0; i < Rows; ++i) {
+      for (int h = 0; h < 2; ++h) totals[i][h] = kWholeSegments || kWholeBlocks ? widened(i, h, 1) : sum[2 * i + h];
+    }
+    if (!kWholeBlocks || !has_sum) return;
+    for (int i = 0; i < Rows; ++i) {
+      for (int h = 0; h < 2; ++h) totals[i][h] += sum[2 * i + h];
+    }
+  }
+
+  template <int First, int Lines>
+  LOWBIT_INLINE void add(const uint8_t* block, const int8_t* const (&a)[Rows]) {
+    [&]<int... I>(std::integer_sequence<int, I...>) LOWBIT_INLINE {
+      (add_line<First + I, false>(block, a), ...);
+      if constexpr (kNibbles) (add_line<First + I, true>(block, a), ...);
+    }(std::make_integer_sequence<int, Lines>());
+  }
+
+ private:
+  // Minus the offset, for kWholeSegments: half of it in each of two lanes, at 1 bit all of it in one.
+  LOWBIT_INLINE static __m256i half_offset(const int32_t* a_sum) {
+    const __m256i sums = _mm256_slli_epi16(_mm256_set1_epi16(static_cast<int16_t>(*a_sum)), Bits > 2 ? Bits - 2 : 0);
+    const __m256i zero = _mm256_setzero_si256(), half = _mm256_sub_epi16(zero, sums);
+    return Bits == 1 ? _mm256_blend_epi16(half, zero, 0xaa) : half;
+  }
+
+  template <bool Upper>
+  LOWBIT_INLINE static __m256i nibble(__m256i bytes) {
+    if constexpr (Upper) bytes = shift_right<4>(bytes);
+    return _mm256_and_si256(bytes, byte_mask(0x0f));
+  }
+
+  template <int J, bool Upper>
+  LOWBIT_INLINE __m256i line(const uint8_t* packed) const {
+    // The nibbles of the table do not change, so that they are taken before the loops.
+    if constexpr (is_by_table(Bits)) return read_line<Bits, Affine, J>(packed, {nibble<Upper>(levels.bytes)});
+    const __m256i codes = read_line<Bits, Affine, J>(packed, levels);
+    return kNibbles ? nibble<Upper>(codes) : codes;
+  }
+
+  template <int J, bool Upper>
+  LOWBIT_INLINE void add_line(const uint8_t* block, const int8_t* const (&a)[Rows]) {
+    const __m256i codes[2] = {line<J, Upper>(block), line<J, Upper>(block + kLineBytes / 2)};
+    for (int i = 0; i < Rows; ++i) {
+      const __m256i a4 = broadcast4(a[i] + 4 * J);
+      for (int h = 0; h < 2; ++h) {
+        const Sums16 products = reinterpret_cast<Sums16>(_mm256_maddubs_epi16(codes[h], a4));
+        const bool first = !kWholeSegments && J % kRun == 0;
+        pairs[i][h] = first ? products : pairs[i][h] + products;
+        if constexpr (kRun > 1) settle(pairs[i][h]);
+      }
+    }
+    if constexpr (!kWholeSegments && !kWholeBlocks && J % kRun == kRun - 1) {
+      for (int i = 0; i < Rows; ++i) {
+        for (int h = 0; h < 2; ++h) sum[2 * i + h] += widened(i, h, Upper ? 16 : 1);
+      }
+    }
+  }
+
+  LOWBIT_INLINE Sums32 widened(int i, int h, int16_t factor) const {
+    return reinterpret_cast<Sums32>(_mm256_madd_epi16(reinterpret_cast<__m256i>(pairs[i][h]), _mm256_set1_epi16(factor)));
+  }
+};
+
+}  // namespace
+}  // namespace lowbit

@@ -1,0 +1,43 @@
+"""Runs a build and shows its progress: a line for each file that is compiled, and nothing else unless it fails.
+
+    build_progress.py LOG COMMAND...
+
+The whole output goes to LOG. Exits as the command does.
+"""
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import time
+
+STEP = re.compile(r"\[(\d+)/(\d+)\] Building CXX object (?:\S*?\.dir/)?(\S+)\.o(?:bj)?$")
+CPU_SECONDS = 200  # of all files, on a CPU of 2020
+
+
+def main(log: pathlib.Path, command: list[str]) -> int:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    minutes = CPU_SECONDS / cores / 60
+    print(
+        f"Building lowbit: about {minutes:.1f} minutes on {cores} core(s), less where ccache has the files; log: {log}",
+        flush=True,
+    )
+    log.parent.mkdir(parents=True, exist_ok=True)
+    start = time.monotonic()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace") as build:
+        with log.open("w", encoding="utf-8") as file:
+            for line in build.stdout or ():
+                file.write(line)
+                if step := STEP.search(line.strip()):
+                    number, count, source = step.groups()
+                    print(f"[{number:>{len(count)}} of {count}] {time.monotonic() - start:4.0f} s  {source}", flush=True)
+    if build.returncode != 0:
+        sys.stdout.write(log.read_text(encoding="utf-8"))
+    return build.returncode
+
+
+if __name__ == "__main__":
+    if len(sys.argv) < 3:
+        sys.exit("expected: build_progress.py LOG COMMAND...")
+    sys.exit(main(pathlib.Path(sys.argv[1]), sys.argv[2:]))
