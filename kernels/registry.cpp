@@ -8,8 +8,8 @@ namespace lowbit {
 // The tables, one per ISA file.
 extern const Table<QuantizeKernel> kQuantizePortable, kQuantizeNeon, kQuantizeAvx2, kQuantizeAvx512Vnni;
 extern const Table<LinearKernel> kLinearPortable, kLinearNeon, kLinearNeonDot, kLinearI8mm, kLinearSme2;
-extern const Table<LinearKernel> kLinearAvx2, kLinearTilesAvx2, kLinearAvxVnni, kLinearAvxVnniInt8, kLinearAvx512Vnni,
-    kLinearTilesAvx512Vnni, kLinearUnpackedAvx512Vnni, kLinearAmx;
+extern const Table<LinearKernel> kLinearAvx2, kLinearNarrowAvx2, kLinearWideAvx2, kLinearAvxVnni, kLinearAvxVnniInt8,
+    kLinearAvx512Vnni, kLinearNarrowAvx512Vnni, kLinearWideAvx512Vnni, kLinearUnpackedAvx512Vnni, kLinearAmx;
 extern const Table<EmbeddingKernel> kEmbeddingPortable, kEmbeddingNeon, kEmbeddingAvx2, kEmbeddingAvx512Vnni;
 extern const Table<AttentionKernel> kAttentionPortable, kAttentionNeon, kAttentionNeonDot, kAttentionAvx2,
     kAttentionAvx512Vnni;
@@ -33,11 +33,11 @@ constexpr const Table<ElementwiseKernel>* kElementwise[] = {&kElementwiseNeon, &
 #elif defined(__x86_64__)
 constexpr const Table<QuantizeKernel>* kQuantize[] = {&kQuantizeAvx512Vnni, &kQuantizeAvx2, &kQuantizePortable};
 constexpr const Table<LinearKernel>* kLinear[] = {
-    &kLinearAmx, &kLinearUnpackedAvx512Vnni, &kLinearTilesAvx512Vnni, &kLinearAvx512Vnni,
+    &kLinearAmx, &kLinearUnpackedAvx512Vnni, &kLinearNarrowAvx512Vnni, &kLinearWideAvx512Vnni, &kLinearAvx512Vnni,
 #if !defined(LOWBIT_WITHOUT_AVXVNNIINT8)  // no assembler for it: cmake/isa.cmake
     &kLinearAvxVnniInt8,
 #endif
-    &kLinearAvxVnni, &kLinearTilesAvx2, &kLinearAvx2, &kLinearPortable};
+    &kLinearAvxVnni, &kLinearNarrowAvx2, &kLinearWideAvx2, &kLinearAvx2, &kLinearPortable};
 constexpr const Table<EmbeddingKernel>* kEmbedding[] = {&kEmbeddingAvx512Vnni, &kEmbeddingAvx2,
                                                         &kEmbeddingPortable};
 constexpr const Table<AttentionKernel>* kAttention[] = {&kAttentionAvx512Vnni, &kAttentionAvx2, &kAttentionPortable};

@@ -147,6 +147,7 @@ template <bool Affine, Groups Kind, int Rows, int Panels>
 struct UnpackedTile {
   static constexpr int64_t kBlockBytes = kBlockLines * kLineBytes;
   static constexpr int kPanels = 0;
+  static constexpr bool kLoops = false;
 
   const int8_t* a;
   const float* stream;

@@ -279,6 +279,7 @@ struct Tile {
   static constexpr bool kDown = kShiftedDown<Rows, (Kind >= Groups::halves)>;
   static constexpr int64_t kBlockBytes = code_bits(Bits) * kLineBytes;
   static constexpr int kPanels = Rows == 1 ? Panels : 0;
+  static constexpr bool kLoops = Rows > 4 && Rows < 8;  // few calls' tiles, which would be a sixth of the code
 
   const int32_t* segment_sums;  // one row
   const float *segment_scales, *group_sums;

@@ -84,6 +84,7 @@ enum class Groups { one_segment, segments, halves, anywhere };
 
 // What a kernel gives walk() for one tile:
 //   kBlockBytes, group_bytes() of the panel
+//   kLoops                     several rows: whether one copy of a block's code serves both blocks of a segment
 //   kPanels                    one row of m: how many panels it interleaves; several rows: 0
 //   start(segment)             clears the integer sums
 //   begin_block(at)            the packed lines of a block, for the calls of add() that follow
@@ -162,10 +163,18 @@ LOWBIT_INLINE inline void walk(const Layout& layout, const uint8_t* at, const in
         tile.finish_only(group, at);
       } else if constexpr (Tile::kPanels == 0) {
         tile.begin_group();
-        do {  // one copy of each block's code, and of a segment's end
+        do {
           tile.start(segment);
-          add_block();
-          if (count > 1) add_block();
+          if constexpr (Tile::kLoops) {
+            int64_t left = count < kSegmentBlocks ? count : kSegmentBlocks;
+            do {
+              add_block();
+              __asm__("" : "+r"(--left));  // GCC 12 would unroll it
+            } while (left > 0);
+          } else {
+            add_block();
+            if (count > 1) add_block();
+          }
           tile.end_segment(segment++);
           count -= kSegmentBlocks;
           __asm__("" : "+r"(count));  // GCC 12 would have the loop's body twice

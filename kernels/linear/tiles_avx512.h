@@ -1,8 +1,8 @@
 // linear_a8w<b>_2x16_avx512vnni: tiles of several rows of int8 activations times b-bit weights, 16 outputs to a register
 // (linear_avx512.h). A single row, and groups that end in the middle of blocks but are not of 16 inputs, which no format in use
 // has, go to the kernels for one row.
+#pragma once
 
-#include "../bits/widths.h"
 #include "linear_avx512.h"
 
 namespace lowbit {
@@ -34,15 +34,10 @@ void run_many(const LinearArgs& args) {
   });
 }
 
-#define ROW(bits)            \
-  with_levels<LinearKernel>( \
-      {"linear_a8w" #bits "_2x16_avx512vnni", kAvx512Vnni, Format::panel16, bits, 2, 16, run_many<bits>})
-constexpr LinearKernel kRows[] = {LOWBIT_EACH_WIDTH(ROW)};
-#undef ROW
+template <int Bits>
+constexpr LinearKernel many_rows(const char* name) {
+  return with_levels<LinearKernel>({name, kAvx512Vnni, Format::panel16, Bits, 2, 16, run_many<Bits>});
+}
 
 }  // namespace
-
-extern const Table<LinearKernel> kLinearTilesAvx512Vnni;
-const Table<LinearKernel> kLinearTilesAvx512Vnni{kRows, sizeof kRows / sizeof kRows[0]};
-
 }  // namespace lowbit

@@ -1,9 +1,9 @@
 // linear_a8w<b>_2x16_avx2: tiles of several rows of int8 activations times b-bit weights, without VNNI (sums_avx2.h). A single row
 // goes to the kernels for one row.
+#pragma once
 
 #include <type_traits>
 
-#include "../bits/widths.h"
 #include "sums_avx2.h"
 #include "unpacked_avx2.h"
 #include "wide_avx2.h"
@@ -42,13 +42,5 @@ constexpr LinearKernel many_rows(const char* name) {
   return row;
 }
 
-#define ROW(bits) many_rows<bits>("linear_a8w" #bits "_2x16_avx2")
-constexpr LinearKernel kRows[] = {LOWBIT_EACH_WIDTH(ROW)};
-#undef ROW
-
 }  // namespace
-
-extern const Table<LinearKernel> kLinearTilesAvx2;
-const Table<LinearKernel> kLinearTilesAvx2{kRows, sizeof kRows / sizeof kRows[0]};
-
 }  // namespace lowbit
