@@ -6,8 +6,7 @@ set(no_early_scheduling "$<$<CXX_COMPILER_ID:GNU>:-fno-schedule-insns>")
 # adds: on the stack, in kernels that keep nearly all registers busy (GCC 12: 1.4 times slower).
 set(additions_in_order "$<$<CXX_COMPILER_ID:GNU>:-fno-tree-reassoc -fno-tree-ter>")
 
-# All of it at -O3: with -O2 GCC 12 does not unroll the loops over a block's lines, which then lie in memory. For
-# linear/avx512vnni.cpp that took 40 s less to compile and a third less code, and 3.4 times as many instructions to run.
+# All of it at -O3: with -O2 GCC 12 does not unroll the loops over a tile's rows, whose sums then lie in memory.
 
 # The instruction sets that kernels are written for, and the only place where a file gets ISA flags.
 # A kernel file is named after its ISA (kernels/<family>/<isa>.cpp, or <isa>_<part>.cpp where one file would take long to

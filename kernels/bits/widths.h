@@ -1,5 +1,5 @@
-// The widths, for tables with a row for each: ROW(1, ...), ROW(2, ...), up to ROW(8, ...). Narrow and wide ones are for files that
-// share them, so that none takes long to compile.
+// The widths, for tables with a row for each: ROW(1, ...), ROW(2, ...), up to ROW(8, ...). Narrow and wide ones are for
+// files that share them, so that none takes long to compile.
 #pragma once
 
 #define LOWBIT_EACH_NARROW_WIDTH(ROW, ...) \

@@ -248,8 +248,8 @@ struct UnpackedTile {
   }
 };
 
-using RunUnpackedTile = void (*)(const LinearArgs&, const uint8_t* unpacked, int64_t panel, int64_t row, int rows, const int8_t* a,
-                         const float* stream, PrefetchNext ahead);
+using RunUnpackedTile = void (*)(const LinearArgs&, const uint8_t* unpacked, int64_t panel, int64_t row, int rows,
+                         const int8_t* a, const float* stream, PrefetchNext ahead);
 
 // One for all widths. `rows`: those that are stored.
 template <bool Affine, Groups Kind, int Rows, int Panels>

@@ -77,8 +77,8 @@ LOWBIT_INLINE inline void settle(Vector& sum) {
 // there is more to do than one row. Not so at 1 bit, where symmetric codes count twice.
 constexpr bool asks_for_mins(int bits, int rows) { return bits != 1 && !is_by_table(bits) && rows > 1; }
 
-// What the sums of a segment start at: a multiple of its sum of activations, as an int32, or as an int16 in the lower lane or in
-// both lanes of a pair. Made once for all panels of a call.
+// What the sums of a segment start at: a multiple of its sum of activations, as an int32, or as an int16 in the lower lane
+// or in both lanes of a pair. Made once for all panels of a call.
 struct Starts {
   enum Lanes { word, lower, both };
   int32_t factor;
@@ -404,7 +404,8 @@ void run_one(const LinearArgs& args) {
   dispatch<Bits>(args.layout, [&](auto bits, auto affine, auto halves) LOWBIT_INLINE {
     using OneRow = Sums<bits(), affine(), halves(), 1>;
     if constexpr (halves()) {
-      run_single_rows(args, group_inputs == kHalfInputs ? run_tile<OneRow, Groups::halves> : run_tile<OneRow, Groups::anywhere>);
+      run_single_rows(args, group_inputs == kHalfInputs ? run_tile<OneRow, Groups::halves>
+                                                        : run_tile<OneRow, Groups::anywhere>);
     } else {
       run_single_rows(args, group_inputs <= kSegmentInputs ? run_tile<OneRow, Groups::one_segment>
                                                            : run_tile<OneRow, Groups::segments>);
