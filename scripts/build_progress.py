@@ -25,13 +25,16 @@ def main(log: pathlib.Path, command: list[str]) -> int:
     )
     log.parent.mkdir(parents=True, exist_ok=True)
     start = time.monotonic()
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace") as build:
-        with log.open("w", encoding="utf-8") as file:
-            for line in build.stdout or ():
-                file.write(line)
-                if step := STEP.search(line.strip()):
-                    number, count, source = step.groups()
-                    print(f"[{number:>{len(count)}} of {count}] {time.monotonic() - start:4.0f} s  {source}", flush=True)
+    pipe = subprocess.PIPE
+    with (
+        log.open("w", encoding="utf-8") as file,
+        subprocess.Popen(command, stdout=pipe, stderr=subprocess.STDOUT, text=True, errors="replace") as build,
+    ):
+        for line in build.stdout or ():
+            file.write(line)
+            if step := STEP.search(line.strip()):
+                number, count, source = step.groups()
+                print(f"[{number:>{len(count)}} of {count}] {time.monotonic() - start:4.0f} s  {source}", flush=True)
     if build.returncode != 0:
         sys.stdout.write(log.read_text(encoding="utf-8"))
     return build.returncode
