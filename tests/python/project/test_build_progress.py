@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-SCRIPT = Path(__file__).parents[2] / "scripts/build_progress.py"
+SCRIPT = Path(__file__).parents[3] / "scripts/build_progress.py"
 COMPILE = "print('  Running command', flush=True); print('[%d/12] Building CXX object CMakeFiles/lowbit.dir/kernels/isa.cpp.o')"
 
 
