@@ -14,17 +14,17 @@ USERS_OF_TRANSFORMERS = {"lowbit.llm.loading", "lowbit.llm.shapes", "lowbit.cli.
 def test_the_walk_sees_every_kind_of_import(tmp_path):
     file = tmp_path / "module.py"
     file.write_text(
-        "from importlib import import_module\nimport transformers.utils\nfrom . import ops\nfrom .nn import Linear\n"
+        "from importlib import import_module\nimport transformers.utils\nfrom . import qat\nfrom .nn import Linear\n"
         "def f():\n    from ..files.replace import sync\n    import_module('transformers.models')\n"
         "if TYPE_CHECKING:\n    from .checkpoint import CheckpointEntry\n"
     )
-    assert imported("lowbit.module", file) >= {"lowbit.operators.ops", "lowbit.nn", "transformers.utils", "transformers.models"}
+    assert imported("lowbit.module", file) >= {"lowbit.qat", "lowbit.nn", "transformers.utils", "transformers.models"}
     assert "lowbit.files.replace" in imported("lowbit.llm.module", file)
     assert "lowbit.checkpoint" not in imported("lowbit.module", file)
 
 
 def test_no_circles():
-    # Without the package itself, which imports nearly all: `from . import ops` gives lowbit.operators.ops.
+    # Without the package itself, which imports nearly all: `from . import qat` gives lowbit.qat.
     modules = MODULES | {
         ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): path
         for path in [*PACKAGE.with_name("lowbit_autoload").glob("*.py"), PACKAGE.with_name("lowbit_entry.py")]
