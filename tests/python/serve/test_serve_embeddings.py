@@ -146,7 +146,7 @@ def test_documents_by_an_encoder(client, encoder):
          rf"documents\[2\] has \d+ tokens; expected at most the {POSITIONS} of the model, or truncate true", "documents"),
         ("/v1/embeddings", {"model": "encoder", "input": "a", "prompt_name": "title"},
          "prompt_name is 'title'; expected one of query, document", "prompt_name"),
-        ("/v1/rerank", {"model": "reranker", "query": "", "documents": ["a"]}, "query is empty; expected a text", "query"),
+        ("/v1/rerank", {"model": "reranker", "query": "", "documents": ["a"]}, "query is ''; expected a longer text", "query"),
     ],
 )  # fmt: skip
 def test_refusals(client, path, body, message, param):
