@@ -107,7 +107,7 @@ mutants: build-test-host $(VENV)/installed
 # clang-tidy with Clang's static analyzer: .clang-tidy says what is on, and why the rest is not. TIDY='ops/splice.cpp' for some
 # files; all take nine minutes of CPU time. GCC's own options, which Clang does not know, are taken out: it analyses the same
 # without.
-TIDY ?= $(wildcard kernels/*.cpp) $(filter $(foreach isa,$(TIDY_ISAS),%/$(isa).cpp),$(wildcard kernels/*/*.cpp)) \
+TIDY ?= $(wildcard kernels/*.cpp $(foreach isa,$(TIDY_ISAS),kernels/*/$(isa).cpp kernels/*/$(isa)_*.cpp)) \
   $(filter-out %/executorch_ops.cpp %/torch_ops.cpp %/module.cpp,$(wildcard ops/*.cpp))
 TIDY_ISAS := portable $(if $(filter x86_64,$(shell uname -m)),avx2 avxvnni avxvnniint8 avx512vnni amx,neon neondot i8mm)
 tidy: build-test-host
