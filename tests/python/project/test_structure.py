@@ -70,6 +70,7 @@ def test_transformers_is_met_in_one_folder():
         assert not used or name in USERS_OF_TRANSFORMERS, f"{name} imports transformers"
 
 
+FOLDERS = ("adapters", "bench", "cmake", "docs", "examples", "kernels", "make", "ops", "python", "scripts", "tests")
 CODE = ("py", "pyi", "cpp", "h", "c", "sh", "cmake")
 
 
@@ -78,7 +79,7 @@ def test_no_line_is_too_long():
     repository = Path(__file__).parents[3]
     limit = int(re.search(r"A line has at most (\d+) columns", (repository / "CONTRIBUTING.md").read_text("utf-8"))[1])
     names = ["Makefile", "*.mk", "CMakeLists.txt", "CMakePresets.json", *(f"*.{end}" for end in CODE)]
-    folders = [repository / name for name in "adapters bench cmake docs examples kernels make ops python scripts tests".split()]
+    folders = [repository / name for name in FOLDERS]
     files = [path for name in names for path in (*repository.glob(name), *(p for f in folders for p in f.rglob(name)))]
     assert len(files) > 400
     long = [
