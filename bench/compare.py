@@ -1,7 +1,7 @@
 """lowbit beside its peers on the same matrices, with this machine's roofs.
 
     make bench                                  everything; prints the tables, writes build/bench/compare.{json,md,png}
-    make bench-doc                              the same, written to the part of this kind of CPU in docs/bench.{json,md}
+    make bench DOC=1                            the same, written to the part of this kind of CPU in docs/bench.{json,md}
     python3 bench/compare.py --roofs build/bench/bench/roofs [OPTION...]
 
 Each library runs in a process of its own, one at a time, so that no pool of threads spins while another library is

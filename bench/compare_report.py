@@ -249,7 +249,7 @@ def kind_of(results: dict) -> str:
 
 def document(kinds: dict[str, dict]) -> str:
     """All runs, one for each kind of CPU."""
-    lines = ["# How fast", "", "Written by `make bench-doc`: a run replaces the part of its own kind of CPU.", ""]
+    lines = ["# How fast", "", "Written by `make bench DOC=1`: a run replaces the part of its own kind of CPU.", ""]
     for kind, results in sorted(kinds.items()):
         lines += [f"## {kind}", "", *body(results, "##"), ""]
     return "\n".join(lines).rstrip() + "\n"
@@ -268,7 +268,7 @@ def body(results: dict, above: str) -> list[str]:
     if not results["complete"]:
         lines += ["**Not complete: the run was interrupted.**", ""]
     lines += [
-        f"Written by `make bench-doc` (`{results['command']}`), {results['date']}.",
+        f"Written by `make bench DOC=1` (`{results['command']}`), {results['date']}.",
         "",
         f"Machine: {machine_lines(results)}.",
         "",
@@ -329,7 +329,7 @@ def draw(results: dict, path: Path) -> None:
     figure, panels = plt.subplots(
         1, len(counts), figsize=(7.5 * len(counts), 6.5), dpi=110, squeeze=False, sharey=True, layout="constrained"
     )
-    figure.suptitle(f"{machine_lines(results)}\n{results['date']}; `make bench-doc`", fontsize=8)
+    figure.suptitle(f"{machine_lines(results)}\n{results['date']}; `make bench DOC=1`", fontsize=8)
     for axes, threads in zip(panels[0], counts):
         bandwidth, peak = roofs["read_gbs"][str(threads)], (roofs["int8_gops"] or {}).get(str(threads))
         xs, ys = [], []

@@ -229,7 +229,7 @@ def main() -> None:
     text = "\n".join([head, "", *tables])
     print(text)
     if options.document:
-        write_between(options.document, "<!-- tables: make bench-embeddings-doc -->\n", "<!-- end of tables -->\n", text)
+        write_between(options.document, "<!-- tables: make bench-embeddings DOC=1 -->\n", "<!-- end of tables -->\n", text)
 
 
 if __name__ == "__main__":

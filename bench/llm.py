@@ -1,7 +1,7 @@
 """Language models with random weights: lowbit beside llama.cpp and torch in bfloat16, and beside this machine's memory.
 
     make bench-llm          llama-3.2-1b; prints the tables, writes build/bench/llm.{json,md}
-    make bench-llm-doc      the same, written to docs/measurements/llm.json and the section "Speed" of docs/measurements/llm.md
+    make bench-llm DOC=1    the same, written to docs/measurements/llm.json and the section "Speed" of docs/measurements/llm.md
     python3 bench/llm.py [--shapes NAME...] [OPTION...]
 
 Each library runs in a process of its own. All modes take turns in every round, a prompt and then greedy decoding
@@ -146,7 +146,7 @@ def tables(results: dict[str, Any]) -> str:
     """The section "Speed" of docs/measurements/llm.md."""
     settings, machine = results["settings"], results["machine"]
     options = results["command"].partition("--output docs/measurements/llm")[2].strip()
-    make = "make bench-llm-doc" + (f" BENCH='{options}'" if options else "")
+    make = "make bench-llm DOC=1" + (f" BENCH='{options}'" if options else "")
     lines = [
         "## Speed",
         "",

@@ -1,7 +1,7 @@
 """What lowbit loses on language models that others trained, beside llama.cpp on the same file, and where it loses it.
 
     make bench-reality          prints the tables, writes build/bench/reality.{json,md}
-    make bench-reality-doc      the same, and writes the tables into docs/reality.md
+    make bench-reality DOC=1    the same, and writes the tables into docs/reality.md
     python3 bench/reality.py [--only gemma tiny_llama minilm] [--parts table weights ...] [--tokens N]
 
 docs/reality.md says what is measured and how. Models and reference logits are kept in build/reality (2.5 GB).

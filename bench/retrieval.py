@@ -28,7 +28,7 @@ from pages import write_between
 from sentence_transformers.util import quantize_embeddings
 from torch import Tensor
 
-BEGIN, END = "<!-- tables: make bench-retrieval-doc -->\n", "<!-- end of retrieval tables -->\n"
+BEGIN, END = "<!-- tables: make bench-retrieval DOC=1 -->\n", "<!-- end of retrieval tables -->\n"
 SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "__pycache__"}
 FOUND = 10  # documents of a query that count
 LEAST_QUERY, LEAST_DOCUMENT = 20, 60  # characters

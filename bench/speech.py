@@ -157,7 +157,7 @@ def main() -> None:
     )
     print(text)
     if options.document:
-        write_between(options.document, "<!-- table: make bench-speech-doc -->\n", "<!-- end of table -->\n", text)
+        write_between(options.document, "<!-- table: make bench-speech DOC=1 -->\n", "<!-- end of table -->\n", text)
 
 
 if __name__ == "__main__":

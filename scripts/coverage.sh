@@ -13,12 +13,11 @@ rm -rf "$directory"
 mkdir -p "$directory"
 
 # Not optimized: a line that the compiler has moved or merged counts wrongly.
-"$bin/cmake" -G Ninja -DCMAKE_MAKE_PROGRAM="$bin/ninja" -DCMAKE_CXX_COMPILER_LAUNCHER="$(command -v ccache || true)" \
-  -S . -B "$build" -DLOWBIT_BUILD_TESTS=ON -DCMAKE_BUILD_TYPE=Debug \
-  -DCMAKE_CXX_FLAGS="--coverage -fprofile-update=atomic -g1" >"$directory/build.log"
-"$bin/cmake" --build "$build" -j "$jobs" >>"$directory/build.log" || { tail -n 30 "$directory/build.log"; exit 1; }
+"$bin/cmake" --preset coverage -DCMAKE_MAKE_PROGRAM="$bin/ninja" \
+  -DCMAKE_CXX_COMPILER_LAUNCHER="$(command -v ccache || true)" >"$directory/build.log"
+"$bin/cmake" --build --preset coverage -j "$jobs" >>"$directory/build.log" || { tail -n 30 "$directory/build.log"; exit 1; }
 find "$build" -name '*.gcda' -delete
-"$bin/ctest" --test-dir "$build" -j "$jobs" --output-on-failure --no-tests=error
+"$bin/ctest" --preset coverage -j "$jobs"
 # A line that ran ten thousand million times is no error of gcov's here: the tests' inner loops do.
 "$bin/gcovr" --root . --filter kernels/ --filter ops/ --gcov-ignore-parse-errors=negative_hits.warn \
   --gcov-suspicious-hits-threshold=0 -j "$jobs" \

@@ -11,6 +11,7 @@ import lowbit
 import numpy as np
 import pytest
 import torch
+from makefiles import TEXT, rules
 from runners import EXAMPLE, Runner, build, tool
 
 ROOT = Path(__file__).parents[3]
@@ -113,22 +114,19 @@ def steps() -> list[str]:
 
 def test_a_workflow_runs_every_test():
     """By itself, or as a part of `make test` and `make test-more`."""
-    makefile = (ROOT / "Makefile").read_text(encoding="utf-8").replace("\\\n", "")
-    parts = " ".join(re.findall(r"^(?:test:|TEST_MORE =)(.*)", makefile, re.M)).split()
-    tests = re.findall(r"^(test-[\w-]+|fuzz[\w-]*|soak|models|ecosystem|coverage|docs|typecheck):(?!=)", makefile, re.M)
+    parts = rules()["test"] + re.search(r"^TEST_MORE =(.*)", TEXT, re.M)[1].split()
+    tests = [target for target in rules() if re.match("test-|fuzz|(soak|models|ecosystem|coverage|docs|typecheck)$", target)]
     assert {"test-tsan", "fuzz-import", "docs", "test-macos-build"} <= set(tests) and "typecheck" in parts
     # test and test-more; with the runners, test-more's files of Python; test-more has its runs one by one
     elsewhere = {"test-all", "test-arm-runner", "test-emulated-x86"}
-    assert "$(X86_MORE)" in parts and re.search(r"^X86_MORE := \$\(X86_RUNS:%=emulated/%\)$", makefile, re.M)
+    assert "$(X86_MORE)" in parts and "\nX86_MORE := $(X86_RUNS)\n" in TEXT
     assert set(tests) - set(parts) - set(steps()) == elsewhere
 
 
 def test_the_table_of_platforms_names_what_runs():
     """docs/platforms.md: each target and each job of the table exists, and every one for another system, compiler or CPU is
     in it."""
-    makefile = (ROOT / "Makefile").read_text(encoding="utf-8").replace("\\\n", "")
-    targets = set(re.findall(r"^([a-z][\w-]*(?: [a-z][\w-]*)*):(?!=)", makefile, re.M))
-    targets = {target for line in targets for target in line.split()}
+    targets = set(rules())
     workflow = (ROOT / ".github/workflows/tests.yml").read_text(encoding="utf-8")
     jobs = dict(re.findall(r"^  ([\w-]+):\n    runs-on: (\S+)$", workflow, re.M))
     assert {"x86", "macos"} <= set(jobs) and "test-x86" in targets
@@ -152,15 +150,14 @@ def test_the_table_of_platforms_names_what_runs():
 
 
 def test_a_fresh_clone_has_a_rule_for_everything(tmp_path):
-    """Every command of CONTRIBUTING.md and the workflows, as make would run it with nothing built: the system's tools first."""
+    """Every target, as make would run it with nothing built: the system's tools first."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in filter(None, listed.split("\0")):
         if (ROOT / name).is_file():
             (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, tmp_path / name)
-    guide = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    targets = sorted({*re.findall(r"^    make ([a-z][\w-]*)", guide, re.M), *steps()})
-    assert {"test", "docs", "wheel-macos", "test-more"} <= set(targets) and len(steps()) > 10
+    targets = sorted(rules())
+    assert {"test", "docs", "wheel-macos", "test-more", *steps()} <= set(targets) and len(steps()) > 10
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS", "VENV"))}
     for target in targets:
         done = subprocess.run(

@@ -3,13 +3,15 @@
 import re
 from pathlib import Path
 
+from makefiles import rules
+
 ROOT = Path(__file__).parents[3]
 
 
 def test_every_promise_names_tests_that_exist():
     text = (ROOT / "SECURITY.md").read_text(encoding="utf-8")
     rows = [line for line in text.splitlines() if line.startswith("| ")][2:]
-    assert len(rows) > 5 and all(re.search(r"`\w+\.(py|cpp)`", row.split("|")[3]) for row in rows)
+    assert len(rows) > 5 and all(re.search(r"`\w+\.(py|cpp)`", re.split(r"(?<!\\)\|", row)[3]) for row in rows)
     for name in set(re.findall(r"`(\w+\.(?:py|cpp))`", text)):
         found = [path for path in (ROOT / "tests").rglob(name) if "build" not in path.parts]
         assert len(found) == 1, name
@@ -18,9 +20,7 @@ def test_every_promise_names_tests_that_exist():
 
 
 def test_the_makefile_has_the_commands():
-    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    for target in re.findall(r"`make ([\w-]+)`", (ROOT / "SECURITY.md").read_text(encoding="utf-8")):
-        assert re.search(rf"^{target}:", makefile, re.M), target
+    assert set(re.findall(r"`make ([\w-]+)`", (ROOT / "SECURITY.md").read_text(encoding="utf-8"))) <= set(rules())
 
 
 def test_nothing_runs_code_of_a_checkpoint():

@@ -70,15 +70,16 @@ def test_transformers_is_met_in_one_folder():
         assert not used or name in USERS_OF_TRANSFORMERS, f"{name} imports transformers"
 
 
+FOLDERS = ("adapters", "bench", "cmake", "docs", "examples", "kernels", "make", "ops", "python", "scripts", "tests")
+CODE = ("py", "pyi", "cpp", "h", "c", "sh", "cmake")
+
+
 def test_no_line_is_too_long():
     """CONTRIBUTING.md's limit, for every file of code; an #include may have to be longer."""
     repository = Path(__file__).parents[3]
     limit = int(re.search(r"A line has at most (\d+) columns", (repository / "CONTRIBUTING.md").read_text("utf-8"))[1])
-    names = ["Makefile", "CMakeLists.txt", "*.py", "*.pyi", "*.cpp", "*.h", "*.c", "*.sh", "*.cmake"]
-    folders = [
-        repository / name
-        for name in ["adapters", "bench", "cmake", "docs", "examples", "kernels", "ops", "python", "scripts", "tests"]
-    ]
+    names = ["Makefile", "*.mk", "CMakeLists.txt", "CMakePresets.json", *(f"*.{end}" for end in CODE)]
+    folders = [repository / name for name in FOLDERS]
     files = [path for name in names for path in (*repository.glob(name), *(p for f in folders for p in f.rglob(name)))]
     assert len(files) > 400
     long = [
@@ -121,7 +122,7 @@ def test_the_recipe_for_an_isa_names_all_its_files():
     files = [path for part in parts for path in part.rglob("*") if path.suffix in (".h", ".cpp", ".py", ".cmake", ".sh")]
     named = {
         path.relative_to(root).as_posix()
-        for path in [root / "Makefile", *files]
+        for path in [root / "Makefile", *root.glob("make/*.mk"), *files]
         if path != Path(__file__) and names_it.search(path.read_text(encoding="utf-8"))
     }
     assert "kernels/linear/avxvnni.cpp" in named

@@ -1,0 +1,117 @@
+# Sanitizers, random inputs, mutants and static analysis. SECURITY.md and docs/measurements/reliability.md say what they found.
+
+# The C++ tests with AddressSanitizer and UndefinedBehaviorSanitizer. Memory that cannot be had is an error to return.
+# Operators run with portable kernels and with this machine's best, calls of many chunks with these alone: they test what all
+# ISAs share. AVX2 kernels are left out where the CPU has AVX-512: SANITIZE_EVERY_KERNEL=ON has them, in minutes more.
+SANITIZE_EVERY_KERNEL ?= OFF
+test-sanitize: $(VENV)/requirements
+	scripts/need.sh test
+	$(call preset,sanitize,-DLOWBIT_SANITIZE_EVERY_KERNEL=$(SANITIZE_EVERY_KERNEL))
+	$(CTEST) --preset sanitize
+
+# Operators as Python calls them, under the same sanitizers: hostile bytes and arguments among the tests. Kernels for vectors
+# are left to the C++ tests. Without -S the editable install would find its own libraries.
+SANITIZED := $(abspath build/sanitize-python)
+test-sanitize-python: $(VENV)/installed
+	scripts/need.sh test
+	$(call preset,sanitize-python,-DPython_EXECUTABLE=$(abspath $(BIN)/python) \
+	  -Dpybind11_DIR=$$($(BIN)/python -m pybind11 --cmakedir))
+	rm -rf $(SANITIZED)/site && mkdir $(SANITIZED)/site
+	cp -r python/lowbit $(SANITIZED)/site && cp $(SANITIZED)/*.so $(SANITIZED)/site/lowbit
+	ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 OMP_NUM_THREADS=2 HF_HUB_OFFLINE=1 TORCH_DEVICE_BACKEND_AUTOLOAD=0 \
+	  LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
+	  PYTHONPATH=$(SANITIZED)/site:$$($(BIN)/python -c \
+	    'import sys; print(":".join(path for path in sys.path if "site-packages" in path))') \
+	  $(BIN)/python -S -m pytest -q -p no:cacheprovider -k 'not compile' $(SANITIZED_TESTS:%=tests/python/%.py)
+SANITIZED_TESTS := packed/test_hostile_bytes project/test_errors packed/test_slices operators/test_linears \
+  layers/test_experts packed/test_pack layers/test_embedding quantizing/test_quantize
+
+# Many threads under ThreadSanitizer: more of what ctest's races.* do.
+test-tsan: $(VENV)/cmake
+	scripts/need.sh test
+	$(CONFIGURE) --preset host
+	$(BIN)/cmake --build --preset tsan -j $(JOBS)
+	LOWBIT_ISA=portable build/test-host/tests/cpp/race_tests 10000
+	build/test-host/tests/cpp/race_tests 10000
+
+# Reads of memory that nothing has written: kernels and operators compiled by Clang for its MemorySanitizer, eight minutes of
+# CPU time. Names of tests are made by the C++ library, which is not compiled for it: hence intercept_strlen.
+test-msan: export MSAN_OPTIONS := intercept_strlen=0:allocator_may_return_null=1
+test-msan: $(VENV)/cmake
+	scripts/need.sh msan
+	$(call preset,msan)
+	$(CTEST) --preset msan
+	LOWBIT_ISA=avx512vnni build/test-msan/tests/cpp/operator_tests --gtest_brief=1 --gtest_filter='-*InChunks*'
+
+# What takes too long for every change: operators and rows that all CPUs share on every emulated CPU, and random inputs by
+# the thousand, others in every run.
+soak: build-test-arm build/x86-emulator build-test-host $(VENV)/installed ## slow: all tests on all emulated CPUs, random inputs
+	$(EMULATED) $@
+	$(MAKE) --no-print-directory -j $(JOBS) --output-sync X86_OPERATORS='*' $(X86_RUNS)
+	$(MAKE) --no-print-directory CLANG=16 test-arm-clang test-x86-clang
+	build/test-host/tests/cpp/call_soak 10000000
+	mkdir -p build/call-soak
+	$(BIN)/cmake -S examples/vendor_kernel -B build/call-soak \
+	  -DCMAKE_PREFIX_PATH=$$($(BIN)/python -c 'import lowbit; print(lowbit.cmake_prefix_path)')
+	$(BIN)/cmake --build build/call-soak
+	LOWBIT_CRASH_CHANGES=10 LOWBIT_ALL_FAULTS=1 $(BIN)/python -m pytest \
+	  tests/python/checkpoint/test_crashes.py tests/python/files/test_file_faults.py
+	$(BIN)/python tests/python/support/call_soak.py 1000000 build/call-soak/acme_kernels.so build/call-soak
+	HF_HUB_OFFLINE=1 LOWBIT_HYPOTHESIS=soak $(PYTEST) tests/python -m hypothesis
+
+# Random inputs: FUZZ of them, others with another SEED. What is found is printed with seed and number.
+FUZZ ?= 1000000
+SEED ?= 1
+
+# Packed matrices that are damaged at random, for every operator and every kernel of this machine, under the sanitizers: a
+# million take an hour of one core. Without sanitizers, build/test-host/tests/cpp/packed_fuzz does as many in a minute.
+fuzz: $(VENV)/requirements
+	scripts/need.sh test
+	$(call preset,fuzz)
+	nice build/fuzz/tests/cpp/packed_fuzz $(FUZZ) $(SEED)
+
+# The same checks with inputs that libFuzzer looks for, those that reach new code, on one core for SECONDS; build/fuzz-inputs
+# keeps them. `make packed-fuzz-inputs` then makes the file that every run of the C++ tests repeats.
+SECONDS ?= 3600
+FUZZ_INPUTS := tests/cpp/packed_fuzz_inputs.bin
+build-fuzz-guided: $(VENV)/cmake
+	scripts/need.sh msan
+	$(call preset,fuzz-guided)
+	mkdir -p build/fuzz-inputs
+
+fuzz-guided: build-fuzz-guided
+	cd build && nice fuzz-guided/tests/cpp/packed_guided fuzz-inputs -max_len=4096 -max_total_time=$(SECONDS) \
+	  -seed=$(SEED) -print_final_stats=1
+
+packed-fuzz-inputs: build-fuzz-guided
+	rm -rf build/fuzz-fewer && mkdir build/fuzz-fewer
+	cd build && nice fuzz-guided/tests/cpp/packed_guided -set_cover_merge=1 -use_counters=0 -max_len=1024 fuzz-fewer fuzz-inputs
+	build/fuzz-guided/tests/cpp/packed_fuzz --join $(FUZZ_INPUTS) build/fuzz-fewer/*
+	build/fuzz-guided/tests/cpp/packed_fuzz --inputs $(FUZZ_INPUTS)
+
+# Files that are damaged at random, for the readers of `lowbit import`, on one core: FUZZ of GGUF, and a quarter as many of
+# the other formats. Programs of ExecuTorch whose calls of our operators are damaged: FUZZ of each operator and kind; ten a
+# second or fewer.
+FUZZ_PYTHON = LOWBIT_FUZZ=$(FUZZ) LOWBIT_FUZZ_SEED=$(SEED) nice $(BIN)/python -m pytest
+fuzz-import: $(VENV)/installed
+	HF_HUB_OFFLINE=1 $(FUZZ_PYTHON) tests/python/importing/test_importing_hostile.py -k 'mutants_of'
+
+fuzz-pte: $(VENV)/installed
+	$(FUZZ_PYTHON) -rP tests/python/exports/test_pte_fuzz.py
+
+# Mutation testing: a place of the sources is changed, and some test must fail. MUTANTS='--sample 100 kernels/pack.cpp' for
+# others than a few of every file.
+mutants: build-test-host $(VENV)/installed
+	nice $(BIN)/python scripts/mutants.py $(MUTANTS)
+
+# clang-tidy with Clang's static analyzer: .clang-tidy says what is on, and why the rest is not. TIDY='ops/splice.cpp' for some
+# files; all take nine minutes of CPU time. GCC's own options, which Clang does not know, are taken out: it analyses the same
+# without.
+TIDY ?= $(wildcard kernels/*.cpp $(foreach isa,$(TIDY_ISAS),kernels/*/$(isa).cpp kernels/*/$(isa)_*.cpp)) \
+  $(filter-out %/executorch_ops.cpp %/torch_ops.cpp %/module.cpp,$(wildcard ops/*.cpp))
+TIDY_ISAS := portable $(if $(filter x86_64,$(shell uname -m)),avx2 avxvnni avxvnniint8 avx512vnni amx,neon neondot i8mm)
+tidy: build-test-host
+	scripts/need.sh tidy
+	mkdir -p build/tidy
+	$(BIN)/ninja -C build/test-host -t compdb | sed -E 's/ -fno-(tree-[a-z]+|schedule-insns)//g' > build/tidy/compile_commands.json
+	printf '%s\n' $(TIDY) | nice xargs -P $(JOBS) -n 1 clang-tidy-19 -p build/tidy --quiet
