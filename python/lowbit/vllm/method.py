@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import torch
 from vllm.config import get_current_vllm_config
+from vllm.model_executor.custom_op import op_registry_oot
 from vllm.model_executor.layers.fused_moe import RoutedExperts
-from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.linear import LinearBase, ReplicatedLinear
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
-from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.models.utils import WeightsMapper
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
@@ -30,6 +32,13 @@ class ServedConfig(QuantizationConfig):
         model: the facts about the model.
         is_whole: this process builds all layers (no pipeline parallelism).
     """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> ServedConfig:
+        """Changes vLLM's layers, in each process that gets a configuration: some get it by pickle, which calls no __init__."""
+        for kind in (VocabParallelEmbedding, ParallelLMHead, ReplicatedLinear):
+            if kind.__name__ not in op_registry_oot:  # else it is done, or another plugin has its own
+                kind.register_oot(_with_packed_weights(kind))
+        return super().__new__(cls)
 
     def __init__(self, options: dict[str, Any] | None = None):
         super().__init__()
@@ -96,3 +105,25 @@ class ServedConfig(QuantizationConfig):
                 f'"overrides": [["{unasked[0]}", null]]'
             )
         return super().get_checkpoint_weight_mapper() | WeightsMapper(orig_to_new_regex=self.model.renaming())
+
+
+def _with_packed_weights(kind: Any) -> type:
+    """A subclass of a layer that uses lowbit's method if its model passes no method on and its weight is packed.
+
+    Some of vLLM's models never quantize their tables of tokens, heads or gates of shared experts.
+    """
+    arguments = signature(kind.__init__)
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        given = arguments.bind(self, *args, **kwargs)
+        config = get_current_vllm_config().quant_config
+        passed_on = any(given.arguments.get(name) for name in ("quant_config", "quant_method"))
+        if isinstance(config, ServedConfig) and not passed_on:
+            name, model = given.arguments.get("prefix", ""), config.model
+            if kind is VocabParallelEmbedding:
+                name = model.tables[0] if len(model.tables) == 1 else ""
+            if name in model.quantized or model.ties.get(name) in model.quantized:
+                given.arguments["quant_config"] = config
+        kind.__init__(*given.args, **given.kwargs)
+
+    return type(kind.__name__, (kind,), {"__init__": __init__, "__doc__": kind.__doc__})
