@@ -96,8 +96,6 @@ def open_directory(path: Path) -> Source:
     stock = Stock(path, read_files(files, weight_map), dict(settings))
     tensors = list(read(stock))
     if not any(isinstance(tensor, Matrix | Stacked | Weights) for tensor in tensors):
-        raise ValueError(
-            f"{path} has no quantized layer, although its quantization_config or {' or '.join(SETTINGS_FILES)} says {method!r}"
-        )
+        raise ValueError(f"{path} has no quantized layer, although its settings say {method!r}")
     description: dict[str, Any] = {key: value for key, value in config.items() if key != "quantization_config"}
     return Source(path, name, description, tensors, lambda target: copy_files(path, target), states)

@@ -397,7 +397,7 @@ REFUSED = {
     "another": ({"quant_method": "quip"}, None, "is quantized by the method 'quip'; lowbit imports gptq, awq"),
     "packed": ({"quant_method": "lowbit"}, None, "is packed already"),
     "gemv": ({"quant_method": "awq", "bits": 4, "version": "gemv"}, None, "version 'gemv'; lowbit imports 'gemm'"),
-    "no layers": (CT, None, "is I32"),
+    "no layers": (CT, None, "has no quantized layer, although its settings say 'compressed-tensors'"),
     "layout": ({"quant_method": "auto-round", "packing_format": "x"}, None, "packing_format 'x'; lowbit imports"),
 }  # fmt: skip
 
