@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 
 from .operators import library
 
-# For CMAKE_PREFIX_PATH: where find_package(lowbit) finds what C++ needs of this installation.
+# Add this directory to CMAKE_PREFIX_PATH so that find_package(lowbit) finds this installation.
 cmake_prefix_path = library.load()
 
-from .operators.library import isa, kernels, load_kernels, streams  # noqa: E402  (what follows needs the operators)
+from .operators.library import isa, kernels, load_kernels, streams  # noqa: E402  (needs the operators that load() registers)
 from .operators.ops import attention, embedding, linear, linear_experts, linears  # noqa: E402
 from .operators.recurrence import linear_attention, short_conv  # noqa: E402
 from .operators.window import window_attention, window_length  # noqa: E402
@@ -24,7 +24,7 @@ from .packed.matrix import PackedInfo, Unpacked, info, pack, repack, unpack, ver
 
 __version__ = "0.1.0"
 
-# Modules log under their own names; without a handler here Python would print warnings of a program that configures none.
+# Modules log under their own names. Without this handler Python prints warnings in programs that configure no logging.
 logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 if TYPE_CHECKING:
@@ -62,9 +62,9 @@ if TYPE_CHECKING:
     from .quantizing.quantize_model import quantize_ as quantize_
     from .transformers import LowBitConfig as LowBitConfig
 
-# Imported when first used, because every import of torch imports this file: names, and the modules that have them.
+# Public name -> its module, imported on first use: every `import torch` imports this file, so it must be quick.
 _LAZY = {
-    # These need no other package. They are in __all__.
+    # In __all__: these need no optional package.
     "ConvConfig": "packed.rounding",
     "EmbeddingConfig": "packed.rounding",
     "LinearConfig": "packed.rounding",
@@ -82,7 +82,7 @@ _LAZY = {
     "slice_rows": "packed.slices",
     "tune_threads": "machine.threads",
     "use_huge_pages": "nn",
-    # These need transformers or safetensors. Not in __all__, so that `from lowbit import *` needs neither.
+    # Not in __all__, so that `from lowbit import *` works without transformers and safetensors, which these need.
     "CheckpointEntry": "checkpoint",
     "CheckpointSummary": "checkpoint",
     "FuseSummary": "hf.fusing",
@@ -99,7 +99,7 @@ _LAZY = {
 }
 _LAZY_MODULES = ("levels", "nn", "qat")
 
-if not TYPE_CHECKING:  # a type checker would take it to mean that every name exists
+if not TYPE_CHECKING:  # a type checker would conclude that every name exists
 
     def __getattr__(name: str):
         from importlib import import_module
@@ -110,10 +110,10 @@ if not TYPE_CHECKING:  # a type checker would take it to mean that every name ex
             raise AttributeError(f"module 'lowbit' has no attribute {name!r}")
         try:
             value = getattr(import_module(f"{__name__}.{_LAZY[name]}"), name)
-            globals()[name] = value  # the next use takes no longer than any global name's
+            globals()[name] = value  # later uses skip __getattr__
             return value
         except ImportError as error:
-            # Python makes of an AttributeError here a "cannot import name" without the reason.
+            # Python replaces an AttributeError raised here by "cannot import name", without the reason.
             if sys._getframe(1).f_code.co_name == "_handle_fromlist":  # from lowbit import NAME
                 raise
             raise AttributeError(f"lowbit.{name} needs a package that does not load: {error}") from error

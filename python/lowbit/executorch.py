@@ -1,4 +1,4 @@
-"""ExecuTorch in this process: :func:`register` gives its runtime lowbit's operators.
+"""Registers lowbit's operators with the ExecuTorch runtime of this process.
 
 >>> import lowbit.executorch
 >>> lowbit.executorch.register()
@@ -33,14 +33,13 @@ _INSTALL = (
 def register() -> None:
     """Registers lowbit's operators with the ExecuTorch runtime of this process.
 
-    Needed before a program with these operators is loaded. Does nothing when they are registered already, by an earlier
-    call or by anyone else.
+    Call it before loading a program that uses these operators. It does nothing if they are already registered.
 
     Raises:
-        ImportError: executorch is not installed, lowbit was built without it or with another version of it.
+        ImportError: executorch is not installed, or lowbit was built without it or for another version of it.
     """
     try:
-        # First: it brings the runtime's own libraries into the process, which the operator library then uses.
+        # Must come first: it loads the runtime's libraries, which the operator library links against.
         runtime = import_module("executorch.extension.pybindings.portable_lib")
     except ImportError as error:
         raise ImportError(f"executorch is not installed, or does not load: {error}. {_INSTALL}") from error
@@ -48,7 +47,7 @@ def register() -> None:
 
 
 def register_with(runtime: ModuleType) -> None:
-    """Like :func:`register`, with the module of ExecuTorch's compiled part."""
+    """Registers the operators with ``runtime``, ExecuTorch's compiled module."""
     # The runtime ends the process when an operator is registered twice.
     present = _OPERATORS.intersection(runtime._get_operator_names())
     if present == _OPERATORS:
@@ -58,7 +57,7 @@ def register_with(runtime: ModuleType) -> None:
     library = Path(_C.__file__).parent / "lowbit_executorch.so"
     if not _C.executorch_version or not library.exists():
         raise ImportError(f"lowbit was built without executorch: there is no {library}. {_INSTALL}")
-    # ExecuTorch's C++ classes may change between minor versions; a library built for others would not say so.
+    # ExecuTorch's C++ ABI may change between minor versions, and loading a library for another version reports no error.
     installed = import_module("executorch.version").__version__
     if installed.split(".")[:2] != _C.executorch_version.split(".")[:2]:
         raise ImportError(

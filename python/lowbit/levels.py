@@ -1,4 +1,4 @@
-"""Tables of levels for codes of 2, 3 and 4 bits: standard tables, fitting to a matrix, rounding to a table."""
+"""Level tables for 2-, 3- and 4-bit codes: standard tables, fitting a table to a matrix, rounding to a table."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .packed.groups import in_groups
 
-# Four bits each, by code. With mxfp4 and nvfp4 (both E2M1) a level is twice the value: their scales count half.
+# 4-bit tables: name -> level of each code. The levels of mxfp4 and nvfp4 (E2M1) are doubled, so their scales are halved.
 TABLES: dict[str, tuple[int, ...]] = {
     # NormalFloat of QLoRA (Dettmers et al., 2023), times 127 and rounded.
     "nf4": (-127, -88, -67, -50, -36, -23, -12, 0, 10, 20, 31, 43, 56, 71, 92, 127),
@@ -22,9 +22,9 @@ TABLES: dict[str, tuple[int, ...]] = {
 FIT = "fit"
 LARGEST = 127
 
-SAMPLE = 1 << 18  # weights that a fit uses; more change the levels by about a step
+SAMPLE = 1 << 18  # weights used to fit a table; more weights change a level by about one step
 _ROUNDS = 20
-_CHUNK = 1 << 20  # weights at once
+_CHUNK = 1 << 20  # weights processed at a time
 # Factors of the scale at which the group's largest magnitude meets the largest level. Below 1 outliers are clipped.
 FACTORS = (1.0, 0.93, 0.87, 0.81, 0.75, 1.08)
 
@@ -32,7 +32,7 @@ FACTORS = (1.0, 0.93, 0.87, 0.81, 0.75, 1.08)
 def sampled_rows(n: int, k: int) -> range:
     """The rows of a matrix [n, k] that :func:`fit_levels` samples.
 
-    All rows, or equidistant ones with 250,000 to 500,000 weights.
+    All rows of a small matrix; otherwise equidistant rows with 250,000 to 500,000 weights in total.
     """
     return range(0, n, max(1, n * k // SAMPLE))
 
@@ -46,7 +46,7 @@ def _per_weight(importance: Tensor | None, weight: Tensor) -> Tensor | None:
 
 
 class Table:
-    """Sorted levels, to look up the nearest one."""
+    """A sorted level table with nearest-level lookup."""
 
     def __init__(self, levels: Tensor):
         self.levels, self.order = levels.float().sort()
@@ -54,26 +54,26 @@ class Table:
 
     @property
     def by_code(self) -> tuple[int, ...]:
-        """The levels by code, as in a packed weight."""
+        """The level of each code, as stored in a packed weight."""
         levels = torch.empty_like(self.levels)
         levels[self.order] = self.levels
         return tuple(map(int, levels))
 
     def codes(self, levels: Tensor) -> Tensor:
-        """The uint8 codes of levels from the table."""
+        """The uint8 codes of ``levels``, all of which are in the table."""
         return self.order[torch.searchsorted(self.levels, levels.contiguous())].to(torch.uint8)
 
     def nearest(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The indices of the nearest levels, and the levels."""
+        """The indices of the levels nearest to ``x``, and these levels."""
         above = torch.zeros(x.shape, dtype=torch.uint8, device=x.device)
-        for border in self.between:  # at most 15: torch.bucketize takes twice as long
+        for border in self.between:  # at most 15 borders; torch.bucketize takes twice as long
             above += x <= border
         places = len(self.between) - above.int()
         return places, self.levels[places]
 
 
 def refit(x: Tensor, near: Tensor, importance: Tensor | None, scale: Tensor) -> Tensor:
-    """The scales [groups, 1] with the least squared error for these levels."""
+    """The least-squares scales [groups, 1] for the levels ``near`` assigned to ``x``."""
     weighted = near if importance is None else near * importance
     squares = (weighted * near).sum(1, keepdim=True)
     return torch.where(squares > 0, (weighted * x).sum(1, keepdim=True) / squares.clamp(min=1e-30), scale)
@@ -89,14 +89,14 @@ def _scaled(x: Tensor, scale: Tensor) -> Tensor:
 
 
 def best_scales(x: Tensor, table: Table, importance: Tensor | None, factors: Sequence[float]) -> Tensor:
-    """The best of several scales per group (both signs if the table is not symmetric), refitted to its levels."""
+    """The best of several candidate scales per group (of both signs if the table is asymmetric), refitted by least squares."""
     largest = x.abs().amax(1, keepdim=True)
     ends = {float(table.levels[-1]), float(table.levels[0])} - {0.0}
     if len({abs(end) for end in ends}) == 1 and torch.equal(table.levels, -table.levels.flip(0)):
         ends = {max(ends)}
     best_scale = least = None
     for end in sorted(ends):
-        # The largest weight may be at either end of the table; the sign of the scale chooses the end.
+        # The largest weight may map to either end of the table; the sign of the scale chooses which.
         signs = (1.0, -1.0) if len(ends) > 1 else (1.0,)
         for sign in signs:
             for factor in factors:
@@ -122,12 +122,12 @@ def round_to_levels(
         weight: [n, k], floating point and finite.
         levels: 4, 8 or 16 integers from -127 to 127, by code.
         group_size: inputs that share a scale, None for one per row.
-        importance: [k] or [n, k], the factor of a squared error, 0 or more; None: 1.
-        search: try several scales per group, and refit the best to its codes; otherwise the largest magnitude of a group
-            meets an end of the table.
+        importance: [k] or [n, k], non-negative factors of the squared errors; None: 1.
+        search: try several scales per group and refit the best one to its codes; otherwise the scale maps the largest
+            magnitude of a group to an end of the table.
 
     Returns:
-        Codes uint8 [n, k] and scales float32 [n, groups], of either sign: what :func:`lowbit.pack` takes.
+        Codes uint8 [n, k] and scales float32 [n, groups], of either sign, for :func:`lowbit.pack`.
 
     Raises:
         ValueError: importance of another shape.
@@ -152,8 +152,7 @@ def round_to_levels(
 
 
 def _starts(bits: int, device: torch.device) -> list[Tensor]:
-    """Initial levels of a fit. All reach further on one side: with a signed scale per group that gives a smaller error than
-    symmetric levels."""
+    """Initial levels of a fit. All are asymmetric: with a signed scale per group, symmetric levels give a larger error."""
     half = 2 ** (bits - 1)
     even = torch.arange(-half, half, dtype=torch.float32, device=device) / half
     if bits == 4:
@@ -162,7 +161,7 @@ def _starts(bits: int, device: torch.device) -> list[Tensor]:
 
 
 def _fit(x: Tensor, importance: Tensor | None, bits: int, start: Tensor) -> tuple[Table, float]:
-    """The fitted table, and its error."""
+    """The table fitted from the initial levels ``start``, and its squared error."""
     table = Table(start)
     scale = best_scales(x, table, importance, FACTORS)
     for step in range(_ROUNDS):
@@ -198,7 +197,7 @@ def fit_levels(weight: Tensor, bits: int, group_size: int | None, importance: Te
         weight: [n, k], floating point and finite.
         bits: 2, 3 or 4.
         group_size: inputs that share a scale, None for one per row.
-        importance: [k] or [n, k], the factor of a squared error, 0 or more; None: 1.
+        importance: [k] or [n, k], non-negative factors of the squared errors; None: 1.
 
     Returns:
         ``2**bits`` integers from -127 to 127 in order, the largest magnitude 127.
@@ -214,7 +213,7 @@ def fit_levels(weight: Tensor, bits: int, group_size: int | None, importance: Te
     counts = None if importance is None else in_groups(importance[chosen], group_size).flatten(0, 1)
     largest = x.abs().amax(1, keepdim=True)
     if not float(largest.max()) > 0:
-        return tuple(range(-(2 ** (bits - 1)), 2 ** (bits - 1)))  # nothing to fit; any table holds zeros
+        return tuple(range(-(2 ** (bits - 1)), 2 ** (bits - 1)))  # all weights are zero: any table will do
     table, _ = min((_fit(x, counts, bits, start) for start in _starts(bits, x.device)), key=lambda fitted: fitted[1])
     levels = (table.levels * LARGEST).round().clamp(-LARGEST, LARGEST)
     return tuple(int(level) for level in levels)

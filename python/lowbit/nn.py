@@ -18,7 +18,7 @@ from .operators import ops
 from .packed.matrix import PackedInfo
 from .packed.rounding import ConvConfig, EmbeddingConfig, LinearConfig, quantize_tensor
 
-# The attributes that move to the packed layer. The dicts themselves, not copies: a hook's handle removes it from its dict.
+# The hook dicts that move to the packed layer. They are not copied, because a hook's handle removes it from its dict.
 _HOOKS = (
     "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
     "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks", "_is_full_backward_hook",
@@ -26,10 +26,10 @@ _HOOKS = (
 )  # fmt: skip
 
 
-# Of weights when they are read, inputs and outputs. Layers in float64 compute in float32: their weights have a few bits.
+# Allowed dtypes of inputs, outputs and dequantized weights. Float64 layers compute in float32: more would gain nothing.
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
-WINDOW = "_lowbit_window"  # the attribute of a torch.nn.Linear that stands for a convolution
+WINDOW = "_lowbit_window"  # attribute of a torch.nn.Linear that stands for a convolution
 
 
 class Packed(torch.nn.Module):
@@ -42,7 +42,7 @@ class Packed(torch.nn.Module):
         if dtype not in _DTYPES:
             raise ValueError(f"dtype is {dtype}; expected torch.float32, torch.bfloat16, torch.float16 or torch.float64")
         super().__init__()
-        self._dtype = dtype  # no buffer: it would be in every exported program
+        self._dtype = dtype  # not a buffer, which would be in every exported program
         if isinstance(packed_weight, PackedInfo):
             self.info = packed_weight
             shape = [count for count in (self.info.experts, self.info.total_bytes) if count is not None]
@@ -58,33 +58,33 @@ class Packed(torch.nn.Module):
         return ops.verify(packed_weight)
 
     def verify(self) -> None:
-        """Checks every byte against the checksums, and rereads the header.
+        """Checks every byte against the checksums and rereads the header.
 
         Raises:
-            ValueError: not a packed weight, or the packed bytes were altered.
+            ValueError: not a packed weight, or the packed bytes were modified.
         """
         self.info = self._verified(self.packed_weight)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The weight as [out, in] of ``dtype`` (float32, bfloat16, float16 or float64).
+        """The dequantized weight, [out, in], in ``dtype`` (float32, bfloat16, float16 or float64).
 
         Raises:
-            ValueError: the packed bytes were altered.
+            ValueError: the packed bytes were modified.
         """
         self._verified(self.packed_weight)
         return self._dequantized(dtype)
 
     @property
     def weight(self) -> Tensor:
-        """The dequantized weight, [out, in], of the float layer's dtype, which follows ``module.to(dtype)``.
+        """The dequantized weight, [out, in], in the layer's dtype, which ``module.to(dtype)`` changes.
 
-        Shape, dtype and device cost nothing; every use of the values computes them anew. It cannot be changed, and is neither
-        a parameter nor in the state dict.
+        Reading its shape, dtype or device is free; every use of its values dequantizes again. It is read-only, not a
+        parameter, and not in the state dict.
         """
         return self._computed(lambda: self._dequantized(self._dtype), self.info.shape)
 
     def _computed(self, compute: Callable[[], Tensor], shape: tuple[int, ...]) -> Tensor:
-        if torch.compiler.is_compiling():  # traced directly; the compiler drops it where only the dtype is used
+        if torch.compiler.is_compiling():  # traced; the compiler removes it where only the dtype is used
             return compute()
         return ComputedTensor(compute, shape, self._dtype, self.packed_weight.device)
 
@@ -108,8 +108,7 @@ class Packed(torch.nn.Module):
         """Does nothing if False: packed weights have no gradients.
 
         Raises:
-            ValueError: called with True on this layer. (On a model with packed layers it is allowed: the float parameters
-                train.)
+            ValueError: called with True on this layer. On a model it is allowed and affects only the float parameters.
         """
         if requires_grad and not any(True for _ in self.parameters()):
             raise ValueError(
@@ -130,16 +129,16 @@ class Packed(torch.nn.Module):
             return moved if moved.dtype == tensor.dtype or tensor.is_floating_point() else tensor.to(moved.device)
 
         super()._apply(applied, recurse)
-        # As with a float weight: to(bfloat16), half() and others change it.
+        # As for a float layer, to(bfloat16), half() and the like change the dtype.
         dtype = fn(torch.empty(0, dtype=self._dtype)).dtype
         if dtype in _DTYPES:
             self._dtype = dtype
         return self
 
     def to_format(self, format: str) -> Packed:
-        """Replaces the packed weight by the same weight in another format (:func:`lowbit.repack`); returns the module.
+        """Converts the packed weight to another format (:func:`lowbit.repack`) in place; returns the module.
 
-        A buffer that was shared with another module is shared no more.
+        A buffer shared with another module is no longer shared.
 
         Raises:
             TypeError, ValueError: as :func:`lowbit.repack`.
@@ -159,13 +158,13 @@ class Packed(torch.nn.Module):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *arguments: Any) -> None:
         error_msgs: list[str] = arguments[-1]
-        # The header describes the packed bytes, so a checkpoint may have another width or group size than this module;
-        # only the shape of the weight must agree. Every byte is checked before any is used.
+        # The header describes the packed bytes, so a checkpoint may differ from this module in width and group size. Only
+        # the shape of the weight must agree. All bytes are verified before any is used.
         key = prefix + "packed_weight"
         loaded = state_dict.get(key)
         floats = state_dict.get(prefix + "weight")
         if loaded is None and floats is not None and floats.numel():
-            # With strict=False, as peft loads, this weight would be ignored without a message.
+            # With strict=False, which peft uses, this weight would be ignored silently.
             error_msgs.append(f"{prefix}weight: it is a float weight, and the layer is packed; load it before quantizing")
         if loaded is not None:
             try:
@@ -183,19 +182,19 @@ class Packed(torch.nn.Module):
                     with torch.no_grad():
                         self.packed_weight.set_(torch.empty_like(loaded))
         super()._load_from_state_dict(state_dict, prefix, metadata, *arguments)
-        if loaded is not None and not self.packed_weight.is_meta:  # onto meta torch copies nothing, and warns
+        if loaded is not None and not self.packed_weight.is_meta:  # copying to a meta tensor does nothing but warn
             self._describe(self.packed_weight)
 
 
 def _rows(indices: Tensor, packed_weight: Tensor, inputs: int, dtype: torch.dtype) -> Tensor:
-    """As :func:`lowbit.embedding`, also of float64."""
+    """As :func:`lowbit.embedding`, but ``dtype`` may also be float64."""
     if dtype is torch.float64:
         return _rows(indices, packed_weight, inputs, torch.float32).double()
     return torch.ops.lowbit.embedding(indices, packed_weight, inputs, dtype=dtype)
 
 
 class _Features:
-    """The sizes of linear layers, as torch.nn.Linear calls them."""
+    """The sizes of a linear layer, under the names of torch.nn.Linear."""
 
     info: PackedInfo
 
@@ -209,7 +208,7 @@ class _Features:
 
 
 def check_input_order(order: Tensor, inputs: int) -> None:
-    """Raises ValueError unless an input order is an int32 permutation of 0 to ``inputs - 1``."""
+    """Raises ValueError unless ``order`` is an int32 permutation of 0 to ``inputs - 1``."""
     if order.dtype != torch.int32 or order.shape != (inputs,):
         raise ValueError(f"input_order is {order.dtype} {list(order.shape)}; expected torch.int32 [{inputs}]")
     identity = torch.arange(inputs, dtype=torch.int32, device=order.device)
@@ -218,11 +217,11 @@ def check_input_order(order: Tensor, inputs: int) -> None:
 
 
 class _Product(_Features, Packed):
-    """A layer of one matrix and perhaps a bias."""
+    """A layer with one matrix and an optional bias."""
 
     @property
     def bias(self) -> Tensor | None:
-        """The bias, [out], of the same dtype as ``weight``, computed when used; None without a bias."""
+        """The bias, [out], in the dtype of ``weight``, read from the packed weight at each use; None if there is none."""
         if not self.info.has_bias:
             return None
 
@@ -234,12 +233,12 @@ class _Product(_Features, Packed):
 
 
 class Linear(_Product):
-    """A linear layer with 1- to 8-bit weights: int8 activations, quantized on the fly.
+    """A linear layer with 1- to 8-bit weights and int8 activations, which are quantized on the fly.
 
     Input [..., in_features] float32, bfloat16 or float16; output [..., out_features] of the same dtype.
-    The weight is fixed; the input's gradient is that of a float layer with the dequantized weight.
+    The weight is frozen; the input's gradient is that of a float layer with the dequantized weight.
 
-    With an act-order permutation (GPTQ) the packed weight's input ``j`` is the layer's input ``input_order[j]``.
+    With an act-order permutation (GPTQ), input ``j`` of the packed weight is input ``input_order[j]`` of the layer.
     """
 
     input_order: Tensor | None
@@ -250,8 +249,8 @@ class Linear(_Product):
         """
         Args:
             packed_weight: from :func:`lowbit.pack`, with the bias; or a :class:`lowbit.PackedInfo`, for a module on the meta
-                device that a checkpoint's loader fills.
-            dtype: of ``weight`` and ``bias`` when they are read: float32, bfloat16 or float16.
+                device that a checkpoint loader fills.
+            dtype: the dtype in which ``weight`` and ``bias`` are read: float32, bfloat16 or float16.
             input_order: int32 [in_features], a permutation; None: the inputs are not permuted.
 
         Raises:
@@ -289,7 +288,7 @@ class Linear(_Product):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *arguments: Any) -> None:
         error_msgs: list[str] = arguments[-1]
-        # Packed bytes and the order of their inputs belong together: a layer takes both as they were saved, or neither.
+        # Packed bytes and the permutation of their inputs belong together: load both, or neither.
         loaded, order = state_dict.get(prefix + "packed_weight"), state_dict.get(prefix + "input_order")
         before, errors = self.input_order, len(error_msgs)
         if order is not None:
@@ -322,11 +321,11 @@ class Linear(_Product):
 
 
 class Conv(_Product):
-    """A convolution in one to three dimensions with 1- to 8-bit weights, as a product of the rows that its window cuts out.
+    """A 1-, 2- or 3-dimensional convolution with 1- to 8-bit weights, computed as a matrix product over its windows (im2col).
 
     Input [batch, in_channels, *sizes] or [in_channels, *sizes], float32, bfloat16 or float16; output [batch, out_channels,
-    *places] of the same dtype, with the channels last in memory. Otherwise as :class:`Linear`. ``weight`` is [out_channels,
-    in_channels, *kernel]; :func:`lowbit.quantize_` says which convolutions are packed.
+    *places] of the same dtype, channels last in memory. ``weight`` is [out_channels, in_channels, *kernel]. Otherwise as
+    :class:`Linear`. :func:`lowbit.quantize_` says which convolutions are packed.
     """
 
     groups = 1
@@ -335,13 +334,14 @@ class Conv(_Product):
     def __init__(self, packed_weight: Tensor | PackedInfo, window: Window, dtype: torch.dtype = torch.float32):
         """
         Args:
-            packed_weight: from :func:`lowbit.pack`, of [out_channels, in_channels * kernel] and with the bias; or a
+            packed_weight: from :func:`lowbit.pack`, [out_channels, in_channels * kernel] with the bias; or a
                 :class:`lowbit.PackedInfo` as for :class:`Linear`.
             window: kernel, stride and padding, each with a number per dimension.
-            dtype: of ``weight`` and ``bias`` when they are read: float32, bfloat16 or float16.
+            dtype: the dtype in which ``weight`` and ``bias`` are read: float32, bfloat16 or float16.
 
         Raises:
-            ValueError: not a valid packed weight, another dtype, or a number of inputs that is no multiple of the kernel's.
+            ValueError: not a valid packed weight, another dtype, or a number of inputs that is not a multiple of the
+                kernel's size.
         """
         super().__init__(packed_weight, dtype)
         self._window = window
@@ -356,7 +356,7 @@ class Conv(_Product):
         """Quantizes a float layer by round-to-nearest.
 
         Raises:
-            TypeError, ValueError: a config of the wrong type, a convolution that is no such product, or weights that are not
+            TypeError, ValueError: a config of the wrong type, a convolution that cannot be packed, or weights that are not
                 finite or not on the CPU.
         """
         if not isinstance(conv, CLASSES):
@@ -411,8 +411,8 @@ class Conv(_Product):
 class Embedding(Packed):
     """An embedding table of 1 to 8 bits per weight.
 
-    Input [...] int32 or int64; output [..., embedding_dim] of the module's dtype, which follows ``module.to(dtype)``. In place
-    of a table of transformers that scales or normalizes its rows it does the same; ``weight`` is neither scaled nor normalized.
+    Input [...] int32 or int64; output [..., embedding_dim] in the module's dtype, which ``module.to(dtype)`` changes. If it
+    replaces a table of transformers that scales or normalizes its rows, it does so too, but ``weight`` holds the raw rows.
     """
 
     def __init__(
@@ -426,8 +426,8 @@ class Embedding(Packed):
         Args:
             packed_weight: from :func:`lowbit.pack`, or a :class:`lowbit.PackedInfo` as for :class:`Linear`.
             dtype: of the output: float32, bfloat16 or float16.
-            padding_idx: kept for information; the row is stored like any other.
-            table: the step after a lookup; its norm is a module that the caller then sets as ``embed_norm``.
+            padding_idx: for information only; the row is stored like any other.
+            table: what happens to rows after the lookup. If it has a norm, the caller sets that module as ``embed_norm``.
 
         Raises:
             ValueError: not a valid packed weight, or another dtype.
@@ -466,7 +466,7 @@ class Embedding(Packed):
         return self.finish(_rows(indices, self.packed_weight, self.info.in_features, self._dtype))
 
     def finish(self, rows: Tensor) -> Tensor:
-        """The output for looked-up rows: unchanged, scaled, or normalized."""
+        """The output for looked-up rows: unchanged, scaled or normalized."""
         return self._table.finish(rows, self)
 
     def extra_repr(self) -> str:
@@ -476,10 +476,10 @@ class Embedding(Packed):
 
 
 class LinearExperts(_Features, Packed):
-    """Linear layers with 1- to 8-bit weights, one for each expert of a mixture: ``packed_weight`` is uint8 [experts, bytes].
+    """The linear layers of all experts of a mixture (MoE), with 1- to 8-bit weights: ``packed_weight`` is [experts, bytes].
 
     Input [..., in_features] float32, bfloat16 or float16 and int64 [..., e], the e experts of each row; output [..., e,
-    out_features]: :func:`lowbit.linear_experts`. The weights are fixed; gradients are those of :class:`Linear`.
+    out_features], as of :func:`lowbit.linear_experts`. The weights are frozen; gradients are those of :class:`Linear`.
     """
 
     def __init__(self, packed_weight: Tensor | PackedInfo, dtype: torch.dtype = torch.float32):
@@ -487,7 +487,7 @@ class LinearExperts(_Features, Packed):
         Args:
             packed_weight: weights from :func:`lowbit.pack`, with their biases, stacked; or a :class:`lowbit.PackedInfo` as for
                 :class:`Linear`.
-            dtype: of ``weight`` when it is read: float32, bfloat16 or float16.
+            dtype: the dtype in which ``weight`` is read: float32, bfloat16 or float16.
 
         Raises:
             ValueError: not valid packed weights of one shape, width and group size, or another dtype.
@@ -509,10 +509,10 @@ class LinearExperts(_Features, Packed):
         return torch.stack([_rows(rows, matrix, self.info.in_features, dtype) for matrix in self.packed_weight])
 
     def to_format(self, format: str) -> LinearExperts:
-        """Returns the module: experts have no format but that of :func:`lowbit.pack`.
+        """Returns the module unchanged: experts can only have the format of :func:`lowbit.pack`.
 
         Raises:
-            ValueError: for another format.
+            ValueError: any other format.
         """
         if format != "panel16":
             raise ValueError(f"format is {format!r}; expected 'panel16': the weights of experts have no other")
@@ -531,7 +531,7 @@ class LinearExperts(_Features, Packed):
 
 
 def refuse_hooked_weights(layer: torch.nn.Module, prefix: str = "") -> None:
-    """Raises ValueError for a float layer whose weight or bias a hook computes before each call (torch.nn.utils' norms)."""
+    """Raises ValueError if a hook computes the layer's weight or bias before each call, as torch.nn.utils.weight_norm does."""
     for name in ("weight", "bias"):
         if isinstance(layer.__dict__.get(name), Tensor):  # a parameter would not be in __dict__
             raise ValueError(
@@ -552,8 +552,8 @@ def in_place_of(
 ) -> Linear | Conv | Embedding:
     """The packed module that replaces a float layer, with the layer's hooks, mode and attributes.
 
-    A torch.nn.Linear that stands for a convolution is replaced by one. ``dtype`` is the type of an embedding's output and of
-    ``weight``; ``input_order`` is for linear layers.
+    A torch.nn.Linear that stands for a convolution is replaced by a :class:`Conv`. ``dtype`` is that of an embedding's output
+    and of ``weight``; ``input_order`` applies to linear layers only.
     """
     if isinstance(layer, torch.nn.Embedding):
         table = table_of(layer)
@@ -581,7 +581,7 @@ def take_place(packed: torch.nn.Module, layer: torch.nn.Module) -> None:
     for name in _HOOKS:
         packed.__dict__[name] = layer.__dict__[name]
     for name, value in layer.__dict__.items():
-        # Not "forward": some libraries set a wrapper of the float layer's method, which computes with the float weight.
+        # Not "forward": libraries that wrap it (accelerate) would keep computing with the float weight.
         if not name.startswith("_") and name != "forward" and not hasattr(packed, name):
             setattr(packed, name, value)
 
@@ -589,16 +589,16 @@ def take_place(packed: torch.nn.Module, layer: torch.nn.Module) -> None:
 def use_huge_pages(model: torch.nn.Module) -> int:
     """Moves the packed weights of a model into huge pages if Linux provides them on request.
 
-    Matrices are then read faster: the CPU translates a five-hundredth of the addresses, and prefetches beyond 4 KiB.
-    :func:`lowbit.quantize_` does it by itself; call this for loaded weights, above all for those mapped from a file, which
-    are then copied to anonymous memory.
+    This speeds up reading matrices: the CPU translates a five-hundredth of the addresses and prefetches across 4 KiB
+    boundaries. :func:`lowbit.quantize_` does it already. Call this for loaded weights, above all for weights mapped from a
+    file, which are then copied to anonymous memory.
 
     Args:
-        model: any; weights that it shares (a tied head) stay shared.
+        model: any model. Shared weights, such as a tied head, stay shared.
 
     Returns:
-        The number of bytes that were moved; only weights of at least one huge page (2 MiB, usually) are. 0 where the system
-        has no huge pages, or gives them without a request.
+        The number of bytes moved. Weights smaller than a huge page (usually 2 MiB) are not moved; 0 if the system has no
+        huge pages or provides them without a request.
     """
     moved: dict[tuple[int, int], Tensor] = {}
     for module in model.modules():

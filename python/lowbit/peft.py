@@ -1,4 +1,4 @@
-"""LoRA on packed layers through peft: packed weights are frozen, the adapters beside them are trained.
+"""LoRA on packed layers with peft: packed weights are frozen, adapters are trained.
 
 >>> import peft
 >>> model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", "v_proj"]))  # doctest: +SKIP
@@ -26,12 +26,12 @@ from . import nn
 class LoraLinear(lora.Linear):
     """A packed linear layer with adapters: ``layer(x) + scaling * B(A(x))`` (Hu et al., LoRA, 2021).
 
-    A, B and x get gradients; that of x through the packed layer is the one of :func:`lowbit.linear`.
+    A, B and x get gradients. The gradient of x through the packed layer is that of :func:`lowbit.linear`.
     """
 
     @property
     def lora_variants(self) -> dict[Any, Any]:
-        return {(): None}  # other variants change the weight, or read it at each call
+        return {(): None}  # other variants change the weight or read it at each call
 
     def update_layer(self, adapter_name: str, *arguments: Any, **options: Any) -> None:
         _check(options["config"])
@@ -44,7 +44,7 @@ class LoraLinear(lora.Linear):
         super().update_layer(adapter_name, *arguments, **options)
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """Raises ValueError: packed weights cannot take an adapter in."""
+        """Raises ValueError: an adapter cannot be merged into packed weights."""
         bits = self.get_base_layer().info.bits
         raise ValueError(
             f"adapters cannot be merged into packed weights: rounding to {bits} bits would lose most of what they "
@@ -64,14 +64,14 @@ def _check(config: peft.LoraConfig) -> None:
 
 
 def know_packed_layers(config: peft.LoraConfig, model: torch.nn.Module) -> None:
-    """Changes a config so that peft's LoraModel also puts adapters on packed layers.
+    """Changes a config in place so that peft's LoraModel also adapts packed layers.
 
     "all-linear" then selects all packed layers except the output head.
 
     Raises:
-        ValueError: a module in ``modules_to_save`` is packed, or has packed layers.
+        ValueError: a module in ``modules_to_save`` is packed or contains packed layers.
     """
-    for name, module in model.named_modules():  # matched as peft does
+    for name, module in model.named_modules():  # the same matching as in peft
         saved = next((saved for saved in config.modules_to_save or () if name.endswith(saved)), None)
         if saved and any(isinstance(part, nn.Packed) for part in module.modules()):
             raise ValueError(
@@ -86,19 +86,19 @@ def know_packed_layers(config: peft.LoraConfig, model: torch.nn.Module) -> None:
 
 
 def for_packed_layers(config: peft.LoraConfig) -> peft.LoraConfig:
-    """Returns a config of peft after checking that it suits packed layers.
+    """Checks that a peft config is supported on packed layers, and returns it.
 
-    peft puts adapters on :class:`lowbit.nn.Linear` without this call; with ``LOWBIT_AUTOLOAD=0`` or
-    ``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` it needs ``import lowbit.peft``.
+    The call is optional: peft adapts :class:`lowbit.nn.Linear` without it. Only with ``LOWBIT_AUTOLOAD=0`` or
+    ``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` is ``import lowbit.peft`` required.
 
     Args:
-        config: a LoraConfig, or one that ``peft.PeftConfig.from_pretrained`` has read.
+        config: a LoraConfig, also one read by ``peft.PeftConfig.from_pretrained``.
 
     Returns:
         The config.
 
     Raises:
-        TypeError, ValueError: no LoraConfig, or a variant that needs a float weight, such as DoRA.
+        TypeError, ValueError: not a LoraConfig, or a variant that needs a float weight, such as DoRA.
     """
     if not isinstance(config, peft.LoraConfig) or isinstance(config, peft.AdaLoraConfig):
         raise TypeError(f"config is a {type(config).__name__}; expected a peft.LoraConfig")
@@ -122,7 +122,7 @@ _usual_preparation = peft.utils.other.prepare_model_for_kbit_training
 
 @functools.wraps(_usual_preparation)
 def _prepare_for_training(model: Any, *arguments: Any, **options: Any) -> Any:
-    """peft has a list of the quantization methods that get gradient checkpointing."""
+    """Enables gradient checkpointing for packed models, which peft does only for the quantization methods on its list."""
     if not any(isinstance(module, nn.Packed) for module in model.modules()):
         return _usual_preparation(model, *arguments, **options)
     before = vars(model).get("is_loaded_in_4bit", False)

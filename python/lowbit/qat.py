@@ -1,4 +1,4 @@
-"""Training before packing: float layers that compute, with gradients, what packed layers will.
+"""Quantization-aware training: float layers that compute, differentiably, what packed layers will compute.
 
 >>> import torch, lowbit
 >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64))
@@ -58,25 +58,26 @@ def prepare_(
 ) -> torch.nn.Module:
     """Prepares a model for training with quantized weights and activations, in place.
 
-    The chosen layers (transformers' ``Conv1D`` among them) compute what packed layers will: weights from the codes and scales
-    that :func:`convert_` stores, activations int8 per segment. Only the order of float sums differs. Their weights stay the
-    same float parameters; a straight-through estimator (Bengio et al., 2013) gives them gradients within the range of their
-    group. Scales and mins are parameters too, ``weight_scale`` and ``weight_min``, one per group as in EfficientQAT (Chen et
-    al., 2024), with the gradients of LSQ (Esser et al., Learned step size quantization, ICLR 2020) and LSQ+ (Bhalgat et al.,
-    2020). They begin as :func:`lowbit.quantize_` chooses them: a model converted without training has the same bytes.
+    The chosen layers (transformers' ``Conv1D`` included) compute what the packed layers will: weights from the codes and
+    scales that :func:`convert_` stores, and int8 activations per segment. Only the order of float sums differs. The weights
+    remain the same float parameters; a straight-through estimator (Bengio et al., 2013) gives them gradients within the range
+    of their group. Scales and mins become parameters too, ``weight_scale`` and ``weight_min``, one per group as in
+    EfficientQAT (Chen et al., 2024), with the gradients of LSQ (Esser et al., Learned step size quantization, ICLR 2020) and
+    LSQ+ (Bhalgat et al., 2020). Their initial values are those of :func:`lowbit.quantize_`, so converting an untrained model
+    gives the same bytes.
 
-    Any optimizer trains the model, on any device; use no weight decay for scales. Save state dicts during training:
-    ``save_pretrained`` before ``convert_`` writes a float model with the scales beside its weights.
+    Train with any optimizer on any device; use no weight decay for scales. To save progress, save the state dict:
+    ``save_pretrained`` before ``convert_`` writes a float model with the scales as extra tensors.
 
     Args:
-        model, config, filter_fn: as for :func:`lowbit.quantize_`, on the CPU; symmetric or affine.
+        model, config, filter_fn: as for :func:`lowbit.quantize_`, on the CPU, with a symmetric or affine mapping.
 
     Returns:
         The model. Layers that share a weight share the scales.
 
     Raises:
-        TypeError, ValueError: as :func:`lowbit.quantize_`; or layers that are already packed or prepared. The model is
-            then unchanged.
+        TypeError, ValueError: as :func:`lowbit.quantize_`, or layers are already packed or prepared. The model is then
+            unchanged.
     """
     if isinstance(model, torch.nn.Module):
         for name, module in model.named_modules():
@@ -93,9 +94,9 @@ def prepare_(
         owner = None
         for name in names:
             module = modules[name]
-            if not isinstance(module, Prepared):  # else it has several names
+            if not isinstance(module, Prepared):  # otherwise it was prepared under another name
                 if isinstance(module, torch.nn.Embedding):
-                    module._table = table_of(module)  # by its class, which the next line replaces
+                    module._table = table_of(module)  # determined by the class, which the next line replaces
                 module.__class__ = classes[name]  # keeps hooks, attributes and references to the module
                 module.prepare(selected[name], owner)
             owner = owner or module

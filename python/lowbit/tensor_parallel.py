@@ -1,12 +1,12 @@
-"""Tensor parallelism: each process computes a part of the outputs of a model's packed layers.
+"""Tensor parallelism: each process computes part of the outputs of a model's packed layers.
 
-Start the processes with torchrun; gloo connects CPUs.
+Start the processes with torchrun, and use the gloo backend for CPUs.
 
 >>> import torch.distributed, lowbit.tensor_parallel
 >>> torch.distributed.init_process_group("gloo")          # doctest: +SKIP
 >>> model = lowbit.tensor_parallel.shard_(model)          # doctest: +SKIP
 
-A model of transformers is cut by its own plan; ``from_pretrained(directory, tp_plan="auto")`` does both at once.
+Models of transformers are split by their own plan; ``from_pretrained(directory, tp_plan="auto")`` loads and splits in one go.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from .layers.packable import kind_of
 from .machine.memory import give_back, in_huge_pages
 from .packed.slices import slice_of_rank
 
-# The names of styles in transformers' plans; some have another name in earlier versions.
+# Names of styles in transformers' plans. Some have another name in earlier versions.
 _LOCAL_OUTPUTS = ("colwise",)  # each rank keeps its outputs: its heads
 _WHOLE_OUTPUTS = ("colwise_rep", "colwise_gather_output")
 _LOCAL_INPUTS = ("rowwise",)  # each rank's inputs are the previous layer's local outputs
 _WHOLE_INPUTS = ("rowwise_rep", "rowwise_split_input")
 _NOT_SPLIT = ("replicate", "embedding_rowwise", "embedding_colwise", "embedding_row")
-_STACKED = "packed_colwise"  # for experts: _LOCAL_OUTPUTS of gate and of up, which are stacked in one matrix
-EXPERTS_TOGETHER = "moe_tp_experts"  # a module of experts: results of ranks are joined after the sum over experts
+_STACKED = "packed_colwise"  # for experts: _LOCAL_OUTPUTS of gate and up, which are stacked in one matrix
+EXPERTS_TOGETHER = "moe_tp_experts"  # a module of experts: ranks are joined after the sum over experts
 _STYLES = (*_LOCAL_OUTPUTS, *_WHOLE_OUTPUTS, *_LOCAL_INPUTS, *_WHOLE_INPUTS)
 
 
@@ -41,10 +41,10 @@ class LinearPart(nn.Linear):
 
     Attributes:
         group: of processes; None: all.
-        gathers_inputs: gather the layer's input, which is spread over the ranks, first.
-        whole: the number of outputs of all ranks together, which are gathered; None: the rank's outputs are not gathered.
-        inputs: the slice of the whole input that this rank uses; None: all of its input.
-        sums: add the outputs of the ranks.
+        gathers_inputs: gather the layer's input, which is distributed over the ranks, first.
+        whole: number of outputs of all ranks together, if they are gathered; None: they are not.
+        inputs: the slice of the input that this rank uses; None: all of it.
+        sums: sum the outputs of all ranks.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class ExpertsPart(nn.LinearExperts):
 
     Attributes:
         group, gathers_inputs, whole, sums: as in :class:`LinearPart`.
-        late: the caller of this layer calls :meth:`join`.
+        late: the calling module joins the ranks' outputs later, by :meth:`join`.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class ExpertsPart(nn.LinearExperts):
         return out if self.late else self.join(out)
 
     def join(self, out: Tensor) -> Tensor:
-        """The outputs of all ranks, gathered or added as the plan says."""
+        """The outputs of all ranks, gathered or summed as the plan says."""
         return _joined(out, self.whole, self.sums, self.group)
 
     def extra_repr(self) -> str:
@@ -113,7 +113,7 @@ def _joined(out: Tensor, whole: int | None, sums: bool, group: dist.ProcessGroup
     if whole is not None:
         return _gathered(out, whole, group)
     if sums:
-        total = out.float()  # in a narrower type each sum of two ranks would be rounded
+        total = out.float()  # in a narrower dtype every partial sum would be rounded
         dist.all_reduce(total, group=group)
         return total.to(out.dtype)
     return out
@@ -130,7 +130,7 @@ def _gathered(x: Tensor, whole: int, group: dist.ProcessGroup | None) -> Tensor:
     if local.shape[1] < width:
         local = torch.nn.functional.pad(local, (0, width - local.shape[1]))
     gathered = local.new_empty(ranks * len(local), width)
-    # As bytes: not every backend knows every type. Later versions of torch have a new name for it.
+    # Gathered as bytes, because not every backend supports every dtype. Later versions of torch rename the function.
     gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
     gather(gathered.view(torch.uint8), local.contiguous().view(torch.uint8), group=group)
     return gathered.view(ranks, len(local), width).transpose(0, 1).reshape(*lead, ranks * width)[..., :whole]
@@ -150,16 +150,16 @@ def _replicated_heads(attention: torch.nn.Module, rows: int, ranks: int) -> int 
     groups = getattr(attention, "num_key_value_groups", 1)
     if not isinstance(queries, int) or not isinstance(groups, int) or groups < 2 or queries % groups:
         return None
-    heads = queries // groups  # fewer than query heads, so the layer of queries has more rows
+    heads = queries // groups  # fewer than query heads, so the query layer has more rows
     widths = [getattr(attention, name, None) for name in ("head_dim", "v_head_dim")]
     has_kv = rows in [heads * width for width in widths if isinstance(width, int)]
     return heads if has_kv and ranks > heads and ranks % heads == 0 and queries % ranks == 0 else None
 
 
 def _head_of(attention: torch.nn.Module, rows: int) -> int | None:
-    """Outputs per head; None if the layer has no known heads."""
+    """Outputs per head; None if the layer is not known to have heads."""
     head = getattr(attention, "head_dim", None)
-    if head is None and hasattr(attention, "head_size"):  # GPT-NeoX: a head's queries, keys and values are in a row
+    if head is None and hasattr(attention, "head_size"):  # GPT-NeoX: queries, keys and values of a head are adjacent
         queries = getattr(getattr(attention, "config", None), "num_attention_heads", None)
         head = rows // queries if isinstance(queries, int) else None
     return head if isinstance(head, int) and head > 0 else None
@@ -182,7 +182,7 @@ def _cut(
         if order is not None:
             raise ValueError(f"{name} has an act-order permutation, which {ranks} ranks cannot share; use exact=True")
         count = _inputs_per_rank(name, inputs, layer.info.group_size, ranks)
-        # Only the slice that begins at 0 has the bias, so the sum has it once.
+        # Only the slice that begins at 0 keeps the bias, so the sum contains it once.
         packed = slice_of_rank(layer.packed_weight, rank, count, inputs=True)
         local = None if local_inputs else slice(rank * count, (rank + 1) * count)
         return LinearPart(in_huge_pages(packed), dtype, group=group, sums=True, inputs=local)
@@ -243,25 +243,25 @@ def _join_late(part: ExpertsPart, holder: torch.nn.Module, inputs: tuple[Any, ..
 def shard_(
     model: torch.nn.Module, group: dist.ProcessGroup | None = None, plan: Mapping[str, str] | None = None, exact: bool = True
 ) -> torch.nn.Module:
-    """Splits the packed linear layers and experts of a model over the ranks of a group, in place: each keeps its part.
+    """Splits the packed linear layers and experts of a model over the ranks of a group, in place.
 
-    Every rank calls it with the same model, and then calls the model with the same inputs; each gets the whole result.
-    Weights stay mapped from files until they are split, and are released one by one: a rank's memory holds its part, one
-    matrix, and the looked-up rows of embedding tables, which are not split. Where an attention has fewer KV heads than there
-    are ranks, KV heads are replicated.
+    Call it on every rank with the same model, then call the model on every rank with the same inputs: each gets the whole
+    result. Weights stay mapped from files until they are split and are released one by one, so a rank's memory holds its
+    part, one matrix, and the looked-up rows of embedding tables, which are not split. If an attention layer has fewer KV
+    heads than there are ranks, KV heads are replicated.
 
     Args:
-        model: with :class:`lowbit.nn.Linear` layers or :class:`lowbit.nn.LinearExperts`; of transformers, or any with a
-            ``plan``. Every expert is split; there is no expert parallelism.
+        model: has :class:`lowbit.nn.Linear` or :class:`lowbit.nn.LinearExperts` layers; a model of transformers, or any
+            model with a ``plan``. Every expert is split; there is no expert parallelism.
         group: the processes that share the model; None: all. ``torch.distributed`` must be initialized.
         plan: a dict from qualified names, with ``*`` for numbers, to styles of transformers: "colwise",
             "colwise_gather_output", "rowwise", "rowwise_split_input"; for experts "colwise", "packed_colwise" (two stacked
             matrices) and "rowwise"; "moe_tp_experts" for a module of experts whose result is a weighted sum of the outputs of
             a "rowwise" layer. None: ``model.tp_plan``.
-        exact: split all layers by outputs, so that each has its whole input: the results of packed layers then have the same
-            bits with any number of ranks. False: "rowwise" layers are split by inputs, and one sum over the ranks replaces
-            two gathers: less communication, but each rank quantizes its activations, so results depend on the number of
-            ranks.
+        exact: split all layers by outputs, so that each rank sees the whole input: the results of packed layers are then
+            bitwise equal for any number of ranks. False: split "rowwise" layers by inputs, so that one sum over the ranks
+            replaces two gathers. This needs less communication, but each rank quantizes its activations separately, so
+            results depend on the number of ranks.
 
     Returns:
         The model.
@@ -296,8 +296,7 @@ def _cut_all(
     """This rank's part of each packed layer that a plan names. The modules are not changed.
 
     Returns:
-        Name of a layer -> its part; and name of an attention whose KV heads are replicated -> query heads per KV head of a
-        rank.
+        Layer name -> its part; and name of an attention layer with replicated KV heads -> query heads per KV head on a rank.
 
     Raises:
         ValueError: as :func:`shard_`.
@@ -314,7 +313,7 @@ def _cut_all(
                 raise ValueError(f"{name} is to be cut as {style!r}; lowbit cuts packed layers as {', '.join(_STYLES)}")
             parent = modules[above]
             parts[name] = _cut(name, layer, style, exact, parent, group)
-            give_back(layer.packed_weight)  # the checksum has read all of it
+            give_back(layer.packed_weight)  # verifying the checksum has read all of it
             if style in _LOCAL_OUTPUTS and _replicated_heads(parent, layer.out_features, ranks):
                 sharing[above] = parent.config.num_attention_heads // ranks
         elif isinstance(layer, nn.LinearExperts):
@@ -341,5 +340,5 @@ def styles_of(model: torch.nn.Module, plan: Mapping[str, str]) -> dict[str, str]
 
 
 def pattern_of(name: str) -> str:
-    """A qualified name as plans write it: "layers.*.mlp" for "layers.3.mlp"."""
+    """The pattern of a qualified name as plans write it: "layers.*.mlp" for "layers.3.mlp"."""
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)

@@ -13,12 +13,12 @@ _FIXED = "the weight of a packed layer cannot be changed: it is computed from pa
 
 
 class ComputedTensor(Tensor):
-    """A tensor that knows its shape, dtype and device, and computes its values when an operator needs them.
+    """A tensor with a shape, dtype and device that computes its values when an operator needs them.
 
-    It has no memory: writes to it or to a view of it raise, and so does ``data_ptr()``.
+    It has no storage: writes to it or to a view of it raise, and so does ``data_ptr()``.
     """
 
-    _is_hf_initialized = True  # else transformers would initialize it after loading, as Mamba's dt_proj
+    _is_hf_initialized = True  # otherwise transformers initializes it after loading, as it does Mamba's dt_proj
     _compute: Callable[[], Tensor]
     _device: torch.device
 
@@ -26,8 +26,8 @@ class ComputedTensor(Tensor):
     def __new__(
         cls, compute: Callable[[], Tensor], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, **layout: Any
     ) -> ComputedTensor:
-        # `other.data = tensor` would take over an address, and there is none. torch refuses that for a tensor of the meta
-        # device, so this one is a meta tensor inside; __torch_dispatch__ returns the device that it stands for.
+        # `other.data = tensor` copies a data pointer, which this tensor lacks. torch refuses that for meta tensors, so the
+        # wrapper is on the meta device, and the `device` property returns the device that it stands for.
         tensor: ComputedTensor = torch.Tensor._make_wrapper_subclass(
             cls, shape, dtype=dtype, device="meta", dispatch_device=True, **layout
         )
@@ -36,7 +36,7 @@ class ComputedTensor(Tensor):
 
     @classmethod
     def _view(cls, result: Tensor) -> ComputedTensor:
-        """A read-only view of the values: a write to it would be meant for the weight."""
+        """A read-only view of the values: a write to it would not reach the weight."""
         layout = {"strides": result.stride(), "storage_offset": result.storage_offset()}
         return cls(lambda: result, result.shape, result.dtype, result.device, **layout)
 
@@ -52,11 +52,11 @@ class ComputedTensor(Tensor):
             if parameter.alias_info is not None and parameter.alias_info.is_write:
                 if any(isinstance(value, cls) for value in (argument if isinstance(argument, list | tuple) else [argument])):
                     raise RuntimeError(_FIXED)
-        if func is torch.ops.aten.detach.default:  # a weight is often set by way of a detached tensor
+        if func is torch.ops.aten.detach.default:  # a weight is often assigned as a detached tensor
             return cls(args[0]._compute, args[0].shape, args[0].dtype, args[0]._device)
         computed = tree_map_only(cls, lambda tensor: tensor._compute(), (args, kwargs))
         result = func(*computed[0], **computed[1])
-        # A view must be read-only, too. A result that was written to is a plain tensor, which the caller passed.
+        # Views must be read-only too. An output that the operator wrote to is a plain tensor of the caller.
         if not torch.compiler.is_compiling() and any(
             value.alias_info is not None and not value.alias_info.is_write for value in func._schema.returns
         ):
@@ -64,12 +64,12 @@ class ComputedTensor(Tensor):
         return result
 
     @property
-    def device(self) -> torch.device:  # as from __torch_dispatch__, without its cost
+    def device(self) -> torch.device:  # cheaper than dispatching
         return self._device
 
     @property
     def data(self) -> Tensor:
-        # With memory: `other.data = weight.data` reads it without this class.
+        # Returns a tensor with storage, as `other.data = weight.data` reads the storage directly.
         values = self._compute()
         data: ComputedTensor = torch.Tensor._make_subclass(type(self), values)
         data._compute, data._device = lambda: values, values.device

@@ -1,4 +1,4 @@
-"""Convolutions that are products of a matrix with rows cut out of their input: which ones, and the rows."""
+"""Convolutions as matrix products (im2col): which ones are packed, and the rows that their windows cut out of the input."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-CLASSES = (torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d)  # exactly these: a subclass may use its weight in its own way
+CLASSES = (torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d)  # not their subclasses, which may use the weight differently
 _TRANSPOSED = (torch.nn.ConvTranspose1d, torch.nn.ConvTranspose2d, torch.nn.ConvTranspose3d)
-# In one dimension; each value of the input is copied kernel / stride times.
+# The largest 1-dimensional kernel that is packed: im2col copies each input value kernel / stride times.
 _MOST_TAPS = 4
-_FEWEST_INPUTS = 16  # of a row: fewer are padded to a panel's line
+_FEWEST_INPUTS = 16  # inputs of a row; fewer would be padded to 16
 
 
 @dataclass(frozen=True)
 class Window:
-    """What a convolution sees at a place of its output, in one to three dimensions."""
+    """Kernel, stride and padding of a convolution in one to three dimensions."""
 
     kernel: tuple[int, ...]
     stride: tuple[int, ...]
     padding: tuple[int, ...]
 
     def rows(self, x: Tensor) -> Tensor:
-        """[batch, *places, channels * kernel] of [batch, channels, *sizes]: the inputs of each place, as weights have them.
+        """im2col: [batch, channels, *sizes] -> [batch, *places, channels * kernel], in the order of the weight's inputs.
 
         Raises:
             ValueError: the input is smaller than the kernel.
@@ -36,7 +36,7 @@ class Window:
         for size, kernel in zip(x.shape[2:], self.kernel, strict=True):
             if size < kernel:
                 raise ValueError(f"the input has the sizes {list(x.shape[2:])}; expected at least {list(self.kernel)}, padded")
-        # Views all, up to the last line; a reshape where it is possible, because ExecuTorch copies what unfold() gives.
+        # All steps before the last line are views. Patches use reshape, because ExecuTorch copies the result of unfold().
         patches = self.kernel == self.stride
         for dim, (kernel, stride) in enumerate(zip(self.kernel, self.stride, strict=True)):
             at = 2 + (2 * dim if patches else dim)
@@ -53,7 +53,7 @@ class Window:
 
 
 def _padding(layer: torch.nn.modules.conv._ConvNd) -> tuple[int, ...] | None:
-    """Zeros before and behind the input in each dimension; None for padding of another kind."""
+    """Zeros on each side of the input, per dimension; None for padding with other values or uneven padding."""
     padding, dims = layer.padding, len(layer.kernel_size)
     if isinstance(padding, str):
         is_none = padding == "valid" or math.prod(layer.kernel_size) == 1
@@ -63,7 +63,7 @@ def _padding(layer: torch.nn.modules.conv._ConvNd) -> tuple[int, ...] | None:
 
 
 def why_float(layer: object) -> str | None:
-    """Why a convolution is not packed; None if it is, and for any other module."""
+    """Why a convolution is not packed; None if it is packed, and for any other module."""
     if isinstance(layer, _TRANSPOSED):
         return "a transposed convolution"
     if not isinstance(layer, CLASSES):
@@ -76,7 +76,7 @@ def why_float(layer: object) -> str | None:
     taps = math.prod(kernel)
     sizes = "x".join(map(str, kernel))
     if layer.groups != 1:
-        alone = layer.groups == layer.in_channels  # short, because a model has such layers of many widths
+        alone = layer.groups == layer.in_channels  # no sizes in the message, because a model has such layers of many widths
         return "a convolution of each channel alone" if alone else f"a convolution in {layer.groups} groups of channels"
     if taps > 1 and any(step != 1 for step in layer.dilation):
         return f"a convolution of {sizes} with gaps (dilation)"
@@ -91,7 +91,7 @@ def why_float(layer: object) -> str | None:
 
 
 def window_of(layer: object) -> Window | None:
-    """The window of a convolution that is packed; None for any other module."""
+    """The window of a convolution that can be packed; None for any other module."""
     if not isinstance(layer, CLASSES) or why_float(layer) is not None:
         return None
     return Window(tuple(layer.kernel_size), tuple(layer.stride), _padding(layer) or ())

@@ -1,6 +1,6 @@
-"""Embedding tables of transformers that scale or normalize the rows that they look up.
+"""Embedding tables of transformers that scale or normalize the rows they look up.
 
-Classes are known by name. A table of any other class stays float: it may use its weight in its own way.
+Classes are recognized by name. A table of any other subclass stays float, because it may use its weight differently.
 """
 
 from __future__ import annotations
@@ -10,23 +10,23 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-NORM = "embed_norm"  # what a table calls the norm of its rows
-_SCALE = "embed_scale"  # what a table calls the number that it multiplies its rows by
-_NUMBER = "scalar_embed_scale"  # the same as a number of Python, where embed_scale is a buffer
+NORM = "embed_norm"  # attribute of a table: the norm of its rows
+_SCALE = "embed_scale"  # attribute of a table: the scale of its rows, a number or a buffer
+_NUMBER = "scalar_embed_scale"  # attribute of a table whose embed_scale is a buffer: the same scale as a Python number
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-# Files in transformers.models -> the beginning of a class's name.
-_SCALED = {  # rows times a number of Python
+# Module in transformers.models -> prefix of the class name.
+_SCALED = {  # rows times a Python number
     "bart": "Bart", "bigbird_pegasus": "BigBirdPegasus", "biogpt": "BioGpt", "blenderbot": "Blenderbot", "m2m_100": "M2M100",
     "mbart": "MBart", "nllb_moe": "NllbMoe", "pegasus_x": "PegasusX", "plbart": "PLBart", "pp_formulanet": "PPFormulaNet",
     "seamless_m4t": "SeamlessM4T", "seamless_m4t_v2": "SeamlessM4Tv2", "trocr": "TrOCR", "xglm": "XGLM",
 }  # fmt: skip
-_ROUNDED = {  # rows times a buffer, which is rounded to the dtype of the table
+_ROUNDED = {  # rows times a buffer, which has the table's dtype
     "diffusion_gemma": "DiffusionGemmaText", "embedding_gemma2": "EmbeddingGemma2Text", "gemma": "GemmaText",
     "gemma2": "Gemma2Text", "gemma3": "Gemma3Text", "gemma3n": "Gemma3nText", "gemma4": "Gemma4Text",
     "gemma4_unified": "Gemma4UnifiedText", "minicpm3": "MiniCPM3", "vaultgemma": "VaultGemmaText",
 }  # fmt: skip
-_NORMED = {  # rows through a norm
+_NORMED = {  # normalized rows
     "inkling": "Inkling", "inkling2": "Inkling2", "muse_glimmer": "MuseGlimmerText", "muse_spark": "MuseSparkText",
 }  # fmt: skip
 
@@ -42,10 +42,10 @@ _NORMED_CLASSES = _full_names(_NORMED, "NormedEmbedding")
 
 @dataclass(frozen=True)
 class Scale:
-    """A number that a table multiplies its rows by.
+    """The factor of a table's rows.
 
     Attributes:
-        value: the number.
+        value: the factor.
         rounded: whether it is rounded to the dtype of the rows first.
     """
 
@@ -54,7 +54,7 @@ class Scale:
     _factors: dict[torch.dtype, float] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        # Numbers of Python, so that exported programs get no tensor for them.
+        # Python numbers, so that exported programs contain no tensors for them.
         exact = torch.tensor(self.value, dtype=torch.float64, device="cpu")
         factors = {dtype: exact.to(dtype).item() if self.rounded else self.value for dtype in _DTYPES}
         object.__setattr__(self, "_factors", factors)
@@ -65,20 +65,20 @@ class Scale:
 
 @dataclass(frozen=True)
 class Table:
-    """The step after a lookup: rows are multiplied by ``scale``, go through the table's norm (:data:`NORM`), or stay."""
+    """What follows a lookup: rows are multiplied by ``scale``, normalized by the table's :data:`NORM`, or left unchanged."""
 
     scale: Scale | None = None
     normed: bool = False
 
     def finish(self, rows: Tensor, layer: torch.nn.Module) -> Tensor:
-        """The output of the table ``layer`` for these rows."""
+        """The output of the table ``layer`` for looked-up rows."""
         if self.scale is not None:
             return self.scale.of(rows)
         return getattr(layer, NORM)(rows) if self.normed else rows
 
 
 def table_of(layer: object) -> Table | None:
-    """What a float table does with its rows; None if the layer is no embedding table, or of an unknown class."""
+    """What follows a lookup in a float table; None if the layer is not an embedding table of a known class."""
     if type(layer) is torch.nn.Embedding:
         return Table()
     if not isinstance(layer, torch.nn.Embedding):
@@ -102,7 +102,7 @@ def _number(layer: torch.nn.Embedding) -> float:
 
 
 def give_state(layer: torch.nn.Module, table: Table, other: torch.nn.Module) -> None:
-    """Copies the norm or the scale of another table of the same class to a table; either may be packed."""
+    """Copies the norm or scale of the table ``other`` to ``layer``, of the same class; either may be packed."""
     if table.normed:
         setattr(layer, NORM, getattr(other, NORM))
     elif table.scale is not None:

@@ -1,7 +1,7 @@
-"""Experts of a mixture whose weights are parameters [experts, ..., ...] of one module, as transformers keeps them.
+"""Mixture-of-experts layers whose weights are parameters [experts, ..., ...] of one module, as in transformers.
 
-The module (the holder) says by its attributes how its parameters lie, so its class need not be known. Where both parameters
-are packed, its forward is :func:`run_experts`; the holder, its activation and its hooks stay.
+Attributes of this module (the holder) describe the layout of its parameters, so its class need not be known. When both
+parameters are packed, :func:`run_experts` becomes its forward; the holder, its activation and its hooks remain.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from torch import Tensor
 
 from .. import nn
 
-# The attributes by which a holder is known. The first releases of transformers 5 set no others.
+# Attributes that identify a holder. The first releases of transformers 5 set no others.
 _FORM = ("is_transposed", "has_bias")
 
 
 class Experts:
-    """The weights of one linear layer per expert, stored in one parameter of a module. It is no module itself.
+    """One linear layer per expert, stored in one parameter of a module. Not a module itself.
 
     Attributes:
         holder: the module.
         leaf: the name of the parameter; the bias is called ``leaf_bias``.
-        transposed: the parameter is [experts, in, out].
+        transposed: whether the parameter is [experts, in, out].
         weight: [experts, out, in].
         bias: [experts, out], or None.
     """
@@ -35,7 +35,7 @@ class Experts:
         self.bias: Tensor | None = holder._parameters.get(f"{leaf}_bias") if holder.has_bias else None
 
     def oriented(self, weight: Tensor) -> Tensor:
-        """A tensor in the layout of the parameter as [experts, out, in]."""
+        """Converts a tensor from the parameter's layout to [experts, out, in]."""
         return weight.transpose(1, 2) if self.transposed else weight
 
     @property
@@ -56,16 +56,16 @@ class Experts:
             self.holder._parameters.pop(name, None)
         setattr(self.holder, self.leaf, packed)
         self.holder.forward = partial(run_experts, self.holder)
-        self.holder._is_hf_initialized = True  # it has no parameters left that a loader could initialize
+        self.holder._is_hf_initialized = True  # no parameters are left for a loader to initialize
 
 
 def _names(holder: torch.nn.Module) -> tuple[str, str]:
-    """The names of the two parameters of a holder: gate and up in one, or up alone; and down."""
+    """The names of a holder's two parameters: gate and up in one, or only up; and down."""
     return ("gate_up_proj" if getattr(holder, "has_gate", True) else "up_proj"), "down_proj"
 
 
 def experts_of(module: torch.nn.Module) -> dict[str, Experts]:
-    """The float experts in a module, by the names of its parameters; empty if it holds none that can be packed."""
+    """The float experts of a module, by parameter name; empty if it has none that can be packed."""
     if not all(hasattr(module, name) for name in _FORM) or getattr(module, "has_post_expert_norm", False):
         return {}
     weights = {leaf: getattr(module, leaf, None) for leaf in _names(module)}
@@ -76,7 +76,7 @@ def experts_of(module: torch.nn.Module) -> dict[str, Experts]:
 
 
 def between(holder: Any, inner: Tensor) -> Tensor:
-    """The activation between the two matrices of an expert: [..., outputs of the first] -> [..., inputs of the second]."""
+    """Applies an expert's activation: [..., outputs of the first matrix] -> [..., inputs of the second]."""
     return holder._apply_gate(inner) if getattr(holder, "has_gate", True) else holder.act_fn(inner)
 
 
@@ -89,19 +89,19 @@ def run_experts(
     router_indices: Tensor | None = None,
     routing_weights: Tensor | None = None,
 ) -> Tensor:
-    """The output of a module of experts with packed weights; ``forward`` of the holder.
+    """The ``forward`` of a holder with packed weights.
 
     Args:
         hidden_states: [tokens, hidden].
-        top_k_index, or router_indices: [tokens, e] int64, the experts of each token.
-        top_k_weights, or routing_weights: [tokens, e], the factors of their outputs in the sum.
+        top_k_index or router_indices: [tokens, e] int64, the experts of each token.
+        top_k_weights or routing_weights: [tokens, e], the weights of their outputs in the sum.
 
     Returns:
         [tokens, hidden].
     """
     index = router_indices if top_k_index is None else top_k_index
     weights = routing_weights if top_k_weights is None else top_k_weights
-    assert index is not None and weights is not None  # each model passes one of either name
+    assert index is not None and weights is not None  # each model uses one of the two names
     first, second = (getattr(holder, leaf) for leaf in _names(holder))
     inner = between(holder, first(hidden_states, index))
     outputs = second(inner, index[..., None])[..., 0, :]

@@ -1,8 +1,8 @@
-"""Layers of other classes than torch.nn.Linear with a matrix as their weight, as a torch.nn.Linear over the same memory.
+"""Equivalent torch.nn.Linear layers, sharing memory, for other layers whose weight is a matrix.
 
-Conv1D of transformers (GPT-2 and its relatives) keeps its weight as [in, out]; FalconLinear rounds a product before it adds the
-bias. Both are known by their names, so transformers is not imported here. A convolution (layers/convolutions.py) multiplies
-the rows that its window cuts out of the input.
+transformers' Conv1D (GPT-2 and relatives) stores its weight as [in, out]; FalconLinear rounds the product before adding the
+bias. Both are recognized by name, so transformers is not imported here. A convolution (layers/convolutions.py) is a linear
+layer over the rows that its window cuts out of the input.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from .. import nn
 from .convolutions import Window, window_of
 
-TRANSPOSED = "_lowbit_transposed"  # the attribute of an equivalent layer whose module keeps its weight as [in, out]
+TRANSPOSED = "_lowbit_transposed"  # attribute of an equivalent layer whose module stores its weight as [in, out]
 CONV1D = "transformers.pytorch_utils.Conv1D"
 FALCON = "transformers.models.falcon.modeling_falcon.FalconLinear"
 
-# The matrices of layers, by their own weights: layers that share one share the other.
+# Weight of a layer -> its matrix, so that layers that share a weight share the matrix.
 _MATRIX_OF = WeakTensorKeyDictionary()
 
 
@@ -30,9 +30,9 @@ def class_name(module: torch.nn.Module) -> str:
 
 
 def _matrix(weight: torch.Tensor, as_matrix: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """A view of a weight as torch.nn.Linear has it, the same one each time."""
+    """A view of a weight as [out, in]; the same object on each call."""
     view = _MATRIX_OF.get(weight)
-    if view is None or _memory_of(view) != _memory_of(as_matrix(weight)):  # to() gives a parameter other memory
+    if view is None or _memory_of(view) != _memory_of(as_matrix(weight)):  # to() moves a parameter to other memory
         view = _MATRIX_OF[weight] = torch.nn.Parameter(as_matrix(weight.detach()), weight.requires_grad)
     return view
 
@@ -42,7 +42,7 @@ def _memory_of(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _linear(layer: Any, weight: torch.Tensor) -> torch.nn.Linear:
-    """The torch.nn.Linear with this weight, with the layer's hooks and mode."""
+    """A torch.nn.Linear with this weight and the layer's hooks and mode."""
     with torch.device("meta"):
         linear = torch.nn.Linear(1, 1)
     linear.out_features, linear.in_features = weight.shape
@@ -54,7 +54,7 @@ def _linear(layer: Any, weight: torch.Tensor) -> torch.nn.Linear:
 
 
 def of_conv1d(layer: Any) -> torch.nn.Linear:
-    """The torch.nn.Linear that computes what a Conv1D does, over the same memory."""
+    """A torch.nn.Linear equivalent to a Conv1D of transformers, sharing its memory."""
     linear = _linear(layer, _matrix(layer.weight, torch.t))
     setattr(linear, TRANSPOSED, True)
     return linear
@@ -67,14 +67,14 @@ def _of_convolution(layer: Any, window: Window) -> torch.nn.Linear:
 
 
 def flatten(weight: torch.Tensor) -> torch.Tensor:
-    """The weight of a convolution, [out, in, *kernel], as a matrix."""
+    """Reshapes a convolution's weight [out, in, *kernel] to a matrix."""
     return weight.flatten(1)
 
 
 def equivalent_linear(module: torch.nn.Module) -> torch.nn.Linear | None:
-    """The torch.nn.Linear, over the same memory, that is equivalent to a layer of these classes; None for other modules.
+    """A torch.nn.Linear equivalent to a layer of these classes, sharing its memory; None for other modules.
 
-    That of a convolution takes the rows of its window, and has the window as its attribute ``nn.WINDOW``.
+    For a convolution its input is the rows of the window, which is its attribute ``nn.WINDOW``.
     """
     window = window_of(module)
     if window is not None:

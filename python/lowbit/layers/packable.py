@@ -1,4 +1,4 @@
-"""Replaces float layers by packed ones."""
+"""Finds the layers of a model that can be packed, checks them, and replaces them by packed layers."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ Layer: TypeAlias = torch.nn.Module | Experts
 
 
 class Prepared:
-    """A float layer prepared by :func:`lowbit.qat.prepare_`: it computes what the packed layer will."""
+    """A float layer prepared by :func:`lowbit.qat.prepare_`: it computes what the packed layer will compute."""
 
     def pack(self, bias: torch.Tensor | None) -> torch.Tensor:
         """uint8 [bytes], as :func:`lowbit.pack`."""
         raise NotImplementedError
 
     def as_linear(self) -> torch.nn.Linear | None:
-        """The equivalent torch.nn.Linear of a prepared layer of another class; None for a torch.nn.Linear or a table."""
+        """The equivalent torch.nn.Linear of a prepared layer of another class; None for a torch.nn.Linear or an embedding."""
         return None
 
 
 def kind_of(layer: Layer | None) -> type[LinearConfig | EmbeddingConfig | ConvConfig] | None:
-    """The config class of a float layer; None if it cannot be packed, or is of another form than :func:`named_layers` gives."""
-    # Exact types: a subclass may use its weight in its own way (the output projection of nn.MultiheadAttention does).
+    """The config class for a float layer from :func:`named_layers`; None if it cannot be packed."""
+    # Exact types: a subclass may use its weight differently, as the output projection of nn.MultiheadAttention does.
     if isinstance(layer, Experts) or type(layer) is torch.nn.Linear:
         return ConvConfig if hasattr(layer, nn.WINDOW) else LinearConfig
     return EmbeddingConfig if table_of(layer) is not None else None
@@ -45,7 +45,7 @@ def kind_of(layer: Layer | None) -> type[LinearConfig | EmbeddingConfig | ConvCo
 def named_layers(model: torch.nn.Module) -> Iterator[tuple[str, Layer]]:
     """All modules of a model and their float experts, by qualified names.
 
-    A shared module comes with each of its names, a convolution or a linear layer of another class as a torch.nn.Linear.
+    A shared module is listed under each of its names; a convolution or other linear layer as an equivalent torch.nn.Linear.
     """
     for name, module in model.named_modules(remove_duplicate=False):
         yield name, _in_its_form(module)
@@ -54,7 +54,7 @@ def named_layers(model: torch.nn.Module) -> Iterator[tuple[str, Layer]]:
 
 
 def as_linear(module: torch.nn.Module) -> torch.nn.Linear | None:
-    """The torch.nn.Linear that is equivalent to a layer of another class; None for other modules."""
+    """A torch.nn.Linear equivalent to a layer of another class; None for other modules."""
     return module.as_linear() if isinstance(module, Prepared) else equivalent_linear(module)
 
 
@@ -64,18 +64,18 @@ def _in_its_form(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def is_transposed(layer: Layer | None) -> bool:
-    """Whether a model keeps the weight of a linear layer as [in, out]."""
+    """Whether the model stores the weight of a linear layer as [in, out]."""
     return not isinstance(layer, Experts) and getattr(layer, TRANSPOSED, False)
 
 
 def float_convolutions(model: torch.nn.Module) -> dict[str, str]:
-    """The convolutions of a model that lowbit does not pack, by name, with the reasons."""
+    """The convolutions of a model that lowbit does not pack: name -> reason."""
     reasons = ((name, why_float(module)) for name, module in model.named_modules(remove_duplicate=False))
     return {name: why for name, why in reasons if why is not None}
 
 
 def oriented(layer: Layer, weight: torch.Tensor) -> torch.Tensor:
-    """A tensor in the layout of the layer's parameter as [out, in] or [experts, out, in]."""
+    """Converts a tensor from the layout of the layer's parameter to [out, in] or [experts, out, in]."""
     if isinstance(layer, Experts):
         return layer.oriented(weight)
     if kind_of(layer) is ConvConfig:
@@ -84,7 +84,7 @@ def oriented(layer: Layer, weight: torch.Tensor) -> torch.Tensor:
 
 
 def put_linears(model: torch.nn.Module, names: Iterable[str]) -> dict[str, torch.nn.Module]:
-    """Replaces layers that keep their weight as [in, out] by an equivalent torch.nn.Linear; returns the replaced layers."""
+    """Replaces layers that store their weight as [in, out] by an equivalent torch.nn.Linear; returns the replaced layers."""
     before = {}
     for name in names:
         linear = layer_at(model, name)
@@ -97,7 +97,7 @@ def put_linears(model: torch.nn.Module, names: Iterable[str]) -> dict[str, torch
 
 @contextmanager
 def with_linears(model: torch.nn.Module, names: Iterable[str]) -> Iterator[None]:
-    """A context with :func:`put_linears`; afterwards each replaced layer is restored, unless something else replaced it."""
+    """A context manager around :func:`put_linears` that restores each replaced layer unless it was replaced again meanwhile."""
     before = put_linears(model, names)
     linears = {name: model.get_submodule(name) for name in before}
     try:
@@ -137,7 +137,7 @@ def put_packed(
 
 
 def check_whole_experts(layers: Mapping[str, Layer], selected: Collection[str]) -> None:
-    """Raises ValueError if only some of the matrices of a layer's experts are selected: all must be packed, or all float."""
+    """Raises ValueError if only some matrices of a layer's experts are selected: all must be packed, or none."""
     for name in selected:
         layer = layers.get(name)
         if isinstance(layer, Experts):
@@ -164,30 +164,29 @@ def warn_of_floats(
     reasons: Mapping[str, str] | None = None,
     stacklevel: int = 2,
 ) -> None:
-    """Warns if more than 1 % of the bytes of a model's matrices stay float, other than by the user's choice.
+    """Warns if more than 1 % of the bytes of a model's matrices stay float without the user having chosen so.
 
     Args:
         model: may be on the meta device.
         selected: the layers that will be packed.
         chosen: layers that the user leaves float.
-        reasons: name -> why, for layers that could be packed and stay float; all further layers are of kinds that lowbit
-            does not pack.
+        reasons: name -> why, for packable layers that stay float. All other layers are of kinds that lowbit does not pack.
     """
     reasons = reasons or {}
     packed, total = 0, 0
-    unasked: Counter[str] = Counter()  # bytes, by kind of layer or by the reason
+    unasked: Counter[str] = Counter()  # bytes by kind of layer, or by reason
     examples: dict[str, str] = {}
     seen: set[int] = set()
-    tied = getattr(model, "all_tied_weights_keys", {})  # which transformers ties only after loading
-    # Selected layers first: a matrix that has several names is packed if one of its layers is.
+    tied = getattr(model, "all_tied_weights_keys", {})  # transformers ties them only after loading
+    # Selected layers come first: a matrix with several names is packed if one of its layers is.
     for name, module in sorted(model.named_modules(), key=lambda pair: pair[0] not in selected):
         for leaf, parameter in module.named_parameters(recurse=False):
             if parameter.dim() < 2 or id(parameter) in seen or f"{name}.{leaf}" in tied:
                 continue
             seen.add(id(parameter))
-            size = parameter.numel() * parameter.element_size()  # sparse ones have no nbytes
+            size = parameter.numel() * parameter.element_size()  # sparse tensors have no nbytes
             total += size
-            names = {name, (f"{name}.{leaf}" if name else leaf).removesuffix("_bias")}  # the layer's, or that of experts
+            names = {name, (f"{name}.{leaf}" if name else leaf).removesuffix("_bias")}  # of the layer, or of experts
             if not names.isdisjoint(selected):
                 packed += size
             elif names.isdisjoint(chosen):
@@ -229,10 +228,10 @@ def warn_of_training(model: torch.nn.Module) -> None:
 
 
 def leave_fused_paths(model: torch.nn.Module) -> None:
-    """Makes torch's encoder layers call their linear layers if these are quantized or prepared for training."""
+    """Makes torch's encoder layers call their linear layers where these are packed or prepared for training."""
 
-    # In evaluation torch's encoder layers pass the float weights of their linear layers to one fused operator. They set
-    # these two attributes themselves where they call the linear layers instead.
+    # In eval mode torch's encoder layers pass the float weights of their linear layers to one fused operator. With these
+    # two attributes, which they also set themselves, they call the linear layers instead.
     def is_quantized(layer: torch.nn.Module) -> bool:
         return isinstance(layer, torch.nn.TransformerEncoderLayer) and any(
             isinstance(linear, nn.Packed | Prepared) for linear in (layer.linear1, layer.linear2)
@@ -246,11 +245,11 @@ def leave_fused_paths(model: torch.nn.Module) -> None:
 
 
 def names_by_weight(modules: Mapping[str, Layer]) -> dict[int, list[str]]:
-    """Id of a weight -> the names of the layers that share it."""
+    """Maps the id of each weight to the names of the layers that share it."""
     names: dict[int, list[str]] = {}
     for name, module in modules.items():
         weight = module.weight
-        # A parametrization computes a new tensor on each access, whose id the next layer's may reuse.
+        # A parametrization computes a new tensor on each access, and the next layer's tensor may reuse its id.
         names.setdefault(id(weight if weight is module.weight else module), []).append(name)
     return names
 
@@ -289,7 +288,7 @@ def check_layers(modules: Mapping[str, Layer], selected: Mapping[str, Config]) -
 
 
 def pack_experts(weight: torch.Tensor, config: Config, bias: torch.Tensor | None) -> torch.Tensor:
-    """Quantizes [experts, out, in], with a bias [experts, out] or None, to uint8 [experts, bytes]."""
+    """Quantizes and packs experts: weight [experts, out, in], bias [experts, out] or None -> uint8 [experts, bytes]."""
     packed = None
     for number, matrix in enumerate(weight):
         expert = quantize_tensor(matrix, config, None if bias is None else bias[number])
@@ -300,7 +299,7 @@ def pack_experts(weight: torch.Tensor, config: Config, bias: torch.Tensor | None
 
 
 def pack_layer(layer: Layer, config: Config, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """The packed weight of a layer, from ``weight``: the layer's or another one of its shape."""
+    """Packs ``weight``, the layer's own or another of its shape, as the packed weight of ``layer``."""
     if isinstance(layer, Experts):
         return pack_experts(weight, config, bias)
     return quantize_tensor(weight, config, bias=bias)
@@ -315,19 +314,19 @@ def replace_layers(model: torch.nn.Module, selected: Mapping[str, Config]) -> No
 
     Args:
         selected: qualified name -> config, for layers that :func:`kind_of` knows, prepared layers and experts. A shared
-            weight is packed once, and stays shared.
+            weight is packed once and stays shared.
 
     Raises:
         TypeError, ValueError: weights that are not finite or not on the CPU, or different configs for layers that share
             a weight. The model is then unchanged.
     """
-    # All checks come before the first change.
+    # Check everything before the first change.
     modules: dict[str, Any] = {name: layer_at(model, name) for name in selected}
     check_layers(modules, selected)
     by_weight = names_by_weight(modules)
     for names in by_weight.values():
-        # One buffer holds one bias: linear layers that share a weight but not a bias are packed one by one.
-        # An embedding reads no bias.
+        # A packed weight holds one bias, so linear layers that share a weight but not a bias are packed separately. An
+        # embedding ignores the bias.
         linears = [modules[name] for name in names if isinstance(modules[name], torch.nn.Linear | Experts)]
         biases = {id(linear.bias): linear.bias for linear in linears}
         shared = None

@@ -1,4 +1,4 @@
-"""Name patterns with values."""
+"""Shell-style name patterns with values, such as configs by layer name."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ class Patterns:
         self._used: set[int] = set()
 
     def last(self, name: str, applies: Callable[[Any], bool] = lambda value: True) -> tuple[str, Any] | None:
-        """The last matching pattern whose value applies, with its value; None if no pattern matches."""
+        """The last matching pattern whose value ``applies``, and the value; None if there is none."""
         matching = [at for at, (pattern, value) in enumerate(self._pairs) if fnmatchcase(name, pattern) and applies(value)]
         self._used.update(matching)
         return self._pairs[matching[-1]] if matching else None
 
     def warn_unused(self, what: str, stacklevel: int = 2) -> None:
-        """Warns of each pattern that has matched no name: it probably has a typo."""
+        """Warns of each pattern that has matched no name, which is probably a typo."""
         for at, (pattern, _) in enumerate(self._pairs):
             if at not in self._used:
                 warnings.warn(f"the pattern {pattern!r} matches no {what}", stacklevel=stacklevel + 1)

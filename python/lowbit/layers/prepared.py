@@ -1,4 +1,4 @@
-"""Float layers for quantization-aware training: they compute, with gradients, what packed layers will (``lowbit.qat``)."""
+"""Float layers for quantization-aware training that compute, differentiably, what packed layers will (``lowbit.qat``)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..packed.rounding import Config
 from .embedding_layers import Table
 from .packable import Prepared
 
-# As kernels/weight_grid.h and kernels/pack.cpp have them.
+# Must agree with kernels/weight_grid.h and kernels/pack.cpp.
 _SMALLEST_STEP = 2.0**-120
 _SMALLEST_FACTOR = 2.0**-126
 _LARGEST_SCALE = 2.0**15
@@ -49,7 +49,7 @@ def stored(scales: Tensor, mins: Tensor | None) -> tuple[Tensor, Tensor | None]:
 def _codes(weight: Tensor, scales: Tensor, mins: Tensor | None, config: Config) -> tuple[Tensor, Tensor]:
     """Codes of a weight [n, k] for stored scales and mins, and the codes before rounding; both [n, groups, group size].
 
-    The formulas of ``lowbit::quantize``, to the bit.
+    Bit for bit as ``lowbit::quantize`` computes them.
     """
     top, half = 2**config.bits - 1, 2 ** (config.bits - 1)
     if mins is not None:
@@ -60,13 +60,13 @@ def _codes(weight: Tensor, scales: Tensor, mins: Tensor | None, config: Config) 
     inverse = torch.where(usable, 1.0 / step, 0.0)
     exact = (in_groups(weight, config.group_size) - low[:, :, None]) * inverse[:, :, None]
     if mins is None:
-        exact = torch.where(usable[:, :, None], exact, half)  # without a step: level 0
+        exact = torch.where(usable[:, :, None], exact, half)  # groups without a usable scale get level 0
     return exact.clamp(0, top).round(), exact
 
 
 class _FakeQuantized(torch.autograd.Function):
-    """Weight [n, k], scales and mins [n, groups] -> the dequantized weight, float32 [n, k]; and what derivatives need: codes,
-    and the factors of a change of the weight and of the scale."""
+    """Weight [n, k], scales and mins [n, groups] -> the dequantized weight, float32 [n, k], and its partial derivatives with
+    respect to the weight and the scale."""
 
     generate_vmap_rule = True
 
@@ -75,16 +75,16 @@ class _FakeQuantized(torch.autograd.Function):
         scales, mins = stored(scale.float(), None if min is None else min.float())
         codes, exact = _codes(weight.float(), scales, mins, config)
         levels = codes if mins is not None else _levels(codes, config)
-        if mins is not None:  # one rounding, as an fma
+        if mins is not None:  # rounded once, as by an fma
             values = (scales.double()[:, :, None] * codes + mins.double()[:, :, None]).float()
         else:
             values = scales[:, :, None] * levels
         if config.bits == 1 and mins is None:
-            # A sign does not depend on the scale, and no weight is beyond the range.
+            # At 1 bit the code is a sign: it does not depend on the scale, and no weight is out of range.
             inside, per_scale = torch.ones_like(codes, dtype=torch.bool), levels
         else:
             inside = (exact >= 0) & (exact <= 2**config.bits - 1)
-            # LSQ: inside the range the error of rounding, in steps; beyond it the level at the end of the range.
+            # LSQ: in range, the rounding error in steps; out of range, the level at the end of the range.
             per_scale = torch.where(inside, codes - exact, levels)
         return values.flatten(1)[:, : weight.shape[1]], inside, per_scale
 
@@ -111,7 +111,7 @@ class _FakeQuantized(torch.autograd.Function):
 
 
 class _FakeQuantizedForward(_FakeQuantized):
-    """Adds forward-mode derivatives (torch.func.jvp, jacfwd); a class of its own, as torch.compile accepts no jvp."""
+    """Adds forward-mode derivatives (torch.func.jvp, jacfwd); separate because torch.compile does not support jvp."""
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -142,11 +142,11 @@ def _levels(codes: Tensor, config: Config) -> Tensor:
 
 
 def fake_quantize_activations(x: Tensor, group_size: int | None) -> Tensor:
-    """Rounds activations like packed linear layers: to int8, with a scale per segment of at most 64 inputs.
+    """Fake-quantizes activations as packed linear layers do: to int8, with a scale per segment of at most 64 inputs.
 
     Args:
         x: [..., k] of any float dtype.
-        group_size: of the layer's weight; each group is cut into segments from its first input on. None: one group.
+        group_size: of the layer's weight; each group is divided into segments. None: one group.
 
     Returns:
         float32 [..., k]. The gradient passes unchanged (a straight-through estimator: Bengio et al., 2013). A segment with a
@@ -166,7 +166,7 @@ class _FakeQuantizedActivations(torch.autograd.Function):
         segment = min(group, SEGMENT_INPUTS)
         groups = functional.pad(x.float(), (0, -k % group)).unflatten(-1, (-1, group))
         segments = functional.pad(groups, (0, -group % segment)).unflatten(-1, (-1, segment))
-        # The two lowest bits of the mantissa are cleared: kernels/ukernel.h says why.
+        # The two lowest mantissa bits are cleared (see kernels/ukernel.h).
         scales = ((segments.abs().amax(-1, keepdim=True) * (1 / 127)).view(torch.int32) & ~3).view(torch.float32)
         usable = (scales >= 2.0**-126) & (scales < 2.0**104)
         inverse = torch.where(usable, 1.0 / scales, 0.0)
@@ -205,22 +205,22 @@ def _described(format: tuple[int, ...] | None) -> str:
 
 
 class PreparedLayer(Prepared):
-    """A layer with parameters ``weight_scale`` and, if affine, ``weight_min``, float32 [n, groups], beside its weight.
+    """A layer with additional parameters ``weight_scale`` and, if affine, ``weight_min``, float32 [n, groups].
 
-    ``weight_format`` (int32: bits, group size or 0, 1 if affine plus 2 if rotated) records in a state dict which config the
-    scales are for.
+    The buffer ``weight_format`` (int32: bits, group size or 0, 1 if affine plus 2 if rotated) records in the state dict
+    which config the scales belong to.
     """
 
     weight: Tensor
 
     def matrix(self) -> Tensor:
-        """The weight as [n, k], with gradients."""
+        """The weight as a differentiable [n, k]."""
         return self.weight
 
     def prepare(self, config: Config, owner: PreparedLayer | None) -> None:
-        """Adds the parameters; ``owner`` is the layer that has them already, where several layers share one weight."""
+        """Adds the parameters, or shares those of ``owner``, a layer with the same weight."""
         self._config = config
-        self._owner = () if owner is None else (owner,)  # in a tuple, so that it is no submodule
+        self._owner = () if owner is None else (owner,)  # in a tuple, so that it is not registered as a submodule
         if owner is not None:
             return
         affine = config.mapping == "affine"
@@ -289,18 +289,18 @@ def _refuse(exported: bool) -> None:
 
 
 class LinearLayer(PreparedLayer):
-    """A linear layer prepared for training, with a weight of either orientation."""
+    """A linear layer prepared for training, with its weight stored as [out, in] or [in, out]."""
 
     bias: Tensor | None
 
     def fake_quantized(self) -> Tensor:
-        """The dequantized weight of the packed layer to be, of rotated inputs if it rotates them: float32 [out, in]."""
+        """The dequantized weight that the packed layer will have, for rotated inputs if it rotates them: float32 [out, in]."""
         return _fake_quantized(self._config.as_rounded(self.matrix()), *self.grid(), self._config)
 
     def forward(self, x: Tensor) -> Tensor:
         _refuse_export()
         device = x.device.type
-        if torch.is_autocast_enabled(device) and x.dtype != torch.float64:  # as the packed layer to be
+        if torch.is_autocast_enabled(device) and x.dtype != torch.float64:  # as the packed layer will do
             x = x.to(torch.get_autocast_dtype(device))
         with torch.autocast(device, enabled=False):
             bias = None if self.bias is None else self.bias.float()
@@ -313,7 +313,7 @@ class Linear(LinearLayer, torch.nn.Linear):
 
 
 class Embedding(PreparedLayer, torch.nn.Embedding):
-    """The prepared form of a torch.nn.Embedding, or of a table that scales or normalizes its rows."""
+    """The prepared form of a torch.nn.Embedding or of a table that scales or normalizes its rows."""
 
     _table: Table
 
@@ -321,7 +321,7 @@ class Embedding(PreparedLayer, torch.nn.Embedding):
         _refuse_export()
         config = self._config
 
-        def looked_up(table: Tensor) -> Tensor:  # only these rows are computed
+        def looked_up(table: Tensor) -> Tensor:  # fake-quantizes only these rows
             rows: Tensor = functional.embedding(
                 indices.flatten(), table, self.padding_idx, None, 2.0, self.scale_grad_by_freq, self.sparse
             )

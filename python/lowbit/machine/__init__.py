@@ -1,1 +1,1 @@
-"""The machine: threads, memory, child processes."""
+"""Threads, memory, child processes, and facts about the machine."""

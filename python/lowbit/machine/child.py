@@ -1,4 +1,4 @@
-"""Work in a process of its own, so that a crash, or the system's lack of memory, is a result and not an end."""
+"""Runs work in a child process, so that a crash or an out-of-memory kill is a result and does not end this process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 
 def gist(text: str) -> str:
-    """The first line of a program's output that mentions an error, otherwise the last line."""
+    """The first line of a program's output that mentions an error, or else the last line."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     named = [line for line in lines if re.search(r"\berror\b", line, re.I)]
     return (named or lines[-1:] or ["no message"])[0][:300]
@@ -24,11 +24,11 @@ def result_of(module: str, *arguments: str, seconds: float) -> tuple[Any, str]:
     """Runs ``python -m MODULE ARGUMENT... FILE`` without compiler caches.
 
     Args:
-        module: its process writes a JSON document to FILE.
-        seconds: time limit, after which the process and all that it started are killed.
+        module: writes a JSON document to FILE.
+        seconds: time limit, after which the process and its children are killed.
 
     Returns:
-        The document and "", or None and the reason why there is none.
+        The document and "", or None and the reason for the failure.
     """
     with tempfile.TemporaryDirectory() as directory:
         result = Path(directory) / "result.json"
@@ -47,7 +47,7 @@ def result_of(module: str, *arguments: str, seconds: float) -> tuple[Any, str]:
             except subprocess.TimeoutExpired:
                 reason = f"it was not done after {seconds:g} seconds"
             finally:
-                if process.poll() is None:  # with the compilers that it started
+                if process.poll() is None:  # also kills the compilers that it started
                     os.killpg(process.pid, signal.SIGKILL)
                     process.wait()
             try:

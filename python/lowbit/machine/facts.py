@@ -1,4 +1,4 @@
-"""Facts about the machine, for printed measurements."""
+"""Facts about the machine: CPU, peak memory, C++ compiler; and glibc's memory settings."""
 
 import ctypes
 import platform
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def cpu_name() -> str:
-    """The CPU's model name, or at least its architecture."""
+    """The CPU's model name, or its architecture if the name is unknown."""
     try:
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):
@@ -37,14 +37,14 @@ def peak_memory() -> int | None:
 
 
 def keep_freed_memory() -> bool:
-    """Keeps memory that this process frees, for its next tensors, instead of returning it to the system.
+    """Makes glibc keep freed memory for the next tensors instead of returning it to the system.
 
-    glibc returns large blocks when they are freed. Each page of the next tensor then costs a page fault, which takes up to a
-    quarter of the time of a model that computes hundreds of tokens per call. The process keeps as much memory as it had at
-    most, except blocks of 32 MiB and more. A second call has no effect.
+    By default glibc returns large blocks when they are freed. Every page of the next tensor then costs a page fault, which
+    takes up to a quarter of the time of a model that computes hundreds of tokens per call. The process keeps its peak
+    memory, except for blocks of 32 MiB and more. A second call has no effect.
 
     Returns:
-        Whether it does: False without glibc (macOS, Windows, musl).
+        True on success; False without glibc (macOS, Windows, musl).
     """
     if sys.platform != "linux" or platform.libc_ver()[0] != "glibc":
         return False
@@ -54,7 +54,7 @@ def keep_freed_memory() -> bool:
 
 
 def cpp_compiler() -> str:
-    """The C++ compiler that torch's compilers use.
+    """The C++ compiler that torch.compile uses.
 
     Raises:
         OSError: there is none.

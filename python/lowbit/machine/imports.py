@@ -1,4 +1,4 @@
-"""Finds the cause of a failed import, which lazily importing libraries hide behind several exceptions."""
+"""Finds the cause of a failed import, which libraries with lazy imports hide behind several exceptions."""
 
 import sys
 
@@ -6,7 +6,7 @@ _BETWEEN = {"lowbit", "lowbit_autoload", "torch", "__main__", *sys.stdlib_module
 
 
 def why_not(package: str, error: ImportError, install: str) -> str:
-    """Why `package` cannot be imported and what to do, which is to `install` it unless another package is the cause."""
+    """Why `package` cannot be imported, and what to do: `install` it, unless another package is the cause."""
     culprit = package
     root: BaseException = error
     cause: BaseException | None = error

@@ -1,4 +1,4 @@
-"""Huge pages for packed weights, and the read bandwidth of memory."""
+"""Huge pages for packed weights, releasing mapped pages, and measuring read bandwidth."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def huge_page_setting() -> str | None:
 
 
 def _huge_page_bytes() -> int | None:
-    """The size of a huge page if the system gives them on request; None if it gives none, or gives them without a request."""
+    """The size of a huge page if the system provides them on request; None if it has none or needs no request."""
     if huge_page_setting() != "madvise":
         return None
     try:
@@ -36,26 +36,26 @@ def _huge_page_bytes() -> int | None:
 
 
 def _cpus_by_part(size: int, page: int) -> list[tuple[int, list[int]]]:
-    """How memory of `size` bytes is divided among the nodes of memory: where each part ends, and its node's CPUs.
+    """How to divide memory of `size` bytes among the NUMA nodes: the end of each part, and the CPUs of its node.
 
-    Empty where there is one node, or ``LOWBIT_NUMA`` is off. Linux puts a page on the node of the CPU that first writes to it.
+    Empty with a single node, or if ``LOWBIT_NUMA`` is off. Linux places a page on the node of the CPU that first writes to it.
     """
     placement, nodes = _C.memory_placement()
     if len(nodes) < 2 or placement == "off":
         return []
     if placement == "interleave":
         return [(min(end, size), nodes[i % len(nodes)]) for i, end in enumerate(range(page, size + page, page))]
-    # The operators cut a matrix in the same way (ops/schedule.h), but between panels.
+    # The operators split a matrix in the same way (ops/schedule.h), but between panels.
     return [(size * (i + 1) // len(nodes) // page * page if i + 1 < len(nodes) else size, cpus) for i, cpus in enumerate(nodes)]
 
 
 def _copy_by_node(to: Tensor, tensor: Tensor, page: int) -> None:
-    """Copies bytes, each part on a CPU of its node."""
+    """Copies bytes, each part on a CPU of its NUMA node."""
     before, begin = os.sched_getaffinity(0), 0
     try:
         for end, cpus in _cpus_by_part(tensor.numel(), page):
-            with contextlib.suppress(OSError):  # CPUs taken from the process meanwhile: the part lies elsewhere
-                os.sched_setaffinity(0, cpus)  # this thread alone, which then has to copy
+            with contextlib.suppress(OSError):  # the process lost these CPUs: the part is placed elsewhere
+                os.sched_setaffinity(0, cpus)  # affects this thread only, so it must do the copy
             ctypes.memmove(to.data_ptr() + begin, tensor.data_ptr() + begin, end - begin)
             begin = end
     finally:
@@ -63,9 +63,9 @@ def _copy_by_node(to: Tensor, tensor: Tensor, page: int) -> None:
 
 
 def in_huge_pages(tensor: Tensor) -> Tensor:
-    """A copy of packed weights, uint8, in huge pages; the tensor itself if it is too small or no huge pages are available.
+    """Copies packed weights, uint8, to huge pages; returns the tensor itself if it is too small or there are none.
 
-    Where there are several nodes of memory, each gets its part (``LOWBIT_NUMA``).
+    With several NUMA nodes, each gets its part (``LOWBIT_NUMA``).
     """
     page = _huge_page_bytes()
     if page is None or tensor.numel() < page or tensor.device.type != "cpu":
@@ -74,9 +74,9 @@ def in_huge_pages(tensor: Tensor) -> Tensor:
     try:
         memory = mmap.mmap(-1, size + page, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         memory.madvise(mmap.MADV_HUGEPAGE)
-    except OSError:  # huge pages change the speed only
+    except OSError:  # huge pages only affect speed
         return tensor
-    # Aligned to a page, as not every system aligns the mapping. Bytes that are never touched take no memory.
+    # Align to a huge page, as not every system aligns the mapping. Bytes that are never touched take no memory.
     offset = -torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr() % page
     moved = torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=offset).view(tensor.shape)
     if not _cpus_by_part(size, page):
@@ -86,10 +86,10 @@ def in_huge_pages(tensor: Tensor) -> Tensor:
 
 
 def give_back(tensor: Tensor) -> None:
-    """Releases a tensor's pages of a mapped file from this process's memory.
+    """Drops the pages of a file-mapped tensor from this process's memory.
 
     Later reads get them from the page cache or the disk. Does nothing for tensors in other memory, for tensors that were
-    written to, and on systems other than Linux.
+    written to, and on other systems than Linux.
     """
     if not sys.platform.startswith("linux") or tensor.device.type != "cpu":
         return
@@ -101,9 +101,9 @@ def give_back(tensor: Tensor) -> None:
             file.seek(begin // page * entries.element_size())
             if file.readinto(memoryview(entries.numpy()).cast("B")) != entries.nbytes:
                 return
-    except OSError:  # a system without pagemap: nothing is released
+    except OSError:  # no pagemap: release nothing
         return
-    # Bit 63: in memory, 62: swapped out, 61: of a file. Pages of no file would be lost.
+    # Bit 63: in memory, 62: swapped out, 61: mapped from a file. Dropping any other page would lose its content.
     in_memory, swapped, of_file = ((entries >> bit & 1).bool() for bit in (63, 62, 61))
     if not (swapped | in_memory & ~of_file).any():
         ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_DONTNEED)
@@ -113,17 +113,17 @@ class ReadBandwidth:
     """Measures this machine's read bandwidth: one buffer, read in the fastest pattern.
 
     Args:
-        size: of the buffer, in bytes; more than the caches hold.
+        size: of the buffer, in bytes; larger than the caches.
 
     Raises:
         OSError: not enough memory.
     """
 
     def __init__(self, size: int = 1 << 30):
-        # Private: pages of shared memory are not made huge.
+        # Private, because shared memory gets no huge pages.
         self._memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            self._memory.madvise(mmap.MADV_HUGEPAGE)  # an upper bound: without the cost of page walks
+            self._memory.madvise(mmap.MADV_HUGEPAGE)  # avoids page walks, so that the result is an upper bound
         self._buffer = torch.frombuffer(self._memory, dtype=torch.uint8).fill_(1)
 
     def __call__(self, threads: int) -> float:

@@ -1,7 +1,7 @@
 """Finds the best number of threads for a model.
 
-Decoding is bound by memory: beyond some number of threads it gets no faster, and with cores of different speeds or busy
-neighbors even slower. Which number that is depends on the machine and on the layers, so it is measured.
+Decoding is memory-bound: beyond some number of threads it gets no faster, and with cores of different speeds or other load
+even slower. The best number depends on the machine and on the layers, so it is measured.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from .. import nn
 from ..operators import ops
 
 _LOG = logging.getLogger(__name__)
-_SHAPES_BYTES = 128 << 20  # of weights made for shapes: more than a cache holds, as with a whole model
+_SHAPES_BYTES = 128 << 20  # of weights made for shapes: larger than any cache, as a whole model is
 
 
 @dataclass(frozen=True)
 class ThreadTuning:
-    """The outcome of :func:`tune_threads`."""
+    """The result of :func:`tune_threads`."""
 
     threads: int  # the fastest number
     seconds: dict[int, float]  # number of threads -> median time of one pass over all layers
 
 
 def available_cpus() -> int:
-    """The number of CPUs that this process may use, by affinity and by control groups (rounded up)."""
+    """The number of CPUs that affinity and control groups allow this process to use (rounded up)."""
     try:
         count = len(os.sched_getaffinity(0))
     except AttributeError:  # not on macOS
@@ -42,7 +42,7 @@ def available_cpus() -> int:
 
 
 def _cgroup_cpus(root: Path) -> float | None:
-    """The CPUs' worth of time that the control groups (version 1 or 2) of this process allow; None: all."""
+    """The CPU quota of this process's control groups (version 1 or 2), in CPUs; None: unlimited."""
     try:
         lines = os.fsdecode((root / "proc/self/cgroup").read_bytes()).splitlines()  # a name may be in any encoding
     except OSError:
@@ -57,7 +57,7 @@ def _cgroup_cpus(root: Path) -> float | None:
         else:
             continue
         group = Path(path.lstrip("/"))
-        # A container may see its own group as the root, under a path that exists outside only.
+        # A container may see its own group as the root although its path exists only outside.
         limits += [read(base / parent) for parent in (group, *group.parents)]
     return min((limit for limit in limits if limit is not None), default=None)
 
@@ -80,7 +80,7 @@ def _quota_v1(group: Path) -> float | None:
 
 
 def _candidates(cpus: int) -> list[int]:
-    """The numbers of threads to try: 1 to 8, then eight per doubling, and all CPUs."""
+    """The thread counts to try: 1 to 8, then eight per doubling, and all CPUs."""
     counts = list(range(1, min(cpus, 8) + 1))
     while counts[-1] < cpus:
         counts.append(min(cpus, counts[-1] + max(1, 1 << (counts[-1].bit_length() - 4))))
@@ -123,19 +123,19 @@ def tune_threads(
 ) -> ThreadTuning:
     """Finds the number of threads with which the linear layers of a model run fastest.
 
-    Runs all layers one after another, as a decoding step does, with different numbers of threads in turn, up to
-    :func:`available_cpus` (beyond 8 not every number). The smallest number within 2 % of the best median wins.
+    Runs all layers one after another, as a decoding step does, with each thread count in turn, up to
+    :func:`available_cpus` (above 8 not every number). The smallest number within 2 % of the best median wins.
 
     Args:
         model_or_shapes: a model with ``lowbit.nn.Linear`` layers, or the shapes (out_features, in_features) of layers;
-            weights are made for these, as many as exceed the caches.
-        rows: of activations: 1 for decoding.
+            for shapes, enough weights are made to exceed the caches.
+        rows: rows of activations per call; 1 for decoding.
         bits, group_size: of the weights made for shapes.
-        seconds: how long to measure, about; every number is measured three times at least.
-        apply: set the number, by ``torch.set_num_threads``.
+        seconds: approximate time to measure; every number is measured at least three times.
+        apply: set the number with ``torch.set_num_threads``.
 
     Raises:
-        ValueError: no quantized layer, a bad shape, or ``rows`` or ``seconds`` that are not positive.
+        ValueError: no packed layer, an invalid shape, or ``rows`` or ``seconds`` that are not positive.
     """
     if rows < 1:
         raise ValueError(f"rows is {rows}; expected 1 or more")
@@ -150,7 +150,7 @@ def tune_threads(
             torch.ops.lowbit.linear(inputs[info.in_features], weight, info.out_features)
         return time.perf_counter() - begin
 
-    import statistics  # here, as every import of torch imports lowbit, and this module imports much that torch does not
+    import statistics  # imported late: every `import torch` imports lowbit, and statistics is slow to import
 
     before = torch.get_num_threads()
     counts = _candidates(available_cpus())
@@ -161,7 +161,7 @@ def tune_threads(
             for count in counts:
                 torch.set_num_threads(count)
                 if not times[count]:
-                    run()  # starts the threads and touches the weights
+                    run()  # warm-up: starts the threads and touches the weights
                 times[count].append(run())
     finally:
         torch.set_num_threads(before)

@@ -7,7 +7,7 @@ from torch.nn.functional import pad
 
 
 def in_groups(values: Tensor, group_size: int | None) -> Tensor:
-    """[n, k] -> [n, groups, group size], a short last group padded with zeros; None: one group per row."""
+    """Reshapes [n, k] to [n, groups, group size], padding a short last group with zeros; None: one group per row."""
     n, k = values.shape
     size = group_size or k
     missing = -k % size
@@ -15,5 +15,5 @@ def in_groups(values: Tensor, group_size: int | None) -> Tensor:
 
 
 def per_input(values: Tensor, group_size: int | None, k: int) -> Tensor:
-    """Values of groups, [n, groups], repeated for each input: [n, k]."""
+    """Repeats the values of groups, [n, groups], for each input: [n, k]."""
     return values.repeat_interleave(group_size or k, 1)[:, :k]

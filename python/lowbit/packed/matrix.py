@@ -1,4 +1,4 @@
-"""Packed weights as bytes: headers, packing and unpacking, conversion to other formats."""
+"""Packs and unpacks weight matrices, reads their headers, and converts them to other formats."""
 
 import struct
 from collections.abc import Sequence
@@ -23,11 +23,11 @@ class PackedInfo:
     groups: int  # per row
     has_bias: bool  # inside the packed weight
     total_bytes: int  # with the header
-    version: int  # of the format: 3 with rotated inputs, 2 with levels and none, else 1
+    version: int  # of the format: 3 with rotated inputs, else 2 with levels, else 1
     format: str = "panel16"  # of the bytes after the header; or a vendor's
-    levels: tuple[int, ...] | None = None  # of mapping "levels", by code; of experts: those of the first
-    experts: int | None = None  # the number of matrices; the fields above describe each of them. None: one matrix
-    rotated_inputs: int = 0  # inputs of a rotated block; 0: inputs are not rotated
+    levels: tuple[int, ...] | None = None  # the level of each code with mapping "levels"; for experts, the first expert's
+    experts: int | None = None  # number of matrices, each described by the fields above; None: a single matrix
+    rotated_inputs: int = 0  # block size of the rotation; 0: inputs are not rotated
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -42,10 +42,10 @@ class PackedInfo:
 
 
 class Unpacked(NamedTuple):
-    """The arguments of :func:`pack` that give a packed weight.
+    """The arguments of :func:`pack` that reproduce a packed weight.
 
     ``codes`` uint8 [n, k], ``scales`` and ``mins`` float32 [n, groups], ``bias`` float32 [n], ``levels`` int8 [2**bits]. With
-    ``rotated_inputs`` they stand for the weights of rotated inputs.
+    ``rotated_inputs`` they describe the weights for rotated inputs.
     """
 
     codes: Tensor
@@ -77,7 +77,7 @@ def info(packed: Tensor) -> PackedInfo:
     """Describes a packed weight after verifying its header.
 
     Raises:
-        ValueError: not a packed weight, of another version, truncated, or with an altered header.
+        ValueError: not a packed weight, an unsupported version, a truncated weight, or a modified header.
     """
     check_packed(packed)
     return PackedInfo(**_C.info(packed.data_ptr(), packed.numel(), False))
@@ -90,7 +90,7 @@ def info_of_experts(packed: Tensor, *, verified: bool = False) -> PackedInfo:
         verified: also check every byte against the checksums.
 
     Raises:
-        ValueError: as :func:`info`, with the expert's number; or they are not packed alike (tables of levels may differ).
+        ValueError: as :func:`info`, with the expert's number; or formats of experts differ (other than in their levels).
     """
     if isinstance(packed, Tensor) and (packed.dim() != 2 or packed.shape[0] < 1):
         raise ValueError(f"packed has shape {list(packed.shape)}; expected [experts, bytes]")
@@ -111,7 +111,7 @@ def verify(packed: Tensor) -> PackedInfo:
     """Like :func:`info`, after checking every byte against the checksum in the header.
 
     Raises:
-        ValueError: as :func:`info`, or altered bytes after the header.
+        ValueError: as :func:`info`, or bytes after the header were modified.
     """
     check_packed(packed)
     return PackedInfo(**_C.info(packed.data_ptr(), packed.numel(), True))
@@ -128,7 +128,7 @@ def describe(
 ) -> PackedInfo:
     """The :class:`PackedInfo` of a weight of ``shape`` [n, k] before it is packed.
 
-    With mapping "levels" and no ``levels`` (not fitted yet) the table is zeros.
+    With mapping "levels" and no ``levels``, because they are not fitted yet, the table is all zeros.
 
     Raises:
         ValueError: as :func:`pack`.
@@ -177,22 +177,22 @@ def pack(
     """Packs quantized weights into lowbit's format (docs/format.md).
 
     A weight is ``scale * (code - 2**(bits - 1))`` when symmetric (``+-scale`` at 1 bit), ``scale * code + min`` when affine,
-    and ``scale * levels[code]`` with a table of levels. Scales and mins are stored as float16 with a float32 factor
-    per row: float16 values survive exactly (if a power of two brings the row into float16's range), others are rounded to 11
-    significant bits.
+    and ``scale * levels[code]`` with a table of levels. Scales and mins are stored as float16 with a float32 factor per row.
+    Float16 values are stored exactly, if a power of two brings the row into float16's range; other values are rounded to
+    11 significant bits.
 
     Args:
         codes: uint8 [n, k], each below ``2**bits``.
         scales: float32 [n, groups], finite, any sign; ``groups = ceil(k / group_size)``, or 1.
-        mins: float32 [n, groups], finite; only and always with ``mapping="affine"``.
+        mins: float32 [n, groups], finite; required with ``mapping="affine"``, otherwise None.
         bias: float32 [n], finite, or None.
         bits: 1 to 8; 2 to 4 with levels.
         group_size: inputs per group, a multiple of 16; None for one group per row.
-        mapping: "symmetric", "affine" or "levels"; None: "levels" if there are any, else "symmetric".
+        mapping: "symmetric", "affine" or "levels"; None: "levels" if ``levels`` is given, else "symmetric".
         levels: ``2**bits`` integers from -127 to 127, one for each code, for the whole matrix: int8, or a sequence of ints
-            (:data:`lowbit.levels.TABLES` has the usual ones); only and always with ``mapping="levels"``.
-        rotated_inputs: inputs of a block (16, 32, 64 or 128, a divisor of k) if the weights are those of rotated inputs
-            (docs/format.md), which :func:`lowbit.linear` then rotates; 0: they are not.
+            (:data:`lowbit.levels.TABLES` has the usual ones); required with ``mapping="levels"``, otherwise None.
+        rotated_inputs: block size of the rotation (16, 32, 64 or 128, a divisor of k) if the codes are those of weights for
+            rotated inputs (docs/format.md): :func:`lowbit.linear` then rotates its inputs. 0: no rotation.
 
     Returns:
         uint8 [bytes]: header, scales and codes; the same on every CPU.
@@ -228,7 +228,7 @@ def _check_parts(codes: Tensor, scales: Tensor, mins: Tensor | None, bias: Tenso
     """Checks types, dtypes and devices; the operator checks shapes and values.
 
     Raises:
-        TypeError, ValueError: no tensor, or one of another dtype or on another device than :func:`pack` takes.
+        TypeError, ValueError: not a tensor, or a dtype or device that :func:`pack` does not take.
     """
     for name, tensor, dtype, optional in (
         ("codes", codes, torch.uint8, False),
@@ -268,7 +268,7 @@ def as_levels(levels: Tensor | Sequence[int], bits: int) -> Tensor:
 
 
 def unpack(packed: Tensor) -> Unpacked:
-    """The inverse of :func:`pack`; verifies every byte first.
+    """Returns the arguments of :func:`pack` that give ``packed``, after verifying every byte.
 
     Raises:
         ValueError: as :func:`verify`.
@@ -289,17 +289,17 @@ def unpack(packed: Tensor) -> Unpacked:
 
 
 def repack(packed: Tensor, format: str) -> Tensor:
-    """The same weights in a vendor's packed format.
+    """Converts packed weights to a vendor's packed format.
 
     Args:
-        packed: from :func:`pack`, or of a vendor's format.
+        packed: from :func:`pack`, or in a vendor's format.
         format: "panel16", or a format of a library that :func:`load_kernels` has loaded.
 
     Returns:
-        uint8 [bytes]. The vendor documents what its format keeps of the weights, and how its kernels round.
+        uint8 [bytes]. The vendor documents which precision its format keeps and how its kernels round.
 
     Raises:
-        TypeError, ValueError: not a packed weight, no such format, or a weight that the format does not hold.
+        TypeError, ValueError: not a packed weight, no such format, or a weight that the format cannot represent.
     """
     check_packed(packed)
     if not isinstance(format, str):

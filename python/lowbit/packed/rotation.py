@@ -9,12 +9,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-LEAST, MOST = 16, 64  # inputs of a block; more gain nothing (docs/measurements/quality.md)
+LEAST, MOST = 16, 64  # block sizes, in inputs; larger blocks gain nothing (docs/measurements/quality.md)
 _SIGNS = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344)  # kRotationSigns of kernels/ukernel.h
 
 
 def block_of(k: int) -> int:
-    """Inputs of a rotated block for ``k`` inputs: the largest power of two that divides k, at most 64; 0 if below 16."""
+    """Block size for rotating ``k`` inputs: the largest power of two that divides k, at most 64; 0 if that is below 16."""
     block = min(k & -k, MOST)
     return block if block >= LEAST else 0
 
@@ -25,7 +25,7 @@ def _factors(block: int) -> Tensor:
 
 
 def _hadamard(x: Tensor, block: int) -> Tensor:
-    """Each block of the last dimension times the Hadamard matrix, with the order of sums of the kernels."""
+    """Multiplies each block of the last dimension by the Hadamard matrix, summing in the kernels' order."""
     shape = x.shape
     half = 1
     while half < block:
@@ -36,18 +36,18 @@ def _hadamard(x: Tensor, block: int) -> Tensor:
 
 
 def rotate(x: Tensor, block: int) -> Tensor:
-    """Rotated inputs, float32 [..., k], with gradients; the bits of the kernels. ``x`` is unchanged if ``block`` is 0."""
+    """Rotates inputs: float32 [..., k], differentiable, bit for bit as the kernels do. Returns ``x`` if ``block`` is 0."""
     return x if block == 0 else _hadamard(x.float() * _factors(block).repeat(x.shape[-1] // block), block)
 
 
 def rotate_weight(weight: Tensor, block: int) -> Tensor:
-    """Weights [n, k] for rotated inputs, float32, with gradients. ``weight`` is unchanged if ``block`` is 0."""
+    """Weights [n, k] for rotated inputs: float32, differentiable. Returns ``weight`` if ``block`` is 0."""
     if block == 0:
         return weight
-    # Of 32 or 128 inputs the factors of inputs and weights together are half of what undoes the rotation.
+    # For blocks of 32 or 128 inputs the combined factor of inputs and weights is half of the inverse rotation's.
     return rotate(weight, block) * (1.0 if block.bit_length() % 2 else 2.0)
 
 
 def rotate_back(weight: Tensor, block: int) -> Tensor:
-    """The inverse of :func:`rotate_weight`, float32; the bits of ``lowbit::embedding``."""
+    """The inverse of :func:`rotate_weight`: float32, bit for bit as ``lowbit::embedding`` does it."""
     return weight if block == 0 else _hadamard(weight.float(), block) * _factors(block).repeat(weight.shape[-1] // block)

@@ -1,4 +1,4 @@
-"""Round-to-nearest quantization of tensors."""
+"""Round-to-nearest quantization of tensors, and the configs that say how to quantize a layer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Config:
 
     bits: int = 4
     group_size: int | None = 32
-    mapping: str = ""  # empty: not given; __post_init__ sets it
+    mapping: str = ""  # "" means not given; __post_init__ sets it
     scale: str = "mse"
     levels: str | Sequence[int] | None = None
     rotate: bool = False
@@ -56,19 +56,19 @@ class Config:
             raise TypeError(f"levels is a {type(self.levels).__name__}; expected a str or {2**self.bits} integers")
 
     def rotated_inputs(self, k: int) -> int:
-        """Inputs of a rotated block of a layer with ``k`` inputs; 0: they are not rotated."""
+        """The rotation's block size for a layer with ``k`` inputs; 0 if its inputs are not rotated."""
         return block_of(k) if self.rotate else 0
 
     def rotated(self, x: Tensor) -> Tensor:
-        """Inputs [..., k] as the layer's weights see them: rotated, float32, or ``x`` itself."""
+        """The inputs [..., k] that the layer's weights multiply: rotated, in float32; or ``x`` itself."""
         return rotate(x, self.rotated_inputs(x.shape[-1]))
 
     def as_rounded(self, weight: Tensor) -> Tensor:
-        """The weights [n, k] that are rounded: those of rotated inputs, float32, or ``weight`` itself."""
+        """The weights [n, k] to round: those for rotated inputs, in float32; or ``weight`` itself."""
         return rotate_weight(weight, self.rotated_inputs(weight.shape[1]))
 
     def describe(self, shape: tuple[int, int], has_bias: bool, levels: Sequence[int] | None = None) -> PackedInfo:
-        """:func:`describe` of a weight of ``shape`` [n, k]."""
+        """The header of a weight of ``shape`` [n, k] quantized with this config (:func:`describe`)."""
         return describe(shape, self.bits, self.group_size, self.mapping, has_bias, levels, self.rotated_inputs(shape[1]))
 
 
@@ -86,9 +86,9 @@ class LinearConfig(Config):
         levels: the table: "fit" (to each matrix; :func:`lowbit.levels.fit_levels`), at 4 bits "nf4", "iq4_nl", "mxfp4" or
             "nvfp4", or ``2**bits`` integers from -127 to 127. ``levels`` implies mapping "levels"; mapping "levels" implies
             levels "fit".
-        rotate: multiplies the inputs by signs and a Hadamard matrix, in blocks, which the weights undo: outliers of inputs
-            spread over a block, and fewer bits lose less. A block has the largest power of two that divides the number of
-            inputs, at most 64; if that is below 16, inputs stay as they are.
+        rotate: multiply the inputs by signs and a Hadamard matrix, block by block, and the weights by the inverse. This
+            spreads outliers of the inputs over a block, so low bit widths lose less quality. The block size is the largest
+            power of two that divides the number of inputs, at most 64; if that is below 16, inputs are not rotated.
     """
 
 
@@ -101,7 +101,7 @@ class EmbeddingConfig(Config):
 class ConvConfig(Config):
     """How to quantize a convolution; the arguments are those of :class:`LinearConfig`, with 8 bits by default.
 
-    It has few of a model's weights, and often reads its raw input.
+    The default is high because convolutions hold few of a model's weights and often read its raw input.
     """
 
     bits: int = 8
@@ -111,7 +111,7 @@ def _check_values(values: Tensor, name: str, shape: tuple[int, ...]) -> None:
     if not isinstance(values, Tensor):
         raise TypeError(f"{name} is a {type(values).__name__}; expected a tensor")
     is_wrapper = type(values).__torch_dispatch__ is not Tensor.__torch_dispatch__
-    if is_wrapper and not isinstance(values, ComputedTensor):  # torchao's, for example, whose memory holds other values
+    if is_wrapper and not isinstance(values, ComputedTensor):  # such as torchao's, whose memory does not hold the values
         raise TypeError(f"{name} is a {type(values).__name__}; expected a plain tensor of floating-point values")
     if values.layout is not torch.strided:
         raise TypeError(f"{name} has the layout {values.layout}; expected torch.strided (to_dense())")
@@ -131,7 +131,7 @@ def _check_values(values: Tensor, name: str, shape: tuple[int, ...]) -> None:
 
 
 def check_layer(weight: Tensor, bias: Tensor | None, config: Config, prefix: str = "") -> None:
-    """Raises TypeError or ValueError for weights that the quantizer or the packer would refuse, before either starts."""
+    """Raises TypeError or ValueError for weights that the quantizer or the packer would refuse."""
     if isinstance(weight, Tensor) and (weight.dim() != 2 or weight.numel() == 0):
         raise ValueError(f"{prefix}weight has shape {list(weight.shape)}; expected [n, k] with n and k at least 1")
     _check_values(weight, f"{prefix}weight", weight.shape if isinstance(weight, Tensor) else ())
@@ -142,7 +142,7 @@ def check_layer(weight: Tensor, bias: Tensor | None, config: Config, prefix: str
 
 
 def table_of(config: Config, weight: Tensor, importance: Tensor | None = None) -> tuple[int, ...]:
-    """The levels of a config with mapping "levels".
+    """The level table of a config with mapping "levels".
 
     If the config says "fit", they are fitted to ``weight`` [n, k], as it is rounded, with squared errors weighted by
     ``importance`` [k] or [n, k].

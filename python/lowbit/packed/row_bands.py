@@ -1,4 +1,4 @@
-"""Packed matrices some rows at a time: each band of whole panels is packed as a matrix of its own."""
+"""Packs a matrix in bands of rows: each band consists of whole panels and is packed as a separate matrix."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PANEL_ROWS = 16
 
 
 def rows_of_band(k: int, weights: int) -> int:
-    """The number of rows of k inputs in a band: whole panels with about this number of weights, at least one."""
+    """Rows per band for rows of k inputs: as many whole panels as hold about ``weights`` weights, at least one."""
     return max(1, weights // k // PANEL_ROWS) * PANEL_ROWS
 
 
@@ -22,7 +22,7 @@ class Bands:
     """Joins bands of packed rows into one packed matrix.
 
     Attributes:
-        header_bytes: the size of a band's header, which the whole matrix does not contain.
+        header_bytes: the size of a band's header, which is dropped when bands are joined.
         folded: the checksum of all panels so far.
     """
 

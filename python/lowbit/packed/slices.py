@@ -1,4 +1,4 @@
-"""Joins and cuts packed matrices exactly, for fused layers and tensor parallelism."""
+"""Joins and slices packed matrices without requantizing, for fused layers and tensor parallelism."""
 
 from collections.abc import Sequence
 
@@ -16,12 +16,12 @@ def concat(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
     side, with the same bits. ``concat`` of all slices of a matrix gives the bytes of the matrix.
 
     Args:
-        parts: from :func:`lowbit.pack`: uint8 [bytes], all of one width, mapping, table of levels and group size, with as
-            many inputs (dim 0) or rows (dim 1) as the first.
+        parts: uint8 [bytes] from :func:`lowbit.pack`, with the same width, mapping, level table and group size, and the
+            same number of inputs (dim 0) or rows (dim 1).
         dim: 0 or 1; 1 requires equal row scales, as the results of :func:`slice_columns` have.
 
     Returns:
-        uint8 [bytes]. With dim 0 it has a bias if any part has one, zeros for the others; with dim 1 the bias of the first.
+        uint8 [bytes]. With dim 0 it has a bias if any part has one, zero for parts without; with dim 1 the first part's bias.
 
     Raises:
         TypeError: not tensors.
@@ -58,10 +58,10 @@ def slice_rows(packed: Tensor, begin: int, end: int) -> Tensor:
 
 
 def slice_columns(packed: Tensor, begin: int, end: int) -> Tensor:
-    """Returns inputs ``begin`` to ``end - 1`` of a packed matrix: a layer for a part of the activations.
+    """Returns inputs ``begin`` to ``end - 1`` of a packed matrix: a layer for part of the input features.
 
-    The results of all slices add up to those of the whole matrix, but for rounding: each slice quantizes its activations by
-    itself. Only a slice that begins at 0 keeps the bias, so the sum has it once.
+    The results of all slices add up to those of the whole matrix up to rounding, because each slice quantizes its
+    activations separately. Only the slice that begins at 0 keeps the bias, so the sum has it once.
 
     Args:
         packed: from :func:`lowbit.pack`, uint8 [bytes].

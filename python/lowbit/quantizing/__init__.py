@@ -1,1 +1,1 @@
-"""Quantizing a model in memory, and training what will be quantized."""
+"""Round-to-nearest quantization of a model in memory."""

@@ -34,7 +34,7 @@ def select_layers(
     filter_fn: Callable[[torch.nn.Module, str], bool] | None,
     experts: bool = False,
 ) -> dict[str, Config]:
-    """The qualified names to quantize, with their configs; names of expert tensors only if requested."""
+    """The qualified names of the layers to quantize, with their configs; expert parameters only if ``experts`` is set."""
     if isinstance(config, Config):
         patterns: dict[str, Config | None] = {"*": config}
     elif isinstance(config, Mapping):
@@ -99,7 +99,7 @@ def choose_layers(
     filter_fn: Callable[[torch.nn.Module, str], bool] | None,
     experts: bool = False,
 ) -> dict[str, Config]:
-    """As :func:`select_layers`, with the errors and warnings of :func:`quantize_`."""
+    """Like :func:`select_layers`, with the errors and warnings of :func:`quantize_`."""
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
     if type(model) in (torch.nn.Linear, torch.nn.Embedding, *CLASSES):
@@ -119,7 +119,7 @@ def choose_layers(
     entries = list(config.items()) if isinstance(config, Mapping) else [("*", config)]
     reasons = float_convolutions(model)
     if not any(isinstance(value, ConvConfig) for _, value in entries):
-        floats = Patterns(entry for entry in entries if entry[1] is None)  # of others the user has said nothing
+        floats = Patterns(entry for entry in entries if entry[1] is None)  # the user did not ask for other layers to stay float
         convs = (name for name, kind in kinds.items() if kind is ConvConfig and floats.last(name) is None)
         reasons |= dict.fromkeys(convs, "a convolution, which a lowbit.ConvConfig packs")
     chosen = {name for name, kind in kinds.items() if kind is not None} - selected.keys() - reasons.keys()
@@ -137,7 +137,7 @@ def _refuse_to_save(*_: Any, **__: Any) -> None:
 
 def _refuse_diffusers(model: torch.nn.Module) -> None:
     library = sys.modules.get("diffusers.models.modeling_utils")
-    if library is None:  # then the model is not of diffusers
+    if library is None:  # not loaded, so this is not a diffusers model
         return
     for module in model.modules():
         if isinstance(module, library.ModelMixin) and any(isinstance(part, nn.Packed) for part in module.modules()):
@@ -146,7 +146,7 @@ def _refuse_diffusers(model: torch.nn.Module) -> None:
 
 @contextmanager
 def described_to_transformers(model: torch.nn.Module) -> Iterator[None]:
-    """A context around packing layers, after which ``save_pretrained`` knows: of transformers' and diffusers' models."""
+    """A context around packing that makes ``save_pretrained`` of transformers and diffusers aware of the packed layers."""
     with _described_to_transformers(model):
         yield
     _refuse_diffusers(model)
@@ -154,13 +154,13 @@ def described_to_transformers(model: torch.nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _described_to_transformers(model: torch.nn.Module) -> Iterator[None]:
-    library = sys.modules.get("transformers.modeling_utils")  # None: not loaded, so the model is not of transformers
+    library = sys.modules.get("transformers.modeling_utils")  # None: not loaded, so this is not a transformers model
     if library is None or not any(isinstance(module, library.PreTrainedModel) for module in model.modules()):
         yield
         return
     try:
         from ..hf.quantizer import describing
-    except ImportError as error:  # an unsupported version: the model runs, but its files would load as random weights
+    except ImportError as error:  # unsupported version: the model runs, but saved files would load as random weights
         reason = str(error)
 
         def refuse(*_: Any, **__: Any) -> None:
@@ -180,32 +180,32 @@ def quantize_(
     config: LinearConfig | EmbeddingConfig | ConvConfig | Mapping[str, LinearConfig | EmbeddingConfig | ConvConfig | None],
     filter_fn: Callable[[torch.nn.Module, str], bool] | None = None,
 ) -> torch.nn.Module:
-    """Replaces the linear layers, embedding tables and convolutions of a model by quantized ones, in place.
+    """Replaces the linear layers, embedding tables and convolutions of a model by packed ones, in place.
 
     Args:
-        model: holds layers at any depth: ``torch.nn.Linear``, ``torch.nn.Embedding``, and of transformers ``Conv1D``,
+        model: has layers at any depth. Packed are ``torch.nn.Linear``, ``torch.nn.Embedding``; transformers' ``Conv1D``,
             ``FalconLinear``, tables that scale or normalize their rows (Gemma, BART), and parameters with the weights of all
-            experts, which are named as the parameter (``"*.experts.down_proj"``). Other subclasses stay float. Convolutions
-            are packed that are the product of a matrix with rows of their input: those whose kernel is 1, or is the stride
-            without padding (patches), and in one dimension those with a kernel of at most 4. They are none with groups of
-            channels (depthwise), with dilation, transposed, or of fewer than 16 inputs.
+            experts, named after the parameter (``"*.experts.down_proj"``). Other subclasses stay float. Convolutions are
+            packed if their kernel is 1, if kernel and stride are equal and there is no padding (patches), or, in one
+            dimension, if the kernel is at most 4. Grouped (depthwise), dilated and transposed convolutions and those with
+            fewer than 16 inputs stay float.
         config: one config for all layers of its kind; or a dict from shell-style patterns of qualified names (``"*embed*"``)
             to configs. The last matching pattern wins; None leaves a layer float.
         filter_fn: called as ``filter_fn(module, qualified_name)`` for each chosen layer; False leaves it float. For experts
             ``module`` is an object with ``weight``, ``in_features`` and ``out_features``.
 
     Returns:
-        The model. A tensor that an embedding and an output head share is packed once, and stays shared. If only one of
+        The model. A tensor that an embedding and an output head share is packed once and stays shared. If only one of
         them is selected (a LinearConfig alone selects the head), the other keeps the float tensor, and the model grows by
         the packed one; a warning says by how much. ``{"*": LinearConfig(), "*embed*": EmbeddingConfig()}`` packs both: a
         pattern applies only to layers of its config's kind.
 
-    A model of transformers gets a ``quantization_config``: after ``save_pretrained``, ``from_pretrained`` loads it wherever
-    lowbit is installed. ``save_pretrained`` of a model of diffusers raises, as diffusers could not load it; one that
-    ``from_pretrained`` has quantized by a ``quantization_config`` can be saved.
+    A transformers model gets a ``quantization_config``: after ``save_pretrained``, ``from_pretrained`` loads it wherever
+    lowbit is installed. ``save_pretrained`` of a diffusers model raises, because diffusers could not load it; a model that
+    ``from_pretrained`` quantized with a ``quantization_config`` can be saved.
 
-    Warns of patterns that match nothing, and of float matrices in layers of other kinds, if they are more than 1 % of the
-    model's bytes.
+    Warns of patterns that match nothing, and of float matrices in layers of other kinds if they exceed 1 % of the model's
+    bytes.
 
     Raises:
         TypeError, ValueError: a wrong config, nothing to quantize, an adapter of peft, weights that are not finite or not
