@@ -1,4 +1,4 @@
-"""Checkpoints in Hugging Face's format, quantized from file to file.
+"""Quantizes, inspects and dequantizes checkpoints in Hugging Face's format from file to file.
 
 :func:`quantize_checkpoint` packs a checkpoint without holding it in memory, :func:`inspect_checkpoint` lists its tensors.
 transformers loads packed checkpoints (:mod:`lowbit.transformers`).

@@ -1,4 +1,4 @@
-"""The note in a packed checkpoint's model card (README.md) that says what the checkpoint needs."""
+"""Adds a note to a packed checkpoint's model card (README.md) that says how to load the checkpoint."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FRONT_MATTER = re.compile(r"---\r?\n.*?\n---\r?\n", re.S)  # YAML, which hubs r
 
 
 def write_note(directory: Path) -> None:
-    """Puts the note into the model card of a checkpoint, or writes a card."""
+    """Adds the note to the model card of a checkpoint, creating the card if needed."""
     text = _FOUND.sub("", _read(directory))
     matter = _FRONT_MATTER.match(text)
     at = matter.end() if matter else 0
@@ -32,7 +32,7 @@ def without_note(directory: Path) -> str:
 
 
 def remove_note(directory: Path) -> None:
-    """Takes the note out again, and a card that has nothing else."""
+    """Removes the note, and the card if nothing else is left."""
     found = _read(directory)
     text = _FOUND.sub("", found)
     if text:
@@ -41,7 +41,7 @@ def remove_note(directory: Path) -> None:
         (directory / CARD).unlink()
 
 
-# The card is another project's file: bytes that are not UTF-8, and its line ends, stay as they are.
+# The card belongs to the model's author: keep bytes that are not UTF-8, and its line endings.
 def _read(directory: Path) -> str:
     path = directory / CARD
     return path.read_bytes().decode(errors="surrogateescape") if path.is_file() else ""

@@ -27,13 +27,13 @@ def dequantize_checkpoint(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> list[CheckpointEntry]:
-    """Writes a packed checkpoint as a float one with the dequantized weights.
+    """Writes a float checkpoint with the dequantized weights of a packed one.
 
-    The weights keep the quantization error. Needs memory for the whole float model.
+    The quantization error remains. Needs memory for the whole float model.
 
     Args:
-        source: a directory that :func:`lowbit.quantize_checkpoint`, :func:`lowbit.import_checkpoint` or ``save_pretrained``
-            has written.
+        source: a directory written by :func:`lowbit.quantize_checkpoint`, :func:`lowbit.import_checkpoint` or
+            ``save_pretrained``.
         target: a directory that is empty or does not exist, as for :func:`lowbit.quantize_checkpoint`.
         dtype: of the dequantized weights: torch.float32, bfloat16 or float16; None: the dtype in config.json.
         max_shard_bytes: a shard with this many bytes gets no further tensor.

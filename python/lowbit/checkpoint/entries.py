@@ -14,7 +14,7 @@ from ..packed.matrix import PackedInfo
 
 @dataclass(frozen=True)
 class CheckpointEntry:
-    """A tensor of a checkpoint."""
+    """A tensor of a checkpoint, packed or not."""
 
     name: str  # in the file
     kind: str  # "packed", or the dtype, such as "bfloat16"
@@ -27,7 +27,7 @@ class CheckpointEntry:
     rotated_inputs: int | None = None  # of a block; 0: not rotated; None: not packed
 
 
-# What safetensors calls a dtype -> what torch calls it, and its bits.
+# Name of a dtype in safetensors -> its name in torch, and its bits.
 DTYPES_OF_TORCH = {
     "F64": ("float64", 64), "F32": ("float32", 32), "BF16": ("bfloat16", 16), "F16": ("float16", 16),
     "I64": ("int64", 64), "I32": ("int32", 32), "I16": ("int16", 16), "I8": ("int8", 8), "U8": ("uint8", 8),
@@ -45,7 +45,7 @@ def describe_entry(stored: Stored, info: PackedInfo | None) -> CheckpointEntry:
         kind, bits, group_size, mapping = "packed", info.bits, info.group_size, info.mapping
     else:
         shape, group_size, mapping, rotated = stored.shape, None, None, None
-        elements = math.prod(shape)  # for an unknown dtype the bits follow from the size in the file
+        elements = math.prod(shape)  # for an unknown dtype, derive the bits from the size in the file
         kind, bits = DTYPES_OF_TORCH.get(stored.dtype, (stored.dtype.lower(), 8 * stored.bytes // elements if elements else 0))
     return CheckpointEntry(stored.name, kind, shape, bits, group_size, mapping, stored.bytes, stored.path.name, rotated)
 
@@ -58,7 +58,7 @@ def inspect_checkpoint(path: str | os.PathLike[str]) -> list[CheckpointEntry]:
 
     Raises:
         OSError: there is no such checkpoint, or a shard is missing.
-        ValueError: another kind of file, a damaged file, or one that disagrees with the index.
+        ValueError: not a safetensors file, a damaged file, or one that disagrees with the index.
     """
     path = Path(path)
     refuse_gguf(path)

@@ -1,4 +1,4 @@
-"""Plans the tensors that :func:`lowbit.quantize_checkpoint` writes, from the headers of the files alone."""
+"""Plans the tensors that :func:`lowbit.quantize_checkpoint` writes, from the headers of the files only."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SourceMatrix:
-    """A matrix to pack, from one tensor of the files or from several below each other."""
+    """A matrix to pack: one tensor of the files, or several concatenated by rows."""
 
     parts: tuple[Stored, ...]
     transposed: bool = False  # in the files
 
     @property
     def shape(self) -> tuple[int, int]:
-        """[n, k]; all parts have the same columns."""
+        """[n, k]; all parts have the same k."""
         rows, columns = sum(part.shape[0] for part in self.parts), self.parts[0].shape[1]
         return (columns, rows) if self.transposed else (rows, columns)
 
@@ -46,7 +46,7 @@ class SourceMatrix:
 
     def reader(self) -> Callable[[int, int], torch.Tensor]:
         """A function that reads rows [begin, end)."""
-        if self.transposed:  # its rows are spread over the file
+        if self.transposed:  # its rows are not contiguous in the file
             whole = self._read(0, self.shape[1]).T
             return lambda begin, end: whole[begin:end]
         return self._read
@@ -70,7 +70,7 @@ def _slices(stored: Stored) -> list[Stored]:
 
 
 def _band(stored: Stored, band: int, bands: int) -> Stored:
-    """One of equal bands of the rows of a tensor."""
+    """Band number ``band`` of ``bands`` equal bands of a tensor's rows."""
     count = stored.bytes // bands
     shape = (stored.shape[0] // bands, *stored.shape[1:])
     return replace(stored, shape=shape, offset=stored.offset + band * count, bytes=count)
@@ -78,7 +78,7 @@ def _band(stored: Stored, band: int, bands: int) -> Stored:
 
 @dataclass(frozen=True)
 class PlannedTensor:
-    """A tensor to write: a copy of `source`, or with a config its packed form."""
+    """A tensor to write: a copy of `source`, or its packed form if there is a config."""
 
     name: str
     source: Stored
@@ -86,8 +86,8 @@ class PlannedTensor:
     bias: Stored | None = None
     layer: str = ""  # of a packed weight
     transposed: bool = False  # in the files
-    experts: tuple[SourceMatrix, ...] | None = None  # replace the source, which is the first tensor of the first expert
-    parts: tuple[Stored, ...] = ()  # below each other; replace the source, which is the first of them
+    experts: tuple[SourceMatrix, ...] | None = None  # used instead of `source`, which is the first tensor of the first expert
+    parts: tuple[Stored, ...] = ()  # concatenated by rows; used instead of `source`, the first of them
 
     @property
     def matrices(self) -> tuple[SourceMatrix, ...]:
@@ -121,18 +121,18 @@ def _check_float(*tensors: Stored | None) -> None:
 
 
 class _Plan:
-    """The tensors that a quantized checkpoint gets, from a model on the meta device and the headers of its files.
+    """Plans a quantized checkpoint from a model on the meta device and the headers of its files.
 
     Attributes:
         tensors: name in the files -> tensor.
         names: name in the files -> name in the model and targets, from :func:`names_in_model`.
-        ties: tensor of the model -> the tensor that it shares.
+        ties: tensor of the model -> the tensor that it is tied to.
         unconverted: name in the model -> tensor, for tensors that transformers loads without conversion.
-        copies: tensors of a multi-token prediction head that are the model's own tables once more; they are left out.
-        rows: name in the model -> where its rows are, for tensors that transformers cuts out of others, or joins, by rows.
+        copies: tensors of a multi-token prediction head that duplicate the model's tables; they are left out.
+        rows: name in the model -> where its rows are, for tensors that transformers splits or concatenates by rows.
         selected: layer -> config.
         experts: name -> matrices, for selected experts.
-        unselected: layer that could be packed -> why it stays float.
+        unselected: packable layer -> why it stays float.
     """
 
     def __init__(self, model: PreTrainedModel, config: LowBitConfig, tensors: dict[str, Stored], source: Path):
@@ -174,7 +174,7 @@ class _Plan:
             by_name[name] = stored
         for target, source in self.ties.items():
             if target in by_name and source in by_name and same_bytes(by_name[target], by_name[source]):
-                del by_name[target]  # the file has it twice
+                del by_name[target]  # the file contains it twice
         return by_name
 
     def _rows(self) -> dict[str, tuple[Stored, ...]]:
@@ -200,7 +200,7 @@ class _Plan:
         return located
 
     def _experts(self) -> dict[str, tuple[SourceMatrix, ...]]:
-        """The matrices of selected experts that can be read one by one; all of a module's, or none."""
+        """The matrices of selected experts that can be read one by one: all of a module's, or none."""
         from ..hf.names import parts_of_experts
 
         parts, matrices = parts_of_experts(self.model, self.names), {}
@@ -235,7 +235,7 @@ class _Plan:
             )
 
     def _is_readable(self, layer: str) -> bool:
-        """Whether the weight and the bias of a selected layer can be read from the files without conversion."""
+        """Whether weight and bias of a selected layer can be read from the files without conversion."""
         for leaf in ("weight", "bias"):
             name = f"{layer}.{leaf}"
             if leaf == "bias" and (name not in self.state or isinstance(self.selected[layer], EmbeddingConfig)):
@@ -265,7 +265,7 @@ class _Plan:
             in_model = name if targets is None else targets[0]
             if in_model in self.experts:
                 outputs += self._of_experts(in_model)
-                self.experts[in_model] = ()  # the other tensors of these experts add nothing
+                self.experts[in_model] = ()  # their other tensors produce no output
             elif targets is not None and all(target in self.rows for target in targets):
                 outputs += self._of_rows(key, stored, targets)
             elif self.unconverted.get(name) is stored:
@@ -285,7 +285,7 @@ class _Plan:
         return [PlannedTensor(f"{name}.packed_weight", first, self.selected[name], bias, name, experts=matrices)]
 
     def _of_rows(self, key: str, stored: Stored, targets: tuple[str, ...]) -> list[PlannedTensor]:
-        """What a tensor becomes whose rows are tensors of the model: packed weights, and floats."""
+        """The outputs, packed and float, for a tensor whose rows are several tensors of the model."""
 
         def is_packed(name: str) -> bool:
             layer, _, leaf = name.rpartition(".")
@@ -299,14 +299,14 @@ class _Plan:
             parts = self.rows[name]
             if not is_packed(name):
                 outputs.append(PlannedTensor(name, parts[0]))
-            elif leaf == "weight" and parts[0].name == key:  # the first of several tensors stands for all
+            elif leaf == "weight" and parts[0].name == key:  # output once, for the first of several tensors
                 bias, config = self._bias(layer), self.selected[layer]
                 _check_float(*parts, bias)
                 outputs.append(PlannedTensor(f"{layer}.packed_weight", parts[0], config, bias, layer, parts=parts))
         return outputs
 
     def _of_weight(self, stored: Stored, name: str) -> list[PlannedTensor]:
-        """What a tensor, ``name`` in the model, becomes: the weight of the layers that share it, some of them selected."""
+        """The outputs for a weight, ``name`` in the model, that several layers may share, of which some are selected."""
         users = [name, *(target for target, source in self.ties.items() if source == name and target not in self.unconverted)]
         if (tied := self.ties.get(name)) is not None and tied not in self.unconverted:
             users.append(tied)
@@ -327,7 +327,7 @@ class _Plan:
             return (stored.name.removesuffix("weight") if f"{layer}.weight" == name else f"{layer}.") + leaf
 
         outputs = []
-        # As quantize_ does: one buffer holds one bias.
+        # As in quantize_: a packed weight holds one bias.
         share = len({id(bias) for bias in biases.values()}) <= 1
         for layer in chosen[:1] if share else chosen:
             bias = next(iter(biases.values()), None) if share else biases.get(layer)
@@ -340,10 +340,10 @@ class _Plan:
         return outputs + [PlannedTensor(in_file(layer, "weight"), stored) for layer in floats[:1]]
 
     def floats(self, outputs: Iterable[PlannedTensor]) -> dict[str, str]:
-        """The matrices that stay float -> why. Warns of those that the model does not have, and of such biases."""
+        """Matrices that stay float -> why. Warns of matrices and biases that the model does not have."""
         reasons, extra, beside = {}, {}, []
         for output in outputs:
-            # Integers are no weights: BERT's old files have their positions as [1, 512].
+            # Integers are not weights: old BERT files contain positions [1, 512].
             if output.config is not None or output.source.dtype not in DTYPES:
                 continue
             name, targets = self.names[output.source.name]
@@ -380,7 +380,7 @@ class _Plan:
         return reasons
 
     def check_names(self, outputs: list[PlannedTensor]) -> None:
-        """Places the packed layers in the model, and raises ValueError unless transformers loads each output to its layer."""
+        """Puts the packed layers into the model; raises ValueError unless transformers would load each output to its layer."""
         from ..hf.names import names_in_model
         from ..hf.placing import place_packed
 
@@ -390,7 +390,7 @@ class _Plan:
         names = names_in_model(self.model, [output.name for output in outputs])
         for output in outputs:
             expected = f"{output.layer}.packed_weight"
-            if output.config is None and output.name not in self.tensors:  # rows of a tensor, called as in the model
+            if output.config is None and output.name not in self.tensors:  # rows of a tensor, named as in the model
                 expected = output.name
             elif output.config is None:
                 continue
@@ -404,7 +404,7 @@ class _Plan:
 
 
 def read_and_plan(source: Path, config: LowBitConfig) -> tuple[list[PlannedTensor], dict[str, str], dict[str, Any]]:
-    """The tensors to write, the matrices that stay float with the reasons, and config.json; reads only headers."""
+    """The tensors to write, the matrices that stay float with reasons, and config.json; reads only headers."""
     from ..hf.config import BY_OVERRIDES, METHOD, LowBitConfig
     from ..hf.from_pretrained import meta_model
     from ..hf.mtp_layers import attach
@@ -415,7 +415,7 @@ def read_and_plan(source: Path, config: LowBitConfig) -> tuple[list[PlannedTenso
     description = read_config(source)
     tensors = read_files(files, weight_map)
     settings = quantization_settings(source, description)
-    # Other files of settings may have stayed beside weights that were dequantized.
+    # Separate settings files may be left over from before the weights were dequantized.
     if settings is not None and (
         "quantization_config" in description or any(name.endswith(QUANTIZED_LEAVES) for name in tensors)
     ):
@@ -437,7 +437,7 @@ def read_and_plan(source: Path, config: LowBitConfig) -> tuple[list[PlannedTenso
 class PlannedSize:
     """The size of a quantized checkpoint."""
 
-    bytes: int  # of its files of weights, headers included
+    bytes: int  # of its weight files, headers included
     packed_bytes: int
     packed_weights: int
 

@@ -1,4 +1,4 @@
-"""Quantizes checkpoints to nearest, or writes packed layers, without holding the checkpoint in memory."""
+"""Quantizes checkpoints by round-to-nearest, or writes already packed layers, without loading the whole checkpoint."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ..hf.config import LowBitConfig
 
 _LOG = logging.getLogger(__name__)
-_BAND_WEIGHTS = 1 << 21  # quantized at a time: enough for many threads, little memory
+_BAND_WEIGHTS = 1 << 21  # weights quantized at a time: enough for many threads, little memory
 _CHUNK = 8 << 20
 
 
@@ -40,13 +40,13 @@ class CheckpointSummary:
     entries: list[CheckpointEntry]
     source_bytes: int  # of the tensors read
     target_bytes: int  # of the tensors written
-    seconds: float  # that it took
-    unquantized: dict[str, str] = field(default_factory=dict)  # matrices (2 dimensions or more) that stay float -> why
-    unquantized_bytes: int = 0  # of these in the target
+    seconds: float  # elapsed time
+    unquantized: dict[str, str] = field(default_factory=dict)  # tensors of 2 or more dimensions that stay float -> why
+    unquantized_bytes: int = 0  # their size in the target
 
 
 def _pack(output: PlannedTensor, writer: Writer, done: Callable[[int], None]) -> None:
-    """Quantizes a matrix, or the matrices of experts one by one."""
+    """Quantizes and writes a matrix, or the matrices of experts one by one."""
     bias, (n, _) = output.bias, output.matrices[0].shape
     for number, matrix in enumerate(output.matrices):
         values = None
@@ -58,7 +58,7 @@ def _pack(output: PlannedTensor, writer: Writer, done: Callable[[int], None]) ->
 def _pack_matrix(
     output: PlannedTensor, matrix: SourceMatrix, bias: torch.Tensor | None, writer: Writer, done: Callable[[int], None]
 ) -> None:
-    """Quantizes in bands of rows: each band is packed as a matrix, whose panels are those of the whole matrix."""
+    """Quantizes and writes a matrix in bands of rows, whose panels together are those of the whole matrix."""
     config, info, source = output.config, output.packed_info(), matrix.parts[0]
     assert config is not None
     n, k = matrix.shape
@@ -80,12 +80,12 @@ def _pack_matrix(
             raise ValueError(f"{source.name} in {source.path}, rows {begin} to {end - 1}: {error}") from error
         writer.write(bands.add(packed).numpy())
         done(weight.nbytes)
-        del weight, packed  # before the next ones are allocated
+        del weight, packed  # free them before the next band is allocated
     writer.write_at(start, bands.header())
 
 
 def _write_packed(output: PlannedTensor, packed: torch.Tensor, writer: Writer, done: Callable[[int], None]) -> None:
-    """Writes a layer that is packed already."""
+    """Writes an already packed layer."""
     header, expected = ops.info(packed) if packed.dim() == 1 else ops.info_of_experts(packed), output.packed_info()
     if header != replace(expected, levels=header.levels):  # a fitted table is not known in advance
         raise ValueError(f"{output.layer} is packed as {header}; expected {expected}")
@@ -104,25 +104,25 @@ def quantize_checkpoint(
     packed: Callable[[], Mapping[str, torch.Tensor]] | None = None,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> CheckpointSummary:
-    """Quantizes a checkpoint of transformers a band of rows at a time, in some tens of megabytes of memory.
+    """Quantizes a checkpoint of transformers a band of rows at a time, in tens of megabytes of memory.
 
-    The result has the same bytes as ``from_pretrained(source, quantization_config=config)``, and is loaded by
-    ``from_pretrained(target)`` wherever lowbit is installed.
+    The packed bytes equal those of ``from_pretrained(source, quantization_config=config)``. ``from_pretrained(target)`` loads
+    the result wherever lowbit is installed.
 
     Args:
         source: a directory with config.json and safetensors files, of any architecture that transformers knows.
-        target: a directory that is empty or does not exist; symbolic links are followed. It appears in one step when all is
-            written, which is tried before the work begins. A killed run leaves at most a hidden ``.NAME-*.partial`` beside
-            it, which does not load, and which the next run to the same target removes.
+        target: a directory that is empty or does not exist; symbolic links are followed. It appears atomically when
+            everything is written; whether that is possible is tested first. A killed run leaves at most a hidden
+            ``.NAME-*.partial`` next to it, which does not load and which the next run with the same target removes.
         config: what to quantize, and how.
         max_shard_bytes: a shard with this many bytes gets no further tensor.
-        packed: called once after all checks, before anything is written; returns layers that are packed already: name ->
-            uint8 [bytes] of the config's width. All further layers are rounded to nearest.
+        packed: called once after all checks, before anything is written; returns already packed layers: name -> uint8
+            [bytes] in the config's format. All other layers are rounded to nearest.
         progress: called as ``progress(bytes read, bytes to read, name of the tensor)`` after each band.
 
     Raises:
         OSError: a file is missing or cannot be read; target is not empty, a mount point, or cannot be written; the disk
-            is full. Only if the last step fails, although it worked when tried, all files are kept: the message says where.
+            is full. If only the final rename fails, all files are kept, and the message says where.
         ValueError: an unknown architecture, a damaged file, tensors that are missing, not finite or of another shape or
             dtype than the model's, or different configs for layers that share a weight. The target is then removed.
     """
@@ -154,7 +154,7 @@ def quantize_checkpoint(
         entries = write_tensors(directory, outputs, max_shard_bytes, write)
         copy_files(source, directory)
         write_note(directory)
-        # Last: without it nothing loads.
+        # Written last: without it nothing loads.
         write_json(directory / CONFIG, description | {"quantization_config": config.to_dict()})
     floats = sum(output.source.bytes for output in outputs if output.config is None and output.name in unquantized)
     seconds = time.perf_counter() - begin

@@ -1,4 +1,4 @@
-"""Writes a checkpoint directory in Hugging Face's format in one step: weights, index and other files."""
+"""Writes a checkpoint directory in Hugging Face's format atomically: weights, index and other files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .entries import DTYPES_OF_TORCH, CheckpointEntry, describe_entry
 
 MAX_SHARD_BYTES = 5_000_000_000
 
-# Weights of all frameworks, and files that index or describe them.
+# Weights of all frameworks, and their index or description files.
 _WEIGHTS_OF_ALL_FRAMEWORKS = (
     "*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.ckpt", "*.ckpt.*",
     "*.gguf", "*.ggml", "*.h5", "*.h5.index.json", "*.msgpack", "*.msgpack.index.json", "*.ot", "*.onnx", "*.onnx_data",
@@ -44,9 +44,9 @@ T = TypeVar("T", bound=Planned)
 
 
 def _shards(outputs: Iterable[T], most: int) -> Iterator[list[T]]:
-    """Divides the outputs, in order, into files. In a file packed tensors come first, at multiples of 64 bytes."""
+    """Divides the outputs, in order, into files. In each file packed tensors come first, at multiples of 64 bytes."""
 
-    def place(output: T) -> int:  # packed first, then the wider elements, so that all are aligned
+    def place(output: T) -> int:  # packed first, then wider elements first, so that all are aligned
         return -512 if output.info() is not None else -DTYPES_OF_TORCH.get(output.stored(Path()).dtype, ("", 8))[1]
 
     shard: list[T] = []
@@ -62,7 +62,7 @@ def _shards(outputs: Iterable[T], most: int) -> Iterator[list[T]]:
 
 
 def _check_space(directory: Path, needed: int) -> None:
-    """Raises OSError if the disk has fewer free bytes."""
+    """Raises OSError if the disk has fewer than ``needed`` free bytes."""
     free = shutil.disk_usage(directory).free
     if free < needed:
         raise OSError(errno.ENOSPC, f"{directory} has {size(free)} free; the packed checkpoint takes {size(needed)}")
@@ -73,12 +73,12 @@ def new_checkpoint(target: Path, needed: int) -> Iterator[Path]:
     """A context with a hidden directory for a checkpoint, which replaces `target` on success.
 
     Args:
-        target: an absolute path, empty or not there yet.
+        target: an absolute path of an empty directory, or of none.
         needed: bytes of the weights.
 
     Raises:
-        OSError: target is not empty, or cannot be replaced, which is tried first; or the disk is too small, or full: the
-            message has the size that is needed.
+        OSError: target is not empty, or cannot be replaced, which is tested first; or the disk is too small or full: the
+            message says how much is needed.
     """
     with PartialDirectory(resolve_new_directory(target)) as partial:
         partial.rehearse()
@@ -97,7 +97,7 @@ def new_checkpoint(target: Path, needed: int) -> Iterator[Path]:
 
 
 def counted(progress: Callable[[int, int, str], None] | None, total: int) -> Callable[[int, str], None]:
-    """A function of (bytes, name of a tensor) that sums the bytes, and calls ``progress(bytes so far, total, name)``."""
+    """A function of (bytes, tensor name) that sums the bytes and calls ``progress(bytes so far, total, name)``."""
     read = 0
 
     def done(count: int, name: str) -> None:
@@ -112,7 +112,7 @@ def counted(progress: Callable[[int, int, str], None] | None, total: int) -> Cal
 def write_tensors(
     directory: Path, outputs: Iterable[T], max_shard_bytes: int, write: Callable[[T, Writer], None]
 ) -> list[CheckpointEntry]:
-    """Writes files of weights, and an index if there are several; `write` writes the bytes of each tensor."""
+    """Writes weight files, and an index if there are several; `write` writes the bytes of each tensor."""
     entries = []
     shards = list(_shards(outputs, max_shard_bytes))
     for number, shard in enumerate(shards, 1):
@@ -130,7 +130,7 @@ def write_tensors(
 
 
 def size_of_files(outputs: Iterable[Planned], max_shard_bytes: int) -> int:
-    """The bytes of the files of weights that :func:`write_tensors` would write, headers included."""
+    """The total size of the weight files that :func:`write_tensors` would write, headers included."""
     total = 0
     for shard in _shards(outputs, max_shard_bytes):
         header, size = header_of([_described(output.stored(Path())) for output in shard])
@@ -153,7 +153,7 @@ def _is_weights(name: str) -> bool:
 
 
 def copy_files(source: Path, target: Path) -> None:
-    """Copies the other files of a checkpoint: tokenizer, settings, templates, license; no settings of a quantization."""
+    """Copies a checkpoint's other files (tokenizer, settings, templates, license) except quantization settings."""
     modules = _modules(source)
     for entry in sorted(source.iterdir()):
         if entry.is_file():
@@ -161,7 +161,7 @@ def copy_files(source: Path, target: Path) -> None:
                 _copy(entry, target / entry.name)
         elif entry.is_dir() and not entry.is_symlink() and not entry.name.startswith("."):
             files = [Path(parent) / name for parent, _, names in os.walk(entry) for name in names]
-            # A directory with weights holds another model, or this model for another framework (original/, onnx/).
+            # A subdirectory with weights is another model, or this model for another framework (original/, onnx/).
             if entry.name not in modules and any(_is_weights(file.name) for file in files):
                 continue
             for file in filter(Path.is_file, files):
@@ -171,7 +171,7 @@ def copy_files(source: Path, target: Path) -> None:
 
 
 def _modules(source: Path) -> set[str]:
-    """The directories of a model of sentence-transformers, which may contain small weights."""
+    """The module directories of a sentence-transformers model, which may contain small weights."""
     try:
         listed = json.loads((source / "modules.json").read_text(encoding="utf-8"))
         return {Path(module["path"]).parts[0] for module in listed if module["path"]}

@@ -1,1 +1,1 @@
-"""Bytes on disk: safetensors files, config.json, and replacing a file or a directory in one step."""
+"""File formats and atomic writes: safetensors, GGUF, config.json, hub downloads, replacing files and directories."""

@@ -1,4 +1,4 @@
-"""config.json of a checkpoint."""
+"""Reads config.json of a checkpoint, and refuses checkpoints that name code to import."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from .untrusted import one_line, read_json
 
 CONFIG = "config.json"
-# Fields that models of all kinds share. transformers checks those of a kind, when it builds the model.
+# Fields common to all models. transformers checks the fields of a model type when it builds the model.
 _TYPES: dict[str, tuple[type, str]] = {
     "model_type": (str, "a text"),
     "transformers_version": (str, "a text"),
@@ -20,19 +20,19 @@ _TYPES: dict[str, tuple[type, str]] = {
     "rope_parameters": (dict, "an object"),
     **dict.fromkeys(("vocab_size", "hidden_size", "num_hidden_layers"), (int, "a positive whole number")),
 }
-# Files of quantization settings, which older writers put beside a config.json without quantization_config -> their method.
+# Separate settings files of older writers, whose config.json has no quantization_config -> quantization method.
 SETTINGS_FILES = {
     "quantize_config.json": "gptq", "quantization_config.json": "auto-round", "quant_config.json": "awq",
     "hf_quant_config.json": "modelopt",
 }  # fmt: skip
-# What the names of tensors of quantized layers end in.
+# Suffixes of the tensor names of quantized layers.
 QUANTIZED_LEAVES = (
     ".qweight", ".weight_packed", ".W_q", ".quant_map", "._weight_qdata", ".weight_scale", ".weight_scale_inv",
 )  # fmt: skip
 
 
 def refuse_gguf(path: Path) -> None:
-    """Raises NotADirectoryError for a GGUF file, where a checkpoint's directory is expected."""
+    """Raises NotADirectoryError for a GGUF file where a checkpoint directory is expected."""
     if path.suffix == ".gguf" and path.is_file():
         raise NotADirectoryError(f"{path} is a GGUF file; expected a checkpoint's directory: lowbit import makes one of it")
 
@@ -63,7 +63,7 @@ def read_config(directory: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _check_types(config: dict[str, Any], file: Path, where: str = "") -> None:
-    """Raises ValueError for a field of a wrong type, also in the configs of a model's parts."""
+    """Raises ValueError for a field of a wrong type, also in nested configs."""
     for name, value in config.items():
         if value is None:
             continue
@@ -80,11 +80,11 @@ def _check_types(config: dict[str, Any], file: Path, where: str = "") -> None:
 
 
 def refuse_code(directory: Path, config: dict[str, Any]) -> None:
-    """Raises ValueError for what lets a checkpoint name code that transformers or peft imports.
+    """Raises ValueError if a checkpoint names code that transformers or peft would import.
 
-    ``trust_remote_code`` and ``auto_map`` are not among it: transformers refuses them itself.
+    ``trust_remote_code`` and ``auto_map`` are not checked, because transformers refuses them itself.
     """
-    if (directory / "adapter_config.json").exists():  # peft imports modules that it names
+    if (directory / "adapter_config.json").exists():  # peft imports the modules that it names
         raise ValueError(
             f"{directory} has adapter_config.json: weights of an adapter belong to this model; merge them into it first, or "
             "move the adapter away"
@@ -95,7 +95,7 @@ def refuse_code(directory: Path, config: dict[str, Any]) -> None:
             value = part.get(name)
             each = list(value.values()) if isinstance(value, dict) else [value]
             if any(kind is not None and not (isinstance(kind, str) and kind.isidentifier()) for kind in each):
-                # "owner/name" is a kernel that transformers gets from the Hub, and runs
+                # "owner/name" is a kernel that transformers downloads from the Hub and runs.
                 raise ValueError(
                     f"{directory / CONFIG} has {name} {value!r:.200}; expected the name of one of transformers' own"
                 )
@@ -108,10 +108,10 @@ def quantization_method(config: dict[str, Any]) -> Any:
 
 
 def quantization_settings(directory: Path, config: dict[str, Any]) -> Any:
-    """The ``quantization_config`` of a config.json; without one, that of another file of settings; None: float weights.
+    """The ``quantization_config`` of a config.json or of a separate settings file; None: float weights.
 
     Raises:
-        OSError, ValueError: such a file cannot be read, or is not a JSON object.
+        OSError, ValueError: the settings file cannot be read, or is not a JSON object.
     """
     if config.get("quantization_config") is not None:
         return config["quantization_config"]
@@ -122,7 +122,7 @@ def quantization_settings(directory: Path, config: dict[str, Any]) -> Any:
                 settings = settings.get("quantization", settings)
                 if not isinstance(settings, dict):
                     raise ValueError(f"{directory / name} has quantization {settings!r:.200}; expected an object")
-                if settings.get("quant_algo") is None:  # it may be the settings of caches alone
+                if settings.get("quant_algo") is None:  # it may contain only settings of caches
                     continue
             return {"quant_method": method} | settings
     return None

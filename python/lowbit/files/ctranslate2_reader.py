@@ -1,6 +1,6 @@
-"""Reads CTranslate2's model.bin: the name of its specification, and the offsets of tensors.
+"""Reads CTranslate2's model.bin: the name of its specification and the offsets of tensors.
 
-Every number in the file is compared with the file's size before it is used.
+Every number in the file is checked against the file's size before it is used.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class _Header:
             raise ValueError(f"{self.path}: {what} is {printable(repr(data[:50]))}; expected ASCII") from error
 
     def skip(self, count: int, what: str) -> int:
-        """The offset of what is skipped."""
+        """Skips ``count`` bytes; returns their offset."""
         if count > self.size - self.at:
             raise ValueError(f"{self.path} is cut: {what} ends at byte {self.at + count}, the file has {self.size}")
         begin = self.at
@@ -58,11 +58,11 @@ class _Header:
 
 
 def read_ctranslate2(path: Path) -> tuple[str, dict[str, Stored]]:
-    """The name of a file's specification, such as "WhisperSpec", and its variables; aliases are entries of their own.
+    """The name of a file's specification, such as "WhisperSpec", and its variables, aliases included.
 
     Raises:
         OSError: there is no such file, or it cannot be read.
-        ValueError: it is damaged, or of a version that lowbit does not read.
+        ValueError: it is damaged, or its version is not supported.
     """
     check_regular(path)
     with open(path, "rb") as file:

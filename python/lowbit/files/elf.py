@@ -1,4 +1,4 @@
-"""Changes to compiled libraries."""
+"""Clears the executable-stack flag of compiled libraries (ELF)."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ _GNU_STACK, _EXECUTABLE = 0x6474E551, 1
 
 
 def without_executable_stack(path: str | os.PathLike[str]) -> None:
-    """Clears the flag of an executable stack in a library, in place; does nothing to files that are not ELF.
+    """Clears the executable-stack flag of a library, in place; ignores files that are not ELF.
 
-    torch puts weights into assembly without a note about the stack. Linkers for x86-64 then set the flag, and glibc 2.41 and
-    later refuses to load the library ("cannot enable executable stack as shared object requires"). Compiled models need none.
+    torch emits weights as assembly without a .note.GNU-stack section. Linkers for x86-64 then set the flag, and glibc 2.41
+    and later refuse to load the library ("cannot enable executable stack as shared object requires"). Compiled models do not
+    need an executable stack.
     """
     with open(path, "r+b") as file:
         header = file.read(64)

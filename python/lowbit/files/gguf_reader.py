@@ -1,7 +1,7 @@
-"""Reads and writes GGUF files: metadata, and the offsets of tensors.
+"""Reads and writes GGUF files: metadata and the offsets of tensors.
 
-Every number in a file is compared with the file's size before it is used. Files are read, not mapped: if another process
-shortens a mapped file, the reader ends with SIGBUS.
+Every number in a file is checked against the file's size before it is used. Files are read, not mapped: if another process
+truncates a mapped file, the reader is killed by SIGBUS.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _SPLIT = re.compile(r"^(.*)-(\d{5})-of-(\d{5})\.gguf$")
 
 @dataclass(frozen=True)
 class TensorType:
-    """How ggml stores a tensor: blocks of `block` inputs of a row, `bytes` bytes each; `tail` bytes after all rows."""
+    """How ggml stores a tensor: each row in blocks of `block` inputs and `bytes` bytes; `tail` bytes follow the last row."""
 
     name: str
     block: int
@@ -57,29 +57,29 @@ TYPES = {
     40: TensorType("NVFP4", 64, 36), 41: TensorType("Q1_0", 128, 18), 42: TensorType("Q2_0", 64, 18),
 }  # fmt: skip
 
-# Of bitnet.cpp, as I2_S. TL1 is divided into tiles whose sizes are not in the file.
+# Further types of bitnet.cpp. TL1 is divided into tiles whose sizes are not stored in the file.
 _REFUSED_TYPES = {37: "I8_S", 38: "TL1"}
 
-# Type of a value in the metadata -> its little-endian form.
+# Type of a metadata value -> its numpy dtype, little-endian.
 _NUMBERS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 10: "<u8", 11: "<i8", 12: "<f8"}
 _BOOL, _STRING, _ARRAY = 7, 8, 9
 
 
 @dataclass(frozen=True)
 class StoredBlocks:
-    """A tensor in a GGUF file, its rows in blocks."""
+    """A tensor in a GGUF file, stored in blocks."""
 
     name: str
     path: Path
     type: TensorType
-    shape: tuple[int, ...]  # the slowest dimension first, as in torch: [n, k] of a matrix
+    shape: tuple[int, ...]  # slowest dimension first, as in torch: [n, k] for a matrix
     offset: int  # from the start of the file
-    bytes: int  # of all rows, without the type's tail
+    bytes: int  # of all rows, without the tail
 
 
 @dataclass(frozen=True)
 class Gguf:
-    """The content of a model's GGUF file, or of all of its parts."""
+    """The content of a model's GGUF file, or of all parts of a split one."""
 
     paths: list[Path]
     metadata: dict[str, Any]  # int, float, bool, str, a list of str, or a numpy array
@@ -87,7 +87,7 @@ class Gguf:
 
 
 class _Header:
-    """Reads the header of a file; every read is bounded."""
+    """Reads the header of a file with bounded reads."""
 
     def __init__(self, file: BinaryIO, path: Path):
         self._file, self.path = file, path
@@ -184,7 +184,7 @@ def _alignment(metadata: dict[str, Any], path: Path) -> int:
 
 
 def _read_tensor(header: _Header) -> tuple[str, tuple[int, ...], TensorType, int]:
-    """One entry of the list of tensors: name, shape, type, and the offset from the start of the data."""
+    """Reads an entry of the tensor list: name, shape, type, and offset from the start of the data."""
     name = header.text("the name of a tensor", _MOST_NAME)
     what = f"the tensor {_quoted(name)}"
     dimensions = header.u32(what)
@@ -226,7 +226,7 @@ def _read_file(path: Path) -> Gguf:
         tensor_count, key_count = header.u64("its number of tensors"), header.u64("its number of keys")
         if tensor_count > _MOST_TENSORS:
             raise ValueError(f"{path} says that it has {tensor_count} tensors; expected at most {_MOST_TENSORS}")
-        header.need(13 * key_count, f"its {key_count} keys")  # 8 for a length, 4 for a type, 1 for a value
+        header.need(13 * key_count, f"its {key_count} keys")  # at least 8 bytes for a length, 4 for a type, 1 for a value
         header.need(13 * key_count + 32 * tensor_count, f"its {tensor_count} tensors and {key_count} keys")
         metadata = _read_metadata(header, key_count)
         alignment = _alignment(metadata, path)
@@ -241,7 +241,7 @@ def _read_file(path: Path) -> Gguf:
                 f"{path}: the tensor {_quoted(name)} begins at {offset}; expected a multiple of {alignment}, its alignment"
             )
         count = 1
-        for dimension in shape:  # Python's integers have no end, so no product wraps
+        for dimension in shape:  # Python integers do not overflow
             count *= dimension
         size = count // kind.block * kind.bytes
         end = start + offset + size + kind.tail
@@ -265,10 +265,10 @@ def _read_file(path: Path) -> Gguf:
 
 
 def parts_of(path: Path) -> Iterator[Path]:
-    """All files of the model that `path` is a part of.
+    """All files of the split model that `path` is a part of.
 
     Raises:
-        OSError: one is missing.
+        OSError: a part is missing.
         ValueError: the name has an invalid part number ("5 of 3"), or more than 1000 parts.
     """
     match = _SPLIT.match(path.name)
@@ -286,14 +286,14 @@ def parts_of(path: Path) -> Iterator[Path]:
 
 
 def read_gguf(path: str | os.PathLike[str]) -> Gguf:
-    """The metadata and the tensors of a model in a GGUF file; of a split model any part may be named.
+    """The metadata and the tensors of a model in a GGUF file, or in a split one given any of its parts.
 
-    Little-endian files of version 2 or 3. The data of the tensors is not read.
+    Reads little-endian files of versions 2 and 3, without the data of the tensors.
 
     Raises:
         OSError: a file is missing, or cannot be read.
-        ValueError: not a whole GGUF file: another version, an invalid count, length, offset or alignment, an unknown type,
-            tensors that overlap, a name twice, or parts of different models.
+        ValueError: not a complete GGUF file: an unsupported version, an invalid count, length, offset or alignment, an unknown
+            type, overlapping tensors, a duplicate name, or parts of different models.
     """
     files = [_read_file(part) for part in parts_of(Path(path))]
     first = files[0]
@@ -313,7 +313,7 @@ def read_gguf(path: str | os.PathLike[str]) -> Gguf:
             if name in tensors:
                 raise ValueError(f"{_quoted(name)} is in both {tensors[name].path} and {stored.path}; expected one")
             tensors[name] = stored
-    for file in files:  # every part records it: a part of another model mostly has another number
+    for file in files:  # recorded in every part; a part of another model usually has another number
         total = file.metadata.get("split.tensors.count", len(tensors))
         if total != len(tensors):
             raise ValueError(f"{file.paths[0]} says that its model has {total} tensors; found {len(tensors)} in all parts")
@@ -326,7 +326,7 @@ def _text(value: str) -> bytes:
 
 
 def _value(value: Any) -> bytes:
-    """A value with its type before it: a text, a truth value, a number, or a list of texts, of float32 or of int32."""
+    """Encodes a metadata value with its type: a string, bool, number, or list of strings, float32 or int32."""
     if isinstance(value, bool):
         return struct.pack("<I?", _BOOL, value)
     if isinstance(value, int):
@@ -342,13 +342,13 @@ def _value(value: Any) -> bytes:
 
 
 class GgufWriter:
-    """Writes a file of version 3: first names, types and shapes of all tensors, then their data in this order."""
+    """Writes a GGUF file of version 3: names, types and shapes of all tensors, then their data in the same order."""
 
     def __init__(self, path: Path, metadata: dict[str, Any], tensors: list[tuple[str, TensorType, tuple[int, ...]]]):
         """
         Args:
-            metadata: an int is written as uint32, a float as float32; in lists an int is written as int32.
-            tensors: shapes have the slowest dimension first; a row has whole blocks.
+            metadata: an int is written as uint32, in lists as int32; a float as float32.
+            tensors: shapes have the slowest dimension first; rows consist of whole blocks.
         """
         numbers = {kind: number for number, kind in TYPES.items()}
         header = MAGIC + struct.pack("<IQQ", VERSIONS[-1], len(tensors), len(metadata))
@@ -371,7 +371,7 @@ class GgufWriter:
             view = view[self._file.write(view) :]
 
     def write(self, data: Any) -> None:
-        """Appends to the current tensor; when it is complete, the next one begins."""
+        """Appends data to the current tensor; once it is complete, the next one begins."""
         size = memoryview(data).nbytes
         if not self._ends or self._at + size > self._ends[0]:
             raise AssertionError(f"{size} bytes at {self._at} exceed the tensors that the header lists")

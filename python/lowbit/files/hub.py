@@ -1,4 +1,4 @@
-"""Models on a hub: hf:org/model, hf:org/model@revision, hf:org/model/file.gguf. huggingface_hub downloads them."""
+"""Downloads and uploads models on a hub (huggingface_hub): hf:org/model, hf:org/model@revision, hf:org/model/file.gguf."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from .untrusted import interpreting
 PREFIX = "hf:"
 _NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*?)(?:/([^@]+\.gguf))?(?:@([^@\s]+))?")
 _PART = re.compile(r"-\d{5}-of-(\d{5}\.gguf)$")
-# Weights and what describes them: no code, no pickles, and no second copy in Mistral's own format.
+# Weights, configs and tokenizers: no code, no pickles, and no second copy in Mistral's format.
 _PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
 _IGNORED = ["consolidated*", "original/*", "onnx/*", "openvino/*"]
 
 
 def hub_name(name: str | os.PathLike[str]) -> tuple[str, str | None, str | None] | None:
-    """A repository, the GGUF file in it and the revision, where the name has these; None: it names a local path.
+    """Parses a hub name into repository, GGUF file or None, and revision or None; returns None for a local path.
 
-    Only a name that begins with "hf:" is one of a hub, because any other may be a path with a typing error.
+    Only names that begin with "hf:" are hub names, because any other could be a misspelled path.
 
     Raises:
-        ValueError: it begins so, and goes on in another way than org/model.
+        ValueError: "hf:" is not followed by org/model.
     """
     text = os.fspath(name)
     if not text.startswith(PREFIX) or os.path.lexists(text):
@@ -44,21 +44,21 @@ def endpoint() -> str:
 
 
 def check_exists(name: str | os.PathLike[str]) -> None:
-    """Raises FileNotFoundError for a path that does not exist, and that may be meant as a name on a hub."""
+    """Raises FileNotFoundError for a path that does not exist and may be meant as a hub name."""
     if _NAME.fullmatch(os.fspath(name)) and not os.path.lexists(name):
         raise FileNotFoundError(f"{os.fspath(name)} does not exist; a model on a hub is named hf:{os.fspath(name)}")
 
 
 def download(name: str | os.PathLike[str]) -> Path:
-    """The local copy of a model on the hub, in huggingface_hub's cache; other names as they are.
+    """Downloads a model to huggingface_hub's cache and returns its path; returns a local path unchanged.
 
-    Files that are there are not downloaded again. The settings of huggingface_hub apply: HF_ENDPOINT, HF_HOME, HF_TOKEN and
-    HF_HUB_OFFLINE.
+    Cached files are not downloaded again. The environment variables of huggingface_hub apply: HF_ENDPOINT, HF_HOME, HF_TOKEN
+    and HF_HUB_OFFLINE.
 
     Raises:
         ImportError: huggingface_hub is not installed.
-        OSError: the hub has no such model or revision, does not give it without a token, or cannot be reached.
-        ValueError: another answer of the hub.
+        OSError: the hub has no such model or revision, requires a token, or cannot be reached.
+        ValueError: an unexpected answer of the hub.
     """
     found = hub_name(name)
     if found is None:
@@ -86,22 +86,22 @@ def download(name: str | os.PathLike[str]) -> Path:
 
 
 def files_to_push(directory: Path) -> dict[str, Path]:
-    """The files of a checkpoint that belong on a hub, by their names there: what :func:`download` takes, and its card."""
+    """The files of a checkpoint to upload, by their names on the hub: those that :func:`download` gets, and the model card."""
     found = [path for pattern in [*_PATTERNS, "README.md"] for path in directory.rglob(pattern)]
     names = {path.relative_to(directory).as_posix(): path for path in found if path.is_file()}
     return {name: path for name, path in sorted(names.items()) if not any(part.startswith(".") for part in name.split("/"))}
 
 
 def push_files(repository: str, files: Mapping[str, Path | bytes], private: bool) -> tuple[str, str]:
-    """Uploads files in one commit, to a repository that is made if there is none.
+    """Uploads files in one commit, creating the repository if needed.
 
     Returns:
-        the commit, and the address of the repository.
+        The commit and the URL of the repository.
 
     Raises:
         ImportError: huggingface_hub is not installed.
-        ValueError: no name of a repository, or the hub refuses.
-        OSError: the hub has no such place, or cannot be reached.
+        ValueError: an invalid repository name, or the hub refuses the upload.
+        OSError: the hub has no such namespace, or cannot be reached.
     """
     found = _NAME.fullmatch(repository)
     if found is None or found[2] or found[3]:
@@ -127,9 +127,9 @@ def push_files(repository: str, files: Mapping[str, Path | bytes], private: bool
 def _explain(
     error: BaseException, errors: Any, constants: Any, name: str | os.PathLike[str], where: str, revision: str | None
 ) -> OSError | None:
-    """What the user can do about it; None: the hub's own words say that."""
+    """An error that says what the user can do; None if the hub's message already says it."""
     token = "set HF_TOKEN, or run `hf auth login`"
-    if isinstance(error, errors.GatedRepoError):  # a kind of the next one
+    if isinstance(error, errors.GatedRepoError):  # a subclass of the next one
         return PermissionError(f"{where} is gated: accept its terms in a browser; then {token}")
     if isinstance(error, errors.RepositoryNotFoundError):
         return FileNotFoundError(f"there is no {where}; if it is private, {token}")

@@ -1,4 +1,4 @@
-"""Atomic writes: a reader sees the old file or directory or the complete new one, also after a power failure."""
+"""Atomic writes: readers see either the old file or directory or the complete new one, also after a power failure."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def sync(file: IO[Any]) -> None:
 
 
 def sync_path(path: Path) -> None:
-    """Flushes a file to the disk, or for a directory the names of its files."""
+    """Flushes a file to the disk; for a directory, the names of its files."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -34,19 +34,19 @@ def sync_path(path: Path) -> None:
 
 
 def _prefix(target: Path) -> str:
-    # With the name of the machine: on a shared file system a lock may be visible only on the machine that holds it.
+    # Includes the host name: on a shared file system a lock may be visible only on the machine that holds it.
     host = "".join(letter if letter.isalnum() else "-" for letter in socket.gethostname())
     name = target.name
-    if len(os.fsencode(name)) > 128:  # a name may have 255 bytes
+    if len(os.fsencode(name)) > 128:  # file names are limited to 255 bytes
         name = hashlib.sha256(os.fsencode(name)).hexdigest()
     return f".{name}-{host}-"
 
 
 def lock(directory: Path) -> int | None:
-    """Locks a directory; returns a descriptor that holds the lock until it is closed, or None if another process has it.
+    """Locks a directory; returns a descriptor that holds the lock until it is closed, or None if another process holds it.
 
     Raises:
-        OSError: no such directory, or the file system has no locks.
+        OSError: no such directory, or the file system does not support locks.
     """
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -61,7 +61,7 @@ def lock(directory: Path) -> int | None:
 
 
 def sweep(target: Path) -> None:
-    """Removes partial directories of `target` that ended processes of this machine have left."""
+    """Removes partial directories of `target` left behind by dead processes of this machine."""
     prefix = _prefix(target)
     for entry in os.scandir(target.parent):
         if not (entry.name.startswith(prefix) and entry.name.endswith(_PARTIAL)):
@@ -78,10 +78,10 @@ def sweep(target: Path) -> None:
 
 
 class PartialDirectory:
-    """A hidden, empty directory beside `target`, which replaces it in one step.
+    """A hidden, empty directory next to `target` that replaces it atomically.
 
-    A context manager: on exit the directory is removed, unless :meth:`finish` has renamed it. Directories that dead processes
-    have left of the same target are removed first.
+    A context manager: on exit the directory is removed unless :meth:`finish` has renamed it. Directories that dead processes
+    left for the same target are removed first.
 
     Raises:
         OSError: it cannot be created.
@@ -94,7 +94,7 @@ class PartialDirectory:
         self._keep = False
         sweep(target)
         while True:
-            # Not tempfile.mkdtemp: its directories are private, and reading the umask would change it for all threads.
+            # tempfile.mkdtemp makes private directories, and reading the umask would change it for all threads.
             self.path = target.parent / f"{_prefix(target)}{secrets.token_hex(4)}{_PARTIAL}"
             try:
                 self.path.mkdir()
@@ -105,7 +105,7 @@ class PartialDirectory:
             except FileNotFoundError:
                 continue  # another process swept it before it was locked
             except OSError:
-                break  # without locks no process sweeps
+                break  # without locks, no process sweeps
             if self._lock is not None and self.path.exists():
                 break
             self._unlock()
@@ -124,7 +124,7 @@ class PartialDirectory:
         self._unlock()
 
     def rehearse(self) -> None:
-        """Tries the steps of :meth:`finish` with an empty directory, so that no work is lost if they cannot succeed.
+        """Tries the steps of :meth:`finish` with an empty directory, so that a failure is found before any work is done.
 
         Raises:
             OSError: the target cannot be replaced by a directory.
@@ -146,12 +146,12 @@ class PartialDirectory:
             ) from error
 
     def finish(self) -> None:
-        """Renames the directory to the target, which does not exist or is an empty directory.
+        """Renames the directory to the target, which must not exist or be an empty directory.
 
         Raises:
-            OSError: that failed. The files are kept; the message says where.
+            OSError: the rename failed. The files are kept; the message says where.
         """
-        # All files, as other libraries, which write tokenizers for example, do not flush theirs.
+        # Sync all files, because libraries that write tokenizers, for example, do not sync theirs.
         for directory, _, names in os.walk(self.path, topdown=False):
             for name in names:
                 sync_path(Path(directory, name))
@@ -175,7 +175,7 @@ class PartialDirectory:
 
 
 def check_utf8(path: Path) -> None:
-    """Raises OSError for a path that is not UTF-8, which safetensors could not read."""
+    """Raises OSError for a path that is not UTF-8, because safetensors cannot read it."""
     try:
         os.fspath(path).encode()
     except UnicodeEncodeError as error:
@@ -215,9 +215,9 @@ def resolve_new_directory(path: str | os.PathLike[str]) -> Path:
 
 @contextmanager
 def replacing(path: str | os.PathLike[str], suffix: str) -> Iterator[Path]:
-    """A context with a path to write a file to, which replaces `path` in one step if the context ends without an error.
+    """A context with a path to write to; that file replaces `path` atomically if the context exits without an error.
 
-    If `path` is a symbolic link, its target is replaced. The permissions of a replaced file stay.
+    If `path` is a symbolic link, its target is replaced. A replaced file keeps its permissions.
 
     Raises:
         ValueError: path does not end in `suffix`.

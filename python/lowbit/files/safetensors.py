@@ -1,4 +1,4 @@
-"""Safetensors files: headers, rows of a tensor, headers of packed weights, and writing without a copy."""
+"""Reads and writes safetensors files: headers, rows of a tensor, headers of packed weights."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PACKED_SUFFIX = ".packed_weight"
-ORDER_SUFFIX = ".input_order"  # int32 [inputs], beside the packed weight of a layer that has one
+ORDER_SUFFIX = ".input_order"  # int32 [inputs], for layers with an act-order permutation
 
-_ALIGNMENT = 64  # of the data in a file: a cache line; the sizes of packed weights are multiples of it
+_ALIGNMENT = 64  # of the data in a file: a cache line. Sizes of packed weights are multiples of it
 _CHUNK = 8 << 20
 
 
@@ -45,7 +45,7 @@ def read_file(path: Path) -> dict[str, Stored]:
 
     Raises:
         OSError: there is no such file, or it cannot be read.
-        ValueError: not a whole safetensors file.
+        ValueError: not a complete safetensors file.
     """
     try:
         from safetensors import SafetensorError, safe_open
@@ -54,7 +54,7 @@ def read_file(path: Path) -> dict[str, Stored]:
     check_utf8(path)
     check_regular(path)
     try:
-        with safe_open(path, framework="pt"):  # checks the header, and the size of the file against it
+        with safe_open(path, framework="pt"):  # validates the header and the file's size
             pass
     except SafetensorError as error:
         raise ValueError(
@@ -82,7 +82,7 @@ def read_metadata(path: Path) -> dict[str, str]:
 
 
 def files_of(directory: Path) -> tuple[list[Path], dict[str, str] | None]:
-    """The files of a checkpoint, and the map of its index from names to file names, or None without an index.
+    """The files of a checkpoint, and the index's map from tensor names to file names, or None without an index.
 
     Raises:
         OSError: no such directory, or a file is missing.
@@ -113,10 +113,10 @@ def files_of(directory: Path) -> tuple[list[Path], dict[str, str] | None]:
 
 
 def float_name(packed: str, shape: tuple[int, ...]) -> str:
-    """The name of the float tensor that a packed one replaces: of a layer's weight, or of the parameter with the experts.
+    """The name of the float tensor that a packed one replaces: a layer's weight, or the parameter with all experts.
 
-    Files have an empty tensor of this name, the guard, beside the packed weight. Without it a program that does not know
-    lowbit would find no float weight and continue with random values; the guard's shape makes it stop.
+    Files also contain an empty tensor of this name, the guard. Without it, a program that does not know lowbit would find no
+    float weight and continue with random values; the guard's shape makes it stop.
     """
     name = packed.removesuffix(PACKED_SUFFIX)
     return f"{name}.weight" if len(shape) == 1 else name
@@ -125,10 +125,8 @@ def float_name(packed: str, shape: tuple[int, ...]) -> str:
 def read_files(paths: Iterable[Path], weight_map: dict[str, str] | None = None) -> dict[str, Stored]:
     """The tensors of all files of a checkpoint, without the guards (:func:`float_name`).
 
-    An index is compared with the files.
-
     Raises:
-        OSError, ValueError: as :func:`read_file`, or the same name twice, or an index that disagrees with the files.
+        OSError, ValueError: as :func:`read_file`, or a duplicate name, or an index that disagrees with the files.
     """
     tensors: dict[str, Stored] = {}
     for path in paths:
@@ -145,9 +143,9 @@ def read_files(paths: Iterable[Path], weight_map: dict[str, str] | None = None) 
 
 
 def read_bytes(stored: Stored, begin: int = 0, end: int | None = None) -> Tensor:
-    """Bytes [begin, end) of a tensor, uint8, copied: pages of a mapped file would count as memory of this process."""
+    """A copy of bytes [begin, end) of a tensor, uint8. Pages of a mapped file would count as memory of this process."""
     count = (stored.bytes if end is None else end) - begin
-    buffer = torch.empty(count, dtype=torch.uint8, device="cpu")  # a loader may have set another default
+    buffer = torch.empty(count, dtype=torch.uint8, device="cpu")  # a loader may have set another default device
     view = memoryview(buffer.numpy())
     with open(stored.path, "rb", buffering=0) as file:
         file.seek(stored.offset + begin)
@@ -179,12 +177,10 @@ def same_bytes(first: Stored, second: Stored) -> bool:
 
 
 def packed_info(stored: Stored) -> PackedInfo:
-    """The header of a packed tensor in a file; of [experts, bytes] that of the first expert.
-
-    No other byte is read.
+    """The header of a packed tensor in a file, or of its first expert; no other byte is read.
 
     Raises:
-        ValueError: not a packed weight, of another version, or with an altered header.
+        ValueError: not a packed weight, an unsupported version, or a modified header.
     """
     try:
         if stored.dtype != "U8" or len(stored.shape) not in (1, 2) or 0 in stored.shape:
@@ -192,7 +188,7 @@ def packed_info(stored: Stored) -> PackedInfo:
                 f"found dtype {stored.dtype} and shape {list(stored.shape)}; expected U8 and [bytes] or [experts, bytes]"
             )
         size = stored.shape[-1]
-        header = read_bytes(stored, 0, min(128, size))  # with levels; else 64
+        header = read_bytes(stored, 0, min(128, size))  # 128 bytes with levels, else 64
         info = PackedInfo(**_C.info(header.data_ptr(), size, False))
         return info if len(stored.shape) == 1 else replace(info, experts=stored.shape[0])
     except ValueError as error:
@@ -221,9 +217,9 @@ def orders_of(tensors: Mapping[str, Stored]) -> set[str]:
 def header_of(
     tensors: list[tuple[str, str, tuple[int, ...], int]], metadata: Mapping[str, str] | None = None
 ) -> tuple[bytes, int]:
-    """The header of a file with tensors of these names, dtypes, shapes and sizes, and the size of its data.
+    """The header of a file with tensors of these names, dtypes, shapes and sizes, and the size of its data in bytes.
 
-    Packed weights get their guards (:func:`float_name`), which have no data. ``metadata`` is added to the file's metadata.
+    A guard without data is added for each packed weight (:func:`float_name`). ``metadata`` is added to the file's metadata.
     """
     header: dict[str, dict[str, Any]] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     at = 0
@@ -238,13 +234,13 @@ def header_of(
 
 
 class Writer:
-    """Writes a file: first names, dtypes, shapes and sizes of all tensors, then their data in this order."""
+    """Writes a safetensors file: names, dtypes, shapes and sizes of all tensors, then their data in the same order."""
 
     def __init__(
         self, path: Path, tensors: list[tuple[str, str, tuple[int, ...], int]], metadata: Mapping[str, str] | None = None
     ):
         header, size = header_of(tensors, metadata)
-        # Unbuffered: after an error closing writes nothing more.
+        # Unbuffered, so that closing the file after an error writes nothing more.
         self._file = open(path, "xb", buffering=0)  # noqa: SIM115
         self._end = len(header) + size
         self.write(header)

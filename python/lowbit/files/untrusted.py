@@ -1,4 +1,4 @@
-"""Reads untrusted files, also by other libraries: the result, or an error of one sentence that names the file."""
+"""Reads untrusted files, also through other libraries; every error is one line that names the file."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-_MOST_DEPTH = 100  # Python parses some hundreds; code that walks the result may recurse less deeply
-MOST_JSON = 64 << 20  # bytes: the index of 140,000 tensors has 15 million, a config some thousands
+_MOST_DEPTH = 100  # Python parses several hundred levels, but code that walks the result may recurse less deeply
+MOST_JSON = 64 << 20  # bytes; the index of 140,000 tensors has 15 million, a config several thousand
 _READERS = ("transformers", "huggingface_hub", "tokenizers", "safetensors", "jinja2")  # packages that interpret files
 
 
@@ -21,7 +21,7 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
 
     Raises:
         OSError: it cannot be read.
-        ValueError: it is larger than 64 MiB, not UTF-8, not JSON, nested too deeply, has a key twice, or is not an object.
+        ValueError: it is larger than 64 MiB, not UTF-8, not JSON, nested too deeply, not an object, or has a duplicate key.
     """
     path = Path(path)
     check_regular(path)
@@ -64,7 +64,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def printable(text: str) -> str:
-    """A text with all letters that are not printable escaped: a name in a file may contain terminal commands."""
+    """Escapes characters that are not printable, because a name in a file may contain terminal control sequences."""
     if text.isprintable():
         return text
     return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
@@ -78,13 +78,13 @@ def one_line(error: BaseException | str, most: int = 1000) -> str:
 
 
 def raised_by_reader(error: BaseException) -> bool:
-    """Whether a library that reads files raised this because of a file's content, and not a mistake of our code.
+    """Whether a library that reads files raised this because of a file's content, rather than through a bug of lowbit.
 
-    The innermost frame of lowbit or of these libraries decides; frames of torch and Python do not count.
+    The innermost frame of lowbit or of these libraries decides; frames of torch and Python are ignored.
     """
-    if type(error).__module__ == "pyo3_runtime":  # a panic in Rust: of tokenizers or safetensors, and no Exception
+    if type(error).__module__ == "pyo3_runtime":  # a Rust panic of tokenizers or safetensors, which is not an Exception
         return True
-    if type(error) is Exception:  # tokenizers raises no other, without a frame of its own
+    if type(error) is Exception:  # raised by tokenizers, which has no Python frames
         return True
     if not isinstance(error, Exception):  # Ctrl-C
         return False
@@ -98,9 +98,9 @@ def raised_by_reader(error: BaseException) -> bool:
 
 @contextmanager
 def interpreting(what: str) -> Iterator[None]:
-    """A context around other libraries that read a file: their exceptions become a ValueError, "`what`: message".
+    """A context around other libraries that read a file: turns their exceptions into a ValueError "`what`: message".
 
-    Exceptions of our code pass unchanged: a bug must not look like a damaged file.
+    Exceptions of lowbit pass unchanged, so that a bug does not look like a damaged file.
     """
     try:
         yield

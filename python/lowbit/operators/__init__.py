@@ -1,1 +1,1 @@
-"""The operators, as Python calls them."""
+"""Python functions for lowbit's operators, and the compiled library that provides them."""

@@ -1,4 +1,4 @@
-"""Attention without caches, activation functions and norms: what stands between the linear layers of a model."""
+"""Operators between linear layers: attention without caches, activation functions and RMS norm."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ ACTIVATIONS = ("gelu", "gelu_tanh", "gelu_quick", "silu")
 def masked_attention(
     q: Tensor, k: Tensor, v: Tensor, bounds: Tensor | None = None, *, scale: float | None = None, softcap: float = 0.0
 ) -> Tensor:
-    """Attention without caches, with padding left out of the computation.
+    """Attention without caches that skips padding.
 
-    The bits of a text depend neither on its padding, nor on other texts of the batch, nor on CPU and threads.
+    The result of a text is bitwise independent of its padding, the other texts of the batch, the CPU and the thread count.
 
     Args:
         q: [batch, heads, positions, width] float32, bfloat16 or float16; the last dimension has stride 1.
         k: [batch, kv_heads, length, width] of q's dtype, likewise. ``heads`` is a multiple of ``kv_heads``. Widths are
             multiples of 16 up to 512.
         v: [batch, kv_heads, length, value_width], likewise.
-        bounds: [batch, positions, 3] int32, contiguous; then ``length`` is ``positions``. For each position 1 or, for padding,
-            0; the first position that it attends to as a query; and the one after the last. The last two never decrease
+        bounds: [batch, positions, 3] int32, contiguous; requires ``length`` equal to ``positions``. For each position: 1, or 0
+            for padding; the first position that it attends to; and the position after the last. The latter two never decrease
             within a text. None: each query attends to all keys.
-        scale: of the products of q and k; None: ``width ** -0.5``.
-        softcap: scores become ``softcap * tanh(score / softcap)``; 0: they stay.
+        scale: factor of the products of q and k; None: ``width ** -0.5``.
+        softcap: scores become ``softcap * tanh(score / softcap)``; 0: no soft cap.
 
     Returns:
         [batch, positions, heads, value_width] of q's dtype, contiguous; zeros for padding. It has no gradients.
@@ -42,22 +42,22 @@ def masked_attention(
 
 
 def activate(x: Tensor, activation: str, gate: Tensor | None = None) -> Tensor:
-    """An activation function of each number, times a gate if there is one.
+    """Applies an activation function elementwise and, if a gate is given, multiplies by it.
 
-    Computed in float32 and rounded once. The bits of a number depend on nothing but the number.
+    Computed in float32 and rounded once. Each result depends, bit for bit, only on its own element.
 
     Args:
-        x: [..., n] float32, bfloat16 or float16; rows at equal distances, stride 1 in the last dimension.
+        x: [..., n] float32, bfloat16 or float16; equidistant rows, stride 1 in the last dimension.
         activation: "gelu" (within 2e-7 of x times the normal distribution's Phi, relative to x), "gelu_tanh" (the usual
             approximation by tanh), "gelu_quick" (``x * sigmoid(1.702 * x)``) or "silu".
-        gate: of x's shape and dtype: the result is multiplied by it.
+        gate: a factor with the shape and dtype of x.
 
     Returns:
-        Of x's shape and dtype, contiguous. It has no gradients.
+        A contiguous tensor with the shape and dtype of x. It has no gradients.
 
     Raises:
         RuntimeError: gradients are asked for.
-        ValueError: another activation, or a wrong dtype, shape, stride or device.
+        ValueError: an unknown activation, or a wrong dtype, shape, stride or device.
     """
     _without_gradients("activate", x, gate)
     if activation not in ACTIVATIONS:
@@ -68,16 +68,16 @@ def activate(x: Tensor, activation: str, gate: Tensor | None = None) -> Tensor:
 def rms_norm(x: Tensor, weight: Tensor | None = None, *, epsilon: float = 1e-6, weight_offset: float = 0.0) -> Tensor:
     """``x / sqrt(mean(x ** 2) + epsilon) * (weight_offset + weight)`` over the last dimension (Zhang and Sennrich, 2019).
 
-    Computed in float32 and rounded once. The bits of a row depend on nothing but the row.
+    Computed in float32 and rounded once. Each row of the result depends, bit for bit, only on its row of x.
 
     Args:
-        x: [..., n] float32, bfloat16 or float16; rows at equal distances, stride 1 in the last dimension.
+        x: [..., n] float32, bfloat16 or float16; equidistant rows, stride 1 in the last dimension.
         weight: [n] of x's dtype, contiguous; None: 1.
         epsilon: 0 to 1.
-        weight_offset: added to each weight, -1 to 1. Gemma's weights are stored less 1.
+        weight_offset: added to each weight, -1 to 1. Gemma stores its weights minus 1.
 
     Returns:
-        Of x's shape and dtype, contiguous. It has no gradients.
+        A contiguous tensor with the shape and dtype of x. It has no gradients.
 
     Raises:
         RuntimeError: gradients are asked for.

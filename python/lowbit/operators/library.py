@@ -24,11 +24,11 @@ def load() -> str:
     if version < OLDEST_TORCH:
         raise ImportError(f"lowbit needs torch >= {'.'.join(map(str, OLDEST_TORCH))}; found {torch.__version__}")
     try:
-        # Not `from . import _C`: that raises a plain ImportError when the file is missing.
+        # `from . import _C` would raise a plain ImportError, not ModuleNotFoundError, when the file is missing.
         _C = import_module("lowbit._C")
     except ModuleNotFoundError as error:
         foreign = sorted(path.name for path in Path(__file__).parents[1].glob("_C.*") if path.suffix in (".so", ".pyd"))
-        if foreign:  # a wheel that was unpacked by hand, or copied from another machine
+        if foreign:  # a wheel unpacked by hand, or an installation copied from another machine
             import sysconfig  # takes a millisecond
 
             expected = f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
@@ -41,7 +41,7 @@ def load() -> str:
             "(torch must be installed first)."
         ) from error
     except ImportError as error:
-        if error.path is None:  # not from the dynamic loader: LOWBIT_ISA is wrong
+        if error.path is None:  # not raised by the dynamic loader, so LOWBIT_ISA is invalid
             raise
         raise ImportError(f"lowbit's compiled part does not load: {error}. Build it again with `pip install .`.") from error
     library = Path(str(_C.__file__)).parent / "lowbit_torch.so"
@@ -56,16 +56,16 @@ def load() -> str:
 
 
 def kernels() -> list[dict[str, Any]]:
-    """The kernel table, one dict per row.
+    """The table of kernels, one dict per kernel.
 
-    Each family has the built-in rows, best ISA first, then those of :func:`load_kernels`.
+    Each family lists the built-in kernels, best ISA first, then those of :func:`load_kernels`.
 
     Keys: ``name``, ``family`` ("linear", "embedding", "quantize" or "attention"), ``isa``, ``format``, ``bits`` and
     ``tile`` (where they apply), ``supported`` (by this CPU), ``enabled`` (under ``LOWBIT_ISA``), ``active`` (some call
-    runs it), ``vendor`` and ``library`` (whose it is and the path it came from; None when built in).
+    runs it), ``vendor`` and ``library`` (the path that it was loaded from); both are None for built-in kernels.
 
-    "Some call" is one of up to 1024 rows of activations. If a loaded row limits the sizes that it takes, 34 sizes of
-    layers in published models are looked at, from 64 x 64 to 128256 x 4096; a row for other sizes alone is not ``active``.
+    "Some call" means up to 1024 rows of activations. For loaded kernels that limit the layer sizes, 34 layer sizes of
+    published models are tried, from 64 x 64 to 128256 x 4096; a kernel for other sizes only is not ``active``.
     """
     from .. import _C
 
@@ -73,20 +73,20 @@ def kernels() -> list[dict[str, Any]]:
 
 
 def load_kernels(path: str | os.PathLike[str]) -> None:
-    """Adds the kernels and packed formats of a vendor's shared library to the table, for the rest of the process.
+    """Loads a vendor's shared library and adds its kernels and packed formats to the table of this process.
 
-    Rows that claim preference are used from the next call on, wherever they fit and this CPU and ``LOWBIT_ISA`` allow
-    the instruction sets that they name. Every row is first tried on small matrices, against the portable kernels. Loading a
-    library again does nothing. How to write one: CONTRIBUTING.md.
+    Preferred kernels are used from the next call on, wherever they apply and this CPU and ``LOWBIT_ISA`` allow the
+    instruction sets that they name. Every kernel is first compared with the portable kernels on small matrices. Loading a
+    library again does nothing. CONTRIBUTING.md says how to write one.
 
     Args:
-        path: the library. A name without a directory is a file in the current one, or else, but not on Windows, what
-            the system finds where it looks for libraries.
+        path: the library. A name without a directory is a file in the current directory or else, except on Windows, in the
+            system's library search path.
 
     Raises:
         OSError: there is no such file, or the system cannot load it.
-        ValueError: it is no kernel library, or of another version of the interface, or a row is invalid or computes
-            something else than the portable kernel. Nothing was added then.
+        ValueError: it is not a kernel library, it has another version of the interface, or a kernel is invalid or differs
+            from the portable kernel. Nothing is added then.
     """
     from .. import _C
 
@@ -104,7 +104,7 @@ def isa() -> dict[str, Any]:
 
     ``LOWBIT_ISA`` is read once, when the package is imported, and caps the ISA: on Arm at ``portable``, ``neon``,
     ``neondot``, ``i8mm``, ``bf16``, ``sve2`` or ``sme2``; on x86 at ``portable``, ``avx2``, ``avxvnni``, ``avxvnniint8``,
-    ``avx512vnni`` or ``amx``. lowbit's own kernels need no ``bf16`` or ``sve2``; kernel libraries may.
+    ``avx512vnni`` or ``amx``. Built-in kernels do not use ``bf16`` or ``sve2``; kernel libraries may.
     """
     from .. import _C
 
@@ -112,13 +112,13 @@ def isa() -> dict[str, Any]:
 
 
 def streams(pin: str | None = None) -> str:
-    """Returns, and with ``pin`` sets, how one row of activations reads its weights: "one" panel at a time or "several".
+    """Returns, or with ``pin`` sets, how decoding (one row of activations) reads weights: "one" panel at a time or "several".
 
-    The default depends on the CPU's maker: "several" is faster on Intel's CPUs, "one" on others. ``LOWBIT_STREAMS``, read
-    once, changes it. Results do not depend on it. Only AVX-512 VNNI has interleaved kernels.
+    The default depends on the CPU's vendor: "several" interleaved panels are faster on Intel, "one" elsewhere.
+    ``LOWBIT_STREAMS``, read once, overrides it. Results do not depend on it. Only AVX-512 VNNI has interleaved kernels.
 
     Args:
-        pin: the value from now on, for all threads; None changes nothing.
+        pin: the new value for all threads; None changes nothing.
 
     Returns:
         The value in effect.

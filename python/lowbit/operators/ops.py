@@ -1,4 +1,4 @@
-"""The operators as functions, and their shapes for tracing (fake kernels)."""
+"""Python functions for the main operators, with autograd, autocast and fake kernels (shapes for tracing)."""
 
 import inspect
 import os
@@ -30,13 +30,13 @@ __all__ = [
     "info", "info_of_experts", "linear", "linear_experts", "linears", "pack", "repack", "unpack", "verify",
 ]  # fmt: skip
 
-# Looked up once: torch.ops.lowbit.linear takes 0.4 us more to call.
+# Looked up once, because calling torch.ops.lowbit.linear takes 0.4 us longer.
 _linear = torch.ops.lowbit.linear.default
 _dynamo_traces = torch.compiler.is_dynamo_compiling
 
 
 class _StraightThrough(torch.autograd.Function):
-    generate_vmap_rule = True  # gradients of each sample: torch.vmap(torch.func.grad(...))
+    generate_vmap_rule = True  # for per-sample gradients: torch.vmap(torch.func.grad(...))
 
     @staticmethod
     def forward(x: Tensor, packed_weight: Tensor, out_features: int) -> Tensor:
@@ -57,7 +57,7 @@ class _StraightThrough(torch.autograd.Function):
 
 
 class _StraightThroughForward(_StraightThrough):
-    """Adds forward-mode derivatives (torch.func.jvp, jacfwd); a class of its own, as torch.compile accepts no jvp."""
+    """Adds forward-mode derivatives (torch.func.jvp, jacfwd); separate because torch.compile does not support jvp."""
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -74,21 +74,21 @@ class _StraightThroughForward(_StraightThrough):
 
 def _runs_here() -> bool:
     """Whether the traced program will run in this process. Exported programs contain the bare operators."""
-    # Reading the level (-1 or more) makes Dynamo guard it: a call at another level is traced anew.
+    # Reading the level, which is always -1 or more, makes Dynamo guard it, so a call at another level is retraced.
     return forward_ad._current_level >= -1 and not torch.compiler.is_exporting()
 
 
 def _has_tangent(operator: str, *arguments: Any) -> bool:
-    """Whether one of the tensors has a tangent; the kernels of traced operators call this.
+    """Whether one of the tensors has a tangent. The kernels of `_traced_*` operators call this.
 
     Raises:
-        NotImplementedError: derivatives that cannot be compiled. torch.compile leaves the call to Python, or with
-            fullgraph=True reports the error.
+        NotImplementedError: the derivatives cannot be compiled. torch.compile then falls back to Python, or reports the error
+            with fullgraph=True.
     """
-    # Only floats can have one; and in inference mode unpack_dual refuses packed weights, which were made before.
+    # Only floats can have a tangent, and in inference mode unpack_dual refuses packed weights, which are normal tensors.
     tensors = [argument for argument in arguments if isinstance(argument, Tensor) and argument.is_floating_point()]
     has_tangent = any(forward_ad.unpack_dual(tensor, level=0).tangent is not None for tensor in tensors)
-    # Where a level was opened outside of the compiled function, its inputs have no tangents while it is traced.
+    # If a level was opened outside the compiled function, its inputs have no tangents while it is traced.
     if torch._C._are_functorch_transforms_active() or (forward_ad._current_level >= 0 and not has_tangent):
         raise NotImplementedError(
             f"derivatives of lowbit.{operator} by torch.func, and tangents from outside of the compiled function, are not "
@@ -99,7 +99,7 @@ def _has_tangent(operator: str, *arguments: Any) -> bool:
 
 def _differentiated(x: Tensor) -> bool:
     """Whether derivatives with respect to x are requested. Exported programs contain the bare operator."""
-    # A tangent does not show in requires_grad; without this it would be lost.
+    # requires_grad does not reveal a tangent, which would be lost without this check.
     if not (x.requires_grad and torch.is_grad_enabled()) and forward_ad._current_level < 0:
         return False
     return not torch.compiler.is_exporting() and not torch.jit.is_tracing()
@@ -111,37 +111,37 @@ def linear(x: Tensor, packed_weight: Tensor, out_features: int) -> Tensor:
     Args:
         x: [..., in_features] float32, bfloat16 or float16, any strides.
         packed_weight: from :func:`pack`.
-        out_features: the rows of the packed weight.
+        out_features: number of rows of the packed weight.
 
     Returns:
         [..., out_features] of x's dtype. A row with a NaN or an infinity gives a row of NaN.
 
-    The gradient with respect to x is that of a float layer with the dequantized weight: it passes straight through the
-    rounding of the activations, and so does a derivative in forward mode (torch.func.jvp). The packed weight has none.
+    The gradient with respect to x is that of a float layer with the dequantized weight: a straight-through estimator for
+    the rounding of activations, also in forward mode (torch.func.jvp). The packed weight has no gradient.
 
     Raises:
         ValueError: a wrong dtype, shape or device, or an invalid packed weight.
     """
-    # An autograd kernel would do all of this, but in Python it would cost every call several microseconds.
+    # An autograd kernel registered from Python would do all of this, but would add several microseconds to every call.
     if _dynamo_traces() and _runs_here():
         return torch.ops.lowbit._traced_linear(x, packed_weight, out_features)
     if isinstance(x, Tensor):
-        # Looked at here first: the function's call costs every call 150 ns more.
+        # This condition avoids the function call, which takes 150 ns.
         if (x.requires_grad or forward_ad._current_level >= 0) and _differentiated(x):
             function = _StraightThrough if forward_ad._current_level < 0 else _StraightThroughForward
             return function.apply(x, packed_weight, out_features)
-    elif has_torch_function((x,)):  # torch.fx traces: the graph that it records may be run with gradients
+    elif has_torch_function((x,)):  # torch.fx is tracing: the recorded graph may be run with gradients
         return handle_torch_function(linear, (x,), x, packed_weight, out_features)
     return _linear(x, packed_weight, out_features)
 
 
 def linears(x: Tensor, packed_weights: Sequence[Tensor], out_features: Sequence[int]) -> tuple[Tensor, ...]:
-    """Applies several packed weights to the same input, which is quantized once; each result has the bits of :func:`linear`.
+    """Applies several packed weights to the same input, which is quantized once; bitwise equal to :func:`linear`.
 
     Args:
         x: [..., in_features] float32, bfloat16 or float16, any strides.
-        packed_weights: 1 to 16 weights from :func:`pack`, all of ``in_features`` inputs, of any widths and group sizes.
-        out_features: the rows of each.
+        packed_weights: 1 to 16 weights from :func:`pack`, all with ``in_features`` inputs, of any bit widths and group sizes.
+        out_features: number of rows of each weight.
 
     Returns:
         One tensor [..., out_features] of x's dtype for each weight: views of one tensor [..., sum of out_features].
@@ -149,7 +149,7 @@ def linears(x: Tensor, packed_weights: Sequence[Tensor], out_features: Sequence[
     The gradient with respect to x is that of :func:`linear`.
 
     Raises:
-        ValueError: as :func:`linear`, or not as many weights as ``out_features``.
+        ValueError: as :func:`linear`, or the numbers of weights and of ``out_features`` differ.
     """
     packed_weights, out_features = list(packed_weights), list(out_features)
     if _dynamo_traces() and _runs_here():
@@ -158,7 +158,7 @@ def linears(x: Tensor, packed_weights: Sequence[Tensor], out_features: Sequence[
     if not isinstance(x, Tensor) and has_torch_function((x,)):
         outputs = handle_torch_function(linears, (x,), x, packed_weights, out_features)
         return outputs
-    fits = len(packed_weights) == len(out_features) > 0  # else the operator says what is wrong
+    fits = len(packed_weights) == len(out_features) > 0  # otherwise the operator reports what is wrong
     if fits and isinstance(x, Tensor) and _differentiated(x):
         return tuple(linear(x, packed, n) for packed, n in zip(packed_weights, out_features, strict=True))
     outputs = torch.ops.lowbit.linears(x, packed_weights, out_features).split(out_features, -1)
@@ -166,7 +166,7 @@ def linears(x: Tensor, packed_weights: Sequence[Tensor], out_features: Sequence[
 
 
 class _StraightThroughExperts(torch.autograd.Function):
-    # No rule for vmap, which cannot loop over the experts of a batch, and none for forward mode: torch refuses both.
+    # Without a vmap rule, as vmap cannot loop over the experts of a batch, and without a jvp: torch refuses both.
     @staticmethod
     def forward(x: Tensor, packed_weights: Tensor, experts: Tensor, out_features: int) -> Tensor:
         return torch.ops.lowbit.linear_experts(x, packed_weights, experts, out_features)
@@ -183,34 +183,34 @@ class _StraightThroughExperts(torch.autograd.Function):
         rows, result = torch.arange(grad.shape[-1], device=grad.device), grad.new_zeros(ctx.shape)
         for expert in experts.unique().tolist():
             weight = torch.ops.lowbit.embedding(rows, packed_weights[expert], ctx.shape[-1], dtype=grad.dtype)
-            # A row that goes to an expert twice counts twice.
+            # A row that is routed to an expert twice counts twice.
             result += torch.where((experts == expert)[..., None], grad, 0).sum(-2) @ weight
         return result, None, None, None
 
 
 def linear_experts(x: Tensor, packed_weights: Tensor, experts: Tensor, out_features: int) -> Tensor:
-    """Applies to each row of x the packed weights of its experts, as a mixture-of-experts layer chooses them.
+    """Applies to each row of x the packed weights of its experts, as in a mixture-of-experts layer.
 
-    Only the chosen experts are read, each once for all of its rows, and a row of x is quantized once for all of its experts.
-    The results have the bits of :func:`linear`.
+    Each chosen expert is read once for all of its rows, and each row of x is quantized once for all of its experts. Results
+    are bitwise equal to :func:`linear`.
 
     Args:
         x: [..., in_features] float32, bfloat16 or float16, any strides.
-        packed_weights: uint8 [experts, bytes], contiguous: each row a weight from :func:`pack` of ``out_features`` rows and
-            ``in_features`` inputs, all of one group size. ``torch.stack`` joins them.
-        experts: int64 [..., e], any strides: the e experts that each row of x goes to, 0 for the first.
-        out_features: the rows of each packed weight.
+        packed_weights: uint8 [experts, bytes], contiguous, such as from ``torch.stack``. Each is a weight from :func:`pack`
+            with ``out_features`` rows and ``in_features`` inputs, all with the same group size.
+        experts: int64 [..., e], any strides: the indices of the e experts of each row of x.
+        out_features: number of rows of each packed weight.
 
     Returns:
         [..., e, out_features] of x's dtype.
 
-    The gradient with respect to x is that of float layers with the dequantized weights, as that of :func:`linear`.
+    The gradient with respect to x is that of float layers with the dequantized weights, as for :func:`linear`.
 
     Raises:
-        IndexError: there is no such expert.
+        IndexError: an expert's index is out of range.
         ValueError: a wrong dtype, shape or device, or an invalid packed weight.
     """
-    # The backward pass reads the chosen experts, which torch.compile leaves to Python.
+    # The backward pass reads the values of `experts`, which torch.compile leaves to Python.
     if _dynamo_traces() and _runs_here() and not (x.requires_grad and torch.is_grad_enabled()):
         return torch.ops.lowbit._traced_linear_experts(x, packed_weights, experts, out_features)
     if not isinstance(x, Tensor) and has_torch_function((x,)):
@@ -221,12 +221,12 @@ def linear_experts(x: Tensor, packed_weights: Tensor, experts: Tensor, out_featu
 
 
 def embedding(indices: Tensor, packed_weight: Tensor, embedding_dim: int, *, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Rows of a packed table, dequantized.
+    """Looks up and dequantizes rows of a packed embedding table.
 
     Args:
         indices: [...] int32 or int64, any strides.
         packed_weight: from :func:`pack`; [num_embeddings, embedding_dim] weights.
-        embedding_dim: the inputs of the packed weight.
+        embedding_dim: number of inputs of the packed weight.
         dtype: of the result: float32, bfloat16 or float16.
 
     Returns:
@@ -240,7 +240,7 @@ def embedding(indices: Tensor, packed_weight: Tensor, embedding_dim: int, *, dty
 
 
 class _WithoutGradient(torch.autograd.Function):
-    """Attention in a program with gradients: its result has none."""
+    """Attention in a program with gradients: the result has no gradient, and backward raises."""
 
     @staticmethod
     def forward(*arguments: Any) -> Tensor:
@@ -270,33 +270,33 @@ def attention(
 ) -> Tensor:
     """Causal attention over static caches: appends ``k`` and ``v`` to the caches, then attends.
 
-    Time grows with the positions that the caches hold, not with ``max_length``. The result of a position has the same
-    bits however a text was cut into calls.
+    Time grows with the number of cached positions, not with ``max_length``. The result of a position is bitwise independent
+    of how the text was split into calls.
 
     Args:
         q: [batch, heads, positions, width] float32, bfloat16 or float16, any strides; width a multiple of 16 up to 512.
         k: [batch, kv_heads, positions, width] of q's dtype, any strides; heads is a multiple of kv_heads, and head h of
             q belongs to head ``h // (heads // kv_heads)``.
         v: [batch, kv_heads, positions, value_width], as k.
-        k_cache, v_cache: [batch, kv_heads, max_length, width] and [..., value_width], contiguous; max_length and
-            value_width multiples of 16, as width. Both float32, bfloat16 or float16, whatever q is, or int8. Changed in
-            place. The order of values within a head is this operator's: start with any content (``torch.zeros``, for
-            example) and let only this operator read and write them. :func:`cache_width` returns the last dimension: int8
-            caches have 4 more bytes, a float32 scale per position and head. 4-bit caches are int8 tensors with half as many
-            bytes and these 4; their widths are multiples of 32. Values may have 4 bits and keys int8, but not the other way
-            round. Both are rounded to nearest in a smaller type, in 4 bits after a rotation (docs/internals/operators.md). In
-            int8 and 4-bit caches a position with a key or value that is not finite is NaN.
-        start: int64, one element: how many positions the caches hold. 0 starts a new text. Position i of q is position
-            ``start + i`` of the text and sees all up to itself.
-        scale: of the products of q and k; None: ``width ** -0.5``.
-        window: a query sees its position and the ``window - 1`` before it (sliding window); None: all before it.
-        softcap: scores become ``softcap * tanh(score / softcap)``, as in Gemma 2; None: they stay.
-        sinks: [heads] of q's dtype: attention sinks, one more score per head in the softmax, without a value, as in
+        k_cache, v_cache: [batch, kv_heads, max_length, width] and [..., value_width], contiguous, updated in place;
+            max_length, width and value_width are multiples of 16. The dtype is float32, bfloat16 or float16, whatever q's is,
+            or int8. Start with any content, such as ``torch.zeros``. Only this operator may read or write the caches, because
+            it chooses the order of values within a head. :func:`cache_width` returns the last dimension: int8 caches have
+            4 more bytes for a float32 scale per position and head. 4-bit caches are int8 tensors with half as many bytes plus
+            these 4; their widths are multiples of 32. Values may be 4-bit with int8 keys, but not vice versa. Keys and values
+            are rounded to nearest, in 4 bits after a rotation (docs/internals/operators.md). In int8 and 4-bit caches a
+            position with a key or value that is not finite is NaN.
+        start: int64, one element: number of positions in the caches; 0 starts a new text. Position i of q is position
+            ``start + i`` of the text and attends to all positions up to itself.
+        scale: factor of the products of q and k; None: ``width ** -0.5``.
+        window: sliding window: a query attends to its position and the ``window - 1`` before it; None: to all before it.
+        softcap: scores become ``softcap * tanh(score / softcap)``, as in Gemma 2; None: no soft cap.
+        sinks: [heads] of q's dtype: attention sinks, an extra score per head in the softmax, without a value, as in
             gpt-oss; None: no sinks.
 
     Returns:
         [batch, positions, heads, value_width] of q's dtype, contiguous. NaN where a visible product is NaN. It has no
-        gradients: going back through it is a RuntimeError, or compiled a warning of torch.
+        gradients: backward raises RuntimeError, or warns in compiled programs.
 
     Raises:
         IndexError: ``start`` is negative, or the caches are too short for all positions. They are unchanged.
@@ -304,7 +304,7 @@ def attention(
             caches are unchanged.
     """
     if scale is None:
-        scale = max(1, *q.shape[-1:]) ** -0.5  # a width of 0, or none, is for the operator to refuse
+        scale = max(1, *q.shape[-1:]) ** -0.5  # the operator refuses a width of 0 and a q without dimensions
     if window is not None and window < 1:
         raise ValueError(f"window is {window}; expected 1 or more, or None")
     if softcap is not None and not softcap > 0:
@@ -312,7 +312,7 @@ def attention(
     arguments = (q, k, v, k_cache, v_cache, start, scale, window or 0, softcap or 0.0, sinks)
     if _dynamo_traces() and _runs_here():
         return torch.ops.lowbit._traced_attention(*arguments)
-    # The usual call, without gradients, evaluates this one condition.
+    # A call without gradients, the usual case, evaluates only this condition.
     if torch.is_grad_enabled() or forward_ad._current_level >= 0:
         tensors = (argument for argument in arguments if isinstance(argument, Tensor))
         if any(map(_differentiated, tensors)):
@@ -321,12 +321,12 @@ def attention(
 
 
 def cache_width(width: int, dtype: torch.dtype) -> int:
-    """The last dimension of a cache of :func:`attention` for keys or values of this width.
+    """The last dimension of a cache for :func:`attention` with keys or values of this width.
 
     ``torch.int4`` stands for 4-bit caches, whose tensors are int8.
 
     Raises:
-        ValueError: a width that 4-bit caches cannot have.
+        ValueError: 4-bit caches do not support this width.
     """
     if dtype is torch.int4:
         if width % 32:
@@ -336,13 +336,13 @@ def cache_width(width: int, dtype: torch.dtype) -> int:
 
 
 def cache_storage(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of the tensors of a cache: int8 for ``torch.int4``, otherwise ``dtype``."""
+    """The tensor dtype of a cache: int8 for ``torch.int4``, otherwise ``dtype``."""
     return torch.int8 if dtype is torch.int4 else dtype
 
 
 # While torch.compile traces Python, derivatives of torch.func are invisible: an input of torch.func.grad does not require
-# gradients there, and no tensor has a tangent. Only execution sees functorch's state, first in Dynamo's own run with fake
-# tensors. So the graph holds `_traced_*` operators that check it; AOTAutograd decomposes them to the bare operators.
+# gradients, and no tensor has a tangent. Only execution sees functorch's state, beginning with Dynamo's run with fake
+# tensors. So the graph contains `_traced_*` operators that check it; AOTAutograd decomposes them to the bare operators.
 for _schema in (
     "linear(Tensor x, Tensor packed_weight, int out_features) -> Tensor",
     "linears(Tensor x, Tensor[] packed_weights, int[] out_features) -> Tensor",
@@ -380,7 +380,7 @@ def _(*arguments: Any) -> Tensor:
 
 @torch.library.impl("lowbit::_traced_attention", "CompositeImplicitAutograd")
 def _(*arguments: Any) -> Tensor:
-    # An error in the backward pass would end the forward pass, as both are traced at once; torch warns of missing gradients.
+    # Forward and backward are traced together, so an error in backward would break forward. torch warns instead.
     return _without_tangents("attention", *arguments)
 
 
@@ -388,7 +388,7 @@ _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 
 
 def _follow_autocast(operator: str, count: int) -> None:
-    """Under torch.autocast the first ``count`` tensors get its dtype, as torch's linear layers and attention do it."""
+    """Makes torch.autocast cast the first ``count`` tensors to its dtype, as for torch's linear layers and attention."""
     overload = getattr(torch.ops.lowbit, operator).default
 
     def cast(*arguments: Any) -> Tensor:
@@ -404,14 +404,14 @@ for _operator, _count in (("linear", 1), ("linears", 1), ("linear_experts", 1), 
     _follow_autocast(_operator, _count)
 
 
-# register_fake looks this file's module up by inspect, which otherwise searches the files of all modules: 3 ms.
+# register_fake finds this module through inspect, which would otherwise search the files of all modules for 3 ms.
 getattr(inspect, "modulesbyfile", {})[os.path.abspath(__file__)] = __name__
 
 
 def _register_fake(operator: str) -> Callable[[Callable[..., Any]], None]:
-    """As torch.library.register_fake, for calls whose tensors are all on one device.
+    """Like torch.library.register_fake, but refuses calls with tensors on different devices.
 
-    With one of them on the meta device torch runs this function, and the result would be uninitialized memory of the CPU.
+    If one tensor is on the meta device, torch runs the fake kernel, whose result would be uninitialized CPU memory.
     """
 
     def register(function: Callable[..., Any]) -> None:
@@ -507,7 +507,7 @@ def _(
     levels: Tensor | None = None, rotated_inputs: int = 0,
 ) -> Tensor:  # fmt: skip
     n, k = codes.shape
-    table = None if levels is None else bytes(len(levels))  # their values do not change the size
+    table = None if levels is None else bytes(len(levels))  # the values do not affect the size
     size = _C.packed_bytes(int(n), int(k), bits, group_size, mins is not None, bias is not None, table)
     return codes.new_empty((size,))
 
@@ -537,7 +537,7 @@ def _(weight: Tensor, bits: int, group_size: int, affine: bool, search: bool) ->
 
 @_register_fake("unpack")
 def _(packed_weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    # The sizes are in the header's bytes, which tracing cannot read.
+    # The sizes are stored in the header's bytes, which tracing cannot read.
     context = torch.library.get_ctx()
     n, k, groups, mins_n, mins_groups, bias_n = (context.new_dynamic_size(min=0) for _ in range(6))
     new = packed_weight.new_empty

@@ -1,4 +1,4 @@
-"""Layers with a state of fixed size: linear attention and short causal convolutions."""
+"""Operators with a state of fixed size: linear attention and short causal convolutions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def _without_gradients(operator: str, *tensors: Tensor | None) -> None:
 
 
 def state_shape(batch: int, heads: int, width: int, value_width: int) -> tuple[int, int, int, int, int]:
-    """The shape of a state of :func:`linear_attention`: panels of 16 columns."""
+    """The shape of a state for :func:`linear_attention`, stored in panels of 16 columns."""
     return batch, heads, -(-value_width // 16), width, 16
 
 
@@ -30,27 +30,27 @@ def linear_attention(
     scale: float | None = None,
     norm_epsilon: float = 0.0,
 ) -> Tensor:
-    """Linear attention with decay over a state of fixed size, which it changes in place.
+    """Linear attention with decay, over a state of fixed size that is updated in place.
 
     For each token, with the state S of a head, [width, value_width]::
 
         S = exp(decay) * S;  u = beta * (v - k @ S), or v without beta;  S = S + outer(k, u);  out = scale * q @ S
 
-    With beta this is the gated delta rule (Yang et al., Gated Delta Networks, 2024), with a decay per row of S that of Kimi
-    Linear (2025); without beta it is Mamba-2's scan (Dao and Gu, Transformers are SSMs, 2024) and retention. All in float32.
-    The result of a token has the same bits on every CPU, for any number of threads, and however a text is cut into calls.
+    With beta this is the gated delta rule (Yang et al., Gated Delta Networks, 2024), or that of Kimi Linear (2025) if there is
+    a decay per row of S. Without beta it is Mamba-2's scan (Dao and Gu, Transformers are SSMs, 2024) and retention. Computed
+    in float32. Results are bitwise independent of the CPU, the thread count and how a text is split into calls.
 
     Args:
         q, k: [batch, positions, key_heads, width] float32, bfloat16 or float16; the last dimension has stride 1.
-        v: [batch, positions, heads, value_width] of q's dtype, likewise. Head h has head ``h // (heads // key_heads)`` of q and
-            k. Widths are 1 to 1024.
-        decay: [batch, positions, heads], contiguous, or [batch, positions, heads, width] float32: natural logarithms of what
-            S is multiplied by. A number above 0 counts as 0.
-        state: :func:`state_shape`, float32, contiguous. Changed.
-        start: int64, one element: how many positions the state has seen. 0 starts a new text, whatever the state is.
+        v: [batch, positions, heads, value_width] of q's dtype, likewise. Head h uses head ``h // (heads // key_heads)`` of q
+            and k. Widths are 1 to 1024.
+        decay: [batch, positions, heads], contiguous, or [batch, positions, heads, width] float32: natural logarithms of the
+            factors of S. Numbers above 0 count as 0.
+        state: float32, contiguous, of the shape :func:`state_shape`. Updated in place.
+        start: int64, one element: number of positions that the state has seen. 0 starts a new text and ignores the state.
         beta: [batch, positions, heads] float32, contiguous.
-        scale: of q; None: ``width ** -0.5``.
-        norm_epsilon: q and k are multiplied by ``(sum of squares + norm_epsilon) ** -0.5``; 0: they are not.
+        scale: factor of q; None: ``width ** -0.5``.
+        norm_epsilon: q and k are multiplied by ``(sum of squares + norm_epsilon) ** -0.5``; 0: no normalization.
 
     Returns:
         [batch, positions, heads, value_width] of q's dtype, contiguous. It has no gradients.
@@ -68,16 +68,16 @@ def linear_attention(
 def short_conv(
     x: Tensor, weight: Tensor, state: Tensor, start: Tensor, *, bias: Tensor | None = None, silu: bool = False
 ) -> Tensor:
-    """A causal convolution of each channel with few taps, over a state that it changes in place.
+    """A causal depthwise convolution with few taps, over a state that is updated in place.
 
     ``out[t] = bias + sum over j of weight[j] * x[t - taps + 1 + j]``, then, with ``silu``, ``out * sigmoid(out)``; computed in
-    float32. The bits do not depend on the CPU, the number of threads, or how a text is cut into calls.
+    float32. Results are bitwise independent of the CPU, the thread count and how a text is split into calls.
 
     Args:
         x: [batch, positions, channels] float32, bfloat16 or float16; the last dimension has stride 1.
-        weight: [taps, channels] of x's dtype, contiguous; up to 16 taps. A ``Conv1d`` has it as [channels, 1, taps].
-        state: [batch, taps - 1, channels] of x's dtype, contiguous: the inputs before x, the oldest first. Changed.
-        start: int64, one element: how many positions came before. 0 starts a new text: zeros come before it.
+        weight: [taps, channels] of x's dtype, contiguous; up to 16 taps. A ``Conv1d`` stores it as [channels, 1, taps].
+        state: [batch, taps - 1, channels] of x's dtype, contiguous: the inputs before x, oldest first. Updated in place.
+        start: int64, one element: number of preceding positions. 0 starts a new text, preceded by zeros.
         bias: [channels] of x's dtype.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Attention with a sliding window over caches that hold the window, not the text."""
+"""Sliding-window attention over caches that hold only the window, not the whole text."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from torch import Tensor
 
 from .recurrence import _without_gradients
 
-SPAN = 512  # positions by which the caches move on; the kernels add in spans of as many
+SPAN = 512  # positions by which the caches advance; the kernels sum in spans of the same length
 
 
 def window_length(window: int, positions: int = 256) -> int:
-    """The ``max_length`` of caches for :func:`window_attention`, in which calls of up to ``positions`` are not cut."""
+    """A ``max_length`` of caches for :func:`window_attention` that does not split calls of up to ``positions``."""
     return -(-(window + SPAN + max(positions, 16)) // 16) * 16
 
 
@@ -29,24 +29,25 @@ def window_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """:func:`lowbit.attention` with a window, over caches of a fixed size: texts of any length.
+    """:func:`lowbit.attention` with a sliding window, for texts of any length over caches of a fixed size.
 
-    The result has the same bits as with caches for the whole text.
+    The result is bitwise equal to that with caches for the whole text.
 
     Args:
-        q, k, v, scale, softcap, sinks: as of :func:`lowbit.attention`.
-        k_cache, v_cache: as there; ``max_length`` is at least ``window + 528``, for example :func:`window_length`. Changed.
-        held: int64 [2], contiguous: the caches hold positions ``held[0]`` to ``held[1] - 1`` of the text. Begin with zeros.
-            Changed.
-        start: int64, one element: how many positions come before q. ``held[1]`` continues the text, 0 starts a new one, and
-            an earlier position cuts the text back, if the ``window - 1`` positions before it are held.
-        window: a query sees its position and the ``window - 1`` before it.
+        q, k, v, scale, softcap, sinks: as for :func:`lowbit.attention`.
+        k_cache, v_cache: likewise; ``max_length`` is at least ``window + 528``, such as :func:`window_length`. Updated in
+            place.
+        held: int64 [2], contiguous: the caches hold positions ``held[0]`` to ``held[1] - 1`` of the text. Start with zeros.
+            Updated in place.
+        start: int64, one element: number of positions before q. ``held[1]`` continues the text, 0 starts a new one, and an
+            earlier position truncates the text, if the ``window - 1`` positions before it are held.
+        window: a query attends to its position and the ``window - 1`` before it.
 
     Returns:
         As :func:`lowbit.attention`; it has no gradients.
 
     Raises:
-        IndexError: ``start`` is negative, beyond the text, or cuts it back too far. The caches are unchanged.
+        IndexError: ``start`` is negative, beyond the text, or truncates it too far. The caches are unchanged.
         RuntimeError: gradients are asked for.
         ValueError: a wrong dtype, shape, stride or device, or caches that are too short. The caches are unchanged.
     """
