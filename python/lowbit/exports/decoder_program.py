@@ -1,4 +1,4 @@
-"""Decoders to a .pte or a .pt2, and back.
+"""Exports decoders to .pte and .pt2 files, and loads them.
 
 >>> import lowbit.llm
 >>> lowbit.llm.export_decoder(decoder, "model.pte")  # doctest: +SKIP
@@ -22,10 +22,10 @@ from ..llm.decoder import Decoder, check_call
 from ..llm.loading import stop_tokens
 from .module import described, export_pt2, export_pte, zeros
 
-# Methods without arguments in a .pte, by the names that ExecuTorch's runners of language models read.
+# Setting -> name of the constant method in a .pte that ExecuTorch's language model runners read.
 _PTE_NUMBERS = {"max_length": "get_max_context_len", "chunk": "get_max_seq_len", "vocabulary": "get_vocab_size"}
 _PTE_STOP = "get_eos_ids"
-_PTE_RECURRENT = "has_states"  # of lowbit: whether layers have states, which cannot be cut back
+_PTE_RECURRENT = "has_states"  # lowbit's own: whether layers have states, which cannot be truncated
 _PT2 = "lowbit.llm."  # prefix of the names of our metadata in a .pt2
 
 ExportProgress = Callable[[int, int, str], None]
@@ -39,12 +39,12 @@ class ExportedDecoder:
     chunk: int  # largest number of tokens of one run of the program; longer calls are split
     vocabulary: int
     stop: tuple[int, ...]  # tokens that end a text
-    recurrent: bool  # layers have states, or caches of a window: a text then goes on where it ended, or begins at 0
+    recurrent: bool  # layers have states or sliding-window caches: a text must continue at its end or start at 0
     _run: Callable[[Tensor, Tensor], Tensor] = field(repr=False)
     _position: int | None = field(default=None, repr=False)
 
     def kept(self, count: int) -> int:
-        """How many of the first `count` tokens of the text a call can continue behind."""
+        """The number of the first `count` tokens of the text after which a call can continue."""
         return count if not self.recurrent or count == self._position else 0
 
     def __call__(self, tokens: Tensor, start: Tensor) -> Tensor:
@@ -78,7 +78,7 @@ class ExportedDecoder:
 
 
 class _CachesAsInputs(torch.nn.Module):
-    """A decoder that takes its caches as inputs; as constants, their zeros would fill the .pt2."""
+    """A decoder that takes its caches as inputs. As constants their zeros would be stored in the .pt2."""
 
     def __init__(self, decoder: Decoder, names: Sequence[str]):
         super().__init__()
@@ -101,7 +101,7 @@ def _describe(decoder: Decoder, chunk: int, stop: Iterable[int] | None) -> dict[
 
 
 def _example(chunk: int) -> tuple[tuple[Tensor, Tensor], tuple[Any, ...]]:
-    """Example inputs, and their dynamic sizes."""
+    """Example inputs and their dynamic shapes."""
     tokens = torch.zeros((1, min(chunk, 3)), dtype=torch.int64)
     sizes = {1: torch.export.Dim("s", min=1, max=chunk)} if chunk > 1 else None
     return (tokens, torch.zeros(1, dtype=torch.int64)), (sizes, None)
@@ -121,26 +121,25 @@ def export_decoder(
 
     The program takes tokens [1, s], s from 1 to ``chunk``, and start [1]. The file name chooses the format:
 
-    * **.pte**, for ExecuTorch. The caches live in the loaded program and take no room in the file. Constant methods hold the
-      settings of a runner, under the names that ExecuTorch's ``TextLLMRunner`` reads. It runs the file;
-      ``examples/cpp/llm_runner`` does too.
-    * **.pt2**, by AOTInductor, which needs a C++ compiler here. The program also takes all caches and changes them in place,
-      so the file has none. Its metadata holds the settings of a runner; ``examples/cpp/llm_runner_pt2`` reads it.
+    * **.pte**, for ExecuTorch. The caches are allocated by the loaded program and are not in the file. Constant methods hold
+      the settings for runners. ExecuTorch's ``TextLLMRunner`` and ``examples/cpp/llm_runner`` run the file.
+    * **.pt2**, for AOTInductor, which needs a C++ compiler for the export. The program takes all caches as inputs and updates
+      them in place, so they are not in the file. Metadata holds the settings, which ``examples/cpp/llm_runner_pt2`` reads.
 
     :func:`load_decoder` runs both.
 
     Args:
         decoder: quantized, in eval mode.
-        path: a name that ends in .pte or .pt2; replaced in one step, and untouched when the export fails.
-        chunk: largest number of tokens of one call. Longer prompts come in pieces; a .pte reserves memory for a piece.
+        path: a name that ends in .pte or .pt2; replaced atomically, and unchanged if the export fails.
+        chunk: largest number of tokens of one call. Longer prompts are split; a .pte reserves memory for one chunk.
         stop: tokens that end a text; None: those of the model's configuration.
         xnnpack: in a .pte, run the operators that XNNPACK supports there; otherwise all but lowbit's operators run on
             ExecuTorch's kernels.
-        progress: called as ``progress(steps done, steps, what begins)``.
+        progress: called as ``progress(steps done, steps, next step)``.
 
     Raises:
         ImportError: executorch is not installed, for a .pte.
-        ValueError, OSError: chunk is not from 1 to max_length, path has another ending, or cannot be written.
+        ValueError, OSError: chunk is not from 1 to max_length, or path has another ending or cannot be written.
         Exception: whatever torch.export, ExecuTorch and AOTInductor raise on models they cannot export.
     """
     suffix = Path(path).suffix
@@ -165,7 +164,7 @@ def _export_pte(
     if isinstance(config.bos_token_id, int):
         constants["get_bos_id"] = config.bos_token_id
     inputs, sizes = _example(about["chunk"])
-    # Its buffers are caches, which are written at positions: XNNPACK has no part in that.
+    # The only mutated buffers are caches, which lowbit's operators update, so XNNPACK cannot break them.
     export_pte(
         decoder, inputs, path, dynamic_shapes=sizes, xnnpack=xnnpack, constant_methods=constants, progress=progress,
         check_buffers=False,

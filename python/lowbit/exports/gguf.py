@@ -1,7 +1,7 @@
-"""Export of a packed checkpoint to a GGUF file, the inverse of :mod:`lowbit.importing.gguf_source`.
+"""Exports a packed checkpoint to a GGUF file, the inverse of :mod:`lowbit.importing.gguf_source`.
 
-Codes are not requantized. ggml's types have one float16 scale for 32 inputs, without a factor per row: other scales are
-rounded, and the result says so.
+Codes are not requantized. ggml's types have a float16 scale per 32 inputs and no factor per row: other scales are rounded,
+and the result reports it.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from .gguf_settings import architecture_metadata, rotation_factors
 
 _BLOCK = 32
 _BAND_WEIGHTS = 1 << 21
-# Steps by which rounding scales to float16 may move a weight: at 8 bits 128 codes by 2^-11 of the scale. More means that the
-# scale is subnormal in float16 or out of its range.
+# Largest allowed change of a weight, in quantization steps, by rounding its scale to float16: at 8 bits 128 codes times 2^-11
+# of the scale. More means that the scale is subnormal in float16 or out of its range.
 _MOST_STEPS = 2.0**-4
 _TYPES = {kind.name: kind for kind in TYPES.values()}
 _FLOAT_NAMES = {"F32": "F32", "F16": "F16", "BF16": "BF16"}
@@ -45,8 +45,8 @@ _OUTSIDE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm
 class ExportedTensor:
     """A tensor of the file.
 
-    ``kind`` is "exact", "float", or "rounded": scales were rounded, which moved no weight by more than ``steps`` times its
-    group's quantization step.
+    ``kind`` is "exact", "float", or "rounded": scales were rounded, which changed no weight by more than ``steps`` of its
+    group's quantization steps.
     """
 
     name: str
@@ -67,7 +67,7 @@ def _packed_type(name: str, info: PackedInfo) -> str:
     """The smallest GGUF type that holds all codes.
 
     Raises:
-        ValueError: no type does; the message says what would work.
+        ValueError: there is none; the message says what would work.
     """
     group = info.group_size or info.in_features
     if info.rotated_inputs:
@@ -102,7 +102,7 @@ def _half_bytes(values: np.ndarray) -> np.ndarray:
 
 
 def _nibbles(codes: np.ndarray) -> np.ndarray:
-    """Codes [rows, blocks, 32] as nibbles [rows, blocks, 16]: the first 16 are the low ones."""
+    """Packs codes [rows, blocks, 32] into nibbles [rows, blocks, 16], the first 16 in the low halves."""
     return codes[..., :16] & 15 | (codes[..., 16:] & 15) << 4
 
 
@@ -136,7 +136,7 @@ def _steps(name: str, info: PackedInfo, scales: Tensor, mins: Tensor | None) -> 
     """Largest change of a weight by float16 scales and mins, in quantization steps of its group.
 
     Raises:
-        ValueError: it is too large, or a scale is out of float16's range.
+        ValueError: the change is too large, or a scale is out of float16's range.
     """
     scale_error = (scales.half().float() - scales).abs()
     min_error = torch.zeros(()) if mins is None else (mins.half().float() - mins).abs()
@@ -155,7 +155,7 @@ def _steps(name: str, info: PackedInfo, scales: Tensor, mins: Tensor | None) -> 
 
 
 class _Bands:
-    """Reads rows of a packed weight in a file, some panels at a time, and checks the checksum at the end."""
+    """Reads rows of a packed weight in a file, some panels at a time, and verifies the checksum at the end."""
 
     def __init__(self, stored: Stored):
         self.stored, self.info = stored, packed_info(stored)
@@ -195,7 +195,7 @@ def _ordered(heads: int, rows: int) -> Tensor:
 
 
 def _packed(name: str, stored: Stored, heads: int, done: Callable[[int], None]) -> list[_GgufTensor]:
-    """The tensors of a packed layer: its weight, and its bias if it has one.
+    """The GGUF tensors of a packed layer: its weight, and its bias if it has one.
 
     Args:
         heads: number of heads whose rows are permuted; 0: none.
@@ -258,23 +258,23 @@ def export_gguf(
     *,
     tokenizer: bool = True,
 ) -> list[ExportedTensor]:
-    """Writes a checkpoint, packed or float, as a GGUF file, some rows of one matrix at a time.
+    """Exports a packed or float checkpoint to a GGUF file, some rows of a matrix at a time.
 
-    Codes are not requantized: 1 to 3 bits become Q4_0 or Q4_1, 6 and 7 bits and tables of levels Q8_0. An import of the file
-    has the same weights, and where ggml has a type of that width the same bytes.
+    Codes are not requantized: 1 to 3 bits become Q4_0 or Q4_1, 6 and 7 bits and tables of levels Q8_0. Importing the file
+    gives the same weights and, where ggml has a type of that width, the same bytes.
 
     Args:
         source: a directory with a model of llama, mistral, qwen2, qwen3, gemma, gemma2, gemma3_text or phi3.
-        path: a name that ends in .gguf; an existing file is replaced in one step.
+        path: a name that ends in .gguf; an existing file is replaced atomically.
         progress: called as ``progress(bytes read, bytes to read, name of the tensor)``.
         tokenizer: False: the file has the number of tokens but not their texts, which is enough for llama-bench.
 
     Returns:
-        the tensors of the file, in its order.
+        The tensors of the file, in its order.
 
     Raises:
         OSError: a file is missing or cannot be read, or path cannot be written.
-        ValueError: an architecture, a setting, a tokenizer or a tensor that the file cannot hold. An existing file stays.
+        ValueError: an architecture, a setting, a tokenizer or a tensor that GGUF cannot represent. An existing file is kept.
     """
     source = Path(source)
     config = read_config(source)
@@ -323,11 +323,11 @@ def _outputs(
     """The GGUF tensors of a checkpoint.
 
     Args:
-        tied: the head is the token table; GGUF then has no head.
+        tied: the head is tied to the token table; GGUF then has no head.
         done: called with the number of bytes read.
 
     Raises:
-        ValueError: the architecture does not have a tensor, or not with this number of rows.
+        ValueError: the architecture has no such tensor, or another number of rows.
     """
     architecture = metadata["general.architecture"]
     offset = ARCHITECTURES[architecture].norm_offset
@@ -336,7 +336,7 @@ def _outputs(
     for key, stored in tensors.items():
         layer, _, leaf = key.rpartition(".")
         if leaf == "weight" and f"{layer}.packed_weight" in tensors:
-            continue  # a guard for programs that do not know packed weights
+            continue  # a guard (files/safetensors.py)
         if leaf == "input_order":
             raise ValueError(f"{layer} has its inputs in an order of its own ({key}); GGUF has no such layers")
         name = _OUTSIDE.get(layer)
@@ -370,7 +370,7 @@ def _heads(name: str, key: str, stored: Stored, metadata: Mapping[str, Any]) -> 
 
 
 def _made(name: str, values: np.ndarray) -> _GgufTensor:
-    """A float32 tensor that the checkpoint does not have."""
+    """A computed float32 tensor that is not in the checkpoint."""
 
     def write(writer: GgufWriter) -> ExportedTensor:
         writer.write(values)

@@ -27,7 +27,7 @@ def _number(path: Path, settings: dict[str, Any], key: str, default: float | Non
 
 
 def _settings(path: Path, within: dict[str, Any], key: str) -> dict[str, Any]:
-    """An object in config.json; empty where it is missing.
+    """An object in config.json; empty if it is missing.
 
     Raises:
         ValueError: it is not an object.
@@ -71,7 +71,7 @@ def architecture_metadata(path: Path, config: dict[str, Any]) -> dict[str, Any]:
         config: content of its config.json.
 
     Raises:
-        ValueError: a setting that the file cannot hold.
+        ValueError: a setting that GGUF cannot represent.
     """
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in _ACTIVATIONS:
@@ -100,7 +100,7 @@ def architecture_metadata(path: Path, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _attention(model: _Model) -> dict[str, Any]:
-    """Attention windows, and caps on scores."""
+    """Settings of sliding windows and soft caps."""
     path, config, name = model.path, model.config, model.name
     metadata: dict[str, Any] = {}
     if name in ("gemma2", "gemma3"):
@@ -108,7 +108,7 @@ def _attention(model: _Model) -> dict[str, Any]:
         kinds = ("sliding_attention", "full_attention")
         model.expect("layer_types", [kinds[(layer + 1) % pattern == 0] for layer in range(model.layers)])
         model.expect("sliding_window_pattern", pattern, None)
-        # ggml recognizes the largest model of both by its layers: only there queries are scaled by width / heads.
+        # ggml recognizes the largest model of each by its number of layers. Only there queries are scaled by width / heads.
         large = model.layers == (46 if name == "gemma2" else 62)
         model.expect("query_pre_attn_scalar", model.width // model.heads if large else model.head)
         metadata["attention.sliding_window"] = model.whole("sliding_window")
@@ -161,7 +161,7 @@ def _rotation(model: _Model) -> dict[str, Any]:
 
 
 def rotation_factors(path: Path, config: dict[str, Any], rotated: int) -> dict[str, np.ndarray]:
-    """Divisors of the rotary frequencies as tensors by name, float32 [rotated / 2]; none for the plain embedding.
+    """Divisors of the rotary frequencies as tensors by name, float32 [rotated / 2]; empty for plain rotary embeddings.
 
     Args:
         rotated: number of rotated inputs of a head.
@@ -193,7 +193,7 @@ def _long_factors(path: Path, rope: dict[str, Any], rotated: int) -> dict[str, n
 
 
 def _llama3_factors(path: Path, rope: dict[str, Any], theta: float, rotated: int) -> np.ndarray:
-    """Factors of Llama 3: the factor for long waves, 1 for short waves, interpolated between."""
+    """Factors of Llama 3: the factor for long waves, 1 for short waves, interpolated in between."""
     factor, low, high = (_number(path, rope, key) for key in ("factor", "low_freq_factor", "high_freq_factor"))
     length = _number(path, rope, "original_max_position_embeddings")
     if min(factor, theta, length) <= 0 or low >= high:

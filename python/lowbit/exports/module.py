@@ -1,4 +1,4 @@
-"""Export of any module to a .pte or a .pt2."""
+"""Exports any module to a .pte or a .pt2."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from ..files.safetensors import ORDER_SUFFIX, PACKED_SUFFIX
 from ..files.untrusted import one_line
 from ..machine.facts import cpp_compiler
 
-# How far outputs of an exported program may be from the model's: other kernels round differently, and an activation may
-# fall to the next int8; and how far their changes from call to call, of the same rounding twice.
+# Tolerances for outputs of an exported program, because other kernels round differently and an activation may become the
+# next int8 value; and for their changes between two calls, in which the same rounding cancels.
 _ROUNDING, _NOISE = 0.1, 1e-3
 
 
@@ -37,26 +37,26 @@ def export_pte(
 ) -> None:
     """Writes an ExecuTorch program with one method, "forward".
 
-    Linear layers and embeddings of this package keep their packed weights and run on the same kernels as in PyTorch,
-    with the same bits. The process that runs the program must register lowbit's operators: in Python by
-    :func:`lowbit.executorch.register`, in C++ by loading ``lowbit_executorch.so``.
+    lowbit's layers keep their packed weights and run on the same kernels as in PyTorch, with bitwise equal results. The
+    process that runs the program must register lowbit's operators: in Python by :func:`lowbit.executorch.register`, in C++ by
+    loading ``lowbit_executorch.so``.
 
     Args:
         model: quantized, in eval mode.
-        example_inputs: the positional arguments of one call. Their shapes are fixed but for ``dynamic_shapes``.
-        path: a name that ends in .pte; replaced in one step, and untouched when the export fails.
+        example_inputs: the positional arguments of one call. Their shapes are fixed except for ``dynamic_shapes``.
+        path: a name that ends in .pte; replaced atomically, and unchanged if the export fails.
         dynamic_shapes: as in ``torch.export.export``, for example ``({0: torch.export.Dim("batch", max=64)},)`` for
             one input of shape [batch, ...]. The program reserves memory for the largest shape, so give a ``max``.
         xnnpack: run the operators that XNNPACK supports there; otherwise all but lowbit's run on ExecuTorch's kernels.
-        constant_methods: further methods, by name, that return this value, for a runner's settings.
-        progress: called as ``progress(steps done, steps, what begins)``.
+        constant_methods: additional methods, by name, that return a constant, such as a setting for runners.
+        progress: called as ``progress(steps done, steps, next step)``.
         check_buffers: if a call changes buffers of the model, such as a counter, run the program twice and compare its
-            outputs with the model's. Where XNNPACK fails at them, it is left out, with a warning.
+            outputs with the model's. If XNNPACK cannot handle these buffers, it is not used, with a warning.
 
     Raises:
         ImportError: executorch is not installed.
-        ValueError, OSError: path does not end in .pte, or cannot be written; or buffers change in another way than in the
-            model.
+        ValueError, OSError: path does not end in .pte, or cannot be written; or the program changes buffers differently from
+            the model.
         Exception: whatever torch.export and ExecuTorch raise on models they cannot export.
     """
     try:
@@ -73,7 +73,7 @@ def export_pte(
         report(0, 4, "tracing the model")
         exported = torch.export.export(model, example_inputs, dynamic_shapes=dynamic_shapes)
         changed = _buffers_of(exported) if check_buffers else []
-        # Without this pass the file has no first values of buffers that a call changes: they would begin as zeros.
+        # Without this pass the file lacks initial values of mutated buffers, which would then start as zeros.
         first = [name.replace(".", "_") for name, buffer in model.named_buffers() if name in changed and buffer.any()]
         passes = (
             [import_module("executorch.exir.passes.init_mutable_pass").InitializedMutableBufferPass(first)] if first else []
@@ -95,7 +95,7 @@ def export_pte(
         except (ValueError, RuntimeError) as error:
             if not changed or not partitioners:
                 raise
-            # XNNPACK refuses parts of a program whose result is both an output and the new value of a buffer.
+            # XNNPACK refuses subgraphs whose result is both an output and the new value of a buffer.
             lower([])
             warnings.warn(
                 f"XNNPACK does not run the operators that change {', '.join(changed)}; all operators but lowbit's run on "
@@ -108,7 +108,7 @@ def _buffers_of(exported: torch.export.ExportedProgram) -> list[str]:
     """The buffers of the model that a call changes."""
     if all(name.endswith((PACKED_SUFFIX, ORDER_SUFFIX)) for name in exported.graph_signature.buffers):
         return []
-    # Before decompositions a program changes them in place, which its signature does not say.
+    # Before decompositions, buffers are changed in place, which the signature does not show.
     return list(dict.fromkeys(exported.run_decompositions({}).graph_signature.buffers_to_mutate.values()))
 
 
@@ -124,14 +124,14 @@ def _method_of(path: Path) -> Callable[[tuple[Any, ...]], Any]:
 def check_changes(
     model: torch.nn.Module, inputs: tuple[Any, ...], changed: list[str], load: Callable[[], Callable[[tuple[Any, ...]], Any]]
 ) -> None:
-    """Runs a program twice, and compares what its buffers do with those of the model.
+    """Runs a program and the model twice and compares the outputs, which reveals buffers that are updated differently.
 
     Args:
-        changed: names of buffers.
-        load: loads the program; what it returns takes the inputs of the model.
+        changed: names of the buffers that a call changes.
+        load: loads the program and returns a function of the model's inputs.
 
     Raises:
-        ValueError: the outputs of either call are others, as of a counter that stands still.
+        ValueError: the outputs of a call differ, for example because a counter is not updated.
     """
     held = {name: buffer.clone() for name, buffer in model.named_buffers() if name in changed}
     run = load()
@@ -150,7 +150,7 @@ def _outputs(result: Any) -> list[Tensor]:
 
 
 def _alike(first: Tensor, second: Tensor, found_first: Tensor, found_second: Tensor) -> bool:
-    """Whether an output of two calls is the model's, up to other rounding, and changes as the model's does."""
+    """Whether an output of two calls, and its change between them, agrees with the model's up to rounding."""
     if first.shape != found_first.shape or second.shape != found_second.shape:
         return False
     if not first.is_floating_point():
@@ -189,23 +189,23 @@ def export_pt2(
     metadata: dict[str, str] | None = None,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> None:
-    """Compiles a model ahead of time with AOTInductor; needs a C++ compiler here.
+    """Compiles a model ahead of time with AOTInductor to a .pt2; requires a C++ compiler.
 
     Load it with ``torch._inductor.aoti_load_package(path)`` where lowbit is installed, or from C++ with
     ``AOTIModelPackageLoader`` after loading ``lowbit_torch.so``.
 
     Args:
         model: quantized, in eval mode.
-        example_inputs: the positional arguments of one call. Their shapes are fixed but for ``dynamic_shapes``.
-        path: a name that ends in .pt2; replaced in one step, and untouched when the export fails.
+        example_inputs: the positional arguments of one call. Their shapes are fixed except for ``dynamic_shapes``.
+        path: a name that ends in .pt2; replaced atomically, and unchanged if the export fails.
         dynamic_shapes: as in ``torch.export.export``, for example ``({0: torch.export.Dim("batch", max=64)},)`` for
             one input of shape [batch, ...].
-        metadata: kept in the package, for its loader's ``get_metadata()``.
-        progress: called as ``progress(steps done, steps, what begins)``.
+        metadata: stored in the package, for its loader's ``get_metadata()``.
+        progress: called as ``progress(steps done, steps, next step)``.
 
     Raises:
         ValueError, OSError: path does not end in .pt2, or cannot be written; there is no C++ compiler; or a call changes
-            buffers of the model, and the program, which is then run twice, does not change them so.
+            buffers of the model, and the program, which is then run twice, changes them differently.
         Exception: whatever torch.export and AOTInductor raise on models they cannot compile.
     """
     with replacing(path, ".pt2") as written:
@@ -213,7 +213,7 @@ def export_pt2(
         report = progress or (lambda done, steps, what: None)
         report(0, 3, "tracing the model")
         exported = torch.export.export(model, example_inputs, dynamic_shapes=dynamic_shapes)
-        # With AOTI_RUNTIME_CHECK_INPUTS=1 the check would refuse a dynamic size of 1, which works.
+        # With AOTI_RUNTIME_CHECK_INPUTS=1 the lower bound check would refuse a dynamic size of 1, which works.
         options = {"aot_inductor.check_lowerbound": False, "aot_inductor.metadata": metadata or {}}
         report(1, 3, "compiling it")
         files = machine_code(exported, example_inputs, options)
@@ -229,12 +229,12 @@ def _called(loaded: Callable[..., Any]) -> Callable[[tuple[Any, ...]], Any]:
 
 
 def described(cache: Tensor) -> str:
-    """An input that a .pt2 changes in place, as its metadata has it: float32:1x4x64x16."""
+    """Describes a cache, an input that a .pt2 updates in place, for its metadata: float32:1x4x64x16."""
     return f"{str(cache.dtype).removeprefix('torch.')}:{'x'.join(map(str, cache.shape))}"
 
 
 def zeros(text: str) -> Tensor:
-    """A cache as a .pt2 describes it: float32:1x4x64x16."""
+    """A cache of zeros from its description by :func:`described`."""
     name, _, shape = text.partition(":")
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype) or not all(size.isdecimal() for size in shape.split("x")):

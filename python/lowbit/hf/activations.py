@@ -1,8 +1,8 @@
-"""Activation functions of transformers' models, with the same bits for a row whatever else is in the call.
+"""Batch-invariant activation functions for models of transformers: a row's result does not depend on the other rows.
 
-torch computes a tensor in vectors, and what is left over at the end, or at the end of a thread's share, one by one. The two
-differ in the last bit for SiLU, the sigmoid and GELU with tanh in float32. So where a row's elements fall would depend on how
-many rows there are, and on the number of threads.
+torch computes tensors in SIMD vectors, and the remainder at the end of the tensor or of a thread's share one element at a time.
+The two differ in the last bit for SiLU, sigmoid and tanh GELU in float32. So results would depend on the number of rows and
+of threads.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from torch import Tensor
 from ..operators.elementwise import ACTIVATIONS
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_LANES = 64  # a multiple of what torch's loops take in a step, on every CPU: two vectors
-_GRAIN = 32768  # elements that torch gives a thread at least
-_ALONE = 16384  # elements that one thread computes always
-# Functions that lowbit.activate has, by the class in torch or transformers.
+_LANES = 64  # a multiple of the step of torch's loops (two vectors) on every CPU
+_GRAIN = 32768  # torch gives each thread at least this many elements
+_ALONE = 16384  # up to this many elements are always computed by one thread
+# Class in torch or transformers -> name of the function in lowbit.activate.
 _KINDS = {
     "SiLU": "silu",
     "SiLUActivation": "silu",
@@ -33,28 +33,28 @@ _TORCH = (torch.nn.SiLU, torch.nn.GELU, torch.nn.Sigmoid, torch.nn.Tanh, torch.n
 
 
 def is_activation(module: torch.nn.Module) -> bool:
-    """Whether a module is a function of each element."""
+    """Whether a module is an elementwise activation function."""
     kind = type(module)
     return kind in _TORCH or kind.__module__ == "transformers.activations" or kind.__name__ == "BloomGelu"
 
 
 def kind_of(module: torch.nn.Module) -> str | None:
-    """What :func:`lowbit.activate` calls the function of a module; None if it does not have it."""
+    """The name of a module's function in :func:`lowbit.activate`; None if there is none."""
     if type(module) is torch.nn.GELU:
         return "gelu" if module.approximate == "none" else "gelu_tanh"
     return _KINDS.get(type(module).__name__) if is_activation(module) else None
 
 
 def is_computed(*tensors: Tensor, compiled: bool = False) -> bool:
-    """Whether lowbit computes what stands between linear layers: on the CPU, without gradients, and in compiled code only what
-    is not fused there with what is beside it (``compiled``)."""
+    """Whether lowbit computes an operation between linear layers: on the CPU and without gradients. In compiled code only if
+    ``compiled`` is set, because the compiler fuses other operations with their neighbors."""
     return (compiled or not torch.compiler.is_compiling()) and all(
         x.device.type == "cpu" and x.dtype in DTYPES and not (torch.is_grad_enabled() and x.requires_grad) for x in tensors
     )
 
 
 class Activation(torch.nn.Module):
-    """An activation function in one pass, by :func:`lowbit.activate`: a row has the same bits whatever rows are beside it."""
+    """An activation function computed in one pass by :func:`lowbit.activate`, which is batch-invariant."""
 
     def __init__(self, function: torch.nn.Module, kind: str):
         super().__init__()
@@ -67,9 +67,9 @@ class Activation(torch.nn.Module):
 
 
 class RowWise(torch.nn.Module):
-    """An activation function whose results do not depend on what rows are beside a row, in a decoder: without gradients.
+    """Makes another activation function batch-invariant, for decoders (no gradients).
 
-    Compiled code has loops of its own, and gets the function as it is.
+    Compiled code has its own loops and uses the function unchanged.
     """
 
     def __init__(self, function: torch.nn.Module):
@@ -85,7 +85,7 @@ class RowWise(torch.nn.Module):
         if self.kind is not None and is_computed(x):
             return torch.ops.lowbit.activate(x.contiguous(), None, self.kind)
         width = x.shape[-1]
-        if width % _LANES:  # each row ends at a full vector
+        if width % _LANES:  # pad each row to whole vectors
             return self(torch.nn.functional.pad(x, (0, -width % _LANES)))[..., :width].contiguous()
         flat = x.reshape(-1)
         pieces = _pieces(flat.numel(), torch.get_num_threads())
@@ -95,12 +95,12 @@ class RowWise(torch.nn.Module):
 
 
 def _pieces(count: int, threads: int) -> list[int]:
-    """Sizes of pieces, of each of which every thread's share is whole vectors."""
+    """Divides ``count`` elements into pieces in which every thread's share consists of whole vectors; returns their sizes."""
     pieces = []
     while count:
         size = count
         while size > _ALONE:
-            # Most functions use as many threads as have _GRAIN elements each, GELU uses all.
+            # Most functions use only as many threads as get _GRAIN elements each; GELU uses all threads.
             step = _LANES * math.lcm(threads, min(threads, -(-size // _GRAIN)))
             if size % step == 0:
                 break

@@ -1,7 +1,7 @@
-"""Models of transformers without weights, built of a config.json that may say anything, and held against the files.
+"""Builds models of transformers without weights from an untrusted config.json, and checks them against the files.
 
-A model is built before its weights are read, and what a config.json describes may be larger than any machine. So what
-is built is bounded by what the files hold, and it has no memory until its shapes are theirs.
+A model is built before its weights are read, and a config.json may describe one that fits no machine. So the number of modules
+is bounded by the number of tensors in the files, and no memory is allocated until all shapes agree.
 """
 
 from __future__ import annotations
@@ -23,17 +23,13 @@ from ..machine.sizes import size
 from .names import check_complete, given_by, given_with, names_in_model
 from .placing import PACKED
 
-_MOST_LAYERS = 10_000  # real ones have up to some hundreds; configs make lists of this length
+_MOST_LAYERS = 10_000  # real models have up to some hundreds; configs make lists of this length
 # "num_hidden_layers", "n_layer"; not "hidden_size_per_layer_input".
 _LAYERS = re.compile(r"^([a-z]+_)*layers?$")
 
 
 def check_numbers(config: Mapping[str, Any], file: Path) -> None:
-    """Refuses a config.json with more layers than a configuration of transformers should be made for.
-
-    Raises:
-        ValueError: one of its numbers of layers, at any depth, is beyond 10,000.
-    """
+    """Raises ValueError if a number of layers in a config.json, at any depth, is above 10,000."""
     for name, value in config.items():
         if isinstance(value, Mapping):
             check_numbers(value, file)
@@ -43,12 +39,12 @@ def check_numbers(config: Mapping[str, Any], file: Path) -> None:
 
 @contextmanager
 def bounded(tensors: int, file: Path) -> Iterator[None]:
-    """Around the building of a model on the meta device: ends it when it has far more modules than files have tensors.
+    """A context for building a model on the meta device.
 
     Raises:
-        ValueError: it has.
+        ValueError: the model has far more modules than the files have tensors.
     """
-    most, count = 1000 + 20 * tensors, 0  # an activation, a dropout and a block are modules without tensors
+    most, count = 1000 + 20 * tensors, 0  # activations, dropouts and blocks are modules without tensors
 
     def counted(*_: Any) -> None:
         nonlocal count
@@ -67,11 +63,11 @@ def bounded(tensors: int, file: Path) -> Iterator[None]:
 
 
 def check_fits(model: torch.nn.Module, tensors: Mapping[str, Stored], directory: Path) -> None:
-    """Holds a model on the meta device against the tensors of its files, float or packed, before it gets memory.
+    """Checks a model on the meta device against the float or packed tensors of its files, before memory is allocated.
 
     Raises:
-        ValueError: a tensor of the files has another shape, tensors are missing, or the model's own tables, which are
-            in no file, take more than this machine's memory.
+        ValueError: a tensor of the files has another shape, tensors are missing, or the model's computed tables, which are
+            in no file, exceed this machine's memory.
     """
     packed = {name for name in tensors if name.rpartition(".")[2] == PACKED}
     called = {float_name(name, tensors[name].shape) if name in packed else name: name for name in tensors}
@@ -86,7 +82,7 @@ def check_fits(model: torch.nn.Module, tensors: Mapping[str, Stored], directory:
             info, layer = packed_info(stored), name.removesuffix(".weight")
             given |= given_with(layer, info)
             shape = list(info.shape)
-            state[name] = getattr(layer_at(model, layer), "weight", state[name])  # [out, in], however the model keeps it
+            state[name] = getattr(layer_at(model, layer), "weight", state[name])  # [out, in], even if stored transposed
         expected = list(state[name].shape)
         if shape != expected:
             raise ValueError(f"{stored.name} in {stored.path} has shape {shape}; expected {expected}, as config.json says")

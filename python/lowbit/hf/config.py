@@ -1,4 +1,4 @@
-"""The configuration of a quantized model of transformers."""
+"""The quantization config of transformers models, :class:`LowBitConfig`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..packed.rounding import ConvConfig, EmbeddingConfig, LinearConfig
 from .names import tied_layers
 
 METHOD = "lowbit"
-FORMAT_VERSION = 2  # the newest that is read; written only where a layer has its inputs in an order of its own
+FORMAT_VERSION = 2  # the newest version that is read; written only for models with act-order permutations
 _WITHOUT_ORDERS = 1
 
 _FIELDS = ("bits", "group_size", "mapping", "scale", "levels", "rotate")
@@ -32,9 +32,9 @@ _NO_CHANGE: dict[str, Any] = {}
 
 
 def _kept_in_float32(model: torch.nn.Module) -> re.Pattern[str] | None:
-    """What matches the names of tensors that an architecture keeps in float32, whose code may read them (T5's "wo").
+    """A pattern for names of tensors that an architecture keeps in float32, because its code may read them (T5's "wo").
 
-    As transformers matches them: each stands for whole parts of a name, one or several ("indexer.weights_proj").
+    As in transformers, each entry matches one or several whole parts of a name ("indexer.weights_proj").
     """
     parts = [*(getattr(model, "_keep_in_fp32_modules", None) or ())]
     parts += [*(getattr(model, "_keep_in_fp32_modules_strict", None) or ())]
@@ -72,22 +72,21 @@ def _listed(levels: Any) -> Any:
 class LowBitConfig(QuantizationConfigMixin):
     """How to quantize a model of transformers.
 
-    All ``torch.nn.Linear`` and ``torch.nn.Embedding`` layers are quantized, and experts in one tensor, which are called as
-    the parameter is, but those that the architecture keeps in float32; with ``conv_bits`` also convolutions that are
-    products of a matrix (:func:`lowbit.quantize_` says which). A head that shares the embedding's weight is quantized as the
-    embedding is.
+    Quantized are all ``torch.nn.Linear`` and ``torch.nn.Embedding`` layers and experts stored in one tensor, which are named
+    after the parameter, except for layers that the architecture keeps in float32. With ``conv_bits`` also convolutions
+    (:func:`lowbit.quantize_` says which). A head tied to the embedding is quantized like the embedding.
 
     Args:
         bits, group_size, mapping, scale, levels, rotate: as in :class:`lowbit.LinearConfig`.
-        embedding_bits: of embedding tables; None: ``bits``. At other than 2, 3 or 4, which have no levels, they are symmetric.
-        overrides: shell-style patterns of qualified names to what differs there, a dict with any of ``bits``,
-            ``group_size``, ``mapping``, ``scale``, ``levels`` and ``rotate``, or to None, which leaves the layer as it is. The
-            last pattern that matches counts. ``{"lm_head": {"bits": 8}, "*embed*": None}``, or a list of such pairs, in which a
-            pattern may come twice. The attribute is a list of pairs: config.json keeps the order of a list only.
-        conv_bits: of convolutions; None: they stay float, whatever an override says. Symmetric as above.
+        embedding_bits: bits of embedding tables; None: ``bits``. Widths without levels (not 2, 3 or 4) are symmetric.
+        overrides: maps shell-style patterns of qualified names to a dict with any of ``bits``, ``group_size``, ``mapping``,
+            ``scale``, ``levels`` and ``rotate``, or to None, which leaves the layer float. The last matching pattern wins.
+            Example: ``{"lm_head": {"bits": 8}, "*embed*": None}``. A list of such pairs may contain a pattern twice. The
+            attribute is a list of pairs, because config.json keeps the order of lists only.
+        conv_bits: bits of convolutions, symmetric as above; None: they stay float, whatever an override says.
 
     Raises:
-        TypeError, ValueError: a value that is none of these.
+        TypeError, ValueError: a value that is not allowed.
     """
 
     def __init__(
@@ -103,7 +102,7 @@ class LowBitConfig(QuantizationConfigMixin):
         rotate: bool = False,
         **others: Any,
     ):
-        # What a config.json has besides; unknown entries could change what its weights mean.
+        # Other entries of a config.json. Unknown ones are refused, because they could change the meaning of its weights.
         method = others.pop("quant_method", METHOD)
         if method != METHOD:
             raise ValueError(f"quant_method is {method!r}; expected {METHOD!r}")
@@ -137,7 +136,7 @@ class LowBitConfig(QuantizationConfigMixin):
                     self._layer_config(kind, change)
                 except (TypeError, ValueError) as error:
                     raise type(error)(f"overrides has {pattern!r}: {error}") from error
-        # Checked above. Lists, also of a tensor or a tuple: they go into config.json.
+        # Checked above. Tensors and tuples become lists for config.json.
         self.levels = _listed(self.levels)
         self.overrides = [
             [pattern, change if not change or "levels" not in change else change | {"levels": _listed(change["levels"])}]
@@ -158,32 +157,32 @@ class LowBitConfig(QuantizationConfigMixin):
             fields["bits"] = bits
             if not 2 <= bits <= 4 and (self.levels is not None or self.mapping == "levels"):
                 fields |= {"mapping": "symmetric", "levels": None}
-        # An override of mapping or levels also replaces the other where the two contradict each other.
+        # An override of mapping or levels also resets the other if the two contradict each other.
         if change.get("mapping", "levels") != "levels":
             fields["levels"] = None
         if change.get("levels") is not None or ("levels" in change and fields["mapping"] == "levels"):
             fields["mapping"] = ""
         fields |= change
         if kind is ConvConfig and "bits" not in change and not 2 <= fields["bits"] <= 4 and fields["mapping"] in ("", "levels"):
-            fields |= {"mapping": "symmetric", "levels": None}  # the change is one for the linear layers that it matches
+            fields |= {"mapping": "symmetric", "levels": None}  # the change is meant for the linear layers that it matches
         return kind(**fields)
 
     def to_dict(self) -> dict[str, Any]:
-        """Without ``rotate`` if it is False, so that an older lowbit reads the config."""
+        """The config as a dict, without ``rotate`` if it is False, so that older versions of lowbit can read it."""
         fields = dict(super().to_dict())
         if not self.rotate:
             del fields["rotate"]
         return fields
 
     def to_diff_dict(self) -> dict[str, Any]:
-        """All of it: what differs from defaults would not say which they were. transformers 5.0 lacks it, but calls it."""
+        """The whole config: a diff would not record the defaults. transformers 5.0 calls this method, but lacks it."""
         return dict(self.to_dict())
 
     def select(self, model: torch.nn.Module, experts: bool = True) -> dict[str, LinearConfig | EmbeddingConfig | ConvConfig]:
-        """The layers of a float model to quantize, by qualified name: a config for :func:`lowbit.quantize_`.
+        """The layers of a float model to quantize, by qualified name, as a config for :func:`lowbit.quantize_`.
 
         Args:
-            experts: also those that are a parameter of a module, and no module themselves.
+            experts: include experts that are stored in a parameter.
         """
         chosen, layers = self.choose(model, stacklevel=3)[0], dict(named_layers(model))
         return {name: config for name, config in chosen.items() if experts or not isinstance(layers[name], Experts)}
@@ -191,8 +190,8 @@ class LowBitConfig(QuantizationConfigMixin):
     def choose(
         self, model: torch.nn.Module, stacklevel: int = 2
     ) -> tuple[dict[str, LinearConfig | EmbeddingConfig | ConvConfig], dict[str, str]]:
-        """As :meth:`select`; and linear layers, embeddings and convolutions that stay float, each with the reason:
-        ``BY_OVERRIDES``, ``BY_ARCHITECTURE``, or of what kind a convolution is."""
+        """As :meth:`select`, with the linear layers, embeddings and convolutions that stay float and the reason for each:
+        ``BY_OVERRIDES``, ``BY_ARCHITECTURE``, or the kind of a convolution."""
         selected, unselected, overridden = {}, float_convolutions(model), set()
         patterns = Patterns((pattern, change) for pattern, change in self.overrides)
         modules = dict(named_layers(model))
@@ -216,10 +215,10 @@ class LowBitConfig(QuantizationConfigMixin):
             if head not in overridden and isinstance(modules[table], torch.nn.Embedding) and head in selected:
                 if table in selected:
                     kind = kind_of(modules[head])
-                    assert kind is not None  # for it is selected
+                    assert kind is not None  # because it is selected
                     selected[head] = kind(**vars(selected[table]))
                 elif table in overridden:
-                    del selected[head]  # left as it is, as its table is
+                    del selected[head]  # stays float, like the table that it is tied to
                     unselected[head] = BY_OVERRIDES
         check_whole_experts(modules, selected)
         patterns.warn_unused(f"linear layer or embedding of {type(model).__name__}", stacklevel)
@@ -227,14 +226,14 @@ class LowBitConfig(QuantizationConfigMixin):
 
     @classmethod
     def describing(cls, model: PreTrainedModel) -> LowBitConfig:
-        """The configuration of a model whose layers are packed already. Every layer that differs from most is an override."""
+        """The config of a model with packed layers. Layers that differ from the majority become overrides."""
         packed = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Packed)}
         convs = [layer.info.bits for layer in packed.values() if isinstance(layer, nn.Conv)]
         matrices = [layer for layer in packed.values() if not isinstance(layer, nn.Conv)] or packed.values()
         counted = Counter(map(_fields_of, matrices))
         conv_bits = convs[0] if convs else None
         common = counted.most_common(1)[0][0]
-        head = model.get_output_embeddings()  # named always: without an override, a tied one would follow its table
+        head = model.get_output_embeddings()  # always gets an override: otherwise a tied head would follow its table
         overrides: list[tuple[str, dict[str, Any] | None]] = []
         for name, layer in named_layers(model):
             if name in packed:

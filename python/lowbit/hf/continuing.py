@@ -1,4 +1,4 @@
-"""A text over the caches that transformers has for a model: continued as its generate() continues it."""
+"""Continues a text with the caches of transformers, as its generate() does, for models without lowbit's attention."""
 
 from __future__ import annotations
 
@@ -12,37 +12,37 @@ from torch import Tensor
 
 
 class OwnCaches:
-    """What a model keeps of one text, in caches of its own kind: keys and values, states, or what else it has.
+    """The caches of one text, of the model's own class: keys and values, states, and so on.
 
-    Its own `prepare_inputs_for_generation` says what a call is given, so models that want more than tokens get it.
+    The model's `prepare_inputs_for_generation` makes the inputs of each call, so models that need more than tokens work.
     """
 
     def __init__(self, model: torch.nn.Module):
         self.model: Any = model
         utils = import_module("transformers.generation.utils")
         self._names = utils.ALL_CACHE_NAMES
-        # Before that transformers was told by positions which tokens are new, later by their number.
+        # Older versions of transformers identify new tokens by positions, newer ones by their number.
         usual = signature(utils.GenerationMixin.prepare_inputs_for_generation).parameters
         self._by_positions = "next_sequence_length" not in usual
         self._takes = signature(model.forward).parameters
-        self.count = 0  # tokens that the caches have
+        self.count = 0  # tokens in the caches
         self._kwargs: dict[str, Any] = {}
         self._outputs: Any = None
 
     def reset(self) -> None:
-        """Forgets the text."""
-        for module in self.model.modules():  # RecurrentGemma has its states there, where the next text would find them
+        """Drops the text."""
+        for module in self.model.modules():  # RecurrentGemma stores its states in modules, where the next text would find them
             for name in ("conv1d_state", "recurrent_states"):
                 if isinstance(getattr(module, name, None), Tensor):
                     setattr(module, name, None)
         self.count, self._kwargs, self._outputs = 0, {}, None
 
     def run(self, text: Tensor, keep: int, images: Mapping[str, Any] | None = None) -> Tensor:
-        """Logits [1, s, vocabulary] behind the last `keep` tokens of a text, or with 0 behind all that are computed.
+        """Logits [1, s, vocabulary] after the last `keep` tokens of a text, or with 0 after all computed tokens.
 
         Args:
-            text: [1, s] int64: the tokens that the caches have, and one or more behind them.
-            images: what the model is given beside a text that begins.
+            text: [1, s] int64: the tokens in the caches, followed by one or more new ones.
+            images: additional inputs of the model for a new text.
         """
         new = text.shape[1] - self.count
         if self.count:
@@ -51,7 +51,7 @@ class OwnCaches:
             )
         else:
             kwargs = self._begin(text, images or {})
-        first, self.count = not self.count, 0  # as if nothing were there, should this be interrupted
+        first, self.count = not self.count, 0  # if interrupted, the caches count as empty
         self._kwargs = kwargs
         if self._by_positions:
             kwargs["cache_position"] = torch.arange(text.shape[1] - new, text.shape[1])
@@ -63,7 +63,7 @@ class OwnCaches:
         kwargs.pop("next_sequence_length", None)
         self._outputs = self.model(**inputs, return_dict=True)
         logits = self._outputs.logits[:, -keep:] if keep else self._outputs.logits
-        self._outputs.logits = None  # the caches are what is needed of it
+        self._outputs.logits = None  # only the caches are needed later
         self.count = text.shape[1]
         return logits
 
@@ -73,13 +73,13 @@ class OwnCaches:
             kwargs["attention_mask"] = torch.ones_like(text)
         if "position_ids" in self._takes and not self._by_positions:
             kwargs["position_ids"] = self.model._prepare_position_ids_for_generation(text, kwargs)
-        if self.model._supports_default_dynamic_cache():  # others make their own
+        if self.model._supports_default_dynamic_cache():  # other models make their own
             cache = import_module("transformers").DynamicCache(config=self.model.config.get_text_config(decoder=True))
             kwargs["cache_params" if "cache_params" in self._takes else "past_key_values"] = cache
         return kwargs
 
     def cut(self, count: int) -> bool:
-        """Forgets all but the first `count` tokens; or says that these caches cannot, and forgets all."""
+        """Keeps the first `count` tokens and returns True; if the caches cannot do that, drops all and returns False."""
         cache = next((self._kwargs[name] for name in self._names if self._kwargs.get(name) is not None), None)
         try:
             if cache is not None and getattr(cache, "is_croppable", False) is True and 0 < count <= self.count:
@@ -89,7 +89,7 @@ class OwnCaches:
                         self._kwargs["position_ids"] = self._kwargs["position_ids"][..., :count]
                 self.count = count
                 return True
-        except (RuntimeError, ValueError):  # layers whose window has forgotten what would come back
+        except (RuntimeError, ValueError):  # a sliding-window layer no longer holds the tokens that would be needed
             pass
         self.reset()
         return False

@@ -1,4 +1,4 @@
-"""transformers' Conv1D in training."""
+"""Quantization-aware training of transformers' Conv1D."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..layers.linear_forms import of_conv1d
 
 
 class TrainedConv1D(prepared.LinearLayer, Conv1D):
-    """A Conv1D that :func:`lowbit.qat.prepare_` has prepared: its weight stays [in, out], as checkpoints have it."""
+    """The prepared form of a Conv1D (:func:`lowbit.qat.prepare_`); its weight stays [in, out], as in checkpoints."""
 
     def matrix(self) -> torch.Tensor:
         return self.weight.T

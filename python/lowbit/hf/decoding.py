@@ -1,4 +1,4 @@
-"""Gives a causal language model of transformers the attention of a decoder, and takes it away again."""
+"""Replaces the attention of a transformers causal language model by lowbit's for a decoder, and restores it."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from .unsupported import Unsupported as Unsupported
 
 ATTENTION = "lowbit"  # the name of :func:`attend` among transformers' attention functions
 _TAKEN = "this model belongs to a lowbit.llm.Decoder; call the decoder, or its release() first"
-_TAKEOVER = "_lowbit_takeover"  # the attribute of a model that a decoder has
+_TAKEOVER = "_lowbit_takeover"  # attribute of a model that is in use by a decoder
 
-# What transformers may give an attention function besides its inputs without changing what attention computes.
+# Arguments of attention functions in transformers that do not change what attention computes.
 _HARMLESS = frozenset(
     ("cache_position", "dropout", "hidden_states", "is_causal", "output_attentions", "output_hidden_states")
     + ("logits_to_keep", "output_router_logits", "position_embeddings", "position_ids", "return_dict", "use_cache")
@@ -31,7 +31,7 @@ _HARMLESS = frozenset(
 
 
 class Refusal(ValueError):
-    """A model that the decoder refuses, whatever its settings: the sentence names the model and the reason."""
+    """The decoder does not support this model with any settings; the message names the model and the reason."""
 
 
 class NoCaches(Unsupported):
@@ -39,20 +39,20 @@ class NoCaches(Unsupported):
 
 
 class Asked:
-    """In place of caches: notes what the attention of each layer asks for, for a text from its beginning."""
+    """Used in place of caches for a trial call: records the caches that each layer's attention needs."""
 
     def __init__(self) -> None:
-        self.shapes: dict[int, tuple[int, int, int]] = {}  # heads, width of keys, width of values
+        self.shapes: dict[int, tuple[int, int, int]] = {}  # layer -> heads, width of keys, width of values
         self.windows: dict[int, int | None] = {}
-        self.states: dict[int, list[tuple[tuple[int, ...], torch.dtype]]] = {}  # of layers with states: each one's shape
+        self.states: dict[int, list[tuple[tuple[int, ...], torch.dtype]]] = {}  # layer -> shape and dtype of each state
 
     def note_state(self, layer: int, number: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A state for this text alone."""
+        """A new state for the trial text."""
         self.states.setdefault(layer, [])[number:] = [(shape, dtype)]
         return torch.zeros(shape, dtype=dtype)
 
     def note(self, layer: int, key: Tensor, value: Tensor, window: int | None) -> tuple[Tensor, Tensor]:
-        """Caches for this text alone."""
+        """New caches for the trial text."""
         self.shapes[layer] = key.shape[1], key.shape[3], value.shape[3]
         self.windows[layer] = window
         length = -(-key.shape[2] // 16) * 16
@@ -61,28 +61,28 @@ class Asked:
 
 @dataclass(frozen=True)
 class Part:
-    """The tokens of one text in a call that has several, and where its keys and values are."""
+    """The tokens and caches of one text in a call with several texts."""
 
-    begin: int  # its tokens in the call
+    begin: int  # range of its tokens in the call
     end: int
-    start: Tensor  # [1] int64: how many tokens of the text came before
+    start: Tensor  # [1] int64: number of earlier tokens of the text
     layers: Sequence[tuple[Tensor, ...]]
     before: Callable[[int, bool], None] | None = (
-        None  # called with each layer before its attention, or (True) its states are used
+        None  # called with each layer before its attention or, with True, before its states are used
     )
 
 
 class Texts:
-    """In place of caches: those of several texts, whose tokens lie one behind the other in the call.
+    """Used in place of caches: the caches of several texts whose tokens are concatenated in the call.
 
-    Attention alone looks at other tokens; to all else it is one text.
+    Only attention separates the texts; for all other layers they are one text.
     """
 
     def __init__(self, parts: Sequence[Part]):
         self.parts = parts
 
     def attend(self, layer: int, inputs: tuple[Tensor, Tensor, Tensor], *more: Any) -> Tensor:
-        """[1, s, heads, e] of inputs [1, heads, s, d]: each text sees itself."""
+        """Attention within each text: inputs [1, heads, s, d] -> [1, s, heads, e]."""
         outputs = []
         for part in self.parts:
             if part.before is not None:
@@ -106,14 +106,14 @@ def attend(
     s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attention over a decoder's caches, as transformers calls it: [1, s, heads, e].
+    """Attention over a decoder's caches, with the signature of transformers' attention functions: returns [1, s, heads, e].
 
-    query [1, heads, s, d], key [1, kv_heads, s, d], value [1, kv_heads, s, e]; s_aux [heads]: what lowbit.attention
-    calls sinks.
+    query [1, heads, s, d], key [1, kv_heads, s, d], value [1, kv_heads, s, e]; s_aux [heads] are the sinks of
+    lowbit.attention.
 
     Raises:
         NoCaches: called without caches.
-        Unsupported: for attention of another kind.
+        Unsupported: another kind of attention.
     """
     if caches is None:
         raise NoCaches(_TAKEN)
@@ -138,20 +138,18 @@ def attend(
 
 
 def is_held(tensor: Tensor) -> bool:
-    """Whether a tensor of a layer's caches says which positions they hold, as those of :func:`lowbit.window_attention` have."""
+    """Whether a tensor among a layer's caches is ``held`` of :func:`lowbit.window_attention`."""
     return tensor.dtype is torch.int64
 
 
 def check_windows(config: Any, asked: Asked, max_length: int) -> None:
-    """Refuses a model whose layers have windows, and do not tell their attention which.
-
-    A short text would not show it.
+    """Refuses a model with sliding windows that it does not pass to its attention, which a short trial cannot reveal.
 
     Raises:
-        Unsupported: says what was found.
+        Unsupported: describes what was found.
     """
     if not hasattr(config, "sliding_window"):
-        return  # GPT-Neo's has another name, which its stand-in reads
+        return  # GPT-Neo uses another name for its window, which its replacement reads
     kinds = getattr(config, "layer_types", None)
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", None) is not False else None
     for layer, in_call in asked.windows.items():
@@ -174,11 +172,11 @@ def _takes_positions(model: torch.nn.Module) -> bool:
 
 
 def tells_positions(model: torch.nn.Module) -> bool | None:
-    """Whether a model can be told positions; None where it counts by itself, and what it makes of far ones shows in long
-    texts only. Where it cannot be told, and they do not matter, it is False.
+    """Whether a model takes positions. False: it does not, and does not need them. None: it counts positions by itself, so
+    its treatment of distant ones shows only in long texts.
 
     Raises:
-        Unsupported: it cannot be told where a text goes on.
+        Unsupported: it needs positions but does not take them.
     """
     relative = [kind.is_relative(attention) for _, _, attention, kind in own_attention.find(model)]
     if not all(relative):
@@ -193,13 +191,13 @@ def tells_positions(model: torch.nn.Module) -> bool | None:
 
 
 def check_config(config: Any, max_length: int) -> None:
-    """Refuses what a short text would not show.
+    """Refuses unsupported properties of a model that a short trial cannot reveal.
 
     Args:
         config: the text configuration of a model.
 
     Raises:
-        Unsupported: says what it has.
+        Unsupported: describes the property.
     """
     chunk = getattr(config, "attention_chunk_size", None)
     if chunk is not None and chunk < max_length:
@@ -220,7 +218,7 @@ def check_config(config: Any, max_length: int) -> None:
 
 
 class RotaryTable(torch.nn.Module):
-    """Sines and cosines of rotary embeddings, once for all positions instead of once for each layer, head and call."""
+    """Sines and cosines of rotary embeddings, computed once for all positions rather than at each call."""
 
     def __init__(self, cos: Tensor, sin: Tensor):
         super().__init__()
@@ -229,19 +227,19 @@ class RotaryTable(torch.nn.Module):
 
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         if torch.compiler.is_compiling():
-            # The decoder, or else attention, refuses positions beyond the caches. Compiled code would end the process
-            # over them here.
+            # The decoder or attention refuses positions beyond the caches. Without the clamp compiled code would abort
+            # the process here.
             position_ids = position_ids.clamp(0, self.cos.shape[0] - 1)
-        if position_ids.dim() == 3:  # of text, height and width, which are the same in a text
+        if position_ids.dim() == 3:  # time, height and width, which are equal for text
             position_ids = position_ids[0]
         try:
             return self.cos[position_ids], self.sin[position_ids]
-        except IndexError as error:  # no call of the decoder comes here
+        except IndexError as error:  # not reached by the decoder
             raise ValueError(_TAKEN) from error
 
 
 def _tabulated(rotary: Any, positions: int, dtype: torch.dtype) -> RotaryTable | None:
-    # Some kinds change with the length of the text, or have tables for several kinds of layers.
+    # Some rotary embeddings change with the length of the text, or have tables for several kinds of layers.
     if (
         not isinstance(rotary, torch.nn.Module)
         or getattr(rotary, "rope_type", None) not in ("default", "linear", "llama3", "yarn")
@@ -249,11 +247,11 @@ def _tabulated(rotary: Any, positions: int, dtype: torch.dtype) -> RotaryTable |
     ):
         return None
     table = rotary(torch.zeros(1, dtype=dtype), torch.arange(positions)[None])
-    return RotaryTable(*table) if isinstance(table, tuple) and len(table) == 2 else None  # complex numbers elsewhere
+    return RotaryTable(*table) if isinstance(table, tuple) and len(table) == 2 else None  # other models use complex numbers
 
 
 def _configs(model: torch.nn.Module) -> Iterator[Any]:
-    """Every configuration in a model, each once: those of its modules, and theirs."""
+    """Every config object in a model once: those of its modules, and nested ones."""
     configs: dict[int, Any] = {}
     waiting = [module.config for module in model.modules() if hasattr(module, "config")]
     while waiting:
@@ -266,7 +264,7 @@ def _configs(model: torch.nn.Module) -> Iterator[Any]:
 
 
 class _Keep:
-    """Keeps what a layer is called with beyond its own arguments."""
+    """A pre-hook of a layer that stores the keyword arguments meant for its attention."""
 
     def __init__(self, held: dict[str, Any]):
         self.held = held
@@ -276,27 +274,27 @@ class _Keep:
 
 
 class _Give:
-    """Calls the attention of the layer with it, too."""
+    """A pre-hook of the layer's attention that adds the stored arguments."""
 
     def __init__(self, held: dict[str, Any]):
         self.held = held
 
     def __call__(self, attention: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         more = dict(self.held)
-        self.held.clear()  # no tensor outlives the call
+        self.held.clear()  # keeps no tensor alive after the call
         return args, kwargs | more
 
 
 class Takeover:
-    """A model in the hands of a decoder: what was changed in it, and how it was before."""
+    """The changes that a decoder has made to a model, and how to undo them."""
 
     def __init__(self, model: torch.nn.Module, positions: int):
-        """Gives a model :func:`attend`, rotary tables, RMSNorms and activation functions of lowbit. An earlier takeover
-        of the same model is ended."""
+        """Replaces a model's attention, rotary embeddings, RMSNorms and activation functions by lowbit's. Ends an earlier
+        takeover of the same model."""
         give_back(model)
         import_module("transformers").AttentionInterface.register(ATTENTION, attend)
         self.active = True
-        # Another model may have the same configuration, so this one gets configurations of its own meanwhile.
+        # Copy the configs, because another model may share them.
         copies = {id(config): copy(config) for config in _configs(model)}
         for config in copies.values():
             for name in getattr(config, "sub_configs", {}):
@@ -323,12 +321,12 @@ class Takeover:
             if self.takes_positions
             else [position_tables.Table(module, self.positions) for module in list(position_tables.find(model))]
         )
-        self.call: own_attention.Call | None = None  # of a model whose attention is code of its own
+        self.call: own_attention.Call | None = None  # for models that do not use transformers' attention interface
         setattr(model, _TAKEOVER, self)
         self._replace_attention(model, positions)
         for config in self._attention:
             config._attn_implementation_internal = ATTENTION
-        tables: dict[int, RotaryTable | None] = {}  # one for layers that share theirs
+        tables: dict[int, RotaryTable | None] = {}  # shared by layers that share their rotary embedding
         for module in list(model.modules()):
             rotary = getattr(module, "rotary_emb", None)
             if rotary is not None and id(rotary) not in tables:
@@ -349,7 +347,7 @@ class Takeover:
             replacement = kind(attention, self.call)
             if not self._own:
                 self.call.alibi = replacement.alibi(model, positions)
-                replacement.carried = self.call.alibi  # a part of the model: compiled code looks for its tensors there
+                replacement.carried = self.call.alibi  # a submodule, because compiled code looks for tensors in the model
                 if self.call.alibi is not None and positions > own_attention.MOST_POSITIONS:
                     raise Unsupported(
                         f"max_length is {positions}; expected at most {own_attention.MOST_POSITIONS} positions of its alibi"
@@ -361,12 +359,11 @@ class Takeover:
 
     @property
     def has_alibi(self) -> bool:
-        """Whether keys carry a bias, which a cache has to hold exactly."""
+        """Whether keys carry an ALiBi bias, which the caches must hold exactly."""
         return self.call is not None and self.call.alibi is not None
 
     def hand_on(self, model: torch.nn.Module) -> None:
-        """For layers that keep what they are called with from their attention (StableLM's, Nemotron's): gives it the
-        caches."""
+        """Passes the caches to the attention of layers that do not pass on their keyword arguments (StableLM, Nemotron)."""
         for layer in model.modules():
             attention = getattr(layer, "self_attn", None)
             if isinstance(attention, torch.nn.Module):
@@ -375,12 +372,12 @@ class Takeover:
                     self._hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
 
     def share_inputs(self, groups: list[list[nn.Linear]]) -> None:
-        """Lets packed layers with the same input quantize it once; the groups are those of :func:`observed`."""
+        """Makes packed layers with the same input quantize it once; ``groups`` are from :func:`observed`."""
         self._shared = [SharedInput(group) for group in groups]
 
     @contextmanager
     def each_layer_alone(self) -> Iterator[None]:
-        """A context in which each packed layer quantizes its own input: for a program that takes one row or many."""
+        """A context in which each packed layer quantizes its own input, to export a program for any number of rows."""
         groups = [shared.layers for shared in self._shared]
         for shared in self._shared:
             shared.end()
@@ -392,11 +389,11 @@ class Takeover:
                 self.share_inputs(groups)
 
     def is_whole(self) -> bool:
-        """Whether the model still has what it was given."""
+        """Whether all replacements are still in place."""
         return self.active and all(config._attn_implementation_internal == ATTENTION for config in self._attention)
 
     def end(self, model: torch.nn.Module) -> None:
-        """Makes the model what it was before."""
+        """Restores the model."""
         if not self.active:
             return
         self.active = False
@@ -427,7 +424,7 @@ def give_back(model: torch.nn.Module) -> None:
 
 
 def refusal(model: torch.nn.Module, error: Exception) -> Refusal:
-    """Says in a sentence why a decoder does not take a model."""
+    """The error that says why a decoder does not support a model."""
     reason = str(error).strip().split("\n")[0].rstrip(".")
     if not getattr(model, "_can_set_attn_implementation", lambda: True)() and not any(own_attention.find(model)):
         reason = "its attention is code of its own, none that transformers lets others replace"

@@ -22,17 +22,16 @@ _SET_BY_PACKING = ("_tied_weights_keys", "resize_token_embeddings", "_weight_con
 def dequantize(
     model: PreTrainedModel, dtype: torch.dtype | None = None, progress: Callable[[int, int, str], None] | None = None
 ) -> None:
-    """Replaces packed layers with float layers, in place.
+    """Replaces packed layers by float layers with the dequantized weights, in place.
 
-    The float weights are the dequantized ones. Activations are not rounded to int8 any more. Layers that shared a packed weight
-    share the float weight.
+    Activations are no longer rounded to int8. Layers that shared a packed weight share the float weight.
 
     Args:
-        dtype: of these weights: float32, bfloat16 or float16; None: each layer's own.
+        dtype: of the weights: float32, bfloat16 or float16; None: each layer's dtype.
         progress: called as ``progress(layers done, layers, name)``.
 
     Raises:
-        ValueError: packed bytes were altered, or this process has only a part of the model (tensor parallelism).
+        ValueError: packed bytes were modified, or this process has only a part of the model (tensor parallelism).
     """
     refuse_parts(model)
     floats = _on_meta(model)
@@ -53,12 +52,12 @@ def dequantize(
         if progress is not None:
             progress(number, len(packed), name)
     parts = [name for name, part in floats.named_modules() if isinstance(part, PreTrainedModel)]
-    for name in reversed(parts):  # inner models first: an outer model has their ties, too
+    for name in reversed(parts):  # inner models first, because an outer model repeats their ties
         _as_before(model.get_submodule(name), floats.get_submodule(name), {id(weight) for weight in parameters.values()})
 
 
 def _on_meta(model: PreTrainedModel) -> PreTrainedModel:
-    """The same model with float layers on the meta device, as a pattern for the layers to restore."""
+    """The same model with float layers on the meta device, as a template for the layers to restore."""
     config = copy.deepcopy(model.config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
@@ -67,7 +66,7 @@ def _on_meta(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _parameter(layer: Any, weight: torch.Tensor) -> torch.nn.Parameter:
-    """A weight [out, in], or [experts, out, in], as a parameter; transposed if the model stores it so."""
+    """A weight [out, in] or [experts, out, in] as a parameter, transposed if the model stores it transposed."""
     turned = layer.transposed if isinstance(layer, Experts) else is_transposed(layer)
     return torch.nn.Parameter(weight.transpose(-1, -2).contiguous() if turned else weight)
 
@@ -78,7 +77,7 @@ def _put_experts(holder: torch.nn.Module, leaf: str, packed: nn.LinearExperts, w
     if packed.info.has_bias:
         zeros, experts = torch.zeros(1, packed.in_features), torch.arange(packed.num_experts)[None]
         holder.register_parameter(f"{leaf}_bias", torch.nn.Parameter(packed(zeros, experts)[0].to(weight.dtype)))
-    vars(holder).pop("forward", None)  # the one for packed experts
+    vars(holder).pop("forward", None)  # remove the forward for packed experts
 
 
 def _put_layer(
@@ -96,10 +95,10 @@ def _put_layer(
 
 
 def _as_before(part: Any, floats: Any, dequantized: Collection[int]) -> None:
-    """Gives a model the names, ties and methods that it has without packed layers; ``dequantized`` are ids of parameters.
+    """Restores the names, ties and methods of a model without packed layers; ``dequantized`` are ids of parameters.
 
-    If only one of two tied weights was packed, both take the other one, which was never quantized. Two weights that were packed
-    separately stay separate.
+    If only one of two tied weights was packed, both get the other one, which was never quantized. Two weights that were
+    packed separately stay separate.
     """
     for name in _SET_BY_PACKING:
         vars(part).pop(name, None)

@@ -1,4 +1,4 @@
-"""Registers lowbit with diffusers: ``from_pretrained`` of its models quantizes them and loads packed ones.
+"""Registers lowbit with diffusers, whose ``from_pretrained`` then quantizes models and loads packed ones.
 
 diffusers imports this module when it first meets the method "lowbit" (``lowbit_autoload.imports``). With ``LOWBIT_AUTOLOAD=0``
 importing it registers the method. The configuration is that of transformers.
@@ -32,7 +32,7 @@ from .placing import PACKED, OnCpu, verify
 
 
 class _Method(str):
-    """A method's name, with the attribute that diffusers reads of its own enumeration."""
+    """A method's name with the ``value`` attribute of diffusers' enumeration of methods."""
 
     @property
     def value(self) -> str:
@@ -103,14 +103,14 @@ class LowBitDiffusersQuantizer(OnCpu, DiffusersQuantizer):
 
     @property
     def is_trainable(self) -> bool:
-        return False  # adapters beside packed layers are peft's, whose targets diffusers chooses by its own classes
+        return False  # adapters are peft's, but diffusers chooses their targets by its own classes
 
     @property
     def is_compileable(self) -> bool:
         return True
 
 
-# Assigned: lowbit_autoload has put placeholders into both tables.
+# Assigned directly, because lowbit_autoload has put placeholders into both tables.
 auto.AUTO_QUANTIZATION_CONFIG_MAPPING[METHOD] = LowBitConfig
 auto.AUTO_QUANTIZER_MAPPING[METHOD] = LowBitDiffusersQuantizer
 

@@ -1,4 +1,4 @@
-"""Models of transformers: without weights, of which kinds, and the progress of loading them."""
+"""Builds models of transformers without weights or with mapped weights, and reports the progress of loading."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ def causal_model_types() -> Collection[str]:
 
 
 def image_model_types() -> Collection[str]:
-    """The ``model_type`` of every model of images and text that transformers knows."""
+    """The ``model_type`` of every image-text model that transformers knows."""
     return set(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
 
 
 def meta_model(source: Path, tensors: int, *, causal: bool = False) -> transformers.PreTrainedModel:
-    """The model of a checkpoint, on the meta device.
+    """Builds the model of a checkpoint on the meta device.
 
     Args:
-        tensors: how many the files of the checkpoint have: what config.json describes must be in proportion.
-        causal: a causal language model, whatever class config.json names.
+        tensors: number of tensors in the checkpoint's files, which bounds the size of the model.
+        causal: build a causal language model, whatever class config.json names.
 
     Raises:
         OSError: there is no config.json.
@@ -59,20 +59,20 @@ def meta_model(source: Path, tensors: int, *, causal: bool = False) -> transform
 
 
 def mapped_model(source: Path, tensors: int) -> transformers.PreTrainedModel:
-    """The model of a checkpoint that :func:`meta_model` builds, in eval mode; its weights stay mapped from the files.
+    """Loads the model of a checkpoint in eval mode, with its weights mapped from the files.
 
     Raises:
         OSError, ValueError: as :func:`meta_model`, or transformers cannot load it.
     """
     kind = type(meta_model(source, tensors))
     with counting(None), interpreting(f"{source} does not load"):
-        # In the dtype of the files: then safetensors' mapping is the only place where they are.
+        # With the dtype of the files, weights are not copied from safetensors' mapping.
         return kind.from_pretrained(source, dtype="auto", local_files_only=True, use_safetensors=True).eval()
 
 
 @contextmanager
 def counting(progress: Callable[[int, int], None] | None) -> Iterator[None]:
-    """Reports transformers' progress in loading to a function, instead of by a bar and a table of its own."""
+    """A context that reports transformers' loading progress to a function instead of showing a progress bar and a report."""
 
     class Counter:
         def __init__(self, items: Sequence[Any] = (), **kwargs: Any):
@@ -90,14 +90,14 @@ def counting(progress: Callable[[int, int], None] | None) -> Iterator[None]:
         def __exit__(self, *_: Any) -> None:
             pass
 
-        def __getattr__(self, name: str) -> Callable[..., None]:  # all other methods of a bar do nothing
+        def __getattr__(self, name: str) -> Callable[..., None]:  # the other methods of a progress bar do nothing
             return lambda *args, **kwargs: None
 
     verbosity = logging.get_verbosity()
     set_hook = getattr(logging, "set_tqdm_hook", None)
     if set_hook is not None:
         previous = set_hook(lambda factory, args, kwargs: Counter(*args, **kwargs))
-    else:  # the first versions 5: nothing to report, but no bar either
+    else:  # the first 5.x versions: nothing to report, but no bar either
         bars = logging.is_progress_bar_enabled()
         logging.disable_progress_bar()
     logging.set_verbosity_error()

@@ -1,4 +1,4 @@
-"""What stands between the linear layers of a model, in fewer passes: :func:`fuse_`."""
+"""Makes lowbit compute attention, activation functions and norms between linear layers in fewer passes: :func:`fuse_`."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from .activations import Activation, is_activation, is_computed, kind_of
 
 @dataclass
 class FuseSummary:
-    """What :func:`fuse_` did: the numbers of models whose attention, of activation functions and of norms that lowbit computes
-    now, of sentence-transformers' dense layers whose rows are computed one by one, and why others stayed, by their names."""
+    """What :func:`fuse_` replaced: the numbers of models with lowbit's attention, of activation functions, of norms, and of
+    dense layers of sentence-transformers that run row by row; and name -> reason for what was not replaced."""
 
     attention: int = 0
     activations: int = 0
@@ -26,23 +26,23 @@ class FuseSummary:
 
 
 def fuse_(model: torch.nn.Module) -> FuseSummary:
-    """Has lowbit compute a model's attention, activation functions and RMSNorms, each in one pass. Changes the model.
+    """Makes lowbit compute a model's attention, activation functions and RMSNorms, each in one pass, in place.
 
-    For encoders, and for language models that embed texts: padding is left out of attention, and a text's result in float32
-    layers does not depend on the other texts of its batch. transformers' models with its attention interface are taken,
-    whatever their family, also inside a SentenceTransformer. Whatever is not recognized stays as it is. So does a call with
-    gradients, and compiled code, which fuses such functions itself.
+    Use it for encoders and for language models that embed texts: attention skips padding, and with float32 layers a text's
+    result does not depend on the other texts of its batch. It supports every transformers model that uses the attention
+    interface, also inside a SentenceTransformer. Unrecognized modules are left unchanged. Calls with gradients and compiled
+    code, which fuses such functions itself, use the original functions.
 
     Args:
         model: any module, with packed or float layers, on the CPU.
 
     Returns:
-        What was changed, and why the rest was not.
+        What was replaced, and why the rest was not.
     """
     summary = FuseSummary()
     transformers = import_module("transformers")
     masked.register()
-    inner: set[int] = set()  # modules inside a model that was taken
+    inner: set[int] = set()  # modules inside a model that was already handled
     for name, module in model.named_modules():
         if not isinstance(module, transformers.PreTrainedModel) or id(module) in inner:
             continue
@@ -58,7 +58,7 @@ def fuse_(model: torch.nn.Module) -> FuseSummary:
         if _is_dense(module):
             summary.dense += 1
             for part in (module.linear, module.activation_function):
-                part.forward = functools.partial(_row_by_row, part)  # the module that is saved stays
+                part.forward = functools.partial(_row_by_row, part)  # keep the module, which may be saved
             continue
         for child_name, child in list(module.named_children()):
             if isinstance(module, Activation) or not is_activation(child):
@@ -79,19 +79,19 @@ def _is_dense(module: torch.nn.Module) -> bool:
 
 
 def _row_by_row(module: torch.nn.Module, x: Tensor) -> Tensor:
-    """What a float layer makes of embeddings, one for each text: torch's product of several rows has other last bits."""
+    """Applies a float layer to embeddings one by one, because torch's product of several rows differs in the last bits."""
     forward = functools.partial(type(module).forward, module)
     if x.ndim != 2 or not len(x) or not is_computed(x, *module.parameters()):
         result: Tensor = forward(x)
         return result
-    return torch.cat([forward(row.clone()) for row in x.split(1)])  # copied, so that all begin at a full vector
+    return torch.cat([forward(row.clone()) for row in x.split(1)])  # cloned, so that each row is aligned
 
 
 def _refusal(model: torch.nn.Module, implementation: str) -> str | None:
-    """Why a model keeps its attention."""
+    """Why a model keeps its attention; None if it can be replaced."""
     if not getattr(model, "_supports_sdpa", False):
         return "its attention is code of its own, none that transformers lets others replace"
-    if implementation == "eager":  # of models that have sdpa, one that was asked for
+    if implementation == "eager":  # chosen by the user, as the model supports sdpa
         return "its attention is eager, which returns attentions; load the model with attn_implementation='sdpa'"
     if implementation not in ("sdpa", masked.ATTENTION):
         return f"its attention is {implementation}; expected sdpa"

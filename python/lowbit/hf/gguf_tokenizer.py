@@ -1,4 +1,4 @@
-"""The tokenizer in the metadata of a GGUF file, built by transformers' own tables and saved as a fast one; and back."""
+"""Converts the tokenizer in a GGUF file's metadata to a fast tokenizer, with transformers' tables, and back."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _FIELDS = {
     "padding_token_id": "pad_token_id", "add_space_prefix": "add_prefix_space",
 }  # fmt: skip
 _SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-_PLAIN_CUTS = ("default", "gpt-2", "gpt2")  # those of GPT-2, which a converter starts from
-# Rules that transformers does not know: those of another name that it knows, or expressions that cut one after another, before
-# GPT-2's rule or not.
+_PLAIN_CUTS = ("default", "gpt-2", "gpt2")  # GPT-2's pre-tokenizer, the converter's default
+# Pre-tokenizers that transformers does not know: an equivalent one that it knows, or expressions that split in sequence,
+# followed by GPT-2's rule or not.
 _SAME_CUTS = {"glm4": "llama-bpe", "glm5": "llama-bpe", "chatglm-bpe": "llama-bpe"}
-# Classes of DeepSeek's first tokenizer: letters with case, without some scripts and the letters of formulas.
+# Character class of DeepSeek's first tokenizer: cased letters, without some scripts and mathematical letters.
 _CASED = r"[\p{Lu}\p{Ll}\p{Lt}&&[^\x{2D00}-\x{2D2D}\x{A790}-\x{AB68}\x{10570}-\x{105BC}\x{16E40}-\x{16E7F}\x{1D400}-\x{1DFFF}]]"
 _DEEPSEEK_PUNCTUATION = "[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]"
 _EAST_ASIAN = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
@@ -57,12 +57,12 @@ _QWEN_CUTS = ("qwen2", "qwen35")
 def _converter() -> ModuleType:
     try:
         return import_module("transformers.integrations.gguf")
-    except ImportError:  # earlier versions 5
+    except ImportError:  # earlier 5.x versions
         return import_module("transformers.integrations.ggml")
 
 
 def _cuts(converter: ModuleType) -> Mapping[str, str] | None:
-    """The rules of cutting words that transformers knows, by what GGUF files call them."""
+    """The pre-tokenizer expressions that transformers knows, by their names in GGUF files."""
     known = getattr(converter, "GGUF_PRE_TOKENIZER_SPLITS", None)
     if known is None and hasattr(converter, "__path__"):
         known = import_module("transformers.integrations.gguf.gguf_tokenizer_mapping").GGUF_PRE_TOKENIZER_SPLITS
@@ -91,15 +91,15 @@ def _check(path: Path, fields: Mapping[str, Any], vocabulary: int) -> None:
 def save_tokenizer(path: Path, metadata: Mapping[str, Any], architecture: str, vocabulary: int, directory: Path) -> None:
     """Writes tokenizer.json, tokenizer_config.json and the chat template of the model in a GGUF file.
 
-    Warns where the file has no tokenizer, or names a way of cutting words that transformers does not know.
+    Warns if the file has no tokenizer or names an unknown pre-tokenizer.
 
     Args:
         path: of the file, for messages.
-        architecture: as the file calls it.
-        vocabulary: rows of the table of tokens.
+        architecture: the name in the file.
+        vocabulary: number of rows of the embedding table.
 
     Raises:
-        ValueError: the tokenizer is damaged, or of a kind that transformers does not build.
+        ValueError: the tokenizer is damaged, or of a kind that transformers cannot build.
     """
     for key in ("model", "pre"):
         value = metadata.get(_PREFIX + key, "")
@@ -141,7 +141,7 @@ def save_tokenizer(path: Path, metadata: Mapping[str, Any], architecture: str, v
             backend = _with_whole_tokens(backend, tokens, fields.get("token_type") or [])
         if fields["tokenizer_type"] == "llama":
             backend = _with_spaces(backend, _flag(path, metadata, "add_space_prefix", True))
-        # Qwen's own tokenizer normalizes texts. GGUF has no field for that, and llama.cpp does not.
+        # Qwen's original tokenizer normalizes texts. GGUF has no field for that, and llama.cpp does not do it.
         if architecture.startswith("qwen") and cut in _QWEN_CUTS and backend.normalizer is None:
             backend.normalizer = normalizers.NFC()
         if fields["tokenizer_type"] == "gpt2" and cut not in {*(known or (cut,)), *_PLAIN_CUTS}:
@@ -159,7 +159,7 @@ def save_tokenizer(path: Path, metadata: Mapping[str, Any], architecture: str, v
 
 
 def _without_others(backend: Tokenizer, count: int) -> Tokenizer:
-    """Without tokens that the file has not: the class of GPT-2's tokenizer adds its own, beyond the model's table."""
+    """Removes tokens that are not in the file: GPT-2's tokenizer class adds some beyond the model's table."""
     content = json.loads(backend.to_str())
     kept = [token for token in content["added_tokens"] if token["id"] < count]
     if len(kept) == len(content["added_tokens"]):
@@ -168,9 +168,9 @@ def _without_others(backend: Tokenizer, count: int) -> Tokenizer:
 
 
 def _with_whole_tokens(backend: Tokenizer, tokens: list[str], types: list[int]) -> Tokenizer:
-    """A byte-level tokenizer that has the file's control tokens and those of its user as they are, and whole.
+    """A byte-level tokenizer in which the file's control and user-defined tokens are added tokens, matched as a whole.
 
-    transformers writes those with other letters than ASCII's in letters that stand for bytes, and does not add them.
+    transformers encodes tokens with non-ASCII characters as bytes, and does not add them.
     """
     whole = {number: tokens[number] for number, kind in enumerate(types) if kind in (_OUTSIDE_TEXT, _USER)}
     content = json.loads(backend.to_str())
@@ -187,7 +187,7 @@ def _with_whole_tokens(backend: Tokenizer, tokens: list[str], types: list[int]) 
 
 
 def _check_special(path: Path, backend: Tokenizer, fields: Mapping[str, Any], special: Mapping[str, str]) -> None:
-    """Raises ValueError if a control token of the file, or one that it names, has another number or is cut into pieces."""
+    """Raises ValueError if a control token, or a special token named by the file, has another id or is split."""
     tokens = fields["tokens"]
     named = {text: tokens.index(text) for text in special.values()}
     control = {tokens[i]: i for i, kind in enumerate(fields.get("token_type") or []) if kind == _OUTSIDE_TEXT}
@@ -202,7 +202,7 @@ def _check_special(path: Path, backend: Tokenizer, fields: Mapping[str, Any], sp
 
 
 def _with_cuts(backend: Tokenizer, expressions: tuple[str, ...], as_gpt2: bool) -> Tokenizer:
-    """A byte-level tokenizer that cuts texts by these expressions."""
+    """A byte-level tokenizer that pre-tokenizes texts with these expressions."""
     cuts: list[dict[str, Any]] = [
         {"type": "Split", "pattern": {"Regex": expression}, "behavior": "Isolated", "invert": False}
         for expression in expressions
@@ -213,9 +213,9 @@ def _with_cuts(backend: Tokenizer, expressions: tuple[str, ...], as_gpt2: bool) 
 
 
 def _with_spaces(backend: Tokenizer, prefix: bool) -> Tokenizer:
-    """A SentencePiece tokenizer that puts a space before each text between special tokens, as llama.cpp does, or none.
+    """A SentencePiece tokenizer that adds a space before each text between special tokens, as llama.cpp does, or none.
 
-    transformers' table has a space before the first text only, and none where there is one already.
+    transformers adds a space before the first text only, and only if there is none already.
     """
     content = json.loads(backend.to_str())
     cut, change = content["pre_tokenizer"], content["normalizer"]
@@ -226,7 +226,7 @@ def _with_spaces(backend: Tokenizer, prefix: bool) -> Tokenizer:
         content["normalizer"] = {"type": "Sequence", "normalizers": changes}
         content["pre_tokenizer"] = None if metaspace else cut
     decoder = content["decoder"]
-    if not prefix and decoder and decoder["type"] == "Sequence":  # what takes the first space away again
+    if not prefix and decoder and decoder["type"] == "Sequence":  # the step that strips the first space again
         decoder["decoders"] = [step for step in decoder["decoders"] if step["type"] != "Strip"]
     return type(backend).from_str(json.dumps(content))
 
@@ -239,7 +239,7 @@ def _flag(path: Path, metadata: Mapping[str, Any], name: str, default: bool) -> 
 
 
 def _add_ends(backend: Tokenizer, special: Mapping[str, str], add_bos: bool, add_eos: bool, path: Path) -> None:
-    """Has the tokenizer put the first and the last token around a text."""
+    """Makes the tokenizer add the first and the last token to each text."""
     wanted = {"bos_token": add_bos, "eos_token": add_eos}
     for name, wish in wanted.items():
         if wish and name not in special:
@@ -253,22 +253,22 @@ def _add_ends(backend: Tokenizer, special: Mapping[str, str], add_bos: bool, add
         )
 
 
-_NORMAL, _UNKNOWN, _OUTSIDE_TEXT, _USER, _UNUSED, _BYTE = range(1, 7)  # types of tokens
-_SPACE = "\u2581"  # a space in SentencePiece
+_NORMAL, _UNKNOWN, _OUTSIDE_TEXT, _USER, _UNUSED, _BYTE = range(1, 7)  # token types
+_SPACE = "\u2581"  # SentencePiece's symbol for a space
 
 
 def tokenizer_metadata(directory: Path, tokenizer: Any, vocabulary: int) -> dict[str, Any]:
-    """What a GGUF file says of the tokenizer of a checkpoint.
+    """The GGUF metadata of a checkpoint's tokenizer.
 
-    Warns where llama.cpp has no name for its way of cutting words.
+    Warns if llama.cpp has no name for its pre-tokenizer.
 
     Args:
         directory: of the checkpoint, for messages.
-        tokenizer: a fast one.
-        vocabulary: rows of the table of tokens; those without a token are written as unused.
+        tokenizer: a fast tokenizer.
+        vocabulary: number of rows of the embedding table; rows without a token are written as unused.
 
     Raises:
-        ValueError: neither byte-level BPE nor SentencePiece's, the kinds that are written.
+        ValueError: the tokenizer is neither byte-level BPE nor SentencePiece BPE, the supported kinds.
     """
     content = json.loads(tokenizer.backend_tokenizer.to_str())
     model = content["model"]
@@ -278,7 +278,7 @@ def tokenizer_metadata(directory: Path, tokenizer: Any, vocabulary: int) -> dict
     types = dict.fromkeys(texts, _NORMAL)
     for added in content["added_tokens"]:
         if added["id"] >= vocabulary:
-            continue  # of the tokenizer's class: the model has no row for it
+            continue  # added by the tokenizer's class: the model has no row for it
         texts[added["id"]] = added["content"]
         types[added["id"]] = _OUTSIDE_TEXT if added["special"] else _USER
     if max(texts) >= vocabulary:
@@ -297,7 +297,7 @@ def tokenizer_metadata(directory: Path, tokenizer: Any, vocabulary: int) -> dict
         number = getattr(tokenizer, f"{name}_id")
         if number is not None and number < vocabulary:
             fields[f"{key}_token_id"] = number
-    around = tokenizer.backend_tokenizer.encode("").ids  # what every text is put between
+    around = tokenizer.backend_tokenizer.encode("").ids  # the tokens added around every text
     fields["add_bos_token"] = around[:1] == [tokenizer.bos_token_id]
     fields["add_eos_token"] = around[fields["add_bos_token"] :] == [tokenizer.eos_token_id]
     metadata = {_PREFIX + key: value for key, value in fields.items()}
@@ -307,7 +307,7 @@ def tokenizer_metadata(directory: Path, tokenizer: Any, vocabulary: int) -> dict
 
 
 def _byte_level(directory: Path, content: dict[str, Any]) -> dict[str, Any]:
-    """What a file says of a tokenizer whose letters are bytes, but for its tokens."""
+    """The metadata of a byte-level tokenizer, without its tokens."""
     model, cut, normalizer = content["model"], content["pre_tokenizer"], content["normalizer"]
     parts = cut["pretokenizers"] if cut and cut["type"] == "Sequence" else [cut]
     if not any(part and part["type"] == "ByteLevel" for part in parts):
@@ -324,10 +324,10 @@ def _byte_level(directory: Path, content: dict[str, Any]) -> dict[str, Any]:
 def _sentencepiece(
     directory: Path, tokenizer: Any, content: dict[str, Any], texts: Mapping[int, str], types: dict[int, int]
 ) -> dict[str, Any]:
-    """What a file says of SentencePiece's BPE, but for its tokens; `types` gets those of its own.
+    """The metadata of a SentencePiece BPE tokenizer, without its tokens; `types` is updated with its token types.
 
-    There, of all neighbors whose text is a token those of the highest score are joined; here, those of the first pair in
-    a list. The two are the same where the list has every such pair, and all pairs of a token in one place.
+    SentencePiece merges the neighbors whose joined token has the highest score; Hugging Face's BPE merges the first pair in
+    a list. The two agree if the list contains every possible pair, and all pairs of a token consecutively.
     """
     model = content["model"]
     vocab, pairs = model["vocab"], [tuple(merge.split(" ") if isinstance(merge, str) else merge) for merge in model["merges"]]
@@ -370,10 +370,10 @@ def _sentencepiece(
 
 
 def _prefix(directory: Path, content: dict[str, Any]) -> bool:
-    """Whether a SentencePiece tokenizer puts a space before a text.
+    """Whether a SentencePiece tokenizer adds a space before a text.
 
     Raises:
-        ValueError: it does something else with a text, which a file could not say.
+        ValueError: it transforms texts in another way, which GGUF cannot express.
     """
     cut, change = content["pre_tokenizer"], content["normalizer"]
     changes = change["normalizers"] if change and change["type"] == "Sequence" else [change] if change else []
@@ -381,7 +381,7 @@ def _prefix(directory: Path, content: dict[str, Any]) -> bool:
     prepended = {"type": "Prepend", "prepend": _SPACE}
     if cut and cut["type"] == "Metaspace" and cut["replacement"] == _SPACE and not cut.get("split") and not changes:
         return bool(cut["prepend_scheme"] != "never")
-    # What is cut at spaces is whole where there are none left.
+    # Splitting at spaces has no effect if no spaces are left.
     uncut = cut is None or (cut["type"] == "Split" and cut["pattern"] == {"String": " "})
     if uncut and changes in ([replaced], [prepended, replaced]):
         return len(changes) == 2

@@ -1,8 +1,8 @@
-"""lowbit's attention without caches for the models of transformers: texts without their padding.
+"""lowbit's attention without caches as an attention implementation of transformers, which skips padding.
 
-transformers asks an attention implementation for its mask once per call of a model, and hands that to the attention of every
-layer. Ours is the tensor of bounds that :func:`lowbit.masked_attention` takes. Masks of other kinds, and calls that lowbit does
-not compute (gradients, dropout, a cache with earlier tokens, position biases), go to transformers' sdpa with an equal mask.
+transformers makes a mask once per call of a model and passes it to the attention of every layer. Here it is the tensor of
+bounds of :func:`lowbit.masked_attention`. Other masks, and calls that lowbit does not support (gradients, dropout, a cache with
+earlier tokens, position biases), go to transformers' sdpa with an equivalent mask.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _MOST_WIDTH = 256
 
 
 def register() -> None:
-    """Makes :data:`ATTENTION` known to transformers."""
+    """Registers :data:`ATTENTION` with transformers."""
     import_module("transformers").AttentionInterface.register(ATTENTION, attend)
     import_module("transformers").AttentionMaskInterface.register(ATTENTION, make_mask)
 
 
 def _bounds(visible: Tensor, causal: bool) -> Tensor:
-    """Bounds of texts whose tokens see all, or all up to themselves; from [batch, positions]."""
+    """Bounds for full or causal attention within each text, from the padding mask ``visible`` [batch, positions]."""
     batch, length = visible.shape
     positions = torch.arange(length, dtype=torch.int32)
     end = positions + 1 if causal else torch.full_like(positions, length)
@@ -36,12 +36,12 @@ def _bounds(visible: Tensor, causal: bool) -> Tensor:
 
 
 def _bounds_of(mask: Tensor, visible: Tensor) -> Tensor | None:
-    """The same from sdpa's mask, [batch, 1, positions, positions] bool; None if a token sees other keys than those of a range,
-    or if a range begins or ends before that of an earlier token."""
+    """Bounds from sdpa's mask, bool [batch, 1, positions, positions]; None if the keys visible to a token are not contiguous,
+    or if bounds decrease."""
     seen = mask[:, 0] & visible[:, None]
     length = seen.shape[-1]
     first, after = seen.int().argmax(-1), length - seen.flip(-1).int().argmax(-1)
-    # Padding takes what the token before it has.
+    # Padding gets the bounds of the token before it.
     begin, end = (torch.where(visible, x, 0).cummax(-1).values for x in (first, after))
     keys = torch.arange(length)
     ranges = (keys >= begin[..., None]) & (keys < end[..., None]) & visible[:, None]
@@ -61,7 +61,7 @@ def make_mask(
     attention_mask: Tensor | None = None,
     **others: Any,
 ) -> Tensor | None:
-    """What transformers hands to :func:`attend`: bounds [batch, positions, 3] int32, None if all see all, or sdpa's mask."""
+    """The mask for :func:`attend`: bounds int32 [batch, positions, 3], None for full attention, or sdpa's mask."""
     masks = import_module("transformers.masking_utils")
     compiling = torch.compiler.is_compiling()
     sizes = {"batch_size": batch_size, "q_length": q_length, "kv_length": kv_length}
@@ -90,10 +90,10 @@ def _is_bounds(mask: Tensor | None) -> bool:
 
 
 def _as_mask(bounds: Tensor) -> Tensor:
-    """[batch, 1, positions, positions] bool, as sdpa takes it."""
+    """Converts bounds to sdpa's mask, bool [batch, 1, positions, positions]."""
     keys = torch.arange(bounds.shape[1])
     seen = (keys >= bounds[..., 1:2]) & (keys < bounds[..., 2:3]) & (bounds[..., 0] != 0)[:, None]
-    # A row that sees nothing would be NaN: padding that comes first in causal texts.
+    # A row without visible keys (leading padding in causal texts) would be NaN, so let it see everything.
     return (seen | ~seen.any(-1, keepdim=True))[:, None]
 
 
@@ -109,7 +109,7 @@ def attend(
     is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """An attention function as transformers calls it: [batch, positions, heads, width] of [batch, heads, positions, width]."""
+    """The attention function for transformers: [batch, heads, positions, width] -> [batch, positions, heads, width]."""
     if others.get("s_aux") is not None:
         raise ValueError(f"the attention of {type(module).__name__} has sinks; expected none: call the model without fuse_")
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -121,7 +121,7 @@ def attend(
         and query.dtype == key.dtype == value.dtype
         and query.shape[1] % key.shape[1] == 0
         and all(others.get(name) is None for name in ("position_bias", "cache", "softcap"))
-        and not others.get("output_attentions")  # sdpa has none either, and says so
+        and not others.get("output_attentions")  # sdpa does not support them either, and warns
     )
     bounds = attention_mask if _is_bounds(attention_mask) else None
     if attention_mask is None and causal and query.shape[2] > 1:

@@ -1,13 +1,13 @@
-"""The multi-token prediction (MTP) head of a checkpoint: one more decoder layer, which guesses the token after the next one.
+"""Loads the multi-token prediction (MTP) head of a checkpoint: an extra decoder layer that drafts the token after the next.
 
-transformers leaves its tensors out when it loads a model. There are two layouts, and both compute the same:
+transformers ignores its tensors when it loads a model. There are two layouts, which compute the same:
 
     h = block(projection([norm(embedding of token i + 1), norm(hidden state i)])), then a norm
 
-where hidden state i is what the model gives its output head after token i. The norm's result goes to the same output head, for
-token i + 2, and is the hidden state of the next guess. The block is a layer of the model, with full attention.
+where hidden state i is the model's input to its output head after token i. The norm's result goes to the same output head, for
+token i + 2, and is the hidden state for the next draft token. The block is a layer of the model's class, with full attention.
 
-Qwen's layout has the head beside the model, as ``mtp.*``. DeepSeek's (also GLM's) has it as a layer behind the last one.
+Qwen's layout stores the head as ``mtp.*``. DeepSeek's, also used by GLM, stores it as a layer after the last one.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 
 _BESIDE = "mtp."
 _BEHIND = re.compile(r"^((?:\w+\.)*layers\.(\d+)\.)eh_proj\.\w+$")
-# Of both layouts: norm of the embedding, norm of the hidden state, projection, block, norm of the result; "": the head itself.
+# Names in both layouts: norm of the embedding, norm of the hidden state, projection, block ("": the head itself), final norm.
 _PARTS_BESIDE = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "layers.0", "norm")
 _PARTS_BEHIND = ("enorm", "hnorm", "eh_proj", "", "shared_head.norm")
-# What DeepSeek's layout has a second time, though it is the model's.
+# Tensors of DeepSeek's layout that duplicate the model's.
 _SHARED = {"embed_tokens.weight": "get_input_embeddings", "shared_head.head.weight": "get_output_embeddings"}
 _FULL = "full_attention"
 
@@ -47,18 +47,18 @@ def _layers(model: PreTrainedModel) -> int:
 
 
 def prefix_of(model: PreTrainedModel, names: Iterable[str]) -> str | None:
-    """What the names of the head's tensors begin with, of the tensors in a model's files, float or packed; None: no head."""
+    """The prefix of the head's tensors among the float or packed tensors of a model's files; None: no head."""
     for name in names:
         if name.startswith(f"{_BESIDE}pre_fc_norm_hidden."):
             return _BESIDE
-        # The configuration is asked only now: those of some models have several texts.
+        # The configuration is read only here, because that of some models has several text configs.
         if (match := _BEHIND.match(name)) and int(match[2]) == _layers(model):
             return match[1]
     return None
 
 
 def shared_copies(model: PreTrainedModel, names: Collection[str]) -> dict[str, str]:
-    """Tensor of the head in a model's files -> the weight of the model that it should be a copy of."""
+    """Tensor of the head in a model's files -> the model's weight that it should duplicate."""
     prefix, found = prefix_of(model, names), {}
     if prefix is None:
         return {}
@@ -71,7 +71,7 @@ def shared_copies(model: PreTrainedModel, names: Collection[str]) -> dict[str, s
 
 
 def _block_config(config: Any, layers: int) -> Any:
-    """The text configuration of a model with one more layer."""
+    """The text configuration of a model with an additional layer."""
     longer = deepcopy(config)
     for name, value in vars(config).items():
         if isinstance(value, list) and len(value) == layers and name.endswith("_types"):
@@ -82,7 +82,7 @@ def _block_config(config: Any, layers: int) -> Any:
 
 @dataclass(frozen=True)
 class _Kinds:
-    """What a head is made of, from the model that it belongs to."""
+    """The module classes of a head, taken from its model."""
 
     block: Callable[[Any, int], torch.nn.Module]
     norm: Callable[..., torch.nn.Module]
@@ -126,9 +126,9 @@ def _put(root: torch.nn.Module, prefix: str, head: torch.nn.Module) -> None:
 
 
 def attach(model: PreTrainedModel, names: Collection[str]) -> None:
-    """Gives a model on the meta device the head that its files have, so that its tensors have a place, by their names.
+    """Adds the head in the files to a model on the meta device, under the names in the files.
 
-    The model's ``forward`` does not use it. Heads that the model's own layers cannot be made to be are not attached.
+    The model's ``forward`` does not use it. Heads that cannot be built from the model's layer classes are not attached.
     """
     prefix = prefix_of(model, names)
     if prefix is None or not hasattr(model.get_decoder(), "layers"):
@@ -139,7 +139,7 @@ def attach(model: PreTrainedModel, names: Collection[str]) -> None:
 
 
 class _Head:
-    """What :func:`load_head` adds to a class of transformers, so that its loader fills the modules of a head."""
+    """A mixin that :func:`load_head` adds to a class of transformers, so that its loader fills the modules of a head."""
 
     prefix: str
 
@@ -150,14 +150,14 @@ class _Head:
 
         Args:
             hidden: [1, s, size], hidden states of the model, or results of the head.
-            embedding: [1, s, size], of the tokens after them.
+            embedding: [1, s, size], embeddings of the tokens after them.
             position_ids: [1, s] int64.
             rotary: the model's rotary embedding.
-            caches: of the block, by its number.
-            start: [1] int64, how many positions the caches have.
+            caches: of the block, by its layer index.
+            start: [1] int64, number of positions in the caches.
 
         Returns:
-            [1, s, size]; the model's output head makes logits of it.
+            [1, s, size], the input of the model's output head.
         """
         embedding_norm, hidden_norm, projection, block, norm = self.parts
         inputs = projection(torch.cat([embedding_norm(embedding), hidden_norm(hidden)], dim=-1))
@@ -175,7 +175,7 @@ class _Head:
 def load_head(
     model: PreTrainedModel, directory: Path, tensors: Mapping[str, Stored], quantization: LowBitConfig | None = None
 ) -> PreTrainedModel | None:
-    """Loads the head of a model, float or packed as its files have it; None: they have none.
+    """Loads the MTP head of a model, float or packed as in its files; None if they have none.
 
     Args:
         directory: the model's checkpoint.
@@ -195,7 +195,7 @@ def load_head(
     )
     config = _block_config(model.config.get_text_config(), kinds.layers)
     config._attn_implementation_internal = "eager"
-    # What the files say: a float model that was quantized while it was loaded has one as well.
+    # Use the files' quantization_config: a float model quantized during loading has one as well.
     config.__dict__.pop("quantization_config", None)
     if (stored := read_config(directory).get("quantization_config")) is not None:
         config.quantization_config = stored

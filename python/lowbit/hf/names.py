@@ -1,4 +1,4 @@
-"""Names of a checkpoint's tensors in the model of transformers, and which tensors are tied."""
+"""Maps the tensor names of a checkpoint to those of the transformers model, and finds tied tensors."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def names_in_model(model: PreTrainedModel, keys: Iterable[str]) -> dict[str, tup
     """Names of tensors in a checkpoint -> names in the model.
 
     Returns:
-        Name in the files -> (name in the model, None); or, if transformers converts tensors (joins several, or splits one),
-        (a name, the names of the converted tensors in the model).
+        Name in the files -> (name in the model, None); or, if transformers converts tensors (joins or splits them), (a name,
+        the names of the converted tensors in the model).
     """
     names = {}
     for key, name, converter, _ in _converted(model, keys):
@@ -49,13 +49,13 @@ def names_in_model(model: PreTrainedModel, keys: Iterable[str]) -> dict[str, tup
 
 
 def _converted(model: PreTrainedModel, keys: Iterable[str]) -> Iterator[tuple[str, str, WeightConverter | None, str | None]]:
-    """For each tensor of a checkpoint: its name there and in the model, its converter or None, and the pattern it matched."""
+    """For each tensor of a checkpoint: its name there and in the model, its converter or None, and the matching pattern."""
     transforms = get_model_conversion_mapping(model)
     renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
     converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     prefix, state = model.base_model_prefix, model.state_dict()
-    for key in sorted(keys, key=dot_natural_key):  # in the loader's order, which some renamings depend on
+    for key in sorted(keys, key=dot_natural_key):  # the loader's order, on which some renamings depend
         name, pattern = rename_source_key(key, renamings, converters, prefix, state)
         if name not in state and key in state:
             name, pattern = rename_source_key(key, [], [], prefix, state)
@@ -64,17 +64,17 @@ def _converted(model: PreTrainedModel, keys: Iterable[str]) -> Iterator[tuple[st
 
 @dataclass(frozen=True)
 class Rows:
-    """One of several equal bands of rows of a tensor in the files."""
+    """A band of rows of a tensor in the files, which consists of equal bands."""
 
-    key: str  # the tensor
+    key: str  # name of the tensor
     band: int
     bands: int  # 1: it is the whole tensor
 
 
 def rows_of(model: PreTrainedModel, keys: Iterable[str]) -> dict[str, list[Rows]]:
-    """Tensors of the model that transformers splits from, or concatenates of, tensors of the files along rows, as q, k and v.
+    """Tensors of the model that transformers obtains by splitting or concatenating tensors of the files by rows (q, k, v).
 
-    Other conversions (rows in another order, bands of different sizes) are not included.
+    Other conversions (permuted rows, bands of different sizes) are not included.
 
     Args:
         keys: the names of a checkpoint's tensors.
@@ -105,7 +105,7 @@ def rows_of(model: PreTrainedModel, keys: Iterable[str]) -> dict[str, list[Rows]
 def parts_of_experts(
     model: PreTrainedModel, names: Mapping[str, tuple[str, tuple[str, ...] | None]]
 ) -> dict[str, list[list[str]]]:
-    """Tensors of the model that transformers stacks from one matrix per expert, or from two concatenated ones.
+    """Tensors of the model that transformers stacks from one matrix per expert, or from two that it concatenates.
 
     Other conversions are not included.
 
@@ -139,27 +139,27 @@ def parts_of_experts(
 
 
 def given_by(names: Mapping[str, tuple[str, tuple[str, ...] | None]]) -> set[str]:
-    """The tensors of the model that a checkpoint has; `names` from :func:`names_in_model`."""
+    """The tensors of the model that a checkpoint provides; `names` is from :func:`names_in_model`."""
     return {given for name, targets in names.values() for given in (targets or (name,))}
 
 
 def given_with(layer: str, info: PackedInfo) -> set[str]:
-    """The name, in the float model, of the bias in a packed weight: "up.bias", or for experts "up_proj_bias"; else empty."""
+    """The float model's name of the bias in a packed weight, such as "up.bias" or "up_proj_bias"; empty without a bias."""
     return set() if not info.has_bias else {f"{layer}.bias" if info.experts is None else f"{layer}_bias"}
 
 
 def keep_names(model: PreTrainedModel) -> None:
     """Makes transformers save packed layers one by one, under their names in the model.
 
-    By default it reverses its conversions: it writes a tensor per expert, or one for q, k and v. That would split, join or
-    rename packed tensors, and no loader would find them.
+    By default it reverses its conversions, writing a tensor per expert, or a joint one for q, k and v. That would split, join
+    or rename packed tensors, and no loader would find them.
     """
     layers = [name for name, layer in model.named_modules() if isinstance(layer, nn.Packed | nn.LinearExperts)]
     packed = [f"{name}.{leaf}" for name in layers for leaf in ("packed_weight", "weight")]
     if not packed:
         return
     transforms = getattr(model, "_weight_conversions", None)
-    if transforms is None:  # not loaded from a checkpoint: those that saving would use
+    if transforms is None:  # not loaded from a checkpoint: use the conversions that saving would use
         transforms = get_model_conversion_mapping(model, add_legacy=False)
         transforms = [transform for transform in transforms if type(transform).__name__ != "PrefixChange"]
 
@@ -167,15 +167,15 @@ def keep_names(model: PreTrainedModel) -> None:
 
     def concerns(transform: Any) -> bool:
         if type(transform) is WeightRenaming:
-            # No float checkpoint has experts in one tensor under the new name: another version of transformers would not find
-            # them, and continue with random ones.
+            # No float checkpoint has experts in one tensor under the new name. Another version of transformers would not find
+            # them and continue with random weights.
             back = transform.reverse_transform()
             return any(back.rename_source_key(name)[0] != name for name in experts)
         if not isinstance(transform, WeightConverter):
             return False
         try:
             back = transform.reverse_transform()
-        except (NotImplementedError, ValueError):  # not reversible: then saving does not reverse it either
+        except (NotImplementedError, ValueError):  # not reversible, so saving does not reverse it either
             return False
         return any(back.rename_source_key(name)[1] is not None for name in packed)
 
@@ -183,9 +183,9 @@ def keep_names(model: PreTrainedModel) -> None:
 
 
 def unused_by(model: PreTrainedModel, names: Iterable[str]) -> set[str]:
-    """Those of these names of a checkpoint's tensors that the class of a model is known to have no use for.
+    """The subset of a checkpoint's tensor names that the model's class ignores.
 
-    Old checkpoints have buffers that models make themselves by now: causal masks, positions, frequencies.
+    Old checkpoints contain buffers that models now compute themselves: causal masks, positions, frequencies.
     """
     buffers = {name for name, _ in model.named_buffers()}
     leaves = {leaf for leaf in ("inv_freq", "position_ids") if any(name.endswith(leaf) for name in buffers)}
@@ -197,7 +197,7 @@ def unused_by(model: PreTrainedModel, names: Iterable[str]) -> set[str]:
 
 
 def check_complete(model: PreTrainedModel, given: set[str], where: Path) -> None:
-    """Raises ValueError if the tensors of a checkpoint, ``given``, lack some that the float model needs."""
+    """Raises ValueError if ``given``, the tensors of a checkpoint, lacks some that the float model needs."""
     tied = model.all_tied_weights_keys
     given = given | {target for target, source in tied.items() if source in given}
     given |= {source for target, source in tied.items() if target in given}

@@ -1,7 +1,7 @@
-"""RMSNorm of transformers' models in one pass, by :func:`lowbit.rms_norm`.
+"""Computes RMSNorms of transformers models in one pass with :func:`lowbit.rms_norm`.
 
-transformers computes it by some six operators of torch. The classes differ in the name of epsilon and in whether the weight is
-stored less 1, so a module is taken only if it gives what the formula gives on random numbers.
+transformers uses about six torch operators. Classes differ in the name of epsilon and in whether the weight is stored minus 1,
+so a module is replaced only if it agrees with the formula on random inputs.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from torch import Tensor
 from .activations import DTYPES, is_computed
 
 _EPSILONS = ("variance_epsilon", "eps", "epsilon")
-_TRIAL = 32  # rows
+_TRIAL = 32  # random rows to compare
 
 
 def _forward(
     module: torch.nn.Module, epsilon: float, offset: float, decoding: bool, x: Tensor, *others: Any, **more: Any
 ) -> Tensor:
     weight = getattr(module, "weight", None)
-    if decoding:  # which has no gradients, so the bits are the same whether they are enabled
+    if decoding:  # has no gradients, so the result is the same whether they are enabled or not
         x, weight = x.detach(), None if weight is None else weight.detach()
     if others or more or not is_computed(x) or (weight is not None and (weight.dtype != x.dtype or not is_computed(weight))):
         return type(module).forward(module, x, *others, **more)
@@ -30,7 +30,7 @@ def _forward(
 
 
 def _parameters(module: torch.nn.Module) -> tuple[float, float] | None:
-    """Epsilon and what is added to each weight, if the module computes RMSNorm."""
+    """Epsilon and weight offset, if the module computes RMSNorm; else None."""
     if "RMSNorm" not in type(module).__name__ or "forward" in vars(module) or next(module.children(), None) is not None:
         return None
     weight = getattr(module, "weight", None)
@@ -57,10 +57,10 @@ def _parameters(module: torch.nn.Module) -> tuple[float, float] | None:
 
 
 def replace(model: torch.nn.Module, decoding: bool = False) -> list[torch.nn.Module]:
-    """Has all RMSNorms of a model computed by lowbit; the modules stay, with another ``forward``. Returns them.
+    """Makes lowbit compute all RMSNorms of a model by replacing their ``forward``; returns these modules.
 
     Args:
-        decoding: never with gradients.
+        decoding: never compute gradients.
     """
     replaced = []
     for module in model.modules():

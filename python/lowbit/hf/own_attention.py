@@ -1,14 +1,14 @@
-"""The attention that BLOOM, MPT, Falcon and earlier models have as code of their own in transformers, over a decoder's caches.
+"""Attention of BLOOM, MPT, Falcon and other models that do not use transformers' attention interface.
 
-Their code knows transformers' caches only. While a decoder has such a model, modules from here stand in for its
-attention, with the same layers under the same names.
+Their code only supports transformers' caches. While a decoder uses such a model, modules from here replace its attention, with
+the same layers under the same names.
 
-Alibi (Press, Smith and Lewis, Train Short, Test Long, 2022) adds to each score a bias that grows with the position of the
-key. Queries and keys carry it to lowbit's attention, as inputs in front of their own: (-b_i, w) times (1, p_j) is b_j - b_i,
-where p_j are one or two numbers that every float cache holds exactly, and w makes the bias b_j of them. What a query adds
-to all of its scores falls out of the softmax, so b_i is there for the rounding alone: attention sums products in the order
-of inputs, so a score begins as b_j - b_i, which is as large as the two are apart, where b_j is as large as the text is
-long.
+ALiBi (Press, Smith and Lewis, Train Short, Test Long, 2022) adds to each score a bias b_j that grows with the position j of the
+key. Queries and keys carry it to lowbit's attention as additional leading inputs: (-b_i, w) times (1, p_j) is b_j - b_i, where
+p_j are one or two numbers that every float cache holds exactly, and w turns them into the bias b_j. Softmax cancels what a
+query adds to all of its scores, so b_i only improves rounding: attention sums products in the order of inputs, so a score
+starts as b_j - b_i, which is proportional to the distance of the two, and not as b_j, which is proportional to the length of
+the text.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from torch import Tensor
 
 from .unsupported import Unsupported
 
-_INPUTS = 16  # of queries and keys that carry the bias: widths are multiples of 16
-# A position is 256 times one number and another; both are below 257, so bfloat16 holds them, with its 8 bits.
+_INPUTS = 16  # additional inputs that carry the bias, as widths are multiples of 16
+# A position is 256 * a + b. Both numbers are below 257, so bfloat16 with its 8 bits represents them exactly.
 _DIGIT = 256
 MOST_POSITIONS = _DIGIT * _DIGIT
 
 
 class Alibi(torch.nn.Module):
-    """What queries and keys have in front of their own inputs."""
+    """The additional leading inputs of queries and keys."""
 
     def __init__(self, weights: Tensor, parts: Tensor, scale: float):
         """
         Args:
         weights: [heads, n] float32.
-        parts: [heads or 1, positions, n] float32; the bias of a position is the sum of their products with the weights.
-        scale: of the products of queries and keys.
+        parts: [heads or 1, positions, n] float32; a position's bias is the sum of products of its parts and the weights.
+        scale: attention's factor of the products of queries and keys.
         """
         super().__init__()
         self.register_buffer("weights", weights / scale, persistent=False)
         self.register_buffer("parts", parts, persistent=False)
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """[1, heads, s, 16] each, float32, for queries and keys; from [s] int64."""
+        """The inputs for queries and keys at positions [s] int64: float32 [1, heads, s, 16] each."""
         if torch.compiler.is_compiling():  # attention refuses positions beyond the caches
             positions = positions.clamp(0, self.parts.shape[1] - 1)
         heads, count = self.weights.shape
@@ -56,26 +56,26 @@ class Alibi(torch.nn.Module):
 
 
 def _of_slopes(slopes: Tensor, positions: int, scale: float) -> Alibi:
-    """From [heads]: what the bias grows by with each position."""
+    """ALiBi from slopes [heads], the increase of the bias per position."""
     index = torch.arange(positions)
     parts = torch.stack([index // _DIGIT, index % _DIGIT], dim=-1).float()
     return Alibi(torch.stack([slopes * _DIGIT, slopes], dim=-1), parts[None], scale)
 
 
 class Call:
-    """What a call of a decoder has for the attention of all layers."""
+    """The state of a decoder call that the attention of all layers uses."""
 
     def __init__(self, attend: Callable[..., Any], takes_positions: bool):
         """
         Args:
-        attend: as transformers calls an attention function.
-        takes_positions: whether the model is told positions, too.
+        attend: an attention function of transformers.
+        takes_positions: whether the model takes positions as well.
         """
         self.attend, self.takes_positions = attend, takes_positions
         self.alibi: Alibi | None = None
         self.caches: Any = None
         self.start: Tensor | None = None
-        self.inputs: tuple[Tensor, Tensor] | None = None  # in front of queries and keys
+        self.inputs: tuple[Tensor, Tensor] | None = None  # leading inputs of queries and keys
 
     def give(self, caches: Any, start: Tensor, positions: Tensor) -> None:
         self.caches, self.start = caches, start
@@ -83,16 +83,16 @@ class Call:
             self.inputs = self.alibi(positions)
 
     def clear(self) -> None:
-        """So that no tensor outlives the call."""
+        """Drops all tensors at the end of a call."""
         self.caches = self.start = self.inputs = None
 
     def run(
         self, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None = None
     ) -> Tensor:
-        """[1, s, heads * d] of [1, heads, s, d], and keys and values of as many heads or fewer."""
+        """Attention of queries [1, heads, s, d] to keys and values with as many or fewer heads: [1, s, heads * d]."""
         dtype = query.dtype
         if self.inputs is not None:
-            # In float32: 16 bits would not hold the slopes.
+            # In float32, because 16-bit types cannot represent the slopes.
             query, key = (
                 torch.cat([more.expand(-1, inputs.shape[1], -1, -1), inputs.float()], dim=-1)
                 for more, inputs in zip(self.inputs, (query, key), strict=True)
@@ -105,9 +105,9 @@ class Call:
 
 
 class _Own(torch.nn.Module):
-    """In place of a model's attention."""
+    """Base class of the replacements for a model's attention."""
 
-    needs_mask = False  # whether the model's code does something to the mask
+    needs_mask = False  # whether the model's code modifies the mask
 
     def __init__(self, attention: Any, call: Call):
         super().__init__()
@@ -120,11 +120,11 @@ class _Own(torch.nn.Module):
 
     @staticmethod
     def is_relative(attention: Any) -> bool:
-        """Whether a text that begins at another position has the same logits, or others by rotations only."""
+        """Whether attention depends only on relative positions, up to rounding."""
         return True
 
     def alibi(self, model: Any, positions: int) -> Alibi | None:
-        """For all layers of the model."""
+        """The ALiBi inputs for all layers of the model; None without ALiBi."""
         return None
 
 
@@ -166,7 +166,7 @@ class _Falcon(_Own):
     def __init__(self, attention: Any, call: Call):
         super().__init__(attention, call)
         self.scale, self.heads, self.width = attention.inv_norm_factor, attention.num_heads, attention.head_dim
-        # Keys come behind the queries that belong to them.
+        # The keys of a group follow its queries.
         self.kv_heads = attention.num_kv_heads
         self.has_alibi = bool(attention.config.alibi)
         self.rotate = sys.modules[type(attention).__module__].apply_rotary_pos_emb
@@ -178,7 +178,8 @@ class _Falcon(_Own):
     def alibi(self, model: Any, positions: int) -> Alibi | None:
         if not self.has_alibi:
             return None
-        # transformers rounds it to bfloat16 in every dtype: a table, and no slopes. Keys of all heads have their own.
+        # transformers rounds the bias to bfloat16 for every dtype, so use its table rather than slopes. Each head has its own
+        # keys.
         build = sys.modules[type(model).__module__].build_alibi_tensor
         table = build(torch.ones(1, positions, dtype=torch.int64), self.heads, torch.float32)[:, 0]
         return Alibi(torch.full((self.heads, 1), self.scale), table[..., None], self.scale)
@@ -197,7 +198,7 @@ class _Falcon(_Own):
 
 
 class _Projected(_Own):
-    """XGLM's, MVP's and TrOCR's: a matrix each for queries, keys and values."""
+    """Attention of XGLM, MVP and TrOCR, with separate projections for queries, keys and values."""
 
     window: int | None = None
 
@@ -272,13 +273,13 @@ _KINDS: dict[str, type[_Own]] = {
 
 
 def find(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str, torch.nn.Module, type[_Own]]]:
-    """Attention that there is a stand-in for: what has it, under which name, itself, and the stand-in."""
+    """The replaceable attention modules of a model: parent, name in the parent, module, and replacement class."""
     for module in model.modules():
         for name, child in module.named_children():
             kind = _KINDS.get(type(child).__name__)
             if (
                 kind is not None
                 and type(child).__module__.startswith("transformers.models.")
-                and not getattr(child, "slow_but_exact", False)  # BLOOM's: cuts the layer behind attention
+                and not getattr(child, "slow_but_exact", False)  # BLOOM: splits the layer after attention
             ):
                 yield module, name, child, kind

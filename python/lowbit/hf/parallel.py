@@ -1,7 +1,7 @@
-"""``tp_plan="auto"`` of transformers with packed layers, which :func:`lowbit.tensor_parallel.shard_` splits.
+"""Supports ``tp_plan="auto"`` of transformers: packed layers are split by :func:`lowbit.tensor_parallel.shard_`.
 
-transformers splits parameters while it loads them, in ways that change with its versions. So packed layers are removed from
-its plan, and split after loading.
+transformers splits parameters while loading them, in ways that change between versions. So packed layers are removed from its
+plan and split after loading.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from .. import nn
 from ..tensor_parallel import EXPERTS_TOGETHER, PARTS, pattern_of, shard_, styles_of
 from .placing import verify_layer
 
-# A plan without rules is an error. In later versions this rule does nothing to a layer; in earlier ones it does, so there it
-# gets the name of no layer.
+# An empty plan is an error, so it gets a rule that has no effect. In earlier versions this rule does have an effect, so there
+# it is given a name that no layer has.
 _NO_CUT = "replicate"
 _EARLIER = not hasattr(HfQuantizer, "update_parallel_plan")
 _NO_LAYER = "packed by lowbit"
 
 
 def take_rules(model: PreTrainedModel, layers: Collection[str]) -> dict[str, str]:
-    """Removes the rules for these layers from a model's plan, and returns them; does nothing without a process group."""
+    """Removes the rules for these layers from a model's plan and returns them; does nothing without a process group."""
     if not (dist.is_available() and dist.is_initialized()):
         return {}
     plan, patterns = model.tp_plan or {}, {pattern_of(name) for name in layers}
-    # The rule that joins the ranks' experts, too.
+    # Also the rule that joins the ranks' experts.
     patterns |= {above for name in patterns if plan.get(above := name.rpartition(".")[0]) == EXPERTS_TOGETHER}
     taken = {pattern: style for pattern, style in plan.items() if pattern in patterns}
     rest = {pattern: style for pattern, style in plan.items() if pattern not in patterns}
@@ -38,7 +38,7 @@ def take_rules(model: PreTrainedModel, layers: Collection[str]) -> dict[str, str
 
 
 def _group_of(model: PreTrainedModel) -> dist.ProcessGroup | None:
-    """The processes that ``from_pretrained`` splits a model over; None without tensor parallelism, or for one process."""
+    """The processes over which ``from_pretrained`` splits a model; None without tensor parallelism or with one process."""
     mesh = getattr(model, "_device_mesh", None)
     if mesh is None:
         return None
@@ -54,13 +54,13 @@ def layers_to_cut(model: PreTrainedModel, rules: dict[str, str]) -> set[str]:
 
 
 def shard_as_asked(model: PreTrainedModel, rules: dict[str, str], where: Mapping[str, str]) -> None:
-    """Restores the rules of a model, and splits its packed layers by them if ``from_pretrained`` splits the model.
+    """Restores the rules of a model and splits its packed layers by them if ``from_pretrained`` splits the model.
 
     Args:
         where: layer -> source of its weight, for errors.
 
     Raises:
-        ValueError: as :func:`lowbit.tensor_parallel.shard_`, or the plan is the user's own, or a weight was altered.
+        ValueError: as :func:`lowbit.tensor_parallel.shard_`, or the plan was passed by the user, or a weight was modified.
     """
     asked = getattr(model, "_device_mesh", None) is not None
     if asked and any(model.tp_plan.get(pattern, _NO_CUT) != _NO_CUT for pattern in rules):
@@ -74,13 +74,13 @@ def shard_as_asked(model: PreTrainedModel, rules: dict[str, str], where: Mapping
     try:
         shard_(model, group, rules)
     except ValueError:
-        for name, layer in layers.items():  # if a file was damaged, the error says that instead
+        for name, layer in layers.items():  # report a damaged file instead, if that is the cause
             verify_layer(name, layer, where)
         raise
 
 
 def refuse_parts(model: PreTrainedModel) -> None:
-    """Raises ValueError if a model holds one rank's part."""
+    """Raises ValueError if a model is only one rank's part."""
     for name, layer in model.named_modules():
         if isinstance(layer, PARTS):
             raise ValueError(f"{name} is a part of a layer: a model that is spread over ranks cannot be saved")

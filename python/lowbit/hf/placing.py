@@ -1,4 +1,4 @@
-"""Packed layers in a model of transformers: placing, sharing, verifying and tying them."""
+"""Places packed layers in a model of transformers, shares and verifies their weights, and updates ties."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ PACKED, ORDER = "packed_weight", "input_order"
 
 
 class _Awaiting(torch.nn.Module):
-    """A placeholder for a layer that will share a packed weight; without state, so that a loader misses nothing."""
+    """A placeholder for a layer that will share a packed weight. It has no state, so that the loader misses nothing."""
 
     def __init__(self, layer: torch.nn.Module):
         super().__init__()
-        # Some models initialize a head by name; transformers skips tensors of this class.
+        # Some models initialize a head by name; transformers skips tensors marked as initialized.
         for name in ("weight", "bias"):
             value = getattr(layer, name, None)
             if value is not None:
@@ -35,7 +35,7 @@ class _Awaiting(torch.nn.Module):
 
 
 class OnCpu:
-    """What a quantizer of transformers or diffusers answers about devices: packed weights are for CPUs."""
+    """A mixin for quantizers of transformers and diffusers that allows only CPUs."""
 
     def validate_environment(self, *_: Any, device_map: Any = None, **__: Any) -> None:
         for place in device_map.values() if isinstance(device_map, dict) else [device_map]:
@@ -53,20 +53,20 @@ def place_packed(
     dtype: torch.dtype,
     ordered: Collection[str] = (),
 ) -> dict[str, tuple[str, torch.nn.Module]]:
-    """Replaces layers of a float model on the meta device by packed layers of a checkpoint.
+    """Replaces layers of a float model on the meta device by the packed layers of a checkpoint.
 
     Args:
-        packed: layer -> its source (for errors), and the header of its weight.
+        packed: layer -> its source (for errors) and the header of its weight.
         floats: the float tensors of the checkpoint, by their names in the model.
         dtype: of the embeddings' outputs.
         ordered: the layers with an act-order permutation.
 
     Returns:
-        Layer that shares a packed weight -> the layer with the weight, and the float layer. Until :func:`share_packed` the
-        model has a placeholder there.
+        Layer that shares a packed weight -> the layer that has the weight, and the float layer. Until :func:`share_packed`
+        is called, the model contains a placeholder there.
 
     Raises:
-        ValueError: the model has no such layer, or one of another shape.
+        ValueError: the model has no such layer, or its shape differs.
     """
     tied = tied_layers(model)
     floats_of = dict(named_layers(model))
@@ -78,7 +78,6 @@ def place_packed(
             expected = "Linear or Embedding" if info.experts is None else "experts in one tensor"
             raise ValueError(f"{where} is packed, but {type(model).__name__} has {actual} there; expected {expected}")
         _check_fits(where, info, layer)
-    # All matrices of experts are packed, or all are float.
     check_whole_experts(floats_of, packed)
     for name, (where, info) in packed.items():
         order = torch.empty(info.in_features, dtype=torch.int32, device="meta") if name in ordered else None
@@ -106,14 +105,14 @@ def place_packed(
 
 
 def _float_ties(ties: Mapping[str, str], packed: Collection[str], first: Collection[str] = ()) -> dict[str, str]:
-    """Ties between float tensors with a packed source (an encoder's and a decoder's table of a class that stays float).
+    """New ties between float tensors whose common source is packed (an encoder's and a decoder's table that stay float).
 
     Without them the files would lack all but one of these tensors.
 
     Args:
         ties: target -> source.
-        packed: layers.
-        first: tensors to prefer as a source.
+        packed: the packed layers.
+        first: tensors to prefer as the new source.
     """
     members_of: dict[str, list[str]] = {}
     for target, source in ties.items():
@@ -146,15 +145,15 @@ def share_packed(model: PreTrainedModel, shared: Mapping[str, tuple[str, torch.n
 
 
 def verify(model: PreTrainedModel, where: Mapping[str, str], skipped: Collection[str] = (), keep: bool = True) -> None:
-    """Checks all bytes of packed weights against their checksums, on as many threads as torch has.
+    """Checks all bytes of packed weights against their checksums, on torch's number of threads.
 
     Args:
         where: layer -> source of its weight, for errors.
         skipped: layers that are checked elsewhere.
-        keep: keep the pages of files that were read in this process's memory.
+        keep: keep the pages read from files in this process's memory.
 
     Raises:
-        ValueError: a weight was altered.
+        ValueError: a weight was modified.
     """
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Packed) and name not in skipped}
 
@@ -170,7 +169,7 @@ def verify(model: PreTrainedModel, where: Mapping[str, str], skipped: Collection
 
 
 def verify_layer(name: str, layer: nn.Packed, where: Mapping[str, str]) -> None:
-    """Raises ValueError, with the source of the weight, if its bytes were altered."""
+    """Raises ValueError, naming the source of the weight, if its bytes were modified."""
     try:
         layer.verify()
     except (TypeError, ValueError) as error:
@@ -178,8 +177,8 @@ def verify_layer(name: str, layer: nn.Packed, where: Mapping[str, str]) -> None:
 
 
 def mark_initialized(model: PreTrainedModel, layers: Iterable[str]) -> None:
-    """Keeps transformers from initializing the modules around these layers."""
-    # Some architectures initialize the weights of a layer from the module around it (T5's attention).
+    """Keeps transformers from initializing the parent modules of these layers."""
+    # Some architectures initialize the weights of a layer from its parent module (T5's attention).
     experts = {name for name, layer in named_layers(model) if isinstance(layer, Experts | nn.LinearExperts)}
     for name in layers:
         parent = model.get_submodule(name.rpartition(".")[0])
@@ -188,7 +187,7 @@ def mark_initialized(model: PreTrainedModel, layers: Iterable[str]) -> None:
 
 
 def expanded_ties(model: PreTrainedModel) -> dict[str, dict[str, str]]:
-    """Name of each model within a model -> its tied tensors, target -> source."""
+    """Name of each (sub)model -> its tied tensors, target -> source."""
     return {
         name: part.get_expanded_tied_weights_keys(all_submodels=False)
         for name, part in model.named_modules()
@@ -197,13 +196,13 @@ def expanded_ties(model: PreTrainedModel) -> dict[str, dict[str, str]]:
 
 
 def tie_packed(model: PreTrainedModel, expanded: dict[str, dict[str, str]]) -> None:
-    """Renames tied tensors to their names after quantization in the attributes that transformers ties and saves by."""
+    """Updates the attributes by which transformers ties and saves tensors to their names after quantization."""
 
     def layer_of(part: torch.nn.Module, tensor: str) -> torch.nn.Module:
         return part.get_submodule(tensor.rpartition(".")[0])
 
     changed = False
-    for name, ties in reversed(expanded.items()):  # a part after those in it, whose ties it has too
+    for name, ties in reversed(expanded.items()):  # inner models first, because an outer model repeats their ties
         part = model.get_submodule(name)
         kept = {}
         for target, source in ties.items():
@@ -213,7 +212,7 @@ def tie_packed(model: PreTrainedModel, expanded: dict[str, dict[str, str]]) -> N
                 kept[target.removesuffix("weight") + PACKED] = source.removesuffix("weight") + PACKED
             elif not any(packed):
                 kept[target] = source
-        # Only for layers that are never packed: others, if no file has their weight, share the packed one.
+        # Only for layers that are never packed. Other layers share the packed weight if no file has theirs.
         never = {target: source for target, source in ties.items() if kind_of(layer_of(part, target)) is None}
         kept |= _float_ties(never, {name for name, layer in part.named_modules() if isinstance(layer, nn.Packed)})
         changed |= kept != ties
@@ -226,7 +225,7 @@ def tie_packed(model: PreTrainedModel, expanded: dict[str, dict[str, str]]) -> N
 def _resize(
     model: PreTrainedModel, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, *_: Any, **__: Any
 ) -> torch.nn.Module:
-    """Replaces resize_token_embeddings, which would change the table and then fail at the packed head, or vice versa."""
+    """Refuses to resize: transformers' method would change the table and then fail at the packed head, or vice versa."""
     table = model.get_input_embeddings()
     size = table.num_embeddings if new_num_tokens is None else new_num_tokens
     if pad_to_multiple_of is not None:
@@ -245,7 +244,7 @@ def refuse_resizing(model: PreTrainedModel) -> None:
         if isinstance(part, PreTrainedModel):
             try:
                 layers = part.get_input_embeddings(), part.get_output_embeddings()
-            except (NotImplementedError, AttributeError):  # no text
+            except (NotImplementedError, AttributeError):  # not a text model
                 continue
             if any(isinstance(layer, nn.Packed) for layer in layers):
                 part.resize_token_embeddings = functools.partial(_resize, part)

@@ -1,4 +1,4 @@
-"""Tables of positions that count by themselves (BART, Marian, Whisper): a decoder tells them where a text goes on."""
+"""Position embeddings that count positions by themselves (BART, Marian, Whisper): lets a decoder set the positions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Positions:
 
 
 class Table:
-    """A table of positions that looks up the positions of the call, until :meth:`end`."""
+    """Makes a position embedding look up the positions of the current call, until :meth:`end`."""
 
     def __init__(self, module: torch.nn.Module, positions: Positions):
         self.module = module
@@ -33,7 +33,7 @@ class Table:
 
 
 def find(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """The tables of a model that a :class:`Table` can tell its positions."""
+    """The position embeddings of a model that :class:`Table` supports."""
     for module in model.modules():
         if "Positional" in type(module).__name__ and "forward" not in vars(module):
             names = signature(module.forward).parameters

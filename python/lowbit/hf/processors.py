@@ -1,4 +1,4 @@
-"""Processors of models of images and texts."""
+"""Loads processors of image-text models without their video part, which needs torchvision."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
 
 class _NoVideos:
-    """In place of a processor of videos."""
+    """A placeholder for a video processor."""
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):
@@ -18,7 +18,7 @@ class _NoVideos:
 
 
 def without_videos(path: str | os.PathLike[str], tokenizer: Any) -> Any:
-    """The processor of a model of images, texts and videos, without its part for videos, which needs torchvision."""
+    """The processor of a multimodal model without its video processor."""
     config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     kind: Any = PROCESSOR_MAPPING[type(config)]
 
@@ -26,7 +26,7 @@ def without_videos(path: str | os.PathLike[str], tokenizer: Any) -> Any:
         def check_argument_for_proper_class(self, name: str, argument: Any) -> Any:
             return None if name == "video_processor" else super().check_argument_for_proper_class(name, argument)
 
-        def __repr__(self) -> str:  # transformers' own writes all parts as JSON, and is called always
+        def __repr__(self) -> str:  # transformers' repr writes all parts as JSON, and is always called
             return f"{kind.__name__} without videos"
 
     images = transformers.AutoImageProcessor.from_pretrained(path, local_files_only=True, trust_remote_code=False)

@@ -46,7 +46,7 @@ _BIAS = "_bias"  # the suffix of the parameter that holds the biases of experts
 
 
 def _indexed_shards(directory: Path) -> list[Path]:
-    """The files that an index names, if all exist and lowbit saved them; else none."""
+    """The files that an index names, if all exist and were saved by lowbit; else an empty list."""
     try:
         names = sorted(set(read_json(directory / INDEX)["weight_map"].values()) - {WEIGHTS})
         paths = [directory / name for name in names if Path(name).name == name]
@@ -56,14 +56,14 @@ def _indexed_shards(directory: Path) -> list[Path]:
 
 
 class _Checkpoint:
-    """The safetensors files that are loaded, and the names of their tensors in the model.
+    """The safetensors files being loaded, and the names of their tensors in the model.
 
     Attributes:
         tensors: name in the files -> tensor.
-        packed: those of them that are packed weights.
+        packed: the subset that are packed weights.
         float_names: float name of a tensor (:func:`float_name`) -> name in the files.
         names: float name -> name in the model and targets, from :func:`names_in_model`.
-        head: what the names of a multi-token prediction head begin with, or None: the model has no place for it.
+        head: prefix of the tensors of a multi-token prediction head that the model does not load; None: no such tensors.
     """
 
     def __init__(self, model: PreTrainedModel, files: list[Path], pre_quantized: bool):
@@ -84,7 +84,7 @@ class _Checkpoint:
     def _check(self, pre_quantized: bool) -> None:
         files, tensors, packed = self.files, self.tensors, self.packed
         if [path.name for path in files] == [WEIGHTS]:
-            # Shards that were saved over a single file leave it there, and transformers would load it.
+            # Saving shards leaves an older single file in place, which transformers would load instead.
             files = files + _indexed_shards(files[0].parent)
         saves = {path: read_metadata(path).get(_SAVE) for path in files}
         if len(set(saves.values())) > 1:
@@ -108,22 +108,19 @@ class _Checkpoint:
                 raise ValueError(f"{tensors[both].path} and {packed[name].path} have {both} and {name}; expected one of them")
 
     def ignore_guards(self, model: PreTrainedModel) -> None:
-        """Keeps transformers from reporting guards of packed weights (:func:`float_name`) as unexpected tensors.
-
-        So it does for the tensors of a multi-token prediction head.
-        """
+        """Keeps transformers from reporting guards (:func:`float_name`) and tensors of an MTP head as unexpected."""
         guards = {guard for name, (target, _) in self.names.items() if self.float_names[name] in self.packed
                   for guard in (name, target)}  # fmt: skip
         if guards or self.head:
             patterns = [f"{re.escape(guard)}$" for guard in sorted(guards)]
             pattern = f"^({'|'.join([*patterns, re.escape(self.head)] if self.head else patterns)})"
             ignored = model._keys_to_ignore_on_load_unexpected
-            # A set to which transformers adds its patterns; in the first versions 5 a list.
+            # transformers adds its own patterns. In the first 5.x versions it is a list, later a set.
             ignored = ignored | {pattern} if isinstance(ignored, set) else [*(ignored or ()), pattern]
             model._keys_to_ignore_on_load_unexpected = ignored
 
     def packed_layers(self, model: PreTrainedModel) -> dict[str, Stored]:
-        """Layer of the model -> its packed weight. A class other than the checkpoint's may lack a head, or have another."""
+        """Layer of the model -> its packed weight. A class other than the checkpoint's may have no head or another one."""
         whole, layers = self._is_whole(model), dict(named_layers(model))
         layers_to_pack = {}
         for name, (target, _) in self.names.items():
@@ -133,7 +130,7 @@ class _Checkpoint:
         return layers_to_pack
 
     def check_complete(self, model: PreTrainedModel, placed: Mapping[str, tuple[str, PackedInfo]]) -> set[str]:
-        """The tensors of the model that the files have. Raises ValueError if the model's class is theirs and one is missing."""
+        """The tensors of the model that the files have. Raises ValueError if one is missing and the class is the files'."""
         given = given_by(self.names)
         if self.files and self._is_whole(model):
             biases = {bias for layer, (_, info) in placed.items() for bias in given_with(layer, info)}
@@ -143,10 +140,10 @@ class _Checkpoint:
         return given
 
     def new_layers(self, model: PreTrainedModel, layers: Collection[str]) -> dict[str, str]:
-        """Those of these layers that get new random weights, such as a classifier's head -> why.
+        """The subset of layers that get new random weights, such as a classifier's head -> why.
 
         Raises:
-            ValueError: the float weight of a layer has another number of inputs, or of dimensions, than in the model.
+            ValueError: the float weight of a layer differs from the model in its number of inputs or dimensions.
         """
         if not self.files:  # not safetensors
             return {}
@@ -165,7 +162,7 @@ class _Checkpoint:
                     raise ValueError(
                         f"{key} in {stored.path} has shape {list(stored.shape)}; expected {list(expected)}, as config.json says"
                     )
-                if stored.shape != expected:  # transformers raises, or with ignore_mismatched_sizes initializes the layer
+                if stored.shape != expected:  # transformers raises or, with ignore_mismatched_sizes, initializes the layer
                     new[layer] = f"its weight in the checkpoint has {stored.shape[0]} rows for {expected[0]}: it is new"
         return new
 
@@ -175,14 +172,14 @@ class _Checkpoint:
 
 @dataclass
 class _Load:
-    """What the hooks of one load share.
+    """The state shared by the hooks of one load.
 
     Attributes:
         dtype: of the model.
         ties: from :func:`expanded_ties`, before any layer was packed.
-        selected: layers of a float checkpoint that are quantized.
-        tied: of these, the ones that wait until they are tied.
-        loaded: of these, the ones whose weight the loader has passed on.
+        selected: layers of a float checkpoint to quantize.
+        tied: the selected layers that are quantized only after tying.
+        loaded: the selected layers whose weight has been loaded.
         shared: from :func:`place_packed`.
         where: packed layer -> tensor and file, for errors.
         rules: from :func:`take_rules`.
@@ -198,7 +195,7 @@ class _Load:
     rules: dict[str, str] = field(default_factory=dict)
 
     def place_packed(self, model: PreTrainedModel, checkpoint: _Checkpoint) -> None:
-        """Puts packed layers into a model on the meta device, as the files have them."""
+        """Puts the packed layers of the files into a model on the meta device."""
         layers = checkpoint.packed_layers(model)
         self.where = {layer: f"{stored.name} in {stored.path}" for layer, stored in layers.items()}
         placed = {layer: (self.where[layer], packed_info(stored)) for layer, stored in layers.items()}
@@ -211,11 +208,11 @@ class _Load:
         self.rules = take_rules(model, placed.keys() | self.shared.keys())
 
     def select(self, model: PreTrainedModel, checkpoint: _Checkpoint, config: LowBitConfig) -> None:
-        """Chooses the layers of a float checkpoint that are quantized while they are loaded."""
+        """Chooses the layers of a float checkpoint to quantize while they are loaded."""
         checkpoint.check_complete(model, {})
         selected, unselected = config.choose(model)
         overridden = {name for name, why in unselected.items() if why == BY_OVERRIDES}
-        new = checkpoint.new_layers(model, selected)  # packed, they could not be trained
+        new = checkpoint.new_layers(model, selected)  # not packed, because they need training
         self.selected = {name: layer_config for name, layer_config in selected.items() if name not in new}
         if not self.selected:
             raise ValueError(f"quantization_config selects no layer of {type(model).__name__} whose weight the checkpoint has")
@@ -229,7 +226,7 @@ class LowBitQuantizer(OnCpu, HfQuantizer):
     """Quantizes tensor by tensor while a float checkpoint is loaded; loads packed weights mapped from their files."""
 
     requires_calibration = False
-    _load: _Load  # between the two hooks around the loading of weights
+    _load: _Load  # set between the hooks before and after the loading of weights
 
     def is_serializable(self) -> bool:
         return True
@@ -237,17 +234,17 @@ class LowBitQuantizer(OnCpu, HfQuantizer):
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         refuse_parts(model)
         state: dict[str, torch.Tensor] = model.state_dict()
-        tied = getattr(model, "all_tied_weights_keys", None) or {}  # these are saved under the other name
+        tied = getattr(model, "all_tied_weights_keys", None) or {}  # saved under the name of the source
         for name in [name for name in state if name.rpartition(".")[2] == PACKED]:
             if name not in tied:
-                # Empty, but with memory of its own: transformers takes tensors at the same address for one.
+                # Empty, but with separate memory, because transformers takes tensors at the same address for one.
                 state[float_name(name, state[name].shape)] = torch.zeros(1, dtype=torch.uint8)[:0]
-        # One id in all shards of a save: shards that a killed save leaves among older ones are detected when loaded.
+        # All shards of a save get the same id, so that loading detects a mix with shards of an older save.
         return state, {_SAVE: uuid.uuid4().hex}
 
     @property
     def is_trainable(self) -> bool:
-        return True  # transformers means adapters beside the packed weights: lowbit.peft
+        return True  # transformers means training adapters: lowbit.peft
 
     @property
     def is_compileable(self) -> bool:
@@ -267,13 +264,13 @@ class LowBitQuantizer(OnCpu, HfQuantizer):
 
     def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **_: Any) -> bool:
         selected, layer = self._load.selected, param_name.removesuffix(".weight")
-        if layer == param_name:  # experts or their bias, or a parameter that is not called weight
+        if layer == param_name:  # experts or their bias, or a parameter not named "weight"
             layer = layer if layer in selected else layer.removesuffix(_BIAS)
             return isinstance(layer_at(model, layer), Experts) if layer in selected else False
-        return layer in selected and layer not in self._load.tied  # tied weights are packed once, after they were tied
+        return layer in selected and layer not in self._load.tied  # tied weights are packed once, after tying
 
     def dequantize(self, model: PreTrainedModel, dtype: torch.dtype | None = None) -> PreTrainedModel:
-        """What ``model.dequantize()`` does: see :func:`lowbit.hf.dequantized.dequantize`."""
+        """Implements ``model.dequantize()`` by :func:`lowbit.hf.dequantized.dequantize`."""
         dequantize(model, dtype)
         self.remove_quantization_config(model)
         return model
@@ -285,7 +282,7 @@ class LowBitQuantizer(OnCpu, HfQuantizer):
         load = self._load
         del self._load
         if self.pre_quantized:
-            # Layers that are split are checked when they are split, so that a rank reads the files once.
+            # Layers to be split are verified when they are split, so that a rank reads the files once.
             verify(model, load.where, layers_to_cut(model, load.rules), keep=not load.rules)
             share_packed(model, load.shared, load.dtype)
         else:
@@ -303,13 +300,13 @@ class LowBitQuantizer(OnCpu, HfQuantizer):
         return model
 
 
-# Assigned: lowbit_autoload has put placeholders into both tables, which register_quantizer would refuse to replace.
+# Assigned directly: lowbit_autoload has put placeholders into both tables, which register_quantizer would refuse to replace.
 auto.AUTO_QUANTIZATION_CONFIG_MAPPING[METHOD] = LowBitConfig
 auto.AUTO_QUANTIZER_MAPPING[METHOD] = LowBitQuantizer
 
 
 class _Quantize(ConversionOps):
-    """The loader's step for the weight of a selected layer: the layer becomes a packed one."""
+    """The loader's conversion step for the weight of a selected layer, which replaces it by a packed layer."""
 
     def __init__(self, selected: Mapping[str, LinearConfig | EmbeddingConfig | ConvConfig], loaded: set[str]):
         self._selected, self._loaded = selected, loaded
@@ -324,13 +321,13 @@ class _Quantize(ConversionOps):
             layer: Any = layer_at(model, path)
             config = self._selected.get(path)
             self._loaded.add(path)
-            if is_bias:  # of experts, which waited for it
+            if is_bias:  # experts waited for their bias
                 weight, bias = layer.weight, weight
             else:
                 weight = oriented(layer, weight)
                 bias = getattr(layer, "bias", None)
-            # A layer that cannot be packed yet waits for its other tensor, or for the end of loading, where an error reaches
-            # the caller.
+            # A layer that cannot be packed yet waits for its other tensor, or for the end of loading, where an error is
+            # reported to the caller.
             if config is None or "meta" in (weight.device.type, "" if bias is None else bias.device.type):
                 waiting[name] = value
                 continue
@@ -346,10 +343,10 @@ class _Quantize(ConversionOps):
 
 @contextmanager
 def describing(model: torch.nn.Module) -> Iterator[None]:
-    """A context around packing layers of a model, after which models of transformers in it are saved and loaded packed.
+    """A context around packing layers that enables saving and loading the packed models of transformers inside ``model``.
 
     Raises:
-        ValueError: a model is quantized by another method already.
+        ValueError: a model is already quantized by another method.
     """
     models = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
     for part in models:
@@ -366,6 +363,6 @@ def describing(model: torch.nn.Module) -> Iterator[None]:
         keep_names(part)
         refuse_resizing(part)
         inside = any(part is not other and part in other.modules() for other in models)
-        if not inside:  # a part is rarely saved by itself, and may have the configuration of the whole
+        if not inside:  # inner models are rarely saved separately, and may share the config of the outer one
             part.hf_quantizer = LowBitQuantizer(LowBitConfig.describing(part), pre_quantized=True)
             part.config.quantization_config = part.hf_quantizer.quantization_config

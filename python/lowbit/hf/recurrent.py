@@ -1,9 +1,8 @@
-"""Layers of transformers' models with states of a fixed size, over a decoder's states: linear attention, Mamba-2, short
-convolutions.
+"""Runs recurrent layers of transformers over a decoder's states: linear attention, Mamba-2, short convolutions.
 
-All of them call a few functions of their file: ``causal_conv1d_fn``, and a scan over a whole text. While a decoder has a model,
-their own ``forward`` runs with functions from here in these places, which begin with a state and change it. So what differs
-between models (gates, norms, multipliers) stays transformers' code.
+These layers call a few functions of their module: ``causal_conv1d_fn``, and a scan over a whole text. While a decoder uses a
+model, these functions are replaced by methods from here, which start from a state and update it. The rest of each layer's
+``forward``, which differs between models (gates, norms, multipliers), remains transformers' code.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from ..operators.recurrence import state_shape
 from .unsupported import Unsupported
 
 _CONV = "causal_conv1d_fn"
-_TAPS = "_lowbit_taps"  # a mixer's buffer: the weight of its convolution, [taps, channels]
-# Arguments that change nothing here, or that a decoder gives to attention.
+_TAPS = "_lowbit_taps"  # buffer of a mixer: the weight of its convolution, [taps, channels]
+# Arguments that have no effect here, or that a decoder passes to attention.
 _HARMLESS = frozenset(
     ("caches", "start", "chunk_size", "output_final_state", "return_final_states", "use_cache", "position_ids")
     + (
@@ -38,7 +37,7 @@ _HARMLESS = frozenset(
 
 
 class States:
-    """The states that the layers of a decoder's model have in a call."""
+    """The states of a model's recurrent layers during a call."""
 
     def __init__(self) -> None:
         self.caches: Any = None
@@ -48,7 +47,7 @@ class States:
         self.caches, self.start = caches, start
 
     def clear(self) -> None:
-        """So that no tensor outlives the call."""
+        """Drops all tensors at the end of a call."""
         self.caches = self.start = None
 
 
@@ -59,12 +58,12 @@ def _check_others(others: dict[str, Any]) -> None:
 
 
 class Mixer:
-    """A layer of a model that runs over a decoder's states, until :meth:`end`."""
+    """Makes a recurrent layer run over a decoder's states, until :meth:`end`."""
 
     def __init__(self, module: torch.nn.Module, states: States):
         self.module, self.states, self.layer = module, states, module.layer_idx
-        self._taken = 0  # states of the current call that were asked for
-        self._own: list[Tensor] = []  # those of this layer
+        self._taken = 0  # number of states used so far in the current call
+        self._own: list[Tensor] = []  # states of this layer
         function = inspect.unwrap(type(module).forward)
         replaced = {name: replace(self) for name, replace in _FUNCTIONS.items() if name in function.__globals__}
         own = FunctionType(
@@ -77,7 +76,7 @@ class Mixer:
             try:
                 return own(module, *arguments, **more)
             finally:
-                self._own = []  # no tensor outlives the call
+                self._own = []  # keeps no tensor alive after the call
 
         for child in module.children():
             if isinstance(child, torch.nn.Conv1d):
@@ -90,7 +89,7 @@ class Mixer:
             delattr(self.module, _TAPS)
 
     def run(self, shape: tuple[int, ...], dtype: torch.dtype, call: Callable[..., Tensor], tensors: list[Tensor]) -> Tensor:
-        """Returns ``call(tensors, state, start)`` for the next state, of this shape and dtype; for several texts one by one."""
+        """Returns ``call(tensors, state, start)`` with the layer's next state, for each text separately."""
         number, self._taken = self._taken, self._taken + 1
         caches, start = self.states.caches, self.states.start
         if hasattr(caches, "note_state"):
@@ -110,7 +109,7 @@ class Mixer:
     def conv(
         self, hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **others: Any
     ) -> Tensor:
-        """As ``causal_conv1d_fn``: [batch, channels, positions] of the same."""
+        """Replaces ``causal_conv1d_fn``: [batch, channels, positions] -> the same shape."""
         _check_others(others)
         if activation not in (None, "silu", "swish"):
             raise Unsupported(f"its convolution has the activation {activation}; the decoder's has silu or none")
@@ -128,7 +127,7 @@ class Mixer:
         self, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None = None,
         use_qk_l2norm_in_kernel: bool = False, **others: Any,
     ) -> tuple[Tensor, None]:  # fmt: skip
-        """As ``torch_chunk_gated_delta_rule``."""
+        """Replaces ``torch_chunk_gated_delta_rule``."""
         _check_others(others)
         epsilon, scale = 1e-6 if use_qk_l2norm_in_kernel else 0.0, query.shape[-1] ** -0.5
 
@@ -143,7 +142,7 @@ class Mixer:
         dt_bias: Tensor | None = None, initial_states: Tensor | None = None, dt_softplus: bool = False,
         dt_limit: tuple[float, float] = (0.0, float("inf")), **others: Any,
     ) -> Tensor:  # fmt: skip
-        """As ``mamba2_chunk_scan``: the scan is linear attention with B as keys and C as queries."""
+        """Replaces ``mamba2_chunk_scan``, which is linear attention with B as keys and C as queries."""
         _check_others(others)
         dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
         dt = (F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit).float()
@@ -171,11 +170,11 @@ _FUNCTIONS: dict[str, Callable[[Mixer], Callable[..., Any]]] = {
     "chunk_kimi_delta_attention": lambda mixer: mixer.delta_rule,
     "mamba2_chunk_scan": lambda mixer: mixer.mamba2,
 }
-_UNKNOWN = ("mamba_selective_scan",)  # scans that there is no operator for
+_UNKNOWN = ("mamba_selective_scan",)  # scans for which lowbit has no operator
 
 
 def is_state(tensor: Tensor) -> bool:
-    """Whether a tensor of a layer's caches is a state, of a fixed size, and not keys or values: those have 4 dimensions."""
+    """Whether a tensor among a layer's caches is a state of fixed size; keys and values have 4 dimensions."""
     return bool(tensor.dim() != 4) and tensor.is_floating_point()
 
 
@@ -191,6 +190,6 @@ def find(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
             continue
         function = inspect.unwrap(type(module).forward)
         names = getattr(getattr(function, "__code__", None), "co_names", ())
-        # A forward of its own, as accelerate's hooks give a module, is not the class's.
+        # A module with its own forward, as set by accelerate's hooks, does not run the class's forward.
         if _CONV in names and not any(name in names for name in _UNKNOWN) and "forward" not in vars(module):
             yield module

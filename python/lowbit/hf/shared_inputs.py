@@ -1,7 +1,7 @@
-"""Packed layers that take the same input (q, k and v; gate and up): one call of ``lowbit.linears``, which quantizes it once.
+"""Computes packed layers with the same input (q, k and v; gate and up) by one ``lowbit.linears`` call, which quantizes it once.
 
-transformers' code calls these layers one after the other. While a decoder has the model, the first of them computes the
-outputs of all, and the others return theirs. Only for several rows: with one row a call for each layer is faster
+transformers calls these layers one after the other. While a decoder uses the model, the first of them computes the outputs of
+all, and the others return theirs. This applies only to several rows: with one row, separate calls are faster
 (docs/measurements/design.md).
 """
 
@@ -17,16 +17,16 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from .. import nn
 from ..operators import ops
 
-_MOST = 16  # matrices of a call
+_MOST = 16  # matrices per call
 
 
 def _has_rows(x: Tensor) -> bool:
-    """Whether x has several rows: torch takes any dynamic size for more than 1."""
+    """Whether x has several rows; in traced code a dynamic size counts as several."""
     return x.dim() > 1 and bool(statically_known_true(x.shape[-2] > 1))
 
 
 class SharedInput:
-    """Layers of one module with the same input, in the order of their calls, until :meth:`end`."""
+    """Makes layers with the same input, listed in the order of their calls, compute together, until :meth:`end`."""
 
     def __init__(self, layers: list[nn.Linear]):
         self.layers = layers
@@ -50,7 +50,7 @@ class SharedInput:
                 return ops.linear(x, layer.packed_weight, self._out_features[number])
             output = self._outputs[number]
             if number == len(self.layers) - 1:
-                self._input, self._outputs = None, ()  # no tensor outlives the call
+                self._input, self._outputs = None, ()  # keeps no tensor alive after the call
             return output
 
         layer.forward = later if number else first  # type: ignore[method-assign]
@@ -62,7 +62,7 @@ class SharedInput:
 
 
 class _Calls:
-    """The layers that were called, with their inputs, and copies of these: a model might change one between two calls."""
+    """Records layers with their inputs, and copies of the inputs, because a model might modify one between two calls."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[nn.Linear, Tensor, Tensor]] = []
@@ -73,7 +73,7 @@ class _Calls:
 
 @contextmanager
 def observed(model: torch.nn.Module) -> Iterator[list[list[nn.Linear]]]:
-    """Yields a list that has, after a call of the model in the context, the layers to give to :class:`SharedInput`."""
+    """A context that yields a list; a call of the model inside fills it with the groups of layers for :class:`SharedInput`."""
     groups: list[list[nn.Linear]] = []
     calls = _Calls()
     candidates = [

@@ -1,5 +1,5 @@
-"""The error of models that a decoder does not support."""
+"""The error for models that a decoder does not support."""
 
 
 class Unsupported(ValueError):
-    """A property of a model that the decoder does not support: a sentence about it, without the model's name."""
+    """The decoder does not support a property of the model; the message describes it without the model's name."""

@@ -1,4 +1,4 @@
-"""Imports checkpoints that other tools have quantized; a module per format turns it into a ``Source``."""
+"""Imports checkpoints quantized by other tools; one module per format turns them into a ``Source``."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ __all__ = ["ImportSummary", "import_checkpoint", "open_source"]
 
 
 def open_source(path: str | os.PathLike[str], i2s_order: str | None = None) -> Source:
-    """A model in another format, described and checked; its weights are not read.
+    """Opens a model in another format: describes and checks it without reading its weights.
 
     Args:
         i2s_order: as for :func:`import_checkpoint`.
 
     Raises:
         OSError: there is no such file or directory, or it cannot be read.
-        ValueError: it is damaged, in a format that lowbit does not import, or no packed weight can hold its weights.
+        ValueError: it is damaged, in a format that lowbit does not import, or has weights that cannot be packed.
     """
     path = Path(path)
     if path.is_dir():
@@ -43,27 +43,26 @@ def import_checkpoint(
     progress: Progress | None = None,
     opening: Progress | None = None,
 ) -> ImportSummary:
-    """Writes a checkpoint that another program has quantized as a packed one, some rows of one matrix at a time.
+    """Imports a checkpoint quantized by another program as a packed one, without requantizing, some rows at a time.
 
-    The codes are not changed, so nothing is calibrated or searched. ``docs/import.md`` lists the formats, and which are
-    imported exactly; the summary, and ``lowbit_import.json`` in the target, give the error of every tensor.
+    The codes are kept, so nothing is calibrated or searched. ``docs/import.md`` lists the formats and says which are
+    imported exactly. The summary, and ``lowbit_import.json`` in the target, give the error of every tensor.
 
     Args:
-        source: a .gguf file (of a split one any part), or a directory with config.json and safetensors files, or
+        source: a .gguf file (any part of a split one), a directory with config.json and safetensors files, or a directory
             with a Whisper model of CTranslate2.
-        target: a directory that is empty or does not exist, as for :func:`lowbit.quantize_checkpoint`: it appears in one
-            step when all is written.
+        target: a directory that is empty or does not exist, as for :func:`lowbit.quantize_checkpoint`. It appears atomically
+            when everything is written.
         max_shard_bytes: a shard with this many bytes gets no further tensor.
-        i2s_order: which weights share a byte in the type I2_S of bitnet.cpp's GGUF files, which do not record it: "x86" or
+        i2s_order: which weights share a byte in I2_S tensors of bitnet.cpp's GGUF files, which do not record it: "x86" or
             "arm" for the processor of the program that wrote the file, or "rows". Ignored for other sources.
         progress: called as ``progress(bytes read, bytes to read, name of the tensor)`` after each band of rows.
-        opening: called as ``opening(steps done, steps, what begins)`` before the first weight is read.
+        opening: called as ``opening(steps done, steps, next step)`` before the first weight is read.
 
     Raises:
         OSError: a file is missing or cannot be read; target is not empty or cannot be written; the disk is full.
-        ValueError: a damaged file, an architecture or a format that lowbit does not import, tensors that are missing
-            or of another shape than the model's, or weights that the packed format cannot hold. The target is then
-            removed.
+        ValueError: a damaged file, an architecture or a format that lowbit does not import, tensors that are missing or
+            have another shape than the model's, or weights that cannot be packed. The target is then removed.
     """
     if isinstance(max_shard_bytes, bool) or not isinstance(max_shard_bytes, int) or max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes is {max_shard_bytes!r}; expected an int of 1 or more")

@@ -2,11 +2,11 @@
 
 Tensors of a layer with n outputs and k inputs:
 
-* ``qweight``: int32 [k, n / 8]; a word has the 4-bit codes of eight neighboring outputs;
+* ``qweight``: int32 [k, n / 8]: each word has the 4-bit codes of eight consecutive outputs;
 * ``qzeros``: int32 [groups, n / 8]: the zero points, packed likewise;
 * ``scales``: float [groups, n].
 
-From the lowest bits of a word on, its outputs come in the order 0, 2, 4, 6, 1, 3, 5, 7. A weight is ``scale * (code - zero)``.
+From the lowest bits of a word up, its outputs are 0, 2, 4, 6, 1, 3, 5, 7. A weight is ``scale * (code - zero)``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def read_awq(stock: Stock) -> list[SourceTensor]:
 
     Raises:
         ValueError: the checkpoint has another version or width; a tensor of a layer is missing or has another shape or dtype;
-            or the groups are not of one size.
+            or the groups differ in size.
     """
     stock.setting("bits", (4,), stock.settings.get("w_bit", 4))
     for name in ("version", "format"):
@@ -41,10 +41,10 @@ def read_awq(stock: Stock) -> list[SourceTensor]:
 
 
 def _check_activations(stock: Stock) -> None:
-    """Drops the factors that AutoAWQ puts behind activation functions, if all are 1.
+    """Drops the factors that AutoAWQ applies after activation functions, if all are 1.
 
     Raises:
-        ValueError: some are not: the model has no place for them.
+        ValueError: some are not 1, and the model has no place for them.
     """
     for layer in stock.layers("scales"):
         stored = stock.take(f"{layer}.scales", "F16", "BF16", "F32")
@@ -74,7 +74,7 @@ def _layer(stock: Stock, layer: str) -> Matrix:
 
 
 def _outputs(words: Tensor) -> Tensor:
-    """int32 [rows, words] as codes uint8 [rows, 8 * words], in the order of the outputs."""
+    """Unpacks int32 [rows, words] to codes uint8 [rows, 8 * words], in the order of the outputs."""
     shifts = torch.tensor([4 * _ORDER.index(output) for output in range(8)], dtype=torch.int32)
     return ((words[:, :, None] >> shifts) & 15).to(torch.uint8).reshape(len(words), -1)
 

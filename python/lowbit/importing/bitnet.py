@@ -5,7 +5,7 @@ Tensors of a layer with n outputs and k inputs:
 * ``weight``: uint8 [n / 4, k]; bits 2 i and 2 i + 1 of a byte in row r are the digit of output ``i * n / 4 + r``;
 * ``weight_scale``: float [1].
 
-The digits 0, 1 and 2 stand for -1, 0 and 1. With ``linear_class`` "bitlinear" weights are ``value / weight_scale``, with
+The digits 0, 1 and 2 mean -1, 0 and 1. With ``linear_class`` "bitlinear" weights are ``value / weight_scale``, with
 "autobitlinear" ``value * weight_scale``.
 """
 

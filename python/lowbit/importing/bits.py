@@ -1,4 +1,4 @@
-"""Unpacks codes from words of 32 bits, in the three ways that other projects pack them."""
+"""Unpacks codes from 32-bit words, for the three ways in which other projects pack them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def from_stream(words: Tensor, bits: int, count: int) -> Tensor:
-    """Unpacks codes without gaps between them, from the lowest bit of the first word on. A code may lie in two words.
+    """Unpacks codes stored without gaps from the lowest bit of the first word up. A code may span two words.
 
     Args:
         words: int32 [rows, words].
@@ -28,16 +28,16 @@ def from_stream(words: Tensor, bits: int, count: int) -> Tensor:
 
 
 def from_words(words: Tensor, bits: int, count: int) -> Tensor:
-    """As :func:`from_stream`, but no code lies in two words; a word's remaining high bits are unused."""
+    """As :func:`from_stream`, but no code spans two words; a word's remaining high bits are unused."""
     shifts = torch.arange(32 // bits, dtype=torch.int32) * bits
-    codes = (words[:, :, None] >> shifts) & (2**bits - 1)  # the sign that is shifted in is masked
+    codes = (words[:, :, None] >> shifts) & (2**bits - 1)  # masks the sign bits that are shifted in
     return codes.to(torch.uint8).reshape(len(words), -1)[:, :count].contiguous()
 
 
 def from_planes(words: Tensor, bits: int, count: int) -> Tensor:
-    """As :func:`from_stream`, but 32 codes share ``bits`` words, in planes of bits (GPTQModel's ``gptq_p``).
+    """As :func:`from_stream`, but 32 codes share ``bits`` words, in bit planes (GPTQModel's ``gptq_p``).
 
-    The planes are 8, 4, 2 and 1 bits wide, the lowest bits of the codes first, so no code lies in two words of a plane.
+    The planes are 8, 4, 2 and 1 bits wide, the lowest bits of the codes first, so no code spans two words of a plane.
 
     Args:
         words: int32 [rows, words], a multiple of ``bits`` words.
@@ -59,5 +59,5 @@ def from_planes(words: Tensor, bits: int, count: int) -> Tensor:
 
 
 def words_of(count: int, bits: int, *, whole: bool = False) -> int:
-    """Number of words for ``count`` codes; ``whole``: if no code may lie in two words."""
+    """Number of words for ``count`` codes; ``whole``: no code may span two words."""
     return -(-count // (32 // bits)) if whole else -(-count * bits // 32)

@@ -2,11 +2,11 @@
 
 Tensors of a layer with n outputs and k inputs:
 
-* ``weight``: uint8 [n * k / 2, 1]: the codes of the whole matrix by rows; the first of two codes is in a byte's high half;
+* ``weight``: uint8 [n * k / 2, 1]: the codes of the matrix in row-major order, the first of two codes in the high half;
 * ``weight.quant_map``: float32 [16]: the value of each code;
-* ``weight.absmax``: float32 [blocks], the factor of each block of weights; or with double quantization uint8 [blocks],
-  whose factors are ``nested_quant_map[absmax] * nested_absmax + nested_offset``;
-* ``weight.nested_quant_map``: float32 [256]; ``weight.nested_absmax``: float32, one for each ``nested_blocksize`` blocks;
+* ``weight.absmax``: float32 [blocks]: the factor of each block of weights; or, with double quantization, uint8 [blocks],
+  and the factors are ``nested_quant_map[absmax] * nested_absmax + nested_offset``;
+* ``weight.nested_quant_map``: float32 [256]; ``weight.nested_absmax``: float32, one for every ``nested_blocksize`` blocks;
 * ``weight.quant_state.bitsandbytes__nf4`` (or ``fp4``): uint8, JSON with ``shape``, ``blocksize``, ``nested_blocksize`` and
   ``nested_offset``.
 
@@ -31,11 +31,11 @@ _MOST_STATE = 1 << 16
 
 
 def read_bitsandbytes(stock: Stock) -> list[SourceTensor]:
-    """The tensors of a checkpoint of bitsandbytes in 4 bits.
+    """The tensors of a 4-bit checkpoint of bitsandbytes.
 
     Raises:
-        ValueError: the checkpoint has 8-bit layers; a block lies in two rows; a state is no JSON object with these fields; or a
-            tensor of a layer is missing or has another shape or dtype.
+        ValueError: the checkpoint has 8-bit layers; a block spans two rows; a state is not a JSON object with these fields; or
+            a tensor of a layer is missing or has another shape or dtype.
     """
     stock.setting("load_in_8bit", (False,), False)
     stock.setting("_load_in_8bit", (False,), False)
@@ -90,13 +90,13 @@ def _layer(stock: Stock, layer: str, kind: str) -> Matrix:
 def _matrix(
     stock: Stock, name: str, kind: str, shape: tuple[int, int], block: int, codes: Stored, table: Tensor, absmax: Tensor
 ) -> Matrix:
-    # The scales of a table of tiny values would be too small for a float32.
+    # With a table of tiny values the scales would underflow float32.
     if not torch.isfinite(table).all() or not 2**-20 <= float(table.abs().max()) <= 1 or len(table.unique()) < 2:
         raise ValueError(f"{name}.quant_map in {stock.path} is no table of several values up to 1")
     n, k = shape
     largest = float(table.abs().max())
     levels = (table * (127 / largest)).round()
-    # lowbit stores levels of 8 bits, so the table is rounded: by less than half the distance of two levels.
+    # lowbit stores 8-bit levels, so the table is rounded. The error must stay below half the distance of two levels.
     gaps = table.sort().values.diff()
     off = float((levels * (largest / 127) - table).abs().max() / gaps[gaps > 0].min())
     scales = (absmax * (largest / 127)).view(n, k // block)

@@ -1,4 +1,4 @@
-"""The packed checkpoint beside a GGUF file, for commands that are given the file itself."""
+"""Caches the import of a GGUF file next to it, for commands that take the file directly."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ _SUFFIX = ".lowbit"
 
 
 def cache_of(path: str | os.PathLike[str]) -> Path:
-    """The directory of a GGUF file's import: "model.gguf.lowbit" beside "model.gguf"."""
+    """The cache directory of a GGUF file: "model.gguf.lowbit" next to "model.gguf"."""
     path = Path(path)
     return path.with_name(path.name + _SUFFIX)
 
 
 def is_current(path: str | os.PathLike[str]) -> bool:
-    """Whether an import of this version wrote the cache, from files with the present sizes and times.
+    """Whether the cache was written by this version of the importer, from files with the current sizes and times.
 
     Raises:
-        OSError, ValueError: its path is taken by something else, or a part of the file is missing.
+        OSError, ValueError: something else exists at its path, or a part of the file is missing.
     """
     cache = cache_of(path)
     if not cache.exists():
@@ -44,9 +44,9 @@ def is_current(path: str | os.PathLike[str]) -> bool:
 
 @contextmanager
 def _locked(path: Path, how: int, waiting: Callable[[], None] | None = None) -> Iterator[None]:
-    """A context with the lock of a file or directory; ``how`` is fcntl.LOCK_SH or LOCK_EX.
+    """A context that holds the lock of a file or directory; ``how`` is fcntl.LOCK_SH or LOCK_EX.
 
-    Does nothing if the file system has no locks. ``waiting`` is called if another process has the lock.
+    Does nothing if the file system has no locks. ``waiting`` is called if another process holds the lock.
     """
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -71,12 +71,12 @@ def loading_from_cache(
     waiting: Callable[[], None] | None = None,
     opening: Callable[[int, int, str], None] | None = None,
 ) -> Iterator[Path]:
-    """A context with the cache of a GGUF file, imported if it is missing or out of date; no process replaces it meanwhile.
+    """A context with the cache of a GGUF file, imported if missing or out of date. No process replaces it meanwhile.
 
-    Of several processes one imports, and the others wait for it.
+    If several processes need the import, one does it and the others wait.
 
     Args:
-        progress, opening: as of :func:`lowbit.import_checkpoint`.
+        progress, opening: as for :func:`lowbit.import_checkpoint`.
         waiting: called before this process waits for another.
 
     Raises:

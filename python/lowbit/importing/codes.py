@@ -1,4 +1,4 @@
-"""The common form of all formats before packing: codes with a scale, and possibly a min, for each group of inputs."""
+"""The common form of all source formats before packing: codes with a scale, and possibly a min, per group of inputs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..packed.rounding import LinearConfig, quantize_tensor
 
 
 class Rows(NamedTuple):
-    """Some rows of a quantized matrix: ``codes`` uint8 [rows, k], ``scales`` float32 [rows, groups], ``mins`` the same or None.
+    """Rows of a quantized matrix: ``codes`` uint8 [rows, k], ``scales`` float32 [rows, groups], ``mins`` likewise or None.
 
     A weight is ``scale * (code - 2**(bits - 1))``, with mins ``scale * code + min``, with levels ``scale * level``.
     """
@@ -30,20 +30,20 @@ class Rows(NamedTuple):
 class Matrix:
     """A quantized matrix of a source."""
 
-    name: str  # of the weight in the checkpoint that is written, "model.layers.0.mlp.up_proj.weight"
-    source: str  # its type there, "Q4_K" or "GPTQ, 4 bits"
+    name: str  # of the weight in the target checkpoint, such as "model.layers.0.mlp.up_proj.weight"
+    source: str  # type in the source, such as "Q4_K" or "GPTQ, 4 bits"
     shape: tuple[int, int]  # [n, k]
     bits: int
     group_size: int | None  # None: one group per row
     affine: bool
     read: Callable[[int, int], Rows]  # rows [begin, end)
     bytes: int  # in the source
-    levels: tuple[int, ...] | None = None  # by code, int8 values; None: no table
-    levels_off: float = 0.0  # the largest distance of a level from the source's, in steps
-    order: Tensor | None = None  # act-order, int64 [k]: input j of `read` is the model's input order[j]; None: the same
+    levels: tuple[int, ...] | None = None  # int8 level of each code; None: no table
+    levels_off: float = 0.0  # largest distance of a level from that of the source, in steps
+    order: Tensor | None = None  # act-order, int64 [k]: input j of `read` is input order[j] of the model; None: not permuted
 
     def info(self, has_bias: bool) -> PackedInfo:
-        """The header of the packed weight. Raises ValueError if no packed weight can hold the matrix."""
+        """The header of the packed weight. Raises ValueError if the matrix cannot be packed."""
         return describe(self.shape, self.bits, self.group_size, self.mapping, has_bias, self.levels)
 
     @property
@@ -53,12 +53,12 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Weights:
-    """A matrix of a source with codes that lowbit does not have: it is requantized from its values."""
+    """A matrix of a source whose codes lowbit cannot represent: it is requantized from its values."""
 
     name: str
     source: str
     shape: tuple[int, int]
-    config: LinearConfig  # how it is requantized
+    config: LinearConfig  # how to requantize it
     read: Callable[[int, int], Tensor]  # float32 [rows, k]
     bytes: int
 
@@ -68,13 +68,13 @@ class Weights:
 
 @dataclass(frozen=True)
 class Stacked:
-    """The matrices of all experts of a layer, one tensor in the model and in lowbit's files."""
+    """The matrices of all experts of a layer, which are one tensor in the model and in lowbit's files."""
 
-    name: str  # of the parameter in the checkpoint that is written, "model.layers.0.mlp.experts.down_proj"
+    name: str  # of the parameter in the target checkpoint, such as "model.layers.0.mlp.experts.down_proj"
     experts: int
     of: Callable[[int], Matrix | Weights]  # the matrix of an expert; called lazily, as a file may claim millions of experts
     bytes: int  # in the source
-    differ: str | None = None  # how experts of several types differ there; None: they are alike
+    differ: str | None = None  # how the types of experts differ in the source; None: all are alike
 
     @property
     def source(self) -> str:
@@ -108,13 +108,13 @@ SourceTensor: TypeAlias = Matrix | Stacked | Weights | Float
 
 @dataclass
 class Nearness:
-    """The distance of a matrix's packed weights from those of the source, over the bands so far.
+    """The error of a matrix's packed weights against the source, over the bands so far.
 
-    ``steps``: the largest change of a weight, in steps of its group (the distance of two neighboring codes).
+    ``steps``: the largest change of a weight, as a fraction of its group's quantization step.
     ``error``: the root mean square of the changes, relative to that of the weights.
     """
 
-    kind: str = "exact"  # or "rounded" (the scales are), or "requantized"
+    kind: str = "exact"  # or "rounded" (only the scales changed), or "requantized"
     steps: float = 0.0
     moved: float = 0.0  # sum of squares
     weight: float = 0.0
@@ -124,8 +124,8 @@ class Nearness:
         return math.sqrt(self.moved / self.weight) if self.weight else 0.0
 
     def round(self, steps: float) -> None:
-        """Adds a band whose weights moved by up to so many steps."""
-        if self.kind == "exact":  # of experts some may be requantized
+        """Adds a band whose weights changed by up to ``steps`` steps."""
+        if self.kind == "exact":  # "requantized" stays: experts may differ
             self.kind = "rounded"
         self.steps = max(self.steps, steps)
 
@@ -134,7 +134,7 @@ def pack_rows(matrix: Matrix, rows: Rows, bias: Tensor | None, nearness: Nearnes
     """Packs some rows of a matrix, and adds the error of float16 scales to `nearness`.
 
     Raises:
-        ValueError: a scale, min or bias is not finite, or a code has more bits than it should.
+        ValueError: a scale, min or bias is not finite, or a code exceeds the bit width.
     """
     scales, mins = rows.scales.float(), None if rows.mins is None else rows.mins.float()
     packed = pack(
@@ -160,7 +160,7 @@ def _compare(matrix: Matrix, scales: Tensor, mins: Tensor | None, stored: Unpack
         ordered = sorted(set(matrix.levels))
         most = max(map(abs, matrix.levels))
         step = scales.abs() * min(b - a for a, b in zip(ordered, ordered[1:], strict=False))
-    # A group with scale 0 has one value, its min: use the step of the row's largest group.
+    # In a group with scale 0 all weights equal its min: use the largest step of the row instead.
     step = torch.where(step > 0, step, step.amax(1, keepdim=True))
     moved = torch.where(step > 0, (most * scale_off + min_off) / step, torch.zeros(()))
     nearness.round(matrix.levels_off + float(moved.max()))
@@ -192,13 +192,13 @@ def _weights(rows: Rows, bits: int, group_size: int | None, levels: tuple[int, .
     if levels is not None:
         return scales * torch.tensor(levels, dtype=torch.float32)[rows.codes.long()]
     codes = rows.codes.float()
-    if rows.mins is not None:  # one rounding, as in the kernels: float64 holds the product
+    if rows.mins is not None:  # rounded once, as in the kernels: the product is exact in float64
         return (scales.double() * codes + per_input(rows.mins, group_size, k)).float()
     return scales * (2 * codes - 1 if bits == 1 else codes - 2 ** (bits - 1))
 
 
 def values_of(tensor: Matrix | Weights | Float) -> Callable[[int, int], Tensor]:
-    """Reads the weights of rows, float32 [rows, k], whatever their form."""
+    """A function that reads the weights of rows [begin, end) as float32 [rows, k], for any kind of tensor."""
     if not isinstance(tensor, Matrix):
         return lambda begin, end: tensor.read(begin, end).float()
 
@@ -210,12 +210,12 @@ def values_of(tensor: Matrix | Weights | Float) -> Callable[[int, int], Tensor]:
 
 
 def recoded(matrix: Matrix, bits: int, group_size: int | None, affine: bool) -> Matrix:
-    """The same weights with codes of as many or more bits, in the same groups or in parts of them, with or without minimums.
+    """The same weights with codes of at least as many bits, the same or smaller groups, with or without minimums.
 
     Args:
-        bits: 8 for a matrix with levels, which then are codes themselves.
-        group_size: a divisor of the matrix's; any if that has one group per row.
-        affine: True if the matrix has minimums.
+        bits: 8 for a matrix with levels, which become the codes.
+        group_size: a divisor of the matrix's group size; any size if the matrix has one group per row.
+        affine: must be True if the matrix has minimums.
     """
 
     def finer(values: Tensor) -> Tensor:
@@ -238,7 +238,7 @@ def recoded(matrix: Matrix, bits: int, group_size: int | None, affine: bool) -> 
 
 
 def _units(bits: int, levels: tuple[int, ...] | None) -> Tensor:
-    """By code what the scale of a matrix without minimums is multiplied by, int16."""
+    """The factor of the scale for each code of a matrix without minimums, int16."""
     codes = torch.arange(2**bits, dtype=torch.int16)
     if levels is not None:
         return torch.tensor(levels, dtype=torch.int16)
@@ -246,11 +246,11 @@ def _units(bits: int, levels: tuple[int, ...] | None) -> Tensor:
 
 
 def order_of(groups: Tensor, size: int) -> Tensor | None:
-    """The act-order permutation that makes every group a run of inputs, int64 [k]; None if they already are.
+    """The act-order permutation that makes every group contiguous, int64 [k]; None if all groups already are.
 
     Args:
         groups: int64 [k], the group of each input.
-        size: inputs of a group; the last may have fewer.
+        size: inputs per group; the last group may have fewer.
 
     Raises:
         ValueError: a group has another number of inputs.
@@ -262,7 +262,7 @@ def order_of(groups: Tensor, size: int) -> Tensor | None:
 
 
 def as_floats(tensor: Matrix | Weights) -> Float:
-    """The dequantized weights, float32, of a matrix that no packed layer can hold."""
+    """The dequantized weights, float32, of a matrix that cannot be packed."""
 
     n, k = tensor.shape
     return Float(tensor.name, tensor.source, "F32", tensor.shape, values_of(tensor), 4 * n * k, dequantized=True)

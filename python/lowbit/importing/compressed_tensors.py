@@ -1,11 +1,11 @@
-"""Reads the format "pack-quantized" of the library compressed-tensors (``compressed_tensors.compressors``).
+"""Reads the "pack-quantized" format of the compressed-tensors library (``compressed_tensors.compressors``).
 
 :mod:`.small_floats` reads its other formats.
 
 Tensors of a layer with n outputs, k inputs and codes of b bits:
 
-* ``weight_packed``: int32 [n, ceil(k * b / 32)]: the codes of a row plus 2^(b - 1), one after the other; a code may lie in two
-  words. In older files none does; the number of words tells which;
+* ``weight_packed``: int32 [n, ceil(k * b / 32)]: the codes of a row plus 2^(b - 1), in sequence. A code may span two words,
+  but not in older files; the number of words tells which;
 * ``weight_scale``: float [n, groups];
 * ``weight_zero_point``: int32 [ceil(n * b / 32), groups], optional: packed likewise along columns;
 * ``weight_shape``: int [2]: n and k;
@@ -31,7 +31,7 @@ from .small_floats import read_layers
 from .stock import Stock, load
 
 _FORMAT = "pack-quantized"
-_MOST_REPETITIONS = 4  # of a pattern of layers
+_MOST_REPETITIONS = 4  # in a regular expression for layer names
 _OTHERS = (
     "float-quantized", "naive-quantized", "int-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized",
     "mixed-precision",
@@ -39,7 +39,7 @@ _OTHERS = (
 
 
 def read_compressed_tensors(stock: Stock) -> list[SourceTensor]:
-    """The tensors of a checkpoint of compressed-tensors.
+    """The tensors of a compressed-tensors checkpoint.
 
     Raises:
         ValueError: an unknown format, transformed layers, or a tensor of a layer is missing or has another shape or dtype.
@@ -60,7 +60,7 @@ def read_compressed_tensors(stock: Stock) -> list[SourceTensor]:
 
 
 def _scheme(stock: Stock, scheme: Any) -> int | None:
-    """The width of a group of layers; None: their tensors show it."""
+    """The bit width of a group of layers; None: to be derived from their tensors."""
     if not isinstance(scheme, dict) or scheme.get("format", stock.settings.get("format")) in _OTHERS:
         return None
     weights: Any = scheme.get("weights") if isinstance(scheme, dict) else None
@@ -73,7 +73,7 @@ def _scheme(stock: Stock, scheme: Any) -> int | None:
 
 
 def _has_order(stock: Stock) -> bool:
-    """Whether groups of layers have an act-order permutation; without, some writers leave weight_g_idx as zeros."""
+    """Whether layers have an act-order permutation. If not, some writers leave weight_g_idx as zeros."""
     weights = [scheme.get("weights") for scheme in stock.settings["config_groups"].values() if isinstance(scheme, dict)]
     return any(isinstance(one, dict) and one.get("actorder") not in (None, False, "weight", "static") for one in weights)
 
@@ -84,10 +84,10 @@ def _targets(scheme: Any) -> list[str]:
 
 
 def _named(layer: str, schemes: list[tuple[str, int]]) -> int | None:
-    """The width that the settings give a layer: by its name, by a regular expression, or by its class; None: none of them."""
+    """The bit width that the settings give a layer, by name, regular expression or class; None: they do not mention it."""
     for target, bits in sorted(schemes, key=lambda one: (one[0].startswith("re:"), one[0])):
         pattern = target.removeprefix("re:")
-        # Patterns from a file could take exponential time: at most a few repetitions, none of them nested.
+        # Regular expressions from a file could take exponential time: allow only a few repetitions, none nested.
         simple = not re.search(r"\)[*+{]", pattern) and sum(map(pattern.count, "*+{")) <= _MOST_REPETITIONS
         with suppress(re.error):
             if target == layer or (target != pattern and simple and re.match(pattern, layer)):
@@ -107,7 +107,7 @@ def _layer(stock: Stock, layer: str, schemes: list[tuple[str, int]]) -> Matrix:
         for whole in (False, True)
         if words_of(k, bits, whole=whole) == codes.shape[1]
     }
-    if len(widths) > 1:  # 7 bits with no code in two words have as many words as 8 bits
+    if len(widths) > 1:  # 7-bit codes that do not span words take as many words as 8-bit codes
         named = _named(layer, schemes)
         widths = {width for width in widths if width[0] == named} or widths
     if len(widths) != 1:
@@ -117,7 +117,7 @@ def _layer(stock: Stock, layer: str, schemes: list[tuple[str, int]]) -> Matrix:
         )
     bits, whole = widths.pop()
     scales = stock.take(f"{layer}.weight_scale", "F16", "BF16", "F32")
-    if scales.shape in ((), (1,)):  # of the whole tensor
+    if scales.shape in ((), (1,)):  # one scale for the whole tensor
         scales = replace(scales, shape=(1, 1))
     if len(scales.shape) != 2 or scales.shape[0] not in (1, n) or (scales.shape[0] != n and scales.shape[1] != 1):
         raise ValueError(f"{layer} in {scales.path} has weight_scale {list(scales.shape)}; expected [{n}, groups] or [1, 1]")
@@ -135,7 +135,7 @@ def _layer(stock: Stock, layer: str, schemes: list[tuple[str, int]]) -> Matrix:
             raise ValueError(f"{zeros.name} in {zeros.path} is {list(zeros.shape)}; expected {[words, groups]}")
         if not (_zeros(zeros, bits, whole, scales.shape[0]) != 1 << (bits - 1)).any():
             zeros = None
-    # At 1 bit the codes are -1 and 0, where the packed format's symmetric ones are -1 and 1.
+    # At 1 bit the codes are -1 and 0, but symmetric codes of the packed format mean -1 and 1.
     affine = zeros is not None or bits == 1
     read = functools.partial(_read, codes, scales, zeros, bits, whole, k, affine, order)
     total = codes.bytes + scales.bytes + (0 if zeros is None else zeros.bytes)
@@ -145,7 +145,7 @@ def _layer(stock: Stock, layer: str, schemes: list[tuple[str, int]]) -> Matrix:
 
 
 def _zeros(zeros: Stored, bits: int, whole: bool, rows: int) -> torch.Tensor:
-    """With the offset of the codes: uint8 [rows, groups]."""
+    """The zero points plus the offset of the codes: uint8 [rows, groups]."""
     return (from_words if whole else from_stream)(load(zeros).T.contiguous(), bits, rows).T
 
 

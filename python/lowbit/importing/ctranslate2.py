@@ -1,4 +1,4 @@
-"""Whisper models in CTranslate2's format (faster-whisper's), float or int8 with a scale per output."""
+"""Imports Whisper models in CTranslate2's format (used by faster-whisper): float, or int8 with a scale per output."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _TOKENIZER = "tokenizer.json"
 _SPECIFICATION = "WhisperSpec"
 _FLOATS = ("F32", "F16", "BF16")
 _NORM = {"gamma": "weight", "beta": "bias"}
-# Of a layer: its norms, and its matrices with the layers of the model that lie below each other in one.
+# Names in a layer: norms, and matrices -> the model's layers that are concatenated by rows in them.
 _NORMS = {
     "self_attention/layer_norm": "self_attn_layer_norm",
     "attention/layer_norm": "encoder_attn_layer_norm",
@@ -40,7 +40,7 @@ _MATRICES: dict[str, tuple[str, ...]] = {
     "ffn/linear_0": ("fc1",),
     "ffn/linear_1": ("fc2",),
 }
-# Numbers and flags that say how to compute, with the value that Whisper has.
+# Variables that affect the computation -> their value for Whisper.
 _FLAGS = {"activation": 3, "pre_norm": 1, "alibi": 0, "scale_embeddings": 0, "start_from_zero_embedding": 0}
 _UNUSED = ("alignment_heads", "alignment_layer", "num_heads")
 
@@ -55,7 +55,7 @@ def open_ctranslate2(path: Path) -> Source:
 
     Raises:
         OSError: a file is missing or cannot be read.
-        ValueError: another model than Whisper, a tensor that is missing, unknown or of another shape, or a damaged file.
+        ValueError: not a Whisper model, a tensor that is missing, unknown or of another shape, or a damaged file.
     """
     states = file_states([path / MODEL])
     specification, variables = read_ctranslate2(path / MODEL)
@@ -82,7 +82,7 @@ def open_ctranslate2(path: Path) -> Source:
 
 
 def _special_tokens(path: Path) -> dict[str, int]:
-    """Of the tokenizer: text and number of its special tokens."""
+    """The tokenizer's special tokens: text -> id."""
     if not path.exists():
         raise FileNotFoundError(f"{path} does not exist; expected Whisper's tokenizer beside the model")
     added: Any = read_json(path).get("added_tokens")
@@ -104,7 +104,7 @@ class _Reader:
     def _count_layers(self, part: str) -> int:
         prefix = f"{part}/layer_"
         numbers = {name.removeprefix(prefix).partition("/")[0] for name in self._variables if name.startswith(prefix)}
-        numbers.discard("norm")  # of the part as a whole
+        numbers.discard("norm")  # "layer_norm" of the encoder or decoder
         if numbers != {str(number) for number in range(len(numbers))} or not numbers:
             raise ValueError(f"{self.path} has the layers {', '.join(sorted(numbers))} in its {part}; expected 0, 1, ...")
         return len(numbers)
@@ -120,7 +120,7 @@ class _Reader:
         return variable
 
     def tensors(self) -> list[SourceTensor]:
-        self._variables.pop("decoder/projection/weight", None)  # an alias of the table
+        self._variables.pop("decoder/projection/weight", None)  # an alias of the embedding table
         for part in self.layers:
             for name, expected in _FLAGS.items():
                 variable = self._variables.pop(f"{part}/{name}", None)
@@ -164,7 +164,7 @@ class _Reader:
         return [tensor for name, leaf in _NORM.items() for tensor in self._values(f"{theirs}/{name}", f"{ours}.{leaf}")]
 
     def _values(self, theirs: str, ours: str) -> list[SourceTensor]:
-        """A tensor that becomes floats."""
+        """A tensor that is written as floats."""
         stored = self._take(theirs, *_FLOATS, "I8")
         if stored.dtype != "I8":
             return [Float(ours, stored.dtype, stored.dtype, stored.shape, partial(read_rows, stored), stored.bytes)]
@@ -177,14 +177,14 @@ class _Reader:
         return [Float(ours, "I8", "F32", stored.shape, read, 4 * stored.bytes, dequantized=True)]
 
     def _scales(self, weight: str, rows: int) -> Callable[[int, int], Tensor]:
-        """What a matrix's codes are multiplied with, float32 [rows]; CTranslate2 stores the inverse."""
+        """Reads the scales of a matrix, float32 [rows]; CTranslate2 stores their inverses."""
         stored = self._take(f"{weight}_scale", "F32")
         if stored.shape != (rows,):
             raise ValueError(f"{self.path}: {stored.name} is {list(stored.shape)}; expected [{rows}], a scale for each row")
         return lambda begin, end: 1 / read_rows(stored, begin, end)
 
     def _matrix(self, theirs: str, layers: tuple[str, ...], biased: bool = True) -> list[SourceTensor]:
-        """The layers whose rows lie below each other in a matrix, with their biases."""
+        """The layers that are concatenated by rows in a matrix, with their biases."""
         weight = self._take(f"{theirs}/weight", *_FLOATS, "I8")
         if len(weight.shape) != 2 or weight.shape[0] % len(layers):
             count = "" if len(layers) == 1 else f"; expected a multiple of {len(layers)} rows"
@@ -204,7 +204,7 @@ class _Reader:
                 tensors.append(Matrix(name, "int8", (n, k), 8, None, False, _codes(weight, scales, first), size))
             if bias is None:
                 continue
-            if layer.endswith(".k_proj"):  # Whisper has none
+            if layer.endswith(".k_proj"):  # Whisper's key projections have no bias
                 if read_rows(bias, first, first + n).any():
                     raise ValueError(f"{self.path}: {bias.name} has a bias of keys; expected zeros, as in Whisper")
                 continue

@@ -25,7 +25,7 @@ from .torchao import read_torchao
 
 
 def _read_auto_round(stock: Stock) -> Sequence[SourceTensor]:
-    """AutoRound writes GPTQ's or AWQ's layout; ``packing_format`` names it."""
+    """Reads AutoRound's checkpoints, which are in GPTQ's or AWQ's layout as ``packing_format`` says."""
     layout = stock.settings.get("packing_format", "auto_round:auto_gptq")
     stock.setting("data_type", ("int",), "int")
     stock.setting("act_bits", (16, 32), 16)
@@ -57,7 +57,7 @@ _FORMATS: dict[str, tuple[str, Callable[[Stock], Sequence[SourceTensor]]]] = {
 
 
 def _files_of(path: Path, settings: dict[str, Any]) -> tuple[list[Path], dict[str, str] | None]:
-    """The files of weights; AutoGPTQ once called its only one as it liked, and noted the name in its settings."""
+    """The weight files. Old versions of AutoGPTQ write a single file whose name is in the settings."""
     base = settings.get("model_file_base_name")
     if isinstance(base, str) and not (path / WEIGHTS).exists() and Path(base).name == base:
         file = path / f"{base}.safetensors"
@@ -71,7 +71,7 @@ def open_directory(path: Path) -> Source:
 
     Raises:
         OSError: a file is missing or cannot be read.
-        ValueError: the weights are float, packed by lowbit, or of a format that lowbit does not import; or a file is damaged.
+        ValueError: the weights are float, packed by lowbit, or in a format that lowbit does not import; or a file is damaged.
     """
     config = read_config(path)
     settings = quantization_settings(path, config)

@@ -1,4 +1,4 @@
-"""The architectures of GGUF files that lowbit imports, and the names of their tensors."""
+"""The GGUF architectures that lowbit imports, and the mapping of their tensor names to transformers."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def architecture_of(metadata: Metadata) -> Architecture:
             f"{metadata.path} has a model of the architecture {metadata.architecture!r}; lowbit imports "
             f"{', '.join(ARCHITECTURES)}"
         )
-    # Mixtral is a llama with experts.
+    # GGUF files of Mixtral have the architecture "llama", with experts.
     return MIXTRAL if metadata.architecture == "llama" and metadata.whole("expert_count", 0) else architecture
 
 
 def _place(names: Mapping[str, str | Part], name: str) -> str | Part | None:
-    """Of a weight or bias: what transformers calls it."""
+    """The name in transformers of a weight or bias."""
     holder, _, leaf = name.rpartition(".")
     place = names.get(holder) if leaf in ("weight", "bias") else None
     if isinstance(place, Part):
@@ -38,7 +38,7 @@ def _place(names: Mapping[str, str | Part], name: str) -> str | Part | None:
 
 
 def place_in_model(architecture: Architecture, name: str) -> Part | None:
-    """What transformers calls a tensor of a GGUF file, whole or in parts; None: the architecture has no such tensor."""
+    """The name in transformers of a GGUF tensor, or the part of a tensor that it is; None: unknown tensor."""
     match = _LAYER.match(name)
     if match is None:
         place = _place(architecture.outside, name)
@@ -51,7 +51,7 @@ def place_in_model(architecture: Architecture, name: str) -> Part | None:
 
 
 def place_in_head(architecture: Architecture, name: str) -> Part | None:
-    """As :func:`place_in_model`, of a tensor of the layer behind the model's, which is a head for multi-token prediction."""
+    """As :func:`place_in_model`, for the extra layer that is a multi-token prediction head."""
     match = _LAYER.match(name)
     if match is None or architecture.head is None:
         return None
@@ -64,13 +64,13 @@ def place_in_head(architecture: Architecture, name: str) -> Part | None:
 
 
 def in_head(architecture: Architecture, name: str) -> str:
-    """What a tensor is called in the head that has this name in the model."""
+    """The name in the multi-token prediction head of a tensor with this name in the model."""
     return f"mtp.layers.0.{name.split('.', 3)[3]}" if architecture.head is HEAD_BESIDE else name
 
 
 def expert_tensor(architecture: Architecture, name: str) -> tuple[str, str, str] | None:
-    """Of a tensor that holds a matrix, or a bias, of all experts of a layer: what transformers calls their module; "gate",
-    "up", "gate_up" or "down"; "weight" or "bias". None: it is another tensor."""
+    """For a tensor with a matrix or bias of all experts of a layer: the name of their module in transformers; "gate", "up",
+    "gate_up" or "down"; "weight" or "bias". None for any other tensor."""
     match = _LAYER.match(name)
     if match is None or not architecture.experts or (part := _EXPERTS.match(match[2])) is None:
         return None
@@ -78,10 +78,10 @@ def expert_tensor(architecture: Architecture, name: str) -> tuple[str, str, str]
 
 
 def config_of(metadata: Metadata, architecture: Architecture, gguf: Gguf) -> dict[str, Any]:
-    """config.json of the model, but for its dtype.
+    """config.json of the model, without its dtype.
 
     Raises:
-        ValueError: a key is missing, has a value that it may not have, or is not known.
+        ValueError: a key is missing, unknown, or has an unsupported value.
     """
     table = gguf.tensors.get("token_embd.weight")
     if table is None or len(table.shape) != 2:

@@ -1,6 +1,6 @@
-"""The blocks of ggml's types as codes and scales. ``_TYPES`` is the list.
+"""Decodes the blocks of ggml's types into codes and scales. ``_TYPES`` lists the types.
 
-A block holds consecutive inputs of one row. A decoder takes blocks as uint8 [rows, blocks, bytes] and gives codes
+A block holds consecutive inputs of one row. A decoder takes blocks as uint8 [rows, blocks, bytes] and returns codes
 [rows, inputs], scales and mins [rows, groups]. The layouts are those of llama.cpp's ``ggml-common.h``.
 """
 
@@ -18,12 +18,12 @@ from .codes import Rows
 Decoded = tuple[np.ndarray, np.ndarray, np.ndarray | None]
 
 NL4, FP4 = TABLES["iq4_nl"], TABLES["mxfp4"]
-_CRUMBS = np.arange(0, 8, 2, dtype=np.uint8)[:, None]  # shifts
+_CRUMBS = np.arange(0, 8, 2, dtype=np.uint8)[:, None]  # shifts of the four 2-bit fields of a byte
 
 
 @dataclass(frozen=True)
 class BlockType:
-    """How a type is read: what :class:`lowbit.importing.codes.Matrix` says of a matrix."""
+    """How to read a type; the fields are those of :class:`lowbit.importing.codes.Matrix`."""
 
     bits: int
     group_size: int
@@ -33,7 +33,7 @@ class BlockType:
 
 
 def _half(blocks: np.ndarray, at: int) -> np.ndarray:
-    """A float16 of every block, as float32 [rows, blocks]."""
+    """The float16 at offset ``at`` of every block, as float32 [rows, blocks]."""
     return np.ascontiguousarray(blocks[..., at : at + 2]).view("<f2")[..., 0].astype(np.float32)
 
 
@@ -75,7 +75,7 @@ def _q1_0(blocks: np.ndarray) -> Decoded:
 
 
 def _from_minus_one(codes: np.ndarray, scales: np.ndarray) -> Decoded:
-    """Codes 0 to 3 for -1 to 2 times the scale: with the scale's sign turned these are our 2-bit codes, -2 to 1."""
+    """Codes 0 to 3 mean -1 to 2 times the scale; with the opposite sign of the scale they are lowbit's -2 to 1."""
     return _flat(3 - codes), -scales, None
 
 
@@ -84,11 +84,11 @@ def _q2_0(blocks: np.ndarray) -> Decoded:
 
 
 def _tq1_0(blocks: np.ndarray) -> Decoded:
-    """Five digits of base 3 in a byte, as a fraction of 256: a digit is what comes out above when it is tripled."""
+    """Five base-3 digits in a byte, as a fraction of 256: each digit is the overflow when the byte is tripled."""
     powers = np.array([1, 3, 9, 27, 81], np.uint8)[:, None]
 
     def digits(bytes_: np.ndarray, count: int) -> np.ndarray:
-        shifted = bytes_[..., None, :] * powers[:count]  # uint8: the product drops the digits that were read
+        shifted = bytes_[..., None, :] * powers[:count]  # wraps around in uint8, which drops the digits already read
         return (shifted.astype(np.uint16) * 3 >> 8).astype(np.uint8).reshape(*bytes_.shape[:2], -1)
 
     parts = [digits(blocks[..., :32], 5), digits(blocks[..., 32:48], 5), digits(blocks[..., 48:52], 4)]
@@ -96,7 +96,7 @@ def _tq1_0(blocks: np.ndarray) -> Decoded:
 
 
 def _crumbs(bytes_: np.ndarray) -> np.ndarray:
-    """Of each run of 32 bytes the lowest two bits of all, then the next: [rows, blocks, runs, 4, 32]."""
+    """For each run of 32 bytes, the lowest two bits of all bytes, then the next two: [rows, blocks, runs, 4, 32]."""
     return (bytes_.reshape(*bytes_.shape[:2], -1, 1, 32) >> _CRUMBS) & 3
 
 
@@ -121,13 +121,13 @@ def _q3_k(blocks: np.ndarray) -> Decoded:
 
 
 def _flat_crumbs(bytes_: np.ndarray) -> np.ndarray:
-    """The lowest two bits of all bytes, then the next: [rows, blocks, 4 * bytes]."""
+    """The lowest two bits of all bytes, then the next two: [rows, blocks, 4 * bytes]."""
     crumbs = (bytes_[..., None, :] >> _CRUMBS) & 3
     return crumbs.reshape(*bytes_.shape[:2], -1)
 
 
 def _sub_scales(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Eight scales and eight mins of 6 bits each, in 12 bytes."""
+    """Unpacks eight scales and eight mins of 6 bits each from 12 bytes."""
     first, second, last = packed[..., :4], packed[..., 4:8], packed[..., 8:]
     scales = np.concatenate([first & 63, last & 15 | first >> 6 << 4], axis=-1)
     mins = np.concatenate([second & 63, last >> 4 | second >> 6 << 4], axis=-1)
@@ -135,14 +135,14 @@ def _sub_scales(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _runs(bytes_: np.ndarray) -> np.ndarray:
-    """Of each run of 32 bytes the low halves, then the high ones: [rows, blocks, 2 * runs, 32]."""
+    """For each run of 32 bytes, the low halves, then the high halves: [rows, blocks, 2 * runs, 32]."""
     runs = bytes_.reshape(*bytes_.shape[:2], -1, 1, 32)
     both = np.concatenate([runs & 15, runs >> 4], axis=-2)
     return both.reshape(*bytes_.shape[:2], -1, 32)
 
 
 def _of_sub_blocks(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The scales and mins of a block's eight groups: each is a product of the block's own and a code."""
+    """The scales and mins of a block's eight groups: 6-bit codes times the scale and the min of the block."""
     sub, low = _sub_scales(blocks[..., 4:16])
     return _flat(_half(blocks, 0)[..., None] * sub), _flat(-_half(blocks, 2)[..., None] * low)
 
@@ -172,12 +172,12 @@ def _iq4_xs(blocks: np.ndarray) -> Decoded:
 
 
 def _mxfp4(blocks: np.ndarray) -> Decoded:
-    # One less: the levels are twice the values.
+    # The exponent's offset is 128, not 127, because levels are twice the values.
     return _flat(_nibbles(blocks[..., 1:])), np.ldexp(np.float32(1), blocks[..., 0].astype(np.int32) - 128), None
 
 
 def unsigned_e4m3(bytes_: np.ndarray) -> np.ndarray:
-    """The values of E4M3 without a sign, as float32; 0x7f, not a number elsewhere, is zero in ggml."""
+    """Decodes unsigned E4M3 to float32; 0x7f, NaN elsewhere, is zero in ggml."""
     exponent, mantissa = (bytes_ >> 3 & 15).astype(np.int32), (bytes_ & 7).astype(np.float32)
     normal = np.ldexp(1 + mantissa / 8, exponent - 7)
     return np.where(bytes_ == 0x7F, 0, np.where(exponent == 0, np.ldexp(mantissa, -9), normal)).astype(np.float32)
@@ -211,12 +211,12 @@ _TYPES = {
 
 
 def block_type(name: str) -> BlockType | None:
-    """How the type of this name becomes codes; None: it does not."""
+    """How to decode the type of this name into codes; None if that is not possible."""
     return _TYPES.get(name)
 
 
 def decode(kind: BlockType, blocks: np.ndarray) -> Rows:
-    """Rows of blocks, uint8 [rows, blocks, bytes], as codes and scales."""
-    with np.errstate(invalid="ignore", over="ignore"):  # what is not finite is refused where it is packed
+    """Decodes rows of blocks, uint8 [rows, blocks, bytes], into codes and scales."""
+    with np.errstate(invalid="ignore", over="ignore"):  # packing refuses values that are not finite
         codes, scales, mins = kind.decode(blocks)
     return Rows(*(None if array is None else torch.from_numpy(np.ascontiguousarray(array)) for array in (codes, scales, mins)))

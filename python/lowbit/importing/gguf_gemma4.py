@@ -1,4 +1,4 @@
-"""Gemma 4 in GGUF files."""
+"""Gemma 4 in GGUF files: config and tensor names."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .gguf_models import NORMED, OUTSIDE, SANDWICH, Architecture, values_of_fact
 
 
 def _gemma4(metadata: Metadata, gguf: Gguf) -> dict[str, Any]:
-    """Two kinds of layers, with a window and without, whose heads differ in size and number."""
+    """The config of Gemma 4, whose sliding-window and full-attention layers differ in the size and number of heads."""
     heads, width, layers = (metadata.whole(name) for name in ("attention.head_count", "embedding_length", "block_count"))
     shared, experts = metadata.whole("attention.shared_kv_layers", 0), metadata.whole("expert_count", 0)
     windows = metadata.wholes("attention.sliding_window_pattern")

@@ -1,4 +1,4 @@
-"""Models of 2025 and later in GGUF files: with recurrent layers, latent attention, or shared experts."""
+"""GGUF architectures of 2025 and later: models with recurrent layers, latent attention or shared experts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _SIGMOID = 2  # of expert_gating_func
 
 
 def _kinds(metadata: Metadata, gguf: Gguf, layers: int, kinds: Mapping[str, str]) -> list[str]:
-    """The kind of each layer, by a tensor that it has."""
+    """The kind of each layer, recognized by a tensor that only this kind has."""
     found = []
     for layer in range(layers):
         kind = next((kind for tensor, kind in kinds.items() if f"blk.{layer}.{tensor}" in gguf.tensors), None)
@@ -43,13 +43,13 @@ def _kinds(metadata: Metadata, gguf: Gguf, layers: int, kinds: Mapping[str, str]
 
 
 def _width(gguf: Gguf, *names: str) -> int:
-    """Inputs of the first of these matrices that a file has; 0: none."""
+    """Number of inputs of the first of these matrices that the file has; 0 if it has none."""
     stored = next((gguf.tensors[name] for name in names if name in gguf.tensors), None)
     return 0 if stored is None else int(stored.shape[-1])
 
 
 def _routing(metadata: Metadata, *, groups: bool = True) -> dict[str, Any]:
-    """How experts are chosen, as DeepSeek's models and their successors call it."""
+    """The routing settings of experts, under the names of DeepSeek's models and their successors."""
     routing: dict[str, Any] = {
         "n_shared_experts": metadata.whole("expert_shared_count", 0),
         "routed_scaling_factor": metadata.real("expert_weights_scale", 1.0) or 1.0,
@@ -62,7 +62,7 @@ def _routing(metadata: Metadata, *, groups: bool = True) -> dict[str, Any]:
 
 
 def _scales(metadata: Metadata) -> dict[str, float]:
-    """Granite's factors."""
+    """Granite's multipliers."""
     names = {
         "attention_multiplier": "attention.scale", "embedding_multiplier": "embedding_scale",
         "residual_multiplier": "residual_scale", "logits_scaling": "logit_scale",
@@ -96,7 +96,7 @@ def _granite_hybrid(metadata: Metadata, gguf: Gguf) -> dict[str, Any]:
     if not heads or inner % heads or inner % width:
         raise ValueError(f"{metadata.path} has {inner} inner values for {heads} heads and {width} values; expected multiples")
     config.setdefault("num_local_experts", 0)
-    if not config["num_key_value_heads"]:  # llama.cpp's converter does not know the layers' names of today's transformers
+    if not config["num_key_value_heads"]:  # llama.cpp's converter does not know the current layer names of transformers
         stored = next(tensor for name, tensor in gguf.tensors.items() if name.endswith("attn_k.weight"))
         config["num_key_value_heads"] = stored.shape[0] // max(width // config["num_attention_heads"], 1)
     return config | _scales(metadata) | {
@@ -208,7 +208,7 @@ def _short_convolutions(metadata: Metadata, gguf: Gguf, config: dict[str, Any]) 
 
 
 def _delta_rule(metadata: Metadata, gguf: Gguf, config: dict[str, Any]) -> dict[str, Any]:
-    """Settings of gated delta networks; with experts theirs too."""
+    """Settings of gated delta networks, and of experts if there are any."""
     metadata.ignore("full_attention_interval", "attention.recurrent_layers")  # the tensors show it
     kinds = {"ssm_out.weight": "linear_attention", "attn_q.weight": "full_attention"}
     inner, heads = metadata.whole("ssm.inner_size"), metadata.whole("ssm.time_step_rank")
@@ -233,7 +233,7 @@ def _delta_rule(metadata: Metadata, gguf: Gguf, config: dict[str, Any]) -> dict[
 
 
 def _sections(metadata: Metadata, config: dict[str, Any]) -> dict[str, Any]:
-    """The three parts of a rotation, of time, height and width, which are one in a text."""
+    """The sections of a multimodal rotation (time, height, width), which coincide for text."""
     sections = [size for size in metadata.wholes("rope.dimension_sections", [11, 11, 10, 0]) if size]
     config["rope_parameters"] |= {"mrope_section": sections, "mrope_interleaved": True}
     return config
@@ -259,7 +259,7 @@ def _deepseek(metadata: Metadata, gguf: Gguf) -> dict[str, Any]:
     model_type, class_name = ("deepseek_v3", "DeepseekV3ForCausalLM") if biased else ("deepseek_v2", "DeepseekV2ForCausalLM")
     metadata.expect("expert_gating_func", *((_SIGMOID, 0) if biased else (1, 0)))
     rotated, rank = metadata.whole("rope.dimension_count"), metadata.whole("attention.kv_lora_rank")
-    # Newer files have the sizes of one head for all queries, as llama.cpp computes, and those of the model beside them.
+    # Newer files have the sizes of llama.cpp's computation, with one head for all queries, and separately the model's.
     key = metadata.whole("attention.key_length_mla", metadata.whole("attention.key_length"))
     value = metadata.whole("attention.value_length_mla", metadata.whole("attention.value_length"))
     heads, dense = metadata.whole("attention.head_count"), metadata.whole("leading_dense_block_count", 0)
@@ -360,7 +360,7 @@ def _mamba_layouts(prefix: str) -> Mapping[str, Layout]:
 
 
 def _delta_layouts(config: Mapping[str, Any]) -> Mapping[str, Layout]:
-    """Qwen3.5's value heads lie in another order."""
+    """Layouts of Qwen3.5, whose value heads are stored in another order."""
     keys, heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
     width, before = config["linear_value_head_dim"], 2 * keys * config["linear_key_head_dim"]
     single, channels, values = tiled(keys, heads, 1), tiled(keys, heads, width, before), tiled(keys, heads, width)
@@ -374,7 +374,7 @@ def _delta_layouts(config: Mapping[str, Any]) -> Mapping[str, Layout]:
 
 
 def _next_layouts(config: Mapping[str, Any]) -> Mapping[str, Layout]:
-    """Qwen3-Next's rows of q, k, v and z lie together for each key head; in a file all q, then all k, v and z."""
+    """Layouts of Qwen3-Next: the model stores q, k, v and z of each key head together; files have all q, then all k, v, z."""
     keys, size = config["linear_num_key_heads"], config["linear_key_head_dim"]
     values = config["linear_num_value_heads"] // keys * config["linear_value_head_dim"]
     sizes = [size, size, values, values]

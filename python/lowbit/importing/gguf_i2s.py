@@ -1,9 +1,9 @@
-"""Reads BitNet's ternary weights of bitnet.cpp in GGUF files: the type I2_S.
+"""Reads the ternary type I2_S of bitnet.cpp's GGUF files.
 
-A byte has four 2-bit digits, the first in its highest bits; the digits 0, 1 and 2 stand for -1, 0 and 1. After all rows
-come 32 bytes, of which the first four are a float32: the scale of the whole matrix. The four weights of a byte depend on the
-build of the program that wrote the file (``quantize_i2_s`` in bitnet.cpp's ``ggml-bitnet-mad.cpp``), and the file does not
-name it. So the order is an argument.
+A byte has four 2-bit digits, the first in its highest bits; the digits 0, 1 and 2 mean -1, 0 and 1. After all rows come 32
+bytes, of which the first four are a float32: the scale of the whole matrix. Which four weights share a byte depends on the
+build of the program that wrote the file (``quantize_i2_s`` in bitnet.cpp's ``ggml-bitnet-mad.cpp``), which the file does not
+record, so the order is an argument.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import torch
 from ..files.gguf_reader import StoredBlocks
 from .codes import Rows
 
-# Order -> number of neighboring inputs in neighboring bytes; the next bits of these bytes have the next inputs.
+# Order -> run length: the same bits of so many consecutive bytes hold consecutive inputs.
 _RUNS = {"x86": 32, "arm": 16}
-ORDERS = (*_RUNS, "rows")  # "rows": a byte has one input of four rows, as without ACT_PARALLEL on x86
+ORDERS = (*_RUNS, "rows")  # "rows": a byte holds one input of four rows, as in x86 builds without ACT_PARALLEL
 _SHIFTS = np.array([6, 4, 2, 0], np.uint8)[:, None]
 
 
 def check_order(order: str | None) -> None:
-    """Raises ValueError unless the argument is an order."""
+    """Raises ValueError unless ``order`` is one of ``ORDERS``."""
     if order is not None and order not in ORDERS:
         raise ValueError(f"the order of I2_S is {order!r}; expected {', '.join(ORDERS)}")
 
@@ -32,7 +32,7 @@ def check_order(order: str | None) -> None:
 def i2s_reader(
     stored: StoredBlocks, order: str | None, read_blocks: Callable[[StoredBlocks, int, int], np.ndarray]
 ) -> Callable[[int, int], Rows]:
-    """A function that reads rows ``begin`` to ``end`` of a matrix as 2-bit codes with one scale.
+    """A function that reads rows [begin, end) of a matrix as 2-bit codes with one scale.
 
     Args:
         stored: the matrix [n, k] in its file.
@@ -40,10 +40,10 @@ def i2s_reader(
         read_blocks: returns the bytes of rows, uint8 [rows, k / 4].
 
     Returns:
-        a function of ``begin`` and ``end``. It raises ValueError for a digit 3, and OSError for a file that has become shorter.
+        A function of ``begin`` and ``end``. It raises ValueError for a digit 3, and OSError for a file that became shorter.
 
     Raises:
-        ValueError: the order is None, or the order does not allow the shape.
+        ValueError: the order is None or incompatible with the shape.
     """
     n, k = stored.shape
     if order is None:

@@ -1,4 +1,4 @@
-"""Tensors that lie in a GGUF file otherwise than in transformers: in parts, in another order, or by another formula."""
+"""Converts GGUF tensors whose layout differs from transformers': split, in another order, or transformed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from .joining import Read, put_together
 
 @dataclass(frozen=True)
 class Order:
-    """Row or column i of the model is number ``numbers()[i]`` of the file's ``count``; made only if the file has as many."""
+    """A permutation: row or column i of the model is number ``numbers()[i]`` of the ``count`` in the file.
+
+    ``numbers`` is called only after the file's count has been checked.
+    """
 
     count: int
     numbers: Callable[[], Tensor]
@@ -24,19 +27,19 @@ class Order:
 
 @dataclass(frozen=True)
 class Layout:
-    """How a tensor of a file becomes one of transformers."""
+    """How to convert a tensor of a file to transformers' layout."""
 
     rows: Order | None = None
     columns: Order | None = None
-    values: Callable[[Tensor], Tensor] | None = None  # of floats
-    shape: Callable[[tuple[int, ...]], tuple[int, ...]] | None = None  # of floats, from that in the file
+    values: Callable[[Tensor], Tensor] | None = None  # converts the values of a float tensor
+    shape: Callable[[tuple[int, ...]], tuple[int, ...]] | None = None  # shape of a float tensor, from that in the file
 
 
 def tiled(keys: int, values: int, width: int, before: int = 0) -> Order | None:
-    """Rows of value heads, each of ``width``, after ``before`` other rows.
+    """The order of the rows of value heads, ``width`` each, after ``before`` other rows.
 
-    transformers has the ``values // keys`` heads of a key in succession; llama.cpp has the first heads of all keys, then the
-    second ones. None: the two are the same.
+    transformers stores the ``values // keys`` value heads of a key head together; llama.cpp stores the first value heads of
+    all key heads, then the second ones, and so on. None: the two orders are the same.
     """
     if keys == values:
         return None
@@ -50,7 +53,7 @@ def tiled(keys: int, values: int, width: int, before: int = 0) -> Order | None:
 
 
 def _gathered(read: Read, numbers: Tensor) -> Read:
-    """Reads rows in another order, in runs that succeed each other in the file."""
+    """Reads rows in another order, with one read per run of consecutive rows."""
 
     def gather(begin: int, end: int) -> Any:
         wanted = numbers[begin:end]
@@ -94,10 +97,10 @@ def _with_columns(tensor: Matrix | Weights | Float, numbers: Tensor, path: Any) 
 
 
 def laid_out(tensor: Matrix | Weights | Float, layout: Layout, path: Any) -> Matrix | Weights | Float:
-    """A tensor as transformers has it.
+    """Converts a tensor to transformers' layout.
 
     Raises:
-        ValueError: it has another shape than its layout, or groups of inputs that the layout takes apart.
+        ValueError: its shape does not match the layout, or the layout would split groups of inputs.
     """
     if layout.rows is not None:
         tensor = replace(tensor, read=_gathered(tensor.read, _numbers(tensor, layout.rows, 0, path)))
@@ -122,7 +125,7 @@ def laid_out(tensor: Matrix | Weights | Float, layout: Layout, path: Any) -> Mat
 
 
 def without_last(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """[n, 1] as [n]; [n] as it is."""
+    """The shape [n] for [n, 1] or [n]."""
     return shape[:-1] if len(shape) == 2 and shape[1] == 1 else shape
 
 
@@ -131,10 +134,10 @@ def flat(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def depthwise(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """[channels, taps] as [channels, 1, taps]."""
+    """The shape [channels, 1, taps] for [channels, taps]."""
     return (shape[0], 1, *shape[1:])
 
 
 def log_of_negative(values: Tensor) -> Tensor:
-    """``A_log`` of ``A = -exp(A_log)``."""
+    """Returns ``A_log`` for ``A = -exp(A_log)``."""
     return torch.log(-values)

@@ -1,6 +1,6 @@
-"""The metadata of a GGUF file: the keys of its architecture, and the tokens that a model and its generation name.
+"""Reads the metadata of a GGUF file: the keys of its architecture, special tokens, and the generation config.
 
-A key of the architecture that nobody has asked for is an error: it could change results.
+An architecture key that was never read is an error, because it could change results.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from ..files.untrusted import printable
 
 REQUIRED = object()
 
-# Keys that say what the tensors show anyway, or nothing about results.
+# Keys that do not affect results, or only repeat what the tensors show.
 _SILENT = {"vocab_size", "tensor_data_layout", "rope.scaling.finetuned"}
-# Names that end a turn in some model; ggml's programs stop at each of them too.
+# Tokens that end a turn in some model. ggml's programs also stop at each of them.
 _ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<turn|>", "<|endoftext|>", "<|end_of_text|>", "<|eom_id|>")
-_CONTROL = 3  # the type of a token that is no text
+_CONTROL = 3  # token type of control tokens
 
 
 class Metadata:
-    """The keys of one architecture, each of which has to be asked for."""
+    """The keys of one architecture. Every key must be read or explicitly ignored."""
 
     def __init__(self, gguf: Gguf):
         self.path, self.all, self.tensors = gguf.paths[0], gguf.metadata, len(gguf.tensors)
@@ -56,7 +56,7 @@ class Metadata:
         return value
 
     def wholes(self, name: str, default: Any = REQUIRED) -> Any:
-        """A list of whole numbers."""
+        """A list of integers."""
         value = self._get(name, default)
         if value is default:
             return value
@@ -66,7 +66,7 @@ class Metadata:
         return [int(one) for one in value]
 
     def of_layers(self, name: str, default: Any = REQUIRED, *, zeros: bool = False) -> int:
-        """A whole number that a file may have for each layer; ``zeros``: some layers may have none."""
+        """An integer that must be the same in all layers if the file lists it per layer; ``zeros``: some layers may have 0."""
         if not isinstance(self._get(name, default), list | np.ndarray):
             return int(self.whole(name, default))
         values = set(self.wholes(name)) - ({0} if zeros else set())
@@ -75,13 +75,13 @@ class Metadata:
         return values.pop() if values else 0
 
     def of_each_layer(self, name: str, layers: int, default: Any = REQUIRED) -> list[int]:
-        """A whole number that a file may have for each layer, or once for all."""
+        """An integer for each layer; the file has a list, or one number for all layers."""
         if not isinstance(self._get(name, default), list | np.ndarray):
             return [int(self.whole(name, default))] * layers
         return list(self.wholes(name))
 
     def ignore(self, *names: str) -> None:
-        """Keys that say what other keys or the tensors say."""
+        """Ignores keys that only repeat other keys or what the tensors show."""
         self._asked.update(names)
 
     def real(self, name: str, default: Any = REQUIRED) -> Any:
@@ -111,7 +111,7 @@ class Metadata:
         return value
 
     def expect(self, name: str, *allowed: Any) -> None:
-        """A key that may be absent, or have one of these values."""
+        """Raises ValueError unless the key is absent or has one of these values."""
         value = self._get(name, allowed[0])
         if not any(type(value) is type(one) and value == one for one in allowed):
             raise ValueError(
@@ -134,7 +134,7 @@ def _shown(value: Any) -> str:
 
 
 def special_tokens(metadata: Metadata, vocabulary: int) -> dict[str, int | None]:
-    """``bos_token_id``, ``eos_token_id`` and ``pad_token_id``; None where the file has none, not the class's own."""
+    """``bos_token_id``, ``eos_token_id`` and ``pad_token_id``; None (not the config's default) where the file has none."""
     ids: dict[str, int | None] = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     for ours, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
         value = metadata.all.get(f"tokenizer.ggml.{key}_token_id")
@@ -150,7 +150,7 @@ def _token(path: Path, key: str, value: Any, vocabulary: int) -> int:
 
 
 def generation_config(metadata: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
-    """generation_config.json: the tokens that end a text. A file names one or two, a chat model may have more."""
+    """generation_config.json with the tokens that end a text. A file names one or two, but a chat model may have more."""
     vocabulary = config["vocab_size"]
     ends = [config["eos_token_id"]] if config["eos_token_id"] is not None else []
     for key in ("eot", "eom"):

@@ -1,7 +1,7 @@
-"""What the metadata of a GGUF file means for a model of transformers: config.json, and the names of its tensors.
+"""Maps GGUF metadata to transformers: config.json and tensor names of each architecture.
 
-transformers has tables for this too, but they pass over what they do not know (llama 3's frequencies, soft caps, a
-rotation of part of a head).
+transformers has such tables too, but they silently ignore what they do not know (llama 3's frequencies, soft caps, partial
+rotation of heads).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "out
 
 
 class Part(NamedTuple):
-    """A tensor whose rows are some of those of a tensor of transformers."""
+    """A tensor that is part ``number`` of ``parts`` of a transformers tensor, concatenated by rows."""
 
     name: str
     number: int
@@ -31,33 +31,33 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Architecture:
-    """How a model in a GGUF file is one of transformers.
+    """How a GGUF architecture maps to transformers.
 
-    ``names`` has tensors of layers, without "blk.*", "model.layers.*" and "weight" or "bias"; ``parameters`` those that are
-    none of these two in transformers, or in the file, with their whole names.
+    ``names`` maps tensors of layers, without "blk.*", "model.layers.*" and "weight" or "bias". ``parameters`` maps, by full
+    name, those that are neither a weight nor a bias in transformers or in the file.
     """
 
     config: Callable[[Metadata, Gguf], dict[str, Any]]
     names: Mapping[str, str | Part]
     parameters: Mapping[str, str] = field(default_factory=dict)
-    outside: Mapping[str, str] = field(default_factory=lambda: OUTSIDE)  # tensors of no layer
-    layouts: Callable[[Mapping[str, Any]], Mapping[str, Layout]] | None = None  # of tensors as transformers calls them
-    permuted: bool = False  # the rows of q and k: ggml rotates neighbors, transformers halves
-    norm_offset: float = 0.0  # that ggml adds to the weights of norms
-    experts: str = ""  # the module of a layer that has the experts of a mixture; "": there are none
-    interleaved: bool = False  # experts' rows of gate and up alternate, and their float parameters lie transposed
+    outside: Mapping[str, str] = field(default_factory=lambda: OUTSIDE)  # tensors outside of layers
+    layouts: Callable[[Mapping[str, Any]], Mapping[str, Layout]] | None = None  # by tensor name in transformers
+    permuted: bool = False  # rows of q and k are permuted: ggml rotates adjacent pairs, transformers halves
+    norm_offset: float = 0.0  # ggml adds this to the weights of norms
+    experts: str = ""  # the module of a layer that holds the experts; "": no experts
+    interleaved: bool = False  # experts' rows of gate and up alternate, and their float parameters are transposed
     ungated: bool = False  # experts have no gate
-    # Of a head for multi-token prediction, the layer behind the model's: what its own tensors ("nextn.*") are in
-    # checkpoints of transformers. None: it is left out.
+    # Names in transformers' checkpoints of the extra tensors ("nextn.*") of a multi-token prediction head, which is the
+    # layer after the model's last one. None: the head is not imported.
     head: Mapping[str, str] | None = None
 
     def offset_of(self, name: str) -> float:
-        """What ggml adds to a tensor as transformers calls it."""
+        """What ggml adds to the tensor with this name in transformers."""
         is_norm = name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight")
         return self.norm_offset if is_norm or name.startswith("mtp.pre_fc_norm") else 0.0
 
 
-# Beside the model, as "mtp.*", with the layer as "mtp.layers.0.*"; and behind its layers, as one more.
+# A multi-token prediction head either as "mtp.*", with its layer as "mtp.layers.0.*", or as an additional model layer.
 HEAD_BESIDE = {"eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "shared_head_norm": "norm"}
 HEAD_BEHIND = {"eh_proj": "eh_proj", "enorm": "enorm", "hnorm": "hnorm", "shared_head_norm": "shared_head.norm"}
 
@@ -113,11 +113,11 @@ def common(
     hybrid: bool = False,
     epsilon: str = "attention.layer_norm_rms_epsilon",
 ) -> dict[str, Any]:
-    """What all architectures have.
+    """The part of config.json that all architectures have.
 
     Args:
-        experts: what the model calls the number of its experts; "": it has none.
-        hybrid: some layers have no attention, or no matrices between.
+        experts: name of the config's field for the number of experts; "": the model has none.
+        hybrid: some layers have no attention or no feed-forward network.
     """
     heads, width = metadata.whole("attention.head_count"), metadata.whole("embedding_length")
     if not heads or not width:
@@ -162,7 +162,7 @@ def _head_dim(config: Mapping[str, Any]) -> int:
 
 
 def rope_of(metadata: Metadata, config: Mapping[str, Any], theta: float = 10000.0, *, partial: bool = False) -> dict[str, Any]:
-    """The rotation, but for frequencies in tensors of their own; ``partial``: it may be of a part of each head."""
+    """The rotation settings, except for frequencies stored as tensors; ``partial``: only part of a head may be rotated."""
     rope: dict[str, Any] = {"rope_theta": metadata.positive("rope.freq_base", theta), "rope_type": "default"}
     size = _head_dim(config)
     if partial:
@@ -172,7 +172,7 @@ def rope_of(metadata: Metadata, config: Mapping[str, Any], theta: float = 10000.
         rope["partial_rotary_factor"] = rotated / size
     else:
         metadata.expect("rope.dimension_count", size)
-    # As ggml reads them: without a type a factor is a linear one, with "none" it does not count, and 0 is none.
+    # As in ggml: without a type the factor is a linear one, with type "none" it is ignored, and a factor of 0 means none.
     kind = metadata.text("rope.scaling.type", None)
     factor = metadata.real("rope.scaling.factor", metadata.real("rope.scale_linear", 0.0)) or 1.0
     if factor < 0:
@@ -199,7 +199,7 @@ def rope_of(metadata: Metadata, config: Mapping[str, Any], theta: float = 10000.
 
 
 def values_of_factors(stored: StoredBlocks, count: int) -> np.ndarray:
-    """A small tensor of float32."""
+    """Reads a small float32 tensor of ``count`` elements."""
     if stored.type.name != "F32" or stored.shape != (count,):
         raise ValueError(f"{stored.path}: {stored.name} is {stored.type.name} {list(stored.shape)}; expected F32 [{count}]")
     with open(stored.path, "rb") as file:
@@ -214,7 +214,7 @@ def values_of_factors(stored: StoredBlocks, count: int) -> np.ndarray:
 
 
 def _llama3_rope(gguf: Gguf, rope: dict[str, Any], head_dim: int) -> dict[str, Any]:
-    """Llama 3's frequencies: the file has what its formula gave, not the formula's four numbers."""
+    """Recovers the four parameters of Llama 3's frequency scaling; the file has only the resulting factors."""
     stored = gguf.tensors.get("rope_freqs.weight")
     if stored is None:
         return rope
@@ -266,7 +266,7 @@ def _gemma(metadata: Metadata, gguf: Gguf) -> dict[str, Any]:
 
 def _gemma2(metadata: Metadata, gguf: Gguf) -> dict[str, Any]:
     config = common(metadata, "gemma2", "Gemma2ForCausalLM")
-    # ggml knows the 27B by its layers, and that it alone divides by the width that the heads would have.
+    # ggml recognizes the 27B by its number of layers. It alone scales queries by hidden_size / heads instead of head_dim.
     large = config["num_hidden_layers"] == 46
     return config | {
         "rope_parameters": rope_of(metadata, config),
@@ -280,7 +280,7 @@ def _gemma2(metadata: Metadata, gguf: Gguf) -> dict[str, Any]:
 
 def _gemma3(metadata: Metadata, gguf: Gguf) -> dict[str, Any]:
     config = common(metadata, "gemma3_text", "Gemma3ForCausalLM")
-    large = config["num_hidden_layers"] == 62  # likewise
+    large = config["num_hidden_layers"] == 62  # the 27B, as in _gemma2
     pattern = metadata.whole("attention.sliding_window_pattern", 6)
     layers = range(1, config["num_hidden_layers"] + 1)
     soft_cap = metadata.real("final_logit_softcapping", 0.0)
@@ -367,7 +367,7 @@ def _qwen3_moe(metadata: Metadata, gguf: Gguf) -> dict[str, Any]:
 def _gpt_oss(metadata: Metadata, gguf: Gguf) -> dict[str, Any]:
     config = common(metadata, "gpt_oss", "GptOssForCausalLM", experts="num_local_experts")
     rope = rope_of(metadata, config, 150000.0)
-    # ggml rounds the ends of YaRN's ramp, the model itself does not.
+    # ggml rounds the ends of YaRN's ramp, but the original model does not.
     rope |= {"truncate": False} if rope["rope_type"] == "yarn" else {}
     layers = range(config["num_hidden_layers"])
     return config | {
@@ -387,7 +387,7 @@ ARCHITECTURES = {
     "phi3": Architecture(_phi3, _PHI3),
     "qwen2moe": Architecture(_qwen2_moe, ATTENTION | MIXTURE | SHARED, experts="mlp.experts"),
     "qwen3moe": Architecture(_qwen3_moe, ATTENTION | MIXTURE, experts="mlp.experts"),
-    # bitnet.cpp squares what is above 0 but in its first models, which llama.cpp has, too.
+    # bitnet.cpp uses squared ReLU, except for its first models, which llama.cpp supports too.
     "bitnet": Architecture(partial(_bitnet, "silu"), _BITNET),
     "bitnet-25": Architecture(partial(_bitnet, "relu2"), _BITNET),
     "bitnet-b1.58": Architecture(partial(_bitnet, "relu2"), _BITNET),

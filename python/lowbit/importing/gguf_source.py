@@ -1,4 +1,4 @@
-"""A model in GGUF files as a source of an import."""
+"""Opens a model in GGUF files as a ``Source`` for importing."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from .source import Source
 from .summary import file_states
 
 _FLOATS = {"F32": ("F32", torch.float32), "F16": ("F16", torch.float16), "BF16": ("BF16", torch.bfloat16)}
-# Types whose codes are points of a lattice: what they become. Wider than they are: their own loss is not to double.
+# Types with lattice codes -> the config to requantize them with: wider, so that requantizing adds little error.
 _LATTICES = {
     "IQ1_S": 4, "IQ1_M": 4, "IQ2_XXS": 4, "IQ2_XS": 4, "IQ2_S": 4, "IQ3_XXS": 5, "IQ3_S": 5,
 }  # fmt: skip
 
 
 def read_blocks(stored: StoredBlocks, begin: int, end: int) -> np.ndarray:
-    """Rows of a tensor, uint8 [rows, bytes], in memory of their own."""
+    """Reads rows of a tensor into new memory, uint8 [rows, bytes]."""
     row = stored.bytes // stored.shape[0]
     data = np.empty((end - begin, row), np.uint8)
     view, done = memoryview(data.reshape(-1)), 0
@@ -53,7 +53,7 @@ def read_blocks(stored: StoredBlocks, begin: int, end: int) -> np.ndarray:
 
 
 def _unpermuted(read: Callable[[int, int], Any], rows: int, heads: int) -> Callable[[int, int], Any]:
-    """Rows of q or k in the order of transformers: of a head first the even ones of the file, then the odd ones."""
+    """Reads rows of q or k in transformers' order: for each head, first the even rows of the file, then the odd ones."""
     size = rows // heads
 
     def chosen(rows: Any, order: Any) -> Any:
@@ -66,11 +66,11 @@ def _unpermuted(read: Callable[[int, int], Any], rows: int, heads: int) -> Calla
             first, last = begin // size, -(-end // size)
             order = torch.arange((last - first) * size).view(-1, size // 2, 2).transpose(1, 2).reshape(-1)
             return chosen(read(first * size, last * size), order[begin - first * size : end - first * size])
-        # A head may be as large as a hostile file says. Of less than one, only rows are read that are needed, and those
+        # A malicious file may claim huge heads. If less than a head is wanted, read only the needed rows and those
         # between them.
         half, pieces = size // 2, []
         while begin < end:
-            number = begin // half  # of the halves of all heads: the even rows of one, or the odd ones
+            number = begin // half  # index of a half head: the even or the odd rows of a head
             until = min(end, (number + 1) * half)
             at = number // 2 * size + 2 * (begin - number * half)
             pieces.append(chosen(read(at, at + 2 * (until - begin)), slice(number % 2, None, 2)))
@@ -81,8 +81,8 @@ def _unpermuted(read: Callable[[int, int], Any], rows: int, heads: int) -> Calla
 
 
 def _joined(parts: Sequence[Callable[[int, int], Any]], n: int, interleaved: bool) -> Callable[[int, int, int], Any]:
-    """Rows of the matrix of one expert, of one or two tensors that have n rows for each; of two their rows lie below each
-    other, or alternate."""
+    """Reads rows of an expert's matrix from one or two tensors with n rows per expert; the rows of two tensors are
+    concatenated or interleaved."""
 
     def read(expert: int, begin: int, end: int) -> Any:
         start = expert * n
@@ -110,7 +110,7 @@ class _Reader:
     def tensors(self) -> list[Matrix | Stacked | Weights | Float]:
         outputs: list[Matrix | Stacked | Weights | Float] = []
         experts: dict[str, dict[tuple[str, str], StoredBlocks]] = {}
-        places: dict[str, dict[int, StoredBlocks]] = {}  # parts of each tensor of the model
+        places: dict[str, dict[int, StoredBlocks]] = {}  # tensor of the model -> its parts
         counts: dict[str, int] = {}
         for stored in self.gguf.tensors.values():
             drafting = self._is_drafting(stored.name)
@@ -152,23 +152,23 @@ class _Reader:
         return outputs
 
     def _is_drafting(self, name: str) -> bool:
-        """Whether a tensor belongs to layers after the model's, which predict further tokens."""
+        """Whether a tensor belongs to extra layers after the model's, which predict further tokens."""
         layer = name.split(".")[1] if name.startswith("blk.") else ""
         return layer.isdecimal() and int(layer) >= self.config["num_hidden_layers"] and "nextn_predict_layers" in self.metadata
 
     @property
     def has_head(self) -> bool:
-        """Whether the first of these layers becomes the model's head for multi-token prediction."""
+        """Whether the first of these layers becomes the model's multi-token prediction head."""
         name = f"blk.{self.config['num_hidden_layers']}.nextn.eh_proj.weight"
         return self.architecture.head is not None and name in self.gguf.tensors and self._is_drafting(name)
 
     def _is_of_head(self, name: str) -> bool:
-        """Whether a tensor after the model's layers is the head's; its tables are the model's own."""
+        """Whether a tensor of the extra layers belongs to the head; its tables duplicate the model's and are left out."""
         tables = name.endswith((".nextn.embed_tokens.weight", ".nextn.shared_head_head.weight"))
         return self.has_head and name.startswith(f"blk.{self.config['num_hidden_layers']}.") and not tables
 
     def _placed(self, name: str, stored: list[StoredBlocks]) -> Matrix | Weights | Float:
-        """A tensor of the model, which may lie in the file in several parts, or in another way."""
+        """A tensor of the model, joined from its parts and converted to transformers' layout."""
         if name.endswith("kv_b_proj.weight") and len(stored) == 2:
             return self._kv_b(name, *stored)
         tensor = joined([self._tensor(one, name) for one in stored], name, stored[0].path)
@@ -177,7 +177,7 @@ class _Reader:
         return tensor if layout is None else laid_out(tensor, layout, stored[0].path)
 
     def _kv_b(self, name: str, keys: StoredBlocks, values: StoredBlocks) -> Weights | Float:
-        """Keys [heads, rank, k] and values [heads, v, rank] as one matrix, of each head k rows and v rows."""
+        """Joins keys [heads, rank, k] and values [heads, v, rank] to one matrix with k rows and v rows per head."""
         if not len(keys.shape) == len(values.shape) == 3 or (keys.shape[0], keys.shape[1]) != (
             values.shape[0],
             values.shape[2],
@@ -209,7 +209,7 @@ class _Reader:
         return Weights(name, source, (heads * rows, rank), LinearConfig(min(bits + 1, 8)), read, total)
 
     def _experts(self, stored: list[StoredBlocks], name: str) -> Stacked | Float:
-        """A matrix, or a bias, of every expert, of one tensor or of two that lie in one of the model."""
+        """A matrix or bias of all experts, from one tensor or from two that are one in the model."""
         first, bias = stored[0], name.endswith("_bias")
         for other in stored:
             if len(other.shape) != (2 if bias else 3) or other.shape != first.shape or other.type != first.type:
@@ -241,7 +241,7 @@ class _Reader:
         return replace(one, name=name, shape=shape, read=floats, bytes=total)
 
     def _heads(self, stored: StoredBlocks) -> int:
-        """Of the rows of q or k that are in another order; 0: they are not."""
+        """Number of heads if the tensor has permuted rows of q or k; otherwise 0."""
         if not self.architecture.permuted:
             return 0
         key = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}.get(stored.name.split(".")[-2])
@@ -311,19 +311,19 @@ def _dequantizer(stored: StoredBlocks) -> Callable[[np.ndarray], np.ndarray]:
 
 
 def open_gguf(path: str | os.PathLike[str], i2s_order: str | None = None) -> Source:
-    """The model in a GGUF file, or in all parts of a split one.
+    """Opens the model in a GGUF file, or in all parts of a split one.
 
     Args:
-        i2s_order: as of :func:`lowbit.import_checkpoint`.
+        i2s_order: as for :func:`lowbit.import_checkpoint`.
 
     Raises:
-        OSError, ValueError: as :func:`lowbit.files.gguf_reader.read_gguf`; an architecture, a key, a tensor or a type that
-            lowbit does not know; I2_S without its order.
-        ImportError: a type that needs the package gguf, which is not installed.
+        OSError, ValueError: as :func:`lowbit.files.gguf_reader.read_gguf`; an unknown architecture, key, tensor or type; or
+            I2_S without its order.
+        ImportError: a type requires the package gguf, which is not installed.
     """
     check_order(i2s_order)
     path = Path(path)
-    states = file_states(parts_of(path))  # before they are read: what changes later is not current
+    states = file_states(parts_of(path))  # before reading, so that files changed later count as out of date
     gguf = read_gguf(path)
     metadata = Metadata(gguf)
     architecture = architecture_of(metadata)
@@ -334,7 +334,7 @@ def open_gguf(path: str | os.PathLike[str], i2s_order: str | None = None) -> Sou
         left = f"{heads - reader.has_head} layers" if reader.has_head else "layers"
         warnings.warn(f"{path} has {left} that predict further tokens; they are left out", stacklevel=3)
     packed = any(not isinstance(tensor, Float) for tensor in tensors)
-    # What ggml computes with the weights is float32. A file of floats alone keeps the dtype of its matrices.
+    # ggml computes with dequantized weights in float32. A file with only floats keeps the dtype of its matrices.
     halves = {tensor.source for tensor in tensors if isinstance(tensor, Float) and len(tensor.shape) > 1}
     dtype = _FLOATS[halves.pop()][1] if not packed and len(halves) == 1 else torch.float32
     config["dtype"] = str(dtype).removeprefix("torch.")

@@ -2,11 +2,11 @@
 
 Tensors of a layer with n outputs, k inputs and codes of b bits:
 
-* ``qweight``: int32 [k * b / 32, n]: the codes of a column one after the other; at 3 bits a code may lie in two words;
+* ``qweight``: int32 [k * b / 32, n]: the codes of a column in sequence; at 3 bits a code may span two words;
 * ``qzeros``: int32 [groups, n * b / 32]: the zero points of a group, packed likewise along a row; ``gptq`` stores zero - 1;
 * ``scales``: float [groups, n];
-* ``g_idx``: int32 [k], optional: the group of each input. With act-order a group's inputs are not neighbors. Without
-  (``desc_act`` false) it may be empty, or zeros.
+* ``g_idx``: int32 [k], optional: the group of each input. With act-order a group's inputs are not adjacent. Without
+  act-order (``desc_act`` false) it may be empty or zeros.
 
 A weight is ``scale * (code - zero)``. ``gptq_p`` packs codes in planes (:func:`.bits.from_planes`).
 """
@@ -31,8 +31,8 @@ def read_gptq(stock: Stock) -> list[SourceTensor]:
     """The tensors of a checkpoint in GPTQ's layout.
 
     Raises:
-        ValueError: a tensor of a layer is missing or has another shape or dtype; the groups have several sizes; or a zero
-            point of the first version is ambiguous.
+        ValueError: a tensor of a layer is missing or has another shape or dtype; groups differ in size; or a zero point of
+            the first version is ambiguous.
     """
     version = stock.setting("checkpoint_format", tuple(_WIDTHS), "gptq")
     return [*(_layer(stock, layer, version) for layer in stock.layers("qweight")), *stock.rest()]
@@ -55,7 +55,7 @@ def _layer(stock: Stock, layer: str, version: str) -> Matrix:
         )
     k = codes.shape[0] * 32 // bits
     size, order = _groups(stock, layer, k, groups)
-    # The zero points say whether the layer is symmetric; but where "sym" does, they may have stayed as allocated, zeros.
+    # The zero points say whether the layer is symmetric. If "sym" is set, they may also be all zeros, as allocated.
     words = load(zeros)
     stored_zeros = unpack(words, bits, n).to(torch.int32) + offset
     if offset and (stored_zeros == 1 << bits).any():
@@ -70,7 +70,7 @@ def _layer(stock: Stock, layer: str, version: str) -> Matrix:
 
 
 def _groups(stock: Stock, layer: str, k: int, groups: int) -> tuple[int | None, torch.Tensor | None]:
-    """The group size, None for one group per row; and the act-order permutation, None without one."""
+    """The group size, None for one group per row, and the act-order permutation, None without one."""
     size = stock.settings.get("group_size", -1)
     if "dynamic" in stock.settings or "extra_config" in stock.settings:  # settings of single layers
         size = k // groups if k % groups == 0 else size
@@ -81,7 +81,7 @@ def _groups(stock: Stock, layer: str, k: int, groups: int) -> tuple[int | None, 
         raise ValueError(
             f"{layer} in {stock.path} has {groups} groups for {k} inputs; expected {-(-k // size)}, of {size} inputs"
         )
-    # Without act-order some writers leave the tensor as it was allocated, with zeros.
+    # Without act-order some writers leave the tensor as allocated, with zeros.
     none = () if stock.settings.get("desc_act") else (0,)
     return (None if groups == 1 else size), stock.order(f"{layer}.g_idx", k, size, none)
 
@@ -110,7 +110,7 @@ def _read(
 
 
 def renamed(matrices: list[SourceTensor], source: str) -> list[SourceTensor]:
-    """The same tensors with another format's name in their reports."""
+    """The same tensors with another source type in the report."""
     return [
         replace(matrix, source=f"{source}, {matrix.bits} bits") if isinstance(matrix, Matrix) else matrix for matrix in matrices
     ]

@@ -1,9 +1,9 @@
-"""Reads HQQ's layout, as ``HQQLinear.state_dict()`` has it (packing: ``hqq.core.bitpack``).
+"""Reads HQQ's layout, that of ``HQQLinear.state_dict()`` (packing: ``hqq.core.bitpack``).
 
 A matrix [n, k] is reshaped to rows of one group each, [n * k / size, size] (``axis`` 1). Tensors of a layer:
 
-* ``W_q``: uint8, or int32 for ``3bit_32``, [rows / c, size]: an element has the codes of c rows. With s elements per column,
-  element r has those of rows r, r + s, r + 2 s, ..., the first in the highest bits;
+* ``W_q``: uint8, or int32 for ``3bit_32``, [rows / c, size]: an element holds the codes of c rows. With s elements per column,
+  element r holds those of rows r, r + s, r + 2 s, ..., the first in the highest bits;
 * ``scale``, ``zero``: float [rows, 1];
 * ``packing``: uint8, the letters of a name in ``_PACKINGS``; ``shape``: int [2], n and k; ``nbits``, ``group_size``, ``axis``
   and other settings: one number each.
@@ -23,7 +23,7 @@ from ..files.safetensors import Stored, read_bytes
 from .codes import Matrix, Rows, SourceTensor
 from .stock import Stock, load
 
-# Name of a packing -> bits of a code, and codes in an element.
+# Name of a packing -> bits per code, codes per element.
 _PACKINGS = {"8bit_u8": (8, 1), "4bit_u8": (4, 2), "3bit_32": (3, 10), "2bit_u8": (2, 4), "1bit_u8": (1, 8)}
 _UNUSED = (
     "unpack_view_dtype", "compute_dtype", "offload_meta", "encoded_state_dict", "stores_quant_config", "channel_wise",
@@ -32,7 +32,7 @@ _UNUSED = (
 
 
 def read_hqq(stock: Stock) -> list[SourceTensor]:
-    """The tensors of a checkpoint that HQQ has quantized.
+    """The tensors of a checkpoint quantized with HQQ.
 
     Raises:
         ValueError: a layer has groups along the outputs (``axis`` 0) or quantized scales; or one of its tensors is missing or
@@ -51,7 +51,7 @@ def _number(stock: Stock, name: str, default: int) -> int:
 
 
 def _bits(stock: Stock, name: str, default: int) -> int:
-    """Bits of a code. Three values are 1.58 bits for HQQ, which packs them as 2."""
+    """Bits per code. HQQ says 1.58 bits for ternary weights, which it packs as 2-bit codes."""
     value = load(stock.take(name, "I32", "I64", "U8", "F32")) if stock.has(name) else torch.tensor(default)
     if value.numel() != 1:
         raise ValueError(f"{name} in {stock.path} has {value.numel()} values; expected one")

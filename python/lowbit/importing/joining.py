@@ -1,4 +1,4 @@
-"""Tensors of a source that are one in the model: matrices below each other, and those of all experts."""
+"""Joins tensors of a source that are one in the model: matrices concatenated by rows, and the matrices of all experts."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from .codes import Float, Matrix, Rows, SourceTensor, Stacked, Weights, recoded,
 
 Read: TypeAlias = Callable[[int, int], Any]  # rows: Tensor or Rows
 _Part = TypeVar("_Part", bound=Matrix | Weights | Float)
-_REQUANTIZED_GROUP = 32  # inputs that share a scale in experts that are requantized beside others
-_FEW = 8  # numbers of experts that a message lists
+_REQUANTIZED_GROUP = 32  # group size of experts that are requantized because others differ
+_FEW = 8  # at most this many expert numbers are listed in a message
 
 
 def put_together(pieces: Sequence[Any], join: Callable[[list[Tensor]], Tensor]) -> Any:
-    """Rows of several tensors as one: float ones, or each part of quantized ones."""
+    """Joins pieces of rows: float tensors, or each field of quantized rows."""
     if isinstance(pieces[0], Tensor):
         return join(list(pieces))
     return Rows(*(None if part[0] is None else join(list(part)) for part in zip(*pieces, strict=True)))
 
 
 def below_each_other(reads: Sequence[Read], sizes: Sequence[int]) -> Read:
-    """Reads rows of several tensors that lie below each other."""
+    """Reads rows of several tensors, concatenated by rows."""
     starts = [sum(sizes[:number]) for number in range(len(sizes))]
 
     def read(begin: int, end: int) -> Any:
@@ -40,10 +40,10 @@ def below_each_other(reads: Sequence[Read], sizes: Sequence[int]) -> Read:
 
 
 def joined(parts: Sequence[Matrix | Weights | Float], name: str, path: Path) -> Matrix | Weights | Float:
-    """Tensors below each other as one; matrices of several types are requantized.
+    """Concatenates tensors by rows; matrices of different types are requantized.
 
     Raises:
-        ValueError: they have different numbers of columns.
+        ValueError: the tensors differ in their number of columns.
     """
     if any(part.shape[1:] != parts[0].shape[1:] for part in parts):
         shapes = " and ".join(str(list(part.shape)) for part in parts)
@@ -71,14 +71,14 @@ def _is_permuted(tensor: SourceTensor) -> bool:
 
 
 def _form(tensor: SourceTensor) -> tuple[Any, ...]:
-    """What has to be alike in matrices that become one."""
+    """What must agree in matrices that are joined."""
     if isinstance(tensor, Matrix):
         return (tensor.source, tensor.bits, tensor.group_size, tensor.affine, tensor.levels)
     return (tensor.source, tensor.config if isinstance(tensor, Weights) else None)
 
 
 def _with_minimums(parts: Sequence[_Part]) -> Sequence[_Part]:
-    """The same tensors; where only some matrices of one type have minimums, with minimums in all of them."""
+    """The same tensors; if only some matrices of one type have minimums, all get minimums."""
     if len({part.affine if isinstance(part, Matrix) else None for part in parts} - {None}) < 2 or not all(
         isinstance(part, Matrix) for part in parts
     ):
@@ -87,11 +87,11 @@ def _with_minimums(parts: Sequence[_Part]) -> Sequence[_Part]:
 
 
 def stacked(experts: Sequence[Sequence[SourceTensor]], name: str, path: Path) -> Stacked | None:
-    """The matrices of all experts, each of one part or of parts below each other, as one tensor with one kind of codes.
+    """Joins the matrices of all experts, each possibly in parts concatenated by rows, to one tensor with one kind of codes.
 
-    Codes are widened, groups divided and minimums added where experts differ, which changes no weight. Matrices that have no
-    codes that fit (floats, or inputs with an act-order permutation) are then requantized to 8 bits. None if these are not
-    fewer than the others.
+    Where experts differ, codes are widened, groups divided and minimums added, which changes no weight. Matrices without
+    suitable codes (floats, or inputs with an act-order permutation) are requantized to 8 bits. None if these are not a
+    minority.
     """
     first, many = experts[0], len(experts[0])
     for tensors in experts:
@@ -121,7 +121,7 @@ def _is_packable(part: SourceTensor) -> bool:
 
 
 def _in_one_form(parts: Sequence[Any], many: int) -> list[Matrix | Weights]:
-    """Matrices of experts, ``many`` each, with one width and group size: exactly, or in 8 bits where codes do not allow it."""
+    """Matrices of experts, ``many`` each, with one bit width and group size: exact, or requantized to 8 bits if necessary."""
     kept = [part for part in parts if _is_packable(part)]
     requantized, k = len(kept) < len(parts), parts[0].shape[1]
     bits = 8 if requantized or any(part.levels for part in kept) else max(part.bits for part in kept)
@@ -141,7 +141,7 @@ def _in_one_form(parts: Sequence[Any], many: int) -> list[Matrix | Weights]:
 
 
 def describe_experts(experts: Sequence[Sequence[SourceTensor]]) -> str:
-    """What the matrices of the experts of a layer are, in words: "3 experts are GPTQ, 4 bits, and expert 2 is F32"."""
+    """Describes the types of a layer's experts: "3 experts are GPTQ, 4 bits, and expert 2 is F32"."""
     sizes = {part.group_size for parts in experts for part in parts if isinstance(part, Matrix)}
 
     def kind(part: SourceTensor) -> str:

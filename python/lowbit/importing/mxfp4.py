@@ -1,8 +1,8 @@
-"""Reads MXFP4 as gpt-oss stores it: 4-bit floats, of which 32 share a power of two (OCP Microscaling Formats 1.0).
+"""Reads MXFP4 as stored by gpt-oss: 4-bit floats, 32 of which share a power of two (OCP Microscaling Formats 1.0).
 
 Tensors for each parameter NAME of the experts:
 
-* ``NAME_blocks``: uint8 [experts, out, in / 32, 16]: two codes in a byte, the first in its low half;
+* ``NAME_blocks``: uint8 [experts, out, in / 32, 16]: two codes per byte, the first in its low half;
 * ``NAME_scales``: uint8 [experts, out, in / 32]: the exponent of two, plus 127; 255 is NaN.
 
 Biases are float tensors.
@@ -25,12 +25,12 @@ _GROUP = 32
 
 
 def nibbles(pairs: Tensor) -> Tensor:
-    """Codes of bytes [..., size], the first of two in the low half: uint8 [..., 2 size]."""
+    """Unpacks the codes of bytes [..., size], the first in the low half: uint8 [..., 2 size]."""
     return torch.stack((pairs & 15, pairs >> 4), -1).flatten(-2)
 
 
 def powers_of_two(codes: Tensor) -> Tensor:
-    """Scales stored as exponents of two plus 127, as float32; NaN for 255."""
+    """Decodes exponents of two plus 127 to float32; 255 is NaN."""
     return torch.where(codes == 255, torch.nan, torch.ldexp(torch.ones((), dtype=torch.float32), codes.int() - 127))
 
 
@@ -51,7 +51,7 @@ def _matrix(name: str, blocks: Stored, scales: Stored, expert: int) -> Matrix:
 
 
 def read_mxfp4(stock: Stock) -> list[Stacked | Float]:
-    """All tensors of a checkpoint.
+    """The tensors of an MXFP4 checkpoint.
 
     Raises:
         ValueError: a tensor is missing, or has another shape or dtype.

@@ -1,13 +1,13 @@
-"""Weights of 8- and 4-bit floats: DeepSeek's FP8, NVIDIA ModelOpt's and compressed-tensors' FP8, NVFP4, MXFP4 and MXFP8.
+"""Reads 8- and 4-bit floats: DeepSeek's FP8, and FP8, NVFP4, MXFP4 and MXFP8 of NVIDIA ModelOpt and compressed-tensors.
 
-* FP8 (E4M3): ``weight`` float8 [n, k] with a scale for the tensor, for each row, or for each block of rows and columns.
-* MXFP8: the same with ``weight_scale`` uint8 [n, k / 32], a power of two plus 127 (OCP Microscaling Formats 1.0).
-* NVFP4: ``weight_packed`` or ``weight`` uint8 [n, k / 2], two E2M1 codes in a byte, the first one low; ``weight_scale`` E4M3
-  [n, k / 16]; and a float32 scale of the tensor, which compressed-tensors divides by and ModelOpt multiplies with.
-* MXFP4: the codes likewise, and scales as MXFP8 has them.
-* INT8: ``weight`` int8 [n, k] with a scale for the tensor or for each row.
+* FP8 (E4M3): ``weight`` float8 [n, k] with a scale per tensor, per row, or per block of rows and columns.
+* MXFP8: likewise, with ``weight_scale`` uint8 [n, k / 32], an exponent of two plus 127 (OCP Microscaling Formats 1.0).
+* NVFP4: ``weight_packed`` or ``weight`` uint8 [n, k / 2], two E2M1 codes per byte, the first in the low half;
+  ``weight_scale`` E4M3 [n, k / 16]; and a float32 scale per tensor: compressed-tensors divides by it, ModelOpt multiplies.
+* MXFP4: codes as in NVFP4, scales as in MXFP8.
+* INT8: ``weight`` int8 [n, k] with a scale per tensor or per row.
 
-The 4-bit codes and INT8 are kept. FP8 has no even steps, so it is requantized to 8 bits in groups of 32.
+The 4-bit codes and INT8 are kept. FP8 levels are not equidistant, so FP8 is requantized to 8 bits in groups of 32.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from .stock import Stock, load
 _SCALES = ("F32", "BF16", "F16")
 _POWERS = ("U8", "F8_E8M0")
 _FP8 = LinearConfig(8)
-_MX, _NV = 32, 16  # inputs of a group
-_BLOCK = (128, 128)  # rows and columns that share a scale in DeepSeek's files, and by default
-# Scales of activations and caches, which lowbit computes for each call.
+_MX, _NV = 32, 16  # group sizes
+_BLOCK = (128, 128)  # rows and columns that share a scale in DeepSeek's files; the default
+# Scales of activations and caches, which lowbit does not use: it computes them at each call.
 _COMPUTED = ("input_scale", "input_global_scale", "input_zero_point", "activation_scale", "k_scale", "v_scale")
 
 
 def _rows_of(stored: Stored, begin: int, end: int) -> Tensor:
-    """Bytes of rows, uint8 [rows, bytes of a row]."""
+    """Reads the bytes of rows, uint8 [rows, bytes per row]."""
     row = stored.bytes // stored.shape[0]
     return read_bytes(stored, begin * row, end * row).view(end - begin, row)
 
@@ -50,7 +50,7 @@ def _fp8(stored: Stored, begin: int, end: int) -> Tensor:
 
 
 def _blocks_of(weight: Stored, scales: Stored, block: tuple[int, int]) -> tuple[int, int]:
-    """Rows and columns that share a scale."""
+    """The numbers of rows and columns that share a scale."""
     (n, k), shape = weight.shape, scales.shape
     if math.prod(shape) == 1:
         return n, k
@@ -99,10 +99,10 @@ def _read_int8(weight: Stored, scales: Stored, zeros: Stored | None, begin: int,
 
 
 def _single(stock: Stock, name: str) -> Tensor:
-    """One number.
+    """Reads a scalar.
 
     Raises:
-        ValueError: it is not one positive finite number.
+        ValueError: it is not a single positive finite number.
     """
     value = stock.number(name, *_SCALES).reshape(())
     if not 0 < value < math.inf:
@@ -154,13 +154,15 @@ def _eight_bits(stock: Stock, layer: str, block: tuple[int, int]) -> Matrix | We
 
 
 def read_layers(stock: Stock, block: tuple[int, int] = _BLOCK) -> list[Matrix | Weights]:
-    """All layers of these formats, by their tensors' dtypes; scales of activations and caches are dropped with a warning.
+    """All layers of these formats, recognized by the dtypes of their tensors.
+
+    Scales of activations and caches are dropped with a warning.
 
     Args:
-        block: rows and columns that share a scale, where scales are of blocks.
+        block: rows and columns that share a scale, if scales are per block.
 
     Raises:
-        ValueError: a layer is not whole, or its scales have another shape.
+        ValueError: a layer is incomplete, or its scales have another shape.
     """
     layers: list[Matrix | Weights] = []
     for leaf in ("weight_packed", "weight"):
@@ -184,7 +186,7 @@ def read_layers(stock: Stock, block: tuple[int, int] = _BLOCK) -> list[Matrix | 
 
 
 def read_fp8(stock: Stock) -> list[SourceTensor]:
-    """A checkpoint of DeepSeek's kind, which transformers calls fine-grained FP8."""
+    """The tensors of a checkpoint in DeepSeek's FP8 format, which transformers calls fine-grained FP8."""
     stock.setting("fmt", ("e4m3",), "e4m3")
     block = stock.settings.get("weight_block_size") or list(_BLOCK)
     whole = isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block)
@@ -194,7 +196,7 @@ def read_fp8(stock: Stock) -> list[SourceTensor]:
 
 
 def read_modelopt(stock: Stock) -> list[SourceTensor]:
-    """A checkpoint of NVIDIA's ModelOpt."""
+    """The tensors of a checkpoint of NVIDIA ModelOpt."""
     names = ("FP8", "NVFP4", "MXFP8", "MXFP4", "W4A16_NVFP4", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "MIXED_PRECISION")
     algorithm = stock.settings.get("quant_algo", "FP8")
     if algorithm not in names:

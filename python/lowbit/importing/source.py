@@ -1,4 +1,4 @@
-"""The input of an import: a model in another format."""
+"""The common interface of all import formats."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from .codes import SourceTensor
 
 @dataclass(frozen=True)
 class Source:
-    """A model in another format, described and checked; its weights are not read yet."""
+    """A model in another format, described and checked, whose weights have not been read yet."""
 
     path: Path
-    format: str  # for users, "GGUF"
+    format: str  # name shown to users, such as "GGUF"
     config: dict[str, Any]  # config.json, without quantization_config
     tensors: list[SourceTensor]
-    write_files: Callable[[Path], None]  # writes the files beside the weights, such as the tokenizer
-    files: list[dict[str, str | int]]  # the files read, from report.file_states
+    write_files: Callable[[Path], None]  # writes the other files, such as the tokenizer
+    files: list[dict[str, str | int]]  # the files read, from summary.file_states

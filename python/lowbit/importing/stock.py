@@ -1,4 +1,4 @@
-"""The tensors of a quantized checkpoint in safetensors files. The reader of a format takes each tensor once."""
+"""The tensors of a quantized checkpoint in safetensors files. Each format's reader takes every tensor exactly once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Stock:
     """The tensors of a checkpoint that have not been taken yet.
 
     Raises:
-        ValueError: a name has control characters, which messages would bring to a terminal.
+        ValueError: a name has control characters, which messages would send to a terminal.
     """
 
     def __init__(self, path: Path, tensors: dict[str, Stored], settings: dict[str, Any]):
@@ -36,7 +36,7 @@ class Stock:
         self._kept: tuple[Stored, Tensor] | None = None
 
     def layers(self, leaf: str) -> list[str]:
-        """Names of the layers that have a tensor LAYER.leaf."""
+        """The layers that have a tensor LAYER.leaf."""
         return [name.removesuffix(f".{leaf}") for name in self._tensors if name.endswith(f".{leaf}")]
 
     def paths(self) -> list[Path]:
@@ -55,7 +55,7 @@ class Stock:
         Args:
             name: of the tensor.
             dtypes: allowed dtypes, as safetensors names them ("F16", "I32").
-            shape: expected shape; None allows any, and so does None for a single size.
+            shape: expected shape; None, for the whole shape or a single size, allows any.
 
         Raises:
             ValueError: the tensor is missing or empty, or has another dtype or shape.
@@ -73,17 +73,17 @@ class Stock:
         return stored
 
     def number(self, name: str, *dtypes: str) -> Tensor:
-        """A tensor with one number, whatever its dimensions, as float32 [1]; ``dtypes`` as in :meth:`take`."""
+        """A tensor with one element and any number of dimensions, as float32 [1]; ``dtypes`` as for :meth:`take`."""
         stored = self.take(name, *(dtypes or ("F32", "F16", "BF16")))
         if math.prod(stored.shape) != 1:
             raise ValueError(f"{name} in {stored.path} has shape {list(stored.shape)}; expected one number")
         return load(stored).float().reshape(1)
 
     def order(self, name: str, k: int, size: int, none: Collection[int] = ()) -> Tensor | None:
-        """The act-order permutation of a tensor [k] with the group of each input (:func:`.codes.order_of`); None without one.
+        """The act-order permutation from a tensor [k] with the group of each input (:func:`.codes.order_of`), or None.
 
         Args:
-            none: the values of all inputs that mean no permutation, as an empty tensor does.
+            none: if all inputs have one of these values, or the tensor is empty, there is no permutation.
 
         Raises:
             ValueError: the tensor has another dtype or shape, or a group does not have ``size`` inputs.
@@ -102,17 +102,17 @@ class Stock:
             raise ValueError(f"{name} in {self.path}: {error}") from error
 
     def load_kept(self, stored: Stored) -> Tensor:
-        """All of a tensor, cached until the next call: a tensor stored by columns is read once for all its rows."""
+        """Loads a tensor and caches it until the next call, so that one stored by columns is read only once."""
         if self._kept is None or self._kept[0] is not stored:
-            self._kept = None  # freed before the next one is allocated
+            self._kept = None  # free it before the next one is allocated
             self._kept = stored, load(stored)
         return self._kept[1]
 
     def rest(self) -> list[Float]:
-        """The tensors that have not been taken, as they are: floats, and masks and positions of old checkpoints.
+        """The tensors that have not been taken, unchanged: floats, and masks and positions of old checkpoints.
 
         Raises:
-            ValueError: a tensor has a dtype of quantized weights, so the reader has missed a quantized layer.
+            ValueError: a tensor has a dtype of quantized weights, so the reader missed a quantized layer.
         """
         floats = []
         for name, stored in self._tensors.items():
@@ -146,5 +146,5 @@ def _rows(stored: Stored, begin: int, end: int) -> Tensor:
 
 
 def load(stored: Stored) -> Tensor:
-    """All of a tensor."""
+    """Loads a whole tensor."""
     return read_bytes(stored).view(_DTYPES[stored.dtype]).view(stored.shape)

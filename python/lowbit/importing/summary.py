@@ -10,7 +10,7 @@ from pathlib import Path
 from ..files.untrusted import read_json
 
 REPORT = "lowbit_import.json"
-VERSION = 4  # grows when the result for the same file changes
+VERSION = 4  # increases when the result for the same file changes
 _KINDS = ("exact", "rounded", "requantized", "dequantized", "float")
 
 
@@ -18,27 +18,27 @@ _KINDS = ("exact", "rounded", "requantized", "dequantized", "float")
 class ImportedTensor:
     """How a tensor was imported.
 
-    ``kind``: "exact": the weights are those of the source. "rounded": the codes of the source, with scales rounded to float16;
-    no weight moved by more than ``steps`` steps of its group. "requantized": ``error`` is the root mean square of the changes,
-    relative to that of the weights. "dequantized": the same weights as floats, because lowbit packs no layer of this kind.
-    "float": copied.
+    ``kind``: "exact": the weights are those of the source. "rounded": the codes are kept and scales rounded to float16; no
+    weight changed by more than ``steps`` of its group's quantization steps. "requantized": ``error`` is the root mean square
+    of the changes, relative to that of the weights. "dequantized": the same weights as floats, because lowbit does not pack
+    this kind of layer. "float": copied.
     """
 
     name: str
-    source: str  # its type there, such as "Q4_K"
+    source: str  # type in the source, such as "Q4_K"
     kind: str
     steps: float = 0.0
     error: float = 0.0
 
     @property
     def came_over(self) -> str:
-        """In words: "exact", "rounded, within 0.011 steps"."""
+        """The conversion in words, such as "exact" or "rounded, within 0.011 steps"."""
         detail = {"rounded": f", within {self.steps:.2g} steps", "requantized": f", error {100 * self.error:.2g} %"}
         return self.kind + detail.get(self.kind, "")
 
 
 def file_states(paths: Iterable[Path]) -> list[dict[str, str | int]]:
-    """Names, sizes and times of files, which tell whether they were changed."""
+    """Names, sizes and times of files, to detect later changes."""
     return [{"name": path.name, "bytes": path.stat().st_size, "mtime_ns": path.stat().st_mtime_ns} for path in paths]
 
 
@@ -46,7 +46,7 @@ def read_report(directory: Path) -> dict[str, ImportedTensor]:
     """The entries of lowbit_import.json, by the name of the tensor; empty without such a file.
 
     Raises:
-        OSError, ValueError: the file cannot be read, or is not a report of an import.
+        OSError, ValueError: the file cannot be read, or is not an import report.
     """
     file = directory / REPORT
     if not file.exists():

@@ -1,4 +1,4 @@
-"""Reads torchao's ``IntxUnpackedToInt8Tensor``, whose codes are a byte each, as torchao's safetensors support writes it.
+"""Reads torchao's ``IntxUnpackedToInt8Tensor`` (one byte per code) as written by torchao's safetensors support.
 
 Tensors of a layer with n outputs, k inputs and codes of b bits:
 
@@ -6,8 +6,8 @@ Tensors of a layer with n outputs, k inputs and codes of b bits:
 * ``_weight_scale``: float [n, groups];
 * ``_weight_zero_point``: int8 or float [n, groups].
 
-A weight is ``scale * (code - zero point)``. The file's metadata has for each weight a JSON object with torchao's class, its
-dtype, block size and activation quantization.
+A weight is ``scale * (code - zero point)``. The file's metadata has a JSON object for each weight: torchao's class, dtype,
+block size and activation quantization.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from .stock import Stock, load
 _CLASS = "IntxUnpackedToInt8Tensor"
 _LEAF = "_weight_qdata"
 _WIDTHS = {f"int{bits}": bits for bits in range(1, 9)}
-# Activation quantization of the source: none, or int8 by rows. lowbit quantizes activations to int8 in either case.
+# Supported activation quantization of the source: none, or int8 per row. lowbit quantizes activations to int8 in both cases.
 _ACTIVATIONS = (None, "int8_asym_per_token")
 
 
 def read_torchao(stock: Stock) -> list[SourceTensor]:
-    """The tensors of a checkpoint that torchao has quantized.
+    """The tensors of a checkpoint quantized with torchao.
 
     Raises:
-        ValueError: a tensor is of another class of torchao; the metadata does not describe it; or a tensor of a layer is
-            missing or has another shape or dtype. When rows are read: a code does not fit the width.
+        ValueError: a tensor has another class of torchao; the metadata does not describe it; or a tensor of a layer is
+            missing or has another shape or dtype. When rows are read: a code exceeds the bit width.
     """
     described: dict[str, str] = {}
     for path in stock.paths():
@@ -48,7 +48,7 @@ class _OtherClass(ValueError):
 
 
 def _described(stock: Stock, layer: str, described: dict[str, str]) -> tuple[str, list[int], str | None]:
-    """The dtype of the codes, the shape of a block with one scale, and the activation quantization."""
+    """The dtype of the codes, the block shape that shares a scale, and the activation quantization."""
     try:
         content: dict[str, Any] = json.loads(described[f"{layer}.weight"])
         kind = content["_type"]
@@ -85,7 +85,7 @@ def _layer(stock: Stock, layer: str, described: dict[str, str]) -> Matrix:
         raise ValueError(f"{layer} in {stock.path} has blocks {block} for {k} inputs; expected [1, whole groups]")
     scales = stock.take(f"{layer}._weight_scale", "F32", "F16", "BF16", shape=(n, k // block[1]))
     zeros = stock.take(f"{layer}._weight_zero_point", "I8", "F32", "F16", "BF16", shape=(n, k // block[1]))
-    # At 1 bit torchao's codes are -1 and 0, lowbit's symmetric levels are -1 and 1.
+    # At 1 bit torchao's codes are -1 and 0, but lowbit's symmetric levels are -1 and 1.
     affine = bits == 1 or bool(load(zeros).any())
     read = functools.partial(_read, codes, scales, zeros, bits, affine)
     total = codes.bytes + scales.bytes + zeros.bytes

@@ -1,4 +1,4 @@
-"""Writes a source of any format as a packed checkpoint, some rows of one matrix at a time."""
+"""Writes a ``Source`` of any format as a packed checkpoint, some rows of a matrix at a time."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ READ, LIBRARIES, MODEL, CHECKS, FILES = OPENING = (
 
 @dataclass(frozen=True)
 class ImportSummary:
-    """What :func:`import_checkpoint` has written."""
+    """The result of :func:`import_checkpoint`."""
 
     target: Path
     format: str  # of the source
     entries: list[CheckpointEntry]
-    tensors: list[ImportedTensor]  # how near each is to what the source has
+    tensors: list[ImportedTensor]  # with the error of each against the source
     source_bytes: int
     target_bytes: int
     seconds: float
@@ -59,14 +59,14 @@ class _Output:
     tensor: SourceTensor
     name: str
     bias: Float | None = None
-    layer: str = ""  # in the model, when packed
+    layer: str = ""  # name of the layer in the model, if packed
 
     @property
     def packed(self) -> bool:
         return not isinstance(self.tensor, Float)
 
     def order(self) -> _Output | None:
-        """The act-order permutation, which is written beside the packed weight; None without one."""
+        """The act-order permutation, written as a separate tensor; None without one."""
         order = self.tensor.order if isinstance(self.tensor, Matrix) else None
         if order is None:
             return None
@@ -87,7 +87,7 @@ class _Output:
 
 
 def _bands(shape: tuple[int, ...], whole_panels: bool) -> Iterator[tuple[int, int]]:
-    n, k = (*shape, 1)[0], max(1, math.prod(shape[1:]))  # a shape of [] has one number
+    n, k = (*shape, 1)[0], max(1, math.prod(shape[1:]))  # a shape of [] has one element
     rows = rows_of_band(k, _BAND_WEIGHTS) if whole_panels else max(1, _BAND_WEIGHTS // k)
     for begin in range(0, n, rows):
         yield begin, min(begin + rows, n)
@@ -137,7 +137,7 @@ def _write_matrix(
             raise ValueError(f"{tensor.name}, rows {begin} to {end - 1}: {error}") from error
         writer.write(bands.add(packed).numpy())
         done(tensor.bytes * (end - begin) // n)
-        del rows, packed  # before the next ones are allocated
+        del rows, packed  # free them before the next band is allocated
     writer.write_at(start, bands.header())
 
 
@@ -164,19 +164,19 @@ class _Plan:
             self.tensors[tensor.name] = tensor
         self.state, self.modules = model.state_dict(), dict(named_layers(model))
         self.quantized = {tensor.name.rpartition(".")[0] for tensor in source.tensors if not isinstance(tensor, Float)}
-        self.uneven: dict[str, tuple[str, int]] = {}  # experts of several kinds -> the kinds in words, bytes in the source
+        self.uneven: dict[str, tuple[str, int]] = {}  # experts of different kinds -> description, bytes in the source
         self._stack_experts()
         # Name in the files -> name in the model and targets.
         self.names = names_in_model(model, self.tensors)
         self._check_extra()
 
     def _stack_experts(self) -> None:
-        """Replaces the matrices of single experts by one tensor where the model has one."""
+        """Joins the matrices of single experts to one tensor where the model has one."""
         from ..hf.names import names_in_model, parts_of_experts
         from ..layers.expert_stacks import Experts
 
         names = names_in_model(self.model, self.tensors)
-        found: dict[str, dict[str, Stacked | None]] = {}  # all of a layer's experts are packed, or all are float
+        found: dict[str, dict[str, Stacked | None]] = {}  # layer -> matrices: a layer's experts are all packed, or all float
         parts = {
             target: [[self.tensors[key] for key in keys] for keys in experts]
             for target, experts in parts_of_experts(self.model, names).items()
@@ -200,7 +200,7 @@ class _Plan:
                     self.uneven[target] = kinds, bytes_
 
     def outputs(self) -> list[_Output]:
-        """In the order of the source.
+        """The tensors to write, in the order of the source.
 
         Raises:
             ValueError: a tensor is missing, has another shape, or is quantized where the model has no matrix.
@@ -223,7 +223,7 @@ class _Plan:
                     "such tensor"
                 )
             if targets is not None or kind_of(self.modules.get(layer)) is None:
-                assert not isinstance(tensor, Stacked)  # _check_shape refuses it
+                assert not isinstance(tensor, Stacked)  # refused by _check_shape
                 floats[key] = as_floats(tensor)
                 continue
             bias = self._bias_of(key, layer)
@@ -260,7 +260,7 @@ class _Plan:
             )
 
     def _bias_of(self, key: str, layer: str) -> Float | None:
-        """The bias that is packed with the weight `key`; None: the layer has no bias."""
+        """The bias to pack with the weight `key`; None if the layer has none."""
         if getattr(self.modules[layer], "bias", None) is None:
             return None
         called = f"{layer}_bias" if isinstance(self.tensors[key], Stacked) else f"{layer}.bias"
@@ -270,13 +270,13 @@ class _Plan:
         return biases[0]
 
     def _check_extra(self) -> None:
-        """Drops zeros beside weights of the model where its class has no such tensor, and warns of other extra tensors.
+        """Drops all-zero tensors of layers that have no such tensor in the model, and warns of other extra tensors.
 
-        Some writers put a bias beside every quantized matrix.
+        Some writers add a bias to every quantized matrix.
 
         Raises:
-            ValueError: such a tensor has another value; or an integer tensor belongs to no layer, which then may be
-                quantized in a way that lowbit does not know.
+            ValueError: such a tensor is not zero; or an integer tensor belongs to no layer, which may then be quantized in a
+                way that lowbit does not know.
         """
         from ..hf.names import unused_by
 
@@ -311,7 +311,7 @@ class _Plan:
             )
 
     def _is_beside_a_weight(self, key: str) -> bool:
-        """Whether a tensor belongs to a layer with a weight: a quantized one of the files, or one of the model."""
+        """Whether a tensor belongs to a layer with a weight, quantized in the files or present in the model."""
         places = key.split(".")
         quantized = any(".".join(places[:end]) in self.quantized for end in range(1, len(places)))
         return quantized or f"{self.names[key][0].rpartition('.')[0]}.weight" in self.state
@@ -361,7 +361,7 @@ def _has_values(tensor: SourceTensor) -> bool:
 
 
 def begin_step(opening: Progress | None, step: str) -> None:
-    """Reports a step before the first weight is read."""
+    """Reports the beginning of a step of opening a source."""
     if opening is not None:
         opening(OPENING.index(step), len(OPENING), step)
 
@@ -375,10 +375,10 @@ def write_checkpoint(
     opening: Progress | None = None,
     begin: float | None = None,
 ) -> ImportSummary:
-    """Writes a source as a packed checkpoint, all of it or nothing, with the arguments of ``import_checkpoint``.
+    """Writes a source as a packed checkpoint, atomically. The other arguments are those of ``import_checkpoint``.
 
     Args:
-        begin: time.perf_counter() when the source was opened; None: now.
+        begin: ``time.perf_counter()`` when the source was opened; None: now.
     """
     begin = time.perf_counter() if begin is None else begin
     begin_step(opening, LIBRARIES)
@@ -387,13 +387,13 @@ def write_checkpoint(
     from ..hf.names import names_in_model
     from ..hf.placing import place_packed
 
-    resolve_new_directory(target)  # refused before the model is built
+    resolve_new_directory(target)  # raises before the model is built
     begin_step(opening, MODEL)
     model = _meta_model(source.config, len(source.tensors))
     attach(model, [tensor.name for tensor in source.tensors])
     begin_step(opening, CHECKS)
     outputs = _Plan(source, model).outputs()
-    # Without a version, transformers 5.19 takes a tokenizer of many tokens for an old one of Mistral, and warns.
+    # Without a version, transformers 5.19 mistakes a large tokenizer for an old one of Mistral, and warns.
     description = {"transformers_version": version("transformers")} | source.config
     infos = {output.layer: (output.name, output.info()) for output in outputs if output.packed}
     packed = {layer: (name, info) for layer, (name, info) in infos.items() if info is not None}
@@ -417,7 +417,7 @@ def write_checkpoint(
 
     def write(output: _Output, writer: Writer) -> None:
         written = _write(output, writer, lambda count: done(count, output.name))
-        if not output.name.endswith(ORDER_SUFFIX):  # a part of a packed weight
+        if not output.name.endswith(ORDER_SUFFIX):  # an act-order permutation counts as part of its packed weight
             tensors.append(written)
 
     with new_checkpoint(target, target_bytes) as directory:
@@ -433,8 +433,8 @@ def write_checkpoint(
             "tensors": [asdict(tensor) for tensor in tensors],
         }
         write_json(directory / REPORT, report)
-        write_json(directory / CONFIG, description)  # last: without it nothing loads
+        write_json(directory / CONFIG, description)  # written last: without it nothing loads
     seconds = time.perf_counter() - begin
     _LOG.info("%s, %s: %d tensors written to %s in %.1f s", source.path, source.format, len(entries), target, seconds)
-    source_bytes = sum(tensor.bytes for tensor in source.tensors)  # those of the plan may be dequantized
+    source_bytes = sum(tensor.bytes for tensor in source.tensors)  # not from the plan, whose tensors may be dequantized
     return ImportSummary(target, source.format, entries, tensors, source_bytes, target_bytes, seconds)

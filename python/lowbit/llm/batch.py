@@ -20,12 +20,12 @@ from .penalties import Constraint, TokenLogprobs, token_logprobs
 from .prefixes import PrefixCache
 from .sampling import Sampling, SamplingArguments, check_seed, prompt_ids, token_ids, without_mask
 
-# Fewer common tokens are computed and not copied, because a copy has its cost, too.
+# Shorter common prefixes are computed rather than copied, because copying has a cost too.
 _LEAST = 16
-# Tokens at a time of prompts whose log-probabilities are asked for, because each has a vocabulary of floats.
+# Prompt tokens per call if log-probabilities are requested, because each needs a row of logits for the whole vocabulary.
 _SCORED = 64
-# New tokens that caches have room for at first; the room doubles when it is full, because most texts end long before their
-# largest number of tokens.
+# Initial room for new tokens in caches. It doubles when it is full, because most texts end long before their largest number of
+# tokens.
 _ROOM = 256
 
 
@@ -40,7 +40,7 @@ class Text:
     stop: frozenset[int] = frozenset()
     until: Callable[[int], bool] | None = None
     logprobs: int | None = None
-    prompt_logprobs: int | None = None  # as ``logprobs``, for the prompt's tokens but the first
+    prompt_logprobs: int | None = None  # as ``logprobs``, for the prompt's tokens except the first
     constraint: Constraint | None = None
     on_token: Callable[[int], None] | None = None
     on_end: Callable[[Generation], None] | None = None
@@ -53,11 +53,11 @@ class _Active:
     text: Text
     caches: Caches
     pending: list[int]  # known tokens that are not in the caches
-    source: tuple[Caches, int] | None  # caches to copy the prompt's beginning from, and its number of tokens
+    source: tuple[Caches, int] | None  # caches to copy a common prefix from, and its number of tokens
     writer: TextWriter
     scores: list[TokenLogprobs] = field(default_factory=list)  # of the computed tokens of the prompt
-    guesser: Guesser | None = None  # made when the text is first alone
-    guesser_has: int = 0  # so many of the new tokens
+    guesser: Guesser | None = None  # created when the text first runs alone
+    guesser_has: int = 0  # number of new tokens that the guesser has seen
 
     @property
     def known(self) -> list[int]:
@@ -66,17 +66,17 @@ class _Active:
 
 
 class Batch:
-    """Texts that are decoded in the same calls of the model; they come and go between the calls.
+    """Continuous batching: texts are decoded in the same calls of the model, and can be added and removed between calls.
 
-    A call has the next token of every text, and tokens of prompts; only attention computes text by text. If all linear layers
-    are packed, a text is the same as without other texts.
+    A call computes the next token of every text and tokens of prompts; only attention runs text by text. If all linear layers
+    are packed, each text is the same as if it were decoded alone.
     """
 
     def __init__(self, decoder: Decoder, at_once: int = 16, rows: int = 512):
         """
         Args:
             decoder: not compiled. Its caches are unchanged.
-            at_once: largest number of texts in memory and in a call; others wait.
+            at_once: largest number of texts in memory and in a call; further ones wait.
             rows: largest number of prompt tokens in a call; longer prompts take several calls.
 
         Raises:
@@ -91,16 +91,16 @@ class Batch:
             if value < 1:
                 raise ValueError(f"{name} is {value}; expected 1 or more")
         self.decoder, self.at_once, self.rows = decoder, at_once, rows
-        self.prefix_cache: PrefixCache | None = None  # on disk: prompts begin with what it has, and texts that end are added
+        self.prefix_cache: PrefixCache | None = None  # on disk; read for new prompts, written when texts end
         self._guesses = 0
         self._draft: Any = None
         self.waiting: deque[Text] = deque()
-        self._active: list[_Active] = []  # in the order of their beginnings
+        self._active: list[_Active] = []  # in the order in which they began
 
     def speculate(self, guesses: int, draft: Any = None) -> None:
-        """Lets a text that is alone have speculative decoding; the text is the same.
+        """Enables speculative decoding whenever only one text is running; the text is the same.
 
-        Several texts are decoded plainly: their tokens fill a call as guesses would, and none of them is wrong.
+        Several texts are decoded without it: their tokens fill a call as draft tokens would, and none of them is rejected.
 
         Args:
             guesses, draft: as for :func:`generate`.
@@ -132,25 +132,25 @@ class Batch:
         check_seed(text.seed)
 
     def add(self, text: Text) -> None:
-        """Adds a text that :meth:`check` accepts; it waits for a place."""
+        """Queues a text that :meth:`check` accepts."""
         self.waiting.append(text)
 
     def remove(self, text: Text) -> None:
-        """Ends a text without ``on_end``, and frees its place for the next text."""
+        """Removes a text without calling ``on_end`` and makes room for the next text."""
         if text in self.waiting:
             self.waiting.remove(text)
         gone = [active for active in self._active if active.text is text]
         self._active = [active for active in self._active if active.text is not text]
         for active in self._active:
             if active.source is not None and any(active.source[0] is other.caches for other in gone):
-                # The beginning stays as far as it was computed.
+                # Keep the part of the prefix that was computed.
                 same = min(active.source[1], len(active.source[0].tokens))
                 active.source = (active.source[0], same) if same else None
                 active.pending = active.text.prompt[same:]
                 active.writer.result.cached_tokens = same
 
     def beginnings(self) -> Iterator[tuple[Caches, list[int]]]:
-        """Yields caches that a prompt's beginning can be copied from, and the tokens that they have or will have."""
+        """Yields caches from which a prompt's prefix can be copied, and the tokens that they have or will have."""
         return ((active.caches, active.known) for active in self._active)
 
     def ending(self, text: Text, caches: Caches) -> None:
@@ -160,8 +160,8 @@ class Batch:
         """Computes the next call; returns False if no texts remain.
 
         Raises:
-            ValueError: logits are not finite, and the text has no ``on_error``. The text is removed; others have their tokens
-                of this call.
+            ValueError: logits are not finite, and the text has no ``on_error``. The text is removed; other texts have got
+                their tokens of this call.
             Exception: whatever the functions of a text without ``on_error`` raise.
         """
         still = [active for active in self._active if not active.writer.ended]
@@ -262,7 +262,7 @@ class Batch:
                 yield active, row
 
     def _guess(self, running: Sequence[_Active]) -> list[int]:
-        """Guesses of the next tokens of a text that is alone and has begun."""
+        """Draft tokens for a text that runs alone and whose prompt is computed."""
         if not self._guesses or len(running) != 1:
             return []
         (active,) = running
@@ -274,7 +274,7 @@ class Batch:
             return []
         if active.guesser is None:
             prompt = active.text.prompt
-            # A draft's caches are those of the last text that was alone: an earlier one has ended.
+            # The draft's caches belong to the last text that ran alone; an earlier one has ended.
             active.guesser = make_guesser(self.decoder, prompt, self._draft)
         for token in known[active.guesser_has :]:
             active.guesser.append(token)
@@ -282,10 +282,10 @@ class Batch:
         return active.guesser.guess(min(self._guesses, room))
 
     def _verify(self, active: _Active, guess: list[int]) -> Iterator[tuple[_Active, Tensor]]:
-        """Computes the last token and guesses in one call; yields logits as long as the drawn tokens are the guesses."""
+        """Computes the last token and the draft tokens in one call; yields logits while draft tokens are accepted."""
         caches, result, pending, recurrent = active.caches, active.writer.result, active.pending, self.decoder.recurrent
         before = list(caches.layers)
-        if recurrent:  # states cannot forget a wrong guess, so the call changes copies
+        if recurrent:  # states cannot undo a rejected token, so the call updates copies
             caches.layers = [tuple(part.clone() if is_state(part) else part for part in layer) for layer in before]
         (logits,) = self.decoder.run_texts([(caches, pending + guess)], everywhere=True)
         after, caches.layers = caches.layers, before
@@ -294,7 +294,7 @@ class Batch:
         del caches.tokens[len(caches.tokens) - len(guess) - (len(pending) if recurrent else 0) :]
         tokens = list(pending)
         for row, guessed in zip(logits[len(pending) - 1 :], [*guess, None], strict=True):
-            if recurrent and guessed is None:  # all guesses became tokens, so the states are those of the text
+            if recurrent and guessed is None:  # all draft tokens were accepted, so the states are those of the text
                 caches.layers, tokens = after, []
                 caches.tokens += pending + guess
             active.pending = []
@@ -302,13 +302,13 @@ class Batch:
             if active.writer.ended:
                 return
             tokens += active.pending
-            if active.pending != [guessed]:  # at the last row there is no guess
+            if active.pending != [guessed]:  # the last row has no draft token
                 break
             result.accepted += 1
             if not recurrent:
                 caches.tokens.append(active.pending[0])
         if recurrent:
-            active.pending = tokens  # those behind the states are computed again, with the next one
+            active.pending = tokens  # accepted tokens that the states lack are computed again, with the next one
 
 
 def _scores(active: _Active, logits: Tensor) -> list[TokenLogprobs]:
@@ -322,15 +322,15 @@ def _scores(active: _Active, logits: Tensor) -> list[TokenLogprobs]:
 def _plan(running: Sequence[_Active], rows: int) -> list[tuple[_Active, list[int]]]:
     """The tokens of the next call: the next token of each text, and ``rows`` tokens of prompts.
 
-    Half of the rows go to the first prompt, so that a long prompt always progresses; the others go to the shortest prompts, so
-    that they do not wait for long ones.
+    Half of the rows go to the first prompt, so that a long prompt always progresses. The other half goes to the shortest
+    prompts, so that they do not wait for long ones.
     """
     prompts = [active for active in running if not active.writer.result.tokens]
     lengths: dict[int, int] = {}  # of caches after the call
     share: dict[int, int] = {}
 
     def later(active: _Active) -> tuple[bool, int]:
-        # A prompt that waits for another prompt's beginning takes no rows from it.
+        # A prompt that waits for a common prefix takes no rows from the prompt that computes it.
         waits = active.source is not None and len(active.source[0].tokens) < active.source[1]
         return waits, len(active.pending)
 
@@ -342,7 +342,7 @@ def _plan(running: Sequence[_Active], rows: int) -> list[tuple[_Active, list[int
         if active.source is not None:
             caches, count = active.source
             if lengths.get(id(caches), len(caches.tokens)) < count:
-                continue  # the beginning is being computed
+                continue  # the common prefix is still being computed
         tokens = active.pending[: share.get(id(active), len(active.pending))]
         if tokens:
             before = len(active.caches.tokens) if active.source is None else active.source[1]
@@ -370,28 +370,28 @@ def generate_batch(
 ) -> list[Generation]:
     """Continues several prompts of any lengths, each as :func:`generate`, with continuous batching.
 
-    A call of the model has the next token of every text, and tokens of prompts; only attention computes text by text. If all
-    linear layers are packed, a text is the same as without other texts, because their results do not depend on the number of
-    rows. A text that ends makes room for the next prompt. Common beginnings of prompts are computed once. :class:`Batch` takes
-    new texts while others are decoded.
+    A call of the model computes the next token of every text and tokens of prompts; only attention runs text by text. If all
+    linear layers are packed, each text is the same as if it were decoded alone, because their results do not depend on the
+    number of rows. A text that ends makes room for the next prompt. Common prefixes of prompts are computed once. To add texts
+    while others are decoded, use :class:`Batch`.
 
     Args:
-        decoder: not compiled. Its caches are unchanged: each text has caches of the length that it needs.
+        decoder: not compiled. Its own caches are unchanged: each text has caches of the length that it needs.
         prompts: token ids of each text, at least one; or a dict of a tokenizer, without padding.
         max_new_tokens: largest number of new tokens, for all texts or for each.
         stop, logprobs, sampling: as for :func:`generate`, for all texts.
         until: a function for each text, as for :func:`generate`.
         seed: text i uses seed + i; or a seed for each text.
-        prefixes: caches of :meth:`Decoder.read`, from which common beginnings are copied.
-        prefix_cache: of the decoder's model, on disk: prefixes are read from it, and texts that end are written to it.
-        at_once: largest number of texts in memory and in a call; others wait.
+        prefixes: caches from :meth:`Decoder.read`, from which common prefixes are copied.
+        prefix_cache: on disk, for the decoder's model: prefixes are read from it, and finished texts are written to it.
+        at_once: largest number of texts in memory and in a call; further ones wait.
         rows: largest number of prompt tokens in a call; longer prompts take several calls.
-        on_token: called with the number of the text, from 0, and each new token.
-        on_end: called with the number of the text and its result when it ends.
+        on_token: called with the index of the text and each new token.
+        on_end: called with the index of the text and its result when it ends.
 
     Returns:
-        the result of each prompt. ``cached_tokens`` were copied from other texts; ``prefill_seconds`` and ``decode_seconds``
-        include the computation of other texts.
+        The result for each prompt. ``cached_tokens`` were copied from other texts; ``prefill_seconds`` and ``decode_seconds``
+        include the time of other texts.
 
     Raises:
         ValueError: no prompts, an empty one, one that leaves no room for a new token, or has a token that is not in the

@@ -1,4 +1,4 @@
-"""KV caches of single texts, and copies of common beginnings between them."""
+"""KV caches of single texts, and copying common prefixes between them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..hf.decoding import is_held
 from ..hf.recurrent import is_state
 from ..operators.window import SPAN
 
-# Types of the KV cache: that of keys and values, or of keys, then of values.
+# Types of the KV cache: one type for keys and values, or the type of keys, then that of values.
 CACHES = ("float32", "bfloat16", "float16", "int8", "int8,int4", "int4")
 
 _PANEL = 16  # positions whose keys are interleaved in memory, see docs/internals/operators.md
@@ -25,7 +25,7 @@ class Caches:
     def __init__(self, layers: Sequence[tuple[Tensor, ...]], cache_type: str, model: torch.nn.Module, length: int):
         """
         Args:
-            layers: of each layer keys and values, as the attention operators store them, and the states of recurrent layers.
+            layers: for each layer, keys and values in the layout of the attention operators, and states if it is recurrent.
             cache_type: of keys and values, as :class:`Decoder` takes it.
             model: the model that computes them.
             length: capacity in tokens.
@@ -45,11 +45,11 @@ class Caches:
 
     @property
     def recurrent(self) -> bool:
-        """Whether there are states, which belong to all tokens and cannot be cut back."""
+        """Whether there are states, which depend on all tokens and cannot be truncated."""
         return any(is_state(tensor) for layer in self.layers for tensor in layer)
 
     def usable(self, count: int) -> int:
-        """How many of the first ``count`` tokens can be copied from here; with states all tokens or none."""
+        """The number of the first ``count`` tokens that can be copied from here; with states, all tokens or none."""
         return count if not self.recurrent or count == len(self.tokens) else 0
 
     @property
@@ -59,7 +59,7 @@ class Caches:
 
 
 def type_of(cache: str | None, dtype: torch.dtype) -> str:
-    """The type of caches that was asked for; None: that of a model of this dtype.
+    """The requested cache type; None: the type for a model of this dtype.
 
     Raises:
         ValueError: an unknown type.
@@ -73,7 +73,7 @@ def type_of(cache: str | None, dtype: torch.dtype) -> str:
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """The type of caches that store keys and values as they are."""
+    """The cache type that stores keys and values of this dtype unrounded."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -84,14 +84,14 @@ def dtypes_of(cache_type: str) -> tuple[torch.dtype, torch.dtype]:
 
 
 def common(a: Sequence[int], b: Sequence[int]) -> int:
-    """Number of tokens that two texts have in common at their beginning."""
+    """The length of the common prefix of two texts."""
     return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
 
 
 def stretches(cache: Tensor, begin: int, end: int) -> list[Tensor]:
-    """The parts [heads, n] of a layer's keys or values that hold these positions, whole panels.
+    """The slices [heads, n] of a layer's keys or values that hold these positions, in whole panels.
 
-    Of each head first the values of all positions, then, with codes, their scales.
+    For each head the values of all positions come first, then, in int8 and 4-bit caches, their scales.
     """
     bytes_of_scale = 4 if cache.dtype is torch.int8 else 0
     flat, length, width = (
@@ -108,11 +108,10 @@ def stretches(cache: Tensor, begin: int, end: int) -> list[Tensor]:
 def copy_layer(source: Iterable[Tensor], target: Iterable[Tensor], count: int, states: bool | None = None) -> None:
     """Copies keys and values of a layer for the first ``count`` positions, and states; the caches may differ in length.
 
-    The states of ``source`` must be those after ``count`` tokens. With ``states`` only states are copied, with False all but
-    states.
+    The states of ``source`` must be those after ``count`` tokens. ``states`` True copies only states, False everything else.
 
-    Whole panels are copied: positions after ``count`` in the last one are overwritten before they are read. A target of
-    :func:`lowbit.window_attention` gets as many positions as it has room for; the source has them all.
+    Whole panels are copied; positions after ``count`` in the last one are overwritten before they are read. A target of
+    :func:`lowbit.window_attention` gets as many positions as it has room for; the source must have all positions.
     """
     base, targets = 0, []
     for tensor in target:

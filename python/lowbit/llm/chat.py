@@ -1,4 +1,4 @@
-"""Conversations: texts of a chat template, decoded over a KV cache that is kept from turn to turn."""
+"""Conversations with a chat template, decoded over a KV cache that is reused from turn to turn."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .templates import render
 
 Message = dict[str, str]
 
-# Settings of transformers that change draws and that lowbit does not have, with the values that have no effect.
+# Sampling settings of transformers that lowbit does not support -> values that have no effect.
 _OTHER_SETTINGS = {
     "top_h": (1,), "typical_p": (1,), "epsilon_cutoff": (0,), "eta_cutoff": (0,), "num_beams": (1,),
     "no_repeat_ngram_size": (0,), "min_length": (0,), "min_new_tokens": (0,), "guidance_scale": (1,),
@@ -33,7 +33,7 @@ def sampling_of(model: torch.nn.Module) -> tuple[Sampling, int | None, list[str]
     """Settings of a model's generation_config.json, with transformers' defaults.
 
     Returns:
-        the sampling settings; ``max_new_tokens`` or None; and the names of settings that lowbit does not have.
+        The sampling settings; ``max_new_tokens`` or None; and the names of unsupported settings.
 
     Raises:
         ValueError: a setting is not a number, or out of its range.
@@ -74,13 +74,13 @@ class Answer:
     prompt_tokens: int
     cached_tokens: int  # tokens of the prompt that the caches held
     stopped: str  # "stop", "until" (a stop string), "max_new_tokens", "max_length" or "interrupted"
-    forgotten: int  # oldest turns that were dropped, because the context was full
-    seconds: float  # until the last token
+    forgotten: int  # number of oldest turns dropped because the context was full
+    seconds: float  # time until the last token
 
 
 @dataclass
 class Chat:
-    """A conversation, whose KV cache is kept: each turn computes only its new tokens."""
+    """A conversation that reuses its KV cache, so that each turn computes only its new tokens."""
 
     step: Callable[[Tensor, Tensor], Tensor]  # a Decoder, compiled or not
     model: torch.nn.Module  # of the decoder
@@ -92,7 +92,7 @@ class Chat:
     max_new_tokens: int = 1024
     seed: int = 0  # answer i uses seed + i
     stop: Iterable[int] = ()
-    stop_strings: Iterable[str] = ()  # texts that end an answer, and are not part of it
+    stop_strings: Iterable[str] = ()  # strings that end an answer and are not part of it
     prefix_cache: PrefixCache | None = None  # on disk
     turns: list[tuple[str, str]] = field(default_factory=list)  # messages and answers that the model sees
     answers: int = 0  # number of answers
@@ -100,7 +100,7 @@ class Chat:
 
     @property
     def messages(self) -> list[Message]:
-        """The conversation as chat templates take it."""
+        """The conversation in the format of chat templates."""
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
         pairs = [
             {"role": role, "content": content}
@@ -144,7 +144,7 @@ class Chat:
         """The tokens before the answer, and the number of oldest turns that are dropped to fit."""
         ids, forgotten = self._tokens(0, text), 0
         if len(ids) + min(self.max_new_tokens, self.max_length // 4) > self.max_length:
-            # Half of the context at once, because all remaining tokens move and have to be computed again.
+            # Free half of the context at once, because all remaining tokens move and must be computed again.
             while forgotten < len(self.turns) and len(ids) > self.max_length // 2:
                 forgotten += 1
                 ids = self._tokens(forgotten, text)
@@ -159,12 +159,12 @@ class Chat:
     def answer(self, text: str, on_text: Callable[[str], None] | None = None) -> Answer:
         """Answers a message.
 
-        A KeyboardInterrupt ends the answer; its beginning stays in the conversation. If there is none, the message is
-        removed.
+        A KeyboardInterrupt ends the answer. What was generated so far stays in the conversation; if nothing was, the message
+        is removed.
 
         Args:
-            text: of the user.
-            on_text: called with each piece of the answer as it comes.
+            text: the user's message.
+            on_text: called with each new piece of the answer.
 
         Raises:
             ValueError: the message does not fit into the context, or the template refuses it. The conversation is
@@ -173,7 +173,7 @@ class Chat:
         ids, forgotten = self._prompt(text)
         same = next((i for i, (a, b) in enumerate(zip(ids, self._cached, strict=False)) if a != b), None)
         same = min(len(ids) - 1, len(self._cached) if same is None else same)
-        same = getattr(self.step, "kept", int)(same)  # a Fallback may have to start again
+        same = getattr(self.step, "kept", int)(same)  # a Fallback may have to start over
         if self.prefix_cache is not None:
             same = self.prefix_cache.read(ids, self.step.caches(), same)  # type: ignore[attr-defined]
         self._cached = ids[:same]  # later ones are overwritten

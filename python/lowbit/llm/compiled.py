@@ -1,4 +1,4 @@
-"""Compiled decoders in this process, by torch.compile or AOTInductor; :mod:`lowbit.exports.decoder_program` writes files."""
+"""Compiles decoders for this process with torch.compile or AOTInductor. :mod:`lowbit.exports.decoder_program` exports files."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from .decoder import Decoder, check_call
 
 _LOG = logging.getLogger(__name__)
 
-# Loops over fewer values per thread than this run on one thread: for one token there are a few thousand values, which take
-# less time than a parallel region. For more tokens the code reads the number of threads when it runs.
+# Loops over fewer values per thread than this run on one thread: with one token there are a few thousand values, which take
+# less time than starting a parallel region. Code for more tokens reads the number of threads at run time.
 _OPTIONS: dict[int, dict[str, Any]] = {
     1: {"cpp.min_chunk_size": 1 << 16},
     2: {"cpp.min_chunk_size": 1 << 12, "cpp.dynamic_threads": True},
@@ -58,17 +58,17 @@ class Step:
 def compile_decoder(decoder: Decoder, backend: str = "aot", directory: Path | None = None) -> Step:
     """Compiles a decoder for this process; the machine code uses the decoder's weights and caches.
 
-    Results are the decoder's up to the rounding of fused float operations, which sometimes sends an activation to another
-    int8 value. Needs a C++ compiler.
+    Results equal the decoder's up to the rounding of fused float operations, which sometimes changes the int8 value of an
+    activation. Requires a C++ compiler.
 
     Args:
         decoder: quantized or not.
         backend: "aot" compiles now, with AOTInductor, and calls machine code without Python. "inductor" is
-            torch.compile, which compiles in the first call of each kind. Do not change the model afterwards: compiled code
-            does not see the change.
-        directory: keeps the machine code of "aot", without weights, for later processes with the same model, versions,
-            CPU, number of threads and settings; made if it is missing. They compile nothing. Only you may write there,
-            because the files are run. None: nothing is kept.
+            torch.compile, which compiles in the first call of each kind. Compiled code does not see later changes of the
+            model.
+        directory: a cache for the machine code of "aot", without weights, that later processes with the same model, versions,
+            CPU, number of threads and settings use instead of compiling; created if it is missing. Only the user may have
+            write access, because the files are executed. None: no cache.
 
     Returns:
         A step for :func:`generate`.
@@ -84,7 +84,7 @@ def compile_decoder(decoder: Decoder, backend: str = "aot", directory: Path | No
     if backend == "inductor" and directory is not None:
         raise ValueError(f"directory is {str(directory)!r} for 'inductor', which has torch's own cache; expected None")
     if backend == "inductor":
-        # The model belongs to the decoder, so guards on its hundreds of attributes would cost time and never fail.
+        # The decoder owns the model, so guards on its hundreds of attributes would cost time and never fail.
         guards = {"guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe}
         one, many = (
             torch.compile(decoder, fullgraph=True, dynamic=tokens > 1, options=guards | _OPTIONS[tokens]) for tokens in (1, 2)
@@ -99,7 +99,7 @@ def compile_decoder(decoder: Decoder, backend: str = "aot", directory: Path | No
 
 
 def _load_or_compile(decoder: Decoder, directory: Path | None) -> dict[str, Any]:
-    """Models "decode" and "prefill" of a package without weights: both use the decoder's."""
+    """Loads or compiles the models "decode" and "prefill", both of which use the decoder's weights."""
     if directory is not None:
         check_owner(directory)
         try:
@@ -115,7 +115,7 @@ def _load_or_compile(decoder: Decoder, directory: Path | None) -> dict[str, Any]
     if path.exists():
         try:
             models = _load(path)
-            os.utime(path)  # used now: prune() keeps it
+            os.utime(path)  # marks it as used for prune()
             return models
         except Exception as error:  # whatever torch raises on a damaged file
             _LOG.warning("%s is damaged (%s: %s) and compiled again", path, type(error).__name__, one_line(error, 200))

@@ -1,4 +1,4 @@
-"""Names for compiled decoders on disk: a key of everything that their machine code depends on, except the weights' values."""
+"""The on-disk cache of compiled decoders: keys of everything that machine code depends on (except weights), and pruning."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _KNOWN = ("lowbit", "transformers", "torch")  # packages whose code the key know
 
 
 class Unknown(Exception):
-    """A model has something that the key cannot know, such as a hook of the user's."""
+    """A model has something that the key cannot cover, such as a user's hook."""
 
 
 def default_directory() -> Path | None:
-    """Where commands keep compiled decoders: what LOWBIT_COMPILE_CACHE names, or a folder of the user's cache directory.
+    """The cache directory of commands: LOWBIT_COMPILE_CACHE, or by default a folder in the user's cache directory.
 
-    None if the variable is empty.
+    None if the variable is set but empty.
     """
     named = os.environ.get(ENVIRONMENT)
     if named is not None:
@@ -44,10 +44,10 @@ def default_directory() -> Path | None:
 
 
 def check_owner(directory: Path) -> None:
-    """Makes the directory if it is missing, for this user alone.
+    """Creates the directory, accessible only to this user, if it is missing.
 
     Raises:
-        OSError: that is not possible; or others could put machine code into it, which this process would run.
+        OSError: it cannot be created; or others could write machine code into it, which this process would run.
     """
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = directory.stat()
@@ -74,7 +74,7 @@ def usable_directory(note: Callable[[str], None]) -> Path | None:
 
 
 def prune(directory: Path) -> None:
-    """Removes the compiled decoders that were not used for the longest time."""
+    """Removes the least recently used compiled decoders."""
     used = []
     for path in directory.glob("*.pt2"):
         with contextlib.suppress(FileNotFoundError):  # another process removes files, too
@@ -89,14 +89,14 @@ def _text_of(path: str) -> str:
 
 
 def _own_code() -> Iterator[str]:
-    """The text of lowbit's Python files: a version stays the same while it is developed."""
+    """The text of lowbit's Python files, because the version does not change during development."""
     root = Path(lowbit.__file__).parent
     for path in sorted(root.rglob("*.py")):
         yield f"{path.relative_to(root)} {_text_of(str(path))}"
 
 
 def _file_of(kind: type) -> str:
-    """The text of the file of a class, which may have come with a checkpoint."""
+    """The source file of a class, which may have come with a checkpoint."""
     path = getattr(sys.modules.get(kind.__module__), "__file__", None)
     if path is None:
         raise Unknown(f"the class {kind.__qualname__}, of no file")
@@ -104,10 +104,10 @@ def _file_of(kind: type) -> str:
 
 
 def _code_of(value: Callable[..., Any]) -> str:
-    """A function or another callable object of a known package, without what it refers to.
+    """Identifies a function or other callable of a known package.
 
     Raises:
-        Unknown: it is of another package.
+        Unknown: it belongs to another package.
     """
     function = inspect.unwrap(getattr(value, "func", value))
     module = getattr(function, "__module__", None) or type(function).__module__
@@ -118,7 +118,7 @@ def _code_of(value: Callable[..., Any]) -> str:
 
 
 def _attributes(module: torch.nn.Module) -> Iterator[str]:
-    """What a module has beside tensors and modules: numbers and texts by value, code by name, other objects by class."""
+    """A module's attributes except tensors and modules: numbers and strings by value, code by name, other objects by class."""
     for name, value in sorted(vars(module).items()):
         if name in ("_parameters", "_buffers", "_modules"):
             continue
@@ -136,7 +136,7 @@ def _attributes(module: torch.nn.Module) -> Iterator[str]:
 
 
 def _tensors(model: torch.nn.Module) -> Iterator[str]:
-    """Sizes of all tensors, and which are the same memory."""
+    """The shapes of all tensors, and which of them share memory."""
     first: dict[tuple[int, int], str] = {}
     for named in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)):
         for name, tensor in named:
@@ -145,7 +145,7 @@ def _tensors(model: torch.nn.Module) -> Iterator[str]:
 
 
 def _plain(value: object) -> object:
-    """A setting that JSON does not have; the order of a set differs between processes."""
+    """Converts a setting for JSON; sets are sorted, because their order differs between processes."""
     return sorted(map(repr, value)) if isinstance(value, set | frozenset) else repr(value)
 
 
@@ -156,18 +156,20 @@ def _surroundings() -> Iterator[str]:
     yield f"{import_module('torch._inductor.cpu_vec_isa').pick_vec_isa()} {cpp_compiler()}"
     yield f"{torch.get_num_threads()} {torch.get_default_dtype()}"
     settings = inductor.save_config_portable()
-    settings.pop("aot_inductor.metadata", None)  # torch writes to it while it compiles
+    settings.pop("aot_inductor.metadata", None)  # torch changes it while compiling
     yield json.dumps(settings, sort_keys=True, default=_plain)
 
 
 def key_of(decoder: torch.nn.Module, options: Any) -> str:
-    """A key of a decoder's machine code: code, configuration, sizes and attributes of the model, torch, compiler, CPU, threads.
+    """A hash of all that a decoder's machine code depends on.
+
+    This is the model's code, configuration, shapes and attributes, and torch, compiler, CPU and number of threads.
 
     Args:
         options: further settings of the compiler.
 
     Raises:
-        Unknown: the model has something that the key cannot know.
+        Unknown: the model has something that the key cannot cover.
     """
     digest = hashlib.sha256()
 

@@ -1,4 +1,4 @@
-"""Decoding of a causal language model of transformers over a static KV cache."""
+"""Decodes a causal language model of transformers over a static KV cache."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from .replay import Replay
 from .sampling import prompt_ids
 from .states import StateKeeper
 
-# Tokens of a prompt that are computed at a time. With more, activations take so many megabytes that malloc returns them to
-# the system after each use, and every page comes back with a page fault.
+# Prompt tokens computed at a time. With more, activations take so many megabytes that malloc returns them to the system after
+# each use, and every page costs a page fault the next time.
 PIECE = 256
 
 
 def pieces(tokens: Tensor, start: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields a call [1, s] in pieces of at most PIECE tokens and nearly equal length, each with its start."""
+    """Splits a call [1, s] into pieces of at most PIECE tokens and nearly equal length; yields each with its start."""
     for piece in tokens.tensor_split(max(1, -(-tokens.shape[1] // PIECE)), dim=1):
         yield piece, start
         start = start + piece.shape[1]
 
 
 def check_call(tokens: Tensor, start: Tensor, vocabulary: int, max_length: int) -> None:
-    """Checks the arguments of a call, because machine code would ignore bad ones, or end the process.
+    """Checks the arguments of a call, because machine code would ignore invalid ones or crash.
 
     Raises:
         ValueError: tokens are not int64 [1, s], start is not int64 [1], or a token is not in the vocabulary.
@@ -59,16 +59,17 @@ class Decoder(torch.nn.Module):
     """A decoding step of a causal language model, with its own static KV caches and states of recurrent layers.
 
     The same module runs in eager mode, under torch.compile, and exported to .pte and .pt2. Each call updates the caches, which
-    are buffers, so a text may come in any pieces; ``start`` is the number of earlier tokens. A new text starts at 0.
+    are buffers, so a text may be split into calls in any way; ``start`` is the number of earlier tokens. A new text starts
+    at 0.
 
-    Recurrent layers (linear attention, Mamba-2, short convolutions) have states, which cannot be cut back: a text continues
-    where it ended, where an earlier call with several tokens ended, or from 0. :meth:`kept` returns the place.
+    Recurrent layers (linear attention, Mamba-2, short convolutions) have states, which cannot be truncated: a text continues
+    at its end, at the end of an earlier call with several tokens, or from 0. :meth:`kept` returns the place.
 
-    Some models keep more of a text than these. At construction a few tokens go through the unchanged model, and
-    through the decoder whole and in pieces. If the logits differ, the model is refused and left unchanged.
+    Some models have other state. So at construction a few tokens are run through the unchanged model, and through the decoder
+    at once and in pieces. If the logits differ, the model is refused and left unchanged.
     """
 
-    _STEP = 16  # max_length is a multiple of this; caches have room for the next multiple of 16
+    _STEP = 16  # max_length is a multiple of this; caches are rounded up to a multiple of 16
 
     def __init__(
         self,
@@ -81,22 +82,22 @@ class Decoder(torch.nn.Module):
     ):
         """
         Args:
-            model: a transformers causal language model, quantized or not, in eval mode. It belongs to the decoder until
+            model: a transformers causal language model, quantized or not, in eval mode. The decoder owns it until
                 :meth:`release`: its attention runs over the decoder's caches. An earlier decoder of the model is released.
             max_length: the longest text in tokens, prompt included; a multiple of 16.
             cache: type of the KV cache: "float32", "bfloat16", "float16", or "int8", "int8,int4" (keys of int8, values of int4)
                 or "int4", which have a scale for each position of a head; None: the model's dtype.
-            windows: layers with a sliding window keep the window, not the text. Then a text can be cut back a few hundred
-                tokens only, else it begins at 0 again: :meth:`kept`.
-            replay: from the third on, calls with one token run the operators of the first, with the same bits and without the
-                model's Python code, which is up to a fifth of a small model's time. Do not change the model afterwards: such
-                calls do not see it. Models with recurrent layers, and those whose operators depend on the text, run as
-                without.
+            windows: sliding-window layers cache only the window. A text can then be truncated by a few hundred tokens only;
+                further back, it starts at 0 again (:meth:`kept`).
+            replay: from the third call with one token on, rerun the recorded operators of the first, with bitwise equal
+                results but without the model's Python code, which takes up to a fifth of a small model's time. Such calls do
+                not see later changes of the model. It has no effect for models with recurrent layers and those whose
+                operators depend on the text.
 
         Raises:
-            ValueError: max_length is not a positive multiple of 16, or beyond the model's positions; an unknown type of
-                cache, or one whose range is too small for the model; or the decoder would not compute what the model
-                does. The message says how they differ.
+            ValueError: max_length is not a positive multiple of 16, or beyond the model's positions; an unknown cache type,
+                or one whose range is too small for the model; or the decoder's results differ from the model's. The message
+                says how.
         """
         super().__init__()
         config = model.config.get_text_config()
@@ -141,7 +142,7 @@ class Decoder(torch.nn.Module):
             asked = self._ask(reference, self._takeover)
         self._shapes, self._states, self.exact = asked.shapes, asked.states, reference.exact
         decoding.check_windows(config, asked, self.max_length)
-        # Of layers whose caches hold a window: its size.
+        # Layer whose caches hold only a window -> window size.
         self._windows = {
             layer: window
             for layer, window in asked.windows.items()
@@ -157,7 +158,7 @@ class Decoder(torch.nn.Module):
         def run_texts(texts: list[list[int]]) -> list[Tensor]:
             return self.run_texts([(self.new_caches(16, unrounded), text) for text in texts], everywhere=True)
 
-        # The check needs caches without rounding; these are for a short text.
+        # The check needs unrounded caches, here for a short text.
         rounds = self.cache_type != unrounded
         caches = self._make(reference.tokens.shape[1], unrounded) if rounds else self.caches()
         uses = [(layer in self._shapes) + (layer in self._states) for layer in range(self.layers)]
@@ -166,7 +167,7 @@ class Decoder(torch.nn.Module):
             self.measured["cache"] = reference.rounding_of_caches(self.run, self.caches(), self.cache_type)
 
     def _ask(self, reference: Reference, takeover: decoding.Takeover) -> decoding.Asked:
-        """What the attention of the layers asks for; packed layers with the same input quantize it once from now on."""
+        """Runs a trial that records the caches each layer needs, and makes packed layers share the quantization of inputs."""
         with observed(self.model) as groups:
             asked: decoding.Asked = reference.ask(self.run, self.layers)
         takeover.share_inputs(groups)
@@ -197,7 +198,7 @@ class Decoder(torch.nn.Module):
 
     @property
     def recurrent(self) -> bool:
-        """Whether layers have states, which cannot be cut back."""
+        """Whether layers have states, which cannot be truncated."""
         return self._keeper is not None
 
     def kept(self, count: int) -> int:
@@ -210,14 +211,14 @@ class Decoder(torch.nn.Module):
 
     @property
     def windowed(self) -> bool:
-        """Whether caches of some layers hold a window, so that a text cannot be cut back to any place."""
+        """Whether caches of some layers hold only a window, so that a text cannot be truncated at any place."""
         return bool(self._windows)
 
     def check_texts(self) -> None:
         """Checks that texts in one call do not change each other's logits.
 
         Raises:
-            Unsupported: they do.
+            Unsupported: logits change.
         """
         difference, limit = self.measured["texts"], EXACT_LIMIT if self.exact else PIECES_LIMIT
         if not difference <= limit:
@@ -232,15 +233,15 @@ class Decoder(torch.nn.Module):
         return self._takeover is None or not self._takeover.active
 
     def each_layer_alone(self) -> AbstractContextManager[None]:
-        """A context in which each packed layer quantizes its own input, as it is best for one token; results are the same."""
+        """A context in which each packed layer quantizes its own input, which is fastest for one token; same results."""
         self.check()
         assert self._takeover is not None
         return self._takeover.each_layer_alone()
 
     def release(self) -> torch.nn.Module:
-        """Frees the caches and gives back the model, whose results have the same bits as before the decoder.
+        """Frees the caches and returns the model, restored to its state before the decoder.
 
-        Steps that were compiled from the decoder end with it; exported files do not. A second call has no effect.
+        Steps compiled from the decoder cannot be used any more; exported files can. A second call has no effect.
 
         Returns:
             The model.
@@ -264,7 +265,7 @@ class Decoder(torch.nn.Module):
     def caches(self) -> list[tuple[Tensor, ...]]:
         """Keys, values and states of each layer; docs/internals/operators.md describes their layout.
 
-        Where the caches of a layer hold a window, the tensor after keys and values says which positions.
+        If the caches of a layer hold only a window, the tensor after keys and values says which positions they hold.
         """
         if self._keeper is not None:
             self._keeper.position = None  # the caller may change them
@@ -303,7 +304,7 @@ class Decoder(torch.nn.Module):
                 takeover.call.clear()
 
     def forward(self, tokens: Tensor, start: Tensor) -> Tensor:
-        """Computes a step; a long prompt in pieces, which gives the same bits in packed layers.
+        """Computes a step; a long prompt is split into pieces, with bitwise equal results in packed layers.
 
         Args:
             tokens: [1, s] int64.
@@ -363,7 +364,7 @@ class Decoder(torch.nn.Module):
             cache_type: of keys and values, as the decoder's ``cache``; None: the decoder's.
 
         Raises:
-            ValueError: a length or type that a cache cannot have.
+            ValueError: an invalid length or type.
             RuntimeError: the decoder was released.
         """
         self.check()
@@ -390,11 +391,11 @@ class Decoder(torch.nn.Module):
             raise ValueError("the caches have keys and values of another model; expected those of the decoder's")
 
     def read(self, tokens: Sequence[int], prefix: Caches | None = None) -> Caches:
-        """Computes keys and values of a prefix (a system prompt, a document), for texts that begin with it.
+        """Computes keys and values of a prefix (a system prompt, a document) for texts that begin with it.
 
         Args:
             tokens: at least one.
-            prefix: of another text; what both have in common at their beginning is copied.
+            prefix: caches of another text, from which the common prefix is copied.
 
         Raises:
             ValueError: no tokens, or one that is not in the vocabulary; or ``prefix`` is of another model or type.
@@ -417,10 +418,10 @@ class Decoder(torch.nn.Module):
         return caches
 
     def begin(self, caches: Caches, tokens: Sequence[int]) -> int:
-        """Copies the common beginning of a text and ``caches`` to the decoder's caches, which compiled steps share.
+        """Copies the common prefix of a text and ``caches`` to the decoder's caches, which compiled steps share.
 
         Returns:
-            The number of tokens copied: the ``cached`` of :func:`generate`, less than the number of tokens.
+            The number of tokens copied, less than the number of tokens: the argument ``cached`` of :func:`generate`.
 
         Raises:
             ValueError: the text has no tokens, or the caches are of another model or dtype.
@@ -448,16 +449,16 @@ class Decoder(torch.nn.Module):
         """Continues several texts in one call of the model, each by any number of tokens.
 
         Args:
-            texts: of each its caches and the tokens to add; of a new text also caches with the same beginning, and the
-                number of tokens to copy from them first. They may be the caches of an earlier text of the call.
-            everywhere: logits after each token instead of the last token of each text.
+            texts: for each text its caches and the tokens to add; for a new text optionally also caches with a common prefix
+                and the number of tokens to copy from them first. These may be the caches of an earlier text of the call.
+            everywhere: return logits after each token instead of after the last token of each text.
 
         Returns:
             Logits of each text, [vocabulary], or [s, vocabulary] with ``everywhere``.
 
         Raises:
             ValueError: no texts, a text without tokens, a token that is not in the vocabulary, or caches to copy from
-                that are of another model or dtype, or whose states are those of more tokens.
+                that belong to another model or dtype, or whose states include further tokens.
             IndexError: a text is longer than its caches.
             RuntimeError: the decoder was released.
         """
@@ -479,7 +480,7 @@ class Decoder(torch.nn.Module):
             decoding.Texts(parts),
             0 if everywhere else keep,
         )[0]
-        # Only now, because a call that fails has not computed these tokens.
+        # Recorded only now, because a failed call has not computed these tokens.
         for caches, tokens, *source in texts:
             if source:
                 caches.tokens = source[0][0].tokens[: source[0][1]]
@@ -490,7 +491,7 @@ class Decoder(torch.nn.Module):
 
 
 class _TextsCall:
-    """Rows of a call of :meth:`Decoder.run_texts`, collected text by text."""
+    """Collects the rows of a :meth:`Decoder.run_texts` call text by text."""
 
     def __init__(self, decoder: Decoder) -> None:
         self.decoder = decoder

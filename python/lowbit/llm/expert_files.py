@@ -1,4 +1,4 @@
-"""Experts of a mixture that stay in the checkpoint's files: a bounded cache of each layer reads those that tokens need."""
+"""Streams experts from a checkpoint's files: each layer has a bounded cache and reads the experts that tokens need."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from .. import nn
 from ..files.safetensors import Stored, files_of, read_files
 from ..operators import ops
 
-_READERS = 4  # reads at once: disks serve several in the time of one
+_READERS = 4  # concurrent reads, which disks serve faster than sequential ones
 
 
 class StreamedExperts(nn.LinearExperts):
     """A :class:`lowbit.nn.LinearExperts` whose matrices are read from a file when they are needed.
 
-    ``packed_weight`` is uint8 [places, bytes], the experts used last. The output has the same bits as that of the layer with
-    all experts in memory.
+    ``packed_weight`` is uint8 [places, bytes], the most recently used experts. Results are bitwise equal to those of the layer
+    with all experts in memory.
     """
 
     def __init__(self, layer: nn.LinearExperts, stored: Stored, places: int, pools: Sequence[ThreadPoolExecutor]):
@@ -31,18 +31,18 @@ class StreamedExperts(nn.LinearExperts):
         Args:
             layer: packed experts; its weight may be freed afterwards.
             stored: the same packed weight in a file.
-            places: experts in memory, 1 to all.
-            pools: one for reads, and one that waits for them.
+            places: number of experts in memory.
+            pools: an executor for reads, and one for tasks that wait for reads.
         """
         super().__init__(layer.info, layer._dtype)
         count, self._row = layer.packed_weight.shape
         self.packed_weight = torch.empty((min(places, count), self._row), dtype=torch.uint8)
         self._stored, (self._readers, self._waiter) = stored, pools
         self._file = open(stored.path, "rb", buffering=0)  # noqa: SIM115 - as long as the layer lives
-        self._places: OrderedDict[int, int] = OrderedDict()  # expert -> its place; the last one was used last
+        self._places: OrderedDict[int, int] = OrderedDict()  # expert -> its place, least recently used first
         self._ahead: Future[None] | None = None
-        self.read_bytes = 0  # so far
-        self.follower: StreamedExperts | None = None  # the experts that it will need are those that this layer needs
+        self.read_bytes = 0  # total so far
+        self.follower: StreamedExperts | None = None  # the layer that will need the same experts
 
     def _read(self, expert: int, place: int) -> None:
         view, done = memoryview(self.packed_weight[place].numpy()), 0
@@ -53,7 +53,7 @@ class StreamedExperts(nn.LinearExperts):
             done += count
 
     def _fill(self, experts: Sequence[int]) -> None:
-        """Makes these experts, at most as many as there are places, be in memory."""
+        """Loads these experts, at most as many as there are places, into memory."""
         missing = [expert for expert in experts if expert not in self._places]
         for expert in experts:
             if expert in self._places:
@@ -70,12 +70,12 @@ class StreamedExperts(nn.LinearExperts):
             for future in futures:
                 future.result()
         except BaseException:
-            wait(futures)  # they write to places that the next call gives to other experts
-            self._places.clear()  # a place may have half of an expert
+            wait(futures)  # otherwise they could still write to places that the next call reuses
+            self._places.clear()  # a place may hold a partly read expert
             raise
 
     def ahead(self, experts: Sequence[int]) -> None:
-        """Begins to read experts that the next call needs."""
+        """Starts reading experts that the next call needs."""
         if len(experts) <= self.packed_weight.shape[0]:
             self._ahead = self._waiter.submit(self._fill, experts)
 
@@ -87,14 +87,14 @@ class StreamedExperts(nn.LinearExperts):
             wrong = wanted[0] if wanted[0] < 0 else wanted[-1]
             raise IndexError(f"there is no expert {wrong}; expected 0 to {self.num_experts - 1}")
         if self._ahead is not None:
-            wait([self._ahead])  # after an error this call reads for itself
+            wait([self._ahead])  # if it failed, this call reads the experts itself
             self._ahead = None
         if self.follower is not None:
             self.follower.ahead(wanted)
         places = self.packed_weight.shape[0]
         if len(wanted) <= places:
             return self._run(x, experts, wanted)
-        wanted.sort(key=lambda expert: expert not in self._places)  # what is here first
+        wanted.sort(key=lambda expert: expert not in self._places)  # experts in memory first
         rows = x.unsqueeze(-2).expand(*experts.shape, x.shape[-1])
         out = x.new_empty(*experts.shape, self.info.out_features)
         for begin in range(0, len(wanted), places):
@@ -121,21 +121,22 @@ class StreamedExperts(nn.LinearExperts):
 
 
 def stream_experts(model: torch.nn.Module, directory: str | os.PathLike[str], memory: int) -> int:
-    """Leaves the experts of a loaded model in the files of its checkpoint; the model reads them as it needs them.
+    """Makes a loaded model read its experts from the checkpoint's files as needed, to save memory.
 
-    Each layer keeps the experts used last, as many as ``memory`` allows; while a layer computes, those of the next are read.
-    Results have the same bits.
+    Each layer keeps its most recently used experts, as many as ``memory`` allows; while a layer computes, those of the next
+    layer are read. Results are bitwise equal.
 
     Args:
         model: from :func:`load_model`, with packed experts.
-        directory: of the checkpoint it was loaded from.
-        memory: bytes for experts, of all layers together.
+        directory: the checkpoint from which it was loaded.
+        memory: bytes for the experts of all layers together.
 
     Returns:
-        Experts of each layer that are in memory.
+        The number of experts per layer that are kept in memory.
 
     Raises:
-        ValueError: the model has no packed experts, its files have others, or ``memory`` is less than an expert of each layer.
+        ValueError: the model has no packed experts, they differ from the files', or ``memory`` is less than one expert per
+            layer.
     """
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.LinearExperts)}
     if not layers:

@@ -12,21 +12,22 @@ from ..hf.continuing import OwnCaches
 from .decoder import check_call
 from .proof import EXACT_LIMIT, PIECES, TOKENS, Rounding, sample_text
 
-# Differences relative to what the preceding text does to the logits, as in proof.py. Mamba's caches are wrong by 0.1 after a
-# second prompt, so the limit for models that round is below that; caches that round more are not used, which only costs time.
+# Limits for differences, relative to the effect of the preceding text on the logits, as in proof.py. Mamba's caches are wrong
+# by 0.1 after a second prompt, so the limit is below that. Caches with larger rounding differences are not used, which only
+# costs time.
 _ONE_BY_ONE_LIMIT = 0.05
-_ROUNDED_ACTIVATION = 0.01  # where rounding sends an activation to the next value: 0.002 was seen
+_ROUNDED_ACTIVATION = 0.01  # an activation rounded to the next int8 value; the largest observed difference is 0.002
 
 
 class Fallback:
     """A decoding step of a causal language model with transformers' attention and caches.
 
-    For models that :class:`Decoder` refuses: attention in code of their own, recurrent layers, convolutions. It takes a text in
-    pieces as a decoder does, but without compilation, export and speculative decoding.
+    For models that :class:`Decoder` refuses: custom attention code, other recurrent layers, convolutions. A text may be split
+    into calls as with a decoder, but there is no compilation, export or speculative decoding.
 
-    Some caches continue a text by many tokens, some by one token, some not at all; keys and values can be cut back, recurrent
-    states cannot. At construction a few tokens go through the model whole and in pieces, to find out what its caches can do.
-    Where they do not continue a text correctly, each step computes the whole text.
+    Some caches can continue a text by many tokens, some by one token, some not at all; keys and values can be truncated,
+    recurrent states cannot. At construction a few tokens are run through the model at once and in pieces to find out what its
+    caches support. If they do not continue a text correctly, each step computes the whole text.
     """
 
     def __init__(self, model: torch.nn.Module, max_length: int = 2048):
@@ -49,7 +50,7 @@ class Fallback:
             raise ValueError("the model is in training mode; call its eval() first")
         decoding.give_back(model)
         self.model, self.max_length, self.vocabulary = model, max_length, config.vocab_size
-        # Whether its caches continue a text by many tokens, by one token, and whether they can be cut back.
+        # Whether the caches can continue a text by many tokens and by one token, and whether they can be truncated.
         self.many = self.one = self.cuts = False
         self.refusal: str | None = None  # why a decoder is not used; set by the caller
         self.measured: dict[str, float] = {}
@@ -69,7 +70,7 @@ class Fallback:
 
     @property
     def how(self) -> str:
-        """How a text is continued, as a sentence without a period."""
+        """Describes how a text is continued, as a sentence without a period."""
         if not self.one:
             return "its caches do not continue a text, so each token is computed with all of the text"
         by = "by any number of tokens" if self.many else "token by token"
@@ -143,22 +144,22 @@ class Fallback:
         def agrees(name: str, limit: float, *sizes: int) -> bool:
             try:
                 logits = pieces(*sizes)
-            except Exception:  # the caches do not support this
+            except Exception:  # not supported by the caches
                 return False
             if logits.shape != whole.shape:
                 return False
             differences = rounding.differences(logits, whole)[1:]
-            # Rounding may send a token to another expert, so only most of the tokens can agree.
+            # Rounding may route a token to another expert, so only most tokens can be expected to agree.
             strict = rounding.exact or name == "pieces"
             self.measured[name] = float(differences.max() if strict else differences.quantile(0.75))
             return self.measured[name] <= limit
 
         first = min(3, count)
         sizes: Sequence[int] = PIECES if count == sum(PIECES) else [1, count - 1]
-        # In this order, because a state that is not reset shows in a second text only.
+        # In this order, because a state that is not reset shows only in a second text.
         self.one = agrees("after a prompt", limit, first, *[1] * (count - first)) and agrees("one by one", limit, *[1] * count)
         if self.one:
-            # Compared with what rounding does to single tokens, which may be nothing.
+            # The limit depends on the effect of rounding on single tokens, which may be zero.
             self.many = agrees("pieces", min(limit, max(_ROUNDED_ACTIVATION, 3 * self.measured["after a prompt"])), *sizes)
             self.cuts = self._can_cut(tokens, rounding, whole, limit)
             return
@@ -174,7 +175,7 @@ class Fallback:
             raise decoding.Unsupported(reason)
 
     def _can_cut(self, tokens: Tensor, rounding: Rounding, whole: Tensor, limit: float) -> bool:
-        """Whether caches that are cut back continue as if the removed tokens had never come."""
+        """Whether truncated caches continue as if the removed tokens had never existed."""
         count = tokens.shape[1]
         half = count // 2
         self._caches.reset()

@@ -1,4 +1,4 @@
-"""Generation of text with a decoder, token by token."""
+"""Generates text with a decoder, token by token, optionally with speculative decoding."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class Generation:
     prefill_seconds: float = 0.0  # until the first new token
     decode_seconds: float = 0.0  # for all later steps
     decode_steps: int = 0  # one for each new token after the first, and for the stop token
-    decode_calls: int = 0  # calls of the model in these steps; fewer with accepted guesses
+    decode_calls: int = 0  # calls of the model in these steps; fewer with accepted draft tokens
     guessed: int = 0  # draft tokens of speculative decoding
     accepted: int = 0  # draft tokens that became part of the text
-    stopped: str = "max_new_tokens"  # reason of the end: "max_new_tokens", "max_length", "stop" or "until"
+    stopped: str = "max_new_tokens"  # why it ended: "max_new_tokens", "max_length", "stop" or "until"
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the new tokens, if asked for
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the prompt but its first token, if asked for
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the prompt except its first token, if asked for
 
     @property
     def prefill_rate(self) -> float:
@@ -59,8 +59,8 @@ def check_lengths(name: str, prompt: list[int], max_new_tokens: int, max_length:
         raise ValueError(f"max_new_tokens is {max_new_tokens}; expected 1 or more")
 
 
-# States after a wrong guess are of no use, so accepted tokens are computed again with the next ones, up to this number; then a
-# call without guesses brings the states up to the text.
+# States are useless after a rejected draft token, so accepted tokens are computed again together with the next ones, up to
+# this number. Then a call without draft tokens updates the states.
 AGAIN = 8
 
 
@@ -89,21 +89,21 @@ def generate(
             ``input_ids``, also as a batch of one text.
         max_new_tokens: largest number of new tokens; fewer at max_length or a stop token.
         max_length: largest number of tokens of the text, prompt included; None: the decoder's.
-        seed: of the draws.
-        stop: tokens that end the text; they are not part of the result.
+        seed: of the random generator.
+        stop: tokens that end the text and are not part of the result.
         until: called with every new token; True ends the text after it. :class:`TextUntil` ends a text at a string.
-        logprobs: number of most likely tokens whose log-probabilities the result has for each new token, besides the
-            token's own, also with 0; None: no log-probabilities.
+        logprobs: return, for each new token, its log-probability and those of this many most likely tokens (may be 0); None:
+            no log-probabilities.
         cached: number of tokens at the beginning of the prompt that the step's caches hold.
-        guesses: speculative decoding: largest number of tokens to guess and to compute in the same call as the last token.
-            The model draws each token as without guesses; the first wrong guess ends the call's use. If all linear layers
-            are packed the text is the same, because their results do not depend on the number of rows. Requires a
-            :class:`Decoder` that is not compiled. 0: plain decoding.
-        draft: a decoder of a smaller model with the same tokens, compiled or not, whose most likely tokens are the guesses;
-            its caches are overwritten. Or a :class:`Mtp` of the step. None: guesses are looked up in the text.
+        guesses: speculative decoding: largest number of draft tokens, which are computed in the same call as the last token.
+            A draft token is accepted if the model draws the same token; the first other one ends the use of the call. If all
+            linear layers are packed, the text is the same as without, because their results do not depend on the number of
+            rows. Requires a :class:`Decoder` that is not compiled. 0: plain decoding.
+        draft: a decoder of a smaller model with the same vocabulary, compiled or not, which drafts its most likely tokens;
+            its caches are overwritten. Or a :class:`Mtp` of the step. None: draft tokens are looked up in the text.
         on_token: called with every new token as soon as it is known.
-        sampling: fields of :class:`Sampling`: temperature, top_k, top_p, min_p, the penalties and logit_bias. Without any the
-            most likely token is taken.
+        sampling: fields of :class:`Sampling`: temperature, top_k, top_p, min_p, the penalties and logit_bias. Without any,
+            decoding is greedy.
 
     Raises:
         ValueError: an empty prompt, one that leaves no room for a new token, or has a token that is not in the vocabulary;
@@ -154,23 +154,23 @@ def _check_guesses(step: Any, guesses: int, draft: Any, max_length: int) -> None
 
 
 class _Decoding:
-    """What :func:`generate` keeps from one call of the model to the next."""
+    """The state of :func:`generate` between calls of the model."""
 
     def __init__(self, step: Any, prompt: list[int], cached: int, text: TextWriter, guesser: Guesser | None) -> None:
         self.step = step
-        self.tokens = prompt[cached:]  # of the text, not yet in the step's caches
+        self.tokens = prompt[cached:]  # tokens of the text that are not in the step's caches yet
         self.start = torch.tensor([cached])  # number of tokens in the caches
         self.text = text
         self.guesser = guesser
         self.recurrent = bool(getattr(step, "recurrent", False))
 
     def call(self, guess: list[int]) -> bool:
-        """Computes the tokens and the guess, and adds the new tokens to the text; False: the text has ended."""
+        """Computes the pending and the draft tokens and adds the new tokens to the text; returns False if it has ended."""
         tokens, result = self.tokens, self.text.result
         if self.recurrent and len(tokens) > AGAIN:
             guess = []
         call = torch.tensor([tokens + guess])
-        # Logits after the last known token, and after each guess.
+        # Logits after the last known token and after each draft token.
         logits = self.step.all_logits(call, self.start)[0][len(tokens) - 1 :] if guess else self.step(call, self.start)
         result.decode_calls += bool(result.tokens)
         result.guessed += len(guess)
@@ -191,14 +191,14 @@ class _Decoding:
                 break
             result.accepted += 1
         if self.recurrent and len(self.tokens) == len(tokens) + len(guess) + 1:
-            # All guesses became tokens, so the states are those of the text.
+            # All draft tokens were accepted, so the states are those of the text.
             self.start += len(self.tokens) - 1
             self.tokens = self.tokens[-1:]
         return True
 
 
 class TextWriter:
-    """A text that grows by a token for each row of logits."""
+    """Appends a token to a text for each row of logits."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Guesses for speculative decoding: from the text itself, by a draft model, or by the model's own head."""
+"""Draft tokens for speculative decoding: from the text itself, from a draft model, or from a multi-token prediction head."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from .sampling import most_likely
 
 
 class Lookup:
-    """Guesses that a text continues as after the last earlier occurrence of its final tokens.
+    """Drafts the tokens that followed the last earlier occurrence of the text's final tokens.
 
-    This is prompt lookup decoding (Saxena, 2023) with the latest match of the longest ending, of 4 tokens down to 2. It helps
-    with code, and with texts that quote, summarize or change the prompt.
+    This is prompt lookup decoding (Saxena, 2023) with the latest match of the longest suffix, of 4 tokens down to 2. It helps
+    with code and with texts that quote, summarize or edit the prompt.
     """
 
-    LENGTHS = (4, 3, 2)  # of endings; single tokens occur too often
+    LENGTHS = (4, 3, 2)  # of suffixes; single tokens occur too often
 
     def __init__(self, tokens: Iterable[int]):
         self._text: list[int] = []
@@ -28,7 +28,7 @@ class Lookup:
 
     def append(self, token: int) -> None:
         """Adds a token to the text."""
-        # Endings are recorded now, because only now a token follows them.
+        # Suffixes are recorded only now, because a token must follow them.
         end = len(self._text)
         for length in self.LENGTHS:
             if length <= end:
@@ -36,11 +36,11 @@ class Lookup:
         self._text.append(token)
 
     def guess(self, most: int) -> list[int]:
-        """Up to ``most`` next tokens; none without an earlier occurrence of the ending."""
+        """Up to ``most`` draft tokens; none if no suffix has occurred before."""
         for length in self.LENGTHS:
             at = self._ends.get(tuple(self._text[-length:])) if length <= len(self._text) else None
             if at is not None:
-                # A match that overlaps the end continues in the guess, as a repetition with this period.
+                # A match that overlaps the end continues periodically.
                 guess = self._text[at : at + most]
                 period = len(self._text) - at
                 while len(guess) < most:
@@ -50,10 +50,10 @@ class Lookup:
 
 
 class Draft:
-    """Guesses the most likely tokens of a draft model.
+    """Drafts the most likely tokens of a draft model.
 
-    As in speculative decoding (Leviathan et al. 2023, Chen et al. 2023), but a guess is accepted only if the model draws the
-    same token. So the text is that of plain decoding, not only its distribution; fewer guesses are accepted.
+    As in speculative decoding (Leviathan et al. 2023, Chen et al. 2023), but a draft token is accepted only if the model draws
+    the same token. So the text itself, not only its distribution, is that of plain decoding; fewer draft tokens are accepted.
     """
 
     def __init__(self, step: Any, tokens: Iterable[int], vocabulary: int):
@@ -61,19 +61,19 @@ class Draft:
         Args:
             step: the draft model's decoder; its caches are overwritten.
             tokens: the prompt.
-            vocabulary: size of the large model's vocabulary; larger tokens are not guessed.
+            vocabulary: size of the large model's vocabulary; larger token ids are not drafted.
         """
         self._step, self._vocabulary = step, vocabulary
         self._text = list(tokens)
         self._cached: list[int] = []  # the tokens in the step's caches
-        self._same = 0  # number of these that equal the text's
+        self._same = 0  # length of their common prefix with the text
 
     def append(self, token: int) -> None:
         """Adds a token to the text."""
         self._text.append(token)
 
     def guess(self, most: int) -> list[int]:
-        """Up to ``most`` next tokens; none if the text has a token that the draft model does not have."""
+        """Up to ``most`` draft tokens; none if the text has a token that the draft model does not have."""
         guess: list[int] = []
         text, cached = self._text, self._cached
         while self._same < min(len(cached), len(text)) and cached[self._same] == text[self._same]:
@@ -95,13 +95,13 @@ Guesser: TypeAlias = Lookup | Draft | MtpDraft
 
 
 def make_guesser(step: Any, prompt: Sequence[int], draft: Any) -> Guesser:
-    """What guesses the tokens after a prompt, by the ``draft`` of :func:`lowbit.llm.generate`."""
+    """The guesser for a prompt, chosen by the argument ``draft`` of :func:`lowbit.llm.generate`."""
     if isinstance(draft, Mtp):
         return MtpDraft(draft, prompt)
     return Lookup(prompt) if draft is None else Draft(draft, prompt, step.vocabulary)
 
 
 def check_draft(step: Any, draft: Any) -> None:
-    """Raises ValueError for a head of another model."""
+    """Raises ValueError for a multi-token prediction head of another model."""
     if isinstance(draft, Mtp) and not draft.is_of(step):
         raise ValueError("the draft is the multi-token prediction head of another decoder; expected an Mtp of this one")

@@ -1,4 +1,4 @@
-"""Models of images and text: their prompts, and a decoding step that sees the images of a prompt."""
+"""Image-text models: their prompts, and a decoding step for prompts with images."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     from ..hf.config import LowBitConfig
 
 _CONTEXT = 4096
-_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # without a list Pillow tries all, also EPS, which runs Ghostscript
-_MOST_BYTES = 128 << 20  # of a picture's file
-_MOST_PIXELS = 1 << 26  # decoded they take 200 MB
+_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # without a list Pillow tries all formats, also EPS, which runs Ghostscript
+_MOST_BYTES = 128 << 20  # of an image file
+_MOST_PIXELS = 1 << 26  # 200 MB when decoded
 REASON = "models of images run by transformers' attention"
 
 
 def takes_images(path: str | os.PathLike[str]) -> bool:
-    """Whether a checkpoint is a model of images and text, as its config.json says.
+    """Whether a checkpoint is an image-text model, according to its config.json.
 
     Raises:
         OSError, ValueError: there is no config.json, or it is damaged.
@@ -44,19 +44,19 @@ def takes_images(path: str | os.PathLike[str]) -> bool:
 
 
 def sees_only(path: str | os.PathLike[str]) -> bool:
-    """Whether a checkpoint loads as a model of images and text only, and not as a language model, too."""
+    """Whether a checkpoint loads only as an image-text model, and not also as a causal language model."""
     from ..hf.from_pretrained import causal_model_types
 
     return takes_images(path) and read_config(path).get("model_type") not in causal_model_types()
 
 
 def check_takes_images(path: str | os.PathLike[str]) -> None:
-    """Raises ValueError unless a checkpoint is a model of images and text."""
+    """Raises ValueError unless a checkpoint is an image-text model."""
     check_image_type(read_config(path).get("model_type"), Path(path))
 
 
 def open_image(path: str | os.PathLike[str]) -> Any:
-    """Reads a picture with Pillow, as an RGB image, upright as its camera says; of an animation the first frame.
+    """Reads an image file with Pillow as RGB, rotated according to its EXIF orientation; an animation's first frame.
 
     Args:
         path: a PNG, JPEG, WebP, GIF or BMP file of up to 128 MiB and 2**26 pixels.
@@ -64,7 +64,7 @@ def open_image(path: str | os.PathLike[str]) -> Any:
     Raises:
         ImportError: Pillow is not installed.
         OSError: there is no such file, or it cannot be read.
-        ValueError: it is a file of another format, damaged, or larger.
+        ValueError: the file has another format, is damaged, or is too large.
     """
     path = Path(path)
     check_regular(path)
@@ -77,11 +77,11 @@ def open_image(path: str | os.PathLike[str]) -> Any:
         raise ValueError(f"{path} has {size} bytes; expected a picture of at most {_MOST_BYTES}")
     try:
         with open(path, "rb") as file, warnings.catch_warnings():
-            # Pillow also warns of damaged metadata that it can do without.
+            # Pillow also warns of damaged metadata that it does not need.
             warnings.simplefilter("ignore")
             with pillow.open(file, formats=_FORMATS) as image:
                 pixels = image.width * image.height
-                if pixels <= _MOST_PIXELS:  # before any is decoded
+                if pixels <= _MOST_PIXELS:  # checked before decoding
                     return turned.exif_transpose(image).convert("RGB")
     except MemoryError:
         raise
@@ -89,13 +89,13 @@ def open_image(path: str | os.PathLike[str]) -> Any:
         raise ValueError(f"{path} is no picture that can be read; expected {', '.join(_FORMATS)}") from error
     except pillow.DecompressionBombError as error:
         raise ValueError(f"{path} has too many pixels: {one_line(error)}; expected at most {_MOST_PIXELS}") from error
-    except Exception as error:  # Pillow raises any kind for damaged files
+    except Exception as error:  # Pillow raises all kinds of exceptions for damaged files
         raise ValueError(f"{path} is a damaged picture: {one_line(error)}") from error
     raise ValueError(f"{path} has {pixels} pixels; expected at most {_MOST_PIXELS}")
 
 
 def as_image(image: Any) -> Any:
-    """A picture's file or an image of Pillow, as :func:`open_image` gives it.
+    """Opens an image file, or converts a Pillow image, as :func:`open_image` does.
 
     Raises:
         TypeError: it is neither.
@@ -111,9 +111,9 @@ def as_image(image: Any) -> Any:
 
 
 class ImageStep:
-    """A decoding step of a model of images and text, with transformers' attention and caches: `generate()` takes it.
+    """A decoding step of an image-text model for `generate()`, with transformers' attention and caches.
 
-    :meth:`look` gives it a prompt with images. A text that goes on token by token is continued; anything else is computed anew.
+    :meth:`look` sets a prompt with images. A text that grows token by token is continued; any other text is recomputed.
     """
 
     refusal = REASON
@@ -121,8 +121,8 @@ class ImageStep:
     def __init__(self, model: torch.nn.Module, max_length: int = _CONTEXT):
         """
         Args:
-            model: of :func:`load_image_model`, in eval mode.
-            max_length: the longest text in tokens, with those of images.
+            model: from :func:`load_image_model`, in eval mode.
+            max_length: the longest text in tokens, those of images included.
 
         Raises:
             ValueError: max_length is not positive or beyond the model's positions.
@@ -138,10 +138,10 @@ class ImageStep:
         self._inputs: dict[str, Any] = {}
 
     def look(self, inputs: Mapping[str, Any]) -> list[int]:
-        """Sets the prompt with the images that it has; returns its tokens.
+        """Sets the prompt with its images; returns its tokens.
 
         Args:
-            inputs: of a processor of transformers: ``input_ids`` [1, tokens], and what belongs to the images.
+            inputs: from a processor of transformers: ``input_ids`` [1, tokens] and the inputs for images.
 
         Raises:
             ValueError: more than one text.
@@ -155,7 +155,7 @@ class ImageStep:
         return list(self._prompt)
 
     def kept(self, count: int) -> int:
-        """Number of a text's first tokens that need not be computed again: none, because positions depend on images."""
+        """Number of a text's first tokens that need not be recomputed: none, because positions depend on images."""
         return 0
 
     @torch.inference_mode()
@@ -189,13 +189,13 @@ class ImageStep:
 
 
 def inputs_of(processor: Any, messages: Sequence[Mapping[str, Any]], template: str) -> dict[str, Any]:
-    """What a model of images and text is given for a conversation, up to its answer.
+    """The inputs of an image-text model for a conversation, up to the model's answer.
 
     Args:
-        messages: with a list of parts as content, images among them (:func:`message`).
+        messages: with a list of parts, which may be images, as content (:func:`message`).
 
     Raises:
-        ValueError: the template or the processor refuses them, or a text has the text of a control token.
+        ValueError: the template or the processor refuses them, or a text contains the text of a control token.
     """
     check_control_tokens(processor.tokenizer, processor, list(messages), template)
     with interpreting("the chat template or the image processor does not take this conversation"):
@@ -207,7 +207,7 @@ def inputs_of(processor: Any, messages: Sequence[Mapping[str, Any]], template: s
 
 
 def inputs_of_text(processor: Any, text: str, images: Sequence[Any], template: str | None) -> dict[str, Any]:
-    """What a model of images and text is given for a text with images: as a message, or without a template as it is.
+    """The inputs of an image-text model for a text with images: as a message, or as plain text without a template.
 
     Raises:
         ValueError: the template or the processor refuses them.
@@ -225,14 +225,14 @@ def message(role: str, text: str, images: Sequence[Any] = ()) -> dict[str, Any]:
 
 @dataclass
 class ImageChat(Chat):
-    """A conversation with a model of images and text (:func:`load_image_chat`).
+    """A conversation with an image-text model (:func:`load_image_chat`).
 
-    Each turn computes the whole conversation anew, with its images.
+    Each turn recomputes the whole conversation, with its images.
     """
 
     processor: Any = None
     pending: list[Any] = field(default_factory=list)  # images of the next message
-    _shown: list[list[Any]] = field(default_factory=list)  # the images of each turn that the model sees
+    _shown: list[list[Any]] = field(default_factory=list)  # images of each turn that is in the context
 
     def show(self, image: Any) -> None:
         """Adds an image to the next message.
@@ -294,7 +294,7 @@ def load_image_chat(
     max_new_tokens: int = 1024,
     template: str | None = None,
 ) -> ImageChat:
-    """Loads a model of images and text for a conversation.
+    """Loads an image-text model for a conversation.
 
     >>> chat = lowbit.llm.load_image_chat("packed")  # doctest: +SKIP
     >>> print(chat.answer("What is this?", images=["cat.jpg"]).text)  # doctest: +SKIP
@@ -303,7 +303,7 @@ def load_image_chat(
         path: a directory of transformers, float or packed, with a processor.
         quantization: how to quantize a float checkpoint while it is loaded.
         system: the system prompt.
-        max_length: of the conversation in tokens, with those of images; None: 4096, or as many as the model has.
+        max_length: of the conversation in tokens, those of images included; None: 4096, or the model's limit if lower.
         max_new_tokens: of an answer.
         template: a chat template; None: the processor's.
 
@@ -324,7 +324,7 @@ def load_image_chat(
 
 
 def image_samples(path: str | os.PathLike[str], samples: Iterable[tuple[str, Sequence[Any]]]) -> list[dict[str, Any]]:
-    """Data for :func:`lowbit.calibrate` of a model of images and text: a batch of its inputs for each sample.
+    """Data for :func:`lowbit.calibrate` of an image-text model: a batch of inputs for each sample.
 
     >>> data = lowbit.llm.image_samples("MODEL", [("What is this?", ["cat.jpg"])])  # doctest: +SKIP
     >>> lowbit.calibrate(model, data, lowbit.LowBitConfig(bits=4))  # doctest: +SKIP

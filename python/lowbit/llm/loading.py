@@ -1,4 +1,4 @@
-"""Loading of language models and tokenizers from directories, with checks that give one clear error."""
+"""Loads language models, processors and tokenizers from directories, with checks that raise one clear error."""
 
 from __future__ import annotations
 
@@ -81,12 +81,12 @@ def load_image_model(
     *,
     progress: Callable[[int, int], None] | None = None,
 ) -> torch.nn.Module:
-    """Loads a model of images and text; otherwise as :func:`load_model`."""
+    """Loads an image-text model; otherwise as :func:`load_model`."""
     return _load(path, quantization, progress, check_image_type, "AutoModelForImageTextToText")
 
 
 def load_speech_processor(path: str | os.PathLike[str]) -> Any:
-    """Loads the processor of a Whisper model: its tokenizer, and what computes features of audio.
+    """Loads the processor of a Whisper model: its tokenizer and feature extractor.
 
     Raises:
         ImportError: transformers is not installed.
@@ -98,7 +98,7 @@ def load_speech_processor(path: str | os.PathLike[str]) -> Any:
 
 
 def load_image_processor(path: str | os.PathLike[str]) -> Any:
-    """Loads the processor of a model of images and text: its tokenizer, and what prepares images.
+    """Loads the processor of an image-text model: its tokenizer and image processor.
 
     Raises:
         ImportError: transformers, Pillow or torchvision is not installed.
@@ -112,7 +112,7 @@ def load_image_processor(path: str | os.PathLike[str]) -> Any:
         import_module("PIL.Image")
     except ImportError as error:
         raise ImportError("images are read by Pillow, which is not installed: pip install pillow") from error
-    tokenizer = load_tokenizer(path)  # has the clearer errors
+    tokenizer = load_tokenizer(path)  # raises clearer errors
     with counting(None), interpreting(f"the processor in {path} does not load"):
         try:
             processor = transformers.AutoProcessor.from_pretrained(path, local_files_only=True, trust_remote_code=False)
@@ -138,7 +138,7 @@ def _check_causal(model_type: Any, file: Path) -> None:
 
 
 def check_image_type(model_type: Any, file: Path) -> None:
-    """Raises ValueError unless a model_type, which is in ``file``, is of models of images and text."""
+    """Raises ValueError unless ``model_type``, from ``file``, is that of an image-text model."""
     from ..hf.from_pretrained import image_model_types
 
     if not isinstance(model_type, str) or model_type not in image_model_types():
@@ -157,7 +157,7 @@ def _load(
     check: Callable[[Any, Path], None],
     auto: str,
 ) -> torch.nn.Module:
-    # First the checks without transformers, whose import takes seconds.
+    # Check first what needs no import of transformers, which takes seconds.
     directory = Path(path)
     model_type = read_config(directory).get("model_type")
     tensors = read_files(*files_of(directory))
@@ -175,7 +175,7 @@ def _load(
             f"{directory} is packed already; to quantize it differently, start from the float checkpoint, or from "
             "the result of lowbit dequantize"
         )
-    # Not passed as None, which would mean float weights.
+    # None must not be passed, because it would mean float weights.
     arguments = {} if quantization is None else {"quantization_config": quantization}
     with counting(progress), interpreting(f"{directory} does not load"):
         check_fits(meta_model(directory, len(tensors), causal="Causal" in auto), tensors, directory)
@@ -184,7 +184,7 @@ def _load(
             dtype="auto",
             local_files_only=True,
             trust_remote_code=False,
-            output_loading_info=True,  # reported below, in one line
+            output_loading_info=True,  # reported by _check_loaded
             ignore_mismatched_sizes=True,
             **arguments,
         )
@@ -193,10 +193,10 @@ def _load(
 
 
 def _check_loaded(directory: Path, model: torch.nn.Module, loading: dict[str, Any], head: str | None) -> None:
-    """Raises ValueError for missing and mismatched tensors, and warns of tensors that the model has no place for.
+    """Raises ValueError for missing and mismatched tensors, and warns of unexpected ones.
 
     Args:
-        loading: what transformers' from_pretrained() returns as loading info.
+        loading: the loading info of transformers' from_pretrained().
         head: from :func:`lowbit.hf.mtp_layers.prefix_of`.
     """
     wrong = [
@@ -205,7 +205,7 @@ def _check_loaded(directory: Path, model: torch.nn.Module, loading: dict[str, An
     if wrong:
         more = f" ({len(wrong) - 1} more such tensors)" if len(wrong) > 1 else ""
         raise ValueError(f"{directory}: {wrong[0]}, as config.json says{more}; the files do not belong together")
-    # A head for multi-token prediction is loaded by lowbit.llm.Mtp.
+    # A multi-token prediction head is loaded by lowbit.llm.Mtp.
     unexpected = sorted(name for name in loading["unexpected_keys"] if head is None or not name.startswith(head))
     if unexpected:
         more = f" and {len(unexpected) - 1} more" if len(unexpected) > 1 else ""
@@ -255,7 +255,7 @@ def stop_tokens(model: torch.nn.Module, tokenizer: Any = None) -> list[int]:
 
 
 def check_tokens(model: torch.nn.Module, tokens: list[int], path: str | os.PathLike[str]) -> None:
-    """Raises ValueError for tokens that the model does not have; ``path`` is that of their tokenizer."""
+    """Raises ValueError for tokens outside the model's vocabulary; ``path`` is that of their tokenizer."""
     vocabulary = model.config.get_text_config().vocab_size
     wrong = next((token for token in tokens if not 0 <= token < vocabulary), None)
     if wrong is not None:
@@ -266,13 +266,13 @@ def check_tokens(model: torch.nn.Module, tokens: list[int], path: str | os.PathL
 
 
 class TextStream:
-    """Text of tokens as they come; a character of several tokens comes with its last token."""
+    """Decodes tokens to text one by one; a character of several tokens is emitted with its last token."""
 
     def __init__(self, tokenizer: Any, prompt: list[int]):
         """
         Args:
             tokenizer: a fast tokenizer.
-            prompt: ids of the text before, because some tokenizers write the first word of a text without its space.
+            prompt: ids of the preceding text, because some tokenizers drop the space before the first word of a text.
         """
         from tokenizers.decoders import DecodeStream
 
@@ -280,5 +280,5 @@ class TextStream:
         self._stream = DecodeStream(ids=prompt, skip_special_tokens=True)
 
     def push(self, token: int) -> str:
-        """The text that a token completes; empty within a character."""
+        """The text that a token completes; empty if a character is incomplete."""
         return self._stream.step(self._tokenizer, token) or ""

@@ -1,4 +1,4 @@
-"""Guesses by a model's own multi-token prediction (MTP) head, which some checkpoints have beside the model."""
+"""Speculative decoding with a model's multi-token prediction (MTP) head, which some checkpoints include."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from .sampling import most_likely
 if TYPE_CHECKING:
     from ..hf.config import LowBitConfig
 
-_KEPT = 64  # hidden states behind the head: a call may begin again so many tokens before its end
+_KEPT = 64  # hidden states kept before the head's end: a call may start over at most this many tokens before the end
 
 
 class Mtp:
-    """The multi-token prediction head of a checkpoint, as the draft of its own model.
+    """The multi-token prediction head of a checkpoint, used as the draft model.
 
-    The head is a decoder layer with caches of its own. From the model's hidden state at a token and the token after it, it
-    guesses the token after that; with its own result in place of the hidden state it guesses further ones. It sees the
-    hidden states of every call of the decoder, until :meth:`release`.
+    The head is a decoder layer with separate caches. From the model's hidden state at a token and the token after it, it
+    drafts the token after that; using its own result as the hidden state, it drafts further ones. It records the hidden
+    states of every call of the decoder, until :meth:`release`.
     """
 
     def __init__(self, decoder: Decoder, path: str | os.PathLike[str] | None = None, quantization: LowBitConfig | None = None):
         """
         Args:
             decoder: of the model, not compiled.
-            path: the directory of the model's checkpoint; None: the one that it was loaded from.
+            path: the directory of the model's checkpoint; None: the one from which it was loaded.
             quantization: how to quantize the head of a float checkpoint; None: not at all.
 
         Raises:
-            OSError, ValueError: the checkpoint has no such head, or its tensors do not belong to the model.
+            OSError, ValueError: the checkpoint has no such head, or its tensors do not fit the model.
         """
         from ..hf.mtp_layers import load_head
 
@@ -68,27 +68,27 @@ class Mtp:
         length = -(-self.max_length // 16) * 16
         self._caches = {self._layer: tuple(torch.zeros(1, heads, length, width, dtype=model.dtype) for width in widths)}
         self._reset(0)
-        decoder._replay = None  # it would not run the hook
+        decoder._replay = None  # replayed calls would not run the hook
         self._hook = base.register_forward_hook(self._see, with_kwargs=True)
 
     def is_of(self, decoder: Any) -> bool:
-        """Whether it guesses for this decoder."""
+        """Whether this head belongs to the decoder."""
         return self._decoder() is decoder
 
     def release(self) -> None:
-        """Frees the head; the decoder is as before."""
+        """Frees the head and removes its hook from the decoder."""
         self._hook.remove()
         self._takeover.end(self._head)
         self._caches.clear()
 
-    # The text is that of the model's last calls, from position `_base` on: what came before is in caches that were copied, and
-    # its hidden states are not known. Entry i of the head's caches is of hidden state i and token i + 1.
+    # The recorded text starts at position `_base`. Earlier positions were copied to the caches, so their hidden states are
+    # unknown. Entry i of the head's caches is computed from hidden state i and token i + 1.
 
     def _reset(self, base: int) -> None:
         self._base = base
         self._ids: list[int] = []  # from _base on
-        self._hidden: list[Tensor] = []  # [size] each, of the last of them
-        self._filled = base  # the entries before this one are those of the text
+        self._hidden: list[Tensor] = []  # [size] each, of the last tokens
+        self._filled = base  # entries before this one are up to date
 
     def _see(self, module: Any, args: Any, arguments: dict[str, Any], output: Any) -> None:
         caches, tokens = arguments.get("caches"), arguments.get("input_ids")
@@ -97,14 +97,14 @@ class Mtp:
         start = arguments["start"]
         if isinstance(caches, decoding.Texts):
             if len(caches.parts) > 1:
-                return  # texts that are not alone are decoded plainly
+                return  # no speculative decoding for several texts
             start = caches.parts[0].start
         self.note(int(start), tokens[0].tolist(), output[0][0])
 
     def note(self, start: int, ids: Sequence[int], hidden: Tensor) -> None:
-        """Keeps the hidden states [s, size] of a call with these tokens behind ``start`` earlier ones."""
+        """Records the hidden states [s, size] of a call with these tokens after ``start`` earlier ones."""
         known, first = self._base + len(self._ids), self._base + len(self._ids) - len(self._hidden)
-        # Entry start - 1 is of the token at start, which may be another one now.
+        # Entry start - 1 depends on the token at start, which may have changed.
         again = start - 1 if first < start else start
         if not self._base <= start <= known or (self._filled < again and first >= start):
             self._reset(start)
@@ -127,14 +127,14 @@ class Mtp:
         return result
 
     def _run(self, place: int, hidden: Tensor, ids: Sequence[int]) -> Tensor:
-        """Computes entries from ``place`` on, of hidden states [s, size] and the tokens after them; returns the last result."""
+        """Computes entries from ``place`` on, from hidden states [s, size] and the tokens after them; returns the last result."""
         start = torch.tensor([place - self._base])
         positions = start + torch.arange(len(ids))
         embedding = self._embed(torch.tensor([list(ids)]))
         return cast(Tensor, self._head(hidden[None], embedding, positions[None], self._rotary, self._caches, start))[0, -1:]
 
     def guess(self, text: Sequence[int], most: int) -> list[int]:
-        """Up to ``most`` next tokens of a text whose last token alone was not in a call; none if it is another text."""
+        """Up to ``most`` draft tokens for a text of which all but the last token are recorded; none for any other text."""
         last = len(text) - 1
         first = self._base + len(self._ids) - len(self._hidden)
         ids = list(text[self._base :])
@@ -152,7 +152,7 @@ class Mtp:
 
 
 class MtpDraft:
-    """Guesses of a :class:`Mtp` for one text."""
+    """Draft tokens of an :class:`Mtp` for one text."""
 
     def __init__(self, mtp: Mtp, tokens: Sequence[int]):
         self._mtp, self._text = mtp, list(tokens)
@@ -162,5 +162,5 @@ class MtpDraft:
         self._text.append(token)
 
     def guess(self, most: int) -> list[int]:
-        """Up to ``most`` next tokens."""
+        """Up to ``most`` draft tokens."""
         return self._mtp.guess(self._text, most)

@@ -1,4 +1,4 @@
-"""Penalties for repetition, and draws of tokens with them."""
+"""Penalties for repetition, log-probabilities, constraints, and drawing tokens with them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .sampling import Sampling, check_seed, draw
 
-_LARGEST = 88.0  # exp of it is in float32
+_LARGEST = 88.0  # exp(88) fits into float32
 
 
 def penalize(logits: Tensor, tokens: set[int], penalty: float) -> Tensor:
@@ -34,7 +34,7 @@ def penalize(logits: Tensor, tokens: set[int], penalty: float) -> Tensor:
 
 
 class Repetitions:
-    """For every position of a text, the length of the text's end that also ends there."""
+    """For every position of a text, the length of the longest suffix of the text that also ends there."""
 
     def __init__(self, tokens: Iterable[int], breakers: Iterable[int]):
         """
@@ -62,17 +62,17 @@ class Repetitions:
         self._count, self._same = count + 1, same
 
     def lengths(self, least: int) -> dict[int, int]:
-        """The tokens that would go on with a repetition of `least` tokens or more, and how many the longest one has."""
+        """Tokens that would continue a repetition of at least `least` tokens -> length of the longest such repetition."""
         (at,) = numpy.nonzero(self._same >= least)
-        at = at[numpy.argsort(self._same[at], kind="stable")]  # the longest of a token comes last, and stays
+        at = at[numpy.argsort(self._same[at], kind="stable")]  # the longest of each token comes last and wins
         following = zip(self._text[at + 1].tolist(), self._same[at].tolist())
         return {token: length for token, length in following if token not in self._breakers}
 
 
 def _ends(text: list[int], breakers: frozenset[int]) -> numpy.ndarray:
-    """For every position of a text but the last, the length of the text's end that also ends there.
+    """For every position of a text except the last, the length of the longest suffix of the text that also ends there.
 
-    The Z algorithm on the reversed text, because a comparison for each position takes quadratic time.
+    Uses the Z algorithm on the reversed text, because a comparison per position takes quadratic time.
     """
     text = text[::-1]
     most = next((place for place, token in enumerate(text) if token in breakers), len(text))
@@ -90,7 +90,7 @@ def _ends(text: list[int], breakers: frozenset[int]) -> numpy.ndarray:
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """Log-probability of a token in the model, before temperature, bias and penalties."""
+    """Log-probability of a token according to the model, before temperature, bias and penalties."""
 
     token: int
     logprob: float  # natural logarithm of its probability
@@ -108,13 +108,13 @@ class Constraint(Protocol):
     """A constraint on a text, such as a grammar or a schema."""
 
     def mask(self, logits: Tensor) -> Tensor:
-        """Logits [vocabulary] with minus infinity for tokens that may not come next."""
+        """Logits [vocabulary] with minus infinity for tokens that are not allowed next."""
 
     def append(self, token: int) -> None:
         """Adds a token to the text."""
 
     def check(self, text: str) -> None:
-        """Raises an exception for a text that has ended before it was complete."""
+        """Raises an exception if a text has ended before it was complete."""
 
 
 class Drawer:
@@ -123,7 +123,7 @@ class Drawer:
     def __init__(self, sampling: Sampling, prompt: Iterable[int], seed: int, constraint: Constraint | None = None):
         """
         Args:
-            constraint: which tokens may come; applied last.
+            constraint: restricts the allowed tokens; applied last.
 
         Raises:
             ValueError: a seed that torch does not take.
@@ -171,6 +171,6 @@ class Drawer:
         if repeated:
             most = math.inf if sampling.dry_base == 1 else _LARGEST / math.log(sampling.dry_base)
             factors = [sampling.dry_base ** min(length - sampling.dry_allowed_length, most) for length in repeated.values()]
-            # Doubles within float32's range, so that a long repetition does not make a logit infinite.
+            # Clamped to float32's range, so that a long repetition does not make a logit infinite.
             logits[list(repeated)] -= torch.tensor([min(sampling.dry_multiplier * factor, 1e30) for factor in factors])
         return logits

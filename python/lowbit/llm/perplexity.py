@@ -1,4 +1,4 @@
-"""Perplexity of a language model on a text."""
+"""Computes the perplexity of a language model on a text."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Perplexity:
         return math.exp(self.nats / self.tokens) if self.nats / self.tokens < 709 else math.inf
 
     def bits_per_byte(self, size: int) -> float:
-        """Bits for each of the ``size`` bytes of the text: comparable between models with different tokenizers."""
+        """Bits per byte of a text of ``size`` bytes, which is comparable between models with different tokenizers."""
         return self.nats / math.log(2) / size
 
 
@@ -52,25 +52,25 @@ def perplexity(
 ) -> Perplexity:
     """Perplexity of a text, with strided windows.
 
-    The first window is the first ``window`` tokens. Each further one begins ``stride`` tokens later and predicts the
-    tokens that the one before did not reach, the last ``stride`` of its own. So every token but the first is predicted
+    The first window is the first ``window`` tokens. Each further window begins ``stride`` tokens later and predicts the
+    tokens that the previous one did not reach, which are its last ``stride``. So every token except the first is predicted
     once, with at least ``window - stride`` tokens of context where available.
 
     Args:
         model: a causal language model of transformers, quantized or not, in eval mode.
         tokens: ids of the text, at least two.
-        window: tokens per call of the model; 2 or more, and no more than the model has positions.
-        stride: 1 to window - 1; window / 2 is usual. Smaller ones give every token more context and take longer.
-        cache: type of the KV cache, as in :class:`Decoder`, which then has the model until the end; None: the model's own
-            attention, without a cache.
+        window: tokens per call of the model; from 2 to the model's number of positions.
+        stride: 1 to window - 1; window / 2 is usual. Smaller strides give every token more context and take longer.
+        cache: evaluate with a :class:`Decoder` and a KV cache of this type; None: with the model's own attention, without a
+            cache.
         progress: called as ``progress(tokens predicted, tokens to predict)`` after each window.
 
     Raises:
-        ValueError: fewer than two tokens, an id beyond the vocabulary, or a window or stride out of range; or a model whose
-            logits after a token change with the tokens that follow, so that it would see the tokens to
-            predict; logits of NaN; or, with a cache, whatever a decoder refuses.
+        ValueError: fewer than two tokens, an id beyond the vocabulary, a window or stride out of range, NaN logits, or a
+            model that is not causal, so that it would see the tokens to predict; or, with a cache, a model that the decoder
+            refuses.
     """
-    if cache is None:  # a decoder checks for itself
+    if cache is None:  # a decoder makes this check itself
         check_causal(model)
     with closing(predictions(model, tokens, window, stride, cache, progress)) as windows:
         nats = sum(torch.nn.functional.cross_entropy(logits, expected, reduction="sum").item() for logits, expected in windows)
@@ -78,7 +78,7 @@ def perplexity(
 
 
 def check_causal(model: torch.nn.Module) -> None:
-    """Raises ValueError for a model whose logits after a token change with the tokens that follow it."""
+    """Raises ValueError for a model whose logits after a token depend on later tokens."""
     try:
         reason = sees_what_follows(model)
     except Unsupported as error:
@@ -88,7 +88,7 @@ def check_causal(model: torch.nn.Module) -> None:
 
 
 def windows_of(length: int, window: int, stride: int) -> Iterator[tuple[int, int, int]]:
-    """The strided windows of a text of ``length`` tokens: begin, end, and the first token that the window predicts."""
+    """The strided windows of a text of ``length`` tokens: begin, end, and the first token that each window predicts."""
     done = 1
     for begin in range(0, length, stride):
         end = min(begin + window, length)
@@ -109,7 +109,7 @@ def predictions(
     """Yields for each window the logits, float32 [new tokens, vocabulary], and the ids of the new tokens, int64.
 
     Arguments and errors are those of :func:`perplexity`, without the check of :func:`check_causal`. Close the generator: with
-    a cache, the model belongs to a decoder until then.
+    a cache, a decoder owns the model until then.
     """
     config = model.config.get_text_config()
     limit = position_limit(config)
@@ -128,7 +128,7 @@ def predictions(
     decoder = None if cache is None else _Window(model, window, cache)
     try:
         for begin, end, done in windows_of(len(ids), window, stride):
-            # The logits after token i predict token i + 1: keep one more than there are new tokens, without the last.
+            # Logits after token i predict token i + 1: keep one row more than there are new tokens, and drop the last.
             keep = end - done + 1
             if decoder is not None:
                 logits = decoder.run(

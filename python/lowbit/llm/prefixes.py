@@ -1,4 +1,4 @@
-"""Prefix caching on disk: keys and values of texts' beginnings, in files that later processes read."""
+"""Prefix caching on disk: keys and values of text prefixes, in files that later processes read."""
 
 from __future__ import annotations
 
@@ -22,36 +22,36 @@ from ..files.replace import PartialDirectory, lock
 from .caches import stretches
 from .decoder import Decoder
 
-BLOCK = 64  # tokens in a file; of a text only whole blocks are kept
+BLOCK = 64  # tokens per file; only whole blocks of a text are stored
 MOST_BYTES = 8_000_000_000
 _SUFFIX = ".lowbit-prefix"
-_HEADER = struct.Struct("<8s32sI20x")  # magic, which block it is, checksum of the keys and values behind the header
-_MAGIC = b"LOWBITK2"  # another with another layout of caches
-_WAIT_SECONDS = 60.0  # for another process that writes
+_HEADER = struct.Struct("<8s32sI20x")  # magic, hash of the block's tokens, checksum of the keys and values after the header
+_MAGIC = b"LOWBITK2"  # changes with the layout of caches
+_WAIT_SECONDS = 60.0  # largest time to wait for another process that writes
 
 Layers = Sequence[tuple[Tensor, ...]]
 
 
 class PrefixCache:
-    """A directory with keys and values of texts, each in blocks of 64 tokens.
+    """A directory with keys and values of texts, in blocks of 64 tokens.
 
-    A block's file is named by a hash of all tokens up to its end, the model's weights, the type of the KV cache and the
-    versions of the libraries that compute it. So no other model finds it, and texts that begin alike share files. The files
-    are the same for every instruction set. When they take more than ``most_bytes``, those that were unused for the longest
-    time are removed. Several processes may use a directory. Damaged files are removed and computed again.
+    A block's file name is a hash of all tokens up to its end, the model's weights, the type of the KV cache and the versions
+    of the libraries that compute it. So other models do not use it, and texts with a common prefix share files. The files are
+    the same for every instruction set. When they exceed ``most_bytes``, the least recently used ones are removed. Several
+    processes may use a directory. Damaged files are removed and computed again.
     """
 
     def __init__(self, directory: str | os.PathLike[str], decoder: Decoder, most_bytes: int = MOST_BYTES):
         """
         Args:
-            directory: made if it does not exist, for its owner alone: the files tell what the texts were.
-            decoder: not compiled. All linear layers of its model are packed, up to the head: torch's own layers give other
-                bits for other numbers of rows, and a text would depend on what is in the directory.
-            most_bytes: of all files in it.
+            directory: created if it does not exist, accessible only to its owner, because the files reveal the texts.
+            decoder: not compiled. All linear layers of its model except the head must be packed: results of torch's layers
+                depend on the number of rows, so a text would depend on the content of the directory.
+            most_bytes: largest total size of the files.
 
         Raises:
             ValueError: another kind of decoder, a model with float matrices or recurrent layers, or most_bytes is not positive.
-            OSError: the directory cannot be made.
+            OSError: the directory cannot be created.
             RuntimeError: the decoder was released.
         """
         if not isinstance(decoder, Decoder):
@@ -85,20 +85,20 @@ class PrefixCache:
         self._may_write = True
 
     def count(self, tokens: Sequence[int]) -> int:
-        """How many tokens of a text's beginning are here. Its last token does not count: the model computes what follows it."""
+        """The number of cached tokens at the beginning of a text. The last token does not count, as it must be computed."""
         blocks = list(self._blocks(tokens[:-1]))
         return BLOCK * next((number for number, (_, path) in enumerate(blocks) if not path.exists()), len(blocks))
 
     def read(self, tokens: Sequence[int], layers: Layers, start: int = 0) -> int:
-        """Fills caches with the longest beginning of a text that is here, if that is longer than what they have.
+        """Fills caches with the longest stored prefix of a text, if it is longer than what they have.
 
         Args:
             tokens: of the text.
-            layers: keys and values of each layer, of :meth:`Decoder.caches` or a :class:`Caches`.
-            start: so many tokens of the text are in the caches already.
+            layers: keys and values of each layer, from :meth:`Decoder.caches` or a :class:`Caches`.
+            start: number of tokens of the text that are already in the caches.
 
         Returns:
-            How many tokens of the text the caches have now.
+            The number of tokens of the text that are in the caches now.
         """
         there = min(self.count(tokens), layers[0][0].shape[2]) // BLOCK
         if there * BLOCK <= start:
@@ -112,12 +112,12 @@ class PrefixCache:
         return int(max(start, there * BLOCK))
 
     def write(self, tokens: Sequence[int], layers: Layers) -> int:
-        """Keeps a text whose keys and values these caches have, as far as it is not here yet.
+        """Stores the keys and values of a text that are not stored yet.
 
-        What cannot be written, because the disk is full for example, is a warning, the first time.
+        If writing fails, for example because the disk is full, it warns once.
 
         Returns:
-            How many blocks were written.
+            The number of blocks written.
         """
         blocks = list(self._blocks(tokens))[: self.most_bytes // (_HEADER.size + self._block_bytes)]
         new = [number for number, (_, path) in enumerate(blocks) if not path.exists()]
@@ -125,7 +125,7 @@ class PrefixCache:
             return 0
         try:
             with self._locked(), PartialDirectory(self.directory / "blocks") as partial:
-                self._touch([path for _, path in blocks])  # so that they are the last that are removed
+                self._touch([path for _, path in blocks])  # so that they are removed last
                 self._make_room(len(new) * (_HEADER.size + self._block_bytes))
                 for number in new:
                     digest, path = blocks[number]
@@ -176,7 +176,7 @@ class PrefixCache:
         return True
 
     def _touch(self, paths: list[Path]) -> None:
-        """Marks files as used now, the beginning of a text as the last: blocks without those before them are of no use."""
+        """Marks files as used now, the first blocks of a text last, because later blocks are useless without them."""
         now = time.time_ns()
         for number, path in enumerate(paths):
             try:
@@ -197,12 +197,12 @@ class PrefixCache:
         for _, bytes_, path in sorted(found):
             if size <= self.most_bytes:
                 break
-            Path(path).unlink(missing_ok=True)  # a process that reads it has it open
+            Path(path).unlink(missing_ok=True)  # a process that is reading it keeps it open
             size -= bytes_
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Keeps other processes from writing, so that all of them together stay within the size."""
+        """A context that keeps other processes from writing, so that the total size stays within the limit."""
         end = time.perf_counter() + _WAIT_SECONDS
         try:
             while (held := lock(self.directory)) is None and time.perf_counter() < end:
@@ -224,7 +224,7 @@ def _stretches(layers: Layers, at: int) -> Iterator[Tensor]:
 
 def _write_block(path: Path, digest: bytes, layers: Layers, at: int) -> None:
     data = torch.cat([stretch.contiguous().view(-1).view(torch.uint8) for stretch in _stretches(layers, at)]).numpy()
-    # Not synced: after a power failure the checksum tells what did not reach the disk.
+    # Not synced: after a power failure the checksum detects incomplete files.
     with open(path, "xb") as file:
         file.write(_HEADER.pack(_MAGIC, digest, zlib.crc32(data)))
         file.write(data)
@@ -232,7 +232,7 @@ def _write_block(path: Path, digest: bytes, layers: Layers, at: int) -> None:
 
 
 def _float_matrix(model: torch.nn.Module) -> str | None:
-    """The name of a float matrix that a prompt's tokens are multiplied by; lookups and the head are none."""
+    """The name of a float matrix in a linear layer other than the head; None if there is none."""
     head = model.get_output_embeddings()
     for name, module in model.named_modules():
         if module is head or isinstance(module, torch.nn.Embedding):
@@ -244,7 +244,7 @@ def _float_matrix(model: torch.nn.Module) -> str | None:
 
 
 def _key(decoder: Decoder, layers: Layers) -> bytes:
-    """What keys and values depend on besides the tokens. Packed weights have checksums, which loading has verified."""
+    """A hash of all that keys and values depend on besides tokens; for packed weights, their (already verified) checksums."""
     model = decoder.model
     config = model.config.to_dict()
     for name in ("_name_or_path", "transformers_version", "quantization_config"):

@@ -1,8 +1,8 @@
-"""Checks that a decoder computes what its model does, or says why it does not.
+"""Checks that a decoder computes the same as its model, and says how they differ if it does not.
 
-A model may keep more of a text than keys and values (recurrent layers, short convolutions), or have attention that is not
-transformers' own kind. A decoder would silently forget that part of the text, and its output would still look like text. So
-a few tokens go through the unchanged model, and through the decoder whole and in pieces.
+A model may have more state than keys and values (recurrent layers, short convolutions), or custom attention. A decoder would
+silently lose this state, and its output would still look like text. So a few tokens are run through the unchanged model, and
+through the decoder at once and in pieces.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from ..hf.decoding import Asked, Unsupported, tells_positions
 
 TOKENS = 10
 PIECES = (3, 1, 4, 2)
-# A difference is measured relative to what the preceding text does to the logits of a token. A decoder that forgets has a
-# difference of about 1; a correct one differs by rounding only. In float32 that is at most 1e-5. Quantized layers amplify it:
-# float32 sums in another order move a few activations to the next of 255 values, and the layers after that carry it on. The
-# two attention implementations add up in different orders; a text whole and in pieces goes through the same operators, and
-# lowbit's give the same bits for any cut. docs/models.md has the measurements. Correct models: at most 4e-6 in floats and
-# 0.003 at 4 bits. Wrong models: at least 0.19 in pieces (recurrent_gemma, which the count of layers reveals as well), 0.4
-# where only these numbers reveal it (falcon_h1), and 0.5 for the whole text.
-EXACT_LIMIT = 1e-3  # in float32 alone
-ATTENTION_LIMIT = 0.3  # against the model's own attention: 0.04 was seen in models of 16 and 28 layers with random weights
-PIECES_LIMIT = 0.1  # between pieces and the whole text: 0.02 was seen, in bfloat16
-# Where the preceding text does nothing to the logits, they must be equal within the rounding of float32.
+# Differences are relative to the effect of the preceding text on the logits of a token. A decoder that loses the text has a
+# difference of about 1; a correct one differs only by rounding, in float32 by at most 1e-5. Quantized layers amplify rounding:
+# a different order of float32 sums moves a few activations to the next of 255 values, which later layers propagate. The two
+# attention implementations sum in different orders, but a text at once and in pieces uses the same operators, and results of
+# lowbit's do not depend on the split. docs/models.md has the measurements. Correct models: at most 4e-6 in floats and 0.003 at
+# 4 bits. Wrong models: at least 0.19 in pieces (recurrent_gemma, which the number of layers reveals as well), 0.4 where only
+# these differences reveal it (falcon_h1), and 0.5 for the whole text.
+EXACT_LIMIT = 1e-3  # for models in float32 only
+ATTENTION_LIMIT = 0.3  # against the model's own attention; observed: 0.04 in models of 16 and 28 layers with random weights
+PIECES_LIMIT = 0.1  # between pieces and the whole text; observed: 0.02 in bfloat16
+# If the preceding text has no effect on the logits, they must agree within float32 rounding.
 _ROUNDING = 1e-6
 
 # Decoder.run: (tokens [1, s], positions [s], start [1], caches) -> logits [1, s, vocabulary].
@@ -37,7 +37,7 @@ Run = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
 
 
 def sample_text(config: Any, count: int) -> Tensor:
-    """Token ids, int64 [1, count], spread over the vocabulary, without tokens that have a meaning for the model."""
+    """Token ids, int64 [1, count], spread over the vocabulary, without special tokens."""
     special: set[int] = set()
     for name, value in vars(config).items():
         if name.endswith(("_token_id", "_token_index")):
@@ -48,7 +48,7 @@ def sample_text(config: Any, count: int) -> Tensor:
 
 
 class Rounding:
-    """Measures differences of logits relative to what a decoding step that forgets the text would do to them."""
+    """Measures differences of logits relative to those of a decoding step that loses the text."""
 
     def __init__(self, model: torch.nn.Module, whole: Tensor, alone: Tensor):
         """
@@ -57,7 +57,7 @@ class Rounding:
             alone: [1, s, vocabulary], the logits of each token as if it were the first.
 
         Raises:
-            Unsupported: the logits are not numbers.
+            Unsupported: logits are NaN.
         """
         if whole.isnan().any():
             raise Unsupported("its logits are NaN")
@@ -66,18 +66,18 @@ class Rounding:
         self.effect = _rms_difference(alone, whole)
 
     def differences(self, logits: Tensor, expected: Tensor) -> Tensor:
-        """[s] from [1, s, vocabulary]: 0 where equal; 1 where they differ as much as if the token were the first."""
+        """Differences [s] of [1, s, vocabulary]: 0 if equal; 1 if they differ as much as if the token were the first."""
         return _relative(logits, expected, self.effect)
 
     def difference(self, logits: Tensor, expected: Tensor) -> float:
-        """The median over all tokens but the first: rounding may send one of them to another expert."""
+        """The median over all tokens except the first, because rounding may route single tokens to another expert."""
         return float(self.differences(logits, expected)[1:].median())
 
     def change_by_later_tokens(self, prefixes: Tensor, whole: Tensor) -> str | None:
-        """Half a sentence that says that logits change with the tokens that follow; None where they do not.
+        """A clause that says that logits depend on later tokens; None if they do not.
 
         Args:
-            prefixes: [1, s, vocabulary], the logits after the last token of each beginning of a text.
+            prefixes: [1, s, vocabulary], the logits after the last token of each prefix of a text.
             whole: [1, s, vocabulary], the logits of the whole text.
         """
         limit = EXACT_LIMIT if self.exact else ATTENTION_LIMIT
@@ -100,7 +100,7 @@ class Reference(Rounding):
             max_length: of the decoder, in tokens.
 
         Raises:
-            Unsupported: the model's logits are not numbers.
+            Unsupported: the model's logits are NaN.
             Exception: whatever the model raises.
         """
         told = tells_positions(model)
@@ -111,10 +111,10 @@ class Reference(Rounding):
         count = self.tokens.shape[1]
         self.positions = torch.arange(count)
         self.whole = _logits(model, self.tokens)
-        # Each token as if it were the first: the logits of a decoder that forgets.
+        # Each token as if it were the first: the logits of a decoder that loses the text.
         alone = {"position_ids": self.positions[:, None]} if told else {}
         super().__init__(model, self.whole, _logits(model, self.tokens.T, **alone).transpose(0, 1))
-        # The same tokens at the end of the longest text: tables of positions must reach there.
+        # The same tokens at the end of the longest text, because position tables must reach there.
         self.far = self.positions + (max_length - count)
         self.whole_far: Tensor | None = None
         if told is not None:
@@ -122,7 +122,7 @@ class Reference(Rounding):
 
     @torch.inference_mode()
     def ask(self, run: Run, layers: int) -> Asked:
-        """Shapes of the keys and values that the attention of each layer uses, and of the states of recurrent layers.
+        """Records the shapes of keys and values that each layer's attention uses, and of the states of recurrent layers.
 
         Raises:
             Unsupported: a layer has no attention over caches.
@@ -146,10 +146,10 @@ class Reference(Rounding):
         Args:
             run_texts: logits [s, vocabulary] of each of several texts, computed in one call.
             caches: of each layer, in the model's dtype, long enough for the reference's tokens.
-            uses: how often a call must ask for the caches of each layer.
+            uses: how often a call must use the caches of each layer.
 
         Raises:
-            Unsupported: the decoder does not compute what the model does; the message says how they differ.
+            Unsupported: the decoder's results differ from the model's; the message says how.
             Exception: whatever the model raises.
         """
         tokens, count = self.tokens, self.tokens.shape[1]
@@ -196,7 +196,7 @@ class Reference(Rounding):
         return measured
 
     def _difference_of_texts(self, run_texts: Callable[[list[list[int]]], list[Tensor]], whole: Tensor) -> float:
-        """The difference that another text in the same call makes; infinite where the model raises an exception.
+        """The difference caused by another text in the same call; infinite if the model raises an exception.
 
         Only :meth:`Decoder.check_texts` depends on it, so a model that fails here can still be decoded.
         """
@@ -212,7 +212,7 @@ class Reference(Rounding):
 
     @torch.inference_mode()
     def rounding_of_caches(self, run: Run, caches: Sequence[tuple[Tensor, ...]], cache_type: str) -> float:
-        """The difference that caches of a smaller type make, on the same scale as in :meth:`prove`.
+        """The difference caused by caches of a smaller type, on the same scale as in :meth:`prove`.
 
         Raises:
             Unsupported: keys or values are beyond the range of the type.
@@ -224,7 +224,7 @@ class Reference(Rounding):
 
 
 def sees_what_follows(model: torch.nn.Module) -> str | None:
-    """As :meth:`Rounding.change_by_later_tokens`, of a model with its own attention."""
+    """As :meth:`Rounding.change_by_later_tokens`, for a model with its own attention."""
     tokens = sample_text(model.config.get_text_config(), TOKENS)
     whole = _logits(model, tokens)
     rounding = Rounding(model, whole, _logits(model, tokens.T).transpose(0, 1))
@@ -233,7 +233,7 @@ def sees_what_follows(model: torch.nn.Module) -> str | None:
 
 
 class _Counted(list[Any]):
-    """The caches of all layers; counts the uses of each."""
+    """A list of the caches of all layers that counts the uses of each."""
 
     def __init__(self, caches: Sequence[Any]):
         super().__init__(caches)
@@ -249,7 +249,7 @@ def _logits(model: torch.nn.Module, tokens: Tensor, **arguments: Any) -> Any:
 
 
 def _rms_difference(a: Tensor, b: Tensor) -> Tensor:
-    """[1, s]: root of the mean squared difference. Some models always give a token minus infinity."""
+    """Root of the mean squared difference: [1, s]. Equal infinities count as 0, because some models mask tokens."""
     a, b = a.double(), b.double()
     return torch.where(a == b, 0.0, a - b).square().mean(-1).sqrt()
 

@@ -1,4 +1,4 @@
-"""The operators of a function's first call, run again without its Python code."""
+"""Records the operators of a function's first call and replays them without its Python code."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ _LOG = logging.getLogger(__name__)
 
 
 class _Unreplayable(Exception):
-    """The calls that follow may need other operators."""
+    """Later calls may need other operators, so the function cannot be replayed."""
 
 
 class _Recorder(TorchDispatchMode):
-    """Writes the operators that run, with their arguments, as lines of Python."""
+    """Records the operators that run, with their arguments, as lines of Python."""
 
     def __init__(self, inputs: tuple[Tensor, ...]) -> None:
         super().__init__()
-        self.lines: list[tuple[str, str, str]] = []  # of each operator: name of its result, operator, arguments
+        self.lines: list[tuple[str, str, str]] = []  # for each operator: name of its result, operator, arguments
         self.constants: dict[str, Any] = {}
         self._names = {id(tensor): f"x{number}" for number, tensor in enumerate(inputs)}
-        self._kept: list[Any] = list(inputs)  # so that no later tensor has the id of an earlier one
+        self._kept: list[Any] = list(inputs)  # keeps tensors alive, so that ids are unique
         self._operators: dict[Any, str] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -42,7 +42,7 @@ class _Recorder(TorchDispatchMode):
         self.lines.append((name, self._operators[func], ", ".join(written)))
         self._kept.append(result)
         for part, tensor in enumerate(result) if isinstance(result, (list, tuple)) else [(None, result)]:
-            if isinstance(tensor, Tensor) and id(tensor) not in self._names:  # one that was changed in place keeps its name
+            if isinstance(tensor, Tensor) and id(tensor) not in self._names:  # a tensor changed in place keeps its name
                 self._names[id(tensor)] = name if part is None else f"{name}[{part}]"
         return result
 
@@ -53,12 +53,12 @@ class _Recorder(TorchDispatchMode):
         return self._names.get(id(tensor), "k")[0] != "k"
 
     def _shows_values(self, func: Any, args: tuple[Any, ...]) -> bool:
-        """Whether a number, or a size, is made of values that other inputs would change."""
+        """Whether a number or a size depends on values that other inputs would change."""
         flat = [each for arg in args for each in (arg if isinstance(arg, (list, tuple)) else [arg])]
         tensors = [each for each in flat if isinstance(each, Tensor)]
         if not any(map(self.depends_on_inputs, tensors)):
             return False
-        if func is torch.ops.aten.index.Tensor:  # a mask chooses how many
+        if func is torch.ops.aten.index.Tensor:  # indexing with a mask has a result of variable size
             return any(each.dtype in (torch.bool, torch.uint8) for each in tensors[1:])
         return not {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}.isdisjoint(func.tags)
 
@@ -79,7 +79,7 @@ class _Recorder(TorchDispatchMode):
 
 
 class _Watch(TorchFunctionMode):
-    """Sees what reads a tensor without an operator."""
+    """Detects reads of a tensor that do not go through an operator."""
 
     def __init__(self, recorder: _Recorder) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class _Watch(TorchFunctionMode):
 
 
 def _function_of(recorder: _Recorder, inputs: int, result: Tensor) -> Callable[..., Tensor]:
-    """The recorded operators as a function, which frees each result behind its last use."""
+    """The recorded operators as a function that frees each result after its last use."""
     returned = recorder.name_of(result)
     last_use: dict[str, int] = {}
     for line, (name, _, arguments) in enumerate(recorder.lines):
@@ -109,24 +109,23 @@ def _function_of(recorder: _Recorder, inputs: int, result: Tensor) -> Callable[.
     parameters = [*(f"x{number}" for number in range(inputs)), *(f"{name}={name}" for name in recorder.constants)]
     code = "\n".join([f"def run({', '.join(parameters)}):", *body, f"    return {returned}"])
     scope = dict(recorder.constants)
-    exec(compile(code, "<operators of a decoder>", "exec"), scope)  # names and numbers that this file wrote
+    exec(compile(code, "<operators of a decoder>", "exec"), scope)  # contains only names and numbers generated here
     run: Callable[..., Tensor] = scope["run"]
     return run
 
 
 class Replay:
-    """A function of tensors, whose operators are recorded in the first call and run by themselves from the third on.
+    """A function of tensors whose operators are recorded in the first call and replayed from the third call on.
 
-    The second call runs both and compares the results bit by bit. So the function must give the same results, and leave the
-    same tensors, if it is called twice. If the results differ, or the function reads numbers from tensors, it is called as it
-    is.
+    The second call runs both and compares the results bit for bit. So calling the function twice must give the same results
+    and leave the same tensors. If the results differ, or the function reads numbers from tensors, it is called normally.
     """
 
     def __init__(self, function: Callable[..., Tensor]) -> None:
         self._function = function
         self._run: Callable[..., Tensor] | None = None
         self._proven = False
-        self.refusal: str | None = None  # why the function is called as it is
+        self.refusal: str | None = None  # why the function is not replayed
 
     def __call__(self, *inputs: Tensor) -> Tensor:
         if self._proven and self._run is not None:

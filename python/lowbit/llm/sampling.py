@@ -1,4 +1,4 @@
-"""Choice of a token from logits: the most likely one, or a random draw."""
+"""Chooses a token from logits: the most likely one, or a random draw."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NOT_FINITE = "the model's logits are not finite: its weights are damaged, or not
 
 
 def token_ids(name: str, tokens: Iterable[Any]) -> list[int]:
-    """Token ids as Python ints; elements of a tensor would not be found in sets.
+    """Token ids as Python ints, because elements of a tensor would not be found in sets.
 
     Raises:
         ValueError: the ids are not whole numbers.
@@ -62,16 +62,16 @@ def most_likely(logits: Tensor) -> int:
     Raises:
         ValueError: one is NaN, or the largest is infinite.
     """
-    # numpy finds it several times faster than torch: 15 instead of 110 us among 128256 on Zen 4.
+    # numpy is several times faster than torch: 15 instead of 110 us for 128256 tokens on Zen 4.
     values = (logits if logits.dtype == torch.float32 else logits.float()).detach().numpy()
-    token = int(values.argmax())  # of a NaN, where there is one
+    token = int(values.argmax())  # finds a NaN if there is one
     if not math.isfinite(values[token]):
         raise ValueError(NOT_FINITE)
     return token
 
 
 def check_seed(seed: int) -> None:
-    """Raises ValueError for a seed that torch's generator does not take."""
+    """Raises ValueError for a seed that torch's generator does not accept."""
     if not -(2**63) <= seed < 2**64:
         raise ValueError(f"seed is {seed}; expected a number of 64 bits")
 
@@ -105,8 +105,8 @@ class SamplingArguments(TypedDict, total=False):
 class Sampling:
     """How tokens are drawn.
 
-    First logits get their bias and the penalties, in the order of this list. Then temperature, top_k, top_p and min_p apply,
-    in this order, as in transformers.
+    First the bias and the penalties are applied to logits, in the order of this list. Then temperature, top_k, top_p and
+    min_p apply, in this order, as in transformers.
 
     Args:
         temperature: 0 takes the most likely token; otherwise tokens are drawn with this temperature.
@@ -117,9 +117,9 @@ class Sampling:
         presence_penalty: subtracted from the logits of tokens in the new text, as in OpenAI's API.
         frequency_penalty: subtracted once for each occurrence of the token in the new text.
         dry_multiplier: above 0 subtracts ``dry_multiplier * dry_base ** (n - dry_allowed_length)`` from the logit of a token
-            that would continue a repetition of n tokens, if n is at least ``dry_allowed_length``: the last n tokens of prompt
-            and text also occur earlier, followed by this token (DRY, text-generation-webui#5677; llama.cpp).
-        dry_breakers: tokens that end a repetition and get no penalty of DRY; :func:`breakers` finds them.
+            that would continue a repetition of n >= ``dry_allowed_length`` tokens: the last n tokens of prompt and text also
+            occur earlier, followed by this token (DRY, text-generation-webui#5677; llama.cpp).
+        dry_breakers: tokens that end a repetition and get no DRY penalty; :func:`breakers` finds them.
 
     Raises:
         ValueError: a value is out of its range.
@@ -184,25 +184,25 @@ def sample(
 
 
 def draw(logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, generator: Any, min_p: float) -> int:
-    """As :func:`sample`, without checks of the numbers."""
+    """As :func:`sample`, without checking the arguments."""
     if temperature == 0:
         return most_likely(logits)
-    # The largest logit becomes 0, which stays finite at any temperature. Below 1e-30 only equal logits remain.
+    # Shift the largest logit to 0, which stays finite at any temperature. Below 1e-30 only equal logits remain.
     logits = logits.float()
     logits = (logits - logits.max()) / max(temperature, 1e-30)
     if top_k is not None and top_k < logits.numel():
         logits[logits < logits.topk(top_k).values[-1]] = -math.inf
     probabilities = logits.softmax(0)
-    if probabilities[:1].isnan():  # then all are: a logit that is not finite enters every sum
+    if probabilities[:1].isnan():  # then all are NaN, because every probability depends on all logits
         raise ValueError(NOT_FINITE)
     if top_p is not None and top_p < 1:
         probabilities = nucleus(probabilities, top_p)
     if min_p:
-        # On logits, whose differences are exact for equal ones, so the most likely token always stays.
+        # Compare logits rather than probabilities, so that rounding never removes the most likely token.
         probabilities[logits < math.log(min_p)] = 0
     if top_k is None and top_p is None and not min_p:
         return int(torch.multinomial(probabilities, 1, generator=generator))
-    # Only the remaining tokens, because torch draws noise for each: 3 ms for a whole vocabulary.
+    # Draw only from the remaining tokens: torch draws noise for each, which takes 3 ms for a whole vocabulary.
     tokens = probabilities.nonzero()[:, 0]
     return int(tokens[torch.multinomial(probabilities[tokens], 1, generator=generator)])
 
@@ -210,7 +210,7 @@ def draw(logits: Tensor, temperature: float, top_k: int | None, top_p: float | N
 def nucleus(probabilities: Tensor, top_p: float) -> Tensor:
     """Keeps the smallest set of most likely tokens that reaches top_p, and at least one (Holtzman et al. 2020).
 
-    Of equally likely tokens the first ones are kept.
+    Among equally likely tokens the first ones are kept.
 
     Args:
         probabilities: [vocabulary], float32.
@@ -219,13 +219,13 @@ def nucleus(probabilities: Tensor, top_p: float) -> Tensor:
     Returns:
         [vocabulary], float32: the probabilities of the kept tokens, zero for all others.
     """
-    # Sorting a whole vocabulary takes long: 10 ms for 128256 tokens on Zen 4. The tokens above some probability come first in
-    # that order, and are mostly enough.
+    # Sorting a whole vocabulary is slow: 10 ms for 128256 tokens on Zen 4. Sorting only the tokens above some probability is
+    # usually enough.
     for least in (1e-3, 1e-4, 1e-5, 1e-6, -1.0):
         tokens = (probabilities > least).nonzero()[:, 0]
         likely = probabilities[tokens]
         if least > 0 and likely.sum() < top_p:
-            continue  # before anything is sorted
+            continue  # not enough, so do not sort
         ordered, order = likely.sort(descending=True, stable=True)
         sums = ordered.cumsum(0)
         if (sums >= top_p).any():

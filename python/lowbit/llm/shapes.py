@@ -1,4 +1,4 @@
-"""Random models with the shapes of well-known language models, to measure speed."""
+"""Random models with the shapes of well-known language models, for speed measurements."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _llama_3_rope(factor: float) -> dict[str, Any]:
     }  # fmt: skip
 
 
-# name: the configuration class of transformers, and its arguments.
+# Name -> configuration class of transformers, and its arguments.
 _SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-3.2-1b": ("LlamaConfig", _LLAMA_3 | {
         "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32, "head_dim": 64,
@@ -70,10 +70,10 @@ def shape_config(name: str) -> Any:
 
 
 def _skeleton(config: Any, dtype: torch.dtype) -> torch.nn.Module:
-    """A model with linear layers and embeddings on the meta device; other parameters are 1, biases 0."""
+    """A model whose linear layers and embeddings are on the meta device; other parameters are 1, biases 0."""
     with torch.device("meta"):
         model = import_module("transformers").AutoModelForCausalLM.from_config(config, dtype=dtype)
-    model.tie_weights()  # the first versions of transformers 5 do not
+    model.tie_weights()  # the first 5.x versions of transformers do not
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if any(buffer.is_meta for buffer in child.buffers(recurse=False)):
@@ -123,8 +123,8 @@ def random_model(
 ) -> torch.nn.Module:
     """A language model with random weights, made in packed form without a float model.
 
-    Weights have mean 0 and a variance of about 1 / in_features, norms are 1, so that activations stay in a normal range. It
-    is saved and loaded as any packed model.
+    Weights have mean 0 and a variance of about 1 / in_features, norms are 1, so that activations stay in a normal range. The
+    model can be saved and loaded like any packed model.
 
     Args:
         shape: a name, as for :func:`shape_config`, or a configuration of transformers.
@@ -142,7 +142,7 @@ def random_model(
     largest = max(layer.weight.numel() for layer in model.modules() if isinstance(layer, _LAYERS))
 
     @functools.cache
-    def pool(bits: int) -> Tensor:  # random codes, more than the largest matrix has
+    def pool(bits: int) -> Tensor:  # more random codes than the largest matrix has
         words = torch.empty(largest // 8 + (1 << 16), dtype=torch.int64)
         words.random_(torch.iinfo(torch.int64).min, None, generator=generator)
         return words.view(torch.uint8).bitwise_and_((1 << bits) - 1)

@@ -1,4 +1,4 @@
-"""What the states of a decoder hold, and copies from which a text goes on."""
+"""Tracks the states of a decoder's recurrent layers, and keeps copies from which a text can continue."""
 
 from __future__ import annotations
 
@@ -6,33 +6,33 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-_MOST = 2  # copies; of hybrids with 1B parameters each is some 20 MB
+_MOST = 2  # copies; each takes about 20 MB for hybrids with 1B parameters
 
 
 class StateKeeper:
-    """Knows of how many tokens a decoder's states are: unlike keys and values, they cannot be cut back.
+    """Tracks how many tokens a decoder's states include, because states, unlike keys and values, cannot be truncated.
 
-    A text continues where the states are, at a position that there is a copy of, or from its beginning.
+    A text can continue at the position of the states, at the position of a copy, or from its beginning.
     """
 
     def __init__(self, tensors: Sequence[Tensor]):
         self._tensors = list(tensors)
         self._copies: dict[int, list[Tensor]] = {}
-        self.position: int | None = None  # None: not known
+        self.position: int | None = None  # number of tokens in the states; None: unknown
 
     def kept(self, count: int) -> int:
-        """The most tokens, up to `count`, that a text can continue behind."""
+        """The largest position, up to `count`, from which a text can continue."""
         places = [*self._copies, *(() if self.position is None else (self.position,))]
         return max((place for place in places if place <= count), default=0)
 
     def begin(self, start: int, keep: bool = False) -> None:
-        """Makes the states those of `start` tokens, before a call.
+        """Restores the states after `start` tokens, before a call.
 
         Args:
             keep: also keep a copy of them.
 
         Raises:
-            ValueError: they cannot be had.
+            ValueError: these states are not available.
         """
         if start and start != self.position and start not in self._copies:
             raise ValueError(
@@ -43,12 +43,12 @@ class StateKeeper:
             for tensor, copy in zip(self._tensors, self._copies[start], strict=True):
                 tensor.copy_(copy)
         self._copies = {place: copies for place, copies in self._copies.items() if 0 < place <= start}
-        self.position = None  # until the call has ended well
+        self.position = None  # until the call has succeeded
         if keep and start:
             self._keep(start)
 
     def end(self, position: int, keep: bool = False) -> None:
-        """After a call: the states are those of `position` tokens."""
+        """Records that after a call the states are those of `position` tokens."""
         self.position = position
         if keep:
             self._keep(position)

@@ -1,4 +1,4 @@
-"""Stop strings: texts that end at a string."""
+"""Stop strings: ends a text at a string."""
 
 from __future__ import annotations
 
@@ -32,12 +32,11 @@ def check_stop_strings(strings: Iterable[str], name: str = "stop") -> tuple[str,
 
 
 class TextUntil:
-    """The text of tokens as they come, up to a stop string.
+    """Decodes tokens to text one by one, up to a stop string; use it as ``until`` of :func:`lowbit.llm.generate`.
 
-    The string is not part of the text, and a possible beginning of it is held back until the next tokens decide. It may contain
-    special tokens, which the text does not show. Of several strings the first to end counts, and the longest of those that end
-    there, so how tokens divide the text has no effect.
-    A call with a token returns whether the text has ended, as ``until`` of :func:`lowbit.llm.generate` does.
+    The stop string is not part of the text, and a possible beginning of it is held back until the next tokens decide. It may
+    contain special tokens, which the text does not show. Of several strings the first to end counts, and the longest of those
+    that end there, so the result does not depend on how tokens divide the text.
     """
 
     def __init__(
@@ -46,24 +45,24 @@ class TextUntil:
         """
         Args:
             tokenizer: a fast tokenizer.
-            prompt: ids of the text before.
+            prompt: ids of the preceding text.
             strings: stop strings.
-            on_text: called with each piece of the text as soon as it is certain; :meth:`finish` passes the last piece.
+            on_text: called with each piece of the text as soon as it is final; :meth:`finish` passes the last piece.
 
         Raises:
             ValueError: an empty string.
         """
         self._strings = check_stop_strings(strings)
         special = getattr(tokenizer, "added_tokens_decoder", {}) if self._strings else {}
-        # Special tokens that a string contains, by id.
+        # Id -> text of the special tokens that a string contains.
         self._hidden = {
             token: str(each) for token, each in special.items()
             if each.special and any(str(each) in string for string in self._strings)
         }  # fmt: skip
         self._stream, self.on_text = TextStream(tokenizer, prompt), on_text
         self._held = ""
-        self._shown: list[bool] = []  # whether a character of what is held is part of the text
-        self._starts: list[int] = []  # of each token in the text
+        self._shown: list[bool] = []  # for each held character, whether it is part of the text
+        self._starts: list[int] = []  # start of each token in the text
         self.text = ""
         self.ended = self._whole = False
 
@@ -87,7 +86,7 @@ class TextUntil:
 
     @property
     def tokens(self) -> int:
-        """How many of the tokens have a part in the text that is certain; those of a stop string have none."""
+        """The number of tokens that contribute to the final text; those of a stop string do not."""
         return len(self._starts) if self._whole else bisect_left(self._starts, len(self.text))
 
     def finish(self) -> str:
@@ -106,5 +105,5 @@ class TextUntil:
 
 
 def overlap(text: str, string: str) -> int:
-    """Number of characters at the end of a text that are a beginning of the string."""
+    """Length of the longest suffix of a text that is a prefix of the string."""
     return next((n for n in range(min(len(text), len(string) - 1), 0, -1) if text.endswith(string[:n])), 0)

@@ -1,4 +1,4 @@
-"""Chat templates: the tokens of a conversation, in which only the template itself writes control tokens."""
+"""Renders chat templates to tokens, such that only the template itself, not a message, can produce control tokens."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from weakref import WeakKeyDictionary
 
 from ..files.untrusted import interpreting
 
-_SECONDS = 10  # of CPU time; the template of a long conversation takes some milliseconds
-_UNMARKED_ROLE = re.compile(r"\w+")  # templates compare roles, and make control tokens of them: '<|' + role + '|>'
-_PRIVATE = range(0xF0000, 0xFFFFE)  # letters that Unicode leaves to private use
-# Tokenizers that do not call all of their control tokens special (DeepSeek's) write them so.
+_SECONDS = 10  # limit of CPU time; the template of a long conversation takes some milliseconds
+_UNMARKED_ROLE = re.compile(r"\w+")  # templates compare roles, and build control tokens from them: '<|' + role + '|>'
+_PRIVATE = range(0xF0000, 0xFFFFE)  # Unicode's private use characters
+# The form of control tokens in tokenizers that do not mark all of them as special (DeepSeek's).
 _LOOKS_LIKE_CONTROL = re.compile(r"<[|\uff5c].+[|\uff5c]>", re.DOTALL)
 
 
 def chat_template(tokenizer: Any, path: str | os.PathLike[str]) -> str:
-    """The tokenizer's chat template; of several the default one.
+    """The tokenizer's chat template, or the default one of several.
 
     Args:
         path: of the tokenizer, for the error.
 
     Raises:
-        ValueError: it has none.
+        ValueError: there is none.
     """
     template: str | dict[str, str] | None = tokenizer.chat_template
     if isinstance(template, dict):
@@ -54,23 +54,23 @@ def render(
     template: str,
     tools: list[dict[str, Any]] | None = None,
 ) -> list[int]:
-    """Tokens of a conversation up to the model's answer. The template adds special tokens, also a first one.
+    """The tokens of a conversation up to the model's answer. The template adds all special tokens, including a first one.
 
-    The text of a control token in a message or a tool becomes ordinary tokens. All other texts become the tokens of the whole
-    text at once.
+    The text of a control token in a message or a tool is encoded as ordinary tokens. Without such texts the whole
+    conversation is tokenized at once.
 
     Args:
         tools: functions that the model may call, in OpenAI's format.
 
     Raises:
-        ValueError: the template is damaged, loops, or refuses the messages (some take no system prompt); or a message has the
-            text of a control token, and the template treats it in another way than other texts.
+        ValueError: the template is damaged, loops, or refuses the messages (some accept no system prompt); or a message
+            contains the text of a control token, and the template treats it differently from other text.
     """
     control = _control_tokens(tokenizer)
     text, places = _rendered(tokenizer, messages, template, tools, control)
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     ids: list[int] = list(encoded["input_ids"])
-    # A token that takes the spaces beside it in has a longer range than its text.
+    # A token that strips adjacent spaces covers a longer range than its text.
     found = [(token, *where) for token, where in zip(ids, encoded["offset_mapping"], strict=True) if token in control.names]
     expected = [(control.ids[text[start:end]], start, end) for start, end in places]
     if len(found) == len(expected) and all(
@@ -78,14 +78,14 @@ def render(
         for (token, first, last), (wanted, start, end) in zip(found, expected, strict=True)
     ):
         return ids
-    # Some tokens are such only between words: where the tokenizer sees none at all, the template has written a text.
+    # Some tokens are recognized only between words: if the tokenizer finds none here, the template has written plain text.
     ends = [last for _, _, last in found]
     places = [(start, end) for start, end in places if (at := bisect_right(ends, start)) < len(found) and found[at][1] < end]
     return control.encode(text, places)
 
 
 def check_control_tokens(tokenizer: Any, processor: Any, messages: list[Any], template: str) -> None:
-    """Raises ValueError for a conversation with images in which a message has the text of a control token."""
+    """Raises ValueError for a conversation with images in which a message contains the text of a control token."""
     control = _control_tokens(tokenizer)
     if control.marked(messages) != messages:
         text, places = _rendered(processor, messages, template, None, control)
@@ -98,7 +98,7 @@ def check_control_tokens(tokenizer: Any, processor: Any, messages: list[Any], te
 def _rendered(
     tokenizer: Any, messages: Any, template: str, tools: list[dict[str, Any]] | None, control: _Control
 ) -> tuple[str, list[tuple[int, int]]]:
-    """The text of a conversation, and where in it the template has written control tokens."""
+    """The text of a conversation, and the ranges in which the template has written control tokens."""
 
     def once(messages: Any, tools: Any) -> str:
         with interpreting("the chat template does not take this conversation"), _time_limit():
@@ -118,7 +118,7 @@ def _rendered(
         without = once(*marked)
     except ValueError:
         without = ""
-    # One letter stands for one other, so that places are the same in both texts.
+    # Each character is replaced by exactly one, so positions agree in both texts.
     if without.translate(control.originals) != text:
         raise ValueError(
             "a message has the text of a control token of the model, and the chat template treats it in another way than other "
@@ -129,7 +129,7 @@ def _rendered(
 
 @lru_cache
 def _check_powers(template: str) -> None:
-    """Raises ValueError for a template with powers: one of large numbers takes hours in a single step."""
+    """Raises ValueError for a template with powers: a power of large numbers takes hours in a single step."""
     lexer: Any = import_module("jinja2").Environment()
     if any(kind == "operator" and value == "**" for _, kind, value in lexer.lex(template)):
         raise ValueError("the chat template has the operator **; expected one without powers")
@@ -137,11 +137,11 @@ def _check_powers(template: str) -> None:
 
 @contextmanager
 def _time_limit() -> Iterator[None]:
-    """A context in which a chat template that takes too long raises ValueError: its sandbox limits memory, but not time."""
+    """A context in which a chat template that takes too long raises ValueError; jinja's sandbox does not limit time."""
     end = time.thread_time() + _SECONDS
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
-        if frame.f_code.co_filename != "<template>":  # jinja's name for it
+        if frame.f_code.co_filename != "<template>":  # jinja's name for templates
             return None
         if time.thread_time() > end:
             raise ValueError(f"the chat template takes more than {_SECONDS} s for a conversation; expected one that ends")
@@ -160,17 +160,17 @@ class _Control:
     """The control tokens of a tokenizer."""
 
     backend: Any
-    ids: dict[str, int]  # by their texts
+    ids: dict[str, int]  # text -> id
 
     @cached_property
     def names(self) -> dict[int, str]:
-        """Names that no text has, by ids: drawn, because a user must not know them."""
+        """Id -> name that no text contains. Names are random, so that a user cannot know them."""
         start = "".join(chr(secrets.choice(_PRIVATE)) for _ in range(8))
         return {number: f"{start}{chr(_PRIVATE[i])}" for i, number in enumerate(self.ids.values())}
 
     @cached_property
     def marks(self) -> dict[str, str]:
-        """A private letter for each letter of a token; drawn, as the names."""
+        """Character of a control token -> private use character, chosen at random like the names."""
         letters = set().union(*self.ids)
         start = secrets.randbelow(len(_PRIVATE) - len(letters))
         return {letter: chr(_PRIVATE[start + i]) for i, letter in enumerate(sorted(letters))}
@@ -205,13 +205,13 @@ class _Control:
         return {text[-1] for text in self.ids}
 
     def places(self, text: str) -> list[tuple[int, int]]:
-        """Where the text has control tokens."""
+        """The ranges of control tokens in the text."""
         return [found.span() for found in self._any.finditer(text)]
 
     def marked(self, value: Any, key: Any = None) -> Any:
-        """A copy of a part of messages or tools in which no text is, or may become with its neighbors, a control token.
+        """A copy of a part of messages or tools in which no text is a control token, or could become one when joined.
 
-        The first letter of each such text is replaced by a private one. The same value if there are none.
+        The first character of each such text is replaced by a private use character. Returns the same value if there are none.
         """
         if isinstance(value, dict):
             return {self.marked(name): self.marked(inner, name) for name, inner in value.items()}
@@ -220,7 +220,7 @@ class _Control:
         if not isinstance(value, str) or (key in ("role", "type") and _UNMARKED_ROLE.fullmatch(value)):
             return value
         at = {found.start() for found in self._anywhere.finditer(value)}
-        core = value.strip()  # templates strip texts
+        core = value.strip()  # templates may strip texts
         longest = max(map(len, self.ids), default=1) - 1
         head, tail = core[:longest], core[-longest:]
         if not self._firsts.isdisjoint(tail):
@@ -236,7 +236,7 @@ class _Control:
         return "".join(letters)
 
     def encode(self, text: str, places: list[tuple[int, int]]) -> list[int]:
-        """The tokens of a text with control tokens at these places only."""
+        """The tokens of a text with control tokens only at these ranges."""
         parts, before = [], 0
         for start, end in places:
             parts += [text[before:start], self.names[self.ids[text[start:end]]]]
@@ -285,7 +285,7 @@ _CONTROL: WeakKeyDictionary[Any, _Control] = WeakKeyDictionary()
 
 
 def _control_tokens(tokenizer: Any) -> _Control:
-    """The tokens of a tokenizer that it calls special, and others that look so; blank ones are texts."""
+    """The tokens that a tokenizer marks as special, and others that look like control tokens, except blank ones."""
     ids = {
         token.content: number
         for number, token in tokenizer.added_tokens_decoder.items()

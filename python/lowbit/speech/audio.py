@@ -1,4 +1,4 @@
-"""Audio files as the samples that Whisper takes."""
+"""Reads audio files as samples for Whisper."""
 
 from __future__ import annotations
 
@@ -15,37 +15,37 @@ if TYPE_CHECKING:
 
 SAMPLE_RATE = 16000  # of every Whisper model, in samples per second
 MOST_SECONDS = 12 * 3600.0  # of a recording: its samples take 2.8 GB
-# FFmpeg's demuxers of containers that hold sound themselves. Others open the files or sockets that their input names
-# (concat, hls, dash, sdp, rtsp, image2) or compute what it says (lavfi).
+# Allowed FFmpeg demuxers: containers that hold audio themselves. Other demuxers open files or sockets named in their input
+# (concat, hls, dash, sdp, rtsp, image2) or evaluate it (lavfi).
 _FORMATS = "aac,ac3,aiff,amr,asf,au,avi,caf,eac3,flac,flv,matroska,mov,mp3,mpeg,mpegts,ogg,w64,wav,webm,wv"
 _SHOWN = "WAV, FLAC, MP3, AAC, M4A, Ogg, Opus, AIFF, WMA, or the sound of an MP4, WebM, Matroska or AVI video"
-# Decoders of sound that such files have. Without a list FFmpeg would also decode their pictures, to learn their sizes.
+# Allowed audio decoders. Without a list FFmpeg would also decode images in the files, to determine their sizes.
 _CODECS = (
     "aac,aac_latm,ac3,adpcm_ima_qt,adpcm_ima_wav,adpcm_ms,adpcm_swf,adpcm_yamaha,alac,amrnb,amrwb,dca,eac3,flac,g722,g726,gsm,"
     "gsm_ms,libopencore_amrnb,libopencore_amrwb,libopus,mp1,mp1float,mp2,mp2float,mp3,mp3float,nellymoser,opus,pcm_alaw,"
     "pcm_f32be,pcm_f32le,pcm_f64be,pcm_f64le,pcm_mulaw,pcm_s16be,pcm_s16le,pcm_s24be,pcm_s24le,pcm_s32be,pcm_s32le,pcm_s8,"
     "pcm_u8,speex,vorbis,wavpack,wmalossless,wmapro,wmav1,wmav2,wmavoice"
 )
-_RATES = (2000, 768_000)  # samples per second: at 1 Hz some bytes would become hours
+_RATES = (2000, 768_000)  # allowed samples per second; at 1 Hz a few bytes would become hours
 _MOST_CHANNELS = 32
-_MOST_PER_FRAME = 1 << 20  # samples of a channel; a file's header says how many, and memory is allocated for them
-_SAME = 0.1  # share of the energy of two channels that their sum keeps at least; else they have opposite phases
+_MOST_PER_FRAME = 1 << 20  # samples per channel; the file's header gives the number, and memory is allocated for it
+_SAME = 0.1  # if the sum of two channels keeps less than this share of their energy, they have opposite phases
 
 
 def load_audio(path: str | os.PathLike[str], most_seconds: float | None = MOST_SECONDS) -> np.ndarray:
     """Reads the first audio stream of a file: float32 [samples] from -1 to 1, one channel, 16,000 samples per second.
 
-    Two channels become one second by second: their mean, or the louder one where they cancel each other out (opposite phase).
+    Two channels are mixed second by second: to their mean, or the louder one if they cancel each other (opposite phase).
 
     Args:
-        path: of a format that FFmpeg's libraries read: WAV, FLAC, MP3, AAC, M4A, Ogg, Opus, AIFF, WMA, or the sound of a video.
-            Formats that refer to other files or to addresses are refused.
+        path: in a format that FFmpeg's libraries read: WAV, FLAC, MP3, AAC, M4A, Ogg, Opus, AIFF, WMA, or the audio of a
+            video. Formats that refer to other files or to addresses are refused.
         most_seconds: the longest recording; None: any length that fits into memory.
 
     Raises:
         ImportError: the package av is not installed.
         OSError: there is no such file, or it cannot be read.
-        ValueError: it has no audio, is damaged, is longer, or has a sample rate or a number of channels that no recording has.
+        ValueError: it has no audio, is damaged, is too long, or has an implausible sample rate or number of channels.
     """
     path = Path(path)
     check_regular(path)
@@ -59,14 +59,14 @@ def read_audio(
     """As :func:`load_audio`.
 
     Args:
-        file: an open file: FFmpeg opens none itself.
+        file: an open file; FFmpeg opens no files itself.
         name: of the file, for errors.
-        check: called for each decoded frame; what it raises ends the reading.
+        check: called for each decoded frame; an exception from it ends the reading.
     """
     import numpy as np
 
     av = import_av()
-    samples = bytearray()  # grows in place; a list of pieces would be in memory twice when they are joined
+    samples = bytearray()  # grows in place; joining a list of pieces would need twice the memory
     options = {"format_whitelist": _FORMATS, "protocol_whitelist": "none", "codec_whitelist": _CODECS}
     try:
         with av.open(file, options=options, metadata_errors="ignore") as container:
@@ -113,7 +113,7 @@ def _resampled(frames: Iterator[Any], name: str, check: Callable[[], None] | Non
 
 
 def _one_channel(pieces: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
-    """[samples] of pieces [1 or 2 channels, samples]."""
+    """Mixes pieces [1 or 2 channels, samples] to [samples]."""
     import numpy as np
 
     held: list[np.ndarray] = []  # a second of two channels
@@ -130,7 +130,7 @@ def _one_channel(pieces: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
 
 
 def _mixed(pair: np.ndarray) -> np.ndarray:
-    """One channel of two: their mean, or the louder one where the mean loses most of their energy."""
+    """Mixes two channels: their mean, or the louder one if the mean loses most of their energy."""
     import numpy as np
 
     mean: np.ndarray = pair.mean(axis=0)
@@ -141,7 +141,7 @@ def _mixed(pair: np.ndarray) -> np.ndarray:
 
 
 def import_av() -> Any:
-    """PyAV, FFmpeg's libraries."""
+    """Imports PyAV, the binding of FFmpeg's libraries; raises ImportError with instructions if it is missing."""
     try:
         return import_module("av")
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""Whisper models to two programs, an encoder and a decoder, and back."""
+"""Exports Whisper models to two programs, an encoder and a decoder, and loads them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .speech_decoder import SpeechDecoder
 
 _NUMBERS = ("max_length", "vocabulary", "positions", "mel_bins")
 _PT2 = "lowbit.speech."  # prefix of the names of our metadata in a .pt2
-_PTE = "get_"  # of constant methods in a .pte
+_PTE = "get_"  # prefix of the names of constant methods in a .pte
 
 
 class _Encoder(torch.nn.Module):
@@ -31,7 +31,7 @@ class _Encoder(torch.nn.Module):
 
 
 class _Program(torch.nn.Module):
-    """One call hears and writes: it takes positions of the encoder's output, all of them or the last one again."""
+    """The decoder's program: each call first stores keys and values of encoder positions, all of them or the last one again."""
 
     def __init__(self, decoder: SpeechDecoder):
         super().__init__()
@@ -43,7 +43,7 @@ class _Program(torch.nn.Module):
 
 
 class _CachesAsInputs(torch.nn.Module):
-    """As constants, the zeros of the caches would fill a .pt2."""
+    """The program with caches as inputs. As constants their zeros would be stored in the .pt2."""
 
     def __init__(self, program: _Program, names: Sequence[str]):
         super().__init__()
@@ -55,7 +55,7 @@ class _CachesAsInputs(torch.nn.Module):
 
 @torch.no_grad()
 def export_speech(decoder: SpeechDecoder, encoder_path: str | os.PathLike[str], decoder_path: str | os.PathLike[str]) -> None:
-    """Exports a Whisper model to two files that run without Python: for ExecuTorch (.pte), or machine code (.pt2).
+    """Exports a Whisper model to two files that run without Python: for ExecuTorch (.pte) or as machine code (.pt2).
 
     * The encoder takes features [1, mel bins, frames] of a window, and returns states [1, positions, width].
     * The decoder takes tokens [1, s] and start [1], both int64, states [1, p, width], and ``at`` [1] int64; it returns logits
@@ -66,11 +66,11 @@ def export_speech(decoder: SpeechDecoder, encoder_path: str | os.PathLike[str], 
 
     Args:
         decoder: quantized, in eval mode.
-        encoder_path, decoder_path: names that end both in .pte or both in .pt2; replaced in one step each.
+        encoder_path, decoder_path: names that both end in .pte or both in .pt2; each is replaced atomically.
 
     Raises:
         ImportError: executorch is not installed, for .pte.
-        ValueError, OSError: the names end otherwise, or a file cannot be written.
+        ValueError, OSError: the names have another ending, or a file cannot be written.
         Exception: whatever torch.export, ExecuTorch and AOTInductor raise.
     """
     endings = {Path(path).suffix for path in (encoder_path, decoder_path)}
@@ -80,7 +80,10 @@ def export_speech(decoder: SpeechDecoder, encoder_path: str | os.PathLike[str], 
     positions = config.max_source_positions
     about = dict(zip(_NUMBERS, (decoder.max_length, decoder.vocabulary, positions, config.num_mel_bins), strict=True))
     features = torch.zeros(1, config.num_mel_bins, 2 * positions, dtype=dtype)
-    begin, at = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)  # one object would be one input
+    begin, at = (
+        torch.zeros(1, dtype=torch.int64),
+        torch.zeros(1, dtype=torch.int64),
+    )  # two objects, because one object would become one input
     inputs: tuple[Any, ...] = (torch.zeros(1, 3, dtype=torch.int64), begin, torch.zeros(1, 5, config.d_model, dtype=dtype), at)
     tokens, states = torch.export.Dim("s", min=1, max=decoder.max_length), torch.export.Dim("p", min=1, max=positions)
     sizes: tuple[Any, ...] = ({1: tokens}, None, {1: states}, None)
@@ -103,7 +106,7 @@ def export_speech(decoder: SpeechDecoder, encoder_path: str | os.PathLike[str], 
 
 @contextmanager
 def _without_encoder(model: Any) -> Iterator[None]:
-    """A .pte has all weights of a module, also those that its program does not use."""
+    """A context without the encoder, because a .pte contains all weights of a module, even unused ones."""
     encoder, model.encoder = model.encoder, torch.nn.Identity()
     try:
         yield
@@ -122,7 +125,7 @@ class ExportedSpeech:
         self.max_length, self.vocabulary = about["max_length"], about["vocabulary"]
         self.positions, self.mel_bins = about["positions"], about["mel_bins"]
         self._encode, self._run = encode, run
-        self._states: Tensor | None = None  # that the next call gives to the decoder
+        self._states: Tensor | None = None  # input of the next decoder call
         self._at = torch.tensor([0])
 
     def listen(self, features: Tensor) -> None:
@@ -148,7 +151,7 @@ def load_speech(encoder_path: str | os.PathLike[str], decoder_path: str | os.Pat
     Raises:
         ImportError: for a .pte, executorch is not installed, or lowbit was built without it.
         FileNotFoundError: a file does not exist.
-        ValueError: a file is no such program.
+        ValueError: a file is not such a program.
     """
     paths = [os.fspath(encoder_path), os.fspath(decoder_path)]
     for path in paths:

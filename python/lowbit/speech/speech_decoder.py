@@ -1,4 +1,4 @@
-"""Encoder and decoding step of a Whisper model, over static caches."""
+"""The encoder and the decoding step of a Whisper model, over static caches."""
 
 from __future__ import annotations
 
@@ -14,30 +14,29 @@ from ..llm.decoder import check_call
 from ..operators import ops
 
 _PANEL = 16  # lengths of caches are multiples of this
-_TRIAL = 24  # positions of the encoder's output in the trial
-_TRIAL_LIMIT = 0.05  # of the spread of the logits: rounding of activations stays below, another formula does not
+_TRIAL = 24  # encoder positions in the trial
+_TRIAL_LIMIT = 0.05  # relative to the spread of the logits: rounding stays below, a different computation does not
 
 
 class SpeechDecoder(torch.nn.Module):
-    """The decoder of a Whisper model: :meth:`listen` computes what it hears, then each call continues the text.
+    """The decoder of a Whisper model: :meth:`listen` encodes audio, then each call continues the text.
 
-    Keys and values of the encoder's output are computed once per window of audio. They, and those of the text, are static
-    buffers, so a step copies no caches. A text may come in any pieces.
+    Keys and values of the encoder's output are computed once per window of audio. They and those of the text are static
+    buffers, so a step copies no caches. A text may be split into calls in any way.
 
-    lowbit computes the encoder's attention and the activation functions (:func:`lowbit.fuse_`), which changes the model.
+    The model is changed: lowbit computes the encoder's attention and the activation functions (:func:`lowbit.fuse_`).
     """
 
     def __init__(self, model: torch.nn.Module, cache: str | None = None):
         """
         Args:
-            model: transformers' ``WhisperForConditionalGeneration`` or a class that computes the same, quantized or not, in
-                eval mode.
+            model: transformers' ``WhisperForConditionalGeneration`` or an equivalent class, quantized or not, in eval mode.
             cache: type of keys and values: "float32", "bfloat16", "float16", or "int8", "int8,int4" (keys of int8, values of
                 int4) or "int4", which have a scale for each position of a head; None: the model's dtype.
 
         Raises:
-            ValueError: an unknown type of cache, a model in training mode, or one whose decoder computes something else:
-                a few tokens are computed by both.
+            ValueError: an unknown cache type, a model in training mode, or a model whose decoder gives other results for a
+                few trial tokens.
         """
         super().__init__()
         if getattr(getattr(model, "config", None), "model_type", None) != "whisper" or not hasattr(model, "proj_out"):
@@ -85,7 +84,7 @@ class SpeechDecoder(torch.nn.Module):
 
     @torch.inference_mode()
     def _try(self) -> None:
-        """Compares with the model itself, on an encoder's output of random numbers."""
+        """Compares the results with the model's for a random encoder output."""
         config, tokens = self.model.config, torch.arange(4)[None] % self.vocabulary
         generator = torch.Generator().manual_seed(0)
         states = torch.randn(1, min(_TRIAL, config.max_source_positions), config.d_model, generator=generator)
@@ -104,10 +103,10 @@ class SpeechDecoder(torch.nn.Module):
             )
 
     def listen(self, features: Tensor) -> None:
-        """Encodes a window of audio; the text begins anew.
+        """Encodes a window of audio and starts a new text.
 
         Args:
-            features: [1, mel bins, frames] of the model's dtype, as transformers' WhisperFeatureExtractor computes them.
+            features: [1, mel bins, frames] in the model's dtype, from transformers' WhisperFeatureExtractor.
 
         Raises:
             ValueError: another shape.
@@ -121,13 +120,13 @@ class SpeechDecoder(torch.nn.Module):
         self._last = torch.tensor([config.max_source_positions - 1])
 
     def hear(self, states: Tensor, at: Tensor) -> None:
-        """Writes keys and values of the encoder's output [1, positions, width] from a position on."""
+        """Stores keys and values of the encoder's output [1, positions, width] from position ``at`` on."""
         for layer, (_, _, k_cache, v_cache, last_k, last_v) in zip(
             self.model.model.decoder.layers, self._caches(), strict=True
         ):
             attention = layer.encoder_attn
             key, value = self._split(attention.k_proj(states)), self._split(attention.v_proj(states))
-            # Writes all positions. With a window of 1 the attention that comes with it costs next to nothing.
+            # Called to store keys and values. With a window of 1 the unused attention result costs almost nothing.
             torch.ops.lowbit.attention(key, key, value, k_cache, v_cache, at, 1.0, 1)
             last_k.copy_(key[:, :, -1:])
             last_v.copy_(value[:, :, -1:])
@@ -141,7 +140,7 @@ class SpeechDecoder(torch.nn.Module):
 
         Args:
             tokens: [1, s] int64.
-            start: [1] int64, the number of tokens before.
+            start: [1] int64, the number of earlier tokens.
 
         Returns:
             [1, vocabulary] of the model's dtype: the logits after the last token.
@@ -149,7 +148,7 @@ class SpeechDecoder(torch.nn.Module):
         Raises:
             ValueError: tokens or start has another shape or dtype, or a token is not in the vocabulary.
             IndexError: the text is longer than the model's positions.
-            RuntimeError: there was no :meth:`listen` before.
+            RuntimeError: :meth:`listen` was not called before.
         """
         check_call(tokens, start, self.vocabulary, self.max_length)
         if self._last is None:
@@ -158,14 +157,14 @@ class SpeechDecoder(torch.nn.Module):
             return self.step(tokens, start, self._last)
 
     def step(self, tokens: Tensor, start: Tensor, last: Tensor) -> Tensor:
-        """As :meth:`forward`, unchecked; ``last``, [1] int64, is the last position of the encoder's output."""
+        """As :meth:`forward`, without checks; ``last``, [1] int64, is the last position of the encoder's output."""
         decoder, count = self.model.model.decoder, tokens.shape[1]
         positions = start + torch.arange(count)
         if torch.compiler.is_compiling():  # attention refuses positions beyond the caches
             positions = positions.clamp(0, self.max_length - 1)
         x = decoder.embed_tokens(tokens) + decoder.embed_positions.weight[positions]
-        # Each query is one more head at the last position of the encoder's output, which sees all of it. The operator writes
-        # that position's key and value once more, as they are.
+        # Each query becomes an additional head at the last position of the encoder's output, which attends to all of it. The
+        # operator rewrites the key and value of that position unchanged.
         attend = torch.ops.lowbit.attention
         for layer, (k_cache, v_cache, heard_k, heard_v, last_k, last_v) in zip(decoder.layers, self._caches(), strict=True):
             attention, h = layer.self_attn, layer.self_attn_layer_norm(x)

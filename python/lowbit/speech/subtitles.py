@@ -1,4 +1,4 @@
-"""Segments of a transcription as lines and as subtitles."""
+"""Formats segments of a transcription as lines or subtitles."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def subtitle(segment: Segment, number: int, format: str) -> str:
-    """A segment with the line ends behind it.
+    """A segment as text, with the line ends after it.
 
     Args:
         number: of the segment, from 1.
@@ -23,7 +23,7 @@ def subtitle(segment: Segment, number: int, format: str) -> str:
 
 
 def _clock(seconds: float, point: str) -> str:
-    """As subtitles have it: 01:02:03,450."""
+    """A time in the format of subtitles: 01:02:03,450."""
     thousandths = round(seconds * 1000)
     minutes, rest = divmod(thousandths, 60_000)
     return f"{minutes // 60:02}:{minutes % 60:02}:{rest // 1000:02}{point}{rest % 1000:03}"

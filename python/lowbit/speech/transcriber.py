@@ -1,4 +1,4 @@
-"""Transcription of whole recordings with a Whisper model."""
+"""Transcribes whole recordings with a Whisper model."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
     from ..hf.config import LowBitConfig
 
-# Returns language and duration in the end.
+# The generator's return value is language and duration.
 _Segments: TypeAlias = "Generator[Segment, None, tuple[str | None, float]]"
-_FRAMES_PER_POSITION = 2  # of the features, for each position of the encoder's output and each timestamp
+_FRAMES_PER_POSITION = 2  # feature frames per encoder position and per timestamp
 _HOP = 160  # samples per frame
 _PIECE = 300 * SAMPLE_RATE  # samples whose features are computed at a time
 _EDGE = SAMPLE_RATE
@@ -32,7 +32,7 @@ _SECONDS_PER_POSITION = _FRAMES_PER_POSITION * _HOP / SAMPLE_RATE
 
 @dataclass(frozen=True)
 class Segment:
-    """A piece of a transcription: its text, its tokens, and where it is in the recording, in seconds."""
+    """A piece of a transcription: text, tokens, and begin and end in the recording in seconds."""
 
     start: float
     end: float
@@ -42,7 +42,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Transcription:
-    """A recording as text; ``language`` is a code such as "en", or None for a model of English alone."""
+    """The transcription of a recording; ``language`` is a code such as "en", or None for an English-only model."""
 
     text: str
     segments: list[Segment]
@@ -51,11 +51,11 @@ class Transcription:
 
 
 class Transcriber:
-    """A Whisper model and its processor, which transcribe recordings of any length.
+    """Transcribes recordings of any length with a Whisper model and its processor.
 
-    Always takes the most likely token. Longer recordings are read in windows of 30 seconds, each from where the last segment
-    of the one before it ended, as Radford et al., Robust Speech Recognition via Large-Scale Weak Supervision, 2022, describe.
-    The text of earlier windows is not given to later ones.
+    Decoding is greedy. Longer recordings are read in windows of 30 seconds, each starting where the last segment of the
+    previous one ended (Radford et al., Robust Speech Recognition via Large-Scale Weak Supervision, 2022). Later windows are not
+    conditioned on the text of earlier ones.
     """
 
     def __init__(self, model: torch.nn.Module, processor: Any, cache: str | None = None):
@@ -81,7 +81,7 @@ class Transcriber:
 
     @property
     def languages(self) -> list[str]:
-        """Codes of the languages that the model knows; none for a model of English alone."""
+        """Codes of the languages that the model knows; empty for an English-only model."""
         return sorted(self._languages)
 
     def transcribe(
@@ -98,8 +98,8 @@ class Transcriber:
             audio: a file (:func:`load_audio`), or float samples [samples], one channel, 16,000 per second.
             language: code of the spoken language, such as "en"; None: the model detects it in the first 30 seconds.
             task: "transcribe", or "translate" to English.
-            timestamps: whether the model marks when a segment begins and ends. Without, a recording has at most 30 seconds and
-                one segment.
+            timestamps: whether the model marks the begin and end of segments. Without timestamps, a recording may have at
+                most 30 seconds and becomes one segment.
 
         Returns:
             The text, with its segments.
@@ -137,7 +137,7 @@ class Transcriber:
                 f"the recording has {len(samples) / SAMPLE_RATE:.1f} seconds; expected at most "
                 f"{window * _HOP / SAMPLE_RATE:.0f} without timestamps"
             )
-        # Here and not with the first segment: a server computes them beside the model's other work.
+        # Computed here and not with the first segment, so that a server can do it in parallel with the model's other work.
         return self._stream(self._features(samples, window), len(samples), window, language, task, timestamps)
 
     def _samples(self, audio: str | os.PathLike[str] | np.ndarray | Tensor) -> np.ndarray:
@@ -164,7 +164,7 @@ class Transcriber:
             raise ValueError(f"language is {language!r}; expected {known}")
 
     def _features(self, samples: np.ndarray, window: int) -> Tensor:
-        """[1, mel bins, frames], at least a window."""
+        """The features, [1, mel bins, frames], of at least a window."""
         extractor = self.processor.feature_extractor
         arguments: dict[str, Any] = {"sampling_rate": SAMPLE_RATE, "return_tensors": "pt"}
         if len(samples) > window * _HOP:
@@ -176,15 +176,15 @@ class Transcriber:
 
         if len(samples) <= _PIECE or getattr(extractor, "do_normalize", False):
             return features(0, len(samples))
-        # In pieces: the extractor takes seven times the memory of its samples. Frames at the edges of a piece see its end.
+        # In pieces, because the extractor takes seven times the memory of its samples. Frames at a piece's edge see its end.
         pieces = []
         for start in range(0, len(samples), _PIECE):
             begin = max(0, start - _EDGE)
             frame = (start - begin) // _HOP
             pieces.append(features(begin, start + _PIECE + _EDGE)[..., frame : frame + _PIECE // _HOP])
         joined = torch.cat(pieces, dim=-1)
-        # The extractor raises what is quieter than the loudest by more than 8 powers of ten, which are divided by 4: a piece's
-        # loudest is at most that of all.
+        # The extractor clamps values to 8 powers of ten below the loudest, and then divides them by 4. A piece's loudest value
+        # is at most that of the recording, so clamping again to the recording's limit gives the same result.
         return torch.maximum(joined, joined.max() - 2)
 
     @torch.inference_mode()
@@ -192,7 +192,7 @@ class Transcriber:
         self, features: Tensor, samples: int, window: int, language: str | None, task: str, timestamps: bool
     ) -> _Segments:
         duration = samples / SAMPLE_RATE
-        frames = -(-samples // _HOP)  # the features may have more, of silence
+        frames = -(-samples // _HOP)  # the features may have more frames, which are silent
         seek = 0
         while seek < frames:
             count = min(window, frames - seek)
@@ -229,7 +229,7 @@ class Transcriber:
         return torch.tensor(getattr(self._settings, name, None) or [], dtype=torch.int64)
 
     def _write(self, prompt: Sequence[int], timestamps: bool) -> list[int]:
-        """The tokens of a window behind the prompt, without the last, which ends it."""
+        """The tokens of a window after the prompt, without the last one, which ends it."""
         never, not_first = self._suppressed("suppress_tokens"), self._suppressed("begin_suppress_tokens")
         tokens: list[int] = []
         step, start = torch.tensor([list(prompt)]), 0
@@ -249,8 +249,8 @@ class Transcriber:
         return tokens
 
     def _limit_times(self, logits: Tensor, tokens: Sequence[int]) -> None:
-        """Timestamps come in pairs but for the last, never go back, and begin the text; they win if together they are likelier
-        than any other token (Radford et al., section 4.5)."""
+        """Applies Whisper's rules for timestamps (Radford et al., section 4.5): they come in pairs except for the last, never
+        decrease, and begin the text; they win if together they are likelier than any other token."""
         first = self._settings.no_timestamps_token_id + 1
         logits[first - 1] = -torch.inf
         is_last, is_pair = (bool(tokens) and tokens[-1] >= first), len(tokens) < 2 or tokens[-2] >= first
@@ -271,8 +271,8 @@ class Transcriber:
 
 
 def _complete(settings: Any, tokens: dict[str, int]) -> None:
-    """What generation settings of models that were trained on often lack, from the tokenizer's special tokens: languages come
-    behind the one that begins a text, and before the tasks."""
+    """Completes generation settings, which fine-tuned models often lack, from the tokenizer's special tokens: languages come
+    after the token that begins a text and before the tasks."""
     found: dict[str, Any] = {
         "no_timestamps_token_id": tokens.get("<|notimestamps|>"),
         "decoder_start_token_id": tokens.get("<|startoftranscript|>"),
@@ -290,14 +290,14 @@ def _complete(settings: Any, tokens: dict[str, int]) -> None:
 
 
 def _segments(tokens: list[int], first: int, frames: int) -> tuple[list[tuple[int, int, list[int]]], int]:
-    """Segments of a window, each from one position to another with its tokens, and the frames that the window has used.
+    """The segments of a window, each with begin, end and tokens, and the number of frames that the window has used.
 
-    Two timestamps side by side end a segment and begin the next. What comes behind the last such pair is unfinished and heard
-    again in the next window, unless a single timestamp ends the text: behind it nobody speaks.
+    Two adjacent timestamps end a segment and begin the next. What follows the last such pair is unfinished and is heard again
+    in the next window, unless a single timestamp ends the text, which means that there is no speech after it.
 
     Args:
         tokens: of the window.
-        first: the timestamp of its beginning; later ones have larger numbers.
+        first: the timestamp token of the window's begin; later ones have larger ids.
         frames: of the window.
     """
     is_time = [token >= first for token in tokens]

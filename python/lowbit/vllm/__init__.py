@@ -1,7 +1,7 @@
-"""Packed weights in vLLM (docs/vllm.md).
+"""The vLLM plugin: serves packed checkpoints, and quantizes float ones while they are loaded (docs/vllm.md).
 
-vLLM finds this package by its entry point. It serves packed checkpoints, and quantizes float ones while it loads them.
-Written for vLLM 0.32; what it calls is the interface of vLLM's own ways to quantize.
+vLLM finds this package by its entry point. The plugin is written for vLLM 0.32 and implements its interface for quantization
+methods.
 """
 
 from __future__ import annotations

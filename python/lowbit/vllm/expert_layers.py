@@ -1,4 +1,4 @@
-"""The experts of a mixture in vLLM, with packed weights."""
+"""Mixture-of-experts layers with packed weights in vLLM."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .linear import listed
 from .model_facts import PACKED, ServedModel
 
 _LEAVES = ("gate_up_proj", "down_proj")
-# Name of a matrix, in transformers and in some of vLLM's models after renaming -> which of the two it is.
+# Name of a matrix in transformers, or in some vLLM models after renaming -> 0 for the first matrix, 1 for the second.
 _MATRICES = {"gate_up_proj": 0, "w13": 0, "down_proj": 1, "w2": 1}
 _ACTIVATIONS = {
     MoEActivation.SILU: functional.silu,
@@ -31,7 +31,7 @@ _ACTIVATIONS = {
 
 
 class PackedExpertsMethod(FusedMoEMethodBase):
-    """Loads and runs the experts of a layer, as :class:`PackedMethod`; ranks share their inner width.
+    """Loads and runs the experts of a layer, like :class:`PackedMethod`. With several ranks, their inner width is split.
 
     The layer gets ``_lowbit_experts``, the two matrices of all experts, each uint8 [experts, bytes].
     """
@@ -39,7 +39,7 @@ class PackedExpertsMethod(FusedMoEMethodBase):
     def __init__(self, model: ServedModel, layer: RoutedExperts, prefix: str, holder: str):
         """
         Args:
-            prefix, holder: the name of the module in vLLM and in transformers.
+            prefix, holder: the names of the module in vLLM and in transformers.
         """
         super().__init__(layer.moe_config)
         self.model, self.prefix, self.holder = model, prefix, holder
@@ -66,7 +66,7 @@ class PackedExpertsMethod(FusedMoEMethodBase):
         return hidden_size, intermediate_size_per_partition
 
     def get_fused_moe_quant_config(self, layer: torch.nn.Module) -> None:
-        return None  # for vLLM's own kernels
+        return None  # only needed for vLLM's kernels
 
     def create_weights(
         self,
@@ -77,7 +77,7 @@ class PackedExpertsMethod(FusedMoEMethodBase):
         params_dtype: torch.dtype,
         **_: Any,
     ) -> None:
-        layer._lowbit_loaded = [{}, {}]  # number of an expert -> its first, or second, matrix
+        layer._lowbit_loaded = [{}, {}]  # expert -> its first matrix, and expert -> its second
         layer._lowbit_halves = {}
         for name in ("w13_weight", "w2_weight"):
             parameter = torch.nn.Parameter(torch.empty(0, dtype=params_dtype), requires_grad=False)
@@ -95,7 +95,7 @@ class PackedExpertsMethod(FusedMoEMethodBase):
             if kind == PACKED and leaf in _MATRICES:
                 self._take_packed(layer, _MATRICES[leaf], loaded)
                 yield name
-            elif loaded.numel():  # else the guard beside a packed weight
+            elif loaded.numel():  # otherwise a guard (files/safetensors.py)
                 yield from type(layer).load_weights(layer, [(name, loaded)])
 
     def _load_parameter(self, layer: torch.nn.Module, which: int, _: Any, loaded: Tensor) -> None:
@@ -108,7 +108,7 @@ class PackedExpertsMethod(FusedMoEMethodBase):
             raise ValueError(f"{self.prefix} has experts of shape {shape}; vLLM expects {expected}")
         layer._lowbit_loaded[which] = {number: self._cut(which, one) for number, one in enumerate(loaded)}
         if self.moe.tp_size > 1:
-            give_back(loaded)  # the checksum has read all of it
+            give_back(loaded)  # verifying the checksum has read all of it
 
     def _load(
         self, layer: torch.nn.Module, param: Any, loaded_weight: Tensor, weight_name: str, shard_id: str, expert_id: int,
@@ -138,11 +138,11 @@ class PackedExpertsMethod(FusedMoEMethodBase):
         return [self.moe.hidden_dim, self._inner()] if which else [2 * self._inner(), self.moe.hidden_dim]
 
     def _cut(self, which: int, packed: Tensor) -> Tensor:
-        """This rank's part: rows of gate and of up, or inputs of the second matrix."""
+        """This rank's part: rows of gate and up, or inputs of the second matrix."""
         rank, ranks, inner = self.moe.tp_rank, self.moe.tp_size, self._inner()
         if ranks == 1:
             return packed
-        interleaved = 2 if self.gate else 1  # gpt-oss interleaves the rows of gate and up, others stack the two matrices
+        interleaved = 2 if self.gate else 1  # gpt-oss interleaves the rows of gate and up; other models stack the two matrices
         try:
             if inner % ranks:
                 raise ValueError(f"their inner width is {inner}")
@@ -171,11 +171,11 @@ class PackedExpertsMethod(FusedMoEMethodBase):
         self, layer: torch.nn.Module, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, shared_experts: Any = None,
         shared_experts_input: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """[tokens, hidden] of x [tokens, hidden] and the weights and numbers [tokens, e] of each token's experts."""
+        """Runs the experts on x [tokens, hidden] with the weights and ids [tokens, e] of each token's experts."""
         first, second = layer._lowbit_experts
         experts = topk_ids.long()
         both = ops.linear_experts(x, first, experts, 2 * self.moe.intermediate_size_per_partition)
-        # In place: allocating memory would cost more than the arithmetic.
+        # In place, because allocating memory would cost more than the arithmetic.
         if self.gate:
             inner = _clamped(both, *self.gate)
         else:

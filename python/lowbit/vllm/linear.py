@@ -1,4 +1,4 @@
-"""Linear layers, tables of tokens and heads in vLLM, with packed weights."""
+"""Linear layers, embedding tables and heads with packed weights in vLLM."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _ORDER = "input_order"
 
 
 class PackedMethod(LinearMethodBase):
-    """Loads and runs a linear layer or a table: collects its weights while vLLM reads the files, cut to this rank's part.
+    """Loads and runs a linear layer or an embedding table. Loading collects this rank's part of its weights.
 
     A layer gets ``_lowbit_parts``, packed weights (uint8) or float matrices, whose outputs are concatenated;
     ``_lowbit_rows``, the rows of each part; ``_lowbit_orders``, the act-order permutation of each part or None.
@@ -72,13 +72,13 @@ class PackedMethod(LinearMethodBase):
 
     def _load(self, layer: torch.nn.Module, _: Any, loaded: Tensor, part: str | int | None = None) -> None:
         if loaded.numel() == 0:
-            return  # the guard beside a packed weight
+            return  # a guard (files/safetensors.py)
         if isinstance(part, tuple):
             raise ValueError(f"{self.prefix} has the parts {part} in one matrix, which lowbit does not serve in vLLM")
-        # Qwen2-MoE gives a vector for one output a second dimension.
+        # Qwen2-MoE adds a dimension to the packed weight of a layer with one output.
         self._take(layer, loaded.flatten() if _is_packed(loaded) else loaded, part)
         if layer.tp_size > 1:
-            give_back(loaded)  # the checksum has read all of it
+            give_back(loaded)  # verifying the checksum has read all of it
 
     def _take(self, layer: torch.nn.Module, loaded: Tensor, part: str | int | None) -> None:
         fused = None if part is not None else _whole_rows(layer)
@@ -119,7 +119,7 @@ class PackedMethod(LinearMethodBase):
         return weight if rows == (0, whole[0]) else slice_rows(weight, *rows)
 
     def tie_weights(self, layer: torch.nn.Module, embed_tokens: torch.nn.Module) -> torch.nn.Module:
-        layer.__dict__["_lowbit_tied"] = embed_tokens  # in __dict__, so that it is no submodule twice
+        layer.__dict__["_lowbit_tied"] = embed_tokens  # in __dict__, so that it is not registered as a submodule again
         layer.packed_weight, layer.weight = embed_tokens.packed_weight, embed_tokens.weight
         return layer
 
@@ -140,7 +140,7 @@ class PackedMethod(LinearMethodBase):
         parts = [loaded[part] for part in wanted]
         biased = [_is_packed(part) and ops.info(part).has_bias for part in parts]
         if any(biased):
-            layer.bias = None  # it is in the packed weights, zeros where a part has none
+            layer.bias = None  # the packed weights contain it, with zeros for parts without a bias
         joined, layer._lowbit_orders = _joined(parts, [orders.get(part) for part in wanted])
         layer._lowbit_parts = [in_huge_pages(part) if _is_packed(part) else part for part in joined]
         layer._lowbit_rows = [ops.info(part).out_features if _is_packed(part) else len(part) for part in layer._lowbit_parts]
@@ -153,7 +153,7 @@ class PackedMethod(LinearMethodBase):
             outs.append(ops.linear(inputs, part, rows) if _is_packed(part) else functional.linear(inputs, part))
         out = outs[0] if len(outs) == 1 else torch.cat(outs, -1)
         if isinstance(layer, ParallelLMHead) and layer.tp_size > 1:
-            # Ranks gather logits of one size; vLLM drops the padding.
+            # Ranks gather logits of the same size; vLLM drops the padding.
             out = functional.pad(out, (0, layer.num_embeddings_per_partition - out.shape[-1]))
         return out if bias is None else out + bias
 
@@ -173,7 +173,7 @@ def listed(parts: list[Any], kind: str = "parts") -> str:
 
 
 def _joined(parts: list[Tensor], orders: list[Tensor | None]) -> tuple[list[Tensor], list[Tensor | None]]:
-    """The parts as one matrix, with its act-order permutation, if all are packed alike or all are float; else unchanged."""
+    """Joins the parts to one matrix with its act-order permutation, if all are packed alike or all are float."""
     if not any(map(_is_packed, parts)):
         return [torch.cat(parts)], [None]
     kinds = {
@@ -184,7 +184,7 @@ def _joined(parts: list[Tensor], orders: list[Tensor | None]) -> tuple[list[Tens
     if len(parts) > 1 and all(map(_is_packed, parts)) and len(kinds) == 1 and alike:
         try:
             return [concat(parts)], [first]
-        except ValueError:  # other tables of levels
+        except ValueError:  # level tables differ
             pass
     return parts, orders
 

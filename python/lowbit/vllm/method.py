@@ -1,4 +1,4 @@
-"""The configuration that vLLM makes of the method "lowbit", which chooses how each layer is loaded and run."""
+"""The vLLM quantization config of the method "lowbit", which chooses how each layer is loaded and run."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from .expert_layers import PackedExpertsMethod
 from .linear import PackedMethod
 from .model_facts import ServedModel
 
-_GPT_OSS = (1.702, 7.0)  # alpha and limit of vLLM's own experts, whatever config.json says
+_GPT_OSS = (1.702, 7.0)  # alpha and limit that vLLM's experts use, whatever config.json says
 
 
 class ServedConfig(QuantizationConfig):
     """The method "lowbit" for one model.
 
     Attributes:
-        config: how float checkpoints are quantized.
-        model: the facts about the model.
-        is_whole: this process builds all layers (no pipeline parallelism).
+        config: how to quantize float checkpoints.
+        model: facts about the model.
+        is_whole: whether this process builds all layers (no pipeline parallelism).
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> ServedConfig:
@@ -77,7 +77,7 @@ class ServedConfig(QuantizationConfig):
         cache, dtype = current.cache_config.cache_dtype, str(current.model_config.dtype).removeprefix("torch.")
         known = CPUAttentionBackend.supported_kv_cache_dtypes
         if cache not in (*known, dtype):
-            # vLLM does not check its own list: with another float type, or int8, it generates other tokens without a message.
+            # vLLM does not check its own list: with another float type, or int8, it silently generates other tokens.
             raise ValueError(
                 f"the kv cache is to be {cache} and the activations {dtype}; vLLM's attention for CPUs expects a cache of "
                 f"the activations' type, or one of {', '.join(known)}"

@@ -1,4 +1,4 @@
-"""The facts about a model that its packed layers in vLLM need, from its config.json and the headers of its files."""
+"""Reads the facts about a model that packed layers in vLLM need, from config.json and the headers of the files."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ PACKED = "packed_weight"
 
 
 class ServedModel:
-    """A model whose weights are packed, in its files or while they are loaded. Names are those of transformers.
+    """A model whose weights are packed in its files or while they are loaded. Names are those of transformers.
 
     Attributes:
-        packed: the files have packed weights.
-        has_orders: some packed weights have an act-order permutation.
-        selected: layers of a float checkpoint that are quantized -> config.
-        quantized: the layers that are packed in the files, or selected.
-        tables: embedding tables of tokens.
+        packed: whether the files have packed weights.
+        has_orders: whether some packed weights have an act-order permutation.
+        selected: layer of a float checkpoint to quantize -> config.
+        quantized: layers that are packed in the files, or selected.
+        tables: token embedding tables.
         holders: modules of experts.
         gates: gpt-oss's modules of experts -> alpha and limit of their activation.
         renamed: holder -> its name in vLLM, if different.
-        ties: head -> the table that it shares.
-        asked: the layers that vLLM has asked to quantize.
+        ties: head -> the table to which it is tied.
+        asked: layers for which vLLM has requested a quantization method.
         fused: leaf of a fused layer in vLLM -> the leaves of its parts; vLLM's ``packed_modules_mapping``.
     """
 
@@ -50,12 +50,12 @@ class ServedModel:
         self.fused: dict[str, list[str]] = {}
 
     def read(self, directory: Path, config: LowBitConfig) -> None:
-        """Sets the facts after checking the files against the model that config.json describes.
+        """Sets the facts after checking the files against the model in config.json.
 
-        vLLM does not check a quantized model for missing tensors.
+        The check is needed because vLLM does not check a quantized model for missing tensors.
 
         Raises:
-            OSError, ValueError: tensors are missing or of other shapes, or the model has layers that lowbit does not serve.
+            OSError, ValueError: tensors are missing or have other shapes, or the model has unsupported layers.
         """
         tensors = read_files(*files_of(directory))
         model = meta_model(directory, len(tensors))
@@ -93,7 +93,7 @@ class ServedModel:
                     raise ValueError(f"{head} and {table} are one matrix, but are to be quantized as {first} and {second}")
 
     def holder_of(self, prefix: str) -> str:
-        """The module of experts that vLLM calls ``prefix``: the one in the layer of this number."""
+        """The module of experts that vLLM calls ``prefix``: the one in the layer with the same index."""
         numbers = re.findall(r"\d+", prefix)
         same_layer = [name for name in self.holders if re.findall(r"\d+", name) == numbers]
         names = [prefix] if prefix in self.holders else same_layer
@@ -104,17 +104,17 @@ class ServedModel:
         return names[0]
 
     def renaming(self) -> dict[re.Pattern[str], str | None]:
-        """Patterns of tensor names in the files -> the names in vLLM; None: the tensor is dropped."""
+        """Patterns of tensor names in the files -> names in vLLM; None: the tensor is dropped."""
         parents = {old.rpartition(".")[0]: new.rpartition(".")[0] for old, new in self.renamed.items()}
         patterns: dict[re.Pattern[str], str | None] = {
             re.compile(rf"^{re.escape(old)}\."): f"{new}." for old, new in parents.items()
         }
-        # vLLM's gpt-oss has names of its own, and renames float weights only.
+        # vLLM's gpt-oss uses other names, and renames only float weights.
         for holder in self.gates:
             if f"{holder}.down_proj" in self.quantized:
                 start = rf"^{re.escape(holder)}\.(gate_up_proj|down_proj)"
                 patterns[re.compile(rf"{start}\.{PACKED}$")] = rf"{holder}.routed_experts.packed_\1"
-                patterns[re.compile(rf"{start}$")] = None  # the guard beside a packed weight
+                patterns[re.compile(rf"{start}$")] = None  # a guard (files/safetensors.py)
         if self.gates and self.tables:
             table = re.escape(self.tables[0])
             patterns[re.compile(rf"^{table}\.{PACKED}$")] = f"model.embedding.{PACKED}"
