@@ -1,4 +1,4 @@
-"""Quantization with a calibration text: better than rounding to nearest, most of all at 4 bits and below.
+"""Quantization with a calibration text, which is better than round-to-nearest, above all at 4 bits and below.
 
 ``calibrate`` quantizes a model; ``calibration.gptq`` and ``calibration.importance`` quantize a matrix.
 """
@@ -25,21 +25,21 @@ def calibrate(
 ) -> Calibration:
     """Quantizes a model of transformers in place, calibrated on a text similar to what the model will be used on.
 
-    As :func:`lowbit.quantize_`, but scales and codes are chosen so that the layers' outputs on the text change little. Blocks
-    are quantized in order, with inputs from the quantized blocks before, so that later layers correct the errors of earlier
-    ones. Besides the model this needs memory for three hidden states per token, one float block, two float32 matrices
-    [k, k] for a layer with k inputs, and up to 512 MB of inputs of the block's layers.
+    Like :func:`lowbit.quantize_`, but scales and codes are chosen so that the layers' outputs on the text change little.
+    Blocks are quantized in order, each with inputs from the quantized blocks before it, so that later layers correct the
+    errors of earlier ones. Besides the model this needs memory for three hidden states per token, one float block, two
+    float32 matrices [k, k] for a layer with k inputs, and up to 512 MB of inputs of the block's layers.
 
-    Experts whose weights are one tensor are calibrated one by one, each with the tokens that are routed to it, after the
-    other layers of their block. A head that shares its weight with an embedding is calibrated, and the embedding shares the
-    packed weight. Tables of an embedding model are quantized by GPTQ from 2 bits up, with moments from gradients
+    Experts stored in one tensor are calibrated one by one, each with the tokens that are routed to it, after the other layers
+    of their block. A head that is tied to an embedding is calibrated, and the embedding shares the packed weight. Tables of an
+    embedding model are quantized by GPTQ from 2 bits up, with moments from gradients
     (:func:`lowbit.calibration.tables.moments_of_tables`), unless the method is importance; other tables are rounded to
     nearest.
 
     Args:
         model: a language or embedding model in eval mode, on the CPU.
         data: texts, which require a ``tokenizer``; or inputs of the model, each int64 [batch, tokens] or a dict with
-            "input_ids". Texts of a language model are joined and cut into windows; other models take each text by itself.
+            "input_ids". Texts of a language model are joined and split into windows; other models take each text separately.
             Ten thousand tokens are enough; more are better below 4 bits.
         config: as for :func:`lowbit.quantize_`, or a :class:`lowbit.LowBitConfig`.
         method: one of these:
@@ -47,26 +47,26 @@ def calibrate(
             * "gptq": :func:`lowbit.calibration.gptq_solver.gptq`; takes about ten passes over the text.
             * "importance": :func:`lowbit.calibration.importance.search` with the mean square of each input; one pass.
             * "auto": gptq for layers with at least as many tokens as inputs, otherwise importance.
-            * "tuned": auto, and the scales of each block are learned (:func:`lowbit.calibration.tuning.tuned`). Better
-              below 3 bits; takes three times as long, and memory for the gradients of a block.
-            * "distilled": auto, and then all scales are learned from the float model's answers
-              (:func:`lowbit.calibration.distilling.distilled`), with memory for the gradients of the model.
-        tokenizer: the model's, for texts.
-        window: tokens of a language model's inputs.
-        max_tokens: largest number of tokens to use; evenly spread parts of longer texts. Memory holds three hidden states
-            of each token.
-        target_bits: mixed precision per layer for this mean of bits per weight, from :func:`assign_widths`; requires a
-            :class:`lowbit.LowBitConfig`.
+            * "tuned": auto, then learns the scales of each block (:func:`lowbit.calibration.tuning.tuned`). Better below 3
+              bits, but takes three times as long, and memory for the gradients of a block.
+            * "distilled": auto, then learns all scales from the float model's answers
+              (:func:`lowbit.calibration.distilling.distilled`). Needs memory for the gradients of the model.
+        tokenizer: the model's tokenizer, for texts.
+        window: tokens per input of a language model.
+        max_tokens: largest number of tokens to use; of longer texts, evenly spread parts are used. Memory holds three hidden
+            states of each token.
+        target_bits: mixed precision per layer with this mean number of bits per weight, from :func:`assign_widths`; requires
+            a :class:`lowbit.LowBitConfig`.
         progress: called as ``progress(layers done, layers)``.
 
     Raises:
-        TypeError, ValueError: an unknown method, a wrong config, a text that is too short or has unknown tokens, weights or
-            activations that are not finite. Before the first activations the model is unchanged.
+        TypeError, ValueError: an unknown method, a wrong config, a text that is too short or has unknown tokens, or weights
+            or activations that are not finite. Errors before the first run leave the model unchanged.
     """
     from .model import run
 
     if target_bits is not None:
-        data = [data] if isinstance(data, str) else list(data)  # used twice, so not an iterator
+        data = [data] if isinstance(data, str) else list(data)  # a list, because it is used twice
         config = assign_widths(model, data, config, target_bits, tokenizer=tokenizer, window=window, max_tokens=max_tokens)
     reported = -1
 
@@ -91,17 +91,17 @@ def assign_widths(
     alternatives: Collection[str] = ("affine", "levels"),
     progress: Callable[[int, int], None] | None = None,
 ) -> Any:
-    """Mixed precision per layer: a config with a width and group size for each layer, for a mean of bits per weight.
+    """Mixed precision per layer: chooses a bit width and group size for each layer, for a mean number of bits per weight.
 
-    Each matrix alone is rounded, and the change of the model's outputs on some of the text is measured
-    (:func:`lowbit.calibration.widths.measure_losses`); then bits go where they reduce the loss most
+    Each matrix is rounded alone, and the change of the model's outputs on part of the text is measured
+    (:func:`lowbit.calibration.widths.measure_losses`); then bits are assigned to the layers where they reduce the loss most
     (:func:`lowbit.calibration.widths.assign`). The model is unchanged.
 
     Args:
         model, data, tokenizer, window, max_tokens: as for :func:`calibrate`.
-        config: a :class:`lowbit.LowBitConfig`; layers that its overrides or ``embedding_bits`` name keep their widths.
-        target_bits: mean of the bytes of packed weights, scales included, as bits per weight.
-        alternatives: mappings that may replace symmetric at 2 to 4 bits, where they reduce the loss; ``("affine",)`` for
+        config: a :class:`lowbit.LowBitConfig`; layers named by its overrides or ``embedding_bits`` keep their widths.
+        target_bits: mean number of bits per weight of the packed weights, scales included.
+        alternatives: mappings that may replace symmetric at 2 to 4 bits if they reduce the loss; ``("affine",)`` for
             :func:`lowbit.qat.prepare_`, which does not train levels.
         progress: called as ``progress(matrices measured, matrices)``.
 
@@ -109,7 +109,7 @@ def assign_widths(
         A :class:`lowbit.LowBitConfig` with an override for each layer.
 
     Raises:
-        TypeError, ValueError: as :func:`calibrate`, or a target that cannot be reached; the message has the range.
+        TypeError, ValueError: as :func:`calibrate`, or a target that cannot be reached; the message gives the range.
     """
     from ..layers.packable import with_linears
     from ..transformers import LowBitConfig

@@ -1,4 +1,4 @@
-"""Packing of a matrix in bands of rows."""
+"""Quantizes and packs a matrix in bands of rows, to bound the memory."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def packed_in_bands(
 ) -> Tensor:
     """A packed matrix, uint8 [bytes], quantized by ``quantize`` in bands of rows.
 
-    Each band is packed as a separate matrix, whose panels are part of the whole. ``weight`` is as it is rounded
-    (``config.as_rounded``). A table of levels must be numbers.
+    Each band is packed as a separate matrix, whose panels become part of the whole. ``weight`` is from
+    ``config.as_rounded``. A table of levels must be given as numbers.
     """
     n, k = weight.shape
     rows = rows_of_band(k, _BAND_WEIGHTS)

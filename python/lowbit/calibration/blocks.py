@@ -1,4 +1,4 @@
-"""Quantization of linear layers in the order of a model's calls, with inputs from the layers quantized before."""
+"""Quantizes linear layers in the order in which a model calls them, with inputs from the layers quantized before."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from .learning import put_weights
 from .packing import Packer, by_name
 from .tuning import tuned
 
-# Inputs of a float module's layers that are kept, so that it runs once and not once for each set of layers. In a model of half
-# a billion weights 8192 tokens take 250 MB.
+# Limit for keeping the inputs of a float module's layers, so that it runs once rather than once per set of layers. In a model
+# with half a billion weights 8192 tokens take 250 MB.
 _KEPT_BYTES = 1 << 29
 
 
@@ -32,17 +32,17 @@ class Runnable:
 
     module: torch.nn.Module
     run: Callable[[int], Any]
-    _kept: list[dict[str, list[Tensor]]] = field(default_factory=list)  # by batch: inputs of layers, until they are used
+    _kept: list[dict[str, list[Tensor]]] = field(default_factory=list)  # for each batch: layer -> inputs, until they are used
 
     def keep_inputs(self, names: list[str], sample: Sample) -> None:
-        """Runs over the sample and keeps the inputs of layers for :meth:`inputs`, unless they take much memory."""
+        """Runs over the sample and keeps the inputs of layers for :meth:`inputs`, unless they take too much memory."""
         features = sum(self.module.get_submodule(name).in_features for name in names)
         if names and features * sample.tokens * 4 <= _KEPT_BYTES:
             for i in range(len(sample.batches)):
                 self._kept.append(inputs_in_a_run(self.module, names, partial(self.run, i), whole=True))
 
     def inputs(self, i: int, names: list[str]) -> dict[str, list[Tensor]]:
-        """Inputs of layers in batch i."""
+        """The inputs of layers in batch i."""
         if not self._kept:
             return inputs_in_a_run(self.module, names, partial(self.run, i))
         return {name: self._kept[i].pop(name) for name in names if name in self._kept[i]}
@@ -60,11 +60,11 @@ class Tuner:
     def tune(
         self, block: torch.nn.Module, prefix: str, run: Callable[[torch.nn.Module, int], Tensor], outputs: list[Tensor]
     ) -> None:
-        """Tunes the layers that wait in the packer, and keeps them.
+        """Tunes the layers waiting in the packer, and stores them.
 
         Args:
-            run: of a block like this one, on batch i: the outputs.
-            outputs: of the float block, for each batch.
+            run: computes the outputs of a copy of the block for batch i.
+            outputs: of the float block for each batch.
         """
         waiting, sample = self.packer.waiting, self.sample
         names = [name.removeprefix(prefix) for (name,), _, _ in waiting]
@@ -94,9 +94,9 @@ def quantize_blocks(
 
     Args:
         name: of the list in the model.
-        originals: for each batch how the float model calls the blocks.
+        originals: for each batch, how the float model calls the blocks.
         targets: configs of linear layers, by their names in the model.
-        tuner: learns the scales of each block; None: they stay as they are.
+        tuner: learns the scales of each block; None: they are not learned.
     """
     blocks = list(model.get_submodule(name))
     recordings = []
@@ -106,7 +106,7 @@ def quantize_blocks(
         recordings.append(recorded)
     hidden, float_hidden = [one.first for one in recordings], [one.first for one in originals]
     for one in (*recordings, *originals):
-        one.first = None  # the lists own them, and let them go
+        one.first = None  # owned by the lists above, which free them
     for index, block in enumerate(blocks):
         prefix, is_last = f"{name}.{index}.", index + 1 == len(blocks)
         calls, float_calls = ([one.calls[index] for one in batches] for batches in (recordings, originals))
@@ -129,7 +129,7 @@ def quantize_blocks(
 def _run(
     calls: list[BlockCall], hidden: list[Tensor], block: torch.nn.Module, i: int, outputs: dict[int, Tensor] | None = None
 ) -> Tensor:
-    """A block's output of batch i, which is also put into ``outputs``."""
+    """A block's output for batch i, which is also stored in ``outputs``."""
     output = calls[i].run(block, hidden[i])
     if outputs is not None:
         outputs[i] = output
@@ -137,12 +137,12 @@ def _run(
 
 
 def quantize_rest(model: torch.nn.Module, targets: Mapping[str, MatrixConfig], packer: Packer, sample: Sample) -> None:
-    """Quantizes the linear layers that are not quantized yet, by runs of the whole model."""
+    """Quantizes the remaining linear layers by runs of the whole model."""
     rest = {name: config for name, config in targets.items() if name not in packer.result.methods}
     if not rest:
         return
     original = None
-    # After quantized blocks a float copy would need the whole float model in memory.
+    # Once blocks are quantized, a float copy would need the whole float model in memory.
     if len(rest) == len(targets):
         original = Runnable(twin := copy.deepcopy(model), partial(sample.run, twin))
     quantize_segment(Runnable(model, partial(sample.run, model)), original, "", rest, packer, sample)
@@ -157,13 +157,13 @@ def quantize_segment(
     sample: Sample,
     tune: bool = False,
 ) -> None:
-    """Quantizes linear layers of a module in the order of its calls, those that share an input at the same time.
+    """Quantizes linear layers of a module in the order of its calls; those that share an input at the same time.
 
     Args:
-        original: the float copy of the module; None: its inputs are not known.
+        original: the float copy of the module; None: not available.
         prefix: of the module's names in the model.
         targets: configs by name in the module.
-        tune: leaves the packed layers waiting for :class:`Tuner`.
+        tune: leave the packed layers waiting for :class:`Tuner`.
     """
     kept = packer.kept.packed
     if all(prefix + name in kept for name in targets):
@@ -184,7 +184,7 @@ def quantize_segment(
 def _moments(
     quantized: Runnable, original: Runnable | None, names: list[str], sample: Sample, holds_out: bool
 ) -> dict[str, Moments]:
-    """Moments of the inputs of layers over the sample; ``holds_out`` keeps some tokens' inputs apart."""
+    """Moments of the inputs of layers over the sample; ``holds_out`` stores some tokens' inputs separately."""
     moments: dict[str, Moments] = {}
     for i, mask in enumerate(sample.masks if names else ()):
         tokens = sample.batches[i]["input_ids"].numel()
@@ -192,7 +192,7 @@ def _moments(
         float_inputs = {} if original is None else original.inputs(i, names)
         for name, inputs in quantized.inputs(i, names).items():
             partners = float_inputs.get(name, [])
-            # An expert may get other tokens than in the float model.
+            # An expert may receive other tokens than in the float model.
             paired = len(inputs) == len(partners) and all(
                 x.shape == y.shape and x.numel() // x.shape[-1] == tokens for x, y in zip(inputs, partners, strict=True)
             )

@@ -1,4 +1,4 @@
-"""Inputs of modules and calls of blocks, recorded while a model runs."""
+"""Records inputs of modules and calls of blocks while a model runs."""
 
 from __future__ import annotations
 

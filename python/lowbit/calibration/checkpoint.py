@@ -1,4 +1,4 @@
-"""Calibration from checkpoint to checkpoint, block by block, which continues after an interruption."""
+"""Calibrates a checkpoint block by block and writes a packed one; an interrupted run can be continued."""
 
 from __future__ import annotations
 
@@ -47,22 +47,22 @@ def calibrate_checkpoint(
 ) -> tuple[CheckpointSummary, Calibration]:
     """Quantizes a checkpoint as :func:`lowbit.quantize_checkpoint`, with layers from :func:`lowbit.calibrate`.
 
-    Weights are mapped from the source's files, and each finished layer is written at once. So memory is that of one float
-    block, the moments of its inputs, and three hidden states of each token. An interrupted run continues if source, config,
-    text and method are the same: finished layers are in a hidden directory ``.NAME.calibration`` beside the target until
-    the target is complete.
+    Weights are mapped from the source's files, and each finished layer is written immediately. So memory holds one float
+    block, the moments of its inputs, and three hidden states per token. An interrupted run continues if source, config,
+    text and method are the same: until the target is complete, finished layers are in a hidden directory
+    ``.NAME.calibration`` next to it.
 
     Args:
         source, target, config, max_shard_bytes: as for :func:`lowbit.quantize_checkpoint`; the source needs a tokenizer.
-        text: of a language model; for other models a text per line.
+        text: the calibration text; except for language models, each line is a separate text.
         method, window, max_tokens: as for :func:`lowbit.calibrate`.
-        target_bytes: mixed precision per layer: largest size of the target's weight files. Layers that the config's
-            overrides or ``embedding_bits`` name keep their widths; ``bits`` and ``group_size`` are not used for others.
-        target_bits: mixed precision per layer, for a mean of bits per quantized weight, scales included.
+        target_bytes: mixed precision per layer: largest size of the target's weight files. Layers named by the config's
+            overrides or ``embedding_bits`` keep their widths; ``bits`` and ``group_size`` are not used for other layers.
+        target_bits: mixed precision per layer, for this mean number of bits per quantized weight, scales included.
         progress: called as ``progress(step, done, total, detail)``, for one step after the other.
 
     Raises:
-        OSError, ValueError: as both; a target that cannot be met; a model without a list of blocks.
+        OSError, ValueError: as both functions; a target that cannot be met; a model without a list of blocks.
     """
     from ..hf.from_pretrained import mapped_model
     from ..llm.loading import load_tokenizer
@@ -122,7 +122,7 @@ def _run(
     progress: CalibrationProgress | None,
     settings: dict[str, Any],
 ) -> Calibration:
-    """Calibrates the layers that the journal does not have. The journal keeps each layer as soon as it is finished."""
+    """Calibrates the layers that are not in the journal, and stores each in the journal as soon as it is finished."""
     resumed = len(journal.packed)
 
     def report(done: int, total: int, name: str) -> None:
@@ -137,14 +137,14 @@ def _run(
 
 
 def _identity(source: Path, weights: list[Path], text: str, config: list[Any], method: str) -> dict[str, str]:
-    """What the layers of a run depend on; a run with the same identity uses them."""
+    """Digests of all that the layers of a run depend on; a later run with the same identity reuses them."""
     names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", CONFIG)
     return {
         "source": digest([*weights, *(source / name for name in names if (source / name).exists())]),
         "text": digest([text.encode()]),
         "config": json.dumps(config, sort_keys=True),
         "method": method,
-        # Their sums may differ in the last bits, and lowbit's methods change.
+        # Versions may differ in the last bits of sums, and lowbit's methods change.
         **{name: import_module(name).__version__ for name in ("lowbit", "transformers", "torch")},
     }
 
@@ -176,7 +176,7 @@ def _with_widths(
     def size(options: list[Option]) -> int:
         return planned_size(source, config_of(config, items, options), max_shard_bytes).bytes
 
-    # Before measurements, which take time.
+    # Checked before measurements, which take time.
     if target_bytes is None:
         check_bits(items, target_bits)
     else:
@@ -207,7 +207,7 @@ def _check_bytes(items: list[Item], target_bytes: int, size: Size) -> None:
 
 
 def _within_bytes(items: list[Item], target_bytes: int, size: Size) -> list[Option]:
-    # Headers of files grow by some bytes with the numbers in them.
+    # File headers grow by a few bytes with the numbers in them.
     fixed = _ends(items, size)[0] - extremes(items)[0]
     room = max(target_bytes - fixed, extremes(items)[0])
     while True:

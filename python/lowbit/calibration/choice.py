@@ -1,4 +1,4 @@
-"""Choice of the method for layers that have the same inputs, by the number of their tokens."""
+"""Chooses the method for layers with the same inputs, by the number of tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .gptq_solver import Moments, Solver, best_correction, gptq
 from .grid import MatrixConfig, Quantized, with_table
 from .importance import search
 
-# A config, with its table of levels if it has one, and the function that quantizes rows of the weight.
+# A config, whose table of levels is fitted, and the function that quantizes rows of the weight.
 Quantizer = tuple[MatrixConfig, Callable[[Tensor], Quantized]]
 
 
@@ -29,8 +29,8 @@ def choose(
 
     Args:
         weights: of the layers, [n, k] each.
-        configs: by the same names; it may have more.
-        moments: of their inputs, which are joined with the held-out ones; None: they are not known.
+        configs: by the same names; may contain further names.
+        moments: of their inputs, to which the held-out ones are added; None: unknown.
         method: one of METHODS.
         options: keyword arguments of :func:`gptq`.
         first_not_finite: names the layer whose inputs are not finite.

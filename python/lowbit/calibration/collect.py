@@ -1,4 +1,4 @@
-"""Moments of the inputs of layers, and the order in which a module calls its layers."""
+"""Collects moments of the inputs of layers, and the order in which a module calls its layers."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def add_to(moments: dict[str, Moments], name: str, x: Tensor, y: Tensor | None, 
 
     Args:
         x: float32 [tokens, k].
-        y: the same tokens in the float model; None: they are not known.
+        y: the same tokens in the float model; None: unknown.
         diagonal: for new moments, whether only mean squares are needed.
-        held: part of the tokens, the last ones, that is held out if ``y`` is known.
+        held: fraction of the tokens, at the end, that is held out if ``y`` is known.
     """
     k = x.shape[1]
     if name not in moments:
@@ -47,7 +47,7 @@ def add_to(moments: dict[str, Moments], name: str, x: Tensor, y: Tensor | None, 
 def inputs_in_a_run(
     module: torch.nn.Module, names: list[str], call: Callable[[], Any], whole: bool = False
 ) -> dict[str, list[Tensor]]:
-    """Inputs of layers in one run of a module, by name; a run ends early if no more inputs can come, unless ``whole``."""
+    """Inputs of layers in one run of a module, by name; unless ``whole``, the run ends once all are recorded."""
     inputs: dict[str, list[Tensor]] = {}
 
     def take(name: str, x: Tensor) -> None:
@@ -100,7 +100,7 @@ def sets_of(module: torch.nn.Module, targets: Mapping[str, MatrixConfig], call: 
             index = place.get(key, len(sets) - 1)
         place.setdefault(key, index)
         sets[index][name] = leader
-    # Layers that the first run did not use: experts without tokens, or layers used in training only.
+    # Layers that the first run did not use: experts without tokens, or layers used only in training.
     for name in targets:
         if not any(name in layers for layers in sets):
             key = _without_expert(name)

@@ -1,4 +1,4 @@
-"""Calibration texts as batches of a model's inputs."""
+"""Converts calibration texts to batches of a model's inputs."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from ..hf.decoding import position_limit
 
 Inputs = dict[str, Any]
 
-HELD_OUT_TOKENS = 1024  # at most, ...
-HELD_OUT_PART = 4  # ... and at most one of this many batches
+HELD_OUT_TOKENS = 1024  # largest number of held-out tokens
+HELD_OUT_PART = 4  # at most one of this many batches is held out
 LEAST_TOKENS = 128
 MOST_TOKENS = 32768
 _BATCH = 2048  # tokens of a batch, unless a window is longer
@@ -22,24 +22,24 @@ _SHORTEST = 8  # tokens of a window
 
 
 class Sample:
-    """A calibration text as batches, some of which are held out to judge what was learned from the others.
+    """A calibration text as batches, some of which are held out to evaluate what was learned from the others.
 
     Attributes:
-        masks: for each batch which tokens count, bool [batch, tokens], or None for all.
-        tokens: their number.
-        held_out: numbers of the batches that are held out.
+        masks: for each batch, which tokens count, bool [batch, tokens], or None for all.
+        tokens: the number of tokens that count.
+        held_out: indices of the held-out batches.
     """
 
     def __init__(self, batches: list[Inputs]):
         self.batches = batches
         self.masks = [mask_of(batch) for batch in batches]
         self.tokens = sum(map(tokens_of, batches))
-        # Whole batches, because other tokens of the same text would be data leakage.
+        # Hold out whole batches, because other tokens of the same text would be data leakage.
         step = max(HELD_OUT_PART, -(-self.tokens // HELD_OUT_TOKENS))
         self.held_out = {i for i in range(len(batches)) if i % step == step - 1} or {len(batches) - 1}
 
     def part_held_out(self, i: int) -> float:
-        """Part of the tokens of batch i that is held out; of a single batch the end."""
+        """The fraction of the tokens of batch i that is held out; of a single batch, the end is held out."""
         if i not in self.held_out:
             return 0.0
         return 1.0 if len(self.batches) > 1 else 1 / HELD_OUT_PART
@@ -50,10 +50,10 @@ class Sample:
 
 
 def batches(model: Any, data: Iterable[Any], tokenizer: Any, window: int, most: int = MOST_TOKENS) -> tuple[list[Inputs], int]:
-    """Batches of a model's inputs, and the number of tokens of the texts.
+    """Batches of a model's inputs, and the total number of tokens of the texts.
 
     Batches of texts have no padding. If texts have more than ``most`` tokens, evenly spread windows are used (or texts, for
-    models that take each text by itself).
+    models that take each text separately).
 
     Raises:
         TypeError, ValueError: data are neither texts nor inputs, texts without a tokenizer, or too few tokens.
@@ -101,7 +101,7 @@ def tokens_of(batch: Inputs) -> int:
 
 
 def rows_in_parts(batch: Inputs, most: int) -> list[Inputs]:
-    """A batch in parts of at most ``most`` rows; tensors with another first dimension go to each part."""
+    """Splits a batch into parts of at most ``most`` rows; tensors with another first dimension are passed to each part."""
     rows = batch["input_ids"].shape[0]
     return [
         {
@@ -143,7 +143,7 @@ def _of_texts(model: Any, texts: list[str], tokenizer: Any, window: int, most: i
         if len(rows) > 1 and len(rows[-1]) < _SHORTEST:
             rows.pop()
     else:
-        # Models with learned positions often start them after those of a padding token.
+        # Learned positions often start after the index of the padding token.
         longest = min(window, limit - 2 if limit > 2 else limit)
         rows = [tokenizer(text, truncation=True, max_length=longest, verbose=False)["input_ids"] for text in texts]
     rows = [row for row in rows if row]

@@ -8,20 +8,20 @@ from torch import Tensor
 from .grid import Quantized, stored, table_in
 
 SWEEPS = 2
-_COLUMNS = 128  # of a group that are rounded before their changes are passed on to the other inputs
+_COLUMNS = 128  # inputs of a group that are rounded before their changes are propagated to the other inputs
 
 
 def descend(start: Quantized, square: Tensor, wanted: Tensor, sweeps: int = SWEEPS) -> Quantized:
-    """A matrix with a smaller error of the layer's outputs, from one that GPTQ has made.
+    """Improves a matrix from GPTQ: returns one with a smaller error of the layer's outputs.
 
-    In each sweep the codes of a group are rounded one by one, each to what is best as all other codes are now, the later
-    ones too, which GPTQ could not know; then the group's scale (and minimum) is the best for its codes. The first is QuantEase
-    (Behdin et al.: "QuantEase: Optimization-based Quantization for Language Models", 2023).
+    In each sweep the codes of a group are rounded one by one, each to the best value given all other codes, including later
+    ones, which GPTQ could not know (QuantEase; Behdin et al.: "QuantEase: Optimization-based Quantization for Language
+    Models", 2023). Then the group's scale (and minimum) is refitted to its codes.
 
     Args:
         start: [n, k].
         square: the damped second moments H of the inputs, float32 [k, k], symmetric.
-        wanted: the weights with the least error, float32 [n, k].
+        wanted: the float weights with the least error, float32 [n, k].
     """
     config, table = start.config, table_in(start.config)
     k = start.levels.shape[1]
@@ -44,7 +44,7 @@ def descend(start: Quantized, square: Tensor, wanted: Tensor, sweeps: int = SWEE
                 own = square[run, run] / square[run, run].diagonal()[:, None]
                 earlier = own.tril(-1)
                 old = values[run].clone()
-                # The operator knows values and errors, and what it rounds to is their difference.
+                # The operator takes values and errors, and rounds their difference.
                 _, levels[run], _ = torch.ops.lowbit.error_feedback(
                     old - slope[part] / square[run, run].diagonal()[:, None] + earlier @ old,
                     torch.eye(len(own), dtype=torch.float32) - earlier,
@@ -66,16 +66,16 @@ def descend(start: Quantized, square: Tensor, wanted: Tensor, sweeps: int = SWEE
 
 
 def _transposed(matrix: Tensor) -> Tensor:
-    """A copy, also of a single row."""
+    """The transpose as a contiguous copy, also for a single row."""
     return matrix.T.clone(memory_format=torch.contiguous_format)
 
 
 def _steps(levels: Tensor, square: Tensor, slope: Tensor, affine: bool) -> tuple[Tensor, Tensor]:
-    """What to add to the scales and minimums of a group, float32 [n] each, for the least error.
+    """The changes of a group's scales and minimums, float32 [n] each, that minimize the error.
 
     Args:
         levels, slope: [inputs, n], the group's levels, and half the gradient of the error.
-        square: [inputs, inputs]
+        square: [inputs, inputs], the group's block of the second moments.
     """
     changed = square @ levels
     by_scale, to_scale = (levels * changed).sum(0), -(levels * slope).sum(0)
@@ -83,7 +83,7 @@ def _steps(levels: Tensor, square: Tensor, slope: Tensor, affine: bool) -> tuple
         return torch.where(by_scale > 0, to_scale / by_scale.clamp(min=1e-30), 0.0), torch.zeros_like(to_scale)
     by_both, by_min, to_min = changed.sum(0), square.sum(), -slope.sum(0)
     determinant = by_scale * by_min - by_both * by_both
-    usable = determinant > 1e-6 * by_scale * by_min  # levels that are all the same have no scale
+    usable = determinant > 1e-6 * by_scale * by_min  # if all levels are equal, the scale is undetermined
     determinant = torch.where(usable, determinant, 1.0)
     step = torch.where(usable, (by_min * to_scale - by_both * to_min) / determinant, 0.0)
     return step, (to_min - by_both * step) / by_min

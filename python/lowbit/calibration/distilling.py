@@ -14,15 +14,15 @@ from .capture import StopRun, hidden_of
 from .data import Inputs, rows_in_parts, tokens_of
 from .learning import Learning, LearningStack, learning_in_place_of, learning_of, put_weights
 
-STEPS = 120  # least number of steps; each is a batch of the text
-RATE = 0.004  # largest rate of Adam: it rises, and falls to zero
-_LOGITS = 1 << 27  # computed at a time
-_WARM = 10  # steps in which the rate rises
-_POOLED = 1.0  # weight of the means over a text's tokens, relative to the tokens
+STEPS = 120  # smallest number of steps; each is a batch of the text
+RATE = 0.004  # peak learning rate of Adam, with warmup and decay to zero
+_LOGITS = 1 << 27  # number of logits computed at a time
+_WARM = 10  # warmup steps
+_POOLED = 1.0  # weight of the loss of means over a text's tokens, relative to that of tokens
 
 
 class Teacher:
-    """Answers of a float model to parts of the text: the inputs of its head, or its last hidden states."""
+    """The answers of a float model to parts of the text: the inputs of its head, or its last hidden states."""
 
     def __init__(self, model: torch.nn.Module, inputs: Sequence[Inputs]):
         head = getattr(model, "get_output_embeddings", lambda: None)()
@@ -31,13 +31,13 @@ class Teacher:
         self.answers = [self._answer(model, part)[0].detach() for _, part in self.parts]
 
     def _parts(self, batch: Inputs) -> list[Inputs]:
-        """Parts of a batch with a limited number of logits."""
+        """Splits a batch into parts with a limited number of logits."""
         if self.head is None:
             return [batch]
         return rows_in_parts(batch, max(1, _LOGITS // (batch["input_ids"].shape[1] * self.head.out_features)))
 
     def _answer(self, model: torch.nn.Module, batch: Inputs) -> tuple[Tensor, Tensor]:
-        """Input and output of the head; of a model without a head twice the last hidden states."""
+        """Input and output of the head; for a model without a head, the last hidden states twice."""
         if self.head is None:
             output = model(**batch)
             states = getattr(output, "last_hidden_state", None)
@@ -60,10 +60,10 @@ class Teacher:
         return seen[0]
 
     def loss(self, model: torch.nn.Module, i: int) -> Tensor:
-        """Loss of a model's answers to part i, a mean over its tokens.
+        """The loss of a model's answers to part i, a mean over its tokens.
 
-        The KL divergence of predictions; for a model without a head the relative squared error of the last hidden states,
-        and the cosine of their means over each text, which are often its embeddings.
+        It is the KL divergence of predictions or, for a model without a head, the relative squared error of the last hidden
+        states plus the cosine distance of their means over each text, which are often its embeddings.
         """
         batch, expected = self.parts[i][1], self.answers[i]
         answers = self._answer(model, batch)[1].float()
@@ -92,25 +92,25 @@ def distilled(
     rate: float | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Tensor]:
-    """Packed weights of a quantized model with learned scales, for answers closer to the float model's.
+    """Learns the scales of a quantized model by distillation from the float model; returns the new packed weights.
 
-    Scales, mins, biases and fitted tables are learned together by gradients through the whole model: the second step of
+    Scales, mins, biases and fitted tables are trained together through the whole model: the second step of
     EfficientQAT (Chen et al.: "EfficientQAT: Efficient Quantization-Aware Training for Large Language Models", ACL 2025),
-    with the float model as the teacher, so that the text needs no labels. Codes are fixed. Held-out batches judge each pass
-    over the text, and the packed result.
+    with the float model as the teacher, so that the text needs no labels. Codes are fixed. Each pass over the text and the
+    packed result are evaluated on held-out batches.
 
     Args:
         model: with packed layers, in eval mode; unchanged afterwards.
         teacher: of the float model.
         names: of the packed layers.
-        held_out: numbers of the held-out batches.
+        held_out: indices of the held-out batches.
         tables: layers whose tables of levels are learned.
-        steps: least number of steps, each a part of a batch. None: 120.
-        rate: largest rate of Adam. None: 0.004.
+        steps: smallest number of steps, each a part of a batch. None: 120.
+        rate: peak learning rate of Adam. None: 0.004.
         progress: called as ``progress(step, steps)``.
 
     Returns:
-        the packed weight of each layer; empty if they are not better on the held-out batches.
+        The packed weight of each layer; empty if they are not better on the held-out batches.
     """
     layers = {name: model.get_submodule(name) for name in sorted(names)}
     earlier = {name: layer.packed_weight for name, layer in layers.items()}

@@ -1,4 +1,4 @@
-"""Calibration of experts whose weights are one tensor, each with the tokens that are routed to it."""
+"""Collects calibration inputs of experts stored in one tensor: for each expert, the tokens that are routed to it."""
 
 from __future__ import annotations
 

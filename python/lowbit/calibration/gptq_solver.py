@@ -1,4 +1,4 @@
-"""GPTQ, with a correction for the error of the inputs."""
+"""GPTQ with a correction for the error of the inputs."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from .descent import SWEEPS, descend
 from .grid import MatrixConfig, Quantized, stored, table_in, with_table
 from .importance import search, search_groups
 
-_COLUMNS = 128  # of a block whose errors are applied to later columns together, if groups are not longer
+_COLUMNS = 128  # columns whose errors are applied to later columns together (a whole group if that is longer)
 _MOST_COLUMNS = 512
-_ROWS_OF_SUMS = 256  # of a triangular matrix that are computed together
-_LEAF = 128  # a triangular matrix of at most this size is inverted by substitution
+_ROWS_OF_SUMS = 256  # rows of a triangular matrix that are computed together
+_LEAF = 128  # triangular matrices of at most this size are inverted by substitution
 _TRIAL_ROWS = 256
-_DESCENT_BITS = 5  # most at which a descent is worth its time
-_DESCENT_TOKENS = 2  # least per input: with fewer it fits the text and not the layer
+_DESCENT_BITS = 5  # largest bit width at which coordinate descent is worth its time
+_DESCENT_TOKENS = 2  # smallest number of tokens per input; with fewer, descent would overfit the text
 
 
 @dataclass
@@ -28,13 +28,13 @@ class Moments:
     """Second moments of a layer's inputs over the tokens of a calibration text.
 
     ``square`` is the sum of ``x x^T`` over the layer's inputs x in the quantized model. ``drift``, if known, is the sum of
-    ``(y - x) x^T`` with the same tokens' inputs y in the float model.
+    ``(y - x) x^T``, where y are the same tokens' inputs in the float model.
     """
 
-    square: Tensor  # float32 [k, k], of which the upper triangle is enough; or its diagonal [k], for importance
+    square: Tensor  # float32 [k, k], at least the upper triangle; or only the diagonal [k], for importance
     drift: Tensor | None  # float32 [k, k]
     tokens: int
-    # Held-out inputs (x, y), float32 [tokens, k], which choose the weight of the correction.
+    # Held-out inputs (x, y), float32 [tokens, k], to choose the weight of the correction.
     held: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     def join(self) -> None:
@@ -44,7 +44,7 @@ class Moments:
         self.held = []
 
     def add(self, x: Tensor, y: Tensor | None) -> None:
-        """Adds inputs float32 [tokens, k]; None for ``y`` ends the sum of drift."""
+        """Adds inputs float32 [tokens, k]; if ``y`` is None, drift becomes unknown."""
         self.tokens += len(x)
         self.drift = None if self.drift is None or y is None else self.drift.addmm_((y - x).T, x)
         if self.square.dim() == 1:
@@ -55,10 +55,10 @@ class Moments:
             self.square[rows, rest].addmm_(x[:, rows].T, x[:, rest])
 
     def rotate(self, block: int) -> None:
-        """Makes moments [k, k] those of inputs that are rotated in blocks, in place; 0: they are not."""
+        """Converts moments [k, k], in place, to those of inputs rotated in blocks; 0: no rotation."""
         if block == 0:
             return
-        for first in range(0, len(self.square), _ROWS_OF_SUMS):  # the lower triangle, which was not kept
+        for first in range(0, len(self.square), _ROWS_OF_SUMS):  # restores the lower triangle, which is not stored
             rows = slice(first, first + _ROWS_OF_SUMS)
             self.square[rows, :first] = self.square[:first, rows].T
             square = self.square[rows, rows]
@@ -71,7 +71,7 @@ class Moments:
         self.held = [(rotate(x, block), rotate(y, block)) for x, y in self.held]
 
     def importance(self) -> Tensor:
-        """Mean square of each input, float32 [k], plus a little for unused inputs."""
+        """The mean square of each input, float32 [k], plus a small constant for unused inputs."""
         square = self.square if self.square.dim() == 1 else self.square.diagonal()
         mean = square / max(1, self.tokens)
         return mean + 1e-4 * mean.mean()
@@ -89,9 +89,9 @@ def _check(moments: Moments) -> None:
 
 
 def _damped(square: Tensor, damping: float) -> Tensor:
-    """float64 [k, k] with ``damping`` times the mean of the diagonal added to it, so that it is positive definite.
+    """float64 [k, k] plus ``damping`` times the mean of its diagonal, so that it is positive definite.
 
-    Of ``square`` the upper triangle is read.
+    Only the upper triangle of ``square`` is read.
     """
     result = (square.triu() + square.triu(1).T).double()
     mean = float(result.diagonal().mean())
@@ -100,7 +100,7 @@ def _damped(square: Tensor, damping: float) -> Tensor:
 
 
 def _root(square: Tensor) -> Tensor:
-    """The upper triangular V, float32, for which V V^T is ``square``."""
+    """The upper triangular V, float32, with V V^T = ``square``."""
     try:
         return torch.linalg.cholesky(square.flip(0, 1)).flip(0, 1).float()
     except torch.linalg.LinAlgError as error:
@@ -108,7 +108,7 @@ def _root(square: Tensor) -> Tensor:
 
 
 def _inverse_of_upper(matrix: Tensor) -> Tensor:
-    """The inverse of an upper triangular matrix, by halves."""
+    """The inverse of an upper triangular matrix, by recursive halving."""
     n = len(matrix)
     if n <= _LEAF:
         return torch.linalg.solve_triangular(matrix, torch.eye(n, dtype=matrix.dtype), upper=True)
@@ -147,7 +147,7 @@ class Solver:
 
     @cached_property
     def factor(self) -> Tensor:
-        """The upper triangular U for which U^T U is the inverse of the squares, in the order of rounding."""
+        """The upper triangular U with U^T U the inverse of the squares, in the order of rounding."""
         return _inverse_of_upper(self.root)
 
     def table(self, weight: Tensor, config: MatrixConfig) -> MatrixConfig:
@@ -155,7 +155,7 @@ class Solver:
         return with_table(config, weight, self.importance)
 
     def shift(self, weight: Tensor) -> Tensor:
-        """What to add to rows [n, k] for outputs as near to the float model's as any weights reach: float32 [n, k]."""
+        """The change of rows [n, k], float32, that brings outputs closest to the float model's in the least-squares sense."""
         if self.drift is None:
             return torch.zeros_like(weight, dtype=torch.float32)
         toward = (weight.float() @ self.drift)[:, self.order].T
@@ -177,16 +177,16 @@ class Solver:
         return descend(result, self.square, wanted, sweeps)
 
     def _in_order(self, weight: Tensor, config: MatrixConfig) -> Quantized:
-        """Rounds one input after the other."""
+        """Rounds the inputs one after the other."""
         table = table_in(config)
         n, k = weight.shape
         group, factor, order = config.group_size or k, self.factor, self.order
         in_order = not self.by_importance and group <= _MOST_COLUMNS
-        # An estimate of the row's largest scale or minimum, which only decides which scales become 0.
+        # An estimate of each row's largest scale or minimum; it only decides which scales become 0.
         largest = weight.abs().amax(1, keepdim=True).float()
         if config.mapping != "affine":
             largest /= 2 ** (config.bits - 1) if table is None else float(table.levels.abs().amax())
-        # If inputs keep their order, a group's scales are searched when all earlier inputs are rounded.
+        # If inputs keep their order, a group's scales are searched once all earlier inputs are rounded.
         if in_order:
             scales = torch.empty(n, -(-k // group), dtype=torch.float32)
             mins = torch.empty_like(scales) if config.mapping == "affine" else None
@@ -197,7 +197,7 @@ class Solver:
         width = step * max(1, _COLUMNS // step)
         sorted_levels = None if table is None else table.levels
         ordered = weight.float()[:, order] if self.by_importance else weight.float()
-        # [k, n]: an input is a row. A copy, also where the transpose is contiguous as it is: transformers' Conv1D.
+        # [k, n]: each input is a row. Cloned even if the transpose is already contiguous, as for transformers' Conv1D.
         work = ordered.T.clone(memory_format=torch.contiguous_format)
         levels = torch.empty_like(work)
         for begin in range(0, k, width):
@@ -244,12 +244,12 @@ def gptq(
 ) -> Quantized:
     """Quantizes a matrix so that the layer's outputs on the calibration text change little.
 
-    Inputs are rounded one after the other, and later inputs compensate for the error of each, as far as they are
-    correlated: GPTQ (Frantar, Ashkboos, Hoefler, Alistarh: "GPTQ: Accurate Post-Training Quantization for
-    Generative Pre-trained Transformers", ICLR 2023), with its lazy updates by blocks and Cholesky factor. Moments with
-    a drift correct the error of the inputs too: the weights are first moved to those that give the float model's outputs from
-    the quantized model's inputs, by least squares. GPTAQ (Li, Yin, Lee, Xiao, Panda: "GPTAQ: Efficient Finetuning-Free
-    Quantization for Asymmetric Calibration", ICML 2025) has the same aim, and moves them input by input.
+    Inputs are rounded one after the other, and later inputs that are correlated compensate for the error of each: GPTQ
+    (Frantar, Ashkboos, Hoefler, Alistarh: "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers",
+    ICLR 2023), with its lazy block updates and Cholesky factor. Moments with a drift also correct the error of the inputs: the
+    weights are first shifted, by least squares, so that the quantized model's inputs give the float model's outputs. GPTAQ
+    (Li, Yin, Lee, Xiao, Panda: "GPTAQ: Efficient Finetuning-Free Quantization for Asymmetric Calibration", ICML 2025) has the
+    same aim and shifts them input by input.
 
     When the first input of a group is reached, its scale is chosen by :func:`search`, weighted with the cost of an error
     after compensation, and rounded as it is stored. Then the codes of the group are chosen. Up to 5 bits,
@@ -259,11 +259,11 @@ def gptq(
         weight: float32 [n, k], finite.
         moments: of the layer's inputs.
         config: bits, group size and mapping; ``scale`` is not used.
-        damping: part of the mean of the diagonal to add to the diagonal.
-        correction: how far the weights are moved, 0 to 1; :func:`best_correction` measures it.
-        by_importance: rounds the inputs with the largest mean square first (act-order permutation). Groups are still
-            consecutive inputs, so their scales are chosen before the first code.
-        sweeps: of the descent; 0: none.
+        damping: fraction of the mean of the diagonal to add to the diagonal.
+        correction: weight of the shift, 0 to 1; :func:`best_correction` measures the best one.
+        by_importance: round the inputs with the largest mean square first (act-order). Groups are still consecutive inputs,
+            so their scales are chosen before the first code.
+        sweeps: number of sweeps of the descent; 0: none.
 
     Raises:
         ValueError: moments have another shape, are not finite, or have no tokens.
@@ -272,9 +272,9 @@ def gptq(
 
 
 def best_correction(solver: Solver, weight: Tensor, held: list[tuple[Tensor, Tensor]]) -> float:
-    """The weight of the correction, 0 to 1, with the least error of the outputs on held-out tokens, before any rounding.
+    """The weight of the correction, 0 to 1, with the least error of the outputs on held-out tokens, before rounding.
 
-    On a short text much of the inputs' error that the correction follows is chance. Some of the rows decide.
+    On a short text the full correction would overfit. Only some of the rows are evaluated.
 
     Args:
         weight: [n, k].

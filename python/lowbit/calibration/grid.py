@@ -1,4 +1,4 @@
-"""Scales, levels and codes of a matrix as the packed format stores them, in torch."""
+"""Computes scales, levels and codes of a matrix in torch, rounded as the packed format stores them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from ..packed.rounding import ConvConfig, EmbeddingConfig, LinearConfig, table_o
 MatrixConfig = LinearConfig | EmbeddingConfig | ConvConfig
 
 _SCALE_BITS = 11  # significant bits of a float16
-# Scales below this part of the row's largest become 0. float16 holds 29 powers of two with all bits; the rest is room for a
-# largest scale that grows while codes are chosen.
+# Scales below this fraction of the row's largest become 0. float16 has 29 powers of two with full precision; the rest is
+# headroom for a largest scale that grows while codes are chosen.
 _SMALLEST = 2.0**-20
-_FITTED = 1 << 16  # weights that a table of levels is fitted to, or up to twice as many
+_FITTED = 1 << 16  # a table of levels is fitted to this many weights, or up to twice as many
 
 
 def stored(values: Tensor, largest: Tensor) -> Tensor:
@@ -45,7 +45,7 @@ def with_table(config: MatrixConfig, weight: Tensor, importance: Tensor | None =
 
 
 def table_in(config: MatrixConfig) -> Table | None:
-    """The table of a config; None: its levels are consecutive integers."""
+    """The level table of a config; None: its levels are consecutive integers."""
     if config.mapping != "levels":
         return None
     if config.levels is None or isinstance(config.levels, str) and config.levels not in TABLES:
@@ -71,7 +71,7 @@ def levels_near(values: Tensor, scale: Tensor, min: Tensor | None, bits: int, ta
 
 @dataclass
 class Quantized:
-    """A quantized matrix: levels, scales and mins; with ``config.rotate`` of the weights of rotated inputs."""
+    """A quantized matrix: levels, scales and mins; with ``config.rotate``, of the weights for rotated inputs."""
 
     # float32 [n, k]; symmetric -2^(b-1) .. 2^(b-1) - 1 (1 bit: -1, 1), affine 0 .. 2^b - 1, or levels of the config's table
     levels: Tensor
@@ -80,7 +80,7 @@ class Quantized:
     config: MatrixConfig
 
     def per_input(self, values: Tensor) -> Tensor:
-        """Values of groups [n, groups] repeated for their inputs [n, k]."""
+        """Repeats the values of groups [n, groups] for their inputs: [n, k]."""
         return per_input(values, self.config.group_size, self.levels.shape[1])
 
     def dequantize(self) -> Tensor:
@@ -89,7 +89,7 @@ class Quantized:
         return weight if self.mins is None else weight + self.per_input(self.mins)
 
     def codes(self) -> Tensor:
-        """uint8 [n, k], as :func:`lowbit.pack` takes them."""
+        """The codes for :func:`lowbit.pack`, uint8 [n, k]."""
         table = table_in(self.config)
         if table is not None:
             return table.codes(self.levels)

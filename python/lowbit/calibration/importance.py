@@ -1,4 +1,4 @@
-"""Search of scales and mins with the least error, weighted by importance."""
+"""Searches scales and mins with the least rounding error, weighted by importance."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from ..packed.groups import in_groups
 from .grid import MatrixConfig, Quantized, nearest, stored, table_in, with_table
 
 _FITS = 3
-_CHUNK = 1 << 20  # weights that are searched at a time, to bound the memory
+_CHUNK = 1 << 20  # weights processed at a time, to bound the memory
 
 
 def search(weight: Tensor, importance: Tensor | None, config: MatrixConfig) -> Quantized:
-    """Quantizes a matrix by searched scales (and mins), rounding to nearest.
+    """Quantizes a matrix by round-to-nearest with searched scales (and mins).
 
-    The search minimizes the sum of ``importance * (weight - rounded)^2`` in each group: it tries some ranges, refits the
-    scale (and min) to the levels of each by weighted least squares, and refits the best one a few times more. With the mean
-    square of each input as importance this is the error of the layer's output for independent inputs, as in llama.cpp's
+    The search minimizes the sum of ``importance * (weight - rounded)^2`` in each group: it tries several ranges, refits the
+    scale (and min) to the levels of each by weighted least squares, and refits the best one a few more times. With the mean
+    square of each input as importance, this is the error of the layer's output for independent inputs, as in llama.cpp's
     importance matrices and k-quants.
 
     Args:
         weight: float32 [n, k], finite.
         importance: float32 [k] or [n, k], not negative; None: all equal.
         config: bits, group size and mapping; ``scale`` is not used. Levels "fit" are fitted to these rows; if the rows are
-            part of a matrix, fit them before (:func:`lowbit.calibration.grid.with_table`).
+            part of a matrix, fit them first (:func:`lowbit.calibration.grid.with_table`).
     """
     config = with_table(config, weight, importance if importance is None or importance.dim() == 1 else None)
     counts = torch.ones(1, weight.shape[1]) if importance is None else importance.reshape(-1, weight.shape[1])
@@ -45,7 +45,7 @@ def search(weight: Tensor, importance: Tensor | None, config: MatrixConfig) -> Q
 
 
 def stored_grid(scales: Tensor, mins: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Scales and mins [n, groups] of a whole matrix as the format stores them."""
+    """Rounds scales and mins [n, groups] of a whole matrix as the format stores them."""
     largest = scales.abs().amax(1, keepdim=True)
     if mins is None:
         return stored(scales, largest), None
@@ -54,11 +54,11 @@ def stored_grid(scales: Tensor, mins: Tensor | None) -> tuple[Tensor, Tensor | N
 
 
 def search_groups(x: Tensor, importance: Tensor, config: MatrixConfig) -> tuple[Tensor, Tensor | None]:
-    """Scales and mins, float32 [n, groups], of weights [n, groups, group size], before rounding as they are stored.
+    """Scales and mins, float32 [n, groups], for weights [n, groups, group size], before they are rounded for storage.
 
     Args:
         importance: [n, groups, group size], or [1, groups, group size] for all rows. Weights of importance 0 have no effect,
-            unless all of a group are 0; they can fill up a group.
+            unless all of a group are 0, so they can pad a group.
     """
     table = table_in(config)
     if table is not None:
@@ -74,7 +74,7 @@ def search_groups(x: Tensor, importance: Tensor, config: MatrixConfig) -> tuple[
 
 def _search_table(x: Tensor, w: Tensor, table: Table) -> Tensor:
     groups, counts = x.flatten(0, 1), w.flatten(0, 1)
-    # Weights of importance 0 must not set the range.
+    # Weights of importance 0 must not affect the range.
     scale = best_scales(torch.where(counts > 0, groups, 0.0), table, counts, FACTORS)
     for _ in range(_FITS):
         inverse = torch.where(scale == 0, 0.0, 1.0 / scale)

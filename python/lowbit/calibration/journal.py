@@ -1,4 +1,4 @@
-"""Keeps the finished layers of a calibration on disk, so that a later run continues an interrupted one."""
+"""Stores the finished layers of a calibration on disk, so that a later run can continue an interrupted one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _IDENTITY, _LAYERS, _WIDTHS = "identity.json", "layers.jsonl", "widths.json"
 
 
 def digest(parts: Iterable[Path | bytes]) -> str:
-    """SHA-256 of the digests of files and bytes."""
+    """The SHA-256 of the digests of files and bytes."""
     result = hashlib.sha256()
     for part in parts:
         if isinstance(part, bytes):
@@ -40,18 +40,18 @@ def journal_path(target: Path) -> Path:
 
 
 class Journal:
-    """The packed layers of an unfinished run, in a hidden directory beside its target.
+    """The packed layers of an unfinished run, in a hidden directory next to its target.
 
-    As a context manager it holds the directory's lock. The directory is removed when the run succeeds, or when no layer was
-    kept. After an error, Ctrl-C or a kill it stays, because it may hold hours of work.
+    As a context manager it holds the directory's lock. The directory is removed when the run succeeds or has stored no layer.
+    It is kept after an error, Ctrl-C or a kill, because it may hold hours of work.
 
     Args:
         target: the path that the run writes.
         identity: digests or names of the calibration's inputs. Layers of an earlier run with another identity are removed.
 
     Attributes:
-        packed: the finished layers, each with its method and its packed weight, which is mapped.
-        changes: names of the parts of the identity that differ from the earlier run, whose layers were then removed.
+        packed: the finished layers, each with its method and its memory-mapped packed weight.
+        changes: names of the parts of the identity that differ from an earlier run, whose layers were therefore removed.
     """
 
     def __init__(self, target: Path, identity: Mapping[str, str]):
@@ -65,7 +65,7 @@ class Journal:
     def __enter__(self) -> Journal:
         try:
             self.path.mkdir(exist_ok=True)
-            sync_path(self.path.parent)  # the directory's own name
+            sync_path(self.path.parent)  # makes the new directory itself durable
             self._lock = lock(self.path)
         except OSError as error:
             raise OSError(error.errno, f"{self.path} cannot be written: {error.strerror}") from error
@@ -86,7 +86,7 @@ class Journal:
         entries = list(self.path.iterdir())
         for entry in entries:
             entry.unlink()
-        sync_path(self.path)  # before the new identity, so that a power failure cannot bring back old layers
+        sync_path(self.path)  # before the new identity is written, so that old layers cannot reappear after a power failure
         if entries:
             self.changes = [key for key in self.identity if not identity or identity.get(key) != self.identity[key]]
         self._write(_IDENTITY, self.identity)
@@ -145,7 +145,7 @@ class Journal:
         sync_path(self.path)
 
     def keep(self, layers: list[tuple[list[str], str, Tensor]]) -> list[Tensor]:
-        """Writes layers, all or none, and returns their weights as mapped files.
+        """Stores layers, all or none, and returns their weights as mapped files.
 
         Args:
             layers: names that share a packed weight, their method, and the weight, uint8 [bytes] or [experts, bytes].
@@ -161,7 +161,7 @@ class Journal:
         with open(self.path / _LAYERS, "ab") as file:  # an incomplete line is ignored
             file.write(json.dumps(entries).encode() + b"\n")
             sync(file)
-        sync_path(self.path)  # the names of these files
+        sync_path(self.path)  # makes the file names durable
         weights = [self._map(entry["file"], entry.get("experts")) for entry in entries]
         for (names, method, _), mapped in zip(layers, weights, strict=True):
             for name in names:
@@ -169,11 +169,11 @@ class Journal:
         return weights
 
     def widths(self) -> Any:
-        """The content of :meth:`keep_widths`; None: nothing was kept."""
+        """What :meth:`keep_widths` has stored; None: nothing."""
         return _read(self.path / _WIDTHS)
 
     def keep_widths(self, content: Any) -> None:
-        """Keeps the config of a run with mixed precision, as JSON."""
+        """Stores the config of a run with mixed precision, as JSON."""
         self._write(_WIDTHS, content)
 
 

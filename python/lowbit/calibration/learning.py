@@ -18,9 +18,9 @@ _LARGEST_LEVEL = 127.0
 
 
 class _Weight(torch.autograd.Function):
-    """A matrix [n, k] from levels by code, scales (and mins) [n, groups], and codes uint8 [n, k].
+    """Dequantizes a matrix [n, k] from levels by code, scales (and mins) [n, groups], and codes uint8 [n, k].
 
-    Only the codes stay in memory for the backward pass, and sums of gradients have a fixed order.
+    Only the codes are saved for the backward pass, and gradients are summed in a fixed order.
     """
 
     @staticmethod
@@ -49,7 +49,7 @@ class Learning(torch.nn.Module):
 
     Args:
         packed: from :func:`lowbit.pack`.
-        table: trains the levels too; for fitted tables, because named tables have fixed levels.
+        table: also train the levels; only for fitted tables, because named tables have fixed levels.
     """
 
     def __init__(self, packed: Tensor, table: bool):
@@ -92,7 +92,7 @@ class Learning(torch.nn.Module):
         unpacked, levels = self.unpacked, self.unpacked.levels
         learned, scales, mins = self.values()
         learned, scales, mins = learned.detach(), scales.detach(), None if mins is None else mins.detach()
-        # Rows without gradients keep their bits.
+        # Unchanged rows keep their stored bits.
         rows = (scales == unpacked.scales).all(1, keepdim=True)
         if mins is not None:
             rows &= (mins == unpacked.mins).all(1, keepdim=True)
@@ -123,7 +123,7 @@ class LearningStack(torch.nn.Module):
         outputs, places = [], []
         for number in index.unique().tolist():
             at = (index == number).nonzero()[:, 0]
-            # By a lookup, whose gradients are added up in a fixed order, and not by an index.
+            # Lookup rather than indexing, because its gradients are summed in a fixed order.
             outputs.append(self.experts[number].linear(embedding(at // experts.shape[-1], rows)))
             places.append(at)
         return embedding(torch.cat(places).argsort(), torch.cat(outputs)).view(*experts.shape, -1)
@@ -138,7 +138,7 @@ def learning_of(packed: Tensor, table: bool) -> Learning | LearningStack:
 
 
 class _InPlaceOf(torch.nn.Module):
-    """A layer that computes with a trainable weight, which layers may share."""
+    """A layer that computes with a trainable weight, which several layers may share."""
 
     shared: Any  # a LearningStack for experts, otherwise a Learning
 

@@ -1,4 +1,4 @@
-"""Calibration of a model of transformers, block by block."""
+"""Calibrates a model of transformers block by block."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def run(
     inputs, text_tokens = batches(model, data, tokenizer, window, max_tokens)
     sample, report, settings = Sample(inputs), _Progress(progress), dict(options or {})
     if not getattr(model, "can_generate", lambda: False)():
-        # Of an encoder, whose text has few of the words that it will see, the correction fits that text
+        # For encoders the text covers few of the words that they will see, so the correction would overfit
         # (docs/measurements/quality.md, Sentence embeddings).
         settings.setdefault("correction", 0.0)
     result = Calibration(sample.tokens, text_tokens)
@@ -88,7 +88,7 @@ def check_method(method: Any) -> None:
 @contextmanager
 def evaluating(model: Any) -> Iterator[None]:
     """Puts the model in eval mode, without gradients, and without a KV cache, which would grow from run to run."""
-    # A model of texts and images has the settings of its texts in a config of their own.
+    # Image-text models have a separate config for text.
     configs = {id(config): config for config in (model.config, model.config.get_text_config())}.values()
     settings, training = [vars(config).copy() for config in configs], model.training
     try:
@@ -101,7 +101,7 @@ def evaluating(model: Any) -> Iterator[None]:
         for config, before in zip(configs, settings, strict=True):
             if "use_cache" in before:
                 config.use_cache = before["use_cache"]
-            else:  # config.json must not have it either
+            else:  # the attribute did not exist, so it must not appear in config.json
                 del config.use_cache
         model.train(training)
 
@@ -113,15 +113,15 @@ class _Order:
     shared: list[list[str]]  # names of modules that share a weight
     early: list[str]  # linear layers that are calibrated on the float model, before all blocks
     in_blocks: Mapping[str, MatrixConfig]  # linear layers that are calibrated block by block
-    tables: dict[str, MatrixConfig]  # embeddings with a weight of their own
-    lists: list[str]  # of blocks to go through
-    matrices: int  # linear layers with a weight of their own
+    tables: dict[str, MatrixConfig]  # embeddings whose weight is not shared
+    lists: list[str]  # lists of blocks to quantize
+    matrices: int  # number of linear layers whose weight is not shared
 
     @classmethod
     def of(cls, model: torch.nn.Module, selected: Mapping[str, MatrixConfig], experts: Iterable[str], method: str) -> _Order:
         weights = names_by_weight({name: model.get_submodule(name) for name in selected}).values()
         shared = [names for names in weights if len(names) > 1]
-        # An error of a shared weight is corrected by what follows, so it comes first.
+        # Shared weights come first, so that later layers can correct their errors.
         sharing = {name for names in shared for name in names}
         linears = {name: config for name, config in selected.items() if isinstance(config, LinearConfig)}
         early = [name for name in linears if method == "importance" or name in sharing]
@@ -145,7 +145,7 @@ class _Progress:
             self._callback(self.done, self.total, name)
 
     def step(self, step: int, steps: int) -> None:
-        """A step of distillation, which takes the rest of the total."""
+        """Reports a step of distillation, which accounts for the rest of the total."""
         if self._callback is not None:
             self._callback(self.done + (self.total - self.done) * step // steps, self.total, f"step {step} of {steps}")
 
@@ -170,14 +170,14 @@ class _Run:
         model, plan, packer, sample = self.model, self.plan, self.packer, self.sample
         kept = self.kept.packed
         distilled_before = {name: packed for name, (method, packed) in kept.items() if method.startswith("distilled")}
-        # With a single batch nothing would be held out to judge what is learned.
+        # With a single batch nothing could be held out to evaluate what is learned.
         learns = len(sample.batches) > 1
         distils = self.method == "distilled" and learns and not distilled_before
         # Distillation takes about as long as the rest.
         self.progress.total = (plan.matrices + packer.expert_matrices()) * (2 if distils else 1)
         self.progress.add(0, "the float model's run over the text")
-        teacher = Teacher(model, sample.batches) if distils else None  # before the float model is changed
-        # At 1 bit GPTQ's corrections of a table lose more than they gain.
+        teacher = Teacher(model, sample.batches) if distils else None  # runs the float model before it is changed
+        # At 1 bit GPTQ makes tables worse.
         by_gptq = {name for name, config in plan.tables.items() if config.bits > 1 and name not in kept}
         table_moments = moments_of_tables(model, sample.batches, () if self.method == "importance" else by_gptq)
         originals, moments = self._first_pass([name for name in plan.early if name not in kept])
@@ -209,7 +209,7 @@ class _Run:
         """Runs the float model once over the text.
 
         Returns:
-            for each list of blocks how its blocks are called in each batch, and the moments of the inputs of ``early``.
+            For each list of blocks, how its blocks are called in each batch; and the moments of the inputs of ``early``.
         """
         model, lists = self.model, self.plan.lists
         blocks = {name: list(model.get_submodule(name)) for name in lists}
@@ -231,7 +231,7 @@ class _Run:
                 rows = rows_of(x, mask)
                 add_to(moments, name, self.configs[name].rotated(rows) if diagonal else rows, None, diagonal=diagonal)
                 missing.discard(name)
-                # The logits of all tokens, which are not needed, would take more memory than all else.
+                # Stop before the head: the logits of all tokens are not needed and would take more memory than all else.
                 if not missing and all(len(one.calls) == len(blocks[key]) for key, one in running.items()):
                     raise StopRun
 
@@ -243,13 +243,13 @@ class _Run:
                     model(**batch)
             for name in list(recordings):
                 recordings[name].append(running[name])
-                # Blocks with something between them are not a chain: they are quantized by runs of the whole model.
+                # If something runs between blocks, they are quantized by runs of the whole model.
                 if not running[name].chained:
                     del recordings[name]
         return recordings, moments
 
     def _distil(self, teacher: Teacher) -> None:
-        """Fits the scales of all layers to the float model's answers, and keeps the layers, all at once."""
+        """Fits the scales of all layers to the float model's answers, and stores all layers at once."""
         weights = distilled(
             self.model,
             teacher,

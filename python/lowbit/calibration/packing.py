@@ -1,4 +1,4 @@
-"""Packing of layers whose inputs are known, and replacing them by packed layers."""
+"""Packs layers whose inputs are known, and replaces them by packed layers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .grid import MatrixConfig, with_table
 from .result import Calibration
 from .tables import DAMPING
 
-# Names of layers that share a packed weight; their method, with commas between those of experts; the packed weight.
+# Names of layers that share a packed weight; their method (comma-separated for experts); the packed weight.
 PackedLayers = tuple[list[str], str, Tensor]
 
 
@@ -36,7 +36,7 @@ PackedLayers = tuple[list[str], str, Tensor]
 class Kept:
     """The layers that a resumed run need not compute, and where new ones are stored."""
 
-    packed: Mapping[str, tuple[str, Tensor]]  # by layer: the method (of experts with commas), and the packed weight
+    packed: Mapping[str, tuple[str, Tensor]]  # layer -> method (comma-separated for experts) and packed weight
     keep: Callable[[list[PackedLayers]], list[Tensor]]  # stores layers, all or none; returns the weights to compute with
 
 
@@ -48,15 +48,15 @@ def by_name(name: str, method: str, packed: Tensor) -> dict[str, str]:
 
 
 class Packer:
-    """Packs layers of a model, each once; layers in ``kept`` are taken from there, new layers are added to it.
+    """Packs each layer of a model once; layers in ``kept`` are taken from there, and new layers are added to it.
 
     Args:
         selected: configs of the layers and tables to pack, by name.
         experts: configs of the tensors of experts to pack, by name.
         sample: the calibration text.
         options: keyword arguments of :func:`gptq`.
-        report: called with the number of matrices that were finished since the last call, and the name of one that begins
-            (then the number is 0) or is finished.
+        report: called with the number of matrices finished since the last call, and the name of a matrix that was finished
+            or, if the number is 0, begins.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Packer:
         self.linears = {name: config for name, config in selected.items() if isinstance(config, LinearConfig)}
         self.sample, self.options = sample, options
         self.kept, self.result, self._report = kept, result, report
-        self.waiting: list[PackedLayers] = []  # layers of a block that are kept once its scales are tuned
+        self.waiting: list[PackedLayers] = []  # layers of a block that are stored once its scales are tuned
 
     def expert_matrices(self) -> int:
         """Number of experts' matrices to pack."""
@@ -87,7 +87,7 @@ class Packer:
         Args:
             prefix: of the module's names in the model.
             run: of the module, on batch i.
-            tune: leaves the packed experts in ``waiting``.
+            tune: leave the packed experts in ``waiting``.
         """
         for path, leaves in list(holders_in(module, self.experts, prefix)):
             holder = module.get_submodule(path)
@@ -115,7 +115,7 @@ class Packer:
     def _pack_experts(
         self, name: str, holder: torch.nn.Module, experts: Experts, rows: Any, chosen: Any, first: Tensor | None
     ) -> tuple[str, Tensor]:
-        """The methods of the experts' matrices, with commas between, and their packed weights, uint8 [experts, bytes]."""
+        """The methods of the experts' matrices, comma-separated, and their packed weights, uint8 [experts, bytes]."""
         methods, weights = [], []
         for number in range(experts.num_experts):
             x = inputs_of_expert(holder, number, rows, chosen, first)
@@ -134,7 +134,7 @@ class Packer:
         return ",".join(methods), torch.stack(weights)
 
     def _keep(self, name: str, method: str, packed: Tensor, tune: bool = False) -> Tensor:
-        """Keeps a packed weight, now or once it is tuned; returns the tensor to compute with."""
+        """Stores a packed weight, now or once it is tuned; returns the tensor to compute with."""
         if tune:
             self.waiting.append(([name], method, packed))
             return packed
@@ -154,9 +154,9 @@ class Packer:
         Args:
             names: in ``root``.
             configs: by the same names.
-            moments: of the inputs; None: they are not known.
+            moments: of the inputs; None: unknown.
             prefix: of the names of ``root`` in the model.
-            tune: leaves the packed layers in ``waiting``.
+            tune: leave the packed layers in ``waiting``.
         """
         missing = [name for name in names if prefix + name not in self.kept.packed]
         weights = {name: configs[name].as_rounded(root.get_submodule(name).weight.detach()) for name in missing}
@@ -182,7 +182,7 @@ class Packer:
 
         method = "nearest"
         quantizers: dict[str, Quantizer] = {}
-        # Layers with the same input may differ in its rotation.
+        # Layers with the same input may rotate it differently.
         blocks = {name: configs[name].rotated_inputs(weight.shape[1]) for name, weight in weights.items()}
         for block in sorted(set(blocks.values())):
             some = {name: weight for name, weight in weights.items() if blocks[name] == block}
@@ -195,7 +195,7 @@ class Packer:
         return method, quantizers
 
     def _first_not_finite(self) -> str | None:
-        """The first layer of a run of the model whose inputs are not finite: later layers inherit that."""
+        """The first layer in a run of the model whose inputs are not finite, which is where the problem starts."""
         names: list[str] = []
 
         def take(name: str, x: Tensor) -> None:
@@ -212,7 +212,7 @@ class Packer:
         return None
 
     def pack_tables(self, tables: Mapping[str, MatrixConfig], moments: dict[str, Moments]) -> None:
-        """Packs tables of embeddings that no head shares: by GPTQ those with moments, others rounded to nearest."""
+        """Packs embedding tables that no head shares: those with moments by GPTQ, others by round-to-nearest."""
         to_nearest = {}
         for name, config in tables.items():
             if name in self.kept.packed:
@@ -266,6 +266,6 @@ class Packer:
 
 
 def _replace(root: torch.nn.Module, name: str, packed: Tensor) -> None:
-    """Puts a packed layer in the place of a float one."""
+    """Replaces a float layer by a packed one."""
     layer = root.get_submodule(name)
     root.set_submodule(name, nn.in_place_of(layer, packed, layer.weight.dtype))

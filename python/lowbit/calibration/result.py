@@ -1,4 +1,4 @@
-"""Methods and results of calibration."""
+"""The result of a calibration."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ METHODS = ("auto", "gptq", "importance", "tuned", "distilled")
 class Calibration:
     """Result of :func:`lowbit.calibrate`."""
 
-    tokens: int  # tokens of the text that were used
+    tokens: int  # number of tokens used
     text_tokens: int  # tokens of the whole text
-    # A method or "nearest" for each quantized layer, and for each expert of a tensor of experts ("...down_proj.5").
+    # Quantized layer, or expert in a tensor of experts ("...down_proj.5") -> method or "nearest".
     methods: dict[str, str] = field(default_factory=dict)
     unquantized: dict[str, str] = field(default_factory=dict)  # modules whose matrices stay float -> why
     resumed: int = 0  # layers that an earlier, interrupted run had finished

@@ -1,4 +1,4 @@
-"""Selection of the layers to calibrate."""
+"""Selects the layers to calibrate and checks their weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .grid import MatrixConfig
 
 
 def select(model: torch.nn.Module, config: Any) -> tuple[dict[str, MatrixConfig], dict[str, MatrixConfig]]:
-    """Configs by name of the modules to calibrate, and of the tensors of experts. Convolutions are only rounded.
+    """Configs by name of the modules to calibrate, and of the tensors of experts; without convolutions.
 
     Args:
         config: as for :func:`lowbit.quantize_`, or a LowBitConfig.
@@ -39,7 +39,7 @@ def select(model: torch.nn.Module, config: Any) -> tuple[dict[str, MatrixConfig]
 
 
 def convolutions(model: torch.nn.Module, config: Any) -> dict[str, MatrixConfig]:
-    """Configs by name of the convolutions that are rounded to nearest beside what :func:`select` gives."""
+    """Configs by name of the convolutions, which are not calibrated but rounded to nearest."""
     chosen = config.select(model) if hasattr(config, "select") else select_layers(model, config, None, experts=True)
     return {name: value for name, value in chosen.items() if isinstance(value, ConvConfig)}
 

@@ -1,4 +1,4 @@
-"""Second moments for GPTQ of the embedding tables of embedding models."""
+"""Second moments for quantizing the embedding tables of embedding models by GPTQ."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _TOKENS = 512  # per backward pass, unless a text is longer
 def moments_of_tables(model: torch.nn.Module, inputs: Sequence[Inputs], names: Collection[str]) -> dict[str, Moments]:
     """Second moments of the gradients of a float model's answers with respect to the outputs of its tables.
 
-    They are to a table what the second moments of its inputs are to a linear layer: an error e of a row changes the answers
-    by e^T H e, so :func:`lowbit.calibration.gptq_solver.gptq` compensates for errors of the first features in the later ones.
+    For a table they play the role of the second moments of inputs of a linear layer: an error e of a row changes the answers
+    by e^T H e, so :func:`lowbit.calibration.gptq_solver.gptq` compensates for errors of the first features in later ones.
     H is J^T J of the answers' derivatives J, estimated with random projections of the answers (Hutchinson: "A stochastic
-    estimator of the trace of the influence matrix", 1989). It is the same for all rows, so rows that do not occur in the
-    text improve too.
+    estimator of the trace of the influence matrix", 1989). H is the same for all rows, so rows that do not occur in the text
+    improve too.
 
     The answers are last hidden states and the directions of their means over each text, as in
     :class:`lowbit.calibration.distilling.Teacher`.
@@ -38,7 +38,7 @@ def moments_of_tables(model: torch.nn.Module, inputs: Sequence[Inputs], names: C
         names: of embedding tables.
 
     Returns:
-        the moments of each table that the answers depend on; nothing for a model with a head, which often is its table.
+        The moments of each table that the answers depend on; empty for a model with a head, which is often tied to its table.
     """
     if not names or getattr(model, "get_output_embeddings", lambda: None)() is not None:
         return {}
@@ -77,7 +77,7 @@ def moments_of_tables(model: torch.nn.Module, inputs: Sequence[Inputs], names: C
 
 
 def _projected(model: torch.nn.Module, batch: Inputs, generator: torch.Generator) -> Tensor | None:
-    """A random projection of the answers, whose gradients have the wanted second moments on average; None: no answers."""
+    """A random projection of the answers, the second moments of whose gradients estimate H; None: no answers."""
     output = model(**batch)
     states = getattr(output, "last_hidden_state", None)
     states = hidden_of(output) if states is None else states

@@ -1,4 +1,4 @@
-"""Scales of a block, learned from the float block's outputs; codes are fixed."""
+"""Learns the scales of a block from the float block's outputs; codes are fixed."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import Tensor
 
 from .learning import learning_in_place_of, learning_of, put_weights
 
-STEPS = 96  # least number of steps; each is a batch of the text
-RATE = 0.004  # first rate of Adam, for factors of scales; it falls to zero
+STEPS = 96  # smallest number of steps; each is a batch of the text
+RATE = 0.004  # initial learning rate of Adam, for factors of scales; decays to zero
 
 
 def _minimize(
     loss: Callable[[int], Tensor], batches: list[int], parameters: list[torch.nn.Parameter], steps: int, rate: float
 ) -> None:
-    """Adam over whole epochs of the batches, at least ``steps`` steps, with a rate that falls to zero."""
+    """Runs Adam for whole epochs of the batches, at least ``steps`` steps, with a learning rate that decays to zero."""
     epochs = -(-steps // len(batches))
     optimizer = torch.optim.Adam(parameters, lr=rate, betas=(0.9, 0.95))
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, epochs * len(batches))
@@ -41,25 +41,25 @@ def tuned(
     steps: int = STEPS,
     rate: float = RATE,
 ) -> dict[str, Tensor]:
-    """Packed weights of a block's linear layers and experts, with scales that are learned for the block's outputs.
+    """Learns the scales of a block's linear layers and experts; returns the new packed weights.
 
-    Gradients minimize the squared error of the outputs (as BRECQ does for roundings; Li et al.: "BRECQ: Pushing the Limit of
-    Post-Training Quantization by Block Reconstruction", ICLR 2021). Only scales, mins, biases and fitted tables change. They
-    are few, so a short text is enough. Held-out batches judge the result.
+    Gradient descent minimizes the squared error of the block's outputs (as BRECQ does for rounding; Li et al.: "BRECQ: Pushing
+    the Limit of Post-Training Quantization by Block Reconstruction", ICLR 2021). Only scales, mins, biases and fitted tables
+    change. They are few, so a short text is enough. The result is evaluated on held-out batches.
 
     Args:
         block: with packed layers.
         names: of the layers to change.
-        run: the outputs of a block with these layers, for batch i.
+        run: computes the outputs of a block with these layers for batch i.
         expected: the outputs of the float block for each batch.
-        masks: for each batch which tokens count; None: all.
-        held_out: numbers of the held-out batches.
+        masks: for each batch, which tokens count; None: all.
+        held_out: indices of the held-out batches.
         tables: layers whose tables of levels are learned.
-        steps: least number of steps, each a batch.
-        rate: first rate of Adam; it falls to zero.
+        steps: smallest number of steps, each a batch.
+        rate: initial learning rate of Adam; decays to zero.
 
     Returns:
-        the changed packed weights by name; empty if they are not better on the held-out batches.
+        The changed packed weights by name; empty if they are not better on the held-out batches.
     """
     student = copy.deepcopy(block)
     learning = {}

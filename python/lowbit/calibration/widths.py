@@ -1,4 +1,4 @@
-"""Mixed precision per layer: a width and group size for each layer, within a size and with the least loss."""
+"""Mixed precision per layer: chooses a bit width and group size for each layer with a small loss within a size limit."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
 
 BITS = tuple(range(1, 9))
 GROUP_SIZES = (16, 32, 64, 128)
-# Widths for which another mapping may replace symmetric: a min costs bytes, a table costs time, and neither helps at more.
+# Bit widths at which another mapping may replace symmetric. Mins cost bytes, tables cost time, and above 4 bits neither helps.
 _AFFINE_BITS = (2, 3, 4)
 LEVELS_BITS = (2, 3, 4)
 ALTERNATIVES = ("affine", "levels")
 
-_TOKENS = 2048  # on which sensitivities are measured, or fewer to have at most ...
+_TOKENS = 2048  # largest number of tokens for measuring sensitivities; fewer with a large vocabulary
 _LOGITS = 1 << 27
 _ROWS = 64  # rows of a matrix on which widths are compared
 _BAND_WEIGHTS = 1 << 22
@@ -53,7 +53,7 @@ class Option:
 
 @dataclass
 class Item:
-    """A matrix and the layers that share it as their weight; or the matrices of experts in one tensor."""
+    """A matrix and the layers that share it as their weight, or the matrices of all experts in one tensor."""
 
     layers: list[str]
     weights: int
@@ -120,10 +120,10 @@ def measure_losses(
 ) -> None:
     """Measures the loss of each option of a float model's matrices, and stores it in the items.
 
-    Each matrix alone is rounded to ``reference_bits`` in groups of 32, its scales searched with the mean squares of its
-    inputs, and the model runs on some of the text. The loss is the mean KL divergence of its predictions from the float
-    model's, or for a model without logits the relative squared error of the last hidden states. For other widths and group
-    sizes it is scaled by their squared error on some rows, weighted with the same mean squares.
+    Each matrix alone is rounded to ``reference_bits`` in groups of 32, with scales searched using the mean squares of its
+    inputs, and the model runs on part of the text. The loss is the mean KL divergence of its predictions from the float
+    model's or, for a model without logits, the relative squared error of the last hidden states. For other widths and group
+    sizes it is scaled by their squared error on some rows, weighted by the same mean squares.
 
     Args:
         items: from :func:`options_of`. Items with one option are skipped.
@@ -150,7 +150,7 @@ def measure_losses(
             loss = _distance(_outputs(model, batch)[0], expected, predictions)
         rows = weight[:: -(-len(weight) // _ROWS)].float()
         reference_error = _error(rows, counts, reference)
-        tables: dict[int, MatrixConfig] = {}  # by width; tables for different group sizes differ little
+        tables: dict[int, MatrixConfig] = {}  # by width; tables for different group sizes are similar
         options = []
         for option in item.options:
             choice = option.config
@@ -174,7 +174,7 @@ def _bytes(weight: Tensor, config: MatrixConfig, bias: bool) -> int:
 
 @contextmanager
 def _replaced_weight(layers: list[Layer], weight: Tensor) -> Iterator[None]:
-    """Gives layers that share a weight another one, [n, k] or for experts [experts * n, k], within the context."""
+    """A context in which layers that share a weight have another one: [n, k], or [experts * n, k] for experts."""
     first = layers[0]
     if isinstance(first, Experts):
         parameters, leaf = first.holder._parameters, first.leaf
@@ -221,7 +221,7 @@ def _importance(
 
 
 def _trial(model: torch.nn.Module, inputs: list[Inputs]) -> list[Inputs]:
-    """The first rows of some batches, evenly spread over the text."""
+    """The first rows of some batches, which are evenly spread over the text."""
     vocabulary = getattr(model.config.get_text_config(), "vocab_size", None) or 1
     most = max(128, min(_TOKENS, _LOGITS // vocabulary))
     chosen, count = [], 0
@@ -271,7 +271,7 @@ def _rounded(weight: Tensor, importance: Tensor | None, config: MatrixConfig) ->
 def _rounded_rows(rows: Tensor, importance: Tensor | None, config: MatrixConfig) -> Tensor:
     """As :func:`_rounded`, of some rows float32 [n, k]."""
     block = config.rotated_inputs(rows.shape[1])
-    if block and importance is not None:  # the mean square of a rotated input, if inputs are not correlated
+    if block and importance is not None:  # approximates the mean squares of rotated inputs, assuming uncorrelated inputs
         importance = importance.view(-1, block).mean(1).repeat_interleave(block)
     return rotate_back(search(rotate_weight(rows, block), importance, config).dequantize(), block)
 
@@ -287,8 +287,8 @@ def _error(rows: Tensor, importance: Tensor | None, config: MatrixConfig) -> flo
 def assign(items: list[Item], most: int) -> list[Option]:
     """An option for each item, at most ``most`` bytes together, with a small loss; deterministic.
 
-    All items begin at their smallest option, and use only options on the lower convex hull of (bytes, loss). Steps along the
-    hulls are taken in the order of their gain per byte, as long as they fit, as with a Lagrange multiplier.
+    All items start at their smallest option, and only options on the lower convex hull of (bytes, loss) are used. Steps along
+    the hulls are taken in the order of their gain per byte, as long as they fit, as with a Lagrange multiplier.
 
     Raises:
         ValueError: the smallest options take more than ``most``.
@@ -303,7 +303,7 @@ def assign(items: list[Item], most: int) -> list[Option]:
         for at in range(len(hull) - 1)
     )
     chosen = [0] * len(hulls)
-    for _, index, at in steps:  # slopes of a hull fall, so its steps come in their order
+    for _, index, at in steps:  # gains along a hull decrease, so its steps come in order
         hull = hulls[index]
         more = hull[at + 1].bytes - hull[chosen[index]].bytes
         if chosen[index] <= at and total + more <= most:
@@ -335,7 +335,7 @@ def extremes(items: list[Item]) -> tuple[int, int]:
 
 
 def check_bits(items: list[Item], target_bits: float) -> None:
-    """Raises ValueError if no options have this mean of bits per weight; the message has the range."""
+    """Raises ValueError if no options have this mean number of bits per weight; the message gives the range."""
     weights = sum(item.weights for item in items)
     smallest, largest = (8 * size / weights for size in extremes(items))
     if not smallest <= target_bits <= largest:
@@ -346,7 +346,7 @@ def check_bits(items: list[Item], target_bits: float) -> None:
 
 
 def within(items: list[Item], target_bits: float) -> list[Option]:
-    """:func:`assign` for a mean of bits per weight, scales and heads of files included.
+    """:func:`assign` for a mean number of bits per weight, scales and headers included.
 
     Raises:
         ValueError: as :func:`check_bits`.
@@ -364,9 +364,9 @@ def config_of(base: LowBitConfig, items: list[Item], chosen: list[Option]) -> Lo
         config = option.config
         change: dict[str, Any] = {"bits": config.bits, "group_size": config.group_size}
         if config.mapping != base.mapping:
-            # Levels are fitted later, to the whole matrix.
+            # Levels are fitted to the whole matrix later.
             change |= {"mapping": config.mapping, "levels": FIT if config.mapping == "levels" else None}
-        # An earlier override of a layer does not count beside this one.
+        # Only the last matching override applies, so this one must repeat what differs from the base.
         change |= {name: getattr(config, name) for name in ("rotate", "scale") if getattr(config, name) != getattr(base, name)}
         overrides += [(escape(name), change) for name in item.layers if len(item.options) > 1]
     return LowBitConfig(
@@ -391,7 +391,7 @@ def pinned_by(config: LowBitConfig, selected: Mapping[str, MatrixConfig]) -> set
 
 
 def whole_bits(bits: Any) -> int:
-    """A mean of bits per weight rounded down to a width, at which sensitivities are measured.
+    """Rounds a mean number of bits per weight down to the bit width at which sensitivities are measured.
 
     Raises:
         ValueError: it is not a finite number.

@@ -1,7 +1,7 @@
-"""The program: its commands, in the order in which ``lowbit --help`` shows them.
+"""The ``lowbit`` program: its commands, in the order of ``lowbit --help``.
 
-A command is a function in a file of its own. What needs transformers is imported where a command needs it, so that
-``lowbit --help`` is quick.
+Each command is a function in a separate file. Modules that need transformers are imported only where a command uses them, so
+that ``lowbit --help`` is quick.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 _state = {"debug": False}
-_OPTIONAL = {"--publish": PUBLISH_DIRECTORY}  # values of options that need not name one
-_MODELS = {"model", "source", "path", "draft", "reference"}  # arguments that may name a model on a hub
+_OPTIONAL = {"--publish": PUBLISH_DIRECTORY}  # options with an optional value -> default value
+_MODELS = {"model", "source", "path", "draft", "reference"}  # arguments that may be hub names
 
 
 @app.callback(invoke_without_command=True)
@@ -79,7 +79,7 @@ def _common(
 
 
 class _Command(typer.core.TyperCommand):
-    """A command whose option errors name the value: some errors of typer only name what was expected."""
+    """A command whose option errors show the value, because some errors of typer only name what was expected."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         args = _with_values(args)
@@ -95,7 +95,7 @@ class _Command(typer.core.TyperCommand):
 
 
 def _with_values(args: Sequence[str]) -> list[str]:
-    """The arguments with the values that may be left out: typer has no options with an optional value."""
+    """Adds omitted values of options, because typer does not support options with an optional value."""
     result = []
     for word, following in zip_longest(args, args[1:]):
         result.append(word)

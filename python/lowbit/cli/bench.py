@@ -25,7 +25,7 @@ from .options import (
 from .output import Output, size, table
 
 
-class _Mode(enum.StrEnum):  # typer takes no list of literals
+class _Mode(enum.StrEnum):  # typer does not support a list of literals
     eager = "eager"
     compile = "compile"
     aot = "aot"

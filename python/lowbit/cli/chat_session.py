@@ -79,7 +79,7 @@ def chat(
     sampling = options.sampling_in(locals())
     output = Output(as_json)
     config = options.optional_config(bits, group_size, mapping, embedding_bits)
-    messages = _typed(output) if sys.stdin.isatty() else _piped()  # first, in case a library is missing
+    messages = _typed(output) if sys.stdin.isatty() else _piped()  # before the model is loaded, in case a library is missing
     system = None if system is None else check_text(system, "--system")
     text = None if template is None else read_text(template)
     session = Session(
@@ -94,7 +94,7 @@ def chat(
 
 
 def _start(session: Session, system: str | None, seed: int, max_length: int | None, max_new_tokens: int | None) -> Chat:
-    """A conversation with the settings of the model's files, as far as options do not change them."""
+    """A conversation with the settings of the model's files, which options override."""
     from ..llm.chat import Chat, sampling_of
     from ..llm.images import ImageChat
 
@@ -117,7 +117,7 @@ def _start(session: Session, system: str | None, seed: int, max_length: int | No
     )  # fmt: skip
     conversation.check()
     if not output.as_json:
-        set_stdout_errors("replace")  # the text is for people
+        set_stdout_errors("replace")  # the output is for people
     if sys.stdin.isatty():
         output.note(f"{session.path}, {session.max_length} tokens of context; /help lists the commands, Ctrl-D ends")
     return conversation
@@ -148,13 +148,13 @@ def _document(session: Session, conversation: Chat, answers: list[tuple[str, Ans
 
 
 def _piped() -> Iterator[str]:
-    """Yields the lines of stdin, each a message."""
+    """Yields the lines of stdin; each is a message."""
     for line in sys.stdin:
         yield line.rstrip("\r\n")
 
 
 def _typed(output: Output) -> Iterator[str]:
-    """Reads messages from the terminal, with a history for the arrow keys."""
+    """Yields messages typed in the terminal, with line editing and a history."""
     try:
         toolkit: Any = import_module("prompt_toolkit")
         bindings = import_module("prompt_toolkit.key_binding").KeyBindings()
@@ -179,7 +179,7 @@ def _typed(output: Output) -> Iterator[str]:
                 try:
                     yield session.prompt("> ")
                 except KeyboardInterrupt:
-                    continue  # the line is cleared
+                    continue  # Ctrl-C clears the line
                 except EOFError:
                     return
 
@@ -188,7 +188,7 @@ def _typed(output: Output) -> Iterator[str]:
 
 @contextmanager
 def _modes_kept() -> Iterator[None]:
-    """Restores the terminal's modes at the end, also if a signal interrupts prompt_toolkit while it changes them."""
+    """A context that restores the terminal's modes, even if a signal interrupts prompt_toolkit while it changes them."""
     try:
         termios: Any = import_module("termios")
     except ModuleNotFoundError:  # Windows
@@ -250,7 +250,7 @@ def _answer(output: Output, conversation: Chat, message: str) -> Answer:
             raise
         raise ValueError("stopped before the answer: the message was removed from the conversation") from None
     if answer.stopped == "interrupted" and not typed:
-        raise KeyboardInterrupt  # as in every command
+        raise KeyboardInterrupt  # ends the program, as in every command
     if not output.as_json:
         print(flush=True)
     if answer.forgotten:
@@ -270,11 +270,11 @@ def _answer(output: Output, conversation: Chat, message: str) -> Answer:
 
 
 def _ignore(number: int, frame: Any) -> None:
-    """Ignores a Ctrl-C between answers; at the prompt it is a key."""
+    """Ignores Ctrl-C between answers; at the prompt, prompt_toolkit handles it as a key."""
 
 
 def _stop(number: int, frame: Any) -> None:
-    signal.signal(signal.SIGINT, _ignore)  # once is enough
+    signal.signal(signal.SIGINT, _ignore)  # ignore further ones
     raise KeyboardInterrupt
 
 

@@ -56,10 +56,12 @@ def dequantize(
 
 @contextmanager
 def as_float(output: Output, source: Path, target: Path) -> Iterator[Path]:
-    """The directory of a float checkpoint; a packed one is dequantized to a hidden directory beside the target.
+    """A context with a float checkpoint: the source, or if it is packed, its dequantized copy in a temporary directory.
+
+    The temporary directory is hidden, next to the target.
 
     Raises:
-        OSError: the source does not exist, or the target cannot be written; nothing was done then.
+        OSError: the source does not exist, or the target cannot be written; this is found out first.
     """
     from .. import dequantize_checkpoint, inspect_checkpoint
     from ..files.replace import PartialDirectory, resolve_new_directory

@@ -82,11 +82,11 @@ def _facts(facts: dict[str, Any]) -> Any:
 
 
 def _kernels(kernels: dict[str, list[str]]) -> Any:
-    """The table of kernels that run here; widths with the same kernels share a row."""
+    """The table of kernels that this machine uses; bit widths with the same kernels share a row."""
     rows: dict[tuple[str, str], list[str]] = {}
     for use, names in kernels.items():
         family, _, bits = use.partition(", ")
-        # Names begin with family and bits, which have their own columns: linear_a8w4_1x16_neondot.
+        # Drop family and bits from names (linear_a8w4_1x16_neondot), as they have separate columns.
         short = ", ".join(re.sub(r"^(linear_a8w\d|embedding_w\d|quantize|attention)_", "", name) for name in names)
         rows.setdefault((family, short), []).append(bits.removesuffix(" bits"))
     shown = table("kernels", "bits", "that run here")
@@ -98,7 +98,7 @@ def _kernels(kernels: dict[str, list[str]]) -> Any:
 
 
 def _span(bits: list[str]) -> str:
-    """Widths as a text: "1-8", "4", "2, 4"; empty for families without widths."""
+    """Bit widths as text: "1-8", "4", "2, 4"; empty for families without bit widths."""
     if len(bits) > 2 and [int(width) for width in bits] == list(range(int(bits[0]), int(bits[0]) + len(bits))):
         return f"{bits[0]}-{bits[-1]}"
     return ", ".join(bits)

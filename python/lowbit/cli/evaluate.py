@@ -63,7 +63,7 @@ def evaluate(
     if is_packed(model) and widths:
         raise ValueError(f"{model} is packed already; --bits needs a float checkpoint")
     tokenizer = load_tokenizer(model)
-    tokens = tokenizer(content, verbose=False)["input_ids"]  # verbose: a warning that they are more than the model takes
+    tokens = tokenizer(content, verbose=False)["input_ids"]  # verbose: warns of long texts
     against = None if reference is None else _load_reference(output, reference, model, content, tokens)
     results = []
     columns = [] if against is None else ["KLD", "KLD 99 %", "top-1"]
@@ -100,9 +100,9 @@ def evaluate(
         if compared is not None:
             figures += [f"{compared.kld:.5f}", f"{compared.kld_99:.4f}", f"{compared.top1:.4f}"]
         shown.add_row(name, size(weight_bytes), *figures, f"{row['seconds']:.1f}")
-        if number < len(configs):  # the table comes at the end
+        if number < len(configs):  # the last result is followed by the table
             output.note(f"{name}{of_several}: perplexity {row['perplexity']:.3f} in {row['seconds']:.1f} s")
-        del loaded  # before the next one is loaded
+        del loaded  # frees memory before the next model is loaded
     document = {
         "model": str(model),
         "text": str(text),
@@ -121,7 +121,7 @@ def evaluate(
 
 
 def _load_reference(output: Output, reference: Path, model: Path, content: str, tokens: list[int]) -> torch.nn.Module | Path:
-    """A model, in float32, or the file of logits."""
+    """The reference model, in float32, or the path of a file of logits."""
     from ..llm.loading import load_tokenizer
 
     if not reference.is_dir():
@@ -142,11 +142,11 @@ def _save(output: Output, model: torch.nn.Module, tokens: list[int], path: Path,
 
 
 def _name_weights(model: torch.nn.Module) -> str:
-    """What a model's weights are, in a few words: "bfloat16", "packed, 4 and 8 bits"."""
+    """Describes a model's weights in a few words: "bfloat16", "packed, 4 and 8 bits"."""
     bits = sorted({module.info.bits for module in model.modules() if isinstance(module, lowbit.nn.Packed)})
     return f"packed, {' and '.join(map(str, bits))} bits" if bits else str(model.dtype).removeprefix("torch.")
 
 
 def _tensors(model: torch.nn.Module) -> list[torch.Tensor]:
-    """The state of a model, shared tensors once."""
+    """The tensors of a model's state, each shared tensor once."""
     return list({tensor.data_ptr(): tensor for tensor in model.state_dict().values() if tensor.numel()}.values())

@@ -102,7 +102,7 @@ def generate(
     ids = [session.prompt(text) for text in texts]
     if max_length is None:
         needed = max(map(len, ids)) + max_new_tokens
-        if compile_:  # few lengths, so that machine code that was kept fits most prompts
+        if compile_:  # round to few lengths, so that cached machine code fits most prompts
             needed = max(1024, 1 << (needed - 1).bit_length())
         max_length = min(-(-needed // 16), positions(session.model) // 16) * 16
     session.start(max_length, needs)
@@ -117,7 +117,7 @@ def generate(
 def _check_sampling(
     as_json: bool, prompts: Path | None, at_once: int, temperature: float, logprobs: int | None, draws: dict[str, Any]
 ) -> None:
-    """Refuses sampling options that would have no effect; ``draws`` has those that only change draws."""
+    """Refuses sampling options without effect; ``draws`` are options that only affect random draws."""
     if prompts is None:
         options.refuse_unused("without --prompts", at_once=at_once != 16)
     if not temperature:
@@ -129,7 +129,7 @@ def _check_sampling(
 
 
 def _check_guesses(guesses: int | None, draft: Path | None, prompts: Path | None, compiled: bool) -> int:
-    """The number of tokens to guess, checked against the other options."""
+    """The number of draft tokens, checked against the other options."""
     guesses = options.number_of_guesses(guesses, draft)
     if prompts is not None and (compiled or guesses):
         raise typer.BadParameter(
@@ -141,12 +141,12 @@ def _check_guesses(guesses: int | None, draft: Path | None, prompts: Path | None
 
 
 def _generate(session: Session, ids: list[int], max_new_tokens: int, settings: dict[str, Any]) -> None:
-    """Continues a text and prints it as it comes, or a document at the end."""
+    """Continues a text and prints it as it is generated, or a JSON document at the end."""
     from .. import llm
 
     output = session.output
     if not output.as_json:
-        set_stdout_errors("replace")  # the text is for people
+        set_stdout_errors("replace")  # the output is for people
     text = llm.TextUntil(session.tokenizer, ids, session.strings, None if output.as_json else print_piece)
     disk, tokens = session.prefix_cache, list[int]()
     caches = [] if disk is None else cast(llm.Decoder, session.step).caches()
@@ -157,7 +157,7 @@ def _generate(session: Session, ids: list[int], max_new_tokens: int, settings: d
             **settings,
         )  # fmt: skip
     finally:
-        if disk is not None and tokens:  # also a text that Ctrl-C ends; its last token may not be in the caches
+        if disk is not None and tokens:  # also after Ctrl-C; the last token may not be in the caches
             disk.write(ids + tokens[:-1], caches)
     text.finish()
     memory = peak_memory()
@@ -192,7 +192,7 @@ def _generate(session: Session, ids: list[int], max_new_tokens: int, settings: d
 
 
 def _figures(generation: Generation, logprobs: int | None) -> dict[str, Any]:
-    """What the documents of one text and of several have in common."""
+    """The fields common to the JSON documents of one text and of several."""
     return {
         "tokens": generation.tokens,
         "stopped": generation.stopped,
@@ -208,7 +208,7 @@ def _memory_used(memory: int | None) -> str:
 def _generate_batch(
     session: Session, prompts: list[list[int]], max_new_tokens: int, at_once: int, settings: dict[str, Any]
 ) -> None:
-    """Continues several texts at once, and writes each as a line of JSON when it ends."""
+    """Continues several texts at once, and prints each as a line of JSON when it ends."""
     from .. import llm
     from ..llm.generation import rate
 
@@ -270,9 +270,9 @@ def _read(path: Path | None) -> str:
 
 
 def _lines(path: Path, content: str) -> list[str]:
-    """The texts of a file of --prompts, without empty lines."""
+    """The prompts in a file of --prompts, without empty lines."""
     texts = []
-    for number, line in enumerate(content.split("\n"), 1):  # not splitlines, which also splits at U+2028 and others
+    for number, line in enumerate(content.split("\n"), 1):  # splitlines would also split at U+2028 and others
         if not line.strip():
             continue
         text: Any = line

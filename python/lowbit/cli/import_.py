@@ -70,7 +70,7 @@ def import_(
 
 
 def groups(tensors: Iterable[ImportedTensor]) -> list[list[ImportedTensor]]:
-    """Tensors grouped by their type and by how they were imported."""
+    """Groups tensors by their type and by how they were imported."""
     alike: dict[tuple[str, str], list[ImportedTensor]] = {}
     for tensor in tensors:
         alike.setdefault((tensor.source, tensor.kind), []).append(tensor)

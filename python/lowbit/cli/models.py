@@ -1,4 +1,4 @@
-"""Loading of models for the commands, and checks of their options."""
+"""Loads models and makes decoders for the commands, and checks their options."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from ..llm import Decoder, Mtp, PrefixCache
 
 _PREFIX_CACHE = "LOWBIT_PREFIX_CACHE"
-MTP = Path("mtp")  # the draft that is the model's own multi-token prediction head
+MTP = Path("mtp")  # value of --draft for the model's own multi-token prediction head
 
 
 def from_hub(output: Output, model: str | Path | None) -> str | Path | None:
-    """A model on a hub as its local copy; all else as it is.
+    """The local copy of a model on a hub; other values unchanged.
 
     Raises:
-        ValueError, OSError: it is not a name on a hub, or a path that does not exist; or as :func:`download`.
+        ValueError, OSError: an invalid hub name, or a path that does not exist; or as :func:`download`.
     """
     from ..files.hub import check_exists, download, endpoint, hub_name
 
@@ -45,7 +45,7 @@ def from_hub(output: Output, model: str | Path | None) -> str | Path | None:
 
 
 def load(output: Output, model: Path, config: LowBitConfig | None, images: bool = False) -> torch.nn.Module:
-    """A checkpoint's model, quantized by ``config`` if it is given; with ``images`` one of images and text."""
+    """Loads a checkpoint's model, quantized with ``config`` if given; with ``images``, an image-text model."""
     from ..llm.loading import load_image_model, load_model
 
     with output.progress(
@@ -57,13 +57,14 @@ def load(output: Output, model: Path, config: LowBitConfig | None, images: bool 
 def load_draft(
     output: Output, path: Path, tokenizer: Any, model: str | Path, decoder: Any, config: LowBitConfig | None, cache: str | None
 ) -> Decoder | Mtp:
-    """The decoder of a draft model for ``model``, which has this tokenizer and decoder; or for ``mtp`` the model's own head.
+    """Loads the decoder of a draft model for ``model``; for the path ``mtp``, the model's multi-token prediction head.
 
     Args:
-        config: how a float model was quantized.
+        tokenizer, decoder: of ``model``.
+        config: how ``model`` was quantized, if it is a float checkpoint.
 
     Raises:
-        ValueError: it has other tokens, or is made for shorter texts; or the model has no such head.
+        ValueError: the draft model has other tokens or supports only shorter texts; or the model has no such head.
     """
     from .. import llm
     from ..llm.loading import load_tokenizer
@@ -88,7 +89,7 @@ def load_draft(
 def make_decoder(
     output: Output, model: torch.nn.Module, max_length: int, compiled: bool, cache: str | None = None, windows: bool = True
 ) -> Callable[..., torch.Tensor]:
-    """A decoder of the model with caches of this length; compiled if asked for."""
+    """A decoder of the model with caches of this length, optionally compiled."""
     from .. import llm
     from ..llm.compiled_files import usable_directory
 
@@ -108,11 +109,11 @@ def make_step(
     needs: dict[str, bool] | None = None,
     windows: bool = True,
 ) -> Callable[..., torch.Tensor]:
-    """A decoder of the model, or a :class:`lowbit.llm.Fallback` with a note where the decoder refuses the model.
+    """A decoder of the model; or, with a note, a :class:`lowbit.llm.Fallback` if the decoder refuses the model.
 
     Args:
-        needs: other options that require the decoder, and whether they were given.
-        windows: as of :class:`lowbit.llm.Decoder`.
+        needs: option that requires the decoder -> whether it was given.
+        windows: as for :class:`lowbit.llm.Decoder`.
     """
     from .. import llm
 
@@ -140,15 +141,15 @@ def wants_prefix_cache(directory: Path | None) -> bool:
 
 
 def make_prefix_cache(output: Output, directory: Path | None, most_bytes: int, step: Callable[..., Any]) -> PrefixCache | None:
-    """The prefix cache of the option, or of the environment, if one of them names a directory.
+    """The prefix cache in the directory of the option or the environment variable; None without either.
 
     Raises:
-        ValueError: the option names it, and the model cannot have one; for the environment, which is for all models, that is
-            said in a line.
+        ValueError: the option is given, and the model does not support a prefix cache. For the environment variable, which
+            applies to all models, this is only a note.
     """
     from .. import llm
 
-    decoder = cast("llm.Decoder", step)  # it refuses all else
+    decoder = cast("llm.Decoder", step)  # PrefixCache checks this
     if directory is not None:
         return llm.PrefixCache(directory, decoder, most_bytes)
     if not (named := os.environ.get(_PREFIX_CACHE)):
@@ -162,14 +163,14 @@ def make_prefix_cache(output: Output, directory: Path | None, most_bytes: int, s
 
 @contextmanager
 def showing_import(output: Output, source: Path) -> Iterator[tuple[Callable[..., None], Callable[..., None]]]:
-    """Yields what shows the two parts of an import: the steps of opening the source, and the bytes of its weights."""
+    """Yields two progress functions for an import: for the steps of opening the source, and for the bytes of its weights."""
     with ExitStack() as stack:
         shown: list[Callable[..., None]] = []
 
         def part(number: int, what: str, unit: str) -> Callable[..., None]:
             def advance(*state: Any) -> None:
                 if len(shown) <= number:
-                    stack.close()  # ends the bar before it
+                    stack.close()  # ends the previous bar
                     shown.append(stack.enter_context(output.progress(f"{what} {source}", unit)))
                 shown[number](*state)
 
@@ -180,9 +181,9 @@ def showing_import(output: Output, source: Path) -> Iterator[tuple[Callable[...,
 
 @contextmanager
 def imported(output: Output, model: Path) -> Iterator[Path]:
-    """The directory of a checkpoint; for a GGUF file that of its import, which is made beside it if it is missing.
+    """A context with a checkpoint's directory; for a GGUF file, its cached import, which is created if it is missing.
 
-    Load the model and its tokenizer inside the context, in which no other process replaces the import.
+    Load the model and its tokenizer inside the context: no other process replaces the import meanwhile.
     """
     from ..importing.cache import cache_of, is_current, loading_from_cache
 
@@ -207,7 +208,7 @@ def imported(output: Output, model: Path) -> Iterator[Path]:
 
 
 def load_packed(output: Output, model: Path, bits: int | None, group_size: str) -> torch.nn.Module:
-    """A packed checkpoint's model; a float one is quantized to ``bits`` or 4."""
+    """Loads a packed checkpoint's model; a float one is quantized to ``bits``, by default 4."""
     from ..llm.loading import is_packed
 
     packed = bits is None and is_packed(model)
@@ -217,7 +218,7 @@ def load_packed(output: Output, model: Path, bits: int | None, group_size: str) 
 
 
 def is_shape(name: str) -> bool:
-    """Whether this is the name of a known shape, for random weights, and not a directory.
+    """Whether ``name`` is a known shape, for random weights, rather than a directory.
 
     Raises:
         FileNotFoundError: it is neither.
@@ -232,7 +233,7 @@ def is_shape(name: str) -> bool:
 
 
 def positions(model: torch.nn.Module) -> int:
-    """The largest number of tokens of a text that a model supports."""
+    """The model's context length in tokens."""
     from ..hf.decoding import position_limit
 
     return position_limit(model.config.get_text_config()) or sys.maxsize
@@ -252,10 +253,10 @@ def set_threads(threads: int | None) -> None:
 
 
 def check_text(text: str, option: str) -> str:
-    """A text of the command line or of stdin.
+    """Returns a text from the command line or stdin after checking it.
 
     Raises:
-        ValueError: it is not UTF-8: Python represents other bytes by surrogates.
+        ValueError: it is not UTF-8. Python represents invalid bytes by surrogates.
     """
     try:
         text.encode()

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def finite(number: float | None) -> float | None:
-    """Callback of options that refuses NaN and infinity, which typer's ranges accept."""
+    """An option callback that refuses NaN and infinity, which typer's ranges accept."""
     if number is not None and not math.isfinite(number):
         raise typer.BadParameter(f"{number} is not a finite number")
     return number
@@ -110,7 +110,7 @@ def top_p_option(default: str) -> Any:
     return typer.Option("--top-p", min=0, max=1, callback=finite, help=help, show_default=default)
 
 
-# Sampling options; None: as in the model's files, or off.
+# Sampling options. None: the setting of the model's files, or off.
 MinP = Annotated[float | None, _number("--min-p", "Draw from tokens at least so many times as likely as the likeliest.", 1)]
 RepetitionPenalty = Annotated[float | None, _number("--repetition-penalty", "Above 1: what came before becomes less likely.")]
 PresencePenalty = Annotated[
@@ -159,8 +159,8 @@ def parse_sampling(tokenizer: Any, options: dict[str, Any]) -> dict[str, Any]:
     """The fields of lowbit.llm.Sampling that the options set.
 
     Args:
-        tokenizer: for the tokens of DRY's breakers.
-        options: values by the fields' names; None or []: not given.
+        tokenizer: to find the tokens of DRY's breakers.
+        options: field name -> value; None or []: not given.
     """
     from ..llm.stopping import BREAKERS, breakers, check_stop_strings
 
@@ -191,7 +191,7 @@ def refuse_unused(why: str, **given: bool) -> None:
 
     Args:
         why: for example "without --bits".
-        given: by the parameter's name, whether an option differs from its default.
+        given: parameter name -> whether the option differs from its default.
     """
     for name, differs in given.items():
         if differs:
@@ -199,12 +199,12 @@ def refuse_unused(why: str, **given: bool) -> None:
 
 
 def refuse_without_bits(bits: int | str | None, group_size: str, mapping: str, embedding_bits: int | None) -> None:
-    """Refuses options for quantizing a float checkpoint if nothing is quantized."""
+    """Refuses options for quantizing a float checkpoint unless ``bits`` is given."""
     if not bits:
         refuse_unused("without --bits", **said_how(group_size, mapping, embedding_bits))
 
 
-# Parameters of a command that say how tokens are drawn.
+# Names of the sampling parameters of commands.
 _SAMPLING = (
     "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "dry_multiplier",
     "dry_base", "dry_allowed_length", "dry_breakers", "logit_bias",
@@ -212,7 +212,7 @@ _SAMPLING = (
 
 
 def sampling_in(parameters: dict[str, Any]) -> dict[str, Any]:
-    """The values of the sampling options among a command's parameters."""
+    """The sampling options among a command's parameters."""
     return {name: parameters[name] for name in _SAMPLING}
 
 
@@ -243,7 +243,7 @@ def parse_group_size(text: str, option: str = "--group-size") -> int | None:
 
 
 def parse_size(text: str, option: str) -> int:
-    """Bytes from a text such as 1.2GB, 800 MB, 1.1GiB or 1000."""
+    """Parses a size such as 1.2GB, 800 MB, 1.1GiB or 1000; returns bytes."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kKMGT]?)(i?)B?", text.strip())
     if match is None or (match[3] and not match[2]):
         raise typer.BadParameter(f"{text!r}; expected a size, as in 1.2GB, 800MB or 1.1GiB", param_hint=option)
@@ -252,7 +252,7 @@ def parse_size(text: str, option: str) -> int:
 
 
 def parse_widths(text: str) -> list[int]:
-    """Comma-separated widths in their order, without duplicates."""
+    """Parses comma-separated bit widths; keeps their order and drops duplicates."""
     try:
         widths = list(dict.fromkeys(int(part) for part in text.split(",")))
     except ValueError:
@@ -273,7 +273,7 @@ def make_config(
 
 
 def number_of_guesses(guesses: int | None, draft: Path | None) -> int:
-    """What ``--guesses`` and ``--draft`` say together."""
+    """The number of draft tokens from ``--guesses`` and ``--draft``."""
     if draft is not None and guesses == 0:
         raise typer.BadParameter("a draft needs guesses of 1 or more", param_hint="--guesses")
     return (0 if draft is None else 4) if guesses is None else guesses

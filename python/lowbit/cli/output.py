@@ -1,4 +1,4 @@
-"""Results, progress and errors of the commands."""
+"""Prints results, progress, warnings and errors of the commands."""
 
 from __future__ import annotations
 
@@ -43,21 +43,21 @@ if TYPE_CHECKING:
 __all__ = ["Output", "console", "packed_figures", "print_piece", "quieten", "reporting", "set_stdout_errors", "size", "table"]
 
 _NO_MEMORY = "can't allocate memory"  # torch raises a plain RuntimeError
-LINE_SECONDS = 60.0  # between lines of progress where there is no terminal
-PIPE_WIDTH = 120  # columns, where the output is no terminal
+LINE_SECONDS = 60.0  # between lines of progress without a terminal
+PIPE_WIDTH = 120  # columns if the output is not a terminal
 
 
 def console(*, stderr: bool, width: int | None = None) -> Console:
-    """A console of rich; ``width`` in columns replaces the terminal's, or PIPE_WIDTH without a terminal."""
+    """A rich console; ``width`` in columns overrides the terminal's width, or PIPE_WIDTH without a terminal."""
     stream = sys.stderr if stderr else sys.stdout
     if width is None and not stream.isatty() and "COLUMNS" not in os.environ:
         width = PIPE_WIDTH
-    # No markup and no emoji: names of tensors and files may look like either.
+    # Without markup and emoji, because names of tensors and files may look like either.
     return Console(stderr=stderr, width=width, highlight=False, soft_wrap=False, markup=False, emoji=False)
 
 
 def table(*columns: str, title: str | None = None) -> Table:
-    """A table of figures: a text column, and columns that are aligned to the right."""
+    """A table of figures: a text column, and right-aligned columns."""
     result = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
     for index, column in enumerate(columns):
         result.add_column(column, justify="right" if index else "left", no_wrap=True)
@@ -73,9 +73,9 @@ def packed_figures(entries: Iterable[CheckpointEntry]) -> tuple[int, dict[str, A
 
 
 def _print_whole(out: Console, shown: Table) -> None:
-    """Prints a table without truncating cells, also in a narrow terminal.
+    """Prints a table without truncating cells, even in a narrow terminal.
 
-    If a row does not fit, its first cell has a line of its own. In a file lines have any length.
+    If a row does not fit, its first cell is printed on a separate line. Lines in a file may have any length.
     """
     columns = [[str(column.header), *map(str, column.cells)] for column in shown.columns]
     widths = [max(map(cell_len, cells)) for cells in columns]
@@ -130,9 +130,10 @@ class Output:
 
     @contextmanager
     def progress(self, what: str, unit: str | None = None) -> Iterator[Callable[..., None]]:
-        """Shows a progress bar for a long step; without a terminal, a line at its beginning and one a minute.
+        """A context that shows a progress bar; without a terminal, a line at the beginning and one per minute.
 
-        Yields ``advance(done, total, detail="")``; without a call only the time is shown. ``unit`` is "bytes" or a plural.
+        Yields ``advance(done, total, detail="")``; until it is called only the time is shown. ``unit`` is "bytes" or a plural
+        noun.
         """
         if not self.err.is_terminal:
             self.note(f"{what} ...")
@@ -208,7 +209,7 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-# Signals that end a program. SIGHUP: its terminal is closed, or the connection to it lost.
+# Signals that end a program. SIGHUP: its terminal was closed, or the connection to it was lost.
 _ENDINGS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
 
@@ -223,12 +224,12 @@ def _end(number: int, frame: Any) -> None:
 
 def set_stdout_errors(errors: str) -> None:
     """Sets how stdout handles characters that its encoding does not have."""
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a program may have replaced it
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a caller may have replaced it
         sys.stdout.reconfigure(errors=errors)
 
 
 def print_piece(text: str) -> None:
-    """Prints a piece of a model's text; to a terminal without control characters, which could control it."""
+    """Prints a piece of a model's text; on a terminal, without control characters."""
     if sys.stdout.isatty():
         text = "".join(char for char in text if char in "\n\t" or unicodedata.category(char) != "Cc")
     print(text, end="", flush=True)
@@ -236,14 +237,14 @@ def print_piece(text: str) -> None:
 
 @contextmanager
 def reporting(as_json: bool, debug: bool, model: str | os.PathLike[str] | None) -> Iterator[None]:
-    """Turns errors that users can fix into one line and exit code 1; a bug keeps its traceback.
+    """A context that turns errors that users can fix into one line and exit code 1; a bug keeps its traceback.
 
     Users can fix bad input (ValueError, OSError, ImportError), too little memory, and a model whose files make another
     library fail. Everything else is a bug.
     """
     before = {number: signal.getsignal(number) for number in _ENDINGS}
     for number, handler in before.items():
-        if handler != signal.SIG_IGN:  # nohup, and a shell's background jobs, ignore some
+        if handler != signal.SIG_IGN:  # nohup and a shell's background jobs ignore some signals
             signal.signal(number, _end)
     if sys.stderr is None:  # closed by a shell's 2>&-
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
@@ -254,7 +255,7 @@ def reporting(as_json: bool, debug: bool, model: str | os.PathLike[str] | None) 
         yield
         sys.stdout.flush()
     except BrokenPipeError:
-        raise  # typer ends the process quietly
+        raise  # typer ends the process without a message
     except BaseException as error:
         if debug:
             raise
@@ -267,12 +268,12 @@ def reporting(as_json: bool, debug: bool, model: str | os.PathLike[str] | None) 
         else:
             raise
         if as_json and sys.stdout is not None:
-            with suppress(OSError):  # a full disk, which may be the error
+            with suppress(OSError):  # the disk may be full, which may be the error itself
                 print(json.dumps({"error": {"type": type(error).__name__, "message": message}}, ensure_ascii=False), flush=True)
         print(f"lowbit: error: {message}", file=sys.stderr)
         raise typer.Exit(1) from None
     finally:
-        for number, handler in before.items():  # an exception must not come while Python shuts down
+        for number, handler in before.items():  # no exceptions may be raised while Python shuts down
             if signal.getsignal(number) == _end:
                 signal.signal(number, handler)
 
@@ -299,16 +300,16 @@ class _Without(logging.Filter):
 
 
 def quieten() -> None:
-    """Hides messages of other libraries to their developers; warnings become one line."""
-    # torchao, which executorch brings and transformers imports, tries libraries for other machines and other Pythons,
+    """Hides messages that other libraries address to developers, and prints warnings as one line."""
+    # torchao, a dependency of executorch that transformers imports, tries libraries for other machines and Pythons
     logging.getLogger("torchao").addFilter(_Without("Failed to load ", "Skipping import of cpp extensions"))
-    # and registers enums in a way that this torch finds old.
+    # and registers enums in a way that torch considers outdated.
     logging.getLogger("torch.utils._pytree").addFilter(_Without("<enum "))
-    # torch's profiler logs its start and end.
+    # torch's profiler would log its start and end.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
-    # transformers gives advice to programmers.
+    # transformers would print advice for programmers.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    # ExecuTorch warns of mutated buffers, which are the KV caches.
+    # ExecuTorch would warn of mutated buffers, which are the KV caches.
     warnings.filterwarnings("ignore", "Mutation on a buffer in the model is detected")
     for category in (DeprecationWarning, PendingDeprecationWarning, FutureWarning):
         warnings.simplefilter("ignore", category)

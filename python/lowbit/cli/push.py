@@ -69,7 +69,7 @@ def push(
 
 
 def _card(repository: str, entries: list[CheckpointEntry], base_model: str | None, license_: str | None) -> str:
-    """A model card: what the hub sorts by, how the weights are packed, and how to run them."""
+    """A model card: metadata for the hub, how the weights are packed, and how to run the model."""
     front: dict[str, Any] = {"library_name": "transformers", "tags": ["lowbit"]}
     if license_ is not None:
         front["license"] = license_

@@ -102,7 +102,7 @@ def quantize(
         given = {"method": method != "auto", "calibrate_tokens": calibrate_tokens != 32768, "window": window != 512}
         given |= {"target_size": target_size is not None, "target_bits": target_bits is not None}
         options.refuse_unused("without --calibrate", **given)
-    overrides = list(map(_override, override or ()))  # pairs: their order counts, and a pattern may come twice
+    overrides = list(map(_override, override or ()))  # pairs, because their order matters and a pattern may occur twice
     config = options.make_config(
         bits, group_size, mapping, embedding_bits, scale=scale, overrides=overrides, conv_bits=conv_bits, rotate=rotate
     )
@@ -129,7 +129,7 @@ def quantize(
 
 
 def _through_import(context: typer.Context, source: Path, target: Path) -> str:
-    """The commands that import a GGUF file and quantize it as this command asks."""
+    """The commands that import a GGUF file and then quantize it with the given options."""
     directory = source.with_suffix("")
     while directory.exists() or directory.absolute() == target.absolute():
         directory = directory.with_name(f"{directory.name}-imported")
@@ -195,7 +195,7 @@ def _calibrate(
     target_bytes: int | None,
     target_bits: float | None,
 ) -> tuple[CheckpointSummary, Calibration]:
-    """Calibrates ``source``, which users know as ``named``."""
+    """Calibrates ``source``; messages call it ``named``, the path that the user gave."""
     from ..calibration.checkpoint import calibrate_checkpoint
     from ..calibration.journal import journal_path
     from ..files.replace import resolve_new_directory
@@ -220,18 +220,18 @@ def _calibrate(
 
 @contextmanager
 def _resumable(output: Output, journal: Path) -> Iterator[None]:
-    """Notes how to continue a calibration that Ctrl-C or an error ends."""
+    """A context that prints how to continue a calibration if Ctrl-C or an error ends it."""
     try:
         yield
     except BaseException as error:
-        if journal.exists() and not isinstance(error, BlockingIOError):  # another run holds it
+        if journal.exists() and not isinstance(error, BlockingIOError):  # BlockingIOError: another run holds the journal
             how = "stopped" if isinstance(error, KeyboardInterrupt | SystemExit) else "ended by an error"
             output.note(f"{how}: the finished layers are kept in {journal}; the same command goes on from there")
         raise
 
 
 def _calibrated(calibration: Calibration) -> str:
-    """A line about the calibration."""
+    """Describes the calibration in a line."""
     counted = Counter(calibration.methods.values())
     ways = ", ".join(f"{count} by {method}" for method, count in sorted(counted.items()))
     part = "" if calibration.text_tokens == calibration.tokens else f" of {calibration.text_tokens}"
@@ -240,7 +240,7 @@ def _calibrated(calibration: Calibration) -> str:
 
 
 def _stays_float(summary: CheckpointSummary) -> list[str]:
-    """A line for each reason why matrices stay float, with their number, an example and their share of the bytes."""
+    """A line per reason why matrices stay float, with their number, an example and their share of the bytes."""
     lines = []
     for why in dict.fromkeys(summary.unquantized.values()):
         names = [name for name, reason in summary.unquantized.items() if reason == why]

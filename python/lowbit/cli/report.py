@@ -66,7 +66,7 @@ def report(
     from ..files.config_json import refuse_gguf
     from ..files.replace import replacing
     from ..tools.report.measure_methods import Options, collect
-    from ..tools.report.report_page import render  # it says when matplotlib is missing, before the work
+    from ..tools.report.report_page import render  # fails early if matplotlib is missing
 
     output = Output(as_json)
     if calibrate is None:

@@ -119,9 +119,9 @@ def serve(
 
 
 def _needed() -> Any:
-    """What runs a server; first, because a library may be missing."""
+    """Imports what a server needs, before models are loaded, because a library may be missing."""
     try:
-        import python_multipart  # noqa: F401  starlette asserts it only when a form comes
+        import python_multipart  # noqa: F401  starlette checks for it only when it receives a form
 
         from ..serve.run import run
     except ModuleNotFoundError as error:

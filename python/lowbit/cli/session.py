@@ -1,4 +1,4 @@
-"""The session of ``lowbit generate`` and ``lowbit chat``: a model, its tokenizer, a decoding step and how tokens are drawn."""
+"""The session of ``lowbit generate`` and ``lowbit chat``: a model, its tokenizer, a decoding step and sampling settings."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
 
 class Session:
-    """A model that writes text.
+    """A model that generates text.
 
-    Checks the options that need no model; :meth:`load` loads the model and its tokenizer, :meth:`start` makes the decoding
-    step.
+    The constructor checks the options that need no model; :meth:`load` loads the model and its tokenizer, and :meth:`start`
+    makes the decoding step.
 
     Attributes:
-        strings: texts that end a text.
+        strings: stop strings.
         template: the chat template, or None.
         stop: tokens that end a text.
         sampling: fields of :class:`lowbit.llm.Sampling` that the options set.
@@ -60,7 +60,7 @@ class Session:
         self.strings = check_stop_strings(check_text(text, "--stop") for text in stop or ())
         self.model: Any = None
         self.tokenizer: Any = None
-        self.processor: Any = None  # of a model that sees images
+        self.processor: Any = None  # of an image-text model
         self.images: list[Any] = []
         self._inputs: dict[str, Any] | None = None
         self.step: Any = None
@@ -81,19 +81,19 @@ class Session:
         images: Sequence[Path] = (),
         needs: dict[str, bool] | None = None,
     ) -> None:
-        """Loads the model and its tokenizer, or its processor: for images, and where it is one of images and text only.
+        """Loads the model and its tokenizer; with images, or if it is only an image-text model, also its processor.
 
         Args:
             sampling: values of the sampling options by name; None: not given.
             template: a chat template; None: the tokenizer's, if the session ``has_turns``.
-            images: that the model will see.
-            needs: options that require lowbit's decoder, and whether they were given.
+            images: files of the images to show to the model.
+            needs: option that requires lowbit's decoder -> whether it was given.
         """
         from ..llm.images import check_takes_images, open_image, sees_only
         from ..llm.loading import load_tokenizer, stop_tokens
         from ..llm.templates import chat_template
 
-        self.images = [open_image(image) for image in images]  # their errors come first
+        self.images = [open_image(image) for image in images]  # before the model is loaded, to report errors early
         with imported(self.output, self.path) as self.path:
             if images:
                 check_takes_images(self.path)
@@ -125,7 +125,7 @@ class Session:
         for option, asked in given.items():
             if asked:
                 raise ValueError(f"{option} requires lowbit's decoder, which sees no images; leave it out")
-        self.processor = load_image_processor(self.path)  # first: it says soon what is missing
+        self.processor = load_image_processor(self.path)  # first, to report missing packages early
         self.tokenizer = self.processor.tokenizer
         self.template = image_template(self.processor, self.path) if has_turns and template is None else template
         self.model = load(self.output, self.path, self._config, images=True)
@@ -147,7 +147,7 @@ class Session:
 
     @property
     def refusal(self) -> str | None:
-        """Why the model does not run in lowbit's decoder; None: it does."""
+        """Why the model does not run in lowbit's decoder; None if it does."""
         return getattr(self.step, "refusal", None)
 
     def prompt(self, text: str) -> list[int]:

@@ -49,7 +49,7 @@ def transcribe(
     set_threads(threads)
     keep_freed_memory()
     set_stdout_errors("replace")
-    recordings = [(path, load_audio(path)) for path in audio]  # before the model, which takes longer
+    recordings = [(path, load_audio(path)) for path in audio]  # before the model is loaded, which takes longer
     with output.progress(f"loading {model}", "tensors") as advance:
         transcriber = load_transcriber(model, config, cache=cache, progress=advance)
     documents = []
@@ -63,7 +63,7 @@ def transcribe(
             print(f"{path}:")
         if format == "vtt":
             print("WEBVTT\n")
-        written = None  # the end of what is on the terminal
+        written = None  # the last character printed
         for number, segment in enumerate(transcriber.stream(samples, language=language, task=task), 1):
             print_piece(_shown(segment, number, format))
             written = segment.end

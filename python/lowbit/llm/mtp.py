@@ -127,7 +127,7 @@ class Mtp:
         return result
 
     def _run(self, place: int, hidden: Tensor, ids: Sequence[int]) -> Tensor:
-        """Computes entries from ``place`` on, from hidden states [s, size] and the tokens after them; returns the last result."""
+        """Computes entries from ``place`` on, for hidden states [s, size] and the next tokens; returns the last result."""
         start = torch.tensor([place - self._base])
         positions = start + torch.arange(len(ids))
         embedding = self._embed(torch.tensor([list(ids)]))

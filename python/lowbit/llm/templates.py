@@ -250,12 +250,12 @@ class _Control:
 
     @cached_property
     def _renamed(self) -> tuple[Any, set[int]]:
-        """The tokenizer with other names for its control tokens, which no text of users has; and those that no text becomes.
+        """The tokenizer with its control tokens renamed to names that no user text contains, and the ids that no text becomes.
 
-        A text becomes the unknown token where it has letters that the tokenizer lacks.
+        The unknown token is not among these ids, because characters that the tokenizer lacks become it.
 
-        A flag of tokenizers, `encode_special_tokens`, does less: the model of SentencePiece's Unigram may make the text of a
-        control token of letters, and tokens that are not called special stay.
+        The flag `encode_special_tokens` of tokenizers is not enough: a Unigram model may still encode the text of a control
+        token as that token, and the flag does not affect tokens that are not marked special.
         """
         content = json.loads(self.backend.to_str())
         names = {text: self.names[number] for text, number in self.ids.items()}

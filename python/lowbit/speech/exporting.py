@@ -80,10 +80,8 @@ def export_speech(decoder: SpeechDecoder, encoder_path: str | os.PathLike[str], 
     positions = config.max_source_positions
     about = dict(zip(_NUMBERS, (decoder.max_length, decoder.vocabulary, positions, config.num_mel_bins), strict=True))
     features = torch.zeros(1, config.num_mel_bins, 2 * positions, dtype=dtype)
-    begin, at = (
-        torch.zeros(1, dtype=torch.int64),
-        torch.zeros(1, dtype=torch.int64),
-    )  # two objects, because one object would become one input
+    # Two objects, because torch.export would make a single input of one object.
+    begin, at = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
     inputs: tuple[Any, ...] = (torch.zeros(1, 3, dtype=torch.int64), begin, torch.zeros(1, 5, config.d_model, dtype=dtype), at)
     tokens, states = torch.export.Dim("s", min=1, max=decoder.max_length), torch.export.Dim("p", min=1, max=positions)
     sizes: tuple[Any, ...] = ({1: tokens}, None, {1: states}, None)

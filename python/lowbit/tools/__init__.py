@@ -1,1 +1,1 @@
-"""Tools that measure, apart from what runs models."""
+"""Measuring tools behind ``lowbit doctor``, ``bench``, ``report`` and ``eval``; not needed to run models."""

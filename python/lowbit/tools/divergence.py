@@ -1,4 +1,4 @@
-"""Divergence of a language model's predictions from a float reference."""
+"""Measures the divergence of a language model's predictions from a float reference."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from ..llm.perplexity import Perplexity, check_causal, predictions, windows_of
 from ..machine.sizes import size
 
 _VERSION = "1"
-_KEY = "lowbit_reference"  # in the file's metadata: its version
-_ROWS = 64  # tokens at a time: rows of a whole vocabulary take a megabyte each
+_KEY = "lowbit_reference"  # key of the format version in the file's metadata
+_ROWS = 64  # tokens processed at a time; logits of one token take up to a megabyte
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Divergence:
 
 @dataclass(frozen=True)
 class Expected:
-    """Predictions of a reference in one window of n new tokens."""
+    """A reference's predictions in a window with n new tokens."""
 
     rows: Callable[[int, int], Tensor]  # (begin, end) -> log-probabilities, float32 [end - begin, vocabulary]
     most_likely: Tensor  # ids, int64 [n]
@@ -56,8 +56,8 @@ def compare(
 ) -> Divergence:
     """Compares a model's next-token distributions with a reference's, token by token.
 
-    The windows are those of :func:`~lowbit.llm.perplexity.perplexity`, so every token but the first counts once. Logits of
-    one window are in memory, float32 [window, vocabulary], and those of a reference model beside them.
+    The windows are those of :func:`~lowbit.llm.perplexity.perplexity`, so every token except the first counts once. Memory
+    holds the logits of one window, float32 [window, vocabulary], of the model and of a reference model.
 
     Args:
         model: a causal language model of transformers, quantized or not, in eval mode.
@@ -70,7 +70,7 @@ def compare(
             that holds no logits, or was made from other tokens, another window or another stride.
         OSError: the file cannot be read.
     """
-    if cache is None:  # a decoder checks for itself
+    if cache is None:  # a decoder makes this check itself
         check_causal(model)
     if isinstance(reference, torch.nn.Module):
         check_causal(reference)
@@ -93,14 +93,14 @@ def save_logits(
 ) -> Perplexity:
     """Writes a model's predictions of a text to a file, for :func:`compare`.
 
-    The file has :func:`logits_bytes`, two bytes per predicted token and entry of the vocabulary: log-probabilities in float16.
-    :func:`compare` normalizes them again, which leaves an error far below that of a quantized model: a model compared
-    with its own file has a divergence of some 1e-7 nats. Perplexity and most likely tokens are stored exactly.
+    The file holds float16 log-probabilities of the whole vocabulary for each predicted token (:func:`logits_bytes`).
+    :func:`compare` normalizes them again, so their rounding error is far below that of a quantized model: a model compared
+    with its own file has a divergence of about 1e-7 nats. Perplexity and most likely tokens are stored exactly.
 
     Args:
         model: the reference, a causal language model of transformers in eval mode; best in float32.
         tokens: ids of the text, at least two.
-        path: the file; its name ends in .safetensors. A file that is there is replaced when the new one is whole.
+        path: the file; its name ends in .safetensors. An existing file is replaced atomically.
         window, stride, progress: as in :func:`~lowbit.llm.perplexity.perplexity`.
 
     Returns:
@@ -142,7 +142,7 @@ def save_logits(
 
 
 def logits_bytes(tokens: int, vocabulary: int) -> int:
-    """The size of the file that :func:`save_logits` writes for a text of so many tokens, without its header."""
+    """The size of the file of :func:`save_logits` for a text with this number of tokens, without its header."""
     return (tokens - 1) * (2 * vocabulary + 8) + 4 * tokens
 
 
@@ -169,7 +169,7 @@ def judge(predicted: Iterator[tuple[Tensor, Tensor]], expected: Iterator[Expecte
                     "vocabulary"
                 )
             weighted = theirs.exp()
-            # Some models always give a token minus infinity: a token that the reference never predicts costs nothing.
+            # A token with probability 0 in the reference contributes nothing. Some models mask tokens with minus infinity.
             weighted = torch.where(weighted == 0, 0.0, weighted.mul(theirs - ours))
             divergence.append(weighted.sum(-1).clamp_min(0))
             nats.append(-ours.gather(1, tokens[begin:end, None])[:, 0])

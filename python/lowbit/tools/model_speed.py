@@ -1,4 +1,4 @@
-"""Decoding speed of language models, compared with the memory bandwidth."""
+"""Measures the decoding speed of language models, relative to the memory bandwidth."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MODES = ("eager", "compile", "aot")
 def bytes_per_token(model: torch.nn.Module) -> int:
     """Packed bytes that a decoding step reads: linear layers, one token's experts, and a row of each embedding.
 
-    All experts count if the configuration does not have their number per token.
+    All experts count if the configuration does not say how many each token uses.
     """
     layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
     tables = [module.info for module in model.modules() if isinstance(module, nn.Embedding)]
@@ -45,7 +45,7 @@ def _experts_per_token(model: torch.nn.Module) -> int | None:
 
 
 def measure(step: Callable[..., torch.Tensor], prompt: torch.Tensor, new: int) -> tuple[float, list[float]]:
-    """Seconds to the first token after a prompt [1, s], and for each of ``new`` further tokens, decoded greedily."""
+    """Seconds to the first token after a prompt [1, s], and for each of ``new`` further tokens, with greedy decoding."""
     start = torch.zeros(1, dtype=torch.int64)
     seconds, tokens = [], prompt
     with torch.inference_mode():
@@ -59,7 +59,7 @@ def measure(step: Callable[..., torch.Tensor], prompt: torch.Tensor, new: int) -
 
 
 def profile(step: Callable[..., torch.Tensor], position: int, count: int = 8) -> dict[str, float]:
-    """Seconds of a decoding step in packed linear layers, in attention, and in the rest, by torch's profiler."""
+    """Seconds of a decoding step in packed linear layers, attention and the rest, measured by torch's profiler."""
     tokens = torch.zeros(1, 1, dtype=torch.int64)
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.inference_mode(), torch.profiler.profile(activities=activities) as recorded:
@@ -97,14 +97,14 @@ def run(
     dtype: torch.dtype = torch.float32,
     cache: str | None = None,
 ) -> dict[str, Any]:
-    """Measures a prompt and decoding, in all modes by turns, with the read bandwidth before and after each turn.
+    """Measures prefill and decoding, in all modes by turns, with the read bandwidth before and after each turn.
 
-    Other users of a machine take bandwidth too, so the share of the bandwidth is computed for each turn. Figures are medians
-    over the rounds.
+    Other programs take bandwidth too, so the share of the bandwidth is computed for each turn. Figures are medians over the
+    rounds.
 
     Args:
         model_or_shape: one of ``lowbit.llm.shapes.NAMES``, or a configuration of transformers, for random weights; or
-            a quantized model of transformers, which then belongs to a decoder.
+            a quantized model of transformers, which a decoder then owns.
         bits, group_size: of the linear layers and embeddings of random weights.
         prompt: tokens of the prompt.
         new: number of tokens to decode after it, at least 1.
@@ -115,9 +115,9 @@ def run(
         cache: type of the KV cache, as in :class:`Decoder`.
 
     Returns:
-        A dict that JSON can hold; ``table`` prints it. ``modes`` has for each mode ``prefill_tokens_per_second``,
+        A JSON-serializable dict, which ``table`` formats. ``modes`` has for each mode ``prefill_tokens_per_second``,
         ``seconds_to_first_token``, ``decode_tokens_per_second``, ``share_of_bandwidth`` (packed bytes per token times
-        tokens per second, over the read bandwidth), ``parts`` (seconds of a token in linear layers, attention and the
+        tokens per second, divided by the read bandwidth), ``parts`` (seconds per token in linear layers, attention and the
         rest) and ``prepare_seconds`` (to compile and run the first time).
 
     Raises:
@@ -178,7 +178,7 @@ def _prepare(decoder: Decoder, mode: str, tokens: torch.Tensor) -> tuple[Any, fl
 def _take_turns(
     steps: dict[str, tuple[Any, float]], tokens: torch.Tensor, new: int, rounds: int, threads: int, touched: int
 ) -> dict[str, list[dict[str, float]]]:
-    """Figures of each mode and round; ``touched``: bytes that a token reads."""
+    """Figures of each mode and round; ``touched`` is the number of bytes read per token."""
     bandwidth = ReadBandwidth()
     turns: dict[str, list[dict[str, float]]] = {mode: [] for mode in steps}
     for _ in range(rounds):

@@ -17,8 +17,8 @@ from ...machine.memory import ReadBandwidth, huge_page_setting
 from ...machine.threads import available_cpus
 
 PACKAGES = ("torch", "transformers", "safetensors", "executorch", "torchao")
-_BANDWIDTH_BYTES = 256 << 20  # larger than most caches, and read in half a second on slow memory
-_LAYER = (4096, 4096)  # the linear layer that threads are measured on
+_BANDWIDTH_BYTES = 256 << 20  # larger than most caches; takes half a second to read from slow memory
+_LAYER = (4096, 4096)  # the linear layer for measuring threads
 _TUNE_SECONDS = 0.5
 _HUGE_PAGES = "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled"
 
@@ -46,7 +46,7 @@ def active_kernels() -> dict[str, list[str]]:
 
 
 def read_bandwidth(threads: int) -> float | None:
-    """Bytes per second that these threads read from memory; None: too little memory is free."""
+    """Read bandwidth with this number of threads, in bytes per second; None if too little memory is free."""
     size = _BANDWIDTH_BYTES
     try:
         size = min(size, os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4)

@@ -62,7 +62,7 @@ class Surface:
 
 
 def _layer() -> tuple[torch.nn.Module, torch.Tensor]:
-    """A model of two 4-bit linear layers with an activation to compile between them, and an input [2, 64]."""
+    """A model of two 4-bit linear layers with an activation function in between, and an input [2, 64]."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 48), torch.nn.ReLU(), torch.nn.Linear(48, 32)).eval()
     return lowbit.quantize_(model, lowbit.LinearConfig(bits=4, group_size=32)), torch.randn(2, 64)
@@ -74,7 +74,7 @@ def _check_equal(result: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 def _executorch() -> str:
-    """How to install the executorch that this lowbit has operators for."""
+    """How to install the version of executorch that this lowbit was built for."""
     if built := _C.executorch_version.partition("+")[0]:
         return f"pip install executorch=={built}, which this lowbit was built for"
     return f"pip install executorch==1.5.1; then {_BUILD_AGAIN}"
@@ -97,7 +97,7 @@ def _eager(directory: Path) -> None:
         for rows in (1, 17):
             x = torch.randn(rows, 96)
             error = (lowbit.linear(x, packed, 48) - x @ table.T).abs()
-            # Rounding to int8 moves an activation by at most half a step, and this is the largest step.
+            # Rounding to int8 changes an activation by at most half a step; this is the largest step.
             step = x.abs().amax(1, keepdim=True) / 127
             if not bool((error <= 0.51 * step * table.abs().sum(1)).all()):
                 raise Broken(f"linear layers with {bits} bits give wrong results", _BUILD_AGAIN)

@@ -1,4 +1,4 @@
-"""``lowbit bench --publish``: measures this machine, and writes a page of docs/perf and its figures as JSON."""
+"""``lowbit bench --publish``: measures this machine and writes a page of docs/perf and its figures as JSON."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from .speed_page import SCHEMA, rehearse, write
 
 __all__ = ["SHAPES", "figures", "publish"]
 
-SECONDS = 570.0  # for all of it: "ten minutes" includes the time to start
+SECONDS = 570.0  # total; the promised ten minutes include the start of processes
 SHAPES = ("qwen3-0.6b", "llama-3.2-1b")  # of the 0.5B and the 1B class
-_KERNEL_SECONDS = 0.3  # share of the time
+_KERNEL_SECONDS = 0.3  # fraction of the time for kernels
 
 
 def figures(
     threads: int, seconds: float = SECONDS, shapes: tuple[str, ...] = SHAPES, progress: Callable[[str], None] | None = None
 ) -> dict[str, Any]:
-    """Measures kernels and models, each in a process of its own; what fails is in ``not_reached``.
+    """Measures kernels and models, each in a separate process; failures are listed in ``not_reached``.
 
     Args:
-        threads: the largest number of threads; kernels are measured on one, too.
-        seconds: time limit; less time means fewer rounds.
+        threads: the largest number of threads; kernels are also measured with one.
+        seconds: time limit; a shorter one means fewer rounds.
         shapes: of the models.
         progress: called with what is measured next.
 
@@ -73,13 +73,13 @@ def figures(
 
 
 def publish(directory: Path, threads: int, progress: Callable[[str], None] | None = None) -> tuple[dict[str, Any], Path, Path]:
-    """Measures, and writes the page and its figures; those of the same machine are replaced.
+    """Measures, and writes the page and its figures, replacing those of the same machine.
 
     Returns:
-        The figures, the page and the JSON file.
+        The figures, and the paths of the page and the JSON file.
 
     Raises:
-        OSError: the directory cannot be written, which is found out first.
+        OSError: the directory cannot be written, which is tested first.
     """
     rehearse(directory)
     document = figures(threads, progress=progress)

@@ -1,4 +1,4 @@
-"""What a page of measurements says of the machine, and how busy other programs kept it meanwhile."""
+"""Facts about the machine for a page of measurements, and how busy other programs kept it meanwhile."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from ...machine.memory import huge_page_setting
 from ...machine.threads import available_cpus
 
 _CPUS = Path("/sys/devices/system/cpu")
-_BUSY_LOAD = 0.5  # load average above which a machine was busy before the run began
-_BUSY_SHARE = 0.1  # of all CPUs' time, by other programs or other virtual machines
+_BUSY_LOAD = 0.5  # load average before the run above which the machine counts as busy
+_BUSY_SHARE = 0.1  # the same for the fraction of CPU time of other programs or virtual machines
 
 
 def _read(path: Path) -> str | None:
-    """The text of a small file of the system; None without it."""
+    """The text of a small system file; None if it does not exist."""
     try:
         return one_line(path.read_text(errors="replace").strip("\0\n "), 100)
     except OSError:
@@ -46,7 +46,7 @@ def total_memory() -> int | None:
 
 
 def free_memory() -> int | None:
-    """Bytes that programs can still get without swapping; None if the system does not say."""
+    """Bytes available to programs without swapping; None if unknown."""
     with suppress(OSError, AttributeError):
         text = Path("/proc/meminfo").read_text()
         return int(re.search(r"^MemAvailable: *(\d+) kB", text, re.M)[1]) * 1024  # type: ignore[index]
@@ -54,7 +54,7 @@ def free_memory() -> int | None:
 
 
 def cache_bytes() -> int | None:
-    """Bytes of the first CPU's last-level cache; None if the system does not say."""
+    """Bytes of the first CPU's last-level cache; None if unknown."""
     sizes = [_read(path / "size") or "" for path in sorted((_CPUS / "cpu0" / "cache").glob("index*"))]
     found = [re.fullmatch(r"(\d+)K", text) for text in sizes]
     return max((int(match[1]) * 1024 for match in found if match), default=None)
@@ -129,7 +129,7 @@ def _load() -> float | None:
 
 
 def _system_seconds() -> tuple[float, float] | None:
-    """CPU seconds of all programs, and those that other virtual machines took, since the start; None if unknown."""
+    """CPU seconds since boot of all programs, and those stolen by other virtual machines; None if unknown."""
     try:
         fields = [int(text) for text in Path("/proc/stat").read_text().splitlines()[0].split()[1:]]
     except (OSError, ValueError, IndexError):
@@ -141,7 +141,7 @@ def _system_seconds() -> tuple[float, float] | None:
 
 @contextmanager
 def watched() -> Iterator[dict[str, Any]]:
-    """Yields the part ``load`` of the figures, complete when the context ends: who else used the CPUs meanwhile.
+    """Yields the part ``load`` of the figures, the CPU use of other programs, which is complete when the context ends.
 
     Time of this process and of its ended children is not counted.
     """

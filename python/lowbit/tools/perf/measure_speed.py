@@ -30,9 +30,9 @@ from .machine_facts import cache_bytes, free_memory
 _MIB = 1 << 20
 _LAYER = (4096, 4096)  # outputs and inputs of the layer
 _GROUP = 32
-_ROWS = 256  # of a GEMM: as many tokens of a prompt as a decoder computes at a time
-_COPIES = 128 * _MIB  # bytes of copies of it, at least
-_ROUNDS = 5  # of kernels
+_ROWS = 256  # rows of a GEMM: the number of prompt tokens that a decoder computes at a time
+_COPIES = 128 * _MIB  # smallest total size of the layer's copies, in bytes
+_ROUNDS = 5  # for kernels
 _MODEL_ROUNDS = 3
 _PROMPT, _NEW = 128, 32
 _BITS = 4  # of models
@@ -50,11 +50,11 @@ class _Run:
 
 
 class NotReached(Exception):
-    """Why something is not measured."""
+    """Something cannot be measured; the message says why."""
 
 
 class Clock:
-    """The time that is left; ``again(n)`` says whether one more round like the mean of the last n fits."""
+    """Tracks the remaining time; ``again(n)`` tells whether another round of the mean duration of the n so far fits."""
 
     def __init__(self, seconds: float):
         self._begin = time.perf_counter()
@@ -74,7 +74,7 @@ class Clock:
 
 
 def _bandwidth() -> ReadBandwidth:
-    """A buffer beyond the caches, within a quarter of the free memory."""
+    """A bandwidth test with a buffer larger than the caches, within a quarter of the free memory."""
     free = free_memory() or 1 << 30
     return ReadBandwidth(max(16 * _MIB, min(256 * _MIB, free // 4)))
 
@@ -94,7 +94,7 @@ def _packed(bits: int) -> torch.Tensor:
 
 
 class _Copies:
-    """A layer many times in memory, so that a pass over all copies finds none of them in a cache."""
+    """Many copies of a layer, so that a pass over all of them finds none in a cache."""
 
     def __init__(self, bytes_: int):
         self._buffer = in_huge_pages(torch.zeros(bytes_, dtype=torch.uint8))
@@ -108,7 +108,7 @@ class _Copies:
 
 
 def _turn(packed: torch.Tensor, copies: list[torch.Tensor], rows: dict[int, torch.Tensor], roof: float) -> dict[str, float]:
-    """Figures of one width: a pass over all copies with one row, and a call with many rows."""
+    """Figures of one bit width: a pass over all copies with one row, and a call with many rows."""
     n, k = _LAYER
     lowbit.linear(rows[1], copies[-1], n)  # wakes the threads
     gemv = _seconds(lambda: [lowbit.linear(rows[1], copy, n) for copy in copies]) / len(copies)
@@ -124,7 +124,7 @@ def _turn(packed: torch.Tensor, copies: list[torch.Tensor], rows: dict[int, torc
 def kernels(threads: int, seconds: float) -> dict[str, Any]:
     """The part ``kernels`` of the figures."""
     clock, bandwidth = Clock(seconds), _bandwidth()
-    # Four times what a cache holds; a gigabyte is enough for any, and a quarter of the memory is not too much.
+    # Four times the cache, but at most a gigabyte, which exceeds any cache, and a quarter of the free memory.
     beyond = min(1024 * _MIB, max(_COPIES, 4 * (cache_bytes() or 0)), max(48 * _MIB, (free_memory() or 1 << 30) // 4))
     copies = _Copies(beyond)
     packed = {bits: _packed(bits) for bits in range(1, 9)}
@@ -160,7 +160,7 @@ def kernels(threads: int, seconds: float) -> dict[str, Any]:
 
 
 def _isas(bits: int) -> list[str]:
-    """The instruction sets of the linear kernels that run at a width."""
+    """The instruction sets of the linear kernels that run at a bit width."""
     rows = (row for row in lowbit.kernels() if row["family"] == "linear" and row["active"] and row["bits"] == bits)
     return sorted({row["isa"] for row in rows})
 
@@ -170,7 +170,7 @@ def _medians(turns: list[dict[str, float]]) -> dict[str, float]:
 
 
 def _need_memory(shape: str) -> None:
-    """Raises NotReached unless the weights, and what making them takes, fit into the free memory."""
+    """Raises NotReached unless making the weights fits into the free memory."""
     from ...llm import shape_config
 
     config = shape_config(shape)
@@ -254,7 +254,7 @@ def model(shape: str, threads: int, seconds: float) -> dict[str, Any]:
 
 
 def _write_gguf(weights: torch.nn.Module, checkpoint: Path, file: Path) -> None:
-    """The same weights for llama.cpp, as Q4_0; the packed checkpoint between is removed."""
+    """Writes the same weights for llama.cpp, as Q4_0; the intermediate packed checkpoint is removed."""
     from ...exports.gguf import export_gguf
 
     weights.save_pretrained(checkpoint)
@@ -263,11 +263,11 @@ def _write_gguf(weights: torch.nn.Module, checkpoint: Path, file: Path) -> None:
 
 
 def _run_peer(program: str, file: Path, threads: int, seconds: float) -> _Run:
-    """A prompt, and decoding, by a run of llama-bench.
+    """Measures a prompt and decoding with llama-bench.
 
     Raises:
-        NotReached: it failed, or takes longer than this.
-        OSError: it does not run.
+        NotReached: it failed, or takes longer than ``seconds``.
+        OSError: it cannot be started.
     """
     options = {"-m": file, "-p": _PROMPT, "-n": _NEW, "-t": threads, "-r": 1, "-ngl": 0, "-o": "json"}
     command = [program, *(str(part) for option in options.items() for part in option)]
@@ -288,7 +288,7 @@ def _run_peer(program: str, file: Path, threads: int, seconds: float) -> _Run:
 
 
 def main() -> None:
-    """Writes the document of a part, or the reason why there is none."""
+    """Writes the document of a part, or the reason why it could not be measured."""
     part, threads, seconds, file = sys.argv[1:]
     document: dict[str, Any]
     try:

@@ -1,4 +1,4 @@
-"""The page of a machine in docs/perf, made of its figures alone; and the check of these figures."""
+"""Renders the page of a machine in docs/perf from its figures, and checks these figures."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ _KEYS: dict[str, Any] = {
 
 
 def check(figures: Any) -> None:
-    """Checks the figures of a machine: all keys, no others, values of their types, and no negative number.
+    """Checks the figures of a machine: exactly the expected keys, values of the right types, and no negative numbers.
 
     Raises:
         ValueError: the message names the key, what was found and what was expected.
@@ -120,14 +120,14 @@ def _check(value: Any, expected: Any, name: str) -> None:
 
 
 def name_of(figures: dict[str, Any]) -> str:
-    """The name of a machine's files: its board or CPU, the widest instruction set, the number of CPUs."""
+    """The file name for a machine: its board or CPU, the widest instruction set, the number of CPUs."""
     machine = figures["machine"]
     parts = (machine["board"] or machine["cpu"], figures["isa"]["active"][-1], f"{machine['cpus_allowed']}_cpus")
     return re.sub(r"[^a-z0-9]+", "_", " ".join(parts).lower()).strip("_")
 
 
 def _cell(text: object) -> str:
-    """A value in a Markdown table: names of CPUs and systems come from the machine."""
+    """Escapes a value for a Markdown table, because names of CPUs and systems come from the machine."""
     return re.sub(r"([|<>`*\[\]\\])", r"\\\1", str(text))
 
 
@@ -154,7 +154,7 @@ def _or(value: object, other: str = "unknown") -> str:
 
 
 def render(figures: dict[str, Any]) -> str:
-    """The page. It depends on the figures alone."""
+    """The page as Markdown; depends only on the figures."""
     machine, isa, versions = (figures[name] for name in ("machine", "isa", "versions"))
     threads = figures["threads"]
     title = machine["board"] or machine["cpu"]
@@ -268,10 +268,10 @@ def _model(model: dict[str, Any]) -> list[str]:
 
 
 def rehearse(directory: Path) -> None:
-    """Makes the directory, and tries to write to it.
+    """Creates the directory and tests that it can be written.
 
     Raises:
-        OSError: that is not possible.
+        OSError: it cannot.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -286,7 +286,7 @@ def rehearse(directory: Path) -> None:
 
 
 def write(figures: dict[str, Any], directory: Path) -> tuple[Path, Path]:
-    """Writes ``<machine>.md`` and ``<machine>.json``; files of the same machine are replaced.
+    """Writes ``<machine>.md`` and ``<machine>.json``, replacing files of the same machine.
 
     Raises:
         ValueError: :func:`check` refuses the figures.

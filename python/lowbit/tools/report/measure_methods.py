@@ -1,4 +1,4 @@
-"""Measurements of a model at every width and with every method, kept in a JSON file."""
+"""Measures a model at every bit width and with every method, and stores the figures in a JSON file."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ if TYPE_CHECKING:
     from ...hf.config import LowBitConfig
 
 VERSION = 3  # of the JSON file
-_SENSITIVITY_TOKENS = 2048  # of the text, for each layer
+_SENSITIVITY_TOKENS = 2048  # tokens of the text per layer
 _SENSITIVITY_SENTENCES = 64
-_NEIGHBORS = 5  # nearest sentences that a search should find
-_GPTQ_GROUP = 128  # the most common one elsewhere, besides the report's
-_PROMPT, _NEW = 16, 32  # tokens, to measure decoding
-_REFERENCE_BITS = 3  # at which the loss of each layer is measured, for all target sizes
+_NEIGHBORS = 5  # number of nearest sentences that a search should find
+_GPTQ_GROUP = 128  # the most common group size of GPTQ, measured besides the report's
+_PROMPT, _NEW = 16, 32  # tokens for measuring decoding
+_REFERENCE_BITS = 3  # bit width at which the loss of each layer is measured, for all target sizes
 CALIBRATED = ("importance", "auto")  # default methods
 LEVELS = ", levels"  # suffix of a method: with a table fitted to each matrix
 WIDTHS = "widths by layer"
@@ -74,7 +74,7 @@ class Options:
     speed: bool = True
 
     def identity(self) -> dict[str, Any]:
-        """What the figures depend on; figures of another identity are not reused."""
+        """Settings that the figures depend on; figures with another identity are not reused."""
 
         def digest(text: str | None) -> str | None:
             return None if text is None else hashlib.sha256(text.encode()).hexdigest()
@@ -110,7 +110,7 @@ def read(path: Path, identity: dict[str, Any]) -> dict[str, Any]:
 
 
 def write(path: Path, figures: dict[str, Any]) -> None:
-    """Writes figures to a file, which is replaced in one step."""
+    """Writes figures to a file, replacing it atomically."""
     with replacing(path, ".json") as target:
         target.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
 
@@ -138,7 +138,7 @@ class _Subject:
 
             tensors = read_files(*files_of(options.model))
             with counting(None), interpreting(f"{options.model} does not load"):
-                # Missing tensors would be random.
+                # Checked because missing tensors would be random.
                 check_fits(meta_model(options.model, len(tensors)), tensors, options.model)
                 self.model = transformers.AutoModel.from_pretrained(
                     options.model, local_files_only=True, trust_remote_code=False, dtype="auto"
@@ -146,7 +146,7 @@ class _Subject:
             self.sentences = [line.strip() for line in options.text.splitlines() if line.strip()]
             if not self.sentences:
                 raise ValueError("the text has no lines; expected a sentence in each")
-        # Bytes as stored; then float32, so that results differ by the formats only.
+        # Count bytes as stored; then convert to float32, so that results differ only by format.
         self.model_bytes = sum(value.nbytes for value in _unique(self.model))
         self.stored = self.model.dtype
         self.model.float()
@@ -155,7 +155,7 @@ class _Subject:
 
     @torch.inference_mode()
     def embeddings(self, model: torch.nn.Module, sentences: list[str]) -> torch.Tensor:
-        """Embeddings [sentences, features] of length 1: means over the tokens of each sentence."""
+        """Normalized embeddings [sentences, features]: means over the tokens of each sentence."""
         rows = []
         limit = getattr(model.config, "max_position_embeddings", 512)
         for begin in range(0, len(sentences), 16):
@@ -179,7 +179,7 @@ class _Subject:
         return float((embeddings * self.expected).sum(1).mean()), same_neighbors(embeddings, self.expected)
 
     def loss(self, model: torch.nn.Module) -> float:
-        """Loss on a part of the text, for single layers: nats per token, or 1 - cosine."""
+        """The loss on part of the text, for single layers: nats per token, or 1 - cosine."""
         if self.language:
             tokens = self.tokens[:_SENSITIVITY_TOKENS]
             measured: Perplexity = perplexity(model, tokens, window=self.options.window, stride=self.options.window // 2)
@@ -203,7 +203,7 @@ class _Subject:
         return [text] if self.language else [line for line in text.splitlines() if line.strip()]
 
     def speed(self, model: torch.nn.Module) -> float | None:
-        """Tokens per second of decoding after a short prompt; None: not a language model, or one without a decoder."""
+        """Decoding speed after a short prompt, in tokens per second; None for models that no decoder supports."""
         if not self.language or not self.options.speed:
             return None
         try:
@@ -218,9 +218,9 @@ class _Subject:
 
 
 def same_neighbors(rows: torch.Tensor, expected: torch.Tensor) -> float:
-    """Share of the five nearest rows of each row of ``expected`` [n, features] that are also the nearest in ``rows``.
+    """The share of the five nearest rows of each row of ``expected`` [n, features] that are also nearest in ``rows``.
 
-    The nearest have the largest products. 1 for a single row.
+    Nearest means the largest dot product. 1 for a single row.
     """
     nearest = [
         (vectors @ vectors.T).fill_diagonal_(-torch.inf).topk(min(_NEIGHBORS, len(vectors) - 1), dim=1).indices
@@ -236,7 +236,7 @@ def _unique(model: torch.nn.Module) -> list[torch.Tensor]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    # Hides the list of unquantized layers, which is the same at every width.
+    # Hides the list of unquantized layers, which is the same at every bit width.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         yield
@@ -249,7 +249,7 @@ class _Collection:
         self.options, self.path, self.say = options, path, say
         self.figures = read(path, options.identity())
         self.known = {(row["method"], row["bits"]) for row in self.figures["rows"]}
-        self.figures["notes"] = []  # what cannot be measured is tried again in each run
+        self.figures["notes"] = []  # failed measurements are retried in each run
         say(f"loading {options.model}")
         self.subject = subject = _Subject(options)
         with _quiet():
@@ -287,7 +287,7 @@ class _Collection:
         write(self.path, self.figures)
 
     def widths(self) -> None:
-        """Measures the float model, and the model with one width for all layers."""
+        """Measures the float model, and the model with one bit width for all layers."""
         if ("float", None) not in self.known:
             self.say("float")
             self.add("float", None, "float", self.matrix_bytes, self.subject.model, timed=True)
@@ -349,7 +349,7 @@ class _Collection:
             self.add(name, None, name.split()[0], size, model)
 
     def by_gptq(self) -> None:
-        """Measures plain GPTQ, in groups of the report's size and of the usual size."""
+        """Measures plain GPTQ with the report's group size and the usual one."""
         group_size = self.options.group_size
         for bits in (bits for bits in self.options.bits if bits > 1):
             for group in dict.fromkeys((group_size, _GPTQ_GROUP)):
@@ -371,10 +371,10 @@ def collect(options: Options, path: Path, say: Say) -> dict[str, Any]:
         say: called with the name of each measurement.
 
     Returns:
-        the content of the file.
+        The content of the file.
 
     Raises:
-        OSError, ValueError: as :func:`lowbit.llm.loading.load_model`, or the file at ``path`` is not one of a report.
+        OSError, ValueError: as :func:`lowbit.llm.loading.load_model`, or the file at ``path`` is not from a report.
     """
     collection = _Collection(options, path, say)
     collection.widths()
@@ -421,7 +421,7 @@ def _calibrate(subject: _Subject, model: torch.nn.Module, config: Any, method: s
 
 
 def _plain_gptq(subject: _Subject, model: torch.nn.Module, bits: int, group: int | None, shared: dict[int, list[str]]) -> int:
-    """Gives a float model the dequantized weights of GPTQ without GPTAQ's term; returns their bytes in GPTQ's format.
+    """Replaces a float model's weights by dequantized ones of GPTQ without GPTAQ's term; returns their bytes in GPTQ's format.
 
     The format is symmetric: codes, and 16 bits for the scale of a group.
     """

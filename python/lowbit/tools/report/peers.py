@@ -1,6 +1,6 @@
-"""Formats of other projects whose packages are installed: the weights of a quantized matrix, and its bytes.
+"""Quantization formats of other projects whose packages are installed: dequantized weights and bytes of a matrix.
 
-Formats are evaluated by dequantizing, with float activations, so losses of their kernels do not count.
+Formats are evaluated by dequantizing, with float activations, so rounding in their kernels does not count.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def hold_all(peer: Peer, matrices: Iterable[tuple[Tensor, Tensor | None]]) -> It
     """Yields the result of :data:`Hold` for each matrix of a model.
 
     Raises:
-        Misfit: a matrix does not fit; if the format has a replacement, none fits.
+        Misfit: a matrix does not fit the format or, if the format has a replacement, no matrix fits.
     """
     misfit, fits = None, False
     for weight, importance in matrices:
@@ -54,13 +54,13 @@ def hold_all(peer: Peer, matrices: Iterable[tuple[Tensor, Tensor | None]]) -> It
         raise misfit
 
 
-# Quantized in Python by the package gguf, to nearest.
+# Quantized by the Python package gguf, by round-to-nearest.
 _GGUF = ("Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0", "MXFP4", "TQ2_0", "TQ1_0")
-# Quantized by ggml's library, with a search, also with an importance matrix; gguf dequantizes them. Types of 1 and 2 bits
-# require the matrix.
+# Quantized by ggml's library, with a search and optionally an importance matrix, and dequantized by gguf. These 1- and 2-bit
+# types require the importance matrix.
 _NEEDS_IMPORTANCE = ("IQ2_S", "IQ2_XS", "IQ2_XXS", "IQ1_M", "IQ1_S")
 _GGML = ("Q6_K", "Q5_K", "Q4_K", "IQ4_XS", "IQ4_NL", "Q3_K", "IQ3_S", "IQ3_XXS", "Q2_K", *_NEEDS_IMPORTANCE)
-# Replacements in llama.cpp's quantizer for rows that are not a multiple of the block.
+# Replacements in llama.cpp's quantizer for rows that are not a multiple of the block size.
 _INSTEAD = {"Q6_K": "Q8_0", "Q5_K": "Q5_1", "Q4_K": "Q5_0"}
 _INSTEAD |= dict.fromkeys(("Q3_K", "Q2_K", "TQ2_0", "TQ1_0"), "Q4_0")
 _INSTEAD |= dict.fromkeys(("IQ4_XS", "IQ3_S", "IQ3_XXS", *_NEEDS_IMPORTANCE), "IQ4_NL")
@@ -118,7 +118,7 @@ def _gguf(name: str) -> Hold:
 
 
 def _ggml_file() -> Path | None:
-    """The library in which llama-cpp-python has ggml's quantizers."""
+    """The library of llama-cpp-python with ggml's quantizers."""
     spec = importlib.util.find_spec("llama_cpp")
     for place in (spec.submodule_search_locations or ()) if spec is not None else ():
         for library in sorted((Path(place) / "lib").glob("libggml-base.*")):
@@ -166,7 +166,7 @@ def _torchao(bits: int) -> Hold:
         if k % _TORCHAO_GROUP:
             raise Misfit(f"groups of {_TORCHAO_GROUP}; a matrix has {k} inputs")
         held = IntxUnpackedToInt8Tensor.from_hp(weight, (1, _TORCHAO_GROUP), getattr(torch, f"int{bits}"))
-        # In this form a code is a byte. Counted as packed: `bits` per code and 16 per scale; zero points are all 0.
+        # This form stores a byte per code. Count the packed size: `bits` per code and 16 per scale; zero points are all 0.
         return held.dequantize().float(), n * k * bits // 8 + 2 * n * (k // _TORCHAO_GROUP)
 
     return hold
@@ -183,7 +183,7 @@ def _hqq(bits: int) -> Hold:
             weight, nbits=bits, group_size=_HQQ_GROUP, axis=1, optimize=True, device="cpu", compute_dtype=torch.float32,
             bitpack=False,
         )  # fmt: skip
-        # Its layers hold scale and zero point in 16 bits each.
+        # HQQ's layers store scale and zero point in 16 bits each.
         meta |= {name: meta[name].half().float() for name in ("scale", "zero")}
         return Quantizer.dequantize(codes, meta).float().view(n, k), n * k * bits // 8 + 4 * n * (k // _HQQ_GROUP)
 

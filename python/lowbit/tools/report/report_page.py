@@ -1,4 +1,4 @@
-"""The page of a report: one HTML file with SVG plots by matplotlib, which loads nothing."""
+"""Renders a report as one self-contained HTML file with SVG plots by matplotlib."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _COLORS = {"nearest": "#767676", "nearest, levels": "#aaaaaa", "importance": "#0
 _MARKS = {"nearest": "o", "nearest, levels": "o", "importance": "s", "auto": "D", "auto, levels": "D",
           "widths by layer": "*", "widths by layer, distilled": "*", "GGUF": "^", "GGUF, importance": "P",
           "torchao": "v", "HQQ": "X", "GPTQ": "<"}  # fmt: skip
-_MOST_OVER_FLOAT = 4  # largest perplexity ratio in the plot; the table has all
-_MOST_LAYERS = 40  # layers in the plot, those with the largest loss
+_MOST_OVER_FLOAT = 4  # largest perplexity ratio shown in the plot; the table shows all
+_MOST_LAYERS = 40  # the plot shows this many layers with the largest loss
 
 _STYLE = """
 :root { color-scheme: light; }
@@ -49,7 +49,7 @@ def _svg(figure: Figure, name: str) -> str:
         figure.savefig(buffer, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
     text = buffer.getvalue()
     text = text[text.index("<svg") :]
-    # Every plot has the ids figure_1, axes_1 and so on.
+    # matplotlib uses the ids figure_1, axes_1 and so on in every plot.
     for mark in (' id="', 'href="#', "url(#"):
         text = text.replace(mark, f"{mark}{name}-")
     return text.replace("<svg ", f'<svg role="img" aria-label="{escape(name, quote=True)}" data-plot="{name}" ', 1)
@@ -74,7 +74,7 @@ def _quality(figures: dict[str, Any]) -> str:
     figure, axes = _axes()
     whole = next(row["quality"] for row in rows if row["family"] == "float")
     shown = [row for row in rows if row["family"] != "float" and _finite(row["quality"])]
-    if about["quality"] == "perplexity":  # the largest ones would hide the differences of the rest
+    if about["quality"] == "perplexity":  # large ratios would hide the differences of the rest
         shown = [row for row in shown if row["quality"] <= _MOST_OVER_FLOAT * whole]
     for series in dict.fromkeys(map(_series, shown)):
         points = sorted((row["bytes"] / 1e6, row["quality"]) for row in shown if _series(row) == series)
@@ -157,10 +157,10 @@ _NEAR = 0.25  # bits per weight; formats further apart are not comparable
 
 
 def ahead(rows: list[dict[str, Any]], perplexity: bool) -> list[tuple[dict[str, Any], dict[str, Any] | None]]:
-    """Rows of other projects that are better than all of lowbit's with at most their bytes.
+    """Rows of other projects that are better than all of lowbit's rows that are not larger.
 
     Returns:
-        these rows, the largest first, each with lowbit's best row that is not larger, or None.
+        These rows, the largest first, each with lowbit's best row that is not larger, or None.
     """
     better = []
     for row in sorted(rows, key=lambda row: -row["bytes"]):
@@ -212,7 +212,7 @@ def render(figures: dict[str, Any], command: str) -> str:
 
     Args:
         figures: the content of the JSON file.
-        command: the command that made them, which the page shows.
+        command: the command that produced them, shown on the page.
     """
     about = figures["about"]
     title = f"{about['model']}: quality, bytes and speed"
