@@ -33,7 +33,7 @@ class ServedConfig(QuantizationConfig):
         is_whole: whether this process builds all layers (no pipeline parallelism).
     """
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> ServedConfig:
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Changes vLLM's layers, in each process that gets a configuration: some get it by pickle, which calls no __init__."""
         for kind in (VocabParallelEmbedding, ParallelLMHead, ReplicatedLinear):
             if kind.__name__ not in op_registry_oot:  # else it is done, or another plugin has its own
