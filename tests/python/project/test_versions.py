@@ -21,7 +21,7 @@ def test_numbers():
     assert rows == {
         "package": lowbit.__version__,
         "packed format": "1, 2 with a table of levels, 3 with rotated inputs",
-        "checkpoint": f"1, {FORMAT_VERSION} with layers whose inputs are in an order of their own",
+        "checkpoint": f"1, {FORMAT_VERSION} with act-order permutations",
         "vendor interface": re.search(r"LOWBIT_KERNEL_ABI (\d+)u", interface)[1],
     }
     weight = torch.randn(16, 32)
