@@ -17,8 +17,6 @@ A weight is ``scale * (code - zero)`` with signed codes and zero points.
 from __future__ import annotations
 
 import functools
-import re
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -31,7 +29,6 @@ from .small_floats import read_layers
 from .stock import Stock, load
 
 _FORMAT = "pack-quantized"
-_MOST_REPETITIONS = 4  # of a pattern of layers
 _OTHERS = (
     "float-quantized", "naive-quantized", "int-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized",
     "mixed-precision",
@@ -50,12 +47,9 @@ def read_compressed_tensors(stock: Stock) -> list[SourceTensor]:
     groups = stock.settings.get("config_groups")
     if not isinstance(groups, dict) or not groups:
         raise ValueError(f"{stock.path} has no quantization_config.config_groups; expected the widths of its layers")
-    schemes = [
-        (target, bits) for scheme in groups.values() if (bits := _scheme(stock, scheme)) is not None
-        for target in _targets(scheme)
-    ]  # fmt: skip
+    widths = {bits for scheme in groups.values() if (bits := _scheme(stock, scheme)) is not None}
     packed = [layer for layer in stock.layers("weight_packed") if stock.dtype(f"{layer}.weight_packed") == "I32"]
-    matrices = [_layer(stock, layer, schemes) for layer in packed]
+    matrices = [_layer(stock, layer, widths) for layer in packed]
     return [*matrices, *read_layers(stock), *stock.rest()]
 
 
@@ -78,24 +72,7 @@ def _has_order(stock: Stock) -> bool:
     return any(isinstance(one, dict) and one.get("actorder") not in (None, False, "weight", "static") for one in weights)
 
 
-def _targets(scheme: Any) -> list[str]:
-    targets = scheme.get("targets")
-    return targets if isinstance(targets, list) and targets and all(isinstance(one, str) for one in targets) else ["Linear"]
-
-
-def _named(layer: str, schemes: list[tuple[str, int]]) -> int | None:
-    """The width that the settings give a layer: by its name, by a regular expression, or by its class; None: none of them."""
-    for target, bits in sorted(schemes, key=lambda one: (one[0].startswith("re:"), one[0])):
-        pattern = target.removeprefix("re:")
-        # Patterns from a file could take exponential time: at most a few repetitions, none of them nested.
-        simple = not re.search(r"\)[*+{]", pattern) and sum(map(pattern.count, "*+{")) <= _MOST_REPETITIONS
-        with suppress(re.error):
-            if target == layer or (target != pattern and simple and re.match(pattern, layer)):
-                return bits
-    return next((bits for target, bits in schemes if target == "Linear"), None)
-
-
-def _layer(stock: Stock, layer: str, schemes: list[tuple[str, int]]) -> Matrix:
+def _layer(stock: Stock, layer: str, known: set[int]) -> Matrix:
     shape = load(stock.take(f"{layer}.weight_shape", "I64", "I32", shape=(2,))).tolist()
     n, k = shape
     if not min(shape) >= 1 or max(shape) >= 1 << 31:
@@ -103,17 +80,18 @@ def _layer(stock: Stock, layer: str, schemes: list[tuple[str, int]]) -> Matrix:
     codes = stock.take(f"{layer}.weight_packed", "I32", shape=(n, None))
     widths = {
         (bits, whole and 32 % bits != 0)
-        for _, bits in schemes
+        for bits in known
         for whole in (False, True)
         if words_of(k, bits, whole=whole) == codes.shape[1]
     }
-    if len(widths) > 1:  # 7 bits with no code in two words have as many words as 8 bits
-        named = _named(layer, schemes)
-        widths = {width for width in widths if width[0] == named} or widths
+    if len(widths) > 1:  # 7 bits with no code in two words have as many words as 8 bits, but leave 4 bits of each unused
+        words = load(codes)
+        unused = {(bits, whole) for bits, whole in widths if whole and not (words >> 32 // bits * bits).any()}
+        widths = unused or {width for width in widths if not width[1]}
     if len(widths) != 1:
         raise ValueError(
             f"{layer} in {codes.path} has {codes.shape[1]} words for {k} inputs; expected those of "
-            f"{' or '.join(map(str, sorted({bits for _, bits in schemes})))} bits" + (", in one way only" if widths else "")
+            f"{' or '.join(map(str, sorted(known)))} bits" + (", in one way only" if widths else "")
         )
     bits, whole = widths.pop()
     scales = stock.take(f"{layer}.weight_scale", "F16", "BF16", "F32")
