@@ -55,9 +55,9 @@ def read_compressed_tensors(stock: Stock) -> list[SourceTensor]:
 
 def _scheme(stock: Stock, scheme: Any) -> int | None:
     """The width of a group of layers; None: their tensors show it."""
-    if not isinstance(scheme, dict) or scheme.get("format", stock.settings.get("format")) in _OTHERS:
+    if isinstance(scheme, dict) and scheme.get("format", stock.settings.get("format")) in _OTHERS:
         return None
-    weights: Any = scheme.get("weights") if isinstance(scheme, dict) else None
+    weights: Any = scheme.get("weights") if isinstance(scheme, dict) else scheme
     bits = weights.get("num_bits") if isinstance(weights, dict) else None
     if isinstance(bits, bool) or not isinstance(bits, int) or not 1 <= bits <= 8 or weights.get("type", "int") != "int":
         raise ValueError(
@@ -86,7 +86,7 @@ def _layer(stock: Stock, layer: str, known: set[int]) -> Matrix:
     }
     if len(widths) > 1:  # 7 bits with no code in two words have as many words as 8 bits, but leave 4 bits of each unused
         words = load(codes)
-        unused = {(bits, whole) for bits, whole in widths if whole and not (words >> 32 // bits * bits).any()}
+        unused = {width for width in widths if width[1] and not (words >> 32 // width[0] * width[0]).any()}
         widths = unused or {width for width in widths if not width[1]}
     if len(widths) != 1:
         raise ValueError(
