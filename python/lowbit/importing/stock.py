@@ -109,7 +109,7 @@ class Stock:
         return self._kept[1]
 
     def rest(self) -> list[Float]:
-        """The tensors that have not been taken, as they are: floats, and masks and positions of old checkpoints.
+        """The tensors that have not been taken, as they are: floats, and masks and positions of older checkpoints.
 
         Raises:
             ValueError: a tensor has a dtype of quantized weights, so the reader has missed a quantized layer.

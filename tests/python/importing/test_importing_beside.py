@@ -386,9 +386,7 @@ def test_experts_that_are_all_odd_become_floats_and_it_is_said(tmp_path):
         return layer.weight, packed
 
     model = experts(tmp_path, make, GPTQ | {"desc_act": True})
-    says = (
-        r"gate_up_proj become floats, 131 kB instead of .*experts 0, 1, 2, 3 are GPTQ, 4 bits with an act-order permutation"
-    )
+    says = r"gate_up_proj become floats, 131 kB instead of .*experts 0, 1, 2, 3 are GPTQ, 4 bits with an act-order permutation"
     with pytest.warns(UserWarning, match=says):
         imported(tmp_path)
     found = load(tmp_path / "out", dtype="auto").model.layers[0].mlp.experts
