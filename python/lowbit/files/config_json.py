@@ -124,5 +124,5 @@ def quantization_settings(directory: Path, config: dict[str, Any]) -> Any:
                     raise ValueError(f"{directory / name} has quantization {settings!r:.200}; expected an object")
                 if settings.get("quant_algo") is None:  # it may contain only settings of caches
                     continue
-            return {"quant_method": method} | settings
+            return settings | {"quant_method": settings.get("quant_method") or method}
     return None

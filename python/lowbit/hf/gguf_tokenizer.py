@@ -6,6 +6,7 @@ import json
 import warnings
 from collections.abc import Mapping
 from importlib import import_module
+from math import isfinite
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -83,6 +84,13 @@ def _check(path: Path, fields: Mapping[str, Any], vocabulary: int) -> None:
     for name in ("scores", "token_type"):
         if name in fields and (not isinstance(fields[name], list) or len(fields[name]) != len(tokens)):
             raise ValueError(f"{path} has tokenizer.ggml.{name} for another number of tokens than {len(tokens)}")
+    wrong = [kind for kind in fields.get("token_type", []) if isinstance(kind, bool) or kind not in range(_BYTE + 1)]
+    if wrong:
+        raise ValueError(f"{path} has the type {wrong[0]!r:.100} of a token; expected 0 to {_BYTE}")
+    if fields["tokenizer_type"] in ("llama", "t5"):
+        wrong = [score for score in fields.get("scores", [None]) if not isinstance(score, int | float) or not isfinite(score)]
+        if wrong:
+            raise ValueError(f"{path} has the score {wrong[0]!r:.100} of a token; expected a finite number for each")
     merges = fields.get("merges", [])
     if not isinstance(merges, list) or not all(isinstance(merge, str) for merge in merges):
         raise ValueError(f"{path} has no list of texts as tokenizer.ggml.merges")
@@ -138,7 +146,11 @@ def save_tokenizer(path: Path, metadata: Mapping[str, Any], architecture: str, v
             backend, known = _with_cuts(backend, *_MORE_CUTS[cut]), {**(known or {}), cut: ""}
         backend = _without_others(backend, len(tokens))
         if fields["tokenizer_type"] == "gpt2":
-            backend = _with_whole_tokens(backend, tokens, fields.get("token_type") or [])
+            # A token that the file names, as the first of a text for example, is a control token whatever type it has.
+            types = fields.get("token_type") or [_NORMAL] * len(tokens)
+            named = set(special.values())
+            types = [_OUTSIDE_TEXT if token in named else kind for token, kind in zip(tokens, types, strict=True)]
+            backend = _with_whole_tokens(backend, tokens, types)
         if fields["tokenizer_type"] == "llama":
             backend = _with_spaces(backend, _flag(path, metadata, "add_space_prefix", True))
         # Qwen's original tokenizer normalizes texts. GGUF has no field for that, and llama.cpp does not do it.
@@ -172,7 +184,7 @@ def _with_whole_tokens(backend: Tokenizer, tokens: list[str], types: list[int]) 
 
     transformers encodes tokens with non-ASCII characters as bytes, and does not add them.
     """
-    whole = {number: tokens[number] for number, kind in enumerate(types) if kind in (_OUTSIDE_TEXT, _USER)}
+    whole = {number: tokens[number] for number, kind in enumerate(types) if kind in (_OUTSIDE_TEXT, _USER) and tokens[number]}
     content = json.loads(backend.to_str())
     vocab = {text: number for text, number in content["model"]["vocab"].items() if number not in whole}
     content["model"]["vocab"] = vocab | {text: number for number, text in whole.items()}
@@ -190,7 +202,7 @@ def _check_special(path: Path, backend: Tokenizer, fields: Mapping[str, Any], sp
     """Raises ValueError if a control token, or a special token named by the file, has another id or is split."""
     tokens = fields["tokens"]
     named = {text: tokens.index(text) for text in special.values()}
-    control = {tokens[i]: i for i, kind in enumerate(fields.get("token_type") or []) if kind == _OUTSIDE_TEXT}
+    control = {tokens[i]: i for i, kind in enumerate(fields.get("token_type") or []) if kind == _OUTSIDE_TEXT and tokens[i]}
     for text, number in (named | control).items():
         found = backend.token_to_id(text)
         pieces = backend.encode(text, add_special_tokens=False).ids if text in control else [number]

@@ -164,6 +164,8 @@ class _Checkpoint:
                     )
                 if stored.shape != expected:  # transformers raises or, with ignore_mismatched_sizes, initializes the layer
                     new[layer] = f"its weight in the checkpoint has {stored.shape[0]} rows for {expected[0]}: it is new"
+        for pair in tied_layers(model).items():  # the other layer has the same new weight
+            new |= {layer: new[other] for layer, other in (pair, pair[::-1]) if other in new and layer in layers}
         return new
 
     def _is_whole(self, model: PreTrainedModel) -> bool:

@@ -17,8 +17,6 @@ A weight is ``scale * (code - zero)`` with signed codes and zero points.
 from __future__ import annotations
 
 import functools
-import re
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -31,7 +29,6 @@ from .small_floats import read_layers
 from .stock import Stock, load
 
 _FORMAT = "pack-quantized"
-_MOST_REPETITIONS = 4  # in a regular expression for layer names
 _OTHERS = (
     "float-quantized", "naive-quantized", "int-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized",
     "mixed-precision",
@@ -50,20 +47,17 @@ def read_compressed_tensors(stock: Stock) -> list[SourceTensor]:
     groups = stock.settings.get("config_groups")
     if not isinstance(groups, dict) or not groups:
         raise ValueError(f"{stock.path} has no quantization_config.config_groups; expected the widths of its layers")
-    schemes = [
-        (target, bits) for scheme in groups.values() if (bits := _scheme(stock, scheme)) is not None
-        for target in _targets(scheme)
-    ]  # fmt: skip
+    widths = {bits for scheme in groups.values() if (bits := _scheme(stock, scheme)) is not None}
     packed = [layer for layer in stock.layers("weight_packed") if stock.dtype(f"{layer}.weight_packed") == "I32"]
-    matrices = [_layer(stock, layer, schemes) for layer in packed]
+    matrices = [_layer(stock, layer, widths) for layer in packed]
     return [*matrices, *read_layers(stock), *stock.rest()]
 
 
 def _scheme(stock: Stock, scheme: Any) -> int | None:
-    """The bit width of a group of layers; None: to be derived from their tensors."""
-    if not isinstance(scheme, dict) or scheme.get("format", stock.settings.get("format")) in _OTHERS:
+    """The width of a group of layers; None: their tensors show it."""
+    if isinstance(scheme, dict) and scheme.get("format", stock.settings.get("format")) in _OTHERS:
         return None
-    weights: Any = scheme.get("weights") if isinstance(scheme, dict) else None
+    weights: Any = scheme.get("weights") if isinstance(scheme, dict) else scheme
     bits = weights.get("num_bits") if isinstance(weights, dict) else None
     if isinstance(bits, bool) or not isinstance(bits, int) or not 1 <= bits <= 8 or weights.get("type", "int") != "int":
         raise ValueError(
@@ -78,24 +72,7 @@ def _has_order(stock: Stock) -> bool:
     return any(isinstance(one, dict) and one.get("actorder") not in (None, False, "weight", "static") for one in weights)
 
 
-def _targets(scheme: Any) -> list[str]:
-    targets = scheme.get("targets")
-    return targets if isinstance(targets, list) and targets and all(isinstance(one, str) for one in targets) else ["Linear"]
-
-
-def _named(layer: str, schemes: list[tuple[str, int]]) -> int | None:
-    """The bit width that the settings give a layer, by name, regular expression or class; None: they do not mention it."""
-    for target, bits in sorted(schemes, key=lambda one: (one[0].startswith("re:"), one[0])):
-        pattern = target.removeprefix("re:")
-        # Regular expressions from a file could take exponential time: allow only a few repetitions, none nested.
-        simple = not re.search(r"\)[*+{]", pattern) and sum(map(pattern.count, "*+{")) <= _MOST_REPETITIONS
-        with suppress(re.error):
-            if target == layer or (target != pattern and simple and re.match(pattern, layer)):
-                return bits
-    return next((bits for target, bits in schemes if target == "Linear"), None)
-
-
-def _layer(stock: Stock, layer: str, schemes: list[tuple[str, int]]) -> Matrix:
+def _layer(stock: Stock, layer: str, known: set[int]) -> Matrix:
     shape = load(stock.take(f"{layer}.weight_shape", "I64", "I32", shape=(2,))).tolist()
     n, k = shape
     if not min(shape) >= 1 or max(shape) >= 1 << 31:
@@ -103,17 +80,18 @@ def _layer(stock: Stock, layer: str, schemes: list[tuple[str, int]]) -> Matrix:
     codes = stock.take(f"{layer}.weight_packed", "I32", shape=(n, None))
     widths = {
         (bits, whole and 32 % bits != 0)
-        for _, bits in schemes
+        for bits in known
         for whole in (False, True)
         if words_of(k, bits, whole=whole) == codes.shape[1]
     }
-    if len(widths) > 1:  # 7-bit codes that do not span words take as many words as 8-bit codes
-        named = _named(layer, schemes)
-        widths = {width for width in widths if width[0] == named} or widths
+    if len(widths) > 1:  # 7 bits with no code in two words have as many words as 8 bits, but leave 4 bits of each unused
+        words = load(codes)
+        unused = {width for width in widths if width[1] and not (words >> 32 // width[0] * width[0]).any()}
+        widths = unused or {width for width in widths if not width[1]}
     if len(widths) != 1:
         raise ValueError(
             f"{layer} in {codes.path} has {codes.shape[1]} words for {k} inputs; expected those of "
-            f"{' or '.join(map(str, sorted({bits for _, bits in schemes})))} bits" + (", in one way only" if widths else "")
+            f"{' or '.join(map(str, sorted(known)))} bits" + (", in one way only" if widths else "")
         )
     bits, whole = widths.pop()
     scales = stock.take(f"{layer}.weight_scale", "F16", "BF16", "F32")

@@ -21,7 +21,7 @@ REQUIRED = object()
 _SILENT = {"vocab_size", "tensor_data_layout", "rope.scaling.finetuned"}
 # Tokens that end a turn in some model. ggml's programs also stop at each of them.
 _ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<turn|>", "<|endoftext|>", "<|end_of_text|>", "<|eom_id|>")
-_CONTROL = 3  # token type of control tokens
+_WHOLE = (3, 4)  # types of tokens that texts are not cut into: of control, and of the user (some files have ends of turns so)
 
 
 class Metadata:
@@ -159,6 +159,6 @@ def generation_config(metadata: Metadata, config: Mapping[str, Any]) -> dict[str
             ends.append(_token(metadata.path, key, value, vocabulary))
     tokens, types = metadata.all.get("tokenizer.ggml.tokens"), metadata.all.get("tokenizer.ggml.token_type")
     if isinstance(tokens, list) and isinstance(types, np.ndarray) and len(types) == len(tokens) <= vocabulary:
-        ends += [index for index in np.flatnonzero(types == _CONTROL).tolist() if tokens[index] in _ENDS]
+        ends += [index for index in np.flatnonzero(np.isin(types, _WHOLE)).tolist() if tokens[index] in _ENDS]
     content: dict[str, Any] = {key: config[key] for key in ("bos_token_id", "pad_token_id") if config[key] is not None}
     return content | ({"eos_token_id": list(dict.fromkeys(ends))} if ends else {})

@@ -179,6 +179,7 @@ class Decoder(torch.nn.Module):
         attention += [f"held_cache_{layer}"] if layer in self._windows else []
         return attention + [f"state_{number}_cache_{layer}" for number in range(len(self._states.get(layer, ())))]
 
+    @torch.inference_mode(False)  # its tensors could not be changed outside of it
     def _make(self, length: int, cache_type: str, windows: Mapping[int, int] | None = None) -> list[tuple[Tensor, ...]]:
         caches, dtypes = [], dtypes_of(cache_type)
         length = -(-length // 16) * 16

@@ -66,7 +66,8 @@ class Mtp:
             head(nothing, nothing, torch.tensor([[0]]), self._rotary, asked, torch.tensor([0]))
         heads, *widths = asked.shapes[self._layer]
         length = -(-self.max_length // 16) * 16
-        self._caches = {self._layer: tuple(torch.zeros(1, heads, length, width, dtype=model.dtype) for width in widths)}
+        with torch.inference_mode(False):  # as those of the decoder
+            self._caches = {self._layer: tuple(torch.zeros(1, heads, length, width, dtype=model.dtype) for width in widths)}
         self._reset(0)
         decoder._replay = None  # replayed calls would not run the hook
         self._hook = base.register_forward_hook(self._see, with_kwargs=True)

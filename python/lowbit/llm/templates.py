@@ -10,7 +10,7 @@ import sys
 import time
 from bisect import bisect_right
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from importlib import import_module
@@ -20,10 +20,10 @@ from weakref import WeakKeyDictionary
 
 from ..files.untrusted import interpreting
 
-_SECONDS = 10  # limit of CPU time; the template of a long conversation takes some milliseconds
-_UNMARKED_ROLE = re.compile(r"\w+")  # templates compare roles, and build control tokens from them: '<|' + role + '|>'
-_PRIVATE = range(0xF0000, 0xFFFFE)  # Unicode's private use characters
-# The form of control tokens in tokenizers that do not mark all of them as special (DeepSeek's).
+_SECONDS = 10  # of CPU time; the template of a long conversation takes some milliseconds
+_WORD = re.compile(r"\w+")  # of those of roles, which templates compare, they make control tokens: '<|' + role + '|>'
+_PRIVATE = range(0xF0000, 0xFFFFE)  # letters that Unicode leaves to private use
+# Tokenizers that do not call all of their control tokens special (DeepSeek's) write them so.
 _LOOKS_LIKE_CONTROL = re.compile(r"<[|\uff5c].+[|\uff5c]>", re.DOTALL)
 
 
@@ -87,12 +87,11 @@ def render(
 def check_control_tokens(tokenizer: Any, processor: Any, messages: list[Any], template: str) -> None:
     """Raises ValueError for a conversation with images in which a message contains the text of a control token."""
     control = _control_tokens(tokenizer)
-    if control.marked(messages) != messages:
-        text, places = _rendered(processor, messages, template, None, control)
-        if len(places) != len(control.places(text)):
-            raise ValueError(
-                "a message has the text of a control token of the model; lowbit does not take it in a conversation with images"
-            )
+    text, places = _rendered(processor, messages, template, None, control)
+    if len(places) != len(control.places(text)):
+        raise ValueError(
+            "a message has the text of a control token of the model; lowbit does not take it in a conversation with images"
+        )
 
 
 def _rendered(
@@ -111,20 +110,21 @@ def _rendered(
             )  # fmt: skip
 
     text = once(messages, tools)
-    marked = control.marked([messages, tools])
-    if marked == [messages, tools]:
-        return text, control.places(text)
-    try:
-        without = once(*marked)
-    except ValueError:
-        without = ""
-    # Each character is replaced by exactly one, so positions agree in both texts.
-    if without.translate(control.originals) != text:
-        raise ValueError(
-            "a message has the text of a control token of the model, and the chat template treats it in another way than other "
-            "texts, so that lowbit cannot tell it from the template's own; leave it out, or write it in another way"
-        )
-    return text, control.places(without)
+    # A template may make control tokens of any texts, so their letters are marked everywhere. Where it looks for such letters
+    # itself ("</think>"), only those of texts that are control tokens, or pieces of one, are.
+    for everywhere in (True, False):
+        marked = control.marked([messages, tools], everywhere)
+        if marked == [messages, tools]:
+            return text, control.places(text)
+        with suppress(ValueError):
+            without = once(*marked)
+            # One letter stands for one other, so that places are the same in both texts.
+            if without.translate(control.originals) == text:
+                return text, control.places(without)
+    raise ValueError(
+        "a message has the text of a control token of the model, and the chat template treats it in another way than other "
+        "texts, so that lowbit cannot tell it from the template's own; leave it out, or write it in another way"
+    )
 
 
 @lru_cache
@@ -189,6 +189,12 @@ class _Control:
         return re.compile(f"(?={self._any.pattern})")
 
     @cached_property
+    def _signs(self) -> re.Pattern[str]:
+        """All letters of control tokens that are not of words."""
+        signs = [re.escape(letter) for letter in self.marks if not letter.isalnum() and not letter.isspace()]
+        return re.compile("|".join(signs) or r"(?!)")
+
+    @cached_property
     def _starts(self) -> set[str]:
         return {text[:count] for text in self.ids for count in range(1, len(text))}
 
@@ -208,19 +214,27 @@ class _Control:
         """The ranges of control tokens in the text."""
         return [found.span() for found in self._any.finditer(text)]
 
-    def marked(self, value: Any, key: Any = None) -> Any:
-        """A copy of a part of messages or tools in which no text is a control token, or could become one when joined.
+    def marked(self, value: Any, everywhere: bool, key: Any = None) -> Any:
+        """A copy of a part of messages or tools in which no text is, or may become with its neighbors, a control token.
 
-        The first character of each such text is replaced by a private use character. Returns the same value if there are none.
+        Private letters replace the first letters of such texts. The same value if there are none.
+
+        Args:
+            everywhere: replace other letters, too, of which a template may make a control token: by '<|' + name + '|>', or in
+                upper case.
         """
         if isinstance(value, dict):
-            return {self.marked(name): self.marked(inner, name) for name, inner in value.items()}
+            return {self.marked(name, False): self.marked(inner, everywhere, name) for name, inner in value.items()}
         if isinstance(value, list | tuple):
-            return [self.marked(inner) for inner in value]
-        if not isinstance(value, str) or (key in ("role", "type") and _UNMARKED_ROLE.fullmatch(value)):
+            return [self.marked(inner, everywhere) for inner in value]
+        if not isinstance(value, str) or (key in ("role", "type") and _WORD.fullmatch(value)):
             return value
         at = {found.start() for found in self._anywhere.finditer(value)}
-        core = value.strip()  # templates may strip texts
+        core = value.strip()  # templates strip texts
+        if everywhere:
+            at |= {found.start() for found in self._signs.finditer(value)}
+            if core[:1] in self.marks and _WORD.fullmatch(core):
+                at.add(value.index(core[0]))
         longest = max(map(len, self.ids), default=1) - 1
         head, tail = core[:longest], core[-longest:]
         if not self._firsts.isdisjoint(tail):

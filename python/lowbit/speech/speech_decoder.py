@@ -60,6 +60,7 @@ class SpeechDecoder(torch.nn.Module):
     def _names(layer: int) -> list[str]:
         return [f"{name}_cache_{layer}" for name in ("k", "v", "heard_k", "heard_v", "last_k", "last_v")]
 
+    @torch.inference_mode(False)  # its tensors could not be changed outside of it
     def _make(self, length: int, heard: int) -> list[tuple[Tensor, ...]]:
         config = self.model.config
         width = config.d_model // self.heads

@@ -104,6 +104,17 @@ def test_tied_layers_are_not_new(tmp_path):
     assert all(kinds(model).values())
 
 
+@pytest.mark.parametrize("kind", ["tied", "untied"])
+def test_a_larger_vocabulary_is_new_in_the_head_too(tmp_path, kind):
+    path = save_model(tmp_path / "float", **({"kind": "tied"} if kind == "tied" else {}), dtype=torch.float32)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        path, vocab_size=SIZES["vocab_size"] + 16, ignore_mismatched_sizes=True, quantization_config=CONFIG
+    )
+    assert {name for name, packed in kinds(model).items() if not packed} == {"model.embed_tokens", "lm_head"}
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) is (kind == "tied")
+    assert model(TOKENS).logits.isfinite().all()
+
+
 def test_a_new_head_trains_with_lora(tmp_path):
     peft = pytest.importorskip("peft")
     model = classifier(save_model(tmp_path / "float", dtype=torch.float32), num_labels=3)

@@ -1,8 +1,12 @@
 """Tokenizers of GGUF files: special tokens are whole and have the file's numbers, and words are cut as llama.cpp cuts them."""
 
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 from lowbit.hf import gguf_tokenizer
 from lowbit.hf.gguf_tokenizer import save_tokenizer
+from lowbit.importing.gguf_metadata import generation_config
 from tokenizers import pre_tokenizers
 from transformers import AutoTokenizer
 
@@ -46,6 +50,49 @@ def test_special_tokens_are_whole_and_have_the_numbers_of_the_file(tmp_path, pre
     special = {text for text, kind in SPECIAL.items() if kind == 3}
     assert {token.content for token in tokenizer.added_tokens_decoder.values() if token.special} == special
     assert tokenizer.decode(tokenizer("aé b", add_special_tokens=False)["input_ids"]) == "aé b"
+
+
+@pytest.mark.parametrize("types", [None, [1] * (257 + len(SPECIAL))])
+def test_tokens_that_the_file_names_are_control_tokens_of_any_type(tmp_path, types):
+    values = metadata("deepseek-llm", add_bos_token=True) | {"tokenizer.ggml.token_type": types}
+    tokens = values["tokenizer.ggml.tokens"]
+    if types is None:
+        del values["tokenizer.ggml.token_type"]
+    tokenizer = loaded(tmp_path, values)
+    first, last, b = map(tokens.index, (BOS, EOS, "b"))
+    assert tokenizer(f"{EOS}b")["input_ids"] == [first, last, b]
+    assert {first, last} == set(tokenizer.all_special_ids)
+
+
+@pytest.mark.parametrize("kind, ends", [(3, [0, 1]), (4, [0, 1]), (1, [0])])
+def test_ends_of_turns_are_control_tokens_or_of_the_user(kind, ends):
+    values = {"tokenizer.ggml.tokens": ["</s>", "<|im_end|>"], "tokenizer.ggml.token_type": np.array([3, kind], np.int32)}
+    config = {"vocab_size": 2, "bos_token_id": None, "pad_token_id": None, "eos_token_id": 0}
+    found = generation_config(SimpleNamespace(all=values, path="x.gguf"), config)
+    assert found == {"eos_token_id": ends}
+
+
+def test_an_empty_control_token_is_never_met(tmp_path):
+    values = metadata("llama-bpe")
+    values["tokenizer.ggml.tokens"].append("")
+    values["tokenizer.ggml.token_type"].append(3)
+    assert loaded(tmp_path, values)("ab")["input_ids"] == [values["tokenizer.ggml.tokens"].index("ab")]
+
+
+@pytest.mark.parametrize(
+    "changes, said",
+    [
+        ({"token_type": [1.5] * 265}, "has the type 1.5 of a token; expected 0 to 6"),
+        ({"token_type": ["x"] * 265}, "has the type 'x' of a token; expected 0 to 6"),
+        ({"token_type": [77] * 265}, "has the type 77 of a token; expected 0 to 6"),
+        ({"model": "llama"}, "has the score None of a token; expected a finite number for each"),
+        ({"model": "llama", "scores": [float("nan")] * 265}, "has the score nan of a token"),
+        ({"model": "llama", "scores": ["x"] * 265}, "has the score 'x' of a token"),
+    ],
+)
+def test_types_and_scores_of_tokens_are_checked(tmp_path, changes, said):
+    with pytest.raises(ValueError, match=said):
+        loaded(tmp_path, metadata("llama-bpe", **changes))
 
 
 def test_a_special_token_with_another_number_is_refused(tmp_path, monkeypatch):

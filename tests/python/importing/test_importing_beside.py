@@ -222,15 +222,14 @@ def test_a_file_of_weights_that_autogptq_named_as_it_liked(tmp_path):
     check(tmp_path, model, "exact")
 
 
-@pytest.mark.parametrize("targets", ["names", "patterns"])
-def test_7_and_8_bits_in_one_checkpoint(tmp_path, targets):
-    """With no code in two words, both have as many words: the settings say which it is."""
-    named = ["re:.*mlp.*"] if targets == "patterns" else [f"model.layers.0.mlp.{leaf}_proj" for leaf in ("gate", "up", "down")]
+@pytest.mark.parametrize("target", ["re:.*mlp.*", "model.layers.0.mlp.up_proj", "LlamaMLP", "re:((a|o|m|d|e|l)*)*x"])
+def test_7_and_8_bits_in_one_checkpoint(tmp_path, target):
+    """With no code in two words, both have as many words: the words say which it is, whatever the settings name."""
     weights = {"type": "int", "strategy": "group", "group_size": GROUP}
     settings = ct() | {
         "config_groups": {
             "a": {"targets": ["Linear"], "weights": weights | {"num_bits": 8}},
-            "b": {"targets": named, "weights": weights | {"num_bits": 7}},
+            "b": {"targets": [target], "weights": weights | {"num_bits": 7}},
         }
     }
     made = {bits: maker(bits, "middle", lambda layer, bits=bits: compressed(layer, bits, whole=True)) for bits in (7, 8)}
@@ -238,11 +237,6 @@ def test_7_and_8_bits_in_one_checkpoint(tmp_path, targets):
     check(tmp_path, model, "exact")
     bits = {entry.name: entry.bits for entry in lowbit.inspect_checkpoint(tmp_path / "out") if entry.kind == "packed"}
     assert {name: 7 if "mlp" in name else 8 for name in bits} == bits
-    # A pattern that could take exponential time is not tried.
-    settings["config_groups"]["b"]["targets"] = ["re:((a|o|m|d|e|l)*)*x"]
-    config = json.loads((tmp_path / "in" / "config.json").read_text())
-    (tmp_path / "in" / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
-    lowbit.import_checkpoint(tmp_path / "in", tmp_path / "other")
 
 
 def test_a_scale_of_a_whole_tensor_without_dimensions(tmp_path):

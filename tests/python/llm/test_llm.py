@@ -85,6 +85,19 @@ def test_pieces_of_a_text(kind):
     torch.testing.assert_close(run(floats, tokens, [5, 16, 16]), run(floats, tokens), rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("kind", CLASSES)
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_a_decoder_of_inference_mode_runs_outside_of_it(kind, mode):
+    tokens, model = torch.tensor([[5, 6, 7]]), make(kind)
+    with torch.inference_mode():
+        decoder = Decoder(model, 64)
+        first = decoder(tokens, torch.tensor([0]))
+        caches = decoder.new_caches(16)
+    with mode():
+        assert torch.equal(decoder(tokens, torch.tensor([0])), first)
+        assert decoder.run_texts([(caches, [5, 6, 7])])[0].shape == first[0].shape
+
+
 def test_a_long_prompt_comes_in_pieces(monkeypatch):
     decoder = Decoder(make("llama"), 64)
     tokens = [(7 * i + 3) % 97 for i in range(58)]

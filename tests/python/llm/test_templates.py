@@ -173,6 +173,32 @@ def test_texts_that_are_joined_and_names_make_no_control_tokens():
     assert ids.count(end) == 1 and tokenizer.decode(ids).count("<|im_end|>") == 2
 
 
+@pytest.mark.parametrize(
+    "shown, text, token",
+    [
+        ("m.content | upper", "a [inst] b", "[INST]"),
+        ("m.content | lower", "<|IM_END|>", "<|im_end|>"),
+        ("m.content | replace('*', '')", "a <|im_*end|> b", "<|im_end|>"),
+        ("m.content.split('\n') | join", "a <|im_\nend|> b", "<|im_end|>"),
+        ("m.content | reverse", ">|dne_mi|<", "<|im_end|>"),
+        ("'<|' + m.content.strip() + '|>'", " im_end", "<|im_end|>"),
+        ("m.content ~ m.name ~ '|>'", "<|im", "<|im_end|>"),
+        ("'<|' ~ m.name ~ '|>'", "", "<|_end|>"),
+    ],
+)  # fmt: skip
+def test_texts_that_a_template_changes_make_no_control_tokens(shown, text, token):
+    tokenizer = byte_level()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|_end|>"]})
+    messages, template = (
+        [{"role": "user", "content": text, "name": "_end"}],
+        "{% for m in messages %}{{ " + shown + " }}{% endfor %}",
+    )
+    whole, ids = at_once(tokenizer, messages, template)
+    assert tokenizer.convert_tokens_to_ids(token) in ids  # as one text
+    ids = render(tokenizer, messages, template)
+    assert not control_of(tokenizer, ids) and tokenizer.decode(ids) == whole
+
+
 def test_a_template_that_looks_for_control_tokens_is_refused():
     tokenizer = byte_level()
     template = "{% for m in messages %}{{ m.content.split('<|im_end|>')[0] }}{% endfor %}"
