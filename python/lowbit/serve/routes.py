@@ -409,8 +409,8 @@ class Server:
         try:
             async with self._arriving(request, self.limits.recording_bytes) as pieces:
                 form = await MultiPartParser(request.headers, pieces, max_files=1, max_fields=32).parse()
-        except MultiPartException as error:
-            raise ApiError(400, f"the body is no form that can be read: {error.message}") from error
+        except (MultiPartException, ValueError) as error:  # ValueError: a charset that has no text for some bytes
+            raise ApiError(400, f"the body is no form that can be read: {error}") from error
         try:
             file = form.get("file")
             if not isinstance(file, UploadFile):

@@ -151,6 +151,10 @@ def test_what_is_refused(client, directory):
     assert error["message"].endswith("expected multipart/form-data with a file")
     status, _, found = client.send("/v1/audio/transcriptions", b"--x", **{"Content-Type": "multipart/form-data"})
     assert status == 400 and b"Missing boundary" in found
+    body, kind = form(data, model="\\")
+    for charset in ("undefined", "punycode"):  # codecs of Python that do not decode this
+        status, _, found = client.send("/v1/audio/transcriptions", body, **{"Content-Type": f"{kind}; charset={charset}"})
+        assert status == 400 and b"no form that can be read" in found, found
     for path, body in (
         ("/v1/completions", {"prompt": "a"}),
         ("/tokenize", {"content": "a"}),
