@@ -90,7 +90,12 @@ def _trial(kind: str, text: str, size: int, special: tuple[tuple[str, int], ...]
     command = [sys.executable, "-P", "-W", "ignore", grammar_trial.__file__]
     try:
         ended = subprocess.run(
-            command, input=json.dumps([kind, text, SPACE, size, special, ends]), capture_output=True, text=True, timeout=_WAIT, check=False
+            command,
+            input=json.dumps([kind, text, SPACE, size, special, ends]),
+            capture_output=True,
+            text=True,
+            timeout=_WAIT,
+            check=False,
         )
         found: str = json.loads(ended.stdout)
     except (ValueError, subprocess.TimeoutExpired):  # it was ended by a limit, or by its stack

@@ -75,6 +75,7 @@ def test_half_a_surrogate_pair_is_no_json(client, path, body):
         (PROMPT, {"prompt": "a", "temperature": 10**400}, "temperature"),
         (PROMPT, {"prompt": "a", "logit_bias": {"5": 10**400}}, "logit_bias"),
         (PROMPT, {"prompt": "a", "logit_bias": {"9" * 300: 1}}, "logit_bias"),
+        (PROMPT, {"prompt": "a", "logit_bias": {"5000": 1}}, "logit_bias"),
         (PROMPT, {"prompt": "a", "seed": 10**400}, "seed"), (PROMPT, {"prompt": "a", "max_tokens": 2**70}, "max_tokens"),
         (PROMPT, {"prompt": [2**70]}, "prompt"), (PROMPT, {"prompt": "x" * 100_000}, "prompt"),
         (PROMPT, {"prompt": ["x", "x" * 100_000]}, "prompt[1]"), (PROMPT, {"prompt": "a", "stop": ["x" * 300]}, "stop"),
@@ -183,7 +184,9 @@ def test_the_trial_knows_special_tokens(client):
     deep = json.dumps(references(2800), separators=(",", ":")).replace("$ref", "\\u0024ref")
     for first in ("</s>", "<[1900-2000]>"):
         grammar = {"grammar": f"start: {first} a\na: %json {deep}"}
-        assert "it is too complex" in refused(client, PROMPT, {"prompt": "a", "structured_outputs": grammar}, "structured_outputs")
+        assert "it is too complex" in refused(
+            client, PROMPT, {"prompt": "a", "structured_outputs": grammar}, "structured_outputs"
+        )
     (choice,) = client.post(PROMPT, prompt="a", structured_outputs={"grammar": 'start: "b" | "b" <s> "c"'})["choices"]
     assert choice["text"] in ("b", "bc")
 
