@@ -49,8 +49,9 @@ def compiled(tokenizer: Any, kind: str, text: str, space: str) -> Any:
 
 
 def _tokenizer(size: int, special: list[tuple[str, int]], ends: list[int]) -> Any:
-    """A tokenizer of single bytes with the special tokens of a model: a grammar may name them, or ranges of token ids. Without
-    them its compilation would end before it began.
+    """A tokenizer of single bytes with the special tokens of a model.
+
+    A grammar may name them, or ranges of token ids. Without them its compilation would end before it began.
 
     Args:
         size: of the vocabulary.

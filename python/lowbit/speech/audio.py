@@ -146,8 +146,10 @@ def _mixed(pair: np.ndarray) -> np.ndarray:
 
 
 def limit_allocations() -> None:
-    """Has FFmpeg's libraries refuse, in this process, memory that no recording needs in one piece: headers of a few bytes can ask
-    for gigabytes. For programs that read files of others."""
+    """Limits the size of each piece of memory that FFmpeg's libraries allocate in this process.
+
+    For programs that read files of others: headers of a few bytes can ask for gigabytes.
+    """
     core = import_av()._core
     with contextlib.suppress(AttributeError, OSError):  # Windows finds no functions of the libraries behind a module
         ctypes.CDLL(core.__file__).av_max_alloc(ctypes.c_size_t(_MOST_ALLOCATED))
