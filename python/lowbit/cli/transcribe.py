@@ -43,12 +43,14 @@ def transcribe(
 ) -> None:
     """Write down what is said in recordings, with a Whisper model."""
     from ..speech import SAMPLE_RATE, load_audio, load_transcriber
+    from ..speech.audio import limit_allocations
 
     output = Output(as_json)
     config = options.optional_config(bits, group_size, mapping, embedding_bits)
     set_threads(threads)
     keep_freed_memory()
     set_stdout_errors("replace")
+    limit_allocations()
     recordings = [(path, load_audio(path)) for path in audio]  # before the model is loaded, which takes longer
     with output.progress(f"loading {model}", "tensors") as advance:
         transcriber = load_transcriber(model, config, cache=cache, progress=advance)

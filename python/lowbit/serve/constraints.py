@@ -85,12 +85,17 @@ def _check_size(grammar: Grammar) -> None:
 
 
 @lru_cache(256)
-def _trial(kind: str, text: str) -> str:
-    """The error of a grammar, from a process of its own; empty if there is none."""
+def _trial(kind: str, text: str, size: int, special: tuple[tuple[str, int], ...], ends: tuple[int, ...]) -> str:
+    """The error of a grammar, from a process of its own; empty if there is none. The arguments are those of the script."""
     command = [sys.executable, "-P", "-W", "ignore", grammar_trial.__file__]
     try:
         ended = subprocess.run(
-            command, input=json.dumps([kind, text, SPACE]), capture_output=True, text=True, timeout=_WAIT, check=False
+            command,
+            input=json.dumps([kind, text, SPACE, size, special, ends]),
+            capture_output=True,
+            text=True,
+            timeout=_WAIT,
+            check=False,
         )
         found: str = json.loads(ended.stdout)
     except (ValueError, subprocess.TimeoutExpired):  # it was ended by a limit, or by its stack
@@ -115,7 +120,8 @@ def make_constraint(model: LanguageModel, grammar: Grammar) -> Matcher:
     if not model.stop:
         raise bad(param, f"the model {model.name} has no token that ends a text, which {param} needs")
     _check_size(grammar)
-    if message := _trial(grammar.kind, grammar.value):
+    special = tuple(model.tokenizer.get_added_vocab().items())
+    if message := _trial(grammar.kind, grammar.value, len(model.tokenizer), special, tuple(sorted(model.stop))):
         raise _refuse(grammar, message)
     if model.grammar_tokenizer is None:
         model.grammar_tokenizer = huggingface.from_tokenizer(model.tokenizer, eos_token=sorted(model.stop))

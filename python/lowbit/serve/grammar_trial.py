@@ -1,11 +1,13 @@
 """Compiles a grammar as :func:`lowbit.serve.constraints.make_constraint` will, in a process that a bad one may end.
 
 A script: it runs without the package, whose import takes seconds. It reads a JSON array from stdin, the arguments of
-:func:`compiled` but the tokenizer, and writes the error as JSON, which is empty if there is none.
+:func:`compiled` but the tokenizer, and those of :func:`_tokenizer`. It writes the error as JSON, which is empty if there is none.
 """
 
 import contextlib
+import itertools
 import json
+import re
 import sys
 import threading
 from typing import Any
@@ -16,9 +18,10 @@ _STACK = 4 << 20  # half of what threads have elsewhere, because llguidance recu
 
 
 def lines(message: str) -> str:
-    """The lines of an error in one, without a picture of the place."""
-    parts = [line.strip() for line in message.splitlines()]
-    return "; ".join(part for part in parts if part and not set(part) <= set("^~ ") and "|" not in part)
+    """The lines of an error in one, without a picture of the place and llguidance's own state."""
+    parts = [line.strip() for line in message.partition("<state>")[0].splitlines()]
+    found = "; ".join(part for part in parts if part and not set(part) <= set("^~ ") and not re.match(r"\d+ \|", part))
+    return found or "it cannot be compiled"
 
 
 def compiled(tokenizer: Any, kind: str, text: str, space: str) -> Any:
@@ -45,6 +48,36 @@ def compiled(tokenizer: Any, kind: str, text: str, space: str) -> Any:
     return found
 
 
+def _tokenizer(size: int, special: list[tuple[str, int]], ends: list[int]) -> Any:
+    """A tokenizer of single bytes with the special tokens of a model.
+
+    A grammar may name them, or ranges of token ids. Without them its compilation would end before it began.
+
+    Args:
+        size: of the vocabulary.
+        special: names and ids.
+        ends: tokens that end a text.
+    """
+    from llguidance import LLTokenizer
+    from llguidance._tokenizer import TokenizerWrapper
+
+    class Bytes:
+        eos_token_id, bos_token_id = ends[0], None
+        special_token_ids = [token for _, token in special]
+
+        def __init__(self) -> None:
+            names = {token: name.encode() for name, token in special}
+            free = (token for token in itertools.count() if token not in names)
+            self._bytes = {byte: next(free) for byte in range(256)}
+            known = names | {token: bytes([byte]) for byte, token in self._bytes.items()}
+            self.tokens = [known.get(token, b"%09d" % token) for token in range(max(size, max(known) + 1))]
+
+        def __call__(self, text: bytes) -> list[int]:
+            return [self._bytes[byte] for byte in text]
+
+    return LLTokenizer(TokenizerWrapper(Bytes()), eos_token=ends)
+
+
 def _main() -> None:
     with contextlib.suppress(ImportError, ValueError, OSError):  # Windows has none, and macOS no limit of addresses
         import resource
@@ -52,11 +85,10 @@ def _main() -> None:
         resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         resource.setrlimit(resource.RLIMIT_AS, (_BYTES, _BYTES))
-    from llguidance import LLTokenizer
-
     message = ""
+    kind, text, space, *known = json.load(sys.stdin)
     try:
-        matcher = compiled(LLTokenizer("byte"), *json.load(sys.stdin))
+        matcher = compiled(_tokenizer(*known), kind, text, space)
         matcher.compute_bitmask()
         if matcher.is_error():
             message = lines(matcher.get_error())

@@ -126,7 +126,8 @@ class LanguageModel:
         try:
             self.batch.check(made)
         except ValueError as error:
-            raise ApiError(400, str(error)) from error
+            name = str(error).partition(" ")[0]
+            raise ApiError(400, str(error), param=name if name in Writing.model_fields else None) from error
         return made
 
     def breakers(self, asked: Writing) -> tuple[int, ...]:

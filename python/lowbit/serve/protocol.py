@@ -52,7 +52,10 @@ _FIRST = Field(fail_fast=True)  # one error is enough, and a million of them tak
 _as_list = BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
 _StopText = Annotated[str, Field(min_length=1, max_length=256)]
 Token = Annotated[int, Field(ge=0, le=2**31)]
-_Schema = dict[str, Any] | bool
+# True and false are schemas, too: all values, and none.
+_Schema = Annotated[
+    dict[str, Any], BeforeValidator(lambda value: ({} if value else {"not": {}}) if isinstance(value, bool) else value)
+]
 
 
 class _Part(BaseModel):
@@ -79,6 +82,7 @@ class Body(_Part):
             elif name not in _IGNORED:
                 name = shortened(name, 64)
                 raise bad(name, f"there is no parameter {name}; expected one of those in docs/serving.md", "unknown_parameter")
+        self.__pydantic_extra__ = {}  # values of megabytes would stay in memory until the answer
         return self
 
 
@@ -126,7 +130,7 @@ def validated(kind: type[B], value: Any) -> B:
 _WANTED = {
     "missing": "a value", "model_type": "an object", "dict_type": "an object", "list_type": "an array",
     "string_type": "a string", "int_type": "a whole number", "int_from_float": "a whole number", "float_type": "a number",
-    "bool_type": "true or false", "extra_forbidden": "no such name", "string_too_short": "a longer text",
+    "bool_type": "true or false", "extra_forbidden": "no such name", "string_too_short": "a longer text", "too_short": "a longer text",
     "int_parsing": "a whole number", "string_pattern_mismatch": "1 to 64 letters, digits, _, . and -",
 }  # fmt: skip
 
@@ -373,8 +377,11 @@ class Conversation(Body):
     def check_bytes(self, tokens: int) -> None:
         """As :func:`check_bytes`, of all messages."""
         texts = [part.text for each in self.messages for part in each.content or ()]
-        calls = [call for each in self.messages for call in each.tool_calls or ()]
-        check_bytes("messages", [*texts, *(json.dumps(each.function.arguments) for each in calls)], tokens)
+        # Most templates write nothing else, but each could be as long as the body.
+        texts += [text for each in self.messages for text in (each.role, each.name, each.tool_call_id) if text is not None]
+        for call in (call for each in self.messages for call in each.tool_calls or ()):
+            texts += call.id, call.function.name, json.dumps(call.function.arguments)
+        check_bytes("messages", texts, tokens)
 
 
 class _Function(_Part):

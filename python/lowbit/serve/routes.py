@@ -401,16 +401,16 @@ class Server:
         self.metrics.whole.observe(time.perf_counter() - began)
         return await asyncio.to_thread(lambda: JSONResponse(rows.document(found, sum(counts))))
 
-    async def _form(self, request: Request) -> tuple[Wish, bytes, str]:
-        """Parameters, and the bytes and the name of the file among them."""
+    async def _form(self, request: Request) -> tuple[Wish, UploadFile]:
+        """Parameters, and the file among them: bytes beyond the first megabyte are on the disk."""
         kind = request.headers.get("content-type", "")
         if not kind.lower().startswith("multipart/form-data"):
             raise ApiError(400, f"the body is {kind or 'of no type'}; expected multipart/form-data with a file")
         try:
             async with self._arriving(request, self.limits.recording_bytes) as pieces:
                 form = await MultiPartParser(request.headers, pieces, max_files=1, max_fields=32).parse()
-        except MultiPartException as error:
-            raise ApiError(400, f"the body is no form that can be read: {error.message}") from error
+        except (MultiPartException, ValueError) as error:  # ValueError: a charset that has no text for some bytes
+            raise ApiError(400, f"the body is no form that can be read: {error}") from error
         try:
             file = form.get("file")
             if not isinstance(file, UploadFile):
@@ -419,13 +419,10 @@ class Server:
             for name, each in values.items():
                 if len(each) > 1 and not name.endswith("[]"):
                     raise bad(name, f"{name} comes {len(each)} times; expected once")
-            return (
-                validated(Wish, {k: v if k.endswith("[]") else v[0] for k, v in values.items()}),
-                await file.read(),
-                file.filename or "file",
-            )
-        finally:
+            return validated(Wish, {k: v if k.endswith("[]") else v[0] for k, v in values.items()}), file
+        except ApiError:
             await form.close()
+            raise
 
     async def _transcribe(self, request: Request) -> Response:
         return await self._listen(request, "transcribe")
@@ -435,17 +432,21 @@ class Server:
 
     async def _listen(self, request: Request, task: str) -> Response:
         began = time.perf_counter()
-        wish, data, name = await self._form(request)
+        wish, file = await self._form(request)
         model = self._model(wish)
         if not isinstance(model, SpeechModel):
             raise refuse_recording(model)
 
         async def hear(tell: Callable[[str], None]) -> Listening:
             """One window at a time: between two, the other models have their turn."""
-            async with asyncio.timeout(self.limits.timeout), self._recordings:
-                listening = await asyncio.to_thread(Listening, model, await read_recording(data, name), wish, task)
-                while (segment := await asyncio.wrap_future(self.engine.call(listening.next))) is not None:
-                    tell(segment.text)
+            try:
+                async with asyncio.timeout(self.limits.timeout), self._recordings:
+                    reading = read_recording(await file.read(), file.filename or "file")
+                    listening = await asyncio.to_thread(Listening, model, await reading, wish, task)
+                    while (segment := await asyncio.wrap_future(self.engine.call(listening.next))) is not None:
+                        tell(segment.text)
+            finally:
+                await file.close()
             self.metrics.whole.observe(time.perf_counter() - began)
             return listening
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from ..files.config_json import read_config
-from ..speech.audio import SAMPLE_RATE, import_av, read_audio
+from ..speech.audio import SAMPLE_RATE, limit_allocations, read_audio
 from ..speech.subtitles import subtitle
 from ..speech.transcriber import Segment, Transcriber, load_transcriber
 from .errors import ApiError, bad
@@ -45,7 +45,7 @@ def is_speech(path: Path) -> bool:
 
 def load(name: str, path: Path, quantization: LowBitConfig | None, *, cache: str | None, progress: Any) -> SpeechModel:
     """As :func:`lowbit.speech.load_transcriber`; ImportError also without what reads recordings."""
-    import_av()
+    limit_allocations()
     return SpeechModel(name, load_transcriber(path, quantization, cache=cache, progress=progress))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 from collections.abc import Callable, Iterator
 from importlib import import_module
@@ -29,6 +31,8 @@ _CODECS = (
 _RATES = (2000, 768_000)  # allowed samples per second; at 1 Hz a few bytes would become hours
 _MOST_CHANNELS = 32
 _MOST_PER_FRAME = 1 << 20  # samples per channel; the file's header gives the number, and memory is allocated for it
+_MOST_STREAMS = 16  # of a file: each has tables
+_MOST_ALLOCATED = 64 << 20  # bytes: a track of 12 hours has a table of 45 MB, one of a few bytes can ask for one of 4 GB
 _SAME = 0.1  # if the sum of two channels keeps less than this share of their energy, they have opposite phases
 
 
@@ -68,6 +72,7 @@ def read_audio(
     av = import_av()
     samples = bytearray()  # grows in place; joining a list of pieces would need twice the memory
     options = {"format_whitelist": _FORMATS, "protocol_whitelist": "none", "codec_whitelist": _CODECS}
+    options["max_streams"] = str(_MOST_STREAMS)
     try:
         with av.open(file, options=options, metadata_errors="ignore") as container:
             if not container.streams.audio:
@@ -138,6 +143,16 @@ def _mixed(pair: np.ndarray) -> np.ndarray:
     if np.square(mean).sum() < _SAME * energies.mean():
         mean = pair[energies.argmax()]
     return mean
+
+
+def limit_allocations() -> None:
+    """Limits the size of each piece of memory that FFmpeg's libraries allocate in this process.
+
+    For programs that read files of others: headers of a few bytes can ask for gigabytes.
+    """
+    core = import_av()._core
+    with contextlib.suppress(AttributeError, OSError):  # Windows finds no functions of the libraries behind a module
+        ctypes.CDLL(core.__file__).av_max_alloc(ctypes.c_size_t(_MOST_ALLOCATED))
 
 
 def import_av() -> Any:

@@ -408,7 +408,7 @@ CHAT = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
         ("/v1/completions", {"prompt": "a", "logit_bias": {"1": 101}}, 400, "logit_bias.1 is 101; expected less",
          "logit_bias", None),
         ("/v1/completions", {"prompt": "a", "logit_bias": {"5000": 1}}, 400, "logit_bias has token 5000; expected 0 to 2047",
-         None, None),
+         "logit_bias", None),
         ("/v1/completions", {"prompt": "a", "stream": 1}, 400, "stream is 1; expected true or false", "stream", None),
         ("/v1/completions", {"prompt": "a", "temprature": 1}, 400, "there is no parameter temprature", "temprature",
          "unknown_parameter"),

@@ -16,6 +16,7 @@ need_packages("starlette", "uvicorn", "pydantic", "llguidance")
 
 from lowbit.serve.constraints import _trial
 from lowbit.serve.embeddings import Encoder
+from lowbit.serve.protocol import Chat, parse
 from lowbit.serve.routes import Limits
 from lowbit.serve.tools import Held, find_calls
 from test_serve import CHAT, TOOLS, WITH_TOOLS, Client, FakeEncoder, made, serving
@@ -49,6 +50,11 @@ PROMPT, TEXT = "/v1/completions", "/v1/chat/completions"
 HALF = "\\ud83d"  # of a surrogate pair
 
 
+def called(name, number):
+    """A message of an earlier call."""
+    return {"role": "assistant", "tool_calls": [{"id": number, "function": {"name": name, "arguments": "{}"}}]}
+
+
 @pytest.mark.parametrize(
     ("path", "body"),
     [
@@ -69,6 +75,7 @@ def test_half_a_surrogate_pair_is_no_json(client, path, body):
         (PROMPT, {"prompt": "a", "temperature": 10**400}, "temperature"),
         (PROMPT, {"prompt": "a", "logit_bias": {"5": 10**400}}, "logit_bias"),
         (PROMPT, {"prompt": "a", "logit_bias": {"9" * 300: 1}}, "logit_bias"),
+        (PROMPT, {"prompt": "a", "logit_bias": {"5000": 1}}, "logit_bias"),
         (PROMPT, {"prompt": "a", "seed": 10**400}, "seed"), (PROMPT, {"prompt": "a", "max_tokens": 2**70}, "max_tokens"),
         (PROMPT, {"prompt": [2**70]}, "prompt"), (PROMPT, {"prompt": "x" * 100_000}, "prompt"),
         (PROMPT, {"prompt": ["x", "x" * 100_000]}, "prompt[1]"), (PROMPT, {"prompt": "a", "stop": ["x" * 300]}, "stop"),
@@ -87,6 +94,10 @@ def test_half_a_surrogate_pair_is_no_json(client, path, body):
         (TEXT, {"messages": [{"role": "user", "content": "x " * 50_000}]}, "messages"),
         (TEXT, {"messages": [{"role": "user", "content": "x"}] * 5000}, "messages"),
         (TEXT, {"messages": [{"role": "user", "content": [{"type": "y" * 200_000}]}]}, "messages"),
+        (TEXT, {"messages": [{"role": "user", "content": "x"}, called("f" * 100_000, "a")]}, "messages"),
+        (TEXT, {"messages": [{"role": "user", "content": "x"}, called("f", "a" * 100_000)]}, "messages"),
+        (TEXT, {"messages": [{"role": "user", "content": "x", "name": "y" * 1000}] * 100}, "messages"),
+        ("/tokenize", {"messages": [{"role": "user", "content": "x"}, called("f" * 100_000, "a")]}, "messages"),
         (TEXT, CHAT | {"tools": TOOLS * 100}, "tools"), (TEXT, CHAT | {"echo": True}, "echo"),
         (TEXT, CHAT | {"tools": [{"type": "function", "function": {"name": "f", "description": "y" * 300_000}}]}, "tools"),
         (TEXT, CHAT | {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}]}, "tools"),
@@ -99,6 +110,10 @@ def test_half_a_surrogate_pair_is_no_json(client, path, body):
 )  # fmt: skip
 def test_every_field_has_a_limit(client, path, body, param):
     refused(client, path, body, param)
+
+
+def test_what_changes_no_text_is_not_kept():
+    assert parse(Chat, json.dumps({"messages": CHAT["messages"], "metadata": {"a": "b"}}).encode()).model_extra == {}
 
 
 def test_a_body_of_many_parts_is_not_parsed(client):
@@ -133,6 +148,9 @@ def nested(count):
         ({"json": nested(80)}, "it has 81 levels; expected at most 64"),
         ({"grammar": f"root ::= {'(' * 500}\"a\"{')' * 500}"}, "it has 500 levels"),
         ({"regex": "(" * 500 + "a" + ")" * 500}, "it has 500 levels"),
+        ({"grammar": "start: <|nope|>"}, 'unknown special token: "<|nope|>"'),
+        ({"grammar": "start: <[1-5000]>"}, "Token range end too large: 5000"),
+        ({"grammar": "start: a\na: b\nb: a"}, "NoExtensionBias"), ({"json": False}, 'Unimplemented keys: ["not"]'),
         ({"grammar": 'root ::= "a" ['}, "Unexpected end of input"), ({"grammar": 'root ::= "a" x'}, "Rule 'x' not found"),
         ({"grammar": "::= a"}, ""), ({"regex": "a("}, "a(; error: unclosed group"),
         ({"regex": "(?=a)b"}, "look-around, including look-ahead"),
@@ -151,9 +169,26 @@ def test_a_chain_of_a_thousand_is_taken(client):
         assert (choice["text"].strip(), choice["finish_reason"]) == (text, "stop")
 
 
+def test_a_schema_that_is_true(client):
+    (choice,) = client.post(PROMPT, prompt="a", max_tokens=2, structured_outputs={"json": True})["choices"]
+    assert choice["finish_reason"] in ("stop", "length")
+
+
 def test_a_grammar_that_ends_its_compiler():
     """The process of the trial ends by its stack; the one that asks says so."""
-    assert _trial("grammar", chain(5000)) == "it is too complex"
+    assert _trial("grammar", chain(5000), 300, (), (0,)) == "it is too complex"
+
+
+def test_the_trial_knows_special_tokens(client):
+    """A rule with one, or with ids of tokens, does not hide what comes behind it from the trial."""
+    deep = json.dumps(references(2800), separators=(",", ":")).replace("$ref", "\\u0024ref")
+    for first in ("</s>", "<[1900-2000]>"):
+        grammar = {"grammar": f"start: {first} a\na: %json {deep}"}
+        assert "it is too complex" in refused(
+            client, PROMPT, {"prompt": "a", "structured_outputs": grammar}, "structured_outputs"
+        )
+    (choice,) = client.post(PROMPT, prompt="a", structured_outputs={"grammar": 'start: "b" | "b" <s> "c"'})["choices"]
+    assert choice["text"] in ("b", "bc")
 
 
 def test_a_schema_beside_an_object_and_blanks(client):

@@ -151,6 +151,10 @@ def test_what_is_refused(client, directory):
     assert error["message"].endswith("expected multipart/form-data with a file")
     status, _, found = client.send("/v1/audio/transcriptions", b"--x", **{"Content-Type": "multipart/form-data"})
     assert status == 400 and b"Missing boundary" in found
+    body, kind = form(data, model="\\")
+    for charset in ("undefined", "punycode"):  # codecs of Python that do not decode this
+        status, _, found = client.send("/v1/audio/transcriptions", body, **{"Content-Type": f"{kind}; charset={charset}"})
+        assert status == 400 and b"no form that can be read" in found, found
     for path, body in (
         ("/v1/completions", {"prompt": "a"}),
         ("/tokenize", {"content": "a"}),
@@ -196,7 +200,14 @@ def test_few_recordings_are_in_memory_at_a_time(directory, expected, monkeypatch
             held.remove(id(listening))
         return segment
 
+    beside, read = [], routes.UploadFile.read
+
+    async def reading(file, size=-1):
+        beside.append(len(held))
+        return await read(file, size)
+
     monkeypatch.setattr(speech.Listening, "next", following)
+    monkeypatch.setattr(routes.UploadFile, "read", reading)
     with serving([model], Limits(recordings=1)) as (port, server), ThreadPoolExecutor(4) as pool:
         data = (directory / "0.wav").read_bytes()
         found = list(pool.map(lambda n: sent(Client(port), data, stream="true" if n % 2 else "false")[1], range(4)))
@@ -206,7 +217,7 @@ def test_few_recordings_are_in_memory_at_a_time(directory, expected, monkeypatch
             )
             == 4
         )
-        assert set(most) == {1}
+        assert set(most) == {1} and beside == [0] * 4  # the bytes of the files, too
         while server._busy:
             time.sleep(0.01)
 

@@ -3,7 +3,9 @@
 import copy
 import io
 import json
+import struct
 import wave
+import zlib
 
 import av
 import lowbit
@@ -337,6 +339,26 @@ def test_formats_of_recordings(tmp_path, format, codec):
     rate = 48000 if codec == "libopus" else SECOND
     samples = load_audio(container(tmp_path / "a", format, codec, frames=10, rate=rate))
     assert abs(len(samples) - SECOND) < 4000 and np.abs(np.diff(samples)).max() < 1e-3
+
+
+def test_headers_that_ask_for_much_memory(tmp_path):
+    """A header may be compressed, to a thousandth of its size."""
+
+    def atom(kind, *parts):
+        return struct.pack(">I", 8 + sum(map(len, parts))) + kind + b"".join(parts)
+
+    def compressed(more):
+        header = moov[8:] + atom(b"free", bytes(more))
+        packed = struct.pack(">I", len(header) + 8) + zlib.compress(atom(b"moov", header))
+        return io.BytesIO(rest + atom(b"moov", atom(b"cmov", atom(b"dcom", b"zlib"), atom(b"cmvd", packed))))
+
+    data = container(tmp_path / "a", "mov", "pcm_s16le", frames=10).read_bytes()
+    at = data.index(b"moov") - 4
+    rest, moov = data[:at], data[at:]
+    audio.limit_allocations()
+    assert len(read_audio(compressed(1000), "a.mov"))
+    with pytest.raises(ValueError, match="a.mov is no audio that can be read: Cannot allocate memory"):
+        read_audio(compressed(70 << 20), "a.mov")
 
 
 def test_the_sound_of_a_video(tmp_path):
