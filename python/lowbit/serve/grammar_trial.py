@@ -16,7 +16,8 @@ _STACK = 4 << 20  # half of what threads have elsewhere, because llguidance recu
 
 
 def lines(message: str) -> str:
-    """The lines of an error in one, without a picture of the place."""
+    """The lines of an error in one, without a picture of the place, and without llguidance's own state."""
+    message = message.partition("<state>")[0].replace("NoExtensionBias", "no text can go on")
     parts = [line.strip() for line in message.splitlines()]
     return "; ".join(part for part in parts if part and not set(part) <= set("^~ ") and "|" not in part)
 
