@@ -99,6 +99,12 @@ fuzz-import: $(VENV)/installed
 fuzz-pte: $(VENV)/installed
 	$(FUZZ_PYTHON) -rP tests/python/exports/test_pte_fuzz.py
 
+# Damaged files, hostile requests, clients that leave, kills, full disks, through commands and servers. It prints a table of
+# outcomes; ATTACK='--only gguf,http --cases 200 --seed 3' for some parts, ATTACK=--quick for a few cases of each.
+.PHONY: attack
+attack: $(VENV)/installed
+	nice $(BIN)/python tests/attack/run.py --seed $(SEED) $(ATTACK)
+
 # Mutation testing: a place of the sources is changed, and some test must fail. MUTANTS='--sample 100 kernels/pack.cpp' for
 # others than a few of every file.
 mutants: build-test-host $(VENV)/installed

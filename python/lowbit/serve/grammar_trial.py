@@ -19,7 +19,8 @@ _STACK = 4 << 20  # half of what threads have elsewhere, because llguidance recu
 
 def lines(message: str) -> str:
     """The lines of an error in one, without a picture of the place and llguidance's own state."""
-    parts = [line.strip() for line in message.partition("<state>")[0].splitlines()]
+    message = message.partition("<state>")[0].replace("NoExtensionBias", "no text can go on")
+    parts = [line.strip() for line in message.splitlines()]
     found = "; ".join(part for part in parts if part and not set(part) <= set("^~ ") and not re.match(r"\d+ \|", part))
     return found or "it cannot be compiled"
 

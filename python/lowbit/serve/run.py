@@ -34,6 +34,10 @@ class _Http(H11Protocol):
         self._await_head()
 
     def on_response_complete(self) -> None:
+        if {b"content-length", b"transfer-encoding"} <= {name for name, _ in self.cycle.scope["headers"]}:
+            # A proxy may take the end of such a body for another place than h11 does, so nothing behind it is a request
+            # (RFC 9112, 6.1).
+            self.transport.close()
         self._await_head()  # before the next request, which may have come already
         super().on_response_complete()
 

@@ -78,8 +78,9 @@ def read_audio(
             if not container.streams.audio:
                 raise ValueError(f"{name} has no audio")
             context = container.streams.audio[0].codec_context
-            if context.name not in _CODECS.split(","):
-                raise ValueError(f"{name} has audio of the codec {context.name}, which is not supported; expected {_SHOWN}")
+            codec = "unknown" if context is None else context.name  # None: FFmpeg does not know the number in the file
+            if codec not in _CODECS.split(","):
+                raise ValueError(f"{name} has audio of the codec {codec}, which is not supported; expected {_SHOWN}")
             context.options = {"max_samples": str(_MOST_PER_FRAME)}
             for piece in _one_channel(_resampled(container.decode(audio=0), name, check)):
                 samples += piece.tobytes()

@@ -143,6 +143,17 @@ def test_a_body_that_drips_behind_its_answer(model, monkeypatch):
                 time.sleep(0.05)
 
 
+@pytest.mark.parametrize("path", ["/detokenize", "/nothing"])
+def test_a_body_of_two_ends_is_the_last_of_its_connection(model, path):
+    """A proxy that goes by Content-Length would take what is behind the last chunk for a part of the body."""
+    head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 60\r\nTransfer-Encoding: chunked\r\n\r\n"
+    hidden = "GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+    with serving([model], Limits()) as (port, _), contextlib.ExitStack() as stack:
+        connection = connect(stack, port, head + "0\r\n\r\n" + hidden)
+        assert answer(connection)[0] in (400, 404)
+        assert connection.recv(1000) == b""
+
+
 def test_half_bodies_keep_nobody_out(model):
     with serving([model], Limits(requests=4)) as (port, server), contextlib.ExitStack() as stack:
         half = [connect(stack, port, HEAD + "{") for _ in range(4)]

@@ -368,6 +368,15 @@ def test_the_sound_of_a_video(tmp_path):
         load_audio(container(tmp_path / "a", "matroska", "tta"))
 
 
+def test_a_codec_that_nobody_knows(tmp_path):
+    file = container(tmp_path / "a", "wav", "pcm_s16le")
+    data = bytearray(file.read_bytes())
+    data[20:22] = b"\x77\x77"  # the number of the codec
+    file.write_bytes(data)
+    with pytest.raises(ValueError, match="has audio of the codec unknown, which is not supported; expected WAV"):
+        load_audio(file)
+
+
 def test_limits_of_recordings(tmp_path):
     samples = sound(0.2)
     for rate in (1, 1999, 800_000, 2**31 - 1):

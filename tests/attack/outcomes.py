@@ -1,0 +1,187 @@
+"""Runs a case in a process of its own, and says what came of it."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import hashlib
+import importlib.metadata
+import os
+import re
+import select
+import shutil
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+SAME, OTHER, REFUSED = "same result", "other result", "refused"
+TRACEBACK, SIGNAL, HANG, MEMORY = "traceback", "signal", "hang", "memory"
+OUTCOMES = (REFUSED, SAME, OTHER, TRACEBACK, SIGNAL, HANG, MEMORY)
+BAD = (TRACEBACK, SIGNAL, HANG, MEMORY)
+SECONDS = 180.0  # of a case, on a busy machine
+BYTES = 2 << 30  # that a case may take beyond what this process has
+TRACES = ("Traceback (most recent call last)", "Exception ignored in", "Fatal Python error", "panicked at")
+
+
+@dataclass
+class Found:
+    """What a case came to, and in words what is wrong with it."""
+
+    outcome: str
+    detail: str = ""
+
+
+@dataclass
+class Ended:
+    """How a process ended."""
+
+    status: int | None  # as subprocess has it; None: it hung
+    peak: int  # bytes, beyond those of this process
+    out: str
+    err: str
+    too_much: bool = False  # it was ended because of its memory
+
+
+def command(*arguments: object) -> Callable[[], None]:
+    """The command line's own entry, for :func:`forked`."""
+    (entry,) = importlib.metadata.entry_points(group="console_scripts", name="lowbit")
+
+    def run() -> None:
+        sys.argv = ["lowbit", *map(str, arguments)]
+        entry.load()()
+
+    return run
+
+
+def memory_of(process: int) -> int:
+    """Resident bytes of a process; 0: it has ended."""
+    try:
+        return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ProcessLookupError, IndexError):
+        return 0
+
+
+def forked(
+    action: Callable[[], None], place: Path, seconds: float = SECONDS, most: int = BYTES, kill_after: float | None = None
+) -> Ended:
+    """Runs an action in a fork of this process, which has imported everything.
+
+    Args:
+        place: a directory for its stdout and stderr.
+        seconds: after these it hangs, and is killed.
+        most: bytes that it may take.
+        kill_after: kills it after so many seconds.
+    """
+    before = memory_of(os.getpid())
+    sys.stdout.flush()
+    sys.stderr.flush()
+    files = [place / "stdout", place / "stderr"]
+    child = os.fork()
+    if child == 0:
+        code = 70
+        try:
+            os.setsid()
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            for number, file in enumerate(files, 1):
+                os.dup2(os.open(file, os.O_CREAT | os.O_WRONLY | os.O_TRUNC), number)
+            faulthandler.register(signal.SIGUSR1, all_threads=True)
+            code = _exit_code(action)
+            sys.stdout.flush()
+            sys.stderr.flush()
+        except BaseException:  # a full pipe of its own, for instance
+            with contextlib.suppress(BaseException):
+                traceback.print_exc()
+        finally:
+            os._exit(code)
+    status, too_much, began = None, False, time.monotonic()
+    handle = os.pidfd_open(child)
+    try:
+        while not select.select([handle], [], [], 0.05)[0]:
+            elapsed = time.monotonic() - began
+            if kill_after is not None:
+                if elapsed + 0.05 < kill_after:
+                    continue
+                select.select([handle], [], [], max(0, kill_after - elapsed))
+                break
+            too_much = memory_of(child) - before > most
+            if too_much or elapsed > seconds:
+                if not too_much:
+                    os.kill(child, signal.SIGUSR1)  # it prints where it is
+                    select.select([handle], [], [], 1)
+                break
+        else:
+            status = 0
+    finally:
+        os.close(handle)
+        killed = status is None
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child, signal.SIGKILL)  # and what it has started
+        _, waited, usage = os.wait4(child, 0)
+    code = os.waitstatus_to_exitcode(waited)
+    hung = killed and kill_after is None and not too_much
+    out, err = (file.read_bytes().decode(errors="replace") if file.exists() else "" for file in files)
+    return Ended(None if hung else code, usage.ru_maxrss * 1024 - before, out, err, too_much)
+
+
+def _exit_code(action: Callable[[], None]) -> int:
+    try:
+        action()
+    except SystemExit as ended:
+        if isinstance(ended.code, str):
+            print(ended.code, file=sys.stderr)
+            return 1
+        return ended.code or 0
+    except BaseException:
+        traceback.print_exc()
+        return 70
+    return 0
+
+
+def last_line(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1][:300] if lines else ""
+
+
+def judged(ended: Ended, result: Callable[[], object], expected: object, most: int = BYTES) -> Found:
+    """What a command came to.
+
+    Args:
+        result: what it made, if its exit code is 0.
+        expected: what the same command makes of whole files.
+    """
+    if ended.too_much or ended.peak > most:
+        return Found(MEMORY, f"{ended.peak >> 20} MiB")
+    if ended.status is None:
+        frames = re.findall(r'File "([^"]+)", line (\d+) in (\S+)', ended.err)
+        return Found(HANG, " < ".join(f"{Path(file).name}:{line} {name}" for file, line, name in frames[:3]))
+    if ended.status < 0:
+        return Found(SIGNAL, f"{signal.Signals(-ended.status).name}; {last_line(ended.err)}")
+    if any(trace in ended.err for trace in TRACES):
+        return Found(TRACEBACK, last_line(ended.err))
+    if ended.status == 0:
+        return Found(SAME if result() == expected else OTHER)
+    errors = [line for line in ended.err.splitlines() if line.startswith("lowbit: error: ")]
+    if ended.status != 1 or len(errors) != 1 or not errors[0].isprintable():
+        return Found(TRACEBACK, f"exit code {ended.status} without one sentence: {last_line(ended.err)}")
+    return Found(REFUSED, errors[0])
+
+
+def tree(directory: Path) -> dict[str, str]:
+    """Digests of all files below a directory."""
+    found = {}
+    for path in sorted(directory.rglob("*")):
+        if path.is_file():
+            with open(path, "rb") as file:
+                found[str(path.relative_to(directory))] = hashlib.file_digest(file, "sha256").hexdigest()
+    return found
+
+
+def empty(directory: Path) -> Path:
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
+    return directory

@@ -1,0 +1,162 @@
+"""Attacks lowbit through its commands and its server, and counts what came of it: `make attack`.
+
+Each part has numbered cases. A case is drawn from the seed, the part's name and its number alone, so `--only PART --seed SEED
+--case NUMBER` repeats it. Bad outcomes are a traceback (or an error that is not one sentence), a signal, a hang and too much
+memory; and another result where a checksum promises the same. The files of such a case stay in the directory of --keep. The
+exit code is 1 if there was one.
+"""
+
+from __future__ import annotations
+
+import os
+
+# Before torch and tokenizers are imported: cases run in forks, which have the thread alone that forked.
+os.environ |= {
+    "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "LOWBIT_COMPILE_CACHE": "",
+    "TRANSFORMERS_VERBOSITY": "error", "LOWBIT_PREFIX_CACHE": "",
+}  # fmt: skip
+
+import argparse
+import contextlib
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import disks
+import files
+import planted
+import serving
+from outcomes import BAD, OTHER, OUTCOMES, Found, empty
+from sources import ROOT
+
+Attack = Callable[[int, random.Random, Path], Found]
+
+
+@dataclass
+class Part:
+    """A kind of attack.
+
+    Attributes:
+        start: makes what the cases need in a directory; gives a function of a case's number, its draws, and an empty directory.
+        cases, quick: how many there are of themselves, and with --quick.
+        same: whether another result is as bad as a traceback.
+    """
+
+    start: Callable[[Path, bool], contextlib.AbstractContextManager[Attack]]
+    cases: int
+    quick: int
+    same: bool = False
+
+
+PARTS = {
+    "gguf": Part(files.gguf, 2000, 8),
+    "safetensors": Part(files.safetensors, 2000, 6),
+    "packed": Part(files.packed, 500, 4, same=True),
+    "config": Part(files.config, 2000, 6),
+    "tokenizer": Part(files.tokenizer, 2000, 6),
+    "ctranslate2": Part(files.ctranslate2, 2000, 6),
+    "recordings": Part(files.recordings, 2000, 16),
+    "pictures": Part(files.pictures, 2000, 12),
+    "multipart": Part(serving.multipart, 2000, 12),
+    "grammars": Part(serving.grammars, 600, 12),
+    "http": Part(serving.raw_http, 2000, 60, same=True),
+    "disconnects": Part(serving.disconnects, 600, 12, same=True),
+    "slow": Part(serving.slow_clients, 8, 1, same=True),
+    "kill-import": Part(disks.kill_import, 150, 3, same=True),
+    "kill-calibration": Part(disks.kill_calibration, 60, 1, same=True),
+    "kill-server": Part(disks.kill_server, 60, 1, same=True),
+    "two-servers": Part(disks.two_servers, 150, 4, same=True),
+    "full-disk": Part(disks.full_disk, 150, 8, same=True),
+    "read-only": Part(disks.read_only, 12, 3, same=True),
+}
+PLANTED = {"planted": Part(planted.start, len(planted.CASES), len(planted.CASES), same=True)}
+
+
+@dataclass
+class Row:
+    counts: Counter[str] = field(default_factory=Counter)
+    bad: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+    skipped: str = ""
+
+
+def attack(name: str, part: Part, numbers: range, options: argparse.Namespace) -> Row:
+    """Runs one part."""
+    row = Row()
+    with tempfile.TemporaryDirectory(prefix=f"attack-{name}-") as base, contextlib.ExitStack() as stack:
+        room = Path(base)
+        try:
+            case = stack.enter_context(part.start(empty(room / "room"), options.quick))
+        except disks.Unavailable as error:
+            row.skipped = str(error)
+            return row
+        began = time.monotonic()
+        for number in numbers:
+            if time.monotonic() - began > 60 * options.minutes:
+                break
+            place = empty(room / "case")
+            found = case(number, random.Random(f"{options.seed} {name} {number}"), place)
+            row.counts[found.outcome] += 1
+            if found.outcome in BAD or part.same and found.outcome == OTHER:
+                kept = options.keep / f"{name}-{options.seed}-{number}"
+                shutil.rmtree(kept, ignore_errors=True)
+                shutil.copytree(place, kept, symlinks=True)
+                row.bad.append(f"--only {name} --seed {options.seed} --case {number}: {found.outcome}: {found.detail} ({kept})")
+                print(row.bad[-1], flush=True)
+            elif options.verbose:
+                print(f"{name} {number}: {found.outcome} {found.detail}", flush=True)
+        row.seconds = time.monotonic() - began
+    return row
+
+
+def table(rows: dict[str, Row]) -> Iterator[str]:
+    yield "| Part | Cases | " + " | ".join(map(str.capitalize, OUTCOMES)) + " | Seconds |"
+    yield "|---|" + "---:|" * (len(OUTCOMES) + 2)
+    for name, row in rows.items():
+        counts = [str(row.counts[outcome]) for outcome in OUTCOMES]
+        yield f"| {name} | {row.counts.total()} | {' | '.join(counts)} | {row.seconds:.0f} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    everything = PARTS | PLANTED
+    parser.add_argument("--only", type=lambda names: names.split(","), default=list(PARTS), help=f"parts: {', '.join(PARTS)}")
+    parser.add_argument("--cases", type=int, help="of each part, instead of its own number")
+    parser.add_argument("--case", type=int, help="this one alone")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--minutes", type=float, default=10, help="of each part, whose further cases are left out (10)")
+    parser.add_argument("--quick", action="store_true", help="a few cases of each part")
+    parser.add_argument("--verbose", action="store_true", help="print every case")
+    parser.add_argument("--keep", type=Path, default=ROOT / "build" / "attack", help="for files of bad cases (build/attack)")
+    parser.add_argument("--table", type=Path, help="also write the table to this file")
+    options = parser.parse_args()
+    if unknown := sorted(set(options.only) - set(everything)):
+        parser.error(f"there is no part {', '.join(unknown)}; expected some of {', '.join(PARTS)}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # servers end with it
+    rows: dict[str, Row] = {}
+    for name in options.only:
+        part = everything[name]
+        count = options.cases or (part.quick if options.quick else part.cases)
+        numbers = range(count) if options.case is None else range(options.case, options.case + 1)
+        rows[name] = attack(name, part, numbers, options)
+        print(list(table({name: rows[name]}))[-1], rows[name].skipped, flush=True)
+    print("", *table(rows), sep="\n")
+    if options.table:
+        options.table.write_text("\n".join(table(rows)) + "\n")
+    for name, row in rows.items():
+        if row.skipped:
+            print(f"{name} did not run: {row.skipped}")
+    bad = [line for row in rows.values() for line in row.bad]
+    print("", *bad, sep="\n")
+    sys.exit(1 if bad else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,31 @@
+"""`make attack` notices a traceback, a signal, a hang and too much memory, says what repeats the case, and keeps its files."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ATTACK = Path(__file__).parents[2] / "attack" / "run.py"
+
+
+def test_planted_defects_are_noticed(tmp_path):
+    command = [sys.executable, ATTACK, "--only", "planted", "--seed", "5", "--keep", tmp_path, "--table", tmp_path / "table"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1, done.stderr
+    head, _, row = (tmp_path / "table").read_text().splitlines()
+    counts = dict(zip(head.split(" | ")[1:-1], row.split(" | ")[1:-1], strict=True))
+    assert counts == {
+        "Cases": "13", "Refused": "1", "Same result": "1", "Other result": "1", "Traceback": "5", "Signal": "2", "Hang": "1",
+        "Memory": "2",
+    }  # fmt: skip
+    named = dict(re.findall(r"--only planted --seed 5 --case (\d+): ([a-z ]+): ", done.stdout))
+    kept = {path.name for path in tmp_path.iterdir()} - {"table"}
+    assert kept == {f"planted-5-{number}" for number in named} and len(named) == 11
+    assert {"traceback", "signal", "hang", "memory", "other result"} == set(named.values())
+    assert "ZeroDivisionError" in (tmp_path / "planted-5-6" / "stderr").read_text()
+
+
+def test_good_outcomes_alone_pass(tmp_path):
+    command = [sys.executable, ATTACK, "--only", "planted", "--case", "2", "--keep", tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and "| planted | 1 | 1 | 0 |" in done.stdout, done.stdout + done.stderr
