@@ -64,7 +64,7 @@ def test_errors_of_files(command, tmp_path):
     "changes, said",
     [
         # Of the words behind it, which are transformers', the name is in those of all versions.
-        ({"num_hidden_layers": "five"}, "config.json describes a model of type 'llama'"),
+        ({"num_hidden_layers": "five"}, "config.json has num_hidden_layers 'five'; expected a positive whole number"),
         ({"num_hidden_layers": 9000}, "describes a model of more than 1940 modules"),
         ({"num_hidden_layers": 10**12}, "num_hidden_layers 1000000000000; expected at most 10000"),
         ({"num_attention_heads": 0}, "ZeroDivisionError"),
