@@ -11,8 +11,8 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from lowbit.llm import random_model, shape_config
-from lowbit.tools import model_speed, shapes
+from lowbit.llm import random_model, shape_config, shapes
+from lowbit.tools import model_speed
 from test_llm import CLASSES, PROMPT, SIZES, make
 
 sys.path.append(str(Path(__file__).parents[3] / "bench"))

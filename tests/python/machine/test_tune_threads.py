@@ -162,6 +162,6 @@ def test_a_group_of_any_name(tmp_path):
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no affinity on this system")
 def test_affinity(fork_python):
-    script = "import os; os.sched_setaffinity(0, {0}); from lowbit import _threads; print(_threads.available_cpus())"
+    script = "import os; os.sched_setaffinity(0, {0}); from lowbit.machine import threads; print(threads.available_cpus())"
     finished = fork_python(script)
     assert finished.stdout.strip() == "1", finished.stderr

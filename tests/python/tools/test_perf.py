@@ -41,7 +41,7 @@ def test_each_page_has_figures_and_a_place_in_the_navigation():
 @pytest.fixture(scope="module")
 def tiny():
     """A shape of a few kilobytes, and small layers."""
-    from lowbit.tools import shapes
+    from lowbit.llm import shapes
 
     with pytest.MonkeyPatch.context() as patch:
         kind, arguments = shapes._SHAPES["qwen3-0.6b"]
