@@ -40,7 +40,7 @@ def hub_name(name: str | os.PathLike[str]) -> tuple[str, str | None, str | None]
 
 def endpoint() -> str:
     """The address of the hub. Raises ImportError if huggingface_hub is not installed."""
-    return str(import_module("huggingface_hub").constants.ENDPOINT)
+    return str(import_module("huggingface_hub.constants").ENDPOINT)
 
 
 def check_exists(name: str | os.PathLike[str]) -> None:

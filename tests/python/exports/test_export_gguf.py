@@ -188,7 +188,7 @@ def test_what_gguf_does_not_hold_is_refused_by_name(tmp_path):
           "original_max_position_embeddings": 64}, "has the rotation .* the low factor below the high one"),
         ({"rope_theta": "10000"}, "has rope_theta '10000'"),
         ([1], r"has rope_parameters \[1\]"),
-        ({"model_type": ["llama"]}, r"of the type \['llama'\]"),
+        ({"model_type": ["llama"]}, r"has model_type \['llama'\]; expected a text"),
         ({"num_attention_heads": 16, "head_dim": 32}, "has 256 rows in model.layers.0.self_attn.q_proj.*expected 512"),
     ],
 )  # fmt: skip

@@ -14,7 +14,7 @@ from test_llm import PROMPT, make
 
 KEY = """
 import sys
-sys.path.insert(0, {tests!r})
+sys.path[:0] = {tests!r}
 import torch
 torch.set_num_threads(1)
 from test_llm import make
@@ -66,7 +66,9 @@ def test_the_second_start_compiles_nothing(tmp_path, monkeypatch):
 
 
 def test_keys_are_those_of_other_processes(run_python):
-    said = run_python(KEY.format(tests=str(Path(__file__).parents[1] / "support"))).stdout.split()[-1]
+    said = run_python(
+        KEY.format(tests=[str(Path(__file__).parent), str(Path(__file__).parents[1] / "support")])
+    ).stdout.split()[-1]
     assert said == key() == key(reweighted())
 
 
