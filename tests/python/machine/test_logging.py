@@ -6,8 +6,8 @@ from pathlib import Path
 import lowbit
 
 PACKAGE = Path(lowbit.__file__).parent
-# Programs: the command line, and what a process of doctor tells the one that started it.
-PROGRAMS = ("cli/", "tools/doctor/surfaces.py", "__main__.py")
+# Programs: the command line, and processes that tell the one that started them something.
+PROGRAMS = ("cli/", "serve/grammar_trial.py", "tools/doctor/surfaces.py", "__main__.py")
 
 
 def test_a_program_that_configures_no_logging_sees_none(run_python):
