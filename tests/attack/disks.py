@@ -50,11 +50,11 @@ def _killed(run: Callable[[Path], Callable[[], None]], expected: dict[str, str],
             if found:
                 shutil.rmtree(place / "out")
         ended = forked(run(place), place)
-        judgement = judged(ended, lambda: tree(place / "out"), expected)
-        if judgement.outcome == REFUSED:  # nothing is wrong any more
-            return Found(OTHER, judgement.detail)
+        verdict = judged(ended, lambda: tree(place / "out"), expected)
+        if verdict.outcome == REFUSED:  # nothing is wrong any more
+            return Found(OTHER, verdict.detail)
         left = _entries(place)
-        return judgement if left == ["out"] else Found(OTHER, f"{left} is there; expected out alone")
+        return verdict if left == ["out"] else Found(OTHER, f"{left} is there; expected out alone")
 
     return case
 

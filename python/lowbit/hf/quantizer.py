@@ -181,7 +181,7 @@ class _Load:
         ties: from :func:`expanded_ties`, before any layer was packed.
         selected: layers of a float checkpoint to quantize.
         tied: the selected layers that are quantized only after tying.
-        loaded: the selected layers whose weight has been loaded.
+        loaded: the selected layers whose weight has been loaded; of others the names of the files say that they have one.
         shared: from :func:`place_packed`.
         where: packed layer -> tensor and file, for errors.
         rules: from :func:`take_rules`.
@@ -220,6 +220,8 @@ class _Load:
             raise ValueError(f"quantization_config selects no layer of {type(model).__name__} whose weight the checkpoint has")
         warn_of_floats(model, self.selected, overridden, unselected | new, stacklevel=3)
         self.tied = {name for pair in tied_layers(model).items() for name in pair}
+        if checkpoint.files:
+            self.loaded = set(self.selected)
         mark_initialized(model, self.selected)
         self.rules = take_rules(model, self.selected.keys())
 

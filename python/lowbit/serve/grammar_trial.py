@@ -1,7 +1,7 @@
 """Compiles a grammar as :func:`lowbit.serve.constraints.make_constraint` will, in a process that a bad one may end.
 
 A script: it runs without the package, whose import takes seconds. It reads a JSON array from stdin, the arguments of
-:func:`compiled` but the tokenizer, and those of :func:`_tokenizer`. It writes the error as JSON, which is empty if there is none.
+:func:`compiled` but the tokenizer, and those of :func:`_tokenizer`. It writes the error as JSON; without one, it is empty.
 """
 
 import contextlib

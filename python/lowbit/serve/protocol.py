@@ -130,7 +130,8 @@ def validated(kind: type[B], value: Any) -> B:
 _WANTED = {
     "missing": "a value", "model_type": "an object", "dict_type": "an object", "list_type": "an array",
     "string_type": "a string", "int_type": "a whole number", "int_from_float": "a whole number", "float_type": "a number",
-    "bool_type": "true or false", "extra_forbidden": "no such name", "string_too_short": "a longer text", "too_short": "a longer text",
+    "bool_type": "true or false", "extra_forbidden": "no such name", "string_too_short": "a longer text",
+    "too_short": "a longer text",
     "int_parsing": "a whole number", "string_pattern_mismatch": "1 to 64 letters, digits, _, . and -",
 }  # fmt: skip
 

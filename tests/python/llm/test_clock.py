@@ -87,8 +87,8 @@ def test_a_file_of_any_time_is_imported_once(tmp_path):
 
 
 def test_only_one_clock_is_read():
-    """Those that nobody sets: `time.perf_counter`, and a thread's CPU time. In C++ there is none. The server's answers, the files of prefixes and a
-    machine's page have a date."""
+    """Those that nobody sets: `time.perf_counter`, and a thread's CPU time. In C++ there is none. The server's answers, the
+    files of prefixes and a machine's page have a date."""
     for path in (ROOT / "python").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Import | ast.ImportFrom):

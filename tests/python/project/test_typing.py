@@ -124,7 +124,7 @@ def test_names_that_load_lazily_without_their_packages(run_python):
 
 def test_internal_modules_are_not_public_names():
     """A module would shadow what a user expects: lowbit.quantize(model) says that it is quantize_."""
-    public = {"diffusers", "executorch", "levels", "nn", "ops", "peft", "qat", "tensor_parallel", "transformers"}
+    public = {"executorch", "levels", "nn", "peft", "qat", "tensor_parallel", "transformers"}
     modules = {path.stem for path in PACKAGE.glob("*.py")}
     assert {name for name in modules if not name.startswith("_")} == public
     assert not hasattr(lowbit, "quantize")

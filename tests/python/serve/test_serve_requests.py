@@ -150,7 +150,7 @@ def nested(count):
         ({"regex": "(" * 500 + "a" + ")" * 500}, "it has 500 levels"),
         ({"grammar": "start: <|nope|>"}, 'unknown special token: "<|nope|>"'),
         ({"grammar": "start: <[1-5000]>"}, "Token range end too large: 5000"),
-        ({"grammar": "start: a\na: b\nb: a"}, "NoExtensionBias"), ({"json": False}, 'Unimplemented keys: ["not"]'),
+        ({"grammar": "start: a\na: b\nb: a"}, "no text can go on"), ({"json": False}, 'Unimplemented keys: ["not"]'),
         ({"grammar": 'root ::= "a" ['}, "Unexpected end of input"), ({"grammar": 'root ::= "a" x'}, "Rule 'x' not found"),
         ({"grammar": "::= a"}, ""), ({"grammar": 'root ::= root "a"'}, "not supported: no text can go on"),
         ({"regex": "a("}, "a(; error: unclosed group"),
