@@ -50,8 +50,8 @@ def generated(model, features, **options):
 @pytest.mark.parametrize("config", [None, PACKED, CONVOLUTIONS], ids=["float", "packed", "with convolutions"])
 @pytest.mark.parametrize("seed", range(3))
 def test_the_tokens_are_those_of_transformers(whisper, tmp_path, config, seed):
-    """With float layers. torch's float operators have other last bits on other CPUs and for other numbers of rows, of which int8
-    activations make other tokens where two are nearly as likely. So with packed layers the logits are compared, as each
+    """With float layers. The last bits of torch's float operators differ between CPUs and numbers of rows, so int8 activations
+    may decide for another token where two are nearly as likely. With packed layers the logits are compared instead, as each
     Transcriber does when it is made."""
     tiny_whisper(tmp_path / "model", seed)
     model = load_speech_model(tmp_path / "model", config)
