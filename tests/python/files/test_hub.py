@@ -234,6 +234,6 @@ def test_what_is_not_pushed(hub, packed, tmp_path, monkeypatch):
 def test_transformers_pushes_a_packed_model(hub, packed, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     transformers.AutoModelForCausalLM.from_pretrained(packed[0]).push_to_hub("org/direct")
-    tensors = [document(invoke("inspect", name, "--json"))["tensors"] for name in ("org/direct", packed[0])]
+    tensors = [document(invoke("inspect", name, "--json"))["tensors"] for name in ("hf:org/direct", packed[0])]
     key = lambda each: each["name"]  # noqa: E731
     assert sorted(tensors[0], key=key) == sorted(tensors[1], key=key)
