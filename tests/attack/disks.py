@@ -91,8 +91,7 @@ def kill_server(room: Path, quick: bool) -> Iterator:
     """A server whose prefix cache is on disk is killed while it answers; the next one reads what is there."""
     save_packed(room / "model")
     bodies = [completion(f"The number {n} " * 40 + "is", 4) for n in range(4)]
-    with Service(room, room / "model") as service:
-        expected = [service.post(COMPLETIONS, body) for body in bodies]
+    expected = _answers(room, bodies)
 
     def case(number: int, draw: random.Random, place: Path) -> Found:
         cache = ("--prefix-cache", place / "cache", "--prefix-cache-size", draw.choice(("100KB", "1MB", "1GB")))
@@ -112,6 +111,12 @@ def kill_server(room: Path, quick: bool) -> Iterator:
     yield case
 
 
+def _answers(room: Path, bodies: list[bytes]) -> list:
+    """What a server without a cache on disk answers."""
+    with Service(room, room / "model") as service:
+        return [service.post(COMPLETIONS, body) for body in bodies]
+
+
 def _ask(service: Service, bodies: list[bytes], order: list[int]) -> None:
     with contextlib.suppress(OSError, ValueError):
         for number in order:
@@ -123,8 +128,7 @@ def two_servers(room: Path, quick: bool) -> Iterator:
     """Both keep prefixes in one directory, which has room for few of them."""
     save_packed(room / "model")
     bodies = [completion(f"A list of {n} names: " * 30 + "the", 4) for n in range(6)]
-    with Service(room, room / "model") as service:
-        expected = [service.post(COMPLETIONS, body) for body in bodies]
+    expected = _answers(room, bodies)
     cache = ("--prefix-memory", 0, "--prefix-cache", room / "cache", "--prefix-cache-size", "300KB")
     empty(room / "a"), empty(room / "b")
     with Service(room / "a", room / "model", *cache) as one, Service(room / "b", room / "model", *cache) as other:
