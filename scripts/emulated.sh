@@ -105,10 +105,12 @@ on_arm() { # RUN CPU ISAS [NAME=VALUE...] [OPTION OF CTEST...]
 run=${1:?usage: scripts/emulated.sh RUN [BUILD]}
 build=${2:-build/test-arm}
 rows=$(grep "^$run " <<<"$table") || { echo "there is no run '$run' in the table of scripts/emulated.sh" >&2; exit 1; }
-while read -r -u 3 name cpu isas tests; do
+mapfile -t rows <<<"$rows"  # not by a descriptor of a loop: make's jobserver has number 3 in MAKEFLAGS, and ctest would read it
+for row in "${rows[@]}"; do
+  read -r name cpu isas tests <<<"$row"
   # shellcheck disable=SC2086 (words)
   case $name in
     emulated/*) on_x86 "$cpu" "$isas" $tests ;;
     *) on_arm "$name" "$cpu" "$isas" $tests ;;
   esac
-done 3<<<"$rows"
+done
