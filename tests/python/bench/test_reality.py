@@ -157,5 +157,5 @@ def test_blocks_go_on_in_the_next_row():
 
     held, size = weights.held_in_runs(Peer(hold, importance=True), weight, importance)
     assert torch.equal(held, weight + 1) and size == 7
-    with pytest.raises(ValueError, match=r"shape \[3, 640\] is not made of whole blocks of 256"):
+    with pytest.raises(ValueError, match=r"has shape \[3, 640\]; expected a multiple of 256 weights"):
         weights.held_in_runs(Peer(hold), weight[:3], importance)

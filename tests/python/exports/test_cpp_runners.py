@@ -125,8 +125,8 @@ def test_wrong_inputs_are_refused(runner, every, tmp_path):
     whole = files[1].read_bytes()
     broken = tmp_path / "broken.npy"
     cases = (
-        (b"", "it is no .npy file"),
-        (b"PK\x03\x04" + whole[4:], "it is no .npy file"),
+        (b"", "it is not a .npy file"),
+        (b"PK\x03\x04" + whole[4:], "it is not a .npy file"),
         (whole[:40], "it ends in its header"),
         (whole[:-1], "bytes of data; expected"),
         (whole + b"\0", "bytes of data; expected"),
@@ -134,8 +134,8 @@ def test_wrong_inputs_are_refused(runner, every, tmp_path):
         (whole.replace(b"<f4", b">f4"), "its dtype is '>f4'"),
         (whole.replace(b"False", b"True "), "Fortran order"),
         (whole.replace(b"'shape'", b"'shade'"), "no 'shape'"),
-        (whole.replace(b"(2, 80)", b"[2, 80]"), "its shape is no tuple"),
-        (whole.replace(b"(2, 80)", b"(-, 80)"), "its shape is no tuple"),
+        (whole.replace(b"(2, 80)", b"[2, 80]"), "its shape is not a tuple"),
+        (whole.replace(b"(2, 80)", b"(-, 80)"), "its shape is not a tuple"),
         (whole.replace(b"(2, 80), }" + b" " * 12, b"(99999999999999999999),"), "a dimension beyond 2^40"),
         (whole.replace(b"(2, 80), }" + b" " * 12, b"(9999999999,9999999999)"), "larger than 2^40 bytes"),
     )
@@ -153,8 +153,8 @@ def test_wrong_options_are_refused(runner, every, tmp_path):
     assert "no model was given" in runner().stderr
     for arguments, expected in (
         (["--runs", "0", model], "--runs is '0'; expected a number from 1"),
-        (["--nonsense", model], "there is no option --nonsense"),
-        ([model, *files, "--output"], "there is no option --output"),
+        (["--nonsense", model], "unknown option --nonsense"),
+        ([model, *files, "--output"], "unknown option --output"),
     ):
         process = runner(*arguments)
         assert process.returncode == 1 and expected in process.stderr

@@ -207,7 +207,7 @@ def test_the_runner_refuses(runner, exported, tmp_path):
         (["--ids", "5", "--temperature", "nan", file], "--temperature is 'nan'; expected a number from 0"),
         (["--ids", "5", "--top-p", "2", file], "--top-p is '2'; expected"),
         (["--ids", "5", "--threads", "x", file], "--threads is 'x'; expected"),
-        (["--ids", "5", "--nonsense", file], "there is no option --nonsense"),
+        (["--ids", "5", "--nonsense", file], "unknown option --nonsense"),
         (["--ids", "5", file, file], "more than one model"),
         (["--ids", "5", file, "--seed"], "--seed needs a value"),
         (["--ids", "5", tmp_path / f"none.{runner.kind}"], f"none.{runner.kind} does not load"),

@@ -54,7 +54,7 @@ def test_a_right_wheel(tmp_path):
     "change, name, found",
     [
         ({"lowbit/liblowbit.dylib": None}, NAME, "it has no lowbit/liblowbit.dylib"),
-        ({"lowbit/liblowbit.so": b""}, NAME, "it has lowbit/liblowbit.so, which nobody asked for"),
+        ({"lowbit/liblowbit.so": b""}, NAME, "it has an unexpected file lowbit/liblowbit.so"),
         ({"lowbit/a.pyc": b""}, NAME, "it has lowbit/a.pyc"),
         ({"lowbit/lib/x.cmake": str(ROOT).encode()}, NAME, f"lowbit/lib/x.cmake has the path {ROOT} in it"),
         (
@@ -74,9 +74,9 @@ def test_the_list_of_contents(tmp_path):
     line = right.splitlines()[0]
     other = right.replace(line, line + "0")  # of ten times the size
     for record, found in (
-        (other, f"RECORD has another size or checksum of {line.split(',')[0]}"),
+        (other, f"RECORD has a wrong size or checksum of {line.split(',')[0]}"),
         (right.replace(line + "\n", ""), f"RECORD does not name {line.split(',')[0]}"),
-        (right + "lowbit/gone.py,sha256=x,1\n", "RECORD names lowbit/gone.py, which is not there"),
+        (right + "lowbit/gone.py,sha256=x,1\n", "RECORD names lowbit/gone.py, which is missing"),
     ):
         assert wheels.problems_of(written(tmp_path, files, record), EXTENSION) == [found]
 
@@ -155,12 +155,12 @@ class Made:
         ({"processor": "x86_64"}, "is for x86_64; expected ARM64"),
         ({"minimum": (14, 0)}, "needs macOS (14, 0); expected (11, 0) or less"),
         ({"own_names": ["/tmp/liba.dylib"]}, "calls itself ['/tmp/liba.dylib']; expected @rpath/liba.dylib"),
-        ({"search": ["@loader_path", "/opt/lib"]}, "looks for others in /opt/lib; expected a place beside itself"),
-        ({"needs": ["/usr/local/lib/libx.dylib"], "imports": []}, "needs /usr/local/lib/libx.dylib, which nobody has"),
-        ({"imports": [("_g", "@rpath/libc10.dylib")]}, "imports _g from @rpath/libc10.dylib, which has no such symbol"),
-        ({"imports": [("_PyY", 0xFE)]}, "imports _PyY from the process, which has no such symbol"),
-        ({"signature": None}, "has no signature, or one of other contents"),
-        ({"needs": ["@rpath/liba.dylib"], "imports": [], "search": []}, "does not look beside itself for what it needs"),
+        ({"search": ["@loader_path", "/opt/lib"]}, "looks for libraries in /opt/lib; expected a path relative to itself"),
+        ({"needs": ["/usr/local/lib/libx.dylib"], "imports": []}, "needs /usr/local/lib/libx.dylib, which no library has"),
+        ({"imports": [("_g", "@rpath/libc10.dylib")]}, "imports _g from @rpath/libc10.dylib, which lacks it"),
+        ({"imports": [("_PyY", 0xFE)]}, "imports _PyY from the process, which lacks it"),
+        ({"signature": None}, "has no valid signature"),
+        ({"needs": ["@rpath/liba.dylib"], "imports": [], "search": []}, "does not look for libraries relative to itself"),
     ],
 )
 def test_what_a_library_needs(tmp_path, changes, found):
@@ -203,7 +203,7 @@ def test_members_of_an_archive():
         ({"processor": "x86_64"}, ["b.o is for x86_64; expected ARM64"]),
         ({"platforms": {(1, 14, 0)}}, ["b.o is for (platform, version) {(1, 14, 0)}; expected (2, 14, 0)"]),
         ({"platforms": {(2, 15, 0)}}, ["b.o is for (platform, version) {(2, 15, 0)}; expected (2, 14, 0)"]),
-        ({"imports": {"_f", "_g"}}, ["b.o imports _g, which nobody has"]),
+        ({"imports": {"_f", "_g"}}, ["b.o imports _g, which no library has"]),
     ],
 )
 def test_objects_for_ios(changes, found):
