@@ -228,7 +228,7 @@ def test_the_runner_refuses_files(runner, exported, tmp_path):
 
 
 def test_the_runner_refuses_other_models(runner, others, tmp_path):
-    expected = {"pte": "does not take tokens [1, s] and start [1], both int64", "pt2": "has no 'lowbit.llm.max_length'"}
+    expected = {"pte": "does not have inputs tokens [1, s] and start [1], both int64", "pt2": "has no 'lowbit.llm.max_length'"}
     assert expected[runner.kind] in runner.refusal("--ids", "5", others[runner.kind])
     if runner.kind == "pte":
         step = exported_step_without_constants(tmp_path / "step.pte")
