@@ -7,7 +7,7 @@
 namespace lowbit::test {
 namespace {
 
-// Halves of one tensor [rows, 2 n], as the two inputs of a gated activation often are.
+// Halves of one tensor [rows, 2 n], a common form of the inputs of a gated activation.
 TEST(Elementwise, RowsAtEqualDistancesAndThreads) {
   Random random(1);
   const Tensor both = random_tensor(ElementType::f32, {4, 50, 2, 100}, random);

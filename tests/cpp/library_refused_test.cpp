@@ -1,4 +1,4 @@
-// Kernel libraries that are refused, and leave no trace: the first of library_tests.
+// Kernel libraries that are refused and leave no trace; runs first of library_tests.
 
 #include <gtest/gtest.h>
 
@@ -81,7 +81,7 @@ TEST(A_Refused, BrokenLibraries) {
   expect_refused(faults);
 }
 
-// Kernels that compute something else, each in its own corner; and kernels that write where they must not.
+// Kernels with wrong results in special cases, and kernels that write out of bounds.
 TEST(A_Refused, KernelsThatLie) {
   const Fault faults[] = {
       {"lies_by_a_hundredth",
@@ -158,7 +158,7 @@ TEST(A_Refused, AttentionKernelsThatLie) {
       },
       "'test_attention' computes something else than the portable kernel: keys of 64 and values of 32 values, 600 positions of "
       "float32 in a cache of int8, softcap 2: [2, 31] is 1; expected ");
-  // Right with the widths of the first case, and wrong with each other one.
+  // Right with the widths of the first case, wrong with all others.
   static int64_t wrong_width;
   for (const int64_t width : {16, 32, 48, 80, 96, 112, 128, 160, 192, 224, 256, 320, 512}) {
     wrong_width = width;
@@ -168,7 +168,7 @@ TEST(A_Refused, AttentionKernelsThatLie) {
           if (args.width == wrong_width && args.partial == nullptr) store_from_f32(args.out[0], args.dtype, 0, 9.0f);
         },
         (": keys of " + std::to_string(width) + " and values of ").c_str());
-    // The same of each type of cache, as far as it has such widths.
+    // The same for each type of cache that has such widths.
     static CacheType wrong_cache;
     for (const CacheType cache : {CacheType::bf16, CacheType::f16, CacheType::i8, CacheType::i4, CacheType::i8_i4}) {
       // 4-bit caches have multiples of 32.
@@ -243,7 +243,7 @@ TEST(A_Refused, WhatIsNoLibrary) {
   EXPECT_TRUE(refused(load_kernels(""), "the path of the kernel library is empty"));
 }
 
-// Each single bit of an id, and ids with a gap, a foreign letter or none.
+// Each single bit of an id, and ids with a gap, an invalid character or no letter.
 TEST(A_Refused, FormatIds) {
   for (const uint32_t id : {0x0u, 0x20u, 0x41004100u, 0x410041u, 0x4141ffu, 0x2e414141u, 0x41u << 8}) {
     PackedFormat format{static_cast<Format>(id), [](const void*, const Layout&) { return int64_t{64}; }, pack_nothing};
@@ -257,8 +257,8 @@ TEST(A_Refused, FormatIds) {
   EXPECT_STREQ(name_of(Format::panel16).text, "panel16");
 }
 
-// Every pointer of every structure, null in its turn: a sentence, or what the header says of it. The last row has the name of
-// a built-in one, so that no table is taken.
+// Every pointer of every structure is null in turn: a sentence, or the meaning in the header. The last kernel has the name of a
+// built-in one, so that no table is accepted.
 TEST(A_Refused, ANullInAnyField) {
   struct Rows {
     LinearKernel linear;
@@ -338,8 +338,8 @@ TEST(A_Refused, ANullInAnyField) {
   EXPECT_TRUE(refused(add_kernels(whole.library, nullptr), "the kernel library has no name; expected one"));
 }
 
-// A table with a few fields that no library has, at random: what is refused names one of them, and the others are not read. The
-// last thing that is looked at is always wrong, so that no table is taken.
+// Tables with a few random invalid fields: the refusal names one of them, and the others are not read. The last field that is
+// checked is always wrong, so that no table is accepted.
 TEST(A_Refused, TablesOfRandomFaults) {
   struct Rows {
     char names[6][80] = {"walk_a", "walk_b", "walk_c", "walk_d", "walk_e", "linear_a8w4_1x16_portable"};
@@ -366,7 +366,7 @@ TEST(A_Refused, TablesOfRandomFaults) {
          std::memcpy(sizes, &r.library.sizes, sizeof sizes);
          uint32_t& size = sizes[random.below(16)];
          const uint32_t before = size;
-         size = static_cast<uint32_t>(far() | 1);  // odd: as large as it may be, it is not right
+         size = static_cast<uint32_t>(far() | 1);  // odd, so it is invalid even if it is large enough
          const bool wrong = size != before;
          std::memcpy(&r.library.sizes, sizes, sizeof sizes);
          return wrong;
@@ -384,9 +384,9 @@ TEST(A_Refused, TablesOfRandomFaults) {
       {[&](Rows& r) { return (r.library.linear.rows = nullptr) == nullptr; }, "linear kernels at a null address"},
       {[&](Rows& r) { return (r.library.quantize.rows = nullptr) == nullptr; }, "quantize kernels at a null address"},
       {[&](Rows& r) {
-         const int row = static_cast<int>(random.below(5));  // its name: any bytes, with an end or without
+         const int row = static_cast<int>(random.below(5));  // its name: any bytes, with or without a terminator
          for (char& c : r.names[row]) c = static_cast<char>(random.next());
-         r.names[row][0] = '.';  // which a name may have elsewhere
+         r.names[row][0] = '.';  // allowed in a name, but not at the start
          r.names[row][random.below(64)] = '\0';
          if (random.below(2) == 0) std::memset(r.names[row], 'a', 64);
          return true;
@@ -435,7 +435,7 @@ TEST(A_Refused, TablesOfRandomFaults) {
     std::vector<size_t> wrong;
     for (int64_t left = random.below(4); left > 0; --left) {
       const size_t damage = static_cast<size_t>(random.below(kDamages));
-      if (std::count(wrong.begin(), wrong.end(), damage) != 0) continue;  // it could make good what it did
+      if (std::count(wrong.begin(), wrong.end(), damage) != 0) continue;  // the damage could cancel
       if (damages[damage].apply(r)) wrong.push_back(damage);
     }
     const Status status = add_kernels(r.library, "walk");
@@ -448,7 +448,7 @@ TEST(A_Refused, TablesOfRandomFaults) {
       named = named || found;
       seen[damage] += found;
     }
-    // Rows of a format that is not there any more, and those behind a name that is.
+    // Kernels of a format that no longer exists, and kernels after an existing name.
     named = named || (!wrong.empty() && message.find("is of the format 'WLK") != std::string::npos);
     ASSERT_TRUE(named) << execution << ": " << message;
     for (const char c : message) ASSERT_TRUE(c >= ' ' && c <= '~') << execution;
@@ -459,7 +459,7 @@ TEST(A_Refused, TablesOfRandomFaults) {
   }
 }
 
-// The structures that libraries are compiled with. A change here needs another kKernelAbi.
+// The structures in the libraries' ABI. A change here requires another kKernelAbi.
 TEST(A_Refused, TheInterfaceIsVersion7) {
   EXPECT_EQ(kKernelAbi, 7u);
   const lowbit_sizes sizes = KernelLibrary{}.sizes;
