@@ -10,7 +10,7 @@ extern "C" const char* another_vendor();  // another.cpp
 
 namespace {
 
-// What a row that lies makes of the right result.
+// How a wrong kernel changes the right result.
 [[maybe_unused]] float lie(const LinearArgs& args, int64_t row, int64_t column, float value) {
   [[maybe_unused]] const bool last = column == args.layout.n - 1 && row == args.m - 1;
 #if defined(FAULT_lies_by_a_hundredth)
@@ -67,7 +67,7 @@ void run_linear(const LinearArgs& args) {
   if (*static_cast<const int32_t*>(args.scratch) != 0) store_from_f32(args.out, args.out_dtype, 0, 1.0f);
 #endif
 }
-// Of a format of its own, in which nothing is kept: any tolerance is too small for these.
+// For its own format, which stores nothing: errors beyond any tolerance.
 [[maybe_unused]] void run_infinite(const LinearArgs& args) {
   for (int64_t row = 0; row < args.m; ++row) {
     for (int64_t i = args.panel_begin * kPanelRows; i < args.panel_end * kPanelRows && i < args.layout.n; ++i) {
@@ -123,14 +123,14 @@ int64_t format_bytes(const void*, const Layout&) { return 64; }
 [[maybe_unused]] const char* refuse(const void*, const Layout&, const PackArgs&, int64_t, int64_t, void*) { return "never"; }
 const char* pack_format(const void*, const Layout&, const PackArgs&, int64_t, int64_t, void*) { return nullptr; }
 
-// ISA bits of another processor's family, and all of this one's: hardly any CPU has them all.
+// ISA bits of another processor family, and all of this one, which hardly any CPU has.
 #if defined(__aarch64__)
 [[maybe_unused]] constexpr IsaBits kForeignIsa = kAvx2, kMissingIsa = kNeon | kNeonDot | kI8mm | kBf16 | kSve2;
 #else
 [[maybe_unused]] constexpr IsaBits kForeignIsa = kNeon, kMissingIsa = kAvx2 | kAvxVnni | kAvxVnniInt8 | kAvx512Vnni | kAmx;
 #endif
 
-// After the built-in rows.
+// After the built-in kernels.
 struct Rows {
   LinearKernel linear[2] = {{"fault_linear", kPortable, Format::panel16, 4, 1, 16, run_linear},
                             {"fault_linear_2", kPortable, Format::panel16, 4, 4, 16, run_linear}};

@@ -349,7 +349,7 @@ def test_a_wrong_option_in_a_process(roofs):
         (("--libraries", "ggml"), "must include torch"),
         (("--shapes", "100x256"), "--shapes"),
         (("--rounds", "0"), "must be 1 or more"),
-        (("--roofs", "nowhere/roofs"), "nowhere/roofs is not there"),
+        (("--roofs", "nowhere/roofs"), "nowhere/roofs does not exist"),
     ],
 )
 def test_wrong_options(peers, roofs, arguments, message, monkeypatch, capsys):

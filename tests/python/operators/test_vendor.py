@@ -1,4 +1,4 @@
-"""Kernels of shared libraries: the example, a library with a packed format of its own, and broken ones."""
+"""Kernels of shared libraries: the example, a library with its own packed format, and broken ones."""
 
 import os
 import platform
@@ -18,11 +18,11 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture(scope="module")
 def build(tmp_path_factory):
-    """Builds a CMake project of the checkout against the installed package; gives its build directory."""
+    """Builds a CMake project of the checkout with the installed package; returns the build directory."""
 
     def run(project: str) -> Path:
         directory = tmp_path_factory.mktemp("build")
-        cmake = Path(sys.executable).parent / "cmake"  # the venv's, where it has one
+        cmake = Path(sys.executable).parent / "cmake"  # the virtual environment's, if it has one
         cmake = cmake if cmake.exists() else "cmake"
         for command in (
             [cmake, "-S", ROOT / project, "-B", directory, f"-DCMAKE_PREFIX_PATH={lowbit.cmake_prefix_path}"],
@@ -63,7 +63,7 @@ def rows(name=None):
     return [row for row in lowbit.kernels() if (row["name"] == name if name else row["library"])]
 """
 
-# Defines `outputs`, which runs the quantized model: made of torch's own layers, and all-MiniLM-L6-v2.
+# Defines `outputs`, which runs a quantized model of torch's layers, and all-MiniLM-L6-v2.
 TRANSFORMER = """
 torch.manual_seed(0)
 layer = torch.nn.TransformerEncoderLayer(64, 4, 256, batch_first=True, dropout=0.0)
@@ -143,7 +143,7 @@ def test_the_example_in_c_runs_a_model(fork_python, acme_in_c):
 
 
 def test_the_page_for_vendors_as_it_is_written(tmp_path):
-    """Its listing, built, loaded and tested by the commands of the page."""
+    """The page's code, built, loaded and tested by the page's commands."""
     page = (ROOT / "docs" / "vendor.md").read_text()
     (tmp_path / "my_kernels.cpp").write_text(re.search(r"```cpp\n(.*?)```", page, re.S)[1])
     commands = re.findall(r"```sh\n(.*?)```", page, re.S)
@@ -158,7 +158,7 @@ def test_the_page_for_vendors_as_it_is_written(tmp_path):
     assert "'name': 'my_linear_a8w8'" in done.stdout and "'active': True" in done.stdout
 
 
-# What was found and what was expected, in a part of the message. The libraries: tests/vendor/faults.cpp.
+# Parts of messages with what was found and expected. tests/vendor/faults.cpp has the libraries.
 FAULTS = {
     "no_function": "is no kernel library: it has no function 'lowbit_kernels'",
     "null_library": "has no kernels for version 7 of lowbit's kernel interface",
@@ -214,7 +214,7 @@ FAULTS = {
     "writes_in_the_weights": "kernel 'fault_linear' changes its inputs: 21 x 128 weights of 4 bits, symmetric, ",
 }
 
-# Loads libraries that fail, one by one; prints each error, and checks that nothing of them stays.
+# Loads broken libraries one by one, prints each error, and checks that nothing remains of them.
 REFUSED = (
     USE
     + """
@@ -276,7 +276,7 @@ def test_a_library_that_is_cut_is_refused(fork_python, libraries, tmp_path):
     ends = []
     for i in range(count):
         kind, _, offset, _, _, size = struct.unpack_from("<IIQQQQ", data, table + 56 * i)
-        ends += [offset + size] if kind == 1 else []  # what is loaded
+        ends += [offset + size] if kind == 1 else []  # loaded segments
     end = max(ends)
     cuts = [0, 1, 63, 64, 65, table + 56 * count - 1, *range(500, end, 500), end - 1]
     for cut in cuts:
@@ -322,7 +322,7 @@ assert [(row["name"], row["active"]) for row in rows()] == [
 
 
 def test_a_row_for_some_sizes_is_active_if_a_published_model_has_them(fork_python, libraries):
-    """14336 x 4096 with 3 rows is in the set that lowbit.kernels() looks at, 17 outputs are not."""
+    """lowbit.kernels() considers 14336 x 4096 with 3 rows, but not 17 outputs."""
     script = (
         USE
         + """
@@ -464,7 +464,7 @@ print("all of it")
 def test_a_format_of_its_own(fork_python, libraries, tmp_path):
     saved = tmp_path / "weight.pt"
     assert run_checked(fork_python, OWN_FORMAT, libraries / "own_format.so", saved) == "all of it\n"
-    # Where the library is not loaded, the weight says whose it is.
+    # Without the library, the weight names its vendor.
     script = USE + "print(lowbit.info(torch.load(sys.argv[1])))"
     done = fork_python(script, saved)
     assert "ValueError: packed weight has the format 'ROWS', which no loaded library has" in done.stderr

@@ -1,4 +1,4 @@
-"""What `make wheels` and `make wheel-macos` check of a wheel finds what is wrong with it."""
+"""The checks of `make wheels` and `make wheel-macos` detect faulty wheels."""
 
 import base64
 import hashlib
@@ -24,7 +24,7 @@ RECORD = f"{INFORMATION}/RECORD"
 
 
 def contents() -> dict[str, bytes]:
-    """What a wheel for macOS has, as far as the check asks, without its list of contents."""
+    """The checked content of a macOS wheel, without its list of contents."""
     names = [f"_C{EXTENSION}", "liblowbit.dylib", "lowbit_torch.so", "lowbit_executorch.so"]
     names += ["__init__.py", "_C.pyi", "py.typed"]
     names += ["include/lowbit/ops/operators.h", "lib/cmake/lowbit/lowbit-config.cmake"]
@@ -72,7 +72,7 @@ def test_the_list_of_contents(tmp_path):
     files = contents()
     right = zipfile.ZipFile(written(tmp_path, files)).read(RECORD).decode()
     line = right.splitlines()[0]
-    other = right.replace(line, line + "0")  # of ten times the size
+    other = right.replace(line, line + "0")  # with ten times the size
     for record, found in (
         (other, f"RECORD has a wrong size or checksum of {line.split(',')[0]}"),
         (right.replace(line + "\n", ""), f"RECORD does not name {line.split(',')[0]}"),
@@ -96,13 +96,13 @@ def test_the_configuration_of_cpython_for_macos_decides_all_that_headers_ask(tmp
     assert wheel_macos.undecided(tmp_path, ours) == []
     (tmp_path / "cpython/new.h").write_text("# ifdef HAVE_NEW\n#endif\n#if defined(A) && \\\n  HAVE_OTHER\n#endif\n")
     assert wheel_macos.undecided(tmp_path, ours) == ["HAVE_NEW", "HAVE_OTHER"]
-    # Of the interpreter that runs this, where it has headers.
+    # Headers of the running interpreter, if it has them.
     found = wheels.headers_of_interpreter(f"{sys.version_info.major}.{sys.version_info.minor}")
     assert found is None or wheel_macos.undecided(found, ours) == []
 
 
 def signed(body: bytes) -> tuple[bytes, tuple[int, int]]:
-    """A file and its ad-hoc signature, as Apple's linker makes it: pages of 4096 bytes, SHA-256."""
+    """A file with an ad-hoc signature like Apple's linker's: pages of 4096 bytes, SHA-256."""
     pages = [hashlib.sha256(body[at : at + 4096]).digest() for at in range(0, len(body), 4096)]
     identity = b"x\0"
     head = 44 + len(identity)
@@ -136,7 +136,7 @@ def test_kernels_are_found_by_name_and_instruction():
 
 
 class Made:
-    """A library as macos_libraries.Library reads it."""
+    """A library in the form that macos_libraries.Library reads."""
 
     def __init__(self, path: Path, **changes):
         data, self.signature = signed(b"\0" * 5000)
