@@ -47,7 +47,7 @@ demo: $(VENV)/installed ## installs lowbit in .venv, quantizes a model, compares
 # The tests that every change needs: this machine's, in minutes, and Arm on one emulated CPU. Parts run one after the other,
 # each on all cores; `make -j 2 --output-sync test` runs two at a time, so that no core waits for the last test of a part
 # (.ci/run).
-test: lint typecheck test-x86 test-python test-arm test-arm-python ## the tests of every change: this machine, one emulated Arm CPU
+test: lint typecheck test-x86 test-python test-arm test-arm-python ## tests of every change: this machine, one emulated Arm CPU
 
 # `test` and the rest: whole models, every emulated CPU, the sanitizers, tests with an Arm torch.
 test-all: test ## everything that CI runs on a change, half an hour or more
