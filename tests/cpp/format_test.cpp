@@ -199,9 +199,9 @@ TEST(Format, HostileLevelsAreRefused) {
                                {12, 1, "has mapping 1; expected 2"}, {12, 3, "has mapping 3; expected 2"},
                                {10, 1, "format 1"}, {14, 1, "blocks of 2^1 rotated"}, {15, 1, "format 0"},
                                {64, 0x80, "level [0] is -128"},
-                               {71, 0x80, "level [7] is -128"}, {72, 1, "bytes behind its 8 levels; expected zeros"},
-                               {79, 0x80, "bytes behind its 8 levels"}, {80, 1, "bytes behind its 8 levels"},
-                               {127, 255, "bytes behind its 8 levels"}}) {
+                               {71, 0x80, "level [7] is -128"}, {72, 1, "bytes after its 8 levels; expected zeros"},
+                               {79, 0x80, "bytes after its 8 levels"}, {80, 1, "bytes after its 8 levels"},
+                               {127, 255, "bytes after its 8 levels"}}) {
     std::vector<uint8_t> bytes = good;
     bytes[change.at] = change.value;
     const Status status = read(sealed(bytes), size, &layout);

@@ -74,7 +74,7 @@ TEST(A_Refused, BrokenLibraries) {
       {"bad_format_id", "a format has the id 0x0"},
       {"null_format_bytes", "has no function bytes"},
       {"null_format_pack", "has no function pack"},
-      {"twice_formatted", "format 'FLT1' is there twice"},
+      {"twice_formatted", "format 'FLT1' occurs twice"},
       {"second_row_bad", "kernel 'fault_linear_2' has 0 bits"},
       {"bad_tolerance", "format 'FLT2' has the tolerance 1.5; expected 0 to 1"},
   };
@@ -85,32 +85,32 @@ TEST(A_Refused, BrokenLibraries) {
 TEST(A_Refused, KernelsThatLie) {
   const Fault faults[] = {
       {"lies_by_a_hundredth",
-       "kernel 'fault_linear' computes something else than the portable kernel: 21 x 128 weights of 4 bits, symmetric, group "
-       "size 32, 1 rows of activations, float32 outputs: [0, 0] is "},
+       "kernel 'fault_linear' differs from the portable kernel: 21 x 128 weights of 4 bits, symmetric, group "
+       "size 32, 1 row of activations, float32 outputs: [0, 0] is "},
       {"lies_at_three_rows", ", 3 rows of activations, float32 outputs: [2, 0] is "},
-      {"lies_in_the_last_column", ", symmetric, group size 32, 1 rows of activations, float32 outputs: [0, 20] is "},
+      {"lies_in_the_last_column", ", symmetric, group size 32, 1 row of activations, float32 outputs: [0, 20] is "},
       {"lies_about_levels",
-       "kernel 'fault_linear_2' computes something else than the portable kernel: 21 x 128 weights of 4 bits, levels"},
+       "kernel 'fault_linear_2' differs from the portable kernel: 21 x 128 weights of 4 bits, levels"},
       {"lies_where_groups_are_cut", ": 21 x 130 weights of 4 bits, symmetric, group size 48, 1 rows"},
       {"lies_in_its_tile",
-       "kernel 'fault_linear_2' computes something else than the portable kernel: 21 x 128 weights of 4 bits, symmetric, group "
+       "kernel 'fault_linear_2' differs from the portable kernel: 21 x 128 weights of 4 bits, symmetric, group "
        "size 32, 11 rows of activations, float32 outputs: [0, 0] is "},
-      {"lies_from_the_second_panel", ", 1 rows of activations, float32 outputs: [0, 16] is "},
-      {"lies_in_bfloat16", ", group size 64, 1 rows of activations, bfloat16 outputs: [0, 0] is "},
+      {"lies_from_the_second_panel", ", 1 row of activations, float32 outputs: [0, 16] is "},
+      {"lies_in_bfloat16", ", group size 64, 1 row of activations, bfloat16 outputs: [0, 0] is "},
       {"lies_about_not_a_number", "is 0; expected nan"},
       {"writes_nothing", "float32 outputs: [0, 0] is -nan"},
       {"writes_the_gap", "float32 outputs: [0, 21] is 1; expected -nan"},
       {"lies_in_an_embedding",
-       "kernel 'fault_embedding' reads something else than the portable kernel: 21 x 128 weights of 4 bits, symmetric, group "
+       "kernel 'fault_embedding' differs from the portable kernel: 21 x 128 weights of 4 bits, symmetric, group "
        "size 32, float32 outputs: [20, 127] is 0.5; expected "},
       {"lies_in_a_sum",
-       "kernel 'fault_quantize' computes something else than the portable kernel: 128 float32 values, group size 32: sums[0] "},
+       "kernel 'fault_quantize' differs from the portable kernel: 128 float32 values, group size 32: sums[0] "},
       {"lies_in_a_scale", "values, group size 32: scales[0] is 0; expected nan"},
-      {"lies_in_long_rows", "520 weights of 4 bits, symmetric, group size 96, 1 rows of activations"},
-      {"lies_where_it_is_asked", "520 weights of 4 bits, symmetric, group size 96, 1 rows of activations"},
+      {"lies_in_long_rows", "520 weights of 4 bits, symmetric, group size 96, 1 row of activations"},
+      {"lies_where_it_is_asked", "520 weights of 4 bits, symmetric, group size 96, 1 row of activations"},
       {"lies_in_many_outputs", "4096 x 1 weights of 4 bits, symmetric, group size "},
       {"lies_at_seven_rows", ": 21 x 128 weights of 4 bits, symmetric, group size 32, 7 rows of activations"},
-      {"lies_at_large_sums", ": 21 x 128 weights of 4 bits, symmetric, group size 32, 1 rows of activations, "},
+      {"lies_at_large_sums", ": 21 x 128 weights of 4 bits, symmetric, group size 32, 1 row of activations, "},
       {"lies_in_a_long_embedding", "x 2080 weights of 4 bits, symmetric, group size 64, "},
       {"lies_about_a_long_row", "1100 float32 values, group size 32: a[1099] is 0; expected "},
       {"writes_before_the_outputs", "kernel 'fault_linear' writes outside of its outputs: 21 x 128 weights of 4 bits"},
@@ -129,7 +129,7 @@ TEST(A_Refused, KernelsThatLie) {
       {"holds_nothing", "kernel 'fault_linear' was never run: it takes no matrix of the trial at load"},
       {"packs_outside", "format 'FLT1' writes outside of its 64 bytes: 21 x 128 weights of 4 bits"},
       {"infinite", "[0, 0] is inf; expected "},
-      {"infinite_embedding", "kernel 'fault_embedding' reads something else than the portable kernel"},
+      {"infinite_embedding", "kernel 'fault_embedding' differs from the portable kernel"},
       {"zero_within_a_tolerance", "is 0; expected "},
   };
   expect_refused(faults);
@@ -156,7 +156,7 @@ TEST(A_Refused, AttentionKernelsThatLie) {
         portable_attention().run(args);
         if (args.cap > 0.0f && args.cache == CacheType::i8) store_from_f32(args.out[args.rows - 1], args.dtype, 31, 1.0f);
       },
-      "'test_attention' computes something else than the portable kernel: keys of 64 and values of 32 values, 600 positions of "
+      "'test_attention' differs from the portable kernel: keys of 64 and values of 32 values, 600 positions of "
       "float32 in a cache of int8, softcap 2: [2, 31] is 1; expected ");
   // Right with the widths of the first case, wrong with all others.
   static int64_t wrong_width;
@@ -222,7 +222,7 @@ TEST(A_Refused, AttentionKernelsThatLie) {
     portable_attention().write(args);
     if (args.cache == CacheType::i4 && args.position == 599) ++static_cast<uint8_t*>(args.values)[599 * 16];
   };
-  refuses("writes something else than the portable kernel: keys of 64 and values of 32 values, 600 positions of float32 to a "
+  refuses("writes other bytes than the portable kernel: keys of 64 and values of 32 values, 600 positions of float32 to a "
           "cache of int4: byte 9584 of the values is 0x");
   kernel.write = [](const AttentionWriteArgs& args) {
     AttentionWriteArgs next = args;
@@ -410,7 +410,7 @@ TEST(A_Refused, TablesOfRandomFaults) {
        "is of the format"},
       {[&](Rows& r) { return (r.formats[1].format = static_cast<Format>(far() & 0xffffff00u)) != r.formats[0].format; },
        "a format has the id"},
-      {[&](Rows& r) { return (r.formats[1].format = r.formats[0].format) == r.formats[0].format; }, "is there twice"},
+      {[&](Rows& r) { return (r.formats[1].format = r.formats[0].format) == r.formats[0].format; }, "occurs twice"},
       {[&](Rows& r) { return (r.formats[random.below(2)].bytes = nullptr) == nullptr; }, "has no function bytes"},
   };
   constexpr size_t kDamages = sizeof damages / sizeof damages[0];

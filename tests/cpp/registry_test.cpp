@@ -89,26 +89,26 @@ TEST(Tables, NamesSayWhatTheRowsAre) {
     EXPECT_GE(row.n_step, 1);
     EXPECT_NE(row.run, nullptr);
     EXPECT_TRUE(row.bits >= 1 && row.bits <= 8) << row.name;
-    EXPECT_TRUE(seen.insert(row.name).second) << row.name << " is there twice";
+    EXPECT_TRUE(seen.insert(row.name).second) << row.name << " occurs twice";
   }
   for (size_t i = 0; i < embedding_kernel_count(); ++i) {
     const EmbeddingKernel& row = embedding_kernel(i);
     EXPECT_EQ(row.name, "embedding_w" + std::to_string(row.bits) + "_" + name_of(row.isa));
     EXPECT_NE(row.run, nullptr);
     EXPECT_TRUE(row.bits >= 1 && row.bits <= 8) << row.name;
-    EXPECT_TRUE(seen.insert(row.name).second) << row.name << " is there twice";
+    EXPECT_TRUE(seen.insert(row.name).second) << row.name << " occurs twice";
   }
   for (size_t i = 0; i < quantize_kernel_count(); ++i) {
     const QuantizeKernel& row = quantize_kernel(i);
     EXPECT_EQ(row.name, "quantize_" + name_of(row.isa));
     EXPECT_NE(row.run, nullptr);
-    EXPECT_TRUE(seen.insert(row.name).second) << row.name << " is there twice";
+    EXPECT_TRUE(seen.insert(row.name).second) << row.name << " occurs twice";
   }
   for (size_t i = 0; i < attention_kernel_count(); ++i) {
     const AttentionKernel& row = attention_kernel(i);
     EXPECT_EQ(row.name, "attention_" + name_of(row.isa));
     EXPECT_NE(row.run, nullptr);
-    EXPECT_TRUE(seen.insert(row.name).second) << row.name << " is there twice";
+    EXPECT_TRUE(seen.insert(row.name).second) << row.name << " occurs twice";
   }
   EXPECT_FALSE(seen.contains("")) << "a row without a name";
 }

@@ -160,7 +160,7 @@ def test_the_page_for_vendors_as_it_is_written(tmp_path):
 
 # Parts of messages with what was found and expected. tests/vendor/faults.cpp has the libraries.
 FAULTS = {
-    "no_function": "is no kernel library: it has no function 'lowbit_kernels'",
+    "no_function": "is not a kernel library: it has no function 'lowbit_kernels'",
     "null_library": "has no kernels for version 7 of lowbit's kernel interface",
     "other_abi": "its kernel interface is version 8; this build of lowbit has version 7",
     "other_size": "its structure lowbit_linear_row has 96 bytes; expected 32 to 88, a multiple of 8: build it with the headers",
@@ -198,18 +198,18 @@ FAULTS = {
     "bad_format_id": "a format has the id 0x0; expected vendor_format() of one to four letters",
     "null_format_bytes": "format 'FLT1' has no function bytes",
     "null_format_pack": "format 'FLT2' has no function pack",
-    "twice_formatted": "format 'FLT1' is there twice",
+    "twice_formatted": "format 'FLT1' occurs twice",
     "second_row_bad": "kernel 'fault_linear_2' has 0 bits; expected 1 to 8",
     "bad_tolerance": "format 'FLT2' has the tolerance 1.5; expected 0 to 1",
-    "lies_by_a_hundredth": "kernel 'fault_linear' computes something else than the portable kernel: 21 x 128 weights",
+    "lies_by_a_hundredth": "kernel 'fault_linear' differs from the portable kernel: 21 x 128 weights",
     "lies_at_three_rows": ", 3 rows of activations, float32 outputs: [2, 0] is ",
     "lies_in_the_last_column": ", float32 outputs: [0, 20] is ",
-    "lies_in_an_embedding": "kernel 'fault_embedding' reads something else than the portable kernel: ",
-    "lies_in_a_scale": "kernel 'fault_quantize' computes something else than the portable kernel: ",
-    "lies_where_it_is_asked": "kernel 'fault_linear' computes something else than the portable kernel: 16 x 520 weights",
+    "lies_in_an_embedding": "kernel 'fault_embedding' differs from the portable kernel: ",
+    "lies_in_a_scale": "kernel 'fault_quantize' differs from the portable kernel: ",
+    "lies_where_it_is_asked": "kernel 'fault_linear' differs from the portable kernel: 16 x 520 weights",
     "never_asked": "kernel 'fault_linear_2' was never run: it takes no matrix of the trial at load, neither the small ",
-    "infinite": "kernel 'fault_linear' computes something else than the portable kernel: 21 x 128 weights",
-    "infinite_embedding": "kernel 'fault_embedding' reads something else than the portable kernel: 21 x 128 weights",
+    "infinite": "kernel 'fault_linear' differs from the portable kernel: 21 x 128 weights",
+    "infinite_embedding": "kernel 'fault_embedding' differs from the portable kernel: 21 x 128 weights",
     "writes_before_the_outputs": "kernel 'fault_linear' writes outside of its outputs: 21 x 128 weights of 4 bits, symmetric, ",
     "writes_in_the_weights": "kernel 'fault_linear' changes its inputs: 21 x 128 weights of 4 bits, symmetric, ",
 }
@@ -286,7 +286,7 @@ def test_a_library_that_is_cut_is_refused(fork_python, libraries, tmp_path):
     for cut, line in zip(cuts, lines, strict=True):
         assert line.startswith("OSError kernel library does not load: ") and f"{cut}.so" in line, line
         if cut >= 64:
-            assert f"is cut: it has {cut} bytes; its header says " in line, line
+            assert f"is truncated: it has {cut} bytes; its header says " in line, line
 
 
 def test_a_second_library_with_the_same_names(fork_python, libraries, tmp_path):
@@ -306,7 +306,7 @@ assert len(rows()) == 4
 """
     )
     line = run_checked(fork_python, script, libraries / "fault_none.so", tmp_path / "copy.so")
-    assert "copy.so' cannot be used: format 'FLT1' is there twice" in line
+    assert "copy.so' cannot be used: format 'FLT1' occurs twice" in line
 
 
 def test_rows_for_one_mapping_are_active(fork_python, libraries):

@@ -139,9 +139,9 @@ def test_each_field(name, value, message):
         ("mapping", 1, "of version 2 has mapping 1"),
         ("mapping", 255, "of version 2 has mapping 255"),
         ("level 0", -128, "level .0. is -128; expected -127 to 127"),
-        ("level 15", 1, "bytes behind its 8 levels; expected zeros"),
-        ("reserved2", 1, "bytes behind its 8 levels"),
-        ("reserved3", 255, "bytes behind its 8 levels"),
+        ("level 15", 1, "bytes after its 8 levels; expected zeros"),
+        ("reserved2", 1, "bytes after its 8 levels"),
+        ("reserved3", 255, "bytes after its 8 levels"),
         ("total_bytes", 64, "its header says 64"),
     ],
 )

@@ -141,7 +141,7 @@ WHOLE = dict(n=40, k=96, bits=4, group=32, mapping="symmetric", bias=True)
 @pytest.mark.parametrize(
     "call, error, message",
     [
-        (lambda w: lowbit.slice_rows(w, 5, 5), ValueError, "rows 5 to 5 were asked for; expected 0 <= begin < end <= 40"),
+        (lambda w: lowbit.slice_rows(w, 5, 5), ValueError, "rows 5 to 5 were requested; expected 0 <= begin < end <= 40"),
         (lambda w: lowbit.slice_rows(w, -1, 5), ValueError, "rows -1 to 5"),
         (lambda w: lowbit.slice_rows(w, 0, 41), ValueError, "rows 0 to 41"),
         (lambda w: lowbit.slice_rows(w, 2**62, 2**63 - 1), ValueError, "rows 4611686018427387904 to"),
