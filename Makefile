@@ -9,11 +9,11 @@ CMAKE := $(BIN)/cmake -G Ninja -DCMAKE_MAKE_PROGRAM=$(BIN)/ninja
 SOURCES := $(shell find kernels ops cmake adapters -type f) CMakeLists.txt pyproject.toml
 PYTHON_SOURCES := $(shell find python -type f -not -path '*/__pycache__/*')
 
-# A second compilation of the same file with the same flags costs nothing where there is ccache (scripts/need.sh test).
+# With ccache (scripts/need.sh test), compiling the same file with the same flags again costs nothing.
 CCACHE = $$(command -v ccache || true)
 export CCACHE_BASEDIR ?= $(CURDIR)
 CONFIGURE = $(CMAKE) -DCMAKE_CXX_COMPILER_LAUNCHER=$(CCACHE) $(if $(GTEST_DIR),-DLOWBIT_GTEST_DIR=$(abspath $(GTEST_DIR)))
-# The compiler by the name that CMake finds it by: ccache takes another name for another compiler.
+# Use the compiler's name as CMake finds it, because ccache treats another name as another compiler.
 INSTALL_ENVIRONMENT = CXX=$${CXX:-c++} CMAKE_CXX_COMPILER_LAUNCHER=$(CCACHE)
 INSTALL = $(INSTALL_ENVIRONMENT) $(BIN)/python -m pip
 CTEST := $(BIN)/ctest -j $(JOBS) --output-on-failure --no-tests=error
@@ -24,12 +24,12 @@ define preset
 	$(BIN)/cmake --build --preset $(1) -j $(JOBS)
 endef
 
-# pip would compile 20 000 files of Python, most of which nothing imports (--no-compile below). Python does it for those
-# that are imported, and has to keep that: the tests start hundreds of processes.
+# pip would compile 20 000 Python files, most of which are never imported (hence --no-compile below). Python compiles files when
+# they are imported and must keep the result, because the tests start hundreds of processes.
 unexport PYTHONDONTWRITEBYTECODE
 
-# Whole files in parallel: most tests use one thread, and the fixtures of a file are made once.
-# Threads of torch that wait would spin, and take the CPU from the other processes: as many again run at the same time.
+# Test files run in parallel, because most tests use one thread and fixtures are made once per file.
+# Waiting threads of torch would spin and take the CPU from the other test processes.
 PYTEST := OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations 10
 
 .DEFAULT_GOAL := help
@@ -44,28 +44,29 @@ help: ## prints these lines
 demo: $(VENV)/installed ## installs lowbit in .venv, quantizes a model, compares its speed and results with torch
 	HF_HUB_OFFLINE=1 $(BIN)/python examples/minilm/demo.py --output demo-out
 
-# What runs on this machine in minutes, and Arm on one emulated CPU: what a change needs. One part after the other, each on all
-# cores; with `make -j 2 --output-sync test` two at a time, so that no core waits for the last test of a part (.ci/run).
-test: lint typecheck test-x86 test-python test-arm test-arm-python ## what a change needs: this machine, one emulated Arm CPU
+# The tests that every change needs: this machine's, in minutes, and Arm on one emulated CPU. Parts run one after the other,
+# each on all cores; `make -j 2 --output-sync test` runs two at a time, so that no core waits for the last test of a part
+# (.ci/run).
+test: lint typecheck test-x86 test-python test-arm test-arm-python ## tests of every change: this machine, one emulated Arm CPU
 
-# That, and the rest: whole models, every emulated CPU, the sanitizers, what needs an Arm torch.
+# `test` and the rest: whole models, every emulated CPU, the sanitizers, tests with an Arm torch.
 test-all: test ## everything that CI runs on a change, half an hour or more
 	$(MAKE) --no-print-directory test-more
 
-# What takes longest comes first, so that no core waits for it at the end.
+# The longest parts come first, so that no core waits for them at the end.
 TEST_MORE = test-python-more test-sanitize $(X86_MORE) test-x86-without-avx test-vllm test-macos-build \
   test-arm-clang test-arm-cpus test-arm-sme2 test-arm-python-cpus test-arm-python-sme2 test-kleidiai docs
-# The emulated CPUs run what is built for this machine.
+# The emulated CPUs run programs built for this machine.
 ifeq ($(shell uname -m),x86_64)
 X86_MORE := $(X86_RUNS)
 endif
-# The runners for Arm are tested with the files that those of this machine are: exporting these takes longest. What several
-# parts need is built before (-o: and not again): make begins a part that has to wait for something after all that need not.
+# The runners for Arm are tested with the exported files of this machine's, because exporting takes longest. Shared
+# prerequisites are built first and not again (-o), because make starts targets that must wait after all others.
 BUILT := build-test-host build-test-arm arm-python-results
 test-more: build-arm-runner $(BUILT)
 	LOWBIT_TEST_ARM_RUNNERS=$(ARM_RUNNER) $(MAKE) --no-print-directory $(BUILT:%=-o %) $(TEST_MORE)
 
-# What compiles C++ comes first: .ci/run does that while pip installs the rest.
+# Targets that compile C++ come first: .ci/run builds them while pip installs the rest.
 $(VENV)/cmake: requirements.txt
 	PYTHON=$(PYTHON) scripts/need.sh build
 	$(PYTHON) -m venv $(VENV)
@@ -81,7 +82,7 @@ $(VENV)/installed: $(VENV)/requirements $(SOURCES)
 	  $(BIN)/python -m pip install -v --no-build-isolation --no-deps -e .
 	touch $@
 
-# What the tests download and set up: `.ci/run` does it beside other work. The first is what `make test` has of it.
+# Downloads and setup for the tests, which `.ci/run` does during other work. `make test` needs only the first.
 fetch-first: $(VENV)/requirements $(ARM_PYTHON)
 fetch: fetch-first build/x86-emulator build/arm-emulator build/docs-env vllm-environment $(MACOS)/libc++.tbd
 
@@ -89,11 +90,11 @@ build-test-host: $(VENV)/cmake
 	scripts/need.sh test
 	$(call preset,host)
 
-test-x86: build-test-host ## C++ on this machine, of any architecture
+test-x86: build-test-host ## C++ tests on this machine, of any architecture
 	$(CTEST) --preset host
 
-# The markers are in pyproject.toml: `more` are the files that compile, calibrate or train whole models.
-test-python: $(VENV)/installed ## Python, without the files of whole models; test-python-more has these
+# The markers are in pyproject.toml; `more` marks files that compile, calibrate or train whole models.
+test-python: $(VENV)/installed ## Python tests without whole models; test-python-more has those
 	scripts/need.sh test
 	HF_HUB_OFFLINE=1 $(PYTEST) -m 'not more'
 
@@ -101,7 +102,7 @@ test-python-more: $(VENV)/installed
 	scripts/need.sh test
 	HF_HUB_OFFLINE=1 $(PYTEST) -m more
 
-# Format and lint of all Python, by ruff; `make format` mends what it can. Blocks that stand in two places. Seconds.
+# Format and lint of all Python, by ruff (`make format` fixes what it can), and duplicated blocks. Takes seconds.
 lint: $(VENV)/requirements ## checks the format and style of all Python, and for duplicated blocks of code; seconds
 	$(BIN)/ruff format --check --diff .
 	$(BIN)/ruff check .
@@ -124,8 +125,8 @@ build/docs-env: docs/requirements.txt
 	$@/bin/python -m pip install -q --no-compile -r docs/requirements.txt
 	touch $@
 
-# Which lines the tests of this machine run, in C++ and in Python, and which branches in Python: totals and the worst files
-# here, all of it in build/coverage.
+# Coverage of C++ lines and of Python lines and branches by this machine's tests: prints totals and the worst files, writes
+# details to build/coverage.
 coverage: $(VENV)/installed ## lines that the tests of this machine run: totals, worst files, build/coverage
 	scripts/need.sh test
 	JOBS=$(JOBS) HF_HUB_OFFLINE=1 scripts/coverage.sh $(BIN) build/coverage

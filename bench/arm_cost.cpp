@@ -1,6 +1,6 @@
-// The guest of arm_cost.py: calls kernel rows between two markers that the QEMU plugin (icount.c) counts from and to,
-// and prints one line per call, in that order: name, task, number of units. The markers are unallocated hints, which do
-// nothing on a real core.
+// The program that arm_cost.py runs under QEMU. It calls kernels between two markers; the QEMU plugin icount.c counts the
+// instructions between the markers. It prints one line per call, in the same order: name, task, number of units. The markers
+// are unallocated hints, which do nothing on a real core.
 //
 //   arm_cost [PART...] [^ISA...]     rows that this CPU runs, whose name contains a PART, if there is any, but no rows
 //                                    of an ISA
@@ -27,8 +27,8 @@ namespace {
 
 constexpr int64_t kOutputs = 128, kInputs = 1024;
 constexpr int64_t kGroupSizes[] = {16, 32, 128};
-constexpr int64_t kMostRows = 64;  // one, for kernels for one; 16 and these, for kernels for many
-// At 4 bits, symmetric, groups of 32: every m up to this for which the row is chosen.
+constexpr int64_t kMostRows = 64;  // kernels for one row run 1; kernels for several rows run 16 and 64
+// At 4 bits, symmetric, groups of 32: every m up to this for which the kernel is chosen.
 constexpr int64_t kEveryRows = 33;
 constexpr DType kDTypes[] = {DType::f32, DType::bf16, DType::f16};
 
@@ -46,7 +46,7 @@ struct Random {
 
 template <class Call>
 void count(const char* name, const std::string& task, int64_t units, Call call) {
-  call();  // what happens once (lazy binding) is not counted
+  call();  // not counted: lazy binding happens in the first call
   __asm__ volatile("hint #97" ::: "memory");
   call();
   __asm__ volatile("hint #98" ::: "memory");
@@ -106,7 +106,7 @@ void count_linear(const LinearKernel& kernel, Mapping mapping, int64_t group_siz
   const bool every = kernel.bits == 4 && mapping == Mapping::symmetric && group_size == 32;
   for (int64_t m = 1; m <= kMostRows; ++m) {
     if (m < kernel.m_least) continue;
-    // Rows for one row of m cost the same for each of several.
+    // A kernel for one row costs the same for each of several rows.
     const bool wanted = kernel.m_least == 1 ? m == 1 : m == 16 || m == kMostRows;
     if (!wanted && !(every && m <= kEveryRows && is_chosen(m))) continue;
     args.m = m;
@@ -118,7 +118,7 @@ void count_linear(const LinearKernel& kernel, Mapping mapping, int64_t group_siz
 
 void count_quantize(const QuantizeKernel& kernel, DType dtype, int64_t group_size) {
   Random random;
-  std::vector<float> x(static_cast<size_t>(kInputs));  // the first half of it as 16-bit values
+  std::vector<float> x(static_cast<size_t>(kInputs));  // 16-bit types use the first half of the memory
   for (int64_t i = 0; i < kInputs; ++i) {
     store_from_f32(x.data(), dtype, i, static_cast<float>(random.below(2001) - 1000) / 256.0f);
   }
@@ -138,12 +138,12 @@ void count_embedding(const EmbeddingKernel& kernel, Mapping mapping, DType dtype
   count(kernel.name, std::string(name_of(mapping)) + " " + name_of(dtype), kInputs, [&] { kernel.run(args); });
 }
 
-// Four heads of queries over one of keys, all 64 wide: the last four of 256 positions, or the last alone.
+// Four query heads share one KV head, all 64 wide. Queries are at the last four of 256 positions, or at the last one alone.
 void count_attention(const AttentionKernel& kernel, CacheType cache, const char* name, bool prompt) {
   constexpr int64_t kWidth = 64, kPositions = 256, kHeads = 4;
   const auto values_of = [](int64_t count, CacheType type) {
     std::vector<float> values(static_cast<size_t>(count));
-    if (has_scales(type)) return values;  // any byte is codes
+    if (has_scales(type)) return values;  // every byte is valid codes
     const DType dtype = type == CacheType::f32 ? DType::f32 : type == CacheType::bf16 ? DType::bf16 : DType::f16;
     for (int64_t i = 0; i < count; ++i) {
       store_from_f32(values.data(), dtype, i, static_cast<float>(i * 37 % 201 - 100) / 64.0f);

@@ -1,11 +1,13 @@
-"""What the Arm kernels cost: counts the instructions of every kernel row under QEMU, models their cycles with llvm-mca,
-counts KleidiAI's 4-bit layer beside ours, projects tokens per second, and writes docs/arm_cost.md and .json.
+"""Measures the cost of the Arm kernels and writes docs/arm_cost.md and .json.
+
+Counts the instructions of every kernel and of KleidiAI's 4-bit layer under QEMU, models the cycles with llvm-mca, and projects
+tokens per second.
 
     python3 bench/arm_cost.py                            cross-builds, does all of it, writes both files
-    python3 bench/arm_cost.py --sme2                     counts SME2's kernels anew (arm_sme2.py), writes both files
+    python3 bench/arm_cost.py --sme2                     counts only the SME2 kernels again (arm_sme2.py), writes both files
     python3 bench/arm_cost.py --check [--program P] [PART...]
-                                                         counts the rows whose names contain PART (^ISA: but no rows of
-                                                         that ISA); fails when one needs over 3 % more than in the JSON
+                                                         counts the kernels whose names contain PART (^ISA: leaves out that
+                                                         ISA); fails when one needs over 3 % more than in the JSON
 
 Needs cmake, ninja, a C compiler, aarch64-linux-gnu-g++ and a qemu-aarch64 that takes plugins; without --check also
 llvm-mc and llvm-mca, and for KleidiAI the emulated Arm Python of scripts/arm_python.sh in build/arm-python.
@@ -29,7 +31,7 @@ from costs import growth
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 DOCUMENT, DATA = ROOT / "docs/arm_cost.md", ROOT / "docs/arm_cost.json"
-CPUS = ("cortex-a53", "cortex-a76", "max,sve=off")  # a row is counted on the first that runs it
+CPUS = ("cortex-a53", "cortex-a76", "max,sve=off")  # a kernel is counted on the first of these that runs it
 CHECK_CPU = "cortex-a76"
 SKIPPED = 77
 MAIN_ROWS = (" m1", " m16", " m64")  # of the tables by width
@@ -67,11 +69,11 @@ class Counter:
         run([tool("cc"), "-O2", "-shared", "-fPIC", ROOT / "bench/icount.c", "-o", self.plugin], "building the plugin")
 
     def count(self, cpu: str, arguments: list[str]) -> dict:
-        """{row: {task: instructions per unit}}"""
+        """{kernel: {task: instructions per unit}}"""
         return per_unit(self.trace(cpu, arguments, blocks=False))
 
     def trace(self, cpu: str, arguments: list[str], blocks: bool) -> dict:
-        """{row: {task: (units, instructions, {block: times})}}; without `blocks` the last is empty."""
+        """{kernel: {task: (units, instructions, {block: times})}}; the blocks are empty unless `blocks` is set."""
         self.counts.write_text("")
         text = run(
             [
@@ -133,7 +135,7 @@ WIDTHS = [str(bits) for bits in range(1, 9)]
 
 
 def linear_rows(numbers: dict) -> dict:
-    """{kernel without its width: {task: {width: number}}}; kernels for several rows may begin at other m by width."""
+    """{kernel without its width: {task: {width: number}}}; the m of a kernel for several rows depend on the width."""
     found: dict = {}
     for name, tasks in numbers.items():
         if match := re.fullmatch(r"linear_a8w(\d)_(\d+)(x\d+_)(\w+)", name):
@@ -159,7 +161,7 @@ def quantize_rows(numbers: dict) -> dict:
 
 
 def tasks_of(rows: dict) -> list[str]:
-    """The tasks of all rows, each once, in their order."""
+    """The tasks of all kernels, without repetition, in order."""
     return list(dict.fromkeys(task for tasks in rows.values() for task in tasks))
 
 
@@ -168,11 +170,11 @@ def attention_rows(numbers: dict) -> dict:
 
 
 def small_m(counts: dict) -> list[str]:
-    """Every m: the row that is chosen there, and what it takes."""
+    """For every m: the chosen kernel and its instructions."""
     lines = [
         "### Every number of rows",
         "",
-        "4 bits, symmetric, groups of 32: instructions per 128 weights and row, and which kernel row is chosen.",
+        "4 bits, symmetric, groups of 32: instructions per 128 weights and row, and the chosen kernel.",
         "",
         "| m | neon | neondot | i8mm |",
         "|---|---|---|---|",
@@ -197,23 +199,23 @@ def document(data: dict) -> str:
     lines = [
         "# What the Arm kernels cost",
         "",
-        "No Arm hardware was used. Instructions are counted under QEMU: exact and repeatable, but a count is no time.",
-        "Cycles, and what follows from them, are a model's. Written by `make arm-cost`; `docs/arm_cost.json` has the",
-        "same numbers, and more of the cycles. A test holds the instructions against it.",
+        "No Arm hardware was used. Instructions are counted under QEMU: exact and repeatable, but not times.",
+        "Cycles and projections come from a model. Written by `make arm-cost`; `docs/arm_cost.json` has the",
+        "same numbers, and more cycles. A test compares the instructions with it.",
         "",
         f"Compiler: {data['compiler']}. Emulator: {data['emulator']}. Cycles: llvm-mca {data['cycles']['llvm']}.",
         "",
         "## Linear",
         "",
-        "Instructions per 128 weights and row of activations, everything included that one call of the kernel does:",
-        "128 outputs (a kernel for many rows copies the activations once for as many), 1024 inputs, float32 output.",
+        "Instructions per 128 weights and row of activations, for one whole call of the kernel:",
+        "128 outputs (a kernel for many rows copies the activations once per 128 outputs), 1024 inputs, float32 output.",
         "g: inputs per group. m: rows of activations. Columns: bits.",
         "",
     ]
     for kernel, rows in linear_rows(counts).items():
         lines += [f"### {kernel}", ""] + table(["", *WIDTHS], rows)
     lines += small_m(counts)
-    lines += ["## Activations to int8", "", "Instructions per value, group sums included; 1024 values.", ""]
+    lines += ["## Quantization of activations", "", "Instructions per value, group sums included; 1024 values.", ""]
     quantize = quantize_rows(counts)
     lines += table(["", *tasks_of(quantize)], quantize)
     lines += ["## Embedding", "", "Instructions per value of a row of 1024, groups of 32. Columns: bits.", ""]
@@ -252,12 +254,12 @@ def document_bytes(sizes: dict) -> list[str]:
 
 def document_cycles(cycles: dict) -> list[str]:
     lines = [
-        "## Cycles, by a model",
+        "## Modeled cycles",
         "",
-        "The QEMU plugin records which basic blocks a call executed, and how often; llvm-mca says how many cycles a",
-        "block needs when it repeats, by LLVM's scheduling model of a core; a call is the sum of times x cycles. So",
-        "every load hits the L1 cache, every branch is predicted, and blocks neither overlap nor wait for one another.",
-        "Symmetric weights; the JSON file has the affine ones too. Cycles per 128 weights and row of activations.",
+        "The QEMU plugin records how often a call executed each basic block. llvm-mca models how many cycles a",
+        "block needs when it repeats, on a given core. A call costs the sum of times x cycles. The model assumes that",
+        "every load hits the L1 cache, every branch is predicted, and blocks neither overlap nor wait for each other.",
+        "Symmetric weights; the JSON file also has affine ones. Cycles per 128 weights and row of activations.",
         "Columns: bits.",
         "",
     ]
@@ -281,7 +283,7 @@ def document_cycles(cycles: dict) -> list[str]:
         }
         lines += [f"### {kernel}", ""] + table(["", *WIDTHS], rows)
     for title, unit, rows_of in (
-        ("Activations to int8", "Cycles per value.", quantize_rows),
+        ("Quantization of activations", "Cycles per value.", quantize_rows),
         ("Attention", "Cycles per 128 products.", attention_rows),
     ):
         kernels = over_cores(lambda numbers, rows_of=rows_of: {"": rows_of(numbers)})[""]
@@ -295,18 +297,18 @@ def document_cycles(cycles: dict) -> list[str]:
 
 
 ATTENTION = [
-    "Four heads of queries over one of keys, 64 wide: the last of 256 positions (token), or the last four (prompt).",
+    "Four query heads share one KV head, 64 wide. Queries: the last of 256 positions (token), or the last four (prompt).",
     "Columns: the type of the KV cache, int8,int4 with int8 keys and 4-bit values.",
 ]
 
-# What was tried; nothing here computes it.
+# A result of earlier measurements; this program does not compute it.
 IN_ORDER = [
-    "### A schedule for in-order cores, tried and left",
+    "### `-mtune` for in-order cores: tried, not used",
     "",
     "`-mtune=cortex-a53` and `-mtune=cortex-a510` for `kernels/linear/neon.cpp` and `neondot.cpp`",
-    "(`cmake/isa.cmake`), and this program's model of both builds: 3 and 4 bits, every mapping, groups of 16, 32 and",
+    "(`cmake/isa.cmake`), with this program's model of both builds: 3 and 4 bits, every mapping, groups of 16, 32 and",
     "128, 1, 16 and 64 rows; GCC 12.",
-    "Cycles over those of the tables above: median, and in brackets the least and the most.",
+    "Cycles relative to the tables above: median, and in brackets minimum and maximum.",
     "",
     "| | Cortex-A53 | Cortex-A55 | Cortex-A510 | Neoverse N1 | Neoverse V1 | Neoverse V2 |",
     "|---|---|---|---|---|---|---|",
@@ -327,13 +329,13 @@ IN_ORDER = [
     "| `cortex-a510`: dot product, tiles of rows |  | 1.00 (1.00-1.00) | 1.00 (0.96-1.00) | 1.00 (1.00-1.00) | "
     "1.00 (1.00-1.00) | 1.00 (1.00-1.00) |",
     "",
-    "Without `-mtune` GCC 12 already schedules for the Cortex-A53: its `generic` has that schedule, with costs and",
-    "alignments of its own. `cortex-a53` has other ones of these, and `cortex-a55` gives the same code as `cortex-a53`",
-    "(compared: `kernels/activation/neon.cpp`). GCC 12 accepts `cortex-a510`, but NEON's rows become slower on every",
-    "in-order core, the A510 itself included. Nothing gains on little cores without a loss elsewhere (NEON's rows run",
-    "on out-of-order cores, too, such as the Cortex-A72), so there is no `-mtune`.",
+    "Without `-mtune`, GCC 12 already schedules for the Cortex-A53: its `generic` has that schedule, with other costs",
+    "and alignments than `cortex-a53`. `cortex-a55` gives the same code as `cortex-a53`",
+    "(compared: `kernels/activation/neon.cpp`). GCC 12 accepts `cortex-a510`, but the NEON kernels become slower on every",
+    "in-order core, including the A510. No option makes little cores faster without a loss elsewhere (NEON kernels also run",
+    "on out-of-order cores such as the Cortex-A72), so there is no `-mtune`.",
     "",
-    "**Prefetch is not judged here, and nothing is claimed of it.** In this model every load hits the first-level",
+    "**The model says nothing about prefetch.** Every load hits the first-level",
     "cache, so a prefetch is an instruction more and nothing else. Whether one helps an in-order core only a board can",
     "say.",
     "",
@@ -350,7 +352,7 @@ def check(counter: Counter, parts: list[str]) -> int:
     found = counter.count(CHECK_CPU, parts)
     bad = growth(json.loads(DATA.read_text(encoding="utf-8"))["counts"], found)
     print("\n".join(bad))
-    print(f"{len(bad)} of {sum(len(tasks) for tasks in found.values())} counts have grown, or are new")
+    print(f"{len(bad)} of {sum(len(tasks) for tasks in found.values())} counts have grown or are new")
     return 1 if bad or not found else 0
 
 
@@ -358,17 +360,19 @@ def write(data: dict) -> int:
     DATA.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
     DOCUMENT.write_text(document(data), encoding="utf-8")
     rows = len(data["counts"]) + (len(data["SME2"]["counts"]) if data["SME2"] else 0)
-    print(f"{rows} kernel rows: {DOCUMENT.relative_to(ROOT)}, {DATA.relative_to(ROOT)}")
+    print(f"{rows} kernels: {DOCUMENT.relative_to(ROOT)}, {DATA.relative_to(ROOT)}")
     return 0
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--build", type=pathlib.Path, default=ROOT / "build/arm_cost", help="where to build")
-    parser.add_argument("--program", type=pathlib.Path, help="a counting program that is built already")
+    parser.add_argument("--build", type=pathlib.Path, default=ROOT / "build/arm_cost", help="build directory")
+    parser.add_argument("--program", type=pathlib.Path, help="use this counting program instead of building one")
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--sme2", action="store_true")
-    parser.add_argument("parts", nargs="*", metavar="PART", help="only rows whose names contain it; others keep their numbers")
+    parser.add_argument(
+        "parts", nargs="*", metavar="PART", help="only kernels whose names contain it; the others keep their numbers"
+    )
     args = parser.parse_args()
     compiler, emulator = version("aarch64-linux-gnu-g++"), version("qemu-aarch64")
     if args.check:
@@ -389,7 +393,7 @@ def main() -> int:
             return check(counter, args.parts)
         traced = trace_all(counter, args.parts)
         cycles = arm_cycles.model(traced)
-        if args.parts:  # all other rows stay
+        if args.parts:  # all other kernels keep their numbers
             data = json.loads(DATA.read_text(encoding="utf-8"))
             data["counts"] |= per_unit(traced)
             for core in CORES:

@@ -1,9 +1,9 @@
-"""A model of the cycles that counted calls need on some cores.
+"""Models the cycles of counted calls on several cores.
 
-The QEMU plugin says which basic blocks a call executed, and how often. llvm-mca says how many cycles one block needs
-when it repeats forever, by LLVM's model of a core. A call costs the sum over its blocks of times x cycles. So there
-are no cache misses, no mispredicted branches, and neither waiting nor overlap between one block and another; a loop
-whose body is one block is modeled best, and that is what the kernels' inner loops are.
+The QEMU plugin records how often a call executed each basic block. llvm-mca models how many cycles one block needs on a core
+when it repeats forever. A call costs the sum over its blocks of times x cycles. The model has no cache misses, no mispredicted
+branches, and neither waiting nor overlap between blocks. It fits loops whose body is one block best, as the kernels' inner
+loops are.
 """
 
 import concurrent.futures
@@ -13,7 +13,7 @@ import os
 from arm_tools import llvm, run
 from costs import hot
 
-# LLVM's name of a core, how it is written, and the ISAs of the rows that it runs.
+# LLVM's name of a core: its name in text, and the ISAs of the kernels that it runs.
 BASE = ("portable", "neon", "neondot")
 CORES = {
     "cortex-a53": ("Cortex-A53", BASE[:-1]),
@@ -41,7 +41,7 @@ class Trace:
             if fields[0] == "block":
                 blocks[fields[1]] = int(fields[2], 16), tuple(int(word, 16) for word in fields[3:])
                 continue
-            entered: dict[tuple, list] = {}  # QEMU may have translated a block twice
+            entered: dict[tuple, list] = {}  # QEMU may translate a block twice
             for entry in fields[1:]:
                 number, times = entry.split("*")
                 address, words = blocks[number]
@@ -59,12 +59,13 @@ def is_branch(word: int) -> bool:
 
 
 def whole_blocks(entered: list) -> dict[Block, int]:
-    """Joins what QEMU cut for reasons of its own (the end of a page, a limit of length): a block that ends in no branch
-    goes on in the block behind it."""
+    """Joins blocks that QEMU cut at the end of a page or at a length limit: a block without a branch at its end continues in
+    the next block."""
     behind: dict[int, list] = {}
     for block in entered:
         behind.setdefault(block[0], []).append(block)
-    for block in sorted(entered, key=lambda block: -block[0]):  # the last first: it is whole when it is joined
+    # in reverse order, so that a block is whole before it is joined to its predecessor
+    for block in sorted(entered, key=lambda block: -block[0]):
         address, words, times = block
         following = behind.get(address + 4 * len(words), [])
         if is_branch(words[-1]) or len(following) != 1 or following[0][2] < times:
@@ -79,8 +80,8 @@ def whole_blocks(entered: list) -> dict[Block, int]:
 
 
 def plain(word: int) -> int:
-    """Without what the models do not know: calls and returns as jumps (llvm-mca would take a call to last 100 cycles),
-    and no atomic updates, of which PyTorch's dispatch has some."""
+    """Replaces instructions that the models lack: calls and returns become jumps (llvm-mca assumes 100 cycles for a call), and
+    atomic updates, as in PyTorch's dispatch, become nops."""
     if word & 0xFC000000 == 0x94000000:  # bl
         return word & 0x7FFFFFFF
     if word & 0xFF9FFC1F == 0xD61F0000:  # br, blr, ret
@@ -98,7 +99,7 @@ class Model:
 
     def disassemble(self, blocks: list[Block]) -> None:
         words = sorted({plain(word) for block in blocks for word in block})
-        # A word at a time is how llvm-mc keeps its place when it meets one that it does not know.
+        # One word per line, so that llvm-mc can continue after a word that it does not know.
         lines = [" ".join(f"0x{byte:02x}" for byte in word.to_bytes(4, "little")) for word in words]
         output = run([self.mc, "--disassemble", "--mattr=+all", f"--triple={TRIPLE}"], "llvm-mc", "\n".join(lines))
         text = [line.strip() for line in output.splitlines() if line.strip() and not line.strip().startswith(".")]

@@ -1,7 +1,7 @@
-"""KleidiAI's 4-bit linear layer, which PyTorch's aarch64 wheel contains, counted beside ours in the same way.
+"""Counts the instructions of KleidiAI's 4-bit linear layer, from PyTorch's aarch64 wheel, and of ours.
 
-Both are operators of torch, called from an emulated Python: float32 rows in, float32 rows out, on one thread. All that
-the call executes is in the count, dispatch and activation quantization included, less an empty pair of markers.
+Both are torch operators, called from an emulated Python: float32 rows in, float32 rows out, on one thread. The count contains
+everything that the call executes, including dispatch and activation quantization, minus an empty pair of markers.
 """
 
 import os
@@ -14,7 +14,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 PYTHON = ROOT / "build/arm-python"  # scripts/arm_python.sh
 TORCH = PYTHON / "root/usr/lib/python3/dist-packages/torch"
 BUILD = ROOT / "build/arm_peer"
-# Emulated CPU, what it stands for, and the cores whose cycles are modeled.
+# Emulated CPU, the ISA that it stands for, and the cores whose cycles are modeled.
 CPUS = {
     "cortex-a76": ("dot-product", "neondot", ("neoverse-n1",)),
     "max,sve=off": ("i8mm", "i8mm", ("neoverse-v1", "neoverse-v2")),
@@ -30,7 +30,7 @@ def available() -> bool:
 
 
 def build(scratch: pathlib.Path) -> pathlib.Path:
-    """The operator library and the markers, for Arm."""
+    """Builds the operator library and the markers for Arm."""
     run(
         [
             tool("cmake"),
@@ -63,7 +63,7 @@ def count(plugin: pathlib.Path, scratch: pathlib.Path) -> dict:
     markers, counts = build(scratch), scratch / "peer"
     found: dict = {}
     for cpu, (name, isa, cores) in CPUS.items():
-        # A lowbit that is installed there must not be loaded before the one that was just built.
+        # Do not load an installed lowbit before the one that was just built.
         environment = os.environ | {
             "QEMU_CPU": cpu,
             "QEMU_PLUGIN": f"{plugin},out={counts},blocks=on",
@@ -83,7 +83,7 @@ def count(plugin: pathlib.Path, scratch: pathlib.Path) -> dict:
         (empty, _), *calls = calls
         traced: dict = {}
         for (library, task, units), (instructions, blocks) in zip(tasks, calls):
-            # The model takes a row's ISA from the end of its name.
+            # The model takes the ISA from the end of a kernel's name.
             traced.setdefault(f"{library}_{isa}", {})[task] = int(units), instructions - empty, blocks
         cycles = model(traced, cores)
         for row, by_task in traced.items():
@@ -97,15 +97,15 @@ def count(plugin: pathlib.Path, scratch: pathlib.Path) -> dict:
 
 def document(found: dict | None, core_names: dict) -> list[str]:
     lines = [
-        "## KleidiAI beside it: 4 bits",
+        "## Comparison with KleidiAI: 4 bits",
         "",
-        "PyTorch's aarch64 wheel (2.10) contains KleidiAI's 4-bit layer, `aten._dyn_quant_matmul_4bit`. One call",
-        "from Python each, 1024 outputs and inputs, float32, one thread, symmetric weights; activation",
+        "PyTorch's aarch64 wheel (2.10) contains KleidiAI's 4-bit layer, `aten._dyn_quant_matmul_4bit`. One call of each",
+        "from Python, 1024 outputs and inputs, float32, one thread, symmetric weights; activation",
         "quantization and dispatch included; instructions and modeled cycles per 128 weights and row.",
         "",
     ]
     if found is None:
-        return lines + ["Not counted here: there was no emulated Arm Python in build/arm-python.", ""]
+        return lines + ["Not counted: there was no emulated Arm Python in build/arm-python.", ""]
     for name, tasks in found.items():
         cores = [core for core in next(iter(next(iter(tasks.values())).values())) if core != "instructions"]
         columns = [("instructions", "instructions"), *((core, f"cycles, {core_names[core]}") for core in cores)]

@@ -1,6 +1,6 @@
-"""The guest of arm_peer.py, in an emulated Arm Python: arm_peer_guest.py MARKERS OPERATORS
+"""The program that arm_peer.py runs in an emulated Arm Python: arm_peer_guest.py MARKERS OPERATORS
 
-Executes the markers around nothing, and then around one call of each operator; prints a line for each of these calls:
+Executes an empty pair of markers, and then one call of each operator between markers. Prints a line for each call:
 library, task, 128-weight units.
 """
 
@@ -15,7 +15,7 @@ N = K = 1024
 
 def count(line: str | None, call: Callable, *arguments) -> None:
     for _ in range(3):
-        call(*arguments)  # what happens once is not counted
+        call(*arguments)  # not counted: work of the first call alone
     markers.start()
     call(*arguments)
     markers.stop()

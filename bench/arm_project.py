@@ -1,21 +1,21 @@
-"""Projects how many tokens per second language models would generate on some machines.
+"""Projects the tokens per second of language models on several machines.
 
-One token reads every linear layer once, with one row of activations (embedding, attention, norms and sampling are left
-out). Its time is the longer of two, as if computing and reading overlapped perfectly and every core got its share:
+One token reads every linear layer once, with one row of activations; embedding, attention, norms and sampling are left out. Its
+time is the larger of two, as if computing and reading overlapped perfectly and every core had its share:
 
     computing   sum over layers:  k x cycles per activation / clock of the first cores
                                   + n k / 128 / sum over cores (clock / cycles per 128 weights)
     reading     packed bytes / (PEAK_SHARE x peak bandwidth)
 
-The cycles are those of arm_cycles.py: a model's. So this is a projection from a model and from specifications, made to
-see which of the two limits a width, and nothing was measured.
+The cycles come from the model in arm_cycles.py, the bandwidths from specifications; nothing was measured. The projection shows
+whether computing or reading limits a width.
 """
 
 import dataclasses
 
 GROUP_SIZE = 32
 MAPPING = "symmetric"
-PEAK_SHARE = 0.8  # of the nominal bandwidth that a well-written stream reads
+PEAK_SHARE = 0.8  # share of the nominal bandwidth that a good streaming read reaches
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Machine:
     name: str
     cores: tuple[Cores, ...]
     bandwidth: float  # nominal peak, bytes per second
-    memory: float  # the most it is sold with, bytes
+    memory: float  # largest size that is sold, bytes
     source: str
 
 
@@ -40,7 +40,7 @@ MACHINES = (
         (Cores(4, 2.4e9, "neoverse-n1"),),
         4267e6 * 4,
         16e9,
-        "Raspberry Pi's specification: 4 x Cortex-A76 (of one design with the Neoverse N1) at 2.4 GHz; "
+        "Raspberry Pi's specification: 4 x Cortex-A76 (the same design as the Neoverse N1) at 2.4 GHz; "
         "LPDDR4X-4267, 32 bits wide",
     ),
     Machine(
@@ -76,7 +76,7 @@ MACHINES = (
 
 
 def llama(layers: int, hidden: int, mlp: int, key_value: int, vocabulary: int) -> tuple:
-    """(how many, n, k) of its linear layers."""
+    """(count, n, k) of its linear layers."""
     return (
         (2 * layers, hidden, hidden),  # query, output
         (2 * layers, key_value, hidden),  # key, value
@@ -93,7 +93,7 @@ MODELS = {
 
 
 def gemv_cycles(cycles: dict, core: str, bits: int) -> float:
-    """The best row for one row of activations."""
+    """Cycles of the best kernel for one row of activations."""
     task = f"{MAPPING} g{GROUP_SIZE} m1"
     return min(tasks[task] for row, tasks in cycles[core].items() if row.startswith(f"linear_a8w{bits}_") and task in tasks)
 
@@ -104,7 +104,7 @@ def quantize_cycles(cycles: dict, core: str) -> float:
 
 
 def seconds(machine: Machine, layers: tuple, bits: int, cycles: dict, packed: float) -> tuple[float, float]:
-    """Computing and reading."""
+    """Seconds of computing and of reading."""
     first = machine.cores[0]
     weights_per_second = sum(
         cores.count * cores.clock * 128 / gemv_cycles(cycles, cores.model, bits) for cores in machine.cores
@@ -116,7 +116,7 @@ def seconds(machine: Machine, layers: tuple, bits: int, cycles: dict, packed: fl
 
 
 def project(cycles: dict, packed_bytes) -> dict:
-    """{model: {machine: {bits: (tokens per second, what limits)}}}, without what does not fit the memory.
+    """{model: {machine: {bits: (tokens per second, the limit)}}}, without models that do not fit in memory.
 
     `packed_bytes(n, k)`: {(bits, mapping, group size): bytes}.
     """
@@ -141,18 +141,18 @@ def document(projected: dict, core_names: dict) -> list[str]:
     lines = [
         "## Tokens per second, projected",
         "",
-        "A projection from the model above and from specifications; nothing was measured. One token reads every linear",
+        "A projection from the modeled cycles and from specifications; nothing was measured. One token reads every linear",
         f"layer once (one row, {MAPPING}, groups of {GROUP_SIZE}); attention, embedding and norms are left out. Its",
-        "time is max(computing, reading), as if both overlapped perfectly and work spread evenly over all cores:",
+        "time is max(computing, reading), as if both overlapped perfectly and the work were spread evenly over all cores:",
         "",
         "    computing = sum over layers of k * (cycles per activation) / clock",
         "                                 + n * k / 128 / (sum over cores of clock / (cycles per 128 weights))",
         f"    reading   = packed bytes / ({PEAK_SHARE} * nominal bandwidth)",
         "",
         f"The share of {PEAK_SHARE} is an assumption. Starting and joining threads is left out too: on the servers a",
-        "layer of the small model takes a few microseconds, which is what that costs, so they will not come near these",
-        "figures. Bold: computing is the limit, else memory. Empty: does not fit in the largest memory sold. The",
-        "inputs are one table in `bench/arm_project.py`.",
+        "layer of the small model takes a few microseconds, as long as starting threads, so servers are slower than these",
+        "figures. Bold: limited by computing; otherwise by memory. Empty: does not fit in the largest memory sold. The",
+        "inputs are in a table in `bench/arm_project.py`.",
         "",
         "| machine | cores | GB/s | from |",
         "|---|---|---|---|",

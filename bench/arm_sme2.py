@@ -1,5 +1,7 @@
-"""Counts the instructions of the SME2 kernels, for arm_cost.py --sme2: under the QEMU of scripts/arm_emulator.sh, which
-takes no plugins. It writes a line for each instruction of the kernels' own code and for the markers of arm_cost.cpp."""
+"""Counts the instructions of the SME2 kernels, for arm_cost.py --sme2.
+
+The QEMU of scripts/arm_emulator.sh takes no plugins. It writes a line for each instruction of the kernels and for the markers
+of arm_cost.cpp."""
 
 import os
 import pathlib
@@ -24,7 +26,7 @@ def symbols(path: pathlib.Path) -> dict[str, int]:
 
 
 def kernel_code(program: pathlib.Path, objects: pathlib.Path) -> range:
-    """Where the kernels' object lies in the program: it is one piece."""
+    """Address range of the kernels' object in the program, which is contiguous."""
     text = run([tool("aarch64-linux-gnu-objdump"), "-h", objects], "objdump")
     size = int(re.search(r"\.text +([0-9a-f]+)", text)[1], 16)
     name, offset = next((name, at) for name, at in symbols(objects).items() if ENTRY in name)
@@ -76,16 +78,16 @@ def count(program: pathlib.Path) -> dict:
     return {"compiler": compiler, "emulator": emulator, "counts": trace(program, ["_sme2"])}
 
 
-# What others measured; nothing here computes it.
+# Published by others; this program does not compute it.
 PUBLISHED = [
-    "### KleidiAI's kernels for SME2, published",
+    "### Published figures of KleidiAI's SME2 kernels",
     "",
-    "The packages at hand export its kernels for one scale per channel only, and counts of them did not agree with each",
-    "other, so there are none here. Measured by its authors on an Apple M4 Pro (two matrix units) in llama.cpp, Llama 3.2 1B,",
-    "a prompt of 512 tokens, whole model: Q4_0 (groups of 32) 295 tokens/s on one thread with a unit, 547 on two, and on eight",
-    "557, or 1048 where the others take NEON (ggml-org/llama.cpp, pull request 20070); Q8_0 504 on one thread, with a scale",
-    "per channel (16993). lowbit takes both kinds of units for one call, too (`LOWBIT_SME_THREADS`), with the same bits; how",
-    "fast that is on an M4 nobody has measured: `bench/arm_sme2_model.py` has a model of one layer.",
+    "The available packages export only its kernels with one scale per channel, and their counts were not repeatable,",
+    "so this page has none. Measured by its authors on an Apple M4 Pro (two matrix units) in llama.cpp, Llama 3.2 1B,",
+    "a prompt of 512 tokens, whole model: Q4_0 (groups of 32) 295 tokens/s on one thread with a unit, 547 on two; on eight,",
+    "557, or 1048 if the others use NEON (ggml-org/llama.cpp, pull request 20070); Q8_0 504 on one thread, with a scale",
+    "per channel (16993). lowbit also uses both kinds of units in one call (`LOWBIT_SME_THREADS`), with the same bits. Its",
+    "speed on an M4 has not been measured; `bench/arm_sme2_model.py` models one layer.",
     "",
 ]
 
@@ -97,9 +99,9 @@ def document(data: dict | None, table: Callable, linear_rows: Callable) -> list[
         "## SME2",
         "",
         f"Compiler: {data['compiler']}. Emulator: {data['emulator']}, `-cpu {CPU}`: vectors of 512 bits.",
-        "Counted as above, by `make arm-cost-sme2`; there is no model of a core with SME2, so there are no cycles,",
-        "and an instruction of a matrix unit is not one of a core: for up to 1024 products `smopa` counts as one.",
-        "Rows of activations come in tiles of 16, each of which costs what a whole one does. No test holds these counts.",
+        "Counted as above, by `make arm-cost-sme2`. LLVM has no model of a core with SME2, so there are no cycles,",
+        "and an instruction of a matrix unit does more than one of a core: `smopa` counts as one for up to 1024 products.",
+        "Rows of activations come in tiles of 16; a partial tile costs as much as a whole one. No test compares these counts.",
         "",
     ]
     for kernel, rows in linear_rows(data["counts"]).items():

@@ -1,16 +1,17 @@
-"""A model of what mixing SME2 and the cores' own vector units gives on an Apple M4 (4 fast cores and 6 slow ones, a matrix
-unit for each kind). Nothing was measured: it is made of counted instructions (docs/arm_cost.json), of modeled cycles and
-of published rates, and says which of the choices is better rather than how fast either is.
+"""Models SME2 units together with the cores' vector units on an Apple M4.
+
+The M4 has 4 fast and 6 slow cores, and a matrix unit for each kind. Nothing was measured: the model combines counted
+instructions (docs/arm_cost.json), modeled cycles and published rates. It shows which choice is better, not how fast either is.
 
     python3 bench/arm_sme2_model.py      writes a table
 
-A layer of 4096 x 4096, 4 bits, groups of 32. Threads claim panels as ops/schedule.h has it.
+A layer of 4096 x 4096, 4 bits, groups of 32. Threads claim panels as in ops/schedule.h.
 
-  a core       cycles per 128 weights and row of the i8mm (m = 1: dot-product) rows, by LLVM's models of Neoverse V2 for
-               a fast core and V1 for a slow one, which has fewer pipes, at 4.4 and 2.9 GHz
-  a unit       the longer of: products at 4000 and 700 int8 GOPS (Remke and Breuer, "Hello SME!", 2024, as is that one
-               unit serves a cluster); the counted instructions at so many per cycle of its core
-  memory       120 GB/s for all, of which 80 % are reached
+  a core       cycles per 128 weights and row of the i8mm kernels (m = 1: dot product), by LLVM's models of Neoverse V2 for a
+               fast core (4.4 GHz) and of V1, with fewer pipes, for a slow one (2.9 GHz)
+  a unit       the larger of: products at 4000 and 700 int8 GOPS, one unit per cluster (Remke and Breuer, "Hello SME!", 2024);
+               counted instructions at a given number per cycle of its core
+  memory       80 % of 120 GB/s, shared by all cores
 """
 
 import heapq
@@ -27,14 +28,14 @@ UNITS = K * 16 / 128  # of 128 weights, in a panel
 
 
 def core_seconds(clock: float, rows: int) -> float:
-    """A panel times some rows on a core's own units."""
+    """Seconds of one panel times some rows on a core's vector units."""
     core = "neoverse-v2" if clock == FAST else "neoverse-v1"
     row = "linear_a8w4_1x16_neondot" if rows == 1 else "linear_a8w4_2x16_i8mm"
     return UNITS * rows * COUNTS["cycles"][core][row][f"symmetric g32 m{1 if rows == 1 else 16}"] / clock
 
 
 def unit_seconds(clock: float, rows: int, panels: int, per_cycle: float) -> float:
-    """Some panels times some rows on a matrix unit."""
+    """Seconds of several panels times some rows on a matrix unit."""
     name, m = ("1x64", 1) if rows == 1 else ("5x32", 16 if rows <= 16 else 64)
     count = COUNTS["SME2"]["counts"][f"linear_a8w4_{name}_sme2"][f"symmetric g32 m{m}"]
     if rows == 1:
@@ -45,7 +46,7 @@ def unit_seconds(clock: float, rows: int, panels: int, per_cycle: float) -> floa
 
 
 def seconds(m: int, threads: list[tuple[float, bool]], per_cycle: float) -> float:
-    """`threads`: a clock, and whether it uses a unit. Each takes the next claim when it is free."""
+    """Seconds of a layer. `threads`: clock of each, and whether it uses a unit. A free thread takes the next claim."""
     bands = [min(BAND_ROWS, m - first) for first in range(0, m, BAND_ROWS)]
     least = 4 if m == 1 and any(unit for _, unit in threads) else 1
     free = [(0.0, i) for i in range(len(threads))]
@@ -70,7 +71,7 @@ def main() -> None:
         "2 threads, on the units": [(FAST, True), (SLOW, True)],
         "1 thread, on the fast unit": [(FAST, True)],
     }
-    print("A model, nothing measured: microseconds of a layer of 4096 x 4096, 4 bits, groups of 32.\n")
+    print("Modeled, not measured: microseconds of a layer of 4096 x 4096, 4 bits, groups of 32.\n")
     print("| unit's instructions per cycle | | m = 1 | m = 16 | m = 512 |\n|---|---|---|---|---|")
     for per_cycle in (1.0, 2.0, 4.0):
         for name, threads in choices.items():

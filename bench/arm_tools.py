@@ -1,4 +1,4 @@
-"""The programs that arm_cost.py needs: finding them, running them, and saying what is missing."""
+"""Finds and runs the programs that arm_cost.py needs, and names missing ones."""
 
 import pathlib
 import re
@@ -13,11 +13,11 @@ PACKAGES = {
     "cmake": "cmake",
     "ninja": "ninja-build",
 }
-OLDEST_LLVM = 17  # the first with models of all four cores
+OLDEST_LLVM = 17  # the first version with models of all four cores
 
 
 def tool(name: str) -> str:
-    beside = pathlib.Path(sys.executable).parent / name  # a virtual environment has its own cmake and ninja
+    beside = pathlib.Path(sys.executable).parent / name  # a virtual environment has cmake and ninja in its bin
     path = str(beside) if beside.exists() else shutil.which(name)
     if path is None:
         sys.exit(f"arm_cost: {name} is missing (Debian: apt-get install {PACKAGES[name]})")
@@ -38,8 +38,8 @@ def version(name: str) -> str:
 
 
 def llvm() -> tuple[str, str, str]:
-    """llvm-mc and llvm-mca of the newest LLVM that is installed, and its version; distributions put its major version
-    behind the names."""
+    """llvm-mc and llvm-mca of the newest installed LLVM, and its version; distributions append the major version to the
+    names."""
     found = {}
     for suffix in ["", *(f"-{major}" for major in range(OLDEST_LLVM, 100))]:
         mc, mca = shutil.which(f"llvm-mc{suffix}"), shutil.which(f"llvm-mca{suffix}")

@@ -1,4 +1,4 @@
-// What the counting programs count of attention.
+// The calls of attention kernels that the counting programs count.
 #pragma once
 
 #include <utility>
@@ -7,7 +7,7 @@
 
 namespace lowbit::bench {
 
-// Calls count(kernel, type of the caches, its name, whether it is a prompt) for each row that wanted(name, isa) wants.
+// Calls count(kernel, cache type, its name, whether it is a prompt) for each kernel for which wanted(name, isa) is true.
 template <class Wanted, class Count>
 void for_attention(const Wanted& wanted, const Count& count) {
   constexpr std::pair<CacheType, const char*> kCaches[] = {{CacheType::f32, "f32"}, {CacheType::bf16, "bf16"},

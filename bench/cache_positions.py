@@ -1,9 +1,9 @@
-"""What KV caches of each type lose with the position in a text: KL divergence to a float32 cache, for a packed model.
+"""Prints the KL divergence of each type of KV cache to a float32 cache, by position in a text, for a packed model.
 
     python bench/cache_positions.py MODEL [--tokens 8192] [--caches int8 int8,int4 int4]
 
-The text is Python source that this Python brings. All decoders read it in pieces of 256 tokens, as a prompt; a row has the mean
-over the tokens at its positions.
+The text is Python source from the standard library. All decoders read it as a prompt, in pieces of 256 tokens. A row of the
+table has the mean over the tokens at its positions.
 """
 
 import argparse

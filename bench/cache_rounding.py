@@ -1,12 +1,12 @@
-"""What ways to round keys and values to 4 bits cost a language model, in float32 and transformers' attention.
+"""Compares ways to round keys and values to 4 bits in a float32 language model with transformers' attention.
 
     python bench/cache_rounding.py [--tokens 3000] [--large 8]
 
-It prints, for each way, the perplexity over that without rounding (keys alone, values alone, both), and the share of
-the squares of keys and values that is lost. `rotated`: behind a Hadamard matrix, and back. `levels` is what 4-bit
-caches do, with a scale for each position of a head; `steps` has 15 levels at equal distances, `minimum` 16 of them from
-the least value to the largest; `groups` has scales for groups of 16 inputs. --large multiplies two inputs of each key,
-and divides those of the queries: the model computes the same, and its keys have the large inputs of larger models.
+For each way it prints the perplexity ratio to no rounding (keys alone, values alone, both), and the relative squared error of
+keys and values. `rotated`: multiplied by a Hadamard matrix, rounded, and rotated back. `levels` is the format of 4-bit caches,
+with a scale for each position of a head; `steps` has 15 equidistant levels, `minimum` has 16 from the smallest value to the
+largest; `groups` has scales for groups of 16 inputs. --large multiplies two inputs of each key, and divides those of the
+queries: the model computes the same, and its keys have outliers like those of larger models.
 """
 
 import argparse
@@ -56,7 +56,7 @@ def enlarge(model: torch.nn.Module, factor: float) -> None:
     for layer in model.model.layers:
         for linear, by in ((layer.self_attn.k_proj, factor), (layer.self_attn.q_proj, 1 / factor)):
             heads = linear.weight.data.view(-1, width, linear.in_features)
-            heads[:, [0, width // 2]] *= by  # RoPE turns these two about each other
+            heads[:, [0, width // 2]] *= by  # RoPE rotates these two as a pair
 
 
 def main() -> None:
@@ -95,7 +95,7 @@ def main() -> None:
         ) / len(parts)
 
     exact = nats()
-    print(f"perplexity without rounding {math.exp(exact):.3f}; over it with keys, values, both rounded; squares lost")
+    print(f"perplexity without rounding {math.exp(exact):.3f}; ratio to it with keys, values, both; squared errors")
     for way in (levels, steps, minimum, groups):
         for rotated in (True, False):
             over = []

@@ -1,10 +1,10 @@
-"""What attention takes over caches of each type: one layer, the same call in turns.
+"""Times attention over caches of each type: one layer, the same call in turns.
 
     python bench/caches.py [--prompt] [--lengths 512 2048 8192 32768] [--heads 32] [--kv-heads 8] [--width 64] [--rounds 21]
 
-It prints, for each number of positions, bytes of the caches and the CPU time of a token after them, or of a prompt of so many
-tokens, over that with float32 caches: medians of the ratios of turns. Activations are float32. Each turn of a token reads other
-layers' caches, up to 256 MB of them, so that they come from memory as they do in a model.
+For each number of positions it prints the size of the caches and the CPU time relative to float32 caches: of one token after
+that many positions, or of a prompt of that length. Figures are medians of the ratios of turns; activations are float32. Each
+turn of a token reads another layer's caches, up to 256 MB in all, so that they come from memory as in a model.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from lowbit.operators.ops import cache_storage, cache_width
 
 
 def full(kv_heads: int, length: int, width: int, dtype: torch.dtype) -> torch.Tensor:
-    """A cache that was written to, or all of it would be one page of zeros. Scales of codes are 0x3f3f3f3f: 0.75."""
+    """A cache with all bytes written; not one shared page of zeros. Scales of codes are 0x3f3f3f3f: 0.75."""
     stored = cache_storage(dtype)
     return torch.full((1, kv_heads, length, cache_width(width, dtype)), 0x3F if stored is torch.int8 else 0.75, dtype=stored)
 

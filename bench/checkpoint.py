@@ -1,8 +1,8 @@
-"""What quantizing and loading a checkpoint costs, with random weights in the shapes of a real model.
+"""Measures time and memory of quantizing and loading a checkpoint with random weights in the shapes of a real model.
 
     .venv/bin/python bench/checkpoint.py DIRECTORY   # llama-3.1-8b: 16 GB of bfloat16, 4.5 GB packed; deleted after it
 
-Each step runs in a process of its own, so that its peak memory is its own; what importing costs is measured beside it.
+Each step runs in a separate process, which also measures the cost of imports, so that peak memory is that of the step.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def make(directory: Path, name: str) -> int:
         with Writer(directory / name, shard) as writer:
             for tensor, _, shape, count in shard:
                 weight_map[tensor] = name
-                # Different values in each tensor, the same few million within one.
+                # Values differ between tensors; within a tensor a few million repeat.
                 source = ones if len(shape) == 1 else random.roll(len(weight_map))
                 data = memoryview(source.view(torch.uint8).numpy())
                 for at in range(0, count, len(data)):
@@ -94,7 +94,7 @@ print(json.dumps(imported | {"s": loaded, "anonymous": anonymous, "first_s": tim
 
 
 def run(script: str, *arguments: object, limit: float | None = None) -> dict:
-    """Runs a step; `limit`: the most GiB of memory of its own that it may allocate."""
+    """Runs a step; `limit`: the most GiB of private memory that it may allocate."""
 
     def set_limit() -> None:
         if limit is not None:
@@ -108,7 +108,7 @@ def run(script: str, *arguments: object, limit: float | None = None) -> dict:
 
 
 def evict(directory: Path) -> None:
-    """Asks the system to forget the files' pages, so that they come from the disk (or its host's cache)."""
+    """Asks the system to drop the files' pages, so that they come from the disk (or its host's cache)."""
     for path in directory.iterdir():
         descriptor = os.open(path, os.O_RDONLY)
         os.fsync(descriptor)
@@ -118,7 +118,7 @@ def evict(directory: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("directory", type=Path, help="where there is room: 21 GB for the 8B model")
+    parser.add_argument("directory", type=Path, help="directory with enough free space: 21 GB for the 8B model")
     parser.add_argument("--model", choices=NAMES, default="llama-3.1-8b")
     parser.add_argument("--bits", type=int, default=4)
     parser.add_argument("--group-size", type=int, default=32)
@@ -147,7 +147,7 @@ def main() -> None:
         for state in ("after the pages were evicted", "warm", "warm", "warm"):
             load = run(LOAD, base / "packed")
             print(
-                f"loaded, {state}: {load['s']:.2f} s and {load['anonymous'] / 2**20:.0f} MiB of memory beside the "
+                f"loaded, {state}: {load['s']:.2f} s and {load['anonymous'] / 2**20:.0f} MiB of memory besides the "
                 f"mapped file; imports {load['import_s']:.1f} s, first pass of 4 tokens {load['first_s']:.2f} s",
                 flush=True,
             )

@@ -1,13 +1,13 @@
-"""lowbit beside its peers on the same matrices, with this machine's roofs.
+"""Compares lowbit with other libraries on the same matrices, and with this machine's peak rates.
 
-    make bench                                  everything; prints the tables, writes build/bench/compare.{json,md,png}
+    make bench                                  all; prints the tables, writes build/bench/compare.{json,md,png}
     make bench DOC=1                            the same, written to the part of this kind of CPU in docs/bench.{json,md}
     python3 bench/compare.py --roofs build/bench/bench/roofs [OPTION...]
 
-Each library runs in a process of its own, one at a time, so that no pool of threads spins while another library is
-timed. All contenders take turns in every round; a figure is the median over the rounds. With one row of activations
-(and up to 32) a turn is one pass over copies of the weights, and a round goes over more than 1 GB of them, so they come
-from memory. Nothing is pinned. Peers that cannot run are listed with the reason.
+Each library runs in a separate process, one at a time, so that no thread pool spins while another library is timed. All
+contenders take turns in every round; a figure is the median over the rounds. With up to 32 rows of activations, a turn is one
+pass over copies of the weights, and a round reads more than 1 GB of them, so they come from memory. Threads are not pinned.
+Peers that cannot run are listed with the reason.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ SWEEP = (1, 2, 4, 8, 16, 32, 64, 128, 512)  # rows of activations
 SWEEP_CONTENDERS = ("lowbit 4 bits g128", "lowbit 4 bits g128 bf16", "torch bfloat16")
 SEVERAL_ROWS = 128
 MOST_ROWS_FROM_MEMORY = 32
-CYCLED_BYTES = 1.1e9  # of weights, between two uses of the same ones
+CYCLED_BYTES = 1.1e9  # of weights read between two uses of the same copy
 LEAST_PASS_BYTES = 30e6  # a millisecond or more
-LEAST_SECONDS = 0.02  # of calls in a turn that is not from memory, and of untimed ones before every turn
-PAUSE = 0.01  # seconds in which the threads of the last contender stop spinning
-SLOW_SECONDS, MOST_SECONDS = 1.0, 8.0  # a call that takes longer is timed in one round only, or not at all
+LEAST_SECONDS = 0.02  # of calls in a turn with cached weights, and of untimed calls before every turn
+PAUSE = 0.01  # seconds for the threads of the last contender to stop spinning
+SLOW_SECONDS, MOST_SECONDS = 1.0, 8.0  # a longer call is timed in one round only, or not at all
 PREPARE_SECONDS, TIME_SECONDS = 300, 120  # a process that takes longer has failed
 
 
@@ -98,7 +98,7 @@ class Process:
 
 
 class Roofs:
-    """The process of bench/roofs.cpp; it takes turns with the contenders."""
+    """The process of bench/roofs.cpp, which takes turns with the contenders."""
 
     def __init__(self, program: Path, mebibytes: int, threads: list[int]):
         command = [str(program), "--serve", "--mebibytes", str(mebibytes), *map(str, threads)]
@@ -125,7 +125,7 @@ class Roofs:
 
 @dataclass(frozen=True)
 class Section:
-    """Contenders on one shape: each in turn, for each number of rows and threads, in several rounds."""
+    """Contenders on one shape: they take turns for each number of rows and threads, in several rounds."""
 
     title: str
     n: int
@@ -139,7 +139,7 @@ class Comparison:
     def __init__(self, options: argparse.Namespace):
         self.options = options
         self.processes: dict[str, Process] = {}
-        self.ended: set[str] = set()  # contenders whose process ended under them: they get no other
+        self.ended: set[str] = set()  # contenders whose process ended; they are not started again
         self.library_of: dict[str, str] = {}
         self.begin = time.monotonic()
         self.samples: dict[tuple, list[float]] = {}
@@ -200,7 +200,7 @@ class Comparison:
         self.say(f"roofs by threads: read {found['read_gbs']} GB/s{peak}")
 
     def prepare(self, section: Section) -> list[dict]:
-        """The contenders of a section that can run it, with their weights packed and their results checked."""
+        """Returns the contenders that can run a section, with packed weights and checked results."""
         ready = []
         for spec in self.results["contenders"]:
             if spec["name"] in section.names and spec["name"] not in self.ended:
@@ -208,7 +208,7 @@ class Comparison:
                 if made is None:
                     ready = [entry for entry in ready if entry["name"] not in self.ended]
                     continue
-                # Also when it is NaN, which compares with nothing.
+                # Written so that NaN fails too.
                 if spec["relative_error"] is None or not made["relative_error"] <= spec["relative_error"]:
                     spec["relative_error"] = made["relative_error"]
                 spec["bytes"][f"{section.n}x{section.k}"] = made["bytes"]
@@ -218,7 +218,7 @@ class Comparison:
         return ready
 
     def prepare_one(self, section: Section, spec: dict, ready: list[str]) -> dict | None:
-        """Packs one contender's weights; None, and said why, where that fails."""
+        """Packs one contender's weights; on failure records the reason and returns None."""
         bytes_per_pass = max(self.options.least_pass_bytes, self.options.cycled_bytes / max(1, len(section.names)))
         try:
             return self.processes[self.library_of[spec["name"]]].call(
@@ -230,7 +230,7 @@ class Comparison:
             return None
 
     def replace_process(self, section: Section, name: str, ready: list[str]) -> None:
-        """Where a contender's process has ended, the library's others go on in a new one, without that contender."""
+        """After a contender's process has ended, starts a new one for the library's other contenders."""
         library = self.library_of[name]
         if not self.processes[library].dead:
             return
@@ -249,7 +249,7 @@ class Comparison:
                 self.ended.add(spec["name"])
 
     def turns(self, section: Section, ready: list[dict]) -> Iterator[tuple[int, int, int, dict]]:
-        """Round, rows, threads, contender."""
+        """Yields round, rows, threads and contender."""
         for m in section.rows:
             for spec in ready:
                 if (seconds := m * spec["seconds_per_row"]) > MOST_SECONDS:
@@ -274,7 +274,7 @@ class Comparison:
             if name in failed or name in self.ended:
                 continue
             read = None
-            if m == 1:  # neighbors on the machine take some of the bandwidth, now more, now less
+            if m == 1:  # other virtual machines take a changing part of the bandwidth
                 time.sleep(PAUSE)
                 read = self.roofs.read_gbs(threads)
             time.sleep(PAUSE)
@@ -296,7 +296,7 @@ class Comparison:
                 process.call(PREPARE_SECONDS, "release")
 
     def conclude(self) -> dict:
-        """Medians of what has been measured so far."""
+        """Medians of the measurements so far."""
         specs = {spec["name"]: spec for spec in self.results["contenders"]}
         self.results["results"] = []
         for threads in {key[-1] for key in self.reads}:
@@ -366,7 +366,7 @@ class Comparison:
 
 
 def last_level_cache() -> int | None:
-    """Bytes of the largest cache of CPU 0, where the system says."""
+    """Bytes of the largest cache of CPU 0, or None if the system does not tell."""
     sizes = []
     for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
         text = path.read_text().strip()
@@ -411,10 +411,8 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--roofs", type=Path, required=True, metavar="PROGRAM", help="built from bench/roofs.cpp")
     parser.add_argument("--output", type=Path, default=Path("build/bench/compare"), help="without suffix")
-    parser.add_argument(
-        "--document", type=Path, help="likewise, a document of several kinds of CPU: this one's part is written anew"
-    )
-    parser.add_argument("--threads", type=numbers, help="numbers of threads; default 1, and 2 where there are two CPUs")
+    parser.add_argument("--document", type=Path, help="likewise, a document of several kinds of CPU: replaces this CPU's part")
+    parser.add_argument("--threads", type=numbers, help="numbers of threads; default 1, and 2 with two or more CPUs")
     parser.add_argument("--shapes", type=shapes, default=list(SHAPES), metavar="NxK,...", help="multiples of 256")
     parser.add_argument("--sweep", type=numbers, default=list(SWEEP), metavar="M,...", help="rows of the table by rows")
     parser.add_argument("--rounds", type=int, default=11, help="with one row")
@@ -425,7 +423,9 @@ def parse() -> argparse.Namespace:
         default=list(MODULES),
         help=f"of {','.join(MODULES)}; torch includes lowbit and must be there",
     )
-    parser.add_argument("--quick", action="store_true", help="caches instead of memory: to try this program, not for figures")
+    parser.add_argument(
+        "--quick", action="store_true", help="weights from caches instead of memory: to try this program, not for figures"
+    )
     options = parser.parse_args()
     options.threads = sorted(set(options.threads or range(1, min(2, available_cpus()) + 1)))
     if unknown := set(options.libraries) - set(MODULES):
@@ -435,7 +435,7 @@ def parse() -> argparse.Namespace:
     if options.rounds < 1 or options.rounds_of_several_rows < 1:
         parser.error("--rounds and --rounds-of-several-rows must be 1 or more")
     if not options.roofs.exists():
-        parser.error(f"{options.roofs} is not there; `make bench` builds it")
+        parser.error(f"{options.roofs} does not exist; `make bench` builds it")
     options.cycled_bytes, options.least_pass_bytes, options.least_seconds = (CYCLED_BYTES, LEAST_PASS_BYTES, LEAST_SECONDS)
     cache = last_level_cache() or 32 << 20
     options.cycled_bytes = max(CYCLED_BYTES, 8 * cache)
@@ -449,7 +449,7 @@ def parse() -> argparse.Namespace:
 def main() -> int:
     options = parse()
     options.output.parent.mkdir(parents=True, exist_ok=True)
-    # For libraries that read it at their start; every call sets its number besides.
+    # For libraries that read it when they start; every call also sets its number.
     os.environ["OMP_NUM_THREADS"] = str(max(options.threads))
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C
     comparison = Comparison(options)

@@ -1,4 +1,4 @@
-"""What bench/compare.py writes: its JSON, a Markdown document and a roofline plot."""
+"""Writes the output of bench/compare.py: JSON, a Markdown document and a roofline plot."""
 
 from __future__ import annotations
 
@@ -15,32 +15,31 @@ FLOAT_COUNTERPART = "lowbit 4 bits g128"  # what float contenders are compared w
 
 
 METHOD = """\
-Bandwidth: a pass over {mebibytes} MiB in huge pages, in as many streams as are fastest here, with or without prefetch.
-There is one before each time with one row; the median of all is given. Peak: the widest ISA's int8 product on
-registers, the best of many short passes.
+Bandwidth: a pass over {mebibytes} MiB in huge pages, with the number of streams that is fastest here, with or without
+prefetch. It is measured before each timing with one row; the table has the median. Peak: the widest ISA's int8 product
+on registers, the best of many short passes.
 
 ## How it was measured
 
-* A time is that of the whole operator: from the activations as the model has them, which the operator quantizes, to
-  the output. lowbit and torch are called from Python once per weight; onnxruntime and ggml run a graph.
-* Up to {most_rows_from_memory} rows: a turn is a pass over copies of the weights, and {cycled:.1f} GB or more pass
-  before they are used again, so they come from memory. More rows: one weight, again and again.
-* All contenders take turns; medians of {rounds} rounds with one row, {rounds_of_several_rows} with more (one, where
-  a call takes a second). Calls that are not timed wake the threads and the CPU before each turn.
-* Each library runs in a process of its own, all but one waiting: lowbit and torch share torch's OpenMP pool,
-  onnxruntime and ggml have their own. All get the same number of threads; nothing is pinned; waiting and spinning are
-  as each library has them by default.
+* Times are of the whole operator, from the model's float activations, which the operator quantizes, to the output. lowbit and
+  torch are called from Python once per weight; onnxruntime and ggml run a graph.
+* Up to {most_rows_from_memory} rows: a turn is a pass over copies of the weights. {cycled:.1f} GB or more are read before a
+  copy is used again, so weights come from memory. More rows: the same weight in every call.
+* All contenders take turns; medians of {rounds} rounds with one row, {rounds_of_several_rows} with more (one if a call takes a
+  second). Untimed calls wake the threads and the CPU before each turn.
+* Each library runs in its own process; all but one wait. lowbit and torch share torch's OpenMP pool; onnxruntime and ggml have
+  their own. All use the same number of threads, not pinned, with each library's default settings for waiting and spinning.
 * lowbit's weights are symmetric. g128: groups of 128. Means over shapes are geometric. A ratio above 1 says that lowbit
   is faster; float contenders are compared with {counterpart}, torch's int8, which has one scale per row, with lowbit's
   8 bits per row, others with the same width in groups of 32 or 128.
-* lowbit's weights lie in huge pages where the system gives them, as `quantize_` and `use_huge_pages` leave them.
+* lowbit's weights are in huge pages if the system provides them, as after `quantize_` and `use_huge_pages`.
 * Share of the read bandwidth: packed bytes (codes, scales, sums) / time / the bandwidth measured just before with as
   many threads; the median of the rounds. The two are measured apart, so a share can be a little above 100 %.
 """
 
 
 def wrong(results: dict) -> list[str]:
-    """The contenders whose results are not near the float ones: their times say nothing."""
+    """Contenders whose results are far from the float result; their times do not count."""
     return [
         f"{spec['name']}: relative error {spec['relative_error']:.3g}, expected {limit(spec):g} at most"
         for spec in results["contenders"]
@@ -53,7 +52,7 @@ def limit(spec: dict) -> float:
 
 
 def counterpart(spec: dict) -> str | None:
-    """lowbit's contender of the same width: of groups of 32 or 128, whichever is nearer, or with a scale per row as well."""
+    """lowbit's contender of the same width and the nearest kind of groups: of 32, of 128 or whole rows."""
     if spec["library"] == "lowbit":
         return None
     if spec["bits"] >= 16:
@@ -83,7 +82,7 @@ class Times:
         return [row for row in rows if row is not None]
 
     def ratio(self, ours: str | None, peer: str, m: int, threads: int) -> float | None:
-        """How many times faster ours is: the geometric mean over the shapes that both have."""
+        """Speedup of ours: the geometric mean over the shapes that both have."""
         both = [(self.get(ours, shape, m, threads), self.get(peer, shape, m, threads)) for shape in self.shapes]
         ratios = [theirs["seconds"] / mine["seconds"] for mine, theirs in both if mine and theirs]
         return statistics.geometric_mean(ratios) if ratios else None
@@ -131,7 +130,7 @@ def bits_per_weight(spec: dict) -> str:
 
 
 def width_tables(results: dict, times: Times) -> list[str]:
-    """Per width: lowbit's speed beside the fastest peer's."""
+    """Per width: lowbit's speed and the fastest peer's."""
     settings, specs = results["settings"], results["contenders"]
     lines = []
     for m, unit in ((1, "weights_per_ns"), (128, "gops")):
@@ -146,7 +145,7 @@ def width_tables(results: dict, times: Times) -> list[str]:
                     for spec in specs
                     if spec["library"] != "lowbit" and spec["bits"] == bits and times.all(spec["name"], m, threads)
                 }
-                # All of them against the same one of ours, so that a shape that a peer lacks does not count.
+                # Compare all with the same contender of ours, so that a shape that a peer lacks does not count.
                 best = min(peers, key=lambda name: times.ratio(ours[128], name, m, threads) or math.inf, default=None)
                 ratios = [number(times.ratio(ours[128], f"torch {name}", m, threads)) for name in ("bfloat16", "float32")]
                 rows.append(
@@ -168,7 +167,7 @@ def width_tables(results: dict, times: Times) -> list[str]:
                     "lowbit g32",
                     "fastest peer of the width",
                     "its speed",
-                    "lowbit in such groups / it",
+                    "lowbit with equal groups / peer",
                     "lowbit g128 / bfloat16",
                     "lowbit g128 / float32",
                 ],
@@ -242,13 +241,13 @@ def sweep_tables(results: dict, times: Times) -> list[str]:
 
 
 def kind_of(results: dict) -> str:
-    """What kind of CPU a run was on, as a heading: its name and its best instruction set."""
+    """Heading for the CPU of a run: its name and its best instruction set."""
     machine = results["machine"]
     return f"{machine['cpu']}, {machine['isa']['active'][-1]}"
 
 
 def document(kinds: dict[str, dict]) -> str:
-    """All runs, one for each kind of CPU."""
+    """The document of all runs, one for each kind of CPU."""
     lines = ["# How fast", "", "Written by `make bench DOC=1`: a run replaces the part of its own kind of CPU.", ""]
     for kind, results in sorted(kinds.items()):
         lines += [f"## {kind}", "", *body(results, "##"), ""]
@@ -256,12 +255,12 @@ def document(kinds: dict[str, dict]) -> str:
 
 
 def markdown(results: dict) -> str:
-    """One run."""
+    """The document of one run."""
     return "\n".join(["# How fast", "", *body(results, "#")]).rstrip() + "\n"
 
 
 def body(results: dict, above: str) -> list[str]:
-    """A run's part of a document, below a heading of the level `above`."""
+    """The part of a document for one run, below a heading of level `above`."""
     times, roofs, settings = Times(results), results["roofs"], results["settings"]
     versions = ", ".join(f"{name} {text}" for name, text in results["versions"].items())
     lines = []
@@ -319,7 +318,7 @@ COLORS = {"lowbit": "#1f6fb4", "torch": "#8a8a8a", "onnxruntime": "#d9772b", "gg
 
 
 def draw(results: dict, path: Path) -> None:
-    """The roofline: operations per second over operations per byte of weights, with the measured roofs."""
+    """Draws the roofline: operations per second over operations per byte of weights, with the measured peaks."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -394,14 +393,14 @@ def write_json(results: dict, path: Path) -> None:
 
 
 def replace(path: Path, text: str) -> None:
-    """In one step: an interruption leaves the old file or the new one."""
+    """Replaces a file in one step: an interruption leaves the old file or the new one."""
     temporary = path.with_name(path.name + ".part")
     temporary.write_text(text, encoding="utf-8")
     os.replace(temporary, path)
 
 
 def write(results: dict, output: Path) -> list[Path]:
-    """output.json, output.md and output.png."""
+    """Writes output.json, output.md and output.png."""
     paths = [output.with_suffix(suffix) for suffix in (".json", ".md", ".png")]
     write_json(results, paths[0])
     replace(paths[1], markdown(results))
@@ -410,7 +409,7 @@ def write(results: dict, output: Path) -> list[Path]:
 
 
 def write_document(results: dict, path: Path) -> list[Path]:
-    """path.json and path.md with this run in the place of an earlier one on the same kind of CPU, and its own plot."""
+    """Writes path.json and path.md, in which this run replaces an earlier one on the same kind of CPU, and its plot."""
     data, text = path.with_suffix(".json"), path.with_suffix(".md")
     kinds = json.loads(data.read_text(encoding="utf-8")) if data.exists() else {}
     kind = kind_of(results)

@@ -1,16 +1,16 @@
-"""What the counts of instructions on Arm and on x86 share."""
+"""Shared by the instruction counts on Arm and on x86."""
 
 from collections.abc import Hashable, Mapping
 from typing import TypeVar
 
 GROWTH = 1.03
-COVERED = 0.99  # of a call's instructions; the rest is taken to be as fast as these
+COVERED = 0.99  # share of a call's instructions that is modeled; the rest is assumed to be as fast
 
 Block = TypeVar("Block", bound=tuple[Hashable, ...])  # instructions
 
 
 def growth(committed: Mapping, found: Mapping) -> list[str]:
-    """What needs too many instructions, or is counted for the first time."""
+    """Messages about calls that need too many instructions or have no committed count."""
     bad = []
     for name, tasks in found.items():
         for task, value in tasks.items():
@@ -23,7 +23,7 @@ def growth(committed: Mapping, found: Mapping) -> list[str]:
 
 
 def hot(blocks: Mapping[Block, int]) -> tuple[dict[Block, int], float]:
-    """The blocks that most of the instructions are in, with how often each ran, and the share of the instructions in them."""
+    """The blocks with most of the instructions, how often each ran, and their share of all instructions."""
     total = sum(len(block) * times for block, times in blocks.items())
     found, covered = {}, 0
     for block, times in sorted(blocks.items(), key=lambda item: -len(item[0]) * item[1]):

@@ -1,5 +1,6 @@
-"""What drawing a token takes: CPU time of one thread, medians. Logits are normal, of a deviation given: with small ones many
-tokens are likely.
+"""Times sampling of one token: CPU time of one thread, medians.
+
+Logits are normal with a given deviation; with a small one, many tokens are likely.
 
     python bench/drawing.py [--vocabulary 128256] [--rounds 31]
 """

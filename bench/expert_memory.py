@@ -1,9 +1,9 @@
-"""Decoding of a mixture with a bounded cache of experts, beside the whole model in memory and beside page faults.
+"""Times decoding of a mixture of experts with a bounded expert cache, with the whole model in memory, and with page faults.
 
     bench/expert_memory.py [--layers 6] [--experts 32] [--limit 700] [--memory 200]
 
-Makes a random packed mixture in Qwen3-MoE's shapes, and decodes with it in processes of their own: all in memory; and, under a
-limit of memory (a cgroup of Linux, which needs root), with weights mapped from the files and with --expert-memory.
+Makes a random packed mixture in Qwen3-MoE's shapes, and decodes in separate processes: with all weights in memory; and under a
+memory limit (a Linux cgroup, which needs root) with weights mapped from the files, and with --expert-memory.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ def make(directory: Path, layers: int, experts: int) -> None:
 
 
 def limited(megabytes: int) -> str:
-    """A new cgroup with this limit of memory.
+    """Makes a cgroup with this memory limit.
 
     Raises:
-        OSError: the system has none that this user may make.
+        OSError: this user cannot make one.
     """
     name = f"lowbit-{os.getpid()}"
     for root, file in ((Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"), (Path("/sys/fs/cgroup"), "memory.max")):
@@ -73,7 +73,7 @@ def limited(megabytes: int) -> str:
             group.mkdir()
             (group / file).write_text(str(megabytes << 20))
             return str(group)
-    raise OSError("there is no cgroup with a limit of memory here")
+    raise OSError("cannot make a cgroup with a memory limit")
 
 
 def main() -> int:
@@ -103,11 +103,11 @@ def main() -> int:
             if group:
                 os.rmdir(group)
             if done.returncode:
-                print(f"{title}: it ended with {done.returncode} after {time.perf_counter() - begin:.0f} s")
+                print(f"{title}: ended with {done.returncode} after {time.perf_counter() - begin:.0f} s")
                 continue
             result = json.loads(done.stdout.splitlines()[-1])
             texts.append(result["tokens"])
-            more = f", {result['places']} experts of a layer, {result['read'] >> 20} MB read" if memory else ""
+            more = f", {result['places']} experts per layer in memory, {result['read'] >> 20} MB read" if memory else ""
             print(f"{title}: {result['ms']:.0f} ms a token{more}")
         print("the texts are the same" if all(text == texts[0] for text in texts) else "THE TEXTS DIFFER")
     return 0

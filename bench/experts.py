@@ -1,8 +1,8 @@
-"""Times `lowbit.linear_experts` beside a loop over the experts with `lowbit.linear`, and beside torch's grouped matmul.
+"""Compares `lowbit.linear_experts` with a loop of `lowbit.linear` over the experts and with torch's grouped matmul.
 
     python bench/experts.py [--rounds N]
 
-Prints a table: the medians of the ratios of runs that took turns. The results are compared, too.
+Prints a table of medians of the ratios of runs that took turns. Also compares the results.
 """
 
 import argparse
@@ -14,7 +14,7 @@ import lowbit
 import torch
 from lowbit.machine.facts import cpu_name
 
-# Experts, how many of them a row goes to, outputs and inputs of one.
+# Experts, experts per row, outputs and inputs of an expert.
 SHAPES = {
     "Mixtral 8x7B, gate and up, a quarter of the outputs": (8, 2, 7168, 4096),
     "OLMoE 1B-7B, gate and up": (64, 8, 2048, 2048),
@@ -31,7 +31,7 @@ def seconds(call: Callable[[], object], calls: int) -> float:
 
 
 class Case:
-    """Weights of one shape; the experts are alike, and lie in memory of their own."""
+    """Weights of one shape; all experts are equal, each in its own memory."""
 
     def __init__(self, experts: int, each: int, outputs: int, inputs: int):
         self.each, self.outputs, self.inputs = each, outputs, inputs
@@ -41,7 +41,7 @@ class Case:
         self.floats = matrix.bfloat16().T.expand(experts, -1, -1).contiguous()
 
     def measure(self, rows: int, rounds: int) -> tuple[float, float, float]:
-        """Time of one call over that of the loop, over that of torch's grouped matmul, and in seconds."""
+        """Time of one call: relative to the loop, relative to torch's grouped matmul, and in seconds."""
         x = torch.randn(rows, self.inputs, dtype=torch.bfloat16)
         index = torch.rand(rows, len(self.packed)).topk(self.each).indices
 
@@ -55,7 +55,7 @@ class Case:
                 out[row, slot] = lowbit.linear(x[row], self.packed[expert], self.outputs)
             return out
 
-        # As in transformers' grouped_mm, but without its sorting: rows next to each other, and where each expert's end.
+        # As in transformers' grouped_mm, but without sorting: contiguous rows, and the end of each expert's rows.
         order = index.flatten().argsort(stable=True)
         sorted_x = x[order // self.each]
         ends = torch.bincount(index.flatten(), minlength=len(self.packed)).cumsum(0).int()
@@ -79,7 +79,7 @@ def main() -> None:
     rounds = parser.parse_args().rounds
     torch.manual_seed(0)
     print(f"{cpu_name()}, torch {torch.__version__}, {BITS} bits, bfloat16 rows; in turns\n")
-    print("| experts | rows | threads | over a loop | over grouped_mm, bfloat16 | time |")
+    print("| experts | rows | threads | time / loop | time / grouped_mm, bfloat16 | time |")
     print("|---|---|---|---|---|---|")
     with torch.inference_mode():
         for name, shape in SHAPES.items():

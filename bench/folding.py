@@ -1,17 +1,16 @@
-"""AWQ's scaling, folded into the model: is rounding better off when inputs that are large have larger weights?
+"""Measures AWQ's scaling, folded into the model: does it reduce the rounding error of weights of large inputs?
 
     python3 bench/folding.py [--models tiny_llama minilm] [--bits 4 3 2] [--methods nearest importance auto]
 
 Each input j of a linear layer is divided by s_j = (mean |x_j|)^a, its column of the weight multiplied by it (Lin et
-al.: "AWQ: Activation-aware Weight Quantization for LLM Compression and Acceleration", MLSys 2024). That is free where
-what comes before can take the division: the weight of a norm that nothing else reads, for q, k, v and gate, up; the
-rows of v for the layer behind the attention, those of up for down. BERT adds its norms' outputs to others, and has a
-GELU before the last layer: only rows of v are left. The exponent a is the one of 21 whose error, of all outputs that
-share the input, is least on a quarter of the batches, which the importance has not seen; 0 leaves a layer as it is.
+al.: "AWQ: Activation-aware Weight Quantization for LLM Compression and Acceleration", MLSys 2024). The division is free if it
+can be folded into the previous weights: for q, k, v and gate, up, into a norm that nothing else reads; for the projection after
+attention, into the rows of v; for down, into the rows of up. BERT adds its norms' outputs to others, and has a GELU before the
+last layer, so only the rows of v can be used. The exponent a is the one of 21 with the smallest error over all outputs that
+share the input, on a quarter of the batches that the importance has not seen; 0 leaves a layer unchanged.
 
-The float model, thus scaled, computes what it did (checked), and is then quantized as bench/quality.py does it.
-Prints a row for each model, width and method: quality as it is, with folding, and at how many of the places it chose
-a scaling.
+The scaled float model computes the same (checked), and is then quantized as in bench/quality.py.
+Prints a row for each model, width and method: quality without and with folding, and the number of scaled places.
 """
 
 from __future__ import annotations
@@ -36,15 +35,15 @@ EXPONENTS = [step / 20 for step in range(21)]
 
 @dataclass
 class Place:
-    """Linear layers that get one input, which what comes before can scale."""
+    """Linear layers that share one input, which the previous weights can scale."""
 
     layers: list[torch.nn.Linear]
     fold: Callable[[Tensor], None]  # divides the input by [k]
-    tied: Callable[[Tensor], Tensor]  # [k] -> [k]: the nearest factors that can be folded
+    tied: Callable[[Tensor], Tensor]  # [k] -> [k]: the nearest foldable factors
 
 
 def divided(*parameters: torch.nn.Parameter | None) -> Callable[[Tensor], None]:
-    """Divides the rows of matrices, and what is a vector, by [k]."""
+    """Divides the rows of matrices, and vectors, by [k]."""
 
     def fold(by: Tensor) -> None:
         for parameter in parameters:
@@ -59,7 +58,7 @@ def places_of_llama(model: torch.nn.Module) -> list[Place]:
     repeated = config.num_attention_heads // config.num_key_value_heads
 
     def as_heads_of_values(factors: Tensor) -> Tensor:
-        """Heads that read the same values get the same factors."""
+        """Gives heads that read the same values the same factors."""
         heads = factors.view(config.num_key_value_heads, repeated, -1).log().mean(1, keepdim=True).exp()
         return heads.expand(-1, repeated, -1).flatten()
 
@@ -91,7 +90,7 @@ def places_of_bert(model: torch.nn.Module) -> list[Place]:
 
 
 def scaled(model: torch.nn.Module, places: list[Place], inputs: list, config: LinearConfig, method: str) -> int:
-    """Folds factors into a float model, in place; returns how many places have other ones than 1."""
+    """Folds factors into a float model, in place; returns the number of places whose factors are not all 1."""
     seen: dict[str, list[Tensor]] = {}
 
     def take(name: str, x: Tensor) -> None:

@@ -1,11 +1,11 @@
-"""What guessing tokens from the text before gains: the same text with guesses and without, in turns.
+"""Measures the speedup of speculative decoding from the text so far: with and without guesses, in turns.
 
     python bench/guesses.py [MODEL] [--bits 4] [--new 120] [--rounds 5]
     python bench/guesses.py [MODEL] --draft SMALL [--draft-bits 4]     # a smaller model guesses
 
-Two prompts: one whose text the model goes on to repeat, one that repeats nothing. It prints tokens per second of plain decoding
-(median), and for each number of guesses the ratio to it (median over rounds), the calls of the model and the guesses that
-were right. That the text is the same is checked.
+Two prompts: one whose text the model repeats, one without repetition. Prints tokens per second of plain decoding (median), and
+for each number of guesses the ratio to it (median over rounds), the calls of the model and the accepted guesses. Checks that
+the texts are equal.
 """
 
 import argparse

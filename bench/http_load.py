@@ -1,4 +1,4 @@
-"""Requests to a server with OpenAI's interface, so many at a time: tokens per second, and seconds to the first text."""
+"""Sends concurrent requests to an OpenAI-compatible server; returns tokens per second and seconds to the first text."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from pathlib import Path
 @dataclass(frozen=True)
 class Answer:
     begin: float  # seconds by time.perf_counter, when the request was sent
-    first: float  # when the first piece of text came
+    first: float  # when the first piece of text arrived
     end: float
     tokens: int  # as the server counts them
 
 
 def ask(port: int, prompt: list[int], new: int) -> Answer:
-    """One request for `new` tokens, whose text comes piece by piece.
+    """Sends one request for `new` tokens, with a streamed answer.
 
     Raises:
-        RuntimeError: the server refused it, or wrote another number of tokens.
+        RuntimeError: the server refused the request or wrote another number of tokens.
     """
     body = {
         "model": "model", "prompt": prompt, "max_tokens": new, "temperature": 0, "ignore_eos": True, "stream": True,
         "stream_options": {"include_usage": True},
-        "cache_prompt": False,  # llama.cpp's; vLLM is started without its own
+        "cache_prompt": False,  # for llama.cpp; vLLM is started without prefix caching
     }  # fmt: skip
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
     begin, first, tokens = time.perf_counter(), 0.0, 0
@@ -55,11 +55,11 @@ def ask(port: int, prompt: list[int], new: int) -> Answer:
 
 
 def load(port: int, prompts: list[list[int]], new: int) -> tuple[float, float]:
-    """All prompts at once, each on a connection of its own.
+    """Sends all prompts at once, each on its own connection.
 
     Returns:
-        New tokens of all per second, from the first request to the end of the last answer; the median of the seconds to
-        the first text.
+        New tokens of all requests per second, from the first request to the end of the last answer; the median of the seconds
+        to the first text.
     """
     answers: list[Answer | Exception] = []
 
@@ -84,7 +84,7 @@ def load(port: int, prompts: list[list[int]], new: int) -> tuple[float, float]:
 
 
 class Server:
-    """A server as a process of its own; ready when it is there."""
+    """A server in a separate process; ready after construction."""
 
     def __init__(self, command: list[str], port: int, environment: dict[str, str], log: Path, patience: float = 900):
         self.port = port
@@ -108,7 +108,7 @@ class Server:
             connection.close()
 
     def cpu_seconds(self) -> float:
-        """Time that all its threads have computed."""
+        """CPU time of all its threads."""
         fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 

@@ -1,4 +1,4 @@
-"""Speed of a hybrid (Qwen3.5) beside a dense model (Qwen3) of the same sizes, with random weights, one thread.
+"""Compares the speed of a hybrid (Qwen3.5) and a dense model (Qwen3) of the same sizes, random weights, one thread.
 
 python3 bench/hybrid.py
 """

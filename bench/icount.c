@@ -1,5 +1,5 @@
 // A QEMU TCG plugin that counts guest instructions between two markers: hint #97 starts, hint #98 stops, and each stop
-// writes one line with the count, markers excluded. For AArch64 guests with one thread. The counts are exact, so they
+// writes one line with the count, without the markers. For AArch64 guests with one thread. The counts are exact, so they
 // repeat from run to run and from machine to machine.
 //
 //   cc -O2 -shared -fPIC icount.c -o libicount.so
@@ -8,11 +8,11 @@
 // QEMU translates a guest's basic blocks. Each block adds its length to `executed` when it is entered, which QEMU
 // compiles into the block itself; a marker then knows how much of its own block is still to come.
 //
-// blocks=on also says what was executed, for a model of the cycles: a block's instructions, on a line of their own
-// before the first call that needs them,
+// blocks=on also writes the executed blocks, for a model of the cycles. Before the first call that needs it, each block has a
+// line with its instructions:
 //   block ID ADDRESS WORD...               (hexadecimal)
-// and behind each count the blocks with the number of times that they were entered: COUNT ID*TIMES... Only the last of
-// them, with the stop marker, was not executed to its end.
+// After each count come the blocks and how often each was entered: COUNT ID*TIMES... Only the last block, with the stop marker,
+// was not executed to its end.
 //
 // The declarations below are the part of QEMU's plugin ABI that is used here (version 1; QEMU 4.2 to 9, docs/devel/
 // tcg-plugins): distributions do not ship the header with the emulator.
@@ -55,7 +55,7 @@ struct block {
 static int with_blocks;
 static struct block *blocks;  // all that were ever translated, the newest first
 
-// `rest`: the instructions of the marker's block behind the marker.
+// `rest`: the number of instructions after the marker in its block.
 static void start(unsigned cpu, void *rest) {
   (void)cpu;
   started_at = executed - (uintptr_t)rest;
@@ -83,7 +83,7 @@ static void stop(unsigned cpu, void *rest) {
   fflush(out);
 }
 
-// Instructions may be translated again, into another block: whoever reads the file goes by the address.
+// QEMU may translate the same instructions again into another block, so readers of the file must identify blocks by address.
 static void remember(struct qemu_plugin_tb *translation, size_t count) {
   struct block *block = calloc(1, sizeof *block + count * sizeof *block->words);
   if (block == NULL) abort();
@@ -115,7 +115,7 @@ static void translated(qemu_plugin_id_t id, struct qemu_plugin_tb *block) {
   }
 }
 
-// `info`, of no use here, is a structure of QEMU's.
+// `info` is a structure of QEMU's, which is not used here.
 EXPORT int qemu_plugin_install(qemu_plugin_id_t id, const void *info, int argc, char **argv) {
   (void)info;
   for (int i = 0; i < argc; ++i) {

@@ -1,4 +1,4 @@
-"""Imports a GGUF file of the shape of Llama 3.2 1B as Q4_K_M, random blocks: time, sizes, and the most memory.
+"""Imports a random Q4_K_M GGUF file in the shape of Llama 3.2 1B; prints time, sizes and peak memory.
 
 python bench/import_gguf.py DIRECTORY    # writes 0.8 GB there, and imports it: another 0.9 GB
 """
@@ -26,7 +26,7 @@ NUMBERS = {kind.name: number for number, kind in TYPES.items()}
 
 
 def tensors() -> list[tuple[str, tuple[int, ...], str]]:
-    """Name, shape and type of each, as llama.cpp mixes them."""
+    """Name, shape and type of each tensor, as in llama.cpp's mix."""
     found = [("token_embd.weight", (VOCABULARY, WIDTH), "Q6_K"), ("output_norm.weight", (WIDTH,), "F32")]
     for layer in range(LAYERS):
         wider = "Q6_K" if layer % 2 else "Q4_K"

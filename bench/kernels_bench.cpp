@@ -1,11 +1,10 @@
-// How fast the rows of the kernel tables are on this machine, on one thread: every row that its CPU can run, and
-// packing.
+// Times packing and every kernel of the tables that this machine's CPU can run, on one thread.
 //
-//   kernels_bench                                   all of it, shortly, with weights that stay in the caches
-//   kernels_bench --lowbit_memory                   weights larger than the caches: what a model's layers see
+//   kernels_bench                                   everything, briefly, with weights that stay in the caches
+//   kernels_bench --lowbit_memory                   weights larger than the caches, as in a model
 //   kernels_bench --benchmark_filter=a8w4           one width; all of Google Benchmark's options work
 //
-// A linear row is timed as NAME/m<rows of activations>/g<group size>, and with "/affine" or "/levels" behind it.
+// A linear kernel is timed as NAME/m<rows of activations>/g<group size>, optionally followed by "/affine" or "/levels".
 //
 // items_per_second counts weights (linear, packing) or values (quantization, embedding), bytes_per_second packed
 // bytes (attention: keys and values) that were read; both per second of CPU time, so that other work on the machine
@@ -29,7 +28,7 @@ namespace lowbit::bench {
 namespace {
 
 constexpr int64_t kGroupSize = 32;
-constexpr int64_t kRows[] = {1, 4, 8, 16, 64, 128};  // of activations; more than one for rows that are made for it
+constexpr int64_t kRows[] = {1, 4, 8, 16, 64, 128};  // of activations; kernels for several rows run all of these
 constexpr int64_t kGroupSizes[] = {kGroupSize, 16};
 
 struct Shape {
@@ -86,7 +85,7 @@ struct Weights {
   }
 };
 
-// One matrix at a time is kept: the benchmarks of a matrix run one after another.
+// Only one matrix is kept, because all benchmarks of a matrix run one after another.
 const Weights& weights_of(int bits, Mapping mapping, int64_t group_size = kGroupSize) {
   static std::unique_ptr<Weights> kept;
   if (kept == nullptr || kept->layout.bits != bits || kept->layout.mapping != mapping ||
@@ -141,7 +140,7 @@ void embedding(benchmark::State& state, const EmbeddingKernel* kernel) {
 }
 
 void quantize(benchmark::State& state, const QuantizeKernel* kernel, DType dtype) {
-  const int64_t k = shape.k / kBlockInputs * kBlockInputs, segments = k / kHalfInputs;  // as many, or fewer
+  const int64_t k = shape.k / kBlockInputs * kBlockInputs, segments = k / kHalfInputs;  // rounded down to whole blocks
   const auto x = allocate<uint8_t>(k * size_of(dtype));
   for (int64_t i = 0; i < k; ++i) store_from_f32(x.get(), dtype, i, static_cast<float>(i % 201 - 100) * 0.01f);
   const auto a = allocate<int8_t>(k);
@@ -163,8 +162,8 @@ void quantize(benchmark::State& state, const QuantizeKernel* kernel, DType dtype
   state.SetItemsProcessed(state.iterations() * k);
 }
 
-// One head of keys and values of 64 inputs, and the four heads of queries that share it: the last position of a text,
-// or all of them.
+// One KV head of 64 inputs and the four query heads that share it. Queries are at the last position of a text, or at all
+// positions.
 void attention(benchmark::State& state, const AttentionKernel* kernel, DType dtype, CacheType cache, bool prefill) {
   constexpr int64_t kWidth = 64, kGroup = 4;
   const int64_t length = prefill ? 512 : 1024, head = length * kWidth;
@@ -288,7 +287,7 @@ void register_all() {
 
 int main(int argc, char** argv) {
   using namespace lowbit::bench;
-  // Short by default; an option given by hand comes later and wins.
+  // Short by default; options of the command line come later and override it.
   char min_time[] = "--benchmark_min_time=0.03";
   std::vector<char*> args = {argv[0], min_time};
   for (int i = 1; i < argc; ++i) {

@@ -1,9 +1,9 @@
-"""What a table of levels is worth: weight error and perplexity of the shipped language model, beside plain weights.
+"""Compares tables of levels with symmetric weights: weight error and perplexity of the example language model.
 
     python3 bench/levels.py [--bits 4 3 2] [--tokens 13000] [--group-sizes 32 16]
 
-prints a row per width, group size and table, and writes nothing. Every matrix is quantized, the table that embedding and
-head share too, without data.
+Prints a row per width, group size and table. Every matrix is quantized without calibration, including the table that embedding
+and head share.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ WINDOW = 512
 
 
 def relative_error(model: torch.nn.Module, floats: torch.nn.Module) -> float:
-    """Root of the squared error over the squared weights, of all linear layers but the head."""
+    """Relative error (2-norm) of the weights of all linear layers except the head."""
     error = total = 0.0
     for name, layer in model.named_modules():
         if isinstance(layer, lowbit.nn.Linear) and name != "lm_head":
@@ -44,7 +44,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--bits", nargs="+", type=int, default=[4, 3, 2])
     parser.add_argument("--group-sizes", nargs="+", type=int, default=[32, 16])
-    parser.add_argument("--tokens", type=int, help="of heldout.txt to measure on; default: all")
+    parser.add_argument("--tokens", type=int, help="tokens of heldout.txt to measure on; default: all")
     options = parser.parse_args()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     import transformers

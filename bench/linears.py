@@ -1,9 +1,8 @@
-"""Times `lowbit.linears` beside a call of `lowbit.linear` for each matrix.
+"""Compares `lowbit.linears` with a call of `lowbit.linear` for each matrix.
 
     python bench/linears.py [--rounds N]
 
-Prints a table: the median of the ratios of runs that took turns, and the time of the single calls. The results of both
-are compared, too.
+Prints a table: the median of the ratios of runs that took turns, and the time of the single calls. Also compares the results.
 """
 
 import argparse
@@ -34,7 +33,7 @@ def seconds(call: Callable[[], object], calls: int) -> float:
 
 
 def measure(outputs: tuple[int, ...], inputs: int, rows: int, rounds: int) -> tuple[float, float]:
-    """Time of `linears` over that of single calls, and the time of these in seconds."""
+    """Time of `linears` relative to single calls, and the time of single calls in seconds."""
     layers = torch.nn.Sequential(*(torch.nn.Linear(inputs, n, bias=False) for n in outputs))
     lowbit.quantize_(layers, lowbit.LinearConfig(bits=BITS))
     packed = [layer.packed_weight for layer in layers]

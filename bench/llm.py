@@ -1,12 +1,12 @@
-"""Language models with random weights: lowbit beside llama.cpp and torch in bfloat16, and beside this machine's memory.
+"""Compares lowbit, llama.cpp and torch in bfloat16 on language models with random weights, and with the memory bandwidth.
 
-    make bench-llm          llama-3.2-1b; prints the tables, writes build/bench/llm.{json,md}
+    make bench-llm          measures llama-3.2-1b; prints the tables, writes build/bench/llm.{json,md}
     make bench-llm DOC=1    the same, written to docs/measurements/llm.json and the section "Speed" of docs/measurements/llm.md
     python3 bench/llm.py [--shapes NAME...] [OPTION...]
 
-Each library runs in a process of its own. All modes take turns in every round, a prompt and then greedy decoding
-each; a figure is the median over the rounds. The read bandwidth has its turn before and after every other, because the
-neighbors of a virtual machine take some of it now and then. A library that is not there is listed as absent.
+Each library runs in a separate process. All modes take turns in every round, with a prompt and then greedy decoding; a figure
+is the median over the rounds. The read bandwidth is measured before and after every turn, because other virtual machines take
+some of it at times. A missing library is listed as absent.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Any
 import llm_peers
 
 BEGIN, END = "<!-- speed: written by bench/llm.py -->", "<!-- end of speed -->"
-PAUSE = 0.05  # seconds in which the threads of the last turn stop spinning
+PAUSE = 0.05  # seconds for the threads of the last turn to stop spinning
 PREPARE_SECONDS, TURN_SECONDS = 1800, 600  # a process that takes longer has failed
 
 
@@ -214,7 +214,7 @@ def main() -> int:
 
     shapes = [compare(shape, options, say) for shape in options.shapes]
 
-    import lowbit  # not earlier: the processes set up torch's memory before they import it
+    import lowbit  # not earlier: the processes set torch's memory options before they import it
     from lowbit.machine.facts import cpu_name
     from lowbit.machine.threads import available_cpus
 

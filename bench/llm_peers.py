@@ -1,4 +1,4 @@
-"""What `bench/llm.py` compares: libraries in processes of their own; their modes run one prompt and decode greedily."""
+"""The libraries that `bench/llm.py` compares, each in a separate process; their modes read one prompt and decode greedily."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MIB = 1 << 20
 
 
 class Absent(Exception):
-    """The library is not there."""
+    """The library is not installed."""
 
 
 class Lowbit:
@@ -122,11 +122,11 @@ class LlamaCpp:
         parameters.n_batch = parameters.n_ubatch = max(512, len(options["prompt"]))
         self.context = llama_cpp.llama_init_from_model(self.model, parameters)
         if not self.context:
-            raise RuntimeError("llama.cpp makes no context")
+            raise RuntimeError("llama.cpp could not create a context")
         self.vocabulary = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self.model))
         self.prompt, self.new = options["prompt"], options["new"]
         self.modes, self.prepared = {"llama_decode": None}, {"llama_decode": 0.0}
-        self.note = "every weight Q4_0 (4.5 bits), also embedding and head; repacked as it does by itself; float16 caches"
+        self.note = "every weight Q4_0 (4.5 bits), including embedding and head; llama.cpp's default repacking; float16 caches"
         self.version = f"llama-cpp-python {llama_cpp.__version__}"
         self.turn("llama_decode", max(options["threads"]))
 
@@ -150,7 +150,7 @@ class LlamaCpp:
 
 
 def write_gguf(gguf, shape: str, path: Path) -> int:
-    """A GGUF file of a named shape: random Q4_0 weights, norms of 1, no vocabulary. Returns the bytes read per token."""
+    """Writes a GGUF file of a named shape: random Q4_0 weights, norms of 1, no vocabulary. Returns the bytes read per token."""
     from lowbit.llm import shape_config
 
     config = shape_config(shape)

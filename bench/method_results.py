@@ -1,8 +1,8 @@
-"""Bytes, checksums and quality of every method and width on the model in examples/tiny_llama: tests/results.csv.
+"""Writes bytes, checksums and quality of every method and width on examples/tiny_llama: tests/results.csv.
 
     python bench/method_results.py > tests/results.csv
 
-tests/python/bench/test_results.py compares the file with what the code gives, so that a change of behavior stands in the diff.
+tests/python/bench/test_results.py compares the file with the current results, so that a change of behavior shows in the diff.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lowbit import EmbeddingConfig, LinearConfig
 from lowbit.tools.divergence import compare, save_logits
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "tiny_llama"
-TOKENS = 256  # of the text to compare on, and of the other text to calibrate on
+TOKENS = 256  # of the text to compare on, and of the calibration text
 HEADINGS = ("method", "bits", "group_size", "mapping", "bytes", "checksum", "kld", "top1", "perplexity")
 
 # Method, bits, group size, mapping. Scales by mse and absmax come from the weights alone.
@@ -38,11 +38,11 @@ CASES = (
     ("mse-rotated", 3, 32, "symmetric"),
     ("gptq-rotated", 3, 32, "symmetric"),
 )
-FROM_WEIGHTS = ("mse", "absmax", "mse-rotated")  # by the package's own C++ alone: the same bytes on every machine
+FROM_WEIGHTS = ("mse", "absmax", "mse-rotated")  # computed by the package's C++ alone: the same bytes on every machine
 
 
 def texts(tokenizer) -> tuple[list[int], str]:
-    """The ids to compare on, and the text to calibrate on, which comes after them."""
+    """The ids to compare on, and the calibration text, which comes after them."""
     text = (EXAMPLE / "heldout.txt").read_text(encoding="utf-8")
     ids = tokenizer(text[: 8 * TOKENS])["input_ids"][:TOKENS]
     return ids, text[8 * TOKENS :]
@@ -62,7 +62,7 @@ def quantized(model, tokenizer, text: str, method: str, bits: int, group_size: i
 
 
 def packed(model) -> tuple[int, str]:
-    """The bytes of all packed weights, each once, and a checksum over them in the order of their names."""
+    """The total bytes of all packed weights, and a checksum over them in the order of their names."""
     weights = {}
     for name, module in model.named_modules():
         if isinstance(module, (lowbit.nn.Linear, lowbit.nn.Embedding)):
@@ -75,7 +75,7 @@ def packed(model) -> tuple[int, str]:
 
 
 def rows() -> Iterator[dict[str, str]]:
-    """A row for each case, by the headings."""
+    """Yields a row for each case, as a dict by heading."""
     model = transformers.AutoModelForCausalLM.from_pretrained(EXAMPLE / "model", dtype=torch.float32)
     tokenizer = transformers.AutoTokenizer.from_pretrained(EXAMPLE / "model")
     ids, text = texts(tokenizer)

@@ -1,9 +1,9 @@
-"""Times a small layer on every surface beside torch's own, and what lowbit adds to `import torch`: docs/overhead.md.
+"""Compares a small layer with torch's on every surface, and measures what lowbit adds to `import torch`: docs/overhead.md.
 
     python bench/overhead.py [--runners DIRECTORY] [--rounds N]
 
-Needs lowbit installed with executorch, and a C++ compiler. DIRECTORY holds the C++ programs pt2_runner and pte_runner,
-where they were built. Writes docs/overhead.md and docs/overhead.json.
+Needs lowbit installed with executorch, and a C++ compiler. DIRECTORY has the C++ programs pt2_runner and pte_runner, if they
+were built. Writes docs/overhead.md and docs/overhead.json.
 """
 
 import argparse
@@ -33,7 +33,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 DOCUMENT, DATA = ROOT / "docs/overhead.md", ROOT / "docs/overhead.json"
 SIZE, DEPTHS, THREADS = 64, (1, 9), (1, 2)
 OURS, THEIRS = "lowbit", "torch"
-SECONDS = 5e-4  # of one measurement: mostly shorter than until another process takes the CPU
+SECONDS = 5e-4  # of one measurement: short, so that other processes rarely interrupt it
 RUNNER_CALLS, RUNNER_ROUNDS = 3000, 7
 IMPORTS = 15
 SWITCH = "TORCH_DEVICE_BACKEND_AUTOLOAD"
@@ -52,7 +52,7 @@ def make_models() -> dict[tuple[str, int], torch.nn.Module]:
 
 
 def prepare(surface: str, model, x, path: pathlib.Path) -> tuple[Callable, object]:
-    """A function and its argument: one call of the model on `surface`. The files at `path` may be there already."""
+    """A function and its argument: one call of the model on `surface`. The files at `path` may already exist."""
     if surface == "eager":
         return model, x
     if surface.startswith("torch.compile"):
@@ -78,7 +78,7 @@ def measure(threads: int, rounds: int, directory: pathlib.Path) -> dict:
     """Microseconds per call in every round: {surface: {"lowbit 1": [...], ...}}. Surfaces and models take turns."""
     torch.set_num_threads(threads)
     portable_lib = import_module("executorch.extension.pybindings.portable_lib")
-    portable_lib._unsafe_reset_threadpool(threads)  # first: XNNPACK keeps the pool that it finds
+    portable_lib._unsafe_reset_threadpool(threads)  # before the model is loaded: XNNPACK keeps the pool that it finds
     x = torch.randn(1, SIZE)
     numpy.save(directory / "x.npy", x.numpy())
     models = make_models()
@@ -93,7 +93,7 @@ def measure(threads: int, rounds: int, directory: pathlib.Path) -> dict:
                     (output,) = output
                 same = torch.equal(output, expected) if kind == OURS else torch.allclose(output, expected, atol=1e-5)
                 if not same:
-                    sys.exit(f"overhead: {surface} computes something else than eager ({kind}, {depth} layers)")
+                    sys.exit(f"overhead: {surface} differs from eager ({kind}, {depth} layers)")
                 timers[surface, f"{kind} {depth}"] = timeit.Timer("f(x)", globals={"f": call, "x": argument})
         found = {surface: {} for surface in PYTHON}
         counts = {}
@@ -109,7 +109,7 @@ def measure(threads: int, rounds: int, directory: pathlib.Path) -> dict:
 
 
 def measure_program(program: pathlib.Path, directory: pathlib.Path, threads: int) -> dict:
-    """As `measure`, through a C++ program that times its own calls."""
+    """Like `measure`, through a C++ program that times its calls."""
     found = {}
     suffix = ".pt2" if program.name == "pt2_runner" else ".pte"
     for _ in range(RUNNER_ROUNDS):
@@ -134,13 +134,12 @@ def run(command: list, **environment) -> str:
 
 
 def import_milliseconds() -> dict[str, list[float]]:
-    """CPU time of `import torch` with and without its autoload, and of what the autoload adds, timed alone; each in new
-    processes, in turns."""
+    """CPU time of `import torch` with and without the autoload, and of the autoload timed alone; in new processes, in turns."""
     timed = "import time\nbegin = time.process_time()\n{}\nprint((time.process_time() - begin) * 1e3)"
     added = "import torch\n" + timed.format("import lowbit_autoload\nlowbit_autoload.register()")
     whole = timed.format("import torch")
     cases = {"with": (whole, 1), "without": (whole, 0), "added": (added, 0)}
-    run([sys.executable, "-c", "import torch"], PYTHONDONTWRITEBYTECODE="")  # compiles, as an installer does
+    run([sys.executable, "-c", "import torch"], PYTHONDONTWRITEBYTECODE="")  # compiles to bytecode, as an installer does
     found: dict[str, list[float]] = {name: [] for name in cases}
     for _ in range(IMPORTS):
         for name, (script, switch) in cases.items():
@@ -161,7 +160,7 @@ def machine() -> dict[str, str]:
 
 
 def summary(cases: dict) -> dict:
-    """Quartiles of one call and, from the same rounds, of each further layer; of both kinds."""
+    """Quartiles of one call and of each further layer, from the same rounds, for both kinds."""
     first, last = DEPTHS
     found = {}
     for kind in (OURS, THEIRS):
@@ -172,7 +171,7 @@ def summary(cases: dict) -> dict:
 
 
 def table(microseconds: dict) -> str:
-    """One line per surface and number of threads, of medians; the ratio is ours to torch's."""
+    """One line of medians per surface and number of threads; ratios are ours to torch's."""
     lines = [
         "| surface | threads | lowbit, one call | torch | ratio | lowbit, each further layer | torch | ratio |",
         "|---|---|---|---|---|---|---|---|",
@@ -227,7 +226,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runners", type=pathlib.Path, default=ROOT / "build/runners")
     parser.add_argument("--rounds", type=int, default=501)
-    parser.add_argument("--only-import", action="store_true", help="measure `import torch` again, and keep the rest")
+    parser.add_argument("--only-import", action="store_true", help="only measure `import torch` again")
     parser.add_argument("--measure", nargs=2, metavar=("THREADS", "DIRECTORY"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.measure:  # a process per number of threads

@@ -1,9 +1,9 @@
-"""Where the time of a prompt and of a token goes: the parts of a language model with random weights, in eager mode.
+"""Profiles a prompt and a token by parts of a language model with random weights, in eager mode.
 
     OMP_NUM_THREADS=1 python bench/parts.py [--shape NAME] [--layers N] [--prompt N...] [--pieces N...] [--rounds N]
 
-A clock around each module: a part is the time in modules of its kind, less that in the modules inside them. Times are
-CPU times of one thread, medians over the rounds. --pieces: so many tokens of a prompt are computed at a time, in turns.
+Each module is timed; a part is the time in modules of its kind, minus the time in the modules inside them. Times are CPU times
+of one thread, medians over the rounds. --pieces: tokens of a prompt that are computed at a time, in turns.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lowbit.llm import Decoder, random_model, shape_config
 from lowbit.llm import decoder as decoder_module
 from lowbit.llm.sampling import most_likely
 
-# What the name of a module's class ends with, and what its own time is spent on.
+# Ending of a module's class name, and the part that its own time belongs to.
 PARTS = {
     "Linear": "linear layers",
     "attend": "attention",
@@ -73,7 +73,7 @@ class Clock:
 
 
 def table(columns: dict[str, list[dict[str, float]]]) -> str:
-    """Markdown: milliseconds of each part, and its share; rounds of one column, the medians."""
+    """A Markdown table: milliseconds of each part, medians over the rounds, and its share."""
     totals = {
         name: [sum(value for part, value in each.items() if part != "page faults") for each in rounds]
         for name, rounds in columns.items()
@@ -95,12 +95,12 @@ def table(columns: dict[str, list[dict[str, float]]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="llama-3.2-1b")
-    parser.add_argument("--layers", type=int, help="fewer than the shape has, to be sooner done")
+    parser.add_argument("--layers", type=int, help="layers to run; fewer than the shape has take less time")
     parser.add_argument("--prompt", type=int, nargs="+", default=[512, 2048])
     parser.add_argument("--pieces", type=int, nargs="+", default=[decoder_module.PIECE])
     parser.add_argument("--new", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--cache", help="what keys and values are kept in")
+    parser.add_argument("--cache", help="type of the KV caches")
     options = parser.parse_args()
     torch.set_num_threads(1)
     config = shape_config(options.shape)
@@ -139,7 +139,7 @@ def main() -> None:
                     columns[f"prompt of {length}, {min(piece, length)} at a time"].append(clock.measure(read))
             with torch.inference_mode():
                 found = clock.measure(decode)
-            columns[f"token behind {length}"].append({part: each / options.new for part, each in found.items()})
+            columns[f"token after {length}"].append({part: each / options.new for part, each in found.items()})
     print(table(columns))
 
 

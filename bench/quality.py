@@ -1,15 +1,15 @@
-"""What quantization costs in quality: nearest and calibration, and mixed widths, on two models.
+"""Measures the quality of quantization on two models: rounding to nearest, calibration, and mixed widths.
 
     python3 bench/quality.py [--models tiny_llama minilm] [--bits 4 3 2] [--methods nearest auto ...] [--target-bits 3.5]
 
-prints a row per model, width, group size and method. examples/tiny_llama: perplexity of heldout.txt
-over that of the float model; every matrix is quantized, the table that embedding and head share too. all-MiniLM-L6-v2:
-the mean cosine of the embeddings of examples/minilm/sentences.txt with the float ones. Both are calibrated on the
-documentation in Python's standard library, without what is in heldout.txt (examples/tiny_llama/corpus.py).
+Prints a row per model, width, group size and method. For examples/tiny_llama: the perplexity ratio on heldout.txt; every matrix
+is quantized, including the table that embedding and head share. For all-MiniLM-L6-v2: the mean cosine of packed and float
+embeddings of examples/minilm/sentences.txt. Both are calibrated on the documentation in Python's standard library, except the
+text of heldout.txt (examples/tiny_llama/corpus.py).
 
     python3 bench/quality.py --write-text FILE [--models minilm]
 
-writes that text, for `lowbit report --calibrate`, and measures nothing; for MiniLM alone a sentence a line.
+Writes that text for `lowbit report --calibrate` and measures nothing; with only MiniLM, one sentence per line.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ sys.path[:0] = [str(EXAMPLES / "tiny_llama"), str(EXAMPLES / "minilm")]
 
 WINDOW = 512
 
-# With data: a method and the arguments of lowbit.calibration.gptq_solver.gptq.
+# Calibrated methods, with arguments of lowbit.calibration.gptq_solver.gptq.
 CALIBRATED = {
     "importance": ("importance", {}),
     "auto": ("auto", {}),
@@ -78,7 +78,7 @@ def calibration_texts(size: int) -> list[str]:
 
 
 def calibration_sentences(size: int) -> list[str]:
-    """For MiniLM sentences, as those that it is measured on: paragraphs of documentation are longer."""
+    """Sentences for MiniLM, like those it is measured on: paragraphs of documentation are longer."""
     import corpus
 
     return [
@@ -131,18 +131,18 @@ def main() -> None:
     parser.add_argument("--group-sizes", nargs="+", type=int, default=[32])
     parser.add_argument("--mappings", nargs="+", default=["symmetric"], choices=["symmetric", "affine", "levels"])
     parser.add_argument("--methods", nargs="+", default=["nearest", "importance", "auto"], choices=["nearest", *CALIBRATED])
-    parser.add_argument("--table-bits", type=int, default=0, help="more for tables of embeddings than for the rest")
+    parser.add_argument("--table-bits", type=int, default=0, help="more bits for embedding tables than for the rest")
     parser.add_argument(
         "--target-bits",
         nargs="*",
         type=float,
         default=[],
-        help="also widths by layer, with these means of bits per weight; importance, auto, tuned and distilled",
+        help="also mixed precision per layer with these mean bits per weight; for importance, auto, tuned and distilled",
     )
-    parser.add_argument("--rotate", choices=["layers", "all"], help="rotates the inputs of layers, or of tables and heads, too")
-    parser.add_argument("--characters", type=int, default=50_000, help="of calibration text; default: %(default)s")
-    parser.add_argument("--tokens", type=int, help="of heldout.txt to measure on; default: all")
-    parser.add_argument("--write-text", type=Path, metavar="FILE", help="writes the calibration text, and ends")
+    parser.add_argument("--rotate", choices=["layers", "all"], help="rotates the inputs of layers, or also of tables and heads")
+    parser.add_argument("--characters", type=int, default=50_000, help="tokens of calibration text; default: %(default)s")
+    parser.add_argument("--tokens", type=int, help="tokens of heldout.txt to measure on; default: all")
+    parser.add_argument("--write-text", type=Path, metavar="FILE", help="write the calibration text and exit")
     options = parser.parse_args()
     if options.write_text is not None:
         sentences = options.models == ["minilm"]

@@ -1,12 +1,11 @@
-"""What a rank needs to load its part of a packed model: memory, bytes from the disk, and time. Linux.
+"""Measures what a rank needs to load its part of a packed model: memory, bytes from the disk, and time. Linux.
 
     python bench/rank_memory.py [--ranks 1 2 4]
 
-A model with random weights is written once; torchrun then starts as many processes, each of which loads it with
-`tp_plan="auto"` and writes one token. Written for a rank, the largest of all ranks: the most memory of both kinds that
-it had above what it had before (its own; pages of files that it has mapped, which the system can take back), what was
-left of both in the end, the bytes all ranks had the system read from the disk, where no file was in memory, and
-seconds.
+Writes a model with random weights once. torchrun then starts the ranks, each of which loads it with `tp_plan="auto"` and
+generates one token. The table has the rank with the largest figures: peak and final memory above the start, private and mapped
+from files (which the system can take back), and seconds. It also has the bytes that all ranks read from the disk, with no file
+cached.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ SIZES = {
         "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1, "num_attention_heads": 8,
         "vocab_size": 256,
     },
-    # 697 million weights; the largest matrix has a tenth of them.
+    # 697 million weights, a tenth of them in the largest matrix.
     "model": {
         "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 12, "num_attention_heads": 16,
         "num_key_value_heads": 8, "vocab_size": 32000,
@@ -45,7 +44,7 @@ def disk() -> int:
 
 
 def rank(directory: str, output: str) -> None:
-    """A process of torchrun."""
+    """Runs one rank, as a process of torchrun."""
     import lowbit.transformers  # noqa: F401
     import torch
     import torch.distributed as dist
@@ -56,7 +55,7 @@ def rank(directory: str, output: str) -> None:
     ids = torch.arange(3, 11)[None]
     options = {"tp_plan": "auto"} if dist.get_world_size() > 1 else {}
     with torch.no_grad():
-        # A small one first: what importing and the first calls take is not counted.
+        # A small model first, so that imports and first calls are not counted.
         AutoModelForCausalLM.from_pretrained(f"{directory}/small", **options)(ids)
         before, begin, read, most, stop = memory(), time.perf_counter(), disk(), {}, threading.Event()
 
@@ -90,7 +89,7 @@ def make(directory: Path) -> None:
 
 
 def forget(directory: Path) -> None:
-    """Has the system drop the files from memory."""
+    """Makes the system drop the files from memory."""
     for path in directory.rglob("*.safetensors"):
         with open(path, "rb") as file:
             os.fsync(file.fileno())
@@ -100,7 +99,7 @@ def forget(directory: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--directory", help="keeps the models there, and takes them from there")
+    parser.add_argument("--directory", help="directory that keeps the models for later runs")
     parser.add_argument("--rank", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank:
@@ -113,7 +112,7 @@ def main() -> None:
             make(directory)
         size = sum(path.stat().st_size for path in (directory / "model").glob("*.safetensors"))
         print(f"{cpu_name()}; a model of {size / MIB:.0f} MiB; MiB of the rank that has most\n")
-        print("| ranks | own memory, most | left | mapped, most | left | from disk, all ranks | seconds |")
+        print("| ranks | private memory, peak | at the end | mapped, peak | at the end | from disk, all ranks | seconds |")
         print("|---|---|---|---|---|---|---|")
         for ranks in options.ranks:
             forget(directory)

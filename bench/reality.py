@@ -1,10 +1,10 @@
-"""What lowbit loses on language models that others trained, beside llama.cpp on the same file, and where it loses it.
+"""Measures the loss of lowbit on published language models, compared with llama.cpp on the same file, and by layer.
 
     make bench-reality          prints the tables, writes build/bench/reality.{json,md}
     make bench-reality DOC=1    the same, and writes the tables into docs/reality.md
     python3 bench/reality.py [--only gemma tiny_llama minilm] [--parts table weights ...] [--tokens N]
 
-docs/reality.md says what is measured and how. Models and reference logits are kept in build/reality (2.5 GB).
+docs/reality.md describes the measures. Models and reference logits are kept in build/reality (2.5 GB).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ CONTRACT = "blocks of min(group, 64)"
 
 
 class Judge:
-    """Compares models with one reference, whose logits are in a file."""
+    """Compares models with one reference, the logits in a file."""
 
     def __init__(self, name: str, pair: Pair, directory: Path, calibration_tokens: int):
         self.calibration_tokens = calibration_tokens
@@ -72,7 +72,7 @@ class Judge:
             self._add(name, predictions(model, self.pair.tokens, self.window, self.stride))
 
     def rounded(self, name: str, layers: dict[str, Rounding]) -> None:
-        """The float model with the inputs of these layers rounded."""
+        """Measures the float model with rounded inputs of these layers."""
         self.model(name, self.pair.floats, rounded_inputs(self.pair.floats, layers))
 
     def llama_cpp(self) -> None:
@@ -114,7 +114,7 @@ def judge_table(judge: Judge) -> None:
 
 
 def contract(pair: Pair, *, head: bool) -> dict[str, Rounding]:
-    """What lowbit does to the inputs of each packed layer, and of the head, where it is packed."""
+    """lowbit's rounding of the inputs of each packed layer, and of the head if it is packed."""
     layers = pair.groups | ({"lm_head": pair.head_group} if head else {})
     return {name: blocks_of(group) for name, group in layers.items()}
 
@@ -124,7 +124,7 @@ def only(layers: dict[str, Rounding], kind: str) -> dict[str, Rounding]:
 
 
 def judge_layers(judge: Judge) -> None:
-    """The contract for one kind of layers, the largest share first, and for all others."""
+    """Measures the contract for each kind of layer alone, largest share first, and for all other kinds."""
     layers = contract(judge.pair, head=True)
     judge.rounded("all layers and the head", layers)
     first = len(judge.rows)
@@ -139,7 +139,7 @@ def judge_layers(judge: Judge) -> None:
 
 
 def judge_rotations(judge: Judge) -> None:
-    """The inputs of down rotated before they are rounded."""
+    """Measures the rounding of rotated inputs of down."""
     down = [name for name in judge.pair.groups if kind_of(name) == "down"]
     for name, rounding in (("64", blocks(64)), ("32", blocks(32))):
         judge.rounded(f"only down, blocks of {name}", dict.fromkeys(down, rounding))
@@ -149,7 +149,7 @@ def judge_rotations(judge: Judge) -> None:
 
 
 def judge_weights(judge: Judge) -> None:
-    """Weights of few bits, calibrated, beside llama.cpp's."""
+    """Measures calibrated weights of few bits, and llama.cpp's."""
     tokens = judge.calibration_tokens
     own = (weights.calibrated(judge.pair, tokens, rotate) for rotate in (False, True))
     for candidate in chain(weights.of_llama_cpp(judge.pair, tokens), *own):
@@ -158,7 +158,7 @@ def judge_weights(judge: Judge) -> None:
 
 
 def judge_bfloat16(judge: Judge) -> None:
-    """The float model and the packed one in float32, with parts rounded to bfloat16."""
+    """Measures the float and the packed model in float32 with parts rounded to bfloat16."""
     floats = judge.pair.floats
     judge.model("float model: bfloat16, as it runs", copy.deepcopy(floats).bfloat16())
     judge.model("simulated: all of these parts in bfloat16", floats, in_bfloat16(floats, {*PARTS, *MATRICES}))
@@ -174,7 +174,7 @@ def judge_bfloat16(judge: Judge) -> None:
 
 @torch.inference_mode()
 def sensitivity(pair: Pair) -> list[dict[str, Any]]:
-    """How far tiny noise in the embeddings moves the log-probabilities of the likeliest tokens."""
+    """Measures how much tiny noise in the embeddings changes the log-probabilities of the likeliest tokens."""
     tokens = pair.tokens[:NOISE_TOKENS]
 
     def log_probabilities(model: torch.nn.Module) -> Tensor:
@@ -232,7 +232,7 @@ def table(header: list[str], rows: list[list[str]]) -> list[str]:
     return ["| " + " | ".join(header) + " |", "|" + "---|" * len(header), *("| " + " | ".join(row) + " |" for row in rows), ""]
 
 
-# Columns that some parts have: of the rows' numbers, and how they are written.
+# Columns that only some parts have: heading, and format of a row's number.
 MORE: dict[str, tuple[str, Callable[[float], str]]] = {
     "share": ("share of KLD", "{:.0%}".format),
     "bytes": ("MB", lambda size: f"{size / 1e6:.1f}"),
@@ -294,7 +294,7 @@ def document(results: dict[str, Any]) -> str:
 
 
 def insert(text: str, section: str) -> str:
-    """A page with what is between its markers replaced."""
+    """Returns a page with the text between its markers replaced."""
     head, begin, rest = text.partition(BEGIN)
     _, end, tail = rest.partition(END)
     if not begin or not end:
@@ -325,7 +325,7 @@ def main() -> int:
         nargs="+",
         default=["table", "layers", "bfloat16", "sensitivity"],
         choices=[*judges, "sensitivity"],
-        help="of each language model; default: %(default)s",
+        help="tokens of each language model; default: %(default)s",
     )
     parser.add_argument("--tokens", type=int, default=512, help="of text; default: %(default)s")
     parser.add_argument("--calibration-tokens", type=int, default=8192, help="of the part weights; default: %(default)s")

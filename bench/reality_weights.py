@@ -1,9 +1,10 @@
-"""Weights of few bits: lowbit's calibration beside llama.cpp's types with an importance matrix, for the same float weights,
-calibrated on the same text.
+"""Compares lowbit's calibrated weights of few bits with llama.cpp's types with an importance matrix.
+
+Both quantize the same float weights, calibrated on the same text.
 
 llama.cpp's types are quantized by its library (`make bench-peers`) and dequantized: activations stay float. Its blocks have 256
-weights; where rows are no multiple of that, a block goes on in the next row, which llama.cpp itself does not do: it would take
-a type of more bits.
+weights. If rows are not a multiple of 256, a block continues in the next row here, where llama.cpp itself would choose a type
+with more bits.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from lowbit.tools.report.peers import Peer, peers
 from reality_models import Pair
 from torch import Tensor
 
-# Whose source is the calibration text. Models are judged on another module.
+# Modules whose source is the calibration text. Models are measured on another module.
 MODULES = (
     "ast configparser csv difflib email/message fractions http/client json/decoder logging/__init__ mailbox shutil statistics "
     "tarfile typing unittest/case zipfile"
@@ -53,7 +54,7 @@ def calibration_text() -> str:
 
 
 def calibrated(pair: Pair, tokens: int, rotate: bool) -> Iterator[Candidate]:
-    """One width, and mixed widths."""
+    """Measures calibrated models of one width and of mixed widths."""
     text, rotated = calibration_text(), ", inputs rotated" if rotate else ""
     for name, bits, target in (
         *((f"{bits} bits, groups of 32", bits, None) for bits in WIDTHS),
@@ -74,7 +75,7 @@ def calibrated(pair: Pair, tokens: int, rotate: bool) -> Iterator[Candidate]:
 
 @torch.inference_mode()
 def mean_squares(pair: Pair, tokens: int) -> dict[str, Tensor]:
-    """Of the inputs of all linear layers on the calibration text."""
+    """Mean squares of the inputs of all linear layers on the calibration text."""
     inputs, _ = batches(pair.floats, [calibration_text()], pair.tokenizer, 512, tokens)
     linears = {name: module for name, module in pair.floats.named_modules() if isinstance(module, torch.nn.Linear)}
     squares = MeanSquares()
@@ -113,9 +114,9 @@ def of_llama_cpp(pair: Pair, tokens: int) -> Iterator[Candidate]:
 
 
 def held_in_runs(peer: Peer, weight: Tensor, importance: Tensor) -> tuple[Tensor, int]:
-    """A matrix in a type whose blocks may go on in the next row; the dequantized weights, and their bytes."""
+    """Quantizes a matrix whose blocks may continue in the next row; returns the dequantized weights and their bytes."""
     rows = math.lcm(weight.shape[1], _BLOCK) // weight.shape[1]
     if len(weight) % rows:
-        raise ValueError(f"a matrix of shape {list(weight.shape)} is not made of whole blocks of {_BLOCK}")
+        raise ValueError(f"a matrix has shape {list(weight.shape)}; expected a multiple of {_BLOCK} weights")
     held, size = peer.hold(weight.reshape(len(weight) // rows, -1).float(), importance.repeat(rows))
     return held.view_as(weight), size

@@ -1,10 +1,10 @@
-"""How well a packed embedding model finds documents: nDCG@10 and recall@10 of all-MiniLM-L6-v2, per width.
+"""Measures retrieval with a packed embedding model: nDCG@10 and recall@10 of all-MiniLM-L6-v2, per width.
 
     python3 bench/retrieval.py [--bits 8,6,5,4,3] [--document docs/measurements/embeddings.md]
 
-Queries and documents are docstrings of Python's standard library, which every machine has: the first sentence of a docstring is
-a query, the rest a document. A query's own rest has grade 2, the rests of the same module have grade 1. The set depends on the
-version of Python, the results on nothing else: with `lowbit.fuse_` they are the same on any number of threads.
+Queries and documents are docstrings of Python's standard library: the first sentence of a docstring is a query, the rest a
+document. For each query, its own document has grade 2, other documents of the same module grade 1. The set depends only on the
+version of Python. With `lowbit.fuse_`, results do not depend on the number of threads.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch import Tensor
 
 BEGIN, END = "<!-- tables: make bench-retrieval DOC=1 -->\n", "<!-- end of retrieval tables -->\n"
 SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "__pycache__"}
-FOUND = 10  # documents of a query that count
+FOUND = 10  # counted documents of a query
 LEAST_QUERY, LEAST_DOCUMENT = 20, 60  # characters
 MOST = 1500  # documents
 LONGEST = 300  # characters of a document
@@ -40,22 +40,22 @@ SENTENCE_END = re.compile(r"(?<=[.!?:])\s|\n\s*\n")
 
 @dataclass(frozen=True)
 class Corpus:
-    """Query i belongs to document i."""
+    """Queries and documents; query i belongs to document i."""
 
     queries: list[str]
     documents: list[str]
-    modules: Tensor  # number of the module of each
+    modules: Tensor  # index of each document's module
 
 
 def _docstrings(root: Path) -> Iterator[tuple[str, str]]:
-    """Modules and docstrings of their functions and classes, in the order of names and lines."""
+    """Yields modules and the docstrings of their functions and classes, in order of names and lines."""
     for file in sorted(root.rglob("*.py")):
         parts = file.relative_to(root).parts
         if SKIPPED.intersection(parts):
             continue
         try:
             tree = ast.parse(file.read_bytes())
-        except SyntaxError:  # a file with an older syntax, or that is a test itself
+        except SyntaxError:  # a file with old syntax, or a test of syntax errors
             continue
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and (text := ast.get_docstring(node)):
@@ -63,7 +63,7 @@ def _docstrings(root: Path) -> Iterator[tuple[str, str]]:
 
 
 def read_corpus(most: int) -> Corpus:
-    """Every k-th of the docstrings that have a first sentence and a rest; no two have the same of either."""
+    """Every k-th docstring with a first sentence and a rest, without duplicates of either."""
     queries: dict[str, tuple[str, str]] = {}
     taken: set[str] = set()
     for module, text in _docstrings(Path(sysconfig.get_paths()["stdlib"])):
@@ -78,7 +78,7 @@ def read_corpus(most: int) -> Corpus:
 
 
 def best(scores: Tensor) -> Tensor:
-    """The documents of each query with the highest scores; of equal ones the first."""
+    """The documents with the highest scores for each query; ties go to the first."""
     return torch.sort(scores, dim=1, descending=True, stable=True).indices[:, :FOUND]
 
 
@@ -95,14 +95,14 @@ def judge(found: Tensor, modules: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def binary_scores(queries: Tensor, documents: Tensor) -> Tensor:
-    """How many signs are equal; of packed bits, as a vector store has them."""
+    """Number of equal signs, from packed bits as in a vector store."""
     bits = [torch.from_numpy(quantize_embeddings(each.numpy(), "ubinary")) for each in (queries, documents)]
     signs = [2 * ((each[..., None] >> torch.arange(8)) & 1).flatten(1).float() - 1 for each in bits]
     return signs[0] @ signs[1].T
 
 
 def int8_scores(queries: Tensor, documents: Tensor) -> Tensor:
-    """Products of whole numbers, whose ranges are those of the documents."""
+    """Integer products; the ranges of the numbers come from the documents."""
     known = documents.numpy()
     rows = [quantize_embeddings(each.numpy(), "int8", calibration_embeddings=known) for each in (queries, documents)]
     low, high = documents.min(0).values, documents.max(0).values
@@ -119,7 +119,7 @@ def pack(model: sentence_transformers.SentenceTransformer, bits: int) -> sentenc
 
 
 def measure(model: sentence_transformers.SentenceTransformer, corpus: Corpus) -> dict[str, Tensor]:
-    """What a model finds: documents by cosine, and by the cosines of embeddings that are rounded themselves."""
+    """A model's row: retrieval by cosine of float embeddings, and by int8 and binary embeddings."""
     lowbit.fuse_(model)
     with torch.inference_mode():
         queries, documents = (

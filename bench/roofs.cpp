@@ -1,15 +1,14 @@
-// The two roofs of this machine, as one line of JSON:
+// Measures the two peak rates (roofs) of this machine, and prints one line of JSON:
 //
 //   roofs [--mebibytes N] [--serve] [THREADS...]     numbers of threads; 1 by default
 //
 //   {"buffer_bytes": ..., "read_gbs": {"1": ...}, "int8_isa": "avx512vnni", "int8_gops": {"1": ...}}
 //
-// With --serve it then stays: for each line with one of those numbers of threads that it reads, it measures the bandwidth
-// by one more pass, in the pattern that was fastest, and writes it, so that whoever compares it with something can
-// measure both in turns.
+// With --serve it then waits for lines, each with one of those numbers of threads. For each line it measures the bandwidth by
+// one more pass, in the fastest pattern, and prints it. So a caller can measure bandwidth and something else in turns.
 //
-// read_gbs: 1e9 bytes per second from a buffer of N MiB (ops/read_bandwidth.h). int8_gops: 1e9 multiplications and
-// additions per second of the CPU's widest int8 dot product, on registers only; null where there is none.
+// read_gbs: 1e9 bytes per second from a buffer of N MiB (ops/read_bandwidth.h). int8_gops: 1e9 multiplications and additions
+// per second of the CPU's widest int8 dot product, on registers only; null if there is none.
 
 #include <sys/mman.h>
 
@@ -30,11 +29,11 @@ constexpr int kChains = 12;            // accumulators: covers latency 5 at two 
 
 struct DotProduct {
   const char* name;  // of the ISA
-  void (*run)();     // kSteps * kChains dot products
+  void (*run)();     // executes kSteps * kChains dot products
   int64_t ops;       // multiplications and additions in one
 };
 
-// Assembly, so that no compiler folds, spills or reorders anything.
+// Assembly, so that the compiler cannot fold, spill or reorder anything.
 #if defined(__x86_64__)
 #define LOWBIT_TWELVE(op, r)                                                                                    \
   op r "1, " r "0, " r "2\n" op r "1, " r "0, " r "3\n" op r "1, " r "0, " r "4\n" op r "1, " r "0, " r "5\n"   \
@@ -44,7 +43,7 @@ struct DotProduct {
   "xmm0", "xmm1", "xmm2", "xmm3", "xmm4", "xmm5", "xmm6", "xmm7", "xmm8", "xmm9", "xmm10", "xmm11", "xmm12", "xmm13", \
       "xmm14", "xmm15"
 
-// A product of tiles of 16 x 64 and 64 x 16 takes 16 cycles: fewer of them, each counted as several. Four sums at a time.
+// A product of tiles of 16 x 64 and 64 x 16 takes 16 cycles, so fewer products run, each counted as several. Four accumulators.
 constexpr int64_t kTileProducts = kSteps * kChains / 16;
 void tdpbssd() {
   alignas(64) struct {
@@ -73,7 +72,7 @@ void vpdpbusd_256() {
 void vpdpbssd_256() {
   for (int64_t i = 0; i < kSteps; ++i) __asm__ volatile(LOWBIT_TWELVE("vpdpbssd ", "%%ymm") ::: LOWBIT_CLOBBERED);
 }
-// Without VNNI a dot product takes three instructions: products in pairs, pairs to fours, the sum.
+// Without VNNI a dot product takes three instructions: sums of two products, sums of four, and the accumulation.
 #define LOWBIT_MADD(n)                     \
   "vpmaddubsw %%ymm1, %%ymm0, %%ymm14\n"   \
   "vpmaddwd %%ymm1, %%ymm14, %%ymm14\n"    \
@@ -146,7 +145,7 @@ uint8_t* map(int64_t bytes) {
   void* memory = mmap(nullptr, static_cast<size_t>(bytes), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (memory == MAP_FAILED) return nullptr;
 #ifdef MADV_HUGEPAGE
-  madvise(memory, static_cast<size_t>(bytes), MADV_HUGEPAGE);  // a roof: page walks are not part of it
+  madvise(memory, static_cast<size_t>(bytes), MADV_HUGEPAGE);  // so that page walks do not count
 #endif
   std::memset(memory, 1, static_cast<size_t>(bytes));
   return static_cast<uint8_t*>(memory);

@@ -1,8 +1,8 @@
-"""What rotated inputs gain: Gemma 3 270M at few bits, calibrated, with the inputs of no, some or all layers rotated.
+"""Measures rotated inputs: Gemma 3 270M at few bits, calibrated, with the inputs of no, some or all layers rotated.
 
     python bench/rotated_weights.py [--bits 2 3] [--tokens 2048] [--directory build/reality]
 
-KL divergence to the float model, nats, of the text of `make bench-reality`.
+Prints the KL divergence to the float model in nats, on the text of `make bench-reality`.
 """
 
 import argparse
@@ -20,7 +20,7 @@ _NOT: dict[str, Any] = {"rotate": False}
 _CONFIGS: dict[str, dict[str, Any]] = {
     "none": {},
     "down": {"overrides": {"*down_proj": {"rotate": True}}},
-    "all but the table, which is the head, too": {"rotate": True, "overrides": {"lm_head": _NOT, "*embed*": _NOT}},
+    "all but the table, which is also the head": {"rotate": True, "overrides": {"lm_head": _NOT, "*embed*": _NOT}},
     "all": {"rotate": True},
 }
 
@@ -28,7 +28,7 @@ _CONFIGS: dict[str, dict[str, Any]] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--bits", type=int, nargs="+", default=[2, 3])
-    parser.add_argument("--tokens", type=int, default=2048, help="of the calibration")
+    parser.add_argument("--tokens", type=int, default=2048, help="tokens of the calibration text")
     parser.add_argument("--directory", type=Path, default=Path("build/reality"))
     options = parser.parse_args()
     pair = reality_models.gemma(options.directory, 512)

@@ -1,12 +1,12 @@
-"""How fast a token would be decoded by several machines that share a model: a model of it, and its check.
+"""Models decoding with tensor parallelism over several machines, and checks the model.
 
     python bench/scaling.py [--bandwidth 11.4 --memory 8 --network 1 --latency 0.1]     # GB/s, GB, Gbit/s, ms
     sudo .venv/bin/python bench/scaling.py --check            # two network namespaces, cables of known latency
 
-A token reads all packed weights once, each machine its part. A layer gathers four times (lowbit.tensor_parallel,
-exact): the heads' outputs, what the projection behind them gives, the products in the MLP, and what its last matrix
-gives; the head gathers the logits. A gather among n machines is n - 1 steps in a ring, and a step of gloo's takes two
-latencies: the receiver says that it is ready, then the data comes.
+For a token, each machine reads its part of the packed weights once. A layer gathers four times (lowbit.tensor_parallel, exact):
+the heads' outputs, the output of the projection after them, the products in the MLP, and the output of its last matrix; the
+head gathers the logits. A gather among n machines takes n - 1 steps in a ring. A step of gloo takes two latencies: one for
+"ready" from the receiver, one for the data.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lowbit.llm.shapes import shape_config
 ROOT = Path(__file__).parents[1]
 BITS = 4.5  # 4 bits, groups of 32
 MESSAGES_PER_STEP = 2  # gloo's: "ready", and the data
-SHARE = 0.7  # of the bandwidth that decoding gets on each machine: docs/measurements/llm.md has 0.71 to 0.87 on x86
+SHARE = 0.7  # share of the bandwidth that decoding reaches: docs/measurements/llm.md has 0.71 to 0.87 on x86
 
 
 @dataclass(frozen=True)
@@ -34,19 +34,19 @@ class Model:
     name: str
     layers: int
     hidden: int
-    heads: int  # outputs of all heads of queries
+    heads: int  # outputs of all query heads
     keys: int  # outputs of all KV heads
     mlp: int
     vocabulary: int
 
     @property
     def weights(self) -> int:
-        """That a token reads: all but a table of embeddings that is not the head too."""
+        """Weights that a token reads: all except a table of embeddings that is not also the head."""
         layer = self.hidden * (2 * self.heads + 2 * self.keys + 3 * self.mlp)
         return self.layers * layer + self.hidden * self.vocabulary
 
     def gathers(self) -> list[int]:
-        """Numbers in each gather of a token."""
+        """Number of values in each gather of a token."""
         return self.layers * [self.heads, self.hidden, self.mlp, self.hidden] + [self.vocabulary]
 
 
@@ -68,7 +68,7 @@ def of_config(name: str, config) -> Model:
 
 
 def exchanged(model: Model, machines: int, network: float, latency: float) -> float:
-    """Seconds of a token's gathers."""
+    """Seconds of all gathers of a token."""
     steps = machines - 1
     return sum(
         steps * (MESSAGES_PER_STEP * latency / 1e3 + 4 * numbers / machines / (network * 1e9 / 8))
@@ -77,7 +77,7 @@ def exchanged(model: Model, machines: int, network: float, latency: float) -> fl
 
 
 def token_seconds(model: Model, machine: Machine, machines: int) -> float:
-    """With `machines` of a kind; packed at BITS per weight, text so far short."""
+    """Seconds per token on equal machines, packed at BITS per weight, with a short context."""
     read = model.weights * BITS / 8 / machines / (SHARE * machine.bandwidth * 1e9)
     return read + exchanged(model, machines, machine.network, machine.latency)
 
@@ -87,7 +87,7 @@ MODELS = [
     of_config("llama-3.1-8b", shape_config("llama-3.1-8b")),
     Model("llama-3.3-70b", 80, 8192, 8192, 1024, 28672, 128256),
 ]
-# Bandwidth: measured by others on a Raspberry Pi 5 (docs/scaling.md), 0.8 of what the makers name for the other two.
+# Bandwidth: published measurements for the Raspberry Pi 5 (docs/scaling.md), 0.8 of the nominal rate for the other two.
 MACHINES = [
     Machine("Raspberry Pi 5, Gigabit Ethernet", 11.4, 8, 1, 0.1),
     Machine("Mac mini M4, 10 Gbit Ethernet", 96, 16, 10, 0.05),
@@ -107,7 +107,7 @@ def table(machines: list[Machine]) -> None:
         for model in MODELS:
             cells = []
             for count in COUNTS:
-                # The table of embeddings stays whole on each machine, at the same bits; a GB is left to all else.
+                # Each machine has the whole table of embeddings, at the same bits; 1 GB is reserved for everything else.
                 part = (model.weights / count + model.hidden * model.vocabulary) * BITS / 8 / 1e9
                 fits = part + 1 <= machine.memory
                 cells.append(f"{1 / token_seconds(model, machine, count):.1f}" if fits else "too large")
@@ -115,10 +115,10 @@ def table(machines: list[Machine]) -> None:
 
 
 def node_rate(nodes: int, link: float, placement: str) -> float:
-    """What all threads read together, in units of one node's memory; `link`: what a node reads from others, likewise.
+    """Read rate of all threads together, in units of one node's memory; `link`: rate of reads from other nodes, likewise.
 
-    one node: all pages lie in the memory of one, which serves everybody. interleave: of what a node's threads read, this share
-    comes over the link. local: nothing does.
+    one node: all pages are in one node's memory. interleave: a share of each node's reads comes over the link. local: no reads
+    come over the link.
     """
     remote = (nodes - 1) / nodes
     return {"one node": 1.0, "interleave": nodes * min(1.0, link / remote), "local": float(nodes)}[placement]
@@ -134,7 +134,7 @@ def node_table() -> None:
 
 
 def run(delay: float, packed: Path, tokens: int) -> float:
-    """Seconds a token in two namespaces with a cable of this latency (ms)."""
+    """Seconds per token in two namespaces with a cable of this latency (ms)."""
     environment = {**os.environ, "DELAY_MS": str(delay), "MBIT": "1000", "OMP_NUM_THREADS": "1"}
     command = [ROOT / "examples/two_machines/namespaces.sh", sys.executable, packed, "Return the number of"]
     said = subprocess.run(
@@ -172,11 +172,11 @@ def check(rounds: int, tokens: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--bandwidth", type=float, help="at which a machine reads memory, GB/s; lowbit doctor says it")
-    parser.add_argument("--memory", type=float, default=8.0, help="of a machine, GB")
+    parser.add_argument("--bandwidth", type=float, help="memory bandwidth of a machine, GB/s; `lowbit doctor` prints it")
+    parser.add_argument("--memory", type=float, default=8.0, help="memory of a machine, GB")
     parser.add_argument("--network", type=float, default=1.0, help="Gbit/s")
-    parser.add_argument("--latency", type=float, default=0.1, help="of a message, one way, ms: half of what ping says")
-    parser.add_argument("--check", action="store_true", help="against runs in two network namespaces; needs root")
+    parser.add_argument("--latency", type=float, default=0.1, help="one-way latency of a message, ms: half of ping's time")
+    parser.add_argument("--check", action="store_true", help="compare with runs in two network namespaces; needs root")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=40)
     options = parser.parse_args()

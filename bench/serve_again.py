@@ -1,9 +1,9 @@
-"""A long prompt in a server, and again in another process of the server: what the prefix cache on disk saves.
+"""Measures the prefix cache on disk: a long prompt in a server, and again after a restart.
 
     .venv/bin/python bench/serve_again.py MODEL --tokens 20000
 
-Starts `lowbit serve` with an empty `--prefix-cache`, sends the prompt, ends the server, and starts it again with the same
-directory. Prints seconds of both answers, by the clock and of CPU time. The texts must be equal; else exit code 1.
+Starts `lowbit serve` with an empty `--prefix-cache`, sends the prompt, stops the server, and starts it again with the same
+directory. Prints the wall-clock and CPU seconds of both answers. If the texts differ, the exit code is 1.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from serve_beside import TEXT, free_port
 
 
 def complete(port: int, prompt: list[int], new: int) -> tuple[str, int]:
-    """The text, and how many tokens of the prompt came from a cache."""
+    """Returns the text and the number of cached tokens of the prompt."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=3600)
     body = {"prompt": prompt, "max_tokens": new, "temperature": 0, "ignore_eos": True}
     connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
@@ -33,7 +33,7 @@ def complete(port: int, prompt: list[int], new: int) -> tuple[str, int]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", type=Path, help="a packed checkpoint with room for the prompt")
+    parser.add_argument("model", type=Path, help="a packed checkpoint whose context is long enough for the prompt")
     parser.add_argument("--tokens", type=int, default=20000)
     parser.add_argument("--new", type=int, default=8)
     parser.add_argument("--threads", type=int, default=1)

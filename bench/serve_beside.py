@@ -1,12 +1,12 @@
-"""`lowbit serve` beside llama.cpp's `llama-server` on the weights of one GGUF file, over HTTP, in turns.
+"""Compares `lowbit serve` and llama.cpp's `llama-server` on the weights of one GGUF file, over HTTP, in turns.
 
     lowbit import MODEL.gguf MODEL.lowbit
     .venv/bin/python bench/serve_beside.py MODEL.lowbit MODEL.gguf --llama-server llama-server
 
-Both servers run all the time, and only one of them has requests. Every user sends one request, all at once: a prompt that no
-request had before, and so many new tokens, streamed. The table has medians over the rounds: tokens per second by the wall
-clock, milliseconds to the first text, and milliseconds of CPU time for a token, the prompts' share included. In brackets is
-the median of the rounds' ratios to llama-server, which other programs on the machine disturb less.
+Both servers run all the time, but only one has requests at a time. All users send one request at once: a prompt that no earlier
+request had, with a streamed answer of a given length. The table has medians over the rounds: wall-clock tokens per second,
+milliseconds to the first text, and milliseconds of CPU time per token, including the prompts. Brackets have the median of the
+rounds' ratios to llama-server, which other programs on the machine disturb less.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ THEIRS, OURS = "llama-server", "lowbit serve"
 
 @dataclass
 class Figures:
-    """Of a server and a number of users, one value a round."""
+    """Figures of a server with a number of users, one value per round."""
 
     rate: list[float] = field(default_factory=list)
     first: list[float] = field(default_factory=list)
@@ -47,10 +47,10 @@ def free_port() -> str:
 
 
 def start(options: argparse.Namespace, scratch: Path) -> dict[str, http_load.Server]:
-    """Both servers, with as many places as the largest number of users."""
+    """Starts both servers, with as many slots as the largest number of users."""
     threads, most = str(options.threads), str(max(options.users))
     room = -(-(options.prompt + options.new + 1) // 256) * 256
-    (scratch / "model").symlink_to(options.model.resolve())  # so that both servers know it by the same name
+    (scratch / "model").symlink_to(options.model.resolve())  # so that both servers have the same model name
     theirs = [options.llama_server, "--model", options.gguf, "--threads", threads, "--threads-batch", threads]
     theirs += ["--parallel", most, "--ctx-size", room * max(options.users), "--cache-ram", "0"]
     ours = [Path(sys.executable).with_name("lowbit"), "serve", scratch / "model", "--threads", threads, "--at-once", most]
@@ -70,7 +70,7 @@ def start(options: argparse.Namespace, scratch: Path) -> dict[str, http_load.Ser
 
 
 def prompts(model: Path, length: int) -> list[list[int]]:
-    """Pieces of a text that begin at different tokens, in a random order that is the same in every run."""
+    """Pieces of a text that start at different tokens, in the same random order in every run."""
     from lowbit.llm.loading import load_tokenizer
 
     tokens = load_tokenizer(model)(TEXT.read_text(encoding="utf-8"), add_special_tokens=False)["input_ids"]
@@ -99,14 +99,14 @@ def table(found: dict[tuple[str, int], Figures], users: list[int]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", type=Path, help="what lowbit import made of the GGUF file")
+    parser.add_argument("model", type=Path, help="the GGUF file, imported by `lowbit import`")
     parser.add_argument("gguf", type=Path)
     parser.add_argument("--llama-server", type=Path, required=True)
     parser.add_argument("--users", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--prompt", type=int, default=64, help="tokens of each prompt")
     parser.add_argument("--new", type=int, default=48, help="new tokens of each request")
-    parser.add_argument("--threads", type=int, default=1, help="of each server")
+    parser.add_argument("--threads", type=int, default=1, help="threads of each server")
     parser.add_argument("--more", default="", help="further options of lowbit serve, in one string")
     parser.add_argument("--output", type=Path, help="JSON of all rounds")
     options = parser.parse_args()

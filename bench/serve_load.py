@@ -1,14 +1,14 @@
-"""Users of a server, some of whom go away: every text beside the text alone, tokens per second, memory.
+"""Load test of a server with disconnecting clients: checks every text, measures tokens per second and memory.
 
     .venv/bin/python bench/serve_load.py --users 1 8 32 --requests 100
     .venv/bin/python bench/serve_load.py --users 32 --rounds 5 --requests 2000 --distinct 200 --longest 16    # ten thousand
-    .venv/bin/python bench/serve_load.py --port 8080 --users 8     # a server that runs already: figures only, no texts
+    .venv/bin/python bench/serve_load.py --port 8080 --users 8     # a running server: figures only, texts are not compared
 
-Each user sends one request after the other: prompts with a shared prefix or without, greedy or sampled, streamed or not. Some
-clients disconnect: before the answer, or after some pieces of a stream. Without --port the script starts `lowbit serve` on the
-model, and compares each text with the one that the library writes alone. Exit code 1: a text differs, after a round a text
-still runs or waits, the server has more threads or open files after the last round than after the first, or its memory grew by
-more than a tenth from the second round to the last.
+Each user sends one request after the other: prompts with or without a shared prefix, greedy or sampled, streamed or not. Some
+clients disconnect before the answer or after some pieces of a stream. Without --port the script starts `lowbit serve` on the
+model, and compares each text with the library's text for the same request alone. The exit code is 1 if a text differs, if a
+text still runs or waits after a round, if the server has more threads or open files after the last round than after the first,
+or if its memory grew by more than a tenth from the second round to the last.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ HELD_OUT = ROOT / "examples" / "tiny_llama" / "heldout.txt"
 
 @dataclass
 class Round:
-    """What the users of a round saw."""
+    """Results of the users of a round."""
 
     requests: int = 0
     gone: int = 0
@@ -47,7 +47,7 @@ class Round:
 
 
 def body_of(chance: random.Random, text: str, longest: int) -> dict:
-    """A request: its prompt is a piece of the text, mostly behind one of three beginnings."""
+    """A request whose prompt is a piece of the text, usually after one of three shared prefixes."""
     begin = chance.choice([0, 200, 400])
     at = chance.randrange(len(text) - 400)
     prompt = chance.choice([text[begin : begin + 150], ""]) + text[at : at + chance.choice([20, 80, 300])]
@@ -59,10 +59,10 @@ def body_of(chance: random.Random, text: str, longest: int) -> dict:
 
 
 def ask(port: int, body: dict, pieces: int | None, into: Round) -> None:
-    """Sends a request, again where the queue is full, and notes what comes.
+    """Sends a request, again if the queue is full, and records the answer.
 
     Args:
-        pieces: after so many pieces of a stream the client disconnects, with 0 before any answer; None: it stays.
+        pieces: the client disconnects after this many pieces of a stream, with 0 before any answer; None: it stays.
     """
     sent = body | {"stream_options": {"include_usage": True}} if body["stream"] else body
     while True:
@@ -124,7 +124,7 @@ def idle(port: int) -> bool:
 
 
 def play(port: int, users: int, requests: int, longest: int, seed: int, distinct: int) -> tuple[Round, float]:
-    """So many users at a time, together so many requests, of which so many are distinct: what they saw, and the seconds."""
+    """Runs a round of `requests` requests, some of them distinct, by concurrent users; returns results and seconds."""
     text, into, errors = HELD_OUT.read_text(encoding="utf-8"), Round(), []
     numbers = iter(range(requests))
 
@@ -153,14 +153,14 @@ def play(port: int, users: int, requests: int, longest: int, seed: int, distinct
 
 
 class Alone:
-    """What the library writes of a request, one text after the other."""
+    """The library's texts for requests, one after the other."""
 
     def __init__(self, model: Path, max_length: int):
         import torch
         from lowbit import llm
         from lowbit.llm.loading import load_model, load_tokenizer, stop_tokens
 
-        torch.set_num_threads(1)  # several would wait for each other where other programs run; the texts are the same
+        torch.set_num_threads(1)  # faster next to other programs; the texts are the same
         self._llm, loaded, self._tokenizer = llm, load_model(model), load_tokenizer(model)
         self._decoder, self._stop = llm.Decoder(loaded, max_length), stop_tokens(loaded, self._tokenizer)
         self._texts: dict[str, str] = {}
@@ -183,7 +183,7 @@ class Alone:
 
 
 def held(process: int) -> dict[str, float]:
-    """What a process has: MiB of memory, now and at most, open files and threads."""
+    """Current and peak memory in MiB, open files and threads of a process."""
     status = Path(f"/proc/{process}/status").read_text()
     sizes = {name: int(re.search(rf"{key}:\s+(\d+)", status)[1]) for name, key in (("now", "VmRSS"), ("most", "VmHWM"))}
     counts = {
@@ -193,7 +193,7 @@ def held(process: int) -> dict[str, float]:
 
 
 def held_at_rest(process: int) -> dict[str, float]:
-    """What it has when the last connections are closed, at most a second after their clients have gone."""
+    """The same after the last connections are closed; waits at most a second."""
     found = []
     for _ in range(20):
         time.sleep(0.05)
@@ -202,7 +202,7 @@ def held_at_rest(process: int) -> dict[str, float]:
 
 
 def leaks(rows: list[dict]) -> list[str]:
-    """What a server has more of at the end, in words."""
+    """Messages about what a server has more of at the end."""
     found = []
     for name in ("files", "threads"):
         first, last = rows[0][name], rows[-1][name]
@@ -239,16 +239,18 @@ def serving(model: Path, max_length: int, at_once: int):
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, help="a packed checkpoint; by default the shipped one, packed to 4 bits")
+    parser.add_argument("--model", type=Path, help="a packed checkpoint; default: examples/tiny_llama, packed to 4 bits")
     parser.add_argument("--users", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--requests", type=int, default=100, help="of each round")
     parser.add_argument(
-        "--rounds", type=int, default=2, help="of each number of users; memory should not grow from the second on"
+        "--rounds", type=int, default=2, help="rounds for each number of users; memory should not grow after the second"
     )
-    parser.add_argument("--distinct", type=int, default=500, help="different requests of a round; the library writes each once")
+    parser.add_argument(
+        "--distinct", type=int, default=500, help="distinct requests of a round; the library computes each once"
+    )
     parser.add_argument("--longest", type=int, default=48, help="new tokens of a request, at most")
     parser.add_argument("--at-once", type=int, default=16)
-    parser.add_argument("--port", type=int, help="of a server that runs already")
+    parser.add_argument("--port", type=int, help="port of a running server")
     parser.add_argument("--output", type=Path, help="JSON of all figures")
     options = parser.parse_args()
     rows: list[dict] = []
@@ -268,7 +270,7 @@ def main() -> int:
                 rows.append(row)
                 print(json.dumps(row), flush=True)
                 if wrong:
-                    print(f"another text than alone: {json.dumps(wrong[0])}", file=sys.stderr)
+                    print(f"differs from the text alone: {json.dumps(wrong[0])}", file=sys.stderr)
 
     if options.port is not None:
         rounds(options.port, None, None)
@@ -287,7 +289,7 @@ def main() -> int:
         options.output.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
     more = [] if options.port is not None else leaks(rows)
     for each in more:
-        print(f"the server holds more: {each}", file=sys.stderr)
+        print(f"leak in the server: {each}", file=sys.stderr)
     return int(bool(more) or any(row["wrong"] or row["idle"] is False for row in rows))
 
 

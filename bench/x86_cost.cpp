@@ -1,10 +1,9 @@
-// What x86_cost.py runs: calls kernel rows instruction by instruction (the trap flag), and prints for each call a line
-// "row TAB task TAB units TAB instructions"; with --blocks the addresses that were executed follow, "TAB
-// address*times" each. Only the instructions of this program count: it has the kernels in it, but not the C library's
-// memcpy, of which there is one for each CPU.
+// The program that x86_cost.py runs. It executes kernels instruction by instruction (the trap flag), and prints a line for each
+// call: "kernel TAB task TAB units TAB instructions"; with --blocks, "TAB address*times" for each executed address follows.
+// Only instructions of this program count: the kernels, but not the C library's memcpy, which differs by CPU.
 //
-//   x86_cost [--blocks] [--check] [PART...]     rows that this CPU runs and whose name contains a PART, if there is
-//                                               any; --check: some tasks of some widths
+//   x86_cost [--blocks] [--check] [PART...] kernels that this CPU runs and whose name contains a PART, if given; --check: some
+//                                               tasks of some widths
 //
 //   linear_*     task "symmetric|affine g<group size> m<rows>"   unit: 128 weights, for one row of activations
 //   quantize_*   task "f32|bf16 g<group size>"                   unit: one activation
@@ -34,7 +33,7 @@ namespace {
 bool with_blocks = false, check = false;
 std::vector<std::string> parts;
 
-// Executed addresses, open addressing; a signal handler allocates nothing.
+// Executed addresses in an open-addressing table, because a signal handler must not allocate.
 struct Count {
   uintptr_t address;
   int64_t times;
@@ -56,7 +55,7 @@ void step(int, siginfo_t*, void* context) {
   ++counts[slot].times;
 }
 
-// The call alone: not the few instructions that switch the flag.
+// Counts only the call, not the few instructions that switch the flag.
 template <class Args>
 [[gnu::noinline]] void stepped(void (*run)(const Args&), const Args& args) {
   __asm__ volatile("pushfq\n\torq $0x100, (%%rsp)\n\tpopfq" ::: "memory", "cc");
@@ -66,7 +65,7 @@ template <class Args>
 
 template <class Args>
 void count(const char* name, const std::string& task, int64_t units, void (*run)(const Args&), const Args& args) {
-  run(args);  // what happens once is not counted
+  run(args);  // not counted: work of the first call alone
   std::memset(counts, 0, sizeof counts);
   executed = 0;
   stepped(run, args);
@@ -89,7 +88,7 @@ void require(const Status& status) {
   std::exit(1);
 }
 
-// Memory at a multiple of 64, as the operators have it.
+// Memory aligned to 64 bytes, as in the operators.
 template <class T>
 T* allocate(int64_t count) {
   const size_t bytes = (static_cast<size_t>(count) * sizeof(T) + 63) / 64 * 64;
@@ -125,7 +124,7 @@ void count_linear(const LinearKernel& kernel, Mapping mapping, int64_t group_siz
 
 void count_quantize(const QuantizeKernel& kernel, DType dtype, int64_t group_size) {
   constexpr int64_t kInputs = 1024;
-  float* const x = allocate<float>(kInputs);  // the first half of it as 16-bit values
+  float* const x = allocate<float>(kInputs);  // 16-bit types use the first half of the memory
   for (int64_t i = 0; i < kInputs; ++i) store_from_f32(x, dtype, i, static_cast<float>(i * 37 % 201 - 100) / 16.0f);
   constexpr int64_t kMostSegments = kInputs / kHalfInputs;
   const QuantizeArgs args{x, dtype, kInputs, kInputs, group_size, allocate<int8_t>(kInputs),
@@ -134,12 +133,12 @@ void count_quantize(const QuantizeKernel& kernel, DType dtype, int64_t group_siz
   count(kernel.name, task, kInputs, kernel.run, args);
 }
 
-// Four heads of queries over one of keys, all 64 wide: the last four of 256 positions, or the last alone.
+// Four query heads share one KV head, all 64 wide. Queries are at the last four of 256 positions, or at the last one alone.
 void count_attention(const AttentionKernel& kernel, CacheType cache, const char* name, bool prompt) {
   constexpr int64_t kWidth = 64, kPositions = 256, kHeads = 4;
   const auto memory = [](int64_t count, CacheType type) {
     char* const values = allocate<char>(count * 4);
-    if (has_scales(type)) return values;  // any byte is codes
+    if (has_scales(type)) return values;  // every byte is valid codes
     const DType dtype = type == CacheType::f32 ? DType::f32 : type == CacheType::bf16 ? DType::bf16 : DType::f16;
     for (int64_t i = 0; i < count; ++i) store_from_f32(values, dtype, i, static_cast<float>(i * 37 % 201 - 100) / 64.0f);
     return values;
@@ -178,7 +177,7 @@ void count_all() {
       for (const int64_t group_size : {32, 128}) {
         if (check && (has_mins(mapping) || (group_size != 32 && m > 1))) continue;
         count_linear(kernel, mapping, group_size, m);
-        // What speculative decoding and a few texts at once use.
+        // Numbers of rows of speculative decoding and of small batches.
         if (m > 1 && kernel.m_least <= 4 && mapping == Mapping::symmetric) count_linear(kernel, mapping, group_size, 4);
       }
     }

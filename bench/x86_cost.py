@@ -1,14 +1,15 @@
-"""What the x86 kernels cost: counts the instructions of kernel rows, models their cycles with llvm-mca, and writes
-docs/x86_cost.md and .json.
+"""Measures the cost of the x86 kernels and writes docs/x86_cost.md and .json.
+
+Counts the instructions of kernels and models their cycles with llvm-mca.
 
     python3 bench/x86_cost.py [--native]            builds, counts on this CPU and on emulated ones, writes both files;
-                                                    --native: without rows that this CPU lacks, in minutes
-    python3 bench/x86_cost.py --rows PART...        only rows whose names contain a PART; the others' numbers stay
-    python3 bench/x86_cost.py --check --program P   counts some rows that this CPU runs; fails when one needs over 3 %
-                                                    more than in the JSON
+                                                    --native: only kernels that this CPU can run, in minutes
+    python3 bench/x86_cost.py --rows PART...        only kernels whose names contain a PART; the others keep their numbers
+    python3 bench/x86_cost.py --check --program P   counts some kernels that this CPU runs; fails when one needs over 3 % more
+                                                    than in the JSON
 
-Needs cmake, ninja and a C++ compiler; without --check also objdump, llvm-mca 17 or newer, and build/x86-emulator for
-the rows that this CPU lacks.
+Needs cmake, ninja and a C++ compiler; without --check also objdump, llvm-mca 17 or newer, and build/x86-emulator for the
+kernels that this CPU cannot run.
 """
 
 import argparse
@@ -27,10 +28,10 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 DOCUMENT, DATA = ROOT / "docs/x86_cost.md", ROOT / "docs/x86_cost.json"
 SKIPPED = 77
 ITERATIONS = 100
-# Where this CPU lacks an ISA.
+# Emulated CPU for an ISA that this CPU lacks.
 EMULATED = {"avx512vnni": "sapphire_rapids", "avxvnni": "arrow_lake", "avxvnniint8": "arrow_lake", "amx": "sapphire_rapids"}
-# LLVM's name of a core, how it is written, and the ISAs of the rows that it runs. AVX-VNNI-INT8 came with Arrow Lake, of
-# which LLVM has no model but this one.
+# LLVM's name of a core: its name in text, and the ISAs of the kernels that it runs. AVX-VNNI-INT8 came with Arrow Lake, for
+# which LLVM has only this model.
 CORES = {
     "alderlake": ("Alder Lake P", ("avx2", "avxvnni", "avxvnniint8")),
     "icelake-server": ("Ice Lake", ("avx2", "avx512vnni")),
@@ -38,7 +39,7 @@ CORES = {
     "znver4": ("Zen 4", ("avx2", "avx512vnni")),
 }
 OLDEST_LLVM = 17
-# Cycles from one such instruction of AMX to the next, by Intel's optimization manual: LLVM 19 lets four of any begin in one.
+# Cycles from one AMX instruction of a kind to the next, from Intel's optimization manual; LLVM 19 starts four per cycle.
 TILE_CYCLES = {"tileload": 8, "tilestore": 16, "tdpb": 16}
 Block = tuple[str, ...]  # instructions, as objdump writes them
 
@@ -51,7 +52,7 @@ def run(command: list, what: str, text: str | None = None) -> str:
 
 
 def tool(name: str) -> pathlib.Path | str:
-    beside = pathlib.Path(sys.executable).parent / name  # a virtual environment has its own cmake and ninja
+    beside = pathlib.Path(sys.executable).parent / name  # a virtual environment has cmake and ninja in its bin
     return beside if beside.exists() else name
 
 
@@ -75,13 +76,13 @@ def build(directory: pathlib.Path) -> pathlib.Path:
 
 
 def compiler_of(program: pathlib.Path) -> str:
-    """As the compiler of its kernels calls itself, by the program's own notes."""
+    """Name of the compiler of the kernels, from the program's notes."""
     text = run(["readelf", "-p", ".comment", program], "reading the compiler's name")
     return max(re.findall(r"\]\s+(\S.*)", text), key=len).strip()
 
 
 def parse(text: str) -> dict:
-    """{row: {task: (units, instructions, {address: times})}}"""
+    """{kernel: {task: (units, instructions, {address: times})}}"""
     found: dict = {}
     for line in text.splitlines():
         name, task, units, instructions, *addresses = line.split("\t")
@@ -107,7 +108,7 @@ def disassemble(program: pathlib.Path) -> dict[int, str]:
 
 
 def blocks_of(times: dict[int, int], code: dict[int, str]) -> dict[Block, int]:
-    """The basic blocks of a call and how often each ran: neighbors that ran as often, up to a branch."""
+    """The basic blocks of a call and how often each ran: adjacent instructions with equal counts, up to a branch."""
     found: dict[Block, int] = {}
     block: list[str] = []
     last = 0
@@ -134,7 +135,7 @@ def blocks_of(times: dict[int, int], code: dict[int, str]) -> dict[Block, int]:
 
 
 def plain(instruction: str) -> str:
-    """Branches to a label of their own, calls and returns as jumps: llvm-mca takes a call to last 100 cycles."""
+    """Gives each branch its own label; calls and returns become jumps, because llvm-mca assumes 100 cycles for a call."""
     if re.match(r"(bnd )?(call|ret|jmp)", instruction):
         return "jmp 0f"
     if match := re.match(r"(j\w+)", instruction):
@@ -185,7 +186,7 @@ def cycles_of(mca: str, core: str, blocks: Iterable[Block]) -> dict[Block, float
 
 
 def tile_cycles(block: Block) -> int:
-    """Of a block's tile instructions, if nothing runs beside them."""
+    """Cycles of a block's tile instructions, as if nothing overlapped with them."""
     return sum(cycles for text in block for name, cycles in TILE_CYCLES.items() if text.startswith(name))
 
 
@@ -214,14 +215,14 @@ def model(traced: dict, code: dict[int, str]) -> dict:
 
 
 def trace(program: pathlib.Path, native: bool, parts: list[str]) -> dict:
-    """All rows, or those with a part in their names: those of this CPU natively, the others emulated."""
+    """All kernels, or those with a part in their names: natively if this CPU can run them, otherwise emulated."""
     found = parse(run([program, "--blocks", *parts], "counting"))
     for isa, cpu in EMULATED.items():
         names = [f"_{isa}"]
         if parts:
             counts = json.loads(DATA.read_text(encoding="utf-8"))["counts"]
             names = [name for name in counts if name.endswith(f"_{isa}") and any(part in name for part in parts)]
-            names += [part for part in parts if part.endswith(f"_{isa}")]  # rows that the JSON has not yet
+            names += [part for part in parts if part.endswith(f"_{isa}")]  # kernels that the JSON lacks
         if names and not native and not any(name.endswith(f"_{isa}") for name in found):
             found |= parse_emulated(
                 run(
@@ -233,14 +234,14 @@ def trace(program: pathlib.Path, native: bool, parts: list[str]) -> dict:
 
 
 def merged(data: dict) -> dict:
-    """What is in the JSON, with the rows that were counted now."""
+    """The content of the JSON, updated with the kernels that were counted now."""
     before = json.loads(DATA.read_text(encoding="utf-8"))
     for what, old, new in (
         ("compiler", before["compiler"], data["compiler"]),
         ("llvm-mca", before["cycles"]["llvm"], data["cycles"]["llvm"]),
     ):
         if old != new:
-            sys.exit(f"x86_cost: {DATA.name} was counted with {what} {old}, this is {new}: count all rows")
+            sys.exit(f"x86_cost: {DATA.name} was counted with {what} {old}, this is {new}: count all kernels")
     before["counts"] |= data["counts"]
     for core in CORES:
         before["cycles"][core] |= data["cycles"][core]
@@ -248,7 +249,7 @@ def merged(data: dict) -> dict:
 
 
 def parse_emulated(text: str) -> dict:
-    """As `parse`; around it is what the system says."""
+    """Like `parse`, without the system's messages around the output."""
     return parse("\n".join(line.rstrip("\r") for line in text.splitlines() if line.count("\t") >= 3))
 
 
@@ -264,7 +265,7 @@ def table(header: list[str], rows: dict, digits: int = 1) -> list[str]:
 
 
 def linear_rows(numbers: dict) -> dict:
-    """{kernel: {task: {width: number}}}; interleaved panels are two or four by width."""
+    """{kernel: {task: {width: number}}}; two or four panels are interleaved, depending on the width."""
     found: dict = {}
     for name, tasks in numbers.items():
         if match := re.fullmatch(r"linear_a8w(\d)_(\d+)x(\d+)_(\w+)", name):
@@ -282,17 +283,17 @@ def document(data: dict) -> str:
     lines = [
         "# What the x86 kernels cost",
         "",
-        "Instructions are counted one by one (`bench/x86_cost.cpp` switches the CPU's trap flag on): exact and repeatable,",
-        "but a count is no time. Rows for instructions that the machine lacks are counted in an emulator. Cycles are a",
-        "model's, measured on no CPU. Written by `make x86-cost`; `docs/x86_cost.json` has the same numbers. A test holds",
-        "the instructions against it.",
+        "Instructions are counted one by one (`bench/x86_cost.cpp` switches the CPU's trap flag on): exact and repeatable, but",
+        "not times. Kernels for instructions that the machine lacks are counted in an emulator. Cycles come from a model and",
+        "were measured on no CPU. Written by `make x86-cost`; `docs/x86_cost.json` has the same numbers. A test compares",
+        "the instructions with it.",
         "",
         f"Compiler: {data['compiler']}. Cycles: llvm-mca {data['cycles']['llvm']}.",
-        *[f"Not counted in this run: the rows for {isa}." for isa in EMULATED if not counted(data, isa)],
+        *[f"Not counted in this run: the kernels for {isa}." for isa in EMULATED if not counted(data, isa)],
         "",
         "## Linear",
         "",
-        "Per 128 weights and row of activations, everything included that one call of the kernel does: 64 outputs, 512",
+        "Per 128 weights and row of activations, for one whole call of the kernel: 64 outputs, 512",
         "inputs (tiles of rows: 256), float32 output. g: inputs per group. m: rows of activations. Columns: bits.",
         "",
     ]
@@ -307,7 +308,7 @@ def document(data: dict) -> str:
             if kernel in found
         }
         lines += table(["", *(width for width in WIDTHS if any(width in cells for cells in rows.values()))], rows)
-    lines += ["## Activations to int8", "", "Per value, group sums included; 1024 values.", ""]
+    lines += ["## Quantization of activations", "", "Per value, group sums included; 1024 values.", ""]
     quantize = {name: tasks for name, tasks in data["counts"].items() if name.startswith("quantize_")}
     header = list(dict.fromkeys(task for tasks in quantize.values() for task in tasks))
     rows = {}
@@ -322,9 +323,9 @@ def document(data: dict) -> str:
     lines += [
         "## Attention",
         "",
-        "Per 128 products, of queries and keys or of weights and values, with everything around them. Four heads of",
-        "queries over one of keys, 64 wide, float32 queries and outputs, 256 positions: the last four of them (16 rows,",
-        "as in a prompt), or a token alone. Columns: what keys and values are kept in.",
+        "Per 128 products of queries and keys or of weights and values, for the whole call. Four query heads share",
+        "one KV head, 64 wide, float32 queries and outputs, 256 positions: queries at the last four (16 rows,",
+        "as in a prompt), or at the last one (a token). Columns: type of the KV cache.",
         "",
     ]
     attention = {name: tasks for name, tasks in data["counts"].items() if name.startswith("attention_")}
@@ -342,21 +343,21 @@ def document(data: dict) -> str:
             }
     lines += table(["", *caches], rows)
     lines += [
-        "## How the cycles come about",
+        "## Model of the cycles",
         "",
-        "A call's basic blocks, and how often each ran, come from the counted addresses. llvm-mca says how many cycles a",
-        "block needs when it repeats forever, by LLVM's model of a core; a call is the sum of times x cycles. So every load",
-        "hits the first-level cache, every branch is predicted, and blocks neither overlap nor wait for one another. One row",
-        "waits for memory as a rule: 128 weights at 4 bits are 64 bytes, and at 15 to 30 GB/s those are some 10 cycles.",
+        "The counted addresses give the basic blocks of a call and how often each ran. llvm-mca models how many cycles a",
+        "block needs on a core when it repeats forever; a call costs the sum of times x cycles. The model assumes that",
+        "every load hits the first-level cache, every branch is predicted, and blocks neither overlap nor wait for each other.",
+        "One row usually waits for memory: 128 weights at 4 bits are 64 bytes, which take some 10 cycles at 15 to 30 GB/s.",
         "",
         "Instructions of AMX are added with Intel's figures (16 cycles for a product or a store of a tile, 8 for a load),",
-        "because LLVM has none; and as if nothing ran beside them, so that AMX's cycles are the most that it should need.",
+        "which LLVM lacks, as if nothing overlapped with them. So the cycles of AMX are an upper bound.",
         "",
-        "Alder Lake lacks AVX-VNNI-INT8; its model is LLVM's for Arrow Lake, which has it. LLVM lets a sum wait for",
-        "the factor that an instruction reads from memory, so that one row of avxvnniint8 may be",
-        "faster than it says; no such CPU was at hand.",
+        "Alder Lake lacks AVX-VNNI-INT8, but its model is also LLVM's model of Arrow Lake, which has it. In LLVM's model, an",
+        "accumulation waits for a factor that the instruction reads from memory, so one row of avxvnniint8 may be",
+        "faster than the table says; no such CPU was available.",
         "",
-        "There are no columns for Zen 5, because this LLVM's model of it is that of Zen 4, which splits 512 bits in two.",
+        "There are no columns for Zen 5, because this LLVM uses its model of Zen 4, which splits 512 bits in two.",
     ]
     return "\n".join(lines).rstrip() + "\n"
 
@@ -368,18 +369,18 @@ def check(program: pathlib.Path) -> int:
         return SKIPPED
     found = per_unit(parse(run([program, "--check"], "counting")))
     if not found:
-        print("skipped: this CPU runs none of the rows")
+        print("skipped: this CPU runs none of the kernels")
         return SKIPPED
     bad = growth(data["counts"], found)
     print("\n".join(bad))
-    print(f"{len(bad)} of {sum(len(tasks) for tasks in found.values())} counts have grown, or are new")
+    print(f"{len(bad)} of {sum(len(tasks) for tasks in found.values())} counts have grown or are new")
     return 1 if bad else 0
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--build", type=pathlib.Path, default=ROOT / "build/x86_cost", help="where to build")
-    parser.add_argument("--program", type=pathlib.Path, help="a counting program that is built already")
+    parser.add_argument("--build", type=pathlib.Path, default=ROOT / "build/x86_cost", help="build directory")
+    parser.add_argument("--program", type=pathlib.Path, help="use this counting program instead of building one")
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--native", action="store_true")
     parser.add_argument("--rows", nargs="+", default=[], metavar="PART")
@@ -393,7 +394,7 @@ def main() -> int:
         data = merged(data)
     DATA.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
     DOCUMENT.write_text(document(data), encoding="utf-8")
-    print(f"{len(data['counts'])} kernel rows: {DOCUMENT.relative_to(ROOT)}, {DATA.relative_to(ROOT)}")
+    print(f"{len(data['counts'])} kernels: {DOCUMENT.relative_to(ROOT)}, {DATA.relative_to(ROOT)}")
     return 0
 
 

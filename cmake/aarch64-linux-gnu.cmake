@@ -17,7 +17,7 @@ else()
   set(CMAKE_CXX_COMPILER aarch64-linux-gnu-g++)
 endif()
 
-# Programs are the host's; libraries, headers and packages are the target's.
+# Use the host's programs, and the target's libraries, headers and packages.
 set(CMAKE_FIND_ROOT_PATH /usr/aarch64-linux-gnu)
 set(CMAKE_FIND_ROOT_PATH_MODE_PROGRAM NEVER)
 set(CMAKE_FIND_ROOT_PATH_MODE_LIBRARY ONLY)
@@ -29,5 +29,5 @@ set(CMAKE_CROSSCOMPILING_EMULATOR qemu-aarch64 -L /usr/aarch64-linux-gnu)
 if(LOWBIT_QEMU_CPU)
   list(APPEND CMAKE_CROSSCOMPILING_EMULATOR -cpu "${LOWBIT_QEMU_CPU}")
 endif()
-# CMake's own compiler checks read this file again, in a project without our cache.
+# CMake's compiler checks read this file again, in a project without our cache.
 list(APPEND CMAKE_TRY_COMPILE_PLATFORM_VARIABLES LOWBIT_QEMU_CPU LOWBIT_ARM_CLANG)

@@ -1,8 +1,8 @@
-# Finds the installed executorch package and defines the target executorch::runtime. Without it: an error, or, with
-# LOWBIT_BUILD_EXECUTORCH=AUTO, a message; the package then works, but for lowbit.executorch.
+# Finds the installed executorch package and defines the target executorch::runtime. If it is missing, this is an error, or with
+# LOWBIT_BUILD_EXECUTORCH=AUTO a message, and the package lacks lowbit.executorch.
 #
-# Like torch (cmake/torch.cmake) it is no build requirement, and is looked for next to torch too: an isolated build does
-# not see it on its own path.
+# Like torch (cmake/torch.cmake) it is not a build requirement. It is also searched next to torch, because an isolated build
+# does not have it on its path.
 set(reason "not found beside torch")
 if(NOT LOWBIT_EXECUTORCH_DIR)
   find_package(Python REQUIRED COMPONENTS Interpreter)
@@ -26,7 +26,7 @@ if(found_executorch)
     PATHS "${found_executorch}/lib/cmake/executorch")
   if(TARGET executorch::runtime)
     message(STATUS "executorch: ${found_executorch}")
-    # The targets ask the linker for the path of this very installation; what is built here must find any other.
+    # The targets put the path of this installation into libraries; ours must also work with any other installation.
     foreach(target executorch::runtime executorch::threadpool)
       if(TARGET ${target})
         set_property(TARGET ${target} PROPERTY INTERFACE_LINK_OPTIONS "")

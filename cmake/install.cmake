@@ -1,6 +1,6 @@
-# What is installed, and where: libraries, public headers and the CMake package that find_package(lowbit) reads.
-# In the Python package all of it lies in the package's directory, elsewhere in the places that CMAKE_INSTALL_PREFIX
-# and GNUInstallDirs name. Nothing installed holds an absolute path.
+# Installs libraries, public headers and the CMake package for find_package(lowbit). In the Python package everything is in the
+# package's directory, otherwise in the places that CMAKE_INSTALL_PREFIX and GNUInstallDirs name. Installed files contain no
+# absolute paths.
 include(CMakePackageConfigHelpers)
 if(LOWBIT_BUILD_PYTHON)
   set(library_dir lowbit)
@@ -8,7 +8,7 @@ if(LOWBIT_BUILD_PYTHON)
   set(package_dir lowbit/lib/cmake/lowbit)
   set(executorch_beside "../../../../executorch")  # seen from package_dir: site-packages/executorch
   install(TARGETS _C LIBRARY DESTINATION ${library_dir})
-  # Not one of wheel.packages: an editable installation has a copy of it, which stays where the clone is moved.
+  # Not in wheel.packages, so that an editable installation has a copy, which stays when the clone is moved.
   install(FILES "${PROJECT_SOURCE_DIR}/python/lowbit_entry.py" DESTINATION .)
 else()
   include(GNUInstallDirs)
@@ -18,7 +18,7 @@ else()
   set(executorch_beside "")
 endif()
 
-# The public headers are those below, and each of them compiles alone. They need less than the sources do.
+# The public headers. Each of them compiles alone, with an older C++ standard than the sources.
 foreach(directory kernels kernels/bits ops)
   set(headers_kernels lowbit_ukernel.h status.h export.h inline.h isa.h mapping.h numeric.h format.h ukernel.h library.h
       elementwise.h recurrence.h registry.h pack.h)
@@ -30,7 +30,7 @@ endforeach()
 target_include_directories(lowbit INTERFACE $<INSTALL_INTERFACE:${header_dir}>)
 target_compile_features(lowbit INTERFACE cxx_std_17)
 
-# One file of targets per component, so that a component is there when its file is.
+# One file of targets per component, so that the file shows whether the component is installed.
 foreach(component kernels:lowbit executorch:lowbit_executorch torch:lowbit_torch)
   string(REGEX MATCH "^(.*):(.*)$" match ${component})
   if(TARGET ${CMAKE_MATCH_2})

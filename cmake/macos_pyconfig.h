@@ -1,9 +1,9 @@
-// CPython's pyconfig.h for macOS on 64-bit Arm, as far as its public headers ask: for cross builds of the module _C.
-// All other headers come from a CPython of the same version for Linux; they are the same files everywhere.
+// CPython's pyconfig.h for macOS on 64-bit Arm, with the macros that its public headers use: for cross builds of the module _C.
+// All other headers come from a CPython of the same version for Linux; they are the same on all systems.
 //
-// Written by hand: `configure` writes the real one on a Mac. What the headers never ask is left out:
-// scripts/wheel_macos.py reads those of each version, and refuses one that asks for a macro that is not decided here.
-// CPython's own pymacconfig.h comes next, and knows the sizes of time_t, pthread_t and bool on a Mac.
+// Written by hand; `configure` writes the real one on a Mac. Macros that the headers do not use are left out:
+// scripts/wheel_macos.py reads the headers of each version, and refuses one that uses a macro that is not defined or undefined
+// here. CPython's pymacconfig.h is included next, and has the sizes of time_t, pthread_t and bool on a Mac.
 #pragma once
 #if !defined(__APPLE__) || !defined(__aarch64__)
 #error "for macOS on 64-bit Arm"
@@ -11,8 +11,7 @@
 
 #define _DARWIN_C_SOURCE 1
 
-// Sizes are the compiler's own. Two differ from Linux on Arm: a long double is a double, so that the strictest alignment
-// is 8. wchar_t, long and pid_t are the same.
+// Sizes come from the compiler. Two differ from Linux on Arm: a long double is a double, so the strictest alignment is 8.
 #define SIZEOF_INT __SIZEOF_INT__
 #define SIZEOF_LONG __SIZEOF_LONG__
 #define SIZEOF_LONG_LONG __SIZEOF_LONG_LONG__
@@ -40,7 +39,7 @@
 #define HAVE_WCHAR_H 1
 #define _Py_STACK_GROWS_DOWN 1  // since 3.14
 
-// What it has not: wchar_t is signed, threads are real ones, numbers lie as on other Arm CPUs.
+// What macOS lacks: unsigned wchar_t, stub threads, big-endian numbers.
 #undef HAVE_ALIGNED_REQUIRED
 #undef HAVE_IEEEFP_H
 #undef HAVE_PTHREAD_STUBS
@@ -49,7 +48,7 @@
 #undef HAVE__GETPTY
 #undef SIGNED_RIGHT_SHIFT_ZERO_FILLS
 
-// How CPython is built where nobody asks for something else: a release, with the global lock, 30 bits in a digit.
+// CPython's default build: release, with the global lock, 30 bits per digit.
 #define WITH_DOC_STRINGS 1
 #define WITH_MIMALLOC 1
 #define WITH_PYMALLOC 1
@@ -64,6 +63,6 @@
 #undef Py_TRACE_REFS
 #undef WITH_DTRACE
 
-// The system's own headers say it.
+// Defined by the system's headers.
 #undef _POSIX_THREADS
 #undef _XOPEN_SOURCE_EXTENDED

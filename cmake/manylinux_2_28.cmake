@@ -1,5 +1,5 @@
-# Libraries that a newer GCC and glibc make, and that load where the C library is 2.28 and GCC was 8: what manylinux_2_28
-# allows, and what PyTorch's own wheels need. `auditwheel show` says whether it is enough (scripts/wheels.py asks it).
+# Makes libraries that are built by a newer GCC and glibc load with glibc 2.28 and GCC 8's C++ library, as manylinux_2_28
+# requires and PyTorch's wheels do. scripts/wheels.py checks the result by `auditwheel show`.
 foreach(target lowbit lowbit_torch lowbit_executorch _C)
   if(NOT TARGET ${target})
     continue()
@@ -14,5 +14,5 @@ endif()
 if(TARGET _C)
   target_compile_definitions(_C PRIVATE LOWBIT_EXCEPTION_POINTERS)
 endif()
-# What ops/shared_library.cpp and ops/scratch.cpp use was here before glibc 2.34.
+# Before glibc 2.34, functions of ops/shared_library.cpp and ops/scratch.cpp were in these libraries.
 target_link_options(lowbit PRIVATE "LINKER:--push-state,--no-as-needed,-l:libdl.so.2,-l:libpthread.so.0,--pop-state")

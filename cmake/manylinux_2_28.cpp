@@ -1,25 +1,25 @@
-// What the headers of newer C and C++ libraries call, and those of manylinux_2_28 do not have.
+// Functions that headers of newer C and C++ libraries call and that manylinux_2_28's libraries lack.
 #include <new>
 
 #ifdef LOWBIT_STRING_STREAMS
 #include <sstream>
-// GCC 9 and 11 compiled more of them into their library, and its headers say so.
+// GCC 9 and 11 moved these into the library, and their headers refer to them.
 template class std::basic_stringbuf<char>;
 template class std::basic_ostringstream<char>;
 template class std::basic_stringstream<char>;
 #endif
 
-// glibc 2.32: whether there is one thread only, which spares std::shared_ptr its atomics. No: that is always right.
+// glibc 2.32: whether the process has only one thread, so that std::shared_ptr can skip atomics. False is always correct.
 extern "C" [[gnu::visibility("hidden")]] char __libc_single_threaded;
 char __libc_single_threaded = 0;
 
-// GCC 11: std::vector calls it for a size that cannot be.
+// GCC 11: std::vector calls this for an impossible size.
 namespace std {
 [[noreturn]] void __throw_bad_array_new_length();
 void __throw_bad_array_new_length() { throw bad_array_new_length(); }
 }  // namespace std
 
-// GCC 11: the two halves of copying and destroying a std::exception_ptr, which were there before as a whole.
+// GCC 11: parts of copying and destroying a std::exception_ptr, which were not separate functions before.
 #ifdef LOWBIT_EXCEPTION_POINTERS
 extern "C" {
 void lowbit_copy(void* pointer, const void* from) __asm__("_ZNSt15__exception_ptr13exception_ptrC1ERKS0_");

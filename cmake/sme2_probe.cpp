@@ -1,4 +1,4 @@
-// Compiles where a compiler is good enough for the kernels for SME2: cmake/isa.cmake.
+// Compiles only if the compiler supports the SME2 kernels: cmake/isa.cmake.
 #if !defined(__clang__) || (defined(__apple_build_version__) ? __clang_major__ < 17 : __clang_major__ < 19)
 #error "another compiler"
 #endif

@@ -1,8 +1,8 @@
 # Finds the installed torch package, for its headers and libraries, and sets LOWBIT_TORCH_DIR.
 #
-# torch is deliberately not a build requirement in pyproject.toml: an isolated build would download a second torch of its own,
-# gigabytes of it. An isolated build environment hides the packages of the interpreter it belongs to, but they are
-# still there, so this looks on the path first and then in that interpreter's site-packages.
+# torch is deliberately not a build requirement in pyproject.toml, because an isolated build would download gigabytes of a
+# second torch. An isolated build environment hides the packages of its interpreter, so this looks on the path first and then in
+# that interpreter's site-packages.
 if(NOT LOWBIT_TORCH_DIR)
   find_package(Python REQUIRED COMPONENTS Interpreter)
   execute_process(
@@ -19,7 +19,7 @@ if(NOT EXISTS "${LOWBIT_TORCH_DIR}/include/torch/csrc/stable/ops.h")
     "torch >= 2.10 was not found for ${Python_EXECUTABLE} (looked at '${LOWBIT_TORCH_DIR}').\n"
     "Install it first (pip install torch==2.13.0), or pass -DLOWBIT_TORCH_DIR=<site-packages>/torch.")
 endif()
-# A cross build has the headers from this machine's torch, and the libraries from the target's.
+# A cross build uses the headers of this machine's torch and the libraries of the target's.
 if(NOT LOWBIT_TORCH_LIBRARY_DIR)
   set(LOWBIT_TORCH_LIBRARY_DIR "${LOWBIT_TORCH_DIR}/lib")
 endif()

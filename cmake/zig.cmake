@@ -1,4 +1,4 @@
-# Cross build with the Clang that the PyPI package ziglang brings, with headers and link libraries of each system:
+# Cross build with the Clang of the PyPI package ziglang, which has headers and link libraries of each system:
 #   cmake -DCMAKE_TOOLCHAIN_FILE=cmake/zig.cmake -DLOWBIT_ZIG_TARGET=aarch64-macos.11.0
 # Targets: aarch64-macos.11.0, aarch64-ios.14.0 (with LOWBIT_STATIC), aarch64-windows-gnu, x86_64-windows-gnu and others of
 # `zig targets`. LOWBIT_ZIG: the program.
@@ -15,7 +15,7 @@ list(FIND names ${CMAKE_MATCH_2} index)
 math(EXPR index "${index} + 1")
 list(GET names ${index} CMAKE_SYSTEM_NAME)
 
-# Zig gives Apple's headers, which are the same files for all of its systems, to macOS alone.
+# Zig uses Apple's headers only for macOS, although they are the same for all of Apple's systems.
 set(headers)
 if(LOWBIT_ZIG_TARGET MATCHES "-ios")
   cmake_path(GET LOWBIT_ZIG PARENT_PATH zig_directory)
@@ -28,7 +28,7 @@ foreach(tool cc c++)
   set(CMAKE_${language}_COMPILER "${CMAKE_CURRENT_LIST_DIR}/../scripts/zig.sh" "${LOWBIT_ZIG}" ${tool}
     -target ${LOWBIT_ZIG_TARGET} ${headers})
 endforeach()
-# CMake wants these two as programs of their own.
+# CMake needs these two as separate programs.
 foreach(tool ar ranlib)
   set(program "${CMAKE_BINARY_DIR}/zig-${tool}")
   file(CONFIGURE OUTPUT "${program}" CONTENT "#!/bin/sh\nexec '@LOWBIT_ZIG@' @tool@ \"$@\"\n" @ONLY)
@@ -38,10 +38,10 @@ foreach(tool ar ranlib)
 endforeach()
 
 if(CMAKE_SYSTEM_NAME STREQUAL "Darwin")
-  set(CMAKE_INSTALL_NAME_TOOL "not-needed")  # libraries are linked as they are to be installed
-  set(CMAKE_STRIP "")  # this machine's knows no Mach-O, and another file than the signed one would not load
+  set(CMAKE_INSTALL_NAME_TOOL "not-needed")  # libraries are linked with their install names
+  set(CMAKE_STRIP "")  # this machine's strip cannot read Mach-O, and a changed file would not match its signature
   set(CMAKE_BUILD_WITH_INSTALL_RPATH ON)
-  # The system's C++ library, as far as torch uses it: scripts/macos_libraries.py.
+  # The part of the system's C++ library that torch uses: scripts/macos_libraries.py.
   set(LOWBIT_LIBCXX "" CACHE FILEPATH "A .tbd file of macOS's libc++")
   list(APPEND CMAKE_TRY_COMPILE_PLATFORM_VARIABLES LOWBIT_LIBCXX)
   set(CMAKE_SHARED_LINKER_FLAGS_INIT "-nostdlib++ -Wl,-S")
@@ -49,5 +49,5 @@ if(CMAKE_SYSTEM_NAME STREQUAL "Darwin")
   set(CMAKE_CXX_STANDARD_LIBRARIES "${LOWBIT_LIBCXX}")
 endif()
 set(CMAKE_FIND_ROOT_PATH_MODE_PROGRAM NEVER)
-# CMake's checks of the compiler link nothing: zig would build a C++ library of its own for that, which takes minutes.
+# CMake's compiler checks do not link, because zig would first build its C++ library, which takes minutes.
 set(CMAKE_TRY_COMPILE_TARGET_TYPE STATIC_LIBRARY)

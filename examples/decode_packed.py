@@ -1,4 +1,4 @@
-"""Decodes lowbit's packed matrices with numpy alone, written from docs/format.md and nothing else.
+"""Decodes lowbit's packed matrices with only numpy, implemented from docs/format.md alone.
 
 python examples/decode_packed.py model.safetensors                     # lists the packed matrices
 python examples/decode_packed.py model.safetensors NAME weight.npy     # dequantizes one of them to float32
@@ -14,9 +14,9 @@ import numpy as np
 
 MAGIC = bytes.fromhex("894c4f574249540a")
 BASIS, PRIME = 0xCBF29CE484222325, 0x100000001B3
-SIGNS = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344)  # of rotated inputs, a bit for each
+SIGNS = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344)  # signs of rotated inputs, one bit each
 
-# By width: the packed lines, each from bit 7 to bit 0; j.t is bit t of the code of unpacked line j.
+# For each width: the packed lines, from bit 7 to bit 0; j.t is bit t of the code of unpacked line j.
 PLACEMENT = {
     1: ["7.0 6.0 5.0 4.0 3.0 2.0 1.0 0.0"],
     2: ["3.1 3.0 2.1 2.0 1.1 1.0 0.1 0.0", "7.1 7.0 6.1 6.0 5.1 5.0 4.1 4.0"],
@@ -40,7 +40,7 @@ class Header(NamedTuple):
     n: int
     k: int
     group_size: int  # 0: one group per row
-    rotated: int  # inputs of a rotated block; 0: inputs are not rotated
+    rotated: int  # inputs per rotated block; 0: inputs are not rotated
     levels: np.ndarray  # int8 [2**bits], empty without a table
     checksum: int  # of the panels
     bytes: int  # of the header
@@ -62,7 +62,7 @@ def checksums(pieces: np.ndarray) -> np.ndarray:
     padded[:, : pieces.shape[1]] = pieces
     words = padded.view("<u8").reshape(len(pieces), -1, 8)
     lanes = np.tile(np.arange(8, dtype=np.uint64) + np.uint64(BASIS), (len(pieces), 1))
-    count = -(-pieces.shape[1] // 8)  # of words; lanes beyond the last word take none
+    count = -(-pieces.shape[1] // 8)  # words; lanes after the last word get none
     for at in range(words.shape[1]):
         used = min(8, count - 8 * at)
         lanes[:, :used] = step(lanes[:, :used], words[:, at, :used])
@@ -84,7 +84,7 @@ def read_header(data: np.ndarray) -> Header:
     if len(data) < size or int(checksums(np.concatenate([data[:56], data[64:size]])[None])[0]) != own:
         raise ValueError("the header's checksum does not match")
     if layout != 0 or any(vendor):
-        raise ValueError(f"the layout is {vendor!r} of a vendor; expected layout 0")
+        raise ValueError(f"the layout is a vendor's, {vendor!r}; expected layout 0")
     levels = data[64 : 64 + 2**bits].view(np.int8) if mapping == 2 else np.empty(0, np.int8)
     valid = 1 <= bits <= 8 and mapping <= 2 and bias <= 1 and zero == 0
     valid = valid and 1 <= n <= 2**31 and 1 <= k <= 2**31 and group % 16 == 0 and group <= 2**31
@@ -94,14 +94,12 @@ def read_header(data: np.ndarray) -> Header:
     if mapping == 2:
         valid = valid and 2 <= bits <= 4 and -128 not in levels and not data[64 + len(levels) : size].any()
     if not valid or total != len(data):
-        raise ValueError(
-            f"a field of the header is invalid, or its size of {total} bytes is not the {len(data)} that are there"
-        )
+        raise ValueError(f"a field of the header is invalid, or its size of {total} bytes is not the data's {len(data)}")
     return Header(bits, mapping, bool(bias), n, k, group, 2**turn if turn else 0, levels, panels, size)
 
 
 def fused_multiply_add(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
-    """a * b + c, rounded once, of float32 values whose product is exact in float64.
+    """a * b + c, rounded once, for float32 values whose product is exact in float64.
 
     The sum is rounded to odd in float64 (Boldo and Melquiond, 2008), so that rounding it to float32 is right.
     """
@@ -129,7 +127,7 @@ def unpack_codes(lines: np.ndarray, bits: int) -> np.ndarray:
 
 
 def rotate_back(weight: np.ndarray, block: int) -> np.ndarray:
-    """The weights of the inputs, from those of rotated inputs, float32 [n, k]."""
+    """The weights for the original inputs, from those for rotated inputs, float32 [n, k]."""
     rows, h = weight.reshape(-1, block), 1
     while h < block:
         pairs = rows.reshape(-1, block // (2 * h), 2, h)
@@ -144,7 +142,7 @@ def decode(data: bytes | np.ndarray, verify: bool = True) -> Matrix:
     """Decodes one packed matrix.
 
     Args:
-        data: all of its bytes.
+        data: all bytes of the matrix.
         verify: compare the panels with their checksum.
 
     Raises:
@@ -158,7 +156,7 @@ def decode(data: bytes | np.ndarray, verify: bool = True) -> Matrix:
     groups = -(-k // group)
     group_bytes = 64 if header.mapping == 1 else 32
 
-    ends = [min(-(-(at + 1) * group // 32), blocks) for at in range(groups)]  # the blocks up to the end of each group
+    ends = [min(-(-(at + 1) * group // 32), blocks) for at in range(groups)]  # number of blocks up to the end of each group
     scales_at = np.array([end * 64 * bits + at * group_bytes for at, end in enumerate(ends)])
     blocks_at = np.arange(blocks) * 64 * bits + np.searchsorted(ends, np.arange(blocks), "right") * group_bytes
     head_at = blocks * 64 * bits + groups * group_bytes
@@ -176,7 +174,7 @@ def decode(data: bytes | np.ndarray, verify: bool = True) -> Matrix:
     lines = body[:, blocks_at[:, None] + np.arange(64 * bits)].reshape(panels, blocks, bits, 64)
     codes = unpack_codes(lines, bits)[:, :, :k]
     halves = body[:, scales_at[:, None] + np.arange(group_bytes)].copy().view("<f2").astype(np.float32)
-    halves = halves.reshape(panels, groups, -1, 16).transpose(2, 0, 3, 1)  # scales (and mins), panel, row, group
+    halves = halves.reshape(panels, groups, -1, 16).transpose(2, 0, 3, 1)  # [scales (and mins), panel, row, group]
     head = body[:, head_at : head_at + 192].copy().view("<f4").reshape(panels, 3, 16)
     with np.errstate(all="ignore"):  # any bytes may be scales
         by_input = np.arange(k) // group
@@ -195,7 +193,7 @@ def decode(data: bytes | np.ndarray, verify: bool = True) -> Matrix:
 
 
 def packed_tensors(data: np.ndarray) -> dict[str, np.ndarray]:
-    """The packed matrices of a safetensors file by name: uint8 [bytes], or of experts [experts, bytes]."""
+    """The packed matrices of a safetensors file by name: uint8 [bytes], or [experts, bytes] for experts."""
     body = 8 + int(data[:8].view("<u8")[0])
     entries = json.loads(data[8:body].tobytes())
     return {
@@ -224,7 +222,7 @@ def main(arguments: list[str]) -> None:
         weights = [decode(matrix).weight for matrix in tensor.reshape(-1, tensor.shape[-1])]
         np.save(arguments[2], weights[0] if tensor.ndim == 1 else np.stack(weights))
     else:
-        raise SystemExit(f"expected an OUTPUT.npy, and one of these names: {', '.join(tensors)}")
+        raise SystemExit(f"expected OUTPUT.npy and one of these names: {', '.join(tensors)}")
 
 
 if __name__ == "__main__":

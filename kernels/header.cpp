@@ -173,7 +173,7 @@ Status read_header(const void* data, int64_t size, Layout* layout) {
     LevelsHeader canonical{};
     std::memcpy(canonical.levels, expected.levels, sizeof canonical.levels);
     if (std::memcmp(&canonical, &levels, sizeof levels) != 0) {
-      return Status::error("packed weight has bytes behind its %d levels; expected zeros", 1 << header.bits);
+      return Status::error("packed weight has bytes after its %d levels; expected zeros", 1 << header.bits);
     }
   }
   if (format != Format::panel16) {

@@ -159,7 +159,7 @@ Status check_format(const LoadedLibrary& library, const PackedFormat& format) {
   size_t count = 0;
   for (const PackedFormat& other : library.formats) count += other.format == format.format;
   if (count > 1 || find_format(format.format) != nullptr) {
-    return Status::error("format '%s' is there twice", name.text);
+    return Status::error("format '%s' occurs twice", name.text);
   }
   return {};
 }
@@ -298,7 +298,7 @@ Status check_rows(const LoadedLibrary& library) {
       if (count_of(library.linear, name) + count_of(library.embedding, name) + count_of(library.quantize, name) +
                   count_of(library.attention, name) > 1 ||
           is_built_in_or_loaded(name)) {
-        status = Status::error("kernel '%s' has the name of another kernel; expected a name of its own", name);
+        status = Status::error("kernel '%s' has the name of another kernel; expected a unique name", name);
       }
     }
   };

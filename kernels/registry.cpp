@@ -275,7 +275,7 @@ bool is_loaded(const lowbit_library& library) {
 Status add_library(const LoadedLibrary& library) {
   const size_t libraries = loaded_count.load(std::memory_order_acquire);
   if (libraries == kMostLibraries) {
-    return Status::error("%zu kernel libraries are loaded; there is room for no more", libraries);
+    return Status::error("%zu kernel libraries are loaded; no more can be loaded", libraries);
   }
   loaded[libraries] = library;
   loaded_count.store(libraries + 1, std::memory_order_release);

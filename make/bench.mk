@@ -2,25 +2,25 @@
 # machine, and after `make bench-peers`.
 in-doc = $(if $(DOC),$(1))
 
-# lowbit beside torch, and beside onnxruntime and llama.cpp's ggml after `make bench-peers`, with this machine's roofs: the
-# part of this kind of CPU in docs/bench.md and docs/bench.json, with a plot.
+# Compares lowbit with torch, and after `make bench-peers` with onnxruntime and llama.cpp's ggml, and with this machine's peak
+# rates. Writes this CPU's part of docs/bench.md and docs/bench.json, with a plot.
 bench: $(VENV)/installed ## speed of lowbit and its peers: build/bench/compare.*; DOC=1 writes docs/bench.*
 	$(call build-bench,roofs)
 	$(BIN)/python bench/compare.py --roofs build/bench/bench/roofs $(call in-doc,--document docs/bench) $(BENCH)
 
-# Language models of well-known shapes beside llama.cpp and torch.
+# Compares language models of well-known shapes with llama.cpp and torch.
 bench-llm: $(VENV)/installed
 	$(BIN)/python bench/llm.py $(call in-doc,--output docs/measurements/llm) $(BENCH)
 
-# Quality on models that others trained, beside llama.cpp.
+# Quality on published models, compared with llama.cpp.
 bench-reality: $(VENV)/installed
 	$(BIN)/python bench/reality.py $(call in-doc,--document docs/reality.md) $(BENCH)
 
-# What embedding models of 8 to 3 bits find, on docstrings of Python.
+# Retrieval with embedding models of 8 to 3 bits, on docstrings of Python.
 bench-retrieval: $(VENV)/installed
 	HF_HUB_OFFLINE=1 $(BIN)/python bench/retrieval.py $(call in-doc,--document docs/measurements/embeddings.md) $(BENCH)
 
-# Embedding models beside OpenVINO and ONNX Runtime, and Whisper beside faster-whisper: installed in directories of their own.
+# Compares embedding models with OpenVINO and ONNX Runtime, and Whisper with faster-whisper, installed in separate directories.
 bench-embeddings: $(VENV)/installed build/embedding-peers/installed
 	PYTHONPATH=build/embedding-peers HF_HUB_OFFLINE=1 $(BIN)/python bench/embeddings.py \
 	  $(call in-doc,--document docs/measurements/embeddings.md) $(BENCH)
@@ -30,7 +30,7 @@ bench-speech: $(VENV)/installed build/speech-peers/installed
 	PYTHONPATH=build/speech-peers HF_HUB_OFFLINE=1 $(BIN)/python bench/speech.py \
 	  $(call in-doc,--document docs/measurements/speech.md) $(BENCH)
 
-# Without what .venv has as well.
+# Without the packages that .venv also has.
 build/embedding-peers/installed: bench/requirements-embeddings.txt $(VENV)/requirements
 	rm -rf $(@D)
 	$(BIN)/python -m pip install -q --target $(@D) -r $<
@@ -46,11 +46,11 @@ build/speech-peers/installed: bench/requirements-speech.txt $(VENV)/requirements
 bench-peers: $(VENV)/requirements
 	scripts/bench_peers.sh $(BIN)
 
-# What a call costs on every surface, beside torch's own layer: docs/overhead.md.
+# Cost of a call on every surface, compared with torch's layer: docs/overhead.md.
 bench-overhead: $(VENV)/installed
 	$(BIN)/python bench/overhead.py
 
-# Every kernel that this CPU runs, beside the read bandwidth of this machine.
+# Times every kernel that this CPU runs, and the read bandwidth of this machine.
 bench-kernels: $(VENV)/requirements
 	$(call build-bench,bench)
 	build/bench/bench/kernels_bench $(BENCH)
@@ -61,8 +61,8 @@ define build-bench
 	$(BIN)/cmake --build --preset $(1) -j $(JOBS)
 endef
 
-# The kernel benchmarks as one file for a 64-bit Arm Linux machine: copy it there and run it. QEMU shows that it runs. On an
-# Arm machine they run at once.
+# The kernel benchmarks as one file for a 64-bit Arm Linux machine: copy it there and run it. Here QEMU runs it as a test; on an
+# Arm machine it runs directly.
 ifneq ($(filter aarch64 arm64,$(shell uname -m)),)
 bench-arm: bench-kernels
 else
@@ -70,14 +70,14 @@ bench-arm: build/benchmark/source $(VENV)/requirements
 	scripts/need.sh test
 	$(call preset,bench-arm)
 	qemu-aarch64 build/bench-arm/bench/kernels_bench --benchmark_filter=quantize_neon/f32 --benchmark_min_time=0.001
-	@echo "Emulated: the time above means nothing. For Arm hardware: build/bench-arm/bench/kernels_bench"
+	@echo "Emulated: ignore the times above. For Arm hardware: build/bench-arm/bench/kernels_bench"
 endif
 
 build/benchmark/source:
 	scripts/benchmark_sources.sh build/benchmark
 
-# What the Arm kernels cost, in instructions, in modeled cycles and in projected tokens per second: docs/arm_cost.md. The part
-# about SME2 alone. Likewise of the x86 kernels: docs/x86_cost.md.
+# Cost of the Arm kernels in instructions, modeled cycles and projected tokens per second: docs/arm_cost.md. Only its SME2 part.
+# Cost of the x86 kernels: docs/x86_cost.md.
 arm-cost: $(VENV)/requirements $(ARM_PYTHON) build/arm-emulator
 	scripts/need.sh arm-cost
 	$(BIN)/python bench/arm_cost.py

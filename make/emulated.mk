@@ -1,4 +1,4 @@
-# Emulated CPUs: the table of them, and what runs there, is in scripts/emulated.sh.
+# Emulated CPUs: scripts/emulated.sh has the table of CPUs and their tests.
 EMULATED = CTEST='$(CTEST)' scripts/emulated.sh
 
 ARM_RUNNER := $(abspath build/arm-runner)
@@ -6,7 +6,7 @@ ARM_PYTHON := build/arm-python/bin/python
 ARM_PYTHON_USR := $(abspath build/arm-python/root/usr)
 ARM_PYTHON_PACKAGES := $(ARM_PYTHON_USR)/lib/python3/dist-packages
 
-# x86: kernels and operators on CPUs that this machine is not.
+# x86: kernels and operators on CPUs other than this machine's.
 X86_RUNS := $(shell sed -n 's/^\(emulated\/[a-z0-9]*\) .*/\1/p' scripts/emulated.sh)
 test-emulated-x86:
 	$(MAKE) --no-print-directory -j $(JOBS) --output-sync $(X86_RUNS)
@@ -15,15 +15,16 @@ test-emulated-x86:
 $(X86_RUNS): build-test-host build/x86-emulator
 	@$(EMULATED) $@
 
-# An x86-64 without AVX, which has the portable kernels: half a minute.
+# An x86-64 CPU without AVX, which runs the portable kernels: half a minute.
 test-x86-without-avx: build-test-host
 	set -e; [ "$$(uname -m)" = x86_64 ] || exit 0; old="env QEMU_CPU=qemu64 qemu-x86_64 build/test-host/tests/cpp"; \
 	$$old/format_tests --gtest_brief=1; $$old/isa_cap_tests --gtest_brief=1; $$old/packed_fuzz 1000 1; \
 	$$old/operator_tests --gtest_brief=1 --gtest_filter='Embedding*:Pack*:Splice*:Linear*:-*InChunks*'; \
 	LOWBIT_TEST_ISA=portable LOWBIT_TEST_FAMILY=embedding $$old/kernel_tests --gtest_brief=1
 
-# What Clang builds, run: macOS, iOS and Android get its code. `make soak` has Clang 16, the oldest that lowbit supports, on
-# both processors, and CI has Clang 19 on Arm. On x86 it takes as long again: a job of its own in .github/workflows/tests.yml.
+# Tests of Clang's code, which macOS, iOS and Android use. `make soak` tests Clang 16, the oldest that lowbit supports, on both
+# processors, and CI tests Clang 19 on Arm. Clang 19 on x86 is a separate job in .github/workflows/tests.yml, because it takes
+# as long again.
 CLANG := 19
 test-x86-clang: $(VENV)/cmake
 	scripts/need.sh test
@@ -37,8 +38,8 @@ test-arm-clang: $(VENV)/cmake build/arm-emulator
 	$(call preset,arm-clang-$(CLANG))
 	$(EMULATED) $@ build/test-arm-clang-$(CLANG)
 
-# C++ for Arm, cross-built; QEMU runs it. The first is a CPU that has every ISA; the second what another CPU can change: that
-# the kernels that it has are found and chosen; the third SME2 with vectors of each length.
+# C++ for Arm, cross-built and run by QEMU. The first target emulates a CPU with every ISA. The second tests on other CPUs that
+# their kernels are found and chosen. The third tests SME2 with vectors of each length.
 build-test-arm: $(VENV)/cmake
 	scripts/need.sh test
 	$(call preset,arm)
@@ -63,12 +64,12 @@ test-kleidiai: $(VENV)/requirements $(ARM_PYTHON)
 	$(call preset,kleidiai)
 	$(EMULATED) $@ build/test-kleidiai
 
-# Python 3.11 with torch for 64-bit Arm, to run under QEMU: $(ARM_PYTHON) is used as any python.
+# Python 3.11 with torch for 64-bit Arm, under QEMU: use $(ARM_PYTHON) like any python.
 $(ARM_PYTHON): scripts/arm_python.sh scripts/arm_python.txt | $(VENV)/requirements
 	scripts/need.sh test
 	PYTHON=$(BIN)/python scripts/arm_python.sh build/arm-python
 
-# The wheel that users get, installed where torch and executorch are.
+# The wheel for users, installed with torch and executorch.
 arm-python-lowbit: build/arm-python/lowbit
 build/arm-python/lowbit: $(SOURCES) $(PYTHON_SOURCES) $(ARM_PYTHON) $(VENV)/requirements
 	$(MAKE) --no-print-directory wheel-aarch64
@@ -87,7 +88,7 @@ test-arm-python test-arm-python-cpus: arm-python-lowbit arm-python-results
 test-arm-python-sme2: arm-python-lowbit arm-python-results build/arm-emulator
 	$(EMULATED) $@
 
-# examples/cpp for Arm, built with that wheel: what a .pte computes there, under QEMU, beside PyTorch here.
+# examples/cpp for Arm, built with that wheel: compares a .pte under QEMU with PyTorch on this machine.
 build-arm-runner: $(VENV)/installed arm-python-lowbit
 	$(CONFIGURE) -S examples/cpp -B $(ARM_RUNNER) -DCMAKE_TOOLCHAIN_FILE=$(abspath cmake/aarch64-linux-gnu.cmake) \
 	  -DPT2_RUNNER=OFF -Dlowbit_DIR=$(ARM_PYTHON_PACKAGES)/lowbit/lib/cmake/lowbit \

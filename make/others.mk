@@ -1,24 +1,24 @@
-# Other projects: what they make and read, and the versions of theirs that lowbit supports.
+# Other projects: their files and programs, and the versions that lowbit supports.
 
-# With the oldest versions that pyproject.toml allows of what the language models and the command line need; the newest
-# are those of requirements.txt, which all other tests have.
+# Tests the oldest versions of the packages for language models and the command line that pyproject.toml allows; all other tests
+# use the newest, from requirements.txt.
 test-versions: $(VENV)/installed
 	HF_HUB_OFFLINE=1 scripts/test_versions.sh $(BIN) build/oldest-versions $(JOBS)
 
-# lowbit in vLLM, in an environment of its own (scripts/test_vllm.sh says what it downloads).
+# lowbit in vLLM, in a separate environment (scripts/test_vllm.sh describes its downloads).
 vllm-environment: $(VENV)/requirements
 	scripts/test_vllm.sh $(BIN) build/vllm only
 
 test-vllm: $(VENV)/installed
 	HF_HUB_OFFLINE=1 scripts/test_vllm.sh $(BIN) build/vllm
 
-# Other projects' programs on packed checkpoints, as PyPI has them (tests/ecosystem/run.py): a table of what passed and what
-# changed, in build/ecosystem. DOC=1 also writes docs/ecosystem.{md,json}. ECOSYSTEM='--only peft', ECOSYSTEM=--newest.
+# Other projects' programs from PyPI on packed checkpoints (tests/ecosystem/run.py): a table of passes and changes in
+# build/ecosystem. DOC=1 also writes docs/ecosystem.{md,json}. ECOSYSTEM='--only peft', ECOSYSTEM=--newest.
 ecosystem: $(VENV)/requirements
 	$(INSTALL_ENVIRONMENT) $(BIN)/python tests/ecosystem/run.py $(if $(DOC),--write) $(ECOSYSTEM)
 
-# What `lowbit export --to gguf` writes, computed by llama.cpp; and checkpoints that the formats' own libraries make. Without
-# these two, the tests of both skip, because none of that is in requirements.txt.
+# Tests that run GGUF files of `lowbit export` in llama.cpp, and tests with checkpoints made by the formats' own libraries.
+# Without these two targets the tests are skipped, because requirements.txt does not have those packages.
 test-llama-cpp: $(VENV)/installed bench-peers
 	HF_HUB_OFFLINE=1 LOWBIT_LLAMA_CPP=1 $(BIN)/python -m pytest tests/python/importing/test_gguf_llama_cpp.py \
 	  tests/python/importing/test_importing_gguf_hybrids.py
@@ -32,11 +32,12 @@ build/import-libraries/installed: scripts/import_libraries.txt $(VENV)/requireme
 	$(BIN)/python -m pip install -q --no-deps --no-build-isolation --target $(@D) -r $<
 	touch $@
 
-# Every causal language model of transformers, tiny: which ones lowbit decodes. build/models has what an earlier run found.
+# Tiny versions of every causal language model of transformers: which ones lowbit decodes. build/models caches results of
+# earlier runs.
 models: $(VENV)/installed
 	$(BIN)/python tests/models/causal_lm.py --write docs/models.md
 
-# The language model in examples/tiny_llama/model, anew; goes on where it was stopped.
+# Trains the language model in examples/tiny_llama/model again; continues an interrupted run.
 train-tiny-llama: $(VENV)/requirements
 	HF_HUB_OFFLINE=1 $(BIN)/python examples/tiny_llama/train.py --output build/tiny-llama
 

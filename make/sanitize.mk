@@ -1,16 +1,16 @@
-# Sanitizers, random inputs, mutants and static analysis. SECURITY.md and docs/measurements/reliability.md say what they found.
+# Sanitizers, random inputs, mutants and static analysis. SECURITY.md and docs/measurements/reliability.md have the results.
 
-# The C++ tests with AddressSanitizer and UndefinedBehaviorSanitizer. Memory that cannot be had is an error to return.
-# Operators run with portable kernels and with this machine's best, calls of many chunks with these alone: they test what all
-# ISAs share. AVX2 kernels are left out where the CPU has AVX-512: SANITIZE_EVERY_KERNEL=ON has them, in minutes more.
+# The C++ tests with AddressSanitizer and UndefinedBehaviorSanitizer. Failed allocations must return an error. Operators run
+# with portable kernels and with this machine's best; calls of many chunks, which test code that all ISAs share, only with the
+# best. AVX2 kernels are left out if the CPU has AVX-512; SANITIZE_EVERY_KERNEL=ON includes them and takes minutes more.
 SANITIZE_EVERY_KERNEL ?= OFF
 test-sanitize: $(VENV)/requirements
 	scripts/need.sh test
 	$(call preset,sanitize,-DLOWBIT_SANITIZE_EVERY_KERNEL=$(SANITIZE_EVERY_KERNEL))
 	$(CTEST) --preset sanitize
 
-# Operators as Python calls them, under the same sanitizers: hostile bytes and arguments among the tests. Kernels for vectors
-# are left to the C++ tests. Without -S the editable install would find its own libraries.
+# Operators called from Python under the same sanitizers, with hostile bytes and arguments. The C++ tests cover vector kernels.
+# -S keeps the editable install from finding its own libraries.
 SANITIZED := $(abspath build/sanitize-python)
 test-sanitize-python: $(VENV)/installed
 	scripts/need.sh test
@@ -26,7 +26,7 @@ test-sanitize-python: $(VENV)/installed
 SANITIZED_TESTS := packed/test_hostile_bytes project/test_errors packed/test_slices operators/test_linears \
   layers/test_experts packed/test_pack layers/test_embedding quantizing/test_quantize
 
-# Many threads under ThreadSanitizer: more of what ctest's races.* do.
+# Many threads under ThreadSanitizer: longer runs of ctest's races.*.
 test-tsan: $(VENV)/cmake
 	scripts/need.sh test
 	$(CONFIGURE) --preset host
@@ -34,8 +34,8 @@ test-tsan: $(VENV)/cmake
 	LOWBIT_ISA=portable build/test-host/tests/cpp/race_tests 10000
 	build/test-host/tests/cpp/race_tests 10000
 
-# Reads of memory that nothing has written: kernels and operators compiled by Clang for its MemorySanitizer, eight minutes of
-# CPU time. Names of tests are made by the C++ library, which is not compiled for it: hence intercept_strlen.
+# Reads of uninitialized memory: kernels and operators under Clang's MemorySanitizer, eight minutes of CPU time.
+# intercept_strlen is off because the C++ library, which makes the names of tests, is not instrumented.
 test-msan: export MSAN_OPTIONS := intercept_strlen=0:allocator_may_return_null=1
 test-msan: $(VENV)/cmake
 	scripts/need.sh msan
@@ -43,8 +43,8 @@ test-msan: $(VENV)/cmake
 	$(CTEST) --preset msan
 	LOWBIT_ISA=avx512vnni build/test-msan/tests/cpp/operator_tests --gtest_brief=1 --gtest_filter='-*InChunks*'
 
-# What takes too long for every change: operators and rows that all CPUs share on every emulated CPU, and random inputs by
-# the thousand, others in every run.
+# Tests that take too long for every change: operators and kernels that all CPUs share on every emulated CPU, and thousands of
+# random inputs, different in every run.
 soak: build-test-arm build/x86-emulator build-test-host $(VENV)/installed ## slow: all tests on all emulated CPUs, random inputs
 	$(EMULATED) $@
 	$(MAKE) --no-print-directory -j $(JOBS) --output-sync X86_OPERATORS='*' $(X86_RUNS)
@@ -59,19 +59,19 @@ soak: build-test-arm build/x86-emulator build-test-host $(VENV)/installed ## slo
 	$(BIN)/python tests/python/support/call_soak.py 1000000 build/call-soak/acme_kernels.so build/call-soak
 	HF_HUB_OFFLINE=1 LOWBIT_HYPOTHESIS=soak $(PYTEST) tests/python -m hypothesis
 
-# Random inputs: FUZZ of them, others with another SEED. What is found is printed with seed and number.
+# FUZZ random inputs; SEED selects others. Failures are printed with seed and number.
 FUZZ ?= 1000000
 SEED ?= 1
 
-# Packed matrices that are damaged at random, for every operator and every kernel of this machine, under the sanitizers: a
-# million take an hour of one core. Without sanitizers, build/test-host/tests/cpp/packed_fuzz does as many in a minute.
+# Randomly damaged packed matrices in every operator and kernel of this machine, under the sanitizers: a million take an hour of
+# one core. Without sanitizers, build/test-host/tests/cpp/packed_fuzz runs as many in a minute.
 fuzz: $(VENV)/requirements
 	scripts/need.sh test
 	$(call preset,fuzz)
 	nice build/fuzz/tests/cpp/packed_fuzz $(FUZZ) $(SEED)
 
-# The same checks with inputs that libFuzzer looks for, those that reach new code, on one core for SECONDS; build/fuzz-inputs
-# keeps them. `make packed-fuzz-inputs` then makes the file that every run of the C++ tests repeats.
+# The same checks with coverage-guided inputs of libFuzzer, on one core for SECONDS; build/fuzz-inputs keeps the inputs. `make
+# packed-fuzz-inputs` then makes the file of inputs that the C++ tests repeat in every run.
 SECONDS ?= 3600
 FUZZ_INPUTS := tests/cpp/packed_fuzz_inputs.bin
 build-fuzz-guided: $(VENV)/cmake
@@ -89,9 +89,8 @@ packed-fuzz-inputs: build-fuzz-guided
 	build/fuzz-guided/tests/cpp/packed_fuzz --join $(FUZZ_INPUTS) build/fuzz-fewer/*
 	build/fuzz-guided/tests/cpp/packed_fuzz --inputs $(FUZZ_INPUTS)
 
-# Files that are damaged at random, for the readers of `lowbit import`, on one core: FUZZ of GGUF, and a quarter as many of
-# the other formats. Programs of ExecuTorch whose calls of our operators are damaged: FUZZ of each operator and kind; ten a
-# second or fewer.
+# Randomly damaged files for `lowbit import`, on one core: FUZZ files of GGUF, and a quarter as many of each other format.
+# ExecuTorch programs with damaged calls of our operators: FUZZ of each operator and kind, at most ten per second.
 FUZZ_PYTHON = LOWBIT_FUZZ=$(FUZZ) LOWBIT_FUZZ_SEED=$(SEED) nice $(BIN)/python -m pytest
 fuzz-import: $(VENV)/installed
 	HF_HUB_OFFLINE=1 $(FUZZ_PYTHON) tests/python/importing/test_importing_hostile.py -k 'mutants_of'
@@ -99,20 +98,20 @@ fuzz-import: $(VENV)/installed
 fuzz-pte: $(VENV)/installed
 	$(FUZZ_PYTHON) -rP tests/python/exports/test_pte_fuzz.py
 
-# Damaged files, hostile requests, clients that leave, kills, full disks, through commands and servers. It prints a table of
-# outcomes; ATTACK='--only gguf,http --cases 200 --seed 3' for some parts, ATTACK=--quick for a few cases of each.
+# Damaged files, hostile requests, disconnecting clients, kills and full disks, through commands and servers. Prints a table of
+# outcomes. ATTACK='--only gguf,http --cases 200 --seed 3' selects parts, ATTACK=--quick a few cases of each.
 .PHONY: attack
 attack: $(VENV)/installed
 	nice $(BIN)/python tests/attack/run.py --seed $(SEED) $(ATTACK)
 
-# Mutation testing: a place of the sources is changed, and some test must fail. MUTANTS='--sample 100 kernels/pack.cpp' for
-# others than a few of every file.
+# Mutation testing: after a change to the source, some test must fail. By default it changes a few places of every file;
+# MUTANTS='--sample 100 kernels/pack.cpp' selects others.
 mutants: build-test-host $(VENV)/installed
 	nice $(BIN)/python scripts/mutants.py $(MUTANTS)
 
-# clang-tidy with Clang's static analyzer: .clang-tidy says what is on, and why the rest is not. TIDY='ops/splice.cpp' for some
-# files; all take nine minutes of CPU time. GCC's own options, which Clang does not know, are taken out: it analyses the same
-# without.
+# clang-tidy with Clang's static analyzer: .clang-tidy lists the checks and why others are off. TIDY='ops/splice.cpp' selects
+# files; all take nine minutes of CPU time. GCC-only options are removed, because Clang does not know them; the analysis is the
+# same.
 TIDY ?= $(wildcard kernels/*.cpp $(foreach isa,$(TIDY_ISAS),kernels/*/$(isa).cpp kernels/*/$(isa)_*.cpp)) \
   $(filter-out %/executorch_ops.cpp %/torch_ops.cpp %/module.cpp,$(wildcard ops/*.cpp))
 TIDY_ISAS := portable $(if $(filter x86_64,$(shell uname -m)),avx2 avxvnni avxvnniint8 avx512vnni amx,neon neondot i8mm)

@@ -1,7 +1,7 @@
 # Wheels, and builds for other systems: docs/platforms.md.
 
-# Cross-built: the headers of this machine's torch, the libraries of the oldest torch that there is for Arm. The backend
-# tags wheels for the Python that runs it; the last step gives it the tags of what it was made for.
+# Cross-built with the headers of this machine's torch and the libraries of the oldest torch for Arm. The backend tags wheels
+# for the running Python; the last step corrects the tags.
 wheel-aarch64: $(VENV)/requirements $(ARM_PYTHON)
 	scripts/need.sh test
 	rm -rf build/wheel-aarch64
@@ -19,8 +19,8 @@ wheel-aarch64: $(VENV)/requirements $(ARM_PYTHON)
 	mkdir -p dist
 	cp build/wheel-aarch64/*.whl dist/
 
-# The wheels for Linux, each for manylinux_2_28: CPython 3.11 to 3.14 as far as their headers can be had here, on x86-64 and
-# 64-bit Arm. WHEELS='--processors x86_64 --pythons 3.11' for some of them.
+# The wheels for Linux, for manylinux_2_28: CPython 3.11 to 3.14 whose headers are available, on x86-64 and 64-bit Arm.
+# WHEELS='--processors x86_64 --pythons 3.11' selects some of them.
 wheels: build/wheel-tools/installed $(VENV)/requirements $(ARM_PYTHON) ## wheels for Linux (x86-64, Arm), to dist/
 	scripts/need.sh test
 	CMAKE_CXX_COMPILER_LAUNCHER=$(CCACHE) $(BIN)/python scripts/wheels.py $(WHEELS)
@@ -30,18 +30,18 @@ build/wheel-tools/installed: scripts/wheels.txt | $(VENV)/requirements
 	build/wheel-tools/bin/python -m pip install -q --no-compile -r scripts/wheels.txt
 	touch $@
 
-# Those wheels beside torch's own of every version, each in a directory with nothing else; 6 GB to download the first time.
-# TEST_WHEELS='--only x86_64:3.11:2.15.0' for one of them.
+# Tests those wheels with every version of torch, each in a separate directory; downloads 6 GB the first time.
+# TEST_WHEELS='--only x86_64:3.11:2.15.0' selects one of them.
 test-wheels: build/wheel-tools/installed $(VENV)/requirements
 	$(BIN)/python scripts/test_wheels.py $(TEST_WHEELS)
 
-# Cross-built by Zig's Clang, whose own caches are in build/zig: a first build compiles what it needs of C libraries.
+# Cross-built by Zig's Clang, with its caches in build/zig; the first build also compiles parts of C libraries.
 ZIG_CACHES = ZIG_GLOBAL_CACHE_DIR=$(abspath build/zig) ZIG_LOCAL_CACHE_DIR=$(abspath build/zig)
 zig-preset = $(call preset,$(1),-DCMAKE_CXX_COMPILER_LAUNCHER= \
   -DLOWBIT_ZIG=$$(ls $(abspath build)/wheel-tools/lib/python*/site-packages/ziglang/zig))
 MACOS := $(abspath build/macos-packages)
 
-# The oldest torch that lowbit runs with, which runs on the oldest system, and executorch.
+# The oldest supported torch, which runs on the oldest systems, and executorch.
 $(MACOS)/installed: | $(VENV)/requirements
 	$(BIN)/python -m pip install -q --root-user-action=ignore --no-deps --no-compile --only-binary=:all: --upgrade \
 	  --platform macosx_11_0_arm64 --platform macosx_14_0_arm64 --python-version 311 --implementation cp --abi cp311 \
@@ -52,23 +52,23 @@ $(MACOS)/libc++.tbd: $(MACOS)/installed scripts/macos_libraries.py | build/wheel
 	build/wheel-tools/bin/python scripts/macos_libraries.py libc++ --minimum 11.0 $@ \
 	  $(MACOS)/torch/lib/libc10.dylib $(MACOS)/torch/lib/libtorch_cpu.dylib
 
-# WHEELS='--pythons 3.11' for one of them; the test builds that one, elsewhere than for a release.
+# WHEELS='--pythons 3.11' selects one; the test builds that one, in another directory than a release.
 wheel-macos: $(VENV)/requirements $(MACOS)/libc++.tbd
 	$(ZIG_CACHES) $(BIN)/python scripts/wheel_macos.py $(WHEELS)
 
 test-macos-build: $(VENV)/requirements $(MACOS)/libc++.tbd
 	$(ZIG_CACHES) $(BIN)/python scripts/wheel_macos.py --pythons 3.11 --quick --output build/macos-wheel
 
-# liblowbit.dylib of a release wheel, made into a library that Linux loads: the C++ tests of the build for Linux on Arm call its
-# code under QEMU, as if on Macs from M1 to M4. It builds the wheel for CPython 3.11; with MACOS_WHEEL=FILE it takes that one.
-# Not in test-all: the optimized wheel takes minutes to compile, and that of test-macos-build has other code.
+# Converts liblowbit.dylib of a release wheel to a library that Linux can load. The C++ tests of the Arm Linux build call its
+# code under QEMU, as on Macs from M1 to M4. Builds the wheel for CPython 3.11, or uses MACOS_WHEEL=FILE. Not in test-all,
+# because the optimized wheel takes minutes to compile, and the wheel of test-macos-build has other code.
 test-macos-run: $(VENV)/requirements $(MACOS)/libc++.tbd build-test-arm build/arm-emulator
 	[ -n "$(MACOS_WHEEL)" ] || $(ZIG_CACHES) $(BIN)/python scripts/wheel_macos.py --pythons 3.11 --output build/macos-release
 	tests/macos/run.sh "$$(ls $(or $(MACOS_WHEEL),build/macos-release/*.whl))" build/test-arm $(abspath build/macos-run) \
 	  $(abspath build/arm-emulator)
 
-# The static libraries for iOS, with the operators for ExecuTorch. Zig's linker makes no programs for it: every symbol is
-# looked up.
+# The static libraries for iOS, with the operators for ExecuTorch. Zig cannot link programs for iOS, so every symbol is looked
+# up instead.
 test-ios-build: $(VENV)/requirements $(MACOS)/libc++.tbd
 	$(call zig-preset,ios)
 	build/wheel-tools/bin/python scripts/macos_libraries.py static --minimum 14.0 \
@@ -81,22 +81,22 @@ test-windows-build: $(VENV)/requirements build/wheel-tools/installed
 	$(call zig-preset,windows-aarch64)
 
 # lowbit.dll and the C++ tests for Windows, run under Wine with the instruction sets of this CPU: the same tests as on Linux,
-# whose reference computes the bits here and there. What asks Linux, or another compiler, is left out.
+# with the same bits. Tests that need Linux or another compiler are left out.
 test-windows-run: $(VENV)/requirements build/wheel-tools/installed
 	scripts/need.sh test
 	scripts/need.sh wine
 	$(call zig-preset,windows)
-	scripts/wine.sh cmd /c ver  # makes the Windows that the tests then share
+	scripts/wine.sh cmd /c ver  # makes the Windows installation that the tests share
 	$(CTEST) --preset windows
 
-# Static programs on emulated CPUs of phones, with pages of 16 KiB where QEMU can. The first is the nearest to Android without
-# its NDK: musl and LLVM's C++ library, by Zig's Clang.
+# Static programs on emulated CPUs of phones, with pages of 16 KiB where QEMU supports them. The first target is closest to
+# Android without the NDK: musl and LLVM's C++ library, by Zig's Clang.
 test-android-like: $(VENV)/requirements build/wheel-tools/installed build/arm-emulator
 	scripts/need.sh test
 	$(call zig-preset,android-like)
 	$(EMULATED) phones build/android-like
 
-# The same by the NDK, in ANDROID_NDK: a job of .github/workflows/tests.yml, whose machine has it. It never ran elsewhere.
+# The same with the NDK in ANDROID_NDK: a job of .github/workflows/tests.yml, whose machine has it. It has only been run there.
 test-android: $(VENV)/cmake build/arm-emulator
 	scripts/need.sh test
 	[ -f "$(ANDROID_NDK)/build/cmake/android.toolchain.cmake" ] || \

@@ -123,7 +123,7 @@ struct NamedTensor {
 inline Status check_apart(std::initializer_list<NamedTensor> outputs, std::initializer_list<NamedTensor> inputs) {
   const auto check = [](const NamedTensor& a, const NamedTensor& b) {
     if (a.tensor == nullptr || b.tensor == nullptr || !overlap(*a.tensor, *b.tensor)) return Status();
-    return Status::error("%s and %s share memory; expected memory of their own", a.name, b.name);
+    return Status::error("%s and %s share memory; expected separate memory", a.name, b.name);
   };
   for (const NamedTensor* out = outputs.begin(); out != outputs.end(); ++out) {
     for (const NamedTensor* other = out + 1; other != outputs.end(); ++other) {

@@ -140,7 +140,7 @@ Status run_linears(Span<EValue*> values) {
   const ArrayRef<int64_t> out_features = *size_list;
   Tensor& out = values[3]->toTensor();
   if (packed_weights.size() != out_features.size()) {
-    return Status::error("there are %zu packed_weights and %zu out_features; expected as many", packed_weights.size(),
+    return Status::error("there are %zu packed_weights and %zu out_features; expected equal numbers", packed_weights.size(),
                          out_features.size());
   }
 

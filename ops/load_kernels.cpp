@@ -57,7 +57,7 @@ Status load_kernels(const char* path) {
   }
   const auto kernels = reinterpret_cast<lowbit_kernels_function*>(opened.function(kFunction));
   if (kernels == nullptr) {
-    return Status::error("'%s' is no kernel library: it has no function '%s'", tail(path), kFunction);
+    return Status::error("'%s' is not a kernel library: it has no function '%s'", tail(path), kFunction);
   }
   const lowbit_library* const library = kernels(kKernelAbi);
   if (library == nullptr) {

@@ -85,7 +85,7 @@ Status masked_attention(const TensorView& q, const TensorView& k, const TensorVi
   if (Status status = check_rows_of("v", v, q.type, {4, {batch, kv_heads, length, value_width}}); !status.ok()) return status;
   if (bounds != nullptr) {
     if (positions != length) {
-      return Status::error("there are %" PRId64 " queries and %" PRId64 " keys; expected as many with bounds", positions,
+      return Status::error("there are %" PRId64 " queries and %" PRId64 " keys; expected equal numbers with bounds", positions,
                            length);
     }
     if (Status status = check_tensor("bounds", *bounds, ElementType::i32, {3, {batch, positions, 3}}); !status.ok()) {

@@ -89,7 +89,7 @@ Status result_layout(const Parts& parts, int dim, int64_t total, int64_t begin, 
   const Layout& first = parts.part[0].layout;
   const char* const what = dim == 0 ? "rows" : "inputs";
   if (begin < 0 || end > total || begin >= end) {
-    return Status::error("%s %" PRId64 " to %" PRId64 " were asked for; expected 0 <= begin < end <= %" PRId64, what, begin,
+    return Status::error("%s %" PRId64 " to %" PRId64 " were requested; expected 0 <= begin < end <= %" PRId64, what, begin,
                          end, total);
   }
   if (dim == 1 && first.group_size != 0) {

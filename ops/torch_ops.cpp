@@ -171,7 +171,7 @@ Tensor linear(const Tensor& x, const Tensor& packed_weight, int64_t out_features
 Tensor linears(const Tensor& x, const std::vector<Tensor>& packed_weights, const std::vector<int64_t>& out_features) {
   const TensorView x_view = view_of("x", x);
   if (packed_weights.size() != out_features.size()) {
-    raise_unless_ok(Status::error("there are %zu packed_weights and %zu out_features; expected as many",
+    raise_unless_ok(Status::error("there are %zu packed_weights and %zu out_features; expected equal numbers",
                                   packed_weights.size(), out_features.size()));
   }
   const int64_t count = static_cast<int64_t>(out_features.size());

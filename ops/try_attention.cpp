@@ -127,7 +127,7 @@ class AttentionTrial {
       for (int64_t i = 0; i < bytes; ++i) {
         const unsigned r = static_cast<const uint8_t*>(right)[i], f = static_cast<const uint8_t*>(found)[i];
         if (r == f) continue;
-        return Status::error("kernel '%s' writes something else than the portable kernel: keys of %" PRId64 " and values of %"
+        return Status::error("kernel '%s' writes other bytes than the portable kernel: keys of %" PRId64 " and values of %"
                              PRId64 " values, %" PRId64 " positions of %s to a cache of %s: byte %" PRId64 " of the %s is "
                              "0x%02x; expected 0x%02x",
                              kernel.name, case_.width, case_.value_width, case_.positions, lowbit::name_of(type_),
@@ -219,7 +219,7 @@ class AttentionTrial {
         const int64_t at = r * (case_.value_width + 1) + i;
         const float found = load_as_f32(actual_out_, type_, at), right = load_as_f32(expected_out_, type_, at);
         if (same(found, right)) continue;
-        return Status::error("kernel '%s' computes something else than the portable kernel: keys of %" PRId64 " and values of %"
+        return Status::error("kernel '%s' differs from the portable kernel: keys of %" PRId64 " and values of %"
                              PRId64 " values, %" PRId64 " positions of %s in a cache of %s, softcap %g%s: [%" PRId64 ", %"
                              PRId64 "] is %.9g; expected %.9g",
                              kernel.name, case_.width, case_.value_width, case_.positions, lowbit::name_of(type_),

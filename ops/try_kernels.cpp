@@ -81,6 +81,8 @@ WeightsText describe(const Layout& layout) {
   return result;
 }
 
+const char* rows_text(int64_t m) { return m == 1 ? "row of activations" : "rows of activations"; }
+
 // What a format's rounding may add to a bound, of an output that is rounded to `type`.
 float rounding_of(DType type) { return type == DType::f32 ? 0x1p-22f : type == DType::bf16 ? 0x1p-7f : 0x1p-10f; }
 
@@ -254,9 +256,8 @@ class Trial {
         const auto supports = [&](IsaBits isa) { return kernel.supports(kernel.context, layout, m, isa); };
         const bool takes = supports(active_isa());
         if (all && takes != supports(active_isa())) {
-          return Status::error("kernel '%s' changes its mind: supports() said %s, then %s to %s, %" PRId64
-                               " rows of activations",
-                               kernel.name, takes ? "yes" : "no", takes ? "no" : "yes", describe(layout).text, m);
+          return Status::error("kernel '%s' changes its mind: supports() said %s, then %s to %s, %" PRId64 " %s", kernel.name,
+                               takes ? "yes" : "no", takes ? "no" : "yes", describe(layout).text, m, rows_text(m));
         }
         if (!takes && !supports(kernel.isa)) continue;
       }
@@ -420,8 +421,8 @@ class Trial {
       args.out = actual;
       if (Status s = run(kernel, setup, args, x, i); !s.ok()) return s;
       const auto says = [&](const char* what, const char* of) {
-        return Status::error("kernel '%s' %s its %s: %s, %" PRId64 " rows of activations, %s outputs", kernel.name, what, of,
-                             describe(layout).text, m, name_of(setup.type));
+        return Status::error("kernel '%s' %s its %s: %s, %" PRId64 " %s, %s outputs", kernel.name, what, of,
+                             describe(layout).text, m, rows_text(m), name_of(setup.type));
       };
       for (const GuardedMemory* memory : {&actual_, &scratch_, &activations_}) {
         if (!memory->is_intact()) return says("writes outside of", memory->name());
@@ -436,9 +437,9 @@ class Trial {
               is_near(found, right, setup.format->tolerance * magnitude(layout, x + row * layout.k, column), setup.type)) {
             continue;
           }
-          return Status::error("kernel '%s' computes something else than the portable kernel: %s, %" PRId64
-                               " rows of activations, %s outputs: [%" PRId64 ", %" PRId64 "] is %.9g; expected %.9g",
-                               kernel.name, describe(layout).text, m, name_of(setup.type), row, column,
+          return Status::error("kernel '%s' differs from the portable kernel: %s, %" PRId64
+                               " %s, %s outputs: [%" PRId64 ", %" PRId64 "] is %.9g; expected %.9g",
+                               kernel.name, describe(layout).text, m, rows_text(m), name_of(setup.type), row, column,
                                static_cast<double>(found), static_cast<double>(right));
         }
       }
@@ -498,8 +499,8 @@ class Trial {
       kernel.prepare({from, type, stride, args->layout, args->m, rows.begin, rows.end, activations, kernel.context});
     }
     if (prepared_from_.checksum() != before) {
-      return Status::error("kernel '%s' changes the inputs that it prepares: %s, %" PRId64 " rows of activations", kernel.name,
-                           describe(setup.layout).text, args->m);
+      return Status::error("kernel '%s' changes the inputs that it prepares: %s, %" PRId64 " %s", kernel.name,
+                           describe(setup.layout).text, args->m, rows_text(args->m));
     }
     args->activations = activations;
     args->a = nullptr;
@@ -532,7 +533,7 @@ class Trial {
           const float found = load_as_f32(actual, type, i), right = load_as_f32(expected, type, i);
           if (same(found, right)) continue;
           if (setup.format != nullptr && is_near(found, right, setup.format->tolerance * largest, type)) continue;
-          return Status::error("kernel '%s' reads something else than the portable kernel: %s, %s outputs: [%" PRId64 ", %"
+          return Status::error("kernel '%s' differs from the portable kernel: %s, %s outputs: [%" PRId64 ", %"
                                PRId64 "] is %.9g; expected %.9g",
                                kernel.name, describe(layout).text, name_of(type), row, i, static_cast<double>(found),
                                static_cast<double>(right));
@@ -597,7 +598,7 @@ class Trial {
       for (int64_t i = 0; i < count; ++i) {
         const float r = static_cast<float>(right[i]), f = static_cast<float>(found[i]);
         if (as_bits ? bits_of_float(r) == bits_of_float(f) : same(r, f)) continue;
-        return Status::error("kernel '%s' computes something else than the portable kernel: %" PRId64 " %s values, group size %"
+        return Status::error("kernel '%s' differs from the portable kernel: %" PRId64 " %s values, group size %"
                              PRId64 ": %s[%" PRId64 "] is %.9g; expected %.9g",
                              kernel.name, layout.k, name_of(type), layout.group_size, what, i, static_cast<double>(f),
                              static_cast<double>(r));

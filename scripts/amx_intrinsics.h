@@ -1,7 +1,7 @@
-// For sources that use AMX through GCC's intrinsics, compiled with `-include`. GCC 12's do not say which memory they
-// read: the compiler leaves out the stores to a tile configuration, or to a tile, that nothing else reads.
-// `ldtilecfg` then finds tiles without rows, or what lay on the stack, and the process ends by a signal
-// (docs/measurements/design.md, "llama.cpp on AMX under emulation").
+// Compile sources that use AMX through GCC's intrinsics with `-include` of this header. GCC 12's intrinsics do not declare
+// which memory they read, so the compiler removes stores to a tile configuration or a tile that nothing else reads. `ldtilecfg`
+// then reads tiles without rows, or old bytes of the stack, and the process ends by a signal (docs/measurements/design.md,
+// "llama.cpp on AMX under emulation").
 #include <immintrin.h>
 
 #if defined(__GNUC__) && !defined(__clang__)
@@ -11,7 +11,7 @@
 #define _tile_loadd(tile, base, stride) LOWBIT_TILE_LOAD("tileloadd", tile, base, stride)
 #undef _tile_stream_loadd
 #define _tile_stream_loadd(tile, base, stride) LOWBIT_TILE_LOAD("tileloaddt1", tile, base, stride)
-// Twice, so that a tile may be named by a macro.
+// Two levels, so that a macro can name a tile.
 #define LOWBIT_TILE_LOAD(instruction, tile, base, stride) LOWBIT_TILE_LOAD_(instruction, tile, base, stride)
 #define LOWBIT_TILE_LOAD_(instruction, tile, base, stride) \
   __asm__ volatile(instruction " (%0,%1,1), %%tmm" #tile : : "r"((const void*)(base)), "r"((long)(stride)) : "memory")

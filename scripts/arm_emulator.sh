@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# Sets up a QEMU that knows Arm's SME2, which Debian 12's does not: DIRECTORY/qemu-aarch64, one static program, no root.
+# Sets up a QEMU with Arm's SME2, which Debian 12's lacks: DIRECTORY/qemu-aarch64, one static program; needs no root.
 #   scripts/arm_emulator.sh DIRECTORY
-# It is that of Debian 13's backports. About 70 MB are downloaded and 17 MB stay.
-# DEBIAN_MIRROR names the mirror; without it, that of this machine's apt or debootstrap's.
+# It comes from Debian 13's backports: about 70 MB to download, 17 MB on disk.
+# DEBIAN_MIRROR selects the mirror; by default that of this machine's apt, or else debootstrap's.
 set -euo pipefail
 
 target=${1:?usage: scripts/arm_emulator.sh DIRECTORY}
-oldest=11.1  # earlier ones run SME2 wrongly, or not at all
+oldest=11.1  # earlier versions lack SME2 or run it incorrectly
 # shellcheck source=scripts/debian.sh
 . "$(dirname "$0")/debian.sh"
 
-# Built aside and renamed at the end: what has the right name is whole.
+# Built under another name and renamed at the end, so that the directory is always complete.
 new=$target.new
 rm -rf "$new"
 mkdir -p "$new/done"

@@ -1,20 +1,20 @@
 #!/usr/bin/env bash
 # Sets up a 64-bit Arm Python with torch that runs under QEMU's user-mode emulation: no root, no chroot, no binfmt_misc.
 #   scripts/arm_python.sh DIRECTORY
-#   DIRECTORY/bin/python ...      as any python; QEMU_CPU=cortex-a76 chooses the CPU model, QEMU_PLUGIN=... a plugin
-# DIRECTORY/root is Debian 12 with Python 3.11 and its headers, the packages are in its dist-packages. About 220 MB are
-# downloaded and 830 MB stay. DEBIAN_MIRROR names the mirror; without it, that of this machine's apt or debootstrap's.
+#   DIRECTORY/bin/python ...      like any python; QEMU_CPU=cortex-a76 selects the CPU model, QEMU_PLUGIN=... a plugin
+# DIRECTORY/root is Debian 12 with Python 3.11 and its headers, the packages are in its dist-packages. About 220 MB to download,
+# 830 MB on disk. DEBIAN_MIRROR selects the mirror; by default that of this machine's apt, or else debootstrap's.
 set -euo pipefail
 
 here=$(cd "$(dirname "$0")" && pwd)
 python=${PYTHON:-python3}
 target=${1:?usage: scripts/arm_python.sh DIRECTORY}
-PATH=$PATH:/usr/sbin  # debootstrap's place, also on the path of others than root
+PATH=$PATH:/usr/sbin  # debootstrap is there; not on every user's path
 # shellcheck source=scripts/debian.sh
 . "$here/debian.sh"
 need_tools debootstrap dpkg-deb qemu-aarch64 "$python"
 
-# Built aside and renamed at the end: what has the right name is whole.
+# Built under another name and renamed at the end, so that the directory is always complete.
 new=$target.new
 rm -rf "$new"
 mkdir -p "$new/root" "$new/bin"
@@ -22,7 +22,7 @@ new=$(cd "$new" && pwd)
 
 mirror=$(debian_mirror)
 
-# Only downloads, with the packages' checksums verified; unpacking them is all that a Python needs.
+# Only downloads packages and verifies their checksums; Python needs them unpacked, not installed.
 echo "Arm Python: fetching Debian packages"
 debootstrap --download-only --arch=arm64 --variant=minbase \
   --include=python3.11,libpython3.11-dev,libstdc++6 bookworm "$new/debian" "$mirror" \
@@ -36,10 +36,10 @@ for package in "$new"/debian/var/cache/apt/archives/*.deb; do
     --exclude=./usr/share/doc --exclude=./usr/share/man --exclude=./usr/share/locale --exclude='*.a'
 done
 rm -rf "$new/debian" "$new/debootstrap.log"
-# What the emulated process shall see of this machine, and a link that leaves the directory.
+# Files of this machine that the emulated process can see, and a link out of the directory.
 rm -rf "$new"/root/{boot,dev,home,media,mnt,opt,proc,root,run,srv,sys,tmp,usr/lib/python3.11/sitecustomize.py}
 
-# What a newer cross compiler than Debian 12's makes asks for its C and C++ libraries, which serve older programs too.
+# Programs of a newer cross compiler than Debian 12's need its C and C++ libraries, which also work for older programs.
 cross=/usr/aarch64-linux-gnu/lib
 own=$new/root/lib/aarch64-linux-gnu
 release() { grep -aom 1 'stable release version [0-9.]*[0-9]' "$1/libc.so.6"; }
@@ -49,11 +49,11 @@ if [ -f "$cross/libc.so.6" ] &&
   cp -a "$cross"/*.so.[0-9]* "$own"
 fi
 
-# Debian's Python.h asks for this one in the compiler's own directories, which is not where it is here.
+# Debian's Python.h includes this header from the compiler's directories; here it is elsewhere.
 cp "$new"/root/usr/include/{aarch64-linux-gnu/,}python3.11/pyconfig.h
 
-# No dependencies: pip would choose those of this machine.
-echo "Arm Python: fetching torch and what it needs"
+# Without dependencies, because pip would choose those of this machine.
+echo "Arm Python: fetching torch and its dependencies"
 "$python" -m pip install -q --root-user-action=ignore --no-deps --no-compile --only-binary=:all: \
   --platform manylinux_2_28_aarch64 --platform manylinux_2_17_aarch64 --platform manylinux2014_aarch64 \
   --python-version 311 --implementation cp --abi cp311 --abi abi3 --abi none \

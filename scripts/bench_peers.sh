@@ -1,6 +1,6 @@
 #!/bin/sh
-# Puts the peers of `make bench` and `make bench-llm` into a virtual environment, from PyPI: onnxruntime as a wheel, and
-# llama.cpp built from the sources that llama-cpp-python ships, for this CPU, with the Python part of that package.
+# Installs the peers of `make bench` and `make bench-llm` from PyPI into a virtual environment: onnxruntime as a wheel, and
+# llama.cpp built for this CPU from the sources in llama-cpp-python, with that package's Python part.
 #   scripts/bench_peers.sh BIN      BIN: the bin directory of the virtual environment, with cmake and ninja
 set -eu
 
@@ -14,12 +14,12 @@ made="$llama with libllama and scripts/amx_intrinsics.h"
 work=build/bench-peers
 rm -rf "$work"
 mkdir -p "$work"
-# Without isolation: pip asks the source package for its metadata, for which scikit-build-core is there already.
+# Without build isolation: pip needs scikit-build-core for the metadata, and it is already installed.
 "$bin/python" -m pip download -q --no-deps --no-build-isolation --no-binary llama-cpp-python -d "$work" "$llama"
 tar -xzf "$work"/llama_cpp_python-*.tar.gz -C "$work" --strip-components=1
-# Its warnings are not ours: GCC 12 has 14,000 lines of them, about its own headers.
+# Hides its warnings: GCC 12 prints 14,000 lines of them, about its own headers.
 flags=-w
-# What ggml's AMX code needs of GCC; on a CPU without AMX none of it is compiled.
+# ggml's AMX code needs this with GCC; on a CPU without AMX it is not compiled.
 [ "$(uname -m)" = x86_64 ] && flags="$flags -include $PWD/scripts/amx_intrinsics.h"
 # The libraries find each other in their own directory.
 "$bin/cmake" -G Ninja -DCMAKE_MAKE_PROGRAM="$bin/ninja" -S "$work/vendor/llama.cpp" -B "$work/ggml" \
@@ -39,5 +39,5 @@ cp -P "$work"/ggml/bin/libggml* "$work"/ggml/bin/libllama.* "$venv/ggml/"
 find='from importlib.util import find_spec; print(find_spec("llama_cpp").submodule_search_locations[0])'
 package=$("$bin/python" -c "$find")
 rm -rf "$package/lib"
-ln -s "$(cd "$venv/ggml" && pwd)" "$package/lib" # where it looks for the libraries
+ln -s "$(cd "$venv/ggml" && pwd)" "$package/lib" # the package looks for its libraries there
 echo "$made" >"$venv/ggml/version"

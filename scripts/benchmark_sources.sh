@@ -1,6 +1,6 @@
 #!/bin/sh
-# Fetches the distribution's sources of Google Benchmark into a directory, for builds for another processor than this
-# machine's. Needs apt, but neither root nor any setting: the lists that apt needs stay in the directory.
+# Fetches the distribution's sources of Google Benchmark into a directory, for cross builds. Needs apt, but neither root nor
+# settings: apt's lists are kept in the directory.
 #   scripts/benchmark_sources.sh DIRECTORY     the sources are DIRECTORY/source
 set -eu
 
@@ -23,4 +23,4 @@ private_apt update
 private_apt source --download-only benchmark
 tar -x -f benchmark_*.orig.tar.* -C unpacked --strip-components=1
 rm -rf apt
-mv unpacked source  # what has the right name is whole
+mv unpacked source  # renamed at the end, so that the directory is always complete

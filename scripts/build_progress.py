@@ -1,8 +1,8 @@
-"""Runs a build and shows its progress: a line for each file that is compiled, and nothing else unless it fails.
+"""Runs a build and shows its progress: a line for each compiled file, and the output if it fails.
 
     build_progress.py LOG COMMAND...
 
-The whole output goes to LOG. Exits as the command does.
+The whole output goes to LOG. The exit status is the command's.
 """
 
 import os

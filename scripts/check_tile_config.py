@@ -1,5 +1,5 @@
-"""Says whether a library loads AMX tile configurations that it has not written: the fault of GCC's intrinsics that
-scripts/amx_intrinsics.h fixes. In a process such a load is signal 11, and only on a CPU with AMX.
+"""Finds loads of AMX tile configurations that the library has not written: the fault of GCC's intrinsics that
+scripts/amx_intrinsics.h works around. Such a load ends the process by signal 11, only on a CPU with AMX.
 
     objdump -d --no-show-raw-insn LIBRARY | python scripts/check_tile_config.py LIBRARY
 """
@@ -7,8 +7,8 @@ scripts/amx_intrinsics.h fixes. In a process such a load is signal 11, and only 
 import re
 import sys
 
-BEFORE = 40  # instructions in which the configuration is written
-ROWS = range(48, 64)  # bytes of a configuration that every use has to set: of each tile its rows
+BEFORE = 40  # instructions before the load that may write the configuration
+ROWS = range(48, 64)  # bytes of a configuration that every use must set: the rows of each tile
 SIZES = {"b": 1, "w": 2, "l": 4, "q": 8}
 
 
@@ -36,7 +36,7 @@ def stored(instruction: str) -> tuple[str, int, int] | None:
 
 
 def unwritten(disassembly: str) -> list[str]:
-    """The functions with a load of a configuration that has a palette, and in the tiles' rows only zeros or nothing."""
+    """Functions that load a configuration with a palette whose tile rows are all zero or unwritten."""
     faulty, function, stores, zeros, count = [], "", [], set(), 0
     for line in disassembly.splitlines():
         if line.endswith(">:"):
@@ -56,7 +56,7 @@ def unwritten(disassembly: str) -> list[str]:
                 if at and not is_zero and number >= count - BEFORE and register == at[0]
                 for byte in range(first, first + size)
             }
-            # A configuration in a table, or whose address was computed elsewhere, is not of this kind.
+            # Skip configurations in a table or with an address computed elsewhere.
             if near and not written & set(ROWS):
                 faulty.append(function)
         vectors = re.findall(r"%[xyz]mm(\d+)", operands)

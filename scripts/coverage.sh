@@ -1,8 +1,8 @@
 #!/bin/sh
-# Which lines the tests of this machine run, in C++ and in Python, and which branches in Python: reports in DIRECTORY, totals
-# and the files with the smallest shares on the terminal. Fails below fail_under in pyproject.toml.
+# Measures the coverage of C++ lines, Python lines and Python branches by this machine's tests. Writes reports to DIRECTORY,
+# prints totals and the files with the lowest coverage. Fails below fail_under in pyproject.toml.
 #   scripts/coverage.sh BIN DIRECTORY     BIN: the bin directory of the virtual environment; JOBS: how many at once
-# The operators' registrations (torch, ExecuTorch, Python) are tested from Python, and not counted in C++.
+# Registrations of operators (torch, ExecuTorch, Python) are tested from Python, and not counted in C++.
 set -eu
 
 bin=$1
@@ -12,13 +12,13 @@ build=build/test-coverage
 rm -rf "$directory"
 mkdir -p "$directory"
 
-# Not optimized: a line that the compiler has moved or merged counts wrongly.
+# Not optimized, because lines that the compiler moves or merges are counted incorrectly.
 "$bin/cmake" --preset coverage -DCMAKE_MAKE_PROGRAM="$bin/ninja" \
   -DCMAKE_CXX_COMPILER_LAUNCHER="$(command -v ccache || true)" >"$directory/build.log"
 "$bin/cmake" --build --preset coverage -j "$jobs" >>"$directory/build.log" || { tail -n 30 "$directory/build.log"; exit 1; }
 find "$build" -name '*.gcda' -delete
 "$bin/ctest" --preset coverage -j "$jobs"
-# A line that ran ten thousand million times is no error of gcov's here: the tests' inner loops do.
+# gcov takes a line that ran ten billion times for an error; inner loops of the tests do that.
 "$bin/gcovr" --root . --filter kernels/ --filter ops/ --gcov-ignore-parse-errors=negative_hits.warn \
   --gcov-suspicious-hits-threshold=0 -j "$jobs" \
   --json "$directory/cpp.gcovr.json" --json-summary "$directory/cpp.json" --html-details "$directory/cpp.html" \

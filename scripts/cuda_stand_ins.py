@@ -1,10 +1,9 @@
-"""Makes stand-ins for CUDA's libraries, so that a CUDA build of torch imports where nothing but its CPU part is used.
+"""Makes stand-ins for CUDA's libraries, so that a CUDA build of torch can be imported to use its CPU part.
 
     python scripts/cuda_stand_ins.py SITE DIRECTORY [COMPILER]
 
-SITE has torch; in DIRECTORY there is then, for every library that torch's libraries need and neither torch nor this
-system has, one of that name. Their functions return zero. PyPI's wheels of torch for Linux are CUDA builds; the
-libraries that they need are gigabytes.
+SITE has torch. DIRECTORY gets a stand-in for every library that torch needs and that neither torch nor this system has; its
+functions return zero. PyPI's wheels of torch for Linux are CUDA builds, which need gigabytes of libraries.
 """
 
 import re
@@ -13,7 +12,7 @@ import sys
 from pathlib import Path
 
 SYSTEM = re.compile(r"@(GLIBC|GLIBCXX|CXXABI|GCC|GOMP|OMP|GFORTRAN)_|^_?Py")
-# Of the C and C++ libraries, in every system; the rest is CUDA's.
+# The C and C++ libraries, which every system has; the rest is CUDA's.
 SYSTEM_LIBRARIES = re.compile(r"(lib(c|m|dl|rt|pthread|stdc\+\+|gcc_s|gomp|z|util)|ld-linux.*)\.so(\.\d+)?")
 ZERO = {"x86_64": "xor %eax, %eax; ret", "aarch64": "mov x0, #0; ret"}
 
@@ -27,10 +26,10 @@ def main() -> None:
     compiler = sys.argv[3] if len(sys.argv) > 3 else "gcc"
     (zero,) = (text for name, text in ZERO.items() if name in lines(compiler, "-dumpmachine")[0])
     libraries = [path for path in (site / "torch/lib").iterdir() if ".so" in path.name]
-    libraries += list(site.glob("*.libs/*.so*"))  # what auditwheel has put beside torch
+    libraries += list(site.glob("*.libs/*.so*"))  # libraries that auditwheel added to torch
     own = {path.name for path in libraries}
     needed, defined, undefined = set(), set(), set()
-    versions = {}  # of symbols: which library has it
+    versions = {}  # symbol version -> library
     for path in libraries:
         needed |= {match[1] for line in lines("readelf", "-d", path) if (match := re.search(r"NEEDED.*\[(.*)\]", line))}
         for line in lines("readelf", "-VW", path):
@@ -48,7 +47,7 @@ def main() -> None:
     directory.mkdir(parents=True, exist_ok=True)
     stood_in = {symbol for symbol in undefined if symbol.split("@")[0] not in defined}
     for number, name in enumerate(missing):
-        # Which library has a symbol without a version does not matter.
+        # A symbol without a version may be in any library.
         symbols = sorted(s for s in stood_in if (versions.get(s.split("@")[1]) == name if "@" in s else number == 0))
         names = [symbol.split("@")[0] for symbol in symbols]
         source, script = directory / "stand_in.s", directory / "versions.map"

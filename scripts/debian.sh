@@ -1,5 +1,5 @@
-# For the scripts that take packages of another Debian release or processor: sourced by them, nothing is installed.
-# DEBIAN_MIRROR names the mirror; without it, that of this machine's apt or debootstrap's.
+# Functions for scripts that use packages of another Debian release or processor, without installing them.
+# DEBIAN_MIRROR selects the mirror; by default that of this machine's apt, or else debootstrap's.
 # shellcheck shell=bash
 
 # need_tools TOOL...: ends the script when one is missing.
@@ -27,8 +27,8 @@ debian_mirror() {
   echo "${mirror:-https://deb.debian.org/debian}"
 }
 
-# debian_apt_in DIRECTORY ARCHITECTURE SUITE [KIND...]: an apt of its own in DIRECTORY, beside this machine's; KIND is deb
-# (the default) or deb-src. Then debian_apt COMMAND... runs it: apt-get or another; its output is in DIRECTORY/log.
+# debian_apt_in DIRECTORY ARCHITECTURE SUITE [KIND...]: sets up a separate apt in DIRECTORY; KIND is deb (the default) or
+# deb-src. Then debian_apt COMMAND... runs apt-get or another of its commands; the output is in DIRECTORY/log.
 debian_apt_in() {
   local kind mirror
   need_tools apt-get dpkg-deb

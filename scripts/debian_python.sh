@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# A CPython of another Debian release or processor, with its C headers, in a directory of its own: nothing is installed, no
-# root is needed.
+# Unpacks a CPython of another Debian release or processor, with its C headers, in a directory. Installs nothing, needs no root.
 #   scripts/debian_python.sh VERSION ARCHITECTURE DIRECTORY      3.13 or 3.14; x86_64 or aarch64
 #   DIRECTORY/bin/python ...      runs it (another processor's under QEMU); DIRECTORY/include has Python.h
-# 30 MB are downloaded and 120 MB stay. DEBIAN_MIRROR names the mirror; without it, that of this machine's apt or debootstrap's.
+# 30 MB to download, 120 MB on disk. DEBIAN_MIRROR selects the mirror; by default that of this machine's apt, or else
+# debootstrap's.
 set -euo pipefail
 
 version=${1:?usage: scripts/debian_python.sh VERSION ARCHITECTURE DIRECTORY}
@@ -22,7 +22,7 @@ esac
 # shellcheck source=scripts/debian.sh
 . "$(dirname "$0")/debian.sh"
 
-# Built aside and renamed at the end: what has the right name is whole.
+# Built under another name and renamed at the end, so that the directory is always complete.
 new=$target.new
 rm -rf "$new"
 mkdir -p "$new"/{root/usr/lib,bin}
@@ -38,12 +38,12 @@ for package in "$new"/apt/archives/*.deb; do
     --exclude=./usr/share --exclude=./usr/include/linux --exclude=./usr/sbin --exclude=./etc --exclude=./var --exclude='*.a'
 done
 rm -rf "$new/apt"
-# Debian's Python.h asks for this one by the processor's directory, which is not on the path of another compiler.
+# Debian's Python.h includes this header by the processor's directory, which another compiler does not search.
 triple=$architecture-linux-gnu
 cp "$new/root/usr/include/$triple/python$version/pyconfig.h" "$new/root/usr/include/python$version/pyconfig.h"
 ln -s "root/usr/include/python$version" "$new/include"
 
-# A loader of its own: the C library may be newer than this machine's. argv[0] becomes sys.executable.
+# With its own loader, because its C library may be newer than this machine's. argv[0] becomes sys.executable.
 cat >"$new/bin/python" <<WRAPPER
 #!/bin/sh
 self=\$(readlink -f "\$0")

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Runs a program of this machine on an emulated x86 CPU, with its libraries, the settings LOWBIT_* and GTEST_*, and
-# nothing else of this machine: output and exit status are the program's.
+# Runs a program of this machine on an emulated x86 CPU. The program gets its libraries and the variables LOWBIT_* and GTEST_*,
+# and nothing else of this machine. Output and exit status are the program's.
 #   scripts/emulate_x86.sh CPU [NAME=VALUE...] PROGRAM [ARGUMENT...] [--and [NAME=VALUE...] PROGRAM [ARGUMENT...]]...
-# NAME=VALUE: a setting of that program alone. Several programs run one after the other, up to the first that fails: what
-# takes longest of a small one is the start of Linux.
-# CPU is one that `build/x86-emulator/bochs --help cpu` lists. TIMEOUT=3600 are the seconds that it may take.
+# NAME=VALUE: a variable of that program alone. Several programs run one after the other, up to the first that fails; for small
+# programs the boot of Linux takes longest. CPU is one that `build/x86-emulator/bochs --help cpu` lists. TIMEOUT=3600: seconds
+# until it is stopped.
 set -euo pipefail
 
 emulator=$(cd "$(dirname "$0")/.." && pwd)/build/x86-emulator
@@ -27,7 +27,7 @@ for word in "$@"; do
     commands+=" ${word%%=*}=$(printf %q "${word#*=}")"
   else
     program=$(readlink -f "$word")
-    [ -x "$program" ] || { echo "$program is no program" >&2; exit 1; }
+    [ -x "$program" ] || { echo "$program is not an executable program" >&2; exit 1; }
     commands+=" ${program@Q}"
     libraries=$({ ldd "$program" 2>/dev/null || true; } | grep -o '/[^ )]*' || true)
     # shellcheck disable=SC2086 (one word per library)
@@ -35,7 +35,7 @@ for word in "$@"; do
   fi
 done
 
-# The last line tells the status; what comes after it is Linux.
+# The last line has the status; Linux prints the lines after it.
 cat >"$work/guest/init" <<GUEST
 #!/bin/busybox sh
 export PATH=/bin TERM=dumb
@@ -54,8 +54,8 @@ GUEST
 chmod +x "$work/guest/init"
 (cd "$work/guest" && find . | cpio --quiet -o -H newc -R 0:0) >"$work/disk/initrd"
 
-# Linux boots from a CD. What it would wait for, or what Bochs cannot do (5-level paging beside ACPI), is switched off;
-# to Bochs, a restart is the end.
+# Linux boots from a CD. Features that it would wait for or that Bochs lacks (5-level paging with ACPI) are switched off. Bochs
+# ends at a restart.
 cp "$emulator"/{vmlinuz,isolinux.bin,ldlinux.c32} "$work/disk"
 cat >"$work/disk/isolinux.cfg" <<'LINUX'
 default linux

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Runs tests on emulated CPUs: the rows of the table whose first word is RUN, up to the first that fails.
+# Runs tests on emulated CPUs: the rows of the table whose first word is RUN, until one fails.
 #   scripts/emulated.sh RUN [BUILD]     BUILD: the build directory of the C++ tests (build/test-arm)
 # To add a CPU, add a row:
-#   run     a target of the Makefile; "phones" are test-android-like and test-android
+#   run     a target of the Makefile; "phones" is test-android-like and test-android
 #   CPU     QEMU's name of it, Bochs's in rows of emulated/
-#   covers  the ISAs that must be found there, "-" where the tests ask for none
-#   tests   settings NAME=VALUE, then options of ctest; a word with @ is defined below the table. QEMU=new takes the QEMU of
-#           build/arm-emulator. In rows of emulated/, FLAG is Linux's name of the ISA: a CPU that has it runs them directly
-# SVE is off where QEMU has it: it is slow, and lowbit has no kernels for it.
+#   covers  ISAs that must be found, "-" if the tests require none
+#   tests   variables NAME=VALUE, then options of ctest; a word with @ is defined below the table. QEMU=new selects the QEMU of
+#           build/arm-emulator. In rows of emulated/, FLAG is Linux's name of the ISA: a CPU with it runs the tests directly
+# SVE is switched off, because it is slow in QEMU and lowbit has no kernels for it.
 set -euo pipefail
 set -f  # the patterns in the table are for ctest
 cd "$(dirname "$0")/.."
@@ -56,14 +56,14 @@ emulated/avxvnni      arrow_lake             avxvnni            FLAG=avx_vnni ke
 emulated/avxvnniint8  arrow_lake             avxvnniint8        FLAG=avx_vnni_int8 kernels operators
 emulated/avx512vnni   sapphire_rapids        avx512vnni         FLAG=avx512_vnni kernels
 '
-# The kernels for NEON that take longest: only the CPU that has nothing else runs them.
+# The slowest tests of the NEON kernels run only on the CPU without other ISAs.
 table=${table//@LONG/'^kernels[.]neon[.](linear|attention)$'}
-table=${table//@PAGES/'^(format|fuzz[.]packed|@SMALL)$'}  # each buffer between pages that cannot be accessed
+table=${table//@PAGES/'^(format|fuzz[.]packed|@SMALL)$'}  # each buffer is between inaccessible pages
 table=${table//@SMALL/'kernels[.]neon[.](quantize|embedding)'}
 table=${table//@PHONE/'QEMU_PAGESIZE=16384 LOWBIT_REQUIRE_PAGE_SIZE=16384'}
 
-# On x86 QEMU has neither AVX-512 nor AMX: Bochs runs the programs of build/test-host. Tests of many chunks take minutes there,
-# and what they test all ISAs share: only `make soak` has them.
+# On x86 QEMU has neither AVX-512 nor AMX, so Bochs runs the programs of build/test-host. Tests of many chunks take minutes
+# there and test code that all ISAs share, so only `make soak` runs them.
 on_x86() { # CPU ISA FLAG=... kernels [operators]
   local cpu=$1 isa=$2 flag=${3#FLAG=} tests="${*:4}" directory=build/test-host/tests/cpp
   local kernels="LOWBIT_TEST_ISA=$isa LOWBIT_REQUIRE_ISA=$isa $directory/kernel_tests --gtest_brief=1"

@@ -1,4 +1,4 @@
-// A Q4_0 matrix times float rows by ggml, from its AMX buffer and from its plain one: scripts/ggml_amx.sh.
+// Multiplies a Q4_0 matrix by float rows in ggml, with its AMX buffer and with its plain one, for scripts/ggml_amx.sh.
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -17,7 +17,7 @@ static std::vector<float> product(ggml_backend_t cpu, ggml_backend_buffer_type_t
   ggml_tensor* const a = ggml_new_tensor_2d(weights, GGML_TYPE_Q4_0, k, n);
   ggml_backend_buffer_t buffer = ggml_backend_alloc_ctx_tensors_from_buft(weights, type);
   if (buffer == nullptr) {
-    std::puts("ggml makes no buffer");
+    std::puts("ggml could not allocate a buffer");
     std::exit(2);
   }
   ggml_backend_tensor_set(a, w.data(), 0, w.size());
@@ -29,7 +29,7 @@ static std::vector<float> product(ggml_backend_t cpu, ggml_backend_buffer_type_t
   ggml_cgraph* graph = ggml_new_graph(rest);
   ggml_build_forward_expand(graph, c);
   if (ggml_backend_graph_compute(cpu, graph) != GGML_STATUS_SUCCESS) {
-    std::puts("ggml does not compute the product");
+    std::puts("ggml could not compute the product");
     std::exit(2);
   }
   std::vector<float> out(static_cast<size_t>(n) * m);
@@ -67,7 +67,7 @@ int main() {
   std::vector<uint8_t> packed(ggml_row_size(GGML_TYPE_Q4_0, k) * n);
   ggml_quantize_chunk(GGML_TYPE_Q4_0, w.data(), packed.data(), 0, n, k, nullptr);
   int bad = 0;
-  for (int m : {1, 2, 16, 33}) {  // one row is multiplied without tiles
+  for (int m : {1, 2, 16, 33}) {  // one row does not use tiles
     std::vector<float> x(static_cast<size_t>(k) * m);
     for (float& each : x) each = random();
     const auto plain = product(cpu, ggml_backend_cpu_buffer_type(), packed, x, k, n, m);
@@ -79,7 +79,7 @@ int main() {
     }
     const double relative = std::sqrt(difference / norm);
     std::printf("rows: %d, AMX differs from plain by %.1e of the norm\n", m, relative);
-    bad += !(relative < 1e-6);  // float sums in another order; activations are quantized in the same way
+    bad += !(relative < 1e-6);  // only the order of float sums differs; activations are quantized equally
   }
   return bad;
 }

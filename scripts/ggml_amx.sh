@@ -1,7 +1,7 @@
 #!/bin/sh
-# Whether scripts/amx_intrinsics.h mends ggml's AMX code, without a CPU that has AMX: builds ggml from the sources that
-# `make bench-peers` leaves, as it is and with the header, and multiplies by it on an emulated Sapphire Rapids.
-# As it is the program is expected to be ended by a signal, with the header to end well.
+# Tests scripts/amx_intrinsics.h with ggml's AMX code on an emulated Sapphire Rapids. Builds ggml from the sources of `make
+# bench-peers` without and with the header, and multiplies a matrix. Without the header the program should end by a signal, with
+# it successfully.
 #   make bench-peers build/x86-emulator
 #   scripts/ggml_amx.sh BIN [SOURCES]      BIN: the bin directory of a virtual environment with cmake and ninja
 set -eu

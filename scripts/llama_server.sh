@@ -1,5 +1,5 @@
 #!/bin/sh
-# Builds llama.cpp's own server from the sources that `make bench-peers` leaves, for `bench/serving.py --http`.
+# Builds llama.cpp's server from the sources of `make bench-peers`, for `bench/serving.py --http`.
 #   scripts/llama_server.sh BIN      BIN: the bin directory of the virtual environment that make bench-peers filled
 set -eu
 
@@ -7,7 +7,7 @@ bin=$1
 target=$(dirname "$bin")/ggml
 work=build/bench-peers
 if [ ! -f "$work/ggml/CMakeCache.txt" ]; then
-  echo "$0: $work has no build of llama.cpp; expected one: make bench-peers" >&2
+  echo "$0: $work has no build of llama.cpp; run make bench-peers first" >&2
   exit 1
 fi
 # Without its web page, which would be downloaded, and without HTTPS.

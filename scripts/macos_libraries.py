@@ -5,17 +5,17 @@
       --libraries LIBRARY... --built BUILT...
     python scripts/macos_libraries.py static --minimum 14.0 --system TBD --libraries LIBRARY... --built ARCHIVE...
 
-`libc++`: what those of the LIBRARYs that run on that system import from its libc++, as a file for the linker (.tbd).
+`libc++`: writes the symbols that the LIBRARYs that run on that system import from its libc++, as a linker file (.tbd).
 
-`check`: every symbol that the BUILT libraries import is there: in the libraries of torch and executorch (LIBRARY), in
-each other, in TBD (zig's libSystem), in that system's libc++ (as above), or among what Python's headers declare.
-Each is arm64 with a right signature, needs no newer system than the minimum, and finds the others from where it lies.
-liblowbit has the kernels for every instruction set.
+`check`: checks that every symbol that the BUILT libraries import exists: in the libraries of torch and executorch (LIBRARY), in
+each other, in TBD (zig's libSystem), in that system's libc++ (as above), or in Python's headers. Each must be arm64 with a
+valid signature, need no newer system than the minimum, and find the others relative to itself. liblowbit must have the kernels
+for every instruction set.
 
-`static`: the same of archives for iOS (.a). What one object imports another defines, or executorch, or the system:
-the lists are those of the macOS that came out with iOS 14, which has the same C and C++ libraries.
+`static`: the same for archives for iOS (.a). Each import must be defined by another object, executorch or the system. The lists
+are those of the macOS of the time of iOS 14, which has the same C and C++ libraries.
 
-Zig has no libc++ of macOS to link with, only one of its own, and a process must not have two.
+Zig can link only with its own libc++, not with macOS's, and a process must not have two.
 """
 
 import argparse
@@ -27,8 +27,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-# In every libc++, and not among what torch happens to use: operators new[] and delete, exceptions of C++11 and before,
-# stream buffers.
+# In every libc++, but not used by torch: operators new[] and delete, exceptions of C++11 and before, stream buffers.
 STANDARD = {"__ZnamRKSt9nothrow_t", "__ZdlPvm", "__ZNSt9bad_allocC2Ev", "__ZNSt9bad_allocD2Ev"}
 STANDARD |= {"__ZTISt12domain_error", "__ZTISt14overflow_error", "__ZTISt16nested_exception"}
 STANDARD |= {"__ZTVNSt3__115basic_streambufIcNS_11char_traitsIcEEEE"}
@@ -44,12 +43,12 @@ exports:
     symbols: [ {symbols} ]
 ...
 """
-LINKER = {"___dso_handle"}  # what every linker makes
+LINKER = {"___dso_handle"}  # made by every linker
 IOS = 2  # Apple's number of the platform
 MACOS_OF_IOS_14 = (11, 0)
-# From a library that is looked for when the process runs: the interpreter's.
+# Looked up in the interpreter when the process runs.
 DYNAMIC_LOOKUP = 0xFE
-# Of each instruction set that kernels are written for, instructions (mask, bits) that no other has: one of them is there.
+# For each instruction set with kernels: instructions (mask, bits) that no other set has; one of them must occur.
 INSTRUCTIONS = {
     # sdot v.4s, v.16b, v.4b[i]; without LLVM's passes sdot v.4s, v.16b, v.16b
     "neondot": ((0xBFC0F400, 0x0F80E000), (0xBFE0FC00, 0x0E809400)),
@@ -62,7 +61,7 @@ class Library:
     """What one Mach-O file imports, exports and needs."""
 
     def __init__(self, path: str):
-        # In build/wheel-tools only (scripts/wheels.txt); the tests of what follows need no file.
+        # Only in build/wheel-tools (scripts/wheels.txt); tests of the functions below need no file.
         from macholib.mach_o import CPU_TYPE_NAMES
         from macholib.MachO import MachO
         from macholib.SymbolTable import SymbolTable
@@ -85,7 +84,7 @@ class Library:
         self.signature = (signature[0].dataoff, signature[0].datasize) if signature else None
         table = SymbolTable(MachO(path))
         self.exports = {name.decode() for _, name in table.extdefsyms}
-        # Zig leaves the library out of its list of symbols, and names it where the loader reads it. Torch's have it here.
+        # Zig names the library only in the loader's data, not in the list of symbols as torch's libraries do.
         origins = {name.decode(): entry.n_desc >> 8 & 255 for entry, name in table.undefsyms}
         for command in (command for name, command, _ in commands if name == "LC_DYLD_INFO_ONLY"):
             data = self.path.read_bytes()
@@ -117,15 +116,15 @@ class Object:
         self.platforms = {(build.platform, build.minos >> 16, build.minos >> 8 & 255) for build in builds}
         self.exports = {name.decode() for _, name in table.extdefsyms}
         self.imports = {name.decode() for _, name in table.undefsyms}
-        # A function that runs before main: what registers operators.
+        # A function that runs before main; it registers operators.
         self.begins = b"__mod_init_func" in data or b"__init_offsets" in data
 
 
 def members(archive: bytes) -> Iterator[tuple[str, bytes]]:
-    """The files in an archive as Apple's tools write it, without its list of symbols.
+    """The files in an archive of Apple's tools, without its list of symbols.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the data is not an archive.
     """
     if archive[:8] != b"!<arch>\n":
         raise ValueError(f"an archive begins with {archive[:8]!r}; expected b'!<arch>\\n'")
@@ -134,7 +133,7 @@ def members(archive: bytes) -> Iterator[tuple[str, bytes]]:
         name, size = archive[at : at + 16].decode().strip(), int(archive[at + 48 : at + 58])
         data = archive[at + 60 : at + 60 + size]
         at += 60 + size + size % 2
-        if name.startswith("#1/"):  # a long name comes first in the data
+        if name.startswith("#1/"):  # a long name is stored at the start of the data
             length = int(name[3:])
             name, data = data[:length].rstrip(b"\0").decode(), data[length:]
         if not name.startswith("__.SYMDEF"):
@@ -142,7 +141,7 @@ def members(archive: bytes) -> Iterator[tuple[str, bytes]]:
 
 
 def bound(code: bytes) -> dict[str, int]:
-    """Which library the loader takes a symbol from, as its little program says: its number, or one like DYNAMIC_LOOKUP."""
+    """Library that the loader takes each symbol from, decoded from its bind opcodes: a number, or one like DYNAMIC_LOOKUP."""
     found, at, origin, name = {}, 0, 0, ""
 
     def number() -> int:
@@ -179,15 +178,15 @@ def bound(code: bytes) -> dict[str, int]:
 
 
 def of_libcxx(libraries: list[Library], minimum: tuple[int, int]) -> set[str]:
-    """What is in the libc++ of that system: what libraries import that run on it."""
+    """Symbols of that system's libc++: those that libraries for the system import."""
     libraries = [library for library in libraries if library.minimum <= minimum]
     return STANDARD | {name for library in libraries for name, origin in library.imports if origin == LIBCXX}
 
 
 def signature_is_right(data: bytes, signature: tuple[int, int] | None) -> bool:
-    """Whether each page is the one that was signed, be it by nobody ("ad hoc"): else a process on an Arm Mac ends.
+    """Whether each page matches the signature, which may be "ad hoc"; otherwise an Arm Mac ends the process.
 
-    The numbers are big-endian: a list of blobs, the first of which has the SHA-256 of each page before the signature.
+    The signature is a list of blobs with big-endian numbers; the first has the SHA-256 of each page before the signature.
     """
     if signature is None:
         return False
@@ -211,7 +210,7 @@ def signature_is_right(data: bytes, signature: tuple[int, int] | None) -> bool:
 
 
 def missing_kernels(data: bytes) -> list[str]:
-    """The instruction sets for which a linear kernel of some width is missing, or any instruction of theirs."""
+    """Instruction sets without a linear kernel for some width, or without any of their instructions."""
     words = memoryview(data[: len(data) // 4 * 4]).cast("I")
     found = []
     for isa, any_of in INSTRUCTIONS.items():
@@ -222,7 +221,7 @@ def missing_kernels(data: bytes) -> list[str]:
 
 
 def of_python(headers: Path) -> set[str]:
-    """The functions and objects that Python's public headers declare, as a linker calls them on macOS."""
+    """Functions and objects that Python's public headers declare, by their macOS linker names."""
     declared = set()
     for path in [*headers.glob("*.h"), *(headers / "cpython").glob("*.h")]:
         text = path.read_text(encoding="utf-8")
@@ -245,30 +244,30 @@ def problems(
             found.append(f"{library.name} calls itself {library.own_names}; expected @rpath/{library.name}")
         for place in library.search:
             if place != "@loader_path" and not place.startswith("@loader_path/"):
-                found.append(f"{library.name} looks for others in {place}; expected a place beside itself")
+                found.append(f"{library.name} looks for libraries in {place}; expected a path relative to itself")
         for need in library.needs:
             if need not in (LIBCXX, LIBSYSTEM) and not (need.startswith("@rpath/") and Path(need).name in exports):
-                found.append(f"{library.name} needs {need}, which nobody has")
+                found.append(f"{library.name} needs {need}, which no library has")
         if any(Path(need).name == other.name for need in library.needs for other in built):
             if "@loader_path" not in library.search:
-                found.append(f"{library.name} does not look beside itself for what it needs")
+                found.append(f"{library.name} does not look for libraries relative to itself")
         for name, origin in library.imports:
             if origin == DYNAMIC_LOOKUP and name in python:
                 continue
             if origin == DYNAMIC_LOOKUP:
                 origin = "the process"
             if not isinstance(origin, str) or name not in exports.get(Path(origin).name, ()):
-                found.append(f"{library.name} imports {name} from {origin}, which has no such symbol")
+                found.append(f"{library.name} imports {name} from {origin}, which lacks it")
         data = library.path.read_bytes()
         if not signature_is_right(data, library.signature):
-            found.append(f"{library.name} has no signature, or one of other contents")
+            found.append(f"{library.name} has no valid signature")
         if library.name == "liblowbit.dylib":
-            found += [f"{library.name} has not all kernels for {isa}" for isa in missing_kernels(data)]
+            found += [f"{library.name} lacks kernels for {isa}" for isa in missing_kernels(data)]
     return found
 
 
 def static_problems(objects: list[Object], others: set[str], minimum: tuple[int, int]) -> list[str]:
-    """What is wrong with the object files of all archives; `others`: what libraries beside them have."""
+    """Problems of the object files of all archives; `others`: symbols of the other libraries."""
     defined = set().union(others, *(file.exports for file in objects))
     found = []
     for file in objects:
@@ -276,14 +275,14 @@ def static_problems(objects: list[Object], others: set[str], minimum: tuple[int,
             found.append(f"{file.name} is for {file.processor}; expected ARM64")
         if file.platforms != {(IOS, *minimum)}:
             found.append(f"{file.name} is for (platform, version) {file.platforms}; expected {(IOS, *minimum)}")
-        found += [f"{file.name} imports {name}, which nobody has" for name in sorted(file.imports - defined)]
+        found += [f"{file.name} imports {name}, which no library has" for name in sorted(file.imports - defined)]
     return found
 
 
 def check_static(
     archives: list[Path], libraries: list[Library], system: set[str], minimum: tuple[int, int]
 ) -> tuple[int, list[str]]:
-    """How many symbols the archives import, and what is wrong with them."""
+    """Number of symbols that the archives import, and the problems found."""
     objects, found = [], []
     for path in archives:
         inside = list(members(path.read_bytes()))
@@ -291,7 +290,7 @@ def check_static(
         objects += files
         if path.name == "liblowbit.a":
             whole = b"".join(data + bytes(-len(data) % 4) for _, data in inside)
-            found += [f"{path.name} has not all kernels for {isa}" for isa in missing_kernels(whole)]
+            found += [f"{path.name} lacks kernels for {isa}" for isa in missing_kernels(whole)]
         elif not any(file.begins for file in files):
             found.append(f"{path.name} registers nothing")
     others = set().union(LINKER, system, of_libcxx(libraries, MACOS_OF_IOS_14), *(library.exports for library in libraries))
@@ -323,7 +322,7 @@ def main() -> None:
         symbols = sorted(of_libcxx(libraries, minimum))
         arguments.output.write_text(TEXT.format(name=LIBCXX, symbols=", ".join(f"'{name}'" for name in symbols)))
         return
-    # A list of names is all that is needed of the text.
+    # Only the list of names is needed.
     system = set(re.findall(r"[\w$.]+", arguments.system.read_text(encoding="utf-8")))
     if arguments.command == "static":
         count, found = check_static(arguments.built, libraries, system, minimum)

@@ -1,16 +1,16 @@
-"""Mutation testing: changes one place of a source at a time, and says which changes no test notices.
+"""Mutation testing: changes one place of a source at a time, and reports the changes that no test detects.
 
     make mutants                                        # a sample of all files
     .venv/bin/python scripts/mutants.py --sample 40 --seed 7 kernels/pack.cpp python/lowbit/packed/slices.py
     .venv/bin/python scripts/mutants.py --sample 0      # how many places there are
     .venv/bin/python scripts/mutants.py --at 120 kernels/pack.cpp
 
-C++: a mutant is compiled with -O1, linked with the objects of build/test-host (`make build-test-host`), and given to the tests
-that hold its file. Python: each mutant gets a fork of a process that has imported torch and transformers, so that it
-costs its tests and nothing else. A tool that starts a Python for every mutant pays seconds for these imports each time.
+C++: a mutant is compiled with -O1, linked with the objects of build/test-host (`make build-test-host`), and run with the tests
+of its file. Python: each mutant runs in a fork of a process that has already imported torch and transformers, which saves
+seconds per mutant.
 
-The same seed takes the same places. A mutant that does not compile is counted apart, and so is a mutant that takes ten times as
-long as the tests do without it: it was noticed, for it hangs.
+The same seed selects the same places. Mutants that do not compile are counted separately. So are mutants that take ten times as
+long as the unchanged tests; a hang counts as detected.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ MEMORY = 8 << 30  # bytes that a mutant may map
 
 @dataclass(frozen=True)
 class Place:
-    """Characters begin to end of a text, what to put there, and what that is called."""
+    """A range of characters, its replacement, and the name of the mutation."""
 
     begin: int
     end: int
@@ -51,8 +51,8 @@ class Place:
         return source[: self.begin] + self.text + source[self.end :]
 
 
-# What holds each C++ file: a binary, its environment and arguments; of a header, also the sources that are compiled anew. All
-# of a file's tests are run until one fails, the fastest first.
+# Tests of each C++ file: a binary, its environment and arguments; for a header, also the sources to recompile. The tests of a
+# file run until one fails, the fastest first.
 FORMAT = ("format_tests",)
 OPERATORS = ("operator_tests", "LOWBIT_ISA=avx2", "--gtest_filter=-*InChunks*:Attention*")
 FUZZED = ("packed_fuzz", "3000", "1")
@@ -86,7 +86,7 @@ CPP: dict[str, tuple[list[tuple[str, ...]], list[str]]] = {
     "ops/repack.cpp": ([("library_tests",), FUZZED], []),
 }
 
-# Files of tests, or tests of a file.
+# Test files, or tests in a file.
 PYTHON: dict[str, list[str]] = {
     "python/lowbit/files/config_json.py": ["test_checkpoint", "test_checkpoint_sources", "test_transformers"],
     "python/lowbit/files/elf.py": ["test_export::test_a_library_that_asks_for_an_executable_stack"],
@@ -143,7 +143,7 @@ SWAPS = {
 OPERATOR = re.compile(r"(?<=\s)(" + "|".join(sorted(map(re.escape, SWAPS), key=len, reverse=True)) + r")(?=\s)")
 NUMBER = re.compile(r"(?<![\w.'])(0x[0-9a-fA-F]+|\d+)(?=[uUlL]*(?![\w.']))")
 SHIFT = re.compile(r"\+\+|--")
-# A call or an assignment that fills a line; no declaration, which has a type before the name.
+# A call or an assignment on one line; not a declaration, which has a type before the name.
 STATEMENT = re.compile(
     r"^[ \t]+((?!return\b|delete\b|throw\b)[\w:.\[\]]+(?:->[\w.\[\]]+)*(?:\(.*\)| [-+*|&^/]?= .*);)[ \t]*$", re.M
 )
@@ -151,7 +151,7 @@ SKIPPED = re.compile(r"^\s*(#|static_assert|template|using|namespace)")
 
 
 def without_text(source: str) -> str:
-    """C++ with blanks in the place of comments, strings and lines that declare, at the same positions."""
+    """C++ with comments, strings and declarations replaced by blanks, at the same positions."""
 
     def blank(match: re.Match) -> str:
         return re.sub(r"[^\n]", " ", match[0])
@@ -161,7 +161,7 @@ def without_text(source: str) -> str:
 
 
 def closing(source: str, at: int) -> int:
-    """Where the bracket at a position closes."""
+    """Position where the bracket at `begin` closes."""
     depth = 0
     for i in range(at, len(source)):
         depth += (source[i] in "([{") - (source[i] in ")]}")
@@ -257,7 +257,7 @@ def places_in(file: str) -> tuple[str, list[Place]]:
 
 
 def limited(seconds: float):
-    """What a child does before its program: less memory, less CPU time, a group of its own."""
+    """Runs in a child before its program: limits memory and CPU time, makes a process group."""
 
     def prepare() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
@@ -273,7 +273,7 @@ def cpu_of_children() -> float:
 
 
 class Cpp:
-    """Compiles and runs the mutants of C++ files, in a copy of the sources."""
+    """Compiles and runs mutants of C++ files, in a copy of the sources."""
 
     def __init__(self) -> None:
         cmake = (BUILD / "CMakeCache.txt").read_text(encoding="utf-8")
@@ -328,9 +328,9 @@ class Cpp:
         return done.returncode == 0
 
     def check(self, file: str) -> None:
-        """The tests pass without a mutant; how long they take is what mutants are held against."""
+        """Checks that the tests pass without a mutant, and measures their time as the limit for mutants."""
         if self.outcome(file, (ROOT / file).read_text(encoding="utf-8")) != "survived":
-            sys.exit(f"mutants: the tests of {file} fail as it is: {CPP[file][0]}")
+            sys.exit(f"mutants: the tests of {file} fail without a mutant: {CPP[file][0]}")
 
     def outcome(self, file: str, text: str) -> str:
         tests, sources = CPP[file]
@@ -356,7 +356,7 @@ class Python:
     """Runs the mutants of Python files, each in a fork of this process."""
 
     def __init__(self) -> None:
-        # torch imports lowbit by itself, but here each fork imports its own.
+        # torch would import lowbit by itself, but each fork must import its own copy.
         os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TORCH_DEVICE_BACKEND_AUTOLOAD="0")
         sys.path.insert(0, str(ROOT / "tests" / "python"))
         import numpy  # noqa: F401
@@ -365,7 +365,7 @@ class Python:
         import torch
         import transformers  # noqa: F401
 
-        torch.set_num_threads(1)  # a fork has no threads but its own
+        torch.set_num_threads(1)  # a fork has only one thread
         from transformers.models.llama import modeling_llama  # noqa: F401
 
         assert "lowbit" not in sys.modules
@@ -374,7 +374,7 @@ class Python:
     def check(self, file: str) -> None:
         before = cpu_of_children()
         if self.outcome(file, (ROOT / file).read_text(encoding="utf-8")) != "survived":
-            sys.exit(f"mutants: the tests of {file} fail as it is: {PYTHON[file]}")
+            sys.exit(f"mutants: the tests of {file} fail without a mutant: {PYTHON[file]}")
         self.seconds[file] = 1 + cpu_of_children() - before
 
     def outcome(self, file: str, text: str) -> str:
@@ -427,14 +427,14 @@ class Python:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", nargs="*", default=[*CPP, *PYTHON], help="of those that the driver knows; all of them")
-    parser.add_argument("--sample", type=int, default=20, help="mutants of each file (20); 0: only count the places")
+    parser.add_argument("files", nargs="*", default=[*CPP, *PYTHON], help="files that the driver knows; default: all")
+    parser.add_argument("--sample", type=int, default=20, help="mutants per file (default 20); 0: only count the places")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--at", type=int, help="only the mutants of this line, all of them")
+    parser.add_argument("--at", type=int, help="all mutants of this line, and no others")
     options = parser.parse_args()
     unknown = [file for file in options.files if file not in CPP and file not in PYTHON]
     if unknown:
-        parser.error(f"no tests are known for {', '.join(unknown)}; expected some of {', '.join([*CPP, *PYTHON])}")
+        parser.error(f"no tests are listed for {', '.join(unknown)}; expected some of {', '.join([*CPP, *PYTHON])}")
     runners: dict[bool, Cpp | Python] = {}
     total: dict[str, int] = {}
     for file in options.files:

@@ -1,10 +1,10 @@
 #!/bin/sh
-# Makes sure that tools of the Debian/Ubuntu distribution are there, installing them where that is possible.
+# Checks that tools are installed, and installs missing ones on Debian and Ubuntu.
 #   scripts/need.sh build|test|bench|arm-cost|workflows|tidy|msan|wine|speech, or clang VERSION
-# Says which packages are missing, and fails, where it cannot install them.
+# Names the missing packages and fails if it cannot install them.
 set -u
 
-# macOS: Xcode's compiler is all that there is to have; tests take GoogleTest from GTEST_DIR (Makefile).
+# macOS: only Xcode's compiler is needed; tests take GoogleTest from GTEST_DIR (Makefile).
 if [ "$(uname -s)" = Darwin ]; then
   command -v c++ >/dev/null || { echo "There is no C++ compiler. Install Xcode's: xcode-select --install" >&2; exit 1; }
   exit 0
@@ -23,23 +23,23 @@ as_root=""
 can_install() { command -v apt-get && $as_root true; }
 
 need g++ has g++
-# The tests' build takes from it what the installed library was compiled to. A build does without it.
+# The tests' build reuses objects of the installed library through it. A build also works without it.
 can_install >/dev/null 2>&1 && need ccache has ccache
-# A venv needs ensurepip, which Debian ships apart from Python.
+# A venv needs ensurepip, which is a separate package in Debian.
 need python3-venv "${PYTHON:-python3}" -c 'import venv, ensurepip'
 if [ "${1:-build}" = test ] || [ "${1:-build}" = arm-cost ]; then
   need qemu-user has qemu-aarch64
   need g++-aarch64-linux-gnu has aarch64-linux-gnu-g++
   need ccache has ccache
   need googletest test -f /usr/src/googletest/CMakeLists.txt
-  # Another compiler for SME2's kernels, and what reads its objects: cmake/isa.cmake. Without them they are left out.
+  # Another compiler for the SME2 kernels, and a reader of its objects: cmake/isa.cmake. Without them the kernels are left out.
   if ! has clang++-19 >/dev/null 2>&1 && apt-cache show clang-19 llvm-19 >/dev/null 2>&1; then
     need clang-19 has clang++-19
     need llvm-19 has llvm-objdump-19
   fi
-  # System calls that change the disk: tests/python/support/crash_states.py
+  # Traces system calls that change the disk: tests/python/support/crash_states.py
   need strace has strace
-  # What a Turkish locale is made of: tests/python/machine/test_locale.py
+  # Builds a Turkish locale: tests/python/machine/test_locale.py
   need locales test -f /usr/share/i18n/locales/tr_TR
   # The emulated Arm Python: scripts/arm_python.sh
   need debootstrap test -x /usr/sbin/debootstrap
@@ -47,7 +47,7 @@ if [ "${1:-build}" = test ] || [ "${1:-build}" = arm-cost ]; then
   need gpgv has gpgv
   # The emulated x86 CPUs: scripts/x86_emulator.sh, scripts/emulate_x86.sh
   need make has make
-  # A browser without a window, where the distribution has it: tests/python/tools/test_report.py
+  # A headless browser, if the distribution has it: tests/python/tools/test_report.py
   if ! has chromium >/dev/null 2>&1 && apt-cache show chromium-headless-shell >/dev/null 2>&1; then
     need chromium-headless-shell has chromium-headless-shell
   fi
@@ -80,7 +80,7 @@ if [ "${1:-build}" = bench ]; then
   need libbenchmark-dev test -f /usr/include/benchmark/benchmark.h
 fi
 if [ "${1:-build}" = arm-cost ]; then
-  # Models of the cores came with LLVM 17; distributions have several versions, each a package of its own.
+  # LLVM 17 has the first models of the cores; distributions have a package for each version.
   majors() { sed -n 's/^llvm-\(mca-\)\{0,1\}\([0-9][0-9]*\)$/\2/p' | sort -n | awk '$1 >= 17'; }
   # shellcheck disable=SC2046 (one word per directory)
   if [ -z "$(ls $(echo "$PATH" | tr : ' ') 2>/dev/null | grep mca | majors)" ] &&

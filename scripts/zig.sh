@@ -1,6 +1,6 @@
 #!/bin/sh
-# zig.sh ZIG ARGUMENT...: a compiler of zig that takes instruction sets in GCC's and Clang's words (cmake/zig.cmake).
-# Zig has a name for a processor only: -march=armv8.2-a+dotprod becomes -mcpu=generic+dotprod.
+# zig.sh ZIG ARGUMENT...: runs a zig compiler with GCC's and Clang's options for instruction sets (cmake/zig.cmake).
+# Zig only has -mcpu: -march=armv8.2-a+dotprod becomes -mcpu=generic+dotprod.
 zig=$1
 shift
 count=$#
@@ -9,7 +9,7 @@ while [ "$count" -gt 0 ]; do
   shift
   case $argument in
     -march=armv*+*) argument=-mcpu=generic+${argument#*+} ;;
-    # CMake asks which compiler this is, and an object says it too. A program would have zig build its C++ library.
+    # CMake determines the compiler's name from an object, because linking a program makes zig build its C++ library.
     CMakeC*CompilerId.c*) set -- "$@" -c ;;
   esac
   set -- "$@" "$argument"

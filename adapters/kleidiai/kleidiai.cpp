@@ -1,8 +1,8 @@
 // Arm's KleidiAI as a kernel library of lowbit: its 4-bit kernels for dot-product and i8mm CPUs, with their own packed
 // format, "KAI4": symmetric 4-bit weights, group sizes that are multiples of 32 and divide k.
 //
-// What differs from panel16: scales are bfloat16, and KleidiAI rounds activations its own way; so results are close to
-// lowbit's own, not equal. There is no way back from this format: no unpack, no embedding.
+// Differences from panel16: scales are bfloat16, and KleidiAI rounds activations differently, so results are close to lowbit's,
+// not equal. The format cannot be unpacked, so there is no embedding lookup.
 
 #include <cmath>
 #include <cstring>
@@ -37,10 +37,10 @@ constexpr Ukernel kMmla = UKERNEL(qai8dxp4x8_qsi4c32p8x8_4x8x32_neon_i8mm);
 
 constexpr Format kFormat = vendor_format("KAI4");
 
-// The inputs that share a scale.
+// Number of inputs that share a scale.
 int64_t group_of(const Layout& layout) { return layout.group_size == 0 ? layout.k : layout.group_size; }
 
-// KleidiAI ends the process when a size does not suit it, so none that does not gets there.
+// KleidiAI ends the process on an unsupported size, so this checks sizes first.
 bool is_held(const Layout& layout) {
   const int64_t group = group_of(layout);
   return layout.bits == 4 && layout.mapping == Mapping::symmetric && group % 32 == 0 && layout.k % group == 0;
@@ -53,19 +53,19 @@ int64_t bytes(const void*, const Layout& layout) {
       static_cast<size_t>(group_of(layout)), kai_dt_bf16));
 }
 
-// Panels of nr rows are independent of each other: rows [begin, end) are packed as a matrix of their own.
+// Panels of nr rows are independent, so rows [begin, end) are packed as a separate matrix.
 const char* pack(const void*, const Layout& layout, const PackArgs& args, int64_t begin, int64_t end, void* out) {
   const size_t first = static_cast<size_t>(begin), n = static_cast<size_t>(end - begin), k = static_cast<size_t>(layout.k);
   const size_t groups = static_cast<size_t>(layout.groups), group = static_cast<size_t>(group_of(layout));
   const std::unique_ptr<uint8_t[]> codes(new (std::nothrow) uint8_t[n * k / 2]);
   const std::unique_ptr<uint16_t[]> scales(new (std::nothrow) uint16_t[n * groups]);
   const std::unique_ptr<float[]> bias(new (std::nothrow) float[n]());
-  if (codes == nullptr || scales == nullptr || bias == nullptr) return "there is no memory for a copy of it";
+  if (codes == nullptr || scales == nullptr || bias == nullptr) return "there is not enough memory for a copy";
   const uint8_t* const from = args.codes + first * k;
   for (size_t i = 0; i < n * k / 2; ++i) codes[i] = static_cast<uint8_t>(from[2 * i] | from[2 * i + 1] << 4);
   for (size_t i = 0; i < n * groups; ++i) {
     scales[i] = bf16_from_f32(args.scales[first * groups + i]);
-    if (!std::isfinite(f32_from_bf16(scales[i]))) return "one of its scales is beyond bfloat16";
+    if (!std::isfinite(f32_from_bf16(scales[i]))) return "a scale is out of bfloat16's range";
   }
   if (args.bias != nullptr) std::memcpy(bias.get(), args.bias + first, n * sizeof(float));
   kai_rhs_pack_nxk_qsi4c32p_qsu4c32s1s0_params params{};
@@ -130,14 +130,15 @@ void run(const LinearArgs& args) {
   }
 }
 
-// One packed form serves both kernels, and their tiles are those of the rows below.
+// Both kernels use the same packed form; their tiles are in the table below.
 bool is_as_expected() {
   return kDot.get_nr() == kMmla.get_nr() && kDot.get_kr() == kMmla.get_kr() && kDot.get_sr() == kMmla.get_sr() &&
          kDot.get_nr() == 8 && kDot.get_mr() == 1 && kMmla.get_mr() == 4 && kDot.get_n_step() == 8 && kMmla.get_n_step() == 8 &&
          kDot.get_m_step() == 1 && kMmla.get_m_step() == 4;
 }
 
-// Activations have one scale and a zero point for each row, weights scales of 8 bits. Rows are packed by 8, the nr of both.
+// Activations have a scale and a zero point per row, weights have 8-bit scales. Rows are packed in panels of 8, the nr of both
+// kernels.
 constexpr PackedFormat kFormats[] = {{kFormat, bytes, pack, nullptr, 1.0f / 32, 8}};
 
 template <const Ukernel& K>

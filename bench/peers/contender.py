@@ -1,4 +1,4 @@
-"""What a contender is, the matrices that all multiply with, and the process that runs one library's contenders."""
+"""Defines contenders, the matrices that they multiply with, and the process that runs one library's contenders."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from dataclasses import asdict, dataclass, field
 
 import numpy as np
 
-DIFFERENT_ROWS = 256  # quantizing is slow and times do not depend on values: a matrix repeats this many rows
-CHECKED_ROWS = 8  # of activations, beside one alone
+DIFFERENT_ROWS = 256  # a matrix repeats this many rows, because quantizing is slow and times do not depend on values
+CHECKED_ROWS = 8  # of activations, in addition to one alone
 
-# The relative error (2-norm) to the float result that a width may have on normally distributed weights: about twice
-# what rounding to the nearest in groups gives. At 1 bit a sign is all there is.
+# Largest accepted relative error (2-norm) of a width on normally distributed weights: about twice that of rounding to nearest
+# in groups. At 1 bit, a code is only a sign.
 ERROR_LIMITS = {32: 1e-5, 16: 0.01, 8: 0.025, 7: 0.04, 6: 0.06, 5: 0.1, 4: 0.2, 3: 0.35, 2: 0.7, 1: 0.9}
 
 
@@ -27,9 +27,9 @@ class Spec:
     library: str  # "lowbit", "torch", ...
     bits: int  # per weight, without scales
     group_size: int | None  # weights per scale; None: one scale per row, or no scales
-    activations: str  # what it is called with, and what it makes of it
+    activations: str  # type of its input, and how it quantizes it
     note: str = ""
-    error_limit: float | None = None  # where a library's quantizer is known to need another than ERROR_LIMITS
+    error_limit: float | None = None  # if a library's quantizer needs another limit than ERROR_LIMITS
 
 
 @dataclass(frozen=True)
@@ -48,11 +48,11 @@ class Problem:
         return cls(n, k, rows, random.standard_normal((max(most_rows, CHECKED_ROWS), k), dtype=np.float32))
 
     def repeat(self, rows: np.ndarray) -> np.ndarray:
-        """[n, ...] of the [len(self.rows), ...] that were made of the different rows."""
+        """Repeats [len(self.rows), ...], computed from the different rows, to [n, ...]."""
         return np.ascontiguousarray(np.resize(rows, (self.n, *rows.shape[1:])))
 
     def relative_error(self, m: int, output: np.ndarray) -> float:
-        """Of a contender's [m, n] for the first m rows of x."""
+        """Relative error of a contender's [m, n] for the first m rows of x."""
         expected = self.x[:m].astype(np.float64) @ self.rows.T.astype(np.float64)
         expected = np.resize(expected.T, (self.n, m)).T
         if output.shape != expected.shape:
@@ -61,7 +61,7 @@ class Problem:
 
 
 class Runner:
-    """A contender with its weights: `copies` equal matrices, each in memory of its own, and one more.
+    """A contender with its weights: `copies` equal matrices, each in separate memory, and one more.
 
     Subclasses set ``bytes`` (of one packed matrix: all that a call reads of it) and make both calls.
     """
@@ -113,7 +113,7 @@ class Library:
         }
 
     def prepare(self, name: str, n: int, k: int, most_rows: int, bytes_per_pass: int) -> dict:
-        """Packs the weights and checks the results; seconds per row: on one thread, roughly."""
+        """Packs the weights and checks the results; returns rough seconds per row on one thread."""
         problem = Problem.make(n, k, most_rows)
         copies = 0
 
@@ -140,9 +140,9 @@ class Library:
         }
 
     def time(self, name: str, m: int, threads: int, from_memory: bool, least_seconds: float) -> float:
-        """Seconds per call, or from memory: of one pass over the copies.
+        """Seconds per call, or of one pass over the copies if weights come from memory.
 
-        Untimed calls for ``least_seconds`` before that wake the threads, and the CPU, which is slower after a pause.
+        Untimed calls for ``least_seconds`` first wake the threads and the CPU, which is slower after a pause.
         """
         runner = self.runners[name]
         begin = time.perf_counter()

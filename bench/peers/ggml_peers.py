@@ -1,7 +1,7 @@
 """ggml, llama.cpp's tensor library, called through ctypes: ggml_mul_mat on its CPU backend.
 
-The weights go into the buffer type that llama.cpp itself would choose: one that repacks them for this CPU where ggml
-has one for their type, else plain.
+The weights use the buffer type that llama.cpp would choose: one that repacks them for this CPU if ggml has one for their type,
+otherwise the plain one.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TYPES = {
     "tq1_0": (34, 2, 256),
     "q1_0": (41, 1, 128),
 }
-# Their quantizers take the largest magnitude for the scale, which leaves most of normally distributed weights at 0.
+# Their quantizers scale by the largest magnitude, so most normally distributed weights become 0.
 LARGEST_MAGNITUDE = ("q2_0", "tq2_0", "tq1_0")
 NOTES = {"tq2_0": "ternary, 2.06 bits", "tq1_0": "ternary, 1.69 bits, beside 2 bits"}
 F32 = 0
@@ -78,7 +78,7 @@ class Ggml:
 
     def __init__(self, directory: Path):
         suffix = "dylib" if sys.platform == "darwin" else "so"
-        # In the order of need, so that the loader does not search for the first when it loads the second.
+        # Dependencies first, so that the loader does not search for them.
         libraries = [
             ctypes.CDLL(str(directory / f"lib{name}.{suffix}"), ctypes.RTLD_GLOBAL) for name in ("ggml-base", "ggml-cpu")
         ]

@@ -16,11 +16,11 @@ def quantize(rows: np.ndarray, bits: int, block: int) -> tuple[np.ndarray, np.nd
     """
     blocks = rows.reshape(len(rows), -1, block)
     half = 2 ** (bits - 1)
-    # The longer tail goes to -half by the sign of the scale.
+    # The sign of the scale maps the longer tail to -half.
     extremes = np.take_along_axis(blocks, np.abs(blocks).argmax(axis=2)[:, :, None], axis=2)
     scales = extremes / -half
     if bits == 2:
-        scales *= np.float32(0.65)  # the range of least error is smaller than that of the largest magnitude
+        scales *= np.float32(0.65)  # the scale of least error is smaller than that of the largest magnitude
     codes = np.clip(np.rint(blocks / scales) + half, 0, 2 * half - 1).astype(np.uint8)
     per_byte = 8 // bits
     packed = np.zeros((*codes.shape[:2], block // per_byte), np.uint8)
@@ -30,7 +30,7 @@ def quantize(rows: np.ndarray, bits: int, block: int) -> tuple[np.ndarray, np.nd
 
 
 def model(n: int, k: int, bits: int, block: int, packed: np.ndarray, scales: np.ndarray, copies: int) -> bytes:
-    """A graph with one MatMulNBits per copy, each with weights of its own."""
+    """A graph with one MatMulNBits per copy, each with separate weights."""
     from onnx import TensorProto, helper
 
     nodes, weights, outputs = [], [], []
@@ -60,7 +60,7 @@ def model(n: int, k: int, bits: int, block: int, packed: np.ndarray, scales: np.
 
 
 class OnnxRunner(Runner):
-    """A session per number of threads and graph; a pool spins during and shortly after its calls only."""
+    """A session per number of threads and graph; a pool spins only during and shortly after its calls."""
 
     def __init__(self, size: int, x: np.ndarray, single: bytes, several: bytes, threads: list[int]):
         self.bytes, self.x = size, x
@@ -74,7 +74,7 @@ class OnnxRunner(Runner):
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = threads
         options.inter_op_num_threads = 1
-        # The pool that woke the CPUs must not spin beside the one that is timed next.
+        # The pool that woke the CPUs must not spin while the next one is timed.
         options.add_session_config_entry("session.force_spinning_stop", "1" if stop_spinning else "0")
         return onnxruntime.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
 

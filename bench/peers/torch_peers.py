@@ -1,4 +1,4 @@
-"""lowbit, and torch's own linears. They share a process because they share torch's threads."""
+"""lowbit and torch's linear layers. They share a process because they share torch's threads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ARM = platform.machine() in ("aarch64", "arm64")
 
 
 class TorchRunner(Runner):
-    """One call of `call(x, weight)` per matrix, from Python, as a user's layer does."""
+    """Calls `call(x, weight)` once per matrix from Python, as a user's layer does."""
 
     def __init__(self, call: Callable, weights: list, size: int, x: torch.Tensor):
         self.call, self.weights, self.bytes, self.x = call, weights, size, x
@@ -41,7 +41,7 @@ class TorchRunner(Runner):
 
 
 def rounded(rows: np.ndarray, bits: int, group_size: int | None) -> tuple[np.ndarray, np.ndarray]:
-    """Codes (signed, int8 [rows, k]) and scales (float32 [rows, groups]), each group's largest magnitude at the end."""
+    """Codes (signed, int8 [rows, k]) and scales (float32 [rows, groups]) ; a group's largest magnitude has the last code."""
     groups = rows.reshape(len(rows), -1, group_size or rows.shape[1])
     scales = np.abs(groups).max(axis=2, keepdims=True) / (2 ** (bits - 1) - 1)
     codes = np.clip(np.rint(groups / scales), -(2 ** (bits - 1)), 2 ** (bits - 1) - 1)

@@ -1,4 +1,4 @@
-// What the runners on libtorch share.
+// Shared by the runners on libtorch.
 #pragma once
 
 #include <c10/util/Exception.h>
@@ -6,7 +6,7 @@
 #include <stdexcept>
 #include <string>
 
-// What `work` returns; its errors with a word on what was done, and without libtorch's stack trace.
+// Returns the result of `work`; puts `what` before its errors, and removes libtorch's stack trace.
 template <class Work>
 auto explained(const std::string& what, const Work& work) {
   try {

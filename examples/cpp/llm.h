@@ -1,4 +1,4 @@
-// What the two runners of language models share: their command line, sampling, and the loop over tokens.
+// Shared by the two runners of language models: command line, sampling, and the loop over tokens.
 #pragma once
 
 #include <algorithm>
@@ -24,21 +24,21 @@ struct LlmOptions {
   int64_t max_new_tokens = 128;
   double temperature = 0, top_p = 1;
   int64_t seed = 0;
-  int64_t threads = 0;  // 0: as many as the runtime takes
+  int64_t threads = 0;  // 0: the runtime's default
   bool stats = false;
 };
 
-// A decoder with KV caches of its own.
+// A decoder with its KV caches.
 struct LanguageModel {
   int64_t max_length = 0;     // of a text, in tokens
-  int64_t chunk = 0;          // most tokens of one step
+  int64_t chunk = 0;          // most tokens in one step
   int64_t vocabulary = 0;
   std::vector<int64_t> stop;  // tokens that end a text
-  // Takes `count` tokens behind the `start` ones that it had, and writes the logits behind the last of them.
+  // Appends `count` tokens to the `start` tokens so far, and writes the logits after the last of them.
   std::function<void(int64_t* tokens, int64_t count, int64_t start, std::vector<float>& logits)> step;
 };
 
-// "1,2,3"; throws std::runtime_error, which calls the text `name`.
+// Parses "1,2,3"; throws std::runtime_error, in which the text is called `name`.
 inline std::vector<int64_t> parse_ids(const std::string& name, std::string_view text) {
   std::vector<int64_t> ids;
   const char* at = text.data();
@@ -47,7 +47,7 @@ inline std::vector<int64_t> parse_ids(const std::string& name, std::string_view 
     int64_t id = 0;
     const auto [behind, error] = std::from_chars(at, end, id);
     if (error != std::errc() || (behind != end && (*behind != ',' || behind + 1 == end))) {
-      throw std::runtime_error(name + " is '" + std::string(text) + "'; expected numbers with commas between them");
+      throw std::runtime_error(name + " is '" + std::string(text) + "'; expected numbers separated by commas");
     }
     ids.push_back(id);
     at = behind == end ? end : behind + 1;
@@ -71,10 +71,10 @@ inline LlmOptions parse_llm_options(int argc, char** argv, const char* model_kin
   const std::string usage =
       std::string("usage: ") + argv[0] + " --ids 1,2,3 [options] MODEL" + model_kind +
       "\n  --ids LIST           the prompt's tokens\n"
-      "  --max-new-tokens N   at most so many (default: 128); fewer when the text is full or a stop token comes\n"
-      "  --temperature T      draws tokens with this temperature (default: 0, the most likely token)\n"
-      "  --top-p P            draws only from the most likely tokens that together reach P (default: 1)\n"
-      "  --seed S             of the draws (default: 0)\n"
+      "  --max-new-tokens N   limit (default: 128); a full text or a stop token ends it earlier\n"
+      "  --temperature T      samples with this temperature (default: 0, the most likely token)\n"
+      "  --top-p P            samples only from the most likely tokens that together reach P (default: 1)\n"
+      "  --seed S             seed of sampling (default: 0)\n"
       "  --threads N          (default: all)\n"
       "  --stats              prints tokens per second to stderr";
   LlmOptions options;
@@ -103,7 +103,7 @@ inline LlmOptions parse_llm_options(int argc, char** argv, const char* model_kin
     } else if (name == "--stats") {
       options.stats = true;
     } else if (name.rfind("--", 0) == 0) {
-      throw std::runtime_error("there is no option " + name + " here\n" + usage);
+      throw std::runtime_error("unknown option " + name + " here\n" + usage);
     } else if (options.model.empty()) {
       options.model = name;
     } else {
@@ -115,11 +115,11 @@ inline LlmOptions parse_llm_options(int argc, char** argv, const char* model_kin
   return options;
 }
 
-// Draws a token; the most likely one at temperature 0. Changes the logits, of which there is one at least.
+// Samples a token; at temperature 0 the most likely one. Changes the logits, which must not be empty.
 inline int64_t sample(std::vector<float>& logits, const LlmOptions& options, std::mt19937_64& random) {
   const int64_t best = std::max_element(logits.begin(), logits.end()) - logits.begin();
   const float most = logits[best];
-  // The largest of some numbers may hide a NaN among them.
+  // std::max may hide a NaN.
   const bool has_nan = std::any_of(logits.begin(), logits.end(), [](float logit) { return std::isnan(logit); });
   if (has_nan || !std::isfinite(most)) throw std::runtime_error("the model's logits are not finite");
   if (options.temperature == 0) return best;
@@ -140,10 +140,10 @@ inline int64_t sample(std::vector<float>& logits, const LlmOptions& options, std
     left -= logits[token];
     if (left < 0) return token;
   }
-  return best;  // the sum was rounded
+  return best;  // only reached if the sum was rounded down
 }
 
-// Prints the new tokens, each as soon as it is known.
+// Prints each new token as soon as it is known.
 inline void generate(const LanguageModel& model, const LlmOptions& options) {
   using Clock = std::chrono::steady_clock;
   const auto prompt = static_cast<int64_t>(options.ids.size());

@@ -1,8 +1,8 @@
-"""Text in, text out for llm_runner and llm_runner_pt2, which know tokens only.
+"""Text in, text out for llm_runner and llm_runner_pt2, which only take tokens.
 
     python llm.py --tokenizer DIR --prompt TEXT build/runners/llm_runner [options of the runner] MODEL.pte
 
-DIR is any that transformers' AutoTokenizer reads. README.md has the whole list of commands.
+DIR is a directory that transformers' AutoTokenizer can read. README.md lists all commands.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def main() -> None:
     command = [options.runner[0], "--ids", ",".join(map(str, prompt)), *options.runner[1:]]
     process = subprocess.Popen(command, stdout=subprocess.PIPE)
     tokens, shown, number = [], "", b""
-    # Ids come one by one; a token may hold a part of a character, so all of them are decoded again each time.
+    # Ids arrive one by one; a token may be a part of a character, so all tokens are decoded again each time.
     while character := process.stdout.read(1):
         if not re.match(rb"\s", character):
             number += character

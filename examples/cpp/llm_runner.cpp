@@ -1,5 +1,5 @@
-// Generates with a language model in ExecuTorch: tokens in, tokens out, no Python, no PyTorch. lowbit appears in
-// CMakeLists.txt only: the program that links its operator library has its operators.
+// Generates with a language model in ExecuTorch: tokens in, tokens out, no Python, no PyTorch. lowbit appears only in
+// CMakeLists.txt: linking its operator library registers the operators.
 
 #include <executorch/extension/module/module.h>
 #include <executorch/extension/tensor/tensor_ptr_maker.h>
@@ -9,7 +9,7 @@
 #include "llm.h"
 #include "runner.h"
 
-// Of ExecuTorch's threadpool library; its package has no header for them.
+// From ExecuTorch's threadpool library, for which the package has no header.
 namespace executorch::extension::threadpool {
 class ThreadPool {
  public:
@@ -35,7 +35,7 @@ void check(Error error, const std::string& what) {
   throw std::runtime_error(what + ": " + executorch::runtime::to_string(error) + "; the log above says why");
 }
 
-// What a method without arguments returns.
+// The result of a method without arguments.
 std::vector<int64_t> constants(Module& module, const std::string& file, const std::string& name) {
   const auto names = module.method_names();
   check(names.error(), file + " does not load");
@@ -46,7 +46,7 @@ std::vector<int64_t> constants(Module& module, const std::string& file, const st
   check(values.error(), "'" + name + "' of " + file + " failed");
   std::vector<int64_t> numbers;
   for (const EValue& value : *values) {
-    if (!value.isInt()) throw std::runtime_error("'" + name + "' of " + file + " is no number");
+    if (!value.isInt()) throw std::runtime_error("'" + name + "' of " + file + " is not a number");
     numbers.push_back(value.toInt());
   }
   return numbers;
@@ -55,12 +55,12 @@ std::vector<int64_t> constants(Module& module, const std::string& file, const st
 int64_t constant(Module& module, const std::string& file, const std::string& name) {
   const std::vector<int64_t> numbers = constants(module, file, name);
   if (numbers.size() != 1 || numbers[0] < 1) {
-    throw std::runtime_error("'" + name + "' of " + file + " is no positive number");
+    throw std::runtime_error("'" + name + "' of " + file + " is not a positive number");
   }
   return numbers[0];
 }
 
-// The most tokens that a step takes; throws where `forward` is no step of a decoder.
+// The most tokens in one step; throws if `forward` is not a step of a decoder.
 int64_t check_step(Module& module, const std::string& file) {
   const auto method = module.method_meta(kMethod);
   check(method.error(), file + " has no usable method '" + kMethod + "'");
@@ -78,12 +78,12 @@ int64_t check_step(Module& module, const std::string& file) {
   }
   if (!fits || most < 1) {
     throw std::runtime_error("'" + std::string(kMethod) + "' of " + file +
-                             " does not take tokens [1, s] and start [1], both int64, to one output");
+                             " does not have inputs tokens [1, s] and start [1], both int64, and one output");
   }
   return most;
 }
 
-// The runtime's log, but for what it says of each start: a generated text is read beside it.
+// The runtime's log without its messages at each start, which would disturb the generated text.
 void log_errors(et_timestamp_t, et_pal_log_level_t level, const char* file, const char*, size_t line,
                 const char* message, size_t) {
   if (level == et_pal_log_level_t::kError || level == et_pal_log_level_t::kFatal) {
@@ -97,7 +97,7 @@ void run(int argc, char** argv) {
   if (options.threads > 0) {
     auto* pool = executorch::extension::threadpool::get_threadpool();
     if (!pool || !pool->_unsafe_reset_threadpool(static_cast<uint32_t>(options.threads))) {
-      throw std::runtime_error("the number of threads cannot be set to " + std::to_string(options.threads));
+      throw std::runtime_error("cannot set the number of threads to " + std::to_string(options.threads));
     }
   }
   Module module(options.model);
@@ -113,7 +113,7 @@ void run(int argc, char** argv) {
     const auto result =
         module.execute(kMethod, {from_blob(tokens, shape, ScalarType::Long), from_blob(&start, {1}, ScalarType::Long)});
     check(result.error(), "the call failed");
-    if (result->size() != 1 || !result->front().isTensor()) throw std::runtime_error("the output is no tensor");
+    if (result->size() != 1 || !result->front().isTensor()) throw std::runtime_error("the output is not a tensor");
     const auto& tensor = result->front().toTensor();
     const void* data = tensor.const_data_ptr();
     const ScalarType type = tensor.scalar_type();

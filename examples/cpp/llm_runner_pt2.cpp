@@ -1,7 +1,7 @@
-// Generates with a language model in AOTInductor: tokens in, tokens out, no Python. lowbit appears in CMakeLists.txt
-// only: the program that links its operator library has its operators.
+// Generates with a language model in AOTInductor: tokens in, tokens out, no Python. lowbit appears only in CMakeLists.txt:
+// linking its operator library registers the operators.
 //
-// A .pt2 holds compiled code, which runs as this program does: load only files that you trust as much as a program.
+// A .pt2 contains compiled code, which runs with this program's rights. Load only files that you trust as much as a program.
 
 #include <ATen/Functions.h>
 #include <ATen/Parallel.h>
@@ -19,7 +19,7 @@
 
 namespace {
 
-// What lowbit.llm.export_decoder wrote beside the program.
+// Metadata that lowbit.llm.export_decoder stored in the package.
 class Metadata {
  public:
   Metadata(std::string file, std::unordered_map<std::string, std::string> values)
@@ -44,7 +44,7 @@ class Metadata {
   std::unordered_map<std::string, std::string> values_;
 };
 
-// A cache as the metadata describes it, as float32:1x4x64x16.
+// Makes a cache from its description in the metadata, such as float32:1x4x64x16.
 at::Tensor zeros(const std::string& file, const std::string& text) {
   const std::unordered_map<std::string, at::ScalarType> types = {
       {"float32", at::kFloat}, {"bfloat16", at::kBFloat16}, {"float16", at::kHalf}, {"int8", at::kChar},
@@ -65,8 +65,8 @@ at::Tensor zeros(const std::string& file, const std::string& text) {
 void run(int argc, char** argv) {
   const LlmOptions options = parse_llm_options(argc, argv, ".pt2");
   if (options.threads > 0) at::set_num_threads(static_cast<int>(options.threads));
-  const c10::InferenceMode no_gradients;  // else every call of an operator looks for its gradient: 1 us
-  // The compiled code trusts its inputs, unless it is told to check their types and shapes.
+  const c10::InferenceMode no_gradients;  // without it, each call of an operator checks for gradients: 1 us
+  // Has the compiled code check the types and shapes of its inputs, which it trusts by default.
   setenv("AOTI_RUNTIME_CHECK_INPUTS", "1", 1);
   const auto loader = explained(options.model + " does not load", [&] {
     return std::make_unique<torch::inductor::AOTIModelPackageLoader>(options.model);
@@ -79,7 +79,7 @@ void run(int argc, char** argv) {
   model.stop = metadata.numbers("stop");
 
   std::vector<at::Tensor> inputs(2);  // tokens and start, then the caches
-  explained("the caches cannot be made", [&] {
+  explained("cannot allocate the caches", [&] {
     std::istringstream caches(metadata.text("caches"));  // float32:1x4x64x16,...
     for (std::string text; std::getline(caches, text, ',');) inputs.push_back(zeros(options.model, text));
   });

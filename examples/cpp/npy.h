@@ -1,6 +1,6 @@
-// Tensors in .npy files: what numpy.save writes and numpy.load reads, one array per file, row-major.
+// Tensors in .npy files, as numpy.save and numpy.load write and read them: one array per file, row-major.
 //
-// bfloat16, which numpy does not have, is two raw bytes per value ("V2"), as the package ml_dtypes has it:
+// numpy lacks bfloat16; it is stored as two raw bytes per value ("V2"), as in the package ml_dtypes:
 //   numpy.save("x.npy", x.view(torch.int16).numpy().view("V2"))
 //   torch.from_numpy(numpy.load("y.npy").view("int16")).view(torch.bfloat16)
 #pragma once
@@ -51,13 +51,13 @@ inline std::string describe(const Type* type, const std::vector<int64_t>& shape)
 namespace npy {
 
 inline constexpr std::string_view kMagic("\x93NUMPY", 6);
-inline constexpr int64_t kMostBytes = int64_t{1} << 40;  // far below where sizes overflow
+inline constexpr int64_t kMostBytes = int64_t{1} << 40;  // so that sizes cannot overflow
 
 [[noreturn]] inline void refuse(const std::string& path, const std::string& why) {
   throw std::runtime_error(path + " cannot be used: " + why);
 }
 
-// What follows `'key':` in the header, which numpy writes as a Python dict, without the spaces.
+// The text after `'key':` in the header, a Python dict, without spaces.
 inline std::string_view value_of(const std::string& path, std::string_view header, const std::string& key) {
   const size_t at = header.find("'" + key + "':");
   if (at == std::string_view::npos) refuse(path, "its header has no '" + key + "'");
@@ -68,7 +68,7 @@ inline std::string_view value_of(const std::string& path, std::string_view heade
 inline std::vector<int64_t> shape_of(const std::string& path, std::string_view text) {
   std::vector<int64_t> shape;
   const size_t end = text.find(')');
-  if (text.empty() || text[0] != '(' || end == std::string_view::npos) refuse(path, "its shape is no tuple");
+  if (text.empty() || text[0] != '(' || end == std::string_view::npos) refuse(path, "its shape is not a tuple");
   bool in_number = false;
   for (const char c : text.substr(1, end - 1)) {
     if (c >= '0' && c <= '9') {
@@ -79,7 +79,7 @@ inline std::vector<int64_t> shape_of(const std::string& path, std::string_view t
     } else if (c == ',' || c == ' ') {
       in_number = false;
     } else {
-      refuse(path, "its shape is no tuple of sizes");
+      refuse(path, "its shape is not a tuple of sizes");
     }
   }
   return shape;
@@ -87,7 +87,7 @@ inline std::vector<int64_t> shape_of(const std::string& path, std::string_view t
 
 }  // namespace npy
 
-// Throws std::runtime_error, which names the file and what is wrong with it.
+// Throws std::runtime_error with the file's name and the problem.
 inline Array read_npy(const std::string& path) {
   std::error_code error;
   const auto file_bytes = static_cast<int64_t>(std::filesystem::file_size(path, error));
@@ -96,7 +96,7 @@ inline Array read_npy(const std::string& path) {
   unsigned char start[12] = {};
   if (!file.read(reinterpret_cast<char*>(start), 10) ||
       std::string_view(reinterpret_cast<char*>(start), npy::kMagic.size()) != npy::kMagic) {
-    npy::refuse(path, "it is no .npy file");
+    npy::refuse(path, "it is not a .npy file");
   }
   int64_t header_bytes = start[8] | start[9] << 8, offset = 10;
   if (start[6] == 2 || start[6] == 3) {  // longer headers
@@ -151,7 +151,7 @@ inline void write_npy(const std::string& path, const Type& type, const std::vect
     bytes *= size;
   }
   header += ")}";
-  header.resize((10 + header.size() + 1 + 63) / 64 * 64 - 11, ' ');  // numpy wants the data at a multiple of 64
+  header.resize((10 + header.size() + 1 + 63) / 64 * 64 - 11, ' ');  // numpy expects the data at a multiple of 64
   header += '\n';
   std::ofstream file(path, std::ios::binary);
   file << npy::kMagic << '\1' << '\0' << static_cast<char>(header.size() & 255) << static_cast<char>(header.size() >> 8)

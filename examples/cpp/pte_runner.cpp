@@ -1,5 +1,5 @@
-// Runs an ExecuTorch program: no Python, no PyTorch. lowbit appears in CMakeLists.txt only: the program that links its
-// operator library has its operators.
+// Runs an ExecuTorch program: no Python, no PyTorch. lowbit appears only in CMakeLists.txt: linking its operator library
+// registers the operators.
 
 #include <executorch/extension/module/module.h>
 #include <executorch/extension/tensor/tensor_ptr_maker.h>
@@ -26,13 +26,13 @@ void check(Error error, const std::string& what) {
 
 std::vector<int64_t> as_shape(executorch::runtime::Span<const int32_t> sizes) { return {sizes.begin(), sizes.end()}; }
 
-// The runtime checks shapes too; this says more, and says it before a tensor is made of them. A program's sizes are
-// those it has memory for: the largest, where they are dynamic.
+// The runtime also checks shapes; this message has more details, and comes before a tensor is made. The program's sizes are
+// those that it has memory for: the largest ones of dynamic shapes.
 void check_input(const MethodMeta& method, size_t index, const std::string& path, const Array& array) {
   const std::string number = "input " + std::to_string(index);
   const auto tag = method.input_tag(index);
   check(tag.error(), number);
-  if (*tag != Tag::Tensor) throw std::runtime_error(number + " of the program is no tensor; expected tensors only");
+  if (*tag != Tag::Tensor) throw std::runtime_error(number + " of the program is not a tensor; expected only tensors");
   const auto meta = method.input_tensor_meta(index);
   check(meta.error(), number);
   const std::vector<int64_t> most = as_shape(meta->sizes());
@@ -76,7 +76,7 @@ void run(int argc, char** argv) {
   const std::vector<EValue> outputs = call();
   for (size_t i = 0; i < outputs.size(); ++i) {
     if (!outputs[i].isTensor()) {
-      std::printf("output %zu: no tensor\n", i);
+      std::printf("output %zu: not a tensor\n", i);
       continue;
     }
     const auto& tensor = outputs[i].toTensor();

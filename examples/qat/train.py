@@ -1,12 +1,12 @@
-"""Fine-tunes a language model while its weights are quantized, and packs it: what 2 bits or 1 lose comes back.
+"""Quantization-aware training: fine-tunes a language model with 1- or 2-bit weights to recover its quality, and packs it.
 
     python examples/qat/train.py --output tiny-llama-2bit
     python examples/qat/train.py --output tiny-llama-2.5bit --target-bits 2.5
 
-trains examples/tiny_llama/model with 2-bit weights (lowbit.qat) on the text that it was trained on, against the logits
-of the float model (distillation), packs it, saves it with its tokenizer and prints its perplexity on heldout.txt. With
---target-bits each matrix first gets a width of its own, for this mean of bits per weight. Seeds are fixed: the same
-machine with the same versions and number of threads gives the same model.
+Trains examples/tiny_llama/model with 2-bit weights (lowbit.qat) on its training text, against the logits of the float model
+(distillation). Then packs it, saves it with its tokenizer and prints its perplexity on heldout.txt. --target-bits first chooses
+a width for each matrix, with this mean of bits per weight. Seeds are fixed: the same machine with the same versions and number
+of threads gives the same model.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ SEED = 0
 
 
 def training_tokens(tokenizer: transformers.PreTrainedTokenizerBase, documents: int | None) -> Tensor:
-    """The documents that the model was trained on, an end token behind each; none of heldout.txt is among them."""
+    """The documents that the model was trained on, each followed by an end token, without those of heldout.txt."""
     texts = list(corpus.documents(corpus.read_heldout(), documents).values())
     encoded = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
     return torch.tensor([token for tokens in encoded for token in (*tokens, tokenizer.eos_token_id)])
 
 
 def batch(tokens: Tensor, step: int, sequences: int, bos: int) -> Tensor:
-    """[sequences, LENGTH]: a BOS and a random stretch of the text, in every row."""
+    """[sequences, LENGTH]: rows of BOS and a random piece of the text."""
     generator = torch.Generator().manual_seed(SEED + step)
     starts = torch.randint(len(tokens) - LENGTH, (sequences,), generator=generator)
     rows = torch.stack([tokens[start : start + LENGTH] for start in starts])
@@ -50,7 +50,7 @@ def batch(tokens: Tensor, step: int, sequences: int, bos: int) -> Tensor:
 
 
 def loss_of(model: torch.nn.Module, teacher: torch.nn.Module, rows: Tensor, share: float) -> Tensor:
-    """Mean loss per token, in nats: ``share`` of the divergence from the teacher, the rest of the text itself."""
+    """Mean loss per token in nats: ``share`` times the divergence from the teacher, the rest from the text."""
     logits = model(input_ids=rows[:, :-1], use_cache=False).logits.float().flatten(0, 1)
     loss = (1 - share) * cross_entropy(logits, rows[:, 1:].flatten()) if share < 1 else 0.0
     if share > 0:
@@ -67,7 +67,7 @@ def share_of_rate(step: int, steps: int) -> float:
 
 
 def configs(options: argparse.Namespace, model: torch.nn.Module, text: list[Tensor]) -> dict:
-    """Patterns for lowbit.qat.prepare_: the head has the weight of the table, so it has its width too."""
+    """Patterns for lowbit.qat.prepare_. The head shares the table's weight, so it has the table's width."""
     if options.target_bits is not None:
         base = lowbit.LowBitConfig(mapping=options.mapping)
         # Tables of levels cannot be trained.
@@ -83,7 +83,7 @@ def configs(options: argparse.Namespace, model: torch.nn.Module, text: list[Tens
 
 
 def bits_per_weight(model: torch.nn.Module) -> float:
-    """Of all that is packed, scales included; what is shared counts once."""
+    """Bits per weight of all packed matrices, including scales; shared ones count once."""
     infos = {
         part.packed_weight.data_ptr(): part.info
         for part in model.modules()
@@ -94,7 +94,7 @@ def bits_per_weight(model: torch.nn.Module) -> float:
 
 
 def train(options: argparse.Namespace) -> dict[str, float]:
-    """Trains, saves and returns perplexities over that of the float model, before and after."""
+    """Trains, saves, and returns the perplexity ratios before and after training."""
     torch.manual_seed(SEED)
     torch.set_num_threads(options.threads)
     tokenizer = transformers.AutoTokenizer.from_pretrained(options.model)
@@ -107,7 +107,7 @@ def train(options: argparse.Namespace) -> dict[str, float]:
         return perplexity(changed, heldout).perplexity / float_perplexity
 
     tokens = training_tokens(tokenizer, options.documents)
-    text = [batch(tokens, options.steps + i, 8, tokenizer.bos_token_id) for i in range(8)]  # no step has these
+    text = [batch(tokens, options.steps + i, 8, tokenizer.bos_token_id) for i in range(8)]  # not used by any step
     selected = configs(options, model, text)
     lowbit.qat.prepare_(model, selected)
     result = {"float": float_perplexity, "nearest": over_float(lowbit.qat.convert_(copy.deepcopy(model)))}
@@ -120,7 +120,7 @@ def train(options: argparse.Namespace) -> dict[str, float]:
     rates = [options.rate, options.scale_rate]
     optimizer = torch.optim.AdamW(
         [{"params": others}, {"params": grids}], weight_decay=0.0, betas=(0.9, 0.95)
-    )  # decay would pull weights towards other levels
+    )  # no decay, which would pull weights towards other levels
     begin = time.process_time()
     for step in range(options.steps):
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
@@ -150,25 +150,25 @@ def train(options: argparse.Namespace) -> dict[str, float]:
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", type=Path, default=TINY / "model", metavar="DIR", help="default: %(default)s")
-    parser.add_argument("--output", type=Path, metavar="DIR", help="where the packed model goes; default: nowhere")
-    parser.add_argument("--bits", type=int, default=2, help="of the layers; default: %(default)s")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="directory for the packed model; default: not saved")
+    parser.add_argument("--bits", type=int, default=2, help="width of the layers; default: %(default)s")
     parser.add_argument(
         "--target-bits", type=float, metavar="MEAN",
-        help="widths and group sizes by layer, table included, for this mean; --bits, --group-size and --embedding-bits "
-        "then do not count",
+        help="mixed precision per layer, including the table, with this mean; replaces --bits, --group-size and "
+        "--embedding-bits",
     )  # fmt: skip
     parser.add_argument("--group-size", type=int, default=32, help="weights per scale; default: %(default)s")
     parser.add_argument("--mapping", default="symmetric", choices=["symmetric", "affine"], help="default: %(default)s")
-    parser.add_argument("--embedding-bits", type=int, default=4, help="of the table; default: %(default)s")
+    parser.add_argument("--embedding-bits", type=int, default=4, help="width of the table; default: %(default)s")
     parser.add_argument("--steps", type=int, default=300, help="default: %(default)s")
-    parser.add_argument("--sequences", type=int, default=8, help=f"of {LENGTH} tokens per step; default: %(default)s")
-    parser.add_argument("--rate", type=float, default=2e-3, help="of weights; default: %(default)s")
-    parser.add_argument("--scale-rate", type=float, default=1e-3, help="of scales and mins; default: %(default)s")
-    parser.add_argument("--distillation", type=float, default=1.0, help="its share of the loss; default: %(default)s")
+    parser.add_argument("--sequences", type=int, default=8, help=f"sequences of {LENGTH} tokens per step; default: %(default)s")
+    parser.add_argument("--rate", type=float, default=2e-3, help="learning rate of weights; default: %(default)s")
+    parser.add_argument("--scale-rate", type=float, default=1e-3, help="learning rate of scales and mins; default: %(default)s")
+    parser.add_argument("--distillation", type=float, default=1.0, help="the teacher's share of the loss; default: %(default)s")
     parser.add_argument("--threads", type=int, default=2, help="default: %(default)s")
     parser.add_argument("--report", type=int, default=50, help="steps between lines; default: %(default)s")
-    parser.add_argument("--documents", type=int, help="of the training text; default: all")
-    parser.add_argument("--heldout-tokens", type=int, help="of heldout.txt to measure on; default: all")
+    parser.add_argument("--documents", type=int, help="documents of the training text; default: all")
+    parser.add_argument("--heldout-tokens", type=int, help="tokens of heldout.txt to measure on; default: all")
     options = parser.parse_args(arguments)
     for name in ("steps", "sequences", "threads", "report", "documents"):
         if (value := getattr(options, name)) is not None and value < 1:

@@ -1,13 +1,13 @@
-"""English text that comes with every Python: the documentation in the standard library (license: PSF-2.0).
+"""English text from every Python installation: the documentation of the standard library (license: PSF-2.0).
 
     python examples/tiny_llama/corpus.py --heldout examples/tiny_llama/heldout.txt
 
 A document is a module (its docstrings and longer comments, in the order of the source) or a topic of
-`pydoc_data.topics`. Its first line is its name; paragraphs are separated by one blank line and have no line breaks
-but those that mean something. All of it is ASCII.
+`pydoc_data.topics`. Its first line is its name; paragraphs are separated by one blank line and keep only meaningful line
+breaks. All text is ASCII.
 
-Documents of `heldout.txt` are for measuring, not for training: `documents` leaves out those of the same names, and
-every paragraph that has EIGHT words in a row in common with that file.
+To avoid data leakage, `documents` leaves out documents with the names of those in `heldout.txt`, and every paragraph that
+shares EIGHT consecutive words with that file.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from pathlib import Path
 
 HELDOUT = Path(__file__).with_name("heldout.txt")
 HELDOUT_BYTES = 80_000
-HELDOUT_LONGEST = 12_000  # bytes of one document, so that there are several
-EIGHT = 8  # words in a row that make two paragraphs copies of each other
+HELDOUT_LONGEST = 12_000  # bytes of one document, so that several fit
+EIGHT = 8  # consecutive words that make two paragraphs copies of each other
 
-# Tests are no prose; the others are not everywhere.
+# Tests are not prose; the other modules do not exist on every system.
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "ensurepip", "pydoc_data"}
 
 Documents = dict[str, str]  # text by name
 
 
 def documents(heldout: Documents, most: int | None = None) -> Documents:
-    """The text to train on: `most` documents, less the paragraphs that are in `heldout`, without repetitions."""
+    """The training text: at most `most` documents, without paragraphs of `heldout` and without repetitions."""
     taken = {key for text in heldout.values() for paragraph in split(text) for key in keys(paragraph)}
     seen: set[str] = set()
     result = {}
@@ -53,7 +53,7 @@ def documents(heldout: Documents, most: int | None = None) -> Documents:
 
 
 def choose_heldout() -> Documents:
-    """Documents of HELDOUT_BYTES or a little more together, by the hash of their names."""
+    """Documents with HELDOUT_BYTES or a little more in total, chosen by the hash of their names."""
     candidates = []
     for name, paragraphs in raw_documents():
         text = "\n\n".join([name, *paragraphs])
@@ -85,7 +85,7 @@ def split(text: str) -> list[str]:
 
 
 def keys(paragraph: str) -> set[str]:
-    """What two copies have in common: all runs of EIGHT words, or all words where there are fewer."""
+    """Keys that two copies share: all runs of EIGHT words, or the whole text if it is shorter."""
     words = re.findall(r"\w+", paragraph.lower())
     return {" ".join(words[i : i + EIGHT]) for i in range(max(1, len(words) - EIGHT + 1))}
 
@@ -104,7 +104,7 @@ def raw_documents() -> Iterator[tuple[str, list[str]]]:
     modules = {}
     for path in root.rglob("*.py"):
         parts = path.relative_to(root).with_suffix("").parts
-        # Neither directories with a dash in their names, nor these, are part of the library, but settings of a machine.
+        # These, and directories with a dash in their names, are settings of a machine, not part of the library.
         machine = parts[-1] == "sitecustomize" or parts[-1].startswith("_sysconfigdata")
         if LEFT_OUT.isdisjoint(parts) and all(part.isidentifier() for part in parts) and not machine:
             modules[".".join(part for part in parts if part != "__init__")] = path
@@ -122,13 +122,13 @@ def raw_documents() -> Iterator[tuple[str, list[str]]]:
 
 
 def module_paragraphs(source: str) -> list[str]:
-    """Docstrings, each after its function's name and parameters, and comments of several lines, in their order."""
+    """Docstrings, each after its function's name and parameters, and comments of several lines, in source order."""
     try:
         tree = ast.parse(source)
     except SyntaxError:  # templates and the like
         return []
     found = []
-    strings = set()  # lines of docstrings: a "#" there is no comment
+    strings = set()  # lines of strings, where "#" does not start a comment
 
     def visit(node: ast.AST, prefix: str) -> None:
         for child in ast.iter_child_nodes(node):
@@ -173,7 +173,7 @@ def parameters(arguments: ast.arguments) -> str:
 
 
 def prose(text: str) -> list[str]:
-    """The paragraphs of a text that are English and ASCII, on one line where they were only wrapped."""
+    """The English ASCII paragraphs of a text, with wrapped lines joined."""
     paragraphs = []
     for paragraph in re.split(r"\n\s*\n", inspect.cleandoc(text)):
         paragraph = unwrap(inspect.cleandoc(paragraph.replace("\t", "    ")))
@@ -191,7 +191,7 @@ def prose(text: str) -> list[str]:
 
 
 def unwrap(paragraph: str) -> str:
-    """Joins a line to the one before where that was full and both are equally indented."""
+    """Joins a line to the previous one if that was full and both have the same indentation."""
     joined: list[str] = []
     before = ""
     for line in paragraph.split("\n"):
@@ -206,7 +206,7 @@ def unwrap(paragraph: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Chooses the documents to hold out and writes them to a file.")
+    parser = argparse.ArgumentParser(description="Chooses held-out documents and writes them to a file.")
     parser.add_argument("--heldout", type=Path, required=True, metavar="FILE")
     options = parser.parse_args()
     heldout = choose_heldout()

@@ -1,10 +1,10 @@
-"""Perplexity of a language model on text that it was not trained on, and its text, at several widths.
+"""Prints a language model's perplexity on held-out text, and sample texts, at several widths.
 
     python examples/tiny_llama/perplexity.py
 
-prints one row per width (the model's size; perplexity per token and bits per byte of heldout.txt) and what the model
-makes of PROMPTS, taking the likeliest token each time. Every document is read in windows of as many tokens as the
-model has positions, each after a BOS, and each token of the text counts once.
+Prints one row per width (model size; perplexity per token and bits per byte of heldout.txt) and the model's greedy
+continuations of PROMPTS. Documents are read in windows of the model's maximum length, each after a BOS, and each token of the
+text counts once.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ def losses(model: torch.nn.Module, tokenizer: Tokenizer, texts: list[str]) -> tu
 
 
 def quantized(model: torch.nn.Module, bits: int, group_size: int) -> torch.nn.Module:
-    """A copy, all of whose weights but the norms have `bits` bits; the embedding and the head stay one."""
+    """A copy in which all weights except norms have `bits` bits; embedding and head stay shared."""
     linear, embedding = lowbit.LinearConfig(bits, group_size), lowbit.EmbeddingConfig(bits, group_size)
     return lowbit.quantize_(copy.deepcopy(model), {"*": linear, "model.embed_tokens": embedding})
 
 
 def megabytes(model: torch.nn.Module) -> float:
-    """Size of the state, shared parts once."""
+    """Size of the state, counting shared parts once."""
     sizes = {tensor.untyped_storage().data_ptr(): tensor.nbytes for tensor in model.state_dict().values()}
     return sum(sizes.values()) / 1e6
 
 
 def complete(model: torch.nn.Module, tokenizer: Tokenizer, prompt: str, tokens: int = 60) -> str:
-    """The prompt and `tokens` likeliest tokens after it, or fewer where the model ends its text."""
+    """The prompt and its greedy continuation of `tokens` tokens, or fewer if the model ends its text."""
     inputs = tokenizer(prompt, return_tensors="pt")
     output = model.generate(**inputs, max_new_tokens=tokens, do_sample=False)
     return tokenizer.decode(output[0], skip_special_tokens=True)

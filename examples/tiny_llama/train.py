@@ -2,9 +2,9 @@
 
     python examples/tiny_llama/train.py --output tiny-llama-out
 
-writes config, weights (bfloat16), tokenizer and settings for generation to OUTPUT/model, as AutoModelForCausalLM and
-AutoTokenizer read them. A run that was stopped goes on from OUTPUT/checkpoint.pt. The text is corpus.py's; documents of
-heldout.txt are not in it.
+Writes config, weights (bfloat16), tokenizer and generation settings to OUTPUT/model, for AutoModelForCausalLM and
+AutoTokenizer. An interrupted run continues from OUTPUT/checkpoint.pt. The text comes from corpus.py, without the documents of
+heldout.txt.
 
 Seeds are fixed: the same machine with the same versions gives the same weights.
 """
@@ -27,7 +27,7 @@ import transformers
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-# The text that the model in this directory was trained on, by corpus.fingerprint.
+# corpus.fingerprint of the text that the model in this directory was trained on.
 SHIPPED_PYTHON = "3.11.7"
 SHIPPED_CORPUS = "cd2db1e41fda414bb487092649bdbd528bcaad4cec3c4f908fa382789df77035"
 
@@ -36,19 +36,19 @@ STEPS = 1000
 BATCH = 4096  # tokens, in every batch
 WORKERS = 2  # threads
 LENGTH = 256  # of a sequence, in tokens
-LONG = 1024  # of the sequences of every eighth batch, so that the model knows all positions
+LONG = 1024  # tokens of a sequence in every eighth batch, so that the model learns all positions
 ADAMW_RATE, MUON_RATE = 3e-3, 1e-2
 WEIGHT_DECAY = 0.1  # of the matrices
 WARMUP = 40  # steps
-DECAY = 0.3  # the share of the steps in which the rate falls to 0
-VALIDATION = 40  # one byte of so many is for validation
+DECAY = 0.3  # share of the steps in which the rate falls to 0
+VALIDATION = 40  # one of this many bytes is for validation
 REPORT = 50  # steps from one validation to the next
 CHECKPOINT = 25  # steps
 SEED = 0
 
 BOS, EOS, PAD = "<s>", "</s>", "<pad>"
 BOS_ID, EOS_ID, PAD_ID = 0, 1, 2
-# Line ends with what indents the next line; words with the space before them; numbers digit by digit; the rest.
+# Line ends with the next line's indentation; words with the space before them; single digits; the rest.
 PIECES = r"\n+ *| ?[A-Za-z]+| ?[0-9]| ?[^A-Za-z0-9\s]+|\s"
 
 
@@ -120,7 +120,7 @@ def encode(tokenizer: transformers.PreTrainedTokenizerFast, texts: list[str]) ->
 
 
 def batch(tokens: Tensor, step: int) -> Tensor:
-    """[sequences, length]: BOS and a random stretch of the text, in every row."""
+    """[sequences, length]: rows of BOS and a random piece of the text."""
     length = LONG if step % 8 == 7 else LENGTH
     generator = torch.Generator().manual_seed(SEED + step)
     starts = torch.randint(len(tokens) - length, (BATCH // length,), generator=generator)
@@ -139,8 +139,8 @@ def loss_of(model: transformers.LlamaForCausalLM, rows: Tensor) -> Tensor:
 def backward(model: transformers.LlamaForCausalLM, rows: Tensor, pool: ThreadPoolExecutor) -> float:
     """Sets all gradients, and returns the loss."""
 
-    # A thread for half of the rows, rather than all threads for each operation: the sums do not depend on the number of
-    # threads that torch has, and nothing waits for a busy core thousands of times in a step.
+    # Each thread computes half of the rows, instead of all threads sharing each operation. So the sums do not depend on torch's
+    # number of threads, and a step does not wait for a busy core thousands of times.
     def part(rows: Tensor) -> tuple[float, tuple[Tensor, ...]]:
         loss = loss_of(model, rows) / WORKERS
         return loss.item(), torch.autograd.grad(loss, list(model.parameters()))
@@ -159,12 +159,12 @@ def validate(model: transformers.LlamaForCausalLM, tokens: Tensor) -> float:
 
 
 def share_of_rate(step: int, steps: int) -> float:
-    """Warm-up, constant, linear fall to 0: what has not come to the fall yet does not depend on `steps`."""
+    """Warm-up, constant rate, linear decay to 0; before the decay, the rate does not depend on `steps`."""
     return min((step + 1) / WARMUP, 1.0, (steps - step) / (DECAY * steps))
 
 
 class Optimizer:
-    """Muon for the matrices of the layers; AdamW for the embedding, which is the head too, and for the norms."""
+    """Muon for the matrices of the layers; AdamW for the embedding, which is also the head, and for the norms."""
 
     def __init__(self, model: transformers.LlamaForCausalLM) -> None:
         layers = [parameter for parameter in model.model.layers.parameters() if parameter.ndim == 2]
@@ -192,7 +192,7 @@ class Optimizer:
 
 
 def choose_validation(texts: corpus.Documents) -> list[str]:
-    """Names of documents, by their hash, with a VALIDATION-th of the text or a little more."""
+    """Names of documents, chosen by hash, with 1/VALIDATION of the text or a little more."""
     names = sorted(texts, key=lambda name: hashlib.sha256(name.encode()).hexdigest())
     sizes = itertools.accumulate(len(texts[name]) for name in names)
     wanted = sum(map(len, texts.values())) / VALIDATION
@@ -200,7 +200,7 @@ def choose_validation(texts: corpus.Documents) -> list[str]:
 
 
 def train(size: Size, steps: int, output: Path) -> list[float]:
-    """Trains, writes OUTPUT/model and returns the validation losses, from before the first step to after the last."""
+    """Trains, writes OUTPUT/model and returns the validation losses from before the first step to after the last."""
     texts = corpus.documents(corpus.read_heldout(), size.documents)
     validation = choose_validation(texts)
     found, size_of_text = corpus.fingerprint(texts), sum(map(len, texts.values()))
@@ -227,7 +227,7 @@ def train(size: Size, steps: int, output: Path) -> list[float]:
         first = state["step"]
         model.load_state_dict(state["model"])
         optimizer.load_state_dicts(state["optimizer"])
-        print(f"goes on from {checkpoint}")
+        print(f"continues from {checkpoint}")
     losses = [validate(model, validation_tokens)]
     print(f"step {first}: validation {losses[0]:.3f} nats per token", flush=True)
 
@@ -265,7 +265,7 @@ def check_resumable(state: dict, size: Size, steps: int, checkpoint: Path) -> No
     remedy = f"remove {checkpoint} or choose another --output"
     if state["size"] != repr(size):
         raise SystemExit(f"train: {checkpoint} is of {state['size']}, not of {size!r}; {remedy}")
-    # Before the fall of the rate a run does not depend on its length.
+    # Before the decay of the rate a run does not depend on its length.
     step, planned = state["step"], state["steps"]
     if planned != steps and step > (1 - DECAY) * min(steps, planned):
         raise SystemExit(f"train: {checkpoint} is of step {step} of {planned}, not of {steps}; {remedy}")

@@ -1,10 +1,9 @@
-"""A cable between two network namespaces, with a latency and a speed. Needs root and /dev/net/tun.
+"""Simulates a cable between two network namespaces, with a latency and a speed. Needs root and /dev/net/tun.
 
     ip netns exec FIRST python cable.py FIRST_ADDRESS SECOND SECOND_ADDRESS DELAY_MS MBIT
 
-An interface `eth0` in each namespace, and between them this process: it hands every packet on, DELAY_MS after the time
-that it takes on the line at MBIT million bits per second. Linux has `tc netem` for that where its kernel was built
-with it; this needs none.
+Makes an interface `eth0` in each namespace and forwards packets between them, each DELAY_MS after the time that it takes on a
+line of MBIT million bits per second. `tc netem` does the same, but not every Linux kernel has it.
 """
 
 import ctypes
@@ -22,7 +21,7 @@ _MTU = 1500
 
 
 def interface(address: str) -> int:
-    """`eth0` of the namespace that this process is in; what its packets are read from and written to."""
+    """Makes `eth0` in this process's namespace; returns the file for its packets."""
     tun = os.open("/dev/net/tun", os.O_RDWR)
     fcntl.ioctl(tun, _TUNSETIFF, struct.pack("16sH22x", b"eth0", _IFF_TUN | _IFF_NO_PI))
     for command in (f"addr add {address}/24 dev eth0", f"link set eth0 mtu {_MTU} txqueuelen 10000 up"):
@@ -39,7 +38,7 @@ def enter(namespace: str) -> None:
 
 
 def carry(source: int, target: int, delay: float, bytes_per_second: float) -> None:
-    """One direction, until the process ends."""
+    """Forwards one direction until the process ends."""
     line: queue.SimpleQueue[tuple[float, bytes]] = queue.SimpleQueue()
 
     def deliver() -> None:
@@ -51,7 +50,7 @@ def carry(source: int, target: int, delay: float, bytes_per_second: float) -> No
             os.write(target, packet)
 
     threading.Thread(target=deliver, daemon=True).start()
-    free = 0.0  # when the line has sent what came before
+    free = 0.0  # when the line has sent the earlier packets
     while True:
         packet = os.read(source, _MTU + 100)
         free = max(free, time.monotonic()) + len(packet) / bytes_per_second
@@ -63,7 +62,7 @@ def main() -> None:
     first = interface(address)
     enter(other)
     second = interface(other_address)
-    sys.setswitchinterval(1e-4)  # four threads take turns: none shall wait for long
+    sys.setswitchinterval(1e-4)  # so that none of the four threads waits long
     options = float(delay) / 1e3, float(megabits) * 1e6 / 8
     threading.Thread(target=carry, args=(second, first, *options), daemon=True).start()
     carry(first, second, *options)

@@ -1,4 +1,4 @@
-"""Writes on, with a packed model that the processes of torchrun share: README.md has the commands.
+"""Continues a text with a packed model split over the processes of torchrun. README.md has the commands.
 
 torchrun ... generate.py MODEL "the text so far" [--tokens 20] [--compare]
 """
@@ -37,7 +37,7 @@ def main() -> None:
     if arguments.compare:
         whole = transformers.AutoModelForCausalLM.from_pretrained(arguments.model)
         same = torch.equal(whole(found).logits, model(found).logits)
-        print(f"rank {rank}: {'the same bits' if same else 'other bits'} as one process", flush=True)
+        print(f"rank {rank}: {'the same bits' if same else 'different bits'} as one process", flush=True)
     torch.distributed.destroy_process_group()
 
 

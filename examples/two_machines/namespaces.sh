@@ -1,7 +1,7 @@
 #!/bin/sh
-# Two machines on one: two network namespaces with a cable between them, a process in each. Needs root and iproute2.
+# Simulates two machines: two network namespaces with a cable between them, a process in each. Needs root and iproute2.
 #   examples/two_machines/namespaces.sh PYTHON MODEL TEXT [OPTION ...]     options of generate.py
-# DELAY_MS=0.5 MBIT=1000 make it a cable of that latency and speed (cable.py); without them it is as fast as this machine.
+# DELAY_MS=0.5 MBIT=1000 simulate that latency and speed (cable.py); without them the cable is as fast as this machine.
 set -eu
 
 python=$1 model=$2 text=$3

@@ -1,7 +1,7 @@
-// A vendor's kernel: 4-bit linear layers on panel16 weights, in C++ that any compiler vectorizes for any CPU.
+// A vendor's kernel: 4-bit linear layers on panel16 weights, in C++ that compilers vectorize for any CPU.
 //
-// Its idea: codes stay unsigned and whole (sum of a * code), and the 8 of "code - 8" is taken off once per segment of
-// inputs, with the sum of the segment's activations that the caller has anyway.
+// It sums a * code with unsigned codes, and subtracts the 8 of "code - 8" once per segment of inputs, using the sum of the
+// segment's activations that the caller provides.
 
 #include <lowbit/kernels/library.h>
 
@@ -63,7 +63,7 @@ void times_panel(const LinearArgs& args, const uint8_t* panel, int64_t row, int6
       acc[r] = std::fma(load_as_f32(scales, DType::f16, kPanelRows + r), group_sum, acc[r]);
     }
   }
-  float head[3 * kPanelRows];  // row scales, sums of rows (not read), biases
+  float head[3 * kPanelRows];  // row scales, row sums (not used), biases
   std::memcpy(head, panel + layout.head_offset, sizeof head);
   for (int64_t r = 0; r < columns; ++r) {
     const float y = std::fma(head[r], acc[r], head[2 * kPanelRows + r]);
@@ -82,7 +82,8 @@ void linear(const LinearArgs& args) {
   }
 }
 
-// kPortable: this file is compiled without ISA flags. A row of intrinsics names what it needs, say kAvx2 or kNeonDot.
+// kPortable, because this file is compiled without ISA flags. A kernel with intrinsics names its ISA, for example kAvx2 or
+// kNeonDot.
 const LinearKernel kRows[] = {{"acme_linear_a8w4", kPortable, Format::panel16, 4, 1, 16, linear}};
 
 }  // namespace
@@ -94,7 +95,7 @@ extern "C" LOWBIT_API const KernelLibrary* lowbit_kernels(uint32_t abi) {
   static const KernelLibrary library = [] {
     KernelLibrary result;
     result.vendor = "acme";
-    result.preference = Preference::before_built_in;  // to be seen at work; a row that is not faster leaves this out
+    result.preference = Preference::before_built_in;  // so that the example runs; leave this out for a slower kernel
     result.linear = {kRows, sizeof kRows / sizeof kRows[0]};
     return result;
   }();

@@ -1,5 +1,5 @@
-// A vendor's kernel in plain C: symmetric 4-bit linear layers on panel16 weights. docs/format.md draws the bytes, and the
-// arithmetic is that of lowbit/kernels/ukernel.h: the order of float operations is part of it.
+// A vendor's kernel in plain C: symmetric 4-bit linear layers on panel16 weights. docs/format.md shows the bytes,
+// lowbit/kernels/ukernel.h the arithmetic, including the order of float operations.
 
 #include <lowbit/kernels/lowbit_ukernel.h>
 
@@ -18,7 +18,7 @@ static float load_f32(const uint8_t* from, int64_t index) {
   return value;
 }
 
-// A finite float16, which is what scales of a group are stored in.
+// Converts a finite float16, the type of group scales.
 static float load_f16(const uint8_t* from, int64_t index) {
   uint16_t half;
   memcpy(&half, from + 2 * index, sizeof half);
@@ -38,7 +38,7 @@ static void store(void* to, uint8_t type, int64_t index, float value) {
     memcpy((char*)to + 4 * index, &value, sizeof value);
     return;
   }
-  if (magnitude > 0x7f800000) {  // no number
+  if (magnitude > 0x7f800000) {  // NaN
     half = type == LOWBIT_BF16 ? 0x7fc0 : 0x7e00;
   } else if (type == LOWBIT_BF16) {
     half = (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
@@ -54,8 +54,8 @@ static void store(void* to, uint8_t type, int64_t index, float value) {
   memcpy((char*)to + 2 * index, &half, sizeof half);
 }
 
-// One row of activations times the 16 rows of a panel. Input i of weight row r is in half a byte: of 32 inputs, the first 16
-// in the lower halves of 4 lines of 64 bytes, the others in the upper ones.
+// One row of activations times the 16 rows of a panel. Each input of a weight row takes half a byte: of 32 inputs, the first 16
+// are in the lower halves of 4 lines of 64 bytes, the others in the upper halves.
 static void times_panel(const lowbit_linear_args* args, const uint8_t* panel, int64_t row, float acc[LOWBIT_PANEL_ROWS]) {
   const lowbit_layout* const layout = &args->layout;
   const int64_t group_inputs = lowbit_group_inputs(layout);
@@ -88,7 +88,7 @@ static void run(const lowbit_linear_args* args) {
   const lowbit_layout* const layout = &args->layout;
   for (int64_t p = args->panel_begin; p < args->panel_end; ++p) {
     const uint8_t* const panel = args->panels + p * layout->panel_bytes;
-    const uint8_t* const head = panel + layout->head_offset;  // row scales, sums of rows (not read), biases
+    const uint8_t* const head = panel + layout->head_offset;  // row scales, row sums (not used), biases
     const int64_t first = p * LOWBIT_PANEL_ROWS;
     for (int64_t row = 0; row < args->m; ++row) {
       float acc[LOWBIT_PANEL_ROWS];
@@ -101,7 +101,7 @@ static void run(const lowbit_linear_args* args) {
   }
 }
 
-// An example of what a row may ask for: it takes calls of one row only, so others stay with the built-in tiles.
+// An example of a condition: this kernel takes only calls with one row; the built-in tiles handle the others.
 static bool supports(const void* context, const lowbit_layout* layout, int64_t m, lowbit_isa isa) {
   (void)context, (void)layout, (void)isa;
   return m == 1;
@@ -122,7 +122,7 @@ static const lowbit_library library = {
     .abi = LOWBIT_KERNEL_ABI,
     .sizes = LOWBIT_SIZES,
     .vendor = "acme",
-    .preference = LOWBIT_BEFORE_BUILT_IN,  // to be seen at work; a row that is not faster leaves this out
+    .preference = LOWBIT_BEFORE_BUILT_IN,  // so that the example runs; leave this out for a slower kernel
     .linear = {rows, sizeof rows / sizeof rows[0]},
 };
 

@@ -1,10 +1,10 @@
-"""The package on another processor: the same bytes and the same bits as here.
+"""Checks that the package gives the same bytes and bits on another processor.
 
-    python same_bits.py write FILE                          on this machine: inputs and what lowbit makes of them
-    python same_bits.py check FILE --isa neon,neondot       there (emulated): the same again, compared with ==
+    python same_bits.py write FILE                          on this machine: inputs and lowbit's results
+    python same_bits.py check FILE --isa neon,neondot       there (emulated): computes them again, compares with ==
 
-`make test-arm-python` does both. Only lowbit's own operators and those of torch that do not round are compared; the
-random inputs are in the file, since torch's generators may differ from one processor to another.
+`make test-arm-python` does both. Compares only lowbit's operators and torch operators that do not round. The file contains the
+random inputs, because torch's generators may differ between processors.
 """
 
 import argparse
@@ -22,7 +22,7 @@ WIDTHS = range(1, 9)
 MAPPINGS = ("symmetric", "affine")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PARTS = ("codes", "scales", "mins", "bias")
-ROWS = (1, 7, 40)  # one row, less than a tile's multiple, and more than a chunk of rows
+ROWS = (1, 7, 40)  # one row, not a multiple of a tile, and more than a chunk
 # Odd sizes with a short last group, and per channel; "grouped" is large enough for two threads at 7 rows and at 40.
 SHAPES = {"grouped": (150, 232, 48), "per channel": (37, 129, None)}
 
@@ -35,7 +35,7 @@ def random_inputs() -> dict:
         inputs[f"{name} bias"] = torch.randn(n)
         for m in ROWS:
             x = 3 * torch.randn(m, k)
-            x[0] = x[0].abs()  # a range that does not straddle zero
+            x[0] = x[0].abs()  # a range without a change of sign
             if m > 1:
                 x[1, 5] = torch.inf
             inputs[f"{name} x {m}"] = x
@@ -61,7 +61,7 @@ def compute(inputs: dict) -> dict:
                     config = lowbit.LinearConfig(bits, group_size, mapping, scale)
                     packed = lowbit.quantize_tensor(inputs[f"{name} weight"], config, bias=inputs[f"{name} bias"])
                     results[f"{name} {bits} {mapping} {scale} packed"] = packed
-                # `packed` is that of "mse" from here on.
+                # From here on, `packed` is that of "mse".
                 for part, tensor in zip(PARTS, torch.ops.lowbit.unpack(packed), strict=True):
                     results[f"{name} {bits} {mapping} {part}"] = tensor
                 for dtype in DTYPES:
@@ -91,7 +91,7 @@ def compute(inputs: dict) -> dict:
 def compare(name: str, found: torch.Tensor, expected: torch.Tensor) -> list[str]:
     if (found.dtype, found.shape) != (expected.dtype, expected.shape):
         return [f"{name}: {found.dtype} {list(found.shape)}; expected {expected.dtype} {list(expected.shape)}"]
-    # As bytes: NaN has to be equal too, and 0 is not -0.
+    # Compare bytes, so that equal NaNs are equal and 0 differs from -0.
     different = found.contiguous().view(torch.uint8) != expected.contiguous().view(torch.uint8)
     return [f"{name}: {int(different.sum())} of {different.numel()} bytes differ"] if different.any() else []
 
@@ -106,7 +106,7 @@ def check_results(expected: dict, inputs: dict, threads: int) -> list[str]:
 
 
 def check_state_dict(expected: dict, inputs: dict) -> list[str]:
-    """A model of other widths takes the state dict that was made on the other machine."""
+    """A model of other widths loads the state dict from the other machine."""
     model = lowbit.quantize_(make_model(), {"*": lowbit.LinearConfig(8), "0": lowbit.EmbeddingConfig(8)})
     model.load_state_dict({name[6:]: tensor for name, tensor in expected.items() if name.endswith(".packed_weight")})
     if model[0].packed_weight.data_ptr() != model[4].packed_weight.data_ptr():
@@ -138,7 +138,7 @@ def check_errors(expected: dict) -> list[str]:
 
 
 def check_executorch() -> list[str]:
-    """The ExecuTorch operators find their runtime; its Python part needs a newer torch than is tested here."""
+    """The ExecuTorch operators find their runtime. Its Python part needs a newer torch than is tested here."""
     try:
         ctypes.CDLL(str(Path(lowbit.__file__).parent / "lowbit_executorch.so"), mode=os.RTLD_NOW)
     except OSError as error:
@@ -155,7 +155,7 @@ def describe_kernels() -> str:
     return "\n".join(lines)
 
 
-# Instruction sets that only vendors' kernels have a use for.
+# Instruction sets that only vendors' kernels use.
 WITHOUT_KERNELS = ("bf16", "sve2")
 
 
@@ -175,7 +175,7 @@ def check_isa(expected: list[str]) -> list[str]:
 
 
 def check_threads(inputs: dict, packed: torch.Tensor) -> list[str]:
-    """That a second thread starts for a call of this size; must be the first parallel work of the process."""
+    """A second thread starts for a call of this size. Must be the first parallel work of the process."""
     torch.set_num_threads(2)
     before = len(os.listdir("/proc/self/task"))
     lowbit.linear(inputs["grouped x 40"], packed, SHAPES["grouped"][0])

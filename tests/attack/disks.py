@@ -1,4 +1,4 @@
-"""Kills, full disks, disks that cannot be written, and two servers on one directory."""
+"""Tests kills, full disks, read-only disks, and two servers on one directory."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def _entries(place: Path) -> list[str]:
 
 
 def _killed(run: Callable[[Path], Callable[[], None]], expected: dict[str, str], seconds: float, again: int):
-    """Cases that kill a command at random and repeat it: the target is missing or whole, and in the end it is whole.
+    """Cases that kill a command at random times and repeat it: the target is missing or complete, and complete at the end.
 
     Args:
         run: the command that writes `out` in a directory.
-        seconds: that it takes.
-        again: kills before it may go on to its end.
+        seconds: its duration.
+        again: number of kills before it may finish.
     """
 
     def case(number: int, draw: random.Random, place: Path) -> Found:
@@ -51,7 +51,7 @@ def _killed(run: Callable[[Path], Callable[[], None]], expected: dict[str, str],
                 shutil.rmtree(place / "out")
         ended = forked(run(place), place)
         verdict = judged(ended, lambda: tree(place / "out"), expected)
-        if verdict.outcome == REFUSED:  # nothing is wrong any more
+        if verdict.outcome == REFUSED:  # a refusal is fine here
             return Found(OTHER, verdict.detail)
         left = _entries(place)
         return verdict if left == ["out"] else Found(OTHER, f"{left} is there; expected out alone")
@@ -60,7 +60,7 @@ def _killed(run: Callable[[Path], Callable[[], None]], expected: dict[str, str],
 
 
 def _whole(run: Callable[[Path], Callable[[], None]], room: Path) -> tuple[dict[str, str], float]:
-    """What a command makes, and how long it takes."""
+    """The result of a command, and its duration."""
     run_here(run(empty(room / "whole")))
     began = time.monotonic()
     ended = forked(run(empty(room / "whole")), room / "whole")
@@ -78,7 +78,7 @@ def kill_import(room: Path, quick: bool) -> Iterator:
 
 @contextlib.contextmanager
 def kill_calibration(room: Path, quick: bool) -> Iterator:
-    """Killed runs go on from their journal, and make the same bytes as one that nobody killed."""
+    """Killed runs resume from their journal, and write the same bytes as an undisturbed run."""
     save_llama(room / "llama")
     (room / "text").write_text("Returns the number of items in the list, or zero if the list is empty.\n" * 200)
     settings = ("--bits", 3, "--calibrate", room / "text", "--calibrate-tokens", 1024, "--window", 64)
@@ -88,7 +88,7 @@ def kill_calibration(room: Path, quick: bool) -> Iterator:
 
 @contextlib.contextmanager
 def kill_server(room: Path, quick: bool) -> Iterator:
-    """A server whose prefix cache is on disk is killed while it answers; the next one reads what is there."""
+    """A server with a prefix cache on disk is killed while it answers; the next server reads the cache."""
     save_packed(room / "model")
     bodies = [completion(f"The number {n} " * 40 + "is", 4) for n in range(4)]
     expected = _answers(room, bodies)
@@ -112,7 +112,7 @@ def kill_server(room: Path, quick: bool) -> Iterator:
 
 
 def _answers(room: Path, bodies: list[bytes]) -> list:
-    """What a server without a cache on disk answers."""
+    """The answers of a server without a cache on disk."""
     with Service(room, room / "model") as service:
         return [service.post(COMPLETIONS, body) for body in bodies]
 
@@ -125,7 +125,7 @@ def _ask(service: Service, bodies: list[bytes], order: list[int]) -> None:
 
 @contextlib.contextmanager
 def two_servers(room: Path, quick: bool) -> Iterator:
-    """Both keep prefixes in one directory, which has room for few of them."""
+    """Two servers share one directory for prefixes, which has room for few of them."""
     save_packed(room / "model")
     bodies = [completion(f"A list of {n} names: " * 30 + "the", 4) for n in range(6)]
     expected = _answers(room, bodies)
@@ -153,7 +153,7 @@ def two_servers(room: Path, quick: bool) -> Iterator:
             if draw.random() < 0.2:
                 for path in draw.sample(sorted((room / "cache").rglob("*")), 1) if (room / "cache").exists() else ():
                     if path.is_file():
-                        path.unlink(missing_ok=True)  # somebody tidies up
+                        path.unlink(missing_ok=True)  # another program cleans up
             for thread in asking:
                 thread.start()
             for thread in asking:
@@ -172,7 +172,7 @@ def _mount(target: Path, size: int, flags: int = 0) -> None:
 
 
 def _own_mounts() -> None:
-    """Gives this process, which has one thread, mounts of its own."""
+    """Gives this single-threaded process its own mount namespace."""
     user, group = os.getuid(), os.getgid()
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(_NEW_USER | _NEW_MOUNTS) != 0:
@@ -191,7 +191,7 @@ def _need_mounts(room: Path) -> None:
 
 
 class _Commands:
-    """Commands that write, on a disk with limits; each makes the same there or is refused."""
+    """Commands that write to a disk with limits: each gives the same result there or is refused."""
 
     def __init__(self, room: Path):
         _need_mounts(room)
@@ -209,7 +209,7 @@ class _Commands:
         ]
         self.expected = []
         for run in self.runs:
-            for _ in range(2):  # the first imports
+            for _ in range(2):  # the first run imports
                 where = empty(room / "whole")
                 (where / "out").mkdir()
                 run_here(run(where))
@@ -236,9 +236,9 @@ class _Commands:
         ended = forked(action, place)
         left = {} if not report.exists() else json.loads(report.read_text())
         made = {name.removeprefix("out/"): digest for name, digest in left.items() if name.startswith("out/")}
-        cached = which == len(self.runs) - 1  # a cache that cannot be written costs time, not the text
+        cached = which == len(self.runs) - 1  # without a writable cache the text stays the same
         found = judged(ended, lambda: ended.out if cached else made, self._text if cached else self.expected[which])
-        # A calibration keeps its journal, to go on when there is room.
+        # A calibration keeps its journal, to resume when there is space.
         rest = [name for name in left if not (name.startswith("out/") and found.outcome != REFUSED or ".calibration/" in name)]
         return Found(TRACEBACK, f"{found.detail}; left {rest}") if rest and not cached else found
 

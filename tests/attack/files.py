@@ -1,4 +1,4 @@
-"""Damaged files for commands: each case is a command in a fork of this process."""
+"""Runs commands on damaged files, each case in a fork of this process."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def gguf(room: Path, quick: bool) -> Iterator:
 
 
 def _then(first: Callable[[], None], second: Callable[[], None]) -> Callable[[], None]:
-    """Two commands, the second if the first succeeds."""
+    """Runs a second command if the first succeeds."""
 
     def both() -> None:
         try:
@@ -66,10 +66,10 @@ def _then(first: Callable[[], None], second: Callable[[], None]) -> Callable[[],
 
 
 def _no_leftovers(found: Found, place: Path) -> Found:
-    """A refused import leaves nothing behind."""
+    """Checks that a refused import leaves no files behind."""
     left = [path.name for path in place.iterdir() if "out" in path.name and path.name != "stdout"]
     if found.outcome == "refused" and left and "imported" not in found.detail:
-        whole = (place / "out" / "config.json").exists()  # what was imported whole may fail to run
+        whole = (place / "out" / "config.json").exists()  # an imported model may still fail to run
         return found if whole and left == ["out"] else Found("traceback", f"refused, but left {left}")
     return found
 
@@ -82,7 +82,7 @@ def _model_part(
 
     Args:
         made: saves the model.
-        runs: commands on a directory `model`, each with what it makes: of the case's directory and stdout.
+        runs: commands on a directory `model`, each with a function of the case's directory and stdout to its result.
     """
     made(room / "model")
     whole, expected = (room / "model" / name).read_bytes(), []
@@ -151,7 +151,7 @@ def safetensors(room: Path, quick: bool) -> Iterator:
 
 @contextlib.contextmanager
 def packed(room: Path, quick: bool) -> Iterator:
-    """Bytes of packed weights alone, which have checksums: the same text, or an error."""
+    """Damages only bytes of packed weights, which have checksums: the same text, or an error."""
 
     def change(whole: bytes, draw: random.Random) -> bytes:
         size = int.from_bytes(whole[:8], "little")

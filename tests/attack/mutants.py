@@ -18,7 +18,7 @@ def damaged(whole: bytes, draw: random.Random, hot: list[tuple[int, int]] | None
     """A copy with one to six changes.
 
     Args:
-        hot: ranges, three quarters of the changes are in one of them: headers, for instance.
+        hot: ranges that get three quarters of the changes, such as headers.
     """
     data = bytearray(whole)
     for _ in range(draw.choice((1, 1, 1, 2, 3, 6))):
@@ -31,7 +31,7 @@ def damaged(whole: bytes, draw: random.Random, hot: list[tuple[int, int]] | None
             data[at] ^= 1 << draw.randrange(8)
         elif kind == 1:
             data[at] = draw.choice((0, 1, 0x7F, 0x80, 0xFF, ord("0"), ord("-"), ord('"'), 10))
-        elif kind == 2:  # a number in either order of its bytes
+        elif kind == 2:  # a number in either byte order
             size = draw.choice((1, 2, 4, 8))
             number = draw.choice((*_SIZES, len(whole), len(whole) + 1)) % (1 << 8 * size)
             data[at : at + size] = number.to_bytes(size, draw.choice(("little", "little", "big")))
@@ -39,7 +39,7 @@ def damaged(whole: bytes, draw: random.Random, hot: list[tuple[int, int]] | None
             data[at : at + draw.randrange(1, 64)] = b""
         elif kind == 4:
             data[at:at] = draw.randbytes(draw.randrange(1, 64))
-        elif kind == 5:  # a piece from elsewhere
+        elif kind == 5:  # a piece of another place
             source = draw.randrange(len(data))
             data[at : at + 32] = data[source : source + draw.randrange(1, 64)]
         elif kind == 6:
@@ -52,7 +52,7 @@ def damaged(whole: bytes, draw: random.Random, hot: list[tuple[int, int]] | None
 
 
 def damaged_json(whole: bytes, draw: random.Random) -> bytes:
-    """A copy of a JSON document with changed values, as bytes; a quarter has changed bytes."""
+    """A JSON document with changed values, as bytes; in a quarter of the cases bytes change instead."""
     if draw.random() < 0.25:
         return damaged(whole, draw)
     document = json.loads(whole)
@@ -70,7 +70,7 @@ def damaged_json(whole: bytes, draw: random.Random) -> bytes:
             del parent[key]
         elif kind == 5 and isinstance(node, int | float) and not isinstance(node, bool):
             parent[key] = draw.choice((node * 2, node + 1, -node, node * 1000, float(node), str(node)))
-        elif kind == 5 and isinstance(node, str) and node:  # another text of the same kind
+        elif kind == 5 and isinstance(node, str) and node:  # a similar text
             at = draw.randrange(len(node))
             parent[key] = draw.choice((node[:at] + node[at + 1 :], node[:at] + "e" + node[at:], node[::-1], node.upper()))
         elif kind == 6:

@@ -1,4 +1,4 @@
-"""Runs a case in a process of its own, and says what came of it."""
+"""Runs a case in a separate process and classifies the outcome."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ TRACEBACK, SIGNAL, HANG, MEMORY = "traceback", "signal", "hang", "memory"
 OUTCOMES = (REFUSED, SAME, OTHER, TRACEBACK, SIGNAL, HANG, MEMORY)
 BAD = (TRACEBACK, SIGNAL, HANG, MEMORY)
 SECONDS = 180.0  # of a case, on a busy machine
-BYTES = 2 << 30  # that a case may take beyond what this process has
+BYTES = 2 << 30  # that a case may allocate beyond this process's memory
 TRACES = ("Traceback (most recent call last)", "Exception ignored in", "Fatal Python error", "panicked at")
 
 
 @dataclass
 class Found:
-    """What a case came to, and in words what is wrong with it."""
+    """The outcome of a case, and a description of what is wrong."""
 
     outcome: str
     detail: str = ""
@@ -39,15 +39,15 @@ class Found:
 class Ended:
     """How a process ended."""
 
-    status: int | None  # as subprocess has it; None: it hung
-    peak: int  # bytes, beyond those of this process
+    status: int | None  # as in subprocess; None: it hung
+    peak: int  # bytes beyond this process's memory
     out: str
     err: str
-    too_much: bool = False  # it was ended because of its memory
+    too_much: bool = False  # killed because of its memory
 
 
 def command(*arguments: object) -> Callable[[], None]:
-    """The command line's own entry, for :func:`forked`."""
+    """The command line's entry point, for :func:`forked`."""
     (entry,) = importlib.metadata.entry_points(group="console_scripts", name="lowbit")
 
     def run() -> None:
@@ -58,7 +58,7 @@ def command(*arguments: object) -> Callable[[], None]:
 
 
 def memory_of(process: int) -> int:
-    """Resident bytes of a process; 0: it has ended."""
+    """Resident bytes of a process; 0 if it has ended."""
     try:
         return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ProcessLookupError, IndexError):
@@ -72,9 +72,9 @@ def forked(
 
     Args:
         place: a directory for its stdout and stderr.
-        seconds: after these it hangs, and is killed.
-        most: bytes that it may take.
-        kill_after: kills it after so many seconds.
+        seconds: time limit; a longer run counts as a hang and is killed.
+        most: bytes that it may allocate.
+        kill_after: seconds after which it is killed.
     """
     before = memory_of(os.getpid())
     sys.stdout.flush()
@@ -93,7 +93,7 @@ def forked(
             code = _exit_code(action)
             sys.stdout.flush()
             sys.stderr.flush()
-        except BaseException:  # a full pipe of its own, for instance
+        except BaseException:  # for example a full pipe
             with contextlib.suppress(BaseException):
                 traceback.print_exc()
         finally:
@@ -111,7 +111,7 @@ def forked(
             too_much = memory_of(child) - before > most
             if too_much or elapsed > seconds:
                 if not too_much:
-                    os.kill(child, signal.SIGUSR1)  # it prints where it is
+                    os.kill(child, signal.SIGUSR1)  # prints its stack
                     select.select([handle], [], [], 1)
                 break
         else:
@@ -120,7 +120,7 @@ def forked(
         os.close(handle)
         killed = status is None
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(child, signal.SIGKILL)  # and what it has started
+            os.killpg(child, signal.SIGKILL)  # and its children
         _, waited, usage = os.wait4(child, 0)
     code = os.waitstatus_to_exitcode(waited)
     hung = killed and kill_after is None and not too_much
@@ -148,11 +148,11 @@ def last_line(text: str) -> str:
 
 
 def judged(ended: Ended, result: Callable[[], object], expected: object, most: int = BYTES) -> Found:
-    """What a command came to.
+    """The outcome of a command.
 
     Args:
-        result: what it made, if its exit code is 0.
-        expected: what the same command makes of whole files.
+        result: its result if the exit code is 0.
+        expected: the result of the same command for undamaged files.
     """
     if ended.too_much or ended.peak > most:
         return Found(MEMORY, f"{ended.peak >> 20} MiB")

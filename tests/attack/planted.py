@@ -1,4 +1,4 @@
-"""Defects that must be noticed: tests/python runs this part, `make attack` does not."""
+"""Planted defects that must be detected; tests/python runs this part, `make attack` does not."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def _fail(text: str, code: int) -> None:
 
 
 def _die_in_a_child() -> None:
-    """What it has started must not outlive it."""
+    """Its children must not outlive it."""
     if os.fork() == 0:
         time.sleep(600)
     os.kill(os.getpid(), signal.SIGSEGV)
 
 
-# What a process does, and what has to be found.
+# Action of a process, and the outcome that must be reported.
 CASES = [
     (lambda: print("expected"), SAME),
     (lambda: print("another"), OTHER),
@@ -41,7 +41,7 @@ CASES = [
     (_die_in_a_child, SIGNAL),
     (lambda: os.abort(), SIGNAL),
     (lambda: time.sleep(600), HANG),
-    (lambda: bytearray(b"x") * (4 * _MOST), MEMORY),  # so quick that nobody sees it while it runs
+    (lambda: bytearray(b"x") * (4 * _MOST), MEMORY),  # ends before its memory can be sampled
     (lambda: time.sleep(600) if bytearray(b"x") * 0 else _grow(), MEMORY),
 ]
 

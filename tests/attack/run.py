@@ -1,16 +1,16 @@
-"""Attacks lowbit through its commands and its server, and counts what came of it: `make attack`.
+"""Attacks lowbit through its commands and its server, and counts the outcomes: `make attack`.
 
-Each part has numbered cases. A case is drawn from the seed, the part's name and its number alone, so `--only PART --seed SEED
---case NUMBER` repeats it. Bad outcomes are a traceback (or an error that is not one sentence), a signal, a hang and too much
-memory; and another result where a checksum promises the same. The files of such a case stay in the directory of --keep. The
-exit code is 1 if there was one.
+Each part has numbered cases. A case depends only on the seed, the part's name and its number, so `--only PART --seed SEED
+--case NUMBER` repeats it. Bad outcomes are a traceback (or an error that is not one sentence), a signal, a hang, too much
+memory, and a different result although a checksum protects the data. The directory of --keep keeps the files of bad cases, and
+the exit code is then 1.
 """
 
 from __future__ import annotations
 
 import os
 
-# Before torch and tokenizers are imported: cases run in forks, which have the thread alone that forked.
+# Set before torch and tokenizers are imported, because cases run in forks, which have only the forking thread.
 os.environ |= {
     "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "LOWBIT_COMPILE_CACHE": "",
     "TRANSFORMERS_VERBOSITY": "error", "LOWBIT_PREFIX_CACHE": "",
@@ -41,12 +41,12 @@ Attack = Callable[[int, random.Random, Path], Found]
 
 @dataclass
 class Part:
-    """A kind of attack.
+    """One kind of attack.
 
     Attributes:
-        start: makes what the cases need in a directory; gives a function of a case's number, its draws, and an empty directory.
-        cases, quick: how many there are of themselves, and with --quick.
-        same: whether another result is as bad as a traceback.
+        start: prepares a directory; returns a function of a case's number, its random generator, and an empty directory.
+        cases, quick: default numbers of cases, without and with --quick.
+        same: whether a different result is a bad outcome.
     """
 
     start: Callable[[Path, bool], contextlib.AbstractContextManager[Attack]]
@@ -139,7 +139,7 @@ def main() -> None:
     options = parser.parse_args()
     if unknown := sorted(set(options.only) - set(everything)):
         parser.error(f"there is no part {', '.join(unknown)}; expected some of {', '.join(PARTS)}")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # servers end with it
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that servers end too
     rows: dict[str, Row] = {}
     for name in options.only:
         part = everything[name]

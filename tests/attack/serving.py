@@ -1,4 +1,4 @@
-"""A server of its own, and what is sent to it."""
+"""Attacks on a server in a separate process."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def completion(prompt: str, tokens: int, **more: object) -> bytes:
 
 
 class Service:
-    """`lowbit serve` in a process; as a context manager it ends with it."""
+    """`lowbit serve` in a process, which ends with the context."""
 
     def __init__(self, place: Path, *arguments: object):
         self._log, self._arguments = place / "server.log", [*map(str, arguments), "--port", "0", "--grace", "1"]
@@ -70,7 +70,7 @@ class Service:
         return len(os.listdir(f"/proc/{self.process.pid}/fd"))
 
     def send(self, path: str, body: bytes | None = None, **headers: str) -> tuple[int, bytes]:
-        """Status and body of a whole request."""
+        """Sends a request; returns status and body."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=SECONDS)
         with contextlib.closing(connection):
             connection.request("GET" if body is None else "POST", path, body, headers)
@@ -78,7 +78,7 @@ class Service:
             return response.status, response.read()
 
     def post(self, path: str, body: bytes) -> str:
-        """The text of a completion."""
+        """Returns the text of a completion."""
         status, document = self.send(path, body)
         if status != 200:
             raise ValueError(f"status {status}: {document[:300]!r}")
@@ -90,7 +90,7 @@ class Service:
         return connection
 
     def check(self) -> Found:
-        """Whether the server is well: the bad outcome otherwise. One that is not is started anew."""
+        """Returns a bad outcome if the server is not healthy, and restarts it."""
         found = self._state()
         if found.outcome != SAME:
             self.kill()
@@ -116,14 +116,14 @@ class Service:
         return Found(SAME) if status == 200 else Found(TRACEBACK, f"/health has status {status}")
 
     def _peak(self) -> int:
-        """Most bytes since the last call."""
+        """Peak memory in bytes since the last call."""
         found = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{self.process.pid}/status").read_text())
         with contextlib.suppress(OSError):
             Path(f"/proc/{self.process.pid}/clear_refs").write_text("5")
         return int(found[1]) * 1024 if found else memory_of(self.process.pid)
 
     def judged(self, status: int, document: bytes, expected: Callable[[bytes], bool]) -> Found:
-        """What came of one request."""
+        """The outcome of one request."""
         state = self.check()
         if state.outcome != SAME:
             return state
@@ -139,7 +139,7 @@ class Service:
         return Found(REFUSED, f"{status} {message[:300]}")
 
     def request(self, path: str, body: bytes, expected: Callable[[bytes], bool], **headers: str) -> Found:
-        """Sends one, and what came of it."""
+        """Sends a request and returns its outcome."""
         try:
             status, document = self.send(path, body, **headers)
         except (OSError, http.client.HTTPException) as error:
@@ -150,7 +150,7 @@ class Service:
 
 @contextlib.contextmanager
 def _service(room: Path, *arguments: object) -> Iterator[Service]:
-    """A server of the small packed model."""
+    """A server with the small packed model."""
     from files import save_packed
 
     save_packed(room / "model")
@@ -158,7 +158,7 @@ def _service(room: Path, *arguments: object) -> Iterator[Service]:
         yield service
 
 
-# Grammars of any size n: what is sent as structured_outputs, or as response_format.
+# Grammars of any size n, sent as structured_outputs or as response_format.
 def _schema(document: object) -> dict:
     return {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": document}}}
 
@@ -179,7 +179,7 @@ def _doubling(n: int) -> dict:
 
 
 def _nested(n: int, wrap: Callable[[object], object], inner: object) -> object:
-    for _ in range(min(n, 400)):  # json.dumps goes no deeper
+    for _ in range(min(n, 400)):  # json.dumps cannot go deeper
         inner = wrap(inner)
     return inner
 
@@ -289,7 +289,7 @@ def multipart(room: Path, quick: bool) -> Iterator:
             body, named = damaged(whole, draw, hot), kind
             if draw.random() < 0.2:
                 changed = damaged(kind.encode(), draw).decode("latin-1")
-                named = re.sub(r"[\x00-\x1f\x7f]", "?", changed).strip()  # else it is no HTTP, which the part http sends
+                named = re.sub(r"[\x00-\x1f\x7f]", "?", changed).strip()  # must be valid HTTP; the part http sends invalid HTTP
             if draw.random() < 0.05:
                 part = head % (border, b"x" * draw.randrange(1, 3000), b"1")
                 body = part * draw.choice((10, 1000, 20_000)) + whole
@@ -301,10 +301,10 @@ def multipart(room: Path, quick: bool) -> Iterator:
 
 
 def _exchange(service: Service, sent: bytes, draw: random.Random) -> bytes:
-    """All that comes back until the server closes; what is sent comes in two pieces, and its end when nothing comes back."""
+    """Sends data in two pieces, then closes if no answer comes; returns everything until the server closes."""
     received = bytearray()
     with contextlib.closing(service.connect()) as connection:
-        with contextlib.suppress(ConnectionError):  # it does not read on
+        with contextlib.suppress(ConnectionError):  # the server stopped reading
             cut = draw.randrange(len(sent) + 1)
             for piece in (sent[:cut], sent[cut:]):
                 connection.sendall(piece)
@@ -325,7 +325,7 @@ def _exchange(service: Service, sent: bytes, draw: random.Random) -> bytes:
 
 
 def _answers(received: bytes) -> list[tuple[int, bytes]]:
-    """Status and body of each response."""
+    """Returns status and body of each response."""
     found, rest = [], received
     while rest:
         match = re.match(rb"HTTP/1\.[01] (\d{3})[^\r\n]*\r\n(.*?)\r\n\r\n", rest, re.S)
@@ -354,7 +354,7 @@ def raw_http(room: Path, quick: bool) -> Iterator:
         def chunks(form: bytes, end: bytes = b"0\r\n\r\n") -> bytes:
             return line + host + close + chunked + b"\r\n" + form % len(body) + b"\r\n" + body + b"\r\n" + end
 
-        # Heads, most of which no server may take; by a number n.
+        # Request heads, most of them invalid, by a number n.
         kinds: list[Callable[[int], bytes]] = [
             lambda n: usual,
             lambda n: line + host + size + chunked + b"\r\n0\r\n\r\n" + hidden,
@@ -440,7 +440,7 @@ def raw_http(room: Path, quick: bool) -> Iterator:
 
 
 def _reset(connection: socket.socket) -> None:
-    """Closes it so that the other side gets an error at once."""
+    """Closes a connection by a reset, so that the other side gets an error at once."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     connection.close()
 
@@ -450,7 +450,7 @@ def _request(path: str, body: bytes, more: bytes = b"") -> bytes:
 
 
 def _idle(service: Service, descriptors: int) -> Found:
-    """Whether nothing is left of the requests of clients that have gone."""
+    """Whether the requests of disconnected clients have ended."""
     for _ in range(600):
         status, document = service.send("/metrics")
         open_ones = re.findall(r"^lowbit\w*(?:running|waiting)_(?:texts|inputs) ([1-9].*)$", document.decode(), re.M)
@@ -505,7 +505,7 @@ def disconnects(room: Path, quick: bool) -> Iterator:
 
 @contextlib.contextmanager
 def slow_clients(room: Path, quick: bool) -> Iterator:
-    """Clients that send or read a byte a second: others are answered meanwhile, and these are disconnected."""
+    """Clients that send or read one byte per second: others are answered meanwhile, and these are disconnected."""
     hold = 2.0 if quick else 50.0
     with _service(room, "--timeout", 20) as service:
         check = completion(PROMPT, 4)
@@ -549,7 +549,7 @@ def slow_clients(room: Path, quick: bool) -> Iterator:
 
 
 def _open(connection: socket.socket) -> bool:
-    """Whether the other side has not closed it."""
+    """Whether the other side has the connection open."""
     connection.settimeout(0.001)
     try:
         while connection.recv(1 << 16):

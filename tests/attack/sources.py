@@ -1,4 +1,4 @@
-"""Small models and files, whole: what the parts damage."""
+"""Small undamaged models and files, which the parts damage."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ PROMPT = "Return the number of"
 
 @functools.cache
 def helper(name: str) -> ModuleType:
-    """A helper module of the tests, which are in several folders."""
-    for file in sorted((ROOT / "tests" / "python").rglob("*.py")):  # helpers import others, and tests
+    """Imports a helper module from one of the tests' folders."""
+    for file in sorted((ROOT / "tests" / "python").rglob("*.py")):  # helpers import other helpers and tests
         if str(file.parent) not in sys.path:
             sys.path.append(str(file.parent))
     return importlib.import_module(name)
 
 
 def save_llama(target: Path) -> None:
-    """A language model of two narrow layers with the tokenizer of the shipped one."""
+    """A language model of two narrow layers with the tokenizer of examples/tiny_llama."""
     import torch
     import transformers
 
@@ -47,7 +47,7 @@ def save_llama(target: Path) -> None:
 
 
 def gguf_files(target: Path, llama: Path) -> list[Path]:
-    """Files of many types: those of the tests, and a whole model."""
+    """Files of many types from the tests, and a complete model."""
     from outcomes import command
 
     importing = helper("importing_files")
@@ -64,7 +64,7 @@ def gguf_files(target: Path, llama: Path) -> list[Path]:
 
 
 def run_here(action: Callable[[], None]) -> None:
-    """Runs a command in this process, which imports what the command needs for all forks."""
+    """Runs a command in this process, so that its imports are done before forking."""
     kept = [os.dup(number) for number in (1, 2)]
     with tempfile.TemporaryFile() as said:
         try:
@@ -100,7 +100,7 @@ def wav(seconds: float) -> bytes:
     return file.getvalue()
 
 
-# Containers and codecs that FFmpeg's libraries in PyAV write.
+# Containers and codecs that PyAV's FFmpeg can write.
 _RECORDINGS = {
     "flac": ("flac", 16000, "s16"), "mp3": ("libmp3lame", 16000, "s16p"), "ogg": ("libopus", 48000, "s16"),
     "mp4": ("aac", 16000, "fltp"), "matroska": ("libvorbis", 48000, "fltp"), "webm": ("libopus", 48000, "s16"),
@@ -112,7 +112,7 @@ _RECORDINGS = {
 
 
 def recordings(seconds: float = 0.6) -> dict[str, bytes]:
-    """A recording of each format that this PyAV writes, by its format."""
+    """A recording in each format that this PyAV can write, by format."""
     import av
 
     made = {"wav": wav(seconds)}
@@ -134,7 +134,7 @@ def recordings(seconds: float = 0.6) -> dict[str, bytes]:
 
 
 def pictures() -> dict[str, bytes]:
-    """A picture of each format, and of several modes."""
+    """A picture in each format and in several modes."""
     import PIL.Image
 
     noise = np.random.default_rng(0).integers(0, 255, (40, 60, 4), np.uint8)

@@ -1,6 +1,6 @@
-// Memory that cannot be had: each allocation of each call of an operator fails in its turn, alone or with all that
-// come after it. A call then says so, or does without and gives the same bits; nothing is lost, nothing leaks, and the
-// next call on the same thread is right. Under AddressSanitizer (make test-sanitize) what leaks is seen block by block.
+// Failed allocations: each allocation of each operator call fails in turn, alone or together with all later ones. The call must
+// return an error, or succeed without the memory and give the same bits. Nothing may leak, and the next call on the same thread
+// must be right. Under AddressSanitizer (make test-sanitize) each leaked block is reported.
 
 #include <gtest/gtest.h>
 #include <sys/wait.h>
@@ -21,7 +21,7 @@
 namespace lowbit::test {
 namespace {
 
-// A second thread that is there before memory runs out: the host's, not the operators'.
+// A second thread, started before memory runs out. It belongs to the host, not to the operators.
 class SecondThread {
  public:
   SecondThread() : thread_([this] { serve(); }) {}
@@ -71,14 +71,14 @@ class SecondThread {
 };
 
 Parallel two_threads() {
-  static SecondThread* const second = new SecondThread;  // to the end: its thread may outlive what main() leaves
+  static SecondThread* const second = new SecondThread;  // never destroyed, because its thread may outlive main()
   return {2, [](int count, void (*task)(void*, int), void* context) { second->run(count, task, context); }};
 }
 
-// What happens with allocation `number` (0, 1, ...) failing.
+// The outcome when allocation `number` (0, 1, ...) fails.
 struct Outcome {
   Status status;
-  bool reached;  // there was such an allocation
+  bool reached;  // whether there was such an allocation
 };
 
 Outcome fail_at(int64_t number, bool all_after, const std::function<Status()>& call) {
@@ -91,7 +91,7 @@ Outcome fail_at(int64_t number, bool all_after, const std::function<Status()>& c
   return outcome;
 }
 
-// `check`: what must hold after a call that succeeded, and after the one with enough memory.
+// `check` must hold after each successful call, including the one with enough memory.
 int64_t fail_each(const std::string& name, const std::function<Status()>& call, const std::function<void()>& check,
                   const char* says = "no memory for ", Status::Kind kind = Status::Kind::no_memory) {
   int64_t most = 0, before = 0;
@@ -114,7 +114,7 @@ int64_t fail_each(const std::string& name, const std::function<Status()>& call, 
         check();
       }).join();
       release_blocks();
-      // The second thread keeps what it has. With enough memory nothing may be left behind from here on.
+      // The second thread keeps its memory. From here on, calls with enough memory may leave nothing allocated.
       if (number == 0) before = blocks_in_use();
       EXPECT_LE(blocks_in_use(), before) << what << " leaks";
       if (!reached) {
@@ -150,7 +150,7 @@ TEST(Allocation, EachOfEachOperatorFails) {
   EXPECT_GT(all, 100);
 }
 
-// Memory is kept of a small call, and there is none for a larger one.
+// Memory of a small call is kept, and the allocation for a larger call fails.
 TEST(Allocation, LessIsKept) {
   const std::vector<Call> calls = make_calls();
   release_blocks();
@@ -179,7 +179,7 @@ TEST(Allocation, LessIsKept) {
   }).join();
 }
 
-// A host that runs a call inside of another one, on the same thread.
+// A host that runs a call inside another one on the same thread.
 TEST(Allocation, ACallInsideOfACall) {
   static const std::vector<Call> calls = make_calls();
   static const Call& inner = calls[0];
@@ -209,9 +209,8 @@ TEST(Allocation, ACallInsideOfACall) {
   EXPECT_GT(inner_failed, 0);
 }
 
-// What a process that loads a library with allocation `number` failing finds: a library that did not load can be
-// loaded later.
-// The dynamic linker does without some of its memory.
+// Allocation `number` fails while a process loads a library; a library that did not load can be loaded later. The dynamic
+// linker tolerates some failed allocations.
 enum Loaded { kAll, kWithout, kRefused, kWrong };
 Loaded load_failing(const char* path, int64_t number) {
   const size_t rows = linear_kernel_count();

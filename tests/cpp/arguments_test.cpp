@@ -1,6 +1,5 @@
-// What a C++ program can hand over and no framework does: shapes that cannot be, no memory, outputs over inputs, threads
-// without a function. Every operator refuses each of them, in every argument, and writes nothing. ctest runs this once
-// per LOWBIT_ISA.
+// Arguments that only a C++ program can pass: impossible shapes, null memory, outputs that overlap inputs, threads without a
+// function. Every operator refuses each of them, in every argument, and writes nothing. ctest runs this once per LOWBIT_ISA.
 
 #include <gtest/gtest.h>
 
@@ -16,7 +15,7 @@
 namespace lowbit::test {
 namespace {
 
-// A call with all of its tensors, those that it writes to first.
+// A call with all its tensors, outputs first.
 struct Operator {
   std::string name;
   std::vector<Tensor> tensors;
@@ -119,7 +118,7 @@ std::vector<Operator> operators() {
   return all;
 }
 
-// Each operator takes its arguments as they are, and refuses them after `change`.
+// Each operator accepts its arguments, and refuses them after `change`.
 void expect_refused(const std::function<void(std::vector<TensorView>&, size_t)>& change, const char* says) {
   for (const Operator& op : operators()) {
     for (size_t i = 0; i < op.tensors.size(); ++i) {
@@ -180,7 +179,7 @@ TEST(Arguments, OutputsOverOthers) {
         if (i == out) continue;
         SCOPED_TRACE(op.name + ", output " + std::to_string(out) + " over " + std::to_string(i));
         std::vector<TensorView> views = op.views();
-        // The last byte of one is the first of the other, either way round.
+        // The last byte of one is the first of the other, in both orders.
         const int64_t out_bytes = op.tensors[out].memory->size(), bytes = op.tensors[i].memory->size();
         Guarded both(out_bytes + bytes - 1);
         for (const bool first : {true, false}) {
@@ -194,7 +193,7 @@ TEST(Arguments, OutputsOverOthers) {
   }
 }
 
-// Rows backwards in memory end where the output begins: with a row more they would meet.
+// Rows backwards in memory end where the output begins; one more row would overlap.
 TEST(Arguments, NextToEachOther) {
   const std::vector<Operator> all = operators();
   const Operator& op = all[0];

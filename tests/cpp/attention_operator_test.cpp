@@ -1,5 +1,5 @@
-// The attention operator: what it writes to the caches, strides, cuts of a text, threads, refusals. ctest runs this
-// once per LOWBIT_ISA.
+// The attention operator: writes to the caches, strides, texts in pieces, threads, refusals. ctest runs this once per
+// LOWBIT_ISA.
 
 #include <algorithm>
 #include <cmath>
@@ -23,12 +23,12 @@ ElementType element_type(CacheType cache) {
                           : ElementType::i8;
 }
 
-// A position of a head: its keys or its values.
+// Keys or values of one position of a head.
 int64_t position_bytes(CacheType cache, int64_t width) {
   return cache_bytes(cache, width) + (has_scales(cache) ? 4 : 0);
 }
 
-// Where a cache has input i of position j: a byte from the head's first on; of 4-bit codes also which half.
+// Location of input i of position j in a cache: byte offset in the head, and for 4-bit codes also the half.
 struct Place {
   int64_t at;
   bool upper;
@@ -42,7 +42,7 @@ Place place(CacheType cache, bool is_key, int64_t width, int64_t j, int64_t i) {
 
 Tensor start_tensor(int64_t start) { return index_tensor<int64_t>({start}); }
 
-// Dimension 2 of a tensor, from `begin` on.
+// A view of a tensor from `begin` on in dimension 2.
 TensorView positions(TensorView view, int64_t begin, int64_t count) {
   view.data = static_cast<char*>(view.data) + begin * view.stride[2] * element_bytes(view.type);
   view.shape.size[2] = count;
@@ -65,18 +65,18 @@ struct Model {
     Random random(seed);
     return random_tensor(type, {batch, heads, length, width}, random);
   }
-  // As nothing has written to it yet: 0x5c5c... everywhere.
+  // Unwritten content: 0x5c5c... everywhere.
   Tensor cache(bool is_key) const {
     const CacheType stored = is_key ? key_type(cache_of) : value_type(cache_of);
     const int64_t columns = has_scales(stored) ? position_bytes(stored, width) : width;
     Tensor made(element_type(stored), {batch, kv_heads, max_length, columns});
-    // Kernels read whole panels of 16 positions, and drop the scores of those that nothing has written. MemorySanitizer
-    // stops them all the same where a code is an index.
+    // Kernels read whole panels of 16 positions, and drop the scores of unwritten ones. MemorySanitizer reports them anyway if
+    // a code is used as an index.
     if (stored == kI4) accept(made.memory->data(), made.memory->size());
     return made;
   }
 
-  // The text, or its end from `start` on, in calls of so many positions each; out [batch, length, heads, width].
+  // Runs the text from `start` on in calls of the given numbers of positions; out [batch, length, heads, width].
   std::vector<uint8_t> run(const TensorView& q, const TensorView& k, const TensorView& v,
                            const std::vector<int64_t>& counts, const Parallel& parallel, const Tensor& k_cache,
                            const Tensor& v_cache, int64_t start = 0) const {
@@ -106,7 +106,7 @@ struct Model {
     return run(q.view, k.view, v.view, counts, parallel, cache(true), cache(false));
   }
 
-  // The text of one head of keys or values as the caches have it, between bytes of `fill`; and the scales of codes.
+  // Keys or values of one head in cache format, surrounded by bytes of `fill`, and the scales of codes.
   std::vector<uint8_t> cached(bool is_key, int64_t cache_head, uint8_t fill, std::vector<float>* scales) const {
     const CacheType stored = is_key ? key_type(cache_of) : value_type(cache_of);
     std::vector<uint8_t> all(static_cast<size_t>(cache_bytes(stored, max_length * width)), fill);
@@ -138,7 +138,7 @@ struct Model {
     return all;
   }
 
-  // Every row alone, by the portable kernel, on caches that are made here.
+  // Computes every row alone by the portable kernel, on caches made here.
   std::vector<uint8_t> expected() const {
     const size_t item = static_cast<size_t>(element_bytes(type));
     std::vector<uint8_t> out(q.bytes().size());
@@ -202,21 +202,21 @@ TEST(Attention, AnyNumberOfThreadsGivesTheSameBits) {
   }
 }
 
-// A token's positions are shared by the threads where its heads are too few for them, with the same bits.
+// If there are fewer heads than threads, threads share the positions of a token, with the same bits.
 TEST(Attention, ATokenWithFewHeadsOfKeys) {
-  static int most;  // of the tasks that a call asked for
+  static int most;  // largest number of tasks that a call requested
   const Parallel counting{4, [](int count, void (*task)(void*, int), void* context) {
                             most = std::max(most, count);
                             for (int i = count - 1; i >= 0; --i) task(context, i);
                           }};
-  // Of a text of 1032 positions the last 16, which see two spans and then three.
+  // The last 16 of 1032 positions, which see two spans and then three.
   const Model models[] = {Model(1, 5, 1, 16, 1032, ElementType::f32, kF32),
                           Model(1, 17, 1, 32, 1032, ElementType::bf16, kI8I4),
                           Model(1, 4, 2, 16, 1032, ElementType::f32, kF16),
                           Model(1, 5, 1, 32, 1032, ElementType::f32, kI4)};
   for (const Model& model : models) {
     const DType dtype = dtype_of(model.type);
-    // What the caches hold before: with as few heads of queries as there are of keys, which is the least work.
+    // Earlier content of the caches, computed with as many query heads as KV heads, which is the least work.
     const Model before(1, model.kv_heads, model.kv_heads, model.width, 1016, model.type, model.cache_of);
     const Tensor k_before = model.cache(true), v_before = model.cache(false);
     EXPECT_TRUE(same_bits(before.run(before.q.view, before.k.view, before.v.view, {500, 516}, {}, k_before, v_before),
@@ -235,7 +235,7 @@ TEST(Attention, ATokenWithFewHeadsOfKeys) {
       EXPECT_TRUE(same_bits(end({1, 1, 13, 1}, parallel), expected, dtype));
     }
   }
-  // Three spans, one head: as many tasks.
+  // Three spans and one head make three tasks.
   const Model model(1, 4, 1, 64, 1290, ElementType::f32, kF32);
   const Tensor k_cache = model.cache(true), v_cache = model.cache(false);
   for (const Tensor* cache : {&k_cache, &v_cache}) accept(cache->memory->data(), cache->memory->size());  // only counted
@@ -275,7 +275,7 @@ TEST(Attention, TheCachesHoldTheText) {
   }
 }
 
-// Of each head the codes of all positions, then their scales; nothing else is written.
+// Each head has the codes of all positions, then their scales; nothing else is written.
 TEST(Attention, CachesHoldCodesAndScales) {
   for (const CacheType cache : {kI8, kI4, kI8I4}) {
     const Model model(2, 2, 2, 32, 37, ElementType::f32, cache);
@@ -306,7 +306,7 @@ TEST(Attention, Strides) {
   for (const auto& [type, cache] : {Kind{ElementType::f32, kI8}, {ElementType::bf16, kI8I4}, {ElementType::f16, kI4}}) {
     const Model model(2, 4, 2, value_type(cache) == kI4 ? 64 : 48, 21, type, cache);
     const std::vector<uint8_t> expected = model.expected();
-    // The same values with the dimensions in another order in memory, the last of them first too.
+    // The same values with other orders of dimensions in memory, including the last dimension first.
     for (const std::vector<int>& order : {std::vector<int>{0, 2, 1, 3}, {3, 2, 1, 0}, {1, 3, 0, 2}}) {
       std::vector<Tensor> kept;
       const auto reordered = [&](const Tensor& tensor) {
@@ -343,7 +343,7 @@ TEST(Attention, Refusals) {
   ASSERT_TRUE(good().ok());
   for (Tensor* tensor : {&k_cache, &v_cache, &out}) tensor->memory->freeze();
 
-  // The arguments in their order, one of them changed.
+  // The arguments in order, with one changed.
   const auto with = [&](size_t index, auto change) {
     TensorView views[7] = {model.q.view, model.k.view, model.v.view, k_cache.view, v_cache.view, zero.view, out.view};
     change(views[index]);
@@ -360,7 +360,7 @@ TEST(Attention, Refusals) {
     EXPECT_FALSE(with(i, [](auto& t) { t.shape.ndim = 5; t.shape.size[4] = 2; }).ok()) << name;
     for (int d = 0; d < (i == 5 ? 1 : 4); ++d) {
       for (const int64_t change : {-1, 1, 16}) {
-        // More heads of queries: the output has too few.
+        // More query heads than the output has.
         EXPECT_FALSE(with(i, [&](auto& t) { t.shape.size[d] += change; }).ok()) << name << " dimension " << d;
       }
     }
@@ -373,14 +373,14 @@ TEST(Attention, Refusals) {
   EXPECT_TRUE(refused(with(6, [&](auto& t) { t.data = k_cache.memory->data() + 100; }), "share memory"));
   EXPECT_TRUE(refused(with(6, [&](auto& t) { t.data = v_cache.view.data; }), "share memory"));
 
-  // int8 caches have 4 bytes more a position, and both or none are int8.
+  // int8 caches have 4 more bytes per position; both caches are int8, or neither.
   const auto over = [&](const Tensor& keys, const Tensor& values) {
     return attention(model.q.view, model.k.view, model.v.view, keys.view, values.view, zero.view, {kScale}, out.view, {});
   };
   const auto int8_cache = [](int64_t width) { return Tensor(ElementType::i8, {1, 2, 16, width}); };
   const Tensor codes = int8_cache(36), more_codes = int8_cache(36), no_scales = int8_cache(32), pairs = int8_cache(20);
   EXPECT_TRUE(refused(over(no_scales, codes), "k_cache has shape [1, 2, 16, 32]; expected [1, 2, 16, 36], or 20 for 4 bits"));
-  // Caches of 4-bit codes have half as many bytes: keys and values, or values alone.
+  // Caches of 4-bit codes have half the bytes: for keys and values, or only for values.
   EXPECT_TRUE(refused(over(pairs, codes), "k_cache has 4-bit codes and v_cache has shape [1, 2, 16, 36], int8; expected 20"));
   EXPECT_TRUE(refused(over(pairs, no_scales), "v_cache has shape [1, 2, 16, 32]; expected [1, 2, 16, 36], or 20 for 4 bits"));
   Tensor another(ElementType::f32, {1, 10, 4, 32});
@@ -393,7 +393,7 @@ TEST(Attention, Refusals) {
   EXPECT_TRUE(refused(over(k_cache, codes), "v_cache has dtype int8; expected float32"));
   EXPECT_TRUE(refused(over(codes, codes), "share memory"));
 
-  // Nobody's keys and values: refused, and not skipped with the caches unchanged.
+  // Zero KV heads must be refused, not ignored with unchanged caches.
   EXPECT_TRUE(refused(
       [&] {
         TensorView q = model.q.view, to = out.view;
@@ -433,7 +433,7 @@ TEST(Attention, Refusals) {
   EXPECT_TRUE(good().ok());
 }
 
-// Tensors of more elements than an int counts. No memory is touched: the call is refused, for what is wrong with it.
+// Tensors with more elements than an int can count. The call is refused for its actual error, without touching memory.
 TEST(WindowAttention, StridesBeyondAnInt) {
   const auto at = [](uintptr_t tebibyte, const Shape& shape) {
     TensorView view{reinterpret_cast<void*>(tebibyte << 40), ElementType::f32, true, shape, {}};

@@ -1,5 +1,5 @@
-// Every row of the attention table: the portable row against the contract in float32 (equal bits) and float64 (a
-// derived bound), all other rows against the portable row (equal bits).
+// Every kernel of the attention table. The portable kernel is compared with the contract in float32 (equal bits) and float64 (a
+// derived bound), all others with the portable kernel (equal bits).
 
 #include <gtest/gtest.h>
 
@@ -16,7 +16,7 @@
 namespace lowbit::test {
 namespace {
 
-// What the queries and the text hold.
+// Content of the queries and the text.
 enum class Content {
   usual, sharp, huge, rising, tiny, nan_in_q, nan_in_k, infinite_q, infinite_k, infinite_v, subnormal,
   far_apart
@@ -24,7 +24,7 @@ enum class Content {
 
 constexpr float kFactor = 0.2f;
 
-// What some models have besides.
+// Options of some models.
 struct More {
   int64_t window = 0;       // 0: none
   float cap = 0.0f;         // AttentionArgs::cap
@@ -41,7 +41,7 @@ struct Kind {
     constexpr const char* kNames[] = {"f32", "bf16", "f16", "int8", "int4", "int8,int4"};
     return std::string(name_of(dtype)) + " over " + kNames[static_cast<int>(cache)];
   }
-  // 4-bit values, and keys, have widths of their own.
+  // 4-bit keys and values have other widths.
   int64_t fit(int64_t width) const { return value_type(cache) == CacheType::i4 ? (width + 31) / 32 * 32 : width; }
 };
 
@@ -76,10 +76,10 @@ struct Problem {
   float cap;
   std::vector<int64_t> begins, lengths;
   std::vector<std::vector<float>> q;
-  std::vector<float> given_keys, given_values;  // position by position, as they come
-  std::vector<float> keys, values;              // and as the caches have them: levels of codes
-  std::vector<float> key_scales, value_scales;  // of codes: by position
-  std::vector<float> sinks;                     // of rows, or none
+  std::vector<float> given_keys, given_values;  // in order of positions
+  std::vector<float> keys, values;              // as in the caches: the levels of codes
+  std::vector<float> key_scales, value_scales;  // of codes, by position
+  std::vector<float> sinks;                     // per row, or empty
   Guarded q_bytes, key_panels, value_bytes, key_scale_bytes, value_scale_bytes;
 
   int64_t item() const { return size_of(dtype); }
@@ -109,15 +109,15 @@ struct Problem {
     for (size_t r = 0; r < lengths.size(); ++r) q.push_back(make(width, magnitude));
     keys = make(length() * width, content == Content::huge ? 3e3f : 1.0f);
     values = make(length() * value_width, content == Content::tiny ? 1e-6f : 1.0f);
-    if (content == Content::rising) {  // each position's score above the ones before: maxima in every block
+    if (content == Content::rising) {  // every score exceeds the earlier ones: a new maximum in every block
       for (auto& row : q) row.assign(row.size(), 1.0f);
       for (int64_t j = 0; j < length(); ++j) keys[static_cast<size_t>(j * width)] += 0.125f * static_cast<float>(j);
     }
-    if (content == Content::far_apart) {  // the first position has all the weight, or one of the last
+    if (content == Content::far_apart) {  // all the weight is at the first position, or at one of the last
       for (auto& row : q) row.assign(row.size(), 100.0f);
       for (int64_t i = 0; i < width; ++i) keys[static_cast<size_t>(i)] = 3.0f;
     }
-    if (content == Content::subnormal) {  // about 2^-126 * 127: the least scale of an int8 cache, and none
+    if (content == Content::subnormal) {  // about 2^-126 * 127: at and below the smallest scale of an int8 cache
       for (size_t i = 0; i < keys.size(); ++i) keys[i] *= i / static_cast<size_t>(width) % 2 != 0 ? 0x1p-119f : 0x1p-121f;
       for (size_t i = 0; i < values.size(); ++i) values[i] *= 0x1p-119f;
       for (int64_t i = 0; i < value_width; ++i) values[static_cast<size_t>(i)] = 0.0f;
@@ -151,7 +151,7 @@ struct Problem {
       if (value_cache != CacheType::i4) store_cached(value_bytes.data(), value_cache, n, value);
       else store_code(value_bytes.data(), n / value_width * value_width / 2 + i / 32 * 16 + i % 16, i % 32 >= 16, value);
     }
-    std::memset(key_panels.data(), 0xff, static_cast<size_t>(key_panels.size()));  // NaN behind the text
+    std::memset(key_panels.data(), 0xff, static_cast<size_t>(key_panels.size()));  // NaN after the text
     for (int64_t j = 0; j < length(); ++j) {
       for (int64_t i = 0; i < width; ++i) {
         const int64_t quad = (j / 16 * width / 4 + i / 4) * 64 + j % 16 * 4 + i % 4;
@@ -166,7 +166,7 @@ struct Problem {
 
   int64_t scale_bytes() const { return has_scales(kind.cache) ? panels() * 4 : 4; }
 
-  // What a cache makes of keys or values, and its scales: NaN behind the text.
+  // Keys or values in cache format, and their scales; NaN after the text.
   void to_cache(CacheType cache, std::vector<float>& numbers, int64_t wide, std::vector<float>& scales,
                 Guarded& bytes) const {
     std::memset(bytes.data(), 0xff, static_cast<size_t>(bytes.size()));
@@ -211,7 +211,7 @@ struct Problem {
     return out.bytes();
   }
 
-  // All rows, up to `most` in a call.
+  // Runs all rows, at most `most` per call.
   std::vector<uint8_t> run(const AttentionKernel& kernel, int64_t most) const {
     std::vector<uint8_t> all;
     const int64_t rows = static_cast<int64_t>(lengths.size());
@@ -222,7 +222,7 @@ struct Problem {
     return all;
   }
 
-  // All rows, which see the same positions, span by span from the last to the first.
+  // Runs all rows, which see the same positions, span by span from last to first.
   std::vector<uint8_t> run_spans(const AttentionKernel& kernel) const {
     const int64_t rows = static_cast<int64_t>(lengths.size()), row_bytes = value_width * item();
     const int64_t first = begins[0] / kAttentionSpan, spans = (length() - 1) / kAttentionSpan + 1 - first;
@@ -270,7 +270,7 @@ struct Problem {
   }
 };
 
-// Like the operator: `group` rows for each of `count` positions from `start` on.
+// As in the operator: `group` rows for each of `count` positions from `start` on.
 std::vector<int64_t> lengths_of(int64_t start, int64_t count, int64_t group) {
   std::vector<int64_t> lengths;
   for (int64_t r = 0; r < count * group; ++r) lengths.push_back(start + r / group + 1);
@@ -293,7 +293,7 @@ TEST_P(AttentionRow, SameBits) {
   LOWBIT_SKIP_UNLESS_SUPPORTED(GetParam());
   const AttentionKernel& kernel = attention_kernel(GetParam().index);
   note_exercised(kernel.name);
-  // Widths and types take turns: emulators are slow.
+  // Each width runs with one type, because emulators are slow.
   constexpr int64_t kWidths[] = {16, 32, 64, 80, 128};
   uint64_t index = 0;
   for (const int64_t group : {1, 2, 3, 4}) {
@@ -313,7 +313,7 @@ TEST_P(AttentionRow, SameBits) {
   }
 }
 
-// Lengths that the operator does not ask for, widths up to the last, contents at the limits.
+// Lengths that the operator does not use, all widths up to the largest, extreme contents.
 TEST_P(AttentionRow, SameBitsAtTheLimits) {
   LOWBIT_SKIP_UNLESS_SUPPORTED(GetParam());
   const AttentionKernel& kernel = attention_kernel(GetParam().index);
@@ -323,7 +323,7 @@ TEST_P(AttentionRow, SameBitsAtTheLimits) {
     for (size_t shape = 0; shape < shapes.size(); ++shape) {
       for (const Kind& kind : kKinds) {
         for (const int64_t misaligned : {0, 2}) {
-          // Kinds that mix two types take turns: emulators are slow.
+          // Mixed types run in turn, because emulators are slow.
           if (cache_type_of(kind.dtype) != kind.cache && (shape + static_cast<size_t>(&kind - kKinds)) % 3 != 0) continue;
           Random random(shape + 100);
           const int64_t width = content == 0 && shape < 4 ? 256 : 48;
@@ -360,7 +360,7 @@ TEST_P(AttentionRow, SameBitsOfOtherScores) {
   }
 }
 
-// What a row does not see may be anything.
+// Positions that a row does not see may hold anything.
 TEST_P(AttentionRow, OutOfTheWindow) {
   LOWBIT_SKIP_UNLESS_SUPPORTED(GetParam());
   const AttentionKernel& kernel = attention_kernel(GetParam().index);
@@ -394,7 +394,7 @@ TEST_P(AttentionRow, RowsDoNotDependOnEachOther) {
   }
 }
 
-// Spans on their own, in any order, and joined: what one call makes of all of them.
+// Spans computed separately, in any order, and joined give the result of one call.
 TEST_P(AttentionRow, SpansOnTheirOwn) {
   LOWBIT_SKIP_UNLESS_SUPPORTED(GetParam());
   const AttentionKernel& kernel = attention_kernel(GetParam().index);
@@ -422,7 +422,7 @@ TEST_P(AttentionRow, SpansOnTheirOwn) {
   }
 }
 
-// A text written position by position is the keys and values that `run` reads, and nothing else is written.
+// A text written position by position gives the keys and values that `run` reads, and nothing else is written.
 TEST_P(AttentionRow, WritesWhatItReads) {
   LOWBIT_SKIP_UNLESS_SUPPORTED(GetParam());
   const AttentionKernel& kernel = attention_kernel(GetParam().index);

@@ -1,5 +1,5 @@
-// Many threads that call every operator at once, each with settings of its own for float operations, while kernel
-// libraries are loaded: the same bits in every call, and memory that does not grow. ThreadSanitizer watches it in `races`.
+// Many threads call every operator concurrently, each with its own float settings, while kernel libraries are loaded. Every
+// call must give the same bits, and memory must not grow. `races` runs it under ThreadSanitizer.
 //
 //   call_soak [CALLS [THREADS]]
 
@@ -22,7 +22,7 @@
 namespace lowbit::test {
 namespace {
 
-// One of so many calls runs on several threads.
+// One of this many calls uses several threads.
 #ifdef __SANITIZE_THREAD__
 constexpr int64_t kAlone = 8;
 #else
@@ -52,14 +52,14 @@ void together(int count, const Body& body) {
   for (std::thread& thread : threads) thread.join();
 }
 
-// A host whose threads begin at once, so that they meet also on a machine with other work.
+// A host whose threads start together, so that they overlap even on a busy machine.
 Parallel at_once(int count) {
   return {count, [](int tasks, void (*task)(void*, int), void* context) {
             together(tasks, [=](int i) { task(context, i); });
           }};
 }
 
-// Nothing was asked of the kernel tables before: what they build at the first use is built by one thread for all.
+// The kernel tables have not been used before, so one thread initializes them for all.
 void first_use(int threads) {
   Random random(1);
   const Layout layout = layout_of(72, 112, 4, 32, Mapping::symmetric, true);
@@ -89,7 +89,7 @@ void work(const std::vector<Call>& calls, std::atomic<int64_t>& left, uint64_t s
   Random random(seed);
   std::vector<uint8_t> out;
   while (left.fetch_sub(1) > 0 && right) {
-    // A parallel region of threads that are made for it is slow.
+    // Creating threads for a parallel region is slow.
     const Call& call = calls[static_cast<size_t>(random.below(static_cast<int64_t>(calls.size())))];
     const Parallel parallel = random.below(kAlone) == 0 ? at_once(static_cast<int>(2 + random.below(3))) : Parallel();
     out.assign(call.expected.size(), 0);
@@ -101,7 +101,7 @@ void work(const std::vector<Call>& calls, std::atomic<int64_t>& left, uint64_t s
   }
 }
 
-// Rows that do not change what is chosen: the bits of the built-in ones, or of a format of their own.
+// Kernels that do not change results: with the bits of the built-in ones, or for their own format.
 void load(std::atomic<bool>& ends) {
   for (const char* name : {"own_format", "acme_kernels", "fault_after", "fault_no_rows", "own_format"}) {
     const Status status = load_kernels((std::string(kTestLibraries) + name + ".so").c_str());
@@ -119,7 +119,7 @@ int run(int argc, char** argv) {
   const int workers = argc > 2 ? std::atoi(argv[2]) : 4;
   first_use(workers);
   std::vector<Call> calls = make_calls();
-  for (size_t i = calls.size(); i-- > 0;) {  // milliseconds each, and on one thread by nature
+  for (size_t i = calls.size(); i-- > 0;) {  // takes milliseconds each, on one thread
     if (calls[i].expected.size() > 100000 && i % 4 != 0) calls.erase(calls.begin() + static_cast<int64_t>(i));
   }
   std::atomic<bool> ends{false};

@@ -1,4 +1,4 @@
-// The bit layout of a block: that it is a bijection, that every code survives, and that it is the layout of format v1.
+// The bit layout of a block is a bijection, preserves every code, and is the layout of format v1.
 
 #include <gtest/gtest.h>
 
@@ -93,7 +93,7 @@ TEST(Codec, EveryCodeSurvivesAmongRandomOnes) {
   });
 }
 
-// One position: its eight codes and its byte in each packed line. Never changes: format v1.
+// One position: its eight codes and its byte in each packed line. Fixed by format v1.
 struct Golden {
   int bits;
   uint8_t codes[kBlockLines];

@@ -7,7 +7,7 @@
 namespace lowbit::test {
 namespace {
 
-// Halves of one tensor [rows, 2 n], as the two inputs of a gated activation often are.
+// Halves of one tensor [rows, 2 n], a common form of the inputs of a gated activation.
 TEST(Elementwise, RowsAtEqualDistancesAndThreads) {
   Random random(1);
   const Tensor both = random_tensor(ElementType::f32, {4, 50, 2, 100}, random);
@@ -40,7 +40,7 @@ TEST(Elementwise, Refusals) {
   EXPECT_TRUE(refused(activate(x.view, nullptr, 4, out.view, {}), "activation is 4; expected 0 to 3"));
   EXPECT_TRUE(refused(activate(x.view, &weight.view, 0, out.view, {}), "gate has shape [8]; expected [3, 8]"));
   EXPECT_TRUE(refused(activate(index_tensor<int64_t>({1}).view, nullptr, 0, out.view, {}), "x has dtype int64; expected"));
-  EXPECT_TRUE(refused(activate(x.view, nullptr, 0, x.view, {}), "out and x share memory; expected memory of their own"));
+  EXPECT_TRUE(refused(activate(x.view, nullptr, 0, x.view, {}), "out and x share memory; expected separate memory"));
   const TensorView uneven = view_of(x.view.data, ElementType::f32, {2, 2, 2}, {5, 3, 1});
   const TensorView number = view_of(x.view.data, ElementType::f32, {}, {});
   EXPECT_TRUE(refused(activate(uneven, nullptr, 0, out.view, {}), "x has strides that are not those of rows"));

@@ -1,5 +1,5 @@
-// Every row of the elementwise table against the portable row: equal bits, and no access outside of its memory.
-// tests/python/operators/test_elementwise.py compares what this machine chooses with torch.
+// Every kernel of the elementwise table has the bits of the portable kernel and stays within its memory.
+// tests/python/operators/test_elementwise.py compares the chosen kernels with torch.
 
 #include <gtest/gtest.h>
 
@@ -17,7 +17,7 @@ namespace {
 constexpr DType kTypes[] = {DType::f32, DType::bf16, DType::f16};
 constexpr int64_t kRows = 3;
 constexpr int64_t kWidths[] = {1, 15, 16, 17, 64, 100};
-// What no formula may turn into other bits on one ISA.
+// Special values, for which every ISA must give the same bits.
 constexpr float kInfinity = std::numeric_limits<float>::infinity(), kNaN = std::numeric_limits<float>::quiet_NaN();
 constexpr float kOdd[] = {0.0f, -0.0f, 5.6f, -5.6f, -5.7f, 1e-40f, -88.0f, 3e38f, -3e38f, kInfinity, -kInfinity, kNaN};
 

@@ -43,7 +43,7 @@ struct Model {
     return out;
   }
 
-  // Runs the operator and compares; `rows` is what the indices say, in order.
+  // Runs the operator and compares; `rows` has the indices in order.
   void check(const TensorView& indices, const std::vector<int64_t>& rows, ElementType type = ElementType::f32,
              const Parallel& parallel = {}) const {
     Shape shape;
@@ -109,7 +109,7 @@ TEST(Embedding, AnyNumberOfThreadsGivesTheSameBits) {
   for (const int count : {1, 2, 7}) model.check(indices.view, rows, ElementType::f16, threads(count));
 }
 
-// The host changes the indices between the check and the rows, as another thread might. The rows lie between inaccessible
+// The host changes the indices between the check and the lookup, as another thread might. The rows are between inaccessible
 // pages.
 TEST(Embedding, WhatWasCheckedIsWhatIsRead) {
   static int64_t* memory;
@@ -127,7 +127,7 @@ TEST(Embedding, WhatWasCheckedIsWhatIsRead) {
     static int64_t bytes;
     bytes = indices.memory->size();
     const Parallel host{2, [](int tasks, void (*task)(void*, int), void* context) {
-                          std::memset(memory, 0x71, static_cast<size_t>(bytes));  // far beyond the end
+                          std::memset(memory, 0x71, static_cast<size_t>(bytes));  // indices far out of range
                           for (int i = 0; i < tasks; ++i) task(context, i);
                         }};
     model.check(indices.view, rows, ElementType::f32, host);

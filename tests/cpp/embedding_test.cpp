@@ -1,5 +1,5 @@
-// Every row of the embedding table: the portable rows against the contract in float32 (equal bits) and float64 (a
-// derived bound), all other rows against the portable row of their width (equal bits).
+// Every kernel of the embedding table. Portable kernels are compared with the contract in float32 (equal bits) and float64 (a
+// derived bound), all others with the portable kernel of their width (equal bits).
 
 #include <gtest/gtest.h>
 

@@ -1,4 +1,4 @@
-// Linear layers of experts: each result has the bits of the portable kernels run row by row with its expert's matrix;
+// Linear layers of experts: each result has the bits of the portable kernels, run row by row with the expert's matrix. Also
 // strides, threads, chunks, refusals. ctest runs this once per LOWBIT_ISA.
 
 #include <gtest/gtest.h>
@@ -14,7 +14,7 @@ namespace {
 constexpr int64_t kOutputs = 37, kInputs = 50;
 
 struct Model {
-  std::vector<Layout> layouts;  // with levels each expert has a table of its own
+  std::vector<Layout> layouts;  // with levels, each expert has its own table
   Tensor packed_weights;
 
   explicit Model(int64_t experts, int64_t n = kOutputs, int64_t k = kInputs, int bits = 4, int64_t group_size = 32,
@@ -37,7 +37,7 @@ struct Model {
 
   int64_t n() const { return layouts[0].n; }
 
-  // `chosen` is what `experts` says, in order.
+  // `chosen` has the values of `experts` in order.
   std::vector<uint8_t> expected(const TensorView& x, const std::vector<int64_t>& chosen) const {
     const int64_t rows = x.shape.numel() / layouts[0].k, bytes = n() * element_bytes(x.type);
     std::vector<uint8_t> out(chosen.size() * static_cast<size_t>(bytes));
@@ -60,7 +60,7 @@ struct Model {
     const Status good = linear_experts_shape(x, experts, n(), &shape);
     ASSERT_TRUE(good.ok()) << good.message();
     Tensor out(x.type, {shape.size, shape.size + shape.ndim});
-    const std::vector<uint8_t> wanted = expected(x, chosen);  // before a host changes what it has lent
+    const std::vector<uint8_t> wanted = expected(x, chosen);  // computed before a host changes its memory
     const Status status = linear_experts(x, packed_weights.view, experts, n(), out.view, parallel);
     ASSERT_TRUE(status.ok()) << status.message();
     EXPECT_TRUE(same_bits(out.bytes(), wanted, dtype_of(x.type)));
@@ -69,7 +69,7 @@ struct Model {
   }
 };
 
-// Of `count` experts; some of them get many rows and some none.
+// Choices among `count` experts; some get many rows and some none.
 std::vector<int64_t> choices(int64_t results, int64_t count, Random& random) {
   std::vector<int64_t> chosen;
   for (int64_t i = 0; i < results; ++i) chosen.push_back(random.below(1 + random.below(count)));
@@ -110,7 +110,7 @@ TEST(LinearExperts, RotatedInputs) {
   }
 }
 
-// What a call keeps by expert lies in pieces of 64 bytes: eight numbers fill one.
+// A call keeps data per expert in pieces of 64 bytes, which eight numbers fill.
 TEST(LinearExperts, AnyNumberOfExperts) {
   Random random(8);
   for (const int64_t count : {1, 2, 7, 8, 9, 15, 16, 17, 32}) {
@@ -169,7 +169,7 @@ TEST(LinearExperts, AnyStrides) {
 TEST(LinearExperts, AnyNumberOfThreadsGivesTheSameBits) {
   Random random(4);
   const Model model(6, 200, 256);
-  for (const int64_t rows : {1, 5, 130}) {  // with 130 rows the threads quantize, too
+  for (const int64_t rows : {1, 5, 130}) {  // with 130 rows, threads also share the quantization
     const std::vector<int64_t> chosen = choices(rows * 4, 6, random);
     const Tensor x = random_tensor(ElementType::f32, {rows, 256}, random), experts = index_tensor(chosen, {rows, 4});
     for (const int count : {1, 2, 7}) model.check(x.view, experts.view, chosen, threads(count));
@@ -178,8 +178,8 @@ TEST(LinearExperts, AnyNumberOfThreadsGivesTheSameBits) {
   }
 }
 
-// So many rows that their quantized values do not fit the operator's scratch memory (16 MiB) at once, and that those of
-// an expert make several parts.
+// Enough rows that their quantized values exceed the operator's scratch memory (16 MiB), and that one expert's rows make
+// several parts.
 TEST(LinearExperts, ManyRowsInChunks) {
   Random random(5);
   constexpr int64_t kRows = 2600;
@@ -190,7 +190,7 @@ TEST(LinearExperts, ManyRowsInChunks) {
   model.check(x.view, experts.view, chosen, threads(2));
 }
 
-// Experts that nobody has chosen may hold anything.
+// Experts that no row has chosen may contain anything.
 TEST(LinearExperts, OnlyChosenOnesAreRead) {
   Random random(6);
   const Model model(4);
@@ -207,7 +207,7 @@ TEST(LinearExperts, OnlyChosenOnesAreRead) {
   EXPECT_TRUE(refused(run({3, 0, 2, 3}), "expert 2: "));
 }
 
-// The host changes the indices between the check and the rows, as another thread might. Matrices and output lie between
+// The host changes the indices between the check and the computation, as another thread might. Matrices and output are between
 // inaccessible pages.
 TEST(LinearExperts, WhatWasCheckedIsWhatIsRead) {
   static Tensor* lent;
@@ -293,7 +293,7 @@ TEST(LinearExperts, Refusals) {
   EXPECT_TRUE(refused(linear_experts(x.view, w, experts.view, kOutputs,
                                      changed(out.view, [](auto& v) { v.shape.size[1] = 1; }), {}),
                       "out has shape [2, 1, 37]; expected [2, 2, 37]"));
-  // Experts that are not packed alike: as many bytes, but groups of another size.
+  // Experts packed differently: the same number of bytes, but another group size.
   const Layout one = layout_of(kOutputs, 64, 4, 48, Mapping::symmetric, true);
   const Layout other = layout_of(kOutputs, 64, 4, 32, Mapping::symmetric, true);
   ASSERT_EQ(one.total_bytes, other.total_bytes);
@@ -319,7 +319,7 @@ TEST(LinearExperts, Refusals) {
   EXPECT_TRUE(out.memory->intact()) << "a refused call writes nothing";
 }
 
-// A matrix that no row goes to is not read.
+// A matrix without rows is not read.
 TEST(LinearExperts, ADamagedHeaderOfAnExpertThatIsNotChosen) {
   Random random(5);
   for (const int64_t damaged : {0, 1, 2}) {

@@ -1,4 +1,4 @@
-// The same bits whatever the float settings of the threads are: rounding upwards, or subnormal numbers flushed to zero.
+// Results have the same bits for all float settings of threads: rounding upwards, or flushing subnormal numbers to zero.
 
 #include "../../ops/float_environment.h"
 
@@ -42,7 +42,7 @@ float third_of_the_least_normal() {
   return least / three;
 }
 
-// Runs on threads with a setting, every second one or all of them, and checks that they have it afterwards.
+// Runs with a setting on every second thread or on all, and checks that the threads still have it afterwards.
 const Setting* current;
 bool every_thread;
 Parallel host_with_setting() {
@@ -58,7 +58,7 @@ Parallel host_with_setting() {
           }};
 }
 
-// `run` gives the bytes of a result on a host.
+// `run` returns the bytes of a result on a host.
 void expect_same_bits(const char* what, DType dtype, const std::function<std::vector<uint8_t>(const Parallel&)>& run) {
   const std::vector<uint8_t> expected = run({});
   for (const Setting& setting : kSettings) {
@@ -107,7 +107,7 @@ TEST(FloatSettings, Linear) {
   Random random(1);
   const Layout layout = layout_of(200, 320, 4, 32, Mapping::affine, true);
   const Tensor weight = bytes_tensor(packed(random_weights(layout, random)));
-  for (const int64_t m : {1, 3, 130}) {  // with 130 rows the threads quantize, too
+  for (const int64_t m : {1, 3, 130}) {  // with 130 rows, threads also share the quantization
     for (const float factor : {1.0f, 1e-36f}) {
       const Tensor x = small_values({m, 320}, factor, 2);
       expect_same_bits("linear", DType::f32, [&](const Parallel& parallel) {

@@ -1,4 +1,4 @@
-// The header and the checksum: what is written, and that nothing else is accepted.
+// The header and the checksum: what is written, and that everything else is refused.
 
 #include "../../kernels/format.h"
 
@@ -15,7 +15,7 @@ namespace {
 
 constexpr int64_t kNoOverride = -1;
 
-// The header's fields at their offsets, restated; the checksum is always right for what the fields say.
+// The header's fields at their offsets, restated; the checksum always matches the fields.
 struct Fields {
   uint16_t version = 1;
   uint8_t format = 0, bits = 4, mapping = 0, has_bias = 0;
@@ -176,7 +176,7 @@ TEST(Format, OtherLengthsAreRefused) {
   }
 }
 
-// Headers of version 2 with a right checksum that lie.
+// Headers of version 2 with wrong fields and a matching checksum.
 TEST(Format, HostileLevelsAreRefused) {
   struct Change {
     size_t at;
@@ -184,7 +184,7 @@ TEST(Format, HostileLevelsAreRefused) {
     const char* says;
   };
   const std::vector<uint8_t> good = small_packed(3, Mapping::levels);
-  const auto sealed = [](std::vector<uint8_t> bytes) {  // the checksum leaves itself out
+  const auto sealed = [](std::vector<uint8_t> bytes) {  // the checksum excludes itself
     std::vector<uint8_t> covered(bytes.begin(), bytes.begin() + 56);
     covered.insert(covered.end(), bytes.begin() + 64, bytes.begin() + 128);
     const uint64_t checksum = checksum_of(covered.data(), static_cast<int64_t>(covered.size()));
@@ -199,16 +199,16 @@ TEST(Format, HostileLevelsAreRefused) {
                                {12, 1, "has mapping 1; expected 2"}, {12, 3, "has mapping 3; expected 2"},
                                {10, 1, "format 1"}, {14, 1, "blocks of 2^1 rotated"}, {15, 1, "format 0"},
                                {64, 0x80, "level [0] is -128"},
-                               {71, 0x80, "level [7] is -128"}, {72, 1, "bytes behind its 8 levels; expected zeros"},
-                               {79, 0x80, "bytes behind its 8 levels"}, {80, 1, "bytes behind its 8 levels"},
-                               {127, 255, "bytes behind its 8 levels"}}) {
+                               {71, 0x80, "level [7] is -128"}, {72, 1, "bytes after its 8 levels; expected zeros"},
+                               {79, 0x80, "bytes after its 8 levels"}, {80, 1, "bytes after its 8 levels"},
+                               {127, 255, "bytes after its 8 levels"}}) {
     std::vector<uint8_t> bytes = good;
     bytes[change.at] = change.value;
     const Status status = read(sealed(bytes), size, &layout);
     ASSERT_FALSE(status.ok()) << change.at;
     EXPECT_NE(std::strstr(status.message(), change.says), nullptr) << status.message();
   }
-  // A version that has no levels.
+  // A version without levels.
   EXPECT_TRUE(refused({.mapping = 2}, "mapping 2"));
 }
 
@@ -228,7 +228,7 @@ TEST(Format, OtherVersionsAreRefused) {
   EXPECT_TRUE(refused({.version = 0xffff}, "version 65535"));
 }
 
-// Headers with a right checksum that lie.
+// Headers with wrong fields and a matching checksum.
 TEST(Format, HostileHeadersAreRefused) {
   EXPECT_TRUE(refused({.format = 1}, "format 1"));
   EXPECT_TRUE(refused({.bits = 0}, "bits is 0; expected 1 to 8"));
@@ -253,16 +253,16 @@ TEST(Format, HostileHeadersAreRefused) {
   EXPECT_TRUE(refused({.total_bytes = -64}, "its header says -64"));
   EXPECT_TRUE(refused({.total_bytes = 4096}, "its header says 4096"));
   EXPECT_TRUE(refused({.total_bytes = INT64_MAX}, "its header says 9223372036854775807"));
-  // The largest matrix there is: 2^62 bytes of weights, in a buffer of 4096.
+  // The largest possible matrix, 2^62 bytes of weights, in a buffer of 4096 bytes.
   const int64_t most = kMaxDimension;
   EXPECT_TRUE(
       refused({.bits = 8, .mapping = 1, .n = most, .k = most, .group_size = 16, .total_bytes = 4096}, "4096 bytes"));
-  // Right about itself, in a buffer of another size.
+  // A valid header in a buffer of another size.
   EXPECT_TRUE(refused({.n = 64}, "packed weight has 4096 bytes"));
   EXPECT_TRUE(refused({}, "packed weight has 4096 bytes"));
 }
 
-// A version 3 has rotated inputs, and no other version.
+// Version 3, and no other version, has rotated inputs.
 TEST(Format, HostileRotationsAreRefused) {
   EXPECT_TRUE(refused({.rotation = 5}, "version 1 has blocks of 2^5 rotated inputs; expected them in version 3 only"));
   EXPECT_TRUE(refused({.version = 3}, "version 3 has blocks of 2^0 rotated inputs"));
@@ -327,7 +327,7 @@ TEST(Format, AnyAlteredByteOfThePayloadIsNoticed) {
   EXPECT_FALSE(verify_payload(bytes.data(), layout).ok()) << "two panels changed places";
 }
 
-// A whole packed matrix, header included. These numbers change only with the format's version.
+// Checksums of whole packed matrices with headers. They change only with the format's version.
 TEST(Format, GoldenMatrices) {
   constexpr uint64_t kSymmetric[8] = {0x38f5acdcd728c4b4u, 0x440eaa3d6e459f67u, 0x1b72945036e95bf7u,
                                       0x1bf0a5de9504e3eau, 0xc7348c2eac00716du, 0x173b72df364b2964u,
@@ -340,7 +340,7 @@ TEST(Format, GoldenMatrices) {
       Weights w{layout_of(18, 75, bits, 48, mapping, true), {}, {}, {}, {}};
       for (int i = 0; i < 18 * 75; ++i)
         w.codes.push_back(static_cast<uint8_t>((i * i + 7 * i) >> 2 & ((1 << bits) - 1)));
-      for (int i = 0; i < 18 * 2; ++i) {  // rows of one power of two, and rows with another row scale
+      for (int i = 0; i < 18 * 2; ++i) {  // rows with and without a row scale of 1
         w.scales.push_back(i % 4 < 2 ? 0.0078125f * static_cast<float>(i + 1) : 0.1f / static_cast<float>(i + 1));
         if (mapping == Mapping::affine) w.mins.push_back((i % 4 < 2 ? -0.03125f : -0.03f) * static_cast<float>(i % 7));
       }

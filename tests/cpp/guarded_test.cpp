@@ -1,4 +1,4 @@
-// That the buffers of the tests notice who reads or writes beyond them: on this system, too.
+// The tests' buffers detect reads and writes beyond their ends on this system.
 
 #include "support/guarded.h"
 
@@ -40,7 +40,7 @@ TEST(Guarded, BytesBesideABufferAreWatched) {
   }
 }
 
-// Who runs tests for large pages says so: an emulator may not give them (QEMU 11 ignores QEMU_PAGESIZE).
+// Runs for large pages state the page size, because an emulator may not provide it (QEMU 11 ignores QEMU_PAGESIZE).
 TEST(Guarded, PagesHaveTheSizeThatIsRequired) {
   const char* const required = std::getenv("LOWBIT_REQUIRE_PAGE_SIZE");
   if (required == nullptr) GTEST_SKIP() << "LOWBIT_REQUIRE_PAGE_SIZE is not set";

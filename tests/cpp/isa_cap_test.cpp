@@ -1,9 +1,8 @@
-// Run once per value of LOWBIT_ISA: that the cap holds, and that the operators run the capped rows.
+// Runs once per value of LOWBIT_ISA: the cap holds, and the operators run the capped kernels.
 //
-// All rows return the same bits, so the result of an operator cannot tell which one ran. On Linux this program
-// therefore defines choose_linear() and its siblings itself: the dynamic linker gives liblowbit.so these instead of its
-// own. They ask the library's, and hand the operator a copy of the row whose function takes a note before it calls the
-// real one.
+// All kernels return the same bits, so the result of an operator does not show which one ran. Therefore, on Linux, this program
+// defines choose_linear() and its siblings itself, and the dynamic linker uses them in liblowbit.so. They call the library's
+// functions, and return a copy of the kernel whose function records the call before it calls the real one.
 
 #include <gtest/gtest.h>
 
@@ -35,7 +34,7 @@
 namespace lowbit {
 namespace {
 
-// What the operators asked for and ran.
+// What the operators requested and ran.
 struct Seen {
   IsaBits isa = ~IsaBits{0};
   std::string ran;
@@ -47,14 +46,14 @@ const QuantizeKernel* real_quantize;
 std::atomic<const LinearKernel*> real_linear, real_beside;  // linear_experts() chooses on each of its threads
 const EmbeddingKernel* real_embedding;
 
-// Of linear's threads: who ran the chosen row, and how often the row beside it was run.
+// Which threads ran the chosen kernel, and how often the alternative kernel ran.
 std::mutex linear_mutex;
 std::set<std::thread::id> linear_threads;
 std::atomic<int> beside_runs{0};
 
 #if defined(__aarch64__)
-constexpr int kSetSmeLength = 63, kGetSmeLength = 64;  // of prctl; the length is in bytes
-int shortest_sme_length = 64;  // of the threads that ran a row for SME2
+constexpr int kSetSmeLength = 63, kGetSmeLength = 64;  // for prctl; the length is in bytes
+int shortest_sme_length = 64;  // among threads that ran an SME2 kernel
 int sme_length() { return prctl(kGetSmeLength) & 0xffff; }
 #endif
 
@@ -70,12 +69,12 @@ void run_linear(const LinearArgs& args) {
 #endif
   }
   EXPECT_EQ(reinterpret_cast<uintptr_t>(args.scratch) % 64, 0u);
-  std::memset(args.scratch, 0xff, kLinearScratchBytes);  // the row's own memory, whatever it holds
+  std::memset(args.scratch, 0xff, kLinearScratchBytes);  // the kernel must not depend on the content of its scratch memory
   real_linear.load()->run(args);
 }
 void run_embedding(const EmbeddingArgs& args) { seen_embedding.ran = real_embedding->name, real_embedding->run(args); }
 
-// The library's own definition of the function whose (C++) symbol is given.
+// The library's definition of the function with this (C++) symbol.
 template <class Function>
 Function* next(const char* symbol) {
   return reinterpret_cast<Function*>(dlsym(RTLD_NEXT, symbol));
@@ -99,7 +98,7 @@ const LinearKernel& choose_linear(const Layout& layout, int64_t m, IsaBits isa, 
   static auto* const real =
       next<const LinearKernel&(const Layout&, int64_t, IsaBits, Streams)>(
       "_ZN6lowbit13choose_linearERK13lowbit_layoutljNS_7StreamsE");
-  if ((active_isa() & ~isa & kSme2) != 0) {  // asked for second
+  if ((active_isa() & ~isa & kSme2) != 0) {  // requested second
     real_beside = &real(layout, m, isa, streams);
     static thread_local LinearKernel copy_beside;
     copy_beside = *real_beside.load();
@@ -163,7 +162,7 @@ TEST(IsaCap, HoldsForActiveIsa) {
 }
 
 #if defined(__linux__) && defined(__x86_64__)
-// What the system says of the CPU: it has what the CPU has, but for what it does not save the registers of.
+// What the system reports of the CPU: its features, except those whose registers it does not save.
 TEST(IsaCap, TheBitsAreThoseOfTheSystem) {
   if (std::getenv("QEMU_CPU") != nullptr) GTEST_SKIP() << "QEMU shows the /proc/cpuinfo of the machine that it runs on";
   std::ifstream file("/proc/cpuinfo");
@@ -175,11 +174,11 @@ TEST(IsaCap, TheBitsAreThoseOfTheSystem) {
   EXPECT_EQ((cpu_isa() & kAvx2) != 0, has("avx2") && has("fma") && has("f16c"));
   EXPECT_EQ((cpu_isa() & kAvxVnni) != 0, has("avx_vnni"));
   EXPECT_EQ((cpu_isa() & kAvx512Vnni) != 0, has("avx512_vnni"));
-  // Linux does not list it; only CPUs with AVX-VNNI have it.
+  // Linux does not list it, but only CPUs with AVX-VNNI have it.
   EXPECT_TRUE((cpu_isa() & kAvxVnniInt8) == 0 || has("avx_vnni"));
 }
 
-// The permission for tile registers is for good, and demands larger signal stacks: it is not asked for in vain.
+// The permission for tile registers is permanent and requires larger signal stacks, so it must not be requested needlessly.
 TEST(IsaCap, HoldsForThePermissionToUseTiles) {
   constexpr long kGetPermission = 0x1022;
   constexpr uint64_t kTileData = uint64_t{1} << 18;
@@ -196,15 +195,15 @@ TEST(IsaCap, HoldsForThePermissionToUseTiles) {
   std::exit((active_isa() & kAmx) != 0 ? 1 : 0);
 }
 
-// Where a thread has a signal stack without room for the tiles, the system says no, and AVX-512 VNNI is left.
+// If a thread's signal stack is too small for tiles, the system refuses, and AVX-512 VNNI is used.
 TEST(IsaCap, ASmallSignalStackLeavesOutTiles) {
-  GTEST_FLAG_SET(death_test_style, "threadsafe");  // a new process, whose ISA has not been read
+  GTEST_FLAG_SET(death_test_style, "threadsafe");  // a new process, which has not determined its ISA yet
   EXPECT_EXIT(exit_with_a_small_signal_stack(), testing::ExitedWithCode(0), "");
 }
 #endif
 
 #if defined(__linux__) && defined(__aarch64__)
-// What the system says of the CPU, by the numbers of Linux.
+// What the system reports of the CPU, with Linux's bit numbers.
 TEST(IsaCap, TheBitsAreThoseOfTheSystem) {
   const unsigned long hwcap = getauxval(AT_HWCAP), hwcap2 = getauxval(AT_HWCAP2);
   const auto has = [](unsigned long word, int bit) { return (word >> bit & 1) != 0; };
@@ -218,7 +217,7 @@ TEST(IsaCap, TheBitsAreThoseOfTheSystem) {
 TEST(IsaCap, Sme2WantsACpuWithVectorsOf512Bits) {
   constexpr unsigned long kHwcap2Sme2 = 1ul << 37;
   bool has = false;
-  std::thread([&] { has = (prctl(kSetSmeLength, 64) & 0xffff) == 64; }).join();  // a thread's own length
+  std::thread([&] { has = (prctl(kSetSmeLength, 64) & 0xffff) == 64; }).join();  // the length is per thread
   has = has && (getauxval(AT_HWCAP2) & kHwcap2Sme2) != 0;
   EXPECT_EQ((cpu_isa() & kSme2) != 0, has);
 }
@@ -230,7 +229,7 @@ Tensor linear_of(const Tensor& x, const Tensor& weight) {
   return out;
 }
 
-// Threads beyond those that may use the matrix unit run other rows; the bits are the same.
+// Threads beyond the limit for the matrix unit run other kernels, with the same bits.
 TEST(IsaCap, SomeThreadsUseTheMatrixUnit) {
   if ((active_isa() & kSme2) == 0) GTEST_SKIP() << "no SME2";
   ASSERT_TRUE(sme_threads_status().ok());
@@ -243,7 +242,7 @@ TEST(IsaCap, SomeThreadsUseTheMatrixUnit) {
     ASSERT_TRUE(linear(x.view, weight.view, 2048, expected.view, {}).ok());
     linear_threads.clear();
     beside_runs = 0;
-    for (int tries = 0; tries < 100 && beside_runs == 0; ++tries) {  // threads may come when all is done
+    for (int tries = 0; tries < 100 && beside_runs == 0; ++tries) {  // threads may start after all work is done
       linear_threads.clear();
       ASSERT_TRUE(linear(x.view, weight.view, 2048, found.view, threads(4)).ok());
       EXPECT_EQ(found.bytes(), expected.bytes());
@@ -266,14 +265,14 @@ TEST(IsaCap, SomeThreadsOfExpertsUseTheMatrixUnit) {
   }
   const Tensor weights(ElementType::u8, {kExperts, layout.total_bytes});
   std::memcpy(weights.memory->data(), bytes.data(), bytes.size());
-  for (const int64_t m : {4, 80}) {  // rows of an expert: one and twenty
+  for (const int64_t m : {4, 80}) {  // rows per expert: one and twenty
     const Tensor x = random_tensor(ElementType::f32, {m, 256}, random);
     const Tensor experts(ElementType::i64, {m, 1});
     for (int64_t row = 0; row < m; ++row) reinterpret_cast<int64_t*>(experts.memory->data())[row] = row % kExperts;
     const Tensor expected(ElementType::f32, {m, 1, kOutputs}), found(ElementType::f32, {m, 1, kOutputs});
     ASSERT_TRUE(linear_experts(x.view, weights.view, experts.view, kOutputs, expected.view, {}).ok());
     beside_runs = 0;
-    for (int tries = 0; tries < 100 && beside_runs == 0; ++tries) {  // threads may come when all is done
+    for (int tries = 0; tries < 100 && beside_runs == 0; ++tries) {  // threads may start after all work is done
       linear_threads.clear();
       const Status status = linear_experts(x.view, weights.view, experts.view, kOutputs, found.view, threads(4));
       ASSERT_TRUE(status.ok()) << status.message();
@@ -285,7 +284,7 @@ TEST(IsaCap, SomeThreadsOfExpertsUseTheMatrixUnit) {
   }
 }
 
-// Threads run the rows for SME2 with vectors of 512 bits, whatever they have, and have the same again afterwards.
+// Threads run SME2 kernels with vectors of 512 bits, and have their previous length afterwards.
 TEST(IsaCap, Sme2LeavesThreadsTheirLength) {
   if ((active_isa() & kSme2) == 0 || sme_threads() == 0) GTEST_SKIP() << "no SME2";
   Random random(1);
@@ -318,7 +317,7 @@ TEST(IsaCap, Sme2LeavesThreadsTheirLength) {
   }
 }
 
-// Where somebody's ZA is live, other rows do the work.
+// If a caller's ZA is live, other kernels do the work.
 TEST(IsaCap, Sme2IsLeftAloneWhereItCannotBeUsed) {
   if ((active_isa() & kSme2) == 0) GTEST_SKIP() << "no SME2";
   Random random(1);
@@ -394,7 +393,7 @@ TEST(IsaCap, SmeThreadsAreANumber) {
   }
 }
 
-// `value` null or empty: it is not set any more.
+// A null or empty `value` unsets the variable.
 void set_environment(const char* name, const char* value) {
 #ifdef _WIN32
   _putenv_s(name, value == nullptr ? "" : value);
@@ -414,7 +413,7 @@ TEST(IsaCap, IsReadOnce) {
   set_environment("LOWBIT_ISA", old == nullptr ? nullptr : kept.c_str());
 }
 
-// Whoever caps the instruction sets by a name that does not exist is told so by every operator, and gets no result.
+// With an unknown name in LOWBIT_ISA, every operator returns an error and no result.
 TEST(IsaCap, OperatorsRefuseAWrongName) {
   if (isa_cap_status().ok()) GTEST_SKIP() << "LOWBIT_ISA is a name, or not set";
   Random random(1);
@@ -440,7 +439,7 @@ TEST(IsaCap, OperatorsRefuseAWrongName) {
 }
 
 #if defined(__linux__)
-// The first row of the tables (best first) that fits: worked out here from the rows alone.
+// The first kernel of the tables (best first) that fits, computed here from the tables alone.
 const LinearKernel* best_linear(const Layout& layout, int64_t m, IsaBits isa) {
   for (size_t i = 0; i < linear_kernel_count(); ++i) {
     const LinearKernel& row = linear_kernel(i);

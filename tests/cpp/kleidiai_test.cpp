@@ -1,11 +1,11 @@
-// The KleidiAI adapter (adapters/kleidiai) through lowbit's operators, against real numbers. It rounds more than lowbit:
+// The KleidiAI adapter (adapters/kleidiai) through lowbit's operators, compared with exact results. It rounds more than lowbit:
 //
 //   scales are bfloat16, to nearest       at most 2^-9 of each product
-//   activations are int8 per row          x is off by at most one step: half for its own rounding, half for the zero
-//                                         point, which is rounded to an integer too
+//   activations are int8 per row          x is off by at most one step: half for its rounding, half for the rounding of the
+//                                         zero point to an integer
 //
-// and the rest is float32 arithmetic. So |y - sum x w| <= 2^-9 sum |x w| + step * sum |w| + small. lowbit's own result
-// is within half a step of the same sum (and the same for its zero point), so the two are as close to each other as that.
+// and the rest is float32 arithmetic. So |y - sum x w| <= 2^-9 sum |x w| + step * sum |w| + small. lowbit's result is within
+// half a step of the same sum, so the two results are close to each other.
 
 #include <gtest/gtest.h>
 
@@ -109,7 +109,7 @@ TEST_P(Results, AreWithinTheRounding) {
           size += y * y;
         }
       }
-      // The bound adds up the worst; roundings of random sign come nowhere near it.
+      // The bound is the worst case; roundings of random sign stay far below it.
       if (c.m * c.n >= 50) {
         EXPECT_LE(std::sqrt(error / size), 0.02);
       }

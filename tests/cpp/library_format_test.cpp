@@ -1,4 +1,4 @@
-// Formats of kernel libraries' own, in the operators; and threads that load libraries while others choose rows.
+// Kernel libraries' own formats in the operators, and threads that load libraries while others choose kernels.
 
 #include <gtest/gtest.h>
 
@@ -18,7 +18,7 @@
 namespace lowbit::test {
 namespace {
 
-// "ROWS" of tests/vendor/own_format.cpp: everything lies between walls, so that no length is taken on trust.
+// "ROWS" of tests/vendor/own_format.cpp. All buffers are guarded, so that every length is checked.
 TEST(C_OwnFormat, GoesThroughTheOperators) {
   Random random(3);
   const Layout layout = layout_of(50, 100, 8, 32, Mapping::affine, true);
@@ -47,7 +47,7 @@ TEST(C_OwnFormat, GoesThroughTheOperators) {
   EXPECT_EQ(back.bytes(), weight.bytes());
 
   const Decoded decoded = decode(weight.memory->data(), layout);
-  for (const int64_t m : {1, 4, 70}) {  // m = 1 is below the tile of its only row
+  for (const int64_t m : {1, 4, 70}) {  // m = 1 is below the tile of its only kernel
     Tensor x = random_tensor(ElementType::f32, {m, 100}, random), out(ElementType::f32, {m, 50});
     const Status result = linear(x.view, rows.view, 50, out.view, threads(3));
     ASSERT_TRUE(result.ok()) << result.message();
@@ -69,7 +69,7 @@ TEST(C_OwnFormat, GoesThroughTheOperators) {
                       "no embedding kernel for weights of 8 bits in format 'ROWS'"));
 }
 
-// Experts, slices and joins of a vendor's format: what the same in panel16 gives.
+// Experts, slices and joins of a vendor's format give the results of panel16.
 TEST(C_OwnFormat, ExpertsAndSlices) {
   ASSERT_TRUE(load_kernels(path_of("own_format").c_str()).ok());
   Random random(4);
@@ -170,12 +170,12 @@ TEST(C_OwnFormat, WithoutUnpackItIsNotCut) {
                       "matrix 1 is in format 'NOUN'; expected 'panel16', as matrix 0"));
 }
 
-// A header that changes between two readings of it: what is packed is what was read first. The format's own function
-// changes it, which is when another thread could.
+// A header that changes between two reads: the first read counts. The format's function changes it, at a moment when another
+// thread could.
 namespace changing {
 uint8_t* header = nullptr;
 uint8_t headers[2][kHeaderBytes];
-int readings = 0, changed_at = 0;  // another matrix's header, after this reading and until the next
+int readings = 0, changed_at = 0;  // another matrix's header, between this read and the next
 bool mixed = false;
 constexpr int64_t kRows = 20;
 
@@ -207,7 +207,7 @@ TEST(C_OwnFormat, AHeaderThatChangesIsReadOnce) {
   changing::mixed = false;
   changing::header = weights[0].memory->data();
   Tensor out(ElementType::u8, {kHeaderBytes + 4096});
-  for (int i = 1; i <= 4; ++i) {  // may be refused; but never the sizes of one with the memory of the other
+  for (int i = 1; i <= 4; ++i) {  // may be refused, but must not use the sizes of one header with the memory of the other
     std::memcpy(changing::header, changing::headers[0], kHeaderBytes);
     changing::readings = 0;
     changing::changed_at = i;

@@ -1,5 +1,5 @@
-// Where kernel libraries are found: by a whole path, by one from the current directory, by a name alone, all in UTF-8; and the
-// library beside one that it is linked with.
+// How kernel libraries are found: by an absolute path, a relative path, or a name alone, all in UTF-8; also a library that
+// another one in the same directory is linked with.
 
 #include <gtest/gtest.h>
 
@@ -42,7 +42,7 @@ class Paths : public testing::Test {
   fs::path directory_, before_;
 };
 
-// Of a library that is refused, the message that shows that its function was called.
+// The message of a refused library, which shows that its function was called.
 void expect_called(const std::string& path) {
   EXPECT_TRUE(refused(load_kernels(path.c_str()), "'fault_linear' has 9 bits; expected 1 to 8"));
 }
@@ -68,7 +68,7 @@ TEST_F(Paths, FromTheCurrentDirectory) {
   EXPECT_TRUE(refused(load_kernels(utf8(u8"ß/重み.so").c_str()), "does not load", Status::Kind::system));
 }
 
-// What a library needs is looked for beside it, not in the current directory.
+// A library's dependencies are searched in its directory, not in the current directory.
 TEST_F(Paths, WhatALibraryNeedsLiesBesideIt) {
   const std::string needs = utf8(directory_ / u8"ß" / "fault_needs_another.so");
   const size_t before = rows();
@@ -80,7 +80,7 @@ TEST_F(Paths, WhatALibraryNeedsLiesBesideIt) {
   EXPECT_EQ(rows(), before);
 }
 
-// A library that is cut anywhere is one sentence: the loader's, or what was missing.
+// A library truncated anywhere gives one sentence: the loader's, or what was missing.
 TEST_F(Paths, LibrariesThatAreCut) {
   const size_t before = rows();
   const fs::path whole = path_of("fault_bad_bits");

@@ -1,4 +1,4 @@
-// Kernel libraries that are refused, and leave no trace: the first of library_tests.
+// Kernel libraries that are refused and leave no trace; runs first of library_tests.
 
 #include <gtest/gtest.h>
 
@@ -74,43 +74,43 @@ TEST(A_Refused, BrokenLibraries) {
       {"bad_format_id", "a format has the id 0x0"},
       {"null_format_bytes", "has no function bytes"},
       {"null_format_pack", "has no function pack"},
-      {"twice_formatted", "format 'FLT1' is there twice"},
+      {"twice_formatted", "format 'FLT1' occurs twice"},
       {"second_row_bad", "kernel 'fault_linear_2' has 0 bits"},
       {"bad_tolerance", "format 'FLT2' has the tolerance 1.5; expected 0 to 1"},
   };
   expect_refused(faults);
 }
 
-// Kernels that compute something else, each in its own corner; and kernels that write where they must not.
+// Kernels with wrong results in special cases, and kernels that write out of bounds.
 TEST(A_Refused, KernelsThatLie) {
   const Fault faults[] = {
       {"lies_by_a_hundredth",
-       "kernel 'fault_linear' computes something else than the portable kernel: 21 x 128 weights of 4 bits, symmetric, group "
-       "size 32, 1 rows of activations, float32 outputs: [0, 0] is "},
+       "kernel 'fault_linear' differs from the portable kernel: 21 x 128 weights of 4 bits, symmetric, group "
+       "size 32, 1 row of activations, float32 outputs: [0, 0] is "},
       {"lies_at_three_rows", ", 3 rows of activations, float32 outputs: [2, 0] is "},
-      {"lies_in_the_last_column", ", symmetric, group size 32, 1 rows of activations, float32 outputs: [0, 20] is "},
+      {"lies_in_the_last_column", ", symmetric, group size 32, 1 row of activations, float32 outputs: [0, 20] is "},
       {"lies_about_levels",
-       "kernel 'fault_linear_2' computes something else than the portable kernel: 21 x 128 weights of 4 bits, levels"},
+       "kernel 'fault_linear_2' differs from the portable kernel: 21 x 128 weights of 4 bits, levels"},
       {"lies_where_groups_are_cut", ": 21 x 130 weights of 4 bits, symmetric, group size 48, 1 rows"},
       {"lies_in_its_tile",
-       "kernel 'fault_linear_2' computes something else than the portable kernel: 21 x 128 weights of 4 bits, symmetric, group "
+       "kernel 'fault_linear_2' differs from the portable kernel: 21 x 128 weights of 4 bits, symmetric, group "
        "size 32, 11 rows of activations, float32 outputs: [0, 0] is "},
-      {"lies_from_the_second_panel", ", 1 rows of activations, float32 outputs: [0, 16] is "},
-      {"lies_in_bfloat16", ", group size 64, 1 rows of activations, bfloat16 outputs: [0, 0] is "},
+      {"lies_from_the_second_panel", ", 1 row of activations, float32 outputs: [0, 16] is "},
+      {"lies_in_bfloat16", ", group size 64, 1 row of activations, bfloat16 outputs: [0, 0] is "},
       {"lies_about_not_a_number", "is 0; expected nan"},
       {"writes_nothing", "float32 outputs: [0, 0] is -nan"},
       {"writes_the_gap", "float32 outputs: [0, 21] is 1; expected -nan"},
       {"lies_in_an_embedding",
-       "kernel 'fault_embedding' reads something else than the portable kernel: 21 x 128 weights of 4 bits, symmetric, group "
+       "kernel 'fault_embedding' differs from the portable kernel: 21 x 128 weights of 4 bits, symmetric, group "
        "size 32, float32 outputs: [20, 127] is 0.5; expected "},
       {"lies_in_a_sum",
-       "kernel 'fault_quantize' computes something else than the portable kernel: 128 float32 values, group size 32: sums[0] "},
+       "kernel 'fault_quantize' differs from the portable kernel: 128 float32 values, group size 32: sums[0] "},
       {"lies_in_a_scale", "values, group size 32: scales[0] is 0; expected nan"},
-      {"lies_in_long_rows", "520 weights of 4 bits, symmetric, group size 96, 1 rows of activations"},
-      {"lies_where_it_is_asked", "520 weights of 4 bits, symmetric, group size 96, 1 rows of activations"},
+      {"lies_in_long_rows", "520 weights of 4 bits, symmetric, group size 96, 1 row of activations"},
+      {"lies_where_it_is_asked", "520 weights of 4 bits, symmetric, group size 96, 1 row of activations"},
       {"lies_in_many_outputs", "4096 x 1 weights of 4 bits, symmetric, group size "},
       {"lies_at_seven_rows", ": 21 x 128 weights of 4 bits, symmetric, group size 32, 7 rows of activations"},
-      {"lies_at_large_sums", ": 21 x 128 weights of 4 bits, symmetric, group size 32, 1 rows of activations, "},
+      {"lies_at_large_sums", ": 21 x 128 weights of 4 bits, symmetric, group size 32, 1 row of activations, "},
       {"lies_in_a_long_embedding", "x 2080 weights of 4 bits, symmetric, group size 64, "},
       {"lies_about_a_long_row", "1100 float32 values, group size 32: a[1099] is 0; expected "},
       {"writes_before_the_outputs", "kernel 'fault_linear' writes outside of its outputs: 21 x 128 weights of 4 bits"},
@@ -129,7 +129,7 @@ TEST(A_Refused, KernelsThatLie) {
       {"holds_nothing", "kernel 'fault_linear' was never run: it takes no matrix of the trial at load"},
       {"packs_outside", "format 'FLT1' writes outside of its 64 bytes: 21 x 128 weights of 4 bits"},
       {"infinite", "[0, 0] is inf; expected "},
-      {"infinite_embedding", "kernel 'fault_embedding' reads something else than the portable kernel"},
+      {"infinite_embedding", "kernel 'fault_embedding' differs from the portable kernel"},
       {"zero_within_a_tolerance", "is 0; expected "},
   };
   expect_refused(faults);
@@ -156,9 +156,9 @@ TEST(A_Refused, AttentionKernelsThatLie) {
         portable_attention().run(args);
         if (args.cap > 0.0f && args.cache == CacheType::i8) store_from_f32(args.out[args.rows - 1], args.dtype, 31, 1.0f);
       },
-      "'test_attention' computes something else than the portable kernel: keys of 64 and values of 32 values, 600 positions of "
+      "'test_attention' differs from the portable kernel: keys of 64 and values of 32 values, 600 positions of "
       "float32 in a cache of int8, softcap 2: [2, 31] is 1; expected ");
-  // Right with the widths of the first case, and wrong with each other one.
+  // Right with the widths of the first case, wrong with all others.
   static int64_t wrong_width;
   for (const int64_t width : {16, 32, 48, 80, 96, 112, 128, 160, 192, 224, 256, 320, 512}) {
     wrong_width = width;
@@ -168,7 +168,7 @@ TEST(A_Refused, AttentionKernelsThatLie) {
           if (args.width == wrong_width && args.partial == nullptr) store_from_f32(args.out[0], args.dtype, 0, 9.0f);
         },
         (": keys of " + std::to_string(width) + " and values of ").c_str());
-    // The same of each type of cache, as far as it has such widths.
+    // The same for each type of cache that has such widths.
     static CacheType wrong_cache;
     for (const CacheType cache : {CacheType::bf16, CacheType::f16, CacheType::i8, CacheType::i4, CacheType::i8_i4}) {
       // 4-bit caches have multiples of 32.
@@ -222,7 +222,7 @@ TEST(A_Refused, AttentionKernelsThatLie) {
     portable_attention().write(args);
     if (args.cache == CacheType::i4 && args.position == 599) ++static_cast<uint8_t*>(args.values)[599 * 16];
   };
-  refuses("writes something else than the portable kernel: keys of 64 and values of 32 values, 600 positions of float32 to a "
+  refuses("writes other bytes than the portable kernel: keys of 64 and values of 32 values, 600 positions of float32 to a "
           "cache of int4: byte 9584 of the values is 0x");
   kernel.write = [](const AttentionWriteArgs& args) {
     AttentionWriteArgs next = args;
@@ -243,7 +243,7 @@ TEST(A_Refused, WhatIsNoLibrary) {
   EXPECT_TRUE(refused(load_kernels(""), "the path of the kernel library is empty"));
 }
 
-// Each single bit of an id, and ids with a gap, a foreign letter or none.
+// Each single bit of an id, and ids with a gap, an invalid character or no letter.
 TEST(A_Refused, FormatIds) {
   for (const uint32_t id : {0x0u, 0x20u, 0x41004100u, 0x410041u, 0x4141ffu, 0x2e414141u, 0x41u << 8}) {
     PackedFormat format{static_cast<Format>(id), [](const void*, const Layout&) { return int64_t{64}; }, pack_nothing};
@@ -257,8 +257,8 @@ TEST(A_Refused, FormatIds) {
   EXPECT_STREQ(name_of(Format::panel16).text, "panel16");
 }
 
-// Every pointer of every structure, null in its turn: a sentence, or what the header says of it. The last row has the name of
-// a built-in one, so that no table is taken.
+// Every pointer of every structure is null in turn: a sentence, or the meaning in the header. The last kernel has the name of a
+// built-in one, so that no table is accepted.
 TEST(A_Refused, ANullInAnyField) {
   struct Rows {
     LinearKernel linear;
@@ -338,8 +338,8 @@ TEST(A_Refused, ANullInAnyField) {
   EXPECT_TRUE(refused(add_kernels(whole.library, nullptr), "the kernel library has no name; expected one"));
 }
 
-// A table with a few fields that no library has, at random: what is refused names one of them, and the others are not read. The
-// last thing that is looked at is always wrong, so that no table is taken.
+// Tables with a few random invalid fields: the refusal names one of them, and the others are not read. The last field that is
+// checked is always wrong, so that no table is accepted.
 TEST(A_Refused, TablesOfRandomFaults) {
   struct Rows {
     char names[6][80] = {"walk_a", "walk_b", "walk_c", "walk_d", "walk_e", "linear_a8w4_1x16_portable"};
@@ -366,7 +366,7 @@ TEST(A_Refused, TablesOfRandomFaults) {
          std::memcpy(sizes, &r.library.sizes, sizeof sizes);
          uint32_t& size = sizes[random.below(16)];
          const uint32_t before = size;
-         size = static_cast<uint32_t>(far() | 1);  // odd: as large as it may be, it is not right
+         size = static_cast<uint32_t>(far() | 1);  // odd, so it is invalid even if it is large enough
          const bool wrong = size != before;
          std::memcpy(&r.library.sizes, sizes, sizeof sizes);
          return wrong;
@@ -384,9 +384,9 @@ TEST(A_Refused, TablesOfRandomFaults) {
       {[&](Rows& r) { return (r.library.linear.rows = nullptr) == nullptr; }, "linear kernels at a null address"},
       {[&](Rows& r) { return (r.library.quantize.rows = nullptr) == nullptr; }, "quantize kernels at a null address"},
       {[&](Rows& r) {
-         const int row = static_cast<int>(random.below(5));  // its name: any bytes, with an end or without
+         const int row = static_cast<int>(random.below(5));  // its name: any bytes, with or without a terminator
          for (char& c : r.names[row]) c = static_cast<char>(random.next());
-         r.names[row][0] = '.';  // which a name may have elsewhere
+         r.names[row][0] = '.';  // allowed in a name, but not at the start
          r.names[row][random.below(64)] = '\0';
          if (random.below(2) == 0) std::memset(r.names[row], 'a', 64);
          return true;
@@ -410,7 +410,7 @@ TEST(A_Refused, TablesOfRandomFaults) {
        "is of the format"},
       {[&](Rows& r) { return (r.formats[1].format = static_cast<Format>(far() & 0xffffff00u)) != r.formats[0].format; },
        "a format has the id"},
-      {[&](Rows& r) { return (r.formats[1].format = r.formats[0].format) == r.formats[0].format; }, "is there twice"},
+      {[&](Rows& r) { return (r.formats[1].format = r.formats[0].format) == r.formats[0].format; }, "occurs twice"},
       {[&](Rows& r) { return (r.formats[random.below(2)].bytes = nullptr) == nullptr; }, "has no function bytes"},
   };
   constexpr size_t kDamages = sizeof damages / sizeof damages[0];
@@ -435,7 +435,7 @@ TEST(A_Refused, TablesOfRandomFaults) {
     std::vector<size_t> wrong;
     for (int64_t left = random.below(4); left > 0; --left) {
       const size_t damage = static_cast<size_t>(random.below(kDamages));
-      if (std::count(wrong.begin(), wrong.end(), damage) != 0) continue;  // it could make good what it did
+      if (std::count(wrong.begin(), wrong.end(), damage) != 0) continue;  // the damage could cancel
       if (damages[damage].apply(r)) wrong.push_back(damage);
     }
     const Status status = add_kernels(r.library, "walk");
@@ -448,7 +448,7 @@ TEST(A_Refused, TablesOfRandomFaults) {
       named = named || found;
       seen[damage] += found;
     }
-    // Rows of a format that is not there any more, and those behind a name that is.
+    // Kernels of a format that no longer exists, and kernels after an existing name.
     named = named || (!wrong.empty() && message.find("is of the format 'WLK") != std::string::npos);
     ASSERT_TRUE(named) << execution << ": " << message;
     for (const char c : message) ASSERT_TRUE(c >= ' ' && c <= '~') << execution;
@@ -459,7 +459,7 @@ TEST(A_Refused, TablesOfRandomFaults) {
   }
 }
 
-// The structures that libraries are compiled with. A change here needs another kKernelAbi.
+// The structures in the libraries' ABI. A change here requires another kKernelAbi.
 TEST(A_Refused, TheInterfaceIsVersion7) {
   EXPECT_EQ(kKernelAbi, 7u);
   const lowbit_sizes sizes = KernelLibrary{}.sizes;

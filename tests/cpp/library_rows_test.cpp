@@ -1,4 +1,4 @@
-// Rows that kernel libraries add: which are chosen, and what they say of themselves.
+// Kernels of libraries: which are chosen, and their properties.
 
 #include <gtest/gtest.h>
 
@@ -37,7 +37,7 @@ TEST(B_Added, RowsAfterTheBuiltInOnesAreOnlyListed) {
 
 std::atomic<int> calls_of_one_row{0};
 
-// A preferred row with limits: only what fits them is its own.
+// A preferred kernel with limits gets only calls within them.
 TEST(B_Added, LimitsGroupsAndIsaOfAPreferredRow) {
 #if defined(__aarch64__)
   constexpr IsaBits kNeeded = kNeon | kNeonDot, kLess = kNeon;
@@ -90,12 +90,12 @@ TEST(B_Added, LimitsGroupsAndIsaOfAPreferredRow) {
     EXPECT_EQ(&choose_linear(layout, 1, kPortable) == &named("test_whole_blocks"), whole) << group_size;
     EXPECT_EQ(&choose_linear(layout, 3, kPortable), &named(whole ? "test_whole_blocks" : "test_any_groups")) << group_size;
     layout.format = vendor_format("LONE");
-    // Its tile is larger, and it is better than none; what it does not support it does not get.
+    // It has a larger tile, so it is preferred; it does not get unsupported calls.
     EXPECT_EQ(&choose_linear(layout, 1, kPortable), whole ? &named("test_no_others") : &none) << group_size;
   }
   EXPECT_EQ(library_of(&named("test_isa"))->path, std::string("linked"));
 
-  // The operator asks the same question, with LOWBIT_ISA's answer.
+  // The operator makes the same choice, within LOWBIT_ISA.
   Random random(1);
   const Layout layout = layout_of(16, 32, 6, 32, Mapping::symmetric, false);
   Tensor weight = bytes_tensor(packed(random_weights(layout, random)));
@@ -105,7 +105,7 @@ TEST(B_Added, LimitsGroupsAndIsaOfAPreferredRow) {
   EXPECT_EQ(calls_of_one_row, (kNeeded & ~active_isa()) == 0 ? 1 : 0);
 }
 
-// The pieces that the operators cut for a row that computes 64 columns at once: whole steps, but for what is left.
+// The pieces for a kernel that computes 64 columns at once: whole steps, except the remainder.
 namespace steps {
 constexpr int64_t kPanels = 4;
 std::atomic<int> calls{0}, wrong{0};
@@ -123,7 +123,7 @@ void count(const LinearArgs& args) {
   wrong += args.panel_begin % kPanels != 0 || (args.panel_end % kPanels != 0 && !rest);
   write_zeros(args);
 }
-// Of an expert a call sees a matrix of its own, which only says how many panels it has.
+// A call for an expert sees only the expert's matrix.
 void count_of_expert(const LinearArgs& args) {
   ++calls;
   wrong += args.layout.panels % kPanels != 0 && args.layout.n % kPanelRows == 0;
@@ -170,7 +170,7 @@ TEST(B_Added, CallsForExpertsAreWholeSteps) {
   const std::vector<uint8_t> bytes = packed(random_weights(layout, random));
   const Tensor weights(ElementType::u8, {2, layout.total_bytes});
   for (int64_t i = 0; i < 2; ++i) std::memcpy(weights.memory->data() + i * layout.total_bytes, bytes.data(), bytes.size());
-  for (const int64_t m : {1, 12}) {  // with more rows than one, what fits the memory of a tile counts too
+  for (const int64_t m : {1, 12}) {  // with several rows, the memory of a tile is also a limit
     const Tensor x = random_tensor(ElementType::f32, {m, 2048}, random), out(ElementType::f32, {m, 2, layout.n});
     std::vector<int64_t> chosen;
     for (int64_t i = 0; i < m; ++i) chosen.insert(chosen.end(), {0, 1});
@@ -184,7 +184,7 @@ TEST(B_Added, CallsForExpertsAreWholeSteps) {
   }
 }
 
-// Rows of a library whose structures end earlier: what is behind is zero, which stands for what is usual.
+// Kernels of a library with shorter structures: missing fields are zero, the default.
 TEST(B_Added, RowsThatEndEarlier) {
   constexpr size_t kShort = offsetof(LinearKernel, run) + sizeof(LinearKernel::run);
   static char memory[2][kShort];
@@ -209,7 +209,7 @@ TEST(B_Added, RowsThatEndEarlier) {
   EXPECT_EQ(second.context, nullptr);
 }
 
-// What a row knows of itself comes back to each of its functions, and it gets the memory that it asks for.
+// A kernel's context is passed to each of its functions, and it gets the memory that it requests.
 namespace own {
 struct Context {
   int64_t most_rows, scratch_bytes;
@@ -269,7 +269,7 @@ TEST(B_Added, ContextAndScratch) {
   }
 }
 
-// Attention on a vendor's row: the same bits, and its own context.
+// Attention by a vendor's kernel: the same bits, with its context.
 std::atomic<int> attention_calls[3];
 
 TEST(B_Added, AttentionRows) {
@@ -321,7 +321,7 @@ TEST(B_Added, AttentionRows) {
   for (std::atomic<int>& calls : attention_calls) EXPECT_GT(calls, 0);
 }
 
-// A library that says nothing of its place takes no call that a built-in row could have.
+// A library without a preference gets no call that a built-in kernel can take.
 TEST(B_Added, WithoutAPreferenceTheBuiltInRowsStay) {
   static const LinearKernel kRows[] = {
       {"test_modest", kPortable, Format::panel16, 3, 1, 16, right_linear}};
@@ -335,7 +335,7 @@ TEST(B_Added, WithoutAPreferenceTheBuiltInRowsStay) {
   }
 }
 
-// A format may say 1 to 2^62 bytes, and is asked with a layout that says nothing of panels.
+// A format may return 1 to 2^62 bytes; its layout argument has no panel sizes.
 TEST(B_Added, LimitsOfAFormatsBytes) {
   static int64_t said = 0;
   static Layout asked;
@@ -371,7 +371,7 @@ TEST(B_Added, LimitsOfAFormatsBytes) {
   }
 }
 
-// Names of formats have one letter to four.
+// Names of formats have one to four letters.
 TEST(B_Added, AFormatOfOneLetter) {
   static const PackedFormat kFormats[] = {{vendor_format("L"), [](const void*, const Layout&) { return int64_t{100}; },
                                            pack_nothing}};
@@ -387,7 +387,7 @@ TEST(B_Added, AFormatOfOneLetter) {
   EXPECT_EQ(layout.total_bytes, 64 + 128);
 }
 
-// A library may have any of the tables, alone and with others.
+// A library may have any subset of the tables.
 TEST(B_Added, AnyMixOfTables) {
   static char names[16][3][24];
   static LinearKernel linear[16];

@@ -1,5 +1,5 @@
-// The linear operator: strides and shapes, refusals, threads and chunks; always with the bits of the portable kernels
-// run row by row. ctest runs this once per LOWBIT_ISA.
+// The linear operator: strides and shapes, refusals, threads and chunks, always with the bits of the portable kernels run row
+// by row. ctest runs this once per LOWBIT_ISA.
 
 #include <gtest/gtest.h>
 
@@ -131,7 +131,7 @@ TEST(Linear, UnalignedMemory) {
   }
 }
 
-// A list of matrices of all widths and group sizes gives what a call for each gives, next to each other.
+// A list of matrices of all widths and group sizes gives the concatenated results of single calls.
 TEST(Linears, GiveTheBitsOfEach) {
   Random random(11);
   for (const int64_t k : {50, 256}) {
@@ -142,7 +142,7 @@ TEST(Linears, GiveTheBitsOfEach) {
     models.emplace_back(100, k, 3, 48, Mapping::affine);
     models.emplace_back(16, k, 1, 0);
     models.emplace_back(20, k, 4, 16);
-    for (const int64_t block : {16, 64}) {  // beside the others of the same group sizes
+    for (const int64_t block : {16, 64}) {  // together with others of the same group sizes
       const Layout layout = layout_of(20, k, 4, block, Mapping::symmetric, false);
       models.emplace_back(k % block == 0 ? rotated(layout, block) : layout);
     }
@@ -205,12 +205,12 @@ TEST(Linears, Refusals) {
 }
 
 #ifdef __GLIBC__
-// What is kept after a call with a stride between inputs, in a block of the next power of two: the quantized rows (a byte for
-// each input, and for each 64 of them a scale and a sum), a row for each thread and the scratch memory of its kernel, but no
-// copy of x; and for few long rows no memory for more of them.
+// Memory kept after a call with strided inputs, in a block of the next power of two: the quantized rows (a byte per input, and
+// a scale and a sum per 64 inputs), and a row and the kernel's scratch memory per thread; but no copy of x. For few long rows,
+// no memory for more rows is kept.
 TEST(Linear, MemoryOfACall) {
-  if (kSanitized) return;  // by an allocator of its own
-  mallopt(M_MMAP_THRESHOLD, 1 << 17);  // from here on every large block is a mapping of its own, which mallinfo2 counts
+  if (kSanitized) return;  // sanitizers have their own allocator
+  mallopt(M_MMAP_THRESHOLD, 1 << 17);  // from here on every large block is a separate mapping, which mallinfo2 counts
   const auto kept = [](int64_t m, int64_t k) {
     int64_t bytes = -1;
     std::thread([&] {
@@ -251,7 +251,7 @@ TEST(Linear, AnyNumberOfThreadsGivesTheSameBits) {
     return parallel;
   };
   const Model model(200, 256);
-  for (const int64_t m : {1, 5, 150}) {  // only the matrix product, and with 150 rows also the quantization is divided
+  for (const int64_t m : {1, 5, 150}) {  // threads share the matrix product, and with 150 rows also the quantization
     const Tensor x = random_tensor(ElementType::f32, {m, 256}, random);
     for (const int count : {1, 2, 7}) {
       regions = 0;
@@ -262,7 +262,7 @@ TEST(Linear, AnyNumberOfThreadsGivesTheSameBits) {
   }
 }
 
-// So many rows that their quantized values do not fit the operator's scratch memory (8 MiB) at once.
+// Enough rows that their quantized values exceed the operator's scratch memory (8 MiB).
 TEST(Linear, ManyRowsInChunks) {
   Random random(5);
   constexpr int64_t kRows = 150000;  // of 128 bytes of values and at most 192 of sums and scales

@@ -1,5 +1,5 @@
-// Every row of the linear table against plain loops over the same packed bytes: the portable rows against the contract
-// in float32 (equal bits) and float64 (a derived bound), all other rows against the portable row of their width (equal
+// Every kernel of the linear table. Portable kernels are compared with plain loops over the same packed bytes: the contract in
+// float32 (equal bits) and float64 (a derived bound). All others are compared with the portable kernel of their width (equal
 // bits).
 
 #include <gtest/gtest.h>
@@ -17,7 +17,7 @@
 namespace lowbit::test {
 namespace {
 
-// Of the activations. With other than random ones every code is the highest, or zero.
+// Kind of activations. Except for random ones, every code is the highest, or zero.
 enum class Values { random, lowest, highest, lowest_by_zero };
 enum class ActivationScale { ordinary, huge, largest, tiny, subnormal, zero, not_a_number };
 
@@ -26,7 +26,7 @@ struct Case {
   int64_t m, n, k, group_size;
   int64_t panel_begin = 0, panel_end = -1;  // -1: all
   int64_t extra_stride = 0;
-  int64_t misaligned = 0;  // packed bytes end this far from the wall
+  int64_t misaligned = 0;  // distance of the packed bytes from the guard page
   Wall wall = Wall::after;
   Values values = Values::random;
   ActivationScale scale = ActivationScale::ordinary;
@@ -111,13 +111,13 @@ std::vector<Case> cases_for(const LinearKernel& row) {
       {.name = "garbage_padding", .m = 4, .n = 21, .k = 53, .group_size = 32, .padding_is_garbage = true},
       {.name = "garbage_padding_16", .m = 1, .n = 5, .k = 21, .group_size = 16, .padding_is_garbage = true},
   };
-  // Every split of the rows into tiles and chunks, with groups of one block, of several, and longer than a piece.
+  // Every split of the rows into tiles and chunks, with groups of one block, several blocks, and longer than a piece.
   if (row.m_least > 1) {
     for (int64_t rows = 2; rows <= 33; ++rows) {
       cases.push_back({.name = "rows_32", .m = rows, .n = 16, .k = 64, .group_size = 32});
       cases.push_back({.name = "rows_64", .m = rows, .n = 16, .k = 160, .group_size = 64});
     }
-    // Groups that end within a block: 16 inputs, and longer ones, which begin in either half. So do pieces of k.
+    // Groups that end within a block: of 16 inputs, and longer ones that begin in either half of a block, as do pieces of k.
     for (int64_t rows = 2; rows <= 17; ++rows) {
       cases.push_back({.name = "rows_16", .m = rows, .n = 16, .k = 208, .group_size = 16});
       cases.push_back({.name = "rows_48", .m = rows, .n = 16, .k = 170, .group_size = 48});
@@ -138,8 +138,8 @@ std::vector<Case> cases_for(const LinearKernel& row) {
     cases.push_back({.name = "two_chunks", .m = 65, .n = 16, .k = 288, .group_size = 32});
     cases.push_back({.name = "two_chunks_long_groups", .m = 69, .n = 80, .k = 320, .group_size = 0});
   }
-  // Rows that the scratch does not hold at once, over more panels than are read for some of them; and rows so long that it
-  // has to be larger for a tile.
+  // More rows than the scratch memory holds, over more panels than one pass reads; and rows so long that a tile needs more
+  // scratch memory.
   if (row.scratch_bytes != nullptr) {
     cases.push_back({.name = "rows_beyond_scratch", .m = 45, .n = 150, .k = 2080, .group_size = 80});
     cases.push_back({.name = "long_rows", .m = 9, .n = 18, .k = 20512, .group_size = 128});
@@ -149,7 +149,7 @@ std::vector<Case> cases_for(const LinearKernel& row) {
 
 // Everything that one call reads.
 struct Input {
-  Decoded weights;  // only for who compares with the contract: reading them bit by bit takes long
+  Decoded weights;  // only for comparisons with the contract, because decoding bit by bit is slow
   Guarded packed, a, scales, sums, group_sums;
   LinearArgs args{};
 
@@ -198,7 +198,7 @@ struct Input {
 
   std::vector<Guarded*> all() { return {&packed, &a, &scales, &sums, &group_sums}; }
 
-  // As the quantizer makes them: the two lowest bits of the mantissa are zero.
+  // As from the quantizer: the two lowest bits of the mantissa are zero.
   static float segment_scale(ActivationScale kind, Random& random) {
     return float_from_bits(bits_of_float(any_scale(kind, random)) & ~3u);
   }
@@ -219,7 +219,7 @@ struct Input {
 
 int64_t out_elements(const LinearArgs& args) { return (args.m - 1) * args.out_stride + args.layout.n; }
 
-// Runs a kernel and returns the whole output, gaps between the rows and untouched columns included.
+// Runs a kernel and returns the whole output, including gaps between rows and unwritten columns.
 std::vector<uint8_t> run(const LinearKernel& kernel, const Case& c, LinearArgs args, DType dtype) {
   Guarded out(out_elements(args) * size_of(dtype), c.wall);
   std::memset(out.data(), 0x5c, static_cast<size_t>(out.size()));
@@ -249,7 +249,7 @@ std::vector<uint8_t> run_contract(const Input& in, bool check_bound) {
   return out;
 }
 
-// A float32 output in another type: every kernel rounds as its last step.
+// Converts a float32 output to another type: every kernel rounds in its last step.
 std::vector<uint8_t> rounded(const std::vector<uint8_t>& f32, const LinearArgs& args, DType dtype) {
   std::vector<uint8_t> out(static_cast<size_t>(out_elements(args) * size_of(dtype)), 0x5c);
   const int64_t end = std::min(args.layout.n, args.panel_end * 16);
@@ -261,7 +261,7 @@ std::vector<uint8_t> rounded(const std::vector<uint8_t>& f32, const LinearArgs& 
   return out;
 }
 
-// With one bit pattern for NaN. Compilers may negate a product of which the negative is used, so kernels share no sign of NaN.
+// Replaces every NaN by one bit pattern. Compilers may negate products, so the sign of NaN differs between kernels.
 std::vector<uint8_t> with_one_nan(std::vector<uint8_t> values, DType dtype) {
   const int64_t size = static_cast<int64_t>(values.size()) / size_of(dtype);
   for (int64_t at = 0; at < size; ++at) {
@@ -286,7 +286,7 @@ class LinearRow : public testing::TestWithParam<RowRef> {
         Input in(c, layout, packed(weights), kernel.isa == kPortable, random);
         // The largest scales overflow on the way.
         const bool is_number = c.scale != ActivationScale::not_a_number && c.scale != ActivationScale::largest;
-        // Once for all output types: in an emulator it is this that takes the time.
+        // Once for all output types, because this is the slow part in an emulator.
         const std::vector<uint8_t> reference = kernel.isa == kPortable ? run_contract(in, is_number)
                                                                        : run(portable, c, in.args, DType::f32);
         for (const DType dtype : {DType::f32, DType::bf16, DType::f16}) {
@@ -315,7 +315,7 @@ TEST_P(LinearRow, SameBits) {
   note_exercised(kernel.name);
 }
 
-// A group of a thousand segments, whose integer sums are the largest there are.
+// A group of a thousand segments with the largest possible integer sums.
 TEST_P(LinearRow, LargestGroup) {
   LOWBIT_SKIP_UNLESS_SUPPORTED(GetParam());
   const LinearKernel& kernel = linear_kernel(GetParam().index);
@@ -338,8 +338,8 @@ TEST_P(LinearRow, LargestGroup) {
   }
 }
 
-// More groups than a row's scratch has room for: for all rows of activations, for a tile of 8. At one width, since the others
-// differ in nothing that this shows.
+// More groups than the scratch memory holds for all rows of activations, or for a tile of 8. At one width, because widths do
+// not matter here.
 TEST_P(LinearRow, ManyGroups) {
   LOWBIT_SKIP_UNLESS_SUPPORTED(GetParam());
   const LinearKernel& kernel = linear_kernel(GetParam().index);

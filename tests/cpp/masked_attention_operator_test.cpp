@@ -1,4 +1,4 @@
-// Attention without caches: the bits of attention() with caches, whatever padding and whatever other texts are there; threads,
+// Attention without caches: the bits of attention() with caches, for any padding and any other texts in the batch; threads,
 // refusals. ctest runs this once per LOWBIT_ISA.
 
 #include <algorithm>
@@ -33,7 +33,7 @@ struct Text {
   }
 };
 
-// Bounds of texts of `positions` tokens, of which some are padding at the beginning or the end.
+// Bounds of texts of `positions` tokens with padding at the beginning or the end.
 Tensor bounds_of(const std::vector<std::vector<int32_t>>& shown, bool causal, int64_t window) {
   const int64_t positions = static_cast<int64_t>(shown[0].size());
   std::vector<int32_t> values;
@@ -90,7 +90,7 @@ TEST(MaskedAttention, ATextDoesNotDependOnPaddingAndOnOtherTexts) {
         EXPECT_EQ(run(text.q.view, text.k.view, text.v.view, nullptr), alone);
       }
 
-      // Three texts: padding before, padding behind, and padding alone. Padding is NaN.
+      // Three texts: with padding at the beginning, at the end, and only padding. Padding is NaN.
       const int64_t padding = 5, positions = one.length + padding;
       std::vector<std::vector<int32_t>> shown(3, std::vector<int32_t>(static_cast<size_t>(positions), 0));
       std::fill(shown[0].begin() + padding, shown[0].end(), 1);
@@ -129,7 +129,7 @@ TEST(MaskedAttention, OtherNumbersOfKeysAndNoKeys) {
   const Case few{ElementType::f32, 2, 1, 32, 16, 3}, many{ElementType::f32, 2, 1, 32, 16, 40};
   const Text a(few, 1), b(many, 2);
   const std::vector<uint8_t> out = run(a.q.view, b.k.view, b.v.view, nullptr);
-  TensorView last = a.q.view;  // a query alone has the same bits
+  TensorView last = a.q.view;  // a single query has the same bits
   last.data = static_cast<float*>(last.data) + 2 * 32;
   last.shape.size[2] = 1;
   const std::vector<uint8_t> alone = run(last, b.k.view, b.v.view, nullptr);

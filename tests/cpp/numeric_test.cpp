@@ -1,5 +1,5 @@
-// kernels/numeric.h against exact rounding in float64, over all 16-bit values and their neighborhoods, and against the
-// compiler's own 16-bit type.
+// kernels/numeric.h compared with exact rounding in float64, for all 16-bit values and their neighborhoods, and with the
+// compiler's 16-bit type.
 
 #include <gtest/gtest.h>
 
@@ -20,16 +20,16 @@ using Half = __fp16;
 using Half = _Float16;
 #endif
 
-// A 16-bit float type by its numbers.
+// The parameters of a 16-bit float type.
 struct Type {
-  int mantissa_bits, smallest_exponent;  // of a normal number 1.m * 2^e
+  int mantissa_bits, smallest_exponent;  // for normal numbers 1.m * 2^e
   double largest;
   uint16_t infinity;
 };
 constexpr Type kF16{10, -14, 65504.0, 0x7c00};
 constexpr Type kBf16{7, -126, 0x1.fep127, 0x7f80};
 
-// To nearest, ties to even, computed in float64, where every step is exact. Not for NaN.
+// Rounds to nearest, ties to even, in float64, where every step is exact. Not for NaN.
 uint16_t rounded(double value, const Type& type) {
   const uint16_t sign = std::signbit(value) ? 0x8000 : 0;
   const double magnitude = std::fabs(value);
@@ -38,7 +38,7 @@ uint16_t rounded(double value, const Type& type) {
   const int exponent = std::max(std::ilogb(magnitude), type.smallest_exponent);
   const double steps = std::nearbyint(std::ldexp(magnitude, type.mantissa_bits - exponent));
   if (std::ldexp(steps, exponent - type.mantissa_bits) > type.largest) return sign | type.infinity;
-  // Counting steps from 2^smallest_exponent: the carry into the exponent comes by itself.
+  // Counts steps from 2^smallest_exponent, so that carries into the exponent are automatic.
   const int bits = static_cast<int>(steps) + ((exponent - type.smallest_exponent) << type.mantissa_bits);
   return static_cast<uint16_t>(sign | bits);
 }
@@ -51,7 +51,7 @@ void for_floats_around_every_value(float (*to_float)(uint16_t), const Check& che
     const float value = to_float(static_cast<uint16_t>(bits));
     const float next = to_float(static_cast<uint16_t>(bits + 1));
     if (!std::isfinite(value)) break;
-    // The tie between two neighbors: exact in float32 for float16; for bfloat16 by the bits.
+    // The midpoint of two neighbors: exact in float32 for float16; for bfloat16 from the bits.
     const float tie = float_from_bits(bits_of_float(value) / 2 + bits_of_float(next) / 2);
     const float middle = std::isfinite(next) ? value + (next - value) / 2 : tie;
     for (const float center : {value, middle, tie}) {

@@ -1,4 +1,4 @@
-// The pack and unpack operators: the bytes of pack_panels() on any number of threads, and what they refuse.
+// The pack and unpack operators: the bytes of pack_panels() on any number of threads, and refusals.
 
 #include <gtest/gtest.h>
 
@@ -40,7 +40,7 @@ struct Inputs {
 TEST(PackOperator, SameBytesOnAnyNumberOfThreads) {
   for (const auto& [bits, mapping, has_bias] :
        {std::tuple{1, Mapping::symmetric, true}, {3, Mapping::affine, false}, {8, Mapping::affine, true}}) {
-    const Inputs in(layout_of(300, 1100, bits, 48, mapping, has_bias));  // 18 panels to a claim
+    const Inputs in(layout_of(300, 1100, bits, 48, mapping, has_bias));  // 18 panels per claim
     const std::vector<uint8_t> expected = packed(in.weights);
     for (const int count : {1, 2, 7}) {
       Tensor out(ElementType::u8, {in.layout.total_bytes});
@@ -63,7 +63,7 @@ TEST(PackOperator, SameBytesOnAnyNumberOfThreads) {
   }
 }
 
-// The error is that of the first bad panel, on any number of threads.
+// On any number of threads the error names the first bad panel.
 TEST(PackOperator, TheFirstErrorIsReported) {
   const Layout layout = layout_of(600, 1100, 4, 0, Mapping::symmetric, false);
   Random random(1);
@@ -151,7 +151,7 @@ TEST(PackOperator, UnpackVerifies) {
   }
 }
 
-// Pieces of rows or of inputs, one of them empty of whole panels, and all of them joined again.
+// Pieces of rows or inputs, one of them without a whole panel, and their join.
 TEST(SpliceOperator, SlicesJoinToTheSameBytesOnAnyNumberOfThreads) {
   for (const auto& [bits, mapping] : {std::pair{1, Mapping::affine}, {3, Mapping::symmetric}, {8, Mapping::affine}}) {
     const Inputs in(layout_of(300, 1100, bits, 48, mapping, true));
@@ -212,7 +212,7 @@ TEST(SpliceOperator, Refusals) {
   const Tensor changed = bytes_tensor(altered);
   EXPECT_TRUE(refused(splice(&changed.view, 1, 0, 0, 20, out.view, {}), "altered bytes"));
 
-  // Matrices that do not go together.
+  // Incompatible matrices.
   const auto joined = [&](int dim, const Layout& first, const Layout& second) {
     Random random(1);
     const Tensor a = bytes_tensor(packed(random_weights(first, random)));

@@ -1,4 +1,4 @@
-// Packing and unpacking: nothing is lost that the format can hold, and nothing else is accepted.
+// Packing and unpacking preserve every value that the format can represent; other values are refused.
 
 #include "../../kernels/pack.h"
 
@@ -16,7 +16,7 @@
 namespace lowbit::test {
 namespace {
 
-// A matrix of `groups` groups of 16 per row, whose scales are given row after row; codes are random.
+// A matrix with `groups` groups of 16 per row, given scales in row order, and random codes.
 Weights matrix_of(const std::vector<float>& scales, int64_t groups, int bits = 4, std::vector<float> mins = {}) {
   const int64_t n = static_cast<int64_t>(scales.size()) / groups;
   Random random(9);
@@ -83,7 +83,7 @@ TEST(Pack, InputsAreReadAndOutputsWrittenInBounds) {
   }
 }
 
-// What was in the buffer before does not show, and panels can be packed one by one.
+// The previous content of the buffer has no effect, and panels can be packed one by one.
 TEST(Pack, BytesAreDeterministic) {
   Random random(6);
   for (int bits = 1; bits <= 8; ++bits) {
@@ -103,7 +103,7 @@ TEST(Pack, BytesAreDeterministic) {
 }
 
 TEST(Pack, Float16ScalesComeBackExactly) {
-  // Every positive float16 among others of its row, of both signs: as the scales and mins of a GGUF file are.
+  // Every positive float16 in rows with both signs, like scales and mins of a GGUF file.
   std::vector<float> scales, mins;
   for (int half = 1; half < 0x7c00; half += 3) {
     for (const int other : {half ^ 0x8000, 0x0001, half})
@@ -178,7 +178,7 @@ TEST(Pack, RowsOfZeros) {
 }
 
 TEST(Pack, ExtremeScales) {
-  // Largest, huge beside small, the edge of the normal numbers, subnormal. No infinity and no NaN may come of them.
+  // The largest, huge next to small, the smallest normal, and subnormal numbers. None may give infinity or NaN.
   const std::vector<float> scales = {FLT_MAX, -FLT_MAX, FLT_MAX, 1e-30f,  3e38f,     1.0f,
                                      FLT_MIN, FLT_MIN,  1e-38f,  -1e-39f, 0x1p-149f, 0x1p-148f};
   const Weights w = matrix_of(scales, 2);
@@ -234,7 +234,7 @@ TEST(Pack, CodesBeyondTheWidthAreRefused) {
     for (const auto& [row, input] : {std::pair{0, 0}, {3, 31}, {19, 69}, {16, 64}}) {
       for (const int code : {limit, limit + 1, 255}) {
         Weights w = random_weights(layout, random);
-        if (code == limit) std::fill(w.codes.begin(), w.codes.end(), uint8_t{0});  // nothing else stands out
+        if (code == limit) std::fill(w.codes.begin(), w.codes.end(), uint8_t{0});  // all codes at the limit
         w.codes[static_cast<size_t>(row * 70 + input)] = static_cast<uint8_t>(code);
         const std::string says = "code [" + std::to_string(row) + ", " + std::to_string(input) + "] is " +
                                  std::to_string(code) + "; expected less than " + std::to_string(limit);

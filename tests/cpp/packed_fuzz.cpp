@@ -1,14 +1,13 @@
-// Packed matrices that are damaged at random, headers and payloads, given to every operator and to every kernel that
-// this CPU runs: each is refused, or computed with the same bits everywhere. What happens outside of buffers is for
-// AddressSanitizer to see (`make fuzz`), so they lie in memory of their exact size. How they are damaged:
-// support/packed_damage.h.
+// Runs every operator and every kernel of this CPU on packed matrices with randomly damaged headers and payloads. Each matrix
+// is refused, or computed with the same bits everywhere. AddressSanitizer detects out-of-bounds accesses (`make fuzz`), because
+// buffers have exact sizes. support/packed_damage.h makes the damage.
 //
-//   packed_fuzz [EXECUTIONS [SEED [FIRST]]]   the executions FIRST, FIRST + 1, ... of a seed; a find names its number
-//   packed_fuzz --inputs FILE                 the inputs of a file, which the search below has found
+//   packed_fuzz [EXECUTIONS [SEED [FIRST]]]   the executions FIRST, FIRST + 1, ... of a seed; a failure prints its number
+//   packed_fuzz --inputs FILE                 the inputs of a file from the guided search below
 //   packed_fuzz --join FILE INPUT...          makes that file
 //
-// Compiled with LOWBIT_GUIDED it is libFuzzer's (`make fuzz-guided`): inputs that reach new code are kept, and damaged further.
-// An input is 8 bytes, the seed of what the calls are like, and a packed matrix.
+// Compiled with LOWBIT_GUIDED it is a libFuzzer target (`make fuzz-guided`): inputs that reach new code are kept and damaged
+// further. An input is 8 bytes, the seed of the calls' arguments, and a packed matrix.
 
 #include <algorithm>
 #include <cmath>
@@ -28,14 +27,14 @@
 namespace lowbit::test {
 namespace {
 
-constexpr int64_t kSameMatrix = 16;  // executions that damage the same matrix
-constexpr int64_t kSmallMatrices = 16;  // of so many one is larger, with tiles of many rows: it takes as long as all others
+constexpr int64_t kSameMatrix = 16;  // executions per undamaged matrix
+constexpr int64_t kSmallMatrices = 16;  // one in this many is larger and has tiles of many rows; it takes as long as all others
 
 struct Counts {
   int64_t refused = 0, altered = 0, kernels = 0;
 };
 
-// Memory that ends where its content does.
+// Memory of the exact size of its content.
 struct Buffer {
   std::unique_ptr<uint8_t[]> memory;
   int64_t bytes, gap;
@@ -78,7 +77,7 @@ void expect(bool right, const char* what, const Layout& layout, const Status& st
   found(std::string(what) + (status.ok() ? " accepts it" : std::string(" refuses it: ") + status.message()), &layout);
 }
 
-// The bits must be the same, but of NaN: its sign and payload follow the order of an instruction's operands.
+// Bits must be equal, except for NaN, whose sign and payload depend on the order of an instruction's operands.
 void expect_same(const Buffer& values, const uint8_t* expected, DType dtype, const char* name, const Layout& layout) {
   expect_written(values.data(), values.bytes);
   if (std::memcmp(values.data(), expected, static_cast<size_t>(values.bytes)) == 0) return;
@@ -108,15 +107,15 @@ Buffer activations(ElementType type, int64_t count, Random& random) {
   return buffer;
 }
 
-// Whether this CPU runs a row of a table, and the row reads such a matrix.
+// Whether this CPU can run a kernel of a table, and the kernel supports such a matrix.
 template <class Kernel>
 bool fits(const Kernel& row, const Layout& layout) {
   return row.format == Format::panel16 && row.bits == layout.bits && (row.mappings & bit_of(layout.mapping)) != 0 &&
          (row.isa & ~cpu_isa()) == 0;
 }
 
-// `expected`: what the portable row computes of each row of x alone. Every row of the table must: the portable one too, of all
-// rows of x at once.
+// `expected`: the portable kernel's result for each row of x alone. Every kernel of the table must match it, including the
+// portable one with all rows of x at once.
 void run_linear_rows(const uint8_t* packed, const Layout& layout, const TensorView& x, DType dtype, int64_t m,
                      const std::vector<uint8_t>& expected, Counts* counts) {
   const int64_t width = layout.blocks * kBlockInputs;
@@ -174,7 +173,7 @@ void run_embedding_rows(const uint8_t* packed, const Layout& layout, DType dtype
   }
 }
 
-// What the header says of a matrix that has none that holds: anything.
+// Header data for a matrix without a valid header: arbitrary.
 Layout any_layout(Random& random) {
   Layout layout{};
   layout.n = any_in(random, 1, 40);
@@ -183,13 +182,13 @@ Layout any_layout(Random& random) {
   return layout;
 }
 
-// Whether packing anew may end so: a sealed matrix can have scales that no packer takes.
+// Whether repacking may fail like this: a matrix with a matching checksum can have scales that packing refuses.
 bool as_sealed(const Status& status, bool sealed) {
   return status.ok() == sealed || (sealed && std::strstr(status.message(), "expected a finite value") != nullptr);
 }
 
-// Every operator that reads a packed matrix. `whole`: its header holds, and `expected` is its product with x; `sealed`: so does
-// the checksum of its payload.
+// Runs every operator that reads a packed matrix. `whole`: its header is valid, and `expected` is its product with x; `sealed`:
+// the payload's checksum matches too.
 void run_operators(const Buffer& bytes, const Layout& layout, bool whole, bool sealed, const TensorView& x, int64_t m,
                    const std::vector<uint8_t>& expected, Random& random) {
   const TensorView packed = bytes.view(ElementType::u8, {bytes.bytes});
@@ -302,7 +301,7 @@ std::vector<uint8_t> read_file(const char* path) {
   return {std::istreambuf_iterator<char>(file), {}};
 }
 
-// Each input behind its length, in 4 bytes.
+// Each input is preceded by its length, in 4 bytes.
 int join(const char* path, int count, char** inputs) {
   std::ofstream file(path, std::ios::binary);
   for (int i = 0; i < count; ++i) {
@@ -366,7 +365,7 @@ int run_inputs(const char* path) {
               "all as the portable ones\n",
               static_cast<long long>(executions), static_cast<long long>(counts.refused),
               static_cast<long long>(counts.altered), static_cast<long long>(counts.kernels));
-  // A fuzzer whose damage is always refused, or never, would show nothing.
+  // If all damage were refused, or none, the fuzzer would test nothing.
   const bool both = counts.refused > 0 && counts.altered > 0 && counts.kernels > 0;
   return executions < 1000 || both ? 0 : 1;
 }
@@ -374,17 +373,17 @@ int run_inputs(const char* path) {
 }  // namespace
 }  // namespace lowbit::test
 
-// AddressSanitizer calls it before it reports.
+// AddressSanitizer calls this before it reports.
 extern "C" __attribute__((visibility("default"))) void __asan_on_error() {
   std::fprintf(stderr, "%s\n", lowbit::test::current);
 }
 
 #if LOWBIT_GUIDED
 
-// libFuzzer's own changes of bytes, which it learns from comparisons in the code.
+// libFuzzer's mutations, which it learns from comparisons in the code.
 extern "C" size_t LLVMFuzzerMutate(uint8_t* data, size_t size, size_t max_size);
 
-// Changes an input in place; the new size.
+// Changes an input in place; returns the new size.
 extern "C" __attribute__((visibility("default"))) size_t LLVMFuzzerCustomMutator(uint8_t* data, size_t size,
                                                                                  size_t max_size, unsigned int seed) {
   using namespace lowbit::test;

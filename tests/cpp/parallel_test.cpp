@@ -1,5 +1,5 @@
-// parallel_1d and parallel_2d: every piece once, on any host's threads, and no piece waits for a stalled thread that
-// others could serve. What a call works in, and its float settings.
+// parallel_1d and parallel_2d: every piece runs once, on any host's threads, and no piece waits for a stalled thread while
+// others are free. Also a call's working memory and float settings.
 
 #include "../../kernels/ukernel.h"
 #include "../../ops/nodes.h"
@@ -25,7 +25,7 @@
 namespace lowbit::test {
 namespace {
 
-// Hosts that call the tasks in other ways than one thread each.
+// Hosts that do not use one thread per task.
 void one_after_another(int count, void (*task)(void*, int), void* context) {
   for (int i = 0; i < count; ++i) task(context, i);
 }
@@ -51,7 +51,7 @@ TEST(Parallel, EveryIndexOnce) {
   }
 }
 
-// Many claims at the same time: the threads start together, and a piece is next to nothing.
+// Many concurrent claims: the threads start together, and a piece takes almost no time.
 TEST(Parallel, ClaimsThatRace) {
   constexpr int64_t kCount = 300000;
   constexpr int kThreads = 4;
@@ -88,7 +88,7 @@ TEST(Parallel, NoMoreTasksThanPieces) {
   EXPECT_EQ(asked, 8);
 }
 
-// Two threads of a call never have the same number, so that what a worker owns needs no lock.
+// Two threads of a call never have the same number, so a worker's data needs no lock.
 TEST(Parallel, WorkersAreApart) {
   constexpr int kThreads = 5;
   std::vector<std::atomic<int>> inside(kThreads);
@@ -133,7 +133,7 @@ TEST(Scratch, IsKeptForTheNextCall) {
   EXPECT_EQ(kept_bytes(), 0);
 }
 
-// Calls of many threads at once, small and large in turn: together they leave no more than a process may keep.
+// Calls from many threads at once, small and large in turn, keep no more memory than a process may.
 TEST(Scratch, OfIdleThreadsIsBounded) {
   std::vector<std::thread> threads;
   for (int i = 0; i < 24; ++i) {
@@ -150,7 +150,7 @@ TEST(Scratch, OfIdleThreadsIsBounded) {
   for (std::thread& thread : threads) thread.join();
   EXPECT_GT(kept_bytes(), 0);
   EXPECT_LE(kept_bytes(), kKeptBytes);
-  // What the latest call worked in is kept, whatever else was.
+  // The memory of the latest call is kept, whatever ran before.
   char* latest;
   {
     const Scratch scratch(kKeptBytes);
@@ -167,7 +167,7 @@ TEST(Scratch, OfIdleThreadsIsBounded) {
   release_blocks();
 }
 
-// Each thread of a call has memory of its own, which is kept for the next call.
+// Each thread of a call has its own memory, which is kept for the next call.
 TEST(Scratch, OfACallWithManyThreadsIsKept) {
   constexpr int kThreads = 300;
   release_blocks();
@@ -187,8 +187,8 @@ TEST(Scratch, TooMuchIsNoMemory) {
   EXPECT_NE(scratch.data(), nullptr);
 }
 
-// The thread that takes the first piece does not return from it before all others are done. With pieces assigned in
-// advance its share would never be served; the wait has an end only so that such a fault is a failure and no hang.
+// The thread with the first piece waits in it until all others are done. If pieces were assigned in advance, its other pieces
+// would never run. The wait has a timeout, so that such a fault is a failure and not a hang.
 TEST(Parallel, AStalledThreadHoldsUpNothing) {
   constexpr int64_t kPieces = 100;
   std::mutex mutex;
@@ -207,7 +207,7 @@ TEST(Parallel, AStalledThreadHoldsUpNothing) {
   EXPECT_EQ(finished, kPieces);
 }
 
-// A grid of which every visit is recorded.
+// A grid that records every visit.
 struct Visits {
   Grid grid;
   std::vector<std::atomic<int>> prepared, tiles;
@@ -264,7 +264,7 @@ TEST(Parallel2d, EveryRowAndEveryTileOnceOnSeveralNodes) {
   }
 }
 
-// A thread of the second of three nodes computes that node's part, then the third's, and the first's last.
+// A thread of the second of three nodes computes that node's part, then the third's, then the first's.
 TEST(Parallel2d, OwnPartsFirst) {
   const Grid grid{4, 2, 2, 90, 2, 8, 3, second};
   std::vector<Band> bands(6);
@@ -279,7 +279,7 @@ TEST(Parallel2d, OwnPartsFirst) {
   EXPECT_EQ(parts, (std::vector<int64_t>{30, 1030, 60, 1060, 0, 1000}));
 }
 
-// Threads of two nodes: none steals while a tile of its own node is left.
+// Threads of two nodes: none steals while its own node has tiles.
 TEST(Parallel2d, StealsLast) {
   const Grid grid{1, 1, 1, 2000, 1, 8, 2, odd_or_even};
   std::vector<Band> bands(2);
@@ -294,7 +294,8 @@ TEST(Parallel2d, StealsLast) {
               });
 }
 
-// A thread four times as slow as the other, by a clock of finished columns: it gets what it can do meanwhile, and one claim.
+// One thread is four times as slow as the other, by a clock of finished columns: it gets its proportional share, plus one
+// claim.
 TEST(Parallel2d, ASlowThreadTakesLess) {
   const Grid grid{1, 1, 1, 1000, 1, 8};
   Band band;
@@ -325,7 +326,7 @@ TEST(Parallel2d, ClaimsThatRace) {
   }
 }
 
-// Claims are as large as allowed while much is left, and never smaller than allowed but for the last of a band.
+// Claims have the largest allowed size while much is left, and at least the smallest allowed size except at the end of a band.
 TEST(Parallel2d, ClaimsShrinkTowardsTheEnd) {
   const Grid grid{40, 20, 20, 100, 2, 8};
   std::vector<Band> bands(2);
@@ -340,8 +341,8 @@ TEST(Parallel2d, ClaimsShrinkTowardsTheEnd) {
   EXPECT_GT(sizes.size(), 13u + 13u);
 }
 
-// The thread that prepares the first rows does not return from it before all tiles of the other bands are done, which the
-// other threads must be able to do. The wait has an end only so that a fault is a failure and no hang.
+// The thread that prepares the first rows waits until all tiles of the other bands are done, which the other threads must be
+// able to do. The wait has a timeout, so that a fault is a failure and not a hang.
 TEST(Parallel2d, AStalledPreparationHoldsUpItsBandOnly) {
   Visits visits({96, 32, 4, 50, 1, 8});
   std::mutex mutex;
@@ -367,7 +368,7 @@ TEST(Parallel2d, AStalledPreparationHoldsUpItsBandOnly) {
   EXPECT_EQ(finished, 3 * 50);
 }
 
-// The same for the thread that takes the first tile: the others do all the rest.
+// The same for the thread with the first tile: the others do all the rest.
 TEST(Parallel2d, AStalledTileHoldsUpNothing) {
   Visits visits({96, 32, 4, 50, 1, 8});
   std::mutex mutex;
@@ -390,7 +391,7 @@ TEST(Parallel2d, AStalledTileHoldsUpNothing) {
   EXPECT_EQ(finished, 3 * 50);
 }
 
-// A directory like the system's, with nodes whose CPUs are given.
+// A directory like the system's, with nodes of the given CPUs.
 std::filesystem::path directory_of(const char* name, const std::vector<std::pair<int, const char*>>& nodes) {
   // ctest runs this for several ISAs at once, each in a process.
   static const std::string process = std::to_string(std::random_device{}());
@@ -454,7 +455,7 @@ TEST(Nodes, AreOneWhereThereIsNothingToChoose) {
   EXPECT_EQ(nodes_of("eight", many).count, 8);
 }
 
-// Nodes change which thread computes what, and no bit.
+// Nodes change which thread computes what, but no bits.
 TEST(Nodes, ChangeNoBit) {
   const Nodes before = memory_nodes();
   Random random(1);

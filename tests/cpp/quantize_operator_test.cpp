@@ -1,5 +1,5 @@
-// The operator that quantizes weights: codes nearest to the weights for the scales that packing stores, the same on any
-// number of threads, within its buffers.
+// The operator that quantizes weights: the nearest codes for the stored scales, the same on any number of threads, within its
+// buffers.
 
 #include <gtest/gtest.h>
 
@@ -41,9 +41,8 @@ double value_of(const Weights& w, size_t group, int code) {
   return double{w.scales[group]} * (w.layout.bits == 1 ? 2 * code - 1 : code - (1 << (w.layout.bits - 1)));
 }
 
-// Every code is the nearest: where the code's position (weight - min) / scale, at most 2^bits and rounded three times
-// at 2^-24, is that close to the middle of two codes, either is taken, and costs at most twice that in units of the
-// step.
+// Every code is the nearest. The position (weight - min) / scale is at most 2^bits and is rounded three times at 2^-24. Within
+// that distance of a midpoint, either code is valid, and costs at most twice that in units of the step.
 void check_nearest(const TensorView& weight, const Weights& w) {
   const Layout& l = w.layout;
   for (int64_t i = 0; i < l.n * l.k; ++i) {
@@ -101,10 +100,10 @@ TEST(Quantize, SearchIsNeverWorse) {
           error[search] += difference * difference;
         }
       }
-      // The scales are rounded to 2^-11 after the choice, which can take back that much.
+      // The scales are rounded to 2^-11 after the choice, which can increase the error by that much.
       EXPECT_LE(error[1], error[0] * (1 + 0x1p-8)) << bits << " bits";
       if (bits >= 2 && bits <= 5) {
-        EXPECT_LT(error[1], error[0] * 0.99) << bits << " bits";  // it searches
+        EXPECT_LT(error[1], error[0] * 0.99) << bits << " bits";  // the search reduces the error
       }
     }
   }
@@ -125,7 +124,7 @@ TEST(Quantize, AnyNumberOfThreadsAndAnyRowStride) {
   }
 }
 
-// Rows of one input have no step between inputs, whatever the view says.
+// For rows of one input, the stride between inputs does not matter.
 TEST(Quantize, AnyStrideOfASingleInput) {
   Random random(5);
   const Layout layout = layout_of(20, 1, 4, 0, Mapping::symmetric, false);
@@ -148,7 +147,7 @@ TEST(Quantize, ConstantAndTinyRows) {
         const Outputs out(layout);
         ASSERT_TRUE(run(weight.view, layout, false, out).ok());
         const Weights w = out.weights(layout);
-        // A full-range symmetric grid ends at the value; a step below 2^-120 is no step. Scales have 11 bits.
+        // A full-range symmetric grid ends at the value; a step below 2^-120 counts as none. Scales have 11 bits.
         const double bound = std::fabs(value) < 0x1p-112 ? 0x1p-112 : std::fabs(value) * 0x1p-10;
         for (const uint8_t code : w.codes) {
           ASSERT_LE(std::fabs(value_of(w, 0, code) - value), bound) << value << " at " << bits << " bits";

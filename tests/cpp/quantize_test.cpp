@@ -1,5 +1,5 @@
-// Every row of the quantization table: the portable row against the contract in float32 (equal bits) and against the
-// real numbers (a derived bound), all other rows against the portable row (equal bits).
+// Every kernel of the quantization table. The portable kernel is compared with the contract in float32 (equal bits) and with
+// exact results (a derived bound), all others with the portable kernel (equal bits).
 
 #include <gtest/gtest.h>
 
@@ -174,7 +174,7 @@ TEST_P(QuantizeRow, SameBits) {
   }
 }
 
-// Many random ranges, where scales and values round in every possible way.
+// Many random ranges, so that scales and values round in every possible way.
 TEST_P(QuantizeRow, RandomRanges) {
   LOWBIT_SKIP_UNLESS_SUPPORTED(GetParam());
   const QuantizeKernel& kernel = quantize_kernel(GetParam().index);
@@ -192,7 +192,7 @@ TEST_P(QuantizeRow, RandomRanges) {
   }
 }
 
-// Group sums that are not wanted are not written, and change nothing else.
+// Group sums that are not requested are not written, and change nothing else.
 TEST_P(QuantizeRow, WithoutGroupSums) {
   LOWBIT_SKIP_UNLESS_SUPPORTED(GetParam());
   const QuantizeKernel& kernel = quantize_kernel(GetParam().index);

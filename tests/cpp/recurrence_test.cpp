@@ -1,5 +1,5 @@
-// Every row of the recurrence table against the portable row: equal bits, any cut of a text, and no access outside of its
-// memory. tests/python/hf/test_recurrent.py compares what this machine chooses with the definition.
+// Every kernel of the recurrence table has the bits of the portable kernel, for any split of a text, and stays within its
+// memory. tests/python/hf/test_recurrent.py compares the chosen kernels with the definition.
 
 #include <gtest/gtest.h>
 
@@ -43,7 +43,7 @@ std::vector<uint8_t> run(const RecurrenceKernel& kernel, const Case& one, const 
     store_from_f32(v.data(), one.dtype, one.tokens / 2 * one.columns, one.odd);
     decay.as<float>()[decay.size() / 4 - 1] = one.odd;
   }
-  std::memset(state.data(), 0xff, static_cast<size_t>(state.size()));  // NaN, which a fresh text must not see
+  std::memset(state.data(), 0xff, static_cast<size_t>(state.size()));  // NaN, which a new text must not read
   for (Guarded* memory : {&q, &k, &v, &decay, &beta}) memory->freeze();
   for (size_t i = 0; i < begins.size(); ++i) {
     const int64_t begin = begins[i], end = i + 1 < begins.size() ? begins[i + 1] : one.tokens;
@@ -74,7 +74,7 @@ std::vector<uint8_t> run(const RecurrenceKernel& kernel, const Case& one, const 
     EXPECT_TRUE(memory->intact()) << "wrote outside of its memory";
   }
   std::vector<uint8_t> all = out.bytes();
-  if (one.odd == 0.0f) {  // NaN in a state may have any bits
+  if (one.odd == 0.0f) {  // NaNs in a state may have any bits
     for (int64_t panel = 0; panel < panels; ++panel) {
       const int64_t lanes = one.columns - panel * 16 < 16 ? one.columns - panel * 16 : 16;
       for (int64_t i = 0; i < one.width; ++i) {

@@ -1,4 +1,4 @@
-// The tables and the choice: asked about made-up CPUs, on any machine.
+// The tables and the choice of kernels, for made-up CPUs, on any machine.
 
 #include "../../kernels/registry.h"
 
@@ -20,7 +20,7 @@ std::vector<IsaName> names() {
   return {all, all + count};
 }
 
-// All that the choice reads of a layout.
+// The fields of a layout that the choice reads.
 Layout task(int bits, int64_t group_size, Mapping mapping = Mapping::symmetric) {
   Layout layout{};
   layout.mapping = mapping;
@@ -44,7 +44,7 @@ bool has_rows(IsaBits bit) {
   return found;
 }
 
-// Every subset of the bits that this processor's family has rows for.
+// Every subset of the ISA bits that have kernels for this processor family.
 std::vector<IsaBits> isa_subsets() {
   std::vector<IsaBits> subsets = {kPortable};
   for (const IsaName& isa : names()) {
@@ -89,31 +89,31 @@ TEST(Tables, NamesSayWhatTheRowsAre) {
     EXPECT_GE(row.n_step, 1);
     EXPECT_NE(row.run, nullptr);
     EXPECT_TRUE(row.bits >= 1 && row.bits <= 8) << row.name;
-    EXPECT_TRUE(seen.insert(row.name).second) << row.name << " is there twice";
+    EXPECT_TRUE(seen.insert(row.name).second) << row.name << " occurs twice";
   }
   for (size_t i = 0; i < embedding_kernel_count(); ++i) {
     const EmbeddingKernel& row = embedding_kernel(i);
     EXPECT_EQ(row.name, "embedding_w" + std::to_string(row.bits) + "_" + name_of(row.isa));
     EXPECT_NE(row.run, nullptr);
     EXPECT_TRUE(row.bits >= 1 && row.bits <= 8) << row.name;
-    EXPECT_TRUE(seen.insert(row.name).second) << row.name << " is there twice";
+    EXPECT_TRUE(seen.insert(row.name).second) << row.name << " occurs twice";
   }
   for (size_t i = 0; i < quantize_kernel_count(); ++i) {
     const QuantizeKernel& row = quantize_kernel(i);
     EXPECT_EQ(row.name, "quantize_" + name_of(row.isa));
     EXPECT_NE(row.run, nullptr);
-    EXPECT_TRUE(seen.insert(row.name).second) << row.name << " is there twice";
+    EXPECT_TRUE(seen.insert(row.name).second) << row.name << " occurs twice";
   }
   for (size_t i = 0; i < attention_kernel_count(); ++i) {
     const AttentionKernel& row = attention_kernel(i);
     EXPECT_EQ(row.name, "attention_" + name_of(row.isa));
     EXPECT_NE(row.run, nullptr);
-    EXPECT_TRUE(seen.insert(row.name).second) << row.name << " is there twice";
+    EXPECT_TRUE(seen.insert(row.name).second) << row.name << " occurs twice";
   }
   EXPECT_FALSE(seen.contains("")) << "a row without a name";
 }
 
-// Portable rows are complete: every other row is compared with one.
+// Portable kernels are complete, because every other kernel is compared with one.
 TEST(Tables, PortableRowsCoverEverything) {
   for (int bits = 1; bits <= 8; ++bits) {
     for (const int64_t group_size : kGroupSizes) {
@@ -134,7 +134,7 @@ TEST(Tables, PortableRowsCoverEverything) {
 constexpr Streams kStreams[] = {Streams::one, Streams::several};
 constexpr int64_t kRows[] = {1, 2, 3, 4, 5, 6, 7, 8, 16, 100};
 
-// Levels go to the rows that plain weights of their width go to; where no row reads them, to none.
+// Levels use the same kernels as symmetric weights of their width; if no kernel reads them, none is chosen.
 TEST(Choice, LevelsGoWherePlainWeightsGo) {
   for (const IsaBits isa : isa_subsets()) {
     for (int bits = 1; bits <= 8; ++bits) {
@@ -223,7 +223,7 @@ TEST(Choice, NeverPortableWhereAnotherRowFits) {
   }
 }
 
-// The tables are in the order of preference, so more ISA bits or more rows of m never lead to a later row.
+// The tables are in order of preference, so more ISA bits or a larger m never select a later kernel.
 TEST(Choice, MoreIsaIsNeverWorse) {
   const auto index = [](const LinearKernel& kernel) {
     size_t i = 0;
@@ -255,7 +255,7 @@ TEST(Choice, MoreIsaIsNeverWorse) {
 }
 
 #if defined(__x86_64__)
-// AMX computes 16 inputs at a time no faster than 64.
+// AMX takes as long for 16 inputs as for 64.
 TEST(Choice, GroupsOf16AreNotForTiles) {
   for (int bits = 1; bits <= 8; ++bits) {
     for (const int64_t m : {8, 64}) {
@@ -266,7 +266,7 @@ TEST(Choice, GroupsOf16AreNotForTiles) {
 }
 #endif
 
-// Each row is the best choice for something; a row that nothing can reach is dead code.
+// Each kernel is the best choice for some case; an unreachable kernel is dead code.
 TEST(Choice, EveryRowIsReachable) {
   std::set<std::string> reached;
   for (const IsaBits isa : isa_subsets()) {

@@ -1,5 +1,5 @@
-// That MemorySanitizer sees through every kernel of this CPU: with one byte of an input that nothing has written, it stops the
-// kernel or the output counts as unwritten; with all of them written, neither. Only in a build for it (make test-msan).
+// MemorySanitizer tracks unwritten memory through every kernel of this CPU. If one byte of an input is unwritten, it stops the
+// kernel or the output counts as unwritten; if all are written, neither happens. Only in its build (make test-msan).
 
 #include <gtest/gtest.h>
 
@@ -20,7 +20,7 @@ namespace {
 
 constexpr int kSeen = 3, kNotSeen = 4;
 
-// In a process of its own, because MemorySanitizer ends it: whether the bytes at `out` depend on unwritten ones after `run`.
+// Whether the bytes at `out` depend on unwritten ones after `run`. Runs in a separate process, because MemorySanitizer ends it.
 bool sees(const std::vector<uint8_t>& out, const std::function<void()>& run) {
   const pid_t child = fork();
   if (child == 0) {
@@ -125,9 +125,9 @@ TEST(Unwritten, EveryEmbeddingKernelIsSeenThrough) {
   }
 }
 
-// The operator, by the kernel of this CPU, on ten positions of which the caches have five before the call. All caches but
-// those of 4 bits, whose codes are indices, have places that nothing has written, beside those that the operator reads. The
-// last byte of a float: rounding hides the first from MemorySanitizer.
+// The operator with this CPU's kernel, on ten positions, five of which are in the caches before the call. All caches except
+// those of 4 bits, whose codes are indices, have unwritten places next to those that the operator reads. The test uses the last
+// byte of a float, because rounding hides the first from MemorySanitizer.
 TEST(Unwritten, TheOperatorOfAttentionIsSeenThrough) {
   constexpr int64_t kWidth = 32, kBefore = 5;
   const std::pair<ElementType, int64_t> caches[] = {

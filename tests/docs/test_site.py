@@ -1,4 +1,4 @@
-"""The documentation site in a real browser, on a desk and on a phone: nothing runs over, nothing is fetched (`make docs`)."""
+"""The documentation site in a real browser, on a desktop and a phone: nothing overflows, nothing is fetched (`make docs`)."""
 
 import functools
 import html
@@ -22,13 +22,13 @@ PAGES = ("index", "choosing_bits", "cli", "bench", "arm_cost", "api/quantize", "
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory) -> Path:
-    """A copy: the browser is shown a page with a script more, which lies beside it."""
+    """A copy, in which a test script can be added next to a page."""
     return Path(shutil.copytree(ROOT / "build" / "site", tmp_path_factory.mktemp("docs") / "site"))
 
 
 @pytest.fixture(scope="module")
 def address(site) -> Iterator[str]:
-    """Where the copy is served: from a file the theme's search would fetch a part of its own."""
+    """The address of the served copy: from files, the theme's search would fetch a script."""
 
     class Quiet(SimpleHTTPRequestHandler):
         def log_message(self, *arguments):
@@ -41,7 +41,7 @@ def address(site) -> Iterator[str]:
 
 
 def look(site: Path, address: str, page: str, width: int, height: int) -> dict:
-    """What a browser makes of a page in a window of this size."""
+    """Measurements of a page in a browser window of this size."""
     watched = site / f"{page}-watched.html"
     text = (site / f"{page}.html").read_text(encoding="utf-8")
     watched.write_text(text.replace("<head>", f"<head>{WATCH}"), encoding="utf-8")
@@ -61,7 +61,7 @@ def look(site: Path, address: str, page: str, width: int, height: int) -> dict:
 def test_a_page_in_a_browser(site, address, page, width, height):
     seen = look(site, address, page, width, height)
     assert seen["problems"] == [] and seen["doubled"] == 0
-    assert seen["view"] == width and seen["width"] <= width  # what is wider scrolls by itself
+    assert seen["view"] == width and seen["width"] <= width  # wider elements scroll by themselves
     assert seen["loaded"] and all(name.startswith((address, "data:")) for name in seen["loaded"])
 
 
@@ -77,11 +77,13 @@ def test_every_document_is_on_the_site(site):
     documents = {path.stem for path in (ROOT / "docs").glob("*.md")}
     assert documents <= {path.stem for path in site.glob("*.html")}
     assert os.listdir(site / "plots") and not list(site.rglob("*.py"))
-    assert ">Bloom<wbr>For<wbr>CausalLM<" in (site / "models.html").read_text(encoding="utf-8")  # a phone shows what is right
+    assert ">Bloom<wbr>For<wbr>CausalLM<" in (site / "models.html").read_text(
+        encoding="utf-8"
+    )  # so that a phone can break long names
 
 
 def test_pages_of_documents_outside_docs(site):
-    """As a file such a page has a link to the document, on the site the document itself."""
+    """In the repository such a page links to the document; on the site it contains the document."""
     whole = re.compile(r"^\[(.+)\]\(\.\./(.+\.md)\)$", re.M)
     linked = {
         path.stem: match for path in (ROOT / "docs").glob("*.md") if (match := whole.search(path.read_text(encoding="utf-8")))
@@ -95,7 +97,7 @@ def test_pages_of_documents_outside_docs(site):
 
 
 def test_what_can_be_installed():
-    """Nothing can be installed by the name lowbit yet: one page explains it, and one repeats an error."""
+    """There is no package named lowbit to install yet: one page explains this, and one repeats an error."""
     named = [
         path.name
         for path in (*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md"))

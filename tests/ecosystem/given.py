@@ -1,6 +1,6 @@
-"""What the programs of the ecosystem check share: the checkpoints that prepare.py made, and what must come out of them.
+"""Shared by the programs of the ecosystem check: the checkpoints of prepare.py and the expected results.
 
-No program imports lowbit by itself, unless its header says why: `import torch` has to be enough.
+A program imports lowbit only if its header gives a reason, because `import torch` must be enough.
 """
 
 import os
@@ -24,8 +24,8 @@ SENTENCES = [
 
 
 def expected() -> dict[str, Any]:
-    """What lowbit's own run in transformers gives: ``texts`` behind the PROMPTS, without these; ``loglikelihoods`` of the
-    texts, as sums; ``packed`` and ``float`` embeddings of the SENTENCES, normalized."""
+    """Results of lowbit in transformers: ``texts`` after the PROMPTS, without the prompts; ``loglikelihoods`` of the texts, as
+    sums; normalized ``packed`` and ``float`` embeddings of the SENTENCES."""
     return torch.load(DIRECTORY / "expected.pt")
 
 

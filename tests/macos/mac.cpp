@@ -1,6 +1,6 @@
-// Says what the loaded liblowbit found and has: `make test-macos-run`.
-//   mac cpu    the instruction sets of this CPU and how many threads use SME2's unit
-//   mac rows   every row of the tables, with the instruction sets that it needs
+// Prints what the loaded liblowbit detected and contains, for `make test-macos-run`.
+//   mac cpu    the instruction sets of this CPU and the number of threads that use the SME2 unit
+//   mac rows   every kernel of the tables, with the instruction sets that it needs
 #include <cstdio>
 #include <cstring>
 

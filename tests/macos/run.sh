@@ -1,8 +1,8 @@
 #!/bin/sh
-# Runs the liblowbit of a macOS wheel under QEMU, by the C++ tests that were built for Linux on Arm: `make test-macos-run`.
+# Tests the liblowbit of a macOS wheel under QEMU with the C++ tests for Linux on Arm: `make test-macos-run`.
 #   tests/macos/run.sh WHEEL TESTS OUTPUT EMULATOR
-# TESTS: a directory with liblowbit.so and tests/cpp, built by GCC (`make build-test-arm`). OUTPUT: a directory for what is made
-# here. EMULATOR: a directory with a qemu-aarch64 that has SME2 (`make build/arm-emulator`).
+# TESTS: a directory with liblowbit.so and tests/cpp, built by GCC (`make build-test-arm`). OUTPUT: a directory for new files.
+# EMULATOR: a directory with a qemu-aarch64 that has SME2 (`make build/arm-emulator`).
 set -eu
 wheel=$(realpath "$1") tests=$(realpath "$2") output=$3 emulator=$4
 here=$(dirname "$0")
@@ -15,8 +15,8 @@ $compile -fPIC -shared "$here/system.cpp" -o "$output/libmacos_system.so"
 python3 "$here/elf_of_macho.py" "$dylib" "$output/liblowbit.so" --needs libmacos_system.so
 $compile "$here/mac.cpp" -o "$output/mac" -L "$tests" -llowbit
 
-# under MAC CPU PROGRAM...: with the library of the wheel, and pages of 16 KiB, as on every Mac with Arm. The emulator for SME2
-# has pages of 4 KiB only.
+# under MAC CPU PROGRAM...: runs with the wheel's library and pages of 16 KiB, as on every Arm Mac. The emulator for SME2 has
+# only pages of 4 KiB.
 under() {
   mac=$1 cpu=$2
   shift 2
@@ -24,20 +24,21 @@ under() {
     qemu-aarch64 -L /usr/aarch64-linux-gnu -E LD_LIBRARY_PATH="$output" "$@"
 }
 
-# finds MAC CPU EXPECTED: the instruction sets, and how many clusters have a unit for SME2 (one if the system does not say).
+# finds MAC CPU EXPECTED: checks the instruction sets and the number of clusters with an SME2 unit (one if the system does not
+# tell).
 finds() {
   found=$(under "$1" "$2" "$output/mac" cpu)
   [ "$found" = "$3" ] || { echo "$1 on a $2 finds '$found'; expected '$3'" >&2; exit 1; }
   echo "== $1: $found"
 }
 
-# Its tables are those of the build for Linux, row for row.
+# Its tables equal those of the build for Linux.
 under m1 cortex-a76 "$output/mac" rows > "$output/rows"
 QEMU_CPU=cortex-a76 qemu-aarch64 -L /usr/aarch64-linux-gnu -E LD_LIBRARY_PATH="$tests" "$output/mac" rows |
   diff - "$output/rows"
 
-finds neither cortex-a76 "neon 1"  # what the system denies is not used
-finds macos11 cortex-a76 "neon neondot 1"  # without the system's names for features; every Mac has dot products
+finds neither cortex-a76 "neon 1"  # features that the system denies are not used
+finds macos11 cortex-a76 "neon neondot 1"  # without the system's feature names; every Mac has dot products
 finds m1 cortex-a76 "neon neondot 2"
 finds m2 max,sve=off,sme=off "neon neondot i8mm 1"
 

@@ -1,6 +1,6 @@
-// What the library of the macOS wheel imports from macOS, for Linux on Arm: elf_of_macho.py. The symbols are macOS's, with the
-// underscore in front. What is the same on both systems goes on to Linux's function; what differs is written here.
-// LOWBIT_TEST_MAC: the Mac whose features sysctlbyname() answers.
+// The macOS functions that the library of the macOS wheel imports, for Linux on Arm: elf_of_macho.py. The symbols have macOS's
+// leading underscore. Functions that are equal on both systems call Linux's function; others are implemented here.
+// LOWBIT_TEST_MAC: the Mac whose features sysctlbyname() reports.
 #include <dlfcn.h>
 #include <pthread.h>
 #include <sched.h>
@@ -14,7 +14,7 @@
 #include <cstring>
 #include <new>
 
-// Arguments in registers, and pointers and numbers of eight bytes on the stack, lie alike on both systems.
+// Both systems pass arguments in registers, and pointers and 8-byte numbers on the stack, in the same way.
 #define SAME(name) __asm__(".globl _" #name "\n.type _" #name ", %function\n_" #name ": b " #name);
 SAME(_Unwind_Resume) SAME(_ZSt9terminatev) SAME(_ZdaPv) SAME(_ZdlPvm) SAME(_ZnamRKSt9nothrow_t) SAME(_ZnwmRKSt9nothrow_t)
 SAME(__cxa_atexit) SAME(__cxa_begin_catch) SAME(__cxa_guard_abort) SAME(__cxa_guard_acquire) SAME(__cxa_guard_release)
@@ -26,15 +26,15 @@ SAME(strcmp) SAME(strlen) SAME(strncat) SAME(strncpy) SAME(strnlen) SAME(strtol)
 
 extern "C" {
 
-// An object whose address alone is used.
+// An object of which only the address is used.
 extern const char nothrow MACOS(_ZSt7nothrow);
 const char nothrow = 0;
 
-// All is bound when the library is loaded.
+// All symbols are bound when the library is loaded.
 [[noreturn]] void bind_later() __asm__("dyld_stub_binder");
 void bind_later() { std::abort(); }
 
-// Clang makes calls of it from loops that repeat a value.
+// Clang turns loops that repeat a value into calls of this function.
 void repeat(void* to, const void* pattern, size_t size) MACOS(memset_pattern16);
 void repeat(void* to, const void* pattern, size_t size) {
   for (size_t at = 0; at < size; at += 16) {
@@ -42,8 +42,8 @@ void repeat(void* to, const void* pattern, size_t size) {
   }
 }
 
-// Variable arguments: macOS has all of them on the stack, eight bytes each, and its va_list is the address of the first. That
-// is Linux's va_list of a call that has used up its registers.
+// Variable arguments: macOS passes all of them on the stack, eight bytes each, and its va_list is the address of the first.
+// This equals Linux's va_list of a call without free registers.
 struct LinuxArguments {
   void* stack;
   void* gr_top;
@@ -61,7 +61,7 @@ int print(char* text, size_t size, const char* format, void* arguments) {
 }
 __asm__(".globl _snprintf\n.type _snprintf, %function\n_snprintf: mov x3, sp\n\tb _vsnprintf");
 
-// A lock: libc++'s std::mutex is macOS's pthread_mutex_t, 64 bytes that begin with a number of its own.
+// libc++'s std::mutex is macOS's pthread_mutex_t: 64 bytes that start with a signature.
 struct Mutex {
   int64_t signature;
   std::atomic<int> locked;
@@ -75,7 +75,7 @@ void unlock(Mutex* mutex) { mutex->locked.store(0, std::memory_order_release); }
 void end_of_mutex(Mutex*) MACOS(_ZNSt3__15mutexD1Ev);
 void end_of_mutex(Mutex*) {}
 
-// A key has eight bytes there, and four here.
+// A key has eight bytes on macOS and four on Linux.
 int key_create(uint64_t* key, void (*end)(void*)) MACOS(pthread_key_create);
 int key_create(uint64_t* key, void (*end)(void*)) {
   pthread_key_t mine;
@@ -102,8 +102,8 @@ struct Answer {
   const char* name;
   int value;
 };
-// Macs by what they have: macOS 11 has no name that begins with FEAT_. "future": more than lowbit asks for. "neither": a
-// system that answers no, as no Mac does.
+// Features by Mac: macOS 11 has no names that begin with FEAT_. "future" has more than lowbit uses. "neither" denies all
+// features, as no real Mac does.
 constexpr Answer kAnswers[] = {
     {"macos11", "hw.optional.neon", 1},
     {"macos11", "hw.optional.armv8_2_fhm", 1},

@@ -1,7 +1,7 @@
-"""Tries lowbit's decoder on every causal language model of transformers, tiny and with random weights.
+"""Tests lowbit's decoder on tiny random versions of every causal language model of transformers.
 
-`make models` writes docs/models.md from it. A model is right, refused, or not tried; a fourth kind, a model that the
-decoder takes and that comes out otherwise than transformers' own forward has it, ends the program with an error.
+`make models` writes docs/models.md from it. A model is right, refused, or not tried. If the decoder accepts a model but differs
+from transformers' forward, the program ends with an error.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from typing import Any
 import lowbit.llm
 import torch
 import transformers
-from tiny_models import experts_in, float_share, make, quantize  # first: it sets what transformers reads from the environment
+from tiny_models import experts_in, float_share, make, quantize  # first, because it sets environment variables for transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 MAX_LENGTH, TEXT, NEW = 64, 24, 8
-# Of the standard deviation of the logits: what rounding may do. Float32 sums in another order do 1e-6 or so. Between
-# 4-bit layers they also move activations to the next of 255 values.
+# Tolerances for rounding, relative to the standard deviation of the logits. Float32 sums in another order change about 1e-6.
+# Between 4-bit layers they also move activations to the next of 255 values.
 CLOSE = {"float": 1e-3, "4 bits": 0.1}
 
 
 @dataclass
 class Outcome:
-    """What became of one model in floats or at 4 bits."""
+    """The result for one model in floats or at 4 bits."""
 
     state: str  # "right", "refused", "not tried", or "WRONG"
     reason: str = ""
     figures: dict[str, float] = field(default_factory=dict)
     export: str = ""  # "yes", or the reason
     experts: str = ""  # at 4 bits: :func:`experts_in`
-    refusal: str = ""  # of the decoder, where transformers' own attention is right
-    how: str = ""  # what its caches can do then
+    refusal: str = ""  # of the decoder, if transformers' own attention is right
+    how: str = ""  # capabilities of its caches then
 
 
 def text(vocabulary: int) -> torch.Tensor:
@@ -59,7 +59,7 @@ def one_line(error: BaseException) -> str:
 
 @torch.inference_mode()
 def attempt(model: torch.nn.Module, kind: str, export: bool = True) -> Outcome:
-    """Decodes with a model, and compares with its own forward over the whole text."""
+    """Decodes with a model, and compares with the model's forward over the whole text."""
     try:
         tokens = text(model.config.get_text_config().vocab_size)
         own = model(input_ids=tokens, use_cache=False).logits.float()
@@ -106,7 +106,7 @@ def attempt(model: torch.nn.Module, kind: str, export: bool = True) -> Outcome:
         return Outcome("WRONG", "changed by a decoder that was released", figures)
     whole = torch.tensor([tokens[0].tolist() + made])
     then = model(input_ids=whole, use_cache=False).logits.float()[0, TEXT - 1 : -1]
-    # Each token is the likeliest in the model's own forward, or a tie with it within rounding.
+    # Each token is the likeliest in the model's forward, or ties with it within rounding.
     figures["tokens"] = max(float((then[i].max() - then[i][token]) / scale) for i, token in enumerate(made))
     allowed = close
     for name, value in figures.items():
@@ -118,9 +118,9 @@ def attempt(model: torch.nn.Module, kind: str, export: bool = True) -> Outcome:
 
 
 def jump(model: torch.nn.Module, tokens: torch.Tensor, own: torch.Tensor) -> float:
-    """How far rounding alone moves a model's own logits, in standard deviations: it may pick another expert.
+    """How far rounding alone moves a model's logits, in standard deviations, for example by choosing another expert.
 
-    The vectors of the tokens change by parts of 1e-6, in 16 ways.
+    The embeddings of the tokens change by parts of 1e-6, in 16 ways.
     """
     generator, furthest = torch.Generator().manual_seed(2), 0.0
 
@@ -138,7 +138,7 @@ def jump(model: torch.nn.Module, tokens: torch.Tensor, own: torch.Tensor) -> flo
 
 
 def without_us(model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    """The logits of a text token by token, by transformers alone."""
+    """The logits of a text, token by token, by transformers alone."""
     cache, logits = transformers.DynamicCache(config=model.config.get_text_config(decoder=True)), []
     for i in range(tokens.shape[1]):
         logits.append(model(input_ids=tokens[:, i : i + 1], past_key_values=cache, use_cache=True).logits.float())
@@ -146,7 +146,7 @@ def without_us(model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def fallback(model: torch.nn.Module, kind: str, tokens: torch.Tensor, own: torch.Tensor, refusal: str) -> Outcome:
-    """The same where the decoder refuses a model: by its own attention, and beside its own generate()."""
+    """The same for a model that the decoder refuses, with its own attention, compared with its own generate()."""
     try:
         step = lowbit.llm.Fallback(model, MAX_LENGTH)
     except ValueError as error:
@@ -180,7 +180,7 @@ def fallback(model: torch.nn.Module, kind: str, tokens: torch.Tensor, own: torch
 
 
 def exported(decoder: lowbit.llm.Decoder, tokens: torch.Tensor, close: float) -> str:
-    """torch.export with any number of tokens, as for .pte and .pt2: their compilers would take half a minute each."""
+    """torch.export with any number of tokens, as for .pte and .pt2, without their compilers, which take half a minute each."""
     sizes = ({1: torch.export.Dim("s", min=1, max=32)}, None)
     with torch.no_grad():
         program = torch.export.export(decoder, (tokens[:, :3], torch.tensor([0])), dynamic_shapes=sizes).module()
@@ -191,7 +191,7 @@ def exported(decoder: lowbit.llm.Decoder, tokens: torch.Tensor, close: float) ->
 
 
 def try_model(model_type: str, kinds: Iterable[str] = CLOSE, export: bool = True) -> dict[str, Outcome]:
-    """What becomes of a model in floats and at 4 bits."""
+    """The results for a model in floats and at 4 bits."""
     try:
         model = make(model_type)
     except Exception as error:
@@ -207,7 +207,7 @@ def try_model(model_type: str, kinds: Iterable[str] = CLOSE, export: bool = True
             except Exception as error:
                 outcomes[kind] = Outcome("not tried", f"quantize_ raises {one_line(error)}")
                 continue
-        # The graph is the same in floats, and a trace takes longer than all else.
+        # Only at 4 bits, because the graph is the same in floats and tracing is the slowest part.
         outcomes[kind] = attempt(this, kind, export and kind != "float")
         if kind != "float":
             outcomes[kind].experts = experts_in(this)
@@ -219,7 +219,7 @@ def _child(model_type: str, export: bool, path: Path) -> None:
         outcomes = try_model(model_type, export=export)
     said = {"versions": versions(), "class": class_name(model_type)}
     said |= {"outcomes": {kind: asdict(outcome) for kind, outcome in outcomes.items()}}
-    with contextlib.suppress(Exception):  # no tiny configuration, or no usual one: the outcomes say the former
+    with contextlib.suppress(Exception):  # no tiny configuration (the outcomes report it), or no default one
         said["float_share"] = float_share(model_type)
     path.with_suffix(".part").write_text(json.dumps(said))
     os.replace(path.with_suffix(".part"), path)
@@ -235,10 +235,10 @@ def versions() -> list[str]:
 
 
 def run_all(names: list[str], cache: Path, jobs: int, seconds: float, export: bool) -> dict[str, dict]:
-    """Each model in a process of its own, forked from this one, with a limit of time."""
+    """Runs each model in a fork of this process, with a time limit."""
     cache.mkdir(parents=True, exist_ok=True)
-    torch.set_num_threads(1)  # a forked process has none of its parent's
-    make("llama")  # imports what all of them need, once
+    torch.set_num_threads(1)  # a fork has none of its parent's threads
+    make("llama")  # shared imports, once
     results, waiting, running = {}, [], {}
     for name in names:
         path = cache / f"{name}.json"
@@ -304,7 +304,7 @@ def states(result: dict) -> list[str]:
 
 
 def document(results: dict[str, dict]) -> str:
-    """docs/models.md."""
+    """The text of docs/models.md."""
     sorts = {"right": [], "refused": [], "not tried": []}
     for name, result in results.items():
         found = states(result)
@@ -316,7 +316,7 @@ def document(results: dict[str, dict]) -> str:
         for kind, outcome in results[name]["outcomes"].items():
             for what, figure in outcome["figures"].items():
                 if what.startswith("proof") and outcome.get("refusal"):
-                    continue  # not the decoder's, and large where caches cannot do something
+                    continue  # not from the decoder, and large if caches lack a feature
                 most = proofs if what.startswith("proof") else rounding
                 most[kind] = max(most[kind], figure)
 

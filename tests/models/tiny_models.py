@@ -1,4 +1,4 @@
-"""Every causal language model of transformers, tiny and with random weights."""
+"""Makes tiny versions of every causal language model of transformers, with random weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 import transformers
 from lowbit.layers.packable import kind_of
 
-# Sizes of tiny models, by the names that configurations have for them. The first pattern that matches counts.
+# Sizes of tiny models, by the names in configurations. The first matching pattern counts.
 SIZES: list[tuple[str, Any]] = [
     (r"(vocab_size|n_vocab|n_words)", 128),
     (r"(max_position_embeddings|n_positions|n_ctx|max_seq_len|max_target_positions|max_sequence_length)", 128),
@@ -45,14 +45,14 @@ SIZES: list[tuple[str, Any]] = [
     (r"(mamba_d_state|ssm_state_size|state_size)", 8),
     (r"(mamba_n_groups|n_groups|mamba_ngroups)", 1),
     (r"(time_step_rank|mamba_dt_rank)", 4),
-    (r"(sliding_window)", 6),  # shorter than the texts here, and than the decoder's own
+    (r"(sliding_window)", 6),  # shorter than the texts here and than the decoder's chunk
     (r"(image_size)", 32),
     (r"(patch_size)", 8),
 ]
-# What follows from the number of layers; without it a configuration makes its own.
+# Values that depend on the number of layers; without them a configuration uses defaults.
 DERIVED = ("layer_types", "layers_block_type", "mlp_layer_types", "attention_types", "no_rope_layers", "layers_types")
 DERIVED += ("attn_layer_indices", "full_attn_idxs", "hybrid_layer_ids", "mlp_only_layers", "kv_share_map")
-# What does not come out by itself.
+# Special cases.
 _ROPE = {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 1000.0, "factor": 1.0}
 _ALPHA = {"head_dim": 16, "rope_parameters": _ROPE}
 SPECIAL: dict[str, dict[str, Any]] = {
@@ -98,7 +98,7 @@ NO_TOKENS = ("bos_token_id", "eos_token_id", "decoder_start_token_id", "sep_toke
 
 
 def tiny(value: Any, model_type: str = "") -> dict[str, Any]:
-    """The arguments of a small configuration, from those of the usual one."""
+    """The arguments of a tiny configuration, derived from the default one."""
     arguments: dict[str, Any] = {}
     for name, usual in vars(value).items():
         if name in DERIVED or name.startswith("_"):
@@ -117,7 +117,7 @@ def tiny(value: Any, model_type: str = "") -> dict[str, Any]:
             arguments[name] = 1
         if name == "pad_token_id" and isinstance(usual, int):
             arguments[name] = 0
-    if "qk_rope_head_dim" in vars(value):  # keys of such attention are those of all heads
+    if "qk_rope_head_dim" in vars(value):  # in this attention all heads share the keys
         arguments |= {"num_key_value_heads": arguments["num_attention_heads"]}
     return arguments | SPECIAL.get(model_type, {})
 
@@ -131,14 +131,14 @@ def make(model_type: str) -> torch.nn.Module:
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
-            # What begins as 0 or 1 would hide what it does.
+            # Parameters that start as 0 or 1 would hide errors.
             if parameter.is_floating_point() and parameter.numel() > 1 and parameter.std() < 0.01:
                 parameter.add_(torch.empty_like(parameter).normal_(0, 0.1, generator=generator))
     return model
 
 
 def quantize(model: torch.nn.Module) -> int:
-    """All linear layers that lowbit takes, experts too, to 4 bits in groups of 16; how many."""
+    """Quantizes all supported linear layers, including experts, to 4 bits in groups of 16; returns their number."""
 
     def chosen(module, name):
         return kind_of(module) is lowbit.LinearConfig and module.in_features >= 16
@@ -148,14 +148,14 @@ def quantize(model: torch.nn.Module) -> int:
 
 
 def experts_in(model: torch.nn.Module) -> str:
-    """What a quantized model does with the experts that it has in one tensor: "packed", "float", or nothing."""
+    """State of a quantized model's experts that are in one tensor: "packed", "float", or empty without such experts."""
     if any(isinstance(module, lowbit.nn.LinearExperts) for module in model.modules()):
         return "packed"
     return "float" if any("expert" in name and value.dim() == 3 for name, value in model.named_parameters()) else ""
 
 
 def float_share(model_type: str) -> float:
-    """The share of parameters that stay float with the class's usual sizes, when all layers and tables are quantized."""
+    """The share of parameters that stay float at the class's default sizes, if all layers and tables are quantized."""
     model = make(model_type)
     for config in (lowbit.LinearConfig(4, 16), lowbit.EmbeddingConfig(4, 16)):
         lowbit.quantize_(model, config, lambda module, name, kind=type(config): kind_of(module) is kind)

@@ -1,4 +1,4 @@
-// Packs a matrix and multiplies with it through the installed headers and library alone.
+// Packs a matrix and multiplies with it, using only the installed headers and library.
 #include <lowbit/kernels/registry.h>
 #include <lowbit/ops/operators.h>
 
@@ -29,7 +29,7 @@ int fail(const char* what) {
 
 int main() {
   using lowbit::ElementType;
-  // Integers that are their own codes: inputs from -127 to 127 with 127 in every row, and weights from -8 to 7 at scale 1.
+  // Integers that equal their codes: inputs from -127 to 127 with 127 in every row, and weights from -8 to 7 at scale 1.
   std::vector<uint8_t> codes(kOutputs * kInputs);
   std::vector<float> x(kRows * kInputs), scales(kOutputs, 1.0f), y(kRows * kOutputs);
   for (size_t i = 0; i < codes.size(); ++i) codes[i] = static_cast<uint8_t>(i * 7 % 16);

@@ -1,9 +1,9 @@
-"""Uses an installed wheel as its users do; run by the Python that has it and nothing else of the project.
+"""Uses an installed wheel like a user; run by a Python with the wheel and nothing else of the project.
 
     python wheel.py [--isa NAME] [--no-compiler] [--executorch]
 
-NAME: the best kernels that must be in use here. --no-compiler: .pt2 files are not made. --executorch: it is installed, with
-what it imports, and .pte files are made and run.
+NAME: the kernels that must be in use. --no-compiler: .pt2 files are not made. --executorch: executorch and its dependencies are
+installed, and .pte files are made and run.
 """
 
 import argparse
@@ -30,7 +30,7 @@ def fails_with(exception: type | tuple[type, ...], words: str, function, *argume
 
 
 def export_to_machine_code(model: nn.Module, x: torch.Tensor, path: Path, compiler: bool) -> None:
-    """Without a compiler: one sentence, and no file."""
+    """Without a compiler, the export gives one sentence and no file."""
     inductor = importlib.import_module("torch._inductor")
     with importlib.import_module("torch._inductor.config").patch({"cpp.cxx": ("no-such-compiler",)}):
         fails_with(OSError, "there is no C++ compiler: 'no-such-compiler'", lowbit.export_pt2, model, (x,), path)
@@ -51,7 +51,7 @@ def main() -> None:
     if arguments.isa:
         assert arguments.isa in lowbit.isa()["active"], lowbit.isa()
 
-    # Quantizes and runs: every width, near the float result.
+    # Quantizes and runs every width; results are near the float result.
     torch.manual_seed(0)
     with torch.no_grad():
         for bits in range(1, 9):
@@ -63,7 +63,7 @@ def main() -> None:
         vocabulary = lowbit.quantize_(nn.Sequential(nn.Embedding(100, 64)), lowbit.EmbeddingConfig(bits=4))
         assert vocabulary(torch.tensor([[3, 99]])).shape == (1, 2, 64)
 
-        # A state dict comes back.
+        # A state dict can be saved and loaded.
         buffer = io.BytesIO()
         torch.save(model.state_dict(), buffer)
         buffer.seek(0)
@@ -71,7 +71,7 @@ def main() -> None:
         again.load_state_dict(torch.load(buffer, weights_only=True))
         assert torch.equal(again(x), model(x))
 
-        # Exports: the program has the operator, and computes the same.
+        # An exported program contains the operator and computes the same.
         with tempfile.TemporaryDirectory() as directory:
             program = torch.export.export(model, (x,))
             assert "lowbit.linear" in str(program.graph)
@@ -86,10 +86,10 @@ def main() -> None:
                 method = runtime.load_program(Path(directory) / "model.pte").load_method("forward")
                 assert torch.equal(method.execute([x])[0], model(x))
 
-    # Refusals cross the operator library and the module as exceptions.
+    # Errors in the operator library and in the module become exceptions.
     packed = model[0].packed_weight
     fails_with(ValueError, "not a packed weight", lowbit.info, torch.zeros(256, dtype=torch.uint8))
-    # torch 2.15 makes a RuntimeError of every exception that an operator throws; those before keep its kind.
+    # torch 2.15 converts every exception of an operator to RuntimeError; earlier versions keep its type.
     fails_with((ValueError, RuntimeError), "x has shape", torch.ops.lowbit.linear, torch.zeros(2, 3), packed, 96)
     fails_with(OSError, "does not load", lowbit.load_kernels, "/nowhere/vendor.so")
     wrong = subprocess.run(
@@ -101,7 +101,7 @@ def main() -> None:
     )
     assert "LOWBIT_ISA is 'nonsense'" in wrong.stderr.splitlines()[-1], wrong.stderr
 
-    # What a C++ program needs is there.
+    # Files for C++ programs exist.
     prefix = Path(lowbit.cmake_prefix_path)
     for name in "lib/cmake/lowbit/lowbit-config.cmake", "include/lowbit/ops/operators.h":
         assert (prefix / name).is_file(), name

@@ -13,28 +13,29 @@ import torch
 from needs import need_packages
 from runners import ARM_RUNNERS, EXAMPLE, HERE, QEMU, Runner, build
 
-# AOTInductor's C++ that calls kernels and operators, and computes nothing itself, takes half the time to compile without
-# optimization. What it calls is compiled as ever.
+# AOTInductor's C++ only calls kernels and operators, and compiles twice as fast without optimization. The called code is
+# optimized as usual.
 os.environ.setdefault("AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL", "O0")
 
-# Commands keep no compiled decoders in the home directory.
+# Commands store no compiled decoders in the home directory.
 os.environ["LOWBIT_COMPILE_CACHE"] = ""
 
-# The same examples in every run: a failure can be repeated, and a pass means the same everywhere.
+# The same examples in every run, so that failures can be repeated.
 hypothesis.settings.register_profile("lowbit", derandomize=True, deadline=None, database=None)
-# `make soak`: other examples in every run, and many; a failure prints what repeats it.
+# `make soak`: many different examples in every run; a failure prints how to repeat it.
 hypothesis.settings.register_profile("soak", max_examples=5000, deadline=None, print_blob=True)
 hypothesis.settings.load_profile(os.environ.get("LOWBIT_HYPOTHESIS", "lowbit"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files marked `first` begin. Of itself xdist begins with those of most tests."""
+    """Files marked `first` run first. By default xdist starts with the files that have most tests."""
     items.sort(key=lambda item: item.get_closest_marker("first") is None)
 
 
 @pytest.fixture(autouse=True)
 def _fixed_seed_and_threads():
-    # One thread: the reference's many small operations wait for each other on a busy machine. Some tests set more.
+    # One thread, because the reference's many small operations would wait for each other on a busy machine. Some tests set
+    # more.
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -44,7 +45,7 @@ def _fixed_seed_and_threads():
 
 @pytest.fixture(scope="session")
 def executorch():
-    """ExecuTorch's runtime with lowbit's operators. Where it is not installed: a skip, but on CI a failure."""
+    """ExecuTorch's runtime with lowbit's operators. If it is not installed, tests are skipped, but fail on CI."""
     need_packages("executorch")
     import lowbit.executorch
 
@@ -56,16 +57,16 @@ def executorch():
 
 @pytest.fixture(scope="session")
 def runners(executorch, tmp_path_factory) -> Callable[[str, str], Runner]:
-    """Finds a program of examples/cpp by its name and the CPU that it runs on."""
-    # Those of the first process of pytest that wants them: where tests run in parallel, the others wait for it.
+    """Finds a program of examples/cpp by name and CPU."""
+    # The first pytest process that needs them builds them; parallel processes wait.
     shared = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         shared = shared.parent
     directory = shared / "runners"
-    prefixes = f"{lowbit.cmake_prefix_path};{torch.utils.cmake_prefix_path}"  # executorch is found beside lowbit
+    prefixes = f"{lowbit.cmake_prefix_path};{torch.utils.cmake_prefix_path}"  # executorch is found next to lowbit
     with (shared / "runners.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        # As many distributions link: what only registers operators must stay all the same.
+        # Like many distributions' linkers, which drop unused libraries; libraries that only register operators must stay.
         build(EXAMPLE, directory, f"CMAKE_PREFIX_PATH={prefixes}", "CMAKE_EXE_LINKER_FLAGS=-Wl,--as-needed")
 
     def find(name: str, cpu: str) -> Runner:
@@ -77,7 +78,7 @@ def runners(executorch, tmp_path_factory) -> Callable[[str, str], Runner]:
 
 
 def _environment(isa: str | None) -> dict[str, str]:
-    """That of a new Python, which finds the modules of this directory."""
+    """The environment of a new Python, which finds the modules of this directory."""
     environment = {name: value for name, value in os.environ.items() if name != "LOWBIT_ISA"}
     if isa is not None:
         environment["LOWBIT_ISA"] = isa
@@ -104,8 +105,8 @@ def run_python():
 
 @pytest.fixture(scope="session")
 def _forking(tmp_path_factory):
-    """A process of forking.py, and a directory for what its scripts print."""
-    environment = _environment(None) | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}  # else torch imports lowbit
+    """A process of forking.py, and a directory for its scripts' output."""
+    environment = _environment(None) | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}  # otherwise torch imports lowbit
     command = [sys.executable, Path(__file__).parent / "support" / "forking.py"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as process:
         yield process, tmp_path_factory.mktemp("forked")
@@ -114,8 +115,8 @@ def _forking(tmp_path_factory):
 
 @pytest.fixture
 def fork_python(_forking):
-    """As run_python, forked from a Python that has imported torch, which takes more than a second, but not lowbit: where it is
-    not about importing torch, and lowbit with it."""
+    """Like run_python, but forked from a Python that has imported torch, which takes more than a second, and not lowbit. For
+    tests that do not test the import of torch with lowbit."""
     process, directory = _forking
 
     def run(script: str, *arguments: str, isa: str | None = None) -> subprocess.CompletedProcess:
@@ -132,7 +133,8 @@ def fork_python(_forking):
 
 @pytest.fixture(scope="session")
 def packed(tmp_path_factory) -> tuple[Path, dict]:
-    """The shipped model with 4 bits, and what `lowbit quantize --json` said; test_readme.py has that in its own process."""
+    """examples/tiny_llama at 4 bits, and the output of `lowbit quantize --json`; test_readme.py runs this in its own
+    process."""
     from command_line import FLOAT, document, invoke
 
     target = tmp_path_factory.mktemp("packed") / "model"
@@ -144,7 +146,7 @@ def packed(tmp_path_factory) -> tuple[Path, dict]:
 
 @pytest.fixture(scope="session")
 def expected(packed):
-    """What the library makes of `command_line.PROMPT` with the packed model: an llm.Generation."""
+    """The library's llm.Generation for `command_line.PROMPT` with the packed model."""
     from command_line import FLOAT, PROMPT
     from lowbit import llm
     from lowbit.llm.loading import load_model, load_tokenizer, stop_tokens

@@ -1,6 +1,6 @@
-"""Fails when a block of code stands in two places.
+"""Fails if a block of code is duplicated.
 
-A block is a run of tokens in which all names and numbers are the same; comments, spaces and imports do not count.
+A block is a run of equal tokens, including names and numbers; comments, spaces and imports do not count.
 
 Usage: check_duplicates.py [--tokens N] <the project's directory>
 """
@@ -12,8 +12,8 @@ import sys
 import tempfile
 from collections.abc import Iterator
 
-# The least block that is reported, in tokens: a line has 25 to 40. Shorter ones are signatures that several functions share
-# and calls that register a table. Kernels repeat more, because each file of an instruction set stands alone.
+# The smallest reported block, in tokens; a line has 25 to 40. Shorter ones are shared signatures and calls that register a
+# table. Kernels repeat more, because the file of each instruction set is independent.
 LIMITS = {"python": 60, "ops": 70, "adapters": 70, "kernels": 110, "bench": 80, "scripts": 80, "tests": 120}
 SUFFIXES = {".py", ".h", ".hpp", ".cpp", ".c"}
 
@@ -35,9 +35,9 @@ def tokens_of(path: pathlib.Path) -> Iterator[tuple[str, int]]:
 
 
 def blocks(lined_files: list[list[tuple[str, int]]], least: int) -> Iterator[tuple[int, int, int, int, int]]:
-    """The longest equal runs of at least ``least`` tokens that begin lines, each as two places (file, token) and its length.
+    """The longest equal runs of at least ``least`` tokens that start at a line, as two places (file, token) and the length.
 
-    A run that stands in three places is paired with the first of them twice.
+    A run in three places gives two pairs with the first place.
     """
     first: dict[tuple[str, ...], tuple[int, int]] = {}
     files = []
@@ -49,7 +49,7 @@ def blocks(lined_files: list[list[tuple[str, int]]], least: int) -> Iterator[tup
             other, begin = first.setdefault(run, (file, at))
             if at < done:
                 continue
-            if other == file and begin + least > at:  # it is new, or repeats itself as the rows of a table do
+            if other == file and begin + least > at:  # new, or repeating itself like rows of a table
                 first[run] = file, at
                 continue
             length, end = least, at if other == file else len(files[other])
@@ -60,7 +60,7 @@ def blocks(lined_files: list[list[tuple[str, int]]], least: int) -> Iterator[tup
 
 
 def duplicates(root: pathlib.Path, limits: dict[str, int]) -> tuple[list[str], int]:
-    """A line for each block, the longest first; and how many files were read."""
+    """A line for each block, longest first, and the number of files."""
     found, count = [], 0
     for directory, least in limits.items():
         paths = sorted(path for path in (root / directory).rglob("*") if path.suffix in SUFFIXES)

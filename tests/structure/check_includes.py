@@ -1,4 +1,4 @@
-"""Fails when a layer includes what it must not know.
+"""Fails if a layer includes a header that it must not use.
 
     kernels/   only the standard library, intrinsics, system headers and kernels/
     ops/       kernels/ and ops/; torch only in torch_ops.cpp, executorch only in executorch_ops.cpp, pybind11 only in
@@ -14,7 +14,7 @@ import sys
 import tempfile
 
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.M)
-HOSTS = {  # host framework: the first part of its includes, and the only file of ops/ that may have them
+HOSTS = {  # host framework: the prefix of its includes, and the only file of ops/ that may have them
     "torch": (("torch", "ATen", "c10", "caffe2"), "torch_ops.cpp"),
     "executorch": (("executorch",), "executorch_ops.cpp"),
     "pybind11": (("pybind11", "Python.h"), "module.cpp"),

@@ -1,7 +1,7 @@
-"""Fails unless the external symbols of every kernel object are its tables: no function, none weak, no static initializer.
+"""Fails unless every kernel object exports only its tables: no functions, weak symbols or static initializers.
 
-Kernel files are compiled with flags that other CPUs lack. A weak symbol in one (an inline function of a header, say)
-could be the copy that the linker keeps for the whole library: an illegal instruction on the next machine.
+Kernel files are compiled for instructions that other CPUs lack. The linker could keep a weak symbol of one, such as an inline
+function, for the whole library, which would be an illegal instruction on other machines.
 
 Usage: check_kernel_symbols.py --nm <nm> --sources <kernel sources...> --objects <objects of the library...>
 """
@@ -17,7 +17,7 @@ FUNCTIONS = set("TI")
 
 
 def problems(symbols: list[tuple[str, str]]) -> list[str]:
-    """What is wrong with the defined symbols (type letter of nm, name) of one kernel object."""
+    """Problems with the defined symbols (type letter of nm, name) of a kernel object."""
     weak = [name for kind, name in symbols if kind in WEAK]
     external = [name for kind, name in symbols if kind not in WEAK | LOCAL]
     functions = [name for kind, name in symbols if kind in FUNCTIONS]

@@ -1,12 +1,12 @@
-"""Fails when an object for SME2 has an instruction of SVE or SME where the CPU may have neither.
+"""Fails if an SME2 object has an SVE or SME instruction in a place where the CPU may not support it.
 
-CPUs with SME2 need not have SVE: outside of streaming mode its instructions end the process there. And in streaming
-mode ordinary vector instructions do. So a function of such an object is one or the other:
+CPUs with SME2 need not have SVE: outside streaming mode, SVE instructions end the process. In streaming mode, ordinary vector
+instructions do. So a function of such an object is one of two kinds:
 
-    streaming  it is called by run_streaming() or its like alone, calls nothing else and never changes the mode
-    ordinary   no instruction on z, p or ZA registers; all that it may ask is the length of vectors (rdsvl). Only
-               run_streaming() starts and stops the mode, with a single call between, in few instructions: it has no
-               loop, so they are what a call costs
+    streaming  called only by run_streaming() and similar functions; calls nothing and never changes the mode
+    ordinary   no instruction on z, p or ZA registers, except for reading the length of vectors (rdsvl). Only run_streaming()
+               starts and stops the mode, with a single call in between. It has few instructions and no loop, so its
+               instructions are the cost of a call
 
 Usage: check_streaming.py --objdump <objdump that knows SME2> <objects...>
 """
@@ -66,7 +66,7 @@ def problems(code: dict[str, list[tuple[str, str]]]) -> list[str]:
 
 
 def callee(operand: str) -> str:
-    """Of a call within the object; others have an offset, for the linker to fill in."""
+    """Target of a call within the object; other calls have an offset that the linker fills in."""
     return operand.partition("<")[2].rstrip("> ")
 
 

@@ -1,4 +1,4 @@
-// A program of a user: loads the kernel libraries that it is given and prints the rows that they brought.
+// A user's program: loads the given kernel libraries and prints their kernels.
 
 #include <lowbit/kernels/registry.h>
 #include <lowbit/ops/load_kernels.h>

@@ -1,6 +1,6 @@
-// A library with a packed format of its own, "ROWS": codes as bytes, row by row, then scales, mins, biases as float32.
-// Its activations stay float32 too, so its linear layers compute another thing than those of panel16.
-// There are kernels for widths 4 and 8 only.
+// A library with its own packed format, "ROWS": codes as bytes, row by row, then scales, mins, biases as float32.
+// Its activations also stay float32, so its linear layers differ from those of panel16.
+// It has kernels only for widths 4 and 8.
 
 #include <lowbit/kernels/library.h>
 
@@ -23,13 +23,13 @@ struct Parts {
   }
 };
 
-// Not more than a test needs; it also shows what happens to others.
+// Supports only what tests need, which also shows how other cases are handled.
 int64_t bytes(const void*, const Layout& layout) { return layout.k > 4096 || layout.n > 4096 ? 0 : Parts(layout).end; }
 
 const char* pack(const void*, const Layout& layout, const PackArgs& args, int64_t begin, int64_t end, void* out) {
   const Parts at(layout);
   uint8_t* to = static_cast<uint8_t*>(out);
-  if (args.scales[0] == 42.0f) return "its first scale is 42";  // a vendor may have reasons
+  if (args.scales[0] == 42.0f) return "its first scale is 42";  // an arbitrary vendor condition
   const auto copy = [&](int64_t at, const void* from, int64_t row_bytes) {
     std::memcpy(to + at + begin * row_bytes, static_cast<const char*>(from) + begin * row_bytes,
                 static_cast<size_t>((end - begin) * row_bytes));
@@ -102,7 +102,7 @@ void embedding(const EmbeddingArgs& args) {
 constexpr Format kRowsFormat = vendor_format("ROWS");
 // Its activations are not rounded to int8.
 const PackedFormat kFormats[] = {{kRowsFormat, bytes, pack, unpack, 1.0f / 64, 8}};
-// The tile of 4 rows is the only one at 8 bits: it must then take a single row too.
+// The tile of 4 rows is the only one at 8 bits, so it must also take a single row.
 constexpr LinearKernel row_of(const char* name, uint8_t bits, uint8_t m_least, uint8_t x_types) {
   LinearKernel row{name, kPortable, kRowsFormat, bits, m_least, 16, linear};
   row.x_types = x_types;

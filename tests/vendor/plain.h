@@ -1,5 +1,5 @@
-// Rows for panel16 by the letter of kernels/ukernel.h and docs/format.md, of any width and mapping: what libraries of the
-// tests have that shall be right.
+// Correct panel16 kernels of any width and mapping for the tests' libraries, written exactly after kernels/ukernel.h and
+// docs/format.md.
 #pragma once
 
 #include <lowbit/kernels/library.h>
@@ -11,7 +11,7 @@ namespace plain {
 
 using namespace lowbit;
 
-// What multiplies the scale: the code of an affine weight, else its level.
+// The factor of the scale: the code of an affine weight, otherwise its level.
 inline int integer_of(const Layout& layout, const uint8_t* panel, int64_t r, int64_t i) {
   const uint8_t* const block = panel + layout.block_offset(i / kBlockInputs);
   const int64_t line = i % kBlockInputs / 4, position = 4 * r + i % 4;
@@ -53,7 +53,7 @@ inline float product(const LinearArgs& args, int64_t row, int64_t column) {
   return std::fma(load_as_f32(head, DType::f32, r), acc, load_as_f32(head, DType::f32, 2 * kPanelRows + r));
 }
 
-// `change` makes something else of the result: change(args, row, column, value).
+// `change(args, row, column, value)` modifies the result.
 template <class Change>
 void linear_but(const LinearArgs& args, const Change& change) {
   const int64_t end = args.panel_end * kPanelRows < args.layout.n ? args.panel_end * kPanelRows : args.layout.n;

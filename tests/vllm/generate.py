@@ -1,4 +1,4 @@
-"""What test_vllm.py runs in a process of its own: vLLM's greedy tokens as JSON, or the errors that it ends with.
+"""Runs in a separate process for test_vllm.py: writes vLLM's greedy tokens as JSON, or its errors.
 
 generate.py OUTPUT {"name": {"model": DIRECTORY, ...}, ...}     with other arguments of vllm.LLM
 """
@@ -11,7 +11,7 @@ TOKENS = 12
 
 
 def order_of_shared_inputs() -> str:
-    """What is said of it; in vLLM itself by a rank, which is a process whose errors its user sees in the log only."""
+    """The error; in vLLM a rank raises it in a process whose errors users see only in the log."""
     import torch
     from lowbit.vllm.linear import PackedMethod
     from lowbit.vllm.model_facts import ServedModel
@@ -24,7 +24,7 @@ def order_of_shared_inputs() -> str:
 
 
 def float_in_vllm() -> str:
-    """What is said of a layer to quantize whose model in vLLM has not asked for it."""
+    """The error about a packed layer for which vLLM's model does not request quantization."""
     from lowbit.vllm.method import ServedConfig
 
     config = ServedConfig()
@@ -50,7 +50,7 @@ def main(output: str, cases: str) -> None:
     for name, options in json.loads(cases).items():
         try:
             llm = LLM(**common | options)
-        except Exception as error:  # what it is, the test says
+        except Exception as error:  # the test checks the error
             found[name] = str(error)
             continue
         prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]

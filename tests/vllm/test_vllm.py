@@ -1,4 +1,4 @@
-"""lowbit.vllm in vLLM itself, in an environment of its own: `make test-vllm`."""
+"""lowbit.vllm in vLLM, in a separate environment: `make test-vllm`."""
 
 import json
 import os
@@ -27,7 +27,7 @@ from transformers import (
 HERE = Path(__file__).parent
 TINY = HERE.parents[1] / "examples" / "tiny_llama" / "model"
 OPTIONS = {"bits": 4, "group_size": 32}
-# Parts of one fused layer with other widths, and a float layer among packed ones.
+# Parts of a fused layer with different widths, and a float layer among packed ones.
 MIXED = OPTIONS | {"overrides": [["*k_proj", {"bits": 8}], ["model.layers.0.mlp.down_proj", None]]}
 EXPERTS = OPTIONS | {"overrides": [["*experts.down_proj", {"bits": 6, "group_size": 16}]]}
 ENVIRONMENT = os.environ | {
@@ -40,7 +40,7 @@ ENVIRONMENT = os.environ | {
 def models(tmp_path_factory) -> dict[str, Path]:
     """Checkpoints by name."""
     directory = tmp_path_factory.mktemp("models")
-    # Biases, a tied head, and a vocabulary that is no multiple of the 64 to which vLLM fills it up.
+    # Biases, a tied head, and a vocabulary that is not a multiple of 64, to which vLLM pads it.
     sizes = {"vocab_size": 100, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
     torch.manual_seed(0)
@@ -57,20 +57,20 @@ def models(tmp_path_factory) -> dict[str, Path]:
     lowbit.quantize_checkpoint(found["float"], found["mixed"], lowbit.LowBitConfig(**MIXED))
     lowbit.quantize_checkpoint(TINY, found["tiny"], lowbit.LowBitConfig(**OPTIONS))
     found["tiny float"] = TINY
-    # Inputs in an order of their own, some in another one than those of the layers that vLLM fuses them with.
+    # Layers with permuted inputs, some with another permutation than the layers that vLLM fuses them with.
     first, second = torch.randperm(128).int(), torch.randperm(128).int()
     names = {"0.self_attn.q": first, "0.self_attn.v": second, "1.mlp.gate": first, "1.mlp.up": first, "0.mlp.up": second}
     orders = {f"model.layers.{name}_proj.input_order": order.clone() for name, order in names.items()}
     changed(found["mixed"], found["ordered"], lambda tensors: tensors.update(orders))
     without(found["mixed"], "model.layers.1.input_layernorm.weight", found["missing"])
-    # A table of tokens that vLLM keeps out of quantization, and experts that it calls otherwise than transformers.
+    # An embedding table that vLLM does not quantize, and experts with other names than in transformers.
     model = MixtralForCausalLM(MixtralConfig(**sizes, **heads, num_local_experts=4))
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3) if parameter.dim() > 1 else None
     model.save_pretrained(found["float experts"])
     lowbit.quantize_checkpoint(found["float experts"], found["experts"], lowbit.LowBitConfig(**EXPERTS))
     without(found["experts"], "model.layers.1.mlp.experts.down_proj.packed_weight", found["missing experts"])
-    # Experts with biases, a clamped activation of gate and up in turns, sinks, and a window that the prompts exceed.
+    # Experts with biases, interleaved gate and up with a clamped activation, sinks, and a window shorter than the prompts.
     sizes |= {"intermediate_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 32}
     model = GptOssForCausalLM(GptOssConfig(**sizes, **heads, sliding_window=8, swiglu_limit=3.0))
     for name, parameter in model.named_parameters():
@@ -97,13 +97,13 @@ def changed(directory: Path, other: Path, change) -> None:
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory) -> dict[str, str]:
-    """With one place for what vLLM finds out about architectures, each in a process of its own."""
+    """The environment, with a shared cache for vLLM's inspection of architectures, which takes a process each."""
     return ENVIRONMENT | {"VLLM_CACHE_ROOT": str(tmp_path_factory.mktemp("cache"))}
 
 
 @pytest.fixture(scope="module")
 def found(models, environment, tmp_path_factory) -> dict:
-    """What vLLM writes, by the name of the case: all in one process, whose start takes longer than they do."""
+    """vLLM's output by case, all in one process, because its start takes longest."""
     at_load = {"quant_method": "lowbit", **OPTIONS}
     cases = {
         "tiny": ("tiny", {}), "mixed": ("mixed", {}),
@@ -114,7 +114,7 @@ def found(models, environment, tmp_path_factory) -> dict:
         "experts": ("experts", {}),
         "experts at load": ("float experts", {"hf_overrides": {"quantization_config": at_load | EXPERTS}}),
         "experts on two": ("experts", {"tensor_parallel_size": 2}),
-        # torch traces and vLLM cuts the graph, as ever; inductor's C++, which takes longest, tests/python has.
+        # torch traces and vLLM splits the graph as usual; tests/python tests inductor's C++, which is slowest.
         "compiled": ("ordered", {"enforce_eager": False, "compilation_config": {"backend": "eager"}}),
         "gpt-oss": ("gpt-oss", {"enforce_eager": False, "compilation_config": {"backend": "eager"}}),
         "gpt-oss at load": ("float gpt-oss", {"hf_overrides": {"quantization_config": at_load}}),
@@ -124,7 +124,7 @@ def found(models, environment, tmp_path_factory) -> dict:
     arguments = {name: {"model": str(models[model]), **options} for name, (model, options) in cases.items()}
     output = tmp_path_factory.mktemp("found") / "found"
     command = [sys.executable, str(HERE / "generate.py"), str(output), json.dumps(arguments)]
-    # One rank runs in this one process: what it raises is what its user sees.
+    # One rank runs in this process, so users see its exceptions.
     one = environment | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     ended = subprocess.run(command, env=one, capture_output=True, text=True, timeout=900)
     assert ended.returncode == 0, ended.stderr[-5000:]
@@ -132,7 +132,7 @@ def found(models, environment, tmp_path_factory) -> dict:
 
 
 class OfTwoRanks(torch.nn.Module):
-    """A packed layer with half of its inputs on each of two ranks, whose results are summed."""
+    """A packed layer with half of its inputs on each of two ranks, with summed results."""
 
     def __init__(self, layer: lowbit.nn.Linear | lowbit.nn.LinearExperts):
         super().__init__()
@@ -222,7 +222,7 @@ def test_the_server(models, environment, tmp_path):
                 break
             except OSError:
                 assert server.poll() is None and time.monotonic() < end, (tmp_path / "log").read_text()[-5000:]
-                time.sleep(0.5)  # between questions: vLLM has no other way to say that it is ready
+                time.sleep(0.5)  # between polls, because vLLM has no other way to signal that it is ready
         wish = {"model": "tiny", "prompt": PROMPTS[0], "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
         request = urllib.request.Request(
             f"{url}/v1/completions", json.dumps(wish | {"return_token_ids": True}).encode(),

@@ -1,6 +1,6 @@
-"""PyTorch's operators, from their library alone: python tests/windows/torch_operators.py LIBRARY. No package is needed.
+"""Tests PyTorch's operators from their library alone: python tests/windows/torch_operators.py LIBRARY. No package is needed.
 
-Activations are integers, and scales powers of two: the exact result is that of float arithmetic.
+Activations are integers and scales are powers of two, so float arithmetic is exact.
 """
 
 import sys
@@ -20,7 +20,7 @@ def main(library: str) -> None:
         packed = operators.pack(codes, scales, None, None, bits, 32)
         unpacked, found, _, _ = operators.unpack(packed)
         assert torch.equal(unpacked, codes) and torch.equal(found, scales)
-        # A table of all weights: one-hot activations would do the same.
+        # The table of all weights equals the results for one-hot activations.
         dense = operators.embedding(torch.arange(48), packed, 128)
         for rows in (1, 9):
             x = torch.randint(-127, 128, (rows, 128), generator=generator).float()

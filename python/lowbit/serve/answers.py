@@ -1,4 +1,4 @@
-"""Texts on their way from the engine to a request, and the documents that they become."""
+"""Passes texts from the engine to a request, and formats them as response documents."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _REASONS = {"stop": "stop", "until": "stop", "max_new_tokens": "length", "max_le
 
 @dataclass
 class Event:
-    """More of one text; the last one has its end."""
+    """A piece of one text; the last one has its end."""
 
     index: int
     text: str
@@ -41,18 +41,18 @@ class Answers:
     ):
         """
         Args:
-            prompts: each gets the number of texts that is asked for.
-            usual_tokens: as for :meth:`LanguageModel.text`.
+            prompts: each gets the requested number of texts.
+            usual_tokens: default number of new tokens, as for :meth:`LanguageModel.text`.
 
         Raises:
-            ApiError: a text cannot be written.
+            ApiError: a text cannot be generated.
         """
         self._engine, self._model, self.asked, self.prompts = engine, model, asked, prompts
         self._loop, self._events = asyncio.get_running_loop(), asyncio.Queue[Event | Exception]()
         self.texts = [model.text(tokens, asked, number, usual_tokens) for tokens in prompts for number in range(asked.n)]
         self.ends: dict[int, Generation] = {}
         self.began = time.perf_counter()
-        self.first: float | None = None  # when the first token came
+        self.first: float | None = None  # time of the first token
         for index, text in enumerate(self.texts):
             text.until = until = TextUntil(model.tokenizer, text.prompt, asked.stop)
             text.on_token = self._came
@@ -65,7 +65,7 @@ class Answers:
         if self.first is None:
             self.first = time.perf_counter()
 
-    # On the engine's thread:
+    # The following runs on the engine's thread.
 
     def _tell(self, event: Event | Exception) -> None:
         self._loop.call_soon_threadsafe(self._events.put_nowait, event)
@@ -93,27 +93,27 @@ class Answers:
                 return
         tell(result, left)
 
-    # On the server's:
+    # The following runs on the server's thread.
 
     def start(self) -> None:
-        """Has the texts written.
+        """Queues the texts for generation.
 
         Raises:
-            ApiError: too many wait.
+            ApiError: too many texts wait.
         """
         self._engine.add(self._model.batch, self.texts)
 
     def close(self) -> None:
-        """Ends texts that have not ended."""
+        """Ends unfinished texts."""
         left = [text for index, text in enumerate(self.texts) if index not in self.ends]
         if left:
             self._engine.remove(self._model.batch, left)
 
     async def events(self) -> AsyncIterator[Event]:
-        """All events of all texts.
+        """Yields the events of all texts.
 
         Raises:
-            Exception: one cannot be written.
+            Exception: a text failed.
         """
         while len(self.ends) < len(self.texts):
             event = await self._events.get()
@@ -138,7 +138,7 @@ class Answers:
 
 
 class Form:
-    """The documents of an endpoint."""
+    """Formats the documents of an endpoint."""
 
     kind, prefix, chunk_kind = "text_completion", "cmpl", "text_completion"
 
@@ -150,7 +150,7 @@ class Form:
         self._offsets: dict[int, int] = {}
 
     def whole(self, pieces: dict[int, list[Event]]) -> dict[str, Any]:
-        """All texts, of their events."""
+        """The complete answer, from the events of all texts."""
         choices = []
         for index, events in sorted(pieces.items()):
             end = events[-1].end
@@ -163,11 +163,11 @@ class Form:
         return self._head | {"choices": choices, "usage": self._answers.usage, "seed": self._asked.seed}
 
     def first(self) -> list[dict[str, Any]]:
-        """What comes before all texts in a stream."""
+        """Stream documents before all texts."""
         return [self._chunk(index, self._begin(), None) for index in range(len(self._answers.texts)) if self._begin()]
 
     def next(self, event: Event, begins: bool) -> list[dict[str, Any]]:
-        """What an event becomes in a stream."""
+        """Stream documents for an event."""
         chunks = []
         text = (self._echoed(event.index) if begins else "") + ("" if self._asked.max_tokens == 0 else event.text)
         text = self._told(event.index, text)
@@ -182,7 +182,7 @@ class Form:
         return chunks
 
     def last(self) -> list[dict[str, Any]]:
-        """What comes behind all texts."""
+        """Stream documents after all texts."""
         if not self._asked.stream_options.include_usage:
             return []
         return [self._head | {"object": self.chunk_kind, "choices": [], "usage": self._answers.usage}]
@@ -197,15 +197,15 @@ class Form:
         return self._model.tokenizer.decode(self._answers.texts[index].prompt, skip_special_tokens=True)
 
     def _content(self, text: str, reason: str) -> tuple[dict[str, Any], str]:
-        """What a text becomes, and why it ended."""
+        """The content of a text, and its finish reason."""
         return {"text": text}, reason
 
     def _told(self, index: int, text: str) -> str:
-        """What a stream tells at once of more of a text."""
+        """The part of a text's new piece that a stream sends at once."""
         return text
 
     def _left(self, index: int, reason: str) -> tuple[list[dict[str, Any]], str]:
-        """What a stream tells at the end of a text, and why it ended."""
+        """What a stream sends at the end of a text, and the finish reason."""
         return [], reason
 
     def _begin(self) -> dict[str, Any]:
@@ -215,16 +215,12 @@ class Form:
         return {"text": text or ""}
 
     def _logprobs(self, index: int, result: Generation | None, new: list[TokenLogprobs], begins: bool) -> Any:
-        """OpenAI's older form: a list for each kind of figure, with places in the text."""
+        """OpenAI's older form: a list for each kind of figure, with offsets in the text."""
         if self._asked.scores is None:
             return None
         found: list[TokenLogprobs | int] = list(new)
         if begins and self._asked.echo and result is not None:
-            found = [
-                self._answers.texts[index].prompt[0],
-                *result.prompt_logprobs,
-                *new,
-            ]  # nothing says how likely the first is
+            found = [self._answers.texts[index].prompt[0], *result.prompt_logprobs, *new]  # the first token has no probability
         at = self._offsets.get(index, 0)
         document: dict[str, list] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for each in found:
@@ -247,7 +243,7 @@ class ChatForm(Form):
         self._held = {index: Held() for index in range(len(answers.texts))} if tools is not None else {}
 
     def _calls(self, text: str, reason: str) -> tuple[str, list[dict[str, Any]], str]:
-        """A text without its calls, these, and why it ended."""
+        """A text without its calls, the calls, and the finish reason."""
         content, calls = (text, []) if self._tools is None else find_calls(text, self._tools.names)
         return content, calls, "tool_calls" if calls and reason == "stop" else reason
 
@@ -282,7 +278,7 @@ class ChatForm(Form):
 
         def one(token: int, logprob: float) -> dict[str, Any]:
             text = self._model.piece(token)
-            # A part of a character has no text of its own.
+            # A part of a character has no text.
             return {"token": text, "logprob": finite(logprob), "bytes": None if "\ufffd" in text else list(text.encode())}
 
         content = [one(each.token, each.logprob) | {"top_logprobs": [one(*top) for top in each.top]} for each in new]
@@ -290,11 +286,11 @@ class ChatForm(Form):
 
 
 def failure(error: Exception) -> ApiError:
-    """What a request is told of an error that ended its text."""
+    """The API error for an exception that ended a text."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, TimeoutError):
         return ApiError(504, "the answer took too long; ask for fewer tokens, or start the server with a larger --timeout")
-    if isinstance(error, ValueError):  # of the library, in a sentence
+    if isinstance(error, ValueError):  # from the library, one sentence
         return ApiError(500, str(error))
     return ApiError(500, f"the model does not run: {type(error).__name__}; the server's log has more")

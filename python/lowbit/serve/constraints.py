@@ -1,4 +1,4 @@
-"""Texts that fit a JSON schema or a grammar: by llguidance, which ``lowbit[serve]`` installs."""
+"""Constrains texts to a JSON schema or a grammar by llguidance, which ``lowbit[serve]`` installs."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ _WHATS = {"json": "JSON schema", "regex": "regular expression"}
 
 
 class Matcher:
-    """A :class:`lowbit.llm.penalties.Constraint`: tokens that go on with a text of a grammar."""
+    """A :class:`lowbit.llm.penalties.Constraint` that allows only tokens that continue a text of a grammar."""
 
     def __init__(self, matcher: Any, grammar: Grammar):
         """
         Args:
-            matcher: an llguidance.LLMatcher at its beginning.
+            matcher: an llguidance.LLMatcher in its initial state.
         """
         self._matcher, self._grammar = matcher, grammar
 
     def copy(self) -> Matcher:
-        """Another one in the same state, for another text."""
+        """A copy in the same state, for another text."""
         return Matcher(self._matcher.deep_copy(), self._grammar)
 
     def mask(self, logits: Tensor) -> Tensor:
         bits = numpy.unpackbits(numpy.frombuffer(self._matcher.compute_bitmask(), dtype=numpy.uint8), bitorder="little")
-        if self._matcher.is_error():  # a dead end, or a limit of llguidance for each token
+        if self._matcher.is_error():  # a dead end, or llguidance's limit per token
             raise _refuse(self._grammar, f"no token fits any more: {grammar_trial.lines(self._matcher.get_error())}")
         allowed = torch.zeros(logits.numel(), dtype=torch.bool)
         count = min(len(bits), logits.numel())
@@ -55,7 +55,7 @@ class Matcher:
         self._matcher.consume_token(token)
 
     def check(self, text: str) -> None:
-        """Raises ApiError for a text that has ended and does not fit: llguidance ends those, too, that cannot go on."""
+        """Raises ApiError for a text that has ended but does not fit; llguidance also ends texts that cannot continue."""
         if not self._matcher.is_accepting():
             raise _refuse(self._grammar, "the text cannot go on, and does not fit yet")
         if self._grammar.kind in ("json", "call"):
@@ -70,7 +70,7 @@ def _refuse(grammar: Grammar, reason: str) -> ApiError:
 
 
 def _check_size(grammar: Grammar) -> None:
-    """Raises ApiError for a grammar whose compilation would take too long, or too much of the stack."""
+    """Raises ApiError for a grammar that would take too much time or stack to compile."""
     text = grammar.value
     rules = 0 if grammar.kind in ("json", "regex") else len(re.findall(r"^[ \t]*[?!]?[\w-]+[^\n\"/:]{0,99}:", text, re.M))
     depth = deepest = 0
@@ -86,7 +86,7 @@ def _check_size(grammar: Grammar) -> None:
 
 @lru_cache(256)
 def _trial(kind: str, text: str, size: int, special: tuple[tuple[str, int], ...], ends: tuple[int, ...]) -> str:
-    """The error of a grammar, from a process of its own; empty if there is none. The arguments are those of the script."""
+    """The error of a grammar, found in a separate process, or an empty string. The arguments are those of the script."""
     command = [sys.executable, "-P", "-W", "ignore", grammar_trial.__file__]
     try:
         ended = subprocess.run(
@@ -98,16 +98,16 @@ def _trial(kind: str, text: str, size: int, special: tuple[tuple[str, int], ...]
             check=False,
         )
         found: str = json.loads(ended.stdout)
-    except (ValueError, subprocess.TimeoutExpired):  # it was ended by a limit, or by its stack
+    except (ValueError, subprocess.TimeoutExpired):  # the process was ended by a limit, or by a stack overflow
         return "it is too complex"
     return found
 
 
 def make_constraint(model: LanguageModel, grammar: Grammar) -> Matcher:
-    """What lets only texts of a grammar come.
+    """Makes the constraint for a grammar.
 
     Raises:
-        ApiError: llguidance is not installed, or does not support what the grammar has.
+        ApiError: llguidance is not installed, or does not support the grammar.
     """
     param = grammar.param
     try:

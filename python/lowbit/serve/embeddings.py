@@ -1,4 +1,4 @@
-"""Embedding models and rerankers: what their requests ask for, and texts of several requests in one call of a model."""
+"""Embedding models and rerankers: their requests, and batching of texts of several requests."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from .protocol import Embeddings, Ranking, check_bytes
 from .sentence_files import check_files
 from .speech import SpeechModel
 
-AT_ONCE = 32  # texts in a call of the model
-_LEAST = 6  # version of sentence-transformers
+AT_ONCE = 32  # texts per call of the model
+_LEAST = 6  # oldest version of sentence-transformers
 _INSTALL = f"pip install 'sentence-transformers>={_LEAST}'"
-_QUERY, _DOCUMENT = ("query",), ("document", "passage", "corpus")  # prompts that sentence-transformers takes for them
+_QUERY, _DOCUMENT = ("query",), ("document", "passage", "corpus")  # names of prompts in sentence-transformers
 
 
 @dataclass(frozen=True)
@@ -42,24 +42,24 @@ class Input:
     prompt: str | None = None
 
 
-Item = Input | tuple[str, str]  # of an encoder; query and document of a reranker
+Item = Input | tuple[str, str]  # for an encoder; query and document for a reranker
 
 
 @dataclass
 class TextModel:
-    """A model in the files of sentence-transformers, which gives each text or pair of texts a row of numbers."""
+    """A model in sentence-transformers' format, which computes a row of numbers for each text or pair of texts."""
 
     name: str
     model: Any
     created: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
-        # Texts are counted on another thread than that of the engine, and tokenizers have a state.
+        # Tokens are counted on another thread than the engine's, and tokenizers have state.
         self.tokenizer = copy.deepcopy(self.model.tokenizer)
 
     @property
     def max_length(self) -> int | None:
-        """Most tokens of a text, or of a pair; None: as many as come."""
+        """Largest number of tokens of a text or pair; None: no limit."""
         found: int | None = self.model.max_seq_length
         return found
 
@@ -71,19 +71,19 @@ class TextModel:
         raise NotImplementedError
 
     def compute(self, items: Sequence[Item]) -> list[Tensor]:
-        """The row of each; one call of the model."""
+        """The row of each item, from one call of the model."""
         raise NotImplementedError
 
     def count(self, name: str, items: Sequence[Item], cut: bool, first: int | None) -> list[int]:
-        """How many tokens of each item the model reads.
+        """The number of tokens of each item that the model reads.
 
         Args:
-            name: of the parameter, for errors.
-            cut: leaves out what is too long.
-            first: number of the first item in the parameter; None: it is the parameter.
+            name: the parameter, for errors.
+            cut: truncates texts that are too long.
+            first: index of the first item in the parameter; None: the item is the parameter.
 
         Raises:
-            ApiError: one is too long.
+            ApiError: an item is too long.
         """
         counts, most = [], self.max_length
         for number, item in enumerate(items):
@@ -135,12 +135,12 @@ class Encoder(TextModel):
         return found
 
     def prompt_of(self, names: Sequence[str]) -> str | None:
-        """The first of these prompts that the model has; None: its usual one."""
+        """The first of these prompts that the model has; None: its default."""
         return next((name for name in names if name in getattr(self.model, "prompts", {})), None)
 
 
 class Reranker(TextModel):
-    """A cross encoder with one score for a query and a document."""
+    """A cross-encoder with one score for a query and a document."""
 
     def tokens(self, item: Item) -> list[int]:
         assert isinstance(item, tuple)
@@ -150,16 +150,16 @@ class Reranker(TextModel):
         found = self.model.predict(
             list(items), convert_to_tensor=True, show_progress_bar=False, activation_fn=torch.nn.Identity()
         )
-        # The sigmoid of a tensor has other last bits where its elements fill a vector: each score by itself.
+        # Each score separately, because the last bits of a tensor's sigmoid depend on whether its elements fill a vector.
         return [self.model.activation_fn(score.reshape(1)) for score in found.float()]
 
 
 def load(name: str, path: Path) -> TextModel | None:
-    """The embedding model or reranker in a directory; None: it has another model.
+    """Loads the embedding model or reranker in a directory; None if it has another kind of model.
 
     Raises:
         ImportError: sentence-transformers is not installed.
-        OSError, ValueError: the files are damaged, or of a kind that the server does not know.
+        OSError, ValueError: the files are damaged, or of an unknown kind.
     """
     config, settings = read_config(path), path / "config_sentence_transformers.json"
     names = config.get("architectures")
@@ -174,7 +174,7 @@ def load(name: str, path: Path) -> TextModel | None:
         library = import_module("sentence_transformers")
     except ModuleNotFoundError as error:
         raise ImportError(f"{error.name} not installed, which runs the model in {path}; install it with: {_INSTALL}") from error
-    if int(library.__version__.partition(".")[0]) < _LEAST:  # earlier ones import modules of a local directory
+    if int(library.__version__.partition(".")[0]) < _LEAST:  # earlier versions import modules from the model's directory
         raise ImportError(
             f"sentence-transformers {library.__version__} runs code of the models that it loads; expected version {_LEAST} or "
             f"later: {_INSTALL}"
@@ -201,7 +201,7 @@ class _Job:
 
 
 class Batches:
-    """Runs a model with what has come by then, on the thread of an engine. All other methods are for other threads."""
+    """Batches the items of waiting requests, on the engine's thread. All other methods are for other threads."""
 
     def __init__(self, model: TextModel, engine: Engine):
         self._model, self._engine = model, engine
@@ -209,11 +209,11 @@ class Batches:
 
     @property
     def waiting(self) -> int:
-        """Texts that the model has not read yet."""
+        """Number of texts that the model has not read yet."""
         return len(self._waiting)
 
     def add(self, items: Sequence[Item], counts: Sequence[int]) -> Future:
-        """Has items computed, those with most tokens first; a list of rows. A canceled one leaves its place."""
+        """Computes items, those with most tokens first; returns a list of rows. A canceled request frees its slots."""
         job = _Job(items, Future())
         self._waiting.extend((job, place) for place in sorted(range(len(items)), key=lambda place: -counts[place]))
         self._ask()
@@ -224,7 +224,7 @@ class Batches:
 
     def _called(self, call: Future) -> None:
         error = call.exception()
-        while error is not None and self._waiting:  # the engine ends
+        while error is not None and self._waiting:  # the engine is stopping
             try:
                 job, _ = self._waiting.popleft()
             except IndexError:  # another thread was faster
@@ -250,7 +250,7 @@ class Batches:
                 if len(job.rows) == len(job.items) and job.future.set_running_or_notify_cancel():
                     job.future.set_result([job.rows[each] for each in range(len(job.items))])
         if self._waiting:
-            self._ask()  # behind a token of the texts that are being written
+            self._ask()  # after the next token of the running texts
 
 
 def _fail(future: Future, error: BaseException) -> None:
@@ -260,12 +260,12 @@ def _fail(future: Future, error: BaseException) -> None:
 
 @dataclass(frozen=True)
 class Request:
-    """What a request asks of a model.
+    """A request to a model.
 
     Attributes:
-        items, names: groups of items, and of which parameters they are.
-        cut: leaves out the ends of long texts.
-        document: rows of all items, and the number of their tokens -> the answer.
+        items, names: groups of items, and their parameters.
+        cut: truncates long texts.
+        document: makes the answer from the rows of all items and the number of their tokens.
     """
 
     model: TextModel
@@ -278,17 +278,17 @@ class Request:
         return [item for _, items, _ in self.groups for item in items]
 
     def counts(self) -> Iterator[Callable[[], list[int]]]:
-        """Functions that count the tokens of some of the items each. They raise ApiError if one is too long."""
+        """Functions that each count the tokens of some items. They raise ApiError if an item is too long."""
         for name, items, many in self.groups:
             for start in range(0, len(items), AT_ONCE):
                 yield partial(self.model.count, name, items[start : start + AT_ONCE], self.cut, start if many else None)
 
 
 def embeddings(model: Any, asked: Embeddings) -> Request:
-    """A request in OpenAI's format.
+    """Parses a request in OpenAI's format.
 
     Raises:
-        ApiError: something in it is wrong, or the model makes no embeddings.
+        ApiError: the request is invalid, or the model makes no embeddings.
     """
     if not isinstance(model, Encoder):
         raise bad("model", f"the model {model.name} {_purpose(model)}; expected a sentence-embedding model")
@@ -319,7 +319,7 @@ def embeddings(model: Any, asked: Embeddings) -> Request:
 
 
 def _shortened(row: Tensor, width: int | None) -> Tensor:
-    """The first numbers of an embedding (Matryoshka), with the length 1 if it has that."""
+    """The first numbers of an embedding (Matryoshka), normalized to length 1 if the embedding is."""
     if width in (None, len(row)):
         return row
     unit = abs(row.norm().item() - 1) < 1e-2  # bfloat16 is not more exact
@@ -327,10 +327,10 @@ def _shortened(row: Tensor, width: int | None) -> Tensor:
 
 
 def ranking(model: Any, asked: Ranking) -> Request:
-    """A request in the format of Jina, Cohere and vLLM.
+    """Parses a request in the format of Jina, Cohere and vLLM.
 
     Raises:
-        ApiError: something in it is wrong, or the model compares no texts.
+        ApiError: the request is invalid, or the model cannot compare texts.
     """
     if not isinstance(model, TextModel):
         raise bad("model", f"the model {model.name} {_purpose(model)}; expected a reranker or a sentence-embedding model")
@@ -370,7 +370,7 @@ def _purpose(model: Any) -> str:
 
 
 def refuse_to_write(model: TextModel | SpeechModel) -> ApiError:
-    """What a request for text gets from a model that writes none."""
+    """Raises ApiError for a request for text from a model that generates none."""
     paths = {Encoder: "/v1/embeddings", SpeechModel: "/v1/audio/transcriptions"}
     path = paths.get(type(model), "/v1/rerank")
     return bad("model", f"the model {model.name} {_purpose(model)}; expected one that writes texts, or {path}")

@@ -1,4 +1,4 @@
-"""The thread that runs the models: one call after the other, of the texts that are there."""
+"""The thread that runs the models, one call after the other, for all current texts."""
 
 from __future__ import annotations
 
@@ -17,38 +17,38 @@ log = logging.getLogger("lowbit.serve")
 
 
 def shutting_down() -> ApiError:
-    """What a request gets when the server ends."""
+    """The error of a request when the server shuts down."""
     return ApiError(503, "the server is shutting down", code="shutting_down", retry_after=5)
 
 
 class Engine:
-    """Runs batches in turns on a thread of its own. All other methods are for other threads."""
+    """Runs batches in turns on its own thread. All public methods are for other threads."""
 
     def __init__(self, batches: Iterable[Batch], most_waiting: int):
         """
         Args:
-            most_waiting: texts that wait for their place; further ones are refused.
+            most_waiting: largest number of texts that wait for a slot; more are refused.
         """
         self._batches = list(batches)
         self._most_waiting = most_waiting
         self._orders: deque[Callable[[], None]] = deque()
         self._lock = threading.RLock()
         self._wake = threading.Event()
-        self._open: set[Text] = set()  # that have been added and have not ended
+        self._open: set[Text] = set()  # added and not ended
         self._stopping = False
-        self._closed = False  # no order is taken any more
+        self._closed = False  # accepts no more orders
         self._thread = threading.Thread(target=self._run, name="lowbit-engine", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
     def end(self) -> None:
-        """Ends the thread after its current call, without waiting for it. Texts that are there get an error."""
+        """Ends the thread after its current call, without waiting for it. Unfinished texts get an error."""
         self._stopping = True
         self._wake.set()
 
     def stop(self) -> None:
-        """As :meth:`end`, and waits."""
+        """Like :meth:`end`, but waits for the thread."""
         self.end()
         self._thread.join()
 
@@ -58,19 +58,19 @@ class Engine:
 
     @property
     def running(self) -> int:
-        """Texts that are being written."""
+        """Number of running texts."""
         return sum(len(batch.running) for batch in self._batches)
 
     @property
     def waiting(self) -> int:
-        """Texts that wait for their place."""
+        """Number of texts that wait for a slot."""
         return max(0, len(self._open) - self.running)
 
     def add(self, batch: Batch, texts: list[Text]) -> None:
-        """Has texts written; all of them or none.
+        """Queues texts for generation; all of them or none.
 
         Raises:
-            ApiError: too many wait, or the server ends.
+            ApiError: too many texts wait, or the server is shutting down.
         """
         with self._lock:
             if self._closed or not self.alive:
@@ -91,12 +91,12 @@ class Engine:
             self._order(lambda: batch.waiting.extend(texts))
 
     def remove(self, batch: Batch, texts: list[Text]) -> None:
-        """Ends texts whose reader has gone; those that have ended already stay so."""
-        with contextlib.suppress(ApiError):  # at the engine's end all have ended
+        """Ends texts of disconnected clients; ended texts do not change."""
+        with contextlib.suppress(ApiError):  # when the engine has stopped, all texts have ended
             self._order(lambda: self._remove(batch, texts))
 
     def call(self, function: Callable[[], Any]) -> Future:
-        """Has a function run between two calls of the models. At the engine's end the result is an ApiError."""
+        """Runs a function between two calls of the models. If the engine stops, the result is an ApiError."""
         future: Future = Future()
 
         def run() -> None:
@@ -136,7 +136,7 @@ class Engine:
         def fail(error: Exception) -> None:
             try:
                 close(error)
-            except Exception:  # of this text's reader, and no matter of the other texts
+            except Exception:  # an error of this text's reader, which must not affect other texts
                 log.exception("an error was not told")
 
         return fail
@@ -160,7 +160,7 @@ class Engine:
             self._fail(batch, shutting_down())
 
     def _obey(self) -> None:
-        for _ in range(len(self._orders)):  # those that come meanwhile wait until each batch had its turn
+        for _ in range(len(self._orders)):  # later orders wait until each batch had its turn
             try:
                 self._orders.popleft()()
             except BaseException:  # noqa: B036
@@ -182,5 +182,5 @@ class Engine:
 
 
 def ordinary(error: BaseException) -> Exception:
-    """An error that a handler of errors catches: libraries in Rust raise others."""
+    """Converts errors to Exception, because Rust libraries raise BaseException."""
     return error if isinstance(error, Exception) else RuntimeError(f"{type(error).__name__}: {error}")

@@ -1,31 +1,31 @@
-"""Errors as OpenAI's API says them."""
+"""Errors in the format of OpenAI's API."""
 
 from __future__ import annotations
 
 from typing import Any
 
-_LONGEST = 400  # characters of a message: it may quote what a request has
+_LONGEST = 400  # characters of a message, which may quote the request
 
 
 def shortened(text: str, most: int = _LONGEST) -> str:
-    """A text of at most so many characters, all of which UTF-8 can say."""
+    """A text truncated to this many characters, with only characters that UTF-8 can encode."""
     text = text[: most + 1].encode("utf-8", "replace").decode()
     return text if len(text) <= most else text[: most - 3] + "..."
 
 
 class ApiError(Exception):
-    """What a request gets instead of its answer."""
+    """The error response to a request."""
 
     def __init__(
         self, status: int, message: str, *, param: str | None = None, code: str | None = None, retry_after: int | None = None
     ):
         """
         Args:
-            status: of HTTP.
-            message: says what was found, and what was expected; a long one is cut.
-            param: the parameter that is wrong.
-            code: for programs.
-            retry_after: seconds after which the request may be sent again.
+            status: HTTP status.
+            message: what was found and what was expected; a long one is truncated.
+            param: the invalid parameter.
+            code: error code for programs.
+            retry_after: seconds after which the client may retry.
         """
         self.status, self.message, self.code, self.retry_after = status, shortened(message), code, retry_after
         self.param = None if param is None else shortened(param, 64)
@@ -33,7 +33,7 @@ class ApiError(Exception):
 
     @property
     def document(self) -> dict[str, Any]:
-        """The JSON body, also of an event in a stream."""
+        """The JSON body of the error, also used in a stream's event."""
         kinds = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
         kind = kinds.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
@@ -45,5 +45,5 @@ class ApiError(Exception):
 
 
 def bad(param: str, message: str, code: str | None = None) -> ApiError:
-    """A parameter of the request is wrong."""
+    """An error for an invalid parameter of the request."""
     return ApiError(400, message, param=param, code=code)

@@ -1,7 +1,7 @@
-"""Compiles a grammar as :func:`lowbit.serve.constraints.make_constraint` will, in a process that a bad one may end.
+"""Compiles a grammar like :func:`lowbit.serve.constraints.make_constraint`, in a process that a bad grammar may crash.
 
-A script: it runs without the package, whose import takes seconds. It reads a JSON array from stdin, the arguments of
-:func:`compiled` but the tokenizer, and those of :func:`_tokenizer`. It writes the error as JSON; without one, it is empty.
+A script that runs without the package, whose import takes seconds. It reads a JSON array from stdin: the arguments of
+:func:`compiled` except the tokenizer, and those of :func:`_tokenizer`. It writes the error as JSON, or an empty string.
 """
 
 import contextlib
@@ -14,11 +14,11 @@ from typing import Any
 
 SECONDS = 5  # of CPU time; a schema of 1,000 properties takes 0.3
 _BYTES = 1 << 30
-_STACK = 4 << 20  # half of what threads have elsewhere, because llguidance recurses along chains of rules
+_STACK = 4 << 20  # half of other threads' stack, because llguidance recurses along chains of rules
 
 
 def lines(message: str) -> str:
-    """The lines of an error in one, without a picture of the place and llguidance's own state."""
+    """Joins the lines of an error, without the drawing of its position and llguidance's internal state."""
     message = message.partition("<state>")[0].replace("NoExtensionBias", "no text can go on")
     parts = [line.strip() for line in message.splitlines()]
     found = "; ".join(part for part in parts if part and not set(part) <= set("^~ ") and not re.match(r"\d+ \|", part))
@@ -26,7 +26,7 @@ def lines(message: str) -> str:
 
 
 def compiled(tokenizer: Any, kind: str, text: str, space: str) -> Any:
-    """An llguidance.LLMatcher at its beginning.
+    """An llguidance.LLMatcher in its initial state.
 
     Raises:
         ValueError: the grammar is not supported.
@@ -41,7 +41,7 @@ def compiled(tokenizer: Any, kind: str, text: str, space: str) -> Any:
             text = LLMatcher.grammar_from_regex(text)
         else:
             text = LLMatcher.grammar_from_lark(any_to_lark(text))
-    except Exception as error:  # GbnfToLarkError and plain Exception among them
+    except Exception as error:  # including GbnfToLarkError and plain Exception
         raise ValueError(lines(str(error))) from error
     found = LLMatcher(tokenizer, text, log_level=0)
     if message := found.get_error():
@@ -50,14 +50,14 @@ def compiled(tokenizer: Any, kind: str, text: str, space: str) -> Any:
 
 
 def _tokenizer(size: int, special: list[tuple[str, int]], ends: list[int]) -> Any:
-    """A tokenizer of single bytes with the special tokens of a model.
+    """A tokenizer of single bytes and a model's special tokens.
 
-    A grammar may name them, or ranges of token ids. Without them its compilation would end before it began.
+    A grammar may name special tokens or ranges of token ids, and could not be compiled without them.
 
     Args:
-        size: of the vocabulary.
-        special: names and ids.
-        ends: tokens that end a text.
+        size: size of the vocabulary.
+        special: names and ids of special tokens.
+        ends: stop tokens.
     """
     from llguidance import LLTokenizer
     from llguidance._tokenizer import TokenizerWrapper
@@ -80,7 +80,7 @@ def _tokenizer(size: int, special: list[tuple[str, int]], ends: list[int]) -> An
 
 
 def _main() -> None:
-    with contextlib.suppress(ImportError, ValueError, OSError):  # Windows has none, and macOS no limit of addresses
+    with contextlib.suppress(ImportError, ValueError, OSError):  # Windows has no limits, and macOS no limit of address space
         import resource
 
         resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))

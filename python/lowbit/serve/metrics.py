@@ -1,4 +1,4 @@
-"""Figures of a server, in the text that Prometheus reads."""
+"""Metrics of a server, in Prometheus' text format."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ disable_created_metrics()
 
 
 class Metrics:
-    """Counts what happens."""
+    """The counters, histograms and gauges of a server."""
 
     def __init__(self, gauges: dict[str, tuple[str, Callable[[], float]]]):
         """
         Args:
-            gauges: name -> what it is, and how it is read.
+            gauges: name -> description, and function that reads it.
         """
         self.registry = CollectorRegistry()
 
@@ -26,13 +26,13 @@ class Metrics:
         def histogram(name: str, what: str) -> Histogram:
             return Histogram(f"lowbit_{name}", what, buckets=_BOUNDS, registry=self.registry)
 
-        self.requests = counter("requests", "Requests that were answered, by path and HTTP status.", ("path", "status"))
+        self.requests = counter("requests", "Answered requests, by path and HTTP status.", ("path", "status"))
         self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts.")
-        self.cached_tokens = counter("cached_tokens", "Tokens of prompts that were copied from another text.")
-        self.new_tokens = counter("new_tokens", "Tokens that were written.")
+        self.cached_tokens = counter("cached_tokens", "Prompt tokens copied from another text.")
+        self.new_tokens = counter("new_tokens", "Generated tokens.")
         self.guessed = counter("guessed_tokens", "Guesses of speculative decoding.")
-        self.accepted = counter("accepted_tokens", "Guesses that were right.")
-        self.canceled = counter("canceled_requests", "Requests whose client went away before the end.")
+        self.accepted = counter("accepted_tokens", "Accepted guesses of speculative decoding.")
+        self.canceled = counter("canceled_requests", "Requests whose client disconnected before the end.")
         self.first = histogram("time_to_first_token_seconds", "Seconds from a request to its first token.")
         self.whole = histogram("request_seconds", "Seconds from a request to the end of its answer.")
         for name, (what, read) in gauges.items():

@@ -1,4 +1,4 @@
-"""The models that a server has: what a request becomes for each, and what its tokens become."""
+"""The models of a server, and the conversion of requests to their tokens and back."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from .protocol import Writing
 
 @dataclass(eq=False)
 class LanguageModel:
-    """A model that writes texts."""
+    """A model that generates texts."""
 
     name: str
     tokenizer: Any  # a fast one
-    template: str | None  # of conversations; None: it only continues texts
+    template: str | None  # chat template; None: the model only continues texts
     batch: PrefixBatch
-    usual: Sampling  # what counts where a request says nothing
-    most: int | None  # new tokens, likewise; None: as the context has room for
+    usual: Sampling  # defaults for requests
+    most: int | None  # default number of new tokens; None: until the context is full
     stop: frozenset[int]
     created: int = field(default_factory=lambda: int(time.time()))
-    grammar_tokenizer: Any = None  # llguidance's, made when it is first needed
+    grammar_tokenizer: Any = None  # llguidance's tokenizer, made on first use
 
     @classmethod
     def of(
@@ -45,11 +45,11 @@ class LanguageModel:
         Args:
             max_length: tokens of the longest text, a multiple of 16.
             cache: as for :class:`Decoder`.
-            at_once, rows: as for :class:`lowbit.llm.batch.Batch`.
-            prefix_bytes: keys and values of texts that have ended, kept for the next ones.
+            at_once, rows: as for :class:`lowbit.llm.batch.Batch`, the limits of a batch.
+            prefix_bytes: bytes of keys and values of ended texts that are kept for later texts.
 
         Raises:
-            ValueError: the decoder refuses the model, or its files say what cannot be.
+            ValueError: the decoder refuses the model, or its files have invalid settings.
         """
         usual, most, _ = sampling_of(model)
         batch = PrefixBatch(Decoder(model, max_length, cache, windows=False), at_once, rows, prefix_bytes)
@@ -57,7 +57,7 @@ class LanguageModel:
 
     @property
     def max_length(self) -> int:
-        """Tokens of the longest text, prompt included."""
+        """Largest number of tokens of a text, including the prompt."""
         return self.batch.decoder.max_length
 
     def encode(self, text: str) -> list[int]:
@@ -67,10 +67,10 @@ class LanguageModel:
         """The tokens of a conversation.
 
         Args:
-            tools: that the model may call.
+            tools: tools that the model may call.
 
         Raises:
-            ApiError: the model has no chat template, or it refuses the messages.
+            ApiError: the model has no chat template, or the template refuses the messages.
         """
         if self.template is None:
             raise ApiError(
@@ -100,15 +100,15 @@ class LanguageModel:
             raise bad(name, f"{name} has a token {wrong}; expected 0 to {vocabulary - 1}")
 
     def text(self, tokens: list[int], asked: Writing, number: int, usual_tokens: int | None) -> Text:
-        """A text of a request, without what it tells.
+        """Makes a text of a request, without its callback.
 
         Args:
-            tokens: its prompt, which :meth:`check_prompt` has let pass.
-            number: of the text among those with the same prompt.
-            usual_tokens: new ones at most, where the request does not say; None: as the context has room for.
+            tokens: its prompt, already checked by :meth:`check_prompt`.
+            number: index among the texts with the same prompt.
+            usual_tokens: default limit of new tokens; None: until the context is full.
 
         Raises:
-            ApiError: the model has no such token.
+            ApiError: a token of the request is not in the vocabulary.
         """
         sampling = asked.sampling(self.usual)
         if sampling.dry_multiplier:
@@ -131,7 +131,7 @@ class LanguageModel:
         return made
 
     def breakers(self, asked: Writing) -> tuple[int, ...]:
-        """Tokens that end a repetition. They are found once for the same strings, in all tokens of the vocabulary."""
+        """Tokens that end a repetition, found in the whole vocabulary and cached by strings."""
         strings = asked.dry_sequence_breakers
         return self._breakers(BREAKERS if strings is None else tuple(strings))
 
@@ -141,10 +141,10 @@ class LanguageModel:
 
     @lru_cache(65536)  # noqa: B019
     def piece(self, token: int) -> str:
-        """A token's own text, special ones included."""
+        """A token's text, including special tokens."""
         return self.tokenizer.decode([token])
 
     @lru_cache(65536)  # noqa: B019
     def visible(self, token: int) -> str:
-        """What of it is in a text."""
+        """The part of a token that is visible in a text."""
         return self.tokenizer.decode([token], skip_special_tokens=True)

@@ -1,4 +1,4 @@
-"""The chat page: one document with its style and scripts inside, and a policy that allows nothing else."""
+"""The chat page: one document with inline style and scripts, and a policy that allows nothing else."""
 
 import base64
 import hashlib
@@ -22,14 +22,14 @@ def _hashes(tag: str) -> str:
 
 PAGE = _read()
 
-# A model's text is untrusted. Should the page ever take it for HTML, nothing of it runs, and nothing is fetched.
+# A model's text is untrusted. Even if the page took it for HTML, it could not run scripts or fetch anything.
 HEADERS = {
     "Content-Security-Policy": f"default-src 'none'; script-src {_hashes('script')}; style-src {_hashes('style')}; "
     "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
     "require-trusted-types-for 'script'; "
     "trusted-types 'none'",
     "X-Content-Type-Options": "nosniff",
-    "X-DNS-Prefetch-Control": "off",  # browsers ask for the names in links before they are followed
+    "X-DNS-Prefetch-Control": "off",  # otherwise browsers look up the hosts of links before a click
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
 }

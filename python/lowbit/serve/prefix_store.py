@@ -1,4 +1,4 @@
-"""Beginnings of texts that have ended, kept for the texts that come."""
+"""Prefix caching in memory: keeps keys and values of ended texts for later texts."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from ..llm.batch import Batch, Text
 from ..llm.caches import Caches, common, copy_layer
 from ..llm.decoder import Decoder
 
-_LEAST = 16  # tokens; fewer are not worth their place
+_LEAST = 16  # tokens; shorter prefixes are not kept
 
 
 class PrefixBatch(Batch):
-    """A batch that keeps keys and values of texts that have ended, the last ones used, within a number of bytes."""
+    """A batch that keeps keys and values of the most recently used ended texts, within a number of bytes."""
 
     def __init__(self, decoder: Decoder, at_once: int, rows: int, most_bytes: int):
         super().__init__(decoder, at_once, rows)
-        self._kept: OrderedDict[int, Caches] = OrderedDict()  # the last one used is the last
+        self._kept: OrderedDict[int, Caches] = OrderedDict()  # in order of use, the most recent last
         self._most = most_bytes
         self.kept_bytes = 0
 
@@ -35,7 +35,7 @@ class PrefixBatch(Batch):
         tokens = caches.tokens
         if len(tokens) < _LEAST or any(common(each.tokens, tokens) == len(tokens) for each in self._kept.values()):
             return
-        # A text has room for all that might have come; what is kept has that of its tokens.
+        # A text's caches have room for all possible tokens; the kept copy only for its actual tokens.
         small = self.decoder.new_caches(-(-len(tokens) // 16) * 16)
         if small.nbytes > self._most:
             return
@@ -44,7 +44,7 @@ class PrefixBatch(Batch):
         small.tokens = list(tokens)
         for key, each in list(self._kept.items()):
             if common(each.tokens, tokens) == len(each.tokens):
-                self._drop(key)  # the new one begins with it
+                self._drop(key)  # the new text starts with it
         self._kept[id(small)] = small
         self.kept_bytes += small.nbytes
         while self.kept_bytes > self._most:

@@ -16,27 +16,27 @@ from pydantic_core import PydanticCustomError, from_json
 from ..llm.sampling import Sampling
 from .errors import ApiError, bad, shortened
 
-# Parameters that change no text here.
+# Parameters that do not affect texts here.
 _IGNORED = {
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
     "parallel_tool_calls", "reasoning_effort", "verbosity", "cache_prompt", "id_slot",
 }  # fmt: skip
-# Those that would, with the values that ask for nothing.
+# Parameters that would, with the values that have no effect.
 _NEUTRAL: dict[str, tuple] = {
     "tools": ([],), "tool_choice": ("none",), "functions": ([],), "function_call": ("none", "auto"),
     "modalities": (["text"],), "suffix": ("",), "audio": (), "prediction": (), "web_search_options": (),
 }  # fmt: skip
-_MOST_BRACKETS, _MOST_COMMAS = 1 << 17, 1 << 20  # of a body: a parsed object takes some hundred times its two bytes
-_MOST_SCHEMA = 1 << 17  # bytes of a schema or a grammar
+_MOST_BRACKETS, _MOST_COMMAS = 1 << 17, 1 << 20  # of a body, because a parsed object takes about a hundred times its two bytes
+_MOST_SCHEMA = 1 << 17  # bytes of a schema or grammar
 _MOST_TOOLS = 1 << 18  # bytes of all tools of a request
-_LEAST_BYTES = 1 << 16  # that any text may have
-_TOKEN_BYTES = 16  # of a token, in a text that the model's context holds; four are usual
+_LEAST_BYTES = 1 << 16  # bytes that any text may have
+_TOKEN_BYTES = 16  # largest bytes per token of a text that fits in the context; four are typical
 
-MOST_TOKENS = 1 << 16  # of /detokenize, if the context has fewer
+MOST_TOKENS = 1 << 16  # of /detokenize, if the context is smaller
 
 
 def _few(most: int, least: int = 0) -> BeforeValidator:
-    """A limit of entries, before any of them is looked at."""
+    """Limits the number of entries before any of them is validated."""
 
     def check(value: Any) -> Any:
         if isinstance(value, list | dict) and not least <= len(value) <= most:
@@ -48,11 +48,11 @@ def _few(most: int, least: int = 0) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-_FIRST = Field(fail_fast=True)  # one error is enough, and a million of them take minutes
+_FIRST = Field(fail_fast=True)  # stop at the first error, because a million of them take minutes
 _as_list = BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
 _StopText = Annotated[str, Field(min_length=1, max_length=256)]
 Token = Annotated[int, Field(ge=0, le=2**31)]
-# True and false are schemas, too: all values, and none.
+# true and false are also schemas: any value, and no value.
 _Schema = Annotated[
     dict[str, Any], BeforeValidator(lambda value: ({} if value else {"not": {}}) if isinstance(value, bool) else value)
 ]
@@ -63,7 +63,7 @@ class _Part(BaseModel):
 
 
 class Body(_Part):
-    """What all requests have. A parameter that is null counts as missing, and an unknown one is refused."""
+    """Base class of requests. A null parameter counts as missing, and unknown parameters are refused."""
 
     model_config = ConfigDict(extra="allow")
     model: str | None = Field(None, max_length=1024)
@@ -82,7 +82,7 @@ class Body(_Part):
             elif name not in _IGNORED:
                 name = shortened(name, 64)
                 raise bad(name, f"there is no parameter {name}; expected one of those in docs/serving.md", "unknown_parameter")
-        self.__pydantic_extra__ = {}  # values of megabytes would stay in memory until the answer
+        self.__pydantic_extra__ = {}  # otherwise large values would stay in memory until the answer
         return self
 
 
@@ -90,27 +90,27 @@ B = TypeVar("B", bound=Body)
 
 
 def parse(kind: type[B], data: bytes) -> B:
-    """A request from the JSON of its body.
+    """Parses a request from the JSON of its body.
 
     Raises:
-        ApiError: it is not JSON, or a parameter is wrong or unknown.
+        ApiError: the body is not JSON, or a parameter is invalid or unknown.
     """
     for found, most in ((data.count(b"{") + data.count(b"["), _MOST_BRACKETS), (data.count(b","), _MOST_COMMAS)):
         if found > most:
             raise ApiError(413, f"the body has {found} {'brackets' if most == _MOST_BRACKETS else 'commas'}; expected {most}")
     try:
         value = from_json(data.removeprefix(b"\xef\xbb\xbf"), allow_inf_nan=False)
-    except ValueError as error:  # also nesting of more than 200 levels, and half a surrogate pair
+    except ValueError as error:  # also for nesting of more than 200 levels, and half a surrogate pair
         raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from None
     return validated(kind, value)
 
 
 def validated(kind: type[B], value: Any) -> B:
-    """As :func:`parse`, of a parsed body."""
+    """Like :func:`parse`, for a parsed body."""
     try:
         return kind.model_validate(value)
     except ValidationError as error:
-        # Of several forms that a value might have, the one that it comes closest to.
+        # If a value may have several forms, report the closest one.
         first = max(error.errors(include_url=False, include_context=False), key=lambda each: len(each["loc"]))
     place = ""
     for step in first["loc"]:
@@ -126,7 +126,7 @@ def validated(kind: type[B], value: Any) -> B:
     raise ApiError(400, f"{place} is {found}; expected {wanted}", param=str(first["loc"][0]) if first["loc"] else None)
 
 
-# What pydantic says in words of Python, or without an "Input should be".
+# Messages of pydantic in Python's terms, or without "Input should be".
 _WANTED = {
     "missing": "a value", "model_type": "an object", "dict_type": "an object", "list_type": "an array",
     "string_type": "a string", "int_type": "a whole number", "int_from_float": "a whole number", "float_type": "a number",
@@ -145,14 +145,14 @@ def _found(value: Any) -> str:
 
 
 def check_bytes(name: str, texts: Iterable[str], tokens: int | None) -> None:
-    """Raises ApiError for texts that no context of so many tokens holds, before a tokenizer takes its time for them."""
+    """Raises ApiError for texts too long for a context of this many tokens, without tokenizing them."""
     count, most = sum(len(each.encode()) for each in texts), max(_LEAST_BYTES, _TOKEN_BYTES * (tokens or 0))
     if count > most:
         raise bad(name, f"{name} has {count} bytes; expected at most {most}", "context_length_exceeded")
 
 
 def _dumped(name: str, value: Any, most: int) -> str:
-    """JSON of a value, at most so many bytes."""
+    """A value as JSON of at most this many bytes."""
     try:
         text = json.dumps(value, allow_nan=False)
     except ValueError:
@@ -164,11 +164,11 @@ def _dumped(name: str, value: Any, most: int) -> str:
 
 @dataclass(frozen=True)
 class Grammar:
-    """What a text must fit."""
+    """A constraint on a text."""
 
-    kind: str  # of the value: "json", a JSON schema; "regex"; "grammar", in Lark's syntax or llama.cpp's GBNF; "call"
+    kind: str  # kind of value: "json", a JSON schema; "regex"; "grammar", in Lark's syntax or llama.cpp's GBNF; "call"
     value: str
-    param: str  # of the request, for its errors
+    param: str  # parameter of the request, for errors
 
 
 class _StreamOptions(_Part):
@@ -182,7 +182,7 @@ class _Named(_Part):
 class _Format(_Part):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: _Named | None = None
-    schema_: dict[str, Any] | None = Field(None, alias="schema")  # llama.cpp's, of a json_object
+    schema_: dict[str, Any] | None = Field(None, alias="schema")  # llama.cpp's extension of json_object
 
     @model_validator(mode="after")
     def _check(self) -> _Format:
@@ -192,7 +192,7 @@ class _Format(_Part):
 
     @property
     def wanted(self) -> Any:
-        """The schema; None: any text."""
+        """The requested schema; None: any text."""
         if self.type == "text":
             return None
         if self.type == "json_schema" and self.json_schema is not None:
@@ -225,7 +225,7 @@ class _Structured(_Part):
 
 
 class Writing(Body):
-    """How texts are written: what completions and chats have in common."""
+    """Options of generation that completions and chats share."""
 
     temperature: float = Field(0.0, ge=0, le=1e30)
     top_p: float = Field(1.0, ge=0, le=1)
@@ -247,7 +247,7 @@ class Writing(Body):
     max_tokens: int | None = Field(None, ge=0, le=2**31)
     stop: Annotated[list[_StopText], _FIRST, _few(32), _as_list] = Field(default_factory=list)
     ignore_eos: bool = False
-    echo: bool = False  # of completions alone
+    echo: bool = False  # only for completions
     stream: bool = False
     stream_options: _StreamOptions = Field(default_factory=_StreamOptions)
     response_format: _Format | None = None
@@ -265,12 +265,12 @@ class Writing(Body):
 
     @property
     def scores(self) -> int | None:
-        """So many likeliest tokens with each one; None: no log-probabilities."""
+        """Number of likeliest alternatives to report per token; None: no log-probabilities."""
         raise NotImplementedError
 
     @property
     def schema_text(self) -> str | None:
-        """JSON of the schema of response_format."""
+        """The schema of response_format as JSON."""
         schema = None if self.response_format is None else self.response_format.wanted
         return None if schema is None else _dumped("response_format", schema, _MOST_SCHEMA)
 
@@ -282,15 +282,15 @@ class Writing(Body):
         return None if (schema := self.schema_text) is None else Grammar("json", schema, "response_format")
 
     def sampling(self, usual: Sampling) -> Sampling:
-        """How tokens are drawn.
+        """How tokens are sampled.
 
         Args:
-            usual: what counts where the request says nothing.
+            usual: defaults for missing parameters.
         """
         names = Sampling.__dataclass_fields__.keys() & self.model_fields_set
         given = {name: getattr(self, name) for name in names}
         if given.get("top_k", 1) < 1:
-            given["top_k"] = None  # all, as vLLM and llama.cpp have it
+            given["top_k"] = None  # all tokens, as in vLLM and llama.cpp
         return replace(usual, **given)
 
 
@@ -325,7 +325,9 @@ def _arguments(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return from_json(value, allow_inf_nan=False) if value.strip() else {}  # OpenAI itself returns an empty text
+        return (
+            from_json(value, allow_inf_nan=False) if value.strip() else {}
+        )  # OpenAI returns an empty text for a call without arguments
     except ValueError as error:
         raise PydanticCustomError("arguments", "a JSON object: {why}", {"why": shortened(str(error), 60)}) from None
 
@@ -355,7 +357,7 @@ class _Message(_Part):
 
     @property
     def document(self) -> dict[str, Any]:
-        """As chat templates take it: one text, and arguments as objects."""
+        """The message for chat templates: a single text, and arguments as objects."""
         found: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role}
         found["content"] = "".join(part.text for part in self.content or ())
         found |= {key: value for key in ("name", "tool_call_id") if (value := getattr(self, key)) is not None}
@@ -367,7 +369,7 @@ class _Message(_Part):
 
 
 class Conversation(Body):
-    """Messages, as a chat template takes them."""
+    """The messages of a conversation, for a chat template."""
 
     messages: Annotated[list[_Message], _FIRST, _few(4096, 1)]
 
@@ -376,9 +378,9 @@ class Conversation(Body):
         return [each.document for each in self.messages]
 
     def check_bytes(self, tokens: int) -> None:
-        """As :func:`check_bytes`, of all messages."""
+        """Like :func:`check_bytes`, for all messages."""
         texts = [part.text for each in self.messages for part in each.content or ()]
-        # Most templates write nothing else, but each could be as long as the body.
+        # Most templates use no other fields, but any field could be as long as the body.
         texts += [text for each in self.messages for text in (each.role, each.name, each.tool_call_id) if text is not None]
         for call in (call for each in self.messages for call in each.tool_calls or ()):
             texts += call.id, call.function.name, json.dumps(call.function.arguments)
@@ -464,9 +466,9 @@ class Tokenize(Conversation):
 
 
 class Detokenize(Body):
-    tokens: Annotated[list[Token], _FIRST, _few(1 << 20)]  # the model has a further limit, of MOST_TOKENS or its context
+    tokens: Annotated[list[Token], _FIRST, _few(1 << 20)]  # also limited by MOST_TOKENS or the model's context
 
 
 def finite(value: float) -> float:
-    """JSON has no infinity: what cannot be is as unlikely as a float32 can say."""
+    """JSON has no infinity, so impossible tokens get the smallest float32."""
     return value if math.isfinite(value) else -9999.0

@@ -53,30 +53,30 @@ from .tools import Tools, read_tools
 
 Model: TypeAlias = LanguageModel | TextModel | SpeechModel
 log = logging.getLogger("lowbit.serve")
-_USUAL_TOKENS = 16  # of a completion that does not say how many, as in OpenAI's API
-_OPEN = ("/", "/health")  # asked without a key
-_LAST_WORDS = 30.0  # seconds that a reader has for the end of a stream whose time is over
+_USUAL_TOKENS = 16  # default of completions, as in OpenAI's API
+_OPEN = ("/", "/health")  # need no key
+_LAST_WORDS = 30.0  # seconds that a client has to read the end of a stream after its timeout
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a request may take."""
+    """Limits of requests."""
 
     api_key: str | None = None
-    timeout: float = 600.0  # seconds until a request's end
+    timeout: float = 600.0  # seconds per request
     body_bytes: int = 16 << 20
-    recording_bytes: int = 25 << 20  # a body with a recording, as in OpenAI's API
-    recordings: int = 2  # in memory at a time; further ones wait
-    body_seconds: float = 30.0  # until a body is complete, and one more for each
-    body_rate: int = 16 << 10  # bytes of it that have come
-    texts: int = 16  # of one request
-    waiting: int = 64  # texts that wait for their place
-    requests: int = 256  # that are open; each may have a body in memory
-    hosts: tuple[str, ...] | None = None  # names that the server goes by; None: any
+    recording_bytes: int = 25 << 20  # size of a body with a recording, as in OpenAI's API
+    recordings: int = 2  # recordings in memory at a time; others wait
+    body_seconds: float = 30.0  # until a body must be complete, plus one for each
+    body_rate: int = 16 << 10  # received bytes
+    texts: int = 16  # texts per request
+    waiting: int = 64  # texts that wait for a slot
+    requests: int = 256  # open requests, each with a body in memory
+    hosts: tuple[str, ...] | None = None  # accepted host names; None: any
 
 
 class Server:
-    """Models, the engine that runs them, and what answers requests."""
+    """The models, the engine that runs them, and the endpoints."""
 
     def __init__(self, models: Sequence[Model], limits: Limits):
         self.models = {model.name: model for model in models}
@@ -84,29 +84,29 @@ class Server:
         batches = [model.batch for model in models if isinstance(model, LanguageModel)]
         self.engine = Engine(batches, limits.waiting)
         self._batches = {model.name: Batches(model, self.engine) for model in models if isinstance(model, TextModel)}
-        # One at a time: tokenizers are not made for several threads.
+        # One at a time, because tokenizers are not thread-safe.
         self._reader = ThreadPoolExecutor(1, "lowbit-reader")
         self._parser = ThreadPoolExecutor(1, "lowbit-parser")
         self._compiler = ThreadPoolExecutor(2, "lowbit-grammars")
-        self._busy = 0  # requests whose response is not complete
-        self._bodies: dict[asyncio.Timeout, None] = {}  # that are arriving, in the order of their beginnings
-        self._times: set[asyncio.Timeout] = set()  # of what has to end when the server ends
+        self._busy = 0  # requests without a complete response
+        self._bodies: dict[asyncio.Timeout, None] = {}  # bodies being received, in order of their start
+        self._times: set[asyncio.Timeout] = set()  # timeouts that expire when the server shuts down
         self._ending = False
         self._recordings = asyncio.Semaphore(limits.recordings)
         self.metrics = Metrics(
             {
-                "running_texts": ("Texts that are being written.", lambda: self.engine.running),
-                "waiting_texts": ("Texts that wait for their place.", lambda: self.engine.waiting),
+                "running_texts": ("Running texts.", lambda: self.engine.running),
+                "waiting_texts": ("Texts waiting for a slot.", lambda: self.engine.waiting),
                 "waiting_inputs": (
-                    "Texts that wait for their embedding or score.",
+                    "Texts waiting for their embedding or score.",
                     lambda: sum(b.waiting for b in self._batches.values()),
                 ),
-                "prefix_cache_bytes": ("Keys and values of texts that have ended.", lambda: sum(b.kept_bytes for b in batches)),
+                "prefix_cache_bytes": ("Bytes of keys and values of ended texts.", lambda: sum(b.kept_bytes for b in batches)),
             }
         )
 
     def app(self) -> Starlette:
-        """What an ASGI server runs."""
+        """The ASGI application."""
 
         @contextlib.asynccontextmanager
         async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -135,7 +135,7 @@ class Server:
         return Starlette(routes=routes, lifespan=lifespan, exception_handlers={HTTPException: _not_found})
 
     def end(self) -> None:
-        """Answers all requests that are open with an error; called on the server's thread."""
+        """Answers all open requests with an error. Call it on the server's thread."""
         self._ending = True
         self.engine.end()
         for limit in self._times:
@@ -143,7 +143,7 @@ class Server:
 
     @contextlib.asynccontextmanager
     async def _time(self, seconds: float | None = None) -> AsyncIterator[None]:
-        """Raises ApiError where the time is over, or the server ends."""
+        """A time limit that raises ApiError, also when the server shuts down."""
         limit = asyncio.timeout(0 if self._ending else seconds)
         try:
             async with limit:
@@ -186,7 +186,7 @@ class Server:
         self._busy -= 1
 
     def _reading(self, handler: Callable[[Any], Awaitable[Response]], kind: type[Body]):
-        """A handler of requests from one of their bodies, which ends when the client goes."""
+        """Makes a request handler from a handler of bodies; it ends when the client disconnects."""
 
         async def handle(request: Request) -> Response:
             asked = await self._body(request, kind)
@@ -197,11 +197,11 @@ class Server:
         return handle
 
     def _admit(self, request: Request, path: str) -> None:
-        """Raises ApiError for a request that may not come in."""
+        """Raises ApiError for a request that is not allowed."""
         host = request.headers.get("host", "")
         name = host.rsplit(":", 1)[0] if not host.endswith("]") else host
         if self.limits.hosts is not None and name.lower() not in self.limits.hosts:
-            # A page of another site whose name was made to point here.
+            # DNS rebinding: a page of another site whose name now points here.
             raise ApiError(403, f"the host is {name!r}; expected one of {', '.join(self.limits.hosts)}", code="wrong_host")
         origin = request.headers.get("origin")
         if origin is not None and origin.partition("://")[2].lower() != host.lower():
@@ -209,7 +209,7 @@ class Server:
         if self._busy >= self.limits.requests and path not in _OPEN:
             if not self._bodies:
                 raise self._crowded()
-            # A request that has not come yet makes room: half a body must not keep others out.
+            # Evict a request with an incomplete body, so that slow bodies cannot block others.
             slowest = next(iter(self._bodies))
             del self._bodies[slowest]
             _expire(slowest)
@@ -226,10 +226,10 @@ class Server:
 
     @contextlib.asynccontextmanager
     async def _arriving(self, request: Request, most: int) -> AsyncIterator[AsyncGenerator[bytes]]:
-        """The pieces of a body, which has to come at some rate.
+        """Yields the pieces of a body, which must arrive at a minimum rate.
 
         Raises:
-            ApiError: it is too large or too slow, or makes room for another request.
+            ApiError: the body is too large or too slow, or was evicted for another request.
         """
         began, limits = asyncio.get_running_loop().time(), self.limits
         limit = asyncio.timeout(min(limits.timeout, limits.body_seconds))
@@ -293,7 +293,7 @@ class Server:
         return model
 
     async def _read(self, function: Callable, *arguments: Any) -> Any:
-        """Calls what takes a tokenizer its time."""
+        """Runs tokenization on another thread."""
         return await asyncio.get_running_loop().run_in_executor(self._reader, function, *arguments)
 
     async def _chat(self, asked: Chat) -> Response:
@@ -394,7 +394,7 @@ class Server:
     async def _compute(self, rows: Rows) -> Response:
         began = time.perf_counter()
         counts: list[int] = []
-        for some in rows.counts():  # others have their turn between two
+        for some in rows.counts():  # other requests run in between
             counts += await self._read(some)
         found = await asyncio.wrap_future(self._batches[rows.model.name].add(rows.items, counts))
         self.metrics.prompt_tokens.inc(sum(counts))
@@ -402,14 +402,14 @@ class Server:
         return await asyncio.to_thread(lambda: JSONResponse(rows.document(found, sum(counts))))
 
     async def _form(self, request: Request) -> tuple[Wish, UploadFile]:
-        """Parameters, and the file among them: bytes beyond the first megabyte are on the disk."""
+        """Parses parameters and the file of a form; bytes after the first megabyte are on the disk."""
         kind = request.headers.get("content-type", "")
         if not kind.lower().startswith("multipart/form-data"):
             raise ApiError(400, f"the body is {kind or 'of no type'}; expected multipart/form-data with a file")
         try:
             async with self._arriving(request, self.limits.recording_bytes) as pieces:
                 form = await MultiPartParser(request.headers, pieces, max_files=1, max_fields=32).parse()
-        except (MultiPartException, ValueError) as error:  # ValueError: a charset that has no text for some bytes
+        except (MultiPartException, ValueError) as error:  # ValueError: bytes that are invalid in the charset
             raise ApiError(400, f"the body is no form that can be read: {error}") from error
         try:
             file = form.get("file")
@@ -438,7 +438,7 @@ class Server:
             raise refuse_recording(model)
 
         async def hear(tell: Callable[[str], None]) -> Listening:
-            """One window at a time: between two, the other models have their turn."""
+            """Transcribes one window at a time; other models run in between."""
             try:
                 async with asyncio.timeout(self.limits.timeout), self._recordings:
                     reading = read_recording(await file.read(), file.filename or "file")
@@ -501,7 +501,7 @@ class Server:
 
 
 async def _deltas(hear: Callable[[Callable[[str], None]], Coroutine[Any, Any, Listening]]) -> AsyncIterator[dict | ApiError]:
-    """Events of a transcription, which does not wait for its reader: it would keep its samples as long."""
+    """Events of a transcription, which does not wait for its reader, because its samples would stay in memory."""
     texts: asyncio.Queue[str | None] = asyncio.Queue()
     hearing = asyncio.ensure_future(hear(texts.put_nowait))
     hearing.add_done_callback(lambda _: texts.put_nowait(None))
@@ -531,7 +531,9 @@ def _reported(error: Exception) -> ApiError:
 def _card(model: Model) -> dict[str, Any]:
     card = {"id": model.name, "object": "model", "created": model.created, "owned_by": "lowbit"}
     card |= {"max_model_len": model.max_length}
-    return card | ({"chat": model.template is not None} if isinstance(model, LanguageModel) else {})  # the page lists those
+    return card | (
+        {"chat": model.template is not None} if isinstance(model, LanguageModel) else {}
+    )  # the page lists only models with this entry
 
 
 async def _not_found(request: Request, error: Exception) -> Response:
@@ -541,10 +543,10 @@ async def _not_found(request: Request, error: Exception) -> Response:
 
 
 async def _unless_gone(receive: Receive, work: Any) -> Any:
-    """The result of work, which ends when the client goes.
+    """The result of work, which is canceled when the client disconnects.
 
     Raises:
-        ClientDisconnect: it went.
+        ClientDisconnect: the client disconnected.
     """
     doing, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_left(receive))
     try:
@@ -564,7 +566,7 @@ async def _left(receive: Receive) -> None:
 
 
 class _Events(Response):
-    """A stream of events, each a JSON document. An error before the first one is an answer of its own."""
+    """A stream of events, each a JSON document. An error before the first event becomes a normal error response."""
 
     def __init__(
         self,
@@ -575,8 +577,8 @@ class _Events(Response):
     ):
         """
         Args:
-            time: raises ApiError where the answer takes too long.
-            gone: called if the client goes.
+            time: time limit, which raises ApiError.
+            gone: called if the client disconnects.
             close: called at the end.
         """
         super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
@@ -610,7 +612,7 @@ class _Events(Response):
                         await send({"type": "http.response.start", "status": 200, "headers": headers})
                         started = True
                     await tell(event)
-        except ApiError as error:  # also while the reader did not read
+        except ApiError as error:  # also while the client was not reading
             failed = error
         try:
             async with asyncio.timeout(_LAST_WORDS):

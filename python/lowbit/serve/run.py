@@ -1,4 +1,4 @@
-"""A server's life: its socket, its signals, its end."""
+"""Runs a server: socket, signals, shutdown."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from .routes import Limits, Model, Server
 
 _LOCAL = ("localhost", "127.0.0.1", "[::1]")
-_SILENT = 30.0  # seconds that a connection has for the head of a request, and for reading what it was sent
+_SILENT = 30.0  # seconds that a client has to send the head of a request, and to read sent data
 
-_LAST = 3  # seconds behind the grace, in which all requests get their errors
+_LAST = 3  # seconds after the grace period, for sending errors to all requests
 
 
 class _Http(H11Protocol):
@@ -35,10 +35,10 @@ class _Http(H11Protocol):
 
     def on_response_complete(self) -> None:
         if {b"content-length", b"transfer-encoding"} <= {name for name, _ in self.cycle.scope["headers"]}:
-            # A proxy may take the end of such a body for another place than h11 does, so nothing behind it is a request
+            # A proxy may find the end of such a body at another place than h11, so nothing after it is a request
             # (RFC 9112, 6.1).
             self.transport.close()
-        self._await_head()  # before the next request, which may have come already
+        self._await_head()  # before the next request, which may have arrived already
         super().on_response_complete()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -66,14 +66,14 @@ class _Http(H11Protocol):
             self.transport.close()
 
     def _close_stalled(self) -> None:
-        if self.transport.is_closing():  # there is no more to come, and close() would wait for the reader forever
+        if self.transport.is_closing():  # no more data follows, and close() would wait for the reader forever
             self.transport.abort()
         else:
             self._stalled = self.loop.call_later(_SILENT, self._close_stalled)
 
 
 class _Uvicorn(uvicorn.Server):
-    """uvicorn without its own signals, which it would raise again when it has ended."""
+    """uvicorn without its signal handlers, which would raise the signals again after the shutdown."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -81,7 +81,7 @@ class _Uvicorn(uvicorn.Server):
 
 
 def is_local(host: str) -> bool:
-    """Whether only this machine reaches an address."""
+    """Whether an address is reachable only from this machine."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -89,8 +89,8 @@ def is_local(host: str) -> bool:
 
 
 def allow_connections() -> None:
-    """Lets this process have as many connections as the system allows it; 1024 is a usual number without."""
-    with contextlib.suppress(ModuleNotFoundError, ValueError, OSError):  # Windows has none, macOS another one
+    """Raises this process's limit of open connections to the system's maximum; the default is often 1024."""
+    with contextlib.suppress(ModuleNotFoundError, ValueError, OSError):  # Windows has no limit, macOS a different one
         import resource
 
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -101,17 +101,17 @@ def run(
     models: Sequence[Model], host: str, port: int, api_key: str | None, *, queue: int, timeout: float,
     grace: int, note: Callable[[str], None], warn: Callable[[str], None],
 ) -> None:  # fmt: skip
-    """Answers requests until SIGINT or SIGTERM.
+    """Serves requests until SIGINT or SIGTERM.
 
-    Running requests then have `grace` seconds, and get status 503. A second signal ends the server at once.
+    Running requests then have `grace` seconds, and get status 503 afterwards. A second signal ends the server at once.
 
     Args:
-        queue: texts that may wait.
-        timeout: seconds of a request.
-        note, warn: lines for people.
+        queue: largest number of waiting texts.
+        timeout: seconds per request.
+        note, warn: print lines for the user.
 
     Raises:
-        OSError: the address cannot be listened on.
+        OSError: the server cannot listen on the address.
     """
     local = is_local(host)
     limits = Limits(api_key, timeout, waiting=queue, hosts=(*_LOCAL, host.lower()) if local else None)
@@ -128,7 +128,7 @@ def run(
     if not local and api_key is None:
         warn(f"everybody who reaches {host} can use this server; --api-key asks for a key")
     allow_connections()
-    # The package's loggers say nothing by themselves, and what ends a request with status 500 has to be found.
+    # The package's loggers print nothing by default, but causes of status 500 must be logged.
     logging.getLogger("lowbit.serve").addHandler(logging.StreamHandler())
     application = Server(models, limits)
     config = uvicorn.Config(
@@ -148,7 +148,7 @@ def run(
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, stop)
         names = ", ".join(model.name for model in models)
-        # The socket listens already: whoever reads this line can connect.
+        # The socket already listens, so readers of this line can connect.
         listener.listen(config.backlog)
         url = f"http://{shown}:{listener.getsockname()[1]}"
         note(f"{names} on {url}/v1, a chat page on {url}/")

@@ -1,4 +1,4 @@
-"""The settings of a sentence-transformers model, which name classes that the library imports: checked before it is loaded."""
+"""Checks the settings of a sentence-transformers model, which name classes to import, before it is loaded."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..files.untrusted import check_regular, printable, read_json
 
 _MODULES = ("Transformer", "Pooling", "Dense", "Normalize", "LayerNorm", "Dropout", "WeightedLayerPooling", "StaticEmbedding",
             "CNN", "LSTM", "LogitScore")  # fmt: skip
-# As versions of the library name them: sentence_transformers.models.Dense, sentence_transformers.base.modules.dense.Dense
+# Names in versions of the library: sentence_transformers.models.Dense, sentence_transformers.base.modules.dense.Dense
 _MODULE = re.compile(
     rf"sentence_transformers\.(models|(base|sentence_transformer|cross_encoder)\.modules)(\.[a-z_]+)?\.({'|'.join(_MODULES)})"
 )
@@ -22,10 +22,10 @@ _OPTIONS = tuple(f"{what}_{how}" for what in ("model", "tokenizer", "processor",
 
 
 def check_files(path: Path) -> None:
-    """Refuses settings that name code of others than sentence-transformers and torch.nn, and weights in pickles.
+    """Refuses settings that name code outside sentence-transformers and torch.nn, and pickled weights.
 
     Raises:
-        OSError, ValueError: naming the file, what it has, and what is expected.
+        OSError, ValueError: with the file, what was found, and what was expected.
     """
     folders = [path]
     file = path / "modules.json"
@@ -50,7 +50,7 @@ def check_files(path: Path) -> None:
 
 
 def _modules(file: Path) -> list[dict[str, Any]]:
-    """The list in modules.json; :func:`read_json` takes objects only."""
+    """The list in modules.json; :func:`read_json` only accepts objects."""
     check_regular(file)
     try:
         found = json.loads(file.read_bytes())

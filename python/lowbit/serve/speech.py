@@ -1,4 +1,4 @@
-"""Whisper models: what requests for transcriptions ask for, and their answers."""
+"""Whisper models: requests for transcriptions and their answers."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ if TYPE_CHECKING:
 
     from ..hf.config import LowBitConfig
 
-MOST_SECONDS = 2 * 3600  # of a recording; its samples take half a gigabyte
+MOST_SECONDS = 2 * 3600  # of a recording, whose samples then take half a gigabyte
 MEDIA_TYPES = {"text": "text/plain", "srt": "application/x-subrip", "vtt": "text/vtt"}
 
 
 @dataclass
 class SpeechModel:
-    """A model that writes down what is said."""
+    """A speech-to-text model."""
 
     name: str
     transcriber: Transcriber
     created: int = field(default_factory=lambda: int(time.time()))
-    max_length = None  # tokens of a prompt: it takes recordings
+    max_length = None  # no tokens of a prompt, because it takes recordings
 
 
 def is_speech(path: Path) -> bool:
@@ -44,13 +44,13 @@ def is_speech(path: Path) -> bool:
 
 
 def load(name: str, path: Path, quantization: LowBitConfig | None, *, cache: str | None, progress: Any) -> SpeechModel:
-    """As :func:`lowbit.speech.load_transcriber`; ImportError also without what reads recordings."""
+    """Like :func:`lowbit.speech.load_transcriber`; also raises ImportError if the library for audio files is missing."""
     limit_allocations()
     return SpeechModel(name, load_transcriber(path, quantization, cache=cache, progress=progress))
 
 
 class Wish(Body):
-    """What a request asks for, in OpenAI's format; all values of a form are texts."""
+    """The parameters of a request in OpenAI's format; all values of a form are texts."""
 
     language: str | None = Field(None, max_length=64)
     response_format: Literal["json", "text", "srt", "verbose_json", "vtt"] = "json"
@@ -67,10 +67,10 @@ class Wish(Body):
 
 
 async def read_recording(data: bytes, name: str) -> np.ndarray:
-    """The samples of a file. A canceled call ends at the next frame of the file.
+    """Decodes the samples of a file. A canceled call ends at the next frame of the file.
 
     Raises:
-        ApiError: it is no audio, or too long.
+        ApiError: the file is not audio, or too long.
     """
     gone = threading.Event()
 
@@ -87,7 +87,7 @@ async def read_recording(data: bytes, name: str) -> np.ndarray:
 
 
 class Listening:
-    """A transcription that is being written."""
+    """A running transcription."""
 
     def __init__(self, model: SpeechModel, samples: np.ndarray, wish: Wish, task: str):
         """Raises ApiError: the model does not know the language or the task."""
@@ -100,9 +100,9 @@ class Listening:
             raise bad("language" if language else "model", str(error)) from error
 
     def next(self) -> Segment | None:
-        """The next segment; None: there are no more.
+        """The next segment, or None at the end.
 
-        Where a window ends, its successor is computed, so this is for the engine's thread.
+        At the end of a window it computes the next one, so call it on the engine's thread.
         """
         try:
             self.segments.append(next(self._stream))
@@ -133,5 +133,5 @@ class Listening:
 
 
 def refuse_recording(model: Any) -> ApiError:
-    """What a recording gets for a model that does not hear."""
+    """Raises ApiError for a recording sent to a model that is not a Whisper model."""
     return bad("model", f"the model {model.name} takes no recordings; expected a Whisper model")

@@ -1,4 +1,4 @@
-"""Functions that a model may ask its client to call: what a request offers, and the calls in a text."""
+"""Tool calls: the tools of a request, and the calls in a text."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from .errors import bad
 from .protocol import Chat, Grammar
 
 _NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
-# What comes before calls: Qwen's and Hermes' tag, Mistral's, Llama's.
+# Markers before calls: Qwen's and Hermes' tag, Mistral's, Llama's.
 _MARKS = ("<tool_call>", "[TOOL_CALLS]", "<|python_tag|>")
 _THOUGHT = "</think>"
 _BEGIN = re.compile("|".join(map(re.escape, (*_MARKS, _THOUGHT))))
 _END = re.compile(r"\s*</tool_call>")
-_NAMED = re.compile(r"\s*([A-Za-z0-9_.-]{1,64})(?:\[CALL_ID\]\w{1,64})?\[ARGS\]")  # Mistral's later form
-_MOST_BROKEN = 64  # marks without a call: each may be read to the text's end, so more of them would take quadratic time
+_NAMED = re.compile(r"\s*([A-Za-z0-9_.-]{1,64})(?:\[CALL_ID\]\w{1,64})?\[ARGS\]")  # Mistral's newer form
+_MOST_BROKEN = 64  # markers without a call; each may be parsed to the text's end, so more would take quadratic time
 _BETWEEN = re.compile(r"[\s;,]*")
-# Between the parts of a JSON document: enough for an indented one, but a text of nothing else has an end.
+# Whitespace between parts of a JSON document: enough for an indented one, but limited, so that a text must end.
 SPACE = r"[ \t\n\r]{0,20}"
 
 
@@ -30,7 +30,7 @@ SPACE = r"[ \t\n\r]{0,20}"
 class Tools:
     """The tools of a request."""
 
-    documents: list[dict[str, Any]]  # for the chat template
+    documents: list[dict[str, Any]]  # tools for the chat template
     forced: list[str]  # the text must be a call of one of these; empty: the model may also answer
 
     @property
@@ -39,7 +39,7 @@ class Tools:
         return [each["function"]["name"] for each in self.documents]
 
     def grammar(self, answer: str | None) -> Grammar | None:
-        """The form of a forced call, or of an answer with a schema beside which the model may call.
+        """The grammar of a forced call, or of an answer with a schema or a call.
 
         Args:
             answer: the schema of response_format.
@@ -67,10 +67,10 @@ def _spaced(schema: Any) -> str:
 
 
 def read_tools(asked: Chat) -> Tools | None:
-    """The tools of a request; None: the model must not call any.
+    """The tools of a request; None if the model must not call any.
 
     Raises:
-        ApiError: a function's parameters are not those of an object.
+        ApiError: a function's parameters are not an object schema.
     """
     if not asked.tools or asked.tool_choice == "none":
         return None
@@ -84,10 +84,10 @@ def read_tools(asked: Chat) -> Tools | None:
 
 
 def find_calls(text: str, names: list[str]) -> tuple[str, list[dict[str, Any]]]:
-    """The calls of a text as OpenAI's API returns them, and the text without them.
+    """The calls in a text, in OpenAI's format, and the text without them.
 
-    Models write a call as JSON behind a mark (:data:`_MARKS`), or their whole text consists of calls. What they think before
-    ``</think>`` is no call. A call of an unknown function, or with broken JSON, stays in the text.
+    Models write a call as JSON after a marker (:data:`_MARKS`), or their whole text consists of calls. Text before ``</think>``
+    contains no calls. A call of an unknown function or with invalid JSON stays in the text.
     """
     calls: list[dict[str, Any]] = []
     content: list[str] = []
@@ -105,7 +105,7 @@ def find_calls(text: str, names: list[str]) -> tuple[str, list[dict[str, Any]]]:
             close = _END.match(text, end)
             kept = at = end if close is None else close.end()
     if not body and text.lstrip().startswith("<think>"):
-        return text, []  # it ended before its thoughts did
+        return text, []  # it ended inside its thoughts
     if not calls and text[body:].lstrip()[:1] in ("{", "["):
         found, end = _calls_at(text, body, names, "")
         return (text[:body], found) if found and not text[end:].strip() else (text, [])
@@ -113,7 +113,7 @@ def find_calls(text: str, names: list[str]) -> tuple[str, list[dict[str, Any]]]:
 
 
 def _calls_at(text: str, at: int, names: list[str], mark: str) -> tuple[list[dict[str, Any]], int]:
-    """The calls that begin at a place of a text, and their end."""
+    """The calls that start at a position of a text, and their end."""
     calls: list[dict[str, Any]] = []
     try:
         for value, end in _documents(text, at):
@@ -124,13 +124,13 @@ def _calls_at(text: str, at: int, names: list[str], mark: str) -> tuple[list[dic
             at = end
             if mark == _MARKS[0]:
                 break
-    except (ValueError, RecursionError):  # not JSON, NaN, a number of thousands of digits, or deep nesting
+    except (ValueError, RecursionError):  # not JSON, NaN, a number with thousands of digits, or deep nesting
         pass
     return calls, at
 
 
 def _documents(text: str, at: int) -> Iterator[tuple[Any, int]]:
-    """JSON documents one behind the other, and their ends."""
+    """Consecutive JSON documents and their ends."""
     while True:
         between = _BETWEEN.match(text, at)
         at = at if between is None else between.end()
@@ -149,10 +149,10 @@ _DECODER = json.JSONDecoder(parse_constant=_refuse)
 
 
 def _call(value: Any, names: list[str], marked: bool) -> dict[str, Any] | None:
-    """A call as OpenAI's API returns it; None: the value is none.
+    """A call in OpenAI's format, or None if the value is not a call.
 
     Args:
-        marked: arguments may be missing.
+        marked: the call follows a marker, so arguments may be missing.
     """
     if not isinstance(value, dict) or value.get("name") not in names:
         return None
@@ -164,23 +164,23 @@ def _call(value: Any, names: list[str], marked: bool) -> dict[str, Any] | None:
         return None
     text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
     if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
-        text = json.dumps(arguments, allow_nan=False)  # half a surrogate pair can only be escaped
+        text = json.dumps(arguments, allow_nan=False)  # escapes half surrogate pairs, which UTF-8 cannot encode
     return {
         "id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": {"name": value["name"], "arguments": text},
     }  # fmt: skip
 
 
 class Held:
-    """The text of a stream, of which nothing is told that may belong to a call."""
+    """The text of a stream; holds back text that may belong to a call."""
 
     def __init__(self) -> None:
         self.text = ""
-        self._told = self._read = 0  # characters that were told, and that have no mark
-        self._body = self._first = 0  # where the text without its thoughts begins, and its first character that is no blank
+        self._told = self._read = 0  # characters that were sent, and that contain no marker
+        self._body = self._first = 0  # start of the text after the thoughts, and its first nonblank character
         self._marked = False
 
     def more(self, piece: str) -> str:
-        """What can be told after another piece of the text."""
+        """The text that can be sent after another piece."""
         self.text += piece
         if self._marked:
             return ""
@@ -200,5 +200,5 @@ class Held:
         return new
 
     def rest(self, content: str) -> str:
-        """What is left to tell at the end, given the text without its calls."""
+        """The rest to send at the end, given the text without its calls."""
         return content[self._told :]

@@ -1,10 +1,10 @@
-// What the tests know of their build. Its values are in one small file, and all others are compiled alike in the plain
-// build and in that with sanitizers: where there is ccache, once.
+// Facts about the tests' build. The values are in one small file, so that all others are compiled equally with and without
+// sanitizers, and ccache compiles them once.
 #pragma once
 
 namespace lowbit::test {
 
-extern const char* const kTestLibraries;  // the directory of what tests/vendor builds, with the "/" at its end
-extern const bool kSanitized;             // memory is not given back at once, and counted elsewhere
+extern const char* const kTestLibraries;  // build directory of tests/vendor, with a trailing "/"
+extern const bool kSanitized;             // freed memory is returned later, and counted elsewhere
 
 }  // namespace lowbit::test

@@ -10,11 +10,11 @@
 namespace lowbit::test {
 namespace {
 
-// Of the results of a call, one behind the other.
+// Offsets of the concatenated results of a call.
 class Outputs {
  public:
   explicit Outputs(uint8_t* memory) : memory_(memory) {}
-  // Asks for no memory: what a call asks for is the operator's.
+  // Allocates nothing, so that all allocations of a call are the operator's.
   TensorView take(ElementType type, std::initializer_list<int64_t> sizes) {
     TensorView view;
     view.data = memory_;
@@ -68,7 +68,7 @@ struct Matrix {
   }
 };
 
-constexpr int64_t kSlack = 256;  // results begin at multiples of 16 bytes
+constexpr int64_t kSlack = 256;  // results are aligned to 16 bytes
 
 void add_linear(List& list, const Matrix& matrix, ElementType type, int64_t m, bool strided) {
   Random random(static_cast<uint64_t>(m));
@@ -216,7 +216,7 @@ std::vector<Call> make_calls() {
     }
   }
   const Matrix matrix(72, 112, 4, 0, Mapping::symmetric, true, 8);
-  add_linear(list, matrix, ElementType::bf16, 300, false);  // rows are quantized by several threads
+  add_linear(list, matrix, ElementType::bf16, 300, false);  // several threads quantize rows
   add_linear(list, matrix, ElementType::f32, 20, true);
   add_linears(list);
   add_experts(list);

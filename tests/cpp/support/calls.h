@@ -1,5 +1,5 @@
-// A call of every operator, small and large, with inputs of its own and the bytes that it must give: what the tests of
-// failing memory and of many threads repeat.
+// Small and large calls of every operator, with their inputs and expected bytes, for the tests of failed allocations and of
+// many threads.
 #pragma once
 
 #include <functional>
@@ -12,13 +12,13 @@ namespace lowbit::test {
 
 struct Call {
   std::string name;
-  // Writes expected.size() bytes to `out`: all results, one behind the other. Any number of threads may run it at
-  // once, each with an `out` of its own.
+  // Writes expected.size() bytes to `out`: all results, concatenated. Any number of threads may run it at once, each with its
+  // own `out`.
   std::function<Status(const Parallel&, uint8_t* out)> run;
   std::vector<uint8_t> expected;
 };
 
-// What the calls give is computed here, on one thread; those of linear layers must have the bits of the portable rows.
+// The expected results are computed here on one thread; linear layers must have the bits of the portable kernels.
 std::vector<Call> make_calls();
 
 }  // namespace lowbit::test

@@ -34,7 +34,7 @@ bool selected(IsaBits isa) {
   return wanted.empty() || isa_name(isa) == wanted;
 }
 
-// A library's formats of its own are for its own tests.
+// A library's own formats have separate tests.
 bool is_panel16(const QuantizeKernel&) { return true; }
 bool is_panel16(const AttentionKernel&) { return true; }
 bool is_panel16(const RecurrenceKernel&) { return true; }
@@ -108,7 +108,7 @@ int finish(int test_result) {
   for (const auto& more : {linear_rows(), embedding_rows(), attention_rows(), recurrence_rows(), elementwise_rows()}) {
     rows.insert(rows.end(), more.begin(), more.end());
   }
-  // A filter on the command line is somebody looking at one test.
+  // With a filter on the command line, someone is looking at one test.
   if (testing::GTEST_FLAG(filter) == "*") {
     std::set<std::string> expected;
     for (const RowRef& row : rows) {
@@ -133,7 +133,7 @@ int finish(int test_result) {
     } else if (only.empty() || only == name) {
       bool any = false;
       for (const RowRef& row : rows) any = any || (row.isa == isa->bit && exercised().contains(row.name));
-      // An ISA need not have rows of every family, but each has linear ones.
+      // An ISA need not have kernels of every family, but each has linear ones.
       if (!any && family_selected("linear")) {
         good = fail("LOWBIT_REQUIRE_ISA names '" + name + "', of which no row was exercised");
       }

@@ -1,10 +1,10 @@
-// Which rows of the kernel tables a run must exercise, and whether it did.
+// Which kernels of the tables a run must exercise, and whether it did.
 //
-// LOWBIT_TEST_ISA=<name>         only the rows of this ISA (one ctest entry per ISA and family)
-// LOWBIT_TEST_FAMILY=linear      only the rows of this family: quantize, linear, embedding, attention, recurrence or
+// LOWBIT_TEST_ISA=<name>         only the kernels of this ISA (one ctest entry per ISA and family)
+// LOWBIT_TEST_FAMILY=linear      only the kernels of this family: quantize, linear, embedding, attention, recurrence or
 //                                elementwise
-// LOWBIT_TEST_KERNELS=<path>     the panel16 rows of this kernel library, and no others
-// LOWBIT_REQUIRE_ISA=<name>,...  these must run: a CPU that lacks one, or a build without rows of it, is a failure
+// LOWBIT_TEST_KERNELS=<path>     only the panel16 kernels of this kernel library
+// LOWBIT_REQUIRE_ISA=<name>,...  these must run; a CPU that lacks one, or a build without kernels for it, is a failure
 #pragma once
 
 #include <gtest/gtest.h>
@@ -16,7 +16,7 @@
 
 namespace lowbit::test {
 
-// One row of any of the tables.
+// A kernel of any of the tables.
 struct RowRef {
   std::string name;
   IsaBits isa;
@@ -32,7 +32,7 @@ std::vector<RowRef> attention_rows();
 std::vector<RowRef> recurrence_rows();
 std::vector<RowRef> elementwise_rows();
 
-// To be called by the tests that run a row.
+// Tests that run a kernel must call this.
 void note_exercised(const std::string& name);
 
 inline std::string test_name(const testing::TestParamInfo<RowRef>& info) { return info.param.name; }
@@ -40,15 +40,15 @@ inline void PrintTo(const RowRef& row, std::ostream* out) { *out << row.name; }
 
 std::string isa_name(IsaBits bits);
 
-// Before InitGoogleTest(), which asks for the rows; false, and said why, when there is a library that does not load.
+// Call before InitGoogleTest(), which lists the kernels. Prints the reason and returns false if a library does not load.
 bool load_test_kernels();
 
-// After RUN_ALL_TESTS(): the process's exit code. 77 (ctest: skipped) when this CPU or build has none of the rows asked
-// for.
+// Call after RUN_ALL_TESTS(): the process's exit code. 77 (ctest: skipped) if this CPU or build has none of the requested
+// kernels.
 int finish(int test_result);
 
 }  // namespace lowbit::test
 
-// The first line of every test of a row.
+// The first line of every test of a kernel.
 #define LOWBIT_SKIP_UNLESS_SUPPORTED(row) \
   if (!(row).supported()) GTEST_SKIP() << (row).name << ": this CPU lacks " << ::lowbit::test::isa_name((row).isa)

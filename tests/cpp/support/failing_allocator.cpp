@@ -1,5 +1,5 @@
-// Compiled without sanitizers, whose runtime allocates before it is ready for what they insert. Nothing here is shared
-// with other files: atomics by the compiler's own functions, not by templates that another file instantiates.
+// Compiled without sanitizers, because their runtime allocates before it is initialized. Nothing here is shared with other
+// files: atomics are compiler built-ins, not templates that another file may instantiate.
 #include "failing_allocator.h"
 
 #include <dlfcn.h>
@@ -11,7 +11,7 @@
 
 namespace {
 
-int64_t fuse = -1;  // does not burn
+int64_t fuse = -1;  // inactive
 int64_t asked = 0, in_use = 0;
 bool fails_on = false;
 
@@ -29,7 +29,7 @@ void* counted(void* memory) {
   return memory;
 }
 
-// What dlsym() asks for while it looks for the allocator.
+// Memory for dlsym() while it looks up the allocator.
 alignas(64) char first_bytes[4096];
 size_t first_used = 0;
 
@@ -50,7 +50,7 @@ struct Real {
   void (*free)(void*);
 } real;
 
-// False: they are being looked for.
+// False while they are being looked up.
 bool found() {
   static int state = 0;
   if (state == 0) {

@@ -51,13 +51,13 @@ uint8_t* map_pages(int64_t bytes) {
 }
 #endif
 
-// Mappings are reused: the tests make tens of thousands of buffers of few sizes, all on one thread.
+// Mappings are reused, because the tests make tens of thousands of buffers of few sizes, all on one thread.
 std::multimap<int64_t, uint8_t*>& pool() {
   static std::multimap<int64_t, uint8_t*> free_pages;
   return free_pages;
 }
 
-constexpr int64_t kPattern = 256;  // bytes of pattern that are checked on either side
+constexpr int64_t kPattern = 256;  // bytes of pattern that are checked on each side
 
 uint8_t pattern(int64_t index) { return static_cast<uint8_t>(0xa5 ^ (index * 29)); }
 

@@ -1,5 +1,5 @@
-// Buffers that notice who reads or writes outside of them. A buffer lies against an inaccessible page, so that even a read
-// beyond it stops the test (also under QEMU and Wine); the bytes around it hold a pattern that is checked afterwards.
+// Buffers that detect out-of-bounds accesses. A buffer touches an inaccessible page, so that even a read beyond it stops the
+// test (also under QEMU and Wine). The bytes around it hold a pattern that is checked afterwards.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,7 @@ enum class Wall { after, before };
 
 class Guarded {
  public:
-  // `gap`: bytes between the buffer and the wall, to misalign the buffer.
+  // `gap`: bytes between the buffer and the inaccessible page, to misalign the buffer.
   explicit Guarded(int64_t bytes, Wall wall = Wall::after, int64_t gap = 0);
   ~Guarded();
   Guarded(const Guarded&) = delete;
@@ -31,13 +31,13 @@ class Guarded {
   }
   std::vector<uint8_t> bytes() const { return {data_, data_ + size_}; }
 
-  // Remembers the content: from now on intact() also checks that it did not change. For inputs.
+  // Remembers the content, so that intact() also checks that it did not change. For inputs.
   void freeze() {
-    accept(data_, size_);  // an output that a refused call must leave alone
+    accept(data_, size_);  // an output that a refused call must not change
     frozen_ = bytes();
   }
 
-  // Whether the pattern around the buffer, and a frozen content, are as they were.
+  // Whether the pattern around the buffer, and a frozen content, are unchanged.
   bool intact() const;
 
  private:
@@ -48,7 +48,7 @@ class Guarded {
   std::vector<uint8_t> frozen_;
 };
 
-// What a crash handler prints, because a wild access ends the process before GoogleTest can say which case it was.
+// Text for the crash handler, because an invalid access ends the process before GoogleTest can name the case.
 void set_current_case(const char* text);
 void install_crash_handler();
 

@@ -1,4 +1,4 @@
-// What the tests of kernel libraries ask: where they are, how many rows there are, which row has a name.
+// For tests of kernel libraries: their paths, the number of kernels, and a kernel by name.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -25,10 +25,10 @@ inline const LinearKernel& choose_linear_of(int bits, int64_t m, IsaBits isa) {
   return choose_linear(layout_of(16, 64, bits, 32, Mapping::symmetric, false), m, isa);
 }
 
-// A function for rows of any width that are right: others are refused.
+// A correct function for kernels of any width; incorrect ones are refused.
 inline void right_linear(const LinearArgs& args) { portable_linear(args.layout.bits).run(args); }
 
-// A format that is panel16 under another name, and a function for linear kernels of it.
+// A format that is panel16 under another name, and a function for its linear kernels.
 inline Layout panel16_of(const Layout& own) {
   return layout_of(own.n, own.k, own.bits, own.group_size, own.mapping, own.has_bias);
 }
@@ -47,7 +47,7 @@ inline void linear_of_panel16(const LinearArgs& args) {
   portable_linear(args.layout.bits).run(same);
 }
 
-// For formats whose bytes are never read.
+// For formats with bytes that are never read.
 inline const char* pack_nothing(const void*, const Layout&, const PackArgs&, int64_t, int64_t, void*) { return nullptr; }
 
 inline const LinearKernel& named(const char* name) {

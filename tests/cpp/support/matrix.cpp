@@ -25,8 +25,8 @@ const BitMap kBitMaps[9] = {
 
 namespace {
 
-// Byte offsets in a panel of format v1, found by walking through one as its drawing says: the blocks, each followed by
-// the scales of the groups whose last input it holds; then the head; padded to 64 bytes.
+// Byte offsets in a panel of format v1, computed by walking through it: the blocks, each followed by the scales of the groups
+// that end in it; then the head; padded to 64 bytes.
 struct Panel {
   std::vector<int64_t> block, scales;  // of each block, of each group
   int64_t group_inputs, head, size, first;

@@ -1,4 +1,4 @@
-// Weight matrices for the tests: made up, packed, and read back by a decoder that shares nothing with the library.
+// Random weight matrices for the tests, packed, and read by a decoder that shares no code with the library.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 
 namespace lowbit::test {
 
-// Where each bit of a code lies in format v1, written out by hand from its drawing (not computed from bits/codec.h):
+// Position of each bit of a code in format v1, written by hand from the format's drawing (not computed from bits/codec.h):
 // of_line[j] has two digits per code bit, lowest bit first: the packed line and the bit of its byte.
 struct BitMap {
   const char* of_line[8];
@@ -25,16 +25,16 @@ struct Weights {
   std::vector<float> bias;     // n, or empty
 };
 
-// With a table of levels: that of test_levels().
+// With the table of levels of test_levels().
 Layout layout_of(int64_t n, int64_t k, int bits, int64_t group_size, Mapping mapping, bool has_bias);
 
-// The same with inputs rotated in such blocks.
+// The same with inputs rotated in blocks of this size.
 Layout rotated(Layout layout, int64_t block);
 
 // 2^bits levels in no order, from -127 (code 0) to 127 (the last code).
 const int8_t* test_levels(int bits);
 
-// Those of a set, of a row of the tables, say.
+// Those of a set, for example of a kernel.
 std::vector<Mapping> mappings_in(uint8_t set);
 std::vector<Mapping> mappings_of_width(int bits);
 
@@ -45,15 +45,15 @@ PackArgs pack_args(const Weights& weights);
 std::vector<uint8_t> packed(const Weights& weights);  // fails the test when packing does
 Weights unpacked(const Layout& layout, const std::vector<uint8_t>& packed);
 
-// What the packed bytes say, by this file's own reading of the layout.
+// The content of packed bytes, decoded independently of the library.
 struct Decoded {
   int64_t n, k, groups, group_inputs;
   int bits;
   bool affine;
   std::vector<int8_t> levels;                   // of mapping levels, else empty
   std::vector<uint8_t> codes;                   // n x k
-  std::vector<int16_t> integers;                // n x k: what multiplies the scale
-  std::vector<int32_t> sums, magnitudes;        // n x groups, of these and of their absolute values
+  std::vector<int16_t> integers;                // n x k: factors of the scale
+  std::vector<int32_t> sums, magnitudes;        // n x groups: sums of these and of their absolute values
   std::vector<double> scales, mins;             // n x groups, as stored: without the row scale
   std::vector<float> row_scale, row_sum, bias;  // n
 
@@ -62,10 +62,10 @@ struct Decoded {
 };
 Decoded decode(const uint8_t* packed, const Layout& layout);
 
-// Overwrites the codes of the rows and inputs beyond n and k, which may be anything.
+// Overwrites the codes of rows and inputs beyond n and k, which may have any value.
 void scramble_padding(uint8_t* packed, const Layout& layout, Random& random);
 
-// The bits as a number, computed from its fields; for 16-bit floats with 5 exponent bits.
+// The number with these bits, computed from its fields; for 16-bit floats with 5 exponent bits.
 double value_of_half(uint16_t half);
 
 // The checksum of the format, restated: FNV-1a over 64-bit words in eight lanes (docs/format.md).

@@ -10,7 +10,7 @@ namespace lowbit::test {
 namespace {
 
 constexpr int64_t kGroups[] = {0, 16, 32, 48, 64, 80, 272};
-// Where the fields of a header are: bytes, and how many (docs/format.md).
+// Offsets and sizes of a header's fields (docs/format.md).
 constexpr struct {
   int64_t at, bytes;
 } kFields[] = {{0, 8},  {8, 2},  {10, 1}, {11, 1}, {12, 1}, {13, 1},
@@ -93,7 +93,7 @@ void seal_again(std::vector<uint8_t>& bytes, Random& random) {
 }
 
 std::vector<uint8_t> damaged(std::vector<uint8_t> bytes, Random& random) {
-  const bool header_stays = random.below(3) != 0;  // most others are refused before a kernel sees them
+  const bool header_stays = random.below(3) != 0;  // most damaged headers are refused before a kernel runs
   for (int64_t left = any_in(random, 1, 4); left > 0; --left) {
     const int64_t what = header_stays ? 3 : random.below(8);
     if (what < 3) {

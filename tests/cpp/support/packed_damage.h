@@ -1,5 +1,4 @@
-// Packed matrices as a fuzzer wants them: made at random, and damaged at random, most of them so that a reader gets beyond
-// its first check.
+// Random packed matrices for fuzzing, randomly damaged, mostly so that they pass a reader's first check.
 #pragma once
 
 #include <cstddef>
@@ -10,8 +9,7 @@
 
 namespace lowbit::test {
 
-// Numbers that overflow something, and what lies next to powers of two; floats that are zero, subnormal, the largest,
-// infinite or NaN.
+// Numbers that may overflow, neighbors of powers of two, and zero, subnormal, largest, infinite and NaN floats.
 inline constexpr uint64_t kNumbers[] = {
     0, 1, 2, 3, 15, 16, 17, 31, 32, 33, 48, 64, 255, 65535, 65536, 65537, 0x7fffffffu, 0x80000000u, 0x80000001u,
     0xffffffffu, 0x100000000u, uint64_t{1} << 40, (uint64_t{1} << 61) + 1, uint64_t{1} << 62,
@@ -26,13 +24,13 @@ T any_of(const T (&values)[kCount], Random& random) {
 
 inline int64_t any_in(Random& random, int64_t first, int64_t last) { return random.between(first, last); }
 
-// Packed bytes of any width, mapping and group size; `small`: of a panel or two and two blocks.
+// Packed bytes of any width, mapping and group size; `small`: one or two panels and two blocks.
 std::vector<uint8_t> random_matrix(bool small, Random& random);
 
-// The same with one to four changes of the header, the payload or the length, mostly with new checksums.
+// The same with one to four changes of header, payload or length, mostly with new checksums.
 std::vector<uint8_t> damaged(std::vector<uint8_t> bytes, Random& random);
 
-// Gives most of what was changed the checksums that it should have: so the checks behind them are reached.
+// Recomputes the checksums of most changed data, so that the later checks are reached.
 void seal_again(std::vector<uint8_t>& bytes, Random& random);
 
 }  // namespace lowbit::test

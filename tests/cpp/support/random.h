@@ -1,5 +1,4 @@
-// A small generator with the same sequence on every platform (splitmix64), so that a failing case can be repeated
-// anywhere.
+// A small generator with the same sequence on every platform (splitmix64), so that failures can be repeated anywhere.
 #pragma once
 
 #include <cstdint>

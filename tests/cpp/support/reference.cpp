@@ -191,7 +191,7 @@ QuantizedPosition contract_quantize_position(const std::vector<float>& x) {
 
 namespace {
 
-// Halves first, then their sums and differences: the same operations as ukernel.h has, in another order.
+// Recursive halves, then sums and differences: the same operations as in ukernel.h, in another order.
 template <class T>
 void rotate_block(T* x, size_t size) {
   if (size == 1) return;
@@ -217,7 +217,7 @@ std::vector<T> rotated(std::vector<T> x) {
   return x;
 }
 
-// The signs of rotated inputs, one for each bit: pi behind the point, in hexadecimal digits whose last bits come first.
+// The signs of rotated inputs, one per bit: the fraction of pi in hexadecimal digits, lowest bit first.
 bool is_negated(int64_t i) {
   static const char kPi[] = "243f6a8885a308d313198a2e03707344";
   const int64_t digit = i / 32 * 8 + 7 - i % 32 / 4;
@@ -225,7 +225,7 @@ bool is_negated(int64_t i) {
   return ((c <= '9' ? c - '0' : c - 'a' + 10) >> i % 4 & 1) != 0;
 }
 
-constexpr float kLevels[8] = {6, 18, 31, 44, 58, 75, 96, 127};  // and the same below zero
+constexpr float kLevels[8] = {6, 18, 31, 44, 58, 75, 96, 127};  // and their negatives
 
 }  // namespace
 
@@ -273,7 +273,7 @@ QuantizedPosition contract_quantize_rotated(const std::vector<float>& given) {
 
 namespace {
 
-// Queries for int8 keys: codes, and the scale of each 64.
+// Queries for int8 keys: codes, and a scale per 64 inputs.
 struct CodedQueries {
   std::vector<float> scales, codes;
 };

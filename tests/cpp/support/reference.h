@@ -1,5 +1,5 @@
-// What the kernels must compute: the contract of kernels/ukernel.h stated once more in plain float32 loops, and the
-// same quantities in float64 with a bound on how far float32 arithmetic may be from them.
+// The contract of kernels/ukernel.h, restated in plain float32 loops, and the same quantities in float64 with a bound on the
+// error of float32 arithmetic.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -16,13 +16,13 @@ struct Bounded {
   double value, bound;  // |float32 result - value| <= bound
 };
 
-// Begins and ends of the segments of k inputs in groups of so many, and the group that each is of.
+// Begin, end and group of each segment, for k inputs in groups of the given size.
 struct Segment {
   int64_t begin, end, group;
 };
 std::vector<Segment> segments_of(int64_t k, int64_t group_inputs);
 
-// What the contract makes of the scales and sums of a row's segments: S of each group.
+// S of each group, from the scales and sums of a row's segments.
 std::vector<float> contract_group_sums(const std::vector<Segment>& segments, const float* scales, const int32_t* sums);
 
 // y of one activation row (k values, and a scale for each segment) and one weight row. The sums of the activations are
@@ -41,21 +41,21 @@ struct QuantizedRow {
 };
 QuantizedRow contract_quantize(const std::vector<float>& x, int64_t group_inputs);
 
-// Inputs of a layer that rotates them in such blocks; or, back, a row of its weights.
+// Rotates a layer's inputs in blocks of this size, or rotates a row of its weights back.
 std::vector<float> contract_rotate(std::vector<float> x, int64_t block, bool back = false);
 
-// What one row of attention sees.
+// The positions and options of one row of attention.
 struct Sight {
   int64_t begin, end;         // positions
   float cap = 0.0f;           // AttentionArgs::cap
   const float* sink = nullptr;
-  const float* key_scales = nullptr;  // of codes, by position: keys and values are their levels; null: none
+  const float* key_scales = nullptr;  // of codes, by position; keys and values are then levels; null: none
   const float* value_scales = nullptr;
   bool rotated_keys = false;          // 4-bit codes
   bool rotated_values = false;
 };
 
-// A position's keys or values as an int8 cache has them.
+// Keys or values of a position in an int8 cache.
 struct QuantizedPosition {
   float scale;
   std::vector<int8_t> codes;
@@ -71,7 +71,7 @@ std::vector<float> contract_attention(const std::vector<float>& q, float factor,
 std::vector<Bounded> exact_attention(const std::vector<float>& q, float factor, const std::vector<float>& keys,
                                      const std::vector<float>& values, int64_t value_width, const Sight& sight);
 
-// Values to float32, and back to the type, as numeric.h does it (numeric_test.cpp has its own opinion of that).
+// Converts values to float32 and back, like numeric.h (numeric_test.cpp tests numeric.h independently).
 std::vector<uint8_t> to_bytes(const std::vector<float>& values, DType dtype);
 std::vector<float> from_bytes(const std::vector<uint8_t>& bytes, DType dtype);
 

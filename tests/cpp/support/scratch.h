@@ -1,5 +1,4 @@
-// The memory that a linear row may work in, between guard pages and full of NaN, as the operators promise nothing of its
-// content.
+// Scratch memory of a linear kernel, between guard pages and full of NaN, because operators do not initialize it.
 #pragma once
 
 #include <algorithm>
@@ -19,7 +18,7 @@ inline void* linear_scratch(int64_t bytes = kLinearScratchBytes) {
   return memory->data();
 }
 
-// As much as the row asks for.
+// The size that the kernel requests.
 inline void* linear_scratch(const LinearKernel& row, const Layout& layout, int64_t m) {
   const int64_t asked = row.scratch_bytes == nullptr ? 0 : row.scratch_bytes(row.context, layout, m, 1);
   return linear_scratch(std::max(kLinearScratchBytes, asked));

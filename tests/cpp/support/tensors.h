@@ -1,4 +1,4 @@
-// Tensors for the operator tests: they own their memory and make views with any strides.
+// Tensors for the operator tests, which own their memory and make views with any strides.
 #pragma once
 
 #include <cstring>
@@ -96,7 +96,7 @@ inline const uint8_t* element(const TensorView& view, int64_t flat) {
   return static_cast<const uint8_t*>(view.data) + offset * element_bytes(view.type);
 }
 
-// What linear must return: each row gathered and run alone through the portable rows of the tables.
+// The expected result of linear: each row gathered and run alone through the portable kernels.
 std::vector<uint8_t> expected_linear(const TensorView& x, const uint8_t* packed, const Layout& layout);
 
 testing::AssertionResult refused(const Status& status, const char* says, Status::Kind kind = Status::Kind::invalid);

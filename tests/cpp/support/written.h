@@ -1,4 +1,4 @@
-// Memory that nothing has written yet, as MemorySanitizer sees it. In other builds all of this is nothing.
+// Marks memory as written or unwritten for MemorySanitizer. Does nothing in other builds.
 #pragma once
 
 #include <cstdint>
@@ -12,21 +12,21 @@
 
 namespace lowbit::test {
 
-// From now on these bytes count as never written. They keep their values.
+// Marks these bytes as unwritten. They keep their values.
 inline void forget([[maybe_unused]] const void* memory, [[maybe_unused]] int64_t bytes) {
 #ifdef LOWBIT_TEST_WRITTEN
   __msan_poison(memory, static_cast<size_t>(bytes));
 #endif
 }
 
-// From now on these bytes count as written.
+// Marks these bytes as written.
 inline void accept([[maybe_unused]] const void* memory, [[maybe_unused]] int64_t bytes) {
 #ifdef LOWBIT_TEST_WRITTEN
   __msan_unpoison(memory, static_cast<size_t>(bytes));
 #endif
 }
 
-// Stops the test, and says where, unless all of these bytes were written, of values that were.
+// Stops the test, and names the place, unless all of these bytes were written with initialized values.
 inline void expect_written([[maybe_unused]] const void* memory, [[maybe_unused]] int64_t bytes) {
 #ifdef LOWBIT_TEST_WRITTEN
   __msan_check_mem_is_initialized(memory, static_cast<size_t>(bytes));

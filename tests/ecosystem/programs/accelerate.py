@@ -1,4 +1,4 @@
-"""accelerate: a packed model placed by `device_map="auto"`, and one behind `Accelerator.prepare`, give lowbit's own texts.
+"""accelerate: a packed model placed by `device_map="auto"`, and one from `Accelerator.prepare`, give lowbit's own texts.
 
 Packages: accelerate
 """

@@ -1,7 +1,7 @@
-"""A transformer of diffusers, quantized by `quantization_config`: the bits of `quantize_`, also when saved and loaded again.
+"""A transformer of diffusers, quantized by `quantization_config`: the bits of `quantize_`, also after saving and loading.
 
 Packages: diffusers
-Imports lowbit: for the configuration, and to compare with a model that is quantized here.
+Imports lowbit: for the configuration, and to compare with a model quantized here.
 """
 
 import copy

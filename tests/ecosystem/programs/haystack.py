@@ -14,6 +14,6 @@ embedder = SentenceTransformersTextEmbedder(
 )
 embedder.warm_up()
 found = torch.tensor([embedder.run(sentence)["embedding"] for sentence in SENTENCES])
-# One at a time, not in a batch: float32 sums in another order, after which an activation may round to the next integer.
+# One at a time: in a batch, float32 sums have another order, which may round an activation to the next integer.
 cosine = (found * expected()["packed"]).sum(1).min().item()
 assert cosine > 0.999, cosine

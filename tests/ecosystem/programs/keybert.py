@@ -1,4 +1,4 @@
-"""KeyBERT finds the three keywords in a text that it finds with the float model, their scores within 0.02.
+"""KeyBERT finds the same three keywords in a text as with the float model, with scores within 0.02.
 
 Packages: keybert
 """
@@ -13,5 +13,5 @@ found = [
     for directory in (MINILM, FLOAT_MINILM)
 ]
 packed, wanted = map(dict, found)
-assert len(packed) == 3 and packed.keys() == wanted.keys(), found  # two are 0.002 apart: their order may change
+assert len(packed) == 3 and packed.keys() == wanted.keys(), found  # two scores differ by 0.002, so their order may change
 assert all(abs(packed[word] - wanted[word]) < 0.02 for word in wanted), found

@@ -1,4 +1,4 @@
-"""`lm_eval --model hf` on a task of one's own: the log-likelihood of each document that lowbit's own run has.
+"""`lm_eval --model hf` on a custom task matches lowbit's own log-likelihood of each document.
 
 Packages: lm-eval
 """

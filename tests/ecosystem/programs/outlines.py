@@ -1,4 +1,4 @@
-"""outlines: text of a packed model that a regular expression constrains, the same at each call.
+"""outlines: a packed model's text matches a regular expression, and is the same in each call.
 
 Packages: outlines
 Group: hub

@@ -13,7 +13,7 @@ same(found, expected()["packed"])
 cosine = (found * expected()["float"]).sum(1).mean().item()
 assert cosine > 0.998, cosine
 
-# MiniLM has no head of a cross-encoder: both get the same random one.
+# MiniLM has no cross-encoder head, so both models get the same random one.
 scores = []
 for directory in (MINILM, FLOAT_MINILM):
     torch.manual_seed(0)

@@ -52,7 +52,7 @@ with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
         rows = [each.embedding for each in client.embeddings.create(model=encoder.id, input=SENTENCES).data]
         same(client.embeddings.create(model=encoder.id, input=SENTENCES[0]).data[0].embedding, rows[0])
         cosine = torch.nn.functional.cosine_similarity(torch.tensor(rows), expected()["packed"]).min().item()
-        assert cosine > 0.9999, cosine  # attention and padding are lowbit's, so the last bits are others
+        assert cosine > 0.9999, cosine  # attention and padding are lowbit's, so the last bits differ
 
         settings = {"base_url": url, "api_key": "k", "model": model.id, "temperature": 0}
         chat = ChatOpenAI(max_tokens=NEW_TOKENS, **settings)
@@ -61,7 +61,7 @@ with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
         place = ChatOpenAI(max_tokens=300, **settings).with_structured_output(SCHEMA, method="json_schema")
         same(place.invoke("a"), {"town": "Oslo"})
 
-        # Open WebUI: the list of models, then a streamed chat with the usage at its end.
+        # Open WebUI: the list of models, then a streamed chat that ends with the usage.
         headers = {"Authorization": "Bearer k", "Content-Type": "application/json"}
         with urllib.request.urlopen(urllib.request.Request(f"{url}/models", headers=headers)) as response:
             same([each["id"] for each in json.load(response)["data"]], [model.id, encoder.id])

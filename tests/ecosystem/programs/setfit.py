@@ -1,4 +1,4 @@
-"""A SetFit head on packed MiniLM learns the labels that one on the float model learns.
+"""A SetFit head on packed MiniLM learns the same labels as one on the float model.
 
 Packages: setfit
 """

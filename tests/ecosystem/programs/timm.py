@@ -13,7 +13,7 @@ from given import DIRECTORY, same
 
 try:
     import torchvision  # noqa: F401
-except RuntimeError:  # PyPI's is made for torch with CUDA: beside another torch, its operators are missing
+except RuntimeError:  # PyPI's torchvision is built for torch with CUDA; with another torch its operators are missing
     operators = torch.library.Library("torchvision", "DEF")
     for name in ("nms", "qnms"):
         operators.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")

@@ -16,7 +16,11 @@ from given import LLAMA, NEW_TOKENS, PROMPTS, expected, same
 with socket.socket() as free:
     free.bind(("127.0.0.1", 0))
     port = free.getsockname()[1]
-cli = [sys.executable, "-c", "from transformers.cli.transformers import main; main()"]  # its script is in another environment
+cli = [
+    sys.executable,
+    "-c",
+    "from transformers.cli.transformers import main; main()",
+]  # because its script is in another environment
 command = [*cli, "serve", str(LLAMA), "--device", "cpu", "--dtype", "float32", "--host", "127.0.0.1"]
 server = subprocess.Popen([*command, "--port", str(port)])
 try:

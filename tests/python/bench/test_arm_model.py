@@ -49,7 +49,7 @@ def test_calls_and_atomics_become_what_every_model_knows():
     assert arm_cycles.plain(BL) == 0x17FFF956
     assert arm_cycles.plain(RET) == 0xD61F03C0
     assert arm_cycles.plain(LDADDAL) == NOP
-    for word in (NOP, ADD, LOOP, 0x3CA16875, 0xF9402260):  # stores and loads look like atomics, and are none
+    for word in (NOP, ADD, LOOP, 0x3CA16875, 0xF9402260):  # stores and loads that look like atomics
         assert arm_cycles.plain(word) == word
 
 
@@ -74,12 +74,12 @@ def test_projection_takes_the_slower_of_computing_and_reading():
     weights = 3 * 256 * 512 + 1024 * 512
     machine = arm_project.Machine("m", cores, bandwidth=1e9, memory=1e9, source="")
     computing, reading = arm_project.seconds(machine, layers, 4, cycles, packed=weights * 0.5)
-    # 2 / 8 + 2 * 0.5 / 16 blocks of 128 weights per ns; the first core quantizes 512 activations for each of 4 layers.
+    # 2 / 8 + 2 * 0.5 / 16 blocks of 128 weights per ns; the first core quantizes 512 activations per layer, for 4 layers.
     assert computing == pytest.approx((weights / 128 / 0.3125 + 4 * 512 * 2.0) * 1e-9)
     assert reading == pytest.approx(weights * 0.5 / 0.8e9)
 
 
 def test_the_models_have_their_published_sizes():
-    """In billions of weights, without the embedding where it is not the head."""
+    """In billions of weights, without the embedding unless it is also the head."""
     sizes = {name: sum(count * n * k for count, n, k in layers) / 1e9 for name, layers in arm_project.MODELS.items()}
     assert sizes == {"Llama 3.1 8B": pytest.approx(8.03 - 0.525, abs=0.005), "Llama 3.2 1B": pytest.approx(1.236, abs=0.005)}

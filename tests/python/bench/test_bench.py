@@ -1,4 +1,4 @@
-"""bench/compare.py at a tiny size: the structure and the sense of what it writes, not its times."""
+"""bench/compare.py at a tiny size: structure and plausibility of its output, not its times."""
 
 import importlib
 import json
@@ -23,7 +23,7 @@ SHAPES = ((256, 512), (512, 256))
 
 @pytest.fixture(scope="module")
 def roofs(tmp_path_factory):
-    """The program, built against the installed package's core."""
+    """The program bench/roofs.cpp, built with the installed package's core."""
     compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
     assert compiler, "a C++ compiler is needed"
     program = tmp_path_factory.mktemp("roofs") / "roofs"
@@ -59,7 +59,7 @@ def run_compare(*arguments) -> subprocess.CompletedProcess:
 
 @pytest.fixture(scope="module")
 def finished(roofs, tmp_path_factory):
-    """A run with torch only: its output path without suffix, what it printed and its JSON."""
+    """A run with only torch: its output path without suffix, its printed text and its JSON."""
     output = tmp_path_factory.mktemp("bench") / "made" / "compare"
     process = run_compare(
         "--quick",
@@ -134,7 +134,7 @@ def test_figures_follow_from_the_times(finished):
         else:
             assert row["share_of_bandwidth"] is None and row["read_gbs"] is None
     assert specs["torch bfloat16"]["bytes"]["256x512"] == 2 * 256 * 512
-    for bits in (8, 4, 2):  # 16 bits of scale per group; header and heads of the panels are the rest
+    for bits in (8, 4, 2):  # 16 bits of scale per group; the rest is the header and the panels' heads
         stored = 8 * specs[f"lowbit {bits} bits g32"]["bytes"]["256x512"] / (256 * 512)
         assert bits + 0.5 <= stored < bits + 1
 
@@ -193,7 +193,7 @@ def test_installed_peers_compute_the_product(peers, module, packages):
 
 @pytest.mark.parametrize("group_size", [32, 128])
 def test_kleidi_computes_the_product(peers, group_size):
-    # Timed on Arm only, but torch computes it everywhere.
+    # Only timed on Arm, but torch can compute it everywhere.
     problem = peers("peers.contender").Problem.make(256, 512, 8)
     runner = peers("peers.torch_peers").kleidi_contender(group_size).make(problem, lambda size: 1, [1])
     for m, output in ((1, runner.one(1, 1)), (8, runner.all(8, 1))):
@@ -228,7 +228,7 @@ def test_a_library_that_dies_is_reported(peers, monkeypatch, tmp_path):
     compare = peers("compare")
     process = compare.Process("dying_peers", [1])
     assert [spec["name"] for spec in process.description["specs"]] == ["dies"]
-    for _ in range(2):  # the second call finds it dead
+    for _ in range(2):  # the second call finds the process dead
         with pytest.raises(compare.Failed, match="ended by signal 9"):
             process.call(60, "prepare", "dies", 256, 256, 8, 1)
     process.end()
@@ -349,7 +349,7 @@ def test_a_wrong_option_in_a_process(roofs):
         (("--libraries", "ggml"), "must include torch"),
         (("--shapes", "100x256"), "--shapes"),
         (("--rounds", "0"), "must be 1 or more"),
-        (("--roofs", "nowhere/roofs"), "nowhere/roofs is not there"),
+        (("--roofs", "nowhere/roofs"), "nowhere/roofs does not exist"),
     ],
 )
 def test_wrong_options(peers, roofs, arguments, message, monkeypatch, capsys):

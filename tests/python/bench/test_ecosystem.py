@@ -1,4 +1,4 @@
-"""The runner of `make ecosystem`: headers of its programs, what it says of failures and changes, the committed table."""
+"""The runner of `make ecosystem`: program headers, reports of failures and changes, the committed table."""
 
 import ast
 import importlib.util
@@ -26,7 +26,7 @@ def imported(file: Path) -> set[str]:
 
 
 def test_programs_rely_on_registration_by_itself():
-    """One that imports lowbit says so in its header, with the reason."""
+    """A program that imports lowbit gives the reason in its header."""
     found = run.programs()
     assert len(found) == len({program.name for program in found}) >= 3
     for program in found:

@@ -1,4 +1,4 @@
-"""bench/http_load.py against a server whose answers are known: what is counted, and what is refused."""
+"""bench/http_load.py with a server that gives known answers: what it counts and what it refuses."""
 
 import json
 import sys
@@ -16,8 +16,8 @@ TOKENS = 5
 
 
 class Writer(BaseHTTPRequestHandler):
-    """Writes a piece for each token, as OpenAI's interface has it; to a prompt that begins with 0 one token less, to one
-    with 1 an error. All answers begin when as many prompts are there as `together` waits for."""
+    """Streams a piece for each token in OpenAI's format. A prompt that begins with 0 gets one token less, one with 1 an error.
+    Answers start when `together` has all its prompts."""
 
     together = threading.Barrier(1)
 
@@ -56,9 +56,9 @@ def port():
 
 
 def test_requests_are_in_flight_together(port, monkeypatch):
-    monkeypatch.setattr(Writer, "together", threading.Barrier(4))  # one after the other they would wait in vain
+    monkeypatch.setattr(Writer, "together", threading.Barrier(4))  # requests one after the other would time out
     rate, first = load(port, [[i, 3] for i in range(2, 6)], TOKENS)
-    assert 0 < first < 4 * TOKENS / rate  # the first text comes before the end of all
+    assert 0 < first < 4 * TOKENS / rate  # the first text comes before the last answer ends
 
 
 def test_an_answer_has_its_times_and_tokens(port):

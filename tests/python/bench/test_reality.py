@@ -1,4 +1,4 @@
-"""bench/reality.py: what it simulates, and a whole run on examples/tiny_llama."""
+"""bench/reality.py: its simulations, and a whole run on examples/tiny_llama."""
 
 import json
 import sys
@@ -20,7 +20,7 @@ import reality_weights as weights
     "group, ends", [(16, [16, 32, 48, 64]), (32, [32, 64]), (64, [64, 128]), (128, [64, 128, 192]), (96, [64, 96, 160, 192])]
 )
 def test_blocks_are_cut_from_the_start_of_each_group(group, ends):
-    """A large input takes all others of its block with it, and none beyond."""
+    """A large input affects all others of its block, and none outside."""
     round_ = rounding.blocks_of(group)
     begin = 0
     for end in ends:
@@ -43,7 +43,7 @@ def test_roundings():
         assert (error <= 0.501 * step[:, None] + 1e-6).all() and error[0].max() > 0.4 * step[0]
         assert torch.equal(round_(x)[1], x[1])
         assert len(round_(x)[0].unique()) <= 256
-    for size in (32, 64, 256):  # 640 inputs are no whole number of blocks of 256
+    for size in (32, 64, 256):  # 640 is not a multiple of 256
         expected = torch.cat([rounding.rows(part) for part in x.split(size, dim=1)], dim=1)
         assert torch.equal(rounding.blocks(size)(x), expected)
 
@@ -82,7 +82,7 @@ def test_parts_in_bfloat16(packed):
         with rounding.in_bfloat16(packed, {part}):
             found[part] = logits()
         assert not torch.equal(found[part], exact), part
-        assert torch.equal(logits(), exact), part  # nothing stays rounded
+        assert torch.equal(logits(), exact), part  # the rounding is removed
     assert torch.equal(found["logits"], exact.bfloat16().float())
     with rounding.in_bfloat16(packed, set()):
         assert torch.equal(logits(), exact)
@@ -123,7 +123,7 @@ def test_a_run(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.more
 def test_weights(tmp_path, monkeypatch, capsys):
-    """The calibrated weights and those of another library, which here rounds them to bfloat16."""
+    """Calibrated weights, and those of another library, for which this test rounds to bfloat16."""
     asked = []
 
     def hold(weight, importance):
@@ -157,5 +157,5 @@ def test_blocks_go_on_in_the_next_row():
 
     held, size = weights.held_in_runs(Peer(hold, importance=True), weight, importance)
     assert torch.equal(held, weight + 1) and size == 7
-    with pytest.raises(ValueError, match=r"shape \[3, 640\] is not made of whole blocks of 256"):
+    with pytest.raises(ValueError, match=r"has shape \[3, 640\]; expected a multiple of 256 weights"):
         weights.held_in_runs(Peer(hold), weight[:3], importance)

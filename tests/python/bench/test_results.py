@@ -1,4 +1,5 @@
-"""tests/results.csv: bytes, checksums and quality of each method and width, as bench/method_results.py measures them today."""
+"""tests/results.csv: bytes, checksums and quality of each method and width equal the current ones of
+bench/method_results.py."""
 
 import csv
 import sys
@@ -25,7 +26,7 @@ def test_results_are_those_of_the_file():
         wanted, calibrated = expected[case], case[0] not in results.FROM_WEIGHTS
         assert row["bytes"] == wanted["bytes"], case
         assert calibrated or row["checksum"] == wanted["checksum"], case
-        # torch's float code differs from CPU to CPU in its last bits, which changes codes only where a model was run for them.
+        # The last bits of torch's float code depend on the CPU, which changes codes only for methods that run the model.
         share = 0.1 if calibrated else 0.02
         assert float(row["kld"]) == pytest.approx(float(wanted["kld"]), rel=share, abs=1e-4), case
         assert float(row["top1"]) == pytest.approx(float(wanted["top1"]), abs=0.05), case

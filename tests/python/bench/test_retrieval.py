@@ -1,4 +1,4 @@
-"""bench/retrieval.py: its documents, its measures beside hand-made ones, and real MiniLM on a few of them."""
+"""bench/retrieval.py: its documents, its measures compared with hand-computed ones, and real MiniLM on a few documents."""
 
 import math
 import sys
@@ -25,7 +25,7 @@ def test_documents_are_docstrings():
 
 
 def test_ndcg_by_hand():
-    """Twelve documents; those of query 0 and document 3 are of one module, all others of their own."""
+    """Twelve documents; the documents of query 0 and document 3 are of one module, each other one has its own module."""
     modules = torch.tensor([0, 1, 2, 0, *range(4, 12)])
     order = [list(range(12))[number:] + list(range(12))[:number] for number in range(12)]
     order[0] = [3, 5, 0, *(n for n in range(12) if n not in (0, 3, 5))]  # the same module, nothing, the own document

@@ -1,4 +1,4 @@
-"""calibrate: one matrix, its scales and codes, against plain references."""
+"""calibrate: scales and codes of one matrix, compared with plain references."""
 
 import lowbit
 import pytest
@@ -19,7 +19,7 @@ TOKENS = 400
 
 
 def correlated(k: int, seed: int = 0) -> Tensor:
-    """Inputs [TOKENS, k] of which some are large and many depend on each other."""
+    """Inputs [TOKENS, k], some of them large and many correlated."""
     generator = torch.Generator().manual_seed(seed)
     mix = torch.randn(k, k, generator=generator) * torch.rand(k, generator=generator) * 0.3 + torch.eye(k)
     return torch.randn(TOKENS, k, generator=generator) @ mix
@@ -34,7 +34,7 @@ def moments_of(x: Tensor, y: Tensor | None = None) -> Moments:
 
 
 def output_error(weight: Tensor, quantized: Quantized, x: Tensor, y: Tensor | None = None) -> float:
-    """The mean squared error of the outputs, over that of zeros."""
+    """The mean squared error of the outputs relative to that of zeros."""
     wanted = (x if y is None else y).double() @ weight.double().T
     found = x.double() @ quantized.dequantize().double().T
     return float((found - wanted).square().sum() / wanted.square().sum())
@@ -52,7 +52,7 @@ SHAPES = [(21, 80, 32), (5, 50, 48), (33, 16, 16), (3, 7, None), (17, 130, None)
 @pytest.mark.parametrize("bits", WIDTHS)
 @pytest.mark.parametrize("mapping", MAPPINGS)
 def test_what_was_chosen_is_what_is_stored(bits, mapping):
-    """The format rounds scales; codes must have been chosen for the rounded ones, and be the layer's weights."""
+    """The format rounds scales; codes must be chosen for the rounded scales, and the layer must contain them."""
     for n, k, group in SHAPES:
         config = LinearConfig(bits, group, mapping)
         weight, moments = weights(n, k), moments_of(correlated(k))
@@ -101,7 +101,7 @@ def test_search_without_importance_beats_rounding_to_nearest():
 
 
 def test_importance_counts():
-    """An input that alone matters gets the error, as good as none; the others pay for it."""
+    """If only one input matters, its error is nearly zero, and the others have larger errors."""
     weight = weights(16, 32)
     importance = torch.full((32,), 1e-4)
     importance[[3, 17]] = 1.0
@@ -130,7 +130,7 @@ def test_weights_on_a_grid_stay_exact(bits, mapping):
 
 
 def plain_gptq(weight: Tensor, square: Tensor, grid: Quantized, order: list[int], damping: float) -> Tensor:
-    """As in the derivation: one input at a time, with the inverse of what is left, all in float64."""
+    """GPTQ as derived: one input at a time, with the inverse of the remaining matrix, in float64."""
     square = square.double() + damping * square.double().diagonal().mean() * torch.eye(len(square))
     work = weight.double().clone()
     result = torch.empty_like(work)
@@ -159,7 +159,7 @@ def test_gptq_is_what_the_paper_derives(mapping):
 
 
 def test_blocks_change_nothing():
-    """Errors are passed on by blocks of 128 inputs; the result is that of passing them on one by one."""
+    """Errors are propagated in blocks of 128 inputs, with the same result as one by one."""
     weight, x = weights(4, 300), correlated(300)
     moments, config = moments_of(x), LinearConfig(4, None)
     order = torch.argsort(moments.square.diagonal(), descending=True, stable=True).tolist()
@@ -169,7 +169,7 @@ def test_blocks_change_nothing():
 
 
 def plain_descent(start: Quantized, square: Tensor, wanted: Tensor, sweeps: int) -> Tensor:
-    """One code after the other, then the group's scale (and minimum) by least squares, all in float64."""
+    """Coordinate descent over the codes, then the group's scale (and minimum) by least squares, in float64."""
     k, table = start.levels.shape[1], table_in(start.config)
     square, wanted, group = square.double(), wanted.double(), start.config.group_size or k
     values, levels = start.dequantize().double(), start.levels.clone()
@@ -202,7 +202,7 @@ def plain_descent(start: Quantized, square: Tensor, wanted: Tensor, sweeps: int)
 
 @pytest.mark.parametrize("bits, mapping, group", [(3, "symmetric", 32), (1, "symmetric", None), (2, "affine", 48)])
 def test_descent_is_coordinate_descent(bits, mapping, group):
-    """A short last group; a group of more inputs than are rounded at a time."""
+    """With a short last group, and a group longer than a block of inputs."""
     k = 140
     moments, weight, config = moments_of(correlated(k)), weights(6, k), LinearConfig(bits, group, mapping)
     solver = Solver(moments)
@@ -218,7 +218,7 @@ def test_descent_is_coordinate_descent(bits, mapping, group):
     [(bits, mapping) for bits in (1, 2, 3, 4) for mapping in (*MAPPINGS, "levels") if (bits, mapping) != (1, "levels")],
 )
 def test_descent_makes_the_error_smaller(bits, mapping):
-    """Also for inputs of other tokens, and for the drift of inputs."""
+    """Also on other tokens, and with drift of the inputs."""
     y = torch.cat([correlated(64, seed) for seed in (0, 0, 0)]) + 0.1 * torch.randn(
         1200, 64, generator=torch.Generator().manual_seed(3)
     )
@@ -231,16 +231,16 @@ def test_descent_makes_the_error_smaller(bits, mapping):
     for part in (slice(0, 1000), slice(1000, None)):
         errors = [output_error(weight, each, x[part], y[part]) for each in (plain, better)]
         assert errors[1] < 0.97 * errors[0], errors
-    # With fewer than two tokens per input, or above 5 bits, there is none.
+    # With fewer than two tokens per input, or above 5 bits, there is no descent.
     few = moments_of(x[:127], y[:127])
     assert torch.equal(gptq(weight, few, config, sweeps=0).levels, gptq(weight, few, config).levels)
     assert torch.equal(gptq(weight, moments, LinearConfig(6), sweeps=0).levels, gptq(weight, moments, LinearConfig(6)).levels)
 
 
-# At 2 bits most of the error is that of the weights.
+# At 2 bits the weights cause most of the error.
 @pytest.mark.parametrize("bits, most", [(2, 0.9), (3, 0.8), (4, 0.7)])
 def test_the_correction_brings_outputs_back(bits, most):
-    """Inputs that have an error already: outputs must come near to those of the float inputs."""
+    """With inputs that already have an error, outputs must come closer to those of the float inputs."""
     y = correlated(64)
     x = y + 0.3 * torch.roll(y, 1, 1) + 0.05 * torch.randn(y.shape, generator=torch.Generator().manual_seed(2))
     weight, config = weights(48, 64), LinearConfig(bits, 32)
@@ -250,7 +250,7 @@ def test_the_correction_brings_outputs_back(bits, most):
 
 
 def test_the_shift_brings_float_outputs_back():
-    """Weights with it give, from the inputs with an error, what least squares with the same damping gives."""
+    """On inputs with an error, corrected weights give the result of least squares with the same damping."""
     y = correlated(64)
     x = y + 0.3 * torch.roll(y, 1, 1)
     weight, moments = weights(48, 64), moments_of(x, y)
@@ -266,12 +266,12 @@ def test_the_shift_brings_float_outputs_back():
 
 
 def test_the_correction_is_chosen_by_other_tokens():
-    """A drift that all tokens have is followed; one that is chance is not."""
+    """A drift that all tokens share is followed; a random one is not."""
     y = correlated(64)
     noise = torch.randn(y.shape, generator=torch.Generator().manual_seed(2))
     weight = weights(48, 64)
     for x, few, least, most in ((y + 0.3 * torch.roll(y, 1, 1), 400, 0.95, 1.0), (y + noise, 40, 0.0, 0.02)):
-        # With few tokens, and errors that have nothing to do with inputs, what fits these tokens fits no others.
+        # With few tokens and errors independent of the inputs, a fit to these tokens does not generalize.
         wanted = y if least else x + noise.flip(0)
         held = [(x[-200:], wanted[-200:])]
         solver = Solver(moments_of(x[: min(few, 200)], wanted[: min(few, 200)]))
@@ -280,7 +280,7 @@ def test_the_correction_is_chosen_by_other_tokens():
 
 
 def test_factors_are_those_of_the_papers():
-    """More inputs than a block of rows has. What is below the diagonal of the squares is not read."""
+    """More inputs than rows in a block. Values below the diagonal of the squares are not read."""
     y = correlated(600)
     x = y + 0.3 * torch.roll(y, 1, 1)
     whole = moments_of(x, y)
@@ -309,7 +309,7 @@ def test_inputs_that_were_never_used_are_rounded_to_nearest():
         for values in (quantized.dequantize() - weight, quantized.per_input(quantized.scales), weight)
     )
     assert (error <= 0.5001 * step + (size - 7 * step).clamp(min=0)).all()  # or beyond the levels
-    # No input was used at all.
+    # All inputs are zero.
     quantized = gptq(weight, Moments(torch.zeros(64, 64), None, 10), config)
     assert (quantized.dequantize() - weight).square().mean() < 0.02 * weight.square().mean()
 
@@ -345,7 +345,7 @@ def test_what_is_refused():
 
 @pytest.mark.parametrize("bits, levels", [(2, "fit"), (3, "fit"), (4, "fit"), (4, "mxfp4"), (4, "nf4")])
 def test_tables_of_levels(bits, levels):
-    """As they are stored, and each method better than the one before."""
+    """Weights as stored; each method is better than the one before."""
     for n, k, group in ((24, 80, 32), (5, 50, 48), (3, 130, None)):
         weight, x = weights(n, k), correlated(k)
         moments = moments_of(x)
@@ -391,7 +391,7 @@ def test_bands_of_a_matrix_have_one_table(monkeypatch):
     assert lowbit.info(whole).levels == config.levels
 
 
-# ---- what is learned
+# ---- learned parameters
 
 
 @pytest.mark.parametrize("bits, mapping", [(1, "symmetric"), (3, "symmetric"), (2, "affine"), (2, "levels"), (4, "levels")])
@@ -413,7 +413,7 @@ def dequantized(packed: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("mapping", ["affine", "levels"])
 def test_gradients_of_what_is_learned(mapping):
-    """Those of autograd through plain operators."""
+    """Equal to autograd through plain operators."""
     torch.manual_seed(0)
     learning = Learning(search(torch.randn(12, 40), None, LinearConfig(2, 16, mapping)).pack(), True)
     x, wanted = torch.randn(9, 40, requires_grad=True), torch.randn(9, 12)

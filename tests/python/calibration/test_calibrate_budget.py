@@ -1,4 +1,4 @@
-"""Calibration within a budget: widths of layers that make a file of a given size, or a mean of bits."""
+"""Calibration within a budget: mixed precision per layer for a file size, or for mean bits per weight."""
 
 import itertools
 import os
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.more
 
 
 def mean_bits(model) -> float:
-    """Bits per packed weight; small matrices have more than their codes and scales."""
+    """Bits per packed weight; small matrices have overhead besides codes and scales."""
     packed = [module.info for module in model.modules() if isinstance(module, lowbit.nn.Linear | lowbit.nn.Embedding)]
     return 8 * sum(info.total_bytes for info in packed) / sum(info.out_features * info.in_features for info in packed)
 
@@ -62,7 +62,7 @@ def test_what_is_named_keeps_its_width(source, text, tmp_path):
 
 def test_widths_in_memory_and_that_they_pay():
     model = make("untied")
-    # Blocks that differ: the first matters most.
+    # Blocks of different importance: the first matters most.
     for at, layer in enumerate(model.model.layers):
         layer.self_attn.o_proj.weight.data.mul_((4.0, 1.0, 0.05)[at])
         layer.mlp.down_proj.weight.data.mul_((4.0, 1.0, 0.05)[at])
@@ -78,7 +78,7 @@ def test_widths_in_memory_and_that_they_pay():
     for each in (uniform, mixed):
         each.load_state_dict(before)
     lowbit.calibrate(uniform, ids, lowbit.LowBitConfig(bits=3), "importance")
-    # A text that can be read once: both widths and scales are made of it.
+    # A text that can be read only once must serve for both widths and scales.
     lowbit.calibrate(mixed, iter(ids), lowbit.LowBitConfig(bits=3), "importance", target_bits=mean_bits(uniform))
     assert mean_bits(uniform) - 0.1 < mean_bits(mixed) <= mean_bits(uniform)
     assert relative(hidden(mixed), wanted) < 0.8 * relative(hidden(uniform), wanted)
@@ -100,7 +100,7 @@ def test_alternatives_that_are_none(alternatives):
 
 
 def test_assignment_is_best_at_its_size():
-    """Against all combinations: none of the same size or less is better where the budget is a corner of the hull."""
+    """Compared with all combinations: at a corner of the convex hull, none of the same size or smaller is better."""
     generator = torch.Generator().manual_seed(0)
     items = []
     for index in range(4):
@@ -118,7 +118,7 @@ def test_assignment_is_best_at_its_size():
         best = min(sum(each.loss for each in way) for way in everything if sum(each.bytes for each in way) <= most)
         hulls = [_hull(item.options) for item in items]
         step = max(first.loss - second.loss for hull in hulls for first, second in zip(hull, hull[1:]))
-        assert loss <= best + step  # a budget between two corners of the hull loses at most one step
+        assert loss <= best + step  # between two corners of the hull, the loss is at most one step larger
     assert len(seen) > 5
     with pytest.raises(ValueError, match=f"the smallest widths take {smallest} bytes"):
         assign(items, smallest - 1)
@@ -128,7 +128,7 @@ def test_a_size_for_a_model_with_experts(tmp_path):
     source, text = save(make("mixtral"), tmp_path / "mixtral"), words(1500)
     whole = planned_size(source, lowbit.LowBitConfig(bits=4)).bytes
     summary, result = calibrate_checkpoint(source, tmp_path / "out", lowbit.LowBitConfig(), text, "auto", target_bytes=whole)
-    assert 0.9 * whole < summary.target_bytes <= whole  # a tensor of experts takes one width
+    assert 0.9 * whole < summary.target_bytes <= whole  # a tensor of experts has one width
     assert sum(".experts." in name for name in result.methods) == 3 * 2 * 4
     with pytest.raises(ValueError, match="bytes cannot be reached; the weight files of this model take"):
         calibrate_checkpoint(source, tmp_path / "none", lowbit.LowBitConfig(), text, "auto", target_bytes=whole // 8)
@@ -141,7 +141,7 @@ def test_budgets_that_cannot_be(source, text, tmp_path):
         found = re.search(r"cannot be reached; .* take (\d+) to (\d+) bytes", said)
         assert found, said
         assert int(found[1]) < int(found[2])
-    # Both ends can be reached.
+    # Both extremes can be reached.
     for end in found.groups():
         options = ["--calibrate", text, "--target-size", end, "--method", "importance"]
         assert invoke("quantize", source, tmp_path / end, *options).exit_code == 0

@@ -1,4 +1,4 @@
-"""calibrate: models with experts, in one tensor or as layers."""
+"""calibrate: models with experts in one tensor or as separate layers."""
 
 import lowbit
 import pytest
@@ -13,7 +13,8 @@ pytestmark = pytest.mark.more
 
 
 def mixtral() -> nn.Module:
-    """Experts in one tensor, of which a token gets one, and the last of four none: its logit is the mean of the others'."""
+    """Experts in one tensor. Each token uses one; the last of four is never chosen, because its logit is the mean of the
+    others'."""
     torch.manual_seed(2)
     config = transformers.MixtralConfig(
         **SHARED, num_key_value_heads=2, intermediate_size=32, num_local_experts=4, num_experts_per_tok=1,
@@ -54,7 +55,7 @@ def test_calibrated_experts_are_better(method):
     ],
 )  # fmt: skip
 def test_scales_of_experts_are_learned(method, config):
-    """Of each by itself: one that no token reached stays as it was, to the bit."""
+    """Each expert's scale is learned separately; an expert that no token reached keeps its bits."""
     plain, model, patterns = mixtral(), mixtral(), {"*": None, "*.experts.*": config}
     wanted = hidden(plain, tokens(seed=1))
     before, after = (calibrate(each, tokens(12), patterns, how) for each, how in ((plain, "auto"), (model, method)))
@@ -67,20 +68,20 @@ def test_scales_of_experts_are_learned(method, config):
             for number, packed in enumerate(experts.packed_weight):
                 same = torch.equal(packed, learned[number])
                 assert same or number < 3
-                if method == "distilled" or ".layers.0." in name:  # else their inputs were others'
+                if method == "distilled" or ".layers.0." in name:  # otherwise their inputs differed
                     assert torch.equal(lowbit.unpack(packed).codes, lowbit.unpack(learned[number]).codes)
                     assert after.methods[f"{name}.{number}"] == method or same and method == "tuned"
 
 
 def test_learned_experts_compute_what_packed_ones_do():
-    """Up to the activations' rounding to int8, which learning leaves out."""
+    """Except for the int8 rounding of activations, which learning ignores."""
     torch.manual_seed(5)
     weights = torch.randn(4, 48, 64)
     packed = torch.stack([lowbit.quantize_tensor(w, LinearConfig(3), bias=torch.randn(48)) for w in weights])
     layer, x = lowbit.nn.LinearExperts(packed), torch.randn(30, 2, 64)
     shared = learning.learning_of(packed, table=False)
     learned = learning.learning_in_place_of(layer, shared)
-    index = torch.randint(0, 3, (30, 2, 1))  # the last is not chosen
+    index = torch.randint(0, 3, (30, 2, 1))  # the last expert is not chosen
     found, expected = learned(x, index), layer(x, index)
     assert found.shape == expected.shape == (30, 2, 1, 48)
     assert (found - expected).abs().max() < 0.03 * expected.abs().max()
@@ -107,7 +108,7 @@ def test_experts_with_biases_in_another_order():
 
 
 class Experts(nn.Module):
-    """A mixture of experts that are linear layers; the last one never gets a token."""
+    """A mixture of experts as linear layers; the last one never gets a token."""
 
     def __init__(self):
         super().__init__()
@@ -145,7 +146,7 @@ def test_experts_that_are_linear_layers():
 
 @pytest.mark.parametrize("make", [llama, mixtral])
 def test_padding_says_nothing_of_what_matters(make):
-    """Which width a layer gets: tokens that are padding have inputs of their own, and the text does not."""
+    """Padding tokens must not affect the width of a layer: only they have inputs in some directions."""
     model, config = make(), lowbit.LowBitConfig()
     text = tokens(2)
     padded = [

@@ -1,4 +1,4 @@
-"""calibrate_checkpoint and `lowbit quantize --calibrate`: from file to file, and what they refuse."""
+"""calibrate_checkpoint and `lowbit quantize --calibrate`: from file to file, and refusals."""
 
 import os
 import re
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.more
 @pytest.mark.parametrize("kind", ["tied", "untied"])
 @pytest.mark.parametrize("method", ["gptq", "importance"])
 def test_files_have_what_memory_has(kind, method, tmp_path):
-    """The same bytes as calibrate in memory and save_pretrained."""
+    """The bytes equal those of calibrate in memory and save_pretrained."""
     source = save(make(kind), tmp_path / "source")
     summary, result = calibrate_checkpoint(source, tmp_path / "out", CONFIG, words(2000), method)
     model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype="auto").eval()
@@ -48,7 +48,7 @@ def test_a_matrix_in_bands_is_the_same(source, tmp_path, monkeypatch):
     one, other = packed_of(tmp_path / "one"), packed_of(tmp_path / "other")
     for name in one:
         assert lowbit.verify(other[name]) == lowbit.info(one[name])
-        # Sums of floats may come in another order; the first layers see the same inputs.
+        # Float sums may have another order, but the first layers see the same inputs.
         same = (lowbit.unpack(one[name]).codes == lowbit.unpack(other[name]).codes).float().mean()
         assert same > 0.98 or ".layers." in name, name
 
@@ -57,7 +57,7 @@ def test_an_encoder_sees_each_line_by_itself(tmp_path):
     source = save(make("bert"), tmp_path / "source")
     config = lowbit.LowBitConfig(bits=2, overrides={"*pooler*": None})
     _, result = calibrate_checkpoint(source, tmp_path / "out", config, words(6000), "gptq")
-    assert result.tokens == 6000 + 2 * 500  # of each line with the two tokens that are put around it
+    assert result.tokens == 6000 + 2 * 500  # each line, with the two tokens around it
     lowbit.quantize_checkpoint(source, tmp_path / "plain", config)
     load = transformers.AutoModel.from_pretrained
     wanted = hidden(load(source).eval())
@@ -80,7 +80,7 @@ def test_fitted_levels_from_file_to_file(source, text, tmp_path):
 
 
 def test_what_cannot_be_packed_stays_float_and_is_said(tmp_path):
-    """GPT-2's Conv1D is packed like any linear layer: what stays float is what the config says."""
+    """GPT-2's Conv1D is packed like any linear layer; only layers that the config excludes stay float."""
     source = save(make("gpt2"), tmp_path / "gpt2")
     config = lowbit.LowBitConfig(bits=3, overrides={"*.c_fc": None})
     summary, done = calibrate_checkpoint(source, tmp_path / "out", config, words(1500), "auto")
@@ -108,7 +108,7 @@ def test_experts_in_one_tensor_are_calibrated_too(method, tmp_path):
     assert result.resumed >= 6
     out, inside = (transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("out", "mixtral"))
     found = [how for name, how in result.methods.items() if ".experts." in name]
-    assert len(found) == 3 * 2 * 4 and ("tuned" in found) == (method == "tuned")  # enough text
+    assert len(found) == 3 * 2 * 4 and ("tuned" in found) == (method == "tuned")  # there is enough text
     expected = lowbit.calibrate(inside.eval(), [text], CONFIG, method, tokenizer=load_tokenizer(source))
     assert result.methods == expected.methods
     found, expected = out.state_dict(), inside.state_dict()
@@ -118,7 +118,7 @@ def test_experts_in_one_tensor_are_calibrated_too(method, tmp_path):
 
 
 def test_bfloat16_stays_mapped(source, tmp_path):
-    """Weights are read from the mapping of the file: what is taken of memory itself is far less than they are."""
+    """Weights are read from the mapped file, so allocated memory is far smaller than the weights."""
     model = transformers.LlamaForCausalLM(
         transformers.LlamaConfig(
             vocab_size=WORDS, hidden_size=512, intermediate_size=2048, num_hidden_layers=12, num_attention_heads=8,
@@ -144,7 +144,7 @@ Journal.keep = spy
 calibrate({str(large)!r}, {str(tmp_path / "out")!r})
 print(len(most), max(most) - before)
 """
-    # With glibc's own threshold, which grows, freed bands stay in its heap as holes between smaller pieces.
+    # With glibc's default threshold, which grows, freed bands stay in the heap as holes between smaller blocks.
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "262144"}
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=600, env=environment)
     assert result.returncode == 0, result.stderr
@@ -153,7 +153,7 @@ print(len(most), max(most) - before)
     assert layers == 1 + 12 * 7 and grown < 0.4 * size, (grown, size)
 
 
-# ---- what is refused
+# ---- refusals
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""calibrate: models of transformers of all kinds, block by block."""
+"""calibrate: all kinds of transformers models, block by block."""
 
 import copy
 
@@ -28,7 +28,7 @@ def test_llama_gets_better():
 def test_tuned_scales_are_better_at_two_bits(config):
     torch.manual_seed(3)
     found = errors(llama(), {"*": config, "lm_head": None}, ("gptq", "tuned"))
-    assert found[1] < found[0], found  # by little: GPTQ's descent has chosen scales already
+    assert found[1] < found[0], found  # only slightly, because GPTQ's descent has already chosen scales
 
 
 def test_bert_s_biases_are_tuned_too():
@@ -63,7 +63,7 @@ def test_all_scales_learned_together_are_better():
 
 
 def test_what_no_text_shows_stays(monkeypatch):
-    """Rows of a table of embeddings that are not in the text, and tables of levels that the config names."""
+    """Rows of an embedding table that do not occur in the text keep their values, and so do levels from the config."""
     model = llama(tied=False)
     table = (-127, -40, 40, 127)
     names = {"*": LinearConfig(2, levels=table), "model.embed_tokens": EmbeddingConfig(2)}
@@ -96,7 +96,7 @@ def test_bert_gets_better():
 
 
 class Mixing(nn.Module):
-    """The least that has a table and answers: a row times a matrix."""
+    """The smallest model with a table and outputs: a row times a matrix."""
 
     def __init__(self, matrix: torch.Tensor):
         super().__init__()
@@ -108,14 +108,14 @@ class Mixing(nn.Module):
 
 
 def test_what_errors_of_a_table_cost():
-    """The moments are those of the derivatives: here of a matrix that is known."""
+    """The moments are those of the derivatives, here of a known matrix."""
     torch.manual_seed(0)
     matrix = torch.randn(16, 16) * torch.linspace(-1.5, 1.5, 16).exp()
     found = moments_of_tables(Mixing(matrix), list(map(as_batch, tokens(20))), ["table"])["table"]
     assert found.tokens == 20 * 2 * 48
     similar = torch.nn.functional.cosine_similarity(found.square.flatten(), (matrix @ matrix.T).flatten(), 0)
     assert similar > 0.98
-    # What is masked does not count.
+    # Masked tokens do not count.
     batch = as_batch(tokens(1)[0])
     batch["attention_mask"] = torch.ones_like(batch["input_ids"])
     batch["attention_mask"][:, 20:] = 0
@@ -129,10 +129,10 @@ def as_batch(ids: torch.Tensor) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("levels", [None, "fit"])
 def test_tables_of_an_encoder_make_up_for_their_errors(levels):
-    """Also of words that the text has not; at 1 bit they stay as they are without a text."""
+    """Also for words that are not in the text; at 1 bit those are as without calibration."""
     torch.manual_seed(3)
     model = bert()
-    # Features that depend on each other, as in trained models.
+    # Correlated features, as in trained models.
     mixed = torch.randn(64, 64) * torch.linspace(-2, 1, 64).exp()
     for name in ("query", "key", "value"):
         layer = model.encoder.layer[0].attention.self.get_submodule(name)
@@ -154,7 +154,7 @@ def test_tables_of_an_encoder_make_up_for_their_errors(levels):
 
 
 def test_padding_does_not_count():
-    """What is behind the mask can be anything."""
+    """Masked tokens may have any value."""
     ids = tokens(8)
     mask = torch.ones_like(ids[0])
     mask[1, 30:] = 0
@@ -174,7 +174,7 @@ _BERT = bert()
 
 
 def test_the_conv1d_of_gpt2():
-    """It is calibrated like a linear layer, and where it stays float it is as it was."""
+    """It is calibrated like a linear layer; if it stays float it does not change."""
     config = transformers.GPT2Config(vocab_size=120, n_embd=64, n_layer=2, n_head=4, n_positions=64)
     model = transformers.GPT2LMHeadModel(config).eval()
     wte = {"*": LinearConfig(4), "transformer.wte": EmbeddingConfig(4)}
@@ -192,7 +192,7 @@ def test_t5_has_two_lists_of_blocks():
     config = transformers.T5Config(vocab_size=120, d_model=64, d_kv=16, d_ff=96, num_layers=2, num_heads=4)
     model = transformers.T5ForConditionalGeneration(config).eval()
     data = [{"input_ids": a, "decoder_input_ids": b} for a, b in zip(tokens(8), tokens(8, 32, seed=3))]
-    names = {name for name in linears(model) if not name.endswith("wo")}  # whose dtype the architecture asks for
+    names = {name for name in linears(model) if not name.endswith("wo")}  # with a dtype that the architecture requires
     result = calibrate(model, data, {"*": LinearConfig(3), "*.wo": None, "lm_head": None}, "gptq")
     assert packed(model) == names - {"lm_head"} == set(result.methods)
     with torch.no_grad():
@@ -200,7 +200,7 @@ def test_t5_has_two_lists_of_blocks():
 
 
 class Detour(nn.Module):
-    """Blocks with something between them, which are no chain."""
+    """Blocks with other code between them, which do not form a chain."""
 
     def __init__(self):
         super().__init__()
@@ -238,7 +238,7 @@ class FusedConfig(transformers.PretrainedConfig):
 
 
 class Fused(nn.Module):
-    """torch's own encoder layers, which in evaluation hand the weights of linear layers to one fused operator."""
+    """torch's encoder layers, which in evaluation pass the weights of linear layers to one fused operator."""
 
     def __init__(self):
         super().__init__()
@@ -267,7 +267,8 @@ def test_layers_that_a_fused_operator_would_pass_by():
 
 
 def test_the_text_model_of_one_for_images():
-    """Its settings are in a config of their own: with a cache there, each run of a block would see the last one's keys."""
+    """Its settings are in a nested config. With a cache enabled there, each run of a block would see the previous run's
+    keys."""
     texts = {
         "vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
         "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128, "sliding_window": 64,

@@ -1,4 +1,4 @@
-"""calibrate: what is placed into a model and how it got there, and what is refused."""
+"""calibrate: the layers placed into a model, how they are computed, and refusals."""
 
 import copy
 import re
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.more
 
 
 def test_inputs_come_from_the_quantized_blocks_before(monkeypatch):
-    """The moments of the last block are those of its inputs in the model as it is when the block's turn comes."""
+    """The moments of the last block come from its inputs in the model whose earlier blocks are already quantized."""
     model, data = llama(tied=False), tokens(4)
     seen = []
 
@@ -30,7 +30,7 @@ def test_inputs_come_from_the_quantized_blocks_before(monkeypatch):
     reference = copy.deepcopy(model)
     result = calibrate(model, data, {"*": LinearConfig(2), "lm_head": None}, "gptq")
     assert set(result.methods.values()) == {"gptq"}
-    index = 8  # four for each block: what q, k and v share, o, what gate and up share, and down
+    index = 8  # four per block: the inputs of q, k and v; of o; of gate and up; of down
     totals = []
     for each in (model, reference):
         inputs = []
@@ -45,7 +45,7 @@ def test_inputs_come_from_the_quantized_blocks_before(monkeypatch):
 
 
 def test_a_float_block_runs_once(monkeypatch):
-    """Where memory permits. The bits are those of a run for each set of layers."""
+    """If memory permits, with the bits of one run per set of layers."""
     model, data, found = llama(tied=False), tokens(4), []
     forward = type(model.model.layers[0]).forward
     for most in (blocks._KEPT_BYTES, 0):
@@ -147,7 +147,7 @@ def test_a_calibrated_model_is_saved_whole(tied, tmp_path):
     assert torch.equal(hidden(loaded, tokens(seed=1)), hidden(model, tokens(seed=1)))
 
 
-# ---- what is refused
+# ---- refusals
 
 
 @pytest.mark.parametrize(

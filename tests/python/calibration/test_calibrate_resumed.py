@@ -1,4 +1,4 @@
-"""`lowbit quantize --calibrate` goes on where a run was killed or stopped, and uses only what is still the same."""
+"""`lowbit quantize --calibrate` resumes a killed or stopped run, and reuses only results that are still valid."""
 
 import functools
 import itertools
@@ -23,7 +23,7 @@ from reference import random_packed
 
 pytestmark = pytest.mark.more
 
-STEPS = 8  # that layers are tuned with: as many as it takes to change them
+STEPS = 8  # of tuning: enough to change the layers
 
 
 def killed_after(layers: int, arguments: list[str], run_python):
@@ -47,7 +47,7 @@ main()
     assert result.returncode == -signal.SIGKILL, (result.returncode, result.stderr)
 
 
-# What is kept before the kill: the table, which is the head too, and layer after layer, or block after block.
+# Results kept before the kill: the table, which is also the head, and then layers or blocks in order.
 @pytest.mark.parametrize("method, budget, kept, resumed", [("gptq", [], 9, 10), ("tuned", ["--target-bits", "6"], 2, 9)])
 def test_a_killed_run_goes_on(method, budget, kept, resumed, source, text, tmp_path, run_python, monkeypatch):
     monkeypatch.setattr(blocks, "tuned", functools.partial(blocks.tuned, steps=STEPS))
@@ -66,7 +66,7 @@ def test_a_killed_run_goes_on(method, budget, kept, resumed, source, text, tmp_p
 
 
 def test_a_distilled_run_that_is_stopped_goes_on(source, text, tmp_path, monkeypatch):
-    """Stopped behind the learning, when all layers are there for the second time."""
+    """Stopped after the learning, when all layers have been written a second time."""
     monkeypatch.setattr(distilling, "STEPS", 8)
     config = lowbit.LowBitConfig(bits=2, levels="fit")
     _, whole = calibrate_checkpoint(source, tmp_path / "whole", config, text.read_text(), "distilled")
@@ -91,7 +91,7 @@ def test_a_distilled_run_that_is_stopped_goes_on(source, text, tmp_path, monkeyp
 
 
 def test_the_tables_of_an_encoder_are_taken_up(tmp_path, monkeypatch):
-    """Stopped behind the first layers, when the tables are there: no gradients are needed again."""
+    """Stopped after the first layers, when the tables are finished: gradients are not computed again."""
     source = save(make("bert"), tmp_path / "source")
     arguments = lowbit.LowBitConfig(bits=3, overrides={"*pooler*": None}), words(2000), "gptq"
     calibrate_checkpoint(source, tmp_path / "whole", *arguments)
@@ -145,7 +145,7 @@ def test_what_an_earlier_run_left_is_only_used_where_it_is_the_same(change, sour
     more = {"config": ["--bits", 3], "method": ["--method", "importance"]}.get(change, [])
     result = invoke(*options, *more, "--json")
     assert result.exit_code == 0, result.stderr
-    # The first layer that is whole is still good: table and head.
+    # The first complete layer is still valid: table and head.
     assert json.loads(result.stdout)["resumed_layers"] == (2 if change == "damage" else 0)
     warnings = [line for line in result.stderr.splitlines() if line.startswith("lowbit: warning: ")]
     if change == "damage":
@@ -196,7 +196,7 @@ def test_a_journal_without_layers_is_removed(tmp_path):
 
 def test_a_journal_that_cannot_be_read_is_unlocked(tmp_path):
     (tmp_path / ".out.calibration" / "a directory").mkdir(parents=True)
-    for _ in range(2):  # a lock that stayed would be the second error
+    for _ in range(2):  # a remaining lock would fail the second time
         with pytest.raises(OSError, match="a directory"):
             Journal(tmp_path / "out", {}).__enter__()
 
@@ -206,12 +206,12 @@ def test_a_kill_while_a_journal_is_taken_up_loses_nothing(tmp_path, monkeypatch)
         journal.keep(layer(0))
         raise KeyboardInterrupt
     with open(tmp_path / ".out.calibration" / "layers.jsonl", "ab") as log:
-        log.write(b'[{"layers": ["lay')  # by a kill in the middle of a line
+        log.write(b'[{"layers": ["lay')  # as after a kill in the middle of a line
 
     def killed(*arguments):
         raise KeyboardInterrupt
 
-    # Whichever way the log is rewritten, the kill comes before the new bytes are there.
+    # However the log is rewritten, the kill comes before the new bytes.
     for owner, name in ((os, "replace"), (os, "fsync")):
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(owner, name, killed)
@@ -234,19 +234,19 @@ def test_a_run_that_ends_early_says_how_to_go_on(ending, source, text, tmp_path,
     kept = tmp_path / ".out.calibration"
     assert f"{how}: the finished layers are kept in {kept}; the same command goes on from there\n" in result.stderr
     assert result.exit_code != 0
-    # Another run at the same time, or one that had not begun, has nothing to say.
+    # A concurrent run, or one that has not started, has no effect.
     shutil.rmtree(kept)
     monkeypatch.setattr(Journal, "keep", lambda journal, layers: (_ for _ in ()).throw(ending))
     assert "goes on" not in invoke("quantize", source, tmp_path / "out", "--calibrate", text).stderr
 
 
 def test_a_log_names_the_layer_and_its_share(source, text, tmp_path, monkeypatch):
-    """With a line a millisecond instead of one a minute."""
+    """With one line per millisecond instead of one per minute."""
     monkeypatch.setattr(output, "LINE_SECONDS", 0.001)
     result = invoke("quantize", source, tmp_path / "out", "--calibrate", text)
     assert result.exit_code == 0, result.stderr
     lines = [line for line in result.stderr.splitlines() if line.startswith(f"calibrating: {source}: ")]
-    # Before the first layer is reported, a line has the time alone.
+    # Before the first layer is reported, a line has only the time.
     lines = list(itertools.dropwhile(lambda line: re.fullmatch(r".*: \d+ s", line), lines))
     layer = r"model\.layers\.\d\.(self_attn|mlp)\.\w+|model\.embed_tokens|the float model's run over the text"
     found = [re.fullmatch(rf".*: \d+ s, (\d+) of 22 layers, (\d+) %(, about \d+ s left)?: ({layer})", line) for line in lines]

@@ -1,4 +1,4 @@
-"""Embedding tables of transformers that scale or normalize their rows, or take other inputs: packed on every surface."""
+"""transformers' embedding tables that scale or normalize rows, or take other inputs, are packed on every surface."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def classes() -> dict[str, type]:
-    """All classes of embedding tables that transformers' models have."""
+    """All embedding classes in transformers' models."""
     found = {}
     for directory in pkgutil.iter_modules(transformers.models.__path__):
         path = Path(transformers.models.__path__[0]) / directory.name / f"modeling_{directory.name}.py"
@@ -74,7 +74,7 @@ def test_a_table_computes_what_its_class_does_with_the_weight_it_stores(name, dt
         for other in DTYPES:
             moved, floats = copy.deepcopy(packed).to(other), copy.deepcopy(table).float().to(other)
             floats.weight.copy_(packed.dequantize(other))
-            if dtype == torch.float32 or name in NORMED:  # else its number was rounded before
+            if dtype == torch.float32 or name in NORMED:  # otherwise its scale was rounded earlier
                 assert torch.equal(moved(ids), floats(ids))
         assert not torch.equal(packed(ids), torch.nn.functional.embedding(ids, table.weight))
 
@@ -173,7 +173,7 @@ def same_state(model, other) -> None:
     state = other.state_dict()
     assert model.state_dict().keys() == state.keys()
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
-    torch.testing.assert_close(call(model), call(other), rtol=1e-5, atol=1e-6)  # float layers may lie elsewhere in memory
+    torch.testing.assert_close(call(model), call(other), rtol=1e-5, atol=1e-6)  # float layers may be at other addresses
 
 
 CONFIG = {"bits": 4, "group_size": 16}
@@ -188,7 +188,7 @@ def test_a_model_packed_in_memory_saved_and_dequantized(model, tmp_path):
     assert any(each._table.scale is not None or each._table.normed for each in tables.values())
     if floats.kind in TIED:
         assert model.get_output_embeddings().packed_weight is model.get_input_embeddings().packed_weight
-    # What a float model with the stored weights looks up, to the bit.
+    # Equal bits to the lookup in a float model with the stored weights.
     for name, table in tables.items():
         like, ids = floats.get_submodule(name), torch.arange(100)
         like.weight.data = table.dequantize()
@@ -201,14 +201,14 @@ def test_a_model_packed_in_memory_saved_and_dequantized(model, tmp_path):
     same_state(kind.from_pretrained(tmp_path / "saved").eval(), model)
     same_state(kind.from_pretrained(tmp_path / "packed").eval(), model)
     same_state(kind.from_pretrained(tmp_path / "source", quantization_config=config).eval(), model)
-    # And back, in memory and in files.
+    # Dequantized again, in memory and in files.
     lowbit.dequantize_checkpoint(tmp_path / "packed", tmp_path / "back")
     reference = kind.from_pretrained(tmp_path / "back").eval()
     packed = call(model)
     model.dequantize()
     same_state(model, reference)
     assert not tables_of(model)
-    # The same model, but for activations, which packed layers round.
+    # The same model except for activations, which packed layers round.
     assert (call(model) - packed).norm() < 0.1 * packed.norm()
 
 
@@ -268,8 +268,8 @@ def test_decoding_and_export(tmp_path):
         lowbit.llm.export_decoder(decoder, tmp_path / name, chunk=4)
         step = lowbit.llm.load_decoder(tmp_path / name)
         step(ids[:, :-1], start)
-        # Compiled float code may round activations to other integers. Packing has lost more than that.
+        # Compiled float code may round activations to other integers, but packing loses more.
         assert (step(ids[:, -1:], start + 11) - whole).norm() < 0.5 * (whole - unpacked).norm()
-        # 128 rows of 64 weights at 4 bits, once.
+        # 128 rows of 64 weights at 4 bits, stored once.
         packed = model.lm_head.packed_weight.numpy().tobytes()
         assert (tmp_path / name).read_bytes().count(packed[64:1024]) <= 1

@@ -1,4 +1,4 @@
-"""quantize_checkpoint and inspect_checkpoint: the bytes, what lies beside them, and the memory."""
+"""quantize_checkpoint and inspect_checkpoint: bytes, other files of the checkpoint, and memory."""
 
 import json
 import re
@@ -165,7 +165,7 @@ def test_packed_tensors_lie_at_multiples_of_64(tmp_path):
     assert packed and all(offset % 64 == 0 for offset in packed)
     with safe_open(file, framework="pt") as opened:
         assert opened.metadata() == {"format": "pt"}
-        assert torch.equal(opened.get_tensor("a.rotary_emb.inv_freq"), torch.ones(3))  # the model lacks it: copied
+        assert torch.equal(opened.get_tensor("a.rotary_emb.inv_freq"), torch.ones(3))  # copied, because the model lacks it
 
 
 def test_inspect(tmp_path):
@@ -207,7 +207,7 @@ def test_a_tied_weight_that_the_file_has_twice(tmp_path):
     change_tensors(file, lambda tensors: tensors.update({f"{HEAD}.weight": tensors[f"{EMBED}.weight"].clone()}))
     quantize_checkpoint(source, tmp_path / "same", CONFIG)
     assert f"{HEAD}.packed_weight" not in tensors_of(tmp_path / "same")
-    # transformers unties what differs, and so do we.
+    # transformers unties tensors that differ, and so does lowbit.
     change_tensors(file, lambda tensors: tensors[f"{HEAD}.weight"].mul_(2))
     quantize_checkpoint(source, tmp_path / "different", CONFIG)
     found = tensors_of(tmp_path / "different")
@@ -217,7 +217,7 @@ def test_a_tied_weight_that_the_file_has_twice(tmp_path):
 
 
 def test_memory(tmp_path, run_python):
-    # One tensor of 100 MB that packs to 28 MB; neither is ever in memory as a whole.
+    # One tensor of 100 MB that packs to 28 MB; neither is ever completely in memory.
     source = save_model(tmp_path / "source", vocab_size=100_000, hidden_size=512, num_hidden_layers=1)
     small = save_model(tmp_path / "small")
     entries = {entry.name: entry for entry in inspect_checkpoint(source)}
@@ -244,14 +244,14 @@ print(before, peak())
 
 
 def test_what_stays_float(tmp_path):
-    """Experts of an architecture's own form are most of the bytes: no run passes over that in silence."""
+    """If experts of an unsupported form, most of the bytes, stay float, every run warns."""
     sizes = {"vocab_size": 160, "hidden_size": 64, "num_hidden_layers": 1, "num_key_value_heads": 2, "kv_channels": 16}
-    sizes["pad_token_id"] = 0  # transformers 5.0 wants one
+    sizes["pad_token_id"] = 0  # transformers 5.0 needs one
     JetMoeForCausalLM(JetMoeConfig(**sizes, intermediate_size=96, num_local_experts=4)).save_pretrained(tmp_path / "experts")
     with pytest.warns(UserWarning, match="only .* % are packed: .* stay float, in JetMoeParallelExperts"):
         summary = quantize_checkpoint(tmp_path / "experts", tmp_path / "packed", LowBitConfig())
     kind = "in a layer of the kind JetMoeParallelExperts, which lowbit does not pack"
-    assert list(summary.unquantized.values()).count(kind) == 4  # of the feed-forward layer and of attention
+    assert list(summary.unquantized.values()).count(kind) == 4  # in the feed-forward layer and in attention
     entries = {entry.name: entry for entry in summary.entries}
     assert summary.unquantized.keys() == {
         name for name in entries if entries[name].kind != "packed" and len(entries[name].shape) > 1
@@ -268,7 +268,7 @@ def test_what_stays_float(tmp_path):
 
 
 def test_what_the_architecture_keeps_in_float32(tmp_path):
-    """T5's "wo" could be packed, so the warning gives the reason, and names no kind of layer; what it advises works."""
+    """T5's "wo" could be packed, so the warning gives the reason instead of a kind of layer, and its advice works."""
     sizes = {"vocab_size": 64, "d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 1, "num_heads": 4}
     T5ForConditionalGeneration(T5Config(**sizes)).save_pretrained(tmp_path / "t5")
     why = "the architecture keeps it in float32; an override of its own would pack it"
@@ -282,7 +282,7 @@ def test_what_the_architecture_keeps_in_float32(tmp_path):
 
 
 def test_names_of_several_parts_stay_in_float32(tmp_path, monkeypatch):
-    """As "indexer.weights_proj" of DeepSeek V3.2: transformers takes each for whole parts of a name."""
+    """For example "indexer.weights_proj" of DeepSeek V3.2: transformers matches whole parts of a name."""
     monkeypatch.setattr(LlamaForCausalLM, "_keep_in_fp32_modules", ["mlp.up_proj", "proj", "self_attn.q_proj.weight"])
     left = LowBitConfig().choose(make_model())[1]
     assert sorted(left) == [f"model.layers.{i}.{name}" for i in (0, 1) for name in ("mlp.up_proj", "self_attn.q_proj")]
@@ -299,7 +299,7 @@ def test_a_matrix_that_the_model_lacks(source, tmp_path):
 
 
 def test_integers_are_no_matrices_that_stay_float(source, tmp_path, recwarn):
-    """Old files of BERT have the positions of tokens, which the model computes."""
+    """Old BERT files contain token positions, which the model computes."""
     ids = torch.arange(128)[None]
     change_tensors(source / "model.safetensors", lambda tensors: tensors.update({"model.position_ids": ids}))
     summary = quantize_checkpoint(source, tmp_path / "packed", LowBitConfig())

@@ -1,4 +1,4 @@
-"""quantize_checkpoint: sources and arguments that are refused, with nothing left behind."""
+"""quantize_checkpoint: refused sources and arguments, which leave no files."""
 
 import json
 

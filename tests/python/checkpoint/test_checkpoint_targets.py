@@ -1,4 +1,4 @@
-"""quantize_checkpoint: targets, and what is left when something goes wrong on the way."""
+"""quantize_checkpoint: targets, and the files left after a failure."""
 
 import errno
 import os
@@ -32,7 +32,7 @@ def test_a_target_that_is_there(source, tmp_path):
     refuse(source, target / "mine", OSError, "is a file")
     refuse(source, tmp_path / "no" / "packed", OSError, f"{tmp_path / 'no'} is not a directory; make it first")
     (target / "mine").unlink()
-    quantize_checkpoint(source, target, CONFIG)  # an empty one will do
+    quantize_checkpoint(source, target, CONFIG)  # an empty directory is fine
     load(target)
 
 
@@ -68,7 +68,7 @@ def test_a_target_that_cannot_be_replaced(source, tmp_path, monkeypatch):
     with monkeypatch.context() as context:
         context.setattr("os.path.ismount", lambda path: str(path) == str(mounted))
         refuse(source, mounted, OSError, f"{mounted} is a mount point", f"a directory in it, such as {mounted}/packed")
-    # A bind mount of the same file system is none for ismount: the rename says so.
+    # ismount does not see a bind mount of the same file system, but the rename fails.
     rename = os.rename
 
     def busy(old, new):
@@ -98,12 +98,12 @@ print(os.listdir(mounted))
 
 
 def test_a_disk_that_is_mounted_there(source, tmp_path, monkeypatch):
-    """A small one, which the second run would fill."""
+    """A small disk, which the second run would fill."""
     (tmp_path / "mounted").mkdir()
     mount = 'mount -t tmpfs -o size=64k none "$1" && exec "$2" -c "$3" "$4" "$1"'
     tried = subprocess.run(["unshare", "-rm", "true"], capture_output=True, text=True)
     if tried.returncode != 0:
-        pytest.skip(f"this kernel lets nobody mount a disk: {tried.stderr[:200]}")  # which no CI can install
+        pytest.skip(f"this kernel lets nobody mount a disk: {tried.stderr[:200]}")  # not installable on CI
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1] / "support"))
     command = ["unshare", "-rm", "sh", "-c", mount, "sh", tmp_path / "mounted", sys.executable, MOUNTED, source]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
@@ -116,7 +116,7 @@ def test_a_last_step_that_fails_keeps_the_work(source, tmp_path, monkeypatch):
     target, rename = tmp_path / "packed", os.rename
 
     def fail(old, new):
-        # After the rehearsal somebody else has put something there.
+        # After the rehearsal, another process writes to the target.
         if str(new) == str(target) and (Path(old) / "config.json").exists():
             target.mkdir()
             (target / "theirs").touch()
@@ -133,7 +133,7 @@ def test_a_last_step_that_fails_keeps_the_work(source, tmp_path, monkeypatch):
 
 
 def test_what_dead_runs_left_is_swept(source, tmp_path):
-    """The directory of a run that was killed goes with the next run to the same target; that of a living one stays."""
+    """The next run to the same target removes the directory of a killed run; that of a live run stays."""
     target = tmp_path / "packed"
     other = tmp_path / ".packed-of-another-machine-1234.partial"
     other.mkdir()
@@ -169,7 +169,7 @@ def test_no_room(source, tmp_path, monkeypatch):
 
 
 def test_the_disk_fills_up(source, tmp_path, run_python):
-    # A limit on the size of files fails a write in the middle, as a full disk does.
+    # A file size limit makes a write fail in the middle, like a full disk.
     script = """
 import os, resource, sys, lowbit
 from lowbit import transformers
@@ -243,7 +243,7 @@ print(len(outcomes), sorted(set(outcomes)))
 
 
 def test_killed_after_every_band(tmp_path, run_python):
-    """SIGKILL: what is left is no model, or a whole one. Every other moment: test_crashes.py."""
+    """After SIGKILL there is no model, or a complete one. test_crashes.py tests all other moments."""
     source = save_model(tmp_path / "source")
     process = run_python(KILLED, source, tmp_path)
     assert process.returncode == 0, process.stderr

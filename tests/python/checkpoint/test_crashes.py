@@ -1,6 +1,6 @@
-"""Processes that are killed at every change of the disk, and power that fails there: crash_states.py says how.
+"""Kills and power failures at every change of the disk; crash_states.py describes the method.
 
-What is found at the target is what was there before, or all of the new; or loading it is refused.
+The target has its old content or the complete new one, or loading it is refused.
 """
 
 import itertools
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.first
 
 if shutil.which("strace") is None:
     lacking("there is no strace; scripts/need.sh test installs it")
-# All subsets of as many uncertain changes, and as many of others at random. `make soak` takes more.
+# All subsets of up to this many uncertain changes, and this many random subsets of more. `make soak` takes more.
 MOST = int(os.environ.get("LOWBIT_CRASH_CHANGES", 4))
 TARGETS = {
     "quantize": "packed", "quantize into": "packed", "gguf": "m.gguf", "import": "imported", "pte": "m.pte",
@@ -39,7 +39,7 @@ def sources(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def recordings(sources, tmp_path_factory) -> dict:
-    """What each action did to its directory. Two files are there already, and a directory."""
+    """The changes that each action made in its directory, which starts with two files and a directory."""
     base = tmp_path_factory.mktemp("recorded")
     places = {name: base / name for name in ACTIONS}
     for place in places.values():
@@ -57,7 +57,7 @@ def recordings(sources, tmp_path_factory) -> dict:
 
 
 def below(tree: dict, target: str) -> dict:
-    """What lies at the target, by paths relative to it."""
+    """The content of the target, by relative path."""
     return {path[len(target) :]: found for path, found in tree.items() if (path + "/").startswith(target + "/")}
 
 
@@ -71,7 +71,7 @@ def test_the_old_or_the_new(name, sources, recordings, tmp_path):
     for how, states in (("killed", killed(recording)), ("power", without_power(recording, MOST))):
         for tree in states:
             found = below(tree, target)
-            # While a rename is rehearsed, an empty directory stands there: for every loader no checkpoint.
+            # While a rename is rehearsed, the target is an empty directory, which every loader refuses.
             verdict = "old" if found in (old, {"": DIRECTORY}) else "new" if found == new else "neither"
             if verdict == "neither":
                 make(tree, tmp_path / "neither")
@@ -79,7 +79,7 @@ def test_the_old_or_the_new(name, sources, recordings, tmp_path):
             counts[how, verdict] = counts.get((how, verdict), 0) + 1
             leftovers.setdefault(frozenset(path for path in tree if not path.startswith(target)), (verdict, tree))
     assert all(counts.get((how, verdict)) for how in ("killed", "power") for verdict in ("old", "new")), counts
-    # The next run sweeps what was left, and gives the same bytes.
+    # The next run removes leftovers and gives the same bytes.
     unfinished = [tree for paths, (verdict, tree) in leftovers.items() if paths and verdict == "old"]
     assert unfinished
     for number, tree in enumerate(unfinished[:: len(unfinished) if name in ("pte", "pt2") else max(1, len(unfinished) // 3)]):
@@ -88,14 +88,14 @@ def test_the_old_or_the_new(name, sources, recordings, tmp_path):
         ACTIONS[name](sources, place)
         found = tree_of(place)
         assert all(path.startswith(target) for path in found)
-        if name == "pt2":  # two of one model differ in names that AOTInductor gives its files
+        if name == "pt2":  # two exports of one model differ in AOTInductor's file names
             torch._inductor.aoti_load_package(str(place / target))
         else:
             assert below(found, target) == new
 
 
 def test_a_calibration_goes_on_with_its_own_layers(recordings, tmp_path):
-    """What a run takes up was written whole, and by runs of the same settings."""
+    """A resumed run uses only complete results of runs with the same settings."""
     recording = recordings["journal"]
     expected = {
         key: {
@@ -123,7 +123,7 @@ def test_a_calibration_goes_on_with_its_own_layers(recordings, tmp_path):
                 raise OSError("so that what is there stays")
             shutil.rmtree(place)
     assert min(taken_up.values()) > 0
-    # And what was kept is there once keep() is back, whatever the disk had no time for.
+    # After keep() returns, the kept results are on the disk, whatever else is lost.
     missing = set(crash_states.uncertain(recording.events))
     there = [event for number, event in enumerate(recording.events) if number not in missing]
     make(crash_states.tree_after(recording, there), tmp_path / "end")
@@ -132,8 +132,8 @@ def test_a_calibration_goes_on_with_its_own_layers(recordings, tmp_path):
 
 
 def test_saved_models_are_whole_or_refused(sources, recordings, tmp_path):
-    """save_pretrained is transformers', which writes in place, and does not wait for the disk: killed anywhere, it leaves
-    a model that loads as it was saved, or that is refused; one that it writes over may be gone."""
+    """transformers' save_pretrained writes in place and does not sync. Killed anywhere, it leaves a model that loads as saved,
+    or that is refused; a model that it overwrites may be lost."""
     old, new = (load(sources / name, quantization_config=CONFIG).state_dict() for name in ("older", "model"))
     for name in ("saved", "one over one", "shards over one"):
         outcomes, seen = [], set()
@@ -153,6 +153,6 @@ def test_saved_models_are_whole_or_refused(sources, recordings, tmp_path):
             assert any(same), place
             outcomes.append("old" if same[0] else "new")
             shutil.rmtree(place)
-        # Shards over a single file: transformers leaves that, and would load it.
+        # If shards replace a single file, transformers leaves the single file and would load it.
         assert outcomes[-1] == ("refused" if name == "shards over one" else "new"), name
         assert outcomes[0] == ("refused" if name == "saved" else "old"), name

@@ -1,4 +1,4 @@
-"""The way back to floats: `model.dequantize()`, `lowbit dequantize`, and quantizing a packed checkpoint again."""
+"""Dequantizing: `model.dequantize()`, `lowbit dequantize`, and requantizing a packed checkpoint."""
 
 import copy
 
@@ -40,7 +40,7 @@ KINDS = ["untied", "tied", "gpt2", "gpt-oss", "mixtral", "t5"]
 
 
 def expected_state(model, packed) -> dict[str, torch.Tensor]:
-    """The state of the float model with the weights of packed layers, put together by hand."""
+    """The state of the float model with the weights of packed layers, assembled by hand."""
     state = {name: value.clone() for name, value in model.state_dict().items()}
     for name, layer in packed.named_modules(remove_duplicate=False):
         if not isinstance(layer, lowbit.nn.Packed):
@@ -84,7 +84,7 @@ def test_a_model_becomes_what_its_packed_weights_are(kind, tmp_path):
         assert torch.equal(back(**tokens).logits, reference(**tokens).logits)
     back.save_pretrained(tmp_path / "float")
     assert_float(type(model).from_pretrained(tmp_path / "float", dtype=torch.bfloat16), state)
-    lowbit.quantize_(back, LowBitConfig(bits=4).select(back))  # and on again
+    lowbit.quantize_(back, LowBitConfig(bits=4).select(back))  # requantized
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -116,7 +116,7 @@ def test_a_head_that_was_packed_apart_from_its_table(tmp_path):
 
 
 def test_a_head_that_was_packed_and_its_table_was_not():
-    """The table is the exact weight of both."""
+    """The table keeps its exact weight, which becomes that of both."""
     model = make("tied")
     table = model.model.embed_tokens.weight.clone()
     with pytest.warns(UserWarning, match="share one weight, of which only lm_head is packed"):
@@ -151,7 +151,7 @@ def test_the_command(packed, tmp_path):
 
 
 def test_a_packed_checkpoint_is_quantized_again(packed, tmp_path):
-    """As its float form is, with a warning; nothing else is left beside the target."""
+    """Like its float form, with a warning; no files are left besides the target."""
     document(invoke("dequantize", packed[0], tmp_path / "float", "--json"))
     expected = invoke("quantize", tmp_path / "float", tmp_path / "expected", "--bits", 3)
     result = invoke("quantize", packed[0], tmp_path / "target", "--bits", 3)

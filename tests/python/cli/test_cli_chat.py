@@ -1,4 +1,4 @@
-"""`lowbit chat` in a pseudo-terminal, beside the library, and with messages from a pipe."""
+"""`lowbit chat` in a pseudo-terminal, compared with the library, and with messages from a pipe."""
 
 import os
 import shutil
@@ -18,7 +18,7 @@ from lowbit.llm.loading import TextStream, load_model, load_tokenizer
 from lowbit.llm.templates import render
 from test_chat import PLAIN
 
-READY, ACCEPTED = "\x1b[?2004h", "\x1b[?2004l"  # bracketed paste: on while a line is typed
+READY, ACCEPTED = "\x1b[?2004h", "\x1b[?2004l"  # bracketed paste mode, on while a line is edited
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def talking(packed, tmp_path_factory):
 
 
 def answers(model, *messages: str, system: str = "", **options) -> list[str]:
-    """By generate, each from scratch."""
+    """Answers by generate, each computed from scratch."""
     decoder, tokenizer = llm.Decoder(load_model(model), 256), load_tokenizer(model)
     said, texts = [{"role": "system", "content": system}], []
     for message in messages:
@@ -52,7 +52,7 @@ class Terminal:
         self.child.expect_exact(READY)
 
     def type(self, keys: str) -> str:
-        """Sends keys that end a line, and returns what is shown until the next one can be typed."""
+        """Sends keys that end a line, and returns the output until the next prompt."""
         self.child.send(keys)
         self.child.expect_exact(ACCEPTED)
         self.child.expect_exact(READY)
@@ -72,7 +72,7 @@ def test_a_conversation_in_a_terminal(talking):
     terminal = Terminal(talking, "--max-new-tokens", 16, "--max-length", 256)
     assert terminal.type("Return the number\r") == one + cut
     up, left = "\x1b[A", "\x1b[D"
-    assert terminal.type(f"{up}{left}rz\x7f\x1b[3~s\r") == two + cut  # the message from before, edited
+    assert terminal.type(f"{up}{left}rz\x7f\x1b[3~s\r") == two + cut  # the previous message, edited
     assert terminal.type("x\x1b\ry\r") == three + cut  # Alt-Enter
     assert terminal.type("thrown away\x03") == ""  # Ctrl-C clears the line
     assert "there is no command /never" in terminal.type("/never mind\r")
@@ -87,14 +87,14 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(talking):
     child = terminal.child
     child.send("Return the number\r")
     child.expect_exact(ACCEPTED)
-    child.expect_exact("of")  # it has begun
+    child.expect_exact("of")  # the answer has started
     child.send("\x03")
     child.expect_exact(READY)
     assert child.before.endswith("(stopped)\r\n")
     child.send("and\r")
     child.expect_exact(ACCEPTED)
     child.expect("[a-z]{3}")
-    os.kill(child.pid, signal.SIGINT)  # another way to say it
+    os.kill(child.pid, signal.SIGINT)  # another way to interrupt
     child.expect_exact(READY)
     assert child.before.endswith("(stopped)\r\n")
     os.kill(child.pid, signal.SIGTERM)

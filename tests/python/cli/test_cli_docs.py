@@ -1,4 +1,4 @@
-"""docs/cli.md beside the program: commands, options, defaults."""
+"""docs/cli.md agrees with the program: commands, options, defaults."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""What a user can put right is one line and exit code 1; a wrong option is exit code 2; a bug keeps its traceback."""
+"""Errors that a user can correct give one line and exit code 1, wrong options exit code 2; bugs keep their traceback."""
 
 import json
 import os
@@ -46,7 +46,7 @@ def test_errors_of_files(command, tmp_path):
     model = broken(tmp_path, model__safetensors=None)
     assert f"{model} has neither model.safetensors nor model.safetensors.index.json" in fails(model)
     if command == "inspect":
-        return  # it reads no more than that
+        return  # it does not read further
     for content, said in (
         (None, "has no config.json"),
         ("{", "config.json is not"),
@@ -63,7 +63,7 @@ def test_errors_of_files(command, tmp_path):
 @pytest.mark.parametrize(
     "changes, said",
     [
-        # Of the words behind it, which are transformers', the name is in those of all versions.
+        # transformers' text after it differs between versions; all contain the name.
         ({"num_hidden_layers": "five"}, "config.json has num_hidden_layers 'five'; expected a positive whole number"),
         ({"num_hidden_layers": 9000}, "describes a model of more than 1940 modules"),
         ({"num_hidden_layers": 10**12}, "num_hidden_layers 1000000000000; expected at most 10000"),
@@ -336,7 +336,7 @@ def test_bugs_keep_their_traceback_within_other_libraries(packed, monkeypatch):
     def fails(*arguments):
         raise TypeError("a bug")
 
-    monkeypatch.setattr(quantizer, "place_packed", fails)  # transformers calls what calls it
+    monkeypatch.setattr(quantizer, "place_packed", fails)  # called indirectly by transformers
     assert repr(invoke("generate", packed[0], "--prompt", PROMPT).exception) == "TypeError('a bug')"
 
 
@@ -367,7 +367,7 @@ def test_missing_packages(package, packed, fork_python):
 
 
 def test_a_prompt_that_is_not_utf8(packed):
-    """As a shell passes it: the model is not blamed."""
+    """As passed by a shell; the error is about the prompt, not the model."""
     prompt = os.fsdecode(b"caf\xe9")
     assert error(invoke("generate", packed[0], "--prompt", prompt)) == (
         "--prompt is not UTF-8 text: found the byte 0xe9 at character 3"

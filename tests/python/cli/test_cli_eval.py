@@ -1,4 +1,4 @@
-"""`lowbit eval`, beside the library."""
+"""`lowbit eval`, compared with the library."""
 
 import json
 import math
@@ -18,7 +18,9 @@ def test_eval(packed, tmp_path):
     options = ("--text", tmp_path / "text.txt", "--window", 128, "--stride", 64)
     result = run("eval", FLOAT, *options, "--bits", "8,2", "--group-size", 64, "--json")
     assert result.returncode == 0, result.stderr
-    assert len(result.stderr.splitlines()) == 8  # loads and measures three times, two results follow: no other library's noise
+    assert (
+        len(result.stderr.splitlines()) == 8
+    )  # loading and measuring three times, then two results; no output of other libraries
     said = document(result)
     assert set(said) | keys_in(said["results"]) == documented_keys("eval")
     tokens = load_tokenizer(FLOAT)(text)["input_ids"]

@@ -1,4 +1,4 @@
-"""`lowbit export`: what it writes runs."""
+"""`lowbit export`: its files run."""
 
 import lowbit
 import pytest
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.more
 
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory):
-    """One layer of the shipped model: test_llm_export.py exports two, test_readme.py in a process of its own."""
+    """One layer of examples/tiny_llama. test_llm_export.py exports two; test_readme.py uses a separate process."""
     directory = tmp_path_factory.mktemp("short")
     lowbit.quantize_checkpoint(shortened(directory / "float", 1), directory / "packed", lowbit.LowBitConfig(bits=4))
     return directory / "packed"
@@ -20,8 +20,8 @@ def packed(tmp_path_factory):
 
 @torch.inference_mode()
 def check_likeliest(packed, step) -> None:
-    """Each token that an exported program makes is the likeliest one in eager behind those before it, or all but:
-    between lowbit's operators the two round bfloat16 differently."""
+    """Each token of an exported program is the likeliest one in eager after the same tokens, or a near tie: between lowbit's
+    operators the two round bfloat16 differently."""
     text = load_tokenizer(FLOAT)(PROMPT)["input_ids"]
     made = llm.generate(step, text, 40, max_length=128, stop=step.stop).tokens
     assert len(made) == 40

@@ -1,8 +1,9 @@
-"""Whatever config.json, an index, a header, tokenizer.json or generation_config.json says, the commands that read it
-end with a result, or with one line and exit code 1; in time, in memory, and with nothing left behind.
+"""Whatever config.json, an index, a header, tokenizer.json or generation_config.json contains, commands that read it give a
+result, or one line and exit code 1, within limits of time and memory, and leave no files.
 
-The files of the shipped model are changed as data (a value replaced, removed, renamed, wrapped), then as bytes.
-`LOWBIT_FUZZ_EXAMPLES=2000` tries that many for each file, others in each run; the few of every run are always the same.
+The files of examples/tiny_llama are changed as data (a value replaced, removed, renamed, wrapped) and as bytes.
+`LOWBIT_FUZZ_EXAMPLES=2000` tries that many for each file, different ones in each run; the few default examples are always the
+same.
 """
 
 import copy
@@ -26,7 +27,7 @@ FUZZ = settings(
     derandomize=not MANY,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
-SECONDS = 600  # no example takes one of them on a quiet machine
+SECONDS = 600  # on a quiet machine an example takes less than one
 MEMORY = 4 << 30  # bytes beyond what is mapped before
 
 HOSTILE = [
@@ -36,12 +37,12 @@ HOSTILE = [
 ]  # fmt: skip
 
 
-_HOSTILE = st.sampled_from(HOSTILE).map(copy.deepcopy)  # a copy, because the next change may be within it
+_HOSTILE = st.sampled_from(HOSTILE).map(copy.deepcopy)  # copied, because the next change may be inside
 
 
 @st.composite
 def changed(draw, document):
-    """A JSON document with one to three changes, any place at any depth alike."""
+    """A JSON document with one to three changes, at uniformly random places."""
     document = copy.deepcopy(document)
     for _ in range(draw(st.integers(1, 3))):
         parent, node = None, document
@@ -80,7 +81,7 @@ def files(draw, document) -> bytes:
 
 
 class Hung(BaseException):
-    """An example went on and on."""
+    """An example did not end in time."""
 
 
 def _hung(*_):
@@ -89,7 +90,7 @@ def _hung(*_):
 
 @pytest.fixture(autouse=True)
 def _less_memory():
-    """So that what asks for too much fails here, and does not take the machine."""
+    """Limits memory, so that excessive allocations fail here and do not affect the machine."""
     mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     limits = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (mapped + MEMORY, limits[1]))

@@ -1,4 +1,4 @@
-"""`lowbit generate`, beside the library."""
+"""`lowbit generate`, compared with the library."""
 
 import json
 import math
@@ -21,12 +21,12 @@ def test_generate_streams_text(packed, expected):
     result = run("generate", packed[0], "--prompt", PROMPT, "--max-new-tokens", 40)
     assert result.returncode == 0, result.stderr
     assert result.stdout == text_of(expected) + "\n"
-    # Nothing else: no other library's noise.
+    # Nothing else, in particular no output of other libraries.
     loading, figures = result.stderr.splitlines()
     assert loading == f"loading {packed[0]} ..."
     assert re.fullmatch(
         rf"{expected.prompt_tokens} prompt tokens, prefill [\d.]+ tokens/s; {len(expected.tokens)} new tokens, "
-        r"decode [\d.]+ tokens/s, peak memory [\d.]+ [MG]B", figures,  # of the whole process: GB after other tests
+        r"decode [\d.]+ tokens/s, peak memory [\d.]+ [MG]B", figures,  # of the whole process, so GB after other tests
     ), figures  # fmt: skip
 
 
@@ -64,7 +64,7 @@ def test_generate_json_and_prompts(packed, expected, tmp_path):
         assert said["stopped"] == expected.stopped
         assert said["prompt_tokens"] == expected.prompt_tokens
         assert math.isclose(said["prefill_tokens_per_second"], said["prompt_tokens"] / said["prefill_seconds"])
-        steps = len(said["tokens"]) - (said["stopped"] != "stop")  # each gives a token; that of a stop token is kept back
+        steps = len(said["tokens"]) - (said["stopped"] != "stop")  # each gives a token; a stop token is not returned
         assert math.isclose(said["decode_tokens_per_second"], steps / said["decode_seconds"])
         assert said["peak_memory_bytes"] > sum(entry.bytes for entry in lowbit.inspect_checkpoint(packed[0]))
         assert set(said) == documented_keys("generate")
@@ -85,7 +85,7 @@ def test_generate_quantizes_on_the_fly(packed):
 
 
 def test_generate_draws(packed):
-    # A prompt for which no two of the likeliest logits are equal: they are bfloat16, and draws choose among equal ones.
+    # A prompt without ties among the likeliest bfloat16 logits, because sampling chooses among equal ones.
     options = ("generate", packed[0], "--prompt", "Create a new", "--max-new-tokens", 24, "--temperature", 1.5, "--json")
     first, same, other, greedy = (
         document(invoke(*options, *more))["tokens"]
@@ -124,7 +124,7 @@ def test_no_compiler(packed, tmp_path):
         ("generate", packed[0], "--prompt", PROMPT, "--compile"), ("bench", packed[0]),
         ("export", packed[0], "--to", "pt2", "--output", tmp_path / "m.pt2"),
     ):  # fmt: skip
-        # A directory, and no name at all, are refused by the system in other ways than a program that is missing.
+        # The system's errors for a directory and an empty name differ from that for a missing program.
         for compiler in ("no-such-compiler", str(tmp_path), ""):
             with config.patch({"cpp.cxx": (None, compiler)}):
                 found = f"there is no C++ compiler: {compiler!r} does not run. Install g++ or clang, or name one in "
@@ -150,7 +150,7 @@ def test_generate_with_a_chat_template(packed, tmp_path):
     )
     options = ("--max-new-tokens", 8, "--json")
     chat = document(invoke("generate", tmp_path / "model", "--chat", "--prompt", "Hello", *options))
-    # As the template has it: without a further BOS.
+    # As in the template, without another BOS.
     tokens = load_tokenizer(FLOAT)("user: Hello bot:", add_special_tokens=False)["input_ids"]
     assert chat["prompt_tokens"] == len(tokens)
     assert chat["tokens"] == llm.generate(llm.Decoder(load_model(packed[0]), 128), tokens, 8, max_length=128).tokens
@@ -163,7 +163,7 @@ def test_text_stream_keeps_characters_whole():
     stream = TextStream(tokenizer, [])
     pieces = [stream.push(token) for token in tokens]
     assert "".join(pieces) == tokenizer.decode(tokens, skip_special_tokens=True) == text
-    assert "" in pieces  # some character takes several tokens
+    assert "" in pieces  # some characters take several tokens
     assert not any("\ufffd" in piece for piece in pieces)
 
 
@@ -194,7 +194,7 @@ def test_generate_continues_many_texts(packed, expected, tmp_path):
 
 @pytest.mark.parametrize("inside", ["\u2028", "\x85", "\x0c", "\x1e"])
 def test_what_ends_no_line_of_prompts(inside, tmp_path):
-    """JSON may have U+2028 as it is; Python's splitlines takes it, and others, for the end of a line."""
+    """JSON may contain U+2028; Python's splitlines takes it and other characters for line ends."""
     text = f"one{inside}two"
     for name, line in (("p.txt", text), ("p.jsonl", json.dumps(text, ensure_ascii=False))):
         assert _lines(tmp_path / name, f"{line}\n\n{line}\n") == [text, text]
@@ -223,7 +223,7 @@ def test_control_characters_stay_out_of_terminals(packed, monkeypatch):
     said = "a\x1b[31m\x9b31m\tb\r\n👩‍👧\x07"
     monkeypatch.setattr(TextStream, "push", lambda self, token: said)
     command = ("generate", packed[0], "--prompt", PROMPT, "--max-new-tokens", 2)
-    assert invoke(*command).stdout == 2 * said.replace("\r\n", "\n") + "\n"  # else as it is; the runner reads lines
+    assert invoke(*command).stdout == 2 * said.replace("\r\n", "\n") + "\n"  # otherwise unchanged; the runner reads lines
     runner = sys.modules["typer.testing" if hasattr(typer.testing, "_NamedTextIOWrapper") else "click.testing"]
     monkeypatch.setattr(runner._NamedTextIOWrapper, "isatty", lambda self: self.name == "<stdout>", raising=False)
     assert invoke(*command).stdout == 2 * "a[31m31m\tb\n👩‍👧" + "\n"

@@ -1,4 +1,4 @@
-"""`lowbit inspect`, beside the library."""
+"""`lowbit inspect`, compared with the library."""
 
 import dataclasses
 import json
@@ -27,7 +27,7 @@ def test_inspect(packed):
 
 @pytest.mark.parametrize("columns, terminal", [(40, True), (40, False), (120, False)])
 def test_inspect_cuts_no_name_off(tmp_path, columns, terminal):
-    """A narrow terminal has two lines for a tensor; a file has lines as long as they have to be."""
+    """In a narrow terminal a tensor takes two lines; in a file, lines are as long as needed."""
     names = ["decoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight", "x" * 150, "short"]
     header = {name: {"dtype": "F32", "shape": [1], "data_offsets": [4 * i, 4 * i + 4]} for i, name in enumerate(names)}
     text = json.dumps(header).encode()
@@ -61,7 +61,7 @@ def test_inspect_a_float_checkpoint():
 
 
 def test_inspect_shows_the_bits_of_every_dtype(tmp_path):
-    # As safetensors 0.8 lists them; what it does not know it refuses.
+    # The types of safetensors 0.8, which refuses all others.
     bits = {
         "BOOL": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8,
         "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32, "C64": 64, "F64": 64, "I64": 64,
@@ -86,7 +86,7 @@ def test_inspect_shows_the_bits_of_every_dtype(tmp_path):
 
 
 def test_inspect_shows_names_as_they_are(tmp_path):
-    # Neither rich's markup, nor an emoji, nor what a terminal would take for a command.
+    # Neither rich's markup, nor emoji codes, nor terminal control sequences.
     names = ["a[bold]b", "[/x]", ":smile:", "\x1b[31mred"]
     header = {name: {"dtype": "U8", "shape": [1], "data_offsets": [i, i + 1]} for i, name in enumerate(names)}
     text = json.dumps(header).encode()

@@ -1,4 +1,4 @@
-"""`lowbit bench`, `tune` and `info`: what they say of this machine."""
+"""`lowbit bench`, `tune` and `info`: their output about this machine."""
 
 import math
 import re
@@ -24,7 +24,9 @@ def test_bench(packed):
     figures = said["modes"]["eager"]
     assert math.isclose(figures["prefill_tokens_per_second"], 32 / figures["seconds_to_first_token"])
     assert set(said) | set(figures) == documented_keys("bench")
-    table = run("bench", FLOAT, *options, "--bits", 2)  # its own process: what torch's profiler says is asked once
+    table = run(
+        "bench", FLOAT, *options, "--bits", 2
+    )  # in a separate process, because torch's profiler can be queried only once
     assert table.returncode == 0, table.stderr
     weights = bytes_per_token(load_model(FLOAT, lowbit.LowBitConfig(bits=2)))
     assert table.stdout.startswith(f"{FLOAT}: {weights / 1e6:.2f} MB of packed weights per token; 1 threads of ")
@@ -52,7 +54,7 @@ def test_bench_asks_for_what_it_was_told(monkeypatch):
 def test_tune(packed, monkeypatch):
     said = document(run("tune", packed[0], "--seconds", 0.1, "--json"))
     assert set(said) == documented_keys("tune")
-    counts = _candidates(available_cpus())  # all of few, some of many
+    counts = _candidates(available_cpus())  # all of few CPUs, some of many
     assert list(said["seconds"]) == [str(count) for count in counts]
     best = min(said["seconds"].values())
     assert said["seconds"][str(said["threads"])] <= 1.02 * best

@@ -1,4 +1,4 @@
-"""What a long command says while it runs, where its output is a file."""
+"""Progress of a long command whose output is a file."""
 
 import re
 import time
@@ -12,7 +12,7 @@ from lowbit.cli import output
 
 @pytest.fixture
 def quick(monkeypatch):
-    """A line in a millisecond instead of one in a minute."""
+    """One line per millisecond instead of one per minute."""
     monkeypatch.setattr(output, "LINE_SECONDS", 0.001)
 
 
@@ -23,7 +23,7 @@ def test_durations():
 
 
 def told(unit, calls) -> list[str]:
-    """The lines of a step that reports these, and then waits for two more lines."""
+    """The output of a step that reports these values and then waits for two more lines."""
     lines = []
     with output._lines(lines.append, "a step", unit) as advance:
         for call in calls:
@@ -35,7 +35,7 @@ def told(unit, calls) -> list[str]:
 
 
 def test_lines_of_a_step(quick):
-    assert told(None, [])[-1] == "a step: 0 s"  # also while nothing is reported
+    assert told(None, [])[-1] == "a step: 0 s"  # also if nothing is reported
     line = told("layers", [(0, 40, "first"), (10, 40, "a\x1b[2Jb")])[-1]
     assert re.fullmatch(r"a step: 0 s, 10 of 40 layers, 25 %, about \d+ s left: a\\x1b\[2Jb", line), line
     assert told("bytes", [(0, 4_000_000), (1_000_000, 4_000_000)])[-1].startswith("a step: 0 s, 1.00 MB of 4.00 MB, 25 %")
@@ -84,5 +84,5 @@ def test_an_import_says_its_steps(tmp_path, quick):
     steps = re.findall(r"^opening \S+: \d+ s, (\d) of 5 steps, (\d+) %.*: (\w+ the \w+)", result.stderr, re.M)
     assert ("4", "80", "writing the tokenizer") in steps
     assert re.search(r"^importing \S+m\.gguf \.\.\.$", result.stderr, re.M)
-    # The time of the whole command, not that of the weights alone.
+    # The time of the whole command, not only of the weights.
     assert took - 0.5 < float(re.search(r"written in (\d+\.\d) s", result.stdout)[1]) < took + 0.1

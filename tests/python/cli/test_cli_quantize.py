@@ -1,4 +1,4 @@
-"""`lowbit quantize`, beside the library."""
+"""`lowbit quantize`, compared with the library."""
 
 import json
 import math
@@ -83,7 +83,7 @@ def test_quantize_keeps_what_is_there(packed, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-# A process that has imported all that takes seconds forks one for each case: a signal, "nohup" or "full".
+# A process that has done the slow imports forks one for each case: a signal, "nohup" or "full".
 SIGNALED = """
 import json, os, resource, shutil, signal, sys
 import lowbit.hf.from_pretrained, lowbit.hf.placing, transformers.models.llama.modeling_llama
@@ -154,7 +154,7 @@ def test_interrupted_and_no_space(tmp_path, run_python):
     for number, code in codes.items():
         assert found[number] == [code, "", f"quantizing {FLOAT} ...\n"]
         assert list((tmp_path / number).iterdir()) == []
-    # Whoever starts a command with nohup wants it to go on when the terminal is closed.
+    # A command started by nohup must continue when the terminal is closed.
     status, _, said = found["nohup"]
     assert status == 0, said
     assert len(lowbit.inspect_checkpoint(tmp_path / "nohup" / "new")) == 47
@@ -177,7 +177,7 @@ def test_the_last_override_that_matches_counts(tmp_path):
 
 
 def mostly_float(path):
-    """A checkpoint whose matrices are mostly in layers that lowbit does not pack."""
+    """A checkpoint with most matrices in layers that lowbit does not pack."""
     torch.manual_seed(0)
     sizes = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2, "num_key_value_heads": 2, "kv_channels": 16}
     config = JetMoeConfig(**sizes, intermediate_size=96, num_local_experts=4, max_position_embeddings=32, pad_token_id=0)
@@ -215,7 +215,7 @@ def test_a_float_model_that_is_quantized_to_run_says_what_stays_float(tmp_path):
     source = mostly_float(tmp_path / "float")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(FLOAT / name, source)
-    # The tokenizer is another model's: with more tokens than this one has.
+    # The tokenizer of another model, with more tokens than this one.
     result = invoke("generate", source, "--prompt", "Return", "--bits", 4)
     warnings = [line for line in result.stderr.splitlines() if line.startswith("lowbit: warning: ")]
     assert len(warnings) == 1 and "JetMoeParallelExperts" in warnings[0] and "stay float" in warnings[0]

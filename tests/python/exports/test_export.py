@@ -1,4 +1,4 @@
-"""lowbit.export_pte and lowbit.export_pt2: whole models, and what becomes of the file."""
+"""lowbit.export_pte and lowbit.export_pt2: whole models, and the written files."""
 
 import struct
 import sys
@@ -10,7 +10,7 @@ import torch
 from lowbit.files.elf import without_executable_stack
 from models import Small
 
-# executorch and torch.export warn of their own and each other's old calls.
+# executorch and torch.export emit deprecation warnings about their own and each other's code.
 pytestmark = [
     pytest.mark.first,
     *(
@@ -45,12 +45,12 @@ def test_a_model_as_pte(executorch, tmp_path, small, xnnpack):
     for indices in OTHERS:
         (output,) = method.execute((indices,))
         with torch.no_grad():
-            # Not ==: the float layers in between are another library's, and may round a value to the next int8.
+            # Not ==, because float layers in between are other libraries', and may round a value to the next int8.
             torch.testing.assert_close(output, small(indices), rtol=1e-2, atol=1e-2)
 
 
 def stacks_of(package) -> dict[str, str | None]:
-    """For every file in a .pt2 which stack it asks for, in the words of readelf; None where it is not ELF."""
+    """The stack flags of every file in a .pt2, as printed by readelf; None for files that are not ELF."""
     found = {}
     with zipfile.ZipFile(package) as archive:
         for name in archive.namelist():
@@ -83,12 +83,12 @@ def test_a_model_as_pt2(tmp_path, run_python, small):
     lowbit.export_pt2(small, (INDICES,), path, dynamic_shapes=shapes())
     assert list(tmp_path.iterdir()) == [path]
     stacks = [stack for name, stack in stacks_of(path).items() if name.endswith(".so")]
-    assert stacks == (["RW"] if sys.platform == "linux" else [None])  # glibc 2.41 loads no other
+    assert stacks == (["RW"] if sys.platform == "linux" else [None])  # glibc 2.41 refuses others
     loaded = torch._inductor.aoti_load_package(path)
     for indices in OTHERS:
         with torch.no_grad():
             torch.testing.assert_close(loaded(indices), small(indices), rtol=1e-2, atol=1e-2)
-    # A program that does not name lowbit.
+    # A program that does not mention lowbit.
     script = "import sys, torch; run = torch._inductor.aoti_load_package(sys.argv[1]); torch.save("
     process = run_python(script + "run(torch.arange(6).view(2, 3)), sys.argv[2])", path, tmp_path / "output.pt")
     assert process.returncode == 0, process.stdout + process.stderr
@@ -132,7 +132,7 @@ def test_a_pte_is_replaced(executorch, tmp_path, small):
 
 
 class Changes(torch.nn.Module):
-    """A packed layer beside a buffer that each call changes."""
+    """A packed layer, and a buffer that each call changes."""
 
     def __init__(self, kind: str):
         super().__init__()
@@ -161,7 +161,7 @@ def changing(kind: str) -> tuple[torch.nn.Module, torch.Tensor]:
 
 @pytest.mark.parametrize("kind", ["counter", "sum with a counter", "average", "cache"])
 def test_buffers_that_a_pte_changes(executorch, tmp_path, kind):
-    """They begin as in the model. XNNPACK fails at a counter that is an output."""
+    """They start as in the model. XNNPACK fails if a counter is an output."""
     model, x = changing(kind)
     if kind != "counter":
         lowbit.export_pte(model, (x,), tmp_path / "m.pte")
@@ -170,7 +170,7 @@ def test_buffers_that_a_pte_changes(executorch, tmp_path, kind):
             UserWarning, match="XNNPACK does not run the operators that change state; all operators but lowbit's"
         ):
             lowbit.export_pte(model, (x,), tmp_path / "m.pte")
-    assert torch.equal(model.state, changing(kind)[0].state)  # the export has not changed the model
+    assert torch.equal(model.state, changing(kind)[0].state)  # the export does not change the model
     method = executorch.load_program(tmp_path / "m.pte").load_method("forward")
     with torch.no_grad():
         for _ in range(3):

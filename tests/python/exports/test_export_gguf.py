@@ -1,4 +1,4 @@
-"""`lowbit export --to gguf`: what the package gguf, llama.cpp and our own importer make of the file."""
+"""`lowbit export --to gguf`: files read by the package gguf, llama.cpp and lowbit's importer."""
 
 import filecmp
 import json
@@ -38,7 +38,7 @@ def with_tokenizer(path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def symmetric(tmp_path_factory) -> Path:
-    """The shipped model as GGUF's types have it: 4 bits, groups of 32, without mins, the table with 6."""
+    """examples/tiny_llama in forms that GGUF has: 4 bits, groups of 32, without mins, the table with 6 bits."""
     target = tmp_path_factory.mktemp("symmetric") / "model"
     config = lowbit.LowBitConfig(embedding_bits=6, scale="absmax", overrides={"*.1.*gate_proj": {"mapping": "affine"}})
     lowbit.quantize_checkpoint(FLOAT, target, config)
@@ -54,7 +54,7 @@ def symmetric(tmp_path_factory) -> Path:
 )  # fmt: skip
 @pytest.mark.parametrize("group", [32, 64, None])
 def test_blocks_are_the_weights(bits, mapping, kind, group):
-    """Every code; by the package's own dequantization."""
+    """Every code, by the package's dequantization."""
     k, n = 160, 18
     groups = 1 if group is None else -(-k // group)
     codes = torch.randint(0, 2**bits, (n, k), dtype=torch.uint8)
@@ -69,7 +69,7 @@ def test_blocks_are_the_weights(bits, mapping, kind, group):
     expected = dequantize(unpacked).numpy()
     if mins is None:
         assert np.array_equal(found, expected)
-    else:  # numpy rounds the product, ggml's kernels and ours do not
+    else:  # numpy rounds the product; ggml's kernels and ours do not
         assert np.abs(found - expected).max() <= 2**-22 * np.abs(expected).max()
 
 
@@ -89,14 +89,14 @@ def test_there_and_back_are_the_same_bytes(tmp_path, model, kind):
     names = sorted(os.listdir(tmp_path / "one"))
     assert names == sorted(os.listdir(tmp_path / "two")) and "model.safetensors" in names
     same = {name for name in names if filecmp.cmp(tmp_path / "one" / name, tmp_path / "two" / name, shallow=False)}
-    different = {"lowbit_import.json"}  # it has the name and the time of the file
-    if model == "bias":  # transformers cuts words as Qwen2 does for every model of that type, whatever the file says
+    different = {"lowbit_import.json"}  # contains the file's name and time
+    if model == "bias":  # transformers splits words like Qwen2 for every model of that type, ignoring the file
         different.add("tokenizer.json")
     assert same == set(names) - different
 
 
 def test_what_is_quantized_here_goes_over(symmetric, tmp_path):
-    """The shipped model, by the package's reader; one tensor of it as float, to compare."""
+    """examples/tiny_llama, read by the package; one tensor as float, to compare."""
     assert "Q8_0" in invoke("export", symmetric, "--to", "gguf", "--output", tmp_path / "m.gguf").stdout
     fields = gguf.GGUFReader(tmp_path / "m.gguf")
     tensors = {tensor.name: tensor for tensor in fields.tensors}
@@ -124,7 +124,7 @@ WORDS = (
 
 @pytest.mark.parametrize("name, rule", [("llama-bpe", WORDS), ("qwen2", WORDS.replace("{1,3}", "")), ("gpt-2", None)])
 def test_tokenizers_come_back(tmp_path, name, rule):
-    """With the ways of cutting words that llama.cpp knows: the same tokens, ends and template after an import."""
+    """With llama.cpp's ways of splitting words: the same tokens, stop tokens and template after an import."""
     from tokenizers import Regex, pre_tokenizers
 
     tokenizer = load_tokenizer(FLOAT)
@@ -167,7 +167,7 @@ def test_what_gguf_does_not_hold_is_refused_by_name(tmp_path):
     edit_json(tmp_path / "odd" / "config.json", model_type="gpt_neox")
     with pytest.raises(ValueError, match="'gpt_neox'; lowbit writes llama, mistral, qwen2, qwen3, phi3, gemma"):
         to_gguf(tmp_path / "odd", tmp_path / "m.gguf")
-    save_model(tmp_path / "rows", vocab_size=2048)  # 168 inputs of the last matrix of a layer
+    save_model(tmp_path / "rows", vocab_size=2048)  # the last matrix of a layer has 168 inputs
     quantized_rows = tmp_path / "packed rows"
     lowbit.quantize_checkpoint(tmp_path / "rows", quantized_rows, lowbit.LowBitConfig())
     with_tokenizer(quantized_rows)
@@ -202,7 +202,7 @@ def test_settings_that_no_file_can_have(symmetric, tmp_path, changes, message):
 
 
 def test_eight_bits_of_our_own_go_over(tmp_path):
-    """Their scales have float32's digits; float16 moves a weight of 128 steps by a sixteenth of one."""
+    """Their scales are float32; float16 moves a weight of 128 steps by a sixteenth of a step."""
     from lowbit.exports.gguf import _steps
 
     for config in (lowbit.LinearConfig(8, 32), lowbit.LinearConfig(8, None), lowbit.LinearConfig(3, 32, "levels")):
@@ -278,7 +278,7 @@ for name, action in actions.items():
 
 
 def test_killed_after_every_band(tmp_path, run_python):
-    """SIGKILL in an export, and in an import: the target is whole, or not there. Other moments: test_crashes.py."""
+    """After SIGKILL in an export or import, the target is complete or missing. test_crashes.py tests other moments."""
     source = with_tokenizer(save_model(tmp_path / "source", dtype=torch.float32, **SIZES))
     process = run_python(KILLED, source, tmp_path)
     assert process.returncode == 0, process.stderr

@@ -1,4 +1,4 @@
-"""`lowbit export --to gguf` of Gemma's and Phi 3's families, and of SentencePiece's tokenizers."""
+"""`lowbit export --to gguf` of the Gemma and Phi 3 families, and of SentencePiece tokenizers."""
 
 import contextlib
 import filecmp
@@ -22,7 +22,7 @@ NORMAL, UNKNOWN, CONTROL, USER, BYTE = 1, 2, 3, 4, 6
 
 
 def vocabulary() -> list[tuple[str, float, int]]:
-    """403 tokens as SentencePiece has them, with scores and types."""
+    """403 SentencePiece tokens with scores and types."""
     found = [("<unk>", 0.0, UNKNOWN), ("<s>", 0.0, CONTROL), ("</s>", 0.0, CONTROL), ("<think>", 0.0, USER)]
     found += [(f"<0x{byte:02X}>", 0.0, BYTE) for byte in range(256)]
     words = ["he", "th", "the", "\u2581the", "in", "er", "\u2581in", "an", "and", "\u2581and"]
@@ -52,7 +52,7 @@ def test_there_and_back_are_the_same_bytes(tmp_path, kind, type_name):
         report = export_gguf(tmp_path / "one", tmp_path / "again.gguf")
     assert {each.kind for each in report} == {"exact", "float"}
     lowbit.import_checkpoint(tmp_path / "again.gguf", tmp_path / "two")
-    assert same_files(tmp_path / "one", tmp_path / "two") == {"lowbit_import.json"}  # it has the name of the file
+    assert same_files(tmp_path / "one", tmp_path / "two") == {"lowbit_import.json"}  # contains the file's name
     fields = gguf.GGUFReader(tmp_path / "again.gguf").fields
     scores = fields["tokenizer.ggml.scores"].contents()
     types = fields["tokenizer.ggml.token_type"].contents()
@@ -60,7 +60,7 @@ def test_there_and_back_are_the_same_bytes(tmp_path, kind, type_name):
     tokens = [each[0] for each in vocabulary()]
     joined = [tokens.index(text) for text in ("he", "th", "the", "\u2581the", "in", "er")]
     assert sorted(joined, key=lambda token: -scores[token]) == joined
-    # Norms are stored with 1 added in Gemma's family.
+    # Norms of the Gemma family are stored with 1 added.
     norm = next(each for each in gguf.GGUFReader(tmp_path / "again.gguf").tensors if each.name == "output_norm.weight")
     wanted = model.model.norm.weight.detach() + (1 if "gemma" in kind else 0)
     torch.testing.assert_close(torch.from_numpy(norm.data.copy()), wanted, rtol=0, atol=1e-6)
@@ -83,7 +83,7 @@ def test_the_rotation_of_long_texts(tmp_path):
 
 
 def tokenizer_of(directory, tokens):
-    """A tokenizer of transformers, by way of a file."""
+    """A transformers tokenizer, loaded from a file."""
     model = random_model("llama")
     write_model(directory / "t.gguf", model, sentencepiece=tokens)
     lowbit.import_checkpoint(directory / "t.gguf", directory / "t")
@@ -92,7 +92,7 @@ def tokenizer_of(directory, tokens):
 
 @pytest.fixture(scope="module")
 def mistral(tmp_path_factory):
-    """A checkpoint of Mistral with a tokenizer as Llama 2 has it: a normalizer puts the first space."""
+    """A Mistral checkpoint with a tokenizer like Llama 2's, whose normalizer adds the first space."""
     directory = tmp_path_factory.mktemp("mistral")
     config = random_model("llama").config.to_dict()
     names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -115,7 +115,7 @@ def test_mistral_goes_out_as_llama(mistral, tmp_path):
     export_gguf(mistral, tmp_path / "m.gguf")
     lowbit.import_checkpoint(tmp_path / "m.gguf", tmp_path / "out")
     found, expected = AutoTokenizer.from_pretrained(tmp_path / "out"), AutoTokenizer.from_pretrained(mistral)
-    text = "  the band and Thé <think>in"  # a space comes before each part
+    text = "  the band and Thé <think>in"  # each part is preceded by a space
     assert found(text)["input_ids"] == expected(text)["input_ids"]
     assert torch.equal(load(tmp_path / "out")(TOKENS).logits, load(mistral)(TOKENS).logits)
     edit_json(mistral / "config.json", sliding_window=16)
@@ -186,7 +186,7 @@ def test_tokenizers_that_are_refused(mistral, tmp_path, change, message):
 
 @pytest.mark.parametrize("kind", ["gemma", "gemma2"])
 def test_a_head_beside_the_table_is_refused(tmp_path, kind):
-    """ggml's first two Gemmas read one table; a head that is packed beside a float table is another matrix."""
+    """In ggml the first two Gemmas read one table; a packed head and a float table are two matrices."""
     random_model(kind).save_pretrained(tmp_path / "float")
     tokenizer_of(tmp_path, vocabulary()).save_pretrained(tmp_path / "float")
     config = lowbit.LowBitConfig(overrides={"*embed_tokens": None, "lm_head": {"bits": 4}})

@@ -1,8 +1,8 @@
-"""A small trained language model in ExecuTorch and AOTInductor, from Python and from C++: the tokens of eager.
+"""A small trained language model in ExecuTorch and AOTInductor, from Python and C++, gives the tokens of eager.
 
-lowbit's operators have the same bits everywhere. What lies between them (norms, rotary embeddings, activation functions)
-is XNNPACK's or AOTInductor's there, whose last bits may differ, and a last bit can move an activation to the next int8
-value. So logits are near eager's (0.16 was seen, of 20 or so), and the likeliest token is the same but for near ties.
+lowbit's operators have the same bits everywhere. The code between them (norms, rotary embeddings, activation functions) is
+XNNPACK's or AOTInductor's, whose last bits may differ and can move an activation to the next int8 value. So logits are near
+eager's (measured: 0.16 of about 20), and the likeliest token is the same except for near ties.
 """
 
 import re
@@ -20,7 +20,7 @@ from runners import EXAMPLE, HERE, KINDS, KINDS_AND_CPUS, KINDS_AND_PROCESSORS, 
 
 transformers = pytest.importorskip("transformers")
 
-# executorch and torch.export warn of their own and each other's old calls.
+# executorch and torch.export emit deprecation warnings about their own and each other's code.
 pytestmark = [
     pytest.mark.more,
     *(
@@ -31,7 +31,7 @@ pytestmark = [
 
 MODEL = EXAMPLE.parent / "tiny_llama" / "model"
 MAX_LENGTH, CHUNK, NEW = 256, 32, 32
-# The second is longer than a chunk, and than two.
+# The second is longer than two chunks.
 PROMPTS = ["Create a new", " ".join(["The following example shows how to use the class in a program."] * 6)]
 NEAR_TIE = 0.3  # between the logits of two tokens
 
@@ -45,7 +45,7 @@ class Exported:
 
     @torch.inference_mode()
     def check_likeliest(self, prompt: list[int], tokens: list[int]) -> None:
-        """Behind the prompt and those before it, each token is the likeliest one in eager, or all but."""
+        """Each token is the likeliest one in eager after the prompt and the tokens before it, or a near tie."""
         assert len(tokens) == NEW
         text, start = torch.tensor([prompt]), 0
         for i, token in enumerate(tokens):
@@ -61,7 +61,8 @@ def tokenizer():
 
 
 def quantized() -> torch.nn.Module:
-    """The first and the last of five layers, as each takes seconds to export: with these it does not repeat a few tokens."""
+    """The first and last of five layers, because each takes seconds to export. With these the text does not just repeat a few
+    tokens."""
     model = transformers.AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
     del model.model.layers[1:-1]
     model.model.layers[1].self_attn.layer_idx = 1
@@ -72,7 +73,7 @@ def quantized() -> torch.nn.Module:
 
 @pytest.fixture(scope="session")
 def exported(executorch, tokenizer, tmp_path_factory) -> Exported:
-    """At 4 bits; test_cpp_runners.py has all widths, in a small module."""
+    """At 4 bits; test_cpp_runners.py tests all widths in a small module."""
     decoder = lowbit.llm.Decoder(quantized(), MAX_LENGTH)
     prompts = [tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
     assert len(prompts[0]) < CHUNK and 2 * CHUNK < len(prompts[1]) < MAX_LENGTH - NEW
@@ -101,14 +102,14 @@ def small_caches(request, executorch, tmp_path_factory) -> Exported:
     directory = tmp_path_factory.mktemp(request.param)
     files = {kind: directory / f"small.{kind}" for kind in KINDS}
     for file in files.values():
-        # Without XNNPACK, whose lowering takes longest, and which the other model has.
+        # Without XNNPACK, whose lowering is slowest; the other model uses it.
         lowbit.llm.export_decoder(decoder, file, chunk=CHUNK, xnnpack=False)
     return Exported(decoder, prompts, expected, files)
 
 
 @pytest.fixture(scope="session")
 def others(executorch, tmp_path_factory) -> dict[str, Path]:
-    """Programs that are no decoders, by kind."""
+    """Programs that are not decoders, by kind."""
     files = {kind: tmp_path_factory.mktemp("others") / f"other.{kind}" for kind in KINDS}
     for kind, file in files.items():
         getattr(lowbit, f"export_{kind}")(torch.nn.ReLU(), (torch.zeros(2),), file)
@@ -117,12 +118,14 @@ def others(executorch, tmp_path_factory) -> dict[str, Path]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_caches_of_codes_in_a_file(kind, small_caches, runners):
-    """The file knows what its caches are: nothing else has to say it, neither in Python nor in C++."""
+    """The file describes its caches; neither Python nor C++ needs another argument."""
     program = runners({"pte": "llm_runner", "pt2": "llm_runner_pt2"}[kind], HERE)
     step = lowbit.llm.load_decoder(small_caches.files[kind])
     for prompt in small_caches.prompts:
         tokens = lowbit.llm.generate(step, prompt, NEW, max_length=128, stop=step.stop).tokens
-        if small_caches.decoder.cache_type == "int8":  # else a last bit can move a code, and of 16 each one means much
+        if (
+            small_caches.decoder.cache_type == "int8"
+        ):  # with 4-bit codes, the last bit can change a code, and a step of 16 levels is large
             small_caches.check_likeliest(prompt, tokens)
         process = program("--ids", listed(prompt), "--max-new-tokens", NEW, small_caches.files[kind])
         assert process.returncode == 0, process.stderr
@@ -150,7 +153,7 @@ def listed(tokens: list[int]) -> str:
 
 
 def made(exported: Exported, kind: str, prompt: int) -> list[int]:
-    """What a file makes of a prompt, in Python here."""
+    """Results of a file for a prompt, in Python."""
     step = load(exported, kind)
     return lowbit.llm.generate(step, exported.prompts[prompt], NEW, max_length=MAX_LENGTH, stop=step.stop).tokens
 
@@ -178,12 +181,12 @@ def test_the_runner_samples(runner, exported):
     drawn = tokens("--temperature", 1.5, "--seed", 1)
     assert drawn == tokens("--temperature", 1.5, "--seed", 1, "--threads", 1)
     assert drawn != likeliest and drawn != tokens("--temperature", 1.5, "--seed", 2)
-    # Only one token is left to draw from; and the others have no probability left.
+    # Only one token remains to sample from; the others have probability zero.
     assert tokens("--temperature", 1.5, "--top-p", 0) == tokens("--temperature", 0.0001) == likeliest
 
 
 def test_the_runner_stops(runner, exported):
-    """At the end of the text that the model has room for."""
+    """At the model's maximum length."""
     prompt, file = exported.prompts[0] * 100, exported.files[runner.kind]
     process = runner("--ids", listed(prompt[: MAX_LENGTH - 3]), "--stats", file)
     assert process.returncode == 0, process.stderr
@@ -207,7 +210,7 @@ def test_the_runner_refuses(runner, exported, tmp_path):
         (["--ids", "5", "--temperature", "nan", file], "--temperature is 'nan'; expected a number from 0"),
         (["--ids", "5", "--top-p", "2", file], "--top-p is '2'; expected"),
         (["--ids", "5", "--threads", "x", file], "--threads is 'x'; expected"),
-        (["--ids", "5", "--nonsense", file], "there is no option --nonsense"),
+        (["--ids", "5", "--nonsense", file], "unknown option --nonsense"),
         (["--ids", "5", file, file], "more than one model"),
         (["--ids", "5", file, "--seed"], "--seed needs a value"),
         (["--ids", "5", tmp_path / f"none.{runner.kind}"], f"none.{runner.kind} does not load"),
@@ -228,7 +231,7 @@ def test_the_runner_refuses_files(runner, exported, tmp_path):
 
 
 def test_the_runner_refuses_other_models(runner, others, tmp_path):
-    expected = {"pte": "does not take tokens [1, s] and start [1], both int64", "pt2": "has no 'lowbit.llm.max_length'"}
+    expected = {"pte": "does not have inputs tokens [1, s] and start [1], both int64", "pt2": "has no 'lowbit.llm.max_length'"}
     assert expected[runner.kind] in runner.refusal("--ids", "5", others[runner.kind])
     if runner.kind == "pte":
         step = exported_step_without_constants(tmp_path / "step.pte")
@@ -287,7 +290,7 @@ def test_generate_makes_the_tokens_of_eager(exported, kind):
 @torch.inference_mode()
 @pytest.mark.parametrize("kind", KINDS)
 def test_pieces(exported, kind):
-    """However a text is cut into calls, and whatever the caches held before, the logits are the same, but for rounding."""
+    """Logits do not depend on how a text is split into calls, nor on earlier content of the caches, except for rounding."""
     step, decoder = load(exported, kind), exported.decoder
     text = torch.tensor([exported.prompts[1]])
     length = text.shape[1]
@@ -301,7 +304,7 @@ def test_pieces(exported, kind):
             logits = step(text[:, start : start + size], torch.tensor([start]))
             start += size
         assert start == length and (logits - whole).abs().max() < NEAR_TIE, pieces
-    # The caches matter: the last token alone, and behind another text, are something else.
+    # The caches matter: the last token alone, or after another text, gives other logits.
     assert (step(text[:, -1:], torch.tensor([0])) - whole).abs().max() > 10 * NEAR_TIE
     step(text.flip(1), torch.tensor([0]))
     assert (step(text[:, -1:], torch.tensor([length - 1])) - whole).abs().max() > 3 * NEAR_TIE
@@ -355,7 +358,7 @@ def test_bad_exports(exported, kind, tmp_path):
 
 
 def test_a_file_of_single_steps_and_stop_tokens(exported, executorch, runners, tokenizer, tmp_path):
-    """With a chunk of 1 nothing is dynamic. Stop tokens of one's own end the text."""
+    """With a chunk of 1 nothing is dynamic. Custom stop tokens end the text."""
     prompt, expected = exported.prompts[0], exported.expected[0]
     stop = next(token for token in expected[4:] if expected.index(token) > 4)
     file = tmp_path / "single.pte"
@@ -386,8 +389,7 @@ for prompt in prompts:
 
 
 def test_executorchs_own_runner(exported, run_python, tokenizer):
-    """TextLLMRunner, twice with the same text and without a line of ours; in a process of its own, because it has its own
-    threads."""
+    """TextLLMRunner, twice with the same text, without lowbit's code; in a separate process, because it has its own threads."""
     process = run_python(TEXT_LLM_RUNNER, exported.files["pte"], MODEL / "tokenizer.json", NEW, *PROMPTS)
     assert process.returncode == 0, process.stderr
     for prompt in range(len(PROMPTS)):

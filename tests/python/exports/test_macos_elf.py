@@ -1,4 +1,4 @@
-"""tests/macos/elf_of_macho.py on a small library made here: what dyld would do is what Linux's loader is told to do."""
+"""tests/macos/elf_of_macho.py on a small library: Linux's loader is told to do what dyld would do."""
 
 import importlib.util
 import struct
@@ -19,7 +19,7 @@ def command(number: int, form: str, *values) -> bytes:
 
 
 def library(section_kind: int = 0, other: bytes = b"") -> bytes:
-    """Code at 0x1000, and data with a pointer to it, one to an imported function and one to it plus 8, bound lazily."""
+    """Code at 0x1000; data with a pointer to it, one to an imported function, and a lazy one to that function plus 8."""
     # one pointer in segment 1, at 0; the list ends
     rebase = bytes([0x11, 0x21, 0, 0x51, 0])
     bind = bytes([0x11, 0x40]) + b"_malloc\0" + bytes([0x51, 0x71, 8, 0x90, 0])

@@ -1,12 +1,11 @@
-"""Programs of ExecuTorch whose calls of lowbit's operators are damaged: the call fails, or gives a result in bounds.
+"""ExecuTorch programs with damaged calls of lowbit's operators: the call fails, or gives a result within bounds.
 
-Half of the mutants have other arguments: values of another kind, hostile numbers, tensors of other sizes, types and places,
-lists of wrong lengths, altered packed weights. The others are files with bytes that were changed anywhere. Each is run in a
-process of its own. What ends it while ExecuTorch reads the file, or by a check of ExecuTorch's around the call, is
-ExecuTorch's to fix (SECURITY.md), and counted; nothing else may end it while the program runs, which is a single call of an
-operator.
+Half of the mutants have changed arguments: values of another kind, hostile numbers, tensors of other sizes, types and places,
+lists of wrong lengths, altered packed weights. The others are files with changed bytes. Each runs in a separate process.
+Crashes while ExecuTorch reads the file, or in ExecuTorch's checks around the call, are ExecuTorch's errors (SECURITY.md) and
+are counted. Nothing else may end the process while the program, a single operator call, runs.
 
-`make fuzz-pte` tries more of them; LOWBIT_FUZZ is how many, LOWBIT_FUZZ_SEED the first seed.
+`make fuzz-pte` tries more: LOWBIT_FUZZ is the number, LOWBIT_FUZZ_SEED the first seed.
 """
 
 import copy
@@ -32,10 +31,10 @@ pytestmark = [
 
 MUTANTS = int(os.environ.get("LOWBIT_FUZZ", 8))
 SEED = int(os.environ.get("LOWBIT_FUZZ_SEED", 1))
-SECONDS = 600  # no mutant takes one of them on a quiet machine
+SECONDS = 600  # on a quiet machine a mutant takes less than one
 NUMBERS = [0, 1, 2, 3, 15, 16, 17, 20, 32, 64, 80, 255, 2**15, 2**16, 2**31 - 1, -1, -2, -(2**31)]
 ENDS = ("refused", "returned", "ended while reading", "ended by a check of ExecuTorch", "ended while running")
-OURS = ("evalue.h", "executorch_ops.cpp")  # whose checks run within our operators
+OURS = ("evalue.h", "executorch_ops.cpp")  # files whose checks run within our operators
 INT64 = [*NUMBERS, 2**31, 2**32, 2**61 + 1, 2**62, 2**63 - 1, -(2**63)]
 
 
@@ -76,7 +75,7 @@ def calls() -> dict[str, tuple[torch.nn.Module, torch.Tensor]]:
 
 
 def damage_call(program, choose: random.Random) -> None:
-    """Changes what the file says of the call, in one to three places."""
+    """Changes the call in the file, in one to three places."""
     from executorch.exir import schema
 
     plan = program.program.execution_plan[0]
@@ -119,7 +118,7 @@ def damage_call(program, choose: random.Random) -> None:
             else:
                 changed.shape_dynamism = choose.choice(list(type(changed.shape_dynamism)))
             if choose.random() < 0.5:
-                plan.values[arguments[at]] = schema.EValue(changed)  # also where the program reads or returns it
+                plan.values[arguments[at]] = schema.EValue(changed)  # also used where the program reads or returns the value
             else:
                 plan.values.append(schema.EValue(changed))
                 arguments[at] = len(plan.values) - 1
@@ -135,7 +134,7 @@ def damage_call(program, choose: random.Random) -> None:
 
 
 def damage_weights(data: bytearray, choose: random.Random) -> None:
-    """Changes packed weights in the file, headers first."""
+    """Changes packed weights in the file, mostly headers."""
     magic = b"\x89LOWBIT\n"
     starts = [at for at in range(len(data)) if data.startswith(magic, at)]
     for _ in range(choose.choice((0, 0, 1, 2))):
@@ -146,7 +145,7 @@ def damage_weights(data: bytearray, choose: random.Random) -> None:
 
 
 def damage_bytes(data: bytearray, choose: random.Random) -> None:
-    """Changes the file anywhere, but for its last bytes as often as for the others."""
+    """Changes bytes of the file: half of the time its last bytes, otherwise anywhere else."""
     for _ in range(choose.choice((1, 1, 2, 4))):
         at = choose.randrange(len(data))
         kind = choose.randrange(4)
@@ -163,7 +162,7 @@ def damage_bytes(data: bytearray, choose: random.Random) -> None:
 
 
 def run(data: bytes, x: torch.Tensor) -> str:
-    """How a program ends, in a process of its own: one of ENDS."""
+    """Runs a program in a separate process; returns one of ENDS."""
     reading, writing = os.pipe()
     log = os.memfd_create("log")
     child = os.fork()
@@ -174,7 +173,7 @@ def run(data: bytes, x: torch.Tensor) -> str:
             signal.alarm(SECONDS)
             os.dup2(log, 1)
             os.dup2(log, 2)
-            sys.stdout = sys.stderr = open(log, "w", buffering=1, encoding="utf-8")  # where the runtime's messages go
+            sys.stdout = sys.stderr = open(log, "w", buffering=1, encoding="utf-8")  # for the runtime's messages
             from executorch.runtime import Runtime
 
             try:
@@ -182,7 +181,7 @@ def run(data: bytes, x: torch.Tensor) -> str:
                 os.write(writing, b"L")
                 method.execute((x,))
                 os.write(writing, b"R")
-            except Exception:  # whatever the runtime makes of its error codes
+            except Exception:  # the runtime maps error codes to various exceptions
                 os.write(writing, b"E")
         finally:
             os._exit(0)
@@ -199,7 +198,7 @@ def run(data: bytes, x: torch.Tensor) -> str:
         return "returned"
     if not stages:
         return "ended while reading"
-    # Its own checks end a process by abort(), and say where. None of them is compiled into lowbit but those of EValue.
+    # ExecuTorch's checks end a process by abort() and print the place. Only those of EValue are compiled into lowbit.
     checks = re.findall(r"^\[(\w+\.\w+):\d+\] In function .* assert failed", said, re.M)
     own = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGABRT and checks and checks[-1] not in OURS
     return "ended by a check of ExecuTorch" if own else "ended while running"
@@ -207,7 +206,7 @@ def run(data: bytes, x: torch.Tensor) -> str:
 
 @pytest.fixture(scope="module")
 def programs(executorch, tmp_path_factory):
-    """By operator: the file of one call of it, and its input."""
+    """By operator: a file with one call of it, and the input."""
     found = {}
     for name, (model, x) in calls().items():
         path = tmp_path_factory.mktemp("fuzz") / f"{name}.pte"
@@ -230,7 +229,7 @@ def mutants(programs, name: str, whole_file: bool):
             damage_call(other, choose)
             try:
                 changed = bytearray(bytes(serialize_pte_binary(other)))
-            except Exception:  # what the format cannot say at all
+            except Exception:  # not representable in the format
                 continue
             damage_weights(changed, choose)
         else:
@@ -252,5 +251,5 @@ def test_mutants(programs, name, whole_file, tmp_path):
             found.write_bytes(data)
             pytest.fail(f"seed {SEED}, mutant {number} of {name} ended the process while it ran: {found}")
     print(f"{name}, {'bytes' if whole_file else 'call'}: {dict(ends)}, {time.perf_counter() - begin:.0f} s")
-    # A fuzzer whose damage is always refused, or never, would show nothing.
+    # If all damage were refused, or none, the fuzzer would test nothing.
     assert ends["refused"] > 0 and (MUTANTS < 40 or ends["returned"] > 0), ends

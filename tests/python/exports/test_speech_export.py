@@ -1,7 +1,7 @@
-"""A Whisper model in ExecuTorch and AOTInductor: the logits and tokens of eager.
+"""A Whisper model in ExecuTorch and AOTInductor gives the logits and tokens of eager.
 
-lowbit's operators have the same bits everywhere. What lies between them is XNNPACK's or AOTInductor's there, whose last bits
-may differ, and a last bit can move an activation to the next int8 value.
+lowbit's operators have the same bits everywhere. The code between them is XNNPACK's or AOTInductor's, whose last bits may
+differ and can move an activation to the next int8 value.
 """
 
 import copy
@@ -21,8 +21,8 @@ pytestmark = [
     ),
 ]
 
-ROUNDING = 0.2  # of the spread of the logits; 0.05 was seen
-MEASURED = 1e-5  # what most calls differ by: nothing was rounded to another value
+ROUNDING = 0.2  # relative to the spread of the logits; measured: 0.05
+MEASURED = 1e-5  # difference of most calls, in which no activation was rounded to another value
 
 
 @pytest.fixture(scope="module")

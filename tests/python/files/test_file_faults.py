@@ -1,4 +1,4 @@
-"""Disks that refuse any call, read-only file systems, names of all kinds, files that change under a model."""
+"""Failing disk calls, read-only file systems, unusual names, files that change while a model uses them."""
 
 import os
 import shutil
@@ -96,8 +96,8 @@ for name, target in (("quantize", "packed"), ("gguf", "m.gguf"), ("import", "imp
 
 
 def test_a_disk_that_refuses_any_call(sources, tmp_path, run_python):
-    """Each write, fsync, rename and mkdir fails in its turn: an error, the old file or nothing, and no leftovers. With
-    LOWBIT_ALL_FAULTS each, else every thirtieth write and every eighth fsync."""
+    """Each write, fsync, rename and mkdir fails in turn: an error, the old file or none, and no leftovers. All calls with
+    LOWBIT_ALL_FAULTS, else every thirtieth write and every eighth fsync."""
     if shutil.which("strace") is None:
         lacking("there is no strace; scripts/need.sh test installs it")
     done = run_python(INJECT, sources, tmp_path, 1 if os.environ.get("LOWBIT_ALL_FAULTS") else 30)
@@ -106,7 +106,7 @@ def test_a_disk_that_refuses_any_call(sources, tmp_path, run_python):
     assert len(counts) == 3 and all(int(met) >= int(errors) > 3 for _, met, errors in counts), counts
 
 
-# 250 of the 255 bytes that a name may have, and what a terminal or a pattern would take for its own.
+# 250 of the 255 bytes that a name may have, and special characters of terminals and patterns.
 NAMES = ["y" * 250, "a\nb", "%s {x} *.[a]", "\x1b[31m", "ü"]
 
 
@@ -123,7 +123,7 @@ def test_names_of_all_kinds(name, sources, tmp_path):
 
 
 def test_a_name_that_is_not_utf8(sources, tmp_path):
-    """safetensors does not read it: this is said before the work, not after it."""
+    """safetensors cannot read it, which is reported before the work, not after it."""
     target = tmp_path / os.fsdecode(b"caf\xe9")
     refuse(sources / "model", target, OSError, "caf\\udce9' is not UTF-8, which safetensors needs")
     assert "is not UTF-8" in error(invoke("quantize", sources / "model", target))
@@ -158,15 +158,15 @@ print(model(TOKENS).logits)
 
 
 def test_a_model_whose_files_change(sources, tmp_path, run_python):
-    """Weights are mapped. Files that are removed or replaced stay as they were for who has them open; one that is cut
-    ends the process, which SECURITY.md says, and never gives other numbers."""
+    """Weights are mapped. An open model keeps files that are removed or replaced. A truncated file ends the process
+    (SECURITY.md), and never gives other numbers."""
     lowbit.quantize_checkpoint(sources / "model", tmp_path / "packed", CONFIG)
     done = run_python(CHANGE, tmp_path / "packed", sources / "older")
     assert done.stdout == "True\n" and done.returncode == -signal.SIGBUS, (done.returncode, done.stdout, done.stderr)
 
 
 def test_a_read_only_file_system(sources, tmp_path):
-    """/sys is one, for root as well."""
+    """/sys is read-only, even for root."""
     refuse(sources / "model", Path("/sys/kernel/packed"), OSError, "/sys/kernel cannot be written: ")
     with pytest.raises(OSError, match="/sys/kernel cannot be written: "):
         crash_actions.export_gguf(sources / "float32", "/sys/kernel/m.gguf")

@@ -1,4 +1,4 @@
-"""Models by their names on a hub, from a server on this machine that speaks its protocol."""
+"""Models by hub name, from a local server with the hub's protocol."""
 
 import json
 import shutil
@@ -20,7 +20,7 @@ TOKENS = ["<s>", "</s>", "t", "h", "th", "e", "the", *[chr(0x100 + number) for n
 
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
-    """A hub, and an empty cache of huggingface_hub, which reads its settings when it is imported."""
+    """A hub, and an empty huggingface_hub cache; huggingface_hub reads its settings at import."""
     with serving() as server:
         monkeypatch.setattr(constants, "ENDPOINT", server.address)
         monkeypatch.setattr(
@@ -30,10 +30,10 @@ def hub(monkeypatch, tmp_path):
         monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)  # the server speaks Git LFS only
-        monkeypatch.setattr(transformers.utils.hub, "_hf_api", None)  # kept by its first caller, with that one's address
+        monkeypatch.setattr(transformers.utils.hub, "_hf_api", None)  # cached by its first caller with that caller's address
         for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
             monkeypatch.delenv(name, raising=False)
-        monkeypatch.chdir(tmp_path)  # no name of these tests is a path here
+        monkeypatch.chdir(tmp_path)  # so that no model name is an existing path
         yield server
 
 
@@ -201,7 +201,7 @@ def test_push_and_load_again(hub, packed, tmp_path, monkeypatch):
     card = files.pop("README.md").decode()
     assert files.pop(".gitattributes") == b""
     expected = files_in(packed[0])
-    del expected["README.md"]  # has only the note that the checkpoint needs lowbit
+    del expected["README.md"]  # contains only the note that the checkpoint needs lowbit
     assert files == expected
     assert said["files"] == sorted([*files, "README.md"])
     front = yaml.safe_load(card.split("---\n")[1])

@@ -1,5 +1,5 @@
-"""Sizes and numbers at the ends of their ranges: more weights than 2^31, a million rows and indices, nothing at all, scales
-that are subnormal or near the largest float, and small stacks."""
+"""Extreme sizes and numbers: more than 2^31 weights, a million rows and indices, empty inputs, scales that are subnormal or
+near the largest float, and small stacks."""
 
 import threading
 
@@ -11,7 +11,7 @@ from reference import assert_same_bits, random_packed, random_rows
 
 
 def test_more_weights_than_an_int_counts():
-    """2^31 + 2^25 weights of one bit: 280 MB, of 65 copies of one matrix, so that each row is known."""
+    """2^31 + 2^25 one-bit weights, 280 MB: 65 copies of one matrix, so that each row is known."""
     n, k, copies = 2048, 16384, 65
     part = random_packed(n, k, 1, 1024, "symmetric")
     whole = lowbit.concat([part] * copies)
@@ -50,7 +50,7 @@ def test_a_million_rows_and_indices():
 
 
 def test_nothing():
-    """Zero rows, tokens and indices give results of zero rows; matrices without rows or inputs are refused."""
+    """Zero rows, tokens or indices give zero rows; matrices without rows or inputs are refused."""
     packed = random_packed(20, 48, 4, 16, "affine")
     for shape in ((0,), (0, 5), (5, 0), (2, 0, 3)):
         assert lowbit.linear(torch.empty(*shape, 48), packed, 20).shape == (*shape, 20)
@@ -77,7 +77,7 @@ def test_nothing():
 @pytest.mark.parametrize("mapping", ["symmetric", "affine"])
 @pytest.mark.parametrize("size", [1e-45, 3e-42, 1e-38, 1e-30, 1e30, 3e35])
 def test_scales_of_any_size(mapping, size):
-    """Also with activations so large or small that products leave the range on both sides."""
+    """Also with activations so large or small that products overflow or underflow."""
     generator = torch.Generator().manual_seed(1)
     codes = torch.randint(16, (40, 64), generator=generator, dtype=torch.uint8)
     scales = (torch.rand(40, 2, generator=generator) + 0.5) * size
@@ -93,7 +93,7 @@ def test_scales_of_any_size(mapping, size):
 
 @pytest.mark.parametrize("kib", [128, 8192])
 def test_small_and_large_stacks(kib):
-    """Threads of musl have 128 KiB."""
+    """musl's threads have 128 KiB."""
     packed, x = random_packed(600, 512, 4, 32, "affine"), random_rows(70, 512)
     cache, q = torch.zeros(1, 4, 80, 64), random_rows(1, 4, 70, 64)
     calls = [

@@ -1,4 +1,4 @@
-"""lowbit.files.replace: what a reader, a crash and another run find."""
+"""lowbit.files.replace: what readers, crashes and concurrent runs see."""
 
 import os
 from pathlib import Path
@@ -26,7 +26,7 @@ def test_a_file_is_replaced_in_one_step(tmp_path, monkeypatch):
         assert target.read_text() == "old"
         hidden = str(written)
     assert target.read_text() == "new" and list(tmp_path.iterdir()) == [target]
-    assert events == [hidden, "replace", str(tmp_path)]  # its bytes before its name
+    assert events == [hidden, "replace", str(tmp_path)]  # the bytes are synced before the name
 
 
 def test_a_failure_leaves_what_was_there(tmp_path):
@@ -57,7 +57,7 @@ def test_places_that_are_refused(tmp_path):
 
 
 def test_permissions_are_those_of_the_user(tmp_path, monkeypatch):
-    """A directory as mkdir makes it; and the umask, which all threads share, is never set to ask for it."""
+    """A directory has mkdir's permissions; the umask, which all threads share, is never changed to read it."""
     before = os.umask(0o027)
     try:
         monkeypatch.setattr(os, "umask", lambda mask: pytest.fail("the umask was set"))
@@ -77,18 +77,18 @@ def test_a_replaced_file_keeps_its_permissions(mode, tmp_path):
     path.write_bytes(b"old")
     path.chmod(mode)
     with replacing(path, ".pte") as written:
-        assert written.parent.stat().st_mode & 0o077 == 0  # nor is the new one read before it has them
+        assert written.parent.stat().st_mode & 0o077 == 0  # the new file is not readable before it has its permissions
         written.write_bytes(b"new")
     assert path.read_bytes() == b"new" and path.stat().st_mode & 0o777 == mode
 
 
 def test_what_dead_processes_left_is_swept(tmp_path):
-    """But not what another one still writes, which holds its lock, nor what is left of other targets."""
+    """But not files of a live process, which holds its lock, nor leftovers of other targets."""
     target, other = tmp_path / "model", tmp_path / "model2"
     left, of_another, written = (PartialDirectory(each) for each in (target, other, target))
     for directory in (left, of_another):
         (directory.path / "part").write_text("half")
-        directory._unlock()  # as at the end of a process
+        directory._unlock()  # as when a process ends
     with PartialDirectory(target) as mine:
         assert not left.path.exists()
         assert {mine.path, written.path, of_another.path} == set(tmp_path.iterdir())

@@ -1,4 +1,4 @@
-"""lowbit.files.safetensors: what is read of a file that may be damaged, or change while it is read."""
+"""lowbit.files.safetensors: reading files that may be damaged or change meanwhile."""
 
 import os
 from dataclasses import replace
@@ -55,7 +55,7 @@ def test_the_same_bytes(tmp_path, monkeypatch):
 
 
 def test_what_is_no_file(file):
-    """A pipe would be waited for, and a device has no end."""
+    """A pipe would block, and a device has no end."""
     file.unlink()
     for make, kind in (
         (lambda: os.mkfifo(file), "a pipe, a socket or a device"),

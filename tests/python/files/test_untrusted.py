@@ -1,4 +1,4 @@
-"""lowbit.files.untrusted: JSON of others, what is said of it, and whose mistake an exception is."""
+"""lowbit.files.untrusted: untrusted JSON, its error messages, and which library an exception comes from."""
 
 import json
 import os
@@ -61,7 +61,7 @@ def test_fields_of_config_json_have_their_types(tmp_path):
 
 
 def test_what_is_no_file(tmp_path):
-    """A pipe would be waited for, and a device has no end."""
+    """A pipe would block, and a device has no end."""
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", Path("/dev/zero")):
         for read in (read_json, read_gguf):
@@ -79,7 +79,7 @@ def test_what_a_terminal_is_shown():
 
 
 def raised(error: BaseException, *packages: str) -> BaseException:
-    """As if code of the last package had raised it, called by that of the one before."""
+    """An exception as if raised by code of the last package, called by the package before it."""
 
     def call(packages):
         if not packages:

@@ -65,7 +65,7 @@ def test_each_value_is_off_by_half_a_step_at_most(name):
     x = rows()[name]
     found = lowbit.linear(x, identity(K), K).double()
     x = x.double()
-    if x.abs().max() >= 127 * 2.0**104:  # beyond what is quantized
+    if x.abs().max() >= 127 * 2.0**104:  # out of the quantized range
         assert found.isnan().all()
         return
     for segment in range(0, K, 16):

@@ -1,4 +1,4 @@
-"""`import torch` registers the operators: no file that uses them needs a program that names lowbit."""
+"""`import torch` registers the operators, so programs that use packed files need not import lowbit."""
 
 import importlib.metadata
 import importlib.util
@@ -40,8 +40,8 @@ def test_import_torch_brings_lowbit_and_nothing_else(run_python, without):
     assert not {name.split(".")[0] for name in alone} & {"lowbit", "lowbit_autoload"}
     added = {name.split(".")[0] for name in with_lowbit - alone} - sys.stdlib_module_names
     assert {"lowbit", "lowbit_autoload", "lowbit_entry"} <= added
-    assert {name for name in added if "lowbit" not in name} == set()  # "torch" would be one more of its parts
-    # Each module costs every import of torch a millisecond or more: the operators are enough.
+    assert {name for name in added if "lowbit" not in name} == set()  # "torch" alone means no further modules
+    # Each module adds a millisecond or more to every import of torch, so only the operators are imported.
     parts = {name for name in with_lowbit if name.startswith("lowbit.")}
     operators = ("operators", "operators.library", "operators.ops", "operators.recurrence", "operators.window")
     assert parts == {f"lowbit.{name}" for name in ("_C", *operators, "packed", "packed.matrix")}
@@ -110,7 +110,7 @@ BROKEN = {
 
 @pytest.mark.parametrize("warning", ["default", "error"])
 def test_import_torch_succeeds_whatever_lowbit_does(tmp_path, warning):
-    """The installation's own list of entry points, and the file that it names, beside other files of lowbit or none."""
+    """With the installation's list of entry points and its file, together with other files of lowbit or none."""
     information = next(each for each in importlib.metadata.distributions(name="lowbit"))
     site = tmp_path / "site" / "lowbit-0.1.0.dist-info"
     site.mkdir(parents=True)

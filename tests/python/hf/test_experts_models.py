@@ -1,4 +1,4 @@
-"""Experts that transformers keeps in one tensor, packed: quantize_, checkpoints, decoder, what stays float."""
+"""Packed experts that transformers keeps in one tensor: quantize_, checkpoints, decoder, layers that stay float."""
 
 import copy
 import json
@@ -23,7 +23,7 @@ SMALL = {
     "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128, "num_experts_per_tok": 2,
 }  # fmt: skip
-# A tensor for each matrix of each expert in the files; one for all, stored as it is or transposed and with biases.
+# Files with a tensor per matrix and expert, or with one tensor for all, stored directly or transposed with biases.
 KINDS = {
     "mixtral": lambda: transformers.MixtralConfig(**SMALL, num_local_experts=4),
     "qwen3_moe": lambda: transformers.Qwen3MoeConfig(**SMALL, num_experts=4, moe_intermediate_size=48),
@@ -77,7 +77,7 @@ def test_the_bits_of_a_loop_and_the_noise_of_the_activations(source):
     assert isinstance(holder.gate_up_proj, nn.LinearExperts) and not holder._parameters
     assert holder.gate_up_proj.info.has_bias == (kind == "gpt_oss")
 
-    # transformers' own forward, with the same matrices; each product is of int8 rows there, too.
+    # transformers' forward with the same matrices, where each product also has int8 rows.
     x = torch.randn(30, 64, generator=torch.Generator().manual_seed(1))
     index = torch.arange(60).reshape(30, 2) % 3
     weights = torch.rand(30, 2, generator=torch.Generator().manual_seed(2))
@@ -120,13 +120,13 @@ def test_every_way_gives_the_same_bytes(source, tmp_path):
         assert_same_state(again, first)
         assert torch.equal(again(TOKENS).logits, first(TOKENS).logits)
     copied = copy.deepcopy(first)
-    with torch.no_grad():  # the copy runs its own weights
+    with torch.no_grad():  # the copy uses its own weights
         copied.get_submodule(experts_of(kind)).down_proj.packed_weight.zero_()
     assert torch.equal(again(TOKENS).logits, first(TOKENS).logits)
 
 
 def test_experts_are_packed_while_the_files_are_read(source, monkeypatch):
-    """Not at the end, where all of them would be there as floats; also where their biases come after them."""
+    """Not at the end, when all of them would be in memory as floats; also if their biases come later in the files."""
     from lowbit.hf import quantizer
 
     left, replace = [], quantizer.replace_layers
@@ -156,7 +156,7 @@ def test_decoding(source):
 
 
 def test_the_bytes_of_a_token(source):
-    """Two of the four experts, all other layers, and a row of the table."""
+    """A token reads two of the four experts, all other layers, and a row of the table."""
     model = make(source[0])
     lowbit.quantize_(model, {"*": LinearConfig(4, 32), "*embed*": lowbit.EmbeddingConfig(4, 32)})
     found = 0
@@ -168,7 +168,7 @@ def test_the_bytes_of_a_token(source):
         elif isinstance(module, nn.Embedding):
             found += module.packed_weight.numel() // 128
     assert bytes_per_token(model) == found
-    model.config = transformers.LlamaConfig()  # which says nothing of experts
+    model.config = transformers.LlamaConfig()  # a configuration without experts
     experts = [module for module in model.modules() if isinstance(module, nn.LinearExperts)]
     assert bytes_per_token(model) == found + sum(layer.packed_weight.numel() // 2 for layer in experts)
 
@@ -178,7 +178,7 @@ def test_exported_decoder(tmp_path):
     model = make("gpt_oss")
     lowbit.quantize_(model, LinearConfig(4, 32))
     decoder = lowbit.llm.Decoder(model, max_length=32)
-    # Without XNNPACK, whose lowering takes longest, and which test_llm_export.py has.
+    # Without XNNPACK, whose lowering is slowest; test_llm_export.py uses it.
     lowbit.llm.export_decoder(decoder, tmp_path / "m.pte", chunk=8, xnnpack=False)
     program = lowbit.llm.load_decoder(tmp_path / "m.pte")
     with torch.inference_mode():
@@ -188,7 +188,7 @@ def test_exported_decoder(tmp_path):
 
 
 def test_streams_one_expert_at_a_time(source, tmp_path, monkeypatch):
-    """No read of the files is as large as half of what the model has in one tensor."""
+    """Every read of the files is smaller than half of the model's tensor of experts."""
     from lowbit.files import safetensors
 
     kind, directory = source
@@ -295,7 +295,7 @@ def test_widths_by_layer_have_experts_among_them(source):
 
     if kind != "mixtral":
         return
-    # Where the second matrices of the experts count for nothing they get the fewest bits.
+    # If the experts' second matrices do not matter, they get the fewest bits.
     parameter = model.get_submodule(holder).down_proj
     parameter.mul_(1e-3)
     config = assign_widths(model, texts(), LowBitConfig(), target_bits=4.5)

@@ -1,4 +1,4 @@
-"""lowbit.fuse_: models of several families beside themselves, padding, gradients, and what stays."""
+"""lowbit.fuse_: fused models of several families compared with unfused ones, padding, gradients, and unfused parts."""
 
 import copy
 
@@ -51,7 +51,7 @@ def test_a_fused_model_computes_the_same(kind, monkeypatch):
     sdpa = torch.nn.functional.scaled_dot_product_attention
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", lambda *a, **k: calls.append(1) or sdpa(*a, **k))
     out = run(model)
-    assert not calls  # no layer went back to sdpa
+    assert not calls  # no layer fell back to sdpa
     torch.testing.assert_close(out[SHOWN == 1], expected[SHOWN == 1], rtol=1e-4, atol=1e-4)
     everything = torch.ones_like(SHOWN)
     whole = run(model, TEXTS, everything)
@@ -97,7 +97,7 @@ def test_what_is_not_recognized_stays():
 
 
 def test_attentions_that_were_asked_for():
-    """Eager attention returns them, so it stays; sdpa has none, fused or not, and transformers says so."""
+    """Eager attention returns attentions, so it is not fused; sdpa has none, fused or not, and transformers warns."""
     config = config_of("bert")
     config._attn_implementation = "eager"
     model = transformers.AutoModel.from_config(config).eval()
@@ -114,7 +114,7 @@ def test_attentions_that_were_asked_for():
 
 @pytest.mark.parametrize("kind", ["bert", "qwen3"])
 def test_autocast(kind):
-    """A fused model has the dtypes of the model, which torch's layers change there."""
+    """Under autocast a fused model keeps the model's dtypes, which torch's layers change."""
     model = model_of(kind)
     lowbit.quantize_(model, {"*": lowbit.LinearConfig(8, 32)})
     with torch.autocast("cpu"):
@@ -160,7 +160,7 @@ def test_only_masks_of_growing_ranges_become_bounds():
     nothing[0, 0, 0, 0] = False
     for mask in (hole, shrinking, nothing):
         assert masked._bounds_of(mask, visible) is None
-    visible[0, 2] = False  # a hole that is padding, and ends at it, are ranges
+    visible[0, 2] = False  # a hole of padding splits the visible tokens into ranges
     hole[0, 0, 5, 2] = False
     assert masked._bounds_of(hole, visible)[0, :, 0].tolist() == [1, 1, 0, 1, 1, 1]
 

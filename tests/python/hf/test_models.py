@@ -1,6 +1,6 @@
-"""The decoder on 61 architectures of transformers, tiny and with random weights: right, or refused and left as it was.
+"""The decoder on tiny random models of 61 architectures of transformers: right, or refused and unchanged.
 
-`make models` tries all there are, and exports them too.
+`make models` tries all architectures, and also exports them.
 """
 
 import sys
@@ -18,22 +18,22 @@ OWN = "its attention is code of its own, none that transformers lets others repl
 HALF = "2 of its 4 layers use the decoder's caches"
 NO_POSITIONS = "it takes no position_ids"
 OTHERS = "its logits differ from those of its own attention"
-# Model type: what its refusal says, or None where the decoder is right.
+# Model type: text of the refusal, or None if the decoder is right.
 MODELS = {
-    # Recurrent layers or convolutions, which keep more of a text than keys and values.
+    # Recurrent layers or convolutions, with states other than keys and values.
     "jamba": HALF,
     "mamba": NO_POSITIONS,
     "minimax": HALF,
     "recurrent_gemma": "1 of its 4 layers use the decoder's caches",
     "rwkv": OWN,
-    # Attention of their own.
+    # Own attention code.
     "codegen": OWN,
     "openai-gpt": OWN,
     "roformer": OWN,
-    # Attention that sees what comes later, or is given more than the decoder's knows.
+    # Attention that sees later tokens, or gets arguments that the decoder's attention lacks.
     "bert": OTHERS,
     "doge": "its attention has a mask or bias of its own",
-    # Recurrent layers that there are operators for.
+    # Recurrent layers with operators in lowbit.
     "bailing_hybrid": None,
     "bamba": None,
     "falcon_h1": None,
@@ -46,7 +46,7 @@ MODELS = {
     "qwen3_5_text": None,
     "qwen3_5_moe_text": None,
     "qwen3_next": None,
-    # Positions that the model counts itself, and attention of their own that there are stand-ins for.
+    # Positions counted by the model, and own attention code for which lowbit has replacements.
     "bart": None,
     "blenderbot-small": None,
     "gpt_neo": None,
@@ -57,7 +57,7 @@ MODELS = {
     "trocr": None,
     "whisper": None,
     "xglm": None,
-    # Attention alone.
+    # Only attention.
     "apertus": None,
     "biogpt": None,
     "bitnet": None,
@@ -89,7 +89,7 @@ MODELS = {
 }
 
 
-# Of those that the decoder refuses: what their own caches cannot do, or that they see what follows.
+# For refused models: what their caches cannot do, or that they see later tokens.
 SEES = "its logits after a token change with the tokens that follow"
 STATES = "cannot be cut back"
 SINGLY = "token by token, and cannot be cut back"
@@ -97,7 +97,7 @@ WHOLE = "any number of tokens, and can be cut back"
 FALLBACK = {
     "bert": SEES, "rwkv": STATES, "mamba": SINGLY, "jamba": SINGLY, "roformer": SEES, "openai-gpt": "with all of the text",
 }  # fmt: skip
-# It scales its weights when it first runs.
+# It scales its weights in its first run.
 PACKED = {"rwkv": "transformers' own forward raises RuntimeError: the weight of a packed layer cannot be changed"}
 
 
@@ -123,7 +123,7 @@ def test_right_or_refused(name, kind):
 
 
 def test_the_models_are_what_they_should_be():
-    """A model of other sizes than the program asks for would show nothing: each kind of layer must be there."""
+    """With other sizes than requested, models might lack a kind of layer: each kind must exist."""
     for name, kinds in (("lfm2", {"conv", "full_attention"}), ("jamba", {"linear_attention", "full_attention"})):
         assert set(tiny_models.make(name).config.layer_types) == kinds
     for name in ("llama", "gpt2"):
@@ -131,6 +131,6 @@ def test_the_models_are_what_they_should_be():
         assert sum(parameter.numel() for parameter in model.parameters()) < 1 << 18
         assert tiny_models.quantize(model) > 0
         tokens = causal_lm.text(128)
-        with torch.inference_mode():  # the text before a token matters
+        with torch.inference_mode():  # the context of a token matters
             one, other = model(tokens).logits[:, -1], model(tokens.flip(1))
             assert (one - other.logits[:, -1]).std() > 0.3 * one.std()

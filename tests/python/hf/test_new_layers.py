@@ -1,4 +1,4 @@
-"""Layers that a checkpoint lacks, such as a classifier's new head: they stay float, and train."""
+"""Layers that a checkpoint lacks, such as a classifier's new head, stay float and can be trained."""
 
 import json
 
@@ -40,9 +40,9 @@ def test_a_new_head(tmp_path, files):
         (path / "model.safetensors").unlink()
     model = classifier(path, num_labels=3)
     assert [name for name, packed in kinds(model).items() if not packed] == ["score"]
-    assert type(model.score) is torch.nn.Linear and 0.01 < model.score.weight.std() < 0.03  # as transformers begins
+    assert type(model.score) is torch.nn.Linear and 0.01 < model.score.weight.std() < 0.03  # transformers' initialization
     trains(model, model.score)
-    # It is saved and loaded as it is.
+    # It is saved and loaded unchanged.
     model.save_pretrained(tmp_path / "packed")
     again = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "packed")
     assert kinds(again) == kinds(model) and torch.equal(again.score.weight, model.score.weight)
@@ -50,7 +50,7 @@ def test_a_new_head(tmp_path, files):
 
 
 def test_a_new_head_below_a_module_of_its_own(tmp_path):
-    """T5 initializes both layers of its head from the module around them."""
+    """T5 initializes both layers of its head in the surrounding module."""
     sizes = {"vocab_size": 403, "d_model": 64, "d_ff": 64, "d_kv": 16, "num_layers": 1, "num_heads": 4}
     torch.manual_seed(0)
     transformers.T5Model(transformers.T5Config(**sizes)).save_pretrained(tmp_path / "float")

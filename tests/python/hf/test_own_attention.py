@@ -1,4 +1,4 @@
-"""BLOOM, MPT and Falcon in lowbit's decoder: alibi, which queries and keys carry, and Falcon's rotations."""
+"""BLOOM, MPT and Falcon in lowbit's decoder: alibi, added to queries and keys, and Falcon's rotary embeddings."""
 
 import sys
 from pathlib import Path
@@ -21,7 +21,7 @@ SIZES = {
     "vocab_size": 97, "initializer_range": 0.2, "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0,
 }  # fmt: skip
 FALCON = {"hidden_size": 96, "num_hidden_layers": 2, "num_attention_heads": 6, "max_position_embeddings": 512, "bias": True}
-# 6 heads: no power of two, so alibi's slopes are those of 4 and some of 8.
+# 6 heads are not a power of two, so alibi uses the slopes of 4 heads and some of 8.
 MODELS = {
     "bloom": lambda: transformers.BloomConfig(hidden_size=96, n_layer=2, n_head=6, **SIZES),
     "mpt": lambda: transformers.MptConfig(
@@ -38,7 +38,7 @@ MODELS = {
     "falcon, rotations": lambda: transformers.FalconConfig(**FALCON, **SIZES),
 }  # fmt: skip
 ALIBI = [name for name in MODELS if "rotations" not in name]
-TEXT = [(11 + 29 * i + i * i) % 89 + 4 for i in range(300)]  # beyond 256 positions: both numbers of a position count
+TEXT = [(11 + 29 * i + i * i) % 89 + 4 for i in range(300)]  # beyond 256 positions, so that both numbers of a position matter
 
 
 def make(name: str, bits: int | None = None) -> torch.nn.Module:
@@ -51,7 +51,7 @@ def make(name: str, bits: int | None = None) -> torch.nn.Module:
 
 @torch.inference_mode()
 def in_pieces(step, sizes: list[int]) -> torch.Tensor:
-    """[s, vocabulary]: the logits behind the last token of each piece of TEXT."""
+    """Logits after the last token of each piece of TEXT, [s, vocabulary]."""
     ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
     calls = [(torch.tensor([TEXT[end - size : end]]), torch.tensor([end - size])) for end, size in zip(ends, sizes)]
     return torch.cat([step(*call) for call in calls])
@@ -62,7 +62,7 @@ def test_logits_are_those_of_transformers(name):
     model = make(name)
     with torch.inference_mode():
         own = model(torch.tensor([TEXT])).logits[0]
-        # The text before a token does something, at a distance too.
+        # The context of a token matters, also at a distance.
         other = model(torch.tensor([TEXT[:40] + TEXT[41:42] + TEXT[41:]])).logits[0]
     assert (other[60] - own[60]).std() > 0.01 * own[60].std()
     decoder = llm.Decoder(model, 304)
@@ -100,7 +100,7 @@ def test_models_in_16_bits_are_nearer_to_float32_than_transformers_own(name, dty
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("begin", [0, 4000, 65536 - 64])
 def test_far_positions(kind, begin):
-    """Beside float64, as near as at the beginning of a text."""
+    """Errors relative to float64 are as small as at the start of a text."""
     heads, width, count, scale = 4, 16, 64, 0.25
     generator = torch.Generator().manual_seed(begin)
     query, key, value = (torch.randn(1, heads, count, width, generator=generator) for _ in range(3))
@@ -181,14 +181,14 @@ def test_a_program(name):
     with torch.inference_mode():
         scale = decoder(torch.tensor([TEXT[:24]]), torch.tensor([0])).std()
     assert causal_lm.exported(decoder, torch.tensor([TEXT[:24]]), 0.01 * float(scale)) == "yes"
-    # Compiled code is lent tensors by the names that they have in the decoder: it may have none besides.
+    # Compiled code gets tensors by their names in the decoder, so it must have no others.
     with torch.no_grad():
         program = torch.export.export(decoder, (torch.tensor([TEXT[:3]]), torch.tensor([0])))
     assert not program.graph_signature.lifted_tensor_constants
 
 
 def test_a_pt2_says_the_shape_of_each_cache(monkeypatch, tmp_path):
-    """Keys are wider than values. The program that takes such caches is compiled in tests of other models."""
+    """Keys are wider than values. Tests of other models compile the program for such caches."""
     from lowbit.exports import decoder_program as exports
 
     written, called = {}, []

@@ -38,7 +38,7 @@ def test_adapters_learn_and_packed_weights_stay():
     trainable = [name for name, value in adapted.named_parameters() if value.requires_grad]
     assert len(trainable) == 2 * 2 * 2 and all("lora_" in name for name in trainable)
     with torch.no_grad():
-        assert torch.equal(adapted(checkpoints.TOKENS).logits, expected)  # B begins at zero
+        assert torch.equal(adapted(checkpoints.TOKENS).logits, expected)  # B is initialized to zero
 
     optimizer = torch.optim.Adam((value for value in adapted.parameters() if value.requires_grad), 1e-2)
     losses = []
@@ -60,7 +60,7 @@ def _loaded(state: dict) -> torch.nn.Module:
 
 def test_gradients_are_those_of_the_dequantized_weight():
     base = lowbit.nn.Linear.from_float(torch.nn.Linear(64, 48), LinearConfig(3, 32))
-    model = torch.nn.Sequential(base, torch.nn.LayerNorm(48))  # peft asks for the first parameter's device
+    model = torch.nn.Sequential(base, torch.nn.LayerNorm(48))  # peft reads the first parameter's device
     adapted = peft.get_peft_model(model, lowbit.peft.for_packed_layers(peft.LoraConfig(r=4, target_modules=["0"])))
     layer = model[0]
     torch.nn.init.normal_(layer.lora_B["default"].weight)
@@ -83,7 +83,7 @@ def test_adapters_are_saved_and_loaded(tmp_path):
     with torch.no_grad():
         expected = model(checkpoints.TOKENS).logits
     model.save_pretrained(tmp_path)
-    assert (tmp_path / "adapter_model.safetensors").stat().st_size < 50_000  # no packed weight is in it
+    assert (tmp_path / "adapter_model.safetensors").stat().st_size < 50_000  # contains no packed weight
     read = lowbit.peft.for_packed_layers(peft.PeftConfig.from_pretrained(tmp_path))
     again = peft.PeftModel.from_pretrained(packed_model(dtype=torch.bfloat16), tmp_path, config=read)
     with torch.no_grad():
@@ -101,7 +101,7 @@ def test_nothing_has_to_be_said_to_peft(tmp_path, targets):
     kinds = {name: type(layer) for name, layer in model.named_modules() if isinstance(layer, peft.tuners.lora.LoraLayer)}
     if targets == TARGETS:
         assert set(kinds.values()) == {lowbit.peft.LoraLinear} and len(kinds) == 4
-    else:  # 7 layers of 2 blocks, one that stays float, not the head
+    else:  # 7 layers in each of 2 blocks, one of which stays float; not the head
         assert kinds.pop("extra") is peft.tuners.lora.Linear and len(kinds) == 14
         assert set(kinds.values()) == {lowbit.peft.LoraLinear} and isinstance(model.lm_head, lowbit.nn.Linear)
     torch.nn.init.normal_(model.model.layers[0].self_attn.q_proj.lora_B["default"].weight)
@@ -146,14 +146,14 @@ def test_transformers_trainer_takes_it(tmp_path):
     model = peft.get_peft_model(checkpoints.load(tmp_path / "packed"), config())
     trainer = Trainer(model, arguments, train_dataset=data)
     assert trainer.train().global_step == 2
-    # Without adapters there is nothing to train.
+    # Without adapters no parameter can be trained.
     with pytest.raises(ValueError, match="purely quantized"):
         Trainer(checkpoints.load(tmp_path / "packed"), arguments, train_dataset=data)
 
 
 @pytest.mark.parametrize("reentrant", [None, True, False])
 def test_gradient_checkpointing_of_prepare_model_for_kbit_training(reentrant):
-    """peft has a list of the quantization methods that get it."""
+    """peft has a list of quantization methods that get gradient checkpointing."""
     plain = peft.get_peft_model(packed_model("untied"), config(init_lora_weights=False))
     model = packed_model("untied")
     options = {} if reentrant is None else {"gradient_checkpointing_kwargs": {"use_reentrant": reentrant}}
@@ -174,7 +174,7 @@ def test_gradient_checkpointing_of_prepare_model_for_kbit_training(reentrant):
 
 
 def test_quantizing_beside_adapters():
-    """Adapters on float layers, which are then packed beneath them."""
+    """Quantizes float layers that already have adapters."""
     model = peft.get_peft_model(checkpoints.make_model("untied"), peft.LoraConfig(r=4, target_modules=TARGETS))
     for change in (lowbit.quantize_, lowbit.qat.prepare_):
         with pytest.raises(ValueError, match="q_proj.lora_A.default is an adapter of peft, which could no longer be trained"):
@@ -188,7 +188,7 @@ def test_quantizing_beside_adapters():
 
 
 def test_a_layer_that_was_trained_whole_does_not_get_lost(tmp_path):
-    """An adapter with a head of its own, from a float model."""
+    """An adapter with its own head, from a float model."""
     model = peft.get_peft_model(checkpoints.make_model("untied"), peft.LoraConfig(r=4, target_modules=TARGETS))
     model.save_pretrained(tmp_path, save_embedding_layers=True)
     read = lowbit.peft.for_packed_layers(peft.PeftConfig.from_pretrained(tmp_path))

@@ -1,4 +1,4 @@
-"""What quantize_tensor makes of weights: error bounds, exact cases, hard cases."""
+"""quantize_tensor: error bounds, exact cases, hard cases."""
 
 import lowbit
 import pytest
@@ -29,7 +29,7 @@ def weights(n: int, k: int, seed: int = 0) -> torch.Tensor:
 
 
 def stored_error(scales: torch.Tensor, mins: torch.Tensor | None, bits: int, largest: torch.Tensor) -> torch.Tensor:
-    """How far float16 scales and mins move a weight: 11 significant bits each, or 2^-40 of the row's largest."""
+    """The error from float16 scales and mins: 11 significant bits each, or 2^-40 of the row's largest."""
     per_scale = scales.double().abs() * 2**-11 + largest * 2.0**-40
     if mins is None:
         return 2 ** (bits - 1) * per_scale
@@ -178,7 +178,7 @@ def test_codes_are_the_nearest_for_the_stored_scales(bits, mapping, scale, n, k,
 
     # A group's scale does not depend on other groups or rows, except for its rounding to float16.
     size = group_size or k
-    row, group = n // 2, (k - 1) // size  # the last group, often a short one
+    row, group = n // 2, (k - 1) // size  # the last group, which is often short
     alone = lowbit.quantize_tensor(weight[row : row + 1, group * size :], LinearConfig(bits, None, mapping, scale))
     found = parts.scales[row, group] * parts.row_scale[row]
     torch.testing.assert_close(found, lowbit.unpack(alone).scales[0, 0], rtol=2**-10, atol=1e-7)

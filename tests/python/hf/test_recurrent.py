@@ -1,4 +1,4 @@
-"""Operators with states of a fixed size, and decoders of models that have such layers."""
+"""Operators with states of a fixed size, and decoders for models with such layers."""
 
 import copy
 import sys
@@ -167,8 +167,8 @@ def test_refusals():
 
 
 PROMPT = [5, 9, 3, 22, 17, 5, 9, 3, 22, 17, 5, 9]
-# Gated delta rule with attention layers; short convolutions; both kinds in a layer; Mamba-2 with layers that are an MLP
-# alone; a decay per row; no attention at all.
+# Gated delta rule with attention layers; short convolutions; both kinds in a layer; Mamba-2 with MLP-only layers; a decay per
+# row; no attention.
 HYBRIDS = ["qwen3_5_text", "lfm2", "falcon_h1", "nemotron_h", "kimi_linear", "mamba2"]
 
 
@@ -195,7 +195,7 @@ def test_a_hybrid_writes_the_same_text_alone_beside_others_and_behind_a_prefix(d
     longer = [*PROMPT, *range(20), 3, 4]
     expected_longer = llm.generate(decoder, longer, 8).tokens
     batch = llm.generate_batch(decoder, [longer, PROMPT], 8, prefixes=[prefix])
-    assert [result.cached_tokens for result in batch] == [32, 0]  # a state is that of all its tokens
+    assert [result.cached_tokens for result in batch] == [32, 0]  # a state cannot be cut back to fewer tokens
     assert [result.tokens for result in batch] == [expected_longer, expected[:8]]
     cached = decoder.begin(prefix, longer)
     assert cached == 32 and llm.generate(decoder, longer, 8, cached=cached).tokens == expected_longer
@@ -204,7 +204,7 @@ def test_a_hybrid_writes_the_same_text_alone_beside_others_and_behind_a_prefix(d
 
 @pytest.mark.parametrize("wrong", [0, 3])
 def test_speculative_decoding_of_a_hybrid_writes_the_same_text(decoder, wrong, monkeypatch):
-    """Guesses that are right, but for every `wrong`-th."""
+    """All guesses are right except every `wrong`-th."""
     expected = llm.generate(decoder, PROMPT, 30).tokens
     text = [*PROMPT, *expected]
 

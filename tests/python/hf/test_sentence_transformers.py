@@ -1,4 +1,4 @@
-"""Packed models in sentence-transformers: `lowbit quantize` keeps all of their files, and both classes load and save them."""
+"""Packed models in sentence-transformers: `lowbit quantize` keeps all files, and both classes load and save them."""
 
 import json
 
@@ -18,7 +18,7 @@ PAIRS = [(TEXTS[0], text) for text in TEXTS]
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
-    """Both models, and packed ones beside them."""
+    """Both models, float and packed."""
     made = tmp_path_factory.mktemp("models")
     save_encoder(made)
     save_reranker(made)
@@ -50,11 +50,13 @@ def test_all_files_are_copied(directory, name):
 
 def test_an_encoder(directory):
     floats, packed = encoder_of(directory / "encoder"), encoder_of(directory / "encoder-8")
-    assert sum(type(module) is lowbit.nn.Linear for module in packed.modules()) == 13  # two layers of six, and the pooler
+    assert (
+        sum(type(module) is lowbit.nn.Linear for module in packed.modules()) == 13
+    )  # two layers with six matrices, and the pooler
     found = embed(packed)
     assert torch.nn.functional.cosine_similarity(found, embed(floats)).min() > 0.99
     assert found.shape == (len(TEXTS), 40)
-    # The files say which prompt is usual, where embeddings end, and how they are compared.
+    # The files define the default prompt, the length of embeddings, and the similarity.
     assert torch.equal(found, embed(packed, prompt=PROMPTS["document"]))
     assert not torch.equal(found, embed(packed, prompt_name="query"))
     assert torch.equal(packed.encode_query(TEXTS, convert_to_tensor=True), embed(packed, prompt_name="query"))
@@ -73,7 +75,7 @@ def test_an_encoder_is_saved_with_the_same_bits(directory, tmp_path):
     expected = embed(packed)
     packed.save_pretrained(str(tmp_path / "again"))
     assert torch.equal(embed(encoder_of(tmp_path / "again")), expected)
-    # So does one that was packed in memory, and one that lowbit computes more of.
+    # The same for a model packed in memory, and for a fused one.
     packed = encoder_of(directory / "encoder")
     lowbit.quantize_(packed[0], {"*": lowbit.LinearConfig(4)})
     lowbit.fuse_(packed)
@@ -85,7 +87,7 @@ def test_an_encoder_is_saved_with_the_same_bits(directory, tmp_path):
 
 
 def test_a_text_has_the_same_bits_alone(directory):
-    """Behind the pooling there are float layers, of which torch computes several rows in another order."""
+    """After the pooling there are float layers, in which torch computes several rows in another order."""
     packed = encoder_of(directory / "encoder-8")
     before = embed(packed)
     summary = lowbit.fuse_(packed)
@@ -95,7 +97,7 @@ def test_a_text_has_the_same_bits_alone(directory):
     assert torch.equal(found, embed(packed).repeat(9, 1))
     assert torch.equal(found[: len(TEXTS)], torch.cat([embed(packed, [text]) for text in TEXTS]))
     torch.testing.assert_close(found[: len(TEXTS)], before, rtol=1e-4, atol=1e-4)
-    # Training goes the model's own way.
+    # Training uses the model's own forward.
     dense = packed[2]
     dense({"sentence_embedding": torch.ones(2, 64)})["sentence_embedding"].sum().backward()
     assert dense.linear.weight.grad is not None
@@ -119,7 +121,7 @@ def test_quantized_while_loaded(directory):
 
 
 def test_modules_outside_of_the_directory_are_not_copied(directory, tmp_path):
-    """modules.json is data of strangers."""
+    """modules.json is untrusted."""
     source = tmp_path / "source"
     save_reranker(tmp_path)
     (tmp_path / "reranker").rename(source)

@@ -1,4 +1,4 @@
-"""Packed layers with the same input in a decoder: one call of lowbit.linears, with the same bits."""
+"""Packed layers with the same input in a decoder use one call of lowbit.linears, with the same bits."""
 
 from collections import Counter
 
@@ -53,7 +53,7 @@ def test_a_decoder_has_the_same_bits(name):
     assert torch.equal(first, logits(alone, PROMPT))
     with Calls() as calls:
         second = logits(shared, [5], len(PROMPT))
-    assert calls.counts["linears"] == 0  # one row: a call for each layer is faster
+    assert calls.counts["linears"] == 0  # with one row, a call for each layer is faster
     assert torch.equal(second, logits(alone, [5], len(PROMPT)))
 
 
@@ -88,7 +88,7 @@ def test_exported_programs_decode_token_by_token(monkeypatch, tmp_path):
 
 
 class Parts(torch.nn.Module):
-    """Layers whose input is, or only seems, the same."""
+    """Layers whose inputs are the same object, or only look the same."""
 
     def __init__(self, kind: str):
         super().__init__()
@@ -129,7 +129,7 @@ def test_which_layers_share(kind, names):
             assert torch.equal(model(x.clone()), expected)
         assert calls.counts["linears"] == 1
         assert all(each._input is None and not each._outputs for each in shared)
-        # A layer that is called with something else computes it itself.
+        # A layer called with another input computes separately.
         last = getattr(model, names[0][-1])
         assert torch.equal(last(x[:1]), lowbit.linear(x[:1], last.packed_weight, 16))
 
@@ -144,7 +144,7 @@ def test_nothing_is_shared_where_the_input_is_not_a_number():
 @pytest.mark.more
 @pytest.mark.parametrize("backend", ["aot", "inductor"])
 def test_compiled(backend):
-    """The graph for many tokens shares, the one for one token does not; other bits come from fused float operations only."""
+    """The graph for many tokens shares inputs, the one for one token does not; bits differ only in fused float operations."""
     decoder = Decoder(make("qwen3"), 32)
     step = compile_decoder(decoder, backend)
     with Calls() as eager:

@@ -1,4 +1,4 @@
-"""Packed models on several processes: tensor_parallel_ranks.py, run by torchrun, against one process."""
+"""Packed models on several processes (tensor_parallel_ranks.py, run by torchrun), compared with one process."""
 
 import json
 import re
@@ -38,7 +38,7 @@ SIZES = {
     "hidden_size": 96, "intermediate_size": 192, "num_hidden_layers": 1, "num_attention_heads": 6, "vocab_size": 100,
 }  # fmt: skip
 NEOX = SIZES | {"num_attention_heads": 4}
-ENDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}  # Phi 3's own are outside of a small vocabulary
+ENDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}  # Phi 3's defaults are outside a small vocabulary
 
 
 def _llama(**sizes) -> LlamaForCausalLM:
@@ -47,19 +47,19 @@ def _llama(**sizes) -> LlamaForCausalLM:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory) -> list[dict]:
-    """What each of three ranks found."""
+    """Results of each of three ranks."""
     directory = tmp_path_factory.mktemp("ranks")
     sizes = SIZES | {"num_hidden_layers": 2, "max_position_embeddings": 64}
-    # Biases, a tied head, a vocabulary that three ranks cannot share evenly, several heads of queries to one of keys.
+    # Biases, a tied head, a vocabulary that three ranks cannot split evenly, several query heads per KV head.
     models = {"qwen2": Qwen2ForCausalLM(Qwen2Config(**sizes, num_key_value_heads=3, tie_word_embeddings=True))}
     # Queries, keys and values in one matrix, gate and up in another.
     models["phi3"] = Phi3ForCausalLM(Phi3Config(**sizes, num_key_value_heads=3, **ENDS))
-    # Every rank needs the one head of keys.
+    # Every rank needs the only KV head.
     models["one head"] = LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=1))
     models["mixtral"] = MixtralForCausalLM(MixtralConfig(**sizes, num_key_value_heads=1, num_local_experts=4))
-    # A head that shares its weight with a table that multiplies its rows.
+    # A head that shares its weight with a scaled table.
     models["gemma3"] = Gemma3ForCausalLM(Gemma3TextConfig(**sizes, num_key_value_heads=3, head_dim=16))
-    # Matrices of many pages: the table of tokens is the largest.
+    # Matrices of many pages; the embedding table is the largest.
     large = {"hidden_size": 768, "intermediate_size": 1536, "vocab_size": 2400}
     models["large"] = LlamaForCausalLM(LlamaConfig(**sizes | large, num_key_value_heads=3))
     torch.manual_seed(3)
@@ -85,7 +85,7 @@ def found(tmp_path_factory) -> list[dict]:
 
 
 def of(found: list[dict], case: str) -> list[dict]:
-    """The ranks that ran a case: two of them, or all."""
+    """The ranks that ran a case: two or all."""
     return [each[case] for each in found if case in each]
 
 
@@ -114,8 +114,8 @@ def test_experts(found):
     for case in of(found, "experts"):
         assert case["exact"] and case["late"] and case["sums"]
         for difference in (case["difference"], case["late difference"]):
-            assert 0 < difference < 1  # biases are 10 times a normal variable: each is there once
-        assert case["bytes"] < 0.6 * case["whole bytes"]  # the heads of small matrices
+            assert 0 < difference < 1  # biases are 10 times a normal variable, so counting one twice would show
+        assert case["bytes"] < 0.6 * case["whole bytes"]  # the rest is overhead of small matrices
         assert case["refused"] == {
             "rows": "first has 49 outputs, which 2 ranks cannot share evenly",
             "inputs": "second has 49 inputs, which 2 ranks cannot share evenly",
@@ -136,7 +136,7 @@ def test_transformers_cuts_by_its_own_plan(found, name):
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux says what a process has of a file")
 def test_a_rank_has_one_matrix_of_the_files_in_memory_while_it_loads(found):
-    page = 1 << 16  # around what is read, Linux maps what it has
+    page = 1 << 16  # Linux also maps cached pages around the pages read
     for case in of(found, "memory"):
         assert case["most mapped"] < case["largest"] + 16 * page < case["file"] / 3
         assert case["left mapped"] < 16 * page
@@ -153,7 +153,7 @@ def test_rows_of_each_rank(found):
     def rows(name: str, layer: str) -> list[int]:
         return [case["rows"][layer] for case in of(found, name)]
 
-    # Whole panels of 16, and what is left.
+    # Whole panels of 16, and the rest.
     assert rows("qwen2", "lm_head") == [48, 48, 4]
     assert rows("phi3", "model.layers.1.self_attn.qkv_proj") == [64, 64, 64]
     assert rows("one head", "model.layers.1.self_attn.q_proj") == [32, 32, 32]
@@ -168,12 +168,12 @@ def test_two_ranks_write_what_one_does(found, name):
     assert len(of(found, name)) == 2
     for case in of(found, name):
         assert case["logits"] and case["tokens"]
-        assert 0 < case["sums"] < (0.15 if name.startswith("mixtral") else 0.05)  # some tokens go to another expert
+        assert 0 < case["sums"] < (0.15 if name.startswith("mixtral") else 0.05)  # some tokens choose another expert
 
 
 @pytest.mark.parametrize("ranks, expected", [(2, [0, 1]), (4, [0, 0, 1, 1]), (8, [0, 0, 0, 0, 1, 1, 1, 1])])
 def test_heads_of_keys_for_more_ranks(monkeypatch, ranks, expected):
-    """Which head a rank has; nothing is computed, so one process plays all."""
+    """Which KV head a rank has; nothing is computed, so one process simulates all."""
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda group=None: ranks)
     sizes = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 32, "intermediate_size": 128}
@@ -196,7 +196,7 @@ def test_heads_of_keys_for_more_ranks(monkeypatch, ranks, expected):
     [
         (3, lambda: _llama(num_key_value_heads=2, head_dim=24), "k_proj has 2 heads of 24 outputs"),
         (4, lambda: _llama(num_key_value_heads=1), "q_proj has 6 heads of 16 outputs"),
-        # Queries, keys and values of a head follow each other.
+        # Queries, keys and values are interleaved by head.
         (3, lambda: GPTNeoXForCausalLM(GPTNeoXConfig(**NEOX)), "query_key_value has 4 heads of 72 outputs"),
     ],
 )
@@ -239,7 +239,7 @@ def test_without_processes_it_is_refused():
 
 @pytest.mark.parametrize("how", [{"whole": 40}, {"sums": True}, {"gathers_inputs": True}, {"inputs": slice(0, 64)}])
 def test_a_rank_reads_the_bias_of_its_part_alone(how):
-    """There is no process group here: a collective would be an error."""
+    """Without a process group, so that a collective operation would fail."""
     packed = random_packed(20, 64, 4, 32, "symmetric", bias=True)
     part, order = LinearPart(packed, torch.float32, group=None, **how), torch.arange(63, -1, -1, dtype=torch.int32)
     assert torch.equal(part.bias.clone(), lowbit.unpack(packed).bias)

@@ -1,4 +1,4 @@
-"""lowbit in transformers: from_pretrained quantizes and loads, save_pretrained saves, generate generates."""
+"""lowbit in transformers: quantizing and loading by from_pretrained, save_pretrained, generate."""
 
 import json
 import pickle
@@ -27,7 +27,7 @@ def test_three_ways_to_the_same_model(tmp_path, kind):
     for model in (loaded, made):
         assert_same_model(model, expected)
         assert not model.training and model.is_quantized and model.dtype == torch.bfloat16
-    # And back to a file, from either.
+    # Saved again, from either.
     for number, model in enumerate((loaded, made)):
         for size in ("1GB", "30KB"):
             target = tmp_path / f"saved-{number}-{size}"
@@ -39,7 +39,7 @@ def test_three_ways_to_the_same_model(tmp_path, kind):
         table, head = model.get_input_embeddings(), model.get_output_embeddings()
         assert (table.packed_weight is head.packed_weight) == (kind != "untied")
         assert model.model.layers[1].self_attn.q_proj.info.has_bias == (kind == "bias")
-        model.tie_weights()  # as users of transformers call it
+        model.tie_weights()  # as users call it
         assert_same_model(model, expected)
 
 
@@ -51,7 +51,7 @@ def test_a_packed_file_is_mapped(tmp_path):
         mapped = [line.split() for line in maps if line.rstrip().endswith("/packed/model.safetensors")]
     ranges = [tuple(int(end, 16) for end in fields[0].split("-")) for fields in mapped]
     packed = {name: buffer for name, buffer in model.named_buffers() if name.endswith("packed_weight")}
-    assert len(packed) == 14  # of 15 layers: one is left float, the head's is the embedding's
+    assert len(packed) == 14  # of 15 layers: one stays float, and the head shares the embedding's weight
     for name, buffer in packed.items():
         assert any(begin <= buffer.data_ptr() and buffer.data_ptr() + buffer.numel() <= end for begin, end in ranges), name
         assert buffer.data_ptr() % 64 == 0, name
@@ -87,7 +87,7 @@ def test_without_lowbit_a_checkpoint_does_not_load(tmp_path, run_python, monkeyp
     for name, config in mixtures.items():
         experts = AutoModelForCausalLM.from_config(config)
         lowbit.quantize_(experts, {"*.experts.*": lowbit.LinearConfig(4, 32)}).save_pretrained(tmp_path / name)
-        # Under the names of the model: versions of transformers rename Mixtral's experts in different ways.
+        # By names in the model, because versions of transformers rename Mixtral's experts differently.
         assert set(experts.state_dict()) <= set(load_file(tmp_path / name / "model.safetensors"))
         assert_same_model(load(tmp_path / name), experts)
     directories = [tmp_path / name for name in ("packed", "shards", "saved", *mixtures)]
@@ -129,20 +129,20 @@ def test_generate(tmp_path, kind):
     tokens = model.generate(TOKENS, **options)
     assert tokens.shape == (2, 17)
     assert torch.equal(tokens, expected.generate(TOKENS, **options))
-    # In float32: a static cache sums attention in another order, which shows in bfloat16 on some CPUs.
+    # In float32, because a static cache sums attention in another order, which matters in bfloat16 on some CPUs.
     model = load(tmp_path / "packed", dtype=torch.float32)
     tokens = model.generate(TOKENS, **options)
     assert torch.equal(tokens, model.generate(TOKENS, cache_implementation="static", **options))
 
 
 def test_generate_compiled_with_a_static_cache(tmp_path):
-    # In float32: compiled code rounds bfloat16 elsewhere than eager code.
+    # In float32, because compiled code rounds bfloat16 in other places than eager code.
     source = save_model(tmp_path / "source", "tied", dtype=torch.float32)
     model = load(source, quantization_config=CONFIG)
     options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "attention_mask": torch.ones_like(TOKENS)}
     expected = model.generate(TOKENS, **options)
     compiled = CompileConfig(mode="default", fullgraph=True)
-    compiled._compile_all_devices = True  # transformers compiles by itself on GPUs only
+    compiled._compile_all_devices = True  # by default transformers only compiles on GPUs
     assert not hasattr(model, "_compiled_call")
     found = model.generate(TOKENS, cache_implementation="static", compile_config=compiled, **options)
     assert hasattr(model, "_compiled_call") and torch.equal(found, expected)
@@ -157,10 +157,10 @@ def test_dtype(tmp_path, dtype):
     assert model(TOKENS).logits.dtype == dtype
     expected = load(source)
     quantized(expected, CONFIG).model.embed_tokens.to(dtype)
-    for parameter in expected.parameters():  # not expected.to(dtype): that casts the rotary frequencies too
+    for parameter in expected.parameters():  # not expected.to(dtype), which would also cast the rotary frequencies
         parameter.data = parameter.data.to(dtype)
     assert_same_model(model, expected)
-    if dtype != torch.float16:  # bfloat16 values in float32 quantize to the same; float16 would round them first
+    if dtype != torch.float16:  # bfloat16 values quantize equally in float32; float16 would round them first
         assert_same_model(load(source, dtype=dtype, quantization_config=CONFIG), expected)
 
 
@@ -194,8 +194,8 @@ def test_a_new_head_on_a_packed_model(tmp_path):
 
 @pytest.mark.parametrize("name", ["Mixtral", "Gemma3", "T5", "Bert", "ModernBert", "OPT", "SeamlessM4T", "Bart"])
 def test_other_architectures(tmp_path, name):
-    """Experts that transformers fuses, scaled embeddings, three ways of tying, a tied head that the model initializes by name,
-    tables of an encoder and a decoder that share a weight and are scaled, layers that stay in float32."""
+    """Experts fused by transformers, scaled embeddings, three ways of tying, a tied head that the model initializes by name,
+    scaled encoder and decoder tables with a shared weight, layers that stay in float32."""
     import transformers
 
     small = {"vocab_size": 160, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -274,7 +274,7 @@ def test_other_architectures(tmp_path, name):
 @pytest.mark.filterwarnings("ignore:.*share one weight, of which only")
 @pytest.mark.parametrize("kind", KINDS)
 def test_quantized_by_hand_and_saved(tmp_path, kind):
-    """quantize_ and save_pretrained: whatever was packed, from_pretrained gives the same model."""
+    """After quantize_ and save_pretrained, from_pretrained gives the same model, whichever layers are packed."""
     source = save_model(tmp_path / "source", kind)
     mixed = {"*": lowbit.LinearConfig(4), "*embed*": lowbit.EmbeddingConfig(6, 16), "*.0.mlp.up_proj": None}
     mixed |= {"*down*": lowbit.LinearConfig(8, None, "affine"), HEAD: lowbit.LinearConfig(6, 16)}
@@ -309,7 +309,7 @@ def test_an_unsupported_transformers_saves_nothing_by_halves(tmp_path, monkeypat
 
 
 def test_the_last_override_counts(tmp_path):
-    # Not in the order of the alphabet, in which transformers writes the keys of config.json.
+    # Not in alphabetical order, in which transformers writes the keys of config.json.
     overrides = {"model.*": {"bits": 2}, "*.mlp.*": {"group_size": None}, "*.up_proj": None}
     config = LowBitConfig(overrides=overrides)
     selected = config.select(make_model())
@@ -331,7 +331,7 @@ def test_the_last_override_counts(tmp_path):
         LowBitConfig(overrides=pairs),
         LowBitConfig(**config.to_dict()),
         LowBitConfig.from_dict(json.loads(config.to_json_string())),
-        LowBitConfig.from_dict({"quant_method": "lowbit", "overrides": overrides}),  # as it was written once
+        LowBitConfig.from_dict({"quant_method": "lowbit", "overrides": overrides}),  # an older form
     ):
         assert vars(same) == vars(config)
 
@@ -343,7 +343,7 @@ def test_the_last_override_counts(tmp_path):
     {"rotate": True, "overrides": {"lm_head": {"rotate": False, "bits": 8, "levels": None}, "*embed*": None}},
 ], ids=str)  # fmt: skip
 def test_every_field_survives(fields):
-    """`rotate` is left out where it is False, so that an older lowbit reads the config."""
+    """`rotate` is omitted if it is False, so that an older lowbit can read the config."""
     config = LowBitConfig(**fields)
     assert set(config.to_dict()) | {"rotate"} == set(vars(config))
     assert ("rotate" in config.to_dict()) == config.rotate
@@ -358,7 +358,8 @@ def test_a_pattern_twice():
 
 
 def test_imports(run_python, fork_python):
-    """`import lowbit` imports neither transformers nor safetensors, and says what is missing when they are needed."""
+    """`import lowbit` imports neither transformers nor safetensors; when they are needed, an error names the missing
+    package."""
     process = run_python("import sys, torch, lowbit; print([m for m in ('transformers', 'safetensors') if m in sys.modules])")
     assert process.stdout.splitlines()[-1] == "[]", process.stderr
     process = fork_python("import sys; sys.modules['transformers'] = None; from lowbit import LowBitConfig")
@@ -416,7 +417,7 @@ print(sorted(outcomes))
 
 
 def test_killed_while_saving(tmp_path, run_python):
-    """SIGKILL before and after every shard of save_pretrained: what is left is no model, or a whole one."""
+    """After SIGKILL before or after any shard of save_pretrained there is no model, or a complete one."""
     process = run_python(KILLED, tmp_path)
     assert process.returncode == 0, process.stderr
     outcomes = process.stdout.splitlines()[-1]

@@ -1,4 +1,4 @@
-"""lowbit in transformers refuses what is damaged, foreign or wrong, in one sentence."""
+"""lowbit in transformers refuses damaged, foreign or wrong checkpoints in one sentence."""
 
 import json
 
@@ -111,7 +111,7 @@ def test_an_unknown_architecture(packed):
 
 def test_devices():
     quantizer = lowbit.transformers.LowBitQuantizer(CONFIG)
-    for device_map in (None, "auto", {"": torch.device("cpu")}, {"": "cpu"}):  # as transformers hands them on
+    for device_map in (None, "auto", {"": torch.device("cpu")}, {"": "cpu"}):  # as passed on by transformers
         quantizer.validate_environment(device_map=device_map)
         assert quantizer.update_device_map(device_map) in (None, {"": "cpu"})
     for device_map in ({"": torch.device("cuda:0")}, {"model": "cpu", "lm_head": "disk"}, {"": 0}):

@@ -1,4 +1,4 @@
-"""Vision towers of transformers: packed, and with lowbit.fuse_, beside themselves."""
+"""transformers' vision towers, packed and with lowbit.fuse_, compared with the originals."""
 
 import copy
 
@@ -10,7 +10,7 @@ transformers = pytest.importorskip("transformers")
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
 IMAGES = torch.randn(3, 3, 32, 32, generator=torch.Generator().manual_seed(1))
-# Two images of other sizes, in patches, one below the other.
+# Two images of different sizes as concatenated patches.
 GRID = torch.tensor([[1, 4, 6], [1, 8, 4]])
 PATCHES = torch.randn(24 + 32, 3 * 2 * 8 * 8, generator=torch.Generator().manual_seed(2))
 KINDS = {
@@ -38,7 +38,7 @@ def tower(kind):
 
 @torch.no_grad()
 def run(model, one=None):
-    """The hidden states of all images, or of image `one` alone."""
+    """The hidden states of all images, or only of image `one`."""
     if "Qwen" not in type(model).__name__:
         return model(pixel_values=IMAGES if one is None else IMAGES[one : one + 1]).last_hidden_state
     patches = PATCHES if one is None else PATCHES.split([24, 32])[one]
@@ -56,7 +56,7 @@ def test_a_fused_tower_computes_the_same(kind, monkeypatch):
     sdpa = torch.nn.functional.scaled_dot_product_attention
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", lambda *a, **k: calls.append(1) or sdpa(*a, **k))
     torch.testing.assert_close(run(model), expected, rtol=1e-4, atol=1e-4)
-    assert not calls  # no layer went back to sdpa
+    assert not calls  # no layer fell back to sdpa
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -77,7 +77,7 @@ def test_a_packed_tower(kind):
     assert 0 < errors[0] < 0.03 and errors[0] < errors[1] < 0.2
 
 
-# The bits of an image do not depend on the others of its batch, as those of a text: torch's own parts work image by image.
+# As for texts, an image's bits do not depend on the rest of the batch, because torch's parts process each image separately.
 @pytest.mark.parametrize("kind", ["clip_vision_model", "vit"])
 @pytest.mark.filterwarnings("ignore:.* of the bytes of this .* stay float")
 def test_an_image_has_the_same_bits_alone_and_in_a_batch(kind):

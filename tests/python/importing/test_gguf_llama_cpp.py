@@ -1,4 +1,4 @@
-"""What `lowbit export --to gguf` writes, loaded and computed by llama.cpp itself: `make test-llama-cpp`."""
+"""Files of `lowbit export --to gguf`, loaded and computed by llama.cpp: `make test-llama-cpp`."""
 
 import ctypes
 
@@ -21,8 +21,8 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 FAMILIES = ["llama", "tied", "wide", "llama3", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "phi3"]
 PROMPT = [1, 300, 17, 402, 290, 311, 350, 277, 263, 341]  # longer than the windows, of three tokens
 COUNT = 16
-# What llama.cpp calls a mixture, and a type of tensors in it. Not TQ1_0 and TQ2_0: with three values the model is so far off
-# that the rounding of activations alone moves logits by 0.4 of their deviation (theirs by 0.3).
+# llama.cpp's name of a mixture, and a type of tensors in it. Not TQ1_0 and TQ2_0: with three values the model is so poor that
+# rounding of activations moves logits by 0.4 of their deviation (llama.cpp's by 0.3).
 QUANTIZED = {
     "Q4_0": "Q4_0", "Q5_1": "Q5_1", "Q8_0": "Q8_0", "Q2_K": "Q2_K", "Q3_K_M": "Q3_K", "Q4_K_M": "Q4_K", "Q5_K_S": "Q5_K",
     "Q6_K": "Q6_K", "IQ4_NL": "IQ4_NL", "IQ4_XS": "IQ4_XS",
@@ -45,7 +45,7 @@ def family(kind: str):
     model = random_model("phi3" if kind == "phi3" else "llama")
     config = model.config
     if kind == "phi3":
-        config.sliding_window = None  # llama.cpp has none
+        config.sliding_window = None  # llama.cpp does not support windows here
     elif kind == "llama3":
         config.rope_parameters = {
             "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -65,7 +65,8 @@ def family(kind: str):
 def test_families(llama_cpp, tokenizer, tmp_path, kind):
     family(kind).save_pretrained(tmp_path / "float")
     tokenizer.save_pretrained(tmp_path / "float")
-    # Floats: rotation, order of rows, windows, norms and settings are right. ggml reads Gemma's GELU from a float16 table.
+    # Floats: rotary embeddings, order of rows, windows, norms and settings are right. ggml reads Gemma's GELU from a float16
+    # table.
     export_gguf(tmp_path / "float", tmp_path / "float.gguf")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "float", dtype=torch.float32)
     tokens, expected = list(PROMPT), []
@@ -78,7 +79,7 @@ def test_families(llama_cpp, tokenizer, tmp_path, kind):
         assert np.abs(theirs.logits(PROMPT) - expected[0]).max() < bound * expected[0].std()
     with LlamaCpp(llama_cpp, tmp_path / "float.gguf") as theirs:
         assert theirs.greedy(PROMPT, COUNT) == tokens[len(PROMPT) :]
-    # Packed: llama.cpp rounds activations to 8 bits by 32, lowbit by rows.
+    # Packed: the two round activations to 8 bits in different blocks.
     config = lowbit.LowBitConfig(scale="absmax")
     lowbit.quantize_checkpoint(tmp_path / "float", tmp_path / "packed", config)
     edit_json(tmp_path / "packed" / "config.json", dtype="float32")
@@ -109,7 +110,7 @@ def test_sentencepiece(llama_cpp, tokenizer, tmp_path):
 
 @pytest.mark.parametrize("pre", ["llama-bpe", "qwen2", "qwen35", "lfm2", "dbrx", "tekken", "deepseek-v3", "glm4", "smollm"])
 def test_ways_of_cutting_words(llama_cpp, tmp_path, pre):
-    """Tokens that only some rules allow: of digits, of letters with marks, of signs with letters, of several spaces."""
+    """Tokens that only some rules allow: digits, letters with marks, signs with letters, several spaces."""
     letters = list(bytes_to_unicode().values())
     merges = ("1 2", "12 3", "123 4", "t h", "th e", "! a", "! !", "Ġ Ġ", "ĠĠ Ġ", "Ġ a", "a 1", "e Ì", "eÌ ģ", "' s", "Ċ Ċ")
     tokens = ["<s>", "</s>", *letters, *(merge.replace(" ", "") for merge in merges)]
@@ -124,7 +125,7 @@ def test_ways_of_cutting_words(llama_cpp, tmp_path, pre):
 
 
 def test_the_shipped_model(llama_cpp, tmp_path):
-    """Its matrices are bfloat16: ggml rounds activations to that, too."""
+    """Its matrices are bfloat16, to which ggml also rounds activations."""
     config = lowbit.LowBitConfig(embedding_bits=6, scale="absmax")
     lowbit.quantize_checkpoint(FLOAT, tmp_path / "packed", config)
     edit_json(tmp_path / "packed" / "config.json", dtype="float32")
@@ -142,10 +143,10 @@ def test_the_shipped_model(llama_cpp, tmp_path):
 
 @pytest.mark.parametrize("kind", QUANTIZED)
 def test_files_that_llama_cpp_quantized(llama_cpp, tmp_path, kind):
-    """The model of this repository, by llama.cpp's own quantizer: its logits of its file, and ours of the import."""
+    """examples/tiny_llama, quantized by llama.cpp: llama.cpp's logits for the file, and ours for its import."""
     with pytest.warns(UserWarning, match="the tokenizer in .* cuts words"):
         export_gguf(FLOAT, tmp_path / "float.gguf")
-    silent = llama_cpp.llama_log_callback(lambda level, text, data: None)  # in place of that of an earlier model
+    silent = llama_cpp.llama_log_callback(lambda level, text, data: None)  # replaces that of an earlier model
     llama_cpp.llama_log_set(silent, ctypes.c_void_p(0))
     settings = llama_cpp.llama_model_quantize_default_params()
     settings.ftype, settings.nthread = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{kind}"), 1

@@ -1,4 +1,4 @@
-"""Tokenizers of GGUF files: special tokens are whole and have the file's numbers, and words are cut as llama.cpp cuts them."""
+"""Tokenizers of GGUF files: special tokens stay whole and have the file's ids, and words are split as in llama.cpp."""
 
 from types import SimpleNamespace
 
@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 BOS, EOS = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
 LETTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
-# Control tokens (3) and those of the user (4), one of them made of blanks, one of letters that stand for bytes.
+# Control tokens (3) and user-defined tokens (4), one of blanks, one of letters that stand for bytes.
 SPECIAL = {BOS: 3, EOS: 3, "<｜User｜>": 4, "<|plain|>": 3, "  ": 4, "Ġx": 3, "é<": 3, "<｜tool｜>": 3}
 
 
@@ -108,7 +108,7 @@ def test_a_special_token_with_another_number_is_refused(tmp_path, monkeypatch):
             loaded(tmp_path, metadata("llama-bpe"))
 
 
-# What llama.cpp's expressions of each rule make of a text.
+# How llama.cpp's expressions of each rule split a text.
 CUT = {
     "falcon": [("I've 12345 (x)!\n", ["I", "'", "ve", "Ġ", "123", "45", "Ġ", "(", "x", ")!", "Ċ"])],
     "deepseek-coder": [("ab 12\nc, d", ["ab", "Ġ", "1", "2", "Ċ", "c", ",", "Ġd"])],

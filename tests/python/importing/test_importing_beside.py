@@ -1,5 +1,5 @@
-"""`lowbit import` of checkpoints with more than layers: unused biases, buffers, placeholders, settings in other files, and
-experts of several kinds."""
+"""`lowbit import` of checkpoints with other content: unused biases, buffers, placeholders, settings in other files, and several
+kinds of experts."""
 
 import json
 import re
@@ -62,7 +62,7 @@ def test_zeros_beside_a_quantized_matrix_are_left_out_and_other_values_are_refus
 
 
 def test_a_bias_that_the_model_has_not_in_a_float_checkpoint(tmp_path):
-    """transformers computes without it, so does the quantized model; but a warning says so."""
+    """transformers ignores it, and so does the quantized model, with a warning."""
     checkpoint(tmp_path / "in", None, lambda n, k: (torch.ones(n, k), {"weight": torch.ones(n, k)}))
     extra = {f"{LAYER}.bias": torch.ones(96), "model.layers.0.mlp.down_proj.bias": torch.zeros(64)}
     change_tensors(tmp_path / "in" / "model.safetensors", lambda tensors: tensors.update(extra))
@@ -84,7 +84,7 @@ def test_factors_of_activation_functions_in_awq(tmp_path):
 
 @pytest.mark.filterwarnings("error")
 def test_buffers_of_old_checkpoints(tmp_path):
-    """Masks, numbers without dimensions, frequencies and positions that the model makes itself by now."""
+    """Masks, scalars, frequencies and positions that current models compute themselves."""
     torch.manual_seed(0)
     sizes = {"vocab_size": 160, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4}
     model = GPTNeoXForCausalLM(GPTNeoXConfig(**sizes, max_position_embeddings=64)).eval()
@@ -201,8 +201,8 @@ def test_settings_in_another_file(tmp_path, file, content, make, format_):
     with pytest.raises(ValueError, match=r"is quantized already, by the method .* lowbit import converts such checkpoints"):
         lowbit.quantize_checkpoint(tmp_path / "in", tmp_path / "out", lowbit.LowBitConfig())
     assert imported(tmp_path).format == format_
-    assert not (tmp_path / "out" / file).exists()  # the target has settings of its own
-    # Such a file may stay beside float weights.
+    assert not (tmp_path / "out" / file).exists()  # the target has its own settings
+    # With float weights, such a file may stay.
     lowbit.dequantize_checkpoint(tmp_path / "out", tmp_path / "float")
     (tmp_path / "float" / file).write_text(json.dumps(content))
     lowbit.quantize_checkpoint(tmp_path / "float", tmp_path / "again", lowbit.LowBitConfig())
@@ -224,7 +224,8 @@ def test_a_file_of_weights_that_autogptq_named_as_it_liked(tmp_path):
 
 @pytest.mark.parametrize("target", ["re:.*mlp.*", "model.layers.0.mlp.up_proj", "LlamaMLP", "re:((a|o|m|d|e|l)*)*x"])
 def test_7_and_8_bits_in_one_checkpoint(tmp_path, target):
-    """With no code in two words, both have as many words: the words say which it is, whatever the settings name."""
+    """If codes do not cross words, both widths have the same number of words: the words determine the width, not the
+    settings."""
     weights = {"type": "int", "strategy": "group", "group_size": GROUP}
     settings = ct() | {
         "config_groups": {
@@ -255,7 +256,7 @@ def test_a_scale_of_a_whole_tensor_without_dimensions(tmp_path):
 
 
 def experts(path, pack_expert, settings):
-    """A mixture whose experts are made by `pack_expert(number, n, k)`: the weights, and the tensors, of a matrix."""
+    """A mixture whose experts come from `pack_expert(number, n, k)`: weights and tensors of a matrix."""
     torch.manual_seed(0)
     sizes = {"vocab_size": 403, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
     model = Qwen3MoeForCausalLM(
@@ -285,7 +286,7 @@ def random(number: int, n: int, k: int, bits: int = 4, group: int = GROUP, zeros
 
 
 def same_weights(path, model, exact: bool = True):
-    """Holds the packed experts against the model's; returns them."""
+    """Compares the packed experts with the model's; returns them."""
     holder = load(path / "out", dtype="auto").model.layers[0].mlp.experts
     for leaf in ("gate_up_proj", "down_proj"):
         packed, expected = getattr(holder, leaf), getattr(model.model.layers[0].mlp.experts, leaf).detach()
@@ -302,7 +303,7 @@ def same_weights(path, model, exact: bool = True):
 @pytest.mark.parametrize("odd", [(2,), (0, 1, 3)])
 def test_experts_without_minimums_get_them_beside_others(tmp_path, odd):
     def make(number: int, n: int, k: int):
-        # Powers of two: then minimums have as few digits as float16.
+        # Powers of two, so that minimums fit in float16.
         layer = random(number, n, k, zeros="middle" if number in odd else "free")
         layer.scales = 2.0 ** torch.randint(-9, -5, layer.scales.shape, generator=torch.Generator().manual_seed(n)).half()
         weight = layer.scales.float().repeat_interleave(GROUP, 1) * (layer.codes - layer.zeros.repeat_interleave(GROUP, 1))
@@ -321,7 +322,7 @@ def test_experts_without_minimums_get_them_beside_others(tmp_path, odd):
 
 
 def test_gates_without_minimums_beside_ups_with_them(tmp_path):
-    """In all experts alike: the rows of both are one matrix of the model."""
+    """In all experts: the rows of gate and up form one matrix of the model."""
     count = iter(range(1000))
 
     def make(number: int, n: int, k: int):
@@ -354,7 +355,7 @@ ODD = {
 
 @pytest.mark.parametrize("name", ODD)
 def test_one_odd_expert(tmp_path, name):
-    """All stay packed: exactly where the codes allow it, else with the odd one requantized to 8 bits; a warning says so."""
+    """All stay packed: exactly if the codes allow it, otherwise the odd one is requantized to 8 bits with a warning."""
     pack, options, bits, says = ODD[name]
 
     def make(number: int, n: int, k: int):

@@ -1,4 +1,4 @@
-"""The import beside a GGUF file, when several processes use it at once."""
+"""The cached import next to a GGUF file, used by several processes at once."""
 
 import os
 import threading
@@ -27,7 +27,7 @@ def test_of_two_imports_at_once_one_writes(file, monkeypatch):
         calls.append(arguments)
         if len(calls) == 1:
             second.start()
-            second_writes.wait(0.5)  # with time to begin as well
+            second_writes.wait(0.5)  # gives it time to start
         else:
             second_writes.set()
         return write(*arguments, **named)

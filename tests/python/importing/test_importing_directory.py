@@ -1,6 +1,6 @@
-"""`lowbit import` of directories that others have quantized.
+"""`lowbit import` of directories quantized by other tools.
 
-The layouts are written here, bit by bit, as they are published.
+This file writes the published layouts bit by bit.
 """
 
 import json
@@ -27,14 +27,14 @@ GROUP = 32
 
 
 def stream(codes: list[int], bits: int) -> list[int]:
-    """Codes one after the other, from the lowest bit of the first word on."""
+    """A bit stream of codes, from the lowest bit of the first word on."""
     number = sum(code << (bits * place) for place, code in enumerate(codes))
     words = -(-len(codes) * bits // 32)
     return [struct.unpack("<i", struct.pack("<I", number >> (32 * word) & 0xFFFFFFFF))[0] for word in range(words)]
 
 
 def rows_of_words(codes: torch.Tensor, bits: int, whole: bool = False) -> torch.Tensor:
-    """int32 [rows, words] of codes [rows, count]; `whole`: no code is in two words."""
+    """int32 [rows, words] of codes [rows, count]; with `whole`, no code crosses words."""
     if whole:
         each = 32 // bits
         places = range(0, codes.shape[1], each)
@@ -44,7 +44,7 @@ def rows_of_words(codes: torch.Tensor, bits: int, whole: bool = False) -> torch.
 
 
 class Quantized:
-    """A random layer: `codes` [n, k], `zeros` and `scales` [n, groups], and the weights that they stand for."""
+    """A random layer: `codes` [n, k], `zeros` and `scales` [n, groups], and the weights that they represent."""
 
     def __init__(self, n: int, k: int, bits: int, group: int, zeros: str, generator: torch.Generator):
         groups = k // group
@@ -68,7 +68,7 @@ def gptq(layer: Quantized, bits: int, group: int, version: int) -> dict[str, tor
 
 
 def planes(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """GPTQModel's planes, int32 [rows, words] of codes [rows, count]: of 32 codes the widest plane that is left."""
+    """GPTQModel's planes, int32 [rows, words] of codes [rows, count]: for each 32 codes the widest remaining plane."""
     parts = []
     for at in range(0, codes.shape[1], 32):
         left = codes[:, at : at + 32]
@@ -85,7 +85,7 @@ def gptq_p(layer: Quantized, bits: int, group: int) -> dict[str, torch.Tensor]:
 
 
 def act_order(layer: Quantized, seed: int = 0) -> torch.Tensor:
-    """Gives the inputs of a layer to its groups by chance, as many to each; the group of each, int32 [k]."""
+    """Assigns inputs to groups at random, equally many to each; returns the group of each input, int32 [k]."""
     n, k = layer.codes.shape
     order = torch.randperm(k, generator=torch.Generator().manual_seed(seed + n))
     groups = torch.empty(k, dtype=torch.int32)
@@ -95,7 +95,7 @@ def act_order(layer: Quantized, seed: int = 0) -> torch.Tensor:
 
 
 def awq(layer: Quantized) -> dict[str, torch.Tensor]:
-    def words(codes: torch.Tensor) -> torch.Tensor:  # [rows, n] by rows
+    def words(codes: torch.Tensor) -> torch.Tensor:  # [rows, n], row by row
         ordered = codes.view(len(codes), -1, 8)[:, :, [0, 2, 4, 6, 1, 3, 5, 7]].reshape(len(codes), -1)
         return rows_of_words(ordered, 4)
 
@@ -118,7 +118,7 @@ def compressed(layer: Quantized, bits: int, whole: bool = False) -> dict[str, to
 
 
 def checkpoint(directory, settings: dict, make, *, change=None):
-    """A small llama whose layers but the head are made by `make(n, k)`: the weights, and the tensors of the layer.
+    """A small llama whose layers, except the head, come from `make(n, k)`: weights and tensors of the layer.
 
     Returns the float model of the same weights.
     """
@@ -141,7 +141,7 @@ def checkpoint(directory, settings: dict, make, *, change=None):
 
 
 def check(tmp_path, model, kind: str) -> lowbit.ImportSummary:
-    """Imports, and holds every packed weight against the float model's; the logits too."""
+    """Imports a checkpoint, and compares every packed weight and the logits with the float model's."""
     summary = lowbit.import_checkpoint(tmp_path / "in", tmp_path / "out")
     assert {tensor.kind for tensor in summary.tensors} == {kind, "float"}
     tensors, packed = load_file(tmp_path / "out" / "model.safetensors"), 0
@@ -179,9 +179,9 @@ def test_gptq(tmp_path, bits, zeros, version):
     if version == 2:
         settings["checkpoint_format"] = "gptq_v2"
     model = checkpoint(tmp_path / "in", settings, maker(bits, zeros, lambda layer: gptq(layer, bits, GROUP, version)))
-    # With zero points the min is rounded once.
+    # With zero points, the min is rounded once.
     summary = check(tmp_path, model, "exact" if zeros == "middle" else "rounded")
-    assert max(tensor.steps for tensor in summary.tensors) < 2**bits / 1200  # of 2**bits steps, by 11 significant bits
+    assert max(tensor.steps for tensor in summary.tensors) < 2**bits / 1200  # 2**bits steps with 11 significant bits
     assert {tensor.source for tensor in summary.tensors if tensor.kind != "float"} == {f"GPTQ, {bits} bits"}
 
 
@@ -205,7 +205,7 @@ def test_gptq_with_act_order(tmp_path, bits, zeros, version):
 
     def make(n: int, k: int):
         layer = Quantized(n, k, bits, GROUP, zeros, generator)
-        groups = act_order(layer)  # before the weights are taken
+        groups = act_order(layer)  # before the weights are computed
         return layer.weight, gptq(layer, bits, GROUP, version) | {"g_idx": groups}
 
     model = checkpoint(tmp_path / "in", settings, make)
@@ -293,7 +293,7 @@ def test_bitnet(tmp_path, kind):
         if name.endswith("packed_weight"):
             weight = model.get_submodule(name.removesuffix(".packed_weight")).weight
             found = lowbit.embedding(torch.arange(len(weight)), tensor, weight.shape[1])
-            torch.testing.assert_close(found, weight.detach(), rtol=2e-7, atol=0)  # 1 / scale, not division by it
+            torch.testing.assert_close(found, weight.detach(), rtol=2e-7, atol=0)  # multiplies by 1 / scale instead of dividing
 
 
 NF4 = [
@@ -447,7 +447,7 @@ def test_streams_of_every_width():
 
 def test_a_second_import_of_changed_files_reads_them_anew(tmp_path):
     pack = lambda layer: gptq(layer, 4, GROUP, 1)  # noqa: E731
-    for number, zeros in enumerate(("middle", "free")):  # the same names, shapes and places in the file
+    for number, zeros in enumerate(("middle", "free")):  # equal names, shapes and offsets in the file
         model = checkpoint(tmp_path / "in", GPTQ, maker(4, zeros, pack))
         lowbit.import_checkpoint(tmp_path / "in", tmp_path / str(number))
         packed = load_file(tmp_path / str(number) / "model.safetensors")[f"{Q}.packed_weight"]

@@ -1,5 +1,5 @@
-"""GGUF files of mixtures of experts, as llama.cpp's converter writes them: a tensor for all gates, one for all ups, one for
-all downs of a layer."""
+"""GGUF files of mixtures of experts, like those of llama.cpp's converter: per layer one tensor each for all gates, ups and
+downs."""
 
 import re
 
@@ -99,7 +99,7 @@ def test_a_quantized_file_gives_the_experts_its_blocks_stand_for(model, tmp_path
             if gpt_oss:
                 biases = torch.stack([lowbit.unpack(packed).bias for packed in own.packed_weight])
                 assert torch.equal(biases, model.state_dict()[f"{name}_bias"])
-    # All else as transformers computes it, from the weights that the file has.
+    # Everything else as in transformers, with the file's weights.
     for name, layer in found.named_modules():
         if isinstance(layer, lowbit.nn.Linear | lowbit.nn.Embedding):
             model.get_submodule(name).weight.data = layer.dequantize()
@@ -107,7 +107,7 @@ def test_a_quantized_file_gives_the_experts_its_blocks_stand_for(model, tmp_path
             weight = layer.dequantize()
             model.get_parameter(name).data = weight.mT.contiguous() if gpt_oss else weight
     logits, expected = found(TOKENS).logits, model(TOKENS).logits
-    assert 0 < (logits - expected).std() < 0.05 * expected.std()  # activations of 8 bits
+    assert 0 < (logits - expected).std() < 0.05 * expected.std()  # 8-bit activations
     decoder = lowbit.llm.Decoder(found, 32)
     with torch.inference_mode():
         last = decoder(TOKENS, torch.zeros(1, dtype=torch.int64))
@@ -115,7 +115,7 @@ def test_a_quantized_file_gives_the_experts_its_blocks_stand_for(model, tmp_path
 
 
 def small(kind: str, drop: tuple[str, ...] = (), shapes: dict | None = None, kinds: dict | None = None) -> bytes:
-    """A qwen3moe of one layer and two experts, with random blocks of a type in the tensors of its experts."""
+    """A qwen3moe with one layer and two experts, with random blocks of a type in the expert tensors."""
     generator, width = np.random.default_rng(0), 256
     a = "qwen3moe"
     metadata = {

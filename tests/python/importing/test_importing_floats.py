@@ -1,4 +1,4 @@
-"""`lowbit import` of weights in 8- and 4-bit floats and int8, and of experts that lie one by one in the files."""
+"""`lowbit import` of 8- and 4-bit float and int8 weights, and of experts with separate tensors."""
 
 import json
 import math
@@ -25,7 +25,7 @@ def spread(scales: torch.Tensor, rows: int, columns: int, shape: tuple[int, int]
 
 
 class Maker:
-    """Random layers of a format: the weights, and the tensors in the files."""
+    """Random layers of a format: weights, and tensors in the files."""
 
     def __init__(self, kind: str):
         self.kind, self.generator = kind, torch.Generator().manual_seed(0)
@@ -115,7 +115,7 @@ def test_formats(tmp_path, kind, recwarn):
 
 @pytest.mark.parametrize("kind", ["block", "mxfp4", "int8"])
 def test_experts_one_by_one(tmp_path, kind):
-    """The files have a matrix for each expert, the model one tensor: it is packed."""
+    """The files have a matrix per expert, the model one tensor, which is packed."""
     torch.manual_seed(0)
     model = Qwen3MoeForCausalLM(
         Qwen3MoeConfig(
@@ -191,7 +191,7 @@ def test_what_is_refused(tmp_path, what):
 
 @pytest.mark.parametrize("preset", ["FP8", "FP8_BLOCK", "NVFP4A16", "MXFP4A16", "MXFP8A16", "W8A8"])
 def test_as_compressed_tensors_reads_it(tmp_path, preset):
-    """What its own compressor writes of a random matrix, and what it makes of that again."""
+    """A random matrix compressed by the library, and decompressed by it."""
     wanted("compressed_tensors")
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import preset_name_to_scheme

@@ -1,4 +1,4 @@
-"""`lowbit import` of GGUF files, beside the package gguf and the float models they were made of."""
+"""`lowbit import` of GGUF files, compared with the package gguf and with the original float models."""
 
 import json
 import os
@@ -66,7 +66,7 @@ NAMES = {
 
 
 def of_blocks(name: str, seed: int = 0) -> tuple[dict[str, np.ndarray], list]:
-    """A model with random blocks of a type in all its matrices, and its tensors for file_bytes."""
+    """A model with random blocks of a type in all matrices, and its tensors for file_bytes."""
     generator, kind = np.random.default_rng(seed), TYPES[NUMBERS[name]]
     blocks = {matrix: random_blocks(name, *shape, kind.block, kind.bytes, generator) for matrix, shape in MATRICES.items()}
     tensors = [(f"{matrix}.weight", MATRICES[matrix][::-1], NUMBERS[name], data.tobytes()) for matrix, data in blocks.items()]
@@ -76,7 +76,7 @@ def of_blocks(name: str, seed: int = 0) -> tuple[dict[str, np.ndarray], list]:
 
 
 def reference(name: str, blocks: np.ndarray, k: int) -> np.ndarray:
-    """The weights, by the package gguf; by these lines where it does not know the type."""
+    """The weights by the package gguf, or by this function for types that it lacks."""
     if name not in ("Q1_0", "Q2_0"):
         return gguf.dequantize(blocks, gguf.GGMLQuantizationType[name])
     size = TYPES[NUMBERS[name]].bytes
@@ -92,7 +92,7 @@ def reference(name: str, blocks: np.ndarray, k: int) -> np.ndarray:
 
 
 def in_models_order(matrix: str, weight: np.ndarray) -> np.ndarray:
-    """Undoes what the converter does, by its own function: where does each row go?"""
+    """Undoes the converter's permutation of rows, found by the converter's own function."""
     heads = {"blk.0.attn_q": HEADS, "blk.0.attn_k": KV_HEADS}.get(matrix)
     if heads is None:
         return weight
@@ -113,7 +113,7 @@ def packed_weights(directory, k: dict[str, int]) -> dict[str, torch.Tensor]:
 
 
 def test_less_than_a_head(tmp_path, monkeypatch):
-    """Twice the rows that are asked for are read at most: in a hostile file a head may be as large as the matrix."""
+    """At most twice the requested rows are read, because in a hostile file a head may be as large as the matrix."""
     counted = []
 
     def counting(stored, begin, end):
@@ -126,7 +126,7 @@ def test_less_than_a_head(tmp_path, monkeypatch):
     read = next(each.read for each in open_gguf(tmp_path / "m.gguf").tensors if "q_proj" in each.name)
     whole = read(0, WIDTH)
     assert whole.mins is not None
-    for begin, end in ((0, 1), (0, 16), (24, 40), (31, 33), (40, 72), (1, 64), (250, 256)):  # of heads of 64 rows
+    for begin, end in ((0, 1), (0, 16), (24, 40), (31, 33), (40, 72), (1, 64), (250, 256)):  # heads have 64 rows
         counted.clear()
         for found, expected in zip(read(begin, end), whole, strict=True):
             assert torch.equal(found, expected[begin:end]), (begin, end)
@@ -149,10 +149,10 @@ def test_blocks_of_every_type(tmp_path, name):
         if name in EXACT:
             assert not moved.any(), layer
         else:
-            # Random sub-scales are the worst case. The step of a group is known from the blocks' own codes.
+            # Random sub-scales are the worst case. The step of a group follows from the blocks' codes.
             packed = lowbit.unpack(load_file(tmp_path / "out" / "model.safetensors")[f"{layer}.packed_weight"])
             step = packed.scales.abs().repeat_interleave(packed.group_size, 1).numpy()
-            step *= 12 if name == "IQ4_XS" else 1  # between the nearest two of its levels there are 12 (-22 and -10: 12)
+            step *= 12 if name == "IQ4_XS" else 1  # its nearest two levels differ by 12 (-22 and -10)
             step = np.where(step > 0, step, step.max(1, keepdims=True))
             assert (moved <= (steps[layer] * 1.01 + 1e-6) * step + 1e-6).all(), (layer, (moved / step).max())
             assert np.sqrt((moved**2).mean()) < 1e-3 * np.sqrt((expected**2).mean())
@@ -199,7 +199,7 @@ def random_model(kind: str):
         if parameter.dim() == 1:
             parameter.data.add_(0.1 * torch.randn(parameter.shape))
         else:
-            parameter.data.mul_(4)  # so that a wrong head or window shows
+            parameter.data.mul_(4)  # so that errors in heads or windows show
     return model
 
 
@@ -223,7 +223,7 @@ def test_a_float_file_gives_the_model_it_was_made_of(tmp_path, kind):
         summary = lowbit.import_checkpoint(tmp_path / "m.gguf", tmp_path / "out")
     assert {tensor.kind for tensor in summary.tensors} == {"float"}
     found, expected = load(tmp_path / "out", dtype="auto")(TOKENS).logits, model(TOKENS).logits
-    # The norms of gemma are stored with 1 added: that rounds.
+    # Gemma's norms are stored with 1 added, which rounds.
     torch.testing.assert_close(found, expected, rtol=1e-3 if "gemma" in kind else 0, atol=1e-4 if "gemma" in kind else 0)
 
 
@@ -234,7 +234,7 @@ def test_a_quantized_file_gives_the_logits_of_its_dequantized_weights(tmp_path, 
     with pytest.warns(UserWarning, match="has no tokenizer"):
         summary = lowbit.import_checkpoint(tmp_path / "m.gguf", tmp_path / "out")
     assert {tensor.kind for tensor in summary.tensors} == {"exact", "float"}
-    # Also Gemma's, which multiplies the rows of its table when it looks them up.
+    # Also for Gemma, which scales looked-up rows.
     assert "model.embed_tokens.packed_weight" in load_file(tmp_path / "out" / "model.safetensors")
     for name, weight in packed_weights(tmp_path / "out", {}).items():
         original = model.get_submodule(name).weight
@@ -242,7 +242,7 @@ def test_a_quantized_file_gives_the_logits_of_its_dequantized_weights(tmp_path, 
         assert torch.equal(weight, torch.from_numpy(gguf.dequantize(gguf.quantize(original.detach().numpy(), q8), q8)))
         original.data.copy_(weight)
     found, expected = load(tmp_path / "out", dtype="auto")(TOKENS).logits, model(TOKENS).logits
-    # The activations are rounded to 8 bits, nothing else.
+    # Only the activations are rounded, to 8 bits.
     assert (found - expected).norm() / expected.norm() < 0.03
     if kind == "qwen2":
         packed = load_file(tmp_path / "out" / "model.safetensors")["model.layers.0.self_attn.q_proj.packed_weight"]
@@ -261,7 +261,7 @@ def test_the_frequencies_of_llama3(tmp_path, factor):
     )  # fmt: skip
     model = LlamaForCausalLM(config)
     plain = 1 / 500000.0 ** (torch.arange(0, 128, 2) / 128)
-    factors = plain / model.model.rotary_emb.inv_freq  # as the converter computes them
+    factors = plain / model.model.rotary_emb.inv_freq  # as in the converter
     assert factors.min() == 1 and factors.max() == factor
     write_model(tmp_path / "m.gguf", model)
     add_tensor(tmp_path / "m.gguf", tmp_path / "with.gguf", "rope_freqs.weight", factors.numpy())
@@ -284,7 +284,7 @@ def test_the_frequencies_of_llama3(tmp_path, factor):
     ],
 )
 def test_stretched_positions_as_ggml_reads_them(tmp_path, keys, expected):
-    """Without a type a factor is a linear one, with "none" it does not count, and 0 is none."""
+    """Without a type, the factor is linear; with "none" it is ignored; 0 means no factor."""
     metadata = METADATA | {f"llama.rope.scaling.{name}": item for name, item in keys.items()}
     (tmp_path / "m.gguf").write_bytes(file_bytes(metadata, tensors()))
     found = open_gguf(tmp_path / "m.gguf").config["rope_parameters"]
@@ -313,7 +313,7 @@ def test_the_tokenizer_comes_over(tmp_path):
     assert tokenizer.decode(ids, skip_special_tokens=True) == "the th"
     assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "<hi>"
     assert json.loads((tmp_path / "out" / "generation_config.json").read_text())["eos_token_id"] == [1]
-    # transformers 5.19 warns of a wrong tokenizer where config.json has no version of it.
+    # transformers 5.19 warns about a wrong tokenizer if config.json has no version.
     assert json.loads((tmp_path / "out" / "config.json").read_text())["transformers_version"] == transformers.__version__
 
 
@@ -384,7 +384,7 @@ def test_the_command_and_inspect(tmp_path):
 
 
 def test_memory(tmp_path, run_python):
-    """Less than 1.3 times the largest tensor plus what is written; a fifth of the tensor, as it happens."""
+    """Memory below 1.3 times the largest tensor plus the output; measured: a fifth of the tensor."""
     tensors = [tensor for tensor in of_blocks("Q8_0")[1] if tensor[0] != "output.weight"]
     (tmp_path / "small.gguf").write_bytes(file_bytes(LLAMA, tensors))
     rows, row = 300_000, tensors[0][3][: WIDTH // 32 * 34]
@@ -453,7 +453,7 @@ def test_generate_imports_a_file_once(tmp_path):
     assert os.stat(cache / "config.json").st_mtime_ns == written
     same = invoke("generate", cache, "--prompt", "the the", "--max-new-tokens", "3")
     assert same.stdout == first.stdout
-    # Another model at its place, and one that is refused: the old import stays then.
+    # Another model in its place, and one that is refused, after which the old import stays.
     os.utime(file, ns=(1, 1))
     changed = invoke(*command)
     assert "the import of another file is replaced" in changed.stderr and changed.stdout == first.stdout

@@ -1,4 +1,5 @@
-"""`lowbit import` of GGUF files with today's architectures: written here by what llama.cpp's converter does, and by itself."""
+"""`lowbit import` of GGUF files with recent architectures, written by this file like llama.cpp's converter, and by the
+converter."""
 
 import json
 import os
@@ -18,7 +19,7 @@ from lowbit.llm import Decoder, Mtp, generate
 from lowbit.llm.loading import load_model
 from safetensors.torch import load_file
 
-SOURCES = Path(__file__).parents[3] / "build/bench-peers/vendor/llama.cpp"  # which make bench-peers leaves
+SOURCES = Path(__file__).parents[3] / "build/bench-peers/vendor/llama.cpp"  # from make bench-peers
 WIDTH, ATTENTION = 128, ("attention", "full_attention")
 SIZES = {
     "vocab_size": 320, "hidden_size": WIDTH, "intermediate_size": 192, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -43,7 +44,7 @@ GEMMA4 = {
     "layer_types": ["sliding_attention", "full_attention"] * 2, "tie_word_embeddings": True,
 }  # fmt: skip
 SCALES = {"attention_multiplier": 0.1, "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0}
-# model type: the architecture in a file, and what the configuration has beside SIZES
+# model type: the file's architecture, and the configuration besides SIZES
 MODELS = {
     "granite": ("granite", SCALES),
     "granitemoe": ("granitemoe", SCALES | {"num_local_experts": 4}),
@@ -79,7 +80,7 @@ MODELS = {
 
 
 def model_of(kind: str) -> torch.nn.Module:
-    """A random model whose norms, gates and offsets show in its logits."""
+    """A random model in which norms, gates and offsets affect the logits."""
     torch.manual_seed(0)
     config = transformers.CONFIG_MAPPING[kind.split(",")[0]](**SIZES | MODELS[kind][1])
     model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
@@ -97,7 +98,7 @@ def model_of(kind: str) -> torch.nn.Module:
 
 
 def tiled(array: np.ndarray, config, width: int, axis: int = 0) -> np.ndarray:
-    """Heads of values, in which those of a key succeed each other, as llama.cpp has them: first one for each key."""
+    """Reorders value heads from grouped by key to llama.cpp's order: first one head for each key."""
     keys, values = config.linear_num_key_heads, config.linear_num_value_heads
     if axis:
         return tiled(array.swapaxes(0, 1), config, width).swapaxes(0, 1)
@@ -105,7 +106,7 @@ def tiled(array: np.ndarray, config, width: int, axis: int = 0) -> np.ndarray:
 
 
 def parts(config, name: str, array: np.ndarray) -> dict[str, np.ndarray]:
-    """The tensors of a file that a parameter becomes, by names that gguf's table knows, or by those of a file."""
+    """The file's tensors for a parameter, by names in gguf's table or by names in a file."""
     kind, leaf = config.model_type, name.split(".", 3)[-1]
     layer = f"blk.{name.split('.')[2]}" if ".layers." in name else ""
     if kind.startswith(("granite", "smollm3", "nemotron")) and name.endswith(("q_proj.weight", "k_proj.weight")):
@@ -164,7 +165,7 @@ def parts(config, name: str, array: np.ndarray) -> dict[str, np.ndarray]:
     return {name: array}
 
 
-# Keys of a file: what the configuration calls them.
+# Keys of a file -> names in the configuration.
 KEYS = {
     "context_length": "max_position_embeddings", "embedding_length": "hidden_size", "block_count": "num_hidden_layers",
     "feed_forward_length": "intermediate_size", "attention.head_count": "num_attention_heads",
@@ -175,7 +176,7 @@ KEYS = {
 
 
 def metadata_of(config) -> dict:
-    """What the converter writes of a model, beside what all have."""
+    """The converter's metadata for a model, besides the common part."""
     kind, values, plain = config.model_type, {}, config.to_dict()
     for key, name in KEYS.items():
         value = plain.get(name, getattr(config, name, None) if kind != "gemma4_text" else None)
@@ -250,7 +251,7 @@ def metadata_of(config) -> dict:
 
 
 def write(path: Path, model: torch.nn.Module, kind: str = "F32", change=lambda metadata, tensors: None) -> Path:
-    """A file of a model; matrices as ``kind``."""
+    """Writes a file of a model with matrices of type ``kind``."""
     config = model.config
     name = MODELS[config.model_type][0]
     if name == "gemma4":
@@ -291,7 +292,7 @@ def write(path: Path, model: torch.nn.Module, kind: str = "F32", change=lambda m
 
 
 def check(model: torch.nn.Module, directory: Path, near: float = 1e-6) -> None:
-    """The model in a directory is this one, but for what ``exp``, ``log`` and sums with 1 round."""
+    """The model in a directory equals this one, except for rounding of ``exp``, ``log`` and sums with 1."""
     loaded = transformers.AutoModelForCausalLM.from_pretrained(directory).float().eval()
     expected, actual = model.state_dict(), loaded.state_dict()
     assert expected.keys() == actual.keys()
@@ -318,7 +319,7 @@ HEADS = ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "glm4_moe", "deepseek
 
 
 def with_head(kind: str, tables: bool, count: int = 1):
-    """Adds heads for multi-token prediction to a file: layers like the model's last, with tensors of their own."""
+    """Adds multi-token prediction heads to a file: layers like the model's last, with extra tensors."""
 
     def change(metadata, tensors):
         generator = np.random.default_rng(5)
@@ -338,7 +339,7 @@ def with_head(kind: str, tables: bool, count: int = 1):
 
 @pytest.mark.parametrize("kind", HEADS)
 def test_a_head_for_multi_token_prediction_is_kept(tmp_path, kind):
-    """As the model's last layer, which it is made of; the model is as without. Quantized, it guesses."""
+    """The head is made from the model's last layer; the model itself is as without it. The quantized head predicts tokens."""
     model, written = model_of(kind), {}
 
     def change(metadata, tensors):
@@ -352,7 +353,7 @@ def test_a_head_for_multi_token_prediction_is_kept(tmp_path, kind):
     decoder = Decoder(load_model(tmp_path / "out").float(), 64)
     head = Mtp(decoder)._head
     parts = [part.state_dict() for part in head.parts]
-    one = float(kind.startswith("qwen"))  # what their files add to the weights of norms
+    one = float(kind.startswith("qwen"))  # added to norm weights in their files
     for part, name in zip((parts[0], parts[1], parts[4]), ("enorm", "hnorm", "shared_head_norm"), strict=True):
         torch.testing.assert_close(part["weight"].numpy() + one, written[f"blk.4.nextn.{name}.weight"], atol=1e-6, rtol=1e-6)
     assert np.array_equal(parts[2]["weight"], written["blk.4.nextn.eh_proj.weight"])
@@ -383,7 +384,7 @@ def test_further_heads_are_left_out(tmp_path):
 
 
 def on_the_grid(model: torch.nn.Module) -> None:
-    """Makes all matrices what Q8_0 holds."""
+    """Rounds all matrices to values that Q8_0 can hold."""
     q8 = gguf.GGMLQuantizationType.Q8_0
     for parameter in model.parameters():
         if parameter.dim() > 1 and parameter.shape[-1] % 32 == 0:
@@ -393,11 +394,11 @@ def on_the_grid(model: torch.nn.Module) -> None:
 @pytest.mark.parametrize("kind", ["granitemoehybrid", "nemotron_h", "lfm2_moe", "qwen3_next", "qwen3_5_text", "deepseek_v3"])
 @torch.no_grad()
 def test_codes(tmp_path, kind, recwarn):
-    """Rows and columns in another order keep their codes."""
+    """Reordered rows and columns keep their codes."""
     model = model_of(kind)
     on_the_grid(model)
     summary = lowbit.import_checkpoint(write(tmp_path / "m.gguf", model, "Q8_0"), tmp_path / "out")
-    # Only rows of keys, which lie transposed in the file, get codes of their own.
+    # Only rows of keys, which are transposed in the file, are requantized.
     again = {tensor.name for tensor in summary.tensors if tensor.kind == "requantized"}
     assert all("kv_b_proj" in name for name in again) and bool(again) == (kind == "deepseek_v3")
     tensors, checked = load_file(tmp_path / "out" / "model.safetensors"), 0
@@ -467,12 +468,12 @@ with torch.inference_mode():
 def test_what_llama_cpps_converter_writes(tmp_path, kind):
     model = model_of(kind)
     model.save_pretrained(tmp_path / "model")
-    if kind == "granitemoehybrid":  # as the published checkpoints call them, whose files are converted
+    if kind == "granitemoehybrid":  # names in published checkpoints, whose files are converted
         path = tmp_path / "model" / "config.json"
         config = json.loads(path.read_text())
         names = {"full_attention": "attention", "linear_attention": "mamba"}
         path.write_text(json.dumps(config | {"layer_types": [names.get(each, each) for each in config["layer_types"]]}))
-    if kind.startswith("gemma4"):  # its converter looks into a tokenizer for this
+    if kind.startswith("gemma4"):  # its converter reads this from a tokenizer
         shutil.copy(FLOAT / "tokenizer.json", tmp_path / "model")
     command = [sys.executable, "-c", CONVERT, str(SOURCES), str(tmp_path / "model"), str(tmp_path / "m.gguf")]
     subprocess.run(command, check=True, capture_output=True, env=os.environ | {"HF_HUB_OFFLINE": "1"})

@@ -1,4 +1,4 @@
-"""Files to import that are damaged, or made to do damage: one sentence that names what is wrong, and nothing is written."""
+"""Damaged and malicious files to import: one sentence that names the error, and nothing is written."""
 
 import json
 import os
@@ -88,7 +88,7 @@ DAMAGED |= {
 }
 DAMAGED |= {f"offset {n}": (listing(tensor("t", (8,), 0, n // 32 * 32)), "would end at byte") for n in HUGE}
 DAMAGED |= {f"dimension {n}": (listing(tensor("t", (n,), 24, 0)), "would end at byte") for n in HUGE}
-DAMAGED |= {  # whose product, or sum with the offset, is small in 64 bits
+DAMAGED |= {  # whose product, or sum with the offset, overflows 64 bits to a small number
     f"product of {shape}": (listing(tensor("t", shape, 24, 0)), "would end at byte")
     for shape in [(2**32, 2**32), (2**33, 2**31), (2**63, 2), (2**16,) * 4, (2**62, 4, 1, 1), (2**61 + 1, 8)]
 }
@@ -110,7 +110,7 @@ def test_damaged_headers(tmp_path, what):
 
 
 def test_the_least_alignment(tmp_path):
-    """A tensor that begins where the header ends."""
+    """A tensor that begins directly after the header."""
     alignment = key("general.alignment", 1)
     (tmp_path / "m.gguf").write_bytes(listing(tensor("t", (3,), 24, 5), metadata=alignment, keys=1, alignment=1))
     assert read_gguf(tmp_path / "m.gguf").tensors["t"].bytes == 3
@@ -120,7 +120,7 @@ def test_the_least_alignment(tmp_path):
     "behind, between, unused", [(0, 0, 0), (31, 0, 0), (1, 0, 1), (5000, 0, 5000), (0, 64, 64), (7, 32, 39)]
 )
 def test_bytes_of_no_tensor_are_a_warning(tmp_path, behind, between, unused):
-    """But for what fills up to the alignment."""
+    """Except for padding to the alignment."""
     data = bytes(64 + between + (1 if behind == 31 else 32) + behind)
     entries = tensor("a", (33,), 24, 0), tensor("b", (1 if behind == 31 else 32,), 24, 64 + between)
     file = tmp_path / "m.gguf"
@@ -144,7 +144,7 @@ def test_every_truncation(tmp_path):
 
 
 def test_a_count_costs_no_memory(tmp_path):
-    """Under a limit of memory, in a process of its own: counts are refused before anything is allocated for them."""
+    """In a separate process with a memory limit: counts are refused before anything is allocated for them."""
     file = tmp_path / "m.gguf"
     file.write_bytes(header(0, 1) + array(12, 2**37, bytes(1 << 16)))
     program = (
@@ -155,7 +155,7 @@ def test_a_count_costs_no_memory(tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", program, file], capture_output=True, text=True, timeout=300)
     assert "would take 1099511627776 bytes" in done.stdout, done.stderr
-    assert resource.RLIMIT_AS  # the limit exists here
+    assert resource.RLIMIT_AS  # the limit exists on this system
 
 
 def test_a_long_header_is_refused(tmp_path, monkeypatch):
@@ -212,7 +212,7 @@ def mutated(whole: bytes, generator: random.Random) -> bytes:
 
 
 def fuzz(directory, seed: int, count: int, step) -> int:
-    """Runs `step` on mutants of three files; whatever it raises must be one sentence. Returns how many it accepted."""
+    """Runs `step` on mutants of three files; any exception must be one sentence. Returns the number of accepted ones."""
     wholes, generator = (file_bytes(METADATA, tensors()), expert_file(), i2s_file()), random.Random(seed)
     accepted = 0
     file = directory / "m.gguf"
@@ -230,11 +230,11 @@ def test_mutants_of_a_file(tmp_path):
     count = int(os.environ.get("LOWBIT_FUZZ", 4000))
     seed = int(os.environ.get("LOWBIT_FUZZ_SEED", 1))
     accepted = fuzz(tmp_path, seed, count, lambda file, number: open_gguf(file, "x86"))
-    assert 0 < accepted < count  # both ways were taken
+    assert 0 < accepted < count  # some were accepted and some refused
 
 
 def test_mutants_of_directories(tmp_path):
-    """Of a format's own file, or of config.json; what is accepted is read."""
+    """Mutants of a format's own file or of config.json; accepted ones are read."""
     count = int(os.environ.get("LOWBIT_FUZZ", 4000)) // 4
     generator = random.Random(int(os.environ.get("LOWBIT_FUZZ_SEED", 1)))
     wholes = {}
@@ -246,7 +246,7 @@ def test_mutants_of_directories(tmp_path):
     for number in range(count + len(wholes)):
         name = list(wholes)[number % len(wholes)]
         files = dict(wholes[name])
-        if number >= len(wholes):  # the first of each is whole
+        if number >= len(wholes):  # the first of each is undamaged
             which = generator.choice(("model.safetensors", "model.safetensors", "config.json"))
             files[which] = mutated(files[which], generator)
         for file, data in files.items():

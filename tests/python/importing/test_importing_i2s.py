@@ -1,5 +1,4 @@
-"""`lowbit import` of I2_S, bitnet.cpp's type of GGUF, written here byte by byte as its `quantize_i2_s` does on x86, on
-Arm and by rows."""
+"""`lowbit import` of I2_S, bitnet.cpp's GGUF type, written byte by byte like its `quantize_i2_s` on x86, on Arm and by rows."""
 
 import re
 import struct
@@ -22,7 +21,7 @@ SIZES = {
     "bos_token_id": 0, "eos_token_id": 1,
 }  # fmt: skip
 Q = "blk.0.attn_q.weight"
-# gguf knows these layers by the names of BitNet's first code.
+# gguf has these layers by the names of BitNet's original code.
 SUB_NORMS = {
     "model.layers.0.self_attn.attn_sub_norm": "blk.0.attn_sub_norm",
     "model.layers.0.mlp.ffn_sub_norm": "blk.0.ffn_sub_norm",
@@ -46,7 +45,7 @@ def i2s(digits: np.ndarray, scale: float, order: str) -> bytes:
 
 
 def ternary(kind: str):
-    """A model whose layers have ternary weights, and by layer their digits and scale."""
+    """A model with ternary weights, and the digits and scale of each layer."""
     torch.manual_seed(0)
     if kind == "llama":
         model = LlamaForCausalLM(LlamaConfig(**SIZES)).eval()
@@ -62,7 +61,7 @@ def ternary(kind: str):
 
 
 def written(path, kind: str, order: str, change=None):
-    """A GGUF file of such a model, and the model."""
+    """Writes a GGUF file of such a model; returns the model."""
     model, layers = ternary(kind)
     metadata = {
         "general.architecture": kind, f"{kind}.context_length": 128, f"{kind}.embedding_length": 128,
@@ -104,12 +103,12 @@ def test_weights_and_logits(tmp_path, kind, order):
             assert lowbit.info(packed).bits == 2
             assert torch.equal(lowbit.embedding(torch.arange(len(weight)), packed, weight.shape[1]), weight)
     found, expected = load(tmp_path / "out", dtype="auto")(TOKENS).logits, model(TOKENS).logits
-    assert (found - expected).norm() / expected.norm() < 0.05  # activations of 8 bits
+    assert (found - expected).norm() / expected.norm() < 0.05  # 8-bit activations
 
 
 @pytest.mark.parametrize("order", ["x86", "arm", "rows"])
 def test_any_rows_are_read(tmp_path, order):
-    """An import reads bands of rows, which may begin and end between the rows that share bytes."""
+    """An import reads bands of rows, which may begin and end between rows that share bytes."""
     written(tmp_path / "m.gguf", "bitnet-b1.58", order)
     matrix = next(each for each in open_gguf(tmp_path / "m.gguf", order).tensors if "q_proj" in each.name)
     whole = matrix.read(0, 128)
@@ -119,7 +118,7 @@ def test_any_rows_are_read(tmp_path, order):
 
 
 def test_the_wrong_order_gives_other_weights(tmp_path):
-    """So an order that nobody has said cannot be taken for granted."""
+    """So an unknown order must not be assumed."""
     written(tmp_path / "m.gguf", "bitnet-b1.58", "x86")
     read = lambda order: open_gguf(tmp_path / "m.gguf", order).tensors[1].read(0, 128).codes  # noqa: E731
     assert not torch.equal(read("x86"), read("arm")) and not torch.equal(read("x86"), read("rows"))
@@ -150,7 +149,7 @@ def test_what_is_refused(tmp_path, change, order, message):
 
 
 def test_the_scale_belongs_to_the_file(tmp_path):
-    """The 32 bytes behind the rows are in the file, and no other tensor's."""
+    """The 32 bytes after the rows must be in the file and not belong to another tensor."""
     one = ("t.weight", (128, 4), 36, i2s(np.zeros((4, 128), np.int8), 1.0, "x86"))
     data = file_bytes({"general.architecture": "llama"}, [one])
     (tmp_path / "short.gguf").write_bytes(data[:-1])

@@ -1,5 +1,5 @@
-"""Checkpoints that the formats' own libraries make, on a CPU, beside what these libraries make of them again:
-`make test-import-libraries`."""
+"""Checkpoints made by the formats' own libraries on a CPU, compared with the libraries' dequantization: `make
+test-import-libraries`."""
 
 import importlib
 import os
@@ -19,7 +19,8 @@ LAYERS = 7
 
 
 def wanted(name: str):
-    """A library. Where it is not installed: a skip that says so, under `make test-import-libraries` a failure."""
+    """Imports a library. If it is not installed, the test is skipped with the reason, or fails under `make
+    test-import-libraries`."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
@@ -39,7 +40,7 @@ def source(tmp_path_factory):
 
 
 def imported(directory, target) -> tuple[dict[str, torch.Tensor], lowbit.ImportSummary]:
-    """The weights of the layers that `lowbit import` packs, float32 [n, k], by the name of the layer."""
+    """The weights of the layers that `lowbit import` packs, float32 [n, k], by layer name."""
     summary = lowbit.import_checkpoint(directory, target)
     tensors, found = load_file(target / "model.safetensors"), {}
     for name, tensor in tensors.items():
@@ -51,7 +52,7 @@ def imported(directory, target) -> tuple[dict[str, torch.Tensor], lowbit.ImportS
 
 
 def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], summary, most_steps: float = 0) -> None:
-    """The same numbers where the import says "exact", and else within what it says."""
+    """Equal numbers if the import reports "exact", otherwise within the reported error."""
     kinds = {tensor.name.rpartition(".")[0]: tensor for tensor in summary.tensors if tensor.kind != "float"}
     assert found.keys() == expected.keys() == kinds.keys()
     for name, weight in expected.items():
@@ -75,9 +76,9 @@ GPTQ += [(bits, symmetric, False, "gptq_p") for bits in (3, 5, 6, 7) for symmetr
 
 @pytest.mark.parametrize(("bits", "symmetric", "order", "version"), GPTQ)
 def test_gptqmodel(source, tmp_path, monkeypatch, bits, symmetric, order, version):
-    """Quantized and packed by GPTQModel, and taken apart by its own layers, with their scales in float32."""
-    monkeypatch.setenv("GPTQMODEL_CPU_WORKERS", "2")  # it wants two where there is one CPU
-    monkeypatch.chdir(tmp_path)  # it writes logs where it is
+    """Quantized and packed by GPTQModel, and dequantized by its layers with float32 scales."""
+    monkeypatch.setenv("GPTQMODEL_CPU_WORKERS", "2")  # with one CPU it requests two
+    monkeypatch.chdir(tmp_path)  # it writes logs to the current directory
     gptqmodel = wanted("gptqmodel")
     config = gptqmodel.QuantizeConfig(
         bits=bits, group_size=32, sym=symmetric, desc_act=order, act_group_aware=False, format=version,
@@ -106,7 +107,7 @@ def test_gptqmodel(source, tmp_path, monkeypatch, bits, symmetric, order, versio
      (8, True, "auto_round"), (4, True, "auto_round:auto_awq"), (4, False, "auto_round:auto_awq")],
 )  # fmt: skip
 def test_auto_round(source, tmp_path, monkeypatch, bits, symmetric, layout):
-    """Rounded to nearest and packed by AutoRound; its own layers, given the columns of the identity, say the weights."""
+    """Rounded to nearest and packed by AutoRound; the weights are its layers' outputs for the identity."""
     auto_round = wanted("auto_round")
     monkeypatch.chdir(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
@@ -130,7 +131,7 @@ def test_auto_round(source, tmp_path, monkeypatch, bits, symmetric, layout):
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("bits", range(1, 9))
 def test_compressed_tensors(source, tmp_path, bits, symmetric):
-    """Packed by the library's own function, and unpacked by it."""
+    """Packed and unpacked by the library."""
     wanted("compressed_tensors")
     quantization = importlib.import_module("compressed_tensors.quantization")
     compressors = importlib.import_module("compressed_tensors.compressors")
@@ -185,7 +186,7 @@ def test_bitsandbytes(source, tmp_path, kind, nested):
     for name, weight in found.items():
         layer = model.get_submodule(name)
         expected = functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state).float()
-        # Its table is rounded to 255 levels: by a part of the largest weight of a block.
+        # Its table is rounded to 255 levels, relative to the largest weight of a block.
         assert (weight - expected).abs().max() <= 0.005 * expected.abs().max()
 
 
@@ -193,7 +194,7 @@ def test_bitsandbytes(source, tmp_path, kind, nested):
     ("bits", "group"), [(1, 32), (1.58, 32), (2, 16), (3, 32), (4, 64), (5, 32), (6, 16), (8, 32), (8, None)]
 )
 def test_hqq(source, tmp_path, bits, group):
-    """Quantized by HQQ's own layer, saved as its state, and dequantized by it."""
+    """Quantized by HQQ's layer, saved as its state, and dequantized by it."""
     wanted("hqq")
     quantize = importlib.import_module("hqq.core.quantize")
     from safetensors.torch import save_file
@@ -206,7 +207,7 @@ def test_hqq(source, tmp_path, bits, group):
             made = quantize.HQQLinear(layer, settings, compute_dtype=torch.float16, device="cpu", del_orig=False)
             del tensors[f"{name}.weight"]
             tensors |= {f"{name}.{leaf}": tensor.contiguous() for leaf, tensor in made.state_dict().items()}
-            # In float32: the library's own multiplies in float16.
+            # In float32, because the library multiplies in float16.
             made.meta["scale"], made.meta["zero"] = made.meta["scale"].float(), made.meta["zero"].float()
             made.meta["compute_dtype"] = torch.float32
             expected[name] = made.dequantize().float()

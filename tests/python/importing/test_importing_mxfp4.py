@@ -1,4 +1,4 @@
-"""gpt-oss as the Hub has it: experts in MXFP4, imported exactly; the values against transformers' own."""
+"""gpt-oss in the Hub's layout: MXFP4 experts are imported exactly, compared with transformers' values."""
 
 import json
 
@@ -23,7 +23,7 @@ def random_blocks(n: int, k: int, seed: int) -> tuple[torch.Tensor, torch.Tensor
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
-    """A checkpoint in the Hub's layout, and the model that transformers makes of its values."""
+    """A checkpoint in the Hub's layout, and transformers' model of it."""
     path = tmp_path_factory.mktemp("gpt-oss")
     torch.manual_seed(0)
     config = transformers.GptOssConfig(

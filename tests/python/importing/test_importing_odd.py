@@ -1,4 +1,4 @@
-"""Files to import that are whole, but say what no model is: settings, keys and tensors of other kinds and sizes."""
+"""Undamaged files to import with nonsensical content: settings, keys and tensors of wrong kinds and sizes."""
 
 import copy
 import json
@@ -104,7 +104,7 @@ ODD = [None, True, [], {}, "\x1b[2J", 0, -1, 3, 2**31 - 1, 10**400, math.nan, {"
 
 
 def places(value, at: tuple = ()):
-    """The ways to everything in a document of JSON."""
+    """Paths to all values in a JSON document."""
     for key, inner in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
         yield *at, key
         yield from places(inner, (*at, key))
@@ -120,7 +120,7 @@ def with_value(document, at: tuple, value):
 
 
 def settings_of_others():
-    """Of each format every setting and every number of its states, as values of other kinds and sizes."""
+    """For each format, every setting and every number of its states, replaced by values of other kinds and sizes."""
     more = {
         "gptq": ["dynamic", "checkpoint_format"], "awq": ["version", "w_bit", "q_group_size"], "hqq": [],
         "bitnet": ["linear_class"], "compressed-tensors": ["kv_cache_scheme"], "bitsandbytes": ["load_in_8bit"],
@@ -157,7 +157,7 @@ def settings_of_others():
 
 
 def test_settings_of_other_kinds_and_sizes(tmp_path):
-    """Under a limit of memory: a setting of a few bytes asks for none."""
+    """Under a memory limit: a small setting must not cause allocations."""
     size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
     before = resource.getrlimit(resource.RLIMIT_AS)
     accepted = refused = 0
@@ -182,7 +182,7 @@ def test_settings_of_other_kinds_and_sizes(tmp_path):
 
 
 def test_a_file_of_a_million_experts(tmp_path):
-    """Each takes 17 bytes of the file: none costs more before the model says that there are so many."""
+    """Each expert takes 17 bytes of the file, and costs no more until the model confirms the number."""
     count = 1 << 20
     made = {
         f"model.layers.0.mlp.experts.{leaf}_{part}": torch.zeros(count, 1, 1, *size, dtype=torch.uint8)
@@ -194,7 +194,7 @@ def test_a_file_of_a_million_experts(tmp_path):
     tracemalloc.start()
     try:
         stacked = open_source(tmp_path).tensors
-        assert tracemalloc.get_traced_memory()[1] < 128 << 20  # 64 of them to read config.json
+        assert tracemalloc.get_traced_memory()[1] < 128 << 20  # 64 MiB of them for reading config.json
     finally:
         tracemalloc.stop()
     assert [each.shape for each in stacked] == [(count, 1, 32)] * 2 and stacked[0].bytes == 17 * count
@@ -204,7 +204,7 @@ ODD_KEYS = [True, "", "\x1b[2J", 0, -1, 1, 33, 2**31 - 1, 1.5, math.nan, ["a"], 
 
 
 def test_keys_of_other_kinds_and_sizes(tmp_path):
-    """Every key of a small llama's file; and those of other architectures, of which not all tensors are there."""
+    """Every key of a small llama's file, and of other architectures' files with missing tensors."""
     keys = [
         *METADATA, "llama.rope.freq_base", "llama.rope.scaling.type", "llama.expert_count", "llama.attention.key_length",
         "split.count", "split.no", "split.tensors.count", "tokenizer.ggml.pre", "tokenizer.ggml.scores",

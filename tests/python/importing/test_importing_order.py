@@ -1,4 +1,4 @@
-"""Layers whose inputs are in an order of their own, as GPTQ's act-order makes them: the same on every way to run a model."""
+"""Layers with an act-order permutation of inputs, as in GPTQ: the same results on every surface."""
 
 import json
 import re
@@ -19,7 +19,7 @@ N, K = 48, 96
 
 @pytest.fixture(scope="module")
 def layer() -> tuple[lowbit.nn.Linear, torch.Tensor]:
-    """A layer with an order, and its weight in the model's."""
+    """A layer with a permutation, and its weight in the model's order."""
     made = Quantized(N, K, 4, GROUP, "middle", torch.Generator().manual_seed(0))
     order = act_order(made).long().argsort(stable=True)
     packed = lowbit.pack(made.codes[:, order].to(torch.uint8), made.scales.float(), bits=4, group_size=GROUP)
@@ -28,7 +28,7 @@ def layer() -> tuple[lowbit.nn.Linear, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def imported(tmp_path_factory):
-    """A directory with GPTQ's layout under "in" and what it was imported to under "out"; and the float model."""
+    """A directory with GPTQ's layout in "in" and its import in "out"; and the float model."""
     directory, generator = tmp_path_factory.mktemp("order"), torch.Generator().manual_seed(1)
 
     def make(n: int, k: int):
@@ -60,7 +60,7 @@ def test_a_state_dict_brings_its_order(layer):
     before = {name: tensor.clone() for name, tensor in plain.state_dict().items()}
     plain.load_state_dict(linear.state_dict())
     assert torch.equal(plain.dequantize(), weight)
-    plain.load_state_dict(before)  # and takes it away
+    plain.load_state_dict(before)  # which removes the permutation
     assert plain.input_order is None and plain.state_dict().keys() == {"packed_weight"}
     for order, message in (
         (torch.zeros(K, dtype=torch.int32), "has other numbers than 0 to 95, each once"),

@@ -1,4 +1,4 @@
-"""`lowbit import` of what torchao and HQQ have quantized: the first by the library, the second written as published."""
+"""`lowbit import` of checkpoints of torchao (made by the library) and HQQ (written in the published layout)."""
 
 import json
 import re
@@ -17,7 +17,7 @@ LAYER = "model.layers.0.mlp.up_proj"
 
 @pytest.fixture(scope="module")
 def torchao(tmp_path_factory):
-    """Makes a checkpoint, and gives it with its model."""
+    """Makes a checkpoint; returns it and its model."""
     from torchao.quantization import IntxWeightOnlyConfig
 
     directory = tmp_path_factory.mktemp("torchao")
@@ -47,7 +47,7 @@ def test_torchao(tmp_path, torchao, bits, kind):
     source, model = torchao(f"{bits}{kind}", bits, **options)
     summary = lowbit.import_checkpoint(source, tmp_path / "out")
     kinds = {tensor.name: tensor.kind for tensor in summary.tensors if tensor.source == f"torchao, {bits} bits"}
-    # With zero points some mins have more digits than float16.
+    # With zero points, some mins have more digits than float16.
     allowed = {"exact"} if kind != "asymmetric" and bits > 1 else {"exact", "rounded"}
     assert len(kinds) == 7 and set(kinds.values()) <= allowed
     tensors = load_file(tmp_path / "out" / "model.safetensors")
@@ -98,7 +98,7 @@ def letters(text: str) -> torch.Tensor:
 
 
 def hqq(bits: int, group: int | None, dtype: torch.dtype = torch.float16, axis: int = 1, whole: bool = False):
-    """Layers as HQQLinear.state_dict() has them, their settings as tensors."""
+    """Layers in the form of HQQLinear.state_dict(), with settings as tensors."""
     generator = torch.Generator().manual_seed(bits)
     packing, count = PACKINGS[bits]
 
@@ -134,14 +134,14 @@ HQQ = {"quant_method": "hqq", "quant_config": {}}
 @pytest.mark.parametrize("bits", PACKINGS)
 def test_hqq(tmp_path, bits, group):
     model = checkpoint(tmp_path / "in", HQQ, hqq(bits, group))
-    # One min of a row, below its scale, is a float16 times the row's factor.
+    # If a row has one min, below its scale, it is a float16 times the row's factor.
     summary = check(tmp_path, model, "exact" if (bits, group) == (1, None) else "rounded")
     assert {tensor.source for tensor in summary.tensors if tensor.kind != "float"} == {f"HQQ, {bits} bits"}
     assert max(tensor.steps for tensor in summary.tensors) < 2**bits / 1200
 
 
 def test_hqq_of_three_values(tmp_path):
-    """What it calls 1.58 bits: packed as 2."""
+    """HQQ's 1.58 bits are packed as 2 bits."""
     make = hqq(2, 32, whole=True)
 
     def ternary(n: int, k: int):

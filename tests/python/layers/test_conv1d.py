@@ -1,4 +1,4 @@
-"""transformers' Conv1D, a linear layer whose weight is [in, out]: packed wherever a torch.nn.Linear is."""
+"""transformers' Conv1D, a linear layer with a weight [in, out], is packed wherever a torch.nn.Linear is."""
 
 import copy
 import subprocess
@@ -28,7 +28,7 @@ def source(tmp_path_factory):
     config = GPT2Config(vocab_size=160, n_embd=64, n_layer=2, n_head=4, n_positions=64, bos_token_id=0, eos_token_id=0)
     model = GPT2LMHeadModel(config)
     for name, parameter in model.named_parameters():
-        if name.endswith("bias"):  # zeros, which nothing would miss
+        if name.endswith("bias"):  # zeros would hide errors
             torch.nn.init.normal_(parameter, std=0.1)
     model.save_pretrained(path)
     return path
@@ -45,7 +45,7 @@ def logits(model):
 
 @pytest.fixture(scope="module")
 def expected(source):
-    """Of a model whose Conv1D were made torch.nn.Linear by hand."""
+    """The result of a model whose Conv1D were converted to torch.nn.Linear by hand."""
     model = load(source)
     for name, layer in list(model.named_modules()):
         if isinstance(layer, Conv1D):
@@ -139,7 +139,7 @@ def train_a_little(model):
 
 @pytest.mark.parametrize("mapping", ["symmetric", "affine"])
 def test_it_is_trained_packed(source, mapping, tmp_path):
-    """A Conv1D in training stays one, with its weight as checkpoints have it, and computes what it is packed to."""
+    """In training a Conv1D keeps its class and its weight's layout, and computes the same as when packed."""
     config = {"*": lowbit.LinearConfig(2, 32, mapping), "*c_proj": lowbit.LinearConfig(3, 48, mapping), "lm_head": None}
     expected = lowbit.quantize_(load(source), config)
     model, twin = load(source), load(source)
@@ -153,7 +153,7 @@ def test_it_is_trained_packed(source, mapping, tmp_path):
     for name in weights:
         assert torch.equal(untrained.get_submodule(name).packed_weight, expected.get_submodule(name).packed_weight)
 
-    # What a torch.nn.Linear learns with the same weight, to the bit.
+    # Learns the same bits as a torch.nn.Linear with the same weight.
     for name in weights:
         twin.set_submodule(name, of_conv1d(twin.get_submodule(name)))
     lowbit.qat.prepare_(twin, config)
@@ -178,12 +178,12 @@ def test_it_is_trained_packed(source, mapping, tmp_path):
             assert not torch.equal(packed.packed_weight, expected.get_submodule(name).packed_weight), name
             assert torch.equal(layer.fake_quantized(), packed.dequantize())
             close_to_packed(layer(x), packed, x)
-    # A rounding that falls to the other side moves an activation by a step in the layers behind it.
+    # A different rounding moves an activation by a step in later layers.
     assert (logits(model) - before).abs().max() <= 0.02 * before.abs().max()
     model.save_pretrained(tmp_path / "packed")
     assert torch.equal(logits(load(tmp_path / "packed")), logits(model))
 
-    again = lowbit.qat.prepare_(load(source), config)  # a checkpoint of training goes on where it was
+    again = lowbit.qat.prepare_(load(source), config)  # training resumes from a checkpoint
     again.load_state_dict(state)
     assert torch.equal(logits(lowbit.qat.convert_(again)), logits(model))
 
@@ -215,10 +215,10 @@ def test_another_shape_is_refused(source, tmp_path):
 
 
 def test_a_shared_weight_is_packed_once():
-    """Also by a calibration, which puts linear layers in their place; a half of the pair alone is warned of."""
+    """Also in a calibration, which replaces them by linear layers; if only one of the pair is packed, there is a warning."""
     model = torch.nn.Sequential(Conv1D(64, 64), Conv1D(64, 64), torch.nn.Linear(64, 64), Conv1D(64, 64))
     model[1].weight = model[0].weight
-    model[2].weight = model[0].weight  # which computes something else with it
+    model[2].weight = model[0].weight  # which computes a different function with it
     half = copy.deepcopy(model)
     with pytest.warns(UserWarning, match="1 and 0 share one weight, of which only 0 is packed"):
         lowbit.quantize_(half, {"*": lowbit.LinearConfig(), "1": None})
@@ -260,7 +260,7 @@ print(sorted((name, type(layer).__name__) for name, layer in named_layers(model)
 
 
 def test_a_fresh_process_finds_the_same_layers():
-    """What named_layers() yields does not depend on what was imported before."""
+    """named_layers() does not depend on earlier imports."""
     run = subprocess.run([sys.executable, "-c", _FRESH], capture_output=True, text=True, check=True, timeout=600)
     layers = [("0", "Linear"), ("1", "Linear"), ("2", "Holder"), ("2.down_proj", "Experts"), ("2.gate_up_proj", "Experts")]
     assert run.stdout.strip() == f"{layers} False"

@@ -1,4 +1,4 @@
-"""Convolutions that are products of a matrix: packed wherever a linear layer is, and which ones stay float."""
+"""Convolutions that equal a matrix product are packed like linear layers; others stay float."""
 
 import copy
 import warnings
@@ -12,7 +12,7 @@ from torch.nn import functional
 
 transformers = pytest.importorskip("transformers")
 
-# Patches with a rest that no patch has, a single patch, points with and without steps and padding, neighbors in time.
+# Patches with a remainder, a single patch, points with and without stride and padding, neighbors in time.
 CASES = {
     "patches": (nn.Conv2d, (3, 40, 14, 14), {}, (2, 3, 56, 45)),
     "wide patches": (nn.Conv2d, (16, 24, (2, 3), (2, 3)), {"bias": False}, (1, 16, 9, 9)),
@@ -33,7 +33,7 @@ def case(name):
 
 
 def unfolded(x, conv):
-    """[batch, places, inputs], by torch's unfold() and loops."""
+    """[batch, positions, inputs], by torch's unfold() and loops."""
     dims = len(conv.kernel_size)
     padding = (0,) * dims if isinstance(conv.padding, str) else conv.padding
     x = functional.pad(x, [ends for one in reversed(padding) for ends in (one, one)])

@@ -1,4 +1,4 @@
-"""What a program sets for its own tensors, torch's default dtype and device, changes nothing of lowbit's."""
+"""torch's default dtype and device, set by a program for its own tensors, do not change lowbit's results."""
 
 import copy
 from contextlib import contextmanager
@@ -32,7 +32,7 @@ CONFIGS = [
 
 
 def everything(weight: torch.Tensor, bias: torch.Tensor) -> list[torch.Tensor]:
-    """Bytes, codes and results of what users call."""
+    """Bytes, codes and results of public functions."""
     found = []
     for config in CONFIGS:
         packed = lowbit.quantize_tensor(weight, config, bias)

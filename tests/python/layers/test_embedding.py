@@ -1,4 +1,4 @@
-"""lowbit.embedding against the reference, bit for bit."""
+"""lowbit.embedding has the bits of the reference."""
 
 import lowbit
 import pytest
@@ -53,7 +53,7 @@ def test_int32_indices_keep_their_strides():
 
 @pytest.mark.parametrize("mapping", MAPPINGS)
 def test_every_code_value(mapping):
-    # Powers of two as scales and mins: all results are exact.
+    # Scales and mins are powers of two, so all results are exact.
     for bits in WIDTHS:
         codes = torch.arange(2**bits, dtype=torch.uint8).repeat(3, 1)
         mins = torch.tensor([[-2.0], [0.0], [4.0]]) if mapping == "affine" else None
@@ -68,7 +68,7 @@ def test_every_code_value(mapping):
 
 @pytest.mark.parametrize("mapping", MAPPINGS)
 def test_the_table_is_the_linear_layers_weight(mapping):
-    # One-hot activations are exact in int8, so the linear layer reads out the same rows, up to float rounding.
+    # One-hot activations are exact in int8, so the linear layer returns the same rows, up to float rounding.
     packed = random_packed(20, 48, 5, 16, mapping)
     table = lowbit.embedding(torch.arange(20), packed, 48)
     largest = table.abs().amax()

@@ -1,4 +1,4 @@
-"""lowbit.linear_experts and lowbit.nn.LinearExperts: against a loop over the experts, to the bit, on every surface."""
+"""lowbit.linear_experts and lowbit.nn.LinearExperts have the bits of a loop over the experts, on every surface."""
 
 import copy
 import pickle
@@ -31,7 +31,7 @@ def loop(x: torch.Tensor, packed: torch.Tensor, experts: torch.Tensor) -> torch.
 
 
 class Model(torch.nn.Module):
-    """Two layers: each row goes to two experts, and what comes out of each to the same one again."""
+    """Two layers: each row goes to two experts, and each result to the same expert again."""
 
     def __init__(self):
         super().__init__()

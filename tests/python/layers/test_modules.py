@@ -1,4 +1,4 @@
-"""lowbit.nn: what modules say of themselves, and how they are made."""
+"""lowbit.nn: properties and construction of modules."""
 
 import copy
 import pickle
@@ -35,7 +35,7 @@ def test_repr_of_embedding():
 
 
 def test_layers_in_float64():
-    """As float layers, they take and return it; they compute in float32."""
+    """Like float layers, they accept and return it; they compute in float32."""
     torch.manual_seed(0)
     linear, conv = torch.nn.Linear(64, 48), torch.nn.Conv1d(4, 8, 4, stride=4)
     layers = torch.nn.ModuleList([
@@ -142,7 +142,7 @@ def test_configs_check_themselves():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_weight_and_bias_of_a_packed_layer(dtype):
-    """What models read of a layer: the dtype to cast to, the shape, sometimes the values."""
+    """What models read from a layer: the dtype to cast to, the shape, sometimes the values."""
     linear, table = nn.Linear(100, 9, dtype=dtype), nn.Embedding(9, 100, dtype=dtype)
     linear.bias.data = random_rows(9).to(dtype)
     packed = lowbit.nn.Linear.from_float(linear, LinearConfig(8))
@@ -169,7 +169,7 @@ def test_the_weight_and_bias_of_a_packed_layer(dtype):
 
 
 def test_changes_of_a_weight_that_would_be_lost_are_refused():
-    """Views, and setting ``.data``: without an error the layer goes on as it was."""
+    """Views, and setting ``.data``: without an error, the layer would stay unchanged."""
     layer = lowbit.nn.Linear.from_float(nn.Linear(32, 9), LinearConfig(8))
     before = layer.dequantize()
 
@@ -196,7 +196,7 @@ def test_changes_of_a_weight_that_would_be_lost_are_refused():
     with pytest.raises(RuntimeError, match="the weight of a packed layer cannot be changed"):
         layer.bias.data = torch.zeros(9)
     assert torch.equal(layer.dequantize(), before)
-    # To read, and to change a copy.
+    # Reading, and changing a copy, are allowed.
     assert torch.equal(layer.weight.T + 0, before.T) and layer.weight.T.stride() == (1, 32)
     assert torch.equal(layer.weight[1:3, ::2] * 2, before[1:3, ::2] * 2)
     copied = layer.weight.clone()
@@ -205,7 +205,7 @@ def test_changes_of_a_weight_that_would_be_lost_are_refused():
 
 
 def test_the_values_of_a_weight_go_wherever_tensors_go():
-    """They are computed; it has no memory that could be pointed to, and pointers to none end a process."""
+    """The values are computed; the weight has no memory to point to, and invalid pointers would end the process."""
     layer = lowbit.nn.Linear.from_float(nn.Linear(32, 9), LinearConfig(8))
     weight, expected = layer.weight, layer.dequantize()
     for found in (
@@ -221,7 +221,7 @@ def test_the_values_of_a_weight_go_wherever_tensors_go():
     for ask in (weight.data_ptr, weight.share_memory_, weight.untyped_storage, weight.data.untyped_storage):
         with pytest.raises(RuntimeError, match="the weight of a packed layer has no memory of its own"):
             ask()
-    # A tensor whose data it becomes reads at an address, without asking: this ended the process.
+    # A tensor whose data it becomes reads from an address without a check: this ended the process.
     other = nn.Linear(32, 9)
     for value in (weight, weight.detach(), weight[2:], weight.T):
         with pytest.raises(RuntimeError, match="incompatible tensor type"):
@@ -254,7 +254,7 @@ def test_hooks_and_attributes_stay():
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 9)).eval()
     layer, seen = model[1], []
     layer.tag = "mine"
-    layer.forward = layer.forward  # what a library that wraps a layer leaves: it computes with the float weight
+    layer.forward = layer.forward  # as set by a library that wraps a layer: it computes with the float weight
     handles = [
         layer.register_forward_pre_hook(lambda module, args: seen.append(("before", type(module)))),
         layer.register_forward_hook(
@@ -274,7 +274,7 @@ def test_hooks_and_attributes_stay():
 
 
 def test_public_names():
-    """Each is there, and says what it does in words of its own: a docstring that comes from its class does not count."""
+    """Each public name exists and has its own docstring; one inherited from its class does not count."""
     assert len(set(lowbit.__all__)) == len(lowbit.__all__)
     values = {name for name in lowbit.__all__ if isinstance(getattr(lowbit, name), str)}
     assert values <= {"__version__", "cmake_prefix_path"}
@@ -282,12 +282,12 @@ def test_public_names():
         public = getattr(lowbit, name)
         assert isinstance(public, types.ModuleType) or callable(public), name
         documented = vars(public).get("__doc__") if isinstance(public, type) else public.__doc__
-        # A dataclass without words gets its signature for a docstring.
+        # A dataclass without a docstring gets its signature as one.
         assert documented and not documented.startswith(f"{name}("), name
 
 
 def test_what_other_libraries_do_to_a_packed_layer():
-    """What would change nothing, or damage the packed bytes, is refused or leaves them as they are."""
+    """Operations that would have no effect or damage the packed bytes are refused or leave the bytes unchanged."""
     model = lowbit.quantize_(nn.Sequential(nn.Linear(64, 48), nn.LayerNorm(48)), LinearConfig(4, 32))
     before = copy.deepcopy(model.state_dict())
     for prune in (

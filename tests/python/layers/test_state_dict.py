@@ -1,4 +1,4 @@
-"""Checkpoints: what is loaded is checked, and a module that refuses stays as it was."""
+"""Checkpoints are checked when loaded, and a module that refuses one stays unchanged."""
 
 import copy
 import pickle
@@ -31,7 +31,7 @@ def test_save_and_load(tmp_path, bits, mapping):
     torch.save(saved.state_dict(), tmp_path / "model.pt")
     state = torch.load(tmp_path / "model.pt", weights_only=True)
     assert list(state) == ["0.packed_weight", KEY] and {v.dtype for v in state.values()} == {torch.uint8}
-    # A mapped file is read where it lies.
+    # A mapped file is used in place.
     mapped = torch.load(tmp_path / "model.pt", weights_only=True, mmap=True)
     for values, assign in ((state, False), (state, True), (mapped, False), (mapped, True)):
         loaded = model(bits, 1, mapping)
@@ -116,7 +116,7 @@ def test_damaged_bytes_are_refused(name, assign):
         assert f"{KEY}: " in str(caught.value)
     assert torch.equal(target[1].packed_weight, before["packed_weight"])
     assert torch.equal(target[1](random_rows(3, 40)), expected)
-    # A sound checkpoint still loads afterwards.
+    # A valid checkpoint still loads afterwards.
     target.load_state_dict(source.state_dict())
     assert torch.equal(target(INDICES), source(INDICES))
 
@@ -147,7 +147,7 @@ def test_a_float_checkpoint_is_refused():
     state = nn.Sequential(nn.Embedding(20, 40), nn.Linear(40, 17)).state_dict()
     with pytest.raises(RuntimeError, match=f"Missing key.*{KEY}"):
         model().load_state_dict(state)
-    # peft loads so what was trained whole; without an error it would go nowhere.
+    # peft loads fully trained layers like this; without an error they would be ignored.
     with pytest.raises(RuntimeError, match="1.weight: it is a float weight, and the layer is packed"):
         model().load_state_dict(state, strict=False)
 
@@ -177,7 +177,7 @@ def test_deepcopy_and_pickle(bits):
 def test_a_checkpoint_from_a_model_of_another_dtype():
     source, target = model().half(), model(seed=1).bfloat16()
     target.load_state_dict(source.state_dict())
-    assert target[0](INDICES).dtype == torch.bfloat16  # the dtype is the model's, not the checkpoint's
+    assert target[0](INDICES).dtype == torch.bfloat16  # the model's dtype, not the checkpoint's
     assert torch.equal(target[0].dequantize(), source[0].dequantize())
 
 

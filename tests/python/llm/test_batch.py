@@ -1,4 +1,4 @@
-"""Several texts at once: each is the one that it is alone, to the token."""
+"""Several texts at once: each has the tokens that it has alone."""
 
 import copy
 import pickle
@@ -30,7 +30,7 @@ def tokenizer():
 @pytest.fixture(scope="module")
 def prompts(tokenizer):
     found = [tokenizer(text)["input_ids"] for text in TEXTS]
-    return [*found, found[0][:1]]  # and one of a single token
+    return [*found, found[0][:1]]  # and a text of a single token
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,7 @@ def test_each_text_is_the_one_that_it_is_alone(model, prompts, kind, settings):
 @torch.inference_mode()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_logits_do_not_depend_on_what_else_is_in_the_call(prompts, dtype):
-    """Not only the tokens: every bit of the logits, whatever beside them."""
+    """Not only tokens but all bits of the logits are equal, whatever else is in the call."""
     model = transformers.AutoModelForCausalLM.from_pretrained(FLOAT, dtype=dtype).eval()
     lowbit.quantize_(model, {"*": lowbit.LinearConfig(3, 32), "*embed_tokens": lowbit.EmbeddingConfig(3, 32)})
     decoder = llm.Decoder(model, MAX_LENGTH)
@@ -83,7 +83,7 @@ def test_logits_do_not_depend_on_what_else_is_in_the_call(prompts, dtype):
         found = decoder.run_texts([(decoder.new_caches(64), prompts[i]) for i in chosen], everywhere=True)
         assert all(torch.equal(logits, expected[i]) for logits, i in zip(found, chosen, strict=True))
     caches = [decoder.new_caches(64) for _ in prompts]
-    for begin in range(0, max(map(len, prompts)), 5):  # all of them in pieces
+    for begin in range(0, max(map(len, prompts)), 5):  # all texts in pieces
         now = [i for i, prompt in enumerate(prompts) if begin < len(prompt)]
         found = decoder.run_texts([(caches[i], prompts[i][begin : begin + 5]) for i in now], everywhere=True)
         for i, logits in zip(now, found, strict=True):
@@ -176,7 +176,7 @@ def test_a_beginning_that_is_kept(model, prompts, tokenizer, kind):
 
 
 def test_models_whose_texts_would_see_each_other(decoder, prompts):
-    """None is known; the first call is refused where a decoder has measured it."""
+    """No such model is known; if a decoder's trial detects one, the first call is refused."""
     assert decoder.measured["texts"] < 0.1
     decoder.measured["texts"] = 0.5
     with pytest.raises(ValueError, match=r"LlamaForCausalLM change when a call has several texts \(0.5 of"):
@@ -216,7 +216,7 @@ def test_what_is_refused(decoder, prompts):
 
 
 def test_caches_of_another_kind_or_model_are_not_copied(model, prompts):
-    """Bytes of one kind are numbers of another: the text would be another one, silently."""
+    """The bytes of one kind mean other numbers in another kind, so the text would silently differ."""
     kept = {kind: llm.Decoder(model, MAX_LENGTH, kind).read(prompts[5]) for kind in (None, "int8", "int4", "int8,int4")}
     for kind in kept:
         decoder = llm.Decoder(model, MAX_LENGTH, kind)
@@ -236,13 +236,13 @@ def test_caches_of_another_kind_or_model_are_not_copied(model, prompts):
     twin = llm.Decoder(copy.deepcopy(decoder.release()), MAX_LENGTH, kind)
     with pytest.raises(ValueError, match="the caches have keys and values of another model"):
         llm.generate_batch(twin, [text], 2, prefixes=[kept[kind]])
-    # From a file, of which nobody knows the model; and to another decoder of the same one.
+    # From a file of an unknown model, and to another decoder of the same model.
     for caches in (pickle.loads(pickle.dumps(kept[kind])), copy.deepcopy(kept[kind])):
         assert twin.begin(caches, text) == len(prompts[5])
 
 
 def test_a_call_that_fails_leaves_no_tokens_behind(decoder, prompts):
-    """What was not computed must not be taken for computed later."""
+    """Tokens that were not computed must not count as computed later."""
     first, second = decoder.new_caches(16), decoder.new_caches(16)
     decoder.run_texts([(first, prompts[0][:3])])
     for texts, kind, message in (
@@ -288,7 +288,7 @@ def test_an_activation_of_a_row_does_not_depend_on_the_others(function):
     finally:
         torch.set_num_threads(threads)
     if torch.backends.cpu.get_cpu_capability().startswith("AVX"):
-        assert differ  # torch's own do: else this tests nothing
+        assert differ  # torch's results do differ; otherwise this would test nothing
     assert found(torch.zeros(0, 8)).shape == (0, 8)
 
 
@@ -297,7 +297,7 @@ def test_a_decoder_has_such_activations(model):
     before = [layer.mlp.act_fn for layer in layers]
     decoder = llm.Decoder(model, MAX_LENGTH)
     for layer, own in zip(layers, before, strict=True):
-        own = own.function if isinstance(own, RowWise) else own  # of another decoder, which this one ends
+        own = own.function if isinstance(own, RowWise) else own  # belongs to another decoder, which this one replaces
         assert isinstance(layer.mlp.act_fn, RowWise) and layer.mlp.act_fn.function is own
     decoder.release()
     assert [layer.mlp.act_fn for layer in layers] == [getattr(own, "function", own) for own in before]

@@ -1,4 +1,4 @@
-"""Conversations over caches that stay: the same answers as from scratch, with less to compute."""
+"""Conversations with kept caches: the same answers as from scratch, with less computation."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from lowbit.llm.loading import load_model, load_tokenizer
 from lowbit.llm.templates import chat_template, render
 from transformers import GenerationConfig
 
-PLAIN = (TINY / "plain.jinja").read_text()  # the texts of all turns, one behind the other
+PLAIN = (TINY / "plain.jinja").read_text()  # concatenates the texts of all turns
 STRICT = (
     "{% for message in messages %}{% if message.role == 'system' %}{{ raise_exception('no system role here') }}"
     "{% endif %}{{ message.content }}{% endfor %}"
@@ -28,7 +28,7 @@ def tokenizer():
 
 
 class Counted:
-    """A decoder that remembers how many tokens each call had, and raises at one of them."""
+    """A decoder that records the number of tokens of each call, and raises in one of them."""
 
     def __init__(self, model, max_length: int):
         self.decoder, self.calls, self.stop_at = llm.Decoder(model, max_length), [], None
@@ -46,7 +46,7 @@ def chat(model, tokenizer, max_length: int = 256, **options) -> Chat:
 
 
 def from_scratch(talk: Chat, message: str, number: int = 0) -> list[int]:
-    """The answer by a new prefill of all of the conversation."""
+    """The answer after a new prefill of the whole conversation."""
     ids = render(talk.tokenizer, [*talk.messages, {"role": "user", "content": message}], talk.template)
     return llm.generate(
         talk.step.decoder, ids, talk.max_new_tokens, max_length=talk.max_length, seed=talk.seed + number,
@@ -62,22 +62,22 @@ def test_turns_are_those_from_scratch_and_compute_only_what_is_new(model, tokeni
         expected = from_scratch(talk, message, number)
         before = [int(token) for token in talk._cached]
         talk.step.calls.clear()
-        if before:  # the comparison has used the same caches
+        if before:  # because the comparison used the same caches
             talk.step.decoder(torch.tensor([before]), torch.zeros(1, dtype=torch.int64))
         answer = talk.answer(message)
         assert answer.tokens == expected
         start, count = talk.step.calls[0]
         assert (start, start + count) == (answer.cached_tokens, answer.prompt_tokens)
-        if number:  # the prompt before; and of the likeliest answer all, as text that is drawn may have other tokens
+        if number:  # the earlier prompt; for greedy answers also the answer, because sampled text may be tokenized differently
             assert answer.cached_tokens >= (last.prompt_tokens if sampling.temperature else len(before))
         last = answer
     assert talk.messages[0] == {"role": "system", "content": "The module.\n"} and len(talk.messages) == 7
     talk.reset(None)
-    assert talk.messages == [] and talk.answer("Return").cached_tokens == 1  # the first token
+    assert talk.messages == [] and talk.answer("Return").cached_tokens == 1  # only the first token
 
 
 def test_what_the_template_writes_otherwise_is_computed_again(model, tokenizer):
-    # As templates do that leave thoughts out of earlier answers.
+    # Like templates that remove thoughts from earlier answers.
     template = "{% for message in messages %}{{ message.content if message.role == 'user' or loop.last else 'so' }}{% endfor %}"
     talk = chat(model, tokenizer, template=template)
     first = talk.answer("Return the number")
@@ -118,7 +118,7 @@ def test_an_answer_that_is_stopped(model, tokenizer):
     talk.step.decoder(torch.tensor([talk._cached]), torch.zeros(1, dtype=torch.int64))
     assert talk.answer("\nSee").tokens == next_
 
-    # Before its first token: as if it had not been asked.
+    # Before its first token: as if the message had not been sent.
     turns = list(talk.turns)
     talk.step.calls.clear()
     talk.step.stop_at = 1

@@ -1,4 +1,4 @@
-"""A clock that stands still or jumps, and files of other times, change figures of speed and nothing else."""
+"""Stopped or jumping clocks and other file times change only figures of speed."""
 
 import ast
 import itertools
@@ -21,7 +21,7 @@ CLOCKS = {
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Sets the clock that everything in this process reads."""
+    """Sets the clock of this process."""
 
     def use(name: str) -> None:
         times = CLOCKS[name]()
@@ -55,7 +55,7 @@ def test_commands_do_the_same_by_any_clock(tmp_path, clock):
         return [*told, results[3].stdout, files_of(target)]
 
     def kept(value) -> list:
-        """The numbers and texts of a document that neither time nor place nor memory has a part in."""
+        """The numbers and texts of a document that do not depend on time, place or memory."""
         if isinstance(value, dict):
             left = [value[key] for key in value if not re.search("second|rate|memory|model|target|path|output", key)]
             return [item for each in left for item in kept(each)]
@@ -75,20 +75,20 @@ def test_a_file_of_any_time_is_imported_once(tmp_path):
     before = {}
     for when in (future, 1, 0, future - 10**9):
         os.utime(file, ns=(when, when))
-        assert not is_current(file)  # other times than those that it was imported with, later or earlier
+        assert not is_current(file)  # file times differ from those at the import, later or earlier
         import_to_cache(file)
         written = {name: data for name, data in files_of(cache_of(file)).items() if name != "lowbit_import.json"}
         assert is_current(file) and written == (before or written)
         before = written
-        # The import itself may be of any time.
+        # The import itself may have any time.
         for path in cache_of(file).iterdir():
             os.utime(path, ns=(1, 1))
         assert is_current(file)
 
 
 def test_only_one_clock_is_read():
-    """Those that nobody sets: `time.perf_counter`, and a thread's CPU time. In C++ there is none. The server's answers, the
-    files of prefixes and a machine's page have a date."""
+    """Only clocks that cannot be set are read: `time.perf_counter`, and a thread's CPU time. C++ reads none. The server's
+    answers, the prefix files and a machine's page have a date."""
     for path in (ROOT / "python").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Import | ast.ImportFrom):
@@ -106,4 +106,4 @@ def test_only_one_clock_is_read():
     for directory in ("kernels", "ops"):
         for path in (ROOT / directory).rglob("*.*"):
             code = re.sub(r"//[^\n]*", "", path.read_text(encoding="utf-8"))
-            assert not clocks.search(code) or path.name == "read_bandwidth.h", path  # which measures
+            assert not clocks.search(code) or path.name == "read_bandwidth.h", path  # which measures time

@@ -1,4 +1,4 @@
-"""Compiled decoders on disk: the second start compiles nothing, and nothing else is taken for the same decoder."""
+"""Compiled decoders on disk: the second start compiles nothing, and no other decoder matches."""
 
 import os
 import stat
@@ -56,7 +56,7 @@ def test_the_second_start_compiles_nothing(tmp_path, monkeypatch):
     again = compile_decoder(Decoder(make("llama"), 32), directory=directory)
     for tokens, start in ((PROMPT, 0), ([5], len(PROMPT))):
         assert torch.equal(logits(again, tokens, start), logits(first, tokens, start))
-    # The weights are those of the decoder and not of the file.
+    # The weights come from the decoder, not from the file.
     decoder = Decoder(reweighted(), 32)
     other = compile_decoder(decoder, directory=directory)
     assert not torch.allclose(logits(other, PROMPT), logits(first, PROMPT), rtol=0.1, atol=0.1)
@@ -73,7 +73,7 @@ def test_keys_are_those_of_other_processes(run_python):
 
 
 def changed(name: str, value: object) -> torch.nn.Module:
-    """The model with another attribute of its first layer's norm, or another function."""
+    """The model with a changed attribute of its first layer's norm, or another function."""
     model = make("llama")
     setattr(model.model.layers[0].input_layernorm, name, value)
     return model
@@ -115,7 +115,7 @@ def test_code_that_the_key_cannot_know():
 
 @pytest.fixture
 def packages(monkeypatch):
-    """Packages of a word instead of machine code; a list of those that were made."""
+    """Packages that contain a word instead of machine code, and a list of them."""
     made = []
 
     def package(decoder, path):
@@ -146,7 +146,7 @@ def test_files(packages, tmp_path, caplog, monkeypatch):
         (tmp_path / f"{number}.pt2").touch()
         os.utime(tmp_path / f"{number}.pt2", (number, number))
     os.utime(file, (0, 0))
-    find(decoder, tmp_path)  # used now
+    find(decoder, tmp_path)  # marks it as used now
     gone = tmp_path / "gone.pt2"  # removed by another process after it was listed
     with monkeypatch.context() as patch:
         patch.setattr(type(tmp_path), "glob", lambda *_: iter([gone, *(path for path in tmp_path.iterdir())]))

@@ -1,4 +1,4 @@
-"""Divergences beside a plain computation, from models and from files of logits."""
+"""Divergences from models and from files of logits, compared with a plain computation."""
 
 import copy
 import math
@@ -46,7 +46,7 @@ def file(floats, tmp_path_factory):
 
 @torch.inference_mode()
 def log_probabilities(model, tokens, window, stride):
-    """Behind each token but the last: in double precision, from the first window that reaches the next one."""
+    """After each token except the last, in double precision, from the first window that contains the next token."""
     found = []
     for token in range(1, len(tokens)):
         begin = 0
@@ -63,7 +63,7 @@ def test_a_model_beside_a_plain_computation(floats, packed, length, window, stri
     each = (theirs.exp() * (theirs - ours)).sum(1)
     seen = []
     found = compare(packed, tokens, floats, window=window, stride=stride, progress=lambda *counts: seen.append(counts))
-    assert each.mean() > 0.001  # 3 bits are not the same model
+    assert each.mean() > 0.001  # 3 bits change the model
     assert math.isclose(found.kld, each.mean(), rel_tol=1e-4)
     assert math.isclose(found.kld_99, each.quantile(0.99), rel_tol=1e-4)
     assert found.top1 == (theirs.argmax(1) == ours.argmax(1)).double().mean().item()
@@ -102,7 +102,7 @@ def test_a_cache_is_the_models_only(floats, packed, file):
 
 
 def test_a_token_that_is_never_predicted(floats, packed, tmp_path):
-    """Below float16's range, in a file."""
+    """A probability below float16's range, in a file."""
 
     def suppressed(model):
         def suppress(module, arguments, output):

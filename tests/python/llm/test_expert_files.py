@@ -1,4 +1,4 @@
-"""Experts that stay in the files: the bits of the model in memory, within the bytes that were allowed."""
+"""Experts streamed from files: the bits of the model in memory, within the allowed bytes."""
 
 import os
 import shutil
@@ -58,7 +58,7 @@ def test_the_bits_of_the_model_in_memory(directory, places):
 
 
 def test_reads_that_fail_are_not_forgotten(directory, monkeypatch):
-    """After an error the next call reads again, and gives the right bits."""
+    """After a failed read, the next call reads again and gives the right bits."""
     model, whole = load_model(directory), load_model(directory)
     stream_experts(model, directory, 2 * of_each_layer(whole))
     layer = model.model.layers[0].mlp.experts.gate_up_proj
@@ -67,7 +67,7 @@ def test_reads_that_fail_are_not_forgotten(directory, monkeypatch):
         model(torch.tensor([TEXT]))
     layer._file = real
     assert torch.equal(model(torch.tensor([TEXT])).logits, whole(torch.tensor([TEXT])).logits)
-    # The layer that is read ahead; and a read that is still under way when another one has failed.
+    # A failing read ahead, and a read that is still running when another fails.
     layer, events = model.model.layers[0].mlp.experts.down_proj, []
     read = StreamedExperts._read
 
@@ -85,7 +85,7 @@ def test_reads_that_fail_are_not_forgotten(directory, monkeypatch):
             layer._places.clear()
             with pytest.raises(OSError, match="a read error"):
                 model(torch.tensor([tokens]))
-            assert events.count("begin") == events.count("end")  # none is under way
+            assert events.count("begin") == events.count("end")  # none is running
         assert torch.equal(model(torch.tensor([tokens])).logits, whole(torch.tensor([tokens])).logits)
 
 

@@ -1,4 +1,4 @@
-"""Models that the decoder refuses, by transformers' own attention and caches: `lowbit generate`, `chat` and `eval`."""
+"""Models that the decoder refuses run with transformers' own attention and caches: `lowbit generate`, `chat` and `eval`."""
 
 import json
 import math
@@ -16,18 +16,18 @@ from test_chat import PLAIN
 transformers = pytest.importorskip("transformers")
 
 SIZES = {"vocab_size": 2048, "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
-# Attention of its own; states that cannot be cut back, and are continued token by token.
+# Own attention code; states that cannot be cut back, and are continued token by token.
 CONFIGS = {
     "codegen": lambda: transformers.CodeGenConfig(n_embd=64, n_layer=2, n_head=4, rotary_dim=8, n_positions=256, **SIZES),
     "mamba": lambda: transformers.MambaConfig(hidden_size=64, num_hidden_layers=2, state_size=8, **SIZES),
 }  # fmt: skip
 PROMPT = "Return the number of items"
-# In transformers 5.0 states are wrong behind a prompt of one token. A fallback finds that out, and does without caches.
+# In transformers 5.0 states are wrong after a prompt of one token. The fallback detects this and uses no caches.
 ANEW = transformers.__version__.startswith("5.0.")
 
 
 def continues(model) -> bool:
-    """Whether a fallback is to continue a text by the caches of a model."""
+    """Whether a fallback should continue a text with the model's caches."""
     return not (ANEW and model.config.model_type == "mamba")
 
 
@@ -48,7 +48,7 @@ def checkpoint(request, tmp_path_factory):
 
 
 def own(model, ids: list[int], new: int) -> list[int]:
-    """What transformers' generate() makes of a prompt."""
+    """The result of transformers' generate()."""
     prompt = torch.tensor([ids])
     made = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=new, do_sample=False)
     return made[0, len(ids) :].tolist()
@@ -77,7 +77,7 @@ def test_generate_draws_and_stops_as_with_the_decoder(checkpoint, tmp_path):
     ids = load_tokenizer(checkpoint)(PROMPT)["input_ids"]
     step, settings = llm.Fallback(model, 128), {"temperature": 1.2, "top_k": 40, "top_p": 0.9, "seed": 5}
     drawn = llm.generate(step, ids, 12, max_length=128, **settings).tokens
-    # The same draws from the logits of the whole text each time.
+    # Samples equally from logits that are computed for the whole text each time.
     text = list(ids)
 
     def whole(tokens, start):
@@ -102,7 +102,7 @@ def test_a_conversation_is_the_one_from_scratch(checkpoint):
     def talk(template: str) -> Chat:
         return Chat(llm.Fallback(model, 256), model, tokenizer, template, 256, max_new_tokens=8)
 
-    # A template that writes earlier answers otherwise makes the text change: caches are cut back, or begun anew.
+    # A template that rewrites earlier answers changes the text: caches are cut back, or restarted.
     changing = "{% for m in messages %}{{ m.content if m.role == 'user' or loop.last else 'so' }}{% endfor %}"
     for template in (PLAIN, changing):
         going = talk(template)

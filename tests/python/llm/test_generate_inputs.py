@@ -1,4 +1,4 @@
-"""generate: tokens from wherever they come, and what it refuses rather than write nonsense."""
+"""generate: kinds of token inputs, and invalid inputs that it refuses."""
 
 import copy
 
@@ -19,7 +19,7 @@ def decoder():
 
 
 def test_tokens_of_any_kind(decoder):
-    """A tensor's numbers are in no set and equal to no other, so nothing would stop at them or repeat them."""
+    """A tensor's elements do not compare equal to set members, so stop tokens and penalties would not work with them."""
     settings = {"repetition_penalty": 1.5, "guesses": 2, "max_length": 48}
     expected = llm.generate(decoder, PROMPT, 12, **settings).tokens
     stop = expected[4]
@@ -97,10 +97,10 @@ def test_what_is_no_prompt(decoder, prompt, message):
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_logits_that_are_not_finite(decoder, value, temperature):
-    """The likeliest of them is no token of the model's."""
+    """Their maximum is not a valid token."""
     model = copy.deepcopy(decoder).model
     broken = llm.Decoder(model, 48)
-    model.model.norm.weight.data[3] = value  # after the decoder has looked at it
+    model.model.norm.weight.data[3] = value  # after the decoder has tried the model
     settings = {"temperature": temperature}
     for call in (
         lambda: llm.generate(broken, PROMPT, 4, max_length=48, **settings),
@@ -119,4 +119,4 @@ def test_numbers_out_of_their_range(decoder):
             llm.generate(decoder, PROMPT, 4, max_length=48, temperature=1, seed=seed)
         with pytest.raises(ValueError, match=f"seed is {seed}; expected a number of 64 bits"):
             llm.generate_batch(decoder, [PROMPT], 4, temperature=1, seed=[seed])
-    assert len(llm.generate(decoder, PROMPT, 60, max_length=32).tokens) == 26  # of a decoder that has more
+    assert len(llm.generate(decoder, PROMPT, 60, max_length=32).tokens) == 26  # in a decoder with a larger maximum

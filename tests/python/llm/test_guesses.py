@@ -1,4 +1,4 @@
-"""Guessed tokens: fewer calls of the model, and the text of plain decoding, to the token."""
+"""Speculative decoding: fewer calls of the model, and exactly the text of plain decoding."""
 
 import json
 import shutil
@@ -58,11 +58,11 @@ def test_the_text_is_that_of_plain_decoding(decoder, tokenizer, prompt, settings
         assert found.decode_steps == 59 and found.decode_calls == 59 - found.accepted
         assert found.accepted <= found.guessed <= guesses * found.decode_calls
     if not settings and prompt is REPEATED:
-        assert found.accepted > 0  # else nothing was tried
+        assert found.accepted > 0  # otherwise nothing was tested
 
 
 def test_where_a_text_ends(decoder, tokenizer):
-    """At a stop token among right guesses, at the last token asked for, and at the end of the caches."""
+    """At a stop token among accepted guesses, at the requested number of tokens, and at the end of the caches."""
     ids = tokenizer(REPEATED)["input_ids"]
     plain = llm.generate(decoder, ids, 60, max_length=MAX_LENGTH).tokens
     for stop in set(plain[5:40]):
@@ -79,19 +79,19 @@ def test_where_a_text_ends(decoder, tokenizer):
 
 def test_lookup():
     text = Lookup([1, 2, 3, 4, 1, 2])
-    assert text.guess(5) == [3, 4, 1, 2, 3]  # the ending 1 2 came before; it goes on in itself
+    assert text.guess(5) == [3, 4, 1, 2, 3]  # the ending 1 2 occurred before, and the continuation overlaps itself
     assert text.guess(0) == []
     text.append(9)
     assert text.guess(5) == []  # 2 9 is new
     assert Lookup([]).guess(3) == Lookup([7]).guess(3) == []
     assert Lookup([5, 5, 5]).guess(4) == [5, 5, 5, 5]
-    # The longest ending counts, and of several places the last.
+    # The longest matching ending counts, at its last occurrence.
     assert Lookup([1, 2, 3, 7, 0, 2, 3, 8, 6, 2, 3, 9, 1, 2, 3]).guess(1) == [7]
     assert Lookup([0, 2, 3, 8, 6, 2, 3, 9, 4, 2, 3]).guess(1) == [9]
 
 
 def make_small(max_length: int = MAX_LENGTH):
-    """The first of the model's layers alone, at 3 bits: with its head it guesses some tokens."""
+    """A draft of only the model's first layer, at 3 bits; with the model's head it guesses some tokens."""
     model = transformers.AutoModelForCausalLM.from_pretrained(FLOAT, dtype=torch.float32).eval()
     del model.model.layers[4:]
     model.config.num_hidden_layers = len(model.model.layers)
@@ -107,7 +107,7 @@ def small():
 @pytest.mark.parametrize("settings", [{}, {"temperature": 0.8, "seed": 3}], ids=["likeliest", "drawn"])
 def test_the_text_with_a_draft_is_that_of_plain_decoding(decoder, small, tokenizer, settings):
     right = 0
-    for prompt in (PLAIN, REPEATED):  # one after the other: the caches have the former text
+    for prompt in (PLAIN, REPEATED):  # in sequence, so that the caches contain the previous text
         ids = tokenizer(prompt)["input_ids"]
         plain = llm.generate(decoder, ids, 60, max_length=MAX_LENGTH, **settings)
         for guesses in (1, 4):
@@ -119,7 +119,7 @@ def test_the_text_with_a_draft_is_that_of_plain_decoding(decoder, small, tokeniz
 
 
 def test_a_draft_that_is_the_model_itself(small, tokenizer):
-    """All its guesses are right, so its caches have the text, whatever was guessed and taken back before."""
+    """All its guesses are right, so its caches hold the text, whatever was guessed and rejected before."""
     ids = tokenizer(PLAIN)["input_ids"]
     plain = llm.generate(small, ids, 60, max_length=MAX_LENGTH)
     found = llm.generate(small, ids, 60, max_length=MAX_LENGTH, guesses=3, draft=make_small())
@@ -127,7 +127,7 @@ def test_a_draft_that_is_the_model_itself(small, tokenizer):
 
 
 def test_a_draft_with_other_tokens():
-    """It guesses no token that the model lacks, and none at all behind a token that it lacks itself."""
+    """It guesses no token that the model lacks, and none after a token that it lacks itself."""
 
     class Counting:
         vocabulary, max_length = 8, 100
@@ -149,7 +149,7 @@ def test_a_draft_with_other_tokens():
     "settings", [{}, {"temperature": 0.8, "top_k": 20, "repetition_penalty": 1.1}], ids=["likeliest", "drawn"]
 )
 def test_texts_of_a_batch(decoder, small, tokenizer, settings):
-    """A text that is alone has guesses, texts beside each other have none; each is that of plain decoding."""
+    """A single text uses guesses, several texts do not; each equals plain decoding."""
     prompts = [tokenizer(text)["input_ids"] for text in (REPEATED, PLAIN, REPEATED)]
     counts = [50, 12, 50]
     plain = [llm.generate(decoder, ids, n, max_length=MAX_LENGTH, seed=7, **settings) for ids, n in zip(prompts, counts)]
@@ -164,7 +164,7 @@ def test_texts_of_a_batch(decoder, small, tokenizer, settings):
         while len(getattr(texts[0].result, "tokens", [])) < 20:
             batch.step()
         before = texts[0].result.guessed
-        batch.add(texts[1])  # comes while the first one is there, and ends before it
+        batch.add(texts[1])  # starts while the first one runs, and ends before it
         while texts[1] in batch.waiting or texts[1] in batch.running:
             assert texts[0].result.guessed == before and len(texts[0].result.tokens) < 50
             batch.step()
@@ -181,14 +181,15 @@ def test_texts_of_a_batch(decoder, small, tokenizer, settings):
                 expected.decode_steps,
             )
             assert found.decode_calls == found.decode_steps - found.accepted and found.accepted <= found.guessed
-            assert kept[text] == text.prompt + found.tokens[:-1]  # wrong guesses are not there
+            assert kept[text] == text.prompt + found.tokens[:-1]  # without rejected guesses
         assert texts[1].result.guessed == 0
         guessed[draft] = [before, *(text.result.guessed for text in texts)]
     assert 0 < guessed[small][0] < guessed[small][1] and (settings or guessed[None][3] > 0)
 
 
 def test_where_a_text_of_a_batch_ends(decoder, tokenizer):
-    """As alone: at a stop token among right guesses, by its own function, where its caches end, and where logits are wrong."""
+    """As for a single text: at a stop token among accepted guesses, by a stop function, at the end of the caches, at invalid
+    logits."""
     ids = tokenizer(REPEATED)["input_ids"]
     batch = Batch(decoder)
     batch.speculate(8)

@@ -1,4 +1,4 @@
-"""Models of images and text: the tokens beside transformers' own generation, conversations, and what is refused."""
+"""Models of images and text: tokens compared with transformers' generation, conversations, and refusals."""
 
 import io
 import sys
@@ -21,7 +21,7 @@ NEW = 10
 
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory):
-    """Packed checkpoints by family, each made once; beside them three pictures."""
+    """Packed checkpoints by family, each made once, and three pictures."""
     root, made = tmp_path_factory.mktemp("images"), {}
     for number, size in enumerate([(40, 30), (64, 64), (17, 50)]):
         save_picture(root / f"{number}.png", number, size)
@@ -59,7 +59,7 @@ def test_calibration_with_images_improves_the_tower_too(packed, kind):
 
 
 def generated(path, messages):
-    """The tokens of transformers' own greedy generation, and the prompt's."""
+    """The tokens of transformers' greedy generation, and of the prompt."""
     processor = load_image_processor(path)
     model = transformers.AutoModelForImageTextToText.from_pretrained(path).eval()
     inputs = processor.apply_chat_template(
@@ -81,7 +81,7 @@ def test_a_message_with_the_text_of_a_control_token_is_refused(packed):
     for text in ("a <eos> b", "<eos>"):
         with pytest.raises(ValueError, match="has the text of a control token of the model; lowbit does not take it"):
             llm.images.inputs_of(processor, [message("user", text, image)], template)
-    for text in ("a <b> c <", "os>"):  # what only begins or ends like one
+    for text in ("a <b> c <", "os>"):  # text that only begins or ends like a control token
         messages = [message("user", text, image)]
         expected = processor.apply_chat_template(
             messages, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
@@ -95,7 +95,7 @@ def test_the_tokens_are_those_of_transformers(packed, kind):
     path, root = packed(kind)
     chat = llm.load_image_chat(path, max_new_tokens=NEW)
     convs = [layer for layer in chat.model.modules() if isinstance(layer, lowbit.nn.Conv)]
-    assert len(convs) == 1 and convs[0].info.bits == 8  # the patches
+    assert len(convs) == 1 and convs[0].info.bits == 8  # the patch embedding
     answers = {}
     for numbers in ((0,), (1,), (0, 2), ()):
         chat.reset(None)
@@ -103,8 +103,8 @@ def test_the_tokens_are_those_of_transformers(packed, kind):
         expected, count = generated(path, [message("user", "What?", shown(root, *numbers))])
         assert (answer.tokens, answer.prompt_tokens) == (expected, count)
         answers[numbers] = tuple(answer.tokens)
-    assert len(set(answers.values())) == 4  # it sees
-    # Another turn with another picture, and one without.
+    assert len(set(answers.values())) == 4  # the pictures matter
+    # Another turn with another picture, and one without a picture.
     chat.reset("Be brief.")
     first = chat.answer("What?", images=shown(root, 0))
     second = chat.answer("And this?", images=[root / "1.png"])
@@ -141,7 +141,7 @@ def test_commands(packed):
     assert (first["tokens"], first["prompt_tokens"]) == (expected, count)
     turns = [message("user", "What?", shown(root, 0, 1)), message("assistant", first["answer"])]
     assert second["tokens"] == generated(path, [*turns, message("user", "And?", shown(root, 2))])[0]
-    # Without a picture, in the template or as it is, with whatever stands for an image.
+    # Without a picture, with or without the template, with the placeholder of an image.
     plain = document(invoke("generate", path, "--chat", "--prompt", "What?", "--max-new-tokens", NEW, "--json"))
     assert plain["tokens"] == generated(path, [message("user", "What?")])[0]
     bare = document(invoke("generate", path, "--prompt", "What?", "--max-new-tokens", NEW, "--json"))
@@ -201,7 +201,7 @@ def test_what_is_refused(packed, tmp_path, monkeypatch):
 
 
 def bomb(width, height, kind="PNG"):
-    """A small file of many pixels."""
+    """A small file with many pixels."""
     file = io.BytesIO()
     PIL.Image.new("1", (width, height)).save(file, kind)
     return file.getvalue()
@@ -209,7 +209,7 @@ def bomb(width, height, kind="PNG"):
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF", "BMP"])
 def test_formats_of_pictures(tmp_path, kind):
-    PIL.Image.new("RGB", (40, 30), (0, 255, 0)).save(tmp_path / "a.jpg", kind)  # whatever its name says
+    PIL.Image.new("RGB", (40, 30), (0, 255, 0)).save(tmp_path / "a.jpg", kind)  # the file name does not matter
     image = llm.open_image(tmp_path / "a.jpg")
     assert (image.size, image.mode) == ((40, 30), "RGB") and image.getpixel((5, 5))[1] > 250
 
@@ -232,7 +232,7 @@ def test_other_formats_never_reach_their_readers(tmp_path, monkeypatch, kind):
 
 def test_limits_of_pictures(tmp_path, monkeypatch):
     path = tmp_path / "x.png"
-    for size in ((8193, 8192), (12000, 9000), (20000, 20000)):  # below and above the limits of Pillow itself
+    for size in ((8193, 8192), (12000, 9000), (20000, 20000)):  # below and above Pillow's own limits
         path.write_bytes(bomb(*size))
         monkeypatch.setattr(PIL.Image.Image, "convert", lambda *_: pytest.fail("the pixels were decoded"))
         with pytest.raises(ValueError, match=r"x.png has (\d+|too many) pixels.*; expected at most 67108864"):
@@ -245,7 +245,7 @@ def test_limits_of_pictures(tmp_path, monkeypatch):
 
 
 def test_damaged_pictures_give_one_sentence(tmp_path):
-    """Each byte of the head of each format, and cuts."""
+    """Changes of each byte of each format's header, and truncated files."""
     path = tmp_path / "x"
     for kind in ("PNG", "JPEG", "WEBP", "GIF", "BMP"):
         file = io.BytesIO()

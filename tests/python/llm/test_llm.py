@@ -48,7 +48,7 @@ def make(kind: str, quantized: bool = True, **more) -> torch.nn.Module:
 
 
 def run(step, tokens: list[int], sizes: list[int] | None = None) -> torch.Tensor:
-    """The logits behind the last token of a text that comes in pieces of these sizes."""
+    """The logits after the last token of a text in pieces of these sizes."""
     start = 0
     with torch.inference_mode():
         for size in sizes or [len(tokens)]:
@@ -66,11 +66,11 @@ def test_a_decoder_continues_as_transformers_does(kind, quantized):
     with torch.inference_mode():
         logits = model(torch.tensor([PROMPT])).logits[:, -1]
     decoder = Decoder(model, 64)
-    # Attention adds up in another order, which now and then rounds an activation to the next of 255 values.
+    # Attention sums in another order, which sometimes rounds an activation to the next of 255 values.
     torch.testing.assert_close(run(decoder, PROMPT), logits, rtol=0, atol=0.05 if quantized else 1e-4)
     assert generate(decoder, PROMPT, 40, max_length=64).tokens == theirs
     assert len(set(theirs)) > 3
-    # A new text starts at 0, whatever the caches hold.
+    # A new text starts at 0; the content of the caches does not matter.
     assert generate(decoder, PROMPT, 40, max_length=64).tokens == theirs
 
 
@@ -81,7 +81,7 @@ def test_pieces_of_a_text(kind):
     whole = run(decoder, tokens)
     for sizes in ([1] * 37, [5, 16, 16], [36, 1], [1, 36]):
         assert torch.equal(run(decoder, tokens, sizes), whole), sizes
-    floats = Decoder(make(kind, quantized=False), 48)  # here torch multiplies, in an order that depends on the shape
+    floats = Decoder(make(kind, quantized=False), 48)  # here torch multiplies, and its order of sums depends on the shape
     torch.testing.assert_close(run(floats, tokens, [5, 16, 16]), run(floats, tokens), rtol=0, atol=1e-4)
 
 
@@ -126,7 +126,7 @@ def test_attention_sees_all_that_came_before_and_nothing_after():
         other = list(PROMPT)
         other[i] = (other[i] + 1) % 97
         assert not torch.equal(run(decoder, other), whole)
-    run(decoder, [1] * 40)  # what lies in the caches behind a text does not count
+    run(decoder, [1] * 40)  # the content of the caches after a text does not matter
     assert torch.equal(run(decoder, PROMPT), whole)
 
 
@@ -139,7 +139,7 @@ def test_a_decoder_in_another_dtype(dtype):
     assert torch.nn.functional.cosine_similarity(logits.float(), expected).item() > 0.98
 
 
-# Bytes: of a value, of a position.
+# Bytes per value, and per position.
 KINDS_OF_CACHE = {"float32": (4, 0), "bfloat16": (2, 0), "float16": (2, 0), "int8": (1, 4), "int4": (0.5, 4)}
 
 
@@ -156,14 +156,14 @@ def test_caches_in_a_smaller_type(kind):
         assert torch.equal(run(decoder, tokens, sizes), whole), sizes
     with pytest.raises(IndexError, match="start is 48 and there are 1 tokens"):
         decoder(torch.tensor([[1]]), torch.tensor([48]))
-    # This model's weights are random and large, so that all depends on the text, and a little changes much.
+    # This model's random weights are large, so results depend strongly on the text and on small changes.
     least, most = (0.85, 0.5) if "int4" in kind else (0.99, 0.1)
     assert torch.nn.functional.cosine_similarity(whole, expected).item() > least
     stored = [KINDS_OF_CACHE[name] for name in kind.split(",")]
     for keys, values in decoder.caches():
         sizes = [2 * 48 * (width * item + scale) for item, scale in stored]
         assert [keys.nbytes, values.nbytes] == [sizes[0], sizes[-1]]
-    # The model is judged as it would be without the smaller caches, and what these add is told.
+    # The model is tested without the smaller caches, and the error that these add is reported.
     assert {name: decoder.measured[name] for name in found} == found
     if kind == "float32":
         assert torch.equal(whole, expected) and "cache" not in decoder.measured
@@ -181,10 +181,10 @@ def test_4_bit_caches_are_for_widths_of_32(kind):
 def test_guesses_over_caches_of_codes_change_nothing(kind, width):
     decoder, draft = (Decoder(make("llama", quantized, head_dim=width), 64, kind) for quantized in (True, False))
     plain = generate(decoder, PROMPT, 40, max_length=64).tokens
-    # The text over 4-bit caches does not repeat itself: nothing to look up.
+    # The text with 4-bit caches does not repeat itself, so there are no guesses.
     for more in ({"guesses": 4}, {"guesses": 3, "draft": draft})[kind == "int4" :]:
         guessed = generate(decoder, PROMPT, 40, max_length=64, **more)
-        assert guessed.tokens == plain and guessed.guessed > guessed.accepted  # the caches were wound back
+        assert guessed.tokens == plain and guessed.guessed > guessed.accepted  # the caches were cut back
 
 
 def test_caches_that_do_not_hold_the_numbers_are_refused():
@@ -198,7 +198,7 @@ def test_caches_that_do_not_hold_the_numbers_are_refused():
     with pytest.raises(ValueError, match="its keys or values do not fit into a cache of float16: the logits are not numb"):
         Decoder(model, 48, "float16")
     with torch.inference_mode():
-        assert torch.equal(model(torch.tensor([PROMPT])).logits, before)  # given back
+        assert torch.equal(model(torch.tensor([PROMPT])).logits, before)  # restored
     for kind in ("bfloat16", "int8"):
         assert run(Decoder(model, 48, kind), PROMPT).isfinite().all()
     known = "expected one of 'float32', 'bfloat16', 'float16', 'int8', 'int8,int4', 'int4', or None"
@@ -211,7 +211,7 @@ def test_caches_that_do_not_hold_the_numbers_are_refused():
 
 
 def check_step(step, decoder, close: float):
-    """A compiled step is the decoder: logits, tokens, and state across calls."""
+    """A compiled step equals the decoder: logits, tokens, and state across calls."""
     assert step.max_length == decoder.max_length
     torch.testing.assert_close(run(step, PROMPT), run(decoder, PROMPT), rtol=0, atol=close)
     torch.testing.assert_close(run(step, PROMPT, [4, 1, 1, 5]), run(decoder, PROMPT), rtol=0, atol=close)
@@ -221,7 +221,7 @@ def check_step(step, decoder, close: float):
 
 
 def check_refused_calls(step):
-    """Machine code would not notice what does not fit, or end the process: steps look before they call it."""
+    """Machine code would accept invalid arguments, or end the process, so steps check them first."""
     one, zero = torch.ones(1, 1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
     for tokens, start, error, message in (
         (one.expand(2, 3), zero, ValueError, r"tokens is torch.int64 \[2, 3\]; expected torch.int64 \[1, s\]"),
@@ -296,7 +296,7 @@ def test_calls_that_do_not_fit():
 
 
 def state(model) -> dict:
-    """What a decoder could leave behind in a model."""
+    """Parts of a model that a decoder could change."""
     modules = {name: (id(module), sorted(vars(module))) for name, module in model.named_modules()}
     configs = {id(module.config): json.dumps(vars(module.config), default=repr, sort_keys=True)
                for module in model.modules() if hasattr(module, "config")}  # fmt: skip
@@ -317,7 +317,7 @@ def test_release_gives_the_model_back(kind, attention):
             model(far)
         assert decoder.release() is model and decoder.released
         assert state(model) == before
-        assert torch.equal(model(far).logits, logits)  # beyond the decoder's max_length, too
+        assert torch.equal(model(far).logits, logits)  # also beyond the decoder's max_length
     assert not list(decoder.buffers(recurse=False))
     with pytest.raises(RuntimeError, match="this decoder was released"):
         run(decoder, PROMPT)
@@ -326,7 +326,7 @@ def test_release_gives_the_model_back(kind, attention):
 
 
 def test_two_models_on_one_configuration():
-    """A decoder changed what both read, and the other model was refused for its layers."""
+    """A decoder changed the shared configuration, and the other model was refused."""
     config = transformers.LlamaConfig(**SIZES)
     models = [transformers.AutoModelForCausalLM.from_config(config).eval() for _ in range(2)]
     tokens = torch.tensor([PROMPT])
@@ -348,7 +348,7 @@ def test_two_models_on_one_configuration():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_refused_model_is_as_before(dtype):
-    """Whatever is refused late, with the model in the decoder's hands already."""
+    """Refusals after the decoder has already changed the model."""
     model = make("llama", quantized=False).to(dtype)
     kv = model.model.layers[1].self_attn
     with torch.inference_mode():
@@ -380,7 +380,7 @@ def test_another_attention_behind_a_decoders_back():
         model.set_attn_implementation("eager")
         with pytest.raises(RuntimeError, match="was given another attention implementation; call release"):
             run(decoder, PROMPT)
-        # The rotary tables that are still there are right, and end.
+        # The remaining rotary tables are right, and end at max_length.
         torch.testing.assert_close(model(torch.tensor([PROMPT])).logits, logits, rtol=0, atol=0.1)
         with pytest.raises(ValueError, match="this model belongs to a lowbit.llm.Decoder"):
             model(torch.ones(1, 17, dtype=torch.int64))
@@ -397,7 +397,7 @@ def test_the_last_decoder_of_a_model_has_it():
         assert first.released and not second.released
         with pytest.raises(RuntimeError, match="released, or its model taken by a later one"):
             run(first, PROMPT)
-        first.release()  # has nothing to give back
+        first.release()  # has nothing to restore
         expected = run(second, PROMPT)
         del second  # no warning
         third = Decoder(model, 64)
@@ -426,7 +426,7 @@ def test_a_cap_on_scores():
     def gemma(**more):
         torch.manual_seed(0)
         config = transformers.Gemma2Config(**SIZES | {"sliding_window": 16} | more)
-        # In the first versions of transformers 5 only this one of its own knows a cap.
+        # In the first versions of transformers 5, only this attention supports a cap.
         return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
 
     with pytest.raises(ValueError, match=r"the model is in training mode; call its eval\(\) first"):
@@ -443,7 +443,7 @@ def test_layers_that_do_not_tell_their_window_are_refused():
     torch.manual_seed(0)
     config = transformers.MistralConfig(**SIZES | {"sliding_window": 32})
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
-    config.layer_types = ["full_attention", "sliding_attention"]  # the first layer says 32 all the same
+    config.layer_types = ["full_attention", "sliding_attention"]  # the first layer has a window of 32 nevertheless
     message = "layer 0 has a sliding window of None by its configuration, and tells its attention 32; expected a max_length"
     with pytest.raises(ValueError, match=message):
         Decoder(model, 48)
@@ -461,11 +461,11 @@ def test_generation():
     stop = whole.tokens[7]
     stopped = generate(decoder, PROMPT, 20, max_length=64, stop=[stop])
     assert stopped.tokens == whole.tokens[: whole.tokens.index(stop)] and stopped.stopped == "stop"
-    assert stopped.decode_steps == len(stopped.tokens)  # that of the stop token, too, whose time counts
+    assert stopped.decode_steps == len(stopped.tokens)  # including that of the stop token, whose time counts
     assert stopped.decode_rate == stopped.decode_steps / stopped.decode_seconds
     nothing = generate(decoder, PROMPT, 20, max_length=64, stop=whole.tokens[:1])
     assert nothing.tokens == [] and nothing.prefill_seconds > 0 and math.isnan(nothing.decode_rate)
-    # The last token needs no place in the caches.
+    # The last token needs no position in the caches.
     assert len(generate(decoder, PROMPT, 99, max_length=64).tokens) == 64 - len(PROMPT)
     warm = [generate(decoder, PROMPT, 20, max_length=64, temperature=3.0, seed=seed).tokens for seed in (1, 1, 2)]
     assert warm[0] == warm[1] != warm[2]

@@ -86,10 +86,10 @@ def test_random_models_in_floats():
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_random_models_are_saved_and_loaded(tmp_path, tied):
-    """As packed ones: without their description the files would load as other random weights."""
+    """Saved as packed models; without the quantization config, the files would load as other random weights."""
     config = CLASSES["qwen3"](**SIZES | {"tie_word_embeddings": tied})
     model = random_model(config, lowbit.LinearConfig(4, 32), lowbit.EmbeddingConfig(4, 32))
-    assert not hasattr(config, "quantization_config")  # the caller's
+    assert not hasattr(config, "quantization_config")  # the caller's config is unchanged
     model.save_pretrained(tmp_path / "m")
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "m")
     with torch.inference_mode():
@@ -110,7 +110,7 @@ def test_the_benchmark():
     assert json.loads(json.dumps(result)) == result
     assert (result["shape"], result["threads"], result["prompt"], result["new"]) == ("llama", 2, 20, 6)
     assert result["packed_bytes_per_token"] > 0 and result["read_bandwidth"] > 1e8
-    assert result["peak_memory_bytes"] > 1 << 30  # the buffer that is read
+    assert result["peak_memory_bytes"] > 1 << 30  # the buffer for the bandwidth measurement
     figures = result["modes"]["eager"]
     assert figures["prefill_tokens_per_second"] == pytest.approx(20 / figures["seconds_to_first_token"])
     assert set(figures["parts"]) == {"linear", "attention", "rest"} and min(figures["parts"].values()) > 0
@@ -154,7 +154,7 @@ def test_the_section_of_the_document():
     }  # fmt: skip
     section = bench_llm.tables(results)
     assert "| lowbit, aot | 43.2 | 88 % | 321 | 1.60 |" in section and "absent: not there" in section
-    # A profile is one sample of one turn, whose bandwidth nobody measured: it may contradict the medians beside it.
+    # A profile is one sample of one turn without a bandwidth measurement, so it may contradict the medians.
     assert "profiler" not in section and "20.00" not in section
     once = bench_llm.insert("# Title\n\n## Before\n", section)
     assert once.startswith("# Title\n\n## Before\n\n") and once.count(section) == 1

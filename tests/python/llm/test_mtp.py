@@ -1,4 +1,4 @@
-"""Speculative decoding by a model's own multi-token prediction head."""
+"""Speculative decoding with a model's own multi-token prediction head."""
 
 import json
 import shutil
@@ -29,14 +29,14 @@ def kind(request):
 def quantized(path, config=CONFIG):
     """The packed checkpoint of a float one."""
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # no tensor is left over
+        warnings.simplefilter("error")  # no tensor is unused
         lowbit.quantize_checkpoint(path, path.with_name(f"{path.name}-packed"), config)
     return path.with_name(f"{path.name}-packed")
 
 
 @torch.inference_mode()
 def test_guesses_are_those_of_the_heads_definition(kind, tmp_path):
-    """Behind each token, behind wrong guesses, behind another text with the same beginning, and with a part of the text."""
+    """After each token, after wrong guesses, after another text with the same prefix, and with a part of the text."""
     tensors = write(kind, tmp_path / "float")
     config = json.loads((tmp_path / "float/config.json").read_text())
     expected = reference(kind, tensors, config, tmp_path / "reference")
@@ -63,25 +63,25 @@ def test_guesses_are_those_of_the_heads_definition(kind, tmp_path):
         assert mtp.guess(text[: end + 1], 3) == guesses_of(0, end)
         call(end, text[end : end + 1])
     assert mtp.guess(text[:13], 1) == guesses_of(0, 12, 1) and mtp.guess(text[:13], 0) == []
-    call(12, [*text[12:15], 7, 8])  # of these guesses the last two were wrong
+    call(12, [*text[12:15], 7, 8])  # the last two guesses were wrong
     assert mtp.guess(text[:16], 3) == guesses_of(0, 15)
-    call(12, text[12:18])  # as for states that cannot be cut back: again from where they are
+    call(12, text[12:18])  # as for states that cannot be cut back: repeated from their position
     assert mtp.guess(text[:19], 3) == guesses_of(0, 18)
     assert mtp.guess([*text[:10], 1, *text[11:19]], 3) == []  # another text
     call(0, text[:20])
     assert mtp.guess(text[:21], 3) == guesses_of(0, 20)
     copied = decoder.read(text[:30])
-    mtp.note(200, [1], states[:1])  # a text that has nothing to do with this one
+    mtp.note(200, [1], states[:1])  # an unrelated text
     assert decoder.begin(copied, text[:36]) == 30
     call(30, text[30:35])
-    assert mtp.guess(text[:36], 3) == guesses_of(30, 35)  # the states of what was copied are not known
+    assert mtp.guess(text[:36], 3) == guesses_of(30, 35)  # the states of copied tokens are not known
     mtp.release()
     call(0, text[:20])
     assert mtp.guess(text[:21], 3) == []
 
 
 def test_the_text_is_that_of_plain_decoding(kind, tmp_path):
-    """With a head that is always right, and with one that guesses anything."""
+    """With a head that is always right, and with a random one."""
     for agreeing in (True, False):
         path = tmp_path / str(agreeing)
         write(kind, path, agreeing)
@@ -100,7 +100,7 @@ def test_the_text_is_that_of_plain_decoding(kind, tmp_path):
 
 @pytest.fixture
 def row_by_row(monkeypatch):
-    """The float layers of torch, a router's for example, multiply one row at a time: MKL rounds several rows in other ways."""
+    """Makes float layers such as routers multiply one row at a time, because MKL rounds several rows differently."""
     usual = torch.nn.functional.linear
 
     def linear(x, *weights):
@@ -111,7 +111,7 @@ def row_by_row(monkeypatch):
 
 @pytest.mark.usefixtures("row_by_row")
 def test_texts_of_a_batch(kind, tmp_path):
-    """A text that is alone has guesses, and goes on without them when another one comes; also with states."""
+    """A single text uses guesses, and continues without them when another one starts; also with states."""
     for agreeing in (True, False):
         write(kind, tmp_path / str(agreeing), agreeing)
         decoder = llm.Decoder(load_model(quantized(tmp_path / str(agreeing))), 256)
@@ -136,7 +136,7 @@ def test_texts_of_a_batch(kind, tmp_path):
             pass
         for text, expected in zip(texts, plain, strict=True):
             assert (text.result.tokens, text.result.stopped) == (expected.tokens, expected.stopped)
-            # Caches that are kept for later texts are of the tokens that they say.
+            # Caches kept for later texts match their tokens.
             caches = kept[text]
             known = text.prompt + text.result.tokens
             assert caches.tokens == known[: len(caches.tokens)] and len(caches.tokens) >= len(known) - 16
@@ -149,7 +149,7 @@ def test_texts_of_a_batch(kind, tmp_path):
 
 
 def test_what_quantizing_keeps(kind, tmp_path):
-    """Every matrix of the head is packed; tables that are the model's own are left out; the model loads as before."""
+    """Every matrix of the head is packed; tables shared with the model are left out; the model loads as before."""
     write(kind, tmp_path / "float")
     packed = quantized(tmp_path / "float")
     prefix = "mtp." if is_beside(kind) else "model.layers.2."
@@ -175,7 +175,7 @@ def test_what_quantizing_keeps(kind, tmp_path):
     lowbit.dequantize_checkpoint(packed, tmp_path / "back")
     back = llm.Mtp(llm.Decoder(load_model(tmp_path / "back"), 64))
     assert back.vocabulary == 320
-    # A float checkpoint that is quantized while it is loaded gives the same head.
+    # Quantizing a float checkpoint while loading gives the same head.
     quantization = lowbit.LowBitConfig(bits=4, group_size=32, embedding_bits=4)
     decoder = llm.Decoder(load_model(tmp_path / "float", quantization), 64)
     at_once = llm.Mtp(decoder, quantization=quantization)
@@ -238,7 +238,7 @@ def test_the_command(tmp_path):
 
 
 def test_the_servers_command(tmp_path, monkeypatch):
-    """Guesses of a server's text are the head's."""
+    """The server's guesses come from the head."""
     write("qwen3_5_text", tmp_path / "float", agreeing=True, vocabulary=2048)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(FLOAT / name, tmp_path / "float")

@@ -1,4 +1,4 @@
-"""Penalties, bias, log-probabilities and stop strings, each beside its plain definition; alone and among other texts."""
+"""Penalties, bias, log-probabilities and stop strings, compared with plain definitions, alone and with other texts."""
 
 import json
 import math
@@ -30,7 +30,7 @@ def tokenizer():
 
 
 def changed(logits, prompt=(), text=(), **settings):
-    """The logits that a text's next token is drawn from."""
+    """The logits from which the next token is sampled."""
     drawer = Drawer(llm.Sampling(**settings), prompt, 0)
     for token in text:
         drawer.append(token)
@@ -46,13 +46,13 @@ def test_min_p_is_that_of_transformers(min_p):
     generator = torch.Generator().manual_seed(1)
     found = {llm.sample(logits.clone(), 1.0, None, None, generator, min_p) for _ in range(3000)}
     assert found <= set(left) and (min_p < 0.05 or found == set(left))
-    for top_k, top_p in ((3, None), (None, 0.5)):  # both count
+    for top_k, top_p in ((3, None), (None, 0.5)):  # both apply
         fewer = {llm.sample(logits.clone(), 1.0, top_k, top_p, generator, min_p) for _ in range(300)}
         assert fewer <= {llm.sample(logits.clone(), 1.0, top_k, top_p, generator) for _ in range(3000)} & set(left)
 
 
 def test_presence_and_frequency_count_the_text_alone():
-    """As OpenAI defines them: mu[j] - c[j] * frequency - (c[j] > 0) * presence, c the counts of the new tokens."""
+    """OpenAI's definition: mu[j] - c[j] * frequency - (c[j] > 0) * presence, with counts c of the new tokens."""
     logits = torch.randn(10, generator=torch.Generator().manual_seed(5))
     text = [3, 7, 3, 3]
     counts = torch.bincount(torch.tensor(text), minlength=10).float()
@@ -71,7 +71,7 @@ def test_bias_comes_before_the_repetition_penalty():
 
 
 def repetitions(text, least, breakers):
-    """DRY's lengths by their definition: each place where a token follows what the text ends with."""
+    """DRY's lengths by definition: each place where a token follows a copy of the text's ending."""
     found = {}
     for at in range(len(text) - 1):
         length = 0
@@ -135,7 +135,7 @@ def test_a_text_is_the_same_alone_among_others_and_with_guesses(model, tokenizer
     for left in ("min_p", "presence_penalty", "frequency_penalty", "logit_bias"):
         fewer = {name: value for name, value in settings.items() if name != left}
         others = llm.generate_batch(decoder, prompts, 12, seed=3, **fewer)
-        assert [each.tokens for each in others] != [each.tokens for each in expected], left  # each one counts
+        assert [each.tokens for each in others] != [each.tokens for each in expected], left  # each parameter has an effect
 
 
 def test_dry_ends_a_repetition(model, tokenizer):
@@ -162,7 +162,7 @@ def test_logprobs_are_the_models(model, tokenizer):
 
 
 def cut(text, strings):
-    """A text before the string that ends first, of those the longest; found character by character."""
+    """The text before the stop string that ends first, or the longest of several; found character by character."""
     for end in range(len(text) + 1):
         hits = [string for string in strings if text[:end].endswith(string)]
         if hits:

@@ -1,4 +1,4 @@
-"""Strided windows beside a plain computation, token by token."""
+"""Strided windows compared with a plain computation, token by token."""
 
 import copy
 import math
@@ -22,7 +22,7 @@ def model():
 
 
 def context_of(token: int, window: int, stride: int) -> int:
-    """Where the window begins that predicts a token: the first one that reaches it."""
+    """Start of the window that predicts a token: the first window that contains it."""
     begin = 0
     while begin + window <= token:
         begin += stride
@@ -38,7 +38,7 @@ def test_every_token_is_predicted_once_from_its_window(model, length, window, st
     nats = 0.0
     for token in range(1, length):
         begin = context_of(token, window, stride)
-        assert token - begin >= min(token, window - stride)  # what the docstring promises
+        assert token - begin >= min(token, window - stride)  # as in the docstring
         logits = model(torch.tensor([tokens[begin:token]])).logits[0, -1]
         nats -= float(logits.double().log_softmax(0)[tokens[token]])
     seen = []
@@ -63,7 +63,7 @@ def test_a_quantized_model(model):
 
 
 def test_what_is_no_number(model):
-    """Also where only this text meets it: the few tokens that the model is tried with are others."""
+    """Also if only this text produces it, and the tokens of the model's trial do not."""
     broken = copy.deepcopy(model)
     token = next(i for i in range(4, 50) if i not in sample_text(model.config, TOKENS))
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Prefix caching on disk: the same texts from files, and files of other models or damaged ones passed over."""
+"""Prefix caching on disk: the same texts from files; files of other models and damaged files are ignored."""
 
 import contextlib
 import json
@@ -34,7 +34,7 @@ def decoder(model):
 
 
 def written(decoder: llm.Decoder, prompt: list[int], cache: llm.PrefixCache | None, count: int = 12) -> tuple[list[int], int]:
-    """New tokens, and how many of the prompt came from the cache."""
+    """New tokens, and the number of prompt tokens from the cache."""
     cached = 0 if cache is None else cache.read(prompt, decoder.caches())
     result = llm.generate(decoder, prompt, count, cached=cached)
     if cache is not None:
@@ -43,7 +43,7 @@ def written(decoder: llm.Decoder, prompt: list[int], cache: llm.PrefixCache | No
 
 
 def empty(decoder: llm.Decoder) -> None:
-    """As in a new process: nothing of a text before."""
+    """Clears the decoder as in a new process, without earlier texts."""
     for pair in decoder.caches():
         for each in pair:
             each.fill_(1)
@@ -76,7 +76,9 @@ def test_what_caches_have_is_not_read_again(decoder, tmp_path):
     empty(decoder)
     with torch.inference_mode():
         decoder(torch.tensor([TEXT[:130]]), torch.tensor([0]))
-    os.truncate(max(tmp_path.iterdir(), key=lambda path: path.stat().st_mtime_ns), 0)  # the first block, which is not needed
+    os.truncate(
+        max(tmp_path.iterdir(), key=lambda path: path.stat().st_mtime_ns), 0
+    )  # the first block, which the test does not need
     assert cache.read(TEXT, decoder.caches(), 130) == 256
     assert llm.generate(decoder, TEXT, 12, cached=256).tokens == expected
     assert cache.read(TEXT, decoder.caches(), 280) == 280
@@ -121,7 +123,7 @@ def flip(path):
 
 
 def exchange(path):
-    """The block of another place, under this name."""
+    """Stores another position's block under this name."""
     other = next(each for each in path.parent.iterdir() if each != path)
     shutil.copy(other, path)
 
@@ -147,7 +149,7 @@ def test_a_damaged_file_is_computed_again(decoder, tmp_path, damage):
 
 @contextmanager
 def files_up_to(size: int):
-    """The system refuses to write longer ones, as a full disk does."""
+    """Limits file sizes, so that writes fail as on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
@@ -177,12 +179,12 @@ def test_the_size_is_never_exceeded_and_beginnings_stay_longest(decoder, tmp_pat
     cache = llm.PrefixCache(tmp_path / "few", decoder, 5 * size)
     written(decoder, TEXT, cache)
     other = TEXT[::-1]
-    written(decoder, other[:140], cache)  # two blocks: one of the four before goes, the last one
+    written(decoder, other[:140], cache)  # two blocks, which evict the last of the earlier four
     assert (cache.count(TEXT), cache.count(other)) == (192, 128)
-    written(decoder, TEXT[:130], cache)  # used again: its beginning is the newest now
+    written(decoder, TEXT[:130], cache)  # used again, so its prefix is now the newest
     written(decoder, [9] * 140, cache)
     assert (cache.count(TEXT), cache.count(other)) == (128, 64)
-    written(decoder, TEXT + TEXT[:150], cache)  # longer than there is room for
+    written(decoder, TEXT + TEXT[:150], cache)  # longer than the available space
     assert len(files(cache.directory)) == 5 and cache.count(TEXT + TEXT) == 5 * BLOCK
     assert llm.PrefixCache(tmp_path / "few", decoder, size - 1).write(TEXT, decoder.caches()) == 0
     assert len(files(cache.directory)) == 5
@@ -197,7 +199,7 @@ def test_writers_at_once_stay_within_the_size(decoder, tmp_path):
     def bytes_now() -> int:
         total = 0
         for path in (tmp_path / "many").glob("*.lowbit-prefix"):
-            with contextlib.suppress(FileNotFoundError):  # another writer has removed it
+            with contextlib.suppress(FileNotFoundError):  # another writer may have removed it
                 total += path.stat().st_size
         return total
 
@@ -253,7 +255,7 @@ def test_several_texts_at_once(decoder, tmp_path):
     assert [each.tokens for each in found] == expected
     again = llm.generate_batch(decoder, prompts, 9, prefix_cache=cache, at_once=2)
     assert [each.tokens for each in again] == expected
-    assert [each.cached_tokens for each in again] == [256, 200, 256, 0]  # of the second text more is in memory than in files
+    assert [each.cached_tokens for each in again] == [256, 200, 256, 0]  # memory has more of the second text than the files
     alone = llm.generate_batch(decoder, prompts[1:2], 9, prefix_cache=cache)[0]
     assert (alone.tokens, alone.cached_tokens) == (expected[1], 192)
 

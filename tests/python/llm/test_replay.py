@@ -1,4 +1,4 @@
-"""lowbit.llm.replay: operators of a first call, run again, and when they must not be."""
+"""lowbit.llm.replay: replaying the operators of a first call, and cases in which that is not allowed."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def test_a_decoder_that_replays_has_the_same_bits(kind, cache, monkeypatch):
     calls, compute = [], decoder.run
     monkeypatch.setattr(decoder, "run", lambda *args, **more: calls.append(0) or compute(*args, **more))
     assert torch.equal(run(decoder, tokens, sizes), expected)
-    assert decoder._replay.refusal is None and len(calls) == 3  # the prompt, the recorded token and the compared one
+    assert decoder._replay.refusal is None and len(calls) == 3  # the prompt, the recorded token and the verified token
     # A new text over the same caches.
     assert torch.equal(run(decoder, tokens[::-1], sizes), run(Decoder(model, 64, cache), tokens[::-1], sizes))
 
@@ -66,7 +66,7 @@ def test_operators_with_all_kinds_of_results_and_arguments():
         x, at = torch.randn(6), torch.tensor([start])
         assert torch.equal(replay(x, at), function(x, at))
     assert replay._proven and replay.refusal is None
-    weight += 1  # constants are tensors, not copies
+    weight += 1  # constants are the tensors themselves, not copies
     assert torch.equal(replay(x, at), function(x, at))
 
 

@@ -1,4 +1,4 @@
-"""How lowbit.llm draws a token: which ones can come, how often, and what is refused."""
+"""Sampling in lowbit.llm: possible tokens, frequencies, and refusals."""
 
 import math
 
@@ -35,19 +35,19 @@ def test_sampling():
 
 
 def nucleus_of_all(probabilities: torch.Tensor, top_p: float) -> torch.Tensor:
-    """By the definition: everything is sorted."""
+    """By definition: sorts all tokens."""
     ordered, order = probabilities.sort(descending=True, stable=True)
     ordered[1:][ordered.cumsum(0)[:-1] >= top_p] = 0
     return torch.zeros_like(probabilities).scatter_(0, order, ordered)
 
 
-@pytest.mark.parametrize("spread", [0.0, 0.5, 2.0, 3.5, 8.0])  # all alike, to a single token that has nearly everything
+@pytest.mark.parametrize("spread", [0.0, 0.5, 2.0, 3.5, 8.0])  # from uniform to a single token with nearly all probability
 @pytest.mark.parametrize("size", [1, 40, 30000])
 def test_the_likeliest_tokens_are_found_without_sorting_all(spread, size):
     logits = torch.randn(size, generator=torch.Generator().manual_seed(3)) * spread
-    for distinct in (logits, logits.round()):  # many that are as likely as each other
+    for distinct in (logits, logits.round()):  # with many ties
         few = distinct.clone()
-        few[5:] = -math.inf  # as top_k leaves them
+        few[5:] = -math.inf  # as after top_k
         for probabilities in (distinct.softmax(0), few.softmax(0)):
             for top_p in (0.0, 1e-4, 0.5, 0.9, 0.999, 1 - 2**-24):
                 assert torch.equal(nucleus(probabilities, top_p), nucleus_of_all(probabilities, top_p))

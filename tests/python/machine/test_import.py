@@ -1,4 +1,4 @@
-"""`import lowbit` works or raises an ImportError that says what to do."""
+"""`import lowbit` works, or raises an ImportError with a remedy."""
 
 import shutil
 from pathlib import Path
@@ -9,7 +9,7 @@ import torch
 
 pytestmark = pytest.mark.first
 
-# Imports the copy in argv[1], also where an editable install would redirect the name to the checkout.
+# Imports the copy in argv[1], even if an editable install would redirect the name to the checkout.
 SCRIPT = """
 import sys
 sys.meta_path = [finder for finder in sys.meta_path if "Redirecting" not in type(finder).__name__]

@@ -1,4 +1,4 @@
-"""Any locale: the same files, texts and numbers where a comma is the decimal point, letters are Turkish, or files are ASCII."""
+"""The same files, texts and numbers in any locale: with decimal commas, Turkish letters, or ASCII files."""
 
 import json
 import shutil
@@ -10,7 +10,7 @@ from gguf_files import file_bytes
 from importing_files import METADATA, tensors
 from needs import lacking
 
-# Names, texts and numbers in files, and what the command prints.
+# Names, texts and numbers in files, and the commands' output.
 SCRIPT = """
 import hashlib, json, locale, os, sys
 from pathlib import Path
@@ -37,7 +37,7 @@ ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 
 @pytest.fixture
 def turkish(tmp_path) -> dict[str, str]:
-    """With commas in numbers, one byte for a letter, and another lower case of I."""
+    """A locale with decimal commas, one byte per letter, and a different lower case of I."""
     made = subprocess.run(["localedef", "-i", "tr_TR", "-f", "ISO-8859-9", tmp_path / "tr_TR.ISO-8859-9"], capture_output=True)
     if not (tmp_path / "tr_TR.ISO-8859-9").exists():
         lacking(f"localedef makes no Turkish locale here: {made.stderr.decode(errors='replace')[:200]}")

@@ -1,4 +1,4 @@
-"""What the package logs, and that it prints nothing by itself."""
+"""The package logs, and prints nothing by itself."""
 
 import ast
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import lowbit
 
 PACKAGE = Path(lowbit.__file__).parent
-# Programs: the command line, and processes that tell the one that started them something.
+# Programs may print: the command line, and processes that report to their parent.
 PROGRAMS = ("cli/", "serve/grammar_trial.py", "tools/doctor/surfaces.py", "__main__.py")
 
 
@@ -16,7 +16,7 @@ def test_a_program_that_configures_no_logging_sees_none(run_python):
 
 
 def prints(path: Path) -> list[int]:
-    """The lines that print, or write to a standard stream."""
+    """Lines that print or write to a standard stream."""
     found = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         is_print = isinstance(node, ast.Call) and ast.unparse(node.func) == "print"

@@ -1,4 +1,4 @@
-"""Packed weights in huge pages: the same bytes, still shared where they were, and where the system really gives such pages."""
+"""Packed weights in huge pages: the same bytes, still shared, and actually in huge pages."""
 
 import copy
 import io
@@ -53,7 +53,7 @@ def test_weights_move_and_stay_shared(system):
     assert model.head.packed_weight.data_ptr() == model.table.packed_weight.data_ptr() != weight.data_ptr()
     assert model.head.packed_weight.data_ptr() % (2 * MIB) == 0
     assert torch.equal(model.head.packed_weight, weight) and torch.equal(model.head(x), expected)
-    assert model.small.packed_weight is before  # fills no page
+    assert model.small.packed_weight is before  # smaller than a page
 
 
 @pytest.mark.parametrize("enabled", ["[always] madvise never", "always madvise [never]", ""])
@@ -89,7 +89,7 @@ def test_moved_weights_are_saved_and_copied(system):
         assert torch.equal(twin.head(x), expected)
     file = io.BytesIO()
     torch.save(model.state_dict(), file)
-    assert file.tell() < 2 * 5 * MIB  # the shared table once
+    assert file.tell() < 2 * 5 * MIB  # the shared table is stored once
     fresh = Tied(packed(4096, 2048))
     file.seek(0)
     fresh.load_state_dict(torch.load(file, weights_only=True))
@@ -97,7 +97,7 @@ def test_moved_weights_are_saved_and_copied(system):
 
 
 def test_this_system_gives_the_pages_it_is_asked_for():
-    """Of 64 MiB at least a quarter comes as huge pages, wherever they can be asked for and memory is not cut to pieces."""
+    """At least a quarter of 64 MiB is in huge pages, if the system supports them and memory is not fragmented."""
     if memory._huge_page_bytes() is None:
         pytest.skip("this system gives huge pages to none or to all")
     moved = memory.in_huge_pages(torch.ones(64 * MIB, dtype=torch.uint8))
@@ -112,7 +112,7 @@ def test_this_system_gives_the_pages_it_is_asked_for():
 
 
 def in_memory(tensor: torch.Tensor) -> int:
-    """Bytes of the mapping that a tensor lies in."""
+    """Bytes of the mapping that contains a tensor."""
     ours = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if not line.split()[0].endswith(":"):
@@ -132,7 +132,7 @@ def test_pages_of_files_are_given_back_and_no_others(tmp_path):
     memory.give_back(mapped[: 2 * MIB])
     assert in_memory(mapped) <= 2 * MIB
     assert torch.equal(mapped, content)
-    # What was written to would be lost, and so would memory that is of no file.
+    # Changed pages and memory without a file would be lost.
     mapped[5] ^= 1
     content[5] ^= 1
     memory.give_back(mapped)
@@ -144,7 +144,7 @@ def test_pages_of_files_are_given_back_and_no_others(tmp_path):
 
 @pytest.fixture
 def nodes(monkeypatch):
-    """Two nodes of memory, made up of this machine's CPUs; and on which CPUs each copy was allowed."""
+    """Two fake memory nodes with this machine's CPUs, and the CPUs on which each copy was allowed to run."""
     cpus = sorted(os.sched_getaffinity(0))
     if len(cpus) < 2:
         pytest.skip("one CPU is no two nodes")
@@ -178,7 +178,7 @@ def test_each_node_of_memory_gets_its_part(system, nodes):
     before = os.sched_getaffinity(0)
     moved = memory.in_huge_pages(weight)
     assert torch.equal(moved, weight)
-    assert copies == [(halves[0], 4 * MIB), (halves[1], 5 * MIB + 5)]  # cut between pages
+    assert copies == [(halves[0], 4 * MIB), (halves[1], 5 * MIB + 5)]  # split at a page boundary
     assert os.sched_getaffinity(0) == before
 
 

@@ -11,7 +11,7 @@ from reference import MAPPINGS, WIDTHS, assert_same_bits, random_packed, random_
 @pytest.mark.parametrize("bits", WIDTHS)
 @pytest.mark.parametrize("mapping", MAPPINGS)
 def test_any_number_of_threads(bits, mapping):
-    n, k = 600, 512  # large enough for several threads at one row already
+    n, k = 600, 512  # large enough for several threads even at one row
     packed = random_packed(n, k, bits, 64, mapping, bias=True)
     indices = torch.arange(2000) % n
     for m in (1, 5, 70):

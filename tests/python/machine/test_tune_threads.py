@@ -1,4 +1,4 @@
-"""The thread tuner: which numbers it tries, which it takes, what it leaves behind. Times are the caller's business."""
+"""The thread tuner: numbers that it tries and chooses, and the state it leaves. The caller measures the times."""
 
 import os
 from pathlib import Path
@@ -17,7 +17,7 @@ def quantized():
 
 @pytest.fixture
 def machine(monkeypatch):
-    """A machine with so many CPUs, on which a pass takes a given time with each number of threads."""
+    """A machine with this many CPUs, and a given time of a pass for each number of threads."""
 
     def make(seconds: dict[int, float]):
         now, running = [0.0], [1]
@@ -152,7 +152,7 @@ def test_control_groups(tmp_path, files, cpus):
 
 
 def test_a_group_of_any_name(tmp_path):
-    """In no encoding at all."""
+    """A name that is not valid in any encoding."""
     group = os.fsdecode(b"caf\xe9")
     (tmp_path / "proc/self").mkdir(parents=True)
     (tmp_path / "proc/self/cgroup").write_bytes(b"0::/caf\xe9\n")

@@ -1,4 +1,4 @@
-"""Attention over static caches: its bits, how near the exact result they are, what they do not depend on."""
+"""Attention over static caches: its bits, its error, and independence of other data."""
 
 import re
 
@@ -22,7 +22,7 @@ def at(start: int) -> torch.Tensor:
 
 
 def text(batch, heads, kv_heads, length, width, dtype=torch.float32, seed=0):
-    """q, k and v as models have them: transposed views."""
+    """q, k and v as transposed views, as in models."""
     generator = torch.Generator().manual_seed(seed)
 
     def make(heads):
@@ -32,13 +32,13 @@ def text(batch, heads, kv_heads, length, width, dtype=torch.float32, seed=0):
 
 
 def caches(batch, kv_heads, max_length, width, dtype=torch.float32):
-    """Filled with what must not show in any result."""
+    """Caches filled with values that must not affect results."""
     shape = (batch, kv_heads, max_length, width)
     return torch.full(shape, torch.nan, dtype=dtype), torch.full(shape, torch.inf, dtype=dtype)
 
 
 def run(q, k, v, k_cache, v_cache, lengths, scale=None):
-    """The text in calls of so many positions each."""
+    """Runs the text in calls of the given numbers of positions."""
     assert sum(lengths) == q.shape[2]
     out, start = [], 0
     for length in lengths:
@@ -54,7 +54,7 @@ def test_bits_are_those_of_the_contract(shape, dtype):
     batch, heads, kv_heads, width = shape
     length = 300 if width <= 80 else 40
     q, k, v = text(batch, heads, kv_heads, length, width, dtype)
-    q[:, :, -5:] *= 100  # scores of hundreds: weights that vanish
+    q[:, :, -5:] *= 100  # scores of several hundred, so that weights vanish
     found = run(q, k, v, *caches(batch, kv_heads, 304, width, dtype), [length - 20, 19, 1])
     scale = width**-0.5
     assert_same_bits(found[:, -20:], reference.attention(q[:, :, -20:], k, v, length - 20, scale))
@@ -79,7 +79,7 @@ def test_near_the_exact_result(shape, dtype):
     weight = 2 * (width + 2) * unit * products + 2 * products * unit + 2.0**-23
     bound = (2 * weight + (length + 4) * unit) * v.abs().max() + exact.abs() * torch.finfo(dtype).eps / 2
     assert ((found - exact).abs() <= bound + 2.0**-24).all()
-    assert bound.max() < (1e-2 if dtype is not torch.bfloat16 else 3e-2)  # it says something
+    assert bound.max() < (1e-2 if dtype is not torch.bfloat16 else 3e-2)  # the bound is tight enough to be useful
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -129,7 +129,7 @@ def test_the_caches_hold_the_text_and_nothing_else_changes():
     keys = k_cache.view(2, 2, 4, 32, 16).transpose(3, 4).reshape(2, 2, 64, 32)  # panels of 16 positions
     for cache, new in ((keys, k), (v_cache, v)):
         assert torch.equal(cache[:, :, :37], new) and (cache[:, :, 37:] == -7).all()
-    # A new text begins at 0; what an older one left behind does not show.
+    # A new text begins at 0; remains of an older text have no effect.
     other = run(*(t[:, :, :5] for t in (q, k, v)), k_cache, v_cache, [5])
     assert_same_bits(other, run(*(t[:, :, :5] for t in (q, k, v)), *caches(2, 2, 16, 32), [5]))
 
@@ -178,7 +178,7 @@ def test_nan_and_infinity_stay_where_they_belong(dtype):
         return tensor
 
     def other(found):
-        """[positions, heads]: where a row is not as usual, and where all of it is NaN."""
+        """[positions, heads]: rows that differ from the normal result, and rows that are all NaN."""
         assert torch.where(
             found.isnan(),
             True,
@@ -193,7 +193,7 @@ def test_nan_and_infinity_stay_where_they_belong(dtype):
         expected = everywhere.clone()
         expected[270, 1] = True
         assert torch.equal(changes, expected)
-        assert nans[270, 1]  # some score is infinite and the largest
+        assert nans[270, 1]  # an infinite score is the maximum
 
         changes, nans = other(run(q, k, changed(v, (0, 1, 100, 3), value), *caches(1, 2, 304, 32, dtype), [300]))
         expected = everywhere.clone()
@@ -209,7 +209,7 @@ def test_nan_and_infinity_stay_where_they_belong(dtype):
 def test_scores_of_minus_infinity_weigh_nothing():
     q, k, v = text(1, 1, 1, 300, 16)
     q = q.abs() + 1
-    k[:, :, :260] = -torch.inf  # all of the first block
+    k[:, :, :260] = -torch.inf  # the whole first block
     found = run(q, k, v, *caches(1, 1, 304, 16), [300])
     assert found[:, :260].isnan().all()
     assert_same_bits(found[:, 260], v[:, 0, None, 260])
@@ -321,7 +321,7 @@ def test_other_scores(window, softcap, with_sinks, value_width, dtype):
     expected = reference.attention(q[:, :, -20:], k, v, length - 20, scale, window or 0, softcap or 0.0, sinks)
     assert_same_bits(found[:, -20:], expected)
 
-    # And what the words mean.
+    # The meaning of the arguments.
     scores = (q.double() @ k.double().repeat_interleave(2, 1).transpose(2, 3)) * scale
     if softcap:
         scores = softcap * (scores / softcap).tanh()
@@ -334,7 +334,7 @@ def test_other_scores(window, softcap, with_sinks, value_width, dtype):
     torch.testing.assert_close(found.double(), exact.transpose(1, 2), rtol=tolerance, atol=tolerance)
 
 
-# Activations and caches of different types; of a pair the keys have the first.
+# Activations and caches of different types; in a pair, the first is for keys.
 MIXED = [
     (torch.float32, torch.bfloat16), (torch.float32, torch.float16), (torch.float32, torch.int8),
     (torch.bfloat16, torch.int8), (torch.float16, torch.int8), (torch.bfloat16, torch.float32),
@@ -343,7 +343,8 @@ MIXED = [
 
 
 def new_caches(batch, kv_heads, max_length, width, value_width, kind):
-    """Filled with what must not show; the scales of codes are NaN. ``kind``: a dtype, or those of keys and values."""
+    """Caches filled with values that must not affect results; scales of codes are NaN. ``kind``: a dtype, or a pair for keys
+    and values."""
     return [
         torch.full((batch, kv_heads, max_length, cache_width(each, dtype)),
                    torch.nan if dtype.is_floating_point else -1, dtype=cache_storage(dtype))
@@ -393,7 +394,7 @@ def test_int8_caches_hold_codes_and_scales():
         assert torch.equal(scales[:, :, :37].nan_to_num(-5), expected_scales.nan_to_num(-5))
         assert scales[:, :, 37:].isnan().all()
         error = (codes[:, :, :37] * scales[:, :, :37, None] - given).abs()
-        least = 127 * 2.0**-126  # what is smaller has no scale
+        least = 127 * 2.0**-126  # smaller values have no scale
         finite = given.isfinite().all(-1, keepdim=True)
         assert (error <= 0.5001 * scales[:, :, :37, None] + least).logical_or(~finite).all()
 
@@ -403,7 +404,7 @@ def test_int4_caches_hold_rotated_codes_and_scales(width):
     q, k, v = text(1, 2, 1, 37, width)
     k[0, 0, 3], v[0, 0, 5] = 0, 2.0**-140  # no scale, and one that is too small
     k[0, 0, 4, 7], v[0, 0, 6, 1] = torch.inf, torch.nan
-    k[0, 0, 7, 3] = 1e30  # one input has all: rotated, no level is far from it
+    k[0, 0, 7, 3] = 1e30  # one input dominates; after the rotation, all values are near a level
     v[0, 0, 8] *= 2e37
     k_cache, v_cache = new_caches(1, 1, 48, width, width, torch.int4)
     run(q, k, v, k_cache, v_cache, [20, 1, 16])
@@ -419,7 +420,7 @@ def test_int4_caches_hold_rotated_codes_and_scales(width):
         levels = torch.tensor([-level for level in reversed(reference.LEVELS)] + reference.LEVELS)
         assert torch.equal(levels[codes.long()], expected)
         assert torch.equal(scales[:37].nan_to_num(-5), expected_scales.nan_to_num(-5)) and scales[37:].isnan().all()
-        # Rotated back, they are what was given, but for a hundredth of its squares.
+        # Rotated back, they equal the input within a hundredth of its squared norm.
         back = reference.rotated(levels[codes.long()].double() * scales[:37, None])
         error = (back - given[0, 0]).square().sum(-1) / given[0, 0].double().square().sum(-1)
         usual = [i for i in range(37) if i not in (3, 4, 5, 6)]
@@ -474,7 +475,7 @@ def test_opcheck():
 
 
 def test_values_of_4_bits_beside_keys_of_int8():
-    """Each cache is the one that it is beside its own kind; the other way round is refused."""
+    """Each cache has the same bytes as with its own kind; the reverse combination is refused."""
     q, k, v = text(1, 4, 2, 37, 32)
     k_codes, v_codes = new_caches(1, 2, 48, 32, 32, torch.int8)
     k_pairs, v_pairs = new_caches(1, 2, 48, 32, 32, torch.int4)
@@ -499,7 +500,7 @@ def test_widths_of_4_bit_caches():
 
 
 def test_there_is_no_way_back():
-    """torch alone would warn, and leave the gradients out."""
+    """torch alone would only warn, and omit the gradients."""
     q, k, v = text(1, 2, 2, 3, 32)
     expected = lowbit.attention(q, k, v, *caches(1, 2, 16, 32), at(0))
     found = lowbit.attention(q.requires_grad_(), k, v, *(both := caches(1, 2, 16, 32)), at(0))

@@ -1,4 +1,4 @@
-"""Attention on every surface: compiled, in .pt2 and .pte files, with caches that stay from call to call."""
+"""Attention on every surface: compiled, in .pt2 and .pte files, with caches that persist between calls."""
 
 import math
 
@@ -23,9 +23,9 @@ def at(start: int) -> torch.Tensor:
 
 
 class Layers(torch.nn.Module):
-    """Layers of nothing but attention, so that every surface gives the same bits. Input [b, t, heads, width].
+    """Layers with only attention, so that every surface gives the same bits. Input [b, t, heads, width].
 
-    The second has a window, a cap and sinks, the others behind it have smaller caches.
+    The second has a window, a cap and sinks, the later ones have smaller caches.
     """
 
     CACHES = (None, None, (torch.int8, torch.int4), torch.bfloat16, torch.int4)
@@ -70,7 +70,7 @@ def test_compiled():
         _, (code,) = run_and_get_code(compiled, x[:, :9], at(0))
         body = code[code.index("def call(") :]
         assert body.count("torch.ops.lowbit.attention.default(") == 5
-        # Nothing is as large as a cache, and nothing copies one.
+        # No tensor is as large as a cache, and no operator copies one.
         assert "copy" not in body and "clone" not in body and "empty_strided_cpu((1, 2, 64" not in body
         assert_same_bits(steps(compiled, x, LENGTHS), expected)
     assert torch.equal(model.values0[:, :, : x.shape[1]], x[:, :, ::2].transpose(1, 2))

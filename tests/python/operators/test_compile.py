@@ -1,4 +1,4 @@
-"""torch.compile: whole graphs, few compilations, nothing around the operators."""
+"""torch.compile: whole graphs, few compilations, no extra operations around the operators."""
 
 import contextlib
 
@@ -23,7 +23,7 @@ def _nothing_compiled():
 
 
 def compilations(model, dynamic, mode) -> list[int]:
-    """How many there were after each of SIZES."""
+    """Number of compilations after each of SIZES."""
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(model, fullgraph=True, dynamic=dynamic, backend=counter)
@@ -45,13 +45,13 @@ def test_as_few_compilations_as_a_float_model(dynamic, mode):
     with torch._dynamo.config.patch(recompile_limit=len(SIZES)):
         found = compilations(lowbit.quantize_(Small().eval(), CONFIG), dynamic, mode)
         assert found == compilations(Small().eval(), dynamic, mode)
-    assert (found[-1] == found[1]) == (dynamic is not False)  # m = 1 and m = 2 are all that dynamic shapes need
+    assert (found[-1] == found[1]) == (dynamic is not False)  # dynamic shapes need only m = 1 and m = 2
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("after", [True, False], ids=["converted", "quantized"])
 def test_no_casts_and_no_copies_around_the_operators(dtype, after):
-    """What Inductor gets to see: the operators, in the model's dtype, and what the model itself does."""
+    """Inductor sees only the operators, in the model's dtype, and the model's own operations."""
     model = torch.nn.Sequential(torch.nn.Embedding(50, 48), torch.nn.Linear(48, 80), torch.nn.ReLU())
     model.append(torch.nn.Linear(80, 48, bias=False)).eval()
     config = {"*": lowbit.LinearConfig(bits=4, group_size=16), "0": lowbit.EmbeddingConfig(bits=3)}
@@ -79,7 +79,7 @@ def test_no_casts_and_no_copies_around_the_operators(dtype, after):
 
 
 class Bare(torch.nn.Module):
-    """Nothing but lowbit's operators and views: nothing whose float operations a compiler may reorder."""
+    """Only lowbit's operators and views, without float operations that a compiler may reorder."""
 
     def __init__(self):
         super().__init__()
@@ -143,9 +143,9 @@ DERIVATIVES = {
     "kind, several", [(kind, several) for several in (False, True) for kind in list(DERIVATIVES)[: 3 if several else None]]
 )
 def test_compiled_derivatives_are_those_of_eager(kind, several):
-    """Dynamo sees neither an input of torch.func.grad nor a tangent: they silently were zeros.
+    """Dynamo does not see inputs of torch.func.grad or tangents, so they were silently zero.
 
-    torch.func's are left to Python, which whole graphs cannot."""
+    Functions of torch.func run in Python, which whole graphs cannot do."""
     layer = lowbit.nn.Linear(random_packed(21, 40, 4, 16, "affine", bias=True))
     x, way = random_rows(3, 40), random_rows(3, 40, seed=1)
     function = (lambda x: lowbit.linears(x, [layer.packed_weight] * 2, [21, 21])[1]) if several else layer
@@ -157,7 +157,7 @@ def test_compiled_derivatives_are_those_of_eager(kind, several):
 
     compiled, whole = (torch.compile(derivative, backend="aot_eager", fullgraph=whole) for whole in (False, True))
     torch.testing.assert_close(compiled(x, way), expected, rtol=1e-5, atol=1e-5)
-    torch._dynamo.reset()  # else the function is known to be left to Python
+    torch._dynamo.reset()  # otherwise the function is marked to run in Python
     if kind == "dual":
         torch.testing.assert_close(whole(x, way), expected, rtol=1e-5, atol=1e-5)
     else:
@@ -167,12 +167,12 @@ def test_compiled_derivatives_are_those_of_eager(kind, several):
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_tangents_from_outside_of_a_compiled_function(backend):
-    """The inputs have none while the function is traced."""
+    """The inputs have no tangents while the function is traced."""
     layer = lowbit.nn.Linear(random_packed(21, 40, 4, 16, "affine"))
     x, way = random_rows(3, 40), random_rows(3, 40, seed=1)
     expected = way @ layer.dequantize().T
     compiled = torch.compile(lambda x: layer(x), backend=backend)
-    compiled(x)  # what was compiled before does not count any more
+    compiled(x)  # not counted with earlier compilations
     assert torch.equal(tangent_inside(compiled, x, way), expected)
     assert torch.equal(torch.func.jvp(compiled, (x,), (way,))[1], expected)
     torch._dynamo.reset()
@@ -202,7 +202,7 @@ def test_compiled_operators_without_derivatives_refuse_them():
             with pytest.raises(torch._dynamo.exc.Unsupported, match=f"lowbit.{name} (by torch.func|has no derivatives)"):
                 torch.compile(call, backend="aot_eager", fullgraph=True)(tensor)
             torch._dynamo.reset()
-    compiled = torch.compile(experts, backend="aot_eager")  # the usual ones it has
+    compiled = torch.compile(experts, backend="aot_eager")  # it supports the common operators
     found = [f(x := x.detach().requires_grad_()).sum().backward() or x.grad for f in (experts, compiled)]
     assert torch.equal(*found) and found[0].any()
 
@@ -221,7 +221,7 @@ def through_checkpoint(function, x, use_reentrant):
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.parametrize("backend", ["none", "aot_eager"])
 def test_what_torch_puts_around_a_layer(backend):
-    """Each is right in eager and compiled; under autocast the layer takes the dtype of torch's linear layers."""
+    """Each wrapper is right in eager and compiled; under autocast the layer has the dtype of torch's linear layers."""
     layer = lowbit.nn.Linear(random_packed(21, 40, 4, 16, "affine", bias=True))
     table = lowbit.nn.Embedding(layer.packed_weight)
     x, tokens = random_rows(3, 40), torch.arange(6).view(2, 3)

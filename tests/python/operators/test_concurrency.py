@@ -1,5 +1,5 @@
-"""Many Python threads, both runtimes in one process, kernels that are loaded while calls run, processes that fork, and
-an interpreter that ends during calls: the same bits, flat memory, and nothing that waits forever."""
+"""Many Python threads, both runtimes in one process, kernels loaded during calls, forks, and an interpreter that exits during
+calls: the same bits, constant memory, and no deadlocks."""
 
 import os
 import subprocess
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture(scope="module")
 def acme(tmp_path_factory) -> Path:
-    """The example of a vendor's kernel."""
+    """The example vendor kernel."""
     library = tmp_path_factory.mktemp("acme") / "acme_kernels.so"
     source = ROOT / "examples" / "vendor_kernel" / "acme_kernels.cpp"
     headers = Path(lowbit.cmake_prefix_path) / "include"
@@ -33,7 +33,7 @@ def checked(run_python, script: str, *arguments) -> str:
 
 
 def test_many_threads(run_python, acme, tmp_path):
-    """call_soak.py, which says what it does; with more calls a part of `make soak`."""
+    """Runs call_soak.py; `make soak` runs it with more calls."""
     command = [sys.executable, (Path(__file__).parents[1] / "support" / "call_soak.py"), "1000", acme, tmp_path]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -131,8 +131,8 @@ print(threads, os.WEXITSTATUS(os.waitpid(child, 0)[1]))
 
 
 def test_forked_before_threads_were_used(run_python):
-    """As a server does that loads its model first: parent and child use two threads each."""
-    one = "import os; os.environ['OPENBLAS_NUM_THREADS'] = '1'"  # numpy's threads begin with its import
+    """Like a server that loads its model before forking: parent and child use two threads each."""
+    one = "import os; os.environ['OPENBLAS_NUM_THREADS'] = '1'"  # importing numpy starts its threads
     assert checked(run_python, one + FORK_FIRST).split() == ["2", "2"]
 
 
@@ -184,13 +184,13 @@ print("done", flush=True)
 """
 
 
-# Of one thread, or of two at the same time.
+# Calls with one thread, or from two threads at once.
 ABORTS = ("terminate called without an active exception", "terminate called recursively")
 
 
 def test_the_interpreter_ends_during_calls(run_python):
-    """Threads that nobody joins are in operators. CPython before 3.14 ends such threads in a way that C++ answers with
-    abort(), with torch's own operators, too; but no memory is touched that is gone already."""
+    """Daemon threads are in operators at exit. CPython before 3.14 ends such threads in a way that makes C++ abort(), also in
+    torch's operators; but no freed memory is accessed."""
     for _ in range(2):
         done = run_python(EXIT)
         assert done.stdout == "done\n", done.stderr

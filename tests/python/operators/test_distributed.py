@@ -1,4 +1,4 @@
-"""torch.distributed's ways to train, with packed layers and with prepared ones: the weights of one process, to the bit."""
+"""Training with torch.distributed, with packed and prepared layers: bit-equal to the weights of one process."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Attention without caches, activation functions and RMSNorm beside torch's."""
+"""Attention without caches, activation functions and RMSNorm, compared with torch's."""
 
 import lowbit
 import pytest
@@ -28,7 +28,7 @@ def test_activations_beside_torch(name, dtype):
     torch.testing.assert_close(
         lowbit.activate(x, name, gate).double(), expected * gate.double(), rtol=TOLERANCE[dtype], atol=1e-5
     )
-    for row in (0, 17, 49):  # whatever rows are beside it
+    for row in (0, 17, 49):  # independent of the other rows
         assert lowbit.activate(x[row], name).equal(out[row])
     wide = torch.cat([x, gate], dim=1)
     assert lowbit.activate(wide[:, :100], name, wide[:, 100:]).equal(lowbit.activate(x, name, gate))

@@ -1,4 +1,4 @@
-"""LOWBIT_ISA: the cap is obeyed, told truthfully, and changes no bit of any result."""
+"""LOWBIT_ISA: the cap is obeyed and reported correctly, and does not change results."""
 
 import json
 import re
@@ -11,7 +11,7 @@ from reference import assert_same_bits
 
 pytestmark = pytest.mark.first
 
-# Saves what the capped package says of itself, and results of every width, mapping and dtype.
+# Saves what the capped package reports, and results of every width, mapping and dtype.
 SCRIPT = """
 import json, sys
 import torch, lowbit, reference
@@ -58,7 +58,7 @@ def test_a_wrong_name_is_refused_and_the_right_ones_are_told(fork_python):
 
 
 def names_of_this_processor(fork_python) -> list[str]:
-    """All names that LOWBIT_ISA takes here, weakest first, also of instruction sets that this CPU lacks."""
+    """All names that LOWBIT_ISA accepts here, weakest first, including instruction sets that this CPU lacks."""
     return fork_python(IMPORT, isa="?").stderr.strip().rsplit("expected one of: ", 1)[1].split(", ")
 
 
@@ -120,7 +120,7 @@ def test_every_cap_takes_effect_and_gives_the_same_bits(fork_python, tmp_path):
             assert {kernel["bits"] for kernel in active if kernel["family"] == family} == set(range(1, 9))
         if name == "portable":
             assert {kernel["isa"] for kernel in active} == {"portable"}
-    # The best instruction set that has kernels is used when it may be.
+    # Without a cap, the best instruction set with kernels is used.
     best = described[None][1][0]["isa"]
     if best in cpu:
         assert any(kernel["active"] for kernel in described[None][1] if kernel["isa"] == best)

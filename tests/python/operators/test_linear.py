@@ -1,4 +1,4 @@
-"""lowbit.linear against the reference: every width, mapping, dtype and kind of shape, bit for bit."""
+"""lowbit.linear has the bits of the reference, for every width, mapping, dtype and kind of shape."""
 
 import lowbit
 import pytest
@@ -6,7 +6,7 @@ import reference
 import torch
 from reference import DTYPES, MAPPINGS, WEIGHTS, WIDTHS, assert_same_bits, random_packed, random_rows
 
-# n, k, group size: one row, odd inputs, less than a block, short last groups, rows beyond a panel, several panels.
+# n, k, group size: one row, odd inputs, less than a block, short last groups, more rows than a panel, several panels.
 MATRICES = [
     (1, 1, 16),
     (1, 17, None),
@@ -112,7 +112,7 @@ def test_packed_bytes_may_be_unaligned():
 @every_kind
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_as_good_as_int8_activations_can_be(bits, mapping, dtype):
-    """Against the exact product: each activation is off by at most half a step, plus the rounding of the sums."""
+    """Error relative to the exact product: at most half a step per activation, plus the rounding of the sums."""
     for n, k, group_size in MATRICES:
         packed = random_packed(n, k, bits, group_size, mapping, bias=True)
         parts = reference.take_apart(packed)
@@ -187,7 +187,7 @@ def test_no_gradient_where_none_is_asked_for():
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script")
 def test_derivatives_of_every_kind_are_those_of_the_weight():
-    """Forward mode has no requires_grad to see; without a rule of its own its tangents were zeros."""
+    """Forward mode does not set requires_grad; without its own rule, tangents were zero."""
     layer = lowbit.nn.Linear(random_packed(21, 40, 4, 16, "affine", bias=True))
     x, direction, weight = random_rows(3, 40), random_rows(3, 40, seed=1), layer.dequantize()
     y, tangent = torch.func.jvp(layer, (x,), (direction,))

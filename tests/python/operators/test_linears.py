@@ -56,7 +56,7 @@ def test_gradients_are_those_of_single_calls():
 @pytest.mark.parametrize(
     "packed, sizes, message",
     [
-        (slice(0, 2), [20], "there are 2 packed_weights and 1 out_features; expected as many"),
+        (slice(0, 2), [20], "there are 2 packed_weights and 1 out_features; expected equal numbers"),
         (slice(0, 0), [], "there are 0 out_features; expected 1 to 16"),
         (slice(0, 2), [20, 34], "out_features is 34; expected 33"),
     ],

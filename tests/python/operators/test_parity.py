@@ -1,4 +1,4 @@
-"""One model with every kind of layer, the same bits compiled; test_cpp_runners.py has it as files, in Python and in C++.
+"""One model with every kind of layer has the same bits when compiled; test_cpp_runners.py tests it as files, in Python and C++.
 
 A surface is a function of the model that prepares it once, for any m, and returns a function from inputs to outputs. To add
 one, add it to SURFACES.

@@ -1,4 +1,4 @@
-"""The reference itself, against exact rational arithmetic."""
+"""Tests the reference with exact rational arithmetic."""
 
 from fractions import Fraction
 
@@ -12,7 +12,7 @@ floats = st.floats(width=32, allow_nan=False, allow_infinity=False, min_value=-(
 
 
 def nearest_float32(value: Fraction) -> float:
-    """To nearest, ties to even, from float64 neighbors: every candidate is compared exactly."""
+    """Rounds to nearest, ties to even: compares all candidates exactly."""
     guess = torch.tensor(float(value), dtype=torch.float64).float()
     around = [torch.nextafter(guess, torch.tensor(end)) for end in (-torch.inf, torch.inf)]
     candidates = [guess, *around]
@@ -21,15 +21,15 @@ def nearest_float32(value: Fraction) -> float:
 
 @given(floats, floats, floats)
 @example(1.0 + 2.0**-23, 1.0 + 2.0**-23, 2.0**-60)  # above
-@example(1.0 + 2.0**-12, 1.0 + 2.0**-12, 2.0**-59)  # a midpoint of float32 and a little more
-@example(1.0 + 2.0**-12, 1.0 + 2.0**-12, -(2.0**-59))  # a little less
+@example(1.0 + 2.0**-12, 1.0 + 2.0**-12, 2.0**-59)  # slightly above a midpoint of float32
+@example(1.0 + 2.0**-12, 1.0 + 2.0**-12, -(2.0**-59))  # slightly below it
 def test_fma32_rounds_once(a, b, c):
     found = reference.fma32(torch.tensor(a), torch.tensor(b), torch.tensor(c)).item()
     assert found == nearest_float32(Fraction(a) * Fraction(b) + Fraction(c))
 
 
 def test_fma32_is_not_the_doubly_rounded_sum():
-    # The product lies on a midpoint of float32 and c breaks the tie, but is lost in float64.
+    # The product is a midpoint of float32, and c breaks the tie but is lost in float64.
     a, c = torch.tensor(1.0 + 2.0**-12), torch.tensor(2.0**-59)
     assert reference.fma32(a, a, c) == 1.0 + 2.0**-11 + 2.0**-23
     assert (a.double() * a.double() + c.double()).float() == 1.0 + 2.0**-11

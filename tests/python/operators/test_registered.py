@@ -1,4 +1,4 @@
-"""What holds for every operator registered with PyTorch: which tensors it takes, and what it does to those it changes."""
+"""Properties of every operator registered with PyTorch: the tensors that it accepts, and in-place changes."""
 
 import re
 
@@ -23,7 +23,7 @@ def overload(name):
 
 
 def call(name):
-    """The arguments of a call; the same numbers each time."""
+    """The arguments of a call, with the same values each time."""
     random = torch.Generator().manual_seed(0)
 
     def rand(*shape):
@@ -58,7 +58,7 @@ def call(name):
 
 
 def places(arguments):
-    """Where the tensors of a call are: the number of an argument, and in a list that of an element."""
+    """Positions of the tensors of a call: argument index, and element index in a list."""
     for at, argument in enumerate(arguments):
         if isinstance(argument, torch.Tensor):
             yield at, None
@@ -80,7 +80,7 @@ def replaced(arguments, place, tensor):
 
 
 def changed(name):
-    """The numbers of the arguments that an operator changes, but for `out`."""
+    """Indices of the arguments that an operator changes, except `out`."""
     parameters = overload(name)._schema.arguments
     return [at for at, each in enumerate(parameters) if each.alias_info and each.alias_info.is_write and each.name != "out"]
 
@@ -144,7 +144,7 @@ def test_other_tensors_are_refused(name, place, other):
         assert same(listed(overload(name)(*arguments)) + written(name, arguments), expected(name))
         return
     if tensor.is_meta and len(list(places(arguments))) == 1:
-        if name == "quantize":  # asked for its shapes
+        if name == "quantize":  # called for its shapes
             assert all(result.is_meta for result in overload(name)(*arguments))
         else:
             with pytest.raises(RuntimeError, match="data-dependent shape"):
@@ -160,7 +160,7 @@ def test_other_tensors_are_refused(name, place, other):
 
 @pytest.mark.parametrize(("name", "place"), EVERY_TENSOR)
 def test_tensors_without_memory_of_their_own(name, place):
-    """Tensors that compute or negate their values: the values are taken, and changing them is an error."""
+    """Tensors with computed or lazily negated values: the values are used, and changing them is an error."""
     tensor = at(call(name), place)
     others = [ComputedTensor(lambda: tensor.clone(), tensor.shape, tensor.dtype, tensor.device)]
     if tensor.is_floating_point():
@@ -204,7 +204,7 @@ def test_what_is_changed_is_apart_from_all_else(name):
 
 @pytest.mark.parametrize("name", CHANGING)
 def test_a_change_is_a_new_version(name):
-    """As torch's own in-place operators: a backward pass that needs the old values raises."""
+    """Like torch's in-place operators: a backward pass that needs the old values raises an error."""
     for number in changed(name):
         arguments = call(name)
         tensor = arguments[number]
@@ -297,7 +297,7 @@ def test_an_output_that_is_too_large():
 
 
 def test_autocast_as_torch():
-    """What torch computes in the dtype of autocast, lowbit does."""
+    """lowbit uses autocast's dtype for the same operations as torch."""
     layer = torch.nn.Linear(64, 32)
     packed = lowbit.nn.Linear.from_float(layer, lowbit.LinearConfig(4))
     experts = lowbit.nn.LinearExperts(torch.stack([packed.packed_weight] * 2))

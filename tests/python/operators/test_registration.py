@@ -1,4 +1,4 @@
-"""Other libraries know lowbit in programs that do not name it: what torch's autoload adds to their imports."""
+"""lowbit is registered with other libraries in programs that do not import it: torch's autoload hooks their imports."""
 
 import pickle
 import sys
@@ -55,7 +55,7 @@ def saved(tmp_path_factory):
     return [directory / name for name in ("packed", "float", "outputs")]
 
 
-# The first is what imports torch, so its own import cannot be watched; the second imports torch while it is imported.
+# The first imports torch, so its own import cannot be hooked; the second imports torch during its import.
 @pytest.mark.parametrize("imports", ["from transformers.quantizers import auto", "import lowbit"])
 def test_transformers_loads_and_quantizes(run_python, saved, imports):
     process = run_python(FOUR_AT_ONCE.format(imports=imports), *saved)
@@ -72,7 +72,7 @@ def test_the_switch(fork_python, monkeypatch, value):
 
 @pytest.fixture
 def package(tmp_path, monkeypatch):
-    """Writes packages that this process can import, and forgets them."""
+    """Writes packages that this process can import, and removes them afterwards."""
     monkeypatch.syspath_prepend(tmp_path)
     before = set(sys.modules)
 
@@ -86,7 +86,7 @@ def package(tmp_path, monkeypatch):
 
 
 class _Asking:
-    """A finder of another library that asks all others, as ours does."""
+    """Another library's import finder, which calls all others, like ours."""
 
     def find_spec(self, name, path=None, target=None):
         found = (each.find_spec(name, path, target) for each in sys.meta_path if each is not self)
@@ -174,7 +174,7 @@ assert libraries() == (True, True)
 
 @pytest.mark.parametrize("order", ["before", "after"])
 def test_other_libraries_stay_as_they_are_without_packed_layers(run_python, tmp_path, order):
-    """Small packages stand for peft and transformers."""
+    """Small packages stand in for peft and transformers."""
     process = run_python(LIBRARIES, tmp_path, order)
     assert process.returncode == 0, process.stderr
 
@@ -214,7 +214,8 @@ def test_training_a_packed_model_warns(tmp_path):
 
 
 def test_models_of_diffusers_are_not_saved(monkeypatch):
-    """diffusers writes packed layers and cannot read them. It is not installed for the tests: a class stands for its own."""
+    """diffusers would write packed layers that it cannot read. It is not installed for the tests, so a class stands in for
+    it."""
     library = types.ModuleType("diffusers.models.modeling_utils")
     library.ModelMixin = Diffuser
     monkeypatch.setitem(sys.modules, library.__name__, library)
@@ -294,7 +295,7 @@ refused("The file was damaged", "packed.safetensors", config, True)
 
 
 def test_diffusers_loads_and_quantizes(run_python, tmp_path, monkeypatch):
-    """Its tables and the class that quantizers derive from stand for diffusers, which is not installed for the tests."""
+    """diffusers is not installed for the tests; stand-ins provide its tables and the base class of quantizers."""
     files = {"__init__": "import torch", "quantizers/__init__": "", "quantizers/auto": AUTO, "quantizers/base": BASE}
     for name, text in files.items():
         file = tmp_path / "diffusers" / f"{name}.py"

@@ -1,4 +1,4 @@
-"""Kernels of shared libraries: the example, a library with a packed format of its own, and broken ones."""
+"""Kernels of shared libraries: the example, a library with its own packed format, and broken ones."""
 
 import os
 import platform
@@ -18,11 +18,11 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture(scope="module")
 def build(tmp_path_factory):
-    """Builds a CMake project of the checkout against the installed package; gives its build directory."""
+    """Builds a CMake project of the checkout with the installed package; returns the build directory."""
 
     def run(project: str) -> Path:
         directory = tmp_path_factory.mktemp("build")
-        cmake = Path(sys.executable).parent / "cmake"  # the venv's, where it has one
+        cmake = Path(sys.executable).parent / "cmake"  # the virtual environment's, if it has one
         cmake = cmake if cmake.exists() else "cmake"
         for command in (
             [cmake, "-S", ROOT / project, "-B", directory, f"-DCMAKE_PREFIX_PATH={lowbit.cmake_prefix_path}"],
@@ -63,7 +63,7 @@ def rows(name=None):
     return [row for row in lowbit.kernels() if (row["name"] == name if name else row["library"])]
 """
 
-# Defines `outputs`, which runs the quantized model: made of torch's own layers, and all-MiniLM-L6-v2.
+# Defines `outputs`, which runs a quantized model of torch's layers, and all-MiniLM-L6-v2.
 TRANSFORMER = """
 torch.manual_seed(0)
 layer = torch.nn.TransformerEncoderLayer(64, 4, 256, batch_first=True, dropout=0.0)
@@ -143,7 +143,7 @@ def test_the_example_in_c_runs_a_model(fork_python, acme_in_c):
 
 
 def test_the_page_for_vendors_as_it_is_written(tmp_path):
-    """Its listing, built, loaded and tested by the commands of the page."""
+    """The page's code, built, loaded and tested by the page's commands."""
     page = (ROOT / "docs" / "vendor.md").read_text()
     (tmp_path / "my_kernels.cpp").write_text(re.search(r"```cpp\n(.*?)```", page, re.S)[1])
     commands = re.findall(r"```sh\n(.*?)```", page, re.S)
@@ -158,9 +158,9 @@ def test_the_page_for_vendors_as_it_is_written(tmp_path):
     assert "'name': 'my_linear_a8w8'" in done.stdout and "'active': True" in done.stdout
 
 
-# What was found and what was expected, in a part of the message. The libraries: tests/vendor/faults.cpp.
+# Parts of messages with what was found and expected. tests/vendor/faults.cpp has the libraries.
 FAULTS = {
-    "no_function": "is no kernel library: it has no function 'lowbit_kernels'",
+    "no_function": "is not a kernel library: it has no function 'lowbit_kernels'",
     "null_library": "has no kernels for version 7 of lowbit's kernel interface",
     "other_abi": "its kernel interface is version 8; this build of lowbit has version 7",
     "other_size": "its structure lowbit_linear_row has 96 bytes; expected 32 to 88, a multiple of 8: build it with the headers",
@@ -198,23 +198,23 @@ FAULTS = {
     "bad_format_id": "a format has the id 0x0; expected vendor_format() of one to four letters",
     "null_format_bytes": "format 'FLT1' has no function bytes",
     "null_format_pack": "format 'FLT2' has no function pack",
-    "twice_formatted": "format 'FLT1' is there twice",
+    "twice_formatted": "format 'FLT1' occurs twice",
     "second_row_bad": "kernel 'fault_linear_2' has 0 bits; expected 1 to 8",
     "bad_tolerance": "format 'FLT2' has the tolerance 1.5; expected 0 to 1",
-    "lies_by_a_hundredth": "kernel 'fault_linear' computes something else than the portable kernel: 21 x 128 weights",
+    "lies_by_a_hundredth": "kernel 'fault_linear' differs from the portable kernel: 21 x 128 weights",
     "lies_at_three_rows": ", 3 rows of activations, float32 outputs: [2, 0] is ",
     "lies_in_the_last_column": ", float32 outputs: [0, 20] is ",
-    "lies_in_an_embedding": "kernel 'fault_embedding' reads something else than the portable kernel: ",
-    "lies_in_a_scale": "kernel 'fault_quantize' computes something else than the portable kernel: ",
-    "lies_where_it_is_asked": "kernel 'fault_linear' computes something else than the portable kernel: 16 x 520 weights",
+    "lies_in_an_embedding": "kernel 'fault_embedding' differs from the portable kernel: ",
+    "lies_in_a_scale": "kernel 'fault_quantize' differs from the portable kernel: ",
+    "lies_where_it_is_asked": "kernel 'fault_linear' differs from the portable kernel: 16 x 520 weights",
     "never_asked": "kernel 'fault_linear_2' was never run: it takes no matrix of the trial at load, neither the small ",
-    "infinite": "kernel 'fault_linear' computes something else than the portable kernel: 21 x 128 weights",
-    "infinite_embedding": "kernel 'fault_embedding' reads something else than the portable kernel: 21 x 128 weights",
+    "infinite": "kernel 'fault_linear' differs from the portable kernel: 21 x 128 weights",
+    "infinite_embedding": "kernel 'fault_embedding' differs from the portable kernel: 21 x 128 weights",
     "writes_before_the_outputs": "kernel 'fault_linear' writes outside of its outputs: 21 x 128 weights of 4 bits, symmetric, ",
     "writes_in_the_weights": "kernel 'fault_linear' changes its inputs: 21 x 128 weights of 4 bits, symmetric, ",
 }
 
-# Loads libraries that fail, one by one; prints each error, and checks that nothing of them stays.
+# Loads broken libraries one by one, prints each error, and checks that nothing remains of them.
 REFUSED = (
     USE
     + """
@@ -276,7 +276,7 @@ def test_a_library_that_is_cut_is_refused(fork_python, libraries, tmp_path):
     ends = []
     for i in range(count):
         kind, _, offset, _, _, size = struct.unpack_from("<IIQQQQ", data, table + 56 * i)
-        ends += [offset + size] if kind == 1 else []  # what is loaded
+        ends += [offset + size] if kind == 1 else []  # loaded segments
     end = max(ends)
     cuts = [0, 1, 63, 64, 65, table + 56 * count - 1, *range(500, end, 500), end - 1]
     for cut in cuts:
@@ -286,7 +286,7 @@ def test_a_library_that_is_cut_is_refused(fork_python, libraries, tmp_path):
     for cut, line in zip(cuts, lines, strict=True):
         assert line.startswith("OSError kernel library does not load: ") and f"{cut}.so" in line, line
         if cut >= 64:
-            assert f"is cut: it has {cut} bytes; its header says " in line, line
+            assert f"is truncated: it has {cut} bytes; its header says " in line, line
 
 
 def test_a_second_library_with_the_same_names(fork_python, libraries, tmp_path):
@@ -306,7 +306,7 @@ assert len(rows()) == 4
 """
     )
     line = run_checked(fork_python, script, libraries / "fault_none.so", tmp_path / "copy.so")
-    assert "copy.so' cannot be used: format 'FLT1' is there twice" in line
+    assert "copy.so' cannot be used: format 'FLT1' occurs twice" in line
 
 
 def test_rows_for_one_mapping_are_active(fork_python, libraries):
@@ -322,7 +322,7 @@ assert [(row["name"], row["active"]) for row in rows()] == [
 
 
 def test_a_row_for_some_sizes_is_active_if_a_published_model_has_them(fork_python, libraries):
-    """14336 x 4096 with 3 rows is in the set that lowbit.kernels() looks at, 17 outputs are not."""
+    """lowbit.kernels() considers 14336 x 4096 with 3 rows, but not 17 outputs."""
     script = (
         USE
         + """
@@ -464,7 +464,7 @@ print("all of it")
 def test_a_format_of_its_own(fork_python, libraries, tmp_path):
     saved = tmp_path / "weight.pt"
     assert run_checked(fork_python, OWN_FORMAT, libraries / "own_format.so", saved) == "all of it\n"
-    # Where the library is not loaded, the weight says whose it is.
+    # Without the library, the weight names its vendor.
     script = USE + "print(lowbit.info(torch.load(sys.argv[1])))"
     done = fork_python(script, saved)
     assert "ValueError: packed weight has the format 'ROWS', which no loaded library has" in done.stderr

@@ -1,4 +1,4 @@
-"""Attention over caches that hold a window, beside caches of the whole text: the same bits."""
+"""Attention over window caches has the bits of caches of the whole text."""
 
 import lowbit
 import pytest
@@ -12,7 +12,7 @@ CACHES = ["float32", "bfloat16", "int8,int4", "int4"]
 
 
 class Text:
-    """One text in both kinds of caches."""
+    """A text in both kinds of caches."""
 
     def __init__(self, window: int, cache: str = "float32", batch: int = 1, room: int = 64, **more):
         torch.manual_seed(0)
@@ -30,7 +30,7 @@ class Text:
         start = torch.tensor([begin])
         expected = lowbit.attention(q, k, v, *self.whole, start, window=self.window, **self.more)
         if self.held[1] == begin:
-            start = self.held[1:]  # goes on with the text
+            start = self.held[1:]  # continues the text
         actual = lowbit.window_attention(q, k, v, *self.short, self.held, start, window=self.window, **self.more)
         assert torch.equal(actual, expected), (begin, end)
         assert self.held[1] == end and self.held[0] % 512 == 0 and end - self.held[0] <= self.short[0].shape[2]
@@ -172,7 +172,7 @@ def test_a_decoder_keeps_windows_and_the_bits(cache):
     assert results[0] == results[1]
     for step in (short, whole):
         assert step.kept(1530) == 1530
-    assert short.kept(300) == 0 and whole.kept(300) == 300  # the window before 300 is gone
+    assert short.kept(300) == 0 and whole.kept(300) == 300  # the window before 300 was overwritten
 
 
 def test_a_text_that_was_read_continues_in_windows():
@@ -196,7 +196,7 @@ def test_speculation_and_batches_over_windows():
 
 
 def test_chat_continues_over_windows():
-    """Turns go on where the text ended, and a text that was cut back too far begins again."""
+    """Turns continue at the end of the text; a text that is cut back too far starts again."""
     short, whole = decoders()
     for tokens in (TEXT[:1300], TEXT[:1310], TEXT[:1308] + TEXT[:5], TEXT[:50] + TEXT[:9]):
         results = []

@@ -1,4 +1,4 @@
-"""examples/decode_packed.py, which was written from docs/format.md alone, has the bits of lowbit's own dequantization."""
+"""examples/decode_packed.py, implemented from docs/format.md alone, has the bits of lowbit's dequantization."""
 
 import hashlib
 import json
@@ -24,7 +24,7 @@ def assert_same_bits(data: bytes) -> None:
     info = lowbit.info(packed)
     expected = lowbit.embedding(torch.arange(info.out_features), packed, info.in_features, dtype=torch.float32)
     weight, bias = decode_packed.decode(data)
-    np.testing.assert_array_equal(weight, expected.numpy())  # NaN equals NaN
+    np.testing.assert_array_equal(weight, expected.numpy())  # treats NaNs as equal
     assert weight.dtype == np.float32 and weight.shape == info.shape
     found = lowbit.unpack(packed).bias
     assert (bias is None) == (found is None)
@@ -48,7 +48,7 @@ def test_random_matrices(bits, mapping, n, k, group_size):
     torch.manual_seed(bits)
     groups = 1 if group_size is None else -(-k // group_size)
     codes = torch.randint(0, 2**bits, (n, k), dtype=torch.uint8)
-    # Factors that are no powers of two: products and sums round. One row beyond float16, one that overflows.
+    # Factors that are not powers of two, so that products and sums round. One row exceeds float16, one overflows.
     scales = torch.randn(n, groups) * torch.logspace(-30, 30, n)[:, None]
     mins = torch.randn(n, groups) * scales if mapping == "affine" else None
     bias = torch.randn(n) if bits % 2 else None

@@ -1,4 +1,4 @@
-"""Rounding in order with errors passed on: lowbit::error_feedback."""
+"""Sequential rounding with error feedback: lowbit::error_feedback."""
 
 import lowbit  # noqa: F401 - registers the operators
 import pytest
@@ -15,7 +15,7 @@ def run(weights, factor, pull, scales, mins, levels, bits):
 
 
 def plain(weights, factor, pull, scales, mins, levels, bits):
-    """One input after the other, in the operator's order of arithmetic."""
+    """One input at a time, in the operator's order of arithmetic."""
     values, rounded, errors = [], [], []
     for i, value in enumerate(weights.unbind()):
         for j in range(i):
@@ -100,7 +100,7 @@ def test_what_is_refused():
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("grid", ["affine", "levels"])
 def test_numbers_that_are_not_finite(grid, bad):
-    """As quantize refuses them: the codes would be finite."""
+    """Refused as in quantize, because the codes would be finite."""
     names = ("weights", "factor", "pull", "scales", "mins", "levels")
     given = arguments(6, 5, grid, 3, True, True)
     run(*given)

@@ -1,7 +1,7 @@
-"""Whatever the bytes are, the operators raise or give a result: they never read or write out of bounds.
+"""For any bytes, the operators raise an error or return a result, and never access memory out of bounds.
 
-The header carries a checksum, so a plain bit flip is refused early. Most of these tests put the right checksum on the
-wrong header, as an attacker would.
+The header has a checksum, so simple bit flips are refused early. Most of these tests put a matching checksum on the wrong
+header, like an attacker.
 """
 
 import random
@@ -27,7 +27,7 @@ FIELDS = {
     "total_bytes": (40, "q"),
     "payload_checksum": (48, "Q"),
 }
-# Of version 2, behind those.
+# Version 2 has these after the others.
 LEVELS = {"level 0": (64, "b"), "level 15": (79, "b"), "reserved2": (80, "B"), "reserved3": (127, "B")}
 MASK = 2**64 - 1
 
@@ -37,7 +37,7 @@ def step(value: int, word: int) -> int:
 
 
 def sealed(packed: torch.Tensor) -> torch.Tensor:
-    """With the checksum of its header (docs/format.md) made right."""
+    """The bytes with a matching header checksum (docs/format.md)."""
     data = bytes(packed[:56].tolist())
     if data[8] == 2:
         data += bytes(packed[64:128].tolist())
@@ -61,7 +61,7 @@ def with_field(packed: torch.Tensor, name: str, value: int) -> torch.Tensor:
 
 
 def try_everything(packed: torch.Tensor) -> int:
-    """Calls every reader; each raises an expected error or gives a result. Returns how many gave one."""
+    """Calls every reader; each raises an expected error or returns a result. Returns the number of results."""
     results = 0
     for call in (
         lambda: lowbit.linear(random_rows(3, 40), packed, 20),
@@ -139,9 +139,9 @@ def test_each_field(name, value, message):
         ("mapping", 1, "of version 2 has mapping 1"),
         ("mapping", 255, "of version 2 has mapping 255"),
         ("level 0", -128, "level .0. is -128; expected -127 to 127"),
-        ("level 15", 1, "bytes behind its 8 levels; expected zeros"),
-        ("reserved2", 1, "bytes behind its 8 levels"),
-        ("reserved3", 255, "bytes behind its 8 levels"),
+        ("level 15", 1, "bytes after its 8 levels; expected zeros"),
+        ("reserved2", 1, "bytes after its 8 levels"),
+        ("reserved3", 255, "bytes after its 8 levels"),
         ("total_bytes", 64, "its header says 64"),
     ],
 )
@@ -201,7 +201,7 @@ def test_random_headers(mapping, seed):
         if choose.random() < 0.2:
             packed = packed[: choose.randrange(packed.numel())].clone()
         accepted += try_everything(packed) > 0
-    assert accepted > 0  # some changes are harmless, so the kernels ran as well
+    assert accepted > 0  # some changes are accepted, so the kernels ran too
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -218,7 +218,7 @@ def test_random_bit_flips(seed):
 
 @pytest.mark.parametrize("bits, mapping", WEIGHTS)
 def test_random_bytes_behind_a_sound_header(bits, mapping):
-    """NaN and infinite scales, any codes: a result of the right shape, and the same in every call."""
+    """NaN and infinite scales and any codes give a result of the right shape, the same in every call."""
     source = random_packed(20, 40, bits, 16, mapping, bias=True)
     generator = torch.Generator().manual_seed(bits)
     begin = 128 if mapping == "levels" else HEADER_BYTES

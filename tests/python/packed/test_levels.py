@@ -1,4 +1,4 @@
-"""Tables of levels: configs, fits, rounding, and the surfaces that only they change. Kernels: test_linear.py and others."""
+"""Tables of levels: configs, fitting, rounding, and special surfaces. test_linear.py and others test the kernels."""
 
 from dataclasses import replace
 
@@ -76,7 +76,7 @@ def test_named_tables(name):
     packed = lowbit.quantize_tensor(weight, config)
     assert lowbit.info(packed).levels == TABLES[name]
     found = dequantized(packed)
-    # Every weight is at its nearest level, up to the rounding of the scales to 11 bits.
+    # Every weight has its nearest level, up to the rounding of the scales to 11 bits.
     scales = lowbit.unpack(packed).scales.repeat_interleave(32, 1)[:, :100].double()
     nearest = (weight[..., None] - scales[..., None] * torch.tensor(TABLES[name])).abs().amin(2)
     assert ((found - weight).abs() <= nearest + 0.002 * weight.abs().max()).all()
@@ -97,7 +97,7 @@ def test_fitted_levels_are_better_than_plain_ones(bits):
 
 
 def test_exact_levels_are_found():
-    # Weights that are four levels times a scale: nothing is left.
+    # Weights that are four levels times a scale have no error.
     generator = torch.Generator().manual_seed(0)
     codes = torch.randint(0, 4, (32, 64), generator=generator)
     codes[:, :4] = torch.arange(4)
@@ -161,7 +161,7 @@ def test_configs():
     assert EmbeddingConfig(levels="nf4").mapping == "levels"
     assert LinearConfig().levels is None
     assert LinearConfig().mapping == replace(LinearConfig(), bits=3).mapping == "symmetric"
-    # A mapping that is given counts.
+    # An explicit mapping applies.
     for mapping in ("symmetric", "affine"):
         with pytest.raises(ValueError, match=f"mapping is '{mapping}' with levels; expected 'levels', or levels=None"):
             replace(LinearConfig(levels="nf4"), mapping=mapping)
@@ -198,7 +198,7 @@ def test_overrides_and_embeddings():
         ({"levels": "nf4"}, {"mapping": "affine"}, LinearConfig(mapping="affine")),
         ({"levels": "nf4"}, {"mapping": "levels"}, LinearConfig(levels="nf4")),
         ({"levels": "nf4"}, {"levels": None}, LinearConfig()),
-        ({"levels": "nf4", "mapping": "symmetric"}, {"bits": 4}, LinearConfig(levels="nf4")),  # as config.json has it
+        ({"levels": "nf4", "mapping": "symmetric"}, {"bits": 4}, LinearConfig(levels="nf4")),  # the form of config.json
         ({"mapping": "affine"}, {"levels": "nf4"}, LinearConfig(levels="nf4")),
         ({"mapping": "affine"}, {"levels": None}, LinearConfig(mapping="affine")),
     ],

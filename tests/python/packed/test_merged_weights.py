@@ -1,4 +1,4 @@
-"""Weights that transformers cuts, or joins, while it loads: q, k and v in one tensor of the files, gate and up, biases."""
+"""Weights that transformers splits or joins during loading: q, k and v in one tensor of the files, gate and up, biases."""
 
 import warnings
 
@@ -13,24 +13,24 @@ SMALL = {"vocab_size": 48, "hidden_size": 32, "intermediate_size": 48, "num_hidd
 VISION = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28}
 KINDS = {
     "NomicBertModel": SMALL,  # attn.Wqkv
-    "NomicBertForMaskedLM": SMALL,  # with names behind a prefix, and a tied head
+    "NomicBertForMaskedLM": SMALL,  # with a name prefix and a tied head
     "GteModel": SMALL,  # also up and gate, and renamed
     "JinaEmbeddingsV3Model": SMALL | {"max_position_embeddings": 32},
-    "Dinov2Model": VISION | {"use_swiglu_ffn": True},  # with a bias that is cut, too
+    "Dinov2Model": VISION | {"use_swiglu_ffn": True},  # with a bias that is also split
     "HrmTextModel": SMALL | {"num_key_value_heads": 2},  # four in one
 }
 Q, K = ("q_proj", "up_proj"), ("k_proj", "gate_proj")
 
 
 def saved(kind: str, path) -> type:
-    """Saves a random model in the form that checkpoints of its architecture have."""
+    """Saves a random model in its architecture's checkpoint form."""
     model_class = getattr(transformers, kind, None)
     if model_class is None:
         pytest.skip(f"transformers {transformers.__version__} has no {kind}")
     torch.manual_seed(0)
     model = model_class(model_class.config_class(**KINDS[kind]))
     for parameter in model.parameters():
-        parameter.data.add_(0.1 * torch.randn(parameter.shape))  # biases are zeros, which would hide a mix-up
+        parameter.data.add_(0.1 * torch.randn(parameter.shape))  # zero biases would hide a mix-up
     model.save_pretrained(path)
     return model_class
 
@@ -47,7 +47,7 @@ def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> boo
 @pytest.mark.parametrize("some", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_files_and_memory_agree(kind, some, tmp_path):
-    """Also where one of the matrices in a tensor has another width, and one stays float."""
+    """Also if one of the matrices in a tensor has another width, and one stays float."""
     model_class = saved(kind, tmp_path / "float")
     overrides = {f"*.{name}": {"bits": 3} for name in Q} | {f"*.{name}": None for name in K}
     with warnings.catch_warnings():
@@ -60,7 +60,7 @@ def test_files_and_memory_agree(kind, some, tmp_path):
     with safe_open(tmp_path / "float" / "model.safetensors", "pt") as file:
         names = file.keys()
     state = model_class(model_class.config_class(**KINDS[kind])).state_dict()
-    assert any(name not in state for name in names)  # or nothing is cut or joined here
+    assert any(name not in state for name in names)  # otherwise nothing is split or joined
     assert not any("follow" in why for why in summary.unquantized.values())
     floats = [name for name in expected if name.endswith(tuple(f"{each}.weight" for each in K))]
     assert bool(floats) == some
@@ -84,8 +84,8 @@ def test_a_tensor_of_another_shape_is_refused(kind, tmp_path):
 
 
 def test_what_is_cut_in_another_way_is_said(tmp_path):
-    """Bands of different sizes, whose sizes are in the configuration: the layers stay float, with that reason. The table of
-    tokens, which the files have in two parts, is packed as the whole that it is."""
+    """Bands of different sizes given in the configuration: the layers stay float, with that reason. The embedding table, stored
+    in two parts, is packed as one."""
     config_class = getattr(transformers, "Molmo2TextConfig", None)
     if config_class is None:
         pytest.skip(f"transformers {transformers.__version__} has no Molmo2")

@@ -14,13 +14,13 @@ from reference import HEADER_BYTES, MAPPINGS, WIDTHS, random_packed, random_rows
 
 @st.composite
 def matrices(draw):
-    """Arguments of pack() whose scales float16 can hold."""
+    """Arguments of pack() with scales that fit in float16."""
     bits, mapping = draw(st.integers(1, 8)), draw(st.sampled_from(MAPPINGS))
     n, k = draw(st.integers(1, 40)), draw(st.integers(1, 200))
     group_size = draw(st.none() | st.integers(1, 9).map(lambda i: 16 * i))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     groups = 1 if group_size is None else -(-k // group_size)
-    power = 2.0 ** draw(st.integers(-100, 100))  # of a whole row; float16 holds what is left
+    power = 2.0 ** draw(st.integers(-100, 100))  # of a whole row; float16 holds the rest
     scales = torch.randn(n, groups, generator=generator).half().float() * power
     mins = torch.randn(n, groups, generator=generator).half().float() * power if mapping == "affine" else None
     bias = torch.randn(n, generator=generator) if draw(st.booleans()) else None
@@ -74,7 +74,7 @@ def test_other_scales_keep_eleven_bits(mapping):
         if expected is not None:
             assert ((value - expected).abs() <= expected.abs() * 2**-11 * 1.001 + largest * 2.0**-39).all()
             assert not torch.equal(value, expected)
-    # A second round changes nothing.
+    # A second round trip changes nothing.
     assert torch.equal(lowbit.pack(**found._asdict()), packed)
 
 
@@ -119,8 +119,8 @@ def test_the_same_bytes_for_any_number_of_threads(mapping):
         assert torch.equal(other.codes, unpacked[0].codes) and torch.equal(other.scales, unpacked[0].scales)
 
 
-# sha256 of the packed bytes of fixed inputs. A difference means that checkpoints written by earlier versions are read
-# wrongly: the format's version number must then change too.
+# sha256 of the packed bytes of fixed inputs. A difference means that earlier checkpoints would be misread, so the format's
+# version must change too.
 GOLDEN = {
     "symmetric": [
         "9aaa71e3d14dd6fce173f89de2c11c33f577a3c4bbc8300ce79fb521eb85068f",

@@ -1,5 +1,5 @@
-"""What holds for every matrix: same bits after permutations, cuts, powers of two, other numbers of rows and threads; and the
-bound of docs/accuracy.md."""
+"""Properties of every matrix: equal bits after permutations, splits, scaling by powers of two, and with other numbers of rows
+and threads; and the bound of docs/accuracy.md."""
 
 import hypothesis.strategies as st
 import lowbit
@@ -15,7 +15,7 @@ MAPPINGS = st.sampled_from(["symmetric", "affine"])
 
 
 def parts_of(n, k, bits, seed, group, mapping):
-    """What `pack` takes."""
+    """The arguments of `pack`."""
     generator = torch.Generator().manual_seed(seed)
     groups = -(-k // group)
     return {
@@ -40,7 +40,7 @@ def test_rows_of_weights_may_change_places(n, k, bits, seed, group, mapping, m):
 
 @given(**SIZES, group=GROUPS, mapping=MAPPINGS, m=st.integers(1, 9))
 def test_inputs_of_a_segment_may_change_places(n, k, bits, seed, group, mapping, m):
-    """Sums of a segment are integers, so no order rounds them in another way."""
+    """Sums in a segment are integers, so their order does not matter."""
     parts, x = parts_of(n, k, bits, seed, group, mapping), random_rows(m, k, seed=seed)
     generator = torch.Generator().manual_seed(seed)
     order = torch.cat([
@@ -92,7 +92,7 @@ def error_and_bound(x, packed):
 @given(**SIZES, group=GROUPS, mapping=MAPPINGS, power=st.integers(-3, 12), shift=st.floats(-5, 5, width=32))
 @settings(max_examples=max(200, settings.default.max_examples))
 def test_the_error_is_below_its_bound(n, k, bits, seed, group, mapping, power, shift):
-    """Activations from even to all but a few near zero, around zero and beside it."""
+    """Activations from evenly spread to mostly near zero, with and without an offset."""
     x = random_rows(5, k, seed=seed)
     x = x.sign() * x.abs() ** (1 + max(power, 0) / 2) * 2.0**power + shift
     error, bound = error_and_bound(x, lowbit.pack(**parts_of(n, k, bits, seed, group, mapping)))
@@ -100,7 +100,7 @@ def test_the_error_is_below_its_bound(n, k, bits, seed, group, mapping, power, s
 
 
 def test_the_bound_is_reached():
-    """Activations close to the middle between two steps, each rounded to the side that its weight makes worse."""
+    """Activations near the midpoint of two steps, each rounded to the side that is worse for its weight."""
     packed = random_packed(1, 512, 4, 32, "symmetric")
     levels = take_apart(packed).levels * take_apart(packed).per_input(take_apart(packed).scales).sign()
     x = torch.where(levels > 0, 100.499, 101.501)
@@ -111,9 +111,9 @@ def test_the_bound_is_reached():
 
 @given(**SIZES, group=GROUPS, mapping=MAPPINGS, m=st.integers(1, 9), cut=st.integers(0, 100))
 def test_inputs_that_are_zero_may_be_cut_off(n, k, bits, seed, group, mapping, m, cut):
-    """Of a matrix cut between two groups, each part gives what the whole one does where the other part's inputs are zero.
+    """If a matrix is split between two groups, each part gives the result of the whole with the other part's inputs zero.
 
-    Segments begin with groups, so the other inputs change no scale; and zeros add nothing.
+    Segments start with groups, so the other inputs do not affect scales, and zeros add nothing.
     """
     packed = lowbit.pack(**parts_of(n, k, bits, seed, group, mapping) | {"bias": None})
     at = cut % -(-k // group) * group

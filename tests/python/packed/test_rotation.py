@@ -1,4 +1,4 @@
-"""Rotated inputs: what they compute, quantizers, calibration, checkpoints and commands that know them."""
+"""Rotated inputs: results, quantizers, calibration, checkpoints and commands."""
 
 import copy
 
@@ -15,11 +15,11 @@ from lowbit.packed.rotation import block_of, rotate, rotate_back, rotate_weight
 from reference import assert_same_bits, random_packed, random_rows, rotated_inputs
 from transformers import AutoModelForCausalLM
 
-BLOCKS = (16, 32, 64, 128)  # that the format has
+BLOCKS = (16, 32, 64, 128)  # block sizes of the format
 
 
 def heavy_tailed(weight: torch.Tensor) -> torch.Tensor:
-    """A weight of the same size, some of whose values are far larger than others."""
+    """A weight of the same size with outliers."""
     generator = torch.Generator().manual_seed(0)
     heavy = weight * torch.randn(weight.shape, generator=generator).exp()
     return heavy * (weight.norm() / heavy.norm())
@@ -189,7 +189,7 @@ def test_layers_of_one_input_may_differ():
         losses.append(float((calibration_models.hidden(changed, test) - wanted).square().sum() / wanted.square().sum()))
     blocks = {name.rpartition(".")[2]: layer.info.rotated_inputs for name, layer in packed_layers(changed)}
     assert blocks["q_proj"] == 64 and blocks["k_proj"] == 0
-    assert losses[1] < 1.3 * losses[0]  # weights and moments of both kinds are those of their own inputs
+    assert losses[1] < 1.3 * losses[0]  # weights and moments belong to the same kind of inputs
 
 
 def test_mixed_widths_of_layers_that_rotate_or_not():

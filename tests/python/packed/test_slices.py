@@ -1,4 +1,4 @@
-"""lowbit.concat, slice_rows and slice_columns: the same codes and scales, the same results, the same bytes when joined."""
+"""lowbit.concat, slice_rows and slice_columns keep codes, scales and results; joined slices have the original bytes."""
 
 import lowbit
 import pytest
@@ -35,7 +35,7 @@ def matrices(draw, most_rows=50, most_inputs=200):
 
 
 def check_same(found, whole, rows=slice(None), inputs=slice(None), bias=True):
-    """`found` is that part of `whole`, to the bit; and its header and checksum are right."""
+    """`found` equals that part of `whole`, with valid header and checksum."""
     lowbit.verify(found)
     found, whole = lowbit.unpack(found), lowbit.unpack(whole)
     groups = slice(None)
@@ -56,7 +56,7 @@ def check_same(found, whole, rows=slice(None), inputs=slice(None), bias=True):
 
 
 def cuts(data, total, step):
-    """Sorted places from 0 to total, multiples of `step` between them."""
+    """Sorted cut positions from 0 to total, the inner ones multiples of `step`."""
     places = data.draw(st.sets(st.integers(1, max(1, (total - 1) // step)), max_size=4))
     return [0, *sorted(p * step for p in places if p * step < total), total]
 
@@ -86,7 +86,7 @@ def test_columns(data):
     parts = [lowbit.slice_columns(whole, a, b) for a, b in zip(places, places[1:])]
     for part, a, b in zip(parts, places, places[1:]):
         check_same(part, whole, inputs=slice(a, b), bias=a == 0)
-        # Its row sums are its own: activations far from zero show them.
+        # It has its own row sums, which matter for activations far from zero.
         x = 5 + torch.rand(2, b - a)
         weight = lowbit.unpack(part)
         again = lowbit.pack(
@@ -99,7 +99,7 @@ def test_columns(data):
             mapping=weight.mapping,
             levels=weight.levels,
         )
-        # Packed anew, scales and mins may be rounded to float16: a part of the largest weights, whatever their sum is.
+        # Repacking may round scales and mins to float16, relative to the largest weights.
         largest = weight.scales.abs().amax(1) * (127 if weight.levels is not None else 2**weight.bits)
         largest = largest if weight.mins is None else largest + weight.mins.abs().amax(1)
         off = (lowbit.linear(x, part, n) - lowbit.linear(x, again, n)).abs()
@@ -126,7 +126,7 @@ def test_rows_of_different_matrices(data):
 
 
 def test_scales_at_the_ends_of_float16():
-    """What packing would round anew stays: row scales that no sliced row would have chosen, and subnormal scales."""
+    """Slicing keeps values that repacking would round: row scales that a sliced row would not choose, and subnormal scales."""
     scales = torch.tensor([[65504.0, 3e-5, 1e-7, 0.1]]).repeat(20, 1)
     whole = lowbit.pack(torch.arange(20 * 64, dtype=torch.uint8).view(20, 64) % 16, scales, bits=4, group_size=16)
     parts = [lowbit.slice_columns(whole, a, a + 16) for a in range(0, 64, 16)]
@@ -141,7 +141,7 @@ WHOLE = dict(n=40, k=96, bits=4, group=32, mapping="symmetric", bias=True)
 @pytest.mark.parametrize(
     "call, error, message",
     [
-        (lambda w: lowbit.slice_rows(w, 5, 5), ValueError, "rows 5 to 5 were asked for; expected 0 <= begin < end <= 40"),
+        (lambda w: lowbit.slice_rows(w, 5, 5), ValueError, "rows 5 to 5 were requested; expected 0 <= begin < end <= 40"),
         (lambda w: lowbit.slice_rows(w, -1, 5), ValueError, "rows -1 to 5"),
         (lambda w: lowbit.slice_rows(w, 0, 41), ValueError, "rows 0 to 41"),
         (lambda w: lowbit.slice_rows(w, 2**62, 2**63 - 1), ValueError, "rows 4611686018427387904 to"),
@@ -206,7 +206,7 @@ def test_what_does_not_fit_is_refused(call, error, message):
 
 
 def test_altered_bytes_are_refused():
-    """New checksums would make them right."""
+    """Otherwise new checksums would hide the change."""
     whole = packed_of(**WHOLE)
     whole[300] ^= 1
     for call in (

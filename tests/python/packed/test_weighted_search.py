@@ -12,7 +12,7 @@ def search(x, importance, bits, affine):
 
 
 def error(x, importance, bits, affine, scale, low):
-    """sum of importance * (x - rounded)^2 of each group, float64, for scales and minimums [groups]."""
+    """sum of importance * (x - rounded)^2 per group, float64, for scales and minimums [groups]."""
     x, importance = x.double(), importance.double()
     scale = scale.double()[:, None]
     low = low.double()[:, None] if affine else torch.zeros_like(scale)
@@ -69,7 +69,7 @@ def test_inputs_without_importance_do_not_count(bits, affine):
     changed = x.clone()
     changed[:, 5:9] = 1000.0
     assert all(map(torch.equal, search(x, importance, bits, affine), search(changed, importance, bits, affine)))
-    # A group of which no input counts is searched as if all counted alike, and so are constant groups.
+    # A group with zero importance is searched with equal importance, and so are constant groups.
     nothing, alike = torch.zeros_like(x), torch.ones_like(x)
     assert all(map(torch.equal, search(x, nothing, bits, affine), search(x, alike, bits, affine)))
     scales, mins = search(torch.zeros(3, 16), torch.ones(1, 16), bits, affine)
@@ -77,7 +77,7 @@ def test_inputs_without_importance_do_not_count(bits, affine):
 
 
 def test_exact_grids_are_found():
-    """Weights that lie on a grid come back exactly."""
+    """Weights on a grid are recovered exactly."""
     codes = torch.arange(16).repeat(4, 2).float()
     scales, mins = search(codes * 0.5 - 3, torch.ones(1, 32), 4, True)
     assert torch.allclose(scales, torch.tensor(0.5)) and torch.allclose(mins, torch.tensor(-3.0))
@@ -99,7 +99,7 @@ def test_what_is_refused():
 @pytest.mark.parametrize("bits, affine", [(1, False), (4, False), (4, True)])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_numbers_that_are_not_finite(bits, affine, bad):
-    """As quantize refuses them: the scales would be finite."""
+    """Refused as in quantize, because the scales would be finite."""
     x, importance = groups(4, 32)
     x[2, 31] = bad
     with pytest.raises(ValueError, match=f"weights has {bad} at position 95; expected finite numbers"):

@@ -1,4 +1,4 @@
-"""`make attack` notices a traceback, a signal, a hang and too much memory, says what repeats the case, and keeps its files."""
+"""`make attack` detects tracebacks, signals, hangs and excessive memory, prints how to repeat the case, and keeps its files."""
 
 import re
 import subprocess

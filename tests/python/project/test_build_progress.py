@@ -1,4 +1,4 @@
-"""What `make demo` shows while it compiles: scripts/build_progress.py."""
+"""Progress of `make demo` during compilation: scripts/build_progress.py."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""What CMake makes of the project: static libraries, and the kernel files of the processor that is built for."""
+"""CMake builds: static libraries, and the kernel files of the target processor."""
 
 import importlib.util
 import os
@@ -15,7 +15,7 @@ from makefiles import TEXT, rules
 from runners import EXAMPLE, Runner, build, tool
 
 ROOT = Path(__file__).parents[3]
-# executorch and torch.export warn of their own and each other's old calls.
+# executorch and torch.export emit deprecation warnings about their own and each other's code.
 pytestmark = [
     pytest.mark.first,
     *(
@@ -31,7 +31,7 @@ def runner(executorch, tmp_path_factory) -> Runner:
     (packages,) = importlib.util.find_spec("executorch").submodule_search_locations
     installed, program = tmp_path_factory.mktemp("installed"), tmp_path_factory.mktemp("program")
     definitions = ["LOWBIT_STATIC=ON", "LOWBIT_BUILD_EXECUTORCH=ON", f"LOWBIT_EXECUTORCH_DIR={packages}"]
-    # As deep in the checkout as other builds, so that ccache knows what `make test-x86` has compiled.
+    # As deep in the checkout as other builds, so that ccache reuses objects of `make test-x86`.
     if shutil.which("ccache"):
         definitions.append(f"CMAKE_CXX_COMPILER_LAUNCHER={shutil.which('ccache')}")
     build(ROOT, ROOT / "build/test-static", *definitions, f"CMAKE_INSTALL_PREFIX={installed}")
@@ -46,7 +46,7 @@ def runner(executorch, tmp_path_factory) -> Runner:
 
 
 def test_a_program_that_is_one_file_runs_a_pte(runner, tmp_path):
-    """It refers to nothing that registers operators: the CMake package says that all of the archive is wanted."""
+    """The program does not refer to the objects that register operators; the CMake package links the whole archive."""
     assert not any("lowbit" in name for name in runner.libraries())
     torch.manual_seed(0)
     layers = torch.nn.Sequential(torch.nn.Linear(64, 48)).eval()
@@ -67,7 +67,7 @@ def configure(directory: Path, *definitions: str) -> subprocess.CompletedProcess
 
 
 def for_a_mac(directory: Path, architectures: str) -> subprocess.CompletedProcess:
-    """As Xcode's tools are told what to build for, on a Mac of whatever processor. Nothing is compiled."""
+    """With the target setting of Xcode's tools, on a Mac with any processor. Nothing is compiled."""
     mac = ["CMAKE_SYSTEM_NAME=Darwin", "CMAKE_SYSTEM_PROCESSOR=other", "CMAKE_OSX_SYSROOT=", "CMAKE_CXX_COMPILER=g++"]
     mac += ["CMAKE_CXX_COMPILER_WORKS=ON", "CMAKE_INSTALL_NAME_TOOL=none", "LOWBIT_STATIC=ON"]
     return configure(directory, *mac, f"CMAKE_OSX_ARCHITECTURES={architectures}")
@@ -96,7 +96,7 @@ def test_what_cannot_be_built(tmp_path, definitions, found):
 
 
 def test_no_build_for_a_big_endian_processor(tmp_path):
-    """The compiler is that for Arm, told to put the highest byte first; its C library has no headers for that."""
+    """The Arm compiler in big-endian mode, for which its C library has no headers."""
     (tmp_path / "gnu").mkdir()
     (tmp_path / "gnu" / "stubs-lp64_be.h").touch()
     for order, status in (("little", 0), ("big", 1)):
@@ -107,25 +107,25 @@ def test_no_build_for_a_big_endian_processor(tmp_path):
 
 
 def steps() -> list[str]:
-    """The targets that the workflows run."""
+    """Make targets in the workflows."""
     workflows = "".join(path.read_text(encoding="utf-8") for path in (ROOT / ".github/workflows").glob("*.yml"))
     return re.findall(r"^      - run: make ([a-z][\w-]*)", workflows, re.M)
 
 
 def test_a_workflow_runs_every_test():
-    """By itself, or as a part of `make test` and `make test-more`."""
+    """Directly, or as a part of `make test` and `make test-more`."""
     parts = rules()["test"] + re.search(r"^TEST_MORE =(.*)", TEXT, re.M)[1].split()
     tests = [target for target in rules() if re.match("test-|fuzz|(soak|models|ecosystem|coverage|docs|typecheck)$", target)]
     assert {"test-tsan", "fuzz-import", "docs", "test-macos-build"} <= set(tests) and "typecheck" in parts
-    # test and test-more; with the runners, test-more's files of Python; test-more has its runs one by one
+    # test and test-more; with the runners, test-more's Python files; test-more lists its runs one by one
     elsewhere = {"test-all", "test-arm-runner", "test-emulated-x86"}
     assert "$(X86_MORE)" in parts and "\nX86_MORE := $(X86_RUNS)\n" in TEXT
     assert set(tests) - set(parts) - set(steps()) == elsewhere
 
 
 def test_the_table_of_platforms_names_what_runs():
-    """docs/platforms.md: each target and each job of the table exists, and every one for another system, compiler or CPU is
-    in it."""
+    """docs/platforms.md: each target and job of the table exists, and the table has every one for another system, compiler or
+    CPU."""
     targets = set(rules())
     workflow = (ROOT / ".github/workflows/tests.yml").read_text(encoding="utf-8")
     jobs = dict(re.findall(r"^  ([\w-]+):\n    runs-on: (\S+)$", workflow, re.M))
@@ -142,7 +142,7 @@ def test_the_table_of_platforms_names_what_runs():
             assert (match := re.fullmatch(r"(here|compiled only): ((?:`make [\w-]+`(?:, )?)+)", cell)), cell
             (here if match[1] == "here" else compiled).update(re.findall(r"make ([\w-]+)", match[2]))
     assert here | compiled <= targets and elsewhere <= set(jobs)
-    # Only what is compiled for iOS and Windows on Arm; test-macos-build, of which wheel-macos is the whole.
+    # Compile-only targets for iOS and Windows on Arm, and test-macos-build, a part of wheel-macos.
     assert compiled == {"test-ios-build", "test-windows-build", "wheel-macos"}
     others = {target for target in targets if re.match("test-(x86|arm|macos|windows|ios|android|emulated)", target)}
     assert others - here - compiled == {"test-macos-build", "test-arm-runner", "test-android"}  # the last is the job's
@@ -150,7 +150,7 @@ def test_the_table_of_platforms_names_what_runs():
 
 
 def test_a_fresh_clone_has_a_rule_for_everything(tmp_path):
-    """Every target, as make would run it with nothing built: the system's tools first."""
+    """Every target in a dry run with nothing built: the system's tools first."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in filter(None, listed.split("\0")):
         if (ROOT / name).is_file():
@@ -171,7 +171,7 @@ def test_a_fresh_clone_has_a_rule_for_everything(tmp_path):
 
 
 def test_a_project_that_adds_the_checkout_has_the_headers(tmp_path):
-    """docs/export.md: add_subdirectory. The program is compiled and not linked, so that the kernels need no compiler here."""
+    """docs/export.md: add_subdirectory. The program is compiled but not linked, so that the kernels are not built."""
     (tmp_path / "CMakeLists.txt").write_text(
         "cmake_minimum_required(VERSION 3.25)\nproject(app LANGUAGES CXX)\n"
         f'add_subdirectory("{ROOT}" lowbit)\nadd_library(app OBJECT "{ROOT}/tests/package/consumer.cpp")\n'
@@ -188,8 +188,8 @@ def test_a_project_that_adds_the_checkout_has_the_headers(tmp_path):
 
 
 def test_the_programs_of_the_guide_call_the_operators(tmp_path):
-    """examples/cpp/README.md: its C++, by its CMake lines, with the installed headers and liblowbit alone, prints what the
-    text says. The second program takes the place of the first one's main()."""
+    """examples/cpp/README.md: its C++, built by its CMake lines with only the installed headers and liblowbit, prints the
+    text's output. The second program replaces the first one's main()."""
     guide = (EXAMPLE / "README.md").read_text(encoding="utf-8")
     (project,) = re.findall(r"^```cmake\n(.*?)^```", guide, re.M | re.S)
     first, second = re.findall(r"^```cpp\n(.*?)^```", guide, re.M | re.S)
@@ -242,7 +242,7 @@ int main() {
 
 
 def test_the_runners_refuse_logits_that_are_no_numbers(tmp_path):
-    """examples/cpp/llm.h: also where the NaN is not the first, and another logit is the largest."""
+    """examples/cpp/llm.h: also if the NaN is not the first logit and another is the largest."""
     (tmp_path / "program.cpp").write_text(SAMPLING)
     command = [os.environ.get("CXX", "c++"), "-std=c++20", "-Wall", "-Wextra", "-Werror", f"-I{EXAMPLE}", "program.cpp"]
     done = subprocess.run([*command, "-o", "program"], cwd=tmp_path, capture_output=True, text=True, timeout=600)

@@ -1,4 +1,4 @@
-"""The commands of a developer: `make help`, the targets that documents name, CMake's presets, the table of emulated CPUs."""
+"""Commands for developers: `make help`, targets in documents, CMake presets, the table of emulated CPUs."""
 
 import json
 import os
@@ -71,7 +71,7 @@ def test_rows_of_emulated_cpus_belong_to_targets():
 
 @pytest.mark.parametrize("run", [run for run in RUNS if "/" not in run and "python" not in run])
 def test_a_row_of_emulated_cpus_sets_what_it_says(run, tmp_path):
-    """ctest is a program that writes its settings and options; one that fails ends the run."""
+    """A fake ctest writes its settings and options; a failing one ends the run."""
     ctest = tmp_path / "ctest"
     ctest.write_text(
         '#!/bin/sh\necho "CPU=$QEMU_CPU" "PAGES=${QEMU_PAGESIZE-}" "$LOWBIT_REQUIRE_ISA" "${PATH%%:*}" "$@"\nexit $STATUS\n'

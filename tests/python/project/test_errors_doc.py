@@ -1,4 +1,4 @@
-"""docs/errors.md beside the code: the messages that it explains are those that are raised."""
+"""docs/errors.md explains messages that the code raises."""
 
 import re
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 ROOT = Path(__file__).parents[3]
 TEXT = (ROOT / "docs" / "errors.md").read_text(encoding="utf-8")
 SECTIONS = re.findall(r"^### (.*)\n(.*)\n", TEXT, re.M)
-# Headings that quote no message of lowbit.
+# Headings that do not quote a message of lowbit.
 SYMPTOMS = {
     "`incompatible tensor type` when a tensor takes a packed weight as its data",
     "A packed Swin v2 does not load: StopIteration",
@@ -20,7 +20,7 @@ SYMPTOMS = {
 
 
 def literal(path: Path) -> str:
-    """A source file with literals that stand next to each other joined, as compilers join them."""
+    """A source file with adjacent literals joined, as by compilers."""
     return re.sub(r'"\s*\n\s*f?"', "", path.read_text(encoding="utf-8"))
 
 

@@ -1,4 +1,4 @@
-"""docs/format.md is the specification: decode packed matrices by its tables and offsets alone."""
+"""docs/format.md is the specification: packed matrices can be decoded by its tables and offsets alone."""
 
 import math
 import re
@@ -14,7 +14,7 @@ DOCUMENT = Path(__file__).parents[3] / "docs" / "format.md"
 
 
 def placement_tables() -> dict[int, dict[tuple[int, int], tuple[int, int]]]:
-    """Per width: (unpacked line, code bit) -> (packed line, bit position)."""
+    """For each width: (unpacked line, code bit) -> (packed line, bit position)."""
     tables = {}
     for bits, body in re.findall(r"^### (\d) bits?\n(.*?)(?=^### |\Z)", DOCUMENT.read_text(), re.S | re.M):
         table = {}
@@ -31,7 +31,7 @@ TABLES = placement_tables()
 
 
 def decode(data: bytes) -> dict:
-    """Reads a packed matrix as docs/format.md says, with nothing but Python."""
+    """Decodes a packed matrix according to docs/format.md, in plain Python."""
     magic, version, layout, bits, mapping, has_bias, log, _, n, k, g, _, total = struct.unpack_from("<8sHBBBBBBqqIIq", data)
     assert magic == bytes.fromhex("894c4f574249540a") and (layout, total) == (0, len(data))
     assert version == (3 if log else 2 if mapping == 2 else 1)
@@ -91,7 +91,7 @@ def decode(data: bytes) -> dict:
 
 
 def rotated(x: list[float], block: int) -> list[float]:
-    """Rotated inputs as docs/format.md says, with nothing but Python, in float64."""
+    """Rotates inputs according to docs/format.md, in plain Python and float64."""
     words = [int(word, 16) for word in re.search(r"of `([0-9a-f ]+)` \(hexadecimal", DOCUMENT.read_text())[1].split()]
     factor = 2.0 ** -math.ceil(math.log2(block) / 2)
     for first in range(0, len(x), block):
@@ -118,7 +118,7 @@ def test_inputs_are_rotated_as_documented(block):
     turned = torch.tensor([rotated(row.tolist(), block) for row in x])
     plain = lowbit.pack(codes, scales, bits=8, group_size=32)
     torch.testing.assert_close(lowbit.linear(x, packed, 5), lowbit.linear(turned, plain, 5), rtol=1e-3, atol=1e-3)
-    # The layer's weights, from those of the rotated inputs.
+    # The layer's weights, from the weights for rotated inputs.
     weight = lowbit.embedding(torch.arange(5), packed, k)
     back = torch.tensor([rotated(row.tolist(), block) for row in weight]) * (1 if math.log2(block) % 2 == 0 else 2)
     torch.testing.assert_close(back, lowbit.embedding(torch.arange(5), plain, k), rtol=1e-5, atol=1e-4)

@@ -54,7 +54,7 @@ def test_embeddings_stay_close(encoder, bits, group_size, least):
             encoder,
             {
                 "*": LinearConfig(bits, group_size),
-                "*pooler*": None,  # these embeddings are means, and do not use it
+                "*pooler*": None,  # these embeddings are means and do not use the pooler
                 "*word_embeddings": EmbeddingConfig(bits, group_size),
             },
         )
@@ -88,4 +88,4 @@ def test_compiled_whole(encoder):
             mask[0, length // 2 + 1 :] = 0
             found, expected = (run(input_ids=ids, attention_mask=mask).last_hidden_state for run in (compiled, model))
             torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
-    assert counter.frame_count == 2  # a length of 1, and any other
+    assert counter.frame_count == 2  # one graph for a length of 1, and one for all others

@@ -1,4 +1,4 @@
-"""What README.md and the documents tell a reader to type: it runs, and the names in it are there."""
+"""Commands and code in README.md and the documents run, and names in them exist."""
 
 import importlib
 import os
@@ -18,11 +18,12 @@ pytestmark = pytest.mark.more
 
 README = ROOT / "README.md"
 DOCUMENTS = [README, *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "examples").glob("*/README.md"))]
-MINUTES = ("bench", "eval")  # commands that take minutes: that they and their options are there, and no more
+MINUTES = ("bench", "eval")  # commands that take minutes: only their existence and options are checked
 
 
 def python_lines(document: Path) -> list[str]:
-    """Its blocks of Python, with an empty line for every other line: what fails is named by the document's line."""
+    """Python blocks of a document, with empty lines in place of other lines, so that errors have the document's line
+    numbers."""
     lines, inside = [], False
     for line in document.read_text(encoding="utf-8").splitlines():
         if line.startswith("```"):
@@ -34,15 +35,15 @@ def python_lines(document: Path) -> list[str]:
 
 
 def commands(document: Path) -> list[list[str]]:
-    """The calls of `lowbit` in its indented blocks and shell fences, without comments."""
+    """Calls of `lowbit` in a document's indented blocks and shell fences, without comments."""
     lines = re.findall(r"^(?: {4})?lowbit [a-z].*$", document.read_text(encoding="utf-8"), re.M)
     return [shlex.split(line, comments=True)[1:] for line in lines]
 
 
 @pytest.fixture
 def directory(tmp_path):
-    """A directory in which the repository's examples are found by their relative paths. The language model has one of
-    its five layers, as each takes seconds to export: test_llm_export.py has two of them."""
+    """A directory in which the repository's examples have their relative paths. The language model has one of its five layers,
+    because each takes seconds to export; test_llm_export.py uses two."""
     tiny = tmp_path / "examples" / "tiny_llama"
     tiny.mkdir(parents=True)
     for found in (*(ROOT / "examples").iterdir(), *TINY.iterdir()):
@@ -63,7 +64,7 @@ def run(command: list, directory: Path) -> None:
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_commands_in_documents_are_taken(document):
-    """Read by the command line, and not run: commands, options, and values that can be checked without files."""
+    """Parsed by the command line but not run: commands, options, and values that can be checked without files."""
     group = typer.main.get_command(app)
     text = re.sub(r"\\\n *", " ", document.read_text(encoding="utf-8"))
     for line in re.findall(r"^ {4}(?:.* \| )?lowbit ([a-z].*)$", text, re.M):
@@ -71,7 +72,7 @@ def test_commands_in_documents_are_taken(document):
         assert name in group.commands, f"{document.name}: there is no lowbit {name}"
         try:
             group.commands[name].make_context(name, arguments)
-        except Exception as error:  # click's, or that of the click within a newer typer
+        except Exception as error:  # click's exception, or that of the click inside newer versions of typer
             pytest.fail(f"{document.name}: lowbit {line}: {getattr(error, 'message', error)}")
 
 
@@ -91,7 +92,7 @@ def test_commands_of_the_readme_run(executorch, directory):
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_names_in_documents_exist(document):
-    """Also where a block is a part of a program: it compiles, and what it takes from lowbit is there."""
+    """Also in parts of programs: blocks compile, and names from lowbit exist."""
     source = "\n".join(python_lines(document))
     compile(source, str(document), "exec")
     for name in sorted(set(re.findall(r"\blowbit(?:\.[A-Za-z_]\w*)+", source))):
@@ -103,14 +104,14 @@ def test_names_in_documents_exist(document):
             except ImportError:
                 pytest.fail(f"{document.name}: there is no {path}")
             if not hasattr(found, "__path__") and not isinstance(found, type(sys)):
-                break  # an object of lowbit's; what it has is for its own tests
+                break  # an object of lowbit, whose attributes have other tests
 
 
 def test_files_in_documents_exist():
-    """By their names; documents leave the directory out where there is one file of a name."""
+    """By name; documents omit the directory of unique file names."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     there = {Path(name).name for name in listed.split("\0")}
-    others = {"program.h", "pyconfig.h", "my_kernels.cpp"}  # ExecuTorch's, CPython's, the reader's of docs/vendor.md
+    others = {"program.h", "pyconfig.h", "my_kernels.cpp"}  # of ExecuTorch, of CPython, and of the reader of docs/vendor.md
     for document in [*DOCUMENTS, ROOT / "CONTRIBUTING.md"]:
         text = document.read_text(encoding="utf-8")
         named = set(re.findall(r"`(?:[\w./-]*/)?([\w-]+[.](?:cpp|c|h|py|sh|cmake))`", text))

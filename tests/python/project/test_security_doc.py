@@ -1,4 +1,4 @@
-"""SECURITY.md names the tests that hold its promises: they are there, and they run."""
+"""SECURITY.md names the tests of its promises: they exist and run."""
 
 import re
 from pathlib import Path

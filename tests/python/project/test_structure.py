@@ -1,4 +1,4 @@
-"""Which module of the package needs which: no circles, and transformers' internals in one folder only."""
+"""Dependencies between the package's modules: no circular imports, and transformers' internals in only one folder."""
 
 import re
 import sys
@@ -7,7 +7,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[3] / "scripts"))
 from package_layers import BEGIN, END, LAYERS, MODULES, PACKAGE, PAGE, imported, layer_of, picture
 
-# They import transformers, but no submodule of it: its documented classes only.
+# They import transformers' documented classes, but no submodule.
 USERS_OF_TRANSFORMERS = {"lowbit.llm.loading", "lowbit.llm.shapes", "lowbit.cli.tune", "lowbit.tools.report.measure_methods"}
 
 
@@ -24,7 +24,7 @@ def test_the_walk_sees_every_kind_of_import(tmp_path):
 
 
 def test_no_circles():
-    # Without the package itself, which imports nearly all: `from . import qat` gives lowbit.qat.
+    # Without the package itself, which imports nearly all modules: `from . import qat` gives lowbit.qat.
     modules = MODULES | {
         ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): path
         for path in [*PACKAGE.with_name("lowbit_autoload").glob("*.py"), PACKAGE.with_name("lowbit_entry.py")]
@@ -57,7 +57,7 @@ def test_imports_point_down():
 
 
 def test_the_picture_of_the_layers_is_current():
-    """docs/internals/index.md; scripts/package_layers.py --write updates it."""
+    """The layers in docs/internals/index.md; scripts/package_layers.py --write updates them."""
     assert f"{BEGIN}\n{picture()}\n{END}" in PAGE.read_text(encoding="utf-8")
 
 
@@ -75,7 +75,7 @@ CODE = ("py", "pyi", "cpp", "h", "c", "sh", "cmake")
 
 
 def test_no_line_is_too_long():
-    """CONTRIBUTING.md's limit, for every file of code; an #include may have to be longer."""
+    """CONTRIBUTING.md's limit, for every source file; an #include may be longer."""
     repository = Path(__file__).parents[3]
     limit = int(re.search(r"A line has at most (\d+) columns", (repository / "CONTRIBUTING.md").read_text("utf-8"))[1])
     names = ["Makefile", "*.mk", "CMakeLists.txt", "CMakePresets.json", *(f"*.{end}" for end in CODE)]
@@ -92,21 +92,21 @@ def test_no_line_is_too_long():
 
 
 def test_few_files_of_the_kernels_name_a_single_width():
-    """What follows from a width comes from codec.h and widths.h, as CONTRIBUTING.md says."""
+    """Width-dependent data comes from codec.h and widths.h, as CONTRIBUTING.md says."""
     names_width = re.compile(r"\b(?:ROWS?|INTERLEAVED|MANY|FEW)\([357]\b|\bUnpack<[357]>|\b\w*[bB]its == [357]\b")
     kernels = Path(__file__).parents[3] / "kernels"
     files = [path for path in kernels.rglob("*") if path.suffix in (".h", ".cpp")]
     assert {path.relative_to(kernels).as_posix() for path in files if names_width.search(path.read_text())} == {
         "bits/codec.h",
         "bits/widths.h",
-        "linear/avx512vnni.cpp",  # panels that one row reads at once
-        "linear/neon.cpp",  # rows from which tiles are chosen, lines that 16 bits hold
-        "linear/neondot.cpp",  # rows from which tiles are chosen
+        "linear/avx512vnni.cpp",  # panels that one kernel reads at once
+        "linear/neon.cpp",  # numbers of rows from which tiles are chosen, lines that fit in 16 bits
+        "linear/neondot.cpp",  # numbers of rows from which tiles are chosen
     }
 
 
 def test_one_file_of_kernels_and_operators_names_a_single_mapping():
-    """What a mapping is called and stores, and its dispatch to a template, stand in mapping.h, as CONTRIBUTING.md says."""
+    """mapping.h has a mapping's name, stored data and template dispatch, as CONTRIBUTING.md says."""
     root = Path(__file__).parents[3]
     sources = [path for part in ("kernels", "ops") for path in (root / part).rglob("*") if path.suffix in (".h", ".cpp")]
     names_mapping = re.compile(r"\bMapping::(?:symmetric|affine|levels)\b")

@@ -1,4 +1,4 @@
-"""examples/tiny_llama: the model that comes with the repository, its text, and the training in small."""
+"""examples/tiny_llama: the repository's model, its text, and a small training run."""
 
 import functools
 import math
@@ -20,7 +20,7 @@ import perplexity
 import train
 
 MODEL = EXAMPLE / "model"
-BOUND = 60.0  # perplexity; README.md has what it is, and one who guesses among all tokens has 2048
+BOUND = 60.0  # perplexity; README.md has the actual one, and uniform guessing has 2048
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -32,7 +32,7 @@ def _offline():
 
 @pytest.fixture(scope="module", autouse=True)
 def _documentation_read_once():
-    # All of Python's sources, which take seconds to parse.
+    # All of Python's sources; parsing takes seconds.
     read = functools.cache(lambda everything=corpus.raw_documents: list(everything()))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(corpus, "raw_documents", read)
@@ -102,7 +102,7 @@ def test_tokenizer_gives_the_held_out_text_back(tokenizer, heldout):
         assert tokens[0] == tokenizer.bos_token_id
         assert tokenizer.decode(tokens, skip_special_tokens=True) == text, name
         count += len(tokens)
-    assert count < sum(map(len, heldout.values())) / 2.5  # it has words, not only letters
+    assert count < sum(map(len, heldout.values())) / 2.5  # tokens are words, not only letters
 
 
 TEXTS = ["", "caf\u00e9 \u4f60", "  two\n\n\n  tabs\t\tand spaces  \n", "\x00\x7f", "don't x12==5"]
@@ -114,7 +114,7 @@ def test_tokenizer_gives_any_text_back(tokenizer, text):
 
 
 def test_tokens_are_ascii_or_single_bytes(tokenizer):
-    """Programs that print one token at a time may not bear a piece of a character; no ASCII text is made of such."""
+    """Programs that print single tokens may not handle parts of a character; ASCII text has no such tokens."""
     for token in range(3, len(tokenizer)):
         assert tokenizer.decode([token]).isascii() or len(tokenizer.convert_ids_to_tokens(token)) == 1
 
@@ -150,7 +150,7 @@ def training_texts(heldout):
 
 
 def test_held_out_text_is_not_in_the_training_text(heldout, training_texts):
-    """By name, by paragraph and by eight words in a row: none of them in both."""
+    """No name, paragraph or run of eight words is in both, to avoid data leakage."""
     assert len(heldout) >= 10 and 60e3 <= sum(map(len, heldout.values())) <= 100e3
     assert len(training_texts) > 200 and sum(map(len, training_texts.values())) > 1e6
     assert heldout.keys().isdisjoint(training_texts)
@@ -171,7 +171,7 @@ def test_text_is_ascii_and_english(training_texts):
 
 
 def test_held_out_text_is_what_the_script_writes(training_texts, heldout, tmp_path):
-    """Byte by byte with the Python that the model was trained with; most of it with others, whose documentation differs."""
+    """Equal bytes with the Python version of the training; most documents with others, whose documentation differs."""
     corpus.write_heldout(tmp_path / "again.txt", heldout)
     assert (tmp_path / "again.txt").read_bytes() == corpus.HELDOUT.read_bytes()
     chosen = corpus.choose_heldout()
@@ -188,7 +188,7 @@ def test_held_out_text_is_what_the_script_writes(training_texts, heldout, tmp_pa
 
 
 def test_perplexity(model, tokenizer, heldout):
-    """Near what README.md says; far from what a damaged model gets."""
+    """Near README.md's value, far from a damaged model's."""
     texts = list(heldout.values())
     assert perplexity_of(model, tokenizer, texts) < BOUND
 
@@ -202,7 +202,7 @@ def test_perplexity_at_low_widths(model, tokenizer, heldout):
 
 
 def test_damage_shows_in_the_perplexity(model, tokenizer, heldout):
-    """One matrix of one layer with its rows out of order is beyond the bound."""
+    """With the rows of one matrix out of order, it exceeds the bound."""
     damaged = perplexity.copy.deepcopy(model)
     down = damaged.model.layers[0].mlp.down_proj.weight
     down.data = down.data.roll(1, 0)
@@ -218,13 +218,13 @@ def test_quantized_embedding_and_head_share_their_bytes(model):
 
 
 def test_text_is_made_of_known_words(model, tokenizer, training_texts):
-    """Nine in ten words of four letters or more are from the text it learned from, and they are not always the same."""
+    """Nine in ten words of four letters or more occur in the training text, and they vary."""
     known = set(re.findall(r"[A-Z]?[a-z]+", "\n".join(training_texts.values())))
     words = []
     for prompt in perplexity.PROMPTS:
         text = perplexity.complete(model, tokenizer, prompt, 50)
         assert text.startswith(prompt)
-        # The first word may end one of the prompt, the last one may not be finished.
+        # The first word may continue the prompt, the last one may be unfinished.
         words += [word for word in re.findall(r"[A-Z]?[a-z]+", text[len(prompt) :])[1:-1] if len(word) >= 4]
     assert len(words) >= 30 and len(set(words)) >= 12, words
     assert sum(word in known for word in words) >= 0.9 * len(words), words

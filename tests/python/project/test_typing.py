@@ -1,4 +1,4 @@
-"""What type checkers read: the stub of the compiled part beside the module itself. `make typecheck` checks the package."""
+"""Type information: the stub of the compiled module agrees with the module. `make typecheck` checks the package."""
 
 import ast
 import re
@@ -10,7 +10,7 @@ from lowbit import _C
 PACKAGE = Path(lowbit.__file__).parent
 
 INDEX = "typing.SupportsInt | typing.SupportsIndex"
-# What pybind11 says of a C++ type, and what the stub says.
+# pybind11's names of C++ types, and the stub's.
 TYPES = {
     INDEX: "int",
     "bool": "bool",
@@ -24,12 +24,12 @@ TYPES = {
     "tuple": "tuple[str, list[list[int]]]",
     "None": "None",
 }
-# A std::string takes both; the loader gets what os.fsencode gives, a table of levels is bytes.
+# A std::string accepts both; the loader gets os.fsencode's result, a table of levels is bytes.
 BYTES_TOO = {("load_kernels", "path"), *((name, "levels") for name in ("packed_bytes", "describe_packed", "packed_header"))}
 
 
 def stub() -> dict[str, str]:
-    """name -> "(parameter: type = default, ...) -> type" of a function, or the type of a value."""
+    """name -> "(parameter: type = default, ...) -> type" for functions, or the type for values."""
     found = {}
     for node in ast.parse((PACKAGE / "_C.pyi").read_text(encoding="utf-8")).body:
         if isinstance(node, ast.FunctionDef):
@@ -69,7 +69,7 @@ def test_the_package_is_marked_as_typed():
 
 
 def test_every_public_function_says_its_types():
-    """Parameters and results of what `import lowbit` gives, and of the methods of its classes."""
+    """Parameters and results of lowbit's public functions and of its classes' methods."""
     for name in lowbit.__all__:
         value = getattr(lowbit, name)
         functions = {name: value} if callable(value) and not isinstance(value, type) else {}
@@ -86,7 +86,7 @@ def test_every_public_function_says_its_types():
 
 
 def test_names_that_load_lazily_have_types():
-    """A type checker sees the import of each one, and no `__getattr__`, which would give every name a type."""
+    """A type checker sees the import of each name, and no `__getattr__`, which would accept every name."""
     tree = ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8"))
     is_typing = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
     imported = {alias.asname for node in is_typing for one in node.body for alias in one.names}
@@ -123,7 +123,7 @@ def test_names_that_load_lazily_without_their_packages(run_python):
 
 
 def test_internal_modules_are_not_public_names():
-    """A module would shadow what a user expects: lowbit.quantize(model) says that it is quantize_."""
+    """A module would shadow a helpful error: lowbit.quantize(model) suggests quantize_."""
     public = {"executorch", "levels", "nn", "peft", "qat", "tensor_parallel", "transformers"}
     modules = {path.stem for path in PACKAGE.glob("*.py")}
     assert {name for name in modules if not name.startswith("_")} == public

@@ -1,4 +1,4 @@
-"""The numbers in docs/versions.md, CHANGELOG.md and pyproject.toml are those of the code."""
+"""Version numbers in docs/versions.md, CHANGELOG.md and pyproject.toml agree with the code."""
 
 import re
 import tomllib

@@ -1,4 +1,4 @@
-"""What `make wheels` and `make wheel-macos` check of a wheel finds what is wrong with it."""
+"""The checks of `make wheels` and `make wheel-macos` detect faulty wheels."""
 
 import base64
 import hashlib
@@ -24,7 +24,7 @@ RECORD = f"{INFORMATION}/RECORD"
 
 
 def contents() -> dict[str, bytes]:
-    """What a wheel for macOS has, as far as the check asks, without its list of contents."""
+    """The checked content of a macOS wheel, without its list of contents."""
     names = [f"_C{EXTENSION}", "liblowbit.dylib", "lowbit_torch.so", "lowbit_executorch.so"]
     names += ["__init__.py", "_C.pyi", "py.typed"]
     names += ["include/lowbit/ops/operators.h", "lib/cmake/lowbit/lowbit-config.cmake"]
@@ -54,7 +54,7 @@ def test_a_right_wheel(tmp_path):
     "change, name, found",
     [
         ({"lowbit/liblowbit.dylib": None}, NAME, "it has no lowbit/liblowbit.dylib"),
-        ({"lowbit/liblowbit.so": b""}, NAME, "it has lowbit/liblowbit.so, which nobody asked for"),
+        ({"lowbit/liblowbit.so": b""}, NAME, "it has an unexpected file lowbit/liblowbit.so"),
         ({"lowbit/a.pyc": b""}, NAME, "it has lowbit/a.pyc"),
         ({"lowbit/lib/x.cmake": str(ROOT).encode()}, NAME, f"lowbit/lib/x.cmake has the path {ROOT} in it"),
         (
@@ -72,11 +72,11 @@ def test_the_list_of_contents(tmp_path):
     files = contents()
     right = zipfile.ZipFile(written(tmp_path, files)).read(RECORD).decode()
     line = right.splitlines()[0]
-    other = right.replace(line, line + "0")  # of ten times the size
+    other = right.replace(line, line + "0")  # with ten times the size
     for record, found in (
-        (other, f"RECORD has another size or checksum of {line.split(',')[0]}"),
+        (other, f"RECORD has a wrong size or checksum of {line.split(',')[0]}"),
         (right.replace(line + "\n", ""), f"RECORD does not name {line.split(',')[0]}"),
-        (right + "lowbit/gone.py,sha256=x,1\n", "RECORD names lowbit/gone.py, which is not there"),
+        (right + "lowbit/gone.py,sha256=x,1\n", "RECORD names lowbit/gone.py, which is missing"),
     ):
         assert wheels.problems_of(written(tmp_path, files, record), EXTENSION) == [found]
 
@@ -96,13 +96,13 @@ def test_the_configuration_of_cpython_for_macos_decides_all_that_headers_ask(tmp
     assert wheel_macos.undecided(tmp_path, ours) == []
     (tmp_path / "cpython/new.h").write_text("# ifdef HAVE_NEW\n#endif\n#if defined(A) && \\\n  HAVE_OTHER\n#endif\n")
     assert wheel_macos.undecided(tmp_path, ours) == ["HAVE_NEW", "HAVE_OTHER"]
-    # Of the interpreter that runs this, where it has headers.
+    # Headers of the running interpreter, if it has them.
     found = wheels.headers_of_interpreter(f"{sys.version_info.major}.{sys.version_info.minor}")
     assert found is None or wheel_macos.undecided(found, ours) == []
 
 
 def signed(body: bytes) -> tuple[bytes, tuple[int, int]]:
-    """A file and its ad-hoc signature, as Apple's linker makes it: pages of 4096 bytes, SHA-256."""
+    """A file with an ad-hoc signature like Apple's linker's: pages of 4096 bytes, SHA-256."""
     pages = [hashlib.sha256(body[at : at + 4096]).digest() for at in range(0, len(body), 4096)]
     identity = b"x\0"
     head = 44 + len(identity)
@@ -136,7 +136,7 @@ def test_kernels_are_found_by_name_and_instruction():
 
 
 class Made:
-    """A library as macos_libraries.Library reads it."""
+    """A library in the form that macos_libraries.Library reads."""
 
     def __init__(self, path: Path, **changes):
         data, self.signature = signed(b"\0" * 5000)
@@ -155,12 +155,12 @@ class Made:
         ({"processor": "x86_64"}, "is for x86_64; expected ARM64"),
         ({"minimum": (14, 0)}, "needs macOS (14, 0); expected (11, 0) or less"),
         ({"own_names": ["/tmp/liba.dylib"]}, "calls itself ['/tmp/liba.dylib']; expected @rpath/liba.dylib"),
-        ({"search": ["@loader_path", "/opt/lib"]}, "looks for others in /opt/lib; expected a place beside itself"),
-        ({"needs": ["/usr/local/lib/libx.dylib"], "imports": []}, "needs /usr/local/lib/libx.dylib, which nobody has"),
-        ({"imports": [("_g", "@rpath/libc10.dylib")]}, "imports _g from @rpath/libc10.dylib, which has no such symbol"),
-        ({"imports": [("_PyY", 0xFE)]}, "imports _PyY from the process, which has no such symbol"),
-        ({"signature": None}, "has no signature, or one of other contents"),
-        ({"needs": ["@rpath/liba.dylib"], "imports": [], "search": []}, "does not look beside itself for what it needs"),
+        ({"search": ["@loader_path", "/opt/lib"]}, "looks for libraries in /opt/lib; expected a path relative to itself"),
+        ({"needs": ["/usr/local/lib/libx.dylib"], "imports": []}, "needs /usr/local/lib/libx.dylib, which no library has"),
+        ({"imports": [("_g", "@rpath/libc10.dylib")]}, "imports _g from @rpath/libc10.dylib, which lacks it"),
+        ({"imports": [("_PyY", 0xFE)]}, "imports _PyY from the process, which lacks it"),
+        ({"signature": None}, "has no valid signature"),
+        ({"needs": ["@rpath/liba.dylib"], "imports": [], "search": []}, "does not look for libraries relative to itself"),
     ],
 )
 def test_what_a_library_needs(tmp_path, changes, found):
@@ -203,7 +203,7 @@ def test_members_of_an_archive():
         ({"processor": "x86_64"}, ["b.o is for x86_64; expected ARM64"]),
         ({"platforms": {(1, 14, 0)}}, ["b.o is for (platform, version) {(1, 14, 0)}; expected (2, 14, 0)"]),
         ({"platforms": {(2, 15, 0)}}, ["b.o is for (platform, version) {(2, 15, 0)}; expected (2, 14, 0)"]),
-        ({"imports": {"_f", "_g"}}, ["b.o imports _g, which nobody has"]),
+        ({"imports": {"_f", "_g"}}, ["b.o imports _g, which no library has"]),
     ],
 )
 def test_objects_for_ios(changes, found):

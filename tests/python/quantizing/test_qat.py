@@ -1,4 +1,4 @@
-"""Training before packing: what a prepared layer computes beside the packed one, gradients, ties, errors."""
+"""Quantization-aware training: prepared layers compared with packed ones, gradients, tied weights, errors."""
 
 import copy
 import re
@@ -18,7 +18,7 @@ MAPPINGS = ("symmetric", "affine")
 
 
 def train_a_little(model: torch.nn.Module, *inputs: torch.Tensor, steps: int = 3) -> None:
-    optimizer = torch.optim.Adam(model.parameters(), 1e-2, eps=1e-3)  # a smaller one is 0 in float16
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2, eps=1e-3)  # a smaller eps is 0 in float16
     for _ in range(steps):
         optimizer.zero_grad()
         model(*inputs).square().sum().backward()
@@ -84,7 +84,7 @@ def test_rotated_inputs_before_and_after_converting(mapping):
 
 
 def test_rows_of_every_kind():
-    # Not finite, constant, one-sided, zero and subnormal rows; and many, for the rounding of activations at ties.
+    # Nonfinite, constant, one-sided, zero and subnormal rows; and many rows, to test activation rounding at ties.
     model = lowbit.qat.prepare_(torch.nn.Sequential(torch.nn.Linear(64, 16)), LinearConfig(4, 32))
     x = reference.random_rows(4000, 64)
     x[0], x[1], x[2], x[3, 5], x[4, 6] = 0, 3, x[2].abs() + 1, torch.nan, -torch.inf
@@ -109,7 +109,7 @@ def test_dtypes(dtype):
     # One more rounding, to the dtype.
     torch.testing.assert_close(found.float(), expected.float(), rtol=torch.finfo(dtype).eps * 2, atol=1e-5)
     rows = packed[0](torch.arange(40))
-    with torch.autocast("cpu", torch.bfloat16):  # the input is rounded, and nothing inside
+    with torch.autocast("cpu", torch.bfloat16):  # rounds the input, and nothing inside
         autocast, of_packed = model[1](rows), packed[1](rows)
     assert autocast.dtype == of_packed.dtype == torch.bfloat16
     assert torch.equal(autocast, model[1](rows.bfloat16())) and torch.equal(of_packed, packed[1](rows.bfloat16()))
@@ -119,11 +119,11 @@ def test_dtypes(dtype):
     LinearConfig(3, 32), LinearConfig(1, 32), LinearConfig(4, 32, "affine"), LinearConfig(4, None, rotate=True)
 ], ids=str)  # fmt: skip
 def test_derivatives_of_torch_func(config):
-    """grad has the bits of backward(), gradients of each sample sum up to it, and forward mode gives the same number."""
+    """grad has the bits of backward(), per-sample gradients sum to it, and forward mode gives the same value."""
     torch.manual_seed(0)
     model = lowbit.qat.prepare_(torch.nn.Sequential(torch.nn.Linear(96, 20)), config)
     parameters = {name: value.detach().clone() for name, value in model.named_parameters()}
-    parameters["0.weight_scale"] *= 0.7  # so that some weights are beyond the range
+    parameters["0.weight_scale"] *= 0.7  # so that some weights are out of range
     x = reference.random_rows(5, 96)
 
     def loss(parameters, x):
@@ -160,12 +160,12 @@ def test_derivatives_of_a_prepared_embedding():
 
 @pytest.mark.parametrize("mapping", MAPPINGS)
 def test_gradients_are_those_of_lsq(mapping):
-    """Beside autograd of the formula, with the rounding as a constant that is added."""
+    """Compared with autograd of the formula, with the rounding as an added constant."""
     bits, top = 3, 7
     config = LinearConfig(bits, 32, mapping)
     model = lowbit.qat.prepare_(torch.nn.Sequential(torch.nn.Linear(96, 20)), config)
     layer, x = model[0], reference.random_rows(6, 96).requires_grad_()
-    with torch.no_grad():  # so that some weights are beyond the range
+    with torch.no_grad():  # so that some weights are out of range
         layer.weight_scale.mul_(0.6)
         layer.weight_scale.copy_(layer.weight_scale.half())
         if layer.weight_min is not None:
@@ -222,18 +222,18 @@ def test_a_model_of_transformers(kind, tmp_path):
     with torch.no_grad():
         before = model(checkpoints.TOKENS).logits
     state = copy.deepcopy(model.state_dict())
-    model.save_pretrained(tmp_path / "training")  # as Trainer does, in the middle
+    model.save_pretrained(tmp_path / "training")  # like Trainer, during training
     lowbit.qat.convert_(model)
     with torch.no_grad():
         after = model(checkpoints.TOKENS).logits
-    # A rounding that falls to the other side moves an activation by a step in the layers behind it.
+    # A different rounding moves an activation by a step in later layers.
     assert (after - before).abs().max() <= 0.02 * after.abs().max()
     shared = model.lm_head.packed_weight.data_ptr() == model.model.embed_tokens.packed_weight.data_ptr()
     assert shared == (kind != "untied")
     model.save_pretrained(tmp_path / "packed")
     checkpoints.assert_same_model(AutoModelForCausalLM.from_pretrained(tmp_path / "packed"), model)
 
-    # A checkpoint of training goes on where it was.
+    # Training resumes from a checkpoint.
     again = lowbit.qat.prepare_(checkpoints.make_model(kind, torch.float32, seed=1), configs)
     again.load_state_dict(state)
     checkpoints.assert_same_model(lowbit.qat.convert_(again), model)
@@ -257,7 +257,7 @@ def test_the_same_layer_twice_and_hooks():
 
 
 def test_torchs_encoder_layers_in_evaluation():
-    """They hand the weights of their linear layers to one fused operator, which rounds none."""
+    """They pass the weights of their linear layers to one fused operator, without rounding."""
     model = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(32, 2, 64, batch_first=True), 1)
     lowbit.qat.prepare_(model, {"*": LinearConfig(bits=2)})
     model.eval()
@@ -316,7 +316,7 @@ def test_training_at_two_bits_gains():
     ids=str,
 )
 def test_a_state_dict_of_another_config(other, found, strict, assign):
-    """Scales of 2 bits have the shape of those of 4: they were loaded, and meant something else."""
+    """2-bit scales have the same shape as 4-bit ones; they were loaded with a wrong meaning."""
     state = lowbit.qat.prepare_(two(), {"0": LinearConfig(4, 16), "1": other}).state_dict()
     model = lowbit.qat.prepare_(two(), LinearConfig(4, 16))
     expected = re.escape(
@@ -352,7 +352,7 @@ def test_wrong_order():
             again(prepared, config)
     with pytest.raises(ValueError, match="prepared for training.* before it is exported"):
         torch.export.export(prepared, (torch.zeros(1, 32),))
-    # Prepared in part: the other layer stays float, as with quantize_.
+    # Partly prepared: the other layer stays float, as in quantize_.
     lowbit.qat.convert_(prepared)
     assert type(prepared[0]) is torch.nn.Linear and isinstance(prepared[1], lowbit.nn.Linear)
     with pytest.raises(ValueError, match=r"has prepared; 1 are packed already$"):
@@ -399,7 +399,7 @@ def test_scales_as_the_packer_stores_them():
 
 
 def test_falcons_linear_layers_are_trained_too():
-    """They are a class of their own, which is a torch.nn.Linear but for a rounding."""
+    """They have their own class, which differs from torch.nn.Linear only by a rounding."""
     config = FalconConfig(hidden_size=64, num_hidden_layers=1, num_attention_heads=4, vocab_size=97)
     model = FalconForCausalLM(config)
     lowbit.qat.prepare_(model, {"*": LinearConfig(4, 16)})
@@ -413,7 +413,7 @@ def test_falcons_linear_layers_are_trained_too():
 
 
 def test_parametrized_layers_keep_a_weight_each():
-    """A parametrization's weight is another tensor each time; the ids of two that are gone may be the same."""
+    """A parametrization's weight is a new tensor each time; ids of two freed tensors may be equal."""
     model = torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False) for _ in range(3)))
     lowbit.qat.prepare_(model, LinearConfig(4, 32))
     for layer in model:

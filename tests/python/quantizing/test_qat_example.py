@@ -1,4 +1,4 @@
-"""examples/qat/train.py: a few steps gain, and what it saves is the model that it measured."""
+"""examples/qat/train.py: a few steps improve the model, and the saved model is the measured one."""
 
 import math
 import os
@@ -41,7 +41,7 @@ def test_a_few_steps_gain(tmp_path):
 
 
 def test_each_matrix_gets_a_width_of_its_own(tmp_path):
-    """--target-bits: the mean is met with all that is packed, the steps train these widths, and they are what is saved."""
+    """--target-bits: all packed matrices together meet the mean, and these widths are trained and saved."""
     shortened(tmp_path / "float", 2)
     process = train(
         "--model", tmp_path / "float", "--output", tmp_path / "model", "--target-bits", 2.5, "--steps", 8, "--sequences", 2,

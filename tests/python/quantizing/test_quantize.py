@@ -1,4 +1,4 @@
-"""quantize_: which layers are replaced, and what stays as it was."""
+"""quantize_: replaced and unchanged layers."""
 
 import copy
 import io
@@ -13,7 +13,7 @@ from lowbit import EmbeddingConfig, LinearConfig
 from reference import random_rows
 from torch import nn
 
-# The model has one, to be left alone.
+# An unquantized layer of the model.
 pytestmark = pytest.mark.filterwarnings("ignore:.* a convolution, which a lowbit.ConvConfig packs")
 
 
@@ -103,7 +103,7 @@ def test_the_last_pattern_that_matches_wins():
         },
     )
     assert quantized(model) == {"blocks.0.down": 8, "blocks.1.up": 2, "blocks.1.down": 2, "head": 4, "embed": 5}
-    # None wins only over what stands before it.
+    # None overrides only earlier entries.
     other = lowbit.quantize_(Model(tied=False), {"blocks*": None, "*": LinearConfig(bits=4)})
     assert set(quantized(other)) == LINEARS
 
@@ -119,7 +119,7 @@ def test_a_pattern_without_a_layer_warns():
     with pytest.warns(UserWarning, match="'attention.*' matches no layer") as caught:
         lowbit.quantize_(Model(tied=False), {"*": LinearConfig(), "attention.*": LinearConfig(), "blocks.*": None})
     assert [record.filename for record in caught if "attention" in str(record.message)] == [__file__]
-    # A linear config applies to no table, whatever its name.
+    # A linear config never applies to a table.
     with pytest.warns(UserWarning, match="'embed' matches no layer that its config applies to"):
         lowbit.quantize_(Model(tied=False), {"embed": LinearConfig(), "head": LinearConfig()})
     with warnings.catch_warnings():
@@ -207,7 +207,7 @@ def loaded_over_another_width(model):
 
 
 def loaded_over_the_same_size(model):
-    # A scale for each 16 inputs takes as many bytes as a scale and a minimum for each 32.
+    # A scale per 16 inputs takes as many bytes as a scale and a minimum per 32.
     configs = {"*": LinearConfig(4, 32, "affine"), "embed": EmbeddingConfig(4, 32, "affine")}
     other = lowbit.quantize_(Model().eval(), configs)
     assert other.embed.packed_weight.numel() == model.embed.packed_weight.numel()
@@ -229,7 +229,7 @@ def test_a_tied_head_shares_its_bytes(copied):
     assert same_state(other.state_dict(), model.state_dict())
     with torch.no_grad():
         assert torch.equal(other(INDICES), model(INDICES))
-    # The head multiplies by the very table that the lookup reads.
+    # Head and lookup use the same table.
     assert torch.equal(other.head.dequantize(), other.embed.dequantize())
 
 
@@ -259,7 +259,7 @@ def test_tied_layers_with_different_biases():
     del one_bias.b, one_bias.c
     bias = one_bias.a.bias.detach().clone()
     lowbit.quantize_(one_bias, {"*": LinearConfig(8), "table": EmbeddingConfig(8)})
-    assert one_bias.a.packed_weight is one_bias.table.packed_weight  # a table reads no bias
+    assert one_bias.a.packed_weight is one_bias.table.packed_weight  # a table ignores the bias
     assert torch.equal(lowbit.unpack(one_bias.a.packed_weight).bias, bias)
 
 
@@ -286,7 +286,7 @@ def test_a_shared_block_stays_shared():
 
 
 class OfItsOwn(torch.Tensor):
-    """As torchao's tensors, which have a meaning for each operator."""
+    """Like torchao's tensors, which define each operator."""
 
     @staticmethod
     def __new__(cls, values):

@@ -1,4 +1,4 @@
-"""quantize_: modules of torch that use their linear layers in their own way, and models that are refused."""
+"""quantize_: torch modules that use their linear layers in special ways, and refused models."""
 
 import copy
 import warnings
@@ -43,7 +43,7 @@ def test_a_parametrized_layer_is_left_alone():
 @pytest.mark.parametrize("gradients", [True, False])
 @pytest.mark.parametrize("masked", [True, False])
 def test_transformer_encoder(gradients, masked):
-    # In evaluation torch's own encoder hands the weights of its linear layers to a fused operator.
+    # In evaluation torch's encoder passes the weights of its linear layers to a fused operator.
     torch.manual_seed(0)
     model = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), 2).eval()
     x = random_rows(2, 5, 32)
@@ -102,7 +102,7 @@ def test_no_warning_of_what_the_user_left_out():
         warnings.simplefilter("error")
         lowbit.quantize_(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 320)), LinearConfig(), lambda m, name: name == "0")
         lowbit.quantize_(nn.Sequential(nn.Linear(32, 32), nn.Embedding(320, 32)), {"*": LinearConfig(), "1": None})
-        lowbit.quantize_(nn.Sequential(nn.Linear(512, 512), nn.Conv1d(8, 8, 1)), LinearConfig())  # too little to say
+        lowbit.quantize_(nn.Sequential(nn.Linear(512, 512), nn.Conv1d(8, 8, 1)), LinearConfig())  # too small for a warning
 
 
 def test_half_of_a_tied_pair_is_warned_of():
@@ -190,7 +190,7 @@ def test_quantizing_twice_does_nothing_more():
 
 @pytest.mark.parametrize("name", ["weight_norm", "spectral_norm", "pruned weight", "pruned bias"])
 def test_weights_that_hooks_compute_are_refused(name):
-    """The hook would set them again, on a layer that has none; and what it computes next is not what was packed."""
+    """The hook would set the weight on a packed layer, and its next value would differ from the packed one."""
 
     def pruned(layer):
         prune.l1_unstructured(layer, name.split()[1], 0.5)
@@ -203,7 +203,7 @@ def test_weights_that_hooks_compute_are_refused(name):
     }[name]
     model = nn.Sequential(nn.Linear(32, 9), nn.Linear(9, 9)).eval()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # torch says that there are newer ones
+        warnings.simplefilter("ignore", FutureWarning)  # torch warns that there are newer ones
         change(model[1])
     x = random_rows(3, 32)
     expected = model(x)
@@ -223,7 +223,7 @@ def test_weights_that_hooks_compute_are_refused(name):
 
 
 def test_a_forward_of_its_own_is_warned_of():
-    """Set on a layer, not its class: it computes with the float weight, and its packed layer cannot have it."""
+    """Set on the layer instead of its class: it computes with the float weight, so the packed layer cannot keep it."""
     model = nn.Sequential(nn.Linear(32, 9))
     layer = model[0]
     layer.forward = lambda x: 2 * nn.functional.linear(x, layer.weight, layer.bias)

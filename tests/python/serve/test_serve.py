@@ -1,4 +1,4 @@
-"""`lowbit serve` over real HTTP: each text is the one that it is alone, errors have OpenAI's shape, clients come and go."""
+"""`lowbit serve` over real HTTP: each text equals the text alone, errors have OpenAI's shape, clients come and go."""
 
 import asyncio
 import contextlib
@@ -51,7 +51,7 @@ class Client:
         self.port, self.headers = port, {} if key is None else {"Authorization": f"Bearer {key}"}
 
     def send(self, path, body=None, method=None, **headers):
-        """Status, headers and body of a request."""
+        """Sends a request; returns status, headers and body."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
         data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
         with contextlib.closing(connection):
@@ -70,14 +70,14 @@ class Client:
         return json.loads(found)
 
     def refused(self, path, body, status):
-        """The error of a request."""
+        """Sends a request; returns its error."""
         found, headers, document = self.send(path, body)
         error = json.loads(document)["error"]
         assert found == status and set(error) == {"message", "type", "param", "code"}, (found, document)
         return error, headers
 
     def stream(self, path, **body):
-        """The chunks of a streamed answer, behind whose end there is nothing."""
+        """The chunks of a streamed answer; checks that nothing follows its end."""
         status, headers, data = self.send(path, self.named | body | {"stream": True})
         assert status == 200 and headers["content-type"].startswith("text/event-stream"), data
         *events, end, rest = data.decode().split("\n\n")
@@ -87,7 +87,7 @@ class Client:
 
 @contextlib.contextmanager
 def serving(models, limits):
-    """A server on a thread of this process: the port, and the server."""
+    """A server on a thread of this process: its port and the server."""
     server = Server(models, limits)
     own = uvicorn.Server(uvicorn.Config(server.app(), http=_Http, log_level="error", lifespan="on"))
     listener = socket.create_server(("127.0.0.1", 0))
@@ -110,7 +110,7 @@ def loaded(packed):
 
 
 def made(loaded, name="tiny", **more):
-    """A model of its own: a decoder keeps its model for itself."""
+    """A separate model, because a decoder does not share its model."""
     model, tokenizer = copy.deepcopy(loaded[0]), loaded[1]
     settings = {"max_length": MAX_LENGTH, "cache": None, "at_once": 6, "rows": 64, "prefix_bytes": 1 << 24} | more
     return LanguageModel.of(name, model, tokenizer, PLAIN, **settings)
@@ -142,7 +142,7 @@ def client(served):
 
 
 def alone(loaded, served, prompt, count, seed=0, stop=(), logprobs=None, **settings):
-    """What the library writes, one text after the other, and the text up to a stop string."""
+    """The library's texts, one after the other, each up to a stop string."""
     model, tokenizer = loaded
     settings |= {"logit_bias": {int(token): bias for token, bias in settings.get("logit_bias", {}).items()}}
     settings |= {"dry_breakers": llm.breakers(tokenizer)} if settings.get("dry_multiplier") else {}
@@ -155,7 +155,7 @@ def alone(loaded, served, prompt, count, seed=0, stop=(), logprobs=None, **setti
 
 
 def test_each_text_is_the_one_that_it_is_alone(loaded, served, client):
-    """Forty requests of all kinds at the same time, some of which go away."""
+    """Forty concurrent requests of all kinds, some of which disconnect."""
     chance, tokenizer = random.Random(1), loaded[1]
     asked = []
     for number in range(40):
@@ -170,7 +170,7 @@ def test_each_text_is_the_one_that_it_is_alone(loaded, served, client):
 
     def ask(number):
         path, body = asked[number]
-        if number % 7 == 3:  # begins to read, and goes
+        if number % 7 == 3:  # starts reading, then disconnects
             connection = http.client.HTTPConnection("127.0.0.1", client.port, timeout=120)
             with contextlib.closing(connection):
                 connection.request("POST", path, json.dumps(body | {"stream": True, "max_tokens": 100, "stop": None}))
@@ -200,7 +200,7 @@ def test_each_text_is_the_one_that_it_is_alone(loaded, served, client):
         reasons.add(found.stopped)
     assert {"max_new_tokens", "until"} <= reasons
     deadline = time.monotonic() + 60
-    while served[1].engine.running or served[1].engine.waiting:  # those that went have freed their places
+    while served[1].engine.running or served[1].engine.waiting:  # disconnected requests have freed their slots
         assert time.monotonic() < deadline
         time.sleep(0.01)
     text = client.get("/metrics")
@@ -224,7 +224,7 @@ def test_several_choices_and_usage(loaded, served, client):
     assert texts == [text for text, _ in expected[:2]]
     assert last["choices"] == [] and last["usage"]["completion_tokens"] == sum(len(f.tokens) for _, f in expected[:2])
     without = [client.post("/v1/completions", prompt=PROMPT, max_tokens=8, temperature=1.5) for _ in range(4)]
-    assert len({each["seed"] for each in without}) == 4  # drawn, and said: the request can be repeated
+    assert len({each["seed"] for each in without}) == 4  # random seeds, reported so that requests can be repeated
     again = client.post("/v1/completions", prompt=PROMPT, max_tokens=8, temperature=1.5, seed=without[0]["seed"])
     assert again["choices"][0]["text"] == without[0]["choices"][0]["text"]
 
@@ -267,7 +267,7 @@ def test_logprobs_and_echo(loaded, served, client):
 
 
 def test_a_long_prompt_lets_others_go_on(loaded):
-    """While it is read in pieces, a text that is there already gets a token with each piece, and a short prompt begins."""
+    """While it is read in pieces, a running text gets a token with each piece, and a short prompt starts."""
     model = made(loaded, rows=16, prefix_bytes=0)
     order = []
     long_, short = (loaded[1](text)["input_ids"] for text in (SYSTEM * 8, "one, two"))
@@ -295,7 +295,7 @@ def test_a_long_prompt_lets_others_go_on(loaded):
 
 
 def test_a_text_that_goes_takes_its_beginning_with_it(loaded):
-    """Another one that was to copy what had not come yet computes it itself."""
+    """Another text that was waiting to copy its prefix computes the prefix itself."""
     model = made(loaded, rows=16, prefix_bytes=0)
     tokens = loaded[1](SYSTEM * 4)["input_ids"]
     ends = {}
@@ -314,7 +314,7 @@ def test_a_text_that_goes_takes_its_beginning_with_it(loaded):
 
 
 def test_guesses_change_no_text(loaded, served):
-    """Requests one after the other, which have guesses, and at the same time, which have some of the time."""
+    """Sequential requests, which use guesses, and concurrent ones, which use them some of the time."""
     model = made(loaded)
     model.batch.speculate(4)
     bodies = [
@@ -353,7 +353,7 @@ def test_a_beginning_is_kept(loaded, served, client):
 
 
 def test_kept_beginnings_have_a_limit(loaded):
-    most = 5 * made(loaded).batch.decoder.new_caches(64).nbytes // 2  # two texts and a half
+    most = 5 * made(loaded).batch.decoder.new_caches(64).nbytes // 2  # room for two and a half texts
     model = made(loaded, prefix_bytes=most)
     made_ = [loaded[1](begin + SYSTEM * 3)["input_ids"][:60] for begin in ("", "def ", "class ", "for ")]
     for tokens in made_:
@@ -368,7 +368,7 @@ def test_kept_beginnings_have_a_limit(loaded):
     while model.batch.step():
         pass
     assert longer.result.cached_tokens == len(kept[-1].tokens)
-    assert not any(each is kept[-1] for each, _ in model.batch.beginnings())  # the longer one has it
+    assert not any(each is kept[-1] for each, _ in model.batch.beginnings())  # the longer text is kept
 
 
 CHAT = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
@@ -551,7 +551,7 @@ def test_limits_of_queue_time_and_body(loaded):
         assert error["message"] == "the body has more than 2000 bytes; expected fewer"
         status, _, data = first.result()
         assert status == 504 and "took too long" in json.loads(data)["error"]["message"]
-        status, _, data = second.result()  # nothing of it came: it may have a status
+        status, _, data = second.result()  # no part was sent, so it may have an error status
         assert status == 504
         go.set()
         while server.engine.running or server.engine.waiting:
@@ -617,7 +617,7 @@ def tooled(loaded):
 
 
 def of_stream(chunks):
-    """The message of a stream's only choice, and why it ended."""
+    """The message of a stream's only choice, and its finish reason."""
     message = {"content": ""}
     for chunk in chunks:
         (choice,) = chunk["choices"]
@@ -660,7 +660,7 @@ def test_a_forced_call_of_a_tool(loaded, tooled):
     ],
 )  # fmt: skip
 def test_calls_of_tools_in_a_text(tooled, text, content, names):
-    """The grammar lets the model write this text alone."""
+    """The grammar allows only this text."""
     need_packages("llguidance")
     body = CHAT | {"max_tokens": 200, "tools": TOOLS, "structured_outputs": {"choice": [text]}}
     (answer,) = tooled[0].post("/v1/chat/completions", **body)["choices"]
@@ -733,7 +733,7 @@ def test_texts_of_a_grammar(served, client):
 
 
 def test_a_thousand_connections(loaded):
-    """Silent ones do not keep a request from its answer; a thousand requests at once get answers, or one sentence."""
+    """Silent connections do not block a request; a thousand concurrent requests get answers or one sentence."""
     allow_connections()
     with serving([made(loaded)], Limits(waiting=20, requests=50)) as (port, _), contextlib.ExitStack() as stack:
         silent = [stack.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(1000)]
@@ -779,7 +779,7 @@ def test_a_body_that_does_not_come(loaded):
 
 
 def test_documents_in_order(client):
-    """The fake embeds a text as its length and a half; its measure is the product."""
+    """The fake encoder embeds a text as its length and 0.5; its similarity is the product."""
     body = {"model": "encoder", "query": "ab", "documents": ["a", "abc", "ab"]}
     found = client.post("/v1/rerank", **body)
     assert [(each["index"], each["relevance_score"]) for each in found["results"]] == [(1, 6.25), (2, 4.25), (0, 2.25)]
@@ -797,7 +797,7 @@ def test_addresses_of_this_machine():
 
 
 def test_the_command(packed, tmp_path):
-    """A process of its own: it says where it listens, ends the text that runs, and then itself."""
+    """In a separate process: it prints its address, finishes the running text, and exits."""
     options = ("--port", "0", "--api-key", "k", "--threads", "1", "--max-length", "256", "--template", TINY / "plain.jinja")
     command = [LOWBIT, "serve", packed[0], *options]
     with subprocess.Popen(
@@ -828,7 +828,7 @@ def test_the_command(packed, tmp_path):
 
 
 def test_prefixes_on_disk(loaded, tmp_path):
-    """A second server reads what the first one wrote; the text is the same."""
+    """A second server reads the first one's files; the text is the same."""
     body = {"prompt": loaded[1](SYSTEM * 6)["input_ids"], "max_tokens": 5, "temperature": 0}
     answers = []
     for _ in range(2):
@@ -842,7 +842,7 @@ def test_prefixes_on_disk(loaded, tmp_path):
 
 
 def test_a_full_disk_for_prefixes(loaded, tmp_path, monkeypatch, recwarn):
-    """The answer is the same; the server says once that it keeps nothing there."""
+    """The answer is the same; the server warns once that it cannot store prefixes."""
     body = {"prompt": loaded[1](SYSTEM * 6)["input_ids"], "max_tokens": 5, "temperature": 0}
     model = made(loaded, prefix_bytes=0)
     model.batch.prefix_cache = llm.PrefixCache(tmp_path / "cache", model.batch.decoder)
@@ -853,7 +853,7 @@ def test_a_full_disk_for_prefixes(loaded, tmp_path, monkeypatch, recwarn):
     with serving([model], Limits()) as (port, _):
         monkeypatch.setattr("lowbit.llm.prefixes._write_block", fail)
         answers = [Client(port).post("/v1/completions", **body)]
-        while model.batch._active:  # the next call may still copy from a text that has ended
+        while model.batch._active:  # the next call may still copy from an ended text
             time.sleep(0.01)
         answers.append(Client(port).post("/v1/completions", **body))
         assert answers[0]["choices"] == answers[1]["choices"]

@@ -1,4 +1,4 @@
-"""Clients of `lowbit serve` that stall, drip and leave: others get their answers, and what they took is free again."""
+"""Clients of `lowbit serve` that stall, send slowly or disconnect: others get answers, and resources are freed."""
 
 import asyncio
 import contextlib
@@ -31,7 +31,7 @@ HEAD = "POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 80\r
 
 
 class PanicException(BaseException):
-    """As libraries in Rust raise it."""
+    """Like the exception of Rust libraries."""
 
     __module__ = "pyo3_runtime"
 
@@ -85,7 +85,7 @@ def test_an_engine_that_has_ended_takes_no_orders(model, monkeypatch):
     engine = Engine([model.batch], 50)
     engine.start()
     engine.stop()
-    for alive in (False, True):  # as another thread may have seen it just before
+    for alive in (False, True):  # as another thread may have seen it just earlier
         monkeypatch.setattr(Engine, "alive", alive)
         with pytest.raises(ApiError, match="the server is shutting down"):
             engine.add(model.batch, [llm.batch.Text([5], 2)])
@@ -97,7 +97,7 @@ def test_an_engine_that_has_ended_takes_no_orders(model, monkeypatch):
 
 @pytest.mark.parametrize("error", [ValueError("x"), PanicException("x")])
 def test_a_text_that_fails_fails_alone(loaded, error):
-    """Also where the one that is to hear of it fails."""
+    """Also if its callback fails."""
     model = made(loaded, prefix_bytes=0)
     ends, errors, done = [], [], threading.Event()
 
@@ -145,7 +145,7 @@ def test_a_body_that_drips_behind_its_answer(model, monkeypatch):
 
 @pytest.mark.parametrize("path", ["/detokenize", "/nothing"])
 def test_a_body_of_two_ends_is_the_last_of_its_connection(model, path):
-    """A proxy that goes by Content-Length would take what is behind the last chunk for a part of the body."""
+    """A proxy that uses Content-Length would take data after the last chunk as part of the body."""
     head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 60\r\nTransfer-Encoding: chunked\r\n\r\n"
     hidden = "GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
     with serving([model], Limits()) as (port, _), contextlib.ExitStack() as stack:
@@ -161,7 +161,7 @@ def test_half_bodies_keep_nobody_out(model):
             time.sleep(0.01)
         for _ in range(2):
             assert Client(port).post("/v1/completions", **BODY)["choices"]
-        status, error = answer(half[0])  # has made room
+        status, error = answer(half[0])  # was evicted to make room
         assert (status, error["code"]) == (503, "too_many_requests") and "expected at most 4" in error["message"]
         half[1].sendall(json.dumps(BODY)[1:].ljust(79).encode())
         response = http.client.HTTPResponse(half[1])
@@ -204,7 +204,7 @@ def test_streams_count_until_they_have_ended(loaded):
 
 
 def play(events, seconds, reads, end=None):
-    """What a reader of a stream gets that reads nothing from the third message on, until ``reads`` is set."""
+    """Messages for a reader of a stream that stops after two messages until ``reads`` is set."""
     sent, server = [], Server([], Limits())
 
     async def receive():
@@ -272,7 +272,8 @@ def test_time_is_over_before_the_first_event():
 
 
 def test_the_grace_is_over(packed):
-    """Running requests, waiting ones, streams and half bodies get status 503 or its event; the server ends without a trace."""
+    """Running and waiting requests, streams and incomplete bodies get status 503 or its event; the server exits without a
+    traceback."""
     options = ("--port", "0", "--grace", "0", "--threads", "1", "--at-once", "1", "--template", TINY / "plain.jinja")
     command = list(map(str, [LOWBIT, "serve", packed[0], *options]))
     with (

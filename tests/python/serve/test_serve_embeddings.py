@@ -1,4 +1,4 @@
-"""`/v1/embeddings` and `/v1/rerank` of packed models: the bits of sentence-transformers, alone and in any batch."""
+"""`/v1/embeddings` and `/v1/rerank` of packed models have the bits of sentence-transformers, alone and in any batch."""
 
 import base64
 import json
@@ -65,12 +65,12 @@ def embed(client, given, **more):
 
 
 def alone(encoder, text, **more):
-    """A text by itself, as the library embeds it."""
+    """The library's embedding of a single text."""
     return encoder.encode([text], convert_to_tensor=True, show_progress_bar=False, **more)[0].tolist()
 
 
 def test_an_embedding_has_the_same_bits_alone_and_in_any_batch(client, encoder):
-    """Requests of one to forty texts at the same time."""
+    """Concurrent requests of one to forty texts."""
     chance = random.Random(2)
     texts = [" ".join(chance.choices(" ".join(TEXTS).split(), k=chance.randint(1, 30))) for _ in range(60)]
     wanted = {text: alone(encoder, text) for text in texts}
@@ -86,7 +86,7 @@ def test_inputs_of_all_kinds(client, encoder):
     assert (found, count) == (alone(encoder, TEXTS[0], prompt=""), len(tokens))
     assert embed(client, [tokens, tokens[:3]])[0][0] == found
     (found,), count = embed(client, TEXTS[0])
-    assert found == alone(encoder, TEXTS[0]) and count > len(tokens)  # with the usual prompt
+    assert found == alone(encoder, TEXTS[0]) and count > len(tokens)  # with the default prompt
     assert embed(client, TEXTS[0], prompt_name="query")[0] == [alone(encoder, TEXTS[0], prompt_name="query")]
     (coded,), _ = embed(client, TEXTS[0], encoding_format="base64")
     assert numpy.frombuffer(base64.b64decode(coded), numpy.float32).tolist() == found
@@ -97,7 +97,7 @@ def test_inputs_of_all_kinds(client, encoder):
 def test_embeddings_that_are_cut(client):
     (whole,), _ = embed(client, TEXTS[0])
     (cut,), _ = embed(client, TEXTS[0], dimensions=16)
-    # The model's own are cut to 40 of 48 numbers, so they have no length of 1 to keep.
+    # The model's embeddings are cut to 40 of 48 numbers, so their norm is not 1.
     assert len(whole) == 40 and cut == whole[:16]
     row = torch.nn.functional.normalize(torch.tensor(whole), dim=0)
     short = embeddings._shortened(row, 16)
@@ -112,7 +112,7 @@ def test_documents_by_a_reranker(client, directory):
         assert [each["index"] for each in found["results"]] == (-wanted).argsort().tolist()
         assert all(abs(wanted[each["index"]] - each["relevance_score"]) < 1e-5 for each in found["results"])
     scores = {each["index"]: each["relevance_score"] for each in found["results"]}
-    # A document has the same score alone, and in other forms.
+    # A document has the same score alone and in other request forms.
     for index, text in enumerate(TEXTS):
         (one,) = client.post("/v1/rerank", model="reranker", query=TEXTS[0], documents=[{"text": text}])["results"]
         assert one == {"index": 0, "relevance_score": scores[index]}
@@ -123,7 +123,7 @@ def test_documents_by_a_reranker(client, directory):
 
 
 def test_documents_by_an_encoder(client, encoder):
-    """The query and the documents have their own prompts."""
+    """Query and documents have different prompts."""
     query = encoder.encode_query([TEXTS[0]], convert_to_tensor=True)
     wanted = encoder.similarity(query, encoder.encode_document(TEXTS, convert_to_tensor=True))[0]
     found = client.post("/v1/rerank", model="encoder", query=TEXTS[0], documents=TEXTS)["results"]
@@ -189,7 +189,7 @@ def test_a_request_that_goes_leaves_its_place(served):
 
     server.engine.call(come).result(60)
     assert [len(job.result(60)) for job in jobs if job is not jobs[1]] == [1] * 4
-    assert ran == [[TEXTS[0], *TEXTS[2:]]]  # what came in the meantime is one call
+    assert ran == [[TEXTS[0], *TEXTS[2:]]]  # requests that arrived meanwhile are one call
 
 
 def test_a_failing_call_fails_its_requests_alone(served):
@@ -226,7 +226,7 @@ def test_what_is_no_such_model(directory, tmp_path):
 
 
 def spoiled(directory, target, name, change):
-    """A copy of an encoder, one of whose JSON files is changed."""
+    """A copy of an encoder with a changed JSON file."""
     shutil.copytree(directory / "encoder", target)
     content = json.loads((target / name).read_text()) if (target / name).exists() else {}
     (target / name).write_text(json.dumps(change(content)))
@@ -259,7 +259,7 @@ def with_type(kind, folder="1_Pooling"):
     ],
 )  # fmt: skip
 def test_settings_that_name_code_are_refused(directory, tmp_path, monkeypatch, name, change, message):
-    """Nothing is imported, whatever version of sentence-transformers is installed."""
+    """No code is imported, with any version of sentence-transformers."""
     made = spoiled(directory, tmp_path / "made", name, change)
     for folder in (tmp_path, made):
         (folder / "payload.py").write_text("raise SystemExit('code of the checkpoint has run')")

@@ -1,4 +1,4 @@
-"""bench/serve_load.py, which has ten thousand requests, with some hundreds: no text is wrong, nothing stays."""
+"""bench/serve_load.py with some hundred requests instead of ten thousand: all texts are right, and nothing leaks."""
 
 import os
 import sys
@@ -46,7 +46,7 @@ def held_as(*changes):
     ("rows", "found"),
     [
         (held_as({}, {}, {"memory_now_mib": 109.0}), []),
-        (held_as({"memory_now_mib": 50.0}, {}, {}), []),  # what the first requests take
+        (held_as({"memory_now_mib": 50.0}, {}, {}), []),  # growth during the first requests
         (held_as({}, {"files": 21}), ["21 files after the last round, 20 after the first"]),
         (held_as({}, {"threads": 19}, {"threads": 10}), ["10 threads after the last round, 9 after the first"]),
         (held_as({}, {}, {"memory_now_mib": 120.0}), ["120 MiB after the last round, 100 after the second"]),

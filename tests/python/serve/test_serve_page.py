@@ -1,4 +1,4 @@
-"""The chat page of `lowbit serve` in a browser: a user types, reads, scrolls, stops; a model's text stays text."""
+"""The chat page of `lowbit serve` in a browser: typing, reading, scrolling, stopping; a model's text is never markup."""
 
 import contextlib
 import json
@@ -42,7 +42,7 @@ def shown(tab):
 
 
 def found(tab, selector, value):
-    """A value of each element."""
+    """A value for each matching element."""
     return json.loads(tab.value(f"JSON.stringify([...document.querySelectorAll({selector!r})].map(box => {value}))"))
 
 
@@ -65,16 +65,16 @@ def send(tab, text):
 
 
 class Script:
-    """A server with the real page, whose answers a test writes piece by piece while the browser reads them."""
+    """A server with the real page and answers that a test writes piece by piece while the browser reads."""
 
     def __init__(self, model):
         self.model = model
         self.bodies: list[dict] = []
         self._answers: list[queue.Queue] = []
-        self.left = threading.Event()  # a reader has gone
+        self.left = threading.Event()  # a reader has disconnected
 
     def answer(self, number, *pieces):
-        """Sends texts, whole events, or an end of answer `number`."""
+        """Sends texts, whole events, or the end of answer `number`."""
         while len(self._answers) <= number:
             time.sleep(0.01)
         for piece in pieces:
@@ -123,7 +123,7 @@ class Script:
 
 @contextlib.contextmanager
 def scripted(tmp_path, width=1000, height=800, model="a model"):
-    """A script and a tab that shows its page. The page did nothing but what it should when the test is over."""
+    """A script and a tab with its page; afterwards checks that the page had no problems."""
     browser()
     script = Script(model)
     with ThreadingHTTPServer(("127.0.0.1", 0), script.handler()) as server, page(tmp_path / "profile") as tab:
@@ -185,10 +185,10 @@ def test_a_conversation_in_a_browser(loaded, tmp_path):
 
 
 def test_a_text_is_stopped_in_a_browser(loaded, tmp_path):
-    """What there is stays, and the server writes no more of it."""
+    """The text so far stays, and the server stops generating."""
     browser()
     model = made(loaded, max_length=1024)
-    model.stop = frozenset()  # it goes on
+    model.stop = frozenset()  # endless text
     with serving([model], Limits()) as (port, server), page(tmp_path / "profile") as tab:
         tab.open(f"http://127.0.0.1:{port}/", 1000)
         tab.wait(READY)
@@ -214,7 +214,7 @@ def test_the_page_asks_for_a_key(loaded, tmp_path):
         assert shown(tab) == [("error", "an API key is needed, and the request has none")]
         assert tab.value(WIDTH) <= 360
         fill(tab, "#key", "k")
-        tab.press("Tab", 9)  # leaves the field
+        tab.press("Tab", 9)  # moves the focus out of the field
         tab.wait(READY)
         assert shown(tab) == []
 
@@ -230,11 +230,11 @@ def test_the_end_stays_in_view(tmp_path, width, height):
             tab.wait(f"{BELOW} < 2")
             script.answer(turn, *ends())
             tab.wait(DONE)
-            tab.wait(f"{BELOW} < 2")  # what stands below the answer, too
+            tab.wait(f"{BELOW} < 2")  # including the elements below the answer
             bottom = tab.value("[...document.querySelectorAll('.note')].at(-1).getBoundingClientRect().bottom")
             assert bottom <= tab.value("document.querySelector('#form').getBoundingClientRect().top")
 
-        # A reader who has scrolled up stays there, and follows again from the end.
+        # After scrolling up, the view stays; at the end it follows again.
         send(tab, "More")
         script.answer(3, lines, "Here")
         tab.wait(f"document.querySelector('#log').textContent.endsWith('Here') && {BELOW} < 2")
@@ -264,7 +264,7 @@ def test_a_new_conversation_during_an_answer(tmp_path):
         tab.wait("document.querySelector('#log').textContent.endsWith('New')")
         while not script.left.wait(0.01):
             script.answer(0, " goes on")
-        assert not tab.value(DONE)  # the end of the old answer is not that of the new one
+        assert not tab.value(DONE)  # the end of the old answer does not end the new one
         script.answer(1, " answer", *ends())
         tab.wait(DONE)
         assert shown(tab) == [("user", "New question"), ("assistant", "New answer")]
@@ -329,7 +329,7 @@ HOSTILE = """<script>document.title = 'run'</script>
 
 
 def test_hostile_texts_and_names(tmp_path):
-    """Nothing of them runs, loads, or stands for a part of the page."""
+    """They are not executed or loaded, and cannot imitate parts of the page."""
     name = "<img src=x onerror=\"document.title='run'\">"
     deep = "> " * 5000 + "deep", "- " * 200 + "list", "[" * 5000, "*a **b " * 3000
     with scripted(tmp_path, model=name) as (script, tab):
@@ -361,7 +361,7 @@ def test_an_answer_that_was_cut_says_so(tmp_path):
             "Cut off by an error: the <b>engine</b> ended",
             "Cut off by an error: the connection ended before the answer did",
         ]
-        # Without an answer the question is back in its field, and not in the conversation.
+        # Without an answer, the question returns to its field and is not in the conversation.
         send(tab, "Unanswered")
         script.answer(5, BROKEN)
         tab.wait(DONE)

@@ -1,4 +1,4 @@
-"""Requests to `lowbit serve` that are wrong, odd or large: each gets its answer, or one short sentence."""
+"""Invalid, odd and large requests to `lowbit serve`: each gets its answer, or one short sentence."""
 
 import http.client
 import json
@@ -36,7 +36,7 @@ def client(loaded):
 
 
 def refused(client, path, body, param):
-    """A request gets a 4xx in OpenAI's shape, in one short line, and the server is there afterwards."""
+    """A request gets a 4xx in OpenAI's shape with one short line, and the server still runs."""
     body = body if isinstance(body, bytes) else json.dumps({"model": "tooled"} | body).encode()
     status, _, data = client.send(path, body)
     error = json.loads(data)["error"]
@@ -47,11 +47,11 @@ def refused(client, path, body, param):
 
 
 PROMPT, TEXT = "/v1/completions", "/v1/chat/completions"
-HALF = "\\ud83d"  # of a surrogate pair
+HALF = "\\ud83d"  # half of a surrogate pair
 
 
 def called(name, number):
-    """A message of an earlier call."""
+    """A message with an earlier tool call."""
     return {"role": "assistant", "tool_calls": [{"id": number, "function": {"name": name, "arguments": "{}"}}]}
 
 
@@ -176,12 +176,12 @@ def test_a_schema_that_is_true(client):
 
 
 def test_a_grammar_that_ends_its_compiler():
-    """The process of the trial ends by its stack; the one that asks says so."""
+    """The trial process ends by a stack overflow, which the server reports."""
     assert _trial("grammar", chain(5000), 300, (), (0,)) == "it is too complex"
 
 
 def test_the_trial_knows_special_tokens(client):
-    """A rule with one, or with ids of tokens, does not hide what comes behind it from the trial."""
+    """A rule with a special token or token ids does not hide later parts from the trial."""
     deep = json.dumps(references(2800), separators=(",", ":")).replace("$ref", "\\u0024ref")
     for first in ("</s>", "<[1900-2000]>"):
         grammar = {"grammar": f"start: {first} a\na: %json {deep}"}
@@ -193,7 +193,7 @@ def test_the_trial_knows_special_tokens(client):
 
 
 def test_a_schema_beside_an_object_and_blanks(client):
-    """json_object takes llama.cpp's schema; a forced call without arguments has an end, however likely blanks are."""
+    """json_object accepts llama.cpp's schema; a forced call without arguments ends, even if blanks are likely."""
     schema = {"type": "object", "properties": {"x": {"enum": [5]}}, "required": ["x"], "additionalProperties": False}
     form = {"type": "json_object", "schema": schema}
     (choice,) = client.post(TEXT, **CHAT | {"max_tokens": 100, "response_format": form})["choices"]
@@ -209,7 +209,7 @@ def test_a_schema_beside_an_object_and_blanks(client):
 
 
 def test_tools_beside_a_schema(client):
-    """Whichever the model writes, it is an answer that fits, or a call."""
+    """The model writes either an answer that fits the schema, or a call."""
     schema = {"type": "object", "properties": {"x": {"enum": [5]}}, "required": ["x"], "additionalProperties": False}
     body = CHAT | {"tools": TOOLS, "response_format": {"type": "json_object", "schema": schema}, "max_tokens": 150}
     found = set()
@@ -222,7 +222,7 @@ def test_tools_beside_a_schema(client):
 
 
 class _DeadEnd:
-    """A constraint that lets any text come, and that none fits."""
+    """A constraint that allows any token, but never ends."""
 
     def copy(self):
         return self
@@ -251,7 +251,7 @@ def test_a_text_that_does_not_fit_is_no_complete_one(loaded, monkeypatch):
 
 
 def test_a_schema_without_a_way_to_its_end(client):
-    """Where llguidance has to end a text, the text is not said to be complete."""
+    """If llguidance must end a text, it is not reported as complete."""
     schema = {
         "type": "object", "properties": {"aa": {"type": "integer"}}, "patternProperties": {"^a": {"type": "string"}},
         "minProperties": 1, "additionalProperties": False,
@@ -323,7 +323,7 @@ DEEP = '{"a": ' * 3000 + "1" + "}" * 3000
     ],
 )  # fmt: skip
 def test_odd_texts_with_calls(text, content, arguments):
-    """Whole, and in a stream that tells nothing twice and nothing of a call."""
+    """As a whole, and as a stream without repetitions and without parts of a call."""
     left, calls = find_calls(text, ["now", "weather"])
     assert left == (text if content is None else content)
     assert [each["function"]["arguments"] for each in calls] == arguments
@@ -341,12 +341,12 @@ def test_odd_texts_with_calls(text, content, arguments):
      '<tool_call>{"a": ' * 50_000, " " * 300_000 + "{", "</think>" * 50_000, "[TOOL_CALLS]a[ARGS]" * 50_000],
 )  # fmt: skip
 def test_texts_of_many_marks_are_read_in_linear_time(text):
-    """Seconds would be hours."""
+    """Quadratic time would take hours."""
     assert find_calls(text, ["now"]) == (text, [])
 
 
 def test_a_prompt_is_compared_in_linear_time():
-    """As token by token; and 200,000 equal tokens, of which each pair would take minutes."""
+    """With the result of a token-by-token comparison; and 200,000 equal tokens, which would take minutes in quadratic time."""
     for text, breakers in (([1, 2, 1, 2, 3, 1, 2] * 3, ()), ([1, 1, 1, 2, 1, 1], (2,)), ([0, 1, 0, 0, 1, 0], (1,)), ([], ())):
         whole, grown = Repetitions(text, breakers), Repetitions((), breakers)
         for token in text:
@@ -387,7 +387,7 @@ def test_names_of_hosts_in_any_case(loaded):
 
 
 def test_tokenizing_ends_with_its_client(loaded):
-    """Texts that have not been counted when the client goes are not."""
+    """Texts that are not yet tokenized when the client disconnects are skipped."""
     encoder = Encoder("encoder", FakeEncoder(loaded[1]))
     started, go, counted = threading.Event(), threading.Event(), []
 
@@ -402,7 +402,7 @@ def test_tokenizing_ends_with_its_client(loaded):
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
         connection.request("POST", "/v1/embeddings", json.dumps({"input": ["a"] * 2048}))
         assert started.wait(60)
-        assert Client(port).get("/health")  # the loop is free
+        assert Client(port).get("/health")  # the event loop is not blocked
         connection.close()
         while "lowbit_canceled_requests_total 1.0" not in Client(port).get("/metrics"):
             pass

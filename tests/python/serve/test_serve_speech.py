@@ -1,4 +1,4 @@
-"""`/v1/audio/transcriptions` and `/v1/audio/translations` of a packed Whisper model: the texts of lowbit.speech."""
+"""`/v1/audio/transcriptions` and `/v1/audio/translations` of a packed Whisper model give lowbit.speech's texts."""
 
 import asyncio
 import io
@@ -58,7 +58,7 @@ def client(directory):
 
 @pytest.fixture(scope="module")
 def expected(directory):
-    """What lowbit.speech writes of each recording."""
+    """lowbit.speech's text for each recording."""
     transcriber = load_transcriber(directory / "model", PACKED)
     return [transcriber.transcribe(directory / f"{number}.wav", language="en") for number in range(len(SECONDS))]
 
@@ -152,7 +152,7 @@ def test_what_is_refused(client, directory):
     status, _, found = client.send("/v1/audio/transcriptions", b"--x", **{"Content-Type": "multipart/form-data"})
     assert status == 400 and b"Missing boundary" in found
     body, kind = form(data, model="\\")
-    for charset in ("undefined", "punycode"):  # codecs of Python that do not decode this
+    for charset in ("undefined", "punycode"):  # Python codecs that cannot decode this
         status, _, found = client.send("/v1/audio/transcriptions", body, **{"Content-Type": f"{kind}; charset={charset}"})
         assert status == 400 and b"no form that can be read" in found, found
     for path, body in (
@@ -171,7 +171,7 @@ def test_a_long_recording_is_refused_while_it_is_read(client, directory, monkeyp
 
 
 def test_recordings_that_are_none(client, tmp_path, monkeypatch):
-    """What refers to other files of the server's, and more sound than memory has room for."""
+    """Files that refer to other files of the server, and more audio than memory can hold."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "other.wav").write_bytes(recording(1))
     for text in (
@@ -189,7 +189,7 @@ def test_recordings_that_are_none(client, tmp_path, monkeypatch):
 
 
 def test_few_recordings_are_in_memory_at_a_time(directory, expected, monkeypatch):
-    """The others wait for their turn, streamed or not."""
+    """Other requests wait, streamed or not."""
     model = speech.load("whisper", directory / "model", PACKED, cache=None, progress=None)
     held, most, follow = set(), [], speech.Listening.next
 
@@ -217,13 +217,13 @@ def test_few_recordings_are_in_memory_at_a_time(directory, expected, monkeypatch
             )
             == 4
         )
-        assert set(most) == {1} and beside == [0] * 4  # the bytes of the files, too
+        assert set(most) == {1} and beside == [0] * 4  # including the bytes of the files
         while server._busy:
             time.sleep(0.01)
 
 
 def test_a_transcription_does_not_wait_for_its_reader():
-    """Its samples would stay in memory as long."""
+    """Otherwise its samples would stay in memory."""
     heard = []
 
     async def hear(tell):

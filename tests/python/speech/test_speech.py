@@ -1,4 +1,4 @@
-"""Whisper models: transcription beside transformers' own generation, CTranslate2's files, and `lowbit transcribe`."""
+"""Whisper models: transcription compared with transformers' generation, CTranslate2's files, and `lowbit transcribe`."""
 
 import copy
 import io
@@ -20,7 +20,7 @@ from lowbit.speech.audio import read_audio
 from speech_models import POSITIONS, SECOND, save_ctranslate2, tiny_whisper
 
 PACKED = lowbit.LowBitConfig(bits=4, group_size=32)
-# Alone: in packed layers behind them a difference in the last bit, which depends on the CPU, moves an activation now and then.
+# Tested alone, because in later packed layers a CPU-dependent difference in the last bit sometimes moves an activation.
 CONVOLUTIONS = lowbit.LowBitConfig(conv_bits=8, overrides={"*": None, "*.conv*": {"bits": 8}})
 
 
@@ -42,7 +42,7 @@ def sound(seconds: float, seed: int = 0) -> np.ndarray:
 
 
 def generated(model, features, **options):
-    """The tokens of transformers' generation, without prompt and end."""
+    """The tokens of transformers' generation, without prompt and stop token."""
     result = model.generate(features, language="en", task="transcribe", return_segments=True, **options)
     return [segment["tokens"].tolist() for segment in result["segments"][0]], result["segments"][0]
 
@@ -50,9 +50,9 @@ def generated(model, features, **options):
 @pytest.mark.parametrize("config", [None, PACKED, CONVOLUTIONS], ids=["float", "packed", "with convolutions"])
 @pytest.mark.parametrize("seed", range(3))
 def test_the_tokens_are_those_of_transformers(whisper, tmp_path, config, seed):
-    """With float layers. The last bits of torch's float operators differ between CPUs and numbers of rows, so int8 activations
-    may decide for another token where two are nearly as likely. With packed layers the logits are compared instead, as each
-    Transcriber does when it is made."""
+    """With float layers. The last bits of torch's float operators depend on the CPU and the number of rows, so int8 activations
+    may change the token at near ties. With packed layers the logits are compared instead, as in the constructor of
+    Transcriber."""
     tiny_whisper(tmp_path / "model", seed)
     model = load_speech_model(tmp_path / "model", config)
     processor = transformers.WhisperProcessor.from_pretrained(tmp_path / "model")
@@ -64,7 +64,7 @@ def test_the_tokens_are_those_of_transformers(whisper, tmp_path, config, seed):
         more = {"truncation": False, "padding": "longest"} if seconds > 1 else {}
         inputs = processor(part, sampling_rate=SECOND, return_tensors="pt", return_attention_mask=True, **more)
         masks = {"attention_mask": inputs.attention_mask} if seconds > 1 else {}
-        if not timestamps:  # a model of random weights would write some all the same
+        if not timestamps:  # a model with random weights would write timestamps anyway
             last = model.config.vocab_size
             model.generation_config.suppress_tokens = [1, 2, *range(257, last)]
             transcriber = Transcriber(copy.deepcopy(model), processor)
@@ -74,10 +74,10 @@ def test_the_tokens_are_those_of_transformers(whisper, tmp_path, config, seed):
                 tokens, segments = generated(model, inputs.input_features, return_timestamps=True, **masks)
                 end = model.generation_config.eos_token_id
                 tokens = [[token for token in one if token != end] for one in tokens]
-                # transformers keeps both timestamps of the last pair of a window.
+                # transformers keeps both timestamps of a window's last pair.
                 times = model.generation_config.no_timestamps_token_id
                 tokens = [one[:-1] if min(one[-2:]) > times and len(one) > 1 else one for one in tokens]
-                if seconds < 1:  # transformers goes on in the silence behind the recording
+                if seconds < 1:  # transformers continues in the silence after the recording
                     assert len(result.segments) <= len(tokens)
                     tokens = tokens[: len(result.segments)]
                 starts = [min(float(segment["start"]), len(part) / SECOND) for segment in segments[: len(tokens)]]
@@ -102,7 +102,7 @@ def test_a_step_in_pieces_is_the_whole(whisper, cache):
     tokens = torch.randint(0, 200, (1, 12))
     whole = decoder(tokens, torch.tensor([0]))
     decoder.listen(torch.randn(1, 16, 2 * POSITIONS))
-    assert not torch.equal(decoder(tokens, torch.tensor([0])), whole)  # it hears something else
+    assert not torch.equal(decoder(tokens, torch.tensor([0])), whole)  # the audio matters
     torch.manual_seed(0)
     decoder.listen(torch.randn(1, 16, 2 * POSITIONS))
     for begin, end in ((0, 5), (5, 6), (6, 12)):
@@ -122,7 +122,7 @@ def test_the_language_is_detected(whisper):
 
 
 def test_settings_that_the_tokenizer_completes(whisper):
-    """Models that were trained on often have a generation_config of little more than the ends of a text."""
+    """Fine-tuned models often have a generation_config with little more than stop tokens."""
     model, samples = load_speech_model(whisper), sound(2.0)
     expected = load_transcriber(whisper).transcribe(samples)
     for name in ("no_timestamps_token_id", "lang_to_id", "task_to_id", "is_multilingual"):
@@ -130,7 +130,7 @@ def test_settings_that_the_tokenizer_completes(whisper):
     transcriber = Transcriber(model, transformers.WhisperProcessor.from_pretrained(whisper))
     assert transcriber.languages == ["en", "fi"]
     assert transcriber.transcribe(samples) == expected
-    assert not hasattr(model.generation_config, "lang_to_id")  # the model's own stays
+    assert not hasattr(model.generation_config, "lang_to_id")  # the model's config is unchanged
 
 
 def test_what_is_refused(whisper):
@@ -226,7 +226,7 @@ def test_ctranslate2_files_that_are_damaged(whisper, tmp_path):
     generator = np.random.default_rng(0)
     for cut in [*range(60), *generator.integers(60, len(data), 100)]:
         refused(data[:cut], "ends|cut|would take|has no|layers")
-    for _ in range(200):  # whatever a byte of the first kilobyte becomes, it is one sentence, or an equal model
+    for _ in range(200):  # any change in the first kilobyte gives one sentence or an equal model
         at, byte = int(generator.integers(1000)), bytes([generator.integers(256)])
         (tmp_path / "model.bin").write_bytes(data[:at] + byte + data[at + 1 :])
         try:
@@ -242,7 +242,7 @@ def test_ctranslate2_files_that_are_damaged(whisper, tmp_path):
 
 
 def test_features_in_pieces(whisper, monkeypatch):
-    """Loud and quiet pieces have the features, and the text, of the whole."""
+    """Loud and quiet pieces give the same features and text as the whole."""
     transcriber, samples = load_transcriber(whisper), sound(7.3)
     samples[SECOND : 3 * SECOND] *= 1e-4
     samples[5 * SECOND :] *= 0.01
@@ -250,7 +250,7 @@ def test_features_in_pieces(whisper, monkeypatch):
     monkeypatch.setattr("lowbit.speech.transcriber._PIECE", 2 * SECOND)
     monkeypatch.setattr("lowbit.speech.transcriber._EDGE", SECOND // 2)
     pieces = transcriber._features(samples, 100)
-    assert pieces.shape == whole.shape and (pieces - whole).abs().max() < 1e-5  # the product with the mel bins is rounded
+    assert pieces.shape == whole.shape and (pieces - whole).abs().max() < 1e-5  # rounding of the product with the mel bins
     assert transcriber.transcribe(samples, language="en") == expected
 
 
@@ -280,7 +280,7 @@ def test_audio_files(tmp_path):
 
 
 def container(path, format, codec, layout="mono", frames=1, rate=SECOND, video=False):
-    """A file of FFmpeg's, with frames of a tenth of a second, each of zeros."""
+    """An FFmpeg file with frames of a tenth of a second of zeros."""
     with av.open(path, "w", format=format) as made:
         if video:
             picture = made.add_stream("mpeg4", rate=10, width=32, height=32, pix_fmt="yuv420p")
@@ -324,7 +324,7 @@ def test_recordings_that_refer_to_other_files_are_refused(tmp_path, monkeypatch,
 
 
 def test_formats_that_are_allowed_open_nothing_else():
-    """No name of the list is a demuxer of FFmpeg that opens files, sockets or devices."""
+    """No name in the list is an FFmpeg demuxer that opens files, sockets or devices."""
     assert not set(audio._FORMATS.split(",")) & {
         "concat", "concatf", "dash", "ffmetadata", "hls", "imf", "image2", "image2pipe", "lavfi", "rtp", "rtsp", "sap", "sdp",
         "tee", "vobsub", "webm_dash_manifest", "applehttp", "tty", "alsa", "x11grab", "fbdev", "video4linux2", "v4l2", "oss",
@@ -348,7 +348,7 @@ def test_formats_of_recordings(tmp_path, format, codec):
 
 
 def test_headers_that_ask_for_much_memory(tmp_path):
-    """A header may be compressed, to a thousandth of its size."""
+    """A header may be compressed to a thousandth of its size."""
 
     def atom(kind, *parts):
         return struct.pack(">I", 8 + sum(map(len, parts))) + kind + b"".join(parts)
@@ -368,7 +368,7 @@ def test_headers_that_ask_for_much_memory(tmp_path):
 
 
 def test_the_sound_of_a_video(tmp_path):
-    """Its pictures are not decoded."""
+    """The video stream is not decoded."""
     assert len(load_audio(container(tmp_path / "a", "mp4", "aac", frames=10, video=True))) > SECOND / 2
     with pytest.raises(ValueError, match="has audio of the codec tta, which is not supported; expected WAV"):
         load_audio(container(tmp_path / "a", "matroska", "tta"))
@@ -402,7 +402,7 @@ def test_limits_of_recordings(tmp_path):
     seen = []
     with pytest.raises(ValueError, match="a.flac has more than 2 seconds"), open(tmp_path / "a.flac", "rb") as file:
         read_audio(file, "a.flac", 2, lambda: seen.append(1))
-    assert len(seen) < 40  # frames: the rest is not decoded
+    assert len(seen) < 40  # decoded frames; the rest is skipped
     assert len(load_audio(tmp_path / "a.flac")) == 60 * SECOND
 
 
@@ -413,7 +413,7 @@ def test_a_header_that_promises_large_frames(tmp_path, monkeypatch):
 
 
 def test_channels_in_opposite_phase(tmp_path):
-    """Their mean is silence: the louder one is taken. Other channels are averaged."""
+    """Their mean is silence, so the louder one is used. Other channels are averaged."""
     one, other = sound(2.5), sound(2.5, 1)
     write_wave(tmp_path / "one.wav", one)
     wanted = load_audio(tmp_path / "one.wav")
@@ -425,7 +425,7 @@ def test_channels_in_opposite_phase(tmp_path):
         write_wave(tmp_path / "two.wav", np.stack([left, right], 1).ravel(), SECOND, 2)
         mean = ((left * 32767).astype("<i2") / np.float32(32768) + (right * 32767).astype("<i2") / np.float32(32768)) / 2
         assert np.array_equal(load_audio(tmp_path / "two.wav"), mean)
-    # For each second by itself
+    # Separately for each second
     write_wave(tmp_path / "two.wav", np.stack([one, np.where(np.arange(len(one)) < SECOND, one, -one)], 1).ravel(), SECOND, 2)
     assert np.abs(load_audio(tmp_path / "two.wav")[2 * SECOND :]).max() > 0.04
 

@@ -1,4 +1,4 @@
-"""A browser without a window, which a test drives over a pipe in Chromium's DevTools protocol."""
+"""A headless browser, controlled over a pipe by Chromium's DevTools protocol."""
 
 import contextlib
 import itertools
@@ -12,9 +12,9 @@ from pathlib import Path
 
 from needs import lacking
 
-_PATIENCE = 120  # seconds; only ends what hangs
+_PATIENCE = 120  # seconds; only for hangs
 
-# The browser reads commands from descriptor 3 and answers on descriptor 4, whatever numbers the pipes have here.
+# The browser reads commands from descriptor 3 and answers on descriptor 4, independent of the pipes' numbers here.
 _START = """
 import fcntl, os, sys
 ours = [fcntl.fcntl(int(number), fcntl.F_DUPFD, 10) for number in sys.argv[1:3]]
@@ -33,7 +33,7 @@ def browser() -> str:
 
 
 class Page:
-    """A tab. All that its console, its errors and its content security policy say is in `problems`."""
+    """A tab. `problems` collects messages of the console, errors and violations of the content security policy."""
 
     def __init__(self, commands, answers):
         self._commands, self._answers, self._numbers = commands, answers, itertools.count()
@@ -73,7 +73,8 @@ class Page:
         return found["result"].get("value")
 
     def wait(self, condition: str) -> None:
-        """Waits until an expression is true in JavaScript, where an element is; its value here would be an empty dict."""
+        """Waits until an expression is true in JavaScript, where elements are true; here an element's value is an empty
+        dict."""
         deadline = time.monotonic() + _PATIENCE
         while not self.value(f"Boolean({condition})"):
             assert time.monotonic() < deadline, f"{condition} is not true after {_PATIENCE} s; problems: {self.problems}"
@@ -84,7 +85,7 @@ class Page:
         self._call("Input.insertText", text=text)
 
     def press(self, key: str, code: int, modifiers: int = 0) -> None:
-        """Presses a key; 8 among the modifiers is Shift."""
+        """Presses a key; modifier 8 is Shift."""
         more = {"key": key, "code": key, "windowsVirtualKeyCode": code, "modifiers": modifiers}
         self._call("Input.dispatchKeyEvent", type="keyDown", text="\r" if key == "Enter" else "", **more)
         self._call("Input.dispatchKeyEvent", type="keyUp", **more)

@@ -1,4 +1,4 @@
-"""What the tests of calibrate_checkpoint share: small models with a tokenizer, texts, and measures of what came out."""
+"""Shared by the tests of calibrate_checkpoint: small models with a tokenizer, texts, and measures of the result."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ CONFIG = lowbit.LowBitConfig(bits=3)
 
 
 def words(count: int, seed: int = 0, per_line: int = 12) -> str:
-    """A text in which a word says much about the next."""
+    """A text with predictable next words."""
     generator = torch.Generator().manual_seed(seed)
     steps = torch.randint(0, 6, (count,), generator=generator).cumsum(0) * 7 % WORDS
     listed = [f"w{step}" for step in steps.tolist()]

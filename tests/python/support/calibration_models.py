@@ -1,4 +1,4 @@
-"""Small models of transformers, texts for them, and what calibration made of them."""
+"""Small transformers models, texts for them, and measures of calibrated models."""
 
 import copy
 
@@ -25,7 +25,7 @@ def llama(tied: bool = True, **others) -> nn.Module:
 
 
 def with_inputs_of_all_sizes(model: nn.Module) -> nn.Module:
-    """As trained models have them."""
+    """Gives a model inputs of different sizes, as in trained models."""
     for module in model.modules():
         if type(module).__name__.endswith("RMSNorm"):
             module.weight.data.copy_(torch.linspace(-1.5, 1.5, 64).exp()[torch.randperm(64)])
@@ -38,7 +38,7 @@ def bert() -> nn.Module:
 
 
 def tokens(count: int = 4, length: int = 48, seed: int = 0, vocabulary: int = 120) -> list[torch.Tensor]:
-    """Batches [2, length] of a text in which a token says much about the next."""
+    """Batches [2, length] of a text with predictable next tokens."""
     generator = torch.Generator().manual_seed(seed)
     steps = torch.randint(0, 6, (count, 2, length), generator=generator)
     return list((steps.cumsum(2) * 7 + torch.randint(0, vocabulary, (count, 2, 1), generator=generator)) % vocabulary)
@@ -51,7 +51,7 @@ def hidden(model: nn.Module, batches: list[torch.Tensor]) -> torch.Tensor:
 
 
 def errors(model: nn.Module, config, methods=("nearest", "importance", "gptq")) -> list[float]:
-    """Relative squared errors of the outputs on text that is not that of the calibration."""
+    """Relative squared errors of the outputs on held-out text."""
     test = tokens(seed=1)
     wanted = hidden(model, test)
     found = []

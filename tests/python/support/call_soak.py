@@ -1,8 +1,8 @@
-"""Many Python threads at once: all operators and models of both runtimes, threads that flush subnormal numbers and
-threads that do not, other numbers of threads in between, kernel libraries that are loaded meanwhile. The same bits in
-every call, and memory that does not grow.
+"""Many concurrent Python threads: all operators, models of both runtimes, threads that flush subnormal numbers and threads that
+do not, changing numbers of threads, and loading of kernel libraries. Every call must give the same bits, and memory must not
+grow.
 
-    call_soak.py CALLS ACME DIRECTORY    # a library of examples/vendor_kernel, and where to write a program
+    call_soak.py CALLS ACME DIRECTORY    # a library of examples/vendor_kernel, and a directory for a program
 """
 
 import faulthandler
@@ -20,18 +20,18 @@ from reference import random_packed, random_rows
 
 warnings.simplefilter("ignore")
 calls, acme, directory = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-faulthandler.dump_traceback_later(250 + calls // 100, exit=True)  # of all threads, should some wait forever
+faulthandler.dump_traceback_later(250 + calls // 100, exit=True)  # of all threads, in case of a deadlock
 lowbit.executorch.register()
 from executorch.runtime import Runtime
 
-# What is called, by name: functions without arguments that give tensors.
+# The calls by name: functions without arguments that return tensors.
 work = {}
 
 
 def linear(i):
     n, k = 40 + 97 * (i % 5), 64 + 160 * (i % 4)
     packed = random_packed(n, k, 1 + i % 8, 32, ("symmetric", "affine")[i % 2], seed=i)
-    # Every third has activations and scales so small that a thread that flushes subnormal numbers would give others.
+    # Every third has activations and scales so small that flushing subnormal numbers would change the result.
     x = random_rows((1, 3, 70)[i % 3], k, seed=i) * (1e-36 if i % 3 == 0 else 1.0)
     indices = torch.arange(300) * 7 % n
     return {f"linear {i}": lambda: lowbit.linear(x, packed, n), f"embedding {i}": lambda: lowbit.embedding(indices, packed, k)}
@@ -70,7 +70,7 @@ layer, rows = Layer().eval(), torch.arange(40)[None] * 13 % 520
 lowbit.export_pte(layer, (rows,), directory + "/layer.pte")
 
 
-def program():  # a method's memory is its own: one for each thread
+def program():  # a method has its own memory, so each thread needs one
     kept = threading.local()
 
     def call():
@@ -92,7 +92,7 @@ assert ((small > 0) & (small < 2.0**-126)).any(), "no result is subnormal"
 assert torch.equal(expected["layer in torch"], expected["layer in ExecuTorch"])
 
 
-def same_bits(a, b):  # for a thread that flushes them, subnormal numbers compare as zeros
+def same_bits(a, b):  # in a thread that flushes, subnormal numbers compare as zeros
     return a.shape == b.shape and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
@@ -121,7 +121,7 @@ def worker(number):
 
 
 def loader():
-    # The library, once calls run; then, again and again, what changes nothing or is refused.
+    # Loads the library while calls run; then repeatedly loads libraries that change nothing or are refused.
     lowbit.load_kernels(acme)
     while not stop.is_set():
         lowbit.load_kernels(acme)

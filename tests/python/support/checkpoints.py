@@ -1,4 +1,4 @@
-"""Small random models of transformers, saved as checkpoints."""
+"""Small random transformers models, saved as checkpoints."""
 
 import json
 import os
@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-# Odd sizes: the vocabulary is no multiple of a panel's 16 rows, the intermediate size no multiple of a group.
+# Odd sizes: the vocabulary is not a multiple of a panel's 16 rows, the intermediate size not of a group.
 SIZES = {
     "vocab_size": 403, "hidden_size": 64, "intermediate_size": 168, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 128,
@@ -33,7 +33,7 @@ def make_model(kind: str = "untied", dtype: torch.dtype = torch.bfloat16, seed: 
     else:
         model = LlamaForCausalLM(LlamaConfig(**SIZES | sizes, tie_word_embeddings=kind == "tied"))
     for parameter in model.parameters():
-        if parameter.dim() == 1:  # norms and biases: zeros and ones would hide a mix-up
+        if parameter.dim() == 1:  # norms and biases, because zeros and ones would hide a mix-up
             parameter.data.add_(0.1 * torch.randn(parameter.shape))
     return model.to(dtype).eval()
 
@@ -73,8 +73,8 @@ def change_tensors(path: Path, change) -> None:
 
 
 def killed_at(moment: int, action, install) -> bool:
-    """Runs `action()` in a forked process that gets SIGKILL at the `moment`-th call of the function that
-    `install(tick)` is given; returns whether it came to that. Only for processes with one thread."""
+    """Runs `action()` in a fork that gets SIGKILL at the `moment`-th call of the function that `install(tick)` receives;
+    returns whether that call happened. Only for single-threaded processes."""
     child = os.fork()
     if child == 0:
         status = 1
@@ -105,7 +105,7 @@ def quantized(model, config: lowbit.LowBitConfig):
 
 
 def refuse(source, target, error, *parts, config=CONFIG):
-    """Quantizing raises the error, whose message has all the parts, and leaves nothing behind."""
+    """Quantizing raises the error, whose message has all the parts, and leaves no files."""
     before = sorted(source.parent.rglob("*"))
     with pytest.raises(error) as caught:
         lowbit.quantize_checkpoint(source, target, config)

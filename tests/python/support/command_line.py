@@ -1,7 +1,7 @@
-"""The command line for its tests: run as a user runs it, or in this process through the same entry.
+"""Runs the command line for its tests: like a user, or in this process through the same entry point.
 
-A process of its own takes seconds to import torch and transformers, so each command runs once in one; further cases run
-in this process.
+A new process takes seconds to import torch and transformers, so each command runs once in one; further cases run in this
+process.
 """
 
 import json
@@ -23,7 +23,7 @@ TINY = ROOT / "examples" / "tiny_llama"
 FLOAT = TINY / "model"
 LOWBIT = Path(sys.executable).with_name("lowbit")
 PROMPT = "Return the number of items"
-ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # as in conftest.py: on a busy machine threads wait for each other
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # as in conftest.py, because on a busy machine threads wait for each other
 
 
 def run(*arguments, stdin: str | None = None, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess:
@@ -38,7 +38,7 @@ def invoke(*arguments, stdin: str | None = None):
     """The same in this process."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
     try:
-        runner = typer.testing.CliRunner(env={"COLUMNS": None})  # a pytest that runs tests in parallel sets it
+        runner = typer.testing.CliRunner(env={"COLUMNS": None})  # set by pytest when it runs tests in parallel
         return runner.invoke(app, [str(argument) for argument in arguments], input=stdin)
     finally:
         for number, handler in handlers.items():
@@ -46,7 +46,7 @@ def invoke(*arguments, stdin: str | None = None):
 
 
 def document(result) -> dict:
-    """What --json printed, and nothing else beside it; its keys are those that docs/cli.md lists."""
+    """The document that --json printed, with nothing else; its keys are those in docs/cli.md."""
     assert result.stdout.startswith("{") and result.stdout.endswith("}\n"), (result.stdout, result.stderr)
     return json.loads(result.stdout)
 
@@ -74,7 +74,7 @@ def text_of(generation: llm.Generation) -> str:
 
 
 def broken(tmp_path: Path, **files) -> Path:
-    """A copy of the float model with some files replaced, or removed where they are None."""
+    """A copy of the float model with some files replaced, or removed if None."""
     target = tmp_path / "broken"
     shutil.copytree(FLOAT, target)
     for name, content in files.items():
@@ -86,7 +86,7 @@ def broken(tmp_path: Path, **files) -> Path:
 
 
 def shortened(target: Path, layers: int) -> Path:
-    """The float model with its first layers only, and with its tokenizer: for what each layer takes long."""
+    """The float model with only its first layers, and its tokenizer, for tests that are slow per layer."""
     model = load_model(FLOAT)
     del model.model.layers[layers:]
     model.config.num_hidden_layers = layers
@@ -100,7 +100,7 @@ def config(**changes) -> str:
 
 
 def error(result) -> str:
-    """The one line on stderr of a command that failed, without its beginning; stdout is empty."""
+    """The only line on stderr of a failed command, without its prefix; stdout is empty."""
     assert result.exit_code == 1, (result.exit_code, result.stdout, result.stderr, result.exception)
     lines = [line for line in result.stderr.splitlines() if not line.endswith(" ...")]
     assert len(lines) == 1 and lines[0].startswith("lowbit: error: "), lines

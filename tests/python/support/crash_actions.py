@@ -1,4 +1,4 @@
-"""What test_crashes.py records, kills and repeats: everything of lowbit's that writes files, on small models.
+"""Actions that test_crashes.py records, kills and repeats: everything in lowbit that writes files, on small models.
 
 crash_actions.py SOURCES PLACE NAME...    # each in PLACE/NAME
 """
@@ -65,7 +65,7 @@ def pt2(sources: Path, place: Path) -> None:
 
 
 def report(sources: Path, place: Path) -> None:
-    """The figures, as they are written after each that is measured; the page is in the same way."""
+    """The figures, which are rewritten after each measurement, like the page."""
     write(place / "figures.json", {"version": 1, "rows": [{"bits": 4}, {"bits": 3}]})
 
 
@@ -77,7 +77,7 @@ def saved_in_shards(sources: Path, place: Path) -> None:
     saved(sources, place, "30KB")
 
 
-# Which layers a calibration has kept, and from which identity: two runs with one, then two with another.
+# The layers that a calibration has kept, and their identity: two runs with one, then two with another.
 JOURNALS = (({"config": "a"}, 0), ({"config": "a"}, 2), ({"config": "b"}, 4), ({"config": "b"}, 6))
 
 
@@ -101,7 +101,7 @@ ACTIONS = {
     "quantize": quantize, "quantize into": quantize, "gguf": gguf, "import": importing, "pte": pte, "report": report,
     "saved": saved_in_shards, "one over one": saved, "shards over one": saved_in_shards, "journal": journal,
 }  # fmt: skip
-if "LOWBIT_CRASH_CHANGES" in os.environ:  # half a minute of compiling: `make soak`
+if "LOWBIT_CRASH_CHANGES" in os.environ:  # compiling takes half a minute: `make soak`
     ACTIONS["pt2"] = pt2
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""What a disk may hold after a process was killed, or the power failed, at any moment of a recorded run.
+"""Possible disk contents after a kill or a power failure at any moment of a recorded run.
 
-strace records the system calls that change files below a directory. Replaying the first of them gives what a killed
-process leaves. After a power failure those are certain that an fsync covers: the bytes of a file its own, names that of
-their directory. Of the others any may be missing, whatever their order, and bytes that are missing may be zeros; file
-systems promise more, POSIX does not (Pillai et al., All File Systems Are Not Created Equal, OSDI 2014).
+strace records the system calls that change files below a directory. Replaying the first n of them gives the state after a kill.
+After a power failure, only changes covered by an fsync are certain: the file's fsync for its bytes, the directory's fsync for
+names. Any of the others may be missing, in any order, and missing bytes may be zeros. File systems promise more, but POSIX does
+not (Pillai et al., All File Systems Are Not Created Equal, OSDI 2014).
 """
 
 import itertools
@@ -23,14 +23,14 @@ _CALLS = (
 _LINE = re.compile(r"^(\d+) +(\w+)\((.*)\) += (-?\d+|0x[0-9a-f]+|\?)(?: .*)?$", re.S)
 _STRING = re.compile(r'"((?:\\x[0-9a-f]{2})*)"(\.\.\.)?')
 
-DIRECTORY = "directory"  # the bytes of a directory in a tree
+DIRECTORY = "directory"  # marks a directory in a tree
 
 
 @dataclass
 class Change:
-    """One that the disk may or may not have: of names in a directory, or of a file's bytes."""
+    """A change of names in a directory or of a file's bytes, which may or may not reach the disk."""
 
-    of: int  # the inode whose names or bytes change
+    of: int  # inode of the changed directory or file
     kind: str  # "name", "move", "remove", "write", "size"
     name: str = ""
     inode: int = 0
@@ -41,7 +41,7 @@ class Change:
 
 @dataclass
 class Recording:
-    """Changes below a directory, and which inodes were synced between them."""
+    """Changes below a directory, and the inodes synced between them."""
 
     root: Path
     directories: set[int] = field(default_factory=lambda: {0})
@@ -88,7 +88,7 @@ class Recording:
 
 
 def _certain_with(change: Change) -> tuple[int, ...]:
-    """Whose fsync makes it certain: a rename is all on the disk or not at all."""
+    """Inodes whose fsync makes a change certain; a rename reaches the disk completely or not at all."""
     return (change.of, change.source[0]) if change.kind == "move" else (change.of,)
 
 
@@ -117,7 +117,7 @@ def _content(before: bytes, writes: list[Change]) -> bytes:
 
 
 def record(script: Path, arguments: list, roots: list[Path], log: Path, **environment) -> list[Recording]:
-    """Runs a Python script under strace; what it changes below each of the directories."""
+    """Runs a Python script under strace; returns its changes below each of the directories."""
     recordings = [Recording(root) for root in roots]
     command = ["strace", "-f", "--seccomp-bpf", "-xx", "-s", str(1 << 26), "-e", f"trace={_CALLS}", "-o", log]
     done = subprocess.run(
@@ -126,7 +126,7 @@ def record(script: Path, arguments: list, roots: list[Path], log: Path, **enviro
     assert done.returncode == 0, done.stderr[-4000:]
     with open(log) as file:
         _read(file, recordings)
-    for recording in recordings:  # what was understood is what happened
+    for recording in recordings:  # the replayed changes give the actual state
         assert tree_after(recording, recording.events) == tree_of(recording.root), recording.root
     return recordings
 
@@ -158,7 +158,7 @@ def _one(call: str, text: str, result: int, descriptors: dict, recordings: list[
     numbers = [part.strip() for part in _STRING.sub("", text).split(",")]
 
     def full(at: int) -> Path:
-        """The string with this number as a path, relative to the descriptor before it where the call has one."""
+        """The path in the string with this number, relative to the call's directory descriptor if it has one."""
         path = Path(strings[at].decode(errors="surrogateescape"))
         if path.is_absolute():
             return path
@@ -250,7 +250,7 @@ def tree_of(root: Path) -> dict[str, object]:
 
 
 def tree_after(recording: Recording, changes) -> dict[str, object]:
-    """The same when these changes alone have reached the disk."""
+    """The same if only these changes have reached the disk."""
     inodes = {i: dict(v) if isinstance(v, dict) else v for i, v in recording.initial.items()}
     writes: dict[int, list[Change]] = {}
     for change in changes:
@@ -283,7 +283,7 @@ def make(tree: dict[str, object], root: Path) -> None:
 
 
 def uncertain(events: list) -> list[int]:
-    """Which changes no fsync has made certain, by their number."""
+    """Indices of changes that no fsync has made certain."""
     found: list[int] = []
     for at, event in enumerate(events):
         if isinstance(event, Change):
@@ -294,7 +294,7 @@ def uncertain(events: list) -> list[int]:
 
 
 def killed(recording: Recording) -> Iterator[dict[str, object]]:
-    """What is there after a kill behind every change, and in the middle of every write."""
+    """States after a kill following every change, and in the middle of every write."""
     for end in range(len(recording.events) + 1):
         done = recording.events[:end]
         yield tree_after(recording, done)
@@ -304,8 +304,8 @@ def killed(recording: Recording) -> Iterator[dict[str, object]]:
 
 
 def without_power(recording: Recording, most: int, seed: int = 0) -> Iterator[dict[str, object]]:
-    """What may be there after the power failed behind every change: all of it while at most `most` changes are
-    uncertain; else each missing alone and each there alone, those up to any moment, and as many at random."""
+    """Possible states after a power failure following every change: all of them if at most `most` changes are uncertain;
+    otherwise each change missing alone, each present alone, all up to any moment, and random subsets."""
     seen = set()
     for end in range(len(recording.events) + 1):
         open_ones = uncertain(recording.events[:end])

@@ -12,14 +12,14 @@ import traceback
 
 import torch  # noqa: F401
 
-SECONDS = 1200  # ends what hangs
+SECONDS = 1200  # limit for hangs
 
 
 def run(order: dict) -> int:
     os.chdir(order["directory"])
     os.environ.clear()
     os.environ.update(order["environment"])
-    # What `python -c` would have.
+    # As in `python -c`.
     sys.argv, sys.path[0] = order["argv"], ""
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for number, file in enumerate(order["files"], 1):

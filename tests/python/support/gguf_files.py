@@ -1,4 +1,4 @@
-"""GGUF files for tests: of models, written by the package gguf, and byte by byte."""
+"""GGUF files for tests, written by the package gguf and byte by byte."""
 
 import struct
 from pathlib import Path
@@ -16,7 +16,7 @@ def text(value: str | bytes) -> bytes:
 
 
 def value(item) -> bytes:
-    """A value of the metadata, its type before it."""
+    """A metadata value, preceded by its type."""
     if isinstance(item, bool):
         return struct.pack("<I?", 7, item)
     if isinstance(item, int):
@@ -40,7 +40,7 @@ def tensor(name: str, shape: tuple[int, ...], kind: int, offset: int) -> bytes:
 
 
 def file_bytes(metadata: dict, tensors: list[tuple[str, tuple[int, ...], int, bytes]], alignment: int = 32) -> bytes:
-    """A whole file; the shapes of the tensors as in the file."""
+    """A whole file; shapes of tensors in the file's order."""
     header = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(metadata))
     header += b"".join(text(key) + value(item) for key, item in metadata.items())
     data = b""
@@ -60,7 +60,7 @@ SCALES = {
 
 
 def random_blocks(name: str, n: int, k: int, block: int, size: int, generator: np.random.Generator) -> np.ndarray:
-    """Every code and sub-scale that a type has, uint8 [n, bytes of a row]."""
+    """Random blocks with all codes and sub-scales of a type, uint8 [n, bytes of a row]."""
     blocks = generator.integers(0, 256, (n, k // block, size), np.uint8)
     for at in SCALES.get(name, ()):
         scale = generator.uniform(-1, 1, (n, k // block, 1)).astype("<f2")
@@ -85,14 +85,14 @@ ARCHITECTURES = {
 
 
 def permute(weight: np.ndarray, heads: int) -> np.ndarray:
-    """As llama.cpp's converter orders the rows of q and k."""
+    """Reorders the rows of q and k like llama.cpp's converter."""
     halves = weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:])
     return halves.swapaxes(1, 2).reshape(weight.shape)
 
 
 def experts_as_in_files(name: str, array: np.ndarray, interleaved: bool) -> dict[str, np.ndarray]:
-    """The tensors of a file that a parameter of experts becomes, [experts, n, k] or [experts, n], by "gate", "up", "down";
-    the halves of one with two matrices lie below each other, or their rows alternate and all is transposed."""
+    """The file's tensors for an expert parameter, [experts, n, k] or [experts, n], by "gate", "up", "down". In a parameter with
+    two matrices, they are stacked, or their rows alternate and everything is transposed."""
     if interleaved and array.ndim == 3:
         array = array.swapaxes(1, 2)
     if "gate_up" not in name:
@@ -112,13 +112,13 @@ def write_model(
     merges: tuple[str, ...] = ("t h", "th e"),
     **others,
 ) -> Path:
-    """A model of transformers as llama.cpp's converter writes it; matrices as `kind` if their rows fit its blocks.
+    """Writes a transformers model like llama.cpp's converter; matrices have type `kind` if their rows fit its blocks.
 
     Args:
-        tokens, pre, merges: of a byte-level vocabulary, how words are cut, and what is joined.
-        split: tensors in each part; 0: one file.
+        tokens, pre, merges: byte-level vocabulary, rule for splitting words, and merges.
+        split: tensors per part; 0: one file.
         sentencepiece: tokens with their scores and types instead.
-        others: metadata of the architecture.
+        others: more metadata of the architecture.
     """
     config = model.config
     architecture = ARCHITECTURES[config.model_type]
@@ -187,7 +187,7 @@ def write_model(
         if config.model_type.startswith("gemma") and name.endswith("norm.weight"):
             array = array + 1
         called = f"{names.get_name(base)}.{leaf}"
-        router = "ffn_gate_inp" in called  # which stays float
+        router = "ffn_gate_inp" in called  # routers stay float
         if array.ndim == 2 and array.shape[1] % block == 0 and kind != "F32" and not router:
             writer.add_tensor(called, gguf.quantize(array, number), raw_dtype=number)
         else:

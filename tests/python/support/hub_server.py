@@ -1,4 +1,4 @@
-"""A hub on this machine that speaks huggingface_hub's protocol: models at revisions, tokens, gates, commits."""
+"""A local hub with huggingface_hub's protocol: models at revisions, tokens, gated models, commits."""
 
 import base64
 import hashlib
@@ -18,8 +18,8 @@ TOKEN = "hf_of_these_tests"
 class Repository:
     commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
     refs: dict[str, str] = field(default_factory=dict)
-    gated: bool = False  # files need a token; what is known of the model does not
-    private: bool = False  # everything does
+    gated: bool = False  # files need a token, metadata does not
+    private: bool = False  # everything needs a token
 
     def commit(self, files: dict[str, bytes], *names: str) -> str:
         sha = hashlib.sha1(json.dumps({name: _blob(data) for name, data in files.items()}).encode()).hexdigest()
@@ -29,7 +29,7 @@ class Repository:
 
 
 class Hub(ThreadingHTTPServer):
-    """Models by their names, and what was asked for."""
+    """Models by name, and the received requests."""
 
     def __init__(self):
         super().__init__(("127.0.0.1", 0), _Handler)
@@ -81,7 +81,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.answer({"error": code}, status, X_Error_Code=code, X_Error_Message=code)
 
     def repository(self, name: str, revision: str, for_files: bool) -> dict[str, bytes] | None:
-        """The files at a revision; None: it was refused."""
+        """The files at a revision; None if refused."""
         found, known = self.server.models.get(name), self.headers.get("Authorization") == f"Bearer {TOKEN}"
         if found is None or (found.private and not known):
             self.refuse(404 if known else 401, "RepoNotFound")

@@ -1,4 +1,4 @@
-"""Small models of images and text with random weights and their processors, in the shapes of real families."""
+"""Small random models of images and text with processors, in the shapes of real families."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ TEXT = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
     "max_position_embeddings": 1024,
 }  # fmt: skip
-# Written after the templates of the families: what stands for an image is all that differs.
+# Modeled on the families' templates, which differ only in the image placeholder.
 _TEMPLATE = (
     "{% for message in messages %}[{{ message.role }}]{% for part in message.content %}{% if part.type == 'image' %}IMAGE"
     "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
@@ -36,7 +36,7 @@ def _tokenizer(special: list[str], **named: str) -> transformers.PreTrainedToken
 
 
 def _save_parts(directory: Path, images, tokenizer, image: str, **settings) -> None:
-    """What a processor has, one by one, because one with a part for videos needs torchvision."""
+    """Saves the parts of a processor separately, because one with a video part needs torchvision."""
     images.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     (directory / "processor_config.json").write_text(json.dumps(settings))
@@ -118,7 +118,7 @@ def save_image_model(kind: str, directory: Path) -> None:
     """A model of this family and its processor."""
     torch.manual_seed(0)
     model = globals()[f"_{kind}"](directory)
-    for name, parameter in model.named_parameters():  # random logits follow what is seen, and no token wins always
+    for name, parameter in model.named_parameters():  # so that random logits depend on the image and no token always wins
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=0.08 if "vision" not in name and "visual" not in name else 0.15)
     model.generation_config.eos_token_id = 256

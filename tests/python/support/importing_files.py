@@ -1,4 +1,4 @@
-"""The smallest whole models in the formats that lowbit imports, made byte by byte: for tests that damage them."""
+"""The smallest complete models in the formats that lowbit imports, made byte by byte, for tests that damage them."""
 
 import json
 import struct
@@ -23,7 +23,7 @@ MATRICES = {
 
 
 def tensors() -> list:
-    """All of a small llama: Q4_0 with scales of 1, and norms."""
+    """All tensors of a small llama: Q4_0 with scales of 1, and norms."""
     block = struct.pack("<e", 1.0) + bytes(range(16))
     found = [(f"{name}.weight", shape, 2, block * shape[1]) for name, shape in MATRICES.items()]
     ones = np.ones(32, "<f4").tobytes()
@@ -31,7 +31,7 @@ def tensors() -> list:
 
 
 def expert_file() -> bytes:
-    """All of a small Mixtral, likewise."""
+    """A file of a small Mixtral, likewise."""
     block = struct.pack("<e", 1.0) + bytes(range(16))
     found = [each for each in tensors() if "ffn_" not in each[0] or "norm" in each[0]]
     found += [(f"blk.0.ffn_{part}_exps.weight", (32, 32, 2), 2, block * 64) for part in ("gate", "up", "down")]
@@ -40,7 +40,7 @@ def expert_file() -> bytes:
 
 
 def i2s_file() -> bytes:
-    """All of a small llama in bitnet.cpp's type: digits 0, 1, 2, 1 and a scale of 1."""
+    """A file of a small llama in bitnet.cpp's type: digits 0, 1, 2, 1 and a scale of 1."""
     wider = {"llama.embedding_length": 128, "llama.feed_forward_length": 128}
     found = []
     for name, (k, n) in MATRICES.items():
@@ -52,7 +52,7 @@ def i2s_file() -> bytes:
 
 
 def layers_of_others() -> dict[str, tuple[dict, dict, dict]]:
-    """By format a layer of 32 x 32 weights: settings, tensors, metadata of the file."""
+    """A layer of 32 x 32 weights by format: settings, tensors, metadata of the file."""
     generator = torch.Generator().manual_seed(0)
     layer = Quantized(32, 32, 4, 32, "free", generator)
     halves = Quantized(32, 32, 4, 16, "free", generator)

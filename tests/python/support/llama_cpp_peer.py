@@ -1,4 +1,4 @@
-"""llama.cpp, by way of llama-cpp-python, for tests: logits, greedy tokens and the tokens of a text."""
+"""llama.cpp through llama-cpp-python for tests: logits, greedy tokens and tokenization."""
 
 import ctypes
 import os
@@ -10,7 +10,8 @@ _F32 = 0  # of ggml's types
 
 
 def find_library():
-    """The module llama_cpp. Where it is not installed: a skip that says so, under `make test-llama-cpp` a failure."""
+    """The module llama_cpp. If it is not installed, the test is skipped with the reason, or fails under `make
+    test-llama-cpp`."""
     try:
         import llama_cpp
     except (ImportError, OSError, RuntimeError) as error:
@@ -47,21 +48,21 @@ class LlamaCpp:
         self._library.llama_model_free(self._model)
 
     def logits(self, tokens: list[int]) -> np.ndarray:
-        """Of the tokens, which follow those of earlier calls: the logits behind the last, float32 [vocabulary]."""
+        """Appends tokens to those of earlier calls; returns the logits after the last, float32 [vocabulary]."""
         array = (self._library.llama_token * len(tokens))(*tokens)
         assert self._library.llama_decode(self._context, self._library.llama_batch_get_one(array, len(tokens))) == 0
         count = self._library.llama_vocab_n_tokens(self._vocabulary)
         return np.ctypeslib.as_array(self._library.llama_get_logits_ith(self._context, -1), (count,)).copy()
 
     def greedy(self, tokens: list[int], count: int) -> list[int]:
-        """The likeliest tokens behind a prompt, one after the other."""
+        """Greedy tokens after a prompt."""
         found = [int(self.logits(tokens).argmax())]
         while len(found) < count:
             found.append(int(self.logits(found[-1:]).argmax()))
         return found
 
     def tokenize(self, text: str) -> list[int]:
-        """As transformers' tokenizers are called: with the tokens around a text; names of special tokens are these."""
+        """Tokenizes like transformers: adds the tokens around a text, and parses names of special tokens."""
         data, room = text.encode(), 4 * len(text) + 8
         tokens = (self._library.llama_token * room)()
         count = self._library.llama_tokenize(self._vocabulary, data, len(data), tokens, room, True, True)

@@ -9,6 +9,6 @@ TEXT = "".join(path.read_text(encoding="utf-8") for path in FILES).replace("\\\n
 
 
 def rules() -> dict[str, list[str]]:
-    """Each target that is no file, with what it needs."""
+    """Each target that is not a file, with its prerequisites."""
     found = re.findall(r"^([a-z][a-z0-9-]*(?: [a-z][a-z0-9-]*)*):(?!=)(?! export )([^#\n]*)", TEXT, re.M)
     return {target: needs.split() for targets, needs in found for target in targets.split()}

@@ -4,13 +4,13 @@ import lowbit
 import torch
 from reference import DTYPES, WEIGHTS, assert_same_bits, random_packed, random_rows
 
-MAGIC = bytes.fromhex("894c4f574249540a")  # a packed weight begins with it
+MAGIC = bytes.fromhex("894c4f574249540a")  # the first bytes of a packed weight
 N, K, GROUP = 21, 80, 32  # of Every: odd n, a short last group
 _ROTATED = ("symmetric", "affine", "levels")  # mappings of Every's weights of rotated inputs
 
 
 class Small(torch.nn.Module):
-    """Both kinds of layers between float ones. Input [...] indices below 50; output [..., 48]."""
+    """Both kinds of packed layers between float ones. Input [...] indices below 50; output [..., 48]."""
 
     def __init__(self):
         super().__init__()
@@ -25,8 +25,8 @@ class Small(torch.nn.Module):
 
 
 class Every(torch.nn.Module):
-    """Every width, mapping and dtype, linear and embedding: nothing but lowbit's operators, so any surface that runs it
-    must give the bits of eager."""
+    """Every width, mapping and dtype, linear and embedding. It has only lowbit's operators, so every surface must give the bits
+    of eager."""
 
     def __init__(self):
         super().__init__()
@@ -43,13 +43,13 @@ class Every(torch.nn.Module):
         self.tables = torch.nn.ModuleList(lowbit.nn.Embedding(weight, dtype) for weight in packed.values() for dtype in DTYPES)
 
     def forward(self, int64s, f32, bf16, f16, int32s):
-        """Indices [m] of both types, and [m, K] of each of DTYPES; outputs in the order of `names`."""
+        """Takes indices [m] of both types, and [m, K] of each of DTYPES; returns outputs in the order of `names`."""
         results = [linear(x) for linear in self.linears for x in (f32, bf16, f16)]
         return tuple(results + [table((int64s, int32s)[i % 2]) for i, table in enumerate(self.tables)])
 
 
 def inputs(m: int) -> tuple:
-    """Of Every."""
+    """Inputs of Every."""
     indices = torch.arange(m) * 13 % N
     return indices, *(random_rows(m, K, seed=m).to(dtype) for dtype in DTYPES), indices.int()
 
@@ -59,7 +59,7 @@ DYNAMIC_SHAPES = tuple({0: _M} for _ in inputs(2))
 
 
 def check_every(outputs, model: Every, arguments: tuple) -> None:
-    """Fails unless `outputs` are the bits of `model(*arguments)`."""
+    """Fails unless `outputs` have the bits of `model(*arguments)`."""
     with torch.no_grad():
         expected = model(*arguments)
     assert len(outputs) == len(expected) == len(model.names) == 2 * len(DTYPES) * (len(WEIGHTS) + len(_ROTATED))

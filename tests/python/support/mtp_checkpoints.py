@@ -1,4 +1,4 @@
-"""Tiny random checkpoints with a multi-token prediction head, as their authors' files have it."""
+"""Tiny random checkpoints with a multi-token prediction head, in the authors' layouts."""
 
 import json
 import re
@@ -27,7 +27,7 @@ LATENT = {
     "kv_lora_rank": 32, "q_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 32, "v_head_dim": 32,
     "num_key_value_heads": 4,
 }  # fmt: skip
-# By model type what the configuration has beside SIZES. Layer 1 is of the kind of the head's.
+# By model type, the configuration besides SIZES. Layer 1 has the kind of the head's layer.
 KINDS = {
     "qwen3_5_text": DELTA,
     "qwen3_5_moe_text": DELTA | EXPERTS,
@@ -46,7 +46,7 @@ def write(kind: str, directory: Path, agreeing: bool = False, vocabulary: int = 
     """Writes a checkpoint, and returns the tensors of its file.
 
     Args:
-        agreeing: each token depends on the one before alone, in the model and in the head; so the head is always right.
+        agreeing: in the model and the head, each token depends only on the previous one, so the head is always right.
         vocabulary: number of tokens.
     """
     torch.manual_seed(0)
@@ -76,7 +76,7 @@ def write(kind: str, directory: Path, agreeing: bool = False, vocabulary: int = 
             tensor.fill_(0.0 if is_beside(kind) else 1.0)
     if agreeing:
         tensors[f"{prefix}{ends[3]}.weight"] = torch.cat([torch.eye(size), torch.zeros(size, size)], dim=1)
-    if not is_beside(kind):  # DeepSeek's files have them a second time
+    if not is_beside(kind):  # DeepSeek's files contain them twice
         tensors[f"{prefix}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
         tensors[f"{prefix}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
     save_file(tensors, directory / "model.safetensors", {"format": "pt"})
@@ -84,7 +84,7 @@ def write(kind: str, directory: Path, agreeing: bool = False, vocabulary: int = 
 
 
 def without_head(directory: Path, tensors: dict[str, torch.Tensor], *names: str) -> None:
-    """Writes a checkpoint again without these tensors; without names, without the whole head."""
+    """Rewrites a checkpoint without these tensors; without names, without the whole head."""
     kept = {
         name: tensor
         for name, tensor in tensors.items()
@@ -94,9 +94,9 @@ def without_head(directory: Path, tensors: dict[str, torch.Tensor], *names: str)
 
 
 def reference(kind: str, tensors: dict[str, torch.Tensor], config: dict, directory: Path):
-    """The head's guesses by its definition, in plain torch over a whole text.
+    """The head's guesses by definition, in plain torch over a whole text.
 
-    The block runs as the only layer of a model of transformers, with attention of its own and no caches.
+    The block runs as the only layer of a transformers model, with transformers' attention and no caches.
 
     Returns:
         A function of the hidden states [s, size] of a text and the tokens after each: results [s, size] and guesses [s].

@@ -1,4 +1,4 @@
-"""What a test needs of the machine, and what becomes of the test where that is missing."""
+"""Requirements of tests, and the outcome if they are missing."""
 
 import importlib.util
 import os
@@ -8,7 +8,7 @@ import pytest
 
 
 def lacking(what: str) -> NoReturn:
-    """Ends a test, or a module of them, that cannot run here: a skip, but on CI a failure, as nobody would notice the skip."""
+    """Ends a test or test module that cannot run here: a skip, but on CI a failure, because nobody would notice a skip."""
     if os.environ.get("CI"):
         pytest.fail(what, pytrace=False)
     pytest.skip(what, allow_module_level=True)

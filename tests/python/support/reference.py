@@ -1,7 +1,7 @@
-"""What lowbit computes, in plain torch: the contract of kernels/ukernel.h and the byte layout of kernels/format.h.
+"""A reference in plain torch for the contract of kernels/ukernel.h and the byte layout of kernels/format.h.
 
-Every float32 operation is done as float64 and rounded once, so results are compared with ==. Sums and products of two
-float32 values round correctly that way; `fma32` adds the rounding to odd that makes it right for three.
+Every float32 operation is computed in float64 and rounded once, so results are compared with ==. This rounds sums and products
+of two float32 values correctly; for three values, `fma32` also rounds to odd.
 """
 
 import math
@@ -22,8 +22,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def fma32(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     """a * b + c of float32 values, rounded once, as float32.
 
-    The product is exact in float64. The sum is rounded to odd (Boldo and Melquiond, 2008): where it is inexact and its
-    last bit even, it moves to the neighbor on the side of the error, after which rounding to float32 is right.
+    The product is exact in float64. The sum is rounded to odd (Boldo and Melquiond, 2008): if it is inexact and its last bit is
+    even, it moves to the neighbor on the side of the error. Then rounding to float32 is correct.
     """
     product = a.double() * b.double()
     c = c.double()
@@ -37,7 +37,7 @@ def fma32(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
 
 
 def segments_of(k: int, group: int) -> list[tuple[int, slice]]:
-    """The segments of k inputs in groups: the group of each, and its inputs."""
+    """The segments of k inputs in groups: group and inputs of each."""
     segments, begin = [], 0
     while begin < k:
         end = min(begin + 64, (begin // group + 1) * group, k)
@@ -64,7 +64,7 @@ def quantize_rows(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
 
 
 def dequantized_rows(x: Tensor, group: int) -> Tensor:
-    """What the kernels make of x [m, k], float32 [m, k]."""
+    """x [m, k] after the kernels' quantization, float32 [m, k]."""
     values, scales = quantize_rows(x, group)
     sizes = [inputs.stop - inputs.start for _, inputs in segments_of(x.shape[1], group)]
     return values.float() * scales.repeat_interleave(torch.tensor(sizes), 1)
@@ -72,7 +72,7 @@ def dequantized_rows(x: Tensor, group: int) -> Tensor:
 
 @dataclass
 class Parts:
-    """A packed weight, taken apart: codes by lowbit.unpack(), everything else from the bytes."""
+    """The parts of a packed weight: codes from lowbit.unpack(), everything else from the bytes."""
 
     info: lowbit.PackedInfo
     codes: Tensor  # int64 [n, k]
@@ -88,7 +88,7 @@ class Parts:
 
     @property
     def levels(self) -> Tensor:
-        """What the integer part of a product multiplies: int64 [n, k]."""
+        """The integer factors of the products: int64 [n, k]."""
         if self.info.mapping == "affine":
             return self.codes
         if self.info.mapping == "levels":
@@ -119,7 +119,7 @@ def take_apart(packed: Tensor) -> Parts:
         values = body[:, offset : offset + size].contiguous().view(dtype).view(panels, -1, 16)
         return values.permute(1, 0, 2).reshape(values.shape[1], -1)[:, : info.out_features].float()
 
-    def of_group(g: int) -> Tensor:  # behind the block in which the group ends
+    def of_group(g: int) -> Tensor:  # after the block in which the group ends
         end = min(-(-(g + 1) * group // 32), blocks)
         return by_row(end * block_bytes + g * group_bytes, group_bytes, torch.float16)
 
@@ -142,7 +142,7 @@ def linear(x: Tensor, packed: Tensor) -> Tensor:
         for s, (of_group, inputs) in enumerate(segments):
             if of_group != g:
                 continue
-            # Sums below 2^53: float64 holds them exactly in any order.
+            # Sums below 2^53 are exact in float64, in any order.
             product = (a[:, inputs].double() @ parts.levels[:, inputs].double().T).float()
             sum = a[:, inputs].sum(1, keepdim=True).float()
             scale = scales[:, s, None]
@@ -182,7 +182,7 @@ def random_packed(
     generator = torch.Generator().manual_seed(seed + 1000003 * n + 10007 * k + 101 * bits + (group_size or 0))
     groups = 1 if group_size is None else -(-k // group_size)
     levels = None
-    if mapping == "levels":  # both ends, zero, and one twice
+    if mapping == "levels":  # both ends, zero, and one value twice
         levels = torch.randint(-127, 128, (2**bits,), dtype=torch.int8, generator=generator)
         levels[:4] = torch.tensor([-127, 127, 0, 127], dtype=torch.int8)
     return lowbit.pack(
@@ -216,7 +216,7 @@ def assert_same_bits(actual: Tensor, expected: Tensor) -> None:
 
 
 def _exp2(x: Tensor) -> Tensor:
-    """As attention defines it for x <= 0."""
+    """exp2 as defined in attention, for x <= 0."""
     n = x.round()  # to even, as everywhere
     r = x - n
     p = torch.full_like(x, float.fromhex("0x1.41fbbcp-13"))
@@ -230,11 +230,11 @@ def _tanh2(x: Tensor) -> Tensor:
     return torch.copysign((1 - e) / (1 + e), x)
 
 
-LEVELS = [6.0, 18.0, 31.0, 44.0, 58.0, 75.0, 96.0, 127.0]  # of 4-bit caches, and the same below zero
+LEVELS = [6.0, 18.0, 31.0, 44.0, 58.0, 75.0, 96.0, 127.0]  # of 4-bit caches, with their negatives
 
 
 def rotated_inputs(x: Tensor, block: int, back: bool = False) -> Tensor:
-    """Inputs [..., k] of a layer that rotates them in such blocks, float32; or, back, rows of its weights."""
+    """Rotates inputs [..., k] of a layer in blocks of this size, float32; or rotates rows of its weights back."""
     signs = [int("243f6a8885a308d313198a2e03707344"[8 * (i // 32) : 8 * (i // 32) + 8], 16) >> i % 32 & 1 for i in range(block)]
     factors = torch.tensor([-1.0 if negative else 1.0 for negative in signs]) * 2.0 ** -math.ceil(math.log2(block) / 2)
     blocks = x.unflatten(-1, (-1, block))
@@ -242,7 +242,8 @@ def rotated_inputs(x: Tensor, block: int, back: bool = False) -> Tensor:
 
 
 def rotated(t: Tensor) -> Tensor:
-    """Each block of [..., d], of the largest power of two that divides d, times a Hadamard matrix; sums in their order."""
+    """Multiplies each block of [..., d], of the largest power of two that divides d, by a Hadamard matrix, in the contract's
+    order of sums."""
     size = t.shape[-1] & -t.shape[-1]
     x = t.reshape(*t.shape[:-1], -1, size)
     half = 1
@@ -254,7 +255,7 @@ def rotated(t: Tensor) -> Tensor:
 
 
 def cached(t: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """Keys or values [..., d] as a cache of that type has them, in float32; codes: their levels, and scales [...]."""
+    """Keys or values [..., d] as stored in a cache of that type, in float32; for codes, their levels, and scales [...]."""
     if dtype is torch.int4:
         t = rotated(t.float() / (t.shape[-1] & -t.shape[-1]))
         _, scales = cached(t, torch.int8)
@@ -282,7 +283,8 @@ def attention(
     q: Tensor, k: Tensor, v: Tensor, start: int, scale: float, window: int = 0, softcap: float = 0.0, sinks=None,
     cache: torch.dtype | tuple[torch.dtype, torch.dtype] | None = None,
 ) -> Tensor:  # fmt: skip
-    """The last positions of a text: q [batch, heads, s, d]; k and v of all of it, [batch, kv_heads, start + s, d].
+    """Attention for the last positions of a text: q [batch, heads, s, d]; k and v of the whole text, [batch, kv_heads, start +
+    s, d].
 
     ``cache``: the type of keys and values, or of both.
     """
@@ -311,7 +313,7 @@ def attention(
     before, behind = nothing, torch.zeros(s, 1, dtype=torch.bool)
     for begin in range(0, length, 256):
         end = min(begin + 256, length)
-        if begin % 512 == 0:  # a span begins: for rows that have seen one, from nothing
+        if begin % 512 == 0:  # a span begins; rows that have seen an earlier span start from zero
             behind = seen[:, :begin].any(1, keepdim=True) & seen[:, begin : begin + 512].any(1, keepdim=True)
             before = [most, sums, out]
             most, sums, out = (torch.where(behind, new, t) for new, t in zip(nothing, before, strict=True))
@@ -351,7 +353,7 @@ def attention(
 
 
 def close_to_packed(found: torch.Tensor, layer: lowbit.nn.Linear, x: torch.Tensor) -> None:
-    """Both are sums of the same products, in float32: within (k + 8) roundings of the sum of their magnitudes."""
+    """Both are float32 sums of the same products: they differ by at most (k + 8) roundings of the sum of magnitudes."""
     parts = take_apart(layer.packed_weight)
     magnitudes = dequantized_rows(x, parts.group).abs().double() @ parts.weight().abs().T + parts.bias.abs()
     bound = (x.shape[1] + 8) * 2.0**-24 * magnitudes

@@ -1,4 +1,4 @@
-"""The programs of examples/cpp: how they are built from the installed package, as a user would, and run.
+"""Builds the programs of examples/cpp from the installed package, like a user, and runs them.
 
 With LOWBIT_TEST_ARM_RUNNERS, a directory of such programs for Arm, the tests run those as well, under QEMU:
 `make test-arm-runner`.
@@ -19,8 +19,8 @@ ARM_RUNNERS = os.environ.get("LOWBIT_TEST_ARM_RUNNERS")
 QEMU = ["qemu-aarch64", "-L", "/usr/aarch64-linux-gnu", "-cpu"]
 KINDS = ["pte", "pt2"]
 HERE = "here"
-# Of a file, and the CPU that it runs on: there is no libtorch to build against for Arm. Results are looked at on every CPU;
-# options, files and what is refused are the same code on all Arm CPUs, and emulated calls are slow.
+# Kind of file and CPU; there is no libtorch for Arm to build with. Results are tested on every CPU. Options, files and refusals
+# use the same code on all Arm CPUs, and emulated calls are slow.
 KINDS_AND_PROCESSORS = [(kind, HERE) for kind in KINDS]
 KINDS_AND_CPUS = list(KINDS_AND_PROCESSORS)
 if ARM_RUNNERS:
@@ -42,7 +42,7 @@ class Runner:
         return subprocess.run([*self.command, *map(str, arguments)], capture_output=True, text=True, timeout=300)
 
     def refusal(self, *arguments) -> str:
-        """What it says as it refuses: a message and exit code 1, not a signal."""
+        """The message of a refusal, with exit code 1 and no signal."""
         process = self(*arguments)
         assert process.returncode == 1, (process.returncode, process.stderr)
         assert re.search(rf"^{self.name}: .", process.stderr, re.M), process.stderr
@@ -56,7 +56,7 @@ class Runner:
 
 
 def tool(name: str) -> str:
-    """cmake and ninja of this Python's environment, where they are installed there."""
+    """cmake and ninja of this Python's environment, if it has them."""
     beside = Path(sys.executable).parent / name
     return str(beside) if beside.exists() else name
 
@@ -72,7 +72,7 @@ def build(source: Path, directory: Path, *definitions: str) -> None:
 
 
 def packed_bytes_altered(old: Path, new: Path, offset: int) -> None:
-    """A copy in which the header of each packed weight has another byte at `offset`."""
+    """A copy of a file with a changed byte at `offset` in the header of each packed weight."""
 
     def alter(data: bytes) -> bytes:
         changed, at = bytearray(data), data.find(MAGIC)

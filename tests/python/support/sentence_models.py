@@ -1,4 +1,4 @@
-"""Small models of sentence-transformers with random weights: an encoder with all of its usual modules, and a reranker."""
+"""Small random sentence-transformers models: an encoder with all usual modules, and a reranker."""
 
 from pathlib import Path
 
@@ -36,7 +36,8 @@ def _save_bert(directory: Path, kind: type[transformers.PreTrainedModel], **more
 
 
 def save_encoder(directory: Path) -> None:
-    """Mean pooling, two dense layers and normalization, as EmbeddingGemma has them; prompts, and embeddings that are cut."""
+    """Saves an encoder with mean pooling, two dense layers and normalization, as in EmbeddingGemma; prompts, and truncated
+    embeddings."""
     _save_bert(directory / "bert", transformers.BertModel)
     bert = parts.Transformer(str(directory / "bert"))
     dense = [parts.Dense(64, 80), parts.Dense(80, 48, bias=False, activation_function=torch.nn.Identity())]

@@ -1,4 +1,4 @@
-"""A small Whisper model of random weights with its processor, and files as CTranslate2 writes them."""
+"""A small random Whisper model with its processor, and files in CTranslate2's layout."""
 
 import json
 import struct
@@ -19,11 +19,11 @@ _SPECIAL = [
     "<|startofprev|>",
     "<|notimestamps|>",
 ]
-POSITIONS = 50  # of the encoder: windows of a second, 51 timestamps
+POSITIONS = 50  # of the encoder: windows of one second, 51 timestamps
 
 
 def save_tokenizer(directory: Path) -> dict[str, int]:
-    """tokenizer.json with a token for each byte and Whisper's special ones; returns these."""
+    """Saves tokenizer.json with a token for each byte and Whisper's special tokens; returns the special tokens."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(models.BPE({letter: number for number, letter in enumerate(letters)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -75,7 +75,7 @@ def _text(text: str) -> bytes:
 def save_ctranslate2(
     source: Path, target: Path, dtype: torch.dtype, *, specification: str = "WhisperSpec", version: int = 6
 ) -> None:
-    """The model in ``source`` as CTranslate2 stores it: float, or matrices as int8 with the inverse of a scale per row."""
+    """Saves the model in ``source`` in CTranslate2's layout: float, or int8 matrices with the inverse of a scale per row."""
     target.mkdir()
     model = transformers.WhisperForConditionalGeneration.from_pretrained(source, dtype=torch.float32)
     state = model.state_dict()

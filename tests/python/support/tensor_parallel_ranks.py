@@ -1,8 +1,8 @@
-"""What test_tensor_parallel.py has three processes of torchrun do; each writes what it found as JSON.
+"""Runs in three processes of torchrun for test_tensor_parallel.py; each writes its results as JSON.
 
     python -m torch.distributed.run --standalone --nproc-per-node 3 tensor_parallel_ranks.py TINY DIRECTORY
 
-DIRECTORY: has PACKED and FLOAT checkpoints of some models, and gets what was found.
+DIRECTORY: has PACKED and FLOAT checkpoints of some models, and gets the results.
 """
 
 import json
@@ -23,7 +23,7 @@ CONFIG = lowbit.LowBitConfig(bits=4, group_size=16)
 
 
 class Gated(torch.nn.Module):
-    """Every way to cut a layer, each bias large; inputs [..., 96], outputs [..., 80]."""
+    """Every way to split a layer, with large biases; inputs [..., 96], outputs [..., 80]."""
 
     plan = {
         "up.*": "colwise", "down": "rowwise", "whole": "colwise_gather_output", "split": "rowwise_split_input",
@@ -126,7 +126,7 @@ def of_layers(two, x) -> dict:
     found["sums"] = torch.equal(sums.down(mine), each[0] + each[1])
     found["bias"] = bias.abs().mean().item()
     found["difference"] = (sums(x) - whole(x)).abs().max().item()
-    # One group for a row; an order of the inputs of its own.
+    # One group per row; a permutation of the inputs.
     order = torch.randperm(192).int()
     ordered = torch.nn.ModuleList([lowbit.nn.Linear(row.packed_weight, input_order=order)])
     expected, plan = ordered[0](wide), {"*": "rowwise"}
@@ -150,7 +150,7 @@ def of_tiny_llama(two, directory, ids) -> dict:
         "whole bytes": sum(layer.packed_weight.numel() for layer in whole.modules() if isinstance(layer, lowbit.nn.Linear)),
         "twice": refused(shard_, exact, two),
         "save": refused(exact.save_pretrained, "never"),
-        "heads": refused(shard_, whole),  # by all three
+        "heads": refused(shard_, whole),  # refused by all three ranks
         "unchanged": parts(whole),
     }
 
@@ -174,7 +174,7 @@ def of_random(packed, floats, ids) -> dict:
 
 
 def of_two(packed, two, ids) -> dict:
-    """Tokens of two ranks, exact and with sums, beside one's."""
+    """Tokens of two ranks, exact and with sums, and of one."""
     whole, exact, sums = (AutoModelForCausalLM.from_pretrained(packed) for _ in range(3))
     shard_(exact, two), shard_(sums, two, exact=False)
     options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
@@ -187,7 +187,7 @@ def of_two(packed, two, ids) -> dict:
 
 
 def mapped_bytes(file) -> int:
-    """Of a mapped file, what is in this process's memory now."""
+    """Bytes of a mapped file that are now in this process's memory."""
     ours, total = False, 0
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if not line.split()[0].endswith(":"):
@@ -198,11 +198,11 @@ def mapped_bytes(file) -> int:
 
 
 def of_memory(packed) -> dict:
-    """What a rank has of a file while it loads its part of a model, and afterwards."""
+    """Memory of a rank for a file while it loads its part of a model, and afterwards."""
     file, seen = Path(packed, "model.safetensors").resolve(), []
 
     def watched(tensor):
-        seen.append(mapped_bytes(file))  # a matrix was read: now it is most
+        seen.append(mapped_bytes(file))  # a matrix was just read, so memory is at its peak
         give_back(tensor)
 
     placing.give_back = tensor_parallel.give_back = watched

@@ -1,4 +1,4 @@
-"""`lowbit doctor`: what works is found to work, and what does not comes with a remedy."""
+"""`lowbit doctor` reports what works, and a remedy for what does not."""
 
 import os
 import shutil
@@ -19,7 +19,7 @@ REMEDY = f"pip install executorch=={lowbit._C.executorch_version.partition('+')[
 
 
 def hidden(tmp_path, line: str) -> dict[str, str]:
-    """An environment in which every Python begins with this line."""
+    """An environment in which every Python first runs this line."""
     (tmp_path / "sitecustomize.py").write_text(f"{line}\n")
     paths = [str(tmp_path), os.environ.get("PYTHONPATH")]
     return {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
@@ -59,10 +59,10 @@ def test_what_is_installed_works(name, executorch):
 
 
 def test_the_page(monkeypatch):
-    """What people see, and the exit code, for every state."""
+    """The output and exit code for every state."""
     monkeypatch.setattr(checks, "read_bandwidth", lambda threads: None)
     monkeypatch.setattr(checks, "_TUNE_SECONDS", 1e-3)
-    monkeypatch.setattr(checks, "advice", lambda facts: [])  # it depends on how busy the machine is
+    monkeypatch.setattr(checks, "advice", lambda facts: [])  # depends on the load of the machine
     states = {
         "eager": surfaces.Surface("eager", "works", 0.25),
         ".pte": surfaces.Surface(".pte", "missing", 0.0, "executorch is not installed", "pip install it"),
@@ -89,7 +89,7 @@ def test_a_process_that_ends_or_hangs_is_a_finding(tmp_path, monkeypatch):
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     monkeypatch.setenv("TMPDIR", str(temporary))
-    monkeypatch.setattr(tempfile, "tempdir", None)  # asks anew
+    monkeypatch.setattr(tempfile, "tempdir", None)  # so that it is determined again
     late = surfaces.try_surface("eager", seconds=0.01)
     assert (late.state, late.reason) == ("broken", "it was not done after 0.01 seconds")
     assert late.remedy == f"the whole error: {os.path.basename(sys.executable)} -m lowbit.tools.doctor.surfaces 'eager'"

@@ -1,4 +1,4 @@
-"""`lowbit bench --publish`: what it measures, the pages of docs/perf, and what it refuses."""
+"""`lowbit bench --publish`: measurements, the pages of docs/perf, and refusals."""
 
 import copy
 import json
@@ -63,7 +63,7 @@ def tiny():
 
 
 def in_this_process(module, part, threads, budget, **_):
-    """In place of ``result_of``: patches hold in this process only."""
+    """Replaces ``result_of``, because patches only work in this process."""
     arguments = int(threads), float(budget)
     try:
         return (measure_speed.kernels(*arguments) if part == "kernels" else measure_speed.model(part, *arguments)), ""
@@ -155,7 +155,7 @@ def test_figures_that_are_none(figures, path, value, message):
         speed_page.check(wrong)
 
 
-# A llama-bench that looks at the file and answers for the tests that it was asked for.
+# A fake llama-bench that checks the file and returns results for the requested tests.
 PEER = """#!{python}
 import json, sys
 options = dict(zip(sys.argv[1::2], sys.argv[2::2]))
@@ -251,7 +251,7 @@ def test_publish(figures, tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr(perf, "figures", lambda threads, progress: asked.append(threads) or copy.deepcopy(figures))
     monkeypatch.chdir(tmp_path)
-    said = document(invoke("bench", "--publish", "--threads", 2, "--json"))  # docs/perf, where nothing is named
+    said = document(invoke("bench", "--publish", "--threads", 2, "--json"))  # docs/perf, the default
     assert asked == [2]
     name = speed_page.name_of(figures)
     assert said == {
@@ -263,13 +263,13 @@ def test_publish(figures, tmp_path, monkeypatch):
     figures = figures | {"date": "2030-01-01"}
     result = invoke("bench", "--publish", "docs/perf")
     assert f"written: docs/perf/{name}.md, docs/perf/{name}.json" in result.stdout
-    assert "on 2030-01-01" in Path(said["page"]).read_text()  # of the same machine: replaced
+    assert "on 2030-01-01" in Path(said["page"]).read_text()  # replaces the page of the same machine
     assert sorted(os.listdir("docs/perf")) == [f"{name}.json", f"{name}.md"]
     (tmp_path / "file").touch()
     before = len(asked)
     assert "file is a file; expected a directory" in error(invoke("bench", "--publish", "file"))
     assert "cannot be written" in error(invoke("bench", "--publish", "/proc"))
-    assert len(asked) == before  # found out before anything is measured
+    assert len(asked) == before  # detected before anything is measured
 
 
 @pytest.mark.parametrize(

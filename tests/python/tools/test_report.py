@@ -1,4 +1,4 @@
-"""`lowbit report`: its figures beside the library's, its page in a real browser."""
+"""`lowbit report`: its figures compared with the library's, its page in a real browser."""
 
 import html
 import importlib.util
@@ -22,7 +22,7 @@ from needs import need_packages
 
 pytestmark = pytest.mark.more
 
-# Runs in the page before everything else of it, and at the end: what went wrong, and where the plots are.
+# Runs at the start and the end of the page; records errors and the positions of plots.
 WATCH = """<script>
 window.problems = [];
 addEventListener("error", event => problems.push(String(event.message || event.target.tagName)), true);
@@ -47,7 +47,7 @@ addEventListener("load", () => {
 
 
 def look(page: Path, width: int, height: int) -> dict:
-    """What a browser makes of the page in a window of this size."""
+    """Measurements of the page in a browser window of this size."""
     watched = page.with_name(f"watched-{width}.html")
     watched.write_text(page.read_text(encoding="utf-8").replace("<head>", f"<head>{WATCH}"), encoding="utf-8")
     process = subprocess.run(
@@ -66,7 +66,7 @@ OURS = ("nearest", "nearest, levels", "importance", "auto", "auto, levels")
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
-    """A model of two blocks with the shipped one's tokenizer; random, with inputs of different sizes."""
+    """A random model of two blocks with examples/tiny_llama's tokenizer, and inputs of different sizes."""
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
     path = tmp_path_factory.mktemp("small") / "model"
@@ -83,7 +83,7 @@ def small(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def made(small, tmp_path_factory):
-    """A report on a little text: its directory, and what the command said."""
+    """A report on a short text: its directory and the command's output."""
     directory = tmp_path_factory.mktemp("report")
     text = (TINY / "heldout.txt").read_text(encoding="utf-8")
     (directory / "text.txt").write_text(text[:1500], encoding="utf-8")
@@ -126,7 +126,7 @@ def test_figures_are_the_librarys(made, small):
         assert rows[method, bits]["quality"] == pytest.approx(expected, rel=1e-4)
     assert said["measured_on"] == len(tokens) - 1
 
-    # GPTQ: the bytes of codes and scales alone, and float activations.
+    # GPTQ: only the bytes of codes and scales, and float activations.
     packed, plain = load_model(small).float(), load_model(small).float()
     calibration.run(
         packed, [text], lowbit.LowBitConfig(2), "gptq", tokenizer=load_tokenizer(small), window=64, max_tokens=32768,
@@ -136,14 +136,14 @@ def test_figures_are_the_librarys(made, small):
         if isinstance(layer, lowbit.nn.Packed):
             plain.get_submodule(name).weight.data.copy_(layer.dequantize())
     assert rows["GPTQ 2 bits", None]["bits_per_weight"] == 2.5
-    # A scale for each 128 weights, or fewer in a row: those of 64 and 96.
+    # A scale per 128 weights, or per shorter row, of 64 and 96.
     assert 2.125 < rows["GPTQ 2 bits, groups of 128", None]["bits_per_weight"] <= 2.25
     expected = perplexity(plain, tokens, window=64, stride=32).perplexity
     assert rows["GPTQ 2 bits", None]["quality"] == pytest.approx(expected, rel=1e-4)
 
     figures = json.loads((directory / "report.json").read_text())
     costs = {layer["layer"]: layer["cost"] for layer in figures["sensitivity"]["layers"]}
-    assert len(costs) == 15 and max(costs.values()) > 0.001  # 14 layers, and the table that is the head too
+    assert len(costs) == 15 and max(costs.values()) > 0.001  # 14 layers, and the table, which is also the head
     assert any("1 bits per weight cannot be reached" in note for note in figures["notes"])
     assert type(load_model(small)).__name__ == said["architecture"]
 
@@ -159,7 +159,7 @@ def test_the_page_in_a_browser(made, width, height):
         assert text in source
     seen = look(page, width, height)
     assert seen["problems"] == [] and seen["loaded"] == [] and seen["doubled"] == 0
-    assert seen["view"] == width and seen["width"] <= width  # nothing makes the page wider than the window
+    assert seen["view"] == width and seen["width"] <= width  # no element makes the page wider than the window
     assert [box["plot"] for box in seen["boxes"]] == ["quality", "speed", "layers"]
     for box in seen["boxes"]:
         assert box["left"] >= 0 and box["left"] + box["width"] <= width
@@ -173,17 +173,17 @@ def test_what_is_measured_is_not_measured_again(made, small):
     first = (directory / "report.html").read_text(encoding="utf-8")
     again = invoke("report", small, directory, *options, *calibrated[:-1], "3.5", "--bits", "2", "--threads", 1)
     assert again.exit_code == 0, again.stderr
-    # What cannot be held in these formats is tried again: GGUF's blocks of 256, and HQQ's groups of 64. The notes name it.
+    # Matrices that do not fit GGUF's blocks of 256 or HQQ's groups of 64 are handled separately, and the notes name them.
     before["notes"] = [note for note in before["notes"] if "cannot be reached" not in note]
     misfits = [f"{note.partition(': ')[0]} ..." for note in before["notes"]]
     assert {"GGUF TQ1_0 ...", "GGUF TQ2_0 ..."} <= set(misfits) or importlib.util.find_spec("gguf") is None
     assert again.stderr.splitlines() == [f"loading {small} ...", *misfits]
     assert json.loads((directory / "report.json").read_text()) == before
-    # The same page but for the command, which is pytest's here.
+    # The same page except for the command, which is pytest's here.
     second = (directory / "report.html").read_text(encoding="utf-8")
     footer = re.compile(r"<footer>.*</footer>", re.S)
     assert footer.sub("", first) == footer.sub("", second)
-    # Another width: only that. Another text: all.
+    # With another width, only that is measured; with another text, everything.
     widths = ("--bits", "5,2", "--methods", "gptq")
     more = invoke("report", small, directory, *options, *calibrated[:-1], "3.5", *widths, "--threads", 1)
     assert [line for line in more.stderr.splitlines() if "bits" in line and not re.match("torchao|HQQ", line)] == [
@@ -233,7 +233,7 @@ def test_an_embedding_model(tmp_path):
     page = (tmp_path / "<b>page.html").read_text(encoding="utf-8")
     assert "cosine with float (higher is better)" in page and "<b>" not in page
     assert f"<td>{same['nearest', 2]:.3f}</td>" in page
-    dropped = "encoder.layer.1.output.dense.weight"  # torch would begin with random numbers
+    dropped = "encoder.layer.1.output.dense.weight"  # torch would initialize it randomly
     change_tensors(tmp_path / "bert" / "model.safetensors", lambda tensors: tensors.pop(dropped))
     refused = invoke("report", tmp_path / "bert", tmp_path / "other.html", "--text", tmp_path / "text.txt")
     assert f"lacks 1 of the 39 tensors of BertModel: {dropped}" in error(refused)
@@ -294,7 +294,7 @@ def test_where_others_are_ahead_is_said():
     better, worse, smaller = row("GGUF", 199, 39.0), row("GGUF", 260, 37.2), row("HQQ", 99, 90.0)
     found = ahead([row("float", 1000, 36.0), *ours, worse, smaller, better], True)
     assert found == [(better, ours[0]), (smaller, None)]
-    assert ahead([*ours, better, row("GGUF", 100, 40.5)], False) == [(row("GGUF", 100, 40.5), ours[0])]  # more is better
+    assert ahead([*ours, better, row("GGUF", 100, 40.5)], False) == [(row("GGUF", 100, 40.5), ours[0])]  # higher is better
 
 
 def test_formats_of_other_projects():
@@ -312,7 +312,7 @@ def test_formats_of_other_projects():
         errors[name] = float((held - weight).norm() / weight.norm())
     assert errors["GGUF Q8_0"] < 0.01 and errors["torchao int8"] < 0.01
     assert 0.05 < errors["GGUF Q4_0"] < 0.12 and 0.05 < errors["torchao int4"] < 0.15
-    # K- and I-quants are there with llama-cpp-python only, which `make bench-peers` installs.
+    # K- and I-quants need llama-cpp-python, which `make bench-peers` installs.
     if "GGUF Q4_K" in found:
         importance = torch.rand(256) ** 4
         plain, aimed = (held for held, _ in (
@@ -325,7 +325,7 @@ def test_formats_of_other_projects():
             held, size = peers([4], importance=True)[f"GGUF {name}, importance"].hold(weight, importance)
             assert 8 * size / weight.numel() == expected
             assert 0 < float(((held - weight).square() * importance).sum()) < float((weight.square() * importance).sum())
-    # So is HQQ: 16 bits each for scale and zero of 64 weights.
+    # HQQ: 16 bits each for scale and zero per 64 weights.
     for width in (8, 3) if "HQQ 4 bits" in found else ():
         held, size = peers([width], importance=False)[f"HQQ {width} bits"].hold(weight, None)
         assert 8 * size / weight.numel() == width + 0.5 and held.shape == weight.shape
@@ -341,7 +341,7 @@ def test_matrices_that_a_gguf_type_does_not_fit():
     need_packages("gguf")
     found = peers([4], importance=False)
     wide, narrow = torch.randn(16, 512), torch.randn(16, 96)
-    # As llama.cpp's quantizer: another type for some matrices, and no such model if it would be all of them.
+    # Like llama.cpp's quantizer: another type for some matrices; if that were all matrices, the model is left out.
     for name, other in {"TQ1_0": "Q4_0", "Q4_K": "Q5_0", "Q6_K": "Q8_0", "Q3_K": "Q4_0", "IQ3_S": "IQ4_NL"}.items():
         if f"GGUF {name}" not in found:
             continue  # without llama-cpp-python

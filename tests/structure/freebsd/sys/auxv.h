@@ -1,4 +1,4 @@
-// What FreeBSD's header of this name has for kernels/isa.cpp, for a compiler of another system.
+// The part of FreeBSD's header of this name that kernels/isa.cpp uses, for compilers of other systems.
 #pragma once
 
 constexpr int AT_HWCAP = 25, AT_HWCAP2 = 26;
