@@ -26,6 +26,17 @@ class Rows(NamedTuple):
     mins: Tensor | None = None
 
 
+def rows_of_grid(codes: Tensor, scales: Tensor, zeros: Tensor | None = None, order: Tensor | None = None) -> Rows:
+    """Rows whose weights are ``scale * (code - zero)``; symmetric without zeros.
+
+    Args:
+        order: as for :class:`Matrix`; the codes are still in the model's order.
+    """
+    codes = codes if order is None else codes[:, order]
+    scales = scales.float().contiguous()
+    return Rows(codes, scales, None if zeros is None else -zeros.float() * scales)
+
+
 @dataclass(frozen=True)
 class Matrix:
     """A quantized matrix of a source."""

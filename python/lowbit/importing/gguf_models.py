@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..files.gguf_reader import Gguf, StoredBlocks
+from ..files.io import read_bytes
 from .gguf_layouts import Layout
 from .gguf_metadata import REQUIRED, Metadata
 
@@ -202,12 +203,7 @@ def values_of_factors(stored: StoredBlocks, count: int) -> np.ndarray:
     """Reads a small float32 tensor of ``count`` elements."""
     if stored.type.name != "F32" or stored.shape != (count,):
         raise ValueError(f"{stored.path}: {stored.name} is {stored.type.name} {list(stored.shape)}; expected F32 [{count}]")
-    with open(stored.path, "rb") as file:
-        file.seek(stored.offset)
-        data = file.read(stored.bytes)
-    if len(data) != stored.bytes:
-        raise OSError(f"{stored.path} ended in the middle of {stored.name}: it was changed while being read")
-    values = np.frombuffer(data, "<f4").astype(np.float64)
+    values = read_bytes(stored).numpy().view("<f4").astype(np.float64)
     if not np.isfinite(values).all() or (values <= 0).any():
         raise ValueError(f"{stored.path}: {stored.name} has values that are no factors; expected finite ones above 0")
     return values

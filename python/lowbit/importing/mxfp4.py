@@ -15,7 +15,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..files.safetensors import Stored, read_bytes
+from ..files.io import read_bytes
+from ..files.safetensors import Stored
 from ..levels import TABLES
 from .codes import Float, Matrix, Rows, Stacked
 from .stock import Stock

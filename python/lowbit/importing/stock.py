@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..files.safetensors import DTYPES, Stored, read_bytes, read_rows
+from ..files.io import read_bytes
+from ..files.safetensors import DTYPES, Stored, read_rows
 from ..files.untrusted import printable
 from .codes import Float, order_of
 
