@@ -100,6 +100,16 @@ def test_tensors_that_are_refused(tmp_path):
     assert os.listdir(tmp_path) == ["m.gguf"]
 
 
+@pytest.mark.parametrize("architecture", ["qwen2", "gemma", "granite", "olmo2"])
+def test_frequencies_count_in_every_architecture(tmp_path, architecture):
+    """Without them the model would compute something else."""
+    own = {key.replace("llama.", f"{architecture}."): item for key, item in METADATA.items()}
+    factors = ("rope_freqs.weight", (8,), 0, np.full(8, 3, "<f4").tobytes())
+    (tmp_path / "m.gguf").write_bytes(file_bytes(own | {"general.architecture": architecture}, [*tensors(), factors]))
+    with pytest.raises(ValueError, match="rope_freqs.weight has factors up to 3 that are not those of Llama 3"):
+        open_gguf(tmp_path / "m.gguf")
+
+
 ODD = [None, True, [], {}, "\x1b[2J", 0, -1, 3, 2**31 - 1, 10**400, math.nan, {"a": {}}]
 
 
