@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .codes import Matrix, Rows, SourceTensor, rows_of_grid
+from ..checkpoint.codes import Matrix, Rows, SourceTensor, rows_of_grid
 from .stock import Stock, load
 
 _ORDER = (0, 2, 4, 6, 1, 3, 5, 7)

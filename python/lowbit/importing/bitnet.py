@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import torch
 
-from .codes import Matrix, Rows, SourceTensor, rows_of_grid
+from ..checkpoint.codes import Matrix, Rows, SourceTensor, rows_of_grid
 from .stock import Stock
 
 

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..checkpoint.codes import Matrix, Rows, SourceTensor
 from ..files.io import read_bytes
 from ..files.safetensors import Stored
-from .codes import Matrix, Rows, SourceTensor
 from .stock import Stock, load
 
 _STATE = "weight.quant_state.bitsandbytes__"

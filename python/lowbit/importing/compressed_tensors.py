@@ -21,10 +21,10 @@ from typing import Any
 
 import torch
 
+from ..checkpoint.codes import Matrix, Rows, SourceTensor, rows_of_grid
 from ..files.io import read_row_bytes
 from ..files.safetensors import Stored
 from .bits import from_stream, from_words, words_of
-from .codes import Matrix, Rows, SourceTensor, rows_of_grid
 from .small_floats import read_layers
 from .stock import Stock, load
 

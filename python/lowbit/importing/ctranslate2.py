@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..checkpoint.codes import Float, Matrix, Rows, SourceTensor
 from ..files.config_json import CONFIG
 from ..files.ctranslate2_reader import read_ctranslate2
 from ..files.io import read_bytes, read_row_bytes
 from ..files.replace import sync
 from ..files.safetensors import Stored, read_rows
 from ..files.untrusted import read_json
-from .codes import Float, Matrix, Rows, SourceTensor
 from .source import Source
 from .summary import file_states
 

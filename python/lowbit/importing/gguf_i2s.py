@@ -13,9 +13,9 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from ..checkpoint.codes import Rows
 from ..files.gguf_reader import StoredBlocks
 from ..files.io import read_bytes, read_row_bytes
-from .codes import Rows
 
 # Order -> run length: the same bits of so many consecutive bytes hold consecutive inputs.
 _RUNS = {"x86": 32, "arm": 16}

@@ -16,18 +16,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..checkpoint.codes import Float, Matrix, Rows, Stacked, Weights, below_each_other, put_together, values_of
 from ..files.gguf_reader import Gguf, StoredBlocks, parts_of, read_gguf
 from ..files.io import read_row_bytes
 from ..files.replace import sync
 from ..packed.rounding import LinearConfig
-from .codes import Float, Matrix, Rows, Stacked, Weights, values_of
 from .gguf_architectures import architecture_of, config_of, expert_tensor, in_head, place_in_head, place_in_model
 from .gguf_blocks import block_type, decode
 from .gguf_i2s import check_order, i2s_reader
 from .gguf_layouts import Layout, laid_out
 from .gguf_metadata import Metadata, generation_config
 from .gguf_models import IN_CONFIG, Architecture
-from .joining import below_each_other, joined, put_together
+from .joining import joined
 from .source import Source
 from .summary import file_states
 

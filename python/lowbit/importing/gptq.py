@@ -17,8 +17,8 @@ from dataclasses import replace
 
 import torch
 
+from ..checkpoint.codes import Matrix, Rows, SourceTensor, rows_of_grid
 from .bits import from_planes, from_stream, words_of
-from .codes import Matrix, Rows, SourceTensor, rows_of_grid
 from .stock import Stock, load
 
 _WIDTHS = {"gptq": (2, 3, 4, 8), "gptq_v2": (2, 3, 4, 8), "gptq_p": (2, 3, 4, 5, 6, 7, 8)}

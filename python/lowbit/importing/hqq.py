@@ -17,8 +17,8 @@ import math
 
 import torch
 
+from ..checkpoint.codes import Matrix, Rows, SourceTensor, rows_of_grid
 from ..files.io import read_bytes
-from .codes import Matrix, Rows, SourceTensor, rows_of_grid
 from .stock import Stock, load
 
 # Name of a packing -> bits per code, codes per element.

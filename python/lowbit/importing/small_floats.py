@@ -19,11 +19,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ..checkpoint.codes import Matrix, Rows, SourceTensor, Weights, rows_of_grid
 from ..files.io import read_row_bytes
 from ..files.safetensors import Stored
 from ..levels import TABLES
 from ..packed.rounding import LinearConfig
-from .codes import Matrix, Rows, SourceTensor, Weights, rows_of_grid
 from .mxfp4 import nibbles, powers_of_two
 from .stock import Stock, load
 

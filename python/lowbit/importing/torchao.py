@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
+from ..checkpoint.codes import Matrix, Rows, SourceTensor, rows_of_grid
 from ..files.io import read_row_bytes
 from ..files.safetensors import read_metadata
 from ..files.untrusted import printable
-from .codes import Matrix, Rows, SourceTensor, rows_of_grid
 from .stock import Stock, load
 
 _CLASS = "IntxUnpackedToInt8Tensor"

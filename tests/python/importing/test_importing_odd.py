@@ -16,8 +16,8 @@ import pytest
 import torch
 from gguf_files import file_bytes
 from importing_files import METADATA, layers_of_others, tensors
+from lowbit.checkpoint.codes import Matrix, Nearness, pack_rows
 from lowbit.importing import open_source
-from lowbit.importing.codes import Matrix, Nearness, pack_rows
 from lowbit.importing.gguf_architectures import ARCHITECTURES
 from lowbit.importing.gguf_source import open_gguf
 from safetensors.torch import save
