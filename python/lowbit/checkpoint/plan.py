@@ -5,60 +5,28 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..files.config_json import QUANTIZED_LEAVES, quantization_settings, read_config
-from ..files.safetensors import DTYPES, Stored, chunks, files_of, read_files, read_rows, same_bytes
+from ..files.safetensors import DTYPES, Stored, files_of, read_files, read_rows, same_bytes
 from ..layers.expert_stacks import Experts
 from ..layers.packable import is_transposed, named_layers, warn_of_floats
 from ..machine.sizes import size
-from ..packed.matrix import PackedInfo
-from ..packed.rounding import ConvConfig, EmbeddingConfig, LinearConfig
+from ..packed.rounding import EmbeddingConfig
+from .codes import Float, LastRead, Read, Stacked, Weights, below_each_other, stored_float
+from .outputs import Output, has_values, place_outputs
 from .writing import MAX_SHARD_BYTES, size_of_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from ..hf.config import LowBitConfig
-
-
-@dataclass(frozen=True)
-class SourceMatrix:
-    """A matrix to pack: one tensor of the files, or several concatenated by rows."""
-
-    parts: tuple[Stored, ...]
-    transposed: bool = False  # in the files
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """[n, k]; all parts have the same k."""
-        rows, columns = sum(part.shape[0] for part in self.parts), self.parts[0].shape[1]
-        return (columns, rows) if self.transposed else (rows, columns)
-
-    @property
-    def bytes(self) -> int:
-        return sum(part.bytes for part in self.parts)
-
-    def reader(self) -> Callable[[int, int], torch.Tensor]:
-        """A function that reads rows [begin, end)."""
-        if self.transposed:  # its rows are not contiguous in the file
-            whole = self._read(0, self.shape[1]).T
-            return lambda begin, end: whole[begin:end]
-        return self._read
-
-    def _read(self, begin: int, end: int) -> torch.Tensor:
-        pieces, at = [], 0
-        for part in self.parts:
-            first, last = max(begin - at, 0), min(end - at, part.shape[0])
-            if first < last:
-                pieces.append(read_rows(part, first, last))
-            at += part.shape[0]
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
 def _slices(stored: Stored) -> list[Stored]:
@@ -76,42 +44,17 @@ def _band(stored: Stored, band: int, bands: int) -> Stored:
     return replace(stored, shape=shape, offset=stored.offset + band * count, bytes=count)
 
 
-@dataclass(frozen=True)
-class PlannedTensor:
-    """A tensor to write: a copy of `source`, or its packed form if there is a config."""
+def _reader(parts: tuple[Stored, ...]) -> Read:
+    return below_each_other([partial(read_rows, part) for part in parts], [part.shape[0] for part in parts])
 
-    name: str
-    source: Stored
-    config: LinearConfig | EmbeddingConfig | ConvConfig | None = None
-    bias: Stored | None = None
-    layer: str = ""  # of a packed weight
-    transposed: bool = False  # in the files
-    experts: tuple[SourceMatrix, ...] | None = None  # used instead of `source`, which is the first tensor of the first expert
-    parts: tuple[Stored, ...] = ()  # concatenated by rows; used instead of `source`, the first of them
 
-    @property
-    def matrices(self) -> tuple[SourceMatrix, ...]:
-        return self.experts or (SourceMatrix(self.parts or (self.source,), self.transposed),)
+def _whole(parts: tuple[Stored, ...]) -> torch.Tensor:
+    whole: torch.Tensor = _reader(parts)(0, sum(part.shape[0] for part in parts))
+    return whole
 
-    @property
-    def source_bytes(self) -> int:
-        return sum(matrix.bytes for matrix in self.matrices)
 
-    def info(self) -> PackedInfo | None:
-        return None if self.config is None else self.packed_info()
-
-    def packed_info(self) -> PackedInfo:
-        config, shape = self.config, self.matrices[0].shape
-        assert config is not None
-        info = config.describe(shape, self.bias is not None)
-        return info if self.experts is None else replace(info, experts=len(self.experts))
-
-    def stored(self, path: Path) -> Stored:
-        if self.config is None:
-            return Stored(self.name, path, self.source.dtype, self.source.shape, 0, self.source.bytes)
-        size = self.packed_info().total_bytes
-        shape = (size,) if self.experts is None else (len(self.experts), size)
-        return Stored(self.name, path, "U8", shape, 0, math.prod(shape))
+def _bias_float(bias: Stored | None) -> Float | None:
+    return None if bias is None else stored_float(bias)
 
 
 def _check_float(*tensors: Stored | None) -> None:
@@ -131,7 +74,7 @@ class _Plan:
         copies: tensors of a multi-token prediction head that duplicate the model's tables; they are left out.
         rows: name in the model -> where its rows are, for tensors that transformers splits or concatenates by rows.
         selected: layer -> config.
-        experts: name -> matrices, for selected experts.
+        experts: name -> the parts of each expert, for selected experts. A matrix is the concatenation of its parts by rows.
         unselected: packable layer -> why it stays float.
     """
 
@@ -151,6 +94,7 @@ class _Plan:
             and same_bytes(tensors[copy], stored)
         }  # fmt: skip
         self.selected, self.unselected = config.choose(model)
+        self.whole = LastRead(_whole)  # of matrices that are stored transposed
         self.experts = self._experts()
         for name in list(self.selected):
             if not (name in self.experts if isinstance(self.layers[name], Experts) else self._is_readable(name)):
@@ -199,33 +143,44 @@ class _Plan:
             located[name] = bands
         return located
 
-    def _experts(self) -> dict[str, tuple[SourceMatrix, ...]]:
-        """The matrices of selected experts that can be read one by one: all of a module's, or none."""
+    def _matrix(self, parts: tuple[Stored, ...], layer: str, transposed: bool = False) -> Weights:
+        """A matrix to pack for a layer, from tensors that are concatenated by rows; ``transposed``: as they are in the files."""
+        rows, columns, first = sum(part.shape[0] for part in parts), parts[0].shape[1], parts[0]
+        if transposed:  # its rows are not contiguous in the file
+            shape, read = (columns, rows), lambda begin, end: self.whole(parts).T[begin:end]
+        else:
+            shape, read = (rows, columns), _reader(parts)
+        total = sum(part.bytes for part in parts)
+        return Weights(first.name, first.dtype, shape, self.selected[layer], read, total, str(first.path))
+
+    def _experts(self) -> dict[str, list[tuple[Stored, ...]]]:
+        """The parts of selected experts that can be read one by one: all of a module's, or none."""
         from ..hf.names import parts_of_experts
 
-        parts, matrices = parts_of_experts(self.model, self.names), {}
+        parts = parts_of_experts(self.model, self.names)
+        matrices: dict[str, list[tuple[Stored, ...]]] = {}
         layers = {name: layer for name, layer in self.layers.items() if isinstance(layer, Experts) and name in self.selected}
         for name, layer in layers.items():
             if layer.bias is not None and f"{name}_bias" not in self.unconverted:
                 continue
             if name in self.unconverted:
-                matrices[name] = tuple(SourceMatrix((one,), layer.transposed) for one in _slices(self.unconverted[name]))
+                matrices[name] = [(one,) for one in _slices(self.unconverted[name])]
             elif name in parts and not layer.transposed:
-                matrices[name] = tuple(SourceMatrix(tuple(self.tensors[key] for key in keys)) for keys in parts[name])
+                matrices[name] = [tuple(self.tensors[key] for key in keys) for keys in parts[name]]
                 self._check_experts(name, layer, matrices[name])
             for matrix in matrices.get(name, ()):
-                _check_float(*matrix.parts)
+                _check_float(*matrix)
         holders = [layer.holder for name, layer in layers.items() if name not in matrices]
         return {
             name: stored for name, stored in matrices.items() if all(layers[name].holder is not holder for holder in holders)
         }
 
-    def _check_experts(self, name: str, layer: Experts, matrices: tuple[SourceMatrix, ...]) -> None:
+    def _check_experts(self, name: str, layer: Experts, matrices: list[tuple[Stored, ...]]) -> None:
         expected = list(layer.weight.shape[1:])
-        for matrix in matrices:
-            shapes, part = [list(part.shape) for part in matrix.parts], matrix.parts[0]
+        for parts in matrices:
+            shapes, part = [list(part.shape) for part in parts], parts[0]
             is_matrix = all(len(shape) == 2 and shape[1] == expected[1] for shape in shapes)
-            if not is_matrix or list(matrix.shape) != expected:
+            if not is_matrix or sum(shape[0] for shape in shapes) != expected[0]:
                 raise ValueError(
                     f"{part.name} in {part.path} has shape {shapes[0]}; expected a part of {expected}, as config.json says"
                 )
@@ -257,34 +212,41 @@ class _Plan:
             return self.rows[name][0]
         return self.unconverted.get(name) or self.unconverted[self.ties[name]]
 
-    def outputs(self) -> list[PlannedTensor]:
+    def outputs(self) -> list[Output]:
         """The tensors to write, in the order of the files."""
-        outputs: list[PlannedTensor] = []
+        outputs: list[Output] = []
         for key, stored in self.tensors.items():
             name, targets = self.names[key]
             in_model = name if targets is None else targets[0]
             if in_model in self.experts:
                 outputs += self._of_experts(in_model)
-                self.experts[in_model] = ()  # their other tensors produce no output
+                self.experts[in_model] = []  # their other tensors produce no output
             elif targets is not None and all(target in self.rows for target in targets):
                 outputs += self._of_rows(key, stored, targets)
             elif self.unconverted.get(name) is stored:
                 outputs += self._of_weight(stored, name)
             elif (targets is not None or name not in self.state) and key not in self.copies:
-                outputs.append(PlannedTensor(key, stored))
+                outputs.append(Output(stored_float(stored), key))
         linear = [layer for layer, config in self.selected.items() if not isinstance(config, EmbeddingConfig)]
         biases = (f"{layer}_bias" if layer in self.experts else f"{layer}.bias" for layer in linear)
         packed = {self.unconverted[name].name for name in biases if name in self.unconverted}
-        return [output for output in outputs if output.config is not None or output.name not in packed]
+        return [output for output in outputs if output.packed or output.name not in packed]
 
-    def _of_experts(self, name: str) -> list[PlannedTensor]:
-        matrices = self.experts[name]
+    def _of_experts(self, name: str) -> list[Output]:
+        matrices, layer = self.experts[name], self.layers[name]
         if not matrices:
             return []
-        first, bias = matrices[0].parts[0], self.unconverted.get(f"{name}_bias")
-        return [PlannedTensor(f"{name}.packed_weight", first, self.selected[name], bias, name, experts=matrices)]
+        assert isinstance(layer, Experts)
+        transposed = layer.transposed
 
-    def _of_rows(self, key: str, stored: Stored, targets: tuple[str, ...]) -> list[PlannedTensor]:
+        def of(number: int) -> Weights:
+            return self._matrix(matrices[number], name, transposed)
+
+        total = sum(part.bytes for parts in matrices for part in parts)
+        stacked = Stacked(matrices[0][0].name, len(matrices), of, total)
+        return [Output(stacked, f"{name}.packed_weight", _bias_float(self.unconverted.get(f"{name}_bias")), name)]
+
+    def _of_rows(self, key: str, stored: Stored, targets: tuple[str, ...]) -> list[Output]:
         """The outputs, packed and float, for a tensor whose rows are several tensors of the model."""
 
         def is_packed(name: str) -> bool:
@@ -292,20 +254,20 @@ class _Plan:
             return layer in self.selected and (leaf == "weight" or not isinstance(self.selected[layer], EmbeddingConfig))
 
         if not any(map(is_packed, targets)):
-            return [PlannedTensor(key, stored)]
+            return [Output(stored_float(stored), key)]
         outputs = []
         for name in targets:
             layer, _, leaf = name.rpartition(".")
             parts = self.rows[name]
             if not is_packed(name):
-                outputs.append(PlannedTensor(name, parts[0]))
+                outputs.append(Output(stored_float(parts[0]), name))
             elif leaf == "weight" and parts[0].name == key:  # output once, for the first of several tensors
-                bias, config = self._bias(layer), self.selected[layer]
+                bias = self._bias(layer)
                 _check_float(*parts, bias)
-                outputs.append(PlannedTensor(f"{layer}.packed_weight", parts[0], config, bias, layer, parts=parts))
+                outputs.append(Output(self._matrix(parts, layer), f"{layer}.packed_weight", _bias_float(bias), layer))
         return outputs
 
-    def _of_weight(self, stored: Stored, name: str) -> list[PlannedTensor]:
+    def _of_weight(self, stored: Stored, name: str) -> list[Output]:
         """The outputs for a weight, ``name`` in the model, that several layers may share, of which some are selected."""
         users = [name, *(target for target, source in self.ties.items() if source == name and target not in self.unconverted)]
         if (tied := self.ties.get(name)) is not None and tied not in self.unconverted:
@@ -313,7 +275,7 @@ class _Plan:
         weights = [user.removesuffix(".weight") for user in users if user.endswith(".weight")]
         chosen = [layer for layer in weights if layer in self.selected]
         if not chosen:
-            return [PlannedTensor(stored.name, stored)]
+            return [Output(stored_float(stored), stored.name)]
         if len({tuple(vars(self.selected[layer]).items()) for layer in chosen}) > 1:
             raise ValueError(
                 f"{' and '.join(chosen)} share one weight but have different configs, "
@@ -331,25 +293,24 @@ class _Plan:
         share = len({id(bias) for bias in biases.values()}) <= 1
         for layer in chosen[:1] if share else chosen:
             bias = next(iter(biases.values()), None) if share else biases.get(layer)
-            transposed, packed = is_transposed(self.layers[layer]), in_file(layer, "packed_weight")
-            matrix = stored
-            if isinstance(self.selected[layer], ConvConfig):
-                matrix = replace(stored, shape=(stored.shape[0], math.prod(stored.shape[1:])))
-            outputs.append(PlannedTensor(packed, matrix, self.selected[layer], bias, layer, transposed))
+            shape = (stored.shape[0], math.prod(stored.shape[1:]))  # of a convolution, too
+            matrix = self._matrix((replace(stored, shape=shape),), layer, is_transposed(self.layers[layer]))
+            outputs.append(Output(matrix, in_file(layer, "packed_weight"), _bias_float(bias), layer))
         floats = [layer for layer in weights if layer not in self.selected]
-        return outputs + [PlannedTensor(in_file(layer, "weight"), stored) for layer in floats[:1]]
+        return outputs + [Output(stored_float(stored), in_file(layer, "weight")) for layer in floats[:1]]
 
-    def floats(self, outputs: Iterable[PlannedTensor]) -> dict[str, str]:
+    def floats(self, outputs: Iterable[Output]) -> dict[str, str]:
         """Matrices that stay float -> why. Warns of matrices and biases that the model does not have."""
         reasons, extra, beside = {}, {}, []
         for output in outputs:
+            tensor = output.tensor
             # Integers are not weights: old BERT files contain positions [1, 512].
-            if output.config is not None or output.source.dtype not in DTYPES:
+            if not isinstance(tensor, Float) or tensor.dtype not in DTYPES:
                 continue
-            name, targets = self.names[output.source.name]
-            if len(output.source.shape) < 2:
+            name, targets = self.names[tensor.name]
+            if len(tensor.shape) < 2:
                 unknown = targets is None and name not in self.state and f"{name.rpartition('.')[0]}.weight" in self.state
-                if unknown and any(bool(chunk.any()) for chunk in chunks(output.source)):
+                if unknown and has_values(tensor):
                     beside.append(output.name)
                 continue
             if targets is not None and targets[0] in self.state:
@@ -358,7 +319,7 @@ class _Plan:
                 why = "in a layer of the kind {}"
             else:
                 reasons[output.name] = f"not in {type(self.model).__name__}"
-                extra[output.name] = output.source.bytes
+                extra[output.name] = tensor.bytes
                 continue
             layer = name.rpartition(".")[0]
             kind = type(self.model.get_submodule(layer)).__name__
@@ -379,31 +340,8 @@ class _Plan:
             )
         return reasons
 
-    def check_names(self, outputs: list[PlannedTensor]) -> None:
-        """Puts the packed layers into the model; raises ValueError unless transformers would load each output to its layer."""
-        from ..hf.names import names_in_model
-        from ..hf.placing import place_packed
 
-        placed = {output.layer: (output.name, output.packed_info()) for output in outputs if output.config is not None}
-        floats = {output.name for output in outputs if output.config is None}
-        place_packed(self.model, placed, floats, torch.float32)
-        names = names_in_model(self.model, [output.name for output in outputs])
-        for output in outputs:
-            expected = f"{output.layer}.packed_weight"
-            if output.config is None and output.name not in self.tensors:  # rows of a tensor, named as in the model
-                expected = output.name
-            elif output.config is None:
-                continue
-            if names[output.name] != (expected, None):
-                layer = output.layer or output.name.rpartition(".")[0]
-                raise ValueError(
-                    f"{output.source.name} would be written as {output.name}, which transformers takes for "
-                    f"{names[output.name][0]}; expected {expected}. "
-                    f"Leave the layer float, and those in the same tensor: overrides={{{layer!r}: None}}"
-                )
-
-
-def read_and_plan(source: Path, config: LowBitConfig) -> tuple[list[PlannedTensor], dict[str, str], dict[str, Any]]:
+def read_and_plan(source: Path, config: LowBitConfig) -> tuple[list[Output], dict[str, str], dict[str, Any]]:
     """The tensors to write, the matrices that stay float with reasons, and config.json; reads only headers."""
     from ..hf.config import BY_OVERRIDES, METHOD, LowBitConfig
     from ..hf.from_pretrained import meta_model
@@ -429,7 +367,7 @@ def read_and_plan(source: Path, config: LowBitConfig) -> tuple[list[PlannedTenso
     warn_of_floats(plan.model, plan.selected, asked, plan.unselected)
     outputs = plan.outputs()
     floats = plan.floats(outputs)
-    plan.check_names(outputs)
+    place_outputs(model, outputs, ". Leave the layer float, and those in the same tensor: overrides={{{layer!r}: None}}")
     return outputs, floats, description
 
 
@@ -449,9 +387,9 @@ def planned_size(source: str | os.PathLike[str], config: LowBitConfig, max_shard
         OSError, ValueError: as :func:`quantize_checkpoint`.
     """
     outputs = read_and_plan(Path(source), config)[0]
-    packed = [output for output in outputs if output.config is not None]
+    packed = [info for output in outputs if (info := output.info()) is not None]
     return PlannedSize(
         size_of_files(outputs, max_shard_bytes),
-        sum(output.stored(Path()).bytes for output in packed),
-        sum(math.prod(output.packed_info().shape) for output in packed),
+        sum(output.stored(Path()).bytes for output in outputs if output.packed),
+        sum(math.prod(info.shape) for info in packed),
     )

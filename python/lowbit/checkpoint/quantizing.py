@@ -14,21 +14,18 @@ import torch
 
 from ..files.config_json import CONFIG
 from ..files.replace import resolve_new_directory
-from ..files.safetensors import Writer, chunks, read_rows
-from ..levels import FIT, sampled_rows
+from ..files.safetensors import Writer
 from ..operators import ops
-from ..packed.rounding import quantize_tensor, table_of
-from ..packed.row_bands import Bands, rows_of_band
 from .card import write_note
 from .entries import CheckpointEntry
-from .plan import PlannedTensor, SourceMatrix, read_and_plan
+from .outputs import Output, write_output
+from .plan import read_and_plan
 from .writing import MAX_SHARD_BYTES, check_shard_bytes, copy_files, counted, new_checkpoint, write_json, write_tensors
 
 if TYPE_CHECKING:
     from ..hf.config import LowBitConfig
 
 _LOG = logging.getLogger(__name__)
-_BAND_WEIGHTS = 1 << 21  # weights quantized at a time: enough for many threads, little memory
 _CHUNK = 8 << 20
 
 
@@ -45,54 +42,16 @@ class CheckpointSummary:
     unquantized_bytes: int = 0  # their size in the target
 
 
-def _pack(output: PlannedTensor, writer: Writer, done: Callable[[int], None]) -> None:
-    """Quantizes and writes a matrix, or the matrices of experts one by one."""
-    bias, (n, _) = output.bias, output.matrices[0].shape
-    for number, matrix in enumerate(output.matrices):
-        values = None
-        if bias is not None:
-            values = read_rows(bias, 0, n) if output.experts is None else read_rows(bias, number, number + 1)[0]
-        _pack_matrix(output, matrix, values, writer, done)
-
-
-def _pack_matrix(
-    output: PlannedTensor, matrix: SourceMatrix, bias: torch.Tensor | None, writer: Writer, done: Callable[[int], None]
-) -> None:
-    """Quantizes and writes a matrix in bands of rows, whose panels together are those of the whole matrix."""
-    config, info, source = output.config, output.packed_info(), matrix.parts[0]
-    assert config is not None
-    n, k = matrix.shape
-    read = matrix.reader()
-    rows, table = rows_of_band(k, _BAND_WEIGHTS), None
-    if config.mapping == "levels":  # one table for all bands
-        rows_to_fit = sampled_rows(n, k) if config.levels == FIT else range(1)
-        sample = torch.cat([read(row, row + 1) for row in rows_to_fit])
-        table = table_of(config, config.as_rounded(sample))
-        config = replace(config, levels=table)
-    bands = Bands(info, table)
-    start = writer.write(bytes(bands.header_bytes))
-    for begin in range(0, n, rows):
-        end = min(begin + rows, n)
-        weight = read(begin, end)
-        try:
-            packed = quantize_tensor(weight, config, None if bias is None else bias[begin:end])
-        except ValueError as error:
-            raise ValueError(f"{source.name} in {source.path}, rows {begin} to {end - 1}: {error}") from error
-        writer.write(bands.add(packed).numpy())
-        done(weight.nbytes)
-        del weight, packed  # free them before the next band is allocated
-    writer.write_at(start, bands.header())
-
-
-def _write_packed(output: PlannedTensor, packed: torch.Tensor, writer: Writer, done: Callable[[int], None]) -> None:
+def _write_packed(output: Output, packed: torch.Tensor, writer: Writer, done: Callable[[int], None]) -> None:
     """Writes an already packed layer."""
-    header, expected = ops.info(packed) if packed.dim() == 1 else ops.info_of_experts(packed), output.packed_info()
+    header, expected = ops.info(packed) if packed.dim() == 1 else ops.info_of_experts(packed), output.info()
+    assert expected is not None
     if header != replace(expected, levels=header.levels):  # a fitted table is not known in advance
         raise ValueError(f"{output.layer} is packed as {header}; expected {expected}")
     packed = packed.flatten()
     for begin in range(0, packed.numel(), _CHUNK):
         writer.write(packed[begin : begin + _CHUNK].numpy())
-    done(output.source_bytes)
+    done(output.tensor.bytes)
 
 
 def quantize_checkpoint(
@@ -131,32 +90,28 @@ def quantize_checkpoint(
     check_shard_bytes(max_shard_bytes)
     resolve_new_directory(target)  # raises before the files are read
     outputs, unquantized, description = read_and_plan(source, config)
-    total = sum(output.source_bytes for output in outputs)
+    total = sum(output.tensor.bytes for output in outputs)
     target_bytes = sum(output.stored(Path()).bytes for output in outputs)
     done = counted(progress, total)
 
     with new_checkpoint(target, target_bytes) as directory:
         ready = packed() if packed else {}
 
-        def write(output: PlannedTensor, writer: Writer) -> None:
+        def write(output: Output, writer: Writer) -> None:
             def advance(count: int) -> None:
                 done(count, output.name)
 
             if output.layer in ready:
                 _write_packed(output, ready[output.layer], writer, advance)
-            elif output.config is not None:
-                _pack(output, writer, advance)
             else:
-                for chunk in chunks(output.source):
-                    writer.write(chunk.numpy())
-                    advance(chunk.numel())
+                write_output(output, writer, advance)
 
         entries = write_tensors(directory, outputs, max_shard_bytes, write)
         copy_files(source, directory)
         write_note(directory)
         # Written last: without it nothing loads.
         write_json(directory / CONFIG, description | {"quantization_config": config.to_dict()})
-    floats = sum(output.source.bytes for output in outputs if output.config is None and output.name in unquantized)
+    floats = sum(output.tensor.bytes for output in outputs if not output.packed and output.name in unquantized)
     seconds = time.perf_counter() - begin
     _LOG.info(
         "%s: %d tensors written to %s in %.1f s; %d matrices stay float",

@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 from ..files.config_json import CONFIG, SETTINGS_FILES
 from ..files.replace import PartialDirectory, resolve_new_directory, sync
 from ..files.safetensors import INDEX, WEIGHTS, Stored, Writer, header_of
 from ..machine.sizes import size
-from ..packed.matrix import PackedInfo
 from .entries import DTYPES_OF_TORCH, CheckpointEntry, describe_entry
+from .outputs import Output
 
 MAX_SHARD_BYTES = 5_000_000_000
 
@@ -30,26 +30,13 @@ _WEIGHTS_OF_ALL_FRAMEWORKS = (
 )  # fmt: skip
 
 
-class Planned(Protocol):
-    """A tensor that will be written."""
-
-    def info(self) -> PackedInfo | None:
-        """The header of a packed weight; None: not packed."""
-
-    def stored(self, path: Path) -> Stored:
-        """The tensor as it will be in this file."""
-
-
-T = TypeVar("T", bound=Planned)
-
-
-def _shards(outputs: Iterable[T], most: int) -> Iterator[list[T]]:
+def _shards(outputs: Iterable[Output], most: int) -> Iterator[list[Output]]:
     """Divides the outputs, in order, into files. In each file packed tensors come first, at multiples of 64 bytes."""
 
-    def place(output: T) -> int:  # packed first, then wider elements first, so that all are aligned
+    def place(output: Output) -> int:  # packed first, then wider elements first, so that all are aligned
         return -512 if output.info() is not None else -DTYPES_OF_TORCH.get(output.stored(Path()).dtype, ("", 8))[1]
 
-    shard: list[T] = []
+    shard: list[Output] = []
     size = 0
     for output in outputs:
         count = output.stored(Path()).bytes
@@ -110,7 +97,7 @@ def counted(progress: Callable[[int, int, str], None] | None, total: int) -> Cal
 
 
 def write_tensors(
-    directory: Path, outputs: Iterable[T], max_shard_bytes: int, write: Callable[[T, Writer], None]
+    directory: Path, outputs: Iterable[Output], max_shard_bytes: int, write: Callable[[Output, Writer], None]
 ) -> list[CheckpointEntry]:
     """Writes weight files, and an index if there are several; `write` writes the bytes of each tensor."""
     entries = []
@@ -129,7 +116,7 @@ def write_tensors(
     return entries
 
 
-def size_of_files(outputs: Iterable[Planned], max_shard_bytes: int) -> int:
+def size_of_files(outputs: Iterable[Output], max_shard_bytes: int) -> int:
     """The total size of the weight files that :func:`write_tensors` would write, headers included."""
     total = 0
     for shard in _shards(outputs, max_shard_bytes):

@@ -34,7 +34,8 @@ def push(
     from .. import inspect_checkpoint
     from ..checkpoint.card import CARD, without_note
     from ..files.hub import files_to_push, push_files
-    from ..files.safetensors import files_of, read_bytes, read_files
+    from ..files.io import read_bytes
+    from ..files.safetensors import files_of, read_files
     from ..operators import ops
 
     output = Output(as_json)

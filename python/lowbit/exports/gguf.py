@@ -21,8 +21,9 @@ from torch import Tensor
 from .. import _C
 from ..files.config_json import CONFIG, quantization_method, read_config
 from ..files.gguf_reader import TYPES, GgufWriter, TensorType
+from ..files.io import read_bytes
 from ..files.replace import replacing
-from ..files.safetensors import DTYPES, Stored, files_of, packed_info, read_bytes, read_files, read_rows
+from ..files.safetensors import DTYPES, Stored, files_of, packed_info, read_files, read_rows
 from ..files.untrusted import read_json
 from ..importing.gguf_blocks import NL4
 from ..importing.gguf_models import ARCHITECTURES

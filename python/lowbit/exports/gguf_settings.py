@@ -9,9 +9,11 @@ from typing import Any
 import numpy as np
 
 from ..files.config_json import CONFIG
+from ..importing.gguf_models import ARCHITECTURES, gemmas_query_scale
 
-_ACTIVATIONS = dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "phi3"), "silu")
-_ACTIVATIONS |= dict.fromkeys(("gemma", "gemma2", "gemma3_text"), "gelu_pytorch_tanh")
+# model_type -> architecture.
+_WRITTEN = {name: name for name in ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma", "gemma2")}
+_WRITTEN |= {"mistral": "llama", "gemma3_text": "gemma3"}
 
 
 def _number(path: Path, settings: dict[str, Any], key: str, default: float | None = None) -> float:
@@ -74,14 +76,12 @@ def architecture_metadata(path: Path, config: dict[str, Any]) -> dict[str, Any]:
         ValueError: a setting that GGUF cannot represent.
     """
     kind = config.get("model_type")
-    if not isinstance(kind, str) or kind not in _ACTIVATIONS:
-        written = ", ".join(_ACTIVATIONS)
-        raise ValueError(f"{path} has a model of the type {kind!r}; lowbit writes {written} to GGUF")
-    name = "llama" if kind == "mistral" else kind.removesuffix("_text")
-    model = _Model(path, config, name)
-    model.expect("hidden_act", _ACTIVATIONS[kind], None)
-    model.expect("hidden_activation", _ACTIVATIONS[kind], None)
-    model.expect("use_sliding_window", False)
+    if not isinstance(kind, str) or kind not in _WRITTEN:
+        raise ValueError(f"{path} has a model of the type {kind!r}; lowbit writes {', '.join(_WRITTEN)} to GGUF")
+    name = _WRITTEN[kind]
+    model, architecture = _Model(path, config, name), ARCHITECTURES[name]
+    for key, value in architecture.constants.items():
+        model.expect(key, value, None)
     model.expect("use_bidirectional_attention", False, None)
     metadata: dict[str, Any] = {
         "context_length": model.whole("max_position_embeddings"),
@@ -95,6 +95,8 @@ def architecture_metadata(path: Path, config: dict[str, Any]) -> dict[str, Any]:
         "attention.value_length": model.head,
         "vocab_size": model.whole("vocab_size"),
     }
+    for field, (key, default) in architecture.keys.items():
+        metadata[key] = _number(path, config, field) if isinstance(default, float) else model.whole(field)
     metadata |= _attention(model) | _rotation(model)
     return {"general.architecture": name} | {f"{name}.{key}": value for key, value in metadata.items()}
 
@@ -108,18 +110,11 @@ def _attention(model: _Model) -> dict[str, Any]:
         kinds = ("sliding_attention", "full_attention")
         model.expect("layer_types", [kinds[(layer + 1) % pattern == 0] for layer in range(model.layers)])
         model.expect("sliding_window_pattern", pattern, None)
-        # ggml recognizes the largest model of each by its number of layers. Only there queries are scaled by width / heads.
-        large = model.layers == (46 if name == "gemma2" else 62)
-        model.expect("query_pre_attn_scalar", model.width // model.heads if large else model.head)
-        metadata["attention.sliding_window"] = model.whole("sliding_window")
+        model.expect("query_pre_attn_scalar", gemmas_query_scale(name, config))
     else:
         model.expect("sliding_window_pattern", None)
     if name == "gemma3":
         model.expect("final_logit_softcapping", None)
-        model.expect("attn_logit_softcapping", None)
-    elif name == "gemma2":
-        for key in ("attn_logit_softcapping", "final_logit_softcapping"):
-            metadata[key] = _number(path, config, key)
     elif name == "llama" and config.get("sliding_window") is not None:
         raise ValueError(f"{path} has sliding_window {config['sliding_window']!r} in {CONFIG}; GGUF's llama has none")
     elif name == "phi3" and config.get("sliding_window") is not None:

@@ -6,10 +6,9 @@ Every number in the file is checked against the file's size before it is used.
 from __future__ import annotations
 
 import math
-import os
 from pathlib import Path
-from typing import BinaryIO
 
+from .io import Header
 from .safetensors import Stored
 from .untrusted import check_regular, printable
 
@@ -19,42 +18,13 @@ _MOST_VARIABLES = 1 << 20
 _MOST_DIMENSIONS = 8
 
 
-class _Header:
-    def __init__(self, file: BinaryIO, path: Path):
-        self.file, self.path = file, path
-        self.size = os.fstat(file.fileno()).st_size
-        self.at = 0
-
-    def bytes(self, count: int, what: str) -> bytes:
-        if count > self.size - self.at:
-            raise ValueError(
-                f"{self.path}: {what} would take {count} bytes at byte {self.at}; the file ends {self.size - self.at} bytes "
-                "later"
-            )
-        data = self.file.read(count)
-        if len(data) != count:
-            raise OSError(f"{self.path} ended while being read: it was changed")
-        self.at += count
-        return data
-
-    def number(self, size: int, what: str) -> int:
-        return int.from_bytes(self.bytes(size, what), "little")
-
+class _Header(Header):
     def text(self, what: str) -> str:
         data = self.bytes(self.number(2, f"the length of {what}"), what)
         try:
             return data.removesuffix(b"\0").decode("ascii")
         except UnicodeDecodeError as error:
             raise ValueError(f"{self.path}: {what} is {printable(repr(data[:50]))}; expected ASCII") from error
-
-    def skip(self, count: int, what: str) -> int:
-        """Skips ``count`` bytes; returns their offset."""
-        if count > self.size - self.at:
-            raise ValueError(f"{self.path} is cut: {what} ends at byte {self.at + count}, the file has {self.size}")
-        begin = self.at
-        self.at += count
-        self.file.seek(self.at)
-        return begin
 
 
 def read_ctranslate2(path: Path) -> tuple[str, dict[str, Stored]]:

@@ -14,10 +14,11 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
+from .io import Header, write_all
 from .untrusted import check_regular, printable
 
 MAGIC = b"GGUF"
@@ -86,38 +87,9 @@ class Gguf:
     tensors: dict[str, StoredBlocks]
 
 
-class _Header:
-    """Reads the header of a file with bounded reads."""
-
-    def __init__(self, file: BinaryIO, path: Path):
-        self._file, self.path = file, path
-        self.size = os.fstat(file.fileno()).st_size
-        self.at = 0
-
-    def need(self, count: int, what: str) -> None:
-        available = min(self.size, _MOST_METADATA) - self.at
-        if count > available:
-            end = "the file ends" if self.size <= _MOST_METADATA else "a header may end"
-            raise ValueError(
-                f"{self.path}: {what} would take {count} bytes at byte {self.at}; {end} {max(available, 0)} bytes later"
-            )
-
-    def bytes(self, count: int, what: str) -> bytes:
-        self.need(count, what)
-        data = self._file.read(count)
-        if len(data) != count:
-            raise OSError(f"{self.path} ended in the middle of its header: it was changed while being read")
-        self.at += count
-        return data
-
-    def u32(self, what: str) -> int:
-        return int.from_bytes(self.bytes(4, what), "little")
-
-    def u64(self, what: str) -> int:
-        return int.from_bytes(self.bytes(8, what), "little")
-
+class _Header(Header):
     def text(self, what: str, most: int | None = None) -> str:
-        count = self.u64(f"the length of {what}")
+        count = self.number(8, f"the length of {what}")
         if most is not None and count > most:
             raise ValueError(f"{self.path}: {what} has {count} bytes; expected at most {most}")
         data = self.bytes(count, what)
@@ -145,7 +117,7 @@ class _Header:
         return data.astype(bool)
 
     def _array(self, what: str) -> Any:
-        kind, count = self.u32(what), self.u64(what)
+        kind, count = self.number(4, what), self.number(8, what)
         if kind == _ARRAY:
             raise ValueError(f"{self.path}: {what} is an array of arrays; expected numbers or texts")
         if kind in _NUMBERS:
@@ -169,7 +141,7 @@ def _read_metadata(header: _Header, count: int) -> dict[str, Any]:
         key = header.text("a key of its metadata", _MOST_NAME)
         if key in metadata:
             raise ValueError(f"{header.path}: its metadata has the key {_quoted(key)} twice")
-        kind = header.u32(f"the type of {_quoted(key)}")
+        kind = header.number(4, f"the type of {_quoted(key)}")
         metadata[key] = header.value(kind, f"the value of {_quoted(key)}")
     return metadata
 
@@ -187,13 +159,13 @@ def _read_tensor(header: _Header) -> tuple[str, tuple[int, ...], TensorType, int
     """Reads an entry of the tensor list: name, shape, type, and offset from the start of the data."""
     name = header.text("the name of a tensor", _MOST_NAME)
     what = f"the tensor {_quoted(name)}"
-    dimensions = header.u32(what)
+    dimensions = header.number(4, what)
     if not 1 <= dimensions <= _MOST_DIMENSIONS:
         raise ValueError(f"{header.path}: {what} has {dimensions} dimensions; expected 1 to {_MOST_DIMENSIONS}")
     shape = struct.unpack(f"<{dimensions}Q", header.bytes(8 * dimensions, what))
     if min(shape) < 1:
         raise ValueError(f"{header.path}: {what} has a dimension of 0")
-    number, offset = header.u32(what), header.u64(what)
+    number, offset = header.number(4, what), header.number(8, what)
     if number in _REFUSED_TYPES:
         raise ValueError(
             f"{header.path}: {what} has the type {_REFUSED_TYPES[number]} of bitnet.cpp; expected I2_S, or the model's packed "
@@ -213,17 +185,16 @@ def _read_tensor(header: _Header) -> tuple[str, tuple[int, ...], TensorType, int
 def _read_file(path: Path) -> Gguf:
     check_regular(path)
     with open(path, "rb") as file:
-        header = _Header(file, path)
         magic = file.read(4)
         if magic != MAGIC:
             raise ValueError(f"{path} begins with {magic!r}; expected {MAGIC!r}: it is not a GGUF file")
-        header.at = 4
-        version = header.u32("its version")
+        header = _Header(file, path, _MOST_METADATA)
+        version = header.number(4, "its version")
         if version not in VERSIONS:
             if int.from_bytes(version.to_bytes(4, "little"), "big") in (1, *VERSIONS):
                 raise ValueError(f"{path} is a GGUF file of a big-endian machine; expected little-endian")
             raise ValueError(f"{path} is GGUF of version {version}; expected {' or '.join(map(str, VERSIONS))}")
-        tensor_count, key_count = header.u64("its number of tensors"), header.u64("its number of keys")
+        tensor_count, key_count = header.number(8, "its number of tensors"), header.number(8, "its number of keys")
         if tensor_count > _MOST_TENSORS:
             raise ValueError(f"{path} says that it has {tensor_count} tensors; expected at most {_MOST_TENSORS}")
         header.need(13 * key_count, f"its {key_count} keys")  # at least 8 bytes for a length, 4 for a type, 1 for a value
@@ -363,24 +334,19 @@ class GgufWriter:
         header += bytes(-len(header) % _ALIGNMENT)
         self._start, self._at = len(header), 0
         self._file = open(path, "xb", buffering=0)  # noqa: SIM115
-        self._put(header)
-
-    def _put(self, data: Any) -> None:
-        view = memoryview(data).cast("B")
-        while len(view):
-            view = view[self._file.write(view) :]
+        write_all(self._file, header)
 
     def write(self, data: Any) -> None:
         """Appends data to the current tensor; once it is complete, the next one begins."""
         size = memoryview(data).nbytes
         if not self._ends or self._at + size > self._ends[0]:
             raise AssertionError(f"{size} bytes at {self._at} exceed the tensors that the header lists")
-        self._put(data)
+        write_all(self._file, data)
         self._at += size
         if self._at == self._ends[0]:
             del self._ends[0]
             padding = -self._at % _ALIGNMENT
-            self._put(bytes(padding))
+            write_all(self._file, bytes(padding))
             self._at += padding
 
     def __enter__(self) -> GgufWriter:

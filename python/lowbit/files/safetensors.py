@@ -15,6 +15,7 @@ from torch import Tensor
 from .. import _C
 from ..packed.matrix import PackedInfo
 from .config_json import refuse_gguf
+from .io import read_bytes, read_row_bytes, write_all
 from .replace import check_utf8, sync
 from .untrusted import check_regular, read_json
 
@@ -142,26 +143,9 @@ def read_files(paths: Iterable[Path], weight_map: dict[str, str] | None = None) 
     return {name: stored for name, stored in tensors.items() if name not in guards or stored.shape != (0,)}
 
 
-def read_bytes(stored: Stored, begin: int = 0, end: int | None = None) -> Tensor:
-    """A copy of bytes [begin, end) of a tensor, uint8. Pages of a mapped file would count as memory of this process."""
-    count = (stored.bytes if end is None else end) - begin
-    buffer = torch.empty(count, dtype=torch.uint8, device="cpu")  # a loader may have set another default device
-    view = memoryview(buffer.numpy())
-    with open(stored.path, "rb", buffering=0) as file:
-        file.seek(stored.offset + begin)
-        done = 0
-        while done < count:
-            read = file.readinto(view[done:])
-            if not read:
-                raise OSError(f"{stored.path} ended in the middle of {stored.name}: it was changed while being read")
-            done += read
-    return buffer
-
-
 def read_rows(stored: Stored, begin: int, end: int) -> Tensor:
     """Rows [begin, end) of a floating-point tensor, in its own dtype."""
-    row = stored.bytes // stored.shape[0]
-    return read_bytes(stored, begin * row, end * row).view(DTYPES[stored.dtype]).view(end - begin, *stored.shape[1:])
+    return read_row_bytes(stored, begin, end).view(DTYPES[stored.dtype]).view(end - begin, *stored.shape[1:])
 
 
 def chunks(stored: Stored) -> Iterator[Tensor]:
@@ -248,9 +232,7 @@ class Writer:
     def write(self, data: Any) -> int:
         """Appends a buffer; returns its offset."""
         at = self._file.tell()
-        view = memoryview(data)
-        while len(view):
-            view = view[self._file.write(view) :]
+        write_all(self._file, data)
         return at
 
     def write_at(self, at: int, data: Any) -> None:

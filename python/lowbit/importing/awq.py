@@ -11,13 +11,10 @@ From the lowest bits of a word up, its outputs are 0, 2, 4, 6, 1, 3, 5, 7. A wei
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 
-from ..files.safetensors import Stored
-from .codes import Matrix, Rows, SourceTensor
+from ..checkpoint.codes import Matrix, Rows, SourceTensor, rows_of_grid
 from .stock import Stock, load
 
 _ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -68,7 +65,14 @@ def _layer(stock: Stock, layer: str) -> Matrix:
     if stock.order(f"{layer}.g_idx", k, k // groups, none=(0,)) is not None:
         raise ValueError(f"{layer} in {scales.path} has an act-order permutation; expected none in AWQ's layout")
     affine = bool((_outputs(load(zeros)) != 8).any())
-    read = functools.partial(_read, stock, codes, scales, zeros, affine)
+
+    def read(begin: int, end: int) -> Rows:
+        first, last = begin // 8, -(-end // 8)
+        part = slice(begin - 8 * first, end - 8 * first)
+        values = _outputs(stock.load_kept(codes)[:, first:last])[:, part].T.contiguous()
+        zero = _outputs(load(zeros)[:, first:last])[:, part].T if affine else None
+        return rows_of_grid(values, load(scales)[:, begin:end].T, zero)
+
     total = codes.bytes + scales.bytes + zeros.bytes
     return Matrix(f"{layer}.weight", "AWQ, 4 bits", (n, k), 4, None if groups == 1 else k // groups, affine, read, total)
 
@@ -77,14 +81,3 @@ def _outputs(words: Tensor) -> Tensor:
     """Unpacks int32 [rows, words] to codes uint8 [rows, 8 * words], in the order of the outputs."""
     shifts = torch.tensor([4 * _ORDER.index(output) for output in range(8)], dtype=torch.int32)
     return ((words[:, :, None] >> shifts) & 15).to(torch.uint8).reshape(len(words), -1)
-
-
-def _read(stock: Stock, codes: Stored, scales: Stored, zeros: Stored, affine: bool, begin: int, end: int) -> Rows:
-    first, last = begin // 8, -(-end // 8)
-    part = slice(begin - 8 * first, end - 8 * first)
-    values = _outputs(stock.load_kept(codes)[:, first:last])[:, part].T.contiguous()
-    scale = load(scales)[:, begin:end].T.float().contiguous()
-    if not affine:
-        return Rows(values, scale)
-    zero = _outputs(load(zeros)[:, first:last])[:, part].T.float()
-    return Rows(values, scale, -zero * scale)

@@ -11,12 +11,9 @@ The digits 0, 1 and 2 mean -1, 0 and 1. With ``linear_class`` "bitlinear" weight
 
 from __future__ import annotations
 
-import functools
-
 import torch
 
-from ..files.safetensors import Stored
-from .codes import Matrix, Rows, SourceTensor
+from ..checkpoint.codes import Matrix, Rows, SourceTensor, rows_of_grid
 from .stock import Stock
 
 
@@ -37,15 +34,13 @@ def _layer(stock: Stock, layer: str, divide: bool) -> Matrix:
     scale = stock.number(f"{layer}.weight_scale")
     weight = stock.take(f"{layer}.weight", "U8", shape=(None, None))
     scale = 1 / scale if divide else scale
-    n, k = 4 * weight.shape[0], weight.shape[1]
-    read = functools.partial(_read, stock, weight, scale)
-    return Matrix(f"{layer}.weight", "BitNet", (n, k), 2, None, False, read, weight.bytes)
+    quarter, k = weight.shape
 
+    def read(begin: int, end: int) -> Rows:
+        rows = torch.arange(begin, end)
+        digits = (stock.load_kept(weight)[rows % quarter] >> (2 * (rows // quarter)).to(torch.uint8)[:, None]) & 3
+        if (digits == 3).any():
+            raise ValueError(f"{weight.name} in {weight.path} has the digit 3; expected 0 to 2")
+        return rows_of_grid(digits + 1, scale.expand(end - begin, 1))
 
-def _read(stock: Stock, weight: Stored, scale: torch.Tensor, begin: int, end: int) -> Rows:
-    rows = torch.arange(begin, end)
-    quarter = weight.shape[0]
-    digits = (stock.load_kept(weight)[rows % quarter] >> (2 * (rows // quarter)).to(torch.uint8)[:, None]) & 3
-    if (digits == 3).any():
-        raise ValueError(f"{weight.name} in {weight.path} has the digit 3; expected 0 to 2")
-    return Rows(digits + 1, scale.expand(end - begin, 1).contiguous())
+    return Matrix(f"{layer}.weight", "BitNet", (4 * quarter, k), 2, None, False, read, weight.bytes)

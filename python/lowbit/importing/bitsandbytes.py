@@ -15,15 +15,15 @@ A weight is its code's value times its block's factor.
 
 from __future__ import annotations
 
-import functools
 import json
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..files.safetensors import Stored, read_bytes
-from .codes import Matrix, Rows, SourceTensor
+from ..checkpoint.codes import Matrix, Rows, SourceTensor
+from ..files.io import read_bytes
+from ..files.safetensors import Stored
 from .stock import Stock, load
 
 _STATE = "weight.quant_state.bitsandbytes__"
@@ -100,16 +100,15 @@ def _matrix(
     gaps = table.sort().values.diff()
     off = float((levels * (largest / 127) - table).abs().max() / gaps[gaps > 0].min())
     scales = (absmax * (largest / 127)).view(n, k // block)
-    read = functools.partial(_read, codes, scales, k)
+
+    def read(begin: int, end: int) -> Rows:
+        first, last = begin * k // 2, -(-end * k // 2)
+        pairs = read_bytes(codes, first, last)
+        indices = torch.stack([pairs >> 4, pairs & 15], 1).reshape(-1)
+        skip = begin * k - 2 * first
+        return Rows(indices[skip : skip + (end - begin) * k].view(end - begin, k), scales[begin:end].contiguous())
+
     group = None if block == k else block
     return Matrix(
         name, f"bitsandbytes {kind}", (n, k), 4, group, False, read, codes.bytes, tuple(levels.int().tolist()), off
     )  # fmt: skip
-
-
-def _read(codes: Stored, scales: Tensor, k: int, begin: int, end: int) -> Rows:
-    first, last = begin * k // 2, -(-end * k // 2)
-    pairs = read_bytes(codes, first, last)
-    indices = torch.stack([pairs >> 4, pairs & 15], 1).reshape(-1)
-    skip = begin * k - 2 * first
-    return Rows(indices[skip : skip + (end - begin) * k].view(end - begin, k), scales[begin:end].contiguous())

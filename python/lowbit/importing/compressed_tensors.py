@@ -16,15 +16,15 @@ A weight is ``scale * (code - zero)`` with signed codes and zero points.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
 from typing import Any
 
 import torch
 
+from ..checkpoint.codes import Matrix, Rows, SourceTensor, rows_of_grid
+from ..files.io import read_row_bytes
 from ..files.safetensors import Stored
 from .bits import from_stream, from_words, words_of
-from .codes import Matrix, Rows, SourceTensor
 from .small_floats import read_layers
 from .stock import Stock, load
 
@@ -115,7 +115,20 @@ def _layer(stock: Stock, layer: str, known: set[int]) -> Matrix:
             zeros = None
     # At 1 bit the codes are -1 and 0, but symmetric codes of the packed format mean -1 and 1.
     affine = zeros is not None or bits == 1
-    read = functools.partial(_read, codes, scales, zeros, bits, whole, k, affine, order)
+
+    def of_rows(values: torch.Tensor, begin: int, end: int) -> torch.Tensor:
+        return values[begin:end] if len(values) > 1 else values.expand(end - begin, -1)
+
+    def read(begin: int, end: int) -> Rows:
+        words = read_row_bytes(codes, begin, end).view(torch.int32)
+        values, scale = (from_words if whole else from_stream)(words, bits, k), of_rows(load(scales), begin, end)
+        zero = None
+        if zeros is not None:
+            zero = of_rows(_zeros(zeros, bits, whole, scales.shape[0]), begin, end)
+        elif affine:
+            zero = torch.full(scale.shape, 1 << (bits - 1))
+        return rows_of_grid(values, scale, zero, order)
+
     total = codes.bytes + scales.bytes + (0 if zeros is None else zeros.bytes)
     source = f"compressed-tensors, {bits} bits"
     group = None if groups == 1 else size
@@ -125,29 +138,3 @@ def _layer(stock: Stock, layer: str, known: set[int]) -> Matrix:
 def _zeros(zeros: Stored, bits: int, whole: bool, rows: int) -> torch.Tensor:
     """The zero points plus the offset of the codes: uint8 [rows, groups]."""
     return (from_words if whole else from_stream)(load(zeros).T.contiguous(), bits, rows).T
-
-
-def _read(
-    codes: Stored,
-    scales: Stored,
-    zeros: Stored | None,
-    bits: int,
-    whole: bool,
-    k: int,
-    affine: bool,
-    order: torch.Tensor | None,
-    begin: int,
-    end: int,
-) -> Rows:
-    row = codes.bytes // codes.shape[0]
-    part = Stored(codes.name, codes.path, "I32", (end - begin, codes.shape[1]), codes.offset + begin * row, (end - begin) * row)
-    values, scale = (from_words if whole else from_stream)(load(part), bits, k), load(scales).float()
-    values = values if order is None else values[:, order]
-    scale = scale[begin:end] if len(scale) > 1 else scale.expand(end - begin, -1)
-    if not affine:
-        return Rows(values, scale.contiguous())
-    zero = torch.full_like(scale, 1 << (bits - 1))
-    if zeros is not None:
-        known = _zeros(zeros, bits, whole, scales.shape[0]).float()
-        zero = known[begin:end] if len(known) > 1 else known.expand(end - begin, -1)
-    return Rows(values, scale.contiguous(), -zero * scale)

@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..checkpoint.codes import Float, Matrix, Rows, SourceTensor
 from ..files.config_json import CONFIG
 from ..files.ctranslate2_reader import read_ctranslate2
+from ..files.io import read_bytes, read_row_bytes
 from ..files.replace import sync
-from ..files.safetensors import Stored, read_bytes, read_rows
+from ..files.safetensors import Stored, read_rows
 from ..files.untrusted import read_json
-from .codes import Float, Matrix, Rows, SourceTensor
 from .source import Source
 from .summary import file_states
 
@@ -243,8 +244,7 @@ def _number(stored: Stored) -> int:
 
 def _codes_of(stored: Stored, begin: int, end: int) -> Tensor:
     """Rows of int8."""
-    row = stored.bytes // stored.shape[0]
-    return read_bytes(stored, begin * row, end * row).view(torch.int8).view(end - begin, *stored.shape[1:])
+    return read_row_bytes(stored, begin, end).view(torch.int8).view(end - begin, *stored.shape[1:])
 
 
 def _rows(stored: Stored, first: int) -> Callable[[int, int], Tensor]:

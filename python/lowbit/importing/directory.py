@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint import copy_files
+from ..checkpoint.codes import Matrix, SourceTensor, Stacked, Weights
 from ..files.config_json import QUANTIZED_LEAVES, SETTINGS_FILES, quantization_settings, read_config
 from ..files.safetensors import WEIGHTS, files_of, read_files
 from .awq import read_awq
 from .bitnet import read_bitnet
 from .bitsandbytes import read_bitsandbytes
-from .codes import Matrix, SourceTensor, Stacked, Weights
 from .compressed_tensors import read_compressed_tensors
 from .gptq import read_gptq, renamed
 from .hqq import read_hqq

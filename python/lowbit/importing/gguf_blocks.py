@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from ..checkpoint.codes import Rows
 from ..levels import TABLES
-from .codes import Rows
 
 Decoded = tuple[np.ndarray, np.ndarray, np.ndarray | None]
 
@@ -23,7 +23,7 @@ _CRUMBS = np.arange(0, 8, 2, dtype=np.uint8)[:, None]  # shifts of the four 2-bi
 
 @dataclass(frozen=True)
 class BlockType:
-    """How to read a type; the fields are those of :class:`lowbit.importing.codes.Matrix`."""
+    """How to read a type; the fields are those of :class:`lowbit.checkpoint.codes.Matrix`."""
 
     bits: int
     group_size: int

@@ -11,17 +11,20 @@ from ..files.gguf_reader import Gguf
 from .gguf_layouts import Layout, Order, depthwise, flat, log_of_negative, tiled, without_last
 from .gguf_metadata import REQUIRED, Metadata
 from .gguf_models import (
+    ATTENTION_BIAS,
     DENSE,
     HEAD_BEHIND,
     HEAD_BESIDE,
+    LLAMA_BIASES,
     MIXTURE,
     NORMED,
     OUTSIDE,
     SHARED,
+    SILU,
     Architecture,
     Part,
-    common,
-    expert_width,
+    expert_widths,
+    layers_of,
     rope_of,
 )
 
@@ -61,234 +64,146 @@ def _routing(metadata: Metadata, *, groups: bool = True) -> dict[str, Any]:
     return routing
 
 
-def _scales(metadata: Metadata) -> dict[str, float]:
-    """Granite's multipliers."""
-    names = {
-        "attention_multiplier": "attention.scale", "embedding_multiplier": "embedding_scale",
-        "residual_multiplier": "residual_scale", "logits_scaling": "logit_scale",
-    }  # fmt: skip
-    return {ours: metadata.real(name, 1.0) for ours, name in names.items()}
+# Granite's multipliers.
+_SCALES = {
+    "attention_multiplier": ("attention.scale", 1.0), "embedding_multiplier": ("embedding_scale", 1.0),
+    "residual_multiplier": ("residual_scale", 1.0), "logits_scaling": ("logit_scale", 1.0),
+}  # fmt: skip
 
 
-def _granite(metadata: Metadata, gguf: Gguf) -> dict[str, Any]:
-    config = common(metadata, "granite", "GraniteForCausalLM", head_dim=False)
-    return config | _scales(metadata) | {
-        "rope_parameters": rope_of(metadata, config), "attention_bias": "blk.0.attn_q.bias" in gguf.tensors,
-        "mlp_bias": "blk.0.ffn_up.bias" in gguf.tensors, "hidden_act": "silu",
-    }  # fmt: skip
-
-
-def _granite_moe(metadata: Metadata, gguf: Gguf) -> dict[str, Any]:
-    shared = metadata.whole("expert_shared_feed_forward_length", 0)
-    kind = ("granitemoeshared", "GraniteMoeSharedForCausalLM") if shared else ("granitemoe", "GraniteMoeForCausalLM")
-    config = common(metadata, *kind, head_dim=False, experts="num_local_experts")
-    config |= {"shared_intermediate_size": shared} if shared else {}
-    return config | _scales(metadata) | {"rope_parameters": rope_of(metadata, config), "hidden_act": "silu"}
-
-
-def _granite_hybrid(metadata: Metadata, gguf: Gguf) -> dict[str, Any]:
-    experts = "num_local_experts" if metadata.whole("expert_count", 0) else ""
-    config = common(metadata, "granitemoehybrid", "GraniteMoeHybridForCausalLM", head_dim=False, experts=experts, hybrid=True)
-    kinds = {"ssm_in.weight": "mamba", "attn_k.weight": "attention"}
+def _inner(metadata: Metadata) -> tuple[int, int]:
+    """The inner width of recurrent layers, and their heads."""
     inner, heads = metadata.whole("ssm.inner_size"), metadata.whole("ssm.time_step_rank")
-    width = config["hidden_size"]
+    if not heads or inner % heads:
+        raise ValueError(f"{metadata.path} has {inner} inner values for {heads} heads; expected a multiple")
+    return inner, heads
+
+
+def _granite_moe(metadata: Metadata, gguf: Gguf, config: dict[str, Any]) -> dict[str, Any]:
+    shared = metadata.whole("expert_shared_feed_forward_length", 0)
+    if not shared:
+        return {}
+    return {
+        "architectures": ["GraniteMoeSharedForCausalLM"], "model_type": "granitemoeshared", "shared_intermediate_size": shared,
+    }  # fmt: skip
+
+
+def _granite_hybrid(metadata: Metadata, gguf: Gguf, config: dict[str, Any]) -> dict[str, Any]:
+    kinds = {"ssm_in.weight": "mamba", "attn_k.weight": "attention"}
+    (inner, heads), width = _inner(metadata), config["hidden_size"]
     metadata.ignore("expert_shared_feed_forward_length")  # the tensors show it
-    if not heads or inner % heads or inner % width:
-        raise ValueError(f"{metadata.path} has {inner} inner values for {heads} heads and {width} values; expected multiples")
-    config.setdefault("num_local_experts", 0)
-    if not config["num_key_value_heads"]:  # llama.cpp's converter does not know the current layer names of transformers
+    if inner % width:
+        raise ValueError(f"{metadata.path} has {inner} inner values for {width} values; expected a multiple")
+    kv_heads = config["num_key_value_heads"]
+    if not kv_heads:  # llama.cpp's converter does not know the current layer names of transformers
         stored = next(tensor for name, tensor in gguf.tensors.items() if name.endswith("attn_k.weight"))
-        config["num_key_value_heads"] = stored.shape[0] // max(width // config["num_attention_heads"], 1)
-    return config | _scales(metadata) | {
+        kv_heads = stored.shape[0] // max(width // config["num_attention_heads"], 1)
+    return {
+        "num_local_experts": config.get("num_local_experts", 0), "num_key_value_heads": kv_heads,
         "layer_types": _kinds(metadata, gguf, config["num_hidden_layers"], kinds),
         "shared_intermediate_size": _width(gguf, "blk.0.ffn_down_shexp.weight", "blk.0.ffn_down.weight"),
         "position_embedding_type": "rope" if metadata.flag("rope.scaling.finetuned", False) else None,
-        "rope_parameters": rope_of(metadata, config),
         "mamba_n_heads": heads, "mamba_d_head": inner // heads, "mamba_expand": inner // width,
-        "mamba_n_groups": metadata.whole("ssm.group_count"), "mamba_d_state": metadata.whole("ssm.state_size"),
-        "mamba_d_conv": metadata.whole("ssm.conv_kernel"), "hidden_act": "silu",
     }  # fmt: skip
 
 
-def _nemotron_h(metadata: Metadata, gguf: Gguf) -> dict[str, Any]:
-    experts = "n_routed_experts" if metadata.whole("expert_count", 0) else ""
-    epsilon = (
-        "attention.layer_norm_epsilon" if "attention.layer_norm_epsilon" in metadata else "attention.layer_norm_rms_epsilon"
-    )
-    config = common(metadata, "nemotron_h", "NemotronHForCausalLM", experts=experts, epsilon=epsilon, hybrid=True)
+def _nemotron_h(metadata: Metadata, gguf: Gguf, config: dict[str, Any]) -> dict[str, Any]:
     metadata.ignore("rope.dimension_count", "rope.freq_base")  # it has no rotation
     kinds = {
         "ssm_in.weight": "mamba", "attn_q.weight": "attention", "ffn_up_exps.weight": "moe", "ffn_up.weight": "mlp",
     }  # fmt: skip
-    inner, heads = metadata.whole("ssm.inner_size"), metadata.whole("ssm.time_step_rank")
-    if not heads or inner % heads:
-        raise ValueError(f"{metadata.path} has {inner} inner values for {heads} heads; expected a multiple")
-    biases = any(name.endswith("ssm_conv1d.bias") for name in gguf.tensors)
-    config |= {
-        "layers_block_type": _kinds(metadata, gguf, config.pop("num_hidden_layers"), kinds),
-        "layer_norm_epsilon": config.pop("rms_norm_eps"), "mlp_hidden_act": "relu2", "use_conv_bias": biases,
-        "mamba_num_heads": heads, "mamba_head_dim": inner // heads, "n_groups": metadata.whole("ssm.group_count"),
-        "ssm_state_size": metadata.whole("ssm.state_size"), "conv_kernel": metadata.whole("ssm.conv_kernel"),
+    inner, heads = _inner(metadata)
+    more = {
+        "layers_block_type": _kinds(metadata, gguf, config["num_hidden_layers"], kinds),
+        "use_conv_bias": any(name.endswith("ssm_conv1d.bias") for name in gguf.tensors),
+        "mamba_num_heads": heads, "mamba_head_dim": inner // heads,
     }  # fmt: skip
-    config["num_hidden_layers"] = len(config["layers_block_type"])
-    if experts:
-        config |= _routing(metadata) | {
+    if "n_routed_experts" in config:
+        more |= _routing(metadata) | {
             "moe_intermediate_size": metadata.whole("expert_feed_forward_length"),
             "moe_shared_expert_intermediate_size": metadata.whole("expert_shared_feed_forward_length"),
         }
-    return config
+    return more
 
 
-def _smollm3(metadata: Metadata, gguf: Gguf) -> dict[str, Any]:
-    config = common(metadata, "smollm3", "SmolLM3ForCausalLM", head_dim=False)
-    return config | {"rope_parameters": rope_of(metadata, config, 2e6), "no_rope_layer_interval": 4, "hidden_act": "silu"}
-
-
-def _glm4(metadata: Metadata, gguf: Gguf) -> dict[str, Any]:
-    config = common(metadata, "glm4", "Glm4ForCausalLM")
-    rope, bias = rope_of(metadata, config, partial=True), "blk.0.attn_q.bias" in gguf.tensors
-    return config | {"rope_parameters": rope, "attention_bias": bias, "hidden_act": "silu"}
-
-
-def _glm4_moe(metadata: Metadata, gguf: Gguf) -> dict[str, Any]:
-    config = common(metadata, "glm4_moe", "Glm4MoeForCausalLM", experts="n_routed_experts")
+def _glm4_moe(metadata: Metadata, gguf: Gguf, config: dict[str, Any]) -> dict[str, Any]:
     metadata.expect("expert_gating_func", _SIGMOID)
-    return config | _routing(metadata) | {
-        "rope_parameters": rope_of(metadata, config, partial=True), "attention_bias": "blk.0.attn_q.bias" in gguf.tensors,
-        "use_qk_norm": "blk.0.attn_q_norm.weight" in gguf.tensors,
-        "first_k_dense_replace": metadata.whole("leading_dense_block_count", 0),
-        "moe_intermediate_size": metadata.whole("expert_feed_forward_length"), "hidden_act": "silu",
-    }  # fmt: skip
+    return _routing(metadata) | {"use_qk_norm": "blk.0.attn_q_norm.weight" in gguf.tensors}
 
 
-def _olmo2(metadata: Metadata, gguf: Gguf) -> dict[str, Any]:
-    config = common(metadata, "olmo2", "Olmo2ForCausalLM", head_dim=False)
-    return config | {"rope_parameters": rope_of(metadata, config), "hidden_act": "silu"}
-
-
-def _seed_oss(metadata: Metadata, gguf: Gguf) -> dict[str, Any]:
-    config = common(metadata, "seed_oss", "SeedOssForCausalLM")
-    biases = {name: f"blk.0.{tensor}.bias" in gguf.tensors for name, tensor in (
-        ("attention_bias", "attn_q"), ("attention_out_bias", "attn_output"), ("mlp_bias", "ffn_up"),
-    )}  # fmt: skip
-    return config | biases | {"rope_parameters": rope_of(metadata, config), "hidden_act": "silu"}
-
-
-def _ernie(metadata: Metadata, gguf: Gguf) -> dict[str, Any]:
-    config = common(metadata, "ernie4_5", "Ernie4_5ForCausalLM")
-    bias = "blk.0.attn_q.bias" in gguf.tensors
-    return config | {"rope_parameters": rope_of(metadata, config, 500000.0), "use_bias": bias, "hidden_act": "silu"}
-
-
-def _lfm2(metadata: Metadata, gguf: Gguf) -> dict[str, Any]:
-    config = common(metadata, "lfm2", "Lfm2ForCausalLM", head_dim=False, hybrid=True)
-    return _short_convolutions(metadata, gguf, config) | {"block_auto_adjust_ff_dim": False}
-
-
-def _lfm2_moe(metadata: Metadata, gguf: Gguf) -> dict[str, Any]:
-    config = common(metadata, "lfm2_moe", "Lfm2MoeForCausalLM", head_dim=False, experts="num_experts", hybrid=True)
-    metadata.expect("expert_gating_func", _SIGMOID)
-    routing = _routing(metadata, groups=False)
-    return _short_convolutions(metadata, gguf, config) | {
-        "num_dense_layers": metadata.whole("leading_dense_block_count", 0), "norm_topk_prob": True,
-        "moe_intermediate_size": metadata.whole("expert_feed_forward_length"),
-        "routed_scaling_factor": routing["routed_scaling_factor"],
-        "use_expert_bias": any(name.endswith("exp_probs_b.bias") for name in gguf.tensors),
-    }  # fmt: skip
-
-
-def _short_convolutions(metadata: Metadata, gguf: Gguf, config: dict[str, Any]) -> dict[str, Any]:
+def _lfm2(metadata: Metadata, gguf: Gguf, config: dict[str, Any]) -> dict[str, Any]:
     kinds = {"shortconv.conv.weight": "conv", "attn_q.weight": "full_attention"}
-    return config | {
-        "layer_types": _kinds(metadata, gguf, config["num_hidden_layers"], kinds),
-        "rope_parameters": rope_of(metadata, config, 1e6), "norm_eps": config["rms_norm_eps"],
-        "conv_L_cache": metadata.whole("shortconv.l_cache"),
+    return {
+        "layer_types": _kinds(metadata, gguf, config["num_hidden_layers"], kinds), "norm_eps": config["rms_norm_eps"],
         "conv_bias": any("shortconv" in name and name.endswith(".bias") for name in gguf.tensors),
     }  # fmt: skip
+
+
+def _lfm2_moe(metadata: Metadata, gguf: Gguf, config: dict[str, Any]) -> dict[str, Any]:
+    metadata.expect("expert_gating_func", _SIGMOID)
+    return _lfm2(metadata, gguf, config) | {
+        "routed_scaling_factor": _routing(metadata, groups=False)["routed_scaling_factor"],
+        "use_expert_bias": any(name.endswith("exp_probs_b.bias") for name in gguf.tensors),
+    }
 
 
 def _delta_rule(metadata: Metadata, gguf: Gguf, config: dict[str, Any]) -> dict[str, Any]:
     """Settings of gated delta networks, and of experts if there are any."""
     metadata.ignore("full_attention_interval", "attention.recurrent_layers")  # the tensors show it
     kinds = {"ssm_out.weight": "linear_attention", "attn_q.weight": "full_attention"}
-    inner, heads = metadata.whole("ssm.inner_size"), metadata.whole("ssm.time_step_rank")
-    keys = metadata.whole("ssm.group_count")
-    if not heads or not keys or inner % heads or heads % keys:
-        raise ValueError(
-            f"{metadata.path} has {inner} inner values, {heads} value heads and {keys} key heads; expected multiples"
-        )
-    config |= {
+    (inner, heads), keys = _inner(metadata), config["linear_num_key_heads"]
+    if not keys or heads % keys:
+        raise ValueError(f"{metadata.path} has {heads} value heads and {keys} key heads; expected a multiple")
+    return {
         "layer_types": _kinds(metadata, gguf, config["num_hidden_layers"], kinds),
-        "rope_parameters": rope_of(metadata, config, 1e7, partial=True), "attention_bias": False, "hidden_act": "silu",
-        "linear_conv_kernel_dim": metadata.whole("ssm.conv_kernel"), "linear_key_head_dim": metadata.whole("ssm.state_size"),
-        "linear_num_key_heads": keys, "linear_num_value_heads": heads, "linear_value_head_dim": inner // heads,
-    }  # fmt: skip
-    if "num_experts" in config:
-        shared = _width(gguf, "blk.0.ffn_down_shexp.weight")
-        config |= {
-            "moe_intermediate_size": expert_width(metadata, gguf), "norm_topk_prob": True,
-            "shared_expert_intermediate_size": metadata.whole("expert_shared_feed_forward_length", shared or REQUIRED),
-        }  # fmt: skip
-    return config
+        "linear_num_value_heads": heads, "linear_value_head_dim": inner // heads,
+    } | (expert_widths(metadata, gguf) if "num_experts" in config else {})  # fmt: skip
 
 
-def _sections(metadata: Metadata, config: dict[str, Any]) -> dict[str, Any]:
-    """The sections of a multimodal rotation (time, height, width), which coincide for text."""
+def _qwen35(metadata: Metadata, gguf: Gguf, config: dict[str, Any]) -> dict[str, Any]:
+    # The sections of a multimodal rotation (time, height, width) coincide for text.
     sections = [size for size in metadata.wholes("rope.dimension_sections", [11, 11, 10, 0]) if size]
-    config["rope_parameters"] |= {"mrope_section": sections, "mrope_interleaved": True}
-    return config
+    rope = config["rope_parameters"] | {"mrope_section": sections, "mrope_interleaved": True}
+    return _delta_rule(metadata, gguf, config) | {"rope_parameters": rope}
 
 
-def _qwen35(metadata: Metadata, gguf: Gguf) -> dict[str, Any]:
-    config = common(metadata, "qwen3_5_text", "Qwen3_5ForCausalLM")
-    return _sections(metadata, _delta_rule(metadata, gguf, config))
-
-
-def _qwen35_moe(metadata: Metadata, gguf: Gguf) -> dict[str, Any]:
-    config = common(metadata, "qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", experts="num_experts")
-    return _sections(metadata, _delta_rule(metadata, gguf, config))
-
-
-def _qwen3_next(metadata: Metadata, gguf: Gguf) -> dict[str, Any]:
-    config = common(metadata, "qwen3_next", "Qwen3NextForCausalLM", experts="num_experts")
-    return _delta_rule(metadata, gguf, config) | {"decoder_sparse_step": 1, "mlp_only_layers": []}
-
-
-def _deepseek(metadata: Metadata, gguf: Gguf) -> dict[str, Any]:
-    biased = any(name.endswith("exp_probs_b.bias") for name in gguf.tensors)
-    model_type, class_name = ("deepseek_v3", "DeepseekV3ForCausalLM") if biased else ("deepseek_v2", "DeepseekV2ForCausalLM")
-    metadata.expect("expert_gating_func", *((_SIGMOID, 0) if biased else (1, 0)))
-    rotated, rank = metadata.whole("rope.dimension_count"), metadata.whole("attention.kv_lora_rank")
-    # Newer files have the sizes of llama.cpp's computation, with one head for all queries, and separately the model's.
-    key = metadata.whole("attention.key_length_mla", metadata.whole("attention.key_length"))
-    value = metadata.whole("attention.value_length_mla", metadata.whole("attention.value_length"))
-    heads, dense = metadata.whole("attention.head_count"), metadata.whole("leading_dense_block_count", 0)
-    metadata.ignore("attention.head_count_kv")
-    metadata.expect("attention.causal", True)
-    if not heads or key <= rotated:
-        raise ValueError(f"{metadata.path} has {heads} heads of {key} values, {rotated} of them rotated; expected more values")
-    layers = metadata.whole("block_count") - metadata.whole("nextn_predict_layers", 0)
-    if not 1 <= layers <= metadata.tensors:
-        raise ValueError(f"{metadata.path} has {layers} layers; expected 1 or more, and at most its {metadata.tensors} tensors")
-    length = metadata.whole("context_length")
-    rope = rope_of(metadata, {"head_dim": rotated, "max_position_embeddings": length})
-    if rope["rope_type"] == "yarn":
-        scale = metadata.real("rope.scaling.yarn_log_multiplier", 0.0) * 10
-        rope |= {"mscale": scale, "mscale_all_dim": scale} if scale else {}
-    config: dict[str, Any] = {
-        "architectures": [class_name], "model_type": model_type, "hidden_size": metadata.whole("embedding_length"),
-        "intermediate_size": metadata.of_layers("feed_forward_length"), "num_hidden_layers": layers,
-        "num_attention_heads": heads, "num_key_value_heads": heads, "max_position_embeddings": length,
-        "rms_norm_eps": metadata.real("attention.layer_norm_rms_epsilon"), "rope_parameters": rope, "kv_lora_rank": rank,
-        "q_lora_rank": metadata.whole("attention.q_lora_rank", None), "qk_rope_head_dim": rotated,
-        "qk_nope_head_dim": key - rotated, "v_head_dim": value, "first_k_dense_replace": dense,
-        "n_routed_experts": metadata.whole("expert_count"), "num_experts_per_tok": metadata.whole("expert_used_count"),
-        "moe_intermediate_size": metadata.whole("expert_feed_forward_length"), "hidden_act": "silu", "attention_bias": False,
-    }  # fmt: skip
-    config |= _routing(metadata)
-    if not biased:
-        config["topk_method"] = "greedy" if config["n_group"] == 1 else "group_limited_greedy"
-    return config
+class _Deepseek(Architecture):
+    def config(self, metadata: Metadata, gguf: Gguf) -> dict[str, Any]:
+        biased = any(name.endswith("exp_probs_b.bias") for name in gguf.tensors)
+        model_type, class_name = (
+            ("deepseek_v3", "DeepseekV3ForCausalLM") if biased else ("deepseek_v2", "DeepseekV2ForCausalLM")
+        )
+        metadata.expect("expert_gating_func", *((_SIGMOID, 0) if biased else (1, 0)))
+        rotated, rank = metadata.whole("rope.dimension_count"), metadata.whole("attention.kv_lora_rank")
+        # Newer files have the sizes of llama.cpp's computation, with one head for all queries, and separately the model's.
+        key = metadata.whole("attention.key_length_mla", metadata.whole("attention.key_length"))
+        value = metadata.whole("attention.value_length_mla", metadata.whole("attention.value_length"))
+        heads, dense = metadata.whole("attention.head_count"), metadata.whole("leading_dense_block_count", 0)
+        metadata.ignore("attention.head_count_kv")
+        metadata.expect("attention.causal", True)
+        if not heads or key <= rotated:
+            raise ValueError(
+                f"{metadata.path} has {heads} heads of {key} values, {rotated} of them rotated; expected more values"
+            )
+        length = metadata.whole("context_length")
+        rope = rope_of(metadata, {"head_dim": rotated, "max_position_embeddings": length})
+        if rope["rope_type"] == "yarn":
+            scale = metadata.real("rope.scaling.yarn_log_multiplier", 0.0) * 10
+            rope |= {"mscale": scale, "mscale_all_dim": scale} if scale else {}
+        config: dict[str, Any] = {
+            "architectures": [class_name], "model_type": model_type, "hidden_size": metadata.whole("embedding_length"),
+            "intermediate_size": metadata.of_layers("feed_forward_length"), "num_hidden_layers": layers_of(metadata),
+            "num_attention_heads": heads, "num_key_value_heads": heads, "max_position_embeddings": length,
+            "rms_norm_eps": metadata.real("attention.layer_norm_rms_epsilon"), "rope_parameters": rope, "kv_lora_rank": rank,
+            "q_lora_rank": metadata.whole("attention.q_lora_rank", None), "qk_rope_head_dim": rotated,
+            "qk_nope_head_dim": key - rotated, "v_head_dim": value, "first_k_dense_replace": dense,
+            "n_routed_experts": metadata.whole("expert_count"), "num_experts_per_tok": metadata.whole("expert_used_count"),
+            "moe_intermediate_size": metadata.whole("expert_feed_forward_length"), "hidden_act": "silu", "attention_bias": False,
+        }  # fmt: skip
+        config |= _routing(metadata)
+        if not biased:
+            config["topk_method"] = "greedy" if config["n_group"] == 1 else "group_limited_greedy"
+        return config
 
 
 _MAMBA = {f"ssm_{ours}": f"mamba.{name}" for ours, name in (
@@ -390,50 +305,110 @@ def _next_layouts(config: Mapping[str, Any]) -> Mapping[str, Layout]:
     }  # fmt: skip
 
 
+_NEMOTRON = Architecture(
+    "nemotron_h", "NemotronHForCausalLM", _NEMOTRON_H, _NEMOTRON_PARAMETERS,
+    OUTSIDE | {"token_embd": "model.embeddings", "output_norm": "model.norm_f"}, lambda _: _mamba_layouts("mixer"),
+    permuted=True, experts="mixer.experts", ungated=True, count="n_routed_experts", may_be_dense=True, hybrid=True, theta=None,
+    epsilons=("attention.layer_norm_epsilon", "attention.layer_norm_rms_epsilon"), epsilon_field="layer_norm_epsilon",
+    constants={"mlp_hidden_act": "relu2"},
+    keys={
+        "n_groups": ("ssm.group_count", REQUIRED), "ssm_state_size": ("ssm.state_size", REQUIRED),
+        "conv_kernel": ("ssm.conv_kernel", REQUIRED),
+    },
+    more=_nemotron_h,
+)  # fmt: skip
+_SHORT_CONVOLUTIONS: dict[str, Any] = {
+    "sets_head_dim": False, "hybrid": True, "theta": 1e6, "outside": _LFM2_OUTSIDE,
+    "layouts": lambda _: {"conv.conv.weight": Layout(shape=depthwise)},
+}  # fmt: skip
+_L_CACHE = {"conv_L_cache": ("shortconv.l_cache", REQUIRED)}
+_DELTA_RULE: dict[str, Any] = {
+    "norm_offset": 1.0, "head": HEAD_BESIDE, "theta": 1e7, "partial": True,
+    "keys": {
+        "linear_conv_kernel_dim": ("ssm.conv_kernel", REQUIRED), "linear_key_head_dim": ("ssm.state_size", REQUIRED),
+        "linear_num_key_heads": ("ssm.group_count", REQUIRED),
+    },
+}  # fmt: skip
+_PLAIN_DELTA = SILU | {"attention_bias": False}
+_NORM_TOPK = {"norm_topk_prob": True}
 ARCHITECTURES = {
-    "granite": Architecture(_granite, DENSE, permuted=True),
-    "granitemoe": Architecture(_granite_moe, _GRANITE_MOE, permuted=True, experts="block_sparse_moe.experts"),
-    "granitehybrid": Architecture(
-        _granite_hybrid, _GRANITE_HYBRID, _MAMBA_PARAMETERS, layouts=lambda _: _mamba_layouts("mamba"), permuted=True,
-        experts="block_sparse_moe.experts",
+    "granite": Architecture(
+        "granite", "GraniteForCausalLM", DENSE, permuted=True, sets_head_dim=False, biases=LLAMA_BIASES, constants=SILU,
+        keys=_SCALES,
     ),
-    **dict.fromkeys(("nemotron_h", "nemotron_h_moe"), Architecture(
-        _nemotron_h, _NEMOTRON_H, _NEMOTRON_PARAMETERS,
-        OUTSIDE | {"token_embd": "model.embeddings", "output_norm": "model.norm_f"},
-        lambda _: _mamba_layouts("mixer"), permuted=True, experts="mixer.experts", ungated=True,
-    )),
-    "smollm3": Architecture(_smollm3, DENSE, permuted=True),
-    "glm4": Architecture(_glm4, _PLAIN_ATTENTION | {
+    "granitemoe": Architecture(
+        "granitemoe", "GraniteMoeForCausalLM", _GRANITE_MOE, permuted=True, experts="block_sparse_moe.experts",
+        sets_head_dim=False, count="num_local_experts", constants=SILU, keys=_SCALES, more=_granite_moe,
+    ),
+    "granitehybrid": Architecture(
+        "granitemoehybrid", "GraniteMoeHybridForCausalLM", _GRANITE_HYBRID, _MAMBA_PARAMETERS,
+        layouts=lambda _: _mamba_layouts("mamba"), permuted=True, experts="block_sparse_moe.experts", sets_head_dim=False,
+        count="num_local_experts", may_be_dense=True, hybrid=True, constants=SILU, more=_granite_hybrid,
+        keys=_SCALES | {
+            "mamba_n_groups": ("ssm.group_count", REQUIRED), "mamba_d_state": ("ssm.state_size", REQUIRED),
+            "mamba_d_conv": ("ssm.conv_kernel", REQUIRED),
+        },
+    ),
+    "nemotron_h": _NEMOTRON,
+    "nemotron_h_moe": _NEMOTRON,
+    "smollm3": Architecture(
+        "smollm3", "SmolLM3ForCausalLM", DENSE, permuted=True, sets_head_dim=False, theta=2e6,
+        constants=SILU | {"no_rope_layer_interval": 4},
+    ),
+    "glm4": Architecture("glm4", "Glm4ForCausalLM", _PLAIN_ATTENTION | {
         "ffn_norm": "post_attention_layernorm", "post_attention_norm": "post_self_attn_layernorm",
         "post_ffw_norm": "post_mlp_layernorm", "ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj",
-    }),
+    }, partial=True, biases=ATTENTION_BIAS, constants=SILU),
     "glm4moe": Architecture(
-        _glm4_moe,
-        NORMED | MIXTURE | _SHARED_EXPERTS | {"post_attention_norm": "post_attention_layernorm"},
-        _EXPERT_BIAS, experts="mlp.experts", head=HEAD_BEHIND,
+        "glm4_moe", "Glm4MoeForCausalLM",
+        NORMED | MIXTURE | _SHARED_EXPERTS | {"post_attention_norm": "post_attention_layernorm"}, _EXPERT_BIAS,
+        experts="mlp.experts", head=HEAD_BEHIND, count="n_routed_experts", partial=True, biases=ATTENTION_BIAS, constants=SILU,
+        keys={
+            "first_k_dense_replace": ("leading_dense_block_count", 0),
+            "moe_intermediate_size": ("expert_feed_forward_length", REQUIRED),
+        },
+        more=_glm4_moe,
     ),
-    "olmo2": Architecture(_olmo2, {ours: name for ours, name in NORMED.items() if ours not in ("attn_norm", "ffn_norm")} | {
-        "post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm",
-    }),
-    "seed_oss": Architecture(_seed_oss, DENSE | {"post_attention_norm": "post_attention_layernorm"}),
-    "ernie4_5": Architecture(_ernie, DENSE),
+    "olmo2": Architecture(
+        "olmo2", "Olmo2ForCausalLM", {ours: name for ours, name in NORMED.items() if ours not in ("attn_norm", "ffn_norm")} | {
+            "post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm",
+        }, sets_head_dim=False, constants=SILU,
+    ),
+    "seed_oss": Architecture(
+        "seed_oss", "SeedOssForCausalLM", DENSE | {"post_attention_norm": "post_attention_layernorm"}, constants=SILU,
+        biases=LLAMA_BIASES | {"attention_out_bias": "attn_output"},
+    ),
+    "ernie4_5": Architecture(
+        "ernie4_5", "Ernie4_5ForCausalLM", DENSE, theta=500000.0, biases={"use_bias": "attn_q"}, constants=SILU
+    ),
     "lfm2": Architecture(
-        _lfm2, _LFM2, outside=_LFM2_OUTSIDE, layouts=lambda _: {"conv.conv.weight": Layout(shape=depthwise)}
+        "lfm2", "Lfm2ForCausalLM", _LFM2, **_SHORT_CONVOLUTIONS, keys=_L_CACHE, constants={"block_auto_adjust_ff_dim": False},
+        more=_lfm2,
     ),
     "lfm2moe": Architecture(
-        _lfm2_moe, _LFM2 | {"ffn_gate_inp": "feed_forward.gate"}, {"exp_probs_b.bias": "feed_forward.expert_bias"},
-        _LFM2_OUTSIDE, lambda _: {"conv.conv.weight": Layout(shape=depthwise)}, experts="feed_forward.experts",
+        "lfm2_moe", "Lfm2MoeForCausalLM", _LFM2 | {"ffn_gate_inp": "feed_forward.gate"},
+        {"exp_probs_b.bias": "feed_forward.expert_bias"}, **_SHORT_CONVOLUTIONS, experts="feed_forward.experts",
+        count="num_experts", constants=_NORM_TOPK, more=_lfm2_moe,
+        keys=_L_CACHE | {
+            "num_dense_layers": ("leading_dense_block_count", 0),
+            "moe_intermediate_size": ("expert_feed_forward_length", REQUIRED),
+        },
     ),
     "qwen3next": Architecture(
-        _qwen3_next, _QWEN3_NEXT | MIXTURE | SHARED, _DELTA_PARAMETERS, layouts=_next_layouts, norm_offset=1.0,
-        experts="mlp.experts", head=HEAD_BESIDE,
+        "qwen3_next", "Qwen3NextForCausalLM", _QWEN3_NEXT | MIXTURE | SHARED, _DELTA_PARAMETERS, layouts=_next_layouts,
+        **_DELTA_RULE, experts="mlp.experts", count="num_experts", more=_delta_rule,
+        constants=_PLAIN_DELTA | _NORM_TOPK | {"decoder_sparse_step": 1, "mlp_only_layers": []},
     ),
-    "qwen35": Architecture(_qwen35, _QWEN35, _DELTA_PARAMETERS, layouts=_delta_layouts, norm_offset=1.0, head=HEAD_BESIDE),
+    "qwen35": Architecture(
+        "qwen3_5_text", "Qwen3_5ForCausalLM", _QWEN35, _DELTA_PARAMETERS, layouts=_delta_layouts, **_DELTA_RULE,
+        constants=_PLAIN_DELTA, more=_qwen35,
+    ),
     "qwen35moe": Architecture(
-        _qwen35_moe, _QWEN35 | MIXTURE | SHARED, _DELTA_PARAMETERS, layouts=_delta_layouts, norm_offset=1.0,
-        experts="mlp.experts", head=HEAD_BESIDE,
+        "qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", _QWEN35 | MIXTURE | SHARED, _DELTA_PARAMETERS, layouts=_delta_layouts,
+        **_DELTA_RULE, experts="mlp.experts", count="num_experts", constants=_PLAIN_DELTA | _NORM_TOPK, more=_qwen35,
     ),
-    "deepseek2": Architecture(
-        _deepseek, _LATENT | _MLP | MIXTURE | _SHARED_EXPERTS, _EXPERT_BIAS, experts="mlp.experts", head=HEAD_BEHIND
+    "deepseek2": _Deepseek(
+        "deepseek_v3", "DeepseekV3ForCausalLM", _LATENT | _MLP | MIXTURE | _SHARED_EXPERTS, _EXPERT_BIAS,
+        experts="mlp.experts", head=HEAD_BEHIND,
     ),
 }  # fmt: skip

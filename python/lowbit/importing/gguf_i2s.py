@@ -8,14 +8,14 @@ record, so the order is an argument.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable
 
 import numpy as np
 import torch
 
+from ..checkpoint.codes import Rows
 from ..files.gguf_reader import StoredBlocks
-from .codes import Rows
+from ..files.io import read_bytes, read_row_bytes
 
 # Order -> run length: the same bits of so many consecutive bytes hold consecutive inputs.
 _RUNS = {"x86": 32, "arm": 16}
@@ -29,15 +29,12 @@ def check_order(order: str | None) -> None:
         raise ValueError(f"the order of I2_S is {order!r}; expected {', '.join(ORDERS)}")
 
 
-def i2s_reader(
-    stored: StoredBlocks, order: str | None, read_blocks: Callable[[StoredBlocks, int, int], np.ndarray]
-) -> Callable[[int, int], Rows]:
+def i2s_reader(stored: StoredBlocks, order: str | None) -> Callable[[int, int], Rows]:
     """A function that reads rows [begin, end) of a matrix as 2-bit codes with one scale.
 
     Args:
         stored: the matrix [n, k] in its file.
         order: one of ``ORDERS``; None is refused.
-        read_blocks: returns the bytes of rows, uint8 [rows, k / 4].
 
     Returns:
         A function of ``begin`` and ``end``. It raises ValueError for a digit 3, and OSError for a file that became shorter.
@@ -63,23 +60,14 @@ def i2s_reader(
     def read(begin: int, end: int) -> Rows:
         if order == "rows":
             first = begin // 4 * 4
-            data = read_blocks(stored, first, -(-end // 4) * 4).reshape(-1, 1, k)
+            data = read_row_bytes(stored, first, -(-end // 4) * 4).numpy().reshape(-1, 1, k)
             digits = (data >> _SHIFTS & 3).reshape(-1, k)[begin - first : end - first]
         else:
-            data = read_blocks(stored, begin, end).reshape(end - begin, -1, 1, _RUNS[order])
+            data = read_row_bytes(stored, begin, end).numpy().reshape(end - begin, -1, 1, _RUNS[order])
             digits = (data >> _SHIFTS & 3).reshape(end - begin, k)
         if (digits == 3).any():
             raise ValueError(f"{stored.path}: {stored.name} has the digit 3; expected 0 to 2")
-        scale = torch.full((end - begin, 1), _scale(stored), dtype=torch.float32)
-        return Rows(torch.from_numpy(np.ascontiguousarray(digits + 1)), scale)
+        scale = read_bytes(stored, stored.bytes, stored.bytes + 4).view(torch.float32)  # after the last row
+        return Rows(torch.from_numpy(np.ascontiguousarray(digits + 1)), scale.repeat(end - begin, 1))
 
     return read
-
-
-def _scale(stored: StoredBlocks) -> float:
-    with open(stored.path, "rb") as file:
-        file.seek(stored.offset + stored.bytes)
-        data = file.read(4)
-    if len(data) != 4:
-        raise OSError(f"{stored.path} ended in the middle of {stored.name}: it was changed while being read")
-    return float(struct.unpack("<f", data)[0])

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .codes import Float, Matrix, Rows, Weights
-from .joining import Read, put_together
+from ..checkpoint.codes import Float, Matrix, Read, Rows, Weights, put_together
 
 
 @dataclass(frozen=True)

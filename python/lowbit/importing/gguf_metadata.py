@@ -47,12 +47,13 @@ class Metadata:
             raise ValueError(f"{self.path} has no {key}, which the architecture needs")
         return default
 
+    def _refusal(self, name: str, value: Any, expected: str) -> ValueError:
+        return ValueError(f"{self.path} has {self.architecture}.{name} {_shown(value)}; expected {expected}")
+
     def whole(self, name: str, default: Any = REQUIRED) -> Any:
         value = self._get(name, default)
-        if value is default:
-            return value
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 31:
-            raise ValueError(f"{self.path} has {self.architecture}.{name} {_shown(value)}; expected one whole number")
+        if value is not default and (isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 31):
+            raise self._refusal(name, value, "one whole number")
         return value
 
     def wholes(self, name: str, default: Any = REQUIRED) -> Any:
@@ -62,7 +63,7 @@ class Metadata:
             return value
         value = value.tolist() if isinstance(value, np.ndarray) else value
         if not isinstance(value, list) or not all(isinstance(one, int) and 0 <= one < 1 << 31 for one in value):
-            raise ValueError(f"{self.path} has {self.architecture}.{name} {_shown(value)}; expected whole numbers")
+            raise self._refusal(name, value, "whole numbers")
         return [int(one) for one in value]
 
     def of_layers(self, name: str, default: Any = REQUIRED, *, zeros: bool = False) -> int:
@@ -89,7 +90,7 @@ class Metadata:
         if value is default:
             return value
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise ValueError(f"{self.path} has {self.architecture}.{name} {_shown(value)}; expected a finite number")
+            raise self._refusal(name, value, "a finite number")
         return float(value)
 
     def positive(self, name: str, default: float) -> float:
@@ -101,22 +102,26 @@ class Metadata:
     def flag(self, name: str, default: bool) -> bool:
         value = self._get(name, default)
         if not isinstance(value, bool):
-            raise ValueError(f"{self.path} has {self.architecture}.{name} {_shown(value)}; expected true or false")
+            raise self._refusal(name, value, "true or false")
         return value
 
     def text(self, name: str, default: Any = REQUIRED) -> Any:
         value = self._get(name, default)
         if value is not default and not isinstance(value, str):
-            raise ValueError(f"{self.path} has {self.architecture}.{name} {_shown(value)}; expected a text")
+            raise self._refusal(name, value, "a text")
         return value
+
+    def like(self, name: str, default: Any) -> Any:
+        """A value of its default's type: :meth:`flag`, :meth:`real`, or else :meth:`whole`."""
+        if isinstance(default, bool):
+            return self.flag(name, default)
+        return (self.real if isinstance(default, float) else self.whole)(name, default)
 
     def expect(self, name: str, *allowed: Any) -> None:
         """Raises ValueError unless the key is absent or has one of these values."""
         value = self._get(name, allowed[0])
         if not any(type(value) is type(one) and value == one for one in allowed):
-            raise ValueError(
-                f"{self.path} has {self.architecture}.{name} {_shown(value)}; expected {' or '.join(map(str, allowed))}"
-            )
+            raise self._refusal(name, value, " or ".join(map(str, allowed)))
 
     def check_all_asked(self) -> None:
         prefix = f"{self.architecture}."

@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..files.gguf_reader import Gguf, StoredBlocks
+from ..files.io import read_bytes
 from .gguf_layouts import Layout
 from .gguf_metadata import REQUIRED, Metadata
 
@@ -34,10 +34,11 @@ class Architecture:
     """How a GGUF architecture maps to transformers.
 
     ``names`` maps tensors of layers, without "blk.*", "model.layers.*" and "weight" or "bias". ``parameters`` maps, by full
-    name, those that are neither a weight nor a bias in transformers or in the file.
+    name, those that are neither a weight nor a bias in transformers or in the file. :meth:`config` makes config.json.
     """
 
-    config: Callable[[Metadata, Gguf], dict[str, Any]]
+    model_type: str
+    class_name: str
     names: Mapping[str, str | Part]
     parameters: Mapping[str, str] = field(default_factory=dict)
     outside: Mapping[str, str] = field(default_factory=lambda: OUTSIDE)  # tensors outside of layers
@@ -50,6 +51,65 @@ class Architecture:
     # Names in transformers' checkpoints of the extra tensors ("nextn.*") of a multi-token prediction head, which is the
     # layer after the model's last one. None: the head is not imported.
     head: Mapping[str, str] | None = None
+    constants: Mapping[str, Any] = field(default_factory=dict)  # of config.json
+    keys: Mapping[str, tuple[str, Any]] = field(default_factory=dict)  # field of config.json -> key and default
+    biases: Mapping[str, str] = field(default_factory=dict)  # field of config.json -> tensor that has a bias or not
+    more: Callable[[Metadata, Gguf, dict[str, Any]], dict[str, Any]] | None = None  # fields that depend on others
+    sets_head_dim: bool = True  # config.json has head_dim
+    hybrid: bool = False  # some layers have no attention or no feed-forward network
+    count: str = ""  # field of config.json with the number of experts
+    may_be_dense: bool = False  # files without experts exist
+    theta: float | None = 10000.0  # default base of the rotation; None: `more` adds the rotation if there is one
+    partial: bool = False  # only a part of each head may be rotated
+    epsilons: tuple[str, ...] = ("attention.layer_norm_rms_epsilon",)  # keys of which the first that the file has counts
+    epsilon_field: str = "rms_norm_eps"
+
+    def config(self, metadata: Metadata, gguf: Gguf) -> dict[str, Any]:
+        """config.json, without what all architectures share (:func:`.gguf_architectures.config_of`)."""
+        config = self._common(metadata)
+        if self.theta is not None:
+            rope = rope_of(metadata, config, self.theta, partial=self.partial)
+            config["rope_parameters"] = _llama3_rope(gguf, rope, head_dim_of(config))
+        config |= self.constants
+        config |= {name: f"blk.0.{tensor}.bias" in gguf.tensors for name, tensor in self.biases.items()}
+        config |= {name: metadata.like(key, default) for name, (key, default) in self.keys.items()}
+        return config | ({} if self.more is None else self.more(metadata, gguf, config))
+
+    def _common(self, metadata: Metadata) -> dict[str, Any]:
+        heads, width = metadata.whole("attention.head_count"), metadata.whole("embedding_length")
+        if not heads or not width:
+            raise ValueError(f"{metadata.path} has {heads} attention heads for {width} values; expected 1 or more")
+        size = metadata.whole("attention.key_length", width // heads)
+        metadata.expect("attention.value_length", size)
+        metadata.expect("attention.causal", True)
+        config: dict[str, Any] = {}
+        experts = bool(self.count and not (self.may_be_dense and metadata.whole("expert_count", 0) == 0))
+        if experts:
+            count, used = metadata.whole("expert_count"), metadata.whole("expert_used_count")
+            if not 1 <= used <= count:
+                raise ValueError(
+                    f"{metadata.path} has {count} experts and uses {used} of them; expected 1 to {count} of 1 or more"
+                )
+            config |= {self.count: count, "num_experts_per_tok": used}
+        else:
+            metadata.expect("expert_count", 0)
+            metadata.expect("expert_used_count", 0)
+        if self.sets_head_dim:
+            config["head_dim"] = size
+        elif size != width // heads:
+            raise ValueError(f"{metadata.path} has heads of {size} values; expected {width // heads}, as {self.class_name} has")
+        epsilon = next((name for name in self.epsilons if name in metadata), self.epsilons[-1])
+        return config | {
+            "architectures": [self.class_name],
+            "model_type": self.model_type,
+            "hidden_size": width,
+            "intermediate_size": metadata.of_layers("feed_forward_length", 0 if experts else REQUIRED, zeros=self.hybrid),
+            "num_hidden_layers": layers_of(metadata),
+            "num_attention_heads": heads,
+            "num_key_value_heads": metadata.of_layers("attention.head_count_kv", heads, zeros=self.hybrid),
+            "max_position_embeddings": metadata.whole("context_length"),
+            self.epsilon_field: metadata.real(epsilon),
+        }
 
     def offset_of(self, name: str) -> float:
         """What ggml adds to the tensor with this name in transformers."""
@@ -103,68 +163,25 @@ _GPT_OSS = {ours: name for ours, name in ATTENTION.items() if not ours.endswith(
 }
 
 
-def common(
-    metadata: Metadata,
-    model_type: str,
-    class_name: str,
-    *,
-    head_dim: bool = True,
-    experts: str = "",
-    hybrid: bool = False,
-    epsilon: str = "attention.layer_norm_rms_epsilon",
-) -> dict[str, Any]:
-    """The part of config.json that all architectures have.
-
-    Args:
-        experts: name of the config's field for the number of experts; "": the model has none.
-        hybrid: some layers have no attention or no feed-forward network.
-    """
-    heads, width = metadata.whole("attention.head_count"), metadata.whole("embedding_length")
-    if not heads or not width:
-        raise ValueError(f"{metadata.path} has {heads} attention heads for {width} values; expected 1 or more")
-    size = metadata.whole("attention.key_length", width // heads)
-    metadata.expect("attention.value_length", size)
-    if not experts:
-        metadata.expect("expert_count", 0)
-        metadata.expect("expert_used_count", 0)
-    metadata.expect("attention.causal", True)
+def layers_of(metadata: Metadata) -> int:
+    """The number of layers without those that predict further tokens."""
     layers = metadata.whole("block_count") - metadata.whole("nextn_predict_layers", 0)
     if not 1 <= layers <= metadata.tensors:
         raise ValueError(
             f"{metadata.path} has {metadata.architecture}.block_count {layers}; expected 1 or more, and not more than "
             f"its {metadata.tensors} tensors"
         )
-    config = {
-        "architectures": [class_name],
-        "model_type": model_type,
-        "hidden_size": width,
-        "intermediate_size": metadata.of_layers("feed_forward_length", 0 if experts else REQUIRED, zeros=hybrid),
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": metadata.of_layers("attention.head_count_kv", heads, zeros=hybrid),
-        "max_position_embeddings": metadata.whole("context_length"),
-        "rms_norm_eps": metadata.real(epsilon),
-    }
-    if experts:
-        count, used = metadata.whole("expert_count"), metadata.whole("expert_used_count")
-        if not 1 <= used <= count:
-            raise ValueError(f"{metadata.path} has {count} experts and uses {used} of them; expected 1 to {count} of 1 or more")
-        config |= {experts: count, "num_experts_per_tok": used}
-    if head_dim:
-        config["head_dim"] = size
-    elif size != width // heads:
-        raise ValueError(f"{metadata.path} has heads of {size} values; expected {width // heads}, as {class_name} has")
-    return config
+    return int(layers)
 
 
-def _head_dim(config: Mapping[str, Any]) -> int:
+def head_dim_of(config: Mapping[str, Any]) -> int:
     return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
 
 
 def rope_of(metadata: Metadata, config: Mapping[str, Any], theta: float = 10000.0, *, partial: bool = False) -> dict[str, Any]:
     """The rotation settings, except for frequencies stored as tensors; ``partial``: only part of a head may be rotated."""
     rope: dict[str, Any] = {"rope_theta": metadata.positive("rope.freq_base", theta), "rope_type": "default"}
-    size = _head_dim(config)
+    size = head_dim_of(config)
     if partial:
         rotated = metadata.whole("rope.dimension_count", size)
         if not 0 < rotated <= size:
@@ -202,12 +219,7 @@ def values_of_factors(stored: StoredBlocks, count: int) -> np.ndarray:
     """Reads a small float32 tensor of ``count`` elements."""
     if stored.type.name != "F32" or stored.shape != (count,):
         raise ValueError(f"{stored.path}: {stored.name} is {stored.type.name} {list(stored.shape)}; expected F32 [{count}]")
-    with open(stored.path, "rb") as file:
-        file.seek(stored.offset)
-        data = file.read(stored.bytes)
-    if len(data) != stored.bytes:
-        raise OSError(f"{stored.path} ended in the middle of {stored.name}: it was changed while being read")
-    values = np.frombuffer(data, "<f4").astype(np.float64)
+    values = read_bytes(stored).numpy().view("<f4").astype(np.float64)
     if not np.isfinite(values).all() or (values <= 0).any():
         raise ValueError(f"{stored.path}: {stored.name} has values that are no factors; expected finite ones above 0")
     return values
@@ -235,72 +247,32 @@ def _llama3_rope(gguf: Gguf, rope: dict[str, Any], head_dim: int) -> dict[str, A
     raise ValueError(f"{stored.path}: rope_freqs.weight has factors up to {largest:g} that are not those of Llama 3")
 
 
-def _llama(metadata: Metadata, gguf: Gguf) -> dict[str, Any]:
-    config = common(metadata, "llama", "LlamaForCausalLM")
-    has = gguf.tensors.keys()
-    rope = _llama3_rope(gguf, rope_of(metadata, config), config["head_dim"])
-    attention, mlp = "blk.0.attn_q.bias" in has, "blk.0.ffn_up.bias" in has
-    return config | {"rope_parameters": rope, "attention_bias": attention, "mlp_bias": mlp, "hidden_act": "silu"}
+def gemmas_query_scale(architecture: str, config: Mapping[str, Any]) -> int:
+    """query_pre_attn_scalar. ggml recognizes the 27B by its number of layers; it alone scales queries by width / heads."""
+    largest = config["num_hidden_layers"] == {"gemma2": 46, "gemma3": 62}[architecture]
+    return int(config["hidden_size"] // config["num_attention_heads"] if largest else config["head_dim"])
 
 
-def _qwen2(metadata: Metadata, gguf: Gguf) -> dict[str, Any]:
-    config = common(metadata, "qwen2", "Qwen2ForCausalLM", head_dim=False)
-    return config | {"rope_parameters": rope_of(metadata, config), "use_sliding_window": False, "hidden_act": "silu"}
+def _gemma2(metadata: Metadata, gguf: Gguf, config: dict[str, Any]) -> dict[str, Any]:
+    return {"query_pre_attn_scalar": gemmas_query_scale("gemma2", config)}
 
 
-def _qwen3(metadata: Metadata, gguf: Gguf) -> dict[str, Any]:
-    config = common(metadata, "qwen3", "Qwen3ForCausalLM")
-    rope, bias = rope_of(metadata, config), "blk.0.attn_q.bias" in gguf.tensors
-    return config | {
-        "rope_parameters": rope, "attention_bias": bias, "use_sliding_window": False, "hidden_act": "silu"
-    }  # fmt: skip
-
-
-def _gemma(metadata: Metadata, gguf: Gguf) -> dict[str, Any]:
-    config = common(metadata, "gemma", "GemmaForCausalLM")
-    activation = "gelu_pytorch_tanh"
-    return config | {
-        "rope_parameters": rope_of(metadata, config), "hidden_act": activation, "hidden_activation": activation
-    }  # fmt: skip
-
-
-def _gemma2(metadata: Metadata, gguf: Gguf) -> dict[str, Any]:
-    config = common(metadata, "gemma2", "Gemma2ForCausalLM")
-    # ggml recognizes the 27B by its number of layers. It alone scales queries by hidden_size / heads instead of head_dim.
-    large = config["num_hidden_layers"] == 46
-    return config | {
-        "rope_parameters": rope_of(metadata, config),
-        "hidden_activation": "gelu_pytorch_tanh",
-        "query_pre_attn_scalar": config["hidden_size"] // config["num_attention_heads"] if large else config["head_dim"],
-        "attn_logit_softcapping": metadata.real("attn_logit_softcapping", 50.0),
-        "final_logit_softcapping": metadata.real("final_logit_softcapping", 30.0),
-        "sliding_window": metadata.whole("attention.sliding_window", 4096),
-    }
-
-
-def _gemma3(metadata: Metadata, gguf: Gguf) -> dict[str, Any]:
-    config = common(metadata, "gemma3_text", "Gemma3ForCausalLM")
-    large = config["num_hidden_layers"] == 62  # the 27B, as in _gemma2
+def _gemma3(metadata: Metadata, gguf: Gguf, config: dict[str, Any]) -> dict[str, Any]:
     pattern = metadata.whole("attention.sliding_window_pattern", 6)
     layers = range(1, config["num_hidden_layers"] + 1)
-    soft_cap = metadata.real("final_logit_softcapping", 0.0)
-    return config | {
+    return {
         "rope_parameters": {
-            "full_attention": rope_of(metadata, config, 1000000.0),
+            "full_attention": config["rope_parameters"],
             "sliding_attention": {"rope_type": "default", "rope_theta": metadata.positive("rope.freq_base_swa", 10000.0)},
         },
-        "hidden_activation": "gelu_pytorch_tanh",
-        "query_pre_attn_scalar": config["hidden_size"] // config["num_attention_heads"] if large else config["head_dim"],
-        "final_logit_softcapping": soft_cap or None,
-        "attn_logit_softcapping": None,
-        "sliding_window": metadata.whole("attention.sliding_window"),
+        "query_pre_attn_scalar": gemmas_query_scale("gemma3", config),
+        "final_logit_softcapping": metadata.real("final_logit_softcapping", 0.0) or None,
         "layer_types": ["sliding_attention" if layer % max(pattern, 1) else "full_attention" for layer in layers],
     }
 
 
-def _phi3(metadata: Metadata, gguf: Gguf) -> dict[str, Any]:
-    config = common(metadata, "phi3", "Phi3ForCausalLM", head_dim=False)
-    size = _head_dim(config)
+def _phi3(metadata: Metadata, gguf: Gguf, config: dict[str, Any]) -> dict[str, Any]:
+    size = head_dim_of(config)
     if size < 1:
         heads = config["num_attention_heads"]
         raise ValueError(f"{metadata.path} has {heads} attention heads for {config['hidden_size']} values; expected fewer")
@@ -318,83 +290,91 @@ def _phi3(metadata: Metadata, gguf: Gguf) -> dict[str, Any]:
         rope |= {"attention_factor": metadata.real("rope.scaling.attn_factor", 1.0), "original_max_position_embeddings": length}
     else:
         metadata.expect("rope.scaling.attn_factor", 1.0)
-    return config | {
-        "rope_parameters": rope,
-        "original_max_position_embeddings": length,
-        "sliding_window": metadata.whole("attention.sliding_window", None) or None,
-        "hidden_act": "silu",
-    }
+    window = metadata.whole("attention.sliding_window", None) or None
+    return {"rope_parameters": rope, "original_max_position_embeddings": length, "sliding_window": window}
 
 
-def _bitnet(activation: str, metadata: Metadata, gguf: Gguf) -> dict[str, Any]:
-    config = common(metadata, "bitnet", "BitNetForCausalLM", head_dim=False)
-    return config | {"rope_parameters": rope_of(metadata, config), "attention_bias": False, "hidden_act": activation}
-
-
-def _mixtral(metadata: Metadata, gguf: Gguf) -> dict[str, Any]:
-    config = common(metadata, "mixtral", "MixtralForCausalLM", experts="num_local_experts")
-    rope = _llama3_rope(gguf, rope_of(metadata, config), config["head_dim"])
-    return config | {"rope_parameters": rope, "sliding_window": None, "hidden_act": "silu"}
-
-
-def expert_width(metadata: Metadata, gguf: Gguf) -> int:
+def _expert_width(metadata: Metadata, gguf: Gguf) -> int:
     stored = gguf.tensors.get("blk.0.ffn_down_exps.weight")
     return int(metadata.whole("expert_feed_forward_length", REQUIRED if stored is None else stored.shape[-1]))
 
 
-def _qwen2_moe(metadata: Metadata, gguf: Gguf) -> dict[str, Any]:
-    config = common(metadata, "qwen2_moe", "Qwen2MoeForCausalLM", head_dim=False, experts="num_experts")
-    shared = gguf.tensors.get("blk.0.ffn_down_shexp.weight")
-    return config | {
-        "rope_parameters": rope_of(metadata, config),
-        "moe_intermediate_size": expert_width(metadata, gguf),
-        "shared_expert_intermediate_size": metadata.whole(
-            "expert_shared_feed_forward_length", REQUIRED if shared is None else shared.shape[-1]
-        ),
-        "norm_topk_prob": False, "use_sliding_window": False, "hidden_act": "silu",
-    }  # fmt: skip
+def _qwen3_moe(metadata: Metadata, gguf: Gguf, config: dict[str, Any]) -> dict[str, Any]:
+    return {"moe_intermediate_size": _expert_width(metadata, gguf)}
 
 
-def _qwen3_moe(metadata: Metadata, gguf: Gguf) -> dict[str, Any]:
-    config = common(metadata, "qwen3_moe", "Qwen3MoeForCausalLM", experts="num_experts")
-    return config | {
-        "rope_parameters": rope_of(metadata, config), "moe_intermediate_size": expert_width(metadata, gguf),
-        "norm_topk_prob": True, "attention_bias": "blk.0.attn_q.bias" in gguf.tensors, "use_sliding_window": False,
-        "hidden_act": "silu",
-    }  # fmt: skip
+def expert_widths(metadata: Metadata, gguf: Gguf) -> dict[str, Any]:
+    """The widths of Qwen's experts and its shared expert."""
+    stored = gguf.tensors.get("blk.0.ffn_down_shexp.weight")
+    shared = metadata.whole("expert_shared_feed_forward_length", REQUIRED if stored is None else stored.shape[-1])
+    return {"moe_intermediate_size": _expert_width(metadata, gguf), "shared_expert_intermediate_size": shared}
 
 
-def _gpt_oss(metadata: Metadata, gguf: Gguf) -> dict[str, Any]:
-    config = common(metadata, "gpt_oss", "GptOssForCausalLM", experts="num_local_experts")
-    rope = rope_of(metadata, config, 150000.0)
+def _qwen2_moe(metadata: Metadata, gguf: Gguf, config: dict[str, Any]) -> dict[str, Any]:
+    return expert_widths(metadata, gguf)
+
+
+def _gpt_oss(metadata: Metadata, gguf: Gguf, config: dict[str, Any]) -> dict[str, Any]:
     # ggml rounds the ends of YaRN's ramp, but the original model does not.
-    rope |= {"truncate": False} if rope["rope_type"] == "yarn" else {}
-    layers = range(config["num_hidden_layers"])
-    return config | {
-        "rope_parameters": rope, "intermediate_size": expert_width(metadata, gguf), "attention_bias": True,
-        "sliding_window": metadata.whole("attention.sliding_window", 128),
-        "layer_types": ["full_attention" if layer % 2 else "sliding_attention" for layer in layers],
-    }  # fmt: skip
+    truncated = {"truncate": False} if config["rope_parameters"]["rope_type"] == "yarn" else {}
+    return {
+        "rope_parameters": config["rope_parameters"] | truncated,
+        "intermediate_size": _expert_width(metadata, gguf),
+        "layer_types": ["full_attention" if layer % 2 else "sliding_attention" for layer in range(config["num_hidden_layers"])],
+    }
 
 
+SILU = {"hidden_act": "silu"}
+_TANH = {"hidden_activation": "gelu_pytorch_tanh"}
+_ONE_WINDOW = {"use_sliding_window": False}
+LLAMA_BIASES = {"attention_bias": "attn_q", "mlp_bias": "ffn_up"}
+ATTENTION_BIAS = {"attention_bias": "attn_q"}
+# bitnet.cpp uses squared ReLU, except for its first models, which llama.cpp supports too.
+_BITNETS = {
+    name: Architecture(
+        "bitnet", "BitNetForCausalLM", _BITNET, sets_head_dim=False,
+        constants={"hidden_act": activation, "attention_bias": False},
+    )
+    for name, activation in (("bitnet", "silu"), ("bitnet-25", "relu2"), ("bitnet-b1.58", "relu2"))
+}  # fmt: skip
 ARCHITECTURES = {
-    "llama": Architecture(_llama, DENSE, permuted=True),
-    "qwen2": Architecture(_qwen2, DENSE),
-    "qwen3": Architecture(_qwen3, NORMED),
-    "gemma": Architecture(_gemma, DENSE, norm_offset=1.0),
-    "gemma2": Architecture(_gemma2, SANDWICH, norm_offset=1.0),
-    "gemma3": Architecture(_gemma3, NORMED | SANDWICH, norm_offset=1.0),
-    "phi3": Architecture(_phi3, _PHI3),
-    "qwen2moe": Architecture(_qwen2_moe, ATTENTION | MIXTURE | SHARED, experts="mlp.experts"),
-    "qwen3moe": Architecture(_qwen3_moe, ATTENTION | MIXTURE, experts="mlp.experts"),
-    # bitnet.cpp uses squared ReLU, except for its first models, which llama.cpp supports too.
-    "bitnet": Architecture(partial(_bitnet, "silu"), _BITNET),
-    "bitnet-25": Architecture(partial(_bitnet, "relu2"), _BITNET),
-    "bitnet-b1.58": Architecture(partial(_bitnet, "relu2"), _BITNET),
-    "gpt-oss": Architecture(
-        _gpt_oss, _GPT_OSS, {"attn_sinks.weight": "self_attn.sinks"}, experts="mlp.experts", interleaved=True
+    "llama": Architecture("llama", "LlamaForCausalLM", DENSE, permuted=True, biases=LLAMA_BIASES, constants=SILU),
+    "qwen2": Architecture("qwen2", "Qwen2ForCausalLM", DENSE, sets_head_dim=False, constants=SILU | _ONE_WINDOW),
+    "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", NORMED, biases=ATTENTION_BIAS, constants=SILU | _ONE_WINDOW),
+    "gemma": Architecture(
+        "gemma", "GemmaForCausalLM", DENSE, norm_offset=1.0, constants=_TANH | {"hidden_act": "gelu_pytorch_tanh"}
     ),
-}
-MIXTRAL = Architecture(_mixtral, ATTENTION | MIXTURE, permuted=True, experts="mlp.experts")
+    "gemma2": Architecture(
+        "gemma2", "Gemma2ForCausalLM", SANDWICH, norm_offset=1.0, constants=_TANH, more=_gemma2,
+        keys={
+            "attn_logit_softcapping": ("attn_logit_softcapping", 50.0),
+            "final_logit_softcapping": ("final_logit_softcapping", 30.0),
+            "sliding_window": ("attention.sliding_window", 4096),
+        },
+    ),
+    "gemma3": Architecture(
+        "gemma3_text", "Gemma3ForCausalLM", NORMED | SANDWICH, norm_offset=1.0, theta=1e6, more=_gemma3,
+        constants=_TANH | {"attn_logit_softcapping": None}, keys={"sliding_window": ("attention.sliding_window", REQUIRED)},
+    ),
+    "phi3": Architecture("phi3", "Phi3ForCausalLM", _PHI3, sets_head_dim=False, theta=None, constants=SILU, more=_phi3),
+    "qwen2moe": Architecture(
+        "qwen2_moe", "Qwen2MoeForCausalLM", ATTENTION | MIXTURE | SHARED, experts="mlp.experts", count="num_experts",
+        sets_head_dim=False, constants=SILU | _ONE_WINDOW | {"norm_topk_prob": False}, more=_qwen2_moe,
+    ),
+    "qwen3moe": Architecture(
+        "qwen3_moe", "Qwen3MoeForCausalLM", ATTENTION | MIXTURE, experts="mlp.experts", count="num_experts",
+        biases=ATTENTION_BIAS, constants=SILU | _ONE_WINDOW | {"norm_topk_prob": True}, more=_qwen3_moe,
+    ),
+    **_BITNETS,
+    "gpt-oss": Architecture(
+        "gpt_oss", "GptOssForCausalLM", _GPT_OSS, {"attn_sinks.weight": "self_attn.sinks"}, experts="mlp.experts",
+        interleaved=True, count="num_local_experts", theta=150000.0, constants={"attention_bias": True},
+        keys={"sliding_window": ("attention.sliding_window", 128)}, more=_gpt_oss,
+    ),
+}  # fmt: skip
+MIXTRAL = Architecture(
+    "mixtral", "MixtralForCausalLM", ATTENTION | MIXTURE, permuted=True, experts="mlp.experts", count="num_local_experts",
+    constants=SILU | {"sliding_window": None},
+)  # fmt: skip
 # Tensors that become numbers in config.json.
 IN_CONFIG = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")

@@ -16,17 +16,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..checkpoint.codes import Float, Matrix, Rows, Stacked, Weights, below_each_other, put_together, values_of
 from ..files.gguf_reader import Gguf, StoredBlocks, parts_of, read_gguf
+from ..files.io import read_row_bytes
 from ..files.replace import sync
 from ..packed.rounding import LinearConfig
-from .codes import Float, Matrix, Rows, Stacked, Weights, values_of
 from .gguf_architectures import architecture_of, config_of, expert_tensor, in_head, place_in_head, place_in_model
 from .gguf_blocks import block_type, decode
 from .gguf_i2s import check_order, i2s_reader
 from .gguf_layouts import Layout, laid_out
 from .gguf_metadata import Metadata, generation_config
 from .gguf_models import IN_CONFIG, Architecture
-from .joining import below_each_other, joined, put_together
+from .joining import joined
 from .source import Source
 from .summary import file_states
 
@@ -39,17 +40,7 @@ _LATTICES = {
 
 def read_blocks(stored: StoredBlocks, begin: int, end: int) -> np.ndarray:
     """Reads rows of a tensor into new memory, uint8 [rows, bytes]."""
-    row = stored.bytes // stored.shape[0]
-    data = np.empty((end - begin, row), np.uint8)
-    view, done = memoryview(data.reshape(-1)), 0
-    with open(stored.path, "rb", buffering=0) as file:
-        file.seek(stored.offset + begin * row)
-        while done < data.nbytes:
-            count = file.readinto(view[done:])
-            if not count:
-                raise OSError(f"{stored.path} ended in the middle of {stored.name}: it was changed while being read")
-            done += count
-    return data
+    return read_row_bytes(stored, begin, end).numpy()
 
 
 def _unpermuted(read: Callable[[int, int], Any], rows: int, heads: int) -> Callable[[int, int], Any]:
@@ -274,7 +265,7 @@ class _Reader:
         if len(stored.shape) != 2:
             raise ValueError(f"{stored.path}: {stored.name} is {kind} with {len(stored.shape)} dimensions; expected a matrix")
         if kind == "I2_S":
-            ternary = ordered(i2s_reader(stored, self.i2s_order, read_blocks))
+            ternary = ordered(i2s_reader(stored, self.i2s_order))
             return Matrix(name, kind, stored.shape, 2, None, False, ternary, stored.bytes)
         blocks = block_type(kind)
         if blocks is not None:

@@ -13,15 +13,12 @@ A weight is ``scale * (code - zero)``. ``gptq_p`` packs codes in planes (:func:`
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 
-from ..files.safetensors import Stored
+from ..checkpoint.codes import Matrix, Rows, SourceTensor, rows_of_grid
 from .bits import from_planes, from_stream, words_of
-from .codes import Matrix, Rows, SourceTensor
 from .stock import Stock, load
 
 _WIDTHS = {"gptq": (2, 3, 4, 8), "gptq_v2": (2, 3, 4, 8), "gptq_p": (2, 3, 4, 5, 6, 7, 8)}
@@ -64,7 +61,12 @@ def _layer(stock: Stock, layer: str, version: str) -> Matrix:
             "expected the second version (checkpoint_format gptq_v2)"
         )
     affine = bool((stored_zeros != 1 << (bits - 1)).any()) and not (stock.settings.get("sym") is True and not words.any())
-    read = functools.partial(_read, stock, codes, scales, zeros, unpack, bits, k, offset, affine, order)
+
+    def read(begin: int, end: int) -> Rows:
+        values = unpack(stock.load_kept(codes)[:, begin:end].T.contiguous(), bits, k)
+        zero = unpack(load(zeros), bits, n)[:, begin:end].T.float() + offset if affine else None
+        return rows_of_grid(values, load(scales)[:, begin:end].T, zero, order)
+
     total = codes.bytes + scales.bytes + zeros.bytes
     return Matrix(f"{layer}.weight", f"GPTQ, {bits} bits", (n, k), bits, size, affine, read, total, order=order)
 
@@ -84,29 +86,6 @@ def _groups(stock: Stock, layer: str, k: int, groups: int) -> tuple[int | None, 
     # Without act-order some writers leave the tensor as allocated, with zeros.
     none = () if stock.settings.get("desc_act") else (0,)
     return (None if groups == 1 else size), stock.order(f"{layer}.g_idx", k, size, none)
-
-
-def _read(
-    stock: Stock,
-    codes: Stored,
-    scales: Stored,
-    zeros: Stored,
-    unpack: Callable[[torch.Tensor, int, int], torch.Tensor],
-    bits: int,
-    k: int,
-    offset: int,
-    affine: bool,
-    order: torch.Tensor | None,
-    begin: int,
-    end: int,
-) -> Rows:
-    values = unpack(stock.load_kept(codes)[:, begin:end].T.contiguous(), bits, k)
-    values = values if order is None else values[:, order]
-    scale = load(scales)[:, begin:end].T.float().contiguous()
-    if not affine:
-        return Rows(values, scale)
-    zero = unpack(load(zeros), bits, scales.shape[1])[:, begin:end].T.float() + offset
-    return Rows(values, scale, -zero * scale)
 
 
 def renamed(matrices: list[SourceTensor], source: str) -> list[SourceTensor]:

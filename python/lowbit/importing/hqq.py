@@ -13,14 +13,12 @@ A weight is ``scale * (code - zero)``.
 
 from __future__ import annotations
 
-import functools
 import math
 
 import torch
-from torch import Tensor
 
-from ..files.safetensors import Stored, read_bytes
-from .codes import Matrix, Rows, SourceTensor
+from ..checkpoint.codes import Matrix, Rows, SourceTensor, rows_of_grid
+from ..files.io import read_bytes
 from .stock import Stock, load
 
 # Name of a packing -> bits per code, codes per element.
@@ -87,25 +85,15 @@ def _layer(stock: Stock, layer: str) -> Matrix:
         if stock.has(f"{layer}.{name}"):
             stock.take(f"{layer}.{name}", "U8", "I32", "F32", "I64")
     affine = bool((load(zeros).float() != 2 ** (bits - 1)).any()) or bits == 1
-    read = functools.partial(_read, stock, codes, scales, zeros, k, width, affine)
+    step, groups = codes.shape[0], k // size
+
+    def read(begin: int, end: int) -> Rows:
+        rows = torch.arange(begin * groups, end * groups)
+        shifts = width * (count - 1 - rows // step)
+        values = (stock.load_kept(codes)[rows % step].int() >> shifts[:, None].int()) & (2**width - 1)
+        scale, zero = (load(each)[begin * groups : end * groups].float().view(end - begin, groups) for each in (scales, zeros))
+        return rows_of_grid(values.to(torch.uint8).view(end - begin, k), scale, zero if affine else None)
+
     total = codes.bytes + scales.bytes + zeros.bytes
     group = None if size == k else size
     return Matrix(f"{layer}.weight", f"HQQ, {bits} bits", (n, k), bits, group, affine, read, total)
-
-
-def _read(
-    stock: Stock, codes: Stored, scales: Stored, zeros: Stored, k: int, width: int, affine: bool, begin: int, end: int
-) -> Rows:
-    step, size = codes.shape
-    count = dict(_PACKINGS.values())[width]
-    groups = k // size
-    rows = torch.arange(begin * groups, end * groups)
-    shifts = width * (count - 1 - rows // step)
-    values = (stock.load_kept(codes)[rows % step].int() >> shifts[:, None].int()) & (2**width - 1)
-
-    def of(stored: Stored) -> Tensor:
-        return load(stored)[begin * groups : end * groups].float().view(end - begin, groups).contiguous()
-
-    scale = of(scales)
-    mins = -of(zeros) * scale if affine else None
-    return Rows(values.to(torch.uint8).view(end - begin, k).contiguous(), scale, mins)

@@ -3,40 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
-import torch
-from torch import Tensor
-
+from ..checkpoint.codes import Float, Matrix, SourceTensor, Stacked, Weights, below_each_other, recoded, values_of
 from ..packed.rounding import LinearConfig
-from .codes import Float, Matrix, Rows, SourceTensor, Stacked, Weights, recoded, values_of
 
-Read: TypeAlias = Callable[[int, int], Any]  # rows: Tensor or Rows
 _Part = TypeVar("_Part", bound=Matrix | Weights | Float)
 _REQUANTIZED_GROUP = 32  # group size of experts that are requantized because others differ
 _FEW = 8  # at most this many expert numbers are listed in a message
-
-
-def put_together(pieces: Sequence[Any], join: Callable[[list[Tensor]], Tensor]) -> Any:
-    """Joins pieces of rows: float tensors, or each field of quantized rows."""
-    if isinstance(pieces[0], Tensor):
-        return join(list(pieces))
-    return Rows(*(None if part[0] is None else join(list(part)) for part in zip(*pieces, strict=True)))
-
-
-def below_each_other(reads: Sequence[Read], sizes: Sequence[int]) -> Read:
-    """Reads rows of several tensors, concatenated by rows."""
-    starts = [sum(sizes[:number]) for number in range(len(sizes))]
-
-    def read(begin: int, end: int) -> Any:
-        spans = [(max(begin - start, 0), min(end - start, size)) for start, size in zip(starts, sizes, strict=True)]
-        pieces = [one(first, last) for one, (first, last) in zip(reads, spans, strict=True) if first < last]
-        return put_together(pieces, torch.cat)
-
-    return read
 
 
 def joined(parts: Sequence[Matrix | Weights | Float], name: str, path: Path) -> Matrix | Weights | Float:

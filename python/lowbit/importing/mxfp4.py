@@ -15,9 +15,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..files.safetensors import Stored, read_bytes
+from ..checkpoint.codes import Float, Matrix, Rows, Stacked
+from ..files.io import read_bytes
+from ..files.safetensors import Stored
 from ..levels import TABLES
-from .codes import Float, Matrix, Rows, Stacked
 from .stock import Stock
 
 _LEAVES = ("gate_up_proj", "down_proj")

@@ -19,10 +19,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..files.safetensors import Stored, read_bytes
+from ..checkpoint.codes import Matrix, Rows, SourceTensor, Weights, rows_of_grid
+from ..files.io import read_row_bytes
+from ..files.safetensors import Stored
 from ..levels import TABLES
 from ..packed.rounding import LinearConfig
-from .codes import Matrix, Rows, SourceTensor, Weights
 from .mxfp4 import nibbles, powers_of_two
 from .stock import Stock, load
 
@@ -35,18 +36,12 @@ _BLOCK = (128, 128)  # rows and columns that share a scale in DeepSeek's files; 
 _COMPUTED = ("input_scale", "input_global_scale", "input_zero_point", "activation_scale", "k_scale", "v_scale")
 
 
-def _rows_of(stored: Stored, begin: int, end: int) -> Tensor:
-    """Reads the bytes of rows, uint8 [rows, bytes per row]."""
-    row = stored.bytes // stored.shape[0]
-    return read_bytes(stored, begin * row, end * row).view(end - begin, row)
-
-
 def _powers(stored: Stored, begin: int, end: int) -> Tensor:
-    return powers_of_two(_rows_of(stored, begin, end))
+    return powers_of_two(read_row_bytes(stored, begin, end))
 
 
 def _fp8(stored: Stored, begin: int, end: int) -> Tensor:
-    return _rows_of(stored, begin, end).view(torch.float8_e4m3fn).float()
+    return read_row_bytes(stored, begin, end).view(torch.float8_e4m3fn).float()
 
 
 def _blocks_of(weight: Stored, scales: Stored, block: tuple[int, int]) -> tuple[int, int]:
@@ -77,7 +72,7 @@ def _read_mxfp8(weight: Stored, scales: Stored, begin: int, end: int) -> Tensor:
 
 
 def _codes(packed: Stored, begin: int, end: int) -> Tensor:
-    return nibbles(_rows_of(packed, begin, end))
+    return nibbles(read_row_bytes(packed, begin, end))
 
 
 def _read_nvfp4(packed: Stored, scales: Stored, factor: Tensor, begin: int, end: int) -> Rows:
@@ -94,8 +89,9 @@ def _read_int8(weight: Stored, scales: Stored, zeros: Stored | None, begin: int,
         values = values.view(len(values), -1)
         return values[begin:end].contiguous() if len(values) > 1 else values.expand(end - begin, 1).contiguous()
 
-    scale = of_rows(scales)
-    return Rows(_rows_of(weight, begin, end) ^ 128, scale, None if zeros is None else -(of_rows(zeros) + 128) * scale)
+    return rows_of_grid(
+        read_row_bytes(weight, begin, end) ^ 128, of_rows(scales), None if zeros is None else of_rows(zeros) + 128
+    )
 
 
 def _single(stock: Stock, name: str) -> Tensor:

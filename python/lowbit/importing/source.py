@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .codes import SourceTensor
+from ..checkpoint.codes import SourceTensor
 
 
 @dataclass(frozen=True)

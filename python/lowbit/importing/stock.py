@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Collection
 from pathlib import Path
@@ -11,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..files.safetensors import DTYPES, Stored, read_bytes, read_rows
+from ..checkpoint.codes import Float, LastRead, order_of, stored_float
+from ..files.io import read_bytes
+from ..files.safetensors import DTYPES, Stored
 from ..files.untrusted import printable
-from .codes import Float, order_of
 
 _DTYPES = DTYPES | {
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
@@ -33,7 +33,7 @@ class Stock:
             if not name.isprintable():
                 raise ValueError(f"{path} has a tensor of the name '{printable(name)}'; expected letters that can be shown")
         self.path, self.settings, self._tensors = path, settings, dict(tensors)
-        self._kept: tuple[Stored, Tensor] | None = None
+        self.load_kept = LastRead(load)
 
     def layers(self, leaf: str) -> list[str]:
         """The layers that have a tensor LAYER.leaf."""
@@ -101,13 +101,6 @@ class Stock:
         except ValueError as error:
             raise ValueError(f"{name} in {self.path}: {error}") from error
 
-    def load_kept(self, stored: Stored) -> Tensor:
-        """Loads a tensor and caches it until the next call, so that one stored by columns is read only once."""
-        if self._kept is None or self._kept[0] is not stored:
-            self._kept = None  # free it before the next one is allocated
-            self._kept = stored, load(stored)
-        return self._kept[1]
-
     def rest(self) -> list[Float]:
         """The tensors that have not been taken, unchanged: floats, and masks and positions of early checkpoints.
 
@@ -121,8 +114,7 @@ class Stock:
                     f"{name} in {stored.path} is {stored.dtype} {list(stored.shape)}, which is no part of a quantized "
                     "layer that lowbit knows, and no float tensor"
                 )
-            read = functools.partial(_rows, stored)
-            floats.append(Float(name, stored.dtype, stored.dtype, stored.shape, read, stored.bytes))
+            floats.append(stored_float(stored))
         return floats
 
     def setting(self, name: str, allowed: tuple[Any, ...], default: Any) -> Any:
@@ -137,12 +129,6 @@ class Stock:
                 f"{self.path} has quantization_config.{name} {value!r}; lowbit imports {', '.join(map(repr, allowed))}"
             )
         return value
-
-
-def _rows(stored: Stored, begin: int, end: int) -> Tensor:
-    if stored.dtype in DTYPES and stored.shape:
-        return read_rows(stored, begin, end)
-    return load(stored)[begin:end] if stored.shape else load(stored)
 
 
 def load(stored: Stored) -> Tensor:

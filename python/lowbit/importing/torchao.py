@@ -12,15 +12,15 @@ block size and activation quantization.
 
 from __future__ import annotations
 
-import functools
 import json
 from typing import Any
 
 import torch
 
-from ..files.safetensors import Stored, read_bytes, read_metadata
+from ..checkpoint.codes import Matrix, Rows, SourceTensor, rows_of_grid
+from ..files.io import read_row_bytes
+from ..files.safetensors import read_metadata
 from ..files.untrusted import printable
-from .codes import Matrix, Rows, SourceTensor
 from .stock import Stock, load
 
 _CLASS = "IntxUnpackedToInt8Tensor"
@@ -87,18 +87,15 @@ def _layer(stock: Stock, layer: str, described: dict[str, str]) -> Matrix:
     zeros = stock.take(f"{layer}._weight_zero_point", "I8", "F32", "F16", "BF16", shape=(n, k // block[1]))
     # At 1 bit torchao's codes are -1 and 0, but lowbit's symmetric levels are -1 and 1.
     affine = bits == 1 or bool(load(zeros).any())
-    read = functools.partial(_read, codes, scales, zeros, bits, affine)
+    half = 2 ** (bits - 1)
+
+    def read(begin: int, end: int) -> Rows:
+        values = read_row_bytes(codes, begin, end).view(torch.int8).to(torch.int16) + half
+        if (values < 0).any() or (values >= 2 * half).any():
+            raise ValueError(f"{codes.name} in {codes.path} has codes beyond {bits} bits")
+        zero = load(zeros)[begin:end].float() + half if affine else None
+        return rows_of_grid(values.to(torch.uint8), load(scales)[begin:end], zero)
+
     total = codes.bytes + scales.bytes + zeros.bytes
     size = None if block[1] == k else block[1]
     return Matrix(f"{layer}.weight", f"torchao, {bits} bits", (n, k), bits, size, affine, read, total)
-
-
-def _read(codes: Stored, scales: Stored, zeros: Stored, bits: int, affine: bool, begin: int, end: int) -> Rows:
-    half = 2 ** (bits - 1)
-    k = codes.shape[1]
-    values = read_bytes(codes, begin * k, end * k).view(torch.int8).view(end - begin, k).to(torch.int16) + half
-    if (values < 0).any() or (values >= 2 * half).any():
-        raise ValueError(f"{codes.name} in {codes.path} has codes beyond {bits} bits")
-    scale = load(scales)[begin:end].float()
-    mins = -(load(zeros)[begin:end].float() + half) * scale if affine else None
-    return Rows(values.to(torch.uint8), scale, mins)

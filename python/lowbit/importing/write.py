@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-import torch
-
 from ..checkpoint import CheckpointEntry, counted, new_checkpoint, write_json, write_note, write_tensors
+from ..checkpoint.codes import Float, Nearness, SourceTensor, Stacked, Weights, as_floats
+from ..checkpoint.outputs import Output, has_values, place_outputs, write_output
 from ..files.config_json import CONFIG
 from ..files.replace import resolve_new_directory
-from ..files.safetensors import DTYPES, ORDER_SUFFIX, PACKED_SUFFIX, Stored, Writer
+from ..files.safetensors import DTYPES, ORDER_SUFFIX, Writer
 from ..machine.sizes import size
-from ..packed.matrix import PackedInfo
-from ..packed.row_bands import Bands, rows_of_band
-from .codes import Float, Matrix, Nearness, SourceTensor, Stacked, Weights, as_floats, pack_rows, requantize_rows
 from .joining import describe_experts, stacked
 from .source import Source
 from .summary import REPORT, VERSION, ImportedTensor
@@ -32,7 +28,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _LOG = logging.getLogger(__name__)
-_BAND_WEIGHTS = 1 << 21
 
 Progress: TypeAlias = Callable[[int, int, str], None]  # (done, total, what)
 # The steps before the first weight is read.
@@ -52,93 +47,6 @@ class ImportSummary:
     source_bytes: int
     target_bytes: int
     seconds: float
-
-
-@dataclass(frozen=True)
-class _Output:
-    tensor: SourceTensor
-    name: str
-    bias: Float | None = None
-    layer: str = ""  # name of the layer in the model, if packed
-
-    @property
-    def packed(self) -> bool:
-        return not isinstance(self.tensor, Float)
-
-    def order(self) -> _Output | None:
-        """The act-order permutation, written as a separate tensor; None without one."""
-        order = self.tensor.order if isinstance(self.tensor, Matrix) else None
-        if order is None:
-            return None
-        order = order.int()
-        read = lambda begin, end: order[begin:end]  # noqa: E731
-        name = self.name.removesuffix(PACKED_SUFFIX) + ORDER_SUFFIX
-        return _Output(Float(self.tensor.name, self.tensor.source, "I32", (len(order),), read, order.nbytes), name)
-
-    def info(self) -> PackedInfo | None:
-        return None if isinstance(self.tensor, Float) else self.tensor.info(self.bias is not None)
-
-    def stored(self, path: Path) -> Stored:
-        if isinstance(self.tensor, Float):
-            return Stored(self.name, path, self.tensor.dtype, self.tensor.shape, 0, self.tensor.bytes)
-        info = self.tensor.info(self.bias is not None)
-        shape = tuple(size for size in (info.experts, info.total_bytes) if size is not None)
-        return Stored(self.name, path, "U8", shape, 0, math.prod(shape))
-
-
-def _bands(shape: tuple[int, ...], whole_panels: bool) -> Iterator[tuple[int, int]]:
-    n, k = (*shape, 1)[0], max(1, math.prod(shape[1:]))  # a shape of [] has one element
-    rows = rows_of_band(k, _BAND_WEIGHTS) if whole_panels else max(1, _BAND_WEIGHTS // k)
-    for begin in range(0, n, rows):
-        yield begin, min(begin + rows, n)
-
-
-def _write(output: _Output, writer: Writer, done: Callable[[int], None]) -> ImportedTensor:
-    tensor = output.tensor
-    n = tensor.shape[0] if tensor.shape else 1
-    if isinstance(tensor, Float):
-        for begin, end in _bands(tensor.shape, False):
-            values = tensor.read(begin, end).contiguous().view(-1).view(torch.uint8)
-            if n * len(values) != (end - begin) * tensor.bytes:
-                raise AssertionError(f"{tensor.name}: rows {begin} to {end} have {len(values)} bytes of {tensor.bytes}")
-            writer.write(values.numpy())
-            done(tensor.bytes * (end - begin) // n)
-        return ImportedTensor(output.name, tensor.source, "dequantized" if tensor.dequantized else "float")
-    nearness, info = Nearness(), tensor.info(output.bias is not None)
-    if isinstance(tensor, Stacked):
-        for number in range(tensor.experts):
-            bias = None if output.bias is None else output.bias.read(number, number + 1)[0].float()
-            _write_matrix(info, tensor.of(number), bias, nearness, writer, done)
-    else:
-        bias = None if output.bias is None else output.bias.read(0, n).float()
-        _write_matrix(info, tensor, bias, nearness, writer, done)
-    return ImportedTensor(output.name, tensor.source, nearness.kind, nearness.steps, nearness.error)
-
-
-def _write_matrix(
-    info: PackedInfo,
-    tensor: Matrix | Weights,
-    bias: torch.Tensor | None,
-    nearness: Nearness,
-    writer: Writer,
-    done: Callable[[int], None],
-) -> None:
-    n = tensor.shape[0]
-    bands = Bands(info)
-    start = writer.write(bytes(bands.header_bytes))
-    for begin, end in _bands(tensor.shape, True):
-        rows, part = tensor.read(begin, end), None if bias is None else bias[begin:end]
-        try:
-            if isinstance(tensor, Matrix):
-                packed = pack_rows(tensor, rows, part, nearness)
-            else:
-                packed = requantize_rows(tensor, rows, part, nearness)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"{tensor.name}, rows {begin} to {end - 1}: {error}") from error
-        writer.write(bands.add(packed).numpy())
-        done(tensor.bytes * (end - begin) // n)
-        del rows, packed  # free them before the next band is allocated
-    writer.write_at(start, bands.header())
 
 
 def _meta_model(config: dict[str, Any], tensors: int) -> PreTrainedModel:
@@ -199,7 +107,7 @@ class _Plan:
                     kinds = "; ".join(f"in {one.rpartition('.')[2]} {describe_experts(parts[one])}" for one in causes)
                     self.uneven[target] = kinds, bytes_
 
-    def outputs(self) -> list[_Output]:
+    def outputs(self) -> list[Output]:
         """The tensors to write, in the order of the source.
 
         Raises:
@@ -229,10 +137,10 @@ class _Plan:
             bias = self._bias_of(key, layer)
             biases |= {bias.name} if bias is not None else set()
             packed = f"{key}.packed_weight" if isinstance(tensor, Stacked) else key.removesuffix("weight") + "packed_weight"
-            outputs.append(_Output(tensor, packed, bias, layer))
+            outputs.append(Output(tensor, packed, bias, layer))
         check_complete(self.model, given_by(self.names), self.source.path)
         self._warn(floats)
-        outputs += [_Output(tensor, key) for key, tensor in floats.items() if key not in biases]
+        outputs += [Output(tensor, key) for key, tensor in floats.items() if key not in biases]
         outputs += [order for output in outputs if (order := output.order()) is not None]
         places = {name: place for place, name in enumerate(self.tensors)}
         return sorted(outputs, key=lambda output: places[output.tensor.name])
@@ -283,8 +191,9 @@ class _Plan:
         extra = {key: name for key, (name, targets) in self.names.items() if targets is None and name not in self.state}
         unused = unused_by(self.model, extra.values())
         extra = {key: name for key, name in extra.items() if name not in unused}
-        beside = sorted(key for key in extra if isinstance(self.tensors[key], Float) and self._is_beside_a_weight(key))
-        used = [key for key in beside if _has_values(self.tensors[key])]
+        floats = ((key, self.tensors[key]) for key in sorted(extra) if self._is_beside_a_weight(key))
+        beside = {key: tensor for key, tensor in floats if isinstance(tensor, Float)}
+        used = [key for key, tensor in beside.items() if has_values(tensor)]
         if used:
             shown = ", ".join(used[:3]) + (", ..." if len(used) > 3 else "")
             raise ValueError(
@@ -356,10 +265,6 @@ class _Plan:
         return targets is not None and target in targets
 
 
-def _has_values(tensor: SourceTensor) -> bool:
-    return any(bool(tensor.read(begin, end).any()) for begin, end in _bands(tensor.shape, False))  # type: ignore[union-attr]
-
-
 def begin_step(opening: Progress | None, step: str) -> None:
     """Reports the beginning of a step of opening a source."""
     if opening is not None:
@@ -384,8 +289,6 @@ def write_checkpoint(
     begin_step(opening, LIBRARIES)
     from ..hf.config import LowBitConfig
     from ..hf.mtp_layers import attach
-    from ..hf.names import names_in_model
-    from ..hf.placing import place_packed
 
     resolve_new_directory(target)  # raises before the model is built
     begin_step(opening, MODEL)
@@ -395,19 +298,8 @@ def write_checkpoint(
     outputs = _Plan(source, model).outputs()
     # Without a version, transformers 5.19 mistakes a large tokenizer for an old one of Mistral, and warns.
     description = {"transformers_version": version("transformers")} | source.config
-    infos = {output.layer: (output.name, output.info()) for output in outputs if output.packed}
-    packed = {layer: (name, info) for layer, (name, info) in infos.items() if info is not None}
-    if packed:
-        floats = {output.name for output in outputs if not output.packed}
-        ordered = {output.layer for output in outputs if output.order() is not None}
-        place_packed(model, packed, floats, torch.float32, ordered)
-        names = names_in_model(model, [output.name for output in outputs])
-        for output in outputs:
-            if output.packed and names[output.name] != (f"{output.layer}.packed_weight", None):
-                raise ValueError(
-                    f"{output.tensor.name} would be packed as {output.name}, which transformers takes for "
-                    f"{names[output.name][0]}; expected {output.layer}.packed_weight"
-                )
+    if any(output.packed for output in outputs):
+        place_outputs(model, outputs)
         description["quantization_config"] = LowBitConfig.describing(model).to_dict()
 
     total = sum(output.tensor.bytes for output in outputs)
@@ -415,10 +307,13 @@ def write_checkpoint(
     done = counted(progress, total)
     tensors: list[ImportedTensor] = []
 
-    def write(output: _Output, writer: Writer) -> None:
-        written = _write(output, writer, lambda count: done(count, output.name))
+    def write(output: Output, writer: Writer) -> None:
+        tensor, nearness = output.tensor, Nearness()
+        write_output(output, writer, lambda count: done(count, output.name), nearness)
+        if isinstance(tensor, Float):
+            nearness.kind = "dequantized" if tensor.dequantized else "float"
         if not output.name.endswith(ORDER_SUFFIX):  # an act-order permutation counts as part of its packed weight
-            tensors.append(written)
+            tensors.append(ImportedTensor(output.name, tensor.source, nearness.kind, nearness.steps, nearness.error))
 
     with new_checkpoint(target, target_bytes) as directory:
         begin_step(opening, FILES)

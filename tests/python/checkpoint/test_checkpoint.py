@@ -22,7 +22,7 @@ from checkpoints import (
     save_model,
 )
 from lowbit import LowBitConfig, dequantize_checkpoint, inspect_checkpoint, quantize_checkpoint
-from lowbit.checkpoint import quantizing, write_note
+from lowbit.checkpoint import outputs, write_note
 from lowbit.files.config_json import read_config
 from lowbit.llm.loading import load_model
 from safetensors import safe_open
@@ -42,7 +42,7 @@ def source(tmp_path):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("sharded", [False, True])
 def test_the_bytes_are_those_of_whole_tensors(tmp_path, monkeypatch, kind, sharded):
-    monkeypatch.setattr(quantizing, "_BAND_WEIGHTS", 5000)  # several bands in most tensors
+    monkeypatch.setattr(outputs, "_BAND_WEIGHTS", 5000)  # several bands in most tensors
     source = save_model(tmp_path / "source", kind, sharded)
     assert sharded == (len(list(source.glob("*.safetensors"))) > 1)
     quantize_checkpoint(source, tmp_path / "packed", CONFIG, max_shard_bytes=40_000 if sharded else 10**9)
@@ -191,7 +191,7 @@ def test_inspect(tmp_path):
 
 
 def test_progress(tmp_path, monkeypatch):
-    monkeypatch.setattr(quantizing, "_BAND_WEIGHTS", 5000)
+    monkeypatch.setattr(outputs, "_BAND_WEIGHTS", 5000)
     source = save_model(tmp_path / "source")
     calls = []
     summary = quantize_checkpoint(source, tmp_path / "packed", CONFIG, progress=lambda *call: calls.append(call))

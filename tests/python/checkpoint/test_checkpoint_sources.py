@@ -7,7 +7,7 @@ import pytest
 import torch
 from checkpoints import CONFIG, EMBED, HEAD, NORM, UP, change_tensors, edit_json, refuse, save_model
 from lowbit import LowBitConfig, inspect_checkpoint, quantize_checkpoint
-from lowbit.checkpoint import quantizing
+from lowbit.checkpoint import outputs
 from safetensors.torch import load_file
 
 
@@ -103,7 +103,7 @@ def test_a_wrong_dtype(source, tmp_path):
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_a_value_that_is_not_finite(source, tmp_path, monkeypatch, value):
-    monkeypatch.setattr(quantizing, "_BAND_WEIGHTS", 64 * 64)
+    monkeypatch.setattr(outputs, "_BAND_WEIGHTS", 64 * 64)
     file = source / "model.safetensors"
     change_tensors(file, lambda tensors: tensors[f"{UP}.weight"].__setitem__((70, 3), value))
     message = f"{UP}.weight in {file}, rows 64 to 127: weight has 1 NaN or infinite values"

@@ -57,8 +57,7 @@ def no_weights_are_read(monkeypatch):
     def read(*arguments):
         raise AssertionError("a weight was read")
 
-    monkeypatch.setattr(quantizing, "read_rows", read)
-    monkeypatch.setattr(quantizing, "chunks", read)
+    monkeypatch.setattr(quantizing, "write_output", read)
 
 
 def test_a_target_that_cannot_be_replaced(source, tmp_path, monkeypatch):

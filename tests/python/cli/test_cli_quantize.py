@@ -91,7 +91,7 @@ from lowbit.checkpoint import quantizing
 from lowbit.cli import main
 
 base, source, *cases = sys.argv[1:]
-pack, rmtree = quantizing._pack, shutil.rmtree
+pack, rmtree = quantizing.write_output, shutil.rmtree
 
 def interrupted(number, target):
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
@@ -104,14 +104,14 @@ def interrupted(number, target):
         pack(*arguments)
         assert any(name.endswith(".partial") for name in os.listdir(os.path.dirname(target)))
         os.kill(os.getpid(), number)
-    quantizing._pack = packing
+    quantizing.write_output = packing
 
 def closed():
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     def packing(*arguments):
         os.kill(os.getpid(), signal.SIGHUP)
         pack(*arguments)
-    quantizing._pack = packing
+    quantizing.write_output = packing
 
 def full():
     # A limit on the size of files fails as a full disk does, in the middle of the file.

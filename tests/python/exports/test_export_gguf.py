@@ -15,8 +15,8 @@ import torch
 from checkpoints import edit_json, make_model, quantized, save_model
 from command_line import FLOAT, document, documented_keys, invoke, keys_in
 from gguf_files import write_model
+from lowbit.checkpoint.codes import dequantize
 from lowbit.exports.gguf import encode, export_gguf
-from lowbit.importing.codes import dequantize
 from lowbit.importing.gguf_blocks import NL4
 from lowbit.llm.loading import load_model, load_tokenizer
 from lowbit.operators import ops

@@ -215,8 +215,8 @@ def test_as_compressed_tensors_reads_it(tmp_path, preset):
     packed = compressor.compress(state, scheme)
     again = compressor.decompress(dict(packed), scheme)["weight"].float()
     save_file({f"a.{name}": value.contiguous() for name, value in packed.items()}, tmp_path / "m.safetensors")
+    from lowbit.checkpoint.codes import values_of
     from lowbit.files.safetensors import read_file
-    from lowbit.importing.codes import values_of
 
     [tensor] = read_layers(Stock(tmp_path, read_file(tmp_path / "m.safetensors"), {}))
     found = values_of(tensor)(0, 256)

@@ -15,9 +15,9 @@ from checkpoints import TOKENS, load
 from command_line import document, documented_keys, error, invoke, keys_in
 from gguf_files import file_bytes, permute, random_blocks, write_model
 from importing_files import METADATA, tensors
+from lowbit.checkpoint.codes import dequantize
 from lowbit.files.gguf_reader import TYPES, read_gguf
 from lowbit.hf.gguf_tokenizer import save_tokenizer
-from lowbit.importing.codes import dequantize
 from lowbit.importing.gguf_blocks import FP4
 from lowbit.importing.gguf_source import open_gguf, read_blocks
 from safetensors.torch import load_file

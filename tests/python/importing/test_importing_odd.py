@@ -16,8 +16,8 @@ import pytest
 import torch
 from gguf_files import file_bytes
 from importing_files import METADATA, layers_of_others, tensors
+from lowbit.checkpoint.codes import Matrix, Nearness, pack_rows
 from lowbit.importing import open_source
-from lowbit.importing.codes import Matrix, Nearness, pack_rows
 from lowbit.importing.gguf_architectures import ARCHITECTURES
 from lowbit.importing.gguf_source import open_gguf
 from safetensors.torch import save
@@ -98,6 +98,16 @@ def test_tensors_that_are_refused(tmp_path):
     with pytest.raises(ValueError, match="q_proj.weight, rows 0 to 31: .*finite"):
         lowbit.import_checkpoint(tmp_path / "m.gguf", tmp_path / "out")
     assert os.listdir(tmp_path) == ["m.gguf"]
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "gemma", "granite", "olmo2"])
+def test_frequencies_count_in_every_architecture(tmp_path, architecture):
+    """Without them the model would compute something else."""
+    own = {key.replace("llama.", f"{architecture}."): item for key, item in METADATA.items()}
+    factors = ("rope_freqs.weight", (8,), 0, np.full(8, 3, "<f4").tobytes())
+    (tmp_path / "m.gguf").write_bytes(file_bytes(own | {"general.architecture": architecture}, [*tensors(), factors]))
+    with pytest.raises(ValueError, match="rope_freqs.weight has factors up to 3 that are not those of Llama 3"):
+        open_gguf(tmp_path / "m.gguf")
 
 
 ODD = [None, True, [], {}, "\x1b[2J", 0, -1, 3, 2**31 - 1, 10**400, math.nan, {"a": {}}]

@@ -225,10 +225,10 @@ def test_command_line(tmp_path):
 def test_checkpoints(tmp_path, monkeypatch):
     from checkpoints import save_model
     from lowbit import LowBitConfig, quantize_checkpoint
-    from lowbit.checkpoint import quantizing
+    from lowbit.checkpoint import outputs
     from safetensors.torch import load_file
 
-    monkeypatch.setattr(quantizing, "_BAND_WEIGHTS", 5000)  # several bands in most tensors
+    monkeypatch.setattr(outputs, "_BAND_WEIGHTS", 5000)  # several bands in most tensors
     source = save_model(tmp_path / "source", "untied", False)
     config = LowBitConfig(bits=3, levels="fit", embedding_bits=6)
     assert LowBitConfig(**config.to_dict()).to_dict() == config.to_dict()

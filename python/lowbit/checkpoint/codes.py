@@ -1,18 +1,20 @@
-"""The common form of all source formats before packing: codes with a scale, and possibly a min, per group of inputs."""
+"""The tensors of a source checkpoint before packing: floats, or codes with a scale, and possibly a min, per group of inputs."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
+from ..files.io import read_bytes, read_row_bytes
+from ..files.safetensors import DTYPES, Stored, read_rows
 from ..packed.groups import per_input
 from ..packed.matrix import PackedInfo, Unpacked, describe, pack, unpack
-from ..packed.rounding import LinearConfig, quantize_tensor
+from ..packed.rounding import Config, quantize_tensor
 
 
 class Rows(NamedTuple):
@@ -24,6 +26,17 @@ class Rows(NamedTuple):
     codes: Tensor
     scales: Tensor
     mins: Tensor | None = None
+
+
+def rows_of_grid(codes: Tensor, scales: Tensor, zeros: Tensor | None = None, order: Tensor | None = None) -> Rows:
+    """Rows whose weights are ``scale * (code - zero)``; symmetric without zeros.
+
+    Args:
+        order: as for :class:`Matrix`; the codes are still in the model's order.
+    """
+    codes = codes if order is None else codes[:, order]
+    scales = scales.float().contiguous()
+    return Rows(codes, scales, None if zeros is None else -zeros.float() * scales)
 
 
 @dataclass(frozen=True)
@@ -47,20 +60,29 @@ class Matrix:
         return describe(self.shape, self.bits, self.group_size, self.mapping, has_bias, self.levels)
 
     @property
+    def label(self) -> str:
+        return self.name
+
+    @property
     def mapping(self) -> str:
         return "levels" if self.levels else "affine" if self.affine else "symmetric"
 
 
 @dataclass(frozen=True)
 class Weights:
-    """A matrix of a source whose codes lowbit cannot represent: it is requantized from its values."""
+    """A matrix of a source that is quantized from its values: floats, or codes that lowbit cannot represent."""
 
     name: str
     source: str
     shape: tuple[int, int]
-    config: LinearConfig  # how to requantize it
-    read: Callable[[int, int], Tensor]  # float32 [rows, k]
+    config: Config  # how to quantize it
+    read: Callable[[int, int], Tensor]  # [rows, k]
     bytes: int
+    file: str = ""  # for messages
+
+    @property
+    def label(self) -> str:
+        return f"{self.name} in {self.file}" if self.file else self.name
 
     def info(self, has_bias: bool) -> PackedInfo:
         return self.config.describe(self.shape, has_bias)
@@ -104,6 +126,53 @@ class Float:
 
 
 SourceTensor: TypeAlias = Matrix | Stacked | Weights | Float
+Read: TypeAlias = Callable[[int, int], Any]  # rows: Tensor or Rows
+
+
+def stored_float(stored: Stored) -> Float:
+    """A tensor of a file, unchanged. Rows of other dtypes than floats are read as bytes."""
+
+    def read(begin: int, end: int) -> Tensor:
+        if not stored.shape:
+            return read_bytes(stored)
+        return read_rows(stored, begin, end) if stored.dtype in DTYPES else read_row_bytes(stored, begin, end)
+
+    return Float(stored.name, stored.dtype, stored.dtype, stored.shape, read, stored.bytes)
+
+
+def put_together(pieces: Sequence[Any], join: Callable[[list[Tensor]], Tensor]) -> Any:
+    """Joins pieces of rows: float tensors, or each field of quantized rows."""
+    if isinstance(pieces[0], Tensor):
+        return join(list(pieces))
+    return Rows(*(None if part[0] is None else join(list(part)) for part in zip(*pieces, strict=True)))
+
+
+def below_each_other(reads: Sequence[Read], sizes: Sequence[int]) -> Read:
+    """Reads rows of several tensors, concatenated by rows."""
+    starts = [sum(sizes[:number]) for number in range(len(sizes))]
+
+    def read(begin: int, end: int) -> Any:
+        spans = [(max(begin - start, 0), min(end - start, size)) for start, size in zip(starts, sizes, strict=True)]
+        pieces = [one(first, last) for one, (first, last) in zip(reads, spans, strict=True) if first < last]
+        return pieces[0] if len(pieces) == 1 else put_together(pieces, torch.cat)
+
+    return read
+
+
+class LastRead:
+    """A function that reads a tensor, and keeps the last one: a matrix that is stored by columns is read once for all its rows.
+
+    Tensors are compared by identity.
+    """
+
+    def __init__(self, read: Callable[[Any], Tensor]):
+        self._read, self._last = read, (None, torch.empty(0))
+
+    def __call__(self, stored: Any) -> Tensor:
+        if self._last[0] is not stored:
+            self._last = None, torch.empty(0)  # free it before the next one is allocated
+            self._last = stored, self._read(stored)
+        return self._last[1]
 
 
 @dataclass
@@ -130,7 +199,7 @@ class Nearness:
         self.steps = max(self.steps, steps)
 
 
-def pack_rows(matrix: Matrix, rows: Rows, bias: Tensor | None, nearness: Nearness) -> Tensor:
+def pack_rows(matrix: Matrix, rows: Rows, bias: Tensor | None, nearness: Nearness | None = None) -> Tensor:
     """Packs some rows of a matrix, and adds the error of float16 scales to `nearness`.
 
     Raises:
@@ -138,13 +207,13 @@ def pack_rows(matrix: Matrix, rows: Rows, bias: Tensor | None, nearness: Nearnes
     """
     scales, mins = rows.scales.float(), None if rows.mins is None else rows.mins.float()
     packed = pack(
-        rows.codes, scales, mins, bias, bits=matrix.bits, group_size=matrix.group_size, mapping=matrix.mapping,
+        rows.codes, scales, mins, None if bias is None else bias.float(), bits=matrix.bits, group_size=matrix.group_size, mapping=matrix.mapping,
         levels=matrix.levels,
     )  # fmt: skip
-    stored = unpack(packed)
-    if matrix.levels_off:
-        nearness.round(matrix.levels_off)
-    _compare(matrix, scales, mins, stored, nearness)
+    if nearness is not None:
+        if matrix.levels_off:
+            nearness.round(matrix.levels_off)
+        _compare(matrix, scales, mins, unpack(packed), nearness)
     return packed
 
 
@@ -166,17 +235,18 @@ def _compare(matrix: Matrix, scales: Tensor, mins: Tensor | None, stored: Unpack
     nearness.round(matrix.levels_off + float(moved.max()))
 
 
-def requantize_rows(weights: Weights, values: Tensor, bias: Tensor | None, nearness: Nearness) -> Tensor:
-    """Requantizes some rows, and adds the squared errors to `nearness`.
+def requantize_rows(weights: Weights, values: Tensor, bias: Tensor | None, nearness: Nearness | None = None) -> Tensor:
+    """Quantizes some rows, and adds the squared errors to `nearness`.
 
     Raises:
         ValueError: a value is not finite.
     """
     packed = quantize_tensor(values, weights.config, bias)
-    back = dequantize(unpack(packed))
-    nearness.kind = "requantized"
-    nearness.moved += float((back - values).double().square().sum())
-    nearness.weight += float(values.double().square().sum())
+    if nearness is not None:
+        back = dequantize(unpack(packed))
+        nearness.kind = "requantized"
+        nearness.moved += float((back - values).double().square().sum())
+        nearness.weight += float(values.double().square().sum())
     return packed
 
 
