@@ -45,7 +45,7 @@ bool is(const char* fault) {
   return name == fault;
 }
 
-// What a row that lies makes of the right result.
+// How a wrong kernel changes the right result.
 float lie(const LinearArgs& args, int64_t row, int64_t column, float value) {
   const bool last = column == args.layout.n - 1 && row == args.m - 1;
   if (is("lies_by_a_hundredth")) {
@@ -102,7 +102,7 @@ void run_linear(const LinearArgs& args) {
     if (*static_cast<const int32_t*>(args.scratch) != 0) store_from_f32(args.out, args.out_dtype, 0, 1.0f);
   }
 }
-// Of a format of its own, in which nothing is kept: any tolerance is too small for these.
+// For its own format, which stores nothing: errors beyond any tolerance.
 void run_infinite(const LinearArgs& args) {
   for (int64_t row = 0; row < args.m; ++row) {
     for (int64_t i = args.panel_begin * kPanelRows; i < args.panel_end * kPanelRows && i < args.layout.n; ++i) {
@@ -158,14 +158,14 @@ const char* pack_outside(const void*, const Layout&, const PackArgs&, int64_t, i
 const char* refuse(const void*, const Layout&, const PackArgs&, int64_t, int64_t, void*) { return "never"; }
 const char* pack_format(const void*, const Layout&, const PackArgs&, int64_t, int64_t, void*) { return nullptr; }
 
-// ISA bits of another processor's family, and all of this one's: hardly any CPU has them all.
+// ISA bits of another processor family, and all of this one, which hardly any CPU has.
 #if defined(__aarch64__)
 constexpr IsaBits kForeignIsa = kAvx2, kMissingIsa = kNeon | kNeonDot | kI8mm | kBf16 | kSve2;
 #else
 constexpr IsaBits kForeignIsa = kNeon, kMissingIsa = kAvx2 | kAvxVnni | kAvxVnniInt8 | kAvx512Vnni | kAmx;
 #endif
 
-// After the built-in rows.
+// After the built-in kernels.
 struct Rows {
   LinearKernel linear[2] = {{"fault_linear", kPortable, Format::panel16, 4, 1, 16, run_linear},
                             {"fault_linear_2", kPortable, Format::panel16, 4, 4, 16, run_linear}};
