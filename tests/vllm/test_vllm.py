@@ -182,7 +182,7 @@ def test_what_is_refused(found):
     assert "model.layers.1.input_layernorm.weight" in found["missing"]
     assert "model.layers.1.mlp.experts.down_proj" in found["missing experts"]
     assert "the kv cache is to be bfloat16 and the activations float32" in found["other cache"]
-    assert found["float in vLLM"].startswith("model.gate is to be quantized, which vLLM does not do there; leave it float")
+    assert found["float in vLLM"].startswith("model.gate would be quantized, but vLLM does not quantize it; leave it float")
     assert found["order of shared inputs"].startswith("o_proj has an act-order permutation, which 2 ranks cannot")
 
 

@@ -144,7 +144,7 @@ class _Plan:
         return located
 
     def _matrix(self, parts: tuple[Stored, ...], layer: str, transposed: bool = False) -> Weights:
-        """A matrix to pack for a layer, from tensors that are concatenated by rows; ``transposed``: as they are in the files."""
+        """A matrix to pack for a layer, from tensors that are concatenated by rows, and transposed in the files if so said."""
         rows, columns, first = sum(part.shape[0] for part in parts), parts[0].shape[1], parts[0]
         if transposed:  # its rows are not contiguous in the file
             shape, read = (columns, rows), lambda begin, end: self.whole(parts).T[begin:end]
@@ -329,13 +329,13 @@ class _Plan:
             one = len(extra) == 1
             warnings.warn(
                 f"{len(extra)} {'matrix' if one else 'matrices'} of the files ({size(sum(extra.values()))}), {min(extra)} for "
-                f"example, {'is' if one else 'are'} not in {type(self.model).__name__}, and copied as they are",
+                f"example, {'is' if one else 'are'} not in {type(self.model).__name__}, and copied unchanged",
                 stacklevel=3,
             )
         if beside:
             warnings.warn(
-                f"{len(beside)} tensors of the files beside weights, {min(beside)} for example, are not in "
-                f"{type(self.model).__name__}, which computes without them; they are copied as they are",
+                f"{len(beside)} tensors of the files next to weights, {min(beside)} for example, are not in "
+                f"{type(self.model).__name__}, which does not use them; they are copied unchanged",
                 stacklevel=3,
             )
         return reasons

@@ -73,7 +73,7 @@ def _packed_type(name: str, info: PackedInfo) -> str:
     group = info.group_size or info.in_features
     if info.rotated_inputs:
         raise ValueError(
-            f"{name} has rotated inputs, which GGUF does not know: quantize the float checkpoint with lowbit quantize, and "
+            f"{name} has rotated inputs, which GGUF does not support: quantize the float checkpoint with lowbit quantize, and "
             "without --rotate"
         )
     if info.in_features % _BLOCK:
@@ -150,7 +150,7 @@ def _steps(name: str, info: PackedInfo, scales: Tensor, mins: Tensor | None) -> 
         raise ValueError(
             f"{name} has scales from {float(scales.abs().min()):.2g} to {float(scales.abs().max()):.2g}"
             + ("" if mins is None else f" and mins up to {float(mins.abs().max()):.2g}")
-            + "; GGUF's float16 does not hold them nearly enough: leave the layer float (lowbit quantize --override)"
+            + "; GGUF's float16 cannot represent them precisely enough: leave the layer float (lowbit quantize --override)"
         )
     return steps
 
@@ -287,7 +287,7 @@ def export_gguf(
     window = metadata.get("phi3.attention.sliding_window")
     if window is not None and window < metadata["phi3.context_length"]:
         warnings.warn(
-            f"llama.cpp computes phi3 without its window of {window} tokens: its logits differ for longer texts", stacklevel=2
+            f"llama.cpp ignores phi3's sliding window of {window} tokens: its logits differ for longer texts", stacklevel=2
         )
     total, read = sum(stored.bytes for stored in tensors.values()), 0
 
@@ -300,12 +300,12 @@ def export_gguf(
     outputs = _outputs(tensors, metadata, bool(config.get("tie_word_embeddings")), done)
     if architecture in _TIED and any(output.name == "output.weight" for output in outputs):
         raise ValueError(
-            f"{source} has a head of its own (lm_head); GGUF's {architecture} takes the table of tokens: quantize the "
+            f"{source} has a separate head (lm_head); GGUF's {architecture} uses the token embedding table: quantize the "
             "float checkpoint with lowbit quantize --override lm_head=float"
         )
     table = next((output for output in outputs if output.name == "token_embd.weight"), None)
     if table is None:
-        raise ValueError(f"{source} has no model.embed_tokens, the table of its tokens")
+        raise ValueError(f"{source} has no model.embed_tokens, the token embedding table")
     rotated = metadata[f"{architecture}.rope.dimension_count"]
     outputs += [_made(name, values) for name, values in rotation_factors(source, config, rotated).items()]
     if tokenizer:
@@ -339,7 +339,7 @@ def _outputs(
         if leaf == "weight" and f"{layer}.packed_weight" in tensors:
             continue  # a guard (files/safetensors.py)
         if leaf == "input_order":
-            raise ValueError(f"{layer} has its inputs in an order of its own ({key}); GGUF has no such layers")
+            raise ValueError(f"{layer} has an act-order permutation ({key}), which GGUF does not support")
         name = _OUTSIDE.get(layer)
         if name is None and layer.startswith("model.layers."):
             number, _, part = layer.removeprefix("model.layers.").partition(".")

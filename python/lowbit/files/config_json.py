@@ -34,7 +34,7 @@ QUANTIZED_LEAVES = (
 def refuse_gguf(path: Path) -> None:
     """Raises NotADirectoryError for a GGUF file where a checkpoint directory is expected."""
     if path.suffix == ".gguf" and path.is_file():
-        raise NotADirectoryError(f"{path} is a GGUF file; expected a checkpoint's directory: lowbit import makes one of it")
+        raise NotADirectoryError(f"{path} is a GGUF file; expected a checkpoint's directory: lowbit import converts it")
 
 
 def read_config(directory: str | os.PathLike[str]) -> dict[str, Any]:
@@ -55,7 +55,7 @@ def read_config(directory: str | os.PathLike[str]) -> dict[str, Any]:
     file = directory / CONFIG
     if not file.exists():
         raise FileNotFoundError(
-            f"{directory} has no config.json, which says what the tensors are for; expected a checkpoint of transformers"
+            f"{directory} has no config.json, which describes the model; expected a checkpoint of transformers"
         )
     config = read_json(file)
     _check_types(config, file)
@@ -97,7 +97,7 @@ def refuse_code(directory: Path, config: dict[str, Any]) -> None:
             if any(kind is not None and not (isinstance(kind, str) and kind.isidentifier()) for kind in each):
                 # "owner/name" is a kernel that transformers downloads from the Hub and runs.
                 raise ValueError(
-                    f"{directory / CONFIG} has {name} {value!r:.200}; expected the name of one of transformers' own"
+                    f"{directory / CONFIG} has {name} {value!r:.200}; expected the name of an implementation in transformers"
                 )
 
 

@@ -61,14 +61,14 @@ def read_ctranslate2(path: Path) -> tuple[str, dict[str, Stored]]:
                 )
             variables[alias] = variables[name]
         if header.at < header.size:
-            raise ValueError(f"{path} has {header.size - header.at} bytes behind its last entry; expected none: copy it again")
+            raise ValueError(f"{path} has {header.size - header.at} bytes after its last entry; expected none: copy it again")
     return specification, variables
 
 
 def _variable(header: _Header) -> Stored:
     name = header.text("a variable's name")
     if not name.isprintable():
-        raise ValueError(f"{header.path} has a variable of the name '{printable(name)}'; expected letters that can be shown")
+        raise ValueError(f"{header.path} has a variable of the name '{printable(name)}'; expected printable characters")
     rank = header.number(1, f"the rank of {name}")
     if rank > _MOST_DIMENSIONS:
         raise ValueError(f"{header.path}: {name} has {rank} dimensions; expected at most {_MOST_DIMENSIONS}")

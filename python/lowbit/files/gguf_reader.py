@@ -172,7 +172,7 @@ def _read_tensor(header: _Header) -> tuple[str, tuple[int, ...], TensorType, int
             "safetensors (quant_method bitnet)"
         )
     if number not in TYPES:
-        raise ValueError(f"{header.path}: {what} has the type {number}, which this lowbit does not know")
+        raise ValueError(f"{header.path}: {what} has the type {number}, which this version of lowbit does not know")
     kind = TYPES[number]
     if shape[0] % kind.block:
         raise ValueError(

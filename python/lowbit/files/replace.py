@@ -141,8 +141,8 @@ class PartialDirectory:
         except OSError as error:
             raise OSError(
                 error.errno,
-                f"{self.target} cannot be replaced by a new directory: {error.strerror}; choose a name that is not there "
-                "yet, in a directory that you may write",
+                f"{self.target} cannot be replaced by a new directory: {error.strerror}; choose a new name in a "
+                "directory that you can write to",
             ) from error
 
     def finish(self) -> None:
@@ -168,7 +168,7 @@ class PartialDirectory:
             except OSError:
                 kept = self.path
             raise OSError(
-                error.errno, f"{self.target} could not be replaced: {error.strerror}. All was written, and is in {kept}"
+                error.errno, f"{self.target} could not be replaced: {error.strerror}. The complete result is in {kept}"
             ) from error
         self._keep = True
         sync_path(self.target.parent)

@@ -91,6 +91,6 @@ def check_fits(model: torch.nn.Module, tensors: Mapping[str, Stored], directory:
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if tables > memory:
         raise ValueError(
-            f"{directory / CONFIG} describes a model whose tables take {size(tables)} beside its weights; "
+            f"{directory / CONFIG} describes a model whose tables take {size(tables)} in addition to its weights; "
             f"this machine has {size(memory)} of memory"
         )

@@ -27,7 +27,7 @@ _FIELDS = ("bits", "group_size", "mapping", "scale", "levels", "rotate")
 _DESCRIBED = ("bits", "group_size", "mapping", "rotate")  # of a packed layer
 BY_OVERRIDES = "left float by its configuration"
 BY_CONV_BITS = "a convolution, which conv_bits of the configuration (--conv-bits) would pack"
-BY_ARCHITECTURE = "the architecture keeps it in float32; an override of its own would pack it"
+BY_ARCHITECTURE = "the architecture keeps it in float32; an explicit override would pack it"
 _NO_CHANGE: dict[str, Any] = {}
 
 

@@ -118,10 +118,10 @@ def attend(
     if caches is None:
         raise NoCaches(_TAKEN)
     if attention_mask is not None:
-        raise Unsupported("its attention has a mask or bias of its own, which the decoder's attention does not know")
+        raise Unsupported("its attention has a mask or bias of its own, which the decoder's attention does not support")
     for name, argument in others.items():
         if argument is not None and name not in _HARMLESS:
-            raise Unsupported(f"its attention has {name}, which the decoder's attention does not know")
+            raise Unsupported(f"its attention has {name}, which the decoder's attention does not support")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     sinks = None if s_aux is None else s_aux.to(query.dtype)
     more = (scale, sliding_window or 0, softcap or 0.0, sinks)
@@ -156,8 +156,8 @@ def check_windows(config: Any, asked: Asked, max_length: int) -> None:
         in_config = window if kinds is None or "sliding" in kinds[layer] else None
         if any(size is not None and size < max_length for size in (in_call, in_config)) and in_call != in_config:
             raise Unsupported(
-                f"layer {layer} has a sliding window of {in_config} by its configuration, and tells its attention {in_call}; "
-                f"expected a max_length of at most {min(size for size in (in_call, in_config) if size is not None)}"
+                f"layer {layer} has a sliding window of {in_config} in its configuration, but passes {in_call} to its "
+                f"attention; expected a max_length of at most {min(size for size in (in_call, in_config) if size is not None)}"
             )
 
 
@@ -186,7 +186,7 @@ def tells_positions(model: torch.nn.Module) -> bool | None:
     if any(position_tables.find(model)):
         return None
     if not relative and not any(recurrent.find(model)):
-        raise Unsupported("it takes no position_ids, so it cannot be told where a text goes on")
+        raise Unsupported("it takes no position_ids, so it cannot continue a text")
     return False
 
 
@@ -427,9 +427,9 @@ def refusal(model: torch.nn.Module, error: Exception) -> Refusal:
     """The error that says why a decoder does not support a model."""
     reason = str(error).strip().split("\n")[0].rstrip(".")
     if not getattr(model, "_can_set_attn_implementation", lambda: True)() and not any(own_attention.find(model)):
-        reason = "its attention is code of its own, none that transformers lets others replace"
+        reason = "its attention is the model's own code, which transformers does not let others replace"
     elif isinstance(error, NoCaches):
-        reason = "its layers do not hand the decoder's caches on to their attention"
+        reason = "its layers do not pass the decoder's caches to their attention"
     elif not isinstance(error, Unsupported):
         reason = f"the model raises {type(error).__name__}: {reason}"
     return Refusal(

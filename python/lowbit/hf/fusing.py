@@ -90,7 +90,7 @@ def _row_by_row(module: torch.nn.Module, x: Tensor) -> Tensor:
 def _refusal(model: torch.nn.Module, implementation: str) -> str | None:
     """Why a model keeps its attention; None if it can be replaced."""
     if not getattr(model, "_supports_sdpa", False):
-        return "its attention is code of its own, none that transformers lets others replace"
+        return "its attention is the model's own code, which transformers does not let others replace"
     if implementation == "eager":  # chosen by the user, as the model supports sdpa
         return "its attention is eager, which returns attentions; load the model with attn_implementation='sdpa'"
     if implementation not in ("sdpa", masked.ATTENTION):

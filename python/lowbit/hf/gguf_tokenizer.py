@@ -114,7 +114,7 @@ def save_tokenizer(path: Path, metadata: Mapping[str, Any], architecture: str, v
         if not isinstance(value, str):
             raise ValueError(f"{path} has a {type(value).__name__} as {_PREFIX}{key}; expected a text")
     if metadata.get(f"{_PREFIX}model", "no_vocab") == "no_vocab" or f"{_PREFIX}tokens" not in metadata:
-        warnings.warn(f"{path} has no tokenizer: copy the files of one into the directory", stacklevel=4)
+        warnings.warn(f"{path} has no tokenizer: copy a tokenizer's files into the directory", stacklevel=4)
         return
     fields = {}
     for key, name in _FIELDS.items():
@@ -158,7 +158,7 @@ def save_tokenizer(path: Path, metadata: Mapping[str, Any], architecture: str, v
             backend.normalizer = normalizers.NFC()
         if fields["tokenizer_type"] == "gpt2" and cut not in {*(known or (cut,)), *_PLAIN_CUTS}:
             warnings.warn(
-                f"{path} cuts words by the rule {printable(str(cut))!r}, which transformers "
+                f"{path} splits words by the rule {printable(str(cut))!r}, which transformers "
                 f"{transformers.__version__} does not know: GPT-2's is used, and some texts become other tokens; copy "
                 "the model's own tokenizer.json into the directory",
                 stacklevel=4,
@@ -255,7 +255,7 @@ def _add_ends(backend: Tokenizer, special: Mapping[str, str], add_bos: bool, add
     wanted = {"bos_token": add_bos, "eos_token": add_eos}
     for name, wish in wanted.items():
         if wish and name not in special:
-            raise ValueError(f"{path} wants a {name} around texts, but names none")
+            raise ValueError(f"{path} adds a {name} to texts, but does not name one")
     first = [special["bos_token"]] if add_bos else []
     last = [special["eos_token"]] if add_eos else []
     if first or last:
@@ -412,8 +412,8 @@ def _name_of_cut(directory: Path, parts: list[dict[str, Any]]) -> str:
     names = [name for name, rule in known.items() if rules == [rule]]
     if not names:
         warnings.warn(
-            f"the tokenizer in {directory} cuts words by a rule that llama.cpp has no name for: GPT-2's is named, and "
-            "there some texts become other tokens",
+            f"the tokenizer in {directory} splits words by a rule that llama.cpp has no name for: GPT-2's is named, so "
+            "llama.cpp gives other tokens for some texts",
             stacklevel=5,
         )
         return "gpt-2"

@@ -209,7 +209,7 @@ class _Projected(_Own):
     def forward(self, hidden_states: Tensor, **others: Any) -> tuple[Tensor, None]:
         for name in ("key_value_states", "attn_prompt"):
             if others.get(name) is not None:
-                raise Unsupported(f"its attention has {name}, which the decoder's attention does not know")
+                raise Unsupported(f"its attention has {name}, which the decoder's attention does not support")
         projected = (layer(hidden_states) for layer in (self.q_proj, self.k_proj, self.v_proj))
         query, key, value = (each.unflatten(-1, (self.heads, -1)).transpose(1, 2) for each in projected)
         return self.out_proj(self.call.run(self, query, key, value, self.scale, self.window)), None

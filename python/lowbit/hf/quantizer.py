@@ -90,7 +90,7 @@ class _Checkpoint:
         if len(set(saves.values())) > 1:
             raise ValueError(
                 f"{', '.join(path.name for path in saves)} in {files[0].parent} are of different saves: one was "
-                "interrupted, or another lay there. Save again, into a new directory."
+                "interrupted, or files of another model were there. Save again, into a new directory."
             )
         if pre_quantized and not packed:
             raise ValueError(

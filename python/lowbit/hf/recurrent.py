@@ -54,7 +54,7 @@ class States:
 def _check_others(others: dict[str, Any]) -> None:
     for name, argument in others.items():
         if argument is not None and argument is not False and name not in _HARMLESS:
-            raise Unsupported(f"its recurrent layers have {name}, which the decoder's do not know")
+            raise Unsupported(f"its recurrent layers have {name}, which the decoder does not support")
 
 
 class Mixer:

@@ -6,6 +6,7 @@ import os
 import time
 from pathlib import Path
 
+from ..checkpoint.writing import MAX_SHARD_BYTES, check_shard_bytes
 from .gguf_source import open_gguf
 from .source import Source
 from .write import READ, ImportSummary, Progress, begin_step, write_checkpoint
@@ -38,7 +39,7 @@ def import_checkpoint(
     source: str | os.PathLike[str],
     target: str | os.PathLike[str],
     *,
-    max_shard_bytes: int = 5_000_000_000,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
     i2s_order: str | None = None,
     progress: Progress | None = None,
     opening: Progress | None = None,
@@ -64,8 +65,7 @@ def import_checkpoint(
         ValueError: a damaged file, an architecture or a format that lowbit does not import, tensors that are missing or
             have another shape than the model's, or weights that cannot be packed. The target is then removed.
     """
-    if isinstance(max_shard_bytes, bool) or not isinstance(max_shard_bytes, int) or max_shard_bytes < 1:
-        raise ValueError(f"max_shard_bytes is {max_shard_bytes!r}; expected an int of 1 or more")
+    check_shard_bytes(max_shard_bytes)
     begin = time.perf_counter()
     begin_step(opening, READ)
     return write_checkpoint(

@@ -57,7 +57,9 @@ def _state(stock: Stock, layer: str, kind: str) -> dict[str, Any]:
             raise ValueError(f"it has the numbers {numbers}")
         state["nested_offset"] = float(state.get("nested_offset", 0.0))
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
-        raise ValueError(f"{stored.name} in {stored.path} is no state of bitsandbytes: {error!r:.200}") from error
+        raise ValueError(
+            f"{stored.name} in {stored.path} is not a quantization state of bitsandbytes: {error!r:.200}"
+        ) from error
     return state
 
 
@@ -66,7 +68,7 @@ def _layer(stock: Stock, layer: str, kind: str) -> Matrix:
     (n, k), block = state["shape"], state["blocksize"]
     if k % block:
         raise ValueError(
-            f"{layer} in {stock.path} has {k} inputs in blocks of {block}: some lie in two rows, which lowbit does not pack"
+            f"{layer} in {stock.path} has {k} inputs in blocks of {block}: some blocks span two rows, which lowbit cannot pack"
         )
     if n * k % 2:
         raise ValueError(f"{layer} in {stock.path} has {n} x {k} weights of 4 bits; expected whole bytes")
@@ -92,7 +94,7 @@ def _matrix(
 ) -> Matrix:
     # With a table of tiny values the scales would underflow float32.
     if not torch.isfinite(table).all() or not 2**-20 <= float(table.abs().max()) <= 1 or len(table.unique()) < 2:
-        raise ValueError(f"{name}.quant_map in {stock.path} is no table of several values up to 1")
+        raise ValueError(f"{name}.quant_map in {stock.path} is invalid; expected at least two different values, at most 1")
     n, k = shape
     largest = float(table.abs().max())
     levels = (table * (127 / largest)).round()

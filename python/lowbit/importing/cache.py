@@ -92,9 +92,7 @@ def loading_from_cache(
                 if cache.exists():
                     with _locked(cache, fcntl.LOCK_EX, waiting):
                         shutil.rmtree(cache)
-                write_checkpoint(
-                    source, cache.absolute(), max_shard_bytes=5_000_000_000, progress=progress, opening=opening, begin=begin
-                )
+                write_checkpoint(source, cache.absolute(), progress=progress, opening=opening, begin=begin)
             stack.enter_context(_locked(cache, fcntl.LOCK_SH))
         yield cache
 

@@ -85,7 +85,7 @@ def open_ctranslate2(path: Path) -> Source:
 def _special_tokens(path: Path) -> dict[str, int]:
     """The tokenizer's special tokens: text -> id."""
     if not path.exists():
-        raise FileNotFoundError(f"{path} does not exist; expected Whisper's tokenizer beside the model")
+        raise FileNotFoundError(f"{path} does not exist; expected Whisper's tokenizer next to the model")
     added: Any = read_json(path).get("added_tokens")
     try:
         tokens = {str(token["content"]): int(token["id"]) for token in added}
@@ -207,7 +207,7 @@ class _Reader:
                 continue
             if layer.endswith(".k_proj"):  # Whisper's key projections have no bias
                 if read_rows(bias, first, first + n).any():
-                    raise ValueError(f"{self.path}: {bias.name} has a bias of keys; expected zeros, as in Whisper")
+                    raise ValueError(f"{self.path}: {bias.name} has a nonzero bias for keys; expected zeros, as in Whisper")
                 continue
             size = bias.bytes // len(layers)
             tensors.append(Float(f"{layer}.bias", bias.dtype, bias.dtype, (n,), _rows(bias, first), size))

@@ -85,7 +85,7 @@ def config_of(metadata: Metadata, architecture: Architecture, gguf: Gguf) -> dic
     """
     table = gguf.tensors.get("token_embd.weight")
     if table is None or len(table.shape) != 2:
-        raise ValueError(f"{metadata.path} has no matrix token_embd.weight, the table of its tokens")
+        raise ValueError(f"{metadata.path} has no matrix token_embd.weight, the token embedding table")
     config = architecture.config(metadata, gguf)
     metadata.check_all_asked()
     config |= {"vocab_size": table.shape[0], "tie_word_embeddings": "output.weight" not in gguf.tensors}

@@ -130,7 +130,7 @@ class Metadata:
         if unknown:
             raise ValueError(
                 f"{self.path} has {prefix}{printable(unknown[0])}, which lowbit does not know for this architecture: "
-                "the model could compute otherwise than the result would"
+                "the imported model could compute something else"
             )
 
 

@@ -221,7 +221,7 @@ def values_of_factors(stored: StoredBlocks, count: int) -> np.ndarray:
         raise ValueError(f"{stored.path}: {stored.name} is {stored.type.name} {list(stored.shape)}; expected F32 [{count}]")
     values = read_bytes(stored).numpy().view("<f4").astype(np.float64)
     if not np.isfinite(values).all() or (values <= 0).any():
-        raise ValueError(f"{stored.path}: {stored.name} has values that are no factors; expected finite ones above 0")
+        raise ValueError(f"{stored.path}: {stored.name} has invalid factors; expected finite numbers above 0")
     return values
 
 

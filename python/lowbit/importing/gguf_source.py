@@ -285,7 +285,7 @@ class _Reader:
                 return torch.from_numpy(dequantize(read_blocks(stored, begin, end)))
 
             return Weights(name, kind, stored.shape, LinearConfig(_LATTICES[kind]), ordered(values), stored.bytes)
-        raise ValueError(f"{stored.path}: {stored.name} has the type {kind}; expected one of a weight")
+        raise ValueError(f"{stored.path}: {stored.name} has the type {kind}; expected a type of weights")
 
 
 def _dequantizer(stored: StoredBlocks) -> Callable[[np.ndarray], np.ndarray]:
@@ -323,7 +323,9 @@ def open_gguf(path: str | os.PathLike[str], i2s_order: str | None = None) -> Sou
     tensors = reader.tensors()
     if (heads := metadata.whole("nextn_predict_layers", 0)) > reader.has_head:
         left = f"{heads - reader.has_head} layers" if reader.has_head else "layers"
-        warnings.warn(f"{path} has {left} that predict further tokens; they are left out", stacklevel=3)
+        warnings.warn(
+            f"{path} has {left} for multi-token prediction that lowbit does not import; they are left out", stacklevel=3
+        )
     packed = any(not isinstance(tensor, Float) for tensor in tensors)
     # ggml computes with dequantized weights in float32. A file with only floats keeps the dtype of its matrices.
     halves = {tensor.source for tensor in tensors if isinstance(tensor, Float) and len(tensor.shape) > 1}

@@ -24,7 +24,7 @@ def joined(parts: Sequence[Matrix | Weights | Float], name: str, path: Path) -> 
     """
     if any(part.shape[1:] != parts[0].shape[1:] for part in parts):
         shapes = " and ".join(str(list(part.shape)) for part in parts)
-        raise ValueError(f"{path}: the parts of {name} are {shapes}; expected as many columns in each")
+        raise ValueError(f"{path}: the parts of {name} are {shapes}; expected the same number of columns in each")
     parts = _with_minimums(parts)
     first, sizes = parts[0], [part.shape[0] for part in parts]
     shape, total = (sum(sizes), *first.shape[1:]), sum(part.bytes for part in parts)

@@ -31,7 +31,7 @@ class Stock:
     def __init__(self, path: Path, tensors: dict[str, Stored], settings: dict[str, Any]):
         for name in tensors:
             if not name.isprintable():
-                raise ValueError(f"{path} has a tensor of the name '{printable(name)}'; expected letters that can be shown")
+                raise ValueError(f"{path} has a tensor of the name '{printable(name)}'; expected printable characters")
         self.path, self.settings, self._tensors = path, settings, dict(tensors)
         self.load_kept = LastRead(load)
 
@@ -111,8 +111,8 @@ class Stock:
         for name, stored in self._tensors.items():
             if stored.dtype not in _DTYPES or stored.dtype == "F8_E8M0":
                 raise ValueError(
-                    f"{name} in {stored.path} is {stored.dtype} {list(stored.shape)}, which is no part of a quantized "
-                    "layer that lowbit knows, and no float tensor"
+                    f"{name} in {stored.path} is {stored.dtype} {list(stored.shape)}, which is neither a float tensor "
+                    "nor a part of a quantized layer that lowbit knows"
                 )
             floats.append(stored_float(stored))
         return floats

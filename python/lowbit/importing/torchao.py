@@ -92,7 +92,7 @@ def _layer(stock: Stock, layer: str, described: dict[str, str]) -> Matrix:
     def read(begin: int, end: int) -> Rows:
         values = read_row_bytes(codes, begin, end).view(torch.int8).to(torch.int16) + half
         if (values < 0).any() or (values >= 2 * half).any():
-            raise ValueError(f"{codes.name} in {codes.path} has codes beyond {bits} bits")
+            raise ValueError(f"{codes.name} in {codes.path} has codes that exceed {bits} bits")
         zero = load(zeros)[begin:end].float() + half if affine else None
         return rows_of_grid(values.to(torch.uint8), load(scales)[begin:end], zero)
 

@@ -13,7 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from ..checkpoint import CheckpointEntry, counted, new_checkpoint, write_json, write_note, write_tensors
+from ..checkpoint import MAX_SHARD_BYTES, CheckpointEntry, counted, new_checkpoint, write_json, write_note, write_tensors
 from ..checkpoint.codes import Float, Nearness, SourceTensor, Stacked, Weights, as_floats
 from ..checkpoint.outputs import Output, has_values, place_outputs, write_output
 from ..files.config_json import CONFIG
@@ -209,13 +209,13 @@ class _Plan:
                 expects_floats = targets is not None or (known is not None and known.dtype.is_floating_point)
                 if expects_floats or (key in extra and not is_mask):
                     raise ValueError(
-                        f"{key} in {self.source.path} is {tensor.dtype} {list(tensor.shape)}, which is no part of a quantized "
-                        "layer that lowbit knows, and no float tensor"
+                        f"{key} in {self.source.path} is {tensor.dtype} {list(tensor.shape)}, which is neither a float tensor "
+                        "nor a part of a quantized layer that lowbit knows"
                     )
         if extra:
             warnings.warn(
                 f"{len(extra)} tensors of {self.source.path} are not in {type(self.model).__name__}, {min(extra)} for "
-                "example: they are copied as they are",
+                "example: they are copied unchanged",
                 stacklevel=6,
             )
 
@@ -233,7 +233,7 @@ class _Plan:
         if requantized:
             kinds = sorted({(matrix.source, matrix.config.bits) for matrix in requantized})
             warnings.warn(
-                f"{len(requantized)} matrices of {source.path} have codes that lowbit does not have; they are requantized: "
+                f"{len(requantized)} matrices of {source.path} have codes that lowbit cannot represent; they are requantized: "
                 + ", ".join(f"{kind} to {bits} bits" for kind, bits in kinds),
                 stacklevel=5,
             )
@@ -275,7 +275,7 @@ def write_checkpoint(
     source: Source,
     target: Path,
     *,
-    max_shard_bytes: int,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
     progress: Progress | None = None,
     opening: Progress | None = None,
     begin: float | None = None,

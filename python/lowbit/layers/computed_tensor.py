@@ -80,13 +80,13 @@ class ComputedTensor(Tensor):
         raise RuntimeError(_FIXED)
 
     def data_ptr(self) -> int:
-        raise RuntimeError("the weight of a packed layer has no memory of its own; weight.clone() has")
+        raise RuntimeError("the weight of a packed layer has no storage; use weight.clone()")
 
     def untyped_storage(self) -> Any:
-        raise RuntimeError("the weight of a packed layer has no memory of its own; weight.clone() has")
+        raise RuntimeError("the weight of a packed layer has no storage; use weight.clone()")
 
     def share_memory_(self) -> Tensor:
-        raise RuntimeError("the weight of a packed layer has no memory of its own; share the module")
+        raise RuntimeError("the weight of a packed layer has no storage; share the module")
 
     def numpy(self, *, force: bool = False) -> Any:
         return self.clone().numpy()

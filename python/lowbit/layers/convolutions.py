@@ -77,9 +77,9 @@ def why_float(layer: object) -> str | None:
     sizes = "x".join(map(str, kernel))
     if layer.groups != 1:
         alone = layer.groups == layer.in_channels  # no sizes in the message, because a model has such layers of many widths
-        return "a convolution of each channel alone" if alone else f"a convolution in {layer.groups} groups of channels"
+        return "a depthwise convolution" if alone else f"a convolution in {layer.groups} groups of channels"
     if taps > 1 and any(step != 1 for step in layer.dilation):
-        return f"a convolution of {sizes} with gaps (dilation)"
+        return f"a convolution of {sizes} with dilation"
     if padding is None:
         return f"a convolution of {sizes} with padding {layer.padding!r}, {layer.padding_mode}"
     patches = kernel == tuple(layer.stride) and not any(padding)

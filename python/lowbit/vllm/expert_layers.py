@@ -58,7 +58,7 @@ class PackedExpertsMethod(FusedMoEMethodBase):
         elif self.moe.is_lora_enabled:
             wrong = "adapters (--enable-lora)"
         if wrong:
-            raise ValueError(f"{prefix} has experts with {wrong}, which lowbit does not serve in vLLM")
+            raise ValueError(f"{prefix} has experts with {wrong}, which lowbit does not support in vLLM")
 
     def maybe_roundup_sizes(
         self, hidden_size: int, intermediate_size_per_partition: int, act_dtype: torch.dtype, moe_parallel_config: Any

@@ -74,7 +74,7 @@ class PackedMethod(LinearMethodBase):
         if loaded.numel() == 0:
             return  # a guard (files/safetensors.py)
         if isinstance(part, tuple):
-            raise ValueError(f"{self.prefix} has the parts {part} in one matrix, which lowbit does not serve in vLLM")
+            raise ValueError(f"{self.prefix} has the parts {part} in one matrix, which lowbit does not support in vLLM")
         # Qwen2-MoE adds a dimension to the packed weight of a layer with one output.
         self._take(layer, loaded.flatten() if _is_packed(loaded) else loaded, part)
         if layer.tp_size > 1:

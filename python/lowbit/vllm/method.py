@@ -101,7 +101,7 @@ class ServedConfig(QuantizationConfig):
         unasked = sorted(self.model.selected.keys() - self.model.asked - self.model.ties.keys())
         if unasked and self.is_whole:
             raise ValueError(
-                f"{unasked[0]} is to be quantized, which vLLM does not do there; leave it float: "
+                f"{unasked[0]} would be quantized, but vLLM does not quantize it; leave it float: "
                 f'"overrides": [["{unasked[0]}", null]]'
             )
         return super().get_checkpoint_weight_mapper() | WeightsMapper(orig_to_new_regex=self.model.renaming())

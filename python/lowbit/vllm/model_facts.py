@@ -98,7 +98,7 @@ class ServedModel:
         same_layer = [name for name in self.holders if re.findall(r"\d+", name) == numbers]
         names = [prefix] if prefix in self.holders else same_layer
         if len(names) != 1:
-            raise ValueError(f"{prefix} has experts of a form that lowbit does not serve in vLLM")
+            raise ValueError(f"{prefix} has experts of a form that lowbit does not support in vLLM")
         if names[0] != prefix:
             self.renamed[names[0]] = prefix
         return names[0]

@@ -271,7 +271,7 @@ def test_what_the_architecture_keeps_in_float32(tmp_path):
     """T5's "wo" could be packed, so the warning gives the reason instead of a kind of layer, and its advice works."""
     sizes = {"vocab_size": 64, "d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 1, "num_heads": 4}
     T5ForConditionalGeneration(T5Config(**sizes)).save_pretrained(tmp_path / "t5")
-    why = "the architecture keeps it in float32; an override of its own would pack it"
+    why = "the architecture keeps it in float32; an explicit override would pack it"
     with pytest.warns(UserWarning, match=rf"stay float, as encoder\.block\S*\.wo does: {why}$"):
         summary = quantize_checkpoint(tmp_path / "t5", tmp_path / "packed", LowBitConfig())
     assert set(summary.unquantized.values()) == {why} and all(name.endswith(".wo.weight") for name in summary.unquantized)

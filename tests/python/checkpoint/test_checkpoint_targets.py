@@ -122,7 +122,7 @@ def test_a_last_step_that_fails_keeps_the_work(source, tmp_path, monkeypatch):
         rename(old, new)
 
     monkeypatch.setattr("os.rename", fail)
-    with pytest.raises(OSError, match="could not be replaced: .* All was written, and is in ") as caught:
+    with pytest.raises(OSError, match="could not be replaced: .* The complete result is in ") as caught:
         quantize_checkpoint(source, target, CONFIG)
     kept = Path(str(caught.value).rpartition(" ")[2].rstrip("'"))
     assert sorted(tmp_path.iterdir()) == sorted([source, target, kept]) and not kept.name.startswith(".")

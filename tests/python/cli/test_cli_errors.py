@@ -281,7 +281,7 @@ def test_errors_of_paths_and_overrides_name_what_is_wrong(packed, tmp_path):
     (tmp_path / "model.bin").write_bytes(b"GGUF")
     assert "expected one whose name ends in .safetensors" in error(invoke("inspect", tmp_path / "model.bin"))
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
-    says = f"{tmp_path / 'model.gguf'} is a GGUF file; expected a checkpoint's directory: lowbit import makes one of it"
+    says = f"{tmp_path / 'model.gguf'} is a GGUF file; expected a checkpoint's directory: lowbit import converts it"
     readers = {**READING, "report": lambda model, out: ("report", model, out, "--text", TINY / "heldout.txt")}
     for command in ("eval", "export", "inspect", "tune", "report"):
         assert error(invoke(*readers[command](tmp_path / "model.gguf", tmp_path))) == says, command

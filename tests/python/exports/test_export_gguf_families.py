@@ -47,7 +47,7 @@ def test_there_and_back_are_the_same_bytes(tmp_path, kind, type_name):
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".* become floats")
         lowbit.import_checkpoint(tmp_path / "m.gguf", tmp_path / "one")
-    windows = pytest.warns(UserWarning, match="computes phi3 without its window of 3 tokens")
+    windows = pytest.warns(UserWarning, match="ignores phi3's sliding window of 3 tokens")
     with windows if kind == "phi3" else contextlib.nullcontext():
         report = export_gguf(tmp_path / "one", tmp_path / "again.gguf")
     assert {each.kind for each in report} == {"exact", "float"}
@@ -191,7 +191,7 @@ def test_a_head_beside_the_table_is_refused(tmp_path, kind):
     tokenizer_of(tmp_path, vocabulary()).save_pretrained(tmp_path / "float")
     config = lowbit.LowBitConfig(overrides={"*embed_tokens": None, "lm_head": {"bits": 4}})
     lowbit.quantize_checkpoint(tmp_path / "float", tmp_path / "apart", config)
-    with pytest.raises(ValueError, match=f"has a head of its own .*GGUF's {kind} .*--override lm_head=float"):
+    with pytest.raises(ValueError, match=f"has a separate head .*GGUF's {kind} .*--override lm_head=float"):
         export_gguf(tmp_path / "apart", tmp_path / "m.gguf")
     for name, overrides in {"packed": {}, "left": {"*embed_tokens": None}}.items():
         config = lowbit.LowBitConfig(scale="absmax", overrides=overrides)

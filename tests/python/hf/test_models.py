@@ -14,7 +14,7 @@ sys.path.append(str(Path(__file__).parents[2] / "models"))
 import causal_lm
 import tiny_models
 
-OWN = "its attention is code of its own, none that transformers lets others replace"
+OWN = "its attention is the model's own code, which transformers does not let others replace"
 HALF = "2 of its 4 layers use the decoder's caches"
 NO_POSITIONS = "it takes no position_ids"
 OTHERS = "its logits differ from those of its own attention"

@@ -149,7 +149,7 @@ def test_blooms_other_way_to_multiply_is_refused():
     model = make("bloom")
     for layer in model.transformer.h:
         layer.self_attention.slow_but_exact = True
-    with pytest.raises(ValueError, match="its attention is code of its own"):
+    with pytest.raises(ValueError, match="its attention is the model's own code"):
         llm.Decoder(model, 64)
 
 

@@ -67,7 +67,7 @@ def test_a_bias_that_the_model_has_not_in_a_float_checkpoint(tmp_path):
     extra = {f"{LAYER}.bias": torch.ones(96), "model.layers.0.mlp.down_proj.bias": torch.zeros(64)}
     change_tensors(tmp_path / "in" / "model.safetensors", lambda tensors: tensors.update(extra))
     with pytest.warns(
-        UserWarning, match=r"1 tensors of the files beside weights, \S+up_proj\.bias for example, are not in Llama"
+        UserWarning, match=r"1 tensors of the files next to weights, \S+up_proj\.bias for example, are not in Llama"
     ):
         lowbit.quantize_checkpoint(tmp_path / "in", tmp_path / "out", lowbit.LowBitConfig())
 

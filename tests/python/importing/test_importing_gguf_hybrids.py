@@ -370,7 +370,9 @@ def test_a_head_for_multi_token_prediction_is_kept(tmp_path, kind):
 
 def test_further_heads_are_left_out(tmp_path):
     model = model_of("glm4_moe")
-    with pytest.warns(UserWarning, match="has 1 layers that predict further tokens; they are left out"):
+    with pytest.warns(
+        UserWarning, match="has 1 layers for multi-token prediction that lowbit does not import; they are left out"
+    ):
         lowbit.import_checkpoint(write(tmp_path / "m.gguf", model, change=with_head("glm4_moe", False, 2)), tmp_path / "out")
     assert not any(".layers.5." in name for name in load_file(tmp_path / "out/model.safetensors"))
 
@@ -378,7 +380,9 @@ def test_further_heads_are_left_out(tmp_path):
         with_head("glm4_moe", False)(metadata, tensors)
         del tensors["blk.4.nextn.eh_proj.weight"]
 
-    with pytest.warns(UserWarning, match="has layers that predict further tokens; they are left out"):
+    with pytest.warns(
+        UserWarning, match="has layers for multi-token prediction that lowbit does not import; they are left out"
+    ):
         lowbit.import_checkpoint(write(tmp_path / "none.gguf", model, change=change), tmp_path / "none")
     check(model, tmp_path / "none")
 

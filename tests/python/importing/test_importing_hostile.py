@@ -59,7 +59,7 @@ DAMAGED = {
     "dimensions 0": (listing(text("t") + struct.pack("<IIQ", 0, 0, 0)), "has 0 dimensions; expected 1 to 4"),
     "dimensions 5": (listing(tensor("t", (1,) * 5, 0, 0)), "has 5 dimensions; expected 1 to 4"),
     "dimension of 0": (listing(tensor("t", (0, 4), 0, 0)), "has a dimension of 0"),
-    "unknown type": (listing(tensor("t", (32,), 43, 0)), "has the type 43, which this lowbit does not know"),
+    "unknown type": (listing(tensor("t", (32,), 43, 0)), "has the type 43, which this version of lowbit does not know"),
     "bitnet.cpp": (listing(tensor("t", (128,), 38, 0)), "has the type TL1 of bitnet.cpp; expected I2_S, or"),
     "removed type": (listing(tensor("t", (32,), 4, 0)), "has the type 4, which"),
     "partial block": (listing(tensor("t", (33,), 2, 0)), "has rows of 33 values; expected a multiple of 32"),

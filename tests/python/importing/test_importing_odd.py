@@ -84,7 +84,7 @@ def test_tensors_that_are_refused(tmp_path):
         "'blk.00.attn_q.weight', which": ("blk.00.attn_q.weight", (32, 32), 2, bytes(576)),
         "'blk.\u0661.attn_q.weight', which": ("blk.\u0661.attn_q.weight", (32, 32), 2, bytes(576)),
         "has no such tensor": ("blk.7.attn_q.weight", (32, 32), 2, (block[:2] + block[2:]) * 32),
-        "expected one of a weight": ("output.weight", (32, 4), 24, bytes(128)),
+        "expected a type of weights": ("output.weight", (32, 4), 24, bytes(128)),
         "has shape [5, 32]; expected [4, 32]": ("output.weight", (32, 5), 0, bytes(640)),
         "expected a matrix": ("output.weight", (32, 2, 2), 2, bytes(72)),
     }

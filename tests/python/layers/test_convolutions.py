@@ -85,9 +85,9 @@ def test_gradients_are_those_of_the_dequantized_convolution():
 
 
 STAY = {
-    "a convolution of each channel alone": nn.Conv1d(16, 32, 3, groups=16),
+    "a depthwise convolution": nn.Conv1d(16, 32, 3, groups=16),
     "a convolution in 4 groups of channels": nn.Conv2d(64, 32, 1, groups=4),
-    "a convolution of 3 with gaps (dilation)": nn.Conv1d(16, 32, 3, dilation=2),
+    "a convolution of 3 with dilation": nn.Conv1d(16, 32, 3, dilation=2),
     "a convolution of 7, each of whose inputs counts at many places": nn.Conv1d(16, 32, 7, padding=3),
     "a convolution of 3x3, each of whose inputs counts at many places": nn.Conv2d(16, 32, 3, padding=1),
     "a convolution of 4x4, each of whose inputs counts at many places ": nn.Conv2d(16, 32, 4, 4, padding=1),
@@ -253,7 +253,7 @@ PACKED = {
     "siglip": ["embeddings.patch_embedding"],
     "convnext": ["embeddings.patch_embeddings", "encoder.stages.1.downsampling_layer.1"],
 }
-FLOAT = {"siglip": {}, "convnext": {"a convolution of each channel alone"}}
+FLOAT = {"siglip": {}, "convnext": {"a depthwise convolution"}}
 
 
 @pytest.mark.parametrize("kind", PACKED)

@@ -444,7 +444,7 @@ def test_layers_that_do_not_tell_their_window_are_refused():
     config = transformers.MistralConfig(**SIZES | {"sliding_window": 32})
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     config.layer_types = ["full_attention", "sliding_attention"]  # the first layer has a window of 32 nevertheless
-    message = "layer 0 has a sliding window of None by its configuration, and tells its attention 32; expected a max_length"
+    message = "layer 0 has a sliding window of None in its configuration, but passes 32 to its attention; expected a max_length"
     with pytest.raises(ValueError, match=message):
         Decoder(model, 48)
     Decoder(model, 32)

@@ -70,6 +70,14 @@ def test_transformers_is_met_in_one_folder():
         assert not used or name in USERS_OF_TRANSFORMERS, f"{name} imports transformers"
 
 
+def test_no_file_name_stands_twice():
+    """A name in a traceback or a search finds one file."""
+    names = [path.name for path in MODULES.values() if path.name != "__init__.py"]
+    assert sorted(name for name in set(names) if names.count(name) > 1) == []
+    beside = [path.name for path in PACKAGE.glob("*.py") if not path.name.startswith("__")]
+    assert len(beside) <= 8, beside
+
+
 FOLDERS = ("adapters", "bench", "cmake", "docs", "examples", "kernels", "make", "ops", "python", "scripts", "tests")
 CODE = ("py", "pyi", "cpp", "h", "c", "sh", "cmake")
 

@@ -236,7 +236,7 @@ def test_ctranslate2_files_that_are_damaged(whisper, tmp_path):
     (tmp_path / "model.bin").write_bytes(data)
     (tmp_path / "tokenizer.json").unlink()
     with pytest.raises(
-        FileNotFoundError, match=r"tokenizer.json does not exist; expected Whisper's tokenizer beside the model"
+        FileNotFoundError, match=r"tokenizer.json does not exist; expected Whisper's tokenizer next to the model"
     ):
         lowbit.import_checkpoint(tmp_path, tmp_path / "out")
 
