@@ -10,8 +10,9 @@ from .gguf_models import NORMED, OUTSIDE, SANDWICH, Architecture, values_of_fact
 
 
 class _Gemma4(Architecture):
+    """Gemma 4, whose sliding-window and full-attention layers differ in the size and number of heads."""
+
     def config(self, metadata: Metadata, gguf: Gguf) -> dict[str, Any]:
-        """The config of Gemma 4, whose sliding-window and full-attention layers differ in the size and number of heads."""
         heads, width, layers = (metadata.whole(name) for name in ("attention.head_count", "embedding_length", "block_count"))
         shared, experts = metadata.whole("attention.shared_kv_layers", 0), metadata.whole("expert_count", 0)
         windows = metadata.wholes("attention.sliding_window_pattern")

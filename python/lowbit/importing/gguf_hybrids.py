@@ -96,7 +96,9 @@ def _granite_hybrid(metadata: Metadata, gguf: Gguf, config: dict[str, Any]) -> d
         raise ValueError(f"{metadata.path} has {inner} inner values for {width} values; expected a multiple")
     kv_heads = config["num_key_value_heads"]
     if not kv_heads:  # llama.cpp's converter does not know the current layer names of transformers
-        stored = next(tensor for name, tensor in gguf.tensors.items() if name.endswith("attn_k.weight"))
+        stored = next((tensor for name, tensor in gguf.tensors.items() if name.endswith(".attn_k.weight")), None)
+        if stored is None:
+            raise ValueError(f"{metadata.path} has 0 KV heads and no attn_k.weight; expected one in a layer")
         kv_heads = stored.shape[0] // max(width // config["num_attention_heads"], 1)
     return {
         "num_local_experts": config.get("num_local_experts", 0), "num_key_value_heads": kv_heads,
@@ -168,6 +170,8 @@ def _qwen35(metadata: Metadata, gguf: Gguf, config: dict[str, Any]) -> dict[str,
 
 
 class _Deepseek(Architecture):
+    """Models with latent attention, whose files have other keys for the sizes of heads."""
+
     def config(self, metadata: Metadata, gguf: Gguf) -> dict[str, Any]:
         biased = any(name.endswith("exp_probs_b.bias") for name in gguf.tensors)
         model_type, class_name = (

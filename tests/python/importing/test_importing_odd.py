@@ -110,6 +110,16 @@ def test_frequencies_count_in_every_architecture(tmp_path, architecture):
         open_gguf(tmp_path / "m.gguf")
 
 
+def test_a_hybrid_without_attention(tmp_path):
+    keys = {"attention.head_count_kv": 0, "ssm.inner_size": 32, "ssm.time_step_rank": 2, "ssm.group_count": 1}
+    keys |= {"ssm.state_size": 8, "ssm.conv_kernel": 4}
+    own = {key.replace("llama.", "granitehybrid."): item for key, item in METADATA.items()}
+    own |= {f"granitehybrid.{key}": item for key, item in keys.items()} | {"general.architecture": "granitehybrid"}
+    (tmp_path / "m.gguf").write_bytes(file_bytes(own, [entry for entry in tensors() if "attn_k" not in entry[0]]))
+    with pytest.raises(ValueError, match="m.gguf has 0 KV heads and no attn_k.weight; expected one in a layer"):
+        open_gguf(tmp_path / "m.gguf")
+
+
 ODD = [None, True, [], {}, "\x1b[2J", 0, -1, 3, 2**31 - 1, 10**400, math.nan, {"a": {}}]
 
 
