@@ -52,9 +52,10 @@ class Output:
 
     def stored(self, path: Path) -> Stored:
         """The tensor as it will be in this file."""
-        if isinstance(self.tensor, Float):
-            return Stored(self.name, path, self.tensor.dtype, self.tensor.shape, 0, self.tensor.bytes)
-        info = self.tensor.info(self.bias is not None)
+        tensor, info = self.tensor, self.info()
+        if isinstance(tensor, Float):
+            return Stored(self.name, path, tensor.dtype, tensor.shape, 0, tensor.bytes)
+        assert info is not None
         shape = tuple(size for size in (info.experts, info.total_bytes) if size is not None)
         return Stored(self.name, path, "U8", shape, 0, math.prod(shape))
 
@@ -89,7 +90,8 @@ def write_output(output: Output, writer: Writer, done: Callable[[int], None], ne
             writer.write(values.numpy())
             done(len(values))
         return
-    info = tensor.info(bias is not None)
+    info = output.info()
+    assert info is not None
     if isinstance(tensor, Stacked):
         for number in range(tensor.experts):
             values = None if bias is None else bias.read(number, number + 1)[0]
