@@ -422,7 +422,7 @@ BAD = {
     "no tensor of a kind": (
         "qwen3_5_text", lambda m, t: t.pop("blk.0.ssm_out.weight"), "has no blk.0.ssm_out.weight nor attn_q"
     ),
-    "heads": ("qwen3_5_text", lambda m, t: m.update({"ssm.time_step_rank": 3}), "3 value heads and 2 key heads"),
+    "heads": ("qwen3_5_text", lambda m, t: m.update({"ssm.time_step_rank": 3}), "128 inner values for 3 heads"),
     "rows": ("qwen3_5_text", lambda m, t: m.update({"ssm.state_size": 64}), "expected 384 rows"),
     "a part": ("qwen3_next", lambda m, t: t.pop("blk.0.attn_gate.weight"), "without the tensor that belongs to it"),
     "columns": ("granitemoehybrid", lambda m, t: t.update({"blk.0.ffn_up_shexp.weight": np.zeros((64, 64), "f4")}), "columns"),
