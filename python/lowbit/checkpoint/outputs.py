@@ -25,7 +25,7 @@ _BAND_WEIGHTS = 1 << 21  # weights packed at a time: enough for many threads, li
 
 @dataclass(frozen=True)
 class Output:
-    """A tensor to write, named ``name`` in the target; ``tensor.name`` is its name, or that of its first part, in the source."""
+    """A tensor to write as ``name``; ``tensor.name`` is its name in the source, or that of its first part."""
 
     tensor: SourceTensor
     name: str

@@ -18,8 +18,8 @@ class _Gemma4(Architecture):
         windows = metadata.wholes("attention.sliding_window_pattern")
         if not heads or not 1 <= layers <= metadata.tensors or len(windows) != layers or not shared < layers:
             raise ValueError(
-                f"{metadata.path} has {heads} heads, {layers} layers, {len(windows)} values of sliding_window_pattern and {shared} "
-                "shared_kv_layers; expected heads, a value for each layer, and fewer shared layers than layers"
+                f"{metadata.path} has {heads} heads, {layers} layers, {len(windows)} values of sliding_window_pattern and "
+                f"{shared} shared_kv_layers; expected heads, a value for each layer, and fewer shared layers than layers"
             )
         metadata.expect("attention.causal", True)
         kinds = ["sliding_attention" if window else "full_attention" for window in windows]
@@ -55,12 +55,13 @@ class _Gemma4(Architecture):
         per_layer = gguf.tensors.get("per_layer_token_embd.weight")
         activation = {"hidden_activation": "gelu_pytorch_tanh"}
         config: dict[str, Any] = {
-            "architectures": ["Gemma4ForCausalLM"], "model_type": "gemma4_text", "hidden_size": width, "intermediate_size": first,
+            "architectures": [self.class_name], "model_type": self.model_type, "hidden_size": width, "intermediate_size": first,
             "num_hidden_layers": layers, "num_attention_heads": heads, "head_dim": sliding, "global_head_dim": full,
             "num_key_value_heads": of("sliding_attention", keys) or of("full_attention", keys),
             "num_global_key_value_heads": of("full_attention", keys) if alone else None, "attention_k_eq_v": alone,
             "max_position_embeddings": metadata.whole("context_length"), "layer_types": kinds, "num_kv_shared_layers": shared,
-            "rms_norm_eps": metadata.real("attention.layer_norm_rms_epsilon"), "use_double_wide_mlp": sizes == wide and shared > 0,
+            "rms_norm_eps": metadata.real("attention.layer_norm_rms_epsilon"),
+            "use_double_wide_mlp": sizes == wide and shared > 0,
             "sliding_window": metadata.whole("attention.sliding_window"),
             "final_logit_softcapping": metadata.real("final_logit_softcapping", 0.0) or None,
             "hidden_size_per_layer_input": metadata.whole("embedding_length_per_layer_input", 0),

@@ -202,7 +202,8 @@ class _Deepseek(Architecture):
             "q_lora_rank": metadata.whole("attention.q_lora_rank", None), "qk_rope_head_dim": rotated,
             "qk_nope_head_dim": key - rotated, "v_head_dim": value, "first_k_dense_replace": dense,
             "n_routed_experts": metadata.whole("expert_count"), "num_experts_per_tok": metadata.whole("expert_used_count"),
-            "moe_intermediate_size": metadata.whole("expert_feed_forward_length"), "hidden_act": "silu", "attention_bias": False,
+            "moe_intermediate_size": metadata.whole("expert_feed_forward_length"),
+            "hidden_act": "silu", "attention_bias": False,
         }  # fmt: skip
         config |= _routing(metadata)
         if not biased:
