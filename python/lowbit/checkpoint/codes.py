@@ -104,7 +104,7 @@ class Stacked:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """[experts, n, k]"""
+        """The shape [experts, n, k]."""
         return self.experts, *self.of(0).shape
 
     def info(self, has_bias: bool) -> PackedInfo:
@@ -207,8 +207,8 @@ def pack_rows(matrix: Matrix, rows: Rows, bias: Tensor | None, nearness: Nearnes
     """
     scales, mins = rows.scales.float(), None if rows.mins is None else rows.mins.float()
     packed = pack(
-        rows.codes, scales, mins, None if bias is None else bias.float(), bits=matrix.bits, group_size=matrix.group_size, mapping=matrix.mapping,
-        levels=matrix.levels,
+        rows.codes, scales, mins, None if bias is None else bias.float(), bits=matrix.bits, group_size=matrix.group_size,
+        mapping=matrix.mapping, levels=matrix.levels,
     )  # fmt: skip
     if nearness is not None:
         if matrix.levels_off:
