@@ -7,16 +7,14 @@ from typing import Any
 
 import typer
 
-from .options import Json
 from .output import Output, size, table
 
 
-def doctor(as_json: Json = False) -> None:
+def doctor(output: Output) -> None:
     """Examine this machine, and try every way to run a model; takes a minute or two."""
     from ..tools.doctor.checks import advice, examine
     from ..tools.doctor.surfaces import SURFACES, try_surface
 
-    output = Output(as_json)
     with output.progress("measuring this machine"):
         facts = examine()
     surfaces = []

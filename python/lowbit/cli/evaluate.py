@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,16 +20,20 @@ if TYPE_CHECKING:
     from ..llm.perplexity import Perplexity
 
 
-def evaluate(
-    model: options.Model,
-    text: Annotated[Path, typer.Option("--text", help="File of text, UTF-8.", show_default=False)],
-    bits: Annotated[
+@dataclass(frozen=True)
+class _Widths(options.Quantizing):
+    bits: Annotated[  # type: ignore[assignment]
         str | None,
         typer.Option("--bits", metavar="N,N,...", help="Also quantize a float checkpoint to these widths.", show_default=False),
-    ] = None,
-    group_size: options.GroupSize = "32",
-    mapping: options.Mapping = "symmetric",
-    embedding_bits: options.EmbeddingBits = None,
+    ] = None
+
+
+def evaluate(
+    output: Output,
+    model: options.Model,
+    *,
+    text: Annotated[Path, typer.Option("--text", help="File of text, UTF-8.", show_default=False)],
+    quantizing: _Widths,
     window: Annotated[int, typer.Option("--window", min=2, help="Tokens that the model sees at once.")] = 512,
     stride: Annotated[int, typer.Option("--stride", min=1, help="New tokens per window.")] = 256,
     cache: options.Cache = None,
@@ -43,21 +48,18 @@ def evaluate(
         ),
     ] = None,
     threads: options.Threads = None,
-    as_json: options.Json = False,
 ) -> None:
     """Perplexity of a text, and the divergence from a reference, for the checkpoint as it is and at other widths."""
     from ..llm.loading import is_packed, load_tokenizer
     from ..llm.perplexity import perplexity
     from ..tools.divergence import compare
 
-    output = Output(as_json)
     if save_logits is not None:
-        options.refuse_unused(
-            "with --save-logits", bits=bits is not None, cache=cache is not None, reference=reference is not None
-        )
-    options.refuse_without_bits(bits, group_size, mapping, embedding_bits)
-    widths = [] if bits is None else options.parse_widths(bits)
-    configs = [None, *(options.make_config(width, group_size, mapping, embedding_bits) for width in widths)]
+        options.refuse_unused("with --save-logits", "bits", "cache", "reference")
+    widths = [] if quantizing.bits is None else options.parse_widths(quantizing.bits)
+    if not widths:
+        options.refuse_unused("without --bits", *options.HOW)
+    configs = [None, *map(quantizing.config, widths)]
     set_threads(threads)
     content = read_text(text)
     if is_packed(model) and widths:

@@ -16,7 +16,9 @@ from .output import Output, size, table
 
 
 def export(
+    output: Output,
     model: options.Model,
+    *,
     to: Annotated[
         Literal["pte", "pt2", "gguf"],
         typer.Option("--to", help="ExecuTorch's format, AOTInductor's, or llama.cpp's.", show_default=False),
@@ -29,32 +31,26 @@ def export(
     chunk: Annotated[
         int, typer.Option("--chunk", min=1, help="Largest number of tokens in one call; longer prompts are split.")
     ] = 128,
-    bits: options.OptionalBits = None,
-    group_size: options.GroupSize = "32",
-    mapping: options.Mapping = "symmetric",
-    embedding_bits: options.EmbeddingBits = None,
+    quantizing: options.Quantizing,
     threads: options.Threads = None,
-    as_json: options.Json = False,
 ) -> None:
     """Write a model, with its KV cache, to a file that runs without Python; or its weights to one for llama.cpp."""
-    output = Output(as_json)
     set_threads(threads)
     if file.suffix != f".{to}":
         raise ValueError(f"--output is {str(file)!r}; expected a name that ends in .{to}")
     if not file.absolute().parent.is_dir():
         raise NotADirectoryError(f"{file.absolute().parent} is not a directory; make it first")
     if to == "gguf":
-        if bits is not None:
+        if quantizing.bits is not None:
             raise typer.BadParameter("quantize with lowbit quantize, and export the result", param_hint="--bits with --to gguf")
         if cache is not None:
             raise typer.BadParameter("who runs the file chooses its cache", param_hint="--cache with --to gguf")
-        how = options.said_how(group_size, mapping, embedding_bits)
-        options.refuse_unused("with --to gguf", max_length=max_length is not None, chunk=chunk != 128, **how)
+        options.refuse_unused("with --to gguf", "max_length", "chunk", *options.HOW)
         _to_gguf(output, model, file)
         return
     from .. import llm
 
-    config = options.optional_config(bits, group_size, mapping, embedding_bits)
+    config = quantizing.config()
     if to == "pt2":
         cpp_compiler()
     loaded = load(output, model, config)

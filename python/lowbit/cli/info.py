@@ -12,11 +12,10 @@ import lowbit
 from .. import _C
 from ..machine.facts import cpu_name
 from ..machine.threads import available_cpus
-from .options import Json
 from .output import Output, table
 
 
-def info(as_json: Json = False) -> None:
+def info(output: Output) -> None:
     """Describe this installation: versions, CPU, instruction sets, kernels."""
     isa, threads = lowbit.isa(), torch.get_num_threads()
     packages = ("torch", "transformers", "executorch")
@@ -60,7 +59,7 @@ def info(as_json: Json = False) -> None:
     for family, by_isa in kernels.items():
         for name, numbers in by_isa.items():
             counted.add_row(family, name, *map(str, numbers.values()))
-    Output(as_json).result(document, facts, "", counted)
+    output.result(document, facts, "", counted)
 
 
 def _installed(package: str) -> str | None:
