@@ -53,6 +53,7 @@ def evaluate(
     from ..llm.loading import is_packed, load_tokenizer
     from ..llm.perplexity import perplexity
     from ..tools.divergence import compare
+    from ..tools.model_speed import stored_bytes
 
     if save_logits is not None:
         options.refuse_unused("with --save-logits", "bits", "cache", "reference")
@@ -73,7 +74,7 @@ def evaluate(
     for number, config in enumerate(configs, 1):
         loaded = load(output, model, config)
         name = _name_weights(loaded) if config is None else f"{config.bits} bits"
-        weight_bytes = sum(tensor.nbytes for tensor in _tensors(loaded))
+        weight_bytes = stored_bytes(loaded)
         begin = time.perf_counter()
         compared = None
         of_several = f", {number} of {len(configs)}" if len(configs) > 1 else ""
@@ -147,8 +148,3 @@ def _name_weights(model: torch.nn.Module) -> str:
     """Describes a model's weights in a few words: "bfloat16", "packed, 4 and 8 bits"."""
     bits = sorted({module.info.bits for module in model.modules() if isinstance(module, lowbit.nn.Packed)})
     return f"packed, {' and '.join(map(str, bits))} bits" if bits else str(model.dtype).removeprefix("torch.")
-
-
-def _tensors(model: torch.nn.Module) -> list[torch.Tensor]:
-    """The tensors of a model's state, each shared tensor once."""
-    return list({tensor.data_ptr(): tensor for tensor in model.state_dict().values() if tensor.numel()}.values())
