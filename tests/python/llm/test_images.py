@@ -191,7 +191,7 @@ def test_what_is_refused(packed, tmp_path, monkeypatch):
     with pytest.raises(IndexError, match="start is 3; expected at most 0"):
         step(torch.tensor([[5]]), torch.tensor([3]))
     assert step(torch.tensor([ids]), torch.tensor([0])).shape == (1, step.vocabulary)
-    with pytest.raises(ValueError, match="max_length is 0; expected 1 to"):
+    with pytest.raises(ValueError, match="max_length is 0; expected a positive number"):
         ImageStep(step.model, 0)
     with pytest.raises(ValueError, match=r"input_ids has shape \[2, 5\]; expected \[1, tokens\]"):
         step.look({"input_ids": torch.zeros(2, 5, dtype=torch.int64)})
