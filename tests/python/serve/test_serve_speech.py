@@ -18,7 +18,6 @@ from needs import need_packages
 need_packages("starlette", "uvicorn", "python_multipart", "av")
 
 from lowbit.serve import routes, speech
-from lowbit.serve.events import deltas
 from lowbit.serve.routes import Limits
 from lowbit.speech import load_audio, load_transcriber
 from lowbit.speech.subtitles import subtitle
@@ -235,7 +234,7 @@ def test_a_transcription_does_not_wait_for_its_reader():
         return type("Listening", (), {"document": lambda self: {"text": "abc"}})()
 
     async def read():
-        events = deltas(hear)
+        events = routes.deltas(hear)
         found = [await anext(events)]
         for _ in range(10):
             await asyncio.sleep(0)
