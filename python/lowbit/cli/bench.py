@@ -43,7 +43,7 @@ def bench(
         ),
     ] = None,
 ) -> None:
-    """Measure a prompt and decoding, beside the bandwidth of this machine's memory."""
+    """Measure prefill and decoding speed, relative to the memory bandwidth."""
     if publish is not None:
         names = ("bits", "group_size", "prompt", "new", "mode", "rounds", "cache")
         options.refuse_unused("with --publish, which measures the same on every machine", *names)
@@ -96,6 +96,6 @@ def _publish(output: Output, directory: Path) -> None:
         document, page, data = publish(directory, torch.get_num_threads(), lambda part: advance(0, 0, part))
     not_reached = [f"not reached: {each['what']}: {each['why']}" for each in document["not_reached"]]
     if document["load"]["busy"]:
-        output.warn("other programs used this machine meanwhile; measure again when it is quiet")
+        output.warn("other programs used this machine during the measurement; measure again when it is idle")
     result = {"page": str(page), "figures": str(data), "busy": document["load"]["busy"]}
     output.result(result | {"not_reached": document["not_reached"]}, *not_reached, f"written: {page}, {data}")

@@ -71,7 +71,7 @@ def _start(session: Session, system: str | None, seed: int, max_new_tokens: int 
     if not sampling.temperature:
         options.refuse_unused("at --temperature 0, which draws nothing", "top_k", "top_p", "min_p")
     if ignored:
-        output.warn(f"generation_config.json of {session.path} sets {', '.join(ignored)}, which lowbit does not do")
+        output.warn(f"generation_config.json of {session.path} sets {', '.join(ignored)}, which lowbit does not support")
     session.start(session.running.max_length or min(_CONTEXT, positions(model) // 16 * 16))
     kind: Any = Chat if session.processor is None else ImageChat
     more = {} if session.processor is None else {"processor": session.processor, "pending": session.images}
@@ -219,8 +219,7 @@ def _answer(output: Output, conversation: Chat, message: str) -> Answer:
         print(flush=True)
     if answer.forgotten:
         output.note(
-            f"(the context of {conversation.max_length} tokens was full: the model has forgotten the oldest turns, "
-            f"{answer.forgotten} of them)"
+            f"(the context of {conversation.max_length} tokens was full: the {answer.forgotten} oldest turns were dropped)"
         )
     if answer.stopped == "max_length":
         output.note(f"(the context of {conversation.max_length} tokens is full: the answer ends here)")

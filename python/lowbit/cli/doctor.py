@@ -39,7 +39,7 @@ def doctor(output: Output) -> None:
         named = " and ".join(filter(None, (", ".join(broken[:-1]), broken[-1])))
         remarks.append(f"{named} {'does' if len(broken) == 1 else 'do'} not work.")
     else:
-        remarks.append("All that is installed works.")
+        remarks.append("Everything that is installed works.")
     output.result(document, _facts(facts), "", _kernels(facts["kernels"]), "", tried, "", *remarks)
     if broken:
         raise typer.Exit(1)
@@ -50,10 +50,10 @@ def _facts(facts: dict[str, Any]) -> Any:
     isa, bandwidth = facts["isa"], facts["read_bandwidth"]
     packages = [f"{name} {version or '-'}" for name, version in facts["packages"].items()]
     pages: dict[str | None, str] = {
-        "madvise": "given on request: weights that quantize_ makes use them",
-        "always": "given to all programs",
+        "madvise": "on request: weights from quantize_ use them",
+        "always": "for all programs",
         "never": "switched off",
-        None: "this system has none to ask for",
+        None: "not available on this system",
     }
     built = facts["built_with_executorch"]
     rows = (

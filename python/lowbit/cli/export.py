@@ -44,7 +44,7 @@ def export(
         if quantizing.bits is not None:
             raise typer.BadParameter("quantize with lowbit quantize, and export the result", param_hint="--bits with --to gguf")
         if cache is not None:
-            raise typer.BadParameter("who runs the file chooses its cache", param_hint="--cache with --to gguf")
+            raise typer.BadParameter("the program that runs the file chooses its cache", param_hint="--cache with --to gguf")
         options.refuse_unused("with --to gguf", "max_length", "chunk", *options.HOW)
         _to_gguf(output, model, file)
         return
@@ -94,7 +94,7 @@ def _to_gguf(output: Output, model: Path, file: Path) -> None:
         "seconds": seconds,
         "tensors": [asdict(tensor) for tensor in tensors],
     }
-    shown = table("tensors", "become", "went over")
+    shown = table("tensors", "target type", "conversion")
     for type_, kind in sorted({(tensor.type, tensor.kind) for tensor in tensors}):
         alike = [tensor.steps for tensor in tensors if (tensor.type, tensor.kind) == (type_, kind)]
         shown.add_row(str(len(alike)), type_, ImportedTensor("", "", kind, max(alike)).came_over)

@@ -30,7 +30,7 @@ def import_(
     ] = None,
     threads: Threads = None,
 ) -> None:
-    """Take over weights that another program has quantized, with their codes as they are."""
+    """Import a quantized checkpoint without requantizing."""
     begin = time.perf_counter()
     from ..importing import import_checkpoint, open_source
 
@@ -53,7 +53,7 @@ def import_(
         "tensors": [asdict(tensor) for tensor in summary.tensors],
     }
     sizes = {entry.name: entry.bytes for entry in summary.entries}
-    shown = table("tensors", "were", "bytes", "came over")
+    shown = table("tensors", "source type", "bytes", "conversion")
     for alike in groups(summary.tensors):
         first = alike[0]
         worst = type(first)("", "", first.kind, max(t.steps for t in alike), max(t.error for t in alike))

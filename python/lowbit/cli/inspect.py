@@ -32,7 +32,7 @@ def inspect(
         "tensors": [asdict(entry) for entry in entries],
         "imported": [asdict(imported[entry.name]) for entry in entries if entry.name in imported] or None,
     }
-    columns = ("was", "came over") if document["imported"] else ()
+    columns = ("source type", "conversion") if document["imported"] else ()
     shown = table("tensor", "kind", "shape", "bits", "group", "mapping", "bytes", *columns)
     for entry in entries:
         is_packed = entry.kind == "packed"

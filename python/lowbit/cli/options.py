@@ -92,7 +92,7 @@ GroupSize = Annotated[
 ]
 Images = Annotated[
     list[Path] | None,
-    typer.Option("--image", help="Picture for the model to see; several times. Needs Pillow.", show_default=False),
+    typer.Option("--image", help="Picture for the model; several times. Requires Pillow.", show_default=False),
 ]
 Template = Annotated[
     Path | None, typer.Option("--template", help="Chat template, a Jinja file, instead of the model's.", show_default=False)
@@ -103,9 +103,7 @@ MaxLength = Annotated[
 ]
 Cache = Annotated[
     Literal["float32", "bfloat16", "float16", "int8", "int8,int4", "int4"] | None,
-    typer.Option(
-        "--cache", help="Type of the KV cache; int8,int4: that of keys, then of values.", show_default="the model's type"
-    ),
+    typer.Option("--cache", help="Type of the KV cache; int8,int4: of keys, then of values.", show_default="the model's type"),
 ]
 CalibrateTokens = Annotated[
     int, typer.Option("--calibrate-tokens", min=128, help="Largest number of tokens used from the text.")
@@ -255,16 +253,16 @@ class Sampling:
     top_k: Annotated[int | None, _top_k("the model's")] = None
     top_p: Annotated[float | None, _top_p("the model's")] = None
     min_p: Annotated[
-        float | None, _number("--min-p", "Draw from tokens at least so many times as likely as the likeliest.", 1)
+        float | None, _number("--min-p", "Draw only from tokens with at least this fraction of the largest probability.", 1)
     ] = None
     repetition_penalty: Annotated[
-        float | None, _number("--repetition-penalty", "Above 1: what came before becomes less likely.")
+        float | None, _number("--repetition-penalty", "Above 1: tokens of the prompt and the text become less likely.")
     ] = None
     presence_penalty: Annotated[
         float | None, _number("--presence-penalty", "Subtracted from logits of tokens that the text has.", least=None)
     ] = None
     frequency_penalty: Annotated[
-        float | None, _number("--frequency-penalty", "The same, as many times as the text has the token.", least=None)
+        float | None, _number("--frequency-penalty", "The same, once for each occurrence of the token.", least=None)
     ] = None
     dry_multiplier: Annotated[
         float | None, _number("--dry-multiplier", "Above 0: repetitions become less likely (DRY); 0.8.")
@@ -277,8 +275,7 @@ class Sampling:
         typer.Option("--dry-allowed-length", min=1, help="Tokens of a repetition that DRY allows; 2.", show_default=False),
     ] = None
     dry_breakers: Annotated[
-        list[str] | None,
-        typer.Option("--dry-breaker", help="Text that no repetition goes beyond; several times.", show_default=False),
+        list[str] | None, typer.Option("--dry-breaker", help="Text that ends a repetition; several times.", show_default=False)
     ] = None
     logit_bias: Annotated[
         list[str] | None,

@@ -172,7 +172,7 @@ def _show(
     shown.add_row(
         f"{count} packed layers", "", size(packed["packed_bytes"]), f"{packed['bits_per_weight']:.2f} bits per weight"
     )
-    shown.add_row("left as they were", "", size(document["float_bytes"]), "")
+    shown.add_row("not quantized", "", size(document["float_bytes"]), "")
     lines = _stays_float(summary)
     if calibration is not None:
         lines.append(_calibrated(calibration))

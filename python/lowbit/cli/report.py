@@ -64,7 +64,7 @@ def report(
     skip_speed: Annotated[bool, typer.Option("--skip-speed", help="Skip the decoding speed.")] = False,
     threads: Threads = None,
 ) -> None:
-    """A page of plots: quality against bytes for every width and method, beside other formats."""
+    """Write a page of plots: quality against bytes for every width and method, compared with other formats."""
     from ..files.config_json import refuse_gguf
     from ..files.replace import replacing
     from ..tools.report.measure_methods import Options, collect

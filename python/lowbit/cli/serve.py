@@ -29,15 +29,15 @@ def serve(
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0 takes a free one.")] = 8000,
     api_key: Annotated[
         str | None,
-        typer.Option("--api-key", help="Requests must have it; LOWBIT_API_KEY hides it from ps.", show_default=False),
+        typer.Option("--api-key", help="Key that requests must have; LOWBIT_API_KEY hides it from ps.", show_default=False),
     ] = None,
-    at_once: Annotated[int, typer.Option("--at-once", min=1, help="Texts that are written at once.")] = 16,
+    at_once: Annotated[int, typer.Option("--at-once", min=1, help="Texts that are decoded at the same time.")] = 16,
     queue: Annotated[int, typer.Option("--queue", min=0, help="Texts that may wait; further ones are refused.")] = 64,
     rows: Annotated[int, typer.Option("--rows", min=1, help="Tokens of prompts in a call of the model.")] = 512,
     timeout: Annotated[
         float, typer.Option("--timeout", min=0.001, callback=options.finite, help="Seconds for a request.")
     ] = 600.0,
-    grace: Annotated[int, typer.Option("--grace", min=0, help="Seconds that running requests get at the end.")] = 10,
+    grace: Annotated[int, typer.Option("--grace", min=0, help="Seconds for running requests when the server ends.")] = 10,
     prefix_memory: Annotated[
         str, typer.Option("--prefix-memory", help="Memory of each model for prefixes of finished texts; 0: none.")
     ] = "512MiB",

@@ -30,7 +30,7 @@ def transcribe(
         str | None, typer.Option(help="Code of the spoken language, such as en.", show_default="detected")
     ] = None,
     task: Annotated[
-        Literal["transcribe", "translate"], typer.Option(help="Write what is said, or translate it to English.")
+        Literal["transcribe", "translate"], typer.Option(help="Transcribe the speech, or translate it to English.")
     ] = "transcribe",
     format: Annotated[
         Literal["text", "lines", "srt", "vtt"], typer.Option("--format", help="Text alone, lines with times, or subtitles.")
@@ -39,7 +39,7 @@ def transcribe(
     cache: options.Cache = None,
     threads: options.Threads = None,
 ) -> None:
-    """Write down what is said in recordings, with a Whisper model."""
+    """Transcribe recordings with a Whisper model."""
     from ..speech import SAMPLE_RATE, load_audio, load_transcriber
     from ..speech.audio import limit_allocations
 

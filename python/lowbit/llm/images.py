@@ -86,7 +86,7 @@ def open_image(path: str | os.PathLike[str]) -> Any:
     except MemoryError:
         raise
     except pillow.UnidentifiedImageError as error:
-        raise ValueError(f"{path} is no picture that can be read; expected {', '.join(_FORMATS)}") from error
+        raise ValueError(f"{path} is not a readable picture; expected {', '.join(_FORMATS)}") from error
     except pillow.DecompressionBombError as error:
         raise ValueError(f"{path} has too many pixels: {one_line(error)}; expected at most {_MOST_PIXELS}") from error
     except Exception as error:  # Pillow raises all kinds of exceptions for damaged files

@@ -92,7 +92,7 @@ class SpeechDecoder(torch.nn.Module):
         measured = float(difference / expected.std())
         if self.cache_type == name_of(self.model.dtype) and not measured <= _TRIAL_LIMIT:
             raise Unsupported(
-                f"{type(self.model).__name__} computes other logits than lowbit's decoder (they differ by {measured:.2g} of "
+                f"{type(self.model).__name__} gives other logits than lowbit's decoder (they differ by {measured:.2g} of "
                 f"their spread; rounding is below {_TRIAL_LIMIT}); expected Whisper's layers"
             )
 
@@ -146,7 +146,7 @@ class SpeechDecoder(torch.nn.Module):
         """
         check_call(tokens, start, self.vocabulary, self.max_length)
         if self._last is None:
-            raise RuntimeError("the decoder has heard nothing; call listen() first")
+            raise RuntimeError("the decoder has no audio; call listen() first")
         with torch.inference_mode():
             return self.step(tokens, start, self._last)
 

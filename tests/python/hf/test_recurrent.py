@@ -228,14 +228,14 @@ def test_states_cannot_be_cut_back_but_where_there_is_a_copy():
     for place in (6, 7, 8):
         decoder(torch.tensor([[PROMPT[place]]]), torch.tensor([place]))
     assert [decoder.kept(count) for count in (12, 9, 8, 6, 5)] == [9, 9, 6, 6, 0]
-    with pytest.raises(ValueError, match=r"start is 8; expected 0, or 6 that the states"):
+    with pytest.raises(ValueError, match=r"start is 8; expected 0, or 6, where the states"):
         decoder(torch.tensor([[1]]), torch.tensor([8]))
     assert decoder(torch.tensor([PROMPT[6:8]]), torch.tensor([6])).equal(expected[7])
     assert decoder(torch.tensor([PROMPT[8:]]), torch.tensor([8])).equal(expected[-1])
     other = llm.Decoder(model_of("lfm2"), 96)
     caches, longer = other.new_caches(32), other.read(PROMPT)
     with pytest.raises(
-        ValueError, match="a text copies 3 tokens from caches with 12; expected all, as states cannot be cut back"
+        ValueError, match="a text copies 3 tokens from caches with 12; expected all, because states cannot be truncated"
     ):
         other.run_texts([(caches, PROMPT[3:], (longer, 3))])
 
