@@ -33,7 +33,8 @@ class TextsCall:
             start = min(count, available)
             if self.decoder.recurrent and start != available:
                 raise ValueError(
-                    f"a text copies {start} tokens from caches with {available}; expected all, because states cannot be truncated"
+                    f"a text copies {start} tokens from caches with {available}; expected all, because states cannot be "
+                    "truncated"
                 )
             copy = _copy_from(other, caches, start)
         if not len(tokens):
