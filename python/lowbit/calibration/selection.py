@@ -27,7 +27,7 @@ def select(model: torch.nn.Module, config: Any) -> tuple[Configs, Configs, Confi
     Raises:
         ValueError: it selects neither linear layers nor experts.
     """
-    selected = config.select(model) if hasattr(config, "select") else select_layers(model, config, None, experts=True)
+    selected: Any = config.select(model) if hasattr(config, "select") else select_layers(model, config, None, experts=True)
     experts = {name for name, layer in named_layers(model) if isinstance(layer, Experts)}
     if not any(isinstance(value, LinearConfig) for value in selected.values()):
         raise ValueError("config selects no torch.nn.Linear of this model, and no experts; only those can be calibrated")
