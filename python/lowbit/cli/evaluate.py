@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Widths(options.Quantizing):
-    bits: Annotated[  # type: ignore[assignment]
+    bits: Annotated[
         str | None,
         typer.Option("--bits", metavar="N,N,...", help="Also quantize a float checkpoint to these widths.", show_default=False),
-    ] = None
+    ] = None  # type: ignore[assignment]
 
 
 def evaluate(
@@ -60,7 +60,7 @@ def evaluate(
     widths = [] if quantizing.bits is None else options.parse_widths(quantizing.bits)
     if not widths:
         options.refuse_unused("without --bits", *options.HOW)
-    configs = [None, *map(quantizing.config, widths)]
+    configs = [None, *map(quantizing.config_at, widths)]
     set_threads(threads)
     content = read_text(text)
     if is_packed(model) and widths:

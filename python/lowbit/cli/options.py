@@ -132,16 +132,15 @@ class Quantizing:
         ),
     ] = None  # fmt: skip
 
-    def config(self, bits: int | None = None, **others: Any) -> LowBitConfig | None:
-        """The config for ``bits``, by default those of the option; None without either.
-
-        Args:
-            others: further fields of the config.
-        """
-        bits = self.bits if bits is None else bits
-        if bits is None:
+    def config(self) -> LowBitConfig | None:
+        """The config for ``--bits``; None without it."""
+        if self.bits is None:
             refuse_unused("without --bits", *HOW)
             return None
+        return self.config_at(self.bits)
+
+    def config_at(self, bits: int, **others: Any) -> LowBitConfig:
+        """The config for another number of bits; ``others`` are further fields of it."""
         return config_of(bits, self.group_size, mapping=self.mapping, embedding_bits=self.embedding_bits, **others)
 
 

@@ -108,7 +108,7 @@ def quantize(
     if calibrate is None:
         options.refuse_unused("without --calibrate", "method", "calibrate_tokens", "window", "target_size", "target_bits")
     overrides = list(map(_override, override or ()))  # pairs, because their order matters and a pattern may occur twice
-    config = quantizing.config(scale=scale, overrides=overrides, conv_bits=conv_bits, rotate=rotate)
+    config = quantizing.config_at(quantizing.bits, scale=scale, overrides=overrides, conv_bits=conv_bits, rotate=rotate)
     if target_size is not None and target_bits is not None:
         raise typer.BadParameter("--target-size says how large already; expected one of them", param_hint="--target-bits")
     target_bytes = None if target_size is None else options.parse_size(target_size, "--target-size")

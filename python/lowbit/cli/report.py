@@ -27,9 +27,7 @@ def _methods(given: str, option: str) -> list[str]:
 
 @dataclass(frozen=True)
 class _Widths(Quantizing):
-    bits: Annotated[  # type: ignore[assignment]
-        str, typer.Option("--bits", metavar="N,N,...", help="Widths, 1 to 8.")
-    ] = "8,4,3,2"
+    bits: Annotated[str, typer.Option("--bits", metavar="N,N,...", help="Widths, 1 to 8.")] = "8,4,3,2"  # type: ignore[assignment]
 
 
 def report(
