@@ -25,9 +25,12 @@ def _methods(given: str, option: str) -> list[str]:
     return list(dict.fromkeys(names))
 
 
+_Bits = Annotated[str, typer.Option("--bits", metavar="N,N,...", help="Widths, 1 to 8.")]
+
+
 @dataclass(frozen=True)
 class _Widths(Quantizing):
-    bits: Annotated[str, typer.Option("--bits", metavar="N,N,...", help="Widths, 1 to 8.")] = "8,4,3,2"  # type: ignore[assignment]
+    bits: _Bits = "8,4,3,2"  # type: ignore[assignment]
 
 
 def report(
