@@ -13,7 +13,7 @@ from torch.nn.functional import linear, normalize
 
 from .capture import StopRun, last_hidden_of, removed_after
 from .data import Inputs, rows_in_parts, tokens_of
-from .learning import descend, learned_weights
+from .learning import adam_steps, learned_weights
 
 STEPS = 120  # smallest number of steps; each is a batch of the text
 RATE = 0.004  # peak learning rate of Adam, with warmup and decay to zero
@@ -119,7 +119,7 @@ def distilled(
     def fit(parameters: list[torch.nn.Parameter]) -> None:
         """Leaves the parameters as after the pass over the text with the least held-out error."""
         least, best = math.inf, [parameter.detach().clone() for parameter in parameters]
-        for done, total in descend(lambda i: teacher.loss(model, i), epoch, parameters, steps or STEPS, rate or RATE, _warm):
+        for done, total in adam_steps(lambda i: teacher.loss(model, i), epoch, parameters, steps or STEPS, rate or RATE, _warm):
             if progress is not None:
                 progress(done, total)
             if done % len(learned) == 0 and (loss := error()) < least:  # false for NaN

@@ -234,7 +234,7 @@ def learned_weights(
     return weights if after < before else {}
 
 
-def descend(
+def adam_steps(
     loss: Callable[[int], Tensor],
     epoch: Callable[[], Sequence[int]],
     parameters: list[torch.nn.Parameter],

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 from torch import Tensor
 
-from .learning import descend, learned_weights
+from .learning import adam_steps, learned_weights
 
 STEPS = 96  # smallest number of steps; each is a batch of the text
 RATE = 0.004  # initial learning rate of Adam, for factors of scales; decays to zero
@@ -58,7 +58,7 @@ def tuned(
     size = sum(float(expected[i].float().square().sum()) for i in learned) / len(learned)
 
     def fit(parameters: list[torch.nn.Parameter]) -> None:
-        for _ in descend(lambda i: error(i) / size, lambda: learned, parameters, steps, rate, _to_zero):
+        for _ in adam_steps(lambda i: error(i) / size, lambda: learned, parameters, steps, rate, _to_zero):
             pass
 
     return learned_weights(block, names, tables, fit, lambda: sum(float(error(i)) for i in sorted(held_out)))
