@@ -1,4 +1,4 @@
-"""Answers that come as a stream of events, and the end of work whose client has gone."""
+"""Streams of events, and canceling work whose client has disconnected."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from .speech import Listening
 
 log = logging.getLogger("lowbit.serve")
-_LAST_WORDS = 30.0  # seconds that a reader has for the end of a stream whose time is over
+_LAST_WORDS = 30.0  # seconds that a client has to read the end of a stream after its timeout
 
 
 async def unless_gone(receive: Receive, work: Any) -> Any:
-    """The result of work, which ends when the client goes.
+    """The result of work, which is canceled when the client disconnects.
 
     Raises:
-        ClientDisconnect: it went.
+        ClientDisconnect: the client disconnected.
     """
     doing, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_left(receive))
     try:
@@ -54,7 +54,7 @@ def reported(error: Exception) -> ApiError:
 
 
 async def deltas(hear: Callable[[Callable[[str], None]], Coroutine[Any, Any, Listening]]) -> AsyncIterator[dict | ApiError]:
-    """Events of a transcription, which does not wait for its reader: it would keep its samples as long."""
+    """Events of a transcription, which does not wait for its reader, because its samples would stay in memory."""
     texts: asyncio.Queue[str | None] = asyncio.Queue()
     hearing = asyncio.ensure_future(hear(texts.put_nowait))
     hearing.add_done_callback(lambda _: texts.put_nowait(None))
@@ -70,7 +70,7 @@ async def deltas(hear: Callable[[Callable[[str], None]], Coroutine[Any, Any, Lis
 
 
 class Events(Response):
-    """A stream of events, each a JSON document. An error before the first one is an answer of its own."""
+    """A stream of events, each a JSON document. An error before the first event becomes a normal error response."""
 
     def __init__(
         self,
@@ -81,8 +81,8 @@ class Events(Response):
     ):
         """
         Args:
-            time: raises ApiError where the answer takes too long.
-            gone: called if the client goes.
+            time: time limit, which raises ApiError.
+            gone: called if the client disconnects.
             close: called at the end.
         """
         super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
@@ -116,7 +116,7 @@ class Events(Response):
                         await send({"type": "http.response.start", "status": 200, "headers": headers})
                         started = True
                     await tell(event)
-        except ApiError as error:  # also while the reader did not read
+        except ApiError as error:  # also while the client was not reading
             failed = error
         try:
             async with asyncio.timeout(_LAST_WORDS):
