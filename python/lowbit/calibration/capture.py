@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +27,16 @@ def slow_paths() -> Iterator[None]:
 
 
 @contextmanager
+def removed_after(hooks: Iterable[Any]) -> Iterator[None]:
+    """A context at whose end hooks are removed."""
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextmanager
 def inputs_of(modules: dict[str, torch.nn.Module], take: Callable[[str, Tensor], None]) -> Iterator[None]:
     """Calls ``take(name, input)`` before each run of one of the modules."""
     handles = []
@@ -36,11 +46,8 @@ def inputs_of(modules: dict[str, torch.nn.Module], take: Callable[[str, Tensor],
             take(name, args[0] if args else kwargs["input"])
 
         handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
-    try:
+    with removed_after(handles):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 class MeanSquares:
@@ -74,6 +81,12 @@ class BlockCall:
         if self.named:
             return hidden_of(block(*self.args, **{**self.kwargs, "hidden_states": hidden}))
         return hidden_of(block(hidden, *self.args, **self.kwargs))
+
+
+def last_hidden_of(output: Any) -> Any:
+    """The last hidden states in a model's output."""
+    states = getattr(output, "last_hidden_state", None)
+    return hidden_of(output) if states is None else states
 
 
 def hidden_of(output: Any) -> Any:
@@ -119,10 +132,9 @@ def blocks_of(blocks: list[torch.nn.Module], stop_after: bool = False) -> Iterat
         handles.append(block.register_forward_pre_hook(before, with_kwargs=True))
         handles.append(block.register_forward_hook(after))
     try:
-        yield recorded
+        with removed_after(handles):
+            yield recorded
     finally:
-        for handle in handles:
-            handle.remove()
         last[0] = None
         recorded.chained &= len(recorded.calls) == len(blocks)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -55,11 +56,8 @@ def inputs_in_a_run(
         if not whole and len(names) == 1 and "expert" not in name:
             raise StopRun
 
-    with inputs_of({name: module.get_submodule(name) for name in names}, take):
-        try:
-            call()
-        except StopRun:
-            pass
+    with inputs_of({name: module.get_submodule(name) for name in names}, take), suppress(StopRun):
+        call()
     return inputs
 
 
@@ -77,11 +75,8 @@ def sets_of(module: torch.nn.Module, targets: Mapping[str, MatrixConfig], call: 
         if not missing:
             raise StopRun
 
-    with inputs_of({name: module.get_submodule(name) for name in targets}, take):
-        try:
-            call()
-        except StopRun:
-            pass
+    with inputs_of({name: module.get_submodule(name) for name in targets}, take), suppress(StopRun):
+        call()
     sets: list[dict[str, str]] = []
     place: dict[str, int] = {}
     leaders: list[tuple[str, Tensor]] = []

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear, normalize
 
-from .capture import StopRun, hidden_of
+from .capture import StopRun, last_hidden_of, removed_after
 from .data import Inputs, rows_in_parts, tokens_of
-from .learning import Learning, LearningStack, learning_in_place_of, learning_of, put_weights
+from .learning import adam_steps, learned_weights
 
 STEPS = 120  # smallest number of steps; each is a batch of the text
 RATE = 0.004  # peak learning rate of Adam, with warmup and decay to zero
@@ -39,9 +40,7 @@ class Teacher:
     def _answer(self, model: torch.nn.Module, batch: Inputs) -> tuple[Tensor, Tensor]:
         """Input and output of the head; for a model without a head, the last hidden states twice."""
         if self.head is None:
-            output = model(**batch)
-            states = getattr(output, "last_hidden_state", None)
-            states = hidden_of(output) if states is None else states
+            states = last_hidden_of(model(**batch))
             states = states if isinstance(states, Tensor) else states[0]
             return states, states
         seen: list[tuple[Tensor, Tensor]] = []
@@ -50,13 +49,8 @@ class Teacher:
             seen.append((args[0], output))
             raise StopRun  # the rest is the same for both models
 
-        handle = model.get_output_embeddings().register_forward_hook(take)
-        try:
+        with removed_after([model.get_output_embeddings().register_forward_hook(take)]), suppress(StopRun):
             model(**batch)
-        except StopRun:
-            pass
-        finally:
-            handle.remove()
         return seen[0]
 
     def loss(self, model: torch.nn.Module, i: int) -> Tensor:
@@ -112,72 +106,32 @@ def distilled(
     Returns:
         The packed weight of each layer; empty if they are not better on the held-out batches.
     """
-    layers = {name: model.get_submodule(name) for name in sorted(names)}
-    earlier = {name: layer.packed_weight for name, layer in layers.items()}
     learned = [i for i, (batch, _) in enumerate(teacher.parts) if batch not in held_out]
     judged = [i for i, (batch, _) in enumerate(teacher.parts) if batch in held_out]
+    order = torch.Generator().manual_seed(0)
 
     def error() -> float:
         return sum(float(teacher.loss(model, i)) * tokens_of(teacher.parts[i][1]) for i in judged)
 
-    before = error()
-    frozen = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    try:
-        for parameter in frozen:
-            parameter.requires_grad_(False)
-        shared: dict[int, Learning | LearningStack] = {}
-        for name, layer in layers.items():
-            key = earlier[name].data_ptr()
-            if key not in shared:
-                shared[key] = learning_of(earlier[name], name in tables)
-            model.set_submodule(name, learning_in_place_of(layer, shared[key]))
-        parameters = [parameter for learned_weight in shared.values() for parameter in learned_weight.parameters()]
-        best = _fit(model, teacher, parameters, learned, error, steps or STEPS, rate or RATE, progress)
-        for parameter, value in zip(parameters, best, strict=True):
-            parameter.data.copy_(value)
-        packed = {key: learned_weight.pack() for key, learned_weight in shared.items()}
-    finally:
-        for name, layer in layers.items():
-            model.set_submodule(name, layer)
-        for parameter in frozen:
-            parameter.requires_grad_(True)
-    weights = {name: packed[weight.data_ptr()] for name, weight in earlier.items()}
-    put_weights(model, weights)
-    after = error()
-    put_weights(model, earlier)
-    return weights if after < before else {}
+    def epoch() -> list[int]:
+        return [learned[at] for at in torch.randperm(len(learned), generator=order).tolist()]
 
-
-def _fit(
-    model: torch.nn.Module,
-    teacher: Teacher,
-    parameters: Sequence[torch.nn.Parameter],
-    learned: Sequence[int],
-    error: Callable[[], float],
-    steps: int,
-    rate: float,
-    progress: Callable[[int, int], None] | None,
-) -> list[Tensor]:
-    """The parameters after the pass over the text with the least held-out error."""
-    epochs = -(-steps // len(learned))
-    total, done = epochs * len(learned), 0
-    optimizer = torch.optim.Adam(parameters, lr=rate, betas=(0.9, 0.95))
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min(1.0, (step + 1) / _WARM) * 0.5 * (1 + math.cos(math.pi * step / total))
-    )
-    order = torch.Generator().manual_seed(0)
-    least, best = math.inf, [parameter.detach().clone() for parameter in parameters]
-    for _ in range(epochs):
-        for at in torch.randperm(len(learned), generator=order).tolist():
-            optimizer.zero_grad()
-            with torch.enable_grad():
-                teacher.loss(model, learned[at]).backward()
-            optimizer.step()
-            schedule.step()
-            done += 1
+    def fit(parameters: list[torch.nn.Parameter]) -> None:
+        """Leaves the parameters as after the pass over the text with the least held-out error."""
+        least, best = math.inf, [parameter.detach().clone() for parameter in parameters]
+        for done, total in adam_steps(lambda i: teacher.loss(model, i), epoch, parameters, steps or STEPS, rate or RATE, _warm):
             if progress is not None:
                 progress(done, total)
-        loss = error()
-        if loss < least:  # false for NaN
-            least, best = loss, [parameter.detach().clone() for parameter in parameters]
-    return best
+            if done % len(learned) == 0 and (loss := error()) < least:  # false for NaN
+                least, best = loss, [parameter.detach().clone() for parameter in parameters]
+        for parameter, value in zip(parameters, best, strict=True):
+            parameter.data.copy_(value)
+
+    return learned_weights(model, sorted(names), tables, fit, error)
+
+
+def _warm(optimizer: torch.optim.Optimizer, total: int) -> torch.optim.lr_scheduler.LRScheduler:
+    def factor(step: int) -> float:
+        return min(1.0, (step + 1) / _WARM) * 0.5 * (1 + math.cos(math.pi * step / total))
+
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)

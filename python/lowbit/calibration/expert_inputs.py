@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, suppress
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch.nn.functional import linear
 
 from .. import nn
 from ..layers.expert_stacks import Experts, between, experts_of
-from .capture import MeanSquares, StopRun
+from .capture import MeanSquares, StopRun, removed_after
 from .data import Inputs, mask_of
 from .grid import MatrixConfig
 
@@ -32,8 +32,7 @@ def holders_in(module: torch.nn.Module, targets: Mapping[str, MatrixConfig], pre
             yield name, leaves
 
 
-@contextmanager
-def _routing_of(holder: torch.nn.Module, take: Callable[[Tensor, Tensor], None]) -> Iterator[None]:
+def _routing_of(holder: torch.nn.Module, take: Callable[[Tensor, Tensor], None]) -> AbstractContextManager[None]:
     """Calls ``take(hidden states, experts of each)`` before each run of the holder."""
 
     def hook(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -41,11 +40,7 @@ def _routing_of(holder: torch.nn.Module, take: Callable[[Tensor, Tensor], None])
         named = (kwargs[name] for name in ("top_k_index", "router_indices") if name in kwargs)
         take(hidden, args[1] if len(args) > 1 else next(named))
 
-    handle = holder.register_forward_pre_hook(hook, with_kwargs=True)
-    try:
-        yield
-    finally:
-        handle.remove()
+    return removed_after([holder.register_forward_pre_hook(hook, with_kwargs=True)])
 
 
 def _without_padding(hidden: Tensor, index: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -73,11 +68,8 @@ def routed(holder: torch.nn.Module, runs: Iterable[tuple[Callable[[], Any], Tens
             chosen.append(experts.clone())
             raise StopRun
 
-        with _routing_of(holder, take):
-            try:
-                run()
-            except StopRun:
-                pass
+        with _routing_of(holder, take), suppress(StopRun):
+            run()
     return torch.cat(rows), torch.cat(chosen)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -183,3 +184,86 @@ def put_weights(module: torch.nn.Module, packed: dict[str, Tensor]) -> None:
         layer = module.get_submodule(name)
         layer.packed_weight = weight
         layer.verify()  # reads the new table of levels
+
+
+def learned_weights(
+    module: torch.nn.Module,
+    names: Iterable[str],
+    tables: Collection[str],
+    fit: Callable[[list[torch.nn.Parameter]], None],
+    error: Callable[[], float],
+) -> dict[str, Tensor]:
+    """Learns scales, mins, biases and fitted tables of packed layers; the module is unchanged afterwards.
+
+    Args:
+        names: of the layers.
+        tables: layers whose tables of levels are learned.
+        fit: changes the trainable parameters, with which the layers compute meanwhile.
+        error: of the module on held-out batches.
+
+    Returns:
+        The packed weight of each layer; empty if they are not better on the held-out batches.
+    """
+    layers = {name: module.get_submodule(name) for name in names}
+    earlier = {name: layer.packed_weight for name, layer in layers.items()}
+    before = error()
+    frozen = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    try:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+        shared: dict[int, Learning | LearningStack] = {}
+        for name, layer in layers.items():
+            key = earlier[name].data_ptr()
+            if key not in shared:
+                shared[key] = learning_of(earlier[name], name in tables)
+            module.set_submodule(name, learning_in_place_of(layer, shared[key]))
+        parameters = [parameter for learned in shared.values() for parameter in learned.parameters()]
+        fit(parameters)
+        if not all(bool(torch.isfinite(parameter).all()) for parameter in parameters):
+            return {}
+        packed = {key: learned.pack() for key, learned in shared.items()}
+    finally:
+        for name, layer in layers.items():
+            module.set_submodule(name, layer)
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+    weights = {name: packed[weight.data_ptr()] for name, weight in earlier.items()}
+    put_weights(module, weights)
+    after = error()
+    put_weights(module, earlier)
+    return weights if after < before else {}
+
+
+def adam_steps(
+    loss: Callable[[int], Tensor],
+    epoch: Callable[[], Sequence[int]],
+    parameters: list[torch.nn.Parameter],
+    steps: int,
+    rate: float,
+    schedule: Callable[[torch.optim.Optimizer, int], torch.optim.lr_scheduler.LRScheduler],
+) -> Iterator[tuple[int, int]]:
+    """Runs Adam for whole epochs; yields the number of steps done and their total after each step.
+
+    Args:
+        loss: of part i.
+        epoch: the parts of the next epoch, in their order.
+        steps: smallest number of steps.
+        rate: learning rate, which ``schedule`` (optimizer, total) changes.
+    """
+    optimizer = torch.optim.Adam(parameters, lr=rate, betas=(0.9, 0.95))
+    parts = epoch()
+    epochs = -(-steps // len(parts))
+    total, done = epochs * len(parts), 0
+    scheduler = schedule(optimizer, total)
+    while True:
+        for i in parts:
+            optimizer.zero_grad()
+            with torch.enable_grad():
+                loss(i).backward()
+            optimizer.step()
+            scheduler.step()
+            done += 1
+            yield done, total
+        if done == total:
+            return
+        parts = epoch()

@@ -15,9 +15,11 @@ from ..packed.rounding import ConvConfig, LinearConfig, check_layer
 from ..quantizing.quantize_model import select_layers
 from .grid import MatrixConfig
 
+Configs = dict[str, MatrixConfig]  # by name
 
-def select(model: torch.nn.Module, config: Any) -> tuple[dict[str, MatrixConfig], dict[str, MatrixConfig]]:
-    """Configs by name of the modules to calibrate, and of the tensors of experts; without convolutions.
+
+def select(model: torch.nn.Module, config: Any) -> tuple[Configs, Configs, Configs]:
+    """Configs of the modules to calibrate, of the tensors of experts, and of convolutions, which are rounded to nearest.
 
     Args:
         config: as for :func:`lowbit.quantize_`, or a LowBitConfig.
@@ -25,23 +27,15 @@ def select(model: torch.nn.Module, config: Any) -> tuple[dict[str, MatrixConfig]
     Raises:
         ValueError: it selects neither linear layers nor experts.
     """
-    if hasattr(config, "select"):
-        selected = config.select(model)
-    else:
-        selected = select_layers(model, config, None, experts=True)
+    selected: Any = config.select(model) if hasattr(config, "select") else select_layers(model, config, None, experts=True)
     experts = {name for name, layer in named_layers(model) if isinstance(layer, Experts)}
     if not any(isinstance(value, LinearConfig) for value in selected.values()):
         raise ValueError("config selects no torch.nn.Linear of this model, and no experts; only those can be calibrated")
     return (
         {name: value for name, value in selected.items() if name not in experts and not isinstance(value, ConvConfig)},
         {name: value for name, value in selected.items() if name in experts},
+        {name: value for name, value in selected.items() if isinstance(value, ConvConfig)},
     )
-
-
-def convolutions(model: torch.nn.Module, config: Any) -> dict[str, MatrixConfig]:
-    """Configs by name of the convolutions, which are not calibrated but rounded to nearest."""
-    chosen = config.select(model) if hasattr(config, "select") else select_layers(model, config, None, experts=True)
-    return {name: value for name, value in chosen.items() if isinstance(value, ConvConfig)}
 
 
 def check_experts(model: torch.nn.Module, selected: Mapping[str, MatrixConfig]) -> None:
@@ -107,5 +101,5 @@ def lists_of_blocks(model: torch.nn.Module, targets: Iterable[str]) -> list[str]
 
 def has_blocks(model: torch.nn.Module, config: Any) -> bool:
     """Whether layers to calibrate are in a list of blocks."""
-    layers, experts = select(model, config)
+    layers, experts, _ = select(model, config)
     return bool(lists_of_blocks(model, [*experts, *(n for n, c in layers.items() if isinstance(c, LinearConfig))]))

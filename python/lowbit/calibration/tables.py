@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from .capture import hidden_of
+from .capture import last_hidden_of
 from .collect import add_to, rows_of
 from .data import Inputs, mask_of, rows_in_parts, tokens_of
 from .gptq_solver import Moments
@@ -78,9 +78,7 @@ def moments_of_tables(model: torch.nn.Module, inputs: Sequence[Inputs], names: C
 
 def _projected(model: torch.nn.Module, batch: Inputs, generator: torch.Generator) -> Tensor | None:
     """A random projection of the answers, the second moments of whose gradients estimate H; None: no answers."""
-    output = model(**batch)
-    states = getattr(output, "last_hidden_state", None)
-    states = hidden_of(output) if states is None else states
+    states = last_hidden_of(model(**batch))
     if not isinstance(states, Tensor) or states.dim() != 3:
         return None
     states, mask = states.float(), mask_of(batch)

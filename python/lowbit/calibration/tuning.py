@@ -2,32 +2,19 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import Tensor
 
-from .learning import learning_in_place_of, learning_of, put_weights
+from .learning import adam_steps, learned_weights
 
 STEPS = 96  # smallest number of steps; each is a batch of the text
 RATE = 0.004  # initial learning rate of Adam, for factors of scales; decays to zero
 
 
-def _minimize(
-    loss: Callable[[int], Tensor], batches: list[int], parameters: list[torch.nn.Parameter], steps: int, rate: float
-) -> None:
-    """Runs Adam for whole epochs of the batches, at least ``steps`` steps, with a learning rate that decays to zero."""
-    epochs = -(-steps // len(batches))
-    optimizer = torch.optim.Adam(parameters, lr=rate, betas=(0.9, 0.95))
-    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, epochs * len(batches))
-    with torch.enable_grad():
-        for _ in range(epochs):
-            for i in batches:
-                optimizer.zero_grad()
-                loss(i).backward()
-                optimizer.step()
-                schedule.step()
+def _to_zero(optimizer: torch.optim.Optimizer, total: int) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total)
 
 
 def tuned(
@@ -59,37 +46,19 @@ def tuned(
         rate: initial learning rate of Adam; decays to zero.
 
     Returns:
-        The changed packed weights by name; empty if they are not better on the held-out batches.
+        The packed weight of each layer; empty if they are not better on the held-out batches.
     """
-    student = copy.deepcopy(block)
-    learning = {}
-    for name in names:
-        layer = student.get_submodule(name)
-        learning[name] = learning_of(layer.packed_weight, name in tables)
-        student.set_submodule(name, learning_in_place_of(layer, learning[name]))
-    parameters = [p for layer in learning.values() for p in layer.parameters()]
-    for parameter in student.parameters():
-        parameter.requires_grad_(False)
-    for parameter in parameters:
-        parameter.requires_grad_(True)
 
-    def error(module: torch.nn.Module, i: int) -> Tensor:
-        errors = (run(module, i).float() - expected[i].float()).square()
+    def error(i: int) -> Tensor:
+        errors = (run(block, i).float() - expected[i].float()).square()
         mask = masks[i]
         return errors[mask].sum() if mask is not None and errors.shape[: mask.dim()] == mask.shape else errors.sum()
 
-    before = sum(float(error(block, i)) for i in sorted(held_out))
     learned = [i for i in range(len(expected)) if i not in held_out]
     size = sum(float(expected[i].float().square().sum()) for i in learned) / len(learned)
-    _minimize(lambda i: error(student, i) / size, learned, parameters, steps, rate)
-    if not all(bool(torch.isfinite(parameter).all()) for parameter in parameters):
-        return {}
-    weights = {}
-    for name, learned_layer in learning.items():
-        layer, packed = student.get_submodule(name).layer, learned_layer.pack()
-        if not torch.equal(packed, layer.packed_weight):  # an expert may have had no tokens
-            weights[name] = packed
-        student.set_submodule(name, layer)
-    put_weights(student, weights)
-    after = sum(float(error(student, i)) for i in sorted(held_out))
-    return weights if after < before else {}
+
+    def fit(parameters: list[torch.nn.Parameter]) -> None:
+        for _ in adam_steps(lambda i: error(i) / size, lambda: learned, parameters, steps, rate, _to_zero):
+            pass
+
+    return learned_weights(block, names, tables, fit, lambda: sum(float(error(i)) for i in sorted(held_out)))

@@ -78,7 +78,7 @@ def options_of(model: torch.nn.Module, config: LowBitConfig, alternatives: Colle
         raise ValueError(f"alternatives are {alternatives!r}; expected some of {', '.join(map(repr, ALTERNATIVES))}")
     if config.levels not in (None, FIT):
         raise ValueError(f"levels are {config.levels!r}; expected {FIT!r} or none, where each layer has a width of its own")
-    selected, experts = select(model, config)
+    selected, experts, _ = select(model, config)
     check_weights(model, selected)
     check_experts(model, experts)
     pinned = pinned_by(config, selected | experts)

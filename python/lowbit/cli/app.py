@@ -27,7 +27,7 @@ from .import_ import import_
 from .info import info
 from .inspect import inspect
 from .models import from_hub
-from .options import PUBLISH_DIRECTORY
+from .options import PUBLISH_DIRECTORY, for_typer, on_command_line
 from .output import Output, quieten, reporting
 from .push import push
 from .quantize import quantize
@@ -85,7 +85,13 @@ class _Command(typer.core.TyperCommand):
         args = _with_values(args)
         given = list(args)
         try:
-            return list(super().parse_args(ctx, args))
+            left = list(super().parse_args(ctx, args))
+            on_command_line.clear()
+            for each in self.params:
+                source = ctx.get_parameter_source(each.name or "")
+                if source is not None and source.name == "COMMANDLINE":
+                    on_command_line[each.name or ""] = each.opts[0]
+            return left
         except typer.BadParameter as error:
             value = _value_of(getattr(error.param, "opts", ()), given)
             message = error.message.removeprefix("Value error, ")
@@ -115,6 +121,8 @@ def _value_of(names: Collection[str], given: Sequence[str]) -> str | None:
 
 
 def _register(name: str, command: Callable[..., None]) -> None:
+    command = for_typer(command)
+
     @app.command(name, cls=_Command)
     @functools.wraps(command)
     def run(**arguments: Any) -> None:

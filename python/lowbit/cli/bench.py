@@ -10,18 +10,8 @@ import torch
 import typer
 
 from ..machine.facts import cpp_compiler
+from . import options
 from .models import is_shape, load_packed, set_threads
-from .options import (
-    PUBLISH_DIRECTORY,
-    Cache,
-    GroupSize,
-    Json,
-    OptionalBits,
-    OptionalModelOrShape,
-    Threads,
-    parse_group_size,
-    refuse_unused,
-)
 from .output import Output, size, table
 
 
@@ -32,34 +22,31 @@ class _Mode(enum.StrEnum):  # typer does not support a list of literals
 
 
 def bench(
-    model: OptionalModelOrShape = None,
-    bits: OptionalBits = None,
-    group_size: GroupSize = "32",
+    output: Output,
+    model: options.OptionalModelOrShape = None,
+    bits: options.OptionalBits = None,
+    group_size: options.GroupSize = "32",
     prompt: Annotated[int, typer.Option("--prompt", min=1, help="Tokens of the prompt.")] = 512,
     new: Annotated[int, typer.Option("--new", min=1, help="Tokens that are decoded after the prompt.")] = 64,
     mode: Annotated[list[_Mode], typer.Option("--mode", help="Ways to run, in turns.")] = [_Mode.aot],  # noqa: B006
     rounds: Annotated[int, typer.Option("--rounds", min=1, help="Number of runs; the median counts.")] = 3,
-    cache: Cache = None,
-    threads: Threads = None,
+    cache: options.Cache = None,
+    threads: options.Threads = None,
     publish: Annotated[
         Path | None,
         typer.Option(
             "--publish",
             metavar="[DIRECTORY]",
             help="Measure this machine instead, in ten minutes: kernels, and models of random weights. Writes a page and its "
-            f"figures to this directory, or to {PUBLISH_DIRECTORY}.",
+            f"figures to this directory, or to {options.PUBLISH_DIRECTORY}.",
             show_default=False,
         ),
     ] = None,
-    as_json: Json = False,
 ) -> None:
-    """Measure a prompt and decoding, beside the bandwidth of this machine's memory."""
-    output = Output(as_json)
+    """Measure prefill and decoding speed, relative to the memory bandwidth."""
     if publish is not None:
-        refuse_unused(
-            "with --publish, which measures the same on every machine", bits=bits is not None, group_size=group_size != "32",
-            prompt=prompt != 512, new=new != 64, mode=mode != [_Mode.aot], rounds=rounds != 3, cache=cache is not None,
-        )  # fmt: skip
+        names = ("bits", "group_size", "prompt", "new", "mode", "rounds", "cache")
+        options.refuse_unused("with --publish, which measures the same on every machine", *names)
         if model is not None:
             raise typer.BadParameter(f"{model!r}; --publish measures models of its own", param_hint="MODEL|SHAPE")
         set_threads(threads)
@@ -76,7 +63,14 @@ def bench(
     measured = model if is_shape(model) else load_packed(output, Path(model), bits, group_size)
     with output.progress(f"measuring {model}"):
         figures = library.run(
-            measured, bits or 4, parse_group_size(group_size), prompt=prompt, new=new, modes=modes, rounds=rounds, cache=cache
+            measured,
+            bits or 4,
+            options.parse_group_size(group_size),
+            prompt=prompt,
+            new=new,
+            modes=modes,
+            rounds=rounds,
+            cache=cache,
         )
     shown = table("", "decode, tokens/s", "of the bandwidth", "prompt, tokens/s", "first token, s", "compiled in, s")
     for name, row in figures["modes"].items():
@@ -102,6 +96,6 @@ def _publish(output: Output, directory: Path) -> None:
         document, page, data = publish(directory, torch.get_num_threads(), lambda part: advance(0, 0, part))
     not_reached = [f"not reached: {each['what']}: {each['why']}" for each in document["not_reached"]]
     if document["load"]["busy"]:
-        output.warn("other programs used this machine meanwhile; measure again when it is quiet")
+        output.warn("other programs used this machine during the measurement; measure again when it is idle")
     result = {"page": str(page), "figures": str(data), "busy": document["load"]["busy"]}
     output.result(result | {"not_reached": document["not_reached"]}, *not_reached, f"written: {page}, {data}")

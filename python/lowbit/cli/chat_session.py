@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from . import options
-from .models import check_text, positions, read_text
+from .models import positions, read_text
 from .output import Output, describe, print_piece, set_stdout_errors
 from .session import Session
 
@@ -31,69 +31,35 @@ _HELP = """\
 /quit            ends the chat, as Ctrl-D does
 Ctrl-C stops an answer, or clears the line. Alt-Enter begins a new line. Arrow keys bring earlier messages back."""
 
-_System = Annotated[str | None, typer.Option("--system", help="System prompt.", show_default=False)]
-_Template = Annotated[
-    Path | None, typer.Option("--template", help="Chat template, a Jinja file, instead of the model's.", show_default=False)
-]
-_Seed = Annotated[int, typer.Option("--seed", help="Seed of sampling, for the first answer.")]
-_MaxNewTokens = Annotated[
-    int | None,
-    typer.Option("--max-new-tokens", min=1, help="New tokens per answer.", show_default=f"the model's, or {_NEW_TOKENS}"),
-]
-
 
 def chat(
+    output: Output,
     model: options.Model,
-    system: _System = None,
-    template: _Template = None,
+    *,
+    system: Annotated[str | None, typer.Option("--system", help="System prompt.", show_default=False)] = None,
+    template: options.Template = None,
     image: options.Images = None,
-    temperature: Annotated[float | None, options.temperature_option("the model's")] = None,
-    top_k: Annotated[int | None, options.top_k_option("the model's")] = None,
-    top_p: Annotated[float | None, options.top_p_option("the model's")] = None,
-    min_p: options.MinP = None,
-    repetition_penalty: options.RepetitionPenalty = None,
-    presence_penalty: options.PresencePenalty = None,
-    frequency_penalty: options.FrequencyPenalty = None,
-    dry_multiplier: options.DryMultiplier = None,
-    dry_base: options.DryBase = None,
-    dry_allowed_length: options.DryAllowedLength = None,
-    dry_breakers: options.DryBreakers = None,
-    logit_bias: options.LogitBias = None,
-    stop: options.Stop = None,
-    seed: _Seed = 0,
-    max_new_tokens: _MaxNewTokens = None,
-    bits: options.OptionalBits = None,
-    group_size: options.GroupSize = "32",
-    mapping: options.Mapping = "symmetric",
-    embedding_bits: options.EmbeddingBits = None,
-    max_length: options.MaxLength = None,
-    cache: options.Cache = None,
-    prefix_cache: options.PrefixDirectory = None,
-    prefix_cache_size: options.PrefixSize = options.PREFIX_SIZE,
-    expert_memory: options.ExpertMemory = None,
-    threads: options.Threads = None,
-    compile_: options.Compile = False,
-    as_json: options.Json = False,
+    sampling: options.Sampling,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of sampling, for the first answer.")] = 0,
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option("--max-new-tokens", min=1, help="New tokens per answer.", show_default=f"the model's, or {_NEW_TOKENS}"),
+    ] = None,
+    running: options.Running,
 ) -> None:
     """Talk with a model: answers go to stdout as they come, all else to stderr."""
-    sampling = options.sampling_in(locals())
-    output = Output(as_json)
-    config = options.optional_config(bits, group_size, mapping, embedding_bits)
     messages = _typed(output) if sys.stdin.isatty() else _piped()  # before the model is loaded, in case a library is missing
-    system = None if system is None else check_text(system, "--system")
+    system = None if system is None else options.check_text(system, "--system")
     text = None if template is None else read_text(template)
-    session = Session(
-        output, model, config, stop=stop, compiled=compile_, cache=cache, threads=threads, prefix_cache=prefix_cache,
-        prefix_cache_size=prefix_cache_size, expert_memory=expert_memory,
-    )  # fmt: skip
-    session.load(sampling, text, images=image or ())
-    conversation = _start(session, system, seed, max_length, max_new_tokens)
+    session = Session(output, model, running, sampling)
+    session.load(text, images=image or ())
+    conversation = _start(session, system, seed, max_new_tokens)
     with _at_ctrl_c(_ignore) if sys.stdin.isatty() else nullcontext():
         answers = list(_converse(output, conversation, messages))
     output.result(_document(session, conversation, answers))
 
 
-def _start(session: Session, system: str | None, seed: int, max_length: int | None, max_new_tokens: int | None) -> Chat:
+def _start(session: Session, system: str | None, seed: int, max_new_tokens: int | None) -> Chat:
     """A conversation with the settings of the model's files, which options override."""
     from ..llm.chat import Chat, sampling_of
     from ..llm.images import ImageChat
@@ -103,11 +69,10 @@ def _start(session: Session, system: str | None, seed: int, max_length: int | No
     sampling = replace(sampling, **session.sampling)
     sampling.check_vocabulary(model.config.get_text_config().vocab_size)
     if not sampling.temperature:
-        unused = {name: name in session.sampling for name in ("top_k", "top_p", "min_p")}
-        options.refuse_unused("at --temperature 0, which draws nothing", **unused)
+        options.refuse_unused("at --temperature 0, which draws nothing", "top_k", "top_p", "min_p")
     if ignored:
-        output.warn(f"generation_config.json of {session.path} sets {', '.join(ignored)}, which lowbit does not do")
-    session.start(min(_CONTEXT, positions(model) // 16 * 16) if max_length is None else max_length)
+        output.warn(f"generation_config.json of {session.path} sets {', '.join(ignored)}, which lowbit does not support")
+    session.start(session.running.max_length or min(_CONTEXT, positions(model) // 16 * 16))
     kind: Any = Chat if session.processor is None else ImageChat
     more = {} if session.processor is None else {"processor": session.processor, "pending": session.images}
     conversation: Chat = kind(
@@ -163,8 +128,7 @@ def _typed(output: Output) -> Iterator[str]:
     except ModuleNotFoundError as error:
         raise ImportError(
             f"{error.name} not installed, which reads messages from the terminal; install it with: pip install 'lowbit[llm]' "
-            "(or "
-            "pipe the messages into lowbit chat, one a line)"
+            "(or pipe the messages into lowbit chat, one a line)"
         ) from error
 
     @bindings.add("escape", "enter")
@@ -255,8 +219,7 @@ def _answer(output: Output, conversation: Chat, message: str) -> Answer:
         print(flush=True)
     if answer.forgotten:
         output.note(
-            f"(the context of {conversation.max_length} tokens was full: the model has forgotten the oldest turns, "
-            f"{answer.forgotten} of them)"
+            f"(the context of {conversation.max_length} tokens was full: the {answer.forgotten} oldest turns were dropped)"
         )
     if answer.stopped == "max_length":
         output.note(f"(the context of {conversation.max_length} tokens is full: the answer ends here)")

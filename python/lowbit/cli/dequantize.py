@@ -13,25 +13,24 @@ import typer
 
 from ..files.config_json import quantization_method, read_config
 from .models import set_threads
-from .options import Json, Threads
+from .options import Target, Threads
 from .output import Output, packed_figures, size
 
 
 def dequantize(
+    output: Output,
     source: Annotated[Path, typer.Argument(metavar="SOURCE", help="Directory of a packed checkpoint.", show_default=False)],
-    target: Annotated[Path, typer.Argument(metavar="TARGET", help="Directory to write; empty, or new.", show_default=False)],
+    target: Target,
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16"] | None,
         typer.Option("--dtype", help="Type of the weights that were packed.", show_default="as config.json says"),
     ] = None,
     threads: Threads = None,
-    as_json: Json = False,
 ) -> None:
     """Write a packed checkpoint as a float one, for programs and methods that need floats."""
     from .. import dequantize_checkpoint, inspect_checkpoint
 
     begin = time.perf_counter()
-    output = Output(as_json)
     set_threads(threads)
     before = inspect_checkpoint(source)
     with output.progress(f"dequantizing {source}", "layers") as advance:

@@ -7,16 +7,14 @@ from typing import Any
 
 import typer
 
-from .options import Json
-from .output import Output, size, table
+from .output import Output, facts_table, size, table
 
 
-def doctor(as_json: Json = False) -> None:
+def doctor(output: Output) -> None:
     """Examine this machine, and try every way to run a model; takes a minute or two."""
     from ..tools.doctor.checks import advice, examine
     from ..tools.doctor.surfaces import SURFACES, try_surface
 
-    output = Output(as_json)
     with output.progress("measuring this machine"):
         facts = examine()
     surfaces = []
@@ -26,8 +24,7 @@ def doctor(as_json: Json = False) -> None:
     broken = [surface.name for surface in surfaces if surface.state == "broken"]
     advised = advice(facts)
     document = {**facts, "advice": advised, "surfaces": [vars(surface) for surface in surfaces], "works": not broken}
-    tried = table("tried on a tiny layer", "", "seconds")
-    tried.columns[1].justify = "left"
+    tried = table("tried on a tiny layer", "", "seconds", texts=[1])
     for surface in surfaces:
         took = "" if surface.state == "missing" else f"{surface.seconds:.1f}"
         tried.add_row(surface.name, "not installed" if surface.state == "missing" else surface.state, took)
@@ -42,7 +39,7 @@ def doctor(as_json: Json = False) -> None:
         named = " and ".join(filter(None, (", ".join(broken[:-1]), broken[-1])))
         remarks.append(f"{named} {'does' if len(broken) == 1 else 'do'} not work.")
     else:
-        remarks.append("All that is installed works.")
+        remarks.append("Everything that is installed works.")
     output.result(document, _facts(facts), "", _kernels(facts["kernels"]), "", tried, "", *remarks)
     if broken:
         raise typer.Exit(1)
@@ -50,20 +47,16 @@ def doctor(as_json: Json = False) -> None:
 
 def _facts(facts: dict[str, Any]) -> Any:
     """The table of facts about this machine."""
-    shown = table("", "")
-    shown.show_header = False
-    shown.columns[1].justify = "left"
-    shown.columns[1].no_wrap = False
     isa, bandwidth = facts["isa"], facts["read_bandwidth"]
     packages = [f"{name} {version or '-'}" for name, version in facts["packages"].items()]
     pages: dict[str | None, str] = {
-        "madvise": "given on request: weights that quantize_ makes use them",
-        "always": "given to all programs",
+        "madvise": "on request: weights from quantize_ use them",
+        "always": "for all programs",
         "never": "switched off",
-        None: "this system has none to ask for",
+        None: "not available on this system",
     }
     built = facts["built_with_executorch"]
-    for name, value in (
+    rows = (
         ("lowbit", f"{facts['lowbit']}, Python {facts['python']}"),
         ("packages", ", ".join(packages)),
         ("built for", f"executorch {built}" if built else "torch alone, without executorch"),
@@ -76,9 +69,8 @@ def _facts(facts: dict[str, Any]) -> Any:
             f"{facts['threads']}; this process may use {facts['cpus_allowed']} CPU{'s' * (facts['cpus_allowed'] != 1)}; "
             f"fastest for one token: {facts['advised_threads']}",
         ),
-    ):
-        shown.add_row(name, value)
-    return shown
+    )
+    return facts_table(rows)
 
 
 def _kernels(kernels: dict[str, list[str]]) -> Any:
@@ -89,9 +81,7 @@ def _kernels(kernels: dict[str, list[str]]) -> Any:
         # Drop family and bits from names (linear_a8w4_1x16_neondot), as they have separate columns.
         short = ", ".join(re.sub(r"^(linear_a8w\d|embedding_w\d|quantize|attention)_", "", name) for name in names)
         rows.setdefault((family, short), []).append(bits.removesuffix(" bits"))
-    shown = table("kernels", "bits", "that run here")
-    shown.columns[2].justify = "left"
-    shown.columns[2].no_wrap = False
+    shown = table("kernels", "bits", "that run here", texts=[2])
     for (family, short), widths in rows.items():
         shown.add_row(family, _span(widths), short)
     return shown

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,16 +20,20 @@ if TYPE_CHECKING:
     from ..llm.perplexity import Perplexity
 
 
-def evaluate(
-    model: options.Model,
-    text: Annotated[Path, typer.Option("--text", help="File of text, UTF-8.", show_default=False)],
+@dataclass(frozen=True)
+class _Widths(options.Quantizing):
     bits: Annotated[
         str | None,
         typer.Option("--bits", metavar="N,N,...", help="Also quantize a float checkpoint to these widths.", show_default=False),
-    ] = None,
-    group_size: options.GroupSize = "32",
-    mapping: options.Mapping = "symmetric",
-    embedding_bits: options.EmbeddingBits = None,
+    ] = None  # type: ignore[assignment]
+
+
+def evaluate(
+    output: Output,
+    model: options.Model,
+    *,
+    text: Annotated[Path, typer.Option("--text", help="File of text, UTF-8.", show_default=False)],
+    quantizing: _Widths,
     window: Annotated[int, typer.Option("--window", min=2, help="Tokens that the model sees at once.")] = 512,
     stride: Annotated[int, typer.Option("--stride", min=1, help="New tokens per window.")] = 256,
     cache: options.Cache = None,
@@ -43,21 +48,19 @@ def evaluate(
         ),
     ] = None,
     threads: options.Threads = None,
-    as_json: options.Json = False,
 ) -> None:
     """Perplexity of a text, and the divergence from a reference, for the checkpoint as it is and at other widths."""
     from ..llm.loading import is_packed, load_tokenizer
     from ..llm.perplexity import perplexity
     from ..tools.divergence import compare
+    from ..tools.model_speed import stored_bytes
 
-    output = Output(as_json)
     if save_logits is not None:
-        options.refuse_unused(
-            "with --save-logits", bits=bits is not None, cache=cache is not None, reference=reference is not None
-        )
-    options.refuse_without_bits(bits, group_size, mapping, embedding_bits)
-    widths = [] if bits is None else options.parse_widths(bits)
-    configs = [None, *(options.make_config(width, group_size, mapping, embedding_bits) for width in widths)]
+        options.refuse_unused("with --save-logits", "bits", "cache", "reference")
+    widths = [] if quantizing.bits is None else options.parse_widths(quantizing.bits)
+    if not widths:
+        options.refuse_unused("without --bits", *options.HOW)
+    configs = [None, *map(quantizing.config_at, widths)]
     set_threads(threads)
     content = read_text(text)
     if is_packed(model) and widths:
@@ -71,7 +74,7 @@ def evaluate(
     for number, config in enumerate(configs, 1):
         loaded = load(output, model, config)
         name = _name_weights(loaded) if config is None else f"{config.bits} bits"
-        weight_bytes = sum(tensor.nbytes for tensor in _tensors(loaded))
+        weight_bytes = stored_bytes(loaded)
         begin = time.perf_counter()
         compared = None
         of_several = f", {number} of {len(configs)}" if len(configs) > 1 else ""
@@ -145,8 +148,3 @@ def _name_weights(model: torch.nn.Module) -> str:
     """Describes a model's weights in a few words: "bfloat16", "packed, 4 and 8 bits"."""
     bits = sorted({module.info.bits for module in model.modules() if isinstance(module, lowbit.nn.Packed)})
     return f"packed, {' and '.join(map(str, bits))} bits" if bits else str(model.dtype).removeprefix("torch.")
-
-
-def _tensors(model: torch.nn.Module) -> list[torch.Tensor]:
-    """The tensors of a model's state, each shared tensor once."""
-    return list({tensor.data_ptr(): tensor for tensor in model.state_dict().values() if tensor.numel()}.values())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -16,7 +16,9 @@ from .output import Output, size, table
 
 
 def export(
+    output: Output,
     model: options.Model,
+    *,
     to: Annotated[
         Literal["pte", "pt2", "gguf"],
         typer.Option("--to", help="ExecuTorch's format, AOTInductor's, or llama.cpp's.", show_default=False),
@@ -29,77 +31,61 @@ def export(
     chunk: Annotated[
         int, typer.Option("--chunk", min=1, help="Largest number of tokens in one call; longer prompts are split.")
     ] = 128,
-    bits: options.OptionalBits = None,
-    group_size: options.GroupSize = "32",
-    mapping: options.Mapping = "symmetric",
-    embedding_bits: options.EmbeddingBits = None,
+    quantizing: options.Quantizing,
     threads: options.Threads = None,
-    as_json: options.Json = False,
 ) -> None:
     """Write a model, with its KV cache, to a file that runs without Python; or its weights to one for llama.cpp."""
-    output = Output(as_json)
     set_threads(threads)
     if file.suffix != f".{to}":
         raise ValueError(f"--output is {str(file)!r}; expected a name that ends in .{to}")
     if not file.absolute().parent.is_dir():
         raise NotADirectoryError(f"{file.absolute().parent} is not a directory; make it first")
+    document: dict[str, Any] = {"model": str(model), "output": str(file), "to": to}
     if to == "gguf":
-        if bits is not None:
+        if quantizing.bits is not None:
             raise typer.BadParameter("quantize with lowbit quantize, and export the result", param_hint="--bits with --to gguf")
         if cache is not None:
-            raise typer.BadParameter("who runs the file chooses its cache", param_hint="--cache with --to gguf")
-        how = options.said_how(group_size, mapping, embedding_bits)
-        options.refuse_unused("with --to gguf", max_length=max_length is not None, chunk=chunk != 128, **how)
-        _to_gguf(output, model, file)
-        return
+            raise typer.BadParameter("the program that runs the file chooses its cache", param_hint="--cache with --to gguf")
+        options.refuse_unused("with --to gguf", "max_length", "chunk", *options.HOW)
+        document |= dict.fromkeys(("max_length", "cache", "chunk"))
+        begin = time.perf_counter()
+        document["tensors"], shown = _to_gguf(output, model, file)
+        about = ""
+    else:
+        config = quantizing.config()
+        if to == "pt2":
+            cpp_compiler()
+        loaded = load(output, model, config)
+        max_length = max_length or min(2048, positions(loaded) // 16 * 16)
+        chunk = min(chunk, max_length)
+        begin = time.perf_counter()
+        kind = _program(output, loaded, file, max_length, cache, chunk)
+        document |= {"max_length": max_length, "cache": kind, "chunk": chunk, "tensors": None}
+        about, shown = f", up to {max_length} tokens", []
+    document |= {"bytes": file.stat().st_size, "seconds": time.perf_counter() - begin}
+    written = f"{file}: {size(document['bytes'])}{about}, written in {document['seconds']:.1f} s"
+    output.result(document, *shown, written)
+
+
+def _program(output: Output, model: Any, file: Path, max_length: int, cache: str | None, chunk: int) -> str:
+    """Writes a program, and returns the type of its KV cache."""
     from .. import llm
 
-    config = options.optional_config(bits, group_size, mapping, embedding_bits)
-    if to == "pt2":
-        cpp_compiler()
-    loaded = load(output, model, config)
-    if max_length is None:
-        max_length = min(2048, positions(loaded) // 16 * 16)
-    decoder = llm.Decoder(loaded, max_length, cache)
-    begin = time.perf_counter()
+    decoder = llm.Decoder(model, max_length, cache)
     with output.progress(f"exporting to {file}", "steps") as advance:
-        llm.export_decoder(decoder, file, chunk=min(chunk, max_length), progress=advance)
-    written, seconds = file.stat().st_size, time.perf_counter() - begin
-    document = {
-        "model": str(model),
-        "output": str(file),
-        "to": to,
-        "max_length": max_length,
-        "cache": decoder.cache_type,
-        "chunk": min(chunk, max_length),
-        "bytes": written,
-        "seconds": seconds,
-        "tensors": None,
-    }
-    output.result(document, f"{file}: {size(written)}, up to {max_length} tokens, written in {seconds:.1f} s")
+        llm.export_decoder(decoder, file, chunk=chunk, progress=advance)
+    return decoder.cache_type
 
 
-def _to_gguf(output: Output, model: Path, file: Path) -> None:
+def _to_gguf(output: Output, model: Path, file: Path) -> tuple[list[dict[str, Any]], list[Any]]:
+    """Writes a GGUF file; returns its tensors for the JSON document, and a table of their types."""
     from ..exports.gguf import export_gguf
     from ..importing.summary import ImportedTensor
 
-    begin = time.perf_counter()
     with output.progress(f"exporting to {file}", "bytes") as advance:
         tensors = export_gguf(model, file, advance)
-    written, seconds = file.stat().st_size, time.perf_counter() - begin
-    document = {
-        "model": str(model),
-        "output": str(file),
-        "to": "gguf",
-        "max_length": None,
-        "cache": None,
-        "chunk": None,
-        "bytes": written,
-        "seconds": seconds,
-        "tensors": [asdict(tensor) for tensor in tensors],
-    }
-    shown = table("tensors", "become", "went over")
+    shown = table("tensors", "target type", "conversion")
     for type_, kind in sorted({(tensor.type, tensor.kind) for tensor in tensors}):
         alike = [tensor.steps for tensor in tensors if (tensor.type, tensor.kind) == (type_, kind)]
         shown.add_row(str(len(alike)), type_, ImportedTensor("", "", kind, max(alike)).came_over)
-    output.result(document, shown, f"{file}: {size(written)}, written in {seconds:.1f} s")
+    return [asdict(tensor) for tensor in tensors], [shown]

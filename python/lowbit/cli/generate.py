@@ -14,130 +14,80 @@ import typer
 
 from ..machine.facts import peak_memory
 from . import options
-from .models import check_text, positions, read_text
+from .models import positions, read_text
 from .output import Output, print_piece, set_stdout_errors, size
 from .session import Session
 
 if TYPE_CHECKING:
     from ..llm import Generation
 
-_Prompt = Annotated[
-    str | None, typer.Option("--prompt", help="Text to continue; - reads it from stdin.", show_default=False)
-]  # fmt: skip
-_PromptFile = Annotated[
-    Path | None, typer.Option("--prompt-file", help="File with the text to continue; - is stdin.", show_default=False)
-]
-_Prompts = Annotated[
-    Path | None,
-    typer.Option(
-        "--prompts",
-        help='File with many texts, one a line (.jsonl: a string or {"prompt": ...}); - is stdin.',
-        show_default=False,
-    ),
-]
-_AtOnce = Annotated[int, typer.Option("--at-once", min=1, help="Number of texts of --prompts in one call.")]
-_Chat = Annotated[bool, typer.Option("--chat", help="Apply the model's chat template; --image does, too.")]
-_MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", min=1, help="Largest number of new tokens.")]
-_Logprobs = Annotated[
-    int | None,
-    typer.Option(
-        "--logprobs", min=0, help="Print the log-probability of each token, and of this many alternatives.", show_default=False
-    ),
-]
-_Seed = Annotated[int, typer.Option("--seed", help="Seed of sampling.")]
-
 
 def generate(
+    output: Output,
     model: options.Model,
-    prompt: _Prompt = None,
-    prompt_file: _PromptFile = None,
-    prompts: _Prompts = None,
-    at_once: _AtOnce = 16,
-    chat: _Chat = False,
+    *,
+    prompt: Annotated[
+        str | None, typer.Option("--prompt", help="Text to continue; - reads it from stdin.", show_default=False)
+    ] = None,
+    prompt_file: Annotated[
+        Path | None, typer.Option("--prompt-file", help="File with the text to continue; - is stdin.", show_default=False)
+    ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            "--prompts",
+            help='File with many texts, one a line (.jsonl: a string or {"prompt": ...}); - is stdin.',
+            show_default=False,
+        ),
+    ] = None,
+    at_once: Annotated[int, typer.Option("--at-once", min=1, help="Number of texts of --prompts in one call.")] = 16,
+    chat: Annotated[bool, typer.Option("--chat", help="Apply the model's chat template; --image does, too.")] = False,
     image: options.Images = None,
-    max_new_tokens: _MaxNewTokens = 128,
-    temperature: Annotated[float, options.temperature_option("0")] = 0.0,
-    top_k: Annotated[int | None, options.top_k_option("all")] = None,
-    top_p: Annotated[float | None, options.top_p_option("1")] = None,
-    min_p: options.MinP = None,
-    repetition_penalty: options.RepetitionPenalty = None,
-    presence_penalty: options.PresencePenalty = None,
-    frequency_penalty: options.FrequencyPenalty = None,
-    dry_multiplier: options.DryMultiplier = None,
-    dry_base: options.DryBase = None,
-    dry_allowed_length: options.DryAllowedLength = None,
-    dry_breakers: options.DryBreakers = None,
-    logit_bias: options.LogitBias = None,
-    stop: options.Stop = None,
-    logprobs: _Logprobs = None,
-    seed: _Seed = 0,
-    guesses: options.Guesses = None,
-    draft: options.Draft = None,
-    bits: options.OptionalBits = None,
-    group_size: options.GroupSize = "32",
-    mapping: options.Mapping = "symmetric",
-    embedding_bits: options.EmbeddingBits = None,
-    max_length: options.MaxLength = None,
-    cache: options.Cache = None,
-    prefix_cache: options.PrefixDirectory = None,
-    prefix_cache_size: options.PrefixSize = options.PREFIX_SIZE,
-    expert_memory: options.ExpertMemory = None,
-    threads: options.Threads = None,
-    compile_: options.Compile = False,
-    as_json: options.Json = False,
-) -> None:
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1, help="Largest number of new tokens.")] = 128,
+    sampling: options.GreedySampling,
+    logprobs: Annotated[
+        int | None,
+        typer.Option(
+            "--logprobs", min=0, help="Print the log-probability of each token, and of this many alternatives.",
+            show_default=False,
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of sampling.")] = 0,
+    speculation: options.Speculation,
+    running: options.Running,
+) -> None:  # fmt: skip
     """Continue a text: the new text goes to stdout as it comes, all else to stderr."""
-    sampling = options.sampling_in(locals())
-    output = Output(as_json)
-    config = options.optional_config(bits, group_size, mapping, embedding_bits)
-    _check_sampling(as_json, prompts, at_once, temperature, logprobs, {"top_k": top_k, "top_p": top_p, "min_p": min_p})
-    guesses = _check_guesses(guesses, draft, prompts, compile_)
+    if prompts is None:
+        options.refuse_unused("without --prompts", "at_once")
+    if not sampling.temperature:
+        options.refuse_unused("at --temperature 0, which draws nothing", "top_k", "top_p", "min_p")
+    if logprobs is not None and not output.as_json and prompts is None:
+        raise typer.BadParameter("it requires --json or --prompts", param_hint="--logprobs")
+    guesses = speculation.count
+    if prompts is not None and (running.compile or guesses):
+        raise typer.BadParameter(
+            f"{'--compile' if running.compile else '--guesses'} is for one text at a time", param_hint="--prompts"
+        )
+    if running.compile and guesses:
+        raise typer.BadParameter("compiled decoders give no logits for guesses", param_hint="--guesses")
     texts = _read_prompts(prompt, prompt_file, prompts)
-    session = Session(
-        output, model, config, stop=stop, compiled=compile_, cache=cache, threads=threads, prefix_cache=prefix_cache,
-        prefix_cache_size=prefix_cache_size, expert_memory=expert_memory,
-    )  # fmt: skip
-    needs = {"--draft": draft is not None, "--guesses": guesses > 0, "--prompts": prompts is not None}
-    session.load(sampling, has_turns=chat or bool(image), images=image or (), needs=needs)
+    needs = {"--draft": speculation.draft is not None, "--guesses": guesses > 0, "--prompts": prompts is not None}
+    session = Session(output, model, running, sampling, needs)
+    session.load(has_turns=chat or bool(image), images=image or ())
     ids = [session.prompt(text) for text in texts]
+    max_length = running.max_length
     if max_length is None:
         needed = max(map(len, ids)) + max_new_tokens
-        if compile_:  # round to few lengths, so that cached machine code fits most prompts
+        if running.compile:  # round to few lengths, so that cached machine code fits most prompts
             needed = max(1024, 1 << (needed - 1).bit_length())
         max_length = min(-(-needed // 16), positions(session.model) // 16) * 16
-    session.start(max_length, needs)
+    session.start(max_length)
     settings = session.sampling | {"seed": seed, "stop": session.stop, "logprobs": logprobs}
     if prompts is not None:
         _generate_batch(session, ids, max_new_tokens, at_once, settings)
         return
-    guesser = None if draft is None else session.draft(draft)
+    guesser = None if speculation.draft is None else session.draft(speculation.draft)
     _generate(session, ids[0], max_new_tokens, {"guesses": guesses, "draft": guesser, **settings})
-
-
-def _check_sampling(
-    as_json: bool, prompts: Path | None, at_once: int, temperature: float, logprobs: int | None, draws: dict[str, Any]
-) -> None:
-    """Refuses sampling options without effect; ``draws`` are options that only affect random draws."""
-    if prompts is None:
-        options.refuse_unused("without --prompts", at_once=at_once != 16)
-    if not temperature:
-        options.refuse_unused(
-            "at --temperature 0, which draws nothing", **{name: value is not None for name, value in draws.items()}
-        )
-    if logprobs is not None and not as_json and prompts is None:
-        raise typer.BadParameter("it requires --json or --prompts", param_hint="--logprobs")
-
-
-def _check_guesses(guesses: int | None, draft: Path | None, prompts: Path | None, compiled: bool) -> int:
-    """The number of draft tokens, checked against the other options."""
-    guesses = options.number_of_guesses(guesses, draft)
-    if prompts is not None and (compiled or guesses):
-        raise typer.BadParameter(
-            f"{'--compile' if compiled else '--guesses'} is for one text at a time", param_hint="--prompts"
-        )
-    if compiled and guesses:
-        raise typer.BadParameter("compiled decoders give no logits for guesses", param_hint="--guesses")
-    return guesses
 
 
 def _generate(session: Session, ids: list[int], max_new_tokens: int, settings: dict[str, Any]) -> None:
@@ -261,12 +211,12 @@ def _read_prompts(prompt: str | None, prompt_file: Path | None, prompts: Path | 
     if prompts is not None:
         return _lines(prompts, _read(prompts))
     if prompt_file is None and prompt not in (None, "-"):
-        return [check_text(prompt, "--prompt")]
+        return [options.check_text(prompt, "--prompt")]
     return [_read(prompt_file)]
 
 
 def _read(path: Path | None) -> str:
-    return check_text(sys.stdin.read(), "stdin") if path is None or str(path) == "-" else read_text(path)
+    return options.check_text(sys.stdin.read(), "stdin") if path is None or str(path) == "-" else read_text(path)
 
 
 def _lines(path: Path, content: str) -> list[str]:

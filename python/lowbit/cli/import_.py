@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from .models import set_threads, showing_import
-from .options import Json, Threads, refuse_unused
+from .options import Target, Threads, refuse_unused
 from .output import Output, packed_figures, size, table
 
 if TYPE_CHECKING:
@@ -19,26 +19,25 @@ if TYPE_CHECKING:
 
 
 def import_(
+    output: Output,
     source: Annotated[
         Path,
         typer.Argument(metavar="SOURCE", help="A .gguf file, or the directory of a quantized checkpoint.", show_default=False),
     ],
-    target: Annotated[Path, typer.Argument(metavar="TARGET", help="Directory to write; empty, or new.", show_default=False)],
+    target: Target,
     i2s_order: Annotated[
         str | None, typer.Option(help="Order of weights in a GGUF file of bitnet.cpp: x86, arm or rows.", show_default=False)
     ] = None,
     threads: Threads = None,
-    as_json: Json = False,
 ) -> None:
-    """Take over weights that another program has quantized, with their codes as they are."""
+    """Import a quantized checkpoint without requantizing."""
     begin = time.perf_counter()
     from ..importing import import_checkpoint, open_source
 
-    output = Output(as_json)
     set_threads(threads)
     if i2s_order is not None:
-        tensors = open_source(source, i2s_order).tensors
-        refuse_unused("without weights of the type I2_S", i2s_order=all(tensor.source != "I2_S" for tensor in tensors))
+        if all(tensor.source != "I2_S" for tensor in open_source(source, i2s_order).tensors):
+            refuse_unused("without weights of the type I2_S", "i2s_order")
     with showing_import(output, source) as (opening, advance):
         summary = import_checkpoint(source, target, i2s_order=i2s_order, progress=advance, opening=opening)
     count, packed = packed_figures(summary.entries)
@@ -54,7 +53,7 @@ def import_(
         "tensors": [asdict(tensor) for tensor in summary.tensors],
     }
     sizes = {entry.name: entry.bytes for entry in summary.entries}
-    shown = table("tensors", "were", "bytes", "came over")
+    shown = table("tensors", "source type", "bytes", "conversion")
     for alike in groups(summary.tensors):
         first = alike[0]
         worst = type(first)("", "", first.kind, max(t.steps for t in alike), max(t.error for t in alike))

@@ -10,20 +10,18 @@ import typer
 
 from ..files.untrusted import printable
 from ..importing.summary import read_report
-from .options import Json
 from .output import Output, packed_figures, size, table
 
 
 def inspect(
+    output: Output,
     path: Annotated[
         Path, typer.Argument(metavar="PATH", help="Directory of a checkpoint, or one .safetensors file.", show_default=False)
     ],
-    as_json: Json = False,
 ) -> None:
     """List the tensors of a checkpoint, with their bits and bytes."""
     from .. import inspect_checkpoint
 
-    output = Output(as_json)
     entries = inspect_checkpoint(path)
     imported = read_report(path if path.is_dir() else path.parent)
     count, packed = packed_figures(entries)
@@ -34,7 +32,7 @@ def inspect(
         "tensors": [asdict(entry) for entry in entries],
         "imported": [asdict(imported[entry.name]) for entry in entries if entry.name in imported] or None,
     }
-    columns = ("was", "came over") if document["imported"] else ()
+    columns = ("source type", "conversion") if document["imported"] else ()
     shown = table("tensor", "kind", "shape", "bits", "group", "mapping", "bytes", *columns)
     for entry in entries:
         is_packed = entry.kind == "packed"

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..machine.threads import available_cpus
-from .options import PREFIX_SIZE, make_config, parse_size, refuse_unused
+from .options import config_of, refuse_unused
 from .output import Output
 
 if TYPE_CHECKING:
     from .. import LowBitConfig
-    from ..llm import Decoder, Mtp, PrefixCache
+    from ..llm import Decoder, Mtp
 
-_PREFIX_CACHE = "LOWBIT_PREFIX_CACHE"
 MTP = Path("mtp")  # value of --draft for the model's own multi-token prediction head
 
 
@@ -48,9 +46,8 @@ def load(output: Output, model: Path, config: LowBitConfig | None, images: bool 
     """Loads a checkpoint's model, quantized with ``config`` if given; with ``images``, an image-text model."""
     from ..llm.loading import load_image_model, load_model
 
-    with output.progress(
-        f"loading {model}" if config is None else f"loading {model} to {config.bits} bits", "tensors"
-    ) as advance:
+    what = f"loading {model}" if config is None else f"loading {model} to {config.bits} bits"
+    with output.progress(what, "tensors") as advance:
         return (load_image_model if images else load_model)(model, config, progress=advance)
 
 
@@ -82,83 +79,8 @@ def load_draft(
             )
         draft = load(output, path, None)
     if positions(draft) < max_length:
-        raise ValueError(f"{path} is made for {positions(draft)} tokens; expected {max_length} or more, as --max-length")
+        raise ValueError(f"{path} supports {positions(draft)} tokens; expected {max_length} or more, as --max-length")
     return llm.Decoder(draft, max_length, cache, replay=True)
-
-
-def make_decoder(
-    output: Output, model: torch.nn.Module, max_length: int, compiled: bool, cache: str | None = None, windows: bool = True
-) -> Callable[..., torch.Tensor]:
-    """A decoder of the model with caches of this length, optionally compiled."""
-    from .. import llm
-    from ..llm.compiled_files import usable_directory
-
-    step = llm.Decoder(model, max_length, cache, windows=windows, replay=True)
-    if not compiled:
-        return step
-    with output.progress("compiling, or loading what was compiled before"):
-        return llm.compile_decoder(step, directory=usable_directory(output.note))
-
-
-def make_step(
-    output: Output,
-    model: torch.nn.Module,
-    max_length: int,
-    compiled: bool,
-    cache: str | None = None,
-    needs: dict[str, bool] | None = None,
-    windows: bool = True,
-) -> Callable[..., torch.Tensor]:
-    """A decoder of the model; or, with a note, a :class:`lowbit.llm.Fallback` if the decoder refuses the model.
-
-    Args:
-        needs: option that requires the decoder -> whether it was given.
-        windows: as for :class:`lowbit.llm.Decoder`.
-    """
-    from .. import llm
-
-    try:
-        return make_decoder(output, model, max_length, compiled, cache, windows)
-    except llm.Refusal as refusal:
-        for option, given in ({"--compile": compiled, "--cache": cache is not None} | (needs or {})).items():
-            if given:
-                raise ValueError(f"{option} requires lowbit's decoder; {refusal}") from refusal
-        step = llm.Fallback(model, max_length)
-        step.refusal = str(refusal).split("; use transformers' generate()")[0]
-        output.note(f"{step.refusal}; it runs by transformers' own attention instead, and {step.how}")
-        return step
-
-
-def parse_prefix_size(directory: Path | None, size: str) -> int:
-    if not wants_prefix_cache(directory):
-        refuse_unused("without --prefix-cache", prefix_cache_size=size != PREFIX_SIZE)
-    return parse_size(size, "--prefix-cache-size")
-
-
-def wants_prefix_cache(directory: Path | None) -> bool:
-    """Whether the option or the environment names a prefix cache, which needs the keys and values of whole texts."""
-    return directory is not None or bool(os.environ.get(_PREFIX_CACHE))
-
-
-def make_prefix_cache(output: Output, directory: Path | None, most_bytes: int, step: Callable[..., Any]) -> PrefixCache | None:
-    """The prefix cache in the directory of the option or the environment variable; None without either.
-
-    Raises:
-        ValueError: the option is given, and the model does not support a prefix cache. For the environment variable, which
-            applies to all models, this is only a note.
-    """
-    from .. import llm
-
-    decoder = cast("llm.Decoder", step)  # PrefixCache checks this
-    if directory is not None:
-        return llm.PrefixCache(directory, decoder, most_bytes)
-    if not (named := os.environ.get(_PREFIX_CACHE)):
-        return None
-    try:
-        return llm.PrefixCache(named, decoder, most_bytes)
-    except ValueError as error:
-        output.note(f"{_PREFIX_CACHE} is not used: {error}")
-        return None
 
 
 @contextmanager
@@ -213,8 +135,8 @@ def load_packed(output: Output, model: Path, bits: int | None, group_size: str) 
 
     packed = bits is None and is_packed(model)
     if packed:
-        refuse_unused(f"for {model}, which is packed already", group_size=group_size != "32")
-    return load(output, model, None if packed else make_config(bits or 4, group_size))
+        refuse_unused(f"for {model}, which is packed already", "group_size")
+    return load(output, model, None if packed else config_of(bits or 4, group_size))
 
 
 def is_shape(name: str) -> bool:
@@ -250,21 +172,6 @@ def set_threads(threads: int | None) -> None:
             stacklevel=2,
         )
     torch.set_num_threads(threads)
-
-
-def check_text(text: str, option: str) -> str:
-    """Returns a text from the command line or stdin after checking it.
-
-    Raises:
-        ValueError: it is not UTF-8. Python represents invalid bytes by surrogates.
-    """
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        code = ord(text[error.start])
-        problem = f"the byte 0x{code & 0xFF:02x}" if 0xDC80 <= code <= 0xDCFF else f"half of a character, 0x{code:x},"
-        raise ValueError(f"{option} is not UTF-8 text: found {problem} at character {error.start}") from error
-    return text
 
 
 def read_text(path: Path) -> str:

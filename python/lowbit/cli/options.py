@@ -1,17 +1,65 @@
-"""Options that several commands share, and their parsers."""
+"""Options that several commands share, alone and in groups, and their parsers.
+
+A command takes a group as a parameter of its class: :func:`for_typer` shows typer the options of the group instead.
+"""
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
+import os
 import re
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_type_hints
 
 import typer
 
+from .output import Output
+
 if TYPE_CHECKING:
     from .. import LowBitConfig
+    from ..llm import Decoder, PrefixCache
+
+_AS_JSON = typer.Option("--json", help="Print one JSON document instead (docs/cli.md has its keys).")
+
+
+def for_typer(command: Callable[..., None]) -> Callable[..., None]:
+    """A command as typer takes it: with the options of each group, and ``--json`` for a parameter of the class Output."""
+    parameters: list[inspect.Parameter] = []
+    groups: dict[str, Any] = {}
+    output = None
+
+    def add(name: str, annotation: Any, default: Any) -> None:
+        parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation))
+
+    for name, parameter in inspect.signature(command, eval_str=True).parameters.items():
+        if parameter.annotation is Output:
+            output = name
+        elif is_dataclass(parameter.annotation):
+            groups[name] = parameter.annotation
+            hints = get_type_hints(parameter.annotation, include_extras=True)
+            for field in fields(parameter.annotation):
+                add(field.name, hints[field.name], field.default)
+        else:
+            add(name, parameter.annotation, parameter.default)
+    if output is not None:
+        add("as_json", Annotated[bool, _AS_JSON], False)
+
+    @functools.wraps(command)
+    def run(**arguments: Any) -> None:
+        given = {
+            name: kind(**{field.name: arguments.pop(field.name) for field in fields(kind)}) for name, kind in groups.items()
+        }
+        if output is not None:
+            given[output] = Output(arguments.pop("as_json"))
+        command(**arguments, **given)
+
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return run
 
 
 def finite(number: float | None) -> float | None:
@@ -21,18 +69,20 @@ def finite(number: float | None) -> float | None:
     return number
 
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead (docs/cli.md has its keys).")]
+def _number(option: str, help: str, most: float | None = None, least: float | None = 0, default: str | bool = False) -> Any:
+    return typer.Option(option, min=least, max=most, callback=finite, help=help, show_default=default)
+
+
+_SHAPES = "llama-3.2-1b, llama-3.2-3b, llama-3.1-8b, qwen3-0.6b"
 Model = Annotated[Path, typer.Argument(metavar="MODEL", help="Directory of a checkpoint, float or packed.", show_default=False)]
 ModelOrShape = Annotated[
     str,
     typer.Argument(
-        metavar="MODEL|SHAPE",
-        help="Directory of a checkpoint; or random weights of a shape: llama-3.2-1b, llama-3.2-3b, llama-3.1-8b, qwen3-0.6b.",
-        show_default=False,
+        metavar="MODEL|SHAPE", help=f"Directory of a checkpoint; or random weights of a shape: {_SHAPES}.", show_default=False
     ),
 ]
 OptionalModelOrShape = Annotated[str | None, *ModelOrShape.__metadata__]
-Bits = Annotated[int, typer.Option("--bits", min=1, max=8, help="Bits per weight.")]
+Target = Annotated[Path, typer.Argument(metavar="TARGET", help="Directory to write; empty, or new.", show_default=False)]
 OptionalBits = Annotated[
     int | None,
     typer.Option("--bits", min=1, max=8, help="Quantize a float checkpoint to this number of bits first.", show_default=False),
@@ -40,140 +90,227 @@ OptionalBits = Annotated[
 GroupSize = Annotated[
     str, typer.Option("--group-size", help="Inputs that share a scale, a multiple of 16; or none: a scale per output.")
 ]
-Mapping = Annotated[
-    Literal["symmetric", "affine", "levels"],
-    typer.Option("--mapping", help="Scale only, scale and minimum, or, at 2 to 4 bits, scale and fitted levels."),
-]
-EmbeddingBits = Annotated[
-    int | None,
-    typer.Option(
-        "--embedding-bits", min=1, max=8, help="Bits of embedding tables and of heads that share one.", show_default="--bits"
-    ),
-]
 Images = Annotated[
     list[Path] | None,
-    typer.Option("--image", help="Picture for the model to see; several times. Needs Pillow.", show_default=False),
+    typer.Option("--image", help="Picture for the model; several times. Requires Pillow.", show_default=False),
 ]
-ConvBits = Annotated[
-    int | None,
-    typer.Option(
-        "--conv-bits", min=1, max=8, help="Bits of convolutions that are matrix products; 8.", show_default="they stay float"
-    ),
+Template = Annotated[
+    Path | None, typer.Option("--template", help="Chat template, a Jinja file, instead of the model's.", show_default=False)
 ]
 Threads = Annotated[int | None, typer.Option("--threads", min=1, max=1024, help="Threads to run on.", show_default="torch's")]
-Compile = Annotated[bool, typer.Option("--compile", help="Compile the whole model first; needs a C++ compiler.")]
 MaxLength = Annotated[
     int | None, typer.Option("--max-length", min=16, help="Tokens in the KV cache, a multiple of 16.", show_default=False)
 ]
-
 Cache = Annotated[
     Literal["float32", "bfloat16", "float16", "int8", "int8,int4", "int4"] | None,
-    typer.Option(
-        "--cache", help="Type of the KV cache; int8,int4: that of keys, then of values.", show_default="the model's type"
-    ),
+    typer.Option("--cache", help="Type of the KV cache; int8,int4: of keys, then of values.", show_default="the model's type"),
 ]
-ExpertMemory = Annotated[
-    str | None,
-    typer.Option(
-        "--expert-memory", help="Memory for experts of a mixture; others stay in the files.", show_default="all of them"
-    ),
+CalibrateTokens = Annotated[
+    int, typer.Option("--calibrate-tokens", min=128, help="Largest number of tokens used from the text.")
 ]
 PUBLISH_DIRECTORY = "docs/perf"
-PREFIX_SIZE = "8GB"
-PrefixDirectory = Annotated[
-    Path | None,
-    typer.Option(
-        "--prefix-cache", help="Directory for prefix caching on disk.", show_default="the environment's LOWBIT_PREFIX_CACHE"
-    ),
-]
-PrefixSize = Annotated[str, typer.Option("--prefix-cache-size", help="Largest size of that directory.")]
+HOW = ("group_size", "mapping", "embedding_bits")  # parameters that need --bits
+on_command_line: dict[str, str] = {}  # parameter -> its option
+_PREFIX_CACHE = "LOWBIT_PREFIX_CACHE"  # environment variable
 
 
-def _number(option: str, help: str, most: float | None = None, least: float | None = 0) -> Any:
-    return typer.Option(option, min=least, max=most, callback=finite, help=help, show_default=False)
+@dataclass(frozen=True)
+class Quantizing:
+    """How a float checkpoint is quantized while it is loaded."""
+
+    bits: OptionalBits = None
+    group_size: GroupSize = "32"
+    mapping: Annotated[
+        Literal["symmetric", "affine", "levels"],
+        typer.Option("--mapping", help="Scale only, scale and minimum, or, at 2 to 4 bits, scale and fitted levels."),
+    ] = "symmetric"
+    embedding_bits: Annotated[
+        int | None,
+        typer.Option(
+            "--embedding-bits", min=1, max=8, help="Bits of embedding tables and of heads that share one.",
+            show_default="--bits",
+        ),
+    ] = None  # fmt: skip
+
+    def config(self) -> LowBitConfig | None:
+        """The config for ``--bits``; None without it."""
+        if self.bits is None:
+            refuse_unused("without --bits", *HOW)
+            return None
+        return self.config_at(self.bits)
+
+    def config_at(self, bits: int, **others: Any) -> LowBitConfig:
+        """The config for another number of bits; ``others`` are further fields of it."""
+        return config_of(bits, self.group_size, mapping=self.mapping, embedding_bits=self.embedding_bits, **others)
 
 
-def temperature_option(default: str) -> Any:
-    """--temperature, with the default that the help shows."""
-    help = "0 always takes the most likely token."
-    return typer.Option("--temperature", min=0, callback=finite, help=help, show_default=default)
+@dataclass(frozen=True)
+class Prefixes:
+    """Prefix caching on disk."""
+
+    prefix_cache: Annotated[
+        Path | None,
+        typer.Option(
+            "--prefix-cache", help="Directory for prefix caching on disk.", show_default=f"the environment's {_PREFIX_CACHE}"
+        ),
+    ] = None
+    prefix_cache_size: Annotated[str, typer.Option("--prefix-cache-size", help="Largest size of that directory.")] = "8GB"
+
+    @property
+    def wants_prefixes(self) -> bool:
+        """Whether the option or the environment names a prefix cache, which needs the keys and values of whole texts."""
+        return self.prefix_cache is not None or bool(os.environ.get(_PREFIX_CACHE))
+
+    def prefix_bytes(self) -> int:
+        """The largest size of the directory."""
+        if not self.wants_prefixes:
+            refuse_unused("without --prefix-cache", "prefix_cache_size")
+        return parse_size(self.prefix_cache_size, "--prefix-cache-size")
+
+    def open_prefix_cache(self, output: Output, step: Callable[..., Any]) -> PrefixCache | None:
+        """The prefix cache in the directory of the option or the environment variable; None without either.
+
+        Raises:
+            ValueError: the option is given, and the model does not support a prefix cache. For the environment variable, which
+                applies to all models, this is only a note.
+        """
+        from .. import llm
+
+        directory = self.prefix_cache or os.environ.get(_PREFIX_CACHE)
+        if not directory:
+            return None
+        try:
+            return llm.PrefixCache(directory, cast("Decoder", step), self.prefix_bytes())  # checks that it is a decoder
+        except ValueError as error:
+            if self.prefix_cache is not None:
+                raise
+            output.note(f"{_PREFIX_CACHE} is not used: {error}")
+            return None
 
 
-def top_k_option(default: str) -> Any:
-    """--top-k, with the default that the help shows."""
+@dataclass(frozen=True)
+class Running(Prefixes, Quantizing):
+    """How a model is loaded and runs."""
+
+    max_length: MaxLength = None
+    cache: Cache = None
+    expert_memory: Annotated[
+        str | None,
+        typer.Option(
+            "--expert-memory", help="Memory for experts of a mixture; others stay in the files.", show_default="all of them"
+        ),
+    ] = None
+    threads: Threads = None
+    compile: Annotated[bool, typer.Option("--compile", help="Compile the whole model first; needs a C++ compiler.")] = False
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """Speculative decoding."""
+
+    guesses: Annotated[
+        int | None,
+        typer.Option(
+            "--guesses", min=0, help="Speculative decoding: guess this number of tokens; the text is the same.",
+            show_default="0; 4 with --draft",
+        ),
+    ] = None  # fmt: skip
+    draft: Annotated[
+        Path | None,
+        typer.Option(
+            "--draft",
+            help="Draft model: a smaller model with the same tokens; or mtp: the model's own multi-token prediction head.",
+            show_default=False,
+        ),
+    ] = None
+
+    @property
+    def count(self) -> int:
+        """The number of draft tokens."""
+        if self.draft is not None and self.guesses == 0:
+            raise typer.BadParameter("a draft needs guesses of 1 or more", param_hint="--guesses")
+        return (0 if self.draft is None else 4) if self.guesses is None else self.guesses
+
+
+def _temperature(default: str) -> Any:
+    return _number("--temperature", "0 always takes the most likely token.", default=default)
+
+
+def _top_k(default: str) -> Any:
     return typer.Option("--top-k", min=1, help="Sample from this number of most likely tokens.", show_default=default)
 
 
-def top_p_option(default: str) -> Any:
-    """--top-p, with the default that the help shows."""
-    help = "Sample from the most likely tokens that reach this probability."
-    return typer.Option("--top-p", min=0, max=1, callback=finite, help=help, show_default=default)
+def _top_p(default: str) -> Any:
+    return _number("--top-p", "Sample from the most likely tokens that reach this probability.", 1, default=default)
 
 
-# Sampling options. None: the setting of the model's files, or off.
-MinP = Annotated[float | None, _number("--min-p", "Draw from tokens at least so many times as likely as the likeliest.", 1)]
-RepetitionPenalty = Annotated[float | None, _number("--repetition-penalty", "Above 1: what came before becomes less likely.")]
-PresencePenalty = Annotated[
-    float | None, _number("--presence-penalty", "Subtracted from logits of tokens that the text has.", least=None)
-]
-FrequencyPenalty = Annotated[
-    float | None, _number("--frequency-penalty", "The same, as many times as the text has the token.", least=None)
-]
-DryMultiplier = Annotated[float | None, _number("--dry-multiplier", "Above 0: repetitions become less likely (DRY); 0.8.")]
-DryBase = Annotated[float | None, _number("--dry-base", "DRY's growth with each token of a repetition; 1.75.", least=1)]
-DryAllowedLength = Annotated[
-    int | None,
-    typer.Option("--dry-allowed-length", min=1, help="Tokens of a repetition that DRY allows; 2.", show_default=False),
-]
-DryBreakers = Annotated[
-    list[str] | None,
-    typer.Option("--dry-breaker", help="Text that no repetition goes beyond; several times.", show_default=False),
-]
-LogitBias = Annotated[
-    list[str] | None,
-    typer.Option("--logit-bias", metavar="TOKEN=BIAS", help="Added to a token's logit; several times.", show_default=False),
-]
-Guesses = Annotated[
-    int | None,
-    typer.Option(
-        "--guesses",
-        min=0,
-        help="Speculative decoding: guess this number of tokens; the text is the same.",
-        show_default="0; 4 with --draft",
-    ),
-]
-Draft = Annotated[
-    Path | None,
-    typer.Option(
-        "--draft",
-        help="Draft model: a smaller model with the same tokens; or mtp: the model's own multi-token prediction head.",
-        show_default=False,
-    ),
-]
-Stop = Annotated[
-    list[str] | None, typer.Option("--stop", help="Text that ends the new text; several times.", show_default=False)
-]
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn, and what ends a text. None: the setting of the model's files, or off."""
+
+    temperature: Annotated[float | None, _temperature("the model's")] = None
+    top_k: Annotated[int | None, _top_k("the model's")] = None
+    top_p: Annotated[float | None, _top_p("the model's")] = None
+    min_p: Annotated[
+        float | None, _number("--min-p", "Draw only from tokens with at least this fraction of the largest probability.", 1)
+    ] = None
+    repetition_penalty: Annotated[
+        float | None, _number("--repetition-penalty", "Above 1: tokens of the prompt and the text become less likely.")
+    ] = None
+    presence_penalty: Annotated[
+        float | None, _number("--presence-penalty", "Subtracted from logits of tokens that the text has.", least=None)
+    ] = None
+    frequency_penalty: Annotated[
+        float | None, _number("--frequency-penalty", "The same, once for each occurrence of the token.", least=None)
+    ] = None
+    dry_multiplier: Annotated[
+        float | None, _number("--dry-multiplier", "Above 0: repetitions become less likely (DRY); 0.8.")
+    ] = None
+    dry_base: Annotated[float | None, _number("--dry-base", "DRY's growth with each token of a repetition; 1.75.", least=1)] = (
+        None
+    )
+    dry_allowed_length: Annotated[
+        int | None,
+        typer.Option("--dry-allowed-length", min=1, help="Tokens of a repetition that DRY allows; 2.", show_default=False),
+    ] = None
+    dry_breakers: Annotated[
+        list[str] | None, typer.Option("--dry-breaker", help="Text that ends a repetition; several times.", show_default=False)
+    ] = None
+    logit_bias: Annotated[
+        list[str] | None,
+        typer.Option("--logit-bias", metavar="TOKEN=BIAS", help="Added to a token's logit; several times.", show_default=False),
+    ] = None
+    stop: Annotated[
+        list[str] | None, typer.Option("--stop", help="Text that ends the new text; several times.", show_default=False)
+    ] = None
+
+    def stop_strings(self) -> tuple[str, ...]:
+        from ..llm.stopping import check_stop_strings
+
+        return check_stop_strings(check_text(text, "--stop") for text in self.stop or ())
+
+    def parsed(self, tokenizer: Any) -> dict[str, Any]:
+        """The fields of lowbit.llm.Sampling that the options set; the tokenizer finds the tokens of DRY's breakers."""
+        from ..llm.stopping import BREAKERS, breakers, check_stop_strings
+
+        given = {name: value for name, value in vars(self).items() if name != "stop" and value not in (None, [])}
+        if not given.get("dry_multiplier"):
+            refuse_unused("without --dry-multiplier", "dry_base", "dry_allowed_length", "dry_breakers")
+        else:
+            strings = check_stop_strings(given.get("dry_breakers", BREAKERS), "--dry-breaker")
+            given["dry_breakers"] = breakers(tokenizer, strings)
+        if "logit_bias" in given:
+            given["logit_bias"] = dict(map(_parse_bias, given["logit_bias"]))
+        return given
 
 
-def parse_sampling(tokenizer: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """The fields of lowbit.llm.Sampling that the options set.
+@dataclass(frozen=True)
+class GreedySampling(Sampling):
+    """As Sampling, with defaults that do not depend on the model."""
 
-    Args:
-        tokenizer: to find the tokens of DRY's breakers.
-        options: field name -> value; None or []: not given.
-    """
-    from ..llm.stopping import BREAKERS, breakers, check_stop_strings
-
-    given = {name: value for name, value in options.items() if value not in (None, [])}
-    if not given.get("dry_multiplier"):
-        names = ("dry_base", "dry_allowed_length", "dry_breakers")
-        refuse_unused("without --dry-multiplier", **{name.removesuffix("s"): name in given for name in names})
-    else:
-        strings = check_stop_strings(given.get("dry_breakers", BREAKERS), "--dry-breaker")
-        given["dry_breakers"] = breakers(tokenizer, strings)
-    if "logit_bias" in given:
-        given["logit_bias"] = dict(map(_parse_bias, given["logit_bias"]))
-    return given
+    temperature: Annotated[float | None, _temperature("0")] = 0.0
+    top_k: Annotated[int | None, _top_k("all")] = None
+    top_p: Annotated[float | None, _top_p("1")] = None
 
 
 def _parse_bias(text: str) -> tuple[int, float]:
@@ -186,46 +323,31 @@ def _parse_bias(text: str) -> tuple[int, float]:
         ) from None
 
 
-def refuse_unused(why: str, **given: bool) -> None:
+def check_text(text: str, option: str) -> str:
+    """Returns a text from the command line or stdin after checking it.
+
+    Raises:
+        ValueError: it is not UTF-8. Python represents invalid bytes by surrogates.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        code = ord(text[error.start])
+        problem = f"the byte 0x{code & 0xFF:02x}" if 0xDC80 <= code <= 0xDCFF else f"half of a character, 0x{code:x},"
+        raise ValueError(f"{option} is not UTF-8 text: found {problem} at character {error.start}") from error
+    return text
+
+
+def refuse_unused(why: str, *names: str) -> None:
     """Refuses options that would have no effect.
 
     Args:
         why: for example "without --bits".
-        given: parameter name -> whether the option differs from its default.
+        names: of parameters.
     """
-    for name, differs in given.items():
-        if differs:
-            raise typer.BadParameter(f"it has no effect {why}", param_hint=f"--{name.replace('_', '-')}")
-
-
-def refuse_without_bits(bits: int | str | None, group_size: str, mapping: str, embedding_bits: int | None) -> None:
-    """Refuses options for quantizing a float checkpoint unless ``bits`` is given."""
-    if not bits:
-        refuse_unused("without --bits", **said_how(group_size, mapping, embedding_bits))
-
-
-# Names of the sampling parameters of commands.
-_SAMPLING = (
-    "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "dry_multiplier",
-    "dry_base", "dry_allowed_length", "dry_breakers", "logit_bias",
-)  # fmt: skip
-
-
-def sampling_in(parameters: dict[str, Any]) -> dict[str, Any]:
-    """The sampling options among a command's parameters."""
-    return {name: parameters[name] for name in _SAMPLING}
-
-
-def optional_config(bits: int | None, group_size: str, mapping: str, embedding_bits: int | None) -> LowBitConfig | None:
-    """How to quantize a float checkpoint while it is loaded; None: not at all."""
-    refuse_without_bits(bits, group_size, mapping, embedding_bits)
-    return None if bits is None else make_config(bits, group_size, mapping, embedding_bits)
-
-
-def said_how(group_size: str, mapping: str, embedding_bits: int | None) -> dict[str, bool]:
-    """Which of these options differ from their defaults."""
-    mapped, embedded = mapping != "symmetric", embedding_bits is not None
-    return {"group_size": group_size != "32", "mapping": mapped, "embedding_bits": embedded}
+    for name in names:
+        if name in on_command_line:
+            raise typer.BadParameter(f"it has no effect {why}", param_hint=on_command_line[name])
 
 
 def parse_group_size(text: str, option: str = "--group-size") -> int | None:
@@ -262,18 +384,8 @@ def parse_widths(text: str) -> list[int]:
     return widths
 
 
-def make_config(
-    bits: int, group_size: str, mapping: str = "symmetric", embedding_bits: int | None = None, **others: Any
-) -> LowBitConfig:
+def config_of(bits: int, group_size: str, **others: Any) -> LowBitConfig:
+    """A config with the group size of the option."""
     from .. import LowBitConfig
 
-    return LowBitConfig(
-        bits=bits, group_size=parse_group_size(group_size), mapping=mapping, embedding_bits=embedding_bits, **others
-    )
-
-
-def number_of_guesses(guesses: int | None, draft: Path | None) -> int:
-    """The number of draft tokens from ``--guesses`` and ``--draft``."""
-    if draft is not None and guesses == 0:
-        raise typer.BadParameter("a draft needs guesses of 1 or more", param_hint="--guesses")
-    return (0 if draft is None else 4) if guesses is None else guesses
+    return LowBitConfig(bits=bits, group_size=parse_group_size(group_size), **others)

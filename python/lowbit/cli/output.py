@@ -15,7 +15,7 @@ import time
 import unicodedata
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +40,18 @@ from ..machine.sizes import size
 if TYPE_CHECKING:
     from .. import CheckpointEntry
 
-__all__ = ["Output", "console", "packed_figures", "print_piece", "quieten", "reporting", "set_stdout_errors", "size", "table"]
+__all__ = [
+    "Output",
+    "console",
+    "facts_table",
+    "packed_figures",
+    "print_piece",
+    "quieten",
+    "reporting",
+    "set_stdout_errors",
+    "size",
+    "table",
+]
 
 _NO_MEMORY = "can't allocate memory"  # torch raises a plain RuntimeError
 LINE_SECONDS = 60.0  # between lines of progress without a terminal
@@ -56,11 +67,21 @@ def console(*, stderr: bool, width: int | None = None) -> Console:
     return Console(stderr=stderr, width=width, highlight=False, soft_wrap=False, markup=False, emoji=False)
 
 
-def table(*columns: str, title: str | None = None) -> Table:
-    """A table of figures: a text column, and right-aligned columns."""
-    result = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
+def table(*columns: str, texts: Collection[int] = ()) -> Table:
+    """A table of figures: a text column, and right-aligned columns; ``texts`` are numbers of further text columns."""
+    result = Table(box=None, pad_edge=False, header_style="bold")
     for index, column in enumerate(columns):
-        result.add_column(column, justify="right" if index else "left", no_wrap=True)
+        text = index in texts
+        result.add_column(column, justify="right" if index and not text else "left", no_wrap=not text)
+    return result
+
+
+def facts_table(rows: Iterable[tuple[str, str]]) -> Table:
+    """A table of names and texts, without a header."""
+    result = table("", "", texts=[1])
+    result.show_header = False
+    for row in rows:
+        result.add_row(*row)
     return result
 
 

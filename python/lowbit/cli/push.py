@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .options import Json
 from .output import Output, packed_figures, size
 
 if TYPE_CHECKING:
@@ -17,6 +16,7 @@ if TYPE_CHECKING:
 
 
 def push(
+    output: Output,
     source_directory: Annotated[
         Path, typer.Argument(metavar="MODEL", help="Directory of a packed checkpoint.", show_default=False)
     ],
@@ -28,7 +28,6 @@ def push(
         str | None, typer.Option("--license", help="License for the card, such as apache-2.0.", show_default=False)
     ] = None,
     private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False,
-    as_json: Json = False,
 ) -> None:
     """Upload a packed checkpoint to a hub, with a model card."""
     from .. import inspect_checkpoint
@@ -38,7 +37,6 @@ def push(
     from ..files.safetensors import files_of, read_files
     from ..operators import ops
 
-    output = Output(as_json)
     entries = inspect_checkpoint(source_directory)
     if not any(entry.kind == "packed" for entry in entries):
         raise ValueError(f"{source_directory} has no packed weights; expected a checkpoint of lowbit quantize or lowbit import")

@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -24,18 +25,28 @@ if TYPE_CHECKING:
 _UNITS = {"writing": "bytes"}
 
 
+@dataclass(frozen=True)
+class _Quantizing(options.Quantizing):
+    bits: Annotated[int, typer.Option("--bits", min=1, max=8, help="Bits per weight.")] = 4
+
+
 def quantize(
     context: typer.Context,
+    output: Output,
     source: Annotated[Path, typer.Argument(metavar="SOURCE", help="Directory of a float checkpoint.", show_default=False)],
-    target: Annotated[Path, typer.Argument(metavar="TARGET", help="Directory to write; empty, or new.", show_default=False)],
-    bits: options.Bits = 4,
-    group_size: options.GroupSize = "32",
-    mapping: options.Mapping = "symmetric",
+    target: options.Target,
+    *,
+    quantizing: _Quantizing,
     scale: Annotated[
         Literal["mse", "absmax"], typer.Option("--scale", help="Least squared error, or the whole range of a group.")
     ] = "mse",
-    embedding_bits: options.EmbeddingBits = None,
-    conv_bits: options.ConvBits = None,
+    conv_bits: Annotated[
+        int | None,
+        typer.Option(
+            "--conv-bits", min=1, max=8, help="Bits of convolutions that are matrix products; 8.",
+            show_default="they stay float",
+        ),
+    ] = None,
     rotate: Annotated[
         bool,
         typer.Option(
@@ -69,9 +80,7 @@ def quantize(
             "tuned and distilled.",
         ),
     ] = "auto",
-    calibrate_tokens: Annotated[
-        int, typer.Option("--calibrate-tokens", min=128, help="Largest number of tokens used from the text.")
-    ] = 32768,
+    calibrate_tokens: options.CalibrateTokens = 32768,
     window: Annotated[int, typer.Option("--window", min=8, help="Tokens that the model sees at once.")] = 512,
     target_size: Annotated[
         str | None,
@@ -92,20 +101,14 @@ def quantize(
         ),
     ] = None,
     threads: options.Threads = None,
-    as_json: options.Json = False,
-) -> None:
+) -> None:  # fmt: skip
     """Quantize a checkpoint, without ever holding it in memory."""
     begin = time.perf_counter()
-    output = Output(as_json)
     set_threads(threads)
     if calibrate is None:
-        given = {"method": method != "auto", "calibrate_tokens": calibrate_tokens != 32768, "window": window != 512}
-        given |= {"target_size": target_size is not None, "target_bits": target_bits is not None}
-        options.refuse_unused("without --calibrate", **given)
+        options.refuse_unused("without --calibrate", "method", "calibrate_tokens", "window", "target_size", "target_bits")
     overrides = list(map(_override, override or ()))  # pairs, because their order matters and a pattern may occur twice
-    config = options.make_config(
-        bits, group_size, mapping, embedding_bits, scale=scale, overrides=overrides, conv_bits=conv_bits, rotate=rotate
-    )
+    config = quantizing.config_at(quantizing.bits, scale=scale, overrides=overrides, conv_bits=conv_bits, rotate=rotate)
     if target_size is not None and target_bits is not None:
         raise typer.BadParameter("--target-size says how large already; expected one of them", param_hint="--target-bits")
     target_bytes = None if target_size is None else options.parse_size(target_size, "--target-size")
@@ -134,12 +137,11 @@ def _through_import(context: typer.Context, source: Path, target: Path) -> str:
     while directory.exists() or directory.absolute() == target.absolute():
         directory = directory.with_name(f"{directory.name}-imported")
     given: list[str] = []
-    for parameter in context.command.params:
-        chosen = context.get_parameter_source(parameter.name or "")
-        if parameter.param_type_name == "option" and chosen is not None and chosen.name == "COMMANDLINE":
-            value = context.params[parameter.name or ""]
+    for name, option in options.on_command_line.items():
+        if option.startswith("-"):
+            value = context.params[name]
             for one in value if isinstance(value, list | tuple) else [value]:
-                given += [parameter.opts[0]] if one is True else [parameter.opts[0], str(one)]
+                given += [option] if one is True else [option, str(one)]
     first = shlex.join(["lowbit", "import", str(source), str(directory)])
     return f"{first} && {shlex.join(['lowbit', 'quantize', str(directory), str(target), *given])}"
 
@@ -170,7 +172,7 @@ def _show(
     shown.add_row(
         f"{count} packed layers", "", size(packed["packed_bytes"]), f"{packed['bits_per_weight']:.2f} bits per weight"
     )
-    shown.add_row("left as they were", "", size(document["float_bytes"]), "")
+    shown.add_row("not quantized", "", size(document["float_bytes"]), "")
     lines = _stays_float(summary)
     if calibration is not None:
         lines.append(_calibrated(calibration))

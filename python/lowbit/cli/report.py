@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import shlex
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from .models import read_text, set_threads
-from .options import EmbeddingBits, GroupSize, Json, Mapping, Model, Threads, parse_group_size, parse_widths, refuse_unused
+from .options import CalibrateTokens, Model, Quantizing, Threads, parse_group_size, parse_widths, refuse_unused
 from .output import Output, table
 
 
@@ -24,16 +25,26 @@ def _methods(given: str, option: str) -> list[str]:
     return list(dict.fromkeys(names))
 
 
+_Bits = Annotated[str, typer.Option("--bits", metavar="N,N,...", help="Widths, 1 to 8.")]
+
+
+@dataclass(frozen=True)
+class _Widths(Quantizing):
+    bits: _Bits = "8,4,3,2"  # type: ignore[assignment]
+
+
 def report(
+    output: Output,
     model: Model,
     output_path: Annotated[
         Path, typer.Argument(metavar="OUT", help="The page, a name in .html, or its directory.", show_default=False)
     ],
+    *,
     text: Annotated[Path, typer.Option("--text", help="File of text to measure on, UTF-8.", show_default=False)],
     calibrate: Annotated[
         Path | None, typer.Option("--calibrate", help="Calibration text for the methods that need one; not the same as --text.")
     ] = None,
-    bits: Annotated[str, typer.Option("--bits", metavar="N,N,...", help="Widths, 1 to 8.")] = "8,4,3,2",
+    quantizing: _Widths,
     target_bits: Annotated[
         str,
         typer.Option(
@@ -50,34 +61,23 @@ def report(
         str,
         typer.Option("--target-methods", metavar="NAME,...", help="With --calibrate: methods for mixed precision per layer."),
     ] = "auto",
-    group_size: GroupSize = "32",
-    mapping: Mapping = "symmetric",
-    embedding_bits: EmbeddingBits = None,
-    calibrate_tokens: Annotated[
-        int, typer.Option("--calibrate-tokens", min=128, help="Largest number of tokens used from the text.")
-    ] = 32768,
+    calibrate_tokens: CalibrateTokens = 32768,
     window: Annotated[int, typer.Option("--window", min=2, help="Tokens that the model sees at once.")] = 512,
     skip_layers: Annotated[bool, typer.Option("--skip-layers", help="Skip the cost of each layer.")] = False,
     skip_speed: Annotated[bool, typer.Option("--skip-speed", help="Skip the decoding speed.")] = False,
     threads: Threads = None,
-    as_json: Json = False,
 ) -> None:
-    """A page of plots: quality against bytes for every width and method, beside other formats."""
+    """Write a page of plots: quality against bytes for every width and method, compared with other formats."""
     from ..files.config_json import refuse_gguf
     from ..files.replace import replacing
     from ..tools.report.measure_methods import Options, collect
     from ..tools.report.report_page import render  # fails early if matplotlib is missing
 
-    output = Output(as_json)
     if calibrate is None:
-        refuse_unused(
-            "without --calibrate",
-            calibrate_tokens=calibrate_tokens != 32768,
-            methods=methods not in ("importance,auto", "none"),
-            target_methods=target_methods not in ("auto", "none"),
-            target_bits=target_bits not in ("1.5,2,2.5,3,3.5,4.5,6.5,8.5", "none"),
-        )
-    widths = sorted(parse_widths(bits), reverse=True)
+        chosen = {"methods": methods, "target_methods": target_methods, "target_bits": target_bits}
+        unused = [name for name, value in chosen.items() if value != "none"]
+        refuse_unused("without --calibrate", "calibrate_tokens", *unused)
+    widths = sorted(parse_widths(quantizing.bits), reverse=True)
     try:
         targets = sorted({float(part) for part in target_bits.split(",")} if target_bits != "none" else (), reverse=True)
     except ValueError:
@@ -103,8 +103,9 @@ def report(
     if calibration is not None and calibration == content:
         raise ValueError(f"{calibrate} and {text} are the same text; calibrate on another text to avoid data leakage")
     options = Options(
-        model, content, calibration, widths, targets, parse_group_size(group_size), mapping, embedding_bits, of_bits,
-        of_targets, window, calibrate_tokens, sensitivity=not skip_layers, speed=not skip_speed,
+        model, content, calibration, widths, targets, parse_group_size(quantizing.group_size), quantizing.mapping,
+        quantizing.embedding_bits, of_bits, of_targets, window, calibrate_tokens, sensitivity=not skip_layers,
+        speed=not skip_speed,
     )  # fmt: skip
     figures = collect(options, page.with_suffix(".json"), lambda what: output.note(f"{what} ..."))
     command = shlex.join(["lowbit", *sys.argv[1:]])

@@ -9,36 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..machine.facts import keep_freed_memory
-from .models import (
-    from_hub,
-    imported,
-    load,
-    load_draft,
-    make_prefix_cache,
-    parse_prefix_size,
-    positions,
-    read_text,
-    set_threads,
-)
-from .options import (
-    PREFIX_SIZE,
-    Cache,
-    Draft,
-    EmbeddingBits,
-    GroupSize,
-    Guesses,
-    Mapping,
-    MaxLength,
-    OptionalBits,
-    PrefixDirectory,
-    PrefixSize,
-    Threads,
-    finite,
-    make_config,
-    number_of_guesses,
-    parse_size,
-    refuse_without_bits,
-)
+from . import options
+from .models import from_hub, imported, load, load_draft, positions, read_text, set_threads
 from .output import Output
 
 if TYPE_CHECKING:
@@ -52,49 +24,44 @@ def serve(
     models: Annotated[
         list[Path], typer.Argument(metavar="MODEL...", help="Directories of checkpoints, or GGUF files.", show_default=False)
     ],
+    *,
     host: Annotated[str, typer.Option("--host", help="Address to listen on; 0.0.0.0: all of this machine.")] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0 takes a free one.")] = 8000,
     api_key: Annotated[
         str | None,
-        typer.Option("--api-key", help="Requests must have it; LOWBIT_API_KEY hides it from ps.", show_default=False),
+        typer.Option("--api-key", help="Key that requests must have; LOWBIT_API_KEY hides it from ps.", show_default=False),
     ] = None,
-    at_once: Annotated[int, typer.Option("--at-once", min=1, help="Texts that are written at once.")] = 16,
+    at_once: Annotated[int, typer.Option("--at-once", min=1, help="Texts that are decoded at the same time.")] = 16,
     queue: Annotated[int, typer.Option("--queue", min=0, help="Texts that may wait; further ones are refused.")] = 64,
     rows: Annotated[int, typer.Option("--rows", min=1, help="Tokens of prompts in a call of the model.")] = 512,
-    timeout: Annotated[float, typer.Option("--timeout", min=0.001, callback=finite, help="Seconds for a request.")] = 600.0,
-    grace: Annotated[int, typer.Option("--grace", min=0, help="Seconds that running requests get at the end.")] = 10,
+    timeout: Annotated[
+        float, typer.Option("--timeout", min=0.001, callback=options.finite, help="Seconds for a request.")
+    ] = 600.0,
+    grace: Annotated[int, typer.Option("--grace", min=0, help="Seconds for running requests when the server ends.")] = 10,
     prefix_memory: Annotated[
         str, typer.Option("--prefix-memory", help="Memory of each model for prefixes of finished texts; 0: none.")
     ] = "512MiB",
-    prefix_cache: PrefixDirectory = None,
-    prefix_cache_size: PrefixSize = PREFIX_SIZE,
-    guesses: Guesses = None,
-    draft: Draft = None,
-    template: Annotated[
-        Path | None, typer.Option("--template", help="Chat template, a Jinja file, instead of the model's.", show_default=False)
-    ] = None,
-    bits: OptionalBits = None,
-    group_size: GroupSize = "32",
-    mapping: Mapping = "symmetric",
-    embedding_bits: EmbeddingBits = None,
-    max_length: MaxLength = None,
-    cache: Cache = None,
-    threads: Threads = None,
+    prefixes: options.Prefixes,
+    speculation: options.Speculation,
+    template: options.Template = None,
+    quantizing: options.Quantizing,
+    max_length: options.MaxLength = None,
+    cache: options.Cache = None,
+    threads: options.Threads = None,
 ) -> None:
     """Answer requests over HTTP, with OpenAI's interface, until Ctrl-C or SIGTERM."""
     run: Any = _needed()
     output = Output(False)
-    refuse_without_bits(bits, group_size, mapping, embedding_bits)
-    kept = 0 if prefix_memory == "0" else parse_size(prefix_memory, "--prefix-memory")
-    most_bytes = parse_prefix_size(prefix_cache, prefix_cache_size)
+    config = quantizing.config()
+    kept = 0 if prefix_memory == "0" else options.parse_size(prefix_memory, "--prefix-memory")
+    prefixes.prefix_bytes()  # checks the option
     names = [path.name.removesuffix(".gguf") or str(path) for path in (each.absolute() for each in models)]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise ValueError(f"two models have the name {twice}, by which requests choose; expected different names of directories")
-    guesses = number_of_guesses(guesses, draft)
+    guesses, draft = speculation.count, speculation.draft
     if draft is not None and len(models) > 1:
         raise ValueError(f"--draft is for one model; found {len(models)}: start a server for each")
-    config = None if bits is None else make_config(bits, group_size, mapping, embedding_bits)
     text = None if template is None else read_text(template)
     set_threads(threads)
     keep_freed_memory()
@@ -107,7 +74,7 @@ def serve(
 
     for model in loaded:
         if isinstance(model, LanguageModel):
-            model.batch.prefix_cache = make_prefix_cache(output, prefix_cache, most_bytes, model.batch.decoder)
+            model.batch.prefix_cache = prefixes.open_prefix_cache(output, model.batch.decoder)
             if guesses:
                 decoder = model.batch.decoder
                 guesser = draft and load_draft(output, draft, model.tokenizer, model.name, decoder, config, cache)

@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..machine.facts import cpp_compiler
-from .models import (
-    check_text,
-    imported,
-    load,
-    load_draft,
-    make_prefix_cache,
-    make_step,
-    parse_prefix_size,
-    set_threads,
-    wants_prefix_cache,
-)
-from .options import parse_sampling, parse_size
+from .models import imported, load, load_draft, set_threads
+from .options import Running, Sampling, parse_size
 from .output import Output
 
 if TYPE_CHECKING:
-    from .. import LowBitConfig
+    from torch import Tensor
+
     from ..llm import Decoder, Mtp
 
 
@@ -38,117 +29,101 @@ class Session:
         stop: tokens that end a text.
         sampling: fields of :class:`lowbit.llm.Sampling` that the options set.
         prefix_cache: on disk, or None.
+        refusal: why the model does not run in lowbit's decoder; None if it does.
     """
 
-    def __init__(
-        self,
-        output: Output,
-        path: Path,
-        config: LowBitConfig | None,
-        *,
-        stop: Iterable[str] | None,
-        compiled: bool,
-        cache: str | None,
-        threads: int | None,
-        prefix_cache: Path | None,
-        prefix_cache_size: str,
-        expert_memory: str | None = None,
-    ):
-        from ..llm.stopping import check_stop_strings
-
-        self.output, self.path, self._config = output, path, config
-        self.strings = check_stop_strings(check_text(text, "--stop") for text in stop or ())
-        self.model: Any = None
-        self.tokenizer: Any = None
+    def __init__(self, output: Output, path: Path, running: Running, sampling: Sampling, needs: dict[str, bool] | None = None):
+        """
+        Args:
+            needs: option that requires lowbit's decoder -> whether it was given.
+        """
+        self.output, self.path, self.running, self._sampling = output, path, running, sampling
+        self._config = running.config()
+        self.strings = sampling.stop_strings()
         self.processor: Any = None  # of an image-text model
         self.images: list[Any] = []
         self._inputs: dict[str, Any] | None = None
-        self.step: Any = None
-        self._compiled, self._cache = compiled, cache
-        self._prefixes = prefix_cache, parse_prefix_size(prefix_cache, prefix_cache_size)
-        self._expert_memory = None if expert_memory is None else parse_size(expert_memory, "--expert-memory")
-        if compiled and expert_memory is not None:
+        memory = running.expert_memory
+        self._expert_bytes = None if memory is None else parse_size(memory, "--expert-memory")
+        self._needs = {"--compile": running.compile, "--cache": running.cache is not None, **(needs or {})}
+        running.prefix_bytes()  # checks the option
+        if running.compile and memory is not None:
             raise ValueError("--compile needs all experts in memory; leave out --expert-memory")
-        if compiled:
+        if running.compile:
             cpp_compiler()
-        set_threads(threads)
+        set_threads(running.threads)
 
-    def load(
-        self,
-        sampling: dict[str, Any],
-        template: str | None = None,
-        has_turns: bool = True,
-        images: Sequence[Path] = (),
-        needs: dict[str, bool] | None = None,
-    ) -> None:
+    def load(self, template: str | None = None, has_turns: bool = True, images: Sequence[Path] = ()) -> None:
         """Loads the model and its tokenizer; with images, or if it is only an image-text model, also its processor.
 
         Args:
-            sampling: values of the sampling options by name; None: not given.
             template: a chat template; None: the tokenizer's, if the session ``has_turns``.
             images: files of the images to show to the model.
-            needs: option that requires lowbit's decoder -> whether it was given.
         """
-        from ..llm.images import check_takes_images, open_image, sees_only
-        from ..llm.loading import load_tokenizer, stop_tokens
+        from ..llm.images import check_takes_images, image_template, open_image, sees_only
+        from ..llm.loading import load_image_processor, load_tokenizer, stop_tokens
         from ..llm.templates import chat_template
 
         self.images = [open_image(image) for image in images]  # before the model is loaded, to report errors early
         with imported(self.output, self.path) as self.path:
             if images:
                 check_takes_images(self.path)
-            if images or sees_only(self.path):
-                self._load_with_images(template, has_turns, needs or {})
-                self.sampling = parse_sampling(self.tokenizer, sampling)
-                return
-            self.model = load(self.output, self.path, self._config)
-            if self._expert_memory is not None:
+            sees = bool(images) or sees_only(self.path)
+            if sees:
+                more = {"--expert-memory": self._expert_bytes, "--prefix-cache": self.running.prefix_cache}
+                for option, asked in (self._needs | {option: value is not None for option, value in more.items()}).items():
+                    if asked:
+                        raise ValueError(f"{option} requires lowbit's decoder, which sees no images; leave it out")
+                self.processor = load_image_processor(self.path)  # first, to report missing packages early
+            self.model: Any = load(self.output, self.path, self._config, images=sees)
+            if self._expert_bytes is not None:
                 from ..llm import stream_experts
 
-                places = stream_experts(self.model, self.path, self._expert_memory)
+                places = stream_experts(self.model, self.path, self._expert_bytes)
                 self.output.note(f"each layer keeps {places} experts in memory and reads the others from {self.path}")
-            self.tokenizer = load_tokenizer(self.path)
-            self.template = chat_template(self.tokenizer, self.path) if has_turns and template is None else template
-        self.stop = stop_tokens(self.model, self.tokenizer)
-        self.sampling = parse_sampling(self.tokenizer, sampling)
+            self.tokenizer: Any = self.processor.tokenizer if sees else load_tokenizer(self.path)
+            if has_turns and template is None:
+                template = image_template(self.processor, self.path) if sees else chat_template(self.tokenizer, self.path)
+        self.template, self.stop = template, stop_tokens(self.model, self.tokenizer)
+        self.sampling = self._sampling.parsed(self.tokenizer)
 
-    def _load_with_images(self, template: str | None, has_turns: bool, needs: dict[str, bool]) -> None:
-        from ..llm.images import image_template
-        from ..llm.loading import load_image_processor, stop_tokens
+    def start(self, max_length: int) -> None:
+        """Makes the decoding step and its prefix cache.
 
-        given = {
-            "--compile": self._compiled,
-            "--cache": self._cache is not None,
-            "--expert-memory": self._expert_memory is not None,
-        }
-        given |= {"--prefix-cache": self._prefixes[0] is not None, **needs}
-        for option, asked in given.items():
-            if asked:
-                raise ValueError(f"{option} requires lowbit's decoder, which sees no images; leave it out")
-        self.processor = load_image_processor(self.path)  # first, to report missing packages early
-        self.tokenizer = self.processor.tokenizer
-        self.template = image_template(self.processor, self.path) if has_turns and template is None else template
-        self.model = load(self.output, self.path, self._config, images=True)
-        self.stop = stop_tokens(self.model, self.tokenizer)
-
-    def start(self, max_length: int, needs: dict[str, bool] | None = None) -> None:
-        """Makes the decoding step, as :func:`make_step`, and its prefix cache."""
+        If lowbit's decoder refuses the model, the step is a :class:`lowbit.llm.Fallback`, with a note.
+        """
         self.max_length = max_length
         if self.processor is not None:
             from ..llm.images import ImageStep
 
-            self.step, self.prefix_cache = ImageStep(self.model, max_length), None
+            self.step: Any = ImageStep(self.model, max_length)
+            self.prefix_cache = None
             if self._inputs is not None:
                 self.step.look(self._inputs)
-            return
-        windows = not wants_prefix_cache(self._prefixes[0])
-        self.step = make_step(self.output, self.model, max_length, self._compiled, self._cache, needs, windows)
-        self.prefix_cache = make_prefix_cache(self.output, *self._prefixes, self.step)
+        else:
+            self.step = self._step()
+            self.prefix_cache = self.running.open_prefix_cache(self.output, self.step)
+        self.refusal: str | None = getattr(self.step, "refusal", None)
 
-    @property
-    def refusal(self) -> str | None:
-        """Why the model does not run in lowbit's decoder; None if it does."""
-        return getattr(self.step, "refusal", None)
+    def _step(self) -> Callable[[Tensor, Tensor], Tensor]:
+        from .. import llm
+        from ..llm.compiled_files import usable_directory
+
+        running = self.running
+        try:
+            decoder = llm.Decoder(self.model, self.max_length, running.cache, windows=not running.wants_prefixes, replay=True)
+            if not running.compile:
+                return decoder
+            with self.output.progress("compiling, or loading what was compiled before"):
+                return llm.compile_decoder(decoder, directory=usable_directory(self.output.note))
+        except llm.Refusal as refusal:
+            for option, given in self._needs.items():
+                if given:
+                    raise ValueError(f"{option} requires lowbit's decoder; {refusal}") from refusal
+            step = llm.Fallback(self.model, self.max_length)
+            step.refusal = str(refusal).split("; use transformers' generate()")[0]
+            self.output.note(f"{step.refusal}; it runs by transformers' own attention instead, and {step.how}")
+            return step
 
     def prompt(self, text: str) -> list[int]:
         """The tokens of a text, or of a message in the chat template."""
@@ -170,4 +145,4 @@ class Session:
 
     def draft(self, path: Path) -> Decoder | Mtp:
         """The decoder of a draft model with the same tokens, or the model's own head."""
-        return load_draft(self.output, path, self.tokenizer, self.path, self.step, self._config, self._cache)
+        return load_draft(self.output, path, self.tokenizer, self.path, self.step, self._config, self.running.cache)

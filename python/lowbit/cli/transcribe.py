@@ -20,33 +20,30 @@ if TYPE_CHECKING:
 
 
 def transcribe(
+    output: Output,
     model: options.Model,
     audio: Annotated[
         list[Path], typer.Argument(metavar="AUDIO...", help="Recordings: WAV, MP3, FLAC, M4A, video.", show_default=False)
     ],
+    *,
     language: Annotated[
         str | None, typer.Option(help="Code of the spoken language, such as en.", show_default="detected")
     ] = None,
     task: Annotated[
-        Literal["transcribe", "translate"], typer.Option(help="Write what is said, or translate it to English.")
+        Literal["transcribe", "translate"], typer.Option(help="Transcribe the speech, or translate it to English.")
     ] = "transcribe",
     format: Annotated[
         Literal["text", "lines", "srt", "vtt"], typer.Option("--format", help="Text alone, lines with times, or subtitles.")
     ] = "text",
-    bits: options.OptionalBits = None,
-    group_size: options.GroupSize = "32",
-    mapping: options.Mapping = "symmetric",
-    embedding_bits: options.EmbeddingBits = None,
+    quantizing: options.Quantizing,
     cache: options.Cache = None,
     threads: options.Threads = None,
-    as_json: options.Json = False,
 ) -> None:
-    """Write down what is said in recordings, with a Whisper model."""
+    """Transcribe recordings with a Whisper model."""
     from ..speech import SAMPLE_RATE, load_audio, load_transcriber
     from ..speech.audio import limit_allocations
 
-    output = Output(as_json)
-    config = options.optional_config(bits, group_size, mapping, embedding_bits)
+    config = quantizing.config()
     set_threads(threads)
     keep_freed_memory()
     set_stdout_errors("replace")
@@ -57,7 +54,7 @@ def transcribe(
     documents = []
     for path, samples in recordings:
         begin = time.perf_counter()
-        if as_json:
+        if output.as_json:
             result = transcriber.transcribe(samples, language=language, task=task)
             documents.append({"file": str(path), "seconds": time.perf_counter() - begin, **asdict(result)})
             continue
@@ -74,7 +71,7 @@ def transcribe(
         seconds = time.perf_counter() - begin
         duration = len(samples) / SAMPLE_RATE
         print(f"{path}: {duration:.1f} s of audio in {seconds:.1f} s", file=sys.stderr)
-    if as_json:
+    if output.as_json:
         output.result({"model": str(model), "recordings": documents})
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Unpack
+from typing import Any, TypeAlias, Unpack
 
 import torch
 from torch import Tensor
@@ -14,9 +14,9 @@ from ..files.untrusted import one_line, raised_by_reader
 from ..hf.recurrent import is_state
 from .caches import Caches, common, copy_layer
 from .decoder import Decoder
-from .generation import AGAIN, Generation, TextWriter, check_lengths
+from .generation import AGAIN, Generation, Text, TextWriter, check_lengths
 from .guessing import Guesser, check_draft, make_guesser
-from .penalties import Constraint, TokenLogprobs, token_logprobs
+from .penalties import TokenLogprobs, token_logprobs
 from .prefixes import PrefixCache
 from .sampling import Sampling, SamplingArguments, check_seed, prompt_ids, token_ids, without_mask
 
@@ -30,25 +30,6 @@ _ROOM = 256
 
 
 @dataclass(eq=False)
-class Text:
-    """A text for :class:`Batch`, with the arguments of :func:`generate`."""
-
-    prompt: list[int]
-    max_new_tokens: int
-    sampling: Sampling = field(default_factory=Sampling)
-    seed: int = 0
-    stop: frozenset[int] = frozenset()
-    until: Callable[[int], bool] | None = None
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None  # as ``logprobs``, for the prompt's tokens except the first
-    constraint: Constraint | None = None
-    on_token: Callable[[int], None] | None = None
-    on_end: Callable[[Generation], None] | None = None
-    on_error: Callable[[Exception], None] | None = None  # called with an error of this text; None: raised
-    result: Generation | None = None  # None until the text begins
-
-
-@dataclass(eq=False)
 class _Active:
     text: Text
     caches: Caches
@@ -57,12 +38,15 @@ class _Active:
     writer: TextWriter
     scores: list[TokenLogprobs] = field(default_factory=list)  # of the computed tokens of the prompt
     guesser: Guesser | None = None  # created when the text first runs alone
-    guesser_has: int = 0  # number of new tokens that the guesser has seen
 
     @property
     def known(self) -> list[int]:
         """Tokens that are or will be in the caches: a prompt is computed before the text can end."""
         return self.caches.tokens if self.writer.result.tokens else self.text.prompt
+
+
+_Layers: TypeAlias = list[tuple[Tensor, ...]]
+_Computed: TypeAlias = tuple[_Active, Tensor, _Layers | None]  # a text, logits, and states that include all draft tokens
 
 
 class Batch:
@@ -110,11 +94,7 @@ class Batch:
         """
         if guesses < 1:
             raise ValueError(f"guesses is {guesses}; expected 1 or more")
-        check_draft(self.decoder, draft)
-        if draft is not None and draft.max_length < self.decoder.max_length:
-            raise ValueError(
-                f"the draft's max_length is {draft.max_length}; expected the decoder's {self.decoder.max_length} or more"
-            )
+        check_draft(self.decoder, draft, self.decoder.max_length)
         self._guesses, self._draft = guesses, draft
 
     @property
@@ -179,9 +159,10 @@ class Batch:
                 if active.writer.result.tokens and active.caches.length - len(active.caches.tokens) < len(active.pending):
                     self._grow(active)
             guess = self._guess(still)
-            for active, logits in self._verify(still[0], guess) if guess else self._compute(_plan(still, self.rows)):
+            computed = self._verify(still[0], guess) if guess else self._compute(_plan(still, self.rows))
+            for active, rows, after in computed:
                 try:
-                    self._take(active, logits)
+                    self._take(active, rows, guess, after)
                 except BaseException as error:
                     if not isinstance(error, Exception) and not raised_by_reader(error):  # Ctrl-C
                         raise
@@ -194,11 +175,25 @@ class Batch:
             text.on_error(failure)
         return bool(still or failed)
 
-    def _take(self, active: _Active, logits: Tensor) -> None:
-        result = active.writer.result
+    def _take(self, active: _Active, rows: Iterable[Tensor], guess: list[int], after: _Layers | None) -> None:
+        """Adds tokens to a text, from logits after its last token and after draft tokens, and sets what its caches hold.
+
+        Args:
+            after: states that include all draft tokens; None: nothing in the caches depends on rejected ones.
+        """
+        result, caches, before = active.writer.result, active.caches, active.writer.result.accepted
         result.prompt_logprobs = active.scores
-        token = active.writer.take(logits)
-        active.pending = [] if token is None else [token]
+        new = active.writer.accept(rows, guess)
+        accepted = guess[: result.accepted - before]
+        if after is None:
+            caches.tokens += accepted
+            active.pending = new[-1:]
+        elif len(accepted) == len(guess):
+            caches.layers = after
+            caches.tokens += active.pending + guess
+            active.pending = new[-1:]
+        else:  # accepted tokens that the states lack are computed again, with the next one
+            active.pending = active.pending + new
         if active.writer.ended:
             self.ending(active.text, active.caches)
             if self.prefix_cache is not None:
@@ -218,11 +213,7 @@ class Batch:
         disk = self.prefix_cache if text.prompt_logprobs is None else None
         if disk is not None and disk.count(prompt) > same and (count := disk.read(prompt, caches.layers)) > same:
             source, same, caches.tokens = None, count, prompt[:count]
-        writer = TextWriter(
-            prompt, text.max_new_tokens, self.decoder.max_length, text.sampling, text.seed, stop=text.stop,
-            until=text.until, logprobs=text.logprobs, constraint=text.constraint, cached=same, on_token=text.on_token,
-        )  # fmt: skip
-        text.result = writer.result
+        writer = TextWriter(text, self.decoder.max_length, same)
         return _Active(text, caches, prompt[same:], None if source is None else (source, same), writer)
 
     def _caches(self, text: Text, new: int) -> Caches:
@@ -237,7 +228,7 @@ class Batch:
             copy_layer(source, target, len(before.tokens))
         active.caches.tokens = before.tokens
 
-    def _compute(self, plan: list[tuple[_Active, list[int]]]) -> Iterator[tuple[_Active, Tensor]]:
+    def _compute(self, plan: list[tuple[_Active, list[int]]]) -> Iterator[_Computed]:
         """Computes tokens of texts; yields the logits after the last known token of texts without pending tokens."""
         together = []
         for active, tokens in plan:
@@ -247,7 +238,7 @@ class Batch:
                 active.scores += _scores(active, logits)
                 active.pending = active.pending[len(tokens) :]
                 if not active.pending:
-                    yield active, logits[-1]
+                    yield active, logits[-1:], None
             else:
                 call = (active.caches, tokens) if active.source is None else (active.caches, tokens, active.source)
                 together.append((active, call))
@@ -259,7 +250,7 @@ class Batch:
             active.pending = active.pending[len(tokens) :]
             if not active.pending:
                 active.writer.result.decode_calls += bool(active.writer.result.tokens)
-                yield active, row
+                yield active, row[None], None
 
     def _guess(self, running: Sequence[_Active]) -> list[int]:
         """Draft tokens for a text that runs alone and whose prompt is computed."""
@@ -268,47 +259,25 @@ class Batch:
         (active,) = running
         if len(active.pending) > AGAIN:
             return []
-        known = active.writer.result.tokens
         room = min(active.writer.room - 1, active.caches.length - len(active.caches.tokens) - len(active.pending))
-        if not known or room < 1:
+        if not active.writer.result.tokens or room < 1:
             return []
         if active.guesser is None:
-            prompt = active.text.prompt
             # The draft's caches belong to the last text that ran alone; an earlier one has ended.
-            active.guesser = make_guesser(self.decoder, prompt, self._draft)
-        for token in known[active.guesser_has :]:
-            active.guesser.append(token)
-        active.guesser_has = len(known)
-        return active.guesser.guess(min(self._guesses, room))
+            active.guesser = make_guesser(self.decoder, self._draft)
+        return active.guesser.guess(active.writer.tokens, min(self._guesses, room))
 
-    def _verify(self, active: _Active, guess: list[int]) -> Iterator[tuple[_Active, Tensor]]:
-        """Computes the last token and the draft tokens in one call; yields logits while draft tokens are accepted."""
-        caches, result, pending, recurrent = active.caches, active.writer.result, active.pending, self.decoder.recurrent
+    def _verify(self, active: _Active, guess: list[int]) -> Iterator[_Computed]:
+        """Computes the last token and the draft tokens in one call."""
+        caches, pending, recurrent = active.caches, active.pending, self.decoder.recurrent
         before = list(caches.layers)
         if recurrent:  # states cannot undo a rejected token, so the call updates copies
             caches.layers = [tuple(part.clone() if is_state(part) else part for part in layer) for layer in before]
         (logits,) = self.decoder.run_texts([(caches, pending + guess)], everywhere=True)
         after, caches.layers = caches.layers, before
-        result.decode_calls += 1
-        result.guessed += len(guess)
+        active.writer.result.decode_calls += 1
         del caches.tokens[len(caches.tokens) - len(guess) - (len(pending) if recurrent else 0) :]
-        tokens = list(pending)
-        for row, guessed in zip(logits[len(pending) - 1 :], [*guess, None], strict=True):
-            if recurrent and guessed is None:  # all draft tokens were accepted, so the states are those of the text
-                caches.layers, tokens = after, []
-                caches.tokens += pending + guess
-            active.pending = []
-            yield active, row
-            if active.writer.ended:
-                return
-            tokens += active.pending
-            if active.pending != [guessed]:  # the last row has no draft token
-                break
-            result.accepted += 1
-            if not recurrent:
-                caches.tokens.append(active.pending[0])
-        if recurrent:
-            active.pending = tokens  # accepted tokens that the states lack are computed again, with the next one
+        yield active, logits[len(pending) - 1 :], after if recurrent else None
 
 
 def _scores(active: _Active, logits: Tensor) -> list[TokenLogprobs]:

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..hf.decoding import is_held
+from ..hf.decoding import Unsupported, is_held
 from ..hf.recurrent import is_state
+from ..operators.ops import cache_storage, cache_width
 from ..operators.window import SPAN
 
 # Types of the KV cache: one type for keys and values, or the type of keys, then that of values.
@@ -81,6 +82,20 @@ def dtypes_of(cache_type: str) -> tuple[torch.dtype, torch.dtype]:
     """The dtypes of keys and of values; ``torch.int4`` stands for 4 bits."""
     names = cache_type.split(",")
     return getattr(torch, names[0]), getattr(torch, names[-1])
+
+
+def empty_caches(heads: int, widths: Sequence[int], positions: int, cache_type: str) -> list[Tensor]:
+    """Empty keys and values of a layer; neither if there are no ``widths``.
+
+    Raises:
+        Unsupported: values of this width have no such type.
+    """
+    rows, dtypes = -(-positions // _PANEL) * _PANEL, dtypes_of(cache_type)
+    try:
+        shapes = [(1, heads, rows, cache_width(width, dtype)) for width, dtype in zip(widths, dtypes)]
+    except ValueError as error:
+        raise Unsupported(str(error)) from error
+    return [torch.zeros(shape, dtype=cache_storage(dtype)) for shape, dtype in zip(shapes, dtypes)]
 
 
 def common(a: Sequence[int], b: Sequence[int]) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .caches import common
 from .generation import generate
 from .loading import check_tokens
 from .prefixes import PrefixCache
@@ -126,13 +127,17 @@ class Chat:
 
     def check(self) -> None:
         """Raises ValueError if the template cannot begin a conversation, or its system prompt fills the context."""
-        system = self.messages[: self.system is not None]
-        count = len(render(self.tokenizer, [*system, {"role": "user", "content": "?"}], self.template))
+        count = self._system_tokens()
         if count >= self.max_length:
             raise ValueError(
                 f"the system prompt takes {count} tokens with its template; expected fewer than the {self.max_length} "
                 "of the context"
             )
+
+    def _system_tokens(self) -> int:
+        """The number of tokens of the system prompt with a short message."""
+        system = self.messages[: self.system is not None]
+        return len(render(self.tokenizer, [*system, {"role": "user", "content": "?"}], self.template))
 
     def _tokens(self, forgotten: int, text: str) -> list[int]:
         """The tokens of the conversation with a new message, without the oldest turns."""
@@ -171,8 +176,7 @@ class Chat:
                 unchanged.
         """
         ids, forgotten = self._prompt(text)
-        same = next((i for i, (a, b) in enumerate(zip(ids, self._cached, strict=False)) if a != b), None)
-        same = min(len(ids) - 1, len(self._cached) if same is None else same)
+        same = min(len(ids) - 1, common(ids, self._cached))
         same = getattr(self.step, "kept", int)(same)  # a Fallback may have to start over
         if self.prefix_cache is not None:
             same = self.prefix_cache.read(ids, self.step.caches(), same)  # type: ignore[attr-defined]

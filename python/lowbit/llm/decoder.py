@@ -12,13 +12,13 @@ from torch import Tensor
 from ..hf import decoding
 from ..hf.recurrent import is_state
 from ..hf.shared_inputs import observed
-from ..operators.ops import cache_storage, cache_width
 from ..operators.window import window_length
-from .caches import CACHES, Caches, common, copy_layer, dtypes_of, name_of, type_of
+from .caches import CACHES, Caches, common, copy_layer, dtypes_of, empty_caches, name_of, type_of
 from .proof import EXACT_LIMIT, PIECES_LIMIT, Reference
 from .replay import Replay
 from .sampling import prompt_ids
 from .states import StateKeeper
+from .texts_call import TextsCall
 
 # Prompt tokens computed at a time. With more, activations take so many megabytes that malloc returns them to the system after
 # each use, and every page costs a page fault the next time.
@@ -30,6 +30,15 @@ def pieces(tokens: Tensor, start: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     for piece in tokens.tensor_split(max(1, -(-tokens.shape[1] // PIECE)), dim=1):
         yield piece, start
         start = start + piece.shape[1]
+
+
+def check_max_length(max_length: int, config: Any, step: int = 1) -> None:
+    """Raises ValueError unless max_length is a positive multiple of ``step`` within the model's positions."""
+    if max_length <= 0 or max_length % step:
+        raise ValueError(f"max_length is {max_length}; expected a positive {'number' if step == 1 else f'multiple of {step}'}")
+    limit = decoding.position_limit(config)
+    if limit is not None and max_length > limit:
+        raise ValueError(f"max_length is {max_length}; expected at most the model's {limit} positions")
 
 
 def check_call(tokens: Tensor, start: Tensor, vocabulary: int, max_length: int) -> None:
@@ -101,11 +110,7 @@ class Decoder(torch.nn.Module):
         """
         super().__init__()
         config = model.config.get_text_config()
-        limit = decoding.position_limit(config)
-        if max_length <= 0 or max_length % self._STEP:
-            raise ValueError(f"max_length is {max_length}; expected a positive multiple of 16")
-        if limit is not None and max_length > limit:
-            raise ValueError(f"max_length is {max_length}; expected at most the model's {limit} positions")
+        check_max_length(max_length, config, self._STEP)
         self.cache_type = type_of(cache, model.dtype)
         if model.training:
             raise ValueError("the model is in training mode; call its eval() first")
@@ -181,17 +186,12 @@ class Decoder(torch.nn.Module):
 
     @torch.inference_mode(False)  # its tensors could not be changed outside of it
     def _make(self, length: int, cache_type: str, windows: Mapping[int, int] | None = None) -> list[tuple[Tensor, ...]]:
-        caches, dtypes = [], dtypes_of(cache_type)
-        length = -(-length // 16) * 16
+        caches = []
         for layer in range(self.layers):
             heads, *widths = self._shapes.get(layer, (0,))
             window = (windows or {}).get(layer)
             room = length if window is None else window_length(window, PIECE)
-            try:
-                shapes = [(1, heads, room, cache_width(width, dtype)) for width, dtype in zip(widths, dtypes)]
-            except ValueError as error:
-                raise decoding.Unsupported(str(error)) from error
-            tensors = [torch.zeros(shape, dtype=cache_storage(dtype)) for shape, dtype in zip(shapes, dtypes)]
+            tensors = empty_caches(heads, widths, room, cache_type)
             tensors += [] if window is None else [torch.zeros(2, dtype=torch.int64)]
             states = [torch.zeros(shape, dtype=state_dtype) for shape, state_dtype in self._states.get(layer, ())]
             caches.append((*tensors, *states))
@@ -466,7 +466,7 @@ class Decoder(torch.nn.Module):
         self.check()
         if not texts:
             raise ValueError("there are no texts; expected at least one")
-        call = _TextsCall(self)
+        call = TextsCall(self)
         for text in texts:
             call.add(*text)
         rows, parts = call.rows, call.parts
@@ -489,46 +489,3 @@ class Decoder(torch.nn.Module):
         if logits.shape[0] != len(keep):  # the model ignores logits_to_keep
             logits = logits[keep]
         return [logits[part.begin : part.end] for part in parts] if everywhere else list(logits)
-
-
-class _TextsCall:
-    """Collects the rows of a :meth:`Decoder.run_texts` call text by text."""
-
-    def __init__(self, decoder: Decoder) -> None:
-        self.decoder = decoder
-        self.rows: list[int] = []  # the tokens of all texts, one after the other
-        self.positions: list[int] = []  # of each row in its text
-        self.parts: list[decoding.Part] = []  # one for each text
-        self.lengths: dict[int, int] = {}  # of caches after this call, by id()
-
-    def add(self, caches: Caches, tokens: Sequence[int], source: tuple[Caches, int] | None = None) -> None:
-        copy, start, begin = None, self.lengths.get(id(caches), len(caches.tokens)), len(self.rows)
-        if source is not None:
-            other, count = source
-            self.decoder.check_caches(other, caches.cache_type)
-            available = self.lengths.get(id(other), len(other.tokens))
-            start = min(count, available)
-            if self.decoder.recurrent and start != available:
-                raise ValueError(
-                    f"a text copies {start} tokens from caches with {available}; expected all, as states cannot be cut back"
-                )
-            copy = _copy_from(other, caches, start)
-        if not len(tokens):
-            raise ValueError("a text has no tokens; expected at least one")
-        wrong = min(tokens) if min(tokens) < 0 else max(tokens)
-        if not 0 <= wrong < self.decoder.vocabulary:
-            raise ValueError(f"there is no token {wrong}; expected 0 to {self.decoder.vocabulary - 1}")
-        end = start + len(tokens)
-        if end > caches.length:
-            raise IndexError(f"a text has {end} tokens; expected at most {caches.length}, as its caches")
-        self.rows += tokens
-        self.positions += range(start, end)
-        self.lengths[id(caches)] = end
-        self.parts.append(decoding.Part(begin, len(self.rows), torch.tensor([start]), caches.layers, copy))
-
-
-def _copy_from(source: Caches, target: Caches, count: int) -> Callable[[int, bool], None]:
-    def copy(layer: int, states: bool) -> None:
-        copy_layer(source.layers[layer], target.layers[layer], count, states)
-
-    return copy

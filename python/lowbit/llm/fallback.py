@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..hf import decoding
 from ..hf.continuing import OwnCaches
-from .decoder import check_call
+from .decoder import check_call, check_max_length
 from .proof import EXACT_LIMIT, PIECES, TOKENS, Rounding, sample_text
 
 # Limits for differences, relative to the effect of the preceding text on the logits, as in proof.py. Mamba's caches are wrong
@@ -41,11 +41,7 @@ class Fallback:
                 logits depend on later tokens.
         """
         config = model.config.get_text_config()
-        limit = decoding.position_limit(config)
-        if max_length <= 0:
-            raise ValueError(f"max_length is {max_length}; expected a positive number")
-        if limit is not None and limit < max_length:
-            raise ValueError(f"max_length is {max_length}; expected at most the model's {limit} positions")
+        check_max_length(max_length, config)
         if model.training:
             raise ValueError("the model is in training mode; call its eval() first")
         decoding.give_back(model)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Unpack
+from typing import Any, Unpack, cast
 
 import torch
 from torch import Tensor
 
-from .guessing import Guesser, check_draft, make_guesser
+from .guessing import check_draft, make_guesser
 from .penalties import Constraint, Drawer, TokenLogprobs, token_logprobs
 from .sampling import Sampling, SamplingArguments, prompt_ids, token_ids
 
@@ -47,6 +47,25 @@ class Generation:
     def decode_rate(self) -> float:
         """Decoding steps per second; NaN without steps."""
         return rate(self.decode_steps, self.decode_seconds)
+
+
+@dataclass(eq=False)
+class Text:
+    """A text to decode, with the arguments of :func:`generate`."""
+
+    prompt: list[int]
+    max_new_tokens: int
+    sampling: Sampling = field(default_factory=Sampling)
+    seed: int = 0
+    stop: frozenset[int] = frozenset()
+    until: Callable[[int], bool] | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None  # as ``logprobs``, for the prompt's tokens except the first
+    constraint: Constraint | None = None
+    on_token: Callable[[int], None] | None = None
+    on_end: Callable[[Generation], None] | None = None
+    on_error: Callable[[Exception], None] | None = None  # called with an error of this text; None: raised
+    result: Generation | None = None  # None until the text begins
 
 
 def check_lengths(name: str, prompt: list[int], max_new_tokens: int, max_length: int) -> None:
@@ -119,16 +138,28 @@ def generate(
     settings = Sampling(**sampling)
     if (vocabulary := getattr(step, "vocabulary", None)) is not None:
         settings.check_vocabulary(vocabulary)
-    text = TextWriter(
-        prompt, max_new_tokens, max_length, settings, seed,
-        stop=stop, until=until, logprobs=logprobs, cached=cached, on_token=on_token,
-    )  # fmt: skip
-    guesser = make_guesser(step, prompt, draft) if guesses else None
-    decoding = _Decoding(step, prompt, cached, text, guesser)
+    text = Text(prompt, max_new_tokens, settings, seed, frozenset(stop), until, logprobs, on_token=on_token)
+    writer = TextWriter(text, max_length, cached)
+    guesser = make_guesser(step, draft) if guesses else None
+    recurrent = bool(getattr(step, "recurrent", False))
+    tokens = prompt[cached:]  # tokens of the text that are not in the step's caches yet
+    start = torch.tensor([cached])  # number of tokens in the caches
     guess: list[int] = []
-    while decoding.call(guess):
-        guess = [] if guesser is None else guesser.guess(min(guesses, text.room - 1))
-    return text.result
+    while True:
+        call = torch.tensor([tokens + guess])
+        # Logits after the last known token and after each draft token.
+        rows = cast(Any, step).all_logits(call, start)[0][len(tokens) - 1 :] if guess else step(call, start)
+        writer.result.decode_calls += bool(writer.result.tokens)
+        new = writer.accept(rows, guess)
+        if writer.ended:
+            return writer.result
+        if recurrent and len(new) <= len(guess):  # the states include rejected draft tokens
+            tokens = tokens + new
+        else:
+            start += len(tokens) + len(new) - 1
+            tokens = new[-1:]
+        again = recurrent and len(tokens) > AGAIN
+        guess = [] if guesser is None or again else guesser.guess(writer.tokens, min(guesses, writer.room - 1))
 
 
 def _checked_length(step: Any, max_length: int | None) -> int:
@@ -148,84 +179,41 @@ def _check_guesses(step: Any, guesses: int, draft: Any, max_length: int) -> None
         raise ValueError(f"a {type(step).__name__} gives no logits for guesses; expected a Decoder, not compiled")
     if draft is not None and guesses == 0:
         raise ValueError("guesses is 0; expected 1 or more with a draft")
-    check_draft(step, draft)
-    if draft is not None and draft.max_length < max_length:
-        raise ValueError(f"the draft's max_length is {draft.max_length}; expected the decoder's {max_length} or more")
-
-
-class _Decoding:
-    """The state of :func:`generate` between calls of the model."""
-
-    def __init__(self, step: Any, prompt: list[int], cached: int, text: TextWriter, guesser: Guesser | None) -> None:
-        self.step = step
-        self.tokens = prompt[cached:]  # tokens of the text that are not in the step's caches yet
-        self.start = torch.tensor([cached])  # number of tokens in the caches
-        self.text = text
-        self.guesser = guesser
-        self.recurrent = bool(getattr(step, "recurrent", False))
-
-    def call(self, guess: list[int]) -> bool:
-        """Computes the pending and the draft tokens and adds the new tokens to the text; returns False if it has ended."""
-        tokens, result = self.tokens, self.text.result
-        if self.recurrent and len(tokens) > AGAIN:
-            guess = []
-        call = torch.tensor([tokens + guess])
-        # Logits after the last known token and after each draft token.
-        logits = self.step.all_logits(call, self.start)[0][len(tokens) - 1 :] if guess else self.step(call, self.start)
-        result.decode_calls += bool(result.tokens)
-        result.guessed += len(guess)
-        for row, guessed in zip(logits, [*guess, None], strict=True):
-            token = self.text.take(row)
-            if token is None:
-                return False
-            if self.guesser is not None:
-                self.guesser.append(token)
-            if self.text.ended:
-                return False
-            if self.recurrent:
-                self.tokens = [*self.tokens, token]
-            else:
-                self.start += len(self.tokens)
-                self.tokens = [token]
-            if token != guessed:
-                break
-            result.accepted += 1
-        if self.recurrent and len(self.tokens) == len(tokens) + len(guess) + 1:
-            # All draft tokens were accepted, so the states are those of the text.
-            self.start += len(self.tokens) - 1
-            self.tokens = self.tokens[-1:]
-        return True
+    check_draft(step, draft, max_length)
 
 
 class TextWriter:
-    """Appends a token to a text for each row of logits."""
+    """Appends tokens to a text, each drawn from a row of logits."""
 
-    def __init__(
-        self,
-        prompt: list[int],
-        max_new_tokens: int,
-        max_length: int,
-        sampling: Sampling,
-        seed: int,
-        *,
-        stop: Iterable[int],
-        until: Callable[[int], bool] | None = None,
-        logprobs: int | None = None,
-        constraint: Constraint | None = None,
-        cached: int = 0,
-        on_token: Callable[[int], None] | None = None,
-    ):
-        if logprobs is not None and logprobs < 0:
-            raise ValueError(f"logprobs is {logprobs}; expected 0 or more")
-        self.result = Generation(prompt_tokens=len(prompt), cached_tokens=cached)
-        self.room = min(max_new_tokens, max_length - len(prompt))  # largest number of further tokens
-        if len(prompt) + max_new_tokens > max_length:
+    def __init__(self, text: Text, max_length: int, cached: int):
+        """
+        Args:
+            max_length: largest number of tokens of the text, prompt included.
+            cached: number of tokens of the prompt that the caches hold.
+        """
+        if text.logprobs is not None and text.logprobs < 0:
+            raise ValueError(f"logprobs is {text.logprobs}; expected 0 or more")
+        self.result = text.result = Generation(prompt_tokens=len(text.prompt), cached_tokens=cached)
+        self.tokens = list(text.prompt)  # prompt and new tokens
+        self.room = min(text.max_new_tokens, max_length - len(text.prompt))  # largest number of further tokens
+        if len(text.prompt) + text.max_new_tokens > max_length:
             self.result.stopped = "max_length"
         self.ended = False
-        self._drawer = Drawer(sampling, prompt, seed, constraint)
-        self._stop, self._until, self._on_token = frozenset(stop), until, on_token
-        self._logprobs = logprobs
+        self._text, self._drawer = text, Drawer(text.sampling, text.prompt, text.seed, text.constraint)
         self._began, self._first = time.perf_counter(), math.nan
+
+    def accept(self, rows: Iterable[Tensor], guess: Sequence[int]) -> list[int]:
+        """Draws tokens while they are the draft tokens, and one more, from the logits after the last token and after each draft
+        token; returns them. It stops where the text ends."""
+        new: list[int] = []
+        self.result.guessed += len(guess)
+        for row, guessed in zip(rows, [*guess, None], strict=True):
+            token = self.take(row)
+            new += [] if token is None else [token]
+            if self.ended or token != guessed:
+                break
+            self.result.accepted += 1
+        return new
 
     def take(self, logits: Tensor) -> int | None:
         """Draws the next token from logits [vocabulary]; None if it is a stop token."""
@@ -236,17 +224,18 @@ class TextWriter:
         else:
             result.decode_seconds = now - self._first
             result.decode_steps += 1
-        if token in self._stop:
+        if token in self._text.stop:
             result.stopped, self.ended = "stop", True
             return None
         result.tokens.append(token)
-        if self._logprobs is not None:
-            result.logprobs.append(token_logprobs(logits, token, self._logprobs))
+        self.tokens.append(token)
+        if self._text.logprobs is not None:
+            result.logprobs.append(token_logprobs(logits, token, self._text.logprobs))
         self._drawer.append(token)
         self.room -= 1
         self.ended = not self.room
-        if self._on_token is not None:
-            self._on_token(token)
-        if self._until is not None and self._until(token):
+        if self._text.on_token is not None:
+            self._text.on_token(token)
+        if self._text.until is not None and self._text.until(token):
             result.stopped, self.ended = "until", True
         return token

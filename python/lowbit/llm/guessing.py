@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 
-from .mtp import Mtp, MtpDraft
+from .mtp import Mtp
 from .sampling import most_likely
 
 
@@ -20,29 +20,24 @@ class Lookup:
 
     LENGTHS = (4, 3, 2)  # of suffixes; single tokens occur too often
 
-    def __init__(self, tokens: Iterable[int]):
-        self._text: list[int] = []
+    def __init__(self) -> None:
+        self._count = 0  # tokens of the text that were recorded
         self._ends: dict[tuple[int, ...], int] = {}  # tokens -> end of their last occurrence
-        for token in tokens:
-            self.append(token)
 
-    def append(self, token: int) -> None:
-        """Adds a token to the text."""
-        # Suffixes are recorded only now, because a token must follow them.
-        end = len(self._text)
-        for length in self.LENGTHS:
-            if length <= end:
-                self._ends[tuple(self._text[end - length :])] = end
-        self._text.append(token)
-
-    def guess(self, most: int) -> list[int]:
+    def guess(self, text: Sequence[int], most: int) -> list[int]:
         """Up to ``most`` draft tokens; none if no suffix has occurred before."""
+        # A suffix is recorded only now if a token follows it.
+        for end in range(self._count, len(text)):
+            for length in self.LENGTHS:
+                if length <= end:
+                    self._ends[tuple(text[end - length : end])] = end
+        self._count = len(text)
         for length in self.LENGTHS:
-            at = self._ends.get(tuple(self._text[-length:])) if length <= len(self._text) else None
+            at = self._ends.get(tuple(text[-length:])) if length <= len(text) else None
             if at is not None:
                 # A match that overlaps the end continues periodically.
-                guess = self._text[at : at + most]
-                period = len(self._text) - at
+                guess = list(text[at : at + most])
+                period = len(text) - at
                 while len(guess) < most:
                     guess.append(guess[len(guess) - period])
                 return guess
@@ -56,30 +51,24 @@ class Draft:
     the same token. So the text itself, not only its distribution, is that of plain decoding; fewer draft tokens are accepted.
     """
 
-    def __init__(self, step: Any, tokens: Iterable[int], vocabulary: int):
+    def __init__(self, step: Any, vocabulary: int):
         """
         Args:
             step: the draft model's decoder; its caches are overwritten.
-            tokens: the prompt.
             vocabulary: size of the large model's vocabulary; larger token ids are not drafted.
         """
         self._step, self._vocabulary = step, vocabulary
-        self._text = list(tokens)
         self._cached: list[int] = []  # the tokens in the step's caches
         self._same = 0  # length of their common prefix with the text
 
-    def append(self, token: int) -> None:
-        """Adds a token to the text."""
-        self._text.append(token)
-
-    def guess(self, most: int) -> list[int]:
+    def guess(self, text: Sequence[int], most: int) -> list[int]:
         """Up to ``most`` draft tokens; none if the text has a token that the draft model does not have."""
         guess: list[int] = []
-        text, cached = self._text, self._cached
+        cached = self._cached
         while self._same < min(len(cached), len(text)) and cached[self._same] == text[self._same]:
             self._same += 1
         start = self._same = min(self._same, len(text) - 1)  # at least one token must be computed
-        tokens = text[start:]
+        tokens = list(text[start:])
         if max(tokens) >= self._step.vocabulary:
             return guess
         while len(guess) < most:
@@ -91,17 +80,23 @@ class Draft:
         return guess
 
 
-Guesser: TypeAlias = Lookup | Draft | MtpDraft
+class Guesser(Protocol):
+    """Drafts the next tokens of one text."""
+
+    def guess(self, text: Sequence[int], most: int) -> list[int]:
+        """Up to ``most`` draft tokens; the text of a call begins with those of earlier calls."""
 
 
-def make_guesser(step: Any, prompt: Sequence[int], draft: Any) -> Guesser:
-    """The guesser for a prompt, chosen by the argument ``draft`` of :func:`lowbit.llm.generate`."""
-    if isinstance(draft, Mtp):
-        return MtpDraft(draft, prompt)
-    return Lookup(prompt) if draft is None else Draft(draft, prompt, step.vocabulary)
+def make_guesser(step: Any, draft: Any) -> Guesser:
+    """The guesser for a text, chosen by the argument ``draft`` of :func:`lowbit.llm.generate`."""
+    if draft is None:
+        return Lookup()
+    return draft if isinstance(draft, Mtp) else Draft(draft, step.vocabulary)
 
 
-def check_draft(step: Any, draft: Any) -> None:
-    """Raises ValueError for a multi-token prediction head of another model."""
+def check_draft(step: Any, draft: Any, max_length: int) -> None:
+    """Raises ValueError for a draft with fewer positions, and for a multi-token prediction head of another model."""
     if isinstance(draft, Mtp) and not draft.is_of(step):
         raise ValueError("the draft is the multi-token prediction head of another decoder; expected an Mtp of this one")
+    if draft is not None and draft.max_length < max_length:
+        raise ValueError(f"the draft's max_length is {draft.max_length}; expected the decoder's {max_length} or more")

@@ -18,7 +18,7 @@ from ..files.untrusted import check_regular, interpreting, one_line
 from ..hf import decoding
 from ..hf.continuing import OwnCaches
 from .chat import Chat, sampling_of
-from .decoder import check_call
+from .decoder import check_call, check_max_length
 from .loading import check_image_type, load_image_model, load_image_processor, stop_tokens
 from .templates import chat_template, check_control_tokens
 
@@ -86,7 +86,7 @@ def open_image(path: str | os.PathLike[str]) -> Any:
     except MemoryError:
         raise
     except pillow.UnidentifiedImageError as error:
-        raise ValueError(f"{path} is no picture that can be read; expected {', '.join(_FORMATS)}") from error
+        raise ValueError(f"{path} is not a readable picture; expected {', '.join(_FORMATS)}") from error
     except pillow.DecompressionBombError as error:
         raise ValueError(f"{path} has too many pixels: {one_line(error)}; expected at most {_MOST_PIXELS}") from error
     except Exception as error:  # Pillow raises all kinds of exceptions for damaged files
@@ -128,9 +128,7 @@ class ImageStep:
             ValueError: max_length is not positive or beyond the model's positions.
         """
         config: Any = model.config.get_text_config()
-        limit = decoding.position_limit(config)
-        if max_length <= 0 or (limit is not None and max_length > limit):
-            raise ValueError(f"max_length is {max_length}; expected 1 to the model's {limit} positions")
+        check_max_length(max_length, config)
         self.model, self.max_length, self.vocabulary = model, max_length, config.vocab_size
         self._caches = OwnCaches(model)
         self._text: list[int] = []
@@ -264,14 +262,9 @@ class ImageChat(Chat):
         self.pending = []
         return result
 
-    def check(self) -> None:
+    def _system_tokens(self) -> int:
         system = [] if self.system is None else [message("system", self.system)]
-        count = inputs_of(self.processor, [*system, message("user", "?")], self.template)["input_ids"].shape[1]
-        if count >= self.max_length:
-            raise ValueError(
-                f"the system prompt takes {count} tokens with its template; expected fewer than the {self.max_length} of the "
-                "context"
-            )
+        return int(inputs_of(self.processor, [*system, message("user", "?")], self.template)["input_ids"].shape[1])
 
     def _tokens(self, forgotten: int, text: str) -> list[int]:
         system = [] if self.system is None else [message("system", self.system)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,13 +48,15 @@ def load_model(
     path: str | os.PathLike[str],
     quantization: LowBitConfig | None = None,
     *,
+    kind: str = "text",
     progress: Callable[[int, int], None] | None = None,
 ) -> torch.nn.Module:
-    """Loads a causal language model, in eval mode, with the dtypes of its files.
+    """Loads a model in eval mode, with the dtypes of its files.
 
     Args:
         path: a directory with config.json and safetensors files, float or packed by :func:`lowbit.quantize_checkpoint`.
         quantization: how to quantize a float checkpoint while it is loaded; None: not at all.
+        kind: "text", a causal language model; "images", an image-text model; or "speech", a Whisper model.
         progress: called as ``progress(tensors loaded, tensors)``.
 
     Raises:
@@ -62,27 +65,44 @@ def load_model(
         ValueError: an unknown architecture, a damaged file, tensors that are missing or have the wrong shape for
             config.json, or ``quantization`` for a packed checkpoint.
     """
-    return _load(path, quantization, progress, _check_causal, "AutoModelForCausalLM")
+    # Check first what needs no import of transformers, which takes seconds.
+    directory = Path(path)
+    model_type = read_config(directory).get("model_type")
+    tensors = read_files(*files_of(directory))
+    if (directory / _GENERATION).exists():
+        read_json(directory / _GENERATION)
+    packed = is_packed(directory)
+    transformers = import_module("transformers")
+    from ..hf.building import check_fits
+    from ..hf.from_pretrained import counting, meta_model
+    from ..hf.mtp_layers import prefix_of
+
+    check, auto = _KINDS[kind]
+    check(model_type, directory / CONFIG)
+    if packed and quantization is not None:
+        raise ValueError(
+            f"{directory} is packed already; to quantize it differently, start from the float checkpoint, or from "
+            "the result of lowbit dequantize"
+        )
+    # None must not be passed, because it would mean float weights.
+    arguments = {} if quantization is None else {"quantization_config": quantization}
+    with counting(progress), interpreting(f"{directory} does not load"):
+        check_fits(meta_model(directory, len(tensors), causal="Causal" in auto), tensors, directory)
+        model, loading = getattr(transformers, auto).from_pretrained(
+            directory,
+            dtype="auto",
+            local_files_only=True,
+            trust_remote_code=False,
+            output_loading_info=True,  # reported by _check_loaded
+            ignore_mismatched_sizes=True,
+            **arguments,
+        )
+    _check_loaded(directory, model, loading, prefix_of(model, tensors))
+    return model.eval()
 
 
-def load_speech_model(
-    path: str | os.PathLike[str],
-    quantization: LowBitConfig | None = None,
-    *,
-    progress: Callable[[int, int], None] | None = None,
-) -> torch.nn.Module:
-    """Loads a Whisper model; otherwise as :func:`load_model`."""
-    return _load(path, quantization, progress, _check_speech, "AutoModelForSpeechSeq2Seq")
-
-
-def load_image_model(
-    path: str | os.PathLike[str],
-    quantization: LowBitConfig | None = None,
-    *,
-    progress: Callable[[int, int], None] | None = None,
-) -> torch.nn.Module:
-    """Loads an image-text model; otherwise as :func:`load_model`."""
-    return _load(path, quantization, progress, check_image_type, "AutoModelForImageTextToText")
+load_speech_model = partial(load_model, kind="speech")
+load_image_model = partial(load_model, kind="images")
 
 
 def load_speech_processor(path: str | os.PathLike[str]) -> Any:
@@ -150,46 +170,11 @@ def _check_speech(model_type: Any, file: Path) -> None:
         raise ValueError(f"{file} has model_type {model_type!r}; expected 'whisper'")
 
 
-def _load(
-    path: str | os.PathLike[str],
-    quantization: LowBitConfig | None,
-    progress: Callable[[int, int], None] | None,
-    check: Callable[[Any, Path], None],
-    auto: str,
-) -> torch.nn.Module:
-    # Check first what needs no import of transformers, which takes seconds.
-    directory = Path(path)
-    model_type = read_config(directory).get("model_type")
-    tensors = read_files(*files_of(directory))
-    if (directory / _GENERATION).exists():
-        read_json(directory / _GENERATION)
-    packed = is_packed(directory)
-    transformers = import_module("transformers")
-    from ..hf.building import check_fits
-    from ..hf.from_pretrained import counting, meta_model
-    from ..hf.mtp_layers import prefix_of
-
-    check(model_type, directory / CONFIG)
-    if packed and quantization is not None:
-        raise ValueError(
-            f"{directory} is packed already; to quantize it differently, start from the float checkpoint, or from "
-            "the result of lowbit dequantize"
-        )
-    # None must not be passed, because it would mean float weights.
-    arguments = {} if quantization is None else {"quantization_config": quantization}
-    with counting(progress), interpreting(f"{directory} does not load"):
-        check_fits(meta_model(directory, len(tensors), causal="Causal" in auto), tensors, directory)
-        model, loading = getattr(transformers, auto).from_pretrained(
-            directory,
-            dtype="auto",
-            local_files_only=True,
-            trust_remote_code=False,
-            output_loading_info=True,  # reported by _check_loaded
-            ignore_mismatched_sizes=True,
-            **arguments,
-        )
-    _check_loaded(directory, model, loading, prefix_of(model, tensors))
-    return model.eval()
+_KINDS: dict[str, tuple[Callable[[Any, Path], None], str]] = {
+    "text": (_check_causal, "AutoModelForCausalLM"),
+    "images": (check_image_type, "AutoModelForImageTextToText"),
+    "speech": (_check_speech, "AutoModelForSpeechSeq2Seq"),
+}
 
 
 def _check_loaded(directory: Path, model: torch.nn.Module, loading: dict[str, Any], head: str | None) -> None:

@@ -150,18 +150,3 @@ class Mtp:
                 return guess
             result = self._run(place, result, guess[-1:])
             place += 1
-
-
-class MtpDraft:
-    """Draft tokens of an :class:`Mtp` for one text."""
-
-    def __init__(self, mtp: Mtp, tokens: Sequence[int]):
-        self._mtp, self._text = mtp, list(tokens)
-
-    def append(self, token: int) -> None:
-        """Adds a token to the text."""
-        self._text.append(token)
-
-    def guess(self, most: int) -> list[int]:
-        """Up to ``most`` draft tokens."""
-        return self._mtp.guess(self._text, most)

@@ -59,12 +59,12 @@ class PrefixCache:
         decoder.check()
         if decoder.recurrent:
             raise ValueError(
-                f"a prefix cache is for models that keep keys and values only; the recurrent layers of a "
-                f"{type(decoder.model).__name__} have states, which are those of a whole text"
+                f"a prefix cache requires a model with keys and values only; the recurrent layers of a "
+                f"{type(decoder.model).__name__} have states, which depend on the whole text"
             )
         if decoder.windowed:
             raise ValueError(
-                "a prefix cache needs the keys and values of whole texts, and this decoder's layers with a window keep the "
+                "a prefix cache needs the keys and values of whole texts, and layers of this decoder keep only a "
                 "window; expected Decoder(windows=False)"
             )
         if most_bytes < 1:
@@ -72,8 +72,8 @@ class PrefixCache:
         found = _float_matrix(decoder.model)
         if found is not None:
             raise ValueError(
-                f"a prefix cache needs packed linear layers throughout; found {found} in floats, whose results depend on how a "
-                "prompt is cut"
+                f"a prefix cache requires that all linear layers are packed; {found} is float, and its results depend on how a "
+                "prompt is split"
             )
         self.directory, self.most_bytes = Path(directory), most_bytes
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -165,7 +165,7 @@ class PrefixCache:
             return False
         expected = _MAGIC, digest, zlib.crc32(view[_HEADER.size :])
         if not whole or _HEADER.unpack(view[: _HEADER.size]) != expected:
-            warnings.warn(f"{path} is damaged or of another text; it is removed, and computed again", stacklevel=4)
+            warnings.warn(f"{path} is damaged or of another text; it is removed and computed again", stacklevel=4)
             path.unlink(missing_ok=True)
             return False
         begin = _HEADER.size

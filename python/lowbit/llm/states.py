@@ -35,9 +35,10 @@ class StateKeeper:
             ValueError: these states are not available.
         """
         if start and start != self.position and start not in self._copies:
+            place = self.kept(start) or "a place"
             raise ValueError(
-                f"start is {start}; expected 0, or {self.kept(start) or 'a place'} that the states of the model's recurrent "
-                "layers are those of: they cannot be cut back (Decoder.kept says how far a text is there)"
+                f"start is {start}; expected 0, or {place}, where the states of the model's recurrent layers are kept: states "
+                "cannot be truncated (Decoder.kept returns the place)"
             )
         if start and start != self.position:
             for tensor, copy in zip(self._tensors, self._copies[start], strict=True):

@@ -90,7 +90,7 @@ def check_control_tokens(tokenizer: Any, processor: Any, messages: list[Any], te
     text, places = _rendered(processor, messages, template, None, control)
     if len(places) != len(control.places(text)):
         raise ValueError(
-            "a message has the text of a control token of the model; lowbit does not take it in a conversation with images"
+            "a message has the text of a control token of the model; lowbit does not support this in a conversation with images"
         )
 
 
@@ -122,8 +122,8 @@ def _rendered(
             if without.translate(control.originals) == text:
                 return text, control.places(without)
     raise ValueError(
-        "a message has the text of a control token of the model, and the chat template treats it in another way than other "
-        "texts, so that lowbit cannot tell it from the template's own; leave it out, or write it in another way"
+        "a message has the text of a control token of the model, and the chat template treats it differently from other "
+        "texts, so that lowbit cannot distinguish it from the template's own tokens; leave it out or rephrase it"
     )
 
 

@@ -4,6 +4,7 @@ import ctypes
 import platform
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 
@@ -24,6 +25,14 @@ def cpu_name() -> str:
             if command != ["lscpu"] or line.startswith("Model name:"):
                 return line.split(":", 1)[-1].strip()
     return platform.processor() or platform.machine()
+
+
+def installed_version(package: str) -> str | None:
+    """The version of a package; None: not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def peak_memory() -> int | None:

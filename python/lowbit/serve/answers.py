@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from ..llm.batch import Text
-from ..llm.generation import Generation
+from ..llm.generation import Generation, Text
 from ..llm.penalties import TokenLogprobs
 from ..llm.stopping import TextUntil
 from .engine import Engine

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Any
 
-from ..llm.batch import Batch, Text
+from ..llm.batch import Batch
+from ..llm.generation import Text
 from .errors import ApiError
 
 log = logging.getLogger("lowbit.serve")

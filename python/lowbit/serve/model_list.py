@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from ..llm.batch import Text
 from ..llm.chat import sampling_of
 from ..llm.decoder import Decoder
+from ..llm.generation import Text
 from ..llm.loading import stop_tokens
 from ..llm.sampling import Sampling
 from ..llm.stopping import BREAKERS, breakers

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator
 
-from ..llm.batch import Batch, Text
+from ..llm.batch import Batch
 from ..llm.caches import Caches, common, copy_layer
 from ..llm.decoder import Decoder
+from ..llm.generation import Text
 
 _LEAST = 16  # tokens; shorter prefixes are not kept
 

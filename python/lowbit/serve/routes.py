@@ -5,12 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
-import json
-import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 from prometheus_client import generate_latest
@@ -21,7 +19,6 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
 
 from .answers import Answers, ChatForm, Event, Form, failure
 from .constraints import Matcher, make_constraint
@@ -29,6 +26,8 @@ from .embeddings import Batches, TextModel, embeddings, ranking, refuse_to_write
 from .embeddings import Request as Rows
 from .engine import Engine, shutting_down
 from .errors import ApiError, bad, shortened
+from .events import Events, deltas, reported, unless_gone
+from .limits import Limits
 from .metrics import Metrics
 from .model_list import LanguageModel
 from .page import HEADERS, PAGE
@@ -52,27 +51,8 @@ from .speech import MEDIA_TYPES, Listening, SpeechModel, Wish, read_recording, r
 from .tools import Tools, read_tools
 
 Model: TypeAlias = LanguageModel | TextModel | SpeechModel
-log = logging.getLogger("lowbit.serve")
 _USUAL_TOKENS = 16  # default of completions, as in OpenAI's API
 _OPEN = ("/", "/health")  # need no key
-_LAST_WORDS = 30.0  # seconds that a client has to read the end of a stream after its timeout
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Limits of requests."""
-
-    api_key: str | None = None
-    timeout: float = 600.0  # seconds per request
-    body_bytes: int = 16 << 20
-    recording_bytes: int = 25 << 20  # size of a body with a recording, as in OpenAI's API
-    recordings: int = 2  # recordings in memory at a time; others wait
-    body_seconds: float = 30.0  # until a body must be complete, plus one for each
-    body_rate: int = 16 << 10  # received bytes
-    texts: int = 16  # texts per request
-    waiting: int = 64  # texts that wait for a slot
-    requests: int = 256  # open requests, each with a body in memory
-    hosts: tuple[str, ...] | None = None  # accepted host names; None: any
 
 
 class Server:
@@ -124,7 +104,10 @@ class Server:
             "/v2/rerank": (self._rerank, Ranking), "/tokenize": (self._tokenize, Tokenize),
             "/detokenize": (self._detokenize, Detokenize),
         }  # fmt: skip
-        forms = {"/v1/audio/transcriptions": self._transcribe, "/v1/audio/translations": self._translate}
+        forms = {
+            "/v1/audio/transcriptions": partial(self._listen, "transcribe"),
+            "/v1/audio/translations": partial(self._listen, "translate"),
+        }
         gets = {
             "/": self._page, "/health": self._health, "/metrics": self._metrics, "/v1/models": self._models,
             "/v1/models/{name:path}": self._model_card,
@@ -167,7 +150,7 @@ class Server:
                     async with self._time():
                         response = await handler(request)
                 finally:
-                    if isinstance(response, _Events):
+                    if isinstance(response, Events):
                         response.on_sent = self._sent
                     else:
                         self._busy -= 1
@@ -175,7 +158,7 @@ class Server:
                 self.metrics.canceled.inc()
                 return Response(status_code=499)
             except Exception as error:
-                found = _reported(error)
+                found = reported(error)
                 response = JSONResponse(found.document, found.status, found.headers)
             self.metrics.requests.labels(path, response.status_code).inc()
             return response
@@ -191,7 +174,7 @@ class Server:
         async def handle(request: Request) -> Response:
             asked = await self._body(request, kind)
             async with self._within():
-                found: Response = await _unless_gone(request.receive, handler(asked))
+                found: Response = await unless_gone(request.receive, handler(asked))
                 return found
 
         return handle
@@ -342,7 +325,7 @@ class Server:
         form = kind(answers, model, tools)
         answers.start()
         if asked.stream:
-            return _Events(self._stream(answers, form), self._within, self._gone, answers.close)
+            return Events(self._stream(answers, form), self._within, self.metrics.canceled.inc, answers.close)
         pieces: dict[int, list[Event]] = {index: [] for index in range(len(answers.texts))}
         try:
             async for event in answers.events():
@@ -366,7 +349,7 @@ class Server:
                 yield chunk
             self._count(answers)
         except Exception as error:
-            yield _reported(error)
+            yield reported(error)
 
     def _within(self) -> contextlib.AbstractAsyncContextManager[None]:
         return self._time(self.limits.timeout)
@@ -381,9 +364,6 @@ class Server:
         metrics.whole.observe(time.perf_counter() - answers.began)
         if answers.first is not None:
             metrics.first.observe(answers.first - answers.began)
-
-    def _gone(self) -> None:
-        self.metrics.canceled.inc()
 
     async def _embed(self, asked: Embeddings) -> Response:
         return await self._compute(embeddings(self._model(asked), asked))
@@ -424,13 +404,7 @@ class Server:
             await form.close()
             raise
 
-    async def _transcribe(self, request: Request) -> Response:
-        return await self._listen(request, "transcribe")
-
-    async def _translate(self, request: Request) -> Response:
-        return await self._listen(request, "translate")
-
-    async def _listen(self, request: Request, task: str) -> Response:
+    async def _listen(self, task: str, request: Request) -> Response:
         began = time.perf_counter()
         wish, file = await self._form(request)
         model = self._model(wish)
@@ -451,8 +425,8 @@ class Server:
             return listening
 
         if wish.stream:
-            return _Events(_deltas(hear), self._within, self._gone, lambda: None)
-        listening: Listening = await _unless_gone(request.receive, hear(lambda text: None))
+            return Events(deltas(hear), self._within, self.metrics.canceled.inc, lambda: None)
+        listening: Listening = await unless_gone(request.receive, hear(lambda text: None))
         if (kind := MEDIA_TYPES.get(wish.response_format)) is not None:
             return PlainTextResponse(listening.subtitles(), media_type=kind)
         return JSONResponse(listening.document())
@@ -500,32 +474,9 @@ class Server:
         return HTMLResponse(PAGE, headers=HEADERS)
 
 
-async def _deltas(hear: Callable[[Callable[[str], None]], Coroutine[Any, Any, Listening]]) -> AsyncIterator[dict | ApiError]:
-    """Events of a transcription, which does not wait for its reader, because its samples would stay in memory."""
-    texts: asyncio.Queue[str | None] = asyncio.Queue()
-    hearing = asyncio.ensure_future(hear(texts.put_nowait))
-    hearing.add_done_callback(lambda _: texts.put_nowait(None))
-    try:
-        while (text := await texts.get()) is not None:
-            yield {"type": "transcript.text.delta", "delta": text}
-        yield {"type": "transcript.text.done", **(await hearing).document()}
-    except Exception as error:
-        yield _reported(error)
-    finally:
-        hearing.cancel()
-        await asyncio.gather(hearing, return_exceptions=True)
-
-
 def _expire(limit: asyncio.Timeout) -> None:
     if not limit.expired():
         limit.reschedule(asyncio.get_running_loop().time())
-
-
-def _reported(error: Exception) -> ApiError:
-    found = failure(error)
-    if found.status == 500:
-        log.exception("a request failed")
-    return found
 
 
 def _card(model: Model) -> dict[str, Any]:
@@ -540,87 +491,3 @@ async def _not_found(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = f"there is no {request.method} {request.url.path}; docs/serving.md lists the endpoints"
     return JSONResponse(ApiError(error.status_code, message, code="not_found").document, error.status_code)
-
-
-async def _unless_gone(receive: Receive, work: Any) -> Any:
-    """The result of work, which is canceled when the client disconnects.
-
-    Raises:
-        ClientDisconnect: the client disconnected.
-    """
-    doing, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_left(receive))
-    try:
-        await asyncio.wait({doing, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if not doing.done():
-            raise ClientDisconnect
-        return await doing
-    finally:
-        for each in (doing, leaving):
-            each.cancel()
-        await asyncio.gather(doing, leaving, return_exceptions=True)
-
-
-async def _left(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-class _Events(Response):
-    """A stream of events, each a JSON document. An error before the first event becomes a normal error response."""
-
-    def __init__(
-        self,
-        events: AsyncIterator[dict | ApiError],
-        time: Callable[[], contextlib.AbstractAsyncContextManager[None]],
-        gone: Callable[[], None],
-        close: Callable[[], None],
-    ):
-        """
-        Args:
-            time: time limit, which raises ApiError.
-            gone: called if the client disconnects.
-            close: called at the end.
-        """
-        super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
-        self._events, self._time, self._gone, self._close = events, time, gone, close
-        self.on_sent: Callable[[], None] = lambda: None
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await _unless_gone(receive, self._send(scope, receive, send))
-        except ClientDisconnect:
-            self._gone()
-        finally:
-            self._close()
-            self.on_sent()
-
-    async def _send(self, scope: Scope, receive: Receive, send: Send) -> None:
-        started, failed = False, None
-
-        async def tell(document: dict) -> None:
-            line = f"data: {json.dumps(document, ensure_ascii=False, allow_nan=False)}\n\n"
-            await send({"type": "http.response.body", "body": line.encode(), "more_body": True})
-
-        try:
-            async with self._time(), contextlib.aclosing(self._events) as events:  # type: ignore[type-var]
-                async for event in events:
-                    if isinstance(event, ApiError):
-                        failed = event
-                        break
-                    if not started:
-                        headers = [each for each in self.raw_headers if each[0] != b"content-length"]
-                        await send({"type": "http.response.start", "status": 200, "headers": headers})
-                        started = True
-                    await tell(event)
-        except ApiError as error:  # also while the client was not reading
-            failed = error
-        try:
-            async with asyncio.timeout(_LAST_WORDS):
-                if failed is not None and not started:
-                    await JSONResponse(failed.document, failed.status, failed.headers)(scope, receive, send)
-                    return
-                if failed is not None:
-                    await tell(failed.document)
-                await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
-        except TimeoutError as error:
-            raise ClientDisconnect from error

@@ -14,7 +14,8 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from .routes import Limits, Model, Server
+from .limits import Limits
+from .routes import Model, Server
 
 _LOCAL = ("localhost", "127.0.0.1", "[::1]")
 _SILENT = 30.0  # seconds that a client has to send the head of a request, and to read sent data

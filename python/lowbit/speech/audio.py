@@ -85,12 +85,12 @@ def read_audio(
             for piece in _one_channel(_resampled(container.decode(audio=0), name, check)):
                 samples += piece.tobytes()
                 if most_seconds is not None and len(samples) > most_seconds * SAMPLE_RATE * 4:
-                    raise ValueError(f"{name} has more than {most_seconds:g} seconds of audio; expected at most so many")
+                    raise ValueError(f"{name} has more than {most_seconds:g} seconds of audio; expected no more")
     except av.FFmpegError as error:
         reason = error.strerror or one_line(error)
-        raise ValueError(f"{name} is no audio that can be read: {reason}; expected {_SHOWN}") from error
+        raise ValueError(f"{name} is not readable audio: {reason}; expected {_SHOWN}") from error
     if not samples:
-        raise ValueError(f"{name} has audio of no samples; expected at least one")
+        raise ValueError(f"{name} has audio without samples; expected at least one")
     return np.frombuffer(samples, np.float32)
 
 

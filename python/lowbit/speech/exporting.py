@@ -137,7 +137,7 @@ class ExportedSpeech:
         """As :meth:`SpeechDecoder.forward`."""
         check_call(tokens, start, self.vocabulary, self.max_length)
         if self._states is None:
-            raise RuntimeError("the decoder has heard nothing; call listen() first")
+            raise RuntimeError("the decoder has no audio; call listen() first")
         logits = self._run(tokens, start, self._states, self._at)
         self._states, self._at = self._states[:, -1:].contiguous(), torch.tensor([self.positions - 1])
         return logits

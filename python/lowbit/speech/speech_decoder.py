@@ -9,11 +9,9 @@ from torch import Tensor
 
 from ..hf.decoding import Unsupported
 from ..hf.fusing import fuse_
-from ..llm.caches import dtypes_of, name_of, type_of
+from ..llm.caches import empty_caches, name_of, type_of
 from ..llm.decoder import check_call
-from ..operators import ops
 
-_PANEL = 16  # lengths of caches are multiples of this
 _TRIAL = 24  # encoder positions in the trial
 _TRIAL_LIMIT = 0.05  # relative to the spread of the logits: rounding stays below, a different computation does not
 
@@ -64,14 +62,9 @@ class SpeechDecoder(torch.nn.Module):
     def _make(self, length: int, heard: int) -> list[tuple[Tensor, ...]]:
         config = self.model.config
         width = config.d_model // self.heads
-        try:
-            stored = [(ops.cache_width(width, dtype), ops.cache_storage(dtype)) for dtype in dtypes_of(self.cache_type)]
-        except ValueError as error:
-            raise Unsupported(str(error)) from error
 
         def empty(positions: int) -> list[Tensor]:
-            rows = -(-positions // _PANEL) * _PANEL
-            return [torch.zeros(1, self.heads, rows, columns, dtype=dtype) for columns, dtype in stored]
+            return empty_caches(self.heads, (width, width), positions, self.cache_type)
 
         last = (1, self.heads, 1, width)
         return [
@@ -99,7 +92,7 @@ class SpeechDecoder(torch.nn.Module):
         measured = float(difference / expected.std())
         if self.cache_type == name_of(self.model.dtype) and not measured <= _TRIAL_LIMIT:
             raise Unsupported(
-                f"{type(self.model).__name__} computes other logits than lowbit's decoder (they differ by {measured:.2g} of "
+                f"{type(self.model).__name__} gives other logits than lowbit's decoder (they differ by {measured:.2g} of "
                 f"their spread; rounding is below {_TRIAL_LIMIT}); expected Whisper's layers"
             )
 
@@ -153,7 +146,7 @@ class SpeechDecoder(torch.nn.Module):
         """
         check_call(tokens, start, self.vocabulary, self.max_length)
         if self._last is None:
-            raise RuntimeError("the decoder has heard nothing; call listen() first")
+            raise RuntimeError("the decoder has no audio; call listen() first")
         with torch.inference_mode():
             return self.step(tokens, start, self._last)
 

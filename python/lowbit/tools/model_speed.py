@@ -16,10 +16,14 @@ from ..llm.sampling import most_likely
 from ..llm.shapes import random_model
 from ..machine.facts import cpu_name, peak_memory
 from ..machine.memory import ReadBandwidth
-from ..machine.sizes import size
 from ..packed.rounding import EmbeddingConfig, LinearConfig
 
 MODES = ("eager", "compile", "aot")
+
+
+def stored_bytes(model: torch.nn.Module) -> int:
+    """Bytes of a model's state; shared tensors count once."""
+    return sum({tensor.data_ptr(): tensor.nbytes for tensor in model.state_dict().values() if tensor.numel()}.values())
 
 
 def bytes_per_token(model: torch.nn.Module) -> int:
@@ -115,7 +119,7 @@ def run(
         cache: type of the KV cache, as in :class:`Decoder`.
 
     Returns:
-        A JSON-serializable dict, which ``table`` formats. ``modes`` has for each mode ``prefill_tokens_per_second``,
+        A JSON-serializable dict. ``modes`` has for each mode ``prefill_tokens_per_second``,
         ``seconds_to_first_token``, ``decode_tokens_per_second``, ``share_of_bandwidth`` (packed bytes per token times
         tokens per second, divided by the read bandwidth), ``parts`` (seconds per token in linear layers, attention and the
         rest) and ``prepare_seconds`` (to compile and run the first time).
@@ -199,24 +203,3 @@ def _medians(turns: list[dict[str, float]], prompt: int) -> dict[str, Any]:
         "decode_tokens_per_second": 1 / median["token"],
         "share_of_bandwidth": median["share"],
     }
-
-
-def table(result: dict[str, Any]) -> str:
-    """The result of :func:`run` as a Markdown table, with lines about the machine."""
-    weights, read = size(result["packed_bytes_per_token"]), size(result["read_bandwidth"])
-    columns = ["", "decode, tokens/s", "of the bandwidth", f"prompt of {result['prompt']}, tokens/s", "first token, s"]
-    columns += ["linear, ms", "attention, ms", "rest, ms"]
-    lines = [
-        f"{result['shape']}, {result['threads']} threads of {result['machine']}, activations {result['dtype']}",
-        f"{weights} of weights per token, memory read at {read}/s",
-        "",
-        f"| {' | '.join(columns)} |",
-        "|---" * len(columns) + "|",
-    ]
-    for mode, figures in result["modes"].items():
-        parts = " | ".join(f"{1e3 * figures['parts'][part]:.2f}" for part in ("linear", "attention", "rest"))
-        lines.append(
-            f"| {mode} | {figures['decode_tokens_per_second']:.1f} | {100 * figures['share_of_bandwidth']:.0f} % "
-            f"| {figures['prefill_tokens_per_second']:.0f} | {figures['seconds_to_first_token']:.2f} | {parts} |"
-        )
-    return "\n".join(lines)

@@ -136,7 +136,7 @@ def test_settings_come_from_the_model(talking, tmp_path):
         "logit_bias": {}, "stop": [], "seed": 0, "max_new_tokens": 3,
     }  # fmt: skip
     assert len(said["turns"][0]["tokens"]) <= 3
-    assert "sets top_h, which lowbit does not do" in result.stderr
+    assert "sets top_h, which lowbit does not support" in result.stderr
 
 
 def test_an_answer_ends_at_a_string(talking):

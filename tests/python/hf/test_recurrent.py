@@ -209,15 +209,9 @@ def test_speculative_decoding_of_a_hybrid_writes_the_same_text(decoder, wrong, m
     text = [*PROMPT, *expected]
 
     class Oracle:
-        def __init__(self, prompt):
-            self.length = len(prompt)
-
-        def append(self, token):
-            self.length += 1
-
-        def guess(self, count):
-            guesses = text[self.length : self.length + count]
-            places = range(self.length, self.length + len(guesses))
+        def guess(self, known, count):
+            guesses = text[len(known) : len(known) + count]
+            places = range(len(known), len(known) + len(guesses))
             return [token ^ (bool(wrong) and place % wrong == 0) for token, place in zip(guesses, places)]
 
     monkeypatch.setattr("lowbit.llm.guessing.Lookup", Oracle)
@@ -234,14 +228,14 @@ def test_states_cannot_be_cut_back_but_where_there_is_a_copy():
     for place in (6, 7, 8):
         decoder(torch.tensor([[PROMPT[place]]]), torch.tensor([place]))
     assert [decoder.kept(count) for count in (12, 9, 8, 6, 5)] == [9, 9, 6, 6, 0]
-    with pytest.raises(ValueError, match=r"start is 8; expected 0, or 6 that the states"):
+    with pytest.raises(ValueError, match=r"start is 8; expected 0, or 6, where the states"):
         decoder(torch.tensor([[1]]), torch.tensor([8]))
     assert decoder(torch.tensor([PROMPT[6:8]]), torch.tensor([6])).equal(expected[7])
     assert decoder(torch.tensor([PROMPT[8:]]), torch.tensor([8])).equal(expected[-1])
     other = llm.Decoder(model_of("lfm2"), 96)
     caches, longer = other.new_caches(32), other.read(PROMPT)
     with pytest.raises(
-        ValueError, match="a text copies 3 tokens from caches with 12; expected all, as states cannot be cut back"
+        ValueError, match="a text copies 3 tokens from caches with 12; expected all, because states cannot be truncated"
     ):
         other.run_texts([(caches, PROMPT[3:], (longer, 3))])
 

@@ -370,7 +370,7 @@ def test_the_command_and_inspect(tmp_path):
     key = lambda tensor: tensor["name"]  # noqa: E731
     assert sorted(shown["imported"], key=key) == sorted(said["tensors"], key=key)
     lines = invoke("inspect", tmp_path / "out").stdout
-    assert "came over" in lines and lines.count("rounded, within") == 9
+    assert "conversion" in lines and lines.count("rounded, within") == 9
     file = tmp_path / "out" / "lowbit_import.json"
     report = json.loads(file.read_text())
     for odd in ("1", True, None, 10**400, [1]):

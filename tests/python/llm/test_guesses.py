@@ -78,16 +78,15 @@ def test_where_a_text_ends(decoder, tokenizer):
 
 
 def test_lookup():
-    text = Lookup([1, 2, 3, 4, 1, 2])
-    assert text.guess(5) == [3, 4, 1, 2, 3]  # the ending 1 2 occurred before, and the continuation overlaps itself
-    assert text.guess(0) == []
-    text.append(9)
-    assert text.guess(5) == []  # 2 9 is new
-    assert Lookup([]).guess(3) == Lookup([7]).guess(3) == []
-    assert Lookup([5, 5, 5]).guess(4) == [5, 5, 5, 5]
+    lookup, text = Lookup(), [1, 2, 3, 4, 1, 2]
+    assert lookup.guess(text, 5) == [3, 4, 1, 2, 3]  # the ending 1 2 occurred before, and the continuation overlaps itself
+    assert lookup.guess(text, 0) == []
+    assert lookup.guess([*text, 9], 5) == []  # 2 9 is new
+    assert Lookup().guess([], 3) == Lookup().guess([7], 3) == []
+    assert Lookup().guess([5, 5, 5], 4) == [5, 5, 5, 5]
     # The longest matching ending counts, at its last occurrence.
-    assert Lookup([1, 2, 3, 7, 0, 2, 3, 8, 6, 2, 3, 9, 1, 2, 3]).guess(1) == [7]
-    assert Lookup([0, 2, 3, 8, 6, 2, 3, 9, 4, 2, 3]).guess(1) == [9]
+    assert Lookup().guess([1, 2, 3, 7, 0, 2, 3, 8, 6, 2, 3, 9, 1, 2, 3], 1) == [7]
+    assert Lookup().guess([0, 2, 3, 8, 6, 2, 3, 9, 4, 2, 3], 1) == [9]
 
 
 def make_small(max_length: int = MAX_LENGTH):
@@ -136,13 +135,11 @@ def test_a_draft_with_other_tokens():
             assert int(tokens.max()) < self.vocabulary
             return torch.eye(8)[(tokens[:, -1] + 1) % 8]
 
-    draft = Draft(Counting(), [1, 2], vocabulary=5)
-    assert draft.guess(2) == [3, 4] and draft.guess(0) == []
-    assert draft.guess(4)[:2] == [3, 4] and max(draft.guess(4)) < 5
-    draft.append(9)
-    assert draft.guess(3) == []
-    draft.append(1)
-    assert draft.guess(3) == []
+    draft, text = Draft(Counting(), vocabulary=5), [1, 2]
+    assert draft.guess(text, 2) == [3, 4] and draft.guess(text, 0) == []
+    assert draft.guess(text, 4)[:2] == [3, 4] and max(draft.guess(text, 4)) < 5
+    assert draft.guess([*text, 9], 3) == []
+    assert draft.guess([*text, 9, 1], 3) == []
 
 
 @pytest.mark.parametrize(

@@ -160,9 +160,9 @@ def test_what_is_refused(packed, tmp_path, monkeypatch):
         return error(invoke("generate", model, "--image", image, "--prompt", "What?", *more))
 
     for name, said in {
-        "text.png": "is no picture that can be read; expected PNG, JPEG",
-        "empty.png": "is no picture that can be read; expected PNG, JPEG",
-        "zero.ppm": "is no picture that can be read; expected PNG, JPEG",
+        "text.png": "is not a readable picture; expected PNG, JPEG",
+        "empty.png": "is not a readable picture; expected PNG, JPEG",
+        "zero.ppm": "is not a readable picture; expected PNG, JPEG",
         "cut.png": "is a damaged picture",
         "none.png": "No such file",
     }.items():
@@ -191,7 +191,7 @@ def test_what_is_refused(packed, tmp_path, monkeypatch):
     with pytest.raises(IndexError, match="start is 3; expected at most 0"):
         step(torch.tensor([[5]]), torch.tensor([3]))
     assert step(torch.tensor([ids]), torch.tensor([0])).shape == (1, step.vocabulary)
-    with pytest.raises(ValueError, match="max_length is 0; expected 1 to"):
+    with pytest.raises(ValueError, match="max_length is 0; expected a positive number"):
         ImageStep(step.model, 0)
     with pytest.raises(ValueError, match=r"input_ids has shape \[2, 5\]; expected \[1, tokens\]"):
         step.look({"input_ids": torch.zeros(2, 5, dtype=torch.int64)})
@@ -226,7 +226,7 @@ def test_other_formats_never_reach_their_readers(tmp_path, monkeypatch, kind):
         PIL.Image.new("RGB", (32, 32)).save(file, kind)
         data = file.getvalue()
     (tmp_path / "x.jpg").write_bytes(data)
-    with pytest.raises(ValueError, match="x.jpg is no picture that can be read; expected PNG, JPEG, WEBP, GIF, BMP"):
+    with pytest.raises(ValueError, match="x.jpg is not a readable picture; expected PNG, JPEG, WEBP, GIF, BMP"):
         llm.open_image(tmp_path / "x.jpg")
 
 

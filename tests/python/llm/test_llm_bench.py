@@ -114,8 +114,6 @@ def test_the_benchmark():
     figures = result["modes"]["eager"]
     assert figures["prefill_tokens_per_second"] == pytest.approx(20 / figures["seconds_to_first_token"])
     assert set(figures["parts"]) == {"linear", "attention", "rest"} and min(figures["parts"].values()) > 0
-    text = model_speed.table(result)
-    assert "| eager | " in text and f"{figures['decode_tokens_per_second']:.1f}" in text
 
 
 def test_the_benchmark_takes_a_model():

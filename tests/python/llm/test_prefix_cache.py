@@ -328,4 +328,4 @@ def test_the_environment_is_for_all_models(tmp_path, monkeypatch):
     monkeypatch.setenv("LOWBIT_PREFIX_CACHE", str(tmp_path / "kept"))
     result = invoke(*arguments)
     assert result.stdout == plain.stdout
-    assert "LOWBIT_PREFIX_CACHE is not used: a prefix cache needs packed linear layers throughout" in result.stderr
+    assert "LOWBIT_PREFIX_CACHE is not used: a prefix cache requires that all linear layers are packed" in result.stderr

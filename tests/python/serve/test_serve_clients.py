@@ -20,9 +20,9 @@ from needs import need_packages
 
 need_packages("starlette", "uvicorn", "prometheus_client")
 
-from lowbit.serve import routes
 from lowbit.serve.engine import Engine
 from lowbit.serve.errors import ApiError
+from lowbit.serve.events import Events
 from lowbit.serve.routes import Limits, Server
 from test_serve import Client, made, serving
 
@@ -216,7 +216,7 @@ def play(events, seconds, reads, end=None):
         sent.append(message)
 
     async def run():
-        response = routes._Events(events(), lambda: server._time(seconds), lambda: sent.append("gone"), lambda: None)
+        response = Events(events(), lambda: server._time(seconds), lambda: sent.append("gone"), lambda: None)
         playing = asyncio.ensure_future(response({"type": "http", "method": "POST"}, receive, send))
         if end is not None:
             await asyncio.sleep(0.05)
@@ -246,7 +246,7 @@ def test_a_reader_that_stalls_gets_the_error_and_the_end(seconds, end, said):
 
 
 def test_a_reader_that_never_reads_is_left(monkeypatch):
-    monkeypatch.setattr(routes, "_LAST_WORDS", 0.05)
+    monkeypatch.setattr("lowbit.serve.events._LAST_WORDS", 0.05)
     assert play(endless, 0.05, asyncio.Event())[2:] == ["gone"]
 
 
@@ -264,7 +264,7 @@ def test_time_is_over_before_the_first_event():
         async def receive():
             await asyncio.Event().wait()
 
-        response = routes._Events(silent(), lambda: server._time(0.05), lambda: None, lambda: None)
+        response = Events(silent(), lambda: server._time(0.05), lambda: None, lambda: None)
         await response({"type": "http", "method": "POST"}, receive, send)
 
     asyncio.run(run())

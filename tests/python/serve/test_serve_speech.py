@@ -137,8 +137,8 @@ def test_what_is_refused(client, directory):
     data = (directory / "1.wav").read_bytes()
     assert refused(client, data, language="xx") == ("language", "language is 'xx'; expected en, fi")
     assert refused(client, data, model="other", status=404)[0] == "model"
-    assert refused(client, b"no audio", name="talk.wav")[1].startswith("talk.wav is no audio that can be read")
-    assert refused(client, recording(0))[1] == "talk.wav has audio of no samples; expected at least one"
+    assert refused(client, b"no audio", name="talk.wav")[1].startswith("talk.wav is not readable audio")
+    assert refused(client, recording(0))[1] == "talk.wav has audio without samples; expected at least one"
     assert refused(client, None) == ("file", "file is missing; expected a recording")
     assert refused(client, data, response_format="xml")[1].endswith("'srt', 'verbose_json' or 'vtt'")
     assert refused(client, data, response_format="srt", stream="true")[1].endswith("expected json with stream")
@@ -167,7 +167,7 @@ def test_what_is_refused(client, directory):
 def test_a_long_recording_is_refused_while_it_is_read(client, directory, monkeypatch):
     monkeypatch.setattr(speech, "MOST_SECONDS", 2)
     message = refused(client, (directory / "0.wav").read_bytes())[1]
-    assert message == "talk.wav has more than 2 seconds of audio; expected at most so many"
+    assert message == "talk.wav has more than 2 seconds of audio; expected no more"
 
 
 def test_recordings_that_are_none(client, tmp_path, monkeypatch):
@@ -179,13 +179,13 @@ def test_recordings_that_are_none(client, tmp_path, monkeypatch):
         "#EXTM3U\n#EXTINF:9,\nother.wav\n",
         "v=0\r\nm=audio 0 RTP/AVP 0\r\n",
     ):
-        assert refused(client, text.encode(), name="a.mp3")[1].startswith("a.mp3 is no audio that can be read")
+        assert refused(client, text.encode(), name="a.mp3")[1].startswith("a.mp3 is not readable audio")
     slow = bytearray(recording(1))
     slow[24:28] = (1).to_bytes(4, "little")
     assert refused(client, bytes(slow))[1] == "talk.wav has 1 samples per second; expected 2000 to 768000"
     silence = container(tmp_path / "a.flac", "flac", "flac", frames=100).read_bytes()
     monkeypatch.setattr(speech, "MOST_SECONDS", 5)
-    assert refused(client, silence)[1] == "talk.wav has more than 5 seconds of audio; expected at most so many"
+    assert refused(client, silence)[1] == "talk.wav has more than 5 seconds of audio; expected no more"
 
 
 def test_few_recordings_are_in_memory_at_a_time(directory, expected, monkeypatch):
@@ -234,7 +234,7 @@ def test_a_transcription_does_not_wait_for_its_reader():
         return type("Listening", (), {"document": lambda self: {"text": "abc"}})()
 
     async def read():
-        events = routes._deltas(hear)
+        events = routes.deltas(hear)
         found = [await anext(events)]
         for _ in range(10):
             await asyncio.sleep(0)

@@ -72,7 +72,7 @@ def test_the_page(monkeypatch):
     well = invoke("doctor")
     assert well.exit_code == 0, (well.stderr, well.exception)
     lines = well.stdout.splitlines()
-    assert lines[-1] == "All that is installed works."
+    assert lines[-1] == "Everything that is installed works."
     assert ".pte: executorch is not installed" in lines and "  remedy: pip install it" in lines
     assert ["eager", "works", "0.2"] in [line.split() for line in lines]
     assert [".pte", "not", "installed"] in [line.split() for line in lines]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ import torch
 import lowbit
 
 from ... import _C
-from ...machine.facts import cpu_name
+from ...machine.facts import cpu_name, installed_version
 from ...machine.memory import ReadBandwidth, huge_page_setting
 from ...machine.threads import available_cpus
 
@@ -25,14 +24,21 @@ _HUGE_PAGES = "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabl
 
 def versions() -> dict[str, str | None]:
     """Versions of the packages that lowbit works with; None: not installed."""
-    return {package: _installed(package) for package in PACKAGES}
+    return {package: installed_version(package) for package in PACKAGES}
 
 
-def _installed(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
+def installation() -> dict[str, Any]:
+    """Facts that take no measurement."""
+    return {
+        "lowbit": lowbit.__version__,
+        "python": platform.python_version(),
+        "built_with_executorch": _C.executorch_version or None,
+        "cpu": cpu_name(),
+        "architecture": platform.machine(),
+        "isa": lowbit.isa(),
+        "threads": torch.get_num_threads(),
+        "cpus_allowed": available_cpus(),
+    }
 
 
 def active_kernels() -> dict[str, list[str]]:
@@ -62,21 +68,13 @@ def read_bandwidth(threads: int) -> float | None:
 
 def examine() -> dict[str, Any]:
     """Measures the facts that docs/cli.md lists for ``lowbit doctor --json``; takes about two seconds."""
-    allowed, threads = available_cpus(), torch.get_num_threads()
-    tuning = lowbit.tune_threads([_LAYER], seconds=_TUNE_SECONDS, apply=False)
+    known, tuning = installation(), lowbit.tune_threads([_LAYER], seconds=_TUNE_SECONDS, apply=False)
     return {
-        "lowbit": lowbit.__version__,
-        "python": platform.python_version(),
+        **known,
         "packages": versions(),
-        "built_with_executorch": _C.executorch_version or None,
-        "cpu": cpu_name(),
-        "architecture": platform.machine(),
-        "isa": lowbit.isa(),
         "kernels": active_kernels(),
         "huge_pages": huge_page_setting(),
-        "read_bandwidth": read_bandwidth(min(threads, allowed)),
-        "threads": threads,
-        "cpus_allowed": allowed,
+        "read_bandwidth": read_bandwidth(min(known["threads"], known["cpus_allowed"])),
         "advised_threads": tuning.threads,
     }
 

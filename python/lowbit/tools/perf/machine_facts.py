@@ -10,7 +10,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ import lowbit
 
 from ... import _C
 from ...files.untrusted import one_line
-from ...machine.facts import cpu_name
+from ...machine.facts import cpu_name, installed_version
 from ...machine.memory import huge_page_setting
 from ...machine.threads import available_cpus
 
@@ -83,13 +82,6 @@ def _clusters() -> list[dict[str, int]]:
     return [{"cpus": counted[mhz], "mhz": mhz} for mhz in sorted(counted, reverse=True)]
 
 
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
 def facts() -> dict[str, Any]:
     """The parts ``machine``, ``isa`` and ``versions`` of the figures."""
     isa = lowbit.isa()
@@ -116,7 +108,7 @@ def facts() -> dict[str, Any]:
             "compiler": _C.compiler,
             "python": platform.python_version(),
             "torch": torch.__version__,
-            "transformers": _version("transformers"),
+            "transformers": installed_version("transformers"),
         },
     }
 

@@ -34,7 +34,7 @@ from ...llm.perplexity import Perplexity, perplexity
 from ...machine.facts import cpu_name
 from ...packed.rounding import ConvConfig
 from ...quantizing.quantize_model import described_to_transformers
-from ..model_speed import measure
+from ..model_speed import measure, stored_bytes
 from .peers import hold_all, peers
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ class _Subject:
             if not self.sentences:
                 raise ValueError("the text has no lines; expected a sentence in each")
         # Count bytes as stored; then convert to float32, so that results differ only by format.
-        self.model_bytes = sum(value.nbytes for value in _unique(self.model))
+        self.model_bytes = stored_bytes(self.model)
         self.stored = self.model.dtype
         self.model.float()
         if not self.language:
@@ -228,10 +228,6 @@ def same_neighbors(rows: torch.Tensor, expected: torch.Tensor) -> float:
     ]
     same = (nearest[0][:, :, None] == nearest[1][:, None, :]).any(2).float()
     return float(same.mean()) if same.numel() else 1.0
-
-
-def _unique(model: torch.nn.Module) -> list[torch.Tensor]:
-    return list({value.data_ptr(): value for value in model.state_dict().values() if value.numel()}.values())
 
 
 @contextmanager

@@ -1,0 +1,20 @@
+"""Limits of requests."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of requests."""
+
+    api_key: str | None = None
+    timeout: float = 600.0  # seconds per request
+    body_bytes: int = 16 << 20
+    recording_bytes: int = 25 << 20  # size of a body with a recording, as in OpenAI's API
+    recordings: int = 2  # recordings in memory at a time; others wait
+    body_seconds: float = 30.0  # until a body must be complete, plus one for each
+    body_rate: int = 16 << 10  # received bytes
+    texts: int = 16  # texts per request
+    waiting: int = 64  # texts that wait for a slot
+    requests: int = 256  # open requests, each with a body in memory
+    hosts: tuple[str, ...] | None = None  # accepted host names; None: any
