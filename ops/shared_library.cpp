@@ -86,7 +86,8 @@ Status check_whole([[maybe_unused]] const char* path) {
     if (segment.p_type == PT_LOAD && segment_end > end) end = segment_end;
   }
   if (end > bytes) {
-    return Status::system("%s is truncated: it has %" PRIu64 " bytes; its header says %" PRIu64 " or more", tail(path), bytes, end);
+    return Status::system("%s is truncated: it has %" PRIu64 " bytes; its header says %" PRIu64 " or more", tail(path), bytes,
+                          end);
   }
 #endif
   return {};

@@ -1,4 +1,4 @@
-// A kernel library with one fault, or none. The file's name says which: fault_bad_bits.so. So one compilation serves all faults.
+// A kernel library with one fault, or none. The file's name says which (fault_bad_bits.so), so one compilation serves all.
 // FAULT names the fault of a library that tests rename.
 
 #include <string>
