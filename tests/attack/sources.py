@@ -74,7 +74,9 @@ def save_others(llama: Path, target: Path) -> list[str]:
         directory, tensors, metadata = target / name, dict(floats), {}
         for layer in [each.removesuffix(".weight") for each in floats if each.endswith("_proj.weight")]:
             quantization, found, described = made(*tensors.pop(f"{layer}.weight").shape)[name]
-            tensors |= {f"{layer}.{leaf}": tensor.clone(memory_format=torch.contiguous_format) for leaf, tensor in found.items()}
+            tensors |= {
+                f"{layer}.{leaf}": tensor.clone(memory_format=torch.contiguous_format) for leaf, tensor in found.items()
+            }
             metadata |= {key.replace("model.a", layer): text for key, text in described.items()}
         directory.mkdir(parents=True)
         save_file(tensors, directory / "model.safetensors", metadata=metadata)

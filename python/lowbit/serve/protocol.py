@@ -148,7 +148,7 @@ def _found(value: Any) -> str:
         return shortened(str(value), 40)
     if isinstance(value, str):
         return f"{shortened(value, 40)!r}"
-    return {dict: "an object", list: "an array"}.get(type(value), "null")
+    return "an object" if isinstance(value, dict) else "an array" if isinstance(value, list) else "null"
 
 
 def check_bytes(name: str, texts: Iterable[str], tokens: int | None) -> None:
