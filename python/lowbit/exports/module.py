@@ -107,7 +107,7 @@ def export_pte(
 
 def _traced(model: torch.nn.Module, example_inputs: tuple[Any, ...], dynamic_shapes: Any) -> torch.export.ExportedProgram:
     """torch.export.export, with a warning of state that is in attributes, which torch.export restores after the trace."""
-    before, changed = _attributes(model), []
+    before, changed = _attributes(model), list[str]()
 
     def compare(*_: Any) -> None:
         after = _attributes(model)

@@ -24,8 +24,9 @@ _SECONDS = 10  # of CPU time; the template of a long conversation takes some mil
 _WORD = re.compile(r"\w+")
 # Roles and types of which templates may make control tokens ('<|' + role + '|>'), as they may of those that they name.
 _KNOWN = frozenset(
-    "system developer user assistant tool function text image object array string number integer boolean null".split()
-)
+    ("system", "developer", "user", "assistant", "tool", "function", "text", "image", "object", "array", "string", "number",
+     "integer", "boolean", "null")
+)  # fmt: skip
 _PRIVATE = range(0xF0000, 0xFFFFE)  # letters that Unicode leaves to private use
 # Tokenizers that do not call all of their control tokens special (DeepSeek's) write them so.
 _LOOKS_LIKE_CONTROL = re.compile(r"<[|\uff5c].+[|\uff5c]>", re.DOTALL)

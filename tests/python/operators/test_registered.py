@@ -6,6 +6,7 @@ import lowbit
 import pytest
 import torch
 from lowbit.layers.computed_tensor import ComputedTensor
+from lowbit.operators.recurrence import state_shape
 from torch.testing._internal.optests import fake_check
 
 NAMES = sorted(

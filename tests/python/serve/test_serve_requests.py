@@ -124,6 +124,8 @@ def test_a_body_of_many_parts_is_not_parsed(client):
         (b'{"a": 1, "b": ["' + b'a\\\\","' * 140_000 + b'"]}', "140003 strings; expected at most 131072"),
     ):
         assert said in refused(client, "/detokenize", body, None)
+    deep = b'{"prompt": ' + b"[" * 5000 + b"]" * 5000 + b"}"
+    assert "recursion limit" in refused(client, PROMPT, deep, None)
     text = b'{"model": "tooled", "content": "' + b'\\"' * 300_000 + b'"}'  # escaped quotes are no strings
     assert "content has 300000 bytes" in refused(client, "/tokenize", text, "content")
 
@@ -135,8 +137,6 @@ def test_an_error_does_not_write_out_what_it_names():
 
     with pytest.raises(ApiError, match="prompt is an array; expected 1 to 16 entries, not 17"):
         validated(Completion, {"prompt": Large("a" * 17)})
-    deep = b'{"prompt": ' + b"[" * 5000 + b"]" * 5000 + b"}"
-    assert "recursion limit" in refused(client, PROMPT, deep, None)
 
 
 def chain(count):
