@@ -27,7 +27,8 @@ test-llama-cpp: $(VENV)/installed bench-peers
 # ggml-vocab-*.gguf with .inp and .out.
 .PHONY: test-llama-vocab
 test-llama-vocab: $(VENV)/installed
-	@test -d "$(LLAMA_CPP)/models" || { echo "LLAMA_CPP is '$(LLAMA_CPP)'; expected a directory with llama.cpp's models" >&2; exit 1; }
+	@test -d "$(LLAMA_CPP)/models" || { \
+	  echo "LLAMA_CPP is '$(LLAMA_CPP)'; expected a directory with llama.cpp's models" >&2; exit 1; }
 	HF_HUB_OFFLINE=1 LOWBIT_LLAMA_VOCAB=$(abspath $(LLAMA_CPP))/models $(BIN)/python -m pytest -rs \
 	  tests/python/importing/test_llama_vocab.py
 

@@ -204,7 +204,7 @@ def test_a_counter_in_a_pt2_is_refused(tmp_path):
 
 
 class Keeps(torch.nn.Module):
-    """Keeps state in attributes, and what is none: a value computed at the first call, an object, a tensor."""
+    """Keeps state in attributes. A value computed at the first call, objects and constants are no state."""
 
     def __init__(self) -> None:
         super().__init__()
