@@ -23,6 +23,15 @@ test-llama-cpp: $(VENV)/installed bench-peers
 	HF_HUB_OFFLINE=1 LOWBIT_LLAMA_CPP=1 $(BIN)/python -m pytest tests/python/importing/test_gguf_llama_cpp.py \
 	  tests/python/importing/test_importing_gguf_hybrids.py
 
+# Imported tokenizers against llama.cpp's vectors of tokens. LLAMA_CPP: the directory of its sources, whose models directory has
+# ggml-vocab-*.gguf with .inp and .out.
+.PHONY: test-llama-vocab
+test-llama-vocab: $(VENV)/installed
+	@test -d "$(LLAMA_CPP)/models" || { \
+	  echo "LLAMA_CPP is '$(LLAMA_CPP)'; expected a directory with llama.cpp's models" >&2; exit 1; }
+	HF_HUB_OFFLINE=1 LOWBIT_LLAMA_VOCAB=$(abspath $(LLAMA_CPP))/models $(BIN)/python -m pytest -rs \
+	  tests/python/importing/test_llama_vocab.py
+
 test-import-libraries: $(VENV)/installed build/import-libraries/installed
 	HF_HUB_OFFLINE=1 LOWBIT_IMPORT_LIBRARIES=1 PYTHONPATH=build/import-libraries $(BIN)/python -m pytest \
 	  tests/python/importing/test_importing_libraries.py tests/python/importing/test_importing_floats.py

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import random
 import re
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import sources
 from mutants import damaged, damaged_json
-from outcomes import Found, command, empty, forked, judged, tree
+from outcomes import SAME, Found, command, empty, forked, judged, tree
 from sources import PROMPT, run_here, save_llama
 
 GENERATE = ("--prompt", PROMPT, "--max-new-tokens", 3)
@@ -25,30 +26,36 @@ def gguf(room: Path, quick: bool) -> Iterator:
     wholes, expected = [], []
 
     def run(place: Path, name: str):
-        action = command("import", place / name, place / "out", "--i2s-order", "x86") if "i2s" in name else command(
-            "import", place / name, place / "out"
-        )  # fmt: skip
-        if "whole" not in name:
-            return action
+        order = ("--i2s-order", "x86") if "i2s" in name else ()
+        action = command("import", place / name, place / "out", *order)
+        return _then(action, command("generate", place / "out", *GENERATE)) if "whole" in name else action
 
-        return _then(action, command("generate", place / "out", *GENERATE))
+    def attempt(which: int, content: bytes, place: Path, expected: object) -> Found:
+        (place / bases[which].name).write_bytes(content)
+        ended = forked(run(place, bases[which].name), place)
+        return _no_leftovers(judged(ended, lambda: tree(place / "out"), expected), place)
 
-    for base in bases:
+    for which, base in enumerate(bases):
         wholes.append(base.read_bytes())
         place = empty(room / "whole")
         shutil.copy(base, place)
         run_here(run(place, base.name))
         expected.append(tree(place / "out"))
+        must_be_same(attempt(which, wholes[which], empty(room / "whole"), expected[which]))
     header = [wholes[-1].find(b"tokenizer.ggml.merges"), len(wholes[-1])]
     hot = [[(0, len(whole) // 2)] for whole in wholes[:-1]] + [[(0, 1500), (header[0], header[0] + 200), (0, header[1] // 2)]]
 
     def case(number: int, draw: random.Random, place: Path) -> Found:
         which = draw.choice((0, 0, 1, 2, 3))
-        (place / bases[which].name).write_bytes(damaged(wholes[which], draw, hot[which]))
-        ended = forked(run(place, bases[which].name), place)
-        return _no_leftovers(judged(ended, lambda: tree(place / "out"), expected[which]), place)
+        return attempt(which, damaged(wholes[which], draw, hot[which]), place, expected[which])
 
     yield case
+
+
+def must_be_same(found: Found) -> None:
+    """Holds an undamaged copy against what its part expects: a part that finds another result there would find nothing."""
+    if found.outcome != SAME:
+        raise RuntimeError(f"a whole file gives: {found}")
 
 
 def _then(first: Callable[[], None], second: Callable[[], None]) -> Callable[[], None]:
@@ -86,7 +93,18 @@ def _model_part(
     """
     made(room / "model")
     whole, expected = (room / "model" / name).read_bytes(), []
-    for action, result in runs:
+
+    def attempt(which: int, content: bytes, place: Path, expected: object) -> Found:
+        (place / "model").mkdir()
+        for file in (room / "model").iterdir():
+            if file.name != name:
+                (place / "model" / file.name).symlink_to(file)
+        (place / "model" / name).write_bytes(content)
+        action, result = runs[which]
+        ended = forked(action(place), place)
+        return _no_leftovers(judged(ended, lambda: result(place, ended.out), expected), place)
+
+    for which, (action, result) in enumerate(runs):
         place = empty(room / "whole")
         shutil.copytree(room / "model", place / "model")
         run_here(action(place))  # imports
@@ -94,17 +112,11 @@ def _model_part(
         ended = forked(action(place), place)
         assert ended.status == 0, ended.err
         expected.append(result(place, ended.out))
+        must_be_same(attempt(which, whole, empty(room / "whole"), expected[which]))
 
     def case(number: int, draw: random.Random, place: Path) -> Found:
         which = number % len(runs)
-        (place / "model").mkdir()
-        for file in (room / "model").iterdir():
-            if file.name != name:
-                (place / "model" / file.name).symlink_to(file)
-        (place / "model" / name).write_bytes(change(whole, draw))
-        action, result = runs[which]
-        ended = forked(action(place), place)
-        return _no_leftovers(judged(ended, lambda: result(place, ended.out), expected[which]), place)
+        return attempt(which, change(whole, draw), place, expected[which])
 
     return case
 
@@ -145,6 +157,26 @@ def safetensors(room: Path, quick: bool) -> Iterator:
 
     def case(number: int, draw: random.Random, place: Path) -> Found:
         return (on_packed if draw.random() < 0.3 else on_float)(number, draw, place)
+
+    yield case
+
+
+@contextlib.contextmanager
+def directories(room: Path, quick: bool) -> Iterator:
+    """Checkpoints of other tools: config.json or the weights."""
+    save_llama(room / "llama")
+    names, parts = sources.save_others(room / "llama", room / "others"), []
+    action = lambda place: _then(  # noqa: E731
+        command("import", place / "model", place / "out"), command("generate", place / "out", *GENERATE)
+    )
+    change = lambda whole, draw: damaged(whole, draw, _header(whole))  # noqa: E731
+    for name in names[:1] if quick else names:
+        for file, changed in (("config.json", damaged_json), ("model.safetensors", change)):
+            made = functools.partial(shutil.copytree, room / "others" / name)
+            parts.append(_model_part(empty(room / name / file), file, made, changed, (action, _out)))
+
+    def case(number: int, draw: random.Random, place: Path) -> Found:
+        return parts[number % len(parts)](number, draw, place)
 
     yield case
 

@@ -43,6 +43,12 @@ CASES = [
     (lambda: time.sleep(600), HANG),
     (lambda: bytearray(b"x") * (4 * _MOST), MEMORY),  # ends before its memory can be sampled
     (lambda: time.sleep(600) if bytearray(b"x") * 0 else _grow(), MEMORY),
+    # Rust's own report of a panic, with and without a sentence of the command that has caught it.
+    (
+        lambda: _fail("thread 'a' panicked at b.rs:1:2:\nc\nlowbit: error: the file does not load: PanicException: c", 1),
+        REFUSED,
+    ),
+    (lambda: _fail("thread 'a' panicked at b.rs:1:2:\nlowbit: error: it is wrong", 1), TRACEBACK),
 ]
 
 

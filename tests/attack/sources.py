@@ -63,6 +63,29 @@ def gguf_files(target: Path, llama: Path) -> list[Path]:
     return [target / f"{name}.gguf" for name in (*contents, "whole")]
 
 
+def save_others(llama: Path, target: Path) -> list[str]:
+    """Writes a float checkpoint's layers in the formats of other tools, a directory each; returns their names."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    made = functools.cache(helper("importing_files").layers_of_others)
+    floats, settings = load_file(llama / "model.safetensors"), json.loads((llama / "config.json").read_text())
+    for name in made(32, 32):
+        directory, tensors, metadata = target / name, dict(floats), {}
+        for layer in [each.removesuffix(".weight") for each in floats if each.endswith("_proj.weight")]:
+            quantization, found, described = made(*tensors.pop(f"{layer}.weight").shape)[name]
+            tensors |= {
+                f"{layer}.{leaf}": tensor.clone(memory_format=torch.contiguous_format) for leaf, tensor in found.items()
+            }
+            metadata |= {key.replace("model.a", layer): text for key, text in described.items()}
+        directory.mkdir(parents=True)
+        save_file(tensors, directory / "model.safetensors", metadata=metadata)
+        (directory / "config.json").write_text(json.dumps(settings | {"quantization_config": quantization}))
+        for file in ("tokenizer.json", "tokenizer_config.json"):
+            (directory / file).write_bytes((llama / file).read_bytes())
+    return list(made(32, 32))
+
+
 def run_here(action: Callable[[], None]) -> None:
     """Runs a command in this process, so that its imports are done before forking."""
     kept = [os.dup(number) for number in (1, 2)]

@@ -51,7 +51,8 @@ def export_pte(
         constant_methods: additional methods, by name, that return a constant, such as a setting for runners.
         progress: called as ``progress(steps done, steps, next step)``.
         check_buffers: if a call changes buffers of the model, such as a counter, run the program twice and compare its
-            outputs with the model's. If XNNPACK cannot handle these buffers, it is not used, with a warning.
+            outputs with the model's. If XNNPACK cannot handle these buffers, it is not used, with a warning. State in other
+            attributes is not in the program; a warning names what a call changes.
 
     Raises:
         ImportError: executorch is not installed.
@@ -71,7 +72,7 @@ def export_pte(
     with replacing(path, ".pte") as written:
         report = progress or (lambda done, steps, what: None)
         report(0, 4, "tracing the model")
-        exported = torch.export.export(model, example_inputs, dynamic_shapes=dynamic_shapes)
+        exported = _traced(model, example_inputs, dynamic_shapes)
         changed = _buffers_of(exported) if check_buffers else []
         # Without this pass the file lacks initial values of mutated buffers, which would then start as zeros.
         first = [name.replace(".", "_") for name, buffer in model.named_buffers() if name in changed and buffer.any()]
@@ -104,6 +105,48 @@ def export_pte(
             )
 
 
+def _traced(model: torch.nn.Module, example_inputs: tuple[Any, ...], dynamic_shapes: Any) -> torch.export.ExportedProgram:
+    """torch.export.export, with a warning of state that is in attributes, which torch.export restores after the trace."""
+    before, changed = _attributes(model), list[str]()
+
+    def compare(*_: Any) -> None:
+        after = _attributes(model)
+        changed.extend(name for name, value in before.items() if value is not None and after.get(name) != value)
+
+    hook = model.register_forward_hook(compare)
+    try:
+        exported = torch.export.export(model, example_inputs, dynamic_shapes=dynamic_shapes)
+    finally:
+        hook.remove()
+    if changed:
+        warnings.warn(
+            f"a call of the model changes {', '.join(changed)}: the exported program computes each call with the values that "
+            "these attributes have now. Make this state a buffer, or an input and an output of the model",
+            stacklevel=3,
+        )
+    return exported
+
+
+def _attributes(model: torch.nn.Module) -> dict[str, Any]:
+    """Copies of the numbers, texts and containers in attributes of the model's modules."""
+    usual = vars(torch.nn.Module()).keys()
+    return {
+        f"{name}.{key}".lstrip("."): _copied(value)
+        for name, module in model.named_modules()
+        for key, value in vars(module).items()
+        if key not in usual
+    }
+
+
+def _copied(value: Any, depth: int = 4) -> Any:
+    """A value to compare a later one with: None for objects, which are taken to be constant."""
+    if isinstance(value, list | tuple) and depth:
+        return [_copied(each, depth - 1) for each in value]
+    if isinstance(value, dict) and depth:
+        return [(_copied(key, depth - 1), _copied(each, depth - 1)) for key, each in value.items()]
+    return repr(value) if type(value) in (bool, int, float, complex, str, bytes) else None
+
+
 def _buffers_of(exported: torch.export.ExportedProgram) -> list[str]:
     """The buffers of the model that a call changes."""
     if all(name.endswith((PACKED_SUFFIX, ORDER_SUFFIX)) for name in exported.graph_signature.buffers):
@@ -134,10 +177,13 @@ def check_changes(
         ValueError: the outputs of a call differ, for example because a counter is not updated.
     """
     held = {name: buffer.clone() for name, buffer in model.named_buffers() if name in changed}
+    attributes = [(vars(module), dict(vars(module))) for module in model.modules()]
     run = load()
     with torch.no_grad():
         expected = [_outputs(torch.func.functional_call(model, held, copy.deepcopy(inputs))) for _ in range(2)]
         found = [_outputs(run(copy.deepcopy(inputs))) for _ in range(2)]
+    for now, kept in attributes:  # an export does not change the model
+        now.update(kept)
     if len(found[0]) != len(expected[0]) or not all(map(_alike, *expected, *found)):
         raise ValueError(
             f"the exported program does not change {', '.join(changed)} as the model does: its outputs in two calls differ "
@@ -191,6 +237,8 @@ def export_pt2(
 ) -> None:
     """Compiles a model ahead of time with AOTInductor to a .pt2; requires a C++ compiler.
 
+    State that a call changes in attributes that are no buffers is not in the program; a warning names it.
+
     Load it with ``torch._inductor.aoti_load_package(path)`` where lowbit is installed, or from C++ with
     ``AOTIModelPackageLoader`` after loading ``lowbit_torch.so``.
 
@@ -212,7 +260,7 @@ def export_pt2(
         cpp_compiler()
         report = progress or (lambda done, steps, what: None)
         report(0, 3, "tracing the model")
-        exported = torch.export.export(model, example_inputs, dynamic_shapes=dynamic_shapes)
+        exported = _traced(model, example_inputs, dynamic_shapes)
         # With AOTI_RUNTIME_CHECK_INPUTS=1 the lower bound check would refuse a dynamic size of 1, which works.
         options = {"aot_inductor.check_lowerbound": False, "aot_inductor.metadata": metadata or {}}
         report(1, 3, "compiling it")

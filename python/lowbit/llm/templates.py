@@ -21,7 +21,12 @@ from weakref import WeakKeyDictionary
 from ..files.untrusted import interpreting
 
 _SECONDS = 10  # of CPU time; the template of a long conversation takes some milliseconds
-_WORD = re.compile(r"\w+")  # of those of roles, which templates compare, they make control tokens: '<|' + role + '|>'
+_WORD = re.compile(r"\w+")
+# Roles and types of which templates may make control tokens ('<|' + role + '|>'), as they may of those that they name.
+_KNOWN = frozenset(
+    ("system", "developer", "user", "assistant", "tool", "function", "text", "image", "object", "array", "string", "number",
+     "integer", "boolean", "null")
+)  # fmt: skip
 _PRIVATE = range(0xF0000, 0xFFFFE)  # letters that Unicode leaves to private use
 # Tokenizers that do not call all of their control tokens special (DeepSeek's) write them so.
 _LOOKS_LIKE_CONTROL = re.compile(r"<[|\uff5c].+[|\uff5c]>", re.DOTALL)
@@ -113,7 +118,7 @@ def _rendered(
     # A template may make control tokens of any texts, so their letters are marked everywhere. Where it looks for such letters
     # itself ("</think>"), only those of texts that are control tokens, or pieces of one, are.
     for everywhere in (True, False):
-        marked = control.marked([messages, tools], everywhere)
+        marked = control.marked([messages, tools], everywhere, _words(template))
         if marked == [messages, tools]:
             return text, control.places(text)
         with suppress(ValueError):
@@ -125,6 +130,12 @@ def _rendered(
         "a message has the text of a control token of the model, and the chat template treats it differently from other "
         "texts, so that lowbit cannot distinguish it from the template's own tokens; leave it out or rephrase it"
     )
+
+
+@lru_cache
+def _words(template: str) -> frozenset[str]:
+    """Known roles and types, and the words that the template compares or writes."""
+    return _KNOWN | set(re.findall(r"""(?<=['"])\w+(?=['"])""", template))
 
 
 @lru_cache
@@ -214,7 +225,7 @@ class _Control:
         """The ranges of control tokens in the text."""
         return [found.span() for found in self._any.finditer(text)]
 
-    def marked(self, value: Any, everywhere: bool, key: Any = None) -> Any:
+    def marked(self, value: Any, everywhere: bool, words: frozenset[str], key: Any = None) -> Any:
         """A copy of a part of messages or tools in which no text is, or may become with its neighbors, a control token.
 
         Private letters replace the first letters of such texts. The same value if there are none.
@@ -222,13 +233,19 @@ class _Control:
         Args:
             everywhere: replace other letters, too, of which a template may make a control token: by '<|' + name + '|>', or in
                 upper case.
+            words: values of roles and types that stay as they are.
+            key: of the value in its object.
         """
         if isinstance(value, dict):
-            return {self.marked(name, False): self.marked(inner, everywhere, name) for name, inner in value.items()}
+            return {
+                self.marked(name, False, words): self.marked(inner, everywhere, words, name) for name, inner in value.items()
+            }
         if isinstance(value, list | tuple):
-            return [self.marked(inner, everywhere) for inner in value]
-        if not isinstance(value, str) or (key in ("role", "type") and _WORD.fullmatch(value)):
+            return [self.marked(inner, everywhere, words) for inner in value]
+        named = key in ("role", "type")
+        if not isinstance(value, str) or (named and value in words):
             return value
+        everywhere = everywhere or named
         at = {found.start() for found in self._anywhere.finditer(value)}
         core = value.strip()  # templates strip texts
         if everywhere:

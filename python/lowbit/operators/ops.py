@@ -387,21 +387,39 @@ def _(*arguments: Any) -> Tensor:
 _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 
 
-def _follow_autocast(operator: str, count: int) -> None:
-    """Makes torch.autocast cast the first ``count`` tensors to its dtype, as for torch's linear layers and attention."""
+def _follow_autocast(operator: str, *names: str, float32: tuple[str, ...] = (), state: str | None = None) -> None:
+    """Makes an operator follow torch.autocast, as torch's linear layers and attention do.
+
+    Args:
+        names: the tensors to cast to autocast's dtype.
+        float32: the tensors to cast to float32.
+        state: a tensor that the operator updates in place: ``names`` are cast to its dtype instead.
+    """
     overload = getattr(torch.ops.lowbit, operator).default
+    parameters = [parameter.name for parameter in overload._schema.arguments]
 
     def cast(*arguments: Any) -> Tensor:
-        dtype = torch.get_autocast_dtype("cpu")
-        floats = (x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in arguments[:count])
+        dtype = torch.get_autocast_dtype("cpu") if state is None else arguments[parameters.index(state)].dtype
+        dtypes = dict.fromkeys(names, dtype) | dict.fromkeys(float32, torch.float32)
+        cast_arguments = (
+            x.to(dtypes[name])
+            if name in dtypes and isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64
+            else x
+            for name, x in zip(parameters, arguments, strict=False)
+        )
         with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
-            return overload(*floats, *arguments[count:])
+            return overload(*cast_arguments)
 
     torch.library.impl(f"lowbit::{operator}", "AutocastCPU", cast)
 
 
-for _operator, _count in (("linear", 1), ("linears", 1), ("linear_experts", 1), ("masked_attention", 3)):
-    _follow_autocast(_operator, _count)
+for _operator in ("linear", "linears", "linear_experts"):
+    _follow_autocast(_operator, "x")
+_follow_autocast("masked_attention", "q", "k", "v")
+for _operator in ("attention", "window_attention"):  # their caches have any dtype
+    _follow_autocast(_operator, "q", "k", "v", "sinks")
+_follow_autocast("linear_attention", "q", "k", "v", float32=("decay", "beta"))
+_follow_autocast("short_conv", "x", "weight", "bias", state="state")
 
 
 # register_fake finds this module through inspect, which would otherwise search the files of all modules for 3 ms.

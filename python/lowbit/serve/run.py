@@ -4,28 +4,36 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import http
 import ipaddress
+import json
 import logging
 import signal
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from .errors import ApiError
 from .limits import Limits
 from .routes import Model, Server
 
 _LOCAL = ("localhost", "127.0.0.1", "[::1]")
 _SILENT = 30.0  # seconds that a client has to send the head of a request, and to read sent data
+_CONNECTIONS = 1024  # at a time
 
 _LAST = 3  # seconds after the grace period, for sending errors to all requests
 
 
 class _Http(H11Protocol):
-    """uvicorn's connections, of which those are closed that send no whole head of a request, or do not read an answer that has
-    ended. uvicorn itself closes only those that send nothing after an answer."""
+    """uvicorn's connections, with OpenAI's format for what is not HTTP, and limits of number and time.
+
+    A connection is closed if it sends no whole head of a request, or does not read an answer that has ended. uvicorn itself
+    closes only those that send nothing after an answer.
+    """
 
     _head: asyncio.TimerHandle | None = None
     _stalled: asyncio.TimerHandle | None = None
@@ -33,6 +41,42 @@ class _Http(H11Protocol):
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self._await_head()
+        if len(self.connections) > _CONNECTIONS:
+            # A request that has not begun makes room: idle connections must not keep others out.
+            idle = [each for each in self.connections if isinstance(each, _Http) and each.idle and each is not self]
+            self._longest(idle).refuse(
+                ApiError(
+                    503,
+                    f"{len(self.connections)} connections are open; expected at most {_CONNECTIONS}: connect again later",
+                    code="too_many_connections",
+                    retry_after=1,
+                )
+            )
+
+    def _longest(self, idle: list[_Http]) -> _Http:
+        """The connection that has waited longest; this one if there is none."""
+        return min(idle, key=lambda each: each._head.when() if each._head is not None else 0.0, default=self)
+
+    def send_400_response(self, msg: str) -> None:
+        """uvicorn's answer to what is not HTTP."""
+        message = "the connection has sent something other than a request; expected HTTP/1.1, and a head of at most 64 KiB"
+        self.refuse(ApiError(400, message, code="invalid_http"))
+
+    def refuse(self, error: ApiError) -> None:
+        """Answers in the place of the application if no answer has begun, and closes the connection."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            body = json.dumps(error.document).encode()
+            headers = {"Content-Type": "application/json", "Content-Length": str(len(body)), "Connection": "close"}
+            reason = http.HTTPStatus(error.status).phrase
+            begin = h11.Response(status_code=error.status, headers=[*(headers | error.headers).items()], reason=reason)
+            for event in (begin, h11.Data(data=body), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request is being answered."""
+        return (self.cycle is None or self.cycle.response_complete) and not self.transport.is_closing()
 
     def on_response_complete(self) -> None:
         if {b"content-length", b"transfer-encoding"} <= {name for name, _ in self.cycle.scope["headers"]}:
@@ -63,7 +107,7 @@ class _Http(H11Protocol):
         self._head = self.loop.call_later(_SILENT, self._close_silent)
 
     def _close_silent(self) -> None:
-        if (self.cycle is None or self.cycle.response_complete) and not self.transport.is_closing():
+        if self.idle:
             self.transport.close()
 
     def _close_stalled(self) -> None:

@@ -78,21 +78,40 @@ def test_a_library_that_asks_for_an_executable_stack(tmp_path):
         assert library.read_bytes() == other
 
 
+class Counts(torch.nn.Module):
+    """Keeps a cache in a buffer, and counts its calls in an attribute."""
+
+    def __init__(self, small: torch.nn.Module):
+        super().__init__()
+        self.small, self.calls = small, 0
+        self.register_buffer("cache", torch.zeros(4, 48))
+
+    def forward(self, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = self.small(indices)
+        self.cache.index_copy_(0, torch.tensor([1]), y[:1, 0])
+        self.calls += 1
+        return y, self.cache.clone()
+
+
 def test_a_model_as_pt2(tmp_path, run_python, small):
+    """With a cache that each call updates."""
     path = tmp_path / "small.pt2"
-    lowbit.export_pt2(small, (INDICES,), path, dynamic_shapes=shapes())
-    assert list(tmp_path.iterdir()) == [path]
+    model = Counts(small).eval()
+    with pytest.warns(UserWarning, match="a call of the model changes calls: the exported program computes each call"):
+        lowbit.export_pt2(model, (INDICES,), path, dynamic_shapes=shapes())
+    assert list(tmp_path.iterdir()) == [path] and model.calls == 0 and not model._forward_hooks
     stacks = [stack for name, stack in stacks_of(path).items() if name.endswith(".so")]
     assert stacks == (["RW"] if sys.platform == "linux" else [None])  # glibc 2.41 refuses others
     loaded = torch._inductor.aoti_load_package(path)
     for indices in OTHERS:
         with torch.no_grad():
-            torch.testing.assert_close(loaded(indices), small(indices), rtol=1e-2, atol=1e-2)
+            for found, expected in zip(loaded(indices), model(indices), strict=True):
+                torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
     # A program that does not mention lowbit.
     script = "import sys, torch; run = torch._inductor.aoti_load_package(sys.argv[1]); torch.save("
-    process = run_python(script + "run(torch.arange(6).view(2, 3)), sys.argv[2])", path, tmp_path / "output.pt")
+    process = run_python(script + "run(torch.arange(6).view(2, 3))[0], sys.argv[2])", path, tmp_path / "output.pt")
     assert process.returncode == 0, process.stdout + process.stderr
-    assert torch.equal(torch.load(tmp_path / "output.pt"), loaded(INDICES))
+    assert torch.equal(torch.load(tmp_path / "output.pt"), loaded(INDICES)[0])
 
 
 class Refuses(torch.nn.Module):
@@ -184,10 +203,24 @@ def test_a_counter_in_a_pt2_is_refused(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_cache_in_a_pt2(tmp_path):
-    model, x = changing("cache")
-    lowbit.export_pt2(model, (x,), tmp_path / "m.pt2")
-    run = torch._inductor.aoti_load_package(tmp_path / "m.pt2")
-    with torch.no_grad():
-        for _ in range(2):
-            torch.testing.assert_close(run(x), model(x), rtol=1e-4, atol=1e-4)
+class Keeps(torch.nn.Module):
+    """Keeps state in attributes. A value computed at the first call, objects and constants are no state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(4, 4)
+        self.inner.seen, self.inner.fixed = [], {"a": [1, 2.0, float("nan")]}
+        self.largest, self.first, self.object = {"size": 0}, None, object()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.inner.seen.append(x.shape[0])
+        self.largest["size"] = max(self.largest["size"], 3)
+        self.first, self.object = 1.0, object()
+        return self.inner(x)
+
+
+def test_state_in_attributes_is_named(executorch, tmp_path):
+    model = Keeps()
+    with pytest.warns(UserWarning, match=r"a call of the model changes largest, inner\.seen: the exported program"):
+        lowbit.export_pte(model, (torch.zeros(2, 4),), tmp_path / "m.pte", xnnpack=False)
+    assert executorch.load_program(tmp_path / "m.pte").load_method("forward").execute((torch.zeros(2, 4),))

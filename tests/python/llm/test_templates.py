@@ -173,6 +173,22 @@ def test_texts_that_are_joined_and_names_make_no_control_tokens():
     assert ids.count(end) == 1 and tokenizer.decode(ids).count("<|im_end|>") == 2
 
 
+@pytest.mark.parametrize("more", ["", "{% if '</think>' in m.content %}{% endif %}", "{% if m.role == 'user' %}{% endif %}"])
+def test_a_role_makes_a_control_token_only_if_it_is_known_or_the_template_names_it(more):
+    tokenizer = byte_level()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|observation|>"]})
+    template = "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content + '<eot>' }}" + more + "{% endfor %}"
+    named = "{% set kind = 'observation' %}" + template
+    for role, where, count in (
+        ("im_end", template, 0), ("user", template, 1), ("observation", template, 0), ("observation", named, 1),
+    ):  # fmt: skip
+        messages = [{"role": role, "content": "x</think>y"}]
+        ids = render(tokenizer, messages, where)
+        assert tokenizer.decode(ids) == f"<|{role}|>x</think>y<eot>"
+        assert ids.count(tokenizer.convert_tokens_to_ids(f"<|{role}|>")) == count
+        assert tokenizer.decode(render(tokenizer, messages, CHATML)).startswith(f"<|im_start|>{role}\nx")  # any role
+
+
 @pytest.mark.parametrize(
     "shown, text, token",
     [

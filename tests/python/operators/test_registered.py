@@ -6,6 +6,7 @@ import lowbit
 import pytest
 import torch
 from lowbit.layers.computed_tensor import ComputedTensor
+from lowbit.operators.recurrence import state_shape
 from torch.testing._internal.optests import fake_check
 
 NAMES = sorted(
@@ -317,3 +318,51 @@ def test_autocast_as_torch():
             x = torch.randn(3, 64, requires_grad=True)
             packed(x).sum().backward()
             assert x.grad is not None and x.grad.dtype is torch.float32
+
+
+def cached_calls() -> dict:
+    """Operators with a cache or a state: a function of the floats that autocast casts, and these floats."""
+    draw = lambda *shape: torch.randn(shape, generator=torch.Generator().manual_seed(len(shape)))  # noqa: E731
+    start = torch.zeros(1, dtype=torch.int64)
+    caches = lambda dtype: [torch.zeros(1, 2, 1024, 32, dtype=dtype) for _ in range(2)]  # noqa: E731
+    sinks, q, k = draw(4), draw(1, 4, 3, 32), draw(1, 2, 3, 32)
+
+    def attention(q, k, v, sinks):
+        return lowbit.attention(q, k, v, *caches(torch.float32), start, sinks=sinks)
+
+    def window(q, k, v, sinks):
+        held = torch.zeros(2, dtype=torch.int64)
+        return lowbit.window_attention(q, k, v, *caches(torch.float16), held, start, window=8, sinks=sinks)
+
+    def recurrent(q, k, v, decay, beta):
+        state = torch.zeros(state_shape(1, 4, 32, 32))
+        return lowbit.linear_attention(q, k, v, decay, state, start, beta=beta)
+
+    def convolution(x, weight, bias):
+        return lowbit.short_conv(x, weight, torch.zeros(1, 3, 16, dtype=torch.bfloat16), start, bias=bias)
+
+    rows = [each.transpose(1, 2).contiguous() for each in (k, k, q)]
+    return {
+        "attention": (attention, [q, k, k, sinks]), "window_attention": (window, [q, k, k, sinks]),
+        "linear_attention": (recurrent, [*rows, -draw(1, 3, 4).abs(), draw(1, 3, 4).sigmoid()]),
+        "short_conv": (convolution, [draw(1, 5, 16), draw(4, 16), draw(16)]),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("name", cached_calls())
+def test_autocast_beside_caches(name, compiled):
+    """Floats of any dtypes are cast; caches and states keep theirs, which short_conv's floats take."""
+    function, floats = cached_calls()[name]
+    called = torch.compile(function, backend="aot_eager") if compiled else function
+    dtype = torch.bfloat16 if name == "short_conv" else torch.float16
+    rounded = [each.to(dtype) for each in floats]
+    mixed = [rounded[0].float(), *rounded[1:]]
+    if name == "linear_attention":  # its decay and beta are float32
+        mixed[3:] = [each.bfloat16() for each in floats[3:]]
+        rounded[3:] = [each.float() for each in mixed[3:]]
+    expected = function(*rounded)
+    with torch.no_grad(), torch.autocast("cpu", torch.float16):
+        found = called(*mixed)
+    assert found.dtype is dtype
+    assert torch.equal(found, expected)

@@ -154,6 +154,44 @@ def test_a_body_of_two_ends_is_the_last_of_its_connection(model, path):
         assert connection.recv(1000) == b""
 
 
+@pytest.mark.parametrize(
+    "sent",
+    [
+        "GARBAGE\r\n\r\n", "GET /health HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n", "GET /health HTTP/1.1\r\nA: " + "a" * 100_000,
+        "POST /tokenize HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: -1\r\n\r\n", "\x16\x03\x01\x02",
+        "POST /tokenize HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n\r\nx\r\n",
+    ],
+)  # fmt: skip
+def test_what_is_not_http_gets_an_error_of_the_api(model, sent):
+    with serving([model], Limits()) as (port, _), contextlib.ExitStack() as stack:
+        connection = connect(stack, port, sent)
+        connection.shutdown(socket.SHUT_WR)
+        status, error = answer(connection)
+        assert status == 400 and (error["code"], error["type"]) == ("invalid_http", "invalid_request_error")
+        assert connection.recv(1) == b""
+
+
+def test_idle_connections_make_room(model, monkeypatch):
+    monkeypatch.setattr("lowbit.serve.run._CONNECTIONS", 8)
+    with serving([model], Limits()) as (port, server), contextlib.ExitStack() as stack:
+        half = "POST /detokenize HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 60\r\n\r\n{"
+        bodies = [connect(stack, port, half) for _ in range(6)]
+        while server._busy < 6:
+            time.sleep(0.01)
+        idle = [connect(stack, port, "GET /he") for _ in range(2)]
+        assert Client(port).post("/v1/completions", **BODY)["choices"]  # instead of the first idle one
+        status, error = answer(idle[0])
+        assert status == 503 and error["code"] == "too_many_connections"
+        more = [connect(stack, port, half) for _ in range(2)]
+        assert answer(idle[1])[0] == 503
+        while server._busy < 8:
+            time.sleep(0.01)
+        last = connect(stack, port)  # no other is idle
+        assert answer(last)[0] == 503
+        for connection in [*bodies, *more]:
+            connection.close()
+
+
 def test_half_bodies_keep_nobody_out(model):
     with serving([model], Limits(requests=4)) as (port, server), contextlib.ExitStack() as stack:
         half = [connect(stack, port, HEAD + "{") for _ in range(4)]

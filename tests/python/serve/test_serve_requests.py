@@ -16,7 +16,8 @@ need_packages("starlette", "uvicorn", "pydantic", "llguidance")
 
 from lowbit.serve.constraints import _trial
 from lowbit.serve.embeddings import Encoder
-from lowbit.serve.protocol import Chat, parse
+from lowbit.serve.errors import ApiError
+from lowbit.serve.protocol import Chat, Completion, parse, validated
 from lowbit.serve.routes import Limits
 from lowbit.serve.tools import Held, find_calls
 from test_serve import CHAT, TOOLS, WITH_TOOLS, Client, FakeEncoder, made, serving
@@ -79,7 +80,7 @@ def test_half_a_surrogate_pair_is_no_json(client, path, body):
         (PROMPT, {"prompt": "a", "seed": 10**400}, "seed"), (PROMPT, {"prompt": "a", "max_tokens": 2**70}, "max_tokens"),
         (PROMPT, {"prompt": [2**70]}, "prompt"), (PROMPT, {"prompt": "x" * 100_000}, "prompt"),
         (PROMPT, {"prompt": ["x", "x" * 100_000]}, "prompt[1]"), (PROMPT, {"prompt": "a", "stop": ["x" * 300]}, "stop"),
-        (PROMPT, {"prompt": "a", "stop": [f"{n}" for n in range(200_000)]}, "stop"),
+        (PROMPT, {"prompt": "a", "stop": [f"{n}" for n in range(100_000)]}, "stop"),
         (PROMPT, {"prompt": "a", "logit_bias": {f"{n}": 1 for n in range(5000)}}, "logit_bias"),
         (PROMPT, {"prompt": "a", "dry_multiplier": 1, "dry_sequence_breakers": ["x"] * 65}, "dry_sequence_breakers"),
         (PROMPT, {"prompt": "a", "x" * 200_000: 1}, "x" * 61 + "..."),
@@ -117,10 +118,25 @@ def test_what_changes_no_text_is_not_kept():
 
 
 def test_a_body_of_many_parts_is_not_parsed(client):
-    for body in (b'{"prompt": [' + b"{}," * 200_000 + b"1]}", b'{"tokens": [' + b"1," * 1_100_000 + b"1]}"):
-        refused(client, "/detokenize", body, None)
+    for body, said in (
+        (b'{"prompt": [' + b"{}," * 200_000 + b"1]}", "200002 brackets; expected at most 131072"),
+        (b'{"tokens": [' + b"1," * 1_100_000 + b"1]}", "1100000 commas"),
+        (b'{"a": 1, "b": ["' + b'a\\\\","' * 140_000 + b'"]}', "140003 strings; expected at most 131072"),
+    ):
+        assert said in refused(client, "/detokenize", body, None)
     deep = b'{"prompt": ' + b"[" * 5000 + b"]" * 5000 + b"}"
     assert "recursion limit" in refused(client, PROMPT, deep, None)
+    text = b'{"model": "tooled", "content": "' + b'\\"' * 300_000 + b'"}'  # escaped quotes are no strings
+    assert "content has 300000 bytes" in refused(client, "/tokenize", text, "content")
+
+
+def test_an_error_does_not_write_out_what_it_names():
+    class Large(list):
+        def __str__(self):
+            raise AssertionError("it takes seconds")
+
+    with pytest.raises(ApiError, match="prompt is an array; expected 1 to 16 entries, not 17"):
+        validated(Completion, {"prompt": Large("a" * 17)})
 
 
 def chain(count):

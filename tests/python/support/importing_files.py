@@ -51,12 +51,12 @@ def i2s_file() -> bytes:
     return file_bytes(METADATA | wider, found)
 
 
-def layers_of_others() -> dict[str, tuple[dict, dict, dict]]:
-    """A layer of 32 x 32 weights by format: settings, tensors, metadata of the file."""
+def layers_of_others(n: int = 32, k: int = 32) -> dict[str, tuple[dict, dict, dict]]:
+    """A layer of n x k weights in each format: settings, tensors, metadata of a file of a layer model.a."""
     generator = torch.Generator().manual_seed(0)
-    layer = Quantized(32, 32, 4, 32, "free", generator)
-    halves = Quantized(32, 32, 4, 16, "free", generator)
-    five = Quantized(32, 32, 5, 32, "free", generator)
+    layer = Quantized(n, k, 4, 32, "free", generator)
+    halves = Quantized(n, k, 4, 16, "free", generator)
+    five = Quantized(n, k, 5, 32, "free", generator)
     order = gptq(halves, 4, 16, 1) | {"g_idx": act_order(halves)}
     matrix = {
         "_type": "IntxUnpackedToInt8Tensor",
@@ -66,17 +66,17 @@ def layers_of_others() -> dict[str, tuple[dict, dict, dict]]:
         "_weight_qdata": (layer.codes - 8).to(torch.int8), "_weight_scale": layer.scales,
         "_weight_zero_point": (layer.zeros - 8).to(torch.int8),
     }  # fmt: skip
-    state = json.dumps({"quant_type": "nf4", "blocksize": 32, "dtype": "float16", "shape": [32, 32]})
+    state = json.dumps({"quant_type": "nf4", "blocksize": 32, "dtype": "float16", "shape": [n, k]})
     nf4 = {
-        "weight": torch.randint(0, 256, (512, 1), generator=generator, dtype=torch.uint8),
-        "weight.absmax": torch.rand(32, generator=generator), "weight.quant_map": torch.tensor(NF4),
+        "weight": torch.randint(0, 256, (n * k // 2, 1), generator=generator, dtype=torch.uint8),
+        "weight.absmax": torch.rand(n * k // 32, generator=generator), "weight.quant_map": torch.tensor(NF4),
         "weight.quant_state.bitsandbytes__nf4": torch.tensor(list(state.encode()), dtype=torch.uint8),
     }  # fmt: skip
-    ternary = {"weight": torch.full((8, 32), 0b01100100, dtype=torch.uint8), "weight_scale": torch.ones(1)}
+    ternary = {"weight": torch.full((n // 4, k), 0b01100100, dtype=torch.uint8), "weight_scale": torch.ones(1)}
     plain: dict = {"format": "pt"}
     groups = {"group_0": {"weights": {"num_bits": 4, "group_size": 32, "strategy": "group", "symmetric": False}}}
     return {
-        "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": 32}, gptq(layer, 4, 32, 2), plain),
+        "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": 32}, gptq(layer, 4, 32, 1), plain),
         "gptq in planes": (
             {"quant_method": "gptq", "group_size": 32, "checkpoint_format": "gptq_p"}, gptq_p(five, 5, 32), plain,
         ),
@@ -88,6 +88,6 @@ def layers_of_others() -> dict[str, tuple[dict, dict, dict]]:
         ),
         "bitsandbytes": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, nf4, plain),
         "bitnet": ({"quant_method": "bitnet"}, ternary, plain),
-        "hqq": ({"quant_method": "hqq"}, hqq(4, 32)(32, 32)[1], plain),
+        "hqq": ({"quant_method": "hqq"}, hqq(4, 32)(n, k)[1], plain),
         "torchao": ({"quant_method": "torchao"}, integers, plain | {"model.a.weight": json.dumps(matrix)}),
     }  # fmt: skip
