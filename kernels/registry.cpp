@@ -5,52 +5,24 @@
 
 namespace lowbit {
 
-// The tables, one per ISA file.
-extern const Table<QuantizeKernel> kQuantizePortable, kQuantizeNeon, kQuantizeAvx2, kQuantizeAvx512Vnni;
-extern const Table<LinearKernel> kLinearPortable, kLinearNeon, kLinearNeonDot, kLinearI8mm, kLinearSme2;
-extern const Table<LinearKernel> kLinearAvx2, kLinearNarrowAvx2, kLinearWideAvx2, kLinearAvxVnni, kLinearAvxVnniInt8,
-    kLinearAvx512Vnni, kLinearNarrowAvx512Vnni, kLinearWideAvx512Vnni, kLinearUnpackedAvx512Vnni, kLinearAmx;
-extern const Table<EmbeddingKernel> kEmbeddingPortable, kEmbeddingNeon, kEmbeddingAvx2, kEmbeddingAvx512Vnni;
-extern const Table<AttentionKernel> kAttentionPortable, kAttentionNeon, kAttentionNeonDot, kAttentionAvx2,
-    kAttentionAvx512Vnni;
-extern const Table<RecurrenceKernel> kRecurrencePortable, kRecurrenceNeon, kRecurrenceAvx2, kRecurrenceAvx512Vnni;
-extern const Table<ElementwiseKernel> kElementwisePortable, kElementwiseNeon, kElementwiseAvx2, kElementwiseAvx512Vnni;
+// The tables of isas.h.
+#define LOWBIT_DECLARE(Family, Name) extern const Table<Family##Kernel> k##Family##Name;
+#define LOWBIT_ADDRESS(Family, Name) &k##Family##Name,
+#define LOWBIT_FAMILY(Family, TABLES)                             \
+  TABLES(LOWBIT_DECLARE, Family) LOWBIT_DECLARE(Family, Portable) \
+  constexpr const Table<Family##Kernel>* k##Family##Tables[] = {  \
+      TABLES(LOWBIT_ADDRESS, Family) LOWBIT_ADDRESS(Family, Portable)};
+LOWBIT_FAMILY(Quantize, LOWBIT_VECTOR_TABLES)
+LOWBIT_FAMILY(Linear, LOWBIT_LINEAR_TABLES)
+LOWBIT_FAMILY(Embedding, LOWBIT_VECTOR_TABLES)
+LOWBIT_FAMILY(Attention, LOWBIT_ATTENTION_TABLES)
+LOWBIT_FAMILY(Recurrence, LOWBIT_VECTOR_TABLES)
+LOWBIT_FAMILY(Elementwise, LOWBIT_VECTOR_TABLES)
+#undef LOWBIT_FAMILY
+#undef LOWBIT_ADDRESS
+#undef LOWBIT_DECLARE
 
 namespace {
-
-// Best first: the first row that fits the task and the ISA is chosen.
-#if defined(__aarch64__)
-constexpr const Table<QuantizeKernel>* kQuantize[] = {&kQuantizeNeon, &kQuantizePortable};
-constexpr const Table<LinearKernel>* kLinear[] = {
-#if !defined(LOWBIT_WITHOUT_SME2)  // no compiler for it: cmake/isa.cmake
-    &kLinearSme2,
-#endif
-    &kLinearI8mm, &kLinearNeonDot, &kLinearNeon, &kLinearPortable};
-constexpr const Table<EmbeddingKernel>* kEmbedding[] = {&kEmbeddingNeon, &kEmbeddingPortable};
-constexpr const Table<AttentionKernel>* kAttention[] = {&kAttentionNeonDot, &kAttentionNeon, &kAttentionPortable};
-constexpr const Table<RecurrenceKernel>* kRecurrence[] = {&kRecurrenceNeon, &kRecurrencePortable};
-constexpr const Table<ElementwiseKernel>* kElementwise[] = {&kElementwiseNeon, &kElementwisePortable};
-#elif defined(__x86_64__)
-constexpr const Table<QuantizeKernel>* kQuantize[] = {&kQuantizeAvx512Vnni, &kQuantizeAvx2, &kQuantizePortable};
-constexpr const Table<LinearKernel>* kLinear[] = {
-    &kLinearAmx, &kLinearUnpackedAvx512Vnni, &kLinearNarrowAvx512Vnni, &kLinearWideAvx512Vnni, &kLinearAvx512Vnni,
-#if !defined(LOWBIT_WITHOUT_AVXVNNIINT8)  // no assembler for it: cmake/isa.cmake
-    &kLinearAvxVnniInt8,
-#endif
-    &kLinearAvxVnni, &kLinearNarrowAvx2, &kLinearWideAvx2, &kLinearAvx2, &kLinearPortable};
-constexpr const Table<EmbeddingKernel>* kEmbedding[] = {&kEmbeddingAvx512Vnni, &kEmbeddingAvx2,
-                                                        &kEmbeddingPortable};
-constexpr const Table<AttentionKernel>* kAttention[] = {&kAttentionAvx512Vnni, &kAttentionAvx2, &kAttentionPortable};
-constexpr const Table<RecurrenceKernel>* kRecurrence[] = {&kRecurrenceAvx512Vnni, &kRecurrenceAvx2, &kRecurrencePortable};
-constexpr const Table<ElementwiseKernel>* kElementwise[] = {&kElementwiseAvx512Vnni, &kElementwiseAvx2, &kElementwisePortable};
-#else
-constexpr const Table<QuantizeKernel>* kQuantize[] = {&kQuantizePortable};
-constexpr const Table<LinearKernel>* kLinear[] = {&kLinearPortable};
-constexpr const Table<EmbeddingKernel>* kEmbedding[] = {&kEmbeddingPortable};
-constexpr const Table<AttentionKernel>* kAttention[] = {&kAttentionPortable};
-constexpr const Table<RecurrenceKernel>* kRecurrence[] = {&kRecurrencePortable};
-constexpr const Table<ElementwiseKernel>* kElementwise[] = {&kElementwisePortable};
-#endif
 
 // Libraries are only ever appended: an entry is written before the count that publishes it, and then stays.
 constexpr size_t kMostLibraries = 64;
@@ -127,7 +99,7 @@ struct LinearIndex {
   const LinearKernel* rows[9][kMostRows] = {};  // null behind the last
 
   LinearIndex() {
-    for (const auto* table : kLinear) {
+    for (const auto* table : kLinearTables) {
       for (const LinearKernel& row : *table) {
         int at = 0;
         while (rows[row.bits][at] != nullptr) ++at;
@@ -161,18 +133,18 @@ bool can_read(const Kernel& kernel, const Layout& layout) {
 
 }  // namespace
 
-size_t quantize_kernel_count() { return count_rows(kQuantize, &LoadedLibrary::quantize); }
-const QuantizeKernel& quantize_kernel(size_t index) { return row(kQuantize, &LoadedLibrary::quantize, index); }
-size_t linear_kernel_count() { return count_rows(kLinear, &LoadedLibrary::linear); }
-const LinearKernel& linear_kernel(size_t index) { return row(kLinear, &LoadedLibrary::linear, index); }
-size_t embedding_kernel_count() { return count_rows(kEmbedding, &LoadedLibrary::embedding); }
-const EmbeddingKernel& embedding_kernel(size_t index) { return row(kEmbedding, &LoadedLibrary::embedding, index); }
+size_t quantize_kernel_count() { return count_rows(kQuantizeTables, &LoadedLibrary::quantize); }
+const QuantizeKernel& quantize_kernel(size_t index) { return row(kQuantizeTables, &LoadedLibrary::quantize, index); }
+size_t linear_kernel_count() { return count_rows(kLinearTables, &LoadedLibrary::linear); }
+const LinearKernel& linear_kernel(size_t index) { return row(kLinearTables, &LoadedLibrary::linear, index); }
+size_t embedding_kernel_count() { return count_rows(kEmbeddingTables, &LoadedLibrary::embedding); }
+const EmbeddingKernel& embedding_kernel(size_t index) { return row(kEmbeddingTables, &LoadedLibrary::embedding, index); }
 
-size_t attention_kernel_count() { return count_rows(kAttention, &LoadedLibrary::attention); }
-const AttentionKernel& attention_kernel(size_t index) { return row(kAttention, &LoadedLibrary::attention, index); }
+size_t attention_kernel_count() { return count_rows(kAttentionTables, &LoadedLibrary::attention); }
+const AttentionKernel& attention_kernel(size_t index) { return row(kAttentionTables, &LoadedLibrary::attention, index); }
 
 const QuantizeKernel& choose_quantize(IsaBits isa) {
-  return *first(kQuantize, &LoadedLibrary::quantize, isa, [](const QuantizeKernel&) { return true; });
+  return *first(kQuantizeTables, &LoadedLibrary::quantize, isa, [](const QuantizeKernel&) { return true; });
 }
 
 const LinearKernel& choose_linear_built_in(const Layout& layout, int64_t m, IsaBits isa) {
@@ -199,13 +171,13 @@ const LinearKernel& choose_linear(const Layout& layout, int64_t m, IsaBits isa, 
 
 const EmbeddingKernel& choose_embedding(const Layout& layout, IsaBits isa) {
   const auto reads = [&](const EmbeddingKernel& kernel) { return can_read(kernel, layout); };
-  if (const EmbeddingKernel* fitting = first(kEmbedding, &LoadedLibrary::embedding, isa, reads)) return *fitting;
+  if (const EmbeddingKernel* fitting = first(kEmbeddingTables, &LoadedLibrary::embedding, isa, reads)) return *fitting;
   static constexpr EmbeddingKernel kNone{"none", kPortable, Format::panel16, 0, nullptr};
   return kNone;
 }
 
 const AttentionKernel& choose_attention(IsaBits isa) {
-  return *first(kAttention, &LoadedLibrary::attention, isa, [](const AttentionKernel&) { return true; });
+  return *first(kAttentionTables, &LoadedLibrary::attention, isa, [](const AttentionKernel&) { return true; });
 }
 
 // Tables of one row, of which libraries have none.
@@ -216,13 +188,13 @@ static const auto& only_row(const Tables& tables, IsaBits isa) {
   return (*table)->rows[0];
 }
 
-size_t recurrence_kernel_count() { return sizeof kRecurrence / sizeof *kRecurrence; }
-const RecurrenceKernel& recurrence_kernel(size_t index) { return kRecurrence[index]->rows[0]; }
-const RecurrenceKernel& choose_recurrence(IsaBits isa) { return only_row(kRecurrence, isa); }
+size_t recurrence_kernel_count() { return sizeof kRecurrenceTables / sizeof *kRecurrenceTables; }
+const RecurrenceKernel& recurrence_kernel(size_t index) { return kRecurrenceTables[index]->rows[0]; }
+const RecurrenceKernel& choose_recurrence(IsaBits isa) { return only_row(kRecurrenceTables, isa); }
 
-size_t elementwise_kernel_count() { return sizeof kElementwise / sizeof *kElementwise; }
-const ElementwiseKernel& elementwise_kernel(size_t index) { return kElementwise[index]->rows[0]; }
-const ElementwiseKernel& choose_elementwise(IsaBits isa) { return only_row(kElementwise, isa); }
+size_t elementwise_kernel_count() { return sizeof kElementwiseTables / sizeof *kElementwiseTables; }
+const ElementwiseKernel& elementwise_kernel(size_t index) { return kElementwiseTables[index]->rows[0]; }
+const ElementwiseKernel& choose_elementwise(IsaBits isa) { return only_row(kElementwiseTables, isa); }
 
 const QuantizeKernel& portable_quantize() { return kQuantizePortable.rows[0]; }
 

@@ -1,7 +1,6 @@
 // attention_neondot: products with int8 keys by sdot. All other caches are attention_neon's.
 
-#include "vector_neon.h"
-
+#include "../vector/neon.h"
 #include "attention_impl.h"
 
 namespace lowbit {
