@@ -30,27 +30,27 @@ LoadedLibrary loaded[kMostLibraries];
 std::atomic<size_t> loaded_count{0};
 
 template <class Kernel>
-using Rows = Table<Kernel> LoadedLibrary::*;
+using Loaded = Table<Kernel> LoadedLibrary::*;
 
 template <class Tables, class Kernel>
-size_t count_rows(const Tables& tables, Rows<Kernel> rows) {
+size_t count_kernels(const Tables& tables, Loaded<Kernel> library_table) {
   size_t count = 0;
   for (const auto* table : tables) count += table->count;
   const size_t libraries = loaded_count.load(std::memory_order_acquire);
-  for (size_t i = 0; i < libraries; ++i) count += (loaded[i].*rows).count;
+  for (size_t i = 0; i < libraries; ++i) count += (loaded[i].*library_table).count;
   return count;
 }
 
 template <class Tables, class Kernel>
-const Kernel& row(const Tables& tables, Rows<Kernel> rows, size_t index) {
+const Kernel& kernel_at(const Tables& tables, Loaded<Kernel> library_table, size_t index) {
   for (const auto* table : tables) {
-    if (index < table->count) return table->rows[index];
+    if (index < table->count) return table->entries[index];
     index -= table->count;
   }
   const size_t libraries = loaded_count.load(std::memory_order_acquire);
   for (size_t i = 0; i < libraries; ++i) {
-    const Table<Kernel>& table = loaded[i].*rows;
-    if (index < table.count) return table.rows[index];
+    const Table<Kernel>& table = loaded[i].*library_table;
+    if (index < table.count) return table.entries[index];
     index -= table.count;
   }
   assert(!"kernel index out of range");
@@ -65,14 +65,14 @@ const Kernel* first_of(const Table<Kernel>& table, IsaBits isa, const Fits& fits
   return nullptr;
 }
 
-// The first row that fits: of the libraries that go before the built-in rows, of these, of the others. Null: none does.
+// The first kernel that fits: of the libraries that go before the built-in kernels, of these, of the others. Null: none does.
 template <class Kernel, class Fits, class BuiltIn>
-const Kernel* first_with(const BuiltIn& first_built_in, Rows<Kernel> rows, IsaBits isa, const Fits& fits) {
+const Kernel* first_with(const BuiltIn& first_built_in, Loaded<Kernel> library_table, IsaBits isa, const Fits& fits) {
   const size_t libraries = loaded_count.load(std::memory_order_acquire);
   const auto first_loaded = [&](Preference preference) {
     const Kernel* fitting = nullptr;
     for (size_t i = 0; fitting == nullptr && i < libraries; ++i) {
-      if (loaded[i].library->preference == preference) fitting = first_of(loaded[i].*rows, isa, fits);
+      if (loaded[i].library->preference == preference) fitting = first_of(loaded[i].*library_table, isa, fits);
     }
     return fitting;
   };
@@ -82,29 +82,29 @@ const Kernel* first_with(const BuiltIn& first_built_in, Rows<Kernel> rows, IsaBi
 }
 
 template <class Tables, class Kernel, class Fits>
-const Kernel* first(const Tables& tables, Rows<Kernel> rows, IsaBits isa, const Fits& fits) {
+const Kernel* first(const Tables& tables, Loaded<Kernel> library_table, IsaBits isa, const Fits& fits) {
   const auto built_in = [&]() -> const Kernel* {
     for (const auto* table : tables) {
       if (const Kernel* fitting = first_of(*table, isa, fits)) return fitting;
     }
     return nullptr;
   };
-  return first_with(built_in, rows, isa, fits);
+  return first_with(built_in, library_table, isa, fits);
 }
 
-// The built-in linear rows of each width, in the order of the tables: these hold all widths, and a small layer's call
-// would look at dozens of rows.
+// The built-in linear kernels of each width, in the order of the tables: these hold all widths, and a small layer's call
+// would look at dozens of kernels.
 struct LinearIndex {
-  static constexpr int kMostRows = 16;
-  const LinearKernel* rows[9][kMostRows] = {};  // null behind the last
+  static constexpr int kMostKernels = 16;
+  const LinearKernel* kernels[9][kMostKernels] = {};  // null behind the last
 
   LinearIndex() {
     for (const auto* table : kLinearTables) {
-      for (const LinearKernel& row : *table) {
+      for (const LinearKernel& kernel : *table) {
         int at = 0;
-        while (rows[row.bits][at] != nullptr) ++at;
-        if (at + 1 == kMostRows) __builtin_trap();  // a new table needs a larger kMostRows; the first call of any test says so
-        rows[row.bits][at] = &row;
+        while (kernels[kernel.bits][at] != nullptr) ++at;
+        if (at + 1 == kMostKernels) __builtin_trap();  // a new table needs a larger one; the first call of any test says so
+        kernels[kernel.bits][at] = &kernel;
       }
     }
   }
@@ -114,8 +114,8 @@ template <class Fits>
 const LinearKernel* first_built_in_linear(int bits, IsaBits isa, const Fits& fits) {
   static const LinearIndex index;
   if (bits < 1 || bits > 8) return nullptr;
-  for (const LinearKernel* const* row = index.rows[bits]; *row != nullptr; ++row) {
-    if (((*row)->isa & ~isa) == 0 && fits(**row)) return *row;
+  for (const LinearKernel* const* kernel = index.kernels[bits]; *kernel != nullptr; ++kernel) {
+    if (((*kernel)->isa & ~isa) == 0 && fits(**kernel)) return *kernel;
   }
   return nullptr;
 }
@@ -133,15 +133,15 @@ bool can_read(const Kernel& kernel, const Layout& layout) {
 
 }  // namespace
 
-size_t quantize_kernel_count() { return count_rows(kQuantizeTables, &LoadedLibrary::quantize); }
-const QuantizeKernel& quantize_kernel(size_t index) { return row(kQuantizeTables, &LoadedLibrary::quantize, index); }
-size_t linear_kernel_count() { return count_rows(kLinearTables, &LoadedLibrary::linear); }
-const LinearKernel& linear_kernel(size_t index) { return row(kLinearTables, &LoadedLibrary::linear, index); }
-size_t embedding_kernel_count() { return count_rows(kEmbeddingTables, &LoadedLibrary::embedding); }
-const EmbeddingKernel& embedding_kernel(size_t index) { return row(kEmbeddingTables, &LoadedLibrary::embedding, index); }
+size_t quantize_kernel_count() { return count_kernels(kQuantizeTables, &LoadedLibrary::quantize); }
+const QuantizeKernel& quantize_kernel(size_t index) { return kernel_at(kQuantizeTables, &LoadedLibrary::quantize, index); }
+size_t linear_kernel_count() { return count_kernels(kLinearTables, &LoadedLibrary::linear); }
+const LinearKernel& linear_kernel(size_t index) { return kernel_at(kLinearTables, &LoadedLibrary::linear, index); }
+size_t embedding_kernel_count() { return count_kernels(kEmbeddingTables, &LoadedLibrary::embedding); }
+const EmbeddingKernel& embedding_kernel(size_t index) { return kernel_at(kEmbeddingTables, &LoadedLibrary::embedding, index); }
 
-size_t attention_kernel_count() { return count_rows(kAttentionTables, &LoadedLibrary::attention); }
-const AttentionKernel& attention_kernel(size_t index) { return row(kAttentionTables, &LoadedLibrary::attention, index); }
+size_t attention_kernel_count() { return count_kernels(kAttentionTables, &LoadedLibrary::attention); }
+const AttentionKernel& attention_kernel(size_t index) { return kernel_at(kAttentionTables, &LoadedLibrary::attention, index); }
 
 const QuantizeKernel& choose_quantize(IsaBits isa) {
   return *first(kQuantizeTables, &LoadedLibrary::quantize, isa, [](const QuantizeKernel&) { return true; });
@@ -163,7 +163,7 @@ const LinearKernel& choose_linear(const Layout& layout, int64_t m, IsaBits isa, 
   };
   const auto suits = [&](const LinearKernel& kernel) { return kernel.m_least <= m && takes(kernel); };
   if (const LinearKernel* fitting = first_linear(layout.bits, isa, suits)) return *fitting;
-  // A row whose tile is for more rows of m is better than none.
+  // A kernel whose tile is for more rows of m is better than none.
   if (const LinearKernel* fitting = first_linear(layout.bits, isa, takes)) return *fitting;
   static constexpr LinearKernel kNone{"none", kPortable, Format::panel16, 0, 0, 0, nullptr};
   return kNone;
@@ -180,43 +180,43 @@ const AttentionKernel& choose_attention(IsaBits isa) {
   return *first(kAttentionTables, &LoadedLibrary::attention, isa, [](const AttentionKernel&) { return true; });
 }
 
-// Tables of one row, of which libraries have none.
+// Tables of one kernel, of which libraries have none.
 template <class Tables>
-static const auto& only_row(const Tables& tables, IsaBits isa) {
+static const auto& only_kernel(const Tables& tables, IsaBits isa) {
   const auto* const* table = tables;
-  while (((*table)->rows[0].isa & ~isa) != 0) ++table;  // the last one is portable
-  return (*table)->rows[0];
+  while (((*table)->entries[0].isa & ~isa) != 0) ++table;  // the last one is portable
+  return (*table)->entries[0];
 }
 
 size_t recurrence_kernel_count() { return sizeof kRecurrenceTables / sizeof *kRecurrenceTables; }
-const RecurrenceKernel& recurrence_kernel(size_t index) { return kRecurrenceTables[index]->rows[0]; }
-const RecurrenceKernel& choose_recurrence(IsaBits isa) { return only_row(kRecurrenceTables, isa); }
+const RecurrenceKernel& recurrence_kernel(size_t index) { return kRecurrenceTables[index]->entries[0]; }
+const RecurrenceKernel& choose_recurrence(IsaBits isa) { return only_kernel(kRecurrenceTables, isa); }
 
 size_t elementwise_kernel_count() { return sizeof kElementwiseTables / sizeof *kElementwiseTables; }
-const ElementwiseKernel& elementwise_kernel(size_t index) { return kElementwiseTables[index]->rows[0]; }
-const ElementwiseKernel& choose_elementwise(IsaBits isa) { return only_row(kElementwiseTables, isa); }
+const ElementwiseKernel& elementwise_kernel(size_t index) { return kElementwiseTables[index]->entries[0]; }
+const ElementwiseKernel& choose_elementwise(IsaBits isa) { return only_kernel(kElementwiseTables, isa); }
 
-const QuantizeKernel& portable_quantize() { return kQuantizePortable.rows[0]; }
+const QuantizeKernel& portable_quantize() { return kQuantizePortable.entries[0]; }
 
 const LinearKernel& portable_linear(int bits) {
-  assert(kLinearPortable.rows[bits - 1].bits == bits);
-  return kLinearPortable.rows[bits - 1];
+  assert(kLinearPortable.entries[bits - 1].bits == bits);
+  return kLinearPortable.entries[bits - 1];
 }
 
 const EmbeddingKernel& portable_embedding(int bits) {
-  assert(kEmbeddingPortable.rows[bits - 1].bits == bits);
-  return kEmbeddingPortable.rows[bits - 1];
+  assert(kEmbeddingPortable.entries[bits - 1].bits == bits);
+  return kEmbeddingPortable.entries[bits - 1];
 }
 
-const AttentionKernel& portable_attention() { return kAttentionPortable.rows[0]; }
+const AttentionKernel& portable_attention() { return kAttentionPortable.entries[0]; }
 
-const LoadedLibrary* library_of(const void* row) {
+const LoadedLibrary* library_of(const void* kernel) {
   const size_t libraries = loaded_count.load(std::memory_order_acquire);
   for (size_t i = 0; i < libraries; ++i) {
     const LoadedLibrary& library = loaded[i];
-    const auto holds = [row](const auto& table) {
+    const auto holds = [kernel](const auto& table) {
       bool is_in = false;
-      for (const auto& kernel : table) is_in = is_in || &kernel == row;
+      for (const auto& entry : table) is_in = is_in || &entry == kernel;
       return is_in;
     };
     if (holds(library.linear) || holds(library.embedding) || holds(library.quantize) || holds(library.attention)) {

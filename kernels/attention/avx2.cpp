@@ -7,11 +7,11 @@
 namespace lowbit {
 namespace {
 
-constexpr AttentionKernel kRows[] = {{"attention_avx2", kAvx2, run<Vector>, write_cache<Vector>, join_spans<Vector>}};
+constexpr AttentionKernel kKernels[] = {{"attention_avx2", kAvx2, run<Vector>, write_cache<Vector>, join_spans<Vector>}};
 
 }  // namespace
 
 extern const Table<AttentionKernel> kAttentionAvx2;
-const Table<AttentionKernel> kAttentionAvx2{kRows, 1};
+const Table<AttentionKernel> kAttentionAvx2{kKernels, 1};
 
 }  // namespace lowbit

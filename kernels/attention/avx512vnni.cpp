@@ -7,12 +7,12 @@
 namespace lowbit {
 namespace {
 
-constexpr AttentionKernel kRows[] = {
+constexpr AttentionKernel kKernels[] = {
     {"attention_avx512vnni", kAvx512Vnni, run<Vector>, write_cache<Vector>, join_spans<Vector>}};
 
 }  // namespace
 
 extern const Table<AttentionKernel> kAttentionAvx512Vnni;
-const Table<AttentionKernel> kAttentionAvx512Vnni{kRows, 1};
+const Table<AttentionKernel> kAttentionAvx512Vnni{kKernels, 1};
 
 }  // namespace lowbit

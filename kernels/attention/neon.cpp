@@ -7,11 +7,11 @@
 namespace lowbit {
 namespace {
 
-constexpr AttentionKernel kRows[] = {{"attention_neon", kNeon, run<Vector>, write_cache<Vector>, join_spans<Vector>}};
+constexpr AttentionKernel kKernels[] = {{"attention_neon", kNeon, run<Vector>, write_cache<Vector>, join_spans<Vector>}};
 
 }  // namespace
 
 extern const Table<AttentionKernel> kAttentionNeon;
-const Table<AttentionKernel> kAttentionNeon{kRows, 1};
+const Table<AttentionKernel> kAttentionNeon{kKernels, 1};
 
 }  // namespace lowbit

@@ -7,11 +7,12 @@
 namespace lowbit {
 namespace {
 
-constexpr AttentionKernel kRows[] = {{"attention_portable", kPortable, run<Vector>, write_cache<Vector>, join_spans<Vector>}};
+constexpr AttentionKernel kKernels[] = {
+    {"attention_portable", kPortable, run<Vector>, write_cache<Vector>, join_spans<Vector>}};
 
 }  // namespace
 
 extern const Table<AttentionKernel> kAttentionPortable;
-const Table<AttentionKernel> kAttentionPortable{kRows, 1};
+const Table<AttentionKernel> kAttentionPortable{kKernels, 1};
 
 }  // namespace lowbit

@@ -6,11 +6,12 @@
 namespace lowbit {
 namespace {
 
-constexpr ElementwiseKernel kRows[] = {{"elementwise_avx2", kAvx2, activate<Vector>, rms_norm<Vector>, rotate_inputs<Vector>}};
+constexpr ElementwiseKernel kKernels[] = {
+    {"elementwise_avx2", kAvx2, activate<Vector>, rms_norm<Vector>, rotate_inputs<Vector>}};
 
 }  // namespace
 
 extern const Table<ElementwiseKernel> kElementwiseAvx2;
-const Table<ElementwiseKernel> kElementwiseAvx2{kRows, 1};
+const Table<ElementwiseKernel> kElementwiseAvx2{kKernels, 1};
 
 }  // namespace lowbit

@@ -6,12 +6,12 @@
 namespace lowbit {
 namespace {
 
-constexpr ElementwiseKernel kRows[] = {
+constexpr ElementwiseKernel kKernels[] = {
     {"elementwise_avx512vnni", kAvx512Vnni, activate<Vector>, rms_norm<Vector>, rotate_inputs<Vector>}};
 
 }  // namespace
 
 extern const Table<ElementwiseKernel> kElementwiseAvx512Vnni;
-const Table<ElementwiseKernel> kElementwiseAvx512Vnni{kRows, 1};
+const Table<ElementwiseKernel> kElementwiseAvx512Vnni{kKernels, 1};
 
 }  // namespace lowbit

@@ -6,11 +6,12 @@
 namespace lowbit {
 namespace {
 
-constexpr ElementwiseKernel kRows[] = {{"elementwise_neon", kNeon, activate<Vector>, rms_norm<Vector>, rotate_inputs<Vector>}};
+constexpr ElementwiseKernel kKernels[] = {
+    {"elementwise_neon", kNeon, activate<Vector>, rms_norm<Vector>, rotate_inputs<Vector>}};
 
 }  // namespace
 
 extern const Table<ElementwiseKernel> kElementwiseNeon;
-const Table<ElementwiseKernel> kElementwiseNeon{kRows, 1};
+const Table<ElementwiseKernel> kElementwiseNeon{kKernels, 1};
 
 }  // namespace lowbit

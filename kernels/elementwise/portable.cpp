@@ -6,12 +6,12 @@
 namespace lowbit {
 namespace {
 
-constexpr ElementwiseKernel kRows[] = {
+constexpr ElementwiseKernel kKernels[] = {
     {"elementwise_portable", kPortable, activate<Vector>, rms_norm<Vector>, rotate_inputs<Vector>}};
 
 }  // namespace
 
 extern const Table<ElementwiseKernel> kElementwisePortable;
-const Table<ElementwiseKernel> kElementwisePortable{kRows, 1};
+const Table<ElementwiseKernel> kElementwisePortable{kKernels, 1};
 
 }  // namespace lowbit

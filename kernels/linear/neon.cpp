@@ -1,5 +1,5 @@
-// linear_a8w<b>_1x16_neon, linear_a8w<b>_<m>x16_neon: int8 activations times b-bit weights for Armv8-A cores without
-// dot products; from m rows of activations on by tiles. The 16 output rows of a panel are four quarters of 4 rows.
+// linear_a8w<b>_1x16_neon: one row of int8 activations times b-bit weights for Armv8-A cores without dot products;
+// neon_tiles.cpp has the kernels for more rows. The 16 output rows of a panel are four quarters of 4 rows.
 //
 //   quarter of line j   row 0: 4 codes | row 1: 4 codes | row 2: 4 codes | row 3: 4 codes      16 bytes
 //   a[j]                activations 4j to 4j + 3, the same in all four 32-bit lanes            16 bytes
@@ -28,14 +28,13 @@
 // Levels of a table reach from -127 to 127, whatever the width: two lines, wide. No offset is needed, and tiles have them as
 // they are.
 
+#include "../bits/widths.h"
 #include "sums_neon.h"
-#include "tile_neon.h"
 
 namespace lowbit {
 namespace {
 
-constexpr bool is_wide(int bits) { return bits >= 5; }
-constexpr int most_lines(int bits) { return bits <= 5 ? 8 : bits == 6 ? 4 : bits == 7 ? 2 : 1; }
+constexpr bool is_wide(int bits) { return most_lines(bits) * ((1 << bits) - 1) > 128; }
 
 // Two adjacent quarters of a block, for Unpack::lines(). Lines of a half that is not wanted are dead code. `Groups`: 2
 // when a group ends between the halves, which have their own sums then.
@@ -168,28 +167,14 @@ class NeonRow {
   const Tables<Bits> tables_;
 };
 
-template <int Bits, bool Tiles>
-void run(const LinearArgs& args) {
-  if constexpr (Tiles) {
-    run_tiles<Bits>(args);
-  } else {
-    run_rows<NeonRow, Bits>(args);
-  }
-}
-
-// Tiles from the row on from which they take fewer instructions, with groups of 32 (docs/arm_cost.md).
-#define ROWS(bits, m)                                                                             \
-  with_levels<LinearKernel>(                                                                      \
-      {"linear_a8w" #bits "_" #m "x16_neon", kNeon, Format::panel16, bits, m, 16, run<bits, true>}), \
-  with_levels<LinearKernel>(                                                                      \
-      {"linear_a8w" #bits "_1x16_neon", kNeon, Format::panel16, bits, 1, 16, run<bits, false>})
-constexpr LinearKernel kRows[] = {ROWS(1, 7), ROWS(2, 5), ROWS(3, 4), ROWS(4, 5),
-                                  ROWS(5, 4), ROWS(6, 4), ROWS(7, 3), ROWS(8, 6)};
-#undef ROWS
+#define KERNEL(bits) \
+  with_levels<LinearKernel>({"linear_a8w" #bits "_1x16_neon", kNeon, Format::panel16, bits, 1, 16, run_rows<NeonRow, bits>})
+constexpr LinearKernel kKernels[] = {LOWBIT_EACH_WIDTH(KERNEL)};
+#undef KERNEL
 
 }  // namespace
 
 extern const Table<LinearKernel> kLinearNeon;
-const Table<LinearKernel> kLinearNeon{kRows, sizeof kRows / sizeof kRows[0]};
+const Table<LinearKernel> kLinearNeon{kKernels, sizeof kKernels / sizeof kKernels[0]};
 
 }  // namespace lowbit

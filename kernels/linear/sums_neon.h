@@ -15,6 +15,12 @@ LOWBIT_INLINE inline int8x16_t broadcast(int8x16_t a, int lane) {
   }
 }
 
+// How many lines of products of codes int16 holds, up to those of a block.
+constexpr int most_lines(int bits) {
+  const int lines = 256 / ((1 << bits) - 1);
+  return lines < 1 ? 1 : lines < kBlockLines ? lines : kBlockLines;
+}
+
 // The int16 sums of a quarter. `lines` is how many lines of products they hold. It is a constant wherever it is read,
 // because all loops around it are unrolled, so counting costs no instruction.
 struct Products {

@@ -6,11 +6,11 @@
 namespace lowbit {
 namespace {
 
-constexpr RecurrenceKernel kRows[] = {{"recurrence_avx2", kAvx2, linear_attention<Vector>, short_conv<Vector>}};
+constexpr RecurrenceKernel kKernels[] = {{"recurrence_avx2", kAvx2, linear_attention<Vector>, short_conv<Vector>}};
 
 }  // namespace
 
 extern const Table<RecurrenceKernel> kRecurrenceAvx2;
-const Table<RecurrenceKernel> kRecurrenceAvx2{kRows, 1};
+const Table<RecurrenceKernel> kRecurrenceAvx2{kKernels, 1};
 
 }  // namespace lowbit

@@ -6,11 +6,11 @@
 namespace lowbit {
 namespace {
 
-constexpr RecurrenceKernel kRows[] = {{"recurrence_avx512vnni", kAvx512Vnni, linear_attention<Vector>, short_conv<Vector>}};
+constexpr RecurrenceKernel kKernels[] = {{"recurrence_avx512vnni", kAvx512Vnni, linear_attention<Vector>, short_conv<Vector>}};
 
 }  // namespace
 
 extern const Table<RecurrenceKernel> kRecurrenceAvx512Vnni;
-const Table<RecurrenceKernel> kRecurrenceAvx512Vnni{kRows, 1};
+const Table<RecurrenceKernel> kRecurrenceAvx512Vnni{kKernels, 1};
 
 }  // namespace lowbit

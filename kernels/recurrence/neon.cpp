@@ -6,11 +6,11 @@
 namespace lowbit {
 namespace {
 
-constexpr RecurrenceKernel kRows[] = {{"recurrence_neon", kNeon, linear_attention<Vector>, short_conv<Vector>}};
+constexpr RecurrenceKernel kKernels[] = {{"recurrence_neon", kNeon, linear_attention<Vector>, short_conv<Vector>}};
 
 }  // namespace
 
 extern const Table<RecurrenceKernel> kRecurrenceNeon;
-const Table<RecurrenceKernel> kRecurrenceNeon{kRows, 1};
+const Table<RecurrenceKernel> kRecurrenceNeon{kKernels, 1};
 
 }  // namespace lowbit

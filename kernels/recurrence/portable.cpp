@@ -6,11 +6,11 @@
 namespace lowbit {
 namespace {
 
-constexpr RecurrenceKernel kRows[] = {{"recurrence_portable", kPortable, linear_attention<Vector>, short_conv<Vector>}};
+constexpr RecurrenceKernel kKernels[] = {{"recurrence_portable", kPortable, linear_attention<Vector>, short_conv<Vector>}};
 
 }  // namespace
 
 extern const Table<RecurrenceKernel> kRecurrencePortable;
-const Table<RecurrenceKernel> kRecurrencePortable{kRows, 1};
+const Table<RecurrenceKernel> kRecurrencePortable{kKernels, 1};
 
 }  // namespace lowbit
