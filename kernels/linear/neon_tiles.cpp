@@ -1,4 +1,4 @@
-// linear_a8w<b>_<m>x16_neon: from m rows of activations on by tiles (tile_neon.h).
+// linear_a8w<b>_<m>x16_neon for 4 to 8 bits (tile_neon.h).
 
 #include "../bits/widths.h"
 #include "tile_neon.h"
@@ -6,10 +6,8 @@
 namespace lowbit {
 namespace {
 
-#define KERNEL(bits, neon, neondot, streams) \
-  with_levels<LinearKernel>(                 \
-      {"linear_a8w" #bits "_" #neon "x16_neon", kNeon, Format::panel16, bits, neon, 16, run_tiles<bits>})
-constexpr LinearKernel kKernels[] = {LOWBIT_EACH_SET_WIDTH(KERNEL)};
+#define KERNEL(bits, neon, neondot, streams) many_rows<bits, neon>("linear_a8w" #bits "_" #neon "x16_neon")
+constexpr LinearKernel kKernels[] = {LOWBIT_EACH_WIDE_SET_WIDTH(KERNEL)};
 #undef KERNEL
 
 }  // namespace

@@ -1,5 +1,5 @@
 // One row of m times the panels of a matrix on Arm: the walk over blocks, segments and groups that the kernels for plain NEON
-// (neon.cpp) and for dot products (neondot.cpp) share. Formulas: ukernel.h.
+// (one_row_neon.h) and for dot products (neondot.cpp) share. Formulas: ukernel.h.
 //
 // A `Row` has the instructions that multiply:
 //   start_of()                 c's bits, and what A adds to the integer sums of a segment; with A in every lane

@@ -1,4 +1,4 @@
-// What the linear kernels for plain NEON share: integer sums of products (neon.cpp explains them).
+// What the linear kernels for plain NEON share: integer sums of products (one_row_neon.h explains them).
 #pragma once
 
 #include "row_neon.h"

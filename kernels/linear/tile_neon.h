@@ -1,4 +1,4 @@
-// linear_a8w<b>_<m>x16_neon: many rows of activations. neon.cpp has the arithmetic and its bounds.
+// linear_a8w<b>_<m>x16_neon: many rows of activations. one_row_neon.h has the arithmetic and its bounds.
 //
 // Per panel and tile of up to 32 rows: a piece of a group, up to 8 blocks, is unpacked to 4 KiB of scratch, and every
 // two rows run through it: 16 registers for the broadcasts of 8 lines, 8 for the sums, 4 for the products. Between the
@@ -386,6 +386,11 @@ void run_tiles(const LinearArgs& args) {
       group_inputs == kBlockInputs ? run_tiles<kWidth, affine(), 8, true>(args) : run_tiles<kWidth, affine(), 8, false>(args);
     }
   });
+}
+
+template <int Bits, int LeastRows>
+constexpr LinearKernel many_rows(const char* name) {
+  return with_levels<LinearKernel>({name, kNeon, Format::panel16, Bits, LeastRows, 16, run_tiles<Bits>});
 }
 
 }  // namespace

@@ -103,7 +103,7 @@ def test_few_files_of_the_kernels_name_a_single_width():
     named = {path.relative_to(kernels).as_posix() for path in files if names_width.search(path.read_text("utf-8"))}
     assert named == {"bits/codec.h", "bits/widths.h"} | {
         f"linear/{name}"
-        for name in ("gemv_sme2.h", "linear_avx512.h", "neon.cpp", "streaming_sme2.h", "sums_avx2.h", "tile_neon.h")
+        for name in ("gemv_sme2.h", "linear_avx512.h", "one_row_neon.h", "streaming_sme2.h", "sums_avx2.h", "tile_neon.h")
     }
     text = (root / "CONTRIBUTING.md").read_text(encoding="utf-8")
     recipe = text[text.index("## Recipe: the placement of a width") : text.index("## Recipe: a mapping")]
