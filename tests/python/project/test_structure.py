@@ -116,6 +116,10 @@ def test_one_file_of_kernels_and_operators_names_a_single_mapping():
     sources = [path for part in ("kernels", "ops") for path in (root / part).rglob("*") if path.suffix in (".h", ".cpp")]
     names_mapping = re.compile(r"\bMapping::(?:symmetric|affine|levels)\b")
     assert [path.name for path in sources if names_mapping.search(path.read_text())] == ["mapping.h"]
+    text = (root / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    recipe = text[text.index("## Recipe: a mapping") : text.index("Every kernel that supports it")]
+    edited = set(re.findall(r"`((?:kernels|ops)/[\w/]+\.(?:h|cpp))`", recipe))
+    assert len(edited) == 8 and "in eight C++ files" in recipe and all((root / name).is_file() for name in edited)
 
 
 def test_the_recipe_for_an_isa_names_all_its_files():
