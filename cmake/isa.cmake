@@ -109,8 +109,10 @@ function(lowbit_kernel_sources out)
   if(LOWBIT_SANITIZE AND CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
     # Calls instead of checks in place, which make these files slow to compile, and all others fast to run.
     set(sanitize_by_calls "--param=asan-instrumentation-with-call-threshold=0")
-    set_source_files_properties("${PROJECT_SOURCE_DIR}/kernels/attention/portable.cpp" DIRECTORY "${PROJECT_SOURCE_DIR}"
-      PROPERTIES COMPILE_FLAGS "${sanitize_by_calls}")
+    foreach(family attention elementwise recurrence)
+      set_source_files_properties("${PROJECT_SOURCE_DIR}/kernels/${family}/portable.cpp" DIRECTORY "${PROJECT_SOURCE_DIR}"
+        PROPERTIES COMPILE_FLAGS "${sanitize_by_calls}")
+    endforeach()
   endif()
   set(cpu_flags)
   set(linux_avxvnni avx_vnni)
@@ -142,7 +144,7 @@ function(lowbit_kernel_sources out)
         # Memory is what a kernel for vectors can get wrong. With the other checks GCC takes five minutes for a file, and a
         # seventh of that without; the portable kernels have them all.
         set(wide ${files})
-        list(FILTER wide INCLUDE REGEX "/kernels/(linear|attention)/")
+        list(FILTER wide INCLUDE REGEX "/kernels/(linear|attention|elementwise|recurrence)/")
         set_source_files_properties(${wide} DIRECTORY "${PROJECT_SOURCE_DIR}" PROPERTIES
           COMPILE_FLAGS "${flags} -fno-sanitize=undefined ${sanitize_by_calls}")
         # What this machine's CPU does not run is not checked by a test. AVX2 kernels, which take GCC longest, are for

@@ -1,5 +1,6 @@
 #include "isa.h"
 
+#include <array>
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
@@ -28,17 +29,15 @@
 namespace lowbit {
 namespace {
 
-#if defined(__aarch64__)
+constexpr auto kNames = [] {
+#define LOWBIT_NAME(Name, NAME, name) IsaName{#name, k##Name, 0},
+  std::array names{IsaName{"portable", kPortable, kPortable}, LOWBIT_ISAS(LOWBIT_NAME)};
+#undef LOWBIT_NAME
+  for (size_t i = 1; i < names.size(); ++i) names[i].allows = names[i - 1].allows | names[i].bit;
+  return names;
+}();
 
-constexpr IsaName kNames[] = {
-    {"portable", kPortable, kPortable},
-    {"neon", kNeon, kNeon},
-    {"neondot", kNeonDot, kNeon | kNeonDot},
-    {"i8mm", kI8mm, kNeon | kNeonDot | kI8mm},
-    {"bf16", kBf16, kNeon | kNeonDot | kI8mm | kBf16},
-    {"sve2", kSve2, kNeon | kNeonDot | kI8mm | kBf16 | kSve2},
-    {"sme2", kSme2, kNeon | kNeonDot | kI8mm | kBf16 | kSve2 | kSme2},
-};
+#if defined(__aarch64__)
 
 // To be asked only where SME is.
 [[maybe_unused]] bool has_long_vectors() {
@@ -107,15 +106,6 @@ IsaBits detect(IsaBits) {
 
 #elif defined(__x86_64__)
 
-constexpr IsaName kNames[] = {
-    {"portable", kPortable, kPortable},
-    {"avx2", kAvx2, kAvx2},
-    {"avxvnni", kAvxVnni, kAvx2 | kAvxVnni},
-    {"avxvnniint8", kAvxVnniInt8, kAvx2 | kAvxVnni | kAvxVnniInt8},
-    {"avx512vnni", kAvx512Vnni, kAvx2 | kAvxVnni | kAvxVnniInt8 | kAvx512Vnni},
-    {"amx", kAmx, kAvx2 | kAvxVnni | kAvxVnniInt8 | kAvx512Vnni | kAmx},
-};
-
 // XCR0 says which registers the operating system saves: without it a feature bit is only a promise.
 uint64_t enabled_state() {
   uint32_t eax, edx;
@@ -173,7 +163,6 @@ bool reads_several_streams_faster() {
 
 #else
 
-constexpr IsaName kNames[] = {{"portable", kPortable, kPortable}};
 IsaBits detect(IsaBits) { return kPortable; }
 
 #endif
@@ -243,8 +232,8 @@ IsaBits allowed() { return cap().entry == nullptr ? ~IsaBits{0} : cap().entry->a
 }  // namespace
 
 const IsaName* isa_names(size_t* count) {
-  *count = sizeof kNames / sizeof kNames[0];
-  return kNames;
+  *count = kNames.size();
+  return kNames.data();
 }
 
 IsaBits cpu_isa() {

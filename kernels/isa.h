@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "export.h"
+#include "isas.h"
 #include "lowbit_ukernel.h"
 #include "status.h"
 
@@ -15,17 +16,9 @@ using IsaBits = lowbit_isa;
 // One bit per feature set that a kernel can require (lowbit_ukernel.h). A kernel needs all of the bits that it names.
 enum Isa : IsaBits {
   kPortable = 0,
-  kNeon = LOWBIT_ISA_NEON,
-  kNeonDot = LOWBIT_ISA_NEONDOT,
-  kI8mm = LOWBIT_ISA_I8MM,
-  kSme2 = LOWBIT_ISA_SME2,
-  kBf16 = LOWBIT_ISA_BF16,
-  kSve2 = LOWBIT_ISA_SVE2,
-  kAvx2 = LOWBIT_ISA_AVX2,
-  kAvxVnni = LOWBIT_ISA_AVXVNNI,
-  kAvx512Vnni = LOWBIT_ISA_AVX512VNNI,
-  kAmx = LOWBIT_ISA_AMX,
-  kAvxVnniInt8 = LOWBIT_ISA_AVXVNNIINT8,
+#define LOWBIT_BIT(Name, NAME, name) k##Name = LOWBIT_ISA_##NAME,
+  LOWBIT_ARM_ISAS(LOWBIT_BIT) LOWBIT_X86_ISAS(LOWBIT_BIT)
+#undef LOWBIT_BIT
 };
 
 // A name of LOWBIT_ISA. `allows` holds every bit that stays on when the ISA is capped at this name.

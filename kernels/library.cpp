@@ -11,7 +11,7 @@
 namespace lowbit {
 namespace {
 
-constexpr size_t kMostRows = 1024;
+constexpr size_t kMostEntries = 1024;
 constexpr size_t kLongestName = 63;
 
 bool is_name_char(char c) {
@@ -37,10 +37,10 @@ Status check_name(const char* what, const char* name) {
 
 template <class Table>
 Status check_table(const char* what, const Table& table) {
-  if (table.count > kMostRows) {
-    return Status::error("it has %zu %s; expected at most %zu", table.count, what, kMostRows);
+  if (table.count > kMostEntries) {
+    return Status::error("it has %zu %s; expected at most %zu", table.count, what, kMostEntries);
   }
-  if (table.count > 0 && table.rows == nullptr) {
+  if (table.count > 0 && table.entries == nullptr) {
     return Status::error("it has %zu %s at a null address", table.count, what);
   }
   return {};
@@ -62,72 +62,74 @@ bool is_built_in_or_loaded(const char* name) {
   return false;
 }
 
-template <class Row>
-size_t count_of(const Table<Row>& table, const char* name) {
+template <class Kernel>
+size_t count_of(const Table<Kernel>& table, const char* name) {
   size_t count = 0;
-  for (const Row& row : table) count += row.name != nullptr && std::strcmp(row.name, name) == 0;
+  for (const Kernel& kernel : table) count += kernel.name != nullptr && std::strcmp(kernel.name, name) == 0;
   return count;
 }
 
 // What kernels of every family have. Names are compared only after all of them were checked.
-template <class Row>
-Status check_row(const char* family, size_t index, const Row& row) {
+template <class Kernel>
+Status check_kernel(const char* family, size_t index, const Kernel& kernel) {
   char what[48];
   std::snprintf(what, sizeof what, "%s kernel %zu", family, index);
-  if (Status status = check_name(what, row.name); !status.ok()) return status;
-  if (row.run == nullptr) return Status::error("kernel '%s' has no function", row.name);
+  if (Status status = check_name(what, kernel.name); !status.ok()) return status;
+  if (kernel.run == nullptr) return Status::error("kernel '%s' has no function", kernel.name);
   size_t count;
   const IsaName* const names = isa_names(&count);
   const IsaBits known = names[count - 1].allows;
-  if ((row.isa & ~known) != 0) {
-    return Status::error("kernel '%s' requires the ISA bits 0x%" PRIx32 "; this build knows 0x%" PRIx32, row.name, row.isa,
-                         known);
+  if ((kernel.isa & ~known) != 0) {
+    return Status::error("kernel '%s' requires the ISA bits 0x%" PRIx32 "; this build knows 0x%" PRIx32, kernel.name,
+                         kernel.isa, known);
   }
   return {};
 }
 
-template <class Row>
-Status check_format_and_bits(const LoadedLibrary& library, const Row& row) {
-  if (row.format != Format::panel16 && find_format(row.format) == nullptr) {
+template <class Kernel>
+Status check_format_and_bits(const LoadedLibrary& library, const Kernel& kernel) {
+  if (kernel.format != Format::panel16 && find_format(kernel.format) == nullptr) {
     bool is_known = false;
-    for (const PackedFormat& format : library.formats) is_known = is_known || format.format == row.format;
+    for (const PackedFormat& format : library.formats) is_known = is_known || format.format == kernel.format;
     if (!is_known) {
       return Status::error("kernel '%s' is of the format '%s' (0x%" PRIx32 "); expected panel16, or a format of this or a "
                            "loaded library",
-                           row.name, name_of(row.format).text, static_cast<uint32_t>(row.format));
+                           kernel.name, name_of(kernel.format).text, static_cast<uint32_t>(kernel.format));
     }
   }
-  if (row.bits < 1 || row.bits > 8) return Status::error("kernel '%s' has %d bits; expected 1 to 8", row.name, row.bits);
-  if ((row.mappings & ~kAllMappings) != 0) {
-    return Status::error("kernel '%s' reads the mappings 0x%02x; expected some of 0x%02x", row.name, row.mappings,
+  if (kernel.bits < 1 || kernel.bits > 8) {
+    return Status::error("kernel '%s' has %d bits; expected 1 to 8", kernel.name, kernel.bits);
+  }
+  if ((kernel.mappings & ~kAllMappings) != 0) {
+    return Status::error("kernel '%s' reads the mappings 0x%02x; expected some of 0x%02x", kernel.name, kernel.mappings,
                          kAllMappings);
   }
   return {};
 }
 
-Status check_attention(const AttentionKernel& row) {
-  if (row.write != nullptr && row.join != nullptr) return {};
-  return Status::error("kernel '%s' has no function %s", row.name, row.write == nullptr ? "write" : "join");
+Status check_attention(const AttentionKernel& kernel) {
+  if (kernel.write != nullptr && kernel.join != nullptr) return {};
+  return Status::error("kernel '%s' has no function %s", kernel.name, kernel.write == nullptr ? "write" : "join");
 }
 
-Status check_linear(const LoadedLibrary& library, const LinearKernel& row) {
-  if (Status status = check_format_and_bits(library, row); !status.ok()) return status;
-  const bool n_fits = row.n_step > 0 && (kPanelRows % row.n_step == 0 || row.n_step % kPanelRows == 0);
-  if (row.m_least < 1 || !n_fits) {
+Status check_linear(const LoadedLibrary& library, const LinearKernel& kernel) {
+  if (Status status = check_format_and_bits(library, kernel); !status.ok()) return status;
+  const bool n_fits = kernel.n_step > 0 && (kPanelRows % kernel.n_step == 0 || kernel.n_step % kPanelRows == 0);
+  if (kernel.m_least < 1 || !n_fits) {
     return Status::error("kernel '%s' has the tile %d x %d; expected 1 row or more, and a divisor or multiple of %d "
                          "columns",
-                         row.name, row.m_least, row.n_step, kPanelRows);
+                         kernel.name, kernel.m_least, kernel.n_step, kPanelRows);
   }
-  if ((row.x_types & ~(bit_of(DType::f32) | bit_of(DType::bf16) | bit_of(DType::f16))) != 0) {
-    return Status::error("kernel '%s' prepares the types 0x%02x; expected some of 0x07", row.name, row.x_types);
+  if ((kernel.x_types & ~(bit_of(DType::f32) | bit_of(DType::bf16) | bit_of(DType::f16))) != 0) {
+    return Status::error("kernel '%s' prepares the types 0x%02x; expected some of 0x07", kernel.name, kernel.x_types);
   }
-  if ((row.prepare == nullptr) != (row.activation_bytes == nullptr)) {
-    return Status::error("kernel '%s' has only one of prepare and activation_bytes; expected both or none", row.name);
+  if ((kernel.prepare == nullptr) != (kernel.activation_bytes == nullptr)) {
+    return Status::error("kernel '%s' has only one of prepare and activation_bytes; expected both or none", kernel.name);
   }
-  if (row.prepare != nullptr && row.format == Format::panel16) {
+  if (kernel.prepare != nullptr && kernel.format == Format::panel16) {
     return Status::error("kernel '%s' prepares activations in its own way; with panel16 their form is part of the "
                          "contract",
-                         row.name);
+                         kernel.name);
   }
   return {};
 }
@@ -175,10 +177,10 @@ struct SharedStructure {
 constexpr SharedStructure kShared[] = {
     SHARED(lowbit_library, formats),
     SHARED(lowbit_format, pack),
-    SHARED(lowbit_quantize_row, run),
-    SHARED(lowbit_linear_row, run),
-    SHARED(lowbit_embedding_row, run),
-    SHARED(lowbit_attention_row, join),
+    SHARED(lowbit_quantize_kernel, run),
+    SHARED(lowbit_linear_kernel, run),
+    SHARED(lowbit_embedding_kernel, run),
+    SHARED(lowbit_attention_kernel, join),
     SHARED(lowbit_layout, levels),
     SHARED(lowbit_quantize_args, group_sums),
     SHARED(lowbit_prepare_args, activations),
@@ -210,27 +212,27 @@ Status check_sizes(const lowbit_sizes& sizes) {
 }
 
 // What zero stands for.
-template <class Row>
-void fill_in(Row&) {}
-void fill_in(EmbeddingKernel& row) {
-  if (row.mappings == 0) row.mappings = kPlainMappings;
+template <class Kernel>
+void fill_in(Kernel&) {}
+void fill_in(EmbeddingKernel& kernel) {
+  if (kernel.mappings == 0) kernel.mappings = kPlainMappings;
 }
-void fill_in(LinearKernel& row) {
-  if (row.mappings == 0) row.mappings = kPlainMappings;
-  if (row.x_types == 0) row.x_types = bit_of(DType::f32);
+void fill_in(LinearKernel& kernel) {
+  if (kernel.mappings == 0) kernel.mappings = kPlainMappings;
+  if (kernel.x_types == 0) kernel.x_types = bit_of(DType::f32);
 }
 
-// A table at `memory`, which goes on behind it. `bytes`: of a row of the library's.
-template <class Row, class LibraryTable>
-Table<Row> copy_table(const LibraryTable& table, uint32_t bytes, char** memory) {
-  Row* const rows = reinterpret_cast<Row*>(*memory);
-  *memory += table.count * sizeof(Row);
+// A table at `memory`, which goes on behind it. `bytes`: of an entry of the library's.
+template <class Entry, class LibraryTable>
+Table<Entry> copy_table(const LibraryTable& table, uint32_t bytes, char** memory) {
+  Entry* const entries = reinterpret_cast<Entry*>(*memory);
+  *memory += table.count * sizeof(Entry);
   for (size_t i = 0; i < table.count; ++i) {
-    std::memset(static_cast<void*>(rows + i), 0, sizeof(Row));
-    std::memcpy(static_cast<void*>(rows + i), reinterpret_cast<const char*>(table.rows) + i * bytes, bytes);
-    fill_in(rows[i]);
+    std::memset(static_cast<void*>(entries + i), 0, sizeof(Entry));
+    std::memcpy(static_cast<void*>(entries + i), reinterpret_cast<const char*>(table.entries) + i * bytes, bytes);
+    fill_in(entries[i]);
   }
-  return {rows, table.count};
+  return {entries, table.count};
 }
 
 }  // namespace
@@ -267,34 +269,34 @@ LoadedLibrary copy_tables(const lowbit_library& library, void* memory) {
   char* next = static_cast<char*>(memory);
   LoadedLibrary copy{};
   copy.library = &library;
-  copy.linear = copy_table<LinearKernel>(library.linear, library.sizes.linear_row, &next);
-  copy.embedding = copy_table<EmbeddingKernel>(library.embedding, library.sizes.embedding_row, &next);
-  copy.quantize = copy_table<QuantizeKernel>(library.quantize, library.sizes.quantize_row, &next);
-  copy.attention = copy_table<AttentionKernel>(library.attention, library.sizes.attention_row, &next);
+  copy.linear = copy_table<LinearKernel>(library.linear, library.sizes.linear_kernel, &next);
+  copy.embedding = copy_table<EmbeddingKernel>(library.embedding, library.sizes.embedding_kernel, &next);
+  copy.quantize = copy_table<QuantizeKernel>(library.quantize, library.sizes.quantize_kernel, &next);
+  copy.attention = copy_table<AttentionKernel>(library.attention, library.sizes.attention_kernel, &next);
   copy.formats = copy_table<PackedFormat>(library.formats, library.sizes.format, &next);
   return copy;
 }
 
-Status check_rows(const LoadedLibrary& library) {
+Status check_kernels(const LoadedLibrary& library) {
   for (const PackedFormat& format : library.formats) {
     if (Status s = check_format(library, format); !s.ok()) return s;
   }
   Status status;
   const auto check_table = [&](const char* family, const auto& table, auto check) {
     for (size_t i = 0; status.ok() && i < table.count; ++i) {
-      status = check_row(family, i, table.rows[i]);
-      if (status.ok()) status = check(table.rows[i]);
+      status = check_kernel(family, i, table.entries[i]);
+      if (status.ok()) status = check(table.entries[i]);
     }
   };
-  check_table("linear", library.linear, [&](const LinearKernel& row) { return check_linear(library, row); });
-  check_table("embedding", library.embedding, [&](const EmbeddingKernel& row) {
-    return check_format_and_bits(library, row);
+  check_table("linear", library.linear, [&](const LinearKernel& kernel) { return check_linear(library, kernel); });
+  check_table("embedding", library.embedding, [&](const EmbeddingKernel& kernel) {
+    return check_format_and_bits(library, kernel);
   });
   check_table("quantize", library.quantize, [](const QuantizeKernel&) { return Status(); });
   check_table("attention", library.attention, check_attention);
   const auto check_unique = [&](const auto& table) {
     for (size_t i = 0; status.ok() && i < table.count; ++i) {
-      const char* name = table.rows[i].name;
+      const char* name = table.entries[i].name;
       if (count_of(library.linear, name) + count_of(library.embedding, name) + count_of(library.quantize, name) +
                   count_of(library.attention, name) > 1 ||
           is_built_in_or_loaded(name)) {

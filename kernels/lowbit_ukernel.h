@@ -298,14 +298,14 @@ typedef struct lowbit_unpack_args {
 // the code needs: the kernel is used where the CPU has them all and LOWBIT_ISA allows them all. A kernel that needs more than
 // bits can say is left out by lowbit_kernels() where the CPU lacks it. Fields behind `run` may be zero.
 
-typedef struct lowbit_quantize_row {
+typedef struct lowbit_quantize_kernel {
   const char* name;  // quantize_<isa>
   lowbit_isa isa;
   void (*run)(LOWBIT_REF(lowbit_quantize_args));
   const void* context LOWBIT_DEFAULT(nullptr);
-} lowbit_quantize_row;
+} lowbit_quantize_kernel;
 
-typedef struct lowbit_linear_row {
+typedef struct lowbit_linear_kernel {
   const char* name;  // linear_a8w<bits>_<m_least>x<n_step>_<isa>
   lowbit_isa isa;
   LOWBIT_AS(Format, uint32_t) format;
@@ -328,26 +328,26 @@ typedef struct lowbit_linear_row {
   const void* context LOWBIT_DEFAULT(nullptr);
   // Whether it reads several panels at a time, interleaved: chosen only where streams() of isa.h is Streams::several.
   bool several_streams LOWBIT_DEFAULT(false);
-} lowbit_linear_row;
+} lowbit_linear_kernel;
 
-typedef struct lowbit_embedding_row {
+typedef struct lowbit_embedding_kernel {
   const char* name;  // embedding_w<bits>_<isa>
   lowbit_isa isa;
   LOWBIT_AS(Format, uint32_t) format;
   uint8_t bits;
   void (*run)(LOWBIT_REF(lowbit_embedding_args));
-  uint8_t mappings LOWBIT_DEFAULT(3);  // as in lowbit_linear_row
+  uint8_t mappings LOWBIT_DEFAULT(3);  // as in lowbit_linear_kernel
   const void* context LOWBIT_DEFAULT(nullptr);
-} lowbit_embedding_row;
+} lowbit_embedding_kernel;
 
-typedef struct lowbit_attention_row {
+typedef struct lowbit_attention_kernel {
   const char* name;  // attention_<isa>
   lowbit_isa isa;
   void (*run)(LOWBIT_REF(lowbit_attention_args));
   void (*write)(LOWBIT_REF(lowbit_attention_write_args));
   void (*join)(LOWBIT_REF(lowbit_attention_join_args));
   const void* context LOWBIT_DEFAULT(nullptr);
-} lowbit_attention_row;
+} lowbit_attention_kernel;
 
 // A vendor's layout of the bytes behind the 64-byte header, which stays lowbit's. `bytes` is asked on each call, for
 // sizes that come from outside: it takes any n and k up to 2^31.
@@ -372,7 +372,7 @@ typedef struct lowbit_format {
 
 // Of each structure, as the library was built with it.
 typedef struct lowbit_sizes {
-  uint32_t library, format, quantize_row, linear_row, embedding_row, attention_row;
+  uint32_t library, format, quantize_kernel, linear_kernel, embedding_kernel, attention_kernel;
   uint32_t layout, quantize_args, prepare_args, linear_args, embedding_args;
   uint32_t attention_args, attention_join_args, attention_write_args, pack_args, unpack_args;
 } lowbit_sizes;
@@ -383,31 +383,31 @@ typedef struct lowbit_library {
   const char* vendor;  // as lowbit.kernels() shows it
   LOWBIT_AS(Preference, uint32_t) preference;
   struct {
-    const lowbit_linear_row* rows;
+    const lowbit_linear_kernel* entries;
     size_t count;
   } linear;
   struct {
-    const lowbit_embedding_row* rows;
+    const lowbit_embedding_kernel* entries;
     size_t count;
   } embedding;
   struct {
-    const lowbit_quantize_row* rows;
+    const lowbit_quantize_kernel* entries;
     size_t count;
   } quantize;
   struct {
-    const lowbit_attention_row* rows;
+    const lowbit_attention_kernel* entries;
     size_t count;
   } attention;
   struct {
-    const lowbit_format* rows;
+    const lowbit_format* entries;
     size_t count;
   } formats;
 } lowbit_library;
 
 #define LOWBIT_SIZES                                                                                              \
   {                                                                                                               \
-    sizeof(lowbit_library), sizeof(lowbit_format), sizeof(lowbit_quantize_row), sizeof(lowbit_linear_row),        \
-        sizeof(lowbit_embedding_row), sizeof(lowbit_attention_row), sizeof(lowbit_layout),                        \
+    sizeof(lowbit_library), sizeof(lowbit_format), sizeof(lowbit_quantize_kernel), sizeof(lowbit_linear_kernel),  \
+        sizeof(lowbit_embedding_kernel), sizeof(lowbit_attention_kernel), sizeof(lowbit_layout),                  \
         sizeof(lowbit_quantize_args), sizeof(lowbit_prepare_args), sizeof(lowbit_linear_args),                    \
         sizeof(lowbit_embedding_args), sizeof(lowbit_attention_args), sizeof(lowbit_attention_join_args),         \
         sizeof(lowbit_attention_write_args), sizeof(lowbit_pack_args), sizeof(lowbit_unpack_args)                 \

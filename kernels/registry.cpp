@@ -5,52 +5,24 @@
 
 namespace lowbit {
 
-// The tables, one per ISA file.
-extern const Table<QuantizeKernel> kQuantizePortable, kQuantizeNeon, kQuantizeAvx2, kQuantizeAvx512Vnni;
-extern const Table<LinearKernel> kLinearPortable, kLinearNeon, kLinearNeonDot, kLinearI8mm, kLinearSme2;
-extern const Table<LinearKernel> kLinearAvx2, kLinearNarrowAvx2, kLinearWideAvx2, kLinearAvxVnni, kLinearAvxVnniInt8,
-    kLinearAvx512Vnni, kLinearNarrowAvx512Vnni, kLinearWideAvx512Vnni, kLinearUnpackedAvx512Vnni, kLinearAmx;
-extern const Table<EmbeddingKernel> kEmbeddingPortable, kEmbeddingNeon, kEmbeddingAvx2, kEmbeddingAvx512Vnni;
-extern const Table<AttentionKernel> kAttentionPortable, kAttentionNeon, kAttentionNeonDot, kAttentionAvx2,
-    kAttentionAvx512Vnni;
-extern const Table<RecurrenceKernel> kRecurrencePortable, kRecurrenceNeon, kRecurrenceAvx2, kRecurrenceAvx512Vnni;
-extern const Table<ElementwiseKernel> kElementwisePortable, kElementwiseNeon, kElementwiseAvx2, kElementwiseAvx512Vnni;
+// The tables of isas.h.
+#define LOWBIT_DECLARE(Family, Name) extern const Table<Family##Kernel> k##Family##Name;
+#define LOWBIT_ADDRESS(Family, Name) &k##Family##Name,
+#define LOWBIT_FAMILY(Family, TABLES)                             \
+  TABLES(LOWBIT_DECLARE, Family) LOWBIT_DECLARE(Family, Portable) \
+  constexpr const Table<Family##Kernel>* k##Family##Tables[] = {  \
+      TABLES(LOWBIT_ADDRESS, Family) LOWBIT_ADDRESS(Family, Portable)};
+LOWBIT_FAMILY(Quantize, LOWBIT_VECTOR_TABLES)
+LOWBIT_FAMILY(Linear, LOWBIT_LINEAR_TABLES)
+LOWBIT_FAMILY(Embedding, LOWBIT_VECTOR_TABLES)
+LOWBIT_FAMILY(Attention, LOWBIT_ATTENTION_TABLES)
+LOWBIT_FAMILY(Recurrence, LOWBIT_VECTOR_TABLES)
+LOWBIT_FAMILY(Elementwise, LOWBIT_VECTOR_TABLES)
+#undef LOWBIT_FAMILY
+#undef LOWBIT_ADDRESS
+#undef LOWBIT_DECLARE
 
 namespace {
-
-// Best first: the first row that fits the task and the ISA is chosen.
-#if defined(__aarch64__)
-constexpr const Table<QuantizeKernel>* kQuantize[] = {&kQuantizeNeon, &kQuantizePortable};
-constexpr const Table<LinearKernel>* kLinear[] = {
-#if !defined(LOWBIT_WITHOUT_SME2)  // no compiler for it: cmake/isa.cmake
-    &kLinearSme2,
-#endif
-    &kLinearI8mm, &kLinearNeonDot, &kLinearNeon, &kLinearPortable};
-constexpr const Table<EmbeddingKernel>* kEmbedding[] = {&kEmbeddingNeon, &kEmbeddingPortable};
-constexpr const Table<AttentionKernel>* kAttention[] = {&kAttentionNeonDot, &kAttentionNeon, &kAttentionPortable};
-constexpr const Table<RecurrenceKernel>* kRecurrence[] = {&kRecurrenceNeon, &kRecurrencePortable};
-constexpr const Table<ElementwiseKernel>* kElementwise[] = {&kElementwiseNeon, &kElementwisePortable};
-#elif defined(__x86_64__)
-constexpr const Table<QuantizeKernel>* kQuantize[] = {&kQuantizeAvx512Vnni, &kQuantizeAvx2, &kQuantizePortable};
-constexpr const Table<LinearKernel>* kLinear[] = {
-    &kLinearAmx, &kLinearUnpackedAvx512Vnni, &kLinearNarrowAvx512Vnni, &kLinearWideAvx512Vnni, &kLinearAvx512Vnni,
-#if !defined(LOWBIT_WITHOUT_AVXVNNIINT8)  // no assembler for it: cmake/isa.cmake
-    &kLinearAvxVnniInt8,
-#endif
-    &kLinearAvxVnni, &kLinearNarrowAvx2, &kLinearWideAvx2, &kLinearAvx2, &kLinearPortable};
-constexpr const Table<EmbeddingKernel>* kEmbedding[] = {&kEmbeddingAvx512Vnni, &kEmbeddingAvx2,
-                                                        &kEmbeddingPortable};
-constexpr const Table<AttentionKernel>* kAttention[] = {&kAttentionAvx512Vnni, &kAttentionAvx2, &kAttentionPortable};
-constexpr const Table<RecurrenceKernel>* kRecurrence[] = {&kRecurrenceAvx512Vnni, &kRecurrenceAvx2, &kRecurrencePortable};
-constexpr const Table<ElementwiseKernel>* kElementwise[] = {&kElementwiseAvx512Vnni, &kElementwiseAvx2, &kElementwisePortable};
-#else
-constexpr const Table<QuantizeKernel>* kQuantize[] = {&kQuantizePortable};
-constexpr const Table<LinearKernel>* kLinear[] = {&kLinearPortable};
-constexpr const Table<EmbeddingKernel>* kEmbedding[] = {&kEmbeddingPortable};
-constexpr const Table<AttentionKernel>* kAttention[] = {&kAttentionPortable};
-constexpr const Table<RecurrenceKernel>* kRecurrence[] = {&kRecurrencePortable};
-constexpr const Table<ElementwiseKernel>* kElementwise[] = {&kElementwisePortable};
-#endif
 
 // Libraries are only ever appended: an entry is written before the count that publishes it, and then stays.
 constexpr size_t kMostLibraries = 64;
@@ -58,27 +30,27 @@ LoadedLibrary loaded[kMostLibraries];
 std::atomic<size_t> loaded_count{0};
 
 template <class Kernel>
-using Rows = Table<Kernel> LoadedLibrary::*;
+using Loaded = Table<Kernel> LoadedLibrary::*;
 
 template <class Tables, class Kernel>
-size_t count_rows(const Tables& tables, Rows<Kernel> rows) {
+size_t count_kernels(const Tables& tables, Loaded<Kernel> library_table) {
   size_t count = 0;
   for (const auto* table : tables) count += table->count;
   const size_t libraries = loaded_count.load(std::memory_order_acquire);
-  for (size_t i = 0; i < libraries; ++i) count += (loaded[i].*rows).count;
+  for (size_t i = 0; i < libraries; ++i) count += (loaded[i].*library_table).count;
   return count;
 }
 
 template <class Tables, class Kernel>
-const Kernel& row(const Tables& tables, Rows<Kernel> rows, size_t index) {
+const Kernel& kernel_at(const Tables& tables, Loaded<Kernel> library_table, size_t index) {
   for (const auto* table : tables) {
-    if (index < table->count) return table->rows[index];
+    if (index < table->count) return table->entries[index];
     index -= table->count;
   }
   const size_t libraries = loaded_count.load(std::memory_order_acquire);
   for (size_t i = 0; i < libraries; ++i) {
-    const Table<Kernel>& table = loaded[i].*rows;
-    if (index < table.count) return table.rows[index];
+    const Table<Kernel>& table = loaded[i].*library_table;
+    if (index < table.count) return table.entries[index];
     index -= table.count;
   }
   assert(!"kernel index out of range");
@@ -93,14 +65,14 @@ const Kernel* first_of(const Table<Kernel>& table, IsaBits isa, const Fits& fits
   return nullptr;
 }
 
-// The first row that fits: of the libraries that go before the built-in rows, of these, of the others. Null: none does.
+// The first kernel that fits: of the libraries that go before the built-in kernels, of these, of the others. Null: none does.
 template <class Kernel, class Fits, class BuiltIn>
-const Kernel* first_with(const BuiltIn& first_built_in, Rows<Kernel> rows, IsaBits isa, const Fits& fits) {
+const Kernel* first_with(const BuiltIn& first_built_in, Loaded<Kernel> library_table, IsaBits isa, const Fits& fits) {
   const size_t libraries = loaded_count.load(std::memory_order_acquire);
   const auto first_loaded = [&](Preference preference) {
     const Kernel* fitting = nullptr;
     for (size_t i = 0; fitting == nullptr && i < libraries; ++i) {
-      if (loaded[i].library->preference == preference) fitting = first_of(loaded[i].*rows, isa, fits);
+      if (loaded[i].library->preference == preference) fitting = first_of(loaded[i].*library_table, isa, fits);
     }
     return fitting;
   };
@@ -110,29 +82,29 @@ const Kernel* first_with(const BuiltIn& first_built_in, Rows<Kernel> rows, IsaBi
 }
 
 template <class Tables, class Kernel, class Fits>
-const Kernel* first(const Tables& tables, Rows<Kernel> rows, IsaBits isa, const Fits& fits) {
+const Kernel* first(const Tables& tables, Loaded<Kernel> library_table, IsaBits isa, const Fits& fits) {
   const auto built_in = [&]() -> const Kernel* {
     for (const auto* table : tables) {
       if (const Kernel* fitting = first_of(*table, isa, fits)) return fitting;
     }
     return nullptr;
   };
-  return first_with(built_in, rows, isa, fits);
+  return first_with(built_in, library_table, isa, fits);
 }
 
-// The built-in linear rows of each width, in the order of the tables: these hold all widths, and a small layer's call
-// would look at dozens of rows.
+// The built-in linear kernels of each width, in the order of the tables: these hold all widths, and a small layer's call
+// would look at dozens of kernels.
 struct LinearIndex {
-  static constexpr int kMostRows = 16;
-  const LinearKernel* rows[9][kMostRows] = {};  // null behind the last
+  static constexpr int kMostKernels = 16;
+  const LinearKernel* kernels[9][kMostKernels] = {};  // null behind the last
 
   LinearIndex() {
-    for (const auto* table : kLinear) {
-      for (const LinearKernel& row : *table) {
+    for (const auto* table : kLinearTables) {
+      for (const LinearKernel& kernel : *table) {
         int at = 0;
-        while (rows[row.bits][at] != nullptr) ++at;
-        if (at + 1 == kMostRows) __builtin_trap();  // a new table needs a larger kMostRows; the first call of any test says so
-        rows[row.bits][at] = &row;
+        while (kernels[kernel.bits][at] != nullptr) ++at;
+        if (at + 1 == kMostKernels) __builtin_trap();  // a new table needs a larger one; the first call of any test says so
+        kernels[kernel.bits][at] = &kernel;
       }
     }
   }
@@ -142,8 +114,8 @@ template <class Fits>
 const LinearKernel* first_built_in_linear(int bits, IsaBits isa, const Fits& fits) {
   static const LinearIndex index;
   if (bits < 1 || bits > 8) return nullptr;
-  for (const LinearKernel* const* row = index.rows[bits]; *row != nullptr; ++row) {
-    if (((*row)->isa & ~isa) == 0 && fits(**row)) return *row;
+  for (const LinearKernel* const* kernel = index.kernels[bits]; *kernel != nullptr; ++kernel) {
+    if (((*kernel)->isa & ~isa) == 0 && fits(**kernel)) return *kernel;
   }
   return nullptr;
 }
@@ -161,18 +133,18 @@ bool can_read(const Kernel& kernel, const Layout& layout) {
 
 }  // namespace
 
-size_t quantize_kernel_count() { return count_rows(kQuantize, &LoadedLibrary::quantize); }
-const QuantizeKernel& quantize_kernel(size_t index) { return row(kQuantize, &LoadedLibrary::quantize, index); }
-size_t linear_kernel_count() { return count_rows(kLinear, &LoadedLibrary::linear); }
-const LinearKernel& linear_kernel(size_t index) { return row(kLinear, &LoadedLibrary::linear, index); }
-size_t embedding_kernel_count() { return count_rows(kEmbedding, &LoadedLibrary::embedding); }
-const EmbeddingKernel& embedding_kernel(size_t index) { return row(kEmbedding, &LoadedLibrary::embedding, index); }
+size_t quantize_kernel_count() { return count_kernels(kQuantizeTables, &LoadedLibrary::quantize); }
+const QuantizeKernel& quantize_kernel(size_t index) { return kernel_at(kQuantizeTables, &LoadedLibrary::quantize, index); }
+size_t linear_kernel_count() { return count_kernels(kLinearTables, &LoadedLibrary::linear); }
+const LinearKernel& linear_kernel(size_t index) { return kernel_at(kLinearTables, &LoadedLibrary::linear, index); }
+size_t embedding_kernel_count() { return count_kernels(kEmbeddingTables, &LoadedLibrary::embedding); }
+const EmbeddingKernel& embedding_kernel(size_t index) { return kernel_at(kEmbeddingTables, &LoadedLibrary::embedding, index); }
 
-size_t attention_kernel_count() { return count_rows(kAttention, &LoadedLibrary::attention); }
-const AttentionKernel& attention_kernel(size_t index) { return row(kAttention, &LoadedLibrary::attention, index); }
+size_t attention_kernel_count() { return count_kernels(kAttentionTables, &LoadedLibrary::attention); }
+const AttentionKernel& attention_kernel(size_t index) { return kernel_at(kAttentionTables, &LoadedLibrary::attention, index); }
 
 const QuantizeKernel& choose_quantize(IsaBits isa) {
-  return *first(kQuantize, &LoadedLibrary::quantize, isa, [](const QuantizeKernel&) { return true; });
+  return *first(kQuantizeTables, &LoadedLibrary::quantize, isa, [](const QuantizeKernel&) { return true; });
 }
 
 const LinearKernel& choose_linear_built_in(const Layout& layout, int64_t m, IsaBits isa) {
@@ -191,7 +163,7 @@ const LinearKernel& choose_linear(const Layout& layout, int64_t m, IsaBits isa, 
   };
   const auto suits = [&](const LinearKernel& kernel) { return kernel.m_least <= m && takes(kernel); };
   if (const LinearKernel* fitting = first_linear(layout.bits, isa, suits)) return *fitting;
-  // A row whose tile is for more rows of m is better than none.
+  // A kernel whose tile is for more rows of m is better than none.
   if (const LinearKernel* fitting = first_linear(layout.bits, isa, takes)) return *fitting;
   static constexpr LinearKernel kNone{"none", kPortable, Format::panel16, 0, 0, 0, nullptr};
   return kNone;
@@ -199,52 +171,52 @@ const LinearKernel& choose_linear(const Layout& layout, int64_t m, IsaBits isa, 
 
 const EmbeddingKernel& choose_embedding(const Layout& layout, IsaBits isa) {
   const auto reads = [&](const EmbeddingKernel& kernel) { return can_read(kernel, layout); };
-  if (const EmbeddingKernel* fitting = first(kEmbedding, &LoadedLibrary::embedding, isa, reads)) return *fitting;
+  if (const EmbeddingKernel* fitting = first(kEmbeddingTables, &LoadedLibrary::embedding, isa, reads)) return *fitting;
   static constexpr EmbeddingKernel kNone{"none", kPortable, Format::panel16, 0, nullptr};
   return kNone;
 }
 
 const AttentionKernel& choose_attention(IsaBits isa) {
-  return *first(kAttention, &LoadedLibrary::attention, isa, [](const AttentionKernel&) { return true; });
+  return *first(kAttentionTables, &LoadedLibrary::attention, isa, [](const AttentionKernel&) { return true; });
 }
 
-// Tables of one row, of which libraries have none.
+// Tables of one kernel, of which libraries have none.
 template <class Tables>
-static const auto& only_row(const Tables& tables, IsaBits isa) {
+static const auto& only_kernel(const Tables& tables, IsaBits isa) {
   const auto* const* table = tables;
-  while (((*table)->rows[0].isa & ~isa) != 0) ++table;  // the last one is portable
-  return (*table)->rows[0];
+  while (((*table)->entries[0].isa & ~isa) != 0) ++table;  // the last one is portable
+  return (*table)->entries[0];
 }
 
-size_t recurrence_kernel_count() { return sizeof kRecurrence / sizeof *kRecurrence; }
-const RecurrenceKernel& recurrence_kernel(size_t index) { return kRecurrence[index]->rows[0]; }
-const RecurrenceKernel& choose_recurrence(IsaBits isa) { return only_row(kRecurrence, isa); }
+size_t recurrence_kernel_count() { return sizeof kRecurrenceTables / sizeof *kRecurrenceTables; }
+const RecurrenceKernel& recurrence_kernel(size_t index) { return kRecurrenceTables[index]->entries[0]; }
+const RecurrenceKernel& choose_recurrence(IsaBits isa) { return only_kernel(kRecurrenceTables, isa); }
 
-size_t elementwise_kernel_count() { return sizeof kElementwise / sizeof *kElementwise; }
-const ElementwiseKernel& elementwise_kernel(size_t index) { return kElementwise[index]->rows[0]; }
-const ElementwiseKernel& choose_elementwise(IsaBits isa) { return only_row(kElementwise, isa); }
+size_t elementwise_kernel_count() { return sizeof kElementwiseTables / sizeof *kElementwiseTables; }
+const ElementwiseKernel& elementwise_kernel(size_t index) { return kElementwiseTables[index]->entries[0]; }
+const ElementwiseKernel& choose_elementwise(IsaBits isa) { return only_kernel(kElementwiseTables, isa); }
 
-const QuantizeKernel& portable_quantize() { return kQuantizePortable.rows[0]; }
+const QuantizeKernel& portable_quantize() { return kQuantizePortable.entries[0]; }
 
 const LinearKernel& portable_linear(int bits) {
-  assert(kLinearPortable.rows[bits - 1].bits == bits);
-  return kLinearPortable.rows[bits - 1];
+  assert(kLinearPortable.entries[bits - 1].bits == bits);
+  return kLinearPortable.entries[bits - 1];
 }
 
 const EmbeddingKernel& portable_embedding(int bits) {
-  assert(kEmbeddingPortable.rows[bits - 1].bits == bits);
-  return kEmbeddingPortable.rows[bits - 1];
+  assert(kEmbeddingPortable.entries[bits - 1].bits == bits);
+  return kEmbeddingPortable.entries[bits - 1];
 }
 
-const AttentionKernel& portable_attention() { return kAttentionPortable.rows[0]; }
+const AttentionKernel& portable_attention() { return kAttentionPortable.entries[0]; }
 
-const LoadedLibrary* library_of(const void* row) {
+const LoadedLibrary* library_of(const void* kernel) {
   const size_t libraries = loaded_count.load(std::memory_order_acquire);
   for (size_t i = 0; i < libraries; ++i) {
     const LoadedLibrary& library = loaded[i];
-    const auto holds = [row](const auto& table) {
+    const auto holds = [kernel](const auto& table) {
       bool is_in = false;
-      for (const auto& kernel : table) is_in = is_in || &kernel == row;
+      for (const auto& entry : table) is_in = is_in || &entry == kernel;
       return is_in;
     };
     if (holds(library.linear) || holds(library.embedding) || holds(library.quantize) || holds(library.attention)) {

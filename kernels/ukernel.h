@@ -1,4 +1,4 @@
-// The ukernel table: what a kernel row promises. lowbit_ukernel.h has the rows and the arguments that they take, for C as well;
+// The contract of the kernels. lowbit_ukernel.h has the structures of kernels and their arguments, for C as well;
 // both are the whole contract between the operators and the kernels; neither knows anything else of the other.
 //
 // Arithmetic (every kernel returns the same bits; the order of float operations is part of the contract):
@@ -74,10 +74,10 @@ using EmbeddingArgs = ::lowbit_embedding_args;
 using AttentionArgs = ::lowbit_attention_args;
 using AttentionJoinArgs = ::lowbit_attention_join_args;
 using AttentionWriteArgs = ::lowbit_attention_write_args;
-using QuantizeKernel = ::lowbit_quantize_row;
-using LinearKernel = ::lowbit_linear_row;
-using EmbeddingKernel = ::lowbit_embedding_row;
-using AttentionKernel = ::lowbit_attention_row;
+using QuantizeKernel = ::lowbit_quantize_kernel;
+using LinearKernel = ::lowbit_linear_kernel;
+using EmbeddingKernel = ::lowbit_embedding_kernel;
+using AttentionKernel = ::lowbit_attention_kernel;
 
 inline constexpr int64_t kLinearScratchBytes = LOWBIT_LINEAR_SCRATCH_BYTES;
 inline constexpr int64_t kKeyPositions = LOWBIT_KEY_POSITIONS;
@@ -122,21 +122,21 @@ constexpr int64_t attention_scratch(int64_t width, int64_t value_width) {
 
 constexpr uint8_t bit_of(DType type) { return static_cast<uint8_t>(1u << static_cast<unsigned>(type)); }
 
-// A row that reads every mapping that its width can have.
+// A kernel that reads every mapping that its width can have.
 template <class Kernel>
-constexpr Kernel with_levels(Kernel row) {
-  if (can_have_levels(row.bits)) row.mappings = kAllMappings;
-  return row;
+constexpr Kernel with_levels(Kernel kernel) {
+  if (can_have_levels(kernel.bits)) kernel.mappings = kAllMappings;
+  return kernel;
 }
 
 // What an ISA file exports.
 template <class Kernel>
 struct Table {
-  const Kernel* rows;
+  const Kernel* entries;
   size_t count;
 
-  const Kernel* begin() const { return rows; }
-  const Kernel* end() const { return rows + count; }
+  const Kernel* begin() const { return entries; }
+  const Kernel* end() const { return entries + count; }
 };
 
 }  // namespace lowbit

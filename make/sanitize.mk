@@ -112,9 +112,7 @@ mutants: build-test-host $(VENV)/installed
 # clang-tidy with Clang's static analyzer: .clang-tidy lists the checks and why others are off. TIDY='ops/splice.cpp' selects
 # files; all take nine minutes of CPU time. GCC-only options are removed, because Clang does not know them; the analysis is the
 # same.
-TIDY ?= $(wildcard kernels/*.cpp $(foreach isa,$(TIDY_ISAS),kernels/*/$(isa).cpp kernels/*/$(isa)_*.cpp)) \
-  $(filter-out %/executorch_ops.cpp %/torch_ops.cpp %/module.cpp,$(wildcard ops/*.cpp))
-TIDY_ISAS := portable $(if $(filter x86_64,$(shell uname -m)),avx2 avxvnni avxvnniint8 avx512vnni amx,neon neondot i8mm)
+TIDY ?= $$(sed -nE 's,^ *"file": "$(CURDIR)/((kernels|ops)/[^"]*)".*,\1,p' build/tidy/compile_commands.json | sort -u)
 tidy: build-test-host
 	scripts/need.sh tidy
 	mkdir -p build/tidy

@@ -40,7 +40,7 @@ Status add_kernels(const lowbit_library& library, const char* name) {
   LoadedLibrary copy = copy_tables(library, memory.get());
   copy.path = static_cast<char*>(memory.get()) + bytes;
   std::memcpy(static_cast<char*>(memory.get()) + bytes, name, name_bytes);
-  if (const Status status = check_rows(copy); !status.ok()) return refusal(status);
+  if (const Status status = check_kernels(copy); !status.ok()) return refusal(status);
   if (const Status status = try_kernels(copy); !status.ok()) return refusal(status);
   if (Status status = add_library(copy); !status.ok()) return status;
   memory.release();

@@ -148,14 +148,15 @@ LOWBIT_API Status quantize(const TensorView& weight, int bits, int64_t group_siz
                            const TensorView& codes, const TensorView& scales, const TensorView& mins,
                            const Parallel& parallel);
 
-// Scales and minimums by weighted search (kernels/weighted_search.h).  weights [m, inputs] and importance [p, inputs] float32,
-// m a multiple of p: row i of the weights counts by row i % p of the importance;  scales [m] float32, mins [m] (symmetric [0]).
+// Scales and minimums by weighted search (kernels/rounding/weighted_search.h).  weights [m, inputs] and importance [p, inputs]
+// float32, m a multiple of p: row i of the weights counts by row i % p of the importance;  scales [m] float32, mins [m]
+// (symmetric [0]).
 LOWBIT_API Status search_groups(const TensorView& weights, const TensorView& importance, int bits, bool affine,
                                 const TensorView& scales, const TensorView& mins, const Parallel& parallel);
 
-// Rounding in order with errors passed on (kernels/error_feedback.h), all float32.  weights [inputs, rows];  factor and pull
-// [inputs, inputs];  scales and mins [inputs, rows] or [1, rows];  levels [2^bits], ascending;  values, out_levels and errors
-// [inputs, rows]. pull, mins and levels may be null.
+// Rounding in order with errors passed on (kernels/rounding/error_feedback.h), all float32.  weights [inputs, rows];  factor
+// and pull [inputs, inputs];  scales and mins [inputs, rows] or [1, rows];  levels [2^bits], ascending;  values, out_levels and
+// errors [inputs, rows]. pull, mins and levels may be null.
 LOWBIT_API Status error_feedback(const TensorView& weights, const TensorView& factor, const TensorView* pull,
                                  const TensorView& scales, const TensorView* mins, const TensorView* levels, int bits,
                                  const TensorView& values, const TensorView& out_levels, const TensorView& errors,

@@ -4,9 +4,9 @@
 #include <new>
 #include <utility>
 
-#include "../kernels/error_feedback.h"
-#include "../kernels/round_to_nearest.h"
-#include "../kernels/weighted_search.h"
+#include "../kernels/rounding/error_feedback.h"
+#include "../kernels/rounding/round_to_nearest.h"
+#include "../kernels/rounding/weighted_search.h"
 #include "check.h"
 #include "operators.h"
 #include "schedule.h"

@@ -107,7 +107,7 @@ static bool supports(const void* context, const lowbit_layout* layout, int64_t m
   return m == 1;
 }
 
-static const lowbit_linear_row rows[] = {{
+static const lowbit_linear_kernel rows[] = {{
     .name = "acme_c_linear_a8w4",
     .format = LOWBIT_PANEL16,
     .bits = 4,

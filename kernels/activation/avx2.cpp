@@ -121,11 +121,11 @@ struct Quantizer {
   }
 };
 
-constexpr QuantizeKernel kRows[] = {{"quantize_avx2", kAvx2, quantize<Quantizer>}};
+constexpr QuantizeKernel kKernels[] = {{"quantize_avx2", kAvx2, quantize<Quantizer>}};
 
 }  // namespace
 
 extern const Table<QuantizeKernel> kQuantizeAvx2;
-const Table<QuantizeKernel> kQuantizeAvx2{kRows, 1};
+const Table<QuantizeKernel> kQuantizeAvx2{kKernels, 1};
 
 }  // namespace lowbit

@@ -105,11 +105,11 @@ struct Quantizer {
   }
 };
 
-constexpr QuantizeKernel kRows[] = {{"quantize_avx512vnni", kAvx512Vnni, quantize<Quantizer>}};
+constexpr QuantizeKernel kKernels[] = {{"quantize_avx512vnni", kAvx512Vnni, quantize<Quantizer>}};
 
 }  // namespace
 
 extern const Table<QuantizeKernel> kQuantizeAvx512Vnni;
-const Table<QuantizeKernel> kQuantizeAvx512Vnni{kRows, 1};
+const Table<QuantizeKernel> kQuantizeAvx512Vnni{kKernels, 1};
 
 }  // namespace lowbit

@@ -191,11 +191,11 @@ void run(const QuantizeArgs& args) {
   }
 }
 
-constexpr QuantizeKernel kRows[] = {{"quantize_neon", kNeon, run}};
+constexpr QuantizeKernel kKernels[] = {{"quantize_neon", kNeon, run}};
 
 }  // namespace
 
 extern const Table<QuantizeKernel> kQuantizeNeon;
-const Table<QuantizeKernel> kQuantizeNeon{kRows, 1};
+const Table<QuantizeKernel> kQuantizeNeon{kKernels, 1};
 
 }  // namespace lowbit

@@ -53,11 +53,11 @@ void run(const QuantizeArgs& args) {
   for (; i < args.k_padded; ++i) args.a[i] = 0;
 }
 
-constexpr QuantizeKernel kRows[] = {{"quantize_portable", kPortable, run}};
+constexpr QuantizeKernel kKernels[] = {{"quantize_portable", kPortable, run}};
 
 }  // namespace
 
 extern const Table<QuantizeKernel> kQuantizePortable;
-const Table<QuantizeKernel> kQuantizePortable{kRows, 1};
+const Table<QuantizeKernel> kQuantizePortable{kKernels, 1};
 
 }  // namespace lowbit

@@ -1,4 +1,4 @@
-// The body of every attention_<isa>, on a vector V of 16 floats that the ISA's file defines. Formula: ukernel.h.
+// The body of every attention_<isa>, on a vector V of 16 floats (../vector/). Formula: ukernel.h.
 //
 // Both products, queries by keys and weights by values, are the same loop: up to 4 rows of scalars times vectors. For
 // keys a lane is a position and a step one input; for values a lane is an input and a step one position. So no sum
@@ -19,24 +19,6 @@
 namespace lowbit {
 namespace {
 
-// 2^x for x <= 0, 0 below -126, NaN for NaN; within 2^-23 of the true value, relative. Adding 1.5 * 2^23 rounds x to
-// an integer in the last bits; with 127 more these are the exponent of 2^n. The polynomial is 2^r on [-1/2, 1/2],
-// exact in 0.
-template <class V>
-LOWBIT_INLINE inline V exp2_of(V x) {
-  constexpr float kRound = 12582912.0f + 127.0f;
-  const V rounded = V::add(x, V::broadcast(kRound));
-  const V r = V::sub(x, V::sub(rounded, V::broadcast(kRound)));
-  V p = V::broadcast(0x1.41fbbcp-13f);
-  p = V::fma(p, r, V::broadcast(0x1.5f3e54p-10f));
-  p = V::fma(p, r, V::broadcast(0x1.3b2d4cp-7f));
-  p = V::fma(p, r, V::broadcast(0x1.c6aee8p-5f));
-  p = V::fma(p, r, V::broadcast(0x1.ebfbdcp-3f));
-  p = V::fma(p, r, V::broadcast(0x1.62e430p-1f));
-  p = V::fma(p, r, V::broadcast(1.0f));
-  return V::zero_below(x, V::broadcast(-126.0f), V::mul(p, V::shift_left_23(rounded)));
-}
-
 // tanh(x / (2 log2(e))): with the sign of x, NaN for NaN.
 template <class V>
 LOWBIT_INLINE inline V tanh2_of(V x) {
@@ -45,69 +27,6 @@ LOWBIT_INLINE inline V tanh2_of(V x) {
   const V magnitude = V::div(V::sub(one, e), V::add(one, e));
   const V positive = V::zero_below(x, zero, magnitude);
   return V::sub(positive, V::sub(magnitude, positive));
-}
-
-// Folds the lanes in the order of the contract.
-template <class V, class Op>
-LOWBIT_INLINE inline float fold(V v, Op op) {
-  v = op(v, V::template swap_lanes<8>(v));
-  v = op(v, V::template swap_lanes<4>(v));
-  v = op(v, V::template swap_lanes<2>(v));
-  v = op(v, V::template swap_lanes<1>(v));
-  alignas(64) float lanes[kLanes];
-  V::store(lanes, v);
-  return lanes[0];
-}
-
-template <class V>
-LOWBIT_INLINE inline V load_floats(const void* at, DType dtype) {
-  switch (dtype) {
-    case DType::f32: return V::template load_as_f32<DType::f32>(at);
-    case DType::bf16: return V::template load_as_f32<DType::bf16>(at);
-    case DType::f16: break;
-  }
-  return V::template load_as_f32<DType::f16>(at);
-}
-
-template <class V>
-LOWBIT_INLINE inline void store_floats(void* at, DType dtype, V v) {
-  switch (dtype) {
-    case DType::f32: return V::template store_from_f32<DType::f32>(at, v);
-    case DType::bf16: return V::template store_from_f32<DType::bf16>(at, v);
-    case DType::f16: return V::template store_from_f32<DType::f16>(at, v);
-  }
-}
-
-// The sums and differences of lanes that are Half apart. The product by 1 or -1 is exact.
-template <class V, int Half>
-LOWBIT_INLINE inline V butterfly(V x) {
-  alignas(64) float signs[kLanes];
-  for (int l = 0; l < kLanes; ++l) signs[l] = (l & Half) != 0 ? -1.0f : 1.0f;
-  return V::fma(x, V::load(signs), V::template swap_lanes<Half>(x));
-}
-
-// `size` values, a power of two from 16 on, times the Hadamard matrix: ukernel.h.
-template <class V>
-void hadamard(float* x, int64_t size) {
-  for (int64_t i = 0; i < size; i += kLanes) {
-    V::store(x + i, butterfly<V, 8>(butterfly<V, 4>(butterfly<V, 2>(butterfly<V, 1>(V::load(x + i))))));
-  }
-  for (int64_t half = kLanes; half < size; half *= 2) {
-    for (int64_t first = 0; first < size; first += 2 * half) {
-      for (int64_t i = first; i < first + half; i += kLanes) {
-        const V a = V::load(x + i), b = V::load(x + i + half);
-        V::store(x + i, V::add(a, b));
-        V::store(x + i + half, V::sub(a, b));
-      }
-    }
-  }
-}
-
-// Each block of x times a Hadamard matrix: ukernel.h.
-template <class V>
-void rotate(float* x, int64_t width) {
-  const int64_t size = width & -width;
-  for (int64_t i = 0; i < width; i += size) hadamard<V>(x + i, size);
 }
 
 // 16 keys or values, of one type. Of 4-bit ones 16 bytes have twice as many: `upper` says which.

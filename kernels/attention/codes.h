@@ -3,12 +3,11 @@
 
 #include <cstring>
 
-#include "../ukernel.h"
+#include "../vector/vector.h"
 
 namespace lowbit {
 namespace {
 
-constexpr int kLanes = 16;
 constexpr int64_t kQuad = 4;  // inputs of a position that int8 keys have together
 
 // The largest magnitude of a position over 127. Maxima of magnitudes are maxima of their bits, as integers: NaN and

@@ -1,7 +1,6 @@
 // attention_neondot: products with int8 keys by sdot. All other caches are attention_neon's.
 
-#include "vector_neon.h"
-
+#include "../vector/neon.h"
 #include "attention_impl.h"
 
 namespace lowbit {
@@ -14,18 +13,18 @@ void run_by_dot(const AttentionArgs& args) {
   switch (args.cache) {
     case CacheType::i8: return attention<Vector, CacheType::i8>(args);
     case CacheType::i8_i4: return attention<Vector, CacheType::i8_i4>(args);
-    default: return kAttentionNeon.rows[0].run(args);
+    default: return kAttentionNeon.entries[0].run(args);
   }
 }
 
-void write_as_neon(const AttentionWriteArgs& args) { kAttentionNeon.rows[0].write(args); }
-void join_as_neon(const AttentionJoinArgs& args) { kAttentionNeon.rows[0].join(args); }
+void write_as_neon(const AttentionWriteArgs& args) { kAttentionNeon.entries[0].write(args); }
+void join_as_neon(const AttentionJoinArgs& args) { kAttentionNeon.entries[0].join(args); }
 
-constexpr AttentionKernel kRows[] = {
+constexpr AttentionKernel kKernels[] = {
     {"attention_neondot", kNeonDot, run_by_dot, write_as_neon, join_as_neon}};
 
 }  // namespace
 
-const Table<AttentionKernel> kAttentionNeonDot{kRows, 1};
+const Table<AttentionKernel> kAttentionNeonDot{kKernels, 1};
 
 }  // namespace lowbit

@@ -33,14 +33,14 @@ void run(const EmbeddingArgs& args) {
   with_mapping<Bits>(args.layout.mapping, [&](auto bits, auto affine) { read_row<bits(), affine()>(args); });
 }
 
-#define ROW(bits) \
+#define KERNEL(bits) \
   with_levels<EmbeddingKernel>({"embedding_w" #bits "_avx512vnni", kAvx512Vnni, Format::panel16, bits, run<bits>})
-constexpr EmbeddingKernel kRows[] = {LOWBIT_EACH_WIDTH(ROW)};
-#undef ROW
+constexpr EmbeddingKernel kKernels[] = {LOWBIT_EACH_WIDTH(KERNEL)};
+#undef KERNEL
 
 }  // namespace
 
 extern const Table<EmbeddingKernel> kEmbeddingAvx512Vnni;
-const Table<EmbeddingKernel> kEmbeddingAvx512Vnni{kRows, sizeof kRows / sizeof kRows[0]};
+const Table<EmbeddingKernel> kEmbeddingAvx512Vnni{kKernels, sizeof kKernels / sizeof kKernels[0]};
 
 }  // namespace lowbit

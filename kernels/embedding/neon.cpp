@@ -73,7 +73,7 @@ template <int Bits, int Half, int Run>
 LOWBIT_INLINE inline uint8x16_t read_run(const uint8x16x2_t& words) {
   constexpr const ByteRun& run = kRuns<Bits>.run[Half][Run];
   const uint8x16_t index = vld1q_u8(run.word);
-  uint8x16_t bytes = Bits <= 4 ? vqtbl1q_u8(words.val[0], index) : vqtbl2q_u8(words, index);
+  uint8x16_t bytes = 4 * Bits <= 16 ? vqtbl1q_u8(words.val[0], index) : vqtbl2q_u8(words, index);
   if constexpr (run.shifts) bytes = vshlq_u8(bytes, vld1q_s8(run.shift));
   return vandq_u8(bytes, vld1q_u8(run.mask));
 }
@@ -167,14 +167,14 @@ void run(const EmbeddingArgs& args) {
   }
 }
 
-#define ROW(bits) \
+#define KERNEL(bits) \
   with_levels<EmbeddingKernel>({"embedding_w" #bits "_neon", kNeon, Format::panel16, bits, run<bits>})
-constexpr EmbeddingKernel kRows[] = {LOWBIT_EACH_WIDTH(ROW)};
-#undef ROW
+constexpr EmbeddingKernel kKernels[] = {LOWBIT_EACH_WIDTH(KERNEL)};
+#undef KERNEL
 
 }  // namespace
 
 extern const Table<EmbeddingKernel> kEmbeddingNeon;
-const Table<EmbeddingKernel> kEmbeddingNeon{kRows, sizeof kRows / sizeof kRows[0]};
+const Table<EmbeddingKernel> kEmbeddingNeon{kKernels, sizeof kKernels / sizeof kKernels[0]};
 
 }  // namespace lowbit

@@ -50,14 +50,14 @@ void run(const EmbeddingArgs& args) {
   with_mapping<Bits>(args.layout.mapping, [&](auto bits, auto) { read_row<bits()>(args); });
 }
 
-#define ROW(bits) \
+#define KERNEL(bits) \
   with_levels<EmbeddingKernel>({"embedding_w" #bits "_portable", kPortable, Format::panel16, bits, run<bits>})
-constexpr EmbeddingKernel kRows[] = {LOWBIT_EACH_WIDTH(ROW)};
-#undef ROW
+constexpr EmbeddingKernel kKernels[] = {LOWBIT_EACH_WIDTH(KERNEL)};
+#undef KERNEL
 
 }  // namespace
 
 extern const Table<EmbeddingKernel> kEmbeddingPortable;
-const Table<EmbeddingKernel> kEmbeddingPortable{kRows, sizeof kRows / sizeof kRows[0]};
+const Table<EmbeddingKernel> kEmbeddingPortable{kKernels, sizeof kKernels / sizeof kKernels[0]};
 
 }  // namespace lowbit

@@ -20,6 +20,7 @@
 #include <cassert>
 
 #include "../bits/widths.h"
+#include "../group_parts.h"
 #include "linear_avx512.h"
 
 namespace lowbit {
@@ -33,7 +34,6 @@ constexpr int kChunkPanels = 8;
 constexpr int kPieceHalves = 32;
 constexpr int kStepHalves = 4;  // of a whole tile of activations
 constexpr int kStepInputs = kStepHalves * kHalfInputs;
-constexpr int kSegmentHalves = kSegmentInputs / kHalfInputs;
 constexpr int kHalfBytes = kBlockLines / 2 * kLineBytes;
 constexpr int64_t kTileBytes = kTileRows * 64;
 constexpr int kBehind = 4;  // segments: how far float arithmetic is behind the products
@@ -119,32 +119,27 @@ struct Piece {
         first_group(first / group_halves),
         into_group(first % group_halves),
         first_segment(first_group * layout.group_segments() + into_group / kSegmentHalves) {
-    int64_t into = into_group;
     groups = segments = 0;
     cut = false;
-    for (int64_t half = 0; half < halves;) {
-      const int64_t group_rest = group_halves - into, segment_rest = kSegmentHalves - into % kSegmentHalves;
-      const int64_t remaining = segment_rest < group_rest ? segment_rest : group_rest;
-      const int64_t end = remaining < halves - half ? half + remaining : halves;
-      const bool at_end = last && end == halves;
-      cut = remaining > halves - half && !last;
-      const bool begins = into % kSegmentHalves == 0;
+    const int64_t piece_end = first + halves;
+    for (const GroupPart part : GroupParts(all_halves, group_halves, kSegmentHalves, first)) {
+      if (part.begin >= piece_end) break;
+      cut = part.end > piece_end;
+      const bool begins = part.begin >= first;
+      const int64_t half = begins ? part.begin - first : 0, end = (cut ? piece_end : part.end) - first;
       const int64_t product = product_halves(half, end - half);
-      Segment& current = segment[segments];
-      current = {tile_offset(half),
-                 static_cast<int32_t>(half * kHalfBytes),
-                 static_cast<uint8_t>(half),
-                 static_cast<uint8_t>(end),
-                 static_cast<uint8_t>(begins && product == end - half ? product : 0),
-                 static_cast<uint8_t>(groups),
-                 begins,
-                 into < kSegmentHalves,
-                 remaining == group_rest || at_end};
-      half = end;
+      segment[segments] = {tile_offset(half),
+                           static_cast<int32_t>(half * kHalfBytes),
+                           static_cast<uint8_t>(half),
+                           static_cast<uint8_t>(end),
+                           static_cast<uint8_t>(begins && product == end - half ? product : 0),
+                           static_cast<uint8_t>(groups),
+                           begins,
+                           part.first,
+                           part.last};
       if (cut) break;
       ++segments;
-      groups += current.last;
-      into = current.last ? 0 : into + remaining;
+      groups += part.last;
     }
   }
 };
@@ -455,15 +450,15 @@ bool supports(const void*, const Layout& layout, int64_t, IsaBits) { return layo
 
 // From 8 rows on, an estimate: below that AVX-512 VNNI should need no more time for the products than the
 // unpacking to memory takes here. No CPU with AMX was at hand to measure it.
-#define ROW(bits)                  \
+#define KERNEL(bits)                  \
   with_levels<LinearKernel>({      \
       "linear_a8w" #bits "_8x16_amx", kAmx, Format::panel16, bits, 8, 16, run<bits>, 3, 1, supports})
-constexpr LinearKernel kRows[] = {LOWBIT_EACH_WIDTH(ROW)};
-#undef ROW
+constexpr LinearKernel kKernels[] = {LOWBIT_EACH_WIDTH(KERNEL)};
+#undef KERNEL
 
 }  // namespace
 
 extern const Table<LinearKernel> kLinearAmx;
-const Table<LinearKernel> kLinearAmx{kRows, sizeof kRows / sizeof kRows[0]};
+const Table<LinearKernel> kLinearAmx{kKernels, sizeof kKernels / sizeof kKernels[0]};
 
 }  // namespace lowbit

@@ -6,15 +6,15 @@
 namespace lowbit {
 namespace {
 
-#define ROW(bits)            \
+#define KERNEL(bits)            \
   with_levels<LinearKernel>( \
       {"linear_a8w" #bits "_1x16_avx2", kAvx2, Format::panel16, bits, 1, 16, run_one<Sums, bits>})
-constexpr LinearKernel kRows[] = {LOWBIT_EACH_WIDTH(ROW)};
-#undef ROW
+constexpr LinearKernel kKernels[] = {LOWBIT_EACH_WIDTH(KERNEL)};
+#undef KERNEL
 
 }  // namespace
 
 extern const Table<LinearKernel> kLinearAvx2;
-const Table<LinearKernel> kLinearAvx2{kRows, sizeof kRows / sizeof kRows[0]};
+const Table<LinearKernel> kLinearAvx2{kKernels, sizeof kKernels / sizeof kKernels[0]};
 
 }  // namespace lowbit

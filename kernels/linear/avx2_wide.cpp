@@ -6,13 +6,13 @@
 namespace lowbit {
 namespace {
 
-#define ROW(bits) many_rows<bits>("linear_a8w" #bits "_2x16_avx2")
-constexpr LinearKernel kRows[] = {LOWBIT_EACH_WIDE_WIDTH(ROW)};
-#undef ROW
+#define KERNEL(bits) many_rows<bits>("linear_a8w" #bits "_2x16_avx2")
+constexpr LinearKernel kKernels[] = {LOWBIT_EACH_WIDE_WIDTH(KERNEL)};
+#undef KERNEL
 
 }  // namespace
 
 extern const Table<LinearKernel> kLinearWideAvx2;
-const Table<LinearKernel> kLinearWideAvx2{kRows, sizeof kRows / sizeof kRows[0]};
+const Table<LinearKernel> kLinearWideAvx2{kKernels, sizeof kKernels / sizeof kKernels[0]};
 
 }  // namespace lowbit

@@ -27,27 +27,24 @@ void run_streams(const LinearArgs& args) {
   });
 }
 
-constexpr LinearKernel in_several_streams(LinearKernel row) {
-  row.several_streams = true;
-  return row;
+constexpr LinearKernel in_several_streams(LinearKernel kernel) {
+  kernel.several_streams = true;
+  return kernel;
 }
 
-#define ROW(bits)            \
+#define KERNEL(bits)            \
   with_levels<LinearKernel>( \
       {"linear_a8w" #bits "_1x16_avx512vnni", kAvx512Vnni, Format::panel16, bits, 1, 16, run_one<bits>})
-#define INTERLEAVED(bits, n)                \
-  in_several_streams(with_levels<LinearKernel>( \
-      {"linear_a8w" #bits "_1x" #n "_avx512vnni", kAvx512Vnni, Format::panel16, bits, 1, n, run_streams<bits>}))
-constexpr LinearKernel kRows[] = {
-    INTERLEAVED(1, 32), INTERLEAVED(2, 64), INTERLEAVED(3, 64), INTERLEAVED(4, 64),
-    INTERLEAVED(5, 64), INTERLEAVED(6, 64), INTERLEAVED(7, 64), INTERLEAVED(8, 64),
-    LOWBIT_EACH_WIDTH(ROW)};
+#define INTERLEAVED(bits, neon, neondot, streams) \
+  in_several_streams(with_levels<LinearKernel>(   \
+      {"linear_a8w" #bits "_1x" #streams "_avx512vnni", kAvx512Vnni, Format::panel16, bits, 1, streams, run_streams<bits>}))
+constexpr LinearKernel kKernels[] = {LOWBIT_EACH_SET_WIDTH(INTERLEAVED), LOWBIT_EACH_WIDTH(KERNEL)};
 #undef INTERLEAVED
-#undef ROW
+#undef KERNEL
 
 }  // namespace
 
 extern const Table<LinearKernel> kLinearAvx512Vnni;
-const Table<LinearKernel> kLinearAvx512Vnni{kRows, sizeof kRows / sizeof kRows[0]};
+const Table<LinearKernel> kLinearAvx512Vnni{kKernels, sizeof kKernels / sizeof kKernels[0]};
 
 }  // namespace lowbit

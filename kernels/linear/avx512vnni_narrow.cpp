@@ -6,13 +6,13 @@
 namespace lowbit {
 namespace {
 
-#define ROW(bits) many_rows<bits>("linear_a8w" #bits "_2x16_avx512vnni")
-constexpr LinearKernel kRows[] = {LOWBIT_EACH_NARROW_WIDTH(ROW)};
-#undef ROW
+#define KERNEL(bits) many_rows<bits>("linear_a8w" #bits "_2x16_avx512vnni")
+constexpr LinearKernel kKernels[] = {LOWBIT_EACH_NARROW_WIDTH(KERNEL)};
+#undef KERNEL
 
 }  // namespace
 
 extern const Table<LinearKernel> kLinearNarrowAvx512Vnni;
-const Table<LinearKernel> kLinearNarrowAvx512Vnni{kRows, sizeof kRows / sizeof kRows[0]};
+const Table<LinearKernel> kLinearNarrowAvx512Vnni{kKernels, sizeof kKernels / sizeof kKernels[0]};
 
 }  // namespace lowbit

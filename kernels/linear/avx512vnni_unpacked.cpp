@@ -100,21 +100,18 @@ void make_stream(const LinearArgs& args, int level_offset, int64_t row, int rows
     _mm256_store_ps(to, values);
     to += kPlaces;
   };
-  int64_t segment = 0;
-  for (int64_t group = 0; group < layout.groups; ++group) {
-    const int64_t first = segment, remaining = layout.segments - segment;
-    const int64_t end = segment + (layout.group_segments() < remaining ? layout.group_segments() : remaining);
-    for (; segment < end; ++segment) {
-      if (!affine) {
-        const __m256i sums = gather(args.sums + row * layout.segments + segment, segments);
-        const __m256i start = _mm256_mullo_epi32(sums, _mm256_set1_epi32(-level_offset));
-        put(_mm256_castsi256_ps(_mm256_add_epi32(start, _mm256_set1_epi32(kShiftBits))));
-      }
-      const __m256 t = _mm256_castsi256_ps(gather(args.scales + row * layout.segments + segment, segments));
-      put(t);
-      if (segment == first) put(_mm256_mul_ps(t, _mm256_set1_ps(-kShift)));
+  for (const GroupPart segment : GroupParts(layout)) {
+    const int64_t at = row * layout.segments + segment.index;
+    if (!affine) {
+      const __m256i start = _mm256_mullo_epi32(gather(args.sums + at, segments), _mm256_set1_epi32(-level_offset));
+      put(_mm256_castsi256_ps(_mm256_add_epi32(start, _mm256_set1_epi32(kShiftBits))));
     }
-    if (affine) put(_mm256_castsi256_ps(gather(args.group_sums + row * layout.groups + group, groups)));
+    const __m256 t = _mm256_castsi256_ps(gather(args.scales + at, segments));
+    put(t);
+    if (segment.first) put(_mm256_mul_ps(t, _mm256_set1_ps(-kShift)));
+    if (affine && segment.last) {
+      put(_mm256_castsi256_ps(gather(args.group_sums + row * layout.groups + segment.group, groups)));
+    }
   }
 }
 
@@ -334,15 +331,15 @@ void run(const LinearArgs& args) {
   });
 }
 
-#define ROW(bits)                                                                                                \
+#define KERNEL(bits)                                                                                                \
   with_levels<LinearKernel>({"linear_a8w" #bits "_32x32_avx512vnni", kAvx512Vnni, Format::panel16, bits, 32, 32, \
                              run<bits>, 3, 1, supports, scratch_bytes})
-constexpr LinearKernel kRows[] = {LOWBIT_EACH_WIDTH(ROW)};
-#undef ROW
+constexpr LinearKernel kKernels[] = {LOWBIT_EACH_WIDTH(KERNEL)};
+#undef KERNEL
 
 }  // namespace
 
 extern const Table<LinearKernel> kLinearUnpackedAvx512Vnni;
-const Table<LinearKernel> kLinearUnpackedAvx512Vnni{kRows, sizeof kRows / sizeof kRows[0]};
+const Table<LinearKernel> kLinearUnpackedAvx512Vnni{kKernels, sizeof kKernels / sizeof kKernels[0]};
 
 }  // namespace lowbit

@@ -43,15 +43,15 @@ void run_rows(const LinearArgs& args) {
   run_many<Sums, Bits>(args, run_row<Bits>);
 }
 
-#define ROW(bits, m, run)        \
+#define KERNEL(bits, m, run)        \
   with_levels<LinearKernel>( \
       {"linear_a8w" #bits "_" #m "x16_avxvnni", kAvxVnni, Format::panel16, bits, m, 16, run<bits>})
-constexpr LinearKernel kRows[] = {LOWBIT_EACH_WIDTH(ROW, 2, run_rows), LOWBIT_EACH_WIDTH(ROW, 1, run_row)};
-#undef ROW
+constexpr LinearKernel kKernels[] = {LOWBIT_EACH_WIDTH(KERNEL, 2, run_rows), LOWBIT_EACH_WIDTH(KERNEL, 1, run_row)};
+#undef KERNEL
 
 }  // namespace
 
 extern const Table<LinearKernel> kLinearAvxVnni;
-const Table<LinearKernel> kLinearAvxVnni{kRows, sizeof kRows / sizeof kRows[0]};
+const Table<LinearKernel> kLinearAvxVnni{kKernels, sizeof kKernels / sizeof kKernels[0]};
 
 }  // namespace lowbit

@@ -48,13 +48,13 @@ using Sums = VnniSums<Products, Bits, Affine, Halves, Rows>;
 
 void run_rows(const LinearArgs& args) { run_many<Sums, 8>(args, run_one<Sums, 8>); }
 
-constexpr LinearKernel kRows[] = {
+constexpr LinearKernel kKernels[] = {
     {"linear_a8w8_2x16_avxvnniint8", kAvxVnniInt8, Format::panel16, 8, 2, 16, run_rows},
     {"linear_a8w8_1x16_avxvnniint8", kAvxVnniInt8, Format::panel16, 8, 1, 16, run_one<Sums, 8>}};
 
 }  // namespace
 
 extern const Table<LinearKernel> kLinearAvxVnniInt8;
-const Table<LinearKernel> kLinearAvxVnniInt8{kRows, sizeof kRows / sizeof kRows[0]};
+const Table<LinearKernel> kLinearAvxVnniInt8{kKernels, sizeof kKernels / sizeof kKernels[0]};
 
 }  // namespace lowbit

@@ -155,14 +155,14 @@ void run(const LinearArgs& args) {
   run_gemm<MatrixTile, Bits>(args);
 }
 
-#define ROW(bits) \
+#define KERNEL(bits) \
   with_levels<LinearKernel>({"linear_a8w" #bits "_2x16_i8mm", kI8mm, Format::panel16, bits, 2, 16, run<bits>})
-constexpr LinearKernel kRows[] = {LOWBIT_EACH_WIDTH(ROW)};
-#undef ROW
+constexpr LinearKernel kKernels[] = {LOWBIT_EACH_WIDTH(KERNEL)};
+#undef KERNEL
 
 }  // namespace
 
 extern const Table<LinearKernel> kLinearI8mm;
-const Table<LinearKernel> kLinearI8mm{kRows, sizeof kRows / sizeof kRows[0]};
+const Table<LinearKernel> kLinearI8mm{kKernels, sizeof kKernels / sizeof kKernels[0]};
 
 }  // namespace lowbit

@@ -302,37 +302,25 @@ LOWBIT_INLINE inline void walk_segments(const Layout& layout, const uint8_t* at,
       if (is_long) tile.clear_products();
     }
   } else {
-    constexpr int64_t kSegmentHalves = kSegmentInputs / kHalfInputs;
-    const int64_t group_halves = layout.group_inputs() / kHalfInputs;
-    int64_t halves = (layout.k + kHalfInputs - 1) / kHalfInputs;
-    int64_t group_rest = 0, segment_rest = 0;
-    const auto start = [&]() LOWBIT_INLINE {
-      if (group_rest == 0) group_rest = halves < group_halves ? halves : group_halves;
-      segment_rest = group_rest < kSegmentHalves ? group_rest : kSegmentHalves;
+    for (const GroupPart part : GroupParts(layout)) {
       tile.start();
-    };
-    const auto end_half = [&]() LOWBIT_INLINE {
-      --halves;
-      --group_rest;
-      if (--segment_rest > 0) return;
-      if (group_rest > 0) {
-        tile.end_segment();
-      } else {
+      for (int64_t half = part.begin; half < part.end; ++half) {
+        if (half % 2 == 0) {
+          ahead(at);
+          tile.begin_block(at);
+          at += Tile::kBlockBytes;
+          tile.template add<0, kHalfLines>(a);
+        } else {
+          tile.template add<kHalfLines, kHalfLines>(a);
+          a += Tile::kStep;
+        }
+      }
+      if (part.last) {
         end_group();
         tile.clear_products();
+      } else {
+        tile.end_segment();
       }
-      if (halves > 0) start();
-    };
-    start();
-    for (; halves > 0; a += Tile::kStep) {
-      ahead(at);
-      tile.begin_block(at);
-      at += Tile::kBlockBytes;
-      tile.template add<0, kHalfLines>(a);
-      end_half();
-      if (halves == 0) break;
-      tile.template add<kHalfLines, kHalfLines>(a);
-      end_half();
     }
   }
 }

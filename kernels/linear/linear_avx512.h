@@ -22,6 +22,7 @@
 
 #include "../bits/simd_avx512.h"
 #include "../bits/unpack_avx512.h"
+#include "../bits/widths.h"
 #include "../ukernel.h"
 #include "dispatch.h"
 #include "tiles_of_rows.h"
@@ -244,15 +245,10 @@ class Streams {
       _mm256_mask_storeu_epi32(to, wanted, values);
       to += rows;
     };
-    int64_t segment = 0;
-    for (int64_t group = 0; group < layout.groups; ++group) {
-      const int64_t remaining = layout.segments - segment;
-      const int64_t end = segment + (layout.group_segments() < remaining ? layout.group_segments() : remaining);
-      for (; segment < end; ++segment) {
-        put(_mm256_mullo_epi32(gather(sums + segment, segments), _mm256_set1_epi32(-offset_)));
-        put(gather(scales + segment, segments));
-      }
-      if (affine_) put(gather(args_.group_sums + row * layout.groups + group, groups));
+    for (const GroupPart segment : GroupParts(layout)) {
+      put(_mm256_mullo_epi32(gather(sums + segment.index, segments), _mm256_set1_epi32(-offset_)));
+      put(gather(scales + segment.index, segments));
+      if (affine_ && segment.last) put(gather(args_.group_sums + row * layout.groups + segment.group, groups));
     }
   }
 
@@ -402,10 +398,12 @@ __attribute__((noinline)) void run_single_rows(const LinearArgs& args) {
   }
 }
 
-// How many panels one row interleaves, and how far ahead each is prefetched, 8 KiB in all. At 1 bit the sums of more than two
-// panels do not fit the registers.
+// How many panels one row interleaves, and how far ahead each is prefetched, 8 KiB in all.
+#define PANELS(bits, neon, neondot, streams) streams / kPanelRows
+inline constexpr int kInterleavedPanelsOf[] = {0, LOWBIT_EACH_SET_WIDTH(PANELS)};
+#undef PANELS
 template <int Bits>
-inline constexpr int kInterleavedPanels = Bits == 1 ? 2 : 4;
+inline constexpr int kInterleavedPanels = kInterleavedPanelsOf[code_bits(Bits)];
 template <int Bits>
 inline constexpr int64_t kPrefetchBytes = (8 << 10) / kInterleavedPanels<Bits>;
 

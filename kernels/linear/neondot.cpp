@@ -180,21 +180,21 @@ void run_many(const LinearArgs& args) {
   run_gemm<DotTile, Bits>(args);
 }
 
-// The first m for which unpacking to memory takes fewer instructions at every group size: fields that need next to no
-// resolving where they lie (1 and 8 bits) leave it less to win.
-#define ROW(bits, m, run)        \
+// Fields that need next to no resolving where they lie (1 and 8 bits) leave unpacking to memory less to win.
+#define KERNEL(bits, m, run)        \
   with_levels<LinearKernel>(     \
       {"linear_a8w" #bits "_" #m "x16_neondot", kNeonDot, Format::panel16, bits, m, 16, run<bits>})
-constexpr LinearKernel kRows[] = {
-    ROW(1, 3, run_many), ROW(2, 2, run_many), ROW(3, 2, run_many), ROW(4, 2, run_many),
-    ROW(5, 2, run_many), ROW(6, 2, run_many), ROW(7, 2, run_many), ROW(8, 3, run_many),
-    LOWBIT_EACH_WIDTH(ROW, 1, run),
+#define MANY(bits, neon, neondot, streams) KERNEL(bits, neondot, run_many)
+constexpr LinearKernel kKernels[] = {
+    LOWBIT_EACH_SET_WIDTH(MANY),
+    LOWBIT_EACH_WIDTH(KERNEL, 1, run),
 };
-#undef ROW
+#undef MANY
+#undef KERNEL
 
 }  // namespace
 
 extern const Table<LinearKernel> kLinearNeonDot;
-const Table<LinearKernel> kLinearNeonDot{kRows, sizeof kRows / sizeof kRows[0]};
+const Table<LinearKernel> kLinearNeonDot{kKernels, sizeof kKernels / sizeof kKernels[0]};
 
 }  // namespace lowbit

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "../bits/widths.h"
+#include "../group_parts.h"
 #include "../ukernel.h"
 
 namespace lowbit {
@@ -44,36 +45,28 @@ void row_times_panel(const LinearArgs& args, const uint8_t* panel, int64_t row, 
   const int8_t* a = args.a + row * layout.blocks * kBlockInputs;
   const float* scale = args.scales + row * layout.segments;
   const int32_t* a_sum = args.sums + row * layout.segments;
-  const int64_t halves = (layout.k + kHalfInputs - 1) / kHalfInputs;
-  const int64_t group_halves = layout.group_inputs() / kHalfInputs;
-  constexpr int64_t kSegmentHalves = kSegmentInputs / kHalfInputs;
-
-  int64_t half = 0;
-  for (int64_t group = 0; group < layout.groups; ++group) {
-    const int64_t group_end = half + group_halves < halves ? half + group_halves : halves;
-    float products[kPanelRows];
-    for (bool first = true; half < group_end; first = false, ++scale, ++a_sum) {
-      const int64_t end = half + kSegmentHalves < group_end ? half + kSegmentHalves : group_end;
-      int32_t sums[kPanelRows] = {};
-      for (; half < end; ++half) {
-        const uint8_t* block = panel + layout.block_offset(half / 2);
-        if (half % 2 == 0) {
-          add_half<Bits, 0>(block, layout.levels, a + half * kHalfInputs, sums);
-        } else {
-          add_half<Bits, 4>(block, layout.levels, a + half * kHalfInputs, sums);
-        }
-      }
-      for (int r = 0; r < kPanelRows; ++r) {
-        const int32_t sum = affine ? sums[r] : level_factor(Bits) * sums[r] - level_offset(Bits) * *a_sum;
-        const float value = static_cast<float>(sum);
-        products[r] = first ? *scale * value : std::fma(*scale, value, products[r]);
+  float products[kPanelRows];
+  for (const GroupPart segment : GroupParts(layout)) {
+    int32_t sums[kPanelRows] = {};
+    for (int64_t half = segment.begin; half < segment.end; ++half) {
+      const uint8_t* block = panel + layout.block_offset(half / 2);
+      if (half % 2 == 0) {
+        add_half<Bits, 0>(block, layout.levels, a + half * kHalfInputs, sums);
+      } else {
+        add_half<Bits, 4>(block, layout.levels, a + half * kHalfInputs, sums);
       }
     }
-    const uint8_t* scales = panel + layout.scales_offset(group);
+    for (int r = 0; r < kPanelRows; ++r) {
+      const int32_t sum = affine ? sums[r] : level_factor(Bits) * sums[r] - level_offset(Bits) * a_sum[segment.index];
+      const float t = scale[segment.index], value = static_cast<float>(sum);
+      products[r] = segment.first ? t * value : std::fma(t, value, products[r]);
+    }
+    if (!segment.last) continue;
+    const uint8_t* scales = panel + layout.scales_offset(segment.group);
     for (int r = 0; r < kPanelRows; ++r) {
       acc[r] = std::fma(load_as_f32(scales, DType::f16, r), products[r], acc[r]);
       if (!affine) continue;
-      const float group_sum = args.group_sums[row * layout.groups + group];
+      const float group_sum = args.group_sums[row * layout.groups + segment.group];
       acc[r] = std::fma(load_as_f32(scales, DType::f16, kPanelRows + r), group_sum, acc[r]);
     }
   }
@@ -104,14 +97,14 @@ void run(const LinearArgs& args) {
   with_mapping<Bits>(args.layout.mapping, [&](auto bits, auto) { run_panels<bits()>(args); });
 }
 
-#define ROW(bits) \
+#define KERNEL(bits) \
   with_levels<LinearKernel>({"linear_a8w" #bits "_1x16_portable", kPortable, Format::panel16, bits, 1, 16, run<bits>})
-constexpr LinearKernel kRows[] = {LOWBIT_EACH_WIDTH(ROW)};
-#undef ROW
+constexpr LinearKernel kKernels[] = {LOWBIT_EACH_WIDTH(KERNEL)};
+#undef KERNEL
 
 }  // namespace
 
 extern const Table<LinearKernel> kLinearPortable;
-const Table<LinearKernel> kLinearPortable{kRows, sizeof kRows / sizeof kRows[0]};
+const Table<LinearKernel> kLinearPortable{kKernels, sizeof kKernels / sizeof kKernels[0]};
 
 }  // namespace lowbit

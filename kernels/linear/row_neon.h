@@ -1,5 +1,5 @@
 // One row of m times the panels of a matrix on Arm: the walk over blocks, segments and groups that the kernels for plain NEON
-// (neon.cpp) and for dot products (neondot.cpp) share. Formulas: ukernel.h.
+// (one_row_neon.h) and for dot products (neondot.cpp) share. Formulas: ukernel.h.
 //
 // A `Row` has the instructions that multiply:
 //   start_of()                 c's bits, and what A adds to the integer sums of a segment; with A in every lane
@@ -12,6 +12,7 @@
 //   shifted()                  c + I, or c - I with kNegative
 #pragma once
 
+#include "../group_parts.h"
 #include "dispatch.h"
 #include "panel_neon.h"
 #include "registers_neon.h"
@@ -272,33 +273,26 @@ class PanelRow {
   // Groups that end in the middle of a block, which is read twice then, once for each half: the unused half of the unpacking
   // is dead code.
   LOWBIT_INLINE void run_halves() {
-    constexpr int64_t kSegmentHalves = kSegmentInputs / kHalfInputs;
-    const int64_t group_halves = layout_.group_inputs() / kHalfInputs;
-    const int64_t halves = (layout_.k + kHalfInputs - 1) / kHalfInputs;
     const uint8_t* scales = block_ + kBlockBytes;  // of the next group to end in this block
-    int64_t half = 0;
-    for (int64_t group = 0; group < layout_.groups; ++group) {
-      const int64_t group_end = half + group_halves < halves ? half + group_halves : halves;
-      unroll<kQuarters>([&](auto q) LOWBIT_INLINE { product_[q] = vdupq_n_f32(0.0f); });
-      while (half < group_end) {
-        const int64_t end_of_segment = half + kSegmentHalves < group_end ? half + kSegmentHalves : group_end;
-        typename Row::Sums sums[kQuarters];
-        int64_t segments;
-        at_ = segments_.from(segment_++, 1, segments);
-        begin<true>(sums);
-        for (; half < end_of_segment; ++half, a_ += kHalfInputs) {
-          if (half % 2 != 0) {
-            multiply_.template add<kSecondHalf>(sums, block_, multiply_.template load<kSecondHalf>(a_));
-          } else {
-            if (half != 0) {
-              block_ = scales;
-              scales += kBlockBytes;
-            }
-            multiply_.template add<kFirstHalf>(sums, block_, multiply_.template load<kFirstHalf>(a_));
+    for (const GroupPart part : GroupParts(layout_)) {
+      if (part.first) unroll<kQuarters>([&](auto q) LOWBIT_INLINE { product_[q] = vdupq_n_f32(0.0f); });
+      typename Row::Sums sums[kQuarters];
+      int64_t segments;
+      at_ = segments_.from(segment_ + part.index, 1, segments);
+      begin<true>(sums);
+      for (int64_t half = part.begin; half < part.end; ++half, a_ += kHalfInputs) {
+        if (half % 2 != 0) {
+          multiply_.template add<kSecondHalf>(sums, block_, multiply_.template load<kSecondHalf>(a_));
+        } else {
+          if (half != 0) {
+            block_ = scales;
+            scales += kBlockBytes;
           }
+          multiply_.template add<kFirstHalf>(sums, block_, multiply_.template load<kFirstHalf>(a_));
         }
-        end<false>(sums);
       }
+      end<false>(sums);
+      if (!part.last) continue;
       end_group(scales);
       scales += kGroupBytes;
     }

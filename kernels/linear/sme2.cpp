@@ -109,13 +109,13 @@ void run(const LinearArgs& args) {
   with_levels<LinearKernel>({"linear_a8w" #bits "_5x32_sme2", kSme2, Format::panel16, bits, 5, 32, run<bits>})
 #define FEW(bits) \
   with_levels<LinearKernel>({"linear_a8w" #bits "_1x64_sme2", kSme2, Format::panel16, bits, 1, 64, run<bits>})
-constexpr LinearKernel kRows[] = {LOWBIT_EACH_WIDTH(MANY), LOWBIT_EACH_WIDTH(FEW)};
+constexpr LinearKernel kKernels[] = {LOWBIT_EACH_WIDTH(MANY), LOWBIT_EACH_WIDTH(FEW)};
 #undef MANY
 #undef FEW
 
 }  // namespace
 
 extern const Table<LinearKernel> kLinearSme2;
-const Table<LinearKernel> kLinearSme2{kRows, sizeof kRows / sizeof kRows[0]};
+const Table<LinearKernel> kLinearSme2{kKernels, sizeof kKernels / sizeof kKernels[0]};
 
 }  // namespace lowbit

@@ -1,4 +1,4 @@
-// What the linear kernels for plain NEON share: integer sums of products (neon.cpp explains them).
+// What the linear kernels for plain NEON share: integer sums of products (one_row_neon.h explains them).
 #pragma once
 
 #include "row_neon.h"
@@ -13,6 +13,12 @@ LOWBIT_INLINE inline int8x16_t broadcast(int8x16_t a, int lane) {
     case 2: return vreinterpretq_s8_s32(vdupq_laneq_s32(vreinterpretq_s32_s8(a), 2));
     default: return vreinterpretq_s8_s32(vdupq_laneq_s32(vreinterpretq_s32_s8(a), 3));
   }
+}
+
+// How many lines of products of codes int16 holds, up to those of a block.
+constexpr int most_lines(int bits) {
+  const int lines = 256 / ((1 << bits) - 1);
+  return lines < 1 ? 1 : lines < kBlockLines ? lines : kBlockLines;
 }
 
 // The int16 sums of a quarter. `lines` is how many lines of products they hold. It is a constant wherever it is read,

@@ -1,4 +1,4 @@
-// linear_a8w<b>_<m>x16_neon: many rows of activations. neon.cpp has the arithmetic and its bounds.
+// linear_a8w<b>_<m>x16_neon: many rows of activations. one_row_neon.h has the arithmetic and its bounds.
 //
 // Per panel and tile of up to 32 rows: a piece of a group, up to 8 blocks, is unpacked to 4 KiB of scratch, and every
 // two rows run through it: 16 registers for the broadcasts of 8 lines, 8 for the sums, 4 for the products. Between the
@@ -104,7 +104,7 @@ template <int Bits, bool Affine, int StepLines>
   }
 }
 
-constexpr int most_tile_lines(int bits) { return bits <= 5 ? 8 : bits == 6 ? 4 : 2; }
+constexpr int most_tile_lines(int bits) { return most_lines(bits) < 2 ? 2 : most_lines(bits); }
 
 // One step for `Rows` rows of activations, which lie `stride` apart.
 template <int Bits, int StepLines, int Rows>
@@ -355,24 +355,20 @@ template <int Bits, bool Affine>
 template <int Bits, bool Affine, int StepLines, bool OneStep>
 [[gnu::noinline]] void run_tiles(const LinearArgs& args) {
   constexpr int kStepHalves = StepLines / 4, kPieceHalves = 2 * kPieceBlocks;
-  constexpr int kSegmentHalves = kSegmentInputs / kHalfInputs;
   const Layout& layout = args.layout;
   const int64_t group_halves = layout.group_inputs() / kHalfInputs;
-  const int64_t halves = StepLines == 4 ? (layout.k + kHalfInputs - 1) / kHalfInputs : 2 * layout.blocks;
+  const int64_t halves = StepLines == 4 ? half_blocks(layout) : 2 * layout.blocks;
   Scratch scratch;
   for_tiles(args, scratch, [&](const uint8_t* panel, int64_t tile, int64_t rows) LOWBIT_INLINE {
-    for (int64_t group = 0, half = 0; group < layout.groups; ++group) {
-      const int64_t begin = half, end = half + group_halves < halves ? half + group_halves : halves;
-      unpack_scales<Affine>(scratch, 0, panel + layout.scales_offset(group));
-      for (int64_t next; half < end; half = next) {
-        next = half + kPieceHalves < end ? half + kPieceHalves : end;
-        unpack_piece<Bits, Affine, StepLines>(scratch, layout, panel, half, next);
-        const Piece piece{half, (next - half) / kStepHalves,
-                          group * layout.group_segments() + (half - begin) / kSegmentHalves, group, half == begin, next == end};
-        for_rows(rows, [&](auto count, int64_t row) LOWBIT_INLINE {
-          add_piece<Bits, Affine, StepLines, OneStep, count>(args, scratch, tile + row, row, piece);
-        });
-      }
+    int64_t segment = 0;
+    for (const GroupPart part : GroupParts(halves, group_halves, kPieceHalves)) {
+      if (part.first) unpack_scales<Affine>(scratch, 0, panel + layout.scales_offset(part.group));
+      unpack_piece<Bits, Affine, StepLines>(scratch, layout, panel, part.begin, part.end);
+      const Piece piece{part.begin, (part.end - part.begin) / kStepHalves, segment, part.group, part.first, part.last};
+      segment += (part.end - part.begin + kSegmentHalves - 1) / kSegmentHalves;
+      for_rows(rows, [&](auto count, int64_t row) LOWBIT_INLINE {
+        add_piece<Bits, Affine, StepLines, OneStep, count>(args, scratch, tile + row, row, piece);
+      });
     }
   });
 }
@@ -390,6 +386,11 @@ void run_tiles(const LinearArgs& args) {
       group_inputs == kBlockInputs ? run_tiles<kWidth, affine(), 8, true>(args) : run_tiles<kWidth, affine(), 8, false>(args);
     }
   });
+}
+
+template <int Bits, int LeastRows>
+constexpr LinearKernel many_rows(const char* name) {
+  return with_levels<LinearKernel>({name, kNeon, Format::panel16, Bits, LeastRows, 16, run_tiles<Bits>});
 }
 
 }  // namespace

@@ -22,7 +22,7 @@ using ManySums = std::conditional_t<is_wide(Bits), WideSums<Bits, Affine, Halves
 template <int Bits>
 void run(const LinearArgs& args) {
   const Layout& layout = args.layout;
-  const RunRow one_row = kLinearAvx2.rows[Bits - 1].run;
+  const RunRow one_row = kLinearAvx2.entries[Bits - 1].run;
   with_mapping<Bits>(layout.mapping, [&](auto bits, auto) LOWBIT_INLINE {
     if constexpr (is_wide(bits())) {
       if (!end_anywhere(layout)) return with_widened_rows(args, run_many<ManySums, Bits>, one_row);
@@ -36,10 +36,10 @@ void run(const LinearArgs& args) {
 
 template <int Bits>
 constexpr LinearKernel many_rows(const char* name) {
-  LinearKernel row = with_levels<LinearKernel>({name, kAvx2, Format::panel16, Bits, 2, 16, run<Bits>});
-  if (Bits == 8 || can_have_levels(Bits)) row.scratch_bytes = wide_scratch;
-  if (is_unpacked(Bits)) row.scratch_bytes = unpacked_scratch;
-  return row;
+  LinearKernel kernel = with_levels<LinearKernel>({name, kAvx2, Format::panel16, Bits, 2, 16, run<Bits>});
+  if (Bits == 8 || can_have_levels(Bits)) kernel.scratch_bytes = wide_scratch;
+  if (is_unpacked(Bits)) kernel.scratch_bytes = unpacked_scratch;
+  return kernel;
 }
 
 }  // namespace

@@ -7,6 +7,7 @@
 #include <type_traits>
 #include <utility>
 
+#include "../group_parts.h"
 #include "../ukernel.h"
 
 namespace lowbit {
@@ -201,44 +202,25 @@ LOWBIT_INLINE inline void walk(const Layout& layout, const uint8_t* at, const in
     }
   } else {
     constexpr int kHalfLines = kBlockLines / 2;
-    constexpr int64_t kSegmentHalves = kSegmentInputs / kHalfInputs;
-    const int64_t group_halves = layout.group_size / kHalfInputs;
-    int64_t halves = (layout.k + kHalfInputs - 1) / kHalfInputs;  // left: of k, the group and the segment
-    int64_t in_group = 0, in_segment = 0, group = 0, segment = 0;
-    const uint8_t* scales;
-    const auto begin_segment = [&]() LOWBIT_INLINE {
-      if (in_group == 0) {
-        in_group = halves < group_halves ? halves : group_halves;
-        tile.begin_group();
+    for (const GroupPart part : GroupParts(layout)) {
+      if (part.first) tile.begin_group();
+      tile.start(part.index);
+      for (int64_t half = part.begin; half < part.end; ++half) {
+        if (half % 2 == 0) {
+          ahead();
+          tile.begin_block(at);
+          at += Tile::kBlockBytes;
+          tile.template add<0, kHalfLines>(a);
+        } else {
+          tile.template add<kHalfLines, kHalfLines>(a);
+          a += kBlockInputs;
+        }
       }
-      in_segment = in_group < kSegmentHalves ? in_group : kSegmentHalves;
-      halves -= in_segment;
-      in_group -= in_segment;
-      tile.start(segment);
-    };
-    const auto end_of_half = [&]() LOWBIT_INLINE {
-      if (--in_segment > 0) return;
-      tile.end_segment(segment++);
-      if (in_group == 0) {
-        tile.finish(group, scales);
-        add_mins(group++, scales);
-        scales += tile.group_bytes();
-      }
-      if (halves > 0) begin_segment();
-    };
-    begin_segment();
-    while (true) {
-      ahead();
-      tile.begin_block(at);
-      scales = at + Tile::kBlockBytes;
-      tile.template add<0, kHalfLines>(a);
-      end_of_half();
-      if (group == groups) break;  // k ends in the first half of the last block
-      tile.template add<kHalfLines, kHalfLines>(a);
-      end_of_half();
-      if (group == groups) break;
-      at = scales;
-      a += kBlockInputs;
+      tile.end_segment(part.index);
+      if (!part.last) continue;
+      tile.finish(part.group, at);
+      add_mins(part.group, at);
+      at += tile.group_bytes();
     }
   }
 }

@@ -39,7 +39,7 @@ TEST(A_Refused, BrokenLibraries) {
       {"no_function", "has no function 'lowbit_kernels'"},
       {"null_library", "has no kernels for version 7"},
       {"other_abi", "its kernel interface is version 8; this build of lowbit has version 7"},
-      {"other_size", "its structure lowbit_linear_row has 96 bytes; expected 32 to 88, a multiple of 8"},
+      {"other_size", "its structure lowbit_linear_kernel has 96 bytes; expected 32 to 88, a multiple of 8"},
       {"small_size", "its structure lowbit_linear_args has 232 bytes; expected 240 to 248"},
       {"odd_size", "its structure lowbit_format has 47 bytes; expected 24 to 48, a multiple of 8"},
       {"no_vendor", "the vendor has no name"},
@@ -290,11 +290,11 @@ TEST(A_Refused, ANullInAnyField) {
     const char* message;
   } fields[] = {
       {offsetof(Rows, library.vendor), "'nulls' cannot be used: the vendor has no name"},
-      {offsetof(Rows, library.linear.rows), "it has 1 linear kernels at a null address"},
-      {offsetof(Rows, library.embedding.rows), "it has 1 embedding kernels at a null address"},
-      {offsetof(Rows, library.quantize.rows), "it has 1 quantize kernels at a null address"},
-      {offsetof(Rows, library.attention.rows), "it has 1 attention kernels at a null address"},
-      {offsetof(Rows, library.formats.rows), "it has 1 formats at a null address"},
+      {offsetof(Rows, library.linear.entries), "it has 1 linear kernels at a null address"},
+      {offsetof(Rows, library.embedding.entries), "it has 1 embedding kernels at a null address"},
+      {offsetof(Rows, library.quantize.entries), "it has 1 quantize kernels at a null address"},
+      {offsetof(Rows, library.attention.entries), "it has 1 attention kernels at a null address"},
+      {offsetof(Rows, library.formats.entries), "it has 1 formats at a null address"},
       {offsetof(Rows, linear.name), "linear kernel 0 has no name"},
       {offsetof(Rows, linear.run), "kernel 'null_linear' has no function"},
       {offsetof(Rows, linear.supports), allowed},
@@ -381,8 +381,8 @@ TEST(A_Refused, TablesOfRandomFaults) {
       {[&](Rows& r) { return (r.library.linear.count = 1025 + (far() >> 2)) > 0; }, "linear kernels; expected at most 1024"},
       {[&](Rows& r) { return (r.library.embedding.count = 1025 + (far() >> 2)) > 0; }, "embedding kernels; expected at most"},
       {[&](Rows& r) { return (r.library.formats.count = 1025 + (far() >> 2)) > 0; }, "formats; expected at most 1024"},
-      {[&](Rows& r) { return (r.library.linear.rows = nullptr) == nullptr; }, "linear kernels at a null address"},
-      {[&](Rows& r) { return (r.library.quantize.rows = nullptr) == nullptr; }, "quantize kernels at a null address"},
+      {[&](Rows& r) { return (r.library.linear.entries = nullptr) == nullptr; }, "linear kernels at a null address"},
+      {[&](Rows& r) { return (r.library.quantize.entries = nullptr) == nullptr; }, "quantize kernels at a null address"},
       {[&](Rows& r) {
          const int row = static_cast<int>(random.below(5));  // its name: any bytes, with or without a terminator
          for (char& c : r.names[row]) c = static_cast<char>(random.next());
@@ -467,10 +467,10 @@ TEST(A_Refused, TheInterfaceIsVersion7) {
   EXPECT_EQ(offsetof(lowbit_library, sizes), 4u);
   EXPECT_EQ(sizes.library, 168u);
   EXPECT_EQ(sizes.format, 48u);
-  EXPECT_EQ(sizes.quantize_row, 32u);
-  EXPECT_EQ(sizes.linear_row, 88u);
-  EXPECT_EQ(sizes.embedding_row, 48u);
-  EXPECT_EQ(sizes.attention_row, 48u);
+  EXPECT_EQ(sizes.quantize_kernel, 32u);
+  EXPECT_EQ(sizes.linear_kernel, 88u);
+  EXPECT_EQ(sizes.embedding_kernel, 48u);
+  EXPECT_EQ(sizes.attention_kernel, 48u);
   EXPECT_EQ(sizes.layout, 136u);
   EXPECT_EQ(sizes.quantize_args, 80u);
   EXPECT_EQ(sizes.prepare_args, 200u);

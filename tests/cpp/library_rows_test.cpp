@@ -194,7 +194,7 @@ TEST(B_Added, RowsThatEndEarlier) {
   }
   static KernelLibrary library;
   library.vendor = "test";
-  library.sizes.linear_row = kShort;
+  library.sizes.linear_kernel = kShort;
   library.linear = {reinterpret_cast<const LinearKernel*>(memory), 2};
   const Status status = add_kernels(library, "linked");
   ASSERT_TRUE(status.ok()) << status.message();

@@ -160,10 +160,13 @@ const char* pack_format(const void*, const Layout&, const PackArgs&, int64_t, in
 
 // ISA bits of another processor family, and all of this one, which hardly any CPU has.
 #if defined(__aarch64__)
-constexpr IsaBits kForeignIsa = kAvx2, kMissingIsa = kNeon | kNeonDot | kI8mm | kBf16 | kSve2;
+constexpr IsaBits kForeignIsa = kAvx2;
 #else
-constexpr IsaBits kForeignIsa = kNeon, kMissingIsa = kAvx2 | kAvxVnni | kAvxVnniInt8 | kAvx512Vnni | kAmx;
+constexpr IsaBits kForeignIsa = kNeon;
 #endif
+#define LOWBIT_BIT(Name, NAME, name) k##Name |
+constexpr IsaBits kMissingIsa = LOWBIT_ISAS(LOWBIT_BIT) kPortable;
+#undef LOWBIT_BIT
 
 // After the built-in kernels.
 struct Rows {
@@ -189,7 +192,7 @@ struct Rows {
     if (is("other_abi")) {
       library.abi = 8;
     } else if (is("other_size")) {
-      library.sizes.linear_row += 8;
+      library.sizes.linear_kernel += 8;
     } else if (is("small_size")) {
       library.sizes.linear_args -= 16;
     } else if (is("odd_size")) {
@@ -204,7 +207,7 @@ struct Rows {
       library.quantize = {};
       library.formats = {};
     } else if (is("null_rows")) {
-      library.linear.rows = nullptr;
+      library.linear.entries = nullptr;
     } else if (is("too_many_rows")) {
       library.embedding.count = size_t{1} << 60;
     } else if (is("null_function")) {

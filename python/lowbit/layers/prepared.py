@@ -17,7 +17,7 @@ from ..packed.rounding import Config
 from .embedding_layers import Table
 from .packable import Prepared
 
-# Must agree with kernels/weight_grid.h and kernels/pack.cpp.
+# Must agree with kernels/rounding/weight_grid.h and kernels/pack.cpp.
 _SMALLEST_STEP = 2.0**-120
 _SMALLEST_FACTOR = 2.0**-126
 _LARGEST_SCALE = 2.0**15

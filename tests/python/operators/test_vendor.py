@@ -163,7 +163,8 @@ FAULTS = {
     "no_function": "is not a kernel library: it has no function 'lowbit_kernels'",
     "null_library": "has no kernels for version 7 of lowbit's kernel interface",
     "other_abi": "its kernel interface is version 8; this build of lowbit has version 7",
-    "other_size": "its structure lowbit_linear_row has 96 bytes; expected 32 to 88, a multiple of 8: build it with the headers",
+    "other_size": "its structure lowbit_linear_kernel has 96 bytes; expected 32 to 88, a multiple of 8: build it with the "
+    "headers",
     "small_size": "its structure lowbit_linear_args has 232 bytes; expected 240 to 248",
     "odd_size": "its structure lowbit_format has 47 bytes; expected 24 to 48, a multiple of 8",
     "no_vendor": "the vendor has no name",

@@ -101,16 +101,21 @@ def test_no_line_is_too_long():
 
 def test_few_files_of_the_kernels_name_a_single_width():
     """Width-dependent data comes from codec.h and widths.h, as CONTRIBUTING.md says."""
-    names_width = re.compile(r"\b(?:ROWS?|INTERLEAVED|MANY|FEW)\([357]\b|\bUnpack<[357]>|\b\w*[bB]its == [357]\b")
-    kernels = Path(__file__).parents[3] / "kernels"
+    compared = r"(?:==|!=|<=?|>=?)"
+    names_width = re.compile(
+        rf"\b(?:KERNELS?|INTERLEAVED|MANY|FEW|PANELS)\([2-7]\b|\bUnpack<[2-7]>|\b\w*[bB]its(?:\(\))?_? {compared} [2-7]\b"
+    )
+    root = Path(__file__).parents[3]
+    kernels = root / "kernels"
     files = [path for path in kernels.rglob("*") if path.suffix in (".h", ".cpp")]
-    assert {path.relative_to(kernels).as_posix() for path in files if names_width.search(path.read_text())} == {
-        "bits/codec.h",
-        "bits/widths.h",
-        "linear/avx512vnni.cpp",  # panels that one kernel reads at once
-        "linear/neon.cpp",  # numbers of rows from which tiles are chosen, lines that fit in 16 bits
-        "linear/neondot.cpp",  # numbers of rows from which tiles are chosen
+    named = {path.relative_to(kernels).as_posix() for path in files if names_width.search(path.read_text("utf-8"))}
+    assert named == {"bits/codec.h", "bits/widths.h"} | {
+        f"linear/{name}"
+        for name in ("gemv_sme2.h", "linear_avx512.h", "one_row_neon.h", "streaming_sme2.h", "sums_avx2.h", "tile_neon.h")
     }
+    text = (root / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    recipe = text[text.index("## Recipe: the placement of a width") : text.index("## Recipe: a mapping")]
+    assert [name for name in named if name.removeprefix("linear/") not in recipe] == [] and "Only eight files" in recipe
 
 
 def test_one_file_of_kernels_and_operators_names_a_single_mapping():
@@ -119,6 +124,10 @@ def test_one_file_of_kernels_and_operators_names_a_single_mapping():
     sources = [path for part in ("kernels", "ops") for path in (root / part).rglob("*") if path.suffix in (".h", ".cpp")]
     names_mapping = re.compile(r"\bMapping::(?:symmetric|affine|levels)\b")
     assert [path.name for path in sources if names_mapping.search(path.read_text())] == ["mapping.h"]
+    text = (root / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    recipe = text[text.index("## Recipe: a mapping") : text.index("Every kernel that supports it")]
+    edited = set(re.findall(r"`((?:kernels|ops)/[\w/]+\.(?:h|cpp))`", recipe))
+    assert len(edited) == 8 and "in eight C++ files" in recipe and all((root / name).is_file() for name in edited)
 
 
 def test_the_recipe_for_an_isa_names_all_its_files():
@@ -136,3 +145,5 @@ def test_the_recipe_for_an_isa_names_all_its_files():
     assert "kernels/linear/avxvnni.cpp" in named
     assert [path for path in sorted(named) if f"`{path}`" not in recipe and path != "kernels/linear/avxvnni.cpp"] == []
     assert f"is in {len(named)} files" in recipe
+    library = [path for path in named if path.startswith(("kernels/", "ops/", "cmake/"))]
+    assert len(library) == 5, sorted(library)

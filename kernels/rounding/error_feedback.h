@@ -5,7 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "export.h"
+#include "../export.h"
 
 namespace lowbit {
 

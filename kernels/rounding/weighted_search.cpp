@@ -81,8 +81,9 @@ class Group {
     // Each end of the range is cut off by itself.
     static constexpr float kFewCodes[] = {1.0f, 0.93f, 0.86f, 0.79f, 0.72f, 0.62f, 0.5f};
     static constexpr float kManyCodes[] = {1.0f, 0.95f, 0.9f, 0.83f, 0.75f};
-    const float* const cuts = bits_ <= 3 ? kFewCodes : kManyCodes;
-    const int count = bits_ <= 3 ? 7 : 5;
+    const bool few = top < 8.0f;
+    const float* const cuts = few ? kFewCodes : kManyCodes;
+    const int count = few ? 7 : 5;
     Fit best{0.0f, 0.0f, -1.0f};
     for (int below = 0; below < count; ++below) {
       for (int above = 0; above < count; ++above) {

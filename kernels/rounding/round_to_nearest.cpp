@@ -4,7 +4,7 @@
 #include <cmath>
 #include <limits>
 
-#include "pack.h"
+#include "../pack.h"
 #include "weight_grid.h"
 
 namespace lowbit {

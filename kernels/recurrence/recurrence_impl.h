@@ -1,4 +1,4 @@
-// The bodies of every recurrence_<isa>, on the vector V of 16 floats that attention has. Formulas: ../recurrence.h.
+// The bodies of every recurrence_<isa>, on a vector V of 16 floats (../vector/). Formulas: ../recurrence.h.
 //
 // The columns of a state do not depend on each other: a kernel takes some panels of 16 columns, which stay in the first-level
 // cache, through all tokens. So no algorithm in chunks is needed to read a prompt, and a prompt has the bits of its tokens.
@@ -7,31 +7,10 @@
 #include <cmath>
 
 #include "../recurrence.h"
-#include "attention_impl.h"
+#include "../vector/vector.h"
 
 namespace lowbit {
 namespace {
-
-// `count` numbers, up to 16, of consecutive ones; the others are 0.
-template <class V>
-V load_some(const void* at, DType dtype, int64_t count) {
-  if (count >= kLanes) return load_floats<V>(at, dtype);
-  alignas(64) float lanes[kLanes] = {};
-  for (int64_t l = 0; l < count; ++l) lanes[l] = load_as_f32(at, dtype, l);
-  return V::load(lanes);
-}
-
-template <class V>
-void store_some(void* at, DType dtype, int64_t count, V v) {
-  if (count >= kLanes) return store_floats<V>(at, dtype, v);
-  alignas(64) float lanes[kLanes];
-  V::store(lanes, v);
-  for (int64_t l = 0; l < count; ++l) store_from_f32(at, dtype, l, lanes[l]);
-}
-
-inline const char* element(const void* base, DType dtype, int64_t index) {
-  return static_cast<const char*>(base) + index * size_of(dtype);
-}
 
 // One token's q or k in float32, normed, times `scale`.
 template <class V>
@@ -168,17 +147,6 @@ void linear_attention(const LinearAttentionArgs& args) {
       else linear_attention_tile<V, false, false>(args, tile, begin, end);
     }
   }
-}
-
-// x / (1 + exp(-z)), with exp of numbers up to 0 only.
-template <class V>
-LOWBIT_INLINE inline V times_sigmoid(V x, V z) {
-  const V zero = V::broadcast(0.0f), one = V::broadcast(1.0f);
-  const V minus = V::sub(zero, V::max(z, V::sub(zero, z)));
-  const V e = exp2_of(V::mul(minus, V::broadcast(0x1.715476p+0f)));
-  // 1 for z >= 0, e below: of the two masks one is 0.
-  const V above = V::zero_below(z, zero, one), below = V::sub(e, V::zero_below(z, zero, e));
-  return V::mul(x, V::div(V::add(above, below), V::add(one, e)));
 }
 
 template <class V>

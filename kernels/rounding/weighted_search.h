@@ -4,7 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "export.h"
+#include "../export.h"
 
 namespace lowbit {
 

@@ -1,8 +1,8 @@
 // Round-to-nearest quantization of weights. Portable C++ only: the compiler vectorizes the loops over a group.
 #pragma once
 
-#include "format.h"
-#include "numeric.h"
+#include "../format.h"
+#include "../numeric.h"
 
 namespace lowbit {
 

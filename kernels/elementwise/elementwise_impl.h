@@ -1,12 +1,11 @@
-// The bodies of every elementwise_<isa>, on the vector V of 16 floats that attention has. Formulas: ../elementwise.h.
+// The bodies of every elementwise_<isa>, on a vector V of 16 floats (../vector/). Formulas: ../elementwise.h.
 #pragma once
 
 #include <cmath>
 #include <type_traits>
 
 #include "../elementwise.h"
-#include "attention_impl.h"
-#include "recurrence_impl.h"
+#include "../vector/vector.h"
 
 namespace lowbit {
 namespace {

@@ -1,4 +1,4 @@
-// 16 floats in four NEON registers, as attention_impl.h has them.
+// 16 floats in four registers of NEON.
 //
 // Four scalars of a row are loaded at once, and each is used by lane: fmla takes a lane of a register for free.
 #pragma once

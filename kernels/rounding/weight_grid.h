@@ -3,7 +3,7 @@
 
 #include <cstring>
 
-#include "inline.h"
+#include "../inline.h"
 
 namespace lowbit {
 
