@@ -91,7 +91,7 @@ TEST(A_Refused, KernelsThatLie) {
       {"lies_in_the_last_column", ", symmetric, group size 32, 1 row of activations, float32 outputs: [0, 20] is "},
       {"lies_about_levels",
        "kernel 'fault_linear_2' differs from the portable kernel: 21 x 128 weights of 4 bits, levels"},
-      {"lies_where_groups_are_cut", ": 21 x 130 weights of 4 bits, symmetric, group size 48, 1 rows"},
+      {"lies_where_groups_are_cut", ": 21 x 130 weights of 4 bits, symmetric, group size 48, 1 row of activations"},
       {"lies_in_its_tile",
        "kernel 'fault_linear_2' differs from the portable kernel: 21 x 128 weights of 4 bits, symmetric, group "
        "size 32, 11 rows of activations, float32 outputs: [0, 0] is "},
