@@ -695,7 +695,7 @@ def test_a_conversation_with_tools(loaded, tooled):
         ({"tools": 5}, "tools is 5; expected an array", "tools"),
         ({"tools": [{"type": "function", "function": {"name": "a", "parameters": 5}}]}, r"tools\[0\].function.para",
          "tools"),
-        ({"tool_choice": "required"}, "tool_choice asks for a call, and the request has no tools", "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice requires a call, but the request has no tools", "tool_choice"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice is 'x'; expected none,",
          "tool_choice"),
         ({"messages": [{"role": "assistant", "tool_calls": [{"id": 5}]}]}, r"messages\[0\].tool_calls\[0\].id is 5; exp",
@@ -875,5 +875,5 @@ def test_what_the_command_refuses(packed, tmp_path):
     assert result.exit_code == 2 and "expected a size" in " ".join(result.stderr.split())
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        assert failed(invoke("serve", packed[0], "--port", port)).startswith(f"127.0.0.1, port {port} cannot be listened on: ")
+        assert failed(invoke("serve", packed[0], "--port", port)).startswith(f"cannot listen on 127.0.0.1, port {port}: ")
     assert "has no config.json" in failed(invoke("serve", FLOAT.parent))

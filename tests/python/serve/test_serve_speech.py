@@ -154,14 +154,14 @@ def test_what_is_refused(client, directory):
     body, kind = form(data, model="\\")
     for charset in ("undefined", "punycode"):  # Python codecs that cannot decode this
         status, _, found = client.send("/v1/audio/transcriptions", body, **{"Content-Type": f"{kind}; charset={charset}"})
-        assert status == 400 and b"no form that can be read" in found, found
+        assert status == 400 and b"not a readable form" in found, found
     for path, body in (
         ("/v1/completions", {"prompt": "a"}),
         ("/tokenize", {"content": "a"}),
         ("/v1/embeddings", {"input": "a"}),
     ):
         error, _ = client.refused(path, body, 400)
-        assert "the model whisper writes down recordings" in error["message"]
+        assert "the model whisper transcribes recordings" in error["message"]
 
 
 def test_a_long_recording_is_refused_while_it_is_read(client, directory, monkeypatch):
