@@ -294,7 +294,7 @@ def test_a_long_prompt_lets_others_go_on(loaded):
     assert until.count("a") > len(long_) // 16 and max(each for each in until if isinstance(each, int)) <= 16 + 2
 
 
-def test_a_text_that_goes_takes_its_beginning_with_it(loaded):
+def test_a_canceled_text_takes_its_prefix_with_it(loaded):
     """Another text that was waiting to copy its prefix computes the prefix itself."""
     model = made(loaded, rows=16, prefix_bytes=0)
     tokens = loaded[1](SYSTEM * 4)["input_ids"]
@@ -708,7 +708,7 @@ def test_a_conversation_with_tools(loaded, tooled):
          "structured_outputs"),
     ],
 )  # fmt: skip
-def test_tools_and_grammars_that_are_none(tooled, more, message, param):
+def test_invalid_tools_and_grammars(tooled, more, message, param):
     need_packages("llguidance")
     error, _ = tooled[0].refused("/v1/chat/completions", CHAT | more, 400)
     assert re.match(message, error["message"]) and error["param"] == param and "\n" not in error["message"], error

@@ -133,7 +133,7 @@ def test_translations_and_the_spoken_language(client, directory):
     assert document["language"] == wanted.language
 
 
-def test_what_is_refused(client, directory):
+def test_refusals(client, directory):
     data = (directory / "1.wav").read_bytes()
     assert refused(client, data, language="xx") == ("language", "language is 'xx'; expected en, fi")
     assert refused(client, data, model="other", status=404)[0] == "model"
@@ -170,7 +170,7 @@ def test_a_long_recording_is_refused_while_it_is_read(client, directory, monkeyp
     assert message == "talk.wav has more than 2 seconds of audio; expected no more"
 
 
-def test_recordings_that_are_none(client, tmp_path, monkeypatch):
+def test_invalid_recordings(client, tmp_path, monkeypatch):
     """Files that refer to other files of the server, and more audio than memory can hold."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "other.wav").write_bytes(recording(1))
