@@ -19,7 +19,7 @@ struct Four;
 #define LOWBIT_FOUR(first, second, third, fourth)                                                      \
   template <>                                                                                          \
   struct Four<first> {                                                                                 \
-    /* `Step`: bytes by which the pointer advances. */                                                           \
+    /* `Step`: bytes by which the pointer advances. */                                                 \
     template <int64_t Step = 64, class Vector>                                                         \
     LOWBIT_INLINE static void load(const uint8_t*& at, Vector* to) {                                   \
       register Vector v0 __asm__("v" #first), v1 __asm__("v" #second);                                 \
