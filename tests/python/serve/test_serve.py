@@ -704,8 +704,8 @@ def test_a_conversation_with_tools(loaded, tooled):
         ({"structured_outputs": {"grammar": "start: x"}}, "the grammar is not supported: ", "structured_outputs"),
         ({"structured_outputs": {"xml": "x"}}, "structured_outputs.xml is 'x'; expected no such name", "structured_outputs"),
         ({"structured_outputs": 5}, "structured_outputs is 5; expected an object", "structured_outputs"),
-        ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "structured_outputs and response_format",
-         "structured_outputs"),
+        ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
+         "structured_outputs and response_format", "structured_outputs"),
     ],
 )  # fmt: skip
 def test_invalid_tools_and_grammars(tooled, more, message, param):
