@@ -16,7 +16,7 @@ def growth(committed: Mapping, found: Mapping) -> list[str]:
         for task, value in tasks.items():
             before = committed.get(name, {}).get(task)
             if before is None:
-                bad.append(f"{name}, {task}: not in the committed counts; count anew without --check")
+                bad.append(f"{name}, {task}: not in the committed counts; count again without --check")
             elif value > before * GROWTH:
                 bad.append(f"{name}, {task}: {value} instructions, {before} committed")
     return bad

@@ -31,7 +31,7 @@ def kind_of(name: str) -> str:
 
 
 def rows_with_zero_point(x: Tensor) -> Tensor:
-    """255 steps between a row's smallest and largest value, with 0 in the range."""
+    """Rounds each row to 255 steps between its smallest and largest value, with 0 in the range."""
     low, high = x.amin(-1, keepdim=True).clamp(max=0), x.amax(-1, keepdim=True).clamp(min=0)
     step = ((high - low) / 255).clamp_min(1e-30)
     zero = (-low / step).round()
@@ -39,13 +39,13 @@ def rows_with_zero_point(x: Tensor) -> Tensor:
 
 
 def rows(x: Tensor) -> Tensor:
-    """Symmetric, -127 to 127 steps per row."""
+    """Rounds each row symmetrically to -127 to 127 steps."""
     step = (x.abs().amax(-1, keepdim=True) / 127).clamp_min(1e-30)
     return (x / step).round() * step
 
 
 def blocks(size: int, group: int | None = None) -> Rounding:
-    """The same for each block of ``size`` inputs; each group starts a new block."""
+    """Rounds each block of ``size`` inputs symmetrically; each group starts a new block."""
 
     def rounded(x: Tensor) -> Tensor:
         parts = x.split(group or x.shape[-1], dim=-1)
@@ -60,7 +60,7 @@ def _cut(x: Tensor, size: int) -> Tensor:
 
 
 def blocks_of(group: int) -> Rounding:
-    """Blocks of min(group, 64), cut from the start of each group."""
+    """Rounds blocks of min(group, 64) inputs, cut from the start of each group."""
     return blocks(min(group, 64), group)
 
 

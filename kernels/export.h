@@ -1,6 +1,7 @@
 #pragma once
 
-// What a shared library exports: liblowbit to the operator libraries, a kernel library its one function. All else is hidden.
+// Marks exports of shared libraries: liblowbit's for the operator libraries, and a kernel library's function. Everything else
+// is hidden.
 #ifdef _WIN32
 #define LOWBIT_API __declspec(dllexport)
 #else

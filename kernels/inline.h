@@ -1,6 +1,6 @@
-// Functions and lambdas that kernels are cut into, and that are no calls in what is compiled.
+// Marks functions and lambdas of kernels that must be inlined.
 #pragma once
 
-// Without this, compilers leave some of them calls, whose arguments go through memory: registers are what a kernel lacks.
-// In front of a function (`LOWBIT_INLINE inline void f()`) and behind a lambda's parameters (`[&](auto i) LOWBIT_INLINE {`).
+// Otherwise compilers keep some of them as calls, whose arguments go through memory, and kernels are short of registers.
+// Write it before a function (`LOWBIT_INLINE inline void f()`) or after a lambda's parameters (`[&](auto i) LOWBIT_INLINE {`).
 #define LOWBIT_INLINE __attribute__((always_inline))

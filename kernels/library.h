@@ -1,14 +1,13 @@
-// Kernels, and packed formats, from a shared library: what it exports, for libraries in C++. The operators
-// load it at run time (ops/load_kernels.h); nothing is built again. lowbit_ukernel.h has the structures, and is all that a
-// library in C needs.
+// The interface of a shared library with kernels or packed formats, for libraries in C++. The operators load it at run time
+// (ops/load_kernels.h) without rebuilding lowbit. lowbit_ukernel.h has the structures, and is sufficient for libraries in C.
 //
 // The library defines one function:
 //
 //   extern "C" LOWBIT_API const lowbit::KernelLibrary* lowbit_kernels(uint32_t abi);
 //
-// Kernels of Format::panel16 keep the contract of ukernel.h to the bit, so that a result does not depend on who computed
-// it. A format of the vendor's own has its own rounding, and says how much that is. All kernels are tried at load, and a
-// library with a kernel that computes something else is refused.
+// Kernels of Format::panel16 follow the contract of ukernel.h bit for bit, so that results do not depend on the kernel. A
+// vendor's own format may round differently within a tolerance that it declares. All kernels are tested when the library is
+// loaded, and a library with a wrong kernel is refused.
 #pragma once
 
 #include "pack.h"
@@ -16,12 +15,12 @@
 
 namespace lowbit {
 
-// Changes with every structure that a library and its host share, unless that only grew at its end.
+// Changes with every shared structure, unless the structure only grew at its end.
 inline constexpr uint32_t kKernelAbi = LOWBIT_KERNEL_ABI;
 
 using PackedFormat = ::lowbit_format;
 
-// As the library was built with them: leave `abi` and `sizes` as they are.
+// Values from the library's build: do not change `abi` and `sizes`.
 struct KernelLibrary : ::lowbit_library {
   constexpr KernelLibrary() : ::lowbit_library{} {
     abi = kKernelAbi;

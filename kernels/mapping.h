@@ -1,6 +1,6 @@
-// The mappings of codes to weights (format.h has their formulas): what each one is called and stores, and which template of a
-// kernel computes it. Apart from the list of their values in lowbit_ukernel.h, no other file of kernels/ and ops/ names a
-// single mapping: tests/python/project/test_structure.py.
+// The mappings of codes to weights (format.h has their formulas): names, stored data, and template arguments for kernels.
+// Except for the list of values in lowbit_ukernel.h, no other file of kernels/ and ops/ names a single mapping
+// (tests/python/project/test_structure.py).
 #pragma once
 
 #include <cstdint>
@@ -17,7 +17,7 @@ constexpr const char* name_of(Mapping mapping) {
   return mapping == Mapping::affine ? "affine" : mapping == Mapping::levels ? "levels" : "symmetric";
 }
 
-// Whether each group has a min beside its scale.
+// Whether each group has a min in addition to its scale.
 constexpr bool has_mins(Mapping mapping) { return mapping == Mapping::affine; }
 
 // Whether the header has a table of levels.
@@ -27,7 +27,7 @@ constexpr Mapping mapping_with(bool mins, bool table) {
   return table ? Mapping::levels : mins ? Mapping::affine : Mapping::symmetric;
 }
 
-// Sets of mappings, as rows of the kernel table have them.
+// Sets of mappings in the kernel table.
 constexpr uint8_t bit_of(Mapping mapping) { return static_cast<uint8_t>(1u << static_cast<unsigned>(mapping)); }
 inline constexpr uint8_t kPlainMappings = bit_of(Mapping::symmetric) | bit_of(Mapping::affine);
 inline constexpr uint8_t kAllMappings = kPlainMappings | bit_of(Mapping::levels);
@@ -37,8 +37,8 @@ constexpr int group_bytes(bool mins) { return kPanelRows * (mins ? 4 : 2); }
 
 namespace {
 
-// Calls run(bits, affine), whose arguments are constants: an integral_constant of the width, or of by_table(width), and a
-// bool_constant. By them a kernel chooses its template.
+// Calls run(bits, affine) with constants from which a kernel chooses its template: an integral_constant of the width, or of
+// by_table(width), and a bool_constant.
 template <int Bits, class Run>
 LOWBIT_INLINE inline void with_mapping(Mapping mapping, Run run) {
   if constexpr (can_have_levels(Bits)) {

@@ -1,5 +1,5 @@
-// Scalar conversions between float32 and the 16-bit floats, by their bits, so that every compiler and CPU
-// rounds alike (to nearest, ties to even). Kernels with vector instructions must give the same bits.
+// Scalar conversions between float32 and the 16-bit floats in integer arithmetic, so that every compiler and CPU rounds equally
+// (to nearest, ties to even). Vector kernels must give the same bits.
 #pragma once
 
 #include <cstdint>
@@ -48,7 +48,7 @@ namespace {
   if (magnitude > 0x7f800000u) return sign | 0x7e00u | static_cast<uint16_t>((magnitude >> 13) & 0x3ffu);
   if (magnitude >= 0x477ff000u) return sign | 0x7c00u;  // 65520 and above round to infinity
   if (magnitude < 0x38800000u) {                         // below 2^-14: subnormal
-    // Adding 0.5 puts the unit of the last place of the sum at 2^-24, so the addition itself rounds.
+    // After adding 0.5, the unit in the last place is 2^-24, so the addition rounds.
     const float shifted = float_from_bits(magnitude) + 0.5f;
     return sign | static_cast<uint16_t>(bits_of_float(shifted) - 0x3f000000u);
   }

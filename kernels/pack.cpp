@@ -10,8 +10,8 @@
 namespace lowbit {
 namespace {
 
-// The float16 that a row's largest scale becomes when its row scale is not a power of two: as large as it can be, so
-// that scales 2^-29 times as large are still normal numbers.
+// The float16 value of a row's largest scale if the row scale is not a power of two. It is as large as possible, so that scales
+// down to 2^-29 times the largest are normal numbers.
 constexpr float kLargestScale = 0x1p15f;
 constexpr float kSmallestRowScale = 0x1p-126f;  // a normal number, so that dividing by it is exact enough
 
@@ -45,7 +45,7 @@ float choose_row_scale(const float* scales, const float* mins, int64_t groups, f
 
 template <int Bits>
 void encode_block(const uint8_t (&lines)[kBlockLines][kLineBytes], uint8_t* packed) {
-  // A local copy cannot alias the input, so the loop becomes vector code.
+  // A local copy cannot alias the input, so the loop can be vectorized.
   uint8_t out[Bits * kLineBytes] = {};
   [&]<int... J>(std::integer_sequence<int, J...>) {
     for (int p = 0; p < kLineBytes; ++p) (write_code<Bits, J>(out + p, lines[J][p]), ...);

@@ -1,5 +1,5 @@
-// Layers whose memory of a text has a fixed size: linear attention (the gated delta rule, Mamba-2's scan, retention) and short
-// causal convolutions. Every kernel gives the same bits, and so does any cut of a text into calls.
+// Layers with a state of fixed size: linear attention (the gated delta rule, Mamba-2's scan, retention) and short causal
+// convolutions. Results have the same bits for every kernel and for any split of a text into calls.
 #pragma once
 
 #include "ukernel.h"
@@ -22,7 +22,7 @@ struct LinearAttentionArgs {
   const float *decay, *beta;       // beta: null without the delta rule
   int64_t decay_step, beta_step;
   bool decay_per_row;  // decay has `width` numbers per token, not one
-  bool fresh;          // the state counts as zeros
+  bool fresh;          // the state is treated as zeros
   float* state;        // panels of 16 columns: [ceil(value_width / 16), width, 16]; changed
   void* out;           // [tokens, value_width] of `dtype`
   int64_t out_step;
@@ -32,7 +32,7 @@ struct LinearAttentionArgs {
   float* scratch;             // linear_attention_scratch(width) floats, 64-byte aligned
 };
 
-inline constexpr int64_t kLinearAttentionTokens = 16;  // whose q and k are converted at a time
+inline constexpr int64_t kLinearAttentionTokens = 16;  // tokens whose q and k are converted at a time
 
 constexpr int64_t linear_attention_scratch(int64_t width) {
   return kLinearAttentionTokens * 4 * ((width + 15) / 16 * 16) + 64;
@@ -46,7 +46,7 @@ struct ShortConvArgs {
   const void* weight;  // [taps, channels]
   int64_t weight_step;
   const void* bias;  // [channels], or null
-  void* state;       // [taps - 1, channels]: the inputs before x, the oldest first; changed to the last ones
+  void* state;       // [taps - 1, channels]: the inputs before x, oldest first; updated to the latest inputs
   int64_t state_step;
   void* out;  // [tokens, channels]
   int64_t out_step;

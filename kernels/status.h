@@ -1,5 +1,5 @@
-// The result of anything that can refuse its input: empty, or one sentence that names what was found and what
-// was expected. It lives on the stack, so that no layer below the host framework allocates or throws.
+// The result of a function that can refuse its input: empty, or one sentence that names what was found and what was expected.
+// It is stored on the stack, so that no layer below the host framework allocates or throws.
 #pragma once
 
 #include <cstdarg>
@@ -14,7 +14,7 @@ class [[nodiscard]] Status {
   Status() { message_[0] = '\0'; }
 
 #ifdef __clang_analyzer__
-  // Clang's analyzer does not look into functions with "...", and would follow paths on which an error is none.
+  // Clang's analyzer does not analyze functions with "...", and would assume that an error may be empty.
   template <typename... Values>
   static Status error(const char*, Values...) { return Status(Kind::invalid); }
   template <typename... Values>
@@ -24,7 +24,7 @@ class [[nodiscard]] Status {
   template <typename... Values>
   static Status system(const char*, Values...) { return Status(Kind::system); }
 #else
-  // An argument that cannot be used.
+  // An invalid argument.
   [[gnu::format(printf, 1, 2)]] static Status error(const char* format, ...) {
     va_list args;
     va_start(args, format);
@@ -33,7 +33,7 @@ class [[nodiscard]] Status {
     return status;
   }
 
-  // An index beyond the end.
+  // An index out of range.
   [[gnu::format(printf, 1, 2)]] static Status out_of_range(const char* format, ...) {
     va_list args;
     va_start(args, format);
@@ -50,7 +50,7 @@ class [[nodiscard]] Status {
     return status;
   }
 
-  // Something that the operating system refused.
+  // A failure of the operating system.
   [[gnu::format(printf, 1, 2)]] static Status system(const char* format, ...) {
     va_list args;
     va_start(args, format);

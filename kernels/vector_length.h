@@ -11,7 +11,8 @@ namespace lowbit {
 
 inline constexpr uint64_t kLongVectorBytes = 64;  // the length that the kernels for SME2 have
 
-// Only on CPUs with SME. The asm is volatile because compilers may run any other before the caller's check for SME.
+// Only call this on CPUs with SME. The asm is volatile, because otherwise compilers may move it before the caller's check for
+// SME.
 inline uint64_t vector_bytes() {
 #if defined(__aarch64__)
   register uint64_t bytes __asm__("x0");
@@ -22,9 +23,9 @@ inline uint64_t vector_bytes() {
 #endif
 }
 
-// Linux gives a thread vectors of at most 256 bits unless it asks for more. While this lives, its thread has vectors of
-// 512 bits where the CPU and the system have them; then it has again what it had. Changing the length clears ZA: a thread
-// whose ZA is live (TPIDR2_EL0) keeps its length.
+// By default Linux limits a thread's vectors to 256 bits. During its lifetime, this object gives its thread vectors of 512
+// bits, if the CPU and the system support them, and then restores the previous length. Changing the length clears ZA, so a
+// thread with live ZA (TPIDR2_EL0) keeps its length.
 class LongVectors {
  public:
   // With `has_sme` false it does nothing.
@@ -36,7 +37,7 @@ class LongVectors {
     const int previous = prctl(kGetLength);
     if (live != 0 || previous < 0) return;
     previous_ = previous;
-    prctl(kSetLength, (previous & ~kLengthMask) | static_cast<int>(kLongVectorBytes));  // a flag stays: for new programs too
+    prctl(kSetLength, (previous & ~kLengthMask) | static_cast<int>(kLongVectorBytes));  // new programs inherit it too
 #else
     (void)has_sme;
 #endif
@@ -51,7 +52,7 @@ class LongVectors {
 
  private:
 #if defined(__aarch64__) && defined(__linux__)
-  static constexpr int kSetLength = 63, kGetLength = 64, kLengthMask = 0xffff;  // older headers lack the names
+  static constexpr int kSetLength = 63, kGetLength = 64, kLengthMask = 0xffff;  // older headers lack these names
   int previous_ = -1;
 #endif
 };

@@ -22,27 +22,27 @@ struct Sizes {
   CacheType cache;
 };
 
-// The codes of all positions of a head, then their scales in float32. So a position takes 4 bytes more.
+// A head has the codes of all positions, then their float32 scales, so a position takes 4 more bytes.
 constexpr int64_t kScaleBytes = 4;
 // Two 4-bit codes are in a byte, and 16 bytes a vector of the kernels'.
 constexpr int64_t kRotatedStep = 32;
 
 int64_t scale_bytes(CacheType cache) { return has_scales(cache) ? kScaleBytes : 0; }
 
-// Of keys or values of that width. Bytes of int8 say what they hold by their number: a position of width + 4, or half of that
-// width + 4.
+// The cache type for keys or values of that width. The number of int8 bytes tells the kind: width + 4 per position, or width /
+// 2 + 4.
 CacheType stored_type(const TensorView& cache, int64_t width) {
   if (cache.type != ElementType::i8) return cache_type_of(dtype_of(cache.type));
   const bool halves = cache.shape.ndim == 4 && cache.shape.size[3] == width / 2 + kScaleBytes;
   return halves && width % kRotatedStep == 0 ? CacheType::i4 : CacheType::i8;
 }
 
-// The last dimension of a cache of that width.
+// The last dimension of a cache for that width.
 int64_t cache_width(CacheType type, int64_t width) {
   return (type == CacheType::i4 ? width / 2 : width) + scale_bytes(type);
 }
 
-// The last dimension of a cache of codes has one of the sizes that it may have.
+// Checks that the last dimension of a cache of codes has one of the allowed sizes.
 Status check_codes(const char* name, const TensorView& cache, int64_t width) {
   Shape expected = cache.shape;
   expected.size[3] = cache_width(stored_type(cache, width), width);
@@ -56,7 +56,7 @@ Status check_codes(const char* name, const TensorView& cache, int64_t width) {
                        cache_width(CacheType::i4, width));
 }
 
-// Of queries and values that attention_shape() has checked.
+// For queries and values that attention_shape() has checked.
 Status check_caches(const TensorView& q, const TensorView& v, const TensorView& k_cache, const TensorView& v_cache,
                     CacheType* type) {
   if (!is_activation_type(k_cache.type) && k_cache.type != ElementType::i8) {
@@ -91,7 +91,7 @@ Status check_caches(const TensorView& q, const TensorView& v, const TensorView& 
   return {};
 }
 
-// New keys or values: as many positions as there are queries, as many heads as the cache has.
+// New keys or values: the number of positions of q, the number of heads of the cache.
 Status check_new(const char* name, const TensorView& tensor, const TensorView& q, const TensorView& cache, int64_t width) {
   if (Status status = check_memory(name, tensor); !status.ok()) return status;
   if (tensor.type != q.type) {
@@ -170,7 +170,7 @@ class Call {
 
   int64_t rows() const { return sizes_.positions * group_; }
 
-  // Of memory that each worker needs.
+  // Bytes of memory per worker.
   int64_t worker_bytes() const {
     return scratch_bytes() + (q_.stride[3] == 1 ? 0 : aligned(kAttentionRows * sizes_.width * item_));
   }
@@ -182,14 +182,14 @@ class Call {
                    dtype_of(q_.type), cache_, sizes_.width, sizes_.value_width, kernel_.context});
   }
 
-  // Rows [begin, end) of the queries of one head of the caches, at most kAttentionRows: position by position, the heads
-  // of the group next to each other. `memory`: worker_bytes() of it, 64-byte aligned.
+  // Computes rows [begin, end) of the queries of one KV head, at most kAttentionRows, ordered by position and then by head of
+  // the group. `memory` must have worker_bytes(), 64-byte aligned.
   void attend(int64_t cache_head, int64_t begin, int64_t end, char* memory) const {
     const Rows rows(*this, cache_head, begin, end, memory);
     kernel_.run(rows.arguments(nullptr));
   }
 
-  // The same of one position's rows and one of its spans only: what it comes to, for `join`.
+  // The same for the rows of one position and one of its spans; returns the partial result for `join`.
   void attend_span(int64_t cache_head, int64_t begin, int64_t end, int64_t span, char* memory, float* partial) const {
     Rows rows(*this, cache_head, begin, end, memory);
     const int64_t first = span * kAttentionSpan, last = first + kAttentionSpan;
@@ -207,7 +207,7 @@ class Call {
     kernel_.join({end - begin, spans, partials, out, dtype_of(q_.type), cache_, sizes_.value_width, kernel_.context});
   }
 
-  // The spans that rows of a single position see: the first, and the one behind the last.
+  // The spans that rows of a single position see: the first, and the one after the last.
   int64_t first_span() const {
     const int64_t end = sizes_.start + 1;
     return (scores_.window > 0 && scores_.window < end ? end - scores_.window : 0) / kAttentionSpan;
@@ -215,7 +215,7 @@ class Call {
   int64_t end_span() const { return sizes_.start / kAttentionSpan + 1; }
 
  private:
-  // What the kernel is told of some rows.
+  // The kernel's arguments for some rows.
   struct Rows {
     const Call& call;
     int64_t cache_head, count;
@@ -254,7 +254,7 @@ class Call {
     }
   };
 
-  // The head of the queries that a row of a head of the caches has.
+  // The query head of a row of a KV head.
   int64_t head_of(int64_t cache_head, int64_t row) const {
     return cache_head % sizes_.kv_heads * group_ + row % group_;
   }
@@ -331,8 +331,8 @@ Status attention(const TensorView& q, const TensorView& k, const TensorView& v, 
   __asm__ volatile("" : "+m"(scores));  // the compiler must not round their products before the line above
   const Call call(sizes, q, k, v, k_cache, v_cache, scores, out);
 
-  // A band of the grid is a head of the caches: its new positions are written before its queries run. The last rows,
-  // which see most, are the first to be claimed.
+  // A band of the grid is a KV head: its new positions are written before its queries run. The last rows, which see most
+  // positions, are claimed first.
   const int64_t cache_heads = sizes.batch * sizes.kv_heads, rows = call.rows(), positions = sizes.positions;
   const int64_t length = sizes.start + positions;
   const int64_t seen = scores.window > 0 && scores.window < length ? scores.window : length;
@@ -344,8 +344,8 @@ Status attention(const TensorView& q, const TensorView& k, const TensorView& v, 
   grid.columns = (rows + kAttentionRows - 1) / kAttentionRows;
   grid.least_columns = grid.most_columns = 1 + kClaimProducts / (row_products * kAttentionRows);
   const Parallel threads = rows * cache_heads * row_products < kParallelProducts ? Parallel() : parallel;
-  // Where one position has fewer pieces than the threads would share well, they share its spans, too: a piece is a span
-  // of up to kAttentionRows rows, and whoever ends the last one of these rows joins them.
+  // If one position has too few pieces for the threads, they also share its spans: a piece is a span of up to kAttentionRows
+  // rows, and the thread that finishes the last span of these rows joins them.
   const int64_t tiles = grid.columns, first_span = call.first_span(), spans = call.end_span() - first_span;
   const bool by_spans = positions == 1 && spans > 1 && threads.threads > 1 && cache_heads * tiles < 4 * threads.threads;
   const int64_t partial = attention_partial(rows < kAttentionRows ? rows : kAttentionRows, sizes.value_width);
@@ -374,7 +374,7 @@ Status attention(const TensorView& q, const TensorView& k, const TensorView& v, 
         const int64_t tile = column / spans, span = column % spans, first = tile * kAttentionRows;
         const int64_t at = cache_head * tiles + tile;
         float* const row_results = results + at * spans * partial;
-        // The last rows may be fewer than the others.
+        // The last piece may have fewer rows.
         const int64_t size = attention_partial(rows_end(first) - first, sizes.value_width);
         call.attend_span(cache_head, first, rows_end(first), first_span + span, workers + worker * worker_bytes,
                          row_results + span * size);
@@ -397,7 +397,7 @@ Status attention(const TensorView& q, const TensorView& k, const TensorView& v, 
 
 namespace {
 
-// Positions [begin, begin + count) of one text, or of all if `text` is below 0. `dim` is that of positions.
+// A view of positions [begin, begin + count) of one text, or of all if `text` is below 0. `dim` is the dimension of positions.
 TensorView part_of(TensorView view, int64_t text, int dim, int64_t begin, int64_t count) {
   const int64_t item = element_bytes(view.type);
   int64_t elements = begin * view.stride[dim];
@@ -410,7 +410,7 @@ TensorView part_of(TensorView view, int64_t text, int dim, int64_t begin, int64_
   return view;
 }
 
-// Moves positions [from, from + count) of every head to its beginning. Both are multiples of a panel.
+// Moves positions [from, from + count) of every head to its beginning. Both must be multiples of a panel.
 void move_to_front(const TensorView& cache, CacheType type, int64_t width, int64_t from, int64_t count) {
   const int64_t length = cache.shape.size[2], codes = cache_bytes(type, length * width);
   const int64_t bytes = codes + length * scale_bytes(type), heads = cache.shape.size[0] * cache.shape.size[1];
@@ -435,7 +435,7 @@ Status check_held(const TensorView& held, int64_t max_length, int64_t values[2])
 
 }  // namespace
 
-// The kernels see positions from `base` on, a multiple of a span: so they add in the same order as over all positions.
+// The kernels see positions from `base` on, which is a multiple of a span, so they add in the same order as over all positions.
 Status window_attention(const TensorView& q, const TensorView& k, const TensorView& v, const TensorView& k_cache,
                         const TensorView& v_cache, const TensorView& held, const TensorView& start, const Scores& scores,
                         const TensorView& out, const Parallel& parallel) {
@@ -462,10 +462,10 @@ Status window_attention(const TensorView& q, const TensorView& k, const TensorVi
                                 first, stored[0], stored[1] - 1, window - 1);
   }
   int64_t base = first == 0 ? 0 : stored[0];
-  int64_t at = 0;  // where a piece begins in the caches
+  int64_t at = 0;  // start of a piece in the caches
   const TensorView relative{&at, ElementType::i64, true, {1, {1}}, {1}};
   Sizes sizes;
-  {  // all of a call but its length is checked before anything changes
+  {  // everything except the call's length is checked before anything changes
     const TensorView one = part_of(q, -1, 2, 0, positions < room ? positions : room);
     TensorView first_out = out;
     first_out.shape.size[1] = one.shape.size[2];
@@ -483,7 +483,7 @@ Status window_attention(const TensorView& q, const TensorView& k, const TensorVi
         !status.ok()) {
       return status;
     }
-    // `start` may lie in `held`: it was read before that is written.
+    // `start` may be a part of `held`, so it was read before `held` is written.
     if (Status status = check_apart({{"out", &out}, {"k_cache", &k_cache}, {"v_cache", &v_cache}, {"held", &held}},
                                     {{"q", &q}, {"k", &k}, {"v", &v}, {"sinks", scores.sinks}});
         !status.ok()) {

@@ -1,4 +1,4 @@
-// Argument checks that the operators share.
+// Argument checks shared by the operators.
 #pragma once
 
 #include <cinttypes>
@@ -32,13 +32,13 @@ inline ShapeText describe(const Shape& shape) {
 // The table of levels, if the mapping has one.
 inline const int8_t* levels_of(const Layout& layout) { return has_table(layout.mapping) ? layout.levels : nullptr; }
 
-// Somebody who caps the instruction sets wants to know what runs, and a wrong name does not say what he meant.
+// An unknown name in LOWBIT_ISA is an error, because the intended cap is unknown.
 inline Status check_isa_cap() {
   if (const Status& status = isa_cap_status(); !status.ok()) return status;
   return {};
 }
 
-// A program may fill in a shape by hand: nothing in it is certain.
+// A program may fill in a shape by hand, so every field must be checked.
 inline Status check_shape(const char* name, const Shape& shape) {
   if (shape.ndim < 0 || shape.ndim > kMaxDims) {
     return Status::error("%s has %d dimensions; expected 0 to %d", name, shape.ndim, kMaxDims);
@@ -55,14 +55,14 @@ inline Status check_shape(const char* name, const Shape& shape) {
   return {};
 }
 
-// A shape that can be, of so many dimensions.
+// Checks that a shape is possible and has this many dimensions.
 inline Status check_dimensions(const char* name, const TensorView& tensor, int ndim, const char* expected) {
   if (Status status = check_shape(name, tensor.shape); !status.ok()) return status;
   if (tensor.shape.ndim == ndim) return {};
   return Status::error("%s has shape %s; expected %s", name, describe(tensor.shape).text, expected);
 }
 
-// The bytes between the first and the last element, of a shape that can be, whatever the sign of a stride.
+// The bytes between the first and the last element of a valid shape, with strides of any sign.
 inline Status check_strides(const char* name, const TensorView& tensor) {
   if (tensor.shape.numel() == 0) return {};
   int64_t bytes = 0;
@@ -77,7 +77,7 @@ inline Status check_strides(const char* name, const TensorView& tensor) {
   return {};
 }
 
-// On the CPU, of a shape and strides that can be, and with memory for it.
+// Checks that a tensor is on the CPU, has a possible shape and strides, and has memory.
 inline Status check_memory(const char* name, const TensorView& tensor) {
   if (!tensor.on_cpu) return Status::error("%s is not on the CPU; lowbit kernels run on CPU tensors", name);
   if (Status status = check_shape(name, tensor.shape); !status.ok()) return status;
@@ -99,7 +99,7 @@ inline Status check_parallel(const Parallel& parallel) {
   return {};
 }
 
-// Whether the memory between the first and the last byte of one tensor meets that of the other.
+// Whether the memory ranges of two tensors, from the first to the last byte, overlap.
 inline bool overlap(const TensorView& a, const TensorView& b) {
   if (a.shape.numel() == 0 || b.shape.numel() == 0) return false;
   const auto offset_to = [](const TensorView& tensor, bool last) {  // in bytes
@@ -119,7 +119,7 @@ struct NamedTensor {
   const TensorView* tensor;  // null: there is none
 };
 
-// An output over an input would change it while it is read.
+// An output that overlaps an input would change it while it is read.
 inline Status check_apart(std::initializer_list<NamedTensor> outputs, std::initializer_list<NamedTensor> inputs) {
   const auto check = [](const NamedTensor& a, const NamedTensor& b) {
     if (a.tensor == nullptr || b.tensor == nullptr || !overlap(*a.tensor, *b.tensor)) return Status();
@@ -136,7 +136,7 @@ inline Status check_apart(std::initializer_list<NamedTensor> outputs, std::initi
   return {};
 }
 
-// A CPU tensor of the given type and shape, of any strides.
+// Checks for a CPU tensor of the given type and shape, with any strides.
 inline Status check_type_and_shape(const char* name, const TensorView& tensor, ElementType type, const Shape& shape) {
   if (Status status = check_memory(name, tensor); !status.ok()) return status;
   if (tensor.type != type) {
@@ -157,7 +157,7 @@ inline Status check_tensor(const char* name, const TensorView& tensor, ElementTy
   return {};
 }
 
-// Of that type and shape, any strides, but with consecutive numbers in the last dimension.
+// Checks type and shape; strides are arbitrary, but the last dimension must be contiguous.
 inline Status check_rows_of(const char* name, const TensorView& tensor, ElementType type, const Shape& expected) {
   if (Status status = check_type_and_shape(name, tensor, type, expected); !status.ok()) return status;
   const int last = expected.ndim - 1;
@@ -167,21 +167,21 @@ inline Status check_rows_of(const char* name, const TensorView& tensor, ElementT
   return {};
 }
 
-// Of a type that layers compute in.
+// Checks for a type in which layers compute.
 inline Status check_activations(const char* name, const TensorView& tensor) {
   if (Status status = check_memory(name, tensor); !status.ok()) return status;
   if (is_activation_type(tensor.type)) return {};
   return Status::error("%s has dtype %s; expected float32, bfloat16 or float16", name, name_of(tensor.type));
 }
 
-// No kernel reads such a weight: only weights in a vendor's format can meet this.
+// The error if no kernel can read a weight, which is only possible for a vendor's format.
 inline Status no_kernel(const char* family, const Layout& layout) {
   return Status::error("no %s kernel for weights of %d bits in format '%s' runs on this CPU under LOWBIT_ISA", family,
                        layout.bits, name_of(layout.format).text);
 }
 
-// The layout of a packed [n, k] matrix of the shape of `tensor`. `levels`: 2^bits int8 levels, or null. `rotated_inputs` of a
-// block, or 0.
+// The layout of a packed [n, k] matrix with the shape of `tensor`. `levels`: 2^bits int8 levels, or null. `rotated_inputs`:
+// block size of the rotation, or 0.
 inline Status matrix_layout(const char* name_has, const TensorView& tensor, int bits, int64_t group_size, bool affine,
                             bool has_bias, Layout* layout, const TensorView* levels = nullptr,
                             int64_t rotated_inputs = 0) {
@@ -205,7 +205,7 @@ inline Status matrix_layout(const char* name_has, const TensorView& tensor, int 
   return set_rotation(rotated_inputs, layout);
 }
 
-// The error of the piece that comes first, whichever thread finds one first.
+// Keeps the error of the first piece, independent of which thread finds one first.
 class FirstError {
  public:
   void report(int64_t piece, const Status& status) {
@@ -234,7 +234,7 @@ inline int64_t offset_of(const TensorView& tensor, int dims, int64_t flat) {
   return offset;
 }
 
-// The int32 or int64 at position `flat`. Whoever lent the memory may change it meanwhile, so it is read once: here.
+// The int32 or int64 at position `flat`. The owner of the memory may change it meanwhile, so it is read only once, here.
 inline int64_t index_at(const TensorView& indices, int64_t flat) {
   const char* at = static_cast<const char*>(indices.data) +
                    element_bytes(indices.type) * offset_of(indices, indices.shape.ndim, flat);
@@ -250,7 +250,7 @@ inline int64_t index_at(const TensorView& indices, int64_t flat) {
   return index;
 }
 
-// How many positions of a text came before a call.
+// The number of positions of a text before a call.
 inline Status read_start(const TensorView& start, int64_t* value) {
   if (Status status = check_memory("start", start); !status.ok()) return status;
   if (start.type != ElementType::i64 || start.shape.ndim > 1 || start.shape.numel() != 1) {

@@ -14,7 +14,7 @@ struct RowsOf {
   int64_t rows, width, step;
 };
 
-// Of an activation type, the last dimension consecutive, and rows at equal distances.
+// Checks for an activation type, a contiguous last dimension, and equidistant rows.
 Status rows_of(const char* name, const TensorView& tensor, RowsOf* rows) {
   if (Status status = check_activations(name, tensor); !status.ok()) return status;
   const int last = tensor.shape.ndim - 1;
@@ -42,7 +42,7 @@ char* row_of(const TensorView& tensor, const RowsOf& rows, int64_t row) {
   return static_cast<char*>(tensor.data) + row * rows.step * element_bytes(tensor.type);
 }
 
-// Rows of a claim, and the threads that a call is worth.
+// Rows per claim, and the useful number of threads.
 int64_t claimed(int64_t width) { return at_least_1(kClaimValues / at_least_1(width)); }
 
 Parallel threads_for(const TensorView& x, const Parallel& parallel) {

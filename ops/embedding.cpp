@@ -43,8 +43,8 @@ Status embedding(const TensorView& indices, const TensorView& packed, int64_t em
     return status;
   }
 
-  // All indices are checked before a row is written, so that a refused call writes nothing. What was checked is what is used:
-  // another thread may write to the caller's indices meanwhile.
+  // All indices are checked before a row is written, so that a refused call writes nothing. The checked copy is used, because
+  // another thread may change the caller's indices meanwhile.
   const int64_t count = indices.shape.numel();
   if (count == 0) return {};
   // A row with rotated inputs is rotated back before it is rounded.

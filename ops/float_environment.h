@@ -1,4 +1,4 @@
-// How a thread's float operations round, and what they do with subnormal numbers.
+// A thread's settings for rounding and subnormal numbers.
 #pragma once
 
 #include <cfenv>
@@ -6,9 +6,9 @@
 
 namespace lowbit {
 
-// The same bits on every thread want the same settings: rounding to nearest, subnormal numbers kept. Both belong to a
-// thread, and a host may have changed them on some (torch.set_flush_denormal, -ffast-math's start-up code). While this
-// lives its thread has the default ones. They are written only where they differ.
+// Equal bits on every thread require equal settings: rounding to nearest, and subnormal numbers kept. Both are per thread, and
+// a host may have changed them (torch.set_flush_denormal, -ffast-math's startup code). During its lifetime, this object gives
+// its thread the default settings. They are written only if they differ.
 class DefaultFloats {
  public:
   DefaultFloats() : found_(read()) {
@@ -25,7 +25,7 @@ class DefaultFloats {
   using Settings = uint32_t;  // MXCSR
   static constexpr Settings kDefault = 0x1f80;
   static bool differs(Settings settings) { return ((settings ^ kDefault) & ~kHappened) != 0; }
-  static constexpr Settings kHappened = 0x3f;  // flags, no settings
+  static constexpr Settings kHappened = 0x3f;  // status flags, not settings
   static Settings read() {
     Settings settings;
     __asm__ volatile("stmxcsr %0" : "=m"(settings)::"memory");

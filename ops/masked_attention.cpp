@@ -1,5 +1,5 @@
-// Attention without caches, for encoders: each unit of work copies the keys and values of one head that may be seen to the
-// layout that the kernels read, and runs rows of queries over them. Padding is left out, so a text's bits do not depend on it.
+// Attention without caches, for encoders. Each unit of work copies the visible keys and values of one head to the kernels'
+// layout, and runs rows of queries over them. Padding is left out, so a text's bits do not depend on it.
 #include <cmath>
 #include <cstring>
 
@@ -17,12 +17,12 @@ namespace {
 
 constexpr int64_t kMostPositions = int64_t{1} << 30;
 
-// A query that is computed: its position, and what it sees, counted in visible keys.
+// A computed query: its position, and its range of visible keys.
 struct Query {
   int32_t position, begin, end;
 };
 
-// What may be seen of one text.
+// The visible positions of one text.
 struct Text {
   int32_t* keys;  // positions of the visible keys
   Query* queries;
@@ -114,7 +114,8 @@ Status masked_attention(const TensorView& q, const TensorView& k, const TensorVi
   const int64_t group = heads / kv_heads, rows = positions * group;
   const int64_t products = batch * heads * positions * length * (width + value_width);
   const Parallel threads = products < kParallelProducts ? Parallel() : parallel;
-  // Rows of a unit: all of a head, or fewer where there are few heads for the threads. Each unit copies the keys it sees.
+  // Rows of a unit: all rows of a head, or fewer if there are few heads for the threads. Each unit copies the keys that it
+  // sees.
   const int64_t wanted = (4 * threads.threads + batch * kv_heads - 1) / (batch * kv_heads);
   const int64_t tiles = (rows + kAttentionRows - 1) / kAttentionRows;
   const int64_t unit_tiles = threads.threads == 1 ? tiles : at_least_1(tiles / wanted);
@@ -153,7 +154,7 @@ Status masked_attention(const TensorView& q, const TensorView& k, const TensorVi
       return text == nullptr ? Query{static_cast<int32_t>(i), 0, static_cast<int32_t>(length)} : text->queries[i];
     };
     const int64_t query_count = text == nullptr ? positions : text->query_count;
-    if (unit == 0 && query_count < positions) {  // what is not computed is 0
+    if (unit == 0 && query_count < positions) {  // positions that are not computed are 0
       for (int64_t i = 0, next = 0; i < positions; ++i) {
         if (next < query_count && query(next).position == i) {
           ++next;

@@ -11,9 +11,9 @@
 namespace lowbit {
 namespace {
 
-constexpr int kMostFolders = 64;  // of which some may have memory alone
+constexpr int kMostFolders = 64;  // some may have only memory
 
-// Gives the CPUs in the file to `node`; how many there were, or -1: more than there is room for.
+// Assigns the CPUs in the file to `node`; returns their number, or -1 if there are too many.
 int read_cpus(std::FILE* file, bool (*may_use)(int), uint8_t node, Nodes* nodes) {
   int found = 0, first;
   while (std::fscanf(file, "%d", &first) == 1) {

@@ -1,15 +1,15 @@
-// Threads are an argument of the operators: each host lends its own.
+// Threads are an argument of the operators: each host provides its own.
 #pragma once
 
 namespace lowbit {
 
-// By itself: the caller's thread alone.
+// Default: only the caller's thread.
 struct Parallel {
-  // How many threads may work at once, at least 1.
+  // Number of threads that may work at once, at least 1.
   int threads = 1;
-  // Calls task(context, i) once for each i in [0, count), in any order, on any threads, and returns when all are done.
-  // `count` is at most `threads`. A task throws nothing, and waits for no other that has not begun. A host's pool of
-  // threads is a variable of the host's: there is nothing here to point to it.
+  // Calls task(context, i) once for each i in [0, count), in any order, on any threads, and returns when all are done. `count`
+  // is at most `threads`. Tasks do not throw, and do not wait for tasks that have not started. A host's thread pool must be a
+  // variable of the host, because there is no pointer to it here.
   void (*run)(int count, void (*task)(void* context, int index), void* context) = nullptr;
 };
 

@@ -1,5 +1,6 @@
-// How fast this machine reads memory, in bytes per second: the roof of every GEMV from memory. A pass reads a buffer
-// once: each thread its own part, in the pattern that keeps enough lines in flight. For the Python module and the benchmarks.
+// Measures this machine's read bandwidth in bytes per second, the upper limit of every GEMV from memory. A pass reads a buffer
+// once; each thread reads its own part, in a pattern that keeps enough cache lines in flight. For the Python module and the
+// benchmarks.
 #pragma once
 
 #include <algorithm>
@@ -19,18 +20,18 @@ struct Part {
   int64_t bytes;  // of one stream; a multiple of 4 lines
 };
 
-// How the lines come: `streams` neighboring parts of the memory in turn, with prefetch so many bytes ahead (0: the CPU's
-// own only). What is fastest depends on the CPU.
+// The order of reads: `streams` adjacent parts of the memory in turn, with prefetch this many bytes ahead (0: only the CPU's
+// own prefetch). The fastest pattern depends on the CPU.
 struct Pattern {
   int streams;
   int64_t ahead;
 };
 inline constexpr Pattern kPatterns[] = {{1, 0}, {2, 0}, {4, 0}, {1, 2048}, {2, 2048}, {4, 2048}, {8, 2048}};
 
-// Reads 4 lines of each stream at a time, and returns something that depends on every byte.
+// Reads 4 lines of each stream at a time, and returns a value that depends on every byte.
 using ReadLoop = uint64_t (*)(Part part, Pattern pattern);
 
-// One loop per width of the registers. A template will not do: the compiler has to know the target of each.
+// One loop per register width. Not a template, because the compiler must know the target of each.
 #define LOWBIT_READ_LOOP(NAME, TARGET, BYTES)                                       \
   TARGET inline uint64_t NAME(Part part, Pattern pattern) {                         \
     typedef uint64_t Vector __attribute__((vector_size(BYTES)));                    \
@@ -69,8 +70,8 @@ inline ReadLoop widest_read_loop() {
   return read_128;
 }
 
-// Runs work(thread) on all threads from a common start, and returns the seconds until the last has finished. Throws
-// std::system_error when a thread cannot start, after those that did have ended.
+// Runs work(thread) on all threads from a common start, and returns the seconds until the last has finished. If a thread cannot
+// start, throws std::system_error after the started ones have ended.
 template <class Work>
 double seconds_together(int threads, Work work) {
   using Clock = std::chrono::steady_clock;
@@ -104,7 +105,7 @@ double seconds_together(int threads, Work work) {
 
 // One pass in a pattern, in bytes per second.
 inline double read_pass(const uint8_t* memory, int64_t bytes, int threads, Pattern pattern) {
-  static std::atomic<uint64_t> sink;  // keeps the loops
+  static std::atomic<uint64_t> sink;  // so that the loops are not optimized away
   const ReadLoop loop = widest_read_loop();
   const int64_t part = bytes / (threads * pattern.streams) / (4 * kLine) * (4 * kLine);
   const double seconds = seconds_together(threads, [&](int thread) {

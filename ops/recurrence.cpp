@@ -92,7 +92,7 @@ Status linear_attention(const TensorView& q, const TensorView& k, const TensorVi
   const int64_t products = batch * positions * heads * width * columns * (beta == nullptr ? 2 : 3);
   const Parallel alone;
   const Parallel& threads = products < kParallelProducts ? alone : parallel;
-  // A unit is a head, or, where there are few, two panels of one.
+  // A unit is a head, or, if there are few heads, two panels of one.
   const int64_t all_panels = panels_of(columns);
   const int64_t step = batch * heads >= 2 * threads.threads ? all_panels : 2;
   const int64_t pieces = (all_panels + step - 1) / step;

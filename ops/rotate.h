@@ -5,7 +5,7 @@
 
 namespace lowbit {
 
-// One row of `width` values in blocks of `block`; x may be `out` if it is float32.
+// Rotates one row of `width` values in blocks of `block`. x may equal `out` if it is float32.
 inline void rotate_row(const void* x, DType dtype, float* out, int64_t width, int64_t block, bool back = false) {
   RotateArgs args{};
   args.x = x;

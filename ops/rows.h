@@ -1,4 +1,4 @@
-// Rows of activations in the memory of an operator.
+// Rows of activations in an operator's memory.
 #pragma once
 
 #include <cinttypes>
@@ -11,13 +11,13 @@
 
 namespace lowbit {
 
-// Each piece of an operator's memory begins at a cache line: some belong to one thread each.
+// Each piece of an operator's memory starts at a cache line, because some pieces belong to one thread.
 constexpr int64_t aligned(int64_t bytes) {
   constexpr int64_t line = kCacheLine;
   return (bytes + line - 1) / line * line;
 }
 
-// Puts `count` values of `item` bytes, `step` values apart, next to each other.
+// Copies `count` values of `item` bytes, which are `step` values apart, to contiguous memory.
 inline void gather(int64_t item, const void* from, int64_t step, void* to, int64_t count) {
   for (int64_t i = 0; i < count; ++i) {
     std::memcpy(static_cast<char*>(to) + i * item, static_cast<const char*>(from) + i * step * item,
@@ -25,14 +25,14 @@ inline void gather(int64_t item, const void* from, int64_t step, void* to, int64
   }
 }
 
-// What a vendor's kernel asks for: `least` to 2^40 bytes.
+// Checks the memory that a vendor's kernel requests: `least` to 2^40 bytes.
 inline Status check_asked(const LinearKernel& kernel, const char* what, int64_t bytes, int64_t least) {
   if (bytes >= least && bytes <= int64_t{1} << 40) return {};
   return Status::error("kernel '%s' asks for %" PRId64 " bytes of %s; expected %" PRId64 " to 2^40", kernel.name, bytes, what,
                        least);
 }
 
-// Makes `*bytes` what each thread's scratch has to have for the kernel, where that is more.
+// Raises `*bytes` to the scratch memory that the kernel needs per thread.
 inline Status add_scratch(const LinearKernel& kernel, const Layout& layout, int64_t m, int threads, int64_t* bytes) {
   if (kernel.scratch_bytes == nullptr) return {};
   const int64_t asked = kernel.scratch_bytes(kernel.context, layout, m, threads);

@@ -1,4 +1,4 @@
-// How operators share their work among the threads that a host lends them (parallel.h).
+// How operators share their work among the threads that a host provides (parallel.h).
 #pragma once
 
 #include <atomic>
@@ -14,18 +14,17 @@
 
 namespace lowbit {
 
-// What a thread has while it works for an operator: the default float settings, and long vectors where a row may use
-// Arm's matrix unit.
+// A thread's settings while it works for an operator: default float settings, and long vectors if a kernel may use Arm's matrix
+// unit.
 struct WorkingThread {
   const DefaultFloats floats;
   const LongVectors vectors;
   explicit WorkingThread(int worker) : vectors((active_isa() & kSme2) != 0 && worker < sme_threads()) {}
 };
 
-// Calls body(worker, begin, end) over [0, count) in pieces of up to `step`. Threads claim the next piece when they are
-// free, so a slow or busy core takes fewer of them and does not hold up the rest. With one thread or one piece, all of it
-// runs on the caller's thread. `worker`, below parallel.threads, tells the threads of a call apart: each has its own.
-// Every body runs on a WorkingThread.
+// Calls body(worker, begin, end) over [0, count) in pieces of up to `step`. Free threads claim the next piece, so a slow or
+// busy core takes fewer pieces and does not delay the others. With one thread or one piece, everything runs on the caller's
+// thread. `worker`, below parallel.threads, is unique for each thread of a call. Every body runs on a WorkingThread.
 template <class Body>
 void parallel_1d(const Parallel& parallel, int64_t count, int64_t step, const Body& body) {
   const int64_t pieces = (count + step - 1) / step;
@@ -58,26 +57,26 @@ void parallel_1d(const Parallel& parallel, int64_t count, int64_t step, const Bo
       &work);
 }
 
-// Two stages over a table of rows x columns: every row is prepared once, and tiles are computed of what is prepared. Rows
-// come in bands: a band's tiles, some of its columns each, wait for the preparation of its own rows only.
+// Two stages over a table of rows x columns: every row is prepared once, and tiles are computed from prepared rows. Rows are
+// grouped in bands: a band's tiles, each with some of the columns, only wait for the preparation of the band's rows.
 struct Grid {
   int64_t rows, band_rows;  // the last band may have fewer
-  int64_t prepare_rows;     // a claim of the first stage: up to so many rows of a band
+  int64_t prepare_rows;     // a claim of the first stage: at most this many rows of a band
   int64_t columns;
-  int64_t least_columns, most_columns;  // a claim of the second stage: a multiple of the least, but for the last
-  // Nodes of memory (nodes.h): each has a part of the columns, which its threads claim before those of the others.
+  int64_t least_columns, most_columns;  // a claim of the second stage: a multiple of the least, except for the last
+  // Memory nodes (nodes.h): each has a part of the columns, which its threads claim before other parts.
   int64_t nodes = 1;
-  int (*node_of)(int worker) = nullptr;  // with several nodes: that of the thread that asks
+  int (*node_of)(int worker) = nullptr;  // with several nodes: the node of the calling thread
 
-  // Where a node's part of the columns begins.
+  // Start of a node's part of the columns.
   int64_t part(int64_t node) const { return node == nodes ? columns : columns / least_columns * node / nodes * least_columns; }
   int64_t bands() const { return (rows + band_rows - 1) / band_rows; }
   int64_t rows_of(int64_t band) const {
     const int64_t remaining = rows - band * band_rows;
     return remaining < band_rows ? remaining : band_rows;
   }
-  // The next claim when so many columns are left in all bands. Claims shrink towards the end (guided self-scheduling,
-  // Polychronopoulos and Kuck, 1987), so that a slow core does not start a large one when the others are about to finish.
+  // Size of the next claim if this many columns are left in all bands. Claims shrink towards the end (guided self-scheduling,
+  // Polychronopoulos and Kuck, 1987), so that a slow core does not start a large claim when the others are nearly done.
   int64_t claim(int64_t remaining, int threads) const {
     const int64_t share = remaining / (2 * threads);
     if (share <= least_columns) return least_columns;
@@ -85,22 +84,21 @@ struct Grid {
   }
 };
 
-// What moves between the caches of two cores.
+// The unit that moves between the caches of two cores.
 #ifdef __APPLE__
 inline constexpr size_t kCacheLine = 128;
 #else
 inline constexpr size_t kCacheLine = 64;
 #endif
 
-// What threads know of each other's work on a band, and on a node's part of it; with several nodes the first of a band's
-// parts has its rows.
+// Shared progress of threads on a band, and on a node's part of it; with several nodes, the first part of a band has its rows.
 struct alignas(kCacheLine) Band {
   std::atomic<int64_t> claimed_rows{0}, prepared_rows{0}, claimed_columns{0};
 };
 
-// Calls prepare(worker, begin, end) over all rows and tile(worker, band, begin, end) over the columns of every band, in
-// one parallel region; `worker` as above. Threads claim the next piece when they are free. With one thread or one tile,
-// all of it runs on the caller's thread. `bands`: one for each part of each of the grid's bands, as constructed.
+// Calls prepare(worker, begin, end) over all rows and tile(worker, band, begin, end) over the columns of every band, in one
+// parallel region; `worker` as above. Free threads claim the next piece. With one thread or one tile, everything runs on the
+// caller's thread. `bands`: a newly constructed one for each part of each band.
 template <class Prepare, class Tile>
 void parallel_2d(const Parallel& parallel, const Grid& grid, Band* bands, const Prepare& prepare, const Tile& tile) {
   const int64_t count = grid.bands();
@@ -127,7 +125,7 @@ void parallel_2d(const Parallel& parallel, const Grid& grid, Band* bands, const 
         band.prepared_rows.fetch_add(end - begin, std::memory_order_release);
       }
     }
-    // Claims what is left of a node's part of a band.
+    // Claims from the rest of a node's part of a band.
     const auto compute = [&](int64_t b, int64_t node) {
       const int64_t first = grid.part(node), columns = grid.part(node + 1) - first;
       std::atomic<int64_t>& claimed = bands[b * nodes + node].claimed_columns;

@@ -20,19 +20,19 @@
 namespace lowbit {
 namespace {
 
-constexpr Block kLogarithm = 63;  // the bits of a block's address that hold its size
+constexpr Block kLogarithm = 63;  // the bits of a block's address that store its size
 static_assert(kLogarithm < kAlignment);
 constexpr int kSmallest = 16, kSlots = 16;
 
-// No lock: a process that forks while another thread holds it would wait for it forever. And no thread_local: where there is no
-// memory to register its destructor, C libraries end the process.
+// No lock, because a fork while another thread holds it would deadlock. No thread_local, because C libraries end the process if
+// there is no memory to register its destructor.
 std::atomic<Block> slots[kSlots];
 std::atomic<int64_t> kept{0};
 
 void* address_of(Block block) { return reinterpret_cast<void*>(block & ~kLogarithm); }
 int64_t bytes_of(Block block) { return int64_t{1} << (block & kLogarithm); }
 
-// For sanitizers: what an earlier call wrote is not to be read, nor memory beyond the bytes of this call.
+// For sanitizers: a call must not read an earlier call's data, or memory beyond its own bytes.
 Block marked(Block block, [[maybe_unused]] int64_t bytes) {
 #ifdef LOWBIT_MARK
   LOWBIT_MARK(address_of(block), bytes, bytes_of(block));
@@ -60,7 +60,7 @@ bool put(Block block) {
   return false;
 }
 
-// Frees the first block that is kept; false: there is none.
+// Frees the first kept block; returns false if there is none.
 bool release_one() {
   for (std::atomic<Block>& slot : slots) {
     const Block block = slot.load(std::memory_order_relaxed);
@@ -72,7 +72,7 @@ bool release_one() {
   return false;
 }
 
-// When the library is closed.
+// Runs when the library is closed.
 [[maybe_unused]] const struct AtEnd {
   ~AtEnd() { release_blocks(); }
 } at_end;
@@ -83,7 +83,7 @@ Block take_block(int64_t bytes) {
   if (bytes > kKeptBytes) return reinterpret_cast<Block>(allocate_aligned(bytes));
   Block wanted = kSmallest;
   while (int64_t{1} << wanted < bytes) ++wanted;
-  for (;;) {  // the smallest one that is large enough
+  for (;;) {  // finds the smallest block that is large enough
     std::atomic<Block>* at = nullptr;
     Block best = 0;
     for (std::atomic<Block>& slot : slots) {
@@ -101,7 +101,7 @@ Block take_block(int64_t bytes) {
 
 void give_back(Block block) {
   if ((block & kLogarithm) != 0) {
-    for (int i = 0; i <= kSlots; ++i) {  // in the place of others: blocks of the latest calls are of use
+    for (int i = 0; i <= kSlots; ++i) {  // replaces older blocks, because the latest calls' blocks are the most useful
       if (put(block)) return;
       if (!release_one()) break;
     }

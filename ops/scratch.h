@@ -1,4 +1,4 @@
-// The memory that a call of an operator works in.
+// The working memory of operator calls.
 #pragma once
 
 #include <cstdint>
@@ -8,24 +8,24 @@
 
 namespace lowbit {
 
-// The process keeps up to this much between calls, whatever thread they were on: the activations of a call, and what each of
-// 300 threads needs. Threads that have no call keep nothing.
+// The process keeps up to this much between calls, for all threads together: enough for the activations of a call and the
+// memory of 300 threads. Threads without a call keep nothing.
 inline constexpr int64_t kKeptBytes = 64 << 20;
 
-// A block of memory: its address, with the binary logarithm of its size in the lowest bits; these are 0 for a block that is not
-// kept after its call.
+// A block of memory: its address, with the binary logarithm of its size in the lowest bits, or 0 there if the block is not kept
+// after its call.
 using Block = uintptr_t;
 
-// At least `bytes` of memory, of undefined content. 0: there is not so much.
+// Allocates at least `bytes` of uninitialized memory; 0 if there is not enough.
 LOWBIT_API Block take_block(int64_t bytes);
 LOWBIT_API void give_back(Block block);
 
-// How much is kept now, and the end of that.
+// The number of bytes kept now, and a function that frees them.
 LOWBIT_API int64_t kept_bytes();
 LOWBIT_API void release_blocks();
 
-// `bytes` of memory, at least one, aligned to kAlignment, of undefined content. The process keeps it for the next call: new
-// memory of megabytes costs a page fault for every 4 KiB. More than kKeptBytes is freed after the call.
+// `bytes` of uninitialized memory, at least one, aligned to kAlignment. The process keeps it for the next call, because new
+// memory costs a page fault per 4 KiB. More than kKeptBytes is freed after the call.
 class Scratch {
  public:
   explicit Scratch(int64_t bytes) : block_(take_block(bytes)) {}
@@ -33,7 +33,7 @@ class Scratch {
   Scratch(const Scratch&) = delete;
   Scratch& operator=(const Scratch&) = delete;
 
-  // Null: there is not so much memory.
+  // Null if there is not enough memory.
   char* data() const { return reinterpret_cast<char*>(block_ & ~Block{kAlignment - 1}); }
 
  private:

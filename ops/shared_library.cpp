@@ -33,7 +33,7 @@ constexpr DWORD kLongestPath = 4096;
 constexpr size_t kLongestName = 255;
 #endif
 
-// The end of a message: what fits a Status, and names the file.
+// The end of a message, which fits in a Status and names the file.
 const char* tail(const char* text) {
   const size_t length = std::strlen(text);
   return length > kLongest ? text + length - kLongest : text;
@@ -44,7 +44,7 @@ const char* tail(const char* text) {
 #ifdef _WIN32
 
 Status SharedLibrary::open(const char* path, SharedLibrary* library) {
-  // A whole path: no directory is searched but the library's own and the system's, for what it needs.
+  // With an absolute path, dependencies are only searched in the library's directory and the system's.
   wchar_t name[kLongestPath], whole[kLongestPath];
   const DWORD flags = LOAD_LIBRARY_SEARCH_DLL_LOAD_DIR | LOAD_LIBRARY_SEARCH_DEFAULT_DIRS;
   if (MultiByteToWideChar(CP_UTF8, MB_ERR_INVALID_CHARS, path, -1, name, kLongestPath) > 0) {
@@ -66,8 +66,8 @@ void* SharedLibrary::function(const char* name) const {
 
 #else
 
-// The loaders of ELF systems map what a file's table of segments says, and end the process by a signal where the file has less.
-// All else that is wrong they say themselves.
+// ELF loaders map the segments in a file's table, and end the process by a signal if the file is shorter. They report all other
+// errors themselves.
 Status check_whole([[maybe_unused]] const char* path) {
 #if defined(__ELF__) && defined(__LP64__)
   const std::unique_ptr<FILE, int (*)(FILE*)> file(std::fopen(path, "rb"), std::fclose);
@@ -94,7 +94,7 @@ Status check_whole([[maybe_unused]] const char* path) {
 }
 
 Status SharedLibrary::open(const char* path, SharedLibrary* library) {
-  // dlopen() looks for a name without a slash elsewhere than in the current directory.
+  // dlopen() does not look for a name without a slash in the current directory.
   char here[kLongestName + 3];
   const bool is_name = std::strchr(path, '/') == nullptr && std::strlen(path) <= kLongestName;
   if (is_name) std::snprintf(here, sizeof here, "./%s", path);

@@ -1,4 +1,4 @@
-// A shared library that is opened while the program runs, on any system.
+// A shared library that is opened at run time, on any system.
 #pragma once
 
 #include "../kernels/status.h"
@@ -7,7 +7,7 @@ namespace lowbit {
 
 class SharedLibrary {
  public:
-  // `path` as of load_kernels(); the system's own message where it cannot be opened.
+  // `path` as in load_kernels(); on failure the error has the system's message.
   static Status open(const char* path, SharedLibrary* library);
 
   SharedLibrary() = default;
@@ -15,10 +15,10 @@ class SharedLibrary {
   SharedLibrary(const SharedLibrary&) = delete;
   SharedLibrary& operator=(const SharedLibrary&) = delete;
 
-  // Null: the library has no such function.
+  // Null if the library has no such function.
   void* function(const char* name) const;
 
-  // The library stays open when this object ends.
+  // The library stays open after this object's lifetime.
   void keep() { handle_ = nullptr; }
 
  private:

@@ -17,7 +17,7 @@ int clusters_in(const char* directory) {
     char path[256];
     std::snprintf(path, sizeof path, "%.200s/cpu%d/topology/cluster_id", directory, cpu);
     std::FILE* const file = std::fopen(path, "r");
-    if (file == nullptr) continue;  // a CPU that is offline has none
+    if (file == nullptr) continue;  // offline CPUs have no such file
     int id = -1;
     if (std::fscanf(file, "%d", &id) != 1) id = -1;
     std::fclose(file);
@@ -32,7 +32,7 @@ int clusters_in(const char* directory) {
 namespace {
 
 #if defined(__APPLE__)
-// Cores of a kind that share a second-level cache are a cluster.
+// Cores of one kind that share a second-level cache form a cluster.
 int count_clusters() {
   const auto number = [](const char* name) {
     int value = 0;

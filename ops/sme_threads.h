@@ -1,4 +1,4 @@
-// Arm's matrix unit (SME2) is not a core's own: a cluster of cores has one, and more threads on it gain nothing.
+// A cluster of cores shares one Arm matrix unit (SME2), and more threads on it gain nothing.
 #pragma once
 
 #include "../kernels/export.h"
@@ -6,17 +6,16 @@
 
 namespace lowbit {
 
-// How many threads of a call may run kernels for SME2, while the others run those for the cores' own units (the bits
-// are the same): LOWBIT_SME_THREADS, 0 to 1024, or without it one for each cluster that the system tells of, and at
-// least one. Read once.
+// Number of threads of a call that may run SME2 kernels; the others run kernels for the cores' own units, with the same bits.
+// From LOWBIT_SME_THREADS, 0 to 1024; by default one for each cluster that the system reports, at least one. Read once.
 LOWBIT_API int sme_threads();
 
 #if defined(__linux__)
-// The clusters of CPUs that a directory of the shape of /sys/devices/system/cpu tells of.
+// Number of CPU clusters in a directory like /sys/devices/system/cpu.
 LOWBIT_API int clusters_in(const char* directory);
 #endif
 
-// An error when LOWBIT_SME_THREADS is no such number: linear() returns it then.
+// An error, which linear() returns, if LOWBIT_SME_THREADS is not such a number.
 LOWBIT_API const Status& sme_threads_status();
 
 }  // namespace lowbit

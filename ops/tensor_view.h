@@ -1,5 +1,5 @@
-// A tensor of any host framework, as the operator bodies see it. A framework's registration file fills it in; nothing
-// behind this header knows which framework that is.
+// A tensor of any host framework, as seen by the operator bodies. A framework's registration file fills it in; the operator
+// bodies do not know the framework.
 #pragma once
 
 #include <cstdint>
@@ -8,10 +8,10 @@
 
 namespace lowbit {
 
-// The types that operators take come first; the rest are there to be named in messages.
+// The types that operators accept come first; the others are only named in messages.
 enum class ElementType : uint8_t { f32, bf16, f16, u8, i32, i64, f64, i8, i16, boolean, other };
 
-// From the host's enumeration: PyTorch's and ExecuTorch's are two types with the same names.
+// Converts the host's enumeration: PyTorch's and ExecuTorch's are two types with the same names.
 template <class ScalarType>
 ElementType element_type_of(ScalarType type) {
   switch (type) {
@@ -60,7 +60,7 @@ struct TensorView {
   }
 };
 
-// Of a type that operators take.
+// For a type that operators accept.
 inline int64_t element_bytes(ElementType type) {
   switch (type) {
     case ElementType::f32:
@@ -93,7 +93,7 @@ inline bool is_activation_type(ElementType type) {
   return type == ElementType::f32 || type == ElementType::bf16 || type == ElementType::f16;
 }
 
-// Of a type for which is_activation_type() holds.
+// For a type for which is_activation_type() is true.
 inline DType dtype_of(ElementType type) {
   return type == ElementType::f32 ? DType::f32 : type == ElementType::bf16 ? DType::bf16 : DType::f16;
 }

@@ -31,7 +31,7 @@ using lowbit::TensorView;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// std::bad_alloc has no message of its own to set.
+// std::bad_alloc has no settable message.
 class NoMemory : public std::bad_alloc {
  public:
   explicit NoMemory(const Status& status) : status_(status) {}
@@ -73,8 +73,8 @@ TensorView view_of(const char* name, const Tensor& tensor) {
   return view;
 }
 
-// Of a tensor that the operator changes in place. As with torch's own in-place operators it has another version afterwards, so
-// that a backward pass that needs the old values raises; and while gradients are recorded it may not be part of the graph.
+// A view of a tensor that the operator changes in place. As in torch's in-place operators, its version changes, so that a
+// backward pass that needs the old values raises an error. While gradients are recorded, it must not be part of the graph.
 TensorView changed(const char* name, const Tensor& tensor) {
   TensorView view = view_of(name, tensor);
   if (!view.on_cpu) return view;
@@ -86,12 +86,12 @@ TensorView changed(const char* name, const Tensor& tensor) {
                                      "changed in place: call the operator under torch.no_grad(), or detach it", name));
     }
   }
-  // To itself: nothing is copied.
+  // Assigning to itself copies nothing.
   if (aoti_torch_copy_(tensor.get(), tensor.get(), 0) != AOTI_TORCH_SUCCESS) {
     raise_unless_ok(Status::system("%s cannot be changed in place: it requires gradients, or it is a tensor of "
                                    "torch.inference_mode() outside of that mode", name));
   }
-  view.data = tensor.mutable_data_ptr();  // memory that is shared until then gets copied
+  view.data = tensor.mutable_data_ptr();  // copies memory with copy-on-write sharing
   return view;
 }
 
@@ -114,13 +114,13 @@ Tensor allocate(const Shape& shape, ScalarType type) {
 }
 
 #ifdef __linux__
-// A forked process has the thread that forked and no other. GNU's OpenMP, which torch has on Linux, does not know that:
-// where this thread had used others before, it would wait for them forever. So it computes alone; threads that are
-// started later are not concerned.
+// A forked process has only the forking thread. GNU's OpenMP, which torch uses on Linux, does not notice this: if the thread
+// had used other threads before, it would wait for them forever. So it computes alone. Threads that start later are not
+// affected.
 std::atomic<bool> forks_with_threads{false}, alone_after_fork{false};
 std::atomic<pthread_t> forked{};
 
-// Without a /proc to look at there may be any number.
+// Without /proc, the number of threads is unknown.
 bool has_threads() {
   DIR* const tasks = opendir("/proc/self/task");
   if (tasks == nullptr) return true;
@@ -130,7 +130,7 @@ bool has_threads() {
   return entries != 3;
 }
 
-// Where it cannot be registered there is no memory, and torch's own operators wait likewise.
+// Registration only fails without memory, and then torch's own operators wait in the same way.
 [[maybe_unused]] const int watches_forks = pthread_atfork([] { forks_with_threads = has_threads(); }, nullptr, [] {
   if (forks_with_threads) alone_after_fork = true;
   forked = pthread_self();
@@ -300,7 +300,7 @@ Tensor rms_norm(const Tensor& x, const std::optional<Tensor>& weight, double eps
   return out;
 }
 
-// A width beyond int is as wrong as 0.
+// A width beyond int is as invalid as 0.
 int width_of(int64_t bits) { return bits < 0 || bits > 64 ? 0 : static_cast<int>(bits); }
 
 Tensor pack(const Tensor& codes, const Tensor& scales, const std::optional<Tensor>& mins,
@@ -382,7 +382,7 @@ std::tuple<Tensor, Tensor, Tensor> error_feedback(const Tensor& weights, const T
   return {values, out_levels, errors};
 }
 
-// The same into a tensor of the caller's: ExecuTorch's kernels have this form, and its export looks for it here.
+// The same with an output tensor from the caller: the form of ExecuTorch's kernels, which its export looks up here.
 void check_apart_from(const TensorView& out, const Tensor& argument) {
   const TensorView view = view_of("an argument", argument);
   raise_unless_ok(lowbit::check_apart({{"out", &out}}, {{"another argument", &view}}));

@@ -1,4 +1,4 @@
-// What the trials of a kernel library share: try_kernels.cpp and try_attention.cpp.
+// Shared by the trials of a kernel library: try_kernels.cpp and try_attention.cpp.
 #pragma once
 
 #include <cinttypes>
@@ -15,7 +15,7 @@
 
 namespace lowbit {
 
-// Numbers without a pattern, the same in each trial.
+// Pseudorandom numbers, the same in each trial.
 class Random {
  public:
   uint32_t next() {
@@ -28,19 +28,19 @@ class Random {
   uint64_t state_ = 1;
 };
 
-// Memory between two guard areas, kept from one use to the next. A kernel's own mistakes are found by comparing: what it may
-// not write has the same checksum() afterwards, and guards are part of that.
+// Memory between two guard areas, reused between trials. Memory that a kernel must not write, including guards, must have the
+// same checksum() afterwards.
 class GuardedMemory {
  public:
   explicit GuardedMemory(const char* name) : name_(name) {}
 
-  // `count` values of undefined content, aligned; an error if there is not so much memory.
+  // Provides `count` aligned uninitialized values; an error if there is not enough memory.
   template <class T>
   Status take(int64_t count, T** values) {
     const int64_t bytes = count * static_cast<int64_t>(sizeof(T));
     if (bytes + 2 * kGuard > capacity_) {
       capacity_ = 0;
-      memory_.reset();  // before there is other memory
+      memory_.reset();  // freed before the new allocation
       memory_.reset(static_cast<char*>(allocate_aligned(bytes + 2 * kGuard)));
       if (memory_ == nullptr) return Status::no_memory("no memory for %" PRId64 " bytes of %s in a trial", bytes, name_);
       capacity_ = bytes + 2 * kGuard;
@@ -52,7 +52,7 @@ class GuardedMemory {
     return {};
   }
 
-  // Whether nothing was written before or behind the values.
+  // Whether nothing was written before or after the values.
   bool is_intact() const {
     if (memory_ == nullptr) return true;
     for (int64_t i = 0; i < kGuard; ++i) {
@@ -61,7 +61,7 @@ class GuardedMemory {
     return true;
   }
 
-  // Of values and guard areas: a change of a single word always changes it.
+  // Checksum of values and guard areas; a change of a single word always changes it.
   uint64_t checksum() const {
     uint64_t sum = 0;
     if (memory_ == nullptr) return sum;
@@ -89,7 +89,7 @@ inline const char* name_of(DType type) { return type == DType::f32 ? "float32" :
 
 inline bool same(float a, float b) { return bits_of_float(a) == bits_of_float(b) || (std::isnan(a) && std::isnan(b)); }
 
-// Whether a kernel can be run here and now.
+// Whether a kernel can run on this CPU under LOWBIT_ISA.
 inline bool can_run(IsaBits isa) {
   return (isa & ~active_isa()) == 0 && ((isa & kSme2) == 0 || sme_threads() > 0);
 }

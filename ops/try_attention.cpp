@@ -9,8 +9,8 @@
 namespace lowbit {
 namespace {
 
-// Widths of a head's keys and values. Segments are of 64 inputs: less than one, one, one and a half, two, two and a half and
-// more; some are whole blocks of a rotation, others are not. Few positions where only the width is new.
+// Widths of a head's keys and values. Segments have 64 inputs: widths of less than one, one, one and a half, two, two and a
+// half and more segments; some are whole rotation blocks, others are not. Cases that only add a width have few positions.
 struct Case {
   int64_t width, value_width, positions, queries;
 };
@@ -20,7 +20,7 @@ constexpr Case kCases[] = {{64, 32, 600, 3},    {16, 16, 33, 1},    {32, 32, 47,
 constexpr CacheType kCaches[] = {CacheType::f32, CacheType::bf16, CacheType::f16,
                                  CacheType::i8,  CacheType::i4,   CacheType::i8_i4};
 constexpr int64_t kMostPositions = 608, kSpans = 2;
-// Written behind the last position that is seen: values that the contract has cases for.
+// Written after the last visible position: special values of the contract.
 constexpr int64_t kSpecial = 2;
 
 const char* name_of(CacheType type) {
@@ -38,7 +38,7 @@ class AttentionTrial {
         if (value_type(cache) == CacheType::i4 && (c.width % 32 != 0 || c.value_width % 32 != 0)) continue;
         for (const DType type : {DType::f32, DType::bf16, DType::f16}) {
           if (cache <= CacheType::f16 && cache != CacheType::f32 && cache != cache_type_of(type)) continue;
-          // All types of inputs with the first widths, and then one by turns.
+          // All input types with the first widths, then one type per case in turn.
           if (!is_first && cache_type_of(type) != cache && static_cast<int>(type) != number_ % 3) continue;
           ++number_;
           cache_ = cache;
@@ -90,7 +90,7 @@ class AttentionTrial {
     for (int64_t i = 0; i < count; ++i) store_from_f32(values, type_, i, random_.between(-1.5f, 1.5f));
   }
 
-  // Writes all positions, by the portable kernel and by `kernel`: from values that lie next to each other, or apart.
+  // Writes all positions by the portable kernel and by `kernel`, from contiguous or strided values.
   Status write(const AttentionKernel& kernel) {
     if (Status s = expected_cache_.take(case_, cache_); !s.ok()) return s;
     if (Status s = actual_cache_.take(case_, cache_); !s.ok()) return s;
@@ -154,7 +154,7 @@ class AttentionTrial {
     return {};
   }
 
-  // What both kernels are told, of outputs `out`. Rows see all positions but some at the end, windows of them, or few.
+  // Arguments of both kernels, with outputs `out`. Rows see all positions except some at the end, windows, or few positions.
   AttentionArgs arguments(float cap, char* out) {
     const int64_t item = size_of(type_), rows = case_.queries, positions = case_.positions;
     for (int64_t r = 0; r < rows; ++r) {
@@ -208,7 +208,7 @@ class AttentionTrial {
     return compare(kernel, " in spans", 0.0f, inputs);
   }
 
-  // Outputs are followed by a value that is not to be written.
+  // Outputs are followed by a value that must not be written.
   Status compare(const AttentionKernel& kernel, const char* how, float cap, uint64_t inputs) const {
     for (const GuardedMemory* memory : {&actual_, &scratch_, &partials_}) {
       if (!memory->is_intact()) return says(kernel, "writes outside of its outputs or its scratch");

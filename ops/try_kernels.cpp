@@ -15,9 +15,9 @@
 namespace lowbit {
 namespace {
 
-constexpr int64_t kGap = 3;  // between rows of activations and of outputs: not to be read, not to be written
+constexpr int64_t kGap = 3;  // between rows of activations and of outputs; must be neither read nor written
 
-// A matrix of `steps` times what a kernel computes at once, and `more` rows.
+// A matrix with `steps` times the rows that a kernel computes at once, plus `more` rows.
 struct Case {
   int64_t k, group_size, steps, more;
 };
@@ -27,19 +27,19 @@ constexpr Case kCases[] = {{128, 32, 1, 5},  {128, 64, 1, 5},  {128, 0, 1, 5},  
                            {130, 48, 1, 5},  {70, 0, 1, 5},    {300, 128, 1, 5},  {16, 16, 0, 1},    {33, 32, 0, 17},
                            {520, 96, 1, 0},  {768, 256, 2, 17}, {1100, 0, 1, 5},  {2080, 64, 1, 1},  {4112, 128, 0, 17},
                            {4096, 32, 0, 16}};
-// Calls of a case run while they have fewer products together, so that the trial stays quick. The first always runs, and so do
-// those at the edges of a tile where rows of weights are short.
+// Calls of a case run until their total number of products exceeds this, so that the trial is quick. The first always runs, and
+// so do those at the edges of a tile if rows of weights are short.
 constexpr int64_t kMostProducts = 1 << 18, kShortRow = 300;
 
-// Sizes that `supports` and formats are asked about when they take none of a kind of the cases: all small ones, what layers of
-// published models have, and vocabularies.
+// Sizes that are tried if a kernel or format takes none of a kind of cases: all small ones, layers of published models, and
+// vocabularies.
 constexpr int64_t kOtherSizes[] = {8960,   11008,  29568,  32000,  32064,  49152,  50257,  50280,  50304,  51865,
                                    51866,  65024,  92416,  100352, 128256, 129280, 151552, 151936, 152064, 200064,
                                    201088, 248320, 250880, 256000, 262144, 262208};
 constexpr int64_t kMostRegularSize = 32768;
 int64_t next_size(int64_t size) { return size + (size < 64 ? 1 : size < 1024 ? 16 : size < 8192 ? 128 : 512); }
 constexpr int64_t kGroupSizes[] = {32, 64, 128, 0, 16, 48, 256};
-// Numbers of rows of activations, beside those at the edges of a kernel's tile.
+// Numbers of rows of activations, in addition to those at the edges of a kernel's tile.
 constexpr int64_t kCounts[] = {1, 2, 3, 4, 5, 6, 7, 8, 9, 15, 16, 17, 31, 32, 33, 64, 65, 128, 256, 512, 1024};
 
 struct Counts {
@@ -47,7 +47,7 @@ struct Counts {
   int count = 0;
 };
 
-// Panels that a call computes. Of a large matrix only the first and the last ones are computed.
+// Panels that a call computes; for a large matrix only the first and the last ones.
 struct Range {
   int64_t begin, end;
 };
@@ -70,7 +70,7 @@ struct Ranges {
   }
 };
 
-// The part of an error that says what the weights were.
+// The description of the weights in an error.
 struct WeightsText {
   char text[160];
 };
@@ -83,10 +83,10 @@ WeightsText describe(const Layout& layout) {
 
 const char* rows_text(int64_t m) { return m == 1 ? "row of activations" : "rows of activations"; }
 
-// What a format's rounding may add to a bound, of an output that is rounded to `type`.
+// The relative rounding error of an output in `type`, which is added to a format's bound.
 float rounding_of(DType type) { return type == DType::f32 ? 0x1p-22f : type == DType::bf16 ? 0x1p-7f : 0x1p-10f; }
 
-// Whether an output of a vendor's format is near enough. The bound is of `expected`, and infinity and NaN are within none.
+// Whether an output of a vendor's format is near enough. The bound applies to `expected`; infinity and NaN are never near.
 bool is_near(float actual, float expected, float bound, DType type) {
   return std::fabs(actual - expected) <= bound + rounding_of(type) * std::fabs(expected);
 }
@@ -142,18 +142,18 @@ class Trial {
     Ranges ranges;
     DType type;
     int number;
-    bool extreme;  // the largest sums: codes and activations are at their limits
+    bool extreme;  // the largest sums, with codes and activations at their limits
   };
 
-  // Shapes of a kind: few that a kernel takes may be enough, but long rows have more segments, and groups have many cases.
+  // Shapes of a kind. A few supported shapes are enough, but long rows have more segments, and groups have many cases.
   struct Kind {
     int64_t n = 0, k = 0;  // 0: none was found
     bool was_tried = false;
   };
   static int length_of(int64_t k) { return k < 512 ? 0 : k < 2048 ? 1 : k < 8192 ? 2 : 3; }
 
-  // Calls try_kernel(setup, counts) for matrices of each kind that the kernel reads. `ask` says for how many rows of
-  // activations it takes calls with a layout: all of those in question, or only whether there are some.
+  // Calls try_kernel(setup, counts) for matrices of each kind that the kernel reads. `ask` determines the numbers of rows of
+  // activations that it supports with a layout: all candidates, or only whether there is one.
   template <class Kernel, class Ask, class Try>
   Status with_weights(const Kernel& kernel, int64_t columns, bool is_asked, const Ask& ask, const Try& try_kernel) {
     const PackedFormat* format = nullptr;
@@ -167,7 +167,7 @@ class Trial {
       if (has_table(mapping) && (!can_have_levels(kernel.bits) || format != nullptr)) continue;
       Kind kinds[4][std::size(kGroupSizes)];
       int number = 0;
-      // Of n x k weights: `*tried` says whether a kernel was run with them.
+      // Tries n x k weights; `*tried` tells whether a kernel ran with them.
       const auto try_shape = [&](int64_t n, int64_t k, int64_t group_size, bool extreme, bool* tried) {
         Counts counts;
         Setup setup{{}, {}, format, nullptr, nullptr, {1, 1}, static_cast<DType>(number % 3), number, extreme};
@@ -216,7 +216,7 @@ class Trial {
     return make_layout(n, k, bits, group_size, mapping, has_bias, layout, has_table(mapping) ? levels : nullptr);
   }
 
-  // Finds the smallest matrix of each kind that was not tried and that the kernel takes.
+  // Finds the smallest supported matrix of each kind that was not tried.
   template <class Kernel, class Ask>
   Status search(const Kernel& kernel, const PackedFormat* format, Mapping mapping, const Ask& ask,
                 Kind (&kinds)[4][std::size(kGroupSizes)]) {
@@ -247,8 +247,8 @@ class Trial {
     return s;
   }
 
-  // Those of `asked` that a kernel takes with a layout; the first one alone unless `all`. It may ask for a CPU with fewer bits
-  // than this one has, but not for one without its own.
+  // The numbers in `asked` that a kernel supports with a layout; only the first one unless `all`. It may assume a CPU with
+  // fewer ISA bits than this one, but with its own.
   static Status ask(const LinearKernel& kernel, const Counts& asked, const Layout& layout, bool all, Counts* taken) {
     for (int i = 0; i < asked.count && (all || taken->count == 0); ++i) {
       const int64_t m = asked.m[i];
@@ -266,8 +266,8 @@ class Trial {
     return {};
   }
 
-  // Fills the rows of the setup's ranges, and packs them, for panel16 and for the kernel. `panels` stays null where the format
-  // does not take the weights.
+  // Fills the rows of the setup's ranges, and packs them for panel16 and for the kernel. `panels` stays null if the format does
+  // not support the weights.
   Status make_weights(Setup* setup) {
     const Layout& layout = setup->layout;
     uint8_t *packed, *codes;
@@ -295,7 +295,7 @@ class Trial {
         codes[i] = static_cast<uint8_t>(setup->extreme ? end_of_range : random_.next() >> (32 - layout.bits));
       }
       for (int64_t i = begin * layout.groups; i < end * layout.groups; ++i) {
-        // Those of extreme weights are stored as they are: sums are then exactly as large as `magnitude` says.
+        // Extreme weights are stored exactly, so that sums are exactly as large as `magnitude`.
         scales[i] = setup->extreme ? 0x1p-7f : random_.between(0.01f, 0.03f) * (random_.next() % 2 == 0 ? 1.0f : -1.0f);
         mins[i] = setup->extreme ? 0.25f : random_.between(-0.5f, 0.5f);
       }
@@ -306,7 +306,7 @@ class Trial {
     return setup->format == nullptr ? (setup->panels = setup->panel16, Status()) : pack(setup);
   }
 
-  // In two calls where the format allows it, as threads would, and the last rows first.
+  // In two calls if the format allows it, as by threads, with the last rows first.
   Status pack(Setup* setup) {
     const PackedFormat& format = *setup->format;
     const int64_t rows = setup->layout.n, bytes = setup->kernel_layout.total_bytes;
@@ -324,7 +324,7 @@ class Trial {
                          bytes - kHeaderBytes, describe(setup->layout).text);
   }
 
-  // What a format's rounding is measured by: the sum of the magnitudes of all products, and the bias.
+  // The reference for a format's tolerance: the sum of the magnitudes of all products and the bias.
   float magnitude(const Layout& layout, const float* x, int64_t column) const {
     double sum = layout.has_bias ? std::fabs(weights_.bias[column]) : 0.0;
     for (int64_t j = 0; j < layout.k; ++j) {
@@ -338,8 +338,8 @@ class Trial {
     return static_cast<float>(sum);
   }
 
-  // Rows of activations in float32, and as int8. In the last row of panel16 there is an infinity if groups are whole rows: its
-  // outputs are NaN. Extreme rows are all positive, all negative, of any signs.
+  // Rows of activations in float32 and int8. If groups are whole rows, the last row for panel16 has an infinity, so its outputs
+  // are NaN. Extreme rows are all positive, all negative, or of mixed signs.
   Status make_activations(const Setup& setup, int64_t m, LinearArgs* args, float** x) {
     const Layout& layout = setup.layout;
     const int64_t padded = layout.blocks * kBlockInputs;
@@ -369,7 +369,7 @@ class Trial {
     return {};
   }
 
-  // The counts of a case: those at the edges of a tile, all where it is small, and the first if there is none of these.
+  // The counts of a case: those at the edges of a tile, all if the case is small, and the first if there are no others.
   static Counts chosen(const LinearKernel& kernel, const Setup& setup, const Counts& taken) {
     Counts result;
     const int64_t products = std::min(setup.ranges.panels() * kPanelRows, setup.layout.n) * setup.layout.k;
@@ -455,8 +455,8 @@ class Trial {
     return sum;
   }
 
-  // In several calls, as threads would make them: in the order of the panels, or the other way round, so that what a call
-  // writes into another's panels stays there.
+  // In several calls, as by threads, in ascending or descending order of panels, so that writes to another call's panels are
+  // detected.
   Status run(const LinearKernel& kernel, const Setup& setup, LinearArgs args, const float* x, int number) {
     int64_t scratch_bytes = kLinearScratchBytes;
     constexpr int kThreads[] = {1, 2, 64};
@@ -472,7 +472,7 @@ class Trial {
       const Range& range = ranges.range[number % 2 == 0 ? i : ranges.count - 1 - i];
       args.panel_begin = range.begin;
       args.panel_end = range.end;
-      // NaN, or numbers.
+      // NaNs or numbers.
       std::memset(scratch, i % 2 == 0 ? 0xff : 0x5a, static_cast<size_t>(std::min<int64_t>(scratch_bytes, 1 << 20)));
       kernel.run(args);
     }
@@ -486,7 +486,7 @@ class Trial {
     char *activations, *from;
     if (Status s = activations_.take(bytes, &activations); !s.ok()) return s;
     std::memset(activations, 0xff, static_cast<size_t>(bytes));
-    // Of 16-bit types the outputs' one, so that each is tried.
+    // For 16-bit types the type of the outputs, so that each is tried.
     const DType type = (kernel.x_types & bit_of(setup.type)) != 0 ? setup.type : DType::f32;
     const int64_t k = args->layout.k, stride = k + kGap, values = args->m * stride * size_of(type);
     if (Status s = prepared_from_.take(values, &from); !s.ok()) return s;
@@ -544,7 +544,7 @@ class Trial {
     return Status::error("kernel '%s' changes its inputs: %s, %s outputs", kernel.name, describe(layout).text, name_of(type));
   }
 
-  // Among the values are those that the contract has cases for, and the inputs begin between two aligned addresses.
+  // The values include special cases of the contract, and the inputs start at an unaligned address.
   Status try_quantize(const QuantizeKernel& kernel, const Layout& layout, DType type, int number) {
     const int64_t padded = layout.blocks * kBlockInputs;
     constexpr float special[] = {1.0f, 0.0f, INFINITY, NAN, 1e-39f, 3e38f, 65504.0f, -1e-8f};

@@ -1,4 +1,4 @@
-// What a kernel library computes, before it is taken.
+// Tests the kernels of a library before it is accepted.
 #pragma once
 
 #include "../kernels/registry.h"
@@ -8,7 +8,7 @@ namespace lowbit {
 
 // Runs each kernel of a checked table, except those that this CPU lacks or LOWBIT_ISA forbids, on matrices of each kind that
 // the kernel reads, and compares what it writes with the portable kernels: equal bits for panel16, within the format's
-// tolerance otherwise. Refused are also kernels that take none of the matrices or write where they must not.
+// tolerance otherwise. Also refuses kernels that support none of the matrices or write out of bounds.
 // An error names the kernel, the shape, the element, and what was found and expected. Takes some 100 ms a kernel.
 Status try_kernels(const LoadedLibrary& library);
 

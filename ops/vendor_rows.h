@@ -1,4 +1,4 @@
-// Rows of a matrix in a vendor's format, packed or unpacked on all threads.
+// Packs or unpacks rows of a matrix in a vendor's format, on all threads.
 #pragma once
 
 #include "../kernels/library.h"
@@ -6,10 +6,10 @@
 
 namespace lowbit {
 
-// A claim of rows to pack or to unpack has about this many weights.
+// Approximate number of weights per claim of rows to pack or unpack.
 inline constexpr int64_t kPackedWeights = 1 << 18;
 
-// Calls body(begin, end) over all rows, in pieces that the format allows.
+// Calls body(begin, end) over all rows, in pieces that the format supports.
 template <class Body>
 void vendor_rows(const PackedFormat& format, const Layout& layout, const Parallel& parallel, const Body& body) {
   const int64_t unit = format.rows_at_once == 0 ? layout.n : format.rows_at_once;

@@ -1,7 +1,7 @@
-"""What `make docs` does besides: links for file names, long names in tables, and plots of the figures in the documents.
+"""Additions of `make docs`: links for file names, line breaks in long names in tables, and plots of figures in documents.
 
-The documents are also read as files, so they name each other as ``docs/NAME.md``. On the site each such name is a link, and one
-that leads nowhere is an error. Plots are made of the tables themselves: a figure stands in one place.
+The documents are also read as files, so they may name each other as ``docs/NAME.md``. On the site each such name becomes a
+link, and a broken link is an error. Plots are generated from the tables, so that each figure is stored only once.
 """
 
 import io
@@ -18,14 +18,14 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.ticker import FixedLocator, NullLocator
 
-# Pages of the site whose text lies elsewhere.
+# Pages of the site whose text is in another file.
 _ELSEWHERE = {
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changes.md",
     "SECURITY.md": "security.md",
     "examples/cpp": "cpp.md",
 }
-# A line that is only a link to a document outside of docs: the site has the document in its place.
+# A line that is only a link to a document outside docs; on the site the document replaces it.
 _WHOLE = re.compile(r"^\[[^]]+\]\(\.\./([\w/]+\.md)\)$", re.M)
 _NAME = re.compile(r"`(docs/([a-z0-9_]+(?:/[a-zA-Z0-9_]+)?\.md)|" + "|".join(map(re.escape, _ELSEWHERE)) + ")`(?!\\])")
 
@@ -44,13 +44,13 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     for at, line in enumerate(lines):
         fenced ^= line.startswith("```")
         if not fenced and not line.startswith("    "):
-            # Pages whose text lies above docs/ have links that begin there.
+            # In pages with text from outside docs/, links start at the root.
             lines[at] = _NAME.sub(link, line).replace("](docs/", f"]({up}")
     return "\n".join(lines)
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Long names in tables may break where a word of theirs begins: tables of names would be wider than any screen."""
+    """Allows line breaks inside long names in tables, which would otherwise be wider than a screen."""
 
     def name(found: re.Match) -> str:
         return re.sub(r"(?<=[a-z0-9])(?=[A-Z][a-z])|(?<=[._])(?=\w)", "<wbr>", found[0])
@@ -64,7 +64,7 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
 
 
 def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
-    # Notebooks come with a script for formulas, whose address is that of a server or empty; ours have none.
+    # Removes the notebooks' script for formulas, which has a server's address or none, because ours have no formulas.
     return re.sub(r"<!-- Load mathjax -->.*?<!-- End of mathjax configuration -->", "", output, flags=re.S)
 
 

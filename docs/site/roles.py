@@ -1,4 +1,4 @@
-"""Docstrings are written for Python's help() and for Sphinx: this makes of them what mkdocstrings reads."""
+"""Converts docstrings written for Python's help() and Sphinx to the form that mkdocstrings reads."""
 
 import ast
 import re

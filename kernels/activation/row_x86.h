@@ -1,7 +1,7 @@
-// How the x86 quantizers cut a row: 64 values at a time where segments fit in them, else a segment at a time. A quantizer
-// gives a struct with two functions:
+// How the x86 quantizers divide a row: 64 values at a time if segments fit in them, otherwise one segment at a time. A
+// quantizer provides a struct with two functions:
 //   whole<T, Inputs>(x, a, scales, sums)    64 values, in segments of `Inputs`
-//   segment<T>(x, inputs, a, scale, sum)    one segment of up to 64 values; writes no more codes than a multiple of 16
+//   segment<T>(x, inputs, a, scale, sum)    one segment of up to 64 values; may write codes up to the next multiple of 16
 #pragma once
 
 #include <immintrin.h>
@@ -14,8 +14,8 @@
 namespace lowbit {
 namespace {
 
-// The first 64 / Inputs lanes. Not a masked store: GCC 12 makes one of a masked vextracti32x4, which faults for lanes that
-// the mask leaves out.
+// Stores the first 64 / Inputs lanes. Not by a masked store, which GCC 12 turns into a masked vextracti32x4 that faults on
+// masked-out lanes.
 template <int64_t Inputs>
 LOWBIT_INLINE inline void store_segments(void* to, __m128i v) {
   if constexpr (Inputs == 16) _mm_storeu_si128(static_cast<__m128i*>(to), v);
@@ -26,7 +26,7 @@ LOWBIT_INLINE inline void store_segments(void* to, __m128i v) {
   }
 }
 
-// All whole 64 values, cut into segments of `Inputs`; returns how many values.
+// Quantizes all whole blocks of 64 values in segments of `Inputs`; returns the number of values.
 template <class Quantizer, DType T, int64_t Inputs>
 int64_t quantize_whole(const QuantizeArgs& args) {
   const char* x = static_cast<const char*>(args.x);

@@ -1,4 +1,5 @@
-// The `write` of every attention row: one new position, into the caches that attention_impl.h reads. V is that file's.
+// The `write` function of every attention kernel: stores one new position in the caches that attention_impl.h reads, with that
+// file's V.
 #pragma once
 
 #include "../ukernel.h"
@@ -8,7 +9,7 @@
 namespace lowbit {
 namespace {
 
-// `width` values, `from_step` and `to_step` elements from one to the next.
+// Copies `width` values with strides of `from_step` and `to_step` elements.
 template <class Word>
 void write_values(const void* from, int64_t from_step, char* to, int64_t to_step, int64_t width) {
   constexpr int64_t kItem = sizeof(Word);
@@ -20,11 +21,11 @@ void write_values(const void* from, int64_t from_step, char* to, int64_t to_step
   for (int64_t i = 0; i < width; ++i) std::memcpy(to + i * to_step * kItem, source + i * from_step * kItem, kItem);
 }
 
-// 4-bit codes and their scale; x is rotated in place. The scale that codes were found with is replaced by the one with the
-// least squared error for them.
+// Computes 4-bit codes and their scale; rotates x in place. The initial scale is replaced by the one with the least squared
+// error for the codes.
 template <class V>
 float quantize_rotated(float* x, int64_t width, uint8_t* codes) {
-  const float part = 1.0f / static_cast<float>(width & -width);  // exact; first, so that no sum is beyond the largest x
+  const float part = 1.0f / static_cast<float>(width & -width);  // exact; applied first, so that no sum exceeds the largest x
   for (int64_t i = 0; i < width; ++i) x[i] *= part;
   rotate<V>(x, width);
   const float scale = scale_of(x, width);
@@ -51,15 +52,15 @@ float quantize_rotated(float* x, int64_t width, uint8_t* codes) {
   return scale * (fold(products, V::add) / static_cast<float>(squares));
 }
 
-// Two codes in a byte: `apart` codes lie between them.
+// Two codes per byte, which are `apart` inputs apart.
 inline void pair_codes(const uint8_t* codes, int64_t width, int64_t apart, uint8_t* pairs) {
   for (int64_t i = 0; i < width; i += 2 * apart) {
     for (int64_t j = 0; j < apart; ++j) *pairs++ = static_cast<uint8_t>(codes[i + j] | codes[i + j + apart] << 4);
   }
 }
 
-// A position's keys or values from another type than the cache's: `at` is element 0, `scale` that of the position, and
-// `to_step` 1 for values.
+// Stores keys or values whose type differs from the cache's: `at` is element 0, `scale` the position's scale, and `to_step` is
+// 1 for values.
 template <class V>
 void convert_values(const void* from, DType dtype, int64_t from_step, CacheType cache, char* at, int64_t to_step,
                     void* scale, int64_t width) {

@@ -1,10 +1,9 @@
-// The bit layout of format v1, per width: where the bits of each code lie. This table is the definition; every
-// unpacking routine is tested against it.
+// The bit layout of format v1: the position of each code's bits, per width. This table is the definition, and every unpacking
+// routine is tested with it.
 //
 // A block holds 16 rows x 32 inputs as 8 unpacked lines of 64 bytes (line j, byte 4 r + i: the code of row r and
-// input 4 j + i), stored as b packed lines of 64 bytes. Packing is vertical: byte p of the b packed lines holds the
-// codes of byte p of the 8 unpacked lines, and nothing else. So one position can be described alone, and the same
-// holds for each of the 64 positions.
+// input 4 j + i), stored as b packed lines of 64 bytes. Packing is vertical: byte p of the b packed lines holds exactly the
+// codes of byte p of the 8 unpacked lines. So the layout of one position describes all 64 positions.
 //
 // The placement lets SIMD code take most fields with a single AND (a field at bit position p counts 2^p times, which
 // the accumulator undoes) and rebuild the scattered ones with shift-and-insert: docs/format.md draws it.
@@ -28,7 +27,7 @@ constexpr bool can_have_levels(int bits) { return bits >= 2 && bits <= 4; }
 
 namespace {
 
-// `length` bits of a code, from bit `code_bit` of the code up, lie in packed line `line` from bit `line_bit` up.
+// `length` bits of a code, starting at bit `code_bit` of the code, are in packed line `line`, starting at bit `line_bit`.
 struct BitRun {
   uint8_t line, line_bit, length, code_bit;
 };
@@ -38,7 +37,7 @@ struct CodePlacement {
   BitRun run[7];
 };
 
-// Where the code of unpacked line `j` (0-7) lies among the `bits` packed lines.
+// The position of the code of unpacked line `j` (0-7) in the `bits` packed lines.
 constexpr CodePlacement placement(int bits, int j) {
   const auto u8 = [](int value) { return static_cast<uint8_t>(value); };
   switch (bits) {
@@ -68,13 +67,13 @@ constexpr CodePlacement placement(int bits, int j) {
   }
 }
 
-// Whether all bits of a code lie beside each other.
+// Whether all bits of a code are adjacent.
 constexpr bool is_whole(const CodePlacement& where) { return where.count == 1; }
 
-// Whether it has two runs, the lower one lowest in its byte: shift-left-and-insert puts the upper one above it.
+// Whether it has two runs, the lower one at bit 0 of its byte, so that shift-left-and-insert can put the upper one above it.
 constexpr bool ends_lowest(const CodePlacement& where) { return where.count == 2 && where.run[1].line_bit == 0; }
 
-// How many bits of a code lie in its first `runs` runs, which are its topmost bits.
+// Number of bits of a code in its first `runs` runs, which are its top bits.
 constexpr int bits_of_runs(const CodePlacement& where, int runs) {
   int bits = 0;
   for (int i = 0; i < runs; ++i) bits += where.run[i].length;
@@ -85,8 +84,8 @@ constexpr int bits_of_runs(const CodePlacement& where, int runs) {
 // bits in the last line, which therefore comes first. Its own inverse.
 constexpr int line_of_step(int bits, int step) { return bits == 5 ? bits - 1 - step : step; }
 
-// The step of that order behind which kernels join run `run` of line j's codes to those before it: when all runs have been
-// read. Codes in many runs are joined one by one, because the packed lines that wait would take too many registers.
+// The step of that order after which kernels join run `run` of line j's codes to the earlier runs: when all runs have been
+// read. Codes with many runs are joined run by run, because waiting packed lines would take too many registers.
 constexpr int join_step(int bits, int j, int run) {
   const CodePlacement where = placement(bits, j);
   const int runs = where.count > 3 ? run + 1 : where.count;
@@ -99,13 +98,13 @@ constexpr int join_step(int bits, int j, int run) {
   return last;
 }
 
-// Kernels are templates on the width. by_table(b) stands for codes of b bits that a table makes levels: what such a
-// kernel multiplies are bytes level + 128, like the codes of 8 bits, and signed dot products read them as levels.
+// Kernels are templates on the width. by_table(b) stands for codes of b bits that a table maps to levels. Such a kernel
+// multiplies bytes level + 128, like 8-bit codes; signed dot products read them as levels.
 constexpr int by_table(int bits) { return 16 + bits; }
 constexpr bool is_by_table(int bits) { return bits >= 16; }
 constexpr int code_bits(int bits) { return bits % 16; }
 
-// At 8 bits the byte is stored as code - 128: signed dot products read it as it is, unsigned ones flip the top bit.
+// At 8 bits the byte is stored as code - 128: signed dot products use it directly, unsigned ones flip the top bit.
 constexpr uint8_t stored_flip(int bits) { return bits == 8 || is_by_table(bits) ? 0x80 : 0; }
 
 // A symmetric weight is scale x level(code): code - 2^(bits - 1), or +-1 at 1 bit.
@@ -124,7 +123,7 @@ LOWBIT_INLINE inline uint8_t read_code(const uint8_t* packed) {
   return static_cast<uint8_t>(code ^ stored_flip(Bits));
 }
 
-// The inverse: ORs the code into the packed bytes of one position, which start as zero.
+// The inverse: ORs the code into the packed bytes of one position, which must be zero at the start.
 template <int Bits, int J>
 LOWBIT_INLINE inline void write_code(uint8_t* packed, uint8_t code) {
   constexpr CodePlacement where = placement(Bits, J);

@@ -1,10 +1,10 @@
-// One row of a panel, with AVX2 (also for AVX-512 kernels): what an embedding reads, 32 codes of a block at a time.
+// Reads one row of a panel for embeddings, with AVX2 (also for AVX-512 kernels), 32 codes of a block at a time.
 //
 // A row has one 32-bit word (4 codes) in every packed line. They are collected in one register; lane j then takes the
 // word that holds the codes of unpacked line j, so that the 32 codes of the block come out in order. Where each lane
 // finds its bits is read off the table of bits/codec.h, one permutation per bit run (1 for most widths, 2 for 3 and 5
-// bits, 3 for 6, 7 for 7). Not a gather per run: that loads eight words each time, and is slow on many CPUs (measured
-// with an AMD EPYC: 1.2 to 2.9 times the time for a row).
+// bits, 3 for 6, 7 for 7). A gather per run would load eight words each time, and is slow on many CPUs (on an AMD EPYC a row
+// took 1.2 to 2.9 times as long).
 #pragma once
 
 #include <immintrin.h>
@@ -46,8 +46,8 @@ LOWBIT_INLINE inline __m256i load8(const uint32_t* values) {
   return _mm256_load_si256(reinterpret_cast<const __m256i*>(values));
 }
 
-// The words of packed lines First to First + 3; zeros beyond `Bits`. By inserts, because GCC builds an array of eight
-// words on the stack in small pieces, and reading it back as one waits for all of them to arrive.
+// The words of packed lines First to First + 3; zeros beyond `Bits`. Uses inserts, because GCC would build an array of eight
+// words on the stack by small stores, and the wide load would stall until all are done.
 template <int Bits, int First>
 LOWBIT_INLINE inline __m128i four_words(const uint8_t* at) {
   const auto word = [at](int line) LOWBIT_INLINE {
@@ -78,9 +78,8 @@ LOWBIT_INLINE inline __m256i read_block(const uint8_t* block, int64_t r) {
   return _mm256_xor_si256(codes, _mm256_set1_epi8(static_cast<char>(stored_flip(Bits))));
 }
 
-// Calls half(first, codes, scale, min) for each 16 inputs of the row that an embedding wants, from input `first` on:
-// they lie in one group. `codes` are 16 bytes, with a table levels + 128; scale and min are those of the group, row scale
-// included.
+// Calls half(first, codes, scale, min) for each 16 inputs of the row, which start at input `first` and are in one group.
+// `codes` are 16 bytes (levels + 128 with a table); scale and min are those of the group, including the row scale.
 template <int Bits, bool Affine, class Half>
 LOWBIT_INLINE inline void for_each_half(const EmbeddingArgs& args, Half half) {
   const Layout& layout = args.layout;
@@ -108,7 +107,7 @@ LOWBIT_INLINE inline void for_each_half(const EmbeddingArgs& args, Half half) {
   };
 
   for (int64_t b = 0; b < layout.blocks; ++b) {
-    // As layout.block_offset(b), without its division.
+    // Like layout.block_offset(b), without the division.
     const int64_t ended = group_end <= b * kBlockInputs ? group : group - 1;
     const uint8_t* block = panel + b * layout.block_bytes + ended * layout.group_bytes;
     __m256i codes = read_block<code_bits(Bits)>(block, r);

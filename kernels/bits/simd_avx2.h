@@ -1,4 +1,4 @@
-// What the AVX2 kernels share: the 16-bit float conversions of numeric.h, 16 values (two registers) at a time. AVX2 has
+// Shared by the AVX2 kernels: the 16-bit float conversions of numeric.h, for 16 values (two registers) at a time. AVX2 has
 // no masks for bytes and words, so fewer than 16 go through a buffer.
 #pragma once
 
@@ -30,7 +30,7 @@ LOWBIT_INLINE inline Float16 load16(const void* at) {
   }
 }
 
-// The first `count` values of 16, zeros behind them.
+// Loads the first `count` of 16 values, followed by zeros.
 template <DType T>
 LOWBIT_INLINE inline Float16 load_first(const void* at, int64_t count) {
   if (count >= 16) return load16<T>(at);

@@ -1,4 +1,4 @@
-// What the AVX-512 kernels share: the 16-bit float conversions of numeric.h, 16 values at a time.
+// Shared by the AVX-512 kernels: the 16-bit float conversions of numeric.h, for 16 values at a time.
 #pragma once
 
 #include <immintrin.h>

@@ -1,10 +1,10 @@
 // Unpacking a line with AVX2: the 32 codes of half a line of 64 bytes, at bit 0, from the packed lines (codec.h).
 //
-// Nothing is written out by hand: each bit run of the placement table is a shift and an AND, and the runs of a
-// scattered code are joined by OR. Codes go down to bit 0, because vpmaddubsw saturates for higher fields, and because
-// small products leave room for more of them in 16 bits. Lines are unpacked one at a time and used at once: eight of
-// them, two registers each, would fill the register file. Packed lines are read again for each of their fields, as
-// memory operands of the ANDs where no shift is needed. Instructions per 512 weights beside the loads:
+// The code is derived from the placement table: each bit run takes a shift and an AND, and the runs of a scattered code are
+// joined by OR. Codes move down to bit 0, because vpmaddubsw saturates for higher fields, and because more small products fit
+// in 16 bits. Each line is used right after it is unpacked, because eight lines of two registers each would fill the register
+// file. Packed lines are read again for each of their fields, as memory operands of the ANDs if no shift is needed.
+// Instructions per 512 weights, without the loads:
 //   bits   1    2    3    4    5    6    7    8
 //         30   28   38   24   46   44   54   16
 #pragma once
@@ -22,7 +22,7 @@ LOWBIT_INLINE inline __m256i load32(const void* at) {
   return _mm256_loadu_si256(static_cast<const __m256i*>(at));
 }
 
-// Moves bits between positions of a byte; what crosses in from the neighboring byte is masked away by the caller.
+// Moves bits within bytes; the caller must mask away bits from the neighboring byte.
 template <int Count>
 LOWBIT_INLINE inline __m256i shift_right(__m256i v) {
   if constexpr (Count > 0) return _mm256_srli_epi16(v, Count);
@@ -30,7 +30,7 @@ LOWBIT_INLINE inline __m256i shift_right(__m256i v) {
   return v;
 }
 
-// The codes of unpacked line J, or twice the codes, from their bit run `Run` on. `packed`: byte 0 or 32 of the packed lines.
+// The codes of unpacked line J, or twice the codes, from bit run `Run` on. `packed` points to byte 0 or 32 of the packed lines.
 template <int Bits, int J, bool Doubled = false, int Run = 0>
 LOWBIT_INLINE inline __m256i unpack_line(const uint8_t* packed) {
   constexpr CodePlacement where = placement(Bits, J);
@@ -43,7 +43,7 @@ LOWBIT_INLINE inline __m256i unpack_line(const uint8_t* packed) {
   return v;
 }
 
-// A table of levels, as bytes level + 128; vpshufb looks a register of codes up. Nothing for other weights.
+// A table of levels as bytes level + 128, in which vpshufb looks up a register of codes. Empty for other weights.
 template <int Bits>
 struct Levels {
   LOWBIT_INLINE void load(const int8_t*) {}
@@ -60,8 +60,8 @@ struct Levels<Bits> {
   }
 };
 
-// What is multiplied: the codes, or the levels + 128, of unpacked line J. A symmetric weight of 1 bit is 2 * code - 1: its
-// codes come doubled.
+// The multiplied bytes of unpacked line J: the codes, or the levels + 128. A symmetric weight of 1 bit is 2 * code - 1, so its
+// codes are doubled.
 template <int Bits, bool Affine, int J>
 LOWBIT_INLINE inline __m256i read_line(const uint8_t* packed, const Levels<Bits>& levels) {
   const __m256i codes = unpack_line<code_bits(Bits), J, !Affine && level_factor(Bits) == 2>(packed);

@@ -1,9 +1,9 @@
 // Unpacking a block with AVX-512: 8 lines of 64 unsigned bytes from the `Bits` packed lines (codec.h).
 //
-// A field is taken where it lies: the byte of unpacked line j is its code times 2^shift[j]. vpdpbusd takes unsigned bytes,
-// so any position does, and the kernel divides each sum by 2^shift once per group. AND runs on every vector port, shifts do
-// not. Scattered codes are merged with vpternlog. All of it follows from the placement table: no width has code of its own.
-// Instructions per 512 weights beside the loads:
+// A field stays at its bit position: the byte of unpacked line j is its code times 2^shift[j]. vpdpbusd takes unsigned bytes,
+// so any position works, and the kernel divides each sum by 2^shift once per group. AND runs on every vector port, shifts do
+// not. Scattered codes are merged with vpternlog. The placement table determines everything; no width has special code.
+// Instructions per 512 weights, without the loads:
 //   bits   1    2    3    4    5    6    7    8
 //          9    8   12    8   16   16   20    8
 #pragma once
@@ -26,7 +26,7 @@ LOWBIT_INLINE inline __m512i pick(int mask, __m512i a, __m512i b) {
   return _mm512_ternarylogic_epi64(byte_mask(mask), a, b, 0xca);
 }
 
-// Moves bits between positions of a byte; what crosses in from the neighboring byte is masked away by the caller.
+// Moves bits within bytes; the caller must mask away bits from the neighboring byte.
 template <int Count>
 LOWBIT_INLINE inline __m512i shift_right(__m512i v) {
   if constexpr (Count > 0) return _mm512_srli_epi16(v, Count);
@@ -34,8 +34,8 @@ LOWBIT_INLINE inline __m512i shift_right(__m512i v) {
   return v;
 }
 
-// How far up the codes of line j lie in its bytes: their first run stays where it is. At 1 bit the upper four lines come down
-// by four bits, or each line would have a shift of its own, and so a sum of its own.
+// Bit position of line j's codes in its bytes: the first run does not move. At 1 bit the upper four lines move down by four
+// bits; otherwise each line would need its own shift, and so its own sum.
 constexpr int field_shift(int bits, int j) {
   const BitRun run = placement(bits, j).run[0];
   const int shift = run.line_bit - run.code_bit;

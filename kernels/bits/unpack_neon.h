@@ -1,17 +1,16 @@
-// What the NEON kernels share: unpacking a quarter of a block, and storing float32 results in any output type. Armv8-A
-// baseline instructions only, so that every Arm kernel can include it.
+// Shared by the NEON kernels: unpacking a quarter of a block, and storing float32 results in any output type. Uses only Armv8-A
+// baseline instructions, so that every Arm kernel can include it.
 //
 // A quarter is 4 rows: 16 bytes of each of the `Bits` packed lines (codec.h), unpacked to 16 bytes of each of the 8
-// lines. Line j comes out as code times 2^shift[j]: a field is taken where it lies, with one AND, and the kernel
-// divides its sum by 2^shift once per group. The dot products read signed bytes, so such a field must stay below 128;
-// the topmost field of a byte takes a shift instead, which needs no mask. Scattered codes are joined under the top
-// field by shift-and-insert (sri). At 1 bit the bytes are 0 or -1, which is what cmtst leaves.
-// Instructions per quarter (128 weights) beside the loads:
+// lines. Line j is code times 2^shift[j]: a field stays at its bit position and takes one AND, and the kernel divides its sum
+// by 2^shift once per group. The dot products read signed bytes, so such a field must stay below 128; the topmost field of a
+// byte takes a shift instead, which needs no mask. Scattered codes are joined under the top field by shift-and-insert (sri). At
+// 1 bit the bytes are 0 or -1, which is what cmtst leaves. Instructions per quarter (128 weights), without the loads:
 //   bits   1    2    3    4    5    6    7    8
 //          8    8   11    8   14   12   14    0
-// With a table of levels lines are levels, signed bytes: one tbl for each, from codes that are shifted down. 12, 21 and
-// 16 instructions at 2, 3 and 4 bits, because an index may have bits that do not count, where the table repeats itself.
-// (Not by tbl of two registers, which would save an AND three times: GCC 12 copies the pair each time.)
+// With a table, lines are levels, as signed bytes: one tbl per line, from codes that are shifted down. This takes 12, 21 and 16
+// instructions at 2, 3 and 4 bits, because the table repeats itself so that an index may have extra bits. (Not by tbl of two
+// registers, which would save an AND three times: GCC 12 copies the pair each time.)
 #pragma once
 
 #include <arm_neon.h>
@@ -24,8 +23,8 @@
 namespace lowbit {
 namespace {
 
-// An index that is a constant in every function it is passed to. An array of registers indexed by nothing else does not
-// become memory.
+// An index that is a constant in every function that receives it. An array of registers that is only indexed by such constants
+// stays in registers.
 template <int I>
 struct Index {
   constexpr operator int() const { return I; }
@@ -50,7 +49,7 @@ LOWBIT_INLINE inline Pair and_mask(const Pair& v, int mask) {
 
 LOWBIT_INLINE inline Pair test(const Pair& v, int mask) {
   uint8x16_t masks = vdupq_n_u8(static_cast<uint8_t>(mask));
-  if (mask == 1) __asm__("" : "+w"(masks));  // hidden from Clang, which would take an AND and a negation
+  if (mask == 1) __asm__("" : "+w"(masks));  // hidden from Clang, which would use an AND and a negation
   return {vtstq_u8(v.q0, masks), vtstq_u8(v.q1, masks)};
 }
 
@@ -77,15 +76,15 @@ LOWBIT_INLINE inline Pair insert_above(const Pair& lower, const Pair& upper) {
   return {vsliq_n_u8(lower.q0, upper.q0, Count), vsliq_n_u8(lower.q1, upper.q1, Count)};
 }
 
-// How far up the codes of line j lie in its bytes.
+// Bit position of line j's codes in its bytes.
 constexpr int field_shift(int bits, int j) {
   const CodePlacement where = placement(bits, j);
   const BitRun run = where.run[0];
   return bits == 1 || !is_whole(where) || run.line_bit + run.length == 8 ? 0 : run.line_bit;
 }
 
-// Joins run `Run` of line J's codes to those before it, which come from the top of a byte down. A tree would have less
-// latency, but keep more lines waiting in registers.
+// Joins run `Run` of line J's codes to the earlier runs, from the top of a byte down. A tree would have less latency, but keep
+// more lines in registers.
 template <int Bits, int J, int Run>
 LOWBIT_INLINE inline Pair join_run(const Pair& codes, const Pair& packed) {
   constexpr CodePlacement where = placement(Bits, J);
@@ -107,8 +106,8 @@ LOWBIT_INLINE inline Pair finish_line(const Pair& codes) {
   else return and_mask(codes, ((1 << Bits) - 1) << first.line_bit);
 }
 
-// lines() asks for every packed line once, by block.load(i), and hands over each unpacked line j as soon as it can, by
-// block.use(Index<j>, line), so that few registers are busy at any time.
+// lines() loads every packed line once, by block.load(i), and passes each unpacked line j on as soon as possible, by
+// block.use(Index<j>, line), so that few registers are in use at any time.
 template <int Bits>
 struct Unpack {
   static constexpr int shift[8] = {field_shift(Bits, 0), field_shift(Bits, 1), field_shift(Bits, 2), field_shift(Bits, 3),
@@ -132,8 +131,7 @@ struct Unpack {
   }
 };
 
-// The registers that tbl reads for a call: a table of levels, in the orders that the width needs. Nothing for other
-// weights.
+// The registers for tbl: a table of levels, in the orders that the width needs. Empty for other weights.
 template <int Bits>
 struct Tables {
   LOWBIT_INLINE explicit Tables(const int8_t*) {}
@@ -157,7 +155,7 @@ struct Tables<by_table(2)> : TableRegisters<2> {
                         levels_of(levels, {0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3})}} {}
 };
 
-// The code in the three lower bits; and two upper bits, one that does not count, the lowest bit.
+// Indices with the code in the lower three bits; and indices with two upper bits, an ignored bit, and the lowest bit.
 template <>
 struct Tables<by_table(3)> : TableRegisters<2> {
   LOWBIT_INLINE explicit Tables(const int8_t* levels)
@@ -227,7 +225,7 @@ struct Unpack<by_table(4)> {
 LOWBIT_INLINE inline float32x4_t f32_from_f16x4(uint16x4_t h) { return vcvt_f32_f16(vreinterpret_f16_u16(h)); }
 
 LOWBIT_INLINE inline uint16x4_t bf16_from_f32x4(float32x4_t value) {
-  // Not bfcvtn: it is no baseline instruction.
+  // Not bfcvtn, which is not a baseline instruction.
   const uint32x4_t bits = vreinterpretq_u32_f32(value);
   const uint32x4_t odd = vandq_u32(vshrq_n_u32(bits, 16), vdupq_n_u32(1));
   const uint32x4_t rounded = vaddq_u32(vaddq_u32(bits, vdupq_n_u32(0x7fff)), odd);
@@ -250,7 +248,7 @@ LOWBIT_INLINE inline void store16(void* at, const float32x4_t (&value)[4]) {
   });
 }
 
-// The first `count` of 16 values, from element `index` of `base` on; nothing is written behind them.
+// Stores the first `count` of 16 values from element `index` of `base` on, and writes nothing after them.
 template <DType T>
 LOWBIT_INLINE inline void store_first(void* base, int64_t index, const float32x4_t (&value)[4], int64_t count) {
   char* at = static_cast<char*>(base) + size_of(T) * index;

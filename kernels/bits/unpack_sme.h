@@ -1,10 +1,10 @@
 // Unpacking a block with the streaming instructions of SME2, at vectors of 512 bits: a line is one vector.
 //
-// A field is moved down to the lowest bits, so that all lines count alike in one sum: products go to tiles of 16 x 16
-// sums, which are too few for one of each shift. Scattered codes are joined by shift-and-insert (sri, sli). At 1 bit
-// lines are twice the codes where that is wanted: such a sum less that of the activations is a symmetric group's.
-// Instructions per 512 weights beside the loads, and 8 more with a table of levels; at 4 bits 5 where codes may stay in
-// the upper halves of their bytes (gemm_sme2.h):
+// A field moves down to the lowest bits, so that all lines can share one sum: products go to tiles of 16 x 16 sums, and there
+// are too few tiles for one per shift. Scattered codes are joined by shift-and-insert (sri, sli). At 1 bit, lines are twice the
+// codes if requested: such a sum minus the sum of the activations is the result of a symmetric group. Instructions per 512
+// weights, without the loads, and 8 more with a table of levels; at 4 bits 5 if codes may stay in the upper halves of their
+// bytes (gemm_sme2.h):
 //   bits   1    2    3    4    5    6    7    8
 //         14   12   14    8   15   12   14    0
 #pragma once
@@ -18,7 +18,7 @@
 namespace lowbit {
 namespace {
 
-// Four packed lines of a block from line First on, or as many as there are. (Types of such vectors can be no members.)
+// Four packed lines of a block from line First on, or the remaining ones. (Vector types cannot be members.)
 template <int Bits, int First>
 LOWBIT_INLINE inline svuint8x4_t load_lines(const uint8_t* block) __arm_streaming {
   constexpr int kCount = Bits - First;
@@ -45,7 +45,7 @@ LOWBIT_INLINE inline svuint8_t packed_line(svuint8x4_t low, svuint8x4_t high) __
   }
 }
 
-// The mask is hidden from the compiler: AND with a constant changes its operand, which would be copied first.
+// Hides the mask from the compiler, because AND with a constant overwrites its operand, which would be copied first.
 LOWBIT_INLINE inline svuint8_t and_mask(svuint8_t v, uint8_t mask) __arm_streaming {
   svuint8_t masks = svdup_n_u8(mask);
   __asm__("" : "+w"(masks));
@@ -64,7 +64,7 @@ LOWBIT_INLINE inline svuint8_t shift_left(svuint8_t v) __arm_streaming {
   else return svlsl_n_u8_x(svptrue_b8(), v, Count);
 }
 
-// Four vectors by one instruction. The shift is signed, but unsigned in Clang 19's headers.
+// Shifts four vectors by one instruction. The shift is signed, but unsigned in Clang 19's headers.
 template <int Count, class Signed = svint8_t, class Unsigned = svuint8_t>
 LOWBIT_INLINE inline svuint8x4_t shift_left_all(svuint8x4_t v) __arm_streaming {
   if constexpr (requires(Signed count) { svrshl_single_u8_x4(v, count); }) {
@@ -128,7 +128,7 @@ LOWBIT_INLINE inline svuint8x4_t and_mask(svuint8x4_t v, uint8_t mask) __arm_str
 }
 #undef LOWBIT_OF_FOUR
 
-// Joins run `Run` of line J's codes to those before it, which come from the top of a byte down: of a vector or of four.
+// Joins run `Run` of line J's codes to the earlier runs, from the top of a byte down, in one vector or four.
 template <int Bits, int J, int Run, class Vector>
 LOWBIT_INLINE inline Vector join_run(Vector codes, Vector packed) __arm_streaming {
   constexpr CodePlacement where = placement(Bits, J);
@@ -138,7 +138,7 @@ LOWBIT_INLINE inline Vector join_run(Vector codes, Vector packed) __arm_streamin
   else return insert_below<bits_of_runs(where, Run)>(codes, shift_left<8 - run.line_bit - run.length>(packed));
 }
 
-// Line J, of all runs of its codes: unsigned; at 8 bits signed, less 128. `Double`: twice the codes, of 1 bit.
+// Line J from all runs of its codes, unsigned; at 8 bits signed, minus 128. `Double`: twice the codes, at 1 bit.
 template <int Bits, int J, bool Double = false, class Vector>
 LOWBIT_INLINE inline Vector finish_line(Vector codes) __arm_streaming {
   constexpr CodePlacement where = placement(Bits, J);

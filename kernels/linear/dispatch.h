@@ -9,7 +9,7 @@
 namespace lowbit {
 namespace {
 
-// Calls run(bits, affine, halves): with_mapping()'s constants, and whether the group size is no multiple of 32.
+// Calls run(bits, affine, halves) with with_mapping()'s constants, and whether the group size is not a multiple of 32.
 template <int Bits, class Run>
 LOWBIT_INLINE inline void dispatch(const Layout& layout, Run run) {
   const auto with_halves = [&](auto bits, auto affine) LOWBIT_INLINE {

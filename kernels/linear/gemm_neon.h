@@ -1,6 +1,6 @@
-// Many rows of m on Arm: what the dot-product and the i8mm kernel share. A `Tile` (tile_neondot.h, i8mm.cpp) has the
-// instructions that multiply, and the order of rows that they need; gemm_tiles_neon.h has the loops around them,
-// gemm_operands_neon.h makes what they read, and this header has what calls them.
+// Many rows of m on Arm, shared by the dot-product and the i8mm kernel. A `Tile` (tile_neondot.h, i8mm.cpp) has the multiply
+// instructions and their order of rows; gemm_tiles_neon.h has the loops around them, gemm_operands_neon.h prepares their
+// operands, and this header calls them.
 //
 //   up to 64 rows of m x up to 8 panels, their float sums in the operator's scratch:
 //     for each piece of k, at most 512 inputs (whole groups, or whole segments of a long one), from any half block on:
@@ -12,14 +12,13 @@
 //
 // The unpacked bytes are the codes (8 bits: minus 128, as stored; 1 bit, symmetric, and with a table: the level).
 // A segment's integer part is the sum of a * byte + factor * A: sums start at the second term, plus the bits of c
-// (ukernel.h). For many rows a byte is cheaper than fields in place: resolving costs an instruction once, joining sums one
-// for each row.
+// (ukernel.h). For many rows bytes are cheaper than fields in place: unpacking a byte costs one instruction once, joining sums
+// costs one per row.
 //
-// Everything a tile reads lies in the order in which it is read, and ld1 takes 64 bytes and moves the pointer on.
-// Starts are stored for every lane: four of them are one load then instead of four dup, which would take pipes of
-// the products. The float sums stay in the order of a tile's registers until the heads.
-// Instructions per 128 weights and row (a unit) of a tile of 8 rows, symmetric, GCC 12, from the disassembly, which has
-// no spills; docs/arm_cost.md has what comes out:
+// All operands of a tile are stored in reading order, and ld1 loads 64 bytes and advances the pointer. Start values are stored
+// for every lane: four of them take one load instead of four dup, which would use the multiplication pipes. The float sums stay
+// in the order of a tile's registers until the heads. Instructions per 128 weights and row (a unit) of a tile of 8 rows,
+// symmetric, GCC 12, from the disassembly, which has no spills; docs/arm_cost.md has the totals:
 //   the products (8 sdot or 4 smmla), 6/8 loads of weights and activations
 //   per segment           2/8 loads of starts, 1/8 of t, 1 fma; the first of a group 2/8 loads of -c * t, others 1 (subtract)
 //   per group             1 fma, 1/8 load of scales, 1/8 loop; of several segments 6/8 for the float sums in memory
@@ -30,13 +29,13 @@
 //                                                                                 st2); groups of 32: 0.6 more (scales)
 //     of which a block of 4 units has 2 ldp per bit, 4 times 16, 12, 14, 8, 14, 12, 14, 0 to make bytes, 16 st2
 //   groups of 16          a group is half a block. What is per group counts twice, products and loads as above.
-// What does not pay: tiles of 12 rows would save 0.2, but most m are no multiple of 12. Bytes of 1 bit by tables (tbl)
-// would save 6 of the 22 instructions, at half the rate: the model says up to 20 % more cycles. The float operations
-// cannot go: their order is the contract.
+// Rejected alternatives: tiles of 12 rows would save 0.2, but most m are not multiples of 12. Unpacking 1 bit by tables (tbl)
+// would save 6 of the 22 instructions, but at half the rate: up to 20 % more cycles in the model. The contract requires the
+// float operations and their order.
 //
-// Of the scratch a tile, a panel and a piece use 18 KB at a time (groups of 16: 24), which stay in a
-// first-level cache: weights 8, activations 4, the stream (gemm_tiles_neon.h) 2 to 5, scales 1 to 2. A group
-// that is longer than a piece keeps its products there.
+// A tile, a panel and a piece use 18 KB of the scratch memory at a time (groups of 16: 24), which stay in a first-level cache:
+// weights 8, activations 4, the stream (gemm_tiles_neon.h) 2 to 5, scales 1 to 2. A group that is longer than a piece also
+// keeps its products in the scratch memory.
 #pragma once
 
 #include "dispatch.h"
@@ -45,11 +44,11 @@
 namespace lowbit {
 namespace {
 
-// What depends on the width.
+// The width-dependent parts.
 struct Width {
   // For Step::block and Step::half.
   void (*unpack[2])(const uint8_t* block, const TileArgs& piece, Scratch& scratch, const int8_t* levels);
-  int32_t factor;  // of A in I
+  int32_t factor;  // factor of A in I
 };
 
 LOWBIT_INLINE inline void load_bias(const LinearArgs& args, int64_t panel, Heads& heads) {
@@ -98,14 +97,15 @@ struct Gemm {
 
   // Adjacent tiles of the same number of rows.
   struct Band {
-    int64_t first, at;  // its first row, and that row's place in registers of activations
+    int64_t first, at;  // its first row, and that row's position in the registers of activations
     int64_t tile;       // its first tile
     int64_t tiles, height;
     void (*run)(const TileArgs&);
     TileArgs piece;
   };
 
-  // Cuts rows into tiles: of 8, but a last one of 1 or 2 rows is two of 4 or 5, together with the 8 before it.
+  // Divides rows into tiles of 8. A last tile of 1 or 2 rows is joined with the previous 8 rows and split into two tiles of 4
+  // or 5.
   static int cut(int64_t rows, Band (&bands)[3]) {
     int64_t full = padded(rows) / kTileRows, rest = padded(rows) % kTileRows;
     if (full > 0 && (rest == 1 || rest == 2)) {
@@ -128,7 +128,7 @@ struct Gemm {
     return count;
   }
 
-  // How much of the stream a band's tiles read for a group.
+  // Bytes of the stream that a band's tiles read per group.
   int64_t group_bytes(const Band& band, const TileArgs& piece) const {
     return band.tiles * piece.template group_bytes<Tile, Affine>(static_cast<int>(band.height), step);
   }
@@ -181,11 +181,11 @@ struct Gemm {
       piece.ends = group_rest <= most;
       piece.group_steps = piece.ends ? group_rest : most / segment_steps(step) * segment_steps(step);
       piece.groups = 1;
-      if (group_rest == group_steps && piece.ends) {  // as many whole groups as fit
+      if (group_rest == group_steps && piece.ends) {  // the largest number of whole groups that fit
         int64_t bytes = 0;
         for (int b = 0; b < count; ++b) bytes += group_bytes(bands[b], piece);
         piece.groups = (remaining < most ? remaining : most) / group_steps;
-        if (piece.groups * bytes > kStreamBytes) piece.groups = kStreamBytes / bytes / 2 * 2;  // no half of a block left
+        if (piece.groups * bytes > kStreamBytes) piece.groups = kStreamBytes / bytes / 2 * 2;  // without a half block
       }
       piece.blocks = piece.groups * piece.group_steps;
       if (halves) piece.blocks = (piece.odd + piece.blocks + 1) / 2;
@@ -223,7 +223,7 @@ struct Gemm {
   template <DType T, class Columns>
   LOWBIT_INLINE void finish(const float* acc, int64_t panel, int64_t row, int64_t rows, const Band* band,
                             Columns columns) const {
-    const LinearArgs call = args;  // stores to the output cannot change a copy, so it is not read again for every row
+    const LinearArgs call = args;  // a copy, which stores to the output cannot alias, so it is not reloaded for every row
     Heads heads = load_heads(call, panel);
     for (const int64_t end = row + rows; row < end; ++band) {
       for (int64_t tile = 0; tile < band->tiles; ++tile, acc += kTileFloats) {
@@ -233,7 +233,7 @@ struct Gemm {
           Tile::rows(sums, y);
           unroll<Tile::kRowStep>([&](auto next) LOWBIT_INLINE {
             if (next != 0 && row + next == tile_end) return;  // a copy of the last row
-            load_bias(call, panel, heads);  // an fma overwrites it, and copies are more instructions
+            load_bias(call, panel, heads);  // loaded again, because an fma overwrites it and copies would be more instructions
             store_outputs<T>(call, panel, row + next, heads, y[next], columns);
           });
         }
@@ -243,10 +243,10 @@ struct Gemm {
   }
 
   void run() {
-    // Chunks of about as many whole tiles: none of a row or two that pays for all of the unpacking.
+    // Chunks of nearly equal numbers of whole tiles, so that no chunk of a few rows pays for the whole unpacking.
     const int64_t tiles = (args.m + kTileRows - 1) / kTileRows;
     const int64_t chunks = (args.m + kChunkRows - 1) / kChunkRows;
-    // Groups that are longer than a piece keep their products in the other half of the float sums.
+    // Groups longer than a piece keep their products in the other half of the float sums.
     const bool keeps_products = args.layout.groups > 1 && args.layout.group_inputs() > kPieceBlocks * kBlockInputs;
     const int64_t most = keeps_products ? kChunkPanels / 2 : kChunkPanels;
     for (int64_t panel = args.panel_begin; panel < args.panel_end; panel += most) {
@@ -269,7 +269,7 @@ template <class Tile, int Bits>
 void run_gemm(const LinearArgs& args) {
   dispatch<Bits>(args.layout, [&](auto bits, auto affine, auto) {
     constexpr int kWidth = bits;
-    constexpr bool kHasLevels = kWidth == 1 || is_by_table(kWidth);  // the bytes are levels
+    constexpr bool kHasLevels = kWidth == 1 || is_by_table(kWidth);  // whether the bytes are levels
     constexpr int32_t kFactor = kHasLevels ? 0 : stored_flip(kWidth) - (affine ? 0 : level_offset(kWidth));
     run_gemm<Tile, affine()>(args, Width{{unpack<Tile, Step::block, kWidth, affine()>,
                                           unpack<Tile, Step::half, kWidth, affine()>}, kFactor});

@@ -9,7 +9,7 @@ namespace {
 
 constexpr int kChunkRows = 64;
 constexpr int kChunkPanels = 8;
-constexpr int64_t kStreamBytes = 36 << 10;  // of all tiles, for a piece
+constexpr int64_t kStreamBytes = 36 << 10;  // for all tiles of a piece
 
 struct Scratch {
   alignas(64) uint8_t weights[2 * kHalvesBytes];
@@ -49,8 +49,8 @@ struct BytePairs {
   }
 };
 
-// Copies the activations of a tile, and fills TileArgs::stream. `first`, `last`: the tile's rows; copies of the last one fill
-// it up, and their results are not used. `block`, `segment`, `group`: where the piece begins in each row.
+// Copies the activations of a tile, and fills TileArgs::stream. `first` and `last` are the tile's rows; the tile is padded with
+// copies of the last row, whose results are not used. `block`, `segment` and `group` are the start of the piece in each row.
 template <class Tile, int Rows, bool Affine>
 [[gnu::noinline]] void copy_tile(const LinearArgs& args, const TileArgs& tile, Step step, int64_t first, int64_t last,
                                  int64_t block, int64_t segment, int64_t group, int32_t factor, uint8_t* to,
@@ -69,7 +69,7 @@ template <class Tile, int Rows, bool Affine>
   for (int64_t blocks = tile.blocks; blocks != 0; --blocks, to += registers_of(Rows) * kBlockInputs) {
     Tile::template copy_block<Rows>(to, from);
   }
-  // A value of each row in all lanes, and pairs of rows as Tile wants them.
+  // A value of each row in all lanes, or pairs of rows, depending on Tile.
   const auto next_values = [](const uint8_t* (&at)[Rows], auto (&values)[Rows]) LOWBIT_INLINE {
     using Vector = std::remove_reference_t<decltype(values[0])>;
     unroll<Rows>([&](auto i) LOWBIT_INLINE { values[i] = next_dup<Vector>(at[i]); });

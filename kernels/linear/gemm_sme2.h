@@ -16,8 +16,8 @@ LOWBIT_INLINE inline void multiply(svint8_t a, svuint8_t line) LOWBIT_STREAMING 
   else svsumopa_za32_s8_m(Tile, all, all, a, line);
 }
 
-// Lines J to End - 1 of a block of panel `Panel`. a0, a1: activations of 16 rows, and of 16 others if there are two
-// tiles of them.
+// Lines J to End - 1 of a block of panel `Panel`. a0, a1: activations of 16 rows, and of 16 more if there are two tiles of
+// rows.
 template <int Bits, bool Affine, int Tiles, int Panel, int J, int End>
 LOWBIT_INLINE inline void add_lines(svuint8x4_t low, svuint8x4_t high, svuint8_t table, svint8x4_t a0,
                                     svint8x4_t a1) LOWBIT_STREAMING {
@@ -48,7 +48,7 @@ LOWBIT_INLINE inline void add_panel(const uint8_t* at, svuint8_t table, svint8x4
   }
 }
 
-// A block, or a half of it, of every panel: the second one is `stride` bytes behind the first. `a`: of the block.
+// A block, or half of it, of every panel; the second panel is `stride` bytes after the first. `a`: the block's activations.
 template <int Bits, bool Affine, int Tiles, int Panels, Halves Wanted>
 LOWBIT_INLINE inline void add_block(const uint8_t* at, int64_t stride, svuint8_t table, const int8_t* a) LOWBIT_STREAMING {
   const svcount_t all = svptrue_c8();
@@ -73,7 +73,7 @@ using SecondHalf = std::integral_constant<Halves, kSecondHalf>;
 using Tile0 = std::integral_constant<int, 0>;
 using Tile1 = std::integral_constant<int, 1>;
 
-// Where a piece is read. `at`: in the first panel; the second one is `stride` bytes behind it.
+// Read position in a piece. `at` is in the first panel; the second panel is `stride` bytes after it.
 struct Place {
   int64_t stride;
   const uint8_t* at;
@@ -81,8 +81,8 @@ struct Place {
   const float *segment, *sums;
 };
 
-// Lanes that make 16-bit scales those of outputs in swapped order, one in the lower half of each word. Hidden, because
-// Clang would work them out for each group.
+// Lanes that move 16-bit scales to the swapped order of outputs, one in the lower half of each word. Hidden from Clang, which
+// would recompute them for each group.
 template <int First>
 LOWBIT_INLINE inline svuint16_t scale_lanes() __arm_streaming {
   svuint32_t lanes = svorr_n_u32_x(svptrue_b32(), swapped_lanes(), 0xffff0000u | First);
@@ -99,9 +99,8 @@ LOWBIT_INLINE inline svuint16_t load_group(const uint8_t* at) __arm_streaming {
   return svld1_u16(Affine ? svptrue_b16() : svptrue_pat_b16(SV_VL16), reinterpret_cast<const uint16_t*>(at));
 }
 
-// The c of the contract. In groups of one segment sums that are 16 times as large begin at the bits of a c a sixteenth
-// as large, so that they count sixteenths; longer groups have scales a sixteenth as large, because later segments are
-// converted.
+// The c of the contract. In groups of one segment, sums that are 16 times as large start at the bits of c / 16, so that they
+// count sixteenths. Longer groups have scales divided by 16, because later segments are converted.
 template <int Bits, Segments Of>
 constexpr int start_exponent() {
   return kInPlace<Bits> && Of == Segments::one ? 19 : 23;
@@ -116,8 +115,8 @@ LOWBIT_INLINE inline svint16_t load_start(const float* segment, int64_t vector) 
   return svreinterpret_s16_f32(svld1_vnum_f32(svptrue_b32(), segment, vector));
 }
 
-// Integer sums begin: at the bits of -c in a group's first segment, else at 0, and what products lack.
-// One product of two pairs of int16 is both, because no A is larger than 64 * 127.
+// Starts integer sums: at the bits of -c in a group's first segment, otherwise at 0, plus the part that products lack.
+// One product of two pairs of int16 computes both, because A is at most 64 * 127.
 template <int Bits, bool Affine, Segments Of, int Tiles, int Panels, bool First>
 LOWBIT_INLINE inline void begin_segment(const Place& place) LOWBIT_STREAMING {
   svzero_mask_za(Tiles * Panels == 2 ? 0x33 : 0x11);  // bits t and t + 4: tile t
@@ -136,8 +135,8 @@ LOWBIT_INLINE inline void begin_segment(const Place& place) LOWBIT_STREAMING {
   }
 }
 
-// Ends a group: calls finish(number of a tile, scale) for each, and adds the mins' part to the float sums of that tile, which
-// are tile kAcc and the next one.
+// Ends a group: calls finish(tile number, scale) for each tile, and adds the mins' part to the tile's float sums, which are in
+// tile kAcc and the next one.
 template <int Bits, bool Affine, Segments Of, int Tiles, int Panels, class Finish>
 LOWBIT_INLINE inline void end_group(Place& place, const uint8_t* scales, svuint16_t lanes, svuint16_t min_lanes,
                                     Finish finish) LOWBIT_STREAMING {
@@ -161,8 +160,8 @@ LOWBIT_INLINE inline void end_group(Place& place, const uint8_t* scales, svuint1
   if constexpr (Affine) place.sums += Tiles * kTileRows;
 }
 
-// A piece of k: one or two tiles of rows times one panel, or one tile times two. `begin`: where it is in the first
-// panel. Returns its bytes.
+// A piece of k: one or two tiles of rows times one panel, or one tile times two panels. `begin` is its position in the first
+// panel. Returns its number of bytes.
 template <int Bits, bool Affine, bool Halves, Segments Of, int Tiles, int Panels>
 LOWBIT_INLINE inline int64_t multiply_piece(const Chunk& chunk, const Piece& piece, int64_t panel,
                                             const uint8_t* begin) LOWBIT_STREAMING {
@@ -177,7 +176,7 @@ LOWBIT_INLINE inline int64_t multiply_piece(const Chunk& chunk, const Piece& pie
   Place place{chunk.args.layout.panel_bytes, begin, scratch.a, scratch.segments, scratch.sums};
   float *const acc0 = scratch.acc[panel][0], *const acc1 = scratch.acc[panel + Panels - 1][Tiles - 1];
   float *const open0 = scratch.open[panel][0], *const open1 = scratch.open[panel + Panels - 1][Tiles - 1];
-  // What stays in tiles 2 and 3 is float sums, or P.
+  // Tiles 2 and 3 keep float sums, or P.
   float *const kept0 = kMany ? open0 : acc0, *const kept1 = kMany ? open1 : acc1;
   if (piece.first == 0) {
     svzero_za();
@@ -190,10 +189,10 @@ LOWBIT_INLINE inline int64_t multiply_piece(const Chunk& chunk, const Piece& pie
     if constexpr (kUsed == 2) load_tile<3>(indices, kept1);
   }
 
-  bool second = Halves && piece.first % 2 != 0;  // a block's first half is done
-  // Bytes of the scales behind this block, of the group that its first half ended.
+  bool second = Halves && piece.first % 2 != 0;  // whether a block's first half is done
+  // Bytes of the scales after this block, of the group that its first half ended.
   int64_t skip = second && piece.begins ? kGroupBytes : 0;
-  // The scales of a group that ends here; and what is behind them.
+  // The scales of a group that ends here, and the position after them.
   const auto scales = [&]() LOWBIT_INLINE LOWBIT_STREAMING {
     return second ? place.at + kBlockBytes : place.at;
   };
@@ -208,7 +207,7 @@ LOWBIT_INLINE inline int64_t multiply_piece(const Chunk& chunk, const Piece& pie
     place.a += Tiles * kBlockLines * kVectorBytes;
     place.at += kBlockBytes;
   };
-  // The integer sums of a segment, a group's first one or another.
+  // The integer sums of a segment, which may be a group's first.
   const auto begin_sums = [&](auto first) LOWBIT_INLINE LOWBIT_STREAMING {
     begin_segment<Bits, Affine, Of, Tiles, Panels, decltype(first)::value>(place);
   };
@@ -232,7 +231,7 @@ LOWBIT_INLINE inline int64_t multiply_piece(const Chunk& chunk, const Piece& pie
     }
   };
   constexpr int64_t kSegmentVectors = (offset<Bits, Affine>() != 0 ? 2 : 1) * Tiles;
-  // t of the rows of a tile, of this segment or one `back`.
+  // t of a tile's rows, for this segment or the one `back` segments earlier.
   const auto t = [&](auto tile, int64_t back = 0) LOWBIT_INLINE LOWBIT_STREAMING {
     const int64_t vector = Tiles == 2 ? decltype(tile)::value : 0;
     return svld1_vnum_f32(svptrue_b32(), place.segment, vector - back * kSegmentVectors);

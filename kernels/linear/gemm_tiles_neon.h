@@ -6,8 +6,8 @@
 //
 // Both have 8 registers of activations (16 inputs of every row) and 4 of weights. Fewer rows take more quarters at once.
 //
-// What a tile needs for each segment lies in a stream, in the order in which it is read, in registers of 16 bytes:
-//   kStarts   the starts of the integer sums, which begin at the bits of c (ukernel.h)
+// The values that a tile needs for each segment are in a stream, in reading order, as registers of 16 bytes:
+//   kStarts   the start values of the integer sums, including the bits of c (ukernel.h)
 //   kScales   t of each row
 //   kStarts   only the first segment of a group: -c * t, so that P is one fma; those of the others subtract c, which is exact
 //   kScales   only the last one of a group, affine: S of each row
@@ -30,28 +30,27 @@ constexpr int kHalvesBytes = kPieceBlocks * kHalfBytes;  // from the first halve
 constexpr int kQuarterFloats = 4 * kTileRows;  // of a tile's sums
 constexpr int kTileFloats = kQuarters * kQuarterFloats;
 
-// What a tile's rows take in memory, in registers: padded to whole fours where that saves a load. What lies behind the
-// rows is never used.
+// Number of registers of a tile's rows in memory, padded to a multiple of four if that saves a load. Values after the rows are
+// never used.
 constexpr int registers_of(int rows) { return rows == 3 ? 4 : rows == 6 || rows == 7 ? 8 : rows; }
 
-// What a group is counted in, and what the loops add at a time: blocks, or halves of them, for groups that are an odd
-// multiple of 16 inputs.
+// The unit of groups, and of the loops: blocks, or half blocks for groups of an odd multiple of 16 inputs.
 enum class Step { block, half };
 
 constexpr int64_t segment_steps(Step step) { return step == Step::block ? kSegmentBlocks : 2 * kSegmentBlocks; }
 
-// Where a tile keeps the sums of two rows that start alike, 8 rows have each start once in memory: half the stores, and
-// half the bytes to read. Fewer rows would need more instructions for that.
+// If a tile keeps sums of two rows with equal start values, 8 rows have each start value once in memory: half the stores, and
+// half the bytes to read. For fewer rows this would need more instructions.
 template <class Tile>
 constexpr bool starts_once(int rows) { return Tile::kRowStep == 2 && rows == kTileRows; }
 
-// How many registers the starts of a segment take in memory.
+// Number of registers of a segment's start values in memory.
 template <class Tile>
 constexpr int starts_of(int rows) { return starts_once<Tile>(rows) ? rows / 2 : registers_of(rows); }
 
-// What tiles read and write: some rows of m, one panel, one piece of k.
+// Inputs and outputs of tiles: some rows of m, one panel, one piece of k.
 struct TileArgs {
-  int64_t tiles;           // of the same number of rows, adjacent
+  int64_t tiles;           // adjacent tiles with the same number of rows
   int64_t blocks;          // in memory
   const uint8_t* weights;  // first halves of the blocks, each 4 quarters; then the second ones: Tile::store_pairs()
   const uint8_t* a;        // of each block and half of it: registers_of(rows), as Tile::copy_block() leaves them
@@ -60,14 +59,14 @@ struct TileArgs {
   float* acc;              // the float sums: of each quarter: 8 registers, the first ones used, in the order of Tile
   float* products;         // P of a group that is longer than a piece; as acc, and the same where there is one group
   int64_t groups, group_steps;
-  bool begins, ends;       // whether the piece begins and ends its groups; if not, it has a part of one, of whole segments
-  bool single;             // whether there is one group: its products, not the float sums, are in memory between pieces
-  bool odd;                // whether the first half of the first block belongs to the piece before
+  bool begins, ends;       // whether the piece begins and ends its groups; if not, it has part of one group, in whole segments
+  bool single;             // whether there is only one group, whose products, not float sums, are in memory between pieces
+  bool odd;                // whether the first half of the first block belongs to the previous piece
 
   // Of a group, or the part of it.
   int64_t segments(Step step) const { return (group_steps + segment_steps(step) - 1) / segment_steps(step); }
 
-  // How much of the stream a tile reads for a group.
+  // Bytes of the stream that a tile reads per group.
   template <class Tile, bool Affine>
   int64_t group_bytes(int rows, Step step) const {
     const int starts = starts_of<Tile>(rows), scales = Tile::scales_of(rows);
@@ -83,7 +82,7 @@ LOWBIT_INLINE inline void next_rows(const uint8_t*& at, Vector (&to)[Rows]) {
   unroll<Rows>([&](auto i) LOWBIT_INLINE { to[i] = all[i]; });
 }
 
-// All rows, in whatever registers. For sums that a loop keeps: names would make GCC copy or spill them.
+// All rows, in registers that the compiler chooses. For sums in a loop, because GCC would copy or spill named registers.
 template <int Rows, class Vector>
 LOWBIT_INLINE inline void load_rows(const void* from, Vector (&to)[Rows]) {
   unroll<(Rows + 1) / 2>([&](auto p) LOWBIT_INLINE {
@@ -92,7 +91,7 @@ LOWBIT_INLINE inline void load_rows(const void* from, Vector (&to)[Rows]) {
   });
 }
 
-// `At`: where, in bytes from `to`.
+// `At`: offset from `to` in bytes.
 template <int At = 0, int Rows, class Vector>
 LOWBIT_INLINE inline void store_rows(void* to, const Vector (&v)[Rows]) {
   unroll<(Rows + 1) / 2>([&](auto p) LOWBIT_INLINE {
@@ -101,7 +100,7 @@ LOWBIT_INLINE inline void store_rows(void* to, const Vector (&v)[Rows]) {
   });
 }
 
-// The next starts of a segment, or the next -c * t.
+// The next start values of a segment, or the next -c * t.
 template <class Tile, int Rows, int First, class Vector>
 LOWBIT_INLINE inline void next_starts(const uint8_t*& at, Vector (&to)[Rows]) {
   if constexpr (starts_once<Tile>(Rows)) {
@@ -139,12 +138,12 @@ LOWBIT_INLINE inline void add_half(const uint8_t*& a, const uint8_t*& weights, i
     Four<0>::load<kHalfQuarterBytes + kSkipped>(weights, lines);
     Tile::template add_half<Rows>(sums[q], lines, inputs);
 #if defined(__clang__)
-    in_order(sums[q]);  // it would mix the halves, and spill; GCC does not, and would copy sums here
+    in_order(sums[q]);  // Clang would mix the halves and spill; GCC does not, and would copy sums here
 #endif
   });
 }
 
-// `weights`: of the next half and of the one behind it.
+// `weights`: of the next half and of the half after it.
 template <class Tile, Step Size, int Rows, int Pass>
 LOWBIT_INLINE inline void add_step(const uint8_t*& a, const uint8_t* (&weights)[2], int32x4_t (&sums)[Pass][Rows]) {
   add_half<Tile>(a, weights[0], sums);
@@ -180,7 +179,7 @@ LOWBIT_INLINE inline void next_row_scales(const uint8_t*& at, float32x4_t (&to)[
   next<Tile::scales_of(Rows), First>(at, to);
 }
 
-// P behind the first segment of a group: the sums of that.
+// P after the first segment of a group: the segment's sums.
 template <class Tile, int Rows, int First>
 LOWBIT_INLINE inline void first_product(const uint8_t*& at, const int32x4_t (&sums)[Rows], const float32x4_t* t,
                                         float32x4_t (&product)[Rows]) {
@@ -202,7 +201,7 @@ LOWBIT_INLINE inline void next_scales(const uint8_t*& at, float32x4_t (&scales)[
   }
 }
 
-// Groups of one segment, of so many steps.
+// Groups of one segment with this many steps.
 template <class Tile, Step Size, int Rows, bool Affine, int Pass, int Steps>
 LOWBIT_INLINE inline void run_short(const TileArgs& args, int quarter) {
   const uint8_t* a = args.a;
@@ -248,7 +247,7 @@ LOWBIT_INLINE inline void run_short(const TileArgs& args, int quarter) {
     });
     stream = from;
   };
-  // Two blocks in a turn, which saves half of the loop's own instructions.
+  // Two blocks per iteration, which saves half of the loop's overhead.
   constexpr int kTurn = (Size == Step::block ? 2 : 4) / Steps;
   for (int64_t turns = args.groups / kTurn; turns != 0; --turns) {
     unroll<kTurn>([&](auto) LOWBIT_INLINE { next_group(); });
@@ -259,7 +258,7 @@ LOWBIT_INLINE inline void run_short(const TileArgs& args, int quarter) {
   unroll<Pass>([&](auto q) LOWBIT_INLINE { store_rows(acc(q), y[q]); });
 }
 
-// Adds a segment of so many steps to P of its group.
+// Adds a segment with this many steps to P of its group.
 template <class Tile, Step Size, int Rows, int Pass, bool First, class Steps>
 LOWBIT_INLINE inline void add_segment(const uint8_t*& a, const uint8_t* (&weights)[2], const uint8_t*& stream,
                                       Steps steps, float32x4_t (&product)[Pass][Rows]) {
@@ -302,7 +301,7 @@ LOWBIT_INLINE inline void add_segment(const uint8_t*& a, const uint8_t* (&weight
   stream = from;
 }
 
-// Adds P of a group to the float sums, which lie at `old` and are left at `acc`.
+// Adds P of a group to the float sums, which are read from `old` and written to `acc`.
 template <class Tile, int Rows, bool Affine, int Pass>
 LOWBIT_INLINE inline void end_group(const float* old, float* acc, const uint8_t*& scales, const uint8_t*& stream,
                                     const float32x4_t (&product)[Pass][Rows]) {
@@ -328,7 +327,7 @@ LOWBIT_INLINE inline void end_group(const float* old, float* acc, const uint8_t*
   });
 }
 
-// Groups of several segments. `Whole`: of whole ones, no part of a group; else also a group that is cut short.
+// Groups of several segments. `Whole`: only whole groups; otherwise also a part of a group.
 template <class Tile, Step Size, int Rows, bool Affine, int Pass, bool Whole>
 LOWBIT_INLINE inline void run_long(const TileArgs& args, int quarter) {
   static constexpr float kZeros[Pass * kQuarterFloats] = {};
@@ -350,7 +349,7 @@ LOWBIT_INLINE inline void run_long(const TileArgs& args, int quarter) {
   int64_t groups = args.groups;
   do {
     float32x4_t product[Pass][Rows];
-    // Steps are a constant in all segments but the last one.
+    // The number of steps is a constant in all segments except the last.
     const auto add = [&](auto first, auto steps) LOWBIT_INLINE {
       add_segment<Tile, Size, Rows, Pass, first>(a, weights, stream, steps, product);
     };
@@ -412,7 +411,7 @@ void run_tiles(const TileArgs& all) {
   }
 }
 
-// Which of them a piece needs. Those for pieces that begin within a block can do everything; halves of blocks have but one
+// The function that a piece needs. Those for pieces that start within a block can do everything; half blocks have only one
 // other, to save code.
 template <class Tile, Step Size, int Rows, bool Affine>
 auto tiles_for(const TileArgs& piece) {

@@ -40,11 +40,11 @@ LOWBIT_INLINE inline svint8x4_t load_rows(const int8_t* const* a, int64_t input)
   return rows;
 }
 
-// Packed line I of four panels, `at` bytes behind their beginnings.
+// Packed line I of four panels, `at` bytes after their beginnings.
 template <int I>
 LOWBIT_INLINE inline svuint8x4_t load_four(const uint8_t* const* panel, int64_t at) __arm_streaming {
   const svbool_t all = svptrue_b8();
-  if constexpr (I == 0) {  // without a register for the sum of the two
+  if constexpr (I == 0) {  // needs no register for the sum of the two
     return svcreate4_u8(svld1_u8(all, panel[0] + at), svld1_u8(all, panel[1] + at), svld1_u8(all, panel[2] + at),
                         svld1_u8(all, panel[3] + at));
   } else {
@@ -53,9 +53,8 @@ LOWBIT_INLINE inline svuint8x4_t load_four(const uint8_t* const* panel, int64_t 
   }
 }
 
-// Packed lines 0 to 3 of four panels, from `at` on. One load takes four lines of a panel to registers four apart, so
-// that a line of all panels is four neighbors, which dot products want. Compilers do not find that, so the registers
-// are named.
+// Packed lines 0 to 3 of four panels, from `at` on. One load puts four lines of a panel in registers four apart, so that a line
+// of all panels is in four adjacent registers, as dot products need. Compilers do not find this, so the registers are named.
 struct FourLines {
   LOWBIT_INLINE static void load(const uint8_t* const* panel, int64_t at, svuint8x4_t& line0,
                                  svuint8x4_t& line1, svuint8x4_t& line2,
@@ -80,8 +79,8 @@ struct FourLines {
   }
 };
 
-// The same vectors: what is made of them behind this is not made before it. Clang would make all lines of a block at
-// once, and run out of registers.
+// A barrier for these vectors: results of them are not computed before it. Clang would compute all lines of a block at once,
+// and run out of registers.
 LOWBIT_INLINE inline svuint8x4_t settled(svuint8x4_t v) __arm_streaming {
   svuint8_t v0 = svget4_u8(v, 0), v1 = svget4_u8(v, 1), v2 = svget4_u8(v, 2), v3 = svget4_u8(v, 3);
   __asm__ volatile("" : "+w"(v0), "+w"(v1), "+w"(v2), "+w"(v3));
@@ -101,14 +100,14 @@ LOWBIT_INLINE inline void use(svuint8x4_t codes, svuint8_t table, svint8x4_t a0,
   }
 }
 
-// Line number `Index` of those that have been read.
+// Line number `Index` of the lines read so far.
 template <int Index, class... Lines>
 LOWBIT_INLINE inline svuint8x4_t pick_line(svuint8x4_t line, Lines... lines) __arm_streaming {
   if constexpr (Index == 0) return line;
   else return pick_line<Index - 1>(lines...);
 }
 
-// Joins the runs of line J's codes, from run `Run` on, that are joined behind the line of Step.
+// Joins the runs of line J's codes, from run `Run` on, that are joined after the line of Step.
 template <int Bits, int J, int Step, int Run, class... Lines>
 LOWBIT_INLINE inline svuint8x4_t join_at(svuint8x4_t codes, Lines... lines) __arm_streaming {
   constexpr CodePlacement where = placement(Bits, J);
@@ -122,7 +121,7 @@ LOWBIT_INLINE inline svuint8x4_t join_at(svuint8x4_t codes, Lines... lines) __ar
   }
 }
 
-// The products of the lines from J on that the line of Step completes. Returns the codes that wait for a later one, if any.
+// The products of the lines from J on that the line of Step completes. Returns the codes that wait for a later line, if any.
 template <int Bits, bool Affine, int Rows, Halves Wanted, int Step, int J, class... Lines>
 LOWBIT_INLINE inline svuint8x4_t use_lines(svuint8_t table, svint8x4_t a0, svint8x4_t a1, svuint8x4_t waiting,
                                            Lines... lines) LOWBIT_STREAMING {
@@ -161,7 +160,7 @@ LOWBIT_INLINE inline void dot_lines(const uint8_t* const* panel, int64_t at, svu
   }
 }
 
-// The lines from J on of a block of 1 bit, which all lie in one packed line: two at a time.
+// The lines from J on of a 1-bit block, which are all in one packed line: two at a time.
 template <int Bits, bool Affine, int Rows, Halves Wanted, int J>
 LOWBIT_INLINE inline void dot_bits(svuint8x4_t packed, svuint8_t table, svint8x4_t a0, svint8x4_t a1) LOWBIT_STREAMING {
   if constexpr (J < kBlockLines) {
@@ -184,12 +183,12 @@ LOWBIT_INLINE inline void dot_nibbles(svuint8x4_t packed, svuint8_t table, svint
   }
 }
 
-// A block, or a half of it, of four panels: a packed line is loaded when it is needed first, and few are in registers
-// at any time. What is computed for lines of a half that is not wanted is dead code.
+// A block, or half of it, of four panels. A packed line is loaded when it is first needed, so few are in registers at any time.
+// Computations for lines of an unused half are dead code.
 template <int Bits, bool Affine, int Rows, Halves Wanted>
 LOWBIT_INLINE inline void dot_block(const uint8_t* const* panel, int64_t at, svuint8_t table, const int8_t* const* a,
                                     int64_t input) LOWBIT_STREAMING {
-  __asm__ volatile("" : "+r"(at));  // an offset of all panels: compilers would make four addresses
+  __asm__ volatile("" : "+r"(at));  // one offset for all panels, because compilers would compute four addresses
   svint8x4_t a0 = svundef4_s8(), a1 = a0;
   if constexpr ((Wanted & kFirstHalf) != 0) a0 = load_rows<Rows>(a, input);
   if constexpr ((Wanted & kSecondHalf) != 0) a1 = load_rows<Rows>(a, input + kHalfInputs);
@@ -252,8 +251,8 @@ LOWBIT_INLINE inline void store_outputs(const Few& few, int64_t panel, int64_t r
   }
 }
 
-// Integer sums are groups of vectors 0 to 3, a row of m each, float sums 4 to 7. The P of a group's first segment are 8 to
-// 11, which become zero when integer sums do; if groups have several, they are 12 to 15 from there on.
+// Integer sums are groups of vectors 0 to 3, one per row of m, float sums 4 to 7. The P of a group's first segment are 8 to 11,
+// which are zeroed together with the integer sums; in groups of several segments they move to 12 to 15.
 template <int Bits, bool Affine, int Rows, bool Halves, bool OneSegment>
 LOWBIT_INLINE inline void dot_four(const Few& few, int64_t first) LOWBIT_STREAMING {
   constexpr int kBlockBytes = code_bits(Bits) * kLineBytes, kGroupBytes = group_bytes(Affine);
@@ -263,7 +262,7 @@ LOWBIT_INLINE inline void dot_four(const Few& few, int64_t first) LOWBIT_STREAMI
   const svbool_t all = svptrue_b32();
   const uint8_t* panel[kFewPanels];
   for (int64_t p = 0; p < kFewPanels; ++p) {
-    const int64_t panel_index = first + p < few.panels ? first + p : few.panels - 1;  // the last one again
+    const int64_t panel_index = first + p < few.panels ? first + p : few.panels - 1;  // repeats the last panel
     panel[p] = args.panels + (few.first_panel + panel_index) * layout.panel_bytes;
   }
   const int8_t* a[Rows];
@@ -280,7 +279,7 @@ LOWBIT_INLINE inline void dot_four(const Few& few, int64_t first) LOWBIT_STREAMI
   svzero_za();
   int64_t rest = few.halves, remaining = few.group_halves, at = 0, skip = 0, input = 0;
   int64_t segment = 0, group = 0;
-  bool begins = true;   // the group's first segment
+  bool begins = true;   // whether this is the group's first segment
   bool second = false;  // a block's first half is done
   for (; rest != 0; ++segment) {
     int64_t count = remaining < rest ? remaining : rest;
@@ -311,7 +310,7 @@ LOWBIT_INLINE inline void dot_four(const Few& few, int64_t first) LOWBIT_STREAMI
     int64_t scales_at = at;
     if (Halves && count != 0) {
       dot_block<Bits, Affine, Rows, kFirstHalf>(panel, at, table, a, input);
-      scales_at += kBlockBytes;  // behind the whole block
+      scales_at += kBlockBytes;  // after the whole block
       second = true;
     }
     const uint32_t vector0 = hidden(0), vector8 = hidden(8);

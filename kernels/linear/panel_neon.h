@@ -1,4 +1,4 @@
-// What the linear kernels for Arm share: a panel's scales and heads, and its outputs. Formulas: ukernel.h.
+// Shared by the linear kernels for Arm: a panel's scales, heads and outputs. Formulas: ukernel.h.
 #pragma once
 
 #include <type_traits>
@@ -11,7 +11,7 @@ namespace {
 
 constexpr int kQuarters = 4;  // of a line: 4 rows each
 
-// Where the integer sums of a segment start at the bits of the float c, they end as those of c + I, without a conversion
+// If the integer sums of a segment start at the bits of the float c, they end as the bits of c + I, without a conversion
 // (ukernel.h). Cores from Neoverse N1 to V2 add four times as fast as they convert.
 constexpr float kShift = 0x1.8p23f;
 constexpr int32_t kShiftBits = 0x4b400000;
@@ -53,7 +53,7 @@ LOWBIT_INLINE inline Heads load_heads(const LinearArgs& args, int64_t panel) {
   return heads;
 }
 
-// The outputs of a row of m and a panel, from their sums over all groups; the first `columns` of them.
+// The first `columns` outputs of a row of m and a panel, from the sums over all groups.
 template <DType T>
 LOWBIT_INLINE inline void store_outputs(const LinearArgs& args, int64_t panel, int64_t row,
                                         const Heads& heads, float32x4_t (&y)[kQuarters], int64_t columns) {

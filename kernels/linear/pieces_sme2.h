@@ -1,4 +1,4 @@
-// Many rows of m on SME2: what of a call is computed at once, and its activations as vectors of 16 rows.
+// Many rows of m on SME2: the pieces of a call, and its activations as vectors of 16 rows.
 #pragma once
 
 #include "streaming_sme2.h"
@@ -10,25 +10,25 @@ constexpr int kTileRows = 16;
 constexpr int kTileSums = kTileRows * kPanelRows;
 constexpr int kChunkTiles = 2;
 constexpr int kChunkPanels = 8;
-constexpr int kPieceHalves = 128;  // times 16 rows; of twice as many rows half
+constexpr int kPieceHalves = 128;  // times 16 rows; half of that for twice as many rows
 
 constexpr int kStartRow = -32768;  // gemm_sme2.h
 
-// That a group has. Each way of keeping P from one segment to the next is the cheapest for so many: sme2.cpp.
+// Number of segments per group. Each way of keeping P between segments is the cheapest for its number: sme2.cpp.
 enum class Segments { one, two, many };
 
-// Some half blocks of k: whole segments, and whole groups unless they have many.
+// Some half blocks of k: whole segments, and whole groups unless groups have many segments.
 struct Piece {
   int64_t first, halves;
-  bool last;  // it ends where k does, and so does its last group
+  bool last;  // whether it ends at the end of k, as does its last group
   int64_t first_segment, segments;
-  int64_t first_group, groups;  // that it has a part of
-  int64_t first_left;           // half blocks of the first group from the piece's beginning on
-  bool begins;                  // the first group begins with the piece
-  bool open;                    // the last group does not end with it
+  int64_t first_group, groups;  // groups that it contains or shares
+  int64_t first_left;           // half blocks of the first group from the start of the piece
+  bool begins;                  // whether the first group begins with the piece
+  bool open;                    // whether the last group continues after it
 };
 
-// Tiles of 16 rows of m lie beside each other: `tiles` of them.
+// Tiles of 16 rows of m are adjacent: `tiles` of them.
 struct Scratch {
   // Of each block and tile: vectors of 16 rows x 4 inputs. Whole tiles of 16 are transposed.
   alignas(64) int8_t a[(kPieceHalves * kHalfLines + 2 * 16) * kVectorBytes];
@@ -46,7 +46,7 @@ struct Scratch {
 };
 static_assert(sizeof(Scratch) <= kLinearScratchBytes);
 
-// Up to 32 rows of m times up to 8 panels. Streaming functions call no others, so all is worked out before.
+// Up to 32 rows of m times up to 8 panels. Streaming functions call no other functions, so everything is computed before.
 struct Chunk {
   const LinearArgs& args;
   int64_t first_row, rows;
@@ -82,7 +82,7 @@ LOWBIT_INLINE inline Piece next_piece(const Chunk& chunk, int64_t first) __arm_s
   return piece;
 }
 
-// 16 rows, `stride` words apart, to the rows of tile 0. Compilers work each address out anew.
+// Loads 16 rows, `stride` words apart, to the rows of tile 0. Compilers would recompute each address.
 LOWBIT_INLINE inline void load_tile_rows(const uint32_t* const (&rows)[4], int64_t word, int64_t stride,
                                          svbool_t columns) LOWBIT_STREAMING {
 #pragma clang loop unroll(full)
@@ -99,7 +99,7 @@ LOWBIT_INLINE inline void load_tile_rows(const uint32_t* const (&rows)[4], int64
   }
 }
 
-// The columns of tile 0 to memory, half of them each.
+// Stores half of the columns of tile 0.
 LOWBIT_INLINE inline void store_tile_columns(uint32_t* first, uint32_t* second) LOWBIT_STREAMING {
   __asm__ volatile(
       "mov {z0.s-z3.s}, za0v.s[%w0, 0:3]\n\t"
@@ -115,8 +115,8 @@ LOWBIT_INLINE inline void store_tile_columns(uint32_t* first, uint32_t* second) 
       : "z0", "z1", "z2", "z3", "z4", "z5", "z6", "z7", "memory");
 }
 
-// `words` columns of up to 16 rows, `stride` words apart, to vectors of 16 rows; zeros for rows that are not there.
-// Whole tiles of 16 columns are written, eight columns `step` vectors behind the eight before.
+// Converts `words` columns of up to 16 rows, `stride` words apart, to vectors of 16 rows; missing rows are zero.
+// Whole tiles of 16 columns are written; each eight columns are `step` vectors after the previous eight.
 [[gnu::noinline]] void transpose(const void* from, int64_t stride, int64_t rows, int64_t words, void* to,
                                  int64_t step) LOWBIT_STREAMING {
   svzero_mask_za(0x11);

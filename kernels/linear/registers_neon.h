@@ -1,5 +1,5 @@
-// Loads and stores of several registers by one instruction, for the tiles of gemm_neon.h: what compilers do not find by
-// themselves, or not without copies.
+// Loads and stores of several registers by one instruction, for the tiles of gemm_neon.h, which compilers do not generate, or
+// only with copies.
 #pragma once
 
 #include <arm_neon.h>
@@ -11,15 +11,15 @@
 namespace lowbit {
 namespace {
 
-// Four adjacent registers and 64 bytes, by one instruction that also moves the pointer on. The registers are named: of
-// a choice of its own GCC makes copies, because it plans such neighbors apart from what they are computed from.
+// Four adjacent registers and 64 bytes, by one instruction that also advances the pointer. The registers are named, because GCC
+// would choose other adjacent registers and copy the values to them.
 template <int First>
 struct Four;
 
 #define LOWBIT_FOUR(first, second, third, fourth)                                                      \
   template <>                                                                                          \
   struct Four<first> {                                                                                 \
-    /* `Step`: how far the pointer moves. */                                                           \
+    /* `Step`: bytes by which the pointer advances. */                                                 \
     template <int64_t Step = 64, class Vector>                                                         \
     LOWBIT_INLINE static void load(const uint8_t*& at, Vector* to) {                                   \
       register Vector v0 __asm__("v" #first), v1 __asm__("v" #second);                                 \
@@ -99,8 +99,8 @@ LOWBIT_INLINE inline void next(const uint8_t*& at, Vector* to) {
   }
 }
 
-// Nothing that is behind this is done before it, and `v` is in registers named from v<First> on then. For values that
-// loops load into them and replace: GCC would copy them to others.
+// A barrier for the compiler, after which `v` is in the registers from v<First> on. For values that loops load and replace
+// there; GCC would copy them to other registers.
 template <int Count, int First, class Vector>
 LOWBIT_INLINE inline void pin(Vector* v) {
   unroll<(Count + 3) / 4>([&](auto four) LOWBIT_INLINE {
@@ -109,13 +109,13 @@ LOWBIT_INLINE inline void pin(Vector* v) {
   });
 }
 
-// Two registers by one instruction: GCC 12 does not find pairs by itself.
+// Loads two registers by one instruction, because GCC 12 does not find pairs.
 template <class Vector>
 LOWBIT_INLINE inline void next_pair(const int8_t*& at, Vector& v0, Vector& v1) {
   __asm__ volatile("ldp %q0, %q1, [%2], #32" : "=w"(v0), "=w"(v1), "+r"(at) : : "memory");
 }
 
-// Registers `At` bytes behind `from`.
+// Registers from `At` bytes after `from`.
 template <int At, class Vector>
 LOWBIT_INLINE inline void load_at(const void* from, Vector& v) {
   __asm__ volatile("ldr %q0, [%1, %2]" : "=w"(v) : "r"(from), "i"(At) : "memory");
@@ -139,7 +139,7 @@ LOWBIT_INLINE inline void store_pair(void* to, Vector v0, Vector v1) {
   }
 }
 
-// One value of 32 bits in all lanes. `Bytes`: how far the pointer moves.
+// Loads one 32-bit value to all lanes. `Bytes`: bytes by which the pointer advances.
 template <class Vector, int64_t Bytes = 4>
 LOWBIT_INLINE inline Vector next_dup(const uint8_t*& at) {
   Vector v;
@@ -151,7 +151,7 @@ LOWBIT_INLINE inline Vector next_dup(const uint8_t*& at) {
   return v;
 }
 
-// Nothing that is behind this is done before it. Compilers would load ahead and run out of registers.
+// A barrier for the compiler, which would otherwise load ahead and run out of registers.
 template <int Count, class Vector>
 LOWBIT_INLINE inline void in_order(Vector (&v)[Count]) {
   unroll<Count>([&](auto i) LOWBIT_INLINE {

@@ -1,5 +1,4 @@
-// What the linear kernels for SME2 share: entering the unit's mode, and what is read and written there. sme2.cpp
-// explains them.
+// Shared by the linear kernels for SME2: entering streaming mode, and loads and stores in it. sme2.cpp explains the kernels.
 #pragma once
 
 #include <arm_sme.h>
@@ -13,15 +12,15 @@ namespace lowbit {
 namespace {
 
 constexpr int64_t kVectorBytes = 64;
-// Along k everything is counted in half blocks of 16 inputs, 4 lines.
+// Positions along k are counted in half blocks of 16 inputs, 4 lines.
 constexpr int kHalfLines = kBlockLines / 2;
 constexpr int64_t kSegmentHalves = kSegmentInputs / kHalfInputs;
 enum Halves { kFirstHalf = 1, kSecondHalf = 2, kWholeBlock = 3 };
 
-// Calls body(argument) in streaming mode with ZA on. Both start with all registers zero.
+// Calls body(argument) in streaming mode with ZA enabled. Both start with zeroed registers.
 [[gnu::noinline]] void run_streaming(const void* body, const void* argument) {
   uint64_t flags;
-  __asm__ volatile("mrs %0, fpsr" : "=r"(flags));  // the mode sets them all
+  __asm__ volatile("mrs %0, fpsr" : "=r"(flags));  // entering the mode sets all flags
   register const void* x0 __asm__("x0") = argument;
   __asm__ volatile("smstart\n\tblr %1\n\tsmstop"
                    : "+r"(x0)
@@ -37,22 +36,22 @@ enum Halves { kFirstHalf = 1, kSecondHalf = 2, kWholeBlock = 3 };
   __asm__ volatile("msr fpsr, %0" : : "r"(flags));
 }
 
-// The length of vectors belongs to a thread (Linux: prctl). TPIDR2_EL0 is not zero where a caller has left live ZA to
-// whoever wants to use it next, who has to save it.
+// The vector length is per thread (Linux: prctl). TPIDR2_EL0 is not zero if a caller has live ZA, which the next user would
+// have to save.
 bool has_unit() {
   uint64_t live;
   __asm__ volatile("mrs %0, S3_3_C13_C0_5" : "=r"(live));
   return svcntsb() == kVectorBytes && live == 0;
 }
 
-// A number that compilers do not know. ZA is addressed by a register and a small constant; of two constants Clang 19
-// makes a new register each time.
+// A number hidden from compilers. ZA is addressed by a register and a small constant; for two constants Clang 19 would use a
+// new register each time.
 LOWBIT_INLINE inline uint32_t hidden(uint32_t number) __arm_streaming_compatible {
   __asm__ volatile("" : "+r"(number));
   return number;
 }
 
-// Of k. Where groups are whole blocks, so is the last: activations are zero there.
+// Half blocks of k. If groups are whole blocks, the last one is too, with zero activations at its end.
 int64_t half_blocks(const Layout& layout) {
   const int64_t halves = (layout.k + kHalfInputs - 1) / kHalfInputs;
   return layout.group_inputs() % kBlockInputs == 0 ? halves + halves % 2 : halves;
@@ -60,13 +59,13 @@ int64_t half_blocks(const Layout& layout) {
 
 constexpr bool is_signed(int bits) { return stored_flip(bits) != 0; }
 
-// What an integer part has more than the sum of products: this, times the sum of the group's activations.
+// The integer part minus the sum of products is this factor times the sum of the group's activations.
 template <int Bits, bool Affine>
 constexpr int offset() {
   return Affine ? stored_flip(Bits) : stored_flip(Bits) - level_offset(Bits);
 }
 
-// Line J as it is multiplied.
+// Line J in the multiplied form.
 template <int Bits, bool Affine, int J>
 LOWBIT_INLINE inline svuint8_t line(svuint8x4_t low, svuint8x4_t high, svuint8_t table) __arm_streaming {
   const svuint8_t codes = unpack_line<code_bits(Bits), J, Bits == 1 && !Affine>(low, high);
@@ -90,8 +89,8 @@ LOWBIT_INLINE inline svfloat32_t load_scales(const uint8_t* at, int64_t vector) 
   return svcvt_f32_f16_x(all, svreinterpret_f16_u32(half));
 }
 
-// Codes of 4 bits stay in the upper half of their bytes, where one shift moves four lower halves at once: sums are 16
-// times as large.
+// 4-bit codes stay in the upper half of their bytes, and one shift moves four lower halves up at once, so sums are 16 times as
+// large.
 template <int Bits>
 constexpr bool kInPlace = Bits == 4;
 template <int Bits>
@@ -99,7 +98,7 @@ constexpr int kFactor = kInPlace<Bits> ? 16 : 1;
 
 constexpr int64_t bytes_of(DType dtype) { return dtype == DType::f32 ? 4 : 2; }
 
-// A panel's head, and where row 0 of its outputs begins.
+// A panel's head, and the start of row 0 of its outputs.
 struct Head {
   const float *row_scale, *bias;
   char* out;
@@ -112,7 +111,7 @@ struct Head {
         out(static_cast<char*>(args.out) + panel * kPanelRows * bytes_of(args.out_dtype)),
         n(args.layout.n - panel * kPanelRows) {}
 
-  // Of the panel behind.
+  // The same for the next panel.
   LOWBIT_INLINE Head next(int64_t panel_bytes, DType dtype) const __arm_streaming_compatible {
     const size_t floats = static_cast<size_t>(panel_bytes) / sizeof(float);
     Head head = *this;

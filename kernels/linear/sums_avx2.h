@@ -5,17 +5,17 @@
 //   vpaddw     several of these
 //   vpmaddwd   with ones: 16 rows x 1 sum, in int32
 //
-// vpmaddubsw saturates, so codes must be at most 127 (2 * 127 * 127 = 32258), and vpaddw wraps: lines are added while
-// 2 * 127 * (2^b - 1) * lines < 32768. For one row of m 8-bit codes go as two nibbles, the upper one with 16 in place of the
-// ones; so do levels + 128, each nibble from a table of its own. For more rows both are widened to int16: wide_avx2.h. A
-// segment has up to 16 lines.
+// vpmaddubsw saturates, so codes must be at most 127 (2 * 127 * 127 = 32258). vpaddw wraps, so lines are added only while 2 *
+// 127 * (2^b - 1) * lines < 32768. For one row of m, 8-bit codes are split in two nibbles, and the upper one is multiplied by
+// 16 instead of 1; so are levels + 128, with a table per nibble. For more rows both operands are widened to int16: wide_avx2.h.
+// A segment has up to 16 lines.
 //   bits           1    2    3    4    5    6    7    8
 //   lines         64   43   18    8    4    2    1    8      (1 bit: codes come doubled)
 //
-// At 1 to 3 bits a whole segment is summed in int16, and starts at minus its offset, 2^(b-1) * A, half of it in each of two
-// lanes. With q half the offset's factor, such a lane ends at  sum of own a * (code - q) - q * sum of the other lane's a,
-// which is at most 32 * 127 * (2^b - 1) in size; wrapping on the way does no harm.
-// At 4 bits a whole block is: the first of two goes to memory in int32, and the offset is subtracted at the segment's end.
+// At 1 to 3 bits a whole segment is summed in int16. The sum starts at minus its offset, 2^(b-1) * A, half of it in each of two
+// lanes. With q half the offset's factor, such a lane ends at sum of own a * (code - q) - q * sum of the other lane's a, which
+// is at most 32 * 127 * (2^b - 1) in size; wrapping on the way does no harm. At 4 bits a whole block is summed in int16: the
+// first of two is stored as int32, and the offset is subtracted at the segment's end.
 //
 // 4 rows of activations: 8 sums in int16 stay in registers, with a line of weights (2) and what unpacking needs; a line
 // is unpacked once for all rows and never stored (many rows of 6 or 7 bits: unpacked_avx2.h). Sums in int32 and float are
@@ -34,25 +34,25 @@ struct Sums {
   using Input = int8_t;
   static constexpr bool kNibbles = Bits == 8 || is_by_table(Bits);
   static constexpr int kMaxCode = Bits == 1 ? 2 : (1 << (kNibbles ? 4 : Bits)) - 1;
-  static constexpr int kLines = 32767 / (2 * 127 * kMaxCode);  // that int16 holds
+  static constexpr int kLines = 32767 / (2 * 127 * kMaxCode);  // lines that fit in int16
   static constexpr int kMostLines = Halves ? kBlockLines / 2 : kBlockLines;
   static constexpr bool kWholeSegments = kLines >= kSegmentInputs / 4;
   static constexpr bool kWholeBlocks = !kWholeSegments && !kNibbles && !Halves && kLines >= kBlockLines;
   static constexpr int kRun = kLines < kMostLines ? kLines : kMostLines;  // without kWholeSegments
   static constexpr bool kOffsetLate = kWholeBlocks && !(Affine && Rows > 1);
   static constexpr bool kStarts = true;
-  static constexpr bool kAsks = asks_for_mins(Bits, Rows) && !kWholeBlocks;  // a late offset is worth a template
+  static constexpr bool kAsks = asks_for_mins(Bits, Rows) && !kWholeBlocks;  // a late offset needs its own template
   static_assert(kMaxCode <= 127 && kMostLines % kRun == 0 && !(kAsks && Affine));
 
   Levels<Bits> levels;
   Sums16 pairs[Rows][2];  // of a run
-  Sums32* sum;            // of the runs before
-  bool has_sum;           // kWholeBlocks: this is a second block
+  Sums32* sum;            // of the previous runs
+  bool has_sum;           // kWholeBlocks: whether this is a second block
 
   LOWBIT_INLINE void begin(const Layout& layout, Sums32* memory) {
     levels.load(layout.levels);
     sum = memory;
-    // Has the sums in memory: added to once per block, they need no registers.
+    // Keeps the sums in memory, because they are updated only once per block.
     if constexpr (Rows > 2 && kRun == kMostLines) forget(sum);
   }
 
@@ -122,7 +122,7 @@ struct Sums {
 
   template <int J, bool Upper>
   LOWBIT_INLINE __m256i line(const uint8_t* packed) const {
-    // The nibbles of the table do not change, so that they are taken before the loops.
+    // The nibbles of the table are constant, so they are computed before the loops.
     if constexpr (is_by_table(Bits)) return read_line<Bits, Affine, J>(packed, {nibble<Upper>(levels.bytes)});
     const __m256i codes = read_line<Bits, Affine, J>(packed, levels);
     return kNibbles ? nibble<Upper>(codes) : codes;

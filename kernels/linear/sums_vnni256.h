@@ -3,13 +3,13 @@
 //   line (64 bytes): row 0: 4 codes | row 1: 4 codes | ... | row 15: 4 codes       two ymm registers
 //   sums += codes x broadcast of 4 activations: 16 rows x 4 products, one int32 lane per row, no horizontal adds
 //
-// Nothing saturates and every width goes the same way. Two rows of activations have 8 accumulators, to hide the latency of
-// the instruction (5 cycles, up to 2 per cycle), and 4 rows have as many without splitting. One row has 4: a segment is
-// short, and the products of the next one do not wait.
+// Nothing saturates, and all widths are handled equally. Two rows of activations have 8 accumulators, to hide the instruction's
+// latency (5 cycles, up to 2 per cycle); 4 rows have 8 without splitting. One row has 4, because a segment is short and the
+// next segment's products do not wait.
 //
-// An ISA file says which instruction it is and what it multiplies, by a class Products<Bits, Affine, Rows>:
+// An ISA file defines the instruction and its operands in a class Products<Bits, Affine, Rows>:
 //   begin(layout)                       once
-//   start(a_sum)                        what a segment's sums start at; a_sum: the row's sum of activations
+//   start(a_sum)                        start value of a segment's sums; a_sum: the row's sum of activations
 //   start_factor(affine)                that by its sum of activations
 //   Codes read<J>(half)                 of half a line
 //   add(sum, codes, a4)                 a4: four activations, in each lane

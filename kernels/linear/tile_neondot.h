@@ -17,7 +17,7 @@ struct DotTile {
 
   static constexpr int kScales = 1;
 
-  // `Bytes`: how far the pointer moves.
+  // `Bytes`: bytes by which the pointer advances.
   template <int Bytes>
   LOWBIT_INLINE static void next_scales(const uint8_t*& at, float32x4_t (&to)[1]) {
     __asm__ volatile("ldr %q0, [%1], %2" : "=w"(to[0]), "+r"(at) : "i"(Bytes) : "memory");
@@ -58,7 +58,7 @@ struct DotTile {
   template <class Vector>
   LOWBIT_INLINE static void arrange(Vector&, Vector&) {}
 
-  // How many registers hold a value of each row.
+  // Number of registers for one value of each row.
   static constexpr int scales_of(int rows) { return (rows + 3) / 4; }
 
   template <int Rows>

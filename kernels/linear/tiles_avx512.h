@@ -1,6 +1,6 @@
 // linear_a8w<b>_2x16_avx512vnni: tiles of several rows of int8 activations times b-bit weights, 16 outputs to a register
-// (linear_avx512.h). A single row, and groups that end in the middle of blocks but are not of 16 inputs, which no format in use
-// has, go to the kernels for one row.
+// (linear_avx512.h). The kernels for one row handle a single row, and groups that end in the middle of blocks but do not have
+// 16 inputs, which no common format has.
 #pragma once
 
 #include "linear_avx512.h"

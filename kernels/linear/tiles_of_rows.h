@@ -1,4 +1,4 @@
-// How x86 kernels cut the rows of m into tiles for which a block is unpacked once.
+// How x86 kernels divide the rows of m into tiles; a block is unpacked once per tile.
 #pragma once
 
 #include <cstdint>
@@ -8,8 +8,8 @@
 namespace lowbit {
 namespace {
 
-// How many of the remaining rows the next tile takes: up to `most`. A last tile of one row would unpack a block for that row
-// alone. So most + 1 rows are cut in half: 5 rows become tiles of 3 and 2 where the most is 4.
+// Number of the remaining rows in the next tile, at most `most`. A last tile of one row would unpack blocks for only that row,
+// so most + 1 rows are halved: if `most` is 4, 5 rows become tiles of 3 and 2.
 constexpr int tile_rows(int64_t remaining, int most) {
   return remaining == most + 1 ? most / 2 + 1 : remaining < most ? static_cast<int>(remaining) : most;
 }

@@ -1,5 +1,5 @@
-// Many rows of m on SME2: tiles of sums, what becomes of them where a segment, a group or a piece of k ends, and outputs.
-// sme2.cpp explains it.
+// Many rows of m on SME2: tiles of sums, their updates at the end of a segment, a group or a piece of k, and outputs. sme2.cpp
+// explains it.
 #pragma once
 
 #include "pieces_sme2.h"
@@ -7,8 +7,8 @@
 namespace lowbit {
 namespace {
 
-// ZA is addressed by a register and a small constant. These are all that there are for that: rows 0 and 8, of which
-// multiply-adds take four at a time, and columns.
+// ZA is addressed by a register and a small constant. These are the possible ones: rows 0 and 8, of which multiply-adds take
+// four at a time, and columns.
 struct Indices {
   uint32_t row0 = hidden(0), row8 = hidden(8), column0 = hidden(0), column4 = hidden(4), column8 = hidden(8),
            column12 = hidden(12);
@@ -16,8 +16,8 @@ struct Indices {
   LOWBIT_INLINE Indices() __arm_streaming_compatible {}
 };
 
-// Instructions on a tile by way of z16 to z31. In registers by name: compilers find none for all of ZA's indices, and keep
-// them in memory. In a sequence these operands have the names:
+// Instructions on a tile through z16 to z31. Registers are named, because compilers run out of registers for ZA's indices and
+// keep them in memory. The operands of a sequence have these names:
 #define LOWBIT_INDICES(indices)                                                                                     \
   [row0] "Uci"((indices).row0), [row8] "Uci"((indices).row8), [column0] "Ucj"((indices).column0),                     \
       [column4] "Ucj"((indices).column4), [column8] "Ucj"((indices).column8), [column12] "Ucj"((indices).column12)

@@ -1,6 +1,6 @@
-// Many rows of m on AVX2 without VNNI, for codes of 6 and 7 bits: one vpmaddubsw or two fill an int16, so the sums in int32 are
-// added to in each line or two, and have to be registers. Unpacking would take those registers, and half as many instructions
-// as the products of a tile. So a panel is unpacked once, to a byte for each code, and all tiles of a call read it there.
+// Many rows of m on AVX2 without VNNI, for codes of 6 and 7 bits. One or two vpmaddubsw fill an int16, so the int32 sums are
+// updated every line or two and must be in registers. Unpacking would need those registers, and half as many instructions as
+// the products of a tile. So a panel is unpacked once, to a byte per code, and all tiles of a call read these bytes.
 //
 // Measured on Zen 3: 1.1 to 1.45 times as fast from 16 rows on, slower with 8. Not so at 5 bits: four lines in registers leave
 // no room for both halves of them, and each broadcast would be loaded twice (0.75 to 1.0).
@@ -11,7 +11,7 @@
 namespace lowbit {
 namespace {
 
-// Lines of codes that int16 holds, each a sum of two products.
+// Number of lines whose sums of two products fit in int16.
 constexpr int lines_in_int16(int bits) { return 32767 / (2 * 127 * ((1 << bits) - 1)); }
 
 constexpr bool is_unpacked(int bits) { return lines_in_int16(bits) == 1 || lines_in_int16(bits) == 2; }

@@ -1,12 +1,12 @@
-// Several rows of m on AVX2 without VNNI, for codes that vpmaddubsw would take in two halves: it saturates. Both operands are
-// widened to int16 instead: activations once for all panels of a call, weights once for all rows of a tile.
+// Several rows of m on AVX2 without VNNI, for codes that vpmaddubsw could only multiply in two halves, because it saturates.
+// Both operands are widened to int16 instead: activations once for all panels of a call, weights once for all rows of a tile.
 //
 //   line (64 bytes): row 0: 4 codes | row 1: 4 codes | ... | row 15: 4 codes       two ymm registers
 //   codes 0 and 2 of each row, then codes 1 and 3, in int16: shifts, no shuffles   two registers each
 //   vpmaddwd by the broadcast of activations 0 and 2, or 1 and 3: 16 rows x 1 sum of 2 products, in int32
 //
-// Activations lie in pairs in the same order, so that a broadcast is a load and takes no pipe of the products. What is widened
-// are the levels (symmetric) or the codes (affine), so sums start at zero.
+// Activations are stored in pairs in the same order, so that a broadcast is a load and does not occupy a multiplication port.
+// The widened numbers are levels (symmetric) or codes (affine), so sums start at zero.
 #pragma once
 
 #include "linear_avx2.h"
@@ -14,8 +14,8 @@
 namespace lowbit {
 namespace {
 
-// The panels for which activations are widened once where the scratch holds some of a call's rows only: those panels stay in
-// a cache meanwhile.
+// Panels per widening of activations if the scratch memory holds only some of a call's rows; these panels stay in a cache
+// meanwhile.
 constexpr int64_t kWidePanels = 8;
 
 template <int Bits, bool Affine, bool Halves, int Rows>

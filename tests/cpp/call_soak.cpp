@@ -22,7 +22,7 @@
 namespace lowbit::test {
 namespace {
 
-// One of this many calls uses several threads.
+// One in this many calls uses several threads, because creating them is slow.
 #ifdef __SANITIZE_THREAD__
 constexpr int64_t kAlone = 8;
 #else
@@ -72,7 +72,7 @@ void first_use(int threads) {
     expect(status.ok(), "the first call:", status.message());
   });
   const std::vector<uint8_t> expected = expected_linear(x.view, weight.memory->data(), layout);
-  for (const Tensor& result : out) expect(result.bytes() == expected, "the first call gave other bits");
+  for (const Tensor& result : out) expect(result.bytes() == expected, "the first call gave different bits");
 }
 
 int64_t resident_kib() {
@@ -89,7 +89,6 @@ void work(const std::vector<Call>& calls, std::atomic<int64_t>& left, uint64_t s
   Random random(seed);
   std::vector<uint8_t> out;
   while (left.fetch_sub(1) > 0 && right) {
-    // Creating threads for a parallel region is slow.
     const Call& call = calls[static_cast<size_t>(random.below(static_cast<int64_t>(calls.size())))];
     const Parallel parallel = random.below(kAlone) == 0 ? at_once(static_cast<int>(2 + random.below(3))) : Parallel();
     out.assign(call.expected.size(), 0);
@@ -97,7 +96,7 @@ void work(const std::vector<Call>& calls, std::atomic<int64_t>& left, uint64_t s
     const Status status = call.run(parallel, out.data());
     std::fesetround(FE_TONEAREST);
     expect(status.ok(), call.name + ":", status.message());
-    expect(out == call.expected, call.name + " gave other bits");
+    expect(out == call.expected, call.name + " gave different bits");
   }
 }
 
@@ -109,7 +108,7 @@ void load(std::atomic<bool>& ends) {
     std::this_thread::yield();
   }
   while (!ends) {
-    for (size_t i = 0; i < linear_kernel_count(); ++i) expect(linear_kernel(i).run != nullptr, "a row without a function");
+    for (size_t i = 0; i < linear_kernel_count(); ++i) expect(linear_kernel(i).run != nullptr, "a kernel without a function");
     std::this_thread::yield();
   }
 }

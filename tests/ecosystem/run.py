@@ -73,7 +73,7 @@ def read(file: Path) -> Program:
     packages = re.findall(r"[^\s,]+", " ".join(re.findall(r"^Packages: (.+)$", header, re.M)))
     group = re.search(r"^Group: (.+)$", header, re.M)
     if not packages:
-        raise ValueError(f"{file.name} begins with {header!r}; expected a line that says what comes out, and 'Packages: ...'")
+        raise ValueError(f"{file.name} begins with {header!r}; expected a line with the expected result, and 'Packages: ...'")
     return Program(file.stem, header.splitlines()[0], tuple(packages), group[1] if group else "main")
 
 

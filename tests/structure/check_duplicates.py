@@ -93,7 +93,7 @@ def check_that_it_can_fail() -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--tokens", type=int, help="the least block, in the place of LIMITS")
+    parser.add_argument("--tokens", type=int, help="the smallest block, instead of LIMITS")
     parser.add_argument("root", type=pathlib.Path)
     options = parser.parse_args()
     check_that_it_can_fail()

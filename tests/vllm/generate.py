@@ -11,7 +11,7 @@ TOKENS = 12
 
 
 def order_of_shared_inputs() -> str:
-    """The error; in vLLM a rank raises it in a process whose errors users see only in the log."""
+    """The error about permuted inputs on two ranks. In vLLM it is raised in a process whose errors only appear in the log."""
     import torch
     from lowbit.vllm.linear import PackedMethod
     from lowbit.vllm.model_facts import ServedModel
@@ -50,7 +50,7 @@ def main(output: str, cases: str) -> None:
     for name, options in json.loads(cases).items():
         try:
             llm = LLM(**common | options)
-        except Exception as error:  # the test checks the error
+        except Exception as error:  # test_vllm.py checks the message
             found[name] = str(error)
             continue
         prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]

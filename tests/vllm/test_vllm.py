@@ -178,7 +178,7 @@ def test_compiled(found, models):
     assert found["compiled"] == eager(models["ordered"]) != found["mixed"]
 
 
-def test_what_is_refused(found):
+def test_refusals(found):
     assert "model.layers.1.input_layernorm.weight" in found["missing"]
     assert "model.layers.1.mlp.experts.down_proj" in found["missing experts"]
     assert "the kv cache is to be bfloat16 and the activations float32" in found["other cache"]

@@ -33,7 +33,7 @@ def masked_attention(
         [batch, positions, heads, value_width] of q's dtype, contiguous; zeros for padding. It has no gradients.
 
     Raises:
-        RuntimeError: gradients are asked for.
+        RuntimeError: gradients are requested.
         ValueError: a wrong dtype, shape, stride or device, bounds out of range, or a number out of its range.
     """
     _without_gradients("masked_attention", q, k, v)
@@ -56,7 +56,7 @@ def activate(x: Tensor, activation: str, gate: Tensor | None = None) -> Tensor:
         A contiguous tensor with the shape and dtype of x. It has no gradients.
 
     Raises:
-        RuntimeError: gradients are asked for.
+        RuntimeError: gradients are requested.
         ValueError: an unknown activation, or a wrong dtype, shape, stride or device.
     """
     _without_gradients("activate", x, gate)
@@ -80,7 +80,7 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, *, epsilon: float = 1e-6, 
         A contiguous tensor with the shape and dtype of x. It has no gradients.
 
     Raises:
-        RuntimeError: gradients are asked for.
+        RuntimeError: gradients are requested.
         ValueError: a wrong dtype, shape, stride or device, or a number out of its range.
     """
     _without_gradients("rms_norm", x, weight)

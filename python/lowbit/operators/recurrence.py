@@ -57,7 +57,7 @@ def linear_attention(
 
     Raises:
         IndexError: ``start`` is negative.
-        RuntimeError: gradients are asked for.
+        RuntimeError: gradients are requested.
         ValueError: a wrong dtype, shape, stride or device, or a number out of its range. The state is unchanged.
     """
     _without_gradients("linear_attention", q, k, v, decay, beta, state)
@@ -85,7 +85,7 @@ def short_conv(
 
     Raises:
         IndexError: ``start`` is negative.
-        RuntimeError: gradients are asked for.
+        RuntimeError: gradients are requested.
         ValueError: a wrong dtype, shape, stride or device. The state is unchanged.
     """
     _without_gradients("short_conv", x, weight, bias, state)

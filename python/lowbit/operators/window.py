@@ -48,7 +48,7 @@ def window_attention(
 
     Raises:
         IndexError: ``start`` is negative, beyond the text, or truncates it too far. The caches are unchanged.
-        RuntimeError: gradients are asked for.
+        RuntimeError: gradients are requested.
         ValueError: a wrong dtype, shape, stride or device, or caches that are too short. The caches are unchanged.
     """
     _without_gradients("window_attention", q, k, v, k_cache, v_cache, sinks)

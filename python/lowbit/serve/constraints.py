@@ -43,12 +43,12 @@ class Matcher:
     def mask(self, logits: Tensor) -> Tensor:
         bits = numpy.unpackbits(numpy.frombuffer(self._matcher.compute_bitmask(), dtype=numpy.uint8), bitorder="little")
         if self._matcher.is_error():  # a dead end, or llguidance's limit per token
-            raise _refuse(self._grammar, f"no token fits any more: {grammar_trial.lines(self._matcher.get_error())}")
+            raise _refuse(self._grammar, f"no further token fits: {grammar_trial.lines(self._matcher.get_error())}")
         allowed = torch.zeros(logits.numel(), dtype=torch.bool)
         count = min(len(bits), logits.numel())
         allowed[:count] = torch.from_numpy(bits[:count].astype(bool))
         if not allowed.any():
-            raise _refuse(self._grammar, "no token fits any more")
+            raise _refuse(self._grammar, "no further token fits")
         return logits.float().masked_fill(~allowed, -torch.inf)
 
     def append(self, token: int) -> None:
@@ -57,7 +57,7 @@ class Matcher:
     def check(self, text: str) -> None:
         """Raises ApiError for a text that has ended but does not fit; llguidance also ends texts that cannot continue."""
         if not self._matcher.is_accepting():
-            raise _refuse(self._grammar, "the text cannot go on, and does not fit yet")
+            raise _refuse(self._grammar, "the text cannot continue, and does not fit yet")
         if self._grammar.kind in ("json", "call"):
             try:
                 json.loads(text)

@@ -365,7 +365,7 @@ def ranking(model: Any, asked: Ranking) -> Request:
 
 
 def _purpose(model: Any) -> str:
-    known = {Encoder: "makes embeddings", Reranker: "scores documents", SpeechModel: "writes down recordings"}
+    known = {Encoder: "makes embeddings", Reranker: "scores documents", SpeechModel: "transcribes recordings"}
     return known.get(type(model), "writes texts")
 
 

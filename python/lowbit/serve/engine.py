@@ -138,7 +138,7 @@ class Engine:
             try:
                 close(error)
             except Exception:  # an error of this text's reader, which must not affect other texts
-                log.exception("an error was not told")
+                log.exception("an error could not be reported")
 
         return fail
 

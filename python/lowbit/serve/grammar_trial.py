@@ -19,7 +19,7 @@ _STACK = 4 << 20  # half of other threads' stack, because llguidance recurses al
 
 def lines(message: str) -> str:
     """Joins the lines of an error, without the drawing of its position and llguidance's internal state."""
-    message = message.partition("<state>")[0].replace("NoExtensionBias", "no text can go on")
+    message = message.partition("<state>")[0].replace("NoExtensionBias", "no text can continue")
     parts = [line.strip() for line in message.splitlines()]
     found = "; ".join(part for part in parts if part and not set(part) <= set("^~ ") and not re.match(r"\d+ \|", part))
     return found or "it cannot be compiled"

@@ -267,7 +267,7 @@ class Writing(Body):
         if self.max_tokens == 0 and not self.echo:
             raise bad("max_tokens", "max_tokens is 0; expected 1 or more without echo")
         if self.structured_outputs is not None and self.response_format is not None and self.response_format.type != "text":
-            raise bad("structured_outputs", "structured_outputs is beside response_format; expected one of the two")
+            raise bad("structured_outputs", "structured_outputs and response_format are both given; expected one of the two")
         return self
 
     @property
@@ -434,7 +434,7 @@ class Chat(Writing, Conversation):
                 "tool_choice", f"tool_choice is {shortened(wanted, 64)!r}; expected none, auto, required or one of the tools"
             )
         if self.tool_choice == "required" and not self.tools:
-            raise bad("tool_choice", "tool_choice asks for a call, and the request has no tools; expected some")
+            raise bad("tool_choice", "tool_choice requires a call, but the request has no tools; expected at least one")
         return self
 
     @property

@@ -390,7 +390,7 @@ class Server:
             async with self._arriving(request, self.limits.recording_bytes) as pieces:
                 form = await MultiPartParser(request.headers, pieces, max_files=1, max_fields=32).parse()
         except (MultiPartException, ValueError) as error:  # ValueError: bytes that are invalid in the charset
-            raise ApiError(400, f"the body is no form that can be read: {error}") from error
+            raise ApiError(400, f"the body is not a readable form: {error}") from error
         try:
             file = form.get("file")
             if not isinstance(file, UploadFile):

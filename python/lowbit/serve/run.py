@@ -167,11 +167,9 @@ def run(
         listener.bind((host, port))
     except OSError as error:
         listener.close()
-        raise OSError(
-            f"{host}, port {port} cannot be listened on: {error.strerror or error}; expected a free --port"
-        ) from error
+        raise OSError(f"cannot listen on {host}, port {port}: {error.strerror or error}; expected a free --port") from error
     if not local and api_key is None:
-        warn(f"everybody who reaches {host} can use this server; --api-key asks for a key")
+        warn(f"anyone who can reach {host} can use this server; --api-key requires a key")
     allow_connections()
     # The package's loggers print nothing by default, but causes of status 500 must be logged.
     logging.getLogger("lowbit.serve").addHandler(logging.StreamHandler())

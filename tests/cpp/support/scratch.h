@@ -18,7 +18,7 @@ inline void* linear_scratch(int64_t bytes = kLinearScratchBytes) {
   return memory->data();
 }
 
-// The size that the kernel requests.
+// The same, with at least the size that the kernel requests.
 inline void* linear_scratch(const LinearKernel& row, const Layout& layout, int64_t m) {
   const int64_t asked = row.scratch_bytes == nullptr ? 0 : row.scratch_bytes(row.context, layout, m, 1);
   return linear_scratch(std::max(kLinearScratchBytes, asked));

@@ -33,7 +33,7 @@ def test_a_block_cut_at_a_page_is_whole_again():
     assert second == (7, {(ADD, LOOP): 3})
 
 
-def test_blocks_behind_a_branch_stay_apart_and_equal_blocks_are_one():
+def test_blocks_after_a_branch_stay_separate_and_equal_blocks_merge():
     text = "\n".join(
         [plugin_line(1, 0x1000, ADD, LOOP), plugin_line(2, 0x1008, ADD, RET), plugin_line(3, 0x2000, ADD, RET), "9 1*2 2*2 3*4"]
     )

@@ -297,7 +297,7 @@ TILE_CONFIG = """0000000000001000 <multiply>:
         ("    100c:\tmovw   $0x808,0xf0(%rsp)\n", True),
     ],
 )
-def test_a_tile_configuration_that_is_not_written_is_seen(stores, is_whole):
+def test_an_unwritten_tile_configuration_is_detected(stores, is_whole):
     process = subprocess.run(
         [sys.executable, BENCH.parent / "scripts" / "check_tile_config.py", "library.so"],
         input=TILE_CONFIG.format(stores=stores), capture_output=True, text=True,

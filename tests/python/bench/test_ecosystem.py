@@ -46,9 +46,9 @@ def test_every_package_is_pinned():
 
 
 @pytest.mark.parametrize("text", ["", '"""No packages."""', "import torch"])
-def test_a_header_that_says_too_little(tmp_path, text):
+def test_a_header_with_too_small_sizes(tmp_path, text):
     (tmp_path / "some.py").write_text(text)
-    with pytest.raises(ValueError, match="some.py begins with .*; expected a line that says what comes out, and 'Packages"):
+    with pytest.raises(ValueError, match="some.py begins with .*; expected a line with the expected result, and 'Packages"):
         run.read(tmp_path / "some.py")
 
 

@@ -72,7 +72,7 @@ def test_a_short_answer_and_a_refusal_are_errors(port, first, wrong):
         load(port, [[2], [first]], TOKENS)
 
 
-def test_a_server_that_ends_says_why(tmp_path):
+def test_a_server_that_exits_gives_the_reason(tmp_path):
     command = [sys.executable, "-c", "raise SystemExit('no such checkpoint')"]
     with pytest.raises(RuntimeError, match="does not serve; it said: no such checkpoint"):
         Server(command, 1, {}, tmp_path / "log")

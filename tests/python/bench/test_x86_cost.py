@@ -33,7 +33,7 @@ def test_the_lines_of_the_program_are_read():
     assert x86_cost.parse_emulated(emulated) == {"row_b": {"f32 g32": (1024, 2048, {0x22: 3})}}
 
 
-def test_a_loop_is_a_block_of_its_own():
+def test_a_loop_is_a_separate_block():
     times = {0x10: 2, 0x13: 80, 0x1A: 80, 0x1D: 80, 0x1F: 2, 0x22: 2, 0x40: 2}
     assert x86_cost.blocks_of(times, CODE) == {
         (CODE[0x10],): 2,
@@ -55,7 +55,7 @@ def test_the_hot_blocks_cover_most_instructions():
     assert share == pytest.approx(9950 / 10000)
 
 
-def test_branches_go_nowhere_in_the_model():
+def test_branches_become_nops_in_the_model():
     assert x86_cost.plain("jne 4012f0") == "jne 0f"
     assert x86_cost.plain("call 401000") == x86_cost.plain("ret") == x86_cost.plain("jmp *%rax") == "jmp 0f"
     assert x86_cost.plain("vpaddd %zmm1,%zmm2,%zmm3") == "vpaddd %zmm1,%zmm2,%zmm3"

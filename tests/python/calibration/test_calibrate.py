@@ -327,7 +327,7 @@ def test_repeats():
     assert torch.equal(first, second)
 
 
-def test_what_is_refused():
+def test_refusals():
     weight, x, config = weights(4, 32), correlated(32), LinearConfig(4, 32)
     x[7, 3] = torch.nan
     with pytest.raises(ValueError, match="inputs of the layer have NaN or infinite values"):
@@ -395,7 +395,7 @@ def test_bands_of_a_matrix_have_one_table(monkeypatch):
 
 
 @pytest.mark.parametrize("bits, mapping", [(1, "symmetric"), (3, "symmetric"), (2, "affine"), (2, "levels"), (4, "levels")])
-def test_what_has_not_learned_yet_is_what_was_packed(bits, mapping):
+def test_an_untrained_layer_equals_the_packed_one(bits, mapping):
     torch.manual_seed(0)
     packed = search(torch.randn(20, 70), None, LinearConfig(bits, 32, mapping)).pack(torch.randn(20))
     learning = Learning(packed, True)

@@ -93,7 +93,7 @@ def test_what_may_take_the_place_of_a_plain_scale(alternatives):
 
 
 @pytest.mark.parametrize("alternatives", ["affine", ("affine", "nf4")])
-def test_alternatives_that_are_none(alternatives):
+def test_invalid_alternatives(alternatives):
     ids = [torch.zeros(1, 200, dtype=torch.int64)]
     with pytest.raises(ValueError, match=r"^alternatives are .*; expected some of 'affine', 'levels'$"):
         lowbit.assign_widths(make("untied"), ids, lowbit.LowBitConfig(), 4, alternatives=alternatives)

@@ -145,7 +145,7 @@ def test_experts_that_are_linear_layers():
 
 
 @pytest.mark.parametrize("make", [llama, mixtral])
-def test_padding_says_nothing_of_what_matters(make):
+def test_padding_does_not_affect_widths(make):
     """Padding tokens must not affect the width of a layer: only they have inputs in some directions."""
     model, config = make(), lowbit.LowBitConfig()
     text = tokens(2)

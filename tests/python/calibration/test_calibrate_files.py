@@ -21,7 +21,7 @@ pytestmark = pytest.mark.more
 
 @pytest.mark.parametrize("kind", ["tied", "untied"])
 @pytest.mark.parametrize("method", ["gptq", "importance"])
-def test_files_have_what_memory_has(kind, method, tmp_path):
+def test_files_equal_the_model_in_memory(kind, method, tmp_path):
     """The bytes equal those of calibrate in memory and save_pretrained."""
     source = save(make(kind), tmp_path / "source")
     summary, result = calibrate_checkpoint(source, tmp_path / "out", CONFIG, words(2000), method)
@@ -79,7 +79,7 @@ def test_fitted_levels_from_file_to_file(source, text, tmp_path):
     assert errors[0] < 0.8 * errors[1], errors
 
 
-def test_what_cannot_be_packed_stays_float_and_is_said(tmp_path):
+def test_layers_that_cannot_be_packed_stay_float_and_are_reported(tmp_path):
     """GPT-2's Conv1D is packed like any linear layer; only layers that the config excludes stay float."""
     source = save(make("gpt2"), tmp_path / "gpt2")
     config = lowbit.LowBitConfig(bits=3, overrides={"*.c_fc": None})

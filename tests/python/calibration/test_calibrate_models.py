@@ -222,7 +222,7 @@ class DetourBlocks(Detour):
 
 
 @pytest.mark.parametrize("kind", [Detour, DetourBlocks])
-def test_blocks_that_are_no_chain(kind):
+def test_blocks_that_do_not_form_a_chain(kind):
     model = kind()
     names, test = linears(model), tokens(seed=1)
     wanted, plain = model(test[0]).detach(), lowbit.quantize_(copy.deepcopy(model), LinearConfig(2))

@@ -49,7 +49,7 @@ main()
 
 # Results kept before the kill: the table, which is also the head, and then layers or blocks in order.
 @pytest.mark.parametrize("method, budget, kept, resumed", [("gptq", [], 9, 10), ("tuned", ["--target-bits", "6"], 2, 9)])
-def test_a_killed_run_goes_on(method, budget, kept, resumed, source, text, tmp_path, run_python, monkeypatch):
+def test_a_killed_run_resumes(method, budget, kept, resumed, source, text, tmp_path, run_python, monkeypatch):
     monkeypatch.setattr(blocks, "tuned", functools.partial(blocks.tuned, steps=STEPS))
     options = ["--calibrate", text, "--method", method, *budget]
     expected = document(invoke("quantize", source, tmp_path / "whole", *options, "--json"))
@@ -65,7 +65,7 @@ def test_a_killed_run_goes_on(method, budget, kept, resumed, source, text, tmp_p
     assert sorted(os.listdir(tmp_path)) == ["out", "whole"]
 
 
-def test_a_distilled_run_that_is_stopped_goes_on(source, text, tmp_path, monkeypatch):
+def test_a_stopped_distilled_run_resumes(source, text, tmp_path, monkeypatch):
     """Stopped after the learning, when all layers have been written a second time."""
     monkeypatch.setattr(distilling, "STEPS", 8)
     config = lowbit.LowBitConfig(bits=2, levels="fit")
@@ -221,7 +221,7 @@ def test_a_kill_while_a_journal_is_taken_up_loses_nothing(tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("ending", [KeyboardInterrupt(), ValueError("the text is odd")])
-def test_a_run_that_ends_early_says_how_to_go_on(ending, source, text, tmp_path, monkeypatch):
+def test_a_run_that_ends_early_says_how_to_resume(ending, source, text, tmp_path, monkeypatch):
     keep = Journal.keep
 
     def stopped(journal, layers):

@@ -298,7 +298,7 @@ def test_a_matrix_that_the_model_lacks(source, tmp_path):
         load_model(source)  # for generate, eval and export
 
 
-def test_integers_are_no_matrices_that_stay_float(source, tmp_path, recwarn):
+def test_integers_do_not_count_as_float_matrices(source, tmp_path, recwarn):
     """Old BERT files contain token positions, which the model computes."""
     ids = torch.arange(128)[None]
     change_tensors(source / "model.safetensors", lambda tensors: tensors.update({"model.position_ids": ids}))
@@ -335,7 +335,7 @@ def test_what_the_config_leaves_float_is_no_surprise(tmp_path, recwarn):
     assert not [warning for warning in recwarn if "stay float" in str(warning.message)]
 
 
-def test_a_float_head_beside_the_packed_table_that_it_shares(tmp_path):
+def test_a_float_head_that_shares_a_packed_table(tmp_path):
     source = save_model(tmp_path / "source", "tied")
     config = LowBitConfig(bits=4, embedding_bits=6, overrides={HEAD: None})
     quantize_checkpoint(source, tmp_path / "packed", config)

@@ -36,7 +36,7 @@ def test_a_target_that_is_there(source, tmp_path):
     load(target)
 
 
-def test_a_target_behind_a_symbolic_link(source, tmp_path):
+def test_a_target_that_is_a_symbolic_link(source, tmp_path):
     place, link, dangling = tmp_path / "place", tmp_path / "link", tmp_path / "dangling"
     place.mkdir(mode=0o750)
     link.symlink_to("place")
@@ -131,7 +131,7 @@ def test_a_last_step_that_fails_keeps_the_work(source, tmp_path, monkeypatch):
     assert inspect_checkpoint(kept) == inspect_checkpoint(tmp_path / "again")
 
 
-def test_what_dead_runs_left_is_swept(source, tmp_path):
+def test_leftovers_of_dead_runs_are_removed(source, tmp_path):
     """The next run to the same target removes the directory of a killed run; that of a live run stays."""
     target = tmp_path / "packed"
     other = tmp_path / ".packed-of-another-machine-1234.partial"

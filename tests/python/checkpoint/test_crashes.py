@@ -94,7 +94,7 @@ def test_the_old_or_the_new(name, sources, recordings, tmp_path):
             assert below(found, target) == new
 
 
-def test_a_calibration_goes_on_with_its_own_layers(recordings, tmp_path):
+def test_a_calibration_resumes_only_its_own_layers(recordings, tmp_path):
     """A resumed run uses only complete results of runs with the same settings."""
     recording = recordings["journal"]
     expected = {

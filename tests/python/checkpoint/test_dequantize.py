@@ -166,6 +166,6 @@ def test_a_packed_checkpoint_is_quantized_again(packed, tmp_path):
         lowbit.quantize_checkpoint(packed[0], tmp_path / "again", LowBitConfig())
 
 
-def test_a_source_that_is_not_there_is_refused_first(tmp_path):
+def test_a_missing_source_is_refused_first(tmp_path):
     result = invoke("quantize", tmp_path / "nope", tmp_path / "target")
     assert result.exit_code == 1 and "does not exist" in result.stderr and len(result.stderr.splitlines()) == 1

@@ -102,7 +102,7 @@ def test_errors_of_json(name, tmp_path):
         shutil.rmtree(model)
 
 
-def test_errors_of_what_belongs_to_another_model(tmp_path):
+def test_errors_of_another_models_files(tmp_path):
     tokenizer = json.loads((FLOAT / "tokenizer.json").read_text())
     other = {"id": 2048, "content": "<other>", "special": False}
     tokenizer["added_tokens"].append(tokenizer["added_tokens"][-1] | other)
@@ -205,7 +205,7 @@ def test_signals_are_as_before_when_a_command_is_done(tmp_path):
 
 
 @pytest.mark.parametrize("arguments", ["info", "info --json"])
-def test_stdout_that_takes_nothing(arguments):
+def test_stdout_that_cannot_be_written(arguments):
     command = [LOWBIT, *arguments.split()]
     with open("/dev/full", "w") as full:
         found = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
@@ -215,7 +215,7 @@ def test_stdout_that_takes_nothing(arguments):
     assert (found.returncode, found.stderr) == (1, expected)
 
 
-def test_a_model_of_sentences_is_not_taken_for_half_a_language_model(tmp_path):
+def test_a_sentence_model_is_not_mistaken_for_a_language_model(tmp_path):
     config = transformers.BertConfig(
         vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
     )

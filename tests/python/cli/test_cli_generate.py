@@ -193,14 +193,14 @@ def test_generate_continues_many_texts(packed, expected, tmp_path):
 
 
 @pytest.mark.parametrize("inside", ["\u2028", "\x85", "\x0c", "\x1e"])
-def test_what_ends_no_line_of_prompts(inside, tmp_path):
+def test_characters_that_do_not_end_a_line_of_prompts(inside, tmp_path):
     """JSON may contain U+2028; Python's splitlines takes it and other characters for line ends."""
     text = f"one{inside}two"
     for name, line in (("p.txt", text), ("p.jsonl", json.dumps(text, ensure_ascii=False))):
         assert _lines(tmp_path / name, f"{line}\n\n{line}\n") == [text, text]
 
 
-def test_prompts_that_are_none(packed, tmp_path):
+def test_invalid_prompts(packed, tmp_path):
     def refused(content: str, *more, name="prompts.txt"):
         (tmp_path / name).write_text(content)
         return error(invoke("generate", packed[0], "--prompts", tmp_path / name, *more))

@@ -26,7 +26,7 @@ def test_inspect(packed):
 
 
 @pytest.mark.parametrize("columns, terminal", [(40, True), (40, False), (120, False)])
-def test_inspect_cuts_no_name_off(tmp_path, columns, terminal):
+def test_inspect_shows_whole_names(tmp_path, columns, terminal):
     """In a narrow terminal a tensor takes two lines; in a file, lines are as long as needed."""
     names = ["decoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight", "x" * 150, "short"]
     header = {name: {"dtype": "F32", "shape": [1], "data_offsets": [4 * i, 4 * i + 4]} for i, name in enumerate(names)}

@@ -34,7 +34,7 @@ def test_bench(packed):
     assert "profiler" not in table.stderr
 
 
-def test_bench_asks_for_what_it_was_told(monkeypatch):
+def test_bench_requests_the_given_options(monkeypatch):
     from lowbit.tools import model_speed
 
     asked = []

@@ -23,7 +23,7 @@ def test_durations():
 
 
 def told(unit, calls) -> list[str]:
-    """The output of a step that reports these values and then waits for two more lines."""
+    """The lines printed for a step that makes these calls and then waits for two more lines."""
     lines = []
     with output._lines(lines.append, "a step", unit) as advance:
         for call in calls:
@@ -67,15 +67,15 @@ def test_commands(command, expected, tmp_path, quick):
     assert any(re.match(expected, line) for line in result.stderr.splitlines()), result.stderr
 
 
-def test_an_export_says_its_steps(executorch, packed, tmp_path, quick):
+def test_an_export_reports_its_steps(executorch, packed, tmp_path, quick):
     result = invoke("export", packed[0], "--to", "pte", "--output", tmp_path / "m.pte", "--max-length", 64)
     assert result.exit_code == 0, result.stderr
     steps = re.findall(r"^exporting to \S+: \d+ s, (\d) of 4 steps, \d+ %.*: (\w+)", result.stderr, re.M)
     assert {("0", "tracing"), ("1", "lowering")} <= set(steps)
 
 
-def test_an_import_says_its_steps(tmp_path, quick):
-    """Opening a file can take longer than its weights do."""
+def test_an_import_reports_its_steps(tmp_path, quick):
+    """Opening a file can take longer than reading its weights."""
     (tmp_path / "m.gguf").write_bytes(file_bytes(METADATA, tensors()))
     begin = time.perf_counter()
     result = invoke("import", tmp_path / "m.gguf", tmp_path / "out")
@@ -84,5 +84,5 @@ def test_an_import_says_its_steps(tmp_path, quick):
     steps = re.findall(r"^opening \S+: \d+ s, (\d) of 5 steps, (\d+) %.*: (\w+ the \w+)", result.stderr, re.M)
     assert ("4", "80", "writing the tokenizer") in steps
     assert re.search(r"^importing \S+m\.gguf \.\.\.$", result.stderr, re.M)
-    # The time of the whole command, not only of the weights.
+    # The reported time is that of the whole command, not only of reading the weights.
     assert took - 0.5 < float(re.search(r"written in (\d+\.\d) s", result.stdout)[1]) < took + 0.1

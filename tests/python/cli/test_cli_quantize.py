@@ -73,7 +73,7 @@ def test_quantize_shows_progress_on_a_terminal(tmp_path, monkeypatch):
     assert any(entry.name in shown for entry in lowbit.inspect_checkpoint(tmp_path / "out"))
 
 
-def test_quantize_keeps_what_is_there(packed, tmp_path):
+def test_quantize_keeps_existing_files(packed, tmp_path):
     before = sorted(packed[0].iterdir())
     assert f"{packed[0]} has {len(before)} files" in error(invoke("quantize", FLOAT, packed[0]))
     assert sorted(packed[0].iterdir()) == before
@@ -211,7 +211,7 @@ def test_quantize_says_what_stays_float(tmp_path):
     assert said["left_bytes"] == sum(entry.bytes for entry in experts)
 
 
-def test_a_float_model_that_is_quantized_to_run_says_what_stays_float(tmp_path):
+def test_a_float_model_quantized_to_run_reports_float_layers(tmp_path):
     source = mostly_float(tmp_path / "float")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(FLOAT / name, source)

@@ -95,7 +95,7 @@ def test_there_and_back_are_the_same_bytes(tmp_path, model, kind):
     assert same == set(names) - different
 
 
-def test_what_is_quantized_here_goes_over(symmetric, tmp_path):
+def test_lowbit_checkpoints_are_exported(symmetric, tmp_path):
     """examples/tiny_llama, read by the package; one tensor as float, to compare."""
     assert "Q8_0" in invoke("export", symmetric, "--to", "gguf", "--output", tmp_path / "m.gguf").stdout
     fields = gguf.GGUFReader(tmp_path / "m.gguf")
@@ -123,7 +123,7 @@ WORDS = (
 
 
 @pytest.mark.parametrize("name, rule", [("llama-bpe", WORDS), ("qwen2", WORDS.replace("{1,3}", "")), ("gpt-2", None)])
-def test_tokenizers_come_back(tmp_path, name, rule):
+def test_tokenizers_round_trip(tmp_path, name, rule):
     """With llama.cpp's ways of splitting words: the same tokens, stop tokens and template after an import."""
     from tokenizers import Regex, pre_tokenizers
 
@@ -201,7 +201,7 @@ def test_settings_that_no_file_can_have(symmetric, tmp_path, changes, message):
     assert not (tmp_path / "m.gguf").exists()
 
 
-def test_eight_bits_of_our_own_go_over(tmp_path):
+def test_eight_bits_of_lowbit_are_exported(tmp_path):
     """Their scales are float32; float16 moves a weight of 128 steps by a sixteenth of a step."""
     from lowbit.exports.gguf import _steps
 

@@ -111,7 +111,7 @@ def mistral(tmp_path_factory):
     return directory / "m"
 
 
-def test_mistral_goes_out_as_llama(mistral, tmp_path):
+def test_mistral_is_exported_as_llama(mistral, tmp_path):
     export_gguf(mistral, tmp_path / "m.gguf")
     lowbit.import_checkpoint(tmp_path / "m.gguf", tmp_path / "out")
     found, expected = AutoTokenizer.from_pretrained(tmp_path / "out"), AutoTokenizer.from_pretrained(mistral)
@@ -185,7 +185,7 @@ def test_tokenizers_that_are_refused(mistral, tmp_path, change, message):
 
 
 @pytest.mark.parametrize("kind", ["gemma", "gemma2"])
-def test_a_head_beside_the_table_is_refused(tmp_path, kind):
+def test_a_separate_head_is_refused(tmp_path, kind):
     """In ggml the first two Gemmas read one table; a packed head and a float table are two matrices."""
     random_model(kind).save_pretrained(tmp_path / "float")
     tokenizer_of(tmp_path, vocabulary()).save_pretrained(tmp_path / "float")

@@ -29,7 +29,7 @@ def test_a_file_is_replaced_in_one_step(tmp_path, monkeypatch):
     assert events == [hidden, "replace", str(tmp_path)]  # the bytes are synced before the name
 
 
-def test_a_failure_leaves_what_was_there(tmp_path):
+def test_a_failure_leaves_the_target_unchanged(tmp_path):
     target = tmp_path / "model.pte"
     target.write_text("old")
     with pytest.raises(KeyError), replacing(target, ".pte") as written:
@@ -82,7 +82,7 @@ def test_a_replaced_file_keeps_its_permissions(mode, tmp_path):
     assert path.read_bytes() == b"new" and path.stat().st_mode & 0o777 == mode
 
 
-def test_what_dead_processes_left_is_swept(tmp_path):
+def test_leftovers_of_dead_processes_are_removed(tmp_path):
     """But not files of a live process, which holds its lock, nor leftovers of other targets."""
     target, other = tmp_path / "model", tmp_path / "model2"
     left, of_another, written = (PartialDirectory(each) for each in (target, other, target))

@@ -55,7 +55,7 @@ def test_the_same_bytes(tmp_path, monkeypatch):
     assert {name for name in tensors if same_bytes(tensors["a"], tensors[name])} == {"a", "b"}
 
 
-def test_what_is_no_file(file):
+def test_not_a_file(file):
     """A pipe would block, and a device has no end."""
     file.unlink()
     for make, kind in (

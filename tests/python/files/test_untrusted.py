@@ -60,7 +60,7 @@ def test_fields_of_config_json_have_their_types(tmp_path):
                 assert str(caught.value).startswith(f"{file} has {'text_config.' * inner}{name} {value!r}; expected ")
 
 
-def test_what_is_no_file(tmp_path):
+def test_not_a_file(tmp_path):
     """A pipe would block, and a device has no end."""
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", Path("/dev/zero")):

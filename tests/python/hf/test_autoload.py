@@ -33,7 +33,7 @@ def without(monkeypatch):
     return switch
 
 
-def test_import_torch_brings_lowbit_and_nothing_else(run_python, without):
+def test_import_torch_imports_lowbit_and_nothing_else(run_python, without):
     with_lowbit = set(succeed(run_python(MODULES)).split())
     without("0")
     alone = set(succeed(run_python(MODULES)).split())

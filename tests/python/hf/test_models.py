@@ -122,7 +122,7 @@ def test_right_or_refused(name, kind):
         assert expected in outcome.how
 
 
-def test_the_models_are_what_they_should_be():
+def test_the_models_have_each_kind_of_layer():
     """With other sizes than requested, models might lack a kind of layer: each kind must exist."""
     for name, kinds in (("lfm2", {"conv", "full_attention"}), ("jamba", {"linear_attention", "full_attention"})):
         assert set(tiny_models.make(name).config.layer_types) == kinds

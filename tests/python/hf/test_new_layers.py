@@ -49,7 +49,7 @@ def test_a_new_head(tmp_path, files):
     assert torch.equal(again(TOKENS).logits, model(TOKENS).logits)
 
 
-def test_a_new_head_below_a_module_of_its_own(tmp_path):
+def test_a_new_head_inside_its_own_module(tmp_path):
     """T5 initializes both layers of its head in the surrounding module."""
     sizes = {"vocab_size": 403, "d_model": 64, "d_ff": 64, "d_kv": 16, "num_layers": 1, "num_heads": 4}
     torch.manual_seed(0)

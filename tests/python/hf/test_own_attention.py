@@ -187,7 +187,7 @@ def test_a_program(name):
     assert not program.graph_signature.lifted_tensor_constants
 
 
-def test_a_pt2_says_the_shape_of_each_cache(monkeypatch, tmp_path):
+def test_a_pt2_describes_the_shape_of_each_cache(monkeypatch, tmp_path):
     """Keys are wider than values. Tests of other models compile the program for such caches."""
     from lowbit.exports import decoder_program as exports
 

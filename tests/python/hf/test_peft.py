@@ -121,7 +121,7 @@ def test_merging_is_refused():
             merge()
 
 
-def test_what_is_refused():
+def test_refusals():
     with pytest.raises(TypeError, match="config is a dict; expected a peft.LoraConfig"):
         lowbit.peft.for_packed_layers({})
     with pytest.raises(TypeError, match="config is a AdaLoraConfig; expected a peft.LoraConfig"):
@@ -137,7 +137,7 @@ def test_what_is_refused():
             peft.get_peft_model(packed_model(), config(init_lora_weights=start))
 
 
-def test_transformers_trainer_takes_it(tmp_path):
+def test_transformers_trainer_trains_it(tmp_path):
     from transformers import Trainer, TrainingArguments
 
     packed_model().save_pretrained(tmp_path / "packed")
@@ -173,7 +173,7 @@ def test_gradient_checkpointing_of_prepare_model_for_kbit_training(reentrant):
     assert not float_model.is_gradient_checkpointing  # as peft has it
 
 
-def test_quantizing_beside_adapters():
+def test_quantizing_a_model_with_adapters():
     """Quantizes float layers that already have adapters."""
     model = peft.get_peft_model(checkpoints.make_model("untied"), peft.LoraConfig(r=4, target_modules=TARGETS))
     for change in (lowbit.quantize_, lowbit.qat.prepare_):
@@ -187,7 +187,7 @@ def test_quantizing_beside_adapters():
         model.merge_and_unload()
 
 
-def test_a_layer_that_was_trained_whole_does_not_get_lost(tmp_path):
+def test_a_fully_trained_layer_is_not_lost(tmp_path):
     """An adapter with its own head, from a float model."""
     model = peft.get_peft_model(checkpoints.make_model("untied"), peft.LoraConfig(r=4, target_modules=TARGETS))
     model.save_pretrained(tmp_path, save_embedding_layers=True)

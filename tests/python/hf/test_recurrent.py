@@ -59,7 +59,7 @@ def state_of(case):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_linear_attention_beside_its_definition(case):
+def test_linear_attention_compared_with_its_definition(case):
     q, k, v, decay, beta = inputs_of(case)
     state, epsilon = state_of(case), 1e-6 if case[6] else 0.0
     out = lowbit.linear_attention(q, k, v, decay, state, torch.tensor(0), beta=beta, norm_epsilon=epsilon)
@@ -98,7 +98,7 @@ def test_any_cut_of_a_text_and_any_number_of_threads_give_the_same_bits(case, dt
 
 @pytest.mark.parametrize("silu", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_short_conv_beside_conv1d_and_in_pieces(dtype, silu):
+def test_short_conv_compared_with_conv1d_and_in_pieces(dtype, silu):
     torch.manual_seed(0)
     x, weight, bias = (torch.randn(shape).to(dtype) for shape in ((2, 30, 70), (4, 70), (70,)))
     state = torch.ones(2, 3, 70, dtype=dtype)
@@ -184,7 +184,7 @@ def decoder(request):
     return llm.Decoder(model_of(request.param), 96)
 
 
-def test_a_hybrid_writes_the_same_text_alone_beside_others_and_behind_a_prefix(decoder):
+def test_a_hybrid_writes_the_same_text_alone_in_a_batch_and_after_a_prefix(decoder):
     assert decoder.recurrent
     expected = llm.generate(decoder, PROMPT, 16).tokens
     assert llm.generate(decoder, PROMPT, 16).tokens == expected
@@ -240,7 +240,7 @@ def test_states_cannot_be_cut_back_but_where_there_is_a_copy():
         other.run_texts([(caches, PROMPT[3:], (longer, 3))])
 
 
-def test_a_released_hybrid_is_as_it_was():
+def test_a_released_hybrid_is_unchanged():
     model = model_of("falcon_h1")
     tokens = torch.tensor([PROMPT])
     with torch.no_grad():

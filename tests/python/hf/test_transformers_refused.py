@@ -84,7 +84,7 @@ def test_a_later_version(packed):
     refuse(packed, TypeError, "has no 'rotation'")
 
 
-def test_a_config_that_claims_what_is_not_so(tmp_path, packed):
+def test_a_config_with_false_claims(tmp_path, packed):
     source = tmp_path / "source"
     settings = json.loads((packed / "config.json").read_text())
     edit_json(source / "config.json", quantization_config=settings.pop("quantization_config"))

@@ -216,7 +216,7 @@ def test_settings_of_caches_alone_leave_weights_float(tmp_path):
         imported(tmp_path)
 
 
-def test_a_file_of_weights_that_autogptq_named_as_it_liked(tmp_path):
+def test_a_weight_file_with_autogptq_name(tmp_path):
     model = checkpoint(tmp_path / "in", GPTQ | {"model_file_base_name": "gptq_model-4bit-32g"}, simple())
     (tmp_path / "in" / "model.safetensors").rename(tmp_path / "in" / "gptq_model-4bit-32g.safetensors")
     check(tmp_path, model, "exact")
@@ -301,7 +301,7 @@ def same_weights(path, model, exact: bool = True):
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("odd", [(2,), (0, 1, 3)])
-def test_experts_without_minimums_get_them_beside_others(tmp_path, odd):
+def test_experts_without_minimums_get_them_if_others_have_them(tmp_path, odd):
     def make(number: int, n: int, k: int):
         # Powers of two, so that minimums fit in float16.
         layer = random(number, n, k, zeros="middle" if number in odd else "free")
@@ -321,7 +321,7 @@ def test_experts_without_minimums_get_them_beside_others(tmp_path, odd):
     )  # fmt: skip
 
 
-def test_gates_without_minimums_beside_ups_with_them(tmp_path):
+def test_gates_without_minimums_and_ups_with_them(tmp_path):
     """In all experts: the rows of gate and up form one matrix of the model."""
     count = iter(range(1000))
 

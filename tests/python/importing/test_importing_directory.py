@@ -403,7 +403,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_is_refused(tmp_path, what):
+def test_refusals(tmp_path, what):
     settings, change, message = REFUSED[what]
     checkpoint(tmp_path / "in", settings, maker(4, "middle", lambda layer: gptq(layer, 4, GROUP, 1)), change=change)
     with pytest.raises(ValueError, match=re.escape(message)):

@@ -146,7 +146,7 @@ def small(kind: str, drop: tuple[str, ...] = (), shapes: dict | None = None, kin
 
 
 @pytest.mark.filterwarnings("ignore:.*has no tokenizer")
-def test_experts_whose_codes_lowbit_has_none_for(tmp_path):
+def test_experts_with_codes_that_lowbit_lacks(tmp_path):
     (tmp_path / "m.gguf").write_bytes(small("IQ3_S"))
     with pytest.warns(UserWarning, match="2 matrices.* are requantized: IQ3_S to 5 bits"):
         lowbit.import_checkpoint(tmp_path / "m.gguf", tmp_path / "out")

@@ -181,7 +181,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("what", REFUSED)
 @pytest.mark.filterwarnings("ignore:7 matrices", "ignore:.*scales of activations")
-def test_what_is_refused(tmp_path, what):
+def test_refusals(tmp_path, what):
     settings, kind, change, message = REFUSED[what]
     checkpoint(tmp_path / "in", settings, Maker(kind), change=change)
     with pytest.raises(ValueError) as raised:

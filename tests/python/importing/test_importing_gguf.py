@@ -398,7 +398,7 @@ warnings.simplefilter("ignore")
 def peak():
     return 1024 * int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1])
 lowbit.import_checkpoint(sys.argv[1] + "/small.gguf", sys.argv[1] + "/small")
-open("/proc/self/clear_refs", "w").write("5")  # the peak begins anew, at what is in memory
+open("/proc/self/clear_refs", "w").write("5")  # resets the peak to the current memory
 before = peak()
 lowbit.import_checkpoint(sys.argv[1] + "/large.gguf", sys.argv[1] + "/large")
 print(before, peak())

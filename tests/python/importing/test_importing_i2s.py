@@ -141,7 +141,7 @@ def change_data(data: bytes, at: int, new: bytes) -> bytes:
         (lambda t: (t[0], (96, 128), *t[2:]), "x86", "has rows of 96 values; expected a multiple of 64"),
     ],
 )
-def test_what_is_refused(tmp_path, change, order, message):
+def test_refusals(tmp_path, change, order, message):
     written(tmp_path / "m.gguf", "bitnet-b1.58", "x86", change)
     with pytest.raises(ValueError, match=re.escape(message)):
         lowbit.import_checkpoint(tmp_path / "m.gguf", tmp_path / "out", i2s_order=order)

@@ -54,7 +54,7 @@ def test_a_layer(layer):
     torch.testing.assert_close(x.grad, weight.sum(0).expand(x.shape))
 
 
-def test_a_state_dict_brings_its_order(layer):
+def test_a_state_dict_contains_its_permutation(layer):
     linear, weight = layer
     plain = lowbit.nn.Linear(lowbit.quantize_tensor(torch.randn(N, K), lowbit.LinearConfig(4, GROUP)))
     before = {name: tensor.clone() for name, tensor in plain.state_dict().items()}

@@ -185,7 +185,7 @@ def assert_close(found, expected):
         torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
 
 
-def test_a_state_dict_takes_the_bits_over(stem):
+def test_a_state_dict_restores_the_bits(stem):
     torch.manual_seed(1)
     other = lowbit.quantize_(Stem().eval(), lowbit.ConvConfig(4))
     state = stem.state_dict()

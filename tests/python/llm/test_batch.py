@@ -189,7 +189,7 @@ def test_that_it_would_be_measured(model, monkeypatch):
     assert 0.5 < llm.Decoder(model, MAX_LENGTH).measured["texts"] < 5
 
 
-def test_what_is_refused(decoder, prompts):
+def test_refusals(decoder, prompts):
     def refused(message, *arguments, kind=ValueError, step=decoder, **more):
         with pytest.raises(kind, match=message):
             llm.generate_batch(step, *arguments, **more)

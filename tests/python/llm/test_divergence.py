@@ -57,7 +57,7 @@ def log_probabilities(model, tokens, window, stride):
 
 
 @pytest.mark.parametrize("length, window, stride", [(90, 32, 20), (33, 32, 31), (10, 32, 16), (2, 2, 1)])
-def test_a_model_beside_a_plain_computation(floats, packed, length, window, stride):
+def test_a_model_compared_with_a_plain_computation(floats, packed, length, window, stride):
     tokens = TOKENS[:length]
     theirs, ours = (log_probabilities(model, tokens, window, stride) for model in (floats, packed))
     each = (theirs.exp() * (theirs - ours)).sum(1)
@@ -76,7 +76,7 @@ def test_a_model_beside_a_plain_computation(floats, packed, length, window, stri
     assert seen[-1] == (length - 1, length - 1)
 
 
-def test_a_file_says_what_its_model_does(floats, packed, file):
+def test_a_file_describes_its_model(floats, packed, file):
     assert os.path.getsize(file) - logits_bytes(len(TOKENS), 50) in range(1024)  # the header
     from_file, from_model = (compare(packed, TOKENS, reference, **WINDOWS) for reference in (file, floats))
     assert math.isclose(from_file.kld, from_model.kld, rel_tol=1e-3)

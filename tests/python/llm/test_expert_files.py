@@ -89,7 +89,7 @@ def test_reads_that_fail_are_not_forgotten(directory, monkeypatch):
         assert torch.equal(model(torch.tensor([tokens])).logits, whole(torch.tensor([tokens])).logits)
 
 
-def test_what_is_refused(directory, tmp_path):
+def test_refusals(directory, tmp_path):
     model = load_model(directory)
     with pytest.raises(ValueError, match="memory for experts is 5 bytes; expected at least"):
         stream_experts(model, directory, 5)

@@ -170,7 +170,7 @@ def test_eval(checkpoint, tmp_path):
     assert math.isclose(document(result)["results"][0]["perplexity"], found.perplexity, rel_tol=1e-6)
 
 
-def test_a_model_that_sees_what_follows_is_refused():
+def test_a_model_that_attends_to_later_tokens_is_refused():
     torch.manual_seed(0)
     config = transformers.BertConfig(
         vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,

@@ -82,7 +82,7 @@ def test_max_length_is_the_decoder_s(decoder):
         ({"input_ids": PROMPT, "attention_mask": [0, 1, 1, 1, 1, 1]}, "{} is padded; expected tokens without padding"),
     ],
 )
-def test_what_is_no_prompt(decoder, prompt, message):
+def test_invalid_prompts(decoder, prompt, message):
     with pytest.raises(ValueError, match=message.format("the prompt")):
         llm.generate(decoder, prompt, 4)
     with pytest.raises(ValueError, match=message.format("prompt 1")):

@@ -244,7 +244,7 @@ def test_what_is_refused_of_a_draft(decoder, small, packed, tmp_path):
     assert result.exit_code == 1 and "has other tokens than" in result.stderr
 
 
-def test_what_is_refused(decoder):
+def test_refusals(decoder):
     with pytest.raises(ValueError, match="guesses is -1; expected 0 or more"):
         llm.generate(decoder, [1, 2], 5, max_length=MAX_LENGTH, guesses=-1)
     with pytest.raises(ValueError, match="a function gives no logits for guesses; expected a Decoder"):

@@ -149,7 +149,7 @@ def test_commands(packed):
 
 
 @pytest.mark.filterwarnings("ignore:.* of the bytes of this .* stay float")
-def test_what_is_refused(packed, tmp_path, monkeypatch):
+def test_refusals(packed, tmp_path, monkeypatch):
     path, root = packed("qwen2_5_vl")
     (tmp_path / "text.png").write_text("no picture")
     (tmp_path / "empty.png").write_bytes(b"")

@@ -274,7 +274,7 @@ def test_ahead_of_time(monkeypatch):
 
 
 @pytest.mark.parametrize("length", [0, -16, 20])
-def test_lengths_that_are_none(length):
+def test_invalid_lengths(length):
     with pytest.raises(ValueError, match=f"max_length is {length}; expected a positive multiple of 16"):
         Decoder(make("llama"), length)
 
@@ -372,7 +372,7 @@ def test_a_refused_model_is_as_before(dtype):
         assert state(model) == before
 
 
-def test_another_attention_behind_a_decoders_back():
+def test_another_attention_set_after_the_decoder():
     model = make("llama")
     with torch.inference_mode():
         logits = model(torch.tensor([PROMPT])).logits

@@ -34,7 +34,7 @@ def test_shapes_have_the_known_numbers_of_parameters(name):
     assert sum(parameter.numel() for parameter in model.parameters()) == PARAMETERS[name]
 
 
-def test_shapes_that_are_none():
+def test_invalid_shapes():
     with pytest.raises(ValueError, match="there is no shape 'gpt-5'; expected one of llama-3.2-1b, "):
         shape_config("gpt-5")
 

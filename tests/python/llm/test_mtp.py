@@ -197,7 +197,7 @@ def test_tables_that_are_not_the_models_stay(tmp_path):
     assert name in lowbit.files.safetensors.read_files([tmp_path / "packed/model.safetensors"])
 
 
-def test_what_is_refused(kind, tmp_path):
+def test_refusals(kind, tmp_path):
     tensors = write(kind, tmp_path / "float")
     decoder = llm.Decoder(load_model(tmp_path / "float"), 64)
     mtp = llm.Mtp(decoder)

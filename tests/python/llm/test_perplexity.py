@@ -62,7 +62,7 @@ def test_a_quantized_model(model):
     assert math.isclose(result.nats, float(expected), rel_tol=1e-5)
 
 
-def test_what_is_no_number(model):
+def test_not_a_number(model):
     """Also if only this text produces it, and the tokens of the model's trial do not."""
     broken = copy.deepcopy(model)
     token = next(i for i in range(4, 50) if i not in sample_text(model.config, TOKENS))

@@ -260,7 +260,7 @@ def test_several_texts_at_once(decoder, tmp_path):
     assert (alone.tokens, alone.cached_tokens) == (expected[1], 192)
 
 
-def test_a_conversation_goes_on_in_another_process(model, decoder, tmp_path):
+def test_a_conversation_continues_in_another_process(model, decoder, tmp_path):
     tokenizer = load_tokenizer(FLOAT)
 
     def talk(cache: llm.PrefixCache | None) -> list:

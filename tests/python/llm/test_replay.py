@@ -81,7 +81,7 @@ def test_operators_with_all_kinds_of_results_and_arguments():
     ],
     ids=["number", "list", "numpy", "mask", "size"],
 )
-def test_a_function_that_sees_values_is_called_as_it_is(function, reason):
+def test_a_function_that_reads_values_is_not_replayed(function, reason):
     replay = Replay(function)
     for number in range(4):
         x = torch.arange(5) + number
@@ -89,7 +89,7 @@ def test_a_function_that_sees_values_is_called_as_it_is(function, reason):
     assert reason in replay.refusal
 
 
-def test_a_function_that_changes_is_called_as_it_is():
+def test_a_function_that_changes_is_not_replayed():
     calls = []
 
     def function(x: torch.Tensor) -> torch.Tensor:

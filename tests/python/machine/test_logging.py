@@ -10,7 +10,7 @@ PACKAGE = Path(lowbit.__file__).parent
 PROGRAMS = ("cli/", "serve/grammar_trial.py", "tools/doctor/surfaces.py", "__main__.py")
 
 
-def test_a_program_that_configures_no_logging_sees_none(run_python):
+def test_without_configured_logging_a_program_logs_nothing(run_python):
     process = run_python("import logging, lowbit; logging.getLogger('lowbit.module').warning('not shown')")
     assert process.returncode == 0 and process.stderr == "", process.stderr
 

@@ -57,14 +57,14 @@ def test_weights_move_and_stay_shared(system):
 
 
 @pytest.mark.parametrize("enabled", ["[always] madvise never", "always madvise [never]", ""])
-def test_nothing_moves_where_pages_cannot_be_asked_for(system, enabled):
+def test_nothing_moves_if_pages_cannot_be_requested(system, enabled):
     system(enabled)
     model = Tied(packed(4096, 2048))
     before = model.head.packed_weight
     assert lowbit.use_huge_pages(model) == 0 and model.head.packed_weight is before
 
 
-def test_nothing_moves_where_the_system_says_nothing(system):
+def test_nothing_moves_if_the_setting_is_unknown(system):
     assert lowbit.use_huge_pages(Tied(packed(4096, 2048))) == 0
 
 
@@ -190,7 +190,7 @@ def test_pages_go_round_the_nodes_of_memory(system, nodes):
     assert copies == [(halves[0], 2 * MIB), (halves[1], 2 * MIB), (halves[0], MIB)]
 
 
-def test_no_part_where_the_nodes_of_memory_are_left_alone(system, nodes):
+def test_no_parts_without_numa_placement(system, nodes):
     system("always [madvise] never")
     _, copies = nodes("off")
     weight = torch.randint(0, 256, (5 * MIB,), dtype=torch.uint8)
@@ -205,7 +205,7 @@ def test_the_placement_is_read_from_the_environment(setting):
     assert done.stdout.strip() == (setting or "local")
 
 
-def test_a_placement_that_there_is_not_is_an_error():
+def test_an_unknown_placement_is_an_error():
     script = (
         "import torch, lowbit\n"
         "weight = lowbit.pack(torch.zeros(16, 32, dtype=torch.uint8), torch.ones(16, 1), bits=4, group_size=32)\n"

@@ -474,7 +474,7 @@ def test_opcheck():
             torch.library.opcheck(torch.ops.lowbit.attention.default, (q, k, v, *codes, at(2), 0.25))
 
 
-def test_values_of_4_bits_beside_keys_of_int8():
+def test_values_of_4_bits_with_keys_of_int8():
     """Each cache has the same bytes as with its own kind; the reverse combination is refused."""
     q, k, v = text(1, 4, 2, 37, 32)
     k_codes, v_codes = new_caches(1, 2, 48, 32, 32, torch.int8)

@@ -17,7 +17,7 @@ FUNCTIONS = {
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_activations_beside_torch(name, dtype):
+def test_activations_compared_with_torch(name, dtype):
     torch.manual_seed(0)
     x = torch.cat([torch.randn(40, 100) * 4, torch.linspace(-12, 12, 1000).view(10, 100)]).to(dtype)
     gate = torch.randn(50, 100).to(dtype)
@@ -44,7 +44,7 @@ def test_gelu_is_within_its_bound_and_keeps_what_is_not_finite():
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("width", [1, 16, 100, 640])
-def test_rms_norm_beside_torch(width, dtype):
+def test_rms_norm_compared_with_torch(width, dtype):
     torch.manual_seed(0)
     x, weight = (torch.randn(5, 7, width) * 3).to(dtype), torch.randn(width).to(dtype)
     for offset in (0.0, 1.0):
@@ -58,7 +58,7 @@ def test_rms_norm_beside_torch(width, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", ["full", "causal", "window"])
-def test_masked_attention_beside_torch(kind, dtype):
+def test_masked_attention_compared_with_torch(kind, dtype):
     torch.manual_seed(0)
     length, heads, kv_heads = 21, 8, 2
     q, k, v = (torch.randn(3, n, length, w).to(dtype) for n, w in ((heads, 32), (kv_heads, 32), (kv_heads, 48)))

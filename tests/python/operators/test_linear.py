@@ -174,7 +174,7 @@ def test_adapters_train_before_and_beside_a_packed_layer():
     assert list(layer.parameters()) == []
 
 
-def test_no_gradient_where_none_is_asked_for():
+def test_no_gradient_unless_requested():
     packed = random_packed(3, 40, 4, 16, "symmetric")
     assert not lowbit.linear(random_rows(2, 40), packed, 3).requires_grad
     x = random_rows(2, 40).requires_grad_()

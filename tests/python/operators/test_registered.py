@@ -176,7 +176,7 @@ def test_tensors_without_memory_of_their_own(name, place):
 
 
 @pytest.mark.parametrize("name", CHANGING)
-def test_what_is_changed_is_apart_from_all_else(name):
+def test_changed_tensors_share_no_memory(name):
     for number in changed(name):
         for place in places(call(name)):
             if place[0] == number:

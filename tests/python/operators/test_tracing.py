@@ -118,7 +118,7 @@ class AllLinear(torch.nn.Module):
         return first.sum() + second.sum() + lowbit.linear_experts(x, self.experts, chosen, 16).sum()
 
 
-def test_what_fx_wrote_down_has_gradients():
+def test_graphs_traced_by_fx_have_gradients():
     model = AllLinear()
     traced = pickle.loads(pickle.dumps(torch.fx.symbolic_trace(model)))
     x = random_rows(3, 32).requires_grad_()

@@ -255,7 +255,7 @@ def test_from_an_application_in_cpp(acme, libraries):
     assert lines[2] == "acme_linear_a8w4 of acme"
 
 
-def test_what_is_no_library_is_refused(fork_python, libraries, tmp_path):
+def test_files_that_are_not_libraries_are_refused(fork_python, libraries, tmp_path):
     text = tmp_path / "text.so"
     text.write_text("not a library")
     missing = tmp_path / "missing.so"

@@ -63,7 +63,7 @@ def test_rotated_inputs(mapping, block):
     assert_same_bits(bytes(random_packed(33, 3 * block, 3, 32, mapping, bias=True, rotated_inputs=block).tolist()))
 
 
-def test_altered_bytes_are_noticed():
+def test_altered_bytes_are_detected():
     for mapping in MAPPINGS:
         data = golden_bytes(3, mapping)
         for at in [*range(64), 64, 100, len(data) - 1]:

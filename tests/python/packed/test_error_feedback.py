@@ -57,7 +57,7 @@ def arguments(inputs: int, rows: int, grid: str, bits: int, shared: bool, pulled
 
 @pytest.mark.parametrize("bits", WIDTHS)
 @pytest.mark.parametrize("grid", GRIDS)
-def test_is_what_the_loop_says(grid, bits):
+def test_equals_the_loop(grid, bits):
     for inputs, rows, shared, pulled in (
         (1, 1, True, False),
         (32, 16, True, True),
@@ -78,7 +78,7 @@ def test_threads_change_no_bit():
         torch.set_num_threads(before)
 
 
-def test_what_is_refused():
+def test_refusals():
     weights, factor, pull, scales, mins, levels, bits = arguments(8, 5, "affine", 3, True, True)
     for wrong, message in (
         (dict(bits=9), "bits is 9; expected 1 to 8"),

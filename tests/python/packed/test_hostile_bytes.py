@@ -217,7 +217,7 @@ def test_random_bit_flips(seed):
 
 
 @pytest.mark.parametrize("bits, mapping", WEIGHTS)
-def test_random_bytes_behind_a_sound_header(bits, mapping):
+def test_random_bytes_after_a_valid_header(bits, mapping):
     """NaN and infinite scales and any codes give a result of the right shape, the same in every call."""
     source = random_packed(20, 40, bits, 16, mapping, bias=True)
     generator = torch.Generator().manual_seed(bits)

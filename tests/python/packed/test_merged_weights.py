@@ -83,7 +83,7 @@ def test_a_tensor_of_another_shape_is_refused(kind, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["float"]
 
 
-def test_what_is_cut_in_another_way_is_said(tmp_path):
+def test_matrices_split_in_another_way_are_reported(tmp_path):
     """Bands of different sizes given in the configuration: the layers stay float, with that reason. The embedding table, stored
     in two parts, is packed as one."""
     config_class = getattr(transformers, "Molmo2TextConfig", None)

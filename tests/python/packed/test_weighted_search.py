@@ -83,7 +83,7 @@ def test_exact_grids_are_found():
     assert torch.allclose(scales, torch.tensor(0.5)) and torch.allclose(mins, torch.tensor(-3.0))
 
 
-def test_what_is_refused():
+def test_refusals():
     x, importance = groups(6, 16)
     for arguments, message in [
         ((x, importance[:4], 4, False), r"importance has shape \[4, 16\]; expected \[rows, 16\], rows a divisor of 6"),

@@ -11,7 +11,7 @@ import pytest
 ATTACK = Path(__file__).parents[2] / "attack" / "run.py"
 
 
-def test_planted_defects_are_noticed(tmp_path):
+def test_planted_defects_are_detected(tmp_path):
     command = [sys.executable, ATTACK, "--only", "planted", "--seed", "5", "--keep", tmp_path, "--table", tmp_path / "table"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 1, done.stderr

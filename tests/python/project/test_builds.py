@@ -241,7 +241,7 @@ int main() {
 """
 
 
-def test_the_runners_refuse_logits_that_are_no_numbers(tmp_path):
+def test_the_runners_refuse_logits_that_are_not_numbers(tmp_path):
     """examples/cpp/llm.h: also if the NaN is not the first logit and another is the largest."""
     (tmp_path / "program.cpp").write_text(SAMPLING)
     command = [os.environ.get("CXX", "c++"), "-std=c++20", "-Wall", "-Wextra", "-Werror", f"-I{EXAMPLE}", "program.cpp"]

@@ -70,7 +70,7 @@ def test_rows_of_emulated_cpus_belong_to_targets():
 
 
 @pytest.mark.parametrize("run", [run for run in RUNS if "/" not in run and "python" not in run])
-def test_a_row_of_emulated_cpus_sets_what_it_says(run, tmp_path):
+def test_a_row_of_emulated_cpus_sets_its_variables(run, tmp_path):
     """A fake ctest writes its settings and options; a failing one ends the run."""
     ctest = tmp_path / "ctest"
     ctest.write_text(

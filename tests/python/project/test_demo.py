@@ -119,7 +119,7 @@ def test_times_are_of_the_whole_model(finished):
         assert row["quantize_s"] is None or 0 < row["quantize_s"] < results["total_s"]
 
 
-def test_files_are_whole_and_alone(finished):
+def test_files_are_complete_and_without_leftovers(finished):
     output, _, _ = finished
     assert sorted(path.name for path in output.iterdir()) == ["minilm.json", "minilm.png"]
     picture = (output / "minilm.png").read_bytes()

@@ -43,6 +43,10 @@ EVERYWHERE = [
     r"seldom\b",
     r"full citizen",
     r"without a word\b",
+    r"heads of (?:queries|keys|values)\b",
+    r"says? of (?:it|itself|themselves)\b",
+    r"nobody (?:has|asked|killed)\b",
+    r"what it (?:says|takes|makes)\b",
 ]
 # The same, in documents only.
 IN_DOCUMENTS = [

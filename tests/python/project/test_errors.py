@@ -104,7 +104,7 @@ def test_packed_weights(packed, message):
     refuses(ValueError, message, lowbit.nn.Embedding, packed)
 
 
-def test_altered_bytes_behind_the_header():
+def test_altered_bytes_after_the_header():
     for at in (64, 500, PACKED.numel() - 1):
         packed = changed(at, int(PACKED[at]) ^ 4)
         lowbit.info(packed)  # reads only the header

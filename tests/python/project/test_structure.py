@@ -23,7 +23,7 @@ def test_the_walk_sees_every_kind_of_import(tmp_path):
     assert "lowbit.checkpoint" not in imported("lowbit.module", file)
 
 
-def test_no_circles():
+def test_no_circular_imports():
     # Without the package itself, which imports nearly all modules: `from . import qat` gives lowbit.qat.
     modules = MODULES | {
         ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): path

@@ -244,7 +244,7 @@ def test_training_in_small_learns_and_repeats(tmp_path):
     assert not (first / "checkpoint.pt").exists()
 
 
-def test_stopped_training_goes_on(tmp_path, monkeypatch):
+def test_stopped_training_resumes(tmp_path, monkeypatch):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     monkeypatch.setattr(train, "CHECKPOINT", 2)
     train.main(["--small", "--steps", "4", "--output", str(whole)])

@@ -68,7 +68,7 @@ def test_the_package_is_marked_as_typed():
     assert (PACKAGE / "py.typed").is_file()
 
 
-def test_every_public_function_says_its_types():
+def test_every_public_function_has_types():
     """Parameters and results of lowbit's public functions and of its classes' methods."""
     for name in lowbit.__all__:
         value = getattr(lowbit, name)

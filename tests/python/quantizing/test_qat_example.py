@@ -40,7 +40,7 @@ def test_a_few_steps_gain(tmp_path):
     assert bits == {2} and model.lm_head.info.bits == 4
 
 
-def test_each_matrix_gets_a_width_of_its_own(tmp_path):
+def test_each_matrix_gets_its_own_width(tmp_path):
     """--target-bits: all packed matrices together meet the mean, and these widths are trained and saved."""
     shortened(tmp_path / "float", 2)
     process = train(

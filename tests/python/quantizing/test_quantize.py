@@ -74,7 +74,7 @@ def refused(model: nn.Module, error: type, message: str, *arguments) -> None:
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0, equal_nan=True)
 
 
-def test_a_linear_config_takes_the_linear_layers():
+def test_a_linear_config_selects_the_linear_layers():
     model = Model(tied=False)
     kept = {name: module for name, module in model.named_modules() if name not in LINEARS}
     assert lowbit.quantize_(model, LinearConfig(bits=4)) is model
@@ -84,7 +84,7 @@ def test_a_linear_config_takes_the_linear_layers():
     assert type(model.embed) is nn.Embedding and type(model.conv) is nn.Conv1d
 
 
-def test_an_embedding_config_takes_the_tables():
+def test_an_embedding_config_selects_the_tables():
     model = lowbit.quantize_(Model(tied=False), EmbeddingConfig(bits=3))
     assert quantized(model) == {"embed": 3, "position": 3}
     assert model.embed.padding_idx == 0 and model.position.padding_idx is None

@@ -222,7 +222,7 @@ def test_weights_that_hooks_compute_are_refused(name):
     torch.testing.assert_close(model(x), expected, rtol=0.05, atol=0.05)
 
 
-def test_a_forward_of_its_own_is_warned_of():
+def test_a_custom_forward_causes_a_warning():
     """Set on the layer instead of its class: it computes with the float weight, so the packed layer cannot keep it."""
     model = nn.Sequential(nn.Linear(32, 9))
     layer = model[0]

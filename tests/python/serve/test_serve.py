@@ -294,7 +294,7 @@ def test_a_long_prompt_lets_others_go_on(loaded):
     assert until.count("a") > len(long_) // 16 and max(each for each in until if isinstance(each, int)) <= 16 + 2
 
 
-def test_a_text_that_goes_takes_its_beginning_with_it(loaded):
+def test_a_canceled_text_takes_its_prefix_with_it(loaded):
     """Another text that was waiting to copy its prefix computes the prefix itself."""
     model = made(loaded, rows=16, prefix_bytes=0)
     tokens = loaded[1](SYSTEM * 4)["input_ids"]
@@ -695,7 +695,7 @@ def test_a_conversation_with_tools(loaded, tooled):
         ({"tools": 5}, "tools is 5; expected an array", "tools"),
         ({"tools": [{"type": "function", "function": {"name": "a", "parameters": 5}}]}, r"tools\[0\].function.para",
          "tools"),
-        ({"tool_choice": "required"}, "tool_choice asks for a call, and the request has no tools", "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice requires a call, but the request has no tools", "tool_choice"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice is 'x'; expected none,",
          "tool_choice"),
         ({"messages": [{"role": "assistant", "tool_calls": [{"id": 5}]}]}, r"messages\[0\].tool_calls\[0\].id is 5; exp",
@@ -704,11 +704,11 @@ def test_a_conversation_with_tools(loaded, tooled):
         ({"structured_outputs": {"grammar": "start: x"}}, "the grammar is not supported: ", "structured_outputs"),
         ({"structured_outputs": {"xml": "x"}}, "structured_outputs.xml is 'x'; expected no such name", "structured_outputs"),
         ({"structured_outputs": 5}, "structured_outputs is 5; expected an object", "structured_outputs"),
-        ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "structured_outputs is beside",
-         "structured_outputs"),
+        ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
+         "structured_outputs and response_format", "structured_outputs"),
     ],
 )  # fmt: skip
-def test_tools_and_grammars_that_are_none(tooled, more, message, param):
+def test_invalid_tools_and_grammars(tooled, more, message, param):
     need_packages("llguidance")
     error, _ = tooled[0].refused("/v1/chat/completions", CHAT | more, 400)
     assert re.match(message, error["message"]) and error["param"] == param and "\n" not in error["message"], error
@@ -875,5 +875,5 @@ def test_what_the_command_refuses(packed, tmp_path):
     assert result.exit_code == 2 and "expected a size" in " ".join(result.stderr.split())
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        assert failed(invoke("serve", packed[0], "--port", port)).startswith(f"127.0.0.1, port {port} cannot be listened on: ")
+        assert failed(invoke("serve", packed[0], "--port", port)).startswith(f"cannot listen on 127.0.0.1, port {port}: ")
     assert "has no config.json" in failed(invoke("serve", FLOAT.parent))

@@ -81,7 +81,7 @@ def test_an_error_in_an_order_does_not_end_the_engine(error):
         assert engine.call(lambda: 5).result(60) == 5 and engine.alive
 
 
-def test_an_engine_that_has_ended_takes_no_orders(model, monkeypatch):
+def test_a_stopped_engine_refuses_orders(model, monkeypatch):
     engine = Engine([model.batch], 50)
     engine.start()
     engine.stop()
@@ -118,7 +118,7 @@ def test_a_text_that_fails_fails_alone(loaded, error):
     assert ends[0].tokens == llm.generate(model.batch.decoder, [5, 6], 20).tokens
 
 
-def test_half_a_head_behind_an_answer(model, monkeypatch):
+def test_half_a_head_after_an_answer(model, monkeypatch):
     monkeypatch.setattr("lowbit.serve.run._SILENT", 0.3)
     with serving([model], Limits()) as (port, _), contextlib.ExitStack() as stack:
         for sent in (b"GET /he", b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\nX: "):
@@ -131,7 +131,7 @@ def test_half_a_head_behind_an_answer(model, monkeypatch):
         assert Client(port).post("/v1/completions", **BODY)["choices"]
 
 
-def test_a_body_that_drips_behind_its_answer(model, monkeypatch):
+def test_a_slow_body_after_its_answer(model, monkeypatch):
     monkeypatch.setattr("lowbit.serve.run._SILENT", 0.3)
     with serving([model], Limits()) as (port, _), contextlib.ExitStack() as stack:
         connection = connect(stack, port, HEAD.replace("completions", "nothing").replace("80", "8000"))

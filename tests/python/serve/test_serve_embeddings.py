@@ -169,7 +169,7 @@ def test_figures_and_cards(client):
     assert not any("chat" in card for card in cards)
 
 
-def test_a_request_that_goes_leaves_its_place(served):
+def test_a_canceled_request_frees_its_slot(served):
     """Its texts are not computed."""
     server = served[1]
     model = server.models["encoder"]
@@ -269,7 +269,7 @@ def test_settings_that_name_code_are_refused(directory, tmp_path, monkeypatch, n
         embeddings.load("x", made)
 
 
-def test_code_that_a_model_brings_does_not_run(directory, tmp_path):
+def test_code_of_a_checkpoint_does_not_run(directory, tmp_path):
     (tmp_path / "encoder").mkdir()
     made = spoiled(directory, tmp_path / "made", "config.json", lambda c: c | {
         "model_type": "evil", "auto_map": {"AutoConfig": "payload.Evil", "AutoModel": "payload.Evil"}

@@ -347,7 +347,7 @@ def test_hostile_texts_and_names(tmp_path):
         assert "<script>document.title = 'run'</script>" in seen and "deep" in seen and "list" in seen
 
 
-def test_an_answer_that_was_cut_says_so(tmp_path):
+def test_a_truncated_answer_says_so(tmp_path):
     error = {"error": {"message": "the <b>engine</b> ended", "type": "server_error", "param": None, "code": None}}
     with scripted(tmp_path) as (script, tab):
         for number, last in enumerate((ends(), ends("length", 512), ends("length", 100), (error, END), (BROKEN,))):

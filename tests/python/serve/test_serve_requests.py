@@ -66,7 +66,7 @@ def called(name, number):
         ("/tokenize", '{"content": "%s"}'),
     ],
 )  # fmt: skip
-def test_half_a_surrogate_pair_is_no_json(client, path, body):
+def test_half_a_surrogate_pair_is_not_json(client, path, body):
     assert "is not JSON" in refused(client, path, (body % HALF).encode(), None)
 
 
@@ -166,9 +166,9 @@ def nested(count):
         ({"regex": "(" * 500 + "a" + ")" * 500}, "it has 500 levels"),
         ({"grammar": "start: <|nope|>"}, 'unknown special token: "<|nope|>"'),
         ({"grammar": "start: <[1-5000]>"}, "Token range end too large: 5000"),
-        ({"grammar": "start: a\na: b\nb: a"}, "no text can go on"), ({"json": False}, 'Unimplemented keys: ["not"]'),
+        ({"grammar": "start: a\na: b\nb: a"}, "no text can continue"), ({"json": False}, 'Unimplemented keys: ["not"]'),
         ({"grammar": 'root ::= "a" ['}, "Unexpected end of input"), ({"grammar": 'root ::= "a" x'}, "Rule 'x' not found"),
-        ({"grammar": "::= a"}, ""), ({"grammar": 'root ::= root "a"'}, "not supported: no text can go on"),
+        ({"grammar": "::= a"}, ""), ({"grammar": 'root ::= root "a"'}, "not supported: no text can continue"),
         ({"regex": "a("}, "a(; error: unclosed group"),
         ({"regex": "(?=a)b"}, "look-around, including look-ahead"),
         ({"json": {"type": "string", "pattern": "^(?=a)b"}}, "^(?=a)b; error: look-around"),
@@ -208,7 +208,7 @@ def test_the_trial_knows_special_tokens(client):
     assert choice["text"] in ("b", "bc")
 
 
-def test_a_schema_beside_an_object_and_blanks(client):
+def test_a_schema_of_json_object_and_blanks_in_calls(client):
     """json_object accepts llama.cpp's schema; a forced call without arguments ends, even if blanks are likely."""
     schema = {"type": "object", "properties": {"x": {"enum": [5]}}, "required": ["x"], "additionalProperties": False}
     form = {"type": "json_object", "schema": schema}
@@ -224,7 +224,7 @@ def test_a_schema_beside_an_object_and_blanks(client):
         assert not re.search(r"\s{21}", choice["message"]["content"] or "")
 
 
-def test_tools_beside_a_schema(client):
+def test_tools_with_a_schema(client):
     """The model writes either an answer that fits the schema, or a call."""
     schema = {"type": "object", "properties": {"x": {"enum": [5]}}, "required": ["x"], "additionalProperties": False}
     body = CHAT | {"tools": TOOLS, "response_format": {"type": "json_object", "schema": schema}, "max_tokens": 150}
@@ -255,7 +255,7 @@ class _DeadEnd:
         raise bad("response_format", f"{text!r} does not fit")
 
 
-def test_a_text_that_does_not_fit_is_no_complete_one(loaded, monkeypatch):
+def test_a_text_that_does_not_fit_is_not_complete(loaded, monkeypatch):
     model = made(loaded)
     model.stop = frozenset(range(2048))  # any token ends a text
     monkeypatch.setattr("lowbit.serve.routes.make_constraint", lambda *_: _DeadEnd())

@@ -133,7 +133,7 @@ def test_translations_and_the_spoken_language(client, directory):
     assert document["language"] == wanted.language
 
 
-def test_what_is_refused(client, directory):
+def test_refusals(client, directory):
     data = (directory / "1.wav").read_bytes()
     assert refused(client, data, language="xx") == ("language", "language is 'xx'; expected en, fi")
     assert refused(client, data, model="other", status=404)[0] == "model"
@@ -154,14 +154,14 @@ def test_what_is_refused(client, directory):
     body, kind = form(data, model="\\")
     for charset in ("undefined", "punycode"):  # Python codecs that cannot decode this
         status, _, found = client.send("/v1/audio/transcriptions", body, **{"Content-Type": f"{kind}; charset={charset}"})
-        assert status == 400 and b"no form that can be read" in found, found
+        assert status == 400 and b"not a readable form" in found, found
     for path, body in (
         ("/v1/completions", {"prompt": "a"}),
         ("/tokenize", {"content": "a"}),
         ("/v1/embeddings", {"input": "a"}),
     ):
         error, _ = client.refused(path, body, 400)
-        assert "the model whisper writes down recordings" in error["message"]
+        assert "the model whisper transcribes recordings" in error["message"]
 
 
 def test_a_long_recording_is_refused_while_it_is_read(client, directory, monkeypatch):
@@ -170,7 +170,7 @@ def test_a_long_recording_is_refused_while_it_is_read(client, directory, monkeyp
     assert message == "talk.wav has more than 2 seconds of audio; expected no more"
 
 
-def test_recordings_that_are_none(client, tmp_path, monkeypatch):
+def test_invalid_recordings(client, tmp_path, monkeypatch):
     """Files that refer to other files of the server, and more audio than memory can hold."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "other.wav").write_bytes(recording(1))

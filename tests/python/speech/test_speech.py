@@ -133,7 +133,7 @@ def test_settings_that_the_tokenizer_completes(whisper):
     assert not hasattr(model.generation_config, "lang_to_id")  # the model's config is unchanged
 
 
-def test_what_is_refused(whisper):
+def test_refusals(whisper):
     transcriber = load_transcriber(whisper)
     for audio, message in (
         (np.zeros(0, np.float32), "audio has no samples; expected at least one"),

@@ -137,7 +137,7 @@ def test_executorch_of_another_version(monkeypatch):
     assert surfaces._executorch().endswith("then build lowbit again in a checkout, with `pip install .`")
 
 
-def test_headers_that_are_not_there(tmp_path, monkeypatch):
+def test_missing_headers(tmp_path, monkeypatch):
     monkeypatch.setattr(lowbit, "cmake_prefix_path", str(tmp_path))
     tried = surfaces._try_here("C++")
     assert tried.state == "broken" and tried.reason == f"there are no headers in {tmp_path}"

@@ -21,7 +21,7 @@ PUBLISHED = sorted(PAGES.glob("*.json"))
 
 
 @pytest.mark.parametrize("path", PUBLISHED, ids=[path.stem for path in PUBLISHED])
-def test_published_pages_are_what_their_figures_say(path):
+def test_published_pages_agree_with_their_figures(path):
     figures = json.loads(path.read_text(encoding="utf-8"))
     speed_page.check(figures)
     assert speed_page.name_of(figures) == path.stem
@@ -104,7 +104,7 @@ def test_figures(figures):
     assert figures["versions"]["torch"] == torch.__version__ and figures["versions"]["compiler"].split()[0] in ("GCC", "Clang")
 
 
-def test_the_page_says_the_figures(figures):
+def test_the_page_shows_the_figures(figures):
     figures = copy.deepcopy(figures)
     figures["load"] |= {"busy": False, "before": 0.25}
     figures["machine"] |= {"cpu": "A|B <CPU>", "board": None, "cpus_allowed": 3}
@@ -144,7 +144,7 @@ def test_the_page_says_the_figures(figures):
         (("versions",), None, "figures.versions has None; expected the keys compiler"),
     ],
 )  # fmt: skip
-def test_figures_that_are_none(figures, path, value, message):
+def test_invalid_figures(figures, path, value, message):
     wrong = copy.deepcopy(figures)
     *way, last = path
     at = wrong
@@ -175,7 +175,7 @@ def put_peer(directory: Path, text: str) -> None:
     (directory / "llama-bench").chmod(0o755)
 
 
-def test_beside_llama_cpp(tiny, tmp_path, monkeypatch):
+def test_compared_with_llama_cpp(tiny, tmp_path, monkeypatch):
     put_peer(tmp_path, PEER.format(python=sys.executable))
     monkeypatch.setenv("PATH", str(tmp_path))
     said = measure_speed.model(tiny, 1, 60.0)
@@ -282,7 +282,7 @@ def test_publish(figures, tmp_path, monkeypatch):
         ((), "expected a model or a shape, or --publish"),
     ],
 )
-def test_publish_with_what_makes_no_sense(arguments, said):
+def test_publish_with_invalid_options(arguments, said):
     result = invoke("bench", *arguments)
     assert result.exit_code == 2
     assert said in " ".join(result.stderr.replace("│", " ").split())

@@ -251,7 +251,7 @@ def test_neighbors_that_stay():
     assert 0 < expected < 1 == same_neighbors(both[0], both[0]) == same_neighbors(both[0][:1], both[1][:1])
 
 
-def test_what_is_refused(packed, tmp_path):
+def test_refusals(packed, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("Return the number of items in the list.")
     (tmp_path / "same.txt").write_text(text.read_text())
