@@ -131,7 +131,8 @@ constexpr AttentionKernel kRows[] = {{"attention_avx2", kAvx2, run<Vector>, writ
 constexpr RecurrenceKernel kRecurrenceRows[] = {{"recurrence_avx2", kAvx2, linear_attention<Vector>, short_conv<Vector>}};
 
 constexpr ElementwiseKernel kElementwiseRows[] = {
-    {"elementwise_avx2", kAvx2, activate<Vector>, rms_norm<Vector>, rotate_inputs<Vector>}};
+    {"elementwise_avx2", kAvx2, activate<Vector>, rms_norm<Vector>, rotate_inputs<Vector>, residual<Vector>,
+     add_planes<Vector>}};
 
 }  // namespace
 

@@ -96,7 +96,8 @@ constexpr RecurrenceKernel kRecurrenceRows[] = {
     {"recurrence_avx512vnni", kAvx512Vnni, linear_attention<Vector>, short_conv<Vector>}};
 
 constexpr ElementwiseKernel kElementwiseRows[] = {
-    {"elementwise_avx512vnni", kAvx512Vnni, activate<Vector>, rms_norm<Vector>, rotate_inputs<Vector>}};
+    {"elementwise_avx512vnni", kAvx512Vnni, activate<Vector>, rms_norm<Vector>, rotate_inputs<Vector>, residual<Vector>,
+     add_planes<Vector>}};
 
 }  // namespace
 

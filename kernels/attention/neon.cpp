@@ -15,7 +15,8 @@ constexpr AttentionKernel kRows[] = {{"attention_neon", kNeon, run<Vector>, writ
 constexpr RecurrenceKernel kRecurrenceRows[] = {{"recurrence_neon", kNeon, linear_attention<Vector>, short_conv<Vector>}};
 
 constexpr ElementwiseKernel kElementwiseRows[] = {
-    {"elementwise_neon", kNeon, activate<Vector>, rms_norm<Vector>, rotate_inputs<Vector>}};
+    {"elementwise_neon", kNeon, activate<Vector>, rms_norm<Vector>, rotate_inputs<Vector>, residual<Vector>,
+     add_planes<Vector>}};
 
 }  // namespace
 

@@ -122,7 +122,8 @@ constexpr RecurrenceKernel kRecurrenceRows[] = {
     {"recurrence_portable", kPortable, linear_attention<Vector>, short_conv<Vector>}};
 
 constexpr ElementwiseKernel kElementwiseRows[] = {
-    {"elementwise_portable", kPortable, activate<Vector>, rms_norm<Vector>, rotate_inputs<Vector>}};
+    {"elementwise_portable", kPortable, activate<Vector>, rms_norm<Vector>, rotate_inputs<Vector>, residual<Vector>,
+     add_planes<Vector>}};
 
 }  // namespace
 

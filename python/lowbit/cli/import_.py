@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from .models import set_threads, showing_import
-from .options import Json, Threads, refuse_unused
+from .options import ActivationBits, Json, Threads, refuse_unused
 from .output import Output, packed_figures, size, table
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ def import_(
     i2s_order: Annotated[
         str | None, typer.Option(help="Order of weights in a GGUF file of bitnet.cpp: x86, arm or rows.", show_default=False)
     ] = None,
+    activation_bits: ActivationBits = "8",
     threads: Threads = None,
     as_json: Json = False,
 ) -> None:
@@ -40,7 +41,9 @@ def import_(
         tensors = open_source(source, i2s_order).tensors
         refuse_unused("without weights of the type I2_S", i2s_order=all(tensor.source != "I2_S" for tensor in tensors))
     with showing_import(output, source) as (opening, advance):
-        summary = import_checkpoint(source, target, i2s_order=i2s_order, progress=advance, opening=opening)
+        summary = import_checkpoint(
+            source, target, i2s_order=i2s_order, activation_bits=int(activation_bits), progress=advance, opening=opening
+        )
     count, packed = packed_figures(summary.entries)
     document = {
         "source": str(source),

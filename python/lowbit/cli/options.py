@@ -50,6 +50,12 @@ EmbeddingBits = Annotated[
         "--embedding-bits", min=1, max=8, help="Bits of embedding tables and of heads that share one.", show_default="--bits"
     ),
 ]
+ActivationBits = Annotated[
+    Literal["8", "16"],
+    typer.Option(
+        "--activation-bits", help="Inputs of packed layers: int8; or 16, two int8 planes, which lose next to nothing."
+    ),
+]
 Images = Annotated[
     list[Path] | None,
     typer.Option("--image", help="Picture for the model to see; several times. Needs Pillow.", show_default=False),

@@ -1,0 +1,50 @@
+"""``lowbit convert``."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from .options import Json
+from .output import Output, size
+
+
+def convert(
+    source: Annotated[Path, typer.Argument(metavar="SOURCE", help="Directory of a packed checkpoint.", show_default=False)],
+    target: Annotated[Path, typer.Argument(metavar="TARGET", help="Directory to write; empty, or new.", show_default=False)],
+    activation_bits: Annotated[
+        Literal["8", "16"],
+        typer.Option("--activation-bits", help="Inputs of packed layers: int8; or 16, two int8 planes.", show_default=False),
+    ],
+    only: Annotated[
+        list[str] | None,
+        typer.Option("--only", metavar="PATTERN", help="Only layers whose names match; several times.", show_default="all"),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Change the activation bits of a packed checkpoint; its codes and scales stay as they are."""
+    from .. import convert_checkpoint
+
+    begin = time.perf_counter()
+    output = Output(as_json)
+    bits = int(activation_bits)
+    with output.progress(f"copying {source}", "bytes") as advance:
+        entries = convert_checkpoint(source, target, bits, only=only or ("*",), progress=advance)
+    packed = [entry for entry in entries if entry.kind == "packed"]
+    counts = {width: sum(entry.activation_bits == width for entry in packed) for width in (8, 16)}
+    document = {
+        "source": str(source),
+        "target": str(target),
+        "bytes": sum(entry.bytes for entry in entries),
+        "packed_layers": len(packed),
+        "layers_of_16": counts[16],
+        "seconds": time.perf_counter() - begin,
+    }
+    output.result(
+        document,
+        f"{len(packed)} packed layers: {counts[16]} with activations of 16 bits, {counts[8]} with 8",
+        f"{target} written in {document['seconds']:.1f} s, {size(document['bytes'])}",
+    )
