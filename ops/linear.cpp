@@ -57,7 +57,7 @@ struct Matrices {
 constexpr int64_t kPlanesBytes = 256 << 10;
 constexpr int64_t kPlanesRows = 512;
 
-// How many panels of a matrix in two planes are computed at once for so many rows of x.
+// How many panels of a matrix in two planes are computed at once for bands of up to so many rows of x.
 int64_t planes_panels(const Matrix& matrix, int64_t rows) {
   int64_t at_once = panels_at_once(*matrix.kernel);
   if (panels_at_once(*matrix.beside) > at_once) at_once = panels_at_once(*matrix.beside);
@@ -65,7 +65,7 @@ int64_t planes_panels(const Matrix& matrix, int64_t rows) {
   return rounded_up(fits < kClaimPanels ? kClaimPanels : fits, at_once);
 }
 
-int64_t planes_bytes(const Matrices& matrices, int64_t rows) {
+int64_t tile_bytes_of(const Matrices& matrices, int64_t rows) {
   int64_t most = 0;
   for (int i = 0; i < matrices.count; ++i) {
     const Matrix& matrix = matrices.of[i];
@@ -78,10 +78,9 @@ int64_t planes_bytes(const Matrices& matrices, int64_t rows) {
   return most;
 }
 
-// Panels [begin, end) of a matrix in two planes, for `rows` rows of x, to `args.out`. `tile`: planes_bytes() of memory.
-void run_panels_of_planes(const Matrix& matrix, const LinearKernel& kernel, const LinearArgs& args, int64_t rows, char* tile,
-                          int64_t begin, int64_t end) {
-  const int64_t step = planes_panels(matrix, rows);
+// Panels [begin, end) of a matrix in two planes, for `rows` rows of x, to `args.out`; `step` panels at once, through `tile`.
+void run_panels_of_planes(const Matrix& matrix, const LinearKernel& kernel, const LinearArgs& args, int64_t rows, int64_t step,
+                          char* tile, int64_t begin, int64_t end) {
   for (int64_t panel = begin; panel < end; panel += step) {
     LinearArgs piece = args;
     take_panels(piece, matrix.layout, matrix.panels, panel, panel + step < end ? panel + step : end);
@@ -91,9 +90,10 @@ void run_panels_of_planes(const Matrix& matrix, const LinearKernel& kernel, cons
   }
 }
 
-// Panels [begin, end) of all matrices, for `rows` rows of x: the scratch, out_dtype and out_stride of `args` are set.
-void run_panels(const Matrices& matrices, const QuantizedRows& quantized, int worker, int64_t first_row, int64_t rows,
+// Panels [begin, end) of all matrices, for a band of the grid: the scratch, out_dtype and out_stride of `args` are set.
+void run_panels(const Matrices& matrices, const QuantizedRows& quantized, int worker, const Grid& grid, int64_t band,
                 int64_t out_offset, LinearArgs args, char* tile, int64_t begin, int64_t end) {
+  const int64_t first_row = band * grid.band_rows, rows = grid.rows_of(band);
   for (int i = 0; i < matrices.count; ++i) {
     const Matrix& matrix = matrices.of[i];
     const int64_t matrix_end = matrix.first_panel + matrix.layout.panels;
@@ -106,7 +106,8 @@ void run_panels(const Matrices& matrices, const QuantizedRows& quantized, int wo
     quantized.give(args, matrix.kind, matrix.layout, first_row, rows);
     const LinearKernel& kernel = *(worker < sme_threads() ? matrix.kernel : matrix.beside);
     if (matrix.layout.two_planes) {
-      run_panels_of_planes(matrix, kernel, args, rows, tile, args.panel_begin, args.panel_end);
+      const int64_t step = planes_panels(matrix, grid.band_rows);
+      run_panels_of_planes(matrix, kernel, args, rows, step, tile, args.panel_begin, args.panel_end);
       continue;
     }
     args.context = kernel.context;
@@ -235,7 +236,7 @@ Status linear_quantized(const Matrices& matrices, const TensorView& x, int64_t r
       if (Status s = add_scratch(*kernel, layout, m, threads, &scratch_bytes); !s.ok()) return s;
     }
   }
-  const int64_t tile_bytes = planes_bytes(matrices, grid.rows_of(0));
+  const int64_t tile_bytes = tile_bytes_of(matrices, grid.band_rows);
   const int64_t worker_bytes = scratch_bytes + tile_bytes + quantized.row_bytes();
   const int64_t bytes = bands_bytes + quantized_bytes + threads * worker_bytes;
   const Scratch scratch(bytes);
@@ -269,8 +270,8 @@ Status linear_quantized(const Matrices& matrices, const TensorView& x, int64_t r
                   char* const memory = workers + worker * worker_bytes;
                   args.scratch = memory;
                   const int64_t out_offset = (begin + first) * matrices.outputs * element_bytes(x.type);
-                  run_panels(matrices, quantized, worker, first, grid.rows_of(band), out_offset, args, memory + scratch_bytes,
-                             first_panel, end_panel);
+                  run_panels(matrices, quantized, worker, grid, band, out_offset, args, memory + scratch_bytes, first_panel,
+                             end_panel);
                 });
   }
   return {};

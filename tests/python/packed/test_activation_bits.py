@@ -46,6 +46,7 @@ def test_what_the_second_plane_adds():
     layer = torch.nn.Linear(512, 64)
     x = random_rows(50, 512)
     errors = []
+    layer.requires_grad_(False)
     for activation_bits in (8, 16):
         packed = lowbit.nn.Linear.from_float(layer, LinearConfig(8, activation_bits=activation_bits))
         exact = torch.nn.functional.linear(x.double(), packed.dequantize().double(), layer.bias.double())
@@ -204,7 +205,8 @@ def test_a_config_of_transformers(tmp_path):
 
 def test_a_tied_head_has_the_activations_of_its_table():
     model = llama()
-    lowbit.quantize_(model, {"*proj": LinearConfig(8), "*embed*": EmbeddingConfig(8, activation_bits=16)})
+    linear, table = LinearConfig(8, activation_bits=16), EmbeddingConfig(8, activation_bits=16)
+    lowbit.quantize_(model, {"*": linear, "*proj": LinearConfig(8), "*embed*": table})
     layers = packed_layers(model)
     assert layers["lm_head"].info.activation_bits == layers["model.embed_tokens"].info.activation_bits == 16
 
