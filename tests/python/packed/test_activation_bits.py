@@ -292,7 +292,8 @@ def test_commands(source, tmp_path):
 def test_commands_refuse(source, tmp_path):
     packed = tmp_path / "packed"
     document(invoke("quantize", source, packed, "--json"))
-    assert "'12' is not one of" in error(invoke("convert", packed, tmp_path / "new", "--activation-bits", 12))
+    refused = invoke("convert", packed, tmp_path / "new", "--activation-bits", 12)
+    assert refused.exit_code == 2 and "'12' is not one of '8', '16'" in refused.stderr
     assert "is float; expected a checkpoint with packed weights" in error(
         invoke("convert", source, tmp_path / "new", "--activation-bits", 16)
     )
