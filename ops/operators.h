@@ -134,8 +134,8 @@ LOWBIT_API Status repack(const TensorView& packed, const char* format, const Ten
 // Rows (dim 0) or inputs (dim 1) begin to end - 1 of `count` packed matrices that lie below each other (dim 0) or side by
 // side (dim 1): a slice of one, all of several, or both. Codes, scales and row scales stay as they are; row sums and
 // checksums are new. All have the same format, width, mapping, levels, group size and activation bits, and the same number of
-// inputs (dim 0) or rows (dim 1). Those in a vendor's format are unpacked and packed again, if its library can. Inputs are cut between
-// groups only.
+// inputs (dim 0) or rows (dim 1). Those in a vendor's format are unpacked and packed again, if its library can. Inputs are cut
+// between groups only.
 // Side by side, only the first may have a bias, and what does not begin with its first input has none: so the sum of the
 // slices' results has it once.
 // Checksums are verified first.  out: uint8 [total_bytes].

@@ -25,7 +25,7 @@ _BAND_WEIGHTS = 1 << 21  # weights packed at a time: enough for many threads, li
 
 @dataclass(frozen=True)
 class Output:
-    """A tensor to write, named ``name`` in the target; ``tensor.name`` is its name, or that of its first part, in the source."""
+    """A tensor to write, named ``name`` in the target; ``tensor.name`` is its name, or its first part's, in the source."""
 
     tensor: SourceTensor
     name: str
@@ -56,10 +56,9 @@ class Output:
 
     def stored(self, path: Path) -> Stored:
         """The tensor as it will be in this file."""
-        info = self.info()
-        if info is None:
-            tensor = self.tensor
-            return Stored(self.name, path, tensor.dtype, tensor.shape, 0, tensor.bytes)
+        if isinstance(self.tensor, Float):
+            return Stored(self.name, path, self.tensor.dtype, self.tensor.shape, 0, self.tensor.bytes)
+        info = self.tensor.info(self.bias is not None)
         shape = tuple(size for size in (info.experts, info.total_bytes) if size is not None)
         return Stored(self.name, path, "U8", shape, 0, math.prod(shape))
 
