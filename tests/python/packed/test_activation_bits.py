@@ -300,7 +300,8 @@ def test_commands_refuse(source, tmp_path):
     assert "matches lm_haed; lowbit inspect lists their names" in error(
         invoke("convert", packed, tmp_path / "new", "--activation-bits", 16, "--only", "lm_haed")
     )
-    assert "expected PATTERN=BITS" in error(invoke("quantize", source, tmp_path / "new", "--override", "*=4,32,symmetric,12"))
+    refused = invoke("quantize", source, tmp_path / "new", "--override", "*=4,32,symmetric,12")
+    assert refused.exit_code == 2 and "PATTERN=BITS[,GROUP[,MAPPING[,8 or 16]]]" in refused.stderr
     damaged = tmp_path / "damaged"
     shutil.copytree(packed, damaged)
     data = bytearray((damaged / "model.safetensors").read_bytes())
