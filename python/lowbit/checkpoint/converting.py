@@ -12,8 +12,9 @@ from typing import Any
 
 from .. import _C
 from ..files.config_json import CONFIG, quantization_method, read_config
+from ..files.io import read_bytes
 from ..files.replace import resolve_new_directory
-from ..files.safetensors import INDEX, PACKED_SUFFIX, Stored, files_of, packed_info, read_bytes, read_files
+from ..files.safetensors import INDEX, PACKED_SUFFIX, Stored, files_of, packed_info, read_files
 from ..layers.patterns import Patterns
 from ..packed.matrix import check_activation_bits
 from .entries import CheckpointEntry, inspect_checkpoint

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -35,10 +35,11 @@ def convert(
         entries = convert_checkpoint(source, target, bits, only=only or ("*",), progress=advance)
     packed = [entry for entry in entries if entry.kind == "packed"]
     counts = {width: sum(entry.activation_bits == width for entry in packed) for width in (8, 16)}
-    document = {
+    total = sum(entry.bytes for entry in entries)
+    document: dict[str, Any] = {
         "source": str(source),
         "target": str(target),
-        "bytes": sum(entry.bytes for entry in entries),
+        "bytes": total,
         "packed_layers": len(packed),
         "layers_of_16": counts[16],
         "seconds": time.perf_counter() - begin,
@@ -46,5 +47,5 @@ def convert(
     output.result(
         document,
         f"{len(packed)} packed layers: {counts[16]} with activations of 16 bits, {counts[8]} with 8",
-        f"{target} written in {document['seconds']:.1f} s, {size(document['bytes'])}",
+        f"{target} written in {document['seconds']:.1f} s, {size(total)}",
     )
