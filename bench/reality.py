@@ -94,6 +94,14 @@ class Judge:
         say(f"{name}: perplexity {row['perplexity']:.3f} ({change}), KLD {row['kld']:.5f}, top-1 {row['top1']:.3f}")
 
 
+def with_16_bits(model: torch.nn.Module, end: str = "") -> torch.nn.Module:
+    """The model with activations of 16 bits in the packed layers whose names end so."""
+    for name, module in model.named_modules():
+        if isinstance(module, lowbit.nn.Linear) and name.endswith(end):
+            module.to_activation_bits(16)
+    return model
+
+
 def judge_table(judge: Judge) -> None:
     pair, all_layers = judge.pair, list(judge.pair.groups)
     down = [name for name in all_layers if kind_of(name) == "down"]
@@ -103,6 +111,8 @@ def judge_table(judge: Judge) -> None:
         judge.llama_cpp()
     for dtype in (torch.float32, torch.bfloat16):
         judge.model(f"lowbit, {str(dtype).removeprefix('torch.')}", pair.load(dtype))
+    judge.model("lowbit, float32, activations of 16 bits", with_16_bits(pair.load(torch.float32)))
+    judge.model("lowbit, float32, activations of 16 bits in the head", with_16_bits(pair.load(torch.float32), "lm_head"))
     judge.rounded(f"simulated: {CONTRACT}, as lowbit", {name: blocks_of(group) for name, group in pair.groups.items()})
     judge.rounded("a row, with zero point, as lowbit once had", dict.fromkeys(all_layers, rows_with_zero_point))
     judge.rounded("a row, symmetric", dict.fromkeys(all_layers, rows))
@@ -203,6 +213,7 @@ def sensitivity(pair: Pair) -> list[dict[str, Any]]:
 
     add("float", pair.floats)
     add("lowbit, float32", pair.load(torch.float32))
+    add("lowbit, float32, activations of 16 bits", with_16_bits(pair.load(torch.float32)))
     for bits in (8, 6):
         config = {name: lowbit.LinearConfig(bits, 32) for name in pair.groups if name != "lm_head"}  # tied: float
         add(f"lowbit, float32, {bits} bits in groups of 32", lowbit.quantize_(copy.deepcopy(pair.floats), config))

@@ -41,6 +41,7 @@ class Header(NamedTuple):
     k: int
     group_size: int  # 0: one group per row
     rotated: int  # inputs per rotated block; 0: inputs are not rotated
+    activation_bits: int  # 8 or 16; the weights do not depend on it
     levels: np.ndarray  # int8 [2**bits], empty without a table
     checksum: int  # of the panels
     bytes: int  # of the header
@@ -75,27 +76,26 @@ def checksums(pieces: np.ndarray) -> np.ndarray:
 def read_header(data: np.ndarray) -> Header:
     if len(data) < 64:
         raise ValueError(f"there are {len(data)} bytes; expected a header of at least 64")
-    magic, version, layout, bits, mapping, bias, turn, zero, n, k, group, vendor, total, panels, own = struct.unpack(
+    magic, version, layout, bits, mapping, bias, turn, activations, n, k, group, vendor, total, panels, own = struct.unpack(
         "<8sHBBBBBBqqI4sqQQ", data[:64].tobytes()
     )
-    if magic != MAGIC or version not in (1, 2, 3):
-        raise ValueError(f"found magic {magic.hex()} and version {version}; expected {MAGIC.hex()} and version 1, 2 or 3")
+    if magic != MAGIC or version not in (1, 2, 3, 4):
+        raise ValueError(f"found magic {magic.hex()} and version {version}; expected {MAGIC.hex()} and version 1 to 4")
     size = 128 if mapping == 2 else 64
     if len(data) < size or int(checksums(np.concatenate([data[:56], data[64:size]])[None])[0]) != own:
         raise ValueError("the header's checksum does not match")
     if layout != 0 or any(vendor):
         raise ValueError(f"the layout is a vendor's, {vendor!r}; expected layout 0")
     levels = data[64 : 64 + 2**bits].view(np.int8) if mapping == 2 else np.empty(0, np.int8)
-    valid = 1 <= bits <= 8 and mapping <= 2 and bias <= 1 and zero == 0
+    valid = 1 <= bits <= 8 and mapping <= 2 and bias <= 1 and activations in (0, 16)
     valid = valid and 1 <= n <= 2**31 and 1 <= k <= 2**31 and group % 16 == 0 and group <= 2**31
-    valid = (
-        valid and version == (3 if turn else 2 if mapping == 2 else 1) and (turn == 0 or 4 <= turn <= 7 and k % 2**turn == 0)
-    )
+    valid = valid and version == (4 if activations else 3 if turn else 2 if mapping == 2 else 1)
+    valid = valid and (turn == 0 or 4 <= turn <= 7 and k % 2**turn == 0)
     if mapping == 2:
         valid = valid and 2 <= bits <= 4 and -128 not in levels and not data[64 + len(levels) : size].any()
     if not valid or total != len(data):
         raise ValueError(f"a field of the header is invalid, or its size of {total} bytes is not the data's {len(data)}")
-    return Header(bits, mapping, bool(bias), n, k, group, 2**turn if turn else 0, levels, panels, size)
+    return Header(bits, mapping, bool(bias), n, k, group, 2**turn if turn else 0, activations or 8, levels, panels, size)
 
 
 def fused_multiply_add(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
@@ -146,7 +146,7 @@ def decode(data: bytes | np.ndarray, verify: bool = True) -> Matrix:
         verify: compare the panels with their checksum.
 
     Raises:
-        ValueError: the bytes are not a packed matrix of versions 1 to 3, or were altered.
+        ValueError: the bytes are not a packed matrix of versions 1 to 4, or were altered.
     """
     data = np.frombuffer(data, np.uint8)
     header = read_header(data)

@@ -1,4 +1,5 @@
-// What stands between the linear layers of a model: activation functions and norms. Every kernel gives the same bits.
+// What stands between the linear layers of a model: activation functions and norms; and what linear layers do with their inputs
+// and outputs around the kernels. Every kernel gives the same bits.
 #pragma once
 
 #include "ukernel.h"
@@ -45,12 +46,35 @@ struct RotateArgs {
   bool back;
 };
 
+// Plane 2 of an activation row, before it is quantized: out = fma(-t, a, x), with a and t of plane 1.
+struct ResidualArgs {
+  const void* x;        // [k] of `dtype`
+  const int8_t* a;      // [k], a whole number of 16 of them readable
+  const float* scales;  // t, one per segment
+  float* out;           // [k]
+  int64_t k, group_inputs;
+  DType dtype;
+};
+
+// out = y1 + (y2 - bias): the results of the two planes of each row, whose bias counts once.
+struct AddPlanesArgs {
+  const float* planes;    // y1 of row i in row 2i, y2 in row 2i + 1
+  const uint8_t* biases;  // 16 float32 of the first 16 columns, unaligned
+  void* out;              // row 0, of `dtype`
+  int64_t planes_step, out_step;  // elements from one row to the next
+  int64_t biases_step;    // bytes from the biases of 16 columns to those of the next
+  int64_t rows, width;
+  DType dtype;
+};
+
 struct ElementwiseKernel {
   const char* name;  // elementwise_<isa>
   IsaBits isa;
   void (*activate)(const ActivateArgs&);
   void (*rms_norm)(const RmsNormArgs&);
   void (*rotate)(const RotateArgs&);
+  void (*residual)(const ResidualArgs&);
+  void (*add_planes)(const AddPlanesArgs&);
 };
 
 }  // namespace lowbit

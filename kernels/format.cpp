@@ -108,6 +108,16 @@ Status set_rotation(int64_t inputs, Layout* layout) {
   return {};
 }
 
+Status set_activation_bits(int64_t bits, Layout* layout) {
+  if (bits != 8 && bits != 16) return Status::error("activation bits are %" PRId64 "; expected 8 or 16", bits);
+  if (bits == 16 && layout->format != Format::panel16) {
+    return Status::error("format '%s' has activations of 8 bits; expected panel16 for activations of 16 bits",
+                         name_of(layout->format).text);
+  }
+  layout->two_planes = bits == 16;
+  return {};
+}
+
 FormatName name_of(Format format) {
   if (format == Format::panel16) return {"panel16"};
   FormatName name{};

@@ -43,9 +43,9 @@ struct FormatName {
 };
 LOWBIT_API FormatName name_of(Format format);
 
-// Of the file: 3 with rotated inputs, 2 with a table of levels and none, which older readers refuse; else 1, the same bytes as
-// ever.
-inline constexpr int kFormatVersion = 1, kLevelsVersion = 2, kRotatedVersion = 3;
+// Of the file: 4 with activations in two planes, else 3 with rotated inputs, else 2 with a table of levels, which older readers
+// refuse; else 1, the same bytes as ever.
+inline constexpr int kFormatVersion = 1, kLevelsVersion = 2, kRotatedVersion = 3, kPlanesVersion = 4;
 inline constexpr int64_t kHeaderBytes = 64, kLevelsHeaderBytes = 128;
 inline constexpr int64_t kHeadBytes = 3 * kPanelRows * 4;
 inline constexpr int64_t kMaxDimension = int64_t{1} << 31;
@@ -64,6 +64,15 @@ LOWBIT_API Status make_layout(int64_t n, int64_t k, int bits, int64_t group_size
 inline constexpr int64_t kLeastRotation = 16, kMostRotation = 128;
 LOWBIT_API Status set_rotation(int64_t inputs, Layout* layout);
 
+constexpr int format_version(const Layout& layout) {
+  if (layout.two_planes) return kPlanesVersion;
+  if (layout.rotation != 0) return kRotatedVersion;
+  return has_table(layout.mapping) ? kLevelsVersion : kFormatVersion;
+}
+
+// Activations of so many bits: 8, one int8 plane, or 16, two. Only the header depends on it.
+LOWBIT_API Status set_activation_bits(int64_t bits, Layout* layout);
+
 // The same matrix in a vendor's format: only its name and total_bytes, the sizes of a panel's parts are zero. Not for
 // weights with a table of levels.
 LOWBIT_API Status make_vendor_layout(const Layout& layout, Format format, Layout* vendor_layout);
@@ -78,6 +87,8 @@ LOWBIT_API Status verify_payload(const void* data, const Layout& layout);
 uint64_t checksum(const void* data, int64_t size);
 uint64_t fold_checksum(uint64_t folded, uint64_t panel_checksum);
 LOWBIT_API void write_header(const Layout& layout, uint64_t payload_checksum, void* data);
+// What the header at `data` says of the bytes behind it.
+LOWBIT_API uint64_t payload_checksum_of(const void* data);
 
 // Folds the checksums of all panels behind the header at `data` onto `folded`, which starts at 0. A matrix that is packed
 // in bands of whole panels gets its checksum band by band.

@@ -22,7 +22,7 @@ struct Header {
   uint8_t mapping;
   uint8_t has_bias;
   uint8_t rotation;
-  uint8_t reserved0;
+  uint8_t activation_bits;  // 16, or 0: 8
   int64_t n, k;
   uint32_t group_size;
   uint32_t vendor_format;
@@ -75,6 +75,10 @@ Status vendor_layout(const Layout& layout, const PackedFormat& format, Layout* r
   if (has_table(layout.mapping)) {
     return Status::error("format '%s' does not hold weights with a table of levels", name.text);
   }
+  if (layout.two_planes) {
+    return Status::error("format '%s' has activations of 8 bits; this weight has activations of 16 bits: set them to 8 first",
+                         name.text);
+  }
   Layout l = layout;
   l.format = format.format;
   l.block_bytes = l.group_bytes = l.head_offset = l.panel_bytes = l.total_bytes = 0;
@@ -97,12 +101,13 @@ void write_header(const Layout& layout, uint64_t payload_checksum, void* data) {
   Header header{};
   std::memcpy(header.magic, kMagic, sizeof kMagic);
   const bool has_levels = has_table(layout.mapping);
-  header.version = layout.rotation != 0 ? kRotatedVersion : has_levels ? kLevelsVersion : kFormatVersion;
+  header.version = static_cast<uint16_t>(format_version(layout));
   header.format = layout.format == Format::panel16 ? kPanel16 : kVendorFormat;
   header.bits = static_cast<uint8_t>(layout.bits);
   header.mapping = static_cast<uint8_t>(layout.mapping);
   header.has_bias = layout.has_bias;
   header.rotation = layout.rotation;
+  header.activation_bits = layout.two_planes ? 16 : 0;
   header.n = layout.n;
   header.k = layout.k;
   header.group_size = static_cast<uint32_t>(layout.group_size);
@@ -129,12 +134,12 @@ Status read_header(const void* data, int64_t size, Layout* layout) {
                          header.magic[0] & 255, header.magic[1] & 255, header.magic[2] & 255, header.magic[3] & 255,
                          header.magic[4] & 255, header.magic[5] & 255, header.magic[6] & 255, header.magic[7] & 255);
   }
-  if (header.version < kFormatVersion || header.version > kRotatedVersion) {
+  if (header.version < kFormatVersion || header.version > kPlanesVersion) {
     return Status::error("packed weight is of format version %d; this library reads versions %d to %d", header.version,
-                         kFormatVersion, kRotatedVersion);
+                         kFormatVersion, kPlanesVersion);
   }
   const bool has_levels = header.version == kLevelsVersion ||
-                          (header.version == kRotatedVersion && has_table(static_cast<Mapping>(header.mapping)));
+                          (header.version >= kRotatedVersion && has_table(static_cast<Mapping>(header.mapping)));
   LevelsHeader levels{};
   if (has_levels) {
     if (size < kLevelsHeaderBytes) {
@@ -152,12 +157,18 @@ Status read_header(const void* data, int64_t size, Layout* layout) {
     return Status::error("packed weight of version %d has mapping %d; expected 2, a table of levels", kLevelsVersion,
                          header.mapping);
   }
-  if (header.rotation > 62 || (header.rotation != 0) != (header.version == kRotatedVersion)) {
-    return Status::error("packed weight of version %d has blocks of 2^%d rotated inputs; expected them in version %d only, and "
-                         "always", header.version, header.rotation, kRotatedVersion);
+  const bool can_rotate = header.version >= kRotatedVersion;
+  if (header.rotation > 62 || (header.rotation != 0 && !can_rotate) ||
+      (header.rotation == 0 && header.version == kRotatedVersion)) {
+    return Status::error("packed weight of version %d has blocks of 2^%d rotated inputs; expected them in version %d always, "
+                         "and in earlier versions never", header.version, header.rotation, kRotatedVersion);
+  }
+  if (header.activation_bits != (header.version == kPlanesVersion ? 16 : 0)) {
+    return Status::error("packed weight of version %d has activations of %d bits; expected 16 in version %d, and 0 (8 bits) "
+                         "in earlier versions", header.version, header.activation_bits, kPlanesVersion);
   }
   if (header.format > kVendorFormat || (header.mapping > 1 && !has_levels) || header.has_bias > 1 ||
-      header.reserved0 != 0 || (header.format == kPanel16) != (format == Format::panel16)) {
+      (header.format == kPanel16) != (format == Format::panel16)) {
     return Status::error("packed weight has format %d, mapping %d, bias flag %d; expected each to be 0 or 1",
                          header.format, header.mapping, header.has_bias);
   }
@@ -169,6 +180,7 @@ Status read_header(const void* data, int64_t size, Layout* layout) {
     return status;
   }
   if (Status s = set_rotation(header.rotation == 0 ? 0 : int64_t{1} << header.rotation, &expected); !s.ok()) return s;
+  expected.two_planes = header.activation_bits != 0;
   if (has_levels) {
     LevelsHeader canonical{};
     std::memcpy(canonical.levels, expected.levels, sizeof canonical.levels);
@@ -188,14 +200,19 @@ Status read_header(const void* data, int64_t size, Layout* layout) {
   return {};
 }
 
+uint64_t payload_checksum_of(const void* data) {
+  uint64_t value;
+  std::memcpy(&value, static_cast<const char*>(data) + offsetof(Header, payload_checksum), sizeof value);
+  return value;
+}
+
 Status verify_payload(const void* data, const Layout& layout) {
-  Header header;
-  std::memcpy(&header, data, sizeof header);
+  const uint64_t expected = payload_checksum_of(data);
   const uint64_t folded =
       layout.format == Format::panel16 ? fold_panels(data, layout, 0) : vendor_checksum(data, layout);
-  if (folded != header.payload_checksum) {
+  if (folded != expected) {
     return Status::error("packed weight has altered bytes: their checksum is %016" PRIx64 "; the header says %016" PRIx64,
-                         folded, header.payload_checksum);
+                         folded, expected);
   }
   return {};
 }

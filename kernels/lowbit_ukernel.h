@@ -99,6 +99,7 @@ struct lowbit_layout {
   LOWBIT_AS(Mapping, uint8_t) mapping;
   bool has_bias;
   uint8_t rotation;    // log2 of the inputs in a rotated block, or 0. Kernels need not look: they get rotated inputs
+  bool two_planes;     // activations of 16 bits: two int8 planes. Kernels need not look: they get two rows for each row of x
   int64_t n, k;        // output rows, inputs
   int64_t group_size;  // inputs per group, a multiple of 16; 0: one group per row (per channel)
 
@@ -117,6 +118,8 @@ struct lowbit_layout {
 
 #ifdef __cplusplus
   int64_t rotated_inputs() const { return rotation == 0 ? 0 : int64_t{1} << rotation; }  // of a block
+  int planes() const { return two_planes ? 2 : 1; }  // of activations, int8 each
+  int activation_bits() const { return 8 * planes(); }
   int64_t group_inputs() const { return lowbit_group_inputs(this); }
   int64_t group_segments() const { return lowbit_group_segments(this); }
   static constexpr int64_t segments_of(int64_t inputs) {

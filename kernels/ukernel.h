@@ -17,6 +17,9 @@
 //                    y = fma(row_scale, acc, bias);  the sign and payload of a NaN are not part of the contract
 //                    With t of 22 significant bits, fma(t, c + I, -c * t) is t * float(I) for c = 1.5 * 2^23: kernels whose
 //                    integer sums start at the bits of c need no conversion of the first product.
+//   two planes       where the packed weight says so (format.h): plane 1 is x's activation row; plane 2 is that of
+//                    r = fma(-t, a, x), with t and a of plane 1, which is exact except for underflow. Each plane gives a y as
+//                    above, y1 and y2 in float32, and y = y1 + (y2 - bias). The operators do it: kernels get two rows
 //   embedding        symmetric, levels: (row_scale * scale) * level;
 //                    affine: fma(row_scale * scale, code, row_scale * min)
 //   attention        one row q over the positions that it sees; 16 lanes, position j is lane j % 16:

@@ -5,7 +5,7 @@
 #include "aligned_memory.h"
 #include "check.h"
 #include "operators.h"
-#include "rotate.h"
+#include "quantized_rows.h"
 #include "rows.h"
 #include "schedule.h"
 #include "scratch.h"
@@ -44,7 +44,7 @@ const uint8_t* expert_bytes(const TensorView& packed, int64_t expert) {
   return static_cast<const uint8_t*>(packed.data) + expert * packed.shape.size[1];
 }
 
-// The expert of the first result, whose format, groups and rotation the others have to share.
+// The expert of the first result, whose format, groups, rotation and planes the others have to share.
 struct FirstExpert {
   int64_t expert;
   Layout layout;
@@ -72,6 +72,10 @@ Status read_expert(const TensorView& packed, int64_t expert, const TensorView& x
     return Status::error("expert %" PRId64 " has inputs in rotated blocks of %" PRId64 "; expected %" PRId64
                          ", as expert %" PRId64 " (0: not rotated)",
                          expert, layout->rotated_inputs(), first->layout.rotated_inputs(), first->expert);
+  }
+  if (first != nullptr && first->layout.two_planes != layout->two_planes) {
+    return Status::error("expert %" PRId64 " has activations of %d bits; expected %d, as expert %" PRId64, expert,
+                         layout->activation_bits(), first->layout.activation_bits(), first->expert);
   }
   if (first != nullptr && first->layout.group_inputs() != layout->group_inputs()) {
     return Status::error("expert %" PRId64 " has groups of %" PRId64 " inputs; expected %" PRId64 ", as expert %" PRId64,
@@ -105,66 +109,33 @@ struct Memory {
   ExpertRows* parts;
   int64_t* results;     // by place: the result that belongs there
   int64_t* places;      // by result of the chunk, the other way round
-  int8_t* a;            // from here on by place: quantized rows, as kernels read them
-  float* scales;
-  int32_t* sums;
-  float* group_sums;     // for affine experts, which may lie beside others
+  char* rows;           // by place: quantized rows
   char* workers;
 
-  void place(Pieces& pieces, int64_t experts, int64_t all, int64_t chunk, const Layout& layout, int64_t worker_bytes) {
+  void place(Pieces& pieces, int64_t experts, int64_t all, int64_t chunk, int64_t row_bytes, int64_t worker_bytes) {
     layouts = pieces.take<Layout>(experts);
     chosen = pieces.take<int64_t>(all);
     next = pieces.take<int64_t>(experts + 1);
     parts = pieces.take<ExpertRows>(experts + chunk / kBandRows + 1);
     results = pieces.take<int64_t>(chunk);
     places = pieces.take<int64_t>(chunk);
-    a = pieces.take<int8_t>(chunk * layout.blocks * kBlockInputs);
-    scales = pieces.take<float>(chunk * layout.segments);
-    sums = pieces.take<int32_t>(chunk * layout.segments);
-    group_sums = pieces.take<float>(chunk * layout.groups);
+    rows = pieces.take<char>(row_bytes);
     workers = pieces.take<char>(worker_bytes);
   }
 };
 
-// Of a row that has to be gathered.
-int64_t gather_bytes(const TensorView& x, const Layout& layout) {
-  return x.stride[x.shape.ndim - 1] == 1 ? 0 : aligned(layout.k * element_bytes(x.type));
-}
-
 class Call {
  public:
-  Call(const TensorView& x, const TensorView& packed, const TensorView& out, const Layout& layout, int64_t per_row,
-       const Memory& memory)
-      : x_(x), packed_(packed), out_(static_cast<char*>(out.data)), layout_(layout), per_row_(per_row), memory_(memory),
-        item_(element_bytes(x.type)), row_values_(layout.blocks * kBlockInputs),
-        quantize_(choose_quantize(active_isa())) {}
+  Call(const TensorView& x, const TensorView& packed, const TensorView& out, int64_t per_row, const Memory& memory,
+       const QuantizedRows& quantized)
+      : x_(x), packed_(packed), out_(static_cast<char*>(out.data)), per_row_(per_row), memory_(memory), quantized_(quantized),
+        item_(element_bytes(x.type)) {}
 
   // Row `row` of x, to the places of its results from `first` on. It is quantized once, and copied to the others.
   void quantize(int64_t row, int64_t first, char* memory) const {
-    const int last = x_.shape.ndim - 1;
-    const char* source = static_cast<const char*>(x_.data) + item_ * offset_of(x_, last, row);
-    DType dtype = dtype_of(x_.type);
-    if (x_.stride[last] != 1) {
-      gather(item_, source, x_.stride[last], memory, layout_.k);
-      source = memory;
-    }
-    if (layout_.rotation != 0) {
-      float* const rotated = reinterpret_cast<float*>(memory + gather_bytes(x_, layout_));
-      rotate_row(source, dtype, rotated, layout_.k, layout_.rotated_inputs());
-      source = reinterpret_cast<const char*>(rotated);
-      dtype = DType::f32;
-    }
     const int64_t* const places = memory_.places + row * per_row_ - first;
-    const int64_t place = places[0];
-    quantize_.run({source, dtype, layout_.k, row_values_, layout_.group_inputs(),
-                   memory_.a + place * row_values_, memory_.scales + place * layout_.segments,
-                   memory_.sums + place * layout_.segments, memory_.group_sums + place * layout_.groups, quantize_.context});
-    for (int64_t i = 1; i < per_row_; ++i) {
-      copy_row(memory_.a, place, places[i], row_values_);
-      copy_row(memory_.scales, place, places[i], layout_.segments);
-      copy_row(memory_.sums, place, places[i], layout_.segments);
-      copy_row(memory_.group_sums, place, places[i], layout_.groups);
-    }
+    quantized_.quantize(row, places[0], memory);
+    for (int64_t i = 1; i < per_row_; ++i) quantized_.copy(places[0], places[i]);
   }
 
   // Panels [begin, end) for some rows of an expert. Panels are a matrix of their own: the kernel writes its rows to the
@@ -172,23 +143,23 @@ class Call {
   void run(const ExpertRows& part, int64_t begin, int64_t end, const LinearKernel& kernel, char* worker, char* scratch) const {
     const Layout& whole = memory_.layouts[part.expert];
     LinearArgs args{};
-    args.layout = whole;
-    args.layout.panels = end - begin;
-    args.layout.n = end == whole.panels ? whole.n - begin * kPanelRows : (end - begin) * kPanelRows;
-    args.layout.total_bytes = whole.header_bytes + (end - begin) * whole.panel_bytes;
-    args.panels = expert_bytes(packed_, part.expert) + whole.header_bytes + begin * whole.panel_bytes;
-    args.panel_end = end - begin;
-    args.a = memory_.a + part.first * row_values_;
-    args.scales = memory_.scales + part.first * whole.segments;
-    args.sums = memory_.sums + part.first * whole.segments;
-    if (has_mins(whole.mapping)) args.group_sums = memory_.group_sums + part.first * whole.groups;
-    args.m = part.rows;
-    args.out_dtype = dtype_of(x_.type);
+    take_panels(args, whole, expert_bytes(packed_, part.expert) + whole.header_bytes, begin, end);
+    quantized_.give(args, 0, whole, part.first, part.rows);
     args.scratch = scratch;
     const int64_t* const results = memory_.results + part.first;
     char* const column = out_ + begin * kPanelRows * item_;
+    char* const tile = worker + kLinearScratchBytes;
+    const DType dtype = dtype_of(x_.type);
+    if (whole.two_planes) {
+      run_planes(kernel, args, tile);
+      for (int64_t i = 0; i < part.rows; ++i) {
+        add_planes(args, tile, i, 1, column + results[i] * whole.n * item_, dtype, whole.n);
+      }
+      return;
+    }
+    args.out_dtype = dtype;
     const bool alone = part.rows == 1;
-    args.out = alone ? column + results[0] * whole.n * item_ : worker + kLinearScratchBytes;
+    args.out = alone ? column + results[0] * whole.n * item_ : tile;
     args.out_stride = alone ? whole.n : args.layout.n;
     args.context = kernel.context;
     kernel.run(args);
@@ -200,19 +171,12 @@ class Call {
   }
 
  private:
-  // Row `from` of rows of `count` values becomes row `to` too.
-  template <class T>
-  static void copy_row(T* rows, int64_t from, int64_t to, int64_t count) {
-    std::memcpy(rows + to * count, rows + from * count, static_cast<size_t>(count) * sizeof(T));
-  }
-
   const TensorView &x_, &packed_;
   char* out_;
-  const Layout& layout_;
   int64_t per_row_;
   const Memory& memory_;
-  int64_t item_, row_values_;
-  const QuantizeKernel& quantize_;
+  const QuantizedRows& quantized_;
+  int64_t item_;
 };
 
 // Sorts results [first, first + count) by expert, into parts of up to `most` rows; returns how many parts there are.
@@ -292,9 +256,10 @@ Status read_chosen(const TensorView& x, const TensorView& packed, const TensorVi
 void choose_kernels(const Memory& memory, int64_t parts, int threads) {
   for (ExpertRows* part = memory.parts; part < memory.parts + parts; ++part) {
     const Layout& layout = memory.layouts[part->expert];
-    part->kernel = part->beside = &choose_linear(layout, part->rows, active_isa(), streams());
+    const int64_t m = part->rows * layout.planes();
+    part->kernel = part->beside = &choose_linear(layout, m, active_isa(), streams());
     if ((part->kernel->isa & kSme2) != 0 && threads > sme_threads()) {
-      part->beside = &choose_linear(layout, part->rows, active_isa() & ~IsaBits{kSme2}, streams());
+      part->beside = &choose_linear(layout, m, active_isa() & ~IsaBits{kSme2}, streams());
     }
   }
 }
@@ -371,7 +336,8 @@ Status make_scratch(const Memory& memory, int64_t parts, int threads, int64_t* b
   for (int64_t i = 0; i < parts; ++i) {
     const ExpertRows& part = memory.parts[i];
     for (const LinearKernel* kernel : {part.kernel, part.beside}) {
-      if (Status s = add_scratch(*kernel, memory.layouts[part.expert], part.rows, threads, bytes); !s.ok()) return s;
+      const Layout& layout = memory.layouts[part.expert];
+      if (Status s = add_scratch(*kernel, layout, part.rows * layout.planes(), threads, bytes); !s.ok()) return s;
     }
   }
   if (*bytes == before) return {};
@@ -380,8 +346,8 @@ Status make_scratch(const Memory& memory, int64_t parts, int threads, int64_t* b
 }
 
 // How many panels a tile of a part has. One row of an expert reads its weights once, so its tiles are as long as there
-// are enough of them for all threads; those of more rows have what fits their memory, `tile_bytes`. Either way they are
-// multiples of what the kernels compute at once.
+// are enough of them for all threads; those of more rows, or of two planes, have what fits their memory, `tile_bytes`, where
+// a result takes `item` bytes. Either way they are multiples of what the kernels compute at once.
 int64_t panels_per_tile(const Memory& memory, int64_t parts, int64_t results, const Layout& layout, int64_t item,
                         int64_t tile_bytes, int threads) {
   int64_t most_rows = 1, at_once = 1;
@@ -393,7 +359,8 @@ int64_t panels_per_tile(const Memory& memory, int64_t parts, int64_t results, co
     }
   }
   const int64_t least = 1 + kClaimProducts * parts / (results * layout.k * kPanelRows);
-  const int64_t fits = most_rows == 1 ? layout.panels : at_least_1(tile_bytes / (most_rows * kPanelRows * item));
+  const bool direct = most_rows == 1 && !layout.two_planes;
+  const int64_t fits = direct ? layout.panels : at_least_1(tile_bytes / (most_rows * kPanelRows * item));
   int64_t step = at_least_1(parts * layout.panels / (kTilesPerThread * threads));
   step = rounded_up(step < least ? least : step, at_once);
   return step < fits ? step : fits < at_once ? fits : fits / at_once * at_once;
@@ -432,31 +399,36 @@ Status linear_experts(const TensorView& x, const TensorView& packed, const Tenso
   if (layout.format != Format::panel16) return experts_of_vendor(x, packed, experts, one, out, parallel);
   const int64_t count = packed.shape.size[0], per_row = experts.shape.size[experts.shape.ndim - 1];
   const int64_t rows = results / per_row;
-  const int64_t row_values = layout.blocks * kBlockInputs;
-  const int64_t row_bytes = per_row * (row_values + 8 * layout.segments + 4 * layout.groups + 16);
+  RowKinds kinds;
+  kinds.add(layout);
+  kinds.of[0].group_sums = true;  // affine experts may lie beside others
+  QuantizedRows quantized(x, kinds, choose_quantize(active_isa()));
+  const int64_t row_bytes = per_row * (quantized.bytes(1) + 16);
   const int64_t rows_at_once = rows * row_bytes <= kScratchBytes ? rows : at_least_1(kScratchBytes / row_bytes);
   const int64_t chunk = rows_at_once * per_row;
-  const int64_t most = at_least_1(kBandBytes / row_values / kBandRows) * kBandRows;  // rows of a part
-  const int64_t item = element_bytes(x.type);
+  // Rows of a part.
+  const int64_t most = at_least_1(kBandBytes / (layout.planes() * layout.blocks * kBlockInputs) / kBandRows) * kBandRows;
+  const int64_t item = layout.two_planes ? planes_bytes(1, 1) / kPanelRows : element_bytes(x.type);  // of a result in a tile
   const int64_t tile_rows = chunk < most ? chunk : most;
   const int64_t panel_bytes = tile_rows * kPanelRows * item;
   const int64_t tile_bytes = panel_bytes < kTileBytes ? kTileBytes : panel_bytes;
-  const int64_t input_bytes = gather_bytes(x, layout) + (layout.rotation == 0 ? 0 : aligned(layout.k * 4));
+  const int64_t input_bytes = quantized.row_bytes();
   const int64_t worker_bytes = kLinearScratchBytes + aligned(tile_bytes) + input_bytes;
   const Parallel threads = results * layout.k * layout.n < kParallelProducts ? Parallel() : parallel;
 
   Memory memory;
   Pieces size(nullptr);
-  memory.place(size, count, results, chunk, layout, threads.threads * worker_bytes);
+  memory.place(size, count, results, chunk, quantized.bytes(chunk), threads.threads * worker_bytes);
   const Scratch scratch(size.bytes());
   if (scratch.data() == nullptr) {
     return Status::no_memory("no memory for %" PRId64 " bytes of quantized activations", size.bytes());
   }
   Pieces pieces(scratch.data());
-  memory.place(pieces, count, results, chunk, layout, threads.threads * worker_bytes);
+  memory.place(pieces, count, results, chunk, quantized.bytes(chunk), threads.threads * worker_bytes);
+  quantized.place(memory.rows, chunk);
   if (Status s = read_chosen(x, packed, experts, one, memory); !s.ok()) return s;
 
-  const Call call(x, packed, out, layout, per_row, memory);
+  const Call call(x, packed, out, per_row, memory, quantized);
   std::unique_ptr<char, FreeAligned> more;  // scratch
   int64_t scratch_bytes = kLinearScratchBytes;
   for (int64_t first = 0; first < results; first += chunk) {

@@ -5,6 +5,7 @@
 #include "float_environment.h"
 #include "nodes.h"
 #include "operators.h"
+#include "quantized_rows.h"
 #include "rotate.h"
 #include "rows.h"
 #include "schedule.h"
@@ -34,141 +35,65 @@ struct Matrix {
   const LinearKernel* beside;  // for threads that have no matrix unit: sme_threads.h
   int64_t first_panel;  // among the panels of all matrices of the call
   char* out;            // row 0, this matrix's first column
-  int kind;             // which quantized rows it reads: one kind for each group size and rotation
-};
-
-// What quantized rows depend on, and how much of them there is.
-struct RowKind {
-  int64_t rotated_inputs, group_inputs, groups, segments;
-  bool group_sums;  // some matrix reads them
+  int kind;             // which quantized rows it reads
 };
 
 // The matrices of a call. All of them have k inputs.
 struct Matrices {
   Matrix of[kMostMatrices];
   int count = 0;
-  int64_t k, blocks, panels = 0, outputs = 0;
-  bool rotated = false;  // the inputs of some matrix
-  RowKind kinds[kMostMatrices];
-  int kind_count = 0;
+  int64_t panels = 0, outputs = 0;
+  RowKinds kinds;
 
   void add(const Layout& layout, const uint8_t* bytes) {
-    k = layout.k;
-    blocks = layout.blocks;
-    int kind = 0;
-    while (kind < kind_count && (kinds[kind].group_inputs != layout.group_inputs() ||
-                                 kinds[kind].rotated_inputs != layout.rotated_inputs())) {
-      ++kind;
-    }
-    if (kind == kind_count) {
-      kinds[kind_count++] = {layout.rotated_inputs(), layout.group_inputs(), layout.groups, layout.segments, false};
-    }
-    rotated |= layout.rotation != 0;
-    kinds[kind].group_sums |= has_mins(layout.mapping);
-    of[count++] = {layout, bytes + layout.header_bytes, nullptr, nullptr, panels, nullptr, kind};
+    of[count++] = {layout, bytes + layout.header_bytes, nullptr, nullptr, panels, nullptr, kinds.add(layout)};
     panels += layout.panels;
     outputs += layout.n;
   }
 };
 
-// Some rows of x as the kernels read them, for every group size and rotation of the matrices.
-class QuantizedRows {
- public:
-  QuantizedRows(const TensorView& x, const Matrices& matrices, const QuantizeKernel& kernel)
-      : x_(x), matrices_(matrices), kernel_(kernel), gather_(x.stride[x.shape.ndim - 1] != 1 && matrices.k > 1) {}
+// Results of two planes in float32, before they are added: each worker has memory for about so many bytes of them, but for no
+// fewer panels than a kernel for many rows wants at once. So bands have no more than so many rows.
+constexpr int64_t kPlanesBytes = 256 << 10;
+constexpr int64_t kPlanesRows = 512;
 
-  int64_t bytes(int64_t rows) const {
-    int64_t sum = 0;
-    for (int i = 0; i < matrices_.kind_count; ++i) {
-      const RowKind& kind = matrices_.kinds[i];
-      sum += aligned(rows * matrices_.blocks * kBlockInputs) + 2 * aligned(rows * kind.segments * 4);
-      if (kind.group_sums) sum += aligned(rows * kind.groups * 4);
-    }
-    return sum;
+// How many panels of a matrix in two planes are computed at once for bands of up to so many rows of x.
+int64_t planes_panels(const Matrix& matrix, int64_t rows) {
+  int64_t at_once = panels_at_once(*matrix.kernel);
+  if (panels_at_once(*matrix.beside) > at_once) at_once = panels_at_once(*matrix.beside);
+  const int64_t fits = kPlanesBytes / planes_bytes(rows, 1);
+  return rounded_up(fits < kClaimPanels ? kClaimPanels : fits, at_once);
+}
+
+int64_t tile_bytes_of(const Matrices& matrices, int64_t rows) {
+  int64_t most = 0;
+  for (int i = 0; i < matrices.count; ++i) {
+    const Matrix& matrix = matrices.of[i];
+    if (!matrix.layout.two_planes) continue;
+    int64_t panels = planes_panels(matrix, rows);
+    if (panels > matrix.layout.panels) panels = matrix.layout.panels;
+    const int64_t bytes = aligned(planes_bytes(rows, panels));
+    if (bytes > most) most = bytes;
   }
-  // Of a row that has to be gathered or rotated, for each worker.
-  int64_t row_bytes() const { return gather_bytes() + (matrices_.rotated ? aligned(matrices_.k * 4) : 0); }
+  return most;
+}
 
-  // Where the rows lie: bytes(rows) of memory.
-  void place(char* memory, int64_t rows) {
-    const auto take = [&memory](int64_t bytes) {
-      char* const taken = memory;
-      memory += aligned(bytes);
-      return taken;
-    };
-    for (int i = 0; i < matrices_.kind_count; ++i) {
-      const RowKind& kind = matrices_.kinds[i];
-      Rows& to = rows_[i];
-      to.a = reinterpret_cast<int8_t*>(take(rows * matrices_.blocks * kBlockInputs));
-      to.scales = reinterpret_cast<float*>(take(rows * kind.segments * 4));
-      to.sums = reinterpret_cast<int32_t*>(take(rows * kind.segments * 4));
-      if (kind.group_sums) to.group_sums = reinterpret_cast<float*>(take(rows * kind.groups * 4));
-    }
+// Panels [begin, end) of a matrix in two planes, for `rows` rows of x, to `args.out`; `step` panels at once, through `tile`.
+void run_panels_of_planes(const Matrix& matrix, const LinearKernel& kernel, const LinearArgs& args, int64_t rows, int64_t step,
+                          char* tile, int64_t begin, int64_t end) {
+  for (int64_t panel = begin; panel < end; panel += step) {
+    LinearArgs piece = args;
+    take_panels(piece, matrix.layout, matrix.panels, panel, panel + step < end ? panel + step : end);
+    run_planes(kernel, piece, tile);
+    char* const out = static_cast<char*>(args.out) + panel * kPanelRows * size_of(args.out_dtype);
+    add_planes(piece, tile, 0, rows, out, args.out_dtype, args.out_stride);
   }
+}
 
-  // Row `row` of x becomes row `index`.
-  void quantize(int64_t row, int64_t index, char* memory) const {
-    const int last = x_.shape.ndim - 1;
-    const int64_t item = element_bytes(x_.type);
-    const char* source = static_cast<const char*>(x_.data) + item * offset_of(x_, last, row);
-    if (gather_) {
-      gather(item, source, x_.stride[last], memory, matrices_.k);
-      source = memory;
-    }
-    float* const rotated = reinterpret_cast<float*>(memory + gather_bytes());
-    int64_t rotated_inputs = 0;  // as they lie there
-    QuantizeArgs args{};
-    args.k = matrices_.k;
-    args.k_padded = matrices_.blocks * kBlockInputs;
-    for (int i = 0; i < matrices_.kind_count; ++i) {
-      const RowKind& kind = matrices_.kinds[i];
-      const Rows& to = rows_[i];
-      if (kind.rotated_inputs != 0 && kind.rotated_inputs != rotated_inputs) {
-        rotated_inputs = kind.rotated_inputs;
-        rotate_row(source, dtype_of(x_.type), rotated, matrices_.k, rotated_inputs);
-      }
-      args.x = kind.rotated_inputs == 0 ? source : reinterpret_cast<const char*>(rotated);
-      args.x_dtype = kind.rotated_inputs == 0 ? dtype_of(x_.type) : DType::f32;
-      args.group_inputs = kind.group_inputs;
-      args.context = kernel_.context;
-      args.a = to.a + index * args.k_padded;
-      args.scales = to.scales + index * kind.segments;
-      args.sums = to.sums + index * kind.segments;
-      args.group_sums = kind.group_sums ? to.group_sums + index * kind.groups : nullptr;
-      kernel_.run(args);
-    }
-  }
-
-  // As the kernel of a matrix takes them, from row `first` on.
-  void give(LinearArgs& args, const Matrix& matrix, int64_t first) const {
-    const Rows& from = rows_[matrix.kind];
-    const Layout& layout = matrix.layout;
-    args.a = from.a + first * layout.blocks * kBlockInputs;
-    args.scales = from.scales + first * layout.segments;
-    args.sums = from.sums + first * layout.segments;
-    args.group_sums = has_mins(layout.mapping) ? from.group_sums + first * layout.groups : nullptr;
-  }
-
- private:
-  int64_t gather_bytes() const { return gather_ ? aligned(matrices_.k * element_bytes(x_.type)) : 0; }
-
-  struct Rows {
-    int8_t* a = nullptr;
-    float* scales = nullptr;
-    int32_t* sums = nullptr;
-    float* group_sums = nullptr;
-  };
-
-  const TensorView& x_;
-  const Matrices& matrices_;
-  const QuantizeKernel& kernel_;
-  const bool gather_;
-  Rows rows_[kMostMatrices];
-};
-
-// Panels [begin, end) of all matrices, for the rows of `args`: whose m, scratch, out_dtype and out_stride are set.
-void run_panels(const Matrices& matrices, const QuantizedRows& quantized, int worker, int64_t first_row,
-                int64_t out_offset, LinearArgs args, int64_t begin, int64_t end) {
+// Panels [begin, end) of all matrices, for a band of the grid: the scratch, out_dtype and out_stride of `args` are set.
+void run_panels(const Matrices& matrices, const QuantizedRows& quantized, int worker, const Grid& grid, int64_t band,
+                int64_t out_offset, LinearArgs args, char* tile, int64_t begin, int64_t end) {
+  const int64_t first_row = band * grid.band_rows, rows = grid.rows_of(band);
   for (int i = 0; i < matrices.count; ++i) {
     const Matrix& matrix = matrices.of[i];
     const int64_t matrix_end = matrix.first_panel + matrix.layout.panels;
@@ -178,8 +103,13 @@ void run_panels(const Matrices& matrices, const QuantizedRows& quantized, int wo
     args.panel_begin = begin > matrix.first_panel ? begin - matrix.first_panel : 0;
     args.panel_end = (end < matrix_end ? end : matrix_end) - matrix.first_panel;
     args.out = matrix.out + out_offset;
-    quantized.give(args, matrix, first_row);
+    quantized.give(args, matrix.kind, matrix.layout, first_row, rows);
     const LinearKernel& kernel = *(worker < sme_threads() ? matrix.kernel : matrix.beside);
+    if (matrix.layout.two_planes) {
+      const int64_t step = planes_panels(matrix, grid.band_rows);
+      run_panels_of_planes(matrix, kernel, args, rows, step, tile, args.panel_begin, args.panel_end);
+      continue;
+    }
     args.context = kernel.context;
     kernel.run(args);
   }
@@ -261,16 +191,18 @@ Status linear_prepared(const Matrix& matrix, const TensorView& x, int64_t rows, 
 // How the rows and panels of a call are cut, for `threads` threads.
 Grid make_grid(int64_t rows, const Matrices& matrices, int threads) {
   const auto whole_chunks = [&](int64_t value) { return at_least_1(value / kBandRows) * kBandRows; };
-  const int64_t cached = whole_chunks(kBandBytes / (matrices.blocks * kBlockInputs));
+  const int planes = matrices.kinds.most_planes;
+  int64_t cached = whole_chunks(kBandBytes / (planes * matrices.kinds.blocks * kBlockInputs));
+  if (planes > 1 && cached > kPlanesRows) cached = kPlanesRows;
   const int64_t balanced = whole_chunks(rows * matrices.panels / (kTilesPerThread * threads));
   Grid grid{};
   const int64_t most = cached < balanced ? cached : balanced;
   const int64_t bands = (rows + most - 1) / most;
   grid.rows = rows;
   grid.band_rows = (rows + bands - 1) / bands;  // equal bands: no last one of a row or two that pays for all unpacking
-  grid.prepare_rows = at_least_1(kClaimValues / matrices.k);
+  grid.prepare_rows = at_least_1(kClaimValues / matrices.kinds.k);
   grid.columns = matrices.panels;
-  const int64_t panel_products = grid.rows_of(0) * matrices.k * kPanelRows;
+  const int64_t panel_products = grid.rows_of(0) * matrices.kinds.k * kPanelRows;
   grid.least_columns = 1 + kClaimProducts / panel_products;
   int64_t at_once = 1;
   for (int i = 0; i < matrices.count; ++i) {
@@ -289,9 +221,9 @@ Grid make_grid(int64_t rows, const Matrices& matrices, int threads) {
 
 // All matrices, whose kernels read int8 rows. `rows` of x, all checked.
 Status linear_quantized(const Matrices& matrices, const TensorView& x, int64_t rows, const Parallel& parallel) {
-  QuantizedRows quantized(x, matrices, choose_quantize(active_isa()));
+  QuantizedRows quantized(x, matrices.kinds, choose_quantize(active_isa()));
   const int64_t chunk = rows_at_once(rows, quantized.bytes(1));
-  const int64_t products = chunk * matrices.k * matrices.panels * kPanelRows;
+  const int64_t products = chunk * matrices.kinds.most_planes * matrices.kinds.k * matrices.panels * kPanelRows;
   const int threads = products < kParallelProducts ? 1 : parallel.threads;
   Grid grid = make_grid(chunk, matrices, threads);
   const int64_t quantized_bytes = quantized.bytes(chunk);
@@ -299,10 +231,13 @@ Status linear_quantized(const Matrices& matrices, const TensorView& x, int64_t r
   int64_t scratch_bytes = kLinearScratchBytes;
   for (int i = 0; i < matrices.count; ++i) {
     for (const LinearKernel* kernel : {matrices.of[i].kernel, matrices.of[i].beside}) {
-      if (Status s = add_scratch(*kernel, matrices.of[i].layout, grid.rows_of(0), threads, &scratch_bytes); !s.ok()) return s;
+      const Layout& layout = matrices.of[i].layout;
+      const int64_t m = grid.rows_of(0) * layout.planes();
+      if (Status s = add_scratch(*kernel, layout, m, threads, &scratch_bytes); !s.ok()) return s;
     }
   }
-  const int64_t worker_bytes = scratch_bytes + quantized.row_bytes();
+  const int64_t tile_bytes = tile_bytes_of(matrices, grid.band_rows);
+  const int64_t worker_bytes = scratch_bytes + tile_bytes + quantized.row_bytes();
   const int64_t bytes = bands_bytes + quantized_bytes + threads * worker_bytes;
   const Scratch scratch(bytes);
   if (scratch.data() == nullptr) {
@@ -318,10 +253,10 @@ Status linear_quantized(const Matrices& matrices, const TensorView& x, int64_t r
     grid.rows = rows - begin < chunk ? rows - begin : chunk;
     Band* const bands = new (band_memory) Band[static_cast<size_t>(grid.bands() * grid.nodes)];
     const auto quantize_rows = [&](int worker, int64_t first, int64_t end) {
-      char* const memory = workers + worker * worker_bytes + scratch_bytes;
+      char* const memory = workers + worker * worker_bytes + scratch_bytes + tile_bytes;
       for (int64_t i = first; i < end; ++i) quantized.quantize(begin + i, i, memory);
     };
-    const bool few = grid.rows * matrices.k < kParallelValues;
+    const bool few = grid.rows * matrices.kinds.k < kParallelValues;
     if (few) quantize_rows(0, 0, grid.rows);
     parallel_2d({threads, parallel.run}, grid, bands,
                 [&](int worker, int64_t first, int64_t end) {
@@ -330,12 +265,13 @@ Status linear_quantized(const Matrices& matrices, const TensorView& x, int64_t r
                 [&](int worker, int64_t band, int64_t first_panel, int64_t end_panel) {
                   const int64_t first = band * grid.band_rows;
                   LinearArgs args{};
-                  args.m = grid.rows_of(band);
                   args.out_dtype = dtype_of(x.type);
                   args.out_stride = matrices.outputs;
-                  args.scratch = workers + worker * worker_bytes;
+                  char* const memory = workers + worker * worker_bytes;
+                  args.scratch = memory;
                   const int64_t out_offset = (begin + first) * matrices.outputs * element_bytes(x.type);
-                  run_panels(matrices, quantized, worker, first, out_offset, args, first_panel, end_panel);
+                  run_panels(matrices, quantized, worker, grid, band, out_offset, args, memory + scratch_bytes, first_panel,
+                             end_panel);
                 });
   }
   return {};
@@ -378,11 +314,12 @@ Status choose_kernels(const TensorView& x, int64_t rows, const TensorView& out, 
   char* column = static_cast<char*>(out.data);
   for (int i = 0; i < matrices->count; ++i) {
     Matrix& matrix = matrices->of[i];
-    matrix.kernel = &choose_linear(matrix.layout, rows, active_isa(), streams());
+    const int64_t m = rows * matrix.layout.planes();
+    matrix.kernel = &choose_linear(matrix.layout, m, active_isa(), streams());
     if (matrix.kernel->run == nullptr) return no_kernel("linear", matrix.layout);
     matrix.beside = matrix.kernel;
     if ((matrix.kernel->isa & kSme2) != 0 && parallel.threads > sme_threads()) {
-      matrix.beside = &choose_linear(matrix.layout, rows, active_isa() & ~IsaBits{kSme2}, streams());
+      matrix.beside = &choose_linear(matrix.layout, m, active_isa() & ~IsaBits{kSme2}, streams());
     }
     matrix.out = column;
     column += matrix.layout.n * element_bytes(x.type);
@@ -433,7 +370,7 @@ Status linears(const TensorView& x, const TensorView* packed, const int64_t* out
   if (Status status = check_parallel(parallel); !status.ok()) return status;
   Matrices matrices;
   if (Status status = read_matrices(x, packed, out_features, count, out, &matrices); !status.ok()) return status;
-  const int64_t rows = x.shape.numel() / matrices.k;
+  const int64_t rows = x.shape.numel() / matrices.kinds.k;
   if (rows == 0) return {};
   bool prepared = false;  // whether a row of the table has activations of its own
   if (Status status = choose_kernels(x, rows, out, parallel, &matrices, &prepared); !status.ok()) return status;

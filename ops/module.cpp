@@ -194,7 +194,7 @@ void raise_unless_ok(const Status& status) {
 py::dict as_dict(const Layout& layout) {
   py::dict result;
   const bool has_levels = has_table(layout.mapping);
-  result["version"] = layout.rotation != 0 ? kRotatedVersion : has_levels ? kLevelsVersion : kFormatVersion;
+  result["version"] = format_version(layout);
   result["format"] = name_of(layout.format).text;
   result["bits"] = layout.bits;
   result["mapping"] = name_of(layout.mapping);
@@ -204,6 +204,7 @@ py::dict as_dict(const Layout& layout) {
   result["groups"] = layout.groups;
   result["has_bias"] = layout.has_bias;
   result["rotated_inputs"] = layout.rotated_inputs();
+  result["activation_bits"] = layout.activation_bits();
   result["total_bytes"] = layout.total_bytes;
   result["levels"] = py::none();
   if (has_levels) {
@@ -235,7 +236,7 @@ py::dict info(uintptr_t address, int64_t size, bool verify) {
 using Levels = std::optional<std::string>;
 
 Layout layout_of(int64_t n, int64_t k, int bits, int64_t group_size, bool affine, bool has_bias, const Levels& table,
-                 int64_t rotated_inputs) {
+                 int64_t rotated_inputs, int64_t activation_bits) {
   int8_t levels[kMostLevels] = {};
   if (table.has_value()) {
     if (can_have_levels(bits) && table->size() != size_t{1} << bits) {
@@ -249,18 +250,19 @@ Layout layout_of(int64_t n, int64_t k, int bits, int64_t group_size, bool affine
   raise_unless_ok(
       make_layout(n, k, bits, group_size, mapping, has_bias, &layout, table.has_value() ? levels : nullptr));
   raise_unless_ok(set_rotation(rotated_inputs, &layout));
+  raise_unless_ok(set_activation_bits(activation_bits, &layout));
   return layout;
 }
 
 // What info() will say about such a matrix.
 py::dict describe_packed(int64_t n, int64_t k, int bits, int64_t group_size, bool affine, bool has_bias,
-                         const Levels& levels, int64_t rotated_inputs) {
-  return as_dict(layout_of(n, k, bits, group_size, affine, has_bias, levels, rotated_inputs));
+                         const Levels& levels, int64_t rotated_inputs, int64_t activation_bits) {
+  return as_dict(layout_of(n, k, bits, group_size, affine, has_bias, levels, rotated_inputs, activation_bits));
 }
 
 int64_t packed_bytes(int64_t n, int64_t k, int bits, int64_t group_size, bool affine, bool has_bias,
                      const Levels& levels) {
-  return layout_of(n, k, bits, group_size, affine, has_bias, levels, 0).total_bytes;
+  return layout_of(n, k, bits, group_size, affine, has_bias, levels, 0, 8).total_bytes;
 }
 
 // A matrix that is packed in bands of whole panels: fold the checksum of each band (a packed weight of its own) onto
@@ -275,9 +277,9 @@ uint64_t fold_bands(uintptr_t address, int64_t size, uint64_t folded) {
 }
 
 py::bytes packed_header(int64_t n, int64_t k, int bits, int64_t group_size, bool affine, bool has_bias,
-                        uint64_t folded, const Levels& levels, int64_t rotated_inputs) {
+                        uint64_t folded, const Levels& levels, int64_t rotated_inputs, int64_t activation_bits) {
   char header[kLevelsHeaderBytes];
-  const Layout layout = layout_of(n, k, bits, group_size, affine, has_bias, levels, rotated_inputs);
+  const Layout layout = layout_of(n, k, bits, group_size, affine, has_bias, levels, rotated_inputs, activation_bits);
   write_header(layout, folded, header);
   return py::bytes(header, static_cast<size_t>(layout.header_bytes));
 }
@@ -289,6 +291,11 @@ TensorView bytes_view(uintptr_t address, int64_t size) {
   view.shape = {1, {size}};
   view.stride[0] = 1;
   return view;
+}
+
+// In the header at `address`; the caller keeps the memory alive.
+void set_activation_bits_of(uintptr_t address, int64_t size, int64_t bits) {
+  raise_unless_ok(set_activation_bits(bytes_view(address, size), bits));
 }
 
 int64_t repacked_bytes(uintptr_t address, int64_t size, const std::string& format) {
@@ -377,11 +384,13 @@ PYBIND11_MODULE(_C, module) {
   module.def("packed_bytes", &packed_bytes, py::arg("n"), py::arg("k"), py::arg("bits"), py::arg("group_size"),
              py::arg("affine"), py::arg("has_bias"), py::arg("levels") = py::none());
   module.def("describe_packed", &describe_packed, py::arg("n"), py::arg("k"), py::arg("bits"), py::arg("group_size"),
-             py::arg("affine"), py::arg("has_bias"), py::arg("levels") = py::none(), py::arg("rotated_inputs") = 0);
+             py::arg("affine"), py::arg("has_bias"), py::arg("levels") = py::none(), py::arg("rotated_inputs") = 0,
+             py::arg("activation_bits") = 8);
   module.def("fold_panels", &fold_bands, py::arg("address"), py::arg("size"), py::arg("folded"));
   module.def("packed_header", &packed_header, py::arg("n"), py::arg("k"), py::arg("bits"), py::arg("group_size"),
              py::arg("affine"), py::arg("has_bias"), py::arg("folded"), py::arg("levels") = py::none(),
-             py::arg("rotated_inputs") = 0);
+             py::arg("rotated_inputs") = 0, py::arg("activation_bits") = 8);
+  module.def("set_activation_bits", &set_activation_bits_of, py::arg("address"), py::arg("size"), py::arg("bits"));
   module.def("repacked_bytes", &repacked_bytes, py::arg("address"), py::arg("size"), py::arg("format"));
   module.def("repack", &repack_into, py::arg("address"), py::arg("size"), py::arg("format"), py::arg("out_address"),
              py::arg("out_size"));

@@ -119,8 +119,11 @@ LOWBIT_API Status pack(const TensorView& codes, const TensorView& scales, const 
                        int bits, int64_t group_size, const TensorView& out, const Parallel& parallel,
                        const TensorView* levels = nullptr, int64_t rotated_inputs = 0);
 
+// Activations of 8 bits, or of 16: two int8 planes (kernels/ukernel.h). Changes the header of `packed` only.
+LOWBIT_API Status set_activation_bits(const TensorView& packed, int64_t bits);
+
 // The inverse; verifies the checksum first. The outputs have the shapes of pack's inputs; mins and bias are empty where the
-// matrix has none. The header has the levels and the rotation.
+// matrix has none. The header has the levels, the rotation and the activation bits.
 LOWBIT_API Status unpack(const TensorView& packed, const TensorView& codes, const TensorView& scales,
                          const TensorView& mins, const TensorView& bias, const Parallel& parallel);
 
@@ -130,9 +133,9 @@ LOWBIT_API Status repack(const TensorView& packed, const char* format, const Ten
 
 // Rows (dim 0) or inputs (dim 1) begin to end - 1 of `count` packed matrices that lie below each other (dim 0) or side by
 // side (dim 1): a slice of one, all of several, or both. Codes, scales and row scales stay as they are; row sums and
-// checksums are new. All have the same format, width, mapping, levels and group size, and the same number of inputs (dim 0) or
-// rows (dim 1). Those in a vendor's format are unpacked and packed again, if its library can. Inputs are cut between
-// groups only.
+// checksums are new. All have the same format, width, mapping, levels, group size and activation bits, and the same number of
+// inputs (dim 0) or rows (dim 1). Those in a vendor's format are unpacked and packed again, if its library can. Inputs are cut
+// between groups only.
 // Side by side, only the first may have a bias, and what does not begin with its first input has none: so the sum of the
 // slices' results has it once.
 // Checksums are verified first.  out: uint8 [total_bytes].

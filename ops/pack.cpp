@@ -67,6 +67,14 @@ Status pack(const TensorView& codes, const TensorView& scales, const TensorView*
   return {};
 }
 
+Status set_activation_bits(const TensorView& packed, int64_t bits) {
+  Layout layout;
+  if (Status s = read_packed(packed, &layout); !s.ok()) return s;
+  if (Status s = set_activation_bits(bits, &layout); !s.ok()) return s;
+  write_header(layout, payload_checksum_of(packed.data), packed.data);
+  return {};
+}
+
 Status unpack(const TensorView& packed, const TensorView& codes, const TensorView& scales, const TensorView& mins,
               const TensorView& bias, const Parallel& parallel) {
   Layout layout;

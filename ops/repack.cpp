@@ -20,6 +20,7 @@ Status target_layout(const Layout& source, const char* format, Layout* layout) {
     return s;
   }
   panel16.rotation = source.rotation;
+  panel16.two_planes = source.two_planes;
   if (format == nullptr) return Status::error("there is no name of a format; expected one");
   if (std::strcmp(format, "panel16") == 0) {
     *layout = panel16;
@@ -77,8 +78,10 @@ Status repack(const TensorView& packed, const char* format, const TensorView& ou
   if (Status s = unpack(packed, codes_view, scales, mins, bias, parallel); !s.ok()) return s;
   if (target.format == Format::panel16) {
     const TensorView levels = view(source.levels, ElementType::i8, {1, {int64_t{1} << source.bits}});
-    return pack(codes_view, scales, affine ? &mins : nullptr, source.has_bias ? &bias : nullptr, source.bits,
-                source.group_size, out, parallel, has_table(source.mapping) ? &levels : nullptr, source.rotated_inputs());
+    const Status status =
+        pack(codes_view, scales, affine ? &mins : nullptr, source.has_bias ? &bias : nullptr, source.bits, source.group_size,
+             out, parallel, has_table(source.mapping) ? &levels : nullptr, source.rotated_inputs());
+    return status.ok() ? set_activation_bits(out, source.activation_bits()) : status;
   }
   PackArgs args{};
   args.codes = codes;

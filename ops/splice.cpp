@@ -44,6 +44,10 @@ Status check_alike(const Layout& first, const Layout& other, int64_t number, int
                          ", as matrix 0 (0: not rotated)",
                          number, other.rotated_inputs(), first.rotated_inputs());
   }
+  if (other.two_planes != first.two_planes) {
+    return Status::error("matrix %" PRId64 " has activations of %d bits; expected %d, as matrix 0", number,
+                         other.activation_bits(), first.activation_bits());
+  }
   if (other.format != first.format) {
     return Status::error("matrix %" PRId64 " is in format '%s'; expected '%s', as matrix 0: repack it first", number,
                          name_of(other.format).text, name_of(first.format).text);
@@ -113,6 +117,7 @@ Status result_layout(const Parts& parts, int dim, int64_t total, int64_t begin, 
       !s.ok()) {
     return s;
   }
+  layout->two_planes = first.two_planes;
   if (Status s = set_rotation(first.rotated_inputs(), layout); !s.ok() || first.format == Format::panel16) return s;
   if (find_format(first.format)->unpack == nullptr) {
     return Status::error("a weight in format '%s' cannot be cut or joined: its library has no function unpack; expected "

@@ -157,5 +157,47 @@ void rotate_inputs(const RotateArgs& args) {
   }
 }
 
+template <class V, DType T>
+void residual_row(const ResidualArgs& args) {
+  const char* const x = static_cast<const char*>(args.x);
+  const float* scale = args.scales;
+  for (int64_t i = 0; i < args.k; ++scale) {
+    const int64_t group_left = args.group_inputs - i % args.group_inputs;
+    int64_t end = i + (group_left < kSegmentInputs ? group_left : kSegmentInputs);
+    if (end > args.k) end = args.k;
+    for (const V t = V::broadcast(-*scale); i < end; i += kLanes) {
+      const V rest = V::fma(t, V::load_int8_as_f32(args.a + i), load_piece<V, T>(x + i * size_of(T), args.k - i));
+      store_piece<V, DType::f32>(reinterpret_cast<char*>(args.out + i), args.k - i, rest);
+    }
+  }
+}
+
+template <class V>
+void residual(const ResidualArgs& args) {
+  with_type(args.dtype, [&](auto type) { residual_row<V, decltype(type)::value>(args); });
+}
+
+template <class V, DType T>
+void add_planes_rows(const AddPlanesArgs& args) {
+  for (int64_t row = 0; row < args.rows; ++row) {
+    const float* const y1 = args.planes + 2 * row * args.planes_step;
+    const float* const y2 = y1 + args.planes_step;
+    const uint8_t* bias = args.biases;
+    char* const out = const_cast<char*>(element(args.out, T, row * args.out_step));
+    for (int64_t i = 0; i < args.width; i += kLanes) {
+      const V second = load_piece<V, DType::f32>(reinterpret_cast<const char*>(y2 + i), args.width - i);
+      const V rest = V::sub(second, V::template load_as_f32<DType::f32>(bias));
+      bias += args.biases_step;
+      const V first = load_piece<V, DType::f32>(reinterpret_cast<const char*>(y1 + i), args.width - i);
+      store_piece<V, T>(out + i * size_of(T), args.width - i, V::add(first, rest));
+    }
+  }
+}
+
+template <class V>
+void add_planes(const AddPlanesArgs& args) {
+  with_type(args.dtype, [&](auto type) { add_planes_rows<V, decltype(type)::value>(args); });
+}
+
 }  // namespace
 }  // namespace lowbit

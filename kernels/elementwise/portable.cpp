@@ -7,7 +7,8 @@ namespace lowbit {
 namespace {
 
 constexpr ElementwiseKernel kKernels[] = {
-    {"elementwise_portable", kPortable, activate<Vector>, rms_norm<Vector>, rotate_inputs<Vector>}};
+    {"elementwise_portable", kPortable, activate<Vector>, rms_norm<Vector>, rotate_inputs<Vector>, residual<Vector>,
+     add_planes<Vector>}};
 
 }  // namespace
 

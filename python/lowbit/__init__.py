@@ -20,7 +20,7 @@ from .operators.library import isa, kernels, load_kernels, streams  # noqa: E402
 from .operators.ops import attention, embedding, linear, linear_experts, linears  # noqa: E402
 from .operators.recurrence import linear_attention, short_conv  # noqa: E402
 from .operators.window import window_attention, window_length  # noqa: E402
-from .packed.matrix import PackedInfo, Unpacked, info, pack, repack, unpack, verify  # noqa: E402
+from .packed.matrix import PackedInfo, Unpacked, info, pack, repack, unpack, verify, with_activation_bits  # noqa: E402
 
 __version__ = "0.1.0"
 
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from .calibration.checkpoint import calibrate_checkpoint as calibrate_checkpoint
     from .checkpoint import CheckpointEntry as CheckpointEntry
     from .checkpoint import CheckpointSummary as CheckpointSummary
+    from .checkpoint import convert_checkpoint as convert_checkpoint
     from .checkpoint import dequantize_checkpoint as dequantize_checkpoint
     from .checkpoint import inspect_checkpoint as inspect_checkpoint
     from .checkpoint import quantize_checkpoint as quantize_checkpoint
@@ -91,6 +92,7 @@ _LAZY = {
     "assign_widths": "calibration",
     "calibrate": "calibration",
     "calibrate_checkpoint": "calibration.checkpoint",
+    "convert_checkpoint": "checkpoint",
     "dequantize_checkpoint": "checkpoint",
     "fuse_": "hf.fusing",
     "import_checkpoint": "importing",
@@ -164,4 +166,5 @@ __all__ = [
     "verify",
     "window_attention",
     "window_length",
+    "with_activation_bits",
 ]

@@ -15,7 +15,7 @@ from .layers.convolutions import CLASSES, Window, why_float, window_of
 from .layers.embedding_layers import Table, give_state, table_of
 from .machine.memory import in_huge_pages
 from .operators import ops
-from .packed.matrix import PackedInfo
+from .packed.matrix import PackedInfo, with_activation_bits
 from .packed.rounding import ConvConfig, EmbeddingConfig, LinearConfig, quantize_tensor
 
 # The hook dicts that move to the packed layer. They are not copied, because a hook's handle removes it from its dict.
@@ -147,12 +147,27 @@ class Packed(torch.nn.Module):
         self._describe(self.packed_weight)
         return self
 
+    def to_activation_bits(self, activation_bits: int) -> Packed:
+        """Changes the activation bits (:func:`lowbit.with_activation_bits`) in place; returns the module.
+
+        A buffer shared with another module is no longer shared.
+
+        Raises:
+            TypeError, ValueError: as :func:`lowbit.with_activation_bits`.
+        """
+        matrices = self.packed_weight.view(-1, self.packed_weight.shape[-1])
+        changed = torch.stack([with_activation_bits(matrix, activation_bits) for matrix in matrices])
+        self.packed_weight = changed.view(self.packed_weight.shape)
+        self._describe(self.packed_weight)
+        return self
+
     def _format_repr(self) -> str:
         group = "per channel" if self.info.group_size is None else self.info.group_size
         format = "" if self.info.format == "panel16" else f"format={self.info.format}, "
         rotated = f"inputs rotated in blocks of {self.info.rotated_inputs}, " if self.info.rotated_inputs else ""
+        planes = "activation_bits=16, " if self.info.activation_bits == 16 else ""
         return (
-            f"{format}bits={self.info.bits}, group_size={group}, mapping={self.info.mapping}, {rotated}"
+            f"{format}bits={self.info.bits}, group_size={group}, mapping={self.info.mapping}, {rotated}{planes}"
             f"{self.info.bits_per_weight:.2f} bits per weight"
         )
 

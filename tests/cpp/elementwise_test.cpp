@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <cstring>
 #include <limits>
 
@@ -151,6 +152,89 @@ TEST_P(ElementwiseRow, Rotate) {
           EXPECT_TRUE(out.intact());
         }
       }
+    }
+  }
+}
+
+TEST_P(ElementwiseRow, Residual) {
+  LOWBIT_SKIP_UNLESS_SUPPORTED(GetParam());
+  const ElementwiseKernel& kernel = elementwise_kernel(GetParam().index);
+  note_exercised(kernel.name);
+  for (const int64_t k : {1, 15, 16, 17, 64, 100, 208}) {
+    for (const int64_t group_inputs : {16, 32, 48, 64, 80, 128, 256}) {
+      for (const DType dtype : kTypes) {
+        const std::string what = std::string(kernel.name) + " " + std::to_string(k) + " in " + std::to_string(group_inputs);
+        SCOPED_TRACE(what);
+        set_current_case(what.c_str());
+        Random random(static_cast<uint64_t>(k + group_inputs));
+        Guarded x(k * size_of(dtype)), out(k * 4);
+        fill(x, dtype, 4.0f, random);
+        std::vector<float> values;
+        for (int64_t i = 0; i < k; ++i) values.push_back(load_as_f32(x.data(), dtype, i));
+        x.freeze();
+        const QuantizedRow row = contract_quantize(values, group_inputs);
+        Guarded a((k + 15) / 16 * 16);
+        std::memset(a.data(), 0, static_cast<size_t>(a.size()));
+        std::memcpy(a.data(), row.a.data(), static_cast<size_t>(k));
+        a.freeze();
+        kernel.residual({x.data(), reinterpret_cast<const int8_t*>(a.data()), row.scales.data(),
+                         reinterpret_cast<float*>(out.data()), k, group_inputs, dtype});
+        const std::vector<Segment> segments = segments_of(k, group_inputs);
+        for (size_t s = 0; s < segments.size(); ++s) {
+          for (int64_t i = segments[s].begin; i < segments[s].end; ++i) {
+            const size_t at = static_cast<size_t>(i);
+            const float rest = load_as_f32(out.data(), DType::f32, i);
+            ASSERT_EQ(rest, std::fma(-row.scales[s], static_cast<float>(row.a[at]), values[at])) << i;
+            // It is exact.
+            ASSERT_EQ(double{rest}, double{values[at]} - double{row.scales[s]} * row.a[at]) << i;
+          }
+        }
+        EXPECT_TRUE(out.intact());
+      }
+    }
+  }
+}
+
+TEST_P(ElementwiseRow, AddPlanes) {
+  LOWBIT_SKIP_UNLESS_SUPPORTED(GetParam());
+  const ElementwiseKernel& kernel = elementwise_kernel(GetParam().index);
+  note_exercised(kernel.name);
+  for (const int64_t width : {1, 15, 16, 17, 64, 100}) {
+    for (const DType dtype : kTypes) {
+      const std::string what = std::string(kernel.name) + " width " + std::to_string(width);
+      SCOPED_TRACE(what);
+      set_current_case(what.c_str());
+      Random random(static_cast<uint64_t>(width));
+      const int64_t whole = (width + 15) / 16, step = 16 * whole, biases_step = 73;  // of no alignment
+      Guarded planes(2 * kRows * step * 4), biases((whole - 1) * biases_step + 64), out(kRows * width * size_of(dtype));
+      fill(planes, DType::f32, 4.0f, random);
+      fill(biases, DType::f32, 1.0f, random);
+      const float odd[] = {kInfinity, -kInfinity, -0.0f, 1e-40f, 3e38f};
+      for (int64_t i = 0; i < 5 && i < width; ++i) store_from_f32(planes.data(), DType::f32, i, odd[i]);
+      planes.freeze();
+      biases.freeze();
+      AddPlanesArgs args{};
+      args.planes = reinterpret_cast<const float*>(planes.data());
+      args.biases = biases.data();
+      args.out = out.data();
+      args.planes_step = step;
+      args.out_step = args.width = width;
+      args.biases_step = biases_step;
+      args.rows = kRows;
+      args.dtype = dtype;
+      kernel.add_planes(args);
+      std::vector<uint8_t> expected(static_cast<size_t>(out.size()));
+      for (int64_t row = 0; row < kRows; ++row) {
+        for (int64_t i = 0; i < width; ++i) {
+          float bias;
+          std::memcpy(&bias, biases.data() + i / 16 * biases_step + i % 16 * 4, sizeof bias);
+          const float y1 = load_as_f32(planes.data(), DType::f32, 2 * row * step + i);
+          const float y2 = load_as_f32(planes.data(), DType::f32, (2 * row + 1) * step + i);
+          store_from_f32(expected.data(), dtype, row * width + i, y1 + (y2 - bias));
+        }
+      }
+      ASSERT_EQ(bytes_of(out), expected);
+      EXPECT_TRUE(out.intact());
     }
   }
 }

@@ -110,6 +110,23 @@ TEST(LinearExperts, RotatedInputs) {
   }
 }
 
+TEST(LinearExperts, TwoPlanes) {
+  Random random(2);
+  for (const Mapping mapping : {Mapping::symmetric, Mapping::affine}) {
+    for (const int64_t n : {int64_t{1}, kOutputs, int64_t{3000}}) {
+      const Model model(5, in_planes(rotated(layout_of(n, 96, 4, 32, mapping, n != 1), n == kOutputs ? 32 : 0)));
+      for (const ElementType type : {ElementType::f32, ElementType::bf16, ElementType::f16}) {
+        for (const int64_t rows : {1, 30}) {
+          const std::vector<int64_t> chosen = choices(2 * rows, 5, random);
+          const Tensor x = random_tensor(type, {rows, 96}, random), experts = index_tensor(chosen, {rows, 2});
+          model.check(x.view, experts.view, chosen, threads(2));
+          model.check(view_of(x.memory->data(), type, {rows, 96}, {1, rows}), experts.view, chosen);
+        }
+      }
+    }
+  }
+}
+
 // A call keeps data per expert in pieces of 64 bytes, which eight numbers fill.
 TEST(LinearExperts, AnyNumberOfExperts) {
   Random random(8);
@@ -316,6 +333,11 @@ TEST(LinearExperts, Refusals) {
   EXPECT_TRUE(refused(run(random_tensor(ElementType::f32, {2, 64}, random).view, turned.view,
                           index_tensor({1, 0, 1, 0}, {2, 2}).view, kOutputs),
                       "expert 0 has inputs in rotated blocks of 0; expected 32, as expert 1"));
+  const std::vector<uint8_t> planes = packed(random_weights(in_planes(other), random));
+  std::memcpy(turned.memory->data() + other.total_bytes, planes.data(), planes.size());
+  EXPECT_TRUE(refused(run(random_tensor(ElementType::f32, {2, 64}, random).view, turned.view,
+                          index_tensor({0, 1, 1, 0}, {2, 2}).view, kOutputs),
+                      "expert 1 has activations of 16 bits; expected 8, as expert 0"));
   EXPECT_TRUE(out.memory->intact()) << "a refused call writes nothing";
 }
 

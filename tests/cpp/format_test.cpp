@@ -19,7 +19,7 @@ constexpr int64_t kNoOverride = -1;
 struct Fields {
   uint16_t version = 1;
   uint8_t format = 0, bits = 4, mapping = 0, has_bias = 0;
-  uint8_t rotation = 0, reserved0 = 0;
+  uint8_t rotation = 0, activation_bits = 0;
   int64_t n = 3, k = 40;
   uint32_t group_size = 32, reserved1 = 0;
   int64_t total_bytes = kNoOverride;  // computed from the others
@@ -31,7 +31,7 @@ struct Fields {
       const uint8_t* raw = reinterpret_cast<const uint8_t*>(&value);
       header.insert(header.end(), raw, raw + sizeof value);
     };
-    add(version), add(format), add(bits), add(mapping), add(has_bias), add(rotation), add(reserved0), add(n), add(k);
+    add(version), add(format), add(bits), add(mapping), add(has_bias), add(rotation), add(activation_bits), add(n), add(k);
     add(group_size), add(reserved1), add(total_bytes == kNoOverride ? expected_bytes() : total_bytes), add(payload_checksum);
     add(checksum_of(header.data(), 56));
     return header;
@@ -118,6 +118,30 @@ TEST(Format, RoundTripOfRotations) {
   }
 }
 
+TEST(Format, RoundTripOfPlanes) {
+  for (const Mapping mapping : {Mapping::symmetric, Mapping::affine, Mapping::levels}) {
+    for (const int64_t block : {0, 16}) {
+      const Layout one = rotated(layout_of(21, 48, 4, 32, mapping, true), block), written = in_planes(one);
+      Random random(1), again(1);
+      std::vector<uint8_t> bytes = packed(random_weights(written, random));
+      const int64_t size = static_cast<int64_t>(bytes.size());
+      Layout read{};
+      const Status status = read_header(bytes.data(), size, &read);
+      ASSERT_TRUE(status.ok()) << status.message();
+      EXPECT_EQ(bytes[8], 4) << "the version";
+      EXPECT_EQ(bytes[15], 16);
+      EXPECT_EQ(read.activation_bits(), 16);
+      EXPECT_EQ(read.rotated_inputs(), block);
+      EXPECT_EQ(read.mapping, mapping);
+      EXPECT_EQ(std::memcmp(read.levels, written.levels, sizeof read.levels), 0);
+      EXPECT_TRUE(verify_payload(bytes.data(), read).ok());
+      // With one plane it is what packing gives: only the header differs.
+      write_header(one, payload_checksum_of(bytes.data()), bytes.data());
+      EXPECT_EQ(bytes, packed(random_weights(one, again)));
+    }
+  }
+}
+
 TEST(Format, HeaderIsTheOneWrittenHere) {
   const std::vector<uint8_t> bytes = small_packed(4, Mapping::affine);
   Fields fields{.mapping = 1, .has_bias = 1};
@@ -144,7 +168,8 @@ TEST(Format, EveryAlterationOfTheHeaderIsRefused) {
   Random random(6);
   const Layout of_rotated = rotated(layout_of(3, 64, 3, 32, Mapping::symmetric, true), 64);
   for (std::vector<uint8_t> bytes : {small_packed(3, Mapping::symmetric), small_packed(3, Mapping::levels),
-                                     packed(random_weights(of_rotated, random))}) {
+                                     packed(random_weights(of_rotated, random)),
+                                     packed(random_weights(in_planes(of_rotated), random))}) {
     const int64_t size = static_cast<int64_t>(bytes.size());
     Layout layout;
     ASSERT_TRUE(read_header(bytes.data(), size, &layout).ok());
@@ -197,7 +222,7 @@ TEST(Format, HostileLevelsAreRefused) {
   for (const Change& change : {Change{11, 5, "codes of 5 bits; expected 2, 3 or 4"}, {11, 1, "codes of 1 bits"},
                                {11, 8, "codes of 8 bits"}, {12, 0, "has mapping 0; expected 2"},
                                {12, 1, "has mapping 1; expected 2"}, {12, 3, "has mapping 3; expected 2"},
-                               {10, 1, "format 1"}, {14, 1, "blocks of 2^1 rotated"}, {15, 1, "format 0"},
+                               {10, 1, "format 1"}, {14, 1, "blocks of 2^1 rotated"}, {15, 1, "activations of 1 bits"},
                                {64, 0x80, "level [0] is -128"},
                                {71, 0x80, "level [7] is -128"}, {72, 1, "bytes after its 8 levels; expected zeros"},
                                {79, 0x80, "bytes after its 8 levels"}, {80, 1, "bytes after its 8 levels"},
@@ -223,8 +248,8 @@ TEST(Format, WhatIsNoPackedWeightIsShown) {
 }
 
 TEST(Format, OtherVersionsAreRefused) {
-  EXPECT_TRUE(refused({.version = 0}, "version 0; this library reads versions 1 to 3"));
-  EXPECT_TRUE(refused({.version = 4}, "version 4; this library reads versions 1 to 3"));
+  EXPECT_TRUE(refused({.version = 0}, "version 0; this library reads versions 1 to 4"));
+  EXPECT_TRUE(refused({.version = 5}, "version 5; this library reads versions 1 to 4"));
   EXPECT_TRUE(refused({.version = 0xffff}, "version 65535"));
 }
 
@@ -236,8 +261,6 @@ TEST(Format, HostileHeadersAreRefused) {
   EXPECT_TRUE(refused({.bits = 255}, "bits is 255"));
   EXPECT_TRUE(refused({.mapping = 2}, "mapping 2"));
   EXPECT_TRUE(refused({.has_bias = 2}, "bias flag 2"));
-  EXPECT_TRUE(refused({.reserved0 = 1}, "format 0"));
-  EXPECT_TRUE(refused({.version = 3, .rotation = 3, .reserved0 = 1}, "format 0"));
   EXPECT_TRUE(refused({.reserved1 = 1}, "format 0"));
   EXPECT_TRUE(refused({.n = 0}, "output rows is 0; expected 1 to"));
   EXPECT_TRUE(refused({.n = -1}, "output rows is -1"));
@@ -262,9 +285,29 @@ TEST(Format, HostileHeadersAreRefused) {
   EXPECT_TRUE(refused({}, "packed weight has 4096 bytes"));
 }
 
-// Version 3, and no other version, has rotated inputs.
+// Version 4, and no other version, has activations of 16 bits.
+TEST(Format, HostileActivationBitsAreRefused) {
+  for (const uint8_t bits : {1, 8, 16, 255}) {
+    EXPECT_TRUE(refused({.activation_bits = bits}, "version 1 has activations of"));
+    EXPECT_TRUE(refused({.version = 3, .rotation = 4, .activation_bits = bits, .k = 64}, "version 3 has activations of"));
+  }
+  for (const uint8_t bits : {0, 1, 8, 15, 17, 255}) {
+    EXPECT_TRUE(refused({.version = 4, .activation_bits = bits}, "expected 16 in version 4"));
+  }
+  EXPECT_TRUE(refused({.version = 4, .mapping = 3, .activation_bits = 16}, "mapping 3"));
+  EXPECT_TRUE(refused({.version = 4, .rotation = 3, .activation_bits = 16}, "blocks of 8; expected 0 for none"));
+  EXPECT_TRUE(refused({.version = 4, .activation_bits = 16}, "packed weight has 4096 bytes")) << "right about itself";
+  Layout layout = layout_of(3, 48, 4, 32, Mapping::symmetric, false);
+  for (const int64_t bits : {-8, 0, 1, 7, 9, 12, 32}) EXPECT_FALSE(set_activation_bits(bits, &layout).ok()) << bits;
+  for (const int64_t bits : {16, 8}) {
+    EXPECT_TRUE(set_activation_bits(bits, &layout).ok());
+    EXPECT_EQ(layout.activation_bits(), bits);
+  }
+}
+
+// Version 3, and no earlier version, has rotated inputs.
 TEST(Format, HostileRotationsAreRefused) {
-  EXPECT_TRUE(refused({.rotation = 5}, "version 1 has blocks of 2^5 rotated inputs; expected them in version 3 only"));
+  EXPECT_TRUE(refused({.rotation = 5}, "version 1 has blocks of 2^5 rotated inputs; expected them in version 3 always"));
   EXPECT_TRUE(refused({.version = 3}, "version 3 has blocks of 2^0 rotated inputs"));
   EXPECT_TRUE(refused({.version = 3, .rotation = 255}, "blocks of 2^255"));
   EXPECT_TRUE(refused({.version = 3, .rotation = 62, .k = 64}, "blocks of 4611686018427387904; expected 0 for none"));

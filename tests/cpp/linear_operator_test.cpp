@@ -5,7 +5,9 @@
 
 #include <atomic>
 #include <bit>
+#include <cmath>
 #include <iterator>
+#include <limits>
 
 #if defined(__GLIBC__)
 #include <malloc.h>
@@ -75,6 +77,61 @@ TEST(Linear, RotatedInputs) {
   }
 }
 
+TEST(Linear, TwoPlanes) {
+  Random random(3);
+  for (int bits = 1; bits <= 8; ++bits) {
+    for (const Mapping mapping : mappings_of_width(bits)) {
+      for (const int64_t group_size : {16, 48, 0}) {
+        Layout layout = in_planes(layout_of(37, 96, bits, group_size, mapping, group_size != 48));
+        if (group_size == 48) layout = rotated(layout, 32);
+        const Model model(layout);
+        for (const ElementType type : kTypes) {
+          const Tensor x = random_tensor(type, {5, 96}, random);
+          model.check(x.view);
+          model.check(view_of(x.memory->data(), type, {5, 96}, {1, 5}), threads(3));
+        }
+      }
+    }
+  }
+}
+
+// One and many rows, several bands of them, and more panels than are computed at once; short groups and rows of no whole block.
+TEST(Linear, TwoPlanesOfAnySize) {
+  Random random(4);
+  for (const int64_t k : {1, 17, 50, 1000}) {
+    for (const int64_t n : {1, 16, 200, 2500}) {
+      const Model model(in_planes(layout_of(n, k, 4, 32, Mapping::affine, true)));
+      for (const int64_t m : {1, 2, 7, 40}) {
+        if (m * n * k > 4'000'000) continue;
+        model.check(random_tensor(ElementType::bf16, {m, k}, random).view, threads(m % 2 == 0 ? 3 : 1));
+      }
+    }
+  }
+  const Model narrow(in_planes(layout_of(33, 16, 8, 16, Mapping::symmetric, false)));
+  narrow.check(random_tensor(ElementType::f32, {1200, 16}, random).view, threads(2));
+  const Model wide(in_planes(layout_of(34000, 16, 2, 16, Mapping::symmetric, true)));
+  wide.check(random_tensor(ElementType::f32, {1, 16}, random).view);
+}
+
+// Values that a plane cannot hold: a segment of zeros, tiny and huge ones, and those that are not finite.
+TEST(Linear, TwoPlanesOfOddValues) {
+  const Model model(in_planes(layout_of(20, 96, 4, 32, Mapping::affine, true)));
+  for (const float odd : {0.0f, -0.0f, 1e-40f, 1e-37f, 3e33f, std::numeric_limits<float>::infinity(),
+                          std::numeric_limits<float>::quiet_NaN()}) {
+    Random random(5);
+    const Tensor x = random_tensor(ElementType::f32, {2, 96}, random);
+    for (int64_t i = 0; i < 32; ++i) store_from_f32(x.memory->data(), DType::f32, i, i % 3 == 0 ? odd : 0.0f);
+    Tensor out(ElementType::f32, {2, 20});
+    ASSERT_TRUE(linear(x.view, model.packed_weight.view, 20, out.view, {}).ok());
+    const std::vector<uint8_t> expected = expected_linear(x.view, model.packed_weight.memory->data(), model.layout);
+    for (int64_t i = 0; i < 40; ++i) {  // the sign and payload of a NaN are not part of the contract
+      const float found = load_as_f32(out.bytes().data(), DType::f32, i), wanted = load_as_f32(expected.data(), DType::f32, i);
+      if (std::isnan(wanted)) EXPECT_TRUE(std::isnan(found)) << odd;
+      else EXPECT_EQ(bits_of_float(found), bits_of_float(wanted)) << odd << " " << i;
+    }
+  }
+}
+
 TEST(Linear, LeadingDimensions) {
   Random random(2);
   const Model model(20, 33);
@@ -136,7 +193,7 @@ TEST(Linears, GiveTheBitsOfEach) {
   Random random(11);
   for (const int64_t k : {50, 256}) {
     std::vector<Model> models;
-    models.reserve(7);
+    models.reserve(9);
     models.emplace_back(37, k, 4, 32);
     models.emplace_back(1, k, 8, 32, Mapping::affine);
     models.emplace_back(100, k, 3, 48, Mapping::affine);
@@ -146,6 +203,8 @@ TEST(Linears, GiveTheBitsOfEach) {
       const Layout layout = layout_of(20, k, 4, block, Mapping::symmetric, false);
       models.emplace_back(k % block == 0 ? rotated(layout, block) : layout);
     }
+    models.emplace_back(in_planes(layout_of(50, k, 8, 32, Mapping::symmetric, true)));
+    models.emplace_back(in_planes(layout_of(20, k, 4, 16, Mapping::affine, false)));
     std::vector<TensorView> weights;
     std::vector<int64_t> out_features;
     int64_t outputs = 0;

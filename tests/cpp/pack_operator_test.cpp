@@ -196,6 +196,26 @@ TEST(SpliceOperator, RotationsStay) {
   EXPECT_EQ(read.rotated_inputs(), 32);
 }
 
+TEST(SpliceOperator, ActivationBitsStay) {
+  const Inputs in(in_planes(layout_of(20, 128, 4, 16, Mapping::symmetric, false)));
+  const Tensor source = bytes_tensor(packed(in.weights));
+  Layout layout, read;
+  for (const int dim : {0, 1}) {
+    ASSERT_TRUE(splice_shape(&source.view, 1, dim, 0, dim == 0 ? 17 : 64, &layout).ok());
+    Tensor out(ElementType::u8, {layout.total_bytes});
+    ASSERT_TRUE(splice(&source.view, 1, dim, 0, dim == 0 ? 17 : 64, out.view, {}).ok());
+    ASSERT_TRUE(read_packed(out.view, &read).ok());
+    EXPECT_EQ(read.activation_bits(), 16);
+  }
+  Tensor again(ElementType::u8, {in.layout.total_bytes});
+  ASSERT_TRUE(repack(source.view, "panel16", again.view, {}).ok());
+  EXPECT_EQ(again.bytes(), source.bytes());
+  ASSERT_TRUE(set_activation_bits(again.view, 8).ok());
+  ASSERT_TRUE(read_packed(again.view, &read).ok());
+  EXPECT_EQ(read.activation_bits(), 8);
+  EXPECT_TRUE(refused(set_activation_bits(again.view, 12), "activation bits are 12; expected 8 or 16"));
+}
+
 TEST(SpliceOperator, Refusals) {
   const Inputs in(layout_of(20, 70, 4, 32, Mapping::affine, true));
   const std::vector<uint8_t> good = packed(in.weights);
@@ -238,6 +258,7 @@ TEST(SpliceOperator, Refusals) {
                       "matrix 0 has 70 inputs, which end inside a group of 32"));
   EXPECT_TRUE(refused(joined(0, rotated(first, 64), first), "matrix 1 has inputs in rotated blocks of 0; expected 64"));
   EXPECT_TRUE(refused(joined(1, rotated(first, 64), rotated(first, 32)), "rotated blocks of 32; expected 64"));
+  EXPECT_TRUE(refused(joined(0, in_planes(first), first), "matrix 1 has activations of 8 bits; expected 16, as matrix 0"));
   Layout levels = layout_of(20, 64, 4, 32, Mapping::levels, false), others = levels;
   others.levels[3] = 5;
   EXPECT_TRUE(joined(0, levels, levels).ok());

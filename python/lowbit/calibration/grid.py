@@ -112,6 +112,7 @@ class Quantized:
             mapping=config.mapping,
             levels=None if table is None else table.by_code,
             rotated_inputs=config.rotated_inputs(self.levels.shape[1]),
+            activation_bits=config.activation_bits,
         )
 
 

@@ -108,6 +108,7 @@ class Learning(torch.nn.Module):
             unpacked.codes, torch.where(rows, scales, stored(scales, largest)), mins,
             None if self.bias is None else self.bias.detach(), bits=unpacked.bits, group_size=unpacked.group_size,
             mapping=unpacked.mapping, levels=levels, rotated_inputs=unpacked.rotated_inputs,
+            activation_bits=unpacked.activation_bits,
         )  # fmt: skip
 
 

@@ -36,6 +36,7 @@ _AFFINE_BITS = (2, 3, 4)
 LEVELS_BITS = (2, 3, 4)
 ALTERNATIVES = ("affine", "levels")
 
+_KEPT = ("rotate", "scale", "activation_bits")  # settings of an override that are no width
 _TOKENS = 2048  # largest number of tokens for measuring sensitivities; fewer with a large vocabulary
 _LOGITS = 1 << 27
 _ROWS = 64  # rows of a matrix on which widths are compared
@@ -367,11 +368,11 @@ def config_of(base: LowBitConfig, items: list[Item], chosen: list[Option]) -> Lo
             # Levels are fitted to the whole matrix later.
             change |= {"mapping": config.mapping, "levels": FIT if config.mapping == "levels" else None}
         # Only the last matching override applies, so this one must repeat what differs from the base.
-        change |= {name: getattr(config, name) for name in ("rotate", "scale") if getattr(config, name) != getattr(base, name)}
+        change |= {name: getattr(config, name) for name in _KEPT if getattr(config, name) != getattr(base, name)}
         overrides += [(escape(name), change) for name in item.layers if len(item.options) > 1]
     return LowBitConfig(
         base.bits, base.group_size, base.mapping, base.scale, base.embedding_bits, overrides, base.levels, base.conv_bits,
-        base.rotate,
+        base.rotate, base.activation_bits,
     )  # fmt: skip
 
 
@@ -381,7 +382,7 @@ def pinned_by(config: LowBitConfig, selected: Mapping[str, MatrixConfig]) -> set
 
     def says_width(name: str) -> bool:
         override = patterns.last(name)
-        return override is not None and not (override[1] or {}).keys() <= {"rotate", "scale"}
+        return override is not None and not (override[1] or {}).keys() <= set(_KEPT)
 
     return {
         name

@@ -5,6 +5,7 @@ transformers loads packed checkpoints (:mod:`lowbit.transformers`).
 """
 
 from .card import write_note
+from .converting import convert_checkpoint
 from .dequantizing import dequantize_checkpoint
 from .entries import CheckpointEntry, inspect_checkpoint
 from .plan import PlannedSize, planned_size
@@ -16,6 +17,7 @@ __all__ = [
     "CheckpointEntry",
     "CheckpointSummary",
     "PlannedSize",
+    "convert_checkpoint",
     "copy_files",
     "counted",
     "dequantize_checkpoint",

@@ -25,6 +25,7 @@ class CheckpointEntry:
     bytes: int  # in the file
     file: str  # its name, without the directory
     rotated_inputs: int | None = None  # of a block; 0: not rotated; None: not packed
+    activation_bits: int | None = None  # 8 or 16; None: not packed
 
 
 # Name of a dtype in safetensors -> its name in torch, and its bits.
@@ -41,13 +42,15 @@ DTYPES_OF_TORCH = {
 def describe_entry(stored: Stored, info: PackedInfo | None) -> CheckpointEntry:
     """Describes a tensor; `info` is the header of a packed one."""
     if info is not None:
-        shape, rotated = info.shape, info.rotated_inputs
+        shape, rotated, activation_bits = info.shape, info.rotated_inputs, info.activation_bits
         kind, bits, group_size, mapping = "packed", info.bits, info.group_size, info.mapping
     else:
-        shape, group_size, mapping, rotated = stored.shape, None, None, None
+        shape, group_size, mapping, rotated, activation_bits = stored.shape, None, None, None, None
         elements = math.prod(shape)  # for an unknown dtype, derive the bits from the size in the file
         kind, bits = DTYPES_OF_TORCH.get(stored.dtype, (stored.dtype.lower(), 8 * stored.bytes // elements if elements else 0))
-    return CheckpointEntry(stored.name, kind, shape, bits, group_size, mapping, stored.bytes, stored.path.name, rotated)
+    return CheckpointEntry(
+        stored.name, kind, shape, bits, group_size, mapping, stored.bytes, stored.path.name, rotated, activation_bits
+    )
 
 
 def inspect_checkpoint(path: str | os.PathLike[str]) -> list[CheckpointEntry]:

@@ -12,7 +12,7 @@ import torch
 
 from ..files.safetensors import ORDER_SUFFIX, PACKED_SUFFIX, Stored, Writer
 from ..levels import FIT, sampled_rows
-from ..packed.matrix import PackedInfo
+from ..packed.matrix import PLANES_VERSION, PackedInfo
 from ..packed.rounding import table_of
 from ..packed.row_bands import Bands, rows_of_band
 from .codes import Float, Matrix, Nearness, SourceTensor, Stacked, Weights, pack_rows, requantize_rows
@@ -31,6 +31,7 @@ class Output:
     name: str
     bias: Float | None = None
     layer: str = ""  # name of the layer in the model, if packed
+    activation_bits: int = 8  # at least; the tensor may have a config with more
 
     @property
     def packed(self) -> bool:
@@ -48,7 +49,10 @@ class Output:
 
     def info(self) -> PackedInfo | None:
         """The header of a packed weight; None: not packed."""
-        return None if isinstance(self.tensor, Float) else self.tensor.info(self.bias is not None)
+        if isinstance(self.tensor, Float):
+            return None
+        info = self.tensor.info(self.bias is not None)
+        return info if self.activation_bits == 8 else replace(info, activation_bits=16, version=PLANES_VERSION)
 
     def stored(self, path: Path) -> Stored:
         """The tensor as it will be in this file."""
@@ -91,7 +95,7 @@ def write_output(output: Output, writer: Writer, done: Callable[[int], None], ne
             done(len(values))
         return
     info = output.info()
-    assert info is not None
+    assert info is not None  # because the tensor is packed
     if isinstance(tensor, Stacked):
         for number in range(tensor.experts):
             values = None if bias is None else bias.read(number, number + 1)[0]

@@ -18,6 +18,7 @@ import lowbit
 
 from .bench import bench
 from .chat_session import chat
+from .convert import convert
 from .dequantize import dequantize
 from .doctor import doctor
 from .evaluate import evaluate
@@ -39,6 +40,7 @@ from .tune import tune
 COMMANDS: dict[str, Callable[..., None]] = {
     "quantize": quantize,
     "import": import_,
+    "convert": convert,
     "dequantize": dequantize,
     "generate": generate,
     "chat": chat,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from .models import set_threads, showing_import
-from .options import Target, Threads, refuse_unused
+from .options import ActivationBits, Target, Threads, refuse_unused
 from .output import Output, packed_figures, size, table
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ def import_(
     i2s_order: Annotated[
         str | None, typer.Option(help="Order of weights in a GGUF file of bitnet.cpp: x86, arm or rows.", show_default=False)
     ] = None,
+    activation_bits: ActivationBits = "8",
     threads: Threads = None,
 ) -> None:
     """Import a quantized checkpoint without requantizing."""
@@ -39,7 +40,9 @@ def import_(
         if all(tensor.source != "I2_S" for tensor in open_source(source, i2s_order).tensors):
             refuse_unused("without weights of the type I2_S", "i2s_order")
     with showing_import(output, source) as (opening, advance):
-        summary = import_checkpoint(source, target, i2s_order=i2s_order, progress=advance, opening=opening)
+        summary = import_checkpoint(
+            source, target, i2s_order=i2s_order, activation_bits=int(activation_bits), progress=advance, opening=opening
+        )
     count, packed = packed_figures(summary.entries)
     document = {
         "source": str(source),

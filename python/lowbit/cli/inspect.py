@@ -33,15 +33,16 @@ def inspect(
         "imported": [asdict(imported[entry.name]) for entry in entries if entry.name in imported] or None,
     }
     columns = ("source type", "conversion") if document["imported"] else ()
-    shown = table("tensor", "kind", "shape", "bits", "group", "mapping", "bytes", *columns)
+    shown = table("tensor", "kind", "shape", "bits", "group", "mapping", "activations", "bytes", *columns)
     for entry in entries:
         is_packed = entry.kind == "packed"
         group = "" if not is_packed else "row" if entry.group_size is None else str(entry.group_size)
         shape = " x ".join(map(str, entry.shape))
         name, mapping = printable(entry.name), f"{entry.mapping or ''}{', rotated' if entry.rotated_inputs else ''}"
+        activations = "" if entry.activation_bits is None else str(entry.activation_bits)
         was = imported.get(entry.name)
         came = () if not columns else ("", "") if was is None else (printable(was.source), was.came_over)
-        shown.add_row(name, entry.kind, shape, str(entry.bits), group, mapping, str(entry.bytes), *came)
+        shown.add_row(name, entry.kind, shape, str(entry.bits), group, mapping, activations, str(entry.bytes), *came)
     total = f"{len(entries)} tensors, {size(document['bytes'])}"
     if count:
         total += f"; {count} packed: {size(packed['packed_bytes'])}, {packed['bits_per_weight']:.2f} bits per weight"

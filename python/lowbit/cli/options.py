@@ -90,6 +90,12 @@ OptionalBits = Annotated[
 GroupSize = Annotated[
     str, typer.Option("--group-size", help="Inputs that share a scale, a multiple of 16; or none: a scale per output.")
 ]
+ActivationBits = Annotated[
+    Literal["8", "16"],
+    typer.Option(
+        "--activation-bits", help="Inputs of packed layers: int8; or 16, two int8 planes, which lose next to nothing."
+    ),
+]
 Images = Annotated[
     list[Path] | None,
     typer.Option("--image", help="Picture for the model; several times. Requires Pillow.", show_default=False),

@@ -54,12 +54,14 @@ def quantize(
             help="Rotate the inputs of linear layers by a Hadamard matrix: fewer bits lose less, tokens take a little longer.",
         ),
     ] = False,
+    activation_bits: options.ActivationBits = "8",
     override: Annotated[
         list[str] | None,
         typer.Option(
             "--override",
             metavar="PATTERN=...",
-            help="For layers whose names match: PATTERN=BITS[,GROUP[,MAPPING]] or PATTERN=float. The last match wins.",
+            help="For layers whose names match: PATTERN=BITS[,GROUP[,MAPPING[,ACTIVATION_BITS]]] or PATTERN=float. "
+            "The last match wins.",
             show_default=False,
         ),
     ] = None,
@@ -108,7 +110,10 @@ def quantize(
     if calibrate is None:
         options.refuse_unused("without --calibrate", "method", "calibrate_tokens", "window", "target_size", "target_bits")
     overrides = list(map(_override, override or ()))  # pairs, because their order matters and a pattern may occur twice
-    config = quantizing.config_at(quantizing.bits, scale=scale, overrides=overrides, conv_bits=conv_bits, rotate=rotate)
+    config = quantizing.config_at(
+        quantizing.bits, scale=scale, overrides=overrides, conv_bits=conv_bits, rotate=rotate,
+        activation_bits=int(activation_bits),
+    )  # fmt: skip
     if target_size is not None and target_bits is not None:
         raise typer.BadParameter("--target-size says how large already; expected one of them", param_hint="--target-bits")
     target_bytes = None if target_size is None else options.parse_size(target_size, "--target-size")
@@ -253,16 +258,20 @@ def _stays_float(summary: CheckpointSummary) -> list[str]:
 
 
 def _override(text: str) -> tuple[str, dict[str, Any] | None]:
-    """An override of LowBitConfig from PATTERN=BITS[,GROUP[,MAPPING]] or PATTERN=float."""
+    """An override of LowBitConfig from PATTERN=BITS[,GROUP[,MAPPING[,ACTIVATION_BITS]]] or PATTERN=float."""
     pattern, _, value = text.rpartition("=")
     if pattern and value == "float":
         return pattern, None
     bits, *rest = value.split(",")
-    if not pattern or not bits.isdecimal() or len(rest) > 2:
-        raise typer.BadParameter(f"{text!r}; expected PATTERN=BITS[,GROUP[,MAPPING]] or PATTERN=float", param_hint="--override")
+    if not pattern or not bits.isdecimal() or len(rest) > 3 or (len(rest) == 3 and rest[2] not in ("8", "16")):
+        raise typer.BadParameter(
+            f"{text!r}; expected PATTERN=BITS[,GROUP[,MAPPING[,8 or 16]]] or PATTERN=float", param_hint="--override"
+        )
     changes: dict[str, Any] = {"bits": int(bits)}
     if rest:
         changes["group_size"] = options.parse_group_size(rest[0], "--override")
-    if len(rest) == 2:
+    if len(rest) >= 2:
         changes["mapping"] = rest[1]
+    if len(rest) == 3:
+        changes["activation_bits"] = int(rest[2])
     return pattern, changes

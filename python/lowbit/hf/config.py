@@ -23,8 +23,8 @@ METHOD = "lowbit"
 FORMAT_VERSION = 2  # the newest version that is read; written only for models with act-order permutations
 _WITHOUT_ORDERS = 1
 
-_FIELDS = ("bits", "group_size", "mapping", "scale", "levels", "rotate")
-_DESCRIBED = ("bits", "group_size", "mapping", "rotate")  # of a packed layer
+_FIELDS = ("bits", "group_size", "mapping", "scale", "levels", "rotate", "activation_bits")
+_DESCRIBED = ("bits", "group_size", "mapping", "rotate", "activation_bits")  # of a packed layer
 BY_OVERRIDES = "left float by its configuration"
 BY_CONV_BITS = "a convolution, which conv_bits of the configuration (--conv-bits) would pack"
 BY_ARCHITECTURE = "the architecture keeps it in float32; an explicit override would pack it"
@@ -62,7 +62,7 @@ def _pair(entry: Any) -> list[Any]:
 
 def _fields_of(layer: nn.Packed) -> tuple[Any, ...]:
     info = layer.info
-    return info.bits, info.group_size, info.mapping, info.rotated_inputs > 0
+    return info.bits, info.group_size, info.mapping, info.rotated_inputs > 0, info.activation_bits
 
 
 def _listed(levels: Any) -> Any:
@@ -77,12 +77,12 @@ class LowBitConfig(QuantizationConfigMixin):
     (:func:`lowbit.quantize_` says which). A head tied to the embedding is quantized like the embedding.
 
     Args:
-        bits, group_size, mapping, scale, levels, rotate: as in :class:`lowbit.LinearConfig`.
+        bits, group_size, mapping, scale, levels, rotate, activation_bits: as in :class:`lowbit.LinearConfig`.
         embedding_bits: bits of embedding tables; None: ``bits``. Widths without levels (not 2, 3 or 4) are symmetric.
         overrides: maps shell-style patterns of qualified names to a dict with any of ``bits``, ``group_size``, ``mapping``,
-            ``scale``, ``levels`` and ``rotate``, or to None, which leaves the layer float. The last matching pattern wins.
-            Example: ``{"lm_head": {"bits": 8}, "*embed*": None}``. A list of such pairs may contain a pattern twice. The
-            attribute is a list of pairs, because config.json keeps the order of lists only.
+            ``scale``, ``levels``, ``rotate`` and ``activation_bits``, or to None, which leaves the layer float. The last
+            matching pattern wins. Example: ``{"lm_head": {"bits": 8}, "*embed*": None}``. A list of such pairs may contain a
+            pattern twice. The attribute is a list of pairs, because config.json keeps the order of lists only.
         conv_bits: bits of convolutions, symmetric as above; None: they stay float, whatever an override says.
 
     Raises:
@@ -100,6 +100,7 @@ class LowBitConfig(QuantizationConfigMixin):
         levels: str | Sequence[int] | torch.Tensor | None = None,
         conv_bits: int | None = None,
         rotate: bool = False,
+        activation_bits: int = 8,
         **others: Any,
     ):
         # Other entries of a config.json. Unknown ones are refused, because they could change the meaning of its weights.
@@ -123,6 +124,7 @@ class LowBitConfig(QuantizationConfigMixin):
         self.scale = scale
         self.levels = levels
         self.rotate = rotate
+        self.activation_bits = activation_bits
         self.embedding_bits = embedding_bits
         self.conv_bits = conv_bits
         for name, value in (("embedding_bits", embedding_bits), ("conv_bits", conv_bits)):
@@ -168,10 +170,11 @@ class LowBitConfig(QuantizationConfigMixin):
         return kind(**fields)
 
     def to_dict(self) -> dict[str, Any]:
-        """The config as a dict, without ``rotate`` if it is False, so that older versions of lowbit can read it."""
+        """The config as a dict, without newer fields that have their default, so that older versions of lowbit can read it."""
         fields = dict(super().to_dict())
-        if not self.rotate:
-            del fields["rotate"]
+        for name, default in (("rotate", False), ("activation_bits", 8)):
+            if fields[name] == default:
+                del fields[name]
         return fields
 
     def to_diff_dict(self) -> dict[str, Any]:

@@ -41,6 +41,7 @@ def import_checkpoint(
     *,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     i2s_order: str | None = None,
+    activation_bits: int = 8,
     progress: Progress | None = None,
     opening: Progress | None = None,
 ) -> ImportSummary:
@@ -57,6 +58,7 @@ def import_checkpoint(
         max_shard_bytes: a shard with this many bytes gets no further tensor.
         i2s_order: which weights share a byte in I2_S tensors of bitnet.cpp's GGUF files, which do not record it: "x86" or
             "arm" for the processor of the program that wrote the file, or "rows". Ignored for other sources.
+        activation_bits: of all packed layers, as in :class:`lowbit.LinearConfig`.
         progress: called as ``progress(bytes read, bytes to read, name of the tensor)`` after each band of rows.
         opening: called as ``opening(steps done, steps, next step)`` before the first weight is read.
 
@@ -69,6 +71,6 @@ def import_checkpoint(
     begin = time.perf_counter()
     begin_step(opening, READ)
     return write_checkpoint(
-        open_source(source, i2s_order), Path(target).absolute(), max_shard_bytes=max_shard_bytes, progress=progress,
-        opening=opening, begin=begin,
+        open_source(source, i2s_order), Path(target).absolute(), max_shard_bytes=max_shard_bytes,
+        activation_bits=activation_bits, progress=progress, opening=opening, begin=begin,
     )  # fmt: skip

@@ -20,6 +20,7 @@ from ..files.config_json import CONFIG
 from ..files.replace import resolve_new_directory
 from ..files.safetensors import DTYPES, ORDER_SUFFIX, Writer
 from ..machine.sizes import size
+from ..packed.matrix import check_activation_bits
 from .joining import describe_experts, stacked
 from .source import Source
 from .summary import REPORT, VERSION, ImportedTensor
@@ -60,11 +61,11 @@ def _meta_model(config: dict[str, Any], tensors: int) -> PreTrainedModel:
 class _Plan:
     """The tensors to write for a source, each checked against the model."""
 
-    def __init__(self, source: Source, model: PreTrainedModel):
+    def __init__(self, source: Source, model: PreTrainedModel, activation_bits: int):
         from ..hf.names import names_in_model
         from ..layers.packable import named_layers
 
-        self.source, self.model = source, model
+        self.source, self.model, self.activation_bits = source, model, activation_bits
         self.tensors: dict[str, SourceTensor] = {}
         for tensor in source.tensors:
             if tensor.name in self.tensors:
@@ -137,7 +138,7 @@ class _Plan:
             bias = self._bias_of(key, layer)
             biases |= {bias.name} if bias is not None else set()
             packed = f"{key}.packed_weight" if isinstance(tensor, Stacked) else key.removesuffix("weight") + "packed_weight"
-            outputs.append(Output(tensor, packed, bias, layer))
+            outputs.append(Output(tensor, packed, bias, layer, self.activation_bits))
         check_complete(self.model, given_by(self.names), self.source.path)
         self._warn(floats)
         outputs += [Output(tensor, key) for key, tensor in floats.items() if key not in biases]
@@ -276,6 +277,7 @@ def write_checkpoint(
     target: Path,
     *,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    activation_bits: int = 8,
     progress: Progress | None = None,
     opening: Progress | None = None,
     begin: float | None = None,
@@ -290,12 +292,13 @@ def write_checkpoint(
     from ..hf.config import LowBitConfig
     from ..hf.mtp_layers import attach
 
+    check_activation_bits(activation_bits)
     resolve_new_directory(target)  # raises before the model is built
     begin_step(opening, MODEL)
     model = _meta_model(source.config, len(source.tensors))
     attach(model, [tensor.name for tensor in source.tensors])
     begin_step(opening, CHECKS)
-    outputs = _Plan(source, model).outputs()
+    outputs = _Plan(source, model, activation_bits).outputs()
     # Without a version, transformers 5.19 mistakes a large tokenizer for an old one of Mistral, and warns.
     description = {"transformers_version": version("transformers")} | source.config
     if any(output.packed for output in outputs):

@@ -141,37 +141,49 @@ def _levels(codes: Tensor, config: Config) -> Tensor:
     return 2 * codes - 1 if config.bits == 1 else codes - 2 ** (config.bits - 1)
 
 
-def fake_quantize_activations(x: Tensor, group_size: int | None) -> Tensor:
+def fake_quantize_activations(x: Tensor, group_size: int | None, activation_bits: int = 8) -> Tensor:
     """Fake-quantizes activations as packed linear layers do: to int8, with a scale per segment of at most 64 inputs.
 
     Args:
         x: [..., k] of any float dtype.
         group_size: of the layer's weight; each group is divided into segments. None: one group.
+        activation_bits: 8, or 16: two int8 planes, the second of what the first left.
 
     Returns:
         float32 [..., k]. The gradient passes unchanged (a straight-through estimator: Bengio et al., 2013). A segment with a
         NaN, an infinity or a magnitude of 127 * 2**104 or more is NaN.
     """
     function = _FakeQuantizedActivations if forward_ad._current_level < 0 else _FakeQuantizedActivationsForward
-    return function.apply(x, group_size)
+    return function.apply(x, group_size, activation_bits)
+
+
+def _int8_plane(segments: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes and scales of segments [..., inputs], bit for bit as the kernels compute them."""
+    # The two lowest mantissa bits are cleared (see kernels/ukernel.h).
+    scales = ((segments.abs().amax(-1, keepdim=True) * (1 / 127)).view(torch.int32) & ~3).view(torch.float32)
+    usable = (scales >= 2.0**-126) & (scales < 2.0**104)
+    inverse = torch.where(usable, 1.0 / scales, 0.0)
+    scales = torch.where(usable, scales, torch.where(scales < 2.0**-126, 0.0, torch.nan))
+    return (segments * inverse).round_(), scales
 
 
 class _FakeQuantizedActivations(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor, group_size: int | None) -> Tensor:
+    def forward(x: Tensor, group_size: int | None, activation_bits: int) -> Tensor:
         k = x.shape[-1]
         group = min(group_size or k, k + -k % SEGMENT_INPUTS)
         segment = min(group, SEGMENT_INPUTS)
         groups = functional.pad(x.float(), (0, -k % group)).unflatten(-1, (-1, group))
         segments = functional.pad(groups, (0, -group % segment)).unflatten(-1, (-1, segment))
-        # The two lowest mantissa bits are cleared (see kernels/ukernel.h).
-        scales = ((segments.abs().amax(-1, keepdim=True) * (1 / 127)).view(torch.int32) & ~3).view(torch.float32)
-        usable = (scales >= 2.0**-126) & (scales < 2.0**104)
-        inverse = torch.where(usable, 1.0 / scales, 0.0)
-        scales = torch.where(usable, scales, torch.where(scales < 2.0**-126, 0.0, torch.nan))
-        values = (segments * inverse).round_().mul_(scales)
+        codes, scales = _int8_plane(segments)
+        if activation_bits == 8:
+            values = codes.mul_(scales)
+        else:  # in float64, where the products and the rest are exact
+            first = codes.double() * scales
+            codes, scales = _int8_plane((segments - first).float())
+            values = (first + codes.double() * scales).float()
         return values.flatten(-2)[..., :group].flatten(-2)[..., :k]
 
     @staticmethod
@@ -181,34 +193,35 @@ class _FakeQuantizedActivations(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return grad.to(ctx.dtype), None
+        return grad.to(ctx.dtype), None, None
 
 
 class _FakeQuantizedActivationsForward(_FakeQuantizedActivations):
     """As :class:`_FakeQuantizedForward`."""
 
     @staticmethod
-    def jvp(ctx: Any, x: Tensor, _: Any) -> Tensor:
+    def jvp(ctx: Any, x: Tensor, *_: Any) -> Tensor:
         return x.float().clone()  # not the input itself
 
 
 def _format(config: Config) -> tuple[int, int, int]:
-    return config.bits, config.group_size or 0, (config.mapping == "affine") + 2 * config.rotate
+    flags = (config.mapping == "affine") + 2 * config.rotate + 4 * (config.activation_bits == 16)
+    return config.bits, config.group_size or 0, flags
 
 
 def _described(format: tuple[int, ...] | None) -> str:
     if format is None or len(format) != 3:
         return "an unknown config (there is no weight_format)"
     bits, group, flags = format
-    rotated = ", rotate=True" if flags & 2 else ""
-    return f"bits={bits}, group_size={group or None}, mapping={('symmetric', 'affine')[flags & 1]!r}{rotated}"
+    more = f"{', rotate=True' if flags & 2 else ''}{', activation_bits=16' if flags & 4 else ''}"
+    return f"bits={bits}, group_size={group or None}, mapping={('symmetric', 'affine')[flags & 1]!r}{more}"
 
 
 class PreparedLayer(Prepared):
     """A layer with additional parameters ``weight_scale`` and, if affine, ``weight_min``, float32 [n, groups].
 
-    The buffer ``weight_format`` (int32: bits, group size or 0, 1 if affine plus 2 if rotated) records in the state dict
-    which config the scales belong to.
+    The buffer ``weight_format`` (int32: bits, group size or 0, 1 if affine plus 2 if rotated plus 4 with activations of 16
+    bits) records in the state dict which config the scales belong to.
     """
 
     weight: Tensor
@@ -270,6 +283,7 @@ class PreparedLayer(Prepared):
             group_size=config.group_size,
             mapping=config.mapping,
             rotated_inputs=config.rotated_inputs(weight.shape[1]),
+            activation_bits=config.activation_bits,
         )
 
     def extra_repr(self) -> str:
@@ -304,7 +318,8 @@ class LinearLayer(PreparedLayer):
             x = x.to(torch.get_autocast_dtype(device))
         with torch.autocast(device, enabled=False):
             bias = None if self.bias is None else self.bias.float()
-            rounded = fake_quantize_activations(self._config.rotated(x), self._config.group_size)
+            config = self._config
+            rounded = fake_quantize_activations(config.rotated(x), config.group_size, config.activation_bits)
             return functional.linear(rounded, self.fake_quantized(), bias).to(x.dtype)
 
 

@@ -111,6 +111,7 @@ def _random_packed(
         group_size=config.group_size,
         mapping=config.mapping,
         rotated_inputs=config.rotated_inputs(k),
+        activation_bits=config.activation_bits,
     )
 
 

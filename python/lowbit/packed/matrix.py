@@ -10,6 +10,8 @@ from torch import Tensor
 
 from .. import _C
 
+PLANES_VERSION = 4  # of the format, with activations of 16 bits
+
 
 @dataclass(frozen=True)
 class PackedInfo:
@@ -23,11 +25,12 @@ class PackedInfo:
     groups: int  # per row
     has_bias: bool  # inside the packed weight
     total_bytes: int  # with the header
-    version: int  # of the format: 3 with rotated inputs, else 2 with levels, else 1
+    version: int  # of the format: 4 with activations of 16 bits, else 3 with rotated inputs, else 2 with levels, else 1
     format: str = "panel16"  # of the bytes after the header; or a vendor's
     levels: tuple[int, ...] | None = None  # the level of each code with mapping "levels"; for experts, the first expert's
     experts: int | None = None  # number of matrices, each described by the fields above; None: a single matrix
     rotated_inputs: int = 0  # block size of the rotation; 0: inputs are not rotated
+    activation_bits: int = 8  # 8: inputs are rounded to int8; 16: to two int8 planes
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -57,6 +60,7 @@ class Unpacked(NamedTuple):
     mapping: str
     levels: Tensor | None = None
     rotated_inputs: int = 0
+    activation_bits: int = 8
 
 
 def check_packed(packed: Tensor) -> None:
@@ -125,6 +129,7 @@ def describe(
     has_bias: bool,
     levels: Sequence[int] | None = None,
     rotated_inputs: int = 0,
+    activation_bits: int = 8,
 ) -> PackedInfo:
     """The :class:`PackedInfo` of a weight of ``shape`` [n, k] before it is packed.
 
@@ -136,8 +141,18 @@ def describe(
     check_format(bits, group_size, mapping)
     n, k = shape
     table = None if mapping != "levels" else struct.pack(f"{2**bits}b", *(levels or 2**bits * [0]))
-    affine = mapping == "affine"
-    return PackedInfo(**_C.describe_packed(n, k, bits, group_size or 0, affine, has_bias, table, rotated_inputs))
+    described = _C.describe_packed(
+        n, k, bits, group_size or 0, mapping == "affine", has_bias, table, rotated_inputs, activation_bits
+    )
+    return PackedInfo(**described)
+
+
+def check_activation_bits(activation_bits: int) -> None:
+    """Raises TypeError or ValueError unless ``activation_bits`` is 8 or 16."""
+    if isinstance(activation_bits, bool) or not isinstance(activation_bits, int):
+        raise TypeError(f"activation_bits is {activation_bits!r}; expected 8 or 16")
+    if activation_bits not in (8, 16):
+        raise ValueError(f"activation_bits is {activation_bits}; expected 8 or 16")
 
 
 def check_format(bits: int, group_size: int | None, mapping: str) -> None:
@@ -173,6 +188,7 @@ def pack(
     mapping: str | None = None,
     levels: Tensor | Sequence[int] | None = None,
     rotated_inputs: int = 0,
+    activation_bits: int = 8,
 ) -> Tensor:
     """Packs quantized weights into lowbit's format (docs/format.md).
 
@@ -193,6 +209,7 @@ def pack(
             (:data:`lowbit.levels.TABLES` has the usual ones); required with ``mapping="levels"``, otherwise None.
         rotated_inputs: block size of the rotation (16, 32, 64 or 128, a divisor of k) if the codes are those of weights for
             rotated inputs (docs/format.md): :func:`lowbit.linear` then rotates its inputs. 0: no rotation.
+        activation_bits: 8: :func:`lowbit.linear` rounds its inputs to int8. 16: to two int8 planes, whose results it adds.
 
     Returns:
         uint8 [bytes]: header, scales and codes; the same on every CPU.
@@ -204,6 +221,7 @@ def pack(
     if mapping is None:
         mapping = "symmetric" if levels is None else "levels"
     check_format(bits, group_size, mapping)
+    check_activation_bits(activation_bits)
     if (mapping == "affine") != (mins is not None):
         raise ValueError(f"mapping is {mapping!r} {'without' if mins is None else 'with'} mins; affine weights have mins")
     if (mapping == "levels") != (levels is not None):
@@ -212,7 +230,7 @@ def pack(
         )
     if levels is not None:
         levels = as_levels(levels, bits)
-    return torch.ops.lowbit.pack(
+    packed = torch.ops.lowbit.pack(
         codes.detach().contiguous(),
         scales.detach().contiguous(),
         None if mins is None else mins.detach().contiguous(),
@@ -222,6 +240,29 @@ def pack(
         levels,
         rotated_inputs,
     )
+    if activation_bits != 8:
+        _C.set_activation_bits(packed.data_ptr(), packed.numel(), activation_bits)
+    return packed
+
+
+def with_activation_bits(packed: Tensor, activation_bits: int) -> Tensor:
+    """A copy of a packed weight with other activation bits. Codes and scales stay as they are.
+
+    Args:
+        packed: from :func:`pack`.
+        activation_bits: 8 or 16, as in :func:`pack`.
+
+    Returns:
+        uint8 [bytes], of the same size.
+
+    Raises:
+        TypeError, ValueError: not a packed weight, another number of bits, or 16 bits with a vendor's packed format.
+    """
+    check_packed(packed)
+    check_activation_bits(activation_bits)
+    copy = packed.clone()
+    _C.set_activation_bits(copy.data_ptr(), copy.numel(), activation_bits)
+    return copy
 
 
 def _check_parts(codes: Tensor, scales: Tensor, mins: Tensor | None, bias: Tensor | None) -> None:
@@ -285,6 +326,7 @@ def unpack(packed: Tensor) -> Unpacked:
         header.mapping,
         None if header.levels is None else torch.tensor(header.levels, dtype=torch.int8, device="cpu"),
         header.rotated_inputs,
+        header.activation_bits,
     )
 
 

@@ -48,5 +48,5 @@ class Bands:
         return _C.packed_header(
             info.out_features if rows is None else rows, info.in_features, info.bits, info.group_size or 0,
             info.mapping == "affine", info.has_bias, self.folded if folded is None else folded, self._levels,
-            info.rotated_inputs,
+            info.rotated_inputs, info.activation_bits,
         )  # fmt: skip

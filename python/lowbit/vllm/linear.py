@@ -177,7 +177,8 @@ def _joined(parts: list[Tensor], orders: list[Tensor | None]) -> tuple[list[Tens
     if not any(map(_is_packed, parts)):
         return [torch.cat(parts)], [None]
     kinds = {
-        (info.bits, info.group_size, info.mapping, info.rotated_inputs) for info in map(ops.info, filter(_is_packed, parts))
+        (info.bits, info.group_size, info.mapping, info.rotated_inputs, info.activation_bits)
+        for info in map(ops.info, filter(_is_packed, parts))
     }
     first = orders[0]
     alike = all(order is None if first is None else order is not None and torch.equal(order, first) for order in orders)

@@ -90,6 +90,12 @@ Layout rotated(Layout layout, int64_t block) {
   return layout;
 }
 
+Layout in_planes(Layout layout) {
+  const Status status = set_activation_bits(16, &layout);
+  EXPECT_TRUE(status.ok()) << status.message();
+  return layout;
+}
+
 const int8_t* test_levels(int bits) {
   static constexpr int8_t kLevels[3][16] = {
       {-127, 90, -1, 127},

@@ -31,6 +31,9 @@ Layout layout_of(int64_t n, int64_t k, int bits, int64_t group_size, Mapping map
 // The same with inputs rotated in blocks of this size.
 Layout rotated(Layout layout, int64_t block);
 
+// The same with activations in two int8 planes.
+Layout in_planes(Layout layout);
+
 // 2^bits levels in no order, from -127 (code 0) to 127 (the last code).
 const int8_t* test_levels(int bits);
 

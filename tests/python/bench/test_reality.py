@@ -111,6 +111,7 @@ def test_a_run(tmp_path, monkeypatch, capsys):
     rows = {row["name"]: row for row in found["table"]}
     assert rows["float, float32"]["kld"] < 1e-6 < rows["blocks of 32"]["kld"] < rows["a row, symmetric"]["kld"]
     assert 1e-6 < rows["lowbit, float32"]["kld"] < 0.1
+    assert rows["lowbit, float32, activations of 16 bits"]["kld"] < 0.1 * rows["lowbit, float32"]["kld"]
     moved = {row["name"]: row["most"] for row in found["sensitivity"]}
     assert moved["float"] < 1e-3 < moved["lowbit, float32"]
     text = page.read_text(encoding="utf-8")

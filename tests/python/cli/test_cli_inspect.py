@@ -16,11 +16,11 @@ def test_inspect(packed):
     assert (result.returncode, result.stderr) == (0, "")
     entries = lowbit.inspect_checkpoint(packed[0])
     lines = result.stdout.splitlines()
-    assert lines[0].split() == ["tensor", "kind", "shape", "bits", "group", "mapping", "bytes"]
+    assert lines[0].split() == ["tensor", "kind", "shape", "bits", "group", "mapping", "activations", "bytes"]
     for line, entry in zip(lines[1:-1], entries, strict=True):
         shown = [entry.name, entry.kind, *" x ".join(map(str, entry.shape)).split(), str(entry.bits)]
         if entry.kind == "packed":
-            shown += [str(entry.group_size or "row"), entry.mapping]
+            shown += [str(entry.group_size or "row"), entry.mapping, str(entry.activation_bits)]
         assert line.split() == [*shown, str(entry.bytes)]
     assert lines[-1].startswith(f"{len(entries)} tensors, ")
 

@@ -69,14 +69,14 @@ def altered(packed: torch.Tensor, at: int) -> torch.Tensor:
 
 def another_version(packed: torch.Tensor) -> torch.Tensor:
     packed = packed.clone()
-    packed[8:10] = torch.tensor([4, 0])
+    packed[8:10] = torch.tensor([5, 0])
     return packed
 
 
 PANEL_BYTES = 2 * 4 * 64 + 3 * 32 + 3 * 64  # two blocks of 4 bits, three groups, the head: 800, padded to 832
 DAMAGE = {
     "magic": (lambda p: altered(p, 0), "not a packed weight: its first eight bytes are 884c4f5742"),
-    "version": (another_version, "is of format version 4; this library reads versions 1 to 3"),
+    "version": (another_version, "is of format version 5; this library reads versions 1 to 4"),
     "header": (lambda p: altered(p, 11), "altered header: its checksum does not match"),
     "header checksum": (lambda p: altered(p, 63), "altered header"),
     "payload checksum": (lambda p: altered(p, 48), "altered header"),

@@ -19,7 +19,8 @@ FIELDS = {
     "bits": (11, "B"),
     "mapping": (12, "B"),
     "has_bias": (13, "B"),
-    "reserved0": (14, "H"),
+    "rotation": (14, "B"),
+    "activation_bits": (15, "B"),
     "n": (16, "q"),
     "k": (24, "q"),
     "group_size": (32, "I"),
@@ -91,7 +92,7 @@ def test_the_seal_is_the_librarys():
 @pytest.mark.parametrize(
     "name, value, message",
     [
-        ("version", 0, "format version 0; this library reads versions 1 to 3"),
+        ("version", 0, "format version 0; this library reads versions 1 to 4"),
         ("version", 65535, "format version 65535"),
         ("format", 1, "has format 1, mapping 0, bias flag 1; expected each to be 0 or 1"),
         ("bits", 0, "bits is 0; expected 1 to 8"),
@@ -99,7 +100,8 @@ def test_the_seal_is_the_librarys():
         ("bits", 255, "bits is 255; expected 1 to 8"),
         ("mapping", 2, "mapping 2"),
         ("has_bias", 2, "bias flag 2"),
-        ("reserved0", 1, "expected"),
+        ("rotation", 1, "blocks of 2\\^1 rotated inputs"),
+        ("activation_bits", 16, "version 1 has activations of 16 bits; expected 16 in version 4"),
         ("reserved1", 1, "expected"),
         ("n", 0, "the number of output rows is 0; expected 1 to 2147483648"),
         ("n", -1, "the number of output rows is -1"),

@@ -32,9 +32,11 @@ TABLES = placement_tables()
 
 def decode(data: bytes) -> dict:
     """Decodes a packed matrix according to docs/format.md, in plain Python."""
-    magic, version, layout, bits, mapping, has_bias, log, _, n, k, g, _, total = struct.unpack_from("<8sHBBBBBBqqIIq", data)
+    magic, version, layout, bits, mapping, has_bias, log, activations, n, k, g, _, total = struct.unpack_from(
+        "<8sHBBBBBBqqIIq", data
+    )
     assert magic == bytes.fromhex("894c4f574249540a") and (layout, total) == (0, len(data))
-    assert version == (3 if log else 2 if mapping == 2 else 1)
+    assert version == (4 if activations else 3 if log else 2 if mapping == 2 else 1) and activations in (0, 16)
     table = None
     if mapping == 2:
         table = struct.unpack_from(f"<{2**bits}b", data, 64)
@@ -87,6 +89,7 @@ def decode(data: bytes) -> dict:
         "levels": table,
         "has_bias": bool(has_bias),
         "rotated": 2**log if log else 0,
+        "activation_bits": activations or 8,
     }
 
 
@@ -161,3 +164,26 @@ def test_packed_bytes_are_as_documented(bits, n, k, group_size, mapping):
         expected = scales[:, column_group] * levels
     torch.testing.assert_close(weight.double(), expected, rtol=2**-22, atol=2**-24)
     torch.testing.assert_close(torch.tensor(found["row_sums"], dtype=torch.double), expected.sum(1), rtol=2**-22, atol=2**-20)
+
+
+@pytest.mark.parametrize("mapping", ["symmetric", "affine"])
+def test_two_planes_are_computed_as_documented(mapping):
+    torch.manual_seed(0)
+    k = 96
+    codes, scales = torch.randint(0, 256, (5, k), dtype=torch.uint8), torch.rand(5, 3) + 0.5
+    mins, bias = torch.randn(5, 3) if mapping == "affine" else None, torch.randn(5)
+    packed = lowbit.pack(codes, scales, mins, bias, bits=8, group_size=32, mapping=mapping, activation_bits=16)
+    found = decode(bytes(packed.tolist()))
+    assert found["activation_bits"] == 16 and decode(bytes(lowbit.with_activation_bits(packed, 8).tolist())) == found | {
+        "activation_bits": 8
+    }
+    x = torch.randn(3, k)
+    one = lowbit.with_activation_bits(packed, 8)
+    rest = x.clone()
+    for begin in range(0, k, 32):  # plane 1: docs/format.md names t and a
+        part = x[:, begin : begin + 32]
+        t = (part.abs().amax(1, keepdim=True) * torch.tensor(1 / 127)).view(torch.int32) & ~3
+        t = t.view(torch.float32)
+        rest[:, begin : begin + 32] = (part.double() - t.double() * (part * (1 / t)).round().double()).float()
+    first, second = lowbit.linear(x, one, 5), lowbit.linear(rest, one, 5)
+    assert torch.equal(lowbit.linear(x, packed, 5), first + (second - bias))

@@ -20,7 +20,7 @@ def test_numbers():
     interface = (ROOT / "kernels" / "lowbit_ukernel.h").read_text(encoding="utf-8")
     assert rows == {
         "package": lowbit.__version__,
-        "packed format": "1, 2 with a table of levels, 3 with rotated inputs",
+        "packed format": "1, 2 with a table of levels, 3 with rotated inputs, 4 with activations of 16 bits",
         "checkpoint": f"1, {FORMAT_VERSION} with act-order permutations",
         "vendor interface": re.search(r"LOWBIT_KERNEL_ABI (\d+)u", interface)[1],
     }
@@ -28,4 +28,5 @@ def test_numbers():
     plain = lowbit.quantize_tensor(weight, lowbit.LinearConfig(bits=4))
     levels = lowbit.quantize_tensor(weight, lowbit.LinearConfig(bits=4, levels="nf4"))
     rotated = lowbit.quantize_tensor(weight, lowbit.LinearConfig(bits=4, levels="nf4", rotate=True))
-    assert [lowbit.info(each).version for each in (plain, levels, rotated)] == [1, 2, 3]
+    planes = lowbit.with_activation_bits(plain, 16)
+    assert [lowbit.info(each).version for each in (plain, levels, rotated, planes)] == [1, 2, 3, 4]

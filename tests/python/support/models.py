@@ -7,6 +7,7 @@ from reference import DTYPES, WEIGHTS, assert_same_bits, random_packed, random_r
 MAGIC = bytes.fromhex("894c4f574249540a")  # the first bytes of a packed weight
 N, K, GROUP = 21, 80, 32  # of Every: odd n, a short last group
 _ROTATED = ("symmetric", "affine", "levels")  # mappings of Every's weights of rotated inputs
+_PLANES = ((8, "symmetric"), (4, "affine"))  # of Every's weights with activations of 16 bits
 
 
 class Small(torch.nn.Module):
@@ -33,6 +34,8 @@ class Every(torch.nn.Module):
         packed = {(bits, mapping): random_packed(N, K, bits, GROUP, mapping, bias=bits % 2 == 0) for bits, mapping in WEIGHTS}
         for mapping in _ROTATED:
             packed[4, f"rotated {mapping}"] = random_packed(N, K, 4, GROUP, mapping, bias=True, rotated_inputs=16)
+        for bits, mapping in _PLANES:
+            packed[bits, f"two planes {mapping}"] = random_packed(N, K, bits, GROUP, mapping, bias=True, activation_bits=16)
         self.names = [
             f"{family} {bits} {mapping} {dtype}"
             for family in ("linear", "embedding")
@@ -62,7 +65,7 @@ def check_every(outputs, model: Every, arguments: tuple) -> None:
     """Fails unless `outputs` have the bits of `model(*arguments)`."""
     with torch.no_grad():
         expected = model(*arguments)
-    assert len(outputs) == len(expected) == len(model.names) == 2 * len(DTYPES) * (len(WEIGHTS) + len(_ROTATED))
+    assert len(outputs) == len(expected) == len(model.names) == 2 * len(DTYPES) * (len(WEIGHTS) + len(_ROTATED) + len(_PLANES))
     for name, output, value in zip(model.names, outputs, expected):
         try:
             assert_same_bits(output, value)

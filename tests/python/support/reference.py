@@ -134,6 +134,22 @@ def linear(x: Tensor, packed: Tensor) -> Tensor:
     rows = x.reshape(-1, k)
     if parts.info.rotated_inputs:
         rows = rotated_inputs(rows.float(), parts.info.rotated_inputs)
+    y = _product(rows, parts)
+    if parts.info.activation_bits == 16:
+        y = y + (_product(rest_of_rows(rows, group), parts) - parts.bias)
+    return y.to(x.dtype).reshape(*x.shape[:-1], n)
+
+
+def rest_of_rows(x: Tensor, group: int) -> Tensor:
+    """What the first plane leaves of x [m, k], float32 [m, k]."""
+    values, scales = quantize_rows(x, group)
+    sizes = [inputs.stop - inputs.start for _, inputs in segments_of(x.shape[1], group)]
+    return fma32(-scales.repeat_interleave(torch.tensor(sizes), 1), values.float(), x.float())
+
+
+def _product(rows: Tensor, parts: Parts) -> Tensor:
+    """A plane of activations [m, k] times the weight and plus the bias, float32 [m, n]."""
+    n, k, group = parts.info.out_features, parts.info.in_features, parts.group
     a, scales = quantize_rows(rows, group)
     acc = torch.zeros(a.shape[0], n)
     segments = segments_of(k, group)
@@ -151,8 +167,7 @@ def linear(x: Tensor, packed: Tensor) -> Tensor:
         acc = fma32(parts.scales[:, g], products, acc)
         if parts.mins is not None:
             acc = fma32(parts.mins[:, g], sums, acc)
-    y = fma32(parts.row_scale, acc, parts.bias)
-    return y.to(x.dtype).reshape(*x.shape[:-1], n)
+    return fma32(parts.row_scale, acc, parts.bias)
 
 
 def embedding(indices: Tensor, packed: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -177,6 +192,7 @@ def random_packed(
     bias: bool = False,
     seed: int = 0,
     rotated_inputs: int = 0,
+    activation_bits: int = 8,
 ) -> Tensor:
     """Random codes, scales (both signs), mins and bias; every code value is likely to occur."""
     generator = torch.Generator().manual_seed(seed + 1000003 * n + 10007 * k + 101 * bits + (group_size or 0))
@@ -195,6 +211,7 @@ def random_packed(
         mapping=mapping,
         levels=levels,
         rotated_inputs=rotated_inputs,
+        activation_bits=activation_bits,
     )
 
 
