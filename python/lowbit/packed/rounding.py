@@ -94,7 +94,7 @@ class LinearConfig(Config):
             power of two that divides the number of inputs, at most 64; if that is below 16, inputs are not rotated.
         activation_bits: 8: the layer rounds its inputs to int8, with a scale for each 64 or fewer of them. 16: also what this
             rounding left, and adds the two products. The results are then those of float inputs, but for about 1e-5 of their
-            size; reading the weights, which bounds the speed of decoding, takes no longer.
+            size. The weights are read once for both, so decoding, which waits for memory, takes little longer.
     """
 
 

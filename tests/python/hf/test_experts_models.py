@@ -189,16 +189,16 @@ def test_exported_decoder(tmp_path):
 
 def test_streams_one_expert_at_a_time(source, tmp_path, monkeypatch):
     """Every read of the files is smaller than half of the model's tensor of experts."""
-    from lowbit.files import safetensors
+    from lowbit.files import io
 
     kind, directory = source
-    sizes, read = [], safetensors.read_bytes
+    sizes, read = [], io.read_bytes
 
     def counted(stored, begin, end):
         sizes.append(end - begin)
         return read(stored, begin, end)
 
-    monkeypatch.setattr(safetensors, "read_bytes", counted)
+    monkeypatch.setattr(io, "read_bytes", counted)
     quantize_checkpoint(directory, tmp_path / "packed", LowBitConfig())
     experts = make(kind).get_submodule(experts_of(kind))
     assert experts.gate_up_proj[0].nbytes / 2 <= max(sizes) < experts.gate_up_proj.nbytes / 2
