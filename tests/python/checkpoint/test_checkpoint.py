@@ -185,7 +185,7 @@ def test_inspect(tmp_path):
     entries = {entry.name: entry for entry in after}
     size = lowbit.quantize_tensor(torch.ones(64, 168), lowbit.LinearConfig(bits=3, mapping="affine")).numel()
     name = "model.layers.1.mlp.down_proj.packed_weight"
-    expected = lowbit.CheckpointEntry(name, "packed", (64, 168), 3, 32, "affine", size, entries[name].file, 0)
+    expected = lowbit.CheckpointEntry(name, "packed", (64, 168), 3, 32, "affine", size, entries[name].file, 0, 8)
     assert entries[name] == expected
     assert entries[NORM].kind == "bfloat16" and entries[NORM].shape == (64,)
 
