@@ -63,8 +63,8 @@ def prepare_(
     order of float sums differs. The weights remain the same float parameters; a straight-through estimator (Bengio et al.,
     2013) gives them gradients within the range of their group. Scales and mins become parameters too, ``weight_scale`` and
     ``weight_min``, one per group as in EfficientQAT (Chen et al., 2024), with the gradients of LSQ (Esser et al., Learned step
-    size quantization, ICLR 2020) and LSQ+ (Bhalgat et al., 2020). Their initial values are those of :func:`lowbit.quantize_`, so converting an untrained model
-    gives the same bytes.
+    size quantization, ICLR 2020) and LSQ+ (Bhalgat et al., 2020). Their initial values are those of :func:`lowbit.quantize_`,
+    so converting an untrained model gives the same bytes.
 
     Train with any optimizer on any device; use no weight decay for scales. To save progress, save the state dict:
     ``save_pretrained`` before ``convert_`` writes a float model with the scales as extra tensors.
