@@ -339,14 +339,16 @@ def test_the_last_override_counts(tmp_path):
 @pytest.mark.parametrize("fields", [
     {}, {"bits": 2}, {"group_size": 64}, {"group_size": None}, {"mapping": "affine"}, {"scale": "absmax"},
     {"embedding_bits": 8},
-    {"levels": "nf4"}, {"conv_bits": 4}, {"rotate": True}, {"format_version": 2}, {"overrides": {"*": {"rotate": True}}},
+    {"levels": "nf4"}, {"conv_bits": 4}, {"rotate": True}, {"activation_bits": 16}, {"format_version": 2},
+    {"overrides": {"*": {"rotate": True}}},
     {"rotate": True, "overrides": {"lm_head": {"rotate": False, "bits": 8, "levels": None}, "*embed*": None}},
 ], ids=str)  # fmt: skip
 def test_every_field_survives(fields):
-    """`rotate` is omitted if it is False, so that an older lowbit can read the config."""
+    """`rotate` and `activation_bits` are omitted at their defaults, so that an older lowbit can read the config."""
     config = LowBitConfig(**fields)
-    assert set(config.to_dict()) | {"rotate"} == set(vars(config))
+    assert set(config.to_dict()) | {"rotate", "activation_bits"} == set(vars(config))
     assert ("rotate" in config.to_dict()) == config.rotate
+    assert ("activation_bits" in config.to_dict()) == (config.activation_bits == 16)
     for same in (LowBitConfig(**config.to_dict()), LowBitConfig.from_dict(json.loads(config.to_json_string(use_diff=False)))):
         assert vars(same) == vars(config) and same.to_dict() == config.to_dict()
 

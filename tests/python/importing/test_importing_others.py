@@ -78,7 +78,7 @@ def test_torchao_of_other_kinds_is_refused(tmp_path, torchao):
         ({f"{LAYER}.weight": "[" * 100000}, "do not say what"),
         ({f"{LAYER}.weight": "{}"}, "do not say what"),
         ({f"{LAYER}.weight": metadata[f"{LAYER}.weight"].replace("[1, 32]", "[32, 1]")}, "blocks [32, 1] for 64"),
-        ({f"{LAYER}.weight": metadata[f"{LAYER}.weight"].replace('"int4"', '"int2"')}, "codes beyond 2 bits"),
+        ({f"{LAYER}.weight": metadata[f"{LAYER}.weight"].replace('"int4"', '"int2"')}, "codes that exceed 2 bits"),
         ({f"{LAYER}.weight": metadata[f"{LAYER}.weight"].replace('"int4"', '"float8"')}, "has codes of 'float8'"),
     ):
         save_file(tensors, file, metadata=metadata | change)
