@@ -176,7 +176,7 @@ def fp8(n: int, k: int):
     return codes.float() * 0.001, {"weight": codes, "weight_scale": torch.tensor(0.001)}
 
 
-@pytest.mark.filterwarnings("ignore:.*have codes that lowbit does not have")
+@pytest.mark.filterwarnings("ignore:.*have codes that lowbit cannot represent")
 @pytest.mark.parametrize(
     ("file", "content", "make", "format_"),
     [

@@ -79,7 +79,7 @@ def test_a_message_with_the_text_of_a_control_token_is_refused(packed):
     processor, image = load_image_processor(path), shown(root, 0)
     template = llm.images.image_template(processor, path)
     for text in ("a <eos> b", "<eos>"):
-        with pytest.raises(ValueError, match="has the text of a control token of the model; lowbit does not take it"):
+        with pytest.raises(ValueError, match="has the text of a control token of the model; lowbit does not support this"):
             llm.images.inputs_of(processor, [message("user", text, image)], template)
     for text in ("a <b> c <", "os>"):  # text that only begins or ends like a control token
         messages = [message("user", text, image)]

@@ -140,7 +140,7 @@ def test_a_damaged_file_is_computed_again(decoder, tmp_path, damage):
     whole = blocks[2].read_bytes()
     damage(blocks[2])
     empty(decoder)
-    with pytest.warns(UserWarning, match="is damaged or of another text; it is removed, and computed again"):
+    with pytest.warns(UserWarning, match="is damaged or of another text; it is removed and computed again"):
         assert written(decoder, TEXT, cache) == (expected, 2 * BLOCK)
     assert blocks[2].read_bytes() == whole
     empty(decoder)
@@ -238,7 +238,7 @@ def test_what_cannot_have_a_prefix_cache(model, decoder, tmp_path):
     with pytest.raises(ValueError, match=r"for a Decoder, not compiled; found a Fallback"):
         llm.PrefixCache(tmp_path, llm.Fallback(load_model(FLOAT), LENGTH))
     floats = llm.Decoder(load_model(FLOAT), LENGTH)
-    with pytest.raises(ValueError, match=r"found model\.layers\.0\.self_attn\.q_proj\.weight in floats"):
+    with pytest.raises(ValueError, match=r"model\.layers\.0\.self_attn\.q_proj\.weight is float"):
         llm.PrefixCache(tmp_path, floats)
     with pytest.raises(ValueError, match="most_bytes is 0; expected 1 or more"):
         llm.PrefixCache(tmp_path, decoder, 0)
@@ -323,7 +323,7 @@ def test_a_prompt_stays_where_ctrl_c_ends_the_text(packed, tmp_path, monkeypatch
 
 def test_the_environment_is_for_all_models(tmp_path, monkeypatch):
     arguments = ["generate", FLOAT, "--prompt", "Return", "--max-new-tokens", 2]
-    assert "needs packed linear layers" in error(invoke(*arguments, "--prefix-cache", tmp_path / "kept"))
+    assert "requires that all linear layers are packed" in error(invoke(*arguments, "--prefix-cache", tmp_path / "kept"))
     plain = invoke(*arguments)
     monkeypatch.setenv("LOWBIT_PREFIX_CACHE", str(tmp_path / "kept"))
     result = invoke(*arguments)

@@ -227,6 +227,6 @@ def test_commands(source, text, tmp_path):
     with torch.no_grad():
         logits = [AutoModelForCausalLM.from_pretrained(path)(batch).logits for path in (floats, packed)]
     assert float((logits[0] - logits[1]).norm() / logits[1].norm()) < 0.05
-    assert "has rotated inputs, which GGUF does not know" in error(
+    assert "has rotated inputs, which GGUF does not support" in error(
         invoke("export", packed, "--to", "gguf", "--output", tmp_path / "model.gguf")
     )
