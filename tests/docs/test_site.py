@@ -13,7 +13,7 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from test_report import WATCH, browser
+from browser import WATCH, browser
 
 ROOT = Path(__file__).parents[2]
 # One of each kind: prose and code, plots, options, wide tables, long signatures, a notebook.

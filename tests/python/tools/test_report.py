@@ -11,7 +11,7 @@ from pathlib import Path
 import lowbit
 import pytest
 import torch
-from browser import browser
+from browser import WATCH, browser
 from checkpoints import change_tensors
 from command_line import FLOAT, TINY, document, documented_keys, error, invoke, keys_in, run
 from lowbit.calibration import model as calibration
@@ -21,29 +21,6 @@ from lowbit.tools.report.measure_methods import same_neighbors
 from needs import need_packages
 
 pytestmark = pytest.mark.more
-
-# Runs at the start and the end of the page; records errors and the positions of plots.
-WATCH = """<script>
-window.problems = [];
-addEventListener("error", event => problems.push(String(event.message || event.target.tagName)), true);
-addEventListener("load", () => {
-  const boxes = [...document.querySelectorAll("svg")].map(svg => {
-    const box = svg.getBoundingClientRect();
-    const texts = [...svg.querySelectorAll("text")].map(text => text.getBoundingClientRect());
-    const inside = texts.every(t => t.left >= box.left - 1 && t.right <= box.right + 1);
-    return { plot: svg.dataset.plot, left: box.left, width: box.width, height: box.height, inside,
-      texts: texts.filter(t => t.width > 0 && t.height >= 6).length, paths: svg.querySelectorAll("path").length };
-  });
-  const ids = [...document.querySelectorAll("[id]")].map(element => element.id);
-  const result = { problems, boxes, width: document.documentElement.scrollWidth, view: innerWidth,
-    doubled: ids.length - new Set(ids).size,
-    loaded: performance.getEntriesByType("resource").map(entry => entry.name) };
-  const element = document.createElement("pre");
-  element.id = "measured";
-  element.textContent = JSON.stringify(result);
-  document.body.append(element);
-});
-</script>"""
 
 
 def look(page: Path, width: int, height: int) -> dict:
