@@ -208,7 +208,7 @@ inline void add_planes(const LinearArgs& args, const char* tile, int64_t first, 
   AddPlanesArgs add{};
   add.planes_step = layout.panels * kPanelRows;
   add.planes = reinterpret_cast<const float*>(tile) + 2 * first * add.planes_step;
-  // Behind the row scales and the row sums. Kernels add them whatever the header says (docs/format_errata.md).
+  // The biases follow the row scales and the row sums. Kernels add them whatever the header says (docs/format_errata.md).
   add.biases = args.panels + layout.head_offset + 2 * kHeadBytes / 3;
   add.biases_step = layout.panel_bytes;
   add.out = out;

@@ -388,7 +388,9 @@ REFUSED = {
     "zeros": (GPTQ, other_zeros, "has a zero point that the format's first version has for both 0 and 16"),
     "nan": (GPTQ, not_a_number, "finite"),
     "left over": (GPTQ, left_over, "model.layers.0.more in"),
-    "control letters": (GPTQ, of_control_letters, "has a tensor of the name 'model.\\x1b[2J.more'; expected printable characters"),
+    "control letters": (
+        GPTQ, of_control_letters, "has a tensor of the name 'model.\\x1b[2J.more'; expected printable characters",
+    ),
     "twice": (GPTQ, both, "has two tensors that become model.layers.0.self_attn.q_proj.weight"),
     "marlin": (GPTQ | {"checkpoint_format": "marlin"}, None, "checkpoint_format 'marlin'; lowbit imports 'gptq'"),
     "planes": (GPTQ | {"checkpoint_format": "gptq_p"}, narrow, "expected those of 2, 3, 4, 5, 6, 7 or 8 bits"),

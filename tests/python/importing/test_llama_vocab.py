@@ -24,7 +24,7 @@ def vectors(vocabulary: Path) -> list[tuple[str, list[int]]]:
     texts = vocabulary.with_name(vocabulary.name + ".inp").read_bytes().decode().split(BETWEEN)
     lines = vocabulary.with_name(vocabulary.name + ".out").read_text().splitlines()
     if len(texts) == len(lines) + 1:
-        texts.pop()  # what is behind the last separator
+        texts.pop()  # after the last separator there is no text
     return [(text, [int(token) for token in line.split()]) for text, line in zip(texts, lines, strict=True)]
 
 
