@@ -44,13 +44,13 @@ help: ## prints these lines
 demo: $(VENV)/installed ## installs lowbit in .venv, quantizes a model, compares its speed and results with torch
 	HF_HUB_OFFLINE=1 $(BIN)/python examples/minilm/demo.py --output demo-out
 
-# The tests that every change needs: this machine's, in minutes, and Arm on one emulated CPU. Parts run one after the other,
-# each on all cores; `make -j 2 --output-sync test` runs two at a time, so that no core waits for the last test of a part
-# (.ci/run).
+# The tests that every change needs, which .ci/run runs: this machine's, in minutes, and Arm on one emulated CPU. Parts run one
+# after the other, each on all cores; `make -j 2 --output-sync test` runs two at a time, so that no core waits for the last test
+# of a part (.ci/run).
 test: lint typecheck test-x86 test-python test-arm test-arm-python ## tests of every change: this machine, one emulated Arm CPU
 
-# `test` and the rest: whole models, every emulated CPU, the sanitizers, tests with an Arm torch.
-test-all: test ## everything that CI runs on a change, half an hour or more
+# `test` and the rest: tests that take long, every emulated CPU, the sanitizers.
+test-all: test ## everything that .github/workflows/tests.yml runs on Linux, an hour or more
 	$(MAKE) --no-print-directory test-more
 
 # The longest parts come first, so that no core waits for them at the end.
@@ -82,7 +82,7 @@ $(VENV)/installed: $(VENV)/requirements $(SOURCES)
 	  $(BIN)/python -m pip install -v --no-build-isolation --no-deps -e .
 	touch $@
 
-# Downloads and setup for the tests, which `.ci/run` does during other work. `make test` needs only the first.
+# Downloads and setup for the tests. `make test` needs only the first, which `.ci/run` does while the kernels compile.
 fetch-first: $(VENV)/requirements $(ARM_PYTHON)
 fetch: fetch-first build/x86-emulator build/arm-emulator build/docs-env vllm-environment $(MACOS)/libc++.tbd
 
@@ -93,8 +93,8 @@ build-test-host: $(VENV)/cmake
 test-x86: build-test-host ## C++ tests on this machine, of any architecture
 	$(CTEST) --preset host
 
-# The markers are in pyproject.toml; `more` marks files that compile, calibrate or train whole models.
-test-python: $(VENV)/installed ## Python tests without whole models; test-python-more has those
+# The markers are in pyproject.toml. `more` marks tests that take long.
+test-python: $(VENV)/installed ## Python tests, without those that take long: test-python-more
 	scripts/need.sh test
 	HF_HUB_OFFLINE=1 $(PYTEST) -m 'not more'
 

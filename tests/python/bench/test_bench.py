@@ -84,6 +84,7 @@ def finished(roofs, tmp_path_factory):
     return output, process.stdout, json.loads(output.with_suffix(".json").read_text())
 
 
+@pytest.mark.more
 def test_results_describe_the_run(finished):
     _, printed, results = finished
     assert results["complete"]
@@ -306,6 +307,7 @@ def test_an_unwritten_tile_configuration_is_detected(stores, is_whole):
     assert is_whole == ("library.so: multiply loads an AMX tile configuration" not in process.stderr)
 
 
+@pytest.mark.more
 def test_an_interrupted_run_keeps_its_results(roofs, tmp_path):
     output = tmp_path / "compare"
     command = [

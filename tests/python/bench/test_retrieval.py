@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[3] / "bench"))
 import retrieval
 
 
+@pytest.mark.more
 def test_documents_are_docstrings():
     corpus = retrieval.read_corpus(200)
     assert 150 <= len(corpus.queries) == len(corpus.documents) == len(corpus.modules) <= 200
@@ -49,6 +50,7 @@ def test_rounded_embeddings_keep_the_nearest():
     assert (retrieval.int8_scores(rows, rows) - rows @ rows.T).abs().max() < 0.1
 
 
+@pytest.mark.more
 def test_real_models_find_documents(capsys, monkeypatch, tmp_path):
     page = tmp_path / "page.md"
     page.write_text(f"before\n{retrieval.BEGIN}old\n{retrieval.END}after\n")

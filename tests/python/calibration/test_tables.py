@@ -239,6 +239,7 @@ def test_training_computes_what_packed_tables_will(kind):
         assert torch.equal(model.get_submodule(name)(ids), expected.get_submodule(name)(ids))
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("method", ["importance", "tuned", "distilled"])
 def test_calibration_shares_the_table_with_its_head(method):
     torch.manual_seed(0)
@@ -252,6 +253,7 @@ def test_calibration_shares_the_table_with_its_head(method):
     assert bool(call(model).isfinite().all())
 
 
+@pytest.mark.more
 def test_decoding_and_export(tmp_path):
     torch.manual_seed(0)
     model = gemma3().eval()

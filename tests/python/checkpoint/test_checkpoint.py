@@ -216,6 +216,7 @@ def test_a_tied_weight_that_the_file_has_twice(tmp_path):
     assert torch.equal(doubled.codes, single.codes) and torch.equal(doubled.scales, 2 * single.scales)
 
 
+@pytest.mark.more
 def test_memory(tmp_path, run_python):
     # One tensor of 100 MB that packs to 28 MB; neither is ever completely in memory.
     source = save_model(tmp_path / "source", vocab_size=100_000, hidden_size=512, num_hidden_layers=1)

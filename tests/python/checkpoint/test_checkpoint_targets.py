@@ -96,6 +96,7 @@ print(os.listdir(mounted))
 """
 
 
+@pytest.mark.more
 def test_a_disk_that_is_mounted_there(source, tmp_path, monkeypatch):
     """A small disk, which the second run would fill."""
     (tmp_path / "mounted").mkdir()
@@ -167,6 +168,7 @@ def test_no_room(source, tmp_path, monkeypatch):
     refuse(source, tmp_path / "packed", OSError, "1.00 kB free; the packed checkpoint takes ")
 
 
+@pytest.mark.more
 def test_the_disk_fills_up(source, tmp_path, run_python):
     # A file size limit makes a write fail in the middle, like a full disk.
     script = """
@@ -241,6 +243,7 @@ print(len(outcomes), sorted(set(outcomes)))
 """
 
 
+@pytest.mark.more
 def test_killed_after_every_band(tmp_path, run_python):
     """After SIGKILL there is no model, or a complete one. test_crashes.py tests all other moments."""
     source = save_model(tmp_path / "source")

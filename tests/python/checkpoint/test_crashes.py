@@ -61,6 +61,7 @@ def below(tree: dict, target: str) -> dict:
     return {path[len(target) :]: found for path, found in tree.items() if (path + "/").startswith(target + "/")}
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name", [name for name in TARGETS if name in ACTIONS])
 def test_the_old_or_the_new(name, sources, recordings, tmp_path):
     recording, target = recordings[name], TARGETS[name]

@@ -65,6 +65,7 @@ class Terminal:
         return self.child.exitstatus
 
 
+@pytest.mark.more
 def test_a_conversation_in_a_terminal(talking):
     one, two, three = answers(talking, "Return the number", "Return the numbers", "x\ny")
     (anew,) = answers(talking, "Return", system="Raise an error.")

@@ -171,6 +171,7 @@ def test_errors_with_json(tmp_path):
     assert result.stderr.splitlines()[-1] == f"lowbit: error: {said['message']}"
 
 
+@pytest.mark.more
 def test_broken_pipe():
     with subprocess.Popen([LOWBIT, "info"], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         process.stdout.close()
@@ -204,6 +205,7 @@ def test_signals_are_as_before_when_a_command_is_done(tmp_path):
             assert signal.getsignal(number) is before
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("arguments", ["info", "info --json"])
 def test_stdout_that_cannot_be_written(arguments):
     command = [LOWBIT, *arguments.split()]

@@ -12,6 +12,7 @@ from lowbit.llm.perplexity import perplexity
 from lowbit.tools.divergence import compare, logits_bytes
 
 
+@pytest.mark.more
 def test_eval(packed, tmp_path):
     text = (TINY / "heldout.txt").read_text(encoding="utf-8")[:3000]
     (tmp_path / "text.txt").write_text(text, encoding="utf-8")

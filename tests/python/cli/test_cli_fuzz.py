@@ -156,6 +156,7 @@ def test_config(model, target, content):
     check(target, "generate", model, "--prompt", PROMPT, "--max-new-tokens", 2)
 
 
+@pytest.mark.more
 @FUZZ
 @given(files(document(FLOAT / "generation_config.json")))
 def test_generation_config(model, target, content):
@@ -220,6 +221,7 @@ def test_tokenizer(model, target, content):
     check(target, "generate", model, "--prompt", PROMPT, "--max-new-tokens", 2)
 
 
+@pytest.mark.more
 @FUZZ
 @given(files(document(FLOAT / "tokenizer_config.json") | {"chat_template": "{{ messages[0].content }}"}))
 def test_tokenizer_config(model, target, content):

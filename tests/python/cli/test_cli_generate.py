@@ -30,6 +30,7 @@ def test_generate_streams_text(packed, expected):
     ), figures  # fmt: skip
 
 
+@pytest.mark.more
 def test_generate_writes_each_token_before_the_next_is_computed(packed, expected, run_python):
     script = """
 import os, sys

@@ -13,6 +13,7 @@ from lowbit.machine.threads import _candidates, available_cpus
 pytestmark = pytest.mark.first
 
 
+@pytest.mark.more
 def test_bench(packed):
     from lowbit.tools.model_speed import bytes_per_token
 
@@ -51,6 +52,7 @@ def test_bench_requests_the_given_options(monkeypatch):
         assert torch.get_num_threads() == 2
 
 
+@pytest.mark.more
 def test_tune(packed, monkeypatch):
     said = document(run("tune", packed[0], "--seconds", 0.1, "--json"))
     assert set(said) == documented_keys("tune")

@@ -50,6 +50,7 @@ def test_there_is_a_line_a_minute_at_most():
     assert lines == []
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     "command, expected",
     [
@@ -67,6 +68,7 @@ def test_commands(command, expected, tmp_path, quick):
     assert any(re.match(expected, line) for line in result.stderr.splitlines()), result.stderr
 
 
+@pytest.mark.more
 def test_an_export_reports_its_steps(executorch, packed, tmp_path, quick):
     result = invoke("export", packed[0], "--to", "pte", "--output", tmp_path / "m.pte", "--max-length", 64)
     assert result.exit_code == 0, result.stderr

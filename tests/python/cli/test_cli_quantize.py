@@ -146,6 +146,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.more
 def test_interrupted_and_no_space(tmp_path, run_python):
     codes = {str(int(number)): 128 + number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     done = run_python(SIGNALED, tmp_path, FLOAT, *codes, "nohup", "full")

@@ -247,6 +247,7 @@ for family, codes in json.loads(sys.argv[2]).items():
 """
 
 
+@pytest.mark.more
 def test_wrong_calls_in_a_program_fail(executorch, run_python, tmp_path):
     expected = {}
     for family in WRONG_CALLS:
@@ -285,6 +286,7 @@ def run_script(run_python, script: str, *arguments) -> str:
     return process.stdout + process.stderr
 
 
+@pytest.mark.more
 def test_without_register_the_operators_are_missing(run_python, flat, monkeypatch):
     monkeypatch.setenv("LOWBIT_AUTOLOAD", "0")
     output = run_script(
@@ -310,6 +312,7 @@ def test_register_is_harmless_again(executorch):
     lowbit.executorch.register()
 
 
+@pytest.mark.more
 def test_register_in_a_new_process(executorch, run_python):
     """One process for all tests that need unregistered operators, because importing ExecuTorch takes seconds."""
     output = run_script(

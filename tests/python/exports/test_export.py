@@ -93,6 +93,7 @@ class Counts(torch.nn.Module):
         return y, self.cache.clone()
 
 
+@pytest.mark.more
 def test_a_model_as_pt2(tmp_path, run_python, small):
     """With a cache that each call updates."""
     path = tmp_path / "small.pt2"
@@ -178,6 +179,7 @@ def changing(kind: str) -> tuple[torch.nn.Module, torch.Tensor]:
     return lowbit.quantize_(Changes(kind).eval(), lowbit.LinearConfig(bits=4)), torch.randn(1, 64)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("kind", ["counter", "sum with a counter", "average", "cache"])
 def test_buffers_that_a_pte_changes(executorch, tmp_path, kind):
     """They start as in the model. XNNPACK fails if a counter is an output."""
@@ -196,6 +198,7 @@ def test_buffers_that_a_pte_changes(executorch, tmp_path, kind):
             torch.testing.assert_close(method.execute((x,))[0], model(x), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.more
 def test_a_counter_in_a_pt2_is_refused(tmp_path):
     model, x = changing("counter")
     with pytest.raises(ValueError, match="does not change state as the model does: .* an input and an output of the model"):

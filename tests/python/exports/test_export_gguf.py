@@ -277,6 +277,7 @@ for name, action in actions.items():
 """
 
 
+@pytest.mark.more
 def test_killed_after_every_band(tmp_path, run_python):
     """After SIGKILL in an export or import, the target is complete or missing. test_crashes.py tests other moments."""
     source = with_tokenizer(save_model(tmp_path / "source", dtype=torch.float32, **SIZES))

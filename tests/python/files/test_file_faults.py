@@ -95,6 +95,7 @@ for name, target in (("quantize", "packed"), ("gguf", "m.gguf"), ("import", "imp
 """
 
 
+@pytest.mark.more
 def test_a_disk_that_refuses_any_call(sources, tmp_path, run_python):
     """Each write, fsync, rename and mkdir fails in turn: an error, the old file or none, and no leftovers. All calls with
     LOWBIT_ALL_FAULTS, else every thirtieth write and every eighth fsync."""
@@ -157,6 +158,7 @@ print(model(TOKENS).logits)
 """
 
 
+@pytest.mark.more
 def test_a_model_whose_files_change(sources, tmp_path, run_python):
     """Weights are mapped. An open model keeps files that are removed or replaced. A truncated file ends the process
     (SECURITY.md), and never gives other numbers."""

@@ -78,6 +78,7 @@ def test_a_path_that_does_not_exist_asks_no_hub(hub, command):
     assert hub.asked == []
 
 
+@pytest.mark.more
 def test_a_pinned_model_runs_as_the_local_one_and_again_without_the_hub(packed, tmp_path):
     arguments = ["--prompt", "Return the number", "--max-new-tokens", 8, "--json"]
     expected = document(invoke("generate", packed[0], *arguments))["tokens"]

@@ -47,6 +47,7 @@ def test_import_torch_imports_lowbit_and_nothing_else(run_python, without):
     assert parts == {f"lowbit.{name}" for name in ("_C", *operators, "packed", "packed.matrix")}
 
 
+@pytest.mark.more
 def test_the_switch(run_python, without):
     script = "import torch; print(hasattr(torch.ops.lowbit, 'linear'))"
     assert succeed(run_python(script)) == "True\n"
@@ -55,6 +56,7 @@ def test_the_switch(run_python, without):
     assert succeed(run_python("import lowbit; " + script)) == "True\n"
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("order", ["torch, lowbit", "lowbit, torch", "lowbit.nn, torch", "lowbit_autoload, lowbit"])
 def test_any_order_of_imports(run_python, order):
     script = f"""
@@ -70,6 +72,7 @@ print(layer(torch.zeros(2, 16, device="cpu")).shape, torch.ops.lowbit.linear(
     assert succeed(run_python(script)) == "torch.Size([2, 3]) torch.Size([2, 3])\n"
 
 
+@pytest.mark.more
 def test_files_load_without_lowbit_named(run_python, tmp_path):
     model = lowbit.quantize_(
         Small().eval(), {"*": lowbit.LinearConfig(bits=4, group_size=16), "table": lowbit.EmbeddingConfig(bits=3)}

@@ -173,6 +173,7 @@ def test_the_bytes_of_a_token(source):
     assert bytes_per_token(model) == found + sum(layer.packed_weight.numel() // 2 for layer in experts)
 
 
+@pytest.mark.more
 def test_exported_decoder(tmp_path):
     pytest.importorskip("executorch")
     model = make("gpt_oss")
@@ -279,6 +280,7 @@ def texts():
     return [torch.randint(0, 128, (2, 32), generator=generator) for _ in range(4)]
 
 
+@pytest.mark.more
 @torch.no_grad()
 def test_widths_by_layer_have_experts_among_them(source):
     kind, directory = source

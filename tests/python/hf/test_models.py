@@ -101,6 +101,7 @@ FALLBACK = {
 PACKED = {"rwkv": "transformers' own forward raises RuntimeError: the weight of a packed layer cannot be changed"}
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("kind", causal_lm.CLOSE)
 @pytest.mark.parametrize("name", MODELS)
 def test_right_or_refused(name, kind):

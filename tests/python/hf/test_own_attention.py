@@ -175,6 +175,7 @@ def test_falcons_linear_layers_are_packed_in_memory_and_from_file_to_file(tmp_pa
         assert torch.equal(*(model(torch.tensor([TEXT])).logits for model in (loaded, here)))
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name", ["bloom", "mpt", "falcon", "falcon, groups and rotations"])
 def test_a_program(name):
     decoder = llm.Decoder(make(name, 4), 64)

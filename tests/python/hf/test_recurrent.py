@@ -184,6 +184,7 @@ def decoder(request):
     return llm.Decoder(model_of(request.param), 96)
 
 
+@pytest.mark.more
 def test_a_hybrid_writes_the_same_text_alone_in_a_batch_and_after_a_prefix(decoder):
     assert decoder.recurrent
     expected = llm.generate(decoder, PROMPT, 16).tokens

@@ -89,6 +89,7 @@ def of(found: list[dict], case: str) -> list[dict]:
     return [each[case] for each in found if case in each]
 
 
+@pytest.mark.more
 def test_layers_have_the_same_bits(found):
     assert len(of(found, "layers")) == 2
     for case in of(found, "layers"):

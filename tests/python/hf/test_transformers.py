@@ -74,6 +74,7 @@ assert "lowbit.transformers" not in sys.modules
 """
 
 
+@pytest.mark.more
 def test_without_lowbit_a_checkpoint_does_not_load(tmp_path, run_python, monkeypatch):
     source = save_model(tmp_path / "source", "tied")
     quantize_checkpoint(source, tmp_path / "packed", CONFIG)
@@ -96,6 +97,7 @@ def test_without_lowbit_a_checkpoint_does_not_load(tmp_path, run_python, monkeyp
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.more
 def test_loading_takes_no_memory_for_weights(tmp_path, run_python):
     source = save_model(tmp_path / "source", "untied", vocab_size=50_000, hidden_size=512, num_hidden_layers=1)
     quantize_checkpoint(source, tmp_path / "packed", LowBitConfig(bits=8, scale="absmax"))
@@ -359,6 +361,7 @@ def test_a_pattern_twice():
     assert {config.bits for config in selected.values()} == {2}
 
 
+@pytest.mark.more
 def test_imports(run_python, fork_python):
     """`import lowbit` imports neither transformers nor safetensors; when they are needed, an error names the missing
     package."""
@@ -418,6 +421,7 @@ print(sorted(outcomes))
 """
 
 
+@pytest.mark.more
 def test_killed_while_saving(tmp_path, run_python):
     """After SIGKILL before or after any shard of save_pretrained there is no model, or a complete one."""
     process = run_python(KILLED, tmp_path)

@@ -383,6 +383,7 @@ def test_the_command_and_inspect(tmp_path):
     assert "expected a directory that is empty" in error(invoke("import", tmp_path / "m.gguf", tmp_path / "out"))
 
 
+@pytest.mark.more
 def test_memory(tmp_path, run_python):
     """Memory below 1.3 times the largest tensor plus the output; measured: a fifth of the tensor."""
     tensors = [tensor for tensor in of_blocks("Q8_0")[1] if tensor[0] != "output.weight"]

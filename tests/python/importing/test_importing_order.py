@@ -111,6 +111,7 @@ def test_a_decoder(imported):
     torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.more
 def test_programs(executorch, layer, tmp_path):
     linear, x = layer[0].eval(), torch.randn(3, K, generator=torch.Generator().manual_seed(3))
     with torch.no_grad():

@@ -111,6 +111,7 @@ def test_calibration(source, expected):
     assert errors[0] < 0.6 * errors[1], errors
 
 
+@pytest.mark.more
 def test_widths_leave_the_model_as_it_was(source):
     model = load(source)
     before = {name: type(layer) for name, layer in model.named_modules()}
@@ -259,6 +260,7 @@ print(sorted((name, type(layer).__name__) for name, layer in named_layers(model)
 """
 
 
+@pytest.mark.more
 def test_a_fresh_process_finds_the_same_layers():
     """named_layers() does not depend on earlier imports."""
     run = subprocess.run([sys.executable, "-c", _FRESH], capture_output=True, text=True, check=True, timeout=600)

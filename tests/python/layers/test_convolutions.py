@@ -203,6 +203,7 @@ def test_compiled(stem):
 SHAPES = ({2: torch.export.Dim("time", min=4, max=64)}, {0: torch.export.Dim("images", max=4)})
 
 
+@pytest.mark.more
 @pytest.mark.filterwarnings("ignore:.*:DeprecationWarning", "ignore:.*:FutureWarning", "ignore:This API is experimental")
 def test_exported(stem, executorch, tmp_path):
     program = torch.export.export(stem, INPUTS, dynamic_shapes=SHAPES).module()

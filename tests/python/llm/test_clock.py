@@ -34,6 +34,7 @@ def files_of(directory):
     return {path.name: path.read_bytes() for path in directory.iterdir()}
 
 
+@pytest.mark.more
 def test_commands_do_the_same_by_any_clock(tmp_path, clock):
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "Return"}\n{"prompt": "The list"}\n')
     text = tmp_path / "text.txt"

@@ -65,6 +65,7 @@ def test_the_second_start_compiles_nothing(tmp_path, monkeypatch):
         compile_decoder(Decoder(make("llama"), 48), directory=directory)
 
 
+@pytest.mark.more
 def test_keys_are_those_of_other_processes(run_python):
     said = run_python(
         KEY.format(tests=[str(Path(__file__).parent), str(Path(__file__).parents[1] / "support")])

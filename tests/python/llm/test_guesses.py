@@ -103,6 +103,7 @@ def small():
     return make_small()
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("settings", [{}, {"temperature": 0.8, "seed": 3}], ids=["likeliest", "drawn"])
 def test_the_text_with_a_draft_is_that_of_plain_decoding(decoder, small, tokenizer, settings):
     right = 0
@@ -184,6 +185,7 @@ def test_texts_of_a_batch(decoder, small, tokenizer, settings):
     assert 0 < guessed[small][0] < guessed[small][1] and (settings or guessed[None][3] > 0)
 
 
+@pytest.mark.more
 def test_where_a_text_of_a_batch_ends(decoder, tokenizer):
     """As for a single text: at a stop token among accepted guesses, by a stop function, at the end of the caches, at invalid
     logits."""

@@ -260,6 +260,7 @@ def test_torch_compile():
             step(torch.ones(1, size, dtype=torch.int64), torch.tensor([0]))
 
 
+@pytest.mark.more
 def test_ahead_of_time(monkeypatch):
     decoder = Decoder(make("llama"), 64)
     step = compile_decoder(decoder)

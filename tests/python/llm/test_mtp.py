@@ -109,6 +109,7 @@ def row_by_row(monkeypatch):
     monkeypatch.setattr(torch.nn.functional, "linear", linear)
 
 
+@pytest.mark.more
 @pytest.mark.usefixtures("row_by_row")
 def test_texts_of_a_batch(kind, tmp_path):
     """A single text uses guesses, and continues without them when another one starts; also with states."""

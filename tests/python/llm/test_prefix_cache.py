@@ -279,6 +279,7 @@ def test_a_conversation_continues_in_another_process(model, decoder, tmp_path):
             assert [each.cached_tokens for each in answers] == [each.cached_tokens for each in expected]
 
 
+@pytest.mark.more
 def test_generate_reads_what_another_instruction_set_wrote(packed, tmp_path):
     directory = tmp_path / "kept"
     arguments = ["generate", packed[0], "--prompt", WORDS, "--max-new-tokens", 10, "--json"]

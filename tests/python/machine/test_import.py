@@ -58,6 +58,7 @@ def test_a_whole_copy(run_python, copied):
     assert last_line(run_python, copied) == "imported"
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     "missing, message",
     [
@@ -79,6 +80,7 @@ def test_a_broken_library(run_python, copied, broken):
     assert line.startswith("ImportError: lowbit's ") and "does not load: " in line and "Build it again" in line
 
 
+@pytest.mark.more
 def test_an_old_torch(run_python, copied):
     before = "import os; os.environ['TORCH_DEVICE_BACKEND_AUTOLOAD'] = '0'; import torch; torch.__version__ = "
     line = last_line(run_python, copied, before + "'2.9.1+cpu'")

@@ -44,6 +44,7 @@ def turkish(tmp_path) -> dict[str, str]:
     return {"LOCPATH": str(tmp_path), "LC_ALL": "tr_TR.ISO-8859-9", "PYTHONUTF8": "0"}
 
 
+@pytest.mark.more
 def test_any_locale_does_the_same(tmp_path, run_python, monkeypatch, turkish):
     source, file = tmp_path / "source", tmp_path / "m.gguf"
     shutil.copytree(FLOAT, source)

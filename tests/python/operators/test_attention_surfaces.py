@@ -76,6 +76,7 @@ def test_compiled():
     assert torch.equal(model.values0[:, :, : x.shape[1]], x[:, :, ::2].transpose(1, 2))
 
 
+@pytest.mark.more
 def test_pt2_keeps_its_caches_between_calls(tmp_path):
     x = torch.randn(1, sum(LENGTHS), 4, 32)
     model = Layers()
@@ -98,6 +99,7 @@ def program(executorch, tmp_path_factory):
     return path
 
 
+@pytest.mark.more
 def test_pte_keeps_its_caches_between_calls(executorch, program):
     x = torch.randn(1, sum(LENGTHS), 4, 32)
     expected = steps(Layers(), x, LENGTHS)

@@ -32,6 +32,7 @@ def checked(run_python, script: str, *arguments) -> str:
     return done.stdout
 
 
+@pytest.mark.more
 def test_many_threads(run_python, acme, tmp_path):
     """Runs call_soak.py; `make soak` runs it with more calls."""
     command = [sys.executable, (Path(__file__).parents[1] / "support" / "call_soak.py"), "1000", acme, tmp_path]
@@ -107,6 +108,7 @@ print("same")
 """
 
 
+@pytest.mark.more
 def test_forked_after_threads_were_used(run_python):
     """A child has none of its parent's threads, and OpenMP would wait for them."""
     assert checked(run_python, FORK) == "same\n"
@@ -152,6 +154,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.more
 def test_spawned_processes_share_weights(tmp_path):
     script = tmp_path / "spawn.py"
     script.write_text(SPAWN)

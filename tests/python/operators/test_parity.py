@@ -25,6 +25,7 @@ def compiled(**options):
 SURFACES = {"compile": compiled(), "compile-cpp-wrapper": compiled(cpp_wrapper=True)}
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("surface", SURFACES)
 def test_the_bits_of_eager(surface):
     model = Every().eval()

@@ -294,6 +294,7 @@ refused("The file was damaged", "packed.safetensors", config, True)
 """
 
 
+@pytest.mark.more
 def test_diffusers_loads_and_quantizes(run_python, tmp_path, monkeypatch):
     """diffusers is not installed for the tests; stand-ins provide its tables and the base class of quantizers."""
     files = {"__init__": "import torch", "quantizers/__init__": "", "quantizers/auto": AUTO, "quantizers/base": BASE}

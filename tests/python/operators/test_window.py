@@ -209,6 +209,7 @@ def test_chat_continues_over_windows():
         assert torch.equal(*results)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("suffix", [".pte", ".pt2"])
 def test_exported_with_windows(tmp_path, suffix):
     short, whole = decoders()

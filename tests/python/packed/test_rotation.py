@@ -160,6 +160,7 @@ def test_saved_and_loaded(tmp_path):
         assert torch.equal(loaded(batch).logits, model(batch).logits)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("method", ["gptq", "importance", "tuned", "distilled"])
 def test_calibrated_layers_rotate(method):
     model = llama()
@@ -192,6 +193,7 @@ def test_layers_of_one_input_may_differ():
     assert losses[1] < 1.3 * losses[0]  # weights and moments belong to the same kind of inputs
 
 
+@pytest.mark.more
 def test_mixed_widths_of_layers_that_rotate_or_not():
     model = llama(tied=False)
     config = LowBitConfig(rotate=True, overrides={"*k_proj": {"rotate": False}})
@@ -204,6 +206,7 @@ def test_mixed_widths_of_layers_that_rotate_or_not():
 # ---- commands
 
 
+@pytest.mark.more
 def test_commands(source, text, tmp_path):
     packed = tmp_path / "packed"
     document(invoke("quantize", source, packed, "--bits", 3, "--rotate", "--json"))

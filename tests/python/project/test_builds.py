@@ -45,6 +45,7 @@ def runner(executorch, tmp_path_factory) -> Runner:
     return Runner("pte_runner", [str(program / "pte_runner")])
 
 
+@pytest.mark.more
 def test_a_program_that_is_one_file_runs_a_pte(runner, tmp_path):
     """The program does not refer to the objects that register operators; the CMake package links the whole archive."""
     assert not any("lowbit" in name for name in runner.libraries())

@@ -75,6 +75,7 @@ def test_embeddings_stay_close(encoder, bits, group_size, least):
     assert cosines(*alone).min() > 0.9999
 
 
+@pytest.mark.more
 def test_compiled_whole(encoder):
     model = encoder[0].auto_model
     lowbit.quantize_(model, {"*": LinearConfig(4), "*pooler*": None, "*word_embeddings": EmbeddingConfig(4)})

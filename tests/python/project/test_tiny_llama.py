@@ -149,6 +149,7 @@ def training_texts(heldout):
     return corpus.documents(heldout)
 
 
+@pytest.mark.more
 def test_held_out_text_is_not_in_the_training_text(heldout, training_texts):
     """No name, paragraph or run of eight words is in both, to avoid data leakage."""
     assert len(heldout) >= 10 and 60e3 <= sum(map(len, heldout.values())) <= 100e3
@@ -193,6 +194,7 @@ def test_perplexity(model, tokenizer, heldout):
     assert perplexity_of(model, tokenizer, texts) < BOUND
 
 
+@pytest.mark.more
 def test_perplexity_at_low_widths(model, tokenizer, heldout):
     texts = list(heldout.values())[:8]
     whole = perplexity_of(model, tokenizer, texts)
@@ -233,6 +235,7 @@ def test_text_is_made_of_known_words(model, tokenizer, training_texts):
 # ---- the training
 
 
+@pytest.mark.more
 def test_training_in_small_learns_and_repeats(tmp_path):
     first, second = tmp_path / "first", tmp_path / "second"
     losses = train.main(["--small", "--steps", "24", "--output", str(first)])
@@ -244,6 +247,7 @@ def test_training_in_small_learns_and_repeats(tmp_path):
     assert not (first / "checkpoint.pt").exists()
 
 
+@pytest.mark.more
 def test_stopped_training_resumes(tmp_path, monkeypatch):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     monkeypatch.setattr(train, "CHECKPOINT", 2)

@@ -309,6 +309,7 @@ def test_time_is_over_before_the_first_event():
     assert sent[0]["status"] == 504 and b"took too long" in sent[1]["body"]
 
 
+@pytest.mark.more
 def test_the_grace_is_over(packed):
     """Running and waiting requests, streams and incomplete bodies get status 503 or its event; the server exits without a
     traceback."""

@@ -18,6 +18,7 @@ from serve_load import Alone, held, idle, leaks, play
 from test_serve import Client, made, serving
 
 
+@pytest.mark.more
 def test_hundreds_of_requests_of_which_many_disconnect(packed):
     model = made((load_model(packed[0]), load_tokenizer(packed[0])), max_length=512, prefix_bytes=1 << 20)
     alone, rows = Alone(packed[0], 512), []
