@@ -252,18 +252,6 @@ Status read_chosen(const TensorView& x, const TensorView& packed, const TensorVi
   return {};
 }
 
-// The kernels of all parts.
-void choose_kernels(const Memory& memory, int64_t parts, int threads) {
-  for (ExpertRows* part = memory.parts; part < memory.parts + parts; ++part) {
-    const Layout& layout = memory.layouts[part->expert];
-    const int64_t m = part->rows * layout.planes();
-    part->kernel = part->beside = &choose_linear(layout, m, active_isa(), streams());
-    if ((part->kernel->isa & kSme2) != 0 && threads > sme_threads()) {
-      part->beside = &choose_linear(layout, m, active_isa() & ~IsaBits{kSme2}, streams());
-    }
-  }
-}
-
 // Experts in a vendor's format, whose panels only its own rows can find: the rows of each are gathered, and go through
 // linear(). All has been checked but the experts chosen.
 Status experts_of_vendor(const TensorView& x, const TensorView& packed, const TensorView& experts, const FirstExpert& first,
@@ -434,7 +422,9 @@ Status linear_experts(const TensorView& x, const TensorView& packed, const Tenso
   for (int64_t first = 0; first < results; first += chunk) {
     const int64_t here = results - first < chunk ? results - first : chunk;
     const int64_t parts = sort_by_expert(memory, count, first, here, most);
-    choose_kernels(memory, parts, threads.threads);
+    for (ExpertRows* part = memory.parts; part < memory.parts + parts; ++part) {
+      choose_kernels(memory.layouts[part->expert], part->rows, threads.threads, &part->kernel, &part->beside);
+    }
     if (Status s = make_scratch(memory, parts, threads.threads, &scratch_bytes, &more); !s.ok()) return s;
     const int64_t begin = first / per_row;
     parallel_1d(here / per_row * layout.k < kParallelValues ? Parallel() : threads, here / per_row,

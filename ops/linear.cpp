@@ -309,18 +309,13 @@ Status read_matrices(const TensorView& x, const TensorView* packed, const int64_
 }
 
 // The kernels of all matrices for so many rows of x, and where their columns of the output begin.
-Status choose_kernels(const TensorView& x, int64_t rows, const TensorView& out, const Parallel& parallel,
-                      Matrices* matrices, bool* prepared) {
+Status plan_matrices(const TensorView& x, int64_t rows, const TensorView& out, const Parallel& parallel,
+                     Matrices* matrices, bool* prepared) {
   char* column = static_cast<char*>(out.data);
   for (int i = 0; i < matrices->count; ++i) {
     Matrix& matrix = matrices->of[i];
-    const int64_t m = rows * matrix.layout.planes();
-    matrix.kernel = &choose_linear(matrix.layout, m, active_isa(), streams());
+    choose_kernels(matrix.layout, rows, parallel.threads, &matrix.kernel, &matrix.beside);
     if (matrix.kernel->run == nullptr) return no_kernel("linear", matrix.layout);
-    matrix.beside = matrix.kernel;
-    if ((matrix.kernel->isa & kSme2) != 0 && parallel.threads > sme_threads()) {
-      matrix.beside = &choose_linear(matrix.layout, m, active_isa() & ~IsaBits{kSme2}, streams());
-    }
     matrix.out = column;
     column += matrix.layout.n * element_bytes(x.type);
     *prepared = *prepared || matrix.kernel->prepare != nullptr;
@@ -373,7 +368,7 @@ Status linears(const TensorView& x, const TensorView* packed, const int64_t* out
   const int64_t rows = x.shape.numel() / matrices.kinds.k;
   if (rows == 0) return {};
   bool prepared = false;  // whether a row of the table has activations of its own
-  if (Status status = choose_kernels(x, rows, out, parallel, &matrices, &prepared); !status.ok()) return status;
+  if (Status status = plan_matrices(x, rows, out, parallel, &matrices, &prepared); !status.ok()) return status;
   if (!prepared) return linear_quantized(matrices, x, rows, parallel);
 
   // Rows with activations of their own share nothing.

@@ -187,6 +187,17 @@ inline void take_panels(LinearArgs& args, const Layout& whole, const uint8_t* pa
   args.panel_end = end - begin;
 }
 
+// The kernel for `rows` rows of x, which may have no function (choose_linear), and the one for threads without a matrix unit:
+// fewer threads have one than take part. Where all have one, or the kernel needs none, the two are the same.
+inline void choose_kernels(const Layout& layout, int64_t rows, int threads, const LinearKernel** kernel,
+                           const LinearKernel** beside) {
+  const int64_t m = rows * layout.planes();
+  *kernel = *beside = &choose_linear(layout, m, active_isa(), streams());
+  if (((*kernel)->isa & kSme2) != 0 && threads > sme_threads()) {
+    *beside = &choose_linear(layout, m, active_isa() & ~IsaBits{kSme2}, streams());
+  }
+}
+
 // The float32 results of so many rows of x in two planes, of so many panels.
 constexpr int64_t planes_bytes(int64_t rows, int64_t panels) {
   return 2 * rows * panels * kPanelRows * static_cast<int64_t>(sizeof(float));
