@@ -54,7 +54,7 @@ test-all: test ## everything that .github/workflows/tests.yml runs on Linux, an 
 	$(MAKE) --no-print-directory test-more
 
 # The longest parts come first, so that no core waits for them at the end.
-TEST_MORE = test-python-more test-sanitize $(X86_MORE) test-x86-without-avx test-vllm test-macos-build \
+TEST_MORE = test-python-more test-sanitize test-tsan $(X86_MORE) test-x86-without-avx test-vllm test-macos-build \
   test-arm-clang test-arm-cpus test-arm-sme2 test-arm-python-cpus test-arm-python-sme2 test-kleidiai docs
 # The emulated CPUs run programs built for this machine.
 ifeq ($(shell uname -m),x86_64)

