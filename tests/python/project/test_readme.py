@@ -18,7 +18,7 @@ pytestmark = pytest.mark.more
 
 README = ROOT / "README.md"
 DOCUMENTS = [README, *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "examples").glob("*/README.md"))]
-MINUTES = ("bench", "eval")  # commands that take minutes: only their existence and options are checked
+NOT_RUN = ("bench", "eval", "serve")  # take minutes or do not end: only their existence and options are checked
 
 
 def python_lines(document: Path) -> list[str]:
@@ -57,7 +57,13 @@ def directory(tmp_path):
 def run(command: list, directory: Path) -> None:
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     process = subprocess.run(
-        list(map(str, command)), cwd=directory, env=environment, capture_output=True, text=True, timeout=1800
+        list(map(str, command)),
+        cwd=directory,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=900,
     )
     assert process.returncode == 0, f"{shlex.join(map(str, command))}\n{process.stdout}{process.stderr}"
 
@@ -87,7 +93,7 @@ def test_commands_of_the_readme_run(executorch, directory):
     found = commands(README)
     assert found, "README.md has no call of lowbit"
     for command in found:
-        run([LOWBIT, *command, *(["--help"] if command[0] in MINUTES else [])], directory)
+        run([LOWBIT, *command, *(["--help"] if command[0] in NOT_RUN else [])], directory)
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
