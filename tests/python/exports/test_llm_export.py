@@ -199,7 +199,7 @@ def test_the_runner_refuses(runner, exported, tmp_path):
     for arguments, expected in (
         ([file], "no prompt was given"),
         (["--ids", "1"], "no model was given"),
-        (["--ids", "1,,2", file], "--ids is '1,,2'; expected numbers with commas"),
+        (["--ids", "1,,2", file], "--ids is '1,,2'; expected numbers separated by commas"),
         (["--ids", "1,2,", file], "--ids is '1,2,'; expected numbers"),
         (["--ids", "1;2", file], "--ids is '1;2'; expected numbers"),
         (["--ids", "99999999999999999999", file], "expected numbers"),
