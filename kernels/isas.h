@@ -2,7 +2,7 @@
 // (isa.cpp) and compiler flags (cmake/isa.cmake).
 #pragma once
 
-// ISA(Name, NAME, name), weakest first. LOWBIT_ISA=name also allows those before it in the list.
+// ISA(Name, NAME, name), weakest first. LOWBIT_ISA=name also allows the names before it in the list.
 #define LOWBIT_ARM_ISAS(ISA)     \
   ISA(Neon, NEON, neon)          \
   ISA(NeonDot, NEONDOT, neondot) \
@@ -18,7 +18,7 @@
   ISA(Amx, AMX, amx)
 
 // TABLE(Family, Name) for each table k<Family><Name> except the portable one, best first: the first kernel that fits a task and
-// the CPU is chosen. LOWBIT_VECTOR_TABLES are those of the families that do not multiply bytes.
+// the CPU is chosen. LOWBIT_VECTOR_TABLES is for the families that do not multiply bytes.
 #if defined(__aarch64__)
 #define LOWBIT_ISAS LOWBIT_ARM_ISAS
 #if defined(LOWBIT_WITHOUT_SME2)  // no compiler supports it: cmake/isa.cmake

@@ -28,7 +28,7 @@ constexpr Case kCases[] = {{128, 32, 1, 5},  {128, 64, 1, 5},  {128, 0, 1, 5},  
                            {520, 96, 1, 0},  {768, 256, 2, 17}, {1100, 0, 1, 5},  {2080, 64, 1, 1},  {4112, 128, 0, 17},
                            {4096, 32, 0, 16}};
 // Calls of a case run until their total number of products exceeds this, so that the trial is quick. The first call always
-// runs, and so do those at the edges of a tile if rows of weights are short.
+// runs, as do the calls at the edges of a tile if rows of weights are short.
 constexpr int64_t kMostProducts = 1 << 18, kShortRow = 300;
 
 // Sizes to try if a kernel or format supports no case of a kind: all small ones, layers of published models, and vocabularies.

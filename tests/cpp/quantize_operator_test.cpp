@@ -42,7 +42,7 @@ double value_of(const Weights& w, size_t group, int code) {
 }
 
 // Every code is the nearest one. The position (weight - min) / scale is at most 2^bits and is rounded three times at 2^-24. At
-// that distance from a midpoint both codes are valid, and the error is larger by at most twice that distance, in steps.
+// that distance from a midpoint both codes are valid, which adds at most twice that distance to the error, in steps.
 void check_nearest(const TensorView& weight, const Weights& w) {
   const Layout& l = w.layout;
   for (int64_t i = 0; i < l.n * l.k; ++i) {

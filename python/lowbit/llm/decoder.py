@@ -362,7 +362,7 @@ class Decoder(torch.nn.Module):
 
         Args:
             length: capacity in tokens, a multiple of 16.
-            cache_type: of keys and values, as the decoder's ``cache``; None: the decoder's.
+            cache_type: the cache type of keys and values, as the decoder's ``cache``; None: the decoder's.
 
         Raises:
             ValueError: an invalid length or type.
@@ -380,7 +380,7 @@ class Decoder(torch.nn.Module):
         """Checks that caches can be copied from.
 
         Args:
-            cache_type: of the caches to copy to; None: the decoder's.
+            cache_type: the cache type of the caches to copy to; None: the decoder's.
 
         Raises:
             ValueError: they have another type, or another model computed them.

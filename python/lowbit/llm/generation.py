@@ -108,7 +108,7 @@ def generate(
             ``input_ids``, also as a batch of one text.
         max_new_tokens: largest number of new tokens; fewer at max_length or a stop token.
         max_length: largest number of tokens of the text, prompt included; None: the decoder's.
-        seed: of the random generator.
+        seed: the seed of the random generator.
         stop: tokens that end the text and are not part of the result.
         until: called with every new token; True ends the text after it. :class:`TextUntil` ends a text at a string.
         logprobs: return, for each new token, its log-probability and those of this many most likely tokens (may be 0); None:

@@ -93,7 +93,7 @@ class PrefixCache:
         """Fills caches with the longest stored prefix of a text, if it is longer than what they have.
 
         Args:
-            tokens: of the text.
+            tokens: the tokens of the text.
             layers: keys and values of each layer, from :meth:`Decoder.caches` or a :class:`Caches`.
             start: number of tokens of the text that are already in the caches.
 

@@ -97,7 +97,7 @@ class Reference(Rounding):
         """
         Args:
             model: unchanged.
-            max_length: of the decoder, in tokens.
+            max_length: the decoder's, in tokens.
 
         Raises:
             Unsupported: the model's logits are NaN.
@@ -145,7 +145,7 @@ class Reference(Rounding):
 
         Args:
             run_texts: logits [s, vocabulary] of each of several texts, computed in one call.
-            caches: of each layer, in the model's dtype, long enough for the reference's tokens.
+            caches: the caches of each layer, in the model's dtype, long enough for the reference's tokens.
             uses: how often a call must use the caches of each layer.
 
         Raises:
