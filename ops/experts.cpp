@@ -132,7 +132,7 @@ class Call {
       : x_(x), packed_(packed), out_(static_cast<char*>(out.data)), per_row_(per_row), memory_(memory), quantized_(quantized),
         item_(element_bytes(x.type)) {}
 
-  // Quantizes row `row` of x once, and copies it to the places of its results, which are counted from `first`.
+  // Quantizes row `row` of x once, and copies it to the places of its results. `first`: first result of the chunk.
   void quantize(int64_t row, int64_t first, char* memory) const {
     const int64_t* const places = memory_.places + row * per_row_ - first;
     quantized_.quantize(row, places[0], memory);
@@ -210,7 +210,7 @@ Status read_index(const TensorView& experts, int64_t i, int64_t results, int64_t
                               *expert, i, results, count - 1);
 }
 
-// Checks everything that does not depend on the chosen experts, except the first one. If none is chosen, expert 0 is the first.
+// Checks all arguments, and of the chosen experts only the first one. If none is chosen, expert 0 is checked.
 Status check(const TensorView& x, const TensorView& packed, const TensorView& experts, int64_t out_features,
              const TensorView& out, const Parallel& parallel, FirstExpert* first) {
   Shape out_shape;

@@ -105,7 +105,7 @@ struct Vector {
     });
   }
 
-  // Products of int8, four to a lane. With sdot if the file is compiled for it.
+  // Products of int8, four to a lane, by sdot if the file is compiled for it.
   struct Quads {
     int8x16_t q[4];
   };
