@@ -12,7 +12,7 @@ _SEVERAL = re.compile(r"^( +)(\w+(?:, \w+)+)(: .*(?:\n\1 +\S.*)*)", re.M)
 
 
 def _imported_when_used() -> dict[str, str]:
-    """What `lowbit` has by its __getattr__, which no reader of the source can know: name -> module."""
+    """Names that `lowbit` provides by __getattr__, which static analysis cannot find: name -> module."""
     tree = ast.parse(Path("python/lowbit/__init__.py").read_text(encoding="utf-8"))
     table = next(node for node in tree.body if isinstance(node, ast.Assign) and node.targets[0].id == "_LAZY")
     return ast.literal_eval(table.value)

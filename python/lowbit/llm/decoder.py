@@ -224,8 +224,8 @@ class Decoder(torch.nn.Module):
         difference, limit = self.measured["texts"], EXACT_LIMIT if self.exact else PIECES_LIMIT
         if not difference <= limit:
             raise decoding.Unsupported(
-                f"the logits of {type(self.model).__name__} change when a call has several texts ({difference:.2g} of what the "
-                f"text before does to them; rounding is below {limit:g}); expected one text at a time"
+                f"the logits of {type(self.model).__name__} change when a call has several texts (by {difference:.2g} of the "
+                f"earlier text's effect; rounding is below {limit:g}); expected one text at a time"
             )
 
     @property

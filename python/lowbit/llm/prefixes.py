@@ -165,7 +165,7 @@ class PrefixCache:
             return False
         expected = _MAGIC, digest, zlib.crc32(view[_HEADER.size :])
         if not whole or _HEADER.unpack(view[: _HEADER.size]) != expected:
-            warnings.warn(f"{path} is damaged or of another text; it is removed and computed again", stacklevel=4)
+            warnings.warn(f"{path} is damaged or belongs to another text; it is removed and computed again", stacklevel=4)
             path.unlink(missing_ok=True)
             return False
         begin = _HEADER.size
