@@ -55,7 +55,7 @@ enum {
   LOWBIT_BLOCK_INPUTS = 32,
   LOWBIT_HALF_INPUTS = 16,     // the granularity of group sizes
   LOWBIT_LINE_BYTES = 64,
-  LOWBIT_SEGMENT_INPUTS = 64,  // at most so many inputs share a scale of the activations
+  LOWBIT_SEGMENT_INPUTS = 64,  // largest number of inputs that share a scale of the activations
   LOWBIT_MOST_LEVELS = 16,
   LOWBIT_LINEAR_SCRATCH_BYTES = 160 << 10
 };
@@ -210,7 +210,7 @@ enum {
   LOWBIT_ATTENTION_BLOCK = 256,   // positions of a block
   LOWBIT_ATTENTION_SPAN = 512,    // positions of a span; spans do not depend on each other, so threads may divide them
   LOWBIT_ATTENTION_ROWS = 16,     // rows at once
-  LOWBIT_ATTENTION_WIDTH = 512    // at most so many keys or values of a head; a multiple of 16
+  LOWBIT_ATTENTION_WIDTH = 512    // largest width of a head's keys or values; a multiple of 16
 };
 
 // Some rows of queries that read the same keys and values. Rows, keys, values and scales may be unaligned.

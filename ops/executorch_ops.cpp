@@ -147,7 +147,7 @@ Status run_linears(Span<EValue*> values) {
   const int64_t count = static_cast<int64_t>(out_features.size());
   Shape shape;
   if (Status status = lowbit::linears_shape(x_view, out_features.data(), count, &shape); !status.ok()) return status;
-  TensorView packed[lowbit::kMostMatrices];  // at most so many as linears_shape() accepts
+  TensorView packed[lowbit::kMostMatrices];  // the largest number that linears_shape() accepts
   for (size_t i = 0; i < packed_weights.size(); ++i) packed[i] = view_of(packed_weights[i]);
   return lowbit::linears(x_view, packed, out_features.data(), count, resized(out, shape), executorch_threads());
 }

@@ -61,7 +61,7 @@ void parallel_1d(const Parallel& parallel, int64_t count, int64_t step, const Bo
 // grouped in bands: a band's tiles, each with some of the columns, only wait for the preparation of the band's rows.
 struct Grid {
   int64_t rows, band_rows;  // the last band may have fewer rows
-  int64_t prepare_rows;     // a claim of the first stage: at most so many rows of a band
+  int64_t prepare_rows;     // a claim of the first stage: at most this many rows of a band
   int64_t columns;
   int64_t least_columns, most_columns;  // a claim of the second stage: a multiple of the least, except for the last
   // Memory nodes (nodes.h): each has a part of the columns, which its threads claim before other parts.

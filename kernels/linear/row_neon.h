@@ -22,7 +22,7 @@ namespace {
 
 enum Halves { kFirstHalf = 1, kSecondHalf = 2, kWholeBlock = 3 };
 
-// How groups lie in blocks.
+// How groups relate to blocks.
 enum class GroupKind { half_block, one_block, blocks, halves };
 
 // acc + scale * P for one quarter; `product` is P, or -P.

@@ -103,7 +103,7 @@ for a, b in zip(before, after, strict=True):
 (row,) = rows()
 assert row == dict(name="acme_linear_a8w4", family="linear", isa="portable", format="panel16", bits=4, tile=(1, 16),
                    supported=True, enabled=True, active=True, vendor="acme", library=sys.argv[1]), row
-# All calls with 4 bits are its own now, but for those with a table of levels; the rest of the table stays as it was.
+# It now runs all calls with 4 bits, except those with a table of levels. Other kernels of the table are as before.
 four_bits = lambda row: row["family"] == "linear" and row["bits"] == 4
 active = lambda table: {row["name"] for row in table if four_bits(row) and row["active"]}
 assert active(lowbit.kernels()) == {"acme_linear_a8w4", *active(table)}
