@@ -38,7 +38,7 @@ class Docstrings(griffe.Extension):
         obj.docstring.value = head + found + arguments + blank + behind
 
     def on_class(self, *, cls: griffe.Class, **kwargs) -> None:
-        """The fields of a dataclass, with the comments behind them, where its docstring has no arguments."""
+        """The fields of a dataclass with their trailing comments, if its docstring has no arguments."""
         if cls.docstring is None or "Args:\n" in cls.docstring.value:
             return
         if not any("dataclass" in str(each.value) for each in cls.decorators):
