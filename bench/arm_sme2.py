@@ -1,7 +1,7 @@
 """Counts the instructions of the SME2 kernels, for arm_cost.py --sme2.
 
-The QEMU of scripts/arm_emulator.sh takes no plugins. It writes a line for each instruction of the kernels and for the markers
-of arm_cost.cpp."""
+The QEMU of scripts/arm_emulator.sh does not support plugins. It writes a line for each instruction of the kernels and for the
+markers of arm_cost.cpp."""
 
 import os
 import pathlib

@@ -1,5 +1,5 @@
-# Finds the installed executorch package and defines the target executorch::runtime. If it is missing, this is an error, or with
-# LOWBIT_BUILD_EXECUTORCH=AUTO a message, and the package lacks lowbit.executorch.
+# Finds the installed executorch package and defines the target executorch::runtime. A missing package is an error. With
+# LOWBIT_BUILD_EXECUTORCH=AUTO it is only a message, and the Python package lacks lowbit.executorch.
 #
 # Like torch (cmake/torch.cmake) it is not a build requirement. It is also searched next to torch, because an isolated build
 # does not have it on its path.
@@ -21,7 +21,7 @@ else()
 endif()
 
 if(found_executorch)
-  unset(executorch_DIR CACHE)  # where an earlier build found it
+  unset(executorch_DIR CACHE)  # the result of an earlier build
   find_package(executorch CONFIG QUIET NO_DEFAULT_PATH NO_CMAKE_FIND_ROOT_PATH
     PATHS "${found_executorch}/lib/cmake/executorch")
   if(TARGET executorch::runtime)

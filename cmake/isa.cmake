@@ -2,24 +2,24 @@
 # (GCC 12: up to 14 % more instructions). Scheduling afterwards is enough.
 set(no_early_scheduling "$<$<CXX_COMPILER_ID:GNU>:-fno-schedule-insns>")
 
-# GCC also turns a chain of additions into a tree, or delays the additions, and either way keeps the products that it
-# adds: on the stack, in kernels that keep nearly all registers busy (GCC 12: 1.4 times slower).
+# GCC also turns a chain of additions into a tree, or delays the additions. Both keep the addends on the stack, in kernels that
+# keep nearly all registers busy (GCC 12: 1.4 times slower).
 set(additions_in_order "$<$<CXX_COMPILER_ID:GNU>:-fno-tree-reassoc -fno-tree-ter>")
 
-# All of it at -O3: with -O2 GCC 12 does not unroll the loops over a tile's rows, whose sums then lie in memory.
+# All kernels use -O3: with -O2 GCC 12 does not unroll the loops over a tile's rows, and their sums stay in memory.
 
-# The instruction sets that kernels are written for, and the only place where a file gets ISA flags.
-# A kernel file is named after its ISA (kernels/<family>/<isa>.cpp, or <isa>_<part>.cpp where one file would take long to
-# compile) and is compiled when the processor matches.
+# The instruction sets of the kernels. Only this table gives ISA flags to files.
+# A kernel file is named after its ISA (kernels/<family>/<isa>.cpp, or <isa>_<part>.cpp if one file would take long to
+# compile) and is compiled if the processor matches.
 #   name | processor | flags
 set(LOWBIT_ISAS
   "portable|any|"
   "neon|aarch64|"
   "neondot|aarch64|-march=armv8.2-a+dotprod ${no_early_scheduling}"
   "i8mm|aarch64|-march=armv8.2-a+dotprod+i8mm ${no_early_scheduling}"
-  "bf16|aarch64|"  # this and sve2: for kernel libraries
+  "bf16|aarch64|"  # bf16 and sve2 are only for kernel libraries
   "sve2|aarch64|"
-  "sme2|aarch64|-march=armv8-a+sme2"  # never with SVE: CPUs with SME2 need not have it, and compilers would use it
+  "sme2|aarch64|-march=armv8-a+sme2"  # without SVE: CPUs with SME2 need not have SVE, and compilers would use it
   "avx2|x86_64|-mavx2 -mfma -mf16c ${additions_in_order}"
   "avxvnni|x86_64|-mavx2 -mfma -mf16c -mavxvnni"
   "avxvnniint8|x86_64|-mavx2 -mfma -mf16c"  # its instructions are in assembly
@@ -34,16 +34,16 @@ elseif(LOWBIT_PROCESSOR MATCHES "^(amd64|x86_64)$")
   set(LOWBIT_PROCESSOR x86_64)
 endif()
 
-# SME2 wants a Clang of version 19 or later (Apple's 17). GCC's +sme2 means SVE as well, in ordinary functions too.
-# Where the compiler of the build is another one, the file is compiled by a Clang that is found, or left out.
+# SME2 requires Clang 19 or later (Apple's: 17). GCC's +sme2 also enables SVE, even in ordinary functions. If the build uses
+# another compiler, a Clang that is found compiles these files; without one they are omitted.
 set(LOWBIT_SME2_COMPILER "" CACHE FILEPATH "A clang++ for kernels/*/sme2.cpp (looked for when empty)")
 set(sme2_flags "-march=armv8-a+sme2")
 set(sme2_probe "${CMAKE_CURRENT_LIST_DIR}/sme2_probe.cpp")
 
-# Which compiler builds the files for SME2: "" for that of the build, a command with its target, or NOTFOUND.
+# Finds the compiler for the files for SME2: "" for that of the build, a command with its target, or NOTFOUND.
 function(lowbit_find_sme2_compiler out)
   if(CMAKE_CXX_COMPILER_ID MATCHES "Clang" AND NOT LOWBIT_SME2_COMPILER)
-    set(CMAKE_TRY_COMPILE_TARGET_TYPE STATIC_LIBRARY)  # the probe is no program
+    set(CMAKE_TRY_COMPILE_TARGET_TYPE STATIC_LIBRARY)  # the probe is not a program
     try_compile(LOWBIT_SME2_BUILT_IN SOURCES "${sme2_probe}" COMPILE_DEFINITIONS ${sme2_flags} CXX_STANDARD 20)
     if(LOWBIT_SME2_BUILT_IN)
       set(${out} "" PARENT_SCOPE)
@@ -86,7 +86,7 @@ if(LOWBIT_PROCESSOR STREQUAL "aarch64")
   endif()
 endif()
 
-# vpdpbssd is written in assembly, which binutils has from 2.40 on, and Clang from 16 on.
+# vpdpbssd is written in assembly, which binutils support from 2.40 on, and Clang from 16 on.
 if(LOWBIT_PROCESSOR STREQUAL "x86_64")
   include(CheckCXXSourceCompiles)
   set(CMAKE_TRY_COMPILE_TARGET_TYPE STATIC_LIBRARY)
@@ -99,15 +99,15 @@ if(LOWBIT_PROCESSOR STREQUAL "x86_64")
   endif()
 endif()
 
-# Collects the kernel files for this processor into `out` and sets each one's flags. In a build with sanitizers those
-# that they do not check go to LOWBIT_UNCHECKED_SOURCES instead, and their ISAs to LOWBIT_UNCHECKED_ISAS.
+# Collects the kernel files for this processor in `out` and sets their flags. In a build with sanitizers, files that are not
+# checked go to LOWBIT_UNCHECKED_SOURCES instead, and their ISAs to LOWBIT_UNCHECKED_ISAS.
 function(lowbit_kernel_sources out)
   set(sources)
   set(unchecked_sources)
   set(unchecked_isas)
   set(sanitize_by_calls)
   if(LOWBIT_SANITIZE AND CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
-    # Calls instead of checks in place, which make these files slow to compile, and all others fast to run.
+    # Calls instead of inline checks. Inline checks make other files fast to run, but these slow to compile.
     set(sanitize_by_calls "--param=asan-instrumentation-with-call-threshold=0")
     foreach(family attention elementwise recurrence)
       set_source_files_properties("${PROJECT_SOURCE_DIR}/kernels/${family}/portable.cpp" DIRECTORY "${PROJECT_SOURCE_DIR}"
@@ -141,15 +141,15 @@ function(lowbit_kernel_sources out)
     if(files AND flags)
       set_source_files_properties(${files} DIRECTORY "${PROJECT_SOURCE_DIR}" PROPERTIES COMPILE_FLAGS "${flags}")
       if(LOWBIT_SANITIZE)
-        # Memory is what a kernel for vectors can get wrong. With the other checks GCC takes five minutes for a file, and a
-        # seventh of that without; the portable kernels have them all.
+        # Vector kernels can mainly make errors of memory access. The other checks would increase GCC's time per file sevenfold,
+        # to five minutes. The portable kernels have all checks.
         set(wide ${files})
         list(FILTER wide INCLUDE REGEX "/kernels/(linear|attention|elementwise|recurrence)/")
         set_source_files_properties(${wide} DIRECTORY "${PROJECT_SOURCE_DIR}" PROPERTIES
           COMPILE_FLAGS "${flags} -fno-sanitize=undefined ${sanitize_by_calls}")
-        # What this machine's CPU does not run is not checked by a test. AVX2 kernels, which take GCC longest, are for
-        # CPUs without AVX-512: with it operators do not choose them, and tests of kernels have their buffers between
-        # guard pages in every build, which AddressSanitizer adds little to.
+        # Kernels that this machine's CPU cannot run are not checked, because no test runs them. AVX2 kernels take GCC longest.
+        # With AVX-512 operators do not choose them, and kernel tests have buffers between guard pages in every build, so
+        # AddressSanitizer would add little.
         set(unchecked FALSE)
         if(NOT LOWBIT_SANITIZE_KERNELS)
           set(unchecked TRUE)
@@ -173,7 +173,7 @@ function(lowbit_kernel_sources out)
     endif()
     if(name STREQUAL "sme2" AND LOWBIT_SANITIZE AND files)
       set_source_files_properties(${files} DIRECTORY "${PROJECT_SOURCE_DIR}" PROPERTIES
-        COMPILE_FLAGS "${flags} -fno-sanitize=all")  # its calls do not exist in streaming mode
+        COMPILE_FLAGS "${flags} -fno-sanitize=all")  # the sanitizers' calls do not exist in streaming mode
     endif()
     list(APPEND sources ${files})
   endforeach()
@@ -182,8 +182,8 @@ function(lowbit_kernel_sources out)
   set(LOWBIT_UNCHECKED_ISAS ${unchecked_isas} PARENT_SCOPE)
 endfunction()
 
-# Takes the files for SME2 out of `sources` where another compiler has to build them, with the project's own flags, and
-# sets LOWBIT_OTHER_OBJECTS: what $<TARGET_OBJECTS:lowbit> does not have.
+# Takes the files for SME2 out of `sources` if another compiler must build them, with the project's own flags, and sets
+# LOWBIT_OTHER_OBJECTS: the objects that are not in $<TARGET_OBJECTS:lowbit>.
 function(lowbit_sources_of_others sources)
   set(objects)
   if(LOWBIT_SME2_COMMAND)

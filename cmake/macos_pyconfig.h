@@ -25,7 +25,7 @@
 #error "not the sizes of macOS on 64-bit Arm"
 #endif
 
-// What macOS has.
+// Macros for features of macOS.
 #define HAVE_CLOCK_GETTIME 1
 #define HAVE_FORK 1
 #define HAVE_KQUEUE 1
@@ -39,7 +39,7 @@
 #define HAVE_WCHAR_H 1
 #define _Py_STACK_GROWS_DOWN 1  // since 3.14
 
-// What macOS lacks: unsigned wchar_t, stub threads, big-endian numbers.
+// Macros for features that macOS lacks: unsigned wchar_t, stub threads, big-endian numbers.
 #undef HAVE_ALIGNED_REQUIRED
 #undef HAVE_IEEEFP_H
 #undef HAVE_PTHREAD_STUBS

@@ -19,7 +19,7 @@ if(NOT EXISTS "${LOWBIT_TORCH_DIR}/include/torch/csrc/stable/ops.h")
     "torch >= 2.10 was not found for ${Python_EXECUTABLE} (looked at '${LOWBIT_TORCH_DIR}').\n"
     "Install it first (pip install torch==2.13.0), or pass -DLOWBIT_TORCH_DIR=<site-packages>/torch.")
 endif()
-# A cross build uses the headers of this machine's torch and the libraries of the target's.
+# A cross build uses the headers of this machine's torch and the libraries of the target's torch.
 if(NOT LOWBIT_TORCH_LIBRARY_DIR)
   set(LOWBIT_TORCH_LIBRARY_DIR "${LOWBIT_TORCH_DIR}/lib")
 endif()

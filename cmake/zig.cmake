@@ -1,7 +1,7 @@
 # Cross build with the Clang of the PyPI package ziglang, which has headers and link libraries of each system:
 #   cmake -DCMAKE_TOOLCHAIN_FILE=cmake/zig.cmake -DLOWBIT_ZIG_TARGET=aarch64-macos.11.0
 # Targets: aarch64-macos.11.0, aarch64-ios.14.0 (with LOWBIT_STATIC), aarch64-windows-gnu, x86_64-windows-gnu and others of
-# `zig targets`. LOWBIT_ZIG: the program.
+# `zig targets`. LOWBIT_ZIG is the path of zig.
 set(LOWBIT_ZIG_TARGET "" CACHE STRING "What to build for, in Zig's words")
 set(LOWBIT_ZIG "zig" CACHE STRING "The program zig")
 list(APPEND CMAKE_TRY_COMPILE_PLATFORM_VARIABLES LOWBIT_ZIG_TARGET LOWBIT_ZIG)

@@ -1,23 +1,23 @@
-// What stands between the linear layers of a model: activation functions and norms; and what linear layers do with their inputs
-// and outputs around the kernels. Every kernel gives the same bits.
+// The computations between the linear layers of a model: activation functions and norms. Also the conversions of a linear
+// layer's inputs and outputs before and after the kernels. Every kernel gives the same bits.
 #pragma once
 
 #include "ukernel.h"
 
 namespace lowbit {
 
-// out = f(x), or f(x) * gate, rounded once. All in float32:
-//   gelu        x * Phi(x): Phi(x) = 1/2 + c P(c^2) / Q(c^2) with c = x, at most 5.6 in size, within 2e-7; 0 below -5.6
+// out = f(x), or f(x) * gate, rounded once. All computed in float32:
+//   gelu        x * Phi(x): Phi(x) = 1/2 + c P(c^2) / Q(c^2), where c is x clamped to +-5.6, within 2e-7; 0 below -5.6
 //   gelu_tanh   x * s(1.5957691 (x + 0.044715 x^3))
 //   gelu_quick  x * s(1.702 x)
 //   silu        x * s(x)
-// where s(z) = 1 / (1 + exp(-z)), with exp of numbers up to 0 only.
+// where s(z) = 1 / (1 + exp(-z)), computed with exp of numbers up to 0 only.
 enum class Activation : uint8_t { gelu, gelu_tanh, gelu_quick, silu };
 inline constexpr int kActivations = 4;
 
 struct ActivateArgs {
   const void* x;     // row 0, [rows, width] of `dtype`; the numbers of a row are consecutive
-  const void* gate;  // likewise, or null
+  const void* gate;  // like x, or null
   void* out;
   int64_t x_step, gate_step, out_step;  // elements from one row to the next
   int64_t rows, width;
@@ -25,11 +25,11 @@ struct ActivateArgs {
   Activation activation;
 };
 
-// out = x * f * (weight_offset + weight), with f = 1 / sqrt(mean of squares + epsilon). The sum has 16 lanes, i in lane i % 16,
-// folded as in attention. Gemma's weights are stored less 1.
+// out = x * f * (weight_offset + weight), with f = 1 / sqrt(mean of squares + epsilon). The sum has 16 lanes, element i in lane
+// i % 16, folded as in attention. The weights of Gemma are stored minus 1.
 struct RmsNormArgs {
-  const void* x;       // row 0, [rows, width] of `dtype`, as are all
-  const void* weight;  // [width], or null: x * f
+  const void* x;       // row 0, [rows, width]; all arrays have the type `dtype`
+  const void* weight;  // [width], or null: out = x * f
   void* out;
   int64_t x_step, out_step;  // elements from one row to the next
   int64_t rows, width;
@@ -37,9 +37,9 @@ struct RmsNormArgs {
   float epsilon, weight_offset;
 };
 
-// One row: rotate_inputs() of ukernel.h, or `back`, which undoes it for weights.
+// One row: rotate_inputs() of ukernel.h, or with `back` its inverse for weights.
 struct RotateArgs {
-  const void* x;  // [width] of `dtype`; may be `out` if that is float32
+  const void* x;  // [width] of `dtype`; may equal `out` if `dtype` is float32
   float* out;     // [width]
   int64_t width, block;  // a power of two from 16 to 128, which divides the width
   DType dtype;
@@ -49,14 +49,14 @@ struct RotateArgs {
 // Plane 2 of an activation row, before it is quantized: out = fma(-t, a, x), with a and t of plane 1.
 struct ResidualArgs {
   const void* x;        // [k] of `dtype`
-  const int8_t* a;      // [k], a whole number of 16 of them readable
+  const int8_t* a;      // [k], readable up to the next multiple of 16
   const float* scales;  // t, one per segment
   float* out;           // [k]
   int64_t k, group_inputs;
   DType dtype;
 };
 
-// out = y1 + (y2 - bias): the results of the two planes of each row, whose bias counts once.
+// out = y1 + (y2 - bias): joins the results of the two planes of each row. Both contain the bias, which counts once.
 struct AddPlanesArgs {
   const float* planes;    // y1 of row i in row 2i, y2 in row 2i + 1
   const uint8_t* biases;  // 16 float32 of the first 16 columns, unaligned

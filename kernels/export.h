@@ -1,7 +1,7 @@
 #pragma once
 
-// Marks exports of shared libraries: liblowbit's for the operator libraries, and a kernel library's function. Everything else
-// is hidden.
+// Marks exports of shared libraries: functions of liblowbit for the operator libraries, and the function of a kernel library.
+// Everything else is hidden.
 #ifdef _WIN32
 #define LOWBIT_API __declspec(dllexport)
 #else

@@ -80,7 +80,7 @@ Status make_layout(int64_t n, int64_t k, int bits, int64_t group_size, Mapping m
   l.group_size = group_size;
   l.blocks = (k + kBlockInputs - 1) / kBlockInputs;
   l.groups = group_size == 0 ? 1 : (k + group_size - 1) / group_size;
-  const int64_t before_last = (l.groups - 1) * l.group_inputs();  // inputs of all groups but the last
+  const int64_t before_last = (l.groups - 1) * l.group_inputs();  // inputs of all groups except the last
   l.segments = (l.groups - 1) * l.group_segments() + Layout::segments_of(k - before_last);
   l.panels = (n + kPanelRows - 1) / kPanelRows;
   l.group_bytes = group_bytes(has_mins(mapping));

@@ -13,17 +13,17 @@ constexpr int64_t half_blocks(const Layout& layout) { return (layout.k + kHalfIn
 // Some consecutive half blocks of a group.
 struct GroupPart {
   int64_t begin, end;
-  int64_t index, group;  // of the part, of its group
-  bool first, last;      // of its group
+  int64_t index, group;  // numbers of the part and of its group
+  bool first, last;      // whether the part is the first, the last of its group
 };
 
-// The parts of a row, in order: for (const GroupPart part : GroupParts(layout)). Each has `most` half blocks, or those that
-// are left of its group. It is a range and its own iterator.
+// The parts of a row, in order: for (const GroupPart part : GroupParts(layout)). Each has `most` half blocks, or the rest of
+// its group. The class is both the range and its iterator.
 class GroupParts {
  public:
   explicit GroupParts(const Layout& layout) : GroupParts(half_blocks(layout), layout.group_inputs() / kHalfInputs) {}
 
-  // Begins with the part that has half block `from`.
+  // Begins with the part that contains half block `from`.
   LOWBIT_INLINE constexpr GroupParts(int64_t halves, int64_t group_halves, int64_t most = kSegmentHalves, int64_t from = 0)
       : halves_(halves), group_halves_(group_halves), most_(most), part_{} {
     const int64_t number = from % group_halves / most, group_parts = (group_halves + most - 1) / most;

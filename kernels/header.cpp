@@ -1,5 +1,5 @@
-// The header of a packed matrix, written and read. Its format may be one of a loaded library, which the registry knows:
-// that is why this stands apart from format.cpp, which knows nothing but format.h.
+// Writes and reads the header of a packed matrix. Its format may be that of a loaded library, so this file uses the registry;
+// format.cpp uses only format.h.
 
 #include <bit>
 #include <cinttypes>
@@ -22,7 +22,7 @@ struct Header {
   uint8_t mapping;
   uint8_t has_bias;
   uint8_t rotation;
-  uint8_t activation_bits;  // 16, or 0: 8
+  uint8_t activation_bits;  // 16, or 0 for 8
   int64_t n, k;
   uint32_t group_size;
   uint32_t vendor_format;
@@ -33,14 +33,14 @@ struct Header {
 static_assert(sizeof(Header) == kHeaderBytes);
 static_assert(offsetof(Header, header_checksum) == 56);
 
-// Behind the header of a weight with a table of levels.
+// Follows the header of a weight with a table of levels.
 struct LevelsHeader {
   int8_t levels[kMostLevels];
   uint8_t reserved[48];
 };
 static_assert(kHeaderBytes + sizeof(LevelsHeader) == kLevelsHeaderBytes);
 
-// Over all bytes of the header but itself; `levels` is null without a table.
+// Over all bytes of the header except the checksum itself. `levels` is null without a table.
 uint64_t header_checksum(const Header& header, const LevelsHeader* levels) {
   constexpr size_t kCovered = offsetof(Header, header_checksum);
   char bytes[kCovered + sizeof *levels];
@@ -54,7 +54,7 @@ constexpr uint8_t kPanel16 = 0, kVendorFormat = 1;  // values of Header::format
 
 constexpr int64_t round_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
 
-// All of a vendor's bytes count as one panel.
+// All bytes of a vendor's format count as one panel.
 uint64_t vendor_checksum(const void* data, const Layout& layout) {
   return fold_checksum(0, checksum(static_cast<const char*>(data) + kHeaderBytes, layout.total_bytes - kHeaderBytes));
 }

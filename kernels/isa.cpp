@@ -39,14 +39,14 @@ constexpr auto kNames = [] {
 
 #if defined(__aarch64__)
 
-// To be asked only where SME is.
+// Call this only on CPUs with SME.
 [[maybe_unused]] bool has_long_vectors() {
   const LongVectors vectors(true);
   return vector_bytes() == kLongVectorBytes;
 }
 
 #if defined(__APPLE__)
-// `unknown`: where the system does not know the name.
+// `unknown`: the result if the system does not know the name.
 bool sysctl_flag(const char* name, bool unknown = false) {
   int value = 0;
   size_t size = sizeof value;
@@ -55,7 +55,7 @@ bool sysctl_flag(const char* name, bool unknown = false) {
 
 IsaBits detect(IsaBits) {
   IsaBits bits = kNeon;
-  // macOS 11 lacks the name, and every Mac with Arm has the instructions. iOS 14 lacks it too, and runs on older CPUs.
+  // macOS 11 lacks the name, but every Mac with Arm has the instructions. iOS 14 also lacks it, and runs on older CPUs.
   if (sysctl_flag("hw.optional.arm.FEAT_DotProd", TARGET_OS_OSX != 0)) bits |= kNeonDot;
   if (sysctl_flag("hw.optional.arm.FEAT_I8MM")) bits |= kI8mm;
   if (sysctl_flag("hw.optional.arm.FEAT_BF16")) bits |= kBf16;
@@ -75,7 +75,7 @@ IsaBits detect(IsaBits) {
 }
 #else
 #if !defined(__linux__)
-// FreeBSD's name for it, with the same bits.
+// FreeBSD has the same bits under another name.
 unsigned long getauxval(int type) {
   unsigned long value = 0;
   return elf_aux_info(type, &value, sizeof value) == 0 ? value : 0;
@@ -106,29 +106,29 @@ IsaBits detect(IsaBits) {
 
 #elif defined(__x86_64__)
 
-// XCR0 says which registers the operating system saves: without it a feature bit is only a promise.
+// XCR0 lists the registers that the operating system saves. Features that need other registers must not be used.
 uint64_t enabled_state() {
   uint32_t eax, edx;
   __asm__ volatile("xgetbv" : "=a"(eax), "=d"(edx) : "c"(0));
   return (uint64_t{edx} << 32) | eax;
 }
 
-// Linux and Windows save the tile registers only of processes that have asked for it. The answer holds for all threads, and for
-// good: every signal stack (sigaltstack) must then have room for the tiles. It says no where a thread already has a
+// Linux and Windows save the tile registers only of processes that request it. The answer is for all threads and is permanent:
+// from then on every signal stack (sigaltstack) must have room for the tiles. The system refuses if a thread already has a
 // smaller one.
 bool may_use_tiles() {
 #ifdef __linux__
   constexpr long kRequestPermission = 0x1023, kTileData = 18;
   return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 #elif defined(_WIN32)
-  // Windows 11 and Server 2022 have it.
+  // Available from Windows 11 and Server 2022 on.
   using Function = BOOL WINAPI(DWORD64 features);
   const auto enable = reinterpret_cast<Function*>(reinterpret_cast<void*>(
       GetProcAddress(GetModuleHandleW(L"kernel32.dll"), "EnableProcessOptionalXStateFeatures")));
   constexpr DWORD64 kTileData = DWORD64{1} << 18;
   return enable != nullptr && enable(kTileData);
 #else
-  return false;  // no other system was asked yet; one that waits to be asked would end the process at the first tile
+  return false;  // other systems are untested: if one requires a request, the first tile instruction ends the process
 #endif
 }
 
@@ -155,7 +155,7 @@ IsaBits detect(IsaBits allowed) {
   return bits;
 }
 
-// Measured on both makers' CPUs: docs/internals/kernels.md, Memory.
+// Measured on CPUs of both makers: docs/internals/kernels.md, Memory.
 bool reads_several_streams_faster() {
   unsigned highest, name[3];
   return __get_cpuid(0, &highest, &name[0], &name[2], &name[1]) && std::memcmp(name, "GenuineIntel", sizeof name) == 0;
@@ -168,12 +168,12 @@ IsaBits detect(IsaBits) { return kPortable; }
 #endif
 
 #if !defined(__x86_64__)
-bool reads_several_streams_faster() { return false; }  // no row asks
+bool reads_several_streams_faster() { return false; }  // no kernel uses it
 #endif
 
-// What LOWBIT_ISA was when it was first asked for.
+// The first value of LOWBIT_ISA that was read.
 struct Cap {
-  char name[64] = "";  // longer than any that is right
+  char name[64] = "";  // longer than any valid name
   const IsaName* entry = nullptr;
   Status status;
 };
@@ -199,7 +199,7 @@ const Cap& cap() {
   return cap;
 }
 
-// LOWBIT_STREAMS, or what suits the CPU.
+// The value of LOWBIT_STREAMS, or the default for the CPU.
 struct Reading {
   Streams streams;
   Status status;

@@ -1,4 +1,4 @@
-// Instruction sets: what this CPU has, what the user allows, and the names both are called by.
+// Instruction sets: what this CPU has, what the user allows, and their names.
 #pragma once
 
 #include <cstddef>
@@ -31,24 +31,24 @@ struct IsaName {
 // The names of this processor's family, weakest first; the first is always "portable".
 LOWBIT_API const IsaName* isa_names(size_t* count);
 
-// The bits that the CPU and the operating system offer, without any cap; but AMX, which a process has to ask for and
-// then keeps, only where LOWBIT_ISA allows it and the system grants it. Read once.
+// The bits that the CPU and the operating system offer, without any cap. Exception: a process has to request AMX and then keeps
+// it, so its bit is set only if LOWBIT_ISA allows it and the system grants it. Read once.
 LOWBIT_API IsaBits cpu_isa();
 
 // cpu_isa() reduced by the environment variable LOWBIT_ISA. Read once.
 LOWBIT_API IsaBits active_isa();
 
-// How one row of activations reads its weights: one panel at a time, or several interleaved (streams from memory).
-// The bits of a result are the same; which is faster depends on whose CPU it is.
+// How one row of activations reads its weights: one panel at a time, or several interleaved (as streams from memory). Results
+// have the same bits; which one is faster depends on the maker of the CPU.
 enum class Streams { one, several };
 
-// LOWBIT_STREAMS (one, several; read once), or without it what is faster on CPUs of this one's maker: several on Intel's.
-// pin_streams() changes it, for calls that begin later.
+// The value of LOWBIT_STREAMS (one or several; read once), by default the faster one for the CPU's maker: several on Intel.
+// pin_streams() changes it for calls that begin later.
 LOWBIT_API Streams streams();
 LOWBIT_API void pin_streams(Streams streams);
 
-// An error when LOWBIT_ISA holds something that is not a name of this processor's family (active_isa() is kPortable
-// then), or LOWBIT_STREAMS something else than one or several. The operators return it.
+// An error if LOWBIT_ISA is not a name of this processor's family (active_isa() is then kPortable), or if LOWBIT_STREAMS is
+// neither one nor several. The operators return it.
 LOWBIT_API const Status& isa_cap_status();
 
 // The value of LOWBIT_ISA, or nullptr when it was not set or empty. Read once; at most 63 characters.

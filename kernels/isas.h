@@ -1,8 +1,8 @@
-// The list of instruction sets and of the tables of kernels. What else belongs to an instruction set: its bit
-// (lowbit_ukernel.h), its detection (isa.cpp), its compiler flags (cmake/isa.cmake).
+// The list of instruction sets and of the tables of kernels. An instruction set also has a bit (lowbit_ukernel.h), a detection
+// (isa.cpp) and compiler flags (cmake/isa.cmake).
 #pragma once
 
-// ISA(Name, NAME, name), weakest first. LOWBIT_ISA=name leaves on those before it in the list, too.
+// ISA(Name, NAME, name), weakest first. LOWBIT_ISA=name also allows the names before it in the list.
 #define LOWBIT_ARM_ISAS(ISA)     \
   ISA(Neon, NEON, neon)          \
   ISA(NeonDot, NEONDOT, neondot) \
@@ -17,11 +17,11 @@
   ISA(Avx512Vnni, AVX512VNNI, avx512vnni)    \
   ISA(Amx, AMX, amx)
 
-// TABLE(Family, Name) for each table k<Family><Name> but the portable one, best first: the first kernel that fits a task and
-// the CPU is chosen. LOWBIT_VECTOR_TABLES are those of the families that need no products of bytes.
+// TABLE(Family, Name) for each table k<Family><Name> except the portable one, best first: the first kernel that fits a task and
+// the CPU is chosen. LOWBIT_VECTOR_TABLES is for the families that do not multiply bytes.
 #if defined(__aarch64__)
 #define LOWBIT_ISAS LOWBIT_ARM_ISAS
-#if defined(LOWBIT_WITHOUT_SME2)  // no compiler for it: cmake/isa.cmake
+#if defined(LOWBIT_WITHOUT_SME2)  // no compiler supports it: cmake/isa.cmake
 #define LOWBIT_SME2_TABLE(TABLE, Family)
 #else
 #define LOWBIT_SME2_TABLE(TABLE, Family) TABLE(Family, Sme2)
@@ -33,7 +33,7 @@
 #define LOWBIT_VECTOR_TABLES(TABLE, Family) TABLE(Family, Neon)
 #elif defined(__x86_64__)
 #define LOWBIT_ISAS LOWBIT_X86_ISAS
-#if defined(LOWBIT_WITHOUT_AVXVNNIINT8)  // no assembler for it: cmake/isa.cmake
+#if defined(LOWBIT_WITHOUT_AVXVNNIINT8)  // no assembler supports it: cmake/isa.cmake
 #define LOWBIT_INT8_TABLE(TABLE, Family)
 #else
 #define LOWBIT_INT8_TABLE(TABLE, Family) TABLE(Family, AvxVnniInt8)

@@ -1,4 +1,4 @@
-// Whether a library's table can be trusted: everything that can be seen without calling its kernels.
+// Decides whether a library's table can be trusted, by everything that can be checked without calling its kernels.
 
 #include "library.h"
 
@@ -18,7 +18,7 @@ bool is_name_char(char c) {
   return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') || c == '_' || c == '-';
 }
 
-// `what` names the owner of the name in messages.
+// `what` is the owner of the name in messages.
 Status check_name(const char* what, const char* name) {
   if (name == nullptr) return Status::error("%s has no name", what);
   const size_t length = strnlen(name, kLongestName + 1);
@@ -69,7 +69,7 @@ size_t count_of(const Table<Kernel>& table, const char* name) {
   return count;
 }
 
-// What kernels of every family have. Names are compared only after all of them were checked.
+// Checks the fields that kernels of every family have. Names are compared only after all of them were checked.
 template <class Kernel>
 Status check_kernel(const char* family, size_t index, const Kernel& kernel) {
   char what[48];
@@ -166,8 +166,8 @@ Status check_format(const LoadedLibrary& library, const PackedFormat& format) {
   return {};
 }
 
-// A structure that both sides see. A library's may be smaller than this build's: it ends with the field that every version of
-// this interface has, or behind.
+// A structure that the library and this build share. The library's may be smaller: it must contain at least the fields up to
+// `last`, which every version of this interface has.
 struct SharedStructure {
   const char* name;
   size_t least, bytes;
@@ -211,7 +211,7 @@ Status check_sizes(const lowbit_sizes& sizes) {
   return {};
 }
 
-// What zero stands for.
+// Replaces zeros by their defaults.
 template <class Kernel>
 void fill_in(Kernel&) {}
 void fill_in(EmbeddingKernel& kernel) {
@@ -222,7 +222,7 @@ void fill_in(LinearKernel& kernel) {
   if (kernel.x_types == 0) kernel.x_types = bit_of(DType::f32);
 }
 
-// A table at `memory`, which goes on behind it. `bytes`: of an entry of the library's.
+// Copies a table to `*memory`, and moves that pointer past the copy. `bytes`: size of the library's entries.
 template <class Entry, class LibraryTable>
 Table<Entry> copy_table(const LibraryTable& table, uint32_t bytes, char** memory) {
   Entry* const entries = reinterpret_cast<Entry*>(*memory);

@@ -32,7 +32,7 @@ constexpr uint8_t bit_of(Mapping mapping) { return static_cast<uint8_t>(1u << st
 inline constexpr uint8_t kPlainMappings = bit_of(Mapping::symmetric) | bit_of(Mapping::affine);
 inline constexpr uint8_t kAllMappings = kPlainMappings | bit_of(Mapping::levels);
 
-// Of a group of a panel: float16 scales, then float16 mins.
+// Bytes of a group of a panel: float16 scales, then float16 mins.
 constexpr int group_bytes(bool mins) { return kPanelRows * (mins ? 4 : 2); }
 
 namespace {

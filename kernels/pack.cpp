@@ -34,7 +34,7 @@ ScaleRange scan(const float* values, int64_t count) {
 float choose_row_scale(const float* scales, const float* mins, int64_t groups, float largest) {
   if (largest == 0.0f) return 1.0f;
   int exponent;
-  std::frexp(largest, &exponent);  // largest = f * 2^exponent, f in [0.5, 1): it becomes at least 2^15
+  std::frexp(largest, &exponent);  // largest = f * 2^exponent, f in [0.5, 1): scaled to at least 2^15
   const float power = std::fmax(std::ldexp(1.0f, exponent - 16), kSmallestRowScale);
   bool exact = true;
   for (int64_t g = 0; g < groups && exact; ++g) {

@@ -11,11 +11,11 @@ namespace lowbit {
 //   u   = beta * (v - k S)               without beta: u = v
 //   S   = S + k^T u
 //   out = scale * q S
-// As computed, in float32, each sum one chain of fma in the order of the rows i of S from 0, and q' = q * scale:
+// Computed in float32, each sum as one chain of fma in the order of the rows i of S, from 0, with q' = q * scale:
 //   r[j] = sum of fma(k[i] * d[i], S[i][j]);  u[j] = beta * (v[j] - r[j])
 //   S[i][j] = fma(k[i], u[j], d[i] * S[i][j]);  out[j] = sum of fma(q'[i], S[i][j])
-// With norm_epsilon, q and k are first multiplied by 1 / sqrt(sum of squares + norm_epsilon). That sum has 16 lanes, i in lane
-// i % 16, folded as in attention.
+// With norm_epsilon, q and k are first multiplied by 1 / sqrt(sum of squares + norm_epsilon). That sum has 16 lanes, element i
+// in lane i % 16, folded as in attention.
 struct LinearAttentionArgs {
   const void *q, *k, *v;           // of `dtype`; token 0
   int64_t q_step, k_step, v_step;  // elements from one token to the next; the numbers of a token are consecutive
@@ -39,7 +39,7 @@ constexpr int64_t linear_attention_scratch(int64_t width) {
 }
 
 // Channels of a short causal convolution: out[t] = bias + sum over taps j of fma(weight[j], x[t - taps + 1 + j]), in the order
-// of j, and then y / (1 + exp(-y)) if `silu`.
+// of j. If `silu`, out[t] = y / (1 + exp(-y)) of that sum y.
 struct ShortConvArgs {
   const void* x;  // [tokens, channels]
   int64_t x_step;
@@ -50,7 +50,7 @@ struct ShortConvArgs {
   int64_t state_step;
   void* out;  // [tokens, channels]
   int64_t out_step;
-  DType dtype;  // of all
+  DType dtype;  // type of all arrays
   int64_t tokens, taps, channels;
   bool silu, fresh;
 };

@@ -24,7 +24,7 @@ LOWBIT_FAMILY(Elementwise, LOWBIT_VECTOR_TABLES)
 
 namespace {
 
-// Libraries are only ever appended: an entry is written before the count that publishes it, and then stays.
+// Libraries are only appended: an entry is written before the count that publishes it, and then never changes.
 constexpr size_t kMostLibraries = 64;
 LoadedLibrary loaded[kMostLibraries];
 std::atomic<size_t> loaded_count{0};
@@ -65,7 +65,7 @@ const Kernel* first_of(const Table<Kernel>& table, IsaBits isa, const Fits& fits
   return nullptr;
 }
 
-// The first kernel that fits: of the libraries that go before the built-in kernels, of these, of the others. Null: none does.
+// The first kernel that fits: of libraries before the built-in kernels, built-in, of libraries after them. Null if none fits.
 template <class Kernel, class Fits, class BuiltIn>
 const Kernel* first_with(const BuiltIn& first_built_in, Loaded<Kernel> library_table, IsaBits isa, const Fits& fits) {
   const size_t libraries = loaded_count.load(std::memory_order_acquire);
@@ -92,18 +92,18 @@ const Kernel* first(const Tables& tables, Loaded<Kernel> library_table, IsaBits 
   return first_with(built_in, library_table, isa, fits);
 }
 
-// The built-in linear kernels of each width, in the order of the tables: these hold all widths, and a small layer's call
-// would look at dozens of kernels.
+// The built-in linear kernels of each width, in the order of the tables. The tables contain all widths, and a search through
+// dozens of kernels takes time in calls of small layers.
 struct LinearIndex {
   static constexpr int kMostKernels = 16;
-  const LinearKernel* kernels[9][kMostKernels] = {};  // null behind the last
+  const LinearKernel* kernels[9][kMostKernels] = {};  // null after the last
 
   LinearIndex() {
     for (const auto* table : kLinearTables) {
       for (const LinearKernel& kernel : *table) {
         int at = 0;
         while (kernels[kernel.bits][at] != nullptr) ++at;
-        if (at + 1 == kMostKernels) __builtin_trap();  // a new table needs a larger one; the first call of any test says so
+        if (at + 1 == kMostKernels) __builtin_trap();  // increase kMostKernels; the first call of any test finds this
         kernels[kernel.bits][at] = &kernel;
       }
     }
@@ -180,7 +180,7 @@ const AttentionKernel& choose_attention(IsaBits isa) {
   return *first(kAttentionTables, &LoadedLibrary::attention, isa, [](const AttentionKernel&) { return true; });
 }
 
-// Tables of one kernel, of which libraries have none.
+// Tables with one kernel each. Libraries have no such kernels.
 template <class Tables>
 static const auto& only_kernel(const Tables& tables, IsaBits isa) {
   const auto* const* table = tables;

@@ -1,4 +1,4 @@
-// The length of SME's vectors, which belongs to a thread.
+// The length of SME's vectors, which each thread sets for itself.
 #pragma once
 
 #include <cstdint>
@@ -9,14 +9,14 @@
 
 namespace lowbit {
 
-inline constexpr uint64_t kLongVectorBytes = 64;  // the length that the kernels for SME2 have
+inline constexpr uint64_t kLongVectorBytes = 64;  // the vector length of the kernels for SME2
 
 // Only call this on CPUs with SME. The asm is volatile, because otherwise compilers may move it before the caller's check for
 // SME.
 inline uint64_t vector_bytes() {
 #if defined(__aarch64__)
   register uint64_t bytes __asm__("x0");
-  __asm__ volatile(".inst 0x04bf5820" : "=r"(bytes));  // rdsvl x0, #1: many assemblers do not know it yet
+  __asm__ volatile(".inst 0x04bf5820" : "=r"(bytes));  // rdsvl x0, #1: many assemblers do not support it yet
   return bytes;
 #else
   return 0;
@@ -28,7 +28,7 @@ inline uint64_t vector_bytes() {
 // thread with live ZA (TPIDR2_EL0) keeps its length.
 class LongVectors {
  public:
-  // With `has_sme` false it does nothing.
+  // If `has_sme` is false, it does nothing.
   explicit LongVectors(bool has_sme) {
 #if defined(__aarch64__) && defined(__linux__)
     if (!has_sme || vector_bytes() == kLongVectorBytes) return;
@@ -37,7 +37,7 @@ class LongVectors {
     const int previous = prctl(kGetLength);
     if (live != 0 || previous < 0) return;
     previous_ = previous;
-    prctl(kSetLength, (previous & ~kLengthMask) | static_cast<int>(kLongVectorBytes));  // new programs inherit it too
+    prctl(kSetLength, (previous & ~kLengthMask) | static_cast<int>(kLongVectorBytes));  // new programs inherit the length too
 #else
     (void)has_sme;
 #endif

@@ -24,13 +24,13 @@ struct Sizes {
 
 // A head has the codes of all positions, then their float32 scales, so a position takes 4 more bytes.
 constexpr int64_t kScaleBytes = 4;
-// Two 4-bit codes are in a byte, and 16 bytes a vector of the kernels'.
+// A byte has two 4-bit codes, and a vector of the kernels has 16 bytes of codes.
 constexpr int64_t kRotatedStep = 32;
 
 int64_t scale_bytes(CacheType cache) { return has_scales(cache) ? kScaleBytes : 0; }
 
-// The cache type for keys or values of that width. The number of int8 bytes tells the kind: width + 4 per position, or width /
-// 2 + 4.
+// The cache type for keys or values of that width. The number of int8 bytes per position determines it: width + 4 for int8,
+// width / 2 + 4 for 4 bits.
 CacheType stored_type(const TensorView& cache, int64_t width) {
   if (cache.type != ElementType::i8) return cache_type_of(dtype_of(cache.type));
   const bool halves = cache.shape.ndim == 4 && cache.shape.size[3] == width / 2 + kScaleBytes;

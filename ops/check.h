@@ -119,7 +119,7 @@ struct NamedTensor {
   const TensorView* tensor;  // null: there is none
 };
 
-// An output that overlaps an input would change it while it is read.
+// An output that overlaps an input would change the input while it is read.
 inline Status check_apart(std::initializer_list<NamedTensor> outputs, std::initializer_list<NamedTensor> inputs) {
   const auto check = [](const NamedTensor& a, const NamedTensor& b) {
     if (a.tensor == nullptr || b.tensor == nullptr || !overlap(*a.tensor, *b.tensor)) return Status();
@@ -190,7 +190,7 @@ inline Status matrix_layout(const char* name_has, const TensorView& tensor, int 
     return Status::error("%s shape %s; expected two dimensions [n, k]", name_has, describe(tensor.shape).text);
   }
   if (levels != nullptr) {
-    if (affine) return Status::error("there are levels and mins; expected one of them or none");
+    if (affine) return Status::error("levels and mins are both given; expected at most one");
     if (Status s = check_memory("levels", *levels); !s.ok()) return s;
     const int64_t count = can_have_levels(bits) ? int64_t{1} << bits : levels->shape.numel();
     // Another width is refused below.
@@ -205,7 +205,7 @@ inline Status matrix_layout(const char* name_has, const TensorView& tensor, int 
   return set_rotation(rotated_inputs, layout);
 }
 
-// Keeps the error of the first piece, independent of which thread finds one first.
+// Keeps the error of the first piece with an error, whichever thread finds one first.
 class FirstError {
  public:
   void report(int64_t piece, const Status& status) {
@@ -234,14 +234,14 @@ inline int64_t offset_of(const TensorView& tensor, int dims, int64_t flat) {
   return offset;
 }
 
-// The int32 or int64 at position `flat`. The owner of the memory may change it meanwhile, so it is read only once, here.
+// Reads the int32 or int64 at position `flat`. The owner of the memory may change it meanwhile, so it is read only once.
 inline int64_t index_at(const TensorView& indices, int64_t flat) {
   const char* at = static_cast<const char*>(indices.data) +
                    element_bytes(indices.type) * offset_of(indices, indices.shape.ndim, flat);
   if (indices.type == ElementType::i64) {
     int64_t index;
     std::memcpy(&index, at, sizeof index);
-    __asm__ volatile("" : "+r"(index));  // the compiler must not read it again either
+    __asm__ volatile("" : "+r"(index));  // the compiler must not read it a second time
     return index;
   }
   int32_t index;

@@ -15,17 +15,17 @@
 namespace lowbit {
 namespace {
 
-// Rows that are quantized at once take up to about this much memory, which is kept (scratch.h). Rows beyond it
-// read the weights of their experts once more, so it is more than linear() takes.
+// Approximate memory for rows that are quantized at once; it is kept (scratch.h). More rows read the weights of their experts
+// again, so this is more than linear() uses.
 constexpr int64_t kScratchBytes = 16 << 20;
-// Results of a tile of several rows, before they go to their places. Tiles have fewer panels rather than more bytes.
+// Results of a tile of several rows before they are copied to their places. Larger results mean tiles of fewer panels.
 constexpr int64_t kTileBytes = 256 << 10;
 
 // Some rows of one expert: places [first, first + rows) in the order of experts.
 struct ExpertRows {
   int64_t expert, first, rows;
   const LinearKernel* kernel;
-  const LinearKernel* beside;  // for threads that have no matrix unit: sme_threads.h
+  const LinearKernel* beside;  // for threads without a matrix unit: sme_threads.h
 };
 
 // A tensor of `size[0]` packed matrices of `size[1]` bytes each.
@@ -44,13 +44,13 @@ const uint8_t* expert_bytes(const TensorView& packed, int64_t expert) {
   return static_cast<const uint8_t*>(packed.data) + expert * packed.shape.size[1];
 }
 
-// The expert of the first result, whose format, groups, rotation and planes the others have to share.
+// The expert of the first result. All others must have the same format, groups, rotation and planes.
 struct FirstExpert {
   int64_t expert;
   Layout layout;
 };
 
-// The matrix of an expert, which has to fit x, `out_features` and that of the first one, if it is known.
+// Reads the matrix of an expert. It must fit x, `out_features` and the first expert, if that is known.
 Status read_expert(const TensorView& packed, int64_t expert, const TensorView& x, int64_t out_features,
                    const FirstExpert* first, Layout* layout) {
   if (Status s = read_header(expert_bytes(packed, expert), packed.shape.size[1], layout); !s.ok()) {
@@ -84,7 +84,7 @@ Status read_expert(const TensorView& packed, int64_t expert, const TensorView& x
   return {};
 }
 
-// Takes pieces of an operator's memory, one behind the other; with no memory it only counts.
+// Takes consecutive pieces of an operator's memory. With null memory it only counts bytes.
 class Pieces {
  public:
   explicit Pieces(char* memory) : memory_(memory) {}
@@ -101,14 +101,15 @@ class Pieces {
   int64_t bytes_ = 0;
 };
 
-// What a call works in. A row of x has `each` results, one for each of its experts: result r belongs to row r / each.
+// The working memory of a call. Each row of x has one result for each of its experts, `per_row` in total: result r belongs to
+// row r / per_row.
 struct Memory {
-  Layout* layouts;      // of each expert that is chosen
+  Layout* layouts;      // of each chosen expert
   int64_t* chosen;      // by result: its expert
-  int64_t* next;        // by expert: the next place of its rows
+  int64_t* next;        // by expert: the next place for its rows
   ExpertRows* parts;
-  int64_t* results;     // by place: the result that belongs there
-  int64_t* places;      // by result of the chunk, the other way round
+  int64_t* results;     // by place: its result
+  int64_t* places;      // by result of the chunk: its place
   char* rows;           // by place: quantized rows
   char* workers;
 
@@ -131,15 +132,15 @@ class Call {
       : x_(x), packed_(packed), out_(static_cast<char*>(out.data)), per_row_(per_row), memory_(memory), quantized_(quantized),
         item_(element_bytes(x.type)) {}
 
-  // Row `row` of x, to the places of its results from `first` on. It is quantized once, and copied to the others.
+  // Quantizes row `row` of x once, and copies it to the places of its results. `first`: first result of the chunk.
   void quantize(int64_t row, int64_t first, char* memory) const {
     const int64_t* const places = memory_.places + row * per_row_ - first;
     quantized_.quantize(row, places[0], memory);
     for (int64_t i = 1; i < per_row_; ++i) quantized_.copy(places[0], places[i]);
   }
 
-  // Panels [begin, end) for some rows of an expert. Panels are a matrix of their own: the kernel writes its rows to the
-  // worker's memory, from where they go to their places in the output. `scratch`: the kernel's.
+  // Computes panels [begin, end) for some rows of an expert, as a matrix of its own: the kernel writes results to the worker's
+  // memory, and they are copied to their places in the output. `scratch` is for the kernel.
   void run(const ExpertRows& part, int64_t begin, int64_t end, const LinearKernel& kernel, char* worker, char* scratch) const {
     const Layout& whole = memory_.layouts[part.expert];
     LinearArgs args{};
@@ -179,7 +180,7 @@ class Call {
   int64_t item_;
 };
 
-// Sorts results [first, first + count) by expert, into parts of up to `most` rows; returns how many parts there are.
+// Sorts results [first, first + count) by expert, into parts of up to `most` rows. Returns the number of parts.
 int64_t sort_by_expert(const Memory& memory, int64_t experts, int64_t first, int64_t count, int64_t most) {
   std::memset(memory.next, 0, static_cast<size_t>(experts + 1) * sizeof(int64_t));
   for (int64_t i = 0; i < count; ++i) ++memory.next[memory.chosen[first + i] + 1];
@@ -187,7 +188,7 @@ int64_t sort_by_expert(const Memory& memory, int64_t experts, int64_t first, int
   for (int64_t expert = 0; expert < experts; ++expert) {
     const int64_t begin = memory.next[expert], rows = memory.next[expert + 1];
     const int64_t pieces = (rows + most - 1) / most;
-    for (int64_t i = 0; i < pieces; ++i) {  // equal ones: no last one of a row or two that pays for all unpacking
+    for (int64_t i = 0; i < pieces; ++i) {  // nearly equal parts, so that no part unpacks for only a row or two
       const int64_t from = rows * i / pieces, to = rows * (i + 1) / pieces;
       memory.parts[parts++] = {expert, begin + from, to - from, nullptr, nullptr};
     }
@@ -201,7 +202,7 @@ int64_t sort_by_expert(const Memory& memory, int64_t experts, int64_t first, int
   return parts;
 }
 
-// Which expert result `i` is of.
+// Reads the expert of result `i`.
 Status read_index(const TensorView& experts, int64_t i, int64_t results, int64_t count, int64_t* expert) {
   *expert = index_at(experts, i);
   if (*expert >= 0 && *expert < count) return {};
@@ -209,7 +210,7 @@ Status read_index(const TensorView& experts, int64_t i, int64_t results, int64_t
                               *expert, i, results, count - 1);
 }
 
-// What can be refused before the experts chosen are known, but for the first of them. Without any, expert 0 is the first.
+// Checks all arguments, and of the chosen experts only the first one. If none is chosen, expert 0 is checked.
 Status check(const TensorView& x, const TensorView& packed, const TensorView& experts, int64_t out_features,
              const TensorView& out, const Parallel& parallel, FirstExpert* first) {
   Shape out_shape;
@@ -235,8 +236,8 @@ Status check(const TensorView& x, const TensorView& packed, const TensorView& ex
   return check_apart({{"out", &out}}, {{"x", &x}, {"packed_weights", &packed}, {"experts", &experts}});
 }
 
-// The experts chosen, and the layouts of their matrices. All that can be refused is refused here, before a result is
-// written; and what was checked is what is used: another thread may write to the caller's indices meanwhile.
+// Reads the chosen experts and the layouts of their matrices. All other checks are here, before a result is written. The
+// checked copy of the indices is used, because another thread may change the caller's indices meanwhile.
 Status read_chosen(const TensorView& x, const TensorView& packed, const TensorView& experts, const FirstExpert& first,
                    const Memory& memory) {
   const int64_t results = experts.shape.numel(), count = packed.shape.size[0];
@@ -252,8 +253,8 @@ Status read_chosen(const TensorView& x, const TensorView& packed, const TensorVi
   return {};
 }
 
-// Experts in a vendor's format, whose panels only its own rows can find: the rows of each are gathered, and go through
-// linear(). All has been checked but the experts chosen.
+// Experts in a vendor's format, where only the format's own functions can find panels: the rows of each expert are gathered and
+// passed to linear(). Everything except the chosen experts has been checked.
 Status experts_of_vendor(const TensorView& x, const TensorView& packed, const TensorView& experts, const FirstExpert& first,
                          const TensorView& out, const Parallel& parallel) {
   const Layout& layout = first.layout;
@@ -271,7 +272,7 @@ Status experts_of_vendor(const TensorView& x, const TensorView& packed, const Te
     products = pieces.take<char>(most * layout.n * item);
     return pieces.bytes();
   };
-  // Rows of an expert at a time.
+  // Number of rows of an expert at a time.
   const int64_t most = at_least_1(kScratchBytes / ((layout.k + layout.n) * item));
   const int64_t at_once = results < most ? results : most;
   const int64_t bytes = place(nullptr, at_once);
@@ -317,7 +318,7 @@ Status experts_of_vendor(const TensorView& x, const TensorView& packed, const Te
   return {};
 }
 
-// Memory for the kernels of all parts, if one asks for more than the workers have: `*bytes` for each thread.
+// Allocates memory for the kernels of all parts if one needs more than the workers have: `*bytes` for each thread.
 Status make_scratch(const Memory& memory, int64_t parts, int threads, int64_t* bytes,
                     std::unique_ptr<char, FreeAligned>* more) {
   const int64_t before = *bytes;
@@ -333,9 +334,9 @@ Status make_scratch(const Memory& memory, int64_t parts, int threads, int64_t* b
   return *more != nullptr ? Status() : Status::no_memory("no memory for %" PRId64 " bytes of scratch", threads * *bytes);
 }
 
-// How many panels a tile of a part has. One row of an expert reads its weights once, so its tiles are as long as there
-// are enough of them for all threads; those of more rows, or of two planes, have what fits their memory, `tile_bytes`, where
-// a result takes `item` bytes. Either way they are multiples of what the kernels compute at once.
+// Number of panels in a tile of a part. A single row of an expert reads the weights only once, so its tiles are as long as
+// possible with enough tiles for all threads. Tiles of more rows, or of two planes, are limited by `tile_bytes`, with `item`
+// bytes per result. In both cases the number is a multiple of what the kernels compute at once.
 int64_t panels_per_tile(const Memory& memory, int64_t parts, int64_t results, const Layout& layout, int64_t item,
                         int64_t tile_bytes, int threads) {
   int64_t most_rows = 1, at_once = 1;
@@ -389,14 +390,14 @@ Status linear_experts(const TensorView& x, const TensorView& packed, const Tenso
   const int64_t rows = results / per_row;
   RowKinds kinds;
   kinds.add(layout);
-  kinds.of[0].group_sums = true;  // affine experts may lie beside others
+  kinds.of[0].group_sums = true;  // some experts may be affine
   QuantizedRows quantized(x, kinds, choose_quantize(active_isa()));
   const int64_t row_bytes = per_row * (quantized.bytes(1) + 16);
   const int64_t rows_at_once = rows * row_bytes <= kScratchBytes ? rows : at_least_1(kScratchBytes / row_bytes);
   const int64_t chunk = rows_at_once * per_row;
-  // Rows of a part.
+  // Number of rows of a part.
   const int64_t most = at_least_1(kBandBytes / (layout.planes() * layout.blocks * kBlockInputs) / kBandRows) * kBandRows;
-  const int64_t item = layout.two_planes ? planes_bytes(1, 1) / kPanelRows : element_bytes(x.type);  // of a result in a tile
+  const int64_t item = layout.two_planes ? planes_bytes(1, 1) / kPanelRows : element_bytes(x.type);  // per result in a tile
   const int64_t tile_rows = chunk < most ? chunk : most;
   const int64_t panel_bytes = tile_rows * kPanelRows * item;
   const int64_t tile_bytes = panel_bytes < kTileBytes ? kTileBytes : panel_bytes;
@@ -417,7 +418,7 @@ Status linear_experts(const TensorView& x, const TensorView& packed, const Tenso
   if (Status s = read_chosen(x, packed, experts, one, memory); !s.ok()) return s;
 
   const Call call(x, packed, out, per_row, memory, quantized);
-  std::unique_ptr<char, FreeAligned> more;  // scratch
+  std::unique_ptr<char, FreeAligned> more;  // scratch memory for kernels
   int64_t scratch_bytes = kLinearScratchBytes;
   for (int64_t first = 0; first < results; first += chunk) {
     const int64_t here = results - first < chunk ? results - first : chunk;
@@ -434,7 +435,7 @@ Status linear_experts(const TensorView& x, const TensorView& packed, const Tenso
                 });
 
     const int64_t step = panels_per_tile(memory, parts, here, layout, item, tile_bytes, threads.threads);
-    const int64_t tiles = (layout.panels + step - 1) / step;  // of a part
+    const int64_t tiles = (layout.panels + step - 1) / step;  // per part
     parallel_1d(threads, parts * tiles, 1, [&](int worker, int64_t from, int64_t to) {
       char* const worker_memory = memory.workers + worker * worker_bytes;
       char* const kernel_scratch = more == nullptr ? worker_memory : more.get() + worker * scratch_bytes;

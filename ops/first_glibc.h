@@ -1,5 +1,5 @@
-// For libraries that must load with an older glibc than the build's (cmake/manylinux_2_28.cmake). Since 2.34 some functions are
-// in libc; older systems have them in libdl and libpthread, under their first version, which newer systems also provide.
+// For libraries that must load with a glibc older than the build's (cmake/manylinux_2_28.cmake). Since 2.34 some functions are
+// in libc. Older systems have them in libdl and libpthread, under their first version, which newer systems also provide.
 #pragma once
 
 #ifdef LOWBIT_MANYLINUX_2_28

@@ -16,26 +16,26 @@
 namespace lowbit {
 namespace {
 
-// Rows of m that are quantized at once take up to about this much memory, which is kept (scratch.h); more of
-// them need another parallel region.
+// Approximate memory for the rows of m that are quantized at once; it is kept (scratch.h). More rows need another parallel
+// region.
 constexpr int64_t kScratchBytes = 8 << 20;
 
-// Rows that are quantized at once, of so many bytes each.
+// Number of rows that are quantized at once, of `row_bytes` each.
 int64_t rows_at_once(int64_t rows, int64_t row_bytes) {
   const int64_t limit = kScratchBytes / row_bytes;
   const int64_t whole_bands = limit < kBandRows ? kBandRows : limit / kBandRows * kBandRows;
   return rows <= limit || rows < whole_bands ? rows : whole_bands;
 }
 
-// A matrix of a call, and where its results go.
+// A matrix of a call, and where its results are written.
 struct Matrix {
   Layout layout;
   const uint8_t* panels;
   const LinearKernel* kernel;
-  const LinearKernel* beside;  // for threads that have no matrix unit: sme_threads.h
-  int64_t first_panel;  // among the panels of all matrices of the call
+  const LinearKernel* beside;  // for threads without a matrix unit: sme_threads.h
+  int64_t first_panel;  // number among the panels of all matrices of the call
   char* out;            // row 0, this matrix's first column
-  int kind;             // which quantized rows it reads
+  int kind;             // the kind of quantized rows that it reads
 };
 
 // The matrices of a call. All of them have k inputs.
@@ -52,12 +52,12 @@ struct Matrices {
   }
 };
 
-// Results of two planes in float32, before they are added: each worker has memory for about so many bytes of them, but for no
-// fewer panels than a kernel for many rows wants at once. So bands have no more than so many rows.
+// Memory per worker for float32 results of two planes before they are added, approximately: at least for as many panels as a
+// kernel for many rows computes at once. So the number of rows of a band is limited, too.
 constexpr int64_t kPlanesBytes = 256 << 10;
 constexpr int64_t kPlanesRows = 512;
 
-// How many panels of a matrix in two planes are computed at once for bands of up to so many rows of x.
+// Number of panels of a matrix in two planes that are computed at once, for bands of up to `rows` rows of x.
 int64_t planes_panels(const Matrix& matrix, int64_t rows) {
   int64_t at_once = panels_at_once(*matrix.kernel);
   if (panels_at_once(*matrix.beside) > at_once) at_once = panels_at_once(*matrix.beside);
@@ -78,7 +78,7 @@ int64_t tile_bytes_of(const Matrices& matrices, int64_t rows) {
   return most;
 }
 
-// Panels [begin, end) of a matrix in two planes, for `rows` rows of x, to `args.out`; `step` panels at once, through `tile`.
+// Computes panels [begin, end) of a matrix in two planes for `rows` rows of x, `step` panels at once in `tile`, to `args.out`.
 void run_panels_of_planes(const Matrix& matrix, const LinearKernel& kernel, const LinearArgs& args, int64_t rows, int64_t step,
                           char* tile, int64_t begin, int64_t end) {
   for (int64_t panel = begin; panel < end; panel += step) {
@@ -90,7 +90,7 @@ void run_panels_of_planes(const Matrix& matrix, const LinearKernel& kernel, cons
   }
 }
 
-// Panels [begin, end) of all matrices, for a band of the grid: the scratch, out_dtype and out_stride of `args` are set.
+// Computes panels [begin, end) of all matrices, for a band of the grid. `args` has scratch, out_dtype and out_stride.
 void run_panels(const Matrices& matrices, const QuantizedRows& quantized, int worker, const Grid& grid, int64_t band,
                 int64_t out_offset, LinearArgs args, char* tile, int64_t begin, int64_t end) {
   const int64_t first_row = band * grid.band_rows, rows = grid.rows_of(band);
@@ -115,14 +115,14 @@ void run_panels(const Matrices& matrices, const QuantizedRows& quantized, int wo
   }
 }
 
-// linear() on a row that prepares activations in a form of its own. `rows` of x, all checked.
+// linear() with a kernel that prepares activations in its own form, for `rows` rows of x. All arguments have been checked.
 Status linear_prepared(const Matrix& matrix, const TensorView& x, int64_t rows, int64_t out_stride,
                        const Parallel& parallel) {
   const LinearKernel& kernel = *matrix.kernel;
   const Layout& layout = matrix.layout;
   const int last = x.shape.ndim - 1;
   const DType dtype = dtype_of(x.type);
-  // The kernel reads x itself where it can; else it gets a copy, in float32 or in x's own type.
+  // The kernel reads x itself if it can. Otherwise it gets a copy, in float32 or in the type of x.
   const int64_t rotated_inputs = layout.rotated_inputs();
   const bool reads_type = (kernel.x_types & bit_of(dtype)) != 0 && rotated_inputs == 0;
   const bool reads_x = reads_type && x.is_contiguous();
@@ -188,7 +188,7 @@ Status linear_prepared(const Matrix& matrix, const TensorView& x, int64_t rows, 
   return {};
 }
 
-// How the rows and panels of a call are cut, for `threads` threads.
+// Divides the rows and panels of a call, for `threads` threads.
 Grid make_grid(int64_t rows, const Matrices& matrices, int threads) {
   const auto whole_chunks = [&](int64_t value) { return at_least_1(value / kBandRows) * kBandRows; };
   const int planes = matrices.kinds.most_planes;
@@ -199,7 +199,7 @@ Grid make_grid(int64_t rows, const Matrices& matrices, int threads) {
   const int64_t most = cached < balanced ? cached : balanced;
   const int64_t bands = (rows + most - 1) / most;
   grid.rows = rows;
-  grid.band_rows = (rows + bands - 1) / bands;  // equal bands: no last one of a row or two that pays for all unpacking
+  grid.band_rows = (rows + bands - 1) / bands;  // nearly equal bands, so that no band unpacks for only a row or two
   grid.prepare_rows = at_least_1(kClaimValues / matrices.kinds.k);
   grid.columns = matrices.panels;
   const int64_t panel_products = grid.rows_of(0) * matrices.kinds.k * kPanelRows;
@@ -212,14 +212,14 @@ Grid make_grid(int64_t rows, const Matrices& matrices, int threads) {
   }
   grid.least_columns = rounded_up(grid.least_columns, at_once);
   grid.most_columns = grid.least_columns < kClaimPanels ? kClaimPanels : grid.least_columns;
-  if (matrices.count == 1 && threads > 1) {  // several matrices side by side have no one part for a node
+  if (matrices.count == 1 && threads > 1) {  // several matrices have no single part per node
     grid.nodes = nodes_with_parts();
     grid.node_of = [](int) { return node_here(); };
   }
   return grid;
 }
 
-// All matrices, whose kernels read int8 rows. `rows` of x, all checked.
+// linear() with kernels that read int8 rows, for all matrices and `rows` rows of x. All arguments have been checked.
 Status linear_quantized(const Matrices& matrices, const TensorView& x, int64_t rows, const Parallel& parallel) {
   QuantizedRows quantized(x, matrices.kinds, choose_quantize(active_isa()));
   const int64_t chunk = rows_at_once(rows, quantized.bytes(1));
@@ -308,7 +308,7 @@ Status read_matrices(const TensorView& x, const TensorView* packed, const int64_
   return {};
 }
 
-// The kernels of all matrices for so many rows of x, and where their columns of the output begin.
+// Chooses the kernels of all matrices for `rows` rows of x, and sets where their columns of the output begin.
 Status plan_matrices(const TensorView& x, int64_t rows, const TensorView& out, const Parallel& parallel,
                      Matrices* matrices, bool* prepared) {
   char* column = static_cast<char*>(out.data);
@@ -367,11 +367,11 @@ Status linears(const TensorView& x, const TensorView* packed, const int64_t* out
   if (Status status = read_matrices(x, packed, out_features, count, out, &matrices); !status.ok()) return status;
   const int64_t rows = x.shape.numel() / matrices.kinds.k;
   if (rows == 0) return {};
-  bool prepared = false;  // whether a row of the table has activations of its own
+  bool prepared = false;  // whether a kernel prepares activations in its own form
   if (Status status = plan_matrices(x, rows, out, parallel, &matrices, &prepared); !status.ok()) return status;
   if (!prepared) return linear_quantized(matrices, x, rows, parallel);
 
-  // Rows with activations of their own share nothing.
+  // Kernels with their own form of activations share no rows with others.
   Matrices rest;
   for (int i = 0; i < matrices.count; ++i) {
     const Matrix& matrix = matrices.of[i];

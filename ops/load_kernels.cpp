@@ -14,7 +14,7 @@ namespace {
 
 constexpr char kFunction[] = "lowbit_kernels";
 
-// The end of a path: what fits a message and tells files apart.
+// The end of a path, which fits in a message and still identifies the file.
 const char* tail(const char* path) {
   constexpr size_t longest = 100;
   const size_t length = std::strlen(path);
@@ -33,7 +33,7 @@ Status add_kernels(const lowbit_library& library, const char* name) {
     return Status::error("'%s' cannot be used: %s", tail(name), status.message());
   };
   if (const Status status = check_tables(library); !status.ok()) return refusal(status);
-  // The copies of its tables, and of the path: the registry's if all goes well.
+  // Memory for copies of the tables and of the path. The registry keeps it if the library is accepted.
   const size_t bytes = copy_bytes(library), name_bytes = std::strlen(name) + 1;
   std::unique_ptr<void, FreeAligned> memory(allocate_aligned(static_cast<int64_t>(bytes + name_bytes)));
   if (memory == nullptr) return Status::no_memory("no memory for the kernels of '%s'", tail(name));
@@ -49,7 +49,7 @@ Status add_kernels(const lowbit_library& library, const char* name) {
 
 Status load_kernels(const char* path) {
   if (const Status& status = isa_cap_status(); !status.ok()) return status;
-  // dlopen would take it for the program itself.
+  // dlopen would open the program itself.
   if (path == nullptr || path[0] == '\0') return Status::error("the path of the kernel library is empty");
   SharedLibrary opened;
   if (const Status status = SharedLibrary::open(path, &opened); !status.ok()) {

@@ -1,5 +1,5 @@
-// Attention without caches, for encoders. Each unit of work copies the visible keys and values of one head to the kernels'
-// layout, and runs rows of queries over them. Padding is left out, so a text's bits do not depend on it.
+// Attention without caches, for encoders. Each unit of work copies the visible keys and values of one head to the layout of the
+// kernels, and runs rows of queries over them. Padding is skipped, so a text's bits do not depend on it.
 #include <cmath>
 #include <cstring>
 
@@ -114,8 +114,8 @@ Status masked_attention(const TensorView& q, const TensorView& k, const TensorVi
   const int64_t group = heads / kv_heads, rows = positions * group;
   const int64_t products = batch * heads * positions * length * (width + value_width);
   const Parallel threads = products < kParallelProducts ? Parallel() : parallel;
-  // Rows of a unit: all rows of a head, or fewer if there are few heads for the threads. Each unit copies the keys that it
-  // sees.
+  // Rows per unit: all rows of a head, or fewer if there are fewer heads than the threads need. Each unit copies the keys that
+  // it sees.
   const int64_t wanted = (4 * threads.threads + batch * kv_heads - 1) / (batch * kv_heads);
   const int64_t tiles = (rows + kAttentionRows - 1) / kAttentionRows;
   const int64_t unit_tiles = threads.threads == 1 ? tiles : at_least_1(tiles / wanted);

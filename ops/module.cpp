@@ -1,4 +1,4 @@
-// lowbit._C: introspection for Python. No torch, no operators.
+// lowbit._C: introspection for Python, without torch and operators.
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -36,7 +36,7 @@ py::list names_of(IsaBits bits) {
   return names;
 }
 
-// The bits of a row: one name, or several for a vendor's row that needs more than one extension.
+// The name of a kernel's bits, or several names for a vendor's kernel that needs several extensions.
 std::string name_of_isa(IsaBits bits) {
   size_t count;
   const IsaName* all = isa_names(&count);
@@ -62,7 +62,7 @@ py::dict describe(const char* family, const Kernel& kernel) {
   return row;
 }
 
-// Outputs and inputs of layers in published models. Only rows that ask for sizes need more than the first.
+// Outputs and inputs of layers in published models. Only kernels with supports() need more than the first.
 constexpr int64_t kShapes[][2] = {
     {4096, 4096},  {64, 64},      {384, 384},    {1536, 384},   {384, 1536},   {768, 768},    {3072, 768},
     {768, 3072},   {896, 896},    {4864, 896},   {896, 4864},   {1024, 1024},  {3072, 1024},  {1024, 3072},
@@ -77,7 +77,7 @@ bool some_row_asks_for_sizes() {
   return false;
 }
 
-// Gives `use` a layout of every mapping and some group sizes, for each of the first `shapes` sizes.
+// Calls `use` with a layout of every mapping and several group sizes, for each of the first `shapes` sizes.
 template <class Use>
 void for_layouts(int bits, Format format, size_t shapes, const Use& use) {
   for (size_t shape = 0; shape < shapes; ++shape) {
@@ -94,8 +94,8 @@ void for_layouts(int bits, Format format, size_t shapes, const Use& use) {
   }
 }
 
-// The linear rows that calls of 1 to 1024 rows of activations run. Tiles have bytes: beyond all of them the choice changes only
-// where rows ask for more.
+// The linear kernels that run in calls of 1 to 1024 rows of activations. A tile has at most 255 rows, so beyond 256 rows the
+// choice depends only on supports().
 std::set<const LinearKernel*> active_linear(IsaBits isa) {
   std::set<std::pair<int, Format>> kinds;
   for (size_t i = 0; i < linear_kernel_count(); ++i) kinds.emplace(linear_kernel(i).bits, linear_kernel(i).format);
@@ -116,7 +116,7 @@ bool is_active(const EmbeddingKernel& kernel, IsaBits isa) {
   return active;
 }
 
-// Every row of the table. `active`: some call of those above would run it under the current ISA cap.
+// All kernels of the table. `active`: whether a call described above would run it under the current ISA cap.
 py::list kernels() {
   py::list rows;
   const IsaBits isa = active_isa();
@@ -173,7 +173,7 @@ py::dict isa() {
   return result;
 }
 
-// How one row reads its weights; with `pin`, from now on.
+// How one row reads its weights. `pin` changes it from now on.
 const char* streams_as(const std::optional<std::string>& pin) {
   if (pin.has_value()) {
     if (*pin != "one" && *pin != "several") throw py::value_error("pin is '" + *pin + "'; expected one or several");
@@ -215,7 +215,7 @@ py::dict as_dict(const Layout& layout) {
   return result;
 }
 
-// What the header of `size` bytes at `address` says; with `verify`, after checking all bytes against the checksum.
+// The contents of the header at `address`, a packed weight of `size` bytes. `verify`: checks all bytes against the checksum.
 // The caller keeps the memory alive.
 py::dict info(uintptr_t address, int64_t size, bool verify) {
   Layout layout;
@@ -232,7 +232,7 @@ py::dict info(uintptr_t address, int64_t size, bool verify) {
   return as_dict(layout);
 }
 
-// Of a table of int8: one for each code.
+// A table of int8 levels, one per code.
 using Levels = std::optional<std::string>;
 
 Layout layout_of(int64_t n, int64_t k, int bits, int64_t group_size, bool affine, bool has_bias, const Levels& table,
@@ -254,7 +254,7 @@ Layout layout_of(int64_t n, int64_t k, int bits, int64_t group_size, bool affine
   return layout;
 }
 
-// What info() will say about such a matrix.
+// The result of info() for such a matrix.
 py::dict describe_packed(int64_t n, int64_t k, int bits, int64_t group_size, bool affine, bool has_bias,
                          const Levels& levels, int64_t rotated_inputs, int64_t activation_bits) {
   return as_dict(layout_of(n, k, bits, group_size, affine, has_bias, levels, rotated_inputs, activation_bits));
@@ -265,8 +265,8 @@ int64_t packed_bytes(int64_t n, int64_t k, int bits, int64_t group_size, bool af
   return layout_of(n, k, bits, group_size, affine, has_bias, levels, 0, 8).total_bytes;
 }
 
-// A matrix that is packed in bands of whole panels: fold the checksum of each band (a packed weight of its own) onto
-// that of those before it, then put this header before the panels of all.
+// For a matrix that is packed in bands of whole panels: combine the checksum of each band (a packed weight of its own) with
+// those of the earlier bands, then put the header of packed_header() before the panels of all bands.
 uint64_t fold_bands(uintptr_t address, int64_t size, uint64_t folded) {
   Layout layout;
   const void* data = reinterpret_cast<const void*>(address);
@@ -293,7 +293,7 @@ TensorView bytes_view(uintptr_t address, int64_t size) {
   return view;
 }
 
-// In the header at `address`; the caller keeps the memory alive.
+// Changes the header at `address`. The caller keeps the memory alive.
 void set_activation_bits_of(uintptr_t address, int64_t size, int64_t bits) {
   raise_unless_ok(set_activation_bits(bytes_view(address, size), bits));
 }
@@ -304,7 +304,7 @@ int64_t repacked_bytes(uintptr_t address, int64_t size, const std::string& forma
   return layout.total_bytes;
 }
 
-// Into `out_size` bytes at `out_address`; the caller keeps both memories alive.
+// Writes `out_size` bytes at `out_address`. The caller keeps both memories alive.
 void repack_into(uintptr_t address, int64_t size, const std::string& format, uintptr_t out_address, int64_t out_size) {
   Status status;
   {
@@ -314,7 +314,7 @@ void repack_into(uintptr_t address, int64_t size, const std::string& format, uin
   raise_unless_ok(status);
 }
 
-// Packed matrices that lie at these addresses, of these sizes.
+// Addresses and sizes of packed matrices.
 using Matrices = std::vector<std::pair<uintptr_t, int64_t>>;
 
 std::vector<TensorView> views_of(const Matrices& matrices) {
@@ -330,7 +330,7 @@ int64_t spliced_bytes(const Matrices& matrices, int dim, int64_t begin, int64_t 
   return layout.total_bytes;
 }
 
-// Into `out_size` bytes at `out_address`; the caller keeps all memories alive.
+// Writes `out_size` bytes at `out_address`. The caller keeps all memories alive.
 void splice_into(const Matrices& matrices, int dim, int64_t begin, int64_t end, uintptr_t out_address,
                  int64_t out_size) {
   const std::vector<TensorView> views = views_of(matrices);
@@ -343,7 +343,7 @@ void splice_into(const Matrices& matrices, int dim, int64_t begin, int64_t end, 
   raise_unless_ok(status);
 }
 
-// Bytes per second of one pass over `size` bytes for each number of streams, the best of them.
+// The largest number of bytes per second in one pass over `size` bytes, for each number of streams.
 double measure_read_bandwidth(uintptr_t address, int64_t size, int threads) {
   if (threads < 1 || size < (int64_t{1} << 20) * threads) {
     throw py::value_error("read_bandwidth needs a thread or more, and a MiB for each");
@@ -357,7 +357,7 @@ double measure_read_bandwidth(uintptr_t address, int64_t size, int threads) {
   return 0.0;  // never reached
 }
 
-// The CPUs of each node of memory, and LOWBIT_NUMA.
+// The CPUs of each memory node, and the value of LOWBIT_NUMA.
 py::tuple memory_placement() {
   raise_unless_ok(placement_status());
   const Nodes& nodes = memory_nodes();
@@ -408,5 +408,5 @@ PYBIND11_MODULE(_C, module) {
 #else
   module.attr("compiler") = "unknown";
 #endif
-  module.attr("executorch_version") = LOWBIT_EXECUTORCH_VERSION;  // that lowbit_executorch was built with, or empty
+  module.attr("executorch_version") = LOWBIT_EXECUTORCH_VERSION;  // the version for which lowbit_executorch was built, or empty
 }

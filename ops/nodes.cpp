@@ -11,7 +11,7 @@
 namespace lowbit {
 namespace {
 
-constexpr int kMostFolders = 64;  // some may have only memory
+constexpr int kMostFolders = 64;  // some nodes may have only memory
 
 // Assigns the CPUs in the file to `node`; returns their number, or -1 if there are too many.
 int read_cpus(std::FILE* file, bool (*may_use)(int), uint8_t node, Nodes* nodes) {

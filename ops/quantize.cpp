@@ -14,7 +14,8 @@
 namespace lowbit {
 namespace {
 
-// What holds for each number of a contiguous float32 tensor; `expected` names it. Null: there is no tensor.
+// Checks that `holds` is true for each number of a contiguous float32 tensor. `expected` describes it. Null: there is no
+// tensor.
 template <class Holds>
 Status check_numbers(const char* name, const TensorView* tensor, const char* expected, const Holds& holds) {
   if (tensor == nullptr) return {};
@@ -121,7 +122,7 @@ Status error_feedback(const TensorView& weights, const TensorView& factor, const
                       const TensorView& out_levels, const TensorView& errors, const Parallel& parallel) {
   if (Status s = check_parallel(parallel); !s.ok()) return s;
   if (bits < 1 || bits > 8) return Status::error("bits is %d; expected 1 to 8", bits);
-  if (mins != nullptr && levels != nullptr) return Status::error("there are levels and mins; expected one of them or none");
+  if (mins != nullptr && levels != nullptr) return Status::error("levels and mins are both given; expected at most one");
   if (weights.shape.ndim != 2 || weights.shape.size[0] < 1 || weights.shape.size[1] < 1) {
     return Status::error("weights have shape %s; expected [inputs, rows], each 1 or more", describe(weights.shape).text);
   }

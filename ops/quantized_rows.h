@@ -1,4 +1,4 @@
-// Activations as linear kernels read them, and results of two planes put together.
+// Activations in the form that linear kernels read, and the addition of the results of two planes.
 #pragma once
 
 #include "../kernels/registry.h"
@@ -9,11 +9,11 @@
 
 namespace lowbit {
 
-// What quantized rows depend on, and how much of them there is.
+// What the contents and the size of quantized rows depend on.
 struct RowKind {
   int64_t rotated_inputs, group_inputs, groups, segments;
   int planes;       // int8 rows for each row of x
-  bool group_sums;  // some matrix reads them
+  bool group_sums;  // whether a matrix reads them
 };
 
 // The kinds that the matrices of a call need. All of them have k inputs.
@@ -22,9 +22,9 @@ struct RowKinds {
   int count = 0;
   int64_t k = 0, blocks = 0;
   int most_planes = 1;
-  bool rotated = false;  // the inputs of some matrix
+  bool rotated = false;  // whether a matrix has rotated inputs
 
-  // The kind for a matrix.
+  // Returns the kind for a matrix, and adds it if it is new.
   int add(const Layout& layout) {
     k = layout.k;
     blocks = layout.blocks;
@@ -43,7 +43,7 @@ struct RowKinds {
   }
 };
 
-// Some rows of x as the kernels read them, of every kind. With two planes row i of x is rows 2i and 2i + 1.
+// Some rows of x in the form that kernels read, of every kind. With two planes row i of x becomes rows 2i and 2i + 1.
 class QuantizedRows {
  public:
   QuantizedRows(const TensorView& x, const RowKinds& kinds, const QuantizeKernel& kernel)
@@ -59,12 +59,12 @@ class QuantizedRows {
     }
     return sum;
   }
-  // Of a row that has to be gathered or rotated, or of its second plane, for each worker.
+  // Bytes per worker for a row that is gathered or rotated, or for its second plane.
   int64_t row_bytes() const {
     return gather_bytes() + (kinds_.rotated ? float_bytes() : 0) + (kinds_.most_planes > 1 ? float_bytes() : 0);
   }
 
-  // Where the rows lie: bytes(rows) of memory.
+  // Places the rows in `memory`, of bytes(rows) bytes.
   void place(char* memory, int64_t rows) {
     const auto take = [&memory](int64_t bytes) {
       char* const taken = memory;
@@ -82,7 +82,7 @@ class QuantizedRows {
     }
   }
 
-  // Row `row` of x becomes row `index`. `memory`: row_bytes() of the worker.
+  // Quantizes row `row` of x to row `index`. `memory`: row_bytes() of the worker.
   void quantize(int64_t row, int64_t index, char* memory) const {
     const int last = x_.shape.ndim - 1;
     const int64_t item = element_bytes(x_.type);
@@ -93,7 +93,7 @@ class QuantizedRows {
     }
     float* const rotated = reinterpret_cast<float*>(memory + gather_bytes());
     float* const rest = reinterpret_cast<float*>(memory + gather_bytes() + (kinds_.rotated ? float_bytes() : 0));
-    int64_t rotated_inputs = 0;  // as they lie there
+    int64_t rotated_inputs = 0;  // rotation of the values at `source`
     for (int i = 0; i < kinds_.count; ++i) {
       const RowKind& kind = kinds_.of[i];
       if (kind.rotated_inputs != 0 && kind.rotated_inputs != rotated_inputs) {
@@ -114,7 +114,7 @@ class QuantizedRows {
     }
   }
 
-  // Row `from` becomes row `to` too.
+  // Copies row `from` to row `to`.
   void copy(int64_t from, int64_t to) const {
     for (int i = 0; i < kinds_.count; ++i) {
       const RowKind& kind = kinds_.of[i];
@@ -126,7 +126,7 @@ class QuantizedRows {
     }
   }
 
-  // `rows` rows of x from row `first` on, as the kernel of a matrix takes them.
+  // Sets the arguments of a matrix's kernel to `rows` rows of x from row `first` on.
   void give(LinearArgs& args, int kind, const Layout& layout, int64_t first, int64_t rows) const {
     const Rows& from = rows_[kind];
     const int planes = layout.planes();
@@ -141,7 +141,7 @@ class QuantizedRows {
   int64_t float_bytes() const { return aligned(kinds_.k * static_cast<int64_t>(sizeof(float))); }
   int64_t gather_bytes() const { return gather_ ? aligned(kinds_.k * element_bytes(x_.type)) : 0; }
 
-  // Without x.
+  // The arguments except x.
   QuantizeArgs row_of(int i, int64_t index) const {
     const RowKind& kind = kinds_.of[i];
     const Rows& to = rows_[i];
@@ -176,7 +176,7 @@ class QuantizedRows {
   Rows rows_[kMostMatrices];
 };
 
-// Makes panels [begin, end) of a matrix in panel16, which begins at `panels`, those of `args`: a matrix of their own.
+// Sets `args` to panels [begin, end) of a matrix in panel16 that begins at `panels`, as a matrix of their own.
 inline void take_panels(LinearArgs& args, const Layout& whole, const uint8_t* panels, int64_t begin, int64_t end) {
   args.layout = whole;
   args.layout.panels = end - begin;
@@ -187,8 +187,8 @@ inline void take_panels(LinearArgs& args, const Layout& whole, const uint8_t* pa
   args.panel_end = end - begin;
 }
 
-// The kernel for `rows` rows of x, which may have no function (choose_linear), and the one for threads without a matrix unit:
-// fewer threads have one than take part. Where all have one, or the kernel needs none, the two are the same.
+// Chooses the kernel for `rows` rows of x, which may have no function (choose_linear), and the one for threads without a matrix
+// unit. The two differ only if the first needs a matrix unit and there are more threads than units.
 inline void choose_kernels(const Layout& layout, int64_t rows, int threads, const LinearKernel** kernel,
                            const LinearKernel** beside) {
   const int64_t m = rows * layout.planes();
@@ -198,12 +198,12 @@ inline void choose_kernels(const Layout& layout, int64_t rows, int threads, cons
   }
 }
 
-// The float32 results of so many rows of x in two planes, of so many panels.
+// Bytes of the float32 results of `rows` rows of x in two planes, for `panels` panels.
 constexpr int64_t planes_bytes(int64_t rows, int64_t panels) {
   return 2 * rows * panels * kPanelRows * static_cast<int64_t>(sizeof(float));
 }
 
-// Runs a kernel on rows of two planes: their results go to `tile`, planes_bytes() of memory.
+// Runs a kernel on rows of two planes. The results are written to `tile`, planes_bytes() of memory.
 inline void run_planes(const LinearKernel& kernel, LinearArgs args, char* tile) {
   args.out = tile;
   args.out_dtype = DType::f32;
@@ -212,7 +212,7 @@ inline void run_planes(const LinearKernel& kernel, LinearArgs args, char* tile) 
   kernel.run(args);
 }
 
-// Adds them: `rows` rows of x, from row `first` of the tile on, to `out`. `args`: what the kernel ran on.
+// Adds the planes of `rows` rows of x, from row `first` of the tile on, to `out`. `args`: the arguments of the kernel.
 inline void add_planes(const LinearArgs& args, const char* tile, int64_t first, int64_t rows, void* out, DType dtype,
                        int64_t out_step) {
   const Layout& layout = args.layout;

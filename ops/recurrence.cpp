@@ -92,7 +92,7 @@ Status linear_attention(const TensorView& q, const TensorView& k, const TensorVi
   const int64_t products = batch * positions * heads * width * columns * (beta == nullptr ? 2 : 3);
   const Parallel alone;
   const Parallel& threads = products < kParallelProducts ? alone : parallel;
-  // A unit is a head, or, if there are few heads, two panels of one.
+  // A unit is a head, or two panels of a head if there are few heads.
   const int64_t all_panels = panels_of(columns);
   const int64_t step = batch * heads >= 2 * threads.threads ? all_panels : 2;
   const int64_t pieces = (all_panels + step - 1) / step;
@@ -170,7 +170,7 @@ Status short_conv(const TensorView& x, const TensorView& weight, const TensorVie
   const RecurrenceKernel& kernel = choose_recurrence(active_isa());
   const Parallel alone;
   const Parallel& threads = batch * positions * channels * taps < kParallelProducts ? alone : parallel;
-  constexpr int64_t kChannels = 64;  // of a unit
+  constexpr int64_t kChannels = 64;  // per unit
   const int64_t pieces = (channels + kChannels - 1) / kChannels;
   parallel_1d(threads, batch * pieces, 1, [&](int, int64_t begin, int64_t end) {
     while (begin < end) {

@@ -21,7 +21,7 @@ Status target_layout(const Layout& source, const char* format, Layout* layout) {
   }
   panel16.rotation = source.rotation;
   panel16.two_planes = source.two_planes;
-  if (format == nullptr) return Status::error("there is no name of a format; expected one");
+  if (format == nullptr) return Status::error("the name of the format is null; expected panel16 or a loaded format");
   if (std::strcmp(format, "panel16") == 0) {
     *layout = panel16;
     return {};
@@ -46,7 +46,8 @@ Status repack(const TensorView& packed, const char* format, const TensorView& ou
   Layout source, target;
   if (Status s = check_parallel(parallel); !s.ok()) return s;
   if (Status s = read_packed(packed, &source); !s.ok()) return s;
-  // Of what was read above: the header's memory may have changed. unpack() reads it again, and refuses another shape.
+  // Uses the layout read above, because the header's memory may have changed. unpack() reads it again, and refuses another
+  // shape.
   if (Status s = target_layout(source, format, &target); !s.ok()) return s;
   if (Status s = check_tensor("out", out, ElementType::u8, {1, {target.total_bytes}}); !s.ok()) return s;
   if (Status s = check_apart({{"out", &out}}, {{"packed_weight", &packed}}); !s.ok()) return s;
@@ -94,7 +95,7 @@ Status repack(const TensorView& packed, const char* format, const TensorView& ou
   FirstError error;
   vendor_rows(vendor_format, target, parallel, [&](int64_t begin, int64_t end) {
     if (const char* reason = vendor_format.pack(vendor_format.context, target, args, begin, end, bytes)) {
-      error.report(begin, Status::error("format '%s' does not take this weight: %.200s", format, reason));
+      error.report(begin, Status::error("format '%s' does not support this weight: %.200s", format, reason));
     }
   });
   if (!error.status().ok()) return error.status();

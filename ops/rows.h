@@ -25,10 +25,10 @@ inline void gather(int64_t item, const void* from, int64_t step, void* to, int64
   }
 }
 
-// Checks the memory that a vendor's kernel requests: `least` to 2^40 bytes.
+// Checks the memory that a vendor's kernel requests: from `least` to 2^40 bytes.
 inline Status check_asked(const LinearKernel& kernel, const char* what, int64_t bytes, int64_t least) {
   if (bytes >= least && bytes <= int64_t{1} << 40) return {};
-  return Status::error("kernel '%s' asks for %" PRId64 " bytes of %s; expected %" PRId64 " to 2^40", kernel.name, bytes, what,
+  return Status::error("kernel '%s' requests %" PRId64 " bytes of %s; expected %" PRId64 " to 2^40", kernel.name, bytes, what,
                        least);
 }
 

@@ -60,7 +60,7 @@ void parallel_1d(const Parallel& parallel, int64_t count, int64_t step, const Bo
 // Two stages over a table of rows x columns: every row is prepared once, and tiles are computed from prepared rows. Rows are
 // grouped in bands: a band's tiles, each with some of the columns, only wait for the preparation of the band's rows.
 struct Grid {
-  int64_t rows, band_rows;  // the last band may have fewer
+  int64_t rows, band_rows;  // the last band may have fewer rows
   int64_t prepare_rows;     // a claim of the first stage: at most this many rows of a band
   int64_t columns;
   int64_t least_columns, most_columns;  // a claim of the second stage: a multiple of the least, except for the last
@@ -91,14 +91,15 @@ inline constexpr size_t kCacheLine = 128;
 inline constexpr size_t kCacheLine = 64;
 #endif
 
-// Shared progress of threads on a band, and on a node's part of it; with several nodes, the first part of a band has its rows.
+// Shared progress of threads on a band, or on a node's part of it. With several nodes, the first part of a band includes its
+// rows.
 struct alignas(kCacheLine) Band {
   std::atomic<int64_t> claimed_rows{0}, prepared_rows{0}, claimed_columns{0};
 };
 
 // Calls prepare(worker, begin, end) over all rows and tile(worker, band, begin, end) over the columns of every band, in one
-// parallel region; `worker` as above. Free threads claim the next piece. With one thread or one tile, everything runs on the
-// caller's thread. `bands`: a newly constructed one for each part of each band.
+// parallel region. `worker` and claims are as above. With one thread or one tile, everything runs on the caller's thread.
+// `bands`: one newly constructed Band for each part of each band.
 template <class Prepare, class Tile>
 void parallel_2d(const Parallel& parallel, const Grid& grid, Band* bands, const Prepare& prepare, const Tile& tile) {
   const int64_t count = grid.bands();

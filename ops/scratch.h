@@ -20,7 +20,7 @@ using Block = uintptr_t;
 LOWBIT_API Block take_block(int64_t bytes);
 LOWBIT_API void give_back(Block block);
 
-// The number of bytes kept now, and a function that frees them.
+// The number of bytes that are kept now, and a function that frees them.
 LOWBIT_API int64_t kept_bytes();
 LOWBIT_API void release_blocks();
 

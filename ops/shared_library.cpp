@@ -33,7 +33,7 @@ constexpr DWORD kLongestPath = 4096;
 constexpr size_t kLongestName = 255;
 #endif
 
-// The end of a message, which fits in a Status and names the file.
+// The end of a message, which fits in a Status and still names the file.
 const char* tail(const char* text) {
   const size_t length = std::strlen(text);
   return length > kLongest ? text + length - kLongest : text;

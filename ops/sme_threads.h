@@ -1,4 +1,4 @@
-// A cluster of cores shares one Arm matrix unit (SME2), and more threads on it gain nothing.
+// The cores of a cluster share one Arm matrix unit (SME2), so more threads on it gain nothing.
 #pragma once
 
 #include "../kernels/export.h"

@@ -17,7 +17,7 @@ constexpr int64_t kMostParts = 65536;
 struct Part {
   Layout layout;
   const uint8_t* data;
-  int64_t begin;  // its first row or input among those of all parts
+  int64_t begin;  // its first row or input, counted over all parts
 
   int64_t size(int dim) const { return dim == 0 ? layout.n : layout.k; }
 };
@@ -127,7 +127,7 @@ Status result_layout(const Parts& parts, int dim, int64_t total, int64_t begin, 
   return make_vendor_layout(*layout, first.format, layout);
 }
 
-// 16 rows of a matrix, unpacked; scales and mins are in units of the row scales.
+// 16 unpacked rows of a matrix. Scales and mins are in units of the row scales.
 class Rows {
  public:
   Status make(const Layout& layout) {
@@ -161,7 +161,7 @@ class Rows {
     return Status::error("from row %" PRId64 " of the result on: %.300s", panel * kPanelRows, status.message());
   }
 
-  // `count` rows of `from`, a matrix of the same inputs.
+  // Copies `count` rows of `from`, a matrix with the same inputs.
   void copy_rows(const Layout& layout, int64_t row, const Rows& from, int64_t from_row, int64_t count) {
     const auto copy = [&](auto* to, const auto* source, int64_t per_row) {
       std::memcpy(to + row * per_row, source + from_row * per_row, static_cast<size_t>(count * per_row) * sizeof *to);
@@ -177,7 +177,7 @@ class Rows {
   float *scales, *mins, *bias, *row_scales;
 
  private:
-  // A panel as a matrix of its own.
+  // The layout of a panel as a matrix of its own.
   static Layout panel_of(const Layout& layout, int64_t panel) {
     Layout one = layout;
     one.n = rows_in_panel(layout, panel);
@@ -189,7 +189,7 @@ class Rows {
   std::unique_ptr<float[]> floats_;
 };
 
-// Fills panel `p` of the result, the rows from `begin` on. `i` is the part that its first row is in, or one before it.
+// Fills panel `p` of the result with rows from `begin` on. `i` is the part that contains its first row, or an earlier part.
 Status splice_rows(const Parts& parts, int64_t i, int64_t begin, const Layout& layout, int64_t p, Rows& to, Rows& from,
                    uint8_t* out, uint64_t* checksums) {
   const int64_t rows = rows_in_panel(layout, p);
@@ -198,10 +198,10 @@ Status splice_rows(const Parts& parts, int64_t i, int64_t begin, const Layout& l
     while (row >= parts.part[i].begin + parts.part[i].layout.n) ++i;
     const Part& part = parts.part[i];
     const int64_t panel = (row - part.begin) / kPanelRows, at = (row - part.begin) % kPanelRows;
-    // What is left of the panel that it comes from, and of the one to fill.
+    // The rest of the source panel, and of the panel to fill.
     int64_t count = rows_in_panel(part.layout, panel) - at;
     if (rows - done < count) count = rows - done;
-    if (count == kPanelRows) {  // it is the same panel
+    if (count == kPanelRows) {  // a whole panel is copied
       uint8_t* const target = out + layout.header_bytes + p * layout.panel_bytes;
       std::memcpy(target, part.data + layout.header_bytes + panel * layout.panel_bytes,
                   static_cast<size_t>(layout.panel_bytes));
@@ -215,7 +215,7 @@ Status splice_rows(const Parts& parts, int64_t i, int64_t begin, const Layout& l
   return to.pack(layout, out, p, checksums);
 }
 
-// Fills panel `p` of the result, the inputs from `begin` on.
+// Fills panel `p` of the result with inputs from `begin` on.
 Status splice_inputs(const Parts& parts, int64_t begin, const Layout& layout, int64_t p, Rows& to, Rows& from,
                      uint8_t* out, uint64_t* checksums) {
   const int64_t end = begin + layout.k, group = layout.group_size;
@@ -260,7 +260,7 @@ Status splice_inputs(const Parts& parts, int64_t begin, const Layout& layout, in
   return to.pack(layout, out, p, checksums);
 }
 
-// A whole matrix, unpacked; mins and bias are there in any case.
+// A whole unpacked matrix. Mins and bias are always allocated.
 struct Unpacked {
   std::unique_ptr<uint8_t[]> codes;
   std::unique_ptr<float[]> floats;
@@ -287,7 +287,7 @@ struct Unpacked {
   }
 };
 
-// Puts what is wanted of an unpacked part into its place: `count` rows or inputs, from `from_at` on to `to_at`.
+// Copies a section of an unpacked part to its place: `count` rows or inputs, from `from_at` on to `to_at`.
 Status place_part(int dim, const Layout& layout, const Unpacked& part, int64_t from_at, int64_t count, const Layout& whole,
                   int64_t to_at, Unpacked& to) {
   const int64_t rows = dim == 0 ? count : whole.n, inputs = dim == 0 ? layout.k : count;
@@ -300,7 +300,7 @@ Status place_part(int dim, const Layout& layout, const Unpacked& part, int64_t f
                 static_cast<size_t>(inputs));
     const int64_t at = (to_row + r) * whole.groups + to_input / group;
     const int64_t from = (first_row + r) * layout.groups + first_input / group;
-    const bool again = dim == 1 && layout.group_size == 0 && to_at > 0;  // scales of whole rows
+    const bool again = dim == 1 && layout.group_size == 0 && to_at > 0;  // an earlier part has set the row's only scale
     if (again && (to.scales[at] != part.scales[from] || to.mins[at] != part.mins[from])) {
       return Status::error("row %" PRId64 " has the scale %g and the min %g in one matrix, and %g and %g in the one before it; "
                            "expected the same: matrices side by side are slices of one",
@@ -314,7 +314,7 @@ Status place_part(int dim, const Layout& layout, const Unpacked& part, int64_t f
   return {};
 }
 
-// splice() of matrices in a vendor's format, which only its own functions read: by unpacking them, one after the other.
+// splice() of matrices in a vendor's format, which only its own functions can read: unpacks them, one matrix at a time.
 Status splice_of_vendor(const Parts& parts, int dim, int64_t begin, int64_t end, const Layout& layout, uint8_t* out,
                         const Parallel& parallel) {
   const PackedFormat& format = *find_format(layout.format);
@@ -346,14 +346,14 @@ Status splice_of_vendor(const Parts& parts, int dim, int64_t begin, int64_t end,
   vendor_rows(format, layout, parallel, [&](int64_t first, int64_t last) {
     const char* const reason =
         format.pack(format.context, layout, whole.pack_args(layout), first, last, out + layout.header_bytes);
-    if (reason != nullptr) error.report(first, Status::error("format '%s' does not take this weight: %.200s", name, reason));
+    if (reason != nullptr) error.report(first, Status::error("format '%s' does not support this weight: %.200s", name, reason));
   });
   if (!error.status().ok()) return error.status();
   seal_vendor_format(layout, out);
   return {};
 }
 
-// Of about this many weights each, for a thread to claim.
+// Approximate number of weights per claim.
 constexpr int64_t kClaimWeights = 1 << 18;
 
 }  // namespace
@@ -377,7 +377,7 @@ Status splice(const TensorView* packed, int64_t count, int dim, int64_t begin, i
   for (int64_t i = 0; i < count; ++i) {
     if (Status s = check_apart({{"out", &out}}, {{"packed_weight", &packed[i]}}); !s.ok()) return s;
   }
-  // New checksums would hide what changed.
+  // Verified first, because new checksums would hide a changed byte.
   for (int64_t i = 0; i < count; ++i) {
     if (Status s = verify_payload(parts.part[i].data, parts.part[i].layout); !s.ok()) return s;
   }

@@ -17,9 +17,9 @@ inline constexpr int64_t kClaimValues = 1 << 13;
 inline constexpr int64_t kClaimProducts = 1 << 14;
 // A kernel for many rows prepares the activations of a claim once, for at most this many panels.
 inline constexpr int64_t kClaimPanels = 8;
-// The activations of a band stay in a cache while the weights are read once per band. Kernels unpack a panel once for this many
-// rows or more, so bands have about a multiple of them. On x86 a band may exceed a second-level cache: on Zen 4, 128 rows of
-// 14336 inputs were 1.2 times faster in bands of 2 MiB than of 256 KiB. On Arm that cache is usually smaller.
+// The activations of a band stay in a cache while the weights are read once per band. Kernels unpack a panel once for
+// `kBandRows` rows or more, so bands have about a multiple of them. On x86 a band may exceed a second-level cache: on Zen 4,
+// 128 rows of 14336 inputs were 1.2 times faster in bands of 2 MiB than of 256 KiB. On Arm that cache is usually smaller.
 #if defined(__x86_64__)
 inline constexpr int64_t kBandBytes = 2 << 20;
 #else
@@ -37,8 +37,8 @@ constexpr int64_t rounded_up(int64_t value, int64_t unit) { return (value + unit
 // Number of panels that a kernel computes at once; claims are multiples of it.
 constexpr int64_t panels_at_once(const LinearKernel& kernel) { return at_least_1(kernel.n_step / kPanelRows); }
 
-// Whether `panels` panels are split at multiples of the number that the kernel computes at once. Interleaved panels are read
-// faster, but an idle thread would lose more.
+// Whether `panels` panels are divided at multiples of the number that the kernel computes at once. Interleaved panels are read
+// faster, but an idle thread would lose more time.
 constexpr bool cut_at_multiples(const LinearKernel& kernel, int64_t panels, int threads) {
   return !kernel.several_streams || panels >= panels_at_once(kernel) * threads;
 }

@@ -1,5 +1,5 @@
 // PyTorch registration, through the libtorch stable ABI only, so that one library serves torch >= 2.10.
-// It converts tensors, allocates outputs, turns a Status into an exception, and nothing else.
+// It only converts tensors, allocates outputs, and turns a Status into an exception.
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -115,7 +115,7 @@ Tensor allocate(const Shape& shape, ScalarType type) {
 
 #ifdef __linux__
 // A forked process has only the forking thread. GNU's OpenMP, which torch uses on Linux, does not notice this: if the thread
-// had used other threads before, it would wait for them forever. So it computes alone. Threads that start later are not
+// has used other threads before, it would wait for them forever. So it computes alone. Threads that start later are not
 // affected.
 std::atomic<bool> forks_with_threads{false}, alone_after_fork{false};
 std::atomic<pthread_t> forked{};
@@ -382,7 +382,7 @@ std::tuple<Tensor, Tensor, Tensor> error_feedback(const Tensor& weights, const T
   return {values, out_levels, errors};
 }
 
-// The same with an output tensor from the caller: the form of ExecuTorch's kernels, which its export looks up here.
+// The same with an output tensor from the caller. ExecuTorch's kernels have this form, and its export looks them up here.
 void check_apart_from(const TensorView& out, const Tensor& argument) {
   const TensorView view = view_of("an argument", argument);
   raise_unless_ok(lowbit::check_apart({{"out", &out}}, {{"another argument", &view}}));

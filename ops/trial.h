@@ -40,7 +40,7 @@ class GuardedMemory {
     const int64_t bytes = count * static_cast<int64_t>(sizeof(T));
     if (bytes + 2 * kGuard > capacity_) {
       capacity_ = 0;
-      memory_.reset();  // freed before the new allocation
+      memory_.reset();  // freed before the next allocation
       memory_.reset(static_cast<char*>(allocate_aligned(bytes + 2 * kGuard)));
       if (memory_ == nullptr) return Status::no_memory("no memory for %" PRId64 " bytes of %s in a trial", bytes, name_);
       capacity_ = bytes + 2 * kGuard;

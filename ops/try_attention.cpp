@@ -142,7 +142,7 @@ class AttentionTrial {
     return compare("scales of values", expected_cache_.v_scales, actual_cache_.v_scales, scale_bytes);
   }
 
-  // Queries, of which row r begins one value later than the end of the row before, and outputs likewise.
+  // Queries whose row r begins one value after the end of row r - 1, and outputs with the same gaps.
   Status take_rows() {
     const int64_t item = size_of(type_), rows = case_.queries;
     if (Status s = q_.take(rows * (case_.width + 1) * item, &queries_); !s.ok()) return s;
@@ -154,7 +154,7 @@ class AttentionTrial {
     return {};
   }
 
-  // Arguments of both kernels, with outputs `out`. Rows see all positions except some at the end, windows, or few positions.
+  // Arguments of both kernels, with outputs `out`. Rows see all positions except some at the end, or windows, or few positions.
   AttentionArgs arguments(float cap, char* out) {
     const int64_t item = size_of(type_), rows = case_.queries, positions = case_.positions;
     for (int64_t r = 0; r < rows; ++r) {
@@ -184,7 +184,7 @@ class AttentionTrial {
     return compare(kernel, "", cap, inputs);
   }
 
-  // All rows see the same positions: of two spans, or of one.
+  // All rows see the same positions, of one or two spans.
   Status attend_spans(const AttentionKernel& kernel) {
     if (Status s = take_rows(); !s.ok()) return s;
     const int64_t rows = case_.queries, partial = attention_partial(rows, case_.value_width);

@@ -21,18 +21,17 @@ constexpr int64_t kGap = 3;  // between rows of activations and of outputs; must
 struct Case {
   int64_t k, group_size, steps, more;
 };
-// Whole blocks and groups; then groups that end in the middle of a block, are cut short, have several segments; then long rows,
-// few outputs, several steps.
+// Whole blocks and groups; groups that end in the middle of a block, are cut short, or have several segments; long rows, few
+// outputs, several steps.
 constexpr Case kCases[] = {{128, 32, 1, 5},  {128, 64, 1, 5},  {128, 0, 1, 5},    {100, 32, 1, 5},   {100, 16, 1, 5},
                            {130, 48, 1, 5},  {70, 0, 1, 5},    {300, 128, 1, 5},  {16, 16, 0, 1},    {33, 32, 0, 17},
                            {520, 96, 1, 0},  {768, 256, 2, 17}, {1100, 0, 1, 5},  {2080, 64, 1, 1},  {4112, 128, 0, 17},
                            {4096, 32, 0, 16}};
-// Calls of a case run until their total number of products exceeds this, so that the trial is quick. The first always runs, and
-// so do those at the edges of a tile if rows of weights are short.
+// Calls of a case run until their total number of products exceeds this, so that the trial is quick. The first call always
+// runs, as do the calls at the edges of a tile if rows of weights are short.
 constexpr int64_t kMostProducts = 1 << 18, kShortRow = 300;
 
-// Sizes that are tried if a kernel or format takes none of a kind of cases: all small ones, layers of published models, and
-// vocabularies.
+// Sizes to try if a kernel or format supports no case of a kind: all small ones, layers of published models, and vocabularies.
 constexpr int64_t kOtherSizes[] = {8960,   11008,  29568,  32000,  32064,  49152,  50257,  50280,  50304,  51865,
                                    51866,  65024,  92416,  100352, 128256, 129280, 151552, 151936, 152064, 200064,
                                    201088, 248320, 250880, 256000, 262144, 262208};
@@ -47,7 +46,7 @@ struct Counts {
   int count = 0;
 };
 
-// Panels that a call computes; for a large matrix only the first and the last ones.
+// The panels that a call computes. Of a large matrix, only the first and the last ones.
 struct Range {
   int64_t begin, end;
 };
@@ -123,7 +122,7 @@ class Trial {
     for (const int64_t k : {128, 100, 130, 70, 300, 1, 16, 17, 63, 65, 520, 1100, 4112}) {
       for (const int64_t group_size : {32, 64, 0, 16, 48, 128}) {
         Layout layout;
-        const Mapping with_mins = mapping_with(true, false);  // group sums are computed for them
+        const Mapping with_mins = mapping_with(true, false);  // so that group sums are computed
         if (Status s = make_layout(1, k, 4, group_size, with_mins, false, &layout); !s.ok()) return s;
         for (const DType type : {DType::f32, DType::bf16, DType::f16}) {
           if (Status s = try_quantize(kernel, layout, type, number++); !s.ok()) return s;
@@ -134,10 +133,10 @@ class Trial {
   }
 
  private:
-  // A matrix in panel16, and as a kernel reads it.
+  // A matrix in panel16, and in the format that the kernel reads.
   struct Setup {
     Layout layout, kernel_layout;
-    const PackedFormat* format;  // null: panel16
+    const PackedFormat* format;  // null for panel16
     const uint8_t *panel16, *panels;
     Ranges ranges;
     DType type;
@@ -147,13 +146,13 @@ class Trial {
 
   // Shapes of a kind. A few supported shapes are enough, but long rows have more segments, and groups have many cases.
   struct Kind {
-    int64_t n = 0, k = 0;  // 0: none was found
+    int64_t n = 0, k = 0;  // 0 if none was found
     bool was_tried = false;
   };
   static int length_of(int64_t k) { return k < 512 ? 0 : k < 2048 ? 1 : k < 8192 ? 2 : 3; }
 
-  // Calls try_kernel(setup, counts) for matrices of each kind that the kernel reads. `ask` determines the numbers of rows of
-  // activations that it supports with a layout: all candidates, or only whether there is one.
+  // Calls try_kernel(setup, counts) for matrices of each kind that the kernel reads. `ask` returns the numbers of rows of
+  // activations that the kernel supports with a layout: all candidates, or only whether there is one.
   template <class Kernel, class Ask, class Try>
   Status with_weights(const Kernel& kernel, int64_t columns, bool is_asked, const Ask& ask, const Try& try_kernel) {
     const PackedFormat* format = nullptr;
@@ -167,7 +166,7 @@ class Trial {
       if (has_table(mapping) && (!can_have_levels(kernel.bits) || format != nullptr)) continue;
       Kind kinds[4][std::size(kGroupSizes)];
       int number = 0;
-      // Tries n x k weights; `*tried` tells whether a kernel ran with them.
+      // Tries n x k weights. `*tried`: whether a kernel ran with them.
       const auto try_shape = [&](int64_t n, int64_t k, int64_t group_size, bool extreme, bool* tried) {
         Counts counts;
         Setup setup{{}, {}, format, nullptr, nullptr, {1, 1}, static_cast<DType>(number % 3), number, extreme};
@@ -203,11 +202,11 @@ class Trial {
       }
     }
     if (was_run) return {};
-    return Status::error("kernel '%s' was never run: it takes no matrix of the trial at load, neither the small ones nor any "
-                         "of up to %" PRId64 " outputs and %" PRId64 " inputs that layers of published models have%s; expected "
-                         "one",
+    return Status::error("kernel '%s' was never run: it supports no matrix of the trial at load, neither the small ones nor "
+                         "any of up to %" PRId64 " outputs and %" PRId64 " inputs that layers of published models have%s; "
+                         "expected one",
                          kernel.name, *std::rbegin(kOtherSizes), kMostRegularSize,
-                         format != nullptr ? ", or its format does not hold them" : "");
+                         format != nullptr ? ", or its format does not support them" : "");
   }
 
   static Status make(int64_t n, int64_t k, int bits, int64_t group_size, Mapping mapping, bool has_bias, Layout* layout) {
@@ -256,7 +255,7 @@ class Trial {
         const auto supports = [&](IsaBits isa) { return kernel.supports(kernel.context, layout, m, isa); };
         const bool takes = supports(active_isa());
         if (all && takes != supports(active_isa())) {
-          return Status::error("kernel '%s' changes its mind: supports() said %s, then %s to %s, %" PRId64 " %s", kernel.name,
+          return Status::error("kernel '%s' contradicts itself: supports() said %s, then %s to %s, %" PRId64 " %s", kernel.name,
                                takes ? "yes" : "no", takes ? "no" : "yes", describe(layout).text, m, rows_text(m));
         }
         if (!takes && !supports(kernel.isa)) continue;
@@ -281,7 +280,7 @@ class Trial {
     if (Status s = checksums_.take(layout.panels, &checksums); !s.ok()) return s;
     std::memset(packed, 0, static_cast<size_t>(layout.total_bytes));
     weights_ = {codes, scales, has_mins(layout.mapping) ? mins : nullptr, layout.has_bias ? bias : nullptr};
-    if (setup->format != nullptr && setup->ranges.panels() < layout.panels) {  // a format gets all of it
+    if (setup->format != nullptr && setup->ranges.panels() < layout.panels) {  // a format is packed as a whole
       std::memset(codes, 0, static_cast<size_t>(layout.n * layout.k));
       std::fill_n(scales, layout.n * layout.groups, 0.0f);
       std::fill_n(mins, layout.n * layout.groups, 0.0f);
@@ -306,7 +305,7 @@ class Trial {
     return setup->format == nullptr ? (setup->panels = setup->panel16, Status()) : pack(setup);
   }
 
-  // In two calls if the format allows it, as by threads, with the last rows first.
+  // Packs in two calls if the format allows it, as threads would, with the last rows first.
   Status pack(Setup* setup) {
     const PackedFormat& format = *setup->format;
     const int64_t rows = setup->layout.n, bytes = setup->kernel_layout.total_bytes;
@@ -369,7 +368,7 @@ class Trial {
     return {};
   }
 
-  // The counts of a case: those at the edges of a tile, all if the case is small, and the first if there are no others.
+  // The counts for a case: those at the edges of a tile, all if the case is small, or the first if there are no others.
   static Counts chosen(const LinearKernel& kernel, const Setup& setup, const Counts& taken) {
     Counts result;
     const int64_t products = std::min(setup.ranges.panels() * kPanelRows, setup.layout.n) * setup.layout.k;
@@ -455,8 +454,8 @@ class Trial {
     return sum;
   }
 
-  // In several calls, as by threads, in ascending or descending order of panels, so that writes to another call's panels are
-  // detected.
+  // Runs several calls, as threads would, in ascending or descending order of panels, so that writes to another call's panels
+  // are detected.
   Status run(const LinearKernel& kernel, const Setup& setup, LinearArgs args, const float* x, int number) {
     int64_t scratch_bytes = kLinearScratchBytes;
     constexpr int kThreads[] = {1, 2, 64};
@@ -472,21 +471,21 @@ class Trial {
       const Range& range = ranges.range[number % 2 == 0 ? i : ranges.count - 1 - i];
       args.panel_begin = range.begin;
       args.panel_end = range.end;
-      // NaNs or numbers.
+      // Fills the scratch memory with NaNs or numbers.
       std::memset(scratch, i % 2 == 0 ? 0xff : 0x5a, static_cast<size_t>(std::min<int64_t>(scratch_bytes, 1 << 20)));
       kernel.run(args);
     }
     return {};
   }
 
-  // The last rows first, and with space between rows.
+  // Prepares the last rows first, with space between rows.
   Status prepare(const LinearKernel& kernel, const Setup& setup, const float* x, LinearArgs* args) {
     const int64_t bytes = kernel.activation_bytes(kernel.context, args->layout, args->m);
     if (Status s = check_asked(kernel, "activations", bytes, 1); !s.ok()) return s;
     char *activations, *from;
     if (Status s = activations_.take(bytes, &activations); !s.ok()) return s;
     std::memset(activations, 0xff, static_cast<size_t>(bytes));
-    // For 16-bit types the type of the outputs, so that each is tried.
+    // Of the 16-bit types, the type of the outputs, so that each type is tried.
     const DType type = (kernel.x_types & bit_of(setup.type)) != 0 ? setup.type : DType::f32;
     const int64_t k = args->layout.k, stride = k + kGap, values = args->m * stride * size_of(type);
     if (Status s = prepared_from_.take(values, &from); !s.ok()) return s;
@@ -559,7 +558,7 @@ class Trial {
     std::memset(x, 0, static_cast<size_t>(size_of(type)));
     x += size_of(type);
     for (int64_t i = 0; i < layout.k; ++i) {
-      const bool all = number % 8 == 1;  // zeros
+      const bool all = number % 8 == 1;  // whether all values are zero
       const float value = all ? 0.0f : random_.between(-2.0f, 2.0f) * (number % 5 == 4 ? 1e-20f : 1.0f);
       store_from_f32(x, type, i, i % 257 == 17 ? special[(number + i) % 8] : value);
     }
@@ -612,12 +611,12 @@ class Trial {
   }
 
   const LoadedLibrary& library_;
-  // What kernels read.
+  // Inputs of kernels.
   GuardedMemory panel16_{"weights"}, packed_{"weights"}, a_{"activations"}, a_scales_{"activations"}, a_sums_{"activations"},
       a_group_sums_{"activations"}, prepared_from_{"inputs"};
-  // What they write.
+  // Outputs of kernels.
   GuardedMemory actual_{"outputs"}, scratch_{"scratch"}, activations_{"activations"};
-  // What only the trial sees.
+  // Memory that only the trial uses.
   GuardedMemory codes_{"codes"}, scales_{"scales"}, mins_{"minimums"}, bias_{"biases"}, checksums_{"checksums"}, x_{"inputs"},
       expected_{"outputs"};
   PackArgs weights_{};

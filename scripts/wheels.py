@@ -140,7 +140,7 @@ def problems_of(wheel: Path, extension: str) -> list[str]:
 
     Args:
         wheel: the file.
-        extension: of the module `_C`, for example ".cpython-311-darwin.so".
+        extension: that of the module `_C`, for example ".cpython-311-darwin.so".
     """
     found = []
     _, version, *tags = wheel.stem.split("-")

@@ -12,7 +12,7 @@ _SEVERAL = re.compile(r"^( +)(\w+(?:, \w+)+)(: .*(?:\n\1 +\S.*)*)", re.M)
 
 
 def _imported_when_used() -> dict[str, str]:
-    """What `lowbit` has by its __getattr__, which no reader of the source can know: name -> module."""
+    """Names that `lowbit` provides by __getattr__, which static analysis cannot find: name -> module."""
     tree = ast.parse(Path("python/lowbit/__init__.py").read_text(encoding="utf-8"))
     table = next(node for node in tree.body if isinstance(node, ast.Assign) and node.targets[0].id == "_LAZY")
     return ast.literal_eval(table.value)
@@ -38,7 +38,7 @@ class Docstrings(griffe.Extension):
         obj.docstring.value = head + found + arguments + blank + behind
 
     def on_class(self, *, cls: griffe.Class, **kwargs) -> None:
-        """The fields of a dataclass, with the comments behind them, where its docstring has no arguments."""
+        """The fields of a dataclass with their trailing comments, if its docstring has no arguments."""
         if cls.docstring is None or "Args:\n" in cls.docstring.value:
             return
         if not any("dataclass" in str(each.value) for each in cls.decorators):

@@ -1,7 +1,7 @@
 // quantize_avx2: one activation row to int8, with a scale and a sum for each segment. Formula: ukernel.h.
 //
-// 64 values at a time, in one pass: they stay in registers between their maximum and their rounding. That is one segment of
-// 64, two of 32 or four of 16; other segments are padded with zeros, which change neither a maximum nor a sum.
+// Takes 64 values at a time in one pass: they stay in registers between their maximum and their rounding. They are one segment
+// of 64, two of 32 or four of 16. Other segments are padded with zeros, which change neither a maximum nor a sum.
 
 #include <immintrin.h>
 
@@ -16,10 +16,10 @@ LOWBIT_INLINE inline __m256i max_of_pairs(__m256i a, __m256i b) {
   return _mm256_max_epi32(_mm256_unpacklo_epi32(a, b), _mm256_unpackhi_epi32(a, b));
 }
 
-// The maxima of 64 magnitudes, of which m has those of 16 each: lane s is segment s of `Inputs` inputs, again and again.
+// Reduces maxima of 16 magnitudes each, of 64 in total, to segments of `Inputs` inputs: lane s is segment s, repeated.
 template <int64_t Inputs>
 LOWBIT_INLINE inline __m128i maxima(const __m256i (&m)[4]) {
-  __m256i all;  // both halves of 128 bits have all segments
+  __m256i all;  // both halves of 128 bits contain all segments
   if constexpr (Inputs == 16) {
     all = max_of_pairs(max_of_pairs(m[0], m[2]), max_of_pairs(m[1], m[3]));
   } else {
@@ -32,7 +32,7 @@ LOWBIT_INLINE inline __m128i maxima(const __m256i (&m)[4]) {
   return most;
 }
 
-// The sums of 64 values of int8: lane s is segment s.
+// The sums of 64 int8 values: lane s is segment s.
 template <int64_t Inputs>
 LOWBIT_INLINE inline __m128i sums_of(__m256i low, __m256i high) {
   // vpsadbw adds eight unsigned bytes.
@@ -52,7 +52,7 @@ LOWBIT_INLINE inline __m128i sums_of(__m256i low, __m256i high) {
   return _mm_sub_epi32(sums, _mm_set1_epi32(128 * Inputs));
 }
 
-// 64 values, segments of `Inputs`.
+// Quantizes 64 values in segments of `Inputs`.
 template <DType T, int64_t Inputs>
 LOWBIT_INLINE inline void quantize64(const void* from, int8_t* a, float* scales, int32_t* sums) {
   const char* const x = static_cast<const char*>(from);
@@ -63,7 +63,7 @@ LOWBIT_INLINE inline void quantize64(const void* from, int8_t* a, float* scales,
     const auto magnitude = [&](int h) LOWBIT_INLINE {
       return _mm256_and_si256(_mm256_castps_si256(values[j].half[h]), _mm256_set1_epi32(0x7fffffff));
     };
-    m[j] = _mm256_max_epi32(magnitude(0), magnitude(1));  // as integers, the bits of NaN are the largest
+    m[j] = _mm256_max_epi32(magnitude(0), magnitude(1));  // as integers, because the bits of NaN are the largest
   }
   const __m128 most = _mm_castsi128_ps(maxima<Inputs>(m));
   const __m128i scale = _mm_and_si128(_mm_castps_si128(_mm_mul_ps(most, _mm_set1_ps(1.0f / 127.0f))), _mm_set1_epi32(~3));
@@ -94,7 +94,7 @@ LOWBIT_INLINE inline void quantize64(const void* from, int8_t* a, float* scales,
     words[j] = _mm256_packs_epi32(_mm256_cvtps_epi32(_mm256_mul_ps(values[j].half[0], factor)),
                                   _mm256_cvtps_epi32(_mm256_mul_ps(values[j].half[1], factor)));
   }
-  // The packing instructions work on 128 bits at a time: behind them, dwords are put in order.
+  // The packing instructions work on 128 bits at a time, so dwords are then put in order.
   const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
   __m256i codes[2];
   for (int j = 0; j < 2; ++j) {

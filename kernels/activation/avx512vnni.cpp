@@ -1,7 +1,7 @@
 // quantize_avx512vnni: one activation row to int8, with a scale and a sum for each segment. Formula: ukernel.h.
 //
-// 64 values at a time, in one pass: they stay in registers between their maximum and their rounding. That is one segment of
-// 64, two of 32 or four of 16. Other segments go alone, masked: the zeros behind them change neither a maximum nor a sum.
+// Takes 64 values at a time in one pass: they stay in registers between their maximum and their rounding. They are one segment
+// of 64, two of 32 or four of 16. Other segments are masked: the zeros after them change neither a maximum nor a sum.
 
 #include <immintrin.h>
 
@@ -12,12 +12,12 @@
 namespace lowbit {
 namespace {
 
-// In every 128 bits, two maxima of two values of `a` each beside two of `b`, in turns.
+// In every 128 bits, maxima of two values each: two of `a`, two of `b`, alternating.
 LOWBIT_INLINE inline __m512i max_of_pairs(__m512i a, __m512i b) {
   return _mm512_max_epi32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
 }
 
-// The maxima of 64 magnitudes: lane s is segment s of `Inputs` inputs, again and again.
+// The maxima of 64 magnitudes: lane s is segment s of `Inputs` inputs, repeated.
 template <int64_t Inputs>
 LOWBIT_INLINE inline __m128i maxima(const __m512i (&m)[4]) {
   __m512i most;
@@ -35,7 +35,7 @@ LOWBIT_INLINE inline __m128i maxima(const __m512i (&m)[4]) {
   return lanes;
 }
 
-// The sums of 64 values of int8: lane s is segment s.
+// The sums of 64 int8 values: lane s is segment s.
 template <int64_t Inputs>
 LOWBIT_INLINE inline __m128i sums_of(__m512i codes) {
   __m512i v = _mm512_dpbusd_epi32(_mm512_setzero_si512(), _mm512_set1_epi8(1), codes);
@@ -47,8 +47,8 @@ LOWBIT_INLINE inline __m128i sums_of(__m512i codes) {
   return _mm_add_epi32(_mm512_castsi512_si128(v), _mm512_extracti32x4_epi32(v, 2));
 }
 
-// `count` values, 64 or less, in segments of `Inputs`; less than 64 are one segment. Writes their codes, and
-// zeros up to the next multiple of 16.
+// Quantizes `count` values, at most 64, in segments of `Inputs`; fewer than 64 are one segment. Writes their codes, and zeros
+// up to the next multiple of 16.
 template <DType T, int64_t Inputs>
 LOWBIT_INLINE inline void quantize64(const char* x, int64_t count, int8_t* a, float* scales, int32_t* sums) {
   __m512 values[4];
@@ -84,7 +84,7 @@ LOWBIT_INLINE inline void quantize64(const char* x, int64_t count, int8_t* a, fl
     }
     v[j] = _mm512_cvtps_epi32(_mm512_mul_ps(values[j], factor));
   }
-  // The packing instructions work on 128 bits at a time: behind them, dwords are put in order.
+  // The packing instructions work on 128 bits at a time, so dwords are then put in order.
   const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
   const __m512i codes = _mm512_permutexvar_epi32(
       order, _mm512_packs_epi16(_mm512_packs_epi32(v[0], v[1]), _mm512_packs_epi32(v[2], v[3])));

@@ -1,12 +1,12 @@
-// quantize_neon: one activation row to int8, a segment (up to 64 values, all in registers) at a time. Formula and edge cases:
+// quantize_neon: one activation row to int8, one segment at a time (up to 64 values, all in registers). Formula and edge cases:
 // ukernel.h.
 //
 //   t     from the largest magnitude, as an integer: the bits of a NaN are larger than those of every number
-//   a     fcvtns(x * inv): rounded to nearest, ties to even. Where t is 0 or NaN, inv is 0, and so is a: fcvtns(NaN) is 0
-//   A     saddlp adds neighbors in int16, sadalp adds the next 16 values: at most 64 * 127 in all
+//   a     fcvtns(x * inv): rounded to nearest, ties to even. If t is 0 or NaN, inv is 0, and so is a: fcvtns(NaN) is 0
+//   A     saddlp adds pairs in int16, sadalp adds the next 16 values: at most 64 * 127 in total
 //
 // A rounded value fits in 8 bits, so narrowing needs no saturation: uzp1 takes the low halves of two registers at once.
-// A segment has whole steps of 16 values, but for the last one of the row, which is copied to a buffer with zeros behind it.
+// A segment is whole steps of 16 values, except the last segment of a row, which is copied to a buffer padded with zeros.
 
 #include <arm_neon.h>
 
@@ -20,7 +20,7 @@ namespace {
 constexpr int kStep = 16;
 constexpr uint32_t kLeast = 0x00800000, kTooLarge = 0x73800000;  // the bits of 2^-126 and of 2^104
 
-// 16 values as they lie in memory.
+// 16 values in the order of memory.
 template <DType T>
 struct Values {
   uint8x16_t part[size_of(T)];
@@ -34,7 +34,7 @@ LOWBIT_INLINE inline Values<T> load16(const uint8_t* at) {
   return x;
 }
 
-// The largest magnitude, as integers: several in different lanes.
+// The largest magnitudes of four vectors, as integers, one maximum per lane.
 template <DType T>
 struct Most {
   uint8x16_t bits;
@@ -66,7 +66,7 @@ struct Most {
   }
 };
 
-// Half of the values of a part, or all four.
+// Half of the values of a part, or all four vectors.
 template <DType T, int Which>
 LOWBIT_INLINE inline float32x4_t to_f32(const Values<T>& x) {
   if constexpr (T == DType::f32) return vreinterpretq_f32_u8(x.part[Which]);
@@ -90,8 +90,8 @@ LOWBIT_INLINE inline int8x16_t to_int8(const Values<T>& x, float inverse) {
   return vuzp1q_s8(vreinterpretq_s8_s16(to_int16<T, 0>(x, inverse)), vreinterpretq_s8_s16(to_int16<T, 2>(x, inverse)));
 }
 
-// The next values to read, and where to write. Copies of what QuantizeArgs has: the compiler must take every store of int8
-// values for one that may change it.
+// The read and write positions. They are copies of QuantizeArgs, because the compiler must assume that stores of int8 change
+// QuantizeArgs.
 template <DType T>
 struct Row {
   const uint8_t* x;
@@ -99,7 +99,7 @@ struct Row {
   float* scale;
   int32_t* sum;
 
-  // The next segment, of so many steps of values from `from` on; returns t * A, or fma(t, A, *before).
+  // Quantizes the next segment, of `Steps` steps of 16 values. Returns t * A, or fma(t, A, *before).
   template <int Steps>
   LOWBIT_INLINE float next(const uint8_t* from, const float* before) {
     Values<T> values[Steps];
@@ -132,7 +132,7 @@ struct Row {
     return before == nullptr ? t * value : __builtin_fmaf(t, value, *before);
   }
 
-  // The same for `inputs` values, of which there are no more.
+  // The same for the last `inputs` values.
   float next_short(int64_t inputs, const float* before) {
     uint8_t buffer[kSegmentInputs * size_of(T)] = {};
     const uint8_t* from = x;

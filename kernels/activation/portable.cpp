@@ -1,4 +1,4 @@
-// quantize_portable: one activation row to int8 in plain C++; the definition that the vector kernels are compared with.
+// quantize_portable: one activation row to int8 in plain C++. The vector kernels are compared with it.
 // Formula and edge cases: ukernel.h.
 
 #include <cmath>
@@ -8,14 +8,14 @@
 namespace lowbit {
 namespace {
 
-// t of a segment whose largest magnitude has these bits: as integers, those of NaN are the largest.
+// t of a segment, from the bits of its largest magnitude. As integers, the bits of NaN are the largest.
 float scale_of(uint32_t most) {
   const float scale = float_from_bits(bits_of_float(float_from_bits(most) * (1.0f / 127.0f)) & ~3u);
   if (!(scale < 0x1p104f)) return float_from_bits(0x7fc00000u);
-  return scale < 0x1p-126f ? 0.0f : scale;  // the inverse of a smaller one would overflow
+  return scale < 0x1p-126f ? 0.0f : scale;  // the inverse of a smaller scale would overflow
 }
 
-// Values [begin, end) of x, a segment, with its scale; returns their sum.
+// Quantizes one segment, values [begin, end) of x, and stores its scale. Returns the sum of the codes.
 int32_t quantize_segment(const QuantizeArgs& args, int64_t begin, int64_t end, float* scale) {
   uint32_t most = 0;
   for (int64_t i = begin; i < end; ++i) {

@@ -41,7 +41,7 @@ int64_t quantize_whole(const QuantizeArgs& args) {
   return 64 * count;
 }
 
-// S of each group.
+// Computes S of each group.
 inline void add_segments(const QuantizeArgs& args) {
   const float* t = args.scales;
   const int32_t* sum = args.sums;

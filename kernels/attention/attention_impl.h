@@ -1,16 +1,16 @@
 // The body of every attention_<isa>, on a vector V of 16 floats (../vector/). Formula: ukernel.h.
 //
-// Both products, queries by keys and weights by values, are the same loop: up to 4 rows of scalars times vectors. For
-// keys a lane is a position and a step one input; for values a lane is an input and a step one position. So no sum
-// goes across lanes, and each is in order of its steps for any number of rows at once.
+// Both products, queries by keys and weights by values, are the same loop: up to 4 rows of scalars times vectors. For keys a
+// lane is a position and a step one input; for values a lane is an input and a step one position. So no sum crosses lanes, and
+// its order is that of the steps, for any number of rows at once.
 //
-// The type of the caches is a template's argument, since every value of them is converted; that of queries and outputs is
-// not. The scales of codes go to scores and weights, so the inner loop has a conversion and no product more. 4-bit codes
-// are of rotated keys and values: queries are rotated once, and so are outputs, back. Products with int8 keys are sums of
-// integers, of queries that are coded once (codes.h).
+// The type of the caches is a template argument, because every value is converted; the type of queries and outputs is not.
+// Scores and weights are multiplied by the scales of codes, so the inner loop has only a conversion and no extra product. 4-bit
+// codes belong to rotated keys and values: queries are rotated once, and outputs are rotated back. Products with int8 keys are
+// integer sums, with queries that are quantized once (codes.h).
 //
-// A row sees its own positions only: what lies before and behind them may be anything, also NaN. Its scores are
-// replaced, its values not read.
+// A row may see only some positions. Memory outside of them may hold anything, also NaN: scores outside are replaced, and
+// values outside are not read.
 #pragma once
 
 #include "../ukernel.h"
@@ -29,7 +29,7 @@ LOWBIT_INLINE inline V tanh2_of(V x) {
   return V::sub(positive, V::sub(magnitude, positive));
 }
 
-// 16 keys or values, of one type. Of 4-bit ones 16 bytes have twice as many: `upper` says which.
+// Loads 16 keys or values. 16 bytes of 4-bit codes hold two vectors: `upper` selects one.
 template <class V, CacheType C>
 LOWBIT_INLINE inline V load_cached(const void* at, [[maybe_unused]] bool upper) {
   if constexpr (C == CacheType::i4) return V::load_levels_as_f32(at, upper);
@@ -39,7 +39,7 @@ LOWBIT_INLINE inline V load_cached(const void* at, [[maybe_unused]] bool upper) 
   else return V::template load_as_f32<DType::f16>(at);
 }
 
-// Of a vector, or of two of 4-bit codes, which share their bytes.
+// Bytes of a vector. Two vectors of 4-bit codes share their bytes.
 constexpr int64_t vector_bytes(CacheType type) { return type == CacheType::i4 ? kLanes : cache_bytes(type, kLanes); }
 
 // The scales of 16 positions. Their memory need not be aligned.
@@ -53,8 +53,8 @@ struct Product {
   const float* a;  // row 0, step 0
   int64_t a_row;   // elements from one row to the next
   const char* b;   // step 0, vector 0
-  int64_t b_step;  // bytes from one step to the next; of 4-bit keys from two steps, which share bytes, to the next two
-  int64_t b_vector;  // and of 4-bit values from two vectors to the next two
+  int64_t b_step;  // bytes from one step to the next; 4-bit keys: from two steps, which share bytes, to the next two
+  int64_t b_vector;  // bytes from one vector to the next; 4-bit values: from two vectors to the next two
   int64_t steps;
   float* out;      // row 0, vector 0
   int64_t out_row;
@@ -64,7 +64,7 @@ struct Product {
 // out (+)= a * b for Rows rows and Vectors vectors at `vector`.
 template <class V, CacheType C, int Rows, int Vectors, bool Add>
 LOWBIT_INLINE inline void multiply(const Product& product, int64_t vector) {
-  // Of 4-bit keys two steps are in the same bytes, of values two vectors. An even number of vectors begins at an even one.
+  // With 4-bit codes two steps of keys share bytes, or two vectors of values. An even number of vectors begins at an even one.
   constexpr bool kShareSteps = C == CacheType::i4 && !Add, kShareVectors = C == CacheType::i4 && Add;
   const int64_t odd = kShareVectors && Vectors % 2 != 0 ? vector % 2 : 0;
   const char* b = product.b + (kShareVectors ? vector / 2 : vector) * product.b_vector;
@@ -77,8 +77,8 @@ LOWBIT_INLINE inline void multiply(const Product& product, int64_t vector) {
   }
   const int64_t steps = product.steps, b_step = product.b_step, b_vector = product.b_vector, a_row = product.a_row;
   const float* a = product.a;
-  // Keys and values mostly come from memory, in pieces too short for the CPU to foresee the next. Nothing is read if
-  // that lies behind their end.
+  // Keys and values mostly come from memory, in pieces that are too short for the CPU's own prefetch. A prefetch past their end
+  // reads nothing.
   const int64_t ahead = Add ? 8192 : 4 * b_vector;
   int64_t step = 0;
   for (; step + 4 <= steps; step += 4) {
@@ -104,7 +104,7 @@ LOWBIT_INLINE inline void multiply(const Product& product, int64_t vector) {
     one(std::integral_constant<int, 2>());
     one(std::integral_constant<int, 3>());
   }
-  for (; step < steps; ++step) {  // not of keys, which have a multiple of 16 steps
+  for (; step < steps; ++step) {  // values only: keys have a multiple of 16 steps
     for (int v = 0; v < Vectors; ++v) {
       const V values = load_cached<V, C>(b + (kShareVectors ? v / 2 : v) * b_vector, (v + odd) % 2 != 0);
       for (int r = 0; r < Rows; ++r) sums[r][v] = V::fma(values, V::broadcast(a[r * a_row + step]), sums[r][v]);
@@ -116,7 +116,7 @@ LOWBIT_INLINE inline void multiply(const Product& product, int64_t vector) {
   }
 }
 
-// All vectors of a product.
+// Multiplies all vectors of a product.
 template <class V, CacheType C, int Rows, bool Add>
 void multiply_all(const Product& product) {
   constexpr int kVectors = kAtOnce<V, Rows>;
@@ -130,7 +130,7 @@ void multiply_all(const Product& product) {
   }
 }
 
-// What some rows have come to.
+// Partial results of some rows.
 struct Partial {
   float *out, *sums, *most;
   int64_t value_width;
@@ -142,10 +142,10 @@ struct Partial {
   float* sums_of(int64_t row) const { return sums + row * kLanes; }
 };
 
-// The memory of some rows between blocks, and the scores of those in hand.
+// The memory of some rows between blocks, and the scores of the current rows.
 struct State {
   float *q, *scores;
-  Partial before, now;  // the spans before, and the one in hand
+  Partial before, now;  // the earlier spans, and the current span
 
   explicit State(const AttentionArgs& args)
       : q(args.scratch), scores(q + kAttentionRows * args.width),
@@ -156,13 +156,12 @@ struct State {
                           kAttentionRows, args.value_width)) {}
 };
 
-// Positions of a block, counted from its first.
+// Visible positions of a block, counted from the block's first position.
 struct Seen {
   int64_t begin, end;
 };
 
-// Scores to weights: the positions of a block that one row sees. The scales of codes begin with the block; other caches
-// have none.
+// Converts the scores of one row and block to weights. The scales of codes begin at the block; other caches have none.
 template <class V, CacheType C>
 LOWBIT_INLINE inline void softmax(float* scores, Seen seen, const char* key_scales, const char* value_scales,
                                   float cap, float* most, float* sums, float* out, int64_t width) {
@@ -177,7 +176,7 @@ LOWBIT_INLINE inline void softmax(float* scores, Seen seen, const char* key_scal
       V::store(scores + j, V::mul(tanh2_of(V::load(scores + j)), V::broadcast(cap)));
     }
   }
-  // What is not visible weighs exp2(-inf) = 0.
+  // Positions outside get the weight exp2(-inf) = 0.
   for (int64_t l = first; l < seen.begin; ++l) scores[l] = float_from_bits(0xff800000u);
   for (int64_t l = seen.end; l % kLanes != 0; ++l) scores[l] = float_from_bits(0xff800000u);
   V lanes_most = V::broadcast(*most);
@@ -199,7 +198,7 @@ LOWBIT_INLINE inline void softmax(float* scores, Seen seen, const char* key_scal
   for (int64_t i = 0; i < width; i += kLanes) V::store(out + i, V::mul(V::load(out + i), shrink));
 }
 
-// `Rows` rows from `row` on, in the block that starts at position `block`. All of them see some of it.
+// Adds the block that starts at position `block` to `Rows` rows from `row` on. Each row sees some of the block.
 template <class V, CacheType C, int Rows>
 void attend(const AttentionArgs& args, const State& state, int64_t row, int64_t block) {
   const int64_t width = args.width, value_width = args.value_width;
@@ -227,7 +226,8 @@ void attend(const AttentionArgs& args, const State& state, int64_t row, int64_t 
     softmax<V, C>(state.scores + r * kAttentionBlock, seen[r], key_scales, value_scales, args.cap,
                   state.now.most + row + r, state.now.sums_of(row + r), state.now.out_of(row + r), value_width);
   }
-  // The values that all rows see, together; those before and behind, row by row. Each row in order of its positions.
+  // Values that all rows see are added for all rows at once, earlier and later ones row by row. Each row keeps its order of
+  // positions.
   const char* values = static_cast<const char*>(args.values) + cache_bytes(kValues, block * value_width);
   const auto add = [&](auto rows, int r, int64_t begin, int64_t end) LOWBIT_INLINE {
     if (begin >= end) return;
@@ -247,7 +247,7 @@ void attend(const AttentionArgs& args, const State& state, int64_t row, int64_t 
   for (int r = 0; r < Rows; ++r) add(one, r, end, seen[r].end);
 }
 
-// What a row comes to behind nothing.
+// The partial result before the first position.
 template <class V>
 void clear(const Partial& partial, int64_t row, const float* sinks) {
   float* const out = partial.out_of(row);
@@ -257,7 +257,7 @@ void clear(const Partial& partial, int64_t row, const float* sinks) {
   partial.most[row] = -0x1.fffffep127f;
   if (sinks != nullptr) {
     sums[0] = 1.0f;
-    if (!(sinks[row] <= partial.most[row])) partial.most[row] = sinks[row];  // also NaN
+    if (!(sinks[row] <= partial.most[row])) partial.most[row] = sinks[row];  // also if the sink is NaN
   }
 }
 
@@ -268,10 +268,10 @@ void copy(const Partial& from, const Partial& to, int64_t row) {
   to.most[row] = from.most[row];
 }
 
-// Joins what a row came to before to what it comes to now.
+// Joins the partial results of earlier spans and of the current span.
 template <class V>
 void join(const Partial& before, const Partial& now, int64_t row) {
-  const float was = before.most[row], is = now.most[row], most = is > was ? is : was;  // NaN stays, a sink may be one
+  const float was = before.most[row], is = now.most[row], most = is > was ? is : was;  // keeps NaN, which a sink may be
   const V a = exp2_of(V::broadcast(was - most)), b = exp2_of(V::broadcast(is - most));
   const auto add = [&](const float* from, float* to) LOWBIT_INLINE {
     V::store(to, V::fma(V::load(from), a, V::mul(V::load(to), b)));
@@ -306,8 +306,8 @@ void attention(const AttentionArgs& args) {
     if constexpr (key_type(C) == CacheType::i8) CodedQuery(state.q + r * width, width).code();
   }
   int64_t block = args.begins[0] / kAttentionBlock * kAttentionBlock;
-  int64_t first = 0, last = 0;              // the rows [first, last) see some of the block
-  int64_t span_first = 0, span_last = 0;    // and these of the span
+  int64_t first = 0, last = 0;              // rows [first, last) see some of the block
+  int64_t span_first = 0, span_last = 0;    // rows [span_first, span_last) see some of the span
   for (int64_t span = block / kAttentionSpan * kAttentionSpan; span < length; span += kAttentionSpan) {
     while (args.ends[span_first] <= span) ++span_first;
     while (span_last < rows && args.begins[span_last] < span + kAttentionSpan) ++span_last;

@@ -8,10 +8,10 @@
 namespace lowbit {
 namespace {
 
-constexpr int64_t kQuad = 4;  // inputs of a position that int8 keys have together
+constexpr int64_t kQuad = 4;  // adjacent inputs of a position in int8 keys
 
-// The largest magnitude of a position over 127. Maxima of magnitudes are maxima of their bits, as integers: NaN and
-// infinity are above all others, and a compiler makes vectors of such a loop. Too small: 0; not finite: NaN.
+// The largest magnitude of a position, divided by 127. Magnitudes are compared by their bits, as integers: NaN and infinity are
+// the largest, and compilers vectorize such a loop. A scale that is too small is 0; one that is not finite is NaN.
 inline float scale_of(const float* x, int64_t width) {
   uint32_t most = 0;
   for (int64_t i = 0; i < width; ++i) {
@@ -22,8 +22,8 @@ inline float scale_of(const float* x, int64_t width) {
   return most >= 0x7f800000u ? float_from_bits(0x7fc00000u) : scale < 0x1p-126f ? 0.0f : scale;
 }
 
-// Codes and their scale. Adding 1.5 * 2^23 rounds x * inv to an integer in the last bits. |x * inv| is at most 127 and
-// two roundings, so no code is beyond 127.
+// Computes codes and returns their scale. Adding 1.5 * 2^23 rounds x * inv to an integer in the last bits. |x * inv| is at most
+// 127 apart from two roundings, so no code exceeds 127.
 inline float quantize_position(const float* x, int64_t width, int8_t* codes) {
   const float scale = scale_of(x, width);
   if (!(scale > 0.0f)) {
@@ -38,12 +38,12 @@ inline float quantize_position(const float* x, int64_t width, int8_t* codes) {
   return scale;
 }
 
-// A row of queries in the memory of its floats: codes, then the scale of each segment, then the sum of its codes.
+// A row of queries, stored in the memory of its floats: codes, then the scale of each segment, then the sum of its codes.
 class CodedQuery {
  public:
   CodedQuery(float* row, int64_t width) : row_(row), width_(width) {}
 
-  // From the row itself.
+  // Quantizes the row in place.
   void code() {
     alignas(64) float values[kAttentionWidth];
     std::memcpy(values, row_, static_cast<size_t>(width_) * sizeof(float));
@@ -72,11 +72,11 @@ class CodedQuery {
   int64_t width_;
 };
 
-// Vectors of a product at a time: as many as there are registers for their sums.
+// Number of vectors that a product takes at a time, limited by the registers for their sums.
 template <class V, int Rows>
 constexpr int kAtOnce = V::kSums / Rows < 1 ? 1 : V::kSums / Rows > 4 ? 4 : V::kSums / Rows;
 
-// Scores of Rows rows of queries, `width` floats apart, and Vectors panels of int8 keys.
+// Computes scores of Rows rows of queries, `width` floats apart, and Vectors panels of int8 keys.
 template <class V, int Rows, int Vectors>
 LOWBIT_INLINE inline void score_codes(float* q, const char* keys, int64_t width, float* out) {
   const int64_t panel = width * kKeyPositions;
@@ -93,7 +93,7 @@ LOWBIT_INLINE inline void score_codes(float* q, const char* keys, int64_t width,
       const char* const at = keys + i * kKeyPositions;
       typename V::Quads quads[Vectors];
       for (int v = 0; v < Vectors; ++v) {
-        __builtin_prefetch(at + (v + Vectors) * panel, 0, 2);  // of the next panels; nothing is read
+        __builtin_prefetch(at + (v + Vectors) * panel, 0, 2);  // the next panels; past the end nothing is read
         quads[v] = V::load_quads(at + v * panel);
       }
       for (int r = 0; r < Rows; ++r) {
@@ -110,7 +110,7 @@ LOWBIT_INLINE inline void score_codes(float* q, const char* keys, int64_t width,
   }
 }
 
-// Of all panels of a block that some row sees.
+// Computes scores for all panels of a block that some row sees.
 template <class V, int Rows>
 void score_all_codes(float* q, const char* keys, int64_t width, float* out, int64_t panels) {
   constexpr int kPanels = kAtOnce<V, Rows>;

@@ -1,4 +1,4 @@
-// attention_neondot: products with int8 keys by sdot. All other caches are attention_neon's.
+// attention_neondot: products with int8 keys by sdot. For all other caches it is the same as attention_neon.
 
 #include "../vector/neon.h"
 #include "attention_impl.h"

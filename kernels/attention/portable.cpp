@@ -1,4 +1,4 @@
-// attention_portable: attention in plain C++; the definition that the vector kernels are compared with.
+// attention_portable: attention in plain C++. The vector kernels are compared with it.
 
 #include "../vector/portable.h"
 #include "attention_impl.h"

@@ -70,7 +70,7 @@ constexpr CodePlacement placement(int bits, int j) {
 // Whether all bits of a code are adjacent.
 constexpr bool is_whole(const CodePlacement& where) { return where.count == 1; }
 
-// Whether it has two runs, the lower one at bit 0 of its byte, so that shift-left-and-insert can put the upper one above it.
+// Whether there are two runs, the lower one at bit 0 of its byte, so that shift-left-and-insert can put the upper one above it.
 constexpr bool ends_lowest(const CodePlacement& where) { return where.count == 2 && where.run[1].line_bit == 0; }
 
 // Number of bits of a code in its first `runs` runs, which are its top bits.
@@ -80,12 +80,12 @@ constexpr int bits_of_runs(const CodePlacement& where, int runs) {
   return bits;
 }
 
-// The order in which kernels that unpack line by line read the packed lines: number `step` of `bits`. At 5 bits four codes have
-// bits in the last line, which therefore comes first. Its own inverse.
+// The order in which kernels that unpack line by line read the packed lines: step `step` of `bits` reads the result. At 5 bits
+// four codes have bits in the last line, which therefore comes first. The order is its own inverse.
 constexpr int line_of_step(int bits, int step) { return bits == 5 ? bits - 1 - step : step; }
 
-// The step of that order after which kernels join run `run` of line j's codes to the earlier runs: when all runs have been
-// read. Codes with many runs are joined run by run, because waiting packed lines would take too many registers.
+// The step of that order after which kernels join run `run` of line j's codes to the earlier runs. Usually it is the step by
+// which all runs have been read. Codes with many runs are joined run by run, because waiting packed lines take registers.
 constexpr int join_step(int bits, int j, int run) {
   const CodePlacement where = placement(bits, j);
   const int runs = where.count > 3 ? run + 1 : where.count;

@@ -1,10 +1,10 @@
 // Reads one row of a panel for embeddings, with AVX2 (also for AVX-512 kernels), 32 codes of a block at a time.
 //
-// A row has one 32-bit word (4 codes) in every packed line. They are collected in one register; lane j then takes the
-// word that holds the codes of unpacked line j, so that the 32 codes of the block come out in order. Where each lane
-// finds its bits is read off the table of bits/codec.h, one permutation per bit run (1 for most widths, 2 for 3 and 5
-// bits, 3 for 6, 7 for 7). A gather per run would load eight words each time, and is slow on many CPUs (on an AMD EPYC a row
-// took 1.2 to 2.9 times as long).
+// A row has one 32-bit word (4 codes) in every packed line. The words are collected in one register. Lane j then takes the word
+// that holds the codes of unpacked line j, so that the 32 codes of the block come out in order. The positions of the bits come
+// from the table of bits/codec.h: one permutation per bit run (1 for most widths, 2 for 3 and 5 bits, 3 for 6, 7 for 7). A
+// gather per run would load eight words each time, and is slow on many CPUs (on an AMD EPYC a row took 1.2 to 2.9 times as
+// long).
 #pragma once
 
 #include <immintrin.h>

@@ -21,7 +21,7 @@ LOWBIT_INLINE inline __m512i byte_mask(int value) { return _mm512_set1_epi8(stat
 
 LOWBIT_INLINE inline __m512i and_mask(__m512i v, int mask) { return _mm512_and_si512(v, byte_mask(mask)); }
 
-// The bits of `a` where the mask is set, of `b` elsewhere.
+// The bits of `a` where the mask is set, and the bits of `b` elsewhere.
 LOWBIT_INLINE inline __m512i pick(int mask, __m512i a, __m512i b) {
   return _mm512_ternarylogic_epi64(byte_mask(mask), a, b, 0xca);
 }

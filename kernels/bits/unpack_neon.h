@@ -5,12 +5,12 @@
 // lines. Line j is code times 2^shift[j]: a field stays at its bit position and takes one AND, and the kernel divides its sum
 // by 2^shift once per group. The dot products read signed bytes, so such a field must stay below 128; the topmost field of a
 // byte takes a shift instead, which needs no mask. Scattered codes are joined under the top field by shift-and-insert (sri). At
-// 1 bit the bytes are 0 or -1, which is what cmtst leaves. Instructions per quarter (128 weights), without the loads:
+// 1 bit the bytes are 0 or -1, the results of cmtst. Instructions per quarter (128 weights), without the loads:
 //   bits   1    2    3    4    5    6    7    8
 //          8    8   11    8   14   12   14    0
 // With a table, lines are levels, as signed bytes: one tbl per line, from codes that are shifted down. This takes 12, 21 and 16
-// instructions at 2, 3 and 4 bits, because the table repeats itself so that an index may have extra bits. (Not by tbl of two
-// registers, which would save an AND three times: GCC 12 copies the pair each time.)
+// instructions at 2, 3 and 4 bits, because the table repeats itself so that an index may have extra bits. tbl of two registers
+// would save an AND three times, but GCC 12 copies the pair of registers each time.
 #pragma once
 
 #include <arm_neon.h>
@@ -37,7 +37,7 @@ LOWBIT_INLINE inline void unroll(Body body) {
   }(std::make_integer_sequence<int, Count>());
 }
 
-// Two adjacent quarters of a line: one ldp loads both.
+// Two adjacent quarters of a line, which one ldp loads.
 struct Pair {
   uint8x16_t q0, q1;
 };
@@ -94,13 +94,13 @@ LOWBIT_INLINE inline Pair join_run(const Pair& codes, const Pair& packed) {
   else return insert_below<bits_of_runs(where, Run)>(codes, shift_left<8 - run.line_bit - run.length>(packed));
 }
 
-// Line J, of all runs of its codes.
+// Line J, from all runs of its codes.
 template <int Bits, int J>
 LOWBIT_INLINE inline Pair finish_line(const Pair& codes) {
   constexpr CodePlacement where = placement(Bits, J);
   constexpr BitRun first = where.run[0];
   if constexpr (Bits == 1) return test(codes, 1 << first.line_bit);
-  else if constexpr (Bits == 8 || ends_lowest(where)) return codes;  // 8 bits: code - 128 (stored_flip), signed already
+  else if constexpr (Bits == 8 || ends_lowest(where)) return codes;  // 8 bits: code - 128 (stored_flip), already signed
   else if constexpr (!is_whole(where)) return shift_right<8 - Bits>(codes);
   else if constexpr (first.line_bit + Bits == 8) return shift_right<first.line_bit>(codes);
   else return and_mask(codes, ((1 << Bits) - 1) << first.line_bit);
@@ -142,12 +142,12 @@ struct TableRegisters {
   uint8x16_t table[Count];
 };
 
-// The level at each code of `codes`.
+// The level of each code.
 LOWBIT_INLINE inline uint8x16_t levels_of(const int8_t* levels, const uint8_t (&codes)[16]) {
   return vqtbl1q_u8(vld1q_u8(reinterpret_cast<const uint8_t*>(levels)), vld1q_u8(codes));
 }
 
-// Indices of two codes: the lower one, the upper one.
+// Indices of two codes: of the lower one, of the upper one.
 template <>
 struct Tables<by_table(2)> : TableRegisters<2> {
   LOWBIT_INLINE explicit Tables(const int8_t* levels)
@@ -155,7 +155,7 @@ struct Tables<by_table(2)> : TableRegisters<2> {
                         levels_of(levels, {0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3})}} {}
 };
 
-// Indices with the code in the lower three bits; and indices with two upper bits, an ignored bit, and the lowest bit.
+// Two kinds of indices: the code in the lower three bits; or two upper bits, an ignored bit, and the lowest bit of the code.
 template <>
 struct Tables<by_table(3)> : TableRegisters<2> {
   LOWBIT_INLINE explicit Tables(const int8_t* levels)
@@ -173,7 +173,7 @@ LOWBIT_INLINE inline Pair look_up(uint8x16_t table, const Pair& index) {
   return {vqtbl1q_u8(table, index.q0), vqtbl1q_u8(table, index.q1)};
 }
 
-// Here `block` has tables as well.
+// With a table, `block` also has tables.
 template <>
 struct Unpack<by_table(2)> {
   static constexpr int shift[8] = {};
@@ -221,11 +221,11 @@ struct Unpack<by_table(4)> {
   }
 };
 
-// Four float16 values, as they lie in memory.
+// Converts four float16 values, given as their bits.
 LOWBIT_INLINE inline float32x4_t f32_from_f16x4(uint16x4_t h) { return vcvt_f32_f16(vreinterpret_f16_u16(h)); }
 
 LOWBIT_INLINE inline uint16x4_t bf16_from_f32x4(float32x4_t value) {
-  // Not bfcvtn, which is not a baseline instruction.
+  // bfcvtn is not a baseline instruction, so this rounds with integers.
   const uint32x4_t bits = vreinterpretq_u32_f32(value);
   const uint32x4_t odd = vandq_u32(vshrq_n_u32(bits, 16), vdupq_n_u32(1));
   const uint32x4_t rounded = vaddq_u32(vaddq_u32(bits, vdupq_n_u32(0x7fff)), odd);
@@ -233,7 +233,7 @@ LOWBIT_INLINE inline uint16x4_t bf16_from_f32x4(float32x4_t value) {
   return vshrn_n_u32(vbslq_u32(vceqq_f32(value, value), rounded, quiet), 16);
 }
 
-// 16 values, adjacent in memory.
+// Loads 16 adjacent values.
 template <DType T>
 LOWBIT_INLINE inline void store16(void* at, const float32x4_t (&value)[4]) {
   unroll<4>([&](auto q) LOWBIT_INLINE {

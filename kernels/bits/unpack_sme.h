@@ -3,8 +3,8 @@
 // A field moves down to the lowest bits, so that all lines can share one sum: products go to tiles of 16 x 16 sums, and there
 // are too few tiles for one per shift. Scattered codes are joined by shift-and-insert (sri, sli). At 1 bit, lines are twice the
 // codes if requested: such a sum minus the sum of the activations is the result of a symmetric group. Instructions per 512
-// weights, without the loads, and 8 more with a table of levels; at 4 bits 5 if codes may stay in the upper halves of their
-// bytes (gemm_sme2.h):
+// weights, without the loads (8 more with a table of levels; 5 at 4 bits if codes may stay in the upper halves of their
+// bytes, see gemm_sme2.h):
 //   bits   1    2    3    4    5    6    7    8
 //         14   12   14    8   15   12   14    0
 #pragma once
@@ -87,7 +87,7 @@ LOWBIT_INLINE inline svuint8_t insert_above(svuint8_t lower, svuint8_t upper) __
   return svsli_n_u8(lower, upper, Count);
 }
 
-// `Length` bits from bit `First` up.
+// `Length` bits, from bit `First` up.
 template <int First, int Length>
 LOWBIT_INLINE inline svuint8_t field(svuint8_t v) __arm_streaming {
   const svuint8_t low = shift_right<First>(v);

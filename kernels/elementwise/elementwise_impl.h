@@ -10,7 +10,8 @@
 namespace lowbit {
 namespace {
 
-// x * Phi(x), the normal distribution's. The coefficients are a minimax fit: |Phi| is off by less than 1e-8 before rounding.
+// x * Phi(x), with Phi of the normal distribution. The coefficients are a minimax fit: |Phi| is off by less than 1e-8 before
+// rounding.
 template <class V>
 LOWBIT_INLINE inline V gelu_of(V x) {
   constexpr float kMost = 5.6f;
@@ -46,7 +47,7 @@ LOWBIT_INLINE inline V activation_of(V x) {
   }
 }
 
-// `count` numbers of type T, up to 16, of consecutive ones: whole vectors without a call.
+// Loads up to `count` of 16 consecutive numbers of type T; whole vectors without a call.
 template <class V, DType T>
 LOWBIT_INLINE inline V load_piece(const char* at, int64_t count) {
   return count >= kLanes ? V::template load_as_f32<T>(at) : load_some<V>(at, T, count);

@@ -3,14 +3,14 @@
 //   row r of a block: 4 bytes (one word) in each of its b packed lines, at byte 4 r, 64 bytes apart
 //   tbl spreads the words over two registers: bytes 4 j to 4 j + 3 get the word that holds the codes of unpacked line j
 //
-// The 32 codes then come out in order. Which word a byte needs, and by how much its bits move, is read off the table of
-// bits/codec.h, once per bit run: one run for most widths, up to 2 for 3 and 5 bits, 3 for 6, 7 for 7 (one line only).
-// ushl shifts every byte by its own signed count, so one shift takes a field from its place to where it belongs. Steps
-// that do nothing for a width are dropped when it is compiled.
+// The 32 codes then come out in order. The table of bits/codec.h determines the word for each byte and the shift of its bits,
+// once per bit run: one run for most widths, up to 2 for 3 and 5 bits, 3 for 6, 7 for 7 (one line only). ushl shifts every
+// byte by its own signed count, so one shift moves a field to its final position. Steps that do nothing for a width are removed
+// by the compiler.
 //
-// Codes widen to int32 (symmetric ones as levels, which fit a signed byte) and from there to float32, exactly. 16
-// inputs at a time because they share one group. One row at once: its bytes are a small part of the cache lines that
-// they lie in, and fetching those takes the time.
+// Codes are widened to int32 (symmetric codes as levels, which fit a signed byte) and then to float32, exactly. 16 inputs at a
+// time, because they share one group. One row at a time: most time is spent on fetching cache lines, of which the row's bytes
+// are a small part.
 
 #include <arm_neon.h>
 
@@ -24,7 +24,7 @@ namespace {
 // One bit run of the 16 codes of a half block. A byte without this run has an empty mask.
 struct ByteRun {
   uint8_t word[16] = {};  // index of its byte among the words of the row
-  int8_t shift[16] = {};  // to the left when positive
+  int8_t shift[16] = {};  // to the left if positive
   uint8_t mask[16] = {};  // after the shift
   bool any = false, shifts = false;
 };
@@ -52,7 +52,7 @@ struct ByteRuns {
 template <int Bits>
 constexpr ByteRuns<Bits> kRuns{};
 
-// The row's words of up to eight packed lines.
+// Loads the row's words of up to eight packed lines.
 template <int Bits>
 LOWBIT_INLINE inline uint8x16x2_t load_words(const uint8_t* at) {
   uint32_t word[8] = {};

@@ -1,5 +1,5 @@
-// embedding_w<b>_portable: dequantizes one row of a packed matrix in plain C++; the definition that the vector kernels
-// are compared with. Formula: ukernel.h; layout: format.h. A row has 4 bytes in every packed line of its panel.
+// embedding_w<b>_portable: dequantizes one row of a packed matrix in plain C++. The vector kernels are compared with it.
+// Formula: ukernel.h; layout: format.h. A row has 4 bytes in every packed line of its panel.
 
 #include <cmath>
 #include <utility>

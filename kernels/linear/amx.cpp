@@ -1,21 +1,21 @@
 // linear_a8w<b>_8x16_amx: int8 activations times b-bit weights, up to 16 rows of m by 16 outputs in one tile register.
 //
 //   A  16 rows of m x 64 inputs         B  16 lines of 64 bytes: 64 inputs x 16 outputs       C  16 x 16 int32 sums
-//   tdpbssd C, A, B                     16384 products; 32 or 16 inputs where a segment begins or ends there
+//   tdpbssd C, A, B                     16384 products; 32 or 16 inputs if a segment begins or ends within the 64
 //
 //   up to 64 rows of m x up to 8 panels, their float sums in the call's scratch memory:
-//     for each piece of k, 512 inputs (a segment and its group may have begun before it and may end behind it):
-//       the rows' activations are copied, tile by tile, and what belongs to their segments
-//                                                           once for all panels: rows of m may all lie in one cache set
+//     for each piece of k, 512 inputs (its first and last segment and group may be shared with the neighboring pieces):
+//       the activations, segment scales and group sums of the rows are copied, tile by tile
+//                                                           once for all panels: rows of m may all map to one cache set
 //       for each panel: codes are unpacked to bytes         once for all rows
-//                       tiles: exact int32 sums of a segment, by way of memory to float sums in registers
+//                       tiles: exact int32 sums of a segment, stored, then added to float sums in registers
 //   then the panels' heads
 //
 // The unpacked bytes are the levels (symmetric, signed) or the codes (affine, unsigned), so a sum needs no start value
 // and no shift. All tiles of a call have the same number of rows: 17 rows are 9 and 8.
 //
-// Tile registers are set up for every call and released behind it: other libraries use them as well, and a thread
-// that has none in use is cheaper to switch.
+// Tile registers are configured for every call and released after it: other libraries use them as well, and a thread without
+// tile registers in use is cheaper to switch.
 
 #include <cassert>
 
@@ -30,13 +30,13 @@ constexpr int kTileRows = 16;
 constexpr int kChunkTiles = 4;
 constexpr int kChunkRows = kChunkTiles * kTileRows;
 constexpr int kChunkPanels = 8;
-// Along k everything is counted in half blocks of 16 inputs, 4 lines.
+// Positions along k are counted in half blocks of 16 inputs, 4 lines.
 constexpr int kPieceHalves = 32;
-constexpr int kStepHalves = 4;  // of a whole tile of activations
+constexpr int kStepHalves = 4;  // of one full tile register of activations
 constexpr int kStepInputs = kStepHalves * kHalfInputs;
 constexpr int kHalfBytes = kBlockLines / 2 * kLineBytes;
 constexpr int64_t kTileBytes = kTileRows * 64;
-constexpr int kBehind = 4;  // segments: how far float arithmetic is behind the products
+constexpr int kBehind = 4;  // segments by which float arithmetic lags behind the products
 
 // What each tile register holds: A and B of 64, 32 and 16 inputs.
 constexpr int kC = 0, kA = 1, kB = 2, kA32 = 3, kB32 = 4, kA16 = 5, kB16 = 6;
@@ -48,7 +48,7 @@ struct alignas(64) TileConfig {
 };
 static_assert(sizeof(TileConfig) == 64);
 
-// Assembly, not the intrinsics: GCC 12's do not say which memory they read, and it leaves out the stores to it.
+// Assembly, because GCC 12's intrinsics do not declare which memory they read, and the stores to that memory are dropped.
 inline void configure(const TileConfig& config) { __asm__ volatile("ldtilecfg %0" ::"m"(config)); }
 inline void release() { __asm__ volatile("tilerelease"); }
 
@@ -79,17 +79,17 @@ LOWBIT_INLINE inline void multiply(const int8_t* a, const uint8_t* lines) {
   }
 }
 
-// A segment's inputs that lie in a piece.
+// The inputs of a segment that a piece contains.
 struct Segment {
-  int32_t a, lines;    // where they begin in a tile of rows and in a panel's lines, bytes
-  uint8_t begin, end;  // half blocks from the piece's first
-  uint8_t product;     // half blocks of their only product; 0: several, or the segment has begun before the piece
-  uint8_t group;       // of those that end in the piece
-  bool begins;         // not before the piece
-  bool first, last;    // of its group
+  int32_t a, lines;    // byte offsets of the first input: in a tile of rows, in a panel's lines
+  uint8_t begin, end;  // half blocks from the start of the piece
+  uint8_t product;     // half blocks, if one product takes them all; 0: several products, or the segment began before the piece
+  uint8_t group;       // number among the groups that end in the piece
+  bool begins;         // whether the segment begins in the piece
+  bool first, last;    // whether the segment is the first, the last of its group
 };
 
-// Of half blocks that begin at `half`, how many the next product takes.
+// How many of `count` half blocks from `half` on the next product takes.
 constexpr int64_t product_halves(int64_t half, int64_t count) {
   return half % 4 == 0 && count >= 4 ? 4 : half % 2 == 0 && count >= 2 ? 2 : 1;
 }
@@ -101,14 +101,14 @@ constexpr int32_t tile_offset(int64_t half) {
 // Some half blocks of k.
 struct Piece {
   int64_t first, halves;
-  bool last;  // the end of k is the end of its last group
+  bool last;  // whether the piece ends at the end of k, where the last group ends too
   int64_t group_halves;
   int64_t first_group;
-  int64_t into_group;  // half blocks of the first group that lie before the piece
+  int64_t into_group;  // half blocks of the first group before the piece
   int64_t first_segment;
-  int groups;    // that end in the piece
-  int segments;  // that end in the piece
-  bool cut;      // another segment begins in it and ends behind it
+  int groups;    // number of groups that end in the piece
+  int segments;  // number of segments that end in the piece
+  bool cut;      // whether another segment begins in the piece and ends after it
   Segment segment[kPieceHalves];
 
   Piece(const Layout& layout, int64_t from, int64_t all_halves)
@@ -144,7 +144,7 @@ struct Piece {
   }
 };
 
-// Rows of m, and how they are cut into tiles.
+// Rows of m, and the number of rows per tile.
 struct Rows {
   int64_t first, count;
   int tile_rows;
@@ -156,15 +156,15 @@ using TileSums = int32_t[kTileRows][kPanelRows];
 using TileFloats = float[kTileRows][kPanelRows];
 
 struct Scratch {
-  alignas(64) int8_t a[kChunkRows * kPieceHalves * kHalfInputs];  // tiles: steps of a tile of rows, rows, 64 inputs
+  alignas(64) int8_t a[kChunkRows * kPieceHalves * kHalfInputs];  // of each tile and step of 64 inputs: its rows
   alignas(64) uint8_t lines[kPieceHalves * kHalfBytes];
   alignas(64) float scales[kPieceHalves][kPanelRows];             // of each group that ends in the piece
   alignas(64) float mins[kPieceHalves][kPanelRows];
   alignas(64) TileFloats acc[kChunkPanels][kChunkTiles];
-  alignas(64) TileFloats products[kChunkPanels][kChunkTiles];  // of the segments of a group, so far
-  alignas(64) TileSums parts[kChunkPanels][kChunkTiles];       // of the segment at the piece's edge
+  alignas(64) TileFloats products[kChunkPanels][kChunkTiles];  // sum over the segments of the current group so far
+  alignas(64) TileSums parts[kChunkPanels][kChunkTiles];       // integer sums of the segment that the next piece continues
   alignas(64) TileSums sums[kBehind];
-  // A value for each row of each tile: of each segment, and affine of each group, that ends in the piece.
+  // A value per row of each tile: for each segment, and (affine) for each group, that ends in the piece.
   alignas(64) float segment_scales[kPieceHalves][kChunkTiles][kTileRows];
   alignas(64) float group_sums[kPieceHalves][kChunkTiles][kTileRows];
 };
@@ -180,8 +180,8 @@ LOWBIT_INLINE inline void block_to_bytes(const uint8_t* block, const Levels<Bits
   }
 }
 
-// A panel's part of a piece to bytes, and the scales of the groups that end there to float32; returns where the next
-// piece begins.
+// Unpacks a panel's part of a piece to bytes, and converts the scales of the groups that end there to float32. Returns where
+// the next piece begins.
 template <int Bits, bool Affine>
 const uint8_t* unpack(const uint8_t* at, const Layout& layout, const Piece& piece, Scratch& scratch) {
   Levels<Bits> levels;
@@ -203,12 +203,12 @@ const uint8_t* unpack(const uint8_t* at, const Layout& layout, const Piece& piec
     half += 2;
     while (end <= half && group < piece.groups) end_group();
   }
-  if (group < piece.groups) end_group();  // k ends before the group would
+  if (group < piece.groups) end_group();  // k ends within the last group
   return at;
 }
 
-// The activations of a piece, as tiles read them. The last tile may have fewer rows than the others: whatever lies in its
-// remaining rows is multiplied as well, and the products are not used.
+// Copies the activations of a piece in the order in which tiles read them. The last tile may have fewer rows than the others:
+// its remaining rows are multiplied whatever they contain, and those products are not used.
 void copy_activations(const LinearArgs& args, const Piece& piece, const Rows& rows, Scratch& scratch) {
   const int64_t stride = args.layout.blocks * kBlockInputs;
   const int64_t bytes = piece.halves * kHalfInputs, whole = bytes / kStepInputs, rest = bytes % kStepInputs;
@@ -230,8 +230,8 @@ void copy_activations(const LinearArgs& args, const Piece& piece, const Rows& ro
   }
 }
 
-// Of rows that have `stride` values each, `count` values from `from` on: of each the rows' beside each other, by tiles.
-// What a tile lacks in rows takes other rows' values: their products are not used.
+// Copies values [0, count) of each row, whose values are `stride` apart in `from`, so that a tile's rows are adjacent. Missing
+// rows of a tile repeat the last row, and their products are not used.
 void copy_values(const float* from, int64_t stride, int count, const Rows& rows,
                  float (*to)[kChunkTiles][kTileRows]) {
   const __m512i numbers = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
@@ -253,8 +253,8 @@ LOWBIT_INLINE inline void for_each(Run run) {
   }(std::make_integer_sequence<int, Count>());
 }
 
-// A value of each of a tile's rows, in registers: GCC 12 puts the array into memory where a loop indexes it, or where a
-// lambda that outlives a branch refers to it.
+// One vector per row of a tile, in registers. All loops over it are unrolled: GCC 12 moves the array to memory if a loop
+// indexes it, or if a lambda that outlives a branch refers to it.
 template <int Vectors>
 using Registers = __m512[Vectors];
 
@@ -268,7 +268,7 @@ LOWBIT_INLINE inline void store(const Registers<Vectors>& from, float* to) {
   for_each<Vectors>([&](auto i) LOWBIT_INLINE { _mm512_store_ps(to + i * kPanelRows, from[i]); });
 }
 
-// A segment's integer sums, to `to`. `parts`: those of its inputs before the piece.
+// Stores a segment's integer sums to `to`. `parts`: the sums over its inputs before the piece.
 template <bool Affine>
 LOWBIT_INLINE inline void multiply_segment(const Segment& segment, const int8_t* tiles, const uint8_t* lines,
                                            const int32_t* parts, int32_t* to) {
@@ -299,8 +299,8 @@ LOWBIT_INLINE inline void multiply_segment(const Segment& segment, const int8_t*
   store_tile<kC>(to);
 }
 
-// The float part of segment `index` of a piece, and of its group where it is the last. `sum`: of the rows, or with
-// `Several` of their groups, and then of the rows in `acc`.
+// The float part of segment `index` of a piece, and of its group if the segment is its last. `sum` holds the sums of the rows.
+// With `Several` it holds the sums of the group, and `acc` those of the rows.
 template <bool Affine, bool Several, int Vectors>
 LOWBIT_INLINE inline void end_segment(const Piece& piece, int index, int64_t number, const Scratch& scratch,
                                       float* acc, Registers<Vectors>& sum) {
@@ -338,9 +338,9 @@ LOWBIT_INLINE inline void end_segment(const Piece& piece, int index, int64_t num
   }
 }
 
-// Tile `number` of the rows times one panel, for a piece. `Vectors` is the number of a tile's rows or a bit more.
-// `Several`: groups have several segments. Then what a group has come to is in registers, and the row's sums are in memory;
-// where each segment is a group, the row's sums are in registers.
+// Multiplies tile `number` of the rows by one panel, for a piece. `Vectors` is at least the number of rows of a tile.
+// `Several`: groups have several segments. Then the sums of a group are in registers, and those of the rows in memory.
+// Otherwise the sums of the rows are in registers.
 template <bool Affine, bool Several, int Vectors>
 void multiply_tile(const Piece& piece, int64_t number, int panel, Scratch& scratch) {
   const int64_t steps = (piece.halves + kStepHalves - 1) / kStepHalves;
@@ -355,7 +355,7 @@ void multiply_tile(const Piece& piece, int64_t number, int panel, Scratch& scrat
     for_each<Vectors>([&](auto i) LOWBIT_INLINE { sum[i] = _mm512_setzero_ps(); });
     if constexpr (Several) store<Vectors>(sum, acc);
   }
-  // The float part of a segment comes behind the products of some later ones, so that it need not wait for its own.
+  // The float part of a segment follows the products of later segments, so that it does not wait for its own products.
   for (int i = 0; i < piece.segments + kBehind; ++i) {
     if (i >= kBehind) end_segment<Affine, Several, Vectors>(piece, i - kBehind, number, scratch, acc, sum);
     if (i < piece.segments) {
@@ -444,12 +444,12 @@ void run(const LinearArgs& args) {
   dispatch<Bits>(args.layout, [&](auto bits, auto affine, auto) { run_chunks<bits(), affine()>(args); });
 }
 
-// A segment of 16 inputs would fill a quarter of a tile and still pass through memory: AVX-512 VNNI is faster then
+// With segments of 16 inputs three quarters of a tile would be empty, so AVX-512 VNNI is faster
 // (docs/internals/kernels.md).
 bool supports(const void*, const Layout& layout, int64_t, IsaBits) { return layout.group_inputs() % kBlockInputs == 0; }
 
-// From 8 rows on, an estimate: below that AVX-512 VNNI should need no more time for the products than the
-// unpacking to memory takes here. No CPU with AMX was at hand to measure it.
+// From 8 rows on. This is an estimate: with fewer rows the products of AVX-512 VNNI should take no longer than unpacking to
+// memory takes here. It has not been measured on a CPU with AMX.
 #define KERNEL(bits)                  \
   with_levels<LinearKernel>({      \
       "linear_a8w" #bits "_8x16_amx", kAmx, Format::panel16, bits, 8, 16, run<bits>, 3, 1, supports})

@@ -1,18 +1,18 @@
-// linear_a8w<b>_32x32_avx512vnni: many rows of int8 activations times b-bit weights. Two panels are unpacked once, to bytes
-// that all tiles of a call read, and activations are copied in the order in which a tile broadcasts them.
+// linear_a8w<b>_32x32_avx512vnni: many rows of int8 activations times b-bit weights. Two panels at a time are unpacked to bytes
+// once for all tiles of a call, and activations are copied in the order in which tiles broadcast them.
 //
-//   activations     of each tile: 4 inputs of row 0, of row 1, ..., of row 7; the next 4 inputs. In the rows themselves they
-//                   lie in as many places, which share few sets of a cache (rows of 4096 inputs: one)
-//   unpacked panel  for each group its blocks, 8 lines of 16 rows of 4 bytes each, then its scales, affine also its mins,
+//   activations     of each tile: 4 inputs of row 0, of row 1, ..., of row 7; then the next 4 inputs. Uncopied rows would
+//                   share few sets of a cache (rows of 4096 inputs: one set)
+//   unpacked panel  for each group its blocks, 8 lines of 16 rows x 4 bytes, then its scales and (affine) its mins,
 //                   in float32
-//   tile            up to 6 rows of activations x 2 panels: 12 integer sums, and 12 float sums, of the rows or, where
-//                   groups have several segments, of the group. A broadcast serves two products
+//   tile            up to 6 rows of activations x 2 panels: 12 integer sums and 12 float sums. A float sum is that of the
+//                   row, or of the group if groups have several segments. A broadcast serves two products
 //
 // Integer sums start at the bits of c (ukernel.h), so a group's first segment costs one fma and no conversion.
 //
-// Measured on Zen 5, which multiplies two registers per cycle: 1.05 to 1.2 times as fast from 64 rows on as tiles of 8 rows
-// and one panel, as fast at 32. With more than kMostInputs the unpacked panels and the activations leave the second-level
-// cache, and it is slower (0.9); in pieces of k it was slower everywhere, because sums then pass through memory.
+// Measured on Zen 5, which multiplies two registers per cycle: 1.05 to 1.2 times as fast as tiles of 8 rows and one panel from
+// 64 rows on, equally fast at 32. With more than kMostInputs the unpacked panels and the activations no longer fit the
+// second-level cache, and it is slower (0.9). Pieces of k were slower in all cases, because sums then pass through memory.
 
 #include "../bits/widths.h"
 #include "linear_avx512.h"
@@ -21,7 +21,7 @@ namespace lowbit {
 namespace {
 
 constexpr int kUnpackedRows = 6, kUnpackedPanels = 2;
-constexpr int kPlaces = 8;  // for rows, in activations and streams: what a register of a transposition has
+constexpr int kPlaces = 8;  // rows per register of a transposition; activations and streams have as many
 constexpr int64_t kMostInputs = 6144;
 constexpr float kShift = 0x1.8p23f;
 constexpr int32_t kShiftBits = 0x4b400000;
@@ -34,8 +34,8 @@ constexpr int64_t unpacked_bytes(const Layout& layout) {
   return layout.blocks * kBlockLines * kLineBytes + layout.groups * unpacked_group_bytes(has_mins(layout.mapping));
 }
 
-// How the rows of a call are cut: into chunks whose activations stay in a second-level cache with the unpacked panels, and of
-// so many rows that unpacking costs little; and these into tiles.
+// Number of rows per chunk: the chunk's activations stay in a second-level cache together with the unpacked panels, and the
+// rows are enough to make unpacking cheap. Chunks are cut into tiles.
 int64_t most_rows(const Layout& layout) {
   constexpr int64_t kBytes = 384 << 10, kLeast = 48;
   const int64_t fitting = kBytes / (layout.blocks * kBlockInputs);
@@ -46,9 +46,9 @@ constexpr int64_t tiles_of(int64_t rows) { return (rows + kUnpackedRows - 1) / k
 
 constexpr int64_t tile_bytes(const Layout& layout) { return layout.blocks * kBlockInputs * kPlaces; }
 
-// What a tile reads of its segments and groups, in the order in which it needs them, in registers of a value for each row:
-// for each segment, symmetric, what its integer sums start at, then t; where it is the first of its group, -c * t; where it is
-// the last, affine, S.
+// The values that a tile reads for its segments and groups, in the order of use, one register with a value per row each.
+// Segment: the start of its integer sums (symmetric), then t; the first of a group also -c * t, and the last of a group
+// also S (affine).
 constexpr int64_t stream_bytes(const Layout& layout) {
   const bool affine = has_mins(layout.mapping);
   return ((affine ? 1 : 2) * layout.segments + (affine ? 2 : 1) * layout.groups) * kPlaces * int64_t{sizeof(float)};
@@ -60,7 +60,7 @@ int64_t scratch_bytes(const void*, const Layout& layout, int64_t m, int) {
   return bytes < kLinearScratchBytes ? kLinearScratchBytes : (bytes + kLineBytes - 1) / kLineBytes * kLineBytes;
 }
 
-// Rows [row, row + rows) of the activations.
+// Copies rows [row, row + rows) of the activations.
 void interleave(const LinearArgs& args, int64_t row, int rows, int8_t* to) {
   const int64_t stride = args.layout.blocks * kBlockInputs;
   const int8_t* from[kPlaces];
@@ -120,7 +120,7 @@ void unpack_panel(const Layout& layout, const uint8_t* at, uint8_t* to) {
   Levels<Bits> levels;
   levels.load(layout);
   const int64_t group_halves = (layout.group_inputs() + kHalfInputs - 1) / kHalfInputs;
-  int64_t end = group_halves;  // of the group, in half blocks
+  int64_t end = group_halves;  // of the current group, in half blocks
   int64_t groups = layout.groups;
   const auto end_group = [&]() LOWBIT_INLINE {
     for (int part = 0; part < (Affine ? 2 : 1); ++part, at += 2 * kPanelRows, to += kPanelRows * sizeof(float)) {
@@ -136,10 +136,10 @@ void unpack_panel(const Layout& layout, const uint8_t* at, uint8_t* to) {
     for (int j = 0; j < kBlockLines; ++j, to += kLineBytes) _mm512_store_si512(to, line[j]);
     while (end <= half && groups > 0) end_group();
   }
-  if (groups > 0) end_group();  // k ends before the group would
+  if (groups > 0) end_group();  // k ends within the last group
 }
 
-// For walk(), on unpacked panels.
+// A tile on unpacked panels, for walk().
 template <bool Affine, Groups Kind, int Rows, int Panels>
 struct UnpackedTile {
   static constexpr int64_t kBlockBytes = kBlockLines * kLineBytes;
@@ -148,12 +148,12 @@ struct UnpackedTile {
 
   const int8_t* a;
   const float* stream;
-  int64_t panel_bytes;  // from an unpacked panel to the next
+  int64_t panel_bytes;  // from one unpacked panel to the next
   const uint8_t* block;
   __m512* acc;
   Int16 sums[Rows][Panels];
   __m512 products[Rows][Panels];
-  bool first;  // segment of its group
+  bool first;  // whether the segment is the first of its group
 
   LOWBIT_INLINE void start(int64_t) {
     for (int i = 0; i < Rows; ++i) {
@@ -228,7 +228,7 @@ struct UnpackedTile {
   }
   LOWBIT_INLINE __m512 first_product(int i, int p) const { return first_product(i, p, stream); }
 
-  // A group's products times its scales; affine also its mins times the rows' sums of activations.
+  // Adds a group's products times its scales to the rows' sums; affine: also its mins times the sums of activations.
   template <class Products>
   LOWBIT_INLINE void add_to_rows(const uint8_t* scales, Products products_of) {
     __m512 scale[Panels], min[Panels];
@@ -248,7 +248,7 @@ struct UnpackedTile {
 using RunUnpackedTile = void (*)(const LinearArgs&, const uint8_t* unpacked, int64_t panel, int64_t row, int rows,
                          const int8_t* a, const float* stream, PrefetchNext ahead);
 
-// One for all widths. `rows`: those that are stored.
+// Multiplies a tile by unpacked panels, for every width. `rows`: how many rows are stored.
 template <bool Affine, Groups Kind, int Rows, int Panels>
 void unpacked_tile(const LinearArgs& args, const uint8_t* unpacked, int64_t panel, int64_t row, int rows, const int8_t* a,
                    const float* stream, PrefetchNext ahead) {
@@ -258,7 +258,7 @@ void unpacked_tile(const LinearArgs& args, const uint8_t* unpacked, int64_t pane
   tile.stream = stream;
   tile.panel_bytes = unpacked_bytes(args.layout);
   tile.acc = acc;
-  __asm__("" : "+r"(tile.acc));  // for these sums the compiler would spill others
+  __asm__("" : "+r"(tile.acc));  // otherwise the compiler would spill other sums
   tile.for_each_sum([&](int i, int p) LOWBIT_INLINE { tile.row_sum(i, p) = _mm512_setzero_ps(); });
   walk<Kind>(args.layout, unpacked, nullptr, tile, ahead);
   for (int p = 0; p < Panels; ++p) {
@@ -268,7 +268,7 @@ void unpacked_tile(const LinearArgs& args, const uint8_t* unpacked, int64_t pane
   }
 }
 
-// Of two panels up to 6 rows or 5, of one panel up to 6 rows.
+// Tiles of two panels for 6 rows and for at most 5, and of one panel for up to 6.
 struct Tiles {
   RunUnpackedTile six, five, six_of_one_panel;
 };
@@ -283,7 +283,7 @@ Tiles tiles_for(const Layout& layout) {
   return with(std::integral_constant<Groups, Groups::one_segment>());
 }
 
-// Likewise. What depends on the width comes as arguments.
+// Runs a call, for every width: the arguments contain all that depends on the width.
 void run_unpacked(const LinearArgs& args, int level_offset, void (*unpack)(const Layout&, const uint8_t* at, uint8_t* to)) {
   const Layout& layout = args.layout;
   const Tiles run = has_mins(layout.mapping) ? tiles_for<true>(layout) : tiles_for<false>(layout);
@@ -294,7 +294,7 @@ void run_unpacked(const LinearArgs& args, int level_offset, void (*unpack)(const
   for (int64_t first = 0; first < args.m; first += chunk_rows) {
     const int64_t count = args.m - first < chunk_rows ? args.m - first : chunk_rows;
     const int64_t tiles = tiles_of(count);
-    // Calls body(number, row, rows) for tiles of as equal rows as can be.
+    // Calls body(number, row, rows) for all tiles, whose numbers of rows differ by at most one.
     const auto for_each = [&](auto body) LOWBIT_INLINE {
       for (int64_t number = 0, row = first; number < tiles; ++number) {
         const int rows = static_cast<int>(count / tiles + (number < count % tiles));

@@ -1,8 +1,8 @@
-// linear_a8w8_{1,2}x16_avxvnniint8: int8 activations times 8-bit weights by vpdpbssd, which takes both as signed bytes, and
-// so the packed bytes as they are. One row reads them from memory within the instruction. Narrower codes, which are
-// nonnegative, and levels would gain nothing but the start of their sums: they go to the rows for AVX-VNNI.
+// linear_a8w8_{1,2}x16_avxvnniint8: int8 activations times 8-bit weights by vpdpbssd, which takes both as signed bytes and so
+// reads packed bytes unchanged; for one row, directly from memory. Narrower codes, which are nonnegative, and levels would save
+// only the start values of their sums, so the kernels for AVX-VNNI handle them.
 //
-// vpdpbssd is in assembly: GCC has it from version 13 on.
+// vpdpbssd is in assembly, because GCC supports it only from version 13 on.
 
 #include "sums_vnni256.h"
 

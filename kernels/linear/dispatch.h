@@ -1,5 +1,5 @@
-// From a call's layout to the template of a kernel: which mapping the weights have, and whether groups may end in the middle
-// of a block.
+// Converts a call's layout to the constants of a kernel template: the mapping of the weights, and whether groups may end in the
+// middle of a block.
 #pragma once
 
 #include <type_traits>
@@ -9,7 +9,7 @@
 namespace lowbit {
 namespace {
 
-// Calls run(bits, affine, halves) with with_mapping()'s constants, and whether the group size is not a multiple of 32.
+// Calls run(bits, affine, halves): with_mapping()'s constants, and whether the group size is not a multiple of 32.
 template <int Bits, class Run>
 LOWBIT_INLINE inline void dispatch(const Layout& layout, Run run) {
   const auto with_halves = [&](auto bits, auto affine) LOWBIT_INLINE {

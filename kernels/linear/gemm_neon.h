@@ -1,40 +1,40 @@
-// Many rows of m on Arm, shared by the dot-product and the i8mm kernel. A `Tile` (tile_neondot.h, i8mm.cpp) has the multiply
-// instructions and their order of rows; gemm_tiles_neon.h has the loops around them, gemm_operands_neon.h prepares their
-// operands, and this header calls them.
+// Many rows of m on Arm, shared by the dot-product and the i8mm kernels. A `Tile` (tile_neondot.h, i8mm.cpp) has the multiply
+// instructions and their order of rows. gemm_tiles_neon.h has the loops of a tile, gemm_operands_neon.h prepares its operands,
+// and this header calls both.
 //
 //   up to 64 rows of m x up to 8 panels, their float sums in the operator's scratch:
-//     for each piece of k, at most 512 inputs (whole groups, or whole segments of a long one), from any half block on:
-//       the rows' activations, their scales and the starts of sums are copied in the order in which tiles read them: once for
+//     for each piece of k, at most 512 inputs (whole groups, or whole segments of a long group), from any half block on:
+//       the activations, scales and start values of the rows are copied in the order in which tiles read them: once for
 //       all panels
 //       for each panel: codes are unpacked to bytes, scales to float32                            once for all rows
 //                       tiles of up to 8 rows: exact int32 sums, then an fma per segment and one per group
 //   then the panels' heads
 //
-// The unpacked bytes are the codes (8 bits: minus 128, as stored; 1 bit, symmetric, and with a table: the level).
-// A segment's integer part is the sum of a * byte + factor * A: sums start at the second term, plus the bits of c
-// (ukernel.h). For many rows bytes are cheaper than fields in place: unpacking a byte costs one instruction once, joining sums
-// costs one per row.
+// The unpacked bytes are codes (at 8 bits minus 128, as stored), or levels (1 bit symmetric, and with a table).
+// A segment's integer part is sum(a * byte) + factor * A. Sums start at the second term plus the bits of c (ukernel.h).
+// For many rows, bytes are cheaper than fields in place: unpacking a byte costs one instruction in total, and joining sums
+// one per row.
 //
 // All operands of a tile are stored in reading order, and ld1 loads 64 bytes and advances the pointer. Start values are stored
-// for every lane: four of them take one load instead of four dup, which would use the multiplication pipes. The float sums stay
-// in the order of a tile's registers until the heads. Instructions per 128 weights and row (a unit) of a tile of 8 rows,
-// symmetric, GCC 12, from the disassembly, which has no spills; docs/arm_cost.md has the totals:
+// for every lane: one load of four values replaces four dup, which would use the multiplication pipes. The float sums stay
+// in the order of a tile's registers until the heads. Instructions per unit (128 weights and one row) of a tile of 8 rows,
+// symmetric, from GCC 12's code, which has no spills (docs/arm_cost.md has the totals):
 //   the products (8 sdot or 4 smmla), 6/8 loads of weights and activations
-//   per segment           2/8 loads of starts, 1/8 of t, 1 fma; the first of a group 2/8 loads of -c * t, others 1 (subtract)
-//   per group             1 fma, 1/8 load of scales, 1/8 loop; of several segments 6/8 for the float sums in memory
-//   2/10 for the float sums and pointers at both ends of a piece
+//   per segment           2/8 loads of starts, 1/8 of t, 1 fma; first of a group: 2/8 loads of -c * t; others: 1 (subtract)
+//   per group             1 fma, 1/8 load of scales, 1/8 loop; if it has several segments, 6/8 for the float sums in memory
+//   per piece             2/10 for the float sums and pointers at both ends
 //   once per call         1/10 to 2/10 copying activations and starts, 3/10 to 4/10 heads and driver, at 1024 inputs
 //   unpacking, / m        bits    1     2     3     4     5     6     7     8
 //                         smmla   22.4  18.8  21.4  15.8  22.3  20.8  24.3  9.8   sdot 2 less (st1 of 4 registers for
 //                                                                                 st2); groups of 32: 0.6 more (scales)
 //     of which a block of 4 units has 2 ldp per bit, 4 times 16, 12, 14, 8, 14, 12, 14, 0 to make bytes, 16 st2
-//   groups of 16          a group is half a block. What is per group counts twice, products and loads as above.
+//   groups of 16          a group is half a block: double the cost per group, and the same products and loads
 // Rejected alternatives: tiles of 12 rows would save 0.2, but most m are not multiples of 12. Unpacking 1 bit by tables (tbl)
 // would save 6 of the 22 instructions, but at half the rate: up to 20 % more cycles in the model. The contract requires the
 // float operations and their order.
 //
-// A tile, a panel and a piece use 18 KB of the scratch memory at a time (groups of 16: 24), which stay in a first-level cache:
-// weights 8, activations 4, the stream (gemm_tiles_neon.h) 2 to 5, scales 1 to 2. A group that is longer than a piece also
+// A tile uses 18 KB of the scratch memory at a time (groups of 16: 24 KB), which fit a first-level cache: 8 of weights,
+// 4 of activations, 2 to 5 of the stream (gemm_tiles_neon.h), 1 to 2 of scales. A group that is longer than a piece also
 // keeps its products in the scratch memory.
 #pragma once
 
@@ -46,7 +46,7 @@ namespace {
 
 // The width-dependent parts.
 struct Width {
-  // For Step::block and Step::half.
+  // Indexed by Step.
   void (*unpack[2])(const uint8_t* block, const TileArgs& piece, Scratch& scratch, const int8_t* levels);
   int32_t factor;  // factor of A in I
 };
@@ -219,11 +219,11 @@ struct Gemm {
     });
   }
 
-  // The outputs of a panel.
+  // Stores the outputs of a panel.
   template <DType T, class Columns>
   LOWBIT_INLINE void finish(const float* acc, int64_t panel, int64_t row, int64_t rows, const Band* band,
                             Columns columns) const {
-    const LinearArgs call = args;  // a copy, which stores to the output cannot alias, so it is not reloaded for every row
+    const LinearArgs call = args;  // a copy: stores to the output cannot alias it, so it is not reloaded for every row
     Heads heads = load_heads(call, panel);
     for (const int64_t end = row + rows; row < end; ++band) {
       for (int64_t tile = 0; tile < band->tiles; ++tile, acc += kTileFloats) {
@@ -232,7 +232,7 @@ struct Gemm {
           float32x4_t y[Tile::kRowStep][kQuarters];
           Tile::rows(sums, y);
           unroll<Tile::kRowStep>([&](auto next) LOWBIT_INLINE {
-            if (next != 0 && row + next == tile_end) return;  // a copy of the last row
+            if (next != 0 && row + next == tile_end) return;  // this row is a copy of the last one
             load_bias(call, panel, heads);  // loaded again, because an fma overwrites it and copies would be more instructions
             store_outputs<T>(call, panel, row + next, heads, y[next], columns);
           });
@@ -243,7 +243,7 @@ struct Gemm {
   }
 
   void run() {
-    // Chunks of nearly equal numbers of whole tiles, so that no chunk of a few rows pays for the whole unpacking.
+    // Chunks have nearly equal numbers of whole tiles, so that no chunk unpacks for only a few rows.
     const int64_t tiles = (args.m + kTileRows - 1) / kTileRows;
     const int64_t chunks = (args.m + kChunkRows - 1) / kChunkRows;
     // Groups longer than a piece keep their products in the other half of the float sums.

@@ -21,7 +21,7 @@ struct Scratch {
 
 static_assert(sizeof(Scratch) <= kLinearScratchBytes);
 
-// Two quarters of a block, for Unpack::lines(): the eight lines as bytes.
+// Stores the eight lines of two quarters of a block as bytes, for Unpack::lines().
 template <int Bits, bool Affine>
 struct BytePairs {
   const uint8_t* block;
@@ -69,7 +69,7 @@ template <class Tile, int Rows, bool Affine>
   for (int64_t blocks = tile.blocks; blocks != 0; --blocks, to += registers_of(Rows) * kBlockInputs) {
     Tile::template copy_block<Rows>(to, from);
   }
-  // A value of each row in all lanes, or pairs of rows, depending on Tile.
+  // One vector per row (the value in all lanes) or per pair of rows, depending on Tile.
   const auto next_values = [](const uint8_t* (&at)[Rows], auto (&values)[Rows]) LOWBIT_INLINE {
     using Vector = std::remove_reference_t<decltype(values[0])>;
     unroll<Rows>([&](auto i) LOWBIT_INLINE { values[i] = next_dup<Vector>(at[i]); });

@@ -16,7 +16,7 @@ LOWBIT_INLINE inline void multiply(svint8_t a, svuint8_t line) LOWBIT_STREAMING 
   else svsumopa_za32_s8_m(Tile, all, all, a, line);
 }
 
-// Lines J to End - 1 of a block of panel `Panel`. a0, a1: activations of 16 rows, and of 16 more if there are two tiles of
+// Lines J to End - 1 of a block of panel `Panel`. a0: activations of 16 rows; a1: of the next 16 if there are two tiles of
 // rows.
 template <int Bits, bool Affine, int Tiles, int Panel, int J, int End>
 LOWBIT_INLINE inline void add_lines(svuint8x4_t low, svuint8x4_t high, svuint8_t table, svint8x4_t a0,
@@ -81,8 +81,8 @@ struct Place {
   const float *segment, *sums;
 };
 
-// Lanes that move 16-bit scales to the swapped order of outputs, one in the lower half of each word. Hidden from Clang, which
-// would recompute them for each group.
+// Lanes that put the 16-bit scales into the swapped order of outputs, each in the lower half of a word. Hidden from Clang,
+// which would recompute them for each group.
 template <int First>
 LOWBIT_INLINE inline svuint16_t scale_lanes() __arm_streaming {
   svuint32_t lanes = svorr_n_u32_x(svptrue_b32(), swapped_lanes(), 0xffff0000u | First);
@@ -99,8 +99,8 @@ LOWBIT_INLINE inline svuint16_t load_group(const uint8_t* at) __arm_streaming {
   return svld1_u16(Affine ? svptrue_b16() : svptrue_pat_b16(SV_VL16), reinterpret_cast<const uint16_t*>(at));
 }
 
-// The c of the contract. In groups of one segment, sums that are 16 times as large start at the bits of c / 16, so that they
-// count sixteenths. Longer groups have scales divided by 16, because later segments are converted.
+// The c of the contract. If sums are 16 times as large and a group is one segment, the sums start at the bits of c / 16, so
+// that they count sixteenths. Longer groups divide their scales by 16 instead, because later segments are converted.
 template <int Bits, Segments Of>
 constexpr int start_exponent() {
   return kInPlace<Bits> && Of == Segments::one ? 19 : 23;
@@ -115,11 +115,11 @@ LOWBIT_INLINE inline svint16_t load_start(const float* segment, int64_t vector) 
   return svreinterpret_s16_f32(svld1_vnum_f32(svptrue_b32(), segment, vector));
 }
 
-// Starts integer sums: at the bits of -c in a group's first segment, otherwise at 0, plus the part that products lack.
+// Starts integer sums: at the bits of -c in a group's first segment, otherwise at 0, plus the part that the products lack.
 // One product of two pairs of int16 computes both, because A is at most 64 * 127.
 template <int Bits, bool Affine, Segments Of, int Tiles, int Panels, bool First>
 LOWBIT_INLINE inline void begin_segment(const Place& place) LOWBIT_STREAMING {
-  svzero_mask_za(Tiles * Panels == 2 ? 0x33 : 0x11);  // bits t and t + 4: tile t
+  svzero_mask_za(Tiles * Panels == 2 ? 0x33 : 0x11);  // bits t and t + 4 select tile t
   constexpr int kOffset = kFactor<Bits> * offset<Bits, Affine>();
   if constexpr (First || kOffset != 0) {
     constexpr uint32_t kStart = uint32_t{127 + start_exponent<Bits, Of>()} << 23 | 0x400000;
@@ -135,8 +135,8 @@ LOWBIT_INLINE inline void begin_segment(const Place& place) LOWBIT_STREAMING {
   }
 }
 
-// Ends a group: calls finish(tile number, scale) for each tile, and adds the mins' part to the tile's float sums, which are in
-// tile kAcc and the next one.
+// Ends a group: calls finish(tile number, scale) for each tile. Affine: adds the mins' part to the float sums in tiles kAcc and
+// kAcc + 1.
 template <int Bits, bool Affine, Segments Of, int Tiles, int Panels, class Finish>
 LOWBIT_INLINE inline void end_group(Place& place, const uint8_t* scales, svuint16_t lanes, svuint16_t min_lanes,
                                     Finish finish) LOWBIT_STREAMING {
@@ -160,8 +160,8 @@ LOWBIT_INLINE inline void end_group(Place& place, const uint8_t* scales, svuint1
   if constexpr (Affine) place.sums += Tiles * kTileRows;
 }
 
-// A piece of k: one or two tiles of rows times one panel, or one tile times two panels. `begin` is its position in the first
-// panel. Returns its number of bytes.
+// Multiplies a piece of k: one or two tiles of rows by one panel, or one tile by two panels. `begin` is the piece's start in
+// the first panel. Returns its number of bytes.
 template <int Bits, bool Affine, bool Halves, Segments Of, int Tiles, int Panels>
 LOWBIT_INLINE inline int64_t multiply_piece(const Chunk& chunk, const Piece& piece, int64_t panel,
                                             const uint8_t* begin) LOWBIT_STREAMING {
@@ -190,9 +190,9 @@ LOWBIT_INLINE inline int64_t multiply_piece(const Chunk& chunk, const Piece& pie
   }
 
   bool second = Halves && piece.first % 2 != 0;  // whether a block's first half is done
-  // Bytes of the scales after this block, of the group that its first half ended.
+  // Bytes of scales after this block that belong to the group that the block's first half ended.
   int64_t skip = second && piece.begins ? kGroupBytes : 0;
-  // The scales of a group that ends here, and the position after them.
+  // The position of the scales of a group that ends here; pass_scales() moves past them.
   const auto scales = [&]() LOWBIT_INLINE LOWBIT_STREAMING {
     return second ? place.at + kBlockBytes : place.at;
   };
@@ -207,7 +207,7 @@ LOWBIT_INLINE inline int64_t multiply_piece(const Chunk& chunk, const Piece& pie
     place.a += Tiles * kBlockLines * kVectorBytes;
     place.at += kBlockBytes;
   };
-  // The integer sums of a segment, which may be a group's first.
+  // Starts the integer sums of a segment. `first`: whether it is the first of its group.
   const auto begin_sums = [&](auto first) LOWBIT_INLINE LOWBIT_STREAMING {
     begin_segment<Bits, Affine, Of, Tiles, Panels, decltype(first)::value>(place);
   };
@@ -349,7 +349,7 @@ LOWBIT_INLINE inline int64_t multiply_piece(const Chunk& chunk, const Piece& pie
 template <int Bits, bool Affine, bool Halves, Segments Of>
 void multiply_chunk(const Chunk& chunk) LOWBIT_STREAMING {
   const int64_t panel_bytes = chunk.args.layout.panel_bytes;
-  const uint8_t* at = chunk.args.panels + chunk.first_panel * panel_bytes;  // of the first panel
+  const uint8_t* at = chunk.args.panels + chunk.first_panel * panel_bytes;  // in the first panel
   for (int64_t first = 0; first < chunk.halves;) {
     const Piece piece = next_piece(chunk, first);
     transpose_piece<Bits, Affine>(chunk, piece);

@@ -1,16 +1,16 @@
 // The tiles of gemm_neon.h: up to 8 rows of m times some quarters of a panel (4 outputs each), through a piece of k.
 //
 //   groups of one segment   8 rows x 1 quarter: 8 int32 sums, 8 float sums that stay in registers for the whole piece
-//   longer ones             8 rows x 1 quarter: 8 int32 sums, 8 sums of products (P); the float sums are in memory, updated
+//   longer groups           8 rows x 1 quarter: 8 int32 sums, 8 sums of products (P); the float sums are in memory, updated
 //                           once per group
 //
-// Both have 8 registers of activations (16 inputs of every row) and 4 of weights. Fewer rows take more quarters at once.
+// Both use 8 registers for activations (16 inputs of each row) and 4 for weights. Fewer rows take more quarters at once.
 //
-// The values that a tile needs for each segment are in a stream, in reading order, as registers of 16 bytes:
+// The values that a tile reads for each segment are in a stream, in reading order, as registers of 16 bytes:
 //   kStarts   the start values of the integer sums, including the bits of c (ukernel.h)
 //   kScales   t of each row
-//   kStarts   only the first segment of a group: -c * t, so that P is one fma; those of the others subtract c, which is exact
-//   kScales   only the last one of a group, affine: S of each row
+//   kStarts   first segment of a group only: -c * t, so that P is one fma; later segments subtract c, which is exact
+//   kScales   last segment of an affine group only: S of each row
 #pragma once
 
 #include <type_traits>
@@ -24,10 +24,10 @@ namespace {
 constexpr int kTileRows = 8;
 constexpr int kPieceBlocks = 16;
 constexpr int kSegmentBlocks = kSegmentInputs / kBlockInputs;
-constexpr int kHalfQuarterBytes = 64;  // of an unpacked block: 4 lines
+constexpr int kHalfQuarterBytes = 64;  // 4 lines of an unpacked block
 constexpr int kHalfBytes = kQuarters * kHalfQuarterBytes;
-constexpr int kHalvesBytes = kPieceBlocks * kHalfBytes;  // from the first halves of the blocks to the second ones
-constexpr int kQuarterFloats = 4 * kTileRows;  // of a tile's sums
+constexpr int kHalvesBytes = kPieceBlocks * kHalfBytes;  // distance from the first halves of the blocks to the second halves
+constexpr int kQuarterFloats = 4 * kTileRows;  // float sums of a tile
 constexpr int kTileFloats = kQuarters * kQuarterFloats;
 
 // Number of registers of a tile's rows in memory, padded to a multiple of four if that saves a load. Values after the rows are
@@ -39,8 +39,8 @@ enum class Step { block, half };
 
 constexpr int64_t segment_steps(Step step) { return step == Step::block ? kSegmentBlocks : 2 * kSegmentBlocks; }
 
-// If a tile keeps sums of two rows with equal start values, 8 rows have each start value once in memory: half the stores, and
-// half the bytes to read. For fewer rows this would need more instructions.
+// If a tile keeps sums of two rows with equal start values, 8 rows store each start value once: half the stores, and half the
+// bytes to read. With fewer rows this would need more instructions.
 template <class Tile>
 constexpr bool starts_once(int rows) { return Tile::kRowStep == 2 && rows == kTileRows; }
 
@@ -51,19 +51,19 @@ constexpr int starts_of(int rows) { return starts_once<Tile>(rows) ? rows / 2 : 
 // Inputs and outputs of tiles: some rows of m, one panel, one piece of k.
 struct TileArgs {
   int64_t tiles;           // adjacent tiles with the same number of rows
-  int64_t blocks;          // in memory
-  const uint8_t* weights;  // first halves of the blocks, each 4 quarters; then the second ones: Tile::store_pairs()
-  const uint8_t* a;        // of each block and half of it: registers_of(rows), as Tile::copy_block() leaves them
-  const uint8_t* stream;   // of the first tile
-  const float* scales;     // of each group and quarter: 4 scales; affine: then 4 mins
-  float* acc;              // the float sums: of each quarter: 8 registers, the first ones used, in the order of Tile
-  float* products;         // P of a group that is longer than a piece; as acc, and the same where there is one group
+  int64_t blocks;          // number of blocks in memory
+  const uint8_t* weights;  // first halves of the blocks, each of 4 quarters, then the second halves: Tile::store_pairs()
+  const uint8_t* a;        // per half block: registers_of(rows) registers in the order of Tile::copy_block()
+  const uint8_t* stream;   // the stream of the first tile
+  const float* scales;     // per group and quarter: 4 scales; affine: then 4 mins
+  float* acc;              // float sums; per quarter 8 registers, the first ones used, in the order of Tile
+  float* products;         // P of a group that is longer than a piece, stored like acc; equal to acc if there is one group
   int64_t groups, group_steps;
-  bool begins, ends;       // whether the piece begins and ends its groups; if not, it has part of one group, in whole segments
-  bool single;             // whether there is only one group, whose products, not float sums, are in memory between pieces
+  bool begins, ends;       // whether groups begin and end in the piece; if not, it has whole segments of one group
+  bool single;             // whether there is only one group; then its P, and not float sums, is in memory between pieces
   bool odd;                // whether the first half of the first block belongs to the previous piece
 
-  // Of a group, or the part of it.
+  // Segments per group, or in the part of a group.
   int64_t segments(Step step) const { return (group_steps + segment_steps(step) - 1) / segment_steps(step); }
 
   // Bytes of the stream that a tile reads per group.
@@ -74,7 +74,7 @@ struct TileArgs {
   }
 };
 
-// The next registers_of(Rows) registers, of which the first ones are used.
+// Loads the next registers_of(Rows) registers; the first `Rows` are used.
 template <int Rows, int First, class Vector>
 LOWBIT_INLINE inline void next_rows(const uint8_t*& at, Vector (&to)[Rows]) {
   Vector all[registers_of(Rows)];
@@ -82,7 +82,7 @@ LOWBIT_INLINE inline void next_rows(const uint8_t*& at, Vector (&to)[Rows]) {
   unroll<Rows>([&](auto i) LOWBIT_INLINE { to[i] = all[i]; });
 }
 
-// All rows, in registers that the compiler chooses. For sums in a loop, because GCC would copy or spill named registers.
+// Loads all rows to registers that the compiler chooses. For sums in a loop, because GCC would copy or spill named registers.
 template <int Rows, class Vector>
 LOWBIT_INLINE inline void load_rows(const void* from, Vector (&to)[Rows]) {
   unroll<(Rows + 1) / 2>([&](auto p) LOWBIT_INLINE {
@@ -100,7 +100,7 @@ LOWBIT_INLINE inline void store_rows(void* to, const Vector (&v)[Rows]) {
   });
 }
 
-// The next start values of a segment, or the next -c * t.
+// Loads the next start values of a segment, or the next -c * t.
 template <class Tile, int Rows, int First, class Vector>
 LOWBIT_INLINE inline void next_starts(const uint8_t*& at, Vector (&to)[Rows]) {
   if constexpr (starts_once<Tile>(Rows)) {
@@ -138,12 +138,12 @@ LOWBIT_INLINE inline void add_half(const uint8_t*& a, const uint8_t*& weights, i
     Four<0>::load<kHalfQuarterBytes + kSkipped>(weights, lines);
     Tile::template add_half<Rows>(sums[q], lines, inputs);
 #if defined(__clang__)
-    in_order(sums[q]);  // Clang would mix the halves and spill; GCC does not, and would copy sums here
+    in_order(sums[q]);  // Clang would mix the halves and spill; GCC does not, but would copy sums here
 #endif
   });
 }
 
-// `weights`: of the next half and of the half after it.
+// `weights`: those of the next half and of the half after it.
 template <class Tile, Step Size, int Rows, int Pass>
 LOWBIT_INLINE inline void add_step(const uint8_t*& a, const uint8_t* (&weights)[2], int32x4_t (&sums)[Pass][Rows]) {
   add_half<Tile>(a, weights[0], sums);
@@ -173,13 +173,13 @@ LOWBIT_INLINE inline void add_mins(float32x4_t (&y)[Rows], const float32x4_t (&m
   });
 }
 
-// The next t of a tile's rows, or S.
+// Loads the next t, or S, of a tile's rows.
 template <class Tile, int Rows, int First = 0>
 LOWBIT_INLINE inline void next_row_scales(const uint8_t*& at, float32x4_t (&to)[4]) {
   next<Tile::scales_of(Rows), First>(at, to);
 }
 
-// P after the first segment of a group: the segment's sums.
+// P after the first segment of a group.
 template <class Tile, int Rows, int First>
 LOWBIT_INLINE inline void first_product(const uint8_t*& at, const int32x4_t (&sums)[Rows], const float32x4_t* t,
                                         float32x4_t (&product)[Rows]) {
@@ -189,7 +189,7 @@ LOWBIT_INLINE inline void first_product(const uint8_t*& at, const int32x4_t (&su
   });
 }
 
-// The scales of quarter q of Pass and, with Affine, its mins.
+// Loads the scales of quarter `Q` of `Pass`; affine: and its mins.
 template <class Tile, bool Affine, int Pass, int Q>
 LOWBIT_INLINE inline void next_scales(const uint8_t*& at, float32x4_t (&scales)[Tile::kScales],
                                       float32x4_t (&mins)[Tile::kScales]) {
@@ -201,7 +201,7 @@ LOWBIT_INLINE inline void next_scales(const uint8_t*& at, float32x4_t (&scales)[
   }
 }
 
-// Groups of one segment with this many steps.
+// Groups of one segment that have `Steps` steps.
 template <class Tile, Step Size, int Rows, bool Affine, int Pass, int Steps>
 LOWBIT_INLINE inline void run_short(const TileArgs& args, int quarter) {
   const uint8_t* a = args.a;
@@ -258,7 +258,7 @@ LOWBIT_INLINE inline void run_short(const TileArgs& args, int quarter) {
   unroll<Pass>([&](auto q) LOWBIT_INLINE { store_rows(acc(q), y[q]); });
 }
 
-// Adds a segment with this many steps to P of its group.
+// Adds a segment of `Steps` steps to P of its group.
 template <class Tile, Step Size, int Rows, int Pass, bool First, class Steps>
 LOWBIT_INLINE inline void add_segment(const uint8_t*& a, const uint8_t* (&weights)[2], const uint8_t*& stream,
                                       Steps steps, float32x4_t (&product)[Pass][Rows]) {
@@ -335,7 +335,7 @@ LOWBIT_INLINE inline void run_long(const TileArgs& args, int quarter) {
   const uint8_t* a = args.a;
   const uint8_t* weights[2] = {args.weights + kHalfQuarterBytes * quarter,
                                args.weights + kHalfQuarterBytes * quarter + kHalvesBytes};
-  if (Size == Step::half && args.odd) {  // begins in the second half of the first block
+  if (Size == Step::half && args.odd) {  // the group begins in the second half of the first block
     const uint8_t* next = weights[0] + kHalfBytes;
     weights[0] = weights[1];
     weights[1] = next;
@@ -411,8 +411,8 @@ void run_tiles(const TileArgs& all) {
   }
 }
 
-// The function that a piece needs. Those for pieces that start within a block can do everything; half blocks have only one
-// other, to save code.
+// The function for a piece. One function handles all pieces that start within a block. Half blocks have only one other
+// function, to save code.
 template <class Tile, Step Size, int Rows, bool Affine>
 auto tiles_for(const TileArgs& piece) {
   const int64_t steps = piece.begins && piece.ends && !piece.odd ? piece.group_steps : 0;

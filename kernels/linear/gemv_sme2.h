@@ -17,7 +17,7 @@ struct Few {
   int64_t halves = half_blocks(args.layout), group_halves = args.layout.group_inputs() / kHalfInputs;
 };
 
-// Integer sums of row `row` of m += line * activations 4 J to 4 J + 3 of a half.
+// Adds line * activations 4 J to 4 J + 3 of a half block to the integer sums of row `row` of m.
 template <int Bits, int J>
 LOWBIT_INLINE inline void dot(uint32_t row, svuint8x4_t w, svint8_t a) LOWBIT_STREAMING {
   if constexpr (is_signed(Bits)) {
@@ -29,7 +29,7 @@ LOWBIT_INLINE inline void dot(uint32_t row, svuint8x4_t w, svint8_t a) LOWBIT_ST
   }
 }
 
-// 16 inputs of each row, in every quarter of a vector.
+// 16 inputs of each row, repeated in every quarter of a vector.
 template <int Rows>
 LOWBIT_INLINE inline svint8x4_t load_rows(const int8_t* const* a, int64_t input) __arm_streaming {
   const svbool_t all = svptrue_b8();
@@ -44,7 +44,7 @@ LOWBIT_INLINE inline svint8x4_t load_rows(const int8_t* const* a, int64_t input)
 template <int I>
 LOWBIT_INLINE inline svuint8x4_t load_four(const uint8_t* const* panel, int64_t at) __arm_streaming {
   const svbool_t all = svptrue_b8();
-  if constexpr (I == 0) {  // needs no register for the sum of the two
+  if constexpr (I == 0) {  // needs no register for the address
     return svcreate4_u8(svld1_u8(all, panel[0] + at), svld1_u8(all, panel[1] + at), svld1_u8(all, panel[2] + at),
                         svld1_u8(all, panel[3] + at));
   } else {
@@ -53,8 +53,9 @@ LOWBIT_INLINE inline svuint8x4_t load_four(const uint8_t* const* panel, int64_t 
   }
 }
 
-// Packed lines 0 to 3 of four panels, from `at` on. One load puts four lines of a panel in registers four apart, so that a line
-// of all panels is in four adjacent registers, as dot products need. Compilers do not find this, so the registers are named.
+// Packed lines 0 to 3 of four panels, from `at` on. One load puts four lines of a panel in registers four apart, so that one
+// line of all panels is in four adjacent registers, as dot products need. Compilers do not find this, so the registers are
+// named.
 struct FourLines {
   LOWBIT_INLINE static void load(const uint8_t* const* panel, int64_t at, svuint8x4_t& line0,
                                  svuint8x4_t& line1, svuint8x4_t& line2,
@@ -79,7 +80,7 @@ struct FourLines {
   }
 };
 
-// A barrier for these vectors: results of them are not computed before it. Clang would compute all lines of a block at once,
+// A barrier: results of these vectors are not computed before it. Otherwise Clang would compute all lines of a block at once
 // and run out of registers.
 LOWBIT_INLINE inline svuint8x4_t settled(svuint8x4_t v) __arm_streaming {
   svuint8_t v0 = svget4_u8(v, 0), v1 = svget4_u8(v, 1), v2 = svget4_u8(v, 2), v3 = svget4_u8(v, 3);
@@ -121,7 +122,7 @@ LOWBIT_INLINE inline svuint8x4_t join_at(svuint8x4_t codes, Lines... lines) __ar
   }
 }
 
-// The products of the lines from J on that the line of Step completes. Returns the codes that wait for a later line, if any.
+// Adds the products of the lines from J on that the packed line of Step completes. Returns codes that wait for a later line.
 template <int Bits, bool Affine, int Rows, Halves Wanted, int Step, int J, class... Lines>
 LOWBIT_INLINE inline svuint8x4_t use_lines(svuint8_t table, svint8x4_t a0, svint8x4_t a1, svuint8x4_t waiting,
                                            Lines... lines) LOWBIT_STREAMING {
@@ -139,8 +140,8 @@ LOWBIT_INLINE inline svuint8x4_t use_lines(svuint8_t table, svint8x4_t a0, svint
   }
 }
 
-// Packed lines from number `sizeof...(lines)` of the order on. Whole blocks of 6 bits three at a time: Clang would copy
-// them otherwise.
+// Multiplies packed lines in the order of line_of_step(), after the `sizeof...(lines)` lines read so far. Whole blocks of
+// 6 bits read three lines at a time, because Clang would copy them otherwise.
 template <int Bits, bool Affine, int Rows, Halves Wanted, class... Lines>
 LOWBIT_INLINE inline void dot_lines(const uint8_t* const* panel, int64_t at, svuint8_t table, svint8x4_t a0, svint8x4_t a1,
                                     svuint8x4_t waiting, Lines... lines) LOWBIT_STREAMING {
@@ -160,7 +161,7 @@ LOWBIT_INLINE inline void dot_lines(const uint8_t* const* panel, int64_t at, svu
   }
 }
 
-// The lines from J on of a 1-bit block, which are all in one packed line: two at a time.
+// The lines from J on of a 1-bit block, which share one packed line; two lines at a time.
 template <int Bits, bool Affine, int Rows, Halves Wanted, int J>
 LOWBIT_INLINE inline void dot_bits(svuint8x4_t packed, svuint8_t table, svint8x4_t a0, svint8x4_t a1) LOWBIT_STREAMING {
   if constexpr (J < kBlockLines) {
@@ -183,12 +184,12 @@ LOWBIT_INLINE inline void dot_nibbles(svuint8x4_t packed, svuint8_t table, svint
   }
 }
 
-// A block, or half of it, of four panels. A packed line is loaded when it is first needed, so few are in registers at any time.
-// Computations for lines of an unused half are dead code.
+// Multiplies a block, or half of it, of four panels. A packed line is loaded when it is first needed, so few are in registers
+// at a time. Computations for lines of an unused half are dead code.
 template <int Bits, bool Affine, int Rows, Halves Wanted>
 LOWBIT_INLINE inline void dot_block(const uint8_t* const* panel, int64_t at, svuint8_t table, const int8_t* const* a,
                                     int64_t input) LOWBIT_STREAMING {
-  __asm__ volatile("" : "+r"(at));  // one offset for all panels, because compilers would compute four addresses
+  __asm__ volatile("" : "+r"(at));  // one offset for all panels; compilers would compute four addresses
   svint8x4_t a0 = svundef4_s8(), a1 = a0;
   if constexpr ((Wanted & kFirstHalf) != 0) a0 = load_rows<Rows>(a, input);
   if constexpr ((Wanted & kSecondHalf) != 0) a1 = load_rows<Rows>(a, input + kHalfInputs);
@@ -240,7 +241,7 @@ LOWBIT_INLINE inline void store_outputs(const Few& few, int64_t panel, int64_t r
             svmad_f32_x(all, sum, svld1_f32(all, head.row_scale), svld1_f32(all, head.bias)));
 }
 
-// The float sums of four panels.
+// Stores the float sums of four panels.
 [[gnu::noinline]] void store_outputs(const Few& few, int64_t first) LOWBIT_STREAMING {
   for (int64_t row = 0; row < few.rows; ++row) {
     const svfloat32x4_t total = svread_za32_f32_vg1x4(static_cast<uint32_t>(4 + row));
@@ -251,8 +252,8 @@ LOWBIT_INLINE inline void store_outputs(const Few& few, int64_t panel, int64_t r
   }
 }
 
-// Integer sums are groups of vectors 0 to 3, one per row of m, float sums 4 to 7. The P of a group's first segment are 8 to 11,
-// which are zeroed together with the integer sums; in groups of several segments they move to 12 to 15.
+// Vectors 0 to 3 hold integer sums, one per row of m; 4 to 7 hold float sums. P of a group's first segment is in 8 to 11, which
+// are zeroed together with the integer sums; in groups of several segments it moves to 12 to 15.
 template <int Bits, bool Affine, int Rows, bool Halves, bool OneSegment>
 LOWBIT_INLINE inline void dot_four(const Few& few, int64_t first) LOWBIT_STREAMING {
   constexpr int kBlockBytes = code_bits(Bits) * kLineBytes, kGroupBytes = group_bytes(Affine);
@@ -280,7 +281,7 @@ LOWBIT_INLINE inline void dot_four(const Few& few, int64_t first) LOWBIT_STREAMI
   int64_t rest = few.halves, remaining = few.group_halves, at = 0, skip = 0, input = 0;
   int64_t segment = 0, group = 0;
   bool begins = true;   // whether this is the group's first segment
-  bool second = false;  // a block's first half is done
+  bool second = false;  // whether a block's first half is done
   for (; rest != 0; ++segment) {
     int64_t count = remaining < rest ? remaining : rest;
     if (!OneSegment && count > kSegmentHalves) count = kSegmentHalves;

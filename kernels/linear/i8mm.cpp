@@ -5,9 +5,9 @@
 //   activations: two rows of m, zipped by 64-bit lanes: row 0: 8 inputs | row 1: 8 inputs
 //   smmla sums[2 i + c], activations of pair i, weights of pair c: 2 rows of m x 2 rows of weights, 8 inputs
 //
-// Float sums stay in this 2x2 order until the heads, with every pair of scales in both halves of a register: weights
-// are zipped when they are unpacked, by the store (st2), activations when they are copied, and sums at the heads. A
-// last single row is paired with a copy of itself. Bounds of the sums: gemm_neon.h.
+// Float sums stay in this 2x2 order until the heads, with every pair of scales in both halves of a register. Weights are zipped
+// by the store that unpacks them (st2), activations when they are copied, and sums at the heads. A last single row is paired
+// with a copy of itself. gemm_neon.h has the bounds of the sums.
 
 #include <arm_neon.h>
 
@@ -18,8 +18,8 @@ namespace lowbit {
 
 namespace {
 
-// Two registers by one instruction that also moves the pointer on. It wants neighbors: named ones, so that codes are
-// unpacked into them.
+// Stores two registers by one instruction that also advances the pointer. It requires adjacent registers. They are named, so
+// that codes are unpacked into them.
 template <int First>
 struct Two;
 
@@ -56,7 +56,7 @@ struct MatrixTile {
 
   static constexpr int kScales = 2;
 
-  // Each pair of scales twice. `Bytes`: how far the pointer moves.
+  // Loads each pair of scales twice. `Bytes`: bytes by which the pointer advances.
   template <int64_t Bytes>
   LOWBIT_INLINE static void next_scales(const uint8_t*& at, float32x4_t (&to)[2]) {
     register float32x4_t v0 __asm__("v0"), v1 __asm__("v1");
@@ -68,7 +68,7 @@ struct MatrixTile {
     to[0] = v0, to[1] = v1;
   }
 
-  // The same for the mins that follow.
+  // The same for scales and the mins after them.
   template <int64_t Bytes>
   LOWBIT_INLINE static void next_scales_and_mins(const uint8_t*& at, float32x4_t (&scales)[2], float32x4_t (&mins)[2]) {
     register float32x4_t v0 __asm__("v0"), v1 __asm__("v1"), v2 __asm__("v2"), v3 __asm__("v3");
@@ -82,7 +82,7 @@ struct MatrixTile {
     scales[0] = v0, scales[1] = v1, mins[0] = v2, mins[1] = v3;
   }
 
-  // Two quarters of a block, the lines of each zipped in pairs.
+  // Stores two quarters of a block; the lines of each are zipped in pairs.
   LOWBIT_INLINE static void store_pairs(uint8_t* (&halves)[2], const Pair (&line)[kBlockLines]) {
     Two<16>::store_zipped(halves[0], line[0].q0, line[1].q0);
     Two<18>::store_zipped(halves[0], line[2].q0, line[3].q0);
@@ -106,14 +106,14 @@ struct MatrixTile {
     });
   }
 
-  // A value of each of two rows, in all lanes, to the order of their sums.
+  // Converts one value per row, in all lanes, to the order of the sums of two rows.
   template <class Vector>
   LOWBIT_INLINE static void arrange(Vector& value0, Vector& value1) {
     const auto halves0 = reinterpret_cast<float64x2_t>(value0), halves1 = reinterpret_cast<float64x2_t>(value1);
     value0 = value1 = reinterpret_cast<Vector>(vzip1q_f64(halves0, halves1));
   }
 
-  // How many registers hold a value of each row.
+  // Number of registers for one value of each row.
   static constexpr int scales_of(int rows) { return rows / 2; }
 
   template <int Rows>
@@ -121,13 +121,13 @@ struct MatrixTile {
     unroll<Rows / 2>([&](auto p) LOWBIT_INLINE { to[p] = values[2 * p]; });
   }
 
-  // y + x * the values of the pair of rows that sums I has.
+  // y + x * the values of the two rows that sums I belong to.
   template <int I>
   LOWBIT_INLINE static float32x4_t add_by_row(float32x4_t y, float32x4_t x, const float32x4_t* values) {
     return vfmaq_f32(y, x, values[I / 2]);
   }
 
-  // Two rows of float sums.
+  // Loads two rows of float sums.
   LOWBIT_INLINE static void rows(const float* acc, float32x4_t (&y)[2][kQuarters]) {
     unroll<kQuarters>([&](auto q) LOWBIT_INLINE {
       float64x2_t pair0, pair1;

@@ -1,22 +1,22 @@
-// The 256-bit linear kernels apart from their integer dot products: panels, groups and the float part (ukernel.h).
+// The 256-bit linear kernels except for their integer dot products: panels, groups and the float part (ukernel.h).
 //
-// 16 output rows are the int32 lanes of two registers, one for each half of a line. A kernel gives its integer sums:
+// 16 output rows are the int32 lanes of two registers, one for each half of a line. A kernel computes integer sums by a class:
 //   kBits, kAffine, kHalves, kRows   width, mapping, whether groups may end in the middle of a block, rows at once
-//   kStarts                          whether sums start at values made before
-//   kOffsetLate                      whether the tile adds what a segment's sums start at at its end
-//   kAsks                            whether the tile asks for mins at run time; kAffine is false then
-//   begin(layout, memory)            once; memory for 2 * kRows registers
-//   start(row, value)                begins a segment. value: one row: its sum of activations; several: what starts() says
-//   starts(affine)                   several rows: what a segment's sums start at
-//   Input, kInterleaved              of activations: int8_t, as the call has them, or int16_t, the rows of a tile together
-//   add<First, Lines>(block, a)      adds the products of some lines of a block; a: the block's activations, for each row;
-//                                    with kInterleaved the first of all of them
-//   next_block()                     between two blocks of a segment, without kHalves
+//   kStarts                          whether sums start at values prepared before
+//   kOffsetLate                      whether the start of a segment's sums is added at the segment's end
+//   kAsks                            whether the tile checks for mins at run time; kAffine is false then
+//   begin(layout, memory)            called once; memory for 2 * kRows registers
+//   start(row, value)                begins a segment. value: of one row its sum of activations, of several that of starts()
+//   starts(affine)                   several rows: the start values of a segment's sums
+//   Input, kInterleaved              activations: int8_t as in the call, or int16_t with the rows of a tile interleaved
+//   add<First, Lines>(block, a)      adds the products of some lines of a block. a: the block's activations, of each row; with
+//                                    kInterleaved the first of all rows
+//   next_block()                     called between two blocks of a segment, without kHalves
 //   end(totals)                      the segment's sums, for each row and half of a line
 //
-// A segment's t * I is added to what its group has before it, which is zero where a group begins. So a group of one segment
-// and the last segment of a longer one run the same code, and the products need no register. With 4 rows the products and
-// the float sums are in memory: instructions read them as operands, and only the stores are added.
+// A segment's t * I is added to the sum of the group's earlier segments, which is zero at the start of a group. So a group of
+// one segment and the last segment of a longer group run the same code, and no register is needed during the products. With 4
+// rows both the products and the float sums are in memory: instructions read them as operands, and only stores are extra.
 #pragma once
 
 #include <immintrin.h>
@@ -39,7 +39,7 @@ LOWBIT_INLINE inline __m256i broadcast4(const void* at) {
   return _mm256_set1_epi32(word);
 }
 
-// What the offset of symmetric codes adds to a segment's sums, whose sum of activations is at `a_sum`.
+// The part of a segment's sums that comes from the offset of symmetric codes. `a_sum` points to the sum of activations.
 template <int Bits>
 LOWBIT_INLINE inline __m256i offset(const int32_t* a_sum) {
   constexpr int kShift = Bits == 1 ? 0 : is_by_table(Bits) ? 7 : Bits - 1;
@@ -47,19 +47,19 @@ LOWBIT_INLINE inline __m256i offset(const int32_t* a_sum) {
   return _mm256_slli_epi32(broadcast4(a_sum), kShift);
 }
 
-// Integer sums. Not __m256i, whose lanes GCC takes to be 64 bits wide: a sum that a loop carries as that and adds to as
-// 32-bit lanes is copied to another register and back in every turn (GCC 12).
+// Integer sums. GCC takes the lanes of __m256i to be 64 bits wide. If a loop keeps a sum as __m256i and adds to its 32-bit
+// lanes, GCC 12 copies it to another register and back in every iteration.
 using Sums32 = uint32_t __attribute__((vector_size(32)));
 using Sums16 = uint16_t __attribute__((vector_size(32)));
 
-// Hides from the compiler where a pointer comes from. Otherwise it makes an induction variable of each address in a loop,
-// which takes more registers than there are.
+// Hides the origin of a pointer from the compiler. Otherwise each address in a loop becomes an induction variable, and there
+// are too few registers.
 template <class T>
 LOWBIT_INLINE inline void forget(T*& pointer) {
   __asm__("" : "+r"(pointer));
 }
 
-// Calls body(constant) for 0 to Count - 1. A loop that GCC 12 unrolls late leaves what it indexes in memory.
+// Calls body(constant) for 0 to Count - 1. In loops that GCC 12 unrolls late, indexed arrays stay in memory.
 template <int Count, class Body>
 LOWBIT_INLINE inline void unrolled(Body body) {
   [&]<int... I>(std::integer_sequence<int, I...>) LOWBIT_INLINE {
@@ -67,18 +67,18 @@ LOWBIT_INLINE inline void unrolled(Body body) {
   }(std::make_integer_sequence<int, Count>());
 }
 
-// Has a sum computed at this point. Otherwise the compiler reorders additions, and keeps the addends in registers or memory.
+// Forces a sum to be computed here. Otherwise the compiler reorders additions, and keeps the addends in registers or memory.
 template <class Vector>
 LOWBIT_INLINE inline void settle(Vector& sum) {
   __asm__("" : "+x"(sum));
 }
 
-// Whether one template serves weights with and without mins: it asks for them at the end of each group, which is cheap where
-// there is more to do than one row. Not so at 1 bit, where symmetric codes count twice.
+// Whether one template serves weights with and without mins: it checks for them at the end of each group, which is cheap with
+// more than one row. Not at 1 bit, where the value of a symmetric code differs by a factor of two.
 constexpr bool asks_for_mins(int bits, int rows) { return bits != 1 && !is_by_table(bits) && rows > 1; }
 
-// What the sums of a segment start at: a multiple of its sum of activations, as an int32, or as an int16 in the lower lane
-// or in both lanes of a pair. Made once for all panels of a call.
+// The start of a segment's sums: a multiple of its sum of activations, as an int32, or as an int16 in the lower lane or in both
+// lanes of a pair. Computed once for all panels of a call.
 struct Starts {
   enum Lanes { word, lower, both };
   int32_t factor;
@@ -95,14 +95,14 @@ template <class Sums>
 struct Tile {
   static constexpr int kRows = Sums::kRows, kBits = Sums::kBits;
   static constexpr int64_t kBlockBytes = code_bits(kBits) * kLineBytes;
-  static constexpr int64_t kStep = kBlockInputs * (Sums::kInterleaved ? kRows : 1);  // of the activations, from block to block
+  static constexpr int64_t kStep = kBlockInputs * (Sums::kInterleaved ? kRows : 1);  // step of the activations between blocks
   static constexpr int64_t kUnpackedBytes = kBlockLines * kLineBytes;  // of a block
   using Input = typename Sums::Input;
 
-  const float* a_scales;  // of the segment, first row
+  const float* a_scales;  // of the current segment, first row
   const int32_t* starts;  // one row: the sums of activations
   const float* group_sums;
-  int64_t segments, groups, stride;  // from a row to the next: of a_scales and starts, of group_sums, of the activations
+  int64_t segments, groups, stride;  // distance between rows: of a_scales and starts, of group_sums, of the activations
   const uint8_t *block, *unpacked;
   Float16 (*acc)[kRows], (*products)[kRows];
   bool mins;
@@ -129,7 +129,7 @@ struct Tile {
     in_memory();
   }
 
-  // Has the float sums in memory at this point. Otherwise the compiler moves them between registers and memory.
+  // Forces the float sums into memory here. Otherwise the compiler moves them between registers and memory.
   LOWBIT_INLINE void in_memory() {
     if constexpr (kRows > 2) __asm__("" : "+m"(*acc), "+m"(*products));
   }
@@ -169,7 +169,7 @@ struct Tile {
 
   LOWBIT_INLINE void next_block() { sums.next_block(); }
 
-  // Ends a segment. sum: for each row t * I of the group's segments up to this one, added up.
+  // Ends a segment. sum: per row the sum of t * I over the group's segments so far.
   LOWBIT_INLINE void end(Float16 (&sum)[kRows]) {
     Sums32 totals[kRows][2];
     sums.end(totals);
@@ -197,7 +197,7 @@ struct Tile {
     in_memory();
   }
 
-  // Ends a group's last segment, and the group.
+  // Ends a group and its last segment.
   LOWBIT_INLINE void finish(const uint8_t* scales) { has_mins() ? finish_with<true>(scales) : finish_with<false>(scales); }
 
  private:
@@ -219,11 +219,11 @@ struct Tile {
   }
 };
 
-// The blocks of a panel in turn, each group from its first to its last input, and ahead(block) before each. Not walk() of
-// walk_x86.h, which ends a group apart from its last segment: that would store the products once more. With both ways in one
-// function GCC 12 compiled some tiles here to up to 6 % more instructions.
-// Groups::one_segment is for one row, which has little to do in such a group: the number of its blocks is known. Several rows
-// take Groups::segments for it.
+// Walks the blocks of a panel, each group from its first to its last input, and calls ahead(block) before each block. walk() of
+// walk_x86.h ends a group apart from its last segment, which would store the products once more here. With both ways in one
+// function GCC 12 compiled some tiles to up to 6 % more instructions.
+// Groups::one_segment is for one row, for which the work per group is short: the number of its blocks is a constant. Several
+// rows use Groups::segments instead.
 template <Groups Kind, class Tile, class Ahead>
 LOWBIT_INLINE inline void walk_segments(const Layout& layout, const uint8_t* at, const typename Tile::Input* a, Tile& tile,
                                         Ahead ahead) {
@@ -325,14 +325,14 @@ LOWBIT_INLINE inline void walk_segments(const Layout& layout, const uint8_t* at,
   }
 }
 
-// Of row 0: the call's own, or what the kernel made of them.
+// The activations of row 0: those of the call, or those that the kernel converted.
 template <class Sums>
 LOWBIT_INLINE inline const typename Sums::Input* inputs_of(const LinearArgs& args) {
   if constexpr (Sums::kInterleaved) return static_cast<const typename Sums::Input*>(args.activations);
   else return args.a;
 }
 
-// A tile's float sums to the call's outputs. Out of line: it is done once a panel, and would be in every tile.
+// Stores a tile's float sums to the call's outputs. Not inlined: it runs once per panel, and every tile would contain a copy.
 __attribute__((noinline)) inline void store_rows(const LinearArgs& args, int64_t panel, int64_t row, int rows,
                                                  const Float16* sums) {
   const Layout& layout = args.layout;
@@ -347,7 +347,7 @@ __attribute__((noinline)) inline void store_rows(const LinearArgs& args, int64_t
   }
 }
 
-// Some rows of activations times one panel.
+// Multiplies some rows of activations by one panel.
 template <class Sums, Groups Kind>
 __attribute__((noinline)) void run_tile(const LinearArgs& args, int64_t panel, int64_t row, int64_t number, int64_t tiles,
                                         const int32_t* starts) {
@@ -356,14 +356,14 @@ __attribute__((noinline)) void run_tile(const LinearArgs& args, int64_t panel, i
   Sums32 memory[2 * Sums::kRows];
   Tile<Sums> tile;
   tile.begin(args, row, starts, floats, memory);
-  // Measured on Zen 4: two rows of 1 or 2 bits are read faster without. On Zen 3, one row from memory takes 0.8 to 0.9 times
-  // the time with prefetch.
+  // Measured on Zen 4: two rows of 1 or 2 bits are faster without prefetch. Measured on Zen 3: with prefetch, one row from
+  // memory takes 0.8 to 0.9 times as long.
   constexpr bool kAhead = Sums::kRows > 2 || (Sums::kRows == 2 && code_bits(Sums::kBits) > 2);
   const uint8_t* const at = args.panels + panel * layout.panel_bytes;
   const auto* const a = inputs_of<Sums>(args) + row * tile.stride;
   if constexpr (Sums::kRows == 1) {
     walk_segments<Kind>(layout, at, a, tile, [](const uint8_t* block) LOWBIT_INLINE {
-      constexpr int64_t kBytes = 2 << 10;  // behind the last panel as well: a prefetch does not fault
+      constexpr int64_t kBytes = 2 << 10;  // past the last panel too: a prefetch does not fault
       for (int line = 0; line < code_bits(Sums::kBits); ++line) {
         _mm_prefetch(reinterpret_cast<const char*>(block) + line * kLineBytes + kBytes, _MM_HINT_T0);
       }
@@ -379,7 +379,7 @@ __attribute__((noinline)) void run_tile(const LinearArgs& args, int64_t panel, i
 
 using RunTile = void (*)(const LinearArgs&, int64_t panel, int64_t row, int64_t number, int64_t tiles, const int32_t* starts);
 
-// One row after the other.
+// Multiplies one row at a time.
 inline void run_single_rows(const LinearArgs& args, RunTile run_tile) {
   for (int64_t panel = args.panel_begin; panel < args.panel_end; ++panel) {
     for (int64_t row = 0; row < args.m; ++row) run_tile(args, panel, row, 0, 1, args.sums + row * args.layout.segments);
@@ -403,10 +403,10 @@ void run_one(const LinearArgs& args) {
 
 using RunRow = void (*)(const LinearArgs&);
 
-constexpr int kMostRows = 4;  // of a tile
+constexpr int kMostRows = 4;  // rows of a tile
 
-// In tiles of several rows, run_tile[rows - 2]. `starts`: behind the first `used` bytes of the scratch memory, which has
-// kLinearScratchBytes more. `unpack`: for each panel, if it is not null.
+// Multiplies tiles of several rows, by run_tile[rows - 2]. The start values are stored after the first `used` bytes of the
+// scratch memory, which has kLinearScratchBytes more. `unpack` is called for each panel unless it is null.
 __attribute__((noinline)) inline void run_tiles(const LinearArgs& args, const RunTile (&run_tile)[kMostRows - 1],
                                                 RunRow one_row, const Starts* starts, int64_t used = 0,
                                                 void (*unpack)(const Layout&, const uint8_t* at, uint8_t* to) = nullptr) {
@@ -432,7 +432,8 @@ __attribute__((noinline)) inline void run_tiles(const LinearArgs& args, const Ru
   }
 }
 
-// Whether groups end in the middle of blocks and are not of 16 inputs, which no format in use has: one row at a time then.
+// Whether groups end in the middle of blocks and do not have 16 inputs, which no common format has. Such calls take one row
+// at a time.
 inline bool end_anywhere(const Layout& layout) {
   return layout.group_inputs() % kBlockInputs != 0 && layout.group_inputs() != kHalfInputs;
 }

@@ -1,17 +1,17 @@
-// What the AVX-512 kernels share: up to 8 rows of activations times 16 output rows, one register of int32 sums each.
+// Shared by the AVX-512 kernels: up to 8 rows of activations times 16 output rows, one register of int32 sums each.
 //
 //   line (64 bytes): row 0: 4 codes | row 1: 4 codes | ... | row 15: 4 codes       one zmm register
 //   vpdpbusd sums, line, broadcast of 4 activations: 16 rows x 4 products, one int32 lane per row, no horizontal adds
 //
-// A block is unpacked once (bits/unpack_avx512.h) for all rows of a tile. For up to 4 rows fields stay at their bit
-// position p; sums of different p have their own accumulators, joined by a shift once per segment. More rows have no
-// registers for that, and groups of half a block would join too often: there the fields are shifted down when they are
-// unpacked, once for all rows.
+// A block is unpacked once (bits/unpack_avx512.h) for all rows of a tile. For up to 4 rows, fields stay at their bit position
+// p; sums of different p have separate accumulators, which are joined by a shift once per segment. More rows leave no registers
+// for that, and groups of half a block would be joined too often: there the fields are shifted down when they are unpacked,
+// once for all rows.
 // Accumulators of several lines, rows and segments hide the latency of vpdpbusd (4 to 5 cycles, 1 to 2 per cycle).
-// One row or two take one panel after the other, without software prefetch: one stream is what Zen 4 reads fastest from
-// memory. More rows have more to multiply than to read, and prefetch (walk_x86.h).
-// Intel's cores read several streams faster (docs/internals/kernels.md, Memory): for them one row takes several panels,
-// interleaved.
+// One row or two take one panel at a time, without software prefetch: Zen 4 reads a single stream fastest from memory. With
+// more rows multiplying takes longer than reading, and tiles prefetch (walk_x86.h).
+// Intel's cores read several streams faster (docs/internals/kernels.md, Memory): for them one row takes several interleaved
+// panels.
 #pragma once
 
 #include <immintrin.h>
@@ -31,7 +31,7 @@
 namespace lowbit {
 namespace {
 
-// A table of levels, as bytes level + 128; vpshufb looks a register of codes up. Nothing for other weights.
+// A table of levels, as bytes level + 128. vpshufb looks up a register of codes. Empty for other weights.
 template <int Bits>
 struct Levels {
   LOWBIT_INLINE void load(const Layout&) {}
@@ -51,25 +51,25 @@ struct Levels<Bits> {
 template <int Rows, bool Halves>
 inline constexpr bool kShiftedDown = Rows > 4 || Halves;
 
-// How far up line j of an unpacked block is shifted: its bytes are 2^shift times what is multiplied by activations, codes
-// (affine) or level(code) + level_offset(Bits). -1: 1 bit symmetric, where that is twice the code.
+// The shift of line j of an unpacked block: its bytes are 2^shift times the codes (affine) or times
+// level(code) + level_offset(Bits). -1 at 1 bit symmetric, where that sum is twice the code.
 template <int Bits, bool Affine>
 constexpr int line_shift(int j) {
   return is_by_table(Bits) ? 0 : Unpack<code_bits(Bits)>::shift[j] - (Affine ? 0 : level_factor(Bits) - 1);
 }
 
-// How the eight lines share accumulators: one chain per distinct shift, or several for few shifts and few sums: `Rows`
-// rows of m, or as many interleaved panels. A sum lasts for a segment of two blocks, so that the products of several segments
-// hide the latency, and chains that are joined for each cost more than they hide.
+// How the eight lines share accumulators: one chain per distinct shift, or two if there are few shifts and few sums. `Rows`:
+// rows of m, or number of interleaved panels. A sum lasts for a segment of two blocks. The products of several segments hide
+// the latency, and joining more chains per segment costs more than they hide.
 template <int Bits, bool Affine, int Rows, bool Down>
 struct Chains {
   int shift[8] = {};  // of each chain
   int of_line[8] = {};
   int count = 0;
-  int started = 0;  // a chain without shift
+  int started = 0;  // the chain that holds the start value, which has no shift
 
   constexpr Chains() {
-    constexpr bool kAlike = Bits == 8 || is_by_table(Bits);  // all lines
+    constexpr bool kAlike = Bits == 8 || is_by_table(Bits);  // whether all lines have the same shift
     constexpr int kSplit = !Down && (kAlike || (Bits >= 6 && Rows <= 2)) ? 2 : 1;
     int key[8] = {};
     for (int j = 0; j < 8; ++j) {
@@ -89,12 +89,12 @@ struct Chains {
   }
 };
 
-// Integer sums. Not __m512i, whose lanes GCC takes to be 64 bits wide: a sum that a loop carries as that and adds to as
-// 32-bit lanes is copied to another register and back in every turn (GCC 12).
+// Integer sums. GCC takes the lanes of __m512i to be 64 bits wide. If a loop keeps a sum as __m512i and adds to its 32-bit
+// lanes, GCC 12 copies it to another register and back in every iteration.
 using Int16 = int32_t __attribute__((vector_size(64)));
 
-// Of 16 rows of 4 codes with the 4 activations at `a`. Not by assembly with the broadcast as a part of vpdpbusd: fewer
-// instructions, but slower (Zen 5: 1.1 to 1.2 times the time).
+// Adds the products of 16 rows of 4 codes and the 4 activations at `a`. Assembly with the broadcast as an operand of vpdpbusd
+// would need fewer instructions, but is slower (Zen 5: 1.1 to 1.2 times as long).
 LOWBIT_INLINE inline Int16 add_products(Int16 sums, __m512i codes, const int8_t* a) {
   int32_t word;
   std::memcpy(&word, a, 4);
@@ -119,15 +119,15 @@ struct Sums {
   static constexpr Chains<Bits, Affine, Rows * Panels, Down> kChains{};
   Int16 chain[Rows][kChains.count];
 
-  // Of row i; `first` is what its sums start at.
+  // Starts the sums of row i at `first`.
   LOWBIT_INLINE void start(int i, Int16 first) {
     for (int c = 0; c < kChains.count; ++c) chain[i][c] = c == kChains.started ? first : Int16{};
   }
 
   template <int FirstLine, int Lines>
   LOWBIT_INLINE void add(const __m512i (&line)[8], const int8_t* a, int64_t stride) {
-    // A pointer for two rows. The compiler is not to know where they come from: it would keep and advance one for each row, or
-    // the distance of each word, and has no registers for them.
+    // One pointer for two rows, whose origin is hidden from the compiler. Otherwise it would keep and advance one pointer per
+    // row, or one offset per word, and run out of registers.
     const int8_t* rows[(Rows + 1) / 2];
     rows[0] = a;
     if constexpr (Rows > 1) __asm__("" : "+r"(stride));
@@ -145,7 +145,7 @@ struct Sums {
     for (int i = 0; i < Rows; ++i) {
       Int16& sum = chain[i][kChains.of_line[J]];
       sum = add_products(sum, codes, rows[i / 2] + i % 2 * stride + 4 * J);
-      if constexpr (Rows * Panels == 1) __asm__("" : "+v"(sum));  // or GCC 12 copies it to another register and back
+      if constexpr (Rows * Panels == 1) __asm__("" : "+v"(sum));  // otherwise GCC 12 copies it to another register and back
     }
   }
 
@@ -162,7 +162,7 @@ LOWBIT_INLINE inline __m512 load_scales(const uint8_t* scales) {
   return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(scales)));
 }
 
-// Lines of codes, at their bit positions or shifted down; or of levels + 128.
+// Lines of codes, at their bit positions or shifted down, or lines of levels + 128.
 template <int Bits, bool Affine, bool ShiftedDown>
 LOWBIT_INLINE inline void unpack_block(const uint8_t* block, const Levels<Bits>& levels, __m512i (&line)[8]) {
   using Codes = Unpack<code_bits(Bits)>;
@@ -173,14 +173,14 @@ LOWBIT_INLINE inline void unpack_block(const uint8_t* block, const Levels<Bits>&
     for (int j = 0; j < 8; ++j) {
       line[j] = _mm512_shuffle_epi8(levels.bytes, _mm512_srli_epi16(line[j], static_cast<unsigned>(Codes::shift[j])));
     }
-  } else if constexpr (ShiftedDown) {  // a field's other bits are zero: nothing crosses to the next byte
+  } else if constexpr (ShiftedDown) {  // the other bits of a byte are zero, so no bit crosses to the next byte
     [&]<int... J>(std::integer_sequence<int, J...>) LOWBIT_INLINE {
       ((line[J] = shift_right<line_shift<Bits, Affine>(J)>(line[J])), ...);
     }(std::make_integer_sequence<int, 8>());
   }
 }
 
-// A panel's outputs: what its head adds to the sums of a row.
+// Computes a panel's outputs from a row's sums and the panel's head.
 struct Outputs {
   __m512 row_scale, bias;
   int64_t column;
@@ -199,19 +199,18 @@ struct Outputs {
   }
 };
 
-// A tile's float sums to the call's outputs. Out of line: it is done once a panel, and would be in every tile.
+// Stores a tile's float sums to the call's outputs. Not inlined: it runs once per panel, and every tile would contain a copy.
 __attribute__((noinline)) inline void store_rows(const LinearArgs& args, int64_t panel, int64_t row, int rows,
                                                  const __m512* sums) {
   const Outputs outputs(args, panel);
   for (int i = 0; i < rows; ++i) outputs.store(args, row + i, sums[i]);
 }
 
-// What a tile of several rows reads of its segments and groups, in the order in which it needs them: for each segment what the
-// integer sums start at (-level_offset times A; affine: 0), then t; for each group, affine, S; a value of each row, so that
-// each is broadcast from memory and one pointer is enough (a pointer for each row has no register). Made once for all panels
-// of a call.
-// Rows of 4096 inputs are a page apart, so 8 of them fill a set of the first-level cache (8 ways of a page). The streams
-// lie half a page away from them.
+// The values that a tile of several rows reads for its segments and groups, in the order of use. Segment: the start of its
+// integer sums (-level_offset times A; affine: 0), then t. Affine group: S. Each has one value per row, which is broadcast from
+// memory. One pointer is enough; one per row would need too many registers. Computed once for all panels of a call.
+// Rows of 4096 inputs are a page apart, so 8 of them fill a set of the first-level cache (8 ways of a page). The streams are
+// half a page away from the rows, in other sets.
 class Streams {
  public:
   Streams(const LinearArgs& args, int level_offset)
@@ -226,7 +225,7 @@ class Streams {
 
   int64_t most_rows() const { return (kLinearScratchBytes - kPage) / 4 / row_values_; }
 
-  // Of the tile at `row`, a row of the `index`th place.
+  // The stream of the tile whose first row is number `index`.
   const int32_t* of(int64_t index) const { return values_ + index * row_values_; }
 
   void make(int64_t row, int64_t index, int rows) const {
@@ -262,12 +261,12 @@ class Streams {
   int32_t* values_;
 };
 
-// Whether one template serves weights with and without mins: it asks for them at the end of each group, which is cheap where
-// there is more to do than one row with one panel. Not so at 1 bit, where symmetric codes count twice.
+// Whether one template serves weights with and without mins: it checks for them at the end of each group, which is cheap with
+// more than one row or panel. Not at 1 bit, where the value of a symmetric code differs by a factor of two.
 constexpr bool asks_for_mins(int bits, int rows, int panels) { return bits != 1 && !is_by_table(bits) && rows * panels > 1; }
 
 // For walk(): the sums of `Rows` rows of activations over one panel, or over one of `Panels` interleaved panels. One row reads
-// what belongs to its segments from the arguments, several rows from Streams.
+// the values of its segments from the arguments, several rows from Streams.
 template <int Bits, bool Affine, Groups Kind, int Rows, int Panels = 1>
 struct Tile {
   static constexpr bool kAsks = asks_for_mins(Bits, Rows, Panels);
@@ -275,14 +274,14 @@ struct Tile {
   static constexpr bool kDown = kShiftedDown<Rows, (Kind >= Groups::halves)>;
   static constexpr int64_t kBlockBytes = code_bits(Bits) * kLineBytes;
   static constexpr int kPanels = Rows == 1 ? Panels : 0;
-  static constexpr bool kLoops = Rows > 4 && Rows < 8;  // few calls' tiles, which would be a sixth of the code
+  static constexpr bool kLoops = Rows > 4 && Rows < 8;  // rarely used tiles, which would be a sixth of the code
 
-  const int32_t* segment_sums;  // one row
+  const int32_t* segment_sums;  // used by one row
   const float *segment_scales, *group_sums;
-  const int32_t* stream;  // several rows
-  int64_t stride;         // of activations, from a row to the next
-  bool mins;              // kAsks
-  int32_t start_factor;   // one row: of the sum of activations
+  const int32_t* stream;  // used by several rows
+  int64_t stride;         // distance between rows of activations
+  bool mins;              // used with kAsks
+  int32_t start_factor;   // used by one row: factor of the sum of activations
   __m512 acc[Rows], products[Rows];
   Sums<Bits, Affine, Rows, kDown, Panels> sums;
   __m512i line[8];
@@ -352,7 +351,7 @@ struct Tile {
   }
 
  private:
-  // The next float of row i: one row's lies at `at`.
+  // The next float of row i. One row reads it at `at`.
   LOWBIT_INLINE __m512 next(int i, const float* at) const {
     return _mm512_set1_ps(Rows == 1 ? *at : float_from_bits(static_cast<uint32_t>(stream[i])));
   }
@@ -360,7 +359,7 @@ struct Tile {
 
 inline constexpr int64_t kLongRow = 12288;  // inputs
 
-// With dispatch()'s constants, and where groups end.
+// Calls run() with dispatch()'s constants and with the kind of groups.
 template <int Bits, class Run>
 LOWBIT_INLINE inline void with_groups(const Layout& layout, Run run) {
   const bool several = layout.group_inputs() > kSegmentInputs;
@@ -377,7 +376,7 @@ LOWBIT_INLINE inline void with_groups(const Layout& layout, Run run) {
   });
 }
 
-// Rows of activations, one after the other, times panels.
+// Multiplies rows of activations by panels, one row at a time.
 template <int Bits, bool Affine, Groups Kind>
 __attribute__((noinline)) void run_single_rows(const LinearArgs& args) {
   for (int64_t panel = args.panel_begin; panel < args.panel_end; ++panel) {
@@ -385,9 +384,8 @@ __attribute__((noinline)) void run_single_rows(const LinearArgs& args) {
       Tile<Bits, Affine, Kind, 1> tile;
       tile.begin(args, row, nullptr);
       const int8_t* const a = args.a + row * tile.stride;
-      // One row of 1 bit computes hardly faster than memory brings it, and long activations fill much of the first-level
-      // cache.
-      // Measured on Zen 4; at 2 bits, and with fewer inputs, prefetch costs more than it brings.
+      // At 1 bit, computing one row is hardly faster than reading it from memory, and long activations fill much of the
+      // first-level cache. Measured on Zen 4: at 2 bits, and with fewer inputs, prefetch costs more than it saves.
       if (Bits == 1 && args.layout.k >= kLongRow) {
         walk_panel<Kind, true>(args, panel, a, tile, 0, 1);
       } else {
@@ -398,7 +396,7 @@ __attribute__((noinline)) void run_single_rows(const LinearArgs& args) {
   }
 }
 
-// How many panels one row interleaves, and how far ahead each is prefetched, 8 KiB in all.
+// How many panels one row interleaves, and how far ahead each is prefetched (8 KiB in total).
 #define PANELS(bits, neon, neondot, streams) streams / kPanelRows
 inline constexpr int kInterleavedPanelsOf[] = {0, LOWBIT_EACH_SET_WIDTH(PANELS)};
 #undef PANELS
@@ -428,7 +426,7 @@ __attribute__((noinline)) void run_interleaved(const LinearArgs& args, void (*si
   }
 }
 
-// `Rows` rows of activations times one panel: tile `number` of `tiles`. `Kind`: where groups end.
+// Multiplies `Rows` rows of activations by one panel, as tile `number` of `tiles`. `Kind`: where groups end.
 template <int Bits, bool Affine, Groups Kind, int Rows>
 __attribute__((noinline)) void run_tile(const LinearArgs& args, int64_t panel, int64_t row, int64_t number, int64_t tiles,
                                         const int32_t* stream) {
@@ -442,7 +440,7 @@ __attribute__((noinline)) void run_tile(const LinearArgs& args, int64_t panel, i
 
 using RunTile = void (*)(const LinearArgs&, int64_t panel, int64_t row, int64_t number, int64_t tiles, const int32_t* stream);
 
-// In tiles of several rows: run_tile[rows - 2].
+// Multiplies tiles of several rows, by run_tile[rows - 2].
 template <int MostRows>
 __attribute__((noinline)) void run_tiles(const LinearArgs& args, int level_offset, const LinearKernel& one_row,
                                          const RunTile (&run_tile)[MostRows - 1]) {

@@ -1,5 +1,5 @@
 // linear_a8w<b>_1x16_neondot: int8 activations times b-bit weights, the 16 output rows of a panel in four registers.
-// linear_a8w<b>_2x16_neondot (3x16 at 1 and 8 bits), for many rows of m: tile_neondot.h.
+// linear_a8w<b>_2x16_neondot (3x16 at 1 and 8 bits): many rows of m (tile_neondot.h).
 //
 //   line (64 bytes): row 0: 4 codes | row 1: 4 codes | ... | row 15: 4 codes       quarter q: rows 4q to 4q + 3
 //   sdot sums[q], quarter of line j, a[j]      a[j]: the activations 4j to 4j + 3, one 32-bit lane of two registers
@@ -7,16 +7,16 @@
 // One int32 lane is one output row: no horizontal adds, and the 32 activations of a block are loaded once for all 16
 // rows. Sums start at the bits of the float c (ukernel.h). Integer part of a segment, with S the sum of a * code and A the sum
 // of a:
-//   symmetric   S - 2^(b-1) A: the sums start there, so no weight pays for its zero point; affine   S
-//   1 bit       2 S - A. cmtst leaves -1 for a set bit, so sums that start at floor(A/2) end at h = floor(A/2) - S.
-//               2 h + A mod 2 is A - 2 S, the negative of what is wanted. One instruction, sli (shift left and insert),
-//               makes it: h goes above the lowest bit of A. The bits of c are even, so sums start at half of them
-//   8 bit       the bytes are code - 128: symmetric needs no start, affine starts at 128 A
-//   levels      the bytes are levels, no start
-// Sums of fields at different bit positions p (bits/unpack_neon.h) stay apart and are joined by ssra once per segment.
+//   symmetric   S - 2^(b-1) A: sums start at the second term, so no weight pays for its zero point; affine: S
+//   1 bit       2 S - A. cmtst yields -1 for a set bit, so sums that start at floor(A/2) end at h = floor(A/2) - S.
+//               2 h + A mod 2 is A - 2 S, the negative of the integer part. One instruction, sli (shift left and insert),
+//               computes it: h moves above the lowest bit of A. The bits of c are even, so sums start at half of them
+//   8 bit       the bytes are code - 128: symmetric needs no start value, affine starts at 128 A
+//   levels      the bytes are levels, no start value
+// Sums of fields at different bit positions p (bits/unpack_neon.h) are separate and are joined by ssra once per segment.
 //
-// 1x16 because four quarters are four independent chains, enough for the latency of sdot on cores that forward its
-// accumulator, and leave registers for two quarters of a packed block: adjacent, so that one ldp loads both.
+// Why 1x16: four quarters are four independent chains, enough for the latency of sdot on cores that forward its accumulator.
+// They leave registers for two quarters of a packed block, which are adjacent, so that one ldp loads both.
 
 #include <arm_neon.h>
 
@@ -55,14 +55,14 @@ struct Sums {
   int32x4_t chain[kChains<Bits>.count];
 };
 
-// Quarters First and First + 1 of a block, for Unpack::lines(). Lines of a half that is not wanted are dead code.
+// Quarters First and First + 1 of a block, for Unpack::lines(). Lines of an unwanted half are dead code.
 template <int Bits, int First, Halves Wanted>
 struct QuarterPair {
   const uint8_t* block;
   const Tables<Bits>& tables;
   Sums<Bits>& sums0;
   Sums<Bits>& sums1;
-  Sums<Bits>& second0;  // of the second half: the same, unless a group ends between the halves
+  Sums<Bits>& second0;  // of the second half: the same as sums0, unless a group ends between the halves
   Sums<Bits>& second1;
   int8x16_t a0, a1;     // of the first and the second half
 
@@ -88,7 +88,7 @@ struct QuarterPair {
   }
 };
 
-// What row_neon.h asks for.
+// The `Row` of row_neon.h.
 template <int Bits, bool Affine>
 class DotRow {
  public:
@@ -102,7 +102,7 @@ class DotRow {
 
   LOWBIT_INLINE explicit DotRow(const Layout& layout) : tables_(layout.levels) {}
 
-  // At 1 bit half of it: shifted() doubles it.
+  // At 1 bit half of the start value, because shifted() doubles it.
   LOWBIT_INLINE static int32x4_t start_of(int32x4_t sum) {
     if constexpr (kHalvesSum) return vaddq_s32(vdupq_n_s32(kShiftBits / 2), vshrq_n_s32(sum, 1));
     constexpr int kFactor = Bits == 1 ? 0 : stored_flip(Bits) - (Affine ? 0 : level_offset(Bits));
@@ -114,7 +114,7 @@ class DotRow {
     return {{vld1q_s8(a), vld1q_s8(Wanted == kWholeBlock ? a + kHalfInputs : a)}};
   }
 
-  // Moves on.
+  // Advances `at`.
   template <bool Loop>
   LOWBIT_INLINE static void start(Sums (&sums)[kQuarters], const uint8_t*& at) {
     int32x4_t first[kQuarters];
@@ -122,13 +122,13 @@ class DotRow {
     unroll<kQuarters>([&](auto q) LOWBIT_INLINE { start_at(sums[q], first[q]); });
   }
 
-  // Of half a block, for two quarters.
+  // For half a block and two quarters.
   LOWBIT_INLINE static void start_two(Sums (&sums)[2], const int32_t* at) {
     const int32x4_t first = vld1q_s32(at);
     unroll<2>([&](auto q) LOWBIT_INLINE { start_at(sums[q], first); });
   }
 
-  // Keeps the sums where start() began them.
+  // Keeps the sums in the registers where start() began them.
   LOWBIT_INLINE static void pin(Sums (&sums)[kQuarters]) {
     int32x4_t first[kQuarters];
     unroll<kQuarters>([&](auto q) LOWBIT_INLINE { first[q] = sums[q].chain[0]; });
@@ -151,7 +151,7 @@ class DotRow {
                                                               a.half[0], a.half[1]});
   }
 
-  // `sum` has A, of which sli takes the lowest bit at 1 bit. It leaves the rest to be overwritten.
+  // `sum` is A. At 1 bit, sli takes its lowest bit and overwrites the other bits.
   LOWBIT_INLINE static float32x4_t shifted(const Sums& sums, int32x4_t& sum) {
     constexpr int kShift1 = kChains<Bits>.shift[1], kShift2 = kChains<Bits>.shift[2];
     int32x4_t total = sums.chain[0];
@@ -180,7 +180,7 @@ void run_many(const LinearArgs& args) {
   run_gemm<DotTile, Bits>(args);
 }
 
-// Fields that need next to no resolving where they lie (1 and 8 bits) leave unpacking to memory less to win.
+// At 1 and 8 bits nearly all fields are read in place, so unpacking to memory saves less.
 #define KERNEL(bits, m, run)        \
   with_levels<LinearKernel>(     \
       {"linear_a8w" #bits "_" #m "x16_neondot", kNeonDot, Format::panel16, bits, m, 16, run<bits>})

@@ -5,10 +5,10 @@
 //   a[j]                activations 4j to 4j + 3, the same in all four 32-bit lanes            16 bytes
 //   smull(2)/smlal(2)   lo: rows 0 and 1, hi: rows 2 and 3; 4 int16 sums per row, over lines: two instructions a line
 //   addp, sadalp        pairs of lo and hi in int16, then in int32: one int32 lane is one output row ("folded"); or
-//   2 sadalp            int32 pairs, and one addp in int32 at the end of a group ("wide"), when addp would overflow
+//   2 sadalp            int32 pairs, and one addp in int32 at the end of a group ("wide"), if addp would overflow
 //
-// How many lines fit an int16 sum? Each adds one product, of a weight up to c and an activation from -127 to 127, so int16
-// holds lines * c <= 256, on both sides: 256 * 127 < 2^15. addp adds two such sums, so folding needs lines * c <= 128.
+// How many lines fit an int16 sum? Each adds one product of a weight up to c and an activation from -127 to 127, so int16
+// holds lines * c <= 256, for both signs: 256 * 127 < 2^15. addp adds two such sums, so folding needs lines * c <= 128.
 //
 //   1x16   Weights are codes, or -1 for a set bit at 1 bit. Fields in place (bits/unpack_neon.h) have their own int16
 //          sums, joined by ssra once per block: 2 lines of 48 at 2 bits, 3 lines of 56 at 3.
@@ -21,12 +21,12 @@
 //            c               1   2   4   8  16  32  64             Affine up to 4 bits: -code, 8 * 15 < 128.
 //            lines           8   8   8   8   8   4   2             Folded.
 //          8 bits: w0 * a0 - w1 * ~a1 = w0 * a0 + w1 * a1 + w1 is at most 128 * 128 + 128 * 127 < 2^15, so two lines
-//          are one smull and one smlsl; the sum of the odd lines' weights is known from unpacking and taken off again.
-//          Two rows of activations at once: their broadcasts of a block are 16 registers. The scratch has paid for
-//          itself from 3 to 7 rows on.
+//          are one smull and one smlsl. Unpacking sums the odd lines' weights, and that sum is subtracted again.
+//          Two rows of activations at once: their broadcasts of a block are 16 registers. Unpacking to the scratch
+//          is faster from 3 to 7 rows on.
 //
-// Levels of a table reach from -127 to 127, whatever the width: two lines, wide. No offset is needed, and tiles have them as
-// they are.
+// Levels of a table are from -127 to 127, whatever the width: two lines, wide. They need no offset, and tiles store them
+// unchanged.
 
 #pragma once
 
@@ -37,15 +37,15 @@ namespace {
 
 constexpr bool is_wide(int bits) { return most_lines(bits) * ((1 << bits) - 1) > 128; }
 
-// Two adjacent quarters of a block, for Unpack::lines(). Lines of a half that is not wanted are dead code. `Groups`: 2
-// when a group ends between the halves, which have their own sums then.
+// Two adjacent quarters of a block, for Unpack::lines(). Lines of an unwanted half are dead code. `Groups`: 2 if a group ends
+// between the halves, which then have separate sums.
 template <int Bits, Halves Wanted, int Groups>
 struct QuarterPair {
   const uint8_t* at;
   const Tables<Bits>& tables;
   const int8x16_t (&a)[8];
   Sums<is_wide(Bits)>* const (&sums)[Groups][2];
-  Products (&products)[Groups][2][3];  // by Unpack<Bits>::shift: none, the lower one, the higher one
+  Products (&products)[Groups][2][3];  // by Unpack<Bits>::shift: none, the smaller one, the larger one
 
   LOWBIT_INLINE Pair load(int i) const {
     uint8x16_t q0 = vld1q_u8(at + i * kLineBytes), q1 = vld1q_u8(at + i * kLineBytes + 16);
@@ -73,7 +73,7 @@ struct QuarterPair {
   }
 };
 
-// `sums`: of each group, for two quarters.
+// `sums`: per group, for two quarters.
 template <int Bits, Halves Wanted, int Groups>
 LOWBIT_INLINE inline void add_pair(Sums<is_wide(Bits)>* const (&sums)[Groups][2], const uint8_t* at,
                                    const Tables<Bits>& tables, const int8x16_t (&a)[8]) {
@@ -90,14 +90,14 @@ LOWBIT_INLINE inline void add_pair(Sums<is_wide(Bits)>* const (&sums)[Groups][2]
   });
 }
 
-// The broadcasts of the activations that the wanted half or halves of a block need.
+// Loads the broadcasts of the activations for the wanted half or halves of a block.
 template <Halves Wanted>
 LOWBIT_INLINE inline void load_broadcasts(const int8_t* from, int8x16_t (&a)[8]) {
   const int8x16_t a0 = vld1q_s8(from), a1 = vld1q_s8(Wanted == kWholeBlock ? from + kHalfInputs : from);
   unroll<8>([&](auto j) LOWBIT_INLINE { a[j] = broadcast(j < 4 ? a0 : a1, j % 4); });
 }
 
-// What row_neon.h asks for.
+// The `Row` of row_neon.h.
 template <int Bits, bool Affine>
 class NeonRow {
  public:
@@ -113,8 +113,8 @@ class NeonRow {
 
   LOWBIT_INLINE explicit NeonRow(const Layout& layout) : tables_(layout.levels) {}
 
-  // What the sum of the products lacks: the codes' zero, and at 8 bits that the bytes are codes - 128. At 1 bit shifted() has
-  // minus I: A, minus twice those with a set bit.
+  // The part that the sum of products lacks: the zero of the codes, and at 8 bits the 128 by which bytes and codes differ. At
+  // 1 bit, shifted() returns minus I: A minus twice the activations whose bit is set.
   LOWBIT_INLINE static int32x4_t start_of(int32x4_t sum) {
     constexpr int kFactor = Bits == 1 ? !Affine : stored_flip(Bits) - (Affine ? 0 : level_offset(Bits));
     return vmlaq_s32(vdupq_n_s32(kShiftBits), sum, vdupq_n_s32(kFactor));
@@ -127,7 +127,7 @@ class NeonRow {
     return inputs;
   }
 
-  // `Loop`: whether a loop adds the products, which makes the first ones like all others.
+  // `Loop`: whether a loop adds the products. Then the sums do not count as empty, so that all iterations are equal.
   template <bool Loop>
   LOWBIT_INLINE static void start(Sums (&sums)[kQuarters], const uint8_t*& at) {
     const int32x4_t first = vld1q_s32(reinterpret_cast<const int32_t*>(at));

@@ -9,7 +9,7 @@
 namespace lowbit {
 namespace {
 
-constexpr int kQuarters = 4;  // of a line: 4 rows each
+constexpr int kQuarters = 4;  // of a line, 4 rows each
 
 // If the integer sums of a segment start at the bits of the float c, they end as the bits of c + I, without a conversion
 // (ukernel.h). Cores from Neoverse N1 to V2 add four times as fast as they convert.
@@ -28,7 +28,7 @@ LOWBIT_INLINE inline Scales load_scales(const uint8_t* scales) {
            vcvt_high_f32_f16(half1)}};
 }
 
-// Of two quarters.
+// Loads the scales of two quarters.
 LOWBIT_INLINE inline void load_two_scales(const uint8_t* scales, float32x4_t (&to)[2]) {
   const float16x8_t half = vreinterpretq_f16_u8(vld1q_u8(scales));
   to[0] = vcvt_f32_f16(vget_low_f16(half));
@@ -39,7 +39,7 @@ struct Heads {
   float32x4_t row_scale[kQuarters], bias[kQuarters];
 };
 
-// 16 float32 values: 0: row scales, 2: biases.
+// 16 float32 values of the head. `which`: 0 for the row scales, 2 for the biases.
 LOWBIT_INLINE inline const uint8_t* head(const LinearArgs& args, int64_t panel, int which) {
   return args.panels + panel * args.layout.panel_bytes + args.layout.head_offset + 4 * which * kPanelRows;
 }
@@ -53,7 +53,7 @@ LOWBIT_INLINE inline Heads load_heads(const LinearArgs& args, int64_t panel) {
   return heads;
 }
 
-// The first `columns` outputs of a row of m and a panel, from the sums over all groups.
+// Stores the first `columns` outputs of a row of m and a panel, from the sums over all groups.
 template <DType T>
 LOWBIT_INLINE inline void store_outputs(const LinearArgs& args, int64_t panel, int64_t row,
                                         const Heads& heads, float32x4_t (&y)[kQuarters], int64_t columns) {

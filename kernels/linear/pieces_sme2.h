@@ -10,17 +10,17 @@ constexpr int kTileRows = 16;
 constexpr int kTileSums = kTileRows * kPanelRows;
 constexpr int kChunkTiles = 2;
 constexpr int kChunkPanels = 8;
-constexpr int kPieceHalves = 128;  // times 16 rows; half of that for twice as many rows
+constexpr int kPieceHalves = 128;  // for 16 rows; half as many for 32 rows
 
 constexpr int kStartRow = -32768;  // gemm_sme2.h
 
-// Number of segments per group. Each way of keeping P between segments is the cheapest for its number: sme2.cpp.
+// Segments per group. Each value keeps P between segments in the way that is cheapest for it (sme2.cpp).
 enum class Segments { one, two, many };
 
-// Some half blocks of k: whole segments, and whole groups unless groups have many segments.
+// Consecutive half blocks of k: whole segments, and whole groups unless groups have many segments.
 struct Piece {
   int64_t first, halves;
-  bool last;  // whether it ends at the end of k, as does its last group
+  bool last;  // whether the piece, and with it the last group, ends at the end of k
   int64_t first_segment, segments;
   int64_t first_group, groups;  // groups that it contains or shares
   int64_t first_left;           // half blocks of the first group from the start of the piece
@@ -28,25 +28,25 @@ struct Piece {
   bool open;                    // whether the last group continues after it
 };
 
-// Tiles of 16 rows of m are adjacent: `tiles` of them.
+// The values of `tiles` tiles of 16 rows of m are adjacent.
 struct Scratch {
-  // Of each block and tile: vectors of 16 rows x 4 inputs. Whole tiles of 16 are transposed.
+  // Per block and tile: vectors of 16 rows x 4 inputs. transpose() writes whole tiles of 16 vectors.
   alignas(64) int8_t a[(kPieceHalves * kHalfLines + 2 * 16) * kVectorBytes];
-  // Of each segment: the scales t of each tile's rows; and where products need them the sums A of each tile's rows, as one
-  // int16, with kStartRow as another.
+  // Per segment: the scales t of each tile's rows. If sums need start values, then also each row's sum A as one int16, with
+  // kStartRow as the other.
   alignas(64) float segments[(kPieceHalves + 4 * kChunkTiles) * 2 * kTileRows];
-  // Of each group and tile, affine: the sum S, in the order of rows that float sums have.
+  // Per group and tile, affine: the sum S, in the order of rows of the float sums.
   alignas(64) float sums[(kPieceHalves + 4 * kChunkTiles) * kTileRows];
-  // Transposed, and on the way to those.
+  // Intermediate results of spread(): transposed values.
   alignas(64) float columns[(kPieceHalves + 16) * kTileRows];
-  // Of each panel and tile: float sums, in ZA's order; the P of a group at the piece's edge, likewise, or of two segments
-  // the integer sums of the first one.
+  // Per panel and tile: float sums in ZA's order. `open`, in the same order: P of a group that continues in the next piece, or
+  // the integer sums of the first of two segments.
   alignas(64) float acc[kChunkPanels][kChunkTiles][kTileSums];
   alignas(64) float open[kChunkPanels][kChunkTiles][kTileSums];
 };
 static_assert(sizeof(Scratch) <= kLinearScratchBytes);
 
-// Up to 32 rows of m times up to 8 panels. Streaming functions call no other functions, so everything is computed before.
+// Up to 32 rows of m times up to 8 panels. Streaming functions call no other functions, so these members are computed before.
 struct Chunk {
   const LinearArgs& args;
   int64_t first_row, rows;
@@ -82,7 +82,7 @@ LOWBIT_INLINE inline Piece next_piece(const Chunk& chunk, int64_t first) __arm_s
   return piece;
 }
 
-// Loads 16 rows, `stride` words apart, to the rows of tile 0. Compilers would recompute each address.
+// Loads 16 rows, `stride` words apart, to the rows of tile 0. In assembly, because compilers would recompute each address.
 LOWBIT_INLINE inline void load_tile_rows(const uint32_t* const (&rows)[4], int64_t word, int64_t stride,
                                          svbool_t columns) LOWBIT_STREAMING {
 #pragma clang loop unroll(full)
@@ -115,8 +115,8 @@ LOWBIT_INLINE inline void store_tile_columns(uint32_t* first, uint32_t* second) 
       : "z0", "z1", "z2", "z3", "z4", "z5", "z6", "z7", "memory");
 }
 
-// Converts `words` columns of up to 16 rows, `stride` words apart, to vectors of 16 rows; missing rows are zero.
-// Whole tiles of 16 columns are written; each eight columns are `step` vectors after the previous eight.
+// Converts `words` columns of up to 16 rows, `stride` words apart, to vectors of 16 rows; missing rows are zero. Writes whole
+// tiles of 16 columns. Each eight columns are `step` vectors after the previous eight.
 [[gnu::noinline]] void transpose(const void* from, int64_t stride, int64_t rows, int64_t words, void* to,
                                  int64_t step) LOWBIT_STREAMING {
   svzero_mask_za(0x11);
@@ -134,15 +134,15 @@ LOWBIT_INLINE inline void store_tile_columns(uint32_t* first, uint32_t* second) 
   }
 }
 
-// Order of rows and of outputs that a multiply-add of four vectors makes of the columns of a tile, and back: they are a
-// 4 x 4 matrix, transposed.
+// The order in which a multiply-add of four vectors uses the columns of a tile, for rows and for outputs. It is its own
+// inverse: the transposition of a 4 x 4 matrix.
 LOWBIT_INLINE inline svuint32_t swapped_lanes() __arm_streaming {
   const svbool_t all = svptrue_b32();
   const svuint32_t lane = svindex_u32(0, 1);
   return svorr_u32_x(all, svlsr_n_u32_x(all, lane, 2), svand_n_u32_x(all, svlsl_n_u32_x(all, lane, 2), 15));
 }
 
-// `columns` columns of some rows to use(vector of 16 rows), `step` vectors apart; four at a time, so up to three more.
+// Stores use(vector of 16 rows) for each of `columns` columns, `step` vectors apart. Rounds `columns` up to a multiple of four.
 template <class Use>
 LOWBIT_INLINE inline void spread(const void* from, int64_t stride, int64_t rows, int64_t columns, Scratch& scratch,
                                  float* to, int64_t step, Use use) LOWBIT_STREAMING {
@@ -166,7 +166,7 @@ LOWBIT_INLINE inline void transpose_piece(const Chunk& chunk, const Piece& piece
   Scratch& scratch = chunk.scratch;
   constexpr bool kStarts = offset<Bits, Affine>() != 0;
   const int64_t stride = layout.blocks * kBlockInputs, tiles = chunk.tiles, step = (kStarts ? 2 : 1) * tiles;
-  const int64_t odd = piece.first % 2;  // whole blocks
+  const int64_t odd = piece.first % 2;  // so that whole blocks are read
   for (int64_t tile = 0; tile < tiles; ++tile) {
     const int64_t row = chunk.first_row + tile * kTileRows;
     const int64_t remaining = chunk.rows - tile * kTileRows, rows = remaining < kTileRows ? remaining : kTileRows;

@@ -1,9 +1,9 @@
-// linear_a8w<b>_1x16_portable: int8 activations times b-bit weights in plain C++, for every CPU and every case; the
-// definition that the vector kernels are compared with. Formula: ukernel.h; layout: format.h.
+// linear_a8w<b>_1x16_portable: int8 activations times b-bit weights in plain C++, for every CPU and every case. The vector
+// kernels are compared with it. Formula: ukernel.h; layout: format.h.
 //
-// Levels of a table are bytes level + 128, so that they go the way of 8-bit codes.
-// Works half a block (16 inputs) at a time, because that is the granularity of group sizes. A segment's integer sums are at
-// most 64 * 127 * 255 < 2^21 in size.
+// Levels of a table are bytes level + 128, and the rest of the code treats them as 8-bit codes.
+// Works on half a block (16 inputs) at a time, because that is the granularity of group sizes. The magnitude of a segment's
+// integer sums is at most 64 * 127 * 255 < 2^21.
 
 #include <cmath>
 #include <utility>

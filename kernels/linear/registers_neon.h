@@ -1,5 +1,5 @@
-// Loads and stores of several registers by one instruction, for the tiles of gemm_neon.h, which compilers do not generate, or
-// only with copies.
+// Instructions that load or store several registers, for the tiles of gemm_neon.h. Compilers do not generate them, or only with
+// copies.
 #pragma once
 
 #include <arm_neon.h>
@@ -11,8 +11,8 @@
 namespace lowbit {
 namespace {
 
-// Four adjacent registers and 64 bytes, by one instruction that also advances the pointer. The registers are named, because GCC
-// would choose other adjacent registers and copy the values to them.
+// Loads four adjacent registers (64 bytes) by one instruction that also advances the pointer. The registers are named, because
+// GCC would choose other adjacent registers and copy the values to them.
 template <int First>
 struct Four;
 
@@ -85,7 +85,7 @@ LOWBIT_FOUR(24, 25, 26, 27);
 LOWBIT_FOUR(28, 29, 30, 31);
 #undef LOWBIT_FOUR
 
-// Adjacent registers, fours of them named from v<First> on.
+// Loads adjacent registers, four at a time. The first is v<First>.
 template <int Count, int First, class Vector>
 LOWBIT_INLINE inline void next(const uint8_t*& at, Vector* to) {
   if constexpr (Count >= 4) {
@@ -100,7 +100,7 @@ LOWBIT_INLINE inline void next(const uint8_t*& at, Vector* to) {
 }
 
 // A barrier for the compiler, after which `v` is in the registers from v<First> on. For values that loops load and replace
-// there; GCC would copy them to other registers.
+// there, because GCC would copy them to other registers.
 template <int Count, int First, class Vector>
 LOWBIT_INLINE inline void pin(Vector* v) {
   unroll<(Count + 3) / 4>([&](auto four) LOWBIT_INLINE {
@@ -109,13 +109,13 @@ LOWBIT_INLINE inline void pin(Vector* v) {
   });
 }
 
-// Loads two registers by one instruction, because GCC 12 does not find pairs.
+// Loads two registers by one instruction, because GCC 12 does not combine the loads.
 template <class Vector>
 LOWBIT_INLINE inline void next_pair(const int8_t*& at, Vector& v0, Vector& v1) {
   __asm__ volatile("ldp %q0, %q1, [%2], #32" : "=w"(v0), "=w"(v1), "+r"(at) : : "memory");
 }
 
-// Registers from `At` bytes after `from`.
+// Loads registers from `At` bytes after `from`.
 template <int At, class Vector>
 LOWBIT_INLINE inline void load_at(const void* from, Vector& v) {
   __asm__ volatile("ldr %q0, [%1, %2]" : "=w"(v) : "r"(from), "i"(At) : "memory");

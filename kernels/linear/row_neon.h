@@ -1,14 +1,14 @@
-// One row of m times the panels of a matrix on Arm: the walk over blocks, segments and groups that the kernels for plain NEON
-// (one_row_neon.h) and for dot products (neondot.cpp) share. Formulas: ukernel.h.
+// One row of m times the panels of a matrix on Arm. The kernels for plain NEON (one_row_neon.h) and for dot products
+// (neondot.cpp) share this walk over blocks, segments and groups. Formulas: ukernel.h.
 //
 // A `Row` has the instructions that multiply:
-//   start_of()                 c's bits, and what A adds to the integer sums of a segment; with A in every lane
+//   start_of()                 c's bits plus the contribution of A to the integer sums of a segment; argument: A in every lane
 //   Inputs, load<Halves>()     the activations of a block, or of the wanted half of it
 //   Sums                       the integer sums of a segment for four output rows, a quarter of a panel
-//   start(), start_two()       before the first product of a segment: takes the start, which lies four times in memory, and
-//                              moves on; for half a block, for two quarters
+//   start(), start_two()       begins a segment: reads its start value, which is stored four times, and advances the pointer;
+//                              start_two() is for half a block and two quarters
 //   pin()                      keeps sums in the registers where start() began them
-//   add<Halves>(), add_two()   the products of a block, or of half of it; of two quarters, with sums of their own for each half
+//   add<Halves>(), add_two()   adds the products of a block or half of it; add_two() of two quarters, with sums for each half
 //   shifted()                  c + I, or c - I with kNegative
 #pragma once
 
@@ -22,7 +22,7 @@ namespace {
 
 enum Halves { kFirstHalf = 1, kSecondHalf = 2, kWholeBlock = 3 };
 
-// How groups lie in blocks.
+// How groups relate to blocks.
 enum class GroupKind { half_block, one_block, blocks, halves };
 
 // acc + scale * P for one quarter; `product` is P, or -P.
@@ -31,20 +31,20 @@ LOWBIT_INLINE inline float32x4_t add_scaled(float32x4_t acc, float32x4_t scale, 
   return Negative ? vfmsq_f32(acc, scale, product) : vfmaq_f32(acc, scale, product);
 }
 
-// One group after the other: interleaved, they need too many registers.
+// Finishes one group before the next: interleaved groups need too many registers.
 LOWBIT_INLINE inline void settle(float32x4_t (&v)[kQuarters]) {
   __asm__ volatile("" : "+w"(v[0]), "+w"(v[1]), "+w"(v[2]), "+w"(v[3]));
 }
 
-// What all panels read of a row's segments, made once for them: each value as often as a panel has quarters, so that one
-// instruction (ld4r) makes four registers of it.
+// The values of one segment of a row that all panels read, computed once. A panel has four quarters, so some values are stored
+// four times: one instruction (ld4r) loads them to four registers.
 struct Segment {
   int32_t start[4];
   float t;
   float shift[4];  // -c * t
 };
 
-// A window of the segments of all rows of m: the first ones from where a walk asks that fit in the scratch.
+// A window of the segments of all rows of m: it begins where a walk requests it, and holds as many as fit in the scratch.
 template <class Row>
 class Segments {
  public:
@@ -52,7 +52,7 @@ class Segments {
 
   explicit Segments(const LinearArgs& args) : args_(args), all_(args.m * args.layout.segments) {}
 
-  // Segment `index`, behind which at least `least` of them lie, itself included; `count`: how many.
+  // Segment `index`. `count`: number of segments in the window from it on, at least `least`.
   LOWBIT_INLINE const uint8_t* from(int64_t index, int64_t least, int64_t& count) {
     if (index < begin_ || end_ - index < least) fill(index);
     count = end_ - index;
@@ -98,7 +98,7 @@ class PanelRow {
 
   LOWBIT_INLINE void run() {
     if constexpr (Kind == GroupKind::halves) return run_halves();
-    // Two groups share a block, or one has one.
+    // A pass takes two groups that share a block, or one group.
     const int64_t turn = Kind == GroupKind::half_block ? 2 : layout_.group_segments();
     const int64_t row_end = segment_ + layout_.segments;
     for (int64_t remaining = layout_.groups; remaining > 0;) {
@@ -109,7 +109,7 @@ class PanelRow {
       segment_ += groups * layout_.group_segments();
       remaining -= groups;
       if constexpr (Kind == GroupKind::one_block) {
-        // Two in a turn, which saves half of the loop's own instructions.
+        // Two per iteration, which halves the loop's own instructions.
         for (; groups >= 2; groups -= 2) {
           next_block();
           next_block();
@@ -142,12 +142,12 @@ class PanelRow {
   Segments<Row>& segments_;
   const uint8_t* block_;
   const int8_t* a_;
-  int64_t segment_;        // the next to ask segments_ for
-  int64_t done_ = 0;       // blocks
+  int64_t segment_;        // the next one to request from segments_
+  int64_t done_ = 0;       // blocks done
   const uint8_t* at_;      // the next segment
-  const int32_t* sums_;    // its A
+  const int32_t* sums_;    // A of that segment
   const float* group_sums_;
-  float32x4_t product_[kQuarters];  // P, of the group
+  float32x4_t product_[kQuarters];  // P of the group
 
   template <bool Loop = false>
   LOWBIT_INLINE void begin(typename Row::Sums (&sums)[kQuarters]) {
@@ -205,7 +205,7 @@ class PanelRow {
     __asm__ volatile("" : "+r"(block_), "+r"(a_));
   }
 
-  // A group of so many blocks, in segments of two.
+  // A group of `blocks` blocks, in segments of two.
   LOWBIT_INLINE void next_blocks(int64_t blocks) {
     const auto two = [&](auto first) LOWBIT_INLINE {
       typename Row::Sums sums[kQuarters];
@@ -214,7 +214,7 @@ class PanelRow {
       add_block(sums);
       end<first()>(sums);
       settle(product_);
-      __asm__ volatile("" : "+r"(block_), "+r"(a_));  // or GCC keeps counts of its own
+      __asm__ volatile("" : "+r"(block_), "+r"(a_));  // otherwise GCC keeps its own counters
     };
     int64_t segments = blocks / 2;
     if (segments > 0) {
@@ -233,7 +233,7 @@ class PanelRow {
     block_ += kGroupBytes;
   }
 
-  // A block of two groups: it is read once, two quarters at a time.
+  // A block that contains two groups. It is read once, two quarters at a time.
   LOWBIT_INLINE void next_two_groups() {
     const auto inputs = multiply_.template load<kWholeBlock>(a_);
     unroll<2>([&](auto pair) LOWBIT_INLINE {
@@ -260,7 +260,7 @@ class PanelRow {
           if constexpr (Row::kAffine) y = vfmaq_f32(y, min[q], group_sum);
         });
       });
-      // One pair after the other: interleaved, they need too many registers.
+      // Finishes one pair before the next: interleaved pairs need too many registers.
       __asm__ volatile("" : "+w"(acc[2 * pair]), "+w"(acc[2 * pair + 1]));
     });
     block_ += kBlockBytes + 2 * kGroupBytes;
@@ -270,10 +270,10 @@ class PanelRow {
     if constexpr (Row::kAffine) group_sums_ += 2;
   }
 
-  // Groups that end in the middle of a block, which is read twice then, once for each half: the unused half of the unpacking
-  // is dead code.
+  // Groups that end in the middle of a block. Such a block is read twice, once for each half, and unpacking the unused half is
+  // dead code.
   LOWBIT_INLINE void run_halves() {
-    const uint8_t* scales = block_ + kBlockBytes;  // of the next group to end in this block
+    const uint8_t* scales = block_ + kBlockBytes;  // of the next group that ends in this block
     for (const GroupPart part : GroupParts(layout_)) {
       if (part.first) unroll<kQuarters>([&](auto q) LOWBIT_INLINE { product_[q] = vdupq_n_f32(0.0f); });
       typename Row::Sums sums[kQuarters];
@@ -312,7 +312,7 @@ template <class Row, GroupKind Kind>
   }
 }
 
-// Each row of m by itself. `Row<bits, affine>`: as above.
+// Multiplies one row of m at a time. `Row<bits, affine>` is described above.
 template <template <int, bool> class Row, int Bits>
 void run_rows(const LinearArgs& args) {
   dispatch<Bits>(args.layout, [&](auto bits, auto affine, auto halves) {
@@ -323,7 +323,7 @@ void run_rows(const LinearArgs& args) {
                                          : run_panels<RowKernel, GroupKind::halves>(args);
     }
     if (group_inputs == kBlockInputs) return run_panels<RowKernel, GroupKind::one_block>(args);
-    // Groups of more segments than fit in the scratch go the way that asks for each segment.
+    // Groups with more segments than fit in the scratch request each segment separately.
     args.layout.group_segments() <= Segments<RowKernel>::kMost ? run_panels<RowKernel, GroupKind::blocks>(args)
                                                                : run_panels<RowKernel, GroupKind::halves>(args);
   });

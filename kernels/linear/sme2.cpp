@@ -1,37 +1,36 @@
-// linear_a8w<b>_1x64_sme2, linear_a8w<b>_5x32_sme2: int8 activations times b-bit weights on Arm's matrix unit, where
-// its vectors have 512 bits: a line (64 bytes: 16 rows x 4 inputs) is one vector, just as it lies.
+// linear_a8w<b>_1x64_sme2, linear_a8w<b>_5x32_sme2: int8 activations times b-bit weights on Arm's matrix unit, if its
+// vectors have 512 bits. Then a packed line (64 bytes: 16 rows x 4 inputs) is one vector.
 //
 //   many rows   smopa tile, a, line      tile: 16 rows of m x 16 outputs, int32; a: 16 rows of m x 4 inputs
-//               Two of the four tiles are integer sums, of two panels or of two times 16 rows of m.
+//               Two of the four tiles are integer sums, of two panels or of 32 rows of m.
 //               for each piece of k: activations, their scales and sums are transposed      once for all panels
-//                                    for each panel: tiles              a long group may begin before and end behind it
+//                                    for each panel: tiles     a long group may begin before the piece and end after it
 //   few rows    sdot za, {lines of 4 panels}, a      za: 4 vectors of 16 outputs each, for up to 4 rows of m
+// Lines are unsigned codes, or signed at 8 bits and with a table of levels (sumopa, usdot). For many rows, the difference
+// between symmetric codes and their levels, times the segment's sum A, is added by one more product. fmla and fmopa are fused,
+// like the fma of the contract.
 //
-// Lines are unsigned codes, signed at 8 bits and with a table of levels (sumopa, usdot). What a symmetric code has less
-// than its level, times the segment's sum A, comes by one product more for many rows. fmla, fmopa are fused: the contract's
-// fma.
-//
-// ZA is one register file of 64 vectors. Vector 4 i + t is row i of tile t; four vectors 16 apart, which multiply-adds
-// take at once, are rows i, i + 4, i + 8 and i + 12 of one tile. All four are multiplied by the same vector, but the scales t
-// of activations are one per row. So a segment's sums are read by columns, and go back as rows of the products P:
+// ZA is one register file of 64 vectors. Vector 4 i + t is row i of tile t. Multiply-adds take four vectors that are 16 apart:
+// rows i, i + 4, i + 8 and i + 12 of one tile. All four are multiplied by the same vector, but each row of activations has its
+// own scale t. So a segment's sums are read by columns and written back as rows of the products P:
 //
 //   row r: m's row r, lane j: output j          integer sums; a column has all rows of m, to be multiplied by their t
 //   row s(j): output j, lane r: m's row r       P; a column has all outputs, to be multiplied by their scales
 //   row s(r): m's row r, lane s(j): output j    float sums                  s(4 q + i) = 4 i + q, its own inverse
 //
 //   one segment per group     P replaces the integer sums; tiles 2 and 3 are float sums
-//   two, of whole blocks      likewise; the integer sums of the first segment are in memory until then
-//   others                    tiles 2 and 3 are P; float sums are in memory, and become tiles 0 and 1 where a group ends
+//   two, of whole blocks      likewise; until the second ends, the integer sums of the first segment are in memory
+//   others                    tiles 2 and 3 are P; float sums are in memory, and move to tiles 0 and 1 at the end of a group
 //
-// P may have the other sign where it is zero. That shows nowhere: float sums begin at +0, and so are never -0.
+// A P of zero may have the other sign. This has no effect: float sums begin at +0 and are therefore never -0.
 //
-// The unit wants its own mode, in which ordinary vector instructions do not exist; on CPUs with it but without SVE,
-// those of SVE exist there only. So streaming functions are entered by run_streaming() alone, stay there for some
-// panels, and make the outputs there as well. A thread whose vectors are shorter, or with a caller's live ZA, runs
-// what a CPU without the unit would.
+// The unit works in streaming mode, where ordinary vector instructions do not exist. On CPUs with the unit but without SVE, SVE
+// instructions exist only in that mode. So only run_streaming() enters streaming functions; they stay in the mode for several
+// panels and also store the outputs there. If a thread's vectors are shorter, or its caller has live ZA, it runs the kernel for
+// CPUs without the unit.
 //
-// gemm_sme2.h has many rows (pieces_sme2.h: their activations, tiles_sme2.h: their sums and outputs), gemv_sme2.h few,
-// streaming_sme2.h what both need.
+// gemm_sme2.h has the code for many rows (pieces_sme2.h: their activations, tiles_sme2.h: their sums and outputs), gemv_sme2.h
+// for few, streaming_sme2.h is shared.
 
 #include "../bits/widths.h"
 #include "../registry.h"
@@ -70,24 +69,24 @@ void run_many(const LinearArgs& args, int64_t first_row, int64_t rows) {
   }
 }
 
-// Whether a P that is 16 times as large could be infinite where the contract's is not.
+// Whether P, which is 16 times as large here, could be infinite where the contract's P is finite.
 template <int Bits>
 bool is_too_large(const LinearArgs& args) {
-  constexpr int64_t kAlways = 8;  // segments: 8 * 2^104 * 16 * (64 * 127 * 15) < 2^128
+  constexpr int64_t kAlways = 8;  // segments that never overflow: 8 * 2^104 * 16 * (64 * 127 * 15) < 2^128
   if (!kInPlace<Bits> || has_table(args.layout.mapping) || args.layout.group_segments() <= kAlways ||
       args.m <= kFewRows) {
     return false;
   }
   const float* const scales = args.scales;
   const int64_t count = args.m * args.layout.segments;
-  uint32_t too_large = 0;  // without a branch, so that compilers take several at once
+  uint32_t too_large = 0;  // without a branch, so that compilers vectorize the loop
   for (int64_t i = 0; i < count; ++i) too_large |= scales[i] >= 0x1p80f;
   return too_large != 0;
 }
 
 template <int Bits>
 void run(const LinearArgs& args) {
-  // What a CPU without the unit runs.
+  // The kernel for CPUs without the unit.
   if (!has_unit() || is_too_large<Bits>(args)) {
     LinearArgs same = args;
     const LinearKernel& other = choose_linear_built_in(args.layout, args.m, active_isa() & ~kSme2);
@@ -104,7 +103,7 @@ void run(const LinearArgs& args) {
   });
 }
 
-// From 5 rows on, by instructions: the products for 16 rows take fewer than those for 4 and for the rest.
+// From 5 rows on, by instruction counts: products for 16 rows take fewer than products for 4 rows and for the remaining ones.
 #define MANY(bits) \
   with_levels<LinearKernel>({"linear_a8w" #bits "_5x32_sme2", kSme2, Format::panel16, bits, 5, 32, run<bits>})
 #define FEW(bits) \

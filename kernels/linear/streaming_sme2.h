@@ -17,7 +17,7 @@ constexpr int kHalfLines = kBlockLines / 2;
 constexpr int64_t kSegmentHalves = kSegmentInputs / kHalfInputs;
 enum Halves { kFirstHalf = 1, kSecondHalf = 2, kWholeBlock = 3 };
 
-// Calls body(argument) in streaming mode with ZA enabled. Both start with zeroed registers.
+// Calls body(argument) in streaming mode with ZA enabled. The mode and ZA start with zeroed registers.
 [[gnu::noinline]] void run_streaming(const void* body, const void* argument) {
   uint64_t flags;
   __asm__ volatile("mrs %0, fpsr" : "=r"(flags));  // entering the mode sets all flags
@@ -36,8 +36,8 @@ enum Halves { kFirstHalf = 1, kSecondHalf = 2, kWholeBlock = 3 };
   __asm__ volatile("msr fpsr, %0" : : "r"(flags));
 }
 
-// The vector length is per thread (Linux: prctl). TPIDR2_EL0 is not zero if a caller has live ZA, which the next user would
-// have to save.
+// The vector length is per thread (Linux: prctl). TPIDR2_EL0 is not zero if a caller has live ZA, which the next user must
+// save.
 bool has_unit() {
   uint64_t live;
   __asm__ volatile("mrs %0, S3_3_C13_C0_5" : "=r"(live));
@@ -51,7 +51,7 @@ LOWBIT_INLINE inline uint32_t hidden(uint32_t number) __arm_streaming_compatible
   return number;
 }
 
-// Half blocks of k. If groups are whole blocks, the last one is too, with zero activations at its end.
+// Number of half blocks of k. If groups are whole blocks, the last one is too, with zero activations at its end.
 int64_t half_blocks(const Layout& layout) {
   const int64_t halves = (layout.k + kHalfInputs - 1) / kHalfInputs;
   return layout.group_inputs() % kBlockInputs == 0 ? halves + halves % 2 : halves;
@@ -65,7 +65,7 @@ constexpr int offset() {
   return Affine ? stored_flip(Bits) : stored_flip(Bits) - level_offset(Bits);
 }
 
-// Line J in the multiplied form.
+// Line J, converted to the form that is multiplied.
 template <int Bits, bool Affine, int J>
 LOWBIT_INLINE inline svuint8_t line(svuint8x4_t low, svuint8x4_t high, svuint8_t table) __arm_streaming {
   const svuint8_t codes = unpack_line<code_bits(Bits), J, Bits == 1 && !Affine>(low, high);
@@ -89,7 +89,7 @@ LOWBIT_INLINE inline svfloat32_t load_scales(const uint8_t* at, int64_t vector) 
   return svcvt_f32_f16_x(all, svreinterpret_f16_u32(half));
 }
 
-// 4-bit codes stay in the upper half of their bytes, and one shift moves four lower halves up at once, so sums are 16 times as
+// 4-bit codes stay in the upper half of their bytes, and one shift moves four lower halves up at once. So sums are 16 times as
 // large.
 template <int Bits>
 constexpr bool kInPlace = Bits == 4;
@@ -98,7 +98,7 @@ constexpr int kFactor = kInPlace<Bits> ? 16 : 1;
 
 constexpr int64_t bytes_of(DType dtype) { return dtype == DType::f32 ? 4 : 2; }
 
-// A panel's head, and the start of row 0 of its outputs.
+// A panel's head, and where row 0 of its outputs begins.
 struct Head {
   const float *row_scale, *bias;
   char* out;
@@ -111,7 +111,7 @@ struct Head {
         out(static_cast<char*>(args.out) + panel * kPanelRows * bytes_of(args.out_dtype)),
         n(args.layout.n - panel * kPanelRows) {}
 
-  // The same for the next panel.
+  // The Head of the next panel.
   LOWBIT_INLINE Head next(int64_t panel_bytes, DType dtype) const __arm_streaming_compatible {
     const size_t floats = static_cast<size_t>(panel_bytes) / sizeof(float);
     Head head = *this;

@@ -1,25 +1,25 @@
-// The sums of the AVX2 kernels without VNNI: 16 output rows to two registers.
+// The sums of the AVX2 kernels without VNNI: 16 output rows in two registers.
 //
 //   line (64 bytes): row 0: 4 codes | row 1: 4 codes | ... | row 15: 4 codes       two ymm registers
 //   vpmaddubsw codes, broadcast of 4 activations: 16 rows x 2 sums of 2 products, in int16
-//   vpaddw     several of these
+//   vpaddw     adds several of these
 //   vpmaddwd   with ones: 16 rows x 1 sum, in int32
 //
 // vpmaddubsw saturates, so codes must be at most 127 (2 * 127 * 127 = 32258). vpaddw wraps, so lines are added only while 2 *
-// 127 * (2^b - 1) * lines < 32768. For one row of m, 8-bit codes are split in two nibbles, and the upper one is multiplied by
-// 16 instead of 1; so are levels + 128, with a table per nibble. For more rows both operands are widened to int16: wide_avx2.h.
-// A segment has up to 16 lines.
+// 127 * (2^b - 1) * lines < 32768. For one row of m, 8-bit codes are split into two nibbles, and the upper one is multiplied by
+// 16 instead of 1. Levels + 128 are split too, with a table per nibble. For more rows both operands are widened to int16
+// (wide_avx2.h). A segment has up to 16 lines.
 //   bits           1    2    3    4    5    6    7    8
-//   lines         64   43   18    8    4    2    1    8      (1 bit: codes come doubled)
+//   lines         64   43   18    8    4    2    1    8      (1 bit: codes are doubled)
 //
 // At 1 to 3 bits a whole segment is summed in int16. The sum starts at minus its offset, 2^(b-1) * A, half of it in each of two
-// lanes. With q half the offset's factor, such a lane ends at sum of own a * (code - q) - q * sum of the other lane's a, which
-// is at most 32 * 127 * (2^b - 1) in size; wrapping on the way does no harm. At 4 bits a whole block is summed in int16: the
-// first of two is stored as int32, and the offset is subtracted at the segment's end.
+// lanes. With q half the factor of the offset, a lane ends at sum(a * (code - q)) over its own inputs minus q * sum(a) over the
+// other lane's. Its magnitude is at most 32 * 127 * (2^b - 1), so wrapping on the way is harmless. At 4 bits a whole block is
+// summed in int16: the first block's sum is stored as int32, and the offset is subtracted at the segment's end.
 //
-// 4 rows of activations: 8 sums in int16 stay in registers, with a line of weights (2) and what unpacking needs; a line
-// is unpacked once for all rows and never stored (many rows of 6 or 7 bits: unpacked_avx2.h). Sums in int32 and float are
-// touched once per run or segment, and may be in memory. 5 or 6 rows would leave no registers for products and masks.
+// 4 rows of activations: 8 int16 sums stay in registers, with a line of weights (2) and the registers for unpacking. A line is
+// unpacked once for all rows and never stored (many rows of 6 or 7 bits: unpacked_avx2.h). int32 and float sums are updated
+// once per run or segment, and may be in memory. 5 or 6 rows would leave no registers for products and masks.
 #pragma once
 
 #include "linear_avx2.h"
@@ -38,16 +38,16 @@ struct Sums {
   static constexpr int kMostLines = Halves ? kBlockLines / 2 : kBlockLines;
   static constexpr bool kWholeSegments = kLines >= kSegmentInputs / 4;
   static constexpr bool kWholeBlocks = !kWholeSegments && !kNibbles && !Halves && kLines >= kBlockLines;
-  static constexpr int kRun = kLines < kMostLines ? kLines : kMostLines;  // without kWholeSegments
+  static constexpr int kRun = kLines < kMostLines ? kLines : kMostLines;  // lines per run without kWholeSegments
   static constexpr bool kOffsetLate = kWholeBlocks && !(Affine && Rows > 1);
   static constexpr bool kStarts = true;
   static constexpr bool kAsks = asks_for_mins(Bits, Rows) && !kWholeBlocks;  // a late offset needs its own template
   static_assert(kMaxCode <= 127 && kMostLines % kRun == 0 && !(kAsks && Affine));
 
   Levels<Bits> levels;
-  Sums16 pairs[Rows][2];  // of a run
+  Sums16 pairs[Rows][2];  // of the current run
   Sums32* sum;            // of the previous runs
-  bool has_sum;           // kWholeBlocks: whether this is a second block
+  bool has_sum;           // kWholeBlocks: whether the current block is the second one
 
   LOWBIT_INLINE void begin(const Layout& layout, Sums32* memory) {
     levels.load(layout.levels);
@@ -107,7 +107,7 @@ struct Sums {
   }
 
  private:
-  // Minus the offset, for kWholeSegments: half of it in each of two lanes, at 1 bit all of it in one.
+  // Minus the offset, for kWholeSegments: half of it in each of two lanes, or at 1 bit all of it in one lane.
   LOWBIT_INLINE static __m256i half_offset(const int32_t* a_sum) {
     const __m256i sums = _mm256_slli_epi16(_mm256_set1_epi16(static_cast<int16_t>(*a_sum)), Bits > 2 ? Bits - 2 : 0);
     const __m256i zero = _mm256_setzero_si256(), half = _mm256_sub_epi16(zero, sums);

@@ -1,4 +1,4 @@
-// What the linear kernels for plain NEON share: integer sums of products (one_row_neon.h explains them).
+// Shared by the linear kernels for plain NEON: integer sums of products (one_row_neon.h explains them).
 #pragma once
 
 #include "row_neon.h"
@@ -15,14 +15,14 @@ LOWBIT_INLINE inline int8x16_t broadcast(int8x16_t a, int lane) {
   }
 }
 
-// How many lines of products of codes int16 holds, up to those of a block.
+// How many lines of products of codes fit int16, at most those of a block.
 constexpr int most_lines(int bits) {
   const int lines = 256 / ((1 << bits) - 1);
   return lines < 1 ? 1 : lines < kBlockLines ? lines : kBlockLines;
 }
 
-// The int16 sums of a quarter. `lines` is how many lines of products they hold. It is a constant wherever it is read,
-// because all loops around it are unrolled, so counting costs no instruction.
+// The int16 sums of a quarter. `lines`: number of lines that were added to them. All loops around them are unrolled, so the
+// compiler knows this number, and counting costs no instruction.
 struct Products {
   int16x8_t lo, hi;
   int lines = 0;
@@ -43,7 +43,7 @@ struct Products {
     ++lines;
   }
 
-  // Adds sums of fields 2^Shift times as large.
+  // Adds sums of fields that are 2^Shift times as large.
   template <int Shift>
   LOWBIT_INLINE void join(const Products& other) {
     if (other.lines == 0) return;
@@ -52,7 +52,7 @@ struct Products {
   }
 };
 
-// The int32 sums of a quarter; `empty` is as known to the compiler as `lines` above.
+// The int32 sums of a quarter. The compiler knows `empty`, as it knows `lines` above.
 template <bool Wide>
 struct Sums {
   int32x4_t part[2] = {vdupq_n_s32(0), vdupq_n_s32(0)};
@@ -70,7 +70,7 @@ struct Sums {
     products.lines = 0;
   }
 
-  // Compilers do not move volatile assembly behind this to the front of it.
+  // Compilers do not move volatile assembly across this one.
   LOWBIT_INLINE void settle() {
     __asm__ volatile("" : "+w"(part[0]));
     if constexpr (Wide) __asm__ volatile("" : "+w"(part[1]));

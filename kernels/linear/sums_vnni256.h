@@ -1,18 +1,18 @@
-// The sums of a tile in 256-bit registers by instructions that add four products of bytes to a 32-bit lane:
+// The sums of a tile in 256-bit registers, by instructions that add four products of bytes to a 32-bit lane:
 //
 //   line (64 bytes): row 0: 4 codes | row 1: 4 codes | ... | row 15: 4 codes       two ymm registers
 //   sums += codes x broadcast of 4 activations: 16 rows x 4 products, one int32 lane per row, no horizontal adds
 //
 // Nothing saturates, and all widths are handled equally. Two rows of activations have 8 accumulators, to hide the instruction's
-// latency (5 cycles, up to 2 per cycle); 4 rows have 8 without splitting. One row has 4, because a segment is short and the
-// next segment's products do not wait.
+// latency (5 cycles, up to 2 per cycle). 4 rows have 8 without splitting. One row has 4, because a segment is short and the
+// products of the next segment do not wait.
 //
 // An ISA file defines the instruction and its operands in a class Products<Bits, Affine, Rows>:
-//   begin(layout)                       once
+//   begin(layout)                       called once
 //   start(a_sum)                        start value of a segment's sums; a_sum: the row's sum of activations
-//   start_factor(affine)                that by its sum of activations
-//   Codes read<J>(half)                 of half a line
-//   add(sum, codes, a4)                 a4: four activations, in each lane
+//   start_factor(affine)                start value divided by the sum of activations
+//   Codes read<J>(half)                 codes of half a line
+//   add(sum, codes, a4)                 adds products; a4: four activations, repeated in each lane
 #pragma once
 
 #include "linear_avx2.h"
@@ -30,7 +30,7 @@ struct VnniSums {
   static_assert(!(kAsks && Affine));
   using Input = int8_t;
   Products<Bits, Affine, Rows> products;
-  Sums32 sum[Rows][2][kSplit];  // of the two halves of a line
+  Sums32 sum[Rows][2][kSplit];  // per half of a line
 
   LOWBIT_INLINE void begin(const Layout& layout, Sums32*) { products.begin(layout); }
 

@@ -1,8 +1,8 @@
 // linear_a8w<b>_<m>x16_neon: many rows of activations. one_row_neon.h has the arithmetic and its bounds.
 //
-// Per panel and tile of up to 32 rows: a piece of a group, up to 8 blocks, is unpacked to 4 KiB of scratch, and every
-// two rows run through it: 16 registers for the broadcasts of 8 lines, 8 for the sums, 4 for the products. Between the
-// segments of a group, P of every row lies in the scratch.
+// Per panel and tile of up to 32 rows: a piece of a group, up to 8 blocks, is unpacked to 4 KiB of scratch. Pairs of rows are
+// then multiplied by it: 16 registers for the broadcasts of 8 lines, 8 for the sums, 4 for the products. Between the segments
+// of a group, P of each row is in the scratch.
 #pragma once
 
 #include "registers_neon.h"
@@ -11,28 +11,28 @@
 namespace lowbit {
 namespace {
 
-constexpr int kTileRows = 32;    // of activations, for one unpacking
-constexpr int kPieceBlocks = 8;  // of a group
+constexpr int kTileRows = 32;    // rows of activations per unpacking
+constexpr int kPieceBlocks = 8;  // at most, of a group
 constexpr int kPieceSegments = kPieceBlocks * kBlockInputs / kSegmentInputs;
 constexpr int kUnpackedBlock = kBlockInputs * kPanelRows;
 
 template <int Bits, bool Affine>
 constexpr int kOffset = Affine && Bits <= 4 ? 0 : 1 << (Bits - 1);  // of the unpacked weights, 2 to 7 bits
 
-// Whether int16 sums are added to int32 ones without being folded, and weights lie there with their own sign.
+// Whether int16 sums are added to int32 sums without folding, and unpacked weights keep their sign.
 template <int Bits>
 constexpr bool kWideTiles = Bits == 8 || is_by_table(Bits);
 
-// What the rows of a tile share and what they keep between the pieces of a panel.
+// Values shared by the rows of a tile, and values kept between the pieces of a panel.
 struct alignas(64) Scratch {
-  int8_t weights[kPieceBlocks * kUnpackedBlock];  // steps of 8 or 4 lines: quarter 0: 16 bytes per line, quarter 1, ...
-  int32_t odd_lines[kPieceSegments][kPanelRows];  // 8 bits: the sum of their weights in each segment of this piece
-  float scale[2][kPanelRows], min[2][kPanelRows];  // of a group, or of the two of a block
-  float products[kTileRows][kPanelRows];           // P of a group, or -P, when there is more to come
+  int8_t weights[kPieceBlocks * kUnpackedBlock];  // steps of 8 or 4 lines; a step: quarter 0, 16 bytes per line, quarter 1, ...
+  int32_t odd_lines[kPieceSegments][kPanelRows];  // 8 bits: the sum of the odd lines' weights in each segment of this piece
+  float scale[2][kPanelRows], min[2][kPanelRows];  // of the group, or of the two groups of a block
+  float products[kTileRows][kPanelRows];           // P, or -P, of a group that continues
   float acc[kTileRows][kPanelRows];
 };
 
-// Two adjacent quarters of a block, for Unpack::lines(), into steps of StepLines lines.
+// Unpacks two adjacent quarters of a block, for Unpack::lines(), to steps of StepLines lines.
 template <int Bits, bool Affine, int StepLines, Halves Wanted>
 struct ToScratch {
   const uint8_t* from;
@@ -84,7 +84,7 @@ LOWBIT_INLINE inline void unpack_step(int32_t* odd_lines_of_step, const Tables<B
   });
 }
 
-// Halves [begin, end) of a panel.
+// Unpacks half blocks [begin, end) of a panel.
 template <int Bits, bool Affine, int StepLines>
 [[gnu::noinline]] void unpack_piece(Scratch& scratch, const Layout& layout, const uint8_t* panel, int64_t begin,
                                     int64_t end) {
@@ -106,7 +106,7 @@ template <int Bits, bool Affine, int StepLines>
 
 constexpr int most_tile_lines(int bits) { return most_lines(bits) < 2 ? 2 : most_lines(bits); }
 
-// One step for `Rows` rows of activations, which lie `stride` apart.
+// Adds the products of one step for `Rows` rows of activations, which are `stride` apart.
 template <int Bits, int StepLines, int Rows>
 LOWBIT_INLINE inline void add_step(Sums<kWideTiles<Bits>> (&sums)[Rows][kQuarters], const int8_t* weights,
                                    const int8_t* a, int64_t stride) {
@@ -122,7 +122,7 @@ LOWBIT_INLINE inline void add_step(Sums<kWideTiles<Bits>> (&sums)[Rows][kQuarter
         if constexpr (kLine % 4 == 0) {
           four = vld1q_s8(a + r * stride + 4 * kLine);
           if constexpr (Bits == 8) four = veorq_s8(four, vreinterpretq_s8_s64(vdupq_n_s64(int64_t{-1} << 32)));
-          __asm__ volatile("" : "+w"(four));  // or GCC loads each lane by itself
+          __asm__ volatile("" : "+w"(four));  // otherwise GCC loads each lane separately
         }
         broadcasts[r][i] = broadcast(four, kLine % 4);
       });
@@ -132,7 +132,7 @@ LOWBIT_INLINE inline void add_step(Sums<kWideTiles<Bits>> (&sums)[Rows][kQuarter
       unroll<kLines / 2>([&](auto i) LOWBIT_INLINE {
         const int8_t* at = weights + (q * StepLines + kFirst + 2 * i) * 16;
         int8x16_t w0 = vld1q_s8(at), w1 = vld1q_s8(at + 16);
-        __asm__ volatile("" : "+w"(w0), "+w"(w1));  // one ldp
+        __asm__ volatile("" : "+w"(w0), "+w"(w1));  // for one ldp
         unroll<Rows>([&](auto r) LOWBIT_INLINE {
           products[r].add(w0, broadcasts[r][2 * i]);
           if constexpr (Bits == 8) {
@@ -144,13 +144,13 @@ LOWBIT_INLINE inline void add_step(Sums<kWideTiles<Bits>> (&sums)[Rows][kQuarter
       });
       unroll<Rows>([&](auto r) LOWBIT_INLINE {
         sums[r][q].take(products[r]);
-        sums[r][q].settle();  // one quarter after the other: together, they need too many registers
+        sums[r][q].settle();  // finishes one quarter before the next: together they need too many registers
       });
     });
   });
 }
 
-// The integer part of a finished segment for a quarter, or minus it, where weights do not lie with their own sign.
+// The integer part of a finished segment for a quarter, or minus it if unpacked weights have the other sign.
 template <int Bits, bool Affine>
 LOWBIT_INLINE inline float32x4_t value(int32x4_t total, int32_t sum) {
   constexpr int kStartFactor = !Affine || Bits == 1 ? 0 : Bits == 8 ? 128 : -kOffset<Bits, Affine>;
@@ -166,7 +166,7 @@ LOWBIT_INLINE inline void add_group(float32x4_t& y, float32x4_t product, float32
   if constexpr (Affine) y = vfmaq_n_f32(y, min, *group_sum);
 }
 
-// A row of a tile.
+// Loads a row of a tile.
 LOWBIT_INLINE inline void load_row(const float* from, float32x4_t (&row)[kQuarters]) {
   load_pair<0>(from, row[0], row[1]);
   load_pair<32>(from, row[2], row[3]);
@@ -177,15 +177,15 @@ LOWBIT_INLINE inline void store_row(float* to, const float32x4_t (&row)[kQuarter
   store_pair<32>(to, row[2], row[3]);
 }
 
-// A part of a group, of whole segments or to its end.
+// A part of a group: whole segments, or the rest of the group.
 struct Piece {
-  int64_t half;      // its first half of a block
+  int64_t half;      // its first half block
   int64_t steps;
   int64_t segment, group;
   bool begins, ends;
 };
 
-// A piece for `Rows` rows of activations from `row` on, which is row `in_tile` of the tile.
+// Multiplies a piece by `Rows` rows of activations from `row` on, which is row `in_tile` of the tile.
 template <int Bits, bool Affine, int StepLines, bool OneStep, int Rows>
 LOWBIT_INLINE inline void add_piece(const LinearArgs& args, Scratch& scratch, int64_t row, int64_t in_tile,
                                     const Piece& piece) {
@@ -260,8 +260,8 @@ LOWBIT_INLINE inline void add_piece(const LinearArgs& args, Scratch& scratch, in
   } while (!OneStep && steps > 0);
 }
 
-// The two groups of a block, or the one of the last block, for `Rows` rows of activations from `row` on, as above. The float
-// sums stay in registers in between. Not for 8 bits and levels, whose sums need twice the registers.
+// Multiplies a block's two groups, or the last block's only group, by `Rows` rows of activations from `row` on. The float sums
+// stay in registers in between. Not for 8 bits and levels, whose sums need twice the registers.
 template <int Bits, bool Affine, int Rows>
 LOWBIT_INLINE inline void add_two_groups(const LinearArgs& args, Scratch& scratch, int64_t row, int64_t in_tile,
                                          int64_t group, bool both) {
@@ -278,7 +278,7 @@ LOWBIT_INLINE inline void add_two_groups(const LinearArgs& args, Scratch& scratc
       load_pair<32 * pair>(scratch.scale[g], scale[0], scale[1]);
       if constexpr (Affine) load_pair<32 * pair>(scratch.min[g], min[0], min[1]);
       unroll<Rows>([&](auto r) LOWBIT_INLINE {
-        const int64_t at = (row + r) * args.layout.segments + group + g;  // a segment and a group
+        const int64_t at = (row + r) * args.layout.segments + group + g;  // index of a segment, which is also a group
         unroll<2>([&](auto i) LOWBIT_INLINE {
           constexpr int kQuarter = 2 * pair + i;
           const float32x4_t product = vmulq_n_f32(value<Bits, Affine>(sums[r][kQuarter].total(), args.sums[at]),
@@ -291,7 +291,7 @@ LOWBIT_INLINE inline void add_two_groups(const LinearArgs& args, Scratch& scratc
   unroll<Rows>([&](auto r) LOWBIT_INLINE { store_row(scratch.acc[in_tile + r], y[r]); });
 }
 
-// The scales of a group, and its mins.
+// Loads the scales of a group; affine: and its mins.
 template <bool Affine>
 LOWBIT_INLINE inline void unpack_scales(Scratch& scratch, int which, const uint8_t* scales) {
   const Scales scale = load_scales(scales), min = Affine ? load_scales(scales + 2 * kPanelRows) : scale;

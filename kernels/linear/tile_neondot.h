@@ -1,5 +1,5 @@
-// The tile of the dot-product kernels for many rows of m (gemm_neon.h), by sdot. A register of sums is one
-// row of m and a quarter.
+// The tile of the dot-product kernels for many rows of m (gemm_neon.h), by sdot. A register of sums belongs to one row of m and
+// one quarter.
 //
 //   quarter of line j   row 0: 4 codes | row 1: 4 codes | row 2: 4 codes | row 3: 4 codes
 //   sdot sums[i], quarter of line j, a[i][j]      a[i][j]: 4 activations of row i of m, one 32-bit lane
@@ -28,7 +28,7 @@ struct DotTile {
     __asm__ volatile("ldp %q0, %q1, [%2], %3" : "=w"(scales[0]), "=w"(mins[0]), "+r"(at) : "i"(Bytes) : "memory");
   }
 
-  // Two quarters of a block.
+  // Stores two quarters of a block.
   LOWBIT_INLINE static void store_pairs(uint8_t* (&halves)[2], const Pair (&line)[kBlockLines]) {
     Four<16>::store(halves[0], line[0].q0, line[1].q0, line[2].q0, line[3].q0);
     Four<20>::store(halves[1], line[4].q0, line[5].q0, line[6].q0, line[7].q0);
@@ -54,7 +54,7 @@ struct DotTile {
     }
   }
 
-  // A value of each of two rows, in all lanes.
+  // Takes one value of each of two rows, in all lanes.
   template <class Vector>
   LOWBIT_INLINE static void arrange(Vector&, Vector&) {}
 
@@ -78,7 +78,7 @@ struct DotTile {
     return vfmaq_laneq_f32(y, x, values[I / 4], I % 4);
   }
 
-  // A row of float sums.
+  // Loads a row of float sums.
   LOWBIT_INLINE static void rows(const float* acc, float32x4_t (&y)[1][kQuarters]) {
     unroll<kQuarters>([&](auto q) LOWBIT_INLINE { y[0][q] = vld1q_f32(acc + q * kQuarterFloats); });
   }

@@ -1,5 +1,5 @@
-// linear_a8w<b>_2x16_avx2: tiles of several rows of int8 activations times b-bit weights, without VNNI (sums_avx2.h). A single
-// row goes to the kernels for one row.
+// linear_a8w<b>_2x16_avx2: tiles of several rows of int8 activations times b-bit weights, without VNNI (sums_avx2.h). The
+// kernels for one row handle a single row.
 #pragma once
 
 #include <type_traits>

@@ -8,13 +8,13 @@
 namespace lowbit {
 namespace {
 
-// Number of the remaining rows in the next tile, at most `most`. A last tile of one row would unpack blocks for only that row,
-// so most + 1 rows are halved: if `most` is 4, 5 rows become tiles of 3 and 2.
+// Number of rows of the next tile, at most `most`. A last tile of one row would unpack blocks for only that row, so most + 1
+// rows are halved: if `most` is 4, 5 rows become tiles of 3 and 2.
 constexpr int tile_rows(int64_t remaining, int most) {
   return remaining == most + 1 ? most / 2 + 1 : remaining < most ? static_cast<int>(remaining) : most;
 }
 
-// Calls tile(row, rows, number, tiles) for all rows of m. `rows`: from 1 to MostRows; `number`: the tile's, from 0.
+// Calls tile(row, rows, number, tiles) for all rows of m. `rows`: from 1 to MostRows; `number`: the tile's number, from 0.
 template <int MostRows, class Tile>
 void for_each_tile(int64_t m, Tile tile) {
   const int64_t tiles = (m + MostRows - 1) / MostRows;
@@ -26,7 +26,7 @@ void for_each_tile(int64_t m, Tile tile) {
   }
 }
 
-// Rows [row, row + rows) of a call.
+// Restricts a call to rows [row, row + rows).
 inline LinearArgs some_rows(LinearArgs args, int64_t row, int64_t rows) {
   const Layout& layout = args.layout;
   args.a += row * layout.blocks * kBlockInputs;
@@ -38,7 +38,7 @@ inline LinearArgs some_rows(LinearArgs args, int64_t row, int64_t rows) {
   return args;
 }
 
-// Row `row` of a call, and its panels [begin, end).
+// Restricts a call to row `row` and panels [begin, end).
 inline LinearArgs one_row_of(const LinearArgs& args, int64_t row, int64_t begin, int64_t end) {
   LinearArgs call = some_rows(args, row, 1);
   call.panel_begin = begin;

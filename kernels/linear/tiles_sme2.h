@@ -7,8 +7,8 @@
 namespace lowbit {
 namespace {
 
-// ZA is addressed by a register and a small constant. These are the possible ones: rows 0 and 8, of which multiply-adds take
-// four at a time, and columns.
+// ZA is addressed by a register and a small constant. These are the possible registers: for rows 0 and 8, of which
+// multiply-adds take four at a time, and for columns.
 struct Indices {
   uint32_t row0 = hidden(0), row8 = hidden(8), column0 = hidden(0), column4 = hidden(4), column8 = hidden(8),
            column12 = hidden(12);
@@ -23,19 +23,19 @@ struct Indices {
       [column4] "Ucj"((indices).column4), [column8] "Ucj"((indices).column8), [column12] "Ucj"((indices).column12)
 #define LOWBIT_ALL_16                                                                                               \
   "z16", "z17", "z18", "z19", "z20", "z21", "z22", "z23", "z24", "z25", "z26", "z27", "z28", "z29", "z30", "z31"
-// The columns of a tile.
+// Reads the columns of a tile to z16 to z31.
 #define LOWBIT_READ_COLUMNS(tile)                                                                                   \
   "mov {z16.s-z19.s}, za%[" tile "]v.s[%w[column0], 0:3]\n\t"                                                       \
   "mov {z20.s-z23.s}, za%[" tile "]v.s[%w[column4], 0:3]\n\t"                                                       \
   "mov {z24.s-z27.s}, za%[" tile "]v.s[%w[column8], 0:3]\n\t"                                                       \
   "mov {z28.s-z31.s}, za%[" tile "]v.s[%w[column12], 0:3]\n\t"
-// `operation` fmla or fmls: rows of a tile, whose number is `tile` and that plus 4 `above`, and z16 to z31 times `factor`.
+// `operation` (fmla or fmls): to the rows of tile `tile`, adds z16 to z31 times `factor`. `above` is `tile` + 4.
 #define LOWBIT_MULTIPLY(operation, tile, above, factor)                                                             \
   operation " za.s[%w[row0], %[" tile "], vgx4], {z16.s-z19.s}, %[" factor "].s\n\t"                                \
   operation " za.s[%w[row0], %[" above "], vgx4], {z20.s-z23.s}, %[" factor "].s\n\t"                               \
   operation " za.s[%w[row8], %[" tile "], vgx4], {z24.s-z27.s}, %[" factor "].s\n\t"                                \
   operation " za.s[%w[row8], %[" above "], vgx4], {z28.s-z31.s}, %[" factor "].s\n\t"
-// z16 to z31 to rows of a tile, in the same order.
+// Writes z16 to z31 to the rows of a tile, in the same order.
 #define LOWBIT_WRITE_ROWS(tile, above)                                                                              \
   "mov za.d[%w[row0], %[" tile "], vgx4], {z16.d-z19.d}\n\t"                                                        \
   "mov za.d[%w[row0], %[" above "], vgx4], {z20.d-z23.d}\n\t"                                                       \
@@ -56,14 +56,14 @@ struct Indices {
   "st1w {z20.s-z23.s}, %[all], [%[at], #4, mul vl]\n\t"                                                              \
   "st1w {z24.s-z27.s}, %[all], [%[at], #8, mul vl]\n\t"                                                              \
   "st1w {z28.s-z31.s}, %[all], [%[at], #12, mul vl]\n\t"
-// Tile `tile` becomes the products P of a first segment, whose integer sums z16 to z31 are and began at the bits of -c:
-// 0 - c * t, and to that (-c - I) * -t.
+// Sets tile `tile` to the products P of a group's first segment. z16 to z31 are its integer sums, which began at the bits of
+// -c: P = (0 - c * t) + (-c - I) * -t.
 #define LOWBIT_FIRST_PRODUCT(tile, above)                                                                           \
   "zero {za%[" tile "].s}\n\t"                                                                                      \
   "fmops za%[" tile "].s, %[all]/m, %[all]/m, %[start].s, %[t].s\n\t" LOWBIT_MULTIPLY("fmls", tile, above, "t")
 
-// The end of a group of one segment: the integer sums of tile T become its P, and those go to the float sums of tile
-// 2 + T.
+// Ends a group of one segment: computes P from the integer sums of tile T, and adds it, times the scales, to the float sums of
+// tile 2 + T.
 template <int T>
 LOWBIT_INLINE inline void finish_group(const Indices& indices, svfloat32_t start, svfloat32_t t,
                                        svfloat32_t scale) LOWBIT_STREAMING {
@@ -76,7 +76,7 @@ LOWBIT_INLINE inline void finish_group(const Indices& indices, svfloat32_t start
       : LOWBIT_ALL_16, "za", "memory");
 }
 
-// The end of the first of two segments: the integer sums of tile T to memory; and of the second one, whose t is `t1`.
+// The first of two segments: stores the integer sums of tile T. The second one, whose t is `t1`, ends the group.
 template <int T>
 LOWBIT_INLINE inline void keep_sums(const Indices& indices, float* at) LOWBIT_STREAMING {
   __asm__ volatile(
@@ -110,7 +110,7 @@ LOWBIT_INLINE inline void finish_two(const Indices& indices, const float* first,
       : LOWBIT_ALL_16, "z4", "z5", "z6", "z7", "za", "memory");
 }
 
-// The end of a segment of a longer group: the integer sums of tile T to the P of tile 2 + T.
+// Ends a segment of a longer group: adds the products of tile T's integer sums to the P of tile 2 + T.
 template <int T, bool First>
 LOWBIT_INLINE inline void finish_segment(const Indices& indices, svfloat32_t start, svfloat32_t t) LOWBIT_STREAMING {
   if constexpr (First) {
@@ -129,7 +129,7 @@ LOWBIT_INLINE inline void finish_segment(const Indices& indices, svfloat32_t sta
   }
 }
 
-// A tile of memory, in the order that LOWBIT_READ_ROWS has, to tile T; and back.
+// Loads tile T from memory, in the order of LOWBIT_READ_ROWS; store_tile() is the inverse.
 template <int T>
 LOWBIT_INLINE inline void load_tile(const Indices& indices, const float* at) LOWBIT_STREAMING {
   __asm__ volatile(
@@ -152,7 +152,7 @@ LOWBIT_INLINE inline void store_tile(const Indices& indices, float* at) LOWBIT_S
       : LOWBIT_ALL_16, "memory");
 }
 
-// The end of a longer group: the P of tile 2 + T to the float sums of tile T.
+// Ends a longer group: adds the P of tile 2 + T, times the scales, to the float sums of tile T.
 template <int T>
 LOWBIT_INLINE inline void add_products(const Indices& indices, svfloat32_t scale) LOWBIT_STREAMING {
   __asm__ volatile(
@@ -162,7 +162,7 @@ LOWBIT_INLINE inline void add_products(const Indices& indices, svfloat32_t scale
       : LOWBIT_ALL_16, "za", "memory");
 }
 
-// The float sums of tile T to outputs. They get into order by way of columns, once more.
+// Stores the float sums of tile T as outputs. Reading them by columns once more puts them in order.
 template <int T>
 LOWBIT_INLINE inline void store_tile_outputs(const Indices& indices, const Head& head, int64_t first, int64_t rows,
                                              int64_t stride, DType dtype) LOWBIT_STREAMING {
@@ -213,7 +213,7 @@ LOWBIT_INLINE inline void store_tile_outputs(const Indices& indices, const Head&
   }
 }
 
-// Those of all tiles, whose float sums are tiles First and First + 1.
+// Stores the outputs of all tiles. Their float sums are in tiles First and First + 1.
 template <int Tiles, int Panels, int First>
 [[gnu::noinline]] void store_outputs(const Chunk& chunk, int64_t panel) LOWBIT_STREAMING {
   const LinearArgs& args = chunk.args;

@@ -2,8 +2,8 @@
 // updated every line or two and must be in registers. Unpacking would need those registers, and half as many instructions as
 // the products of a tile. So a panel is unpacked once, to a byte per code, and all tiles of a call read these bytes.
 //
-// Measured on Zen 3: 1.1 to 1.45 times as fast from 16 rows on, slower with 8. Not so at 5 bits: four lines in registers leave
-// no room for both halves of them, and each broadcast would be loaded twice (0.75 to 1.0).
+// Measured on Zen 3: 1.1 to 1.45 times as fast from 16 rows on, slower with 8. At 5 bits it is slower (0.75 to 1.0): four lines
+// in registers leave no room for both halves of them, and each broadcast would be loaded twice.
 #pragma once
 
 #include "linear_avx2.h"
@@ -75,7 +75,7 @@ inline int64_t unpacked_scratch(const void*, const Layout& layout, int64_t, int)
   return unpacked_bytes(layout) + kLinearScratchBytes;
 }
 
-// A panel's codes, for groups of whole blocks.
+// Unpacks a panel's codes, for groups of whole blocks.
 template <int Bits>
 void unpack_panel(const Layout& layout, const uint8_t* at, uint8_t* to) {
   const int64_t group_blocks = layout.group_inputs() / kBlockInputs;

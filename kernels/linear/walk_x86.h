@@ -1,4 +1,4 @@
-// How x86 kernels walk a panel: the blocks in turn, each group from its first to its last input.
+// How x86 kernels walk a panel: one block after the other, each group from its first to its last input.
 #pragma once
 
 #include <xmmintrin.h>
@@ -15,9 +15,9 @@ namespace {
 
 // What a tile of several rows prefetches while it multiplies. Its panel comes from memory, which takes about as long as the
 // products of a few rows: without prefetch, one waits for the other. A call's only tile prefetches its own panel, 4 KiB ahead.
-// Several tiles share the work: each prefetches its part of the next panel. With two tiles each part is half a panel; it goes
-// to the second-level cache, so that the activations stay in the first.
-// Parts are cut into equal steps, one before each block. Steps need not begin at a cache line, and none goes beyond its part.
+// Several tiles share the work: each prefetches its part of the next panel. With two tiles each part is half a panel, which
+// goes to the second-level cache, so that the activations stay in the first.
+// A part is prefetched in equal steps, one before each block. Steps need not begin at a cache line, and none exceeds its part.
 class Prefetch {
  public:
   Prefetch(const Layout& layout, const uint8_t* panel, bool is_last, int64_t number, int64_t tiles) {
@@ -29,9 +29,9 @@ class Prefetch {
     end_ = is_last ? panel + layout.panel_bytes : next_ + bytes;
   }
 
-  // Before each block.
+  // Called before each block.
   LOWBIT_INLINE void operator()() {
-    __asm__("" : "+r"(next_));  // GCC 12 would have each loop twice, with prefetch and without
+    __asm__("" : "+r"(next_));  // otherwise GCC 12 duplicates each loop, with and without prefetch
     if (next_ >= end_) return;
     const uint8_t* const next = next_ + step_;
     for (const uint8_t* line = next_; line < next; line += kLineBytes) {
@@ -52,8 +52,7 @@ class Prefetch {
   bool second_level_;
 };
 
-// The same where tiles read panels that were unpacked before: each prefetches its part of the packed panels that come next, to
-// the second-level cache.
+// The same for tiles that read unpacked panels: each prefetches its part of the next packed panels to the second-level cache.
 class PrefetchNext {
  public:
   PrefetchNext(const Layout& layout, const uint8_t* panels, int64_t all_bytes, int64_t number, int64_t tiles) {
@@ -63,9 +62,9 @@ class PrefetchNext {
     end_ = next_ + bytes;
   }
 
-  // Before each block.
+  // Called before each block.
   LOWBIT_INLINE void operator()() {
-    __asm__("" : "+r"(next_));  // GCC 12 would have each loop twice, with prefetch and without
+    __asm__("" : "+r"(next_));  // otherwise GCC 12 duplicates each loop, with and without prefetch
     if (next_ >= end_) return;
     const uint8_t* const next = next_ + step_;
     for (const uint8_t* line = next_; line < next; line += kLineBytes) {
@@ -79,26 +78,26 @@ class PrefetchNext {
   int64_t step_;
 };
 
-// Where groups end: behind their only segment, behind one or more whole blocks; behind several segments of whole blocks; in the
-// middle and at the end of each block (groups of 16); or anywhere else, also in the middle of a block.
+// Where groups end: after their only segment, of one or two whole blocks; after several segments of whole blocks; in the middle
+// and at the end of each block (groups of 16); or anywhere else, also in the middle of a block.
 enum class Groups { one_segment, segments, halves, anywhere };
 
-// What a kernel gives walk() for one tile:
+// A kernel provides for one tile:
 //   kBlockBytes, group_bytes() of the panel
 //   kLoops                     several rows: whether one copy of a block's code serves both blocks of a segment
 //   kPanels                    one row of m: how many panels it interleaves; several rows: 0
 //   start(segment)             clears the integer sums
-//   begin_block(at)            the packed lines of a block, for the calls of add() that follow
-//   add<First, Lines>(a)       adds the products of some of its eight lines; a: the block's activations, first row
+//   begin_block(at)            sets the packed lines for the next calls of add()
+//   add<First, Lines>(a)       adds the products of some of its eight lines; a: the first row's activations of the block
 //   finish_only(group, scales)   acc = fma(scale, t * I, acc): a group of one segment
-//   has_mins(), add_mins(group, scales)   behind finish() and finish_only(): acc = fma(min, group sum, acc)
-// and for other groups
+//   has_mins(), add_mins(group, scales)   called after finish() and finish_only(): acc = fma(min, group sum, acc)
+// and for longer groups
 //   begin_group()              P = 0
 //   end_segment(segment)       P = fma(t, I, P), which for the first segment is t * I
 //   finish(group, scales)      acc = fma(scale, P, acc)
-// and ahead(), called before each block. Segments and groups come in order. Groups of one segment have a walk of their own,
-// because their products need no registers from one segment to the next. For one row, which has little to do in a group,
-// that walk knows how many blocks a group has.
+// and ahead(), called before each block. Segments and groups come in order. Groups of one segment have a separate walk, because
+// no products are kept in registers between segments. For one row, for which the work per group is short, the number of blocks
+// of a group is a constant in that walk.
 template <Groups Kind, class Tile, class Ahead>
 LOWBIT_INLINE inline void walk(const Layout& layout, const uint8_t* at, const int8_t* a, Tile& tile, Ahead ahead) {
   const int64_t groups = layout.groups;
@@ -136,7 +135,7 @@ LOWBIT_INLINE inline void walk(const Layout& layout, const uint8_t* at, const in
       tile.template add<0, kBlockLines>(a);
       at += Tile::kBlockBytes;
       a += kBlockInputs;
-      if constexpr (Tile::kPanels != 1) __asm__("" : "+r"(at), "+r"(a));  // no pointers beside these in a loop
+      if constexpr (Tile::kPanels != 1) __asm__("" : "+r"(at), "+r"(a));  // these are the only pointers in the loop
     };
     constexpr int64_t kSegmentBlocks = kSegmentInputs / kBlockInputs;
     static_assert(kSegmentBlocks == 2);
@@ -170,7 +169,7 @@ LOWBIT_INLINE inline void walk(const Layout& layout, const uint8_t* at, const in
             int64_t left = count < kSegmentBlocks ? count : kSegmentBlocks;
             do {
               add_block();
-              __asm__("" : "+r"(--left));  // GCC 12 would unroll it
+              __asm__("" : "+r"(--left));  // otherwise GCC 12 unrolls the loop
             } while (left > 0);
           } else {
             add_block();
@@ -178,7 +177,7 @@ LOWBIT_INLINE inline void walk(const Layout& layout, const uint8_t* at, const in
           }
           tile.end_segment(segment++);
           count -= kSegmentBlocks;
-          __asm__("" : "+r"(count));  // GCC 12 would have the loop's body twice
+          __asm__("" : "+r"(count));  // otherwise GCC 12 duplicates the loop's body
         } while (count > 0);
         tile.finish(group, at);
       } else {
@@ -188,7 +187,7 @@ LOWBIT_INLINE inline void walk(const Layout& layout, const uint8_t* at, const in
           add_block();
           add_block();
           tile.end_segment(segment++);
-          // GCC 12 would compute the addresses behind the loop again for every group.
+          // Otherwise GCC 12 recomputes the addresses after the loop for every group.
           __asm__("" : "+r"(at), "+r"(a), "+r"(segment), "+r"(count));
         }
         if (count > 0) {
@@ -225,13 +224,13 @@ LOWBIT_INLINE inline void walk(const Layout& layout, const uint8_t* at, const in
   }
 }
 
-// Without prefetch.
+// Walks without prefetch.
 template <Groups Kind, class Tile>
 LOWBIT_INLINE inline void walk(const Layout& layout, const uint8_t* at, const int8_t* a, Tile& tile) {
   walk<Kind>(layout, at, a, tile, []() LOWBIT_INLINE {});
 }
 
-// Tile `number` of `tiles` over one of a call's panels. `Ahead`: with prefetch.
+// Walks tile `number` of `tiles` over one of a call's panels. `Ahead`: with prefetch.
 template <Groups Kind, bool Ahead, class Tile>
 LOWBIT_INLINE inline void walk_panel(const LinearArgs& args, int64_t panel, const int8_t* a, Tile& tile,
                                      int64_t number, int64_t tiles) {
@@ -244,8 +243,8 @@ LOWBIT_INLINE inline void walk_panel(const LinearArgs& args, int64_t panel, cons
   }
 }
 
-// For walk(): a tile on each of `Panels` neighboring panels, one block of each in turn. Memory is read in as many streams,
-// each prefetched `Ahead` bytes before its use.
+// For walk(): a tile on each of `Panels` adjacent panels, one block of each in turn. Memory is read in `Panels` streams, each
+// prefetched `Ahead` bytes before its use.
 template <class Tile, int Panels, int64_t Ahead>
 struct Interleaved {
   static constexpr int64_t kBlockBytes = Tile::kBlockBytes;
@@ -253,7 +252,7 @@ struct Interleaved {
 
   Tile panel[Panels];
   int64_t panel_bytes;
-  const uint8_t* block;  // of the first panel
+  const uint8_t* block;  // the block of the first panel
 
   LOWBIT_INLINE int64_t group_bytes() const { return panel[0].group_bytes(); }
   LOWBIT_INLINE bool has_mins() const { return panel[0].has_mins(); }
@@ -285,7 +284,7 @@ struct Interleaved {
 
   LOWBIT_INLINE void finish(int64_t group, const uint8_t* scales) {
     for_each_panel(scales, [&](Tile& tile, const uint8_t* at) LOWBIT_INLINE {
-      prefetch(at);  // a block and its scales touch a line more than the block
+      prefetch(at);  // a block and its scales touch one more line than the block
       tile.finish(group, at);
     });
   }
@@ -301,7 +300,7 @@ struct Interleaved {
     for_each_panel(scales, [&](Tile& tile, const uint8_t* at) LOWBIT_INLINE { tile.add_mins(group, at); });
   }
 
-  // Calls body(tile), without a loop: that would leave the sums in memory.
+  // Calls body(tile) without a loop, which would leave the sums in memory.
   template <class Body>
   LOWBIT_INLINE void for_each_tile(Body body) {
     [&]<int... P>(std::integer_sequence<int, P...>) LOWBIT_INLINE {
@@ -309,8 +308,8 @@ struct Interleaved {
     }(std::make_integer_sequence<int, Panels>());
   }
 
-  // Calls body(tile, pointer), with `at` for the first panel. A pointer for two panels; the compiler is not to know where they
-  // come from, for it would keep more addresses than there are registers.
+  // Calls body(tile, pointer), with `at` for the first panel. One pointer serves two panels. Its origin is hidden from the
+  // compiler, which would otherwise keep more addresses than there are registers.
   template <class Body>
   LOWBIT_INLINE void for_each_panel(const uint8_t* at, Body body) {
     int64_t bytes = panel_bytes;
@@ -326,7 +325,7 @@ struct Interleaved {
     __asm__("" : "+r"(at));
   }
 
-  // Behind the last panel as well: a prefetch does not fault.
+  // Past the last panel too: a prefetch does not fault.
   LOWBIT_INLINE static void prefetch(const uint8_t* at) {
     _mm_prefetch(reinterpret_cast<const char*>(at) + Ahead, _MM_HINT_T0);
   }

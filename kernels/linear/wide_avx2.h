@@ -1,4 +1,4 @@
-// Several rows of m on AVX2 without VNNI, for codes that vpmaddubsw could only multiply in two halves, because it saturates.
+// Several rows of m on AVX2 without VNNI, for codes that vpmaddubsw would have to multiply in two halves, because it saturates.
 // Both operands are widened to int16 instead: activations once for all panels of a call, weights once for all rows of a tile.
 //
 //   line (64 bytes): row 0: 4 codes | row 1: 4 codes | ... | row 15: 4 codes       two ymm registers
@@ -14,15 +14,15 @@
 namespace lowbit {
 namespace {
 
-// Panels per widening of activations if the scratch memory holds only some of a call's rows; these panels stay in a cache
-// meanwhile.
+// Panels per widening of activations if the scratch memory holds only some of a call's rows. These panels stay in a cache in
+// the meantime.
 constexpr int64_t kWidePanels = 8;
 
 template <int Bits, bool Affine, bool Halves, int Rows>
 struct WideSums {
   static constexpr int kBits = Bits, kRows = Rows;
   static constexpr bool kAffine = Affine, kHalves = Halves, kOffsetLate = false, kInterleaved = true, kUnpacked = false;
-  static constexpr bool kAsks = false, kStarts = false;  // what is multiplied depends on the mapping
+  static constexpr bool kAsks = false, kStarts = false;  // the widened numbers depend on the mapping
   using Input = int16_t;
 
   __m256i table;  // of levels
@@ -62,7 +62,7 @@ struct WideSums {
   }
 
  private:
-  // Of half a line in int16: what stands for codes 0 and 2 of each row, or for codes 1 and 3.
+  // Half a line in int16: the numbers for codes 0 and 2 of each row, or for codes 1 and 3.
   template <int J, bool Odd>
   LOWBIT_INLINE __m256i widened(const uint8_t* packed) const {
     if constexpr (Affine) {
@@ -86,7 +86,7 @@ struct WideSums {
   }
 };
 
-// A block of activations.
+// Widens a block of activations.
 LOWBIT_INLINE inline void widen(const int8_t* a, int16_t* to) {
   const __m256i bytes = load32(reinterpret_cast<const uint8_t*>(a));
   const __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(bytes, 8), 8), odd = _mm256_srai_epi16(bytes, 8);
@@ -96,7 +96,7 @@ LOWBIT_INLINE inline void widen(const int8_t* a, int16_t* to) {
   _mm256_store_si256(words + 1, _mm256_permute2x128_si256(low, high, 0x31));
 }
 
-// All rows of the call, those of a tile block by block.
+// Widens all rows of the call; the rows of a tile are interleaved block by block.
 inline void widen_rows(const LinearArgs& args, int16_t* to) {
   const int64_t blocks = args.layout.blocks;
   for_each_tile<kMostRows>(args.m, [&](int64_t row, int rows, int64_t, int64_t) {
@@ -110,13 +110,13 @@ inline void widen_rows(const LinearArgs& args, int16_t* to) {
 
 constexpr int64_t wide_row_bytes(const Layout& layout) { return layout.blocks * kBlockInputs * int64_t{sizeof(int16_t)}; }
 
-// What widened rows of one tile take may be more than every call has.
+// The widened rows of one tile may need more than kLinearScratchBytes.
 inline int64_t wide_scratch(const void*, const Layout& layout, int64_t m, int) {
   const int64_t least = (m < kMostRows ? m : kMostRows) * wide_row_bytes(layout);
   return least < kLinearScratchBytes ? kLinearScratchBytes : least;
 }
 
-// Calls run(call) for some rows and panels at a time, with their widened activations.
+// Calls run(call) with widened activations, for some rows and panels at a time.
 inline void with_widened_rows(const LinearArgs& args, void (*run)(const LinearArgs&, RunRow), RunRow one_row) {
   const int64_t fitting = kLinearScratchBytes / wide_row_bytes(args.layout);
   const int64_t most = fitting < kMostRows ? kMostRows : fitting / kMostRows * kMostRows;

@@ -1,7 +1,7 @@
 // The bodies of every recurrence_<isa>, on a vector V of 16 floats (../vector/). Formulas: ../recurrence.h.
 //
 // The columns of a state do not depend on each other: a kernel takes some panels of 16 columns, which stay in the first-level
-// cache, through all tokens. So no algorithm in chunks is needed to read a prompt, and a prompt has the bits of its tokens.
+// cache, through all tokens. So prompts need no chunked algorithm, and a prompt gives the same bits as its tokens one by one.
 #pragma once
 
 #include <cmath>
@@ -12,7 +12,7 @@
 namespace lowbit {
 namespace {
 
-// One token's q or k in float32, normed, times `scale`.
+// Loads one token's q or k in float32, normalized, times `scale`.
 template <class V>
 void load_row(const void* from, DType dtype, int64_t width, float norm_epsilon, float scale, float* to) {
   V squares = V::broadcast(0.0f);
@@ -38,7 +38,7 @@ V decay_of(V log_decay) {
   return exp2_of(V::zero_below(zero, x, x));
 }
 
-// A tile of tokens as the inner loop has them.
+// The operands of a tile of tokens.
 struct LinearAttentionTile {
   const float *q, *k, *kd, *d;  // [tokens, padded width]; d: [tokens] with one decay per token
   int64_t padded;
@@ -156,7 +156,7 @@ void short_conv(const ShortConvArgs& args) {
   for (int64_t channel = 0; channel < args.channels; channel += kLanes) {
     const int64_t count = args.channels - channel;
     const auto at = [&](const void* base, int64_t index) { return element(base, dtype, index + channel); };
-    V weights[kMostTaps], inputs[kMostTaps];  // inputs: those of the current token, the oldest first
+    V weights[kMostTaps], inputs[kMostTaps];  // inputs: those of the last `taps` tokens, the oldest first
     for (int64_t j = 0; j < args.taps; ++j) {
       weights[j] = load_some<V>(at(args.weight, j * args.weight_step), dtype, count);
     }

@@ -14,7 +14,7 @@ constexpr float kLargestWeight = std::numeric_limits<float>::max() / 4;
 constexpr float kShrinkStep = 0.05f;
 constexpr int kFits = 2;
 
-// How many ranges are tried, each kShrinkStep smaller than the one before: fewer bits gain from cutting off more.
+// Number of ranges to try, each kShrinkStep smaller than the one before. Narrow codes gain more from clipping.
 int candidates(int bits, bool search) {
   if (!search) return 1;
   switch (bits) {
@@ -32,18 +32,18 @@ struct Grid {
 
 float round_small(float value) { return (value + kRoundShift) - kRoundShift; }
 
-// In the form that is one max and one min instruction.
+// In the form that compiles to one max and one min instruction.
 float clamp_code(float value, float top) {
   value = value > 0.0f ? value : 0.0f;
   return value < top ? value : top;
 }
 
-// Codes beyond the range are clamped first, so that the rounding sees small values only.
+// Codes outside the range are clamped first, so that the rounding gets only small values.
 float nearest_code(float weight, Grid grid, float inverse, float top) {
   return round_small(clamp_code((weight - grid.min) * inverse, top));
 }
 
-// Loops over a group keep eight partial results in a fixed order, so that they are vector code and the result is the same
+// Loops over a group keep eight partial results in a fixed order, so that compilers vectorize them and the result is the same
 // on every machine.
 struct Range {
   float low, high;
@@ -109,11 +109,11 @@ float squared_error(const float* weight, int64_t count, Grid grid, float top) {
   return add_lanes(sums);
 }
 
-// The grid of least squared error for the codes that `grid` gives: linear regression of the weights on the codes, through
-// level 0 when symmetric. Weights are nearest to another code then, so it is no more than a candidate.
+// The grid with the least squared error for the codes of `grid`: linear regression of the weights on the codes, through level 0
+// if symmetric. For some weights another code is then nearer, so the result is only a candidate.
 Grid fit_to_codes(const float* weight, int64_t count, Grid grid, float half, bool affine, float top) {
   const float inverse = 1.0f / grid.scale;
-  // Sums of code, code squared, weight and their product; codes count from the middle, which keeps the sums small.
+  // Sums of code, squared code, weight and code times weight. Codes count from the middle, which keeps the sums small.
   float c[8] = {}, cc[8] = {}, w[8] = {}, cw[8] = {};
   for (int64_t i = 0; i < count; ++i) {
     const float code = nearest_code(weight[i], grid, inverse, top) - half;
@@ -138,16 +138,16 @@ Grid choose_grid(const float* weight, int64_t count, int bits, bool affine, bool
   const auto [low, high] = range(weight, count);
   const float top = static_cast<float>((1 << bits) - 1);
   if (!affine && bits == 1) {
-    // For +-s the mean magnitude has the least squared error (Rastegari et al., XNOR-Net, 2016).
+    // For +-s, the mean magnitude has the least squared error (Rastegari et al., XNOR-Net, 2016).
     const float scale = search ? mean_magnitude(weight, count) : std::fmax(high, -low);
     return {2.0f * scale, -scale};
   }
   const float half = static_cast<float>(1 << (bits - 1));
   Grid full;
   if (affine) {
-    full = {(high - low) / top, low};  // no overflow: kLargestWeight; exact when the weights are on a grid
+    full = {(high - low) / top, low};  // no overflow: kLargestWeight; exact if the weights are on a grid
   } else {
-    // Levels reach from -half to half - 1: the sign of the scale gives the longer side to the longer tail.
+    // Levels are from -half to half - 1: the sign of the scale gives the longer side to the longer tail.
     const float upright = std::fmax(-low / half, high / (half - 1.0f));
     const float flipped = std::fmax(high / half, -low / (half - 1.0f));
     const float scale = upright <= flipped ? upright : -flipped;
@@ -240,7 +240,7 @@ Status round_to_nearest(const Layout& layout, const RoundToNearestArgs& args, in
       const int64_t stop = start + group_inputs < layout.k ? start + group_inputs : layout.k;
       const Grid grid = grid_of_scale(bits, affine, scales[g], affine ? mins[g] : 0.0f);
       uint8_t* codes = args.codes + r * layout.k;
-      // Without a step every code is as good; the middle one is level 0.
+      // Without a step, every code has the same error. The middle code is level 0.
       const float inverse = std::fabs(grid.scale) < kSmallestScale ? 0.0f : 1.0f / grid.scale;
       const float shift = inverse == 0.0f && !affine ? static_cast<float>(1 << (bits - 1)) : 0.0f;
       for (int64_t i = start; i < stop; ++i) {

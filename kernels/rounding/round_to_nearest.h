@@ -13,12 +13,12 @@ struct RoundToNearestArgs {
   bool search;         // also try smaller ranges, keep the one with the least squared error, and fit it to its codes
   uint8_t* codes;      // out: n x k
   float* scales;       // out: n x groups
-  float* mins;         // out: n x groups; nullptr when symmetric
+  float* mins;         // out: n x groups; nullptr if symmetric
 };
 
 // Quantizes rows [begin, end). `row` is scratch for layout.k floats. The scales and mins are those that packing stores
 // (pack.h), and the codes are the nearest for them.
-// Returns an error when a weight is not finite, or so large that the range of its group overflows.
+// Returns an error if a weight is not finite, or so large that the range of its group overflows.
 LOWBIT_API Status round_to_nearest(const Layout& layout, const RoundToNearestArgs& args, int64_t begin, int64_t end,
                                    float* row);
 

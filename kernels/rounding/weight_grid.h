@@ -1,4 +1,4 @@
-// What the code that rounds weights shares: round_to_nearest.cpp, weighted_search.cpp and error_feedback.cpp.
+// Shared by the code that rounds weights: round_to_nearest.cpp, weighted_search.cpp and error_feedback.cpp.
 #pragma once
 
 #include <cstring>
@@ -7,10 +7,10 @@
 
 namespace lowbit {
 
-// A group whose scale would be smaller counts as constant: the inverse of the scale must be finite.
+// A group with a smaller scale counts as constant, because the inverse of the scale must be finite.
 constexpr float kSmallestScale = 0x1p-120f;
 
-// x + kRoundShift - kRoundShift is x rounded to an integer, ties to even, for x below 2^22: the sum has no room for a fraction.
+// For x below 2^22, x + kRoundShift - kRoundShift is x rounded to an integer, ties to even: the sum has no bits for a fraction.
 constexpr float kRoundShift = 0x1.8p23f;
 
 // Vectors of 16 bytes, which every CPU has: compilers compare wider ones lane by lane.
@@ -22,7 +22,7 @@ inline WeightVector load_weights(const float* from) {
   return vector;
 }
 
-// To the nearest integer from `low` to `high`, ties to even. Clamped first: the rounding takes values below 2^22 only.
+// Rounds to the nearest integer from `low` to `high`, ties to even. Clamps first, because rounding needs values below 2^22.
 LOWBIT_INLINE inline WeightVector round_within(const WeightVector& value, const WeightVector& low,
                                                const WeightVector& high) {
   WeightVector clamped = value > low ? value : low;

@@ -9,7 +9,7 @@
 namespace lowbit {
 namespace {
 
-// Sums are kept in eight lanes of a fixed order: vector code, and the same bits on every machine.
+// Sums are kept in eight lanes of a fixed order: loops are vectorized, with the same bits on every machine.
 using Vector = WeightVector;
 constexpr int64_t kLanes = 8;
 
@@ -22,20 +22,20 @@ struct Lanes {
 };
 
 constexpr int kFits = 3;
-constexpr float kStep = 0.03f;  // between the ranges of a symmetric group that are tried, as a part of the whole range
+constexpr float kStep = 0.03f;  // step between the ranges to try for a symmetric group, as a share of the whole range
 
-// Symmetric ranges that are tried below the whole range. Fewer levels gain from cutting off more.
+// Number of symmetric ranges to try below the whole range. Narrow codes gain more from clipping.
 constexpr int kShrinks[] = {0, 24, 24, 20, 16, 12, 10, 8, 8};
 
 float inverse_of(float scale) { return std::fabs(scale) < kSmallestScale ? 0.0f : 1.0f / scale; }
 
 struct Fit {
   float scale, min;
-  float gain;  // by how much the error is below that of the best constant (symmetric: of zeros)
+  float gain;  // reduction of the error compared with that of the best constant (symmetric: of zeros)
 };
 
-// One group: weights (affine: less their mean), importance that sums up to 1, and the products of both. Zeros fill it up to a
-// multiple of eight inputs.
+// One group: weights (affine: minus their mean), importance that sums to 1, and their products. Padded with zeros to a multiple
+// of eight inputs.
 class Group {
  public:
   Group(const float* weights, const float* importance, int64_t inputs, int bits, float* scratch)
@@ -61,7 +61,7 @@ class Group {
     prepare();
     const float half = static_cast<float>(1 << (bits_ - 1));
     Fit best{0.0f, 0.0f, -1.0f};
-    // Levels reach from -half to half - 1: both signs of the scale are tried.
+    // Levels are from -half to half - 1, so both signs of the scale are tried.
     const float sides[] = {std::max(-low_ / half, high_ / (half - 1.0f)), -std::max(high_ / half, -low_ / (half - 1.0f))};
     for (const float full : sides) {
       for (int step = 0; step < kShrinks[bits_] + 3; ++step) {
@@ -78,7 +78,7 @@ class Group {
     for (int64_t i = 0; i < inputs_; ++i) x_[i] -= middle;
     prepare();
     const float top = static_cast<float>((1 << bits_) - 1);
-    // Each end of the range is cut off by itself.
+    // Both ends of the range are clipped independently.
     static constexpr float kFewCodes[] = {1.0f, 0.93f, 0.86f, 0.79f, 0.72f, 0.62f, 0.5f};
     static constexpr float kManyCodes[] = {1.0f, 0.95f, 0.9f, 0.83f, 0.75f};
     const bool few = top < 8.0f;
@@ -100,7 +100,7 @@ class Group {
   const int bits_;
   const int64_t inputs_, filled_;
   float *const x_, *const w_, *const wx_, *const q_;
-  float low_ = 0.0f, high_ = 0.0f;  // of the inputs that count, and 0
+  float low_ = 0.0f, high_ = 0.0f;  // of the inputs with importance, and 0
 
   static void keep(Fit& best, const Fit& fit) {
     if (fit.gain > best.gain) best = fit;
@@ -134,7 +134,7 @@ class Group {
     }
   }
 
-  // The best scale for the levels that `scale` gives.
+  // The best scale for the levels that `scale` results in.
   Fit fit_symmetric(float scale, float half) const {
     const Vector low = Vector{} - half, high = Vector{} + (half - 1.0f);
     const float inverse = inverse_of(scale);
@@ -147,7 +147,7 @@ class Group {
     return fitted(products.sum(), squares.sum(), 0.0f);
   }
 
-  // The best scale and minimum for the codes that these give.
+  // The best scale and minimum for the codes that `scale` and `min` result in.
   Fit fit_affine(float scale, float min, float top) const {
     const Vector low = {}, high = low + top;
     const float inverse = inverse_of(scale);

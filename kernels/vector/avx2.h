@@ -12,7 +12,7 @@ namespace {
 struct Vector {
   __m256 low, high;
 
-  static constexpr int kSums = 4;  // of two registers each, beside a vector and a scalar
+  static constexpr int kSums = 4;  // sums of two registers each, besides a vector and a scalar
 
   LOWBIT_INLINE static Vector of(const Float16& v) { return {v.half[0], v.half[1]}; }
   LOWBIT_INLINE static Vector broadcast(float value) { return {_mm256_set1_ps(value), _mm256_set1_ps(value)}; }
@@ -74,7 +74,7 @@ struct Vector {
             _mm256_blendv_ps(v.high, nan, _mm256_cmp_ps(v.high, v.high, _CMP_UNORD_Q))};
   }
 
-  // vpmaddubsw multiplies unsigned by signed bytes: magnitudes of keys by queries with the keys' signs. Two products are
+  // vpmaddubsw multiplies unsigned by signed bytes: magnitudes of keys by queries with the signs of the keys. Two products are
   // below 2^15.
   struct Quads {
     __m256i keys[2], magnitudes[2];

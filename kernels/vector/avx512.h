@@ -26,7 +26,7 @@ struct Vector {
   LOWBIT_INLINE static Vector load_int8_as_f32(const void* at) {
     return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(at))))};
   }
-  // vpermps takes the last four bits of each lane for its index: a table of floats, with nothing to convert.
+  // vpermps takes the last four bits of each lane as an index into a table of floats, so nothing is converted.
   LOWBIT_INLINE static Vector load_levels_as_f32(const void* at, bool upper) {
     const __m512 levels =
         _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(kCacheLevels))));
@@ -54,7 +54,7 @@ struct Vector {
                                _mm512_set1_ps(float_from_bits(0x7fc00000u)))};
   }
 
-  // vpdpbusd multiplies unsigned by signed bytes: keys are 128 more, and what that adds is taken off before.
+  // vpdpbusd multiplies unsigned by signed bytes: 128 is added to keys, and the effect is subtracted in advance.
   using Quads = __m512i;
   using Integers = __m512i;
   LOWBIT_INLINE static Quads load_quads(const void* at) {

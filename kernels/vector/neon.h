@@ -1,6 +1,6 @@
 // 16 floats in four registers of NEON.
 //
-// Four scalars of a row are loaded at once, and each is used by lane: fmla takes a lane of a register for free.
+// Four scalars of a row are loaded at once and used by lane, which costs nothing in fmla.
 #pragma once
 
 #include <arm_neon.h>
@@ -17,7 +17,7 @@ namespace {
 struct Vector {
   float32x4_t q[4];
 
-  static constexpr int kSums = 4;  // of four registers each, beside a vector and a register of scalars for each row
+  static constexpr int kSums = 4;  // sums of four registers each, besides a vector and a register of scalars per row
 
   template <class Op>
   LOWBIT_INLINE static Vector map_registers(Op op) {
@@ -58,8 +58,8 @@ struct Vector {
     const uint8x16_t codes = upper ? vshrq_n_u8(bytes, 4) : vandq_u8(bytes, vdupq_n_u8(15));
     return of_int8(vreinterpretq_u8_s8(vqtbl1q_s8(vld1q_s8(kCacheLevels), codes)));
   }
-  // tbl puts each byte at the top of a lane, from where scvtf converts with 24 bits behind the point: two instructions
-  // for four values, where widening in two steps takes two and a half.
+  // tbl puts each byte at the top of a lane, and scvtf converts with 24 fraction bits: two instructions for four values.
+  // Widening in two steps takes two and a half.
   LOWBIT_INLINE static Vector of_int8(uint8x16_t bytes) {
     return map_registers([=](int i) LOWBIT_INLINE {
       const uint32x4_t first = {0x00ffffffu, 0x01ffffffu, 0x02ffffffu, 0x03ffffffu};
@@ -105,7 +105,7 @@ struct Vector {
     });
   }
 
-  // Products of int8, four to a lane: with sdot where the file is compiled for it.
+  // Products of int8, four to a lane, by sdot if the file is compiled for it.
   struct Quads {
     int8x16_t q[4];
   };

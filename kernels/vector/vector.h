@@ -1,4 +1,4 @@
-// What attention, recurrence and elementwise kernels share: functions of a class V, a vector of 16 floats. portable.h, neon.h,
+// Shared by attention, recurrence and elementwise kernels: functions of a class V, a vector of 16 floats. portable.h, neon.h,
 // avx2.h and avx512.h have such a class for each register file.
 #pragma once
 
@@ -9,9 +9,8 @@ namespace {
 
 constexpr int kLanes = 16;
 
-// 2^x for x <= 0, 0 below -126, NaN for NaN; within 2^-23 of the true value, relative. Adding 1.5 * 2^23 rounds x to
-// an integer in the last bits; with 127 more these are the exponent of 2^n. The polynomial is 2^r on [-1/2, 1/2],
-// exact in 0.
+// 2^x for x <= 0; 0 below -126, NaN for NaN; relative error below 2^-23. Adding 1.5 * 2^23 rounds x to an integer n in the last
+// bits; with 127 added they are the exponent bits of 2^n. The polynomial is 2^r on [-1/2, 1/2], exact at 0.
 template <class V>
 LOWBIT_INLINE inline V exp2_of(V x) {
   constexpr float kRound = 12582912.0f + 127.0f;
@@ -27,13 +26,13 @@ LOWBIT_INLINE inline V exp2_of(V x) {
   return V::zero_below(x, V::broadcast(-126.0f), V::mul(p, V::shift_left_23(rounded)));
 }
 
-// x / (1 + exp(-z)), with exp of numbers up to 0 only.
+// x / (1 + exp(-z)), computed with exp of numbers up to 0 only.
 template <class V>
 LOWBIT_INLINE inline V times_sigmoid(V x, V z) {
   const V zero = V::broadcast(0.0f), one = V::broadcast(1.0f);
   const V minus = V::sub(zero, V::max(z, V::sub(zero, z)));
   const V e = exp2_of(V::mul(minus, V::broadcast(0x1.715476p+0f)));
-  // 1 for z >= 0, e below: of the two masks one is 0.
+  // 1 for z >= 0, otherwise e: one of the two parts is 0.
   const V above = V::zero_below(z, zero, one), below = V::sub(e, V::zero_below(z, zero, e));
   return V::mul(x, V::div(V::add(above, below), V::add(one, e)));
 }
@@ -69,7 +68,7 @@ LOWBIT_INLINE inline void store_floats(void* at, DType dtype, V v) {
   }
 }
 
-// The sums and differences of lanes that are Half apart. The product by 1 or -1 is exact.
+// Sums and differences of lanes that are Half apart. Multiplying by 1 or -1 is exact.
 template <class V, int Half>
 LOWBIT_INLINE inline V butterfly(V x) {
   alignas(64) float signs[kLanes];
@@ -77,7 +76,7 @@ LOWBIT_INLINE inline V butterfly(V x) {
   return V::fma(x, V::load(signs), V::template swap_lanes<Half>(x));
 }
 
-// `size` values, a power of two from 16 on, times the Hadamard matrix: ukernel.h.
+// Multiplies `size` values, a power of two from 16 on, by the Hadamard matrix (ukernel.h).
 template <class V>
 void hadamard(float* x, int64_t size) {
   for (int64_t i = 0; i < size; i += kLanes) {
@@ -94,14 +93,14 @@ void hadamard(float* x, int64_t size) {
   }
 }
 
-// Each block of x times a Hadamard matrix: ukernel.h.
+// Multiplies each block of x by a Hadamard matrix (ukernel.h).
 template <class V>
 void rotate(float* x, int64_t width) {
   const int64_t size = width & -width;
   for (int64_t i = 0; i < width; i += size) hadamard<V>(x + i, size);
 }
 
-// `count` numbers, up to 16, of consecutive ones; the others are 0.
+// Loads up to `count` of 16 consecutive numbers; the others are 0.
 template <class V>
 V load_some(const void* at, DType dtype, int64_t count) {
   if (count >= kLanes) return load_floats<V>(at, dtype);

@@ -440,7 +440,7 @@ class Embedding(Packed):
         """
         Args:
             packed_weight: from :func:`lowbit.pack`, or a :class:`lowbit.PackedInfo` as for :class:`Linear`.
-            dtype: of the output: float32, bfloat16 or float16.
+            dtype: the dtype of the output: float32, bfloat16 or float16.
             padding_idx: for information only; the row is stored like any other.
             table: what happens to rows after the lookup. If it has a norm, the caller sets that module as ``embed_norm``.
 

@@ -40,7 +40,7 @@ class LinearPart(nn.Linear):
     """A rank's part of a packed linear layer; made by :func:`shard_`.
 
     Attributes:
-        group: of processes; None: all.
+        group: the processes of the model; None: all.
         gathers_inputs: gather the layer's input, which is distributed over the ranks, first.
         whole: number of outputs of all ranks together, if they are gathered; None: they are not.
         inputs: the slice of the input that this rank uses; None: all of it.

@@ -1,7 +1,7 @@
 """Registers lowbit's operators while torch is imported.
 
 Files that use them then load without importing lowbit, and other libraries know packed layers
-(:mod:`lowbit_autoload.imports`). torch calls :func:`register` by way of ``lowbit_entry``, unless
+(:mod:`lowbit_autoload.imports`). torch calls :func:`register` through ``lowbit_entry``, unless
 ``TORCH_DEVICE_BACKEND_AUTOLOAD=0``.
 """
 

@@ -227,8 +227,8 @@ TEST(Arguments, NamesThatAreNone) {
   const std::vector<Operator> all = operators();
   const Operator& op = *std::find_if(all.begin(), all.end(), [](const auto& o) { return o.name == "repack"; });
   Layout layout;
-  EXPECT_TRUE(refused(repack_shape(op.views()[1], nullptr, &layout), "there is no name of a format"));
-  EXPECT_TRUE(refused(repack(op.views()[1], nullptr, op.views()[0], {}), "there is no name of a format"));
+  EXPECT_TRUE(refused(repack_shape(op.views()[1], nullptr, &layout), "the name of the format is null"));
+  EXPECT_TRUE(refused(repack(op.views()[1], nullptr, op.views()[0], {}), "the name of the format is null"));
   EXPECT_TRUE(refused(load_kernels(nullptr), "the path of the kernel library is empty"));
   EXPECT_TRUE(refused(add_kernels(KernelLibrary(), nullptr), "the kernel library has no name"));
 }

@@ -164,7 +164,7 @@ struct Model {
   }
 };
 
-// Of queries and outputs, and of the caches.
+// Types of queries and outputs, and of the caches.
 struct Kind {
   ElementType type;
   CacheType cache;

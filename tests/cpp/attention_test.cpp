@@ -32,7 +32,7 @@ struct More {
   int64_t value_width = 0;  // 0: as wide as the keys
 };
 
-// Of queries and outputs, and of the caches.
+// Types of queries and outputs, and of the caches.
 struct Kind {
   DType dtype;
   CacheType cache;
@@ -60,7 +60,7 @@ void store_code(void* base, int64_t index, bool upper, float level) {
   byte = static_cast<uint8_t>(upper ? (byte & 15) | code << 4 : (byte & 0xf0) | code);
 }
 
-void store_cached(void* base, CacheType cache, int64_t index, float value) {  // not of 4 bits
+void store_cached(void* base, CacheType cache, int64_t index, float value) {  // not for 4 bits
   if (cache != CacheType::i8) {
     return store_from_f32(base, cache == CacheType::f32 ? DType::f32 : cache == CacheType::bf16 ? DType::bf16 : DType::f16,
                           index, value);
@@ -131,7 +131,7 @@ struct Problem {
     if (content == Content::infinite_k) keys[some] = infinity;
     if (content == Content::infinite_v) values[some_value] = -infinity;
 
-    // As the type holds them.
+    // Rounds the numbers to the type.
     const auto round = [&](std::vector<float>& numbers) { numbers = from_bytes(to_bytes(numbers, dtype), dtype); };
     for (auto& row : q) round(row);
     round(keys);

@@ -185,7 +185,7 @@ TEST_P(ElementwiseRow, Residual) {
             const size_t at = static_cast<size_t>(i);
             const float rest = load_as_f32(out.data(), DType::f32, i);
             ASSERT_EQ(rest, std::fma(-row.scales[s], static_cast<float>(row.a[at]), values[at])) << i;
-            // It is exact.
+            // The residual is exact.
             ASSERT_EQ(double{rest}, double{values[at]} - double{row.scales[s]} * row.a[at]) << i;
           }
         }

@@ -135,7 +135,7 @@ TEST(Format, RoundTripOfPlanes) {
       EXPECT_EQ(read.mapping, mapping);
       EXPECT_EQ(std::memcmp(read.levels, written.levels, sizeof read.levels), 0);
       EXPECT_TRUE(verify_payload(bytes.data(), read).ok());
-      // With one plane it is what packing gives: only the header differs.
+      // With one plane the bytes equal those of packing: only the header differs.
       write_header(one, payload_checksum_of(bytes.data()), bytes.data());
       EXPECT_EQ(bytes, packed(random_weights(one, again)));
     }

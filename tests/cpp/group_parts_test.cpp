@@ -1,4 +1,4 @@
-// Segments and pieces of groups, against what each half block is for itself.
+// Segments and pieces of groups, compared with values computed for each half block.
 
 #include "../../kernels/group_parts.h"
 

@@ -31,7 +31,7 @@ TEST(B_Added, RowsAfterTheBuiltInOnesAreOnlyListed) {
   ASSERT_NE(loaded, nullptr);
   EXPECT_STREQ(loaded->library->vendor, "fault");
   EXPECT_EQ(loaded->path, path_of("fault_none"));
-  EXPECT_TRUE(load_kernels(path_of("fault_none").c_str()).ok());  // again: nothing changes
+  EXPECT_TRUE(load_kernels(path_of("fault_none").c_str()).ok());  // loading again changes nothing
   EXPECT_EQ(rows(), others + 4);
 }
 

@@ -95,7 +95,8 @@ TEST(Linear, TwoPlanes) {
   }
 }
 
-// One and many rows, several bands of them, and more panels than are computed at once; short groups and rows of no whole block.
+// One row and many, several bands, and more panels than are computed at once; short groups, and rows that do not end with a
+// block.
 TEST(Linear, TwoPlanesOfAnySize) {
   Random random(4);
   for (const int64_t k : {1, 17, 50, 1000}) {
@@ -113,7 +114,7 @@ TEST(Linear, TwoPlanesOfAnySize) {
   wide.check(random_tensor(ElementType::f32, {1, 16}, random).view);
 }
 
-// Values that a plane cannot hold: a segment of zeros, tiny and huge ones, and those that are not finite.
+// Values that a plane cannot represent: a segment of zeros, tiny and huge values, and values that are not finite.
 TEST(Linear, TwoPlanesOfOddValues) {
   const Model model(in_planes(layout_of(20, 96, 4, 32, Mapping::affine, true)));
   for (const float odd : {0.0f, -0.0f, 1e-40f, 1e-37f, 3e33f, std::numeric_limits<float>::infinity(),

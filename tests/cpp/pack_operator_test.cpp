@@ -91,7 +91,7 @@ TEST(PackOperator, TablesOfLevels) {
     EXPECT_EQ(out.bytes(), packed(in.weights));
     EXPECT_TRUE(refused(run(more.view, nullptr), "levels has shape ["));
     EXPECT_TRUE(refused(run(in.codes.view, nullptr), "levels has dtype uint8; expected int8"));
-    EXPECT_TRUE(refused(run(levels.view, &in.scales.view), "there are levels and mins"));
+    EXPECT_TRUE(refused(run(levels.view, &in.scales.view), "levels and mins are both given"));
   }
 }
 

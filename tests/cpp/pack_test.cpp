@@ -121,8 +121,8 @@ TEST(Pack, Float16ScalesComeBackExactly) {
 }
 
 // A float32 scale is rounded to 11 significant bits (half a unit of 2^-10: 2^-11), after a division that rounds at
-// 2^-24, and multiplied back at 2^-24. Scales 2^-29 times the row's largest are still normal float16 numbers; below
-// that the unit is fixed, 2^-24 of float16 where the largest scale is 2^15.
+// 2^-24, and is multiplied back, which rounds at 2^-24. Scales 2^-29 times the row's largest are still normal float16 numbers.
+// For smaller scales the unit is fixed: 2^-24 of float16, relative to a largest scale of 2^15.
 TEST(Pack, Float32ScalesAreRoundedTo11Bits) {
   Random random(8);
   constexpr int64_t kRows = 400, kGroups = 5;
@@ -210,7 +210,7 @@ TEST(Pack, RowSumIsTheSumOfTheWeights) {
           sum += w;
           magnitude += std::fabs(w);
         }
-        // One rounding to float32, and 77 + 2 + 2 roundings in float64 on either side.
+        // One rounding to float32, and 77 + 2 + 2 roundings in float64 in both sums.
         EXPECT_LE(std::fabs(d.row_sum[static_cast<size_t>(row)] - sum), std::fabs(sum) * 0x1p-24 + magnitude * 0x1p-44);
       }
     }

@@ -41,8 +41,8 @@ double value_of(const Weights& w, size_t group, int code) {
   return double{w.scales[group]} * (w.layout.bits == 1 ? 2 * code - 1 : code - (1 << (w.layout.bits - 1)));
 }
 
-// Every code is the nearest. The position (weight - min) / scale is at most 2^bits and is rounded three times at 2^-24. Within
-// that distance of a midpoint, either code is valid, and costs at most twice that in units of the step.
+// Every code is the nearest one. The position (weight - min) / scale is at most 2^bits and is rounded three times at 2^-24. At
+// that distance from a midpoint both codes are valid, which adds at most twice that distance to the error, in steps.
 void check_nearest(const TensorView& weight, const Weights& w) {
   const Layout& l = w.layout;
   for (int64_t i = 0; i < l.n * l.k; ++i) {

@@ -111,9 +111,9 @@ Result contract(const std::vector<float>& x, int64_t group) {
   return result;
 }
 
-// |x - t a| <= t (0.5 + e): x * inv is off by the rounding of 1/t and of the product, u = 2^-24 relative each of at most
-// 127 (1 + 2^-21), so e <= 127 * 2 u (1 + 2^-20) < 2^-15; rounding to an integer makes 0.5 of it. That integer is at most
-// 127, since 127 (1 + 2^-21) is.
+// |x - t a| <= t (0.5 + e): 1/t and the product x * inv are both rounded, by u = 2^-24 relative to at most 127 (1 + 2^-21). So
+// e <= 127 * 2 u (1 + 2^-20) < 2^-15, and rounding to an integer adds 0.5. The integer is at most 127, because it is the
+// nearest to at most 127 (1 + 2^-21).
 void check_against_real_numbers(const std::vector<float>& x, int64_t group, const Result& result) {
   size_t s = 0;
   for (const Segment& segment : segments_of(static_cast<int64_t>(x.size()), inputs_of(group, x.size()))) {

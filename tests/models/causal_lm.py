@@ -332,29 +332,29 @@ def document(results: dict[str, dict]) -> str:
         f"transformers {found[0]}, torch {found[1]}.",
         "",
         f"Of {len(results)} model types {len(sorts['right'])} are right, {len(sorts['refused'])} are refused, and "
-        f"{len(sorts['not tried'])} were not tried. Of those that are right {len(own)} run by transformers' own attention: "
-        "`lowbit.llm.Decoder` refuses them for the reason given, and `lowbit generate` and `chat` go on with "
-        "`lowbit.llm.Fallback`; `export` and `bench` stay refused.",
+        f"{len(sorts['not tried'])} were not tried. {len(own)} of the right ones run with transformers' own attention: "
+        "`lowbit.llm.Decoder` refuses them for the reason in the table, and `lowbit generate` and `chat` use "
+        "`lowbit.llm.Fallback` instead; `export` and `bench` refuse them.",
         "",
-        f"**Right** means: the logits of a text of {TEXT} tokens, whole, token by token and in three pieces, and {NEW} "
-        "tokens that were generated behind it, are those of transformers' own forward over the whole text, in floats and with "
-        "linear layers of 4 bits. Experts packed means: those that the model has in one tensor are among these layers; else "
-        f"it says that they stay float. The logits may differ by {CLOSE['float']:g} standard deviations in floats and by "
-        f"{CLOSE['4 bits']:g} at 4 bits, where rounding makes more of itself; they differed by up to "
-        f"{rounding['float']:.1g} and {rounding['4 bits']:.2g}. After `release()` the model gives the same bits as "
-        "before. Exported means: `torch.export` of the decoder, for any number of tokens, at 4 bits, and the same logits from "
-        "it. What AOTInductor and ExecuTorch make of it was not tried here.",
+        f"**Right** means that the logits of a text of {TEXT} tokens (whole, token by token, and in three pieces) and {NEW} "
+        "generated tokens equal those of transformers' own forward over the whole text, in floats and with linear layers of 4 "
+        "bits. If a model has all its experts in one tensor, these are packed too, or the table says that they stay float. "
+        f"Logits may differ by {CLOSE['float']:g} standard deviations in floats, and by {CLOSE['4 bits']:g} at 4 bits, where "
+        f"differences in rounding have a larger effect; they differed by up to {rounding['float']:.1g} and "
+        f"{rounding['4 bits']:.2g}. After `release()` the model gives the same bits as before. Exported means that "
+        "`torch.export` exports the decoder at 4 bits, for any number of tokens, with the same logits. AOTInductor and "
+        "ExecuTorch were not tried.",
         "",
-        "**By transformers' own attention** means the same of `Fallback`, and that a text which is cut back comes out as one "
-        "that was never longer. What the caches of each model can do was measured, too.",
+        "**By transformers' own attention** means the same for `Fallback`, and that a truncated text gives the same results as "
+        "a text that was never longer. It was also measured what the caches of each model support.",
         "",
-        "**Refused** means: the decoder said this, or both did, and left the model as it was, to the bit.",
+        "**Refused** means that one or both decoders refused the model with this reason, and left every bit of it unchanged.",
         "",
-        "The decoder's own proof measures in parts of what the text before does to the logits: up to "
+        "The decoder's own check compares errors with the effect of the earlier text on the logits: up to "
         f"{proofs['float']:.1g} in floats and {proofs['4 bits']:.2g} at 4 bits for models that are right.",
         "",
-        "**Float** is the share of parameters that stay float with the class's usual sizes when all layers and tables are "
-        "quantized that lowbit takes: norms, routers, positions, convolutions.",
+        "**Float** is the share of parameters that stay float, at the usual sizes of the class, if all layers and tables that "
+        "lowbit supports are quantized: norms, routers, positions, convolutions.",
         "",
         "| model type | class | result | float | details |",
         "|---|---|---|---:|---|",

@@ -1,5 +1,5 @@
-// A kernel library with one fault, or none. The file's name says which (fault_bad_bits.so), so one compilation serves all.
-// FAULT names the fault of a library that tests rename.
+// A kernel library with one fault, or none. The name of the file determines the fault (fault_bad_bits.so), so it is compiled
+// only once. FAULT names the fault of a library that tests rename.
 
 #include <string>
 
@@ -102,7 +102,7 @@ void run_linear(const LinearArgs& args) {
     if (*static_cast<const int32_t*>(args.scratch) != 0) store_from_f32(args.out, args.out_dtype, 0, 1.0f);
   }
 }
-// For its own format, which stores nothing: errors beyond any tolerance.
+// For a library's own format, which stores nothing: errors beyond any tolerance.
 void run_infinite(const LinearArgs& args) {
   for (int64_t row = 0; row < args.m; ++row) {
     for (int64_t i = args.panel_begin * kPanelRows; i < args.panel_end * kPanelRows && i < args.layout.n; ++i) {
@@ -158,7 +158,7 @@ const char* pack_outside(const void*, const Layout&, const PackArgs&, int64_t, i
 const char* refuse(const void*, const Layout&, const PackArgs&, int64_t, int64_t, void*) { return "never"; }
 const char* pack_format(const void*, const Layout&, const PackArgs&, int64_t, int64_t, void*) { return nullptr; }
 
-// ISA bits of another processor family, and all of this one, which hardly any CPU has.
+// ISA bits of another processor family, and all bits of this one, which hardly any CPU has.
 #if defined(__aarch64__)
 constexpr IsaBits kForeignIsa = kAvx2;
 #else
@@ -168,7 +168,7 @@ constexpr IsaBits kForeignIsa = kNeon;
 constexpr IsaBits kMissingIsa = LOWBIT_ISAS(LOWBIT_BIT) kPortable;
 #undef LOWBIT_BIT
 
-// After the built-in kernels.
+// Comes after the built-in kernels.
 struct Rows {
   LinearKernel linear[2] = {{"fault_linear", kPortable, Format::panel16, 4, 1, 16, run_linear},
                             {"fault_linear_2", kPortable, Format::panel16, 4, 4, 16, run_linear}};

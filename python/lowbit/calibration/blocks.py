@@ -64,7 +64,7 @@ class Tuner:
 
         Args:
             run: computes the outputs of a copy of the block for batch i.
-            outputs: of the float block for each batch.
+            outputs: the outputs of the float block for each batch.
         """
         waiting, sample = self.packer.waiting, self.sample
         names = [name.removeprefix(prefix) for (name,), _, _ in waiting]
@@ -93,7 +93,7 @@ def quantize_blocks(
     """Quantizes the blocks of a list one by one, each with inputs from the quantized blocks before it.
 
     Args:
-        name: of the list in the model.
+        name: the name of the list in the model.
         originals: for each batch, how the float model calls the blocks.
         targets: configs of linear layers, by their names in the model.
         tuner: learns the scales of each block; None: they are not learned.
@@ -161,7 +161,7 @@ def quantize_segment(
 
     Args:
         original: the float copy of the module; None: not available.
-        prefix: of the module's names in the model.
+        prefix: the prefix of the module's names in the model.
         targets: configs by name in the module.
         tune: leave the packed layers waiting for :class:`Tuner`.
     """

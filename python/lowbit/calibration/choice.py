@@ -28,9 +28,9 @@ def choose(
     """The method for layers with the same inputs, and a quantizer for each.
 
     Args:
-        weights: of the layers, [n, k] each.
+        weights: the weights of the layers, [n, k] each.
         configs: by the same names; may contain further names.
-        moments: of their inputs, to which the held-out ones are added; None: unknown.
+        moments: the moments of their inputs, to which the held-out ones are added; None: unknown.
         method: one of METHODS.
         options: keyword arguments of :func:`gptq`.
         first_not_finite: names the layer whose inputs are not finite.

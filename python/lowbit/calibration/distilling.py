@@ -95,8 +95,8 @@ def distilled(
 
     Args:
         model: with packed layers, in eval mode; unchanged afterwards.
-        teacher: of the float model.
-        names: of the packed layers.
+        teacher: the answers of the float model.
+        names: the names of the packed layers.
         held_out: indices of the held-out batches.
         tables: layers whose tables of levels are learned.
         steps: smallest number of steps, each a part of a batch. None: 120.

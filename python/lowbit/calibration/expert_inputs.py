@@ -23,7 +23,7 @@ def holders_in(module: torch.nn.Module, targets: Mapping[str, MatrixConfig], pre
 
     Args:
         targets: configs by names in the model.
-        prefix: of the module's names in the model.
+        prefix: the prefix of the module's names in the model.
     """
     for name, holder in module.named_modules():
         path = f"{prefix}{name}." if name else prefix

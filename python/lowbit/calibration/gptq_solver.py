@@ -124,7 +124,7 @@ class Solver:
     """GPTQ for layers with the same inputs, some rows at a time; :func:`gptq` describes the method.
 
     Args:
-        moments: of the inputs, without the held-out ones.
+        moments: the moments of the inputs, without the held-out ones.
         damping, by_importance: as for :func:`gptq`.
 
     Raises:
@@ -257,7 +257,7 @@ def gptq(
 
     Args:
         weight: float32 [n, k], finite.
-        moments: of the layer's inputs.
+        moments: the moments of the layer's inputs.
         config: bits, group size and mapping; ``scale`` is not used.
         damping: fraction of the mean of the diagonal to add to the diagonal.
         correction: weight of the shift, 0 to 1; :func:`best_correction` measures the best one.

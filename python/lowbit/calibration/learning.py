@@ -197,10 +197,10 @@ def learned_weights(
     """Learns scales, mins, biases and fitted tables of packed layers; the module is unchanged afterwards.
 
     Args:
-        names: of the layers.
+        names: the names of the layers.
         tables: layers whose tables of levels are learned.
         fit: changes the trainable parameters, with which the layers compute meanwhile.
-        error: of the module on held-out batches.
+        error: returns the error of the module on held-out batches.
 
     Returns:
         The packed weight of each layer; empty if they are not better on the held-out batches.
@@ -246,7 +246,7 @@ def adam_steps(
     """Runs Adam for whole epochs; yields the number of steps done and their total after each step.
 
     Args:
-        loss: of part i.
+        loss: returns the loss of part i.
         epoch: the parts of the next epoch, in their order.
         steps: smallest number of steps.
         rate: learning rate, which ``schedule`` (optimizer, total) changes.

@@ -85,8 +85,8 @@ class Packer:
         """Packs the float experts in a module, one by one, each with the tokens that are routed to it.
 
         Args:
-            prefix: of the module's names in the model.
-            run: of the module, on batch i.
+            prefix: the prefix of the module's names in the model.
+            run: runs the module on batch i.
             tune: leave the packed experts in ``waiting``.
         """
         for path, leaves in list(holders_in(module, self.experts, prefix)):
@@ -154,8 +154,8 @@ class Packer:
         Args:
             names: in ``root``.
             configs: by the same names.
-            moments: of the inputs; None: unknown.
-            prefix: of the names of ``root`` in the model.
+            moments: the moments of the inputs; None: unknown.
+            prefix: the prefix of the names of ``root`` in the model.
             tune: leave the packed layers in ``waiting``.
         """
         missing = [name for name in names if prefix + name not in self.kept.packed]

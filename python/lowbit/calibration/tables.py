@@ -35,7 +35,7 @@ def moments_of_tables(model: torch.nn.Module, inputs: Sequence[Inputs], names: C
     Args:
         model: a float model in eval mode.
         inputs: the text.
-        names: of embedding tables.
+        names: the names of embedding tables.
 
     Returns:
         The moments of each table that the answers depend on; empty for a model with a head, which is often tied to its table.

@@ -36,7 +36,7 @@ def tuned(
 
     Args:
         block: with packed layers.
-        names: of the layers to change.
+        names: the names of the layers to change.
         run: computes the outputs of a block with these layers for batch i.
         expected: the outputs of the float block for each batch.
         masks: for each batch, which tokens count; None: all.

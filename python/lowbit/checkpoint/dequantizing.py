@@ -35,7 +35,7 @@ def dequantize_checkpoint(
         source: a directory written by :func:`lowbit.quantize_checkpoint`, :func:`lowbit.import_checkpoint` or
             ``save_pretrained``.
         target: a directory that is empty or does not exist, as for :func:`lowbit.quantize_checkpoint`.
-        dtype: of the dequantized weights: torch.float32, bfloat16 or float16; None: the dtype in config.json.
+        dtype: the dtype of the dequantized weights: torch.float32, bfloat16 or float16; None: the dtype in config.json.
         max_shard_bytes: a shard with this many bytes gets no further tensor.
         progress: called as ``progress(layers done, layers, name)``.
 

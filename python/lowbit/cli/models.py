@@ -57,7 +57,7 @@ def load_draft(
     """Loads the decoder of a draft model for ``model``; for the path ``mtp``, the model's multi-token prediction head.
 
     Args:
-        tokenizer, decoder: of ``model``.
+        tokenizer, decoder: those of ``model``.
         config: how ``model`` was quantized, if it is a float checkpoint.
 
     Raises:

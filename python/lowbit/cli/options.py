@@ -349,7 +349,7 @@ def refuse_unused(why: str, *names: str) -> None:
 
     Args:
         why: for example "without --bits".
-        names: of parameters.
+        names: the names of parameters.
     """
     for name in names:
         if name in on_command_line:

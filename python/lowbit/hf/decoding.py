@@ -176,7 +176,7 @@ def tells_positions(model: torch.nn.Module) -> bool | None:
     its treatment of distant ones shows only in long texts.
 
     Raises:
-        Unsupported: it needs positions but does not take them.
+        Unsupported: it needs positions but does not accept them.
     """
     relative = [kind.is_relative(attention) for _, _, attention, kind in own_attention.find(model)]
     if not all(relative):

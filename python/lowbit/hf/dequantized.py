@@ -27,7 +27,7 @@ def dequantize(
     Activations are no longer rounded to int8. Layers that shared a packed weight share the float weight.
 
     Args:
-        dtype: of the weights: float32, bfloat16 or float16; None: each layer's dtype.
+        dtype: the dtype of the weights: float32, bfloat16 or float16; None: each layer's dtype.
         progress: called as ``progress(layers done, layers, name)``.
 
     Raises:

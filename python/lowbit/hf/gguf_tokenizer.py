@@ -102,7 +102,7 @@ def save_tokenizer(path: Path, metadata: Mapping[str, Any], architecture: str, v
     Warns if the file has no tokenizer or names an unknown pre-tokenizer.
 
     Args:
-        path: of the file, for messages.
+        path: the path of the file, for messages.
         architecture: the name in the file.
         vocabulary: number of rows of the embedding table.
 
@@ -275,7 +275,7 @@ def tokenizer_metadata(directory: Path, tokenizer: Any, vocabulary: int) -> dict
     Warns if llama.cpp has no name for its pre-tokenizer.
 
     Args:
-        directory: of the checkpoint, for messages.
+        directory: the directory of the checkpoint, for messages.
         tokenizer: a fast tokenizer.
         vocabulary: number of rows of the embedding table; rows without a token are written as unused.
 

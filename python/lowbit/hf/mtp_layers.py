@@ -153,7 +153,7 @@ class _Head:
             embedding: [1, s, size], embeddings of the tokens after them.
             position_ids: [1, s] int64.
             rotary: the model's rotary embedding.
-            caches: of the block, by its layer index.
+            caches: the caches of the block, by its layer index.
             start: [1] int64, number of positions in the caches.
 
         Returns:
@@ -179,7 +179,7 @@ def load_head(
 
     Args:
         directory: the model's checkpoint.
-        tensors: of its files.
+        tensors: the tensors of its files.
         quantization: how to quantize a float checkpoint.
 
     Raises:

@@ -110,7 +110,7 @@ def parts_of_experts(
     Other conversions are not included.
 
     Args:
-        names: of a checkpoint's tensors, from :func:`names_in_model`.
+        names: the names of a checkpoint's tensors, from :func:`names_in_model`.
 
     Returns:
         Name in the model -> for each expert, in order, the names of its parts in the files.

@@ -58,7 +58,7 @@ def place_packed(
     Args:
         packed: layer -> its source (for errors) and the header of its weight.
         floats: the float tensors of the checkpoint, by their names in the model.
-        dtype: of the embeddings' outputs.
+        dtype: the dtype of the embeddings' outputs.
         ordered: the layers with an act-order permutation.
 
     Returns:

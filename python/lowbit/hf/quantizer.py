@@ -177,7 +177,7 @@ class _Load:
     """The state shared by the hooks of one load.
 
     Attributes:
-        dtype: of the model.
+        dtype: the dtype of the model.
         ties: from :func:`expanded_ties`, before any layer was packed.
         selected: layers of a float checkpoint to quantize.
         tied: the selected layers that are quantized only after tying.

@@ -11,7 +11,7 @@ def from_stream(words: Tensor, bits: int, count: int) -> Tensor:
 
     Args:
         words: int32 [rows, words].
-        bits: of a code, 1 to 8.
+        bits: the width of a code, 1 to 8.
         count: codes in a row.
 
     Returns:
@@ -41,7 +41,7 @@ def from_planes(words: Tensor, bits: int, count: int) -> Tensor:
 
     Args:
         words: int32 [rows, words], a multiple of ``bits`` words.
-        bits: of a code, 1 to 8.
+        bits: the width of a code, 1 to 8.
         count: codes in a row, a multiple of 32.
 
     Returns:

@@ -238,12 +238,12 @@ class _Reader:
 
 
 def _number(stored: Stored) -> int:
-    """Of a variable that is one whole number."""
+    """The value of a variable that is one whole number."""
     return int.from_bytes(read_bytes(stored).numpy().tobytes(), "little", signed=True)
 
 
 def _codes_of(stored: Stored, begin: int, end: int) -> Tensor:
-    """Rows of int8."""
+    """Reads rows of a matrix of int8."""
     return read_row_bytes(stored, begin, end).view(torch.int8).view(end - begin, *stored.shape[1:])
 
 

@@ -17,7 +17,7 @@ from ..checkpoint.codes import Rows
 from ..files.gguf_reader import StoredBlocks
 from ..files.io import read_bytes, read_row_bytes
 
-# Order -> run length: the same bits of so many consecutive bytes hold consecutive inputs.
+# Order -> run length: number of consecutive bytes in which the same bits hold consecutive inputs.
 _RUNS = {"x86": 32, "arm": 16}
 ORDERS = (*_RUNS, "rows")  # "rows": a byte holds one input of four rows, as in x86 builds without ACT_PARALLEL
 _SHIFTS = np.array([6, 4, 2, 0], np.uint8)[:, None]

@@ -53,7 +53,7 @@ class Stock:
         """Removes and returns a tensor.
 
         Args:
-            name: of the tensor.
+            name: the name of the tensor.
             dtypes: allowed dtypes, as safetensors names them ("F16", "I32").
             shape: expected shape; None, for the whole shape or a single size, allows any.
 

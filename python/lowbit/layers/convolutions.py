@@ -84,7 +84,7 @@ def why_float(layer: object) -> str | None:
         return f"a convolution of {sizes} with padding {layer.padding!r}, {layer.padding_mode}"
     patches = kernel == tuple(layer.stride) and not any(padding)
     if not (taps == 1 or patches or (len(kernel) == 1 and taps <= _MOST_TAPS)):
-        return f"a convolution of {sizes}, each of whose inputs counts at many places"
+        return f"a convolution of {sizes}, which uses each input at many positions"
     if layer.in_channels * taps < _FEWEST_INPUTS:
         return f"a convolution of {layer.in_channels * taps} inputs; expected at least {_FEWEST_INPUTS}"
     return None

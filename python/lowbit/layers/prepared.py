@@ -146,7 +146,7 @@ def fake_quantize_activations(x: Tensor, group_size: int | None, activation_bits
 
     Args:
         x: [..., k] of any float dtype.
-        group_size: of the layer's weight; each group is divided into segments. None: one group.
+        group_size: the group size of the layer's weight; each group is divided into segments. None: one group.
         activation_bits: 8, or 16: two int8 planes, the second of what the first left.
 
     Returns:

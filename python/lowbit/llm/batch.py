@@ -64,7 +64,7 @@ class Batch:
             rows: largest number of prompt tokens in a call; longer prompts take several calls.
 
         Raises:
-            ValueError: not a decoder, or its model does not take several texts; or a number out of its range.
+            ValueError: not a decoder, or its model does not support several texts; or a number out of its range.
             RuntimeError: the decoder was released.
         """
         if not isinstance(decoder, Decoder):
@@ -365,7 +365,7 @@ def generate_batch(
     Raises:
         ValueError: no prompts, an empty one, one that leaves no room for a new token, or has a token that is not in the
             vocabulary; a number out of its range; logits that are not finite; prefixes of another model or dtype; not a
-            decoder, or its model does not take several texts.
+            decoder, or its model does not support several texts.
         RuntimeError: the decoder was released.
     """
     batch = _WithPrefixes(decoder, at_once, rows)

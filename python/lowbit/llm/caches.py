@@ -27,7 +27,7 @@ class Caches:
         """
         Args:
             layers: for each layer, keys and values in the layout of the attention operators, and states if it is recurrent.
-            cache_type: of keys and values, as :class:`Decoder` takes it.
+            cache_type: the cache type of keys and values, as :class:`Decoder` takes it.
             model: the model that computes them.
             length: capacity in tokens.
         """

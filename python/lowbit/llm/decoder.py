@@ -224,8 +224,8 @@ class Decoder(torch.nn.Module):
         difference, limit = self.measured["texts"], EXACT_LIMIT if self.exact else PIECES_LIMIT
         if not difference <= limit:
             raise decoding.Unsupported(
-                f"the logits of {type(self.model).__name__} change when a call has several texts ({difference:.2g} of what the "
-                f"text before does to them; rounding is below {limit:g}); expected one text at a time"
+                f"the logits of {type(self.model).__name__} change when a call has several texts (by {difference:.2g} of the "
+                f"earlier text's effect; rounding is below {limit:g}); expected one text at a time"
             )
 
     @property
@@ -362,7 +362,7 @@ class Decoder(torch.nn.Module):
 
         Args:
             length: capacity in tokens, a multiple of 16.
-            cache_type: of keys and values, as the decoder's ``cache``; None: the decoder's.
+            cache_type: the cache type of keys and values, as the decoder's ``cache``; None: the decoder's.
 
         Raises:
             ValueError: an invalid length or type.
@@ -380,7 +380,7 @@ class Decoder(torch.nn.Module):
         """Checks that caches can be copied from.
 
         Args:
-            cache_type: of the caches to copy to; None: the decoder's.
+            cache_type: the cache type of the caches to copy to; None: the decoder's.
 
         Raises:
             ValueError: they have another type, or another model computed them.

@@ -108,14 +108,14 @@ def generate(
             ``input_ids``, also as a batch of one text.
         max_new_tokens: largest number of new tokens; fewer at max_length or a stop token.
         max_length: largest number of tokens of the text, prompt included; None: the decoder's.
-        seed: of the random generator.
+        seed: the seed of the random generator.
         stop: tokens that end the text and are not part of the result.
         until: called with every new token; True ends the text after it. :class:`TextUntil` ends a text at a string.
         logprobs: return, for each new token, its log-probability and those of this many most likely tokens (may be 0); None:
             no log-probabilities.
         cached: number of tokens at the beginning of the prompt that the step's caches hold.
         guesses: speculative decoding: largest number of draft tokens, which are computed in the same call as the last token.
-            A draft token is accepted if the model draws the same token; the first other one ends the use of the call. If all
+            A draft token is accepted if the model draws the same token; tokens after a different one are dropped. If all
             linear layers are packed, the text is the same as without, because their results do not depend on the number of
             rows. Requires a :class:`Decoder` that is not compiled. 0: plain decoding.
         draft: a decoder of a smaller model with the same vocabulary, compiled or not, which drafts its most likely tokens;
@@ -166,7 +166,7 @@ def _checked_length(step: Any, max_length: int | None) -> int:
     """``max_length``, or by default the step's; raises ValueError for neither, and for more than the step's."""
     limit = getattr(step, "max_length", max_length)
     if limit is None:
-        raise ValueError(f"max_length is None; expected the most tokens of a text, which a {type(step).__name__} does not say")
+        raise ValueError(f"max_length is None; expected a number of tokens, because a {type(step).__name__} has no limit")
     if max_length is not None and max_length > limit:
         raise ValueError(f"max_length is {max_length}; expected at most {limit}, that of the decoder")
     return limit if max_length is None else max_length

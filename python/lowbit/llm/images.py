@@ -252,7 +252,7 @@ class ImageChat(Chat):
         """Answers a message, as :meth:`Chat.answer`.
 
         Args:
-            images: of the message, as for :meth:`show`.
+            images: the images of the message, as for :meth:`show`.
         """
         self.pending += [as_image(image) for image in images]
         count = self.answers
@@ -296,8 +296,8 @@ def load_image_chat(
         path: a directory of transformers, float or packed, with a processor.
         quantization: how to quantize a float checkpoint while it is loaded.
         system: the system prompt.
-        max_length: of the conversation in tokens, those of images included; None: 4096, or the model's limit if lower.
-        max_new_tokens: of an answer.
+        max_length: the length of the conversation in tokens, including images; None: 4096, or the model's limit if lower.
+        max_new_tokens: the largest length of an answer.
         template: a chat template; None: the processor's.
 
     Raises:

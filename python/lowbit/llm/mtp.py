@@ -20,21 +20,21 @@ from .sampling import most_likely
 if TYPE_CHECKING:
     from ..hf.config import LowBitConfig
 
-_KEPT = 64  # hidden states kept before the head's end: a call may start over at most this many tokens before the end
+_KEPT = 64  # hidden states that are kept: a call may start over at most this many tokens before the end of the text
 
 
 class Mtp:
     """The multi-token prediction head of a checkpoint, used as the draft model.
 
     The head is a decoder layer with separate caches. From the model's hidden state at a token and the token after it, it
-    drafts the token after that; using its own result as the hidden state, it drafts further ones. It records the hidden
+    drafts the token after that. With its own result as the next hidden state it drafts more. It records the hidden
     states of every call of the decoder, until :meth:`release`.
     """
 
     def __init__(self, decoder: Decoder, path: str | os.PathLike[str] | None = None, quantization: LowBitConfig | None = None):
         """
         Args:
-            decoder: of the model, not compiled.
+            decoder: the decoder of the model, not compiled.
             path: the directory of the model's checkpoint; None: the one from which it was loaded.
             quantization: how to quantize the head of a float checkpoint; None: not at all.
 
@@ -50,7 +50,7 @@ class Mtp:
         head = load_head(decoder.model, directory, read_files(*files_of(directory)), quantization)
         if head is None:
             raise ValueError(
-                f"{directory} has no multi-token prediction (MTP) head; expected tensors mtp.*, or a layer behind the last one "
+                f"{directory} has no multi-token prediction (MTP) head; expected tensors mtp.*, or a layer after the last one "
                 "with eh_proj: quantize a checkpoint that has them, or use a draft model or prompt lookup"
             )
         model: Any = decoder.model
@@ -135,7 +135,7 @@ class Mtp:
         return cast(Tensor, self._head(hidden[None], embedding, positions[None], self._rotary, self._caches, start))[0, -1:]
 
     def guess(self, text: Sequence[int], most: int) -> list[int]:
-        """Up to ``most`` draft tokens for a text of which all but the last token are recorded; none for any other text."""
+        """Up to ``most`` draft tokens; none unless all tokens of the text except the last are recorded."""
         last = len(text) - 1
         first = self._base + len(self._ids) - len(self._hidden)
         ids = list(text[self._base :])

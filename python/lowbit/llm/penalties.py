@@ -22,7 +22,7 @@ def penalize(logits: Tensor, tokens: set[int], penalty: float) -> Tensor:
 
     Args:
         logits: [vocabulary].
-        tokens: of prompt and text.
+        tokens: the tokens of the prompt and the text.
         penalty: divides their positive logits and multiplies negative ones; 1 has no effect.
     """
     if penalty == 1:
@@ -39,7 +39,7 @@ class Repetitions:
     def __init__(self, tokens: Iterable[int], breakers: Iterable[int]):
         """
         Args:
-            tokens: of the text so far.
+            tokens: the tokens of the text so far.
             breakers: tokens that end a repetition.
         """
         self._breakers = frozenset(breakers)
@@ -126,7 +126,7 @@ class Drawer:
             constraint: restricts the allowed tokens; applied last.
 
         Raises:
-            ValueError: a seed that torch does not take.
+            ValueError: a seed that torch does not accept.
         """
         check_seed(seed)
         prompt = list(prompt)

@@ -93,7 +93,7 @@ class PrefixCache:
         """Fills caches with the longest stored prefix of a text, if it is longer than what they have.
 
         Args:
-            tokens: of the text.
+            tokens: the tokens of the text.
             layers: keys and values of each layer, from :meth:`Decoder.caches` or a :class:`Caches`.
             start: number of tokens of the text that are already in the caches.
 
@@ -165,7 +165,7 @@ class PrefixCache:
             return False
         expected = _MAGIC, digest, zlib.crc32(view[_HEADER.size :])
         if not whole or _HEADER.unpack(view[: _HEADER.size]) != expected:
-            warnings.warn(f"{path} is damaged or of another text; it is removed and computed again", stacklevel=4)
+            warnings.warn(f"{path} is damaged or belongs to another text; it is removed and computed again", stacklevel=4)
             path.unlink(missing_ok=True)
             return False
         begin = _HEADER.size

@@ -85,8 +85,8 @@ class Rounding:
         if difference <= limit:
             return None
         return (
-            f"its logits after a token change with the tokens that follow ({difference:.2g} of what the text before does to "
-            f"them; rounding is below {limit:g})"
+            f"its logits after a token change with the tokens that follow (by {difference:.2g} of the earlier text's effect; "
+            f"rounding is below {limit:g})"
         )
 
 
@@ -97,7 +97,7 @@ class Reference(Rounding):
         """
         Args:
             model: unchanged.
-            max_length: of the decoder, in tokens.
+            max_length: the decoder's, in tokens.
 
         Raises:
             Unsupported: the model's logits are NaN.
@@ -145,7 +145,7 @@ class Reference(Rounding):
 
         Args:
             run_texts: logits [s, vocabulary] of each of several texts, computed in one call.
-            caches: of each layer, in the model's dtype, long enough for the reference's tokens.
+            caches: the caches of each layer, in the model's dtype, long enough for the reference's tokens.
             uses: how often a call must use the caches of each layer.
 
         Raises:
@@ -174,7 +174,7 @@ class Reference(Rounding):
             limit = EXACT_LIMIT if self.exact else limit
             if not measured[name] <= limit:
                 raise Unsupported(
-                    f"{problem} ({measured[name]:.2g} of what the text before does to them; rounding is below {limit:g})"
+                    f"{problem} (by {measured[name]:.2g} of the earlier text's effect; rounding is below {limit:g})"
                 )
 
         whole = logits_of(tokens, self.positions, 0)

@@ -130,8 +130,8 @@ def random_model(
     Args:
         shape: a name, as for :func:`shape_config`, or a configuration of transformers.
         linear, embedding: how weights are packed; None: floats of ``dtype``. A tied head shares the table's buffer.
-        dtype: of activations and of unpacked parameters: float32, bfloat16 or float16.
-        seed: of the weights.
+        dtype: the dtype of activations and of unpacked parameters: float32, bfloat16 or float16.
+        seed: the seed of the weights.
 
     Raises:
         ValueError: an unknown name.

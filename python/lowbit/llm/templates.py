@@ -36,7 +36,7 @@ def chat_template(tokenizer: Any, path: str | os.PathLike[str]) -> str:
     """The tokenizer's chat template, or the default one of several.
 
     Args:
-        path: of the tokenizer, for the error.
+        path: the path of the tokenizer, for the error.
 
     Raises:
         ValueError: there is none.
@@ -234,7 +234,7 @@ class _Control:
             everywhere: replace other letters, too, of which a template may make a control token: by '<|' + name + '|>', or in
                 upper case.
             words: values of roles and types that stay as they are.
-            key: of the value in its object.
+            key: the key of the value in its object.
         """
         if isinstance(value, dict):
             return {

@@ -113,7 +113,7 @@ class ReadBandwidth:
     """Measures this machine's read bandwidth: one buffer, read in the fastest pattern.
 
     Args:
-        size: of the buffer, in bytes; larger than the caches.
+        size: the size of the buffer, in bytes; larger than the caches.
 
     Raises:
         OSError: not enough memory.

@@ -130,7 +130,7 @@ def tune_threads(
         model_or_shapes: a model with ``lowbit.nn.Linear`` layers, or the shapes (out_features, in_features) of layers;
             for shapes, enough weights are made to exceed the caches.
         rows: rows of activations per call; 1 for decoding.
-        bits, group_size: of the weights made for shapes.
+        bits, group_size: for the weights that are made for shapes.
         seconds: approximate time to measure; every number is measured at least three times.
         apply: set the number with ``torch.set_num_threads``.
 

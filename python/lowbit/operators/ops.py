@@ -227,7 +227,7 @@ def embedding(indices: Tensor, packed_weight: Tensor, embedding_dim: int, *, dty
         indices: [...] int32 or int64, any strides.
         packed_weight: from :func:`pack`; [num_embeddings, embedding_dim] weights.
         embedding_dim: number of inputs of the packed weight.
-        dtype: of the result: float32, bfloat16 or float16.
+        dtype: the dtype of the result: float32, bfloat16 or float16.
 
     Returns:
         [..., embedding_dim] of ``dtype``.

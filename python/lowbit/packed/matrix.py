@@ -269,7 +269,7 @@ def _check_parts(codes: Tensor, scales: Tensor, mins: Tensor | None, bias: Tenso
     """Checks types, dtypes and devices; the operator checks shapes and values.
 
     Raises:
-        TypeError, ValueError: not a tensor, or a dtype or device that :func:`pack` does not take.
+        TypeError, ValueError: not a tensor, or a dtype or device that :func:`pack` does not accept.
     """
     for name, tensor, dtype, optional in (
         ("codes", codes, torch.uint8, False),

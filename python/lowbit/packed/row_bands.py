@@ -29,7 +29,7 @@ class Bands:
     def __init__(self, info: PackedInfo, levels: Sequence[int] | None = None):
         """
         Args:
-            info: of the whole matrix.
+            info: describes the whole matrix.
             levels: its table, if ``info`` was made before the table was fitted.
         """
         table = levels or info.levels

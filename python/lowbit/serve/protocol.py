@@ -26,8 +26,8 @@ _NEUTRAL: dict[str, tuple] = {
     "tools": ([],), "tool_choice": ("none",), "functions": ([],), "function_call": ("none", "auto"),
     "modalities": (["text"],), "suffix": ("",), "audio": (), "prediction": (), "web_search_options": (),
 }  # fmt: skip
-# Of a body. A parsed object takes some hundred times the memory of its two brackets. No other thread runs while a body is
-# parsed: 0.1 s of CPU time for so many numbers or strings, and also for 16 MiB of text.
+# Limits of a body. A parsed object takes about a hundred times the memory of its two brackets. No other thread runs while a
+# body is parsed, which takes 0.1 s of CPU time for so many numbers or strings, and also for 16 MiB of text.
 _MOST = {"brackets": 1 << 17, "strings": 1 << 17, "commas": 1 << 20}
 _MOST_SCHEMA = 1 << 17  # bytes of a schema or grammar
 _MOST_TOOLS = 1 << 18  # bytes of all tools of a request

@@ -64,7 +64,7 @@ def read_audio(
 
     Args:
         file: an open file; FFmpeg opens no files itself.
-        name: of the file, for errors.
+        name: the name of the file, for errors.
         check: called for each decoded frame; an exception from it ends the reading.
     """
     import numpy as np

@@ -31,7 +31,7 @@ class _Encoder(torch.nn.Module):
 
 
 class _Program(torch.nn.Module):
-    """The decoder's program: each call first stores keys and values of encoder positions, all of them or the last one again."""
+    """The decoder's program. A call first stores keys and values of encoder positions: all of them, or the last one again."""
 
     def __init__(self, decoder: SpeechDecoder):
         super().__init__()

@@ -12,7 +12,7 @@ def subtitle(segment: Segment, number: int, format: str) -> str:
     """A segment as text, with the line ends after it.
 
     Args:
-        number: of the segment, from 1.
+        number: the number of the segment, from 1.
         format: "lines", "srt" (SubRip) or "vtt" (WebVTT, whose file begins with a line "WEBVTT" and an empty one).
     """
     text = segment.text.strip()

@@ -296,9 +296,9 @@ def _segments(tokens: list[int], first: int, frames: int) -> tuple[list[tuple[in
     in the next window, unless a single timestamp ends the text, which means that there is no speech after it.
 
     Args:
-        tokens: of the window.
+        tokens: the tokens of the window.
         first: the timestamp token of the window's begin; later ones have larger ids.
-        frames: of the window.
+        frames: the frames of the window.
     """
     is_time = [token >= first for token in tokens]
     cuts = [number for number in range(1, len(tokens)) if is_time[number - 1] and is_time[number]]

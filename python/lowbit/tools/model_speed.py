@@ -109,13 +109,13 @@ def run(
     Args:
         model_or_shape: one of ``lowbit.llm.shapes.NAMES``, or a configuration of transformers, for random weights; or
             a quantized model of transformers, which a decoder then owns.
-        bits, group_size: of the linear layers and embeddings of random weights.
+        bits, group_size: for the linear layers and embeddings of random weights.
         prompt: tokens of the prompt.
         new: number of tokens to decode after it, at least 1.
         threads: number of threads, restored at the end; None: torch's.
-        modes: of ``MODES``: "eager", "compile" (torch.compile), "aot" (AOTInductor).
+        modes: some of ``MODES``: "eager", "compile" (torch.compile), "aot" (AOTInductor).
         rounds: number of turns of each mode.
-        dtype: of the activations of random weights.
+        dtype: the dtype of the activations of random weights.
         cache: type of the KV cache, as in :class:`Decoder`.
 
     Returns:

@@ -28,7 +28,7 @@ namespace {
 // Byte offsets in a panel of format v1, computed by walking through it: the blocks, each followed by the scales of the groups
 // that end in it; then the head; padded to 64 bytes.
 struct Panel {
-  std::vector<int64_t> block, scales;  // of each block, of each group
+  std::vector<int64_t> block, scales;  // of each block and of each group
   int64_t group_inputs, head, size, first;
 
   explicit Panel(const Layout& l)

@@ -25,7 +25,7 @@ struct Weights {
   std::vector<float> bias;     // n, or empty
 };
 
-// With the table of levels of test_levels().
+// `levels` mappings get the table of test_levels().
 Layout layout_of(int64_t n, int64_t k, int bits, int64_t group_size, Mapping mapping, bool has_bias);
 
 // The same with inputs rotated in blocks of this size.
@@ -37,7 +37,7 @@ Layout in_planes(Layout layout);
 // 2^bits levels in no order, from -127 (code 0) to 127 (the last code).
 const int8_t* test_levels(int bits);
 
-// Those of a set, for example of a kernel.
+// The mappings in a set, for example in a kernel's set.
 std::vector<Mapping> mappings_in(uint8_t set);
 std::vector<Mapping> mappings_of_width(int bits);
 
@@ -53,10 +53,10 @@ struct Decoded {
   int64_t n, k, groups, group_inputs;
   int bits;
   bool affine;
-  std::vector<int8_t> levels;                   // of mapping levels, else empty
+  std::vector<int8_t> levels;                   // of mapping levels; otherwise empty
   std::vector<uint8_t> codes;                   // n x k
   std::vector<int16_t> integers;                // n x k: factors of the scale
-  std::vector<int32_t> sums, magnitudes;        // n x groups: sums of these and of their absolute values
+  std::vector<int32_t> sums, magnitudes;        // n x groups: sums of the integers and of their absolute values
   std::vector<double> scales, mins;             // n x groups, as stored: without the row scale
   std::vector<float> row_scale, row_sum, bias;  // n
 

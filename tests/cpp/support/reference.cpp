@@ -12,8 +12,8 @@ constexpr double kUnit = 0x1p-24;       // half the distance from 1 to the next 
 constexpr double kSmallest = 0x1p-149;  // the smallest positive float32
 
 struct SegmentSums {
-  int64_t products;  // of a * level
-  int64_t values;    // of a
+  int64_t products;  // sum of a * level
+  int64_t values;    // sum of a
 };
 
 SegmentSums segment_sums(const Decoded& w, int64_t row, const Segment& segment, const int8_t* a) {
@@ -81,13 +81,13 @@ float contract_linear(const Decoded& w, int64_t row, const int8_t* a, const floa
   return std::fma(w.row_scale[static_cast<size_t>(row)], acc, w.bias[static_cast<size_t>(row)]);
 }
 
-// The bound. Let u = 2^-24; float(I) and float(A) are exact. A term scale * t * I takes part in a product and up to L - 1
-// fmas within its group, L the segments of a group, and then in up to T fmas, T the terms of all groups: each multiplies it
-// by a factor 1 + d, |d| <= u. So before the last fma the error is at most |row_scale| * P * ((1 + u)^(T + L) - 1) with P
-// the sum of the magnitudes of the terms, and with n = T + L and n u < 0.01 that is below |row_scale| P * 1.01 n u. The last
-// fma rounds once: u |y| more, and u times the error, which the 1.01 covers. A step that underflows is off by half of 2^-149
-// more: within a group times the scale, which is below 2^16. The float64 sums here are off by less than T L 2^-52 P, below
-// u P, hence the n + 1.
+// The bound. Let u = 2^-24; float(I) and float(A) are exact. A term scale * t * I takes part in one product and in up to L - 1
+// fmas within its group, where L is the number of segments of a group, and then in up to T fmas, where T is the number of terms
+// of all groups. Each multiplies it by a factor 1 + d, |d| <= u. So before the last fma the error is at most
+// |row_scale| * P * ((1 + u)^(T + L) - 1), where P is the sum of the magnitudes of the terms. With n = T + L and n u < 0.01
+// that is below |row_scale| P * 1.01 n u. The last fma adds u |y|, and u times the error, which the 1.01 covers. A step that
+// underflows adds half of 2^-149, within a group times the scale, which is below 2^16. The float64 sums here are off by less
+// than T L 2^-52 P, which is below u P, hence the n + 1.
 Bounded exact_linear(const Decoded& w, int64_t row, const int8_t* a, const float* scales) {
   const std::vector<Segment> segments = segments_of(w.k, w.group_inputs);
   double sum = 0.0, magnitude = 0.0;
@@ -117,8 +117,8 @@ float contract_embedding(const Decoded& w, int64_t row, int64_t input) {
   return w.affine ? std::fma(scale, level, row_scale * static_cast<float>(w.mins[at])) : scale * level;
 }
 
-// The bound: scale and min are products rounded once, the result is rounded once; where one underflows, by at most half
-// of 2^-149 each, times the level.
+// The bound. scale and min are products that are rounded once, and the result is rounded once. An underflow adds at most half
+// of 2^-149 for each of them, times the level.
 Bounded exact_embedding(const Decoded& w, int64_t row, int64_t input) {
   const size_t at = static_cast<size_t>(row * w.groups + input / w.group_inputs);
   const double row_scale = w.row_scale[static_cast<size_t>(row)];
@@ -313,7 +313,7 @@ std::vector<float> contract_attention(const std::vector<float>& q, float factor,
   int64_t end;
   for (int64_t begin = sight.begin; begin < sight.end && !is_nan; begin = end) {
     end = std::min(begin / 256 * 256 + 256, sight.end);
-    const bool behind = sight.begin < begin / 512 * 512;  // another span
+    const bool behind = sight.begin < begin / 512 * 512;  // whether an earlier span is visible
     if (behind && begin % 512 == 0) {
       out_before = out;
       sums_before = sums;
@@ -375,22 +375,22 @@ std::vector<float> contract_attention(const std::vector<float>& q, float factor,
   return out;
 }
 
-// The bound. Let u = 2^-24 and n the number of positions, in b blocks and s spans. A score of width products is off by
-// (width + 1) u times the sum of their magnitudes, at most `score_error`. A weight relative to the last block's maximum is
-// a product of up to b + 1 results of exp2, and one more for each span: their arguments are differences that add up to at
-// most the range of the scores, each rounded, their values off by 2 u each, and b + 2 s roundings join them. That makes a
-// factor 1 + e of it. Sum and weighted sum of the values have errors of e and n + b + 2 s + 16 roundings each, relative to
-// sums of magnitudes, and there are two operations more. Scales of int8 caches are a rounding more of a score, and one of
-// a weight. A cap makes of a score's error e' one of at most cap * (e' / (2 log2(e)) + 12 u): the slope of tanh is 1 at
-// most, e is off by 2 u, and a difference, a sum, a quotient and a product are rounded. A sink is a position more without
-// a value. Weights below 2^-126 are dropped; underflows are half of 2^-149 each. Rotated, a product of a key is off by what
-// log2(width) sums and a factor make of its query, each a rounding of the sum of magnitudes; and so is an output.
+// The bound. Let u = 2^-24 and n the number of positions, in b blocks and s spans. A score of width products is off by (width +
+// 1) u times the sum of their magnitudes, at most `score_error`. A weight relative to the last block's maximum is a product of
+// up to b + 1 results of exp2, and one more per span. Their arguments are rounded differences that add up to at most the range
+// of the scores. Their values are off by 2 u each, and b + 2 s roundings join them. Together that is a factor 1 + e of the
+// weight. The sum, and the weighted sum of the values, have errors of e and n + b + 2 s + 16 roundings each, relative to sums
+// of magnitudes; two more operations follow. Scales of int8 caches add one rounding to a score, and one to a weight. With a
+// cap, a score's error e' becomes at most cap * (e' / (2 log2(e)) + 12 u): the slope of tanh is at most 1, e is off by 2 u, and
+// a difference, a sum, a quotient and a product are rounded. A sink is one more position, without a value. Weights below 2^-126
+// are dropped; underflows add half of 2^-149 each. With rotation, log2(width) sums and a factor each add a rounding of the sum
+// of magnitudes, to a query and so to its products with keys, and to an output.
 std::vector<Bounded> exact_attention(const std::vector<float>& q, float factor, const std::vector<float>& keys,
                                      const std::vector<float>& values, int64_t value_width, const Sight& sight) {
   const int64_t width = static_cast<int64_t>(q.size());
   std::vector<double> scaled(q.begin(), q.end());
   for (double& value : scaled) value *= factor;
-  if (has_int8_keys(sight)) {  // the codes are not an error: what they stand for is the query
+  if (has_int8_keys(sight)) {  // the codes are not an error: the query is the values of its codes
     std::vector<float> rounded = q;
     for (float& value : rounded) value *= factor;
     const CodedQueries coded = coded_queries(rounded);

@@ -36,8 +36,8 @@ Bounded exact_embedding(const Decoded& w, int64_t row, int64_t input);
 // One quantized row of activations.
 struct QuantizedRow {
   std::vector<int8_t> a;      // k
-  std::vector<float> scales;  // of each segment
-  std::vector<int32_t> sums;  // of each segment
+  std::vector<float> scales;  // one per segment
+  std::vector<int32_t> sums;  // one per segment
 };
 QuantizedRow contract_quantize(const std::vector<float>& x, int64_t group_inputs);
 
@@ -55,7 +55,7 @@ struct Sight {
   bool rotated_values = false;
 };
 
-// Keys or values of a position in an int8 cache.
+// The keys or values of a position in an int8 cache.
 struct QuantizedPosition {
   float scale;
   std::vector<int8_t> codes;

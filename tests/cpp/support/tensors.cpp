@@ -19,7 +19,7 @@ std::vector<uint8_t> expected_linear(const TensorView& x, const uint8_t* packed,
   const QuantizeKernel& quantize = portable_quantize();
   const LinearKernel& kernel = portable_linear(layout.bits);
   void* const scratch = linear_scratch();
-  const bool together = x.stride[x.shape.ndim - 1] == 1;  // the inputs of a row
+  const bool together = x.stride[x.shape.ndim - 1] == 1;  // whether the inputs of a row are adjacent
   const auto run = [&](const void* from, DType from_dtype, void* to, DType to_dtype) {
     quantize.run({.x = from,
                   .x_dtype = from_dtype,

@@ -133,8 +133,8 @@ def test_a_calibration_resumes_only_its_own_layers(recordings, tmp_path):
 
 
 def test_saved_models_are_whole_or_refused(sources, recordings, tmp_path):
-    """transformers' save_pretrained writes in place and does not sync. Killed anywhere, it leaves a model that loads as saved,
-    or that is refused; a model that it overwrites may be lost."""
+    """transformers' save_pretrained writes in place and does not sync. If it is killed, the model is either loaded as saved or
+    refused; a model that it overwrites may be lost."""
     old, new = (load(sources / name, quantization_config=CONFIG).state_dict() for name in ("older", "model"))
     for name in ("saved", "one over one", "shards over one"):
         outcomes, seen = [], set()

@@ -206,7 +206,7 @@ def run(data: bytes, x: torch.Tensor) -> str:
 
 @pytest.fixture(scope="module")
 def programs(executorch, tmp_path_factory):
-    """By operator: a file with one call of it, and the input."""
+    """{operator: (a file with one call of it, its input)}"""
     found = {}
     for name, (model, x) in calls().items():
         path = tmp_path_factory.mktemp("fuzz") / f"{name}.pte"

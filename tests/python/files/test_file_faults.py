@@ -80,8 +80,8 @@ for name, target in (("quantize", "packed"), ("gguf", "m.gguf"), ("import", "imp
             else:
                 assert injected and status == 3, (*where, status)
                 errors += 1
-                # As before; or the new is there, and only a last fsync failed; or the last rename failed, and all that
-                # was written lies beside the target, as the error says.
+                # The files are as before; or the new ones are there, and only a last fsync failed; or the last rename
+                # failed, and the complete result is next to the target, as the error says.
                 beside = {path: found for path, found in after.items() if path not in before}
                 if call == "rename" and beside:
                     assert sorted(beside.values(), key=str) == sorted(whole.values(), key=str), where

@@ -126,7 +126,7 @@ def test_every_way_gives_the_same_bytes(source, tmp_path):
 
 
 def test_experts_are_packed_while_the_files_are_read(source, monkeypatch):
-    """Not at the end, when all of them would be in memory as floats; also if their biases come later in the files."""
+    """At the end, all of them would be in memory as floats. Also if their biases come later in the files."""
     from lowbit.hf import quantizer
 
     left, replace = [], quantizer.replace_layers

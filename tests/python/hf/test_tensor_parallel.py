@@ -159,7 +159,7 @@ def test_rows_of_each_rank(found):
     assert rows("phi3", "model.layers.1.self_attn.qkv_proj") == [64, 64, 64]
     assert rows("one head", "model.layers.1.self_attn.q_proj") == [32, 32, 32]
     assert rows("one head", "model.layers.1.self_attn.k_proj") == [16, 16, 16]
-    # Of gate and of up.
+    # Half of these rows belong to gate, the other half to up.
     assert rows("mixtral", "model.layers.1.mlp.experts.gate_up_proj") == [128, 128, 128]
     assert rows("mixtral", "model.layers.1.mlp.experts.down_proj") == [32, 32, 32]
 

@@ -21,8 +21,8 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 FAMILIES = ["llama", "tied", "wide", "llama3", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "phi3"]
 PROMPT = [1, 300, 17, 402, 290, 311, 350, 277, 263, 341]  # longer than the windows, of three tokens
 COUNT = 16
-# llama.cpp's name of a mixture, and a type of tensors in it. Not TQ1_0 and TQ2_0: with three values the model is so poor that
-# rounding of activations moves logits by 0.4 of their deviation (llama.cpp's by 0.3).
+# llama.cpp's name of a file type -> a type of tensors in it. TQ1_0 and TQ2_0 are missing, because the model is so poor with
+# three values that rounding of activations moves logits by 0.4 of their deviation (llama.cpp's by 0.3).
 QUANTIZED = {
     "Q4_0": "Q4_0", "Q5_1": "Q5_1", "Q8_0": "Q8_0", "Q2_K": "Q2_K", "Q3_K_M": "Q3_K", "Q4_K_M": "Q4_K", "Q5_K_S": "Q5_K",
     "Q6_K": "Q6_K", "IQ4_NL": "IQ4_NL", "IQ4_XS": "IQ4_XS",

@@ -216,7 +216,7 @@ def test_another_shape_is_refused(source, tmp_path):
 
 
 def test_a_shared_weight_is_packed_once():
-    """Also in a calibration, which replaces them by linear layers; if only one of the pair is packed, there is a warning."""
+    """Also by calibration, which replaces Conv1D by linear layers. If only one of the pair is packed, there is a warning."""
     model = torch.nn.Sequential(Conv1D(64, 64), Conv1D(64, 64), torch.nn.Linear(64, 64), Conv1D(64, 64))
     model[1].weight = model[0].weight
     model[2].weight = model[0].weight  # which computes a different function with it

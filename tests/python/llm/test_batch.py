@@ -236,7 +236,7 @@ def test_caches_of_another_kind_or_model_are_not_copied(model, prompts):
     twin = llm.Decoder(copy.deepcopy(decoder.release()), MAX_LENGTH, kind)
     with pytest.raises(ValueError, match="the caches have keys and values of another model"):
         llm.generate_batch(twin, [text], 2, prefixes=[kept[kind]])
-    # From a file of an unknown model, and to another decoder of the same model.
+    # Caches from a file, whose model is unknown, and caches of another decoder with the same model.
     for caches in (pickle.loads(pickle.dumps(kept[kind])), copy.deepcopy(kept[kind])):
         assert twin.begin(caches, text) == len(prompts[5])
 

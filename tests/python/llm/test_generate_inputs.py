@@ -65,7 +65,7 @@ def test_a_chat_template_and_a_batch_of_a_tokenizer(decoder):
 def test_max_length_is_the_decoder_s(decoder):
     found = llm.generate(decoder, PROMPT, 100)
     assert (len(found.tokens), found.stopped) == (48 - len(PROMPT), "max_length")
-    with pytest.raises(ValueError, match="max_length is None; expected the most tokens of a text, which a function does not"):
+    with pytest.raises(ValueError, match="max_length is None; expected a number of tokens, because a function has no limit"):
         llm.generate(lambda tokens, start: decoder(tokens, start), PROMPT, 4)
 
 

@@ -140,7 +140,7 @@ def test_a_damaged_file_is_computed_again(decoder, tmp_path, damage):
     whole = blocks[2].read_bytes()
     damage(blocks[2])
     empty(decoder)
-    with pytest.warns(UserWarning, match="is damaged or of another text; it is removed and computed again"):
+    with pytest.warns(UserWarning, match="is damaged or belongs to another text; it is removed and computed again"):
         assert written(decoder, TEXT, cache) == (expected, 2 * BLOCK)
     assert blocks[2].read_bytes() == whole
     empty(decoder)

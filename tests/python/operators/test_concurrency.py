@@ -88,7 +88,7 @@ def and_its_child():
 assert len(os.listdir("/proc/self/task")) > 2
 in_child(and_its_child)
 call()  # and here as before
-# From another thread, while others are in calls.
+# Forks in another thread, while others are in calls.
 stop = threading.Event()
 def busy():
     torch.set_num_threads(2)

@@ -120,7 +120,7 @@ def test_as_good_as_int8_activations_can_be(bits, mapping, dtype):
         weight = parts.weight()
         exact = x.double() @ weight.T + parts.bias.double()
 
-        # Half a step, and what float32 adds to it: x * inverse is at most 127.001 and rounded, and so is the inverse.
+        # Half a step, and the float32 roundings of x * inverse, at most 127.001, and of the inverse.
         step = reference.quantize_rows(x, parts.group)[1].double().amax(1)
         per_input = step * (0.5 + 2**-15)
         quantization = per_input[:, None] * weight.abs().sum(1)

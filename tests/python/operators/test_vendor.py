@@ -103,7 +103,7 @@ for a, b in zip(before, after, strict=True):
 (row,) = rows()
 assert row == dict(name="acme_linear_a8w4", family="linear", isa="portable", format="panel16", bits=4, tile=(1, 16),
                    supported=True, enabled=True, active=True, vendor="acme", library=sys.argv[1]), row
-# All calls with 4 bits are its own now, but for those with a table of levels; the rest of the table stays as it was.
+# It now runs all calls with 4 bits, except those with a table of levels. Other kernels of the table are as before.
 four_bits = lambda row: row["family"] == "linear" and row["bits"] == 4
 active = lambda table: {row["name"] for row in table if four_bits(row) and row["active"]}
 assert active(lowbit.kernels()) == {"acme_linear_a8w4", *active(table)}
@@ -183,8 +183,8 @@ FAULTS = {
     "bad_m_least": "kernel 'fault_linear' has the tile 0 x 16; expected 1 row or more, and a divisor or multiple of 16",
     "bad_n_step": "kernel 'fault_linear' has the tile 1 x 24; expected",
     "bad_x_types": "kernel 'fault_linear_2' prepares the types 0x08; expected some of 0x07",
-    "bad_scratch": "kernel 'fault_linear_2' asks for -1 bytes of scratch; expected 0 to 2^40",
-    "bad_activation_bytes": "kernel 'fault_linear' asks for 9223372036854775807 bytes of activations; expected 1 to 2^40",
+    "bad_scratch": "kernel 'fault_linear_2' requests -1 bytes of scratch; expected 0 to 2^40",
+    "bad_activation_bytes": "kernel 'fault_linear' requests 9223372036854775807 bytes of activations; expected 1 to 2^40",
     "bad_rows_at_once": "format 'FLT1' has rows_at_once -1; expected 0 or more",
     "null_attention": "kernel 'fault_attention' has no function",
     "null_attention_write": "kernel 'fault_attention' has no function write",
@@ -209,7 +209,7 @@ FAULTS = {
     "lies_in_an_embedding": "kernel 'fault_embedding' differs from the portable kernel: ",
     "lies_in_a_scale": "kernel 'fault_quantize' differs from the portable kernel: ",
     "lies_where_it_is_asked": "kernel 'fault_linear' differs from the portable kernel: 16 x 520 weights",
-    "never_asked": "kernel 'fault_linear_2' was never run: it takes no matrix of the trial at load, neither the small ",
+    "never_asked": "kernel 'fault_linear_2' was never run: it supports no matrix of the trial at load, neither the small ",
     "infinite": "kernel 'fault_linear' differs from the portable kernel: 21 x 128 weights",
     "infinite_embedding": "kernel 'fault_embedding' differs from the portable kernel: 21 x 128 weights",
     "writes_before_the_outputs": "kernel 'fault_linear' writes outside of its outputs: 21 x 128 weights of 4 bits, symmetric, ",
@@ -436,7 +436,7 @@ big = lowbit.quantize_tensor(torch.zeros(1, 5000), lowbit.LinearConfig())
 refused(lambda: lowbit.repack(big, "ROWS"),
         "format 'ROWS' does not hold 1 x 5000 weights of 4 bits, symmetric, group size 32")
 picky = lowbit.pack(torch.zeros(1, 16, dtype=torch.uint8), torch.full((1, 1), 42.0), bits=4, group_size=16)
-refused(lambda: lowbit.repack(picky, "ROWS"), "format 'ROWS' does not take this weight: its first scale is 42")
+refused(lambda: lowbit.repack(picky, "ROWS"), "format 'ROWS' does not support this weight: its first scale is 42")
 
 # Hostile bytes: a changed payload, a wrong length, a header that says otherwise.
 altered = own[4].clone()

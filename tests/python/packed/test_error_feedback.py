@@ -90,7 +90,7 @@ def test_refusals():
         (dict(scales=scales[:, :4].contiguous()), r"scales has shape \[1, 4\]; expected \[1, 5\]"),
         (dict(mins=mins.expand(8, 5).contiguous()), r"mins has shape \[8, 5\]; expected \[1, 5\]"),
         (dict(mins=None, levels=torch.arange(7.0)), r"levels has shape \[7\]; expected \[8\]"),
-        (dict(levels=torch.arange(8.0)), "there are levels and mins; expected one of them or none"),
+        (dict(levels=torch.arange(8.0)), "levels and mins are both given; expected at most one"),
     ):
         given = dict(weights=weights, factor=factor, pull=pull, scales=scales, mins=mins, levels=levels, bits=bits) | wrong
         with pytest.raises(ValueError, match=message):

@@ -61,7 +61,7 @@ def test_the_operator_refuses():
     for table, mins, bits, message in (
         (levels[:4], None, 4, r"levels has shape \[4\]; expected \[16\]"),
         (levels.int(), None, 4, "levels has dtype int32; expected int8"),
-        (levels, scales, 4, "there are levels and mins"),
+        (levels, scales, 4, "levels and mins are both given"),
         (levels, None, 6, "a table of levels has codes of 6 bits; expected 2, 3 or 4"),
         (levels - 128, None, 4, r"level \[0\] is -128"),
     ):

@@ -47,6 +47,16 @@ EVERYWHERE = [
     r"says? of (?:it|itself|themselves)\b",
     r"nobody (?:has|asked|killed)\b",
     r"what it (?:says|takes|makes)\b",
+    r"behind (?:it|them|the (?:last|first|others?|end)|another|nothing)\b",
+    r"lies? (?:behind|beside)\b",
+    r"as (?:it|they) lies?\b",
+    r"(?:comes?|came) to (?:before|nothing|now)\b",
+    r"of so many\b",
+    r"by way of\b",
+    r"changes? (?:its|their) minds?\b",
+    r"made up for by\b",
+    r"the other way round\b",
+    r"is for good\b",
 ]
 # The same, in documents only.
 IN_DOCUMENTS = [
@@ -146,6 +156,13 @@ def public_docstrings(tree: ast.AST, path: str) -> list[tuple[str, str]]:
         *([(path, text)] if text else []),
         *(each for node in inner for each in public_docstrings(node, f"{path}:{node.name}")),
     ]
+
+
+def test_arguments_in_docstrings_are_described_by_a_noun():
+    """For example "seed: the seed of the weights", not "seed: of the weights"."""
+    fragment = re.compile(r"^ +\w+(?:, \w+)*: of \w.*", re.MULTILINE)
+    assert fragment.search("    Args:\n        seed: of the weights.")
+    assert found(fragment, {name: text for name, text in texts().items() if name.endswith(".py")}) == []
 
 
 def test_docstrings_begin_with_a_sentence_in_one_line():

@@ -172,7 +172,7 @@ def test_text_is_ascii_and_english(training_texts):
 
 
 def test_held_out_text_is_what_the_script_writes(training_texts, heldout, tmp_path):
-    """Equal bytes with the Python version of the training; most documents with others, whose documentation differs."""
+    """The bytes are equal for the Python version of the training. Other versions' documentation differs in some documents."""
     corpus.write_heldout(tmp_path / "again.txt", heldout)
     assert (tmp_path / "again.txt").read_bytes() == corpus.HELDOUT.read_bytes()
     chosen = corpus.choose_heldout()

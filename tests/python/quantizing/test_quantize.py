@@ -13,7 +13,7 @@ from lowbit import EmbeddingConfig, LinearConfig
 from reference import random_rows
 from torch import nn
 
-# An unquantized layer of the model.
+# The warning about the convolution, which these tests do not quantize.
 pytestmark = pytest.mark.filterwarnings("ignore:.* a convolution, which a lowbit.ConvConfig packs")
 
 

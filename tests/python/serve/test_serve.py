@@ -551,7 +551,7 @@ def test_limits_of_queue_time_and_body(loaded):
         assert error["message"] == "the body has more than 2000 bytes; expected fewer"
         status, _, data = first.result()
         assert status == 504 and "took too long" in json.loads(data)["error"]["message"]
-        status, _, data = second.result()  # no part was sent, so it may have an error status
+        status, _, data = second.result()  # nothing was sent yet, so the answer may have an error status
         assert status == 504
         go.set()
         while server.engine.running or server.engine.waiting:

@@ -213,7 +213,7 @@ def try_surface(name: str, seconds: float = _SECONDS) -> Surface:
     """Tries a surface in its own process, without compiler caches.
 
     Args:
-        name: of :data:`SURFACES`.
+        name: a name in :data:`SURFACES`.
         seconds: time limit.
     """
     begin = time.perf_counter()

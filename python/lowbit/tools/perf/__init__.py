@@ -28,7 +28,7 @@ def figures(
     Args:
         threads: the largest number of threads; kernels are also measured with one.
         seconds: time limit; a shorter one means fewer rounds.
-        shapes: of the models.
+        shapes: the shapes of the models.
         progress: called with what is measured next.
 
     Returns:
