@@ -29,8 +29,10 @@ STEPS = 8  # of tuning: enough to change the layers
 def killed_after(layers: int, arguments: list[str], run_python):
     script = f"""
 import functools, os, signal
+import torch
 from lowbit.calibration import blocks, journal
 from lowbit.cli import main
+torch.set_num_threads(1)  # as here: the sums of a matrix product may have other bits with other threads
 blocks.tuned = functools.partial(blocks.tuned, steps={STEPS})
 keep, calls = journal.Journal.keep, 0
 def killed(*arguments):
