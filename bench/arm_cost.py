@@ -194,6 +194,30 @@ def small_m(counts: dict) -> list[str]:
     return lines + [""]
 
 
+def planes(data: dict) -> list[str]:
+    """Two int8 planes of a row (activations of 16 bits) beside one plane, on every core."""
+    lines = [
+        "### A token with 16-bit activations",
+        "",
+        "4 bits, symmetric, groups of 32: modeled cycles per 128 weights, without the quantization. Two planes are two rows of a call.",
+        "The last column is the rate at which the kernel reads weights with two planes. Where the memory gives a core fewer",
+        "bytes per cycle, a token costs the same with either.",
+        "",
+        "| core | one plane | two planes | two planes / one | bytes per cycle, one plane | two planes |",
+        "|---|---|---|---|---|---|",
+    ]
+    size = 128 * data["bytes per weight"]["symmetric g32"]["4"]
+    for core, (name, _) in CORES.items():
+        of_rows = {}
+        for isa in ("neon", "neondot", "i8mm"):  # the best comes last
+            for kernel, tasks in data["cycles"][core].items():
+                if re.fullmatch(rf"linear_a8w4_\d+x\d+_{isa}", kernel):
+                    of_rows |= {m: tasks[f"symmetric g32 m{m}"] for m in (1, 2) if f"symmetric g32 m{m}" in tasks}
+        one, two = of_rows[1], 2 * of_rows[2]
+        lines.append(f"| {name} | {one:.1f} | {two:.1f} | {two / one:.2f} | {size / one:.1f} | {size / two:.1f} |")
+    return lines + [""]
+
+
 def document(data: dict) -> str:
     counts = data["counts"]
     lines = [
@@ -214,7 +238,7 @@ def document(data: dict) -> str:
     ]
     for kernel, rows in linear_rows(counts).items():
         lines += [f"### {kernel}", ""] + table(["", *WIDTHS], rows)
-    lines += small_m(counts)
+    lines += small_m(counts) + planes(data)
     lines += ["## Quantization of activations", "", "Instructions per value, group sums included; 1024 values.", ""]
     quantize = quantize_rows(counts)
     lines += table(["", *tasks_of(quantize)], quantize)
