@@ -6,12 +6,12 @@ import time
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from .models import set_threads, showing_import
-from .options import ActivationBits, Target, Threads, refuse_unused
+from .options import Target, Threads, refuse_unused
 from .output import Output, packed_figures, size, table
 
 if TYPE_CHECKING:
@@ -28,7 +28,10 @@ def import_(
     i2s_order: Annotated[
         str | None, typer.Option(help="Order of weights in a GGUF file of bitnet.cpp: x86, arm or rows.", show_default=False)
     ] = None,
-    activation_bits: ActivationBits = "8",
+    activation_bits: Annotated[
+        Literal["8", "16"] | None,
+        typer.Option(help="As in quantize, for all packed layers; without it, 16 in the output head.", show_default=False),
+    ] = None,
     threads: Threads = None,
 ) -> None:
     """Import a quantized checkpoint without requantizing."""
@@ -41,7 +44,12 @@ def import_(
             refuse_unused("without weights of the type I2_S", "i2s_order")
     with showing_import(output, source) as (opening, advance):
         summary = import_checkpoint(
-            source, target, i2s_order=i2s_order, activation_bits=int(activation_bits), progress=advance, opening=opening
+            source,
+            target,
+            i2s_order=i2s_order,
+            activation_bits=None if activation_bits is None else int(activation_bits),
+            progress=advance,
+            opening=opening,
         )
     count, packed = packed_figures(summary.entries)
     document = {

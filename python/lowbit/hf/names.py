@@ -31,6 +31,13 @@ def tied_layers(model: torch.nn.Module) -> dict[str, str]:
     return ties
 
 
+def head_layers(model: PreTrainedModel) -> set[str]:
+    """The output head of a language model, and the table that it shares; none for other models."""
+    head = model.get_output_embeddings()
+    names = {name for name, layer in model.named_modules(remove_duplicate=False) if layer is head and head is not None}
+    return names | {table for name, table in tied_layers(model).items() if name in names}
+
+
 def names_in_model(model: PreTrainedModel, keys: Iterable[str]) -> dict[str, tuple[str, tuple[str, ...] | None]]:
     """Names of tensors in a checkpoint -> names in the model.
 

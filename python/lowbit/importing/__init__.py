@@ -41,7 +41,7 @@ def import_checkpoint(
     *,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     i2s_order: str | None = None,
-    activation_bits: int = 8,
+    activation_bits: int | None = None,
     progress: Progress | None = None,
     opening: Progress | None = None,
 ) -> ImportSummary:
@@ -58,7 +58,8 @@ def import_checkpoint(
         max_shard_bytes: a shard with this many bytes gets no further tensor.
         i2s_order: which weights share a byte in I2_S tensors of bitnet.cpp's GGUF files, which do not record it: "x86" or
             "arm" for the processor of the program that wrote the file, or "rows". Ignored for other sources.
-        activation_bits: the activation bits of all packed layers, as in :class:`lowbit.LinearConfig`.
+        activation_bits: the activation bits of all packed layers, as in :class:`lowbit.LinearConfig`. None: 16 for the head of
+            a language model and the table that it shares, 8 for all others. A prompt needs the head for one token only.
         progress: called as ``progress(bytes read, bytes to read, name of the tensor)`` after each band of rows.
         opening: called as ``opening(steps done, steps, next step)`` before the first weight is read.
 

@@ -61,8 +61,8 @@ def _meta_model(config: dict[str, Any], tensors: int) -> PreTrainedModel:
 class _Plan:
     """The tensors to write for a source, each checked against the model."""
 
-    def __init__(self, source: Source, model: PreTrainedModel, activation_bits: int):
-        from ..hf.names import names_in_model
+    def __init__(self, source: Source, model: PreTrainedModel, activation_bits: int | None):
+        from ..hf.names import head_layers, names_in_model
         from ..layers.packable import named_layers
 
         self.source, self.model, self.activation_bits = source, model, activation_bits
@@ -72,6 +72,7 @@ class _Plan:
                 raise ValueError(f"{source.path} has two tensors that become {tensor.name}; expected one")
             self.tensors[tensor.name] = tensor
         self.state, self.modules = model.state_dict(), dict(named_layers(model))
+        self.heads = head_layers(model)
         self.quantized = {tensor.name.rpartition(".")[0] for tensor in source.tensors if not isinstance(tensor, Float)}
         self.uneven: dict[str, tuple[str, int]] = {}  # experts of different kinds -> description, bytes in the source
         self._stack_experts()
@@ -138,7 +139,8 @@ class _Plan:
             bias = self._bias_of(key, layer)
             biases |= {bias.name} if bias is not None else set()
             packed = f"{key}.packed_weight" if isinstance(tensor, Stacked) else key.removesuffix("weight") + "packed_weight"
-            outputs.append(Output(tensor, packed, bias, layer, self.activation_bits))
+            activation_bits = self.activation_bits or (16 if layer in self.heads else 8)
+            outputs.append(Output(tensor, packed, bias, layer, activation_bits))
         check_complete(self.model, given_by(self.names), self.source.path)
         self._warn(floats)
         outputs += [Output(tensor, key) for key, tensor in floats.items() if key not in biases]
@@ -277,7 +279,7 @@ def write_checkpoint(
     target: Path,
     *,
     max_shard_bytes: int = MAX_SHARD_BYTES,
-    activation_bits: int = 8,
+    activation_bits: int | None = None,
     progress: Progress | None = None,
     opening: Progress | None = None,
     begin: float | None = None,
@@ -292,7 +294,8 @@ def write_checkpoint(
     from ..hf.config import LowBitConfig
     from ..hf.mtp_layers import attach
 
-    check_activation_bits(activation_bits)
+    if activation_bits is not None:
+        check_activation_bits(activation_bits)
     resolve_new_directory(target)  # raises before the model is built
     begin_step(opening, MODEL)
     model = _meta_model(source.config, len(source.tensors))

@@ -360,6 +360,26 @@ def test_a_split_file_from_any_of_its_parts(tmp_path):
     assert not (tmp_path / "none").exists()
 
 
+@pytest.mark.parametrize("kind", ["llama", "tied"])
+def test_the_head_gets_16_bit_activations(tmp_path, kind):
+    """And the table that it shares. With a number all layers have it."""
+    model = random_model(kind)
+    write_model(tmp_path / "m.gguf", model, "Q8_0", **metadata_of(model))
+    entries = {}
+    for wanted in (None, 8, 16):
+        with pytest.warns(UserWarning, match="has no tokenizer"):
+            entries[wanted] = lowbit.import_checkpoint(
+                tmp_path / "m.gguf", tmp_path / str(wanted), activation_bits=wanted
+            ).entries
+        packed = {entry.name: entry.activation_bits for entry in entries[wanted] if entry.activation_bits is not None}
+        head = "model.embed_tokens" if kind == "tied" else "lm_head"
+        usual = wanted or 8
+        assert packed == dict.fromkeys(packed, usual) | {f"{head}.packed_weight": wanted or 16}
+        layers = load(tmp_path / str(wanted), dtype="auto")
+        assert layers.lm_head.info.activation_bits == (wanted or 16)
+        assert layers.model.layers[0].mlp.down_proj.info.activation_bits == usual
+
+
 def test_the_command_and_inspect(tmp_path):
     _, tensors = of_blocks("Q4_K")
     (tmp_path / "m.gguf").write_bytes(file_bytes(LLAMA, tensors))
