@@ -171,14 +171,15 @@ void count_all() {
     const LinearKernel& kernel = linear_kernel(i);
     if (!wanted(kernel.name, kernel.isa)) continue;
     if (check && kernel.bits != 2 && kernel.bits != 4 && kernel.bits != 8) continue;
-    const int64_t m = kernel.m_least == 1 ? 1 : std::max<int64_t>(kernel.m_least, 16);
+    const bool two_rows = kernel.m_least == 2 && kernel.several_streams;
+    const int64_t m = kernel.m_least == 1 ? 1 : two_rows ? 2 : std::max<int64_t>(kernel.m_least, 16);
     if (check && m > 1 && kernel.bits != 4) continue;
     for (const Mapping mapping : {Mapping::symmetric, Mapping::affine}) {
       for (const int64_t group_size : {32, 128}) {
         if (check && (has_mins(mapping) || (group_size != 32 && m > 1))) continue;
         count_linear(kernel, mapping, group_size, m);
         // Numbers of rows of speculative decoding and of small batches.
-        if (m > 1 && kernel.m_least <= 4 && mapping == Mapping::symmetric) count_linear(kernel, mapping, group_size, 4);
+        if (m > 2 && kernel.m_least <= 4 && mapping == Mapping::symmetric) count_linear(kernel, mapping, group_size, 4);
       }
     }
   }

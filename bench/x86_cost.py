@@ -270,6 +270,7 @@ def linear_rows(numbers: dict) -> dict:
     for name, tasks in numbers.items():
         if match := re.fullmatch(r"linear_a8w(\d)_(\d+)x(\d+)_(\w+)", name):
             what = "tiles of rows" if match[2] != "1" else "one row" if match[3] == "16" else "one row, interleaved panels"
+            what = "two rows, interleaved panels" if match[2] == "2" and match[3] == "32" else what
             for task, value in tasks.items():
                 found.setdefault(f"{match[4]}, {what}", {}).setdefault(task, {})[match[1]] = value
     return found

@@ -39,9 +39,9 @@
 #define LOWBIT_INT8_TABLE(TABLE, Family) TABLE(Family, AvxVnniInt8)
 #endif
 #define LOWBIT_LINEAR_TABLES(TABLE, Family)                                                               \
-  TABLE(Family, Amx) TABLE(Family, UnpackedAvx512Vnni) TABLE(Family, NarrowAvx512Vnni)                    \
-  TABLE(Family, WideAvx512Vnni) TABLE(Family, Avx512Vnni) LOWBIT_INT8_TABLE(TABLE, Family)                \
-  TABLE(Family, AvxVnni) TABLE(Family, NarrowAvx2) TABLE(Family, WideAvx2) TABLE(Family, Avx2)
+  TABLE(Family, Amx) TABLE(Family, UnpackedAvx512Vnni) TABLE(Family, TwoRowsAvx512Vnni)                   \
+  TABLE(Family, NarrowAvx512Vnni) TABLE(Family, WideAvx512Vnni) TABLE(Family, Avx512Vnni)                 \
+  LOWBIT_INT8_TABLE(TABLE, Family) TABLE(Family, AvxVnni) TABLE(Family, NarrowAvx2) TABLE(Family, WideAvx2) TABLE(Family, Avx2)
 #define LOWBIT_ATTENTION_TABLES LOWBIT_VECTOR_TABLES
 #define LOWBIT_VECTOR_TABLES(TABLE, Family) TABLE(Family, Avx512Vnni) TABLE(Family, Avx2)
 #else

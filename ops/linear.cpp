@@ -54,7 +54,7 @@ struct Matrices {
 
 // Memory per worker for float32 results of two planes before they are added, approximately: at least for as many panels as a
 // kernel for many rows computes at once. So the number of rows of a band is limited, too.
-constexpr int64_t kPlanesBytes = 256 << 10;
+constexpr int64_t kPlanesBytes = 1 << 20;
 constexpr int64_t kPlanesRows = 512;
 
 // Number of panels of a matrix in two planes that are computed at once, for bands of up to `rows` rows of x.
