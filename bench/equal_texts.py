@@ -16,6 +16,7 @@ import argparse
 import os
 import statistics
 from collections.abc import Iterator, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -46,26 +47,25 @@ def prompt_tokens(tokenizer: Any, lines: Sequence[str]) -> Texts:
     return [tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=True)["input_ids"] for turn in turns]
 
 
+@torch.inference_mode()
 def by_decoder(model: torch.nn.Module, prompts: Texts, new: int, stop: list[int]) -> Texts:
-    """What ``lowbit generate`` gives."""
+    """What ``lowbit generate --prompts`` gives, which is the same as for each prompt alone."""
     longest = max(map(len, prompts)) + new
-    decoder = llm.Decoder(model, -(-longest // 16) * 16, replay=True)
-    texts = [llm.generate(decoder, prompt, new, stop=stop).tokens for prompt in prompts]
+    decoder = llm.Decoder(model, -(-longest // 16) * 16)
+    texts = llm.generate_batch(decoder, prompts, new, at_once=len(prompts), stop=stop)
     decoder.release()
-    return texts
+    return [text.tokens for text in texts]
 
 
 @torch.inference_mode()
 def by_transformers(model: torch.nn.Module, prompts: Texts, new: int, stop: list[int]) -> Texts:
-    config = transformers.GenerationConfig(
-        max_new_tokens=new, do_sample=False, eos_token_id=stop or None, pad_token_id=(stop or [0])[0]
-    )
-    texts = []
-    for prompt in prompts:
-        ids = torch.tensor([prompt])
-        found = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)[0, len(prompt) :].tolist()
-        texts.append(found[:-1] if found and found[-1] in stop else found)
-    return texts
+    """The same by transformers' generate, which pads the prompts."""
+    longest, pad = max(map(len, prompts)), (stop or [0])[0]
+    ids = torch.tensor([[pad] * (longest - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    config = transformers.GenerationConfig(max_new_tokens=new, do_sample=False, eos_token_id=stop or None, pad_token_id=pad)
+    texts = model.generate(ids, attention_mask=mask, generation_config=config)[:, longest:].tolist()
+    return [list(takewhile(lambda token: token not in stop, text)) for text in texts]
 
 
 def compare(texts: Texts, others: Texts) -> dict[str, float]:

@@ -269,4 +269,5 @@ def main(tiny, directory) -> None:
     dist.destroy_process_group()
 
 
-main(*sys.argv[1:])
+if __name__ == "__main__":
+    main(*sys.argv[1:])
