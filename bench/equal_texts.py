@@ -13,6 +13,7 @@ first difference. The last row shows how often the two programs give equal texts
 from __future__ import annotations
 
 import argparse
+import copy
 import os
 import statistics
 from collections.abc import Iterator, Sequence
@@ -34,10 +35,6 @@ transformers.utils.logging.disable_progress_bar()
 
 PROMPTS = Path(__file__).with_name("prompts.txt")
 Texts = list[list[int]]
-
-
-def load(path: Path) -> torch.nn.Module:
-    return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True).eval()
 
 
 def prompt_tokens(tokenizer: Any, lines: Sequence[str]) -> Texts:
@@ -78,9 +75,9 @@ def compare(texts: Texts, others: Texts) -> dict[str, float]:
     return {"equal": 1 - len(places) / len(texts), "first": statistics.mean(places) if places else float("nan")}
 
 
-def measure(path: Path, prompts: Texts, new: int, stop: list[int]) -> Iterator[dict[str, Any]]:
+def measure(packed: torch.nn.Module, prompts: Texts, new: int, stop: list[int]) -> Iterator[dict[str, Any]]:
     """Yields a row for each setting of activation bits of the packed model, and one for the float model."""
-    packed, floats = load(path), load(path)
+    floats = copy.deepcopy(packed)
     floats.dequantize()
     expected = by_transformers(floats, prompts, new, stop)
     layers = [layer for layer in packed.modules() if isinstance(layer, lowbit.nn.Packed)]
@@ -126,7 +123,8 @@ def main() -> None:
         f"transformers {transformers.__version__}. {len(prompts)} prompts, {options.new} tokens.\n"
     )
     print("| Activations | " + " | ".join(TITLES.values()) + " |\n" + "|---" * (1 + len(TITLES)) + "|", flush=True)
-    for row in measure(options.model, prompts, options.new, stop_tokens(load(options.model), tokenizer)):
+    model = transformers.AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32, local_files_only=True).eval()
+    for row in measure(model, prompts, options.new, stop_tokens(model, tokenizer)):
         print(f"| {' | '.join(cells(row))} |", flush=True)
 
 

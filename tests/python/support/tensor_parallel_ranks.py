@@ -20,9 +20,8 @@ from lowbit.tensor_parallel import PARTS, LinearPart, shard_
 from transformers import AutoModelForCausalLM
 
 # Layers of every kind with activations of 16 bits, beside layers with the same input that have 8.
-CONFIG = lowbit.LowBitConfig(
-    bits=4, group_size=16, overrides={name: {"activation_bits": 16} for name in ("*q_proj", "*qkv_proj", "*down*", "*head")}
-)
+PLANES = ("*q_proj", "*qkv_proj", "*down*", "*head", "*embed*")
+CONFIG = lowbit.LowBitConfig(bits=4, group_size=16, overrides={name: {"activation_bits": 16} for name in PLANES})
 
 
 class Gated(torch.nn.Module):
