@@ -42,13 +42,14 @@ def test_options_that_are_refused(monkeypatch, capsys):
 
 @pytest.mark.more
 def test_activations_of_16_bits_give_the_texts_of_the_float_model(tmp_path, monkeypatch, capsys):
-    """In lowbit's decoder and in transformers; with 8 bits some texts differ."""
+    """In lowbit's decoder and in transformers. With 8 bits many texts differ."""
     lowbit.quantize_checkpoint(MODEL, tmp_path / "packed", lowbit.LowBitConfig(4))
     monkeypatch.setattr(sys, "argv", ["equal_texts.py", str(tmp_path / "packed"), "--prompts", "20", "--new", "48"])
     equal_texts.main()
-    rows = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
-    title, _, planes, one, head, floats = rows
-    assert title == ["Activations", *equal_texts.TITLES.values()]
-    assert planes == ["16 bits", "100%", "100%", "100%"] and floats[:2] == ["float model", "100%"]
-    assert one[0] == "8 bits" and head[0] == "16 bits in the head"
-    assert "100%" not in one[2:] and "100%" not in head[2:]
+    lines = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    assert lines[0] == ["Activations", *equal_texts.TITLES.values()]
+    shares = {row[0]: [int(cell.partition("%")[0]) for cell in row[1:] if cell] for row in lines[2:]}
+    assert list(shares) == ["16 bits", "8 bits", "16 bits in the head", "float model"]
+    # Two tokens may be so close that the last bit of float code, which depends on the CPU, decides.
+    assert min(shares["16 bits"]) >= 90 and shares["float model"][0] >= 90
+    assert max(shares["8 bits"][1:] + shares["16 bits in the head"][1:]) < 85
