@@ -72,7 +72,7 @@ def gemma(directory: Path, tokens: int) -> Pair:
         subprocess.run([python, "-c", assemble], check=True)
     packed, floats = directory / "gemma" / "packed", directory / "gemma" / "float"
     if not packed.exists():
-        lowbit.import_checkpoint(file, packed)
+        lowbit.import_checkpoint(file, packed, activation_bits=8)
     if not floats.exists():
         _write_floats(file, packed, floats)
     tokenizer = load_tokenizer(packed)

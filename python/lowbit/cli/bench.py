@@ -24,8 +24,8 @@ class _Mode(enum.StrEnum):  # typer does not support a list of literals
 def bench(
     output: Output,
     model: options.OptionalModelOrShape = None,
-    bits: options.OptionalBits = None,
-    group_size: options.GroupSize = "32",
+    *,
+    widths: options.Widths,
     prompt: Annotated[int, typer.Option("--prompt", min=1, help="Tokens of the prompt.")] = 512,
     new: Annotated[int, typer.Option("--new", min=1, help="Tokens that are decoded after the prompt.")] = 64,
     mode: Annotated[list[_Mode], typer.Option("--mode", help="Ways to run, in turns.")] = [_Mode.aot],  # noqa: B006
@@ -45,7 +45,7 @@ def bench(
 ) -> None:
     """Measure prefill and decoding speed, relative to the memory bandwidth."""
     if publish is not None:
-        names = ("bits", "group_size", "prompt", "new", "mode", "rounds", "cache")
+        names = ("bits", "group_size", "activation_bits", "prompt", "new", "mode", "rounds", "cache")
         options.refuse_unused("with --publish, which measures the same on every machine", *names)
         if model is not None:
             raise typer.BadParameter(f"{model!r}; --publish measures models of its own", param_hint="MODEL|SHAPE")
@@ -60,12 +60,13 @@ def bench(
     if modes != ["eager"]:
         cpp_compiler()
     set_threads(threads)
-    measured = model if is_shape(model) else load_packed(output, Path(model), bits, group_size)
+    measured = model if is_shape(model) else load_packed(output, Path(model), widths)
     with output.progress(f"measuring {model}"):
         figures = library.run(
             measured,
-            bits or 4,
-            options.parse_group_size(group_size),
+            widths.bits or 4,
+            options.parse_group_size(widths.group_size),
+            activation_bits=int(widths.activation_bits),
             prompt=prompt,
             new=new,
             modes=modes,

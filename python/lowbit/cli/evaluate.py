@@ -73,7 +73,7 @@ def evaluate(
     shown = table("weights", "size", "perplexity", "bits per byte", *columns, "seconds")
     for number, config in enumerate(configs, 1):
         loaded = load(output, model, config)
-        name = _name_weights(loaded) if config is None else f"{config.bits} bits"
+        name = (_name_weights(loaded) if config is None else f"{config.bits} bits") + _name_activations(loaded)
         weight_bytes = stored_bytes(loaded)
         begin = time.perf_counter()
         compared = None
@@ -148,3 +148,9 @@ def _name_weights(model: torch.nn.Module) -> str:
     """Describes a model's weights in a few words: "bfloat16", "packed, 4 and 8 bits"."""
     bits = sorted({module.info.bits for module in model.modules() if isinstance(module, lowbit.nn.Packed)})
     return f"packed, {' and '.join(map(str, bits))} bits" if bits else str(model.dtype).removeprefix("torch.")
+
+
+def _name_activations(model: torch.nn.Module) -> str:
+    """The rest of the name of a model with activations of 16 bits: ", 16-bit activations"; empty if it has only 8."""
+    bits = {module.info.activation_bits for module in model.modules() if isinstance(module, lowbit.nn.Packed)}
+    return "" if 16 not in bits else ", 16-bit activations" if bits == {16} else ", 8- and 16-bit activations"

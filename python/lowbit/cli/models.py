@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..machine.threads import available_cpus
-from .options import config_of, refuse_unused
+from .options import Widths, refuse_unused
 from .output import Output
 
 if TYPE_CHECKING:
@@ -129,14 +129,14 @@ def imported(output: Output, model: Path) -> Iterator[Path]:
         yield cache
 
 
-def load_packed(output: Output, model: Path, bits: int | None, group_size: str) -> torch.nn.Module:
-    """Loads a packed checkpoint's model; a float one is quantized to ``bits``, by default 4."""
+def load_packed(output: Output, model: Path, widths: Widths) -> torch.nn.Module:
+    """Loads a packed checkpoint's model; a float one is quantized, by default to 4 bits."""
     from ..llm.loading import is_packed
 
-    packed = bits is None and is_packed(model)
+    packed = widths.bits is None and is_packed(model)
     if packed:
-        refuse_unused(f"for {model}, which is packed already", "group_size")
-    return load(output, model, None if packed else config_of(bits or 4, group_size))
+        refuse_unused(f"for {model}, which is packed already", "group_size", "activation_bits")
+    return load(output, model, None if packed else widths.config_at(widths.bits or 4))
 
 
 def is_shape(name: str) -> bool:

@@ -115,17 +115,31 @@ CalibrateTokens = Annotated[
     int, typer.Option("--calibrate-tokens", min=128, help="Largest number of tokens used from the text.")
 ]
 PUBLISH_DIRECTORY = "docs/perf"
-HOW = ("group_size", "mapping", "embedding_bits")  # parameters that need --bits
+HOW = ("group_size", "activation_bits", "mapping", "embedding_bits")  # parameters that need --bits
 on_command_line: dict[str, str] = {}  # parameter -> its option
 _PREFIX_CACHE = "LOWBIT_PREFIX_CACHE"  # environment variable
 
 
 @dataclass(frozen=True)
-class Quantizing:
-    """How a float checkpoint is quantized while it is loaded."""
+class Widths:
+    """How a float checkpoint is quantized while it is loaded, or random weights are made."""
 
     bits: OptionalBits = None
     group_size: GroupSize = "32"
+    activation_bits: ActivationBits = "8"
+
+    def config_at(self, bits: int, **others: Any) -> LowBitConfig:
+        """The config for a number of bits; ``others`` are further fields of it."""
+        from .. import LowBitConfig
+
+        group_size = parse_group_size(self.group_size)
+        return LowBitConfig(bits=bits, group_size=group_size, activation_bits=int(self.activation_bits), **others)
+
+
+@dataclass(frozen=True)
+class Quantizing(Widths):
+    """As Widths, with all settings of the weights."""
+
     mapping: Annotated[
         Literal["symmetric", "affine", "levels"],
         typer.Option("--mapping", help="Scale only, scale and minimum, or, at 2 to 4 bits, scale and fitted levels."),
@@ -146,8 +160,7 @@ class Quantizing:
         return self.config_at(self.bits)
 
     def config_at(self, bits: int, **others: Any) -> LowBitConfig:
-        """The config for another number of bits; ``others`` are further fields of it."""
-        return config_of(bits, self.group_size, mapping=self.mapping, embedding_bits=self.embedding_bits, **others)
+        return super().config_at(bits, mapping=self.mapping, embedding_bits=self.embedding_bits, **others)
 
 
 @dataclass(frozen=True)
@@ -388,10 +401,3 @@ def parse_widths(text: str) -> list[int]:
     if not all(1 <= width <= 8 for width in widths):
         raise typer.BadParameter(f"{text!r}; expected numbers from 1 to 8, as in 8,4,2", param_hint="--bits")
     return widths
-
-
-def config_of(bits: int, group_size: str, **others: Any) -> LowBitConfig:
-    """A config with the group size of the option."""
-    from .. import LowBitConfig
-
-    return LowBitConfig(bits=bits, group_size=parse_group_size(group_size), **others)

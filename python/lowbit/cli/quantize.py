@@ -54,7 +54,6 @@ def quantize(
             help="Rotate the inputs of linear layers by a Hadamard matrix: fewer bits lose less, tokens take a little longer.",
         ),
     ] = False,
-    activation_bits: options.ActivationBits = "8",
     override: Annotated[
         list[str] | None,
         typer.Option(
@@ -110,10 +109,7 @@ def quantize(
     if calibrate is None:
         options.refuse_unused("without --calibrate", "method", "calibrate_tokens", "window", "target_size", "target_bits")
     overrides = list(map(_override, override or ()))  # pairs, because their order matters and a pattern may occur twice
-    config = quantizing.config_at(
-        quantizing.bits, scale=scale, overrides=overrides, conv_bits=conv_bits, rotate=rotate,
-        activation_bits=int(activation_bits),
-    )  # fmt: skip
+    config = quantizing.config_at(quantizing.bits, scale=scale, overrides=overrides, conv_bits=conv_bits, rotate=rotate)
     if target_size is not None and target_bits is not None:
         raise typer.BadParameter("--target-size says how large already; expected one of them", param_hint="--target-bits")
     target_bytes = None if target_size is None else options.parse_size(target_size, "--target-size")

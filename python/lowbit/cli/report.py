@@ -6,7 +6,7 @@ import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -31,6 +31,10 @@ _Bits = Annotated[str, typer.Option("--bits", metavar="N,N,...", help="Widths, 1
 @dataclass(frozen=True)
 class _Widths(Quantizing):
     bits: _Bits = "8,4,3,2"  # type: ignore[assignment]
+    activation_bits: Annotated[
+        Literal["8", "16", "8,16"],
+        typer.Option("--activation-bits", help="As in quantize; 8,16: weights rounded to nearest also with 16."),
+    ] = "8"  # type: ignore[assignment]
 
 
 def report(
@@ -105,7 +109,7 @@ def report(
     options = Options(
         model, content, calibration, widths, targets, parse_group_size(quantizing.group_size), quantizing.mapping,
         quantizing.embedding_bits, of_bits, of_targets, window, calibrate_tokens, sensitivity=not skip_layers,
-        speed=not skip_speed,
+        speed=not skip_speed, activation_bits=[int(bits) for bits in quantizing.activation_bits.split(",")],
     )  # fmt: skip
     figures = collect(options, page.with_suffix(".json"), lambda what: output.note(f"{what} ..."))
     command = shlex.join(["lowbit", *sys.argv[1:]])

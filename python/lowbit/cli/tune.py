@@ -13,24 +13,25 @@ import lowbit
 
 from ..machine.threads import available_cpus
 from .models import is_shape, load_packed
-from .options import GroupSize, ModelOrShape, OptionalBits, finite, parse_group_size
+from .options import ModelOrShape, Widths, finite, parse_group_size
 from .output import Output, table
 
 
 def tune(
     output: Output,
     model: ModelOrShape,
-    bits: OptionalBits = None,
-    group_size: GroupSize = "32",
+    *,
+    widths: Widths,
     rows: Annotated[int, typer.Option("--rows", min=1, help="Rows of activations: 1 for decoding, more for a prompt.")] = 1,
     seconds: Annotated[float, typer.Option("--seconds", min=0.001, callback=finite, help="Approximate time to measure.")] = 2.0,
 ) -> None:
     """Measure with how many threads the linear layers run fastest."""
-    measured = _layer_shapes(model) if is_shape(model) else load_packed(output, Path(model), bits, group_size)
+    measured = _layer_shapes(model) if is_shape(model) else load_packed(output, Path(model), widths)
     with output.progress(f"measuring 1 to {available_cpus()} threads"):
         tuning = lowbit.tune_threads(
-            measured, rows=rows, bits=bits or 4, group_size=parse_group_size(group_size), seconds=seconds, apply=False
-        )
+            measured, rows=rows, bits=widths.bits or 4, group_size=parse_group_size(widths.group_size),
+            activation_bits=int(widths.activation_bits), seconds=seconds, apply=False,
+        )  # fmt: skip
     document = {
         "model": model,
         "rows": rows,

@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from ..packed.groups import in_groups
-from ..packed.matrix import pack
+from ..packed.matrix import check_activation_bits, pack
 from ..packed.rotation import rotate_back
 from ..packed.rounding import Config
 from .embedding_layers import Table
@@ -152,7 +152,11 @@ def fake_quantize_activations(x: Tensor, group_size: int | None, activation_bits
     Returns:
         float32 [..., k]. The gradient passes unchanged (a straight-through estimator: Bengio et al., 2013). A segment with a
         NaN, an infinity or a magnitude of 127 * 2**104 or more is NaN.
+
+    Raises:
+        TypeError, ValueError: ``activation_bits`` is not 8 or 16.
     """
+    check_activation_bits(activation_bits)
     function = _FakeQuantizedActivations if forward_ad._current_level < 0 else _FakeQuantizedActivationsForward
     return function.apply(x, group_size, activation_bits)
 

@@ -88,7 +88,7 @@ def _candidates(cpus: int) -> list[int]:
 
 
 def _weights(
-    model_or_shapes: torch.nn.Module | Iterable[tuple[int, int]], bits: int, group_size: int | None
+    model_or_shapes: torch.nn.Module | Iterable[tuple[int, int]], bits: int, group_size: int | None, activation_bits: int
 ) -> list[torch.Tensor]:
     if isinstance(model_or_shapes, torch.nn.Module):
         weights = [module.packed_weight for module in model_or_shapes.modules() if isinstance(module, nn.Linear)]
@@ -105,7 +105,7 @@ def _weights(
         codes = torch.zeros(n, k, dtype=torch.uint8, device="cpu")
         groups = 1 if group_size is None else -(-k // group_size)
         scales = torch.ones(n, groups, dtype=torch.float32, device="cpu")
-        weights.append(ops.pack(codes, scales, bits=bits, group_size=group_size))
+        weights.append(ops.pack(codes, scales, bits=bits, group_size=group_size, activation_bits=activation_bits))
     if not weights:
         raise ValueError("there are no shapes; expected [(out_features, in_features), ...]")
     copies = -(-_SHAPES_BYTES // sum(weight.numel() for weight in weights))
@@ -118,6 +118,7 @@ def tune_threads(
     rows: int = 1,
     bits: int = 4,
     group_size: int | None = 32,
+    activation_bits: int = 8,
     seconds: float = 2.0,
     apply: bool = True,
 ) -> ThreadTuning:
@@ -130,7 +131,7 @@ def tune_threads(
         model_or_shapes: a model with ``lowbit.nn.Linear`` layers, or the shapes (out_features, in_features) of layers;
             for shapes, enough weights are made to exceed the caches.
         rows: rows of activations per call; 1 for decoding.
-        bits, group_size: for the weights that are made for shapes.
+        bits, group_size, activation_bits: for the weights that are made for shapes.
         seconds: approximate time to measure; every number is measured at least three times.
         apply: set the number with ``torch.set_num_threads``.
 
@@ -141,7 +142,7 @@ def tune_threads(
         raise ValueError(f"rows is {rows}; expected 1 or more")
     if not seconds > 0:
         raise ValueError(f"seconds is {seconds}; expected more than 0")
-    layers = [(weight, ops.info(weight)) for weight in _weights(model_or_shapes, bits, group_size)]
+    layers = [(weight, ops.info(weight)) for weight in _weights(model_or_shapes, bits, group_size, activation_bits)]
     inputs = {info.in_features: torch.randn(rows, info.in_features, dtype=torch.float32, device="cpu") for _, info in layers}
 
     def run() -> float:

@@ -93,6 +93,7 @@ def run(
     bits: int = 4,
     group_size: int | None = 32,
     *,
+    activation_bits: int = 8,
     prompt: int = 512,
     new: int = 64,
     threads: int | None = None,
@@ -109,7 +110,7 @@ def run(
     Args:
         model_or_shape: one of ``lowbit.llm.shapes.NAMES``, or a configuration of transformers, for random weights; or
             a quantized model of transformers, which a decoder then owns.
-        bits, group_size: for the linear layers and embeddings of random weights.
+        bits, group_size, activation_bits: for the linear layers and embeddings of random weights.
         prompt: tokens of the prompt.
         new: number of tokens to decode after it, at least 1.
         threads: number of threads, restored at the end; None: torch's.
@@ -141,7 +142,8 @@ def run(
         if isinstance(model_or_shape, torch.nn.Module):
             model = model_or_shape
         else:
-            linear, embedding = LinearConfig(bits, group_size), EmbeddingConfig(bits, group_size)
+            linear = LinearConfig(bits, group_size, activation_bits=activation_bits)
+            embedding = EmbeddingConfig(bits, group_size, activation_bits=activation_bits)
             model = random_model(model_or_shape, linear, embedding, dtype)
         config = model.config.get_text_config()
         decoder = Decoder(model, -(-(prompt + new + 1) // 16) * 16, cache, replay=True)

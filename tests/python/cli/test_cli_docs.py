@@ -13,6 +13,14 @@ def test_docs_have_every_command():
     assert re.findall(r"^## (.*)$", text, re.M) == list(typer.main.get_command(app).commands)
 
 
+def test_every_command_that_quantizes_takes_activation_bits():
+    commands = typer.main.get_command(app).commands
+    options = {name: {option for each in command.params for option in each.opts} for name, command in commands.items()}
+    quantizing = {name for name, names in options.items() if "--bits" in names}
+    assert {"quantize", "generate", "chat", "serve", "transcribe", "eval", "export", "report", "bench", "tune"} <= quantizing
+    assert quantizing | {"import", "convert"} == {name for name, names in options.items() if "--activation-bits" in names}
+
+
 @pytest.mark.parametrize("command", sorted(typer.main.get_command(app).commands))
 def test_docs_have_every_option_and_default(command):
     documented = {

@@ -303,6 +303,7 @@ def test_options_that_would_not_count_are_refused(packed, tmp_path):
     for arguments, option, why in (
         ((*write, "--mapping", "levels"), "--mapping", "without --bits"),
         ((*write, "--embedding-bits", 4), "--embedding-bits", "without --bits"),
+        ((*write, "--activation-bits", 16), "--activation-bits", "without --bits"),
         ((*write, "--at-once", 4), "--at-once", "without --prompts"),
         ((*write, "--top-k", 4), "--top-k", "at --temperature 0"),
         ((*write, "--top-p", 0.5), "--top-p", "at --temperature 0"),
@@ -316,6 +317,7 @@ def test_options_that_would_not_count_are_refused(packed, tmp_path):
         (("report", FLOAT, page, "--text", text, "--calibrate-tokens", 999), "--calibrate-tokens", "without --calibrate"),
         (("report", FLOAT, page, "--text", text, "--methods", "gptq"), "--methods", "without --calibrate"),
         (("tune", packed[0], "--group-size", 64), "--group-size", "which is packed already"),
+        (("bench", packed[0], "--mode", "eager", "--activation-bits", 16), "--activation-bits", "which is packed already"),
     ):
         result = invoke(*arguments)
         assert (result.exit_code, result.stdout) == (2, ""), (arguments, result.output)

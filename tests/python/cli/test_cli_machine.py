@@ -46,9 +46,11 @@ def test_bench_requests_the_given_options(monkeypatch):
 
     monkeypatch.setattr(model_speed, "run", run)
     for more, modes in (((), ["aot"]), (("--mode", "eager", "--mode", "compile"), ["eager", "compile"])):
-        options = ("--bits", 3, "--group-size", "none", "--prompt", 7, "--new", 5, "--rounds", 2, "--threads", 2)
+        widths = ("--bits", 3, "--group-size", "none", "--activation-bits", 16)
+        options = (*widths, "--prompt", 7, "--new", 5, "--rounds", 2, "--threads", 2)
         assert error(invoke("bench", "llama-3.1-8b", *options, *more)) == "enough"
-        assert asked.pop() == (("llama-3.1-8b", 3, None), {"prompt": 7, "new": 5, "modes": modes, "rounds": 2, "cache": None})
+        expected = {"activation_bits": 16, "prompt": 7, "new": 5, "modes": modes, "rounds": 2, "cache": None}
+        assert asked.pop() == (("llama-3.1-8b", 3, None), expected)
         assert torch.get_num_threads() == 2
 
 
@@ -68,7 +70,8 @@ def test_tune(packed, monkeypatch):
         return lowbit.ThreadTuning(2, {1: 2e-3, 2: 1e-3})
 
     monkeypatch.setattr(lowbit, "tune_threads", tuning)
-    result = invoke("tune", "qwen3-0.6b", "--bits", 3, "--group-size", "none", "--rows", 7, "--seconds", 1)
+    widths = ("--bits", 3, "--group-size", "none", "--activation-bits", 16)
+    result = invoke("tune", "qwen3-0.6b", *widths, "--rows", 7, "--seconds", 1)
     assert [line.split() for line in result.stdout.splitlines()[:3]] == [
         ["threads", "ms", "per", "pass"],
         ["1", "2.000"],
@@ -85,7 +88,7 @@ def test_tune(packed, monkeypatch):
         (1024, 3072),
         (151936, 1024),
     ]
-    assert options == {"rows": 7, "bits": 3, "group_size": None, "seconds": 1.0, "apply": False}
+    assert options == {"rows": 7, "bits": 3, "group_size": None, "activation_bits": 16, "seconds": 1.0, "apply": False}
 
 
 def test_info():

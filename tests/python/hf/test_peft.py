@@ -19,7 +19,8 @@ TARGETS = ["q_proj", "down_proj"]
 
 
 def packed_model(kind: str = "tied", dtype: torch.dtype = torch.float32) -> torch.nn.Module:
-    configs = {"*": LinearConfig(4, 32), "*down_proj": LinearConfig(2, 16, "affine"), "*embed*": EmbeddingConfig(4, 32)}
+    down = LinearConfig(2, 16, "affine", activation_bits=16)
+    configs = {"*": LinearConfig(4, 32), "*down_proj": down, "*embed*": EmbeddingConfig(4, 32)}
     return lowbit.quantize_(checkpoints.make_model(kind, dtype), configs)
 
 
@@ -58,8 +59,9 @@ def _loaded(state: dict) -> torch.nn.Module:
     return model
 
 
-def test_gradients_are_those_of_the_dequantized_weight():
-    base = lowbit.nn.Linear.from_float(torch.nn.Linear(64, 48), LinearConfig(3, 32))
+@pytest.mark.parametrize("activation_bits", [8, 16])
+def test_gradients_are_those_of_the_dequantized_weight(activation_bits):
+    base = lowbit.nn.Linear.from_float(torch.nn.Linear(64, 48), LinearConfig(3, 32, activation_bits=activation_bits))
     model = torch.nn.Sequential(base, torch.nn.LayerNorm(48))  # peft reads the first parameter's device
     adapted = peft.get_peft_model(model, lowbit.peft.for_packed_layers(peft.LoraConfig(r=4, target_modules=["0"])))
     layer = model[0]

@@ -114,10 +114,15 @@ def test_a_reranker(directory, tmp_path):
     assert torch.equal(scores_of(CrossEncoder(str(tmp_path / "again"), device="cpu")), found)
 
 
-def test_quantized_while_loaded(directory):
-    options = {"quantization_config": lowbit.LowBitConfig(bits=8)}
-    encoder = SentenceTransformer(str(directory / "encoder"), device="cpu", model_kwargs=options)
-    assert torch.equal(embed(encoder), embed(encoder_of(directory / "encoder-8")))
+def test_quantized_while_loaded(directory, tmp_path):
+    lowbit.convert_checkpoint(directory / "encoder-8", tmp_path / "encoder-16", 16)
+    found = []
+    for activation_bits, packed in ((8, directory / "encoder-8"), (16, tmp_path / "encoder-16")):
+        options = {"quantization_config": lowbit.LowBitConfig(bits=8, activation_bits=activation_bits)}
+        encoder = SentenceTransformer(str(directory / "encoder"), device="cpu", model_kwargs=options)
+        found.append(embed(encoder))
+        assert torch.equal(found[-1], embed(encoder_of(packed)))
+    assert not torch.equal(*found)
 
 
 def test_modules_outside_of_the_directory_are_not_copied(directory, tmp_path):

@@ -41,9 +41,18 @@ def logits(step, tokens, start=0):
         return step(torch.tensor([tokens]), torch.tensor([start])).clone()
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3"])
-def test_a_decoder_has_the_same_bits(name):
-    shared, alone = Decoder(make(name), 32), plain(Decoder(make(name), 32))
+def mixed(name: str, planes: bool) -> torch.nn.Module:
+    """A model; with ``planes``, some layers have activations of 16 bits, and others with the same input 8."""
+    model = make(name)
+    for path, layer in model.named_modules():
+        if planes and path.endswith(("k_proj", "up_proj")):
+            layer.to_activation_bits(16)
+    return model
+
+
+@pytest.mark.parametrize("name, planes", [("llama", False), ("qwen3", False), ("qwen3", True)])
+def test_a_decoder_has_the_same_bits(name, planes):
+    shared, alone = Decoder(mixed(name, planes), 32), plain(Decoder(mixed(name, planes), 32))
     groups = [len(group.layers) for group in shared._takeover._shared]
     assert groups == [3, 2] * shared.layers
     assert not alone._takeover._shared

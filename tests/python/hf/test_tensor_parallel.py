@@ -14,6 +14,7 @@ import torch.distributed as dist
 from lowbit.files.safetensors import read_file
 from lowbit.tensor_parallel import LinearPart, shard_
 from reference import random_packed
+from tensor_parallel_ranks import CONFIG
 from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
@@ -33,7 +34,6 @@ pytestmark = pytest.mark.first
 
 RANKS = Path(__file__).parents[1] / "support" / "tensor_parallel_ranks.py"
 TINY = Path(__file__).parents[3] / "examples" / "tiny_llama" / "model"
-CONFIG = lowbit.LowBitConfig(bits=4, group_size=16)
 SIZES = {
     "hidden_size": 96, "intermediate_size": 192, "num_hidden_layers": 1, "num_attention_heads": 6, "vocab_size": 100,
 }  # fmt: skip

@@ -435,6 +435,11 @@ refused(lambda: lowbit.repack(packed[4], ""), "there is no format ''")
 big = lowbit.quantize_tensor(torch.zeros(1, 5000), lowbit.LinearConfig())
 refused(lambda: lowbit.repack(big, "ROWS"),
         "format 'ROWS' does not hold 1 x 5000 weights of 4 bits, symmetric, group size 32")
+refused(lambda: lowbit.repack(lowbit.with_activation_bits(packed[4], 16), "ROWS"),
+        "format 'ROWS' has activations of 8 bits; this weight has activations of 16 bits: set them to 8 first")
+refused(lambda: lowbit.with_activation_bits(own[4], 16),
+        "format 'ROWS' has activations of 8 bits; expected panel16 for activations of 16 bits")
+assert torch.equal(lowbit.with_activation_bits(own[4], 8), own[4])
 picky = lowbit.pack(torch.zeros(1, 16, dtype=torch.uint8), torch.full((1, 1), 42.0), bits=4, group_size=16)
 refused(lambda: lowbit.repack(picky, "ROWS"), "format 'ROWS' does not support this weight: its first scale is 42")
 

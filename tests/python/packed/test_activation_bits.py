@@ -10,9 +10,10 @@ import torch
 from calibration_files import packed_of, source, text  # noqa: F401
 from calibration_models import tokens
 from command_line import document, error, invoke
-from lowbit import EmbeddingConfig, LinearConfig, LowBitConfig
+from lowbit import ConvConfig, EmbeddingConfig, LinearConfig, LowBitConfig
 from lowbit.calibration import calibrate
 from lowbit.calibration.learning import learning_of
+from lowbit.tools import model_speed
 from reference import DTYPES, WEIGHTS, assert_same_bits, linear, random_packed, random_rows
 from transformers import AutoModelForCausalLM
 
@@ -117,18 +118,27 @@ def test_wrong_types(value):
         lambda: LowBitConfig(activation_bits=value),
         lambda: lowbit.with_activation_bits(packed, value),
         lambda: lowbit.pack(**lowbit.unpack(packed)._asdict() | {"activation_bits": value}),
+        lambda: lowbit.qat.fake_quantize_activations(torch.ones(2, 32), 32, value),
+        lambda: lowbit.tune_threads([(16, 32)], activation_bits=value),
     ):
         with pytest.raises(TypeError, match=f"activation_bits is {value!r}; expected 8 or 16"):
             call()
 
 
 @pytest.mark.parametrize("value", [0, 4, 12, 32, -16])
-def test_wrong_values(value):
+def test_wrong_values(value, tmp_path):
     packed = random_packed(4, 32, 4, 32, "symmetric")
     for call in (
-        lambda: LinearConfig(activation_bits=value),
+        *(lambda kind=kind: kind(activation_bits=value) for kind in (LinearConfig, EmbeddingConfig, ConvConfig, LowBitConfig)),
         lambda: LowBitConfig(overrides={"lm_head": {"activation_bits": value}}),
+        lambda: LowBitConfig.from_dict({"quant_method": "lowbit", "activation_bits": value}),
         lambda: lowbit.with_activation_bits(packed, value),
+        lambda: lowbit.nn.Linear(packed).to_activation_bits(value),
+        lambda: lowbit.pack(**lowbit.unpack(packed)._asdict() | {"activation_bits": value}),
+        lambda: lowbit.qat.fake_quantize_activations(torch.ones(2, 32), 32, value),
+        lambda: lowbit.convert_checkpoint(tmp_path, tmp_path / "new", value),
+        lambda: lowbit.tune_threads([(16, 32)], activation_bits=value),
+        lambda: model_speed.run("qwen3-0.6b", activation_bits=value),
     ):
         with pytest.raises(ValueError, match=f"activation_bits is {value}; expected 8 or 16"):
             call()
@@ -289,11 +299,26 @@ def test_commands(source, tmp_path):
     }
 
 
+def test_commands_that_quantize_while_loading(source, text, tmp_path):
+    """They take the option, and compute the same as a packed checkpoint with 16 bits."""
+    found = []
+    for bits in (8, 16):
+        document(invoke("quantize", source, tmp_path / f"{bits}", "--activation-bits", bits, "--json"))
+    for model, options in ((source, ("--bits", 4, "--activation-bits", 16)), (tmp_path / "16", ()), (tmp_path / "8", ())):
+        result = invoke("eval", model, "--text", text, "--window", 32, "--stride", 16, *options, "--json")
+        found.append(document(result)["results"][-1])
+    assert [row["weights"] for row in found] == [
+        "4 bits, 16-bit activations", "packed, 4 bits, 16-bit activations", "packed, 4 bits"
+    ]  # fmt: skip
+    assert found[0]["perplexity"] == found[1]["perplexity"] != found[2]["perplexity"]
+
+
 def test_commands_refuse(source, tmp_path):
     packed = tmp_path / "packed"
     document(invoke("quantize", source, packed, "--json"))
-    refused = invoke("convert", packed, tmp_path / "new", "--activation-bits", 12)
-    assert refused.exit_code == 2 and "'12' is not one of '8', '16'" in refused.stderr
+    for command in ("convert", "quantize", "import"):
+        refused = invoke(command, packed, tmp_path / "new", "--activation-bits", 12)
+        assert refused.exit_code == 2 and "'12' is not one of '8', '16'" in refused.stderr
     assert "is float; expected a checkpoint with packed weights" in error(
         invoke("convert", source, tmp_path / "new", "--activation-bits", 16)
     )

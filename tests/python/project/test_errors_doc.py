@@ -10,7 +10,7 @@ TEXT = (ROOT / "docs" / "errors.md").read_text(encoding="utf-8")
 SECTIONS = re.findall(r"^### (.*)\n(.*)\n", TEXT, re.M)
 # Headings that do not quote a message of lowbit.
 SYMPTOMS = {
-    "A packed model answers differently from the float model, or from another program",
+    "A packed model answers differently from the float model, llama.cpp, transformers or vLLM",
     "`incompatible tensor type` when a tensor takes a packed weight as its data",
     "A packed Swin v2 does not load: StopIteration",
     "Rows of NaN",

@@ -19,7 +19,9 @@ from lowbit.machine.memory import give_back
 from lowbit.tensor_parallel import PARTS, LinearPart, shard_
 from transformers import AutoModelForCausalLM
 
-CONFIG = lowbit.LowBitConfig(bits=4, group_size=16)
+# Layers of every kind with activations of 16 bits, beside layers with the same input that have 8.
+PLANES = ("*q_proj", "*qkv_proj", "*down*", "*head", "*embed*")
+CONFIG = lowbit.LowBitConfig(bits=4, group_size=16, overrides={name: {"activation_bits": 16} for name in PLANES})
 
 
 class Gated(torch.nn.Module):
@@ -38,7 +40,11 @@ class Gated(torch.nn.Module):
         self.split = torch.nn.Linear(192, 80)
         for parameter in self.parameters():
             parameter.data.mul_(10 if parameter.dim() == 1 else 1)
-        lowbit.quantize_(self.to(dtype), lowbit.LinearConfig(bits=4, group_size=32))
+        more = {"activation_bits": 16}
+        each = {"*": {}, "up.1": more, "down": more, "whole": more}
+        lowbit.quantize_(
+            self.to(dtype), {name: lowbit.LinearConfig(bits=4, group_size=32, **change) for name, change in each.items()}
+        )
 
     def forward(self, x):
         return self.split(self.whole(self.down(self.up[0](x) * self.up[1](x).sigmoid())))
@@ -67,7 +73,7 @@ class Mixture(torch.nn.Module):
         torch.manual_seed(1)
 
         def packed(rows, inputs):
-            config = lowbit.LinearConfig(bits=4, group_size=32)
+            config = lowbit.LinearConfig(bits=4, group_size=32, activation_bits=16)
             return torch.stack([
                 lowbit.quantize_tensor(torch.randn(rows, inputs) / 10, config, 10 * torch.randn(rows)) for _ in range(5)
             ])  # fmt: skip
@@ -262,4 +268,5 @@ def main(tiny, directory) -> None:
     dist.destroy_process_group()
 
 
-main(*sys.argv[1:])
+if __name__ == "__main__":
+    main(*sys.argv[1:])

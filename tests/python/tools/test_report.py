@@ -38,7 +38,8 @@ def look(page: Path, width: int, height: int) -> dict:
     return json.loads(html.unescape(re.search(r'<pre id="measured">(.*?)</pre>', process.stdout, re.S)[1]))
 
 
-OURS = ("nearest", "nearest, levels", "importance", "auto", "auto, levels")
+PLANES = "nearest, 16-bit activations"
+OURS = ("nearest", "nearest, levels", PLANES, "importance", "auto", "auto, levels")
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +69,8 @@ def made(small, tmp_path_factory):
     options = ("--text", directory / "text.txt", "--window", 64)
     other = ("--calibrate", directory / "other.txt")
     calibrated = (*other, "--target-methods", "auto,importance", "--target-bits", "3.5,1")
-    result = run("report", small, directory, *options, *calibrated, "--bits", "2", "--json", "--threads", 1)
+    widths = ("--bits", "2", "--activation-bits", "8,16")
+    result = run("report", small, directory, *options, *calibrated, *widths, "--json", "--threads", 1)
     assert result.returncode == 0, result.stderr
     return directory, options, calibrated, result
 
@@ -84,14 +86,15 @@ def test_figures_are_the_librarys(made, small):
     assert 3.4 < rows["widths by layer", 3.5]["bits_per_weight"] <= 3.5
     assert len({rows[each]["bytes"] for each in widths}) == 1 < len({rows[each]["quality"] for each in widths})
     assert all(row["family"] in ("GGUF", "torchao", "HQQ", "GPTQ") for key, row in rows.items() if key not in ours)
-    assert all(rows[key]["tokens_per_second"] > 0 for key in rows if key[0] in ("float", "nearest"))
+    assert all(rows[key]["tokens_per_second"] > 0 for key in rows if key[0] in ("float", "nearest", PLANES))
 
     tokens = load_tokenizer(small)((directory / "text.txt").read_text(encoding="utf-8"))["input_ids"]
     text = (directory / "other.txt").read_text(encoding="utf-8")
-    for method, bits in (("float", None), ("nearest", 2), ("auto, levels", 2)):
+    for method, bits in (("float", None), ("nearest", 2), (PLANES, 2), ("auto, levels", 2)):
         model = load_model(small).float()
-        if method == "nearest":
-            lowbit.quantize_(model, lowbit.LowBitConfig(bits).select(model))
+        if method.startswith("nearest"):
+            activation_bits = 16 if method == PLANES else 8
+            lowbit.quantize_(model, lowbit.LowBitConfig(bits, activation_bits=activation_bits).select(model))
         elif bits is not None:
             config = lowbit.LowBitConfig(bits, levels="fit")
             lowbit.calibrate(model, [text], config, tokenizer=load_tokenizer(small), window=64)
@@ -132,7 +135,8 @@ def test_the_page_in_a_browser(made, width, height):
     source = page.read_text(encoding="utf-8")
     assert not re.search(r'(?:src|href)="(?!#|data:)', source) and "@import" not in source and "url(http" not in source
     axis = "perplexity (lower is better)"
-    for text in ("Quality per byte", "Decoding", "Layers", "auto, 2 bits", "widths by layer, 3.5 bits", axis, "embed_tokens"):
+    texts = ("Quality per byte", "Decoding", "Layers", "auto, 2 bits", "widths by layer, 3.5 bits", axis, "embed_tokens", "A16")
+    for text in texts:
         assert text in source
     seen = look(page, width, height)
     assert seen["problems"] == [] and seen["loaded"] == [] and seen["doubled"] == 0

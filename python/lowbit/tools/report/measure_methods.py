@@ -49,6 +49,8 @@ _PROMPT, _NEW = 16, 32  # tokens for measuring decoding
 _REFERENCE_BITS = 3  # bit width at which the loss of each layer is measured, for all target sizes
 CALIBRATED = ("importance", "auto")  # default methods
 LEVELS = ", levels"  # suffix of a method: with a table fitted to each matrix
+PLANES = ", 16-bit activations"  # suffix of a method, if the others have 8
+_TIMED = ("nearest", "nearest" + PLANES)  # methods whose decoding speed is measured
 WIDTHS = "widths by layer"
 
 Say = Callable[[str], None]
@@ -72,6 +74,7 @@ class Options:
     calibration_tokens: int = MOST_TOKENS
     sensitivity: bool = True
     speed: bool = True
+    activation_bits: Sequence[int] = (8,)  # of all methods; a second number is only for round-to-nearest
 
     def identity(self) -> dict[str, Any]:
         """Settings that the figures depend on; figures with another identity are not reused."""
@@ -87,6 +90,7 @@ class Options:
             "group_size": self.group_size,
             "mapping": self.mapping,
             "embedding_bits": self.embedding_bits,
+            "activation_bits": self.activation_bits[0],
             "window": self.window,
             "calibration_tokens": self.calibration_tokens,
             "torch": torch.__version__,
@@ -187,11 +191,14 @@ class _Subject:
         part = self.sentences[:_SENSITIVITY_SENTENCES]
         return 1 - float((self.embeddings(model, part) * self.expected[: len(part)]).sum(1).mean())
 
-    def config(self, bits: int, mapping: str | None = None) -> LowBitConfig:
+    def config(self, bits: int, mapping: str | None = None, activation_bits: int | None = None) -> LowBitConfig:
         from ...transformers import LowBitConfig
 
         options = self.options
-        return LowBitConfig(bits, options.group_size, mapping or options.mapping, embedding_bits=options.embedding_bits)
+        return LowBitConfig(
+            bits, options.group_size, mapping or options.mapping, embedding_bits=options.embedding_bits,
+            activation_bits=activation_bits or options.activation_bits[0],
+        )  # fmt: skip
 
     def batches(self) -> list[Inputs]:
         """The calibration text as inputs of the model."""
@@ -265,6 +272,7 @@ class _Collection:
             "measured_on": len(subject.tokens) - 1 if subject.language else len(subject.sentences),
             "weights": self.weights,
             "rest_bytes": subject.model_bytes - self.matrix_bytes,
+            "activation_bits": options.activation_bits[0],
             "machine": cpu_name(),
             "threads": torch.get_num_threads(),
         }
@@ -294,7 +302,7 @@ class _Collection:
                     model = copy.deepcopy(self.subject.model)
                     with _quiet():
                         _quantize(self.subject, model, method, bits)
-                    self.add(method, bits, "lowbit", _packed_bytes(model), model, timed=method == "nearest")
+                    self.add(method, bits, "lowbit", _packed_bytes(model), model, timed=method in _TIMED)
 
     def widths_by_layer(self) -> None:
         """Measures mixed precision per layer, for each target."""
@@ -389,7 +397,7 @@ def _methods(options: Options, bits: int) -> list[str]:
     methods = ["nearest", *(options.methods if options.calibration is not None else ())]
     if options.mapping == "symmetric" and bits in LEVELS_BITS:
         methods += [name + LEVELS for name in methods if name != "importance"]
-    return methods
+    return methods + ["nearest" + PLANES] * (len(options.activation_bits) - 1)
 
 
 def _packed_bytes(model: torch.nn.Module) -> int:
@@ -400,7 +408,7 @@ def _packed_bytes(model: torch.nn.Module) -> int:
 
 
 def _quantize(subject: _Subject, model: torch.nn.Module, method: str, bits: int) -> None:
-    config = subject.config(bits, "levels" if method.endswith(LEVELS) else None)
+    config = subject.config(bits, "levels" if method.endswith(LEVELS) else None, 16 if method.endswith(PLANES) else None)
     if method.startswith("nearest"):
         with described_to_transformers(model):
             replace_layers(model, config.select(model))

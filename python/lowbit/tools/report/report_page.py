@@ -14,11 +14,13 @@ try:
 except ImportError as error:
     raise ImportError(f"matplotlib is not installed ({error}); a report needs it: pip install matplotlib") from error
 
-_COLORS = {"nearest": "#767676", "nearest, levels": "#aaaaaa", "importance": "#0f7ba0", "auto": "#b3261e",
+_COLORS = {"nearest": "#767676", "nearest, levels": "#aaaaaa", "nearest, 16-bit activations": "#4caf50",
+            "importance": "#0f7ba0", "auto": "#b3261e",
             "auto, levels": "#e07a5f", "widths by layer": "#1b1b1b", "widths by layer, distilled": "#1f4e9c",
             "GGUF": "#8a6d00", "GGUF, importance": "#2e7d32", "torchao": "#6b4fa0", "HQQ": "#c2185b",
             "GPTQ": "#00838f"}  # fmt: skip
-_MARKS = {"nearest": "o", "nearest, levels": "o", "importance": "s", "auto": "D", "auto, levels": "D",
+_MARKS = {"nearest": "o", "nearest, levels": "o", "nearest, 16-bit activations": "h", "importance": "s",
+          "auto": "D", "auto, levels": "D",
           "widths by layer": "*", "widths by layer, distilled": "*", "GGUF": "^", "GGUF, importance": "P",
           "torchao": "v", "HQQ": "X", "GPTQ": "<"}  # fmt: skip
 _MOST_OVER_FLOAT = 4  # largest perplexity ratio shown in the plot; the table shows all
@@ -99,9 +101,12 @@ def _speed(figures: dict[str, Any]) -> str | None:
     rows = [row for row in figures["rows"] if row["tokens_per_second"]]
     if not rows:
         return None
-    rows = sorted(rows, key=lambda row: -row["bytes"])
+    rows = sorted(rows, key=lambda row: (-row["bytes"], row["method"]))
     figure, axes = _axes()
-    names = ["float" if row["bits"] is None else f"{row['bits']} bits" for row in rows]
+    names = [
+        "float" if row["bits"] is None else f"{row['bits']} bits" if row["method"] == "nearest" else f"{row['bits']} bits\nA16"
+        for row in rows
+    ]
     bars = axes.bar(names, [row["tokens_per_second"] for row in rows], color="#0f7ba0")
     axes.bar_label(bars, fmt="%.0f", fontsize=9)
     axes.set_ylabel("tokens per second")
@@ -219,13 +224,16 @@ def render(figures: dict[str, Any], command: str) -> str:
     unit = "tokens predicted" if about["quality"] == "perplexity" else "sentences"
     text = (
         "Bytes of the matrices that are quantized: codes, scales and all else of the format. Other projects' formats are "
-        "evaluated by dequantizing, with float activations; lowbit as it runs."
+        "evaluated by dequantizing, with float activations; lowbit as it runs, with activations of "
+        f"{about['activation_bits']} bits."
     )
     if about["quality"] == "cosine":
         text += " Same neighbors: which part of each sentence's five nearest others stays the same."
     parts = [("Quality per byte", text, _quality(figures))]
     if (speed := _speed(figures)) is not None:
         text = f"Decoding in eager mode after a short prompt; {_threads(about)} of {about['machine']}."
+        if any(row["tokens_per_second"] and row["method"] not in ("float", "nearest") for row in figures["rows"]):
+            text += " A16: activations of 16 bits."
         parts.append(("Decoding", text, speed))
     if (layers := _layers(figures)) is not None:
         text = f"What each layer costs when it alone is rounded to nearest at {figures['sensitivity']['bits']} bits."
