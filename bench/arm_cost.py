@@ -199,9 +199,9 @@ def planes(data: dict) -> list[str]:
     lines = [
         "### A token with 16-bit activations",
         "",
-        "4 bits, symmetric, groups of 32: modeled cycles per 128 weights, without the quantization.",
-        "Two planes are two rows of a call. The last column is the rate at which the kernel reads weights with two planes. Where the memory gives a core fewer",
-        "bytes per cycle, a token costs the same with either.",
+        "4 bits, symmetric, groups of 32: modeled cycles per 128 weights, without the quantization. Two planes are",
+        "two rows of a call. The last column is the rate at which the kernel reads weights with two planes. Where",
+        "the memory gives a core fewer bytes per cycle, a token costs the same with either.",
         "",
         "| core | one plane | two planes | two planes / one | bytes per cycle, one plane | two planes |",
         "|---|---|---|---|---|---|",

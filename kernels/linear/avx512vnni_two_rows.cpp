@@ -1,5 +1,5 @@
-// linear_a8w<b>_2x32_avx512vnni: two rows of int8 activations through two interleaved panels, for CPUs that read several streams
-// faster (linear_avx512.h). A token with 16-bit activations has two rows.
+// linear_a8w<b>_2x32_avx512vnni: two rows of int8 activations through two interleaved panels, for CPUs that read several
+// streams faster (linear_avx512.h). A token with 16-bit activations has two rows.
 
 #include "../bits/widths.h"
 #include "tiles_avx512.h"
