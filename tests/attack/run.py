@@ -59,7 +59,7 @@ PARTS = {
     "gguf": Part(files.gguf, 2000, 8),
     "safetensors": Part(files.safetensors, 2000, 6),
     "directories": Part(files.directories, 2000, 4),
-    "packed": Part(files.packed, 500, 4, same=True),
+    "packed": Part(files.packed, 2000, 4, same=True),
     "config": Part(files.config, 2000, 6),
     "tokenizer": Part(files.tokenizer, 2000, 6),
     "ctranslate2": Part(files.ctranslate2, 2000, 6),

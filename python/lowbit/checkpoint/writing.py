@@ -64,7 +64,9 @@ def new_checkpoint(target: Path, needed: int) -> Iterator[Path]:
         partial.rehearse()
         free = shutil.disk_usage(partial.path).free
         if free < needed:
-            raise OSError(errno.ENOSPC, f"the disk of {target} has {size(free)} free; the packed checkpoint takes {size(needed)}")
+            raise OSError(
+                errno.ENOSPC, f"the disk of {target} has {size(free)} free; the packed checkpoint takes {size(needed)}"
+            )
         yield partial.path
         partial.finish()
 
