@@ -48,18 +48,23 @@ class Ended:
     too_much: bool = False  # killed because of its memory
 
 
-def command(*arguments: object) -> Callable[[], None]:
-    """The command line's entry point, for :func:`forked`."""
+@functools.cache
+def _program() -> Callable[[], None]:
+    """The command line's entry point. Its parser is made once, before forking; otherwise it takes a third of a case's time."""
     import typer.main
 
+    typer.main.get_command = functools.cache(typer.main.get_command)
     (entry,) = importlib.metadata.entry_points(group="console_scripts", name="lowbit")
-    if not hasattr(typer.main.get_command, "cache_info"):
-        # The parser of the command line is made once, before forking; otherwise it takes a third of a case's time.
-        typer.main.get_command = functools.cache(typer.main.get_command)
+    return entry.load()
+
+
+def command(*arguments: object) -> Callable[[], None]:
+    """A command of lowbit, for :func:`forked`."""
+    program = _program()
 
     def run() -> None:
         sys.argv = ["lowbit", *map(str, arguments)]
-        entry.load()()
+        program()
 
     return run
 

@@ -147,12 +147,12 @@ class Service:
 
 
 def _message(document: bytes) -> str | None:
-    """The message of an error in OpenAI's format; None for another document."""
+    """The message of an error in OpenAI's format, which is a printable line; None for another document."""
     try:
         message = json.loads(document)["error"]["message"]
     except (ValueError, KeyError, TypeError):
         return None
-    return message if isinstance(message, str) and message else None
+    return message if isinstance(message, str) and message and message.isprintable() else None
 
 
 @contextlib.contextmanager

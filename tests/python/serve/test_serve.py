@@ -453,6 +453,8 @@ CHAT = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
         ("/detokenize", {"tokens": [5000], "model": "tiny"}, 400, "tokens has 5000; expected token ids from 0 to 2047",
          "tokens", None),
         ("/tokenize", {"model": "tiny"}, 400, "content is missing; expected a text", "content", None),
+        ("/tokenize", {"model": "tiny", "a\x1b[2J\0\u202e": 1}, 400,
+         re.escape(r"there is no parameter a\x1b[2J\x00\u202e; expected"), "a\x1b[2J\0\u202e", "unknown_parameter"),
         ("/v1/nothing", {}, 404, "there is no POST /v1/nothing", None, "not_found"),
     ],
 )  # fmt: skip
