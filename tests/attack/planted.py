@@ -49,6 +49,7 @@ CASES = [
         REFUSED,
     ),
     (lambda: _fail("thread 'a' panicked at b.rs:1:2:\nlowbit: error: it is wrong", 1), TRACEBACK),
+    (None, TRACEBACK),  # the attack itself fails
 ]
 
 
@@ -61,7 +62,10 @@ def _grow() -> None:
 @contextlib.contextmanager
 def start(room: Path, quick: bool) -> Iterator:
     def case(number: int, draw: random.Random, place: Path) -> Found:
-        ended = forked(CASES[number][0], place, seconds=1, most=_MOST)
+        action = CASES[number][0]
+        if action is None:
+            raise RuntimeError("planted")
+        ended = forked(action, place, seconds=1, most=_MOST)
         return judged(ended, lambda: ended.out, "expected\n", _MOST)
 
     yield case

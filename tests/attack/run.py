@@ -33,7 +33,7 @@ import disks
 import files
 import planted
 import serving
-from outcomes import BAD, OTHER, OUTCOMES, Found, empty
+from outcomes import BAD, OTHER, OUTCOMES, TRACEBACK, Found, empty
 from sources import ROOT
 
 Attack = Callable[[int, random.Random, Path], Found]
@@ -59,7 +59,7 @@ PARTS = {
     "gguf": Part(files.gguf, 2000, 8),
     "safetensors": Part(files.safetensors, 2000, 6),
     "directories": Part(files.directories, 2000, 4),
-    "packed": Part(files.packed, 500, 4, same=True),
+    "packed": Part(files.packed, 2000, 4, same=True),
     "config": Part(files.config, 2000, 6),
     "tokenizer": Part(files.tokenizer, 2000, 6),
     "ctranslate2": Part(files.ctranslate2, 2000, 6),
@@ -103,7 +103,10 @@ def attack(name: str, part: Part, numbers: range, options: argparse.Namespace) -
             if time.monotonic() - began > 60 * options.minutes:
                 break
             place = empty(room / "case")
-            found = case(number, random.Random(f"{options.seed} {name} {number}"), place)
+            try:
+                found = case(number, random.Random(f"{options.seed} {name} {number}"), place)
+            except Exception as error:  # the attack itself has a defect, or a server does not start
+                found = Found(TRACEBACK, f"{error!r}")
             row.counts[found.outcome] += 1
             if found.outcome in BAD or part.same and found.outcome == OTHER:
                 kept = options.keep / f"{name}-{options.seed}-{number}"

@@ -131,10 +131,8 @@ class Service:
             return Found(TRACEBACK, f"status 500: {document[:300]!r}")
         if status < 300:
             return Found(SAME if expected(document) else OTHER)
-        try:
-            message = json.loads(document)["error"]["message"]
-            assert isinstance(message, str) and message
-        except (ValueError, KeyError, TypeError, AssertionError):
+        message = _message(document)
+        if message is None:
             return Found(TRACEBACK, f"status {status} without OpenAI's error: {document[:300]!r}")
         return Found(REFUSED, f"{status} {message[:300]}")
 
@@ -146,6 +144,15 @@ class Service:
             state = self.check()
             return state if state.outcome != SAME else Found(HANG, f"no answer: {error!r}")
         return self.judged(status, document, expected)
+
+
+def _message(document: bytes) -> str | None:
+    """The message of an error in OpenAI's format, which is a printable line; None for another document."""
+    try:
+        message = json.loads(document)["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        return None
+    return message if isinstance(message, str) and message and message.isprintable() else None
 
 
 @contextlib.contextmanager
@@ -385,6 +392,8 @@ def raw_http(room: Path, quick: bool) -> Iterator:
             lambda n: b"POST /" + b"a" * (n * 10) + b" HTTP/1.1\r\n" + host + close + size + b"\r\n" + body,
             lambda n: b"POST /" + b"%2e%2e/" * n + b" HTTP/1.1\r\n" + host + close + size + b"\r\n" + body,
             lambda n: b"GET /v1/models/" + b"%00%ff%c0/" * (n % 99) + b" HTTP/1.1\r\n" + host + close + b"\r\n",
+            lambda n: usual.replace(b" HTTP", b"/" * (n % 9 + 1) + b" HTTP", 1),
+            lambda n: usual.replace(b"POST", (b"GET", b"PUT", b"DELETE", b"OPTIONS", b"TRACE")[n % 5]),
             lambda n: b"GET /?" + b"&a=b" * n + b" HTTP/1.1\r\n" + host + close + b"\r\n",
             lambda n: b"A" * n, lambda n: b"\r\n" * n + usual, lambda n: b"\0" * n,
             lambda n: usual.replace(b"HTTP/1.1", b"HTTP/1.0"), lambda n: usual.replace(b"HTTP/1.1", b"HTTP/%d.9" % (n % 99)),
@@ -424,7 +433,7 @@ def raw_http(room: Path, quick: bool) -> Iterator:
             if state.outcome != SAME:
                 return state
             answers = _answers(received)
-            if any(status == 500 or status == 0 for status, _ in answers):
+            if any(status in (0, 500) or status > 200 and _message(document) is None for status, document in answers):
                 return Found(TRACEBACK, f"{answers[:2]}"[:400])
             ambiguous = sent.count(hidden) == 1 and sent != hidden
             if ambiguous and any(b'"list"' in document for status, document in answers if status == 200):

@@ -8,13 +8,14 @@ import logging
 import os
 import shutil
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..files.replace import lock, sync, sync_path
+from ..files.replace import lock, naming_full_disk, sync, sync_path
 from ..packed.matrix import verify
 
 _LOG = logging.getLogger(__name__)
@@ -138,11 +139,15 @@ class Journal:
 
     def _replace(self, name: str, content: bytes) -> None:
         partial = self.path / f"{name}.new"
-        with open(partial, "wb") as file:
-            file.write(content)
-            sync(file)
-        os.replace(partial, self.path / name)
-        sync_path(self.path)
+        with self._naming_full_disk():
+            with open(partial, "wb") as file:
+                file.write(content)
+                sync(file)
+            os.replace(partial, self.path / name)
+            sync_path(self.path)
+
+    def _naming_full_disk(self) -> AbstractContextManager[None]:
+        return naming_full_disk(self.path, kept="its finished layers are kept")
 
     def keep(self, layers: list[tuple[list[str], str, Tensor]]) -> list[Tensor]:
         """Stores layers, all or none, and returns their weights as mapped files.
@@ -151,17 +156,18 @@ class Journal:
             layers: names that share a packed weight, their method, and the weight, uint8 [bytes] or [experts, bytes].
         """
         entries: list[dict[str, Any]] = []
-        for names, method, packed in layers:
-            name, experts = f"{self._files:05}.packed", {"experts": len(packed)} if packed.dim() == 2 else {}
-            entries.append({"layers": names, "method": method, "file": name, **experts})
-            self._files += 1
-            with open(self.path / name, "wb") as file:
-                file.write(packed.numpy())
+        with self._naming_full_disk():
+            for names, method, packed in layers:
+                name, experts = f"{self._files:05}.packed", {"experts": len(packed)} if packed.dim() == 2 else {}
+                entries.append({"layers": names, "method": method, "file": name, **experts})
+                self._files += 1
+                with open(self.path / name, "wb") as file:
+                    file.write(packed.numpy())
+                    sync(file)
+            with open(self.path / _LAYERS, "ab") as file:  # an incomplete line is ignored
+                file.write(json.dumps(entries).encode() + b"\n")
                 sync(file)
-        with open(self.path / _LAYERS, "ab") as file:  # an incomplete line is ignored
-            file.write(json.dumps(entries).encode() + b"\n")
-            sync(file)
-        sync_path(self.path)  # makes the file names durable
+            sync_path(self.path)  # makes the file names durable
         weights = [self._map(entry["file"], entry.get("experts")) for entry in entries]
         for (names, method, _), mapped in zip(layers, weights, strict=True):
             for name in names:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..files.config_json import CONFIG, SETTINGS_FILES
-from ..files.replace import PartialDirectory, resolve_new_directory, sync
+from ..files.replace import PartialDirectory, naming_full_disk, resolve_new_directory, sync
 from ..files.safetensors import INDEX, WEIGHTS, Stored, Writer, header_of
 from ..machine.sizes import size
 from .entries import DTYPES_OF_TORCH, CheckpointEntry, describe_entry
@@ -48,13 +48,6 @@ def _shards(outputs: Iterable[Output], most: int) -> Iterator[list[Output]]:
     yield sorted(shard, key=place)
 
 
-def _check_space(directory: Path, needed: int) -> None:
-    """Raises OSError if the disk has fewer than ``needed`` free bytes."""
-    free = shutil.disk_usage(directory).free
-    if free < needed:
-        raise OSError(errno.ENOSPC, f"{directory} has {size(free)} free; the packed checkpoint takes {size(needed)}")
-
-
 @contextmanager
 def new_checkpoint(target: Path, needed: int) -> Iterator[Path]:
     """A context with a hidden directory for a checkpoint, which replaces `target` on success.
@@ -67,19 +60,14 @@ def new_checkpoint(target: Path, needed: int) -> Iterator[Path]:
         OSError: target is not empty, or cannot be replaced, which is tested first; or the disk is too small or full: the
             message says how much is needed.
     """
-    with PartialDirectory(resolve_new_directory(target)) as partial:
+    with naming_full_disk(target, size(needed)), PartialDirectory(resolve_new_directory(target)) as partial:
         partial.rehearse()
-        _check_space(partial.path, needed)
-        try:
-            yield partial.path
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
-                raise
+        free = shutil.disk_usage(partial.path).free
+        if free < needed:
             raise OSError(
-                error.errno,
-                f"{error.strerror} while {target} was written, which takes {size(needed)}; nothing of it was "
-                "kept. Make room, or choose another place",
-            ) from error
+                errno.ENOSPC, f"the disk of {target} has {size(free)} free; the packed checkpoint takes {size(needed)}"
+            )
+        yield partial.path
         partial.finish()
 
 

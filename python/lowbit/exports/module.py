@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import os
 import warnings
 from collections.abc import Callable
@@ -266,10 +267,39 @@ def export_pt2(
         report(1, 3, "compiling it")
         files = machine_code(exported, example_inputs, options)
         report(2, 3, "writing it")
-        import_module("torch._inductor.package").package_aoti(str(written), files)
+        write_package(written, files)
         if changed := _buffers_of(exported):
             inductor = import_module("torch._inductor")
             check_changes(model, example_inputs, changed, lambda: _called(inductor.aoti_load_package(str(written))))
+
+
+class _Archive(io.FileIO):
+    """A file that keeps the first error of a write, because torch's archive writer ends the process if a write fails."""
+
+    failed: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        if self.failed is None:
+            try:
+                with memoryview(data).cast("B") as left:
+                    done = 0
+                    while done < len(left):
+                        done += super().write(left[done:])
+            except OSError as error:
+                self.failed = error
+        return len(data)
+
+
+def write_package(path: Path, files: Any) -> None:
+    """Writes the files of :func:`machine_code`, or a dict of them by model, to a .pt2.
+
+    Raises:
+        OSError: a write failed.
+    """
+    with _Archive(path, "wb") as file:
+        import_module("torch._inductor.package").package_aoti(file, files)
+        if file.failed is not None:
+            raise file.failed
 
 
 def _called(loaded: Callable[..., Any]) -> Callable[[tuple[Any, ...]], Any]:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 _PARTIAL = ".partial"
+_FULL = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 
 
 def sync(file: IO[Any]) -> None:
@@ -214,6 +215,25 @@ def resolve_new_directory(path: str | os.PathLike[str]) -> Path:
 
 
 @contextmanager
+def naming_full_disk(target: Path, takes: str = "", kept: str = "nothing of it was kept") -> Iterator[None]:
+    """A context whose errors of a full disk name the target; the system names none.
+
+    Args:
+        takes: how much space the target needs.
+        kept: what remains on the disk.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _FULL or error.strerror != os.strerror(error.errno):  # another text is an explanation already
+            raise
+        needs = takes and f", which takes {takes}"
+        raise OSError(
+            error.errno, f"{error.strerror} while {target} was written{needs}; {kept}. Make room, or choose another place"
+        ) from error
+
+
+@contextmanager
 def replacing(path: str | os.PathLike[str], suffix: str) -> Iterator[Path]:
     """A context with a path to write to; that file replaces `path` atomically if the context exits without an error.
 
@@ -231,7 +251,7 @@ def replacing(path: str | os.PathLike[str], suffix: str) -> Iterator[Path]:
     if target.is_dir():
         raise IsADirectoryError(f"{target} is a directory; expected the name of a file")
     mode = stat.S_IMODE(target.stat().st_mode) if target.exists() else None
-    with PartialDirectory(target) as directory:
+    with naming_full_disk(target), PartialDirectory(target) as directory:
         if mode is not None:
             directory.path.chmod(0o700)  # private until the new file has the old one's permissions
         written = directory.path / Path(path).name

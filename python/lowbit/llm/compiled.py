@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..exports.module import machine_code
+from ..exports.module import machine_code, write_package
 from ..files.replace import replacing
 from ..files.untrusted import one_line
 from ..machine.facts import cpp_compiler
@@ -146,4 +146,4 @@ def _package(decoder: Decoder, path: Path) -> None:
             exported = torch.export.export(decoder, example, dynamic_shapes=({1: length}, None) if tokens > 1 else None)
             options = {"aot_inductor.package_constants_in_so": False, **_OPTIONS[tokens]}
             files[name] = machine_code(exported, example, options)
-    import_module("torch._inductor.package").package_aoti(str(path), files)
+    write_package(path, files)

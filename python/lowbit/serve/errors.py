@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..files.untrusted import printable
+
 _LONGEST = 400  # characters of a message, which may quote the request
 
 
@@ -22,12 +24,14 @@ class ApiError(Exception):
         """
         Args:
             status: HTTP status.
-            message: what was found and what was expected; a long one is truncated.
+            message: what was found and what was expected; a long one is truncated. Control characters of a quoted request
+                are escaped, because clients show the message in a terminal.
             param: the invalid parameter.
             code: error code for programs.
             retry_after: seconds after which the client may retry.
         """
-        self.status, self.message, self.code, self.retry_after = status, shortened(message), code, retry_after
+        self.status, self.code, self.retry_after = status, code, retry_after
+        self.message = shortened(printable(shortened(message)))
         self.param = None if param is None else shortened(param, 64)
         super().__init__(self.message)
 

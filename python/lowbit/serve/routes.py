@@ -115,7 +115,9 @@ class Server:
         routes = [Route(path, self._guarded(path, self._reading(*each)), methods=["POST"]) for path, each in posts.items()]
         routes += [Route(path, self._guarded(path, handler), methods=["POST"]) for path, handler in forms.items()]
         routes += [Route(path, self._guarded(path, handler), methods=["GET"]) for path, handler in gets.items()]
-        return Starlette(routes=routes, lifespan=lifespan, exception_handlers={HTTPException: _not_found})
+        app = Starlette(routes=routes, lifespan=lifespan, exception_handlers={HTTPException: _no_endpoint})
+        app.router.redirect_slashes = False  # a redirection is not in OpenAI's format
+        return app
 
     def end(self) -> None:
         """Answers all open requests with an error. Call it on the server's thread."""
@@ -487,7 +489,14 @@ def _card(model: Model) -> dict[str, Any]:
     )  # the page lists only models with this entry
 
 
-async def _not_found(request: Request, error: Exception) -> Response:
+async def _no_endpoint(request: Request, error: Exception) -> Response:
+    """The error for an unknown path, or for a method that the path does not have."""
     assert isinstance(error, HTTPException)
-    message = f"there is no {request.method} {request.url.path}; docs/serving.md lists the endpoints"
-    return JSONResponse(ApiError(error.status_code, message, code="not_found").document, error.status_code)
+    path, headers = request.scope["raw_path"].decode("ascii"), error.headers or {}
+    if error.status_code == 405:
+        methods = " or ".join(sorted(headers["Allow"].split(", ")))
+        found = ApiError(405, f"the method is {request.method}; {path} expects {methods}", code="method_not_allowed")
+    else:
+        message = f"there is no {request.method} {path}; docs/serving.md lists the endpoints"
+        found = ApiError(error.status_code, message, code="not_found")
+    return JSONResponse(found.document, found.status, headers)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import os
 from collections.abc import Callable, Iterator
 from importlib import import_module
@@ -74,7 +75,7 @@ def read_audio(
     options = {"format_whitelist": _FORMATS, "protocol_whitelist": "none", "codec_whitelist": _CODECS}
     options["max_streams"] = str(_MOST_STREAMS)
     try:
-        with av.open(file, options=options, metadata_errors="ignore") as container:
+        with av.open(_Seekable(file), options=options, metadata_errors="ignore") as container:
             if not container.streams.audio:
                 raise ValueError(f"{name} has no audio")
             context = container.streams.audio[0].codec_context
@@ -92,6 +93,19 @@ def read_audio(
     if not samples:
         raise ValueError(f"{name} has audio without samples; expected at least one")
     return np.frombuffer(samples, np.float32)
+
+
+class _Seekable:
+    """A file for FFmpeg. Damaged headers make FFmpeg seek to offsets that no file has; it expects an error code."""
+
+    def __init__(self, file: IO[bytes]):
+        self.read, self.tell, self._seek = file.read, file.tell, file.seek
+
+    def seek(self, offset: int, whence: int) -> int:
+        try:
+            return self._seek(offset, whence)
+        except (OSError, ValueError, OverflowError):
+            return -errno.EINVAL
 
 
 def _resampled(frames: Iterator[Any], name: str, check: Callable[[], None] | None) -> Iterator[np.ndarray]:

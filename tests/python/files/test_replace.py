@@ -38,6 +38,51 @@ def test_a_failure_leaves_the_target_unchanged(tmp_path):
     assert target.read_text() == "old" and list(tmp_path.iterdir()) == [target]
 
 
+def test_a_full_disk(tmp_path, run_python):
+    """The error names what was written; the system names nothing, and torch's archive writer would end the process."""
+    script = """
+import resource, sys, torch
+from pathlib import Path
+from lowbit.calibration.journal import Journal
+from lowbit.exports.module import write_package
+from lowbit.files.replace import replacing
+
+def text(target):
+    with replacing(target, target.suffix) as file:
+        file.write_text("a" * 100_000)
+
+def package(target):
+    (target.parent / "data").mkdir()
+    files = [str(target.parent / "data" / name) for name in ("a.cpp", "b.so", "c.json")]
+    for file in files:
+        Path(file).write_bytes(b"a" * 900)
+    with replacing(target, target.suffix) as written:
+        write_package(written, files)
+
+def journal(target):
+    with Journal(target, {"a": "a" * 1000}) as journal:
+        journal.keep([(["one"], "gptq", torch.zeros(2000, dtype=torch.uint8))])
+
+resource.setrlimit(resource.RLIMIT_FSIZE, (1500, resource.RLIM_INFINITY))  # a longer file fails as on a full disk
+for write, name in ((text, "a.html"), (package, "a.pt2"), (journal, "packed")):
+    try:
+        write(Path(sys.argv[1], name))
+    except OSError as error:
+        print(error)
+"""
+    done = run_python(script, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        f"[Errno 27] File too large while {tmp_path / name} was written; {kept} kept. Make room, or choose another place"
+        for name, kept in (
+            ("a.html", "nothing of it was"),
+            ("a.pt2", "nothing of it was"),
+            (".packed.calibration", "its finished layers are"),
+        )
+    ]
+    assert {path.name for path in tmp_path.iterdir()} == {"data", ".packed.calibration"}
+
+
 def test_a_link_stays_one(tmp_path):
     (tmp_path / "link.pte").symlink_to("real.pte")
     with replacing(tmp_path / "link.pte", ".pte") as written:

@@ -18,12 +18,12 @@ def test_planted_defects_are_detected(tmp_path):
     head, _, row = (tmp_path / "table").read_text().splitlines()
     counts = dict(zip(head.split(" | ")[1:-1], row.split(" | ")[1:-1], strict=True))
     assert counts == {
-        "Cases": "15", "Refused": "2", "Same result": "1", "Other result": "1", "Traceback": "6", "Signal": "2", "Hang": "1",
+        "Cases": "16", "Refused": "2", "Same result": "1", "Other result": "1", "Traceback": "7", "Signal": "2", "Hang": "1",
         "Memory": "2",
     }  # fmt: skip
     named = dict(re.findall(r"--only planted --seed 5 --case (\d+): ([a-z ]+): ", done.stdout))
     kept = {path.name for path in tmp_path.iterdir()} - {"table"}
-    assert kept == {f"planted-5-{number}" for number in named} and len(named) == 12
+    assert kept == {f"planted-5-{number}" for number in named} and len(named) == 13
     assert {"traceback", "signal", "hang", "memory", "other result"} == set(named.values())
     assert "ZeroDivisionError" in (tmp_path / "planted-5-6" / "stderr").read_text()
 

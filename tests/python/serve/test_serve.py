@@ -453,6 +453,8 @@ CHAT = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
         ("/detokenize", {"tokens": [5000], "model": "tiny"}, 400, "tokens has 5000; expected token ids from 0 to 2047",
          "tokens", None),
         ("/tokenize", {"model": "tiny"}, 400, "content is missing; expected a text", "content", None),
+        ("/tokenize", {"model": "tiny", "a\x1b[2J\0\u202e": 1}, 400,
+         re.escape(r"there is no parameter a\x1b[2J\x00\u202e; expected"), "a\x1b[2J\0\u202e", "unknown_parameter"),
         ("/v1/nothing", {}, 404, "there is no POST /v1/nothing", None, "not_found"),
     ],
 )  # fmt: skip
@@ -465,6 +467,54 @@ def test_errors_have_one_shape(client, path, body, status, message, param, code)
     assert re.match(message, error["message"]) and (error["param"], error["code"]) == (param, code), error
     assert error["type"] == "invalid_request_error"
     assert json.loads(client.get("/health")) == {"status": "ok"}
+
+
+COMPLETE, CHAT_PATH, SPEECH = "/v1/completions", "/v1/chat/completions", "/v1/audio/transcriptions"
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "message", "code"),
+    [
+        ("POST", f"{CHAT_PATH}/", 404, f"there is no POST {CHAT_PATH}/; docs/serving.md", "not_found"),
+        ("POST", "/tokenize/", 404, "there is no POST /tokenize/; docs", "not_found"),
+        ("GET", "/health/", 404, "there is no GET /health/; docs", "not_found"),
+        ("GET", f"{COMPLETE}/", 404, f"there is no GET {COMPLETE}/; docs", "not_found"),
+        ("HEAD", "/nothing/", 404, None, None),
+        ("POST", "//", 404, "there is no POST //; docs", "not_found"),
+        ("POST", "/v1/a%0Ab%FF?c", 404, "there is no POST /v1/a%0Ab%FF; docs", "not_found"),
+        ("GET", COMPLETE, 405, f"the method is GET; {COMPLETE} expects POST", "method_not_allowed"),
+        ("HEAD", COMPLETE, 405, None, None),
+        ("OPTIONS", CHAT_PATH, 405, f"the method is OPTIONS; {CHAT_PATH} expects POST", "method_not_allowed"),
+        ("DELETE", SPEECH, 405, f"the method is DELETE; {SPEECH} expects POST", "method_not_allowed"),
+        ("POST", "/v1/models", 405, "the method is POST; /v1/models expects GET or HEAD", "method_not_allowed"),
+        ("HEAD", "/v1/models", 200, None, None),
+        ("HEAD", "/v1/models/other", 404, None, None),
+        ("GET", "/v1/models/other/", 404, "there is no model 'other/'; expected tiny or encoder", "model_not_found"),
+        ("GET", "/v1/models/", 404, "there is no model ''; expected tiny or encoder", "model_not_found"),
+    ],
+)
+def test_wrong_paths_and_methods(client, method, path, status, message, code):
+    found, headers, document = client.send(path, {"model": "tiny", "prompt": "a"} if method == "POST" else None, method)
+    assert (found, headers["content-type"]) == (status, "application/json"), document
+    expected = {"GET", "HEAD"} if path.startswith("/v1/models") else {"POST"}
+    assert set((headers["allow"] or "").split(", ")) == (expected if status == 405 else {""})
+    if message is None:
+        assert method == "HEAD" and document == b""
+        return
+    error = json.loads(document)["error"]
+    assert error["message"].startswith(message) and error["code"] == code, error
+    assert (error["type"], error["param"]) == ("invalid_request_error", "model" if code == "model_not_found" else None)
+
+
+@pytest.mark.parametrize("kind", ["multipart/form-data; boundary=a", "text/plain", "application/json; charset=\xff", ""])
+def test_types_of_bodies(client, kind):
+    """An endpoint of JSON parses any body as JSON, as clients often omit the type; a form has to say that it is one."""
+    headers = {"Content-Type": kind}
+    assert client.send("/tokenize", {"model": "tiny", "content": PROMPT}, **headers)[0] == 200
+    for path in ("/tokenize", SPEECH):
+        status, got, document = client.send(path, b'--a\r\nContent-Disposition: form-data; name="model"\r\n\r\ntiny', **headers)
+        assert (status, got["content-type"]) == (400, "application/json"), document
+        assert set(json.loads(document)["error"]) == {"message", "type", "param", "code"}
 
 
 def test_tokens_models_and_embeddings(loaded, served, client):

@@ -347,6 +347,22 @@ def test_formats_of_recordings(tmp_path, format, codec):
     assert abs(len(samples) - SECOND) < 4000 and np.abs(np.diff(samples)).max() < 1e-3
 
 
+@pytest.mark.parametrize("opened", [lambda path: open(path, "rb"), lambda path: io.BytesIO(path.read_bytes())])
+def test_headers_that_point_nowhere(tmp_path, capfd, opened):
+    """FFmpeg seeks to the end of a chunk whose size is wrong; PyAV prints a traceback if the file's seek raises."""
+    path = container(tmp_path / "a.w64", "w64", "pcm_s16le", frames=10)
+    whole = path.read_bytes()
+    at = whole.index(b"data") + 16
+    for size in (1 << 48, (1 << 62) + 24, (1 << 63) - 1, -(1 << 62), -1):
+        path.write_bytes(whole[:at] + struct.pack("<q", size) + whole[at + 8 :])
+        with opened(path) as file:
+            try:
+                assert len(read_audio(file, "a.w64"))
+            except ValueError as refused:
+                assert str(refused).startswith("a.w64 is not readable audio: ")
+    assert "Traceback" not in capfd.readouterr().err
+
+
 def test_headers_that_ask_for_much_memory(tmp_path):
     """A header may be compressed to a thousandth of its size."""
 
