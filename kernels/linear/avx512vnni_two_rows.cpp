@@ -34,7 +34,9 @@ void run(const LinearArgs& args) {
   // The scratch memory has room for two rows of more segments than any model has.
   if (args.m != 2 || Streams(args, 0).most_rows() < 2) return one_row<Bits>().run(args);
   with_groups<Bits>(args.layout, [&](auto bits, auto affine, auto kind) LOWBIT_INLINE {
-    if constexpr (kind() != Groups::anywhere) {
+    if constexpr (kind() == Groups::anywhere) {
+      one_row<Bits>().run(args);
+    } else {
       constexpr bool kAffine = affine() && !asks_for_mins(bits(), 2, 1);
       run_interleaved_rows<bits(), kAffine, kind()>(args, Streams(args, level_offset(bits())));
     }
