@@ -47,7 +47,8 @@ TEST(Elementwise, RotaryStridesAndThreads) {
   const auto transposed = [&](const Tensor& x, int64_t n) {
     return view_of(x.view.data, ElementType::f32, {batch, n, positions, width}, {positions * n * width, width, n * width, 1});
   };
-  Tensor q_out(ElementType::f32, {batch, heads, positions, width}), k_out(ElementType::f32, {batch, kv_heads, positions, width});
+  Tensor q_out(ElementType::f32, {batch, heads, positions, width});
+  Tensor k_out(ElementType::f32, {batch, kv_heads, positions, width});
   for (const int count : {1, 3}) {
     ASSERT_TRUE(rotary(transposed(q, heads), transposed(k, kv_heads), cos.view, sin.view, 1, 0, false, q_out.view, k_out.view,
                        threads(count)).ok());

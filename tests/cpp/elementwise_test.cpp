@@ -93,7 +93,9 @@ std::vector<uint8_t> expected_rotary(const RotaryArgs& args, int64_t out_bytes) 
     };
     for (int64_t i = 0; i < half; ++i) {
       const int64_t a = halves ? i : 2 * i, b = halves ? i + half : 2 * i + 1;
-      const auto factor = [&](const void* table, int64_t at) { return load_as_f32(table, args.table_dtype, half_table ? i : at); };
+      const auto factor = [&](const void* table, int64_t at) {
+        return load_as_f32(table, args.table_dtype, half_table ? i : at);
+      };
       const float first = step(x(a) * factor(args.cos, a)) - step(x(b) * factor(args.sin, a));
       const float second = step(x(b) * factor(args.cos, b)) + step(x(a) * factor(args.sin, b));
       store(to_halves ? i : a, first);
