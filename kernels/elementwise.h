@@ -37,6 +37,30 @@ struct RmsNormArgs {
   float epsilon, weight_offset;
 };
 
+// Rotary position embedding of the heads of one position. The first `rotary` numbers of a head are pairs (a, b), which become
+//   a' = a * cos(a) - b * sin(a)
+//   b' = b * cos(b) + a * sin(b)
+// and the others are copied. Each product and each sum is rounded to `dtype`, or with `round_once` only the result is; there is
+// no fma. So the bits are those of separate operators.
+//   halves       a is element i and b element i + rotary / 2; their factors have the same indices (Llama, GPT-NeoX)
+//   adjacent     a is element 2 i and b element 2 i + 1; their factors have the same indices (Cohere)
+//   adjacent_half_table  as adjacent, but both factors have index i, so only the first half of a table is read (GLM)
+//   adjacent_to_halves   as adjacent_half_table, but a' is element i of the result and b' element i + rotary / 2 (DeepSeek)
+enum class RotaryLayout : uint8_t { halves, adjacent, adjacent_half_table, adjacent_to_halves };
+inline constexpr int kRotaryLayouts = 4;
+
+struct RotaryArgs {
+  const void* x;  // head 0, [heads, width] of `dtype`; the numbers of a head are consecutive
+  const void* cos;  // [rotary] of `table_dtype`
+  const void* sin;  // likewise
+  void* out;        // head 0
+  int64_t x_step, out_step;  // elements from one head to the next
+  int64_t heads, width, rotary;  // rotary is even, from 2 to width
+  DType dtype, table_dtype;      // table_dtype is `dtype`, or float32 with `round_once`
+  RotaryLayout layout;
+  bool round_once;
+};
+
 // One row: rotate_inputs() of ukernel.h, or with `back` its inverse for weights.
 struct RotateArgs {
   const void* x;  // [width] of `dtype`; may equal `out` if `dtype` is float32
@@ -72,6 +96,7 @@ struct ElementwiseKernel {
   IsaBits isa;
   void (*activate)(const ActivateArgs&);
   void (*rms_norm)(const RmsNormArgs&);
+  void (*rotary)(const RotaryArgs&);
   void (*rotate)(const RotateArgs&);
   void (*residual)(const ResidualArgs&);
   void (*add_planes)(const AddPlanesArgs&);

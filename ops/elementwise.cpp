@@ -1,4 +1,4 @@
-// Activation functions and RMSNorm; kernels/elementwise.h has the formulas.
+// Activation functions, RMSNorm and rotary positions; kernels/elementwise.h has the formulas.
 #include "../kernels/registry.h"
 #include "check.h"
 #include "operators.h"
@@ -115,6 +115,74 @@ Status rms_norm(const TensorView& x, const TensorView* weight, double epsilon, d
     args.epsilon = static_cast<float>(epsilon);
     args.weight_offset = static_cast<float>(weight_offset);
     kernel.rms_norm(args);
+  });
+  return {};
+}
+
+Status rotary(const TensorView& q, const TensorView& k, const TensorView& cos, const TensorView& sin, int64_t heads_dim,
+              int64_t layout, bool round_once, const TensorView& q_out, const TensorView& k_out, const Parallel& parallel) {
+  if (Status status = check_isa_cap(); !status.ok()) return status;
+  if (Status status = check_parallel(parallel); !status.ok()) return status;
+  if (heads_dim != 1 && heads_dim != 2) return Status::error("heads_dim is %" PRId64 "; expected 1 or 2", heads_dim);
+  if (layout < 0 || layout >= kRotaryLayouts) {
+    return Status::error("layout is %" PRId64 "; expected 0 to %d", layout, kRotaryLayouts - 1);
+  }
+  const char* const expected = heads_dim == 1 ? "[batch, heads, positions, width]" : "[batch, positions, heads, width]";
+  if (Status status = check_activations("q", q); !status.ok()) return status;
+  if (Status status = check_dimensions("q", q, 4, expected); !status.ok()) return status;
+  if (Status status = check_dimensions("k", k, 4, expected); !status.ok()) return status;
+  if (Status status = check_dimensions("cos", cos, 3, "[batch or 1, positions, rotary]"); !status.ok()) return status;
+  const int heads_at = static_cast<int>(heads_dim), positions_at = 3 - heads_at;
+  const int64_t batch = q.shape.size[0], positions = q.shape.size[positions_at], rotary = cos.shape.size[2];
+  Shape k_shape = q.shape;  // its heads and width may differ
+  k_shape.size[heads_at] = k.shape.size[heads_at];
+  k_shape.size[3] = k.shape.size[3];
+  const int64_t rows = cos.shape.size[0] == 1 ? 1 : batch;
+  const ElementType table = round_once && cos.type == ElementType::f32 ? ElementType::f32 : q.type;
+  if (Status status = check_rows_of("q", q, q.type, q.shape); !status.ok()) return status;
+  if (Status status = check_rows_of("k", k, q.type, k_shape); !status.ok()) return status;
+  if (Status status = check_rows_of("cos", cos, table, {3, {rows, positions, rotary}}); !status.ok()) return status;
+  if (Status status = check_rows_of("sin", sin, table, cos.shape); !status.ok()) return status;
+  if (rotary < 2 || rotary % 2 != 0 || rotary > q.shape.size[3] || rotary > k.shape.size[3]) {
+    return Status::error("cos has %" PRId64 " numbers per position, q a width of %" PRId64 " and k of %" PRId64
+                         "; expected an even number from 2 to the widths", rotary, q.shape.size[3], k.shape.size[3]);
+  }
+  if (Status status = check_tensor("q_out", q_out, q.type, q.shape); !status.ok()) return status;
+  if (Status status = check_tensor("k_out", k_out, q.type, k.shape); !status.ok()) return status;
+  if (Status status = check_apart({{"q_out", &q_out}, {"k_out", &k_out}}, {{"q", &q}, {"k", &k}, {"cos", &cos}, {"sin", &sin}});
+      !status.ok()) {
+    return status;
+  }
+  const int64_t values = q.shape.numel() + k.shape.numel(), count = batch * positions;
+  if (values == 0) return {};
+  const ElementwiseKernel& kernel = choose_elementwise(active_isa());
+  const auto at = [&](const TensorView& tensor, int64_t text, int64_t position, int position_dim) {
+    const int64_t offset = text * tensor.stride[0] + position * tensor.stride[position_dim];
+    return static_cast<char*>(tensor.data) + offset * element_bytes(tensor.type);
+  };
+  const auto run = [&](const TensorView& x, const TensorView& out, int64_t text, int64_t position) {
+    RotaryArgs args{};
+    args.x = at(x, text, position, positions_at);
+    args.cos = at(cos, rows == 1 ? 0 : text, position, 1);
+    args.sin = at(sin, rows == 1 ? 0 : text, position, 1);
+    args.out = at(out, text, position, positions_at);
+    args.x_step = x.stride[heads_at];
+    args.out_step = out.stride[heads_at];
+    args.heads = x.shape.size[heads_at];
+    args.width = x.shape.size[3];
+    args.rotary = rotary;
+    args.dtype = dtype_of(x.type);
+    args.table_dtype = dtype_of(table);
+    args.layout = static_cast<RotaryLayout>(layout);
+    args.round_once = round_once;
+    kernel.rotary(args);
+  };
+  const Parallel threads = values < kParallelValues ? Parallel() : parallel;
+  parallel_1d(threads, count, claimed(values / count), [&](int, int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      run(q, q_out, i / positions, i % positions);
+      run(k, k_out, i / positions, i % positions);
+    }
   });
   return {};
 }

@@ -320,12 +320,32 @@ Status run_rms_norm(Span<EValue*> values) {
                           resized(out, x.shape), executorch_threads());
 }
 
+Status run_rotary(Span<EValue*> values) {
+  if (Status status = check_arguments(values, {{"q", Tag::Tensor},
+                                               {"k", Tag::Tensor},
+                                               {"cos", Tag::Tensor},
+                                               {"sin", Tag::Tensor},
+                                               {"heads_dim", Tag::Int},
+                                               {"layout", Tag::Int},
+                                               {"round_once", Tag::Bool},
+                                               {"q_out", Tag::Tensor},
+                                               {"k_out", Tag::Tensor}});
+      !status.ok()) {
+    return status;
+  }
+  const TensorView q = tensor_at(values, 0), k = tensor_at(values, 1), cos = tensor_at(values, 2), sin = tensor_at(values, 3);
+  const TensorView q_out = resized(values[7]->toTensor(), q.shape), k_out = resized(values[8]->toTensor(), k.shape);
+  return lowbit::rotary(q, k, cos, sin, values[4]->toInt(), values[5]->toInt(), values[6]->toBool(), q_out, k_out,
+                        executorch_threads());
+}
+
 constexpr char kLinear[] = "lowbit::linear.out", kLinears[] = "lowbit::linears.out", kEmbedding[] = "lowbit::embedding.out";
 constexpr char kAttention[] = "lowbit::attention.out", kLinearExperts[] = "lowbit::linear_experts.out";
 constexpr char kWindowAttention[] = "lowbit::window_attention.out";
 constexpr char kLinearAttention[] = "lowbit::linear_attention.out", kShortConv[] = "lowbit::short_conv.out";
 constexpr char kMaskedAttention[] = "lowbit::masked_attention.out";
 constexpr char kActivate[] = "lowbit::activate.out", kRmsNorm[] = "lowbit::rms_norm.out";
+constexpr char kRotary[] = "lowbit::rotary.out";
 
 template <const char* name, Status (*run)(Span<EValue*>), size_t out>
 void kernel(KernelRuntimeContext& context, Span<EValue*> values) {
@@ -345,7 +365,8 @@ const Kernel kKernels[] = {Kernel(kLinear, kernel<kLinear, run_linear, 3>),
                            Kernel(kShortConv, kernel<kShortConv, run_short_conv, 6>),
                            Kernel(kMaskedAttention, kernel<kMaskedAttention, run_masked_attention, 6>),
                            Kernel(kActivate, kernel<kActivate, run_activate, 3>),
-                           Kernel(kRmsNorm, kernel<kRmsNorm, run_rms_norm, 4>)};
+                           Kernel(kRmsNorm, kernel<kRmsNorm, run_rms_norm, 4>),
+                           Kernel(kRotary, kernel<kRotary, run_rotary, 7>)};
 [[maybe_unused]] const Error registered =
     executorch::runtime::register_kernels(Span<const Kernel>(kKernels, sizeof kKernels / sizeof *kKernels));
 

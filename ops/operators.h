@@ -86,6 +86,14 @@ LOWBIT_API Status activate(const TensorView& x, const TensorView* gate, int64_t 
 LOWBIT_API Status rms_norm(const TensorView& x, const TensorView* weight, double epsilon, double weight_offset,
                            const TensorView& out, const Parallel& parallel);
 
+// Rotary position embedding of queries and keys; kernels/elementwise.h has the formula. q [batch, heads, positions, width] and
+// k [batch, kv_heads, positions, width of k] of one type, or with heads_dim 2 [batch, positions, heads, width]; consecutive
+// numbers in the last dimension. cos and sin [batch or 1, positions, rotary] of q's type, or of float32 with round_once,
+// likewise. `layout` is the number of a RotaryLayout. q_out and k_out like q and k, contiguous.
+LOWBIT_API Status rotary(const TensorView& q, const TensorView& k, const TensorView& cos, const TensorView& sin,
+                         int64_t heads_dim, int64_t layout, bool round_once, const TensorView& q_out, const TensorView& k_out,
+                         const Parallel& parallel);
+
 // How states are updated and read; kernels/recurrence.h has the formulas.
 struct DeltaRule {
   double scale;               // of q

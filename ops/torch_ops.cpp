@@ -300,6 +300,15 @@ Tensor rms_norm(const Tensor& x, const std::optional<Tensor>& weight, double eps
   return out;
 }
 
+std::tuple<Tensor, Tensor> rotary(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin, int64_t heads_dim,
+                                  int64_t layout, bool round_once) {
+  const TensorView q_view = view_of("q", q), k_view = view_of("k", k);
+  const Tensor q_out = allocate(q_view.shape, q.scalar_type()), k_out = allocate(k_view.shape, k.scalar_type());
+  raise_unless_ok(lowbit::rotary(q_view, k_view, view_of("cos", cos), view_of("sin", sin), heads_dim, layout, round_once,
+                                 view_of("q_out", q_out), view_of("k_out", k_out), torch_threads()));
+  return {q_out, k_out};
+}
+
 // A width beyond int is as invalid as 0.
 int width_of(int64_t bits) { return bits < 0 || bits > 64 ? 0 : static_cast<int>(bits); }
 
@@ -396,6 +405,12 @@ void check_apart_from(const TensorView& out, const std::vector<Tensor>& argument
 template <class Other>
 void check_apart_from(const TensorView&, const Other&) {}
 
+void copy_to(const char* name, const Tensor& out, const Tensor& result) {
+  const TensorView expected = view_of("result", result);
+  raise_unless_ok(lowbit::check_type_and_shape(name, view_of(name, out), expected.type, expected.shape));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_copy_(out.get(), result.get(), 0));
+}
+
 template <auto function>
 struct Into;
 template <class... Arguments, Tensor (*function)(Arguments...)>
@@ -403,13 +418,24 @@ struct Into<function> {
   static Tensor run(Arguments... arguments, const Tensor& out) {
     const TensorView view = view_of("out", out);
     (check_apart_from(view, arguments), ...);
-    const Tensor result = function(arguments...);
-    const TensorView expected = view_of("result", result);
-    raise_unless_ok(lowbit::check_type_and_shape("out", view, expected.type, expected.shape));
-    TORCH_ERROR_CODE_CHECK(aoti_torch_copy_(out.get(), result.get(), 0));
+    copy_to("out", out, function(arguments...));
     return out;
   }
 };
+
+std::tuple<Tensor, Tensor> rotary_out(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin, int64_t heads_dim,
+                                      int64_t layout, bool round_once, const Tensor& q_out, const Tensor& k_out) {
+  const TensorView q_out_view = view_of("q_out", q_out), k_out_view = view_of("k_out", k_out);
+  raise_unless_ok(lowbit::check_apart({{"q_out", &q_out_view}}, {{"k_out", &k_out_view}}));
+  for (const Tensor* input : {&q, &k, &cos, &sin}) {
+    check_apart_from(q_out_view, *input);
+    check_apart_from(k_out_view, *input);
+  }
+  const auto [q_result, k_result] = rotary(q, k, cos, sin, heads_dim, layout, round_once);
+  copy_to("q_out", q_out, q_result);
+  copy_to("k_out", k_out, k_result);
+  return {q_out, k_out};
+}
 
 }  // namespace
 
@@ -460,6 +486,12 @@ STABLE_TORCH_LIBRARY_FRAGMENT(lowbit, library) {
   library.def(
       "rms_norm.out(Tensor x, Tensor? weight, float epsilon, float weight_offset=0., *, Tensor(a!) out) -> Tensor(a!)");
   library.def(
+      "rotary(Tensor q, Tensor k, Tensor cos, Tensor sin, int heads_dim=1, int layout=0, bool round_once=False) -> "
+      "(Tensor q_out, Tensor k_out)");
+  library.def(
+      "rotary.out(Tensor q, Tensor k, Tensor cos, Tensor sin, int heads_dim=1, int layout=0, bool round_once=False, *, "
+      "Tensor(a!) q_out, Tensor(b!) k_out) -> (Tensor(a!), Tensor(b!))");
+  library.def(
       "pack(Tensor codes, Tensor scales, Tensor? mins, Tensor? bias, int bits, int group_size, Tensor? levels=None, "
       "int rotated_inputs=0) -> Tensor");
   library.def(
@@ -496,6 +528,8 @@ STABLE_TORCH_LIBRARY_IMPL(lowbit, CPU, library) {
   library.impl("activate.out", TORCH_BOX(&Into<&activate>::run));
   library.impl("rms_norm", TORCH_BOX(&rms_norm));
   library.impl("rms_norm.out", TORCH_BOX(&Into<&rms_norm>::run));
+  library.impl("rotary", TORCH_BOX(&rotary));
+  library.impl("rotary.out", TORCH_BOX(&rotary_out));
   library.impl("pack", TORCH_BOX(&pack));
   library.impl("quantize", TORCH_BOX(&quantize));
   library.impl("search_groups", TORCH_BOX(&search_groups));

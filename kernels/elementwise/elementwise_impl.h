@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cmath>
+#include <cstring>
 #include <type_traits>
 
 #include "../elementwise.h"
@@ -133,6 +134,95 @@ void rms_norm_rows(const RmsNormArgs& args) {
 template <class V>
 void rms_norm(const RmsNormArgs& args) {
   with_type(args.dtype, [&](auto type) { rms_norm_rows<V, decltype(type)::value>(args); });
+}
+
+template <class V>
+struct PairsOf {
+  V a, b;
+};
+
+// Pairs `i` to `i` + 15 of a row with `half` pairs, or as many as are left. Adjacent numbers are moved one by one, which costs
+// little: this layout is rare.
+template <class V, DType T>
+LOWBIT_INLINE inline PairsOf<V> load_pairs(const char* row, int64_t i, int64_t half, bool adjacent) {
+  const int64_t count = half - i;
+  if (!adjacent) return {load_piece<V, T>(element(row, T, i), count), load_piece<V, T>(element(row, T, half + i), count)};
+  alignas(64) float a[kLanes] = {}, b[kLanes] = {};
+  for (int64_t l = 0; l < kLanes && l < count; ++l) {
+    a[l] = load_as_f32(row, T, 2 * (i + l));
+    b[l] = load_as_f32(row, T, 2 * (i + l) + 1);
+  }
+  return {V::load(a), V::load(b)};
+}
+
+template <class V, DType T>
+LOWBIT_INLINE inline void store_pairs(char* row, int64_t i, int64_t half, bool adjacent, const PairsOf<V>& pairs) {
+  constexpr int64_t kBytes = size_of(T);
+  const int64_t count = half - i;
+  if (!adjacent) {
+    store_piece<V, T>(row + i * kBytes, count, pairs.a);
+    store_piece<V, T>(row + (half + i) * kBytes, count, pairs.b);
+    return;
+  }
+  alignas(64) float a[kLanes], b[kLanes];
+  V::store(a, V::same_nan(pairs.a));
+  V::store(b, V::same_nan(pairs.b));
+  for (int64_t l = 0; l < kLanes && l < count; ++l) {
+    store_from_f32(row, T, 2 * (i + l), a[l]);
+    store_from_f32(row, T, 2 * (i + l) + 1, b[l]);
+  }
+}
+
+template <class V, DType T>
+LOWBIT_INLINE inline V rounded_to(V v) {
+  alignas(64) char numbers[kLanes * size_of(T)];
+  V::template store_from_f32<T>(numbers, V::same_nan(v));
+  return V::template load_as_f32<T>(numbers);
+}
+
+// kStep: the type of products, that of the numbers or float32.
+template <class V, DType T, DType kTable, DType kStep>
+void rotary_heads(const RotaryArgs& args) {
+  const auto round = [](V v) LOWBIT_INLINE {
+    if constexpr (kStep == DType::f32) return v;
+    else return rounded_to<V, kStep>(v);
+  };
+  const bool adjacent = args.layout != RotaryLayout::halves;
+  const bool adjacent_out = adjacent && args.layout != RotaryLayout::adjacent_to_halves;
+  const bool whole_table = args.layout == RotaryLayout::halves || args.layout == RotaryLayout::adjacent;
+  const char* const cos = static_cast<const char*>(args.cos);
+  const char* const sin = static_cast<const char*>(args.sin);
+  const int64_t half = args.rotary / 2;
+  for (int64_t head = 0; head < args.heads; ++head) {
+    const char* const x = element(args.x, T, head * args.x_step);
+    char* const out = const_cast<char*>(element(args.out, T, head * args.out_step));
+    for (int64_t i = 0; i < half; i += kLanes) {
+      const PairsOf<V> pairs = load_pairs<V, T>(x, i, half, adjacent);
+      PairsOf<V> c, s;
+      if (whole_table) {
+        c = load_pairs<V, kTable>(cos, i, half, adjacent);
+        s = load_pairs<V, kTable>(sin, i, half, adjacent);
+      } else {
+        c.a = c.b = load_piece<V, kTable>(element(cos, kTable, i), half - i);
+        s.a = s.b = load_piece<V, kTable>(element(sin, kTable, i), half - i);
+      }
+      const V a = V::sub(round(V::mul(pairs.a, c.a)), round(V::mul(pairs.b, s.a)));
+      const V b = V::add(round(V::mul(pairs.b, c.b)), round(V::mul(pairs.a, s.b)));
+      store_pairs<V, T>(out, i, half, adjacent_out, {a, b});
+    }
+    std::memcpy(out + args.rotary * size_of(T), x + args.rotary * size_of(T),
+                static_cast<size_t>((args.width - args.rotary) * size_of(T)));
+  }
+}
+
+template <class V>
+void rotary(const RotaryArgs& args) {
+  with_type(args.dtype, [&](auto type) {
+    constexpr DType kType = decltype(type)::value;
+    if (!args.round_once) return rotary_heads<V, kType, kType, kType>(args);
+    if (args.table_dtype == DType::f32) return rotary_heads<V, kType, DType::f32, DType::f32>(args);
+    rotary_heads<V, kType, kType, DType::f32>(args);
+  });
 }
 
 template <class V>

@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from .operators.elementwise import activate as activate
     from .operators.elementwise import masked_attention as masked_attention
     from .operators.elementwise import rms_norm as rms_norm
+    from .operators.elementwise import rotary as rotary
     from .packed.rounding import ConvConfig as ConvConfig
     from .packed.rounding import EmbeddingConfig as EmbeddingConfig
     from .packed.rounding import LinearConfig as LinearConfig
@@ -79,6 +80,7 @@ _LAZY = {
     "quantize_": "quantizing.quantize_model",
     "quantize_tensor": "packed.rounding",
     "rms_norm": "operators.elementwise",
+    "rotary": "operators.elementwise",
     "slice_columns": "packed.slices",
     "slice_rows": "packed.slices",
     "tune_threads": "machine.threads",
@@ -156,6 +158,7 @@ __all__ = [
     "quantize_tensor",
     "repack",
     "rms_norm",
+    "rotary",
     "short_conv",
     "slice_columns",
     "slice_rows",

@@ -1,4 +1,4 @@
-// Activation functions and RMSNorm: strides, threads, refusals. ctest runs this once per LOWBIT_ISA.
+// Activation functions, RMSNorm and rotary positions: strides, threads, refusals. ctest runs this once per LOWBIT_ISA.
 
 #include <gtest/gtest.h>
 
@@ -31,6 +31,41 @@ TEST(Elementwise, RowsAtEqualDistancesAndThreads) {
   ASSERT_TRUE(rms_norm(x.view, nullptr, 1e-6, 0.0, expected.view, {}).ok());
   ASSERT_TRUE(rms_norm(half(0), nullptr, 1e-6, 0.0, out.view, threads(3)).ok());
   EXPECT_EQ(out.bytes(), expected.bytes());
+}
+
+// Heads of projections [batch, positions, heads, width], in both orders of dimensions.
+TEST(Elementwise, RotaryStridesAndThreads) {
+  Random random(1);
+  const int64_t batch = 2, positions = 90, heads = 6, kv_heads = 2, width = 48;
+  const Tensor q = random_tensor(ElementType::f32, {batch, positions, heads, width}, random);
+  const Tensor k = random_tensor(ElementType::f32, {batch, positions, kv_heads, width}, random);
+  const Tensor cos = random_tensor(ElementType::f32, {batch, positions, 32}, random);
+  const Tensor sin = random_tensor(ElementType::f32, {batch, positions, 32}, random);
+  Tensor q_expected(ElementType::f32, {batch, positions, heads, width});
+  Tensor k_expected(ElementType::f32, {batch, positions, kv_heads, width});
+  ASSERT_TRUE(rotary(q.view, k.view, cos.view, sin.view, 2, 0, false, q_expected.view, k_expected.view, {}).ok());
+  const auto transposed = [&](const Tensor& x, int64_t n) {
+    return view_of(x.view.data, ElementType::f32, {batch, n, positions, width}, {positions * n * width, width, n * width, 1});
+  };
+  Tensor q_out(ElementType::f32, {batch, heads, positions, width});
+  Tensor k_out(ElementType::f32, {batch, kv_heads, positions, width});
+  for (const int count : {1, 3}) {
+    ASSERT_TRUE(rotary(transposed(q, heads), transposed(k, kv_heads), cos.view, sin.view, 1, 0, false, q_out.view, k_out.view,
+                       threads(count)).ok());
+    for (int64_t i = 0; i < batch * heads * positions * width; ++i) {
+      ASSERT_EQ(std::memcmp(element(q_out.view, i), element(transposed(q_expected, heads), i), 4), 0) << i;
+    }
+    for (int64_t i = 0; i < batch * kv_heads * positions * width; ++i) {
+      ASSERT_EQ(std::memcmp(element(k_out.view, i), element(transposed(k_expected, kv_heads), i), 4), 0) << i;
+    }
+  }
+  const auto call = [&](const TensorView& q_to, const TensorView& k_to) {
+    return rotary(q.view, k.view, cos.view, sin.view, 2, 0, false, q_to, k_to, {});
+  };
+  EXPECT_TRUE(refused(call(q.view, k_expected.view), "q_out and q share memory; expected separate memory"));
+  EXPECT_TRUE(refused(call(q_expected.view, k.view), "k_out and k share memory; expected separate memory"));
+  EXPECT_TRUE(refused(call(q_out.view, k_expected.view), "q_out has shape [2, 6, 90, 48]; expected [2, 90, 6, 48]"));
+  EXPECT_TRUE(refused(call(transposed(q_expected, heads), k_expected.view), "q_out has shape"));
 }
 
 TEST(Elementwise, Refusals) {

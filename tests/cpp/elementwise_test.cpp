@@ -73,6 +73,39 @@ std::vector<uint8_t> rms_norm(const ElementwiseKernel& kernel, DType dtype, int6
   return bytes_of(out);
 }
 
+// Two heads of one position, computed number by number.
+std::vector<uint8_t> expected_rotary(const RotaryArgs& args, int64_t out_bytes) {
+  std::vector<uint8_t> out(static_cast<size_t>(out_bytes));
+  const int64_t half = args.rotary / 2;
+  const bool halves = args.layout == RotaryLayout::halves, to_halves = args.layout == RotaryLayout::adjacent_to_halves;
+  const bool half_table = to_halves || args.layout == RotaryLayout::adjacent_half_table;
+  const auto step = [&](float value) {
+    if (args.round_once) return value;
+    uint8_t rounded[4];
+    store_from_f32(rounded, args.dtype, 0, value);
+    return load_as_f32(rounded, args.dtype, 0);
+  };
+  for (int64_t head = 0; head < args.heads; ++head) {
+    const auto x = [&](int64_t i) { return load_as_f32(args.x, args.dtype, head * args.x_step + i); };
+    const auto store = [&](int64_t i, float value) {
+      if (std::isnan(value)) value = kNaN;
+      store_from_f32(out.data(), args.dtype, head * args.out_step + i, value);
+    };
+    for (int64_t i = 0; i < half; ++i) {
+      const int64_t a = halves ? i : 2 * i, b = halves ? i + half : 2 * i + 1;
+      const auto factor = [&](const void* table, int64_t at) {
+        return load_as_f32(table, args.table_dtype, half_table ? i : at);
+      };
+      const float first = step(x(a) * factor(args.cos, a)) - step(x(b) * factor(args.sin, a));
+      const float second = step(x(b) * factor(args.cos, b)) + step(x(a) * factor(args.sin, b));
+      store(to_halves ? i : a, first);
+      store(to_halves ? i + half : b, second);
+    }
+    for (int64_t i = args.rotary; i < args.width; ++i) store(i, x(i));
+  }
+  return out;
+}
+
 class ElementwiseRow : public testing::TestWithParam<RowRef> {};
 
 TEST_P(ElementwiseRow, Activate) {
@@ -109,6 +142,51 @@ TEST_P(ElementwiseRow, RmsNorm) {
         for (const bool weighted : {false, true}) {
           ASSERT_EQ(rms_norm(kernel, dtype, width, weighted, odd),
                     rms_norm(choose_elementwise(kPortable), dtype, width, weighted, odd));
+        }
+      }
+    }
+  }
+}
+
+TEST_P(ElementwiseRow, Rotary) {
+  LOWBIT_SKIP_UNLESS_SUPPORTED(GetParam());
+  const ElementwiseKernel& kernel = elementwise_kernel(GetParam().index);
+  note_exercised(kernel.name);
+  for (int layout = 0; layout < kRotaryLayouts; ++layout) {
+    for (const DType dtype : kTypes) {
+      for (const auto& [width, rotary] : {std::pair{2, 2}, {32, 32}, {64, 64}, {65, 64}, {40, 30}, {100, 98}}) {
+        for (int rounding = 0; rounding < 3; ++rounding) {  // each step; once; once with tables of float32
+          const std::string what = std::string(kernel.name) + " layout " + std::to_string(layout) + " rotary " +
+                                   std::to_string(rotary) + " rounding " + std::to_string(rounding);
+          SCOPED_TRACE(what);
+          set_current_case(what.c_str());
+          const DType table = rounding == 2 ? DType::f32 : dtype;
+          Random random(static_cast<uint64_t>(width));
+          Guarded x(2 * width * size_of(dtype)), cos(rotary * size_of(table)), sin(cos.size()), out(x.size());
+          fill(x, dtype, 4.0f, random);
+          fill(cos, table, 1.0f, random);
+          fill(sin, table, 1.0f, random);
+          for (int64_t i = 0; i < 2 * width && i < static_cast<int64_t>(std::size(kOdd)) && width > 2; ++i) {
+            store_from_f32(x.data(), dtype, i, kOdd[i]);
+          }
+          x.freeze();
+          cos.freeze();
+          sin.freeze();
+          RotaryArgs args{};
+          args.x = x.data();
+          args.cos = cos.data();
+          args.sin = sin.data();
+          args.out = out.data();
+          args.x_step = args.out_step = args.width = width;
+          args.heads = 2;
+          args.rotary = rotary;
+          args.dtype = dtype;
+          args.table_dtype = table;
+          args.layout = static_cast<RotaryLayout>(layout);
+          args.round_once = rounding > 0;
+          kernel.rotary(args);
+          ASSERT_EQ(bytes_of(out), expected_rotary(args, out.size()));
+          EXPECT_TRUE(out.intact());
         }
       }
     }

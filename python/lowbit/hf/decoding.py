@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .. import nn
-from . import norms, own_attention, position_tables, recurrent
+from . import norms, own_attention, position_tables, recurrent, rotary
 from .activations import RowWise, is_activation
 from .shared_inputs import SharedInput
 from .unsupported import Unsupported as Unsupported
@@ -289,7 +289,7 @@ class Takeover:
     """The changes that a decoder has made to a model, and how to undo them."""
 
     def __init__(self, model: torch.nn.Module, positions: int):
-        """Replaces a model's attention, rotary embeddings, RMSNorms and activation functions by lowbit's. Ends an earlier
+        """Replaces a model's attention, rotary positions, RMSNorms and activation functions by lowbit's. Ends an earlier
         takeover of the same model."""
         give_back(model)
         import_module("transformers").AttentionInterface.register(ATTENTION, attend)
@@ -309,7 +309,7 @@ class Takeover:
         self._rotary: list[tuple[torch.nn.Module, torch.nn.Module]] = []
         self._activations: list[tuple[torch.nn.Module, str, torch.nn.Module]] = []
         self._hooks: list[Any] = []
-        self._norms: list[torch.nn.Module] = []
+        self._forwards: list[torch.nn.Module] = []  # modules whose forward is replaced
         self._own: list[tuple[torch.nn.Module, str, torch.nn.Module]] = []
         self._shared: list[SharedInput] = []
         self.takes_positions = _takes_positions(model)
@@ -328,17 +328,17 @@ class Takeover:
             config._attn_implementation_internal = ATTENTION
         tables: dict[int, RotaryTable | None] = {}  # shared by layers that share their rotary embedding
         for module in list(model.modules()):
-            rotary = getattr(module, "rotary_emb", None)
-            if rotary is not None and id(rotary) not in tables:
-                tables[id(rotary)] = _tabulated(rotary, positions, model.dtype)
-            if rotary is not None and tables[id(rotary)] is not None:
-                self._rotary.append((module, rotary))
-                module.rotary_emb = tables[id(rotary)]
+            embedding = getattr(module, "rotary_emb", None)
+            if embedding is not None and id(embedding) not in tables:
+                tables[id(embedding)] = _tabulated(embedding, positions, model.dtype)
+            if embedding is not None and tables[id(embedding)] is not None:
+                self._rotary.append((module, embedding))
+                module.rotary_emb = tables[id(embedding)]
             for name, child in list(module.named_children()):
                 if is_activation(child):
                     self._activations.append((module, name, child))
                     setattr(module, name, RowWise(child))
-        self._norms = norms.replace(model, decoding=True)
+        self._forwards = norms.replace(model, decoding=True) + rotary.replace(model)
 
     def _replace_attention(self, model: torch.nn.Module, positions: int) -> None:
         for module, name, attention, kind in list(own_attention.find(model)):
@@ -399,12 +399,12 @@ class Takeover:
         self.active = False
         for module, name, config in self._configs:
             setattr(module, name, config)
-        for module, rotary in self._rotary:
-            module.rotary_emb = rotary
+        for module, embedding in self._rotary:
+            module.rotary_emb = embedding
         for module, name, replaced in self._activations + self._own:
             setattr(module, name, replaced)
-        for norm in self._norms:
-            del norm.forward
+        for module in self._forwards:
+            del module.forward
         for hook in self._hooks:
             hook.remove()
         for mixer in self.mixers:

@@ -1,4 +1,4 @@
-"""Makes lowbit compute attention, activation functions and norms between linear layers in fewer passes: :func:`fuse_`."""
+"""Makes lowbit compute attention, activation functions, norms and rotary positions in fewer passes: :func:`fuse_`."""
 
 from __future__ import annotations
 
@@ -9,29 +9,31 @@ from importlib import import_module
 import torch
 from torch import Tensor
 
-from . import masked, norms
+from . import masked, norms, rotary
 from .activations import Activation, is_activation, is_computed, kind_of
 
 
 @dataclass
 class FuseSummary:
-    """What :func:`fuse_` replaced: the numbers of models with lowbit's attention, of activation functions, of norms, and of
-    dense layers of sentence-transformers that run row by row; and name -> reason for what was not replaced."""
+    """What :func:`fuse_` replaced: the numbers of models with lowbit's attention, of activation functions, of norms, of
+    attention layers with lowbit's rotary positions, and of dense layers of sentence-transformers that run row by row; and
+    name -> reason for what was not replaced."""
 
     attention: int = 0
     activations: int = 0
     norms: int = 0
+    rotary: int = 0
     dense: int = 0
     kept: dict[str, str] = field(default_factory=dict)
 
 
 def fuse_(model: torch.nn.Module) -> FuseSummary:
-    """Makes lowbit compute a model's attention, activation functions and RMSNorms, each in one pass, in place.
+    """Makes lowbit compute a model's attention, activation functions, RMSNorms and rotary positions, each in one pass.
 
-    Use it for encoders and for language models that embed texts: attention skips padding, and with float32 layers a text's
-    result does not depend on the other texts of its batch. It supports every transformers model that uses the attention
-    interface, also inside a SentenceTransformer. Unrecognized modules are left unchanged. Calls with gradients and compiled
-    code, which fuses such functions itself, use the original functions.
+    It changes the model. Use it for encoders and for language models that embed texts: attention skips padding, and with
+    float32 layers a text's result does not depend on the other texts of its batch. It supports every transformers model that
+    uses the attention interface, also inside a SentenceTransformer. Unrecognized modules are left unchanged. Calls with
+    gradients and compiled code, which fuses such functions itself, use the original functions.
 
     Args:
         model: any module, with packed or float layers, on the CPU.
@@ -70,6 +72,7 @@ def fuse_(model: torch.nn.Module) -> FuseSummary:
                 setattr(module, child_name, Activation(child, kind))
                 summary.activations += 1
     summary.norms = len(norms.replace(model))
+    summary.rotary = len(rotary.replace(model))
     return summary
 
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import rotary
 from .unsupported import Unsupported
 
 _INPUTS = 16  # additional inputs that carry the bias, as widths are multiples of 16
@@ -169,7 +170,7 @@ class _Falcon(_Own):
         # The keys of a group follow its queries.
         self.kv_heads = attention.num_kv_heads
         self.has_alibi = bool(attention.config.alibi)
-        self.rotate = sys.modules[type(attention).__module__].apply_rotary_pos_emb
+        self.rotate = rotary.fused(sys.modules[type(attention).__module__].apply_rotary_pos_emb)
 
     @staticmethod
     def is_relative(attention: Any) -> bool:
@@ -248,7 +249,7 @@ class _GptNeoXJapanese(_Own):
         super().__init__(attention, call)
         self.scale, self.heads, self.rotated = 1 / attention.norm_factor, attention.num_attention_heads, attention.rotary_ndims
         self.dense_bias = attention.dense_bias
-        self.rotate = sys.modules[type(attention).__module__].apply_rotary_pos_emb
+        self.rotate = rotary.fused(sys.modules[type(attention).__module__].apply_rotary_pos_emb)
 
     def forward(
         self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], **others: Any

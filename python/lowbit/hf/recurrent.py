@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..operators.recurrence import state_shape
+from .rebinding import with_globals
 from .unsupported import Unsupported
 
 _CONV = "causal_conv1d_fn"
@@ -66,10 +66,7 @@ class Mixer:
         self._own: list[Tensor] = []  # states of this layer
         function = inspect.unwrap(type(module).forward)
         replaced = {name: replace(self) for name, replace in _FUNCTIONS.items() if name in function.__globals__}
-        own = FunctionType(
-            function.__code__, function.__globals__ | replaced, function.__name__, function.__defaults__, function.__closure__
-        )
-        own.__kwdefaults__ = function.__kwdefaults__
+        own = with_globals(function, replaced)
 
         def forward(*arguments: Any, **more: Any) -> Any:
             self._taken, self._own = 0, []

@@ -1,4 +1,4 @@
-"""Operators between linear layers: attention without caches, activation functions and RMS norm."""
+"""Operators between linear layers: attention without caches, activation functions, RMSNorm and rotary positions."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from .recurrence import _without_gradients
 
 # In the order of kernels/elementwise.h.
 ACTIVATIONS = ("gelu", "gelu_tanh", "gelu_quick", "silu")
+ROTARY_LAYOUTS = ("halves", "adjacent", "adjacent_half_table", "adjacent_to_halves")
 
 
 def masked_attention(
@@ -85,3 +86,35 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, *, epsilon: float = 1e-6, 
     """
     _without_gradients("rms_norm", x, weight)
     return torch.ops.lowbit.rms_norm(x, weight, epsilon, weight_offset)
+
+
+def rotary(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, heads_dim: int = 1, layout: str = "halves", round_once: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Rotary position embedding (Su et al., RoFormer, 2021) of queries and keys.
+
+    The first ``rotary`` numbers of a head are pairs (a, b), which become ``a * cos - b * sin`` and ``b * cos + a * sin``; the
+    others are copied. The bits are those of separate torch operators: each product and each sum is rounded to q's dtype.
+
+    Args:
+        q: [batch, heads, positions, width] float32, bfloat16 or float16; the last dimension has stride 1.
+        k: [batch, kv_heads, positions, width of k] of q's dtype, likewise.
+        cos, sin: [batch or 1, positions, rotary] of q's dtype; ``rotary`` is even and at most the widths.
+        heads_dim: 1, or 2 if q and k are [batch, positions, heads, width].
+        layout: "halves": elements i and ``i + rotary // 2`` are a pair (Llama, GPT-NeoX). "adjacent": elements 2i and 2i + 1
+            are (Cohere). "adjacent_half_table": likewise, and both numbers use the factors at index i (GLM).
+            "adjacent_to_halves": likewise, and the result has its pairs as in "halves" (DeepSeek).
+        round_once: compute in float32 and round only the result; cos and sin may then be float32.
+
+    Returns:
+        Contiguous tensors with the shapes and dtype of q and k. They have no gradients.
+
+    Raises:
+        RuntimeError: gradients are requested.
+        ValueError: an unknown layout, or a wrong dtype, shape, stride or device.
+    """
+    _without_gradients("rotary", q, k, cos, sin)
+    if layout not in ROTARY_LAYOUTS:
+        raise ValueError(f"layout is {layout!r}; expected one of {', '.join(ROTARY_LAYOUTS)}")
+    result: tuple[Tensor, Tensor] = torch.ops.lowbit.rotary(q, k, cos, sin, heads_dim, ROTARY_LAYOUTS.index(layout), round_once)
+    return result

@@ -1,9 +1,10 @@
-"""Attention without caches, activation functions and RMSNorm, compared with torch's."""
+"""Attention without caches, activation functions, RMSNorm and rotary positions, compared with torch's."""
 
 import lowbit
 import pytest
 import torch
 import torch.nn.functional as F
+from lowbit.operators.elementwise import ROTARY_LAYOUTS
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
@@ -77,6 +78,104 @@ def test_masked_attention_compared_with_torch(kind, dtype):
     assert not out[~shown].any()
 
 
+def turned(x, layout):
+    """Half of the pairs' numbers with their sign changed, as transformers' functions rotate_half do."""
+    if layout == "halves":
+        first, second = x.chunk(2, dim=-1)
+        return torch.cat((-second, first), dim=-1)
+    return torch.stack((-x[..., 1::2], x[..., 0::2]), dim=-1).flatten(-2)
+
+
+def separate_rotary(x, cos, sin, heads_dim, layout, round_once):
+    """The same with torch's operators, as in models of transformers."""
+    dtype, count = x.dtype, cos.shape[-1]
+    cos, sin = cos.unsqueeze(heads_dim), sin.unsqueeze(heads_dim)
+    x, rest = x[..., :count], x[..., count:]
+    if round_once:
+        x, cos, sin = x.float(), cos.float(), sin.float()
+    if layout == "adjacent_to_halves":
+        cos, sin = cos[..., : count // 2], sin[..., : count // 2]
+        a, b = x[..., 0::2], x[..., 1::2]
+        return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1).to(dtype)
+    if layout == "adjacent_half_table":
+        cos, sin = (each[..., : count // 2].repeat_interleave(2, dim=-1) for each in (cos, sin))
+    return torch.cat([x * cos + turned(x, layout) * sin, rest], dim=-1).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("layout", ROTARY_LAYOUTS)
+def test_rotary_has_the_bits_of_separate_operators(layout, dtype):
+    torch.manual_seed(0)
+    for width, count in ((64, 64), (80, 64), (40, 6), (2, 2), (96, 50)):
+        for heads_dim in (1, 2):
+            # Strided views of projections, as in attention layers.
+            q = (torch.randn(2, 5, 4 * width) * 3).to(dtype).unflatten(-1, (4, width))
+            k = (torch.randn(2, 5, 2 * (width + 8)) * 3).to(dtype).unflatten(-1, (2, width + 8))
+            if heads_dim == 1:
+                q, k = q.transpose(1, 2), k.transpose(1, 2)
+            for rows, round_once, table in ((1, False, dtype), (2, False, dtype), (2, True, dtype), (1, True, torch.float32)):
+                cos, sin = torch.randn(2, rows, 5, count).to(table)
+                more = {"heads_dim": heads_dim, "layout": layout, "round_once": round_once}
+                results = lowbit.rotary(q, k, cos, sin, **more)
+                for x, result in zip((q, k), results, strict=True):
+                    assert result.dtype is dtype and result.is_contiguous()
+                    assert result.equal(separate_rotary(x, cos, sin, **more))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rotary_of_special_values(dtype):
+    x = torch.tensor([torch.inf, 1.0, torch.nan, 3e38, 0.0, -0.0, 1e-40, 2.0]).view(1, 1, 1, 8).to(dtype)
+    cos = torch.tensor([3.0, 1.0, 1.0, -2.0, 0.0, 1.0, 0.5, 1.0]).view(1, 1, 8).to(dtype)
+    sin = torch.tensor([1.0, 0.0, 2.0, 3.0, 1.0, -1.0, 1.0, 0.0]).view(1, 1, 8).to(dtype)
+    expected = separate_rotary(x, cos, sin, 1, "halves", False)
+    for result in lowbit.rotary(x, x, cos, sin):
+        assert torch.equal(result.isnan(), expected.isnan())
+        numbers = ~expected.isnan()
+        assert torch.equal(result[numbers], expected[numbers])
+        assert torch.equal(result[numbers].signbit(), expected[numbers].signbit())
+
+
+def test_rotary_on_threads():
+    q, k, cos, sin = torch.randn(2, 8, 300, 64), torch.randn(2, 2, 300, 64), torch.randn(2, 300, 64), torch.randn(2, 300, 64)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        alone = lowbit.rotary(q, k, cos, sin)
+        torch.set_num_threads(4)
+        assert all(a.equal(b) for a, b in zip(alone, lowbit.rotary(q, k, cos, sin), strict=True))
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_rotary_refusals():
+    q, k, table = torch.randn(2, 4, 3, 16), torch.randn(2, 2, 3, 16), torch.randn(1, 3, 16)
+    for arguments, options, message in (
+        ((q[0], k, table, table), {}, r"q has shape \[4, 3, 16\]; expected \[batch, heads, positions, width\]"),
+        ((q, k[0], table, table), {}, r"k has shape \[2, 3, 16\]; expected \[batch, heads, positions, width\]"),
+        ((q, k[:, :, :2], table, table), {}, r"k has shape \[2, 2, 2, 16\]; expected \[2, 2, 3, 16\]"),
+        ((q, k[:1], table, table), {}, r"k has shape \[1, 2, 3, 16\]; expected \[2, 2, 3, 16\]"),
+        ((q, k, table[0], table), {}, r"cos has shape \[3, 16\]; expected \[batch or 1, positions, rotary\]"),
+        ((q, k, table.expand(3, 3, 16), table), {}, r"cos has shape \[3, 3, 16\]; expected \[2, 3, 16\]"),
+        ((q, k, table, table[..., :8]), {}, r"sin has shape \[1, 3, 8\]; expected \[1, 3, 16\]"),
+        ((q, k, table, table), {"heads_dim": 2}, r"k has shape \[2, 2, 3, 16\]; expected \[2, 4, 3, 16\]"),
+        ((q, k, table[..., :5], table[..., :5]), {}, "cos has 5 numbers per position, q a width of 16 and k of 16"),
+        ((q, k[..., :8], table, table), {}, "cos has 16 numbers per position, q a width of 16 and k of 8"),
+        ((q.double(), k, table, table), {}, "q has dtype float64; expected float32, bfloat16 or float16"),
+        ((q, k.half(), table, table), {}, "k has dtype float16; expected float32"),
+        ((q.half(), k.half(), table, table), {}, "cos has dtype float32; expected float16"),
+        ((q, k, table, table.half()), {"round_once": True}, "sin has dtype float16; expected float32"),
+        ((q.half(), k.half(), table, table.half()), {"round_once": True}, "sin has dtype float16; expected float32"),
+        ((q[..., ::2], k, table, table), {}, "q has stride 2 in its last dimension; expected 1"),
+        ((q, k, table[..., ::2], table[..., ::2]), {}, "cos has stride 2 in its last dimension; expected 1"),
+        ((q, k, table, table), {"heads_dim": 3}, "heads_dim is 3; expected 1 or 2"),
+        ((q, k, table, table), {"layout": "neox"}, "layout is 'neox'; expected one of halves, adjacent"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            lowbit.rotary(*arguments, **options)
+    with pytest.raises(ValueError, match="layout is 4; expected 0 to 3"):
+        torch.ops.lowbit.rotary(q, k, table, table, 1, 4)
+
+
 def test_traced_operators_have_the_shapes_of_real_ones():
     q, k, v = torch.randn(2, 4, 5, 32), torch.randn(2, 2, 5, 32), torch.randn(2, 2, 5, 16)
     bounds = torch.tensor([1, 0, 5], dtype=torch.int32).expand(2, 5, 3).contiguous()
@@ -85,6 +184,7 @@ def test_traced_operators_have_the_shapes_of_real_ones():
         (operators.masked_attention, (q, k, v, bounds, 0.1)),
         (operators.activate, (torch.randn(3, 5), None, 2)),
         (operators.rms_norm, (torch.randn(3, 5), torch.randn(5), 1e-6)),
+        (operators.rotary, (q, k, torch.randn(2, 5, 16), torch.randn(2, 5, 16), 1, 2, True)),
     ):
         torch.library.opcheck(operator.default, arguments, test_utils=("test_schema", "test_faketensor"))
 
@@ -103,13 +203,14 @@ def test_refusals():
         lambda y: lowbit.activate(y, "silu"),
         lambda y: lowbit.rms_norm(y),
         lambda y: lowbit.masked_attention(y, y, y),
+        lambda y: lowbit.rotary(y, y, x[:, 0], x[:, 0]),
     ):
         with pytest.raises(RuntimeError, match=r"has no gradients; call it under torch.no_grad\(\)"):
             call(x.clone().requires_grad_())
 
 
 class Everything(torch.nn.Module):
-    """The three operators one after the other. Input [2, 6, 64] and bounds [2, 6, 3]."""
+    """The four operators one after the other. Input [2, 6, 64] and bounds [2, 6, 3]."""
 
     def __init__(self):
         super().__init__()
@@ -118,7 +219,8 @@ class Everything(torch.nn.Module):
     def forward(self, x, bounds):
         x = lowbit.rms_norm(x, self.weight, weight_offset=1.0)
         heads = x.unflatten(-1, (4, 16)).transpose(1, 2)
-        x = lowbit.masked_attention(heads, heads, heads, bounds).flatten(2)
+        q, k = lowbit.rotary(heads, heads[:, :2], x[..., :8], x[:1, :, 8:16].expand(2, -1, -1), layout="adjacent")
+        x = lowbit.masked_attention(q, k, heads[:, 2:], bounds).flatten(2)
         return lowbit.activate(x, "gelu", lowbit.activate(x, "silu"))
 
 

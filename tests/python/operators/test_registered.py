@@ -49,6 +49,7 @@ def call(name):
         "masked_attention": (q, k, v, torch.tensor([[[1, 0, 3]] * 3], dtype=torch.int32), 1.0),
         "activate": (rand(5, 64), rand(5, 64), 0),
         "rms_norm": (rand(5, 64), rand(64), 1e-6),
+        "rotary": (q, k, rand(1, 3, 16), rand(1, 3, 16)),
         "pack": (codes, scales, mins, rand(32), 4, 32),
         "quantize": (weight, 4, 32, True, False),
         "search_groups": (weight, rand(32, 64).abs(), 4, True),
@@ -261,26 +262,32 @@ def test_programs_change_what_the_operator_changes(name):
 def test_out(name):
     functional = name.removesuffix(".out")
     results = expected(functional)
-    arguments, out = call(functional), torch.empty_like(results[0])
-    version = out._version
-    returned = overload(name)(*arguments, out=out)
-    assert returned.data_ptr() == out.data_ptr() and out._version > version
-    assert same([out, *written(functional, arguments)], results)
-    for bad, message in [
-        (torch.empty(7, dtype=out.dtype), "out has shape"),
-        (torch.empty_like(out, dtype=torch.float64), "out has dtype float64"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            overload(name)(*call(functional), out=bad)
-    for place in places(call(functional)):
-        arguments = call(functional)
-        tensor = at(arguments, place)
-        if tensor.dtype == out.dtype and tensor.is_contiguous():
-            memory = torch.zeros(tensor.numel() + out.numel(), dtype=out.dtype)
-            arguments = replaced(arguments, place, memory[: tensor.numel()].view(tensor.shape))
-            over = memory[tensor.numel() - 1 :][: out.numel()].view(out.shape)
-            with pytest.raises(ValueError, match="out and another argument share memory"):
-                overload(name)(*arguments, out=over)
+    names = [each.name for each in overload(name)._schema.arguments if each.kwarg_only and each.alias_info]
+    outs = {each: torch.empty_like(result) for each, result in zip(names, results, strict=False)}
+    arguments, versions = call(functional), [out._version for out in outs.values()]
+    returned = listed(overload(name)(*arguments, **outs))
+    assert [each.data_ptr() for each in returned] == [out.data_ptr() for out in outs.values()]
+    assert all(out._version > version for out, version in zip(outs.values(), versions, strict=True))
+    assert same([*outs.values(), *written(functional, arguments)], results)
+    for out_name, out in outs.items():
+        for bad, message in [
+            (torch.empty(7, dtype=out.dtype), f"{out_name} has shape"),
+            (torch.empty_like(out, dtype=torch.float64), f"{out_name} has dtype float64"),
+        ]:
+            with pytest.raises(ValueError, match=message):
+                overload(name)(*call(functional), **outs | {out_name: bad})
+        for place in places(call(functional)):
+            arguments = call(functional)
+            tensor = at(arguments, place)
+            if tensor.dtype == out.dtype and tensor.is_contiguous():
+                memory = torch.zeros(tensor.numel() + out.numel(), dtype=out.dtype)
+                arguments = replaced(arguments, place, memory[: tensor.numel()].view(tensor.shape))
+                over = memory[tensor.numel() - 1 :][: out.numel()].view(out.shape)
+                with pytest.raises(ValueError, match="out and another argument share memory"):
+                    overload(name)(*arguments, **outs | {out_name: over})
+    if len(outs) > 1:
+        with pytest.raises(ValueError, match=" and ".join(names) + " share memory"):
+            overload(name)(*call(functional), **dict.fromkeys(names, torch.empty_like(results[0])))
 
 
 def test_every_operator_has_a_kernel():
