@@ -10,8 +10,8 @@
 // Accumulators of several lines, rows and segments hide the latency of vpdpbusd (4 to 5 cycles, 1 to 2 per cycle).
 // One row or two take one panel at a time, without software prefetch: Zen 4 reads a single stream fastest from memory. With
 // more rows multiplying takes longer than reading, and tiles prefetch (walk_x86.h).
-// Intel's cores read several streams faster (docs/internals/kernels.md, Memory): for them one row or two take several interleaved
-// panels.
+// Intel's cores read several streams faster (docs/internals/kernels.md, Memory): for them one row or two take several
+// interleaved panels.
 #pragma once
 
 #include <immintrin.h>

@@ -1,7 +1,7 @@
 """Computes the rotary position embedding of transformers models in one pass with :func:`lowbit.rotary`.
 
-transformers uses about sixteen torch operators per layer. Every model has a function of its own; a few forms differ in the pairs
-of numbers and in rounding. So a function is replaced only where the operator has its bits on random inputs.
+transformers uses about sixteen torch operators per layer. Every model has a function of its own; a few forms differ in the
+pairs of numbers and in rounding. So a function is replaced only where the operator has its bits on random inputs.
 """
 
 from __future__ import annotations
