@@ -175,6 +175,7 @@ def test_the_disk_fills_up(source, tmp_path, run_python):
 import os, resource, sys, lowbit
 from lowbit import transformers
 source, target = sys.argv[1:]
+sys.dont_write_bytecode = True  # Python does not notice a short write, and would keep a part of a .pyc
 for limit in (0, 1000, 60_000):
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
     try:

@@ -116,6 +116,7 @@ def closed():
 def full():
     # A limit on the size of files fails as a full disk does, in the middle of the file.
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    sys.dont_write_bytecode = True  # Python does not notice a short write, and would keep a part of a .pyc
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 18, 1 << 18))
 
 found = {}

@@ -63,6 +63,7 @@ def journal(target):
     with Journal(target, {"a": "a" * 1000}) as journal:
         journal.keep([(["one"], "gptq", torch.zeros(2000, dtype=torch.uint8))])
 
+sys.dont_write_bytecode = True  # Python does not notice a short write, and would keep a part of a .pyc
 resource.setrlimit(resource.RLIMIT_FSIZE, (1500, resource.RLIM_INFINITY))  # a longer file fails as on a full disk
 for write, name in ((text, "a.html"), (package, "a.pt2"), (journal, "packed")):
     try:

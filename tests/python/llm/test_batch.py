@@ -179,7 +179,7 @@ def test_models_whose_texts_would_see_each_other(decoder, prompts):
     """No such model is known; if a decoder's trial detects one, the first call is refused."""
     assert decoder.measured["texts"] < 0.1
     decoder.measured["texts"] = 0.5
-    with pytest.raises(ValueError, match=r"LlamaForCausalLM change when a call has several texts \(0.5 of"):
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM change when a call has several texts \(by 0.5 of"):
         llm.generate_batch(decoder, prompts, 2)
 
 

@@ -5,6 +5,7 @@ import json
 import os
 import resource
 import shutil
+import sys
 import threading
 import warnings
 from contextlib import contextmanager
@@ -150,12 +151,14 @@ def test_a_damaged_file_is_computed_again(decoder, tmp_path, damage):
 @contextmanager
 def files_up_to(size: int):
     """Limits file sizes, so that writes fail as on a full disk."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before, writes_none = resource.getrlimit(resource.RLIMIT_FSIZE), sys.dont_write_bytecode
+    sys.dont_write_bytecode = True  # Python does not notice a short write, and would keep a part of a .pyc
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        sys.dont_write_bytecode = writes_none
 
 
 def test_a_full_disk_is_one_warning(decoder, tmp_path):

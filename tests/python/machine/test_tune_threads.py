@@ -78,7 +78,7 @@ def test_for_real(quantized, monkeypatch):
 
 
 def test_shapes_are_measured_beyond_the_caches():
-    weights = threads._weights([(64, 128), (200, 64)], 4, 32)
+    weights = threads._weights([(64, 128), (200, 64)], 4, 32, 8)
     assert sum(weight.numel() for weight in weights) >= 128 << 20
     assert {lowbit.info(weight).out_features for weight in weights} == {64, 200}
     assert len({weight.data_ptr() for weight in weights}) == len(weights)
