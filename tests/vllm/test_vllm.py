@@ -27,9 +27,9 @@ from transformers import (
 HERE = Path(__file__).parent
 TINY = HERE.parents[1] / "examples" / "tiny_llama" / "model"
 OPTIONS = {"bits": 4, "group_size": 32}
-# Parts of a fused layer with different widths, and a float layer among packed ones.
-MIXED = OPTIONS | {"overrides": [["*k_proj", {"bits": 8}], ["model.layers.0.mlp.down_proj", None]]}
-EXPERTS = OPTIONS | {"overrides": [["*experts.down_proj", {"bits": 6, "group_size": 16}]]}
+# Parts of a fused layer with different widths of weights and activations, and a float layer among packed ones.
+MIXED = OPTIONS | {"overrides": [["*k_proj", {"bits": 8, "activation_bits": 16}], ["model.layers.0.mlp.down_proj", None]]}
+EXPERTS = OPTIONS | {"overrides": [["*experts.down_proj", {"bits": 6, "group_size": 16, "activation_bits": 16}]]}
 ENVIRONMENT = os.environ | {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
