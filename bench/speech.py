@@ -38,7 +38,7 @@ SENTENCES_EACH = 6
 # Bits of weights, inputs per group, bits of activations, caches.
 WIDTHS: list[tuple[int, int | None, int, str | None]] = [
     (8, None, 8, None), (8, None, 8, "int8"), (8, 32, 8, None), (6, 32, 8, None), (5, 32, 8, None), (4, 32, 8, None),
-    (8, None, 16, None), (8, 32, 16, None), (4, 32, 16, None),
+    (8, None, 16, None), (8, 32, 16, None), (6, 32, 16, None), (4, 32, 16, None),
 ]  # fmt: skip
 Run = Callable[[np.ndarray], str]
 
