@@ -492,7 +492,7 @@ def _card(model: Model) -> dict[str, Any]:
 async def _no_endpoint(request: Request, error: Exception) -> Response:
     """The error for an unknown path, or for a method that the path does not have."""
     assert isinstance(error, HTTPException)
-    path, headers = request.scope["raw_path"].decode("ascii"), error.headers or {}
+    path, headers = request.scope["raw_path"].decode("latin-1"), error.headers or {}
     if error.status_code == 405:
         methods = " or ".join(sorted(headers["Allow"].split(", ")))
         found = ApiError(405, f"the method is {request.method}; {path} expects {methods}", code="method_not_allowed")
