@@ -169,6 +169,18 @@ def attention_rows(numbers: dict) -> dict:
     return {name: tasks for name, tasks in numbers.items() if name.startswith("attention_")}
 
 
+def kernels_by_rows(numbers: dict) -> dict:
+    """{(ISA, m): (rows of its tile, kernel, number)} of the kernels for 4 bits, symmetric, in groups of 32."""
+    found: dict = {}
+    for name, tasks in numbers.items():
+        if match := re.fullmatch(r"linear_a8w4_((\d+)x\d+_(\w+))", name):
+            for task, value in tasks.items():
+                if at := re.fullmatch(r"symmetric g32 m(\d+)", task):
+                    key, kernel = (match[3], int(at[1])), (int(match[2]), match[1], value)
+                    found[key] = max(found.get(key, kernel), kernel)
+    return found
+
+
 def small_m(counts: dict) -> list[str]:
     """For every m: the chosen kernel and its instructions."""
     lines = [
@@ -179,16 +191,11 @@ def small_m(counts: dict) -> list[str]:
         "| m | neon | neondot | i8mm |",
         "|---|---|---|---|",
     ]
-    found: dict = {}
-    for name, tasks in counts.items():
-        if match := re.fullmatch(r"linear_a8w4_((\d+)x\d+_(\w+))", name):
-            for task, value in tasks.items():
-                if at := re.fullmatch(r"symmetric g32 m(\d+)", task):
-                    found.setdefault((match[3], int(at[1])), []).append((int(match[2]), match[1], value))
+    found = kernels_by_rows(counts)
     for m in range(1, EVERY_ROWS + 1):
         cells = []
         for isa, less in (("neon", None), ("neondot", None), ("i8mm", "neondot")):
-            _, row, value = max(found.get((isa, m)) or found[less, m])
+            _, row, value = found.get((isa, m)) or found[less, m]
             cells.append(f"{value:.1f} ({row})")
         lines.append(f"| {m} | " + " | ".join(cells) + " |")
     return lines + [""]
@@ -208,12 +215,9 @@ def planes(data: dict) -> list[str]:
     ]
     size = 128 * data["bytes per weight"]["symmetric g32"]["4"]
     for core, (name, _) in CORES.items():
-        of_rows = {}
-        for isa in ("neon", "neondot", "i8mm"):  # the best comes last
-            for kernel, tasks in data["cycles"][core].items():
-                if re.fullmatch(rf"linear_a8w4_\d+x\d+_{isa}", kernel):
-                    of_rows |= {m: tasks[f"symmetric g32 m{m}"] for m in (1, 2) if f"symmetric g32 m{m}" in tasks}
-        one, two = of_rows[1], 2 * of_rows[2]
+        found = kernels_by_rows(data["cycles"][core])
+        best = [next(found[isa, m] for isa in ("i8mm", "neondot", "neon") if (isa, m) in found) for m in (1, 2)]
+        one, two = best[0][-1], 2 * best[1][-1]
         lines.append(f"| {name} | {one:.1f} | {two:.1f} | {two / one:.2f} | {size / one:.1f} | {size / two:.1f} |")
     return lines + [""]
 

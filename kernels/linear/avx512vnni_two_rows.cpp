@@ -8,24 +8,11 @@ namespace lowbit {
 namespace {
 
 constexpr int kPanels = 2;  // the sums of more do not fit the registers
-constexpr int64_t kAheadBytes = (8 << 10) / kPanels;
 
 template <int Bits, bool Affine, Groups Kind>
 __attribute__((noinline)) void run_interleaved_rows(const LinearArgs& args, const Streams& streams) {
-  const Layout& layout = args.layout;
   streams.make(0, 0, 2);
-  int64_t panel = args.panel_begin;
-  for (; args.panel_end - panel >= kPanels; panel += kPanels) {
-    Interleaved<Tile<Bits, Affine, Kind, 2, kPanels>, kPanels, kAheadBytes> tiles;
-    tiles.panel_bytes = layout.panel_bytes;
-    tiles.for_each_tile([&](auto& tile) LOWBIT_INLINE { tile.begin(args, 0, streams.of(0)); });
-    walk<Kind>(layout, args.panels + panel * layout.panel_bytes, args.a, tiles);
-    int64_t stored = panel;
-    tiles.for_each_tile([&](auto& tile) LOWBIT_INLINE {
-      const __m512 sums[] = {tile.acc[0], tile.acc[1]};
-      store_rows(args, stored++, 0, 2, sums);
-    });
-  }
+  const int64_t panel = interleave<Bits, Affine, Kind, 2, kPanels>(args, 0, streams.of(0));
   if (panel < args.panel_end) run_tile<Bits, Affine, Kind, 2>(args, panel, 0, 0, 1, streams.of(0));
 }
 

@@ -396,32 +396,38 @@ __attribute__((noinline)) void run_single_rows(const LinearArgs& args) {
   }
 }
 
-// How many panels one row interleaves, and how far ahead each is prefetched (8 KiB in total).
+// Multiplies `Rows` rows of activations, from row `row` on, by `Panels` interleaved panels at a time, each prefetched by its share
+// of 8 KiB ahead. Returns the first panel that is left.
+template <int Bits, bool Affine, Groups Kind, int Rows, int Panels>
+LOWBIT_INLINE inline int64_t interleave(const LinearArgs& args, int64_t row, const int32_t* stream) {
+  const Layout& layout = args.layout;
+  int64_t panel = args.panel_begin;
+  for (; args.panel_end - panel >= Panels; panel += Panels) {
+    Interleaved<Tile<Bits, Affine, Kind, Rows, Panels>, Panels, (8 << 10) / Panels> tiles;
+    tiles.panel_bytes = layout.panel_bytes;
+    tiles.for_each_tile([&](auto& tile) LOWBIT_INLINE { tile.begin(args, row, stream); });
+    walk<Kind>(layout, args.panels + panel * layout.panel_bytes, args.a + row * tiles.panel[0].stride, tiles);
+    int64_t stored = panel;
+    tiles.for_each_tile([&](auto& tile) LOWBIT_INLINE {
+      __m512 sums[Rows];
+      for (int i = 0; i < Rows; ++i) sums[i] = tile.acc[i];
+      store_rows(args, stored++, row, Rows, sums);
+    });
+  }
+  return panel;
+}
+
+// How many panels one row interleaves.
 #define PANELS(bits, neon, neondot, streams) streams / kPanelRows
 inline constexpr int kInterleavedPanelsOf[] = {0, LOWBIT_EACH_SET_WIDTH(PANELS)};
 #undef PANELS
 template <int Bits>
 inline constexpr int kInterleavedPanels = kInterleavedPanelsOf[code_bits(Bits)];
-template <int Bits>
-inline constexpr int64_t kPrefetchBytes = (8 << 10) / kInterleavedPanels<Bits>;
 
 template <int Bits, bool Affine, Groups Kind>
 __attribute__((noinline)) void run_interleaved(const LinearArgs& args, void (*single_rows)(const LinearArgs&)) {
-  constexpr int kPanels = kInterleavedPanels<Bits>;
-  const Layout& layout = args.layout;
   for (int64_t row = 0; row < args.m; ++row) {
-    int64_t panel = args.panel_begin;
-    for (; args.panel_end - panel >= kPanels; panel += kPanels) {
-      Interleaved<Tile<Bits, Affine, Kind, 1, kPanels>, kPanels, kPrefetchBytes<Bits>> tiles;
-      tiles.panel_bytes = layout.panel_bytes;
-      tiles.for_each_tile([&](auto& tile) LOWBIT_INLINE { tile.begin(args, row, nullptr); });
-      walk<Kind>(layout, args.panels + panel * layout.panel_bytes, args.a + row * tiles.panel[0].stride, tiles);
-      int64_t stored = panel;
-      tiles.for_each_tile([&](auto& tile) LOWBIT_INLINE {
-        const __m512 sums = tile.acc[0];
-        store_rows(args, stored++, row, 1, &sums);
-      });
-    }
+    const int64_t panel = interleave<Bits, Affine, Kind, 1, kInterleavedPanels<Bits>>(args, row, nullptr);
     if (panel < args.panel_end) single_rows(one_row_of(args, row, panel, args.panel_end));
   }
 }

@@ -34,7 +34,7 @@ def tied_layers(model: torch.nn.Module) -> dict[str, str]:
 def head_layers(model: PreTrainedModel) -> set[str]:
     """The output head of a language model, and the table that it shares; none for other models."""
     head = model.get_output_embeddings()
-    names = {name for name, layer in model.named_modules(remove_duplicate=False) if layer is head and head is not None}
+    names = {name for name, layer in model.named_modules(remove_duplicate=False) if layer is head}
     return names | {table for name, table in tied_layers(model).items() if name in names}
 
 
