@@ -396,8 +396,8 @@ __attribute__((noinline)) void run_single_rows(const LinearArgs& args) {
   }
 }
 
-// Multiplies `Rows` rows of activations, from row `row` on, by `Panels` interleaved panels at a time, each prefetched by its share
-// of 8 KiB ahead. Returns the first panel that is left.
+// Multiplies `Rows` rows of activations, from row `row` on, by `Panels` interleaved panels at a time, each prefetched by its
+// share of 8 KiB ahead. Returns the first panel that is left.
 template <int Bits, bool Affine, Groups Kind, int Rows, int Panels>
 LOWBIT_INLINE inline int64_t interleave(const LinearArgs& args, int64_t row, const int32_t* stream) {
   const Layout& layout = args.layout;
