@@ -96,6 +96,15 @@ class Runner {
     raise_unless_ok(status);
   }
 
+  void measure() { run_->measure(); }
+  py::dict times() const {
+    py::dict result;
+    for (size_t i = 0; i < run_->times().size(); ++i) {
+      if (run_->times()[i] > 0.0) result[name_of(static_cast<Opcode>(i))] = run_->times()[i];
+    }
+    return result;
+  }
+
   const std::vector<std::tuple<int64_t, std::string, int64_t>>& weights() const { return weights_; }
   const std::vector<std::pair<int64_t, int64_t>>& caches() const { return caches_; }
 
@@ -122,6 +131,8 @@ void add_plans(py::module_& module) {
       .def(py::init<const py::bytes&, int>(), py::arg("plan"), py::arg("threads"))
       .def("bind", &Runner::bind, py::arg("buffer"), py::arg("memory"))
       .def("run", &Runner::run, py::arg("rows"), py::arg("kept"), py::arg("inputs"), py::arg("outputs"), py::arg("texts"))
+      .def("measure", &Runner::measure)
+      .def("times", &Runner::times)
       .def_property_readonly("weights", &Runner::weights)
       .def_property_readonly("caches", &Runner::caches);
   module.def("sine", &sines, py::arg("x"), py::arg("count"), py::arg("quarter"), py::arg("out"));

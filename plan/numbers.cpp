@@ -687,6 +687,26 @@ Status take(const TensorView& x, const TensorView& indices, const TensorView& ou
   return {};
 }
 
+Status scatter(const TensorView& indices, double value, const TensorView& out, const Parallel&) {
+  if (Status status = check_indices("indices", indices); !status.ok()) return status;
+  if (Status status = check_floats("out", out, 1); !status.ok()) return status;
+  if (indices.shape.ndim < 1) return Status::error("indices has no dimensions; expected at least one");
+  const Rows places(indices), outputs(out);
+  if (Status status = check_shape_is("out", out, without_last(indices.shape, outputs.width)); !status.ok()) return status;
+  if (Status status = check_apart({{"out", &out}}, {{"indices", &indices}}); !status.ok()) return status;
+  for (int64_t row = 0; row < places.count; ++row) {
+    const int64_t place = places.offset(row), to = outputs.offset(row);
+    for (int64_t i = 0; i < places.width; ++i) {
+      int64_t index;
+      if (!index_at(indices, place + i * places.step(), outputs.width, &index)) {
+        return Status::out_of_range("an index is %" PRId64 "; expected less than %" PRId64, index, outputs.width);
+      }
+      store_from_f32(out.data, dtype_of(out.type), to + index * outputs.step(), static_cast<float>(value));
+    }
+  }
+  return {};
+}
+
 Status count_up(double start, double step, const TensorView& out) {
   if (Status status = check_number("out", out); !status.ok()) return status;
   if (out.type != ElementType::i64 || out.shape.ndim != 1) {

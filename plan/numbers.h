@@ -18,6 +18,7 @@ Status softmax(const TensorView& x, const TensorView& out, const Parallel& paral
 Status top(const TensorView& x, const TensorView& values, const TensorView& indices, const Parallel& parallel);
 Status gather(const TensorView& x, const TensorView& indices, const TensorView& out, const Parallel& parallel);
 Status take(const TensorView& x, const TensorView& indices, const TensorView& out, const Parallel& parallel);
+Status scatter(const TensorView& indices, double value, const TensorView& out, const Parallel& parallel);
 Status count_up(double start, double step, const TensorView& out);
 
 }  // namespace lowbit

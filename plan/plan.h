@@ -68,9 +68,10 @@ enum class Opcode : uint8_t {
   top,               // x [..., n] values [..., k] indices [..., k]: the largest, in descending order
   gather,            // x [..., n] indices [..., k] out [..., k]
   take,              // x [n, ...] indices [...] out [..., ...]: slices of x
+  scatter,           // indices [..., k] out [..., n]; ; value: written where indices say; the rest of out stays
   count_up,          // out [n] int64; start step
 };
-inline constexpr int kOpcodes = 20;
+inline constexpr int kOpcodes = 21;
 
 // One step of an elementwise computation: register r = op(a, b, c). Registers are first the inputs, then the results of earlier
 // instructions; -1 - i is constant i. A float result is computed in float32 and rounded to `type`; others in int64.
@@ -95,6 +96,8 @@ struct Plan {
   std::vector<Buffer> buffers;
   std::vector<PlanStep> steps;
 };
+
+LOWBIT_API const char* name_of(Opcode op);
 
 // Reads a plan's bytes, which need not be trusted.
 LOWBIT_API Status read_plan(const void* bytes, size_t size, Plan* plan);
@@ -134,6 +137,10 @@ class LOWBIT_API PlanRun {
   // The memory of a weight: buffers()[buffer]. It must stay where it is.
   Status bind(int64_t buffer, Memory memory);
   Status run(const PlanCall& call);
+
+  // From now on, calls add the seconds of each operator: times()[opcode].
+  void measure();
+  const std::vector<double>& times() const;
 
  private:
   struct Implementation;

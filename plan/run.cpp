@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <array>
+#include <chrono>
 #include <cinttypes>
 #include <map>
 #include <memory>
@@ -26,6 +27,8 @@ bool evaluate(const Extent& extent, int64_t rows, int64_t kept, int64_t* value) 
          !__builtin_add_overflow(extent.constant, of_rows, value) && !__builtin_add_overflow(*value, of_kept, value);
 }
 
+using Clock = std::chrono::steady_clock;
+
 // How many operands and parameters each operator has. -1: any number.
 struct Signature {
   const char* name;
@@ -38,7 +41,8 @@ constexpr Signature kSignatures[kOpcodes] = {
     {"rms_norm", 3, 3, 1, 0, 2},         {"rotary", 6, 6, 2, 3, 0},                   {"copy", 2, 2, 1, 0, 0},
     {"compute", 1, 13, 1, -1, -1},       {"float_linear", 4, 4, 1, 0, 0},             {"sum", 2, 2, 1, 0, 0},
     {"softmax", 2, 2, 1, 0, 0},          {"top", 3, 3, 2, 0, 0},                      {"gather", 3, 3, 1, 0, 0},
-    {"take", 3, 3, 1, 0, 0},             {"count_up", 1, 1, 1, 0, 2}};
+    {"take", 3, 3, 1, 0, 0},             {"scatter", 2, 2, 1, 0, 1},
+    {"count_up", 1, 1, 1, 0, 2}};
 
 // The operands that may be missing.
 bool is_optional(Opcode op, size_t operand) {
@@ -96,6 +100,7 @@ struct PlanRun::Implementation {
   int64_t arena_bytes = 0;
   std::array<Prepared, 4> prepared;
   uint64_t calls = 0;
+  std::vector<double> times;  // of each operator, if they are measured
   Status refusal;  // why the plan cannot run
 
   Implementation(Plan given, int threads) : plan(std::move(given)), team(threads), weights(plan.buffers.size()) {
@@ -231,7 +236,7 @@ struct PlanRun::Implementation {
     }
     if (!fits) {
       return Status::error("step %zu, %s, reads or writes beyond buffer %zu of %" PRId64 " bytes in a call with %" PRId64
-                           " rows", step, kSignatures[static_cast<size_t>(plan.steps[step].op)].name, at, memory.bytes, call.rows);
+                           " rows", step, name_of(plan.steps[step].op), at, memory.bytes, call.rows);
     }
     if (kind == BufferKind::input || kind == BufferKind::output) to->moving.emplace_back(to->views.size() - 1, offset * bytes);
     else view.data = static_cast<char*>(memory.data) + offset * bytes;
@@ -295,10 +300,14 @@ struct PlanRun::Implementation {
         const size_t buffer = static_cast<size_t>(step.operands[moving->first - first].buffer);
         chosen->views[moving->first].data = static_cast<char*>(chosen->memory[buffer].data) + moving->second;
       }
+      const auto begin = times.empty() ? Clock::time_point() : Clock::now();
       const Status status = run(step, &chosen->views[first], call, parallel);
+      if (!times.empty()) {
+        times[static_cast<size_t>(step.op)] += std::chrono::duration<double>(Clock::now() - begin).count();
+      }
       if (!status.ok()) {
         char where[64];
-        std::snprintf(where, sizeof where, "step %zu, %s: ", i, kSignatures[static_cast<size_t>(step.op)].name);
+        std::snprintf(where, sizeof where, "step %zu, %s: ", i, name_of(step.op));
         return status.with_prefix(where);
       }
       first += step.operands.size();
@@ -346,6 +355,7 @@ struct PlanRun::Implementation {
       case Opcode::top: return top(v[0], v[1], v[2], parallel);
       case Opcode::gather: return gather(v[0], v[1], v[2], parallel);
       case Opcode::take: return take(v[0], v[1], v[2], parallel);
+      case Opcode::scatter: return scatter(v[0], x[0], v[1], parallel);
       case Opcode::count_up: return count_up(x[0], x[1], v[0]);
       case Opcode::attention:
       case Opcode::linear_attention:
@@ -400,6 +410,8 @@ struct PlanRun::Implementation {
   }
 };
 
+const char* name_of(Opcode op) { return kSignatures[static_cast<size_t>(op)].name; }
+
 PlanRun::PlanRun(Plan plan, int threads) : implementation_(std::make_unique<Implementation>(std::move(plan), threads)) {}
 PlanRun::~PlanRun() = default;
 
@@ -420,6 +432,9 @@ Status PlanRun::bind(int64_t buffer, Memory memory) {
   for (auto& prepared : implementation_->prepared) prepared.rows = 0;
   return {};
 }
+
+void PlanRun::measure() { implementation_->times.resize(kOpcodes); }
+const std::vector<double>& PlanRun::times() const { return implementation_->times; }
 
 Status PlanRun::run(const PlanCall& call) {
   try {

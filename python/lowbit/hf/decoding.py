@@ -71,6 +71,13 @@ class Part:
         None  # called with each layer before its attention or, with True, before its states are used
     )
 
+    def copy_all(self) -> None:
+        """Calls ``before`` for all layers, if the call changes nothing that it reads."""
+        if self.before is not None:
+            for layer in range(len(self.layers)):
+                self.before(layer, False)
+                self.before(layer, True)
+
 
 class Texts:
     """Used in place of caches: the caches of several texts whose tokens are concatenated in the call.

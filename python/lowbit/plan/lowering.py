@@ -139,7 +139,9 @@ class _Lowering:
 
     def _within(self, view: View, name: str, tensor: Tensor) -> Operand | None:
         """A view of a weight, if it lies within."""
-        if view.dtype is not tensor.dtype or not all(type(n) is int or n == Extent(n.constant) for n in (view.offset, *view.size)):
+        if view.dtype is not tensor.dtype or not all(
+            type(n) is int or n == Extent(n.constant) for n in (view.offset, *view.size)
+        ):
             return None
         begin = view.offset.constant - tensor.storage_offset()
         last = begin + sum((n.constant - 1) * step.constant for n, step in zip(view.size, view.stride))
@@ -151,8 +153,12 @@ class _Lowering:
             self.plan.buffers.append(Buffer(Kind.WEIGHT, Extent(tensor.nbytes), name=name))
         return Operand(self._weight_buffers[name], view.dtype, view.size, view.stride, Extent(begin))
 
-    def step(self, op: Op, operands: Sequence[View | Operand | None], integers: Sequence[int] = (), numbers: Sequence[float] = ()) -> None:
-        self.plan.steps.append(Step(op, [self.operand(each) for each in operands], list(map(_integer, integers)), list(map(float, numbers))))
+    def step(
+        self, op: Op, operands: Sequence[View | Operand | None], integers: Sequence[int] = (), numbers: Sequence[float] = ()
+    ) -> None:
+        self.plan.steps.append(
+            Step(op, [self.operand(each) for each in operands], list(map(_integer, integers)), list(map(float, numbers)))
+        )
 
     def contiguous(self, view: View | Operand) -> Operand:
         """The same values without gaps."""
@@ -164,7 +170,9 @@ class _Lowering:
         self.step(Op.COPY, [operand, copy])
         return copy
 
-    def compute(self, instructions: Sequence[tuple[Compute, Sequence[Any], torch.dtype]], inputs: Sequence[Any], out: Any) -> None:
+    def compute(
+        self, instructions: Sequence[tuple[Compute, Sequence[Any], torch.dtype]], inputs: Sequence[Any], out: Any
+    ) -> None:
         """An elementwise computation: each instruction has registers, or floats for constants."""
         constants: list[float] = []
 
@@ -243,7 +251,9 @@ def _our_operators() -> None:
     """lowbit's operators; C++ has the same operands in the same order."""
     ops = torch.ops.lowbit
 
-    def simple(operator: Any, op: Op, tensors: Sequence[str], integers: Sequence[str] = (), numbers: Sequence[str] = ()) -> None:
+    def simple(
+        operator: Any, op: Op, tensors: Sequence[str], integers: Sequence[str] = (), numbers: Sequence[str] = ()
+    ) -> None:
         def lower(to: _Lowering, call: Call) -> None:
             a = call.arguments
             to.step(op, [*(a[name] for name in tensors), *call.results], [a[n] for n in integers], [a[n] for n in numbers])
@@ -304,7 +314,7 @@ def _linear_attention(to: _Lowering, call: Call) -> None:
 
 @_lowers(
     _ATEN.reshape.default, _ATEN.contiguous.default, _ATEN.clone.default, _ATEN.to.dtype, _ATEN.to.dtype_layout, _ATEN._to_copy.default,
-    _ATEN.to.device, _ATEN.type_as.default, _ATEN.flatten.using_ints, _ATEN.dropout.default, _ATEN.repeat_interleave.self_int,
+    _ATEN.to.device, _ATEN.type_as.default, _ATEN.flatten.using_ints, _ATEN.dropout.default,
     _ATEN._reshape_copy.default,
 )  # fmt: skip
 def _copy(to: _Lowering, call: Call) -> None:
@@ -345,7 +355,9 @@ def _cat(to: _Lowering, call: Call) -> None:
         assert source is not None
         size, stride = source.size, source.stride
         if call.operator is _ATEN.stack.default:
-            source = replace(source, size=(*size[:dim], Extent(1), *size[dim:]), stride=(*stride[:dim], Extent(0), *stride[dim:]))
+            source = replace(
+                source, size=(*size[:dim], Extent(1), *size[dim:]), stride=(*stride[:dim], Extent(0), *stride[dim:])
+            )
         if len(source.size) != len(target.size):
             continue  # an empty tensor
         offset = _sum(target.offset, product([at, target.stride[dim]]))
@@ -393,7 +405,7 @@ def _common(values: Sequence[Any], fallback: torch.dtype) -> torch.dtype:
 def _pairs() -> None:
     simple = {
         "add": Compute.ADD, "sub": Compute.SUB, "mul": Compute.MUL, "div": Compute.DIV, "multiply": Compute.MUL,
-        "minimum": Compute.MINIMUM, "maximum": Compute.MAXIMUM, "__or__": Compute.OR, "__and__": Compute.AND,
+        "min": Compute.MINIMUM, "max": Compute.MAXIMUM, "minimum": Compute.MINIMUM, "maximum": Compute.MAXIMUM, "__or__": Compute.OR, "__and__": Compute.AND,
         "bitwise_or": Compute.OR, "bitwise_and": Compute.AND, "logical_and": Compute.AND, "logical_or": Compute.OR,
         "eq": Compute.EQUAL, "ne": Compute.NOT_EQUAL, "lt": Compute.LESS, "le": Compute.LESS_EQUAL, "gt": Compute.GREATER,
         "ge": Compute.GREATER_EQUAL, "greater": Compute.GREATER, "less": Compute.LESS,
@@ -586,12 +598,12 @@ def _float_linear(to: _Lowering, call: Call) -> None:
 
 def _outer_product(to: _Lowering, call: Call) -> bool:
     """Lowers a product [..., n, 1] @ [..., 1, m], as of frequencies and positions."""
-    operands = [call.arguments.get(name) for name in ("self", "other" if "other" in call.arguments else "mat2")]
-    if not all(isinstance(each, View) and len(each.size) >= 2 for each in operands):
+    if call.operator is _ATEN.linear.default:
         return False
-    if operands[0].size[-1] != Extent(1) or operands[1].size[-2] != Extent(1):
+    a, b = (call.arguments[name] for name in ("self", "other" if "other" in call.arguments else "mat2"))
+    if len(a.size) < 2 or len(b.size) < 2 or a.size[-1] != Extent(1) or b.size[-2] != Extent(1):
         return False
-    _elementwise(to, call.results[0], operands, Compute.MUL, call.results[0].dtype)
+    _elementwise(to, call.results[0], [a, b], Compute.MUL, call.results[0].dtype)
     return True
 
 
@@ -604,7 +616,11 @@ def _sums(to: _Lowering, call: Call) -> None:
         raise Unplannable("a plan has only sums of floats over one dimension")
     dim = dims[0] % len(source.size)
     order = [d for d in range(len(source.size)) if d != dim]
-    moved = replace(source, size=(*(source.size[d] for d in order), source.size[dim]), stride=(*(source.stride[d] for d in order), source.stride[dim]))
+    moved = replace(
+        source,
+        size=(*(source.size[d] for d in order), source.size[dim]),
+        stride=(*(source.stride[d] for d in order), source.stride[dim]),
+    )
     target = out
     if call.arguments.get("keepdim"):
         target = replace(out, size=tuple(out.size[d] for d in order), stride=tuple(out.stride[d] for d in order))
@@ -642,6 +658,36 @@ def _gather(to: _Lowering, call: Call) -> None:
     if a["dim"] % len(x.size) != len(x.size) - 1 or x.size[:-1] != index.size[:-1]:
         raise Unplannable("a plan has only gather over the last dimension")
     to.step(Op.GATHER, [x, index, *call.results])
+
+
+@_lowers(_ATEN.scatter_.value, _ATEN.scatter.value)
+def _scatter(to: _Lowering, call: Call) -> None:
+    a = call.arguments
+    x, index, out = a["self"], a["index"], a["self"]
+    if a["dim"] % len(x.size) != len(x.size) - 1 or x.size[:-1] != index.size[:-1]:
+        raise Unplannable("a plan has only scatter over the last dimension")
+    if call.operator is _ATEN.scatter.value:
+        out = call.results[0]
+        to.step(Op.COPY, [x, out])
+    to.step(Op.SCATTER, [index, out], [], [a["value"]])
+
+
+@_lowers(_ATEN.repeat_interleave.self_int)
+def _repeat_interleave(to: _Lowering, call: Call) -> None:
+    source, target = to.operand(call.arguments["self"]), to.operand(call.results[0])
+    repeats, dim = call.arguments["repeats"], call.arguments["dim"]
+    assert source is not None and target is not None
+    if dim is None or isinstance(repeats, Extent):
+        raise Unplannable("a plan has only repeat_interleave of one dimension")
+    dim %= len(source.size)
+
+    def split(sizes: tuple[Extent, ...], more: Extent) -> tuple[Extent, ...]:
+        return (*sizes[: dim + 1], more, *sizes[dim + 1 :])
+
+    size = split(source.size, Extent(repeats))
+    source = replace(source, size=size, stride=split(source.stride, Extent(0)))
+    outer = [stride.times(repeats) if d == dim else stride for d, stride in enumerate(target.stride)]
+    to.step(Op.COPY, [source, replace(target, size=size, stride=split(tuple(outer), target.stride[dim]))])
 
 
 @_lowers(_ATEN.embedding.default)

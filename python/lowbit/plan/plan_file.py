@@ -37,7 +37,7 @@ class Op(IntEnum):
     """The operators of a plan."""
 
     LINEAR, LINEARS, LINEAR_EXPERTS, EMBEDDING, ATTENTION, MASKED_ATTENTION, LINEAR_ATTENTION, SHORT_CONV, ACTIVATE, RMS_NORM, \
-        ROTARY, COPY, COMPUTE, FLOAT_LINEAR, SUM, SOFTMAX, TOP, GATHER, TAKE, COUNT_UP = range(20)  # fmt: skip
+        ROTARY, COPY, COMPUTE, FLOAT_LINEAR, SUM, SOFTMAX, TOP, GATHER, TAKE, SCATTER, COUNT_UP = range(21)  # fmt: skip
 
 
 class Compute(IntEnum):
@@ -64,7 +64,7 @@ class Extent(NamedTuple):
 @dataclass
 class Buffer:
     kind: Kind
-    bytes: Extent = Extent(0)
+    size: Extent = Extent(0)  # in bytes
     index: int = 0  # the number of an input or output, the layer of a cache
     slot: int = 0
     name: str = ""
@@ -122,7 +122,7 @@ def to_bytes(plan: Plan) -> bytes:
     writer = _Writer()
     writer.numbers(_VERSION, len(plan.buffers))
     for buffer in plan.buffers:
-        writer.numbers(buffer.kind, *buffer.bytes, buffer.index, buffer.slot)
+        writer.numbers(buffer.kind, *buffer.size, buffer.index, buffer.slot)
         writer.text(buffer.name.encode())
         writer.text(buffer.content)
     writer.number(len(plan.steps))

@@ -183,7 +183,9 @@ class Sizes:
             found = Extent(values[0] - int(per_row) * r0 - int(per_kept) * k0, int(per_row), int(per_kept))
             if all(found.at(*call) == value for call, value in zip(self.calls, values)):
                 return found
-        raise Unplannable(f"a size is {', '.join(map(str, values))} in calls of {', '.join(str(r) for r, _ in self.calls)} tokens")
+        raise Unplannable(
+            f"a size is {', '.join(map(str, values))} in calls of {', '.join(str(r) for r, _ in self.calls)} tokens"
+        )
 
 
 def unified(recordings: Sequence[Recording], sizes: Sizes) -> Recording:
@@ -202,7 +204,10 @@ def unified(recordings: Sequence[Recording], sizes: Sizes) -> Recording:
     def join(values: Sequence[Any]) -> Any:
         one = values[0]
         if isinstance(one, View):
-            if not all(isinstance(v, View) and (v.storage, v.dtype, len(v.size)) == (one.storage, one.dtype, len(one.size)) for v in values):
+            if not all(
+                isinstance(v, View) and (v.storage, v.dtype, len(v.size)) == (one.storage, one.dtype, len(one.size))
+                for v in values
+            ):
                 raise Unplannable("its tensors depend on the length of a call")
             size, stride = (tuple(map(sizes.extent, zip(*(getattr(v, name) for v in values)))) for name in ("size", "stride"))
             return View(one.storage, one.dtype, size, stride, sizes.extent(tuple(v.offset for v in values)))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -23,9 +24,17 @@ class Caches:
             layers: for each layer its tensors: keys and values, ``held`` if they hold a window, states.
         """
         by_slot = [dict(zip(slots(layer), layer, strict=True)) for layer in layers]
-        self.tensors = [by_slot[layer].get(slot) for layer, slot in places]
-        described = [None if t is None else (t.data_ptr(), ELEMENT_TYPES[t.dtype], list(t.shape)) for t in self.tensors]
+        self._use([by_slot[layer].get(slot) for layer, slot in places])
+
+    def _use(self, tensors: list[Tensor | None]) -> None:
+        self.tensors = tensors
+        described = [None if t is None else (t.data_ptr(), ELEMENT_TYPES[t.dtype], list(t.shape)) for t in tensors]
         self.native = _C.PlanCaches(described)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Caches:
+        copy = object.__new__(Caches)
+        copy._use(deepcopy(self.tensors, memo))
+        return copy
 
 
 def slots(layer: Sequence[Tensor]) -> list[int]:
@@ -52,6 +61,19 @@ class Planned:
         self.places = [(b.index, b.slot) for b in made.plan.buffers if b.kind is Kind.CACHE]
         self._runner: Any = None
         self._threads = 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Planned:
+        copy = object.__new__(Planned)
+        copy.__dict__ |= vars(self) | {"_weights": deepcopy(self._weights, memo), "_runner": None, "_threads": 0}
+        return copy
+
+    def measured(self, run: Callable[[], object]) -> dict[str, float]:
+        """The seconds that each operator takes in ``run()``."""
+        runner = self._ready()
+        runner.measure()
+        before = runner.times()
+        run()
+        return {name: seconds - before.get(name, 0.0) for name, seconds in runner.times().items()}
 
     def _ready(self) -> Any:
         threads = torch.get_num_threads()
