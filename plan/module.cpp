@@ -3,6 +3,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <iterator>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -11,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "model.h"
 #include "plan.h"
 #include "real_functions.h"
 
@@ -115,6 +117,41 @@ class Runner {
   std::vector<std::pair<int64_t, int64_t>> caches_;
 };
 
+TextCache cache_named(const std::string& name) {
+  constexpr const char* kNames[] = {"float32", "bfloat16", "float16", "int8", "int4"};
+  for (size_t i = 0; i < std::size(kNames); ++i) {
+    if (name == kNames[i]) return static_cast<TextCache>(i);
+  }
+  throw py::value_error("a cache is '" + name + "'; expected float32, bfloat16, float16, int8 or int4");
+}
+
+std::unique_ptr<PlanModel> open_model(const std::string& file, int threads) {
+  std::unique_ptr<PlanModel> model;
+  Status status;
+  {
+    py::gil_scoped_release release;
+    status = PlanModel::open(file, threads, &model);
+  }
+  raise_unless_ok(status);
+  return model;
+}
+
+std::unique_ptr<PlanSession> begin(const PlanModel& model, int64_t length, const std::string& keys, const std::string& values) {
+  std::unique_ptr<PlanSession> session;
+  raise_unless_ok(model.begin(length, cache_named(keys), cache_named(values), &session));
+  return session;
+}
+
+// Writes the logits after the last token to `logits`, float32 [vocabulary].
+void feed(PlanModel& model, PlanSession& session, const std::vector<int64_t>& tokens, uintptr_t logits) {
+  Status status;
+  {
+    py::gil_scoped_release release;
+    status = model.feed(session, tokens.data(), static_cast<int64_t>(tokens.size()), reinterpret_cast<float*>(logits));
+  }
+  raise_unless_ok(status);
+}
+
 // sin of `count` numbers, or with quarter 1 cos.
 void sines(uintptr_t x, int64_t count, int64_t quarter, uintptr_t out) {
   const float* const from = reinterpret_cast<const float*>(x);
@@ -135,5 +172,30 @@ void add_plans(py::module_& module) {
       .def("times", &Runner::times)
       .def_property_readonly("weights", &Runner::weights)
       .def_property_readonly("caches", &Runner::caches);
+  py::class_<PlanSession>(module, "PlanSession")
+      .def_property_readonly("length", &PlanSession::length)
+      .def_property_readonly("position", &PlanSession::position)
+      .def_property_readonly("recurrent", &PlanSession::recurrent)
+      .def("cut", [](PlanSession& session, int64_t count) { raise_unless_ok(session.cut(count)); }, py::arg("count"));
+  py::class_<PlanModel>(module, "PlanModel")
+      .def(py::init(&open_model), py::arg("file"), py::arg("threads"))
+      .def_property_readonly("vocabulary", &PlanModel::vocabulary)
+      .def_property_readonly("positions", &PlanModel::positions)
+      .def_property_readonly("stop", &PlanModel::stop)
+      .def("begin", &begin, py::arg("length"), py::arg("keys"), py::arg("values"))
+      .def("certify", [](PlanModel& model) {
+        uint64_t certificate = 0;
+        Status status;
+        {
+          py::gil_scoped_release release;
+          status = model.certify(&certificate);
+        }
+        raise_unless_ok(status);
+        return certificate;
+      })
+      .def("feed", &feed, py::arg("session"), py::arg("tokens"), py::arg("logits"));
+  module.def("digest", [](uintptr_t address, size_t size, uint64_t from) {
+    return digest(reinterpret_cast<const void*>(address), size, from);
+  }, py::arg("address"), py::arg("size"), py::arg("from_") = kEmptyDigest);
   module.def("sine", &sines, py::arg("x"), py::arg("count"), py::arg("quarter"), py::arg("out"));
 }

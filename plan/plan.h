@@ -5,6 +5,7 @@
 // docs/internals/plan.md describes the file.
 #pragma once
 
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -12,7 +13,6 @@
 #include "../kernels/export.h"
 #include "../kernels/status.h"
 #include "../ops/tensor_view.h"
-#include "team.h"
 
 namespace lowbit {
 
@@ -35,6 +35,13 @@ struct Buffer {
   int64_t index = 0;        // the number of an input or output; the layer of a cache
   int64_t slot = 0;         // of a cache
   std::string name;         // of a weight in the model's state
+  // Where a weight is stored: in a file beside the plan's, if it is not empty. The checksum is that of its first kChecked bytes.
+  std::string file;
+  int64_t offset = 0;
+  uint32_t checksum = 0;
+  // Of a cache: keys and values [heads, width] of one text, whose type a program chooses; states as they are.
+  std::vector<int64_t> shape;
+  ElementType type = ElementType::f32;  // of a state
   std::vector<char> content;  // of a constant
 };
 
@@ -92,12 +99,18 @@ struct PlanStep {
   std::vector<double> numbers;
 };
 
+inline constexpr int64_t kChecked = 4096;
+
 struct Plan {
+  std::map<std::string, std::vector<int64_t>> about;  // for programs: "vocabulary", "positions", "stop"
   std::vector<Buffer> buffers;
   std::vector<PlanStep> steps;
 };
 
 LOWBIT_API const char* name_of(Opcode op);
+
+// CRC-32 (ISO 3309), as in zip files.
+LOWBIT_API uint32_t checksum(const void* bytes, size_t size);
 
 // Reads a plan's bytes, which need not be trusted.
 LOWBIT_API Status read_plan(const void* bytes, size_t size, Plan* plan);

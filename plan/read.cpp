@@ -1,3 +1,4 @@
+#include <array>
 #include <cinttypes>
 #include <cstring>
 
@@ -11,16 +12,6 @@ constexpr int64_t kVersion = 1;
 // More than any model has; they keep a damaged file from asking for memory without end.
 constexpr int64_t kMostBuffers = 1 << 20, kMostSteps = 1 << 20, kMostOperands = 64, kMostNumbers = 4096;
 constexpr int64_t kMostExtent = int64_t{1} << 48;
-
-// CRC-32 (ISO 3309), as in zip files.
-uint32_t checksum(const uint8_t* bytes, size_t size) {
-  uint32_t crc = ~0u;
-  for (size_t i = 0; i < size; ++i) {
-    crc ^= bytes[i];
-    for (int bit = 0; bit < 8; ++bit) crc = crc >> 1 ^ (0xedb88320u & (0u - (crc & 1)));
-  }
-  return ~crc;
-}
 
 // Reads numbers of variable length (LEB128, zigzag) and bytes. After an error every number is 0.
 class Reader {
@@ -68,6 +59,16 @@ class Reader {
     return result;
   }
 
+  std::string text() {
+    const int64_t size = number("the length of a text", 0, 4096);
+    const char* const from = bytes(size);
+    return from == nullptr ? std::string() : std::string(from, static_cast<size_t>(size));
+  }
+
+  ElementType element_type() {
+    return static_cast<ElementType>(number("an element type", 0, static_cast<int64_t>(ElementType::boolean)));
+  }
+
   double real() {
     double value = 0.0;
     if (const char* const from = bytes(8)) std::memcpy(&value, from, 8);
@@ -92,16 +93,21 @@ void read_buffer(Reader& reader, Buffer* buffer) {
   buffer->bytes = reader.extent();
   buffer->index = reader.number("a buffer's number", 0, kMostBuffers);
   buffer->slot = reader.number("a cache's slot", 0, 64);
-  const int64_t name = reader.number("the length of a name", 0, 4096);
-  if (const char* const text = reader.bytes(name)) buffer->name.assign(text, static_cast<size_t>(name));
+  buffer->name = reader.text();
   const int64_t size = reader.number();
   if (const char* const content = reader.bytes(size)) buffer->content.assign(content, content + size);
+  buffer->file = reader.text();
+  buffer->offset = reader.number("an offset in a file", 0, kMostExtent);
+  buffer->checksum = static_cast<uint32_t>(reader.number("a checksum", 0, UINT32_MAX));
+  buffer->shape.resize(static_cast<size_t>(reader.number("the dimensions of a cache", 0, kPlanDims)));
+  for (int64_t& each : buffer->shape) each = reader.number("a dimension of a cache", 1, 1 << 24);
+  buffer->type = reader.element_type();
 }
 
 void read_operand(Reader& reader, int64_t buffers, Operand* operand) {
   operand->buffer = reader.number("an operand's buffer", -1, buffers - 1);
   if (operand->buffer < 0) return;
-  operand->type = static_cast<ElementType>(reader.number("an element type", 0, static_cast<int64_t>(ElementType::boolean)));
+  operand->type = reader.element_type();
   operand->ndim = static_cast<int>(reader.number("the number of dimensions", 0, kPlanDims));
   operand->offset = reader.extent();
   for (int d = 0; d < operand->ndim; ++d) {
@@ -137,6 +143,12 @@ Status read_checked(const uint8_t* bytes, size_t size, Plan* plan) {
   }
   reader = Reader(bytes + kMagicBytes, size - kMagicBytes - sizeof expected);
   reader.number();
+  const int64_t facts = reader.number("the number of facts", 0, kMostNumbers);
+  for (int64_t i = 0; i < facts && !reader.fails(); ++i) {
+    std::vector<int64_t>& values = plan->about[reader.text()];
+    values.resize(static_cast<size_t>(reader.number("the number of values", 0, kMostNumbers)));
+    for (int64_t& value : values) value = reader.number();
+  }
   const int64_t buffers = reader.number("the number of buffers", 1, kMostBuffers);
   for (int64_t i = 0; i < buffers && !reader.fails(); ++i) read_buffer(reader, &plan->buffers.emplace_back());
   const int64_t steps = reader.number("the number of steps", 1, kMostSteps);
@@ -146,6 +158,20 @@ Status read_checked(const uint8_t* bytes, size_t size, Plan* plan) {
 }
 
 }  // namespace
+
+uint32_t checksum(const void* bytes, size_t size) {
+  static const std::array<uint32_t, 256> table = [] {
+    std::array<uint32_t, 256> result;
+    for (uint32_t i = 0; i < 256; ++i) {
+      result[i] = i;
+      for (int bit = 0; bit < 8; ++bit) result[i] = result[i] >> 1 ^ (0xedb88320u & (0u - (result[i] & 1)));
+    }
+    return result;
+  }();
+  uint32_t crc = ~0u;
+  for (size_t i = 0; i < size; ++i) crc = crc >> 8 ^ table[(crc ^ static_cast<const uint8_t*>(bytes)[i]) & 0xff];
+  return ~crc;
+}
 
 Status read_plan(const void* bytes, size_t size, Plan* plan) {
   *plan = {};

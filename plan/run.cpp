@@ -12,6 +12,7 @@
 #include "../ops/operators.h"
 #include "numbers.h"
 #include "plan.h"
+#include "team.h"
 
 namespace lowbit {
 namespace {

@@ -14,6 +14,7 @@ from ..hf import decoding
 from ..hf.recurrent import is_state
 from ..hf.shared_inputs import observed
 from ..operators.window import window_length
+from ..plan.plan_file import Slot
 from ..plan.recording import Unplannable
 from .caches import CACHES, Caches, common, copy_layer, dtypes_of, empty_caches, name_of, type_of
 from .planning import DecoderPlan
@@ -185,6 +186,18 @@ class Decoder(torch.nn.Module):
             self.drop_plan(f"{'' if isinstance(reason, Unplannable) else type(reason).__name__ + ': '}{reason}")
         else:
             self._plan, self._plan_caches = plan, plan.caches(self._caches())
+
+    @property
+    def plan(self) -> DecoderPlan | None:
+        """The plan that calls use; None without one."""
+        return self._plan
+
+    def cache_shape(self, layer: int, slot: int) -> tuple[tuple[int, ...], torch.dtype]:
+        """Heads and width of a layer's keys or values, or shape and dtype of a state; ``slot`` is that of a plan."""
+        if slot < Slot.HELD:
+            heads, *widths = self._shapes[layer]
+            return (heads, widths[slot]), self.model.dtype
+        return self._states[layer][slot - Slot.STATE]
 
     def drop_plan(self, reason: str) -> None:
         """Makes calls run the model's Python code from now on."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..hf.rotary_tables import computed
 from ..plan.lowering import Lowered, Roles, lowered
-from ..plan.plan_file import Kind
+from ..plan.plan_file import Kind, Plan, Slot
 from ..plan.recording import Recording, Sizes, Unplannable, record
 from ..plan.running import Caches, Planned, slots
 from .proof import EXACT_LIMIT, PIECES_LIMIT, Rounding
@@ -46,6 +46,9 @@ def _lowered(decoder: Decoder) -> Lowered:
     made = lowered(recordings, Sizes(_CALLS), Roles(_INPUTS + 1, places), _state_of(decoder.model))
     if any(buffer.kind is Kind.INPUT and buffer.index >= _INPUTS for buffer in made.plan.buffers):
         raise Unplannable("its operators use the number of earlier tokens")
+    for buffer in made.plan.buffers:
+        if buffer.kind is Kind.CACHE and buffer.slot != Slot.HELD:
+            buffer.shape, buffer.dtype = decoder.cache_shape(buffer.index, buffer.slot)
     return made
 
 
@@ -83,6 +86,15 @@ class DecoderPlan:
     def fits(self) -> bool:
         """Whether the model still has the modules, parameters and hooks that it had."""
         return self._find_parts() == self._parts
+
+    @property
+    def plan(self) -> Plan:
+        return self._planned.plan
+
+    @property
+    def weights(self) -> dict[int, Tensor]:
+        """The weights of the plan, by buffer."""
+        return self._planned.weights
 
     def caches(self, layers: Sequence[Sequence[Tensor]]) -> Caches:
         """A text's caches as the plan uses them; they must stay where they are."""

@@ -13,6 +13,7 @@ import torch
 
 _MAGIC = b"lowbit plan\n"
 _VERSION = 1
+CHECKED = 4096
 
 # The numbers of ElementType in ops/tensor_view.h.
 ELEMENT_TYPES: dict[torch.dtype, int] = {
@@ -69,6 +70,11 @@ class Buffer:
     slot: int = 0
     name: str = ""
     content: bytes = b""
+    file: str = ""  # beside the plan's, with the weight
+    offset: int = 0
+    checksum: int = 0  # of the weight's first CHECKED bytes
+    shape: tuple[int, ...] = ()  # of a cache of one text: [heads, width], or that of a state
+    dtype: torch.dtype = torch.float32  # of a state
 
 
 @dataclass(frozen=True)
@@ -92,6 +98,7 @@ class Step:
 
 @dataclass
 class Plan:
+    about: dict[str, list[int]] = field(default_factory=dict)
     buffers: list[Buffer] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
 
@@ -120,11 +127,17 @@ class _Writer:
 def to_bytes(plan: Plan) -> bytes:
     """The bytes of a plan's file."""
     writer = _Writer()
-    writer.numbers(_VERSION, len(plan.buffers))
+    writer.numbers(_VERSION, len(plan.about))
+    for name, values in plan.about.items():
+        writer.text(name.encode())
+        writer.numbers(len(values), *values)
+    writer.number(len(plan.buffers))
     for buffer in plan.buffers:
         writer.numbers(buffer.kind, *buffer.size, buffer.index, buffer.slot)
         writer.text(buffer.name.encode())
         writer.text(buffer.content)
+        writer.text(buffer.file.encode())
+        writer.numbers(buffer.offset, buffer.checksum, len(buffer.shape), *buffer.shape, ELEMENT_TYPES[buffer.dtype])
     writer.number(len(plan.steps))
     for step in plan.steps:
         writer.numbers(step.op, len(step.operands))

@@ -55,8 +55,9 @@ class Planned:
     """A plan with its weights."""
 
     def __init__(self, made: Lowered):
+        self.plan = made.plan
         self._bytes = to_bytes(made.plan)
-        self._weights = made.weights
+        self.weights = made.weights
         self._outputs = made.outputs
         self.places = [(b.index, b.slot) for b in made.plan.buffers if b.kind is Kind.CACHE]
         self._runner: Any = None
@@ -64,7 +65,7 @@ class Planned:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Planned:
         copy = object.__new__(Planned)
-        copy.__dict__ |= vars(self) | {"_weights": deepcopy(self._weights, memo), "_runner": None, "_threads": 0}
+        copy.__dict__ |= vars(self) | {"weights": deepcopy(self.weights, memo), "_runner": None, "_threads": 0}
         return copy
 
     def measured(self, run: Callable[[], object]) -> dict[str, float]:
@@ -79,7 +80,7 @@ class Planned:
         threads = torch.get_num_threads()
         if threads != self._threads:
             self._runner = _C.PlanRunner(self._bytes, threads)
-            for buffer, tensor in self._weights.items():
+            for buffer, tensor in self.weights.items():
                 self._runner.bind(buffer, (tensor.data_ptr(), tensor.nbytes))
             self._threads = threads
         return self._runner
