@@ -20,8 +20,8 @@ from torch import Tensor
 
 from ..llm.decoder import Decoder, check_call
 from ..llm.loading import stop_tokens
-from .plan_export import PlanStep, write_plan
 from .module import described, export_pt2, export_pte, zeros
+from .plan_export import PlanStep, write_plan
 
 # Setting -> name of the constant method in a .pte that ExecuTorch's language model runners read.
 _PTE_NUMBERS = {"max_length": "get_max_context_len", "chunk": "get_max_seq_len", "vocabulary": "get_vocab_size"}
