@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .peephole import shortened
 from .plan_file import ELEMENT_TYPES, Buffer, Compute, Extent, Kind, Op, Operand, Plan, Slot, Step
 from .recording import Call, Recording, Sizes, Unplannable, View, unified
 
@@ -750,4 +751,4 @@ def lowered(recordings: Sequence[Recording], sizes: Sizes, roles: Roles, weights
     """
     lowering = _Lowering(recordings, sizes, roles, weights)
     lowering.run()
-    return Lowered(lowering.plan, lowering.bound, tuple(lowering.whole.results))
+    return Lowered(shortened(lowering.plan), lowering.bound, tuple(lowering.whole.results))
