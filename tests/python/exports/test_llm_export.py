@@ -1,9 +1,9 @@
 """A small trained language model in ExecuTorch and AOTInductor, from Python and C++, gives the tokens of eager.
 
-lowbit's operators have the same bits everywhere. A .pte runs them for norms, rotary positions and activation functions, too, so
-its logits are eager's, bit for bit. In a .pt2 these are AOTInductor's code, whose last bits may differ and can move an activation
-to the next int8 value: logits are near eager's (measured: 0.16 of about 20), and the likeliest token is the same except for near
-ties.
+lowbit's operators have the same bits everywhere. A .pte runs them for norms, rotary positions and activation functions, too,
+so its logits are eager's, bit for bit. In a .pt2 these are AOTInductor's code, whose last bits may differ and can move an
+activation to the next int8 value: logits are near eager's (measured: 0.16 of about 20), and the likeliest token is the same
+except for near ties.
 """
 
 import re
@@ -292,8 +292,7 @@ def test_generate_makes_the_tokens_of_eager(exported, kind):
 @torch.inference_mode()
 @pytest.mark.parametrize("kind", KINDS)
 def test_pieces(exported, kind):
-    """Logits do not depend on how a text is split into calls, nor on earlier content of the caches: bit for bit in a .pte, except
-    for rounding in a .pt2."""
+    """Logits do not depend on how a text is split into calls, nor earlier content of the caches; in a .pt2 up to rounding."""
     step, decoder = load(exported, kind), exported.decoder
     text = torch.tensor([exported.prompts[1]])
     length = text.shape[1]
