@@ -22,7 +22,7 @@ def _forward(
     module: torch.nn.Module, epsilon: float, offset: float, decoding: bool, x: Tensor, *others: Any, **more: Any
 ) -> Tensor:
     weight = getattr(module, "weight", None)
-    if decoding:  # has no gradients, so the result is the same whether they are enabled or not
+    if decoding and torch.is_grad_enabled():  # has no gradients, so the result is the same whether they are enabled or not
         x, weight = x.detach(), None if weight is None else weight.detach()
     if others or more or not is_computed(x) or (weight is not None and (weight.dtype != x.dtype or not is_computed(weight))):
         return type(module).forward(module, x, *others, **more)
