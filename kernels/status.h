@@ -64,6 +64,13 @@ class [[nodiscard]] Status {
   Kind kind() const { return kind_; }
   const char* message() const { return message_; }
 
+  // The same error with words before its sentence.
+  Status with_prefix(const char* words) const {
+    Status result = *this;
+    std::snprintf(result.message_, sizeof result.message_, "%s%s", words, message_);
+    return result;
+  }
+
  private:
 #ifdef __clang_analyzer__
   explicit Status(Kind kind) : kind_(kind) { message_[0] = '\0'; }

@@ -24,6 +24,8 @@
 namespace py = pybind11;
 using namespace lowbit;
 
+void add_plans(py::module_& module);  // ../plan/module.cpp
+
 namespace {
 
 py::list names_of(IsaBits bits) {
@@ -401,6 +403,7 @@ PYBIND11_MODULE(_C, module) {
   module.def("memory_placement", &memory_placement);
   module.def("load_kernels", [](const std::string& path) { raise_unless_ok(load_kernels(path.c_str())); },
              py::arg("path"));
+  add_plans(module);
 #if defined(__clang__)
   module.attr("compiler") = "Clang " __clang_version__;
 #elif defined(__GNUC__)

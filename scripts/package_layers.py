@@ -27,6 +27,7 @@ LAYERS = {
     "quantize_ and training": ("quantizing", "qat"),
     "transformers": ("hf", "transformers"),
     "files": ("files",),
+    "plans": ("plan",),
     "libraries": ("executorch", "peft"),
     "core": (),
 }

@@ -1,4 +1,4 @@
-// Shared by the two runners of language models: command line, sampling, and the loop over tokens.
+// Shared by the runners of language models: command line, sampling, and the loop over tokens.
 #pragma once
 
 #include <algorithm>
@@ -26,6 +26,7 @@ struct LlmOptions {
   int64_t seed = 0;
   int64_t threads = 0;  // 0: the runtime's default
   bool stats = false;
+  bool certify = false;  // of a plan
 };
 
 // A decoder with its KV caches.
@@ -76,7 +77,8 @@ inline LlmOptions parse_llm_options(int argc, char** argv, const char* model_kin
       "  --top-p P            samples only from the most likely tokens that together reach P (default: 1)\n"
       "  --seed S             seed of sampling (default: 0)\n"
       "  --threads N          (default: all)\n"
-      "  --stats              prints tokens per second to stderr";
+      "  --stats              prints tokens per second to stderr" +
+      (std::string(model_kind) == ".plan" ? "\n  --certify            prints only the certificate of a plan, without --ids" : "");
   LlmOptions options;
   constexpr int64_t kMost = int64_t{1} << 31;
   for (int i = 1; i < argc; ++i) {
@@ -102,6 +104,8 @@ inline LlmOptions parse_llm_options(int argc, char** argv, const char* model_kin
       options.threads = parse_number<int64_t>(name, value(), 1, 1024);
     } else if (name == "--stats") {
       options.stats = true;
+    } else if (name == "--certify" && std::string(model_kind) == ".plan") {
+      options.certify = true;
     } else if (name.rfind("--", 0) == 0) {
       throw std::runtime_error("unknown option " + name + " here\n" + usage);
     } else if (options.model.empty()) {
@@ -111,7 +115,7 @@ inline LlmOptions parse_llm_options(int argc, char** argv, const char* model_kin
     }
   }
   if (options.model.empty()) throw std::runtime_error("no model was given\n" + usage);
-  if (options.ids.empty()) throw std::runtime_error("no prompt was given: --ids 1,2,3\n" + usage);
+  if (options.ids.empty() && !options.certify) throw std::runtime_error("no prompt was given: --ids 1,2,3\n" + usage);
   return options;
 }
 

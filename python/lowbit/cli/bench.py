@@ -16,6 +16,7 @@ from .output import Output, size, table
 
 
 class _Mode(enum.StrEnum):  # typer does not support a list of literals
+    plan = "plan"
     eager = "eager"
     compile = "compile"
     aot = "aot"
@@ -28,7 +29,7 @@ def bench(
     widths: options.Widths,
     prompt: Annotated[int, typer.Option("--prompt", min=1, help="Tokens of the prompt.")] = 512,
     new: Annotated[int, typer.Option("--new", min=1, help="Tokens that are decoded after the prompt.")] = 64,
-    mode: Annotated[list[_Mode], typer.Option("--mode", help="Ways to run, in turns.")] = [_Mode.aot],  # noqa: B006
+    mode: Annotated[list[_Mode], typer.Option("--mode", help="Ways to run, in turns.")] = [_Mode.plan],  # noqa: B006
     rounds: Annotated[int, typer.Option("--rounds", min=1, help="Number of runs; the median counts.")] = 3,
     cache: options.Cache = None,
     threads: options.Threads = None,
@@ -57,7 +58,7 @@ def bench(
     from ..tools import model_speed as library
 
     modes = list(dict.fromkeys(way.value for way in mode))
-    if modes != ["eager"]:
+    if not {*modes} <= {"plan", "eager"}:
         cpp_compiler()
     set_threads(threads)
     measured = model if is_shape(model) else load_packed(output, Path(model), widths)

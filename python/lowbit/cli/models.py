@@ -80,7 +80,7 @@ def load_draft(
         draft = load(output, path, None)
     if positions(draft) < max_length:
         raise ValueError(f"{path} supports {positions(draft)} tokens; expected {max_length} or more, as --max-length")
-    return llm.Decoder(draft, max_length, cache, replay=True)
+    return llm.Decoder(draft, max_length, cache)
 
 
 @contextmanager

@@ -111,7 +111,7 @@ class Session:
 
         running = self.running
         try:
-            decoder = llm.Decoder(self.model, self.max_length, running.cache, windows=not running.wants_prefixes, replay=True)
+            decoder = llm.Decoder(self.model, self.max_length, running.cache, windows=not running.wants_prefixes)
             if not running.compile:
                 return decoder
             with self.output.progress("compiling, or loading what was compiled before"):

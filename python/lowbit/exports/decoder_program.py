@@ -1,4 +1,4 @@
-"""Exports decoders to .pte and .pt2 files, and loads them.
+"""Exports decoders to .plan, .pte and .pt2 files, and loads them.
 
 >>> import lowbit.llm
 >>> lowbit.llm.export_decoder(decoder, "model.pte")  # doctest: +SKIP
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from torch import Tensor
 from ..llm.decoder import Decoder, check_call
 from ..llm.loading import stop_tokens
 from .module import described, export_pt2, export_pte, zeros
+from .plan_export import PlanStep, write_plan
 
 # Setting -> name of the constant method in a .pte that ExecuTorch's language model runners read.
 _PTE_NUMBERS = {"max_length": "get_max_context_len", "chunk": "get_max_seq_len", "vocabulary": "get_vocab_size"}
@@ -121,6 +122,8 @@ def export_decoder(
 
     The program takes tokens [1, s], s from 1 to ``chunk``, and start [1]. The file name chooses the format:
 
+    * **.plan**, for lowbit's own library: a small file in the directory of the model's checkpoint, whose weights it uses.
+      Programs choose the length of texts and the type of caches. ``examples/cpp/llm_runner_plan`` runs the file.
     * **.pte**, for ExecuTorch. The caches are allocated by the loaded program and are not in the file. Constant methods hold
       the settings for runners. ExecuTorch's ``TextLLMRunner`` and ``examples/cpp/llm_runner`` run the file.
     * **.pt2**, for AOTInductor, which needs a C++ compiler for the export. The program takes all caches as inputs and updates
@@ -130,8 +133,8 @@ def export_decoder(
 
     Args:
         decoder: quantized, in eval mode.
-        path: a name that ends in .pte or .pt2; replaced atomically, and unchanged if the export fails.
-        chunk: largest number of tokens of one call. Longer prompts are split; a .pte reserves memory for one chunk.
+        path: a name that ends in .plan, .pte or .pt2; replaced atomically, and unchanged if the export fails.
+        chunk: largest number of tokens of one call of a .pte or .pt2. Longer prompts are split; a .pte reserves memory for one chunk.
         stop: tokens that end a text; None: those of the model's configuration.
         xnnpack: in a .pte, run the operators that XNNPACK supports there; otherwise all but lowbit's operators run on
             ExecuTorch's kernels.
@@ -139,13 +142,17 @@ def export_decoder(
 
     Raises:
         ImportError: executorch is not installed, for a .pte.
-        ValueError, OSError: chunk is not from 1 to max_length, or path has another ending or cannot be written.
+        ValueError, OSError: chunk is not from 1 to max_length, or path has another ending or cannot be written; or for a .plan,
+            the model has no plan, or its weights are not beside it.
         Exception: whatever torch.export, ExecuTorch and AOTInductor raise on models they cannot export.
     """
     suffix = Path(path).suffix
     if suffix not in _LOADERS:
-        raise ValueError(f"path is {str(path)!r}; expected a name that ends in .pte or .pt2")
+        raise ValueError(f"path is {str(path)!r}; expected a name that ends in .plan, .pte or .pt2")
     about = _describe(decoder, chunk, stop)
+    if suffix == ".plan":
+        write_plan(decoder, Path(path), about["stop"])
+        return
     with decoder.each_layer_alone():  # the same program decodes token by token
         if suffix == ".pte":
             _export_pte(decoder, path, about, xnnpack, progress)
@@ -188,6 +195,14 @@ def _export_pt2(decoder: Decoder, path: str | os.PathLike[str], about: dict[str,
     )
 
 
+def _load_plan(path: str, max_length: int | None, cache: str | None) -> ExportedDecoder:
+    step = PlanStep(path, max_length, cache)
+    model = step.model
+    return ExportedDecoder(
+        step.max_length, step.max_length, model.vocabulary, tuple(model.stop), recurrent=step.recurrent, _run=step
+    )
+
+
 def _check(numbers: dict[str, int]) -> None:
     for name, value in numbers.items():
         if not isinstance(value, int) or value < 1:
@@ -218,13 +233,18 @@ def _load_pt2(path: str) -> ExportedDecoder:
     return ExportedDecoder(**numbers, stop=stop, recurrent=recurrent, _run=lambda tokens, start: package(tokens, start, caches))
 
 
-_LOADERS: dict[str, Callable[[str], ExportedDecoder]] = {".pte": _load_pte, ".pt2": _load_pt2}
+_LOADERS = {".plan": _load_plan, ".pte": _load_pte, ".pt2": _load_pt2}
 
 
-def load_decoder(path: str | os.PathLike[str]) -> ExportedDecoder:
-    """Loads a file of :func:`export_decoder`: a .pte into ExecuTorch's runtime in this process, a .pt2 into torch.
+def load_decoder(path: str | os.PathLike[str], *, max_length: int | None = None, cache: str | None = None) -> ExportedDecoder:
+    """Loads a file of :func:`export_decoder`: a .plan into lowbit's library, a .pte into ExecuTorch's runtime in this process,
+    a .pt2 into torch.
 
     A .pt2 holds machine code: load only files that you trust as much as a program.
+
+    Args:
+        max_length: for a .plan, the longest text in tokens; None: 2048, or the model's positions if they are fewer.
+        cache: for a .plan, the type of the KV cache, as for :class:`Decoder`; None: float32.
 
     Raises:
         ImportError: for a .pte, executorch is not installed, or lowbit was built without it.
@@ -232,14 +252,17 @@ def load_decoder(path: str | os.PathLike[str]) -> ExportedDecoder:
         ValueError: the file is not a decoder's program, or has another ending.
     """
     path = os.fspath(path)
-    load = _LOADERS.get(Path(path).suffix)
-    if load is None:
-        raise ValueError(f"path is {path!r}; expected a name that ends in .pte or .pt2")
+    suffix = Path(path).suffix
+    if suffix not in _LOADERS:
+        raise ValueError(f"path is {path!r}; expected a name that ends in .plan, .pte or .pt2")
+    if suffix != ".plan" and (max_length, cache) != (None, None):
+        raise ValueError(f"max_length and cache were chosen when {path} was exported; expected them for a .plan only")
     if not os.path.isfile(path):
         raise FileNotFoundError(f"there is no file {path}")
-    if load is _load_pte:
+    if suffix == ".pte":
         import_module("lowbit.executorch").register()
+    load: Any = _LOADERS[suffix]
     try:
-        return load(path)
+        return cast(ExportedDecoder, load(path, max_length, cache) if suffix == ".plan" else load(path))
     except Exception as error:
         raise ValueError(f"{path} does not load, or is not what lowbit.llm.export_decoder writes: {error}") from error

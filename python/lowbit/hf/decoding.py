@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .. import nn
-from . import norms, own_attention, position_tables, recurrent, rotary
+from . import norms, own_attention, position_tables, recurrent, rotary, rotary_tables
 from .activations import RowWise, is_activation
 from .shared_inputs import SharedInput
 from .unsupported import Unsupported as Unsupported
@@ -70,6 +70,13 @@ class Part:
     before: Callable[[int, bool], None] | None = (
         None  # called with each layer before its attention or, with True, before its states are used
     )
+
+    def copy_all(self) -> None:
+        """Calls ``before`` for all layers, if the call changes nothing that it reads."""
+        if self.before is not None:
+            for layer in range(len(self.layers)):
+                self.before(layer, False)
+                self.before(layer, True)
 
 
 class Texts:
@@ -217,39 +224,6 @@ def check_config(config: Any, max_length: int) -> None:
                 )
 
 
-class RotaryTable(torch.nn.Module):
-    """Sines and cosines of rotary embeddings, computed once for all positions rather than at each call."""
-
-    def __init__(self, cos: Tensor, sin: Tensor):
-        super().__init__()
-        self.register_buffer("cos", cos[0].clone(), persistent=False)
-        self.register_buffer("sin", sin[0].clone(), persistent=False)
-
-    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        if torch.compiler.is_compiling():
-            # The decoder or attention refuses positions beyond the caches. Without the clamp compiled code would abort
-            # the process here.
-            position_ids = position_ids.clamp(0, self.cos.shape[0] - 1)
-        if position_ids.dim() == 3:  # time, height and width, which are equal for text
-            position_ids = position_ids[0]
-        try:
-            return self.cos[position_ids], self.sin[position_ids]
-        except IndexError as error:  # not reached by the decoder
-            raise ValueError(_TAKEN) from error
-
-
-def _tabulated(rotary: Any, positions: int, dtype: torch.dtype) -> RotaryTable | None:
-    # Some rotary embeddings change with the length of the text, or have tables for several kinds of layers.
-    if (
-        not isinstance(rotary, torch.nn.Module)
-        or getattr(rotary, "rope_type", None) not in ("default", "linear", "llama3", "yarn")
-        or list(signature(rotary.forward).parameters) != ["x", "position_ids"]
-    ):
-        return None
-    table = rotary(torch.zeros(1, dtype=dtype), torch.arange(positions)[None])
-    return RotaryTable(*table) if isinstance(table, tuple) and len(table) == 2 else None  # other models use complex numbers
-
-
 def _configs(model: torch.nn.Module) -> Iterator[Any]:
     """Every config object in a model once: those of its modules, and nested ones."""
     configs: dict[int, Any] = {}
@@ -326,11 +300,11 @@ class Takeover:
         self._replace_attention(model, positions)
         for config in self._attention:
             config._attn_implementation_internal = ATTENTION
-        tables: dict[int, RotaryTable | None] = {}  # shared by layers that share their rotary embedding
+        tables: dict[int, rotary_tables.RotaryTable | None] = {}  # shared by layers that share their rotary embedding
         for module in list(model.modules()):
             embedding = getattr(module, "rotary_emb", None)
             if embedding is not None and id(embedding) not in tables:
-                tables[id(embedding)] = _tabulated(embedding, positions, model.dtype)
+                tables[id(embedding)] = rotary_tables.tabulated(embedding, positions, model.dtype)
             if embedding is not None and tables[id(embedding)] is not None:
                 self._rotary.append((module, embedding))
                 module.rotary_emb = tables[id(embedding)]

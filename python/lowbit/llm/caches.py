@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,6 +13,10 @@ from ..hf.decoding import Unsupported, is_held
 from ..hf.recurrent import is_state
 from ..operators.ops import cache_storage, cache_width
 from ..operators.window import SPAN
+
+if TYPE_CHECKING:
+    from ..plan.running import Caches as PlanCaches
+    from .planning import DecoderPlan
 
 # Types of the KV cache: one type for keys and values, or the type of keys, then that of values.
 CACHES = ("float32", "bfloat16", "float16", "int8", "int8,int4", "int4")
@@ -36,9 +40,16 @@ class Caches:
         self.length = length
         self.tokens: list[int] = []  # the tokens whose keys and values are stored
         self._model: weakref.ref[torch.nn.Module] | None = weakref.ref(model)
+        self._planned: tuple[DecoderPlan, list[int], PlanCaches] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_model": None}  # a weak reference cannot be pickled
+        return vars(self) | {"_model": None, "_planned": None}  # neither can be pickled
+
+    def planned(self, plan: DecoderPlan) -> PlanCaches:
+        """The tensors as a plan uses them."""
+        if self._planned is None or self._planned[:2] != (plan, [*map(id, self.layers)]):  # a batch replaces states
+            self._planned = plan, [*map(id, self.layers)], plan.caches(self.layers)
+        return self._planned[2]
 
     def is_of(self, model: torch.nn.Module) -> bool:
         """Whether this model computes them; True for unpickled caches, whose model is unknown."""

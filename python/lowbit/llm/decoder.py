@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -13,12 +14,16 @@ from ..hf import decoding
 from ..hf.recurrent import is_state
 from ..hf.shared_inputs import observed
 from ..operators.window import window_length
+from ..plan.plan_file import Slot
+from ..plan.recording import Unplannable
 from .caches import CACHES, Caches, common, copy_layer, dtypes_of, empty_caches, name_of, type_of
+from .planning import DecoderPlan
 from .proof import EXACT_LIMIT, PIECES_LIMIT, Reference
-from .replay import Replay
 from .sampling import prompt_ids
 from .states import StateKeeper
 from .texts_call import TextsCall
+
+_LOG = logging.getLogger(__name__)
 
 # Prompt tokens computed at a time. With more, activations take so many megabytes that malloc returns them to the system after
 # each use, and every page costs a page fault the next time.
@@ -87,7 +92,7 @@ class Decoder(torch.nn.Module):
         cache: str | None = None,
         *,
         windows: bool = True,
-        replay: bool = False,
+        plan: bool = True,
     ):
         """
         Args:
@@ -98,10 +103,9 @@ class Decoder(torch.nn.Module):
                 or "int4", which have a scale for each position of a head; None: the model's dtype.
             windows: sliding-window layers cache only the window. A text can then be truncated by a few hundred tokens only;
                 further back, it starts at 0 again (:meth:`kept`).
-            replay: from the third call with one token on, rerun the recorded operators of the first, with bitwise equal
-                results but without the model's Python code, which takes up to a fifth of a small model's time. Such calls do
-                not see later changes of the model. It has no effect for models with recurrent layers and those whose
-                operators depend on the text.
+            plan: run calls without gradients by a plan (docs/internals/plan.md), several times as fast for single tokens. The
+                model then has the weights and modules that it has now; after a change of modules, parameters or hooks, new
+                texts run its Python code again. :attr:`plan_refusal` says why a model has none.
 
         Raises:
             ValueError: max_length is not a positive multiple of 16, or beyond the model's positions; an unknown cache type,
@@ -119,14 +123,15 @@ class Decoder(torch.nn.Module):
         self._keep_windows = windows
         decoding.give_back(model)
         self._takeover: decoding.Takeover | None = None
+        self.plan_refusal = None if plan else "it is switched off"  # why calls run the model's Python code
+        self._plan: DecoderPlan | None = None
         try:
-            self._take(config)
+            self._take(config, plan)
         except Exception as error:
             decoding.give_back(model)
             raise decoding.refusal(model, error) from error
-        self._replay = Replay(self._compute) if replay and not self.recurrent else None
 
-    def _take(self, config: Any) -> None:
+    def _take(self, config: Any, plan: bool) -> None:
         decoding.check_config(config, self.max_length)
         with torch.inference_mode():
             reference = Reference(self.model, self.max_length)
@@ -168,8 +173,48 @@ class Decoder(torch.nn.Module):
         caches = self._make(reference.tokens.shape[1], unrounded) if rounds else self.caches()
         uses = [(layer in self._shapes) + (layer in self._states) for layer in range(self.layers)]
         self.measured = reference.prove(self.run, run_texts, caches, uses)
+        if plan:
+            self._make_plan(reference)
         if rounds:
             self.measured["cache"] = reference.rounding_of_caches(self.run, self.caches(), self.cache_type)
+
+    def _make_plan(self, reference: Reference) -> None:
+        try:
+            plan = DecoderPlan(self)
+            self.measured["plan"] = plan.prove(self, reference.tokens, reference)
+        except Exception as reason:  # the model's own code runs, too, so nothing is lost
+            self.drop_plan(f"{'' if isinstance(reason, Unplannable) else type(reason).__name__ + ': '}{reason}")
+        else:
+            self._plan, self._plan_caches = plan, plan.caches(self._caches())
+
+    @property
+    def plan(self) -> DecoderPlan | None:
+        """The plan that calls use; None without one."""
+        return self._plan
+
+    def cache_shape(self, layer: int, slot: int) -> tuple[tuple[int, ...], torch.dtype]:
+        """Heads and width of a layer's keys or values, or shape and dtype of a state; ``slot`` is that of a plan."""
+        if slot < Slot.HELD:
+            heads, *widths = self._shapes[layer]
+            return (heads, widths[slot]), self.model.dtype
+        return self._states[layer][slot - Slot.STATE]
+
+    def drop_plan(self, reason: str) -> None:
+        """Makes calls run the model's Python code from now on."""
+        self._plan, self.plan_refusal = None, reason
+        _LOG.info("each call runs the model's Python code: %s", reason)
+
+    def plan_times(self, run: Callable[[], object]) -> dict[str, float]:
+        """The seconds that each operator of the plan takes in ``run()``; none without a plan."""
+        return {} if self._plan is None else self._plan.measured(run)
+
+    def _usable_plan(self, new: bool) -> DecoderPlan | None:
+        """The plan, if a call can use it; ``new``: for a call that begins a text, or has several tokens."""
+        if self._plan is None or torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return None
+        if new and not self._plan.fits():
+            self.drop_plan("the model has been changed since the decoder was made")
+        return self._plan
 
     def _ask(self, reference: Reference, takeover: decoding.Takeover) -> decoding.Asked:
         """Runs a trial that records the caches each layer needs, and makes packed layers share the quantization of inputs."""
@@ -251,7 +296,7 @@ class Decoder(torch.nn.Module):
             self._takeover.end(self.model)
         for name in [name for name, _ in self.named_buffers(recurse=False)]:
             delattr(self, name)
-        self._replay = None
+        self._plan = None
         return self.model
 
     def check(self) -> None:
@@ -337,13 +382,15 @@ class Decoder(torch.nn.Module):
         return logits
 
     def _step(self, tokens: Tensor, start: Tensor) -> Tensor:
-        alone = self._replay is not None and tokens.shape[1] == 1
-        if not alone or torch.is_grad_enabled() or torch.compiler.is_compiling():
-            return self._compute(tokens, start)
-        assert self._replay is not None
-        return self._replay(tokens, start)
+        rows, before = tokens.shape[1], 0 if self._plan is None else int(start)
+        plan = self._usable_plan(rows > 1 or before == 0)
+        if plan is None:
+            return self.run_eagerly(tokens, start)
+        text = (0, rows, before, self._plan_caches)
+        return plan.run(tokens, start + torch.arange(rows), torch.tensor([rows - 1]), [text])
 
-    def _compute(self, tokens: Tensor, start: Tensor) -> Tensor:
+    def run_eagerly(self, tokens: Tensor, start: Tensor) -> Tensor:
+        """A step without the plan: at most PIECE tokens, which are not checked."""
         return self.run(tokens, start + torch.arange(tokens.shape[1]), start, self._caches(), keep=1)[:, -1]
 
     def all_logits(self, tokens: Tensor, start: Tensor) -> Tensor:
@@ -352,7 +399,11 @@ class Decoder(torch.nn.Module):
         check_call(tokens, start, self.vocabulary, self.max_length)
         if self._keeper is not None:
             self._keeper.begin(int(start), keep=True)
-        logits = self.run(tokens, start + torch.arange(tokens.shape[1]), start, self._caches())
+        rows = torch.arange(tokens.shape[1])
+        if (plan := self._usable_plan(True)) is None:
+            logits = self.run(tokens, start + rows, start, self._caches())
+        else:
+            logits = plan.run(tokens, start + rows, rows, [(0, len(rows), int(start), self._plan_caches)])[None]
         if self._keeper is not None:
             self._keeper.end(int(start) + tokens.shape[1])
         return logits
@@ -474,13 +525,18 @@ class Decoder(torch.nn.Module):
             if source:
                 caches.tokens = []  # their content is overwritten
         keep = torch.arange(len(rows)) if everywhere else torch.tensor([part.end - 1 for part in parts])
-        logits = self.run(
-            torch.tensor([rows]),
-            torch.tensor(call.positions),
-            torch.tensor([0]),
-            decoding.Texts(parts),
-            0 if everywhere else keep,
-        )[0]
+        inputs = torch.tensor([rows]), torch.tensor(call.positions)
+        plan = self._usable_plan(len(rows) > len(parts))
+        if plan is None or call.copies_within:  # copies must be made layer by layer
+            logits = self.run(*inputs, torch.tensor([0]), decoding.Texts(parts), 0 if everywhere else keep)[0]
+        else:
+            for part in parts:
+                part.copy_all()
+            planned = [
+                (part.begin, part.end, int(part.start), caches.planned(plan))
+                for part, (caches, *_) in zip(parts, texts, strict=True)
+            ]
+            logits = plan.run(*inputs, keep, planned)
         # Recorded only now, because a failed call has not computed these tokens.
         for caches, tokens, *source in texts:
             if source:

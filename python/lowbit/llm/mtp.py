@@ -69,7 +69,7 @@ class Mtp:
         with torch.inference_mode(False):  # as those of the decoder
             self._caches = {self._layer: tuple(torch.zeros(1, heads, length, width, dtype=model.dtype) for width in widths)}
         self._reset(0)
-        decoder._replay = None  # replayed calls would not run the hook
+        decoder.drop_plan("its layer for speculative decoding needs hidden states")
         self._hook = base.register_forward_hook(self._see, with_kwargs=True)
 
     def is_of(self, decoder: Any) -> bool:

@@ -23,6 +23,7 @@ class TextsCall:
         self.positions: list[int] = []  # of each row in its text
         self.parts: list[decoding.Part] = []  # one for each text
         self.lengths: dict[int, int] = {}  # of caches after this call, by id()
+        self.copies_within = False  # whether a text copies caches that the call changes
 
     def add(self, caches: Caches, tokens: Sequence[int], source: tuple[Caches, int] | None = None) -> None:
         copy, start, begin = None, self.lengths.get(id(caches), len(caches.tokens)), len(self.rows)
@@ -37,6 +38,7 @@ class TextsCall:
                     "truncated"
                 )
             copy = _copy_from(other, caches, start)
+            self.copies_within |= id(other) in self.lengths or id(caches) in self.lengths
         if not len(tokens):
             raise ValueError("a text has no tokens; expected at least one")
         wrong = min(tokens) if min(tokens) < 0 else max(tokens)

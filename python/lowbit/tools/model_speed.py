@@ -18,7 +18,7 @@ from ..machine.facts import cpu_name, peak_memory
 from ..machine.memory import ReadBandwidth
 from ..packed.rounding import EmbeddingConfig, LinearConfig
 
-MODES = ("eager", "compile", "aot")
+MODES = ("plan", "eager", "compile", "aot")
 
 
 def stored_bytes(model: torch.nn.Module) -> int:
@@ -63,8 +63,10 @@ def measure(step: Callable[..., torch.Tensor], prompt: torch.Tensor, new: int) -
 
 
 def profile(step: Callable[..., torch.Tensor], position: int, count: int = 8) -> dict[str, float]:
-    """Seconds of a decoding step in packed linear layers, attention and the rest, measured by torch's profiler."""
+    """Seconds of a decoding step in packed linear layers, attention and the rest, measured by the plan or torch's profiler."""
     tokens = torch.zeros(1, 1, dtype=torch.int64)
+    if isinstance(step, Decoder):
+        return _profile_of_plan(step, position, count)
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.inference_mode(), torch.profiler.profile(activities=activities) as recorded:
         begin = time.perf_counter()
@@ -79,12 +81,29 @@ def profile(step: Callable[..., torch.Tensor], position: int, count: int = 8) ->
     return parts | {"rest": total / count - sum(parts.values())}
 
 
+def _profile_of_plan(decoder: Decoder, position: int, count: int) -> dict[str, float]:
+    def steps() -> None:
+        for i in range(count):
+            decoder(torch.zeros(1, 1, dtype=torch.int64), torch.tensor([position + i]))
+
+    with torch.inference_mode():
+        begin = time.perf_counter()
+        times = decoder.plan_times(steps)
+        total = time.perf_counter() - begin
+    parts = {part: sum(times.get(name, 0.0) for name in (part, f"{part}s")) / count for part in ("linear", "attention")}
+    return parts | {"rest": total / count - sum(parts.values())}
+
+
 def make_step(decoder: Decoder, mode: str) -> Callable[..., torch.Tensor]:
     """The step of a decoder in one of ``MODES``."""
     if mode not in MODES:
         raise ValueError(f"mode is {mode!r}; expected one of {', '.join(MODES)}")
-    if mode == "eager":
+    if mode == "plan":
+        if decoder.plan_refusal is not None:
+            raise ValueError(f"the model has no plan: {decoder.plan_refusal}; expected the mode eager, compile or aot")
         return decoder
+    if mode == "eager":
+        return lambda tokens, start: decoder.run_pieces(decoder.run_eagerly, tokens, start)
     return compile_decoder(decoder, "inductor" if mode == "compile" else "aot")
 
 
@@ -97,7 +116,7 @@ def run(
     prompt: int = 512,
     new: int = 64,
     threads: int | None = None,
-    modes: Iterable[str] = ("aot",),
+    modes: Iterable[str] = ("plan",),
     rounds: int = 3,
     dtype: torch.dtype = torch.float32,
     cache: str | None = None,
@@ -114,7 +133,8 @@ def run(
         prompt: tokens of the prompt.
         new: number of tokens to decode after it, at least 1.
         threads: number of threads, restored at the end; None: torch's.
-        modes: some of ``MODES``: "eager", "compile" (torch.compile), "aot" (AOTInductor).
+        modes: some of ``MODES``: "plan" (as lowbit generate), "eager" (the model's Python code), "compile" (torch.compile), "aot"
+            (AOTInductor).
         rounds: number of turns of each mode.
         dtype: the dtype of the activations of random weights.
         cache: type of the KV cache, as in :class:`Decoder`.
@@ -146,7 +166,7 @@ def run(
             embedding = EmbeddingConfig(bits, group_size, activation_bits=activation_bits)
             model = random_model(model_or_shape, linear, embedding, dtype)
         config = model.config.get_text_config()
-        decoder = Decoder(model, -(-(prompt + new + 1) // 16) * 16, cache, replay=True)
+        decoder = Decoder(model, -(-(prompt + new + 1) // 16) * 16, cache)
         tokens = torch.randint(config.vocab_size, (1, prompt), generator=torch.Generator().manual_seed(0))
         steps = {mode: _prepare(decoder, mode, tokens) for mode in modes}
         touched = bytes_per_token(model)

@@ -17,12 +17,12 @@ pytestmark = pytest.mark.first
 def test_bench(packed):
     from lowbit.tools.model_speed import bytes_per_token
 
-    options = ("--prompt", 32, "--new", 4, "--rounds", 1, "--mode", "eager")
+    options = ("--prompt", 32, "--new", 4, "--rounds", 1, "--mode", "plan")
     said = document(invoke("bench", packed[0], *options, "--json"))
     model = load_model(packed[0])
     assert said["packed_bytes_per_token"] == bytes_per_token(model)
-    assert (said["prompt"], said["new"], said["threads"], list(said["modes"])) == (32, 4, 1, ["eager"])
-    figures = said["modes"]["eager"]
+    assert (said["prompt"], said["new"], said["threads"], list(said["modes"])) == (32, 4, 1, ["plan"])
+    figures = said["modes"]["plan"]
     assert math.isclose(figures["prefill_tokens_per_second"], 32 / figures["seconds_to_first_token"])
     assert set(said) | set(figures) == documented_keys("bench")
     table = run(
@@ -31,7 +31,7 @@ def test_bench(packed):
     assert table.returncode == 0, table.stderr
     weights = bytes_per_token(load_model(FLOAT, lowbit.LowBitConfig(bits=2)))
     assert table.stdout.startswith(f"{FLOAT}: {weights / 1e6:.2f} MB of packed weights per token; 1 threads of ")
-    assert re.search(r"^eager( +[\d.]+( %)?){5}$", table.stdout, re.M)
+    assert re.search(r"^plan( +[\d.]+( %)?){5}$", table.stdout, re.M)
     assert "profiler" not in table.stderr
 
 
@@ -45,7 +45,7 @@ def test_bench_requests_the_given_options(monkeypatch):
         raise ValueError("enough")
 
     monkeypatch.setattr(model_speed, "run", run)
-    for more, modes in (((), ["aot"]), (("--mode", "eager", "--mode", "compile"), ["eager", "compile"])):
+    for more, modes in (((), ["plan"]), (("--mode", "eager", "--mode", "compile"), ["eager", "compile"])):
         widths = ("--bits", 3, "--group-size", "none", "--activation-bits", 16)
         options = (*widths, "--prompt", 7, "--new", 5, "--rounds", 2, "--threads", 2)
         assert error(invoke("bench", "llama-3.1-8b", *options, *more)) == "enough"

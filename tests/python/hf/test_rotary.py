@@ -167,21 +167,24 @@ def logits_of(decoder):
 def test_decoders(kind, dtype, monkeypatch):
     model = model_of(kind, dtype)
     lowbit.quantize_(model, {"*": lowbit.LinearConfig(8, 32)})
-    decoder = Decoder(model, 32)
+    decoder = Decoder(model, 32, plan=False)
     with Count() as count:
         found = logits_of(decoder)
     assert count.calls == 2 * 4  # layers, calls
-    texts, replayed = generate_batch(decoder, [[5, 8, 13], [21, 34]], 5), logits_of(Decoder(model, 32, replay=True))
+    texts = generate_batch(decoder, [[5, 8, 13], [21, 34]], 5)
     decoder = Decoder(model, 32)
+    planned = logits_of(decoder)
     decoder.release()
     assert not any("forward" in vars(module) for module in model.modules())
     monkeypatch.setattr(rotary, "replace", lambda model: [])
     monkeypatch.setattr(rotary, "fused", lambda function: function)
-    plain = Decoder(model, 32)
+    plain = Decoder(model, 32, plan=False)
     with Count() as count:
         expected = logits_of(plain)
     assert count.calls == 0
-    assert found.equal(expected) and replayed.equal(expected)
+    assert found.equal(expected)
+    # Routers have functions of torch, whose bits a plan does not have.
+    assert planned.equal(expected) or (kind == "deepseek_v3" and planned.allclose(expected, atol=1e-2))
     assert [each.tokens for each in texts] == [each.tokens for each in generate_batch(plain, [[5, 8, 13], [21, 34]], 5)]
 
 

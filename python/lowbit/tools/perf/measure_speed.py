@@ -206,7 +206,7 @@ def model(shape: str, threads: int, seconds: float) -> dict[str, Any]:
         else:
             file = Path(directory) / "model.gguf"
             _write_gguf(weights, Path(directory) / "checkpoint", file)
-        decoder = Decoder(weights, -(-(_PROMPT + _NEW + 1) // 16) * 16, replay=True)  # as lowbit generate
+        decoder = Decoder(weights, -(-(_PROMPT + _NEW + 1) // 16) * 16)  # as lowbit generate
         prompt = torch.randint(decoder.vocabulary, (1, _PROMPT), generator=torch.Generator().manual_seed(0))
 
         def run() -> _Run:

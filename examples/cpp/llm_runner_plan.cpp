@@ -1,0 +1,46 @@
+// Generates with a language model by its plan: tokens in, tokens out, with no library but lowbit's.
+
+#include <lowbit/plan/model.h>
+
+#include <memory>
+#include <thread>
+
+#include "llm.h"
+#include "runner.h"
+
+namespace {
+
+void check(const lowbit::Status& status) {
+  if (!status.ok()) throw std::runtime_error(status.message());
+}
+
+void run(int argc, char** argv) {
+  const LlmOptions options = parse_llm_options(argc, argv, ".plan");
+  const int threads = options.threads > 0 ? static_cast<int>(options.threads) : static_cast<int>(std::thread::hardware_concurrency());
+  std::unique_ptr<lowbit::PlanModel> plan;
+  check(lowbit::PlanModel::open(options.model, std::max(threads, 1), &plan));
+  if (options.certify) {
+    uint64_t certificate = 0;
+    check(plan->certify(&certificate));
+    std::printf("%016llx\n", static_cast<unsigned long long>(certificate));
+    return;
+  }
+  LanguageModel model;
+  model.max_length = std::min<int64_t>(plan->positions(), 2048);
+  model.chunk = model.max_length;
+  model.vocabulary = plan->vocabulary();
+  model.stop = plan->stop();
+  std::unique_ptr<lowbit::PlanSession> text;
+  check(plan->begin(model.max_length, lowbit::TextCache::f32, lowbit::TextCache::f32, &text));
+  model.step = [&](int64_t* tokens, int64_t count, int64_t, std::vector<float>& logits) {
+    logits.resize(static_cast<size_t>(model.vocabulary));
+    check(plan->feed(*text, tokens, count, logits.data()));
+  };
+  generate(model, options);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  return guarded("llm_runner_plan", [&] { run(argc, argv); });
+}

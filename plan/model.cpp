@@ -1,0 +1,256 @@
+#include "model.h"
+
+#include <algorithm>
+#include <cinttypes>
+#include <map>
+#include <system_error>
+#include <utility>
+
+#include "../kernels/numeric.h"
+#include "../ops/aligned_memory.h"
+#include "mapped_file.h"
+#include "plan.h"
+
+namespace lowbit {
+namespace {
+
+constexpr int64_t kPiece = 256;  // tokens of a call; more take longer to write to memory than they save
+constexpr int64_t kPanel = 16;   // the length of caches is a multiple of it
+constexpr int64_t kMostLength = int64_t{1} << 24;
+
+ElementType storage_of(TextCache type) {
+  switch (type) {
+    case TextCache::f32: return ElementType::f32;
+    case TextCache::bf16: return ElementType::bf16;
+    case TextCache::f16: return ElementType::f16;
+    default: return ElementType::i8;
+  }
+}
+
+// The last dimension of a cache: codes, and in integers the scale of a position.
+int64_t stored_width(int64_t width, TextCache type) {
+  return type == TextCache::i4 ? width / 2 + 4 : type == TextCache::i8 ? width + 4 : width;
+}
+
+const std::vector<int64_t>& fact(const Plan& plan, const char* name) {
+  static const std::vector<int64_t> none;
+  const auto found = plan.about.find(name);
+  return found == plan.about.end() ? none : found->second;
+}
+
+int64_t number(const Plan& plan, const char* name) {
+  const std::vector<int64_t>& values = fact(plan, name);
+  return values.empty() ? 0 : values[0];
+}
+
+void make_contiguous(TensorView* view) {
+  int64_t stride = 1;
+  for (int d = view->shape.ndim - 1; d >= 0; --d) {
+    view->stride[d] = stride;
+    stride *= view->shape.size[d];
+  }
+}
+
+}  // namespace
+
+struct PlanSession::Implementation {
+  int64_t length = 0, position = 0;
+  bool recurrent = false;
+  std::vector<TensorView> caches;
+  std::vector<std::unique_ptr<void, FreeAligned>> memory;
+};
+
+PlanSession::PlanSession(std::unique_ptr<Implementation> implementation) : implementation_(std::move(implementation)) {}
+PlanSession::~PlanSession() = default;
+int64_t PlanSession::length() const { return implementation_->length; }
+int64_t PlanSession::position() const { return implementation_->position; }
+bool PlanSession::recurrent() const { return implementation_->recurrent; }
+
+Status PlanSession::cut(int64_t count) {
+  Implementation& own = *implementation_;
+  if (count < 0 || count > own.position) {
+    return Status::error("a text of %" PRId64 " tokens is cut to %" PRId64, own.position, count);
+  }
+  if (own.recurrent && count != 0 && count != own.position) {
+    return Status::error("a text of a model with states is cut to %" PRId64 " tokens; expected 0", count);
+  }
+  own.position = count;
+  return {};
+}
+
+struct PlanModel::Implementation {
+  std::map<std::string, MappedFile> files;
+  std::unique_ptr<PlanRun> run;
+  std::vector<char> output;
+  ElementType output_type = ElementType::f32;
+};
+
+PlanModel::PlanModel(std::unique_ptr<Implementation> implementation) : implementation_(std::move(implementation)) {}
+PlanModel::~PlanModel() = default;
+int64_t PlanModel::vocabulary() const { return number(implementation_->run->plan(), "vocabulary"); }
+int64_t PlanModel::positions() const { return number(implementation_->run->plan(), "positions"); }
+const std::vector<int64_t>& PlanModel::stop() const { return fact(implementation_->run->plan(), "stop"); }
+
+Status PlanModel::open(const std::string& file, int threads, std::unique_ptr<PlanModel>* model) {
+  if (threads < 1 || threads > 1024) return Status::error("there are %d threads; expected 1 to 1024", threads);
+  try {
+    auto own = std::make_unique<Implementation>();
+    Plan plan;
+    {
+      MappedFile mapped;
+      if (Status status = mapped.open(file); !status.ok()) return status;
+      if (Status status = read_plan(mapped.memory().data, static_cast<size_t>(mapped.memory().bytes), &plan); !status.ok()) {
+        return status.with_prefix((file + ": ").c_str());
+      }
+    }
+    if (number(plan, "vocabulary") < 1 || number(plan, "positions") < 1) {
+      return Status::error("%s has no vocabulary or positions; expected the plan of a language model", file.c_str());
+    }
+    for (const PlanStep& step : plan.steps) {
+      const Operand& last = step.operands.back();
+      if (last.buffer >= 0 && plan.buffers[static_cast<size_t>(last.buffer)].kind == BufferKind::output) own->output_type = last.type;
+    }
+    own->run = std::make_unique<PlanRun>(std::move(plan), threads);
+    const std::string directory = file.substr(0, file.find_last_of("/\\") + 1);
+    const std::vector<Buffer>& buffers = own->run->plan().buffers;
+    for (size_t i = 0; i < buffers.size(); ++i) {
+      const Buffer& buffer = buffers[i];
+      if (buffer.kind != BufferKind::weight) continue;
+      if (buffer.file.empty() || buffer.file.find_first_of("/\\") != std::string::npos) {
+        return Status::error("weight %s of %s is in the file '%s'; expected one beside it", buffer.name.c_str(), file.c_str(),
+                             buffer.file.c_str());
+      }
+      const auto [found, is_new] = own->files.try_emplace(buffer.file);
+      if (is_new) {
+        if (Status status = found->second.open(directory + buffer.file); !status.ok()) return status;
+      }
+      const Memory& whole = found->second.memory();
+      if (buffer.offset > whole.bytes || buffer.bytes.constant > whole.bytes - buffer.offset) {
+        return Status::error("weight %s ends beyond %s; expected the file that the plan was made for", buffer.name.c_str(),
+                             buffer.file.c_str());
+      }
+      const Memory part{static_cast<char*>(whole.data) + buffer.offset, buffer.bytes.constant};
+      if (checksum(part.data, static_cast<size_t>(std::min(part.bytes, kChecked))) != buffer.checksum) {
+        return Status::error("weight %s has changed since the plan was made; make it again", buffer.name.c_str());
+      }
+      if (Status status = own->run->bind(static_cast<int64_t>(i), part); !status.ok()) return status;
+    }
+    model->reset(new PlanModel(std::move(own)));
+    return {};
+  } catch (const std::bad_alloc&) {
+    return Status::no_memory("no memory for %s", file.c_str());
+  } catch (const std::system_error& error) {
+    return Status::system("%d threads cannot be started: %s", threads, error.what());
+  }
+}
+
+Status PlanModel::begin(int64_t length, TextCache keys, TextCache values, std::unique_ptr<PlanSession>* session) const {
+  if (length < 1 || length > positions() || length > kMostLength) {
+    return Status::error("a text has room for %" PRId64 " tokens; expected 1 to %" PRId64, length, positions());
+  }
+  try {
+    auto own = std::make_unique<PlanSession::Implementation>();
+    own->length = length;
+    for (const Buffer& buffer : implementation_->run->plan().buffers) {
+      if (buffer.kind != BufferKind::cache) continue;
+      TensorView& view = own->caches.emplace_back();
+      if (buffer.slot == kHeld) continue;  // these caches have room for the whole text
+      if (buffer.slot == kKeys || buffer.slot == kValues) {
+        const TextCache type = buffer.slot == kKeys ? keys : values;
+        if (buffer.shape.size() != 2) return Status::error("layer %" PRId64 " has no shape of its caches", buffer.index);
+        if (type == TextCache::i4 && buffer.shape[1] % 32 != 0) {
+          return Status::error("keys or values have a width of %" PRId64 "; expected a multiple of 32 for a 4-bit cache",
+                               buffer.shape[1]);
+        }
+        view.type = storage_of(type);
+        const int64_t rows = (length + kPanel - 1) / kPanel * kPanel;
+        view.shape = {4, {1, buffer.shape[0], rows, stored_width(buffer.shape[1], type)}};
+      } else {
+        own->recurrent = true;
+        view.type = buffer.type;
+        view.shape.ndim = static_cast<int>(buffer.shape.size());
+        std::copy(buffer.shape.begin(), buffer.shape.end(), view.shape.size);
+      }
+      make_contiguous(&view);
+      int64_t bytes = element_bytes(view.type);
+      for (int d = 0; d < view.shape.ndim; ++d) {
+        if (__builtin_mul_overflow(bytes, view.shape.size[d], &bytes)) return Status::error("a cache is too large");
+      }
+      view.data = allocate_aligned(bytes);
+      if (view.data == nullptr) return Status::no_memory("no memory for a cache of %" PRId64 " bytes", bytes);
+      own->memory.emplace_back(view.data);
+      std::memset(view.data, 0, static_cast<size_t>(bytes));
+    }
+    session->reset(new PlanSession(std::move(own)));
+    return {};
+  } catch (const std::bad_alloc&) {
+    return Status::no_memory("no memory for a text of %" PRId64 " tokens", length);
+  }
+}
+
+Status PlanModel::feed(PlanSession& session, const int64_t* tokens, int64_t count, float* logits) {
+  PlanSession::Implementation& text = *session.implementation_;
+  const int64_t size = vocabulary();
+  if (count < 1 || count > text.length - text.position) {
+    return Status::out_of_range("a text has %" PRId64 " tokens and gets %" PRId64 "; expected at most %" PRId64 " altogether",
+                                text.position, count, text.length);
+  }
+  for (int64_t i = 0; i < count; ++i) {
+    if (tokens[i] < 0 || tokens[i] >= size) {
+      return Status::error("there is no token %" PRId64 "; expected 0 to %" PRId64, tokens[i], size - 1);
+    }
+  }
+  try {
+    const int64_t pieces = (count + kPiece - 1) / kPiece;
+    const DType type = dtype_of(implementation_->output_type);
+    std::vector<int64_t> positions;
+    for (int64_t piece = 0, done = 0; piece < pieces; ++piece) {
+      const int64_t rows = (count - done) / (pieces - piece);
+      positions.resize(static_cast<size_t>(rows));
+      for (int64_t i = 0; i < rows; ++i) positions[static_cast<size_t>(i)] = text.position + i;
+      int64_t last = rows - 1;
+      const Memory inputs[] = {{const_cast<int64_t*>(tokens + done), 8 * rows}, {positions.data(), 8 * rows}, {&last, 8}};
+      implementation_->output.resize(static_cast<size_t>(size * size_of(type)));
+      const Memory output{implementation_->output.data(), size * size_of(type)};
+      const PlanText one{0, rows, text.position, text.caches.data()};
+      if (Status status = implementation_->run->run({rows, 1, inputs, 3, &output, 1, &one, 1}); !status.ok()) return status;
+      text.position += rows;
+      done += rows;
+    }
+    for (int64_t i = 0; i < size; ++i) logits[i] = load_as_f32(implementation_->output.data(), type, i);
+    return {};
+  } catch (const std::bad_alloc&) {
+    return Status::no_memory("no memory for a call of %" PRId64 " tokens", count);
+  }
+}
+
+Status PlanModel::certify(uint64_t* certificate) {
+  constexpr int64_t kTogether = 48, kAlone = 16;
+  const int64_t size = vocabulary();
+  const int64_t length = std::min(positions(), kTogether + kAlone), together = length - length / 4;
+  try {
+    std::unique_ptr<PlanSession> session;
+    if (Status status = begin(length, TextCache::f32, TextCache::f32, &session); !status.ok()) return status;
+    std::vector<int64_t> tokens;
+    for (int64_t i = 0; i < together; ++i) tokens.push_back((31 * i * i + 7 * i + 3) % size);
+    std::vector<float> logits(static_cast<size_t>(size));
+    *certificate = kEmptyDigest;
+    while (session->position() < length) {
+      if (Status status = feed(*session, tokens.data(), static_cast<int64_t>(tokens.size()), logits.data()); !status.ok()) {
+        return status;
+      }
+      *certificate = digest(logits.data(), logits.size() * sizeof(float), *certificate);
+      tokens = {std::max_element(logits.begin(), logits.end()) - logits.begin()};
+    }
+    return {};
+  } catch (const std::bad_alloc&) {
+    return Status::no_memory("no memory for the logits of %" PRId64 " tokens", size);
+  }
+}
+
+uint64_t digest(const void* bytes, size_t size, uint64_t from) {
+  for (size_t i = 0; i < size; ++i) from = (from ^ static_cast<const uint8_t*>(bytes)[i]) * 0x100000001b3u;
+  return from;
+}
+
+}  // namespace lowbit

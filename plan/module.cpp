@@ -1,0 +1,201 @@
+// Plans in lowbit._C.
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <iterator>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "model.h"
+#include "plan.h"
+#include "real_functions.h"
+
+namespace py = pybind11;
+using namespace lowbit;
+
+namespace {
+
+void raise_unless_ok(const Status& status) {
+  switch (status.kind()) {
+    case Status::Kind::ok: return;
+    case Status::Kind::no_memory: throw std::bad_alloc();
+    case Status::Kind::out_of_range: throw py::index_error(status.message());
+    case Status::Kind::system: PyErr_SetString(PyExc_OSError, status.message()); throw py::error_already_set();
+    default: throw py::value_error(status.message());
+  }
+}
+
+using Address = std::pair<uintptr_t, int64_t>;  // and bytes
+
+Memory memory_at(const Address& address) { return {reinterpret_cast<void*>(address.first), address.second}; }
+
+// The tensors of a text, for each cache of a plan: address, number of its ElementType, shape. Contiguous.
+struct Caches {
+  std::vector<TensorView> views;
+
+  explicit Caches(const std::vector<std::optional<std::tuple<uintptr_t, int, std::vector<int64_t>>>>& tensors) {
+    for (const auto& tensor : tensors) {
+      TensorView& view = views.emplace_back();
+      if (!tensor.has_value()) continue;
+      const auto& [address, type, shape] = *tensor;
+      if (shape.size() > static_cast<size_t>(kMaxDims)) throw py::value_error("a cache has too many dimensions");
+      view.data = reinterpret_cast<void*>(address);
+      view.type = static_cast<ElementType>(type);
+      view.shape.ndim = static_cast<int>(shape.size());
+      int64_t stride = 1;
+      for (int d = view.shape.ndim - 1; d >= 0; --d) {
+        view.shape.size[d] = shape[static_cast<size_t>(d)];
+        view.stride[d] = stride;
+        stride *= view.shape.size[d];
+      }
+    }
+  }
+};
+
+// The caller keeps all memory alive.
+class Runner {
+ public:
+  Runner(const py::bytes& bytes, int threads) {
+    if (threads < 1 || threads > 1024) throw py::value_error("threads is " + std::to_string(threads) + "; expected 1 to 1024");
+    const std::string_view view(bytes);
+    Plan plan;
+    raise_unless_ok(read_plan(view.data(), view.size(), &plan));
+    for (const Buffer& buffer : plan.buffers) {
+      const int64_t at = &buffer - plan.buffers.data();
+      if (buffer.kind == BufferKind::weight) weights_.emplace_back(at, buffer.name, buffer.bytes.constant);
+      if (buffer.kind == BufferKind::cache) caches_.emplace_back(buffer.index, buffer.slot);
+    }
+    run_ = std::make_unique<PlanRun>(std::move(plan), threads);
+  }
+
+  void bind(int64_t buffer, const Address& memory) { raise_unless_ok(run_->bind(buffer, memory_at(memory))); }
+
+  void run(int64_t rows, int64_t kept, const std::vector<Address>& inputs, const std::vector<Address>& outputs,
+           const std::vector<std::tuple<int64_t, int64_t, int64_t, const Caches*>>& texts) {
+    std::vector<Memory> in, out;
+    for (const Address& each : inputs) in.push_back(memory_at(each));
+    for (const Address& each : outputs) out.push_back(memory_at(each));
+    std::vector<PlanText> list;
+    for (const auto& [begin, end, start, caches] : texts) {
+      if (caches == nullptr || caches->views.size() != caches_.size()) {
+        throw py::value_error("a text has tensors for another plan; expected " + std::to_string(caches_.size()));
+      }
+      list.push_back({begin, end, start, caches->views.data()});
+    }
+    Status status;
+    {
+      py::gil_scoped_release release;
+      const std::lock_guard<std::mutex> lock(busy_);
+      status = run_->run({rows, kept, in.data(), static_cast<int64_t>(in.size()), out.data(), static_cast<int64_t>(out.size()),
+                          list.data(), static_cast<int64_t>(list.size())});
+    }
+    raise_unless_ok(status);
+  }
+
+  void measure() { run_->measure(); }
+  py::dict times() const {
+    py::dict result;
+    for (size_t i = 0; i < run_->times().size(); ++i) {
+      if (run_->times()[i] > 0.0) result[name_of(static_cast<Opcode>(i))] = run_->times()[i];
+    }
+    return result;
+  }
+
+  const std::vector<std::tuple<int64_t, std::string, int64_t>>& weights() const { return weights_; }
+  const std::vector<std::pair<int64_t, int64_t>>& caches() const { return caches_; }
+
+ private:
+  std::unique_ptr<PlanRun> run_;
+  std::mutex busy_;
+  std::vector<std::tuple<int64_t, std::string, int64_t>> weights_;
+  std::vector<std::pair<int64_t, int64_t>> caches_;
+};
+
+TextCache cache_named(const std::string& name) {
+  constexpr const char* kNames[] = {"float32", "bfloat16", "float16", "int8", "int4"};
+  for (size_t i = 0; i < std::size(kNames); ++i) {
+    if (name == kNames[i]) return static_cast<TextCache>(i);
+  }
+  throw py::value_error("a cache is '" + name + "'; expected float32, bfloat16, float16, int8 or int4");
+}
+
+std::unique_ptr<PlanModel> open_model(const std::string& file, int threads) {
+  std::unique_ptr<PlanModel> model;
+  Status status;
+  {
+    py::gil_scoped_release release;
+    status = PlanModel::open(file, threads, &model);
+  }
+  raise_unless_ok(status);
+  return model;
+}
+
+std::unique_ptr<PlanSession> begin(const PlanModel& model, int64_t length, const std::string& keys, const std::string& values) {
+  std::unique_ptr<PlanSession> session;
+  raise_unless_ok(model.begin(length, cache_named(keys), cache_named(values), &session));
+  return session;
+}
+
+// Writes the logits after the last token to `logits`, float32 [vocabulary].
+void feed(PlanModel& model, PlanSession& session, const std::vector<int64_t>& tokens, uintptr_t logits) {
+  Status status;
+  {
+    py::gil_scoped_release release;
+    status = model.feed(session, tokens.data(), static_cast<int64_t>(tokens.size()), reinterpret_cast<float*>(logits));
+  }
+  raise_unless_ok(status);
+}
+
+// sin of `count` numbers, or with quarter 1 cos.
+void sines(uintptr_t x, int64_t count, int64_t quarter, uintptr_t out) {
+  const float* const from = reinterpret_cast<const float*>(x);
+  float* const to = reinterpret_cast<float*>(out);
+  for (int64_t i = 0; i < count; ++i) to[i] = static_cast<float>(sine_of(static_cast<double>(from[i]), quarter));
+}
+
+}  // namespace
+
+void add_plans(py::module_& module) {
+  py::class_<Caches>(module, "PlanCaches")
+      .def(py::init<const std::vector<std::optional<std::tuple<uintptr_t, int, std::vector<int64_t>>>>&>(), py::arg("tensors"));
+  py::class_<Runner>(module, "PlanRunner")
+      .def(py::init<const py::bytes&, int>(), py::arg("plan"), py::arg("threads"))
+      .def("bind", &Runner::bind, py::arg("buffer"), py::arg("memory"))
+      .def("run", &Runner::run, py::arg("rows"), py::arg("kept"), py::arg("inputs"), py::arg("outputs"), py::arg("texts"))
+      .def("measure", &Runner::measure)
+      .def("times", &Runner::times)
+      .def_property_readonly("weights", &Runner::weights)
+      .def_property_readonly("caches", &Runner::caches);
+  py::class_<PlanSession>(module, "PlanSession")
+      .def_property_readonly("length", &PlanSession::length)
+      .def_property_readonly("position", &PlanSession::position)
+      .def_property_readonly("recurrent", &PlanSession::recurrent)
+      .def("cut", [](PlanSession& session, int64_t count) { raise_unless_ok(session.cut(count)); }, py::arg("count"));
+  py::class_<PlanModel>(module, "PlanModel")
+      .def(py::init(&open_model), py::arg("file"), py::arg("threads"))
+      .def_property_readonly("vocabulary", &PlanModel::vocabulary)
+      .def_property_readonly("positions", &PlanModel::positions)
+      .def_property_readonly("stop", &PlanModel::stop)
+      .def("begin", &begin, py::arg("length"), py::arg("keys"), py::arg("values"))
+      .def("certify", [](PlanModel& model) {
+        uint64_t certificate = 0;
+        Status status;
+        {
+          py::gil_scoped_release release;
+          status = model.certify(&certificate);
+        }
+        raise_unless_ok(status);
+        return certificate;
+      })
+      .def("feed", &feed, py::arg("session"), py::arg("tokens"), py::arg("logits"));
+  module.def("digest", [](uintptr_t address, size_t size, uint64_t from) {
+    return digest(reinterpret_cast<const void*>(address), size, from);
+  }, py::arg("address"), py::arg("size"), py::arg("from_") = kEmptyDigest);
+  module.def("sine", &sines, py::arg("x"), py::arg("count"), py::arg("quarter"), py::arg("out"));
+}

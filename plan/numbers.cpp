@@ -1,0 +1,721 @@
+#include "numbers.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "../kernels/numeric.h"
+#include "../ops/check.h"
+#include "../ops/schedule.h"
+#include "real_functions.h"
+
+namespace lowbit {
+namespace {
+
+constexpr int64_t kBlock = 64;          // values of a register
+constexpr int64_t kMostRegisters = 40;  // inputs and results of a computation
+constexpr int64_t kMostInputs = 12;
+constexpr int64_t kBlocksPerClaim = 64;
+
+// The positions of several tensors of one shape, in as few dimensions as possible.
+struct Walk {
+  int ndim = 0;
+  int64_t size[kMaxDims], strides[kMostInputs + 1][kMaxDims];
+
+  Walk(const TensorView* const* tensors, int count) {
+    const Shape& shape = tensors[0]->shape;
+    for (int d = 0; d < shape.ndim; ++d) {
+      if (shape.size[d] == 1) continue;
+      bool joins = ndim > 0;
+      for (int t = 0; joins && t < count; ++t) joins = strides[t][ndim - 1] == tensors[t]->stride[d] * shape.size[d];
+      if (joins) size[ndim - 1] *= shape.size[d];
+      else size[ndim++] = shape.size[d];
+      for (int t = 0; t < count; ++t) strides[t][ndim - 1] = tensors[t]->stride[d];
+    }
+    if (ndim == 0) {
+      ndim = 1;
+      size[0] = 1;
+      for (int t = 0; t < count; ++t) strides[t][0] = 0;
+    }
+  }
+
+  int64_t inner() const { return size[ndim - 1]; }
+  int64_t blocks_per_row() const { return (inner() + kBlock - 1) / kBlock; }
+  int64_t rows() const {
+    int64_t count = 1;
+    for (int d = 0; d + 1 < ndim; ++d) count *= size[d];
+    return count;
+  }
+  int64_t offset(int tensor, int64_t row) const {
+    int64_t result = 0;
+    for (int d = ndim - 2; d >= 0; --d) {
+      result += row % size[d] * strides[tensor][d];
+      row /= size[d];
+    }
+    return result;
+  }
+
+  // Calls work(each) for claims of blocks, on several threads; each(body) calls body(offsets, values) for each block of a claim,
+  // of up to kBlock values. Offsets are in elements.
+  template <class Work>
+  void claims(int tensors, const Parallel& parallel, const Work& work) const {
+    const int64_t per_row = blocks_per_row();
+    parallel_1d(parallel, rows() * per_row, kBlocksPerClaim, [&](int, int64_t begin, int64_t end) {
+      work([&](const auto& body) {
+        int64_t bases[kMostInputs + 1], offsets[kMostInputs + 1], based_on = -1;
+        for (int64_t block = begin; block < end; ++block) {
+          const int64_t row = block / per_row, first = block % per_row * kBlock;
+          for (int t = 0; t < tensors; ++t) {
+            if (row != based_on) bases[t] = offset(t, row);
+            offsets[t] = bases[t] + first * strides[t][ndim - 1];
+          }
+          based_on = row;
+          body(offsets, std::min(kBlock, inner() - first));
+        }
+      });
+    });
+  }
+};
+
+bool is_number(ElementType type) {
+  return is_activation_type(type) || type == ElementType::i32 || type == ElementType::i64 || type == ElementType::boolean;
+}
+
+Status check_number(const char* name, const TensorView& tensor) {
+  if (Status status = check_memory(name, tensor); !status.ok()) return status;
+  if (is_number(tensor.type)) return {};
+  return Status::error("%s has dtype %s; expected floats, int32, int64 or bool", name, name_of(tensor.type));
+}
+
+Status check_floats(const char* name, const TensorView& tensor, int least_dims) {
+  if (Status status = check_memory(name, tensor); !status.ok()) return status;
+  if (!is_activation_type(tensor.type)) {
+    return Status::error("%s has dtype %s; expected floats", name, name_of(tensor.type));
+  }
+  if (tensor.shape.ndim >= least_dims) return {};
+  return Status::error("%s has shape %s; expected at least %d dimensions", name, describe(tensor.shape).text, least_dims);
+}
+
+Status check_shape_is(const char* name, const TensorView& tensor, const Shape& shape) {
+  bool same = tensor.shape.ndim == shape.ndim;
+  for (int d = 0; same && d < shape.ndim; ++d) same = tensor.shape.size[d] == shape.size[d];
+  if (same) return {};
+  return Status::error("%s has shape %s; expected %s", name, describe(tensor.shape).text, describe(shape).text);
+}
+
+struct alignas(64) Register {
+  union {
+    float f[kBlock];
+    int64_t i[kBlock];
+  };
+};
+
+template <class T, class To>
+void read(const void* data, int64_t offset, int64_t stride, int64_t count, To* to) {
+  const T* const from = static_cast<const T*>(data) + offset;
+  if (stride == 1) {
+    for (int64_t i = 0; i < count; ++i) to[i] = static_cast<To>(from[i]);
+  } else {
+    for (int64_t i = 0; i < count; ++i) to[i] = static_cast<To>(from[i * stride]);
+  }
+}
+
+void load(const TensorView& x, int64_t offset, int64_t stride, int64_t count, Register* to) {
+  switch (x.type) {
+    case ElementType::f32: return read<float>(x.data, offset, stride, count, to->f);
+    case ElementType::i32: return read<int32_t>(x.data, offset, stride, count, to->i);
+    case ElementType::i64: return read<int64_t>(x.data, offset, stride, count, to->i);
+    case ElementType::boolean: return read<uint8_t>(x.data, offset, stride, count, to->i);
+    default:
+      for (int64_t i = 0; i < count; ++i) to->f[i] = load_as_f32(x.data, dtype_of(x.type), offset + i * stride);
+  }
+}
+
+template <class T, class From>
+void write(void* data, int64_t offset, int64_t stride, int64_t count, const From* from) {
+  T* const to = static_cast<T*>(data) + offset;
+  for (int64_t i = 0; i < count; ++i) to[i * stride] = static_cast<T>(from[i]);
+}
+
+void store(const TensorView& out, int64_t offset, int64_t stride, int64_t count, const Register& from) {
+  switch (out.type) {
+    case ElementType::f32: return write<float>(out.data, offset, stride, count, from.f);
+    case ElementType::i32: return write<int32_t>(out.data, offset, stride, count, from.i);
+    case ElementType::i64: return write<int64_t>(out.data, offset, stride, count, from.i);
+    case ElementType::boolean: return write<uint8_t>(out.data, offset, stride, count, from.i);
+    default:
+      for (int64_t i = 0; i < count; ++i) store_from_f32(out.data, dtype_of(out.type), offset + i * stride, from.f[i]);
+  }
+}
+
+int64_t to_integer(double value) {  // a plain conversion of large numbers is undefined
+  return value > -9e18 && value < 9e18 ? static_cast<int64_t>(value) : INT64_MIN;
+}
+
+template <class Op>
+void each_float(const Register& a, const Register& b, int64_t count, Register* to, const Op& op) {
+  for (int64_t i = 0; i < count; ++i) to->f[i] = op(a.f[i], b.f[i]);
+}
+
+template <class Op>
+void each_integer(const Register& a, const Register& b, int64_t count, Register* to, const Op& op) {
+  for (int64_t i = 0; i < count; ++i) to->i[i] = op(a.i[i], b.i[i]);
+}
+
+template <class Op>
+void each_real(const Register& a, int64_t count, Register* to, const Op& op) {
+  for (int64_t i = 0; i < count; ++i) to->f[i] = static_cast<float>(op(static_cast<double>(a.f[i])));
+}
+
+// Results that are rounded to a smaller type, and NaNs of one kind.
+void round_to(ElementType type, int64_t count, Register* r) {
+  for (int64_t i = 0; i < count; ++i) r->f[i] = r->f[i] == r->f[i] ? r->f[i] : float_from_bits(0x7fc00000);
+  if (type == ElementType::bf16) {
+    for (int64_t i = 0; i < count; ++i) r->f[i] = f32_from_bf16(bf16_from_f32(r->f[i]));
+  } else if (type == ElementType::f16) {
+    for (int64_t i = 0; i < count; ++i) r->f[i] = f32_from_f16(f16_from_f32(r->f[i]));
+  }
+}
+
+void compute_floats(Elementwise op, const Register& a, const Register& b, int64_t count, Register* to) {
+  switch (op) {
+    case Elementwise::add: return each_float(a, b, count, to, [](float x, float y) { return x + y; });
+    case Elementwise::sub: return each_float(a, b, count, to, [](float x, float y) { return x - y; });
+    case Elementwise::mul: return each_float(a, b, count, to, [](float x, float y) { return x * y; });
+    case Elementwise::div: return each_float(a, b, count, to, [](float x, float y) { return x / y; });
+    // A NaN of either is the result.
+    case Elementwise::minimum: return each_float(a, b, count, to, [](float x, float y) { return x < y || x != x ? x : y; });
+    case Elementwise::maximum: return each_float(a, b, count, to, [](float x, float y) { return x > y || x != x ? x : y; });
+    case Elementwise::neg: return each_float(a, a, count, to, [](float x, float) { return -x; });
+    case Elementwise::abs: return each_float(a, a, count, to, [](float x, float) { return std::fabs(x); });
+    case Elementwise::reciprocal: return each_float(a, a, count, to, [](float x, float) { return 1.0f / x; });
+    case Elementwise::sqrt: return each_float(a, a, count, to, [](float x, float) { return std::sqrt(x); });
+    case Elementwise::rsqrt: return each_float(a, a, count, to, [](float x, float) { return 1.0f / std::sqrt(x); });
+    case Elementwise::floor: return each_float(a, a, count, to, [](float x, float) { return std::floor(x); });
+    case Elementwise::exp: return each_real(a, count, to, [](double x) { return exp_of(x); });
+    case Elementwise::log: return each_real(a, count, to, [](double x) { return log_of(x); });
+    case Elementwise::tanh: return each_real(a, count, to, [](double x) { return tanh_of(x); });
+    case Elementwise::sigmoid: return each_real(a, count, to, [](double x) { return sigmoid_of(x); });
+    case Elementwise::softplus: return each_real(a, count, to, [](double x) { return softplus_of(x); });
+    case Elementwise::sin: return each_real(a, count, to, [](double x) { return sine_of(x, 0); });
+    case Elementwise::cos: return each_real(a, count, to, [](double x) { return sine_of(x, 1); });
+    default: return;
+  }
+}
+
+template <class T>
+bool compares(Elementwise op, T x, T y) {
+  switch (op) {
+    case Elementwise::equal: return x == y;
+    case Elementwise::not_equal: return x != y;
+    case Elementwise::less: return x < y;
+    case Elementwise::less_equal: return x <= y;
+    case Elementwise::greater: return x > y;
+    default: return x >= y;
+  }
+}
+
+int64_t wrapped(uint64_t value) { return static_cast<int64_t>(value); }
+
+void compute_integers(Elementwise op, const Register& a, const Register& b, int64_t count, Register* to) {
+  const auto u = [](int64_t x) { return static_cast<uint64_t>(x); };  // wraps on overflow, as torch does
+  switch (op) {
+    case Elementwise::add: return each_integer(a, b, count, to, [&](int64_t x, int64_t y) { return wrapped(u(x) + u(y)); });
+    case Elementwise::sub: return each_integer(a, b, count, to, [&](int64_t x, int64_t y) { return wrapped(u(x) - u(y)); });
+    case Elementwise::mul: return each_integer(a, b, count, to, [&](int64_t x, int64_t y) { return wrapped(u(x) * u(y)); });
+    case Elementwise::minimum: return each_integer(a, b, count, to, [](int64_t x, int64_t y) { return std::min(x, y); });
+    case Elementwise::maximum: return each_integer(a, b, count, to, [](int64_t x, int64_t y) { return std::max(x, y); });
+    case Elementwise::neg: return each_integer(a, a, count, to, [&](int64_t x, int64_t) { return wrapped(0 - u(x)); });
+    case Elementwise::logical_and: return each_integer(a, b, count, to, [](int64_t x, int64_t y) { return x & y; });
+    case Elementwise::logical_or: return each_integer(a, b, count, to, [](int64_t x, int64_t y) { return x | y; });
+    case Elementwise::logical_not: return each_integer(a, a, count, to, [](int64_t x, int64_t) { return int64_t{x == 0}; });
+    default: return;
+  }
+}
+
+bool is_comparison(Elementwise op) { return op >= Elementwise::equal && op <= Elementwise::greater_equal; }
+
+bool is_for_integers(Elementwise op) {
+  return (op >= Elementwise::add && op <= Elementwise::neg && op != Elementwise::div) ||
+         (op >= Elementwise::logical_and && op <= Elementwise::logical_not);
+}
+
+// A checked instruction: registers for a, b and c, where constants have registers of their own.
+struct Ready {
+  Elementwise op;
+  ElementType type;
+  bool from_floats;  // a, or for select b and c
+  const Register *a, *b, *c;
+  Register* to;
+};
+
+void run(const Ready& ready, int64_t count) {
+  const bool floats = is_activation_type(ready.type);
+  Register* const to = ready.to;
+  if (is_comparison(ready.op)) {
+    for (int64_t i = 0; i < count; ++i) {
+      to->i[i] = ready.from_floats ? compares(ready.op, ready.a->f[i], ready.b->f[i])
+                                   : compares(ready.op, ready.a->i[i], ready.b->i[i]);
+    }
+  } else if (ready.op == Elementwise::select) {
+    for (int64_t i = 0; i < count; ++i) {
+      if (floats) to->f[i] = ready.a->i[i] != 0 ? ready.b->f[i] : ready.c->f[i];
+      else to->i[i] = ready.a->i[i] != 0 ? ready.b->i[i] : ready.c->i[i];
+    }
+  } else if (ready.op == Elementwise::convert) {
+    for (int64_t i = 0; i < count; ++i) {
+      if (floats) to->f[i] = ready.from_floats ? ready.a->f[i] : static_cast<float>(ready.a->i[i]);
+      else if (ready.type == ElementType::boolean) to->i[i] = ready.from_floats ? ready.a->f[i] != 0.0f : ready.a->i[i] != 0;
+      else to->i[i] = ready.from_floats ? to_integer(static_cast<double>(ready.a->f[i])) : ready.a->i[i];
+    }
+  } else if (floats) {
+    compute_floats(ready.op, *ready.a, *ready.b, count, to);
+  } else {
+    compute_integers(ready.op, *ready.a, *ready.b, count, to);
+  }
+  if (floats) round_to(ready.type, count, to);
+  else if (ready.type == ElementType::i32) {
+    for (int64_t i = 0; i < count; ++i) to->i[i] = static_cast<int32_t>(to->i[i]);
+  }
+}
+
+// How many operands an operator reads.
+int arity(Elementwise op) {
+  if (op == Elementwise::select) return 3;
+  const bool two = (op >= Elementwise::add && op <= Elementwise::maximum) || is_comparison(op) ||
+                   op == Elementwise::logical_and || op == Elementwise::logical_or;
+  return two ? 2 : 1;
+}
+
+// Rows of the last dimension.
+struct Rows {
+  const TensorView& tensor;
+  int64_t width, count;
+  explicit Rows(const TensorView& t)
+      : tensor(t), width(t.shape.size[t.shape.ndim - 1]), count(width == 0 ? 0 : t.shape.numel() / width) {}
+  int64_t step() const { return tensor.stride[tensor.shape.ndim - 1]; }
+  int64_t offset(int64_t row) const {
+    int64_t result = 0;
+    for (int d = tensor.shape.ndim - 2; d >= 0; --d) {
+      result += row % tensor.shape.size[d] * tensor.stride[d];
+      row /= tensor.shape.size[d];
+    }
+    return result;
+  }
+  float value(int64_t offset, int64_t i) const { return load_as_f32(tensor.data, dtype_of(tensor.type), offset + i * step()); }
+};
+
+Shape without_last(const Shape& shape, int64_t last = -1) {
+  Shape result = shape;
+  if (last < 0) --result.ndim;
+  else result.size[result.ndim - 1] = last;
+  return result;
+}
+
+constexpr int kLanes = 16;
+
+float fold_lanes(const float* lanes) {
+  float sums[kLanes];
+  std::copy(lanes, lanes + kLanes, sums);
+  for (int half = kLanes / 2; half > 0; half /= 2) {
+    for (int l = 0; l < half; ++l) sums[l] += sums[l + half];
+  }
+  return sums[0];
+}
+
+float canonical(float value) { return value == value ? value : float_from_bits(0x7fc00000); }
+
+// The index of row i, within 0 and `count`; false if it is not.
+bool index_at(const TensorView& indices, int64_t offset, int64_t count, int64_t* index) {
+  *index = indices.type == ElementType::i64 ? static_cast<const int64_t*>(indices.data)[offset]
+                                            : static_cast<const int32_t*>(indices.data)[offset];
+  if (*index < 0) *index += count;
+  return *index >= 0 && *index < count;
+}
+
+Status check_indices(const char* name, const TensorView& indices) {
+  if (Status status = check_memory(name, indices); !status.ok()) return status;
+  if (indices.type == ElementType::i64 || indices.type == ElementType::i32) return {};
+  return Status::error("%s has dtype %s; expected int64 or int32", name, name_of(indices.type));
+}
+
+// An elementwise result may replace an input, but not overlap one in another way.
+Status check_elementwise(const TensorView& x, const TensorView& out) {
+  bool same = x.data == out.data && x.type == out.type;
+  for (int d = 0; d < out.shape.ndim; ++d) same = same && (out.shape.size[d] == 1 || x.stride[d] == out.stride[d]);
+  return same ? Status() : check_apart({{"out", &out}}, {{"x", &x}});
+}
+
+template <class T>
+void copy_values(const TensorView& x, const TensorView& out, const Parallel& parallel) {
+  const TensorView* const tensors[] = {&out, &x};
+  const Walk walk(tensors, 2);
+  const int64_t to_step = walk.strides[0][walk.ndim - 1], from_step = walk.strides[1][walk.ndim - 1];
+  walk.claims(2, parallel, [&](const auto& each) {
+    each([&](const int64_t* offsets, int64_t count) {
+      T* const to = static_cast<T*>(out.data) + offsets[0];
+      const T* const from = static_cast<const T*>(x.data) + offsets[1];
+      if (to_step == 1 && from_step == 1) {
+        std::memcpy(to, from, static_cast<size_t>(count) * sizeof(T));
+      } else {
+        for (int64_t i = 0; i < count; ++i) to[i * to_step] = from[i * from_step];
+      }
+    });
+  });
+}
+
+}  // namespace
+
+Status copy(const TensorView& x, const TensorView& out, const Parallel& parallel) {
+  if (x.type != out.type) {
+    const Instruction convert{static_cast<int64_t>(Elementwise::convert), 0, 0, 0, static_cast<int64_t>(out.type)};
+    return compute(&x, 1, &convert, 1, nullptr, 0, out, parallel);
+  }
+  if (Status status = check_number("x", x); !status.ok()) return status;
+  if (Status status = check_number("out", out); !status.ok()) return status;
+  if (Status status = check_shape_is("out", out, x.shape); !status.ok()) return status;
+  if (Status status = check_elementwise(x, out); !status.ok()) return status;
+  if (x.shape.numel() == 0) return {};
+  switch (element_bytes(x.type)) {
+    case 8: copy_values<int64_t>(x, out, parallel); break;
+    case 4: copy_values<int32_t>(x, out, parallel); break;
+    case 2: copy_values<int16_t>(x, out, parallel); break;
+    default: copy_values<int8_t>(x, out, parallel);
+  }
+  return {};
+}
+
+Status compute(const TensorView* x, int64_t count, const Instruction* instructions, int64_t instruction_count,
+               const double* constants, int64_t constant_count, const TensorView& out, const Parallel& parallel) {
+  if (count < 0 || count > kMostInputs || instruction_count < 1 || constant_count < 0 ||
+      count + instruction_count + 2 * constant_count > kMostRegisters) {
+    return Status::error("a computation has %" PRId64 " inputs, %" PRId64 " instructions and %" PRId64 " constants; expected at "
+                         "most %" PRId64 " inputs and %" PRId64 " registers", count, instruction_count, constant_count,
+                         kMostInputs, kMostRegisters);
+  }
+  ElementType types[kMostRegisters];
+  const TensorView* tensors[kMostInputs + 1] = {&out};
+  if (Status status = check_number("out", out); !status.ok()) return status;
+  for (int64_t i = 0; i < count; ++i) {
+    if (Status status = check_number("x", x[i]); !status.ok()) return status;
+    if (Status status = check_shape_is("x", x[i], out.shape); !status.ok()) return status;
+    if (Status status = check_elementwise(x[i], out); !status.ok()) return status;
+    types[i] = x[i].type;
+    tensors[i + 1] = &x[i];
+  }
+  // Checks the instructions. Each constant has a register of floats and one of integers, behind the others.
+  const int64_t first_constant = count + instruction_count;
+  struct Plain {
+    Elementwise op;
+    ElementType type;
+    bool from_floats;
+    int64_t operand[3];
+  } plain[kMostRegisters];
+  for (int64_t i = 0; i < instruction_count; ++i) {
+    const Instruction& in = instructions[i];
+    const int64_t most_type = static_cast<int64_t>(ElementType::boolean);
+    if (in.op < 0 || in.op >= kElementwise || in.type < 0 || in.type > most_type ||
+        !is_number(static_cast<ElementType>(in.type))) {
+      return Status::error("instruction %" PRId64 " has operator %" PRId64 " and type %" PRId64 "; expected operators below %d "
+                           "and a type of numbers", i, in.op, in.type, kElementwise);
+    }
+    Plain& p = plain[i];
+    p.op = static_cast<Elementwise>(in.op);
+    p.type = types[count + i] = static_cast<ElementType>(in.type);
+    const bool makes_floats = is_activation_type(p.type);
+    const int64_t operands[3] = {in.a, in.b, in.c};
+    const int used = arity(p.op);
+    // The kind of operands: floats or integers, the same for all but the condition of select.
+    int kind = -1;
+    for (int o = 0; o < used; ++o) {
+      const int64_t at = operands[o];
+      if (at >= count + i || at < -constant_count) {
+        return Status::error("instruction %" PRId64 " reads register %" PRId64 "; expected one of %" PRId64 " constants or %"
+                             PRId64 " earlier registers", i, at, constant_count, count + i);
+      }
+      if (at < 0) continue;
+      const bool floats = is_activation_type(types[at]);
+      if (p.op == Elementwise::select && o == 0) {
+        if (floats) return Status::error("instruction %" PRId64 " selects by floats; expected integers or bool", i);
+        continue;
+      }
+      if (kind >= 0 && kind != static_cast<int>(floats)) {
+        return Status::error("instruction %" PRId64 " mixes floats and integers; expected one kind", i);
+      }
+      kind = static_cast<int>(floats);
+    }
+    if (kind < 0) kind = static_cast<int>(makes_floats);
+    p.from_floats = kind == 1;
+    const bool fits = p.op == Elementwise::convert ? true
+                      : is_comparison(p.op)        ? p.type == ElementType::boolean
+                      : p.from_floats != makes_floats ? false
+                      : p.op == Elementwise::select   ? true
+                      : makes_floats ? p.op < Elementwise::equal
+                                     : is_for_integers(p.op);
+    if (!fits) {
+      return Status::error("instruction %" PRId64 " has operator %" PRId64 ", which has no result of %s from these operands", i,
+                           in.op, name_of(p.type));
+    }
+    for (int o = 0; o < 3; ++o) {
+      const int64_t at = o < used ? operands[o] : operands[0];
+      const bool condition = p.op == Elementwise::select && o == 0;
+      p.operand[o] = at >= 0 ? at : first_constant + 2 * (-1 - at) + (p.from_floats && !condition ? 0 : 1);
+    }
+  }
+  if (types[first_constant - 1] != out.type) {
+    return Status::error("a computation gives %s; expected %s", name_of(types[first_constant - 1]), name_of(out.type));
+  }
+  if (out.shape.numel() == 0) return {};
+  const Walk walk(tensors, static_cast<int>(count) + 1);
+  walk.claims(static_cast<int>(count) + 1, parallel, [&](const auto& each) {
+    Register registers[kMostRegisters];
+    Ready ready[kMostRegisters];
+    for (int64_t c = 0; c < constant_count; ++c) {
+      std::fill_n(registers[first_constant + 2 * c].f, kBlock, static_cast<float>(constants[c]));
+      std::fill_n(registers[first_constant + 2 * c + 1].i, kBlock, to_integer(constants[c]));
+    }
+    for (int64_t i = 0; i < instruction_count; ++i) {
+      const Plain& p = plain[i];
+      ready[i] = {p.op, p.type, p.from_floats, &registers[p.operand[0]], &registers[p.operand[1]], &registers[p.operand[2]],
+                  &registers[count + i]};
+    }
+    each([&](const int64_t* offsets, int64_t values) {
+      for (int64_t i = 0; i < count; ++i) {
+        load(x[i], offsets[i + 1], walk.strides[i + 1][walk.ndim - 1], values, &registers[i]);
+      }
+      for (int64_t i = 0; i < instruction_count; ++i) run(ready[i], values);
+      store(out, offsets[0], walk.strides[0][walk.ndim - 1], values, registers[first_constant - 1]);
+    });
+  });
+  return {};
+}
+
+Status float_linear(const TensorView& x, const TensorView& weight, const TensorView* bias, const TensorView& out,
+                    const Parallel& parallel) {
+  if (Status status = check_floats("x", x, 1); !status.ok()) return status;
+  if (Status status = check_floats("weight", weight, 2); !status.ok()) return status;
+  if (Status status = check_floats("out", out, 1); !status.ok()) return status;
+  const Rows inputs(x), outputs(out), weights(weight);
+  const int64_t k = inputs.width, n = weight.shape.size[0];
+  if (weight.shape.ndim != 2 || weights.width != k) {
+    return Status::error("weight has shape %s; expected [n, %" PRId64 "]", describe(weight.shape).text, k);
+  }
+  if (Status status = check_shape_is("out", out, without_last(x.shape, n)); !status.ok()) return status;
+  if (bias != nullptr) {
+    if (Status status = check_floats("bias", *bias, 1); !status.ok()) return status;
+    if (Status status = check_shape_is("bias", *bias, {1, {n}}); !status.ok()) return status;
+  }
+  if (Status status = check_apart({{"out", &out}}, {{"x", &x}, {"weight", &weight}, {"bias", bias}}); !status.ok()) return status;
+  if (out.shape.numel() == 0) return {};
+  const bool plain = x.type == ElementType::f32 && weight.type == ElementType::f32 && inputs.step() == 1 && weights.step() == 1;
+  constexpr int64_t kOutputsPerClaim = 16;
+  const Parallel threads = inputs.count * n * k < (1 << 16) ? Parallel() : parallel;
+  parallel_1d(threads, n, kOutputsPerClaim, [&](int, int64_t begin, int64_t end) {
+    for (int64_t column = begin; column < end; ++column) {
+      const int64_t of_weight = column * weight.stride[0];
+      for (int64_t row = 0; row < inputs.count; ++row) {
+        const int64_t of_x = inputs.offset(row);
+        alignas(64) float lanes[kLanes] = {};
+        int64_t i = 0;
+        if (plain) {
+          const float* const a = static_cast<const float*>(x.data) + of_x;
+          const float* const b = static_cast<const float*>(weight.data) + of_weight;
+          for (; i + kLanes <= k; i += kLanes) {
+            for (int l = 0; l < kLanes; ++l) lanes[l] += a[i + l] * b[i + l];
+          }
+        }
+        for (; i < k; ++i) lanes[i % kLanes] += inputs.value(of_x, i) * weights.value(of_weight, i);
+        float result = fold_lanes(lanes);
+        if (bias != nullptr) result += load_as_f32(bias->data, dtype_of(bias->type), column * bias->stride[0]);
+        store_from_f32(out.data, dtype_of(out.type), outputs.offset(row) + column * outputs.step(), canonical(result));
+      }
+    }
+  });
+  return {};
+}
+
+Status sum(const TensorView& x, const TensorView& out, const Parallel& parallel) {
+  if (Status status = check_floats("x", x, 1); !status.ok()) return status;
+  if (Status status = check_floats("out", out, 0); !status.ok()) return status;
+  if (Status status = check_shape_is("out", out, without_last(x.shape)); !status.ok()) return status;
+  if (Status status = check_apart({{"out", &out}}, {{"x", &x}}); !status.ok()) return status;
+  if (out.shape.numel() == 0) return {};
+  TensorView wide = out;  // with a last dimension of 1
+  wide.shape.size[wide.shape.ndim] = 1;
+  wide.stride[wide.shape.ndim++] = 1;
+  const Rows inputs(x), outputs(wide);
+  parallel_1d(parallel, outputs.count, 1 + (1 << 13) / (1 + inputs.width), [&](int, int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      const int64_t at = inputs.offset(row);
+      float lanes[kLanes] = {};
+      for (int64_t i = 0; i < inputs.width; ++i) lanes[i % kLanes] += inputs.value(at, i);
+      store_from_f32(out.data, dtype_of(out.type), outputs.offset(row), canonical(fold_lanes(lanes)));
+    }
+  });
+  return {};
+}
+
+Status softmax(const TensorView& x, const TensorView& out, const Parallel& parallel) {
+  if (Status status = check_floats("x", x, 1); !status.ok()) return status;
+  if (Status status = check_floats("out", out, 1); !status.ok()) return status;
+  if (Status status = check_shape_is("out", out, x.shape); !status.ok()) return status;
+  if (Status status = check_apart({{"out", &out}}, {{"x", &x}}); !status.ok()) return status;
+  if (out.shape.numel() == 0) return {};
+  const Rows inputs(x), outputs(out);
+  parallel_1d(parallel, inputs.count, 1 + (1 << 10) / inputs.width, [&](int, int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      const int64_t from = inputs.offset(row), to = outputs.offset(row);
+      float most = inputs.value(from, 0);
+      for (int64_t i = 1; i < inputs.width; ++i) most = std::max(most, inputs.value(from, i));
+      const auto weight = [&](int64_t i) { return exp_of(static_cast<double>(inputs.value(from, i)) - most); };
+      double total = 0.0;
+      for (int64_t i = 0; i < inputs.width; ++i) total += weight(i);
+      for (int64_t i = 0; i < inputs.width; ++i) {
+        const float value = canonical(static_cast<float>(weight(i) / total));
+        store_from_f32(out.data, dtype_of(out.type), to + i * outputs.step(), value);
+      }
+    }
+  });
+  return {};
+}
+
+Status top(const TensorView& x, const TensorView& values, const TensorView& indices, const Parallel& parallel) {
+  constexpr int64_t kMost = 4096;
+  if (Status status = check_floats("x", x, 1); !status.ok()) return status;
+  if (Status status = check_floats("values", values, 1); !status.ok()) return status;
+  if (Status status = check_memory("indices", indices); !status.ok()) return status;
+  const Rows inputs(x), largest(values), places(indices);
+  if (Status status = check_shape_is("values", values, without_last(x.shape, largest.width)); !status.ok()) return status;
+  if (Status status = check_shape_is("indices", indices, values.shape); !status.ok()) return status;
+  if (values.type != x.type || indices.type != ElementType::i64 || inputs.width > kMost || largest.width > inputs.width) {
+    return Status::error("x is %s %s, values %s and indices %s %s; expected values of x's type, indices of int64, and at most %"
+                         PRId64 " numbers to choose from", name_of(x.type), describe(x.shape).text, name_of(values.type),
+                         name_of(indices.type), describe(indices.shape).text, kMost);
+  }
+  if (Status status = check_apart({{"values", &values}, {"indices", &indices}}, {{"x", &x}}); !status.ok()) return status;
+  if (values.shape.numel() == 0) return {};
+  parallel_1d(parallel, inputs.count, 16, [&](int, int64_t begin, int64_t end) {
+    float numbers[kMost];
+    bool taken[kMost];
+    for (int64_t row = begin; row < end; ++row) {
+      const int64_t from = inputs.offset(row), to = largest.offset(row), place = places.offset(row);
+      for (int64_t i = 0; i < inputs.width; ++i) {
+        numbers[i] = inputs.value(from, i);
+        taken[i] = false;
+      }
+      for (int64_t found = 0; found < largest.width; ++found) {
+        int64_t best = -1;
+        for (int64_t i = 0; i < inputs.width; ++i) {
+          // A NaN counts as the largest number, as in torch.
+          if (!taken[i] && (best < 0 || numbers[i] > numbers[best] || (numbers[i] != numbers[i] && numbers[best] == numbers[best]))) {
+            best = i;
+          }
+        }
+        taken[best] = true;
+        store_from_f32(values.data, dtype_of(values.type), to + found * largest.step(), numbers[best]);
+        static_cast<int64_t*>(indices.data)[place + found * places.step()] = best;
+      }
+    }
+  });
+  return {};
+}
+
+Status gather(const TensorView& x, const TensorView& indices, const TensorView& out, const Parallel&) {
+  if (Status status = check_number("x", x); !status.ok()) return status;
+  if (Status status = check_indices("indices", indices); !status.ok()) return status;
+  if (Status status = check_number("out", out); !status.ok()) return status;
+  if (Status status = check_shape_is("out", out, indices.shape); !status.ok()) return status;
+  if (x.shape.ndim < 1 || indices.shape.ndim < 1 || x.type != out.type) {
+    return Status::error("x is %s %s and out %s %s; expected a dimension and one type", name_of(x.type),
+                         describe(x.shape).text, name_of(out.type), describe(out.shape).text);
+  }
+  const Rows inputs(x), places(indices), outputs(out);
+  if (Status status = check_shape_is("x", x, without_last(indices.shape, inputs.width)); !status.ok()) return status;
+  if (Status status = check_apart({{"out", &out}}, {{"x", &x}, {"indices", &indices}}); !status.ok()) return status;
+  const int64_t bytes = element_bytes(x.type);
+  for (int64_t row = 0; row < places.count; ++row) {
+    const int64_t from = inputs.offset(row), place = places.offset(row), to = outputs.offset(row);
+    for (int64_t i = 0; i < places.width; ++i) {
+      int64_t index;
+      if (!index_at(indices, place + i * places.step(), inputs.width, &index)) {
+        return Status::out_of_range("an index is %" PRId64 "; expected less than %" PRId64, index, inputs.width);
+      }
+      std::memcpy(static_cast<char*>(out.data) + (to + i * outputs.step()) * bytes,
+                  static_cast<const char*>(x.data) + (from + index * inputs.step()) * bytes, static_cast<size_t>(bytes));
+    }
+  }
+  return {};
+}
+
+Status take(const TensorView& x, const TensorView& indices, const TensorView& out, const Parallel&) {
+  if (Status status = check_number("x", x); !status.ok()) return status;
+  if (Status status = check_indices("indices", indices); !status.ok()) return status;
+  if (Status status = check_number("out", out); !status.ok()) return status;
+  Shape expected = indices.shape;
+  TensorView slice = x;
+  if (x.shape.ndim < 1 || expected.ndim + x.shape.ndim - 1 > kMaxDims || x.type != out.type) {
+    return Status::error("x is %s %s and out %s; expected a dimension and one type", name_of(x.type), describe(x.shape).text,
+                         name_of(out.type));
+  }
+  for (int d = 1; d < x.shape.ndim; ++d) {
+    expected.size[expected.ndim++] = slice.shape.size[d - 1] = x.shape.size[d];
+    slice.stride[d - 1] = x.stride[d];
+  }
+  --slice.shape.ndim;
+  if (Status status = check_shape_is("out", out, expected); !status.ok()) return status;
+  if (Status status = check_apart({{"out", &out}}, {{"x", &x}, {"indices", &indices}}); !status.ok()) return status;
+  if (out.shape.numel() == 0) return {};
+  TensorView wide = indices, target = out;  // the indices with a last dimension of 1
+  wide.shape.size[wide.shape.ndim] = 1;
+  wide.stride[wide.shape.ndim++] = 1;
+  const Rows places(wide);
+  target.shape = slice.shape;
+  for (int d = 0; d < slice.shape.ndim; ++d) target.stride[d] = out.stride[indices.shape.ndim + d];
+  const int64_t bytes = element_bytes(x.type);
+  for (int64_t row = 0; row < places.count; ++row) {
+    int64_t index, rest = row, to = 0;
+    if (!index_at(indices, places.offset(row), x.shape.size[0], &index)) {
+      return Status::out_of_range("an index is %" PRId64 "; expected less than %" PRId64, index, x.shape.size[0]);
+    }
+    for (int d = indices.shape.ndim - 1; d >= 0; --d) {
+      to += rest % indices.shape.size[d] * out.stride[d];
+      rest /= indices.shape.size[d];
+    }
+    slice.data = static_cast<char*>(x.data) + index * x.stride[0] * bytes;
+    target.data = static_cast<char*>(out.data) + to * bytes;
+    if (Status status = copy(slice, target, {}); !status.ok()) return status;
+  }
+  return {};
+}
+
+Status scatter(const TensorView& indices, double value, const TensorView& out, const Parallel&) {
+  if (Status status = check_indices("indices", indices); !status.ok()) return status;
+  if (Status status = check_floats("out", out, 1); !status.ok()) return status;
+  if (indices.shape.ndim < 1) return Status::error("indices has no dimensions; expected at least one");
+  const Rows places(indices), outputs(out);
+  if (Status status = check_shape_is("out", out, without_last(indices.shape, outputs.width)); !status.ok()) return status;
+  if (Status status = check_apart({{"out", &out}}, {{"indices", &indices}}); !status.ok()) return status;
+  for (int64_t row = 0; row < places.count; ++row) {
+    const int64_t place = places.offset(row), to = outputs.offset(row);
+    for (int64_t i = 0; i < places.width; ++i) {
+      int64_t index;
+      if (!index_at(indices, place + i * places.step(), outputs.width, &index)) {
+        return Status::out_of_range("an index is %" PRId64 "; expected less than %" PRId64, index, outputs.width);
+      }
+      store_from_f32(out.data, dtype_of(out.type), to + index * outputs.step(), static_cast<float>(value));
+    }
+  }
+  return {};
+}
+
+Status count_up(double start, double step, const TensorView& out) {
+  if (Status status = check_number("out", out); !status.ok()) return status;
+  if (out.type != ElementType::i64 || out.shape.ndim != 1) {
+    return Status::error("out is %s %s; expected int64 with one dimension", name_of(out.type), describe(out.shape).text);
+  }
+  for (int64_t i = 0; i < out.shape.size[0]; ++i) {
+    static_cast<int64_t*>(out.data)[i * out.stride[0]] = to_integer(start) + i * to_integer(step);
+  }
+  return {};
+}
+
+}  // namespace lowbit

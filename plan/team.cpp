@@ -1,0 +1,126 @@
+#include "team.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+#ifndef _WIN32
+#include <unistd.h>
+#endif
+
+namespace lowbit {
+namespace {
+
+// The team of the thread that runs a plan: Parallel::run has no place for it.
+thread_local Team* current = nullptr;
+
+void pause_briefly() {
+#if defined(__x86_64__)
+  _mm_pause();
+#elif defined(__aarch64__) || defined(__arm__)
+  __asm__ __volatile__("yield");
+#endif
+}
+
+// A waiting thread spins for about ten microseconds, longer than operators on one thread take in small models. After that it
+// offers its core to others, because on a busy machine the thread it waits for may not have one.
+class Wait {
+ public:
+  void operator()() {
+    if (++spins_ < 400) pause_briefly();
+    else std::this_thread::yield();
+  }
+
+ private:
+  int spins_ = 0;
+};
+
+int64_t process() {
+#ifdef _WIN32
+  return 0;
+#else
+  return getpid();
+#endif
+}
+
+constexpr uint64_t kNextBits = 16, kCountBits = 16;
+constexpr uint64_t next_of(uint64_t ticket) { return ticket & ((1u << kNextBits) - 1); }
+constexpr uint64_t count_of(uint64_t ticket) { return ticket >> kNextBits & ((1u << kCountBits) - 1); }
+constexpr uint64_t job_of(uint64_t ticket) { return ticket >> (kNextBits + kCountBits); }
+
+}  // namespace
+
+Team::Team(int threads) : process_(process()) {
+  helpers_.reserve(static_cast<size_t>(threads - 1));
+  try {
+    for (int i = 1; i < threads; ++i) helpers_.emplace_back([this] { help(); });
+  } catch (...) {
+    stop();
+    throw;
+  }
+}
+
+Team::~Team() { stop(); }
+
+void Team::stop() {
+  state_.store(ended, std::memory_order_release);
+  state_.notify_all();
+  for (std::thread& helper : helpers_) {
+    if (process() == process_) helper.join();
+    else helper.detach();  // a forked process has only the thread that forked, which has run all tasks itself
+  }
+}
+
+// Runs one unclaimed task; false if there is none. A task that is claimed keeps run() from returning, so the job's fields stay
+// as they are until the task is done.
+bool Team::claim_and_run() {
+  uint64_t ticket = ticket_.load(std::memory_order_acquire);
+  do {
+    if (next_of(ticket) >= count_of(ticket)) return false;
+  } while (!ticket_.compare_exchange_weak(ticket, ticket + 1, std::memory_order_acq_rel, std::memory_order_acquire));
+  task_(context_, static_cast<int>(next_of(ticket)));
+  done_.fetch_add(1, std::memory_order_release);
+  return true;
+}
+
+void Team::help() {
+  for (;;) {
+    state_.wait(asleep, std::memory_order_acquire);
+    Wait wait;
+    for (;;) {
+      const uint32_t state = state_.load(std::memory_order_acquire);
+      if (state == ended) return;
+      if (state == asleep) break;
+      if (claim_and_run()) wait = Wait();
+      else wait();
+    }
+  }
+}
+
+void Team::run(int count, void (*task)(void* context, int index), void* context) {
+  task_ = task;
+  context_ = context;
+  done_.store(0, std::memory_order_relaxed);
+  const uint64_t job = job_of(ticket_.load(std::memory_order_relaxed)) + 1;
+  ticket_.store(job << (kNextBits + kCountBits) | static_cast<uint64_t>(count) << kNextBits, std::memory_order_release);
+  while (claim_and_run()) {
+  }
+  for (Wait wait; done_.load(std::memory_order_acquire) != count;) wait();
+}
+
+Team::Awake::Awake(Team& team) : team_(team), earlier_(current) {
+  current = &team;
+  if (team.helpers_.empty()) return;
+  team.state_.store(awake, std::memory_order_release);
+  team.state_.notify_all();
+}
+
+Team::Awake::~Awake() {
+  current = earlier_;
+  if (!team_.helpers_.empty()) team_.state_.store(asleep, std::memory_order_release);
+}
+
+Parallel Team::Awake::parallel() const {
+  return {team_.threads(), [](int count, void (*task)(void*, int), void* context) { current->run(count, task, context); }};
+}
+
+}  // namespace lowbit

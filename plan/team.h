@@ -1,0 +1,56 @@
+// Threads that stay awake during a call of a plan, so that its operators begin within a microsecond, and sleep between calls.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <thread>
+#include <vector>
+
+#include "../ops/parallel.h"
+#include "../ops/schedule.h"
+
+namespace lowbit {
+
+class Team {
+ public:
+  // `threads` includes the caller's. Throws std::system_error if the system starts no more threads.
+  explicit Team(int threads);
+  ~Team();
+  Team(const Team&) = delete;
+  Team& operator=(const Team&) = delete;
+
+  int threads() const { return static_cast<int>(helpers_.size()) + 1; }
+
+  // Keeps the helpers awake while it exists. Only one thread at a time may have one of a team's.
+  class Awake {
+   public:
+    explicit Awake(Team& team);
+    ~Awake();
+    Awake(const Awake&) = delete;
+    Awake& operator=(const Awake&) = delete;
+    // For operators that the thread calls which made this object.
+    Parallel parallel() const;
+
+   private:
+    Team& team_;
+    Team* const earlier_;
+  };
+
+ private:
+  void help();
+  void stop();
+  bool claim_and_run();
+  void run(int count, void (*task)(void* context, int index), void* context);
+
+  // The job's number, its number of tasks and the next task to claim, in one word, so that a claim cannot mix two jobs.
+  alignas(kCacheLine) std::atomic<uint64_t> ticket_{0};
+  void (*task_)(void*, int) = nullptr;
+  void* context_ = nullptr;
+  alignas(kCacheLine) std::atomic<int> done_{0};
+  enum State : uint32_t { asleep, awake, ended };
+  alignas(kCacheLine) std::atomic<uint32_t> state_{asleep};
+  const int64_t process_;
+  std::vector<std::thread> helpers_;
+};
+
+}  // namespace lowbit

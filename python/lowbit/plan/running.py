@@ -1,0 +1,105 @@
+"""Runs plans from Python: their weights and caches are torch's tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import _C
+from .lowering import Lowered
+from .plan_file import ELEMENT_TYPES, Kind, Slot, to_bytes
+
+
+class Caches:
+    """The tensors of a text, in the order of a plan's cache buffers."""
+
+    def __init__(self, places: Sequence[tuple[int, int]], layers: Sequence[Sequence[Tensor]]):
+        """
+        Args:
+            places: layer and slot of each cache buffer.
+            layers: for each layer its tensors: keys and values, ``held`` if they hold a window, states.
+        """
+        by_slot = [dict(zip(slots(layer), layer, strict=True)) for layer in layers]
+        self._use([by_slot[layer].get(slot) for layer, slot in places])
+
+    def _use(self, tensors: list[Tensor | None]) -> None:
+        self.tensors = tensors
+        described = [None if t is None else (t.data_ptr(), ELEMENT_TYPES[t.dtype], list(t.shape)) for t in tensors]
+        self.native = _C.PlanCaches(described)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Caches:
+        copy = object.__new__(Caches)
+        copy._use(deepcopy(self.tensors, memo))
+        return copy
+
+
+def slots(layer: Sequence[Tensor]) -> list[int]:
+    """The slot of each tensor among the caches of a layer."""
+    found, states = [], 0
+    for tensor in layer:
+        if tensor.dtype is torch.int64:
+            found.append(int(Slot.HELD))
+        elif tensor.dim() == 4:
+            found.append(int(Slot.VALUES if Slot.KEYS in found else Slot.KEYS))
+        else:
+            found.append(Slot.STATE + states)
+            states += 1
+    return found
+
+
+class Planned:
+    """A plan with its weights."""
+
+    def __init__(self, made: Lowered):
+        self.plan = made.plan
+        self._bytes = to_bytes(made.plan)
+        self.weights = made.weights
+        self._outputs = made.outputs
+        self.places = [(b.index, b.slot) for b in made.plan.buffers if b.kind is Kind.CACHE]
+        self._runner: Any = None
+        self._threads = 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Planned:
+        copy = object.__new__(Planned)
+        copy.__dict__ |= vars(self) | {"weights": deepcopy(self.weights, memo), "_runner": None, "_threads": 0}
+        return copy
+
+    def measured(self, run: Callable[[], object]) -> dict[str, float]:
+        """The seconds that each operator takes in ``run()``."""
+        runner = self._ready()
+        runner.measure()
+        before = runner.times()
+        run()
+        return {name: seconds - before.get(name, 0.0) for name, seconds in runner.times().items()}
+
+    def _ready(self) -> Any:
+        threads = torch.get_num_threads()
+        if threads != self._threads:
+            self._runner = _C.PlanRunner(self._bytes, threads)
+            for buffer, tensor in self.weights.items():
+                self._runner.bind(buffer, (tensor.data_ptr(), tensor.nbytes))
+            self._threads = threads
+        return self._runner
+
+    def run(self, inputs: Sequence[Tensor], kept: int, texts: Sequence[tuple[int, int, int, Caches]]) -> list[Tensor]:
+        """The outputs of a call.
+
+        Args:
+            inputs: contiguous, the first of one row per token.
+            kept: the number of rows kept for the output.
+            texts: for each text the range of its rows, the number of earlier tokens, and its caches.
+        """
+        rows = texts[-1][1]
+        outputs = [torch.empty([size.at(rows, kept) for size in view.size], dtype=view.dtype) for view in self._outputs]
+        self._ready().run(
+            rows,
+            kept,
+            [(tensor.data_ptr(), tensor.nbytes) for tensor in inputs],
+            [(tensor.data_ptr(), tensor.nbytes) for tensor in outputs],
+            [(begin, end, start, caches.native) for begin, end, start, caches in texts],
+        )
+        return outputs
