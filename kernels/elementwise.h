@@ -37,6 +37,19 @@ struct RmsNormArgs {
   float epsilon, weight_offset;
 };
 
+// out = (x - m) * f * weight + bias, with m the mean and f = 1 / sqrt(mean of (x - m)^2 + epsilon). Sums as in RmsNormArgs.
+// The product with the weight and the bias are one fma.
+struct LayerNormArgs {
+  const void* x;       // row 0, [rows, width]; all arrays have the type `dtype`
+  const void* weight;  // [width], or null: 1
+  const void* bias;    // [width], or null: 0
+  void* out;
+  int64_t x_step, out_step;  // elements from one row to the next
+  int64_t rows, width;
+  DType dtype;
+  float epsilon;
+};
+
 // Rotary position embedding of the heads of one position. The first `rotary` numbers of a head are pairs (a, b), which become
 //   a' = a * cos(a) - b * sin(a)
 //   b' = b * cos(b) + a * sin(b)
@@ -96,6 +109,7 @@ struct ElementwiseKernel {
   IsaBits isa;
   void (*activate)(const ActivateArgs&);
   void (*rms_norm)(const RmsNormArgs&);
+  void (*layer_norm)(const LayerNormArgs&);
   void (*rotary)(const RotaryArgs&);
   void (*rotate)(const RotateArgs&);
   void (*residual)(const ResidualArgs&);

@@ -1,4 +1,4 @@
-// Activation functions, RMSNorm and rotary positions; kernels/elementwise.h has the formulas.
+// Activation functions, norms and rotary positions; kernels/elementwise.h has the formulas.
 #include "../kernels/registry.h"
 #include "check.h"
 #include "operators.h"
@@ -49,6 +49,37 @@ Parallel threads_for(const TensorView& x, const Parallel& parallel) {
   return x.shape.numel() < kParallelValues ? Parallel() : parallel;
 }
 
+// Checks a norm's tensors and runs its kernel. The caller has checked the numbers and set `args`, except for the fields that
+// describe rows. `parameters` are [width], or null.
+template <class Args>
+Status run_norm(const TensorView& x, std::initializer_list<NamedTensor> parameters, const TensorView& out,
+                const Parallel& parallel, void (*ElementwiseKernel::*norm)(const Args&), Args args) {
+  if (Status status = check_isa_cap(); !status.ok()) return status;
+  if (Status status = check_parallel(parallel); !status.ok()) return status;
+  RowsOf rows;
+  if (Status status = rows_of("x", x, &rows); !status.ok()) return status;
+  for (const NamedTensor& each : parameters) {
+    if (each.tensor == nullptr) continue;
+    if (Status status = check_tensor(each.name, *each.tensor, x.type, {1, {rows.width}}); !status.ok()) return status;
+  }
+  if (Status status = check_tensor("out", out, x.type, x.shape); !status.ok()) return status;
+  if (Status status = check_apart({{"out", &out}}, {{"x", &x}}); !status.ok()) return status;
+  if (Status status = check_apart({{"out", &out}}, parameters); !status.ok()) return status;
+  if (x.shape.numel() == 0) return {};
+  args.x_step = rows.step;
+  args.out_step = args.width = rows.width;
+  args.dtype = dtype_of(x.type);
+  const auto run = choose_elementwise(active_isa()).*norm;
+  parallel_1d(threads_for(x, parallel), rows.rows, claimed(rows.width), [&](int, int64_t begin, int64_t end) {
+    Args claim = args;
+    claim.x = row_of(x, rows, begin);
+    claim.out = static_cast<char*>(out.data) + begin * rows.width * element_bytes(x.type);
+    claim.rows = end - begin;
+    run(claim);
+  });
+  return {};
+}
+
 }  // namespace
 
 Status activate(const TensorView& x, const TensorView* gate, int64_t activation, const TensorView& out,
@@ -87,36 +118,25 @@ Status activate(const TensorView& x, const TensorView* gate, int64_t activation,
 
 Status rms_norm(const TensorView& x, const TensorView* weight, double epsilon, double weight_offset, const TensorView& out,
                 const Parallel& parallel) {
-  if (Status status = check_isa_cap(); !status.ok()) return status;
-  if (Status status = check_parallel(parallel); !status.ok()) return status;
-  RowsOf rows;
-  if (Status status = rows_of("x", x, &rows); !status.ok()) return status;
-  if (weight != nullptr) {
-    if (Status status = check_tensor("weight", *weight, x.type, {1, {rows.width}}); !status.ok()) return status;
-  }
   if (!(epsilon >= 0.0 && epsilon <= 1.0) || !(weight_offset >= -1.0 && weight_offset <= 1.0)) {
     return Status::error("epsilon is %g and weight_offset %g; expected an epsilon from 0 to 1 and an offset from -1 to 1",
                          epsilon, weight_offset);
   }
-  if (Status status = check_tensor("out", out, x.type, x.shape); !status.ok()) return status;
-  if (Status status = check_apart({{"out", &out}}, {{"x", &x}, {"weight", weight}}); !status.ok()) return status;
-  if (x.shape.numel() == 0) return {};
-  const ElementwiseKernel& kernel = choose_elementwise(active_isa());
-  parallel_1d(threads_for(x, parallel), rows.rows, claimed(rows.width), [&](int, int64_t begin, int64_t end) {
-    RmsNormArgs args{};
-    args.x = row_of(x, rows, begin);
-    args.weight = weight == nullptr ? nullptr : weight->data;
-    args.out = static_cast<char*>(out.data) + begin * rows.width * element_bytes(x.type);
-    args.x_step = rows.step;
-    args.out_step = rows.width;
-    args.rows = end - begin;
-    args.width = rows.width;
-    args.dtype = dtype_of(x.type);
-    args.epsilon = static_cast<float>(epsilon);
-    args.weight_offset = static_cast<float>(weight_offset);
-    kernel.rms_norm(args);
-  });
-  return {};
+  RmsNormArgs args{};
+  args.weight = weight == nullptr ? nullptr : weight->data;
+  args.epsilon = static_cast<float>(epsilon);
+  args.weight_offset = static_cast<float>(weight_offset);
+  return run_norm(x, {{"weight", weight}}, out, parallel, &ElementwiseKernel::rms_norm, args);
+}
+
+Status layer_norm(const TensorView& x, const TensorView* weight, const TensorView* bias, double epsilon, const TensorView& out,
+                  const Parallel& parallel) {
+  if (!(epsilon >= 0.0 && epsilon <= 1.0)) return Status::error("epsilon is %g; expected 0 to 1", epsilon);
+  LayerNormArgs args{};
+  args.weight = weight == nullptr ? nullptr : weight->data;
+  args.bias = bias == nullptr ? nullptr : bias->data;
+  args.epsilon = static_cast<float>(epsilon);
+  return run_norm(x, {{"weight", weight}, {"bias", bias}}, out, parallel, &ElementwiseKernel::layer_norm, args);
 }
 
 Status rotary(const TensorView& q, const TensorView& k, const TensorView& cos, const TensorView& sin, int64_t heads_dim,

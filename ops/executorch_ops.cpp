@@ -320,6 +320,21 @@ Status run_rms_norm(Span<EValue*> values) {
                           resized(out, x.shape), executorch_threads());
 }
 
+Status run_layer_norm(Span<EValue*> values) {
+  if (Status status = check_arguments(values, {{"x", Tag::Tensor},
+                                               {"weight", Tag::Tensor, true},
+                                               {"bias", Tag::Tensor, true},
+                                               {"epsilon", Tag::Double},
+                                               {"out", Tag::Tensor}});
+      !status.ok()) {
+    return status;
+  }
+  const TensorView x = tensor_at(values, 0);
+  const Optional weight(values[1]), bias(values[2]);
+  return lowbit::layer_norm(x, weight.pointer(), bias.pointer(), values[3]->toDouble(),
+                            resized(values[4]->toTensor(), x.shape), executorch_threads());
+}
+
 Status run_rotary(Span<EValue*> values) {
   if (Status status = check_arguments(values, {{"q", Tag::Tensor},
                                                {"k", Tag::Tensor},
@@ -345,7 +360,7 @@ constexpr char kWindowAttention[] = "lowbit::window_attention.out";
 constexpr char kLinearAttention[] = "lowbit::linear_attention.out", kShortConv[] = "lowbit::short_conv.out";
 constexpr char kMaskedAttention[] = "lowbit::masked_attention.out";
 constexpr char kActivate[] = "lowbit::activate.out", kRmsNorm[] = "lowbit::rms_norm.out";
-constexpr char kRotary[] = "lowbit::rotary.out";
+constexpr char kLayerNorm[] = "lowbit::layer_norm.out", kRotary[] = "lowbit::rotary.out";
 
 template <const char* name, Status (*run)(Span<EValue*>), size_t out>
 void kernel(KernelRuntimeContext& context, Span<EValue*> values) {
@@ -366,6 +381,7 @@ const Kernel kKernels[] = {Kernel(kLinear, kernel<kLinear, run_linear, 3>),
                            Kernel(kMaskedAttention, kernel<kMaskedAttention, run_masked_attention, 6>),
                            Kernel(kActivate, kernel<kActivate, run_activate, 3>),
                            Kernel(kRmsNorm, kernel<kRmsNorm, run_rms_norm, 4>),
+                           Kernel(kLayerNorm, kernel<kLayerNorm, run_layer_norm, 4>),
                            Kernel(kRotary, kernel<kRotary, run_rotary, 7>)};
 [[maybe_unused]] const Error registered =
     executorch::runtime::register_kernels(Span<const Kernel>(kKernels, sizeof kKernels / sizeof *kKernels));

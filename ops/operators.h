@@ -86,6 +86,10 @@ LOWBIT_API Status activate(const TensorView& x, const TensorView* gate, int64_t 
 LOWBIT_API Status rms_norm(const TensorView& x, const TensorView* weight, double epsilon, double weight_offset,
                            const TensorView& out, const Parallel& parallel);
 
+// LayerNorm over the last dimension, likewise; weight and bias [width] of x's type, or null.
+LOWBIT_API Status layer_norm(const TensorView& x, const TensorView* weight, const TensorView* bias, double epsilon,
+                             const TensorView& out, const Parallel& parallel);
+
 // Rotary position embedding of queries and keys; kernels/elementwise.h has the formula. q [batch, heads, positions, width] and
 // k [batch, kv_heads, positions, width of k] of one type, or with heads_dim 2 [batch, positions, heads, width]; consecutive
 // numbers in the last dimension. cos and sin [batch or 1, positions, rotary] of q's type, or of float32 with round_once,

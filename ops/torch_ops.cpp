@@ -300,6 +300,16 @@ Tensor rms_norm(const Tensor& x, const std::optional<Tensor>& weight, double eps
   return out;
 }
 
+Tensor layer_norm(const Tensor& x, const std::optional<Tensor>& weight, const std::optional<Tensor>& bias, double epsilon) {
+  const TensorView x_view = view_of("x", x);
+  const Tensor out = allocate(x_view.shape, x.scalar_type());
+  const TensorView weight_view = weight.has_value() ? view_of("weight", *weight) : TensorView();
+  const TensorView bias_view = bias.has_value() ? view_of("bias", *bias) : TensorView();
+  raise_unless_ok(lowbit::layer_norm(x_view, weight.has_value() ? &weight_view : nullptr,
+                                     bias.has_value() ? &bias_view : nullptr, epsilon, view_of("out", out), torch_threads()));
+  return out;
+}
+
 std::tuple<Tensor, Tensor> rotary(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin, int64_t heads_dim,
                                   int64_t layout, bool round_once) {
   const TensorView q_view = view_of("q", q), k_view = view_of("k", k);
@@ -485,6 +495,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(lowbit, library) {
   library.def("rms_norm(Tensor x, Tensor? weight, float epsilon, float weight_offset=0.) -> Tensor");
   library.def(
       "rms_norm.out(Tensor x, Tensor? weight, float epsilon, float weight_offset=0., *, Tensor(a!) out) -> Tensor(a!)");
+  library.def("layer_norm(Tensor x, Tensor? weight, Tensor? bias, float epsilon) -> Tensor");
+  library.def("layer_norm.out(Tensor x, Tensor? weight, Tensor? bias, float epsilon, *, Tensor(a!) out) -> Tensor(a!)");
   library.def(
       "rotary(Tensor q, Tensor k, Tensor cos, Tensor sin, int heads_dim=1, int layout=0, bool round_once=False) -> "
       "(Tensor q_out, Tensor k_out)");
@@ -528,6 +540,8 @@ STABLE_TORCH_LIBRARY_IMPL(lowbit, CPU, library) {
   library.impl("activate.out", TORCH_BOX(&Into<&activate>::run));
   library.impl("rms_norm", TORCH_BOX(&rms_norm));
   library.impl("rms_norm.out", TORCH_BOX(&Into<&rms_norm>::run));
+  library.impl("layer_norm", TORCH_BOX(&layer_norm));
+  library.impl("layer_norm.out", TORCH_BOX(&Into<&layer_norm>::run));
   library.impl("rotary", TORCH_BOX(&rotary));
   library.impl("rotary.out", TORCH_BOX(&rotary_out));
   library.impl("pack", TORCH_BOX(&pack));

@@ -136,6 +136,48 @@ void rms_norm(const RmsNormArgs& args) {
   with_type(args.dtype, [&](auto type) { rms_norm_rows<V, decltype(type)::value>(args); });
 }
 
+// Keeps the first `count` lanes; the others become 0.
+template <class V>
+LOWBIT_INLINE inline V first_lanes(V v, int64_t count) {
+  if (count >= kLanes) return v;
+  alignas(64) float lanes[kLanes];
+  V::store(lanes, v);
+  return load_some<V>(lanes, DType::f32, count);
+}
+
+template <class V, DType T>
+void layer_norm_rows(const LayerNormArgs& args) {
+  constexpr int64_t kBytes = size_of(T);
+  const int64_t width = args.width;
+  const char* const weight = static_cast<const char*>(args.weight);
+  const char* const bias = static_cast<const char*>(args.bias);
+  for (int64_t row = 0; row < args.rows; ++row) {
+    const char* const x = element(args.x, T, row * args.x_step);
+    char* const out = const_cast<char*>(element(args.out, T, row * args.out_step));
+    V sum = V::broadcast(0.0f), squares = sum;
+    for (int64_t i = 0; i < width; i += kLanes) sum = V::add(sum, load_piece<V, T>(x + i * kBytes, width - i));
+    const V mean = V::broadcast(fold(sum, V::add) / static_cast<float>(width));
+    for (int64_t i = 0; i < width; i += kLanes) {
+      const V v = first_lanes(V::sub(load_piece<V, T>(x + i * kBytes, width - i), mean), width - i);
+      squares = V::fma(v, v, squares);
+    }
+    const float variance = fold(squares, V::add) / static_cast<float>(width);
+    const V factor = V::broadcast(1.0f / std::sqrt(variance + args.epsilon));
+    for (int64_t i = 0; i < width; i += kLanes) {
+      const int64_t at = i * kBytes, count = width - i;
+      const V v = V::mul(V::sub(load_piece<V, T>(x + at, count), mean), factor);
+      const V w = weight == nullptr ? V::broadcast(1.0f) : load_piece<V, T>(weight + at, count);
+      const V b = bias == nullptr ? V::broadcast(-0.0f) : load_piece<V, T>(bias + at, count);
+      store_piece<V, T>(out + at, count, V::fma(v, w, b));
+    }
+  }
+}
+
+template <class V>
+void layer_norm(const LayerNormArgs& args) {
+  with_type(args.dtype, [&](auto type) { layer_norm_rows<V, decltype(type)::value>(args); });
+}
+
 template <class V>
 struct PairsOf {
   V a, b;

@@ -7,8 +7,8 @@ namespace lowbit {
 namespace {
 
 constexpr ElementwiseKernel kKernels[] = {
-    {"elementwise_portable", kPortable, activate<Vector>, rms_norm<Vector>, rotary<Vector>,
-     rotate_inputs<Vector>, residual<Vector>, add_planes<Vector>}};
+    {"elementwise_portable", kPortable, activate<Vector>, rms_norm<Vector>, layer_norm<Vector>,
+     rotary<Vector>, rotate_inputs<Vector>, residual<Vector>, add_planes<Vector>}};
 
 }  // namespace
 

@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from .machine.threads import tune_threads as tune_threads
     from .nn import use_huge_pages as use_huge_pages
     from .operators.elementwise import activate as activate
+    from .operators.elementwise import layer_norm as layer_norm
     from .operators.elementwise import masked_attention as masked_attention
     from .operators.elementwise import rms_norm as rms_norm
     from .operators.elementwise import rotary as rotary
@@ -76,6 +77,7 @@ _LAZY = {
     "export_pt2": "exports.module",
     "export_pte": "exports.module",
     "keep_freed_memory": "machine.facts",
+    "layer_norm": "operators.elementwise",
     "masked_attention": "operators.elementwise",
     "quantize_": "quantizing.quantize_model",
     "quantize_tensor": "packed.rounding",
@@ -145,6 +147,7 @@ __all__ = [
     "isa",
     "keep_freed_memory",
     "kernels",
+    "layer_norm",
     "linear",
     "linear_attention",
     "linear_experts",

@@ -19,7 +19,7 @@ _OPERATORS = {
     for name in (
         *("linear", "linears", "linear_experts", "embedding"),
         *("attention", "window_attention", "masked_attention", "linear_attention", "short_conv"),
-        *("activate", "rms_norm", "rotary"),
+        *("activate", "rms_norm", "layer_norm", "rotary"),
     )
 }
 _BUILT = _C.executorch_version.partition("+")[0]

@@ -1,4 +1,4 @@
-// Activation functions, RMSNorm and rotary positions: strides, threads, refusals. ctest runs this once per LOWBIT_ISA.
+// Activation functions, norms and rotary positions: strides, threads, refusals. ctest runs this once per LOWBIT_ISA.
 
 #include <gtest/gtest.h>
 
@@ -30,6 +30,10 @@ TEST(Elementwise, RowsAtEqualDistancesAndThreads) {
   }
   ASSERT_TRUE(rms_norm(x.view, nullptr, 1e-6, 0.0, expected.view, {}).ok());
   ASSERT_TRUE(rms_norm(half(0), nullptr, 1e-6, 0.0, out.view, threads(3)).ok());
+  EXPECT_EQ(out.bytes(), expected.bytes());
+  const Tensor weight = random_tensor(ElementType::f32, {100}, random), bias = random_tensor(ElementType::f32, {100}, random);
+  ASSERT_TRUE(layer_norm(x.view, &weight.view, &bias.view, 1e-5, expected.view, {}).ok());
+  ASSERT_TRUE(layer_norm(half(0), &weight.view, &bias.view, 1e-5, out.view, threads(3)).ok());
   EXPECT_EQ(out.bytes(), expected.bytes());
 }
 
@@ -83,6 +87,14 @@ TEST(Elementwise, Refusals) {
   EXPECT_TRUE(refused(rms_norm(x.view, &x.view, 1e-6, 0.0, out.view, {}), "weight has shape [3, 8]; expected [8]"));
   EXPECT_TRUE(refused(rms_norm(x.view, nullptr, -1.0, 0.0, out.view, {}), "epsilon is -1 and weight_offset 0"));
   EXPECT_TRUE(refused(rms_norm(x.view, nullptr, 1e-6, 7.0, out.view, {}), "epsilon is 1e-06 and weight_offset 7"));
+  EXPECT_TRUE(refused(rms_norm(x.view, &weight.view, 1e-6, 0.0, x.view, {}), "out and x share memory"));
+  EXPECT_TRUE(refused(layer_norm(x.view, &x.view, nullptr, 1e-5, out.view, {}), "weight has shape [3, 8]; expected [8]"));
+  EXPECT_TRUE(refused(layer_norm(x.view, &weight.view, &x.view, 1e-5, out.view, {}), "bias has shape [3, 8]; expected [8]"));
+  EXPECT_TRUE(refused(layer_norm(x.view, nullptr, nullptr, 1.5, out.view, {}), "epsilon is 1.5; expected 0 to 1"));
+  EXPECT_TRUE(refused(layer_norm(x.view, nullptr, nullptr, 1e-5, x.view, {}), "out and x share memory"));
+  EXPECT_TRUE(refused(layer_norm(uneven, nullptr, nullptr, 1e-5, out.view, {}), "x has strides that are not those of rows"));
+  const TensorView row = view_of(out.view.data, ElementType::f32, {8}, {1});
+  EXPECT_TRUE(refused(layer_norm(x.view, nullptr, &row, 1e-5, out.view, {}), "out and bias share memory"));
 }
 
 }  // namespace

@@ -73,6 +73,33 @@ std::vector<uint8_t> rms_norm(const ElementwiseKernel& kernel, DType dtype, int6
   return bytes_of(out);
 }
 
+// Rows computed number by number, as kernels/elementwise.h describes.
+std::vector<uint8_t> expected_layer_norm(const LayerNormArgs& args, int64_t out_bytes) {
+  std::vector<uint8_t> out(static_cast<size_t>(out_bytes));
+  const float width = static_cast<float>(args.width);
+  for (int64_t row = 0; row < args.rows; ++row) {
+    const auto x = [&](int64_t i) { return load_as_f32(args.x, args.dtype, row * args.x_step + i); };
+    const auto sum = [&](const auto& add) {
+      float lanes[16] = {};
+      for (int64_t i = 0; i < args.width; ++i) lanes[i % 16] = add(x(i), lanes[i % 16]);
+      for (int half = 8; half > 0; half /= 2) {
+        for (int l = 0; l < half; ++l) lanes[l] += lanes[l + half];
+      }
+      return lanes[0];
+    };
+    const float mean = sum([](float value, float s) { return s + value; }) / width;
+    const float variance = sum([&](float value, float s) { return std::fma(value - mean, value - mean, s); }) / width;
+    const float factor = 1.0f / std::sqrt(variance + args.epsilon);
+    for (int64_t i = 0; i < args.width; ++i) {
+      float value = (x(i) - mean) * factor;
+      const float weight = args.weight == nullptr ? 1.0f : load_as_f32(args.weight, args.dtype, i);
+      value = args.bias == nullptr ? value * weight : std::fma(value, weight, load_as_f32(args.bias, args.dtype, i));
+      store_from_f32(out.data(), args.dtype, row * args.out_step + i, std::isnan(value) ? kNaN : value);
+    }
+  }
+  return out;
+}
+
 // Two heads of one position, computed number by number.
 std::vector<uint8_t> expected_rotary(const RotaryArgs& args, int64_t out_bytes) {
   std::vector<uint8_t> out(static_cast<size_t>(out_bytes));
@@ -142,6 +169,44 @@ TEST_P(ElementwiseRow, RmsNorm) {
         for (const bool weighted : {false, true}) {
           ASSERT_EQ(rms_norm(kernel, dtype, width, weighted, odd),
                     rms_norm(choose_elementwise(kPortable), dtype, width, weighted, odd));
+        }
+      }
+    }
+  }
+}
+
+TEST_P(ElementwiseRow, LayerNorm) {
+  LOWBIT_SKIP_UNLESS_SUPPORTED(GetParam());
+  const ElementwiseKernel& kernel = elementwise_kernel(GetParam().index);
+  note_exercised(kernel.name);
+  for (const DType dtype : kTypes) {
+    for (const int64_t width : kWidths) {
+      for (const float odd : kOdd) {
+        const std::string what = std::string(kernel.name) + " width " + std::to_string(width) + " odd " + std::to_string(odd);
+        SCOPED_TRACE(what);
+        set_current_case(what.c_str());
+        Random random(static_cast<uint64_t>(width));
+        Guarded x(kRows * width * size_of(dtype)), weight(width * size_of(dtype)), bias(weight.size()), out(x.size());
+        fill(x, dtype, 4.0f, random);
+        fill(weight, dtype, 1.0f, random);
+        fill(bias, dtype, 1.0f, random);
+        store_from_f32(x.data(), dtype, width, odd);  // in the second row
+        x.freeze();
+        weight.freeze();
+        bias.freeze();
+        for (int given = 0; given < 4; ++given) {
+          LayerNormArgs args{};
+          args.x = x.data();
+          args.weight = (given & 1) != 0 ? weight.data() : nullptr;
+          args.bias = (given & 2) != 0 ? bias.data() : nullptr;
+          args.out = out.data();
+          args.x_step = args.out_step = args.width = width;
+          args.rows = kRows;
+          args.dtype = dtype;
+          args.epsilon = 1e-5f;
+          kernel.layer_norm(args);
+          ASSERT_EQ(bytes_of(out), expected_layer_norm(args, out.size())) << given;
+          EXPECT_TRUE(out.intact());
         }
       }
     }

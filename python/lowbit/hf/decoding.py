@@ -263,7 +263,7 @@ class Takeover:
     """The changes that a decoder has made to a model, and how to undo them."""
 
     def __init__(self, model: torch.nn.Module, positions: int):
-        """Replaces a model's attention, rotary positions, RMSNorms and activation functions by lowbit's. Ends an earlier
+        """Replaces a model's attention, rotary positions, norms and activation functions by lowbit's. Ends an earlier
         takeover of the same model."""
         give_back(model)
         import_module("transformers").AttentionInterface.register(ATTENTION, attend)

@@ -28,7 +28,7 @@ class FuseSummary:
 
 
 def fuse_(model: torch.nn.Module) -> FuseSummary:
-    """Makes lowbit compute a model's attention, activation functions, RMSNorms and rotary positions, each in one pass.
+    """Makes lowbit compute a model's attention, activation functions, norms and rotary positions, each in one pass.
 
     It changes the model. Use it for encoders and for language models that embed texts: attention skips padding, and with
     float32 layers a text's result does not depend on the other texts of its batch. It supports every transformers model that

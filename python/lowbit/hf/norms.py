@@ -1,13 +1,14 @@
-"""Computes RMSNorms of transformers models in one pass with :func:`lowbit.rms_norm`.
+"""Computes norms of transformers models in one pass with :func:`lowbit.rms_norm` and :func:`lowbit.layer_norm`.
 
-transformers uses about six torch operators. Classes differ in the name of epsilon and in whether the weight is stored minus 1,
-so a module is replaced only if it agrees with the formula on random inputs.
+transformers computes an RMSNorm with about six torch operators. Classes differ in the formula behind their name, in the name of
+epsilon and in whether the weight is stored minus 1, so a module is replaced only if it agrees with a formula on random inputs.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,57 +16,85 @@ from torch import Tensor
 from .activations import DTYPES, is_computed
 
 _EPSILONS = ("variance_epsilon", "eps", "epsilon")
-_TRIAL = 32  # random rows to compare
+# Looked up once, because each norm of each token calls them.
+_layer_norm, _rms_norm = torch.ops.lowbit.layer_norm.default, torch.ops.lowbit.rms_norm.default
+_EPSILON = 1e-5  # of classes that do not store theirs (OLMo)
 
 
-def _forward(
-    module: torch.nn.Module, epsilon: float, offset: float, decoding: bool, x: Tensor, *others: Any, **more: Any
-) -> Tensor:
-    weight = getattr(module, "weight", None)
+class _Norm(NamedTuple):
+    """A formula: RMSNorm with an offset of its weight, or LayerNorm if there is no offset."""
+
+    epsilon: float
+    offset: float | None
+
+    def __call__(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        if self.offset is None:
+            return _layer_norm(x, weight, bias, self.epsilon)
+        return _rms_norm(x, weight, self.epsilon, self.offset)
+
+
+def _forward(module: torch.nn.Module, norm: _Norm, decoding: bool, x: Tensor, *others: Any, **more: Any) -> Tensor:
+    weight, bias = module._parameters.get("weight"), module._parameters.get("bias")  # attributes take 1 us each
     if decoding and torch.is_grad_enabled():  # has no gradients, so the result is the same whether they are enabled or not
-        x, weight = x.detach(), None if weight is None else weight.detach()
-    if others or more or not is_computed(x) or (weight is not None and (weight.dtype != x.dtype or not is_computed(weight))):
+        x, weight, bias = (each if each is None else each.detach() for each in (x, weight, bias))
+    given = [each for each in (x, weight, bias) if each is not None]
+    shape = getattr(module, "normalized_shape", x.shape[-1:]) if weight is None else weight.shape
+    if others or more or shape != x.shape[-1:] or not is_computed(*given) or len({each.dtype for each in given}) > 1:
         return type(module).forward(module, x, *others, **more)
-    return torch.ops.lowbit.rms_norm(x.contiguous(), weight, epsilon, offset)
+    return norm(x.contiguous(), weight, bias)
 
 
-def _parameters(module: torch.nn.Module) -> tuple[float, float] | None:
-    """Epsilon and weight offset, if the module computes RMSNorm; else None."""
-    if "RMSNorm" not in type(module).__name__ or "forward" in vars(module) or next(module.children(), None) is not None:
-        return None
-    weight = getattr(module, "weight", None)
-    epsilon = next((value for name in _EPSILONS if isinstance(value := getattr(module, name, None), float)), None)
-    if epsilon is None or not 0 <= epsilon <= 1 or (weight is not None and (weight.ndim != 1 or weight.device.type != "cpu")):
-        return None
-    if weight is not None and weight.dtype not in DTYPES:
-        return None
-    width, dtype = (64, torch.float32) if weight is None else (len(weight), weight.dtype)
-    x = torch.randn(_TRIAL, width, generator=torch.Generator().manual_seed(0), dtype=torch.float32).to(dtype)
+def _agreeing(norms: list[_Norm], module: torch.nn.Module, names: Iterable[str], width: int, dtype: torch.dtype) -> list[_Norm]:
+    """The formulas that a module computes, up to rounding, on random rows with random parameters."""
+    random = torch.Generator().manual_seed(0)
+    # Four dimensions, because some classes normalize another one than the last. Means, and squares as small as epsilon.
+    x = 1 + torch.randn(2, 2, 2, width, generator=random, dtype=torch.float32)
+    x[1] /= 512
+    x = x.to(dtype)
+    values = {name: (0.5 + torch.rand(width, generator=random, dtype=torch.float32)).to(dtype) for name in names}
     with torch.no_grad():
         try:
-            expected = module(x)
+            expected = torch.func.functional_call(module, values, x)
         except Exception:  # it takes other arguments
-            return None
+            return []
         if not isinstance(expected, Tensor) or expected.shape != x.shape or expected.dtype != dtype:
-            return None
-        tolerance = 4 * torch.finfo(dtype).eps
-        for offset in (0.0,) if weight is None else (0.0, 1.0):
-            result = torch.ops.lowbit.rms_norm(x, weight, epsilon, offset)
-            if torch.allclose(result.float(), expected.float(), rtol=tolerance, atol=tolerance):
-                return epsilon, offset
-    return None
+            return []
+        used = [values[name] if module._parameters.get(name) is not None else None for name in ("weight", "bias")]
+        results = [norm(x, *used) for norm in norms]
+    tolerance = 8 * torch.finfo(dtype).eps
+    same = functools.partial(torch.allclose, expected.float(), rtol=tolerance, atol=tolerance)
+    return [norm for norm, result in zip(norms, results, strict=True) if same(result.float())]
+
+
+def _norm_of(module: torch.nn.Module) -> _Norm | None:
+    """The formula of a module; None if it computes something else."""
+    kind = type(module).__name__
+    if not ("RMSNorm" in kind or "LayerNorm" in kind) or "forward" in vars(module) or next(module.children(), None) is not None:
+        return None
+    tensors = {name: each for name in ("weight", "bias") if isinstance(each := getattr(module, name, None), Tensor)}
+    shape = getattr(module, "normalized_shape", next((each.shape for each in tensors.values()), (64,)))
+    epsilon = next((value for name in _EPSILONS if isinstance(value := getattr(module, name, None), float)), _EPSILON)
+    if not isinstance(shape, tuple) or len(shape) != 1 or not 0 <= epsilon <= 1:
+        return None
+    if any(each.device.type != "cpu" or each.dtype not in DTYPES or each.shape != shape for each in tensors.values()):
+        return None
+    norms = [_Norm(epsilon, offset) for offset in (0.0, 1.0, None)]
+    # float32 shows the formula, the parameters' type whether intermediate results are rounded.
+    for dtype in {torch.float32, *(each.dtype for each in tensors.values())} if tensors else DTYPES:
+        norms = _agreeing(norms, module, tensors, shape[0], dtype)
+    return norms[0] if norms else None
 
 
 def replace(model: torch.nn.Module, decoding: bool = False) -> list[torch.nn.Module]:
-    """Makes lowbit compute all RMSNorms of a model by replacing their ``forward``; returns these modules.
+    """Makes lowbit compute all norms of a model by replacing their ``forward``; returns these modules.
 
     Args:
         decoding: never compute gradients.
     """
     replaced = []
     for module in model.modules():
-        parameters = _parameters(module)
-        if parameters is not None:
-            module.forward = functools.partial(_forward, module, *parameters, decoding)
+        norm = _norm_of(module)
+        if norm is not None:
+            module.forward = functools.partial(_forward, module, norm, decoding)
             replaced.append(module)
     return replaced

@@ -1,4 +1,4 @@
-"""Operators between linear layers: attention without caches, activation functions, RMSNorm and rotary positions."""
+"""Operators between linear layers: attention without caches, activation functions, norms and rotary positions."""
 
 from __future__ import annotations
 
@@ -107,6 +107,29 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, *, epsilon: float = 1e-6, 
     """
     _without_gradients("rms_norm", x, weight)
     return torch.ops.lowbit.rms_norm(x, weight, epsilon, weight_offset)
+
+
+def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, epsilon: float = 1e-5) -> Tensor:
+    """LayerNorm over the last dimension (Ba et al., 2016): ``(x - mean) / sqrt(variance + epsilon) * weight + bias``.
+
+    The mean comes first, then the variance as the mean of squared differences. Computed in float32 and rounded once. Each row
+    of the result depends, bit for bit, only on its row of x.
+
+    Args:
+        x: [..., n] float32, bfloat16 or float16; equidistant rows, stride 1 in the last dimension.
+        weight: [n] of x's dtype, contiguous; None: 1.
+        bias: likewise; None: 0.
+        epsilon: 0 to 1.
+
+    Returns:
+        A contiguous tensor with the shape and dtype of x. It has no gradients.
+
+    Raises:
+        RuntimeError: gradients are requested.
+        ValueError: a wrong dtype, shape, stride or device, or an epsilon out of its range.
+    """
+    _without_gradients("layer_norm", x, weight, bias)
+    return torch.ops.lowbit.layer_norm(x, weight, bias, epsilon)
 
 
 def rotary(

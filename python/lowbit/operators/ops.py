@@ -519,6 +519,11 @@ def _(x: Tensor, weight: Tensor | None, epsilon: float, weight_offset: float = 0
     return x.new_empty(x.shape)
 
 
+@_register_fake("layer_norm")
+def _(x: Tensor, weight: Tensor | None, bias: Tensor | None, epsilon: float) -> Tensor:
+    return x.new_empty(x.shape)
+
+
 @_register_fake("rotary")
 def _(q: Tensor, k: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape)

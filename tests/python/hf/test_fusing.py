@@ -45,7 +45,7 @@ def test_a_fused_model_computes_the_same(kind, monkeypatch):
     expected = run(model)
     summary = lowbit.fuse_(model)
     assert summary.attention == 1
-    assert (summary.norms > 0) == (kind in ("qwen3", "gemma3_text"))
+    assert summary.norms == {"bert": 5, "roberta": 5, "modernbert": 5, "qwen3": 9, "gemma3_text": 13}[kind]
     assert summary.activations == 2
     calls = []
     sdpa = torch.nn.functional.scaled_dot_product_attention

@@ -51,7 +51,7 @@ def test_a_fused_tower_computes_the_same(kind, monkeypatch):
     expected = run(model)
     summary = lowbit.fuse_(model)
     assert summary.attention == 1 and summary.activations >= 2
-    assert summary.norms == (5 if kind == "qwen2_5_vl" else 0)
+    assert summary.norms == len([module for module in model.modules() if "Norm" in type(module).__name__])
     calls = []
     sdpa = torch.nn.functional.scaled_dot_product_attention
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", lambda *a, **k: calls.append(1) or sdpa(*a, **k))

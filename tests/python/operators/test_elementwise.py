@@ -1,4 +1,4 @@
-"""Attention without caches, activation functions, RMSNorm and rotary positions, compared with torch's."""
+"""Attention without caches, activation functions, norms and rotary positions, compared with torch's."""
 
 import lowbit
 import pytest
@@ -55,6 +55,35 @@ def test_rms_norm_compared_with_torch(width, dtype):
         assert lowbit.rms_norm(x[3, 4], weight, weight_offset=offset).equal(out[3, 4])
     expected = F.rms_norm(x.double(), (width,), None, 0.5)
     torch.testing.assert_close(lowbit.rms_norm(x, epsilon=0.5).double(), expected, rtol=TOLERANCE[dtype], atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", [1, 16, 100, 640])
+def test_layer_norm_compared_with_torch(width, dtype):
+    torch.manual_seed(0)
+    x, weight, bias = (torch.randn(5, 7, width) * 3 + 1).to(dtype), *torch.randn(2, width).to(dtype)
+    for parameters in ((weight, bias), (weight, None), (None, bias), (None, None)):
+        expected = F.layer_norm(x.double(), (width,), *(None if each is None else each.double() for each in parameters), 1e-5)
+        out = lowbit.layer_norm(x, *parameters)
+        assert out.dtype is dtype and out.is_contiguous()
+        torch.testing.assert_close(out.double(), expected, rtol=TOLERANCE[dtype], atol=1e-5)
+        assert lowbit.layer_norm(x[3, 4], *parameters).equal(out[3, 4])
+        assert lowbit.layer_norm(torch.cat([x, x], dim=-1)[..., :width], *parameters).equal(out)
+    expected = F.layer_norm(x.double(), (width,), None, None, 0.5)
+    torch.testing.assert_close(lowbit.layer_norm(x, epsilon=0.5).double(), expected, rtol=TOLERANCE[dtype], atol=1e-5)
+
+
+def test_layer_norm_of_a_large_mean_and_special_values():
+    """The variance is that of differences from the mean, not a difference of two large numbers."""
+    x = torch.tensor([4096.0, 4097.0, 4098.0, 4099.0]).repeat(25)
+    expected = F.layer_norm(x.double(), (100,), eps=0.0)
+    torch.testing.assert_close(lowbit.layer_norm(x, epsilon=0.0).double(), expected, rtol=1e-6, atol=0)
+    assert lowbit.layer_norm(torch.full((3, 100), 7.0)).eq(0).all()
+    for odd in (torch.nan, torch.inf, -torch.inf):
+        rows = torch.randn(3, 100)
+        rows[1, 50] = odd
+        out = lowbit.layer_norm(rows)
+        assert out[1].isnan().all() and out[0].isfinite().all() and out[2].isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -184,6 +213,7 @@ def test_traced_operators_have_the_shapes_of_real_ones():
         (operators.masked_attention, (q, k, v, bounds, 0.1)),
         (operators.activate, (torch.randn(3, 5), None, 2)),
         (operators.rms_norm, (torch.randn(3, 5), torch.randn(5), 1e-6)),
+        (operators.layer_norm, (torch.randn(3, 5), torch.randn(5), None, 1e-5)),
         (operators.rotary, (q, k, torch.randn(2, 5, 16), torch.randn(2, 5, 16), 1, 2, True)),
     ):
         torch.library.opcheck(operator.default, arguments, test_utils=("test_schema", "test_faketensor"))
@@ -197,11 +227,17 @@ def test_refusals():
         lowbit.activate(x.double(), "silu")
     with pytest.raises(ValueError, match=r"weight has shape \[3\]; expected \[32\]"):
         lowbit.rms_norm(x, torch.ones(3))
+    with pytest.raises(ValueError, match=r"bias has dtype float16; expected float32"):
+        lowbit.layer_norm(x, torch.ones(32), torch.ones(32).half())
+    with pytest.raises(ValueError, match=r"epsilon is -1; expected 0 to 1"):
+        lowbit.layer_norm(x, epsilon=-1)
     with pytest.raises(ValueError, match=r"bounds has shape \[2, 4, 3\]; expected \[2, 5, 3\]"):
         lowbit.masked_attention(x, x, x, torch.ones(2, 4, 3, dtype=torch.int32))
     for call in (
         lambda y: lowbit.activate(y, "silu"),
         lambda y: lowbit.rms_norm(y),
+        lambda y: lowbit.layer_norm(y),
+        lambda y: lowbit.layer_norm(x, None, y[0, 0, 0]),
         lambda y: lowbit.masked_attention(y, y, y),
         lambda y: lowbit.rotary(y, y, x[:, 0], x[:, 0]),
     ):
@@ -210,7 +246,7 @@ def test_refusals():
 
 
 class Everything(torch.nn.Module):
-    """The four operators one after the other. Input [2, 6, 64] and bounds [2, 6, 3]."""
+    """The five operators one after the other. Input [2, 6, 64] and bounds [2, 6, 3]."""
 
     def __init__(self):
         super().__init__()
@@ -218,6 +254,7 @@ class Everything(torch.nn.Module):
 
     def forward(self, x, bounds):
         x = lowbit.rms_norm(x, self.weight, weight_offset=1.0)
+        x = lowbit.layer_norm(x, None, self.weight)
         heads = x.unflatten(-1, (4, 16)).transpose(1, 2)
         q, k = lowbit.rotary(heads, heads[:, :2], x[..., :8], x[:1, :, 8:16].expand(2, -1, -1), layout="adjacent")
         x = lowbit.masked_attention(q, k, heads[:, 2:], bounds).flatten(2)

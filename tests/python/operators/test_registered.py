@@ -49,6 +49,7 @@ def call(name):
         "masked_attention": (q, k, v, torch.tensor([[[1, 0, 3]] * 3], dtype=torch.int32), 1.0),
         "activate": (rand(5, 64), rand(5, 64), 0),
         "rms_norm": (rand(5, 64), rand(64), 1e-6),
+        "layer_norm": (rand(5, 64), rand(64), rand(64), 1e-5),
         "rotary": (q, k, rand(1, 3, 16), rand(1, 3, 16)),
         "pack": (codes, scales, mins, rand(32), 4, 32),
         "quantize": (weight, 4, 32, True, False),
@@ -109,7 +110,7 @@ EVERY_TENSOR = [(name, place) for name in FUNCTIONAL for place in places(call(na
 
 
 def test_there_is_a_call_of_each():
-    assert len(FUNCTIONAL) >= 16 and CHANGING == ["attention", "linear_attention", "short_conv", "window_attention"]
+    assert len(FUNCTIONAL) >= 18 and CHANGING == ["attention", "linear_attention", "short_conv", "window_attention"]
     for name in FUNCTIONAL:
         tensors = [each for each in overload(name)._schema.arguments if "Tensor" in str(each.type)]
         given = {at for at, _ in places(call(name))}
