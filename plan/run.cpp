@@ -36,14 +36,14 @@ struct Signature {
   int least_operands, most_operands, outputs, integers, numbers;
 };
 constexpr Signature kSignatures[kOpcodes] = {
-    {"linear", 3, 3, 1, 1, 0},           {"linears", 3, 2 + kMostMatrices, 1, -1, 0}, {"linear_experts", 4, 4, 1, 1, 0},
-    {"embedding", 3, 3, 1, 1, 0},        {"attention", 5, 5, 1, 2, 2},                {"masked_attention", 5, 5, 1, 0, 2},
-    {"fixed_attention", 5, 5, 1, 3, 1},      {"linear_attention", 6, 6, 1, 2, 2}, {"short_conv", 4, 4, 1, 3, 0},               {"activate", 3, 3, 1, 1, 0},
-    {"rms_norm", 3, 3, 1, 0, 2},         {"rotary", 6, 6, 2, 3, 0},                   {"copy", 2, 2, 1, 0, 0},
-    {"compute", 1, 13, 1, -1, -1},       {"float_linear", 4, 4, 1, 0, 0},             {"sum", 2, 2, 1, 0, 0},
-    {"softmax", 2, 2, 1, 0, 0},          {"top", 3, 3, 2, 0, 0},                      {"gather", 3, 3, 1, 0, 0},
-    {"take", 3, 3, 1, 0, 0},             {"scatter", 2, 2, 1, 0, 1},
-    {"count_up", 1, 1, 1, 0, 2}};
+    {"linear", 3, 3, 1, 1, 0},                  {"linears", 3, 2 + kMostMatrices, 1, -1, 0},{"linear_experts", 4, 4, 1, 1, 0},
+    {"embedding", 3, 3, 1, 1, 0},               {"attention", 5, 5, 1, 2, 2},               {"masked_attention", 5, 5, 1, 0, 2},
+    {"fixed_attention", 5, 5, 1, 3, 1},         {"linear_attention", 6, 6, 1, 2, 2},        {"short_conv", 4, 4, 1, 3, 0},
+    {"activate", 3, 3, 1, 1, 0},                {"rms_norm", 3, 3, 1, 0, 2},                {"layer_norm", 4, 4, 1, 0, 1},
+    {"rotary", 6, 6, 2, 3, 0},                  {"copy", 2, 2, 1, 0, 0},                    {"compute", 1, 13, 1, -1, -1},
+    {"float_linear", 4, 4, 1, 0, 0},            {"sum", 2, 2, 1, 0, 0},                     {"softmax", 2, 2, 1, 0, 0},
+    {"top", 3, 3, 2, 0, 0},                     {"gather", 3, 3, 1, 0, 0},                  {"take", 3, 3, 1, 0, 0},
+    {"scatter", 2, 2, 1, 0, 1},                 {"count_up", 1, 1, 1, 0, 2}};
 
 // The operands that may be missing.
 bool is_optional(Opcode op, size_t operand) {
@@ -55,6 +55,7 @@ bool is_optional(Opcode op, size_t operand) {
     case Opcode::float_linear: return operand == 2;
     case Opcode::activate:
     case Opcode::rms_norm: return operand == 1;
+    case Opcode::layer_norm: return operand == 1 || operand == 2;
     default: return false;
   }
 }
@@ -347,6 +348,7 @@ struct PlanRun::Implementation {
       }
       case Opcode::activate: return activate(v[0], optional(1), n[0], v[2], parallel);
       case Opcode::rms_norm: return rms_norm(v[0], optional(1), x[0], x[1], v[2], parallel);
+      case Opcode::layer_norm: return layer_norm(v[0], optional(1), optional(2), x[0], v[3], parallel);
       case Opcode::rotary: return rotary(v[0], v[1], v[2], v[3], n[0], n[1], n[2] != 0, v[4], v[5], parallel);
       case Opcode::copy: return copy(v[0], v[1], parallel);
       case Opcode::compute: {

@@ -267,6 +267,7 @@ def _our_operators() -> None:
     simple(ops.embedding, Op.EMBEDDING, ["indices", "packed_weight"], ["embedding_dim"])
     simple(ops.activate, Op.ACTIVATE, ["x", "gate"], ["activation"])
     simple(ops.rms_norm, Op.RMS_NORM, ["x", "weight"], [], ["epsilon", "weight_offset"])
+    simple(ops.layer_norm, Op.LAYER_NORM, ["x", "weight", "bias"], [], ["epsilon"])
     simple(ops.rotary, Op.ROTARY, ["q", "k", "cos", "sin"], ["heads_dim", "layout", "round_once"])
     simple(ops.masked_attention, Op.MASKED_ATTENTION, ["q", "k", "v", "bounds"], [], ["scale", "softcap"])
 
@@ -704,6 +705,15 @@ def _repeat_interleave(to: _Lowering, call: Call) -> None:
     source = replace(source, size=size, stride=split(source.stride, Extent(0)))
     outer = [stride.times(repeats) if d == dim else stride for d, stride in enumerate(target.stride)]
     to.step(Op.COPY, [source, replace(target, size=size, stride=split(tuple(outer), target.stride[dim]))])
+
+
+@_lowers(_ATEN.layer_norm.default, _ATEN.native_layer_norm.default)
+def _layer_norm(to: _Lowering, call: Call) -> None:
+    a = call.arguments
+    if len(a["normalized_shape"]) != 1:
+        raise Unplannable("a plan has only layer_norm over the last dimension")
+    # native_layer_norm also returns means and deviations, for gradients.
+    to.step(Op.LAYER_NORM, [to.contiguous(a["input"]), a["weight"], a["bias"], call.results[0]], [], [a["eps"]])
 
 
 @_lowers(_ATEN.embedding.default)
