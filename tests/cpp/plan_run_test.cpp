@@ -107,6 +107,9 @@ TEST(ReadPlan, ChangedBytes) {
   EXPECT_TRUE(refused(read(with_checksum(content + '\0'), &plan), "bytes after its last step"));
 }
 
+// CRC-32 of the standard's example.
+TEST(ReadPlan, Checksum) { EXPECT_EQ(checksum("123456789", size_t{9}), 0xcbf43926u); }
+
 // Counts that a short file cannot have. They are refused before memory is allocated for them.
 TEST(ReadPlan, HugeCounts) {
   const auto refuses = [](const std::function<void(PlanWriter&)>& write, const char* says) {
@@ -116,22 +119,41 @@ TEST(ReadPlan, HugeCounts) {
     Plan plan;
     return refused(read(with_checksum(to.bytes), &plan), says);
   };
-  for (const int64_t count : {int64_t{0}, int64_t{-1}, int64_t{1} << 21, INT64_MAX, INT64_MIN}) {
-    EXPECT_TRUE(refuses([&](PlanWriter& to) { to.number(count); }, "the number of buffers"));
+  for (const int64_t count : {int64_t{-1}, int64_t{1} << 13, INT64_MAX, INT64_MIN}) {
+    EXPECT_TRUE(refuses([&](PlanWriter& to) { to.number(count); }, "the number of facts"));
+    EXPECT_TRUE(refuses([&](PlanWriter& to) { to.numbers({1, 0, count}); }, "the number of values"));
+    EXPECT_TRUE(refuses([&](PlanWriter& to) { to.numbers({1, count}); }, "the length of a text"));
   }
-  EXPECT_TRUE(refuses([](PlanWriter& to) { to.number(1 << 20); }, "ends in the middle"));
-  const auto buffer = [](PlanWriter& to) { to.numbers({1, 5, 8, 0, 0, 0, 0, 0, 0}); };
+  EXPECT_TRUE(refuses([](PlanWriter& to) { to.numbers({4096, 0, 4096}); }, "ends in the middle"));
+  for (const int64_t count : {int64_t{0}, int64_t{-1}, int64_t{1} << 21, INT64_MAX, INT64_MIN}) {
+    EXPECT_TRUE(refuses([&](PlanWriter& to) { to.numbers({0, count}); }, "the number of buffers"));
+  }
+  EXPECT_TRUE(refuses([](PlanWriter& to) { to.numbers({0, 1 << 20}); }, "ends in the middle"));
+  // Kind, size, number, slot, name, content, file, offset, checksum, shape and type.
+  const std::vector<int64_t> usual = {5, 8, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0};
+  const auto buffer = [&](PlanWriter& to) {
+    to.numbers({0, 1});
+    for (const int64_t each : usual) to.number(each);
+  };
+  const auto with = [&](size_t at, int64_t value, const char* says) {
+    return refuses([&](PlanWriter& to) {
+      to.numbers({0, 1});
+      for (size_t i = 0; i < at; ++i) to.number(usual[i]);
+      to.number(value);
+    }, says);
+  };
+  for (const int64_t kind : {-1, 6, 200}) EXPECT_TRUE(with(0, kind, "a buffer's kind"));
+  for (size_t i = 1; i < 4; ++i) EXPECT_TRUE(with(i, int64_t{1} << 50, "a size"));
+  EXPECT_TRUE(with(4, -1, "a buffer's number"));
+  EXPECT_TRUE(with(5, 65, "a cache's slot"));
+  for (const size_t text : {6, 8}) EXPECT_TRUE(with(text, 5000, "the length of a text"));
+  for (const int64_t size : {int64_t{-1}, int64_t{100}, INT64_MAX, INT64_MIN}) EXPECT_TRUE(with(7, size, "ends in the middle"));
+  EXPECT_TRUE(with(9, -1, "an offset in a file"));
+  EXPECT_TRUE(with(10, int64_t{1} << 32, "a checksum"));
+  EXPECT_TRUE(with(11, 9, "the dimensions of a cache"));
+  EXPECT_TRUE(with(12, 10, "an element type"));
   for (const int64_t count : {int64_t{0}, int64_t{-1}, int64_t{1} << 21, INT64_MAX}) {
     EXPECT_TRUE(refuses([&](PlanWriter& to) { buffer(to); to.number(count); }, "the number of steps"));
-  }
-  for (const int64_t kind : {-1, 6, 200}) {
-    EXPECT_TRUE(refuses([&](PlanWriter& to) { to.numbers({1, kind}); }, "a buffer's kind"));
-  }
-  EXPECT_TRUE(refuses([](PlanWriter& to) { to.numbers({1, 5, int64_t{1} << 50}); }, "a size is"));
-  EXPECT_TRUE(refuses([](PlanWriter& to) { to.numbers({1, 5, 8, 0, 0, 0, 65}); }, "a cache's slot"));
-  EXPECT_TRUE(refuses([](PlanWriter& to) { to.numbers({1, 5, 8, 0, 0, 0, 0, 5000}); }, "the length of a name"));
-  for (const int64_t size : {int64_t{-1}, int64_t{100}, INT64_MAX, INT64_MIN}) {
-    EXPECT_TRUE(refuses([&](PlanWriter& to) { to.numbers({1, 4, 8, 0, 0, 0, 0, 0, size}); }, "ends in the middle"));
   }
   const auto step = [&](std::initializer_list<int64_t> numbers, const char* says) {
     return refuses([&](PlanWriter& to) { buffer(to); to.number(1); to.numbers(numbers); }, says);

@@ -8,18 +8,9 @@
 
 namespace lowbit::test {
 
-inline uint32_t crc32(const std::string& bytes) {
-  uint32_t crc = ~0u;
-  for (const char byte : bytes) {
-    crc ^= static_cast<uint8_t>(byte);
-    for (int bit = 0; bit < 8; ++bit) crc = crc >> 1 ^ ((crc & 1) != 0 ? 0xedb88320u : 0u);
-  }
-  return ~crc;
-}
-
 // The bytes and their checksum.
 inline std::string with_checksum(std::string bytes) {
-  const uint32_t sum = crc32(bytes);
+  const uint32_t sum = checksum(bytes.data(), bytes.size());
   return bytes.append(reinterpret_cast<const char*>(&sum), sizeof sum);
 }
 
@@ -44,13 +35,23 @@ class PlanWriter {
 
 inline std::string bytes_of(const Plan& plan) {
   PlanWriter to;
-  to.numbers({1, static_cast<int64_t>(plan.buffers.size())});
+  to.numbers({1, static_cast<int64_t>(plan.about.size())});
+  for (const auto& [name, values] : plan.about) {
+    to.text(name);
+    to.number(static_cast<int64_t>(values.size()));
+    for (const int64_t value : values) to.number(value);
+  }
+  to.number(static_cast<int64_t>(plan.buffers.size()));
   for (const Buffer& buffer : plan.buffers) {
     to.number(static_cast<int64_t>(buffer.kind));
     to.extent(buffer.bytes);
     to.numbers({buffer.index, buffer.slot});
     to.text(buffer.name);
     to.text({buffer.content.begin(), buffer.content.end()});
+    to.text(buffer.file);
+    to.numbers({buffer.offset, buffer.checksum, static_cast<int64_t>(buffer.shape.size())});
+    for (const int64_t size : buffer.shape) to.number(size);
+    to.number(static_cast<int64_t>(buffer.type));
   }
   to.number(static_cast<int64_t>(plan.steps.size()));
   for (const PlanStep& step : plan.steps) {
