@@ -2,6 +2,7 @@
 #include <array>
 #include <chrono>
 #include <cinttypes>
+#include <cstdlib>
 #include <map>
 #include <memory>
 #include <new>
@@ -76,6 +77,24 @@ TensorView one_number(const int64_t* at) {
   return view;
 }
 
+// Whether elements of a view may be at the same place: some stride is within the elements of the smaller strides.
+bool overlaps_itself(const TensorView& view) {
+  if (view.shape.numel() == 0) return false;
+  std::array<std::pair<int64_t, int64_t>, kMaxDims> dims;  // stride and size
+  int count = 0;
+  for (int d = 0; d < view.shape.ndim; ++d) {
+    if (view.shape.size[d] > 1) dims[static_cast<size_t>(count++)] = {std::abs(view.stride[d]), view.shape.size[d]};
+  }
+  std::sort(dims.begin(), dims.begin() + count);
+  int64_t last = 0;  // distance of the last element
+  for (int d = 0; d < count; ++d) {
+    const auto& [stride, size] = dims[static_cast<size_t>(d)];
+    if (stride <= last) return true;
+    last += stride * (size - 1);
+  }
+  return false;
+}
+
 // When the value of a temporary is first written and last used, in steps.
 struct Life {
   int64_t first = -1, last = -1;
@@ -108,7 +127,10 @@ struct PlanRun::Implementation {
   Implementation(Plan given, int threads) : plan(std::move(given)), team(threads), weights(plan.buffers.size()) {
     for (size_t i = 0; i < plan.buffers.size(); ++i) {
       const Buffer& buffer = plan.buffers[i];
-      if (buffer.kind == BufferKind::cache) caches.emplace(std::pair(buffer.index, buffer.slot), caches.size());
+      if (buffer.kind == BufferKind::cache && !caches.emplace(std::pair(buffer.index, buffer.slot), caches.size()).second) {
+        refusal = Status::error("layer %" PRId64 " has two caches of slot %" PRId64, buffer.index, buffer.slot);
+        return;
+      }
     }
     refusal = check();
   }
@@ -140,7 +162,7 @@ struct PlanRun::Implementation {
         }
         Life& life = lives[at];
         life.last = static_cast<int64_t>(i);
-        if (life.first < 0 && o >= outputs_at) life.first = life.last;
+        if (life.first < 0 && o >= outputs_at && step.op != Opcode::scatter) life.first = life.last;  // scatter keeps the rest
         if (life.first < 0 && (kind == BufferKind::temporary || kind == BufferKind::output)) {
           return Status::error("step %zu, %s, reads buffer %zu before it is written", i, expected.name, at);
         }
@@ -180,6 +202,9 @@ struct PlanRun::Implementation {
       placed.insert(at, {begin, begin + bytes, lives[i].last});
       begins[i] = begin;
       needed = std::max(needed, begin + bytes);
+      if (needed > kMostBytes) {
+        return Status::no_memory("no memory for the temporaries of a call, more than %" PRId64 " bytes", kMostBytes);
+      }
     }
     if (needed > arena_bytes) {
       for (Prepared& other : prepared) other.rows = 0;
@@ -197,10 +222,17 @@ struct PlanRun::Implementation {
       }
     }
     for (size_t i = 0; i < plan.steps.size(); ++i) {
-      for (const Operand& operand : plan.steps[i].operands) {
+      const std::vector<Operand>& operands = plan.steps[i].operands;
+      for (size_t o = 0; o < operands.size(); ++o) {
         to->views.emplace_back();
-        if (operand.buffer < 0) continue;
-        if (Status status = view(call, operand, i, to); !status.ok()) return status;
+        if (operands[o].buffer < 0) continue;
+        if (Status status = view(call, operands[o], i, to); !status.ok()) return status;
+        // The result would depend on the order of threads.
+        if (o + static_cast<size_t>(kSignatures[static_cast<size_t>(plan.steps[i].op)].outputs) >= operands.size() &&
+            overlaps_itself(to->views.back())) {
+          return Status::error("operand %zu of step %zu, %s, shares memory with itself in a call with %" PRId64 " rows", o, i,
+                               name_of(plan.steps[i].op), call.rows);
+        }
       }
     }
     to->rows = call.rows;
@@ -231,6 +263,7 @@ struct PlanRun::Implementation {
     fits = fits && check_shape("", view.shape).ok() && least >= 0 && most < kMostBytes / bytes;
     const BufferKind kind = plan.buffers[at].kind;
     const int64_t end = fits && view.shape.numel() > 0 ? (most + 1) * bytes : 0;
+    if (end == 0) offset = 0;
     if (kind == BufferKind::input || kind == BufferKind::output) {
       memory.bytes = std::max(memory.bytes, end);  // compared with what each call gives
     } else {

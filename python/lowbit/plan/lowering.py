@@ -455,7 +455,7 @@ def _singles() -> None:
     simple = {
         "neg": Compute.NEG, "abs": Compute.ABS, "reciprocal": Compute.RECIPROCAL, "sqrt": Compute.SQRT, "rsqrt": Compute.RSQRT,
         "exp": Compute.EXP, "log": Compute.LOG, "tanh": Compute.TANH, "sigmoid": Compute.SIGMOID, "sin": Compute.SIN,
-        "cos": Compute.COS, "floor": Compute.FLOOR, "logical_not": Compute.NOT,
+        "cos": Compute.COS, "floor": Compute.FLOOR, "logical_not": Compute.NOT, "log1p": Compute.LOG1P,
     }  # fmt: skip
 
     def lowering(op: Compute) -> Callable[[_Lowering, Call], None]:
@@ -496,12 +496,6 @@ def _softplus(to: _Lowering, call: Call) -> None:
     if (call.arguments["beta"], call.arguments["threshold"]) != (1, 20):
         raise Unplannable("a plan has only softplus with beta 1 and threshold 20")
     _elementwise(to, call.results[0], [call.arguments["self"]], Compute.SOFTPLUS, call.results[0].dtype)
-
-
-@_lowers(_ATEN.log1p.default)
-def _log1p(to: _Lowering, call: Call) -> None:
-    x = call.arguments["self"]
-    to.compute([(Compute.ADD, [0, 1.0], torch.float32), (Compute.LOG, [1], x.dtype)], [x], call.results[0])
 
 
 @_lowers(_ATEN.pow.Tensor_Scalar)

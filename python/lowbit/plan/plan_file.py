@@ -45,7 +45,7 @@ class Compute(IntEnum):
     """The instructions of an elementwise computation."""
 
     CONVERT, ADD, SUB, MUL, DIV, MINIMUM, MAXIMUM, NEG, ABS, RECIPROCAL, SQRT, RSQRT, EXP, LOG, TANH, SIGMOID, SOFTPLUS, SIN, \
-        COS, FLOOR, EQUAL, NOT_EQUAL, LESS, LESS_EQUAL, GREATER, GREATER_EQUAL, AND, OR, NOT, SELECT = range(30)  # fmt: skip
+        COS, FLOOR, EQUAL, NOT_EQUAL, LESS, LESS_EQUAL, GREATER, GREATER_EQUAL, AND, OR, NOT, SELECT, LOG1P = range(31)  # fmt: skip
 
 
 class Extent(NamedTuple):
