@@ -330,8 +330,8 @@ def _linear_attention(to: _Lowering, call: Call) -> None:
 
 
 @_lowers(
-    _ATEN.reshape.default, _ATEN.contiguous.default, _ATEN.clone.default, _ATEN.to.dtype, _ATEN.to.dtype_layout, _ATEN._to_copy.default,
-    _ATEN.to.device, _ATEN.type_as.default, _ATEN.flatten.using_ints, _ATEN.dropout.default,
+    _ATEN.reshape.default, _ATEN.contiguous.default, _ATEN.clone.default, _ATEN.to.dtype, _ATEN.to.dtype_layout,
+    _ATEN._to_copy.default, _ATEN.to.device, _ATEN.type_as.default, _ATEN.flatten.using_ints, _ATEN.dropout.default,
     _ATEN._reshape_copy.default,
 )  # fmt: skip
 def _copy(to: _Lowering, call: Call) -> None:
@@ -422,7 +422,8 @@ def _common(values: Sequence[Any], fallback: torch.dtype) -> torch.dtype:
 def _pairs() -> None:
     simple = {
         "add": Compute.ADD, "sub": Compute.SUB, "mul": Compute.MUL, "div": Compute.DIV, "multiply": Compute.MUL,
-        "min": Compute.MINIMUM, "max": Compute.MAXIMUM, "minimum": Compute.MINIMUM, "maximum": Compute.MAXIMUM, "__or__": Compute.OR, "__and__": Compute.AND,
+        "min": Compute.MINIMUM, "max": Compute.MAXIMUM, "minimum": Compute.MINIMUM, "maximum": Compute.MAXIMUM,
+        "__or__": Compute.OR, "__and__": Compute.AND,
         "bitwise_or": Compute.OR, "bitwise_and": Compute.AND, "logical_and": Compute.AND, "logical_or": Compute.OR,
         "eq": Compute.EQUAL, "ne": Compute.NOT_EQUAL, "lt": Compute.LESS, "le": Compute.LESS_EQUAL, "gt": Compute.GREATER,
         "ge": Compute.GREATER_EQUAL, "greater": Compute.GREATER, "less": Compute.LESS,
