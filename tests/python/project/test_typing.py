@@ -50,7 +50,7 @@ def members(kind: type) -> dict[str, str]:
     for name, value in vars(kind).items():
         if isinstance(value, property):
             found[f"{kind.__name__}.{name}"] = "property"
-        elif "(self" in (value.__doc__ or "") and (name == "__init__" or not name.startswith("_")):
+        elif "(self: " in (value.__doc__ or "") and (name == "__init__" or not name.startswith("_")):
             found[f"{kind.__name__}.{name}"] = ", ".join(re.findall(r"(?:\(|, )(\w+): ", value.__doc__))
     return found
 
