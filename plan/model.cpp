@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cinttypes>
+#include <cstdlib>
 #include <map>
 #include <system_error>
 #include <utility>
@@ -53,11 +54,15 @@ void make_contiguous(TensorView* view) {
 
 }  // namespace
 
+struct Free {
+  void operator()(void* memory) const { std::free(memory); }
+};
+
 struct PlanSession::Implementation {
   int64_t length = 0, position = 0;
   bool recurrent = false;
   std::vector<TensorView> caches;
-  std::vector<std::unique_ptr<void, FreeAligned>> memory;
+  std::vector<std::unique_ptr<void, Free>> memory;
 };
 
 PlanSession::PlanSession(std::unique_ptr<Implementation> implementation) : implementation_(std::move(implementation)) {}
@@ -176,10 +181,11 @@ Status PlanModel::begin(int64_t length, TextCache keys, TextCache values, std::u
       for (int d = 0; d < view.shape.ndim; ++d) {
         if (__builtin_mul_overflow(bytes, view.shape.size[d], &bytes)) return Status::error("a cache is too large");
       }
-      view.data = allocate_aligned(bytes);
-      if (view.data == nullptr) return Status::no_memory("no memory for a cache of %" PRId64 " bytes", bytes);
-      own->memory.emplace_back(view.data);
-      std::memset(view.data, 0, static_cast<size_t>(bytes));
+      // calloc gives large blocks pages of zeros that take memory only when they are written.
+      void* const block = is_addressable(bytes) ? std::calloc(static_cast<size_t>(bytes) + kAlignment, 1) : nullptr;
+      if (block == nullptr) return Status::no_memory("no memory for a cache of %" PRId64 " bytes", bytes);
+      own->memory.emplace_back(block);
+      view.data = reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(block) + kAlignment - 1) / kAlignment * kAlignment);
     }
     session->reset(new PlanSession(std::move(own)));
     return {};

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "../kernels/inline.h"
 #include "../kernels/numeric.h"
 #include "../ops/check.h"
 #include "../ops/schedule.h"
@@ -278,6 +279,30 @@ void run(const Ready& ready, int64_t count) {
   }
 }
 
+// The sums and products between layers, without registers.
+template <class Op>
+void write_pairs(const float* a, int64_t a_step, const float* b, int64_t b_step, int64_t count, float* to, const Op& op) {
+  const float nan = float_from_bits(0x7fc00000);
+  const auto value = [&](float x, float y) LOWBIT_INLINE {
+    const float result = op(x, y);
+    return result == result ? result : nan;
+  };
+  if (a_step == 1 && b_step == 1) {
+    for (int64_t i = 0; i < count; ++i) to[i] = value(a[i], b[i]);
+  } else {
+    for (int64_t i = 0; i < count; ++i) to[i] = value(a[i * a_step], b[i * b_step]);
+  }
+}
+
+void write_pairs(Elementwise op, const float* a, int64_t a_step, const float* b, int64_t b_step, int64_t count, float* to) {
+  switch (op) {
+    case Elementwise::add: return write_pairs(a, a_step, b, b_step, count, to, [](float x, float y) { return x + y; });
+    case Elementwise::sub: return write_pairs(a, a_step, b, b_step, count, to, [](float x, float y) { return x - y; });
+    case Elementwise::mul: return write_pairs(a, a_step, b, b_step, count, to, [](float x, float y) { return x * y; });
+    default: return write_pairs(a, a_step, b, b_step, count, to, [](float x, float y) { return x / y; });
+  }
+}
+
 // How many operands an operator reads.
 int arity(Elementwise op) {
   if (op == Elementwise::select) return 3;
@@ -466,6 +491,33 @@ Status compute(const TensorView* x, int64_t count, const Instruction* instructio
   }
   if (out.shape.numel() == 0) return {};
   const Walk walk(tensors, static_cast<int>(count) + 1);
+  const Plain& only = plain[0];
+  if (instruction_count == 1 && out.type == ElementType::f32 && only.from_floats && arity(only.op) == 2 &&
+      only.op <= Elementwise::div && walk.strides[0][walk.ndim - 1] == 1) {
+    // A constant is a number that is repeated.
+    float values[2];
+    const float* at[2];
+    int64_t step[2];
+    bool floats = true;
+    const int64_t operands[2] = {instructions[0].a, instructions[0].b};
+    for (int o = 0; o < 2; ++o) {
+      const int64_t which = operands[o];
+      values[o] = which < 0 ? static_cast<float>(constants[-1 - which]) : 0.0f;
+      at[o] = which < 0 ? &values[o] : static_cast<const float*>(x[which].data);
+      step[o] = which < 0 ? 0 : walk.strides[which + 1][walk.ndim - 1];
+      floats = floats && (which < 0 || x[which].type == ElementType::f32);
+    }
+    if (floats) {
+      walk.claims(static_cast<int>(count) + 1, parallel, [&](const auto& each) {
+        each([&](const int64_t* offsets, int64_t number) {
+          const float* from[2];
+          for (int o = 0; o < 2; ++o) from[o] = operands[o] < 0 ? at[o] : at[o] + offsets[operands[o] + 1];
+          write_pairs(only.op, from[0], step[0], from[1], step[1], number, static_cast<float*>(out.data) + offsets[0]);
+        });
+      });
+      return {};
+    }
+  }
   walk.claims(static_cast<int>(count) + 1, parallel, [&](const auto& each) {
     Register registers[kMostRegisters];
     Ready ready[kMostRegisters];

@@ -62,6 +62,7 @@ enum class Opcode : uint8_t {
   embedding,         // indices packed out; embedding_dim
   attention,         // q k v [sinks] out; layer window; scale softcap
   masked_attention,  // q k v [bounds] out; ; scale softcap
+  fixed_attention,   // q k v start out; layer, slots of keys and values; scale: over caches of a call with one text
   linear_attention,  // q k v decay [beta] out; layer slot; scale norm_epsilon
   short_conv,        // x weight [bias] out; layer slot silu
   activate,          // x [gate] out; activation
@@ -78,7 +79,7 @@ enum class Opcode : uint8_t {
   scatter,           // indices [..., k] out [..., n]; ; value: written where indices say; the rest of out stays
   count_up,          // out [n] int64; start step
 };
-inline constexpr int kOpcodes = 21;
+inline constexpr int kOpcodes = 22;
 
 // One step of an elementwise computation: register r = op(a, b, c). Registers are first the inputs, then the results of earlier
 // instructions; -1 - i is constant i. A float result is computed in float32 and rounded to `type`; others in int64.

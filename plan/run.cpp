@@ -38,7 +38,7 @@ struct Signature {
 constexpr Signature kSignatures[kOpcodes] = {
     {"linear", 3, 3, 1, 1, 0},           {"linears", 3, 2 + kMostMatrices, 1, -1, 0}, {"linear_experts", 4, 4, 1, 1, 0},
     {"embedding", 3, 3, 1, 1, 0},        {"attention", 5, 5, 1, 2, 2},                {"masked_attention", 5, 5, 1, 0, 2},
-    {"linear_attention", 6, 6, 1, 2, 2}, {"short_conv", 4, 4, 1, 3, 0},               {"activate", 3, 3, 1, 1, 0},
+    {"fixed_attention", 5, 5, 1, 3, 1},      {"linear_attention", 6, 6, 1, 2, 2}, {"short_conv", 4, 4, 1, 3, 0},               {"activate", 3, 3, 1, 1, 0},
     {"rms_norm", 3, 3, 1, 0, 2},         {"rotary", 6, 6, 2, 3, 0},                   {"copy", 2, 2, 1, 0, 0},
     {"compute", 1, 13, 1, -1, -1},       {"float_linear", 4, 4, 1, 0, 0},             {"sum", 2, 2, 1, 0, 0},
     {"softmax", 2, 2, 1, 0, 0},          {"top", 3, 3, 2, 0, 0},                      {"gather", 3, 3, 1, 0, 0},
@@ -339,6 +339,12 @@ struct PlanRun::Implementation {
       case Opcode::linear_experts: return linear_experts(v[0], v[1], v[2], n[0], v[3], parallel);
       case Opcode::embedding: return embedding(v[0], v[1], n[0], v[2], parallel);
       case Opcode::masked_attention: return masked_attention(v[0], v[1], v[2], optional(3), x[0], x[1], v[4], parallel);
+      case Opcode::fixed_attention: {
+        const TensorView* const keys = call.text_count == 1 ? cache(call.texts[0], n[0], n[1]) : nullptr;
+        const TensorView* const values = call.text_count == 1 ? cache(call.texts[0], n[0], n[2]) : nullptr;
+        if (keys == nullptr || values == nullptr) return Status::error("it needs one text with caches of layer %" PRId64, n[0]);
+        return attention(v[0], v[1], v[2], *keys, *values, v[3], Scores{x[0]}, v[4], parallel);
+      }
       case Opcode::activate: return activate(v[0], optional(1), n[0], v[2], parallel);
       case Opcode::rms_norm: return rms_norm(v[0], optional(1), x[0], x[1], v[2], parallel);
       case Opcode::rotary: return rotary(v[0], v[1], v[2], v[3], n[0], n[1], n[2] != 0, v[4], v[5], parallel);

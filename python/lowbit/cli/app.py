@@ -17,6 +17,7 @@ import typer.core
 import lowbit
 
 from .bench import bench
+from .certify import certify
 from .chat_session import chat
 from .convert import convert
 from .dequantize import dequantize
@@ -52,6 +53,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "push": push,
     "report": report,
     "bench": bench,
+    "certify": certify,
     "tune": tune,
     "info": info,
     "doctor": doctor,

@@ -20,12 +20,18 @@ def export(
     model: options.Model,
     *,
     to: Annotated[
-        Literal["pte", "pt2", "gguf"],
-        typer.Option("--to", help="ExecuTorch's format, AOTInductor's, or llama.cpp's.", show_default=False),
+        Literal["plan", "pte", "pt2", "gguf"],
+        typer.Option("--to", help="lowbit's own format, ExecuTorch's, AOTInductor's, or llama.cpp's.", show_default=False),
     ],
     file: Annotated[
-        Path, typer.Option("--output", help="File to write; its name ends in .pte, .pt2 or .gguf.", show_default=False)
-    ],
+        Path | None,
+        typer.Option(
+            "--output",
+            help="File to write; its name ends in .plan, .pte, .pt2 or .gguf. A plan is written beside the model's weights, by "
+            "default to lowbit.plan.",
+            show_default=False,
+        ),
+    ] = None,
     max_length: options.MaxLength = None,
     cache: options.Cache = None,
     chunk: Annotated[
@@ -36,11 +42,18 @@ def export(
 ) -> None:
     """Write a model, with its KV cache, to a file that runs without Python; or its weights to one for llama.cpp."""
     set_threads(threads)
+    if file is None:
+        if to != "plan":
+            raise typer.BadParameter(f"expected a file name that ends in .{to}", param_hint="--output")
+        file = model / "lowbit.plan"
     if file.suffix != f".{to}":
         raise ValueError(f"--output is {str(file)!r}; expected a name that ends in .{to}")
     if not file.absolute().parent.is_dir():
         raise NotADirectoryError(f"{file.absolute().parent} is not a directory; make it first")
     document: dict[str, Any] = {"model": str(model), "output": str(file), "to": to}
+    if to == "plan":
+        _check_plan(model, file, quantizing)
+        options.refuse_unused("with --to plan, whose programs choose it", "max_length", "cache", "chunk")
     if to == "gguf":
         if quantizing.bits is not None:
             raise typer.BadParameter("quantize with lowbit quantize, and export the result", param_hint="--bits with --to gguf")
@@ -62,9 +75,21 @@ def export(
         kind = _program(output, loaded, file, max_length, cache, chunk)
         document |= {"max_length": max_length, "cache": kind, "chunk": chunk, "tensors": None}
         about, shown = f", up to {max_length} tokens", []
+        if to == "plan":
+            document |= dict.fromkeys(("max_length", "cache", "chunk"))
+            about = ""
     document |= {"bytes": file.stat().st_size, "seconds": time.perf_counter() - begin}
     written = f"{file}: {size(document['bytes'])}{about}, written in {document['seconds']:.1f} s"
     output.result(document, *shown, written)
+
+
+def _check_plan(model: Path, file: Path, quantizing: options.Quantizing) -> None:
+    from ..llm.loading import is_packed
+
+    if quantizing.bits is not None or not is_packed(model):
+        raise ValueError("--to plan: a plan uses the packed weights beside it; expected a model of lowbit quantize or import")
+    if file.absolute().parent.resolve() != model.resolve():
+        raise ValueError(f"--output is {str(file)!r}; expected a file in {model}, whose weights the plan uses")
 
 
 def _program(output: Output, model: Any, file: Path, max_length: int, cache: str | None, chunk: int) -> str:

@@ -20,6 +20,7 @@ from ..files.replace import replacing
 from ..files.safetensors import ORDER_SUFFIX, PACKED_SUFFIX
 from ..files.untrusted import one_line
 from ..machine.facts import cpp_compiler
+from ..operators.elementwise import each_operator_alone
 
 # Tolerances for outputs of an exported program, because other kernels round differently and an activation may become the
 # next int8 value; and for their changes between two calls, in which the same rounding cancels.
@@ -73,7 +74,8 @@ def export_pte(
     with replacing(path, ".pte") as written:
         report = progress or (lambda done, steps, what: None)
         report(0, 4, "tracing the model")
-        exported = _traced(model, example_inputs, dynamic_shapes)
+        with each_operator_alone():
+            exported = _traced(model, example_inputs, dynamic_shapes)
         changed = _buffers_of(exported) if check_buffers else []
         # Without this pass the file lacks initial values of mutated buffers, which would then start as zeros.
         first = [name.replace(".", "_") for name, buffer in model.named_buffers() if name in changed and buffer.any()]

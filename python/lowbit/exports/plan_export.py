@@ -18,6 +18,7 @@ from ..hf.decoding import position_limit
 from ..llm.decoder import Decoder
 from ..plan.plan_file import CHECKED, Buffer, Kind, Plan, to_bytes
 
+PLAN = "lowbit.plan"  # beside the weights
 _MOST_INSIDE = 1 << 20  # bytes of a weight that is stored in the plan itself
 
 

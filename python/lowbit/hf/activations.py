@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from ..operators.elementwise import ACTIVATIONS
+from ..operators.elementwise import ACTIVATIONS, is_fused
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _LANES = 64  # a multiple of the step of torch's loops (two vectors) on every CPU
@@ -46,9 +46,9 @@ def kind_of(module: torch.nn.Module) -> str | None:
 
 
 def is_computed(*tensors: Tensor, compiled: bool = False) -> bool:
-    """Whether lowbit computes an operation between linear layers: on the CPU and without gradients. In compiled code only if
-    ``compiled`` is set, because the compiler fuses other operations with their neighbors."""
-    if torch.compiler.is_compiling() and not compiled:
+    """Whether lowbit computes an operation between linear layers: on the CPU and without gradients. In code of a compiler that
+    fuses other operations with their neighbors only if ``compiled`` is set."""
+    if not compiled and is_fused():
         return False
     gradients = torch.is_grad_enabled()
     return all(x.is_cpu and x.dtype in DTYPES and not (gradients and x.requires_grad) for x in tensors)
@@ -70,7 +70,7 @@ class Activation(torch.nn.Module):
 class RowWise(torch.nn.Module):
     """Makes another activation function batch-invariant, for decoders (no gradients).
 
-    Compiled code has its own loops and uses the function unchanged.
+    Compiled code has its own loops and uses the function unchanged, unless it runs each operator alone.
     """
 
     def __init__(self, function: torch.nn.Module):
@@ -80,9 +80,10 @@ class RowWise(torch.nn.Module):
         self.kind = None if kind is None else ACTIVATIONS.index(kind)
 
     def forward(self, x: Tensor) -> Tensor:
-        if torch.compiler.is_compiling() or not x.numel():
+        if (torch.compiler.is_compiling() if self.kind is None else is_fused()) or not x.numel():
             return self.function(x)
-        x = x.detach()
+        if torch.is_grad_enabled():
+            x = x.detach()
         if self.kind is not None and is_computed(x):
             return torch.ops.lowbit.activate(x.contiguous(), None, self.kind)
         width = x.shape[-1]

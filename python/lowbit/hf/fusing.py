@@ -84,7 +84,7 @@ def _is_dense(module: torch.nn.Module) -> bool:
 def _row_by_row(module: torch.nn.Module, x: Tensor) -> Tensor:
     """Applies a float layer to embeddings one by one, because torch's product of several rows differs in the last bits."""
     forward = functools.partial(type(module).forward, module)
-    if x.ndim != 2 or not len(x) or not is_computed(x, *module.parameters()):
+    if torch.compiler.is_compiling() or x.ndim != 2 or not len(x) or not is_computed(x, *module.parameters()):
         result: Tensor = forward(x)
         return result
     return torch.cat([forward(row.clone()) for row in x.split(1)])  # cloned, so that each row is aligned

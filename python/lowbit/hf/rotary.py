@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..operators.elementwise import ROTARY_LAYOUTS
+from ..operators.elementwise import ROTARY_LAYOUTS, is_fused
 from .activations import DTYPES
 from .rebinding import with_globals
 
@@ -53,7 +53,7 @@ def _form(function: Callable[..., Any], dtype: torch.dtype, table: torch.dtype, 
 class Rotary:
     """A function of transformers that applies rotary positions to queries and keys, computed by lowbit where it has its bits.
 
-    Calls with gradients, compiled code and other inputs use the function itself.
+    Calls with gradients, code of a compiler that fuses operators, and other inputs use the function itself.
     """
 
     def __init__(self, function: Callable[..., Any]):
@@ -73,7 +73,7 @@ class Rotary:
 
     def __call__(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *others: Any, **more: Any) -> tuple[Tensor, Tensor]:
         result: tuple[Tensor, Tensor]
-        if not others and more.keys() <= {"unsqueeze_dim"} and not torch.compiler.is_compiling() and q.is_cpu:
+        if not others and more.keys() <= {"unsqueeze_dim"} and not is_fused() and q.is_cpu:
             forms = self.whole if q.shape[-1] == cos.shape[-1] == k.shape[-1] else self.part
             form = forms.get((q.dtype, cos.dtype))
             gradients = torch.is_grad_enabled() and any(each.requires_grad for each in (q, k, cos, sin))
@@ -111,8 +111,8 @@ def _with_rotary(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 def _forward(module: torch.nn.Module, *arguments: Any, **more: Any) -> Any:
     forward = type(module).forward
-    # Compiled code keeps the function, which Inductor fuses with other operators.
-    return (forward if torch.compiler.is_compiling() else _with_rotary(forward))(module, *arguments, **more)
+    # Inductor fuses the function with other operators.
+    return (forward if is_fused() else _with_rotary(forward))(module, *arguments, **more)
 
 
 def replace(model: torch.nn.Module) -> list[torch.nn.Module]:

@@ -366,7 +366,7 @@ class Decoder(torch.nn.Module):
             RuntimeError: the decoder was released.
         """
         if torch.compiler.is_compiling():
-            return self._step(tokens, start)
+            return self.run_eagerly(tokens, start)
         self.check()
         check_call(tokens, start, self.vocabulary, self.max_length)
         return self.run_pieces(self._step, tokens, start)

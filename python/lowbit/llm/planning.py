@@ -12,9 +12,10 @@ from torch import Tensor
 
 from ..hf.rotary_tables import computed
 from ..plan.lowering import Lowered, Roles, lowered
+from ..plan.model_parts import ModelParts, state_of
 from ..plan.plan_file import Kind, Plan, Slot
 from ..plan.recording import Recording, Sizes, Unplannable, record
-from ..plan.running import Caches, Planned, slots
+from ..plan.running import Caches, Planned, by_slot
 from .proof import EXACT_LIMIT, PIECES_LIMIT, Rounding
 
 if TYPE_CHECKING:
@@ -27,23 +28,19 @@ _INPUTS = 3  # tokens, positions, kept rows; start follows, which each text has
 Text = tuple[int, int, int, Caches]  # range of rows, earlier tokens, caches
 
 
-def _state_of(model: torch.nn.Module) -> dict[str, Tensor]:
-    return dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
-
-
 def _lowered(decoder: Decoder) -> Lowered:
     recordings: list[Recording] = []
     places: list[tuple[int, int]] = []
     for rows, kept in _CALLS:
         layers = decoder.new_caches(16).layers
-        places = [(layer, slot) for layer, tensors in enumerate(layers) for slot in slots(tensors)]
+        places = list(by_slot(layers))
         tokens, positions = torch.zeros(1, rows, dtype=torch.int64), torch.arange(rows)
         keep, start = torch.arange(rows - kept, rows), torch.tensor([0])
 
         given = [tokens, positions, keep, start, *(tensor for layer in layers for tensor in layer)]
         with computed():
             recordings.append(record(partial(decoder.run, tokens, positions, start, layers, keep), given))
-    made = lowered(recordings, Sizes(_CALLS), Roles(_INPUTS + 1, places), _state_of(decoder.model))
+    made = lowered(recordings, Sizes(_CALLS), Roles(_INPUTS + 1, places, _INPUTS), state_of(decoder.model))
     if any(buffer.kind is Kind.INPUT and buffer.index >= _INPUTS for buffer in made.plan.buffers):
         raise Unplannable("its operators use the number of earlier tokens")
     for buffer in made.plan.buffers:
@@ -62,30 +59,21 @@ class DecoderPlan:
         """
         self._planned = Planned(_lowered(decoder))
         self._model = decoder.model
-        self._parts = self._find_parts()
+        self._parts = ModelParts(decoder.model)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DecoderPlan:
         copy = object.__new__(DecoderPlan)
         copy._planned, copy._model = deepcopy(self._planned, memo), deepcopy(self._model, memo)
-        copy._parts = copy._find_parts()
+        copy._parts = ModelParts(copy._model)
         return copy
 
     def measured(self, run: Callable[[], object]) -> dict[str, float]:
         """The seconds that each operator takes in ``run()``."""
         return self._planned.measured(run)
 
-    def _find_parts(self) -> list[Any]:
-        parts: list[Any] = []
-        for module in self._model.modules():
-            # Hooks change what a module computes, or see it.
-            parts += [id(module), len(module._forward_hooks), len(module._forward_pre_hooks), id(vars(module).get("forward"))]
-            parts += map(id, module._parameters.values())
-            parts += map(id, module._buffers.values())
-        return parts
-
     def fits(self) -> bool:
         """Whether the model still has the modules, parameters and hooks that it had."""
-        return self._find_parts() == self._parts
+        return self._parts.are_unchanged()
 
     @property
     def plan(self) -> Plan:
@@ -98,7 +86,7 @@ class DecoderPlan:
 
     def caches(self, layers: Sequence[Sequence[Tensor]]) -> Caches:
         """A text's caches as the plan uses them; they must stay where they are."""
-        return Caches(self._planned.places, layers)
+        return Caches(self._planned.places, by_slot(layers))
 
     def run(self, tokens: Tensor, positions: Tensor, keep: Tensor, texts: Sequence[Text]) -> Tensor:
         """Logits [len(keep), vocabulary]; arguments as in :meth:`Decoder.run`."""

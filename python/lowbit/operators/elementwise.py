@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
@@ -10,6 +13,24 @@ from .recurrence import _without_gradients
 # In the order of kernels/elementwise.h.
 ACTIVATIONS = ("gelu", "gelu_tanh", "gelu_quick", "silu")
 ROTARY_LAYOUTS = ("halves", "adjacent", "adjacent_half_table", "adjacent_to_halves")
+
+_alone = False  # the traced program will run its operators one by one
+
+
+@contextmanager
+def each_operator_alone() -> Iterator[None]:
+    """A context for traces of programs that run their operators one by one, such as ExecuTorch's."""
+    global _alone
+    before, _alone = _alone, True
+    try:
+        yield
+    finally:
+        _alone = before
+
+
+def is_fused() -> bool:
+    """Whether a compiler traces, which fuses torch's elementwise operators with each other, but not with lowbit's."""
+    return torch.compiler.is_compiling() and not _alone
 
 
 def masked_attention(

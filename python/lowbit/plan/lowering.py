@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .peephole import shortened
 from .plan_file import ELEMENT_TYPES, Buffer, Compute, Extent, Kind, Op, Operand, Plan, Slot, Step
 from .recording import Call, Recording, Sizes, Unplannable, View, unified
 
@@ -22,7 +23,8 @@ class Roles:
     """What the given tensors of the recordings are; the storages of a recording begin with them."""
 
     inputs: int
-    caches: Sequence[tuple[int, int]]  # layer and slot of each
+    caches: Sequence[tuple[int, int]]  # layer and slot of each, behind the inputs
+    start: int = -1  # the input with the number of earlier tokens, which each text of a call has
 
 
 class _Lowering:
@@ -283,6 +285,11 @@ def _cache(to: _Lowering, view: View) -> tuple[int, int]:
     return to.roles.caches[number]
 
 
+def _check_start(to: _Lowering, arguments: dict[str, Any]) -> None:
+    if arguments["start"].storage != to.roles.start:
+        raise Unplannable("its states are not those of the text")
+
+
 def _held(to: _Lowering, layer: int) -> None:
     """A place for ``held`` of a text whose caches have only a window."""
     if not any(b.kind is Kind.CACHE and (b.index, b.slot) == (layer, Slot.HELD) for b in to.plan.buffers):
@@ -292,9 +299,16 @@ def _held(to: _Lowering, layer: int) -> None:
 @_lowers(torch.ops.lowbit.attention.default)
 def _attention(to: _Lowering, call: Call) -> None:
     a = call.arguments
-    layer, slot = _cache(to, a["k_cache"])
-    if slot != Slot.KEYS or _cache(to, a["v_cache"]) != (layer, Slot.VALUES):
+    (layer, slot), (other, values) = _cache(to, a["k_cache"]), _cache(to, a["v_cache"])
+    if layer != other:
         raise Unplannable("its attention has caches of several layers")
+    if a["start"].storage != to.roles.start:
+        if a["window"] or a["softcap"] or a["sinks"] is not None:
+            raise Unplannable("its attention over other positions has a window, cap or sinks")
+        to.step(Op.FIXED_ATTENTION, [a["q"], a["k"], a["v"], a["start"], *call.results], [layer, slot, values], [a["scale"]])
+        return
+    if (slot, values) != (Slot.KEYS, Slot.VALUES):
+        raise Unplannable("its attention has other caches than keys and values")
     _held(to, layer)
     to.step(Op.ATTENTION, [a["q"], a["k"], a["v"], a["sinks"], *call.results], [layer, a["window"]], [a["scale"], a["softcap"]])
 
@@ -302,12 +316,14 @@ def _attention(to: _Lowering, call: Call) -> None:
 @_lowers(torch.ops.lowbit.short_conv.default)
 def _short_conv(to: _Lowering, call: Call) -> None:
     a = call.arguments
+    _check_start(to, a)
     to.step(Op.SHORT_CONV, [a["x"], a["weight"], a["bias"], *call.results], [*_cache(to, a["state"]), a["silu"]])
 
 
 @_lowers(torch.ops.lowbit.linear_attention.default)
 def _linear_attention(to: _Lowering, call: Call) -> None:
     a = call.arguments
+    _check_start(to, a)
     tensors = [a["q"], a["k"], a["v"], a["decay"], a["beta"], *call.results]
     to.step(Op.LINEAR_ATTENTION, tensors, _cache(to, a["state"]), [a["scale"], a["norm_epsilon"]])
 
@@ -750,4 +766,4 @@ def lowered(recordings: Sequence[Recording], sizes: Sizes, roles: Roles, weights
     """
     lowering = _Lowering(recordings, sizes, roles, weights)
     lowering.run()
-    return Lowered(lowering.plan, lowering.bound, tuple(lowering.whole.results))
+    return Lowered(shortened(lowering.plan), lowering.bound, tuple(lowering.whole.results))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -17,14 +17,13 @@ from .plan_file import ELEMENT_TYPES, Kind, Slot, to_bytes
 class Caches:
     """The tensors of a text, in the order of a plan's cache buffers."""
 
-    def __init__(self, places: Sequence[tuple[int, int]], layers: Sequence[Sequence[Tensor]]):
+    def __init__(self, places: Sequence[tuple[int, int]], tensors: Mapping[tuple[int, int], Tensor]):
         """
         Args:
             places: layer and slot of each cache buffer.
-            layers: for each layer its tensors: keys and values, ``held`` if they hold a window, states.
+            tensors: the tensors by layer and slot; ``held`` may be missing.
         """
-        by_slot = [dict(zip(slots(layer), layer, strict=True)) for layer in layers]
-        self._use([by_slot[layer].get(slot) for layer, slot in places])
+        self._use([tensors.get(place) for place in places])
 
     def _use(self, tensors: list[Tensor | None]) -> None:
         self.tensors = tensors
@@ -49,6 +48,13 @@ def slots(layer: Sequence[Tensor]) -> list[int]:
             found.append(Slot.STATE + states)
             states += 1
     return found
+
+
+def by_slot(layers: Sequence[Sequence[Tensor]]) -> dict[tuple[int, int], Tensor]:
+    """The caches of all layers by layer and slot: keys and values, ``held`` if they hold a window, states."""
+    return {
+        (number, slot): tensor for number, layer in enumerate(layers) for slot, tensor in zip(slots(layer), layer, strict=True)
+    }
 
 
 class Planned:

@@ -11,6 +11,8 @@ from ..hf.decoding import Unsupported
 from ..hf.fusing import fuse_
 from ..llm.caches import empty_caches, name_of, type_of
 from ..llm.decoder import check_call
+from ..plan.recording import Unplannable
+from .speech_plan import SpeechPlan
 
 _TRIAL = 24  # encoder positions in the trial
 _TRIAL_LIMIT = 0.05  # relative to the spread of the logits: rounding stays below, a different computation does not
@@ -48,6 +50,8 @@ class SpeechDecoder(torch.nn.Module):
         self.max_length: int = config.max_target_positions
         self.heads: int = config.decoder_attention_heads
         self._last: Tensor | None = None  # position of the encoder's output that the caches hold
+        self._plan: SpeechPlan | None = None
+        self.plan_refusal: str | None = None  # why steps run the model's Python code
         fuse_(model)
         for number, caches in enumerate(self._make(self.max_length, config.max_source_positions)):
             for name, tensor in zip(self._names(number), caches, strict=True):
@@ -72,7 +76,7 @@ class SpeechDecoder(torch.nn.Module):
             for _ in range(config.decoder_layers)
         ]
 
-    def _caches(self) -> list[tuple[Tensor, ...]]:
+    def caches(self) -> list[tuple[Tensor, ...]]:
         layers = self.model.config.decoder_layers
         return [tuple(getattr(self, name) for name in self._names(layer)) for layer in range(layers)]
 
@@ -95,6 +99,14 @@ class SpeechDecoder(torch.nn.Module):
                 f"{type(self.model).__name__} gives other logits than lowbit's decoder (they differ by {measured:.2g} of "
                 f"their spread; rounding is below {_TRIAL_LIMIT}); expected Whisper's layers"
             )
+        try:
+            plan = SpeechPlan(self, last)
+            again = [plan.step(tokens[:, at:end], torch.tensor([at]), last) for at, end in ((0, 3), (3, 4))]
+            if not all(map(torch.equal, again, pieces)):
+                raise Unplannable("its logits differ")
+            self._plan = plan
+        except Exception as reason:  # the model's own code runs, too, so nothing is lost
+            self.plan_refusal = f"{type(reason).__name__}: {reason}"
 
     def listen(self, features: Tensor) -> None:
         """Encodes a window of audio and starts a new text.
@@ -115,9 +127,7 @@ class SpeechDecoder(torch.nn.Module):
 
     def hear(self, states: Tensor, at: Tensor) -> None:
         """Stores keys and values of the encoder's output [1, positions, width] from position ``at`` on."""
-        for layer, (_, _, k_cache, v_cache, last_k, last_v) in zip(
-            self.model.model.decoder.layers, self._caches(), strict=True
-        ):
+        for layer, (_, _, k_cache, v_cache, last_k, last_v) in zip(self.model.model.decoder.layers, self.caches(), strict=True):
             attention = layer.encoder_attn
             key, value = self._split(attention.k_proj(states)), self._split(attention.v_proj(states))
             # Called to store keys and values. With a window of 1 the unused attention result costs almost nothing.
@@ -148,7 +158,9 @@ class SpeechDecoder(torch.nn.Module):
         if self._last is None:
             raise RuntimeError("the decoder has no audio; call listen() first")
         with torch.inference_mode():
-            return self.step(tokens, start, self._last)
+            if self._plan is not None and int(start) == 0 and not self._plan.fits():
+                self._plan, self.plan_refusal = None, "the model has been changed since the decoder was made"
+            return (self if self._plan is None else self._plan).step(tokens, start, self._last)
 
     def step(self, tokens: Tensor, start: Tensor, last: Tensor) -> Tensor:
         """As :meth:`forward`, without checks; ``last``, [1] int64, is the last position of the encoder's output."""
@@ -160,7 +172,7 @@ class SpeechDecoder(torch.nn.Module):
         # Each query becomes an additional head at the last position of the encoder's output, which attends to all of it. The
         # operator rewrites the key and value of that position unchanged.
         attend = torch.ops.lowbit.attention
-        for layer, (k_cache, v_cache, heard_k, heard_v, last_k, last_v) in zip(decoder.layers, self._caches(), strict=True):
+        for layer, (k_cache, v_cache, heard_k, heard_v, last_k, last_v) in zip(decoder.layers, self.caches(), strict=True):
             attention, h = layer.self_attn, layer.self_attn_layer_norm(x)
             query, key, value = (self._split(project(h)) for project in (attention.q_proj, attention.k_proj, attention.v_proj))
             output = attend(query, key, value, k_cache, v_cache, start, attention.scaling)

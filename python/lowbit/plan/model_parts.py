@@ -1,0 +1,56 @@
+"""The parts of a model that its plan depends on."""
+
+from __future__ import annotations
+
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def state_of(model: torch.nn.Module) -> dict[str, Tensor]:
+    """All parameters and buffers of a model by name."""
+    return dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+
+
+class ModelParts:
+    """The modules, parameters, buffers and hooks of a model at one time."""
+
+    def __init__(self, model: torch.nn.Module):
+        self._dicts: list[dict[str, Any]] = []
+        self._keys: list[str] = []
+        self._values: list[Any] = []
+        self._hooks: list[Any] = []
+        for module in model.modules():
+            for part in (module._modules, module._parameters, module._buffers):
+                self._add(part, *part)
+            self._add(vars(module), "forward", "training")
+            self._hooks += [module._forward_hooks, module._forward_pre_hooks]  # they change what a module computes, or see it
+        self._counts = list(map(len, self._hooks))
+        self._tensors = list(state_of(model).values())
+        # `parameter.data = other` and Module.to() replace the memory. Aliases keep it, so that no other tensor gets its address.
+        self._memory = [tensor.detach() for tensor in self._tensors]
+        self._addresses = list(map(Tensor.data_ptr, self._memory))
+
+    def _add(self, part: dict[str, Any], *keys: str) -> None:
+        for key in keys:
+            self._dicts.append(part)
+            self._keys.append(key)
+            self._values.append(part.get(key))
+
+    @property
+    def has_hooks(self) -> bool:
+        return any(self._counts)
+
+    def are_unchanged(self) -> bool:
+        """Whether the model still has the parts that it had, with their memory."""
+        return (
+            all(map(is_, map(dict.get, self._dicts, self._keys), self._values))
+            and list(map(len, self._hooks)) == self._counts
+            and self.have_their_memory()
+        )
+
+    def have_their_memory(self) -> bool:
+        """Whether the parameters and buffers are still where they were."""
+        return list(map(Tensor.data_ptr, self._tensors)) == self._addresses
