@@ -70,6 +70,12 @@ fuzz: $(VENV)/requirements
 	$(call preset,fuzz)
 	nice build/fuzz/tests/cpp/packed_fuzz $(FUZZ) $(SEED)
 
+# The same for damaged plans: a million take two minutes.
+fuzz-plan: $(VENV)/requirements
+	scripts/need.sh test
+	$(call preset,fuzz)
+	nice build/fuzz/tests/cpp/plan_fuzz $(FUZZ) $(SEED)
+
 # The same checks with coverage-guided inputs of libFuzzer, on one core for SECONDS; build/fuzz-inputs keeps the inputs. `make
 # packed-fuzz-inputs` then makes the file of inputs that the C++ tests repeat in every run.
 SECONDS ?= 3600

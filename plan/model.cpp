@@ -4,6 +4,7 @@
 #include <cinttypes>
 #include <cstdlib>
 #include <map>
+#include <mutex>
 #include <system_error>
 #include <utility>
 
@@ -18,6 +19,7 @@ namespace {
 constexpr int64_t kPiece = 256;  // tokens of a call; more take longer to write to memory than they save
 constexpr int64_t kPanel = 16;   // the length of caches is a multiple of it
 constexpr int64_t kMostLength = int64_t{1} << 24;
+constexpr int64_t kMostTokens = int64_t{1} << 28;  // of a vocabulary
 
 ElementType storage_of(TextCache type) {
   switch (type) {
@@ -59,6 +61,7 @@ struct Free {
 };
 
 struct PlanSession::Implementation {
+  const void* model = nullptr;
   int64_t length = 0, position = 0;
   bool recurrent = false;
   std::vector<TensorView> caches;
@@ -86,6 +89,7 @@ Status PlanSession::cut(int64_t count) {
 struct PlanModel::Implementation {
   std::map<std::string, MappedFile> files;
   std::unique_ptr<PlanRun> run;
+  std::mutex busy;
   std::vector<char> output;
   ElementType output_type = ElementType::f32;
 };
@@ -108,12 +112,16 @@ Status PlanModel::open(const std::string& file, int threads, std::unique_ptr<Pla
         return status.with_prefix((file + ": ").c_str());
       }
     }
-    if (number(plan, "vocabulary") < 1 || number(plan, "positions") < 1) {
-      return Status::error("%s has no vocabulary or positions; expected the plan of a language model", file.c_str());
+    if (number(plan, "vocabulary") < 1 || number(plan, "vocabulary") > kMostTokens || number(plan, "positions") < 1) {
+      return Status::error("%s has a vocabulary of %" PRId64 " tokens and %" PRId64 " positions; expected the plan of a "
+                           "language model", file.c_str(), number(plan, "vocabulary"), number(plan, "positions"));
     }
     for (const PlanStep& step : plan.steps) {
       const Operand& last = step.operands.back();
       if (last.buffer >= 0 && plan.buffers[static_cast<size_t>(last.buffer)].kind == BufferKind::output) own->output_type = last.type;
+    }
+    if (!is_activation_type(own->output_type)) {
+      return Status::error("%s has logits of %s; expected floats", file.c_str(), name_of(own->output_type));
     }
     own->run = std::make_unique<PlanRun>(std::move(plan), threads);
     const std::string directory = file.substr(0, file.find_last_of("/\\") + 1);
@@ -130,9 +138,10 @@ Status PlanModel::open(const std::string& file, int threads, std::unique_ptr<Pla
         if (Status status = found->second.open(directory + buffer.file); !status.ok()) return status;
       }
       const Memory& whole = found->second.memory();
-      if (buffer.offset > whole.bytes || buffer.bytes.constant > whole.bytes - buffer.offset) {
-        return Status::error("weight %s ends beyond %s; expected the file that the plan was made for", buffer.name.c_str(),
-                             buffer.file.c_str());
+      if (buffer.bytes.constant < 1 || buffer.offset > whole.bytes || buffer.bytes.constant > whole.bytes - buffer.offset) {
+        return Status::error("weight %s has %" PRId64 " bytes from byte %" PRId64 " of %s, which has %" PRId64 "; expected the "
+                             "file that the plan was made for", buffer.name.c_str(), buffer.bytes.constant, buffer.offset,
+                             buffer.file.c_str(), whole.bytes);
       }
       const Memory part{static_cast<char*>(whole.data) + buffer.offset, buffer.bytes.constant};
       if (checksum(part.data, static_cast<size_t>(std::min(part.bytes, kChecked))) != buffer.checksum) {
@@ -155,6 +164,7 @@ Status PlanModel::begin(int64_t length, TextCache keys, TextCache values, std::u
   }
   try {
     auto own = std::make_unique<PlanSession::Implementation>();
+    own->model = implementation_.get();
     own->length = length;
     for (const Buffer& buffer : implementation_->run->plan().buffers) {
       if (buffer.kind != BufferKind::cache) continue;
@@ -196,7 +206,9 @@ Status PlanModel::begin(int64_t length, TextCache keys, TextCache values, std::u
 
 Status PlanModel::feed(PlanSession& session, const int64_t* tokens, int64_t count, float* logits) {
   PlanSession::Implementation& text = *session.implementation_;
+  const std::lock_guard<std::mutex> lock(implementation_->busy);
   const int64_t size = vocabulary();
+  if (text.model != implementation_.get()) return Status::error("the text belongs to another model");
   if (count < 1 || count > text.length - text.position) {
     return Status::out_of_range("a text has %" PRId64 " tokens and gets %" PRId64 "; expected at most %" PRId64 " altogether",
                                 text.position, count, text.length);

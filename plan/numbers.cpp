@@ -194,6 +194,7 @@ void compute_floats(Elementwise op, const Register& a, const Register& b, int64_
     case Elementwise::floor: return each_float(a, a, count, to, [](float x, float) { return std::floor(x); });
     case Elementwise::exp: return each_real(a, count, to, [](double x) { return exp_of(x); });
     case Elementwise::log: return each_real(a, count, to, [](double x) { return log_of(x); });
+    case Elementwise::log1p: return each_real(a, count, to, [](double x) { return log1p_of(x); });
     case Elementwise::tanh: return each_real(a, count, to, [](double x) { return tanh_of(x); });
     case Elementwise::sigmoid: return each_real(a, count, to, [](double x) { return sigmoid_of(x); });
     case Elementwise::softplus: return each_real(a, count, to, [](double x) { return softplus_of(x); });
@@ -217,7 +218,7 @@ bool compares(Elementwise op, T x, T y) {
 
 int64_t wrapped(uint64_t value) { return static_cast<int64_t>(value); }
 
-void compute_integers(Elementwise op, const Register& a, const Register& b, int64_t count, Register* to) {
+void compute_integers(Elementwise op, ElementType type, const Register& a, const Register& b, int64_t count, Register* to) {
   const auto u = [](int64_t x) { return static_cast<uint64_t>(x); };  // wraps on overflow, as torch does
   switch (op) {
     case Elementwise::add: return each_integer(a, b, count, to, [&](int64_t x, int64_t y) { return wrapped(u(x) + u(y)); });
@@ -226,7 +227,11 @@ void compute_integers(Elementwise op, const Register& a, const Register& b, int6
     case Elementwise::minimum: return each_integer(a, b, count, to, [](int64_t x, int64_t y) { return std::min(x, y); });
     case Elementwise::maximum: return each_integer(a, b, count, to, [](int64_t x, int64_t y) { return std::max(x, y); });
     case Elementwise::neg: return each_integer(a, a, count, to, [&](int64_t x, int64_t) { return wrapped(0 - u(x)); });
-    case Elementwise::logical_and: return each_integer(a, b, count, to, [](int64_t x, int64_t y) { return x & y; });
+    case Elementwise::logical_and:
+      if (type == ElementType::boolean) {
+        return each_integer(a, b, count, to, [](int64_t x, int64_t y) { return int64_t{x != 0 && y != 0}; });
+      }
+      return each_integer(a, b, count, to, [](int64_t x, int64_t y) { return x & y; });
     case Elementwise::logical_or: return each_integer(a, b, count, to, [](int64_t x, int64_t y) { return x | y; });
     case Elementwise::logical_not: return each_integer(a, a, count, to, [](int64_t x, int64_t) { return int64_t{x == 0}; });
     default: return;
@@ -265,17 +270,20 @@ void run(const Ready& ready, int64_t count) {
   } else if (ready.op == Elementwise::convert) {
     for (int64_t i = 0; i < count; ++i) {
       if (floats) to->f[i] = ready.from_floats ? ready.a->f[i] : static_cast<float>(ready.a->i[i]);
-      else if (ready.type == ElementType::boolean) to->i[i] = ready.from_floats ? ready.a->f[i] != 0.0f : ready.a->i[i] != 0;
+      else if (ready.type == ElementType::boolean && ready.from_floats) to->i[i] = ready.a->f[i] != 0.0f;
       else to->i[i] = ready.from_floats ? to_integer(static_cast<double>(ready.a->f[i])) : ready.a->i[i];
     }
   } else if (floats) {
     compute_floats(ready.op, *ready.a, *ready.b, count, to);
   } else {
-    compute_integers(ready.op, *ready.a, *ready.b, count, to);
+    compute_integers(ready.op, ready.type, *ready.a, *ready.b, count, to);
   }
-  if (floats) round_to(ready.type, count, to);
-  else if (ready.type == ElementType::i32) {
+  if (floats) {
+    round_to(ready.type, count, to);
+  } else if (ready.type == ElementType::i32) {
     for (int64_t i = 0; i < count; ++i) to->i[i] = static_cast<int32_t>(to->i[i]);
+  } else if (ready.type == ElementType::boolean) {
+    for (int64_t i = 0; i < count; ++i) to->i[i] = to->i[i] != 0;
   }
 }
 
@@ -349,10 +357,12 @@ float fold_lanes(const float* lanes) {
 
 float canonical(float value) { return value == value ? value : float_from_bits(0x7fc00000); }
 
-// The index of row i, within 0 and `count`; false if it is not.
+// The index at this offset, counted from the end if it is negative; false unless it is below `count`.
 bool index_at(const TensorView& indices, int64_t offset, int64_t count, int64_t* index) {
-  *index = indices.type == ElementType::i64 ? static_cast<const int64_t*>(indices.data)[offset]
-                                            : static_cast<const int32_t*>(indices.data)[offset];
+  TensorView one = indices;  // ops/check.h's function reads it once, because the owner of the memory may change it meanwhile
+  one.data = static_cast<char*>(indices.data) + offset * element_bytes(indices.type);
+  one.shape.ndim = 0;
+  *index = lowbit::index_at(one, 0);
   if (*index < 0) *index += count;
   return *index >= 0 && *index < count;
 }
@@ -474,7 +484,7 @@ Status compute(const TensorView* x, int64_t count, const Instruction* instructio
                       : is_comparison(p.op)        ? p.type == ElementType::boolean
                       : p.from_floats != makes_floats ? false
                       : p.op == Elementwise::select   ? true
-                      : makes_floats ? p.op < Elementwise::equal
+                      : makes_floats ? p.op < Elementwise::equal || p.op == Elementwise::log1p
                                      : is_for_integers(p.op);
     if (!fits) {
       return Status::error("instruction %" PRId64 " has operator %" PRId64 ", which has no result of %s from these operands", i,
@@ -564,7 +574,7 @@ Status float_linear(const TensorView& x, const TensorView& weight, const TensorV
   parallel_1d(threads, n, kOutputsPerClaim, [&](int, int64_t begin, int64_t end) {
     for (int64_t column = begin; column < end; ++column) {
       const int64_t of_weight = column * weight.stride[0];
-      for (int64_t row = 0; row < inputs.count; ++row) {
+      for (int64_t row = 0; row < outputs.count; ++row) {
         const int64_t of_x = inputs.offset(row);
         alignas(64) float lanes[kLanes] = {};
         int64_t i = 0;
@@ -635,9 +645,9 @@ Status top(const TensorView& x, const TensorView& values, const TensorView& indi
   if (Status status = check_floats("x", x, 1); !status.ok()) return status;
   if (Status status = check_floats("values", values, 1); !status.ok()) return status;
   if (Status status = check_memory("indices", indices); !status.ok()) return status;
+  if (Status status = check_shape_is("indices", indices, values.shape); !status.ok()) return status;
   const Rows inputs(x), largest(values), places(indices);
   if (Status status = check_shape_is("values", values, without_last(x.shape, largest.width)); !status.ok()) return status;
-  if (Status status = check_shape_is("indices", indices, values.shape); !status.ok()) return status;
   if (values.type != x.type || indices.type != ElementType::i64 || inputs.width > kMost || largest.width > inputs.width) {
     return Status::error("x is %s %s, values %s and indices %s %s; expected values of x's type, indices of int64, and at most %"
                          PRId64 " numbers to choose from", name_of(x.type), describe(x.shape).text, name_of(values.type),
@@ -716,21 +726,20 @@ Status take(const TensorView& x, const TensorView& indices, const TensorView& ou
   if (Status status = check_shape_is("out", out, expected); !status.ok()) return status;
   if (Status status = check_apart({{"out", &out}}, {{"x", &x}, {"indices", &indices}}); !status.ok()) return status;
   if (out.shape.numel() == 0) return {};
-  TensorView wide = indices, target = out;  // the indices with a last dimension of 1
-  wide.shape.size[wide.shape.ndim] = 1;
-  wide.stride[wide.shape.ndim++] = 1;
-  const Rows places(wide);
+  TensorView target = out;
   target.shape = slice.shape;
   for (int d = 0; d < slice.shape.ndim; ++d) target.stride[d] = out.stride[indices.shape.ndim + d];
   const int64_t bytes = element_bytes(x.type);
-  for (int64_t row = 0; row < places.count; ++row) {
-    int64_t index, rest = row, to = 0;
-    if (!index_at(indices, places.offset(row), x.shape.size[0], &index)) {
-      return Status::out_of_range("an index is %" PRId64 "; expected less than %" PRId64, index, x.shape.size[0]);
-    }
+  const int64_t count = indices.shape.numel();
+  for (int64_t i = 0; i < count; ++i) {
+    int64_t index, rest = i, from = 0, to = 0;
     for (int d = indices.shape.ndim - 1; d >= 0; --d) {
+      from += rest % indices.shape.size[d] * indices.stride[d];
       to += rest % indices.shape.size[d] * out.stride[d];
       rest /= indices.shape.size[d];
+    }
+    if (!index_at(indices, from, x.shape.size[0], &index)) {
+      return Status::out_of_range("an index is %" PRId64 "; expected less than %" PRId64, index, x.shape.size[0]);
     }
     slice.data = static_cast<char*>(x.data) + index * x.stride[0] * bytes;
     target.data = static_cast<char*>(out.data) + to * bytes;

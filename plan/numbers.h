@@ -1,6 +1,7 @@
 // The small operators of plans that are not in ops/operators.h. They check their tensors, too.
 #pragma once
 
+#include "../kernels/export.h"
 #include "../kernels/status.h"
 #include "../ops/parallel.h"
 #include "../ops/tensor_view.h"
@@ -8,17 +9,17 @@
 
 namespace lowbit {
 
-Status copy(const TensorView& x, const TensorView& out, const Parallel& parallel);
-Status compute(const TensorView* x, int64_t count, const Instruction* instructions, int64_t instruction_count,
-               const double* constants, int64_t constant_count, const TensorView& out, const Parallel& parallel);
-Status float_linear(const TensorView& x, const TensorView& weight, const TensorView* bias, const TensorView& out,
-                    const Parallel& parallel);
-Status sum(const TensorView& x, const TensorView& out, const Parallel& parallel);
-Status softmax(const TensorView& x, const TensorView& out, const Parallel& parallel);
-Status top(const TensorView& x, const TensorView& values, const TensorView& indices, const Parallel& parallel);
-Status gather(const TensorView& x, const TensorView& indices, const TensorView& out, const Parallel& parallel);
-Status take(const TensorView& x, const TensorView& indices, const TensorView& out, const Parallel& parallel);
-Status scatter(const TensorView& indices, double value, const TensorView& out, const Parallel& parallel);
-Status count_up(double start, double step, const TensorView& out);
+LOWBIT_API Status copy(const TensorView& x, const TensorView& out, const Parallel& parallel);
+LOWBIT_API Status compute(const TensorView* x, int64_t count, const Instruction* instructions, int64_t instruction_count,
+                          const double* constants, int64_t constant_count, const TensorView& out, const Parallel& parallel);
+LOWBIT_API Status float_linear(const TensorView& x, const TensorView& weight, const TensorView* bias, const TensorView& out,
+                               const Parallel& parallel);
+LOWBIT_API Status sum(const TensorView& x, const TensorView& out, const Parallel& parallel);
+LOWBIT_API Status softmax(const TensorView& x, const TensorView& out, const Parallel& parallel);
+LOWBIT_API Status top(const TensorView& x, const TensorView& values, const TensorView& indices, const Parallel& parallel);
+LOWBIT_API Status gather(const TensorView& x, const TensorView& indices, const TensorView& out, const Parallel& parallel);
+LOWBIT_API Status take(const TensorView& x, const TensorView& indices, const TensorView& out, const Parallel& parallel);
+LOWBIT_API Status scatter(const TensorView& indices, double value, const TensorView& out, const Parallel& parallel);
+LOWBIT_API Status count_up(double start, double step, const TensorView& out);
 
 }  // namespace lowbit

@@ -67,6 +67,7 @@ enum class Opcode : uint8_t {
   short_conv,        // x weight [bias] out; layer slot silu
   activate,          // x [gate] out; activation
   rms_norm,          // x [weight] out; ; epsilon weight_offset
+  layer_norm,        // x [weight] [bias] out; ; epsilon
   rotary,            // q k cos sin q_out k_out; heads_dim layout round_once
   copy,              // x out, of the same sizes; converts the type
   compute,           // x... out: elementwise, see Instruction; the instructions; constants
@@ -79,7 +80,7 @@ enum class Opcode : uint8_t {
   scatter,           // indices [..., k] out [..., n]; ; value: written where indices say; the rest of out stays
   count_up,          // out [n] int64; start step
 };
-inline constexpr int kOpcodes = 22;
+inline constexpr int kOpcodes = 23;
 
 // One step of an elementwise computation: register r = op(a, b, c). Registers are first the inputs, then the results of earlier
 // instructions; -1 - i is constant i. A float result is computed in float32 and rounded to `type`; others in int64.
@@ -90,8 +91,9 @@ enum class Elementwise : uint8_t {
   convert, add, sub, mul, div, minimum, maximum, neg, abs, reciprocal, sqrt, rsqrt, exp, log, tanh, sigmoid, softplus, sin, cos,
   floor, equal, not_equal, less, less_equal, greater, greater_equal, logical_and, logical_or, logical_not,
   select,  // a ? b : c
+  log1p,
 };
-inline constexpr int kElementwise = 30;
+inline constexpr int kElementwise = 31;
 
 struct PlanStep {
   Opcode op = Opcode::copy;

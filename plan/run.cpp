@@ -2,6 +2,7 @@
 #include <array>
 #include <chrono>
 #include <cinttypes>
+#include <cstdlib>
 #include <map>
 #include <memory>
 #include <new>
@@ -36,14 +37,14 @@ struct Signature {
   int least_operands, most_operands, outputs, integers, numbers;
 };
 constexpr Signature kSignatures[kOpcodes] = {
-    {"linear", 3, 3, 1, 1, 0},           {"linears", 3, 2 + kMostMatrices, 1, -1, 0}, {"linear_experts", 4, 4, 1, 1, 0},
-    {"embedding", 3, 3, 1, 1, 0},        {"attention", 5, 5, 1, 2, 2},                {"masked_attention", 5, 5, 1, 0, 2},
-    {"fixed_attention", 5, 5, 1, 3, 1},      {"linear_attention", 6, 6, 1, 2, 2}, {"short_conv", 4, 4, 1, 3, 0},               {"activate", 3, 3, 1, 1, 0},
-    {"rms_norm", 3, 3, 1, 0, 2},         {"rotary", 6, 6, 2, 3, 0},                   {"copy", 2, 2, 1, 0, 0},
-    {"compute", 1, 13, 1, -1, -1},       {"float_linear", 4, 4, 1, 0, 0},             {"sum", 2, 2, 1, 0, 0},
-    {"softmax", 2, 2, 1, 0, 0},          {"top", 3, 3, 2, 0, 0},                      {"gather", 3, 3, 1, 0, 0},
-    {"take", 3, 3, 1, 0, 0},             {"scatter", 2, 2, 1, 0, 1},
-    {"count_up", 1, 1, 1, 0, 2}};
+    {"linear", 3, 3, 1, 1, 0},                  {"linears", 3, 2 + kMostMatrices, 1, -1, 0},{"linear_experts", 4, 4, 1, 1, 0},
+    {"embedding", 3, 3, 1, 1, 0},               {"attention", 5, 5, 1, 2, 2},               {"masked_attention", 5, 5, 1, 0, 2},
+    {"fixed_attention", 5, 5, 1, 3, 1},         {"linear_attention", 6, 6, 1, 2, 2},        {"short_conv", 4, 4, 1, 3, 0},
+    {"activate", 3, 3, 1, 1, 0},                {"rms_norm", 3, 3, 1, 0, 2},                {"layer_norm", 4, 4, 1, 0, 1},
+    {"rotary", 6, 6, 2, 3, 0},                  {"copy", 2, 2, 1, 0, 0},                    {"compute", 1, 13, 1, -1, -1},
+    {"float_linear", 4, 4, 1, 0, 0},            {"sum", 2, 2, 1, 0, 0},                     {"softmax", 2, 2, 1, 0, 0},
+    {"top", 3, 3, 2, 0, 0},                     {"gather", 3, 3, 1, 0, 0},                  {"take", 3, 3, 1, 0, 0},
+    {"scatter", 2, 2, 1, 0, 1},                 {"count_up", 1, 1, 1, 0, 2}};
 
 // The operands that may be missing.
 bool is_optional(Opcode op, size_t operand) {
@@ -55,6 +56,7 @@ bool is_optional(Opcode op, size_t operand) {
     case Opcode::float_linear: return operand == 2;
     case Opcode::activate:
     case Opcode::rms_norm: return operand == 1;
+    case Opcode::layer_norm: return operand == 1 || operand == 2;
     default: return false;
   }
 }
@@ -73,6 +75,24 @@ TensorView one_number(const int64_t* at) {
   view.shape = {1, {1}};
   view.stride[0] = 1;
   return view;
+}
+
+// Whether elements of a view may be at the same place: some stride is within the elements of the smaller strides.
+bool overlaps_itself(const TensorView& view) {
+  if (view.shape.numel() == 0) return false;
+  std::array<std::pair<int64_t, int64_t>, kMaxDims> dims;  // stride and size
+  int count = 0;
+  for (int d = 0; d < view.shape.ndim; ++d) {
+    if (view.shape.size[d] > 1) dims[static_cast<size_t>(count++)] = {std::abs(view.stride[d]), view.shape.size[d]};
+  }
+  std::sort(dims.begin(), dims.begin() + count);
+  int64_t last = 0;  // distance of the last element
+  for (int d = 0; d < count; ++d) {
+    const auto& [stride, size] = dims[static_cast<size_t>(d)];
+    if (stride <= last) return true;
+    last += stride * (size - 1);
+  }
+  return false;
 }
 
 // When the value of a temporary is first written and last used, in steps.
@@ -107,7 +127,10 @@ struct PlanRun::Implementation {
   Implementation(Plan given, int threads) : plan(std::move(given)), team(threads), weights(plan.buffers.size()) {
     for (size_t i = 0; i < plan.buffers.size(); ++i) {
       const Buffer& buffer = plan.buffers[i];
-      if (buffer.kind == BufferKind::cache) caches.emplace(std::pair(buffer.index, buffer.slot), caches.size());
+      if (buffer.kind == BufferKind::cache && !caches.emplace(std::pair(buffer.index, buffer.slot), caches.size()).second) {
+        refusal = Status::error("layer %" PRId64 " has two caches of slot %" PRId64, buffer.index, buffer.slot);
+        return;
+      }
     }
     refusal = check();
   }
@@ -139,7 +162,7 @@ struct PlanRun::Implementation {
         }
         Life& life = lives[at];
         life.last = static_cast<int64_t>(i);
-        if (life.first < 0 && o >= outputs_at) life.first = life.last;
+        if (life.first < 0 && o >= outputs_at && step.op != Opcode::scatter) life.first = life.last;  // scatter keeps the rest
         if (life.first < 0 && (kind == BufferKind::temporary || kind == BufferKind::output)) {
           return Status::error("step %zu, %s, reads buffer %zu before it is written", i, expected.name, at);
         }
@@ -179,6 +202,9 @@ struct PlanRun::Implementation {
       placed.insert(at, {begin, begin + bytes, lives[i].last});
       begins[i] = begin;
       needed = std::max(needed, begin + bytes);
+      if (needed > kMostBytes) {
+        return Status::no_memory("no memory for the temporaries of a call, more than %" PRId64 " bytes", kMostBytes);
+      }
     }
     if (needed > arena_bytes) {
       for (Prepared& other : prepared) other.rows = 0;
@@ -196,10 +222,17 @@ struct PlanRun::Implementation {
       }
     }
     for (size_t i = 0; i < plan.steps.size(); ++i) {
-      for (const Operand& operand : plan.steps[i].operands) {
+      const std::vector<Operand>& operands = plan.steps[i].operands;
+      for (size_t o = 0; o < operands.size(); ++o) {
         to->views.emplace_back();
-        if (operand.buffer < 0) continue;
-        if (Status status = view(call, operand, i, to); !status.ok()) return status;
+        if (operands[o].buffer < 0) continue;
+        if (Status status = view(call, operands[o], i, to); !status.ok()) return status;
+        // The result would depend on the order of threads.
+        if (o + static_cast<size_t>(kSignatures[static_cast<size_t>(plan.steps[i].op)].outputs) >= operands.size() &&
+            overlaps_itself(to->views.back())) {
+          return Status::error("operand %zu of step %zu, %s, shares memory with itself in a call with %" PRId64 " rows", o, i,
+                               name_of(plan.steps[i].op), call.rows);
+        }
       }
     }
     to->rows = call.rows;
@@ -230,6 +263,7 @@ struct PlanRun::Implementation {
     fits = fits && check_shape("", view.shape).ok() && least >= 0 && most < kMostBytes / bytes;
     const BufferKind kind = plan.buffers[at].kind;
     const int64_t end = fits && view.shape.numel() > 0 ? (most + 1) * bytes : 0;
+    if (end == 0) offset = 0;
     if (kind == BufferKind::input || kind == BufferKind::output) {
       memory.bytes = std::max(memory.bytes, end);  // compared with what each call gives
     } else {
@@ -347,6 +381,7 @@ struct PlanRun::Implementation {
       }
       case Opcode::activate: return activate(v[0], optional(1), n[0], v[2], parallel);
       case Opcode::rms_norm: return rms_norm(v[0], optional(1), x[0], x[1], v[2], parallel);
+      case Opcode::layer_norm: return layer_norm(v[0], optional(1), optional(2), x[0], v[3], parallel);
       case Opcode::rotary: return rotary(v[0], v[1], v[2], v[3], n[0], n[1], n[2] != 0, v[4], v[5], parallel);
       case Opcode::copy: return copy(v[0], v[1], parallel);
       case Opcode::compute: {

@@ -1,5 +1,7 @@
 #include "team.h"
 
+#include <utility>
+
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -62,12 +64,15 @@ Team::Team(int threads) : process_(process()) {
 Team::~Team() { stop(); }
 
 void Team::stop() {
+  if (process() != process_) {
+    // A forked process has only the thread that forked, which has run all tasks itself. Threads that it started since may have
+    // the handles of the others, so these are neither joined nor detached.
+    new std::vector<std::thread>(std::move(helpers_));
+    return;
+  }
   state_.store(ended, std::memory_order_release);
   state_.notify_all();
-  for (std::thread& helper : helpers_) {
-    if (process() == process_) helper.join();
-    else helper.detach();  // a forked process has only the thread that forked, which has run all tasks itself
-  }
+  for (std::thread& helper : helpers_) helper.join();
 }
 
 // Runs one unclaimed task; false if there is none. A task that is claimed keeps run() from returning, so the job's fields stay

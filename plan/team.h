@@ -6,12 +6,13 @@
 #include <thread>
 #include <vector>
 
+#include "../kernels/export.h"
 #include "../ops/parallel.h"
 #include "../ops/schedule.h"
 
 namespace lowbit {
 
-class Team {
+class LOWBIT_API Team {
  public:
   // `threads` includes the caller's. Throws std::system_error if the system starts no more threads.
   explicit Team(int threads);
@@ -22,7 +23,7 @@ class Team {
   int threads() const { return static_cast<int>(helpers_.size()) + 1; }
 
   // Keeps the helpers awake while it exists. Only one thread at a time may have one of a team's.
-  class Awake {
+  class LOWBIT_API Awake {
    public:
     explicit Awake(Team& team);
     ~Awake();

@@ -183,6 +183,36 @@ def check_threads(inputs: dict, packed: torch.Tensor) -> list[str]:
     return [] if after > before else [f"{after} threads after a call with two, {before} before; expected more"]
 
 
+MODEL = Path(__file__).parents[2] / "examples" / "tiny_llama" / "model"
+
+
+def write_plan(directory: Path) -> int:
+    """Packs a language model, writes its plan, and returns the certificate of its logits."""
+    import shutil
+
+    import lowbit.llm
+    from lowbit.llm.loading import load_model
+
+    shutil.rmtree(directory, ignore_errors=True)
+    lowbit.quantize_checkpoint(MODEL, directory, lowbit.LowBitConfig(bits=3, mapping="affine", activation_bits=16))
+    lowbit.llm.export_decoder(lowbit.llm.Decoder(load_model(directory), 64), directory / "lowbit.plan")
+    return certificate(directory, 1)
+
+
+def certificate(directory: Path, threads: int) -> int:
+    return lowbit._C.PlanModel(str(directory / "lowbit.plan"), threads).certify()
+
+
+def check_plan(directory: Path, expected: int) -> list[str]:
+    """The logits of a whole model, by its plan."""
+    found = {threads: certificate(directory, threads) for threads in (1, 2)}
+    return [
+        f"certificate of a model with {t} threads: {each:x}; expected {expected:x}"
+        for t, each in found.items()
+        if each != expected
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("role", choices=("write", "check"))
@@ -191,8 +221,9 @@ def main() -> None:
     arguments = parser.parse_args()
     print(describe_kernels())
     if arguments.role == "write":
-        inputs = random_inputs()
-        torch.save({"inputs": inputs, "results": compute(inputs), "machine": platform.machine()}, arguments.file)
+        inputs, plan = random_inputs(), write_plan(Path(f"{arguments.file}.model"))
+        saved = {"inputs": inputs, "results": compute(inputs), "plan": plan, "machine": platform.machine()}
+        torch.save(saved, arguments.file)
         return
 
     saved = torch.load(arguments.file, weights_only=True)
@@ -201,9 +232,13 @@ def main() -> None:
     failures += check_threads(inputs, expected["grouped 4 affine mse packed"])
     failures += check_results(expected, inputs, threads=2) + check_results(expected, inputs, threads=1)
     failures += check_state_dict(expected, inputs) + check_errors(expected) + check_executorch()
+    failures += check_plan(Path(f"{arguments.file}.model"), saved["plan"])
     if failures:
         sys.exit("\n".join(failures))
-    print(f"  {len(expected)} results have the bits that they have on {saved['machine']}, with 1 and 2 threads")
+    print(
+        f"  {len(expected)} results and the logits of a language model have the bits that they have on {saved['machine']}, "
+        "with 1 and 2 threads"
+    )
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@
 
 #include "../../kernels/registry.h"
 #include "../../ops/load_kernels.h"
+#include "../../plan/team.h"
 #include "support/build.h"
 #include "support/calls.h"
 #include "support/tensors.h"
@@ -100,6 +101,24 @@ void work(const std::vector<Call>& calls, std::atomic<int64_t>& left, uint64_t s
   }
 }
 
+// The threads of plans, which sleep between calls.
+void work_in_teams(const std::vector<Call>& calls, int64_t count, uint64_t seed) {
+  Random random(seed);
+  std::vector<uint8_t> out;
+  for (int64_t left = count; left > 0 && right;) {
+    Team team(static_cast<int>(random.between(int64_t{1}, int64_t{4})));
+    for (int64_t plans = random.below(20); plans > 0; --plans) {
+      const Team::Awake awake(team);
+      for (int64_t operators = random.below(8); operators > 0; --operators, --left) {
+        const Call& call = calls[static_cast<size_t>(random.below(static_cast<int64_t>(calls.size())))];
+        out.assign(call.expected.size(), 0);
+        const Status status = call.run(awake.parallel(), out.data());
+        expect(status.ok() && out == call.expected, call.name + " in a team:", status.message());
+      }
+    }
+  }
+}
+
 // Kernels that do not change results: with the bits of the built-in ones, or for their own format.
 void load(std::atomic<bool>& ends) {
   for (const char* name : {"own_format", "acme_kernels", "fault_after", "fault_no_rows", "own_format"}) {
@@ -127,7 +146,10 @@ int run(int argc, char** argv) {
   for (const int64_t part : {count / 10, count - count / 10}) {
     std::atomic<int64_t> left{part};
     resident = resident_kib();
-    together(workers, [&](int i) { work(calls, left, static_cast<uint64_t>(part + i)); });
+    together(workers, [&](int i) {
+      work(calls, left, static_cast<uint64_t>(part + i));
+      work_in_teams(calls, part / (4 * workers), static_cast<uint64_t>(i));
+    });
   }
   ends = true;
   loader.join();

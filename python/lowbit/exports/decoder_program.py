@@ -97,8 +97,12 @@ def _describe(decoder: Decoder, chunk: int, stop: Iterable[int] | None) -> dict[
         "max_length": decoder.max_length,
         "chunk": chunk,
         "vocabulary": int(decoder.model.config.get_text_config().vocab_size),
-        "stop": stop_tokens(decoder.model) if stop is None else [int(token) for token in stop],
+        "stop": _stop_of(decoder, stop),
     }
+
+
+def _stop_of(decoder: Decoder, stop: Iterable[int] | None) -> list[int]:
+    return stop_tokens(decoder.model) if stop is None else [int(token) for token in stop]
 
 
 def _example(chunk: int) -> tuple[tuple[Tensor, Tensor], tuple[Any, ...]]:
@@ -149,10 +153,10 @@ def export_decoder(
     suffix = Path(path).suffix
     if suffix not in _LOADERS:
         raise ValueError(f"path is {str(path)!r}; expected a name that ends in .plan, .pte or .pt2")
-    about = _describe(decoder, chunk, stop)
     if suffix == ".plan":
-        write_plan(decoder, Path(path), about["stop"])
+        write_plan(decoder, Path(path), _stop_of(decoder, stop))
         return
+    about = _describe(decoder, chunk, stop)
     with decoder.each_layer_alone():  # the same program decodes token by token
         if suffix == ".pte":
             _export_pte(decoder, path, about, xnnpack, progress)

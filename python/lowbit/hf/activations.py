@@ -48,7 +48,7 @@ def kind_of(module: torch.nn.Module) -> str | None:
 def is_computed(*tensors: Tensor, compiled: bool = False) -> bool:
     """Whether lowbit computes an operation between linear layers: on the CPU and without gradients. In code of a compiler that
     fuses other operations with their neighbors only if ``compiled`` is set."""
-    if not compiled and is_fused():
+    if is_fused() and not compiled:
         return False
     gradients = torch.is_grad_enabled()
     return all(x.is_cpu and x.dtype in DTYPES and not (gradients and x.requires_grad) for x in tensors)

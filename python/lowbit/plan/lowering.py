@@ -267,6 +267,7 @@ def _our_operators() -> None:
     simple(ops.embedding, Op.EMBEDDING, ["indices", "packed_weight"], ["embedding_dim"])
     simple(ops.activate, Op.ACTIVATE, ["x", "gate"], ["activation"])
     simple(ops.rms_norm, Op.RMS_NORM, ["x", "weight"], [], ["epsilon", "weight_offset"])
+    simple(ops.layer_norm, Op.LAYER_NORM, ["x", "weight", "bias"], [], ["epsilon"])
     simple(ops.rotary, Op.ROTARY, ["q", "k", "cos", "sin"], ["heads_dim", "layout", "round_once"])
     simple(ops.masked_attention, Op.MASKED_ATTENTION, ["q", "k", "v", "bounds"], [], ["scale", "softcap"])
 
@@ -454,7 +455,7 @@ def _singles() -> None:
     simple = {
         "neg": Compute.NEG, "abs": Compute.ABS, "reciprocal": Compute.RECIPROCAL, "sqrt": Compute.SQRT, "rsqrt": Compute.RSQRT,
         "exp": Compute.EXP, "log": Compute.LOG, "tanh": Compute.TANH, "sigmoid": Compute.SIGMOID, "sin": Compute.SIN,
-        "cos": Compute.COS, "floor": Compute.FLOOR, "logical_not": Compute.NOT,
+        "cos": Compute.COS, "floor": Compute.FLOOR, "logical_not": Compute.NOT, "log1p": Compute.LOG1P,
     }  # fmt: skip
 
     def lowering(op: Compute) -> Callable[[_Lowering, Call], None]:
@@ -495,12 +496,6 @@ def _softplus(to: _Lowering, call: Call) -> None:
     if (call.arguments["beta"], call.arguments["threshold"]) != (1, 20):
         raise Unplannable("a plan has only softplus with beta 1 and threshold 20")
     _elementwise(to, call.results[0], [call.arguments["self"]], Compute.SOFTPLUS, call.results[0].dtype)
-
-
-@_lowers(_ATEN.log1p.default)
-def _log1p(to: _Lowering, call: Call) -> None:
-    x = call.arguments["self"]
-    to.compute([(Compute.ADD, [0, 1.0], torch.float32), (Compute.LOG, [1], x.dtype)], [x], call.results[0])
 
 
 @_lowers(_ATEN.pow.Tensor_Scalar)
@@ -704,6 +699,15 @@ def _repeat_interleave(to: _Lowering, call: Call) -> None:
     source = replace(source, size=size, stride=split(source.stride, Extent(0)))
     outer = [stride.times(repeats) if d == dim else stride for d, stride in enumerate(target.stride)]
     to.step(Op.COPY, [source, replace(target, size=size, stride=split(tuple(outer), target.stride[dim]))])
+
+
+@_lowers(_ATEN.layer_norm.default, _ATEN.native_layer_norm.default)
+def _layer_norm(to: _Lowering, call: Call) -> None:
+    a = call.arguments
+    if len(a["normalized_shape"]) != 1:
+        raise Unplannable("a plan has only layer_norm over the last dimension")
+    # native_layer_norm also returns means and deviations, for gradients.
+    to.step(Op.LAYER_NORM, [to.contiguous(a["input"]), a["weight"], a["bias"], call.results[0]], [], [a["eps"]])
 
 
 @_lowers(_ATEN.embedding.default)

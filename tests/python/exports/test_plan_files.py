@@ -1,0 +1,168 @@
+"""Plans in files: lowbit.llm.export_decoder(decoder, "DIRECTORY/lowbit.plan"), load_decoder, lowbit certify, and the C++ program."""
+
+import shutil
+import struct
+import subprocess
+import zlib
+from pathlib import Path
+
+import lowbit
+import lowbit.exports.plan_export
+import lowbit.llm
+import pytest
+import torch
+from command_line import document, error, invoke, run
+from runners import EXAMPLE, build
+
+pytest.importorskip("transformers")
+from lowbit.llm.loading import load_model
+
+MODEL = EXAMPLE.parent / "tiny_llama" / "model"
+PROMPT = [0, 423, 265, 570, 297, 1474]
+CAPS = [isa for isa in ("portable", "avx2", "avx512vnni", "neon", "neondot") if isa == "portable" or isa in lowbit.isa()["cpu"]]
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory) -> Path:
+    """A packed model with its plan."""
+    directory = tmp_path_factory.mktemp("plan") / "packed"
+    lowbit.quantize_checkpoint(MODEL, directory, lowbit.LowBitConfig(bits=4))
+    lowbit.llm.export_decoder(lowbit.llm.Decoder(load_model(directory), 64), directory / "lowbit.plan")
+    return directory
+
+
+@pytest.fixture(scope="module")
+def decoder(packed) -> lowbit.llm.Decoder:
+    return lowbit.llm.Decoder(load_model(packed), 128, plan=False)
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory) -> Path:
+    """llm_runner_plan, built with nothing but lowbit."""
+    directory = tmp_path_factory.mktemp("runner")
+    build(EXAMPLE, directory, f"CMAKE_PREFIX_PATH={lowbit.cmake_prefix_path}", "PTE_RUNNER=OFF", "PT2_RUNNER=OFF")
+    return directory / "llm_runner_plan"
+
+
+@pytest.mark.parametrize("cache", [None, "bfloat16", "float16", "int8", "int8,int4", "int4"])
+def test_a_plan_has_the_bits_of_the_decoder(packed, decoder, cache):
+    step = lowbit.llm.load_decoder(packed / "lowbit.plan", max_length=128, cache=cache)
+    assert (step.max_length, step.vocabulary, step.recurrent) == (128, decoder.vocabulary, False)
+    own = decoder if cache is None else lowbit.llm.Decoder(load_model(packed), 128, cache, plan=False)
+    # A prompt, single tokens, and a text that is cut back.
+    calls = [(PROMPT, 0), ([7], 6), ([9], 7), ([5, 6, 8], 4), ([11], 7), ([3], 0)]
+    with torch.inference_mode():
+        for tokens, start in calls:
+            inputs = torch.tensor([tokens]), torch.tensor([start])
+            assert torch.equal(step(*inputs), own(*inputs))
+
+
+def test_generation(packed, decoder):
+    step = lowbit.llm.load_decoder(packed / "lowbit.plan")
+    expected = lowbit.llm.generate(decoder, PROMPT, 30, stop=step.stop)
+    assert lowbit.llm.generate(step, PROMPT, 30, max_length=128, stop=step.stop).tokens == expected.tokens
+
+
+def test_errors_of_a_step(packed):
+    step = lowbit.llm.load_decoder(packed / "lowbit.plan", max_length=32)
+    with pytest.raises(IndexError, match="no more than the max_length of 32 tokens"):
+        step(torch.zeros(1, 33, dtype=torch.int64), torch.tensor([0]))
+    with pytest.raises(ValueError, match=r"a text of 0 tokens is cut to 3"):
+        step(torch.tensor([[1]]), torch.tensor([3]))
+    for more, message in (
+        ({"max_length": 1 << 20}, r"has room for 1048576 tokens; expected 1 to \d+"),
+        ({"cache": "int3"}, "a cache is 'int3'; expected float32"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            lowbit.llm.load_decoder(packed / "lowbit.plan", **more)
+
+
+def _changed(path: Path, at: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+
+
+def test_damaged_files(packed, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(packed, copy)
+    file, weights = copy / "lowbit.plan", copy / "model.safetensors"
+    whole = file.read_bytes()
+
+    def refused(message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            lowbit.llm.load_decoder(file)
+
+    _changed(file, len(whole) // 2)
+    refused("checksum does not fit")
+    file.write_bytes(whole[:100])
+    refused("checksum does not fit")
+    file.write_bytes(b"no plan at all")
+    refused("does not begin with 'lowbit plan'")
+    version = whole[:12] + b"\x04" + whole[13:-4]  # zigzag of 2
+    file.write_bytes(version + struct.pack("<I", zlib.crc32(version)))
+    refused("version 2; expected 1")
+    file.write_bytes(whole)
+    content = weights.read_bytes()
+    weights.write_bytes(content[:-4096])
+    refused("bytes from byte")
+    weights.write_bytes(content)
+    lowbit.llm.load_decoder(file)
+    # The header of a packed weight has the checksum of its codes, so other weights are noticed.
+    lowbit.quantize_checkpoint(MODEL, tmp_path / "others", lowbit.LowBitConfig(bits=4, scale="absmax"))
+    shutil.copy(tmp_path / "others" / "model.safetensors", weights)
+    refused("has changed since the plan was made")
+
+
+def test_a_plan_is_written_beside_its_weights(packed, tmp_path, monkeypatch):
+    decoder = lowbit.llm.Decoder(load_model(packed), 64)
+    with pytest.raises(OSError, match="neither model.safetensors"):
+        lowbit.llm.export_decoder(decoder, tmp_path / "lowbit.plan")
+    lowbit.quantize_checkpoint(MODEL, tmp_path / "others", lowbit.LowBitConfig(bits=2))
+    monkeypatch.setattr(lowbit.exports.plan_export, "_MOST_INSIDE", 1 << 12)  # more are not kept in the plan
+    with pytest.raises(ValueError, match="expected the checkpoint that the decoder's model was loaded from"):
+        lowbit.llm.export_decoder(decoder, tmp_path / "others" / "lowbit.plan")
+    decoder.drop_plan("a test")
+    with pytest.raises(ValueError, match="has no plan: a test"):
+        lowbit.llm.export_decoder(decoder, packed / "other.plan")
+    assert not (packed / "other.plan").exists()
+
+
+def test_commands(packed, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(packed, copy)
+    before = (copy / "lowbit.plan").read_bytes()
+    assert document(invoke("export", copy, "--to", "plan", "--json"))["bytes"] == len(before)
+    assert (copy / "lowbit.plan").read_bytes() == before
+    said = document(invoke("certify", copy, "--json"))
+    assert said["made"] is False
+    (copy / "lowbit.plan").unlink()
+    again = document(invoke("certify", copy, "--json", "--threads", 2))
+    assert again["made"] is True and again["certificate"] == said["certificate"]
+    assert "expected those of lowbit quantize" in error(invoke("certify", MODEL))
+    assert "expected a file in" in error(invoke("export", copy, "--to", "plan", "--output", tmp_path / "x.plan"))
+    assert "expected a model of lowbit quantize or import" in error(invoke("export", MODEL, "--to", "plan"))
+
+
+def test_all_processors_compute_the_same(packed, program):
+    """The certificate, with every instruction set of this CPU and for any number of threads, from Python and from C++."""
+    file = packed / "lowbit.plan"
+    expected = f"{lowbit._C.PlanModel(str(file), 1).certify():016x}"
+    for isa in CAPS:
+        for threads in (1, 3):
+            command = ["env", f"LOWBIT_ISA={isa}", program, "--certify", "--threads", str(threads), file]
+            ran = subprocess.run(command, capture_output=True, text=True)
+            assert (ran.stdout.strip(), ran.stderr) == (expected, ""), isa
+    assert f"{run('certify', packed).stdout.strip()}" == expected
+
+
+def test_the_program_needs_only_lowbit(packed, program, decoder):
+    step = lowbit.llm.load_decoder(packed / "lowbit.plan")
+    expected = lowbit.llm.generate(decoder, PROMPT, 20, stop=step.stop).tokens
+    command = [program, "--ids", ",".join(map(str, PROMPT)), "--max-new-tokens", "20", packed / "lowbit.plan"]
+    ran = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert [int(token) for token in ran.stdout.split()] == expected
+    libraries = subprocess.run(["ldd", program], capture_output=True, text=True, check=True).stdout
+    assert "liblowbit" in libraries and not any(name in libraries for name in ("libtorch", "libexecutorch", "libgomp"))
+    wrong = subprocess.run([program, "--ids", "1", packed / "config.json"], capture_output=True, text=True)
+    assert wrong.returncode == 1 and "does not begin with 'lowbit plan'" in wrong.stderr
