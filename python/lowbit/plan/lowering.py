@@ -15,6 +15,7 @@ from .plan_file import ELEMENT_TYPES, Buffer, Compute, Extent, Kind, Op, Operand
 from .recording import Call, Recording, Sizes, Unplannable, View, unified
 
 _MOST_CONSTANT = 1 << 20  # bytes of a constant in a plan
+_MOST_FLOATS = 1 << 19  # numbers of a float layer for all tokens; torch multiplies many rows several times as fast
 _DTYPES = {torch.float32: 4, torch.bfloat16: 2, torch.float16: 2, torch.uint8: 1, torch.int32: 4, torch.int64: 8, torch.bool: 1}
 
 
@@ -605,6 +606,9 @@ def _float_linear(to: _Lowering, call: Call) -> None:
     assert weight is not None
     if to.plan.buffers[weight.buffer].kind not in (Kind.WEIGHT, Kind.CONSTANT):
         raise Unplannable("a plan has no products of activations")
+    rows = product(x.size[:-1])
+    if (rows.per_row or rows.constant > 16) and product(weight.size).constant > _MOST_FLOATS:
+        raise Unplannable("it has float layers, which torch multiplies faster")
     to.step(Op.FLOAT_LINEAR, [x, weight, a.get("bias"), *call.results])
 
 
