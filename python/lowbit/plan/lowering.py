@@ -566,6 +566,20 @@ def _fill(to: _Lowering, call: Call) -> None:
     to.compute([(Compute.CONVERT, [float(value)], out.dtype)], [], out)
 
 
+@_lowers(_ATEN.pad.default, _ATEN.constant_pad_nd.default)
+def _pad(to: _Lowering, call: Call) -> None:
+    a, target = call.arguments, to.operand(call.results[0])
+    source, pad = to.operand(a["self"]), a["pad"]
+    assert source is not None and target is not None
+    if a.get("mode", "constant") != "constant" or any(isinstance(each, Extent) or each < 0 for each in pad):
+        raise Unplannable("a plan has only constant padding of constant sizes")
+    to.compute([(Compute.CONVERT, [float(a["value"] or 0)], target.dtype)], [], target)
+    offset = target.offset
+    for number, before in enumerate(pad[::2]):  # the last dimension comes first
+        offset = _sum(offset, target.stride[-1 - number].times(before))
+    to.step(Op.COPY, [source, replace(target, size=source.size, offset=offset)])
+
+
 @_lowers(_ATEN.fill_.Scalar, _ATEN.zero_.default)
 def _fill_in_place(to: _Lowering, call: Call) -> None:
     out = call.arguments["self"]
