@@ -195,6 +195,7 @@ void compute_floats(Elementwise op, const Register& a, const Register& b, int64_
     case Elementwise::exp: return each_real(a, count, to, [](double x) { return exp_of(x); });
     case Elementwise::log: return each_real(a, count, to, [](double x) { return log_of(x); });
     case Elementwise::log1p: return each_real(a, count, to, [](double x) { return log1p_of(x); });
+    case Elementwise::expm1: return each_real(a, count, to, [](double x) { return expm1_of(x); });
     case Elementwise::tanh: return each_real(a, count, to, [](double x) { return tanh_of(x); });
     case Elementwise::sigmoid: return each_real(a, count, to, [](double x) { return sigmoid_of(x); });
     case Elementwise::softplus: return each_real(a, count, to, [](double x) { return softplus_of(x); });
@@ -484,7 +485,7 @@ Status compute(const TensorView* x, int64_t count, const Instruction* instructio
                       : is_comparison(p.op)        ? p.type == ElementType::boolean
                       : p.from_floats != makes_floats ? false
                       : p.op == Elementwise::select   ? true
-                      : makes_floats ? p.op < Elementwise::equal || p.op == Elementwise::log1p
+                      : makes_floats ? p.op < Elementwise::equal || p.op >= Elementwise::log1p
                                      : is_for_integers(p.op);
     if (!fits) {
       return Status::error("instruction %" PRId64 " has operator %" PRId64 ", which has no result of %s from these operands", i,

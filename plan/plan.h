@@ -92,9 +92,9 @@ enum class Elementwise : uint8_t {
   convert, add, sub, mul, div, minimum, maximum, neg, abs, reciprocal, sqrt, rsqrt, exp, log, tanh, sigmoid, softplus, sin, cos,
   floor, equal, not_equal, less, less_equal, greater, greater_equal, logical_and, logical_or, logical_not,
   select,  // a ? b : c
-  log1p,
+  log1p, expm1,
 };
-inline constexpr int kElementwise = 31;
+inline constexpr int kElementwise = 32;
 
 struct PlanStep {
   Opcode op = Opcode::copy;

@@ -53,6 +53,8 @@ inline double log1p_of(double x) {
   return x > -1e-4 && x < 1e-4 ? x - x * x * (0.5 - x * (1.0 / 3.0 - x * 0.25)) : log_of(1.0 + x);
 }
 
+inline double expm1_of(double x) { return x > -1e-5 && x < 1e-5 ? x + x * x * 0.5 : exp_of(x) - 1.0; }
+
 inline double sigmoid_of(double x) { return 1.0 / (1.0 + exp_of(-x)); }
 
 inline double tanh_of(double x) {

@@ -457,7 +457,7 @@ def _singles() -> None:
     simple = {
         "neg": Compute.NEG, "abs": Compute.ABS, "reciprocal": Compute.RECIPROCAL, "sqrt": Compute.SQRT, "rsqrt": Compute.RSQRT,
         "exp": Compute.EXP, "log": Compute.LOG, "tanh": Compute.TANH, "sigmoid": Compute.SIGMOID, "sin": Compute.SIN,
-        "cos": Compute.COS, "floor": Compute.FLOOR, "logical_not": Compute.NOT, "log1p": Compute.LOG1P,
+        "expm1": Compute.EXPM1, "cos": Compute.COS, "floor": Compute.FLOOR, "logical_not": Compute.NOT, "log1p": Compute.LOG1P,
     }  # fmt: skip
 
     def lowering(op: Compute) -> Callable[[_Lowering, Call], None]:
@@ -538,6 +538,16 @@ def _masked_fill(to: _Lowering, call: Call) -> None:
     a = call.arguments
     out = a["self"] if call.operator is _ATEN.masked_fill_.Scalar else call.results[0]
     _select(to, out, a["mask"], a["value"], a["self"])
+
+
+@_lowers(_ATEN.index_put_.default)
+def _index_put(to: _Lowering, call: Call) -> None:
+    """Lowers x[mask] = number."""
+    a = call.arguments
+    x, indices, values = a["self"], a["indices"], a["values"]
+    if len(indices) != 1 or indices[0].dtype is not torch.bool or indices[0].size != x.size or values.size or a["accumulate"]:
+        raise Unplannable("a plan has only assignments of a number to a mask")
+    _select(to, x, indices[0], values, x)
 
 
 def _select(to: _Lowering, out: View, condition: View, yes: Any, no: Any) -> None:

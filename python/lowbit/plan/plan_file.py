@@ -47,7 +47,7 @@ class Compute(IntEnum):
 
     CONVERT, ADD, SUB, MUL, DIV, MINIMUM, MAXIMUM, NEG, ABS, RECIPROCAL, SQRT, RSQRT, EXP, LOG, TANH, SIGMOID, SOFTPLUS, SIN, \
         COS, FLOOR, EQUAL, NOT_EQUAL, LESS, LESS_EQUAL, GREATER, GREATER_EQUAL, AND, OR, NOT, SELECT, \
-        LOG1P = range(31)  # fmt: skip
+        LOG1P, EXPM1 = range(32)  # fmt: skip
 
 
 class Extent(NamedTuple):
