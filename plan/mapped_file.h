@@ -46,7 +46,7 @@ class MappedFile {
     const int64_t bytes = _ftelli64(file.get());
     _fseeki64(file.get(), 0, SEEK_SET);
     memory_.data = allocate_aligned(bytes + 1);
-    if (memory_.data == nullptr) return Status::no_memory("no memory for the %lld bytes of %s", static_cast<long long>(bytes), path.c_str());
+    if (memory_.data == nullptr) return Status::no_memory("no memory for %s", path.c_str());
     memory_.bytes = bytes;
     if (std::fread(memory_.data, 1, static_cast<size_t>(bytes), file.get()) != static_cast<size_t>(bytes)) {
       return Status::system("%s cannot be read", path.c_str());

@@ -118,7 +118,8 @@ Status PlanModel::open(const std::string& file, int threads, std::unique_ptr<Pla
     }
     for (const PlanStep& step : plan.steps) {
       const Operand& last = step.operands.back();
-      if (last.buffer >= 0 && plan.buffers[static_cast<size_t>(last.buffer)].kind == BufferKind::output) own->output_type = last.type;
+      const bool is_output = last.buffer >= 0 && plan.buffers[static_cast<size_t>(last.buffer)].kind == BufferKind::output;
+      if (is_output) own->output_type = last.type;
     }
     if (!is_activation_type(own->output_type)) {
       return Status::error("%s has logits of %s; expected floats", file.c_str(), name_of(own->output_type));

@@ -51,8 +51,8 @@ class LOWBIT_API PlanModel {
   Status begin(int64_t length, TextCache keys, TextCache values, std::unique_ptr<PlanSession>* session) const;
   // Adds tokens to a text. logits [vocabulary] are those after the last one. One call at a time.
   Status feed(PlanSession& session, const int64_t* tokens, int64_t count, float* logits);
-  // A digest of the logits of a fixed text, its first tokens in one call and its last ones alone, over caches of float32. With the
-  // same files it is the same on every machine, for any number of threads.
+  // A digest of the logits of a fixed text, its first tokens in one call and its last ones alone, over caches of float32. With
+  // the same files it is the same on every machine, for any number of threads.
   Status certify(uint64_t* certificate);
 
  private:

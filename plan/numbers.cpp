@@ -55,8 +55,8 @@ struct Walk {
     return result;
   }
 
-  // Calls work(each) for claims of blocks, on several threads; each(body) calls body(offsets, values) for each block of a claim,
-  // of up to kBlock values. Offsets are in elements.
+  // Calls work(each) for claims of blocks, on several threads; each(body) calls body(offsets, values) for each block of a
+  // claim, of up to kBlock values. Offsets are in elements.
   template <class Work>
   void claims(int tensors, const Parallel& parallel, const Work& work) const {
     const int64_t per_row = blocks_per_row();
@@ -423,8 +423,8 @@ Status compute(const TensorView* x, int64_t count, const Instruction* instructio
                const double* constants, int64_t constant_count, const TensorView& out, const Parallel& parallel) {
   if (count < 0 || count > kMostInputs || instruction_count < 1 || constant_count < 0 ||
       count + instruction_count + 2 * constant_count > kMostRegisters) {
-    return Status::error("a computation has %" PRId64 " inputs, %" PRId64 " instructions and %" PRId64 " constants; expected at "
-                         "most %" PRId64 " inputs and %" PRId64 " registers", count, instruction_count, constant_count,
+    return Status::error("a computation has %" PRId64 " inputs, %" PRId64 " instructions and %" PRId64 " constants; expected "
+                         "at most %" PRId64 " inputs and %" PRId64 " registers", count, instruction_count, constant_count,
                          kMostInputs, kMostRegisters);
   }
   ElementType types[kMostRegisters];
@@ -437,7 +437,7 @@ Status compute(const TensorView* x, int64_t count, const Instruction* instructio
     types[i] = x[i].type;
     tensors[i + 1] = &x[i];
   }
-  // Checks the instructions. Each constant has a register of floats and one of integers, behind the others.
+  // Checks the instructions. Each constant has a register of floats and one of integers, after the registers of results.
   const int64_t first_constant = count + instruction_count;
   struct Plain {
     Elementwise op;
@@ -566,7 +566,9 @@ Status float_linear(const TensorView& x, const TensorView& weight, const TensorV
     if (Status status = check_floats("bias", *bias, 1); !status.ok()) return status;
     if (Status status = check_shape_is("bias", *bias, {1, {n}}); !status.ok()) return status;
   }
-  if (Status status = check_apart({{"out", &out}}, {{"x", &x}, {"weight", &weight}, {"bias", bias}}); !status.ok()) return status;
+  if (Status status = check_apart({{"out", &out}}, {{"x", &x}, {"weight", &weight}, {"bias", bias}}); !status.ok()) {
+    return status;
+  }
   if (out.shape.numel() == 0) return {};
   const bool plain = x.type == ElementType::f32 && weight.type == ElementType::f32 && inputs.step() == 1 && weights.step() == 1;
   constexpr int64_t kOutputsPerClaim = 16;
@@ -667,10 +669,10 @@ Status top(const TensorView& x, const TensorView& values, const TensorView& indi
       for (int64_t found = 0; found < largest.width; ++found) {
         int64_t best = -1;
         for (int64_t i = 0; i < inputs.width; ++i) {
+          if (taken[i]) continue;
           // A NaN counts as the largest number, as in torch.
-          if (!taken[i] && (best < 0 || numbers[i] > numbers[best] || (numbers[i] != numbers[i] && numbers[best] == numbers[best]))) {
-            best = i;
-          }
+          const bool first_nan = best >= 0 && numbers[i] != numbers[i] && numbers[best] == numbers[best];
+          if (best < 0 || numbers[i] > numbers[best] || first_nan) best = i;
         }
         taken[best] = true;
         store_from_f32(values.data, dtype_of(values.type), to + found * largest.step(), numbers[best]);

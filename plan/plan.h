@@ -1,7 +1,7 @@
 // A plan: a whole step of a model as a list of operators over one table of buffers, and what runs it.
 //
-// Sizes depend on two numbers of a call: its rows (tokens), and how many of them are kept for the output. A call has one or more
-// texts, each with a range of rows and caches of its own; only attention and operators with states separate them.
+// Sizes depend on two numbers of a call: its rows (tokens), and how many of them are kept for the output. A call has one or
+// more texts, each with a range of rows and caches of its own; only attention and operators with states separate them.
 // docs/internals/plan.md describes the file.
 #pragma once
 
@@ -35,7 +35,8 @@ struct Buffer {
   int64_t index = 0;        // the number of an input or output; the layer of a cache
   int64_t slot = 0;         // of a cache
   std::string name;         // of a weight in the model's state
-  // Where a weight is stored: in a file beside the plan's, if it is not empty. The checksum is that of its first kChecked bytes.
+  // Where a weight is stored: in a file beside the plan's, if it is not empty. The checksum is that of its first kChecked
+  // bytes.
   std::string file;
   int64_t offset = 0;
   uint32_t checksum = 0;

@@ -143,8 +143,8 @@ struct PlanRun::Implementation {
       const Signature& expected = kSignatures[static_cast<size_t>(step.op)];
       const auto fits = [](size_t count, int wanted) { return wanted < 0 || count == static_cast<size_t>(wanted); };
       if (step.operands.size() < static_cast<size_t>(expected.least_operands) ||
-          step.operands.size() > static_cast<size_t>(expected.most_operands) || !fits(step.integers.size(), expected.integers) ||
-          !fits(step.numbers.size(), expected.numbers)) {
+          step.operands.size() > static_cast<size_t>(expected.most_operands) ||
+          !fits(step.integers.size(), expected.integers) || !fits(step.numbers.size(), expected.numbers)) {
         return Status::error("step %zu, %s, has %zu operands, %zu integers and %zu numbers; expected other numbers of them", i,
                              expected.name, step.operands.size(), step.integers.size(), step.numbers.size());
       }
@@ -281,8 +281,8 @@ struct PlanRun::Implementation {
   Status run(const PlanCall& call) {
     if (!refusal.ok()) return refusal;
     if (call.rows < 1 || call.rows > kMostRows || call.kept < 0 || call.kept > call.rows) {
-      return Status::error("a call has %" PRId64 " rows of which %" PRId64 " are kept; expected 1 to %" PRId64 " rows", call.rows,
-                           call.kept, kMostRows);
+      return Status::error("a call has %" PRId64 " rows of which %" PRId64 " are kept; expected 1 to %" PRId64 " rows",
+                           call.rows, call.kept, kMostRows);
     }
     int64_t done = 0;
     for (int64_t t = 0; t < call.text_count; ++t) {
@@ -417,7 +417,8 @@ struct PlanRun::Implementation {
     const auto optional = [&](size_t i) { return step.operands[i].buffer < 0 ? nullptr : part + i; };
     for (size_t i = 0; i < count; ++i) {
       part[i] = v[i];
-      const bool has_rows = step.op == Opcode::attention ? i != 3 : step.op == Opcode::linear_attention || i == 0 || i == count - 1;
+      const bool has_rows =
+          step.op == Opcode::attention ? i != 3 : step.op == Opcode::linear_attention || i == 0 || i == count - 1;
       if (step.operands[i].buffer < 0 || !has_rows) continue;
       const int dim = step.op == Opcode::attention && i != count - 1 ? 2 : 1;
       if (v[i].shape.ndim <= dim || v[i].shape.size[dim] != rows || v[i].shape.size[0] != 1) {

@@ -289,7 +289,7 @@ class Cpp:
                 self.commands[target[1], source] = self._command(entry["command"], source, entry["output"])
         self.objects = {key: BUILD / command[-1] for key, command in self.commands.items()}
         self.seconds: dict[tuple[str, ...], float] = {}
-        for directory in ("kernels", "ops", "tests/cpp", "examples/vendor_kernel"):
+        for directory in ("kernels", "ops", "plan", "tests/cpp", "examples/vendor_kernel"):
             shutil.copytree(ROOT / directory, TREE / directory, dirs_exist_ok=True)
 
     @staticmethod

@@ -78,7 +78,7 @@ inline LlmOptions parse_llm_options(int argc, char** argv, const char* model_kin
       "  --seed S             seed of sampling (default: 0)\n"
       "  --threads N          (default: all)\n"
       "  --stats              prints tokens per second to stderr" +
-      (std::string(model_kind) == ".plan" ? "\n  --certify            prints only the certificate of a plan, without --ids" : "");
+      (std::string(model_kind) == ".plan" ? "\n  --certify            prints only a plan's certificate; needs no --ids" : "");
   LlmOptions options;
   constexpr int64_t kMost = int64_t{1} << 31;
   for (int i = 1; i < argc; ++i) {

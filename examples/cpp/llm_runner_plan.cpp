@@ -16,9 +16,9 @@ void check(const lowbit::Status& status) {
 
 void run(int argc, char** argv) {
   const LlmOptions options = parse_llm_options(argc, argv, ".plan");
-  const int threads = options.threads > 0 ? static_cast<int>(options.threads) : static_cast<int>(std::thread::hardware_concurrency());
+  const int64_t threads = options.threads > 0 ? options.threads : std::max(1u, std::thread::hardware_concurrency());
   std::unique_ptr<lowbit::PlanModel> plan;
-  check(lowbit::PlanModel::open(options.model, std::max(threads, 1), &plan));
+  check(lowbit::PlanModel::open(options.model, static_cast<int>(threads), &plan));
   if (options.certify) {
     uint64_t certificate = 0;
     check(plan->certify(&certificate));

@@ -14,7 +14,8 @@ import sys
 import tempfile
 
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.M)
-HOSTS = {  # host framework: the prefix of its includes, and the only file of ops/ that may have them
+LAYERS = {"kernels": ("kernels",), "ops": ("kernels", "ops"), "plan": ("kernels", "ops", "plan")}  # what each may include
+HOSTS = {  # host framework: the prefix of its includes, and the only file of ops/ and of plan/ that may have them
     "torch": (("torch", "ATen", "c10", "caffe2"), "torch_ops.cpp"),
     "executorch": (("executorch",), "executorch_ops.cpp"),
     "pybind11": (("pybind11", "Python.h"), "module.cpp"),
@@ -24,8 +25,7 @@ SUFFIXES = {".h", ".hpp", ".inc", ".cpp", ".cc", ".c"}
 
 def violations(root: pathlib.Path) -> tuple[list[str], int]:
     found, files = [], 0
-    for layer in ("kernels", "ops"):
-        allowed = ("kernels",) if layer == "kernels" else ("kernels", "ops")
+    for layer, allowed in LAYERS.items():
         for path in sorted((root / layer).rglob("*")):
             if path.suffix not in SUFFIXES:
                 continue
@@ -33,10 +33,10 @@ def violations(root: pathlib.Path) -> tuple[list[str], int]:
             for quote, name in INCLUDE.findall(path.read_text(encoding="utf-8")):
                 where = f"{path.relative_to(root).as_posix()} includes {name}"
                 for host, (prefixes, only_file) in HOSTS.items():
-                    if name.split("/")[0] in prefixes and not (layer == "ops" and path.name == only_file):
-                        found.append(f"{where}: {host} is for ops/{only_file} only")
+                    if name.split("/")[0] in prefixes and not (layer != "kernels" and path.name == only_file):
+                        found.append(f"{where}: {host} is for {only_file} of ops/ and plan/ only")
                 if quote == "<":
-                    if name.split("/")[0] in ("kernels", "ops", "tests", "bench"):
+                    if name.split("/")[0] in (*LAYERS, "tests", "bench"):
                         found.append(f"{where}: the project's own headers are included by their relative path")
                     continue
                 target = (path.parent / name).resolve()

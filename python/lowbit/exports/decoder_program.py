@@ -138,7 +138,8 @@ def export_decoder(
     Args:
         decoder: quantized, in eval mode.
         path: a name that ends in .plan, .pte or .pt2; replaced atomically, and unchanged if the export fails.
-        chunk: largest number of tokens of one call of a .pte or .pt2. Longer prompts are split; a .pte reserves memory for one chunk.
+        chunk: largest number of tokens of one call of a .pte or .pt2. Longer prompts are split; a .pte reserves memory for one
+            chunk.
         stop: tokens that end a text; None: those of the model's configuration.
         xnnpack: in a .pte, run the operators that XNNPACK supports there; otherwise all but lowbit's operators run on
             ExecuTorch's kernels.
@@ -241,8 +242,9 @@ _LOADERS = {".plan": _load_plan, ".pte": _load_pte, ".pt2": _load_pt2}
 
 
 def load_decoder(path: str | os.PathLike[str], *, max_length: int | None = None, cache: str | None = None) -> ExportedDecoder:
-    """Loads a file of :func:`export_decoder`: a .plan into lowbit's library, a .pte into ExecuTorch's runtime in this process,
-    a .pt2 into torch.
+    """Loads a file of :func:`export_decoder`.
+
+    A .plan runs in lowbit's library, a .pte in ExecuTorch's runtime in this process, a .pt2 in torch.
 
     A .pt2 holds machine code: load only files that you trust as much as a program.
 

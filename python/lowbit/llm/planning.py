@@ -21,7 +21,7 @@ from .proof import EXACT_LIMIT, PIECES_LIMIT, Rounding
 if TYPE_CHECKING:
     from .decoder import Decoder
 
-# Rows and kept rows of the calls that are recorded. More than one of each, because torch treats dimensions of size 1 differently.
+# Rows and kept rows of the recorded calls. More than one of each, because torch treats dimensions of size 1 differently.
 _CALLS = ((4, 2), (6, 3), (9, 5), (12, 7))
 _INPUTS = 3  # tokens, positions, kept rows; start follows, which each text has
 

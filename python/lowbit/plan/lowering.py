@@ -15,6 +15,7 @@ from .plan_file import ELEMENT_TYPES, Buffer, Compute, Extent, Kind, Op, Operand
 from .recording import Call, Recording, Sizes, Unplannable, View, unified
 
 _MOST_CONSTANT = 1 << 20  # bytes of a constant in a plan
+_MOST_FLOATS = 1 << 19  # numbers of a float layer for all tokens; torch multiplies many rows several times as fast
 _DTYPES = {torch.float32: 4, torch.bfloat16: 2, torch.float16: 2, torch.uint8: 1, torch.int32: 4, torch.int64: 8, torch.bool: 1}
 
 
@@ -330,8 +331,8 @@ def _linear_attention(to: _Lowering, call: Call) -> None:
 
 
 @_lowers(
-    _ATEN.reshape.default, _ATEN.contiguous.default, _ATEN.clone.default, _ATEN.to.dtype, _ATEN.to.dtype_layout, _ATEN._to_copy.default,
-    _ATEN.to.device, _ATEN.type_as.default, _ATEN.flatten.using_ints, _ATEN.dropout.default,
+    _ATEN.reshape.default, _ATEN.contiguous.default, _ATEN.clone.default, _ATEN.to.dtype, _ATEN.to.dtype_layout,
+    _ATEN._to_copy.default, _ATEN.to.device, _ATEN.type_as.default, _ATEN.flatten.using_ints, _ATEN.dropout.default,
     _ATEN._reshape_copy.default,
 )  # fmt: skip
 def _copy(to: _Lowering, call: Call) -> None:
@@ -422,7 +423,8 @@ def _common(values: Sequence[Any], fallback: torch.dtype) -> torch.dtype:
 def _pairs() -> None:
     simple = {
         "add": Compute.ADD, "sub": Compute.SUB, "mul": Compute.MUL, "div": Compute.DIV, "multiply": Compute.MUL,
-        "min": Compute.MINIMUM, "max": Compute.MAXIMUM, "minimum": Compute.MINIMUM, "maximum": Compute.MAXIMUM, "__or__": Compute.OR, "__and__": Compute.AND,
+        "min": Compute.MINIMUM, "max": Compute.MAXIMUM, "minimum": Compute.MINIMUM, "maximum": Compute.MAXIMUM,
+        "__or__": Compute.OR, "__and__": Compute.AND,
         "bitwise_or": Compute.OR, "bitwise_and": Compute.AND, "logical_and": Compute.AND, "logical_or": Compute.OR,
         "eq": Compute.EQUAL, "ne": Compute.NOT_EQUAL, "lt": Compute.LESS, "le": Compute.LESS_EQUAL, "gt": Compute.GREATER,
         "ge": Compute.GREATER_EQUAL, "greater": Compute.GREATER, "less": Compute.LESS,
@@ -604,6 +606,9 @@ def _float_linear(to: _Lowering, call: Call) -> None:
     assert weight is not None
     if to.plan.buffers[weight.buffer].kind not in (Kind.WEIGHT, Kind.CONSTANT):
         raise Unplannable("a plan has no products of activations")
+    rows = product(x.size[:-1])
+    if (rows.per_row or rows.constant > 16) and product(weight.size).constant > _MOST_FLOATS:
+        raise Unplannable("it has float layers, which torch multiplies faster")
     to.step(Op.FLOAT_LINEAR, [x, weight, a.get("bias"), *call.results])
 
 

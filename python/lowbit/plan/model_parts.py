@@ -26,7 +26,7 @@ class ModelParts:
             for part in (module._modules, module._parameters, module._buffers):
                 self._add(part, *part)
             self._add(vars(module), "forward", "training")
-            self._hooks += [module._forward_hooks, module._forward_pre_hooks]  # they change what a module computes, or see it
+            self._hooks += [module._forward_hooks, module._forward_pre_hooks]  # what changes or sees results
         self._counts = list(map(len, self._hooks))
         self._tensors = list(state_of(model).values())
         # `parameter.data = other` and Module.to() replace the memory. Aliases keep it, so that no other tensor gets its address.

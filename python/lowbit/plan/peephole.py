@@ -114,7 +114,7 @@ def _has_rows(operand: Operand) -> bool:
 
 
 def _outer_stride(dimension: tuple[Extent, Extent]) -> Extent | None:
-    """The stride of the dimension before this one, if rows are equidistant; None if it depends on the call in both size and stride."""
+    """The stride of the dimension before this one, if rows are equidistant; None if it grows with the square of the tokens."""
     size, stride = dimension
     if size.per_row or size.per_kept:
         return None if stride.per_row or stride.per_kept else size.times(stride.constant)

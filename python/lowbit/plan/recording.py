@@ -164,7 +164,8 @@ class Sizes:
         self._known: dict[tuple[int, ...], Extent] = {}
 
     def extent(self, values: tuple[int, ...]) -> Extent:
-        """
+        """The extent that has these values in the recorded calls.
+
         Raises:
             Unplannable: a number is no constant plus multiples of rows and kept rows.
         """

@@ -133,8 +133,8 @@ def run(
         prompt: tokens of the prompt.
         new: number of tokens to decode after it, at least 1.
         threads: number of threads, restored at the end; None: torch's.
-        modes: some of ``MODES``: "plan" (as lowbit generate), "eager" (the model's Python code), "compile" (torch.compile), "aot"
-            (AOTInductor).
+        modes: some of ``MODES``: "plan" (as lowbit generate), "eager" (the model's Python code), "compile" (torch.compile),
+            "aot" (AOTInductor).
         rounds: number of turns of each mode.
         dtype: the dtype of the activations of random weights.
         cache: type of the KV cache, as in :class:`Decoder`.

@@ -122,7 +122,7 @@ def test_no_compiler(packed, tmp_path):
     from torch._inductor import config
 
     for arguments in (
-        ("generate", packed[0], "--prompt", PROMPT, "--compile"), ("bench", packed[0]),
+        ("generate", packed[0], "--prompt", PROMPT, "--compile"), ("bench", packed[0], "--mode", "aot"),
         ("export", packed[0], "--to", "pt2", "--output", tmp_path / "m.pt2"),
     ):  # fmt: skip
         # The system's errors for a directory and an empty name differ from that for a missing program.

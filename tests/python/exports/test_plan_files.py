@@ -1,4 +1,4 @@
-"""Plans in files: lowbit.llm.export_decoder(decoder, "DIRECTORY/lowbit.plan"), load_decoder, lowbit certify, and the C++ program."""
+"""Plans in files: export_decoder, load_decoder, lowbit certify, and the C++ program."""
 
 import shutil
 import struct

@@ -52,7 +52,8 @@ def mixed(name: str, planes: bool) -> torch.nn.Module:
 
 @pytest.mark.parametrize("name, planes", [("llama", False), ("qwen3", False), ("qwen3", True)])
 def test_a_decoder_has_the_same_bits(name, planes):
-    shared, alone = Decoder(mixed(name, planes), 32), plain(Decoder(mixed(name, planes), 32))
+    shared, alone = (Decoder(mixed(name, planes), 32, plan=False) for _ in range(2))
+    alone = plain(alone)
     groups = [len(group.layers) for group in shared._takeover._shared]
     assert groups == [3, 2] * shared.layers
     assert not alone._takeover._shared
@@ -64,6 +65,8 @@ def test_a_decoder_has_the_same_bits(name, planes):
         second = logits(shared, [5], len(PROMPT))
     assert calls.counts["linears"] == 0  # with one row, a call for each layer is faster
     assert torch.equal(second, logits(alone, [5], len(PROMPT)))
+    planned = Decoder(mixed(name, planes), 32)  # with one call for the layers of an input, for any number of rows
+    assert torch.equal(logits(planned, PROMPT), first) and torch.equal(logits(planned, [5], len(PROMPT)), second)
 
 
 def test_release_gives_the_layers_back():

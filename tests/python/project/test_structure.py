@@ -78,7 +78,7 @@ def test_no_file_name_stands_twice():
     assert len(beside) <= 8, beside
 
 
-FOLDERS = ("adapters", "bench", "cmake", "docs", "examples", "kernels", "make", "ops", "python", "scripts", "tests")
+FOLDERS = ("adapters", "bench", "cmake", "docs", "examples", "kernels", "make", "ops", "plan", "python", "scripts", "tests")
 CODE = ("py", "pyi", "cpp", "h", "c", "sh", "cmake")
 
 
@@ -135,7 +135,7 @@ def test_the_recipe_for_an_isa_names_all_its_files():
     text = (root / "CONTRIBUTING.md").read_text(encoding="utf-8")
     recipe = text[text.index("## Recipe: an ISA") : text.index("## Recipe: the placement of a width")]
     names_it = re.compile(r"avx_?vnni(?!_?int8)", re.IGNORECASE)
-    parts = [root / part for part in ("kernels", "ops", "cmake", "python", "tests", "bench", "scripts")]
+    parts = [root / part for part in ("kernels", "ops", "plan", "cmake", "python", "tests", "bench", "scripts")]
     files = [path for part in parts for path in part.rglob("*") if path.suffix in (".h", ".cpp", ".py", ".cmake", ".sh")]
     named = {
         path.relative_to(root).as_posix()

@@ -36,6 +36,22 @@ def stub() -> dict[str, str]:
             found[node.name] = f"({ast.unparse(node.args)}) -> {ast.unparse(node.returns)}"
         elif isinstance(node, ast.AnnAssign):
             found[node.target.id] = ast.unparse(node.annotation)
+        elif isinstance(node, ast.ClassDef):
+            for member in node.body:
+                is_property = bool(member.decorator_list)
+                names = "property" if is_property else ", ".join(argument.arg for argument in member.args.args)
+                found[f"{node.name}.{member.name}"] = names
+    return found
+
+
+def members(kind: type) -> dict[str, str]:
+    """Names of the parameters of methods; properties."""
+    found = {}
+    for name, value in vars(kind).items():
+        if isinstance(value, property):
+            found[f"{kind.__name__}.{name}"] = "property"
+        elif "(self: " in (value.__doc__ or "") and (name == "__init__" or not name.startswith("_")):
+            found[f"{kind.__name__}.{name}"] = ", ".join(re.findall(r"(?:\(|, )(\w+): ", value.__doc__))
     return found
 
 
@@ -43,6 +59,9 @@ def module() -> dict[str, str]:
     found = {}
     for name, value in vars(_C).items():
         if name.startswith("__"):
+            continue
+        if isinstance(value, type):
+            found |= members(value)
             continue
         if not callable(value):
             found[name] = type(value).__name__
