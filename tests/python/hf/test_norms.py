@@ -8,6 +8,7 @@ import lowbit
 import pytest
 import torch
 from lowbit.hf import norms
+from lowbit.operators.elementwise import each_operator_alone
 from torch.nn import LayerNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -170,6 +171,20 @@ def test_calls_that_stay():
     assert count.layer_norms == 1
     with torch.no_grad():
         assert found.equal(lowbit.layer_norm(x, plain.weight, plain.bias))
+
+
+@pytest.mark.parametrize("kind", ["torch", "olmo", "gemma"])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_programs_that_run_each_operator_alone(kind):
+    """A .pte has lowbit's operators, with the bits of eager mode."""
+    torch.manual_seed(0)
+    module, x = trained(CLASSES[kind][0](), torch.float32), torch.randn(2, 3, 48)
+    norms.replace(module)
+    with torch.no_grad():
+        with each_operator_alone():
+            program = torch.export.export(module, (x,))
+        assert [str(node.target).split(".")[0] for node in program.graph.nodes if node.op == "call_function"] == ["lowbit"]
+        assert program.module()(x).equal(module(x))
 
 
 SIZES = dict(
