@@ -1,5 +1,6 @@
 """Plans in files: export_decoder, load_decoder, lowbit certify, and the C++ program."""
 
+import ctypes
 import shutil
 import struct
 import subprocess
@@ -162,7 +163,52 @@ def test_the_program_needs_only_lowbit(packed, program, decoder):
     command = [program, "--ids", ",".join(map(str, PROMPT)), "--max-new-tokens", "20", packed / "lowbit.plan"]
     ran = subprocess.run(command, capture_output=True, text=True, check=True)
     assert [int(token) for token in ran.stdout.split()] == expected
+    command = [program.with_name("tokens"), packed / "lowbit.plan", "20", *map(str, PROMPT)]
+    ran = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert [int(token) for token in ran.stdout.split()] == expected
     libraries = subprocess.run(["ldd", program], capture_output=True, text=True, check=True).stdout
     assert "liblowbit" in libraries and not any(name in libraries for name in ("libtorch", "libexecutorch", "libgomp"))
     wrong = subprocess.run([program, "--ids", "1", packed / "config.json"], capture_output=True, text=True)
     assert wrong.returncode == 1 and "does not begin with 'lowbit plan'" in wrong.stderr
+
+
+def test_the_c_interface_refuses(packed):
+    """Bad arguments, by ctypes: every function that can fail says why."""
+    library = ctypes.CDLL(str(Path(lowbit._C.__file__).parent / "liblowbit.so"))
+    error, model, text = ctypes.create_string_buffer(320), ctypes.c_void_p(), ctypes.c_void_p()
+    file = str(packed / "lowbit.plan").encode()
+
+    class Options(ctypes.Structure):
+        _fields_ = [("size", ctypes.c_size_t), ("threads", ctypes.c_int)]
+
+    class TextOptions(ctypes.Structure):
+        _fields_ = [("size", ctypes.c_size_t), ("length", ctypes.c_int64), ("keys", ctypes.c_int), ("values", ctypes.c_int)]
+
+    def said(result: int, *arguments) -> str:
+        found = arguments[0](*arguments[1:], error)
+        assert found == result, error.value
+        return error.value.decode()
+
+    assert library.lowbit_api_version() == 1
+    assert "NULL" in said(1, library.lowbit_open, None, None, ctypes.byref(model))
+    assert "does not open" in said(4, library.lowbit_open, b"/no/such.plan", None, ctypes.byref(model))
+    for options, message in ((Options(3, 1), "size of options is 3"), (Options(12, -1), "there are -1 threads")):
+        assert message in said(1, library.lowbit_open, file, ctypes.byref(options), ctypes.byref(model))
+    assert said(0, library.lowbit_open, file, ctypes.byref(Options(8, 99)), ctypes.byref(model)) == ""  # an old caller's struct
+    for options, message in (
+        (TextOptions(24, 1 << 20), "room for 1048576 tokens"), (TextOptions(24, 16, 9), "a cache is 9"),
+    ):  # fmt: skip
+        assert message in said(1, library.lowbit_text_new, model, ctypes.byref(options), ctypes.byref(text))
+    assert said(0, library.lowbit_text_new, model, ctypes.byref(TextOptions(24, 16)), ctypes.byref(text)) == ""
+    tokens, logits = (ctypes.c_int64 * 17)(), (ctypes.c_float * (1 << 16))()
+    count = ctypes.c_int64
+    assert "NULL" in said(1, library.lowbit_feed, model, text, None, count(1), logits)
+    assert "at most 16 altogether" in said(2, library.lowbit_feed, model, text, tokens, count(17), logits)
+    tokens[0] = -1
+    assert "there is no token -1" in said(1, library.lowbit_feed, model, text, tokens, count(1), logits)
+    assert "is cut to 3" in said(1, library.lowbit_text_cut, text, count(3))
+    library.lowbit_most_likely.restype = count
+    assert library.lowbit_most_likely((ctypes.c_float * 3)(1.0, float("nan"), 0.0), count(3)) == -1
+    library.lowbit_text_free(text)
+    library.lowbit_close(model)
+    library.lowbit_close(None)

@@ -1,0 +1,95 @@
+/* Language models in C: opens a plan's file and the weights beside it, feeds tokens, gives logits.
+ *
+ * Every function that can fail returns LOWBIT_OK, or another result and, in `error`, one sentence that says what was found and
+ * what was expected. `error` may be NULL. No exception leaves these functions, and no function ends the process. Functions of
+ * different models may run at the same time; calls of one model wait for each other. A text must not be used by two threads at
+ * once, and must be freed before its model.
+ *
+ *   lowbit_model* model;
+ *   lowbit_text* text;
+ *   if (lowbit_open("model/lowbit.plan", NULL, &model, &error) != LOWBIT_OK) ...
+ *   if (lowbit_text_new(model, NULL, &text, &error) != LOWBIT_OK) ...
+ *   if (lowbit_feed(model, text, tokens, count, logits, &error) != LOWBIT_OK) ...
+ */
+#ifndef LOWBIT_LOWBIT_H
+#define LOWBIT_LOWBIT_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#if defined(_WIN32) && !defined(LOWBIT_STATIC)
+#define LOWBIT_C_API
+#elif defined(__GNUC__)
+#define LOWBIT_C_API __attribute__((visibility("default")))
+#else
+#define LOWBIT_C_API
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef struct lowbit_model lowbit_model;
+typedef struct lowbit_text lowbit_text;
+
+typedef enum {
+  LOWBIT_OK = 0,
+  LOWBIT_INVALID = 1,      /* an argument or a file */
+  LOWBIT_OUT_OF_RANGE = 2, /* a text that does not fit, an index */
+  LOWBIT_NO_MEMORY = 3,
+  LOWBIT_SYSTEM = 4 /* a file that does not open, threads that do not start */
+} lowbit_result;
+
+typedef struct {
+  char message[320];
+} lowbit_error;
+
+/* How keys and values are kept. With I8 and I4 each position of a head has a scale. */
+typedef enum { LOWBIT_F32 = 0, LOWBIT_BF16 = 1, LOWBIT_F16 = 2, LOWBIT_I8 = 3, LOWBIT_I4 = 4 } lowbit_cache;
+
+/* Options begin with their size, sizeof of the struct, so that later versions can add fields. Zeros are defaults. */
+typedef struct {
+  size_t size;
+  int threads; /* 0: one for each CPU that the process may use */
+} lowbit_open_options;
+
+typedef struct {
+  size_t size;
+  int64_t length; /* tokens that fit; 0: 2048, or the model's positions if they are fewer */
+  lowbit_cache keys, values;
+} lowbit_text_options;
+
+/* The number of this interface. Functions are only added to it. */
+LOWBIT_C_API int lowbit_api_version(void);
+
+LOWBIT_C_API lowbit_result lowbit_open(const char* file, const lowbit_open_options* options, lowbit_model** model,
+                                       lowbit_error* error);
+LOWBIT_C_API void lowbit_close(lowbit_model* model); /* NULL is allowed */
+
+LOWBIT_C_API int64_t lowbit_vocabulary(const lowbit_model* model);
+LOWBIT_C_API int64_t lowbit_positions(const lowbit_model* model); /* of the longest text */
+/* The tokens that end a text: returns how many there are, and writes up to `most` of them. */
+LOWBIT_C_API size_t lowbit_stop_tokens(const lowbit_model* model, int64_t* tokens, size_t most);
+
+LOWBIT_C_API lowbit_result lowbit_text_new(const lowbit_model* model, const lowbit_text_options* options, lowbit_text** text,
+                                           lowbit_error* error);
+LOWBIT_C_API void lowbit_text_free(lowbit_text* text); /* NULL is allowed */
+LOWBIT_C_API int64_t lowbit_text_length(const lowbit_text* text);   /* tokens that fit */
+LOWBIT_C_API int64_t lowbit_text_position(const lowbit_text* text); /* tokens that it has */
+/* Continues after the first `count` tokens. Texts of models with states can only go back to 0. */
+LOWBIT_C_API lowbit_result lowbit_text_cut(lowbit_text* text, int64_t count, lowbit_error* error);
+
+/* Adds tokens to a text. logits [vocabulary] are those after the last of them. */
+LOWBIT_C_API lowbit_result lowbit_feed(lowbit_model* model, lowbit_text* text, const int64_t* tokens, int64_t count,
+                                       float* logits, lowbit_error* error);
+/* The first token with the largest logit; -1 if one is NaN or the largest is infinite. */
+LOWBIT_C_API int64_t lowbit_most_likely(const float* logits, int64_t vocabulary);
+
+/* A digest of the logits of a fixed text, the same on every machine for the same files. */
+LOWBIT_C_API lowbit_result lowbit_certify(lowbit_model* model, uint64_t* certificate, lowbit_error* error);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif
