@@ -2,9 +2,9 @@
 
     python bench/plan.py MODEL [--threads 1 2] [--gguf FILE --llama PYTHON] [--pte FILE...]
 
-MODEL is a packed model (`lowbit import FILE MODEL`), PYTHON an interpreter with llama-cpp-python (`make bench-peers` builds one).
-All take turns: in every round each reads a prompt and decodes tokens greedily. The table has medians over the tokens of all rounds,
-with the share of the read bandwidth that a token's packed weights take.
+MODEL is a packed model (`lowbit import FILE MODEL`), PYTHON an interpreter with llama-cpp-python (`make bench-peers` builds
+one). All take turns: in every round each reads a prompt and decodes tokens greedily. The table has medians over the tokens of
+all rounds, with the share of the read bandwidth that a token's packed weights take.
 """
 
 from __future__ import annotations

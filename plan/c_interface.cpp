@@ -91,7 +91,7 @@ lowbit_result lowbit_text_new(const lowbit_model* model, const lowbit_text_optio
   if (const Status status = read_options(options, &used); !status.ok()) return result_of(status, error);
   for (const int64_t cache : {static_cast<int64_t>(used.keys), static_cast<int64_t>(used.values)}) {
     if (cache < LOWBIT_F32 || cache > LOWBIT_I4) {
-      return result_of(Status::error("a cache is %lld; expected LOWBIT_F32 to LOWBIT_I4", static_cast<long long>(cache)), error);
+      return result_of(Status::error("a cache is %d; expected LOWBIT_F32 to LOWBIT_I4", static_cast<int>(cache)), error);
     }
   }
   const int64_t length = used.length != 0 ? used.length : std::min<int64_t>(2048, model->plan->positions());
