@@ -228,6 +228,8 @@ void compute_integers(Elementwise op, ElementType type, const Register& a, const
     case Elementwise::minimum: return each_integer(a, b, count, to, [](int64_t x, int64_t y) { return std::min(x, y); });
     case Elementwise::maximum: return each_integer(a, b, count, to, [](int64_t x, int64_t y) { return std::max(x, y); });
     case Elementwise::neg: return each_integer(a, a, count, to, [&](int64_t x, int64_t) { return wrapped(0 - u(x)); });
+    case Elementwise::abs:
+      return each_integer(a, a, count, to, [&](int64_t x, int64_t) { return wrapped(x < 0 ? 0 - u(x) : u(x)); });
     case Elementwise::logical_and:
       if (type == ElementType::boolean) {
         return each_integer(a, b, count, to, [](int64_t x, int64_t y) { return int64_t{x != 0 && y != 0}; });
@@ -242,7 +244,7 @@ void compute_integers(Elementwise op, ElementType type, const Register& a, const
 bool is_comparison(Elementwise op) { return op >= Elementwise::equal && op <= Elementwise::greater_equal; }
 
 bool is_for_integers(Elementwise op) {
-  return (op >= Elementwise::add && op <= Elementwise::neg && op != Elementwise::div) ||
+  return (op >= Elementwise::add && op <= Elementwise::abs && op != Elementwise::div) ||
          (op >= Elementwise::logical_and && op <= Elementwise::logical_not);
 }
 

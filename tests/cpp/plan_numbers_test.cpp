@@ -212,6 +212,7 @@ TEST(PlanCompute, IntegersAndComparisons) {
       {Elementwise::minimum, [](int64_t x, int64_t y) { return std::min(x, y); }},
       {Elementwise::maximum, [](int64_t x, int64_t y) { return std::max(x, y); }},
       {Elementwise::neg, [](int64_t x, int64_t) { return -x; }},
+      {Elementwise::abs, [](int64_t x, int64_t) { return std::abs(x); }},
       {Elementwise::logical_and, [](int64_t x, int64_t y) { return x & y; }},
       {Elementwise::logical_or, [](int64_t x, int64_t y) { return x | y; }},
   };

@@ -44,8 +44,9 @@ class _Lowering:
 
     def run(self) -> None:
         whole = self.whole
+        given = self.roles.inputs + len(self.roles.caches)
         for number, view in enumerate(whole.results):
-            if view.storage not in whole.changing or view.storage in self.outputs or not self._is_whole(view):
+            if view.storage < given or view.storage not in whole.changing or view.storage in self.outputs or not self._is_whole(view):
                 raise Unplannable("its results are no tensors of their own")
             self.outputs[view.storage] = number
         for call in self._needed():
@@ -55,9 +56,12 @@ class _Lowering:
             lower(self, call)
 
     def _is_whole(self, view: View) -> bool:
+        if view.dtype not in _DTYPES:
+            raise Unplannable(f"a plan has no tensors of {view.dtype}")
         numel = [math.prod(size.at(*call) for size in view.size) for call in self.sizes.calls]
         sizes = [recording.bytes_of(view.storage) for recording in self.recordings]
-        return view.offset == Extent(0) and all(n * _DTYPES[view.dtype] == size for n, size in zip(numel, sizes))
+        contiguous = view.offset == Extent(0) and view.stride == strides_of(view.size)
+        return contiguous and all(n * _DTYPES[view.dtype] == size for n, size in zip(numel, sizes))
 
     def _needed(self) -> list[Call]:
         """The calls that the results depend on, without those that only make views or constants."""
@@ -182,7 +186,7 @@ class _Lowering:
         def register(value: Any) -> int:
             if type(value) is int:
                 return value
-            constants.append(float(value))
+            constants.append(value)
             return -len(constants)
 
         code: list[int] = []
@@ -401,23 +405,30 @@ def _elementwise(
     operands: list[Any] = []
     for value in values:
         if not isinstance(value, (View, Operand)):
-            operands.append(float(value))
+            # A comparison rounds its numbers to the common type, arithmetic only its result.
+            operands.append(_number(value) if compute_in is None else _number(torch.tensor(value, dtype=common).item()))
             continue
         register = next(i for i, each in enumerate(inputs) if each is value)
-        if _is_float(common) != _is_float(value.dtype):
+        if _is_float(common) != _is_float(value.dtype) or compute_in not in (None, value.dtype):
             code.append((Compute.CONVERT, [register], common))
             register = len(inputs) + len(code) - 1
         operands.append(register)
     to.compute([*code, (op, operands, dtype)], inputs, out)
 
 
-def _common(values: Sequence[Any], fallback: torch.dtype) -> torch.dtype:
+def _number(value: Any) -> float:
+    """A constant of a computation."""
+    number = float(value)
+    if isinstance(value, int) and (number != value or number == 2.0**63):
+        raise Unplannable(f"a plan has no number {value}")
+    return number
+
+
+def _common(values: Sequence[Any]) -> torch.dtype:
     """The type in which numbers are compared."""
-    tensors = [value for value in values if isinstance(value, View)]
-    kinds = [value.dtype for value in tensors]
-    if any(isinstance(value, float) for value in values) and not any(map(_is_float, kinds)):
-        return torch.float32
-    return next((kind for kind in kinds if _is_float(kind)), kinds[0] if kinds else fallback)
+    return torch.result_type(
+        *(torch.empty((1,) * len(each.size), dtype=each.dtype) if isinstance(each, View) else each for each in values)
+    )
 
 
 def _pairs() -> None:
@@ -440,7 +451,7 @@ def _pairs() -> None:
                 raise Unplannable("a number depends on the length of a call")
             out = a["self"] if in_place else call.results[0]
             compares = Compute.EQUAL <= op <= Compute.GREATER_EQUAL
-            _elementwise(to, out, values, op, out.dtype, _common(values, out.dtype) if compares else None)
+            _elementwise(to, out, values, op, out.dtype, _common(values) if compares else None)
 
         return lower
 
@@ -490,7 +501,12 @@ def _square(to: _Lowering, call: Call) -> None:
 
 @_lowers(_ATEN.silu.default)
 def _silu(to: _Lowering, call: Call) -> None:
-    to.step(Op.ACTIVATE, [to.contiguous(call.arguments["self"]), None, call.results[0]], [3])
+    out = to.operand(call.results[0])
+    assert out is not None
+    made = out if out.stride == strides_of(out.size) else to.temporary(out.dtype, out.size)
+    to.step(Op.ACTIVATE, [to.contiguous(call.arguments["self"]), None, made], [3])
+    if made is not out:
+        to.step(Op.COPY, [made, out])
 
 
 @_lowers(_ATEN.softplus.default)
@@ -522,7 +538,7 @@ def _clamp(to: _Lowering, call: Call) -> None:
     code: list[tuple[Compute, Sequence[Any], torch.dtype]] = [(Compute.CONVERT, [0], out.dtype)]
     for op, bound in bounds:
         if bound is not None:
-            other = inputs.index(bound) if isinstance(bound, View) else float(bound)
+            other = inputs.index(bound) if isinstance(bound, View) else _number(bound)
             code.append((op, [len(inputs) + len(code) - 1, other], out.dtype))
     to.compute(code, inputs, out)
 
@@ -556,7 +572,7 @@ def _select(to: _Lowering, out: View, condition: View, yes: Any, no: Any) -> Non
     operands: list[Any] = [0]
     for value in (yes, no):
         if not isinstance(value, View):
-            operands.append(float(value))
+            operands.append(_number(value))
             continue
         register = next(i for i, each in enumerate(inputs) if each is value)
         if _is_float(value.dtype) != _is_float(out.dtype):
@@ -573,7 +589,7 @@ def _select(to: _Lowering, out: View, condition: View, yes: Any, no: Any) -> Non
 def _fill(to: _Lowering, call: Call) -> None:
     out, name = call.results[0], str(call.operator)
     value = call.arguments["fill_value"] if "full" in name else float("ones" in name)
-    to.compute([(Compute.CONVERT, [float(value)], out.dtype)], [], out)
+    to.compute([(Compute.CONVERT, [_number(value)], out.dtype)], [], out)
 
 
 @_lowers(_ATEN.pad.default, _ATEN.constant_pad_nd.default)
@@ -593,7 +609,7 @@ def _pad(to: _Lowering, call: Call) -> None:
 @_lowers(_ATEN.fill_.Scalar, _ATEN.zero_.default)
 def _fill_in_place(to: _Lowering, call: Call) -> None:
     out = call.arguments["self"]
-    to.compute([(Compute.CONVERT, [float(call.arguments.get("value", 0))], out.dtype)], [], out)
+    to.compute([(Compute.CONVERT, [_number(call.arguments.get("value", 0))], out.dtype)], [], out)
 
 
 @_lowers(_ATEN.empty.memory_format, _ATEN.new_empty.default, _ATEN.empty_like.default)

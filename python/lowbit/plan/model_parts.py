@@ -8,10 +8,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .recording import Unplannable
+
 
 def state_of(model: torch.nn.Module) -> dict[str, Tensor]:
     """All parameters and buffers of a model by name."""
     return dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def check_hooks(model: torch.nn.Module) -> None:
+    """
+    Raises:
+        Unplannable: a module has a hook, other than lowbit's and transformers' own, which a plan would not call.
+    """
+    for name, module in model.named_modules():
+        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
+            if not getattr(hook, "__module__", "").startswith(("lowbit.", "transformers.")):
+                raise Unplannable(f"its module {name!r} has a hook, which a plan would not call")
 
 
 class ModelParts:
@@ -27,11 +44,13 @@ class ModelParts:
                 self._add(part, *part)
             self._add(vars(module), "forward", "training")
             self._hooks += [module._forward_hooks, module._forward_pre_hooks]  # what changes or sees results
-        self._counts = list(map(len, self._hooks))
+        self._hooked = list(map(tuple, self._hooks))
         self._tensors = list(state_of(model).values())
         # `parameter.data = other` and Module.to() replace the memory. Aliases keep it, so that no other tensor gets its address.
         self._memory = [tensor.detach() for tensor in self._tensors]
         self._addresses = list(map(Tensor.data_ptr, self._memory))
+        # A plan has constants that it computed from weights, so they must not change in place.
+        self._versions = list(map(_version, self._tensors))
 
     def _add(self, part: dict[str, Any], *keys: str) -> None:
         for key in keys:
@@ -41,14 +60,15 @@ class ModelParts:
 
     @property
     def has_hooks(self) -> bool:
-        return any(self._counts)
+        return any(self._hooked)
 
     def are_unchanged(self) -> bool:
         """Whether the model still has the parts that it had, with their memory."""
         return (
             all(map(is_, map(dict.get, self._dicts, self._keys), self._values))
-            and list(map(len, self._hooks)) == self._counts
+            and list(map(tuple, self._hooks)) == self._hooked
             and self.have_their_memory()
+            and list(map(_version, self._tensors)) == self._versions
         )
 
     def have_their_memory(self) -> bool:

@@ -60,6 +60,11 @@ class Extent(NamedTuple):
     def at(self, rows: int, kept: int) -> int:
         return self.constant + rows * self.per_row + kept * self.per_kept
 
+    def is_possible(self) -> bool:
+        """Whether it is never below 0, for any rows and any kept rows among them."""
+        slope = min(self.per_row, self.per_row + self.per_kept)
+        return slope >= 0 and self.constant + slope >= 0
+
     def times(self, factor: int) -> Extent:
         return Extent(self.constant * factor, self.per_row * factor, self.per_kept * factor)
 

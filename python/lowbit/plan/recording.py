@@ -128,11 +128,18 @@ class _Watch(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+# Operators with such a result that torch does not tag.
+_SHOWING = {
+    torch.ops.aten.is_nonzero.default, torch.ops.aten.item.default, torch.ops.aten.where.default, torch.ops.aten.argwhere.default,
+    torch.ops.aten.nonzero_numpy.default, torch.ops.aten.tensor_split.tensor_indices_or_sections,
+}  # fmt: skip
+
+
 def _shows_values(func: Any, tensors: Sequence[Tensor]) -> bool:
     """Whether an operator's result is a number, or a tensor whose size depends on values."""
     if func is torch.ops.aten.index.Tensor:  # with a mask, the size depends on its values
         return any(each.dtype in (torch.bool, torch.uint8) for each in tensors[1:])
-    return not {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}.isdisjoint(func.tags)
+    return func in _SHOWING or not {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}.isdisjoint(func.tags)
 
 
 def _flat(value: Any) -> list[Any]:
@@ -211,6 +218,9 @@ def unified(recordings: Sequence[Recording], sizes: Sizes) -> Recording:
             ):
                 raise Unplannable("its tensors depend on the length of a call")
             size, stride = (tuple(map(sizes.extent, zip(*(getattr(v, name) for v in values)))) for name in ("size", "stride"))
+            for each in size:
+                if not each.is_possible():
+                    raise Unplannable(f"a size is {each}, as of padding or slices, which other calls would not have")
             return View(one.storage, one.dtype, size, stride, sizes.extent(tuple(v.offset for v in values)))
         if isinstance(one, list):
             if len({len(value) for value in values}) != 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
@@ -67,11 +68,11 @@ class Planned:
         self._outputs = made.outputs
         self.places = [(b.index, b.slot) for b in made.plan.buffers if b.kind is Kind.CACHE]
         self._runner: Any = None
-        self._threads = 0
+        self._made_for: tuple[int, int] | None = None  # process and threads of the runner
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Planned:
         copy = object.__new__(Planned)
-        copy.__dict__ |= vars(self) | {"weights": deepcopy(self.weights, memo), "_runner": None, "_threads": 0}
+        copy.__dict__ |= vars(self) | {"weights": deepcopy(self.weights, memo), "_runner": None, "_made_for": None}
         return copy
 
     def measured(self, run: Callable[[], object]) -> dict[str, float]:
@@ -83,12 +84,15 @@ class Planned:
         return {name: seconds - before.get(name, 0.0) for name, seconds in runner.times().items()}
 
     def _ready(self) -> Any:
-        threads = torch.get_num_threads()
-        if threads != self._threads:
-            self._runner = _C.PlanRunner(self._bytes, threads)
-            for buffer, tensor in self.weights.items():
-                self._runner.bind(buffer, (tensor.data_ptr(), tensor.nbytes))
-            self._threads = threads
+        # A forked process has none of its parent's threads, and perhaps a runner in the middle of a call.
+        made_for = os.getpid(), torch.get_num_threads()
+        if made_for != self._made_for:
+            runner = _C.PlanRunner(self._bytes, made_for[1])
+            # Aliases keep the memory when a parameter gets other data.
+            self._bound = [tensor.detach() for tensor in self.weights.values()]
+            for buffer, tensor in zip(self.weights, self._bound, strict=True):
+                runner.bind(buffer, (tensor.data_ptr(), tensor.nbytes))
+            self._runner, self._made_for = runner, made_for
         return self._runner
 
     def run(self, inputs: Sequence[Tensor], kept: int, texts: Sequence[tuple[int, int, int, Caches]]) -> list[Tensor]:

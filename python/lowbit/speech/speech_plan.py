@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..plan.lowering import Roles, lowered
-from ..plan.model_parts import ModelParts, state_of
+from ..plan.model_parts import ModelParts, check_hooks, state_of
 from ..plan.plan_file import Slot
 from ..plan.recording import Sizes, record
 from ..plan.running import Caches, Planned
@@ -33,6 +33,7 @@ class SpeechPlan:
         Raises:
             Unplannable: the model has no plan; the message says why.
         """
+        check_hooks(decoder.model)
         caches = decoder.caches()
         self._last = [tensor for layer in caches for tensor in layer[4:]]
         kept = {(number, slot): tensor for number, layer in enumerate(caches) for slot, tensor in zip(_SLOTS, layer)}

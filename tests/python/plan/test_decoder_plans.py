@@ -1,0 +1,396 @@
+"""Decoders with a plan: the same logits as with the model's Python code, also after the model has changed."""
+
+import copy
+import gc
+import os
+import signal
+import sys
+import threading
+import weakref
+from pathlib import Path
+
+import lowbit
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+sys.path.append(str(Path(__file__).parents[2] / "models"))
+
+import tiny_models
+from lowbit.llm import Decoder, generate
+from lowbit.llm.batch import generate_batch
+from test_llm import SIZES, make
+
+TEXT = [(7 * i * i + 3 * i + 5) % 90 + 4 for i in range(30)]
+# Kinds of tiny models, and whether their plan has the bits of torch's operators at 4 bits.
+KINDS = {
+    "llama": True, "qwen3": True, "gemma3_text": True, "gpt_oss": False, "lfm2": True, "qwen3_next": False, "mixtral": False,
+    "olmo2": True, "granite": True, "phi3": True, "gemma2": True, "falcon_h1": False, "mamba2": False,
+}  # fmt: skip
+
+
+def model_of(kind: str, dtype: torch.dtype = torch.float32, quantized: bool = True) -> torch.nn.Module:
+    model = tiny_models.make(kind)
+    if quantized:
+        assert tiny_models.quantize(model)
+    return model.to(dtype)
+
+
+@torch.inference_mode()
+def exercise(decoder: Decoder, text: list[int] = TEXT) -> list[torch.Tensor]:
+    """Logits of calls of all kinds."""
+
+    def step(begin: int, end: int) -> torch.Tensor:
+        return decoder(torch.tensor([text[begin:end]]), torch.tensor([begin]))
+
+    found = [step(0, 11), *(step(at, at + 1) for at in range(11, 16)), step(16, 30)]
+    found.append(decoder.all_logits(torch.tensor([text]), torch.tensor([0])))
+    if decoder.kept(5) == 5:
+        found += [step(5, 9), step(9, 10), step(2, 3)]
+    first, second, third = (decoder.new_caches(48) for _ in range(3))
+    found += decoder.run_texts([(first, text[:9]), (second, text[3:4])])
+    found += decoder.run_texts([(second, text[4:9]), (first, text[9:10])], everywhere=True)
+    found += decoder.run_texts([(first, text[10:11]), (second, text[9:10])])
+    if not decoder.recurrent:
+        found += decoder.run_texts([(third, text[7:12], (first, 7)), (first, text[11:12])])
+    fourth = decoder.new_caches(48)
+    found += decoder.run_texts([(fourth, text[:6]), (third, text[12:13])]) if third.tokens else decoder.run_texts([(fourth, text[:6])])
+    return found
+
+
+def agree(with_plan: Decoder, without: Decoder, text: list[int] = TEXT) -> None:
+    assert with_plan.plan_refusal is None and without.plan_refusal == "it is switched off"
+    for one, other in zip(exercise(with_plan, text), exercise(without, text), strict=True):
+        if with_plan.measured["plan"] == 0.0:
+            assert torch.equal(one, other)
+        else:
+            torch.testing.assert_close(one, other, rtol=0, atol=0.05 * float(other.float().std()))
+    assert with_plan.plan_refusal is None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_plans_have_the_logits_of_the_model(kind):
+    model = model_of(kind)
+    plain = Decoder(copy.deepcopy(model), 64, plan=False)
+    decoder = Decoder(model, 64)
+    assert (decoder.plan_refusal, decoder.measured.get("plan") == 0.0) == (None, KINDS[kind])
+    agree(decoder, plain)
+
+
+@pytest.mark.parametrize("cache", ["int8", "int8,int4", "int4", "bfloat16"])
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
+def test_caches_of_every_type(kind, cache):
+    sizes = {"head_dim": 32} if "int4" in cache else {}
+    model = make("llama", **sizes) if kind == "llama" else model_of(kind)
+    if kind != "llama" and "int4" in cache and model.config.head_dim % 32:
+        pytest.skip("4-bit caches have widths of 32")
+    agree(Decoder(model, 64, cache), Decoder(copy.deepcopy(model), 64, cache, plan=False))
+
+
+@pytest.mark.parametrize("quantized", [True, False], ids=["4 bits", "floats"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "lfm2", "gpt_oss"])
+def test_bfloat16(kind, quantized):
+    model = model_of(kind, torch.bfloat16, quantized)
+    plain, decoder = Decoder(copy.deepcopy(model), 64, plan=False), Decoder(model, 64)
+    agree(decoder, plain)
+
+
+def test_windows():
+    torch.manual_seed(0)
+    layers = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 16}
+    config = transformers.Gemma3TextConfig(**SIZES | layers | {"max_position_embeddings": 1024})
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    lowbit.quantize_(model, {"*": lowbit.LinearConfig(4, 16)})
+    text = [(7 * i * i + 3 * i + 5) % 90 + 4 for i in range(600)]
+    decoder, plain = Decoder(copy.deepcopy(model), 608), Decoder(copy.deepcopy(model), 608, plan=False)
+    whole = Decoder(model, 608, windows=False)
+    assert decoder.windowed and plain.windowed and not whole.windowed and decoder.plan_refusal is whole.plan_refusal is None
+    sizes = [300, 1, 1, 250, 40, *[1] * 8]
+    with torch.inference_mode():
+        at = 0
+        for size in sizes:
+            tokens, start = torch.tensor([text[at : at + size]]), torch.tensor([at])
+            found = [each(tokens, start) for each in (decoder, plain, whole)]
+            assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+            at += size
+        assert at == len(text)
+        for begin in (590, 580):  # a text that goes back within the window
+            tokens, start = torch.tensor([text[begin : begin + 4]]), torch.tensor([begin])
+            found = [each(tokens, start) for each in (decoder, plain, whole)]
+            assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+        for each in (decoder, plain):  # further back than the windows
+            assert each.kept(20) == 0
+            with pytest.raises((IndexError, ValueError), match=""):
+                each(torch.tensor([text[20:22]]), torch.tensor([20]))
+
+
+def test_threads():
+    model = make("llama", num_hidden_layers=3, hidden_size=128, intermediate_size=512)
+    decoder, plain = Decoder(copy.deepcopy(model), 64), Decoder(model, 64, plan=False)
+    expected, threads = exercise(plain), torch.get_num_threads()
+    try:
+        for count in (1, 2, 3, 2, 1):
+            torch.set_num_threads(count)
+            assert all(map(torch.equal, exercise(decoder), expected)), count
+    finally:
+        torch.set_num_threads(threads)
+    assert decoder.plan_refusal is None
+
+
+def test_guesses_and_batches():
+    model = make("qwen3")
+    decoder, plain = Decoder(copy.deepcopy(model), 96), Decoder(model, 96, plan=False)
+    expected = generate(plain, TEXT, 40, max_length=96).tokens
+    assert generate(decoder, TEXT, 40, max_length=96).tokens == expected
+    assert generate(decoder, TEXT, 40, max_length=96, guesses=3).tokens == expected
+    prompts = [TEXT, TEXT[:20], TEXT[:20] + [5, 6], TEXT[4:]]
+    batches = [[each.tokens for each in generate_batch(each, prompts, 12)] for each in (decoder, plain)]
+    assert batches[0] == batches[1] and batches[0][0] == expected[:12]
+    prefix = decoder.read(TEXT[:16])
+    assert decoder.begin(prefix, TEXT) == 16
+    assert generate(decoder, TEXT, 40, max_length=96, cached=16).tokens == expected
+
+
+def logits(decoder: Decoder, tokens: list[int] = TEXT) -> torch.Tensor:
+    with torch.inference_mode():
+        first = decoder(torch.tensor([tokens[:-1]]), torch.tensor([0]))
+        return torch.cat([first, decoder(torch.tensor([tokens[-1:]]), torch.tensor([len(tokens) - 1]))])
+
+
+def _replace_module(model):
+    model.model.layers[1].mlp.up_proj = copy.deepcopy(model.model.layers[0].mlp.up_proj)
+
+
+def _replace_parameter(model):
+    model.model.norm.weight = torch.nn.Parameter(model.model.norm.weight * 2)
+
+
+def _replace_data(model):
+    model.model.norm.weight.data = model.model.norm.weight.data * 2
+
+
+def _change_in_place(model):
+    with torch.no_grad():
+        model.model.norm.weight.mul_(2)
+
+
+def _load_state(model):
+    model.load_state_dict({"model.norm.weight": model.model.norm.weight.detach() * 2}, strict=False)
+
+
+def _add_hook(model):
+    model.model.layers[0].mlp.register_forward_hook(lambda module, inputs, output: output * 2)
+
+
+def _add_pre_hook(model):
+    model.model.layers[0].mlp.register_forward_pre_hook(lambda module, inputs: (inputs[0] * 2,))
+
+
+def _set_forward(model):
+    own = model.model.layers[0].mlp.forward
+    model.model.layers[0].mlp.forward = lambda x: own(x) * 2
+
+
+def _add_adapters(model):
+    peft = pytest.importorskip("peft")
+    lowbit.peft  # noqa: B018  registers packed layers
+    torch.manual_seed(3)
+    config = peft.LoraConfig(r=2, target_modules=["up_proj"], init_lora_weights=False)
+    peft.inject_adapter_in_model(config, model)
+    model.eval()
+
+
+CHANGES = [
+    _replace_module, _replace_parameter, _replace_data, _change_in_place, _load_state, _add_hook, _add_pre_hook, _set_forward,
+    _add_adapters,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__[1:])
+def test_a_text_after_a_change_of_the_model(change):
+    model = make("llama")
+    decoder = Decoder(model, 64)
+    before = logits(decoder)
+    assert decoder.plan_refusal is None
+    change(model)
+    plain = Decoder(copy.deepcopy(model) if change is not _set_forward else _changed(change), 64, plan=False)
+    expected = logits(plain)
+    assert not torch.equal(expected, before)
+    assert torch.equal(logits(decoder), expected)
+
+
+def _changed(change) -> torch.nn.Module:
+    model = make("llama")
+    change(model)
+    return model
+
+
+@pytest.mark.parametrize("change", [_change_in_place, _load_state], ids=["in place", "state"])
+def test_constants_that_depend_on_weights(change):
+    """Those of Gemma are 1 + weight, which a plan computes once."""
+    model = model_of("gemma3_text", quantized=False)
+    decoder = Decoder(model, 64)
+    before = logits(decoder)
+    change(model)
+    expected = logits(Decoder(copy.deepcopy(model), 64, plan=False))
+    assert not torch.allclose(expected, before, atol=1e-3)
+    torch.testing.assert_close(logits(decoder), expected, rtol=0, atol=1e-3)
+
+
+def test_weights_that_were_replaced_stay_in_memory():
+    """A text that a change interrupts is finished with the old weights."""
+    model = make("llama", quantized=False)
+    decoder = Decoder(model, 64)
+    with torch.inference_mode():
+        expected = logits(decoder)[-1]
+        decoder(torch.tensor([TEXT[:-1]]), torch.tensor([0]))
+        for parameter in model.parameters():
+            parameter.data = torch.full_like(parameter, float("nan"))
+        gc.collect()
+        assert torch.equal(decoder(torch.tensor([TEXT[-1:]]), torch.tensor([len(TEXT) - 1]))[0], expected)
+        assert decoder(torch.tensor([TEXT]), torch.tensor([0])).isnan().all()
+
+
+def test_hooks_that_were_there_are_called():
+    model, seen = make("llama"), []
+    model.model.layers[0].mlp.register_forward_hook(lambda module, inputs, output: seen.append(output.shape[1]))
+    decoder = Decoder(model, 64)
+    assert "hook" in decoder.plan_refusal
+    seen.clear()
+    logits(decoder)
+    assert seen == [len(TEXT) - 1, 1]
+
+
+def test_a_copy_has_its_own_caches_and_weights():
+    decoder = Decoder(make("llama"), 64)
+    expected = logits(decoder)
+    twin = copy.deepcopy(decoder)
+    assert twin.plan_refusal is None and twin._plan is not None and twin._plan is not decoder._plan
+    with torch.inference_mode():
+        decoder(torch.tensor([TEXT[:10]]), torch.tensor([0]))
+        twin(torch.tensor([TEXT[10:15]]), torch.tensor([0]))
+        assert torch.equal(
+            decoder(torch.tensor([TEXT[10:]]), torch.tensor([10])), Decoder(make("llama"), 64)(torch.tensor([TEXT]), torch.tensor([0]))
+        )
+    _change_in_place(decoder.model)
+    assert torch.equal(logits(twin), expected) and not torch.equal(logits(decoder), expected)
+
+
+def test_a_released_decoder_keeps_nothing():
+    model = make("llama")
+    decoder = Decoder(model, 64)
+    logits(decoder)
+    caches = decoder.new_caches(16)
+    with torch.inference_mode():
+        decoder.run_texts([(caches, TEXT[:3])])
+    kept = [weakref.ref(decoder._plan), weakref.ref(decoder._plan._planned), weakref.ref(decoder._caches()[0][0])]
+    assert all(reference() is not None for reference in kept)
+    decoder.release()
+    del caches
+    gc.collect()
+    assert [reference() for reference in kept] == [None] * 3
+    with pytest.raises(RuntimeError, match="released"):
+        decoder(torch.tensor([[1]]), torch.tensor([0]))
+    again = Decoder(model, 64)
+    assert again.plan_refusal is None
+    logits(again)
+
+
+def test_models_without_a_plan_say_why():
+    class Shifted(torch.nn.Module):
+        def __init__(self, own):
+            super().__init__()
+            self.own = own
+
+        def forward(self, x):
+            return self.own(x) + torch.special.bessel_j0(x)
+
+    model = make("llama")
+    model.model.layers[0].mlp = Shifted(model.model.layers[0].mlp)
+    decoder = Decoder(model, 64)
+    assert "bessel_j0" in decoder.plan_refusal
+    assert torch.equal(logits(decoder), logits(Decoder(copy.deepcopy(model), 64, plan=False)))
+
+
+def test_wrong_calls_change_nothing():
+    decoder = Decoder(make("llama"), 64)
+    expected = logits(decoder)
+    for tokens, start, error in (([[97]], 3, ValueError), ([[-1]], 3, ValueError), ([[1]], 64, IndexError), ([[1]], -1, IndexError)):
+        with pytest.raises(error):
+            decoder(torch.tensor(tokens), torch.tensor([start]))
+    with torch.inference_mode():
+        caches = decoder.new_caches(16)
+        with pytest.raises(IndexError):
+            decoder.run_texts([(caches, TEXT)])
+    assert torch.equal(logits(decoder), expected) and decoder.plan_refusal is None
+
+
+def test_two_threads_of_python():
+    """Texts with caches of their own, fed by several threads."""
+    decoder = Decoder(make("qwen3"), 64)
+    wrong = []
+
+    def text_of(number: int) -> list[int]:
+        return [(number * 13 + 7 * i) % 97 for i in range(20)]
+
+    def feed(text: list[int]) -> torch.Tensor:
+        with torch.inference_mode():
+            caches = decoder.new_caches(32)
+            decoder.run_texts([(caches, text[:12])])
+            return torch.stack([decoder.run_texts([(caches, [token])])[0] for token in text[12:]])
+
+    expected = [feed(text_of(number)) for number in range(4)]
+
+    def work(number: int) -> None:
+        for _ in range(8):
+            if not torch.equal(feed(text_of(number)), expected[number]):
+                wrong.append(number)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="it forks")
+def test_a_forked_process_decodes():
+    decoder = Decoder(make("llama"), 64)
+    expected = logits(decoder)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    busy, ended = threading.Event(), threading.Event()
+
+    def decode() -> None:  # another thread is in the middle of a call when the process forks
+        other = decoder.new_caches(64)
+        with torch.inference_mode():
+            while not ended.is_set():
+                other.tokens = []
+                decoder.run_texts([(other, TEXT)])
+                busy.set()
+
+    thread = threading.Thread(target=decode)
+    try:
+        assert torch.equal(logits(decoder), expected)
+        thread.start()
+        busy.wait()
+        for count in (2, 2, 1):
+            child = os.fork()
+            if child == 0:
+                code = 1
+                try:
+                    signal.alarm(120)
+                    torch.set_num_threads(count)
+                    code = 0 if all(torch.equal(logits(decoder), expected) for _ in range(3)) else 2
+                    decoder.release()
+                    gc.collect()
+                finally:
+                    os._exit(code)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    finally:
+        ended.set()
+        thread.join()
+        torch.set_num_threads(threads)
+    assert torch.equal(logits(decoder), expected)
