@@ -778,8 +778,9 @@ Status count_up(double start, double step, const TensorView& out) {
   if (out.type != ElementType::i64 || out.shape.ndim != 1) {
     return Status::error("out is %s %s; expected int64 with one dimension", name_of(out.type), describe(out.shape).text);
   }
-  for (int64_t i = 0; i < out.shape.size[0]; ++i) {
-    static_cast<int64_t*>(out.data)[i * out.stride[0]] = to_integer(start) + i * to_integer(step);
+  uint64_t value = static_cast<uint64_t>(to_integer(start));  // wraps on overflow
+  for (int64_t i = 0; i < out.shape.size[0]; ++i, value += static_cast<uint64_t>(to_integer(step))) {
+    static_cast<int64_t*>(out.data)[i * out.stride[0]] = wrapped(value);
   }
   return {};
 }

@@ -40,15 +40,16 @@ class Caches:
         self.length = length
         self.tokens: list[int] = []  # the tokens whose keys and values are stored
         self._model: weakref.ref[torch.nn.Module] | None = weakref.ref(model)
-        self._planned: tuple[DecoderPlan, list[int], PlanCaches] | None = None
+        self._planned: tuple[weakref.ref[DecoderPlan], list[int], PlanCaches] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_model": None, "_planned": None}  # neither can be pickled
 
     def planned(self, plan: DecoderPlan) -> PlanCaches:
         """The tensors as a plan uses them."""
-        if self._planned is None or self._planned[:2] != (plan, [*map(id, self.layers)]):  # a batch replaces states
-            self._planned = plan, [*map(id, self.layers)], plan.caches(self.layers)
+        key = weakref.ref(plan), [*map(id, self.layers)]  # a batch replaces states
+        if self._planned is None or self._planned[:2] != key:
+            self._planned = *key, plan.caches(self.layers)
         return self._planned[2]
 
     def is_of(self, model: torch.nn.Module) -> bool:

@@ -125,6 +125,7 @@ class Decoder(torch.nn.Module):
         self._takeover: decoding.Takeover | None = None
         self.plan_refusal = None if plan else "it is switched off"  # why calls run the model's Python code
         self._plan: DecoderPlan | None = None
+        self._plan_caches: Any = None
         try:
             self._take(config, plan)
         except Exception as error:
@@ -201,7 +202,8 @@ class Decoder(torch.nn.Module):
 
     def drop_plan(self, reason: str) -> None:
         """Makes calls run the model's Python code from now on."""
-        self._plan, self.plan_refusal = None, reason
+        self._plan = self._plan_caches = None
+        self.plan_refusal = reason
         _LOG.info("each call runs the model's Python code: %s", reason)
 
     def plan_times(self, run: Callable[[], object]) -> dict[str, float]:
@@ -296,7 +298,7 @@ class Decoder(torch.nn.Module):
             self._takeover.end(self.model)
         for name in [name for name, _ in self.named_buffers(recurse=False)]:
             delattr(self, name)
-        self._plan = None
+        self._plan = self._plan_caches = None
         return self.model
 
     def check(self) -> None:

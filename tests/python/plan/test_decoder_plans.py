@@ -25,8 +25,8 @@ from test_llm import SIZES, make
 TEXT = [(7 * i * i + 3 * i + 5) % 90 + 4 for i in range(30)]
 # Kinds of tiny models, and whether their plan has the bits of torch's operators at 4 bits.
 KINDS = {
-    "llama": True, "qwen3": True, "gemma3_text": True, "gpt_oss": False, "lfm2": True, "qwen3_next": False, "mixtral": False,
-    "olmo2": True, "granite": True, "phi3": True, "gemma2": True, "falcon_h1": False, "mamba2": False,
+    "llama": True, "qwen3": True, "gemma3_text": True, "gpt_oss": False, "lfm2": False, "qwen3_next": False, "mixtral": False,
+    "olmo2": True, "granite": True, "phi3": True, "gemma2": False, "falcon_h1": False, "mamba2": False,
 }  # fmt: skip
 
 
@@ -38,8 +38,9 @@ def model_of(kind: str, dtype: torch.dtype = torch.float32, quantized: bool = Tr
 
 
 @torch.inference_mode()
-def exercise(decoder: Decoder, text: list[int] = TEXT) -> list[torch.Tensor]:
+def exercise(decoder: Decoder) -> list[torch.Tensor]:
     """Logits of calls of all kinds."""
+    text = TEXT
 
     def step(begin: int, end: int) -> torch.Tensor:
         return decoder(torch.tensor([text[begin:end]]), torch.tensor([begin]))
@@ -59,23 +60,28 @@ def exercise(decoder: Decoder, text: list[int] = TEXT) -> list[torch.Tensor]:
     return found
 
 
-def agree(with_plan: Decoder, without: Decoder, text: list[int] = TEXT) -> None:
+def agree(with_plan: Decoder, without: Decoder, exact: bool) -> None:
     assert with_plan.plan_refusal is None and without.plan_refusal == "it is switched off"
-    for one, other in zip(exercise(with_plan, text), exercise(without, text), strict=True):
-        if with_plan.measured["plan"] == 0.0:
+    for one, other in zip(exercise(with_plan), exercise(without), strict=True):
+        if exact:
             assert torch.equal(one, other)
         else:
-            torch.testing.assert_close(one, other, rtol=0, atol=0.05 * float(other.float().std()))
+            difference = (one.float() - other.float()).square().mean().sqrt() / other.float().std()
+            assert difference < 0.15, difference  # rounding may choose another expert for a token
     assert with_plan.plan_refusal is None
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_plans_have_the_logits_of_the_model(kind):
     model = model_of(kind)
-    plain = Decoder(copy.deepcopy(model), 64, plan=False)
-    decoder = Decoder(model, 64)
-    assert (decoder.plan_refusal, decoder.measured.get("plan") == 0.0) == (None, KINDS[kind])
-    agree(decoder, plain)
+    plain = Decoder(copy.deepcopy(model), 320, plan=False)
+    decoder = Decoder(model, 320)
+    assert decoder.plan_refusal is None and (decoder.measured["plan"] == 0.0 or not KINDS[kind])
+    agree(decoder, plain, KINDS[kind])
+    text = torch.tensor([[(7 * i * i + 5) % 90 + 4 for i in range(300)]])  # longer than the calls that were recorded
+    with torch.inference_mode():
+        difference = decoder(text, torch.tensor([0])) - plain(text, torch.tensor([0]))
+    assert difference.square().mean().sqrt() <= (0.0 if KINDS[kind] else 0.15)
 
 
 @pytest.mark.parametrize("cache", ["int8", "int8,int4", "int4", "bfloat16"])
@@ -85,15 +91,14 @@ def test_caches_of_every_type(kind, cache):
     model = make("llama", **sizes) if kind == "llama" else model_of(kind)
     if kind != "llama" and "int4" in cache and model.config.head_dim % 32:
         pytest.skip("4-bit caches have widths of 32")
-    agree(Decoder(model, 64, cache), Decoder(copy.deepcopy(model), 64, cache, plan=False))
+    agree(Decoder(model, 64, cache), Decoder(copy.deepcopy(model), 64, cache, plan=False), exact=True)
 
 
 @pytest.mark.parametrize("quantized", [True, False], ids=["4 bits", "floats"])
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "lfm2", "gpt_oss"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "lfm2"])
 def test_bfloat16(kind, quantized):
     model = model_of(kind, torch.bfloat16, quantized)
-    plain, decoder = Decoder(copy.deepcopy(model), 64, plan=False), Decoder(model, 64)
-    agree(decoder, plain)
+    agree(Decoder(model, 64), Decoder(copy.deepcopy(model), 64, plan=False), exact=quantized and KINDS[kind])
 
 
 def test_windows():
@@ -102,11 +107,11 @@ def test_windows():
     config = transformers.Gemma3TextConfig(**SIZES | layers | {"max_position_embeddings": 1024})
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     lowbit.quantize_(model, {"*": lowbit.LinearConfig(4, 16)})
-    text = [(7 * i * i + 3 * i + 5) % 90 + 4 for i in range(600)]
-    decoder, plain = Decoder(copy.deepcopy(model), 608), Decoder(copy.deepcopy(model), 608, plan=False)
-    whole = Decoder(model, 608, windows=False)
+    text = [(7 * i * i + 3 * i + 5) % 90 + 4 for i in range(900)]
+    decoder, plain = Decoder(copy.deepcopy(model), 1024), Decoder(copy.deepcopy(model), 1024, plan=False)
+    whole = Decoder(model, 1024, windows=False)
     assert decoder.windowed and plain.windowed and not whole.windowed and decoder.plan_refusal is whole.plan_refusal is None
-    sizes = [300, 1, 1, 250, 40, *[1] * 8]
+    sizes = [300, 1, 1, 550, 40, *[1] * 8]
     with torch.inference_mode():
         at = 0
         for size in sizes:
@@ -115,7 +120,7 @@ def test_windows():
             assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
             at += size
         assert at == len(text)
-        for begin in (590, 580):  # a text that goes back within the window
+        for begin in (890, 880):  # a text that goes back within the window
             tokens, start = torch.tensor([text[begin : begin + 4]]), torch.tensor([begin])
             found = [each(tokens, start) for each in (decoder, plain, whole)]
             assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
@@ -287,7 +292,6 @@ def test_a_released_decoder_keeps_nothing():
     kept = [weakref.ref(decoder._plan), weakref.ref(decoder._plan._planned), weakref.ref(decoder._caches()[0][0])]
     assert all(reference() is not None for reference in kept)
     decoder.release()
-    del caches
     gc.collect()
     assert [reference() for reference in kept] == [None] * 3
     with pytest.raises(RuntimeError, match="released"):
