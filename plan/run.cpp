@@ -11,6 +11,7 @@
 #include "../ops/aligned_memory.h"
 #include "../ops/check.h"
 #include "../ops/operators.h"
+#include "../ops/schedule.h"
 #include "numbers.h"
 #include "plan.h"
 #include "team.h"
@@ -372,7 +373,9 @@ struct PlanRun::Implementation {
       }
       case Opcode::linear_experts: return linear_experts(v[0], v[1], v[2], n[0], v[3], parallel);
       case Opcode::embedding: return embedding(v[0], v[1], n[0], v[2], parallel);
-      case Opcode::masked_attention: return masked_attention(v[0], v[1], v[2], optional(3), x[0], x[1], v[4], parallel);
+      case Opcode::masked_attention:
+        if (call.text_count > 1) return masked_texts(step, v, call, parallel);
+        return masked_attention(v[0], v[1], v[2], optional(3), x[0], x[1], v[4], parallel);
       case Opcode::fixed_attention: {
         const TensorView* const keys = call.text_count == 1 ? cache(call.texts[0], n[0], n[1]) : nullptr;
         const TensorView* const values = call.text_count == 1 ? cache(call.texts[0], n[0], n[2]) : nullptr;
@@ -405,6 +408,37 @@ struct PlanRun::Implementation {
     }
     for (int64_t t = 0; t < call.text_count; ++t) {
       if (Status status = run(step, v, call.rows, call.texts[t], parallel); !status.ok()) return status;
+    }
+    return {};
+  }
+
+  // Attention within each text, whose bits do not depend on other texts: its bounds and blocks of keys begin with its own rows.
+  Status masked_texts(const PlanStep& step, const TensorView* v, const PlanCall& call, const Parallel& parallel) {
+    const bool has_bounds = step.operands[3].buffer >= 0;
+    const auto dim_of = [](size_t i) { return i < 3 ? 2 : 1; };
+    for (size_t i = 0; i < 5; ++i) {
+      if (i == 3 && !has_bounds) continue;
+      const int dim = dim_of(i);
+      if (v[i].shape.ndim <= dim || v[i].shape.size[dim] != call.rows || v[i].shape.size[0] != 1) {
+        return Status::error("operand %zu has shape %s; expected [1, ...] with %" PRId64 " rows in dimension %d", i,
+                             describe(v[i].shape).text, call.rows, dim);
+      }
+    }
+    const auto run_text = [&](int64_t t, const Parallel& threads) {
+      TensorView part[5];
+      for (size_t i = 0; i < 5; ++i) {
+        if (i != 3 || has_bounds) part[i] = between(v[i], dim_of(i), call.texts[t].begin, call.texts[t].end);
+      }
+      return masked_attention(part[0], part[1], part[2], has_bounds ? &part[3] : nullptr, step.numbers[0], step.numbers[1],
+                              part[4], threads);
+    };
+    const bool at_once = call.text_count >= 2 * parallel.threads;  // short texts have too little work for several threads
+    std::vector<Status> results(static_cast<size_t>(call.text_count));
+    parallel_1d(at_once ? parallel : Parallel(), call.text_count, 1, [&](int, int64_t begin, int64_t end) {
+      for (int64_t t = begin; t < end; ++t) results[static_cast<size_t>(t)] = run_text(t, at_once ? Parallel() : parallel);
+    });
+    for (const Status& status : results) {
+      if (!status.ok()) return status;
     }
     return {};
   }

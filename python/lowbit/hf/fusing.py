@@ -9,7 +9,7 @@ from importlib import import_module
 import torch
 from torch import Tensor
 
-from . import masked, norms, rotary
+from . import masked, norms, planned_encoder, rotary
 from .activations import Activation, is_activation, is_computed, kind_of
 
 
@@ -44,6 +44,7 @@ def fuse_(model: torch.nn.Module) -> FuseSummary:
     summary = FuseSummary()
     transformers = import_module("transformers")
     masked.register()
+    fused: list[torch.nn.Module] = []
     inner: set[int] = set()  # modules inside a model that was already handled
     for name, module in model.named_modules():
         if not isinstance(module, transformers.PreTrainedModel) or id(module) in inner:
@@ -54,6 +55,7 @@ def fuse_(model: torch.nn.Module) -> FuseSummary:
         if reason is None:
             module.set_attn_implementation(masked.ATTENTION)
             summary.attention += 1
+            fused.append(module)
         else:
             summary.kept[name or type(module).__name__] = reason
     for name, module in list(model.named_modules()):
@@ -73,6 +75,8 @@ def fuse_(model: torch.nn.Module) -> FuseSummary:
                 summary.activations += 1
     summary.norms = len(norms.replace(model))
     summary.rotary = len(rotary.replace(model))
+    for encoder in fused:
+        planned_encoder.replace(encoder)
     return summary
 
 

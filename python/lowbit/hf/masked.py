@@ -7,7 +7,9 @@ earlier tokens, position biases), go to transformers' sdpa with an equivalent ma
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from importlib import import_module
 from typing import Any
 
@@ -18,12 +20,24 @@ from .activations import is_computed
 
 ATTENTION = "lowbit_masked"
 _MOST_WIDTH = 256
+# A function that makes masks instead of :func:`make_mask`, with its arguments.
+_MAKER: ContextVar[Callable[..., Tensor | None] | None] = ContextVar("_MAKER", default=None)
 
 
 def register() -> None:
     """Registers :data:`ATTENTION` with transformers."""
     import_module("transformers").AttentionInterface.register(ATTENTION, attend)
     import_module("transformers").AttentionMaskInterface.register(ATTENTION, make_mask)
+
+
+@contextmanager
+def masks_made_by(function: Callable[..., Tensor | None]) -> Iterator[None]:
+    """A context in which ``function`` makes the masks of this thread's calls; its arguments are those of :func:`make_mask`."""
+    token = _MAKER.set(function)
+    try:
+        yield
+    finally:
+        _MAKER.reset(token)
 
 
 def _bounds(visible: Tensor, causal: bool) -> Tensor:
@@ -64,6 +78,11 @@ def make_mask(
     """The mask for :func:`attend`: bounds int32 [batch, positions, 3], None for full attention, or sdpa's mask."""
     masks = import_module("transformers.masking_utils")
     compiling = torch.compiler.is_compiling()
+    if not compiling and (maker := _MAKER.get()) is not None:
+        return maker(
+            batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
+            mask_function=mask_function, attention_mask=attention_mask, **others,
+        )  # fmt: skip
     sizes = {"batch_size": batch_size, "q_length": q_length, "kv_length": kv_length}
     places = {"q_offset": q_offset, "kv_offset": kv_offset}
     plain = {masks.bidirectional_mask_function: False, masks.causal_mask_function: True}

@@ -1,0 +1,364 @@
+"""Plans of encoders: a call of a fused model as one call of C++, which computes no padding.
+
+Sizes in a plan depend on the number of rows alone, so the texts of a batch follow each other in one sequence, with their own
+positions. Attention runs within each text. Calls that a plan does not have run the model's own code: gradients,
+compiled code, caches, embeddings as inputs, hidden states as outputs.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+import threading
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
+
+from .. import nn
+from ..plan.lowering import Lowered, Roles, lowered
+from ..plan.model_parts import ModelParts, state_of
+from ..plan.plan_file import Op
+from ..plan.recording import Sizes, Unplannable, record
+from ..plan.running import Caches, Planned
+from .masked import ATTENTION, make_mask, masks_made_by
+from .shared_inputs import SharedInput, observed
+
+_LOG = logging.getLogger(__name__)
+_CALLS = ((4, 2), (6, 3), (9, 5), (12, 7))  # tokens and texts of the calls that are recorded
+_MOST_ROWS = 1024  # of a call of the plan; a longer text has a call of its own
+_MOST_FLOATS = 1 << 16  # numbers of a float layer that a plan computes; torch is faster in larger ones
+# Differences from the model's own operators, relative to the values of a text. Plans have the bits of lowbit's operators.
+# Others, as the sines of rotary positions, differ by rounding, which quantized activations amplify.
+_FLOAT_LIMIT, _QUANTIZED_LIMIT = 1e-4, 0.05
+_FLAGS = {"return_dict": True, "output_attentions": False, "output_hidden_states": False}
+_TENSORS = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
+_BUILDING = threading.Lock()
+
+
+class _Mask:
+    """A mask that the model asks for once per call: which tokens each token of a text sees."""
+
+    def __init__(self, **arguments: Any):
+        self._make = partial(make_mask, **arguments)
+        self._ranges: tuple[Tensor, Tensor] | None = None
+
+    def ranges(self, length: int) -> tuple[Tensor, Tensor]:
+        """Begin and end of the positions that each position of a text sees."""
+        if self._ranges is None or len(self._ranges[0]) < length:
+            bounds = self._make(batch_size=1, q_length=length, kv_length=length)
+            if bounds is None:
+                begin, end = torch.zeros(length, dtype=torch.int64), torch.full((length,), length)
+            elif bounds.dtype is torch.int32:
+                _, begin, end = bounds[0].long().unbind(-1)
+            else:
+                raise Unplannable("its attention sees tokens that do not follow each other")
+            self._ranges = begin, end
+        begin, end = self._ranges
+        # A shorter text sees the same positions as far as it has them, unless it sees all.
+        return begin[:length], end[:length].clamp(max=length)
+
+
+def _replica(model: torch.nn.Module) -> torch.nn.Module:
+    """A copy of a model that shares its parameters and buffers. Changes of its modules do not change the model."""
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in state_of(model).values()})
+
+
+class EncoderPlan:
+    """The plan of an encoder."""
+
+    def __init__(self, model: Any):
+        """
+        Raises:
+            Unplannable: the model has no plan; the message says why.
+        """
+        self._model = model
+        self._parts = ModelParts(model)
+        if self._parts.has_hooks:
+            raise Unplannable("it has hooks")
+        self._names = set(inspect.signature(type(model).forward).parameters)
+        if not {"input_ids", "attention_mask", "position_ids"} <= self._names:
+            raise Unplannable("its positions or its mask are not arguments")
+        ids = torch.zeros(1, 4, dtype=torch.int64)
+        self.makes_caches = "use_cache" in self._names and "past_key_values" in _own(model, ids, use_cache=True)
+        output = self._own(model, ids)
+        fields = {name for name, value in output.items() if value is not None}
+        if not {"last_hidden_state"} <= fields <= {"last_hidden_state", "pooler_output"}:
+            raise Unplannable(f"it returns {', '.join(sorted(fields))}")
+        self._output, self._pools = type(output), "pooler_output" in fields
+        self._masks: list[_Mask] = []
+        made = self._lowered(_replica(model))
+        self._planned, self._no_caches = Planned(made), Caches([], [])
+        self._width, self._dtype = made.outputs[0].size[-1].constant, made.outputs[0].dtype
+        self._padding = model.config.pad_token_id or 0
+        self._counts_tokens = False  # positions count the tokens that are not padding, as in RoBERTa
+        try:
+            self.difference = self._prove()
+        except (Unplannable, IndexError):
+            self._counts_tokens = True
+            self.difference = self._prove()
+
+    def _own(self, model: Any, ids: Tensor, **arguments: Any) -> Any:
+        return _own(model, ids, **arguments, **({"use_cache": False} if self.makes_caches else {}))
+
+    def _lowered(self, model: Any) -> Lowered:
+        def asked(**arguments: Any) -> Tensor | None:
+            for name in ("batch_size", "q_length", "kv_length", "attention_mask"):
+                del arguments[name]
+            self._masks.append(_Mask(**arguments))
+            return None
+
+        with masks_made_by(asked), observed(model) as groups:
+            self._own(model, torch.zeros(1, 4, dtype=torch.int64))
+        if not self._masks:
+            raise Unplannable("it makes no mask")
+        for group in groups:
+            SharedInput(group)
+        recordings, given = [], 0
+        for rows, texts in _CALLS:
+            ids, firsts = torch.zeros(1, rows, dtype=torch.int64), torch.arange(texts)
+            arguments = {"position_ids": torch.arange(rows)[None]}
+            if self._has_types:
+                arguments["token_type_ids"] = torch.zeros_like(ids)
+            bounds = [torch.tensor([1, 0, rows], dtype=torch.int32).repeat(1, rows, 1) for _ in self._masks]
+            tensors = [ids, *arguments.values(), firsts, *bounds]
+            recordings.append(record(partial(self._packed, model, ids, arguments, firsts, bounds), tensors))
+            given = len(tensors)
+        made = lowered(recordings, Sizes(_CALLS), Roles(given, []), state_of(model))
+        for step in made.plan.steps:
+            weight = step.operands[1] if step.op is Op.FLOAT_LINEAR else None
+            if weight is not None and weight.size[0].constant * weight.size[1].constant > _MOST_FLOATS:
+                raise Unplannable("it has float layers, in which torch is faster")
+        return made
+
+    def _packed(
+        self, model: Any, ids: Tensor, arguments: dict[str, Tensor], firsts: Tensor, bounds: list[Tensor]
+    ) -> list[Tensor]:
+        """The hidden states of texts that follow each other, and what the pooler makes of their first tokens."""
+        left = iter(bounds)
+        with masks_made_by(lambda **_: next(left)):
+            # With a mask of ones, because transformers looks for texts that follow each other if there is none.
+            hidden = self._own(model, ids, attention_mask=torch.ones(ids.shape, dtype=torch.int64), **arguments).last_hidden_state
+        return [hidden, model.pooler(hidden[0, firsts][:, None])] if self._pools else [hidden]
+
+    @property
+    def _has_types(self) -> bool:
+        return "token_type_ids" in self._names
+
+    def _prove(self) -> float:
+        """The largest difference of a text from the model's own operators, 0 if all bits are equal."""
+        config = self._model.config
+        shown = torch.ones(3, 12, dtype=torch.int64)
+        shown[1, 7:], shown[2, :5] = 0, 0
+        ids = (torch.arange(shown.numel()).view_as(shown) * 7 + 3) % config.vocab_size
+        ids = torch.where((shown != 0) & (ids != self._padding), ids, self._padding)
+        types = {"token_type_ids": torch.arange(12).expand(3, -1) % config.type_vocab_size} if self._has_types else {}
+        quantized = any(isinstance(module, nn.Linear | nn.LinearExperts) for module in self._model.modules())
+        limit = _FLOAT_LIMIT if self._dtype is torch.float32 and not quantized else _QUANTIZED_LIMIT
+        worst = 0.0
+        for given in ({}, types):
+            expected, found = self._own(self._model, ids, attention_mask=shown, **given), self.run(ids, shown, **given)
+            pairs = [(expected[0][row][shown[row] != 0], found[0][row][shown[row] != 0]) for row in range(3)]
+            if self._pools:  # the pooler reads the first position, which is padding in the last text
+                pairs += zip(expected.pooler_output[:2], found.pooler_output[:2], strict=True)
+            for one, other in pairs:
+                if not torch.equal(one, other):
+                    difference = (one - other).float().norm() / one.float().norm()
+                    worst = max(worst, float(difference)) if difference <= limit else float("inf")
+        if worst > limit:
+            raise Unplannable(f"its hidden states differ by {worst:.2g} of their size; rounding is below {limit:g}")
+        return worst
+
+    def fits(self) -> bool:
+        """Whether the model still has the modules, parameters and hooks that it had."""
+        return self._parts.are_unchanged()
+
+    def has_its_memory(self) -> bool:
+        """Whether the parameters are still where they were."""
+        return self._parts.have_their_memory()
+
+    def run(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+    ) -> Any:
+        """The model's output. Hidden states of padding are 0.
+
+        Raises:
+            IndexError, ValueError: the input does not fit the model.
+            Unplannable: the plan has no such calls.
+        """
+        batch, length = input_ids.shape
+        shown = None if attention_mask is None else attention_mask != 0
+        if shown is not None and bool(shown.all()):
+            shown = None
+        if position_ids is None and self._counts_tokens:
+            counted = input_ids != self._padding
+            position_ids = counted.cumsum(1) * counted + self._padding
+        elif position_ids is None:
+            position_ids = torch.arange(length)[None]
+        columns = [input_ids, position_ids]
+        if self._has_types:
+            columns.append(torch.zeros(1, 1, dtype=torch.int64) if token_type_ids is None else token_type_ids)
+        columns = [column.long().expand(batch, length) for column in columns]
+        if min(int(column.min()) for column in columns) < 0:
+            raise IndexError("an index is negative")
+        pieces = self._pieces(batch, length, shown)
+        found = [self._run([x[piece] for x in columns], None if shown is None else shown[piece]) for piece in pieces]
+        output = {"last_hidden_state": torch.cat([hidden for hidden, *_ in found]) if len(found) > 1 else found[0][0]}
+        if self._pools:
+            output["pooler_output"] = torch.cat([pooled for _, pooled in found]) if len(found) > 1 else found[0][1]
+        return self._output(**output)
+
+    @staticmethod
+    def _pieces(batch: int, length: int, shown: Tensor | None) -> list[slice]:
+        """Divides a batch into pieces of few tokens."""
+        if batch * length <= _MOST_ROWS:
+            return [slice(0, batch)]
+        counts = [length] * batch if shown is None else shown.sum(1).tolist()
+        begins, rows = [0], 0
+        for text, count in enumerate(counts):
+            if text > begins[-1] and rows + count > _MOST_ROWS:
+                begins.append(text)
+                rows = 0
+            rows += count
+        return list(map(slice, begins, [*begins[1:], batch]))
+
+    def _run(self, columns: list[Tensor], shown: Tensor | None) -> list[Tensor]:
+        """Hidden states of texts, and what the pooler makes of them."""
+        batch, length = columns[0].shape
+        columns = [column.contiguous().view(-1) for column in columns]
+        if shown is None:
+            ends = range(length, batch * length + 1, length)
+            bounds = [torch.stack(mask.ranges(length), -1).repeat(batch, 1) for mask in self._masks]
+        else:
+            # How many tokens of a text are in front of each position.
+            before = torch.nn.functional.pad(shown.cumsum(1), (1, 0))
+            ends = before[:, -1].cumsum(0).tolist()
+            if not bool(before[:, -1].all()):
+                raise Unplannable("a text has no tokens")
+            places = shown.reshape(-1).nonzero()[:, 0]
+            columns = [column[places] for column in columns]
+            bounds = [torch.stack([before[:, end] for end in mask.ranges(length)], -1) for mask in self._masks]
+            bounds = [each.view(-1, 2)[places] for each in bounds]
+        bounds = [torch.nn.functional.pad(each.int(), (1, 0), value=1) for each in bounds]
+        begins = [0, *ends[:-1]]
+        texts = [(begin, end, 0, self._no_caches) for begin, end in zip(begins, ends, strict=True)]
+        hidden, *pooled = self._planned.run([*columns, torch.tensor(begins), *bounds], batch, texts)
+        if shown is not None:
+            whole = torch.zeros(batch * length, self._width, dtype=self._dtype)
+            hidden = whole.index_copy_(0, places, hidden[0])
+        return [hidden.view(batch, length, self._width), *pooled]
+
+
+def _own(model: Any, ids: Tensor, attention_mask: Tensor | None = None, **arguments: Any) -> Any:
+    """The output of a model's own code."""
+    mask = torch.ones(ids.shape, dtype=torch.int64) if attention_mask is None else attention_mask
+    with torch.inference_mode():
+        output = type(model).forward(model, input_ids=ids, attention_mask=mask, **arguments)
+    if not isinstance(output, import_module("transformers").utils.ModelOutput):
+        raise Unplannable(f"it returns a {type(output).__name__}")
+    return output
+
+
+class PlannedEncoder:
+    """The ``forward`` of a fused model: by a plan where a call and the model fit it, else by the model's own code."""
+
+    def __init__(self, model: Any):
+        self.model = model
+        self.plan: EncoderPlan | None = None
+        self.refusal: str | None = None  # why calls run the model's own code
+        self._names = [name for name in inspect.signature(type(model).forward).parameters if name != "self"]
+        self.__signature__ = inspect.signature(type(model).forward.__get__(model))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PlannedEncoder:
+        return PlannedEncoder(copy.deepcopy(self.model, memo))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PlannedEncoder, (self.model,)
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            output = self._planned(dict(zip(self._names, arguments)) | named)
+            if output is not None:
+                return output
+        return type(self.model).forward(self.model, *arguments, **named)
+
+    def _planned(self, arguments: dict[str, Any]) -> Any:
+        """The plan's output; None if it cannot compute the call."""
+        given = {name: value for name, value in arguments.items() if value is not None}
+        tensors = {name: given.pop(name) for name in _TENSORS if name in given}
+        if self.refusal is not None or not self._accepts(tensors, given):
+            return None
+        with _BUILDING:
+            if self.plan is None and self.refusal is None:
+                self._build()
+        if self.plan is None:
+            return None
+        if not self.plan.fits():
+            if not self.plan.has_its_memory():  # which it would keep alive
+                self._refuse("the model has been changed since its first call")
+            return None
+        if self.plan.makes_caches and given.get("use_cache", self.model.config.use_cache):
+            return None
+        try:
+            return self.plan.run(**tensors)
+        except (IndexError, ValueError):  # the model's own code runs such calls, or says what is wrong with their input
+            return None
+
+    def _build(self) -> None:
+        try:
+            self.plan = EncoderPlan(self.model)
+        except Exception as reason:  # the model's own code runs, so nothing is lost
+            self._refuse(f"{'' if isinstance(reason, Unplannable) else type(reason).__name__ + ': '}{reason}")
+
+    def _refuse(self, reason: str) -> None:
+        self.plan, self.refusal = None, reason
+        _LOG.info("each call of %s runs the model's Python code: %s", type(self.model).__name__, reason)
+
+    def _accepts(self, tensors: dict[str, Tensor], flags: dict[str, Any]) -> bool:
+        """Whether plans can compute a call with these arguments."""
+        model, ids = self.model, tensors.get("input_ids")
+        return (
+            not torch.is_grad_enabled()
+            and not model.training
+            and not torch.is_autocast_enabled("cpu")
+            and not torch.jit.is_tracing()
+            # Modes see the operators that run.
+            and not torch._C._len_torch_dispatch_stack()
+            and not torch._C._len_torch_function_stack()
+            and not torch._C._are_functorch_transforms_active()
+            and not _global_forward_hooks
+            and not _global_forward_pre_hooks
+            and model.config._attn_implementation == ATTENTION
+            and not (model.config.output_hidden_states or model.config.output_attentions)
+            and model.config.return_dict
+            and all(name in _FLAGS and value == _FLAGS[name] or name == "use_cache" for name, value in flags.items())
+            and ids is not None
+            and bool(ids.numel())
+            and all(_fits(name, tensor, ids.shape) for name, tensor in tensors.items())
+        )
+
+
+def _fits(name: str, tensor: Any, shape: torch.Size) -> bool:
+    """Whether a plan can use an argument in a call of ``shape`` [texts, positions]."""
+    if type(tensor) is not Tensor or not tensor.is_cpu or tensor.dim() != 2 or tensor.shape[1] != shape[1]:
+        return False
+    if name == "attention_mask":
+        return tensor.shape == shape
+    return tensor.dtype in (torch.int64, torch.int32) and tensor.shape[0] in (1, shape[0])
+
+
+def replace(model: Any) -> bool:
+    """Makes calls of a fused model run by a plan where it has one; returns whether it can have one."""
+    base = model.base_model
+    if not isinstance(vars(base).get("forward"), (type(None), PlannedEncoder)) or base.config._attn_implementation != ATTENTION:
+        return False
+    base.forward = PlannedEncoder(base)
+    return True
