@@ -110,7 +110,9 @@ LOWBIT_INLINE inline void multiply(const Product& product, int64_t vector) {
     one(std::integral_constant<int, 3>());
     a += 4;
     hide(a);
-    hide(b);
+#if defined(__x86_64__)
+    hide(b);  // Arm has registers for these addresses
+#endif
   }
   for (; step < steps; ++step) {  // values only: keys have a multiple of 16 steps
     for (int v = 0; v < Vectors; ++v) {
