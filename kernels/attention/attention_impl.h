@@ -4,7 +4,8 @@
 // lane is a position and a step one input; for values a lane is an input and a step one position. So no sum crosses lanes, and
 // its order is that of the steps, for any number of rows at once.
 //
-// The type of the caches is a template argument, because every value is converted; the type of queries and outputs is not.
+// The type of the caches is a template argument of the products, because every value is converted. It is none of the functions
+// around them, and neither is the type of queries and outputs.
 // Scores and weights are multiplied by the scales of codes, so the inner loop has only a conversion and no extra product. 4-bit
 // codes belong to rotated keys and values: queries are rotated once, and outputs are rotated back. Products with int8 keys are
 // integer sums, with queries that are quantized once (codes.h).
@@ -48,18 +49,20 @@ LOWBIT_INLINE inline V load_scales(const void* scales, int64_t position) {
   return V::template load_as_f32<DType::f32>(static_cast<const char*>(scales) + position * 4);
 }
 
-// Rows of scalars in float32, times vectors in the type of the cache.
+// Rows of scalars in float32, times vectors in the type of the cache: queries times keys, or weights times values.
 struct Product {
-  const float* a;  // row 0, step 0
-  int64_t a_row;   // elements from one row to the next
+  const float* a;  // row 0, step 0; rows of queries are `steps` apart, rows of weights kAttentionBlock
   const char* b;   // step 0, vector 0
-  int64_t b_step;  // bytes from one step to the next; 4-bit keys: from two steps, which share bytes, to the next two
-  int64_t b_vector;  // bytes from one vector to the next; 4-bit values: from two vectors to the next two
-  int64_t steps;
-  float* out;      // row 0, vector 0
-  int64_t out_row;
+  int64_t steps;   // inputs of a key, or positions
+  float* out;      // row 0, vector 0; rows of scores are kAttentionBlock apart, others `vectors` vectors
   int64_t vectors;
 };
+
+// Hides the origin of a pointer from the compiler, which would otherwise keep an address for each row and vector.
+template <class T>
+LOWBIT_INLINE inline void hide(T*& pointer) {
+  __asm__("" : "+r"(pointer));
+}
 
 // out (+)= a * b for Rows rows and Vectors vectors at `vector`.
 template <class V, CacheType C, int Rows, int Vectors, bool Add>
@@ -67,15 +70,17 @@ LOWBIT_INLINE inline void multiply(const Product& product, int64_t vector) {
   // With 4-bit codes two steps of keys share bytes, or two vectors of values. An even number of vectors begins at an even one.
   constexpr bool kShareSteps = C == CacheType::i4 && !Add, kShareVectors = C == CacheType::i4 && Add;
   const int64_t odd = kShareVectors && Vectors % 2 != 0 ? vector % 2 : 0;
-  const char* b = product.b + (kShareVectors ? vector / 2 : vector) * product.b_vector;
+  const int64_t steps = product.steps, width = product.vectors * kLanes;
+  const int64_t a_row = Add ? kAttentionBlock : steps, out_row = Add ? width : kAttentionBlock;
+  // Bytes from one step or vector to the next, or from two that share bytes to the next two.
+  const int64_t b_step = Add ? cache_bytes(C, width) : vector_bytes(C);
+  const int64_t b_vector = Add ? vector_bytes(C) : cache_bytes(C, steps * kLanes);
+  const char* b = product.b + (kShareVectors ? vector / 2 : vector) * b_vector;
   float* const out = product.out + vector * kLanes;
   V sums[Rows][Vectors];
   for (int r = 0; r < Rows; ++r) {
-    for (int v = 0; v < Vectors; ++v) {
-      sums[r][v] = Add ? V::load(out + r * product.out_row + v * kLanes) : V::broadcast(0.0f);
-    }
+    for (int v = 0; v < Vectors; ++v) sums[r][v] = Add ? V::load(out + r * out_row + v * kLanes) : V::broadcast(0.0f);
   }
-  const int64_t steps = product.steps, b_step = product.b_step, b_vector = product.b_vector, a_row = product.a_row;
   const float* a = product.a;
   // Keys and values mostly come from memory, in pieces that are too short for the CPU's own prefetch. A prefetch past their end
   // reads nothing.
@@ -83,7 +88,7 @@ LOWBIT_INLINE inline void multiply(const Product& product, int64_t vector) {
   int64_t step = 0;
   for (; step + 4 <= steps; step += 4) {
     typename V::Four scalars[Rows];
-    for (int r = 0; r < Rows; ++r) scalars[r] = V::load_four(a + r * a_row + step);
+    for (int r = 0; r < Rows; ++r) scalars[r] = V::load_four(a + r * a_row);
     const auto one = [&](auto lane) LOWBIT_INLINE {
       constexpr bool kOddStep = decltype(lane)::value % 2 != 0;
       V vectors[Vectors];
@@ -103,22 +108,28 @@ LOWBIT_INLINE inline void multiply(const Product& product, int64_t vector) {
     one(std::integral_constant<int, 1>());
     one(std::integral_constant<int, 2>());
     one(std::integral_constant<int, 3>());
+    a += 4;
+    hide(a);
+#if defined(__x86_64__)
+    hide(b);  // Arm has registers for these addresses
+#endif
   }
   for (; step < steps; ++step) {  // values only: keys have a multiple of 16 steps
     for (int v = 0; v < Vectors; ++v) {
       const V values = load_cached<V, C>(b + (kShareVectors ? v / 2 : v) * b_vector, (v + odd) % 2 != 0);
-      for (int r = 0; r < Rows; ++r) sums[r][v] = V::fma(values, V::broadcast(a[r * a_row + step]), sums[r][v]);
+      for (int r = 0; r < Rows; ++r) sums[r][v] = V::fma(values, V::broadcast(a[r * a_row]), sums[r][v]);
     }
     b += b_step;
+    ++a;
   }
   for (int r = 0; r < Rows; ++r) {
-    for (int v = 0; v < Vectors; ++v) V::store(out + r * product.out_row + v * kLanes, sums[r][v]);
+    for (int v = 0; v < Vectors; ++v) V::store(out + r * out_row + v * kLanes, sums[r][v]);
   }
 }
 
-// Multiplies all vectors of a product.
+// Multiplies all vectors of a product. Not inlined, so that each is compiled once.
 template <class V, CacheType C, int Rows, bool Add>
-void multiply_all(const Product& product) {
+__attribute__((noinline)) void multiply_all(const Product& product) {
   constexpr int kVectors = kAtOnce<V, Rows>;
   int64_t vector = 0;
   for (; vector + kVectors <= product.vectors; vector += kVectors) multiply<V, C, Rows, kVectors, Add>(product, vector);
@@ -128,6 +139,23 @@ void multiply_all(const Product& product) {
   if constexpr (kVectors > 1) {
     for (; vector < product.vectors; ++vector) multiply<V, C, Rows, 1, Add>(product, vector);
   }
+}
+
+// Calls run(constant) with the number of rows, which is 1, 2 or 4.
+template <class Run>
+LOWBIT_INLINE inline void with_rows(int rows, Run run) {
+  if (rows == 4) run(std::integral_constant<int, 4>());
+  else if (rows == 2) run(std::integral_constant<int, 2>());
+  else run(std::integral_constant<int, 1>());
+}
+
+// Multiplies 1, 2 or 4 rows. Types: those that the cache may have.
+template <class V, bool Add, CacheType... Types>
+void multiply_rows(CacheType type, int rows, const Product& product) {
+  const auto multiply_if = [&](auto constant) LOWBIT_INLINE {
+    if (type == constant()) with_rows(rows, [&](auto count) { multiply_all<V, constant(), count(), Add>(product); });
+  };
+  (multiply_if(std::integral_constant<CacheType, Types>()), ...);
 }
 
 // Partial results of some rows.
@@ -162,11 +190,11 @@ struct Seen {
 };
 
 // Converts the scores of one row and block to weights. The scales of codes begin at the block; other caches have none.
-template <class V, CacheType C>
-LOWBIT_INLINE inline void softmax(float* scores, Seen seen, const char* key_scales, const char* value_scales,
-                                  float cap, float* most, float* sums, float* out, int64_t width) {
+template <class V>
+void softmax(float* scores, Seen seen, const char* key_scales, const char* value_scales, float cap, float* most, float* sums,
+             float* out, int64_t width) {
   const int64_t first = seen.begin / kLanes * kLanes;
-  if constexpr (has_scales(C)) {
+  if (key_scales != nullptr) {
     for (int64_t j = first; j < seen.end; j += kLanes) {
       V::store(scores + j, V::mul(V::load(scores + j), load_scales<V>(key_scales, j)));
     }
@@ -187,64 +215,65 @@ LOWBIT_INLINE inline void softmax(float* scores, Seen seen, const char* key_scal
   V sum = V::mul(V::load(sums), shrink);
   for (int64_t j = first; j < seen.end; j += kLanes) {
     const V weights = exp2_of(V::sub(V::load(scores + j), most_now));
-    if constexpr (has_scales(C)) {
-      V::store(scores + j, V::mul(weights, load_scales<V>(value_scales, j)));
-    } else {
-      V::store(scores + j, weights);
-    }
+    V::store(scores + j, value_scales != nullptr ? V::mul(weights, load_scales<V>(value_scales, j)) : weights);
     sum = V::add(sum, weights);
   }
   V::store(sums, sum);
   for (int64_t i = 0; i < width; i += kLanes) V::store(out + i, V::mul(V::load(out + i), shrink));
 }
 
-// Adds the block that starts at position `block` to `Rows` rows from `row` on. Each row sees some of the block.
-template <class V, CacheType C, int Rows>
-void attend(const AttentionArgs& args, const State& state, int64_t row, int64_t block) {
+// Adds the block that starts at position `block` to 1, 2 or 4 rows from `row` on. Each row sees some of the block.
+// Int8Keys: caches have int8 keys.
+template <class V, bool Int8Keys>
+void attend(const AttentionArgs& args, const State& state, int64_t row, int rows, int64_t block) {
   const int64_t width = args.width, value_width = args.value_width;
-  Seen seen[Rows];
-  for (int r = 0; r < Rows; ++r) {
+  Seen seen[4];
+  for (int r = 0; r < rows; ++r) {
     const int64_t begin = args.begins[row + r] - block, end = args.ends[row + r] - block;
     seen[r] = {begin > 0 ? begin : 0, end < kAttentionBlock ? end : kAttentionBlock};
   }
-  const int64_t first = seen[0].begin / kLanes, vectors = (seen[Rows - 1].end + kLanes - 1) / kLanes - first;
-  constexpr CacheType kKeys = key_type(C), kValues = value_type(C);
-  const char* keys = static_cast<const char*>(args.keys) + cache_bytes(kKeys, (block + first * kLanes) * width);
-  if constexpr (kKeys == CacheType::i8) {
-    score_all_codes<V, Rows>(state.q + row * width, keys, width, state.scores + first * kLanes, vectors);
-  } else {
-    multiply_all<V, kKeys, Rows, false>({state.q + row * width, width, keys, vector_bytes(kKeys),
-                                         cache_bytes(kKeys, width * kLanes), width, state.scores + first * kLanes,
-                                         kAttentionBlock, vectors});
+  const int64_t first = seen[0].begin / kLanes, vectors = (seen[rows - 1].end + kLanes - 1) / kLanes - first;
+  const CacheType key = key_type(args.cache), value = value_type(args.cache);
+  const char* const keys = static_cast<const char*>(args.keys) + cache_bytes(key, (block + first * kLanes) * width);
+  float* const q = state.q + row * width;
+  float* const scores = state.scores + first * kLanes;
+  if (Int8Keys || key == CacheType::i8) {
+    with_rows(rows, [&](auto count) { score_all_codes<V, count()>(q, keys, width, scores, vectors); });
+  } else if constexpr (!Int8Keys) {
+    multiply_rows<V, false, CacheType::f32, CacheType::bf16, CacheType::f16, CacheType::i4>(
+        key, rows, {q, keys, width, scores, vectors});
   }
   const char *key_scales = nullptr, *value_scales = nullptr;
-  if constexpr (has_scales(C)) {
+  if (has_scales(args.cache)) {
     key_scales = static_cast<const char*>(args.key_scales) + block * 4;
     value_scales = static_cast<const char*>(args.value_scales) + block * 4;
   }
-  for (int r = 0; r < Rows; ++r) {
-    softmax<V, C>(state.scores + r * kAttentionBlock, seen[r], key_scales, value_scales, args.cap,
-                  state.now.most + row + r, state.now.sums_of(row + r), state.now.out_of(row + r), value_width);
+  for (int r = 0; r < rows; ++r) {
+    softmax<V>(state.scores + r * kAttentionBlock, seen[r], key_scales, value_scales, args.cap, state.now.most + row + r,
+               state.now.sums_of(row + r), state.now.out_of(row + r), value_width);
   }
   // Values that all rows see are added for all rows at once, earlier and later ones row by row. Each row keeps its order of
   // positions.
-  const char* values = static_cast<const char*>(args.values) + cache_bytes(kValues, block * value_width);
-  const auto add = [&](auto rows, int r, int64_t begin, int64_t end) LOWBIT_INLINE {
+  const char* const values = static_cast<const char*>(args.values) + cache_bytes(value, block * value_width);
+  const auto add = [&](int count, int r, int64_t begin, int64_t end) {
     if (begin >= end) return;
-    multiply_all<V, kValues, decltype(rows)::value, true>(
-        {state.scores + r * kAttentionBlock + begin, kAttentionBlock, values + cache_bytes(kValues, begin * value_width),
-         cache_bytes(kValues, value_width), vector_bytes(kValues), end - begin, state.now.out_of(row + r), value_width,
-         value_width / kLanes});
+    const Product product{state.scores + r * kAttentionBlock + begin, values + cache_bytes(value, begin * value_width),
+                          end - begin, state.now.out_of(row + r), value_width / kLanes};
+    if constexpr (Int8Keys) {
+      multiply_rows<V, true, CacheType::i8, CacheType::i4>(value, count, product);
+    } else {
+      multiply_rows<V, true, CacheType::f32, CacheType::bf16, CacheType::f16, CacheType::i8, CacheType::i4>(value, count,
+                                                                                                            product);
+    }
   };
-  const std::integral_constant<int, 1> one;
-  const int64_t begin = seen[Rows - 1].begin, end = seen[0].end;
-  if (Rows == 1 || begin >= end) {
-    for (int r = 0; r < Rows; ++r) add(one, r, seen[r].begin, seen[r].end);
+  const int64_t begin = seen[rows - 1].begin, end = seen[0].end;
+  if (rows == 1 || begin >= end) {
+    for (int r = 0; r < rows; ++r) add(1, r, seen[r].begin, seen[r].end);
     return;
   }
-  for (int r = 0; r < Rows; ++r) add(one, r, seen[r].begin, begin);
-  add(std::integral_constant<int, Rows>(), 0, begin, end);
-  for (int r = 0; r < Rows; ++r) add(one, r, end, seen[r].end);
+  for (int r = 0; r < rows; ++r) add(1, r, seen[r].begin, begin);
+  add(rows, 0, begin, end);
+  for (int r = 0; r < rows; ++r) add(1, r, end, seen[r].end);
 }
 
 // The partial result before the first position.
@@ -292,9 +321,11 @@ void finish(const Partial& partial, int64_t row, void* to, DType dtype, CacheTyp
   }
 }
 
-template <class V, CacheType C>
+// Int8Keys: only for caches with int8 keys.
+template <class V, bool Int8Keys = false>
 void attention(const AttentionArgs& args) {
   const int64_t width = args.width, rows = args.rows, length = args.ends[rows - 1];
+  const CacheType key = key_type(args.cache);
   const State state(args);
   for (int64_t r = 0; r < rows; ++r) {
     const char* q = static_cast<const char*>(args.q[r]);
@@ -302,8 +333,8 @@ void attention(const AttentionArgs& args) {
       const V values = load_floats<V>(q + i * size_of(args.dtype), args.dtype);
       V::store(state.q + r * width + i, V::mul(values, V::broadcast(args.factor)));
     }
-    if constexpr (key_type(C) == CacheType::i4) rotate<V>(state.q + r * width, width);
-    if constexpr (key_type(C) == CacheType::i8) CodedQuery(state.q + r * width, width).code();
+    if (key == CacheType::i4) rotate<V>(state.q + r * width, width);
+    if (key == CacheType::i8) CodedQuery(state.q + r * width, width).code();
   }
   int64_t block = args.begins[0] / kAttentionBlock * kAttentionBlock;
   int64_t first = 0, last = 0;              // rows [first, last) see some of the block
@@ -319,19 +350,17 @@ void attention(const AttentionArgs& args) {
     for (; block < length && block < span + kAttentionSpan; block += kAttentionBlock) {
       while (args.ends[first] <= block) ++first;
       while (last < rows && args.begins[last] < block + kAttentionBlock) ++last;
-      int64_t row = first;
-      for (; row + 4 <= last; row += 4) attend<V, C, 4>(args, state, row, block);
-      if (row + 2 <= last) {
-        attend<V, C, 2>(args, state, row, block);
-        row += 2;
+      for (int64_t row = first; row < last;) {
+        const int rows = last - row >= 4 ? 4 : last - row >= 2 ? 2 : 1;
+        attend<V, Int8Keys>(args, state, row, rows, block);
+        row += rows;
       }
-      if (row < last) attend<V, C, 1>(args, state, row, block);
     }
     for (int64_t r = span_first; r < span_last; ++r) {
       if (args.partial == nullptr && args.begins[r] < span) join<V>(state.before, state.now, r);
     }
   }
-  for (int64_t r = 0; r < rows && args.partial == nullptr; ++r) finish<V>(state.now, r, args.out[r], args.dtype, C);
+  for (int64_t r = 0; r < rows && args.partial == nullptr; ++r) finish<V>(state.now, r, args.out[r], args.dtype, args.cache);
 }
 
 template <class V>
@@ -344,18 +373,6 @@ void join_spans(const AttentionJoinArgs& args) {
   }
   const Partial all(args.partials + (args.spans - 1) * size, args.rows, args.value_width);
   for (int64_t r = 0; r < args.rows; ++r) finish<V>(all, r, args.out[r], args.dtype, args.cache);
-}
-
-template <class V>
-void run(const AttentionArgs& args) {
-  switch (args.cache) {
-    case CacheType::f32: return attention<V, CacheType::f32>(args);
-    case CacheType::bf16: return attention<V, CacheType::bf16>(args);
-    case CacheType::f16: return attention<V, CacheType::f16>(args);
-    case CacheType::i8: return attention<V, CacheType::i8>(args);
-    case CacheType::i4: return attention<V, CacheType::i4>(args);
-    case CacheType::i8_i4: return attention<V, CacheType::i8_i4>(args);
-  }
 }
 
 }  // namespace

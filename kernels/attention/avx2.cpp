@@ -7,7 +7,7 @@
 namespace lowbit {
 namespace {
 
-constexpr AttentionKernel kKernels[] = {{"attention_avx2", kAvx2, run<Vector>, write_cache<Vector>, join_spans<Vector>}};
+constexpr AttentionKernel kKernels[] = {{"attention_avx2", kAvx2, attention<Vector>, write_cache<Vector>, join_spans<Vector>}};
 
 }  // namespace
 

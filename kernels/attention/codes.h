@@ -110,9 +110,9 @@ LOWBIT_INLINE inline void score_codes(float* q, const char* keys, int64_t width,
   }
 }
 
-// Computes scores for all panels of a block that some row sees.
+// Computes scores for all panels of a block that some row sees. Not inlined, so that each is compiled once.
 template <class V, int Rows>
-void score_all_codes(float* q, const char* keys, int64_t width, float* out, int64_t panels) {
+__attribute__((noinline)) void score_all_codes(float* q, const char* keys, int64_t width, float* out, int64_t panels) {
   constexpr int kPanels = kAtOnce<V, Rows>;
   int64_t panel = 0;
   for (; panel + kPanels <= panels; panel += kPanels) {

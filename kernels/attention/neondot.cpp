@@ -10,11 +10,7 @@ extern const Table<AttentionKernel> kAttentionNeon, kAttentionNeonDot;
 namespace {
 
 void run_by_dot(const AttentionArgs& args) {
-  switch (args.cache) {
-    case CacheType::i8: return attention<Vector, CacheType::i8>(args);
-    case CacheType::i8_i4: return attention<Vector, CacheType::i8_i4>(args);
-    default: return kAttentionNeon.entries[0].run(args);
-  }
+  key_type(args.cache) == CacheType::i8 ? attention<Vector, true>(args) : kAttentionNeon.entries[0].run(args);
 }
 
 void write_as_neon(const AttentionWriteArgs& args) { kAttentionNeon.entries[0].write(args); }

@@ -152,7 +152,12 @@ struct Vector {
   LOWBIT_INLINE static Four load_four(const float* at) { return vld1q_f32(at); }
   template <int Lane>
   LOWBIT_INLINE static Vector fma_lane(const Vector& a, Four four, const Vector& c) {
-    return map_registers([&](int i) LOWBIT_INLINE { return vfmaq_laneq_f32(c.q[i], a.q[i], four, Lane); });
+    // Not the intrinsic, for which GCC 12 copies sums.
+    return map_registers([&](int i) LOWBIT_INLINE {
+      float32x4_t sum = c.q[i];
+      __asm__("fmla %0.4s, %1.4s, %2.s[%c3]" : "+w"(sum) : "w"(a.q[i]), "w"(four), "i"(Lane));
+      return sum;
+    });
   }
 };
 
