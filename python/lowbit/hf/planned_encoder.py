@@ -347,7 +347,7 @@ def _fits(name: str, tensor: Any, shape: torch.Size) -> bool:
     if type(tensor) is not Tensor or not tensor.is_cpu or tensor.dim() != 2 or tensor.shape[1] != shape[1]:
         return False
     if name == "attention_mask":
-        return tensor.shape == shape
+        return bool(tensor.shape == shape)
     return tensor.dtype in (torch.int64, torch.int32) and tensor.shape[0] in (1, shape[0])
 
 
