@@ -35,6 +35,9 @@ def fuse_(model: torch.nn.Module) -> FuseSummary:
     uses the attention interface, also inside a SentenceTransformer. Unrecognized modules are left unchanged. Calls with
     gradients and compiled code, which fuses such functions itself, use the original functions.
 
+    Calls of an encoder with token ids and a padding mask run as a plan: one call of C++ that computes no padding, whose hidden
+    states are 0. The first such call makes the plan, and calls run the model's code if the model has none, or after a change.
+
     Args:
         model: any module, with packed or float layers, on the CPU.
 

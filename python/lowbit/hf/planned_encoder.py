@@ -22,7 +22,6 @@ from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_h
 from .. import nn
 from ..plan.lowering import Lowered, Roles, lowered
 from ..plan.model_parts import ModelParts, state_of
-from ..plan.plan_file import Op
 from ..plan.recording import Sizes, Unplannable, record
 from ..plan.running import Caches, Planned
 from .masked import ATTENTION, make_mask, masks_made_by
@@ -31,7 +30,6 @@ from .shared_inputs import SharedInput, observed
 _LOG = logging.getLogger(__name__)
 _CALLS = ((4, 2), (6, 3), (9, 5), (12, 7))  # tokens and texts of the calls that are recorded
 _MOST_ROWS = 1024  # of a call of the plan; a longer text has a call of its own
-_MOST_FLOATS = 1 << 16  # numbers of a float layer that a plan computes; torch is faster in larger ones
 # Differences from the model's own operators, relative to the values of a text. Plans have the bits of lowbit's operators.
 # Others, as the sines of rotary positions, differ by rounding, which quantized activations amplify.
 _FLOAT_LIMIT, _QUANTIZED_LIMIT = 1e-4, 0.05
@@ -92,9 +90,10 @@ class EncoderPlan:
         self._output, self._pools = type(output), "pooler_output" in fields
         self._masks: list[_Mask] = []
         made = self._lowered(_replica(model))
-        self._planned, self._no_caches = Planned(made), Caches([], [])
+        self._planned, self._no_caches = Planned(made), Caches([], {})
         self._width, self._dtype = made.outputs[0].size[-1].constant, made.outputs[0].dtype
-        self._padding = model.config.pad_token_id or 0
+        padding = model.config.pad_token_id
+        self._padding = padding if isinstance(padding, int) and 0 <= padding < model.config.vocab_size else 0
         self._counts_tokens = False  # positions count the tokens that are not padding, as in RoBERTa
         try:
             self.difference = self._prove()
@@ -128,12 +127,7 @@ class EncoderPlan:
             tensors = [ids, *arguments.values(), firsts, *bounds]
             recordings.append(record(partial(self._packed, model, ids, arguments, firsts, bounds), tensors))
             given = len(tensors)
-        made = lowered(recordings, Sizes(_CALLS), Roles(given, []), state_of(model))
-        for step in made.plan.steps:
-            weight = step.operands[1] if step.op is Op.FLOAT_LINEAR else None
-            if weight is not None and weight.size[0].constant * weight.size[1].constant > _MOST_FLOATS:
-                raise Unplannable("it has float layers, in which torch is faster")
-        return made
+        return lowered(recordings, Sizes(_CALLS), Roles(given, []), state_of(model))
 
     def _packed(
         self, model: Any, ids: Tensor, arguments: dict[str, Tensor], firsts: Tensor, bounds: list[Tensor]
@@ -142,7 +136,9 @@ class EncoderPlan:
         left = iter(bounds)
         with masks_made_by(lambda **_: next(left)):
             # With a mask of ones, because transformers looks for texts that follow each other if there is none.
-            hidden = self._own(model, ids, attention_mask=torch.ones(ids.shape, dtype=torch.int64), **arguments).last_hidden_state
+            hidden = self._own(
+                model, ids, attention_mask=torch.ones(ids.shape, dtype=torch.int64), **arguments
+            ).last_hidden_state
         return [hidden, model.pooler(hidden[0, firsts][:, None])] if self._pools else [hidden]
 
     @property
@@ -156,11 +152,11 @@ class EncoderPlan:
         shown[1, 7:], shown[2, :5] = 0, 0
         ids = (torch.arange(shown.numel()).view_as(shown) * 7 + 3) % config.vocab_size
         ids = torch.where((shown != 0) & (ids != self._padding), ids, self._padding)
-        types = {"token_type_ids": torch.arange(12).expand(3, -1) % config.type_vocab_size} if self._has_types else {}
+        types = {"token_type_ids": torch.arange(12)[None] % max(1, getattr(config, "type_vocab_size", 1))}
         quantized = any(isinstance(module, nn.Linear | nn.LinearExperts) for module in self._model.modules())
         limit = _FLOAT_LIMIT if self._dtype is torch.float32 and not quantized else _QUANTIZED_LIMIT
         worst = 0.0
-        for given in ({}, types):
+        for given in ({}, types) if self._has_types else ({},):
             expected, found = self._own(self._model, ids, attention_mask=shown, **given), self.run(ids, shown, **given)
             pairs = [(expected[0][row][shown[row] != 0], found[0][row][shown[row] != 0]) for row in range(3)]
             if self._pools:  # the pooler reads the first position, which is padding in the last text
@@ -325,7 +321,7 @@ class PlannedEncoder:
     def _accepts(self, tensors: dict[str, Tensor], flags: dict[str, Any]) -> bool:
         """Whether plans can compute a call with these arguments."""
         model, ids = self.model, tensors.get("input_ids")
-        return (
+        return bool(
             not torch.is_grad_enabled()
             and not model.training
             and not torch.is_autocast_enabled("cpu")
@@ -341,7 +337,7 @@ class PlannedEncoder:
             and model.config.return_dict
             and all(name in _FLAGS and value == _FLAGS[name] or name == "use_cache" for name, value in flags.items())
             and ids is not None
-            and bool(ids.numel())
+            and ids.numel()
             and all(_fits(name, tensor, ids.shape) for name, tensor in tensors.items())
         )
 
@@ -351,7 +347,7 @@ def _fits(name: str, tensor: Any, shape: torch.Size) -> bool:
     if type(tensor) is not Tensor or not tensor.is_cpu or tensor.dim() != 2 or tensor.shape[1] != shape[1]:
         return False
     if name == "attention_mask":
-        return tensor.shape == shape
+        return bool(tensor.shape == shape)
     return tensor.dtype in (torch.int64, torch.int32) and tensor.shape[0] in (1, shape[0])
 
 

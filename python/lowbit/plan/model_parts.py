@@ -42,7 +42,7 @@ class ModelParts:
         for module in model.modules():
             for part in (module._modules, module._parameters, module._buffers):
                 self._add(part, *part)
-            self._add(vars(module), "forward", "training")
+            self._add(vars(module), "forward", *([] if module.training else ["training"]))  # eval() changes no plan
             self._hooks += [module._forward_hooks, module._forward_pre_hooks]  # what changes or sees results
         self._hooked = list(map(tuple, self._hooks))
         self._tensors = list(state_of(model).values())
