@@ -6,6 +6,7 @@
 #include <cmath>
 #include <functional>
 #include <limits>
+#include <string>
 
 #include "../../plan/numbers.h"
 #include "support/tensors.h"
@@ -322,7 +323,8 @@ TEST(PlanCompute, RefusesWhatItCannotRun) {
   EXPECT_TRUE(refused(run({x.view}, {code(Elementwise::add, 0, 1, kF32)}, out.view), "reads register 1"));
   EXPECT_TRUE(refused(run({x.view}, {code(Elementwise::add, 0, -1, kF32)}, out.view), "reads register -1"));
   EXPECT_TRUE(refused(run({x.view}, {code(Elementwise::add, 0, -3, kF32)}, out.view, {1.0, 2.0}), "reads register -3"));
-  EXPECT_TRUE(refused(run({x.view}, {code(static_cast<Elementwise>(kElementwise), 0, 0, kF32)}, out.view), "operator 31"));
+  EXPECT_TRUE(refused(run({x.view}, {code(static_cast<Elementwise>(kElementwise), 0, 0, kF32)}, out.view),
+                      ("operator " + std::to_string(kElementwise)).c_str()));
   EXPECT_TRUE(refused(run({x.view}, {code(static_cast<Elementwise>(255), 0, 0, kF32)}, out.view), "operator 255"));
   EXPECT_TRUE(refused(run({x.view}, {code(Elementwise::neg, 0, 0, kU8)}, out.view), "type 3"));
   EXPECT_TRUE(refused(run({x.view, n.view}, {code(Elementwise::add, 0, 1, kF32)}, out.view), "mixes floats and integers"));

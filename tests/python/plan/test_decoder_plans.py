@@ -28,6 +28,7 @@ KINDS = {
     "llama": True, "qwen3": True, "gemma3_text": True, "gpt_oss": False, "lfm2": False, "qwen3_next": False, "mixtral": False,
     "olmo2": True, "granite": True, "phi3": True, "gemma2": False, "falcon_h1": False, "mamba2": False,
 }  # fmt: skip
+USUAL = ("qwen3", "gemma3_text", "gpt_oss", "lfm2", "qwen3_next", "mixtral")
 
 
 def model_of(kind: str, dtype: torch.dtype = torch.float32, quantized: bool = True) -> torch.nn.Module:
@@ -71,14 +72,14 @@ def agree(with_plan: Decoder, without: Decoder, exact: bool) -> None:
     assert with_plan.plan_refusal is None
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [kind if kind in USUAL else pytest.param(kind, marks=pytest.mark.more) for kind in KINDS])
 def test_plans_have_the_logits_of_the_model(kind):
     model = model_of(kind)
-    plain = Decoder(copy.deepcopy(model), 320, plan=False)
-    decoder = Decoder(model, 320)
+    plain = Decoder(copy.deepcopy(model), 128, plan=False)
+    decoder = Decoder(model, 128)
     assert decoder.plan_refusal is None and (decoder.measured["plan"] == 0.0 or not KINDS[kind])
     agree(decoder, plain, KINDS[kind])
-    text = torch.tensor([[(7 * i * i + 5) % 90 + 4 for i in range(300)]])  # longer than the calls that were recorded
+    text = torch.tensor([[(7 * i * i + 5) % 90 + 4 for i in range(120)]])  # longer than the calls that were recorded
     with torch.inference_mode():
         difference = decoder(text, torch.tensor([0])) - plain(text, torch.tensor([0]))
     assert difference.square().mean().sqrt() <= (0.0 if KINDS[kind] else 0.15)
@@ -135,7 +136,7 @@ def test_threads():
     decoder, plain = Decoder(copy.deepcopy(model), 64), Decoder(model, 64, plan=False)
     expected, threads = exercise(plain), torch.get_num_threads()
     try:
-        for count in (1, 2, 3, 2, 1):
+        for count in (1, 2, 3, 2):
             torch.set_num_threads(count)
             assert all(map(torch.equal, exercise(decoder), expected)), count
     finally:
@@ -347,7 +348,7 @@ def test_two_threads_of_python():
     expected = [feed(text_of(number)) for number in range(4)]
 
     def work(number: int) -> None:
-        for _ in range(8):
+        for _ in range(4):
             if not torch.equal(feed(text_of(number)), expected[number]):
                 wrong.append(number)
 
@@ -380,14 +381,14 @@ def test_a_forked_process_decodes():
         assert torch.equal(logits(decoder), expected)
         thread.start()
         busy.wait()
-        for count in (2, 2, 1):
+        for count in (2, 1):
             child = os.fork()
             if child == 0:
                 code = 1
                 try:
                     signal.alarm(120)
                     torch.set_num_threads(count)
-                    code = 0 if all(torch.equal(logits(decoder), expected) for _ in range(3)) else 2
+                    code = 0 if all(torch.equal(logits(decoder), expected) for _ in range(2)) else 2
                     decoder.release()
                     gc.collect()
                 finally:
@@ -398,3 +399,31 @@ def test_a_forked_process_decodes():
         thread.join()
         torch.set_num_threads(threads)
     assert torch.equal(logits(decoder), expected)
+
+
+_DIGESTS = """
+import copy, hashlib, sys
+import torch
+sys.path += sys.argv[1:]
+import lowbit, tiny_models
+from lowbit.llm import Decoder
+
+torch.set_num_threads(1)
+for kind, quantized in (("llama", True), ("llama", False), ("gemma3_text", False), ("mixtral", True)):
+    model = tiny_models.make(kind)
+    quantized and tiny_models.quantize(model)
+    decoder, digest = Decoder(model, 32), hashlib.sha256()
+    assert decoder.plan_refusal is None
+    with torch.inference_mode():
+        for begin, end in ((0, 9), (9, 10), (10, 16)):
+            logits = decoder(torch.arange(begin + 5, end + 5)[None] * 3, torch.tensor([begin]))
+            digest.update(logits.numpy().tobytes())
+    print(kind, quantized, digest.hexdigest())
+"""
+
+
+def test_every_instruction_set_has_the_same_bits(fork_python):
+    """Also of layers in floats, which torch computes in other ways on each CPU."""
+    said = [fork_python(_DIGESTS, Path(tiny_models.__file__).parent, isa=isa) for isa in ("portable", "avx2", None)]
+    assert all(each.returncode == 0 for each in said), [each.stderr for each in said]
+    assert len({each.stdout for each in said}) == 1 and said[0].stdout.count("\n") == 4
