@@ -75,9 +75,8 @@ struct Text {
                            static_cast<int64_t>(out->numel()), size);
     }
     if (Status status = session->cut(*start->const_data_ptr<int64_t>()); !status.ok()) return status;
-    if (Status status = model->feed(*session, tokens->const_data_ptr<int64_t>(), tokens->numel(), logits.data()); !status.ok()) {
-      return status;
-    }
+    const int64_t* const ids = tokens->const_data_ptr<int64_t>();
+    if (Status status = model->feed(*session, ids, tokens->numel(), logits.data()); !status.ok()) return status;
     void* const to = out->mutable_data_ptr();
     for (int64_t i = 0; i < size; ++i) lowbit::store_from_f32(to, lowbit::dtype_of(type), i, logits[static_cast<size_t>(i)]);
     return {};

@@ -138,7 +138,8 @@ def export_delegate(
         report(0, 2, "making the program")
         traced = exir.to_edge(torch.export.export(outline, example_inputs, dynamic_shapes=dynamic_shapes))
         whole = _Delegated(lowered.LoweredBackendModule(traced.exported_program(), backend, content, []))
-        exported = torch.export.export(whole, example_inputs, dynamic_shapes=(dynamic_shapes,))  # of *inputs, one argument
+        shapes = None if dynamic_shapes is None else (dynamic_shapes,)  # of *inputs, one argument
+        exported = torch.export.export(whole, example_inputs, dynamic_shapes=shapes)
         program = exir.to_edge(exported, constant_methods=constant_methods).to_executorch()
         report(1, 2, "writing it")
         with open(written, "wb") as file:

@@ -19,10 +19,10 @@ import lowbit
 import lowbit.llm
 import pytest
 import torch
-from reference import HEADER_BYTES
 from lowbit.exports.module import export_delegate
-from lowbit.exports.plan_export import Outline, plan_with_weights
+from lowbit.exports.plan_export import plan_with_weights
 from lowbit.plan.plan_file import Kind, to_bytes
+from reference import HEADER_BYTES
 from runners import EXAMPLE, HERE, KINDS, KINDS_AND_CPUS, KINDS_AND_PROCESSORS, Runner, packed_bytes_altered
 
 transformers = pytest.importorskip("transformers")
@@ -428,8 +428,8 @@ def test_a_changed_model_is_exported_without_its_plan(executorch, tmp_path):
 class Delegate:
     """The bytes of a decoder's plan with its weights, which can be changed, in a program."""
 
-    def __init__(self, decoder: lowbit.llm.Decoder, path: Path):
-        self.decoder, self.path = decoder, path
+    def __init__(self, executorch, decoder: lowbit.llm.Decoder, path: Path):
+        self.executorch, self.decoder, self.path = executorch, decoder, path
         self.content = plan_with_weights(decoder, decoder.plan, [])
         size = struct.unpack("<Q", self.content[:8])[0]
         self.weights = self.content[-(-(8 + size) // 128) * 128 :]
@@ -449,13 +449,10 @@ class Delegate:
         head = struct.pack("<Q", len(content)) + content
         return head + bytes(-len(head) % 128) + self.weights
 
-    def load(self, content: bytes, outline: torch.nn.Module | None = None, inputs=()):
-        inputs = inputs or (torch.zeros(1, 2, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
-        outline = outline or Outline(97, self.decoder.plan.plan)
-        export_delegate("LowbitPlan", content, outline, inputs, self.path)
-        from executorch.runtime import Runtime
-
-        return Runtime.get().load_program(self.path).load_method("forward")
+    def load(self, outline: torch.nn.Module, inputs: tuple[torch.Tensor, ...]):
+        """The method of a program whose delegate has other inputs and another output."""
+        export_delegate("LowbitPlan", self.content, outline, inputs, self.path)
+        return self.executorch.load_program(self.path).load_method("forward")
 
 
 @pytest.fixture
@@ -466,11 +463,17 @@ def delegate(executorch, tmp_path) -> Delegate:
         vocab_size=97, max_position_embeddings=128, head_dim=32,
     )  # fmt: skip
     model = lowbit.quantize_(transformers.AutoModelForCausalLM.from_config(config).eval(), {"*": lowbit.LinearConfig(4, 32)})
-    return Delegate(lowbit.llm.Decoder(model, 128, "int8"), tmp_path / "m.pte")
+    return Delegate(executorch, lowbit.llm.Decoder(model, 128, "int8"), tmp_path / "m.pte")
 
 
 def test_a_damaged_plan_is_refused(delegate, capfd):
+    from executorch.exir._serialize._program import deserialize_pte_binary, serialize_pte_binary
+
+    lowbit.llm.export_decoder(delegate.decoder, delegate.path, chunk=4, stop=[])
+    program = deserialize_pte_binary(delegate.path.read_bytes())
+    (data,) = program.program.backend_delegate_data
     whole = delegate.content
+    assert data.data == whole
     weights = len(whole) - len(delegate.weights)
     assert delegate.changed(lambda plan: plan.about.update(stop=[])) == whole
 
@@ -485,7 +488,7 @@ def test_a_damaged_plan_is_refused(delegate, capfd):
         return delegate.changed(change)
 
     for content, expected in (
-        (b"", "0 bytes begin with a plan of 0; expected a plan and its weights"),
+        (b"l", "1 bytes begin with a plan of 0; expected a plan and its weights"),
         (whole[:7], "7 bytes begin with a plan of 0"),
         (struct.pack("<Q", 2**64 - 1) + whole[8:], "bytes begin with a plan of 18446744073709551615"),
         (struct.pack("<Q", len(whole) - 7) + whole[8:], f"{len(whole)} bytes begin with a plan of {len(whole) - 7}"),
@@ -506,8 +509,9 @@ def test_a_damaged_plan_is_refused(delegate, capfd):
         (fact("caches", -1, 0), "does not name the types of its caches"),
         (fact("vocabulary", 0), "expected the plan of a language model"),
     ):
+        data.data = content
         with pytest.raises(RuntimeError):
-            delegate.load(content)
+            delegate.executorch.load_program(bytes(serialize_pte_binary(program))).load_method("forward")
         logged = capfd.readouterr().err
         assert expected in logged and "LowbitPlan: " in logged, (expected, logged)
 
@@ -540,12 +544,12 @@ def test_wrong_calls_of_a_plan_fail(delegate, capfd):
         (Other(), (one, zero - 1), "a text of 0 tokens is cut to -1"),
         (Other(), (torch.ones(1, 129, dtype=torch.int64), zero), "gets 129; expected at most 128 altogether"),
     ):
-        method = delegate.load(delegate.content, outline, inputs)
+        method = delegate.load(outline, inputs)
         with pytest.raises(RuntimeError):
             method.execute(inputs)
         logged = capfd.readouterr().err
         assert "LowbitPlan: " in logged and expected in logged, (expected, logged)
     # Logits of another float type are rounded.
-    halves = delegate.load(delegate.content, Other(dtype=torch.bfloat16), (one, zero)).execute((one, zero))[0]
+    halves = delegate.load(Other(dtype=torch.bfloat16), (one, zero)).execute((one, zero))[0]
     with torch.inference_mode():
         assert torch.equal(halves, delegate.decoder(one, zero).bfloat16())
