@@ -1,9 +1,9 @@
 """A small trained language model in ExecuTorch and AOTInductor, from Python and C++, gives the tokens of eager.
 
 lowbit's operators have the same bits everywhere. A .pte is a plan of them in one delegate, or a program with them, which runs
-them for norms, rotary positions and activation functions, too: its logits are eager's, bit for bit. In a .pt2 these are AOTInductor's code, whose last bits may differ and can move an
-activation to the next int8 value: logits are near eager's (measured: 0.16 of about 20), and the likeliest token is the same
-except for near ties.
+them for norms, rotary positions and activation functions, too: its logits are eager's, bit for bit. In a .pt2 these
+are AOTInductor's code, whose last bits may differ and can move an activation to the next int8 value: logits are near eager's
+(measured: 0.16 of about 20), and the likeliest token is the same except for near ties.
 """
 
 import copy
