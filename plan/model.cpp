@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cinttypes>
 #include <cstdlib>
+#include <cstring>
+#include <functional>
 #include <map>
 #include <mutex>
 #include <system_error>
@@ -92,6 +94,11 @@ struct PlanModel::Implementation {
   std::mutex busy;
   std::vector<char> output;
   ElementType output_type = ElementType::f32;
+
+  // Finds the memory that a weight is a part of.
+  using Find = std::function<Status(Implementation& own, const Buffer& weight, Memory* whole)>;
+  static Status make(const std::string& name, const Memory& bytes, int threads, const Find& find,
+                     std::unique_ptr<Implementation>* made);
 };
 
 PlanModel::PlanModel(std::unique_ptr<Implementation> implementation) : implementation_(std::move(implementation)) {}
@@ -100,62 +107,100 @@ int64_t PlanModel::vocabulary() const { return number(implementation_->run->plan
 int64_t PlanModel::positions() const { return number(implementation_->run->plan(), "positions"); }
 const std::vector<int64_t>& PlanModel::stop() const { return fact(implementation_->run->plan(), "stop"); }
 
-Status PlanModel::open(const std::string& file, int threads, std::unique_ptr<PlanModel>* model) {
+Status PlanModel::Implementation::make(const std::string& name, const Memory& bytes, int threads, const Find& find,
+                                       std::unique_ptr<Implementation>* made) {
   if (threads < 1 || threads > 1024) return Status::error("there are %d threads; expected 1 to 1024", threads);
+  auto own = std::make_unique<Implementation>();
+  Plan plan;
+  if (Status status = read_plan(bytes.data, static_cast<size_t>(bytes.bytes), &plan); !status.ok()) {
+    return status.with_prefix((name + ": ").c_str());
+  }
+  if (number(plan, "vocabulary") < 1 || number(plan, "vocabulary") > kMostTokens || number(plan, "positions") < 1) {
+    return Status::error("%s has a vocabulary of %" PRId64 " tokens and %" PRId64 " positions; expected the plan of a "
+                         "language model", name.c_str(), number(plan, "vocabulary"), number(plan, "positions"));
+  }
+  for (const PlanStep& step : plan.steps) {
+    const Operand& last = step.operands.back();
+    const bool is_output = last.buffer >= 0 && plan.buffers[static_cast<size_t>(last.buffer)].kind == BufferKind::output;
+    if (is_output) own->output_type = last.type;
+  }
+  if (!is_activation_type(own->output_type)) {
+    return Status::error("%s has logits of %s; expected floats", name.c_str(), name_of(own->output_type));
+  }
   try {
-    auto own = std::make_unique<Implementation>();
-    Plan plan;
-    {
-      MappedFile mapped;
-      if (Status status = mapped.open(file); !status.ok()) return status;
-      if (Status status = read_plan(mapped.memory().data, static_cast<size_t>(mapped.memory().bytes), &plan); !status.ok()) {
-        return status.with_prefix((file + ": ").c_str());
-      }
-    }
-    if (number(plan, "vocabulary") < 1 || number(plan, "vocabulary") > kMostTokens || number(plan, "positions") < 1) {
-      return Status::error("%s has a vocabulary of %" PRId64 " tokens and %" PRId64 " positions; expected the plan of a "
-                           "language model", file.c_str(), number(plan, "vocabulary"), number(plan, "positions"));
-    }
-    for (const PlanStep& step : plan.steps) {
-      const Operand& last = step.operands.back();
-      const bool is_output = last.buffer >= 0 && plan.buffers[static_cast<size_t>(last.buffer)].kind == BufferKind::output;
-      if (is_output) own->output_type = last.type;
-    }
-    if (!is_activation_type(own->output_type)) {
-      return Status::error("%s has logits of %s; expected floats", file.c_str(), name_of(own->output_type));
-    }
     own->run = std::make_unique<PlanRun>(std::move(plan), threads);
-    const std::string directory = file.substr(0, file.find_last_of("/\\") + 1);
-    const std::vector<Buffer>& buffers = own->run->plan().buffers;
-    for (size_t i = 0; i < buffers.size(); ++i) {
-      const Buffer& buffer = buffers[i];
-      if (buffer.kind != BufferKind::weight) continue;
-      if (buffer.file.empty() || buffer.file.find_first_of("/\\") != std::string::npos) {
-        return Status::error("weight %s of %s is in the file '%s'; expected one beside it", buffer.name.c_str(), file.c_str(),
-                             buffer.file.c_str());
-      }
-      const auto [found, is_new] = own->files.try_emplace(buffer.file);
-      if (is_new) {
-        if (Status status = found->second.open(directory + buffer.file); !status.ok()) return status;
-      }
-      const Memory& whole = found->second.memory();
-      if (buffer.bytes.constant < 1 || buffer.offset > whole.bytes || buffer.bytes.constant > whole.bytes - buffer.offset) {
-        return Status::error("weight %s has %" PRId64 " bytes from byte %" PRId64 " of %s, which has %" PRId64 "; expected the "
-                             "file that the plan was made for", buffer.name.c_str(), buffer.bytes.constant, buffer.offset,
-                             buffer.file.c_str(), whole.bytes);
-      }
-      const Memory part{static_cast<char*>(whole.data) + buffer.offset, buffer.bytes.constant};
-      if (checksum(part.data, static_cast<size_t>(std::min(part.bytes, kChecked))) != buffer.checksum) {
-        return Status::error("weight %s has changed since the plan was made; make it again", buffer.name.c_str());
-      }
-      if (Status status = own->run->bind(static_cast<int64_t>(i), part); !status.ok()) return status;
+  } catch (const std::system_error& error) {
+    return Status::system("%d threads cannot be started: %s", threads, error.what());
+  }
+  const std::vector<Buffer>& buffers = own->run->plan().buffers;
+  for (size_t i = 0; i < buffers.size(); ++i) {
+    const Buffer& buffer = buffers[i];
+    if (buffer.kind != BufferKind::weight) continue;
+    Memory whole;
+    if (Status status = find(*own, buffer, &whole); !status.ok()) return status;
+    if (buffer.bytes.constant < 1 || buffer.offset > whole.bytes || buffer.bytes.constant > whole.bytes - buffer.offset) {
+      return Status::error("weight %s has %" PRId64 " bytes from byte %" PRId64 " of %s, which has %" PRId64 "; expected the "
+                           "weights that the plan was made for", buffer.name.c_str(), buffer.bytes.constant, buffer.offset,
+                           buffer.file.empty() ? name.c_str() : buffer.file.c_str(), whole.bytes);
     }
+    const Memory part{static_cast<char*>(whole.data) + buffer.offset, buffer.bytes.constant};
+    if (checksum(part.data, static_cast<size_t>(std::min(part.bytes, kChecked))) != buffer.checksum) {
+      return Status::error("weight %s has changed since the plan was made; make it again", buffer.name.c_str());
+    }
+    if (Status status = own->run->bind(static_cast<int64_t>(i), part); !status.ok()) return status;
+  }
+  *made = std::move(own);
+  return {};
+}
+
+Status PlanModel::open(const std::string& file, int threads, std::unique_ptr<PlanModel>* model) {
+  try {
+    MappedFile mapped;
+    if (Status status = mapped.open(file); !status.ok()) return status;
+    const std::string directory = file.substr(0, file.find_last_of("/\\") + 1);
+    const auto find = [&](Implementation& own, const Buffer& weight, Memory* whole) {
+      if (weight.file.empty() || weight.file.find_first_of("/\\") != std::string::npos) {
+        return Status::error("weight %s of %s is in the file '%s'; expected one beside it", weight.name.c_str(), file.c_str(),
+                             weight.file.c_str());
+      }
+      const auto [found, is_new] = own.files.try_emplace(weight.file);
+      if (is_new) {
+        if (Status status = found->second.open(directory + weight.file); !status.ok()) return status;
+      }
+      *whole = found->second.memory();
+      return Status();
+    };
+    std::unique_ptr<Implementation> own;
+    if (Status status = Implementation::make(file, mapped.memory(), threads, find, &own); !status.ok()) return status;
     model->reset(new PlanModel(std::move(own)));
     return {};
   } catch (const std::bad_alloc&) {
     return Status::no_memory("no memory for %s", file.c_str());
-  } catch (const std::system_error& error) {
-    return Status::system("%d threads cannot be started: %s", threads, error.what());
+  }
+}
+
+Status PlanModel::open(const void* bytes, size_t size, int threads, std::unique_ptr<PlanModel>* model) {
+  uint64_t plan_bytes = 0;
+  if (size >= sizeof plan_bytes) std::memcpy(&plan_bytes, bytes, sizeof plan_bytes);
+  if (size < sizeof plan_bytes || plan_bytes > size - sizeof plan_bytes) {
+    return Status::error("%zu bytes begin with a plan of %" PRIu64 "; expected a plan and its weights", size, plan_bytes);
+  }
+  try {
+    char* const begin = const_cast<char*>(static_cast<const char*>(bytes));  // only read
+    const size_t behind = std::min((sizeof plan_bytes + plan_bytes + kAlignment - 1) / kAlignment * kAlignment, size);
+    const auto find = [&](Implementation&, const Buffer& weight, Memory* whole) {
+      *whole = {begin + behind, static_cast<int64_t>(size - behind)};
+      return weight.file.empty() ? Status()
+                                 : Status::error("weight %s is in the file '%s'; expected it behind the plan",
+                                                 weight.name.c_str(), weight.file.c_str());
+    };
+    std::unique_ptr<Implementation> own;
+    const Memory plan{begin + sizeof plan_bytes, static_cast<int64_t>(plan_bytes)};
+    if (Status status = Implementation::make("the delegate", plan, threads, find, &own); !status.ok()) return status;
+    model->reset(new PlanModel(std::move(own)));
+    return {};
+  } catch (const std::bad_alloc&) {
+    return Status::no_memory("no memory for a plan of %" PRIu64 " bytes", plan_bytes);
   }
 }
 
@@ -203,6 +248,16 @@ Status PlanModel::begin(int64_t length, TextCache keys, TextCache values, std::u
   } catch (const std::bad_alloc&) {
     return Status::no_memory("no memory for a text of %" PRId64 " tokens", length);
   }
+}
+
+Status PlanModel::begin(std::unique_ptr<PlanSession>* session) const {
+  const Plan& plan = implementation_->run->plan();
+  const std::vector<int64_t>& caches = fact(plan, "caches");
+  const auto is_type = [](int64_t type) { return type >= 0 && type <= static_cast<int64_t>(TextCache::i4); };
+  if (caches.size() != 2 || !is_type(caches[0]) || !is_type(caches[1])) {
+    return Status::error("the plan does not name the types of its caches");
+  }
+  return begin(number(plan, "length"), static_cast<TextCache>(caches[0]), static_cast<TextCache>(caches[1]), session);
 }
 
 Status PlanModel::feed(PlanSession& session, const int64_t* tokens, int64_t count, float* logits) {

@@ -1,4 +1,5 @@
-// A model in files: a plan and, beside it, the weights that it names. For programs without Python.
+// A model in files: a plan and, beside it, the weights that it names. Or in memory: a plan and, behind it, its weights. For
+// programs without Python.
 #pragma once
 
 #include <cstddef>
@@ -41,6 +42,9 @@ class LOWBIT_API PlanModel {
  public:
   // Opens a plan's file. The weights are mapped, not copied.
   static Status open(const std::string& file, int threads, std::unique_ptr<PlanModel>* model);
+  // Opens a plan with its weights, the bytes of a delegate in a .pte, which need not be trusted. They must stay where they are:
+  // weights are not copied.
+  static Status open(const void* bytes, size_t size, int threads, std::unique_ptr<PlanModel>* model);
   ~PlanModel();
   PlanModel(const PlanModel&) = delete;
   PlanModel& operator=(const PlanModel&) = delete;
@@ -49,6 +53,8 @@ class LOWBIT_API PlanModel {
   int64_t positions() const;  // the longest text
   const std::vector<int64_t>& stop() const;  // tokens that end a text
   Status begin(int64_t length, TextCache keys, TextCache values, std::unique_ptr<PlanSession>* session) const;
+  // The same with the length and the types of caches that the plan names.
+  Status begin(std::unique_ptr<PlanSession>* session) const;
   // Adds tokens to a text. logits [vocabulary] are those after the last one. One call at a time.
   Status feed(PlanSession& session, const int64_t* tokens, int64_t count, float* logits);
   // A digest of the logits of a fixed text, its first tokens in one call and its last ones alone, over caches of float32. With

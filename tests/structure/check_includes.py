@@ -3,7 +3,8 @@
     kernels/   only the standard library, intrinsics, system headers and kernels/
     ops/       kernels/ and ops/; torch only in torch_ops.cpp, executorch only in executorch_ops.cpp, pybind11 only in
                module.cpp
-    both       never tests/ or bench/
+    plan/      kernels/, ops/ and plan/; executorch only in executorch_backend.cpp, pybind11 only in module.cpp
+    all        never tests/ or bench/
 
 Usage: check_includes.py <the project's directory>
 """
@@ -15,10 +16,10 @@ import tempfile
 
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.M)
 LAYERS = {"kernels": ("kernels",), "ops": ("kernels", "ops"), "plan": ("kernels", "ops", "plan")}  # what each may include
-HOSTS = {  # host framework: the prefix of its includes, and the only file of ops/ and of plan/ that may have them
-    "torch": (("torch", "ATen", "c10", "caffe2"), "torch_ops.cpp"),
-    "executorch": (("executorch",), "executorch_ops.cpp"),
-    "pybind11": (("pybind11", "Python.h"), "module.cpp"),
+HOSTS = {  # host framework: the prefix of its includes, and the only files that may have them
+    "torch": (("torch", "ATen", "c10", "caffe2"), ("ops/torch_ops.cpp",)),
+    "executorch": (("executorch",), ("ops/executorch_ops.cpp", "plan/executorch_backend.cpp")),
+    "pybind11": (("pybind11", "Python.h"), ("ops/module.cpp", "plan/module.cpp")),
 }
 SUFFIXES = {".h", ".hpp", ".inc", ".cpp", ".cc", ".c"}
 
@@ -31,10 +32,11 @@ def violations(root: pathlib.Path) -> tuple[list[str], int]:
                 continue
             files += 1
             for quote, name in INCLUDE.findall(path.read_text(encoding="utf-8")):
-                where = f"{path.relative_to(root).as_posix()} includes {name}"
-                for host, (prefixes, only_file) in HOSTS.items():
-                    if name.split("/")[0] in prefixes and not (layer != "kernels" and path.name == only_file):
-                        found.append(f"{where}: {host} is for {only_file} of ops/ and plan/ only")
+                file = path.relative_to(root).as_posix()
+                where = f"{file} includes {name}"
+                for host, (prefixes, only) in HOSTS.items():
+                    if name.split("/")[0] in prefixes and file not in only:
+                        found.append(f"{where}: {host} is for {' and '.join(only)} only")
                 if quote == "<":
                     if name.split("/")[0] in (*LAYERS, "tests", "bench"):
                         found.append(f"{where}: the project's own headers are included by their relative path")
@@ -59,12 +61,14 @@ def check_that_it_can_fail() -> None:
         "ops/module.cpp": "#include <torch/library.h>",
         "ops/pack.cpp": '#include "../bench/b.h"',
         "ops/torch_ops.cpp": "#include <pybind11/pybind11.h>",
+        "plan/executorch_ops.cpp": "#include <executorch/runtime.h>",
     }
     allowed = {
         "ops/op.h": '#include "../kernels/k.h"\n#include <vector>',
         "kernels/k.h": "#include <cstdint>",
         "kernels/linear/x.cpp": '#include "../k.h"',
         "ops/executorch_ops.cpp": "#include <executorch/runtime.h>",
+        "plan/executorch_backend.cpp": "#include <executorch/runtime.h>",
         "tests/t.h": "",
         "bench/b.h": "",
     }

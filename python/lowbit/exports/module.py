@@ -62,15 +62,8 @@ def export_pte(
             the model.
         Exception: whatever torch.export and ExecuTorch raise on models they cannot export.
     """
-    try:
-        exir = import_module("executorch.exir")
-        partitioners = []
-        if xnnpack:
-            partitioners.append(import_module("executorch.backends.xnnpack.partition.xnnpack_partitioner").XnnpackPartitioner())
-    except ImportError as error:
-        raise ImportError(
-            f"executorch is not installed, or does not load: {error}. Install it with `pip install executorch==1.5.1`."
-        ) from error
+    exir = _executorch("exir")
+    partitioners = [_executorch("backends.xnnpack.partition.xnnpack_partitioner").XnnpackPartitioner()] if xnnpack else []
     with replacing(path, ".pte") as written:
         report = progress or (lambda done, steps, what: None)
         report(0, 4, "tracing the model")
@@ -106,6 +99,61 @@ def export_pte(
                 f"ExecuTorch's kernels ({one_line(error)})",
                 stacklevel=2,
             )
+
+
+class _Delegated(torch.nn.Module):
+    def __init__(self, delegate: torch.nn.Module):
+        super().__init__()
+        self.delegate = delegate
+
+    def forward(self, *inputs: Tensor) -> Any:
+        return self.delegate(*inputs)
+
+
+def export_delegate(
+    backend: str,
+    content: bytes,
+    outline: torch.nn.Module,
+    example_inputs: tuple[Tensor, ...],
+    path: str | os.PathLike[str],
+    dynamic_shapes: Any = None,
+    constant_methods: dict[str, Any] | None = None,
+    progress: Callable[[int, int, str], None] | None = None,
+) -> None:
+    """Writes an ExecuTorch program whose method "forward" is one call of a delegate.
+
+    Args:
+        backend: the name of the backend that runs it.
+        content: the delegate's bytes.
+        outline: a module with the delegate's inputs and outputs; what it computes is not in the program.
+        example_inputs, path, dynamic_shapes, constant_methods, progress: as in :func:`export_pte`.
+
+    Raises:
+        ImportError: executorch is not installed.
+        ValueError, OSError: path does not end in .pte, or cannot be written.
+    """
+    exir, lowered = _executorch("exir"), _executorch("exir.lowered_backend_module")
+    with replacing(path, ".pte") as written:
+        report = progress or (lambda done, steps, what: None)
+        report(0, 2, "making the program")
+        traced = exir.to_edge(torch.export.export(outline, example_inputs, dynamic_shapes=dynamic_shapes))
+        whole = _Delegated(lowered.LoweredBackendModule(traced.exported_program(), backend, content, []))
+        shapes = None if dynamic_shapes is None else (dynamic_shapes,)  # of *inputs, one argument
+        exported = torch.export.export(whole, example_inputs, dynamic_shapes=shapes)
+        program = exir.to_edge(exported, constant_methods=constant_methods).to_executorch()
+        report(1, 2, "writing it")
+        with open(written, "wb") as file:
+            program.write_to_file(file)
+
+
+def _executorch(name: str) -> Any:
+    """A module of ExecuTorch."""
+    try:
+        return import_module(f"executorch.{name}")
+    except ImportError as error:
+        raise ImportError(
+            f"executorch is not installed, or does not load: {error}. Install it with `pip install executorch==1.5.1`."
+        ) from error
 
 
 def _traced(model: torch.nn.Module, example_inputs: tuple[Any, ...], dynamic_shapes: Any) -> torch.export.ExportedProgram:

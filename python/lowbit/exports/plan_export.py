@@ -1,7 +1,8 @@
-"""Writes the plan of a decoder beside the weights of its checkpoint, and runs such files."""
+"""Writes the plan of a decoder beside the weights of its checkpoint, or with its weights; runs such files."""
 
 from __future__ import annotations
 
+import struct
 import zlib
 from dataclasses import replace
 from pathlib import Path
@@ -16,31 +17,71 @@ from ..files.replace import replacing, sync
 from ..files.safetensors import Stored, files_of, read_files
 from ..hf.decoding import position_limit
 from ..llm.decoder import Decoder
+from ..llm.planning import DecoderPlan
 from ..plan.plan_file import CHECKED, Buffer, Kind, Plan, to_bytes
 
 PLAN = "lowbit.plan"  # beside the weights
 _MOST_INSIDE = 1 << 20  # bytes of a weight that is stored in the plan itself
+_CACHES = ("float32", "bfloat16", "float16", "int8", "int4")  # the numbers of TextCache in plan/model.h
+_ALIGNMENT = 128  # of the weights behind a plan; kAlignment in ops/aligned_memory.h
 
 
 def plan_bytes(decoder: Decoder, directory: Path, stop: list[int]) -> bytes:
     """The bytes of a decoder's plan for a file in ``directory``, which has the checkpoint of its model.
 
     Raises:
-        ValueError: the model has no plan, or weights that are not in the checkpoint.
+        ValueError: the model has no plan, has been changed, or has weights that are not in the checkpoint.
         OSError: the checkpoint cannot be read.
     """
-    if decoder.plan is None:
+    made = usable_plan(decoder)
+    if made is None:
         raise ValueError(f"{type(decoder.model).__name__} has no plan: {decoder.plan_refusal}")
+    plan = _described(decoder, made, stop)
     stored = read_files(*files_of(directory))
     alike: dict[tuple[int, int], list[Stored]] = {}
     for each in stored.values():
         alike.setdefault((each.bytes, zlib.crc32(_bytes_of(each)[:CHECKED])), []).append(each)
-    limit = position_limit(decoder.model.config.get_text_config())
-    about = {"vocabulary": [decoder.vocabulary], "positions": [limit or decoder.max_length], "stop": stop}
-    plan = Plan(about, [replace(buffer) for buffer in decoder.plan.plan.buffers], decoder.plan.plan.steps)
-    for number, tensor in decoder.plan.weights.items():
+    for number, tensor in made.weights.items():
         _place(plan.buffers[number], tensor, alike, directory)
     return to_bytes(plan)
+
+
+def usable_plan(decoder: Decoder) -> DecoderPlan | None:
+    """The decoder's plan, unless it has none, or the model has been changed since."""
+    if decoder.plan is not None and not decoder.plan.fits():
+        decoder.drop_plan("the model has been changed since the decoder was made")
+    return decoder.plan
+
+
+def _described(decoder: Decoder, made: DecoderPlan, stop: list[int]) -> Plan:
+    """The plan with what programs need to know; its weights have no place yet."""
+    limit = position_limit(decoder.model.config.get_text_config())
+    about = {"vocabulary": [decoder.vocabulary], "positions": [limit or decoder.max_length], "stop": stop}
+    return Plan(about, [replace(buffer) for buffer in made.plan.buffers], made.plan.steps)
+
+
+def plan_with_weights(decoder: Decoder, made: DecoderPlan, stop: list[int]) -> bytes:
+    """A decoder's plan and the weights behind it, for programs that have one text with the decoder's caches.
+
+    They begin with the number of bytes of the plan; each weight is at a multiple of 128 bytes.
+    """
+    plan = _described(decoder, made, stop)
+    keys, _, values = decoder.cache_type.partition(",")
+    plan.about |= {"length": [decoder.max_length], "caches": [_CACHES.index(keys), _CACHES.index(values or keys)]}
+    weights, behind = list[Any](), 0
+    for number, tensor in made.weights.items():
+        content, buffer = _content(tensor), plan.buffers[number]
+        buffer.offset, buffer.checksum = behind, zlib.crc32(content[:CHECKED])
+        padding = -content.size % _ALIGNMENT
+        weights += [content, bytes(padding)]
+        behind += content.size + padding
+    content = to_bytes(plan)
+    head = struct.pack("<Q", len(content)) + content
+    return b"".join([head, bytes(-len(head) % _ALIGNMENT), *weights])
+
+
+def _content(tensor: Tensor) -> Any:
+    return tensor.detach().contiguous().flatten().view(torch.uint8).numpy()
 
 
 def _bytes_of(stored: Stored) -> Any:
@@ -51,7 +92,7 @@ def _bytes_of(stored: Stored) -> Any:
 
 def _place(buffer: Buffer, tensor: Tensor, alike: dict[tuple[int, int], list[Stored]], directory: Path) -> None:
     """Finds the bytes of a weight in the checkpoint, or keeps them in the plan if there are few."""
-    content = tensor.detach().contiguous().flatten().view(torch.uint8).numpy()
+    content = _content(tensor)
     checksum = zlib.crc32(content[:CHECKED])
     found = sorted(alike.get((content.size, checksum), ()), key=lambda each: each.name != buffer.name)
     for each in found:
@@ -72,6 +113,19 @@ def write_plan(decoder: Decoder, path: Path, stop: list[int]) -> None:
     with replacing(path, ".plan") as written, open(written, "wb") as file:
         file.write(content)
         sync(file)
+
+
+class Outline(torch.nn.Module):
+    """The inputs and the output of a call of a decoder's plan."""
+
+    def __init__(self, vocabulary: int, plan: Plan):
+        super().__init__()
+        self.vocabulary = vocabulary
+        operands = [operand for step in plan.steps for operand in step.operands if operand is not None]
+        self.dtype = next(operand.dtype for operand in operands if plan.buffers[operand.buffer].kind is Kind.OUTPUT)
+
+    def forward(self, tokens: Tensor, start: Tensor) -> Tensor:
+        return torch.zeros(1, self.vocabulary, dtype=self.dtype)
 
 
 class PlanStep:

@@ -266,8 +266,8 @@ def test_decoding_and_export(tmp_path):
         assert (decoder(ids, start) - expected[:, -1]).norm() < 1e-2 * expected[:, -1].norm()
         decoder(ids[:, :-1], start)
         whole = decoder(ids[:, -1:], start + 11)
-    for name in ("m.pte", "m.pt2"):
-        lowbit.llm.export_decoder(decoder, tmp_path / name, chunk=4)
+    for name, plan in (("plan.pte", True), ("m.pte", False), ("m.pt2", False)):
+        lowbit.llm.export_decoder(decoder, tmp_path / name, chunk=4, plan=plan)
         step = lowbit.llm.load_decoder(tmp_path / name)
         step(ids[:, :-1], start)
         # Compiled float code may round activations to other integers, but packing loses more.

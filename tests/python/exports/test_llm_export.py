@@ -1,14 +1,17 @@
 """A small trained language model in ExecuTorch and AOTInductor, from Python and C++, gives the tokens of eager.
 
-lowbit's operators have the same bits everywhere. A .pte runs them for norms, rotary positions and activation functions, too,
-so its logits are eager's, bit for bit. In a .pt2 these are AOTInductor's code, whose last bits may differ and can move an
-activation to the next int8 value: logits are near eager's (measured: 0.16 of about 20), and the likeliest token is the same
-except for near ties.
+lowbit's operators have the same bits everywhere. A .pte is a plan of them in one delegate, or a program with them, which runs
+them for norms, rotary positions and activation functions, too: its logits are eager's, bit for bit. In a .pt2 these
+are AOTInductor's code, whose last bits may differ and can move an activation to the next int8 value: logits are near eager's
+(measured: 0.16 of about 20), and the likeliest token is the same except for near ties.
 """
 
+import copy
 import re
+import struct
 import subprocess
 import sys
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +19,9 @@ import lowbit
 import lowbit.llm
 import pytest
 import torch
+from lowbit.exports.module import export_delegate
+from lowbit.exports.plan_export import plan_with_weights
+from lowbit.plan.plan_file import Kind, to_bytes
 from reference import HEADER_BYTES
 from runners import EXAMPLE, HERE, KINDS, KINDS_AND_CPUS, KINDS_AND_PROCESSORS, Runner, packed_bytes_altered
 
@@ -35,6 +41,8 @@ MAX_LENGTH, CHUNK, NEW = 256, 32, 32
 # The second is longer than two chunks.
 PROMPTS = ["Create a new", " ".join(["The following example shows how to use the class in a program."] * 6)]
 NEAR_TIE = 0.3  # between the logits of two tokens
+WITHOUT_PLAN = "operators"  # a .pte whose program has operators instead of a plan
+FILES = [*KINDS, WITHOUT_PLAN]
 
 
 @dataclass
@@ -42,7 +50,7 @@ class Exported:
     decoder: lowbit.llm.Decoder
     prompts: list[list[int]]
     expected: list[list[int]]  # NEW tokens for each prompt, in eager
-    files: dict[str, Path]  # by kind
+    files: dict[str, Path]  # one of each of FILES
 
     @torch.inference_mode()
     def check_likeliest(self, prompt: list[int], tokens: list[int]) -> None:
@@ -54,6 +62,13 @@ class Exported:
             assert logits.max() - logits[token] < NEAR_TIE, (i, tokens, logits.topk(3))
             start += text.shape[1]
             text = torch.tensor([[token]])
+
+
+def export_all(decoder: lowbit.llm.Decoder, directory: Path, **options) -> dict[str, Path]:
+    files = {kind: directory / f"{kind}.{'pte' if kind == WITHOUT_PLAN else kind}" for kind in FILES}
+    for kind, file in files.items():
+        lowbit.llm.export_decoder(decoder, file, chunk=CHUNK, plan=kind != WITHOUT_PLAN, **options)
+    return files
 
 
 @pytest.fixture(scope="session")
@@ -80,11 +95,7 @@ def exported(executorch, tokenizer, tmp_path_factory) -> Exported:
     assert len(prompts[0]) < CHUNK and 2 * CHUNK < len(prompts[1]) < MAX_LENGTH - NEW
     expected = [lowbit.llm.generate(decoder, p, NEW, max_length=MAX_LENGTH).tokens for p in prompts]
     assert all(len(tokens) == NEW and len(set(tokens)) > 8 for tokens in expected)
-    directory = tmp_path_factory.mktemp("tiny")
-    files = {kind: directory / f"tiny.{kind}" for kind in KINDS}
-    for file in files.values():
-        lowbit.llm.export_decoder(decoder, file, chunk=CHUNK)
-    return Exported(decoder, prompts, expected, files)
+    return Exported(decoder, prompts, expected, export_all(decoder, tmp_path_factory.mktemp("tiny")))
 
 
 @pytest.fixture(scope="session", params=["int8", "int8,int4"])
@@ -100,12 +111,8 @@ def small_caches(request, executorch, tmp_path_factory) -> Exported:
     decoder = lowbit.llm.Decoder(lowbit.quantize_(model, {"*": lowbit.LinearConfig(4, 16)}), 128, request.param)
     prompts = [[5, 91, 3, 44, 17], [(7 * i + 3) % 97 for i in range(70)]]
     expected = [lowbit.llm.generate(decoder, p, NEW, max_length=128).tokens for p in prompts]
-    directory = tmp_path_factory.mktemp(request.param)
-    files = {kind: directory / f"small.{kind}" for kind in KINDS}
-    for file in files.values():
-        # Without XNNPACK, whose lowering is slowest; the other model uses it.
-        lowbit.llm.export_decoder(decoder, file, chunk=CHUNK, xnnpack=False)
-    return Exported(decoder, prompts, expected, files)
+    # Without XNNPACK, whose lowering is slowest; the other model uses it.
+    return Exported(decoder, prompts, expected, export_all(decoder, tmp_path_factory.mktemp(request.param), xnnpack=False))
 
 
 @pytest.fixture(scope="session")
@@ -117,14 +124,14 @@ def others(executorch, tmp_path_factory) -> dict[str, Path]:
     return files
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", FILES)
 def test_caches_of_codes_in_a_file(kind, small_caches, runners):
     """The file describes its caches; neither Python nor C++ needs another argument."""
-    program = runners({"pte": "llm_runner", "pt2": "llm_runner_pt2"}[kind], HERE)
+    program = runners("llm_runner_pt2" if kind == "pt2" else "llm_runner", HERE)
     step = lowbit.llm.load_decoder(small_caches.files[kind])
     for prompt in small_caches.prompts:
         tokens = lowbit.llm.generate(step, prompt, NEW, max_length=128, stop=step.stop).tokens
-        if kind == "pte":
+        if kind != "pt2":
             assert tokens == lowbit.llm.generate(small_caches.decoder, prompt, NEW, max_length=128).tokens
         elif small_caches.decoder.cache_type == "int8":
             # With 4-bit codes, the last bit can change a code, and a step of 16 levels is large.
@@ -164,11 +171,12 @@ def made(exported: Exported, kind: str, prompt: int) -> list[int]:
 
 
 def test_the_runner_makes_the_tokens_of_eager(every_runner, exported):
-    for prompt in exported.prompts:
-        process = every_runner("--ids", listed(prompt), "--max-new-tokens", NEW, exported.files[every_runner.kind])
-        assert process.returncode == 0, process.stderr
-        exported.check_likeliest(prompt, [int(token) for token in process.stdout.split()])
-        assert process.stderr == ""
+    for kind in ["pt2"] if every_runner.kind == "pt2" else ["pte", WITHOUT_PLAN]:
+        for prompt in exported.prompts:
+            process = every_runner("--ids", listed(prompt), "--max-new-tokens", NEW, exported.files[kind])
+            assert process.returncode == 0, process.stderr
+            exported.check_likeliest(prompt, [int(token) for token in process.stdout.split()])
+            assert process.stderr == ""
 
 
 def test_the_runner_samples(runner, exported):
@@ -227,6 +235,11 @@ def test_the_runner_refuses_files(runner, exported, tmp_path):
     for length in (0, 40, len(data) // 2, len(data) - 200):
         broken.write_bytes(data[:length])
         assert f"{broken} does not load" in runner.refusal("--ids", "5", broken), length
+    if runner.kind == "pte":
+        packed_bytes_altered(file, broken, HEADER_BYTES - 1)
+        message = runner.refusal("--ids", "5", broken)
+        assert f"{broken} does not load" in message and "has changed since the plan was made" in message
+        file = exported.files[WITHOUT_PLAN]
     packed_bytes_altered(file, broken, HEADER_BYTES - 1)
     message = runner.refusal("--ids", "5", broken)
     assert "the call failed" in message and "packed" in message
@@ -281,7 +294,7 @@ def test_text_to_text(runners, exported, tokenizer):
 # In Python.
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", FILES)
 def test_generate_makes_the_tokens_of_eager(exported, kind):
     step = load(exported, kind)
     assert (step.max_length, step.chunk, step.vocabulary, step.stop) == (MAX_LENGTH, CHUNK, 2048, (1,))
@@ -290,7 +303,7 @@ def test_generate_makes_the_tokens_of_eager(exported, kind):
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", FILES)
 def test_pieces(exported, kind):
     """Logits do not depend on how a text is split into calls, nor earlier content of the caches; in a .pt2 up to rounding."""
     step, decoder = load(exported, kind), exported.decoder
@@ -299,7 +312,7 @@ def test_pieces(exported, kind):
     whole = step(text, torch.tensor([0]))
     expected = decoder(text, torch.tensor([0]))
     assert whole.shape == expected.shape and whole.dtype == expected.dtype
-    bound = 0 if kind == "pte" else NEAR_TIE
+    bound = NEAR_TIE if kind == "pt2" else 0
     assert (whole - expected).abs().max() <= bound
     for pieces in ([1] * length, [CHUNK] * 2 + [length - 2 * CHUNK], [5, length - 6, 1]):
         start = 0
@@ -313,7 +326,7 @@ def test_pieces(exported, kind):
     assert (step(text[:, -1:], torch.tensor([length - 1])) - whole).abs().max() > 3 * NEAR_TIE
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", FILES)
 def test_bad_calls(exported, kind):
     step = load(exported, kind)
     one, zero = torch.tensor([[5]]), torch.tensor([0])
@@ -393,8 +406,150 @@ for prompt in prompts:
 
 def test_executorchs_own_runner(exported, run_python, tokenizer):
     """TextLLMRunner, twice with the same text, without lowbit's code; in a separate process, because it has its own threads."""
-    process = run_python(TEXT_LLM_RUNNER, exported.files["pte"], MODEL / "tokenizer.json", NEW, *PROMPTS)
-    assert process.returncode == 0, process.stderr
-    for prompt in range(len(PROMPTS)):
-        text = tokenizer.decode(made(exported, "pte", prompt), skip_special_tokens=True)
-        assert f"<<{text}{text}>>" in process.stdout, process.stderr
+    for kind in ("pte", WITHOUT_PLAN):
+        process = run_python(TEXT_LLM_RUNNER, exported.files[kind], MODEL / "tokenizer.json", NEW, *PROMPTS)
+        assert process.returncode == 0, process.stderr
+        for prompt in range(len(PROMPTS)):
+            text = tokenizer.decode(made(exported, kind, prompt), skip_special_tokens=True)
+            assert f"<<{text}{text}>>" in process.stdout, process.stderr
+
+
+# Plans in a .pte.
+
+
+def test_a_changed_model_is_exported_without_its_plan(executorch, tmp_path):
+    decoder = lowbit.llm.Decoder(quantized(), 32)
+    decoder.model.model.norm.register_forward_hook(lambda module, inputs, output: 2 * output)
+    lowbit.llm.export_decoder(decoder, tmp_path / "m.pte", chunk=4, xnnpack=False)
+    assert decoder.plan_refusal == "the model has been changed since the decoder was made"
+    assert b"lowbit plan" not in (tmp_path / "m.pte").read_bytes()
+
+
+class Delegate:
+    """The bytes of a decoder's plan with its weights, which can be changed, in a program."""
+
+    def __init__(self, executorch, decoder: lowbit.llm.Decoder, path: Path):
+        self.executorch, self.decoder, self.path = executorch, decoder, path
+        self.content = plan_with_weights(decoder, decoder.plan, [])
+        size = struct.unpack("<Q", self.content[:8])[0]
+        self.weights = self.content[-(-(8 + size) // 128) * 128 :]
+
+    def changed(self, change) -> bytes:
+        """The bytes with another plan and the same weights."""
+        plan = copy.deepcopy(self.decoder.plan.plan)
+        plan.about = {"vocabulary": [97], "positions": [128], "stop": [], "length": [128], "caches": [3, 3]}
+        at = 0
+        for number, tensor in self.decoder.plan.weights.items():
+            content = tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+            assert self.weights[at : at + len(content)] == content
+            plan.buffers[number].offset, plan.buffers[number].checksum = at, zlib.crc32(content[:4096])
+            at += -(-len(content) // 128) * 128
+        change(plan)
+        content = to_bytes(plan)
+        head = struct.pack("<Q", len(content)) + content
+        return head + bytes(-len(head) % 128) + self.weights
+
+    def load(self, outline: torch.nn.Module, inputs: tuple[torch.Tensor, ...]):
+        """The method of a program whose delegate has other inputs and another output."""
+        export_delegate("LowbitPlan", self.content, outline, inputs, self.path)
+        return self.executorch.load_program(self.path).load_method("forward")
+
+
+@pytest.fixture
+def delegate(executorch, tmp_path) -> Delegate:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
+        vocab_size=97, max_position_embeddings=128, head_dim=32,
+    )  # fmt: skip
+    model = lowbit.quantize_(transformers.AutoModelForCausalLM.from_config(config).eval(), {"*": lowbit.LinearConfig(4, 32)})
+    return Delegate(executorch, lowbit.llm.Decoder(model, 128, "int8"), tmp_path / "m.pte")
+
+
+def test_a_damaged_plan_is_refused(delegate, capfd):
+    from executorch.exir._serialize._program import deserialize_pte_binary, serialize_pte_binary
+
+    lowbit.llm.export_decoder(delegate.decoder, delegate.path, chunk=4, stop=[])
+    program = deserialize_pte_binary(delegate.path.read_bytes())
+    (data,) = program.program.backend_delegate_data
+    whole = delegate.content
+    assert data.data == whole
+    weights = len(whole) - len(delegate.weights)
+    assert delegate.changed(lambda plan: plan.about.update(stop=[])) == whole
+
+    def fact(name, *values):
+        return delegate.changed(lambda plan: plan.about.__setitem__(name, list(values)))
+
+    def weight(**values):
+        def change(plan):
+            buffer = next(buffer for buffer in plan.buffers if buffer.kind is Kind.WEIGHT)
+            vars(buffer).update(values)
+
+        return delegate.changed(change)
+
+    for content, expected in (
+        (b"l", "1 bytes begin with a plan of 0; expected a plan and its weights"),
+        (whole[:7], "7 bytes begin with a plan of 0"),
+        (struct.pack("<Q", 2**64 - 1) + whole[8:], "bytes begin with a plan of 18446744073709551615"),
+        (struct.pack("<Q", len(whole) - 7) + whole[8:], f"{len(whole)} bytes begin with a plan of {len(whole) - 7}"),
+        (struct.pack("<Q", len(whole) - 8) + whole[8:], "checksum does not fit"),
+        (struct.pack("<Q", 5) + whole[8:], "does not begin with 'lowbit plan'"),
+        (whole[:300] + bytes([whole[300] ^ 1]) + whole[301:], "checksum does not fit"),
+        (whole[:weights], "which has 0; expected the weights that the plan was made for"),
+        (whole[:-128], "expected the weights that the plan was made for"),
+        (whole[:weights] + bytes([whole[weights] ^ 1]) + whole[weights + 1 :], "has changed since the plan was made"),
+        (weight(file="model.safetensors"), "is in the file 'model.safetensors'; expected it behind the plan"),
+        (weight(offset=1 << 40), "bytes from byte 1099511627776 of the delegate"),
+        (fact("length"), "a text has room for 0 tokens; expected 1 to 128"),
+        (fact("length", 129), "a text has room for 129 tokens"),
+        (fact("length", -1), "a text has room for -1 tokens"),
+        (fact("caches"), "does not name the types of its caches"),
+        (fact("caches", 0), "does not name the types of its caches"),
+        (fact("caches", 0, 5), "does not name the types of its caches"),
+        (fact("caches", -1, 0), "does not name the types of its caches"),
+        (fact("vocabulary", 0), "expected the plan of a language model"),
+    ):
+        data.data = content
+        with pytest.raises(RuntimeError):
+            delegate.executorch.load_program(bytes(serialize_pte_binary(program))).load_method("forward")
+        logged = capfd.readouterr().err
+        assert expected in logged and "LowbitPlan: " in logged, (expected, logged)
+
+
+def test_wrong_calls_of_a_plan_fail(delegate, capfd):
+    class Other(torch.nn.Module):
+        def __init__(self, *size, dtype=torch.float32):
+            super().__init__()
+            self.size, self.dtype = size or (1, 97), dtype
+
+        def forward(self, *inputs):
+            return torch.zeros(self.size, dtype=self.dtype)
+
+    one, zero = torch.ones(1, 2, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+    for outline, inputs, expected in (
+        (Other(), (one,), "a call has 2 values; expected tokens, start and logits"),
+        (Other(), (one, zero, zero), "a call has 4 values"),
+        (Other(), (one.int(), zero), "tokens [1, s] or start [1] is not int64"),
+        (Other(), (one, zero.int()), "tokens [1, s] or start [1] is not int64"),
+        (Other(), (one, one[0]), "tokens [1, s] or start [1] is not int64"),
+        (Other(), (one[0], zero), "tokens is not a contiguous tensor of shape [1, n]"),
+        (Other(), (one.t().contiguous(), zero), "tokens is not a contiguous tensor of shape [1, n]"),
+        (Other(), (one, one), "start is not a contiguous tensor of shape [n]"),
+        (Other(97), (one, zero), "logits is not a contiguous tensor of shape [1, n]"),
+        (Other(1, 96), (one, zero), "logits has dtype float32 and 96 elements; expected floats and 97"),
+        (Other(1, 97, dtype=torch.int32), (one, zero), "logits has dtype int32 and 97 elements"),
+        (Other(), (one + 96, zero), "there is no token 97; expected 0 to 96"),
+        (Other(), (one - 2, zero), "there is no token -1"),
+        (Other(), (one, zero + 3), "a text of 0 tokens is cut to 3"),
+        (Other(), (one, zero - 1), "a text of 0 tokens is cut to -1"),
+        (Other(), (torch.ones(1, 129, dtype=torch.int64), zero), "gets 129; expected at most 128 altogether"),
+    ):
+        method = delegate.load(outline, inputs)
+        with pytest.raises(RuntimeError):
+            method.execute(inputs)
+        logged = capfd.readouterr().err
+        assert "LowbitPlan: " in logged and expected in logged, (expected, logged)
+    # Logits of another float type are rounded.
+    halves = delegate.load(Other(dtype=torch.bfloat16), (one, zero)).execute((one, zero))[0]
+    with torch.inference_mode():
+        assert torch.equal(halves, delegate.decoder(one, zero).bfloat16())

@@ -174,13 +174,14 @@ def test_the_bytes_of_a_token(source):
 
 
 @pytest.mark.more
-def test_exported_decoder(tmp_path):
+@pytest.mark.parametrize("plan", [True, False])
+def test_exported_decoder(plan, tmp_path):
     pytest.importorskip("executorch")
     model = make("gpt_oss")
     lowbit.quantize_(model, LinearConfig(4, 32))
     decoder = lowbit.llm.Decoder(model, max_length=32)
     # Without XNNPACK, whose lowering is slowest; test_llm_export.py uses it.
-    lowbit.llm.export_decoder(decoder, tmp_path / "m.pte", chunk=8, xnnpack=False)
+    lowbit.llm.export_decoder(decoder, tmp_path / "m.pte", chunk=8, xnnpack=False, plan=plan)
     program = lowbit.llm.load_decoder(tmp_path / "m.pte")
     with torch.inference_mode():
         for begin, end in ((0, 7), (7, 8), (8, 20)):

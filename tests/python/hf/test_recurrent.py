@@ -256,12 +256,12 @@ def test_a_released_hybrid_is_unchanged():
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("suffix", ["pte", "pt2"])
+@pytest.mark.parametrize("suffix, plan", [("pte", True), ("pte", False), ("pt2", False)])
 @pytest.mark.parametrize("kind", ["qwen3_5_text", "lfm2", "falcon_h1"])
-def test_an_exported_hybrid_writes_the_same_text(kind, suffix, tmp_path):
+def test_an_exported_hybrid_writes_the_same_text(kind, suffix, plan, tmp_path):
     decoder = llm.Decoder(model_of(kind), 64)
     expected = llm.generate(decoder, PROMPT, 12).tokens
-    llm.export_decoder(decoder, tmp_path / f"model.{suffix}", chunk=8)
+    llm.export_decoder(decoder, tmp_path / f"model.{suffix}", chunk=8, plan=plan)
     step = llm.load_decoder(tmp_path / f"model.{suffix}")
     assert step.recurrent
     for _ in range(2):
