@@ -44,7 +44,7 @@ template <class Options>
 Status read_options(const Options* given, Options* options) {
   *options = {};
   if (given == nullptr) return {};
-  if (given->size < sizeof given->size || given->size > (size_t{1} << 16)) {
+  if (given->size < sizeof(size_t) || given->size > (size_t{1} << 16)) {
     return Status::error("the size of options is %zu; expected the size of their struct, %zu", given->size, sizeof(Options));
   }
   std::memcpy(options, given, std::min(given->size, sizeof(Options)));

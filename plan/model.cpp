@@ -92,7 +92,7 @@ struct PlanModel::Implementation {
   std::map<std::string, MappedFile> files;
   std::unique_ptr<PlanRun> run;
   std::mutex busy;
-  std::vector<char> output;
+  std::vector<char> output;  // logits of 16 bits
   ElementType output_type = ElementType::f32;
 
   // Finds the memory that a weight is a part of.
@@ -284,14 +284,14 @@ Status PlanModel::feed(PlanSession& session, const int64_t* tokens, int64_t coun
       for (int64_t i = 0; i < rows; ++i) positions[static_cast<size_t>(i)] = text.position + i;
       int64_t last = rows - 1;
       const Memory inputs[] = {{const_cast<int64_t*>(tokens + done), 8 * rows}, {positions.data(), 8 * rows}, {&last, 8}};
-      implementation_->output.resize(static_cast<size_t>(size * size_of(type)));
-      const Memory output{implementation_->output.data(), size * size_of(type)};
+      if (type != DType::f32) implementation_->output.resize(static_cast<size_t>(size * size_of(type)));
+      const Memory output{type == DType::f32 ? static_cast<void*>(logits) : implementation_->output.data(), size * size_of(type)};
       const PlanText one{0, rows, text.position, text.caches.data()};
       if (Status status = implementation_->run->run({rows, 1, inputs, 3, &output, 1, &one, 1}); !status.ok()) return status;
       text.position += rows;
       done += rows;
     }
-    for (int64_t i = 0; i < size; ++i) logits[i] = load_as_f32(implementation_->output.data(), type, i);
+    for (int64_t i = 0; type != DType::f32 && i < size; ++i) logits[i] = load_as_f32(implementation_->output.data(), type, i);
     return {};
   } catch (const std::bad_alloc&) {
     return Status::no_memory("no memory for a call of %" PRId64 " tokens", count);
