@@ -46,7 +46,12 @@ class _Lowering:
         whole = self.whole
         given = self.roles.inputs + len(self.roles.caches)
         for number, view in enumerate(whole.results):
-            if view.storage < given or view.storage not in whole.changing or view.storage in self.outputs or not self._is_whole(view):
+            if (
+                view.storage < given
+                or view.storage not in whole.changing
+                or view.storage in self.outputs
+                or not self._is_whole(view)
+            ):
                 raise Unplannable("its results are no tensors of their own")
             self.outputs[view.storage] = number
         for call in self._needed():

@@ -57,18 +57,28 @@ def exercise(decoder: Decoder) -> list[torch.Tensor]:
     if not decoder.recurrent:
         found += decoder.run_texts([(third, text[7:12], (first, 7)), (first, text[11:12])])
     fourth = decoder.new_caches(48)
-    found += decoder.run_texts([(fourth, text[:6]), (third, text[12:13])]) if third.tokens else decoder.run_texts([(fourth, text[:6])])
+    found += (
+        decoder.run_texts([(fourth, text[:6]), (third, text[12:13])])
+        if third.tokens
+        else decoder.run_texts([(fourth, text[:6])])
+    )
     return found
+
+
+def compare(found: list[torch.Tensor], expected: list[torch.Tensor], exact: bool) -> None:
+    assert [each.shape for each in found] == [each.shape for each in expected]
+    if exact:
+        assert all(map(torch.equal, found, expected))
+    else:  # the median, because rounding chooses other experts for some tokens
+        one, other = (
+            torch.cat([each.reshape(-1, each.shape[-1]) for each in results]).float() for results in (found, expected)
+        )
+        assert ((one - other).square().mean(-1).sqrt() / other.std(-1)).median() < 0.05
 
 
 def agree(with_plan: Decoder, without: Decoder, exact: bool) -> None:
     assert with_plan.plan_refusal is None and without.plan_refusal == "it is switched off"
-    for one, other in zip(exercise(with_plan), exercise(without), strict=True):
-        if exact:
-            assert torch.equal(one, other)
-        else:
-            difference = (one.float() - other.float()).square().mean().sqrt() / other.float().std()
-            assert difference < 0.15, difference  # rounding may choose another expert for a token
+    compare(exercise(with_plan), exercise(without), exact)
     assert with_plan.plan_refusal is None
 
 
@@ -81,8 +91,7 @@ def test_plans_have_the_logits_of_the_model(kind):
     agree(decoder, plain, KINDS[kind])
     text = torch.tensor([[(7 * i * i + 5) % 90 + 4 for i in range(120)]])  # longer than the calls that were recorded
     with torch.inference_mode():
-        difference = decoder(text, torch.tensor([0])) - plain(text, torch.tensor([0]))
-    assert difference.square().mean().sqrt() <= (0.0 if KINDS[kind] else 0.15)
+        compare(*([each.all_logits(text, torch.tensor([0]))] for each in (decoder, plain)), KINDS[kind])
 
 
 @pytest.mark.parametrize("cache", ["int8", "int8,int4", "int4", "bfloat16"])
@@ -277,7 +286,8 @@ def test_a_copy_has_its_own_caches_and_weights():
         decoder(torch.tensor([TEXT[:10]]), torch.tensor([0]))
         twin(torch.tensor([TEXT[10:15]]), torch.tensor([0]))
         assert torch.equal(
-            decoder(torch.tensor([TEXT[10:]]), torch.tensor([10])), Decoder(make("llama"), 64)(torch.tensor([TEXT]), torch.tensor([0]))
+            decoder(torch.tensor([TEXT[10:]]), torch.tensor([10])),
+            Decoder(make("llama"), 64)(torch.tensor([TEXT]), torch.tensor([0])),
         )
     _change_in_place(decoder.model)
     assert torch.equal(logits(twin), expected) and not torch.equal(logits(decoder), expected)
@@ -321,7 +331,12 @@ def test_models_without_a_plan_say_why():
 def test_wrong_calls_change_nothing():
     decoder = Decoder(make("llama"), 64)
     expected = logits(decoder)
-    for tokens, start, error in (([[97]], 3, ValueError), ([[-1]], 3, ValueError), ([[1]], 64, IndexError), ([[1]], -1, IndexError)):
+    for tokens, start, error in (
+        ([[97]], 3, ValueError),
+        ([[-1]], 3, ValueError),
+        ([[1]], 64, IndexError),
+        ([[1]], -1, IndexError),
+    ):
         with pytest.raises(error):
             decoder(torch.tensor(tokens), torch.tensor([start]))
     with torch.inference_mode():
@@ -422,6 +437,7 @@ for kind, quantized in (("llama", True), ("llama", False), ("gemma3_text", False
 """
 
 
+@pytest.mark.more
 def test_every_instruction_set_has_the_same_bits(fork_python):
     """Also of layers in floats, which torch computes in other ways on each CPU."""
     said = [fork_python(_DIGESTS, Path(tiny_models.__file__).parent, isa=isa) for isa in ("portable", "avx2", None)]

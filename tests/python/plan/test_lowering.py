@@ -40,7 +40,9 @@ def check(function, exact: bool = True, state=None) -> None:
         given = inputs(rows, kept)
         expected = function(*given)
         for result, value in zip(
-            planned.run(given, kept, [(0, rows, 0, NONE)]), [expected] if isinstance(expected, Tensor) else expected, strict=True
+            planned.run(given, kept, [(0, rows, 0, NONE)]),
+            [expected] if isinstance(expected, Tensor) else expected,
+            strict=True,
         ):
             assert (result.dtype, result.shape) == (value.dtype, value.shape)
             if exact:
