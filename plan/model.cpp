@@ -191,7 +191,7 @@ Status PlanModel::open(const void* bytes, size_t size, int threads, std::unique_
     const auto find = [&](Implementation&, const Buffer& weight, Memory* whole) {
       *whole = {begin + behind, static_cast<int64_t>(size - behind)};
       return weight.file.empty() ? Status()
-                                 : Status::error("weight %s is in the file '%s'; expected it behind the plan",
+                                 : Status::error("weight %s is in the file '%s'; expected it after the plan",
                                                  weight.name.c_str(), weight.file.c_str());
     };
     std::unique_ptr<Implementation> own;
@@ -285,7 +285,8 @@ Status PlanModel::feed(PlanSession& session, const int64_t* tokens, int64_t coun
       int64_t last = rows - 1;
       const Memory inputs[] = {{const_cast<int64_t*>(tokens + done), 8 * rows}, {positions.data(), 8 * rows}, {&last, 8}};
       if (type != DType::f32) implementation_->output.resize(static_cast<size_t>(size * size_of(type)));
-      const Memory output{type == DType::f32 ? static_cast<void*>(logits) : implementation_->output.data(), size * size_of(type)};
+      void* const to = type == DType::f32 ? static_cast<void*>(logits) : implementation_->output.data();
+      const Memory output{to, size * size_of(type)};
       const PlanText one{0, rows, text.position, text.caches.data()};
       if (Status status = implementation_->run->run({rows, 1, inputs, 3, &output, 1, &one, 1}); !status.ok()) return status;
       text.position += rows;

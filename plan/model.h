@@ -1,4 +1,4 @@
-// A model in files: a plan and, beside it, the weights that it names. Or in memory: a plan and, behind it, its weights. For
+// A model in files: a plan and, beside it, the weights that it names. Or in memory: a plan and, after it, its weights. For
 // programs without Python.
 #pragma once
 

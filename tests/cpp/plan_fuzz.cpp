@@ -67,7 +67,9 @@ using Bytes = std::unique_ptr<uint8_t[]>;
 
 Bytes filled(int64_t size, Random& random) {
   Bytes bytes(new uint8_t[static_cast<size_t>(size)]);
-  for (int64_t i = 0; i < size; ++i) bytes[static_cast<size_t>(i)] = random.below(4) == 0 ? static_cast<uint8_t>(random.next()) : 0;
+  for (int64_t i = 0; i < size; ++i) {
+    bytes[static_cast<size_t>(i)] = random.below(4) == 0 ? static_cast<uint8_t>(random.next()) : 0;
+  }
   return bytes;
 }
 
@@ -93,7 +95,8 @@ void execute(const std::string& content, uint64_t seed, Counts* counts) {
   for (size_t i = 0; i < plan.buffers.size(); ++i) {
     const Buffer& buffer = plan.buffers[i];
     if (buffer.kind == BufferKind::cache) {
-      const std::vector<int64_t> shape = buffer.slot < kHeld ? std::vector<int64_t>{1, 2, 16, 16} : std::vector<int64_t>{1, 2, 32};
+      const bool is_attention = buffer.slot < kHeld;
+      const std::vector<int64_t> shape = is_attention ? std::vector<int64_t>{1, 2, 16, 16} : std::vector<int64_t>{1, 2, 32};
       TensorView& view = caches.emplace_back();
       view.type = ElementType::f32;
       view.shape.ndim = static_cast<int>(shape.size());

@@ -82,7 +82,8 @@ struct Strided {
     for (int64_t i = 0; i < view.shape.numel(); ++i) {
       const double odd[] = {0.0, -0.0, kInfinity, -kInfinity, kNaN, 1e-30, -3e4};
       const bool special = is_float(view.type) && random.below(8) == 0;
-      const double usual = is_float(view.type) ? static_cast<double>(random.normal()) : static_cast<double>(random.between(int64_t{-3}, int64_t{3}));
+      const double usual = is_float(view.type) ? static_cast<double>(random.normal())
+                                               : static_cast<double>(random.between(int64_t{-3}, int64_t{3}));
       set(view, i, special ? odd[random.below(7)] : usual);
     }
     return *this;
@@ -98,7 +99,8 @@ std::vector<uint8_t> elements(const TensorView& view) {
   return result;
 }
 
-const std::vector<std::vector<int64_t>> kSizes = {{}, {0}, {1}, {7}, {65}, {3, 5}, {2, 0, 4}, {5, 1, 3}, {2, 3, 130}, {4, 2, 3, 5}};
+const std::vector<std::vector<int64_t>> kSizes = {
+    {}, {0}, {1}, {7}, {65}, {3, 5}, {2, 0, 4}, {5, 1, 3}, {2, 3, 130}, {4, 2, 3, 5}};
 
 TEST(PlanCopy, EveryFormAndType) {
   Random random(1);
@@ -108,7 +110,8 @@ TEST(PlanCopy, EveryFormAndType) {
         const Form form = kForms[random.below(4)], out_form = kForms[random.below(4)];
         const Strided x(from, sizes, form), out(to, sizes, out_form);
         for (int64_t i = 0; i < x.view.shape.numel(); ++i) {
-          set(x.view, i, is_float(from) ? random.between(-40.0f, 40.0f) : static_cast<double>(random.between(int64_t{-40}, int64_t{40})));
+          const double integer = static_cast<double>(random.between(int64_t{-40}, int64_t{40}));
+          set(x.view, i, is_float(from) ? random.between(-40.0f, 40.0f) : integer);
         }
         const Status status = copy(x.view, out.view, threads(2));
         ASSERT_TRUE(status.ok()) << status.message();
@@ -244,7 +247,8 @@ TEST(PlanCompute, IntegersAndComparisons) {
       ASSERT_TRUE(status.ok()) << status.message();
       for (int64_t i = 0; i < 132; ++i) {
         const int64_t a = static_cast<int64_t>(value(x.view, i)), b = static_cast<int64_t>(value(y.view, i));
-        ASSERT_EQ(value(out.view, i), static_cast<double>(each.value(a, b))) << static_cast<int>(each.op) << " of " << a << ", " << b;
+        ASSERT_EQ(value(out.view, i), static_cast<double>(each.value(a, b)))
+            << static_cast<int>(each.op) << " of " << a << ", " << b;
       }
     };
     for (const auto& each : operators) check(each, kI64);
@@ -362,7 +366,8 @@ TEST(PlanFloatLinear, AsSixteenRunningSums) {
     for (const int64_t k : {0, 1, 15, 16, 40, 300}) {
       for (const int64_t n : {0, 1, 33}) {
         for (const int64_t m : {0, 1, 5}) {
-          Strided x(type, {2, m, k}, kForms[random.below(4)]), weight(random.below(2) != 0 ? kF32 : type, {n, k}, kForms[random.below(4)]);
+          Strided x(type, {2, m, k}, kForms[random.below(4)]);
+          Strided weight(random.below(2) != 0 ? kF32 : type, {n, k}, kForms[random.below(4)]);
           Strided bias(kF32, {n}, kForms[random.below(4)]);
           for (Strided* each : {&x, &weight, &bias}) {
             for (int64_t i = 0; i < each->view.shape.numel(); ++i) set(each->view, i, random.normal());
@@ -457,12 +462,14 @@ TEST(PlanTop, LargestFirst) {
       }
     }
   }
-  const Strided x(kF32, {3, 5}, Form::contiguous), values(kF32, {3, 6}, Form::contiguous), indices(kI64, {3, 6}, Form::contiguous);
+  const Strided x(kF32, {3, 5}, Form::contiguous), values(kF32, {3, 6}, Form::contiguous);
+  const Strided indices(kI64, {3, 6}, Form::contiguous);
   EXPECT_TRUE(refused(top(x.view, values.view, indices.view, {}), "[3, 6]"));
   const Strided few(kF32, {3, 2}, Form::contiguous), narrow(kI32, {3, 2}, Form::contiguous), number(kI64, {}, Form::contiguous);
   EXPECT_TRUE(refused(top(x.view, few.view, narrow.view, {}), "int32"));
   EXPECT_TRUE(refused(top(x.view, few.view, number.view, {}), "indices has shape []"));
-  const Strided many(kF32, {1, 4097}, Form::contiguous), one(kF32, {1, 1}, Form::contiguous), place(kI64, {1, 1}, Form::contiguous);
+  const Strided many(kF32, {1, 4097}, Form::contiguous), one(kF32, {1, 1}, Form::contiguous);
+  const Strided place(kI64, {1, 1}, Form::contiguous);
   EXPECT_TRUE(refused(top(many.view, one.view, place.view, {}), "4096 numbers to choose from"));
 }
 
@@ -496,7 +503,9 @@ TEST(PlanTake, SlicesOfTheFirstDimension) {
       result.insert(result.end(), rest.begin(), rest.end());
       Strided x(kF32, sizes, kForms[random.below(4)]), indices(kI64, shape, kForms[random.below(4)]);
       x.fill(random);
-      for (int64_t i = 0; i < indices.view.shape.numel(); ++i) set(indices.view, i, static_cast<double>(random.between(int64_t{-6}, int64_t{5})));
+      for (int64_t i = 0; i < indices.view.shape.numel(); ++i) {
+        set(indices.view, i, static_cast<double>(random.between(int64_t{-6}, int64_t{5})));
+      }
       const Strided out(kF32, result, kForms[random.below(4)]);
       const Status status = take(x.view, indices.view, out.view, {});
       ASSERT_TRUE(status.ok()) << status.message();

@@ -206,7 +206,9 @@ TEST(PlanRun, TextsWithCaches) {
     Tensor keys{kF32, {1, 2, 32, 16}}, values{kF32, {1, 2, 32, 16}}, state{kF32, {1, 2, 32}};
     TensorView views[4];
     Text() {
-      for (Tensor* each : {&keys, &values, &state}) std::memset(each->memory->data(), 0, static_cast<size_t>(each->memory->size()));
+      for (Tensor* each : {&keys, &values, &state}) {
+        std::memset(each->memory->data(), 0, static_cast<size_t>(each->memory->size()));
+      }
       views[0] = keys.view;
       views[1] = values.view;
       views[2] = state.view;
@@ -359,7 +361,8 @@ TEST(PlanRun, PlansThatCannotRun) {
   EXPECT_TRUE(refuses(step(2, [](PlanStep& s) { s.operands[1].stride[0] = {}; }), "shares memory with itself"));
   EXPECT_TRUE(refuses(step(2, [](PlanStep& s) { s.operands[1].stride[0].constant = 5; }), "shares memory with itself"));
   // What operators refuse has the step's name.
-  EXPECT_TRUE(refuses(step(2, [](PlanStep& s) { s.operands[0].size[1].constant = 5; }), "step 2, softmax: out has shape [4, 6]"));
+  EXPECT_TRUE(refuses(step(2, [](PlanStep& s) { s.operands[0].size[1].constant = 5; }),
+                      "step 2, softmax: out has shape [4, 6]"));
   EXPECT_TRUE(refuses(step(1, [](PlanStep& s) { s.integers[0] = 99; }), "step 1, compute: instruction 0 has operator 99"));
 }
 

@@ -24,7 +24,7 @@ class Roles:
     """What the given tensors of the recordings are; the storages of a recording begin with them."""
 
     inputs: int
-    caches: Sequence[tuple[int, int]]  # layer and slot of each, behind the inputs
+    caches: Sequence[tuple[int, int]]  # layer and slot of each, after the inputs
     start: int = -1  # the input with the number of earlier tokens, which each text of a call has
 
 

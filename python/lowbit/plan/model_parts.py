@@ -21,7 +21,8 @@ def _version(tensor: Tensor) -> int:
 
 
 def check_hooks(model: torch.nn.Module) -> None:
-    """
+    """Refuses hooks that a plan would not call.
+
     Raises:
         Unplannable: a module has a hook, other than lowbit's and transformers' own, which a plan would not call.
     """
@@ -46,7 +47,8 @@ class ModelParts:
             self._hooks += [module._forward_hooks, module._forward_pre_hooks]  # what changes or sees results
         self._hooked = list(map(tuple, self._hooks))
         self._tensors = list(state_of(model).values())
-        # `parameter.data = other` and Module.to() replace the memory. Aliases keep it, so that no other tensor gets its address.
+        # `parameter.data = other` and Module.to() replace the memory. Aliases keep it, so that no other tensor gets its
+        # address.
         self._memory = [tensor.detach() for tensor in self._tensors]
         self._addresses = list(map(Tensor.data_ptr, self._memory))
         # A plan has constants that it computed from weights, so they must not change in place.

@@ -130,7 +130,8 @@ class _Watch(TorchFunctionMode):
 
 # Operators with such a result that torch does not tag.
 _SHOWING = {
-    torch.ops.aten.is_nonzero.default, torch.ops.aten.item.default, torch.ops.aten.where.default, torch.ops.aten.argwhere.default,
+    torch.ops.aten.is_nonzero.default, torch.ops.aten.item.default, torch.ops.aten.where.default,
+    torch.ops.aten.argwhere.default,
     torch.ops.aten.nonzero_numpy.default, torch.ops.aten.tensor_split.tensor_indices_or_sections,
 }  # fmt: skip
 
