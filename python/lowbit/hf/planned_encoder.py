@@ -21,7 +21,7 @@ from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_h
 
 from .. import nn
 from ..plan.lowering import Lowered, Roles, lowered
-from ..plan.model_parts import ModelParts, state_of
+from ..plan.model_parts import ModelParts, check_hooks, state_of
 from ..plan.recording import Sizes, Unplannable, record
 from ..plan.running import Caches, Planned
 from .masked import ATTENTION, make_mask, masks_made_by
@@ -29,6 +29,7 @@ from .shared_inputs import SharedInput, observed
 
 _LOG = logging.getLogger(__name__)
 _CALLS = ((4, 2), (6, 3), (9, 5), (12, 7))  # tokens and texts of the calls that are recorded
+_MOST_LENGTHS = 32  # whose bounds are kept
 _MOST_ROWS = 1024  # of a call of the plan; a longer text has a call of its own
 # Differences from the model's own operators, relative to the values of a text. Plans have the bits of lowbit's operators.
 # Others, as the sines of rotary positions, differ by rounding, which quantized activations amplify.
@@ -44,6 +45,7 @@ class _Mask:
     def __init__(self, **arguments: Any):
         self._make = partial(make_mask, **arguments)
         self._ranges: tuple[Tensor, Tensor] | None = None
+        self._bounds: dict[int, Tensor] = {}  # by length
 
     def ranges(self, length: int) -> tuple[Tensor, Tensor]:
         """Begin and end of the positions that each position of a text sees."""
@@ -59,6 +61,19 @@ class _Mask:
         begin, end = self._ranges
         # A shorter text sees the same positions as far as it has them, unless it sees all.
         return begin[:length], end[:length].clamp(max=length)
+
+    def bounds(self, length: int) -> Tensor:
+        """Bounds, int32 [length, 3], of a text without padding."""
+        if length not in self._bounds:
+            if len(self._bounds) == _MOST_LENGTHS:
+                self._bounds.clear()
+            self._bounds[length] = _bounds(torch.stack(self.ranges(length), -1))
+        return self._bounds[length]
+
+
+def _bounds(ranges: Tensor) -> Tensor:
+    """Bounds of tokens from begins and ends [rows, 2]."""
+    return torch.nn.functional.pad(ranges.int(), (1, 0), value=1)
 
 
 def _replica(model: torch.nn.Module) -> torch.nn.Module:
@@ -76,8 +91,7 @@ class EncoderPlan:
         """
         self._model = model
         self._parts = ModelParts(model)
-        if self._parts.has_hooks:
-            raise Unplannable("it has hooks")
+        check_hooks(model)
         self._names = set(inspect.signature(type(model).forward).parameters)
         if not {"input_ids", "attention_mask", "position_ids"} <= self._names:
             raise Unplannable("its positions or its mask are not arguments")
@@ -194,6 +208,8 @@ class EncoderPlan:
         shown = None if attention_mask is None else attention_mask != 0
         if shown is not None and bool(shown.all()):
             shown = None
+        if any(int(each.min()) < 0 for each in (input_ids, token_type_ids, position_ids) if each is not None):
+            raise IndexError("an index is negative")
         if position_ids is None and self._counts_tokens:
             counted = input_ids != self._padding
             position_ids = counted.cumsum(1) * counted + self._padding
@@ -201,15 +217,15 @@ class EncoderPlan:
             position_ids = torch.arange(length)[None]
         columns = [input_ids, position_ids]
         if self._has_types:
-            columns.append(torch.zeros(1, 1, dtype=torch.int64) if token_type_ids is None else token_type_ids)
+            columns.append(torch.zeros(1, length, dtype=torch.int64) if token_type_ids is None else token_type_ids)
         columns = [column.long().expand(batch, length) for column in columns]
-        if min(int(column.min()) for column in columns) < 0:
-            raise IndexError("an index is negative")
         pieces = self._pieces(batch, length, shown)
-        found = [self._run([x[piece] for x in columns], None if shown is None else shown[piece]) for piece in pieces]
-        output = {"last_hidden_state": torch.cat([hidden for hidden, *_ in found]) if len(found) > 1 else found[0][0]}
-        if self._pools:
-            output["pooler_output"] = torch.cat([pooled for _, pooled in found]) if len(found) > 1 else found[0][1]
+        if len(pieces) == 1:
+            found = self._run(columns, shown)
+        else:
+            parts = [self._run([x[piece] for x in columns], None if shown is None else shown[piece]) for piece in pieces]
+            found = [torch.cat(each) for each in zip(*parts, strict=True)]
+        output = dict(zip(("last_hidden_state", "pooler_output"), found))
         return self._output(**output)
 
     @staticmethod
@@ -232,7 +248,9 @@ class EncoderPlan:
         columns = [column.contiguous().view(-1) for column in columns]
         if shown is None:
             ends = range(length, batch * length + 1, length)
-            bounds = [torch.stack(mask.ranges(length), -1).repeat(batch, 1) for mask in self._masks]
+            bounds = [mask.bounds(length) for mask in self._masks]
+            if batch > 1:
+                bounds = [each.repeat(batch, 1) for each in bounds]
         else:
             # How many tokens of a text are in front of each position.
             before = torch.nn.functional.pad(shown.cumsum(1), (1, 0))
@@ -242,8 +260,7 @@ class EncoderPlan:
             places = shown.reshape(-1).nonzero()[:, 0]
             columns = [column[places] for column in columns]
             bounds = [torch.stack([before[:, end] for end in mask.ranges(length)], -1) for mask in self._masks]
-            bounds = [each.view(-1, 2)[places] for each in bounds]
-        bounds = [torch.nn.functional.pad(each.int(), (1, 0), value=1) for each in bounds]
+            bounds = [_bounds(each.view(-1, 2)[places]) for each in bounds]
         begins = [0, *ends[:-1]]
         texts = [(begin, end, 0, self._no_caches) for begin, end in zip(begins, ends, strict=True)]
         hidden, *pooled = self._planned.run([*columns, torch.tensor(begins), *bounds], batch, texts)

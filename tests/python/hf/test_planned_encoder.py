@@ -284,7 +284,7 @@ def test_a_model_without_a_plan_says_why(calls):
     model = fused("gemma3_text", use_bidirectional_attention=False)
     model.register_forward_hook(lambda *_: None)
     run(model, input_ids=IDS, use_cache=False)
-    assert not calls and model.forward.refusal == "it has hooks"
+    assert not calls and "has a hook" in model.forward.refusal
     large = fused(bits=None, intermediate_size=1 << 14)
     run(large, input_ids=IDS)
     assert not calls and "float" in large.forward.refusal
