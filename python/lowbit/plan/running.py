@@ -103,6 +103,9 @@ class Planned:
             kept: the number of rows kept for the output.
             texts: for each text the range of its rows, the number of earlier tokens, and its caches.
         """
+        for number, tensor in enumerate(inputs):
+            if not tensor.is_contiguous() or tensor.device.type != "cpu":
+                raise ValueError(f"input {number} of a plan has gaps, or is not on the CPU; expected contiguous memory")
         rows = texts[-1][1]
         outputs = [torch.empty([size.at(rows, kept) for size in view.size], dtype=view.dtype) for view in self._outputs]
         self._ready().run(
