@@ -330,7 +330,8 @@ TEST(PlanRun, PlansThatCannotRun) {
   EXPECT_TRUE(refuses(
       [](Plan& p) {
         p.steps.insert(p.steps.begin(), {Opcode::scatter,
-                                         {operand(6, ElementType::i64, {kKept, {1}}), operand(3, kF32, {kKept, {6}})}, {}, {1.0}});
+                                         {operand(6, ElementType::i64, {kKept, {1}}), operand(3, kF32, {kKept, {6}})},
+                                         {}, {1.0}});
       },
       "reads buffer 3 before it is written"));
   EXPECT_TRUE(refuses(step(0, [](PlanStep& s) { s.operands[0] = {}; }), "has no operand 0"));

@@ -61,7 +61,7 @@ def _described(decoder: Decoder, made: DecoderPlan, stop: list[int]) -> Plan:
 
 
 def plan_with_weights(decoder: Decoder, made: DecoderPlan, stop: list[int]) -> bytes:
-    """A decoder's plan and the weights behind it, for programs that have one text with the decoder's caches.
+    """A decoder's plan and the weights after it, for programs that have one text with the decoder's caches.
 
     They begin with the number of bytes of the plan; each weight is at a multiple of 128 bytes.
     """
