@@ -11,6 +11,7 @@ constexpr char kMagic[] = "lowbit plan\n";
 constexpr int64_t kVersion = 1;
 // More than any model has; they keep a damaged file from asking for memory without end.
 constexpr int64_t kMostBuffers = 1 << 20, kMostSteps = 1 << 20, kMostOperands = 64, kMostNumbers = 4096;
+constexpr int64_t kMostOperandsInAll = 1 << 20;
 constexpr int64_t kMostExtent = int64_t{1} << 48;
 
 // Reads numbers of variable length (LEB128, zigzag) and bytes. After an error every number is 0.
@@ -152,7 +153,14 @@ Status read_checked(const uint8_t* bytes, size_t size, Plan* plan) {
   const int64_t buffers = reader.number("the number of buffers", 1, kMostBuffers);
   for (int64_t i = 0; i < buffers && !reader.fails(); ++i) read_buffer(reader, &plan->buffers.emplace_back());
   const int64_t steps = reader.number("the number of steps", 1, kMostSteps);
-  for (int64_t i = 0; i < steps && !reader.fails(); ++i) read_step(reader, buffers, &plan->steps.emplace_back());
+  int64_t operands = 0;
+  for (int64_t i = 0; i < steps && !reader.fails(); ++i) {
+    read_step(reader, buffers, &plan->steps.emplace_back());
+    operands += static_cast<int64_t>(plan->steps.back().operands.size());
+    if (operands > kMostOperandsInAll) {
+      return Status::error("the plan has more than %" PRId64 " operands; expected fewer", kMostOperandsInAll);
+    }
+  }
   if (Status status = reader.status(); !status.ok()) return status;
   return reader.at_end() ? Status() : Status::error("the plan has bytes after its last step");
 }
