@@ -130,8 +130,8 @@ def export_decoder(
 
     * **.plan**, for lowbit's own library: a small file in the directory of the model's checkpoint, whose weights it uses.
       Programs choose the length of texts and the type of caches. ``examples/cpp/llm_runner_plan`` runs the file.
-    * **.pte**, for ExecuTorch. If the decoder has a plan, a step is one call of a delegate, the plan with its weights: several
-      times as fast as operator by operator, and exported in seconds. Its caches hold the whole text, even in layers with a
+    * **.pte**, for ExecuTorch. If the decoder has a plan, a step is one call of a delegate, the plan with its weights: faster
+      than operator by operator, and exported in seconds. Its caches hold the whole text, even in layers with a
       window. Otherwise the program has lowbit's operators among those of ExecuTorch. The caches are allocated by the loaded
       program and are not in the file. Constant methods hold the settings for runners. ExecuTorch's ``TextLLMRunner`` and
       ``examples/cpp/llm_runner`` run the file.
