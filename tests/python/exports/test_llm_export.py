@@ -368,7 +368,7 @@ def test_bad_exports(exported, kind, tmp_path):
     for chunk in (0, MAX_LENGTH + 1):
         with pytest.raises(ValueError, match=f"chunk is {chunk}; expected 1 to the decoder's max_length of 256"):
             export(exported.decoder, tmp_path / f"m.{kind}", chunk=chunk)
-    with pytest.raises(ValueError, match="ends in .pte or .pt2"):
+    with pytest.raises(ValueError, match="ends in .plan, .pte or .pt2"):
         export(exported.decoder, tmp_path / "m.bin")
     assert not list(tmp_path.iterdir())
 
@@ -498,7 +498,7 @@ def test_a_damaged_plan_is_refused(delegate, capfd):
         (whole[:weights], "which has 0; expected the weights that the plan was made for"),
         (whole[:-128], "expected the weights that the plan was made for"),
         (whole[:weights] + bytes([whole[weights] ^ 1]) + whole[weights + 1 :], "has changed since the plan was made"),
-        (weight(file="model.safetensors"), "is in the file 'model.safetensors'; expected it behind the plan"),
+        (weight(file="model.safetensors"), "is in the file 'model.safetensors'; expected it after the plan"),
         (weight(offset=1 << 40), "bytes from byte 1099511627776 of the delegate"),
         (fact("length"), "a text has room for 0 tokens; expected 1 to 128"),
         (fact("length", 129), "a text has room for 129 tokens"),
