@@ -377,8 +377,8 @@ def last_level_cache() -> int | None:
 
 def describe_machine() -> dict:
     import lowbit
+    from lowbit.machine.cpus import available_cpus
     from lowbit.machine.facts import cpu_name
-    from lowbit.machine.threads import available_cpus
 
     return {
         "cpu": cpu_name(),
@@ -406,7 +406,7 @@ def shapes(text: str) -> list[tuple[int, int]]:
 
 
 def parse() -> argparse.Namespace:
-    from lowbit.machine.threads import available_cpus
+    from lowbit.machine.cpus import available_cpus
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--roofs", type=Path, required=True, metavar="PROGRAM", help="built from bench/roofs.cpp")

@@ -9,8 +9,9 @@ import argparse
 import statistics
 import time
 
-import torch
+import numpy
 from lowbit.llm import sample
+from lowbit.llm.sampling import random_generator
 
 KINDS = (("the likeliest", 0.0, None, None), ("all", 0.6, None, None), ("top_k=50", 0.6, 50, None),
          ("top_p=0.9", 0.6, None, 0.9), ("both", 0.6, 50, 0.9))  # fmt: skip
@@ -21,11 +22,10 @@ def main() -> None:
     parser.add_argument("--vocabulary", type=int, default=128256)
     parser.add_argument("--rounds", type=int, default=31)
     arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    generator = torch.Generator().manual_seed(1)
+    generator = random_generator(1)
     print("milliseconds, temperature 0.6 |", " | ".join(name for name, *_ in KINDS))
     for deviation in (1, 3, 6):
-        logits = torch.randn(arguments.vocabulary, generator=generator) * deviation
+        logits = generator.standard_normal(arguments.vocabulary, dtype=numpy.float32) * numpy.float32(deviation)
         times: dict[str, list[float]] = {name: [] for name, *_ in KINDS}
         for _ in range(arguments.rounds):
             for name, temperature, top_k, top_p in KINDS:

@@ -215,8 +215,8 @@ def main() -> int:
     shapes = [compare(shape, options, say) for shape in options.shapes]
 
     import lowbit  # not earlier: the processes set torch's memory options before they import it
+    from lowbit.machine.cpus import available_cpus
     from lowbit.machine.facts import cpu_name
-    from lowbit.machine.threads import available_cpus
 
     results = {
         "command": " ".join(["python3", "bench/llm.py", *sys.argv[1:]]),

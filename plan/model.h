@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -52,6 +53,7 @@ class LOWBIT_API PlanModel {
   int64_t vocabulary() const;
   int64_t positions() const;  // the longest text
   const std::vector<int64_t>& stop() const;  // tokens that end a text
+  const std::map<std::string, std::vector<int64_t>>& about() const;  // all facts of the plan
   Status begin(int64_t length, TextCache keys, TextCache values, std::unique_ptr<PlanSession>* session) const;
   // The same with the length and the types of caches that the plan names.
   Status begin(std::unique_ptr<PlanSession>* session) const;

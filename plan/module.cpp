@@ -182,6 +182,7 @@ void add_plans(py::module_& module) {
       .def_property_readonly("vocabulary", &PlanModel::vocabulary)
       .def_property_readonly("positions", &PlanModel::positions)
       .def_property_readonly("stop", &PlanModel::stop)
+      .def_property_readonly("about", &PlanModel::about)
       .def("begin", &begin, py::arg("length"), py::arg("keys"), py::arg("values"))
       .def("certify", [](PlanModel& model) {
         uint64_t certificate = 0;

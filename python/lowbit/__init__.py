@@ -9,18 +9,11 @@ torch.Size([1, 64])
 
 import logging
 import sys
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from .operators import library
-
-# Add this directory to CMAKE_PREFIX_PATH so that find_package(lowbit) finds this installation.
-cmake_prefix_path = library.load()
-
-from .operators.library import isa, kernels, load_kernels, streams  # noqa: E402  (needs the operators that load() registers)
-from .operators.ops import attention, embedding, linear, linear_experts, linears  # noqa: E402
-from .operators.recurrence import linear_attention, short_conv  # noqa: E402
-from .operators.window import window_attention, window_length  # noqa: E402
-from .packed.matrix import PackedInfo, Unpacked, info, pack, repack, unpack, verify, with_activation_bits  # noqa: E402
+from .operators.library import isa, kernels, load_kernels, streams
 
 __version__ = "0.1.0"
 
@@ -55,6 +48,23 @@ if TYPE_CHECKING:
     from .operators.elementwise import masked_attention as masked_attention
     from .operators.elementwise import rms_norm as rms_norm
     from .operators.elementwise import rotary as rotary
+    from .operators.ops import attention as attention
+    from .operators.ops import embedding as embedding
+    from .operators.ops import linear as linear
+    from .operators.ops import linear_experts as linear_experts
+    from .operators.ops import linears as linears
+    from .operators.recurrence import linear_attention as linear_attention
+    from .operators.recurrence import short_conv as short_conv
+    from .operators.window import window_attention as window_attention
+    from .operators.window import window_length as window_length
+    from .packed.matrix import PackedInfo as PackedInfo
+    from .packed.matrix import Unpacked as Unpacked
+    from .packed.matrix import info as info
+    from .packed.matrix import pack as pack
+    from .packed.matrix import repack as repack
+    from .packed.matrix import unpack as unpack
+    from .packed.matrix import verify as verify
+    from .packed.matrix import with_activation_bits as with_activation_bits
     from .packed.rounding import ConvConfig as ConvConfig
     from .packed.rounding import EmbeddingConfig as EmbeddingConfig
     from .packed.rounding import LinearConfig as LinearConfig
@@ -65,6 +75,26 @@ if TYPE_CHECKING:
     from .quantizing.quantize_model import quantize_ as quantize_
     from .transformers import LowBitConfig as LowBitConfig
 
+# Public name -> its module, imported together with torch and the operators.
+_OPERATORS = {
+    "PackedInfo": "packed.matrix",
+    "Unpacked": "packed.matrix",
+    "attention": "operators.ops",
+    "embedding": "operators.ops",
+    "info": "packed.matrix",
+    "linear": "operators.ops",
+    "linear_attention": "operators.recurrence",
+    "linear_experts": "operators.ops",
+    "linears": "operators.ops",
+    "pack": "packed.matrix",
+    "repack": "packed.matrix",
+    "short_conv": "operators.recurrence",
+    "unpack": "packed.matrix",
+    "verify": "packed.matrix",
+    "window_attention": "operators.window",
+    "window_length": "operators.window",
+    "with_activation_bits": "packed.matrix",
+}
 # Public name -> its module, imported on first use: every `import torch` imports this file, so it must be quick.
 _LAZY = {
     # In __all__: these need no optional package.
@@ -105,15 +135,31 @@ _LAZY = {
 }
 _LAZY_MODULES = ("levels", "nn", "qat")
 
+
+def load_torch() -> None:
+    """Imports torch and registers the operators, as ``import lowbit`` does except in the program ``lowbit``."""
+    if "linear" not in globals():
+        library.load()
+        for name, module in _OPERATORS.items():
+            globals()[name] = getattr(import_module(f"{__name__}.{module}"), name)
+
+
+if not getattr(sys.modules.get("lowbit_autoload"), "in_program", False):
+    load_torch()
+
+# Add this directory to CMAKE_PREFIX_PATH so that find_package(lowbit) finds this installation.
+cmake_prefix_path = str(library.core())
+
 if not TYPE_CHECKING:  # a type checker would conclude that every name exists
 
     def __getattr__(name: str):
-        from importlib import import_module
-
+        if name not in _OPERATORS and name not in _LAZY and name not in _LAZY_MODULES:
+            raise AttributeError(f"module 'lowbit' has no attribute {name!r}")
+        load_torch()
+        if name in _OPERATORS:
+            return globals()[name]
         if name in _LAZY_MODULES:
             return import_module(f"{__name__}.{name}")
-        if name not in _LAZY:
-            raise AttributeError(f"module 'lowbit' has no attribute {name!r}")
         try:
             value = getattr(import_module(f"{__name__}.{_LAZY[name]}"), name)
             globals()[name] = value  # later uses skip __getattr__
@@ -126,7 +172,7 @@ if not TYPE_CHECKING:  # a type checker would conclude that every name exists
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY, *_LAZY_MODULES})
+    return sorted({*globals(), *_OPERATORS, *_LAZY, *_LAZY_MODULES})
 
 
 __all__ = [

@@ -9,6 +9,8 @@ import sys
 
 from .imports import watch
 
+in_program = False  # whether the program lowbit runs, which imports torch only for what needs it
+
 
 def register() -> None:
     """Imports lowbit, unless lowbit is what imports torch: it registers its operators next."""

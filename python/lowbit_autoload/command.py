@@ -4,12 +4,15 @@ import json
 import signal
 import sys
 
+import lowbit_autoload
+
 
 def main() -> None:
     """Runs the command that ``sys.argv`` names, and exits."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         # Ctrl-C while libraries are imported ends the program, without a traceback; a command has its own way.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+    lowbit_autoload.in_program = True
     try:
         from lowbit.cli import main as run
     except (ImportError, OSError) as error:  # OSError: torch's own libraries do not load

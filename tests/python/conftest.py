@@ -20,6 +20,9 @@ os.environ.setdefault("AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL", "O0")
 # Commands store no compiled decoders in the home directory.
 os.environ["LOWBIT_COMPILE_CACHE"] = ""
 
+# Commands write no plans into models that tests share; test_cli_plan.py allows them.
+os.environ["LOWBIT_PLAN"] = "0"
+
 # The same examples in every run, so that failures can be repeated.
 hypothesis.settings.register_profile("lowbit", derandomize=True, deadline=None, database=None)
 # `make soak`: many different examples in every run; a failure prints how to repeat it.

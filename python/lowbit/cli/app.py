@@ -1,13 +1,14 @@
 """The ``lowbit`` program: its commands, in the order of ``lowbit --help``.
 
-Each command is a function in a separate file. Modules that need transformers are imported only where a command uses them, so
-that ``lowbit --help`` is quick.
+Each command is a function in a separate file. Only the command of the command line is imported, and modules that need torch or
+transformers only where a command uses them.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
+from importlib import import_module
 from itertools import zip_longest
 from typing import Annotated, Any
 
@@ -16,50 +17,34 @@ import typer.core
 
 import lowbit
 
-from .bench import bench
-from .certify import certify
-from .chat_session import chat
-from .convert import convert
-from .dequantize import dequantize
-from .doctor import doctor
-from .evaluate import evaluate
-from .export import export
-from .generate import generate
-from .import_ import import_
-from .info import info
-from .inspect import inspect
 from .models import from_hub
 from .options import PUBLISH_DIRECTORY, for_typer, on_command_line
 from .output import Output, quieten, reporting
-from .push import push
-from .quantize import quantize
-from .report import report
-from .serve import serve
-from .transcribe import transcribe
-from .tune import tune
 
-COMMANDS: dict[str, Callable[..., None]] = {
-    "quantize": quantize,
-    "import": import_,
-    "convert": convert,
-    "dequantize": dequantize,
-    "generate": generate,
-    "chat": chat,
-    "serve": serve,
-    "transcribe": transcribe,
-    "eval": evaluate,
-    "export": export,
-    "inspect": inspect,
-    "push": push,
-    "report": report,
-    "bench": bench,
-    "certify": certify,
-    "tune": tune,
-    "info": info,
-    "doctor": doctor,
+# Command -> its module and function.
+COMMANDS = {
+    "quantize": "quantize.quantize",
+    "import": "import_.import_",
+    "convert": "convert.convert",
+    "dequantize": "dequantize.dequantize",
+    "generate": "generate.generate",
+    "chat": "chat_session.chat",
+    "serve": "serve.serve",
+    "transcribe": "transcribe.transcribe",
+    "eval": "evaluate.evaluate",
+    "export": "export.export",
+    "inspect": "inspect.inspect",
+    "push": "push.push",
+    "report": "report.report",
+    "bench": "bench.bench",
+    "certify": "certify.certify",
+    "tune": "tune.tune",
+    "info": "info.info",
+    "doctor": "doctor.doctor",
 }
+_PLAIN = {"chat", "generate"}  # commands that may need no torch
 
-app = typer.Typer(
+_SETTINGS: dict[str, Any] = dict(
     help="Language models with 1- to 8-bit weights on CPUs.",
     no_args_is_help=True,
     add_completion=False,
@@ -71,7 +56,6 @@ _OPTIONAL = {"--publish": PUBLISH_DIRECTORY}  # options with an optional value -
 _MODELS = {"model", "source", "path", "draft", "reference"}  # arguments that may be hub names
 
 
-@app.callback(invoke_without_command=True)
 def _common(
     show_version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
@@ -124,8 +108,9 @@ def _value_of(names: Collection[str], given: Sequence[str]) -> str | None:
     return last
 
 
-def _register(name: str, command: Callable[..., None]) -> None:
-    command = for_typer(command)
+def _add(app: typer.Typer, name: str) -> None:
+    module, _, function = COMMANDS[name].partition(".")
+    command = for_typer(getattr(import_module(f".{module}", __package__), function))
 
     @app.command(name, cls=_Command)
     @functools.wraps(command)
@@ -134,10 +119,18 @@ def _register(name: str, command: Callable[..., None]) -> None:
         model = next((arguments[name] for name in ("model", "source") if name in arguments), None)
         as_json = arguments.get("as_json", False)
         with reporting(as_json, _state["debug"], model):
-            for name in _MODELS & arguments.keys():
-                arguments[name] = from_hub(Output(as_json), arguments[name])
+            if name not in _PLAIN:
+                lowbit.load_torch()
+            for argument in _MODELS & arguments.keys():
+                arguments[argument] = from_hub(Output(as_json), arguments[argument])
             command(**arguments)
 
 
-for _name, _function in COMMANDS.items():
-    _register(_name, _function)
+def make_app(arguments: Sequence[str] | None = None) -> typer.Typer:
+    """The program; with ``arguments``, those of a command line, only the command that they name, which is quicker."""
+    app = typer.Typer(**_SETTINGS)
+    app.callback(invoke_without_command=True)(_common)
+    named = next((word for word in arguments or () if not word.startswith("-")), "")
+    for name in [named] if named in COMMANDS else COMMANDS:
+        _add(app, name)
+    return app

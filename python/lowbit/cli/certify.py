@@ -12,8 +12,8 @@ def certify(output: Output, model: options.Model, *, threads: options.Threads = 
     import torch
 
     from .. import _C, isa, llm
-    from ..exports.plan_export import PLAN
     from ..llm.loading import is_packed, stop_tokens
+    from ..llm.plan_files import PLAN
 
     set_threads(threads)
     if not is_packed(model):

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from . import options
-from .models import positions, read_text
+from .models import read_text
 from .output import Output, describe, print_piece, set_stdout_errors
-from .session import Session
+from .session import Session, open_session
 
 if TYPE_CHECKING:
     from ..llm.chat import Answer, Chat
@@ -51,18 +51,17 @@ def chat(
     messages = _typed(output) if sys.stdin.isatty() else _piped()  # before the model is loaded, in case a library is missing
     system = None if system is None else options.check_text(system, "--system")
     text = None if template is None else read_text(template)
-    session = Session(output, model, running, sampling)
-    session.load(text, images=image or ())
+    session = open_session(output, model, running, sampling, template=text, images=image or ())
     conversation = _start(session, system, seed, max_new_tokens)
     with _at_ctrl_c(_ignore) if sys.stdin.isatty() else nullcontext():
         answers = list(_converse(output, conversation, messages))
     output.result(_document(session, conversation, answers))
+    session.keep_plan()
 
 
 def _start(session: Session, system: str | None, seed: int, max_new_tokens: int | None) -> Chat:
     """A conversation with the settings of the model's files, which options override."""
     from ..llm.chat import Chat, sampling_of
-    from ..llm.images import ImageChat
 
     output, model = session.output, session.model
     sampling, most, ignored = sampling_of(model)
@@ -72,8 +71,10 @@ def _start(session: Session, system: str | None, seed: int, max_new_tokens: int 
         options.refuse_unused("at --temperature 0, which draws nothing", "top_k", "top_p", "min_p")
     if ignored:
         output.warn(f"generation_config.json of {session.path} sets {', '.join(ignored)}, which lowbit does not support")
-    session.start(session.running.max_length or min(_CONTEXT, positions(model) // 16 * 16))
-    kind: Any = Chat if session.processor is None else ImageChat
+    session.start(session.running.max_length or min(_CONTEXT, session.positions // 16 * 16))
+    kind: Any = Chat
+    if session.processor is not None:
+        from ..llm.images import ImageChat as kind
     more = {} if session.processor is None else {"processor": session.processor, "pending": session.images}
     conversation: Chat = kind(
         session.step, model, session.tokenizer, str(session.template), session.max_length, system=system, sampling=sampling,

@@ -9,14 +9,13 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
-import torch
 import typer
 
 from ..machine.facts import peak_memory
 from . import options
-from .models import positions, read_text
+from .models import read_text
 from .output import Output, print_piece, set_stdout_errors, size
-from .session import Session
+from .session import Session, open_session
 
 if TYPE_CHECKING:
     from ..llm import Generation
@@ -72,15 +71,14 @@ def generate(
         raise typer.BadParameter("compiled decoders give no logits for guesses", param_hint="--guesses")
     texts = _read_prompts(prompt, prompt_file, prompts)
     needs = {"--draft": speculation.draft is not None, "--guesses": guesses > 0, "--prompts": prompts is not None}
-    session = Session(output, model, running, sampling, needs)
-    session.load(has_turns=chat or bool(image), images=image or ())
+    session = open_session(output, model, running, sampling, needs, has_turns=chat or bool(image), images=image or ())
     ids = [session.prompt(text) for text in texts]
     max_length = running.max_length
     if max_length is None:
         needed = max(map(len, ids)) + max_new_tokens
         if running.compile:  # round to few lengths, so that cached machine code fits most prompts
             needed = max(1024, 1 << (needed - 1).bit_length())
-        max_length = min(-(-needed // 16), positions(session.model) // 16) * 16
+        max_length = min(-(-needed // 16), session.positions // 16) * 16
     session.start(max_length)
     settings = session.sampling | {"seed": seed, "stop": session.stop, "logprobs": logprobs}
     if prompts is not None:
@@ -88,21 +86,23 @@ def generate(
         return
     guesser = None if speculation.draft is None else session.draft(speculation.draft)
     _generate(session, ids[0], max_new_tokens, {"guesses": guesses, "draft": guesser, **settings})
+    session.keep_plan()
 
 
 def _generate(session: Session, ids: list[int], max_new_tokens: int, settings: dict[str, Any]) -> None:
     """Continues a text and prints it as it is generated, or a JSON document at the end."""
-    from .. import llm
+    from ..llm.generation import generate as generate_text
+    from ..llm.stopping import TextUntil
 
     output = session.output
     if not output.as_json:
         set_stdout_errors("replace")  # the output is for people
-    text = llm.TextUntil(session.tokenizer, ids, session.strings, None if output.as_json else print_piece)
+    text = TextUntil(session.tokenizer, ids, session.strings, None if output.as_json else print_piece)
     disk, tokens = session.prefix_cache, list[int]()
-    caches = [] if disk is None else cast(llm.Decoder, session.step).caches()
+    caches = [] if disk is None else session.step.caches()
     cached = 0 if disk is None else disk.read(ids, caches)
     try:
-        generation = llm.generate(
+        generation = generate_text(
             session.step, ids, max_new_tokens, max_length=session.max_length, until=text, cached=cached, on_token=tokens.append,
             **settings,
         )  # fmt: skip
@@ -125,7 +125,7 @@ def _generate(session: Session, ids: list[int], max_new_tokens: int, settings: d
             "guessed": generation.guessed,
             "accepted": generation.accepted,
             "peak_memory_bytes": memory,
-            "threads": torch.get_num_threads(),
+            "threads": session.threads,
             "refusal": session.refusal,
         }
         output.result(document)
@@ -194,7 +194,7 @@ def _generate_batch(
                 "seconds": seconds,
                 "tokens_per_second": rate(tokens, seconds),
                 "peak_memory_bytes": memory,
-                "threads": torch.get_num_threads(),
+                "threads": session.threads,
             }
         )
         return

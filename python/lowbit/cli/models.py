@@ -10,13 +10,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from ..machine.threads import available_cpus
+from ..machine.cpus import available_cpus
 from .options import Widths, refuse_unused
 from .output import Output
 
 if TYPE_CHECKING:
+    import torch
+
     from .. import LowBitConfig
     from ..llm import Decoder, Mtp
 
@@ -161,17 +161,23 @@ def positions(model: torch.nn.Module) -> int:
     return position_limit(model.config.get_text_config()) or sys.maxsize
 
 
-def set_threads(threads: int | None) -> None:
-    """Sets torch's number of threads, with a warning if there are fewer CPUs."""
-    if threads is None:
-        return
-    if threads > (cpus := available_cpus()):
+def check_threads(threads: int | None) -> None:
+    """Warns if there are fewer CPUs than threads."""
+    if threads is not None and threads > (cpus := available_cpus()):
         warnings.warn(
             f"--threads is {threads}, and this process may use {cpus} CPUs: more threads than CPUs wait for each other, and "
             f"all becomes slower; expected at most {cpus}",
-            stacklevel=2,
+            stacklevel=3,
         )
-    torch.set_num_threads(threads)
+
+
+def set_threads(threads: int | None) -> None:
+    """Sets torch's number of threads, with a warning if there are fewer CPUs."""
+    import torch
+
+    check_threads(threads)
+    if threads is not None:
+        torch.set_num_threads(threads)
 
 
 def read_text(path: Path) -> str:

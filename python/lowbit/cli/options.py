@@ -12,7 +12,6 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
-from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_type_hints
 
@@ -388,6 +387,8 @@ def parse_size(text: str, option: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kKMGT]?)(i?)B?", text.strip())
     if match is None or (match[3] and not match[2]):
         raise typer.BadParameter(f"{text!r}; expected a size, as in 1.2GB, 800MB or 1.1GiB", param_hint=option)
+    from fractions import Fraction
+
     number, unit, binary = match.groups()
     return int(Fraction(number) * (1024 if binary else 1000) ** " KMGT".index(unit.upper() or " "))
 

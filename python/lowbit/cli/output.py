@@ -17,27 +17,18 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import typer
-from rich.cells import cell_len
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    MofNCompleteColumn,
-    Progress,
-    SpinnerColumn,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
-from rich.table import Table
 
 from ..files.untrusted import one_line, printable, raised_by_reader
 from ..machine.sizes import size
 
 if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
     from .. import CheckpointEntry
 
 __all__ = [
@@ -60,6 +51,8 @@ PIPE_WIDTH = 120  # columns if the output is not a terminal
 
 def console(*, stderr: bool, width: int | None = None) -> Console:
     """A rich console; ``width`` in columns overrides the terminal's width, or PIPE_WIDTH without a terminal."""
+    from rich.console import Console  # takes longer to import than all else here, and few commands need it
+
     stream = sys.stderr if stderr else sys.stdout
     if width is None and not stream.isatty() and "COLUMNS" not in os.environ:
         width = PIPE_WIDTH
@@ -69,6 +62,8 @@ def console(*, stderr: bool, width: int | None = None) -> Console:
 
 def table(*columns: str, texts: Collection[int] = ()) -> Table:
     """A table of figures: a text column, and right-aligned columns; ``texts`` are numbers of further text columns."""
+    from rich.table import Table
+
     result = Table(box=None, pad_edge=False, header_style="bold")
     for index, column in enumerate(columns):
         text = index in texts
@@ -98,6 +93,8 @@ def _print_whole(out: Console, shown: Table) -> None:
 
     If a row does not fit, its first cell is printed on a separate line. Lines in a file may have any length.
     """
+    from rich.cells import cell_len
+
     columns = [[str(column.header), *map(str, column.cells)] for column in shown.columns]
     widths = [max(map(cell_len, cells)) for cells in columns]
     least = [
@@ -127,8 +124,14 @@ class Output:
 
     def __init__(self, as_json: bool):
         self.as_json = as_json
-        self.out = console(stderr=False)
-        self.err = console(stderr=True)
+
+    @cached_property
+    def out(self) -> Console:
+        return console(stderr=False)
+
+    @cached_property
+    def err(self) -> Console:
+        return console(stderr=True)
 
     def result(self, document: dict[str, Any], *shown: Any) -> None:
         """Prints the result: the JSON document, or the texts and tables for people."""
@@ -136,14 +139,17 @@ class Output:
             print(json.dumps(_finite(document), indent=2, ensure_ascii=False, allow_nan=False))
         else:
             for item in shown:
-                if isinstance(item, Table):
+                if not isinstance(item, str):
                     _print_whole(self.out, item)
                 else:
                     self.out.print(item, soft_wrap=not self.out.is_terminal)
 
     def note(self, text: str) -> None:
         """Prints a line for people to stderr."""
-        self.err.print(text, soft_wrap=True)
+        if "err" in vars(self):  # it may show a progress bar
+            self.err.print(text, soft_wrap=True)
+        else:
+            print(text, file=sys.stderr, flush=True)
 
     def warn(self, text: str) -> None:
         """Prints a warning to stderr."""
@@ -161,6 +167,17 @@ class Output:
             with _lines(self.note, what, unit) as advance:
                 yield advance
             return
+        from rich.progress import (
+            BarColumn,
+            DownloadColumn,
+            MofNCompleteColumn,
+            Progress,
+            SpinnerColumn,
+            TextColumn,
+            TimeElapsedColumn,
+            TimeRemainingColumn,
+        )
+
         counted = [DownloadColumn()] if unit == "bytes" else [MofNCompleteColumn(), TextColumn(unit)] if unit else []
         columns = [
             SpinnerColumn(),

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import lowbit
+
+from ..machine.cpus import default_threads
 from ..machine.facts import cpp_compiler
-from .models import imported, load, load_draft, set_threads
+from .models import check_threads, imported, load, load_draft, positions, set_threads
 from .options import Running, Sampling, parse_size
 from .output import Output
 
@@ -15,6 +20,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ..llm import Decoder, Mtp
+
+_PLANS = "LOWBIT_PLAN"  # environment variable; 0: no plans
 
 
 class Session:
@@ -51,7 +58,7 @@ class Session:
             raise ValueError("--compile needs all experts in memory; leave out --expert-memory")
         if running.compile:
             cpp_compiler()
-        set_threads(running.threads)
+        self.plan_caches: tuple[str, ...] | None = None  # a plan is to be written, for these cache types too
 
     def load(self, template: str | None = None, has_turns: bool = True, images: Sequence[Path] = ()) -> None:
         """Loads the model and its tokenizer; with images, or if it is only an image-text model, also its processor.
@@ -60,6 +67,8 @@ class Session:
             template: a chat template; None: the tokenizer's, if the session ``has_turns``.
             images: files of the images to show to the model.
         """
+        lowbit.load_torch()
+        set_threads(self.running.threads)
         from ..llm.images import check_takes_images, image_template, open_image, sees_only
         from ..llm.loading import load_image_processor, load_tokenizer, stop_tokens
         from ..llm.templates import chat_template
@@ -86,6 +95,17 @@ class Session:
                 template = image_template(self.processor, self.path) if sees else chat_template(self.tokenizer, self.path)
         self.template, self.stop = template, stop_tokens(self.model, self.tokenizer)
         self.sampling = self._sampling.parsed(self.tokenizer)
+
+    @property
+    def positions(self) -> int:
+        """The model's context length in tokens."""
+        return positions(self.model)
+
+    @property
+    def threads(self) -> int:
+        import torch
+
+        return int(torch.get_num_threads())
 
     def start(self, max_length: int) -> None:
         """Makes the decoding step and its prefix cache.
@@ -146,3 +166,106 @@ class Session:
     def draft(self, path: Path) -> Decoder | Mtp:
         """The decoder of a draft model with the same tokens, or the model's own head."""
         return load_draft(self.output, path, self.tokenizer, self.path, self.step, self._config, self.running.cache)
+
+    def keep_plan(self) -> None:
+        """Writes the model's plan beside its weights, if it has one, so that the next run needs no torch; never an error."""
+        from ..exports.plan_export import write_plan
+        from ..llm import Decoder
+        from ..llm.loading import is_packed
+        from ..llm.plan_files import PLAN
+
+        step = self.step
+        if self.plan_caches is None or not isinstance(step, Decoder) or step.plan is None or not is_packed(self.path):
+            return
+        if not os.access(self.path, os.W_OK) or self.positions == sys.maxsize:  # the plan would have the positions of this run
+            return
+        try:
+            write_plan(step, self.path / PLAN, self.stop, self.plan_caches)
+        except (OSError, ValueError) as error:
+            self.output.note(f"{self.path / PLAN} is not written: {error}")
+        else:
+            self.output.note(f"{self.path / PLAN} is written: the next run starts without torch")
+
+
+class PlannedSession(Session):
+    """A session without torch and transformers, by the plan beside the model's weights."""
+
+    def load(self, template: str | None = None, has_turns: bool = True, images: Sequence[Path] = ()) -> None:
+        """Opens the plan and the tokenizer.
+
+        Raises:
+            NoPlan: the model needs the other kind of session.
+        """
+        from ..llm.plan_files import NoPlan, open_planned
+        from ..llm.templates import chat_template
+
+        given = self.path
+        if given.suffix == ".gguf" and given.is_file():
+            from ..files.gguf_cache import cache_of, is_current
+
+            if not is_current(given):
+                raise NoPlan("")
+            self.path = cache_of(given)
+        check_threads(self.running.threads)
+        self._threads = self.running.threads or default_threads()
+        self._planned = open_planned(self.path, self._threads, self.running.cache)
+        self.model, self.tokenizer, self.stop = self._planned.model, self._planned.tokenizer, self._planned.stop
+        self.template = chat_template(self.tokenizer, self.path) if has_turns else None
+        self.sampling = self._sampling.parsed(self.tokenizer)
+        if self.path is not given:
+            self.output.note(f"{given} was imported before: {self.path}")
+
+    @property
+    def positions(self) -> int:
+        return self._planned.plan.positions
+
+    @property
+    def threads(self) -> int:
+        return self._threads
+
+    def start(self, max_length: int) -> None:
+        from ..llm.plan_step import PlanStep
+        from ..llm.sampling import check_max_length
+
+        check_max_length(max_length, self.positions, 16)
+        self.max_length = max_length
+        self.step = PlanStep(self._planned.plan, max_length, self.running.cache or self._planned.cache)
+        self.prefix_cache, self.refusal = None, None
+
+    def keep_plan(self) -> None:
+        """There is one."""
+
+
+def open_session(
+    output: Output,
+    path: Path,
+    running: Running,
+    sampling: Sampling,
+    needs: dict[str, bool] | None = None,
+    *,
+    template: str | None = None,
+    has_turns: bool = True,
+    images: Sequence[Path] = (),
+) -> Session:
+    """A session with its model loaded: by the plan beside the weights where it is current and all options allow, else by torch.
+
+    Arguments as for :class:`Session` and :meth:`Session.load`.
+    """
+    options = (running.bits, running.expert_memory, template, *images)
+    plain = not any(option is not None for option in options) and not running.compile and not running.wants_prefixes
+    caches = None
+    if plain and not any((needs or {}).values()) and os.environ.get(_PLANS, "1") != "0":
+        from ..llm.plan_files import NoPlan
+
+        planned = PlannedSession(output, path, running, sampling, needs)
+        try:
+            planned.load(has_turns=has_turns)
+            return planned
+        except NoPlan as reason:
+            if str(reason):
+                output.note(str(reason))
+            caches = reason.caches if reason.stale else None
+    session = Session(output, path, running, sampling, needs)
+    session.load(template, has_turns, images)
+    session.plan_caches = caches
+    return session

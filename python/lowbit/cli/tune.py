@@ -11,7 +11,7 @@ import typer
 
 import lowbit
 
-from ..machine.threads import available_cpus
+from ..machine.cpus import available_cpus
 from .models import is_shape, load_packed
 from .options import ModelOrShape, Widths, finite, parse_group_size
 from .output import Output, table

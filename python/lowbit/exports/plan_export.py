@@ -17,17 +17,21 @@ from ..files.replace import replacing, sync
 from ..files.safetensors import Stored, files_of, read_files
 from ..hf.decoding import position_limit
 from ..llm.decoder import Decoder
+from ..llm.plan_files import describe
 from ..llm.planning import DecoderPlan
 from ..plan.plan_file import CHECKED, Buffer, Kind, Plan, to_bytes
 
-PLAN = "lowbit.plan"  # beside the weights
 _MOST_INSIDE = 1 << 20  # bytes of a weight that is stored in the plan itself
 _CACHES = ("float32", "bfloat16", "float16", "int8", "int4")  # the numbers of TextCache in plan/model.h
 _ALIGNMENT = 128  # of the weights behind a plan; kAlignment in ops/aligned_memory.h
 
 
-def plan_bytes(decoder: Decoder, directory: Path, stop: list[int]) -> bytes:
+def plan_bytes(decoder: Decoder, directory: Path, stop: list[int], caches: tuple[str, ...] = ()) -> bytes:
     """The bytes of a decoder's plan for a file in ``directory``, which has the checkpoint of its model.
+
+    Args:
+        stop: tokens that end a text.
+        caches: cache types for which decoders of the model were proven, besides this decoder's.
 
     Raises:
         ValueError: the model has no plan, has been changed, or has weights that are not in the checkpoint.
@@ -41,6 +45,7 @@ def plan_bytes(decoder: Decoder, directory: Path, stop: list[int]) -> bytes:
     alike: dict[tuple[int, int], list[Stored]] = {}
     for each in stored.values():
         alike.setdefault((each.bytes, zlib.crc32(_bytes_of(each)[:CHECKED])), []).append(each)
+    plan.about |= describe(decoder, directory, caches)
     for number, tensor in made.weights.items():
         _place(plan.buffers[number], tensor, alike, directory)
     return to_bytes(plan)
@@ -107,9 +112,9 @@ def _place(buffer: Buffer, tensor: Tensor, alike: dict[tuple[int, int], list[Sto
     buffer.kind, buffer.content = Kind.CONSTANT, content.tobytes()
 
 
-def write_plan(decoder: Decoder, path: Path, stop: list[int]) -> None:
+def write_plan(decoder: Decoder, path: Path, stop: list[int], caches: tuple[str, ...] = ()) -> None:
     """Writes a decoder's plan to a file beside the weights of its model; other arguments and errors as above."""
-    content = plan_bytes(decoder, path.absolute().parent, stop)
+    content = plan_bytes(decoder, path.absolute().parent, stop, caches)
     with replacing(path, ".plan") as written, open(written, "wb") as file:
         file.write(content)
         sync(file)

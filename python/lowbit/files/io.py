@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Place(Protocol):
@@ -32,6 +32,8 @@ def read_bytes(stored: Place, begin: int = 0, end: int | None = None) -> Tensor:
         OSError: the file ends earlier.
     """
     count = (stored.bytes if end is None else end) - begin
+    import torch
+
     buffer = torch.empty(count, dtype=torch.uint8, device="cpu")  # a loader may have set another default device
     view = memoryview(buffer.numpy())
     with open(stored.path, "rb", buffering=0) as file:

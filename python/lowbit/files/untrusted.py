@@ -82,7 +82,8 @@ def raised_by_reader(error: BaseException) -> bool:
 
     The innermost frame of lowbit or of these libraries decides; frames of torch and Python are ignored.
     """
-    if type(error).__module__ == "pyo3_runtime":  # a Rust panic of tokenizers or safetensors, which is not an Exception
+    # pyo3_runtime: a Rust panic of tokenizers or safetensors, which is not an Exception.
+    if type(error).__module__.partition(".")[0] in ("pyo3_runtime", *_READERS):
         return True
     if type(error) is Exception:  # raised by tokenizers, which has no Python frames
         return True

@@ -11,35 +11,13 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from ..files.gguf_reader import parts_of
-from ..files.untrusted import read_json
+from ..files.gguf_cache import cache_of, is_current
 from .gguf_source import open_gguf
-from .summary import REPORT, VERSION, file_states
 from .write import READ, begin_step, write_checkpoint
 
+__all__ = ["cache_of", "import_to_cache", "is_current", "loading_from_cache"]
+
 _LOG = logging.getLogger(__name__)
-_SUFFIX = ".lowbit"
-
-
-def cache_of(path: str | os.PathLike[str]) -> Path:
-    """The cache directory of a GGUF file: "model.gguf.lowbit" next to "model.gguf"."""
-    path = Path(path)
-    return path.with_name(path.name + _SUFFIX)
-
-
-def is_current(path: str | os.PathLike[str]) -> bool:
-    """Whether the cache was written by this version of the importer, from files with the current sizes and times.
-
-    Raises:
-        OSError, ValueError: something else exists at its path, or a part of the file is missing.
-    """
-    cache = cache_of(path)
-    if not cache.exists():
-        return False
-    if not (cache / REPORT).exists():
-        raise ValueError(f"{cache} exists but is not an import of {path}; move it away")
-    report = read_json(cache / REPORT)
-    return report.get("version") == VERSION and report.get("files") == file_states(parts_of(Path(path)))
 
 
 @contextmanager

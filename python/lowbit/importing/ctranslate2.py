@@ -14,12 +14,12 @@ from torch import Tensor
 from ..checkpoint.codes import Float, Matrix, Rows, SourceTensor
 from ..files.config_json import CONFIG
 from ..files.ctranslate2_reader import read_ctranslate2
+from ..files.gguf_cache import file_states
 from ..files.io import read_bytes, read_row_bytes
 from ..files.replace import sync
 from ..files.safetensors import Stored, read_rows
 from ..files.untrusted import read_json
 from .source import Source
-from .summary import file_states
 
 MODEL = "model.bin"
 _TOKENIZER = "tokenizer.json"

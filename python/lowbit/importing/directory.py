@@ -9,6 +9,7 @@ from typing import Any
 from ..checkpoint import copy_files
 from ..checkpoint.codes import Matrix, SourceTensor, Stacked, Weights
 from ..files.config_json import QUANTIZED_LEAVES, SETTINGS_FILES, quantization_settings, read_config
+from ..files.gguf_cache import file_states
 from ..files.safetensors import WEIGHTS, files_of, read_files
 from .awq import read_awq
 from .bitnet import read_bitnet
@@ -20,7 +21,6 @@ from .mxfp4 import read_mxfp4
 from .small_floats import read_fp8, read_modelopt
 from .source import Source
 from .stock import Stock
-from .summary import file_states
 from .torchao import read_torchao
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..checkpoint.codes import Float, Matrix, Rows, Stacked, Weights, below_each_other, put_together, values_of
+from ..files.gguf_cache import file_states
 from ..files.gguf_reader import Gguf, StoredBlocks, parts_of, read_gguf
 from ..files.io import read_row_bytes
 from ..files.replace import sync
@@ -29,7 +30,6 @@ from .gguf_metadata import Metadata, generation_config
 from .gguf_models import IN_CONFIG, Architecture
 from .joining import joined
 from .source import Source
-from .summary import file_states
 
 _FLOATS = {"F32": ("F32", torch.float32), "F16": ("F16", torch.float16), "BF16": ("BF16", torch.bfloat16)}
 # Types with lattice codes -> the config to requantize them with: wider, so that requantizing adds little error.

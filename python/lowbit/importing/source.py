@@ -19,4 +19,4 @@ class Source:
     config: dict[str, Any]  # config.json, without quantization_config
     tensors: list[SourceTensor]
     write_files: Callable[[Path], None]  # writes the other files, such as the tokenizer
-    files: list[dict[str, str | int]]  # the files read, from summary.file_states
+    files: list[dict[str, str | int]]  # the files read, from gguf_cache.file_states

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..files.gguf_cache import REPORT
 from ..files.untrusted import read_json
 
-REPORT = "lowbit_import.json"
-VERSION = 4  # increases when the result for the same file changes
 _KINDS = ("exact", "rounded", "requantized", "dequantized", "float")
 
 
@@ -35,11 +33,6 @@ class ImportedTensor:
         """The conversion in words, such as "exact" or "rounded, within 0.011 steps"."""
         detail = {"rounded": f", within {self.steps:.2g} steps", "requantized": f", error {100 * self.error:.2g} %"}
         return self.kind + detail.get(self.kind, "")
-
-
-def file_states(paths: Iterable[Path]) -> list[dict[str, str | int]]:
-    """Names, sizes and times of files, to detect later changes."""
-    return [{"name": path.name, "bytes": path.stat().st_size, "mtime_ns": path.stat().st_mtime_ns} for path in paths]
 
 
 def read_report(directory: Path) -> dict[str, ImportedTensor]:

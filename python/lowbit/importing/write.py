@@ -17,13 +17,14 @@ from ..checkpoint import MAX_SHARD_BYTES, CheckpointEntry, counted, new_checkpoi
 from ..checkpoint.codes import Float, Nearness, SourceTensor, Stacked, Weights, as_floats
 from ..checkpoint.outputs import Output, has_values, place_outputs, write_output
 from ..files.config_json import CONFIG
+from ..files.gguf_cache import REPORT, VERSION
 from ..files.replace import resolve_new_directory
 from ..files.safetensors import DTYPES, ORDER_SUFFIX, Writer
 from ..machine.sizes import size
 from ..packed.matrix import check_activation_bits
 from .joining import describe_experts, stacked
 from .source import Source
-from .summary import REPORT, VERSION, ImportedTensor
+from .summary import ImportedTensor
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

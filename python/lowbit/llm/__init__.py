@@ -1,34 +1,84 @@
 """Language models: decoding over a static KV cache, eager, compiled or exported, and generation; requires transformers."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
-from ..hf.decoding import Refusal
-from .batch import generate_batch
-from .caches import Caches
-from .compiled import Step, compile_decoder
-from .decoder import Decoder
-from .expert_files import stream_experts
-from .fallback import Fallback
-from .generation import Generation, generate
-from .images import ImageChat, ImageStep, image_samples, load_image_chat, open_image
-from .mtp import Mtp
-from .penalties import TokenLogprobs
-from .prefixes import PrefixCache
-from .sampling import Sampling, sample
-from .shapes import random_model, shape_config
-from .stopping import TextUntil, breakers
-
 if TYPE_CHECKING:
-    from ..exports.decoder_program import ExportedDecoder, export_decoder, load_decoder
-else:
+    from ..exports.decoder_program import ExportedDecoder as ExportedDecoder
+    from ..exports.decoder_program import export_decoder as export_decoder
+    from ..exports.decoder_program import load_decoder as load_decoder
+    from ..hf.decoding import Refusal as Refusal
+    from .batch import generate_batch as generate_batch
+    from .caches import Caches as Caches
+    from .compiled import Step as Step
+    from .compiled import compile_decoder as compile_decoder
+    from .decoder import Decoder as Decoder
+    from .expert_files import stream_experts as stream_experts
+    from .fallback import Fallback as Fallback
+    from .generation import Generation as Generation
+    from .generation import generate as generate
+    from .images import ImageChat as ImageChat
+    from .images import ImageStep as ImageStep
+    from .images import image_samples as image_samples
+    from .images import load_image_chat as load_image_chat
+    from .images import open_image as open_image
+    from .mtp import Mtp as Mtp
+    from .penalties import TokenLogprobs as TokenLogprobs
+    from .prefixes import PrefixCache as PrefixCache
+    from .sampling import Sampling as Sampling
+    from .sampling import sample as sample
+    from .shapes import random_model as random_model
+    from .shapes import shape_config as shape_config
+    from .stopping import TextUntil as TextUntil
+    from .stopping import breakers as breakers
+
+# Public name -> its module, imported on first use: programs without torch use some of them.
+_LAZY = {
+    "Caches": ".caches",
+    "Decoder": ".decoder",
+    "ExportedDecoder": "..exports.decoder_program",
+    "Fallback": ".fallback",
+    "Generation": ".generation",
+    "ImageChat": ".images",
+    "ImageStep": ".images",
+    "Mtp": ".mtp",
+    "PrefixCache": ".prefixes",
+    "Refusal": "..hf.decoding",
+    "Sampling": ".sampling",
+    "Step": ".compiled",
+    "TextUntil": ".stopping",
+    "TokenLogprobs": ".penalties",
+    "breakers": ".stopping",
+    "compile_decoder": ".compiled",
+    "export_decoder": "..exports.decoder_program",
+    "generate": ".generation",
+    "generate_batch": ".batch",
+    "image_samples": ".images",
+    "load_decoder": "..exports.decoder_program",
+    "load_image_chat": ".images",
+    "open_image": ".images",
+    "random_model": ".shapes",
+    "sample": ".sampling",
+    "shape_config": ".shapes",
+    "stream_experts": ".expert_files",
+}
+
+if not TYPE_CHECKING:  # a type checker would conclude that every name exists
 
     def __getattr__(name: str):
-        # On first use, because lowbit.exports imports the decoder, and so this package.
-        if name not in ("ExportedDecoder", "export_decoder", "load_decoder"):
-            raise AttributeError(f"module 'lowbit.llm' has no attribute {name!r}")
-        from importlib import import_module
+        if name in _LAZY:
+            value = globals()[name] = getattr(import_module(_LAZY[name], __name__), name)
+            return value
+        try:
+            return import_module(f"{__name__}.{name}")
+        except ModuleNotFoundError as error:
+            if error.name != f"{__name__}.{name}":
+                raise
+            raise AttributeError(f"module 'lowbit.llm' has no attribute {name!r}") from None
 
-        return getattr(import_module("lowbit.exports.decoder_program"), name)
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})
 
 
 __all__ = [

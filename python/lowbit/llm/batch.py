@@ -12,13 +12,13 @@ from torch import Tensor
 
 from ..files.untrusted import one_line, raised_by_reader
 from ..hf.recurrent import is_state
-from .caches import Caches, common, copy_layer
+from .caches import Caches, copy_layer
 from .decoder import Decoder
 from .generation import AGAIN, Generation, Text, TextWriter, check_lengths
 from .guessing import Guesser, check_draft, make_guesser
 from .penalties import TokenLogprobs, token_logprobs
 from .prefixes import PrefixCache
-from .sampling import Sampling, SamplingArguments, check_seed, prompt_ids, token_ids, without_mask
+from .sampling import Sampling, SamplingArguments, check_seed, common, prompt_ids, token_ids, without_mask
 
 # Shorter common prefixes are computed rather than copied, because copying has a cost too.
 _LEAST = 16

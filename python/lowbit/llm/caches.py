@@ -110,11 +110,6 @@ def empty_caches(heads: int, widths: Sequence[int], positions: int, cache_type: 
     return [torch.zeros(shape, dtype=cache_storage(dtype)) for shape, dtype in zip(shapes, dtypes)]
 
 
-def common(a: Sequence[int], b: Sequence[int]) -> int:
-    """The length of the common prefix of two texts."""
-    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
-
-
 def stretches(cache: Tensor, begin: int, end: int) -> list[Tensor]:
     """The slices [heads, n] of a layer's keys or values that hold these positions, in whole panels.
 

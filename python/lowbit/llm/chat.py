@@ -5,18 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
-from .caches import common
 from .generation import generate
 from .loading import check_tokens
-from .prefixes import PrefixCache
-from .sampling import Sampling
+from .sampling import Sampling, common
 from .stopping import TextUntil
 from .templates import render
+
+if TYPE_CHECKING:
+    import torch
+
+    from .prefixes import PrefixCache
 
 Message = dict[str, str]
 
@@ -28,6 +28,10 @@ _OTHER_SETTINGS = {
     "forced_bos_token_id": (), "forced_eos_token_id": (), "exponential_decay_length_penalty": (), "stop_strings": ([],),
     "penalty_alpha": (0,),
 }  # fmt: skip
+# All settings that are read from a generation_config.json.
+SETTINGS = (
+    "do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens", *_OTHER_SETTINGS
+)  # fmt: skip
 
 
 def sampling_of(model: torch.nn.Module) -> tuple[Sampling, int | None, list[str]]:
@@ -83,7 +87,7 @@ class Answer:
 class Chat:
     """A conversation that reuses its KV cache, so that each turn computes only its new tokens."""
 
-    step: Callable[[Tensor, Tensor], Tensor]  # a Decoder, compiled or not
+    step: Any  # a Decoder, compiled or not, or another step of generate()
     model: torch.nn.Module  # of the decoder
     tokenizer: Any  # a fast tokenizer
     template: str
@@ -179,7 +183,7 @@ class Chat:
         same = min(len(ids) - 1, common(ids, self._cached))
         same = getattr(self.step, "kept", int)(same)  # a Fallback may have to start over
         if self.prefix_cache is not None:
-            same = self.prefix_cache.read(ids, self.step.caches(), same)  # type: ignore[attr-defined]
+            same = self.prefix_cache.read(ids, self.step.caches(), same)
         self._cached = ids[:same]  # later ones are overwritten
         output = TextUntil(self.tokenizer, ids, self.stop_strings, on_text)
         tokens: list[int] = []
@@ -204,7 +208,7 @@ class Chat:
             if tokens:  # the last token may not be in the caches
                 self._cached = ids + tokens[:-1]
         if self.prefix_cache is not None:
-            self.prefix_cache.write(self._cached, self.step.caches())  # type: ignore[attr-defined]
+            self.prefix_cache.write(self._cached, self.step.caches())
         if tokens or stopped != "interrupted":
             self.turns = [*self.turns[forgotten:], (text, output.finish())]
             self.answers += 1

@@ -16,10 +16,10 @@ from ..hf.shared_inputs import observed
 from ..operators.window import window_length
 from ..plan.plan_file import Slot
 from ..plan.recording import Unplannable
-from .caches import CACHES, Caches, common, copy_layer, dtypes_of, empty_caches, name_of, type_of
+from .caches import CACHES, Caches, copy_layer, dtypes_of, empty_caches, name_of, type_of
 from .planning import DecoderPlan
 from .proof import EXACT_LIMIT, PIECES_LIMIT, Reference
-from .sampling import prompt_ids
+from .sampling import check_max_length, common, prompt_ids
 from .states import StateKeeper
 from .texts_call import TextsCall
 
@@ -35,15 +35,6 @@ def pieces(tokens: Tensor, start: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     for piece in tokens.tensor_split(max(1, -(-tokens.shape[1] // PIECE)), dim=1):
         yield piece, start
         start = start + piece.shape[1]
-
-
-def check_max_length(max_length: int, config: Any, step: int = 1) -> None:
-    """Raises ValueError unless max_length is a positive multiple of ``step`` within the model's positions."""
-    if max_length <= 0 or max_length % step:
-        raise ValueError(f"max_length is {max_length}; expected a positive {'number' if step == 1 else f'multiple of {step}'}")
-    limit = decoding.position_limit(config)
-    if limit is not None and max_length > limit:
-        raise ValueError(f"max_length is {max_length}; expected at most the model's {limit} positions")
 
 
 def check_call(tokens: Tensor, start: Tensor, vocabulary: int, max_length: int) -> None:
@@ -114,7 +105,7 @@ class Decoder(torch.nn.Module):
         """
         super().__init__()
         config = model.config.get_text_config()
-        check_max_length(max_length, config, self._STEP)
+        check_max_length(max_length, decoding.position_limit(config), self._STEP)
         self.cache_type = type_of(cache, model.dtype)
         if model.training:
             raise ValueError("the model is in training mode; call its eval() first")

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from ..hf import decoding
 from ..hf.continuing import OwnCaches
-from .decoder import check_call, check_max_length
+from .decoder import check_call
 from .proof import EXACT_LIMIT, PIECES, TOKENS, Rounding, sample_text
+from .sampling import check_max_length
 
 # Limits for differences, relative to the effect of the preceding text on the logits, as in proof.py. Mamba's caches are wrong
 # by 0.1 after a second prompt, so the limit is below that. Caches with larger rounding differences are not used, which only
@@ -41,7 +42,7 @@ class Fallback:
                 logits depend on later tokens.
         """
         config = model.config.get_text_config()
-        check_max_length(max_length, config)
+        check_max_length(max_length, decoding.position_limit(config))
         if model.training:
             raise ValueError("the model is in training mode; call its eval() first")
         decoding.give_back(model)

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Unpack, cast
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Protocol, Unpack
 
-import torch
-from torch import Tensor
-
-from .guessing import check_draft, make_guesser
 from .penalties import Constraint, Drawer, TokenLogprobs, token_logprobs
 from .sampling import Sampling, SamplingArguments, prompt_ids, token_ids
+
+if TYPE_CHECKING:
+    import numpy
+    from torch import Tensor
+
+    from .guessing import Guesser
 
 
 def rate(count: int, seconds: float) -> float:
@@ -83,9 +88,8 @@ def check_lengths(name: str, prompt: list[int], max_new_tokens: int, max_length:
 AGAIN = 8
 
 
-@torch.inference_mode()
 def generate(
-    step: Callable[[Tensor, Tensor], Tensor],
+    step: Callable[[Tensor, Tensor], Tensor] | ListStep,
     prompt: Iterable[int] | Mapping[str, Any] | Tensor,
     max_new_tokens: int,
     *,
@@ -103,7 +107,7 @@ def generate(
     """Continues a prompt, token by token.
 
     Args:
-        step: a :class:`Decoder`, compiled or not, or a loaded .pt2 of one.
+        step: a :class:`Decoder`, compiled or not, a loaded file of one, or a :class:`ListStep`.
         prompt: at least one token id, as a tokenizer or ``apply_chat_template`` returns them: a list, a tensor, or a dict with
             ``input_ids``, also as a batch of one text.
         max_new_tokens: largest number of new tokens; fewer at max_length or a stop token.
@@ -140,15 +144,18 @@ def generate(
         settings.check_vocabulary(vocabulary)
     text = Text(prompt, max_new_tokens, settings, seed, frozenset(stop), until, logprobs, on_token=on_token)
     writer = TextWriter(text, max_length, cached)
-    guesser = make_guesser(step, draft) if guesses else None
+    torch = sys.modules.get("torch")  # which a program without it has not loaded
+    with nullcontext() if torch is None else torch.inference_mode():
+        return _generate(step, writer, cached, guesses, _make_guesser(step, draft) if guesses else None)
+
+
+def _generate(step: Any, writer: TextWriter, cached: int, guesses: int, guesser: Guesser | None) -> Generation:
     recurrent = bool(getattr(step, "recurrent", False))
-    tokens = prompt[cached:]  # tokens of the text that are not in the step's caches yet
-    start = torch.tensor([cached])  # number of tokens in the caches
+    tokens = writer.tokens[cached:]  # tokens of the text that are not in the step's caches yet
+    start = cached  # number of tokens in the caches
     guess: list[int] = []
     while True:
-        call = torch.tensor([tokens + guess])
-        # Logits after the last known token and after each draft token.
-        rows = cast(Any, step).all_logits(call, start)[0][len(tokens) - 1 :] if guess else step(call, start)
+        rows = _rows(step, tokens, start, guess)
         writer.result.decode_calls += bool(writer.result.tokens)
         new = writer.accept(rows, guess)
         if writer.ended:
@@ -160,6 +167,31 @@ def generate(
             tokens = new[-1:]
         again = recurrent and len(tokens) > AGAIN
         guess = [] if guesser is None or again else guesser.guess(writer.tokens, min(guesses, writer.room - 1))
+
+
+class ListStep(Protocol):
+    """A step of :func:`generate` that needs no torch: it takes a list of tokens, and returns an array of numpy."""
+
+    max_length: int
+
+    def feed(self, tokens: list[int], start: int) -> numpy.ndarray:
+        """Logits [vocabulary], float32, after tokens that follow the first ``start`` ones of the text."""
+
+
+def _rows(step: Any, tokens: list[int], start: int, guess: list[int]) -> Iterable[Any]:
+    """Logits [vocabulary] after the last known token and after each draft token."""
+    if hasattr(step, "feed"):
+        return [step.feed(tokens, start)]
+    torch = import_module("torch")
+    call = torch.tensor([tokens + guess]), torch.tensor([start])
+    rows: Iterable[Any] = step.all_logits(*call)[0][len(tokens) - 1 :] if guess else step(*call)
+    return rows
+
+
+def _make_guesser(step: Any, draft: Any) -> Guesser:
+    from .guessing import make_guesser  # which needs torch
+
+    return make_guesser(step, draft)
 
 
 def _checked_length(step: Any, max_length: int | None) -> int:
@@ -177,8 +209,12 @@ def _check_guesses(step: Any, guesses: int, draft: Any, max_length: int) -> None
         raise ValueError(f"guesses is {guesses}; expected 0 or more")
     if guesses and getattr(step, "all_logits", None) is None:
         raise ValueError(f"a {type(step).__name__} gives no logits for guesses; expected a Decoder, not compiled")
-    if draft is not None and guesses == 0:
+    if draft is None:
+        return
+    if guesses == 0:
         raise ValueError("guesses is 0; expected 1 or more with a draft")
+    from .guessing import check_draft
+
     check_draft(step, draft, max_length)
 
 
@@ -202,7 +238,7 @@ class TextWriter:
         self._text, self._drawer = text, Drawer(text.sampling, text.prompt, text.seed, text.constraint)
         self._began, self._first = time.perf_counter(), math.nan
 
-    def accept(self, rows: Iterable[Tensor], guess: Sequence[int]) -> list[int]:
+    def accept(self, rows: Iterable[Any], guess: Sequence[int]) -> list[int]:
         """Draws tokens while they are the draft tokens, and one more, from the logits after the last token and after each draft
         token; returns them. It stops where the text ends."""
         new: list[int] = []
@@ -215,8 +251,8 @@ class TextWriter:
             self.result.accepted += 1
         return new
 
-    def take(self, logits: Tensor) -> int | None:
-        """Draws the next token from logits [vocabulary]; None if it is a stop token."""
+    def take(self, logits: Any) -> int | None:
+        """Draws the next token from logits [vocabulary], of torch or numpy; None if it is a stop token."""
         token = self._drawer.draw(logits)
         result, now = self.result, time.perf_counter()
         if math.isnan(self._first):

@@ -18,8 +18,9 @@ from ..files.untrusted import check_regular, interpreting, one_line
 from ..hf import decoding
 from ..hf.continuing import OwnCaches
 from .chat import Chat, sampling_of
-from .decoder import check_call, check_max_length
+from .decoder import check_call
 from .loading import check_image_type, load_image_model, load_image_processor, stop_tokens
+from .sampling import check_max_length
 from .templates import chat_template, check_control_tokens
 
 if TYPE_CHECKING:
@@ -128,7 +129,7 @@ class ImageStep:
             ValueError: max_length is not positive or beyond the model's positions.
         """
         config: Any = model.config.get_text_config()
-        check_max_length(max_length, config)
+        check_max_length(max_length, decoding.position_limit(config))
         self.model, self.max_length, self.vocabulary = model, max_length, config.vocab_size
         self._caches = OwnCaches(model)
         self._text: list[int] = []
@@ -274,7 +275,7 @@ class ImageChat(Chat):
             for part in (message("user", asked, images), message("assistant", answer))
         ]
         inputs = inputs_of(self.processor, [*system, *turns, message("user", text, self.pending)], self.template)
-        ids: list[int] = self.step.look(inputs)  # type: ignore[attr-defined]
+        ids: list[int] = self.step.look(inputs)
         return ids
 
 

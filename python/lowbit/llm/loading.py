@@ -10,13 +10,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from ..files.config_json import CONFIG, quantization_method, read_config
-from ..files.safetensors import files_of, read_files
 from ..files.untrusted import interpreting, read_json
 
 if TYPE_CHECKING:
+    import torch
+
     from ..hf.config import LowBitConfig
 
 _GENERATION = "generation_config.json"
@@ -66,6 +65,8 @@ def load_model(
             config.json, or ``quantization`` for a packed checkpoint.
     """
     # Check first what needs no import of transformers, which takes seconds.
+    from ..files.safetensors import files_of, read_files
+
     directory = Path(path)
     model_type = read_config(directory).get("model_type")
     tensors = read_files(*files_of(directory))

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from ..files.safetensors import files_of, read_files
 from ..hf import decoding
-from .caches import common
 from .decoder import PIECE, Decoder
-from .sampling import most_likely
+from .sampling import common, most_likely
 
 if TYPE_CHECKING:
     from ..hf.config import LowBitConfig

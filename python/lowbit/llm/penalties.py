@@ -6,31 +6,32 @@ import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy
-import torch
-from torch import Tensor
 
-from .sampling import Sampling, check_seed, draw
+from .sampling import Sampling, check_seed, draw, floats, likeliest, random_generator
 
 _LARGEST = 88.0  # exp(88) fits into float32
 
 
-def penalize(logits: Tensor, tokens: set[int], penalty: float) -> Tensor:
+def penalize(logits: Any, tokens: set[int], penalty: float) -> Any:
     """Logits [vocabulary] with the repetition penalty (Keskar et al. 2019, CTRL), as in transformers.
 
     Args:
-        logits: [vocabulary].
+        logits: [vocabulary], of torch or numpy.
         tokens: the tokens of the prompt and the text.
         penalty: divides their positive logits and multiplies negative ones; 1 has no effect.
+
+    Returns:
+        The same logits, or float32 of numpy.
     """
     if penalty == 1:
         return logits
-    logits = logits.float().clone()
-    ids = torch.tensor(list(tokens))
-    logits[ids] = torch.where(logits[ids] < 0, logits[ids] * penalty, logits[ids] / penalty)
-    return logits
+    values, ids = floats(logits).copy(), list(tokens)
+    with numpy.errstate(all="ignore"):  # a penalty may be too large or too small for float32
+        values[ids] = numpy.where(values[ids] < 0, values[ids] * penalty, values[ids] / penalty)
+    return values
 
 
 class Repetitions:
@@ -97,18 +98,23 @@ class TokenLogprobs:
     top: list[tuple[int, float]]  # most likely tokens and their log-probabilities, in descending order
 
 
-def token_logprobs(logits: Tensor, token: int, count: int) -> TokenLogprobs:
-    """Log-probabilities of a token and of the ``count`` most likely tokens, from logits [vocabulary]."""
-    values = logits.float().log_softmax(0)
-    top = values.topk(min(count, values.numel()))
-    return TokenLogprobs(token, float(values[token]), list(zip(top.indices.tolist(), top.values.tolist(), strict=True)))
+def token_logprobs(logits: Any, token: int, count: int) -> TokenLogprobs:
+    """Log-probabilities of a token and of the ``count`` most likely tokens, from logits [vocabulary] of torch or numpy."""
+    values = floats(logits).astype(numpy.float64)
+    with numpy.errstate(invalid="ignore"):  # damaged logits give NaN
+        values -= values.max()
+    total = numpy.log(numpy.exp(values).sum())
+    top = likeliest(values, count) if 0 < count < len(values) else numpy.arange(len(values))
+    top = top[numpy.argsort(-values[top], kind="stable")][:count]
+    said = (values[[token, *top]] - total).astype(numpy.float32).tolist()
+    return TokenLogprobs(token, said[0], list(zip(top.tolist(), said[1:], strict=True)))
 
 
 class Constraint(Protocol):
     """A constraint on a text, such as a grammar or a schema."""
 
-    def mask(self, logits: Tensor) -> Tensor:
-        """Logits [vocabulary] with minus infinity for tokens that are not allowed next."""
+    def mask(self, logits: numpy.ndarray) -> numpy.ndarray:
+        """Logits [vocabulary], float32, with minus infinity for tokens that are not allowed next."""
 
     def append(self, token: int) -> None:
         """Adds a token to the text."""
@@ -126,23 +132,25 @@ class Drawer:
             constraint: restricts the allowed tokens; applied last.
 
         Raises:
-            ValueError: a seed that torch does not accept.
+            ValueError: a seed of more than 64 bits.
         """
         check_seed(seed)
         prompt = list(prompt)
-        self._sampling, self._generator = sampling, torch.Generator().manual_seed(seed)
+        self._sampling = sampling
+        # A greedy text draws nothing, and numpy.random takes longer to import than all else here.
+        self._generator: Any = random_generator(seed) if sampling.temperature else None
         self._constraint = constraint
         self._tokens = set(prompt)
         self._counts: Counter[int] = Counter()
         self._repetitions = Repetitions(prompt, sampling.dry_breakers) if sampling.dry_multiplier else None
         bias = sampling.logit_bias
-        self._bias = (torch.tensor(list(bias)), torch.tensor(list(bias.values()))) if bias else None
+        self._bias = (list(bias), numpy.array(list(bias.values()), dtype=numpy.float32)) if bias else None
 
-    def draw(self, logits: Tensor) -> int:
-        """Draws the next token from the model's logits [vocabulary]; call :meth:`append` with it."""
+    def draw(self, logits: Any) -> int:
+        """Draws the next token from the model's logits [vocabulary], of torch or numpy; call :meth:`append` with it."""
         sampling, logits = self._sampling, self._penalized(logits)
         if self._constraint is not None:
-            logits = self._constraint.mask(logits)
+            logits = self._constraint.mask(floats(logits))
         return draw(logits, sampling.temperature, sampling.top_k, sampling.top_p, self._generator, sampling.min_p)
 
     def append(self, token: int) -> None:
@@ -154,23 +162,25 @@ class Drawer:
         if self._repetitions is not None:
             self._repetitions.append(token)
 
-    def _penalized(self, logits: Tensor) -> Tensor:
-        """Logits with bias and penalties, in a new tensor if they change."""
+    def _penalized(self, logits: Any) -> Any:
+        """Logits with bias and penalties, in a new array if they change."""
         sampling = self._sampling
         counted = self._counts and (sampling.presence_penalty or sampling.frequency_penalty)
         repeated = {} if self._repetitions is None else self._repetitions.lengths(sampling.dry_allowed_length)
         if not (self._bias or counted or repeated):
             return penalize(logits, self._tokens, sampling.repetition_penalty)
-        logits = logits.float().clone()
+        logits = floats(logits).copy()
         if self._bias:
-            logits.index_add_(0, *self._bias)
+            tokens, biases = self._bias
+            logits[tokens] += biases
         logits = penalize(logits, self._tokens, sampling.repetition_penalty)
         if counted:
-            counts = torch.tensor(list(self._counts.values()), dtype=torch.float32)
+            counts = numpy.array(list(self._counts.values()), dtype=numpy.float32)
             logits[list(self._counts)] -= sampling.presence_penalty + sampling.frequency_penalty * counts
         if repeated:
             most = math.inf if sampling.dry_base == 1 else _LARGEST / math.log(sampling.dry_base)
             factors = [sampling.dry_base ** min(length - sampling.dry_allowed_length, most) for length in repeated.values()]
             # Clamped to float32's range, so that a long repetition does not make a logit infinite.
-            logits[list(repeated)] -= torch.tensor([min(sampling.dry_multiplier * factor, 1e30) for factor in factors])
+            least = [min(sampling.dry_multiplier * factor, 1e30) for factor in factors]
+            logits[list(repeated)] -= numpy.array(least, dtype=numpy.float32)
         return logits

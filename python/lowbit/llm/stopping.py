@@ -14,7 +14,9 @@ BREAKERS = ("\n", ":", '"', "*")  # llama.cpp's
 def breakers(tokenizer: Any, strings: Iterable[str] = BREAKERS) -> tuple[int, ...]:
     """Tokens whose text contains one of the strings: the ``dry_breakers`` of :class:`Sampling`."""
     strings = tuple(strings)
-    texts = enumerate(tokenizer.batch_decode([[token] for token in range(len(tokenizer))]))
+    backend = tokenizer.backend_tokenizer
+    ids = [[token] for token in range(backend.get_vocab_size())]
+    texts = enumerate(backend.decode_batch(ids, skip_special_tokens=False))
     return tuple(token for token, text in texts if any(string in text for string in strings))
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import secrets
 import sys
 import time
 from bisect import bisect_right
@@ -141,7 +140,8 @@ def _words(template: str) -> frozenset[str]:
 @lru_cache
 def _check_powers(template: str) -> None:
     """Raises ValueError for a template with powers: a power of large numbers takes hours in a single step."""
-    lexer: Any = import_module("jinja2").Environment()
+    # The settings of chat templates, with which jinja2 makes a lexer once.
+    lexer: Any = import_module("jinja2").Environment(trim_blocks=True, lstrip_blocks=True)
     if any(kind == "operator" and value == "**" for _, kind, value in lexer.lex(template)):
         raise ValueError("the chat template has the operator **; expected one without powers")
 
@@ -166,6 +166,11 @@ def _time_limit() -> Iterator[None]:
         sys.settrace(before)
 
 
+def _random(below: int) -> int:
+    """A random number that a user cannot know; the module secrets is slow to import."""
+    return int.from_bytes(os.urandom(16), "little") % below
+
+
 @dataclass(eq=False)
 class _Control:
     """The control tokens of a tokenizer."""
@@ -176,14 +181,14 @@ class _Control:
     @cached_property
     def names(self) -> dict[int, str]:
         """Id -> name that no text contains. Names are random, so that a user cannot know them."""
-        start = "".join(chr(secrets.choice(_PRIVATE)) for _ in range(8))
+        start = "".join(chr(_PRIVATE[_random(len(_PRIVATE))]) for _ in range(8))
         return {number: f"{start}{chr(_PRIVATE[i])}" for i, number in enumerate(self.ids.values())}
 
     @cached_property
     def marks(self) -> dict[str, str]:
         """Character of a control token -> private use character, chosen at random like the names."""
         letters = set().union(*self.ids)
-        start = secrets.randbelow(len(_PRIVATE) - len(letters))
+        start = _random(len(_PRIVATE) - len(letters))
         return {letter: chr(_PRIVATE[start + i]) for i, letter in enumerate(sorted(letters))}
 
     @cached_property

@@ -6,23 +6,18 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import torch
-
 OLDEST_TORCH = (2, 10)
 
 
 _LOG = logging.getLogger(__name__)
 
 
-def load() -> str:
-    """Registers the operators ``torch.ops.lowbit.*``; returns the directory of the compiled part.
+def core() -> Path:
+    """Loads the compiled part, which needs no torch; returns its directory.
 
     Raises:
-        ImportError: the compiled part is missing, torch is too old, or ``LOWBIT_ISA`` is not a known name.
+        ImportError: it is missing, or ``LOWBIT_ISA`` is not a known name.
     """
-    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-    if version < OLDEST_TORCH:
-        raise ImportError(f"lowbit needs torch >= {'.'.join(map(str, OLDEST_TORCH))}; found {torch.__version__}")
     try:
         # `from . import _C` would raise a plain ImportError, not ModuleNotFoundError, when the file is missing.
         _C = import_module("lowbit._C")
@@ -44,7 +39,21 @@ def load() -> str:
         if error.path is None:  # not raised by the dynamic loader, so LOWBIT_ISA is invalid
             raise
         raise ImportError(f"lowbit's compiled part does not load: {error}. Build it again with `pip install .`.") from error
-    library = Path(str(_C.__file__)).parent / "lowbit_torch.so"
+    return Path(str(_C.__file__)).parent
+
+
+def load() -> None:
+    """Registers the operators ``torch.ops.lowbit.*``.
+
+    Raises:
+        ImportError: the compiled part is missing, torch is too old, or ``LOWBIT_ISA`` is not a known name.
+    """
+    import torch
+
+    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    if version < OLDEST_TORCH:
+        raise ImportError(f"lowbit needs torch >= {'.'.join(map(str, OLDEST_TORCH))}; found {torch.__version__}")
+    library = core() / "lowbit_torch.so"
     if not library.exists():
         raise ImportError(f"lowbit's operator library is missing: {library}. Build it again with `pip install .`.")
     try:
@@ -52,7 +61,6 @@ def load() -> str:
     except OSError as error:
         reason = error.__cause__ or error
         raise ImportError(f"lowbit's operator library does not load: {reason}. Build it again with `pip install .`.") from error
-    return str(library.parent)
 
 
 def kernels() -> list[dict[str, Any]]:

@@ -11,8 +11,6 @@ from importlib import import_module
 from typing import Any
 
 import numpy
-import torch
-from torch import Tensor
 
 from . import grammar_trial
 from .errors import ApiError, bad
@@ -40,16 +38,16 @@ class Matcher:
         """A copy in the same state, for another text."""
         return Matcher(self._matcher.deep_copy(), self._grammar)
 
-    def mask(self, logits: Tensor) -> Tensor:
+    def mask(self, logits: numpy.ndarray) -> numpy.ndarray:
         bits = numpy.unpackbits(numpy.frombuffer(self._matcher.compute_bitmask(), dtype=numpy.uint8), bitorder="little")
         if self._matcher.is_error():  # a dead end, or llguidance's limit per token
             raise _refuse(self._grammar, f"no further token fits: {grammar_trial.lines(self._matcher.get_error())}")
-        allowed = torch.zeros(logits.numel(), dtype=torch.bool)
-        count = min(len(bits), logits.numel())
-        allowed[:count] = torch.from_numpy(bits[:count].astype(bool))
+        allowed = numpy.zeros(len(logits), dtype=bool)
+        count = min(len(bits), len(logits))
+        allowed[:count] = bits[:count]
         if not allowed.any():
             raise _refuse(self._grammar, "no further token fits")
-        return logits.float().masked_fill(~allowed, -torch.inf)
+        return numpy.where(allowed, logits, numpy.float32(-numpy.inf))
 
     def append(self, token: int) -> None:
         self._matcher.consume_token(token)

@@ -6,9 +6,10 @@ from collections import OrderedDict
 from collections.abc import Iterator
 
 from ..llm.batch import Batch
-from ..llm.caches import Caches, common, copy_layer
+from ..llm.caches import Caches, copy_layer
 from ..llm.decoder import Decoder
 from ..llm.generation import Text
+from ..llm.sampling import common
 
 _LEAST = 16  # tokens; shorter prefixes are not kept
 

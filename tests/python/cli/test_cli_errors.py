@@ -13,7 +13,7 @@ import transformers
 import typer.testing
 from command_line import FLOAT, LOWBIT, PROMPT, TINY, broken, config, document, error, invoke
 from lowbit.cli import models
-from lowbit.cli.app import app
+from lowbit.cli.app import make_app
 
 pytestmark = pytest.mark.first
 
@@ -201,7 +201,7 @@ def test_signals_are_as_before_when_a_command_is_done(tmp_path):
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         before = signal.getsignal(number)
         for arguments in (["info"], ["inspect", str(tmp_path)]):
-            typer.testing.CliRunner().invoke(app, arguments)
+            typer.testing.CliRunner().invoke(make_app(), arguments)
             assert signal.getsignal(number) is before
 
 

@@ -7,7 +7,7 @@ import lowbit
 import pytest
 import typer.testing
 from command_line import FLOAT, document, documented_keys, error, invoke, keys_in, run
-from lowbit.cli.app import app
+from lowbit.cli.app import make_app
 from lowbit.machine.sizes import size
 
 
@@ -34,7 +34,7 @@ def test_inspect_shows_whole_names(tmp_path, columns, terminal):
     path = tmp_path / "names.safetensors"
     path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(4 * len(names)))
     environment = {"COLUMNS": str(columns), "FORCE_COLOR": "1" if terminal else None, "NO_COLOR": "1", "TERM": "dumb"}
-    shown = typer.testing.CliRunner(env=environment).invoke(app, ["inspect", str(path)])
+    shown = typer.testing.CliRunner(env=environment).invoke(make_app(), ["inspect", str(path)])
     assert shown.exit_code == 0, shown.exception
     words = [line.split() for line in shown.stdout.splitlines()]
     if terminal:

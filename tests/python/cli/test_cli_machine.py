@@ -8,7 +8,8 @@ import pytest
 import torch
 from command_line import FLOAT, document, documented_keys, error, invoke, run
 from lowbit.llm.loading import load_model
-from lowbit.machine.threads import _candidates, available_cpus
+from lowbit.machine.cpus import available_cpus
+from lowbit.machine.threads import _candidates
 
 pytestmark = pytest.mark.first
 

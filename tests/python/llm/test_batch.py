@@ -11,8 +11,8 @@ from command_line import FLOAT
 from lowbit import llm
 from lowbit.hf import decoding
 from lowbit.hf.activations import RowWise
-from lowbit.llm.caches import common
 from lowbit.llm.loading import load_tokenizer
+from lowbit.llm.sampling import common
 
 MAX_LENGTH = 192
 KINDS = ["float32", "bfloat16", "float16", "int8,int4"]

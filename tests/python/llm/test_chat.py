@@ -170,7 +170,7 @@ def test_repetition_penalty_is_that_of_transformers(model, tokenizer):
     tokens = tokenizer("Return the number of items")["input_ids"]
     logits = llm.Decoder(model, 64)(torch.tensor([tokens]), torch.zeros(1, dtype=torch.int64))[0].float()
     expected = RepetitionPenaltyLogitsProcessor(1.3)(torch.tensor([tokens]), logits[None].clone())[0]
-    found = llm.penalties.penalize(logits, set(tokens), 1.3)
+    found = torch.from_numpy(llm.penalties.penalize(logits, set(tokens), 1.3))
     assert torch.equal(found, expected) and not torch.equal(found, logits)
     with pytest.raises(ValueError, match="repetition_penalty is 0"):
         Sampling(repetition_penalty=0)

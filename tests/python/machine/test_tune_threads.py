@@ -6,6 +6,7 @@ from pathlib import Path
 import lowbit
 import pytest
 import torch
+from lowbit.machine import cpus as cpus_of_machine
 from lowbit.machine import threads
 
 
@@ -148,7 +149,7 @@ def write(root: Path, files: dict[str, str]) -> Path:
     ],
 )
 def test_control_groups(tmp_path, files, cpus):
-    assert threads._cgroup_cpus(write(tmp_path, files)) == cpus
+    assert cpus_of_machine._cgroup_cpus(write(tmp_path, files)) == cpus
 
 
 def test_a_group_of_any_name(tmp_path):
@@ -157,11 +158,11 @@ def test_a_group_of_any_name(tmp_path):
     (tmp_path / "proc/self").mkdir(parents=True)
     (tmp_path / "proc/self/cgroup").write_bytes(b"0::/caf\xe9\n")
     write(tmp_path, {f"sys/fs/cgroup/{group}/cpu.max": "150000 100000\n"})
-    assert threads._cgroup_cpus(tmp_path) == 1.5
+    assert cpus_of_machine._cgroup_cpus(tmp_path) == 1.5
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no affinity on this system")
 def test_affinity(fork_python):
-    script = "import os; os.sched_setaffinity(0, {0}); from lowbit.machine import threads; print(threads.available_cpus())"
+    script = "import os; os.sched_setaffinity(0, {0}); from lowbit.machine import cpus; print(cpus.available_cpus())"
     finished = fork_python(script)
     assert finished.stdout.strip() == "1", finished.stderr

@@ -12,7 +12,7 @@ import lowbit
 import pytest
 import typer.main
 from command_line import LOWBIT, ROOT, TINY, shortened
-from lowbit.cli.app import app
+from lowbit.cli.app import make_app
 
 pytestmark = pytest.mark.more
 
@@ -71,7 +71,7 @@ def run(command: list, directory: Path) -> None:
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_commands_in_documents_are_taken(document):
     """Parsed by the command line but not run: commands, options, and values that can be checked without files."""
-    group = typer.main.get_command(app)
+    group = typer.main.get_command(make_app())
     text = re.sub(r"\\\n *", " ", document.read_text(encoding="utf-8"))
     for line in re.findall(r"^ {4}(?:.* \| )?lowbit ([a-z].*)$", text, re.M):
         name, *arguments = shlex.split(line.split(" > ")[0], comments=True)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import typer.testing
 from lowbit import llm
-from lowbit.cli.app import app
+from lowbit.cli.app import make_app
 from lowbit.llm.loading import TextStream, load_model, load_tokenizer
 
 ROOT = Path(__file__).parents[3]
@@ -39,7 +39,7 @@ def invoke(*arguments, stdin: str | None = None):
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
     try:
         runner = typer.testing.CliRunner(env={"COLUMNS": None})  # set by pytest when it runs tests in parallel
-        return runner.invoke(app, [str(argument) for argument in arguments], input=stdin)
+        return runner.invoke(make_app(), [str(argument) for argument in arguments], input=stdin)
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)

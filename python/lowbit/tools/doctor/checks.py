@@ -11,9 +11,9 @@ import torch
 import lowbit
 
 from ... import _C
+from ...machine.cpus import available_cpus
 from ...machine.facts import cpu_name, installed_version
 from ...machine.memory import ReadBandwidth, huge_page_setting
-from ...machine.threads import available_cpus
 
 PACKAGES = ("torch", "transformers", "safetensors", "executorch", "torchao")
 _BANDWIDTH_BYTES = 256 << 20  # larger than most caches; takes half a second to read from slow memory

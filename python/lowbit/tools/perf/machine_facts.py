@@ -19,9 +19,9 @@ import lowbit
 
 from ... import _C
 from ...files.untrusted import one_line
+from ...machine.cpus import available_cpus
 from ...machine.facts import cpu_name, installed_version
 from ...machine.memory import huge_page_setting
-from ...machine.threads import available_cpus
 
 _CPUS = Path("/sys/devices/system/cpu")
 _BUSY_LOAD = 0.5  # load average before the run above which the machine counts as busy

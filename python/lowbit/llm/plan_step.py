@@ -1,0 +1,36 @@
+"""Decoding by the plan in a file, without torch."""
+
+from __future__ import annotations
+
+import numpy
+
+from .. import _C
+
+
+class PlanStep:
+    """A step of :func:`lowbit.llm.generate` by a plan, with caches for one text."""
+
+    def __init__(self, model: _C.PlanModel, max_length: int, cache: str):
+        """
+        Args:
+            max_length: the longest text in tokens.
+            cache: the type of the KV cache, as for :class:`Decoder`.
+
+        Raises:
+            ValueError: the model's texts are shorter, or an unknown type.
+        """
+        self.model, self.max_length, self.vocabulary = model, max_length, model.vocabulary
+        keys, _, values = cache.partition(",")
+        self._text = model.begin(max_length, keys, values or keys)
+        self.recurrent = self._text.recurrent  # whether the text cannot be cut back
+
+    def kept(self, count: int) -> int:
+        """The number of the first ``count`` tokens of the text after which a call can continue."""
+        return count if not self.recurrent or count == self._text.position else 0
+
+    def feed(self, tokens: list[int], start: int) -> numpy.ndarray:
+        """Logits [vocabulary], float32, after tokens that follow the first ``start`` ones of the text."""
+        self._text.cut(start)
+        logits = numpy.empty(self.vocabulary, dtype=numpy.float32)
+        self.model.feed(self._text, tokens, logits.__array_interface__["data"][0])
+        return logits

@@ -1,0 +1,232 @@
+"""`lowbit generate` and `lowbit chat` by the plan beside a model's weights, compared with the same commands by torch."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from command_line import PROMPT, document, invoke
+from lowbit.cli import session
+from lowbit.exports import plan_export
+from lowbit.llm import plan_files
+from lowbit.llm.plan_files import PLAN
+from lowbit.machine.cpus import available_cpus, default_threads
+from test_chat import PLAIN
+
+UNICODE = "Größe 東京 👩‍👩‍👧 שלום"
+# Runs the program, and says at the end which libraries were imported.
+PROGRAM = """
+import atexit, sys
+from lowbit_autoload.command import main
+atexit.register(lambda: print(*sorted({"torch", "transformers"} & sys.modules.keys()), file=sys.stderr))
+sys.argv[0] = "lowbit"
+main()
+"""
+TIMES = {"prefill_seconds", "decode_seconds", "prefill_tokens_per_second", "decode_tokens_per_second", "peak_memory_bytes"}
+
+
+@pytest.fixture(autouse=True)
+def _plans(monkeypatch):
+    monkeypatch.setenv("LOWBIT_PLAN", "1")
+
+
+def copy_of(packed, target: Path) -> Path:
+    shutil.copytree(packed[0], target)
+    (target / "chat_template.jinja").write_text(PLAIN)
+    return target
+
+
+@pytest.fixture(scope="module")
+def planned(packed, tmp_path_factory):
+    """A model with a plan, and with the cache types float32 and int8,int4 proven."""
+    directory = copy_of(packed, tmp_path_factory.mktemp("planned") / "model")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOWBIT_PLAN", "1")
+        for cache in ((), ("--cache", "int8,int4")):
+            result = invoke("generate", directory, "--prompt", PROMPT, "--max-new-tokens", 2, *cache)
+            assert result.stderr.splitlines()[-1] == f"{directory / PLAN} is written: the next run starts without torch"
+    return directory
+
+
+def both(monkeypatch, *arguments, stdin: str | None = None) -> tuple[dict, dict]:
+    """The JSON documents by the plan and by torch, without times."""
+    by_plan = invoke(*arguments, "--json", stdin=stdin)
+    assert by_plan.exit_code == 0 and "loading" not in by_plan.stderr, by_plan.stderr
+    monkeypatch.setenv("LOWBIT_PLAN", "0")
+    by_torch = invoke(*arguments, "--json", stdin=stdin)
+    assert "loading" in by_torch.stderr
+    monkeypatch.setenv("LOWBIT_PLAN", "1")
+    found = tuple(document(each) for each in (by_plan, by_torch))
+    for each in found:
+        for turn in (each, *each.get("turns", ())):
+            for name in TIMES | {"seconds"}:
+                turn.pop(name, None)
+    return found
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        (),
+        ("--temperature", 0.9, "--top-k", 50, "--top-p", 0.95, "--min-p", 0.01, "--seed", 7),
+        ("--temperature", 1.2, "--seed", -3, "--logprobs", 3, "--repetition-penalty", 1.2, "--presence-penalty", 0.5),
+        ("--dry-multiplier", 0.8, "--frequency-penalty", 0.1, "--logit-bias", "300=-2", "--logprobs", 0),
+        ("--stop", "the", "--stop", "\n\n"),
+        ("--cache", "int8,int4", "--threads", 1),
+        ("--chat",),
+        ("--max-length", 32, "--max-new-tokens", 100),
+    ],
+)
+def test_generate_gives_the_document_of_torch(planned, monkeypatch, options):
+    prompt = PROMPT if "--max-length" in options else f"{PROMPT} {UNICODE}"
+    ours, theirs = both(monkeypatch, "generate", planned, "--prompt", prompt, "--max-new-tokens", 24, *options)
+    assert ours == theirs and ours["tokens"] and ours["refusal"] is None
+
+
+@pytest.mark.parametrize("options", [(), ("--temperature", 0.8, "--seed", 4, "--system", "Be brief."), ("--stop", "in")])
+def test_chat_gives_the_document_of_torch(planned, monkeypatch, options):
+    lines = f"{PROMPT}\n{UNICODE} </s><s>\n/reset\nThe list\n" + f"{'a longer message ' * 8}\n" * 3 + "and\n"
+    ours, theirs = both(
+        monkeypatch, "chat", planned, "--max-length", 112, "--max-new-tokens", 12, *options, stdin=lines
+    )  # fmt: skip
+    assert ours == theirs and len(ours["turns"]) == 7
+    assert max(turn["cached_tokens"] for turn in ours["turns"]) > 20 and any(turn["forgotten_turns"] for turn in ours["turns"])
+
+
+@pytest.mark.parametrize(
+    ("command", "stdin"),
+    [
+        (("generate", "--prompt", UNICODE, "--temperature", 0.7, "--stop", "zz"), None),
+        (("generate", "--prompt", PROMPT, "--chat"), None),
+        (("chat", "--max-length", 64), f"{PROMPT}\n{UNICODE}\n"),
+    ],
+)
+def test_neither_torch_nor_transformers_is_imported(planned, monkeypatch, command, stdin):
+    name, *options = map(str, command)
+    arguments = [name, str(planned), *options, "--max-new-tokens", "8"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    result = subprocess.run(
+        [sys.executable, "-c", PROGRAM, *arguments], input=stdin, capture_output=True, text=True, env=environment, timeout=600
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stderr.splitlines()[-1] == "", result.stderr
+    monkeypatch.setenv("LOWBIT_PLAN", "0")
+    assert result.stdout.encode() == invoke(*arguments, stdin=stdin).stdout.encode()
+
+
+def test_the_program_without_torch_still_has_every_command_and_refuses_options(planned):
+    for arguments, code, said in (
+        (["generate", "--help"], 0, "--expert-memory"),
+        (["generate", str(planned), "--prompt", "a", "--top-k", "3"], 2, "--top-k"),
+        (
+            ["generate", str(planned), "--prompt", "a", "--max-length", "24"],
+            1,
+            "max_length is 24; expected a positive multiple",
+        ),
+        (["generate", str(planned), "--prompt", "a", "--max-length", "4096"], 1, "expected at most the model's 1024 positions"),
+    ):
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "100"}
+        result = subprocess.run(
+            [sys.executable, "-c", PROGRAM, *arguments], capture_output=True, text=True, env=environment, timeout=600
+        )
+        assert result.returncode == code and said in result.stdout + result.stderr, result.stderr
+        assert result.stderr.splitlines()[-1] == ""
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        ("settings", "is not used: the files of settings beside it have changed"),
+        ("weights", "has changed since the plan was made; make it again"),
+        ("bytes", "the plan's checksum does not fit its bytes"),
+        ("version", None),
+        ("missing", None),
+    ],
+)
+def test_a_plan_that_does_not_fit_is_replaced(planned, tmp_path, monkeypatch, damage, said):
+    shutil.copytree(planned, tmp_path / "model")
+    plan = tmp_path / "model" / PLAN
+    run = ("generate", tmp_path / "model", "--prompt", PROMPT, "--max-new-tokens", 8)
+    if damage == "settings":
+        file = tmp_path / "model" / "generation_config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"temperature": 0.5}))
+    elif damage == "weights":
+        file = tmp_path / "model" / "model.safetensors"
+        content = bytearray(file.read_bytes())
+        start = int.from_bytes(content[:8], "little") + 8
+        header = json.loads(content[8:start])
+        name = next(name for name in header if name.endswith("norm.weight"))
+        content[start + header[name]["data_offsets"][0]] ^= 1
+        file.write_bytes(content)
+    elif damage == "bytes":
+        content = bytearray(plan.read_bytes())
+        content[len(content) // 2] ^= 1
+        plan.write_bytes(content)
+    elif damage == "version":
+        with monkeypatch.context() as patch:
+            patch.setattr(plan_files, "__version__", "0.0.9")
+            plan.unlink()
+            assert "is written" in invoke(*run).stderr
+    else:
+        plan.unlink()
+    first = invoke(*run)
+    *notes, loading, figures, written = first.stderr.splitlines()
+    assert len(notes) == (said is not None) and all(said in note for note in notes), first.stderr
+    assert loading.startswith("loading ") and "prompt tokens" in figures and written.startswith(f"{plan} is written")
+    second = invoke(*run)
+    assert len(second.stderr.splitlines()) == 1 and second.stdout == first.stdout
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--guesses", 2),
+        ("--draft", "DIRECTORY"),
+        ("--prefix-cache", "prefixes"),
+        ("--template", "DIRECTORY/chat_template.jinja"),
+    ],
+)
+def test_other_options_use_torch(planned, tmp_path, options):
+    name = "chat" if options[0] == "--template" else "generate"
+    prompt = () if name == "chat" else ("--prompt", PROMPT)
+    options = [str(option).replace("DIRECTORY", str(planned)).replace("prefixes", str(tmp_path)) for option in options]
+    result = invoke(name, planned, *prompt, "--max-new-tokens", 4, *options, stdin="a\n")
+    assert result.exit_code == 0 and result.stderr.startswith("loading "), result.stderr
+    assert PLAN not in result.stderr
+
+
+def test_a_plan_that_cannot_be_written_is_a_note(packed, tmp_path, monkeypatch):
+    model = copy_of(packed, tmp_path / "model")
+
+    def fail(*_):
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(plan_export, "write_plan", fail)
+    result = invoke("generate", model, "--prompt", PROMPT, "--max-new-tokens", 2)
+    assert result.exit_code == 0 and result.stderr.splitlines()[-1] == f"{model / PLAN} is not written: the disk is full"
+    monkeypatch.setattr(session.os, "access", lambda *_: False)
+    assert PLAN not in invoke("generate", model, "--prompt", PROMPT, "--max-new-tokens", 2).stderr
+
+
+def test_a_tokenizer_that_differs_from_transformers_is_not_used(packed, tmp_path, monkeypatch):
+    model = copy_of(packed, tmp_path / "model")
+    monkeypatch.setattr("lowbit.llm.plain_tokenizer.difference", lambda *_: "the tokens of 'x' differ")
+    run = ("generate", model, "--prompt", PROMPT, "--max-new-tokens", 2)
+    assert "is written" in invoke(*run).stderr
+    for _ in range(2):  # a new plan would not help
+        lines = invoke(*run).stderr.splitlines()
+        assert lines[0] == f"{model / PLAN} is not used: the tokens of 'x' differ" and len(lines) == 3
+
+
+def test_threads(monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert 1 <= default_threads() <= available_cpus()
+    for given, expected in (("3", 3), ("5,2", 5)):
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
+        assert default_threads() == expected
+    for given in ("0", "-1", "many", ""):
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
+        assert 1 <= default_threads() <= available_cpus()
