@@ -109,7 +109,7 @@ def test_names_that_load_lazily_have_types():
     tree = ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8"))
     is_typing = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
     imported = {alias.asname for node in is_typing for one in node.body for alias in one.names}
-    assert imported == {*lowbit._LAZY, *lowbit._LAZY_MODULES}
+    assert imported == {*lowbit._OPERATORS, *lowbit._LAZY, *lowbit._LAZY_MODULES}
     seen = {node.name for node in ast.walk(ast.Module(tree.body, [])) if isinstance(node, ast.FunctionDef)}
     assert "__getattr__" in seen and "__getattr__" not in {getattr(node, "name", "") for node in tree.body}
     assert set(lowbit._LAZY) | set(lowbit.__all__) <= set(dir(lowbit))
