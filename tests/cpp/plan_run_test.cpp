@@ -329,14 +329,8 @@ TEST(PlanRun, PlansThatCannotRun) {
   EXPECT_TRUE(refuses(step(1, [](PlanStep& s) { s.operands[0].buffer = 7; }), "reads buffer 7 before it is written"));
   EXPECT_TRUE(refuses(
       [](Plan& p) {
-<<<<<<< HEAD
         const std::vector<Operand> operands = {operand(6, ElementType::i64, {kKept, {1}}), operand(3, kF32, {kKept, {6}})};
         p.steps.insert(p.steps.begin(), {Opcode::scatter, operands, {}, {1.0}});
-=======
-        p.steps.insert(p.steps.begin(), {Opcode::scatter,
-                                         {operand(6, ElementType::i64, {kKept, {1}}), operand(3, kF32, {kKept, {6}})},
-                                         {}, {1.0}});
->>>>>>> plantests
       },
       "reads buffer 3 before it is written"));
   EXPECT_TRUE(refuses(step(0, [](PlanStep& s) { s.operands[0] = {}; }), "has no operand 0"));
