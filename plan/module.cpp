@@ -99,10 +99,10 @@ class Runner {
   }
 
   void measure() { run_->measure(); }
-  py::dict times() const {
+  py::dict measured() const {
     py::dict result;
-    for (size_t i = 0; i < run_->times().size(); ++i) {
-      if (run_->times()[i] > 0.0) result[name_of(static_cast<Opcode>(i))] = run_->times()[i];
+    for (size_t i = 0; i < run_->measured().size(); ++i) {
+      if (run_->measured()[i] > 0.0) result[name_of(static_cast<Opcode>(i))] = run_->measured()[i];
     }
     return result;
   }
@@ -169,7 +169,7 @@ void add_plans(py::module_& module) {
       .def("bind", &Runner::bind, py::arg("buffer"), py::arg("memory"))
       .def("run", &Runner::run, py::arg("rows"), py::arg("kept"), py::arg("inputs"), py::arg("outputs"), py::arg("texts"))
       .def("measure", &Runner::measure)
-      .def("times", &Runner::times)
+      .def("times", &Runner::measured)
       .def_property_readonly("weights", &Runner::weights)
       .def_property_readonly("caches", &Runner::caches);
   py::class_<PlanSession>(module, "PlanSession")

@@ -155,9 +155,9 @@ class LOWBIT_API PlanRun {
   Status bind(int64_t buffer, Memory memory);
   Status run(const PlanCall& call);
 
-  // From now on, calls add the seconds of each operator: times()[opcode].
+  // From now on, calls add the seconds of each operator: measured()[opcode].
   void measure();
-  const std::vector<double>& times() const;
+  const std::vector<double>& measured() const;
 
  private:
   struct Implementation;

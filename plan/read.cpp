@@ -8,7 +8,7 @@ namespace lowbit {
 namespace {
 
 constexpr char kMagic[] = "lowbit plan\n";
-constexpr int64_t kVersion = 1;
+constexpr int64_t kVersion = 1;  // changes with the numbers of operators and instructions, too
 // More than any model has; they keep a damaged file from asking for memory without end.
 constexpr int64_t kMostBuffers = 1 << 20, kMostSteps = 1 << 20, kMostOperands = 64, kMostNumbers = 4096;
 constexpr int64_t kMostOperandsInAll = 1 << 20;

@@ -511,7 +511,7 @@ Status PlanRun::bind(int64_t buffer, Memory memory) {
 }
 
 void PlanRun::measure() { implementation_->times.resize(kOpcodes); }
-const std::vector<double>& PlanRun::times() const { return implementation_->times; }
+const std::vector<double>& PlanRun::measured() const { return implementation_->times; }
 
 Status PlanRun::run(const PlanCall& call) {
   try {

@@ -401,12 +401,12 @@ TEST(PlanRun, ThousandsOfRowsNeedNoOverflow) {
 TEST(PlanRun, MeasuresOperators) {
   Bound run(small_plan());
   ASSERT_TRUE(run.call().ok());
-  EXPECT_TRUE(run.run->times().empty());
+  EXPECT_TRUE(run.run->measured().empty());
   run.run->measure();
   ASSERT_TRUE(run.call().ok());
-  ASSERT_EQ(run.run->times().size(), static_cast<size_t>(kOpcodes));
-  EXPECT_GT(run.run->times()[static_cast<size_t>(Opcode::softmax)], 0.0);
-  EXPECT_EQ(run.run->times()[static_cast<size_t>(Opcode::top)], 0.0);
+  ASSERT_EQ(run.run->measured().size(), static_cast<size_t>(kOpcodes));
+  EXPECT_GT(run.run->measured()[static_cast<size_t>(Opcode::softmax)], 0.0);
+  EXPECT_EQ(run.run->measured()[static_cast<size_t>(Opcode::top)], 0.0);
   for (int i = 0; i < kOpcodes; ++i) EXPECT_NE(std::string(name_of(static_cast<Opcode>(i))), "");
 }
 
