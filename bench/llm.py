@@ -193,7 +193,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", default=["llama-3.2-1b"], metavar="NAME")
     parser.add_argument("--libraries", nargs="+", default=list(llm_peers.LIBRARIES), choices=list(llm_peers.LIBRARIES))
-    parser.add_argument("--modes", nargs="+", default=["eager", "compile", "aot"], help="of lowbit")
+    parser.add_argument("--modes", nargs="+", default=["plan", "eager", "aot"], help="of lowbit")
     parser.add_argument("--bits", type=int, default=4)
     parser.add_argument("--group-size", type=int, default=32)
     parser.add_argument("--prompt", type=int, default=512)
