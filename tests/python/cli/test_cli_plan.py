@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from command_line import PROMPT, document, invoke
 from lowbit.cli import session
 from lowbit.exports import plan_export
@@ -53,6 +54,7 @@ def planned(packed, tmp_path_factory):
 
 def both(monkeypatch, *arguments, stdin: str | None = None) -> tuple[dict, dict]:
     """The JSON documents by the plan and by torch, without times."""
+    monkeypatch.setenv("OMP_NUM_THREADS", str(torch.get_num_threads()))
     by_plan = invoke(*arguments, "--json", stdin=stdin)
     assert by_plan.exit_code == 0 and "loading" not in by_plan.stderr, by_plan.stderr
     monkeypatch.setenv("LOWBIT_PLAN", "0")

@@ -22,6 +22,7 @@ from command_line import FLOAT, LOWBIT, ONE_THREAD, PROMPT, TINY, invoke
 from command_line import error as failed
 from lowbit import llm
 from lowbit.llm.loading import load_model, load_tokenizer, stop_tokens
+from lowbit.llm.penalties import token_logprobs
 from lowbit.llm.templates import render
 from needs import need_packages
 
@@ -242,8 +243,9 @@ def test_logprobs_and_echo(loaded, served, client):
     (echoed,) = client.post("/v1/completions", **body, echo=True)["choices"]
     shown = tokenizer.decode(prompt, skip_special_tokens=True)
     assert echoed["text"] == shown + text
-    logits = served[2].batch.decoder.all_logits(torch.tensor([prompt]), torch.tensor([0]))[0].detach().float().log_softmax(1)
-    expected = [None] + [float(row[token]) for row, token in zip(logits, prompt[1:])]
+    with torch.no_grad():
+        logits = served[2].batch.decoder.all_logits(torch.tensor([prompt]), torch.tensor([0]))[0]
+    expected = [None] + [token_logprobs(row, token, 0).logprob for row, token in zip(logits, prompt[1:])]
     assert echoed["logprobs"]["token_logprobs"] == expected + said["token_logprobs"]
     assert echoed["logprobs"]["text_offset"][len(prompt)] == len(shown)
     (only,) = client.post("/v1/completions", **body | {"max_tokens": 0}, echo=True)["choices"]
