@@ -90,13 +90,14 @@ def export_pte(
         try:
             lower(partitioners)
         except (ValueError, RuntimeError) as error:
-            if not changed or not partitioners:
+            through = "pass through" in str(error)
+            if not partitioners or not (changed or through):
                 raise
-            # XNNPACK refuses subgraphs whose result is both an output and the new value of a buffer.
+            # XNNPACK refuses subgraphs whose result is both an output and the new value of a buffer, or an input.
             lower([])
+            what = f"the operators that change {', '.join(changed)}" if changed else "a part whose result is one of its inputs"
             warnings.warn(
-                f"XNNPACK does not run the operators that change {', '.join(changed)}; all operators but lowbit's run on "
-                f"ExecuTorch's kernels ({one_line(error)})",
+                f"XNNPACK does not run {what}; all operators but lowbit's run on ExecuTorch's kernels ({one_line(error)})",
                 stacklevel=2,
             )
 
