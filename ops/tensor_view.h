@@ -60,6 +60,15 @@ struct TensorView {
   }
 };
 
+// Gives a tensor the strides of its shape without gaps.
+inline void make_contiguous(TensorView* tensor) {
+  int64_t stride = 1;
+  for (int d = tensor->shape.ndim - 1; d >= 0; --d) {
+    tensor->stride[d] = stride;
+    stride *= tensor->shape.size[d];
+  }
+}
+
 // For a type that operators accept.
 inline int64_t element_bytes(ElementType type) {
   switch (type) {

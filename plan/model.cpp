@@ -48,14 +48,6 @@ int64_t number(const Plan& plan, const char* name) {
   return values.empty() ? 0 : values[0];
 }
 
-void make_contiguous(TensorView* view) {
-  int64_t stride = 1;
-  for (int d = view->shape.ndim - 1; d >= 0; --d) {
-    view->stride[d] = stride;
-    stride *= view->shape.size[d];
-  }
-}
-
 }  // namespace
 
 struct Free {

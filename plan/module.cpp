@@ -3,6 +3,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <iterator>
 #include <memory>
 #include <mutex>
@@ -48,12 +49,8 @@ struct Caches {
       view.data = reinterpret_cast<void*>(address);
       view.type = static_cast<ElementType>(type);
       view.shape.ndim = static_cast<int>(shape.size());
-      int64_t stride = 1;
-      for (int d = view.shape.ndim - 1; d >= 0; --d) {
-        view.shape.size[d] = shape[static_cast<size_t>(d)];
-        view.stride[d] = stride;
-        stride *= view.shape.size[d];
-      }
+      std::copy(shape.begin(), shape.end(), view.shape.size);
+      make_contiguous(&view);
     }
   }
 };

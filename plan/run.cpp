@@ -69,6 +69,13 @@ TensorView between(const TensorView& x, int dim, int64_t begin, int64_t end) {
   return result;
 }
 
+// Operands of operators that separate texts have all rows of a call in one dimension.
+Status check_rows(size_t operand, const TensorView& x, int dim, int64_t rows) {
+  if (x.shape.ndim > dim && x.shape.size[dim] == rows && x.shape.size[0] == 1) return {};
+  return Status::error("operand %zu has shape %s; expected [1, ...] with %" PRId64 " rows in dimension %d", operand,
+                       describe(x.shape).text, rows, dim);
+}
+
 TensorView one_number(const int64_t* at) {
   TensorView view;
   view.data = const_cast<int64_t*>(at);
@@ -178,6 +185,11 @@ struct PlanRun::Implementation {
     to->views.clear();
     to->moving.clear();
     to->memory = weights;
+    for (size_t i = 0; i < plan.buffers.size(); ++i) {
+      if (plan.buffers[i].kind == BufferKind::weight && weights[i].data == nullptr) {
+        return Status::error("the plan's weight %s has no memory", plan.buffers[i].name.c_str());
+      }
+    }
     struct Placed {
       int64_t begin, end, last;
     };
@@ -297,11 +309,6 @@ struct PlanRun::Implementation {
     if (done != call.rows) {
       return Status::error("the texts of a call have %" PRId64 " rows; expected %" PRId64, done, call.rows);
     }
-    for (size_t i = 0; i < plan.buffers.size(); ++i) {
-      if (plan.buffers[i].kind == BufferKind::weight && weights[i].data == nullptr) {
-        return Status::error("the plan's weight %s has no memory", plan.buffers[i].name.c_str());
-      }
-    }
     Prepared* chosen = &prepared[0];
     for (Prepared& each : prepared) {
       if (each.rows == call.rows && each.kept == call.kept) {
@@ -418,11 +425,7 @@ struct PlanRun::Implementation {
     const auto dim_of = [](size_t i) { return i < 3 ? 2 : 1; };
     for (size_t i = 0; i < 5; ++i) {
       if (i == 3 && !has_bounds) continue;
-      const int dim = dim_of(i);
-      if (v[i].shape.ndim <= dim || v[i].shape.size[dim] != call.rows || v[i].shape.size[0] != 1) {
-        return Status::error("operand %zu has shape %s; expected [1, ...] with %" PRId64 " rows in dimension %d", i,
-                             describe(v[i].shape).text, call.rows, dim);
-      }
+      if (Status status = check_rows(i, v[i], dim_of(i), call.rows); !status.ok()) return status;
     }
     const auto run_text = [&](int64_t t, const Parallel& threads) {
       TensorView part[5];
@@ -455,10 +458,7 @@ struct PlanRun::Implementation {
           step.op == Opcode::attention ? i != 3 : step.op == Opcode::linear_attention || i == 0 || i == count - 1;
       if (step.operands[i].buffer < 0 || !has_rows) continue;
       const int dim = step.op == Opcode::attention && i != count - 1 ? 2 : 1;
-      if (v[i].shape.ndim <= dim || v[i].shape.size[dim] != rows || v[i].shape.size[0] != 1) {
-        return Status::error("operand %zu has shape %s; expected [1, ...] with %" PRId64 " rows in dimension %d", i,
-                             describe(v[i].shape).text, rows, dim);
-      }
+      if (Status status = check_rows(i, v[i], dim, rows); !status.ok()) return status;
       if (!whole) part[i] = between(v[i], dim, text.begin, text.end);
     }
     const int64_t* const n = step.integers.data();

@@ -5,6 +5,7 @@
 //
 // Compiled with LOWBIT_GUIDED it is a libFuzzer target, whose inputs are plans without their checksum.
 
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -100,13 +101,9 @@ void execute(const std::string& content, uint64_t seed, Counts* counts) {
       TensorView& view = caches.emplace_back();
       view.type = ElementType::f32;
       view.shape.ndim = static_cast<int>(shape.size());
-      int64_t stride = 1;
-      for (int d = view.shape.ndim - 1; d >= 0; --d) {
-        view.shape.size[d] = shape[static_cast<size_t>(d)];
-        view.stride[d] = stride;
-        stride *= view.shape.size[d];
-      }
-      view.data = kept_alive.emplace_back(filled(4 * stride, random)).get();
+      std::copy(shape.begin(), shape.end(), view.shape.size);
+      make_contiguous(&view);
+      view.data = kept_alive.emplace_back(filled(4 * view.shape.numel(), random)).get();
     } else if (buffer.kind == BufferKind::input || buffer.kind == BufferKind::output) {
       if (buffer.index > 16) continue;
       std::vector<Memory>& list = buffer.kind == BufferKind::input ? inputs : outputs;

@@ -18,10 +18,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from .. import _C
 from ..llm.decoder import Decoder, check_call
 from ..llm.loading import stop_tokens
+from ..llm.plan_step import PlanStep
 from .module import described, export_delegate, export_pt2, export_pte, zeros
-from .plan_export import Outline, PlanStep, plan_with_weights, usable_plan, write_plan
+from .plan_export import Outline, plan_with_weights, usable_plan, write_plan
 
 # Setting -> name of the constant method in a .pte that ExecuTorch's language model runners read.
 _PTE_NUMBERS = {"max_length": "get_max_context_len", "chunk": "get_max_seq_len", "vocabulary": "get_vocab_size"}
@@ -220,10 +222,14 @@ def _export_pt2(decoder: Decoder, path: str | os.PathLike[str], about: dict[str,
 
 
 def _load_plan(path: str, max_length: int | None, cache: str | None) -> ExportedDecoder:
-    step = PlanStep(path, max_length, cache)
-    model = step.model
+    model = _C.PlanModel(path, torch.get_num_threads())
+    step = PlanStep(model, min(2048, model.positions) if max_length is None else max_length, cache or "float32")
+
+    def run(tokens: Tensor, start: Tensor) -> Tensor:
+        return torch.from_numpy(step.feed(tokens[0].tolist(), int(start)))[None]
+
     return ExportedDecoder(
-        step.max_length, step.max_length, model.vocabulary, tuple(model.stop), recurrent=step.recurrent, _run=step
+        step.max_length, step.max_length, step.vocabulary, tuple(model.stop), recurrent=step.recurrent, _run=run
     )
 
 

@@ -1,4 +1,4 @@
-"""Writes the plan of a decoder beside the weights of its checkpoint, or with its weights; runs such files."""
+"""Writes the plan of a decoder beside the weights of its checkpoint, or with its weights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import numpy
 import torch
 from torch import Tensor
 
-from .. import _C
 from ..files.replace import replacing, sync
 from ..files.safetensors import Stored, files_of, read_files
 from ..hf.decoding import position_limit
@@ -131,30 +130,3 @@ class Outline(torch.nn.Module):
 
     def forward(self, tokens: Tensor, start: Tensor) -> Tensor:
         return torch.zeros(1, self.vocabulary, dtype=self.dtype)
-
-
-class PlanStep:
-    """A plan from a file with caches for one text."""
-
-    def __init__(self, path: str, max_length: int | None, cache: str | None):
-        """
-        Raises:
-            ValueError: the file is damaged, or the weights beside it have changed.
-            OSError: a file cannot be read.
-        """
-        self.model = _C.PlanModel(path, torch.get_num_threads())
-        self.max_length = min(2048, self.model.positions) if max_length is None else max_length
-        keys, _, values = (cache or "float32").partition(",")
-        self._text = self.model.begin(self.max_length, keys, values or keys)
-
-    @property
-    def recurrent(self) -> bool:
-        """Whether the text cannot be cut back."""
-        return bool(self._text.recurrent)
-
-    def __call__(self, tokens: Tensor, start: Tensor) -> Tensor:
-        """Logits [1, vocabulary], float32, after tokens [1, s] that follow the first ``start`` ones."""
-        self._text.cut(int(start))
-        logits = torch.empty(1, self.model.vocabulary)
-        self.model.feed(self._text, tokens[0].tolist(), logits.data_ptr())
-        return logits
