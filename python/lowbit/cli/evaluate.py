@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,6 +18,7 @@ from .models import load, read_text, set_threads
 from .output import Output, size, table
 
 if TYPE_CHECKING:
+    from .. import LowBitConfig
     from ..llm.perplexity import Perplexity
 
 
@@ -28,11 +30,35 @@ class _Widths(options.Quantizing):
     ] = None  # type: ignore[assignment]
 
 
+@dataclass(frozen=True)
+class _Answers:
+    """Judging by what the model writes."""
+
+    answers: Annotated[
+        Path | None,
+        typer.Option(
+            "--answers", metavar="FILE", help="Prompts, one in a line; compares greedy answers with the reference's.",
+            show_default=False,
+        ),
+    ] = None  # fmt: skip
+    tasks: Annotated[
+        str | None,
+        typer.Option(
+            "--tasks", metavar="NAME,...", help="Of arithmetic, json, calls, and humaneval, which runs the model's code.",
+            show_default=False,
+        ),
+    ] = None  # fmt: skip
+    new: Annotated[int, typer.Option("--max-new-tokens", min=1, help="Most tokens of an answer to a prompt.")] = 256
+    problems: Annotated[int, typer.Option("--problems", min=1, help="Problems of each task.")] = 100
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Chooses the problems.")] = 0
+
+
 def evaluate(
     output: Output,
     model: options.Model,
     *,
-    text: Annotated[Path, typer.Option("--text", help="File of text, UTF-8.", show_default=False)],
+    text: Annotated[Path | None, typer.Option("--text", help="File of text, UTF-8.", show_default=False)] = None,
+    judging: _Answers,
     quantizing: _Widths,
     window: Annotated[int, typer.Option("--window", min=2, help="Tokens that the model sees at once.")] = 512,
     stride: Annotated[int, typer.Option("--stride", min=1, help="New tokens per window.")] = 256,
@@ -49,7 +75,7 @@ def evaluate(
     ] = None,
     threads: options.Threads = None,
 ) -> None:
-    """Perplexity of a text, and the divergence from a reference, for the checkpoint as it is and at other widths."""
+    """Perplexity of a text and divergence from a reference, or answers and tasks, for the checkpoint and at other widths."""
     from ..llm.loading import is_packed, load_tokenizer
     from ..llm.perplexity import perplexity
     from ..tools.divergence import compare
@@ -57,14 +83,24 @@ def evaluate(
 
     if save_logits is not None:
         options.refuse_unused("with --save-logits", "bits", "cache", "reference")
+    answering = judging.answers is not None or judging.tasks is not None
+    if answering == (text is not None):
+        raise typer.BadParameter("expected a text, or --answers, --tasks or both", param_hint="--text")
+    if answering:
+        options.refuse_unused("without --text", "window", "stride", "save_logits")
+    else:
+        options.refuse_unused("without --answers or --tasks", "new", "problems", "seed")
     widths = [] if quantizing.bits is None else options.parse_widths(quantizing.bits)
     if not widths:
         options.refuse_unused("without --bits", *options.HOW)
     configs = [None, *map(quantizing.config_at, widths)]
     set_threads(threads)
-    content = read_text(text)
     if is_packed(model) and widths:
         raise ValueError(f"{model} is packed already; --bits needs a float checkpoint")
+    if text is None:
+        _evaluate_answers(output, model, judging, configs, cache, reference)
+        return
+    content = read_text(text)
     tokenizer = load_tokenizer(model)
     tokens = tokenizer(content, verbose=False)["input_ids"]  # verbose: warns of long texts
     against = None if reference is None else _load_reference(output, reference, model, content, tokens)
@@ -120,6 +156,75 @@ def evaluate(
         "threads": torch.get_num_threads(),
         "results": results,
     }
+    output.result(document, shown)
+
+
+def _evaluate_answers(
+    output: Output,
+    model: Path,
+    judging: _Answers,
+    configs: Sequence[LowBitConfig | None],
+    cache: str | None,
+    reference: Path | None,
+) -> None:
+    """Greedy answers compared with the reference's, or with the float checkpoint's; and scores of tasks."""
+    from ..llm.loading import load_tokenizer, stop_tokens
+    from ..tools.greedy_answers import LENGTHS, compare_answers, greedy_answers, prompt_tokens, read_prompts, solve
+    from ..tools.model_speed import stored_bytes
+    from ..tools.tasks import make_problems
+
+    prompts = [] if judging.answers is None else read_prompts(judging.answers)
+    problems = {} if judging.tasks is None else make_problems(judging.tasks, judging.problems, judging.seed)
+    if prompts and reference is None and len(configs) == 1:
+        raise ValueError("--answers compares with a reference; expected --reference, or --bits for a float checkpoint")
+    if reference is not None and not (prompts and reference.is_dir()):
+        raise ValueError(
+            f"{reference} serves --answers, and is no directory of a model" if prompts else "--tasks has no reference"
+        )
+    tokenizer = load_tokenizer(model)
+    asked = [prompt_tokens(tokenizer, [{"role": "user", "content": prompt}]) for prompt in prompts]
+    lengths = [length for length in LENGTHS if length <= judging.new] if prompts else []
+    heads = [f"equal, {length}" for length in lengths] + (["first difference"] if prompts else []) + list(problems)
+    shown, results = table("weights", "size", *heads, "seconds"), []
+
+    def answer(loaded: torch.nn.Module, name: str, cache: str | None) -> list[list[int]]:
+        with output.progress(f"answers of {name}", "answers") as advance:
+            stop = stop_tokens(loaded, tokenizer)
+            found: list[list[int]] = greedy_answers(loaded, asked, judging.new, stop=stop, cache=cache, progress=advance)
+        return found
+
+    expected = []
+    if prompts:
+        source = model if reference is None else reference
+        if load_tokenizer(source).get_vocab() != tokenizer.get_vocab():
+            raise ValueError(f"{source} has other tokens than {model}; a reference has the same tokenizer")
+        expected = answer(load(output, source, None).float(), f"{source} in float32", None)
+    for config in configs:
+        loaded = load(output, model, config)
+        name = (_name_weights(loaded) if config is None else f"{config.bits} bits") + _name_activations(loaded)
+        weight_bytes, begin = stored_bytes(loaded), time.perf_counter()
+        row: dict[str, Any] = {"weights": name, "bits": None if config is None else config.bits, "weight_bytes": weight_bytes}
+        cells = [name, size(weight_bytes)]
+        if prompts:
+            same = compare_answers(answer(loaded, name, cache), expected, judging.new)
+            row |= {"equal": {str(length): share for length, share in same.equal.items()}, "first_difference": same.first}
+            cells += [f"{share:.0%}" for share in same.equal.values()]
+            cells.append("" if same.first is None else f"{same.first:.1f}")
+        scores = {}
+        for task, of_task in problems.items():
+            with output.progress(f"{task}, {name}", "problems") as advance:
+                score = solve(loaded, tokenizer, of_task, stop=stop_tokens(loaded, tokenizer), cache=cache, progress=advance)
+            scores[task] = {"solved": score.solved, "problems": score.problems, "share": score.share, "error": score.error}
+            cells.append(f"{100 * score.share:.1f} ± {100 * score.error:.1f} %")
+        row |= {"tasks": scores, "seconds": time.perf_counter() - begin}
+        results.append(row)
+        shown.add_row(*cells, f"{row['seconds']:.1f}")
+        del loaded
+    document = {
+        "model": str(model), "answers": None if judging.answers is None else str(judging.answers), "prompts": len(prompts),
+        "max_new_tokens": judging.new, "tasks": list(problems), "seed": judging.seed, "cache": cache,
+        "reference": None if reference is None else str(reference), "threads": torch.get_num_threads(), "results": results,
+    }  # fmt: skip
     output.result(document, shown)
 
 

@@ -1,0 +1,185 @@
+"""Measures a language model by what it writes: greedy answers compared with a reference's, and tasks that a program checks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..llm.batch import generate_batch
+from ..llm.decoder import Decoder
+
+if TYPE_CHECKING:
+    from .tasks import Problem
+
+LENGTHS = (16, 64, 256)  # tokens of an answer that are compared
+_AT_ONCE = 16  # answers that are computed together
+_STEP = 16  # a decoder's length is a multiple of this
+Answers = list[list[int]]  # token ids of each
+
+
+@dataclass(frozen=True)
+class Equality:
+    """Result of :func:`compare_answers`."""
+
+    equal: dict[int, float]  # number of tokens -> share of answers whose first tokens, as many, are the reference's
+    first: float | None  # mean number of equal tokens before the first difference, of answers that differ; None: none does
+
+
+@dataclass(frozen=True)
+class Score:
+    """The share of a task's problems that a model solves."""
+
+    solved: int
+    problems: int
+
+    @property
+    def share(self) -> float:
+        return self.solved / self.problems
+
+    @property
+    def error(self) -> float:
+        """The standard error of the share, if the problems are a sample of many."""
+        return math.sqrt(self.share * (1 - self.share) / self.problems)
+
+
+def read_prompts(path: Path) -> list[str]:
+    """The prompts in a UTF-8 text file, one in a line; empty lines are left out.
+
+    Raises:
+        ValueError: the file has no prompt, or is not UTF-8.
+        OSError: it cannot be read.
+    """
+    try:
+        prompts = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from error
+    if not prompts:
+        raise ValueError(f"{path} has no prompt; expected a prompt in each line")
+    return prompts
+
+
+def prompt_tokens(tokenizer: Any, turns: Sequence[dict[str, str]]) -> list[int]:
+    """The ids of a conversation that the model continues: in its chat template, or as lines of text if it has none.
+
+    Args:
+        tokenizer: of transformers.
+        turns: messages with "role" ("user" or "assistant") and "content"; the last is the user's.
+    """
+    if tokenizer.chat_template is not None:
+        return list(tokenizer.apply_chat_template(list(turns), add_generation_prompt=True, return_dict=True)["input_ids"])
+    if len(turns) == 1:  # a text to continue
+        return list(tokenizer(turns[0]["content"], verbose=False)["input_ids"])
+    names = {"user": "Question", "assistant": "Answer"}
+    text = "".join(f"{names[turn['role']]}: {turn['content']}\n" for turn in turns)
+    return list(tokenizer(text + "Answer:", verbose=False)["input_ids"])
+
+
+@torch.inference_mode()
+def greedy_answers(
+    model: torch.nn.Module,
+    prompts: Sequence[Sequence[int]],
+    new: int | Sequence[int],
+    *,
+    stop: Sequence[int] = (),
+    until: Sequence[Callable[[int], bool] | None] | None = None,
+    cache: str | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Answers:
+    """Continues each prompt with the most likely tokens.
+
+    Args:
+        model: a causal language model of transformers, quantized or not, in eval mode.
+        prompts: token ids of each, at least one.
+        new: largest number of tokens of an answer, for all or for each.
+        stop: tokens that end an answer; they are not part of it.
+        until: for each prompt, as for :func:`~lowbit.llm.batch.generate_batch`.
+        cache: type of the KV cache; None: the model's dtype.
+        progress: called with the number of answers so far and of all.
+
+    Raises:
+        ValueError: what :class:`~lowbit.llm.decoder.Decoder` and :func:`~lowbit.llm.batch.generate_batch` refuse.
+    """
+    counts = [new] * len(prompts) if isinstance(new, int) else list(new)
+    longest = max(len(prompt) + count for prompt, count in zip(prompts, counts, strict=True))
+    done = 0
+
+    def on_end(_number: int, _result: Any) -> None:
+        nonlocal done
+        done += 1
+        if progress is not None:
+            progress(done, len(prompts))
+
+    decoder = Decoder(model, -(-longest // _STEP) * _STEP, cache)
+    try:
+        found = generate_batch(decoder, prompts, counts, at_once=_AT_ONCE, stop=stop, until=until, on_end=on_end)
+    finally:
+        decoder.release()
+    return [text.tokens for text in found]
+
+
+def compare_answers(answers: Answers, reference: Answers, new: int) -> Equality:
+    """Compares answers of up to ``new`` tokens with a reference's to the same prompts.
+
+    Of LENGTHS, those up to ``new`` are compared. Answers that end are equal if they end at the same token.
+
+    Raises:
+        ValueError: another number of answers.
+    """
+    if len(answers) != len(reference):
+        raise ValueError(f"{len(answers)} answers and {len(reference)} of the reference; expected as many")
+    pairs = list(zip(answers, reference, strict=True))
+    equal = {
+        length: sum(ours[:length] == theirs[:length] for ours, theirs in pairs) / len(pairs)
+        for length in LENGTHS
+        if length <= new
+    }
+    places = [_equal_tokens(ours, theirs) for ours, theirs in pairs if ours != theirs]
+    return Equality(equal, sum(places) / len(places) if places else None)
+
+
+def _equal_tokens(ours: list[int], theirs: list[int]) -> int:
+    """The number of tokens before the first difference."""
+    for place, (mine, other) in enumerate(zip(ours, theirs, strict=False)):
+        if mine != other:
+            return place
+    return min(len(ours), len(theirs))
+
+
+def _until(tokenizer: Any, is_complete: Callable[[str], bool]) -> Callable[[int], bool]:
+    """Whether a text is complete with a further token."""
+    tokens: list[int] = []
+
+    def until(token: int) -> bool:
+        tokens.append(token)
+        return is_complete(tokenizer.decode(tokens))
+
+    return until
+
+
+def solve(
+    model: torch.nn.Module,
+    tokenizer: Any,
+    problems: Sequence[Problem],
+    *,
+    stop: Sequence[int] = (),
+    cache: str | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Score:
+    """The share of problems that a model's greedy answers solve; arguments as for :func:`greedy_answers`."""
+    prompts = [
+        list(tokenizer(problem.text, verbose=False)["input_ids"])
+        if problem.text is not None
+        else prompt_tokens(tokenizer, problem.turns)
+        for problem in problems
+    ]
+    until = [None if problem.is_complete is None else _until(tokenizer, problem.is_complete) for problem in problems]
+    answers = greedy_answers(
+        model, prompts, [problem.new for problem in problems], stop=stop, until=until, cache=cache, progress=progress
+    )
+    texts = (tokenizer.decode(answer, skip_special_tokens=True) for answer in answers)
+    return Score(sum(problem.check(text) for problem, text in zip(problems, texts, strict=True)), len(problems))
