@@ -75,7 +75,14 @@ LOWBIT_INLINE inline void multiply(const Product& product, int64_t vector) {
   // Bytes from one step or vector to the next, or from two that share bytes to the next two.
   const int64_t b_step = Add ? cache_bytes(C, width) : vector_bytes(C);
   const int64_t b_vector = Add ? vector_bytes(C) : cache_bytes(C, steps * kLanes);
-  const char* b = product.b + (kShareVectors ? vector / 2 : vector) * b_vector;
+  // The steps of a vector of keys are adjacent, and the vectors of a step of values: offsets that are constants.
+  constexpr int kAddresses = Add ? 1 : Vectors;
+  const char* b[kAddresses];
+  for (int v = 0; v < kAddresses; ++v) b[v] = product.b + ((kShareVectors ? vector / 2 : vector) + v) * b_vector;
+  const auto at = [&](int v) LOWBIT_INLINE { return Add ? b[0] + (kShareVectors ? v / 2 : v) * b_vector : b[v]; };
+  const auto advance = [&] LOWBIT_INLINE {
+    for (int v = 0; v < kAddresses; ++v) b[v] += b_step;
+  };
   float* const out = product.out + vector * kLanes;
   V sums[Rows][Vectors];
   for (int r = 0; r < Rows; ++r) {
@@ -93,16 +100,15 @@ LOWBIT_INLINE inline void multiply(const Product& product, int64_t vector) {
       constexpr bool kOddStep = decltype(lane)::value % 2 != 0;
       V vectors[Vectors];
       for (int v = 0; v < Vectors; ++v) {
-        const char* const at = b + (kShareVectors ? v / 2 : v) * b_vector;
-        if (!(kShareSteps && kOddStep) && !(kShareVectors && v % 2 != 0)) __builtin_prefetch(at + ahead, 0, 2);
-        vectors[v] = load_cached<V, C>(at, kShareSteps ? kOddStep : (v + odd) % 2 != 0);
+        if (!(kShareSteps && kOddStep) && !(kShareVectors && v % 2 != 0)) __builtin_prefetch(at(v) + ahead, 0, 2);
+        vectors[v] = load_cached<V, C>(at(v), kShareSteps ? kOddStep : (v + odd) % 2 != 0);
       }
       for (int r = 0; r < Rows; ++r) {
         for (int v = 0; v < Vectors; ++v) {
           sums[r][v] = V::template fma_lane<decltype(lane)::value>(vectors[v], scalars[r], sums[r][v]);
         }
       }
-      if (!kShareSteps || kOddStep) b += b_step;
+      if (!kShareSteps || kOddStep) advance();
     };
     one(std::integral_constant<int, 0>());
     one(std::integral_constant<int, 1>());
@@ -111,15 +117,15 @@ LOWBIT_INLINE inline void multiply(const Product& product, int64_t vector) {
     a += 4;
     hide(a);
 #if defined(__x86_64__)
-    hide(b);  // Arm has registers for these addresses
+    for (int v = 0; v < kAddresses; ++v) hide(b[v]);  // Arm has registers for these addresses
 #endif
   }
   for (; step < steps; ++step) {  // values only: keys have a multiple of 16 steps
     for (int v = 0; v < Vectors; ++v) {
-      const V values = load_cached<V, C>(b + (kShareVectors ? v / 2 : v) * b_vector, (v + odd) % 2 != 0);
+      const V values = load_cached<V, C>(at(v), (v + odd) % 2 != 0);
       for (int r = 0; r < Rows; ++r) sums[r][v] = V::fma(values, V::broadcast(a[r * a_row]), sums[r][v]);
     }
-    b += b_step;
+    advance();
     ++a;
   }
   for (int r = 0; r < Rows; ++r) {

@@ -83,7 +83,10 @@ struct Vector {
   LOWBIT_INLINE static Four load_four(const float* at) { return {at}; }
   template <int Lane>
   LOWBIT_INLINE static Vector fma_lane(Vector a, Four four, Vector c) {
-    return fma(a, broadcast(four.at[Lane]), c);
+    // Not the intrinsic, for which GCC 12 adds in the scalar's register and copies sums.
+    const __m512 scalar = _mm512_set1_ps(four.at[Lane]);
+    __asm__("vfmadd231ps %2, %1, %0" : "+v"(c.v) : "v"(scalar), "v"(a.v));
+    return c;
   }
 };
 
