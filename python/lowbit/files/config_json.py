@@ -25,6 +25,7 @@ SETTINGS_FILES = {
     "quantize_config.json": "gptq", "quantization_config.json": "auto-round", "quant_config.json": "awq",
     "hf_quant_config.json": "modelopt",
 }  # fmt: skip
+MLX = "mlx"  # the method's name here; its settings have none
 # Suffixes of the tensor names of quantized layers.
 QUANTIZED_LEAVES = (
     ".qweight", ".weight_packed", ".W_q", ".quant_map", "._weight_qdata", ".weight_scale", ".weight_scale_inv",
@@ -101,8 +102,19 @@ def refuse_code(directory: Path, config: dict[str, Any]) -> None:
                 )
 
 
+def _mlx_settings(config: dict[str, Any]) -> dict[str, Any] | None:
+    """The settings of MLX in a config.json: they name no method, and stand in ``quantization``."""
+    settings = config.get("quantization")
+    named = config.get("quantization_config")
+    if isinstance(named, dict) and "quant_method" in named:
+        return None
+    return settings if isinstance(settings, dict) and {"bits", "group_size"} <= settings.keys() else None
+
+
 def quantization_method(config: dict[str, Any]) -> Any:
     """The ``quant_method`` of a config.json; None if the weights are floats."""
+    if _mlx_settings(config) is not None:
+        return MLX
     quantization = config.get("quantization_config")
     return quantization.get("quant_method", "") if isinstance(quantization, dict) else quantization
 
@@ -113,6 +125,8 @@ def quantization_settings(directory: Path, config: dict[str, Any]) -> Any:
     Raises:
         OSError, ValueError: the settings file cannot be read, or is not a JSON object.
     """
+    if (settings := _mlx_settings(config)) is not None:
+        return settings | {"quant_method": MLX}
     if config.get("quantization_config") is not None:
         return config["quantization_config"]
     for name, method in SETTINGS_FILES.items():

@@ -8,15 +8,17 @@ from typing import Any
 
 from ..checkpoint import copy_files
 from ..checkpoint.codes import Matrix, SourceTensor, Stacked, Weights
-from ..files.config_json import QUANTIZED_LEAVES, SETTINGS_FILES, quantization_settings, read_config
+from ..files.config_json import MLX, QUANTIZED_LEAVES, SETTINGS_FILES, quantization_settings, read_config
 from ..files.gguf_cache import file_states
 from ..files.safetensors import WEIGHTS, files_of, read_files
 from .awq import read_awq
 from .bitnet import read_bitnet
 from .bitsandbytes import read_bitsandbytes
 from .compressed_tensors import read_compressed_tensors
+from .gemma_qat import read_gemma
 from .gptq import read_gptq, renamed
 from .hqq import read_hqq
+from .mlx import read_mlx
 from .mxfp4 import read_mxfp4
 from .small_floats import read_fp8, read_modelopt
 from .source import Source
@@ -52,6 +54,8 @@ _FORMATS: dict[str, tuple[str, Callable[[Stock], Sequence[SourceTensor]]]] = {
     "hqq": ("HQQ", read_hqq),
     "torchao": ("torchao", read_torchao),
     "fp8": ("FP8", read_fp8),
+    "gemma": ("Gemma", read_gemma),
+    MLX: ("MLX", read_mlx),
     **dict.fromkeys(("modelopt", "modelopt_fp4"), ("ModelOpt", read_modelopt)),
 }
 
@@ -97,5 +101,7 @@ def open_directory(path: Path) -> Source:
     tensors = list(read(stock))
     if not any(isinstance(tensor, Matrix | Stacked | Weights) for tensor in tensors):
         raise ValueError(f"{path} has no quantized layer, although its settings say {method!r}")
-    description: dict[str, Any] = {key: value for key, value in config.items() if key != "quantization_config"}
+    description: dict[str, Any] = {
+        key: value for key, value in config.items() if key not in ("quantization_config", "quantization")
+    }
     return Source(path, name, description, tensors, lambda target: copy_files(path, target), states)

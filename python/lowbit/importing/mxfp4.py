@@ -32,7 +32,7 @@ def nibbles(pairs: Tensor) -> Tensor:
 
 def powers_of_two(codes: Tensor) -> Tensor:
     """Decodes exponents of two plus 127 to float32; 255 is NaN."""
-    return torch.where(codes == 255, torch.nan, torch.ldexp(torch.ones((), dtype=torch.float32), codes.int() - 127))
+    return torch.where(codes == 255, torch.nan, torch.ldexp(torch.ones(codes.shape), codes.int() - 127))
 
 
 def _read(blocks: Stored, scales: Stored, expert: int, begin: int, end: int) -> Rows:

@@ -33,7 +33,10 @@ _FP8 = LinearConfig(8)
 _MX, _NV = 32, 16  # group sizes
 _BLOCK = (128, 128)  # rows and columns that share a scale in DeepSeek's files; the default
 # Scales of activations and caches, which lowbit does not use: it computes them at each call.
-_COMPUTED = ("input_scale", "input_global_scale", "input_zero_point", "activation_scale", "k_scale", "v_scale")
+_COMPUTED = (
+    "input_scale", "input_global_scale", "input_zero_point", "activation_scale", "k_scale", "v_scale", "input_activation_scale",
+    "output_activation_scale", "k_cache_scale", "v_cache_scale",
+)  # fmt: skip
 
 
 def _powers(stored: Stored, begin: int, end: int) -> Tensor:
@@ -169,6 +172,12 @@ def read_layers(stock: Stock, block: tuple[int, int] = _BLOCK) -> list[Matrix | 
                 layers.append(_four_bits(stock, layer, leaf))
             elif leaf == "weight":
                 layers.append(_eight_bits(stock, layer, block))
+    drop_computed_scales(stock)
+    return layers
+
+
+def drop_computed_scales(stock: Stock) -> None:
+    """Takes the scales of activations and caches, with a warning."""
     dropped = [name for leaf in _COMPUTED for name in (f"{layer}.{leaf}" for layer in stock.layers(leaf))]
     for name in dropped:
         stock.take(name, *_SCALES, "I8", "U8")
@@ -176,9 +185,8 @@ def read_layers(stock: Stock, block: tuple[int, int] = _BLOCK) -> list[Matrix | 
         warnings.warn(
             f"{stock.path} has {len(dropped)} scales of activations or caches, {dropped[0]} for example: lowbit computes "
             "its own, so they are left out",
-            stacklevel=6,
+            stacklevel=7,
         )
-    return layers
 
 
 def read_fp8(stock: Stock) -> list[SourceTensor]:

@@ -216,3 +216,24 @@ def test_hqq(source, tmp_path, bits, group):
     save_file(tensors, tmp_path / "in" / "model.safetensors", metadata={"format": "pt"})
     found, summary = imported(tmp_path / "in", tmp_path / "out")
     same(found, expected, summary, 2**bits / 1200)
+
+
+@pytest.mark.parametrize(("mode", "bits"), [*(("affine", bits) for bits in (2, 3, 4, 5, 6, 8)), ("mxfp4", 4), ("nvfp4", 4)])
+def test_mlx(source, tmp_path, mode, bits):
+    """Quantized and written by mlx-lm, and dequantized by MLX."""
+    mx, mlx_lm = wanted("mlx.core"), wanted("mlx_lm")
+    group = {"nvfp4": 16}.get(mode, 32)
+    of_layers = {"group_size": group, "bits": bits, "mode": mode}
+    mlx_lm.convert(
+        str(source), str(tmp_path / "in"), quantize=True, q_bits=bits, q_group_size=group, q_mode=mode,
+        quant_predicate=lambda name, module: of_layers if ".layers." in name and hasattr(module, "to_quantized") else False,
+    )  # fmt: skip
+    stored = mx.load(str(tmp_path / "in" / "model.safetensors"))
+    found, summary = imported(tmp_path / "in", tmp_path / "out")
+    expected = {}
+    for name in found:
+        parts = [stored[f"{name}.{leaf}"] for leaf in ("weight", "scales", "biases") if f"{name}.{leaf}" in stored]
+        parts = [parts[0], *(part.astype(mx.float32) if mode == "affine" else part for part in parts[1:])]
+        weight = mx.dequantize(*parts, group_size=group, bits=bits, mode=mode).astype(mx.float32)
+        expected[name] = torch.tensor(weight.tolist())
+    same(found, expected, summary)
