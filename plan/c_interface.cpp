@@ -124,6 +124,17 @@ lowbit_result lowbit_feed(lowbit_model* model, lowbit_text* text, const int64_t*
   return result_of(model->plan->feed(*text->session, tokens, count, logits), error);
 }
 
+int64_t lowbit_width(const lowbit_model* model) { return model->plan->width(); }
+
+lowbit_result lowbit_embed(lowbit_model* model, const int64_t* ids, const int64_t* types, const int64_t* lengths, int64_t texts,
+                           float* vectors, lowbit_error* error) {
+  if (model == nullptr) return missing("model", error);
+  if (ids == nullptr) return missing("ids", error);
+  if (lengths == nullptr) return missing("lengths", error);
+  if (vectors == nullptr) return missing("vectors", error);
+  return result_of(model->plan->embed(ids, types, lengths, texts, vectors), error);
+}
+
 int64_t lowbit_most_likely(const float* logits, int64_t vocabulary) {
   int64_t best = 0;
   for (int64_t i = 0; i < vocabulary; ++i) {

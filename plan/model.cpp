@@ -18,6 +18,7 @@
 namespace lowbit {
 namespace {
 
+constexpr int64_t kTogether = 1024;  // tokens of texts that an encoder computes in one call
 constexpr int64_t kPiece = 256;  // tokens of a call; more take longer to write to memory than they save
 constexpr int64_t kPanel = 16;   // the length of caches is a multiple of it
 constexpr int64_t kMostLength = int64_t{1} << 24;
@@ -257,6 +258,7 @@ Status PlanModel::feed(PlanSession& session, const int64_t* tokens, int64_t coun
   PlanSession::Implementation& text = *session.implementation_;
   const std::lock_guard<std::mutex> lock(implementation_->busy);
   const int64_t size = vocabulary();
+  if (width() != 0) return Status::error("the plan is that of an encoder, which writes no text; expected a language model's");
   if (text.model != implementation_.get()) return Status::error("the text belongs to another model");
   if (count < 1 || count > text.length - text.position) {
     return Status::out_of_range("a text has %" PRId64 " tokens and gets %" PRId64 "; expected at most %" PRId64 " altogether",
@@ -289,6 +291,95 @@ Status PlanModel::feed(PlanSession& session, const int64_t* tokens, int64_t coun
     return {};
   } catch (const std::bad_alloc&) {
     return Status::no_memory("no memory for a call of %" PRId64 " tokens", count);
+  }
+}
+
+int64_t PlanModel::width() const { return number(implementation_->run->plan(), "width"); }
+
+size_t PlanModel::cache_count() const {
+  const std::vector<Buffer>& buffers = implementation_->run->plan().buffers;
+  return static_cast<size_t>(std::count_if(buffers.begin(), buffers.end(), [](const Buffer& buffer) {
+    return buffer.kind == BufferKind::cache;
+  }));
+}
+
+Status PlanModel::run(const PlanCall& call) {
+  const std::lock_guard<std::mutex> lock(implementation_->busy);
+  return implementation_->run->run(call);
+}
+
+Status PlanModel::embed(const int64_t* ids, const int64_t* types, const int64_t* lengths, int64_t texts, float* vectors) {
+  const Plan& plan = implementation_->run->plan();
+  const int64_t size = vocabulary(), kinds = number(plan, "types"), numbers = width();
+  const std::vector<int64_t>& masks = fact(plan, "masks");
+  const int64_t first = number(plan, "first_position");
+  const bool fits = numbers > 0 && numbers <= kMostLength && first >= 0 && first <= kMostLength && masks.size() % 2 == 0 &&
+                    std::all_of(masks.begin(), masks.end(), [](int64_t each) { return each >= 0; });
+  if (!fits || cache_count() != 0) {
+    return Status::error("the plan has embeddings of %" PRId64 " numbers, positions from %" PRId64 " on and %zu caches; expected "
+                         "the plan of an encoder", numbers, first, cache_count());
+  }
+  for (int64_t text = 0, at = 0; text < texts; ++text) {
+    if (lengths[text] < 1 || lengths[text] > std::min(positions(), kMostLength)) {
+      return Status::out_of_range("text %" PRId64 " has %" PRId64 " tokens; expected 1 to %" PRId64, text, lengths[text],
+                                  positions());
+    }
+    for (const int64_t end = at + lengths[text]; at < end; ++at) {
+      if (ids[at] < 0 || ids[at] >= size) {
+        return Status::error("there is no token %" PRId64 "; expected 0 to %" PRId64, ids[at], size - 1);
+      }
+      if (types != nullptr && (types[at] < 0 || types[at] >= std::max<int64_t>(kinds, 1))) {
+        return Status::error("a token is of type %" PRId64 "; expected 0 to %" PRId64, types[at], std::max<int64_t>(kinds, 1) - 1);
+      }
+    }
+  }
+  const std::lock_guard<std::mutex> lock(implementation_->busy);
+  const DType type = dtype_of(implementation_->output_type);
+  try {
+    std::vector<int64_t> places, kept_types, ranges;
+    std::vector<std::vector<int32_t>> bounds(masks.size() / 2);
+    std::vector<PlanText> parts;
+    for (int64_t text = 0, at = 0; text < texts;) {
+      places.clear();
+      ranges.clear();
+      parts.clear();
+      for (auto& each : bounds) each.clear();
+      int64_t rows = 0;
+      for (; text < texts && (rows == 0 || rows + lengths[text] <= kTogether); ++text) {
+        const int64_t length = lengths[text];
+        for (int64_t i = 0; i < length; ++i) {
+          places.push_back(first + i);
+          // The positions of its own text that a token sees.
+          for (size_t m = 0; m < bounds.size(); ++m) {
+            const int64_t begin = i > masks[2 * m] ? i - masks[2 * m] : 0;
+            const int64_t after = masks[2 * m + 1], end = after < length - i - 1 ? i + 1 + after : length;
+            bounds[m].insert(bounds[m].end(), {1, static_cast<int32_t>(begin), static_cast<int32_t>(end)});
+          }
+        }
+        ranges.insert(ranges.end(), {rows, rows + length});
+        parts.push_back({rows, rows + length, 0, nullptr});
+        rows += length;
+      }
+      std::vector<Memory> inputs = {{const_cast<int64_t*>(ids + at), 8 * rows}, {places.data(), 8 * rows}};
+      if (kinds > 0) {
+        kept_types.assign(static_cast<size_t>(rows), 0);
+        if (types != nullptr) std::copy_n(types + at, rows, kept_types.begin());
+        inputs.push_back({kept_types.data(), 8 * rows});
+      }
+      inputs.push_back({ranges.data(), 8 * static_cast<int64_t>(ranges.size())});
+      for (auto& each : bounds) inputs.push_back({each.data(), 4 * static_cast<int64_t>(each.size())});
+      const int64_t count = static_cast<int64_t>(parts.size()), values = count * numbers;
+      if (type != DType::f32) implementation_->output.resize(static_cast<size_t>(values * size_of(type)));
+      float* const to = vectors + (text - count) * numbers;
+      const Memory output{type == DType::f32 ? static_cast<void*>(to) : implementation_->output.data(), values * size_of(type)};
+      const PlanCall call{rows, count, inputs.data(), static_cast<int64_t>(inputs.size()), &output, 1, parts.data(), count};
+      if (Status status = implementation_->run->run(call); !status.ok()) return status;
+      for (int64_t i = 0; type != DType::f32 && i < values; ++i) to[i] = load_as_f32(implementation_->output.data(), type, i);
+      at += rows;
+    }
+    return {};
+  } catch (const std::bad_alloc&) {
+    return Status::no_memory("no memory for %" PRId64 " texts", texts);
   }
 }
 

@@ -18,6 +18,7 @@ namespace lowbit {
 enum class TextCache : uint8_t { f32, bf16, f16, i8, i4 };
 
 class PlanModel;
+struct PlanCall;
 
 // A text and its caches.
 class LOWBIT_API PlanSession {
@@ -59,6 +60,13 @@ class LOWBIT_API PlanModel {
   Status begin(std::unique_ptr<PlanSession>* session) const;
   // Adds tokens to a text. logits [vocabulary] are those after the last one. One call at a time.
   Status feed(PlanSession& session, const int64_t* tokens, int64_t count, float* logits);
+  // Embeddings or scores of texts by the plan of an encoder. `ids` has the tokens of all texts, `lengths` how many each text has,
+  // `types` the kind of each token, or is null: all are 0. Writes [texts, width] to `vectors`. One call at a time.
+  int64_t width() const;  // numbers of each text; 0: not an encoder's plan
+  Status embed(const int64_t* ids, const int64_t* types, const int64_t* lengths, int64_t texts, float* vectors);
+  // Runs a plan with inputs, outputs and caches of the caller.
+  Status run(const PlanCall& call);
+  size_t cache_count() const;  // tensors of each text of such a call
   // A digest of the logits of a fixed text, its first tokens in one call and its last ones alone, over caches of float32. With
   // the same files it is the same on every machine, for any number of threads.
   Status certify(uint64_t* certificate);

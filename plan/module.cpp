@@ -55,6 +55,29 @@ struct Caches {
   }
 };
 
+// A call with the caller's memory.
+template <class Run>
+void run_call(const Run& run, int64_t rows, int64_t kept, const std::vector<Address>& inputs, const std::vector<Address>& outputs,
+              const std::vector<std::tuple<int64_t, int64_t, int64_t, const Caches*>>& texts, size_t caches_per_text) {
+  std::vector<Memory> in, out;
+  for (const Address& each : inputs) in.push_back(memory_at(each));
+  for (const Address& each : outputs) out.push_back(memory_at(each));
+  std::vector<PlanText> list;
+  for (const auto& [begin, end, start, caches] : texts) {
+    if (caches == nullptr || caches->views.size() != caches_per_text) {
+      throw py::value_error("a text has tensors for another plan; expected " + std::to_string(caches_per_text));
+    }
+    list.push_back({begin, end, start, caches->views.data()});
+  }
+  Status status;
+  {
+    py::gil_scoped_release release;
+    status = run({rows, kept, in.data(), static_cast<int64_t>(in.size()), out.data(), static_cast<int64_t>(out.size()),
+                  list.data(), static_cast<int64_t>(list.size())});
+  }
+  raise_unless_ok(status);
+}
+
 // The caller keeps all memory alive.
 class Runner {
  public:
@@ -75,24 +98,11 @@ class Runner {
 
   void run(int64_t rows, int64_t kept, const std::vector<Address>& inputs, const std::vector<Address>& outputs,
            const std::vector<std::tuple<int64_t, int64_t, int64_t, const Caches*>>& texts) {
-    std::vector<Memory> in, out;
-    for (const Address& each : inputs) in.push_back(memory_at(each));
-    for (const Address& each : outputs) out.push_back(memory_at(each));
-    std::vector<PlanText> list;
-    for (const auto& [begin, end, start, caches] : texts) {
-      if (caches == nullptr || caches->views.size() != caches_.size()) {
-        throw py::value_error("a text has tensors for another plan; expected " + std::to_string(caches_.size()));
-      }
-      list.push_back({begin, end, start, caches->views.data()});
-    }
-    Status status;
-    {
-      py::gil_scoped_release release;
+    const auto locked = [&](const PlanCall& call) {
       const std::lock_guard<std::mutex> lock(busy_);
-      status = run_->run({rows, kept, in.data(), static_cast<int64_t>(in.size()), out.data(), static_cast<int64_t>(out.size()),
-                          list.data(), static_cast<int64_t>(list.size())});
-    }
-    raise_unless_ok(status);
+      return run_->run(call);
+    };
+    run_call(locked, rows, kept, inputs, outputs, texts, caches_.size());
   }
 
   void measure() { run_->measure(); }
@@ -149,6 +159,33 @@ void feed(PlanModel& model, PlanSession& session, const std::vector<int64_t>& to
   raise_unless_ok(status);
 }
 
+void run_model(PlanModel& model, int64_t rows, int64_t kept, const std::vector<Address>& inputs,
+               const std::vector<Address>& outputs,
+               const std::vector<std::tuple<int64_t, int64_t, int64_t, const Caches*>>& texts) {
+  run_call([&](const PlanCall& call) { return model.run(call); }, rows, kept, inputs, outputs, texts, model.cache_count());
+}
+
+// Writes the vectors of texts to `vectors`, float32 [texts, width].
+void embed(PlanModel& model, const std::vector<int64_t>& ids, const std::vector<int64_t>& types,
+           const std::vector<int64_t>& lengths, uintptr_t vectors) {
+  int64_t tokens = 0;
+  for (const int64_t length : lengths) {
+    if (length < 0 || __builtin_add_overflow(tokens, length, &tokens)) throw py::value_error("a text has no possible length");
+  }
+  for (const size_t count : {ids.size(), types.empty() ? ids.size() : types.size()}) {
+    if (count != static_cast<size_t>(tokens)) {
+      throw py::value_error("there are " + std::to_string(count) + " ids or types for texts of " + std::to_string(tokens) + " tokens");
+    }
+  }
+  Status status;
+  {
+    py::gil_scoped_release release;
+    status = model.embed(ids.data(), types.empty() ? nullptr : types.data(), lengths.data(), static_cast<int64_t>(lengths.size()),
+                         reinterpret_cast<float*>(vectors));
+  }
+  raise_unless_ok(status);
+}
+
 // sin of `count` numbers, or with quarter 1 cos.
 void sines(uintptr_t x, int64_t count, int64_t quarter, uintptr_t out) {
   const float* const from = reinterpret_cast<const float*>(x);
@@ -191,6 +228,9 @@ void add_plans(py::module_& module) {
         raise_unless_ok(status);
         return certificate;
       })
+      .def_property_readonly("width", &PlanModel::width)
+      .def("run", &run_model, py::arg("rows"), py::arg("kept"), py::arg("inputs"), py::arg("outputs"), py::arg("texts"))
+      .def("embed", &embed, py::arg("ids"), py::arg("types"), py::arg("lengths"), py::arg("vectors"))
       .def("feed", &feed, py::arg("session"), py::arg("tokens"), py::arg("logits"));
   module.def("digest", [](uintptr_t address, size_t size, uint64_t from) {
     return digest(reinterpret_cast<const void*>(address), size, from);

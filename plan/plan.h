@@ -63,7 +63,7 @@ enum class Opcode : uint8_t {
   embedding,         // indices packed out; embedding_dim
   attention,         // q k v [sinks] out; layer window; scale softcap
   masked_attention,  // q k v [bounds] out; ; scale softcap; within each text, from whose first row bounds count
-  fixed_attention,   // q k v start out; layer, slots of keys and values; scale: over caches of a call with one text
+  fixed_attention,   // q k v start out; layer, slots of keys and values, window; scale: over caches of a call with one text
   linear_attention,  // q k v decay [beta] out; layer slot; scale norm_epsilon
   short_conv,        // x weight [bias] out; layer slot silu
   activate,          // x [gate] out; activation
@@ -80,8 +80,9 @@ enum class Opcode : uint8_t {
   take,              // x [n, ...] indices [...] out [..., ...]: slices of x
   scatter,           // indices [..., k] out [..., n]; ; value: written where indices say; the rest of out stays
   count_up,          // out [n] int64; start step
+  pool,              // x [1, rows, width] ranges [texts, 2] out [texts, width]; mode
 };
-inline constexpr int kOpcodes = 23;
+inline constexpr int kOpcodes = 24;
 
 // One step of an elementwise computation: register r = op(a, b, c). Registers are first the inputs, then the results of earlier
 // instructions; -1 - i is constant i. A float result is computed in float32 and rounded to `type`; others in int64.
@@ -102,6 +103,10 @@ struct PlanStep {
   std::vector<int64_t> integers;
   std::vector<double> numbers;
 };
+
+// How rows become one: their mean, the largest of each column, the sum over the root of their number, or the mean with weights
+// 1, 2, 3, ...
+enum class Pooling : int64_t { mean, largest, root, weighted };
 
 inline constexpr int64_t kChecked = 4096;
 

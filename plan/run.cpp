@@ -131,7 +131,9 @@ struct PlanRun::Implementation {
         const TensorView* const keys = call.text_count == 1 ? cache(call.texts[0], n[0], n[1]) : nullptr;
         const TensorView* const values = call.text_count == 1 ? cache(call.texts[0], n[0], n[2]) : nullptr;
         if (keys == nullptr || values == nullptr) return Status::error("it needs one text with caches of layer %" PRId64, n[0]);
-        return attention(v[0], v[1], v[2], *keys, *values, v[3], Scores{x[0]}, v[4], parallel);
+        Scores scores{x[0]};
+        scores.window = n[3];
+        return attention(v[0], v[1], v[2], *keys, *values, v[3], scores, v[4], parallel);
       }
       case Opcode::activate: return activate(v[0], optional(1), n[0], v[2], parallel);
       case Opcode::rms_norm: return rms_norm(v[0], optional(1), x[0], x[1], v[2], parallel);
@@ -153,6 +155,7 @@ struct PlanRun::Implementation {
       case Opcode::take: return take(v[0], v[1], v[2], parallel);
       case Opcode::scatter: return scatter(v[0], x[0], v[1], parallel);
       case Opcode::count_up: return count_up(x[0], x[1], v[0]);
+      case Opcode::pool: return pool(v[0], v[1], n[0], v[2], parallel);
       case Opcode::attention:
       case Opcode::linear_attention:
       case Opcode::short_conv: break;
