@@ -132,7 +132,7 @@ struct PlanRun::Implementation {
   std::vector<double> times;  // of each operator, if they are measured
   Status refusal;  // why the plan cannot run
 
-  Implementation(Plan given, int threads) : plan(std::move(given)), team(threads), weights(plan.buffers.size()) {
+  Implementation(Plan given, const Threads& threads) : plan(std::move(given)), team(threads), weights(plan.buffers.size()) {
     for (size_t i = 0; i < plan.buffers.size(); ++i) {
       const Buffer& buffer = plan.buffers[i];
       if (buffer.kind == BufferKind::cache && !caches.emplace(std::pair(buffer.index, buffer.slot), caches.size()).second) {
@@ -489,7 +489,8 @@ struct PlanRun::Implementation {
 
 const char* name_of(Opcode op) { return kSignatures[static_cast<size_t>(op)].name; }
 
-PlanRun::PlanRun(Plan plan, int threads) : implementation_(std::make_unique<Implementation>(std::move(plan), threads)) {}
+PlanRun::PlanRun(Plan plan, const Threads& threads)
+    : implementation_(std::make_unique<Implementation>(std::move(plan), threads)) {}
 PlanRun::~PlanRun() = default;
 
 const Plan& PlanRun::plan() const { return implementation_->plan; }
