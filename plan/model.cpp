@@ -14,13 +14,13 @@
 #include "../ops/aligned_memory.h"
 #include "mapped_file.h"
 #include "plan.h"
+#include "session.h"
 
 namespace lowbit {
 namespace {
 
 constexpr int64_t kTogether = 1024;  // tokens of texts that an encoder computes in one call
 constexpr int64_t kPiece = 256;  // tokens of a call; more take longer to write to memory than they save
-constexpr int64_t kPanel = 16;   // the length of caches is a multiple of it
 constexpr int64_t kMostLength = int64_t{1} << 24;
 constexpr int64_t kMostTokens = int64_t{1} << 28;  // of a vocabulary
 
@@ -35,7 +35,7 @@ ElementType storage_of(TextCache type) {
 
 // The last dimension of a cache: codes, and in integers the scale of a position.
 int64_t stored_width(int64_t width, TextCache type) {
-  return type == TextCache::i4 ? width / 2 + 4 : type == TextCache::i8 ? width + 4 : width;
+  return type == TextCache::i4 ? width / 2 + kScaleBytes : type == TextCache::i8 ? width + kScaleBytes : width;
 }
 
 const std::vector<int64_t>& fact(const Plan& plan, const char* name) {
@@ -51,33 +51,30 @@ int64_t number(const Plan& plan, const char* name) {
 
 }  // namespace
 
-struct Free {
-  void operator()(void* memory) const { std::free(memory); }
-};
-
-struct PlanSession::Implementation {
-  const void* model = nullptr;
-  int64_t length = 0, position = 0;
-  bool recurrent = false;
-  std::vector<TensorView> caches;
-  std::vector<std::unique_ptr<void, Free>> memory;
-};
+bool cache_named(const std::string& name, TextCache* type) {
+  constexpr const char* kNames[] = {"float32", "bfloat16", "float16", "int8", "int4"};
+  const auto found = std::find(std::begin(kNames), std::end(kNames), name);
+  if (found == std::end(kNames)) return false;
+  *type = static_cast<TextCache>(found - std::begin(kNames));
+  return true;
+}
 
 PlanSession::PlanSession(std::unique_ptr<Implementation> implementation) : implementation_(std::move(implementation)) {}
 PlanSession::~PlanSession() = default;
 int64_t PlanSession::length() const { return implementation_->length; }
-int64_t PlanSession::position() const { return implementation_->position; }
+int64_t PlanSession::position() const { return implementation_->position(); }
+const std::vector<int64_t>& PlanSession::tokens() const { return implementation_->tokens; }
 bool PlanSession::recurrent() const { return implementation_->recurrent; }
 
 Status PlanSession::cut(int64_t count) {
   Implementation& own = *implementation_;
-  if (count < 0 || count > own.position) {
-    return Status::error("a text of %" PRId64 " tokens is cut to %" PRId64, own.position, count);
+  if (count < 0 || count > own.position()) {
+    return Status::error("a text of %" PRId64 " tokens is cut to %" PRId64, own.position(), count);
   }
-  if (own.recurrent && count != 0 && count != own.position) {
+  if (own.recurrent && count != 0 && count != own.position()) {
     return Status::error("a text of a model with states is cut to %" PRId64 " tokens; expected 0", count);
   }
-  own.position = count;
+  own.tokens.resize(static_cast<size_t>(count));
   return {};
 }
 
@@ -87,10 +84,11 @@ struct PlanModel::Implementation {
   std::mutex busy;
   std::vector<char> output;  // logits of 16 bits
   ElementType output_type = ElementType::f32;
+  uint64_t digest = 0;  // of the plan
 
   // Finds the memory that a weight is a part of.
   using Find = std::function<Status(Implementation& own, const Buffer& weight, Memory* whole)>;
-  static Status make(const std::string& name, const Memory& bytes, int threads, const Find& find,
+  static Status make(const std::string& name, const Memory& bytes, const Threads& threads, const Find& find,
                      std::unique_ptr<Implementation>* made);
 };
 
@@ -101,10 +99,13 @@ int64_t PlanModel::positions() const { return number(implementation_->run->plan(
 const std::vector<int64_t>& PlanModel::stop() const { return fact(implementation_->run->plan(), "stop"); }
 const std::map<std::string, std::vector<int64_t>>& PlanModel::about() const { return implementation_->run->plan().about; }
 
-Status PlanModel::Implementation::make(const std::string& name, const Memory& bytes, int threads, const Find& find,
+Status PlanModel::Implementation::make(const std::string& name, const Memory& bytes, const Threads& threads, const Find& find,
                                        std::unique_ptr<Implementation>* made) {
-  if (threads < 1 || threads > 1024) return Status::error("there are %d threads; expected 1 to 1024", threads);
+  if (threads.count < 1 || threads.count > 1024) {
+    return Status::error("there are %d threads; expected 1 to 1024", threads.count);
+  }
   auto own = std::make_unique<Implementation>();
+  own->digest = lowbit::digest(bytes.data, static_cast<size_t>(bytes.bytes));
   Plan plan;
   if (Status status = read_plan(bytes.data, static_cast<size_t>(bytes.bytes), &plan); !status.ok()) {
     return status.with_prefix((name + ": ").c_str());
@@ -124,7 +125,7 @@ Status PlanModel::Implementation::make(const std::string& name, const Memory& by
   try {
     own->run = std::make_unique<PlanRun>(std::move(plan), threads);
   } catch (const std::system_error& error) {
-    return Status::system("%d threads cannot be started: %s", threads, error.what());
+    return Status::system("%d threads cannot be started: %s", threads.count, error.what());
   }
   const std::vector<Buffer>& buffers = own->run->plan().buffers;
   for (size_t i = 0; i < buffers.size(); ++i) {
@@ -147,8 +148,9 @@ Status PlanModel::Implementation::make(const std::string& name, const Memory& by
   return {};
 }
 
-Status PlanModel::open(const std::string& file, int threads, std::unique_ptr<PlanModel>* model) {
+Status PlanModel::open(const std::string& path, const Threads& threads, std::unique_ptr<PlanModel>* model) {
   try {
+    const std::string file = is_directory(path) ? path + "/lowbit.plan" : path;
     MappedFile mapped;
     if (Status status = mapped.open(file); !status.ok()) return status;
     const std::string directory = file.substr(0, file.find_last_of("/\\") + 1);
@@ -169,11 +171,11 @@ Status PlanModel::open(const std::string& file, int threads, std::unique_ptr<Pla
     model->reset(new PlanModel(std::move(own)));
     return {};
   } catch (const std::bad_alloc&) {
-    return Status::no_memory("no memory for %s", file.c_str());
+    return Status::no_memory("no memory for %s", path.c_str());
   }
 }
 
-Status PlanModel::open(const void* bytes, size_t size, int threads, std::unique_ptr<PlanModel>* model) {
+Status PlanModel::open(const void* bytes, size_t size, const Threads& threads, std::unique_ptr<PlanModel>* model) {
   uint64_t plan_bytes = 0;
   if (size >= sizeof plan_bytes) std::memcpy(&plan_bytes, bytes, sizeof plan_bytes);
   if (size < sizeof plan_bytes || plan_bytes > size - sizeof plan_bytes) {
@@ -205,10 +207,15 @@ Status PlanModel::begin(int64_t length, TextCache keys, TextCache values, std::u
   try {
     auto own = std::make_unique<PlanSession::Implementation>();
     own->model = implementation_.get();
+    own->digest = implementation_->digest;
     own->length = length;
+    own->vocabulary = vocabulary();
+    own->keys = keys;
+    own->values = values;
     for (const Buffer& buffer : implementation_->run->plan().buffers) {
       if (buffer.kind != BufferKind::cache) continue;
       TensorView& view = own->caches.emplace_back();
+      own->states.push_back(buffer.slot >= kFirstState);
       if (buffer.slot == kHeld) continue;  // these caches have room for the whole text
       if (buffer.slot == kKeys || buffer.slot == kValues) {
         const TextCache type = buffer.slot == kKeys ? keys : values;
@@ -244,14 +251,17 @@ Status PlanModel::begin(int64_t length, TextCache keys, TextCache values, std::u
   }
 }
 
-Status PlanModel::begin(std::unique_ptr<PlanSession>* session) const {
-  const Plan& plan = implementation_->run->plan();
-  const std::vector<int64_t>& caches = fact(plan, "caches");
+int64_t PlanModel::default_length() const { return number(implementation_->run->plan(), "length"); }
+
+Status PlanModel::cache_types(TextCache* keys, TextCache* values) const {
+  const std::vector<int64_t>& caches = fact(implementation_->run->plan(), "caches");
   const auto is_type = [](int64_t type) { return type >= 0 && type <= static_cast<int64_t>(TextCache::i4); };
   if (caches.size() != 2 || !is_type(caches[0]) || !is_type(caches[1])) {
     return Status::error("the plan does not name the types of its caches");
   }
-  return begin(number(plan, "length"), static_cast<TextCache>(caches[0]), static_cast<TextCache>(caches[1]), session);
+  *keys = static_cast<TextCache>(caches[0]);
+  *values = static_cast<TextCache>(caches[1]);
+  return {};
 }
 
 Status PlanModel::feed(PlanSession& session, const int64_t* tokens, int64_t count, float* logits) {
@@ -260,9 +270,9 @@ Status PlanModel::feed(PlanSession& session, const int64_t* tokens, int64_t coun
   const int64_t size = vocabulary();
   if (width() != 0) return Status::error("the plan is that of an encoder, which writes no text; expected a language model's");
   if (text.model != implementation_.get()) return Status::error("the text belongs to another model");
-  if (count < 1 || count > text.length - text.position) {
+  if (count < 1 || count > text.length - text.position()) {
     return Status::out_of_range("a text has %" PRId64 " tokens and gets %" PRId64 "; expected at most %" PRId64 " altogether",
-                                text.position, count, text.length);
+                                text.position(), count, text.length);
   }
   for (int64_t i = 0; i < count; ++i) {
     if (tokens[i] < 0 || tokens[i] >= size) {
@@ -273,18 +283,19 @@ Status PlanModel::feed(PlanSession& session, const int64_t* tokens, int64_t coun
     const int64_t pieces = (count + kPiece - 1) / kPiece;
     const DType type = dtype_of(implementation_->output_type);
     std::vector<int64_t> positions;
+    text.tokens.reserve(static_cast<size_t>(text.position() + count));
     for (int64_t piece = 0, done = 0; piece < pieces; ++piece) {
       const int64_t rows = (count - done) / (pieces - piece);
       positions.resize(static_cast<size_t>(rows));
-      for (int64_t i = 0; i < rows; ++i) positions[static_cast<size_t>(i)] = text.position + i;
+      for (int64_t i = 0; i < rows; ++i) positions[static_cast<size_t>(i)] = text.position() + i;
       int64_t last = rows - 1;
       const Memory inputs[] = {{const_cast<int64_t*>(tokens + done), 8 * rows}, {positions.data(), 8 * rows}, {&last, 8}};
       if (type != DType::f32) implementation_->output.resize(static_cast<size_t>(size * size_of(type)));
       void* const to = type == DType::f32 ? static_cast<void*>(logits) : implementation_->output.data();
       const Memory output{to, size * size_of(type)};
-      const PlanText one{0, rows, text.position, text.caches.data()};
+      const PlanText one{0, rows, text.position(), text.caches.data()};
       if (Status status = implementation_->run->run({rows, 1, inputs, 3, &output, 1, &one, 1}); !status.ok()) return status;
-      text.position += rows;
+      text.tokens.insert(text.tokens.end(), tokens + done, tokens + done + rows);
       done += rows;
     }
     for (int64_t i = 0; type != DType::f32 && i < size; ++i) logits[i] = load_as_f32(implementation_->output.data(), type, i);

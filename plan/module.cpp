@@ -124,11 +124,9 @@ class Runner {
   std::vector<std::pair<int64_t, int64_t>> caches_;
 };
 
-TextCache cache_named(const std::string& name) {
-  constexpr const char* kNames[] = {"float32", "bfloat16", "float16", "int8", "int4"};
-  for (size_t i = 0; i < std::size(kNames); ++i) {
-    if (name == kNames[i]) return static_cast<TextCache>(i);
-  }
+TextCache cache_type(const std::string& name) {
+  TextCache type;
+  if (cache_named(name, &type)) return type;
   throw py::value_error("a cache is '" + name + "'; expected float32, bfloat16, float16, int8 or int4");
 }
 
@@ -145,7 +143,7 @@ std::unique_ptr<PlanModel> open_model(const std::string& file, int threads) {
 
 std::unique_ptr<PlanSession> begin(const PlanModel& model, int64_t length, const std::string& keys, const std::string& values) {
   std::unique_ptr<PlanSession> session;
-  raise_unless_ok(model.begin(length, cache_named(keys), cache_named(values), &session));
+  raise_unless_ok(model.begin(length, cache_type(keys), cache_type(values), &session));
   return session;
 }
 
@@ -210,7 +208,12 @@ void add_plans(py::module_& module) {
       .def_property_readonly("length", &PlanSession::length)
       .def_property_readonly("position", &PlanSession::position)
       .def_property_readonly("recurrent", &PlanSession::recurrent)
-      .def("cut", [](PlanSession& session, int64_t count) { raise_unless_ok(session.cut(count)); }, py::arg("count"));
+      .def_property_readonly("tokens", &PlanSession::tokens)
+      .def("cut", [](PlanSession& session, int64_t count) { raise_unless_ok(session.cut(count)); }, py::arg("count"))
+      .def("save", [](const PlanSession& session, const std::string& file) { raise_unless_ok(session.save(file)); },
+           py::arg("file"))
+      .def("load", [](PlanSession& session, const std::string& file) { raise_unless_ok(session.load(file)); },
+           py::arg("file"));
   py::class_<PlanModel>(module, "PlanModel")
       .def(py::init(&open_model), py::arg("file"), py::arg("threads"))
       .def_property_readonly("vocabulary", &PlanModel::vocabulary)

@@ -13,6 +13,7 @@
 #include "../kernels/export.h"
 #include "../kernels/status.h"
 #include "../ops/tensor_view.h"
+#include "threads.h"
 
 namespace lowbit {
 
@@ -118,8 +119,8 @@ struct Plan {
 
 LOWBIT_API const char* name_of(Opcode op);
 
-// CRC-32 (ISO 3309), as in zip files.
-LOWBIT_API uint32_t checksum(const void* bytes, size_t size);
+// CRC-32 (ISO 3309), as in zip files, continued from an earlier result.
+LOWBIT_API uint32_t checksum(const void* bytes, size_t size, uint32_t from = 0);
 
 // Reads a plan's bytes, which need not be trusted.
 LOWBIT_API Status read_plan(const void* bytes, size_t size, Plan* plan);
@@ -150,7 +151,7 @@ struct PlanCall {
 class LOWBIT_API PlanRun {
  public:
   // Throws std::bad_alloc or std::system_error.
-  PlanRun(Plan plan, int threads);
+  PlanRun(Plan plan, const Threads& threads);
   ~PlanRun();
   PlanRun(const PlanRun&) = delete;
   PlanRun& operator=(const PlanRun&) = delete;

@@ -53,7 +53,8 @@ struct PlanRun::Implementation {
   Status refusal;                                        // why the plan cannot run
   std::vector<double> times;                             // of each operator, if they are measured
 
-  Implementation(Plan given, int threads) : plan(std::move(given)), team(threads), memory(plan), refusal(memory.check()) {
+  Implementation(Plan given, const Threads& threads)
+      : plan(std::move(given)), team(threads), memory(plan), refusal(memory.check()) {
     for (const Buffer& buffer : plan.buffers) {
       if (buffer.kind == BufferKind::cache && !caches.emplace(std::pair(buffer.index, buffer.slot), caches.size()).second) {
         refusal = Status::error("layer %" PRId64 " has two caches of slot %" PRId64, buffer.index, buffer.slot);
@@ -236,7 +237,8 @@ struct PlanRun::Implementation {
 
 const char* name_of(Opcode op) { return kSignatures[static_cast<size_t>(op)].name; }
 
-PlanRun::PlanRun(Plan plan, int threads) : implementation_(std::make_unique<Implementation>(std::move(plan), threads)) {}
+PlanRun::PlanRun(Plan plan, const Threads& threads)
+    : implementation_(std::make_unique<Implementation>(std::move(plan), threads)) {}
 PlanRun::~PlanRun() = default;
 
 const Plan& PlanRun::plan() const { return implementation_->plan; }
