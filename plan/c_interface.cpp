@@ -1,27 +1,71 @@
 // plan/lowbit.h over PlanModel.
 
+#define LOWBIT_BUILDING
 #include <algorithm>
-#include <cmath>
+#include <cinttypes>
 #include <cstdio>
 #include <cstring>
+#include <exception>
+#include <map>
 #include <memory>
+#include <mutex>
 #include <new>
 #include <thread>
 
 #include "lowbit.h"
 #include "model.h"
-
-struct lowbit_model {
-  std::unique_ptr<lowbit::PlanModel> plan;
-};
-
-struct lowbit_text {
-  std::unique_ptr<lowbit::PlanSession> session;
-};
+#include "sampling.h"
 
 namespace {
 
+using lowbit::PlanModel;
+using lowbit::PlanSession;
 using lowbit::Status;
+
+struct Text {
+  std::shared_ptr<PlanModel> model;  // first, so that it outlives the session
+  std::unique_ptr<PlanSession> session;
+};
+
+// What callers have are numbers, none of which is used twice: a closed model or text is recognized, and one that a call uses
+// stays until the call returns.
+template <class Handle, class Value>
+class Open {
+ public:
+  Handle* add(std::shared_ptr<Value> value) {
+    const std::lock_guard<std::mutex> lock(busy_);
+    values_.emplace(last_ + 1, std::move(value));
+    return reinterpret_cast<Handle*>(++last_);
+  }
+  std::shared_ptr<Value> find(const Handle* handle) {
+    const std::lock_guard<std::mutex> lock(busy_);
+    const auto found = values_.find(reinterpret_cast<uintptr_t>(handle));
+    return found == values_.end() ? nullptr : found->second;
+  }
+  void remove(const Handle* handle) {
+    std::shared_ptr<Value> value;  // ends without the lock
+    const std::lock_guard<std::mutex> lock(busy_);
+    const auto found = values_.find(reinterpret_cast<uintptr_t>(handle));
+    if (found == values_.end()) return;
+    value = std::move(found->second);
+    values_.erase(found);
+  }
+
+ private:
+  std::mutex busy_;
+  std::map<uintptr_t, std::shared_ptr<Value>> values_;
+  uintptr_t last_ = 0;
+};
+
+// These stay until the process ends, because other threads may use them while it does.
+Open<lowbit_model, PlanModel>& models() {
+  static auto& all = *new Open<lowbit_model, PlanModel>;
+  return all;
+}
+Open<lowbit_text, Text>& texts() {
+  static auto& all = *new Open<lowbit_text, Text>;
+  return all;
+}
 
 lowbit_result result_of(const Status& status, lowbit_error* error) {
   if (error != nullptr) std::snprintf(error->message, sizeof error->message, "%s", status.message());
@@ -35,8 +79,24 @@ lowbit_result result_of(const Status& status, lowbit_error* error) {
   return LOWBIT_INVALID;
 }
 
-lowbit_result missing(const char* name, lowbit_error* error) {
-  return result_of(Status::error("%s is NULL; expected an address", name), error);
+// The result of a function that gives a Status, or of its exception.
+template <class Function>
+lowbit_result guarded(lowbit_error* error, Function&& function) noexcept {
+  try {
+    return result_of(function(), error);
+  } catch (const std::bad_alloc&) {
+    return result_of(Status::no_memory("no memory for the call"), error);
+  } catch (const std::exception& exception) {
+    return result_of(Status::system("the call failed: %s", exception.what()), error);
+  } catch (...) {
+    return result_of(Status::system("the call failed"), error);
+  }
+}
+
+Status missing(const char* name) { return Status::error("%s is NULL; expected an address", name); }
+
+Status not_open(const char* name, const void* handle) {
+  return handle == nullptr ? missing(name) : Status::error("%s is not open; expected one that has not been closed", name);
 }
 
 // The fields that the caller's version of a struct has; the others are 0.
@@ -44,97 +104,173 @@ template <class Options>
 Status read_options(const Options* given, Options* options) {
   *options = {};
   if (given == nullptr) return {};
-  if (given->size < sizeof(size_t) || given->size > (size_t{1} << 16)) {
+  if (given->size < sizeof(size_t) || given->size > 65536) {
     return Status::error("the size of options is %zu; expected the size of their struct, %zu", given->size, sizeof(Options));
   }
   std::memcpy(options, given, std::min(given->size, sizeof(Options)));
   return {};
 }
 
-}  // namespace
-
-int lowbit_api_version(void) { return 1; }
-
-lowbit_result lowbit_open(const char* file, const lowbit_open_options* options, lowbit_model** model, lowbit_error* error) {
-  if (file == nullptr) return missing("file", error);
-  if (model == nullptr) return missing("model", error);
-  *model = nullptr;
-  lowbit_open_options used;
-  if (const Status status = read_options(options, &used); !status.ok()) return result_of(status, error);
-  const int threads = used.threads != 0 ? used.threads : std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
-  try {
-    auto made = std::make_unique<lowbit_model>();
-    const Status status = lowbit::PlanModel::open(file, threads, &made->plan);
-    if (status.ok()) *model = made.release();
-    return result_of(status, error);
-  } catch (const std::bad_alloc&) {
-    return result_of(Status::no_memory("no memory for %s", file), error);
-  }
+size_t copy_tokens(const std::vector<int64_t>& from, int64_t* to, size_t most) {
+  if (to != nullptr) std::copy_n(from.begin(), std::min(most, from.size()), to);
+  return from.size();
 }
 
-void lowbit_close(lowbit_model* model) { delete model; }
-int64_t lowbit_vocabulary(const lowbit_model* model) { return model->plan->vocabulary(); }
-int64_t lowbit_positions(const lowbit_model* model) { return model->plan->positions(); }
+}  // namespace
+
+int lowbit_api_version(void) { return 2; }
+
+lowbit_result lowbit_open(const char* path, const lowbit_open_options* options, lowbit_model** model, lowbit_error* error) {
+  return guarded(error, [&] {
+    if (path == nullptr) return missing("path");
+    if (model == nullptr) return missing("model");
+    *model = nullptr;
+    lowbit_open_options used;
+    if (Status status = read_options(options, &used); !status.ok()) return status;
+    const int threads = used.threads != 0 ? used.threads : std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
+    std::unique_ptr<PlanModel> made;
+    const Status status = PlanModel::open(path, {threads, used.run_tasks, used.host}, &made);
+    if (status.ok()) *model = models().add(std::move(made));
+    return status;
+  });
+}
+
+void lowbit_close(lowbit_model* model) { models().remove(model); }
+
+int64_t lowbit_vocabulary(const lowbit_model* model) {
+  const auto open = models().find(model);
+  return open ? open->vocabulary() : 0;
+}
+
+int64_t lowbit_positions(const lowbit_model* model) {
+  const auto open = models().find(model);
+  return open ? open->positions() : 0;
+}
 
 size_t lowbit_stop_tokens(const lowbit_model* model, int64_t* tokens, size_t most) {
-  const auto& stop = model->plan->stop();
-  if (tokens != nullptr) std::copy_n(stop.begin(), std::min(most, stop.size()), tokens);
-  return stop.size();
+  const auto open = models().find(model);
+  return open ? copy_tokens(open->stop(), tokens, most) : 0;
 }
 
 lowbit_result lowbit_text_new(const lowbit_model* model, const lowbit_text_options* options, lowbit_text** text,
                               lowbit_error* error) {
-  if (model == nullptr) return missing("model", error);
-  if (text == nullptr) return missing("text", error);
-  *text = nullptr;
-  lowbit_text_options used;
-  if (const Status status = read_options(options, &used); !status.ok()) return result_of(status, error);
-  for (const int64_t cache : {static_cast<int64_t>(used.keys), static_cast<int64_t>(used.values)}) {
-    if (cache < LOWBIT_F32 || cache > LOWBIT_I4) {
-      return result_of(Status::error("a cache is %d; expected LOWBIT_F32 to LOWBIT_I4", static_cast<int>(cache)), error);
+  return guarded(error, [&] {
+    auto made = std::make_shared<Text>();
+    made->model = models().find(model);
+    if (!made->model) return not_open("model", model);
+    if (text == nullptr) return missing("text");
+    *text = nullptr;
+    lowbit_text_options used;
+    if (Status status = read_options(options, &used); !status.ok()) return status;
+    for (const int64_t cache : {static_cast<int64_t>(used.keys), static_cast<int64_t>(used.values)}) {
+      if (cache < LOWBIT_TEXT_F32 || cache > LOWBIT_TEXT_I4) {
+        return Status::error("a cache is %d; expected LOWBIT_TEXT_F32 to LOWBIT_TEXT_I4", static_cast<int>(cache));
+      }
     }
-  }
-  const int64_t length = used.length != 0 ? used.length : std::min<int64_t>(2048, model->plan->positions());
-  try {
-    auto made = std::make_unique<lowbit_text>();
-    const Status status = model->plan->begin(length, static_cast<lowbit::TextCache>(used.keys),
+    const int64_t length = used.length != 0 ? used.length : std::min<int64_t>(2048, made->model->positions());
+    const Status status = made->model->begin(length, static_cast<lowbit::TextCache>(used.keys),
                                              static_cast<lowbit::TextCache>(used.values), &made->session);
-    if (status.ok()) *text = made.release();
-    return result_of(status, error);
-  } catch (const std::bad_alloc&) {
-    return result_of(Status::no_memory("no memory for a text"), error);
-  }
+    if (status.ok()) *text = texts().add(std::move(made));
+    return status;
+  });
 }
 
-void lowbit_text_free(lowbit_text* text) { delete text; }
-int64_t lowbit_text_length(const lowbit_text* text) { return text->session->length(); }
-int64_t lowbit_text_position(const lowbit_text* text) { return text->session->position(); }
+void lowbit_text_free(lowbit_text* text) { texts().remove(text); }
+
+int64_t lowbit_text_length(const lowbit_text* text) {
+  const auto open = texts().find(text);
+  return open ? open->session->length() : 0;
+}
+
+int64_t lowbit_text_position(const lowbit_text* text) {
+  const auto open = texts().find(text);
+  return open ? open->session->position() : 0;
+}
+
+int lowbit_text_recurrent(const lowbit_text* text) {
+  const auto open = texts().find(text);
+  return open && open->session->recurrent() ? 1 : 0;
+}
+
+size_t lowbit_text_tokens(const lowbit_text* text, int64_t* tokens, size_t most) {
+  const auto open = texts().find(text);
+  return open ? copy_tokens(open->session->tokens(), tokens, most) : 0;
+}
 
 lowbit_result lowbit_text_cut(lowbit_text* text, int64_t count, lowbit_error* error) {
-  if (text == nullptr) return missing("text", error);
-  return result_of(text->session->cut(count), error);
+  return guarded(error, [&] {
+    const auto open = texts().find(text);
+    return open ? open->session->cut(count) : not_open("text", text);
+  });
+}
+
+lowbit_result lowbit_text_save(const lowbit_text* text, const char* file, lowbit_error* error) {
+  return guarded(error, [&] {
+    const auto open = texts().find(text);
+    if (!open) return not_open("text", text);
+    return file == nullptr ? missing("file") : open->session->save(file);
+  });
+}
+
+lowbit_result lowbit_text_load(lowbit_text* text, const char* file, lowbit_error* error) {
+  return guarded(error, [&] {
+    const auto open = texts().find(text);
+    if (!open) return not_open("text", text);
+    return file == nullptr ? missing("file") : open->session->load(file);
+  });
 }
 
 lowbit_result lowbit_feed(lowbit_model* model, lowbit_text* text, const int64_t* tokens, int64_t count, float* logits,
                           lowbit_error* error) {
-  if (model == nullptr) return missing("model", error);
-  if (text == nullptr) return missing("text", error);
-  if (tokens == nullptr) return missing("tokens", error);
-  if (logits == nullptr) return missing("logits", error);
-  return result_of(model->plan->feed(*text->session, tokens, count, logits), error);
+  return guarded(error, [&] {
+    const auto open = models().find(model);
+    const auto to = texts().find(text);
+    if (!open) return not_open("model", model);
+    if (!to) return not_open("text", text);
+    if (tokens == nullptr) return missing("tokens");
+    if (logits == nullptr) return missing("logits");
+    return open->feed(*to->session, tokens, count, logits);
+  });
+}
+
+int64_t lowbit_width(const lowbit_model* model) {
+  const auto open = models().find(model);
+  return open ? open->width() : 0;
+}
+
+lowbit_result lowbit_embed(lowbit_model* model, const int64_t* ids, const int64_t* types, const int64_t* lengths, int64_t texts,
+                           float* vectors, lowbit_error* error) {
+  return guarded(error, [&] {
+    const auto open = models().find(model);
+    if (!open) return not_open("model", model);
+    if (ids == nullptr) return missing("ids");
+    if (lengths == nullptr) return missing("lengths");
+    if (vectors == nullptr) return missing("vectors");
+    return open->embed(ids, types, lengths, texts, vectors);
+  });
 }
 
 int64_t lowbit_most_likely(const float* logits, int64_t vocabulary) {
-  int64_t best = 0;
-  for (int64_t i = 0; i < vocabulary; ++i) {
-    if (std::isnan(logits[i])) return -1;
-    if (logits[i] > logits[best]) best = i;
-  }
-  return vocabulary > 0 && std::isfinite(logits[best]) ? best : -1;
+  return logits == nullptr ? -1 : lowbit::most_likely(logits, vocabulary);
+}
+
+lowbit_result lowbit_sample(const float* logits, int64_t vocabulary, const lowbit_sampling* options, uint64_t* random,
+                            int64_t* token, lowbit_error* error) {
+  return guarded(error, [&] {
+    if (logits == nullptr) return missing("logits");
+    if (random == nullptr) return missing("random");
+    if (token == nullptr) return missing("token");
+    lowbit_sampling used;
+    if (Status status = read_options(options, &used); !status.ok()) return status;
+    return lowbit::sample(logits, vocabulary, {used.temperature, used.top_k, used.top_p == 0 ? 1.0 : used.top_p, used.min_p},
+                          random, token);
+  });
 }
 
 lowbit_result lowbit_certify(lowbit_model* model, uint64_t* certificate, lowbit_error* error) {
-  if (model == nullptr) return missing("model", error);
-  if (certificate == nullptr) return missing("certificate", error);
-  return result_of(model->plan->certify(certificate), error);
+  return guarded(error, [&] {
+    const auto open = models().find(model);
+    if (!open) return not_open("model", model);
+    return certificate == nullptr ? missing("certificate") : open->certify(certificate);
+  });
 }

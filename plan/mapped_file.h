@@ -6,12 +6,10 @@
 #include <string>
 
 #include "../kernels/status.h"
+#include "file.h"
 #include "plan.h"
 
 #ifdef _WIN32
-#include <cstdio>
-#include <memory>
-
 #include "../ops/aligned_memory.h"
 #else
 #include <fcntl.h>
@@ -39,8 +37,7 @@ class MappedFile {
   ~MappedFile() { free_aligned(memory_.data); }
 
   Status open(const std::string& path) {
-    const auto close = [](std::FILE* each) { std::fclose(each); };
-    const std::unique_ptr<std::FILE, decltype(close)> file(std::fopen(path.c_str(), "rb"), close);
+    const File file = open_file(path, "rb");
     if (!file) return Status::system("%s does not open: %s", path.c_str(), std::strerror(errno));
     _fseeki64(file.get(), 0, SEEK_END);
     const int64_t bytes = _ftelli64(file.get());

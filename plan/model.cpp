@@ -14,12 +14,13 @@
 #include "../ops/aligned_memory.h"
 #include "mapped_file.h"
 #include "plan.h"
+#include "session.h"
 
 namespace lowbit {
 namespace {
 
+constexpr int64_t kTogether = 1024;  // tokens of texts that an encoder computes in one call
 constexpr int64_t kPiece = 256;  // tokens of a call; more take longer to write to memory than they save
-constexpr int64_t kPanel = 16;   // the length of caches is a multiple of it
 constexpr int64_t kMostLength = int64_t{1} << 24;
 constexpr int64_t kMostTokens = int64_t{1} << 28;  // of a vocabulary
 
@@ -34,7 +35,7 @@ ElementType storage_of(TextCache type) {
 
 // The last dimension of a cache: codes, and in integers the scale of a position.
 int64_t stored_width(int64_t width, TextCache type) {
-  return type == TextCache::i4 ? width / 2 + 4 : type == TextCache::i8 ? width + 4 : width;
+  return type == TextCache::i4 ? width / 2 + kScaleBytes : type == TextCache::i8 ? width + kScaleBytes : width;
 }
 
 const std::vector<int64_t>& fact(const Plan& plan, const char* name) {
@@ -50,33 +51,30 @@ int64_t number(const Plan& plan, const char* name) {
 
 }  // namespace
 
-struct Free {
-  void operator()(void* memory) const { std::free(memory); }
-};
-
-struct PlanSession::Implementation {
-  const void* model = nullptr;
-  int64_t length = 0, position = 0;
-  bool recurrent = false;
-  std::vector<TensorView> caches;
-  std::vector<std::unique_ptr<void, Free>> memory;
-};
+bool cache_named(const std::string& name, TextCache* type) {
+  constexpr const char* kNames[] = {"float32", "bfloat16", "float16", "int8", "int4"};
+  const auto found = std::find(std::begin(kNames), std::end(kNames), name);
+  if (found == std::end(kNames)) return false;
+  *type = static_cast<TextCache>(found - std::begin(kNames));
+  return true;
+}
 
 PlanSession::PlanSession(std::unique_ptr<Implementation> implementation) : implementation_(std::move(implementation)) {}
 PlanSession::~PlanSession() = default;
 int64_t PlanSession::length() const { return implementation_->length; }
-int64_t PlanSession::position() const { return implementation_->position; }
+int64_t PlanSession::position() const { return implementation_->position(); }
+const std::vector<int64_t>& PlanSession::tokens() const { return implementation_->tokens; }
 bool PlanSession::recurrent() const { return implementation_->recurrent; }
 
 Status PlanSession::cut(int64_t count) {
   Implementation& own = *implementation_;
-  if (count < 0 || count > own.position) {
-    return Status::error("a text of %" PRId64 " tokens is cut to %" PRId64, own.position, count);
+  if (count < 0 || count > own.position()) {
+    return Status::error("a text of %" PRId64 " tokens is cut to %" PRId64, own.position(), count);
   }
-  if (own.recurrent && count != 0 && count != own.position) {
+  if (own.recurrent && count != 0 && count != own.position()) {
     return Status::error("a text of a model with states is cut to %" PRId64 " tokens; expected 0", count);
   }
-  own.position = count;
+  own.tokens.resize(static_cast<size_t>(count));
   return {};
 }
 
@@ -86,10 +84,11 @@ struct PlanModel::Implementation {
   std::mutex busy;
   std::vector<char> output;  // logits of 16 bits
   ElementType output_type = ElementType::f32;
+  uint64_t digest = 0;  // of the plan
 
   // Finds the memory that a weight is a part of.
   using Find = std::function<Status(Implementation& own, const Buffer& weight, Memory* whole)>;
-  static Status make(const std::string& name, const Memory& bytes, int threads, const Find& find,
+  static Status make(const std::string& name, const Memory& bytes, const Threads& threads, const Find& find,
                      std::unique_ptr<Implementation>* made);
 };
 
@@ -100,10 +99,13 @@ int64_t PlanModel::positions() const { return number(implementation_->run->plan(
 const std::vector<int64_t>& PlanModel::stop() const { return fact(implementation_->run->plan(), "stop"); }
 const std::map<std::string, std::vector<int64_t>>& PlanModel::about() const { return implementation_->run->plan().about; }
 
-Status PlanModel::Implementation::make(const std::string& name, const Memory& bytes, int threads, const Find& find,
+Status PlanModel::Implementation::make(const std::string& name, const Memory& bytes, const Threads& threads, const Find& find,
                                        std::unique_ptr<Implementation>* made) {
-  if (threads < 1 || threads > 1024) return Status::error("there are %d threads; expected 1 to 1024", threads);
+  if (threads.count < 1 || threads.count > 1024) {
+    return Status::error("there are %d threads; expected 1 to 1024", threads.count);
+  }
   auto own = std::make_unique<Implementation>();
+  own->digest = lowbit::digest(bytes.data, static_cast<size_t>(bytes.bytes));
   Plan plan;
   if (Status status = read_plan(bytes.data, static_cast<size_t>(bytes.bytes), &plan); !status.ok()) {
     return status.with_prefix((name + ": ").c_str());
@@ -123,7 +125,7 @@ Status PlanModel::Implementation::make(const std::string& name, const Memory& by
   try {
     own->run = std::make_unique<PlanRun>(std::move(plan), threads);
   } catch (const std::system_error& error) {
-    return Status::system("%d threads cannot be started: %s", threads, error.what());
+    return Status::system("%d threads cannot be started: %s", threads.count, error.what());
   }
   const std::vector<Buffer>& buffers = own->run->plan().buffers;
   for (size_t i = 0; i < buffers.size(); ++i) {
@@ -146,8 +148,9 @@ Status PlanModel::Implementation::make(const std::string& name, const Memory& by
   return {};
 }
 
-Status PlanModel::open(const std::string& file, int threads, std::unique_ptr<PlanModel>* model) {
+Status PlanModel::open(const std::string& path, const Threads& threads, std::unique_ptr<PlanModel>* model) {
   try {
+    const std::string file = is_directory(path) ? path + "/lowbit.plan" : path;
     MappedFile mapped;
     if (Status status = mapped.open(file); !status.ok()) return status;
     const std::string directory = file.substr(0, file.find_last_of("/\\") + 1);
@@ -168,11 +171,11 @@ Status PlanModel::open(const std::string& file, int threads, std::unique_ptr<Pla
     model->reset(new PlanModel(std::move(own)));
     return {};
   } catch (const std::bad_alloc&) {
-    return Status::no_memory("no memory for %s", file.c_str());
+    return Status::no_memory("no memory for %s", path.c_str());
   }
 }
 
-Status PlanModel::open(const void* bytes, size_t size, int threads, std::unique_ptr<PlanModel>* model) {
+Status PlanModel::open(const void* bytes, size_t size, const Threads& threads, std::unique_ptr<PlanModel>* model) {
   uint64_t plan_bytes = 0;
   if (size >= sizeof plan_bytes) std::memcpy(&plan_bytes, bytes, sizeof plan_bytes);
   if (size < sizeof plan_bytes || plan_bytes > size - sizeof plan_bytes) {
@@ -204,10 +207,15 @@ Status PlanModel::begin(int64_t length, TextCache keys, TextCache values, std::u
   try {
     auto own = std::make_unique<PlanSession::Implementation>();
     own->model = implementation_.get();
+    own->digest = implementation_->digest;
     own->length = length;
+    own->vocabulary = vocabulary();
+    own->keys = keys;
+    own->values = values;
     for (const Buffer& buffer : implementation_->run->plan().buffers) {
       if (buffer.kind != BufferKind::cache) continue;
       TensorView& view = own->caches.emplace_back();
+      own->states.push_back(buffer.slot >= kFirstState);
       if (buffer.slot == kHeld) continue;  // these caches have room for the whole text
       if (buffer.slot == kKeys || buffer.slot == kValues) {
         const TextCache type = buffer.slot == kKeys ? keys : values;
@@ -243,24 +251,28 @@ Status PlanModel::begin(int64_t length, TextCache keys, TextCache values, std::u
   }
 }
 
-Status PlanModel::begin(std::unique_ptr<PlanSession>* session) const {
-  const Plan& plan = implementation_->run->plan();
-  const std::vector<int64_t>& caches = fact(plan, "caches");
+int64_t PlanModel::default_length() const { return number(implementation_->run->plan(), "length"); }
+
+Status PlanModel::cache_types(TextCache* keys, TextCache* values) const {
+  const std::vector<int64_t>& caches = fact(implementation_->run->plan(), "caches");
   const auto is_type = [](int64_t type) { return type >= 0 && type <= static_cast<int64_t>(TextCache::i4); };
   if (caches.size() != 2 || !is_type(caches[0]) || !is_type(caches[1])) {
     return Status::error("the plan does not name the types of its caches");
   }
-  return begin(number(plan, "length"), static_cast<TextCache>(caches[0]), static_cast<TextCache>(caches[1]), session);
+  *keys = static_cast<TextCache>(caches[0]);
+  *values = static_cast<TextCache>(caches[1]);
+  return {};
 }
 
 Status PlanModel::feed(PlanSession& session, const int64_t* tokens, int64_t count, float* logits) {
   PlanSession::Implementation& text = *session.implementation_;
   const std::lock_guard<std::mutex> lock(implementation_->busy);
   const int64_t size = vocabulary();
+  if (width() != 0) return Status::error("the plan is that of an encoder, which writes no text; expected a language model's");
   if (text.model != implementation_.get()) return Status::error("the text belongs to another model");
-  if (count < 1 || count > text.length - text.position) {
+  if (count < 1 || count > text.length - text.position()) {
     return Status::out_of_range("a text has %" PRId64 " tokens and gets %" PRId64 "; expected at most %" PRId64 " altogether",
-                                text.position, count, text.length);
+                                text.position(), count, text.length);
   }
   for (int64_t i = 0; i < count; ++i) {
     if (tokens[i] < 0 || tokens[i] >= size) {
@@ -271,24 +283,114 @@ Status PlanModel::feed(PlanSession& session, const int64_t* tokens, int64_t coun
     const int64_t pieces = (count + kPiece - 1) / kPiece;
     const DType type = dtype_of(implementation_->output_type);
     std::vector<int64_t> positions;
+    text.tokens.reserve(static_cast<size_t>(text.position() + count));
     for (int64_t piece = 0, done = 0; piece < pieces; ++piece) {
       const int64_t rows = (count - done) / (pieces - piece);
       positions.resize(static_cast<size_t>(rows));
-      for (int64_t i = 0; i < rows; ++i) positions[static_cast<size_t>(i)] = text.position + i;
+      for (int64_t i = 0; i < rows; ++i) positions[static_cast<size_t>(i)] = text.position() + i;
       int64_t last = rows - 1;
       const Memory inputs[] = {{const_cast<int64_t*>(tokens + done), 8 * rows}, {positions.data(), 8 * rows}, {&last, 8}};
       if (type != DType::f32) implementation_->output.resize(static_cast<size_t>(size * size_of(type)));
       void* const to = type == DType::f32 ? static_cast<void*>(logits) : implementation_->output.data();
       const Memory output{to, size * size_of(type)};
-      const PlanText one{0, rows, text.position, text.caches.data()};
+      const PlanText one{0, rows, text.position(), text.caches.data()};
       if (Status status = implementation_->run->run({rows, 1, inputs, 3, &output, 1, &one, 1}); !status.ok()) return status;
-      text.position += rows;
+      text.tokens.insert(text.tokens.end(), tokens + done, tokens + done + rows);
       done += rows;
     }
     for (int64_t i = 0; type != DType::f32 && i < size; ++i) logits[i] = load_as_f32(implementation_->output.data(), type, i);
     return {};
   } catch (const std::bad_alloc&) {
     return Status::no_memory("no memory for a call of %" PRId64 " tokens", count);
+  }
+}
+
+int64_t PlanModel::width() const { return number(implementation_->run->plan(), "width"); }
+
+size_t PlanModel::cache_count() const {
+  const std::vector<Buffer>& buffers = implementation_->run->plan().buffers;
+  return static_cast<size_t>(std::count_if(buffers.begin(), buffers.end(), [](const Buffer& buffer) {
+    return buffer.kind == BufferKind::cache;
+  }));
+}
+
+Status PlanModel::run(const PlanCall& call) {
+  const std::lock_guard<std::mutex> lock(implementation_->busy);
+  return implementation_->run->run(call);
+}
+
+Status PlanModel::embed(const int64_t* ids, const int64_t* types, const int64_t* lengths, int64_t texts, float* vectors) {
+  const Plan& plan = implementation_->run->plan();
+  const int64_t size = vocabulary(), kinds = number(plan, "types"), numbers = width();
+  const std::vector<int64_t>& masks = fact(plan, "masks");
+  const int64_t first = number(plan, "first_position");
+  const bool fits = numbers > 0 && numbers <= kMostLength && first >= 0 && first <= kMostLength && masks.size() % 2 == 0 &&
+                    std::all_of(masks.begin(), masks.end(), [](int64_t each) { return each >= 0; });
+  if (!fits || cache_count() != 0) {
+    return Status::error("the plan has embeddings of %" PRId64 " numbers, positions from %" PRId64 " on and %zu caches; expected "
+                         "the plan of an encoder", numbers, first, cache_count());
+  }
+  for (int64_t text = 0, at = 0; text < texts; ++text) {
+    if (lengths[text] < 1 || lengths[text] > std::min(positions(), kMostLength)) {
+      return Status::out_of_range("text %" PRId64 " has %" PRId64 " tokens; expected 1 to %" PRId64, text, lengths[text],
+                                  positions());
+    }
+    for (const int64_t end = at + lengths[text]; at < end; ++at) {
+      if (ids[at] < 0 || ids[at] >= size) {
+        return Status::error("there is no token %" PRId64 "; expected 0 to %" PRId64, ids[at], size - 1);
+      }
+      if (types != nullptr && (types[at] < 0 || types[at] >= std::max<int64_t>(kinds, 1))) {
+        return Status::error("a token is of type %" PRId64 "; expected 0 to %" PRId64, types[at], std::max<int64_t>(kinds, 1) - 1);
+      }
+    }
+  }
+  const std::lock_guard<std::mutex> lock(implementation_->busy);
+  const DType type = dtype_of(implementation_->output_type);
+  try {
+    std::vector<int64_t> places, kept_types, ranges;
+    std::vector<std::vector<int32_t>> bounds(masks.size() / 2);
+    std::vector<PlanText> parts;
+    for (int64_t text = 0, at = 0; text < texts;) {
+      places.clear();
+      ranges.clear();
+      parts.clear();
+      for (auto& each : bounds) each.clear();
+      int64_t rows = 0;
+      for (; text < texts && (rows == 0 || rows + lengths[text] <= kTogether); ++text) {
+        const int64_t length = lengths[text];
+        for (int64_t i = 0; i < length; ++i) {
+          places.push_back(first + i);
+          // The positions of its own text that a token sees.
+          for (size_t m = 0; m < bounds.size(); ++m) {
+            const int64_t begin = i > masks[2 * m] ? i - masks[2 * m] : 0;
+            const int64_t after = masks[2 * m + 1], end = after < length - i - 1 ? i + 1 + after : length;
+            bounds[m].insert(bounds[m].end(), {1, static_cast<int32_t>(begin), static_cast<int32_t>(end)});
+          }
+        }
+        ranges.insert(ranges.end(), {rows, rows + length});
+        parts.push_back({rows, rows + length, 0, nullptr});
+        rows += length;
+      }
+      std::vector<Memory> inputs = {{const_cast<int64_t*>(ids + at), 8 * rows}, {places.data(), 8 * rows}};
+      if (kinds > 0) {
+        kept_types.assign(static_cast<size_t>(rows), 0);
+        if (types != nullptr) std::copy_n(types + at, rows, kept_types.begin());
+        inputs.push_back({kept_types.data(), 8 * rows});
+      }
+      inputs.push_back({ranges.data(), 8 * static_cast<int64_t>(ranges.size())});
+      for (auto& each : bounds) inputs.push_back({each.data(), 4 * static_cast<int64_t>(each.size())});
+      const int64_t count = static_cast<int64_t>(parts.size()), values = count * numbers;
+      if (type != DType::f32) implementation_->output.resize(static_cast<size_t>(values * size_of(type)));
+      float* const to = vectors + (text - count) * numbers;
+      const Memory output{type == DType::f32 ? static_cast<void*>(to) : implementation_->output.data(), values * size_of(type)};
+      const PlanCall call{rows, count, inputs.data(), static_cast<int64_t>(inputs.size()), &output, 1, parts.data(), count};
+      if (Status status = implementation_->run->run(call); !status.ok()) return status;
+      for (int64_t i = 0; type != DType::f32 && i < values; ++i) to[i] = load_as_f32(implementation_->output.data(), type, i);
+      at += rows;
+    }
+    return {};
+  } catch (const std::bad_alloc&) {
+    return Status::no_memory("no memory for %" PRId64 " texts", texts);
   }
 }
 

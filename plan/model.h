@@ -11,13 +11,17 @@
 
 #include "../kernels/export.h"
 #include "../kernels/status.h"
+#include "threads.h"
 
 namespace lowbit {
 
 // How keys and values are stored.
 enum class TextCache : uint8_t { f32, bf16, f16, i8, i4 };
+// float32, bfloat16, float16, int8 or int4; false for another name.
+LOWBIT_API bool cache_named(const std::string& name, TextCache* type);
 
 class PlanModel;
+struct PlanCall;
 
 // A text and its caches.
 class LOWBIT_API PlanSession {
@@ -29,8 +33,14 @@ class LOWBIT_API PlanSession {
   int64_t length() const;     // tokens that fit
   int64_t position() const;   // tokens that it has
   bool recurrent() const;     // whether it has states, which cannot be cut back
+  const std::vector<int64_t>& tokens() const;
   // Continues the text after its first `count` tokens. Models with states can only go back to 0.
   Status cut(int64_t count);
+  // Writes the text to a file, with the caches of its tokens. The file is replaced when all is written.
+  Status save(const std::string& file) const;
+  // Replaces the text by one that was saved with the same plan and types of caches. It need not be trusted. After an error the
+  // text is as before.
+  Status load(const std::string& file);
 
  private:
   friend class PlanModel;
@@ -41,11 +51,11 @@ class LOWBIT_API PlanSession {
 
 class LOWBIT_API PlanModel {
  public:
-  // Opens a plan's file. The weights are mapped, not copied.
-  static Status open(const std::string& file, int threads, std::unique_ptr<PlanModel>* model);
+  // Opens a plan's file, or lowbit.plan in a directory. The weights are mapped, not copied.
+  static Status open(const std::string& file, const Threads& threads, std::unique_ptr<PlanModel>* model);
   // Opens a plan with its weights, the bytes of a delegate in a .pte, which need not be trusted. They must stay where they are:
   // weights are not copied.
-  static Status open(const void* bytes, size_t size, int threads, std::unique_ptr<PlanModel>* model);
+  static Status open(const void* bytes, size_t size, const Threads& threads, std::unique_ptr<PlanModel>* model);
   ~PlanModel();
   PlanModel(const PlanModel&) = delete;
   PlanModel& operator=(const PlanModel&) = delete;
@@ -55,10 +65,18 @@ class LOWBIT_API PlanModel {
   const std::vector<int64_t>& stop() const;  // tokens that end a text
   const std::map<std::string, std::vector<int64_t>>& about() const;  // all facts of the plan
   Status begin(int64_t length, TextCache keys, TextCache values, std::unique_ptr<PlanSession>* session) const;
-  // The same with the length and the types of caches that the plan names.
-  Status begin(std::unique_ptr<PlanSession>* session) const;
+  // The length and the types of caches that the plan of a delegate names.
+  int64_t default_length() const;
+  Status cache_types(TextCache* keys, TextCache* values) const;
   // Adds tokens to a text. logits [vocabulary] are those after the last one. One call at a time.
   Status feed(PlanSession& session, const int64_t* tokens, int64_t count, float* logits);
+  // Embeddings or scores of texts by the plan of an encoder. `ids` has the tokens of all texts, `lengths` how many each text has,
+  // `types` the kind of each token, or is null: all are 0. Writes [texts, width] to `vectors`. One call at a time.
+  int64_t width() const;  // numbers of each text; 0: not an encoder's plan
+  Status embed(const int64_t* ids, const int64_t* types, const int64_t* lengths, int64_t texts, float* vectors);
+  // Runs a plan with inputs, outputs and caches of the caller.
+  Status run(const PlanCall& call);
+  size_t cache_count() const;  // tensors of each text of such a call
   // A digest of the logits of a fixed text, its first tokens in one call and its last ones alone, over caches of float32. With
   // the same files it is the same on every machine, for any number of threads.
   Status certify(uint64_t* certificate);

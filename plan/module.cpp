@@ -55,6 +55,29 @@ struct Caches {
   }
 };
 
+// A call with the caller's memory.
+template <class Run>
+void run_call(const Run& run, int64_t rows, int64_t kept, const std::vector<Address>& inputs, const std::vector<Address>& outputs,
+              const std::vector<std::tuple<int64_t, int64_t, int64_t, const Caches*>>& texts, size_t caches_per_text) {
+  std::vector<Memory> in, out;
+  for (const Address& each : inputs) in.push_back(memory_at(each));
+  for (const Address& each : outputs) out.push_back(memory_at(each));
+  std::vector<PlanText> list;
+  for (const auto& [begin, end, start, caches] : texts) {
+    if (caches == nullptr || caches->views.size() != caches_per_text) {
+      throw py::value_error("a text has tensors for another plan; expected " + std::to_string(caches_per_text));
+    }
+    list.push_back({begin, end, start, caches->views.data()});
+  }
+  Status status;
+  {
+    py::gil_scoped_release release;
+    status = run({rows, kept, in.data(), static_cast<int64_t>(in.size()), out.data(), static_cast<int64_t>(out.size()),
+                  list.data(), static_cast<int64_t>(list.size())});
+  }
+  raise_unless_ok(status);
+}
+
 // The caller keeps all memory alive.
 class Runner {
  public:
@@ -75,24 +98,11 @@ class Runner {
 
   void run(int64_t rows, int64_t kept, const std::vector<Address>& inputs, const std::vector<Address>& outputs,
            const std::vector<std::tuple<int64_t, int64_t, int64_t, const Caches*>>& texts) {
-    std::vector<Memory> in, out;
-    for (const Address& each : inputs) in.push_back(memory_at(each));
-    for (const Address& each : outputs) out.push_back(memory_at(each));
-    std::vector<PlanText> list;
-    for (const auto& [begin, end, start, caches] : texts) {
-      if (caches == nullptr || caches->views.size() != caches_.size()) {
-        throw py::value_error("a text has tensors for another plan; expected " + std::to_string(caches_.size()));
-      }
-      list.push_back({begin, end, start, caches->views.data()});
-    }
-    Status status;
-    {
-      py::gil_scoped_release release;
+    const auto locked = [&](const PlanCall& call) {
       const std::lock_guard<std::mutex> lock(busy_);
-      status = run_->run({rows, kept, in.data(), static_cast<int64_t>(in.size()), out.data(), static_cast<int64_t>(out.size()),
-                          list.data(), static_cast<int64_t>(list.size())});
-    }
-    raise_unless_ok(status);
+      return run_->run(call);
+    };
+    run_call(locked, rows, kept, inputs, outputs, texts, caches_.size());
   }
 
   void measure() { run_->measure(); }
@@ -114,11 +124,9 @@ class Runner {
   std::vector<std::pair<int64_t, int64_t>> caches_;
 };
 
-TextCache cache_named(const std::string& name) {
-  constexpr const char* kNames[] = {"float32", "bfloat16", "float16", "int8", "int4"};
-  for (size_t i = 0; i < std::size(kNames); ++i) {
-    if (name == kNames[i]) return static_cast<TextCache>(i);
-  }
+TextCache cache_type(const std::string& name) {
+  TextCache type;
+  if (cache_named(name, &type)) return type;
   throw py::value_error("a cache is '" + name + "'; expected float32, bfloat16, float16, int8 or int4");
 }
 
@@ -135,7 +143,7 @@ std::unique_ptr<PlanModel> open_model(const std::string& file, int threads) {
 
 std::unique_ptr<PlanSession> begin(const PlanModel& model, int64_t length, const std::string& keys, const std::string& values) {
   std::unique_ptr<PlanSession> session;
-  raise_unless_ok(model.begin(length, cache_named(keys), cache_named(values), &session));
+  raise_unless_ok(model.begin(length, cache_type(keys), cache_type(values), &session));
   return session;
 }
 
@@ -145,6 +153,33 @@ void feed(PlanModel& model, PlanSession& session, const std::vector<int64_t>& to
   {
     py::gil_scoped_release release;
     status = model.feed(session, tokens.data(), static_cast<int64_t>(tokens.size()), reinterpret_cast<float*>(logits));
+  }
+  raise_unless_ok(status);
+}
+
+void run_model(PlanModel& model, int64_t rows, int64_t kept, const std::vector<Address>& inputs,
+               const std::vector<Address>& outputs,
+               const std::vector<std::tuple<int64_t, int64_t, int64_t, const Caches*>>& texts) {
+  run_call([&](const PlanCall& call) { return model.run(call); }, rows, kept, inputs, outputs, texts, model.cache_count());
+}
+
+// Writes the vectors of texts to `vectors`, float32 [texts, width].
+void embed(PlanModel& model, const std::vector<int64_t>& ids, const std::vector<int64_t>& types,
+           const std::vector<int64_t>& lengths, uintptr_t vectors) {
+  int64_t tokens = 0;
+  for (const int64_t length : lengths) {
+    if (length < 0 || __builtin_add_overflow(tokens, length, &tokens)) throw py::value_error("a text has no possible length");
+  }
+  for (const size_t count : {ids.size(), types.empty() ? ids.size() : types.size()}) {
+    if (count != static_cast<size_t>(tokens)) {
+      throw py::value_error("there are " + std::to_string(count) + " ids or types for texts of " + std::to_string(tokens) + " tokens");
+    }
+  }
+  Status status;
+  {
+    py::gil_scoped_release release;
+    status = model.embed(ids.data(), types.empty() ? nullptr : types.data(), lengths.data(), static_cast<int64_t>(lengths.size()),
+                         reinterpret_cast<float*>(vectors));
   }
   raise_unless_ok(status);
 }
@@ -173,7 +208,12 @@ void add_plans(py::module_& module) {
       .def_property_readonly("length", &PlanSession::length)
       .def_property_readonly("position", &PlanSession::position)
       .def_property_readonly("recurrent", &PlanSession::recurrent)
-      .def("cut", [](PlanSession& session, int64_t count) { raise_unless_ok(session.cut(count)); }, py::arg("count"));
+      .def_property_readonly("tokens", &PlanSession::tokens)
+      .def("cut", [](PlanSession& session, int64_t count) { raise_unless_ok(session.cut(count)); }, py::arg("count"))
+      .def("save", [](const PlanSession& session, const std::string& file) { raise_unless_ok(session.save(file)); },
+           py::arg("file"))
+      .def("load", [](PlanSession& session, const std::string& file) { raise_unless_ok(session.load(file)); },
+           py::arg("file"));
   py::class_<PlanModel>(module, "PlanModel")
       .def(py::init(&open_model), py::arg("file"), py::arg("threads"))
       .def_property_readonly("vocabulary", &PlanModel::vocabulary)
@@ -191,6 +231,9 @@ void add_plans(py::module_& module) {
         raise_unless_ok(status);
         return certificate;
       })
+      .def_property_readonly("width", &PlanModel::width)
+      .def("run", &run_model, py::arg("rows"), py::arg("kept"), py::arg("inputs"), py::arg("outputs"), py::arg("texts"))
+      .def("embed", &embed, py::arg("ids"), py::arg("types"), py::arg("lengths"), py::arg("vectors"))
       .def("feed", &feed, py::arg("session"), py::arg("tokens"), py::arg("logits"));
   module.def("digest", [](uintptr_t address, size_t size, uint64_t from) {
     return digest(reinterpret_cast<const void*>(address), size, from);

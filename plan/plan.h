@@ -13,6 +13,7 @@
 #include "../kernels/export.h"
 #include "../kernels/status.h"
 #include "../ops/tensor_view.h"
+#include "threads.h"
 
 namespace lowbit {
 
@@ -63,7 +64,7 @@ enum class Opcode : uint8_t {
   embedding,         // indices packed out; embedding_dim
   attention,         // q k v [sinks] out; layer window; scale softcap
   masked_attention,  // q k v [bounds] out; ; scale softcap; within each text, from whose first row bounds count
-  fixed_attention,   // q k v start out; layer, slots of keys and values; scale: over caches of a call with one text
+  fixed_attention,   // q k v start out; layer, slots of keys and values, window; scale: over caches of a call with one text
   linear_attention,  // q k v decay [beta] out; layer slot; scale norm_epsilon
   short_conv,        // x weight [bias] out; layer slot silu
   activate,          // x [gate] out; activation
@@ -80,8 +81,9 @@ enum class Opcode : uint8_t {
   take,              // x [n, ...] indices [...] out [..., ...]: slices of x
   scatter,           // indices [..., k] out [..., n]; ; value: written where indices say; the rest of out stays
   count_up,          // out [n] int64; start step
+  pool,              // x [1, rows, width] ranges [texts, 2] out [texts, width]; mode
 };
-inline constexpr int kOpcodes = 23;
+inline constexpr int kOpcodes = 24;
 
 // One step of an elementwise computation: register r = op(a, b, c). Registers are first the inputs, then the results of earlier
 // instructions; -1 - i is constant i. A float result is computed in float32 and rounded to `type`; others in int64.
@@ -103,6 +105,10 @@ struct PlanStep {
   std::vector<double> numbers;
 };
 
+// How rows become one: their mean, the largest of each column, the sum over the root of their number, or the mean with weights
+// 1, 2, 3, ...
+enum class Pooling : int64_t { mean, largest, root, weighted };
+
 inline constexpr int64_t kChecked = 4096;
 
 struct Plan {
@@ -113,8 +119,8 @@ struct Plan {
 
 LOWBIT_API const char* name_of(Opcode op);
 
-// CRC-32 (ISO 3309), as in zip files.
-LOWBIT_API uint32_t checksum(const void* bytes, size_t size);
+// CRC-32 (ISO 3309), as in zip files, continued from an earlier result.
+LOWBIT_API uint32_t checksum(const void* bytes, size_t size, uint32_t from = 0);
 
 // Reads a plan's bytes, which need not be trusted.
 LOWBIT_API Status read_plan(const void* bytes, size_t size, Plan* plan);
@@ -145,7 +151,7 @@ struct PlanCall {
 class LOWBIT_API PlanRun {
  public:
   // Throws std::bad_alloc or std::system_error.
-  PlanRun(Plan plan, int threads);
+  PlanRun(Plan plan, const Threads& threads);
   ~PlanRun();
   PlanRun(const PlanRun&) = delete;
   PlanRun& operator=(const PlanRun&) = delete;

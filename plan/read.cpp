@@ -167,7 +167,7 @@ Status read_checked(const uint8_t* bytes, size_t size, Plan* plan) {
 
 }  // namespace
 
-uint32_t checksum(const void* bytes, size_t size) {
+uint32_t checksum(const void* bytes, size_t size, uint32_t from) {
   static const std::array<uint32_t, 256> table = [] {
     std::array<uint32_t, 256> result;
     for (uint32_t i = 0; i < 256; ++i) {
@@ -176,7 +176,7 @@ uint32_t checksum(const void* bytes, size_t size) {
     }
     return result;
   }();
-  uint32_t crc = ~0u;
+  uint32_t crc = ~from;
   for (size_t i = 0; i < size; ++i) crc = crc >> 8 ^ table[(crc ^ static_cast<const uint8_t*>(bytes)[i]) & 0xff];
   return ~crc;
 }

@@ -53,7 +53,8 @@ struct PlanRun::Implementation {
   Status refusal;                                        // why the plan cannot run
   std::vector<double> times;                             // of each operator, if they are measured
 
-  Implementation(Plan given, int threads) : plan(std::move(given)), team(threads), memory(plan), refusal(memory.check()) {
+  Implementation(Plan given, const Threads& threads)
+      : plan(std::move(given)), team(threads), memory(plan), refusal(memory.check()) {
     for (const Buffer& buffer : plan.buffers) {
       if (buffer.kind == BufferKind::cache && !caches.emplace(std::pair(buffer.index, buffer.slot), caches.size()).second) {
         refusal = Status::error("layer %" PRId64 " has two caches of slot %" PRId64, buffer.index, buffer.slot);
@@ -131,7 +132,9 @@ struct PlanRun::Implementation {
         const TensorView* const keys = call.text_count == 1 ? cache(call.texts[0], n[0], n[1]) : nullptr;
         const TensorView* const values = call.text_count == 1 ? cache(call.texts[0], n[0], n[2]) : nullptr;
         if (keys == nullptr || values == nullptr) return Status::error("it needs one text with caches of layer %" PRId64, n[0]);
-        return attention(v[0], v[1], v[2], *keys, *values, v[3], Scores{x[0]}, v[4], parallel);
+        Scores scores{x[0]};
+        scores.window = n[3];
+        return attention(v[0], v[1], v[2], *keys, *values, v[3], scores, v[4], parallel);
       }
       case Opcode::activate: return activate(v[0], optional(1), n[0], v[2], parallel);
       case Opcode::rms_norm: return rms_norm(v[0], optional(1), x[0], x[1], v[2], parallel);
@@ -153,6 +156,7 @@ struct PlanRun::Implementation {
       case Opcode::take: return take(v[0], v[1], v[2], parallel);
       case Opcode::scatter: return scatter(v[0], x[0], v[1], parallel);
       case Opcode::count_up: return count_up(x[0], x[1], v[0]);
+      case Opcode::pool: return pool(v[0], v[1], n[0], v[2], parallel);
       case Opcode::attention:
       case Opcode::linear_attention:
       case Opcode::short_conv: break;
@@ -233,7 +237,8 @@ struct PlanRun::Implementation {
 
 const char* name_of(Opcode op) { return kSignatures[static_cast<size_t>(op)].name; }
 
-PlanRun::PlanRun(Plan plan, int threads) : implementation_(std::make_unique<Implementation>(std::move(plan), threads)) {}
+PlanRun::PlanRun(Plan plan, const Threads& threads)
+    : implementation_(std::make_unique<Implementation>(std::move(plan), threads)) {}
 PlanRun::~PlanRun() = default;
 
 const Plan& PlanRun::plan() const { return implementation_->plan; }

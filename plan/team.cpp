@@ -51,10 +51,11 @@ constexpr uint64_t job_of(uint64_t ticket) { return ticket >> (kNextBits + kCoun
 
 }  // namespace
 
-Team::Team(int threads) : process_(process()) {
-  helpers_.reserve(static_cast<size_t>(threads - 1));
+Team::Team(const Threads& threads) : process_(process()), threads_(threads) {
+  if (threads.run != nullptr) return;
+  helpers_.reserve(static_cast<size_t>(threads.count - 1));
   try {
-    for (int i = 1; i < threads; ++i) helpers_.emplace_back([this] { help(); });
+    for (int i = 1; i < threads.count; ++i) helpers_.emplace_back([this] { help(); });
   } catch (...) {
     stop();
     throw;
@@ -102,6 +103,7 @@ void Team::help() {
 }
 
 void Team::run(int count, void (*task)(void* context, int index), void* context) {
+  if (threads_.run != nullptr) return threads_.run(threads_.host, count, task, context);
   task_ = task;
   context_ = context;
   done_.store(0, std::memory_order_relaxed);

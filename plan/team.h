@@ -9,18 +9,19 @@
 #include "../kernels/export.h"
 #include "../ops/parallel.h"
 #include "../ops/schedule.h"
+#include "threads.h"
 
 namespace lowbit {
 
 class LOWBIT_API Team {
  public:
-  // `threads` includes the caller's. Throws std::system_error if the system starts no more threads.
-  explicit Team(int threads);
+  // The count includes the caller's thread. Throws std::system_error if the system starts no more threads.
+  explicit Team(const Threads& threads);
   ~Team();
   Team(const Team&) = delete;
   Team& operator=(const Team&) = delete;
 
-  int threads() const { return static_cast<int>(helpers_.size()) + 1; }
+  int threads() const { return threads_.count; }
 
   // Keeps the helpers awake while it exists. Only one thread at a time may have one of a team's.
   class LOWBIT_API Awake {
@@ -51,6 +52,7 @@ class LOWBIT_API Team {
   enum State : uint32_t { asleep, awake, ended };
   alignas(kCacheLine) std::atomic<uint32_t> state_{asleep};
   const int64_t process_;
+  const Threads threads_;
   std::vector<std::thread> helpers_;
 };
 

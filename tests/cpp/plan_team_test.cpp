@@ -39,6 +39,19 @@ TEST(PlanTeam, ManyJobs) {
   }
 }
 
+TEST(PlanTeam, ThreadsOfTheHost) {
+  int jobs = 0;
+  const auto run = [](void* host, int count, void (*task)(void*, int), void* context) {
+    ++*static_cast<int*>(host);
+    for (int i = count - 1; i >= 0; --i) task(context, i);
+  };
+  Team team({3, run, &jobs});
+  EXPECT_EQ(team.threads(), 3);
+  const Team::Awake awake(team);
+  EXPECT_TRUE(runs(awake, 20000));
+  EXPECT_GE(jobs, 1);
+}
+
 TEST(PlanTeam, SleepsAndWakes) {
   Team team(3);
   for (int call = 0; call < 1000; ++call) {

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -22,17 +22,83 @@ from .. import _C
 from ..llm.decoder import Decoder, check_call
 from ..llm.loading import stop_tokens
 from ..llm.plan_step import PlanStep
-from .module import described, export_delegate, export_pt2, export_pte, zeros
-from .plan_export import Outline, plan_with_weights, usable_plan, write_plan
+from .module import Delegate, described, export_delegates, export_pt2, export_pte, zeros
+from .plan_export import Outline, SessionOutline, plan_with_weights, usable_plan, write_plan
 
 # Setting -> name of the constant method in a .pte that ExecuTorch's language model runners read.
 _PTE_NUMBERS = {"max_length": "get_max_context_len", "chunk": "get_max_seq_len", "vocabulary": "get_vocab_size"}
 _PTE_STOP = "get_eos_ids"
 _PTE_RECURRENT = "has_states"  # lowbit's own: whether layers have states, which cannot be truncated
-_BACKEND = "LowbitPlan"  # plan/executorch_backend.cpp
+_BACKEND, _SESSION = "LowbitPlan", "session"  # plan/executorch_backend.cpp
+_LONGEST_COMMAND = 4096  # bytes, most of which name a file
+_EXAMPLE_COMMAND = (torch.zeros(3, dtype=torch.uint8),), ({0: torch.export.Dim("n", min=1, max=_LONGEST_COMMAND)},)
 _PT2 = "lowbit.llm."  # prefix of the names of our metadata in a .pt2
 
 ExportProgress = Callable[[int, int, str], None]
+
+
+class _Texts(Protocol):
+    """The texts of a program; see :class:`ExportedDecoder`."""
+
+    def use(self, number: int) -> int: ...
+    def end(self, number: int) -> None: ...
+    def save(self, file: str) -> int: ...
+    def load(self, file: str) -> int: ...
+
+
+class _PlanTexts:
+    def __init__(self, begin: Callable[[], PlanStep]):
+        self.begin = begin
+        self.texts = {0: begin()}
+        self.step = self.texts[0]
+
+    def use(self, number: int) -> int:
+        if number not in self.texts:
+            self.texts[number] = self.begin()
+        self.step = self.texts[number]
+        return self.step.position
+
+    def end(self, number: int) -> None:
+        if self.texts.get(number) in (None, self.step):
+            raise ValueError(f"text {number} does not exist, or is in use; expected another one")
+        del self.texts[number]
+
+    def save(self, file: str) -> int:
+        return self.step.save(file)
+
+    def load(self, file: str) -> int:
+        return self.step.load(file)
+
+
+class _PteTexts:
+    """Texts of a .pte with a plan, by the commands of its method ``session``."""
+
+    def __init__(self, execute: Callable[[tuple[Tensor]], Any], max_length: int | None, cache: str | None):
+        self.execute, self.settings = execute, f"{max_length or 0} {cache or ''}"
+        self.numbers = {0}
+        if (max_length, cache) != (None, None):
+            self.command(f"begin 0 {self.settings}")
+
+    def command(self, text: str) -> int:
+        content = os.fsencode(text)
+        if len(content) > _LONGEST_COMMAND:
+            raise ValueError(f"{text[:40]!r}... has {len(content)} bytes; expected at most {_LONGEST_COMMAND}")
+        return int(self.execute((torch.tensor(list(content), dtype=torch.uint8),))[0])
+
+    def use(self, number: int) -> int:
+        tokens = self.command(f"use {number}" if number in self.numbers else f"begin {number} {self.settings}")
+        self.numbers.add(number)
+        return tokens
+
+    def end(self, number: int) -> None:
+        self.command(f"end {number}")
+        self.numbers.discard(number)
+
+    def save(self, file: str) -> int:
+        return self.command(f"save {file}")
+
+    def load(self, file: str) -> int:
+        return self.command(f"load {file}")
 
 
 @dataclass
@@ -46,10 +112,49 @@ class ExportedDecoder:
     recurrent: bool  # layers have states or sliding-window caches: a text must continue at its end or start at 0
     _run: Callable[[Tensor, Tensor], Tensor] = field(repr=False)
     _position: int | None = field(default=None, repr=False)
+    _texts: _Texts | None = field(default=None, repr=False)
 
     def kept(self, count: int) -> int:
         """The number of the first `count` tokens of the text after which a call can continue."""
         return count if not self.recurrent or count == self._position else 0
+
+    def use(self, number: int) -> int:
+        """Continues another text in the next calls; returns the number of its tokens. The first text has number 0.
+
+        A number begins an empty text when it is first used, with caches of its own.
+
+        Raises:
+            ValueError: the file has only one text: it is a .pt2, or a .pte without a plan.
+            RuntimeError: the program failed; its log says why.
+        """
+        self._position = self._all_texts().use(number)
+        return self._position
+
+    def end(self, number: int) -> None:
+        """Frees a text that is not in use. Errors as :meth:`use`, also if there is no such text, or it is in use."""
+        self._all_texts().end(number)
+
+    def save(self, file: str | os.PathLike[str]) -> int:
+        """Writes the text in use and its caches to a file, so that it need not be computed again.
+
+        Returns the number of its tokens. Errors as :meth:`use`, and OSError or RuntimeError if the file cannot be written; an
+        earlier file is left as it is.
+        """
+        return self._all_texts().save(os.fspath(file))
+
+    def load(self, file: str | os.PathLike[str]) -> int:
+        """Replaces the text in use by one that was saved by the same file's program with the same type of caches.
+
+        Returns the number of its tokens. Errors as :meth:`use`, and ValueError or RuntimeError for other files; the text is
+        then as before.
+        """
+        self._position = self._all_texts().load(os.fspath(file))
+        return self._position
+
+    def _all_texts(self) -> _Texts:
+        if self._texts is None:
+            raise ValueError("the program has one text, which cannot be saved; expected a .plan, or a .pte with a plan")
+        return self._texts
 
     def __call__(self, tokens: Tensor, start: Tensor) -> Tensor:
         """Computes a step, as :meth:`Decoder.forward`.
@@ -168,11 +273,12 @@ def export_decoder(
     about = _describe(decoder, chunk, stop)
     made = usable_plan(decoder) if suffix == ".pte" and plan else None
     if made is not None:
-        inputs, sizes = _example(chunk)
-        export_delegate(
-            _BACKEND, plan_with_weights(decoder, made, about["stop"]), Outline(decoder.vocabulary, made.plan), inputs, path,
-            dynamic_shapes=sizes, constant_methods=_constants(decoder, about, decoder.recurrent), progress=progress,
-        )  # fmt: skip
+        content, outline = plan_with_weights(decoder, made, about["stop"]), Outline(decoder.vocabulary, made.plan)
+        methods = {
+            "forward": Delegate(content, outline, *_example(chunk)),
+            _SESSION: Delegate(_SESSION.encode(), SessionOutline(), *_EXAMPLE_COMMAND, name=_SESSION),
+        }
+        export_delegates(_BACKEND, methods, path, _constants(decoder, about, decoder.recurrent), progress)
         return
     with decoder.each_layer_alone():  # the same program decodes token by token
         if suffix == ".pte":
@@ -223,13 +329,14 @@ def _export_pt2(decoder: Decoder, path: str | os.PathLike[str], about: dict[str,
 
 def _load_plan(path: str, max_length: int | None, cache: str | None) -> ExportedDecoder:
     model = _C.PlanModel(path, torch.get_num_threads())
-    step = PlanStep(model, min(2048, model.positions) if max_length is None else max_length, cache or "float32")
+    length = min(2048, model.positions) if max_length is None else max_length
+    texts = _PlanTexts(lambda: PlanStep(model, length, cache or "float32"))
 
     def run(tokens: Tensor, start: Tensor) -> Tensor:
-        return torch.from_numpy(step.feed(tokens[0].tolist(), int(start)))[None]
+        return torch.from_numpy(texts.step.feed(tokens[0].tolist(), int(start)))[None]
 
     return ExportedDecoder(
-        step.max_length, step.max_length, step.vocabulary, tuple(model.stop), recurrent=step.recurrent, _run=run
+        length, length, model.vocabulary, tuple(model.stop), recurrent=texts.step.recurrent, _run=run, _texts=texts
     )
 
 
@@ -239,15 +346,20 @@ def _check(numbers: dict[str, int]) -> None:
             raise ValueError(f"its {name} is {value!r}; expected a positive number")
 
 
-def _load_pte(path: str) -> ExportedDecoder:
+def _load_pte(path: str, max_length: int | None, cache: str | None) -> ExportedDecoder:
     program = import_module("executorch.runtime").Runtime.get().load_program(path)
     numbers = {name: program.load_method(method).execute(())[0] for name, method in _PTE_NUMBERS.items()}
     _check(numbers)
     stop = tuple(program.load_method(_PTE_STOP).execute(()))
     recurrent = bool(program.load_method(_PTE_RECURRENT).execute(())[0])
-    forward = program.load_method("forward")
+    forward, texts = program.load_method("forward"), None
+    if _SESSION in program.method_names:
+        texts = _PteTexts(program.load_method(_SESSION).execute, max_length, cache)
+        numbers["max_length"] = max_length or numbers["max_length"]
+    elif (max_length, cache) != (None, None):
+        raise ValueError("it has no plan, so that its length and caches were chosen when it was exported")
     return ExportedDecoder(
-        **numbers, stop=stop, recurrent=recurrent, _run=lambda tokens, start: forward.execute((tokens, start))[0]
+        **numbers, stop=stop, recurrent=recurrent, _run=lambda tokens, start: forward.execute((tokens, start))[0], _texts=texts
     )
 
 
@@ -274,8 +386,10 @@ def load_decoder(path: str | os.PathLike[str], *, max_length: int | None = None,
     A .pt2 holds machine code: load only files that you trust as much as a program.
 
     Args:
-        max_length: for a .plan, the longest text in tokens; None: 2048, or the model's positions if they are fewer.
-        cache: for a .plan, the type of the KV cache, as for :class:`Decoder`; None: float32.
+        max_length: for a .plan or a .pte with a plan, the longest text in tokens; None: for a .plan 2048, or the model's
+            positions if they are fewer, for a .pte that of its export.
+        cache: for the same, the type of the KV cache, as for :class:`Decoder`; None: for a .plan float32, for a .pte that of
+            its export.
 
     Raises:
         ImportError: for a .pte, executorch is not installed, or lowbit was built without it.
@@ -286,14 +400,14 @@ def load_decoder(path: str | os.PathLike[str], *, max_length: int | None = None,
     suffix = Path(path).suffix
     if suffix not in _LOADERS:
         raise ValueError(f"path is {path!r}; expected a name that ends in .plan, .pte or .pt2")
-    if suffix != ".plan" and (max_length, cache) != (None, None):
-        raise ValueError(f"max_length and cache were chosen when {path} was exported; expected them for a .plan only")
+    if suffix == ".pt2" and (max_length, cache) != (None, None):
+        raise ValueError(f"max_length and cache were chosen when {path} was exported; expected them for a .plan or .pte")
     if not os.path.isfile(path):
         raise FileNotFoundError(f"there is no file {path}")
     if suffix == ".pte":
         import_module("lowbit.executorch").register()
     load: Any = _LOADERS[suffix]
     try:
-        return cast(ExportedDecoder, load(path, max_length, cache) if suffix == ".plan" else load(path))
+        return cast(ExportedDecoder, load(path) if suffix == ".pt2" else load(path, max_length, cache))
     except Exception as error:
         raise ValueError(f"{path} does not load, or is not what lowbit.llm.export_decoder writes: {error}") from error

@@ -6,7 +6,8 @@ import copy
 import io
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,17 @@ def export_pte(
             )
 
 
+@dataclass(frozen=True)
+class Delegate:
+    """A call of a backend as a method of a program."""
+
+    content: bytes
+    outline: torch.nn.Module  # has the delegate's inputs and outputs; what it computes is not in the program
+    inputs: tuple[Tensor, ...]  # an example
+    sizes: Any = None  # dynamic shapes, as in torch.export.export
+    name: str = ""  # of a compile spec, by which the backend recognizes the method
+
+
 class _Delegated(torch.nn.Module):
     def __init__(self, delegate: torch.nn.Module):
         super().__init__()
@@ -111,40 +123,47 @@ class _Delegated(torch.nn.Module):
         return self.delegate(*inputs)
 
 
-def export_delegate(
+def export_delegates(
     backend: str,
-    content: bytes,
-    outline: torch.nn.Module,
-    example_inputs: tuple[Tensor, ...],
+    methods: Mapping[str, Delegate],
     path: str | os.PathLike[str],
-    dynamic_shapes: Any = None,
     constant_methods: dict[str, Any] | None = None,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> None:
-    """Writes an ExecuTorch program whose method "forward" is one call of a delegate.
+    """Writes an ExecuTorch program whose methods are each one call of a delegate.
+
+    The program has named data, by whose address the backend recognizes methods of the same loaded program.
 
     Args:
-        backend: the name of the backend that runs it.
-        content: the delegate's bytes.
-        outline: a module with the delegate's inputs and outputs; what it computes is not in the program.
-        example_inputs, path, dynamic_shapes, constant_methods, progress: as in :func:`export_pte`.
+        backend: the name of the backend that runs them.
+        methods: by name.
+        path, constant_methods, progress: as in :func:`export_pte`.
 
     Raises:
         ImportError: executorch is not installed.
         ValueError, OSError: path does not end in .pte, or cannot be written.
     """
-    exir, lowered = _executorch("exir"), _executorch("exir.lowered_backend_module")
+    exir = _executorch("exir")
     with replacing(path, ".pte") as written:
         report = progress or (lambda done, steps, what: None)
         report(0, 2, "making the program")
-        traced = exir.to_edge(torch.export.export(outline, example_inputs, dynamic_shapes=dynamic_shapes))
-        whole = _Delegated(lowered.LoweredBackendModule(traced.exported_program(), backend, content, []))
-        shapes = None if dynamic_shapes is None else (dynamic_shapes,)  # of *inputs, one argument
-        exported = torch.export.export(whole, example_inputs, dynamic_shapes=shapes)
-        program = exir.to_edge(exported, constant_methods=constant_methods).to_executorch()
+        whole = {name: _delegated(backend, method) for name, method in methods.items()}
+        program = exir.to_edge(whole, constant_methods=constant_methods).to_executorch()
         report(1, 2, "writing it")
         with open(written, "wb") as file:
             program.write_to_file(file)
+
+
+def _delegated(backend: str, method: Delegate) -> torch.export.ExportedProgram:
+    traced = _executorch("exir").to_edge(torch.export.export(method.outline, method.inputs, dynamic_shapes=method.sizes))
+    named = _executorch("exir._serialize._named_data_store").NamedDataStore()
+    named.add_named_data(backend, b"1")
+    specs = [_executorch("exir.backend.compile_spec_schema").CompileSpec(method.name, b"1")] if method.name else []
+    lowered = _executorch("exir.lowered_backend_module").LoweredBackendModule(
+        traced.exported_program(), backend, method.content, specs, named.get_named_data_store_output()
+    )
+    shapes = None if method.sizes is None else (method.sizes,)  # of *inputs, one argument
+    return torch.export.export(_Delegated(lowered), method.inputs, dynamic_shapes=shapes)
 
 
 def _executorch(name: str) -> Any:

@@ -76,7 +76,7 @@ def _bounds(ranges: Tensor) -> Tensor:
     return torch.nn.functional.pad(ranges.int(), (1, 0), value=1)
 
 
-def _replica(model: torch.nn.Module) -> torch.nn.Module:
+def replica(model: torch.nn.Module) -> torch.nn.Module:
     """A copy of a model that shares its parameters and buffers. Changes of its modules do not change the model."""
     return copy.deepcopy(model, {id(tensor): tensor for tensor in state_of(model).values()})
 
@@ -103,7 +103,7 @@ class EncoderPlan:
             raise Unplannable(f"it returns {', '.join(sorted(fields))}")
         self._output, self._pools = type(output), "pooler_output" in fields
         self._masks: list[_Mask] = []
-        made = self._lowered(_replica(model))
+        made = self._lowered(replica(model))
         self._planned, self._no_caches = Planned(made), Caches([], {})
         self._width, self._dtype = made.outputs[0].size[-1].constant, made.outputs[0].dtype
         padding = model.config.pad_token_id

@@ -28,6 +28,21 @@ class PlanStep:
         """The number of the first ``count`` tokens of the text after which a call can continue."""
         return count if not self.recurrent or count == self._text.position else 0
 
+    @property
+    def position(self) -> int:
+        """The number of tokens of the text."""
+        return self._text.position
+
+    def save(self, file: str) -> int:
+        """Writes the text and its caches to a file; returns the number of its tokens."""
+        self._text.save(file)
+        return self._text.position
+
+    def load(self, file: str) -> int:
+        """Replaces the text by that of a file; returns the number of its tokens."""
+        self._text.load(file)
+        return self._text.position
+
     def feed(self, tokens: list[int], start: int) -> numpy.ndarray:
         """Logits [vocabulary], float32, after tokens that follow the first ``start`` ones of the text."""
         self._text.cut(start)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..operators.elementwise import ACTIVATIONS
 from .peephole import shortened
 from .plan_file import ELEMENT_TYPES, Buffer, Compute, Extent, Kind, Op, Operand, Plan, Slot, Step
 from .recording import Call, Recording, Sizes, Unplannable, View, unified
@@ -314,9 +315,10 @@ def _attention(to: _Lowering, call: Call) -> None:
     if layer != other:
         raise Unplannable("its attention has caches of several layers")
     if a["start"].storage != to.roles.start:
-        if a["window"] or a["softcap"] or a["sinks"] is not None:
-            raise Unplannable("its attention over other positions has a window, cap or sinks")
-        to.step(Op.FIXED_ATTENTION, [a["q"], a["k"], a["v"], a["start"], *call.results], [layer, slot, values], [a["scale"]])
+        if a["softcap"] or a["sinks"] is not None:
+            raise Unplannable("its attention over other positions has a cap or sinks")
+        numbers = [layer, slot, values, a["window"]]
+        to.step(Op.FIXED_ATTENTION, [a["q"], a["k"], a["v"], a["start"], *call.results], numbers, [a["scale"]])
         return
     if (slot, values) != (Slot.KEYS, Slot.VALUES):
         raise Unplannable("its attention has other caches than keys and values")
@@ -504,12 +506,13 @@ def _square(to: _Lowering, call: Call) -> None:
     _elementwise(to, call.results[0], [x, x], Compute.MUL, x.dtype)
 
 
-@_lowers(_ATEN.silu.default)
-def _silu(to: _Lowering, call: Call) -> None:
+@_lowers(_ATEN.silu.default, _ATEN.gelu.default)
+def _activation(to: _Lowering, call: Call) -> None:
+    kind = "silu" if call.operator is _ATEN.silu.default else "gelu_tanh" if call.arguments["approximate"] == "tanh" else "gelu"
     out = to.operand(call.results[0])
     assert out is not None
     made = out if out.stride == strides_of(out.size) else to.temporary(out.dtype, out.size)
-    to.step(Op.ACTIVATE, [to.contiguous(call.arguments["self"]), None, made], [3])
+    to.step(Op.ACTIVATE, [to.contiguous(call.arguments["self"]), None, made], [ACTIVATIONS.index(kind)])
     if made is not out:
         to.step(Op.COPY, [made, out])
 
@@ -655,6 +658,28 @@ def _float_linear(to: _Lowering, call: Call) -> None:
     if (rows.per_row or rows.constant > 16) and product(weight.size).constant > _MOST_FLOATS:
         raise Unplannable("it has float layers, which torch multiplies faster")
     to.step(Op.FLOAT_LINEAR, [x, weight, a.get("bias"), *call.results])
+
+
+@_lowers(_ATEN.conv1d.default)
+def _conv1d(to: _Lowering, call: Call) -> None:
+    """Lowers to a product over the windows of the input (im2col)."""
+    a = call.arguments
+    x, weight, out = (to.operand(each) for each in (a["input"], a["weight"], call.results[0]))
+    assert x is not None and weight is not None and out is not None
+    if a["groups"] != 1 or list(a["dilation"]) != [1] or len(x.size) != 3 or x.size[0] != Extent(1):
+        raise Unplannable("a plan has only convolutions of one sequence without groups and dilation")
+    (_, channels, length), (kernels, _, taps), padding = x.size, weight.size, a["padding"][0]
+    padded = to.temporary(x.dtype, (Extent(1), channels, _sum(length, Extent(2 * padding))))
+    to.compute([(Compute.CONVERT, [0.0], x.dtype)], [], padded)
+    to.step(Op.COPY, [x, replace(padded, size=x.size, offset=Extent(padding))])
+    places, step = out.size[2], Extent(a["stride"][0])
+    windows = (Extent(1), places, channels, taps)
+    rows = to.temporary(x.dtype, (Extent(1), places, product([channels, taps])))
+    source = replace(padded, size=windows, stride=(padded.stride[0], step, padded.stride[1], Extent(1)))
+    to.step(Op.COPY, [source, replace(rows, size=windows, stride=strides_of(windows))])
+    flat = replace(weight, size=(kernels, rows.size[2]), stride=(rows.size[2], Extent(1)))
+    target = replace(out, size=(Extent(1), places, kernels), stride=(out.stride[0], out.stride[2], out.stride[1]))
+    to.step(Op.FLOAT_LINEAR, [rows, flat, a["bias"], target])
 
 
 def _outer_product(to: _Lowering, call: Call) -> bool:

@@ -1,9 +1,37 @@
-"""Speech to text with Whisper models, over static caches; requires transformers."""
+"""Speech to text with Whisper models, over static caches; requires transformers unless the model has its plans beside it."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 from .audio import SAMPLE_RATE, load_audio
-from .exporting import ExportedSpeech, export_speech, load_speech
-from .speech_decoder import SpeechDecoder
 from .transcriber import Segment, Transcriber, Transcription, load_transcriber
+
+if TYPE_CHECKING:
+    from .exporting import ExportedSpeech as ExportedSpeech
+    from .exporting import export_speech as export_speech
+    from .exporting import load_speech as load_speech
+    from .speech_decoder import SpeechDecoder as SpeechDecoder
+
+# Public name -> its module, which needs torch, imported on first use.
+_LAZY = {
+    "ExportedSpeech": ".exporting",
+    "SpeechDecoder": ".speech_decoder",
+    "export_speech": ".exporting",
+    "load_speech": ".exporting",
+}
+
+if not TYPE_CHECKING:  # a type checker would conclude that every name exists
+
+    def __getattr__(name: str):
+        if name not in _LAZY:
+            raise AttributeError(f"module 'lowbit.speech' has no attribute {name!r}")
+        value = globals()[name] = getattr(import_module(_LAZY[name], __name__), name)
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})
+
 
 __all__ = [
     "SAMPLE_RATE",

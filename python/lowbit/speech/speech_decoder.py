@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -12,7 +13,7 @@ from ..hf.fusing import fuse_
 from ..llm.caches import empty_caches, name_of, type_of
 from ..llm.decoder import check_call
 from ..plan.recording import Unplannable
-from .speech_plan import SpeechPlan
+from .speech_plan import ListenPlan, SpeechPlan
 
 _TRIAL = 24  # encoder positions in the trial
 _TRIAL_LIMIT = 0.05  # relative to the spread of the logits: rounding stays below, a different computation does not
@@ -49,9 +50,13 @@ class SpeechDecoder(torch.nn.Module):
         self.vocabulary: int = config.vocab_size
         self.max_length: int = config.max_target_positions
         self.heads: int = config.decoder_attention_heads
+        self.positions: int = config.max_source_positions
+        self.mel_bins: int = config.num_mel_bins
         self._last: Tensor | None = None  # position of the encoder's output that the caches hold
-        self._plan: SpeechPlan | None = None
+        self.plan: SpeechPlan | None = None
         self.plan_refusal: str | None = None  # why steps run the model's Python code
+        self.listen_plan: ListenPlan | None = None
+        self.listen_refusal: str | None = None  # why the encoder runs its Python code
         fuse_(model)
         for number, caches in enumerate(self._make(self.max_length, config.max_source_positions)):
             for name, tensor in zip(self._names(number), caches, strict=True):
@@ -104,36 +109,48 @@ class SpeechDecoder(torch.nn.Module):
             again = [plan.step(tokens[:, at:end], torch.tensor([at]), last) for at, end in ((0, 3), (3, 4))]
             if not all(map(torch.equal, again, pieces)):
                 raise Unplannable("its logits differ")
-            self._plan = plan
+            self.plan = plan
         except Exception as reason:  # the model's own code runs, too, so nothing is lost
             self.plan_refusal = f"{type(reason).__name__}: {reason}"
+        try:
+            self.listen_plan = ListenPlan(self)
+        except Exception as reason:
+            self.listen_refusal = f"{type(reason).__name__}: {reason}"
 
-    def listen(self, features: Tensor) -> None:
+    def listen(self, features: Tensor | np.ndarray) -> None:
         """Encodes a window of audio and starts a new text.
 
         Args:
-            features: [1, mel bins, frames] in the model's dtype, from transformers' WhisperFeatureExtractor.
+            features: [1, mel bins, frames], the log-mel spectrogram of a window.
 
         Raises:
             ValueError: another shape.
         """
-        config = self.model.config
-        frames = config.max_source_positions * 2
-        if tuple(features.shape) != (1, config.num_mel_bins, frames):
-            raise ValueError(f"features is {list(features.shape)}; expected [1, {config.num_mel_bins}, {frames}]")
+        expected = (1, self.mel_bins, 2 * self.positions)
+        if tuple(features.shape) != expected:
+            raise ValueError(f"features is {list(features.shape)}; expected {list(expected)}")
+        features = torch.as_tensor(features).to(self.model.dtype).contiguous()
         with torch.inference_mode():
-            self.hear(self.model.model.encoder(features.to(self.model.dtype))[0], torch.tensor([0]))
-        self._last = torch.tensor([config.max_source_positions - 1])
+            if self.listen_plan is not None and not self.listen_plan.fits():
+                self.listen_plan, self.listen_refusal = None, "the model has been changed since the decoder was made"
+            if self.listen_plan is None:
+                self.hear(self.model.model.encoder(features)[0], torch.tensor([0]))
+            else:
+                self.listen_plan.listen(features)
+        self._last = torch.tensor([self.positions - 1])
 
-    def hear(self, states: Tensor, at: Tensor) -> None:
-        """Stores keys and values of the encoder's output [1, positions, width] from position ``at`` on."""
+    def hear(self, states: Tensor, at: Tensor) -> list[Tensor]:
+        """Stores keys and values of the encoder's output [1, positions, width] from position ``at`` on; returns the last ones."""
+        ends = []
         for layer, (_, _, k_cache, v_cache, last_k, last_v) in zip(self.model.model.decoder.layers, self.caches(), strict=True):
             attention = layer.encoder_attn
             key, value = self._split(attention.k_proj(states)), self._split(attention.v_proj(states))
             # Called to store keys and values. With a window of 1 the unused attention result costs almost nothing.
             torch.ops.lowbit.attention(key, key, value, k_cache, v_cache, at, 1.0, 1)
-            last_k.copy_(key[:, :, -1:])
-            last_v.copy_(value[:, :, -1:])
+            ends += [key[:, :, -1:], value[:, :, -1:]]
+            last_k.copy_(ends[-2])
+            last_v.copy_(ends[-1])
+        return ends
 
     def _split(self, rows: Tensor) -> Tensor:
         """[1, heads, s, width]"""
@@ -158,9 +175,14 @@ class SpeechDecoder(torch.nn.Module):
         if self._last is None:
             raise RuntimeError("the decoder has no audio; call listen() first")
         with torch.inference_mode():
-            if self._plan is not None and int(start) == 0 and not self._plan.fits():
-                self._plan, self.plan_refusal = None, "the model has been changed since the decoder was made"
-            return (self if self._plan is None else self._plan).step(tokens, start, self._last)
+            if self.plan is not None and int(start) == 0 and not self.plan.fits():
+                self.plan, self.plan_refusal = None, "the model has been changed since the decoder was made"
+            return (self if self.plan is None else self.plan).step(tokens, start, self._last)
+
+    def feed(self, tokens: list[int], start: int) -> np.ndarray:
+        """Logits [vocabulary], float32, after tokens that follow the first ``start`` ones of the text."""
+        found: np.ndarray = self(torch.tensor([tokens]), torch.tensor([start]))[0].float().numpy()
+        return found
 
     def step(self, tokens: Tensor, start: Tensor, last: Tensor) -> Tensor:
         """As :meth:`forward`, without checks; ``last``, [1] int64, is the last position of the encoder's output."""

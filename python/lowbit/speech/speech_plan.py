@@ -1,4 +1,4 @@
-"""The plan of a Whisper model's decoding step."""
+"""The plans of a Whisper model: its encoder, and its decoding step."""
 
 from __future__ import annotations
 
@@ -9,46 +9,44 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..plan.lowering import Roles, lowered
+from .. import nn
+from ..hf.planned_encoder import replica
+from ..hf.shared_inputs import SharedInput
+from ..plan.lowering import Lowered, Roles, lowered
 from ..plan.model_parts import ModelParts, check_hooks, state_of
 from ..plan.plan_file import Slot
-from ..plan.recording import Sizes, record
+from ..plan.recording import Sizes, Unplannable, record
 from ..plan.running import Caches, Planned
 
 if TYPE_CHECKING:
     from .speech_decoder import SpeechDecoder
 
-_CALLS = ((4, 2), (6, 3), (9, 5), (12, 7))  # tokens of the recorded calls; the second numbers are not used
+_CALLS = ((4, 2), (6, 3), (9, 5), (12, 7))  # tokens or positions of the recorded calls; the second numbers are not used
+_TRIAL = 24  # positions
+# The encoder's hidden states may differ by rounding from those of its own code, whose convolutions and GELU are torch's; quantized
+# activations amplify it.
+_LISTEN_LIMIT = 0.05
 _SLOTS = (Slot.KEYS, Slot.VALUES, Slot.STATE, Slot.STATE + 1)  # of the text, and of what was heard
 
 
-class SpeechPlan:
-    """Runs :meth:`SpeechDecoder.step` as one call of C++, over the same caches."""
+class _Plan:
+    """A plan over the caches of a decoder."""
 
-    def __init__(self, decoder: SpeechDecoder, last: Tensor):
-        """
-        Args:
-            last: position of the last state that the decoder has heard.
-
-        Raises:
-            Unplannable: the model has no plan; the message says why.
-        """
+    def __init__(self, decoder: SpeechDecoder):
         check_hooks(decoder.model)
-        caches = decoder.caches()
-        self._last = [tensor for layer in caches for tensor in layer[4:]]
-        kept = {(number, slot): tensor for number, layer in enumerate(caches) for slot, tensor in zip(_SLOTS, layer)}
-        recordings = []
-        for rows, _ in _CALLS:
-            inputs = [torch.zeros(1, rows, dtype=torch.int64), torch.tensor([0]), last]
-            recordings.append(record(partial(decoder.step, *inputs), [*inputs, *self._last, *kept.values()]))
-        roles = Roles(3 + len(self._last), list(kept), start=1)
-        self._planned = Planned(lowered(recordings, Sizes(_CALLS), roles, state_of(decoder.model)))
-        self._caches = Caches(self._planned.places, kept)
+        layers = decoder.caches()
+        self.last = [tensor for layer in layers for tensor in layer[4:]]
+        self.kept = {(number, slot): tensor for number, layer in enumerate(layers) for slot, tensor in zip(_SLOTS, layer)}
         self._model: Any = decoder.model
+        self.planned = Planned(self._lowered(decoder))
+        self._caches = Caches(self.planned.places, self.kept)
         self._parts = ModelParts(decoder.model)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> SpeechPlan:
-        copy = object.__new__(SpeechPlan)
+    def _lowered(self, decoder: SpeechDecoder) -> Lowered:
+        raise NotImplementedError
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copy = object.__new__(type(self))
         copy.__dict__ |= {name: deepcopy(value, memo) for name, value in vars(self).items() if name != "_parts"}
         copy._parts = ModelParts(copy._model)
         return copy
@@ -57,7 +55,97 @@ class SpeechPlan:
         """Whether the model still has the parts that it had."""
         return self._parts.are_unchanged()
 
+
+class SpeechPlan(_Plan):
+    """Runs :meth:`SpeechDecoder.step` as one call of C++, over the same caches."""
+
+    def __init__(self, decoder: SpeechDecoder, last: Tensor):
+        """
+        Args:
+            last: position of the last state that the decoder has heard.
+
+        Raises:
+            Unplannable: the decoder has no plan; the message says why.
+        """
+        self._heard = last
+        super().__init__(decoder)
+
+    def _lowered(self, decoder: SpeechDecoder) -> Lowered:
+        recordings = []
+        for rows, _ in _CALLS:
+            inputs = [torch.zeros(1, rows, dtype=torch.int64), torch.tensor([0]), self._heard]
+            recordings.append(record(partial(decoder.step, *inputs), [*inputs, *self.last, *self.kept.values()]))
+        roles = Roles(3 + len(self.last), list(self.kept), start=1)
+        return lowered(recordings, Sizes(_CALLS), roles, state_of(decoder.model))
+
     def step(self, tokens: Tensor, start: Tensor, last: Tensor) -> Tensor:
         """As :meth:`SpeechDecoder.step`."""
         text = (0, tokens.shape[1], int(start), self._caches)
-        return self._planned.run([tokens.contiguous(), start, last, *self._last], 1, [text])[0]
+        return self.planned.run([tokens.contiguous(), start, last, *self.last], 1, [text])[0]
+
+
+class ListenPlan(_Plan):
+    """Runs the encoder and :meth:`SpeechDecoder.hear` as one call of C++. Its rows are the encoder's positions."""
+
+    def __init__(self, decoder: SpeechDecoder):
+        """
+        Raises:
+            Unplannable: the encoder has no plan; the message says why.
+        """
+        super().__init__(decoder)
+        generator = torch.Generator().manual_seed(0)
+        features = torch.randn(1, decoder.mel_bins, 2 * _TRIAL, generator=generator).to(decoder.model.dtype)
+        expected = _shorter(decoder.model.model.encoder, _TRIAL)(features)[0]
+        found = self.listen(features)
+        self.difference = float((found - expected).float().norm() / expected.float().norm())
+        if not self.difference <= _LISTEN_LIMIT:
+            raise Unplannable(
+                f"its hidden states differ by {self.difference:.2g} of their size; rounding is below {_LISTEN_LIMIT:g}"
+            )
+
+    def _lowered(self, decoder: SpeechDecoder) -> Lowered:
+        recordings = []
+        at = torch.tensor([0])
+        for rows, _ in _CALLS:
+            encoder = _shorter(decoder.model.model.encoder, rows)
+            for layer in encoder.layers:
+                attention = layer.self_attn
+                group = [attention.q_proj, attention.k_proj, attention.v_proj]
+                if all(type(each) is nn.Linear for each in group):
+                    SharedInput(group)
+            features = torch.zeros(1, decoder.mel_bins, 2 * rows, dtype=decoder.model.dtype)
+            recordings.append(record(partial(_listen, decoder, encoder, features, at), [features, at, *self.kept.values()]))
+        weights = state_of(decoder.model)
+        return lowered(recordings, Sizes(_CALLS), Roles(2, list(self.kept)), weights)
+
+    def listen(self, features: Tensor) -> Tensor:
+        """Stores keys and values of a window; returns the encoder's hidden states."""
+        rows = features.shape[2] // 2
+        states, *last = self.planned.run([features, torch.tensor([0])], 1, [(0, rows, 0, self._caches)])
+        for to, tensor in zip(self.last, last, strict=True):
+            to.copy_(tensor)
+        return states
+
+
+def _shorter(encoder: Any, positions: int) -> Any:
+    """An encoder for windows of fewer positions, with the same parameters."""
+    shorter = replica(encoder)
+    shorter.config.max_source_positions = positions
+    shorter.embed_positions = _Positions(shorter.embed_positions, positions)
+    return shorter
+
+
+class _Positions(torch.nn.Module):
+    """The first rows of a table."""
+
+    def __init__(self, table: torch.nn.Module, count: int):
+        super().__init__()
+        self.table, self.num_embeddings = table, count
+
+    def forward(self, indices: Tensor) -> Any:
+        return self.table(indices)
+
+
+def _listen(decoder: SpeechDecoder, encoder: Any, features: Tensor, at: Tensor) -> list[Tensor]:
+    states = encoder(features)[0]
+    return [states, *(last.clone(memory_format=torch.contiguous_format) for last in decoder.hear(states, at))]

@@ -9,25 +9,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-import torch
-from torch import Tensor
+import numpy as np
 
-from ..llm.loading import load_speech_model, load_speech_processor
 from .audio import SAMPLE_RATE, load_audio
-from .speech_decoder import SpeechDecoder
+from .features import HOP, check_extractor, log_mel
 
 if TYPE_CHECKING:
-    import numpy as np
+    import torch
 
     from ..hf.config import LowBitConfig
 
 # The generator's return value is language and duration.
 _Segments: TypeAlias = "Generator[Segment, None, tuple[str | None, float]]"
 _FRAMES_PER_POSITION = 2  # feature frames per encoder position and per timestamp
-_HOP = 160  # samples per frame
-_PIECE = 300 * SAMPLE_RATE  # samples whose features are computed at a time
-_EDGE = SAMPLE_RATE
-_SECONDS_PER_POSITION = _FRAMES_PER_POSITION * _HOP / SAMPLE_RATE
+_SECONDS_PER_POSITION = _FRAMES_PER_POSITION * HOP / SAMPLE_RATE
+# The settings of generation that transcription uses.
+SETTINGS = (
+    "decoder_start_token_id", "eos_token_id", "no_timestamps_token_id", "lang_to_id", "task_to_id", "suppress_tokens",
+    "begin_suppress_tokens", "max_initial_timestamp_index",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,8 @@ class Transcriber:
     conditioned on the text of earlier ones.
     """
 
+    decoder: Any  # SpeechDecoder, or the same without torch
+
     def __init__(self, model: torch.nn.Module, processor: Any, cache: str | None = None):
         """
         Args:
@@ -67,13 +69,18 @@ class Transcriber:
             cache: as of :class:`SpeechDecoder`.
 
         Raises:
-            ValueError: as :class:`SpeechDecoder`; or the generation settings lack Whisper's.
+            ValueError: as :class:`SpeechDecoder`; or the generation settings or those of features are not Whisper's.
         """
-        self.decoder = SpeechDecoder(model, cache)
-        self.processor = processor
-        self._settings: Any = copy.copy(self.decoder.model.generation_config)
-        tokens = processor.tokenizer.get_added_vocab()
-        _complete(self._settings, tokens)
+        from .speech_decoder import SpeechDecoder
+
+        check_extractor(processor.feature_extractor)
+        decoder = SpeechDecoder(model, cache)
+        settings: Any = copy.copy(decoder.model.generation_config)
+        _complete(settings, processor.tokenizer.get_added_vocab())
+        self._begin(decoder, settings, processor.tokenizer)
+
+    def _begin(self, decoder: Any, settings: Any, tokenizer: Any) -> None:
+        self.decoder, self._settings, self._tokenizer = decoder, settings, tokenizer.backend_tokenizer
         for name in ("no_timestamps_token_id", "decoder_start_token_id", "eos_token_id"):
             if not isinstance(getattr(self._settings, name, None), int):
                 raise ValueError(f"the model's generation_config has no {name}; expected a token, as in Whisper's files")
@@ -86,7 +93,7 @@ class Transcriber:
 
     def transcribe(
         self,
-        audio: str | os.PathLike[str] | np.ndarray | Tensor,
+        audio: str | os.PathLike[str] | np.ndarray | torch.Tensor,
         *,
         language: str | None = None,
         task: str = "transcribe",
@@ -122,7 +129,7 @@ class Transcriber:
 
     def stream(
         self,
-        audio: str | os.PathLike[str] | np.ndarray | Tensor,
+        audio: str | os.PathLike[str] | np.ndarray | torch.Tensor,
         *,
         language: str | None = None,
         task: str = "transcribe",
@@ -131,18 +138,17 @@ class Transcriber:
         """As :meth:`transcribe`, segment by segment while the model computes; the iterator returns language and duration."""
         samples = self._samples(audio)
         self._check(language, task)
-        window = self.decoder.model.config.max_source_positions * _FRAMES_PER_POSITION
-        if not timestamps and len(samples) > window * _HOP:
+        window = self.decoder.positions * _FRAMES_PER_POSITION
+        if not timestamps and len(samples) > window * HOP:
             raise ValueError(
                 f"the recording has {len(samples) / SAMPLE_RATE:.1f} seconds; expected at most "
-                f"{window * _HOP / SAMPLE_RATE:.0f} without timestamps"
+                f"{window * HOP / SAMPLE_RATE:.0f} without timestamps"
             )
         # Computed here and not with the first segment, so that a server can do it in parallel with the model's other work.
-        return self._stream(self._features(samples, window), len(samples), window, language, task, timestamps)
+        features = log_mel(samples, self.decoder.mel_bins, window)
+        return self._stream(features, len(samples), window, language, task, timestamps)
 
-    def _samples(self, audio: str | os.PathLike[str] | np.ndarray | Tensor) -> np.ndarray:
-        import numpy as np
-
+    def _samples(self, audio: str | os.PathLike[str] | np.ndarray | torch.Tensor) -> np.ndarray:
         if isinstance(audio, (str, os.PathLike)):
             return load_audio(audio)
         samples = np.asarray(audio)
@@ -163,41 +169,16 @@ class Transcriber:
             known = ", ".join(self.languages) if self._languages else "None, as the model knows English alone"
             raise ValueError(f"language is {language!r}; expected {known}")
 
-    def _features(self, samples: np.ndarray, window: int) -> Tensor:
-        """The features, [1, mel bins, frames], of at least a window."""
-        extractor = self.processor.feature_extractor
-        arguments: dict[str, Any] = {"sampling_rate": SAMPLE_RATE, "return_tensors": "pt"}
-        if len(samples) > window * _HOP:
-            arguments |= {"truncation": False, "padding": "longest"}
-
-        def features(start: int, end: int) -> Tensor:
-            found: Tensor = extractor(samples[start:end], **arguments).input_features
-            return found
-
-        if len(samples) <= _PIECE or getattr(extractor, "do_normalize", False):
-            return features(0, len(samples))
-        # In pieces, because the extractor takes seven times the memory of its samples. Frames at a piece's edge see its end.
-        pieces = []
-        for start in range(0, len(samples), _PIECE):
-            begin = max(0, start - _EDGE)
-            frame = (start - begin) // _HOP
-            pieces.append(features(begin, start + _PIECE + _EDGE)[..., frame : frame + _PIECE // _HOP])
-        joined = torch.cat(pieces, dim=-1)
-        # The extractor clamps values to 8 powers of ten below the loudest, and then divides them by 4. A piece's loudest value
-        # is at most that of the recording, so clamping again to the recording's limit gives the same result.
-        return torch.maximum(joined, joined.max() - 2)
-
-    @torch.inference_mode()
     def _stream(
-        self, features: Tensor, samples: int, window: int, language: str | None, task: str, timestamps: bool
+        self, features: np.ndarray, samples: int, window: int, language: str | None, task: str, timestamps: bool
     ) -> _Segments:
         duration = samples / SAMPLE_RATE
-        frames = -(-samples // _HOP)  # the features may have more frames, which are silent
+        frames = -(-samples // HOP)  # the features may have more frames, which are silent
         seek = 0
         while seek < frames:
             count = min(window, frames - seek)
-            piece = features[..., seek : seek + window]
-            self.decoder.listen(torch.nn.functional.pad(piece, (0, window - piece.shape[-1])))
+            piece = features[:, seek : seek + window]
+            self.decoder.listen(np.pad(piece, ((0, 0), (0, window - piece.shape[1])))[None])
             if self._languages and language is None:
                 language = self._detect()
             tokens = self._write(self._prompt(language, task, timestamps), timestamps)
@@ -206,15 +187,16 @@ class Transcriber:
             else:
                 segments, used = [(0, count // _FRAMES_PER_POSITION, tokens)], count
             for begin, end, part in segments:
-                offset = seek * _HOP / SAMPLE_RATE
-                text = self.processor.tokenizer.decode(part, skip_special_tokens=True)
+                offset = seek * HOP / SAMPLE_RATE
+                words = [token for token in part if token <= self._settings.no_timestamps_token_id]
+                text = self._tokenizer.decode(words, skip_special_tokens=True)
                 start, stop = (min(offset + position * _SECONDS_PER_POSITION, duration) for position in (begin, end))
                 yield Segment(round(start, 2), round(stop, 2), text, part)
             seek += used
         return language, duration
 
     def _detect(self) -> str:
-        logits = self.decoder(torch.tensor([[self._settings.decoder_start_token_id]]), torch.tensor([0]))[0]
+        logits = self.decoder.feed([self._settings.decoder_start_token_id], 0)
         codes = list(self._languages)
         return codes[int(logits[[self._languages[code] for code in codes]].argmax())]
 
@@ -225,19 +207,19 @@ class Transcriber:
             prompt += [self._languages[language], self._settings.task_to_id[task]]
         return prompt if timestamps else [*prompt, self._settings.no_timestamps_token_id]
 
-    def _suppressed(self, name: str) -> Tensor:
-        return torch.tensor(getattr(self._settings, name, None) or [], dtype=torch.int64)
+    def _suppressed(self, name: str) -> list[int]:
+        return list(getattr(self._settings, name, None) or [])
 
     def _write(self, prompt: Sequence[int], timestamps: bool) -> list[int]:
         """The tokens of a window after the prompt, without the last one, which ends it."""
         never, not_first = self._suppressed("suppress_tokens"), self._suppressed("begin_suppress_tokens")
         tokens: list[int] = []
-        step, start = torch.tensor([list(prompt)]), 0
+        step, start = list(prompt), 0
         while len(prompt) + len(tokens) < self.decoder.max_length:
-            logits = self.decoder(step, torch.tensor([start]))[0].float()
-            logits[never] = -torch.inf
+            logits = self.decoder.feed(step, start)
+            logits[never] = -np.inf
             if not tokens:
-                logits[not_first] = -torch.inf
+                logits[not_first] = -np.inf
             if timestamps:
                 self._limit_times(logits, tokens)
             token = int(logits.argmax())
@@ -245,29 +227,30 @@ class Transcriber:
                 break
             start = len(prompt) + len(tokens)
             tokens.append(token)
-            step = torch.tensor([[token]])
+            step = [token]
         return tokens
 
-    def _limit_times(self, logits: Tensor, tokens: Sequence[int]) -> None:
+    def _limit_times(self, logits: np.ndarray, tokens: Sequence[int]) -> None:
         """Applies Whisper's rules for timestamps (Radford et al., section 4.5): they come in pairs except for the last, never
         decrease, and begin the text; they win if together they are likelier than any other token."""
         first = self._settings.no_timestamps_token_id + 1
-        logits[first - 1] = -torch.inf
+        logits[first - 1] = -np.inf
         is_last, is_pair = (bool(tokens) and tokens[-1] >= first), len(tokens) < 2 or tokens[-2] >= first
         if is_last and is_pair:
-            logits[first:] = -torch.inf
+            logits[first:] = -np.inf
         elif is_last:
-            logits[: self._settings.eos_token_id] = -torch.inf
+            logits[: self._settings.eos_token_id] = -np.inf
         times = [token for token in tokens if token >= first]
         if times:
-            logits[first : times[-1] + (0 if is_last and not is_pair else 1)] = -torch.inf
+            logits[first : times[-1] + (0 if is_last and not is_pair else 1)] = -np.inf
         if not tokens:
-            logits[:first] = -torch.inf
+            logits[:first] = -np.inf
             latest = getattr(self._settings, "max_initial_timestamp_index", None)
             if latest is not None:
-                logits[first + latest + 1 :] = -torch.inf
-        if logits[first:].logsumexp(0) > logits[:first].max():
-            logits[:first] = -torch.inf
+                logits[first + latest + 1 :] = -np.inf
+        most = logits[first:].max()
+        if most > -np.inf and most + np.log(np.exp(logits[first:] - most).sum()) > logits[:first].max():
+            logits[:first] = -np.inf
 
 
 def _complete(settings: Any, tokens: dict[str, int]) -> None:
@@ -331,6 +314,8 @@ def load_transcriber(
         ImportError: transformers is not installed.
         OSError, ValueError: as :func:`lowbit.llm.loading.load_model`, or the processor's files are missing or damaged.
     """
+    from ..llm.loading import load_speech_model, load_speech_processor
+
     directory = Path(path)
     model = load_speech_model(directory, quantization, progress=progress)
     return Transcriber(model, load_speech_processor(directory), cache)

@@ -19,7 +19,7 @@ import lowbit
 import lowbit.llm
 import pytest
 import torch
-from lowbit.exports.module import export_delegate
+from lowbit.exports.module import Delegate, export_delegates
 from lowbit.exports.plan_export import plan_with_weights
 from lowbit.plan.plan_file import Kind, to_bytes
 from reference import HEADER_BYTES
@@ -425,7 +425,78 @@ def test_a_changed_model_is_exported_without_its_plan(executorch, tmp_path):
     assert b"lowbit plan" not in (tmp_path / "m.pte").read_bytes()
 
 
-class Delegate:
+@torch.inference_mode()
+@pytest.mark.parametrize("cache", [None, "int8", "int8,int4"])
+def test_texts_of_a_pte(delegate, cache, tmp_path):
+    """Length and caches chosen at load, texts side by side, and texts in files have the bits of a decoder."""
+    lowbit.llm.export_decoder(delegate.decoder, delegate.path, chunk=4, stop=[])
+    step = lowbit.llm.load_decoder(delegate.path, max_length=None if cache is None else 40, cache=cache)
+    assert step.max_length == (128 if cache is None else 40)
+    own = lowbit.llm.Decoder(delegate.decoder.model, 128, cache or "int8", plan=False)
+    first, other = [5, 91, 3, 44, 17], [9, 9, 1]
+
+    def both(text: list[int], tokens: list[int], start: int) -> None:
+        expected = own(torch.tensor([text[:start] + tokens]), torch.tensor([0]))
+        assert torch.equal(step(torch.tensor([tokens]), torch.tensor([start])), expected)
+
+    both([], first, 0)
+    assert step.use(7) == 0
+    both([], other, 0)
+    assert step.use(0) == 5
+    both(first, [8], 5)
+    assert step.use(7) == 3
+    both(other, [2, 3], 3)
+    assert step.save(tmp_path / "a text") == 5
+    both(other, [6], 1)  # cut back
+    assert step.use(1) == 0 and step.load(tmp_path / "a text") == 5
+    both([*other, 2, 3], [4], 5)
+    step.end(7)
+    assert step.use(7) == 0  # anew
+    before = (tmp_path / "a text").read_bytes()
+    with pytest.raises(RuntimeError):
+        step.save(tmp_path / "none" / "text")
+    assert step.save(tmp_path / "a text") == 0 and (tmp_path / "a text").read_bytes() != before
+    assert [file.name for file in tmp_path.iterdir() if file.suffix != ".pte"] == ["a text"]
+    with pytest.raises(IndexError, match=f"max_length of {step.max_length}"):
+        step(torch.zeros(1, step.max_length + 1, dtype=torch.int64), torch.tensor([0]))
+
+
+def test_commands_that_a_pte_refuses(delegate, tmp_path, capfd):
+    lowbit.llm.export_decoder(delegate.decoder, delegate.path, chunk=4, stop=[])
+    program = delegate.executorch.load_program(delegate.path)
+    session = program.load_method("session")
+
+    def refused(command: bytes, expected: str) -> None:
+        with pytest.raises(RuntimeError):
+            session.execute((torch.frombuffer(bytearray(command), dtype=torch.uint8),))
+        logged = capfd.readouterr().err
+        assert f"LowbitPlan: {expected}" in logged, (command, logged)
+
+    refused(b"use 0", "'forward' of the program is not loaded; expected that it is loaded first")
+    forward = program.load_method("forward")
+    for command in (b"x", b"begin", b"begin x", b"begin 1 x", b"begin 1 2 int8 3", b"use", b"use 1 2", b"use 99999999999999999999"):
+        refused(command, f"the command is '{command.decode()}'; expected begin NUMBER")
+    refused(b"begin 1 129", "a text has room for 129 tokens; expected 1 to 128")
+    refused(b"begin 1 -1", "a text has room for -1 tokens")
+    refused(b"begin 1 0 int3", "a cache is 'int3'; expected float32, bfloat16")
+    refused(b"use 5", "there is no text 5; expected one that was begun")
+    refused(b"end 5", "there is no text 5; expected one that was begun")
+    refused(b"end 0", "text 0 is in use; use another one first")
+    refused(b"save", "'save' names no file")
+    refused(b"load ", "'load ' names no file")
+    refused(b"load /no/such file", "/no/such file does not open: No such file or directory")
+    (logits,) = forward.execute((torch.tensor([[5]]), torch.tensor([0])))
+    assert torch.equal(logits, delegate.decoder(torch.tensor([[5]]), torch.tensor([0])))
+    for path in ("a.pt2", "b.pte"):
+        lowbit.llm.export_decoder(delegate.decoder, tmp_path / path, chunk=4, stop=[], plan=False, xnnpack=False)
+        message = "expected them for a .plan or .pte" if path == "a.pt2" else "it has no plan"
+        with pytest.raises(ValueError, match=message):
+            lowbit.llm.load_decoder(tmp_path / path, max_length=16)
+        with pytest.raises(ValueError, match="the program has one text, which cannot be saved"):
+            lowbit.llm.load_decoder(tmp_path / path).save(tmp_path / "text")
+
+
+class Program:
     """The bytes of a decoder's plan with its weights, which can be changed, in a program."""
 
     def __init__(self, executorch, decoder: lowbit.llm.Decoder, path: Path):
@@ -451,19 +522,19 @@ class Delegate:
 
     def load(self, outline: torch.nn.Module, inputs: tuple[torch.Tensor, ...]):
         """The method of a program whose delegate has other inputs and another output."""
-        export_delegate("LowbitPlan", self.content, outline, inputs, self.path)
+        export_delegates("LowbitPlan", {"forward": Delegate(self.content, outline, inputs)}, self.path)
         return self.executorch.load_program(self.path).load_method("forward")
 
 
 @pytest.fixture
-def delegate(executorch, tmp_path) -> Delegate:
+def delegate(executorch, tmp_path) -> Program:
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
         vocab_size=97, max_position_embeddings=128, head_dim=32,
     )  # fmt: skip
     model = lowbit.quantize_(transformers.AutoModelForCausalLM.from_config(config).eval(), {"*": lowbit.LinearConfig(4, 32)})
-    return Delegate(executorch, lowbit.llm.Decoder(model, 128, "int8"), tmp_path / "m.pte")
+    return Program(executorch, lowbit.llm.Decoder(model, 128, "int8"), tmp_path / "m.pte")
 
 
 def test_a_damaged_plan_is_refused(delegate, capfd):
@@ -471,9 +542,8 @@ def test_a_damaged_plan_is_refused(delegate, capfd):
 
     lowbit.llm.export_decoder(delegate.decoder, delegate.path, chunk=4, stop=[])
     program = deserialize_pte_binary(delegate.path.read_bytes())
-    (data,) = program.program.backend_delegate_data
     whole = delegate.content
-    assert data.data == whole
+    (data,) = (each for each in program.program.backend_delegate_data if each.data == whole)
     weights = len(whole) - len(delegate.weights)
     assert delegate.changed(lambda plan: plan.about.update(stop=[])) == whole
 

@@ -172,43 +172,52 @@ def test_the_program_needs_only_lowbit(packed, program, decoder):
     assert wrong.returncode == 1 and "does not begin with 'lowbit plan'" in wrong.stderr
 
 
-def test_the_c_interface_refuses(packed):
-    """Bad arguments, by ctypes: every function that can fail says why."""
+def test_the_c_interface_uses_the_callers_threads(packed):
+    """By ctypes, which any language has; tests/cpp/plan_c_interface_test.cpp has every function and misuse."""
     library = ctypes.CDLL(str(Path(lowbit._C.__file__).parent / "liblowbit.so"))
-    error, model, text = ctypes.create_string_buffer(320), ctypes.c_void_p(), ctypes.c_void_p()
-    file = str(packed / "lowbit.plan").encode()
+    task = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int)
+    run_tasks = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int, task, ctypes.c_void_p)
 
     class Options(ctypes.Structure):
-        _fields_ = [("size", ctypes.c_size_t), ("threads", ctypes.c_int)]
+        _fields_ = [("size", ctypes.c_size_t), ("threads", ctypes.c_int), ("run", run_tasks), ("host", ctypes.c_void_p)]
 
-    class TextOptions(ctypes.Structure):
-        _fields_ = [("size", ctypes.c_size_t), ("length", ctypes.c_int64), ("keys", ctypes.c_int), ("values", ctypes.c_int)]
+    counts = []
 
-    def said(result: int, *arguments) -> str:
-        found = arguments[0](*arguments[1:], error)
-        assert found == result, error.value
-        return error.value.decode()
+    def run(host, count, task, context):
+        counts.append(count)
+        for i in reversed(range(count)):
+            task(context, i)
 
-    assert library.lowbit_api_version() == 1
-    assert "NULL" in said(1, library.lowbit_open, None, None, ctypes.byref(model))
-    assert "does not open" in said(4, library.lowbit_open, b"/no/such.plan", None, ctypes.byref(model))
-    for options, message in ((Options(3, 1), "size of options is 3"), (Options(12, -1), "there are -1 threads")):
-        assert message in said(1, library.lowbit_open, file, ctypes.byref(options), ctypes.byref(model))
-    assert said(0, library.lowbit_open, file, ctypes.byref(Options(8, 99)), ctypes.byref(model)) == ""  # an old caller's struct
-    for options, message in (
-        (TextOptions(24, 1 << 20), "room for 1048576 tokens"), (TextOptions(24, 16, 9), "a cache is 9"),
-    ):  # fmt: skip
-        assert message in said(1, library.lowbit_text_new, model, ctypes.byref(options), ctypes.byref(text))
-    assert said(0, library.lowbit_text_new, model, ctypes.byref(TextOptions(24, 16)), ctypes.byref(text)) == ""
-    tokens, logits = (ctypes.c_int64 * 17)(), (ctypes.c_float * (1 << 16))()
-    count = ctypes.c_int64
-    assert "NULL" in said(1, library.lowbit_feed, model, text, None, count(1), logits)
-    assert "at most 16 altogether" in said(2, library.lowbit_feed, model, text, tokens, count(17), logits)
-    tokens[0] = -1
-    assert "there is no token -1" in said(1, library.lowbit_feed, model, text, tokens, count(1), logits)
-    assert "is cut to 3" in said(1, library.lowbit_text_cut, text, count(3))
-    library.lowbit_most_likely.restype = count
-    assert library.lowbit_most_likely((ctypes.c_float * 3)(1.0, float("nan"), 0.0), count(3)) == -1
-    library.lowbit_text_free(text)
-    library.lowbit_close(model)
-    library.lowbit_close(None)
+    def digest(options: Options | None) -> int:
+        model, certificate, error = ctypes.c_void_p(), ctypes.c_uint64(), ctypes.create_string_buffer(320)
+        given = None if options is None else ctypes.byref(options)
+        assert library.lowbit_open(str(packed).encode(), given, ctypes.byref(model), error) == 0, error.value
+        assert library.lowbit_certify(model, ctypes.byref(certificate), error) == 0, error.value
+        library.lowbit_close(model)
+        return certificate.value
+
+    expected = digest(None)
+    assert digest(Options(ctypes.sizeof(Options), 3, run_tasks(run))) == expected
+    assert set(counts) <= {1, 2, 3} and max(counts) > 1
+
+
+def test_saved_texts(packed, tmp_path):
+    """A text that Python saved goes on in another length, after others, and not with another model."""
+    step = lowbit.llm.load_decoder(packed / "lowbit.plan", max_length=64, cache="int8")
+    tokens, zero = torch.tensor([PROMPT]), torch.tensor([0])
+    step(tokens, zero)
+    assert step.save(tmp_path / "text") == len(PROMPT)
+    following = torch.tensor([[7]]), torch.tensor([len(PROMPT)])
+    expected = step(*following)
+    other = lowbit.llm.load_decoder(packed / "lowbit.plan", max_length=16, cache="int8")
+    assert other.use(3) == 0 and other.load(tmp_path / "text") == len(PROMPT)
+    assert torch.equal(other(*following), expected)
+    assert other.use(0) == 0
+    other.end(3)
+    for wrong in (0, 3):
+        with pytest.raises(ValueError, match=f"text {wrong} does not exist, or is in use"):
+            other.end(wrong)
+    with pytest.raises(ValueError, match="has caches of types 3 and 3; expected those of the text, 0 and 0"):
+        lowbit.llm.load_decoder(packed / "lowbit.plan").load(tmp_path / "text")
+    with pytest.raises(OSError, match="No such file"):
+        other.load(tmp_path / "none")

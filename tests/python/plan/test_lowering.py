@@ -16,6 +16,7 @@ F = torch.nn.functional
 RECORDED = ((4, 2), (6, 3), (9, 5), (12, 7))
 SIZES = ((1, 1), (1, 0), (2, 1), (5, 5), (33, 7), (200, 64))
 WEIGHT, BIAS = torch.randn(6, 8, generator=torch.Generator().manual_seed(1)), torch.arange(6.0)
+KERNELS = torch.randn(3, 8, 3, generator=torch.Generator().manual_seed(2))
 LARGE = torch.zeros(2**16, 8)
 NONE = Caches([], [])
 
@@ -154,6 +155,9 @@ CLOSE = {
     "tanh of bfloat16": lambda x, y, n, k: y.tanh(),
     "sigmoid": lambda x, y, n, k: x.sigmoid(),
     "sigmoid of integers": lambda x, y, n, k: n.sigmoid(),
+    "gelu": lambda x, y, n, k: F.gelu(x) + F.gelu(y, approximate="tanh").float(),
+    "convolution": lambda x, y, n, k: F.conv1d(x.T[None], KERNELS, BIAS[:3], padding=1),
+    "convolution with steps": lambda x, y, n, k: F.conv1d(x.repeat_interleave(2, 0).T[None], KERNELS, stride=2, padding=1),
     "silu": lambda x, y, n, k: F.silu(x.T.contiguous().T).contiguous(),
     "softplus": lambda x, y, n, k: F.softplus(x * 20),
     "sin and cos": lambda x, y, n, k: torch.cat([x.sin(), (x * 9).cos()], -1),

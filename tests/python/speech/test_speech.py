@@ -17,6 +17,7 @@ from command_line import document, documented_keys, error, invoke, keys_in
 from lowbit.llm.loading import load_speech_model
 from lowbit.speech import Segment, SpeechDecoder, Transcriber, audio, load_audio, load_transcriber
 from lowbit.speech.audio import read_audio
+from lowbit.speech.features import filters, log_mel
 from speech_models import POSITIONS, SECOND, save_ctranslate2, tiny_whisper
 
 PACKED = lowbit.LowBitConfig(bits=4, group_size=32)
@@ -109,6 +110,33 @@ def test_a_step_in_pieces_is_the_whole(whisper, cache):
         last = decoder(tokens[:, begin:end], torch.tensor([begin]))
     again = decoder(tokens, torch.tensor([0]))
     assert torch.equal(last, again)
+
+
+@pytest.mark.parametrize("config", [None, PACKED, CONVOLUTIONS], ids=["float", "packed", "with convolutions"])
+@pytest.mark.parametrize("cache", [None, "int8,int4"])
+def test_the_encoder_runs_by_its_plan(whisper, config, cache):
+    """Its results are those of its own code up to rounding, and a changed model runs as it is."""
+    decoder = SpeechDecoder(load_speech_model(whisper, config), cache)
+    assert decoder.listen_refusal is None and decoder.listen_plan is not None
+    features = torch.randn(1, 16, 2 * POSITIONS, generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        expected = decoder.model.model.encoder(features)[0]
+        difference = (decoder.listen_plan.listen(features) - expected).norm() / expected.norm()
+    # Convolutions and GELU have another rounding, which int8 activations amplify.
+    assert difference < (0.01 if config is PACKED else 1e-5)
+    decoder.listen(features)
+    by_plan, last = (decoder(torch.arange(5)[None], torch.tensor([0])) for _ in range(2))
+    assert torch.equal(by_plan, last)
+    plan, decoder.listen_plan = decoder.listen_plan, None
+    decoder.listen(features)
+    own = decoder(torch.arange(5)[None], torch.tensor([0]))
+    assert (own - by_plan).std() < 0.1 * own.std()
+    decoder.listen_plan = plan
+    with torch.no_grad():
+        decoder.model.model.encoder.layer_norm.bias += 1
+    decoder.listen(features)
+    assert decoder.listen_plan is None and "has been changed" in decoder.listen_refusal
+    assert not torch.equal(decoder(torch.arange(5)[None], torch.tensor([0])), own)
 
 
 def test_the_language_is_detected(whisper):
@@ -241,17 +269,28 @@ def test_ctranslate2_files_that_are_damaged(whisper, tmp_path):
         lowbit.import_checkpoint(tmp_path, tmp_path / "out")
 
 
-def test_features_in_pieces(whisper, monkeypatch):
-    """Loud and quiet pieces give the same features and text as the whole."""
-    transcriber, samples = load_transcriber(whisper), sound(7.3)
+@pytest.mark.parametrize(("seconds", "bins"), [(0.3, 80), (1.0, 16), (7.3, 80), (31.7, 128)])
+def test_features_are_those_of_transformers(monkeypatch, seconds, bins):
+    """Also in pieces, which are loud and quiet."""
+    extractor = transformers.WhisperFeatureExtractor(feature_size=bins, chunk_length=1)
+    assert np.abs(filters(bins) - extractor.mel_filters).max() < 1e-15
+    samples = sound(seconds)
     samples[SECOND : 3 * SECOND] *= 1e-4
     samples[5 * SECOND :] *= 0.01
-    whole, expected = transcriber._features(samples, 100), transcriber.transcribe(samples, language="en")
-    monkeypatch.setattr("lowbit.speech.transcriber._PIECE", 2 * SECOND)
-    monkeypatch.setattr("lowbit.speech.transcriber._EDGE", SECOND // 2)
-    pieces = transcriber._features(samples, 100)
-    assert pieces.shape == whole.shape and (pieces - whole).abs().max() < 1e-5  # rounding of the product with the mel bins
-    assert transcriber.transcribe(samples, language="en") == expected
+    more = {"truncation": False, "padding": "longest"} if seconds > 1 else {}
+    expected = extractor(samples, sampling_rate=SECOND, return_tensors="np", **more).input_features[0]
+    found = log_mel(samples, bins, 100)
+    assert found.dtype == np.float32 and found.shape == expected.shape
+    assert np.abs(found - expected).max() < 1e-4  # torch's float32 in quiet bins
+    monkeypatch.setattr("lowbit.speech.features._BLOCK", 33)
+    assert np.abs(log_mel(samples, bins, 100) - found).max() < 1e-6
+
+
+def test_other_features_are_refused(whisper):
+    processor = transformers.WhisperProcessor.from_pretrained(whisper)
+    processor.feature_extractor.n_fft = 512
+    with pytest.raises(ValueError, match="the feature extractor has n_fft 512; expected 400"):
+        Transcriber(load_speech_model(whisper), processor)
 
 
 def write_wave(path, samples, rate=SECOND, channels=1):
