@@ -2,7 +2,8 @@
 
 Tensors of a linear layer with n outputs and k inputs:
 
-* ``weight``: int8 [n, k]; at 4 bits uint8 [n, k / 2], at 2 bits uint8 [n, k / 4]: codes plus 8 or 2, the first in the lowest bits;
+* ``weight``: int8 [n, k]; at 4 bits uint8 [n, k / 2], at 2 bits uint8 [n, k / 4]: codes plus 8 or 2, the first in the lowest
+  bits;
 * ``weight_scale``: float [n, 1];
 * ``input_activation_scale``, ``output_activation_scale``: one number, optional.
 
@@ -36,8 +37,7 @@ def read_gemma(stock: Stock) -> list[SourceTensor]:
     Scales of activations and caches are dropped with a warning.
 
     Raises:
-        ValueError: a tensor is missing or has another shape or dtype; or a layer's width is none of 2, 4 and 8 bits, or not that
-            of its tensors.
+        ValueError: a tensor is missing or has another shape or dtype; or a layer's width is none of 2, 4 and 8 bits.
     """
     matrices = [
         *(_matrix(stock, layer, "weight", "weight_scale") for layer in stock.layers("weight_scale")),

@@ -45,7 +45,7 @@ def read_mlx(stock: Stock) -> list[SourceTensor]:
     """The tensors of a checkpoint in MLX's layout.
 
     Raises:
-        ValueError: an unknown mode; a tensor is missing or has another shape or dtype; or a stack of experts of an unknown name.
+        ValueError: an unknown mode; a tensor is missing or has another shape or dtype; or experts have an unknown name.
     """
     layers = [layer for layer in stock.layers("scales") if stock.has(f"{layer}.weight")]
     return [*(matrix for layer in layers for matrix in _layer(stock, layer)), *stock.rest()]

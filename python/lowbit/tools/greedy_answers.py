@@ -67,7 +67,7 @@ def prompt_tokens(tokenizer: Any, turns: Sequence[dict[str, str]]) -> list[int]:
     """The ids of a conversation that the model continues: in its chat template, or as lines of text if it has none.
 
     Args:
-        tokenizer: of transformers.
+        tokenizer: a tokenizer of transformers.
         turns: messages with "role" ("user" or "assistant") and "content"; the last is the user's.
     """
     if tokenizer.chat_template is not None:

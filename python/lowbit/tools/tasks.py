@@ -212,7 +212,7 @@ def make_problems(names: str, count: int, seed: int = 0) -> dict[str, list[Probl
     """``count`` problems of each task (HumanEval has 164).
 
     Args:
-        names: of TASKS, separated by commas.
+        names: keys of TASKS, separated by commas.
         count: at least 1.
         seed: other seeds give other questions.
 

@@ -474,7 +474,16 @@ def test_commands_that_a_pte_refuses(delegate, tmp_path, capfd):
 
     refused(b"use 0", "'forward' of the program is not loaded; expected that it is loaded first")
     forward = program.load_method("forward")
-    for command in (b"x", b"begin", b"begin x", b"begin 1 x", b"begin 1 2 int8 3", b"use", b"use 1 2", b"use 99999999999999999999"):
+    for command in (
+        b"x",
+        b"begin",
+        b"begin x",
+        b"begin 1 x",
+        b"begin 1 2 int8 3",
+        b"use",
+        b"use 1 2",
+        b"use 99999999999999999999",
+    ):
         refused(command, f"the command is '{command.decode()}'; expected begin NUMBER")
     refused(b"begin 1 129", "a text has room for 129 tokens; expected 1 to 128")
     refused(b"begin 1 -1", "a text has room for -1 tokens")
