@@ -6,7 +6,7 @@ JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 VENV := .venv
 BIN := $(abspath $(VENV))/bin
 CMAKE := $(BIN)/cmake -G Ninja -DCMAKE_MAKE_PROGRAM=$(BIN)/ninja
-SOURCES := $(shell find kernels ops plan cmake adapters -type f) CMakeLists.txt pyproject.toml
+SOURCES := $(shell find kernels ops plan runner cmake adapters -type f) CMakeLists.txt pyproject.toml
 PYTHON_SOURCES := $(shell find python -type f -not -path '*/__pycache__/*')
 
 # With ccache (scripts/need.sh test), compiling the same file with the same flags again costs nothing.

@@ -19,12 +19,13 @@ else()
 endif()
 
 # The public headers. Each of them compiles alone, with an older C++ standard than the sources.
-foreach(directory kernels kernels/bits ops plan)
+foreach(directory kernels kernels/bits ops plan runner)
   set(headers_kernels lowbit_ukernel.h status.h export.h inline.h isa.h isas.h mapping.h numeric.h format.h ukernel.h library.h
       elementwise.h recurrence.h registry.h pack.h)
   set(headers_kernels/bits codec.h)
   set(headers_ops operators.h tensor_view.h parallel.h load_kernels.h)
   set(headers_plan lowbit.h model.h sampling.h threads.h)
+  set(headers_runner tokenizer.h)
   list(TRANSFORM headers_${directory} PREPEND "${PROJECT_SOURCE_DIR}/${directory}/" OUTPUT_VARIABLE headers)
   install(FILES ${headers} DESTINATION ${header_dir}/lowbit/${directory})
 endforeach()

@@ -25,6 +25,7 @@ namespace py = pybind11;
 using namespace lowbit;
 
 void add_plans(py::module_& module);  // ../plan/module.cpp
+void add_tokenizers(py::module_& module);  // ../runner/module.cpp
 
 namespace {
 
@@ -404,6 +405,7 @@ PYBIND11_MODULE(_C, module) {
   module.def("load_kernels", [](const std::string& path) { raise_unless_ok(load_kernels(path.c_str())); },
              py::arg("path"));
   add_plans(module);
+  add_tokenizers(module);
 #if defined(__clang__)
   module.attr("compiler") = "Clang " __clang_version__;
 #elif defined(__GNUC__)

@@ -69,7 +69,7 @@ class PlainTokenizer:
 
 
 # Each text has what some tokenizers treat in a way of their own.
-_TEXTS = (
+TEXTS = (
     "", " ", "a", " a", "a ", "  two  spaces   three", "\n", "\n\nlines\r\nof\tother\x0bsystems\x85\u2028\u2029end\n ",
     "Hello, world! It's 3.14159 o'clock; 1234567890 times -- isn't it? I'll, we've, THEY'D", "CamelCase snake_case kebab-case",
     "def f(x):\n    return {'a': [x ** 2, not x], \"b\": f'{x!r}'}  # comment\n\n\n",
@@ -117,7 +117,7 @@ def difference(tokenizer: Any, directory: Path, special: dict[str, str]) -> str 
     if plain.backend_tokenizer.get_vocab(with_added_tokens=True) != vocabulary:
         return "the vocabulary differs"
     names = [name for name, _ in islice(added[0].values(), _MOST_TOKENS)]
-    texts = [*_TEXTS, *names, *(f"a {name} b{name}{name}\n" for name in names)]
+    texts = [*TEXTS, *names, *(f"a {name} b{name}{name}\n" for name in names)]
     tokens = sorted(vocabulary.values())[:: len(vocabulary) // _MOST_TOKENS + 1]
     texts += plain.backend_tokenizer.decode_batch([[token, token] for token in tokens], skip_special_tokens=False)
     for special_tokens in (True, False):
@@ -126,7 +126,7 @@ def difference(tokenizer: Any, directory: Path, special: dict[str, str]) -> str 
             found = plain(text, special_tokens)
             if found["input_ids"] != ids or found["offset_mapping"] != offsets:
                 return f"the tokens of {text[:40]!r} differ"
-    for text in _TEXTS:
+    for text in TEXTS:
         ids = plain(text)["input_ids"]
         streams = [[stream.push(token) for token in ids] for stream in (TextStream(plain, ids), TextStream(tokenizer, ids))]
         if streams[0] != streams[1]:

@@ -331,3 +331,8 @@ def _control_tokens(tokenizer: Any) -> _Control:
     if known is None or known.ids != ids:
         known = _CONTROL[tokenizer] = _Control(tokenizer.backend_tokenizer, ids)
     return known
+
+
+def control_tokens(tokenizer: Any) -> dict[str, int]:
+    """The tokens that no message may become, by their texts."""
+    return dict(_control_tokens(tokenizer).ids)

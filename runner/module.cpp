@@ -1,0 +1,80 @@
+// Tokenizers of tokens' files in lowbit._C, for comparing them with the library `tokenizers`.
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <memory>
+#include <new>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "tokenizer.h"
+
+namespace py = pybind11;
+using namespace lowbit;
+
+namespace {
+
+using Tokens = std::vector<int64_t>;
+
+void raise_unless_ok(const Status& status) {
+  if (status.kind() == Status::Kind::no_memory) throw std::bad_alloc();
+  if (!status.ok()) throw py::value_error(status.message());
+}
+
+std::unique_ptr<Tokenizer> made_of(const std::string& bytes) {
+  std::unique_ptr<Tokenizer> made;
+  raise_unless_ok(Tokenizer::read(bytes.data(), bytes.size(), &made));
+  return made;
+}
+
+Tokens encode(const Tokenizer& tokenizer, const std::string& text, bool special) {
+  Tokens tokens;
+  raise_unless_ok(tokenizer.encode(text, special, &tokens));
+  return tokens;
+}
+
+std::string decode(const Tokenizer& tokenizer, const Tokens& tokens, bool plain) {
+  std::string text;
+  raise_unless_ok(tokenizer.decode(tokens, plain, &text));
+  return text;
+}
+
+// The texts of tokens that come one by one.
+std::vector<std::string> stream(const Tokenizer& tokenizer, const Tokens& prompt, const Tokens& tokens) {
+  TokenStream made(tokenizer, prompt);
+  std::vector<std::string> texts;
+  for (const int64_t token : tokens) raise_unless_ok(made.push(token, &texts.emplace_back()));
+  return texts;
+}
+
+Conversation conversation(const std::optional<std::string>& system, const std::vector<std::string>& messages) {
+  return {system.has_value(), system.value_or(""), messages};
+}
+
+Tokens chat(const Tokenizer& tokenizer, const std::optional<std::string>& system, const std::vector<std::string>& messages) {
+  Tokens tokens;
+  raise_unless_ok(tokenizer.chat(conversation(system, messages), &tokens));
+  return tokens;
+}
+
+std::string chat_text(const Tokenizer& tokenizer, const std::optional<std::string>& system,
+                      const std::vector<std::string>& messages) {
+  std::string text;
+  raise_unless_ok(tokenizer.chat_text(conversation(system, messages), &text));
+  return text;
+}
+
+}  // namespace
+
+void add_tokenizers(py::module_& module) {
+  py::class_<Tokenizer>(module, "Tokenizer")
+      .def(py::init(&made_of), py::arg("content"))
+      .def_property_readonly("size", &Tokenizer::size)
+      .def("encode", &encode, py::arg("text"), py::arg("special"))
+      .def("decode", &decode, py::arg("tokens"), py::arg("plain"))
+      .def("stream", &stream, py::arg("prompt"), py::arg("tokens"))
+      .def("chat", &chat, py::arg("system"), py::arg("messages"))
+      .def("chat_text", &chat_text, py::arg("system"), py::arg("messages"));
+}

@@ -1,0 +1,36 @@
+// Compiled regular expressions over UTF-8, with backtracking as in Oniguruma.
+#pragma once
+
+#include <string_view>
+#include <vector>
+
+#include "tokens_file.h"
+
+namespace lowbit::text {
+
+class Matcher {
+ public:
+  // Gives up after about `patience` steps.
+  Matcher(const TokensFile& file, uint64_t patience) : file_(file), left_(patience) {}
+
+  // The next place from `from` on where the pattern that begins at instruction `start` fits; false: there is none.
+  bool find(uint32_t start, std::string_view text, size_t from, size_t* begin, size_t* end);
+  bool gave_up() const { return left_ == 0; }
+
+ private:
+  struct Choice {
+    uint32_t at;   // instruction
+    size_t place;  // in the text
+    size_t least;  // of a loop: also each earlier character down to here; kOnce: only `place`
+  };
+  static constexpr size_t kOnce = static_cast<size_t>(-1);
+
+  size_t run(uint32_t at, std::string_view text, size_t place, int depth);
+  bool spend(uint64_t steps) { return (left_ -= steps < left_ ? steps : left_) != 0; }
+
+  const TokensFile& file_;
+  std::vector<Choice> choices_;
+  uint64_t left_;
+};
+
+}  // namespace lowbit::text
