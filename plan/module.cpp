@@ -55,6 +55,20 @@ struct Caches {
   }
 };
 
+// Of each text: the range of its rows, the number of earlier tokens, and its caches.
+using Texts = std::vector<std::tuple<int64_t, int64_t, int64_t, const Caches*>>;
+
+std::vector<PlanText> texts_of(const Texts& texts, size_t caches) {
+  std::vector<PlanText> list;
+  for (const auto& [begin, end, start, own] : texts) {
+    if (own == nullptr || own->views.size() != caches) {
+      throw py::value_error("a text has tensors for another plan; expected " + std::to_string(caches));
+    }
+    list.push_back({begin, end, start, own->views.data()});
+  }
+  return list;
+}
+
 // The caller keeps all memory alive.
 class Runner {
  public:
@@ -74,17 +88,11 @@ class Runner {
   void bind(int64_t buffer, const Address& memory) { raise_unless_ok(run_->bind(buffer, memory_at(memory))); }
 
   void run(int64_t rows, int64_t kept, const std::vector<Address>& inputs, const std::vector<Address>& outputs,
-           const std::vector<std::tuple<int64_t, int64_t, int64_t, const Caches*>>& texts) {
+           const Texts& texts) {
     std::vector<Memory> in, out;
     for (const Address& each : inputs) in.push_back(memory_at(each));
     for (const Address& each : outputs) out.push_back(memory_at(each));
-    std::vector<PlanText> list;
-    for (const auto& [begin, end, start, caches] : texts) {
-      if (caches == nullptr || caches->views.size() != caches_.size()) {
-        throw py::value_error("a text has tensors for another plan; expected " + std::to_string(caches_.size()));
-      }
-      list.push_back({begin, end, start, caches->views.data()});
-    }
+    const std::vector<PlanText> list = texts_of(texts, caches_.size());
     Status status;
     {
       py::gil_scoped_release release;
@@ -114,14 +122,6 @@ class Runner {
   std::vector<std::pair<int64_t, int64_t>> caches_;
 };
 
-TextCache cache_named(const std::string& name) {
-  constexpr const char* kNames[] = {"float32", "bfloat16", "float16", "int8", "int4"};
-  for (size_t i = 0; i < std::size(kNames); ++i) {
-    if (name == kNames[i]) return static_cast<TextCache>(i);
-  }
-  throw py::value_error("a cache is '" + name + "'; expected float32, bfloat16, float16, int8 or int4");
-}
-
 std::unique_ptr<PlanModel> open_model(const std::string& file, int threads) {
   std::unique_ptr<PlanModel> model;
   Status status;
@@ -133,20 +133,31 @@ std::unique_ptr<PlanModel> open_model(const std::string& file, int threads) {
   return model;
 }
 
-std::unique_ptr<PlanSession> begin(const PlanModel& model, int64_t length, const std::string& keys, const std::string& values) {
-  std::unique_ptr<PlanSession> session;
-  raise_unless_ok(model.begin(length, cache_named(keys), cache_named(values), &session));
-  return session;
-}
-
-// Writes the logits after the last token to `logits`, float32 [vocabulary].
-void feed(PlanModel& model, PlanSession& session, const std::vector<int64_t>& tokens, uintptr_t logits) {
+// A call with several texts: PlanModel::run. Writes the logits after the rows `keep` to `logits`, float32 [kept, vocabulary].
+void run_texts(PlanModel& model, const std::vector<int64_t>& tokens, const std::vector<int64_t>& positions,
+               const std::vector<int64_t>& keep, const Texts& texts, uintptr_t logits) {
+  if (positions.size() != tokens.size()) throw py::value_error("a call has other numbers of tokens and positions");
+  const int64_t rows = static_cast<int64_t>(tokens.size()), kept = static_cast<int64_t>(keep.size());
+  const auto& buffers = model.plan().buffers;
+  const auto is_cache = [](const Buffer& buffer) { return buffer.kind == BufferKind::cache; };
+  const std::vector<PlanText> list = texts_of(texts, static_cast<size_t>(std::count_if(buffers.begin(), buffers.end(), is_cache)));
   Status status;
   {
     py::gil_scoped_release release;
-    status = model.feed(session, tokens.data(), static_cast<int64_t>(tokens.size()), reinterpret_cast<float*>(logits));
+    status = model.run(tokens.data(), positions.data(), rows, keep.data(), kept, list.data(),
+                       static_cast<int64_t>(list.size()), reinterpret_cast<float*>(logits));
   }
   raise_unless_ok(status);
+}
+
+// The caches of a plan, in their order: layer, slot, shape, number of the ElementType of a state.
+std::vector<std::tuple<int64_t, int64_t, std::vector<int64_t>, int>> caches_of(const PlanModel& model) {
+  std::vector<std::tuple<int64_t, int64_t, std::vector<int64_t>, int>> result;
+  for (const Buffer& buffer : model.plan().buffers) {
+    if (buffer.kind != BufferKind::cache) continue;
+    result.emplace_back(buffer.index, buffer.slot, buffer.shape, static_cast<int>(buffer.type));
+  }
+  return result;
 }
 
 // sin of `count` numbers, or with quarter 1 cos.
@@ -169,18 +180,13 @@ void add_plans(py::module_& module) {
       .def("times", &Runner::measured)
       .def_property_readonly("weights", &Runner::weights)
       .def_property_readonly("caches", &Runner::caches);
-  py::class_<PlanSession>(module, "PlanSession")
-      .def_property_readonly("length", &PlanSession::length)
-      .def_property_readonly("position", &PlanSession::position)
-      .def_property_readonly("recurrent", &PlanSession::recurrent)
-      .def("cut", [](PlanSession& session, int64_t count) { raise_unless_ok(session.cut(count)); }, py::arg("count"));
   py::class_<PlanModel>(module, "PlanModel")
       .def(py::init(&open_model), py::arg("file"), py::arg("threads"))
       .def_property_readonly("vocabulary", &PlanModel::vocabulary)
       .def_property_readonly("positions", &PlanModel::positions)
       .def_property_readonly("stop", &PlanModel::stop)
-      .def_property_readonly("about", &PlanModel::about)
-      .def("begin", &begin, py::arg("length"), py::arg("keys"), py::arg("values"))
+      .def_property_readonly("about", [](const PlanModel& model) { return model.plan().about; })
+      .def_property_readonly("caches", &caches_of)
       .def("certify", [](PlanModel& model) {
         uint64_t certificate = 0;
         Status status;
@@ -191,7 +197,7 @@ void add_plans(py::module_& module) {
         raise_unless_ok(status);
         return certificate;
       })
-      .def("feed", &feed, py::arg("session"), py::arg("tokens"), py::arg("logits"));
+      .def("run", &run_texts, py::arg("tokens"), py::arg("positions"), py::arg("keep"), py::arg("texts"), py::arg("logits"));
   module.def("digest", [](uintptr_t address, size_t size, uint64_t from) {
     return digest(reinterpret_cast<const void*>(address), size, from);
   }, py::arg("address"), py::arg("size"), py::arg("from_") = kEmptyDigest);

@@ -21,7 +21,7 @@ from torch import Tensor
 from .. import _C
 from ..llm.decoder import Decoder, check_call
 from ..llm.loading import stop_tokens
-from ..llm.plan_step import PlanStep
+from ..llm.plan_decoder import PlanDecoder
 from .module import described, export_delegate, export_pt2, export_pte, zeros
 from .plan_export import Outline, plan_with_weights, usable_plan, write_plan
 
@@ -223,7 +223,7 @@ def _export_pt2(decoder: Decoder, path: str | os.PathLike[str], about: dict[str,
 
 def _load_plan(path: str, max_length: int | None, cache: str | None) -> ExportedDecoder:
     model = _C.PlanModel(path, torch.get_num_threads())
-    step = PlanStep(model, min(2048, model.positions) if max_length is None else max_length, cache or "float32")
+    step = PlanDecoder(model, min(2048, model.positions) if max_length is None else max_length, cache or "float32")
 
     def run(tokens: Tensor, start: Tensor) -> Tensor:
         return torch.from_numpy(step.feed(tokens[0].tolist(), int(start)))[None]
