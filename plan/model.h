@@ -22,6 +22,8 @@ LOWBIT_API bool cache_named(const std::string& name, TextCache* type);
 
 class PlanModel;
 struct PlanCall;
+struct Plan;
+struct PlanText;
 
 // A text and its caches.
 class LOWBIT_API PlanSession {
@@ -63,7 +65,7 @@ class LOWBIT_API PlanModel {
   int64_t vocabulary() const;
   int64_t positions() const;  // the longest text
   const std::vector<int64_t>& stop() const;  // tokens that end a text
-  const std::map<std::string, std::vector<int64_t>>& about() const;  // all facts of the plan
+  const Plan& plan() const;
   Status begin(int64_t length, TextCache keys, TextCache values, std::unique_ptr<PlanSession>* session) const;
   // The length and the types of caches that the plan of a delegate names.
   int64_t default_length() const;
@@ -77,6 +79,10 @@ class LOWBIT_API PlanModel {
   // Runs a plan with inputs, outputs and caches of the caller.
   Status run(const PlanCall& call);
   size_t cache_count() const;  // tensors of each text of such a call
+  // A call with several texts, whose caches are the caller's. Row i is tokens[i], at positions[i] of its text. logits
+  // [kept, vocabulary] are those after the rows `keep`. One call at a time.
+  Status run(const int64_t* tokens, const int64_t* positions, int64_t rows, const int64_t* keep, int64_t kept,
+             const PlanText* texts, int64_t text_count, float* logits);
   // A digest of the logits of a fixed text, its first tokens in one call and its last ones alone, over caches of float32. With
   // the same files it is the same on every machine, for any number of threads.
   Status certify(uint64_t* certificate);

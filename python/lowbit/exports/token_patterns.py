@@ -94,7 +94,9 @@ class _LineEnd:
 
 
 # A sequence is a tuple, alternatives are a list of tuples.
-_ATOM = re.compile(r"\\[pP]\{\^?\w+\}|\\x\{[0-9a-fA-F]+\}|\\x[0-9a-fA-F]{2}|\\u[0-9a-fA-F]{4}|\\[sSdDwWrntfv]|\\[^\w\s]|[^\\]", re.DOTALL)
+_ATOM = re.compile(
+    r"\\[pP]\{\^?\w+\}|\\x\{[0-9a-fA-F]+\}|\\x[0-9a-fA-F]{2}|\\u[0-9a-fA-F]{4}|\\[sSdDwWrntfv]|\\[^\w\s]|[^\\]", re.DOTALL
+)
 _INTERVAL = re.compile(r"\{(\d+)(,?)(\d*)\}")
 
 
