@@ -143,7 +143,8 @@ class _Wish:
 def _load(wish: _Wish, name: str, path: Path) -> tuple[Model, Any]:
     """A model, and the decoder of its draft model: by their plans where they have them, else by torch."""
     from ..serve import embeddings, speech
-    from .plans import NoPlan, draft_decoder, missing, open_with_draft
+    from ..llm.plan_files import NoPlan
+    from .plans import draft_decoder, missing, open_with_draft
 
     output = wish.output
     path, caches = Path(from_hub(output, path) or path), None

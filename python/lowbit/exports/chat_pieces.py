@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any
 
 from ..llm.template_environment import compiled
 from .token_patterns import NONE, Unsupported
