@@ -97,7 +97,7 @@ PlanModel::~PlanModel() = default;
 int64_t PlanModel::vocabulary() const { return number(implementation_->run->plan(), "vocabulary"); }
 int64_t PlanModel::positions() const { return number(implementation_->run->plan(), "positions"); }
 const std::vector<int64_t>& PlanModel::stop() const { return fact(implementation_->run->plan(), "stop"); }
-const std::map<std::string, std::vector<int64_t>>& PlanModel::about() const { return implementation_->run->plan().about; }
+const Plan& PlanModel::plan() const { return implementation_->run->plan(); }
 
 Status PlanModel::Implementation::make(const std::string& name, const Memory& bytes, const Threads& threads, const Find& find,
                                        std::unique_ptr<Implementation>* made) {

@@ -21,6 +21,7 @@ enum class TextCache : uint8_t { f32, bf16, f16, i8, i4 };
 LOWBIT_API bool cache_named(const std::string& name, TextCache* type);
 
 class PlanModel;
+struct Plan;
 struct PlanCall;
 
 // A text and its caches.
@@ -63,7 +64,7 @@ class LOWBIT_API PlanModel {
   int64_t vocabulary() const;
   int64_t positions() const;  // the longest text
   const std::vector<int64_t>& stop() const;  // tokens that end a text
-  const std::map<std::string, std::vector<int64_t>>& about() const;  // all facts of the plan
+  const Plan& plan() const;
   Status begin(int64_t length, TextCache keys, TextCache values, std::unique_ptr<PlanSession>* session) const;
   // The length and the types of caches that the plan of a delegate names.
   int64_t default_length() const;

@@ -157,6 +157,27 @@ void feed(PlanModel& model, PlanSession& session, const std::vector<int64_t>& to
   raise_unless_ok(status);
 }
 
+// The caches of a plan, in their order: layer, slot, shape, and the number of the ElementType of a state.
+std::vector<std::tuple<int64_t, int64_t, std::vector<int64_t>, int>> caches_of(const PlanModel& model) {
+  std::vector<std::tuple<int64_t, int64_t, std::vector<int64_t>, int>> result;
+  for (const Buffer& buffer : model.plan().buffers) {
+    if (buffer.kind != BufferKind::cache) continue;
+    result.emplace_back(buffer.index, buffer.slot, buffer.shape, static_cast<int>(buffer.type));
+  }
+  return result;
+}
+
+// The number of the ElementType of a plan's output.
+int output_type_of(const PlanModel& model) {
+  const Plan& plan = model.plan();
+  for (const PlanStep& step : plan.steps) {
+    const Operand& last = step.operands.back();
+    const bool is_output = last.buffer >= 0 && plan.buffers[static_cast<size_t>(last.buffer)].kind == BufferKind::output;
+    if (is_output) return static_cast<int>(last.type);
+  }
+  throw py::value_error("the plan has no output");
+}
+
 void run_model(PlanModel& model, int64_t rows, int64_t kept, const std::vector<Address>& inputs,
                const std::vector<Address>& outputs,
                const std::vector<std::tuple<int64_t, int64_t, int64_t, const Caches*>>& texts) {
@@ -219,7 +240,9 @@ void add_plans(py::module_& module) {
       .def_property_readonly("vocabulary", &PlanModel::vocabulary)
       .def_property_readonly("positions", &PlanModel::positions)
       .def_property_readonly("stop", &PlanModel::stop)
-      .def_property_readonly("about", &PlanModel::about)
+      .def_property_readonly("about", [](const PlanModel& model) { return model.plan().about; })
+      .def_property_readonly("caches", &caches_of)
+      .def_property_readonly("output_type", &output_type_of)
       .def("begin", &begin, py::arg("length"), py::arg("keys"), py::arg("values"))
       .def("certify", [](PlanModel& model) {
         uint64_t certificate = 0;

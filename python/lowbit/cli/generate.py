@@ -7,7 +7,7 @@ import math
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -71,7 +71,9 @@ def generate(
         raise typer.BadParameter("compiled decoders give no logits for guesses", param_hint="--guesses")
     texts = _read_prompts(prompt, prompt_file, prompts)
     needs = {"--draft": speculation.draft is not None, "--guesses": guesses > 0, "--prompts": prompts is not None}
-    session = open_session(output, model, running, sampling, needs, has_turns=chat or bool(image), images=image or ())
+    session = open_session(
+        output, model, running, sampling, needs, has_turns=chat or bool(image), images=image or (), draft=speculation.draft
+    )
     ids = [session.prompt(text) for text in texts]
     max_length = running.max_length
     if max_length is None:
@@ -83,9 +85,9 @@ def generate(
     settings = session.sampling | {"seed": seed, "stop": session.stop, "logprobs": logprobs}
     if prompts is not None:
         _generate_batch(session, ids, max_new_tokens, at_once, settings)
-        return
-    guesser = None if speculation.draft is None else session.draft(speculation.draft)
-    _generate(session, ids[0], max_new_tokens, {"guesses": guesses, "draft": guesser, **settings})
+    else:
+        guesser = None if speculation.draft is None else session.draft(speculation.draft)
+        _generate(session, ids[0], max_new_tokens, {"guesses": guesses, "draft": guesser, **settings})
     session.keep_plan()
 
 
@@ -175,7 +177,7 @@ def _generate_batch(
 
     begin = time.perf_counter()
     generations = llm.generate_batch(
-        cast(llm.Decoder, session.step),
+        session.step,
         prompts,
         max_new_tokens,
         at_once=at_once,

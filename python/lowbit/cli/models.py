@@ -70,17 +70,32 @@ def load_draft(
         return llm.Mtp(decoder, quantization=config)
     max_length = decoder.max_length
     with imported(output, path) as path:
-        tokens, expected = load_tokenizer(path).get_vocab(), tokenizer.get_vocab()
-        if tokens != expected:
-            other = min(token for token in tokens.keys() | expected if tokens.get(token) != expected.get(token))
-            raise ValueError(
-                f"{path} has other tokens than {model}, {other!r} for example, and cannot guess them; expected a "
-                "smaller model of the same family"
-            )
+        tokens = load_tokenizer(path)
         draft = load(output, path, None)
-    if positions(draft) < max_length:
-        raise ValueError(f"{path} supports {positions(draft)} tokens; expected {max_length} or more, as --max-length")
+    check_draft(path, tokens, positions(draft), tokenizer, model, max_length)
     return llm.Decoder(draft, max_length, cache)
+
+
+def check_draft(path: Path, tokenizer: Any, positions: int, expected: Any, model: str | Path, max_length: int) -> None:
+    """Checks that a draft model fits.
+
+    Args:
+        path, tokenizer, positions: of the draft model.
+        expected: the tokenizer of ``model``.
+        max_length: of its decoder.
+
+    Raises:
+        ValueError: the draft model has other tokens or supports only shorter texts.
+    """
+    ours, theirs = (each.backend_tokenizer.get_vocab(with_added_tokens=True) for each in (tokenizer, expected))
+    if ours != theirs:
+        other = min(token for token in ours.keys() | theirs if ours.get(token) != theirs.get(token))
+        raise ValueError(
+            f"{path} has other tokens than {model}, {other!r} for example, and cannot guess them; expected a "
+            "smaller model of the same family"
+        )
+    if positions < max_length:
+        raise ValueError(f"{path} supports {positions} tokens; expected {max_length} or more, as --max-length")
 
 
 @contextmanager

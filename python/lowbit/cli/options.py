@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 import typer
 
@@ -21,7 +21,7 @@ from .output import Output
 
 if TYPE_CHECKING:
     from .. import LowBitConfig
-    from ..llm import Decoder, PrefixCache
+    from ..llm import PrefixCache
 
 _AS_JSON = typer.Option("--json", help="Print one JSON document instead (docs/cli.md has its keys).")
 
@@ -185,7 +185,7 @@ class Prefixes:
             refuse_unused("without --prefix-cache", "prefix_cache_size")
         return parse_size(self.prefix_cache_size, "--prefix-cache-size")
 
-    def open_prefix_cache(self, output: Output, step: Callable[..., Any]) -> PrefixCache | None:
+    def open_prefix_cache(self, output: Output, step: Any) -> PrefixCache | None:
         """The prefix cache in the directory of the option or the environment variable; None without either.
 
         Raises:
@@ -198,7 +198,7 @@ class Prefixes:
         if not directory:
             return None
         try:
-            return llm.PrefixCache(directory, cast("Decoder", step), self.prefix_bytes())  # checks that it is a decoder
+            return llm.PrefixCache(directory, step, self.prefix_bytes())  # checks that it is a decoder
         except ValueError as error:
             if self.prefix_cache is not None:
                 raise

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+import lowbit
 
 from ..machine.facts import keep_freed_memory
 from . import options
@@ -15,6 +19,7 @@ from .output import Output
 
 if TYPE_CHECKING:
     from .. import LowBitConfig
+    from ..serve.model_list import LanguageModel
     from ..serve.routes import Model
 
 _CONTEXT = 4096  # tokens, unless the model has fewer or --max-length says otherwise
@@ -51,6 +56,8 @@ def serve(
 ) -> None:
     """Answer requests over HTTP, with OpenAI's interface, until Ctrl-C or SIGTERM."""
     run: Any = _needed()
+    from ..serve.model_list import LanguageModel
+
     output = Output(False)
     config = quantizing.config()
     kept = 0 if prefix_memory == "0" else options.parse_size(prefix_memory, "--prefix-memory")
@@ -63,24 +70,17 @@ def serve(
     if draft is not None and len(models) > 1:
         raise ValueError(f"--draft is for one model; found {len(models)}: start a server for each")
     text = None if template is None else read_text(template)
-    set_threads(threads)
     keep_freed_memory()
 
-    loaded = [
-        _load(output, name, path, config, text, max_length, at_once=at_once, rows=rows, cache=cache, prefix_bytes=kept)
-        for name, path in zip(names, models, strict=True)
-    ]
-    from ..serve.model_list import LanguageModel
-
-    for model in loaded:
+    wish = _Wish(output, text, config, max_length, threads, cache, draft, at_once, rows, kept)
+    loaded = [_load(wish, name, path) for name, path in zip(names, models, strict=True)]
+    for model, guesser in loaded:
         if isinstance(model, LanguageModel):
             model.batch.prefix_cache = prefixes.open_prefix_cache(output, model.batch.decoder)
             if guesses:
-                decoder = model.batch.decoder
-                guesser = draft and load_draft(output, draft, model.tokenizer, model.name, decoder, config, cache)
                 model.batch.speculate(guesses, guesser)
     run(
-        loaded, host, port, api_key or os.environ.get("LOWBIT_API_KEY") or None, queue=queue, timeout=timeout, grace=grace,
+        [model for model, _ in loaded], host, port, api_key or os.environ.get("LOWBIT_API_KEY") or None, queue=queue, timeout=timeout, grace=grace,
         note=output.note, warn=output.warn,
     )  # fmt: skip
 
@@ -99,35 +99,79 @@ def _needed() -> Any:
     return run
 
 
-def _load(
-    output: Output,
-    name: str,
-    path: Path,
-    config: LowBitConfig | None,
-    template: str | None,
-    max_length: int | None,
-    **more: Any,
-) -> Model:
-    from .. import llm
-    from ..llm.loading import load_tokenizer
-    from ..llm.templates import chat_template
-    from ..serve import embeddings, speech
-    from ..serve.model_list import LanguageModel
+@dataclass(frozen=True)
+class _Wish:
+    """How models are loaded."""
 
-    path = Path(from_hub(output, path) or path)
-    if not path.is_file() and speech.is_speech(path):
-        with output.progress(f"loading {path}", "tensors") as advance:
-            return speech.load(name, path, config, cache=more["cache"], progress=advance)
-    texts = None if path.is_file() else embeddings.load(name, path)
-    if texts is not None:
-        return texts
-    with imported(output, path) as path:
-        tokenizer = load_tokenizer(path)
-        model = load(output, path, config)
+    output: Output
+    template: str | None
+    config: LowBitConfig | None
+    max_length: int | None
+    threads: int | None
+    cache: str | None
+    draft: Path | None
+    at_once: int
+    rows: int
+    prefix_bytes: int
+
+    def language_model(
+        self, name: str, decoder: Any, model: Any, tokenizer: Any, path: Path, stop: Iterable[int]
+    ) -> LanguageModel:
+        from ..llm.templates import chat_template
+        from ..serve.model_list import LanguageModel
+
+        template = self.template
         if template is None and tokenizer.chat_template:
             template = chat_template(tokenizer, path)
-    length = max_length or min(_CONTEXT, positions(model) // 16 * 16)
+        return LanguageModel.of(
+            name, decoder, model, tokenizer, template, stop, at_once=self.at_once, rows=self.rows, prefix_bytes=self.prefix_bytes
+        )
+
+    def length(self, positions: int) -> int:
+        """Tokens of the longest text."""
+        return self.max_length or min(_CONTEXT, positions // 16 * 16)
+
+
+def _load(wish: _Wish, name: str, path: Path) -> tuple[Model, Any]:
+    """A model, and the decoder of its draft model: by their plans where they have them, else by torch."""
+    from ..serve import embeddings, speech
+    from .plans import NoPlan, draft_decoder, missing, open_with_draft
+
+    output = wish.output
+    path, caches = Path(from_hub(output, path) or path), None
+    is_text = path.is_file() or not (speech.is_speech(path) or embeddings.is_kind(path))
+    if is_text and wish.config is None:
+        try:
+            model, draft = open_with_draft(output, path, wish.threads, wish.cache, wish.draft)
+            decoder = model.decoder(wish.length(model.plan.positions))
+            guesser = None if draft is None else draft_decoder(draft, model, decoder.max_length)
+            return wish.language_model(name, decoder, model.model, model.tokenizer, model.directory, model.stop), guesser
+        except NoPlan as reason:
+            caches = missing(output, reason)
+    lowbit.load_torch()
+    set_threads(wish.threads)
+    if is_text:
+        return _load_by_torch(wish, name, path, caches)
+    if speech.is_speech(path):
+        with output.progress(f"loading {path}", "tensors") as advance:
+            return speech.load(name, path, wish.config, cache=wish.cache, progress=advance), None
+    return embeddings.load(name, path), None
+
+
+def _load_by_torch(wish: _Wish, name: str, path: Path, caches: tuple[str, ...] | None) -> tuple[Model, Any]:
+    from .. import llm
+    from ..llm.loading import load_tokenizer, stop_tokens
+    from .plans import keep_plan
+
+    with imported(wish.output, path) as path:
+        tokenizer = load_tokenizer(path)
+        model = load(wish.output, path, wish.config)
+    stop = stop_tokens(model, tokenizer)
     try:
-        return LanguageModel.of(name, model, tokenizer, template, max_length=length, **more)
+        decoder = llm.Decoder(model, wish.length(positions(model)), wish.cache, windows=False)
+        made = wish.language_model(name, decoder, model, tokenizer, path, stop)
     except llm.Refusal as refusal:
         raise ValueError(f"lowbit serve needs lowbit's decoder; {refusal}") from refusal
+    keep_plan(wish.output, path, decoder, stop, caches)
+    draft = wish.draft and load_draft(wish.output, wish.draft, tokenizer, name, decoder, wish.config, wish.cache)
+    return made, draft

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +10,7 @@ import lowbit
 
 from ..machine.cpus import default_threads
 from ..machine.facts import cpp_compiler
-from .models import check_threads, imported, load, load_draft, positions, set_threads
+from .models import imported, load, load_draft, positions, set_threads
 from .options import Running, Sampling, parse_size
 from .output import Output
 
@@ -20,8 +18,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ..llm import Decoder, Mtp
-
-_PLANS = "LOWBIT_PLAN"  # environment variable; 0: no plans
 
 
 class Session:
@@ -169,51 +165,30 @@ class Session:
 
     def keep_plan(self) -> None:
         """Writes the model's plan beside its weights, if it has one, so that the next run needs no torch; never an error."""
-        from ..exports.plan_export import write_plan
-        from ..llm import Decoder
-        from ..llm.loading import is_packed
-        from ..llm.plan_files import PLAN
+        from .plans import keep_plan
 
-        step = self.step
-        if self.plan_caches is None or not isinstance(step, Decoder) or step.plan is None or not is_packed(self.path):
-            return
-        if not os.access(self.path, os.W_OK) or self.positions == sys.maxsize:  # the plan would have the positions of this run
-            return
-        try:
-            write_plan(step, self.path / PLAN, self.stop, self.plan_caches)
-        except (OSError, ValueError) as error:
-            self.output.note(f"{self.path / PLAN} is not written: {error}")
-        else:
-            self.output.note(f"{self.path / PLAN} is written: the next run starts without torch")
+        keep_plan(self.output, self.path, self.step, self.stop, self.plan_caches)
 
 
 class PlannedSession(Session):
     """A session without torch and transformers, by the plan beside the model's weights."""
 
-    def load(self, template: str | None = None, has_turns: bool = True, images: Sequence[Path] = ()) -> None:
-        """Opens the plan and the tokenizer.
+    def open(self, template: str | None, has_turns: bool, draft: Path | None) -> None:
+        """Opens the plan, that of the draft model, and the tokenizer.
 
         Raises:
             NoPlan: the model needs the other kind of session.
         """
-        from ..llm.plan_files import NoPlan, open_planned
         from ..llm.templates import chat_template
+        from .plans import open_with_draft
 
-        given = self.path
-        if given.suffix == ".gguf" and given.is_file():
-            from ..files.gguf_cache import cache_of, is_current
-
-            if not is_current(given):
-                raise NoPlan("")
-            self.path = cache_of(given)
-        check_threads(self.running.threads)
+        running = self.running
+        self._planned, self._draft = open_with_draft(self.output, self.path, running.threads, running.cache, draft)
         self._threads = self.running.threads or default_threads()
-        self._planned = open_planned(self.path, self._threads, self.running.cache)
+        self.path = self._planned.directory
         self.model, self.tokenizer, self.stop = self._planned.model, self._planned.tokenizer, self._planned.stop
-        self.template = chat_template(self.tokenizer, self.path) if has_turns else None
+        self.template = chat_template(self.tokenizer, self.path) if has_turns and template is None else template
         self.sampling = self._sampling.parsed(self.tokenizer)
-        if self.path is not given:
-            self.output.note(f"{given} was imported before: {self.path}")
 
     @property
     def positions(self) -> int:
@@ -224,13 +199,15 @@ class PlannedSession(Session):
         return self._threads
 
     def start(self, max_length: int) -> None:
-        from ..llm.plan_step import PlanStep
-        from ..llm.sampling import check_max_length
-
-        check_max_length(max_length, self.positions, 16)
         self.max_length = max_length
-        self.step = PlanStep(self._planned.plan, max_length, self.running.cache or self._planned.cache)
-        self.prefix_cache, self.refusal = None, None
+        self.step = self._planned.decoder(max_length)
+        self.prefix_cache, self.refusal = self.running.open_prefix_cache(self.output, self.step), None
+
+    def draft(self, path: Path) -> Any:
+        from .plans import draft_decoder
+
+        assert self._draft is not None
+        return draft_decoder(self._draft, self._planned, self.max_length)
 
     def keep_plan(self) -> None:
         """There is one."""
@@ -246,25 +223,22 @@ def open_session(
     template: str | None = None,
     has_turns: bool = True,
     images: Sequence[Path] = (),
+    draft: Path | None = None,
 ) -> Session:
     """A session with its model loaded: by the plan beside the weights where it is current and all options allow, else by torch.
 
-    Arguments as for :class:`Session` and :meth:`Session.load`.
+    Arguments as for :class:`Session` and :meth:`Session.load`; ``draft`` is the path for :meth:`Session.draft`.
     """
-    options = (running.bits, running.expert_memory, template, *images)
-    plain = not any(option is not None for option in options) and not running.compile and not running.wants_prefixes
-    caches = None
-    if plain and not any((needs or {}).values()) and os.environ.get(_PLANS, "1") != "0":
-        from ..llm.plan_files import NoPlan
+    from .plans import NoPlan, missing
 
+    caches = None
+    if running.bits is None and running.expert_memory is None and not running.compile and not images:
         planned = PlannedSession(output, path, running, sampling, needs)
         try:
-            planned.load(has_turns=has_turns)
+            planned.open(template, has_turns, draft)
             return planned
         except NoPlan as reason:
-            if str(reason):
-                output.note(str(reason))
-            caches = reason.caches if reason.stale else None
+            caches = missing(output, reason)
     session = Session(output, path, running, sampling, needs)
     session.load(template, has_turns, images)
     session.plan_caches = caches

@@ -71,13 +71,6 @@ class Part:
         None  # called with each layer before its attention or, with True, before its states are used
     )
 
-    def copy_all(self) -> None:
-        """Calls ``before`` for all layers, if the call changes nothing that it reads."""
-        if self.before is not None:
-            for layer in range(len(self.layers)):
-                self.before(layer, False)
-                self.before(layer, True)
-
 
 class Texts:
     """Used in place of caches: the caches of several texts whose tokens are concatenated in the call.
@@ -139,14 +132,9 @@ def attend(
     else:
         layer = caches[module.layer_idx]
         k_cache, v_cache = layer[:2]
-        if len(layer) > 2 and is_held(layer[2]):
+        if len(layer) > 2 and layer[2].dtype is torch.int64:  # `held`
             return torch.ops.lowbit.window_attention(query, key, value, *layer[:3], start, *more), None
     return torch.ops.lowbit.attention(query, key, value, k_cache, v_cache, start, *more), None
-
-
-def is_held(tensor: Tensor) -> bool:
-    """Whether a tensor among a layer's caches is ``held`` of :func:`lowbit.window_attention`."""
-    return tensor.dtype is torch.int64
 
 
 def check_windows(config: Any, asked: Asked, max_length: int) -> None:

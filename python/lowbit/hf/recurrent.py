@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..operators.cache_layout import is_state
 from ..operators.recurrence import state_shape
 from .rebinding import with_globals
 from .unsupported import Unsupported
@@ -168,11 +169,6 @@ _FUNCTIONS: dict[str, Callable[[Mixer], Callable[..., Any]]] = {
     "mamba2_chunk_scan": lambda mixer: mixer.mamba2,
 }
 _UNKNOWN = ("mamba_selective_scan",)  # scans for which lowbit has no operator
-
-
-def is_state(tensor: Tensor) -> bool:
-    """Whether a tensor among a layer's caches is a state of fixed size; keys and values have 4 dimensions."""
-    return bool(tensor.dim() != 4) and tensor.is_floating_point()
 
 
 def states_of(layer: tuple[Tensor, ...]) -> list[Tensor]:

@@ -7,18 +7,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, Unpack
 
-import torch
-from torch import Tensor
-
 from ..files.untrusted import one_line, raised_by_reader
-from ..hf.recurrent import is_state
-from .caches import Caches, copy_layer
-from .decoder import Decoder
+from ..operators.cache_layout import copied, is_state
+from .caches import Caches
 from .generation import AGAIN, Generation, Text, TextWriter, check_lengths
 from .guessing import Guesser, check_draft, make_guesser
 from .penalties import TokenLogprobs, token_logprobs
 from .prefixes import PrefixCache
 from .sampling import Sampling, SamplingArguments, check_seed, common, prompt_ids, token_ids, without_mask
+from .steps import inference
+from .texts_call import TextsDecoder
 
 # Shorter common prefixes are computed rather than copied, because copying has a cost too.
 _LEAST = 16
@@ -45,8 +43,8 @@ class _Active:
         return self.caches.tokens if self.writer.result.tokens else self.text.prompt
 
 
-_Layers: TypeAlias = list[tuple[Tensor, ...]]
-_Computed: TypeAlias = tuple[_Active, Tensor, _Layers | None]  # a text, logits, and states that include all draft tokens
+_Layers: TypeAlias = list[tuple[Any, ...]]
+_Computed: TypeAlias = tuple[_Active, Any, _Layers | None]  # a text, logits, and states that include all draft tokens
 
 
 class Batch:
@@ -56,10 +54,10 @@ class Batch:
     are packed, each text is the same as if it were decoded alone.
     """
 
-    def __init__(self, decoder: Decoder, at_once: int = 16, rows: int = 512):
+    def __init__(self, decoder: TextsDecoder, at_once: int = 16, rows: int = 512):
         """
         Args:
-            decoder: not compiled. Its caches are unchanged.
+            decoder: a :class:`lowbit.llm.Decoder`, or one that runs a plan without torch. Its caches are unchanged.
             at_once: largest number of texts in memory and in a call; further ones wait.
             rows: largest number of prompt tokens in a call; longer prompts take several calls.
 
@@ -67,7 +65,7 @@ class Batch:
             ValueError: not a decoder, or its model does not support several texts; or a number out of its range.
             RuntimeError: the decoder was released.
         """
-        if not isinstance(decoder, Decoder):
+        if not isinstance(decoder, TextsDecoder):
             raise ValueError(f"a {type(decoder).__name__} takes one text at a time; expected a Decoder, not compiled")
         decoder.check()
         decoder.check_texts()
@@ -146,7 +144,7 @@ class Batch:
         """
         still = [active for active in self._active if not active.writer.ended]
         failed: list[tuple[Text, Exception]] = []
-        with torch.inference_mode():
+        with inference():
             while self.waiting and len(still) < self.at_once:
                 text = self.waiting.popleft()
                 try:
@@ -175,7 +173,7 @@ class Batch:
             text.on_error(failure)
         return bool(still or failed)
 
-    def _take(self, active: _Active, rows: Iterable[Tensor], guess: list[int], after: _Layers | None) -> None:
+    def _take(self, active: _Active, rows: Iterable[Any], guess: list[int], after: _Layers | None) -> None:
         """Adds tokens to a text, from logits after its last token and after draft tokens, and sets what its caches hold.
 
         Args:
@@ -224,9 +222,7 @@ class Batch:
     def _grow(self, active: _Active) -> None:
         before = active.caches
         active.caches = self._caches(active.text, 2 * (before.length - len(active.text.prompt)))
-        for source, target in zip(before.layers, active.caches.layers, strict=True):
-            copy_layer(source, target, len(before.tokens))
-        active.caches.tokens = before.tokens
+        active.caches.copy_from(before, len(before.tokens))
 
     def _compute(self, plan: list[tuple[_Active, list[int]]]) -> Iterator[_Computed]:
         """Computes tokens of texts; yields the logits after the last known token of texts without pending tokens."""
@@ -272,7 +268,7 @@ class Batch:
         caches, pending, recurrent = active.caches, active.pending, self.decoder.recurrent
         before = list(caches.layers)
         if recurrent:  # states cannot undo a rejected token, so the call updates copies
-            caches.layers = [tuple(part.clone() if is_state(part) else part for part in layer) for layer in before]
+            caches.layers = [tuple(copied(part) if is_state(part) else part for part in layer) for layer in before]
         (logits,) = self.decoder.run_texts([(caches, pending + guess)], everywhere=True)
         after, caches.layers = caches.layers, before
         active.writer.result.decode_calls += 1
@@ -280,7 +276,7 @@ class Batch:
         yield active, logits[len(pending) - 1 :], after if recurrent else None
 
 
-def _scores(active: _Active, logits: Tensor) -> list[TokenLogprobs]:
+def _scores(active: _Active, logits: Any) -> list[TokenLogprobs]:
     """Log-probabilities of a prompt's tokens, from the logits after the last tokens in its caches."""
     end = len(active.caches.tokens)
     following = active.text.prompt[end - len(logits) + 1 : end + 1]
@@ -321,7 +317,7 @@ def _plan(running: Sequence[_Active], rows: int) -> list[tuple[_Active, list[int
 
 
 def generate_batch(
-    decoder: Decoder,
+    decoder: TextsDecoder,
     prompts: Iterable[Iterable[int]],
     max_new_tokens: int | Sequence[int],
     *,

@@ -3,34 +3,27 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
-from ..hf.decoding import Unsupported, is_held
-from ..hf.recurrent import is_state
-from ..operators.ops import cache_storage, cache_width
-from ..operators.window import SPAN
+from ..operators.cache_layout import PANEL, copy_layer, is_state
 
 if TYPE_CHECKING:
-    from ..plan.running import Caches as PlanCaches
-    from .planning import DecoderPlan
+    import torch
+    from torch import Tensor
 
 # Types of the KV cache: one type for keys and values, or the type of keys, then that of values.
 CACHES = ("float32", "bfloat16", "float16", "int8", "int8,int4", "int4")
-
-_PANEL = 16  # positions whose keys are interleaved in memory, see docs/internals/operators.md
 
 
 class Caches:
     """Keys, values and states of one text, outside a decoder; from :meth:`Decoder.new_caches` and :meth:`Decoder.read`."""
 
-    def __init__(self, layers: Sequence[tuple[Tensor, ...]], cache_type: str, model: torch.nn.Module, length: int):
+    def __init__(self, layers: Sequence[tuple[Any, ...]], cache_type: str, model: Any, length: int):
         """
         Args:
-            layers: for each layer, keys and values in the layout of the attention operators, and states if it is recurrent.
+            layers: for each layer, keys and values in the layout of the attention operators, and states if it is recurrent;
+                tensors of torch, or arrays of numpy.
             cache_type: the cache type of keys and values, as :class:`Decoder` takes it.
             model: the model that computes them.
             length: capacity in tokens.
@@ -39,20 +32,21 @@ class Caches:
         self.cache_type = cache_type
         self.length = length
         self.tokens: list[int] = []  # the tokens whose keys and values are stored
-        self._model: weakref.ref[torch.nn.Module] | None = weakref.ref(model)
-        self._planned: tuple[weakref.ref[DecoderPlan], list[int], PlanCaches] | None = None
+        self._model: weakref.ref[Any] | None = weakref.ref(model)
+        self._planned: tuple[weakref.ref[Any], list[Any], Any] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_model": None, "_planned": None}  # neither can be pickled
 
-    def planned(self, plan: DecoderPlan) -> PlanCaches:
-        """The tensors as a plan uses them."""
-        key = weakref.ref(plan), [*map(id, self.layers)]  # a batch replaces states
-        if self._planned is None or self._planned[:2] != key:
-            self._planned = *key, plan.caches(self.layers)
-        return self._planned[2]
+    def planned(self, plan: Any, arrange: Callable[[Any], Any]) -> Any:
+        """The layers as ``plan`` uses them: the result of ``arrange``, which is kept until they change."""
+        known = self._planned
+        # A batch replaces states. The replaced ones are kept here, because new ones could have their id().
+        if known is None or known[0]() is not plan or any(a is not b for a, b in zip(known[1], self.layers, strict=True)):
+            known = self._planned = weakref.ref(plan), list(self.layers), arrange(self.layers)
+        return known[2]
 
-    def is_of(self, model: torch.nn.Module) -> bool:
+    def is_of(self, model: Any) -> bool:
         """Whether this model computes them; True for unpickled caches, whose model is unknown."""
         return self._model is None or self._model() is model
 
@@ -64,6 +58,12 @@ class Caches:
     def usable(self, count: int) -> int:
         """The number of the first ``count`` tokens that can be copied from here; with states, all tokens or none."""
         return count if not self.recurrent or count == len(self.tokens) else 0
+
+    def copy_from(self, other: Caches, count: int) -> None:
+        """Copies the keys and values of the first ``count`` tokens, and the states, which must be those after them."""
+        for source, target in zip(other.layers, self.layers, strict=True):
+            copy_layer(source, target, count)
+        self.tokens = other.tokens[:count]
 
     @property
     def nbytes(self) -> int:
@@ -92,6 +92,8 @@ def name_of(dtype: torch.dtype) -> str:
 
 def dtypes_of(cache_type: str) -> tuple[torch.dtype, torch.dtype]:
     """The dtypes of keys and of values; ``torch.int4`` stands for 4 bits."""
+    import torch
+
     names = cache_type.split(",")
     return getattr(torch, names[0]), getattr(torch, names[-1])
 
@@ -102,52 +104,14 @@ def empty_caches(heads: int, widths: Sequence[int], positions: int, cache_type: 
     Raises:
         Unsupported: values of this width have no such type.
     """
-    rows, dtypes = -(-positions // _PANEL) * _PANEL, dtypes_of(cache_type)
+    import torch
+
+    from ..hf.decoding import Unsupported
+    from ..operators.ops import cache_storage, cache_width
+
+    rows, dtypes = -(-positions // PANEL) * PANEL, dtypes_of(cache_type)
     try:
         shapes = [(1, heads, rows, cache_width(width, dtype)) for width, dtype in zip(widths, dtypes)]
     except ValueError as error:
         raise Unsupported(str(error)) from error
     return [torch.zeros(shape, dtype=cache_storage(dtype)) for shape, dtype in zip(shapes, dtypes)]
-
-
-def stretches(cache: Tensor, begin: int, end: int) -> list[Tensor]:
-    """The slices [heads, n] of a layer's keys or values that hold these positions, in whole panels.
-
-    For each head the values of all positions come first, then, in int8 and 4-bit caches, their scales.
-    """
-    bytes_of_scale = 4 if cache.dtype is torch.int8 else 0
-    flat, length, width = (
-        cache.view(cache.shape[1], -1),
-        cache.shape[2],
-        cache.shape[3] - bytes_of_scale,
-    )  # of 4-bit codes in bytes
-    found = [flat[:, begin * width : end * width]]
-    if bytes_of_scale:
-        found.append(flat[:, length * width + begin * bytes_of_scale : length * width + end * bytes_of_scale])
-    return found
-
-
-def copy_layer(source: Iterable[Tensor], target: Iterable[Tensor], count: int, states: bool | None = None) -> None:
-    """Copies keys and values of a layer for the first ``count`` positions, and states; the caches may differ in length.
-
-    The states of ``source`` must be those after ``count`` tokens. ``states`` True copies only states, False everything else.
-
-    Whole panels are copied; positions after ``count`` in the last one are overwritten before they are read. A target of
-    :func:`lowbit.window_attention` gets as many positions as it has room for; the source must have all positions.
-    """
-    base, targets = 0, []
-    for tensor in target:
-        if not is_held(tensor):
-            targets.append(tensor)
-        elif not states:
-            base = max(0, -(-(count - targets[0].shape[2]) // SPAN) * SPAN)
-            tensor.copy_(torch.tensor([base, count]))
-    count = -(-count // _PANEL) * _PANEL
-    for read, write in zip(source, targets, strict=True):
-        if states is not None and is_state(read) is not states:
-            continue
-        if is_state(read):
-            write.copy_(read)
-            continue
-        for from_, to in zip(stretches(read, base, count), stretches(write, 0, count - base), strict=True):
-            to.copy_(from_)

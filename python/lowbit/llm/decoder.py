@@ -11,17 +11,17 @@ import torch
 from torch import Tensor
 
 from ..hf import decoding
-from ..hf.recurrent import is_state
 from ..hf.shared_inputs import observed
+from ..operators.cache_layout import copy_layer, is_state
 from ..operators.window import window_length
 from ..plan.plan_file import Slot
 from ..plan.recording import Unplannable
-from .caches import CACHES, Caches, copy_layer, dtypes_of, empty_caches, name_of, type_of
+from .caches import Caches, dtypes_of, empty_caches, name_of, type_of
 from .planning import DecoderPlan
 from .proof import EXACT_LIMIT, PIECES_LIMIT, Reference
 from .sampling import check_max_length, common, prompt_ids
 from .states import StateKeeper
-from .texts_call import TextsCall
+from .texts_call import Part, TextsCall, TextsDecoder
 
 _LOG = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ def check_call(tokens: Tensor, start: Tensor, vocabulary: int, max_length: int) 
         )
 
 
-class Decoder(torch.nn.Module):
+class Decoder(torch.nn.Module, TextsDecoder):
     """A decoding step of a causal language model, with its own static KV caches and states of recurrent layers.
 
     The same module runs in eager mode, under torch.compile, and exported to .pte and .pt2. Each call updates the caches, which
@@ -301,6 +301,14 @@ class Decoder(torch.nn.Module):
                 "the model of this decoder was given another attention implementation; call release(), and make a new Decoder"
             )
 
+    def make_caches(self, length: int, cache_type: str) -> list[tuple[Tensor, ...]]:
+        return self._make(length, cache_type)
+
+    def prefix_key(self) -> bytes:
+        from .prefixes import prefix_key
+
+        return prefix_key(self)
+
     def caches(self) -> list[tuple[Tensor, ...]]:
         """Keys, values and states of each layer; docs/internals/operators.md describes their layout.
 
@@ -401,40 +409,6 @@ class Decoder(torch.nn.Module):
             self._keeper.end(int(start) + tokens.shape[1])
         return logits
 
-    def new_caches(self, length: int, cache_type: str | None = None) -> Caches:
-        """Empty caches for another text.
-
-        Args:
-            length: capacity in tokens, a multiple of 16.
-            cache_type: the cache type of keys and values, as the decoder's ``cache``; None: the decoder's.
-
-        Raises:
-            ValueError: an invalid length or type.
-            RuntimeError: the decoder was released.
-        """
-        self.check()
-        cache_type = cache_type or self.cache_type
-        if length <= 0 or length % 16:
-            raise ValueError(f"length is {length}; expected a positive multiple of 16")
-        if cache_type not in CACHES:
-            raise ValueError(f"cache_type is {cache_type!r}; expected one of {', '.join(map(repr, CACHES))}")
-        return Caches(self._make(length, cache_type), cache_type, self.model, length)
-
-    def check_caches(self, caches: Caches, cache_type: str | None = None) -> None:
-        """Checks that caches can be copied from.
-
-        Args:
-            cache_type: the cache type of the caches to copy to; None: the decoder's.
-
-        Raises:
-            ValueError: they have another type, or another model computed them.
-        """
-        cache_type = cache_type or self.cache_type
-        if caches.cache_type != cache_type:
-            raise ValueError(f"the caches are of {caches.cache_type}; expected {cache_type}")
-        if not caches.is_of(self.model):
-            raise ValueError("the caches have keys and values of another model; expected those of the decoder's")
-
     def read(self, tokens: Sequence[int], prefix: Caches | None = None) -> Caches:
         """Computes keys and values of a prefix (a system prompt, a document) for texts that begin with it.
 
@@ -454,9 +428,7 @@ class Decoder(torch.nn.Module):
         caches = self.new_caches(-(-len(tokens) // 16) * 16)
         shared = 0 if prefix is None else prefix.usable(common(prefix.tokens, tokens))
         if prefix is not None and shared:
-            for source, target in zip(prefix.layers, caches.layers, strict=True):
-                copy_layer(source, target, shared)
-        caches.tokens = tokens[:shared]
+            caches.copy_from(prefix, shared)
         with torch.inference_mode():
             for at in range(shared, len(tokens), PIECE):
                 self.run_texts([(caches, tokens[at : at + PIECE])])
@@ -486,55 +458,29 @@ class Decoder(torch.nn.Module):
                 self._keeper.end(count, keep=True)
         return count
 
-    def run_texts(
-        self,
-        texts: Sequence[tuple[Caches, Sequence[int]] | tuple[Caches, Sequence[int], tuple[Caches, int]]],
-        everywhere: bool = False,
-    ) -> list[Tensor]:
-        """Continues several texts in one call of the model, each by any number of tokens.
-
-        Args:
-            texts: for each text its caches and the tokens to add; for a new text optionally also caches with a common prefix
-                and the number of tokens to copy from them first. These may be the caches of an earlier text of the call.
-            everywhere: return logits after each token instead of after the last token of each text.
-
-        Returns:
-            Logits of each text, [vocabulary], or [s, vocabulary] with ``everywhere``.
-
-        Raises:
-            ValueError: no texts, a text without tokens, a token that is not in the vocabulary, or caches to copy from
-                that belong to another model or dtype, or whose states include further tokens.
-            IndexError: a text is longer than its caches.
-            RuntimeError: the decoder was released.
-        """
-        self.check()
-        if not texts:
-            raise ValueError("there are no texts; expected at least one")
-        call = TextsCall(self)
-        for text in texts:
-            call.add(*text)
-        rows, parts = call.rows, call.parts
-        for caches, _, *source in texts:
-            if source:
-                caches.tokens = []  # their content is overwritten
-        keep = torch.arange(len(rows)) if everywhere else torch.tensor([part.end - 1 for part in parts])
-        inputs = torch.tensor([rows]), torch.tensor(call.positions)
-        plan = self._usable_plan(len(rows) > len(parts))
+    def run_call(self, call: TextsCall, everywhere: bool) -> Tensor:
+        parts = call.parts
+        keep = torch.arange(len(call.rows)) if everywhere else torch.tensor([part.end - 1 for part in parts])
+        inputs = torch.tensor([call.rows]), torch.tensor(call.positions)
+        plan = self._usable_plan(len(call.rows) > len(parts))
         if plan is None or call.copies_within:  # copies must be made layer by layer
-            logits = self.run(*inputs, torch.tensor([0]), decoding.Texts(parts), 0 if everywhere else keep)[0]
+            texts = [
+                decoding.Part(part.begin, part.end, torch.tensor([part.start]), part.caches.layers, _copy_of(part))
+                for part in parts
+            ]
+            logits = self.run(*inputs, torch.tensor([0]), decoding.Texts(texts), 0 if everywhere else keep)[0]
         else:
             for part in parts:
-                part.copy_all()
-            planned = [
-                (part.begin, part.end, int(part.start), caches.planned(plan))
-                for part, (caches, *_) in zip(parts, texts, strict=True)
-            ]
+                if part.source is not None:
+                    part.caches.copy_from(part.source, part.start)
+            planned = [(part.begin, part.end, part.start, part.caches.planned(plan, plan.caches)) for part in parts]
             logits = plan.run(*inputs, keep, planned)
-        # Recorded only now, because a failed call has not computed these tokens.
-        for caches, tokens, *source in texts:
-            if source:
-                caches.tokens = source[0][0].tokens[: source[0][1]]
-            caches.tokens += tokens
-        if logits.shape[0] != len(keep):  # the model ignores logits_to_keep
-            logits = logits[keep]
-        return [logits[part.begin : part.end] for part in parts] if everywhere else list(logits)
+        return logits if logits.shape[0] == len(keep) else logits[keep]  # some models ignore logits_to_keep
+
+
+def _copy_of(part: Part) -> Callable[[int, bool], None] | None:
+    """Copies a text's prefix layer by layer."""
+    source = part.source
+    if source is None:
+        return None
+    return lambda layer, states: copy_layer(source.layers[layer], part.caches.layers[layer], part.start, states)

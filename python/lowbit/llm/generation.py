@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import math
-import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
-from importlib import import_module
-from typing import TYPE_CHECKING, Any, Protocol, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
+from .guessing import Guesser, check_draft, make_guesser
 from .penalties import Constraint, Drawer, TokenLogprobs, token_logprobs
 from .sampling import Sampling, SamplingArguments, prompt_ids, token_ids
+from .steps import ListStep, gives_rows, inference, rows_after
 
 if TYPE_CHECKING:
-    import numpy
     from torch import Tensor
-
-    from .guessing import Guesser
 
 
 def rate(count: int, seconds: float) -> float:
@@ -130,7 +126,7 @@ def generate(
 
     Raises:
         ValueError: an empty prompt, one that leaves no room for a new token, or has a token that is not in the vocabulary;
-            a number out of its range; logits that are not finite; guesses with a step without ``all_logits``; or a draft
+            a number out of its range; logits that are not finite; guesses with a step that gives no logits for them; or a draft
             with fewer positions than max_length, or without guesses.
     """
     prompt, stop = prompt_ids("the prompt", prompt), token_ids("stop", stop)
@@ -144,9 +140,8 @@ def generate(
         settings.check_vocabulary(vocabulary)
     text = Text(prompt, max_new_tokens, settings, seed, frozenset(stop), until, logprobs, on_token=on_token)
     writer = TextWriter(text, max_length, cached)
-    torch = sys.modules.get("torch")  # which a program without it has not loaded
-    with nullcontext() if torch is None else torch.inference_mode():
-        return _generate(step, writer, cached, guesses, _make_guesser(step, draft) if guesses else None)
+    with inference():
+        return _generate(step, writer, cached, guesses, make_guesser(step, draft) if guesses else None)
 
 
 def _generate(step: Any, writer: TextWriter, cached: int, guesses: int, guesser: Guesser | None) -> Generation:
@@ -155,7 +150,7 @@ def _generate(step: Any, writer: TextWriter, cached: int, guesses: int, guesser:
     start = cached  # number of tokens in the caches
     guess: list[int] = []
     while True:
-        rows = _rows(step, tokens, start, guess)
+        rows = rows_after(step, tokens, start, guess)
         writer.result.decode_calls += bool(writer.result.tokens)
         new = writer.accept(rows, guess)
         if writer.ended:
@@ -167,31 +162,6 @@ def _generate(step: Any, writer: TextWriter, cached: int, guesses: int, guesser:
             tokens = new[-1:]
         again = recurrent and len(tokens) > AGAIN
         guess = [] if guesser is None or again else guesser.guess(writer.tokens, min(guesses, writer.room - 1))
-
-
-class ListStep(Protocol):
-    """A step of :func:`generate` that needs no torch: it takes a list of tokens, and returns an array of numpy."""
-
-    max_length: int
-
-    def feed(self, tokens: list[int], start: int) -> numpy.ndarray:
-        """Logits [vocabulary], float32, after tokens that follow the first ``start`` ones of the text."""
-
-
-def _rows(step: Any, tokens: list[int], start: int, guess: list[int]) -> Iterable[Any]:
-    """Logits [vocabulary] after the last known token and after each draft token."""
-    if hasattr(step, "feed"):
-        return [step.feed(tokens, start)]
-    torch = import_module("torch")
-    call = torch.tensor([tokens + guess]), torch.tensor([start])
-    rows: Iterable[Any] = step.all_logits(*call)[0][len(tokens) - 1 :] if guess else step(*call)
-    return rows
-
-
-def _make_guesser(step: Any, draft: Any) -> Guesser:
-    from .guessing import make_guesser  # which needs torch
-
-    return make_guesser(step, draft)
 
 
 def _checked_length(step: Any, max_length: int | None) -> int:
@@ -207,14 +177,12 @@ def _checked_length(step: Any, max_length: int | None) -> int:
 def _check_guesses(step: Any, guesses: int, draft: Any, max_length: int) -> None:
     if guesses < 0:
         raise ValueError(f"guesses is {guesses}; expected 0 or more")
-    if guesses and getattr(step, "all_logits", None) is None:
+    if guesses and not gives_rows(step):
         raise ValueError(f"a {type(step).__name__} gives no logits for guesses; expected a Decoder, not compiled")
     if draft is None:
         return
     if guesses == 0:
         raise ValueError("guesses is 0; expected 1 or more with a draft")
-    from .guessing import check_draft
-
     check_draft(step, draft, max_length)
 
 

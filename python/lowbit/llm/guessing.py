@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-import torch
-
-from .mtp import Mtp
 from .sampling import most_likely
+from .steps import rows_after
 
 
 class Lookup:
@@ -72,7 +70,7 @@ class Draft:
         if max(tokens) >= self._step.vocabulary:
             return guess
         while len(guess) < most:
-            logits = self._step(torch.tensor([tokens]), torch.tensor([start]))[0]
+            (logits,) = rows_after(self._step, tokens, start)
             cached[start:] = tokens
             start += len(tokens)
             tokens = [most_likely(logits[: self._vocabulary])]
@@ -91,12 +89,17 @@ def make_guesser(step: Any, draft: Any) -> Guesser:
     """The guesser for a text, chosen by the argument ``draft`` of :func:`lowbit.llm.generate`."""
     if draft is None:
         return Lookup()
-    return draft if isinstance(draft, Mtp) else Draft(draft, step.vocabulary)
+    return draft if _is_head(draft) else Draft(draft, step.vocabulary)
+
+
+def _is_head(draft: Any) -> bool:
+    """Whether a draft is a :class:`lowbit.llm.Mtp`, which needs torch."""
+    return hasattr(draft, "is_of")
 
 
 def check_draft(step: Any, draft: Any, max_length: int) -> None:
     """Raises ValueError for a draft with fewer positions, and for a multi-token prediction head of another model."""
-    if isinstance(draft, Mtp) and not draft.is_of(step):
+    if _is_head(draft) and not draft.is_of(step):
         raise ValueError("the draft is the multi-token prediction head of another decoder; expected an Mtp of this one")
     if draft is not None and draft.max_length < max_length:
         raise ValueError(f"the draft's max_length is {draft.max_length}; expected the decoder's {max_length} or more")

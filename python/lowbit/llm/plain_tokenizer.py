@@ -45,6 +45,9 @@ class PlainTokenizer:
         found = read_json(directory / _CONFIG).get("chat_template") if (directory / _CONFIG).exists() else None
         return {each["name"]: each["template"] for each in found} if isinstance(found, list) else found
 
+    def __len__(self) -> int:
+        return int(self.backend_tokenizer.get_vocab_size(with_added_tokens=True))
+
     def __call__(self, text: str, add_special_tokens: bool = True, return_offsets_mapping: bool = False) -> dict[str, Any]:
         encoded = self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return {"input_ids": encoded.ids, "offset_mapping": encoded.offsets}

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from .. import _C, __version__
 from .plain_tokenizer import PlainTokenizer
+from .plan_decoder import PlanDecoder
+from .sampling import check_max_length
 
 if TYPE_CHECKING:
     from .decoder import Decoder
@@ -44,11 +46,18 @@ class NoPlan(Exception):
 class PlannedModel:
     """A checkpoint that runs by its plan."""
 
+    directory: Path
     plan: _C.PlanModel
     model: Any  # stands for transformers' model where only its settings are asked for
     tokenizer: PlainTokenizer
-    cache: str  # the default type of the KV cache
+    cache: str  # the type of the KV cache
     stop: list[int]
+    prefix: bytes | str  # what identifies the model in a prefix cache, or why it supports none
+
+    def decoder(self, max_length: int) -> PlanDecoder:
+        """Its decoder for texts of up to ``max_length`` tokens; raises ValueError if the model's texts are shorter."""
+        check_max_length(max_length, self.plan.positions, 16)
+        return PlanDecoder(self.plan, max_length, self.cache, self.prefix)
 
 
 def describe(decoder: Decoder, directory: Path, caches: tuple[str, ...] = ()) -> dict[str, list[int]]:
@@ -84,6 +93,10 @@ def describe(decoder: Decoder, directory: Path, caches: tuple[str, ...] = ()) ->
             "cache": name_of(model.dtype), "caches": sorted({*caches, decoder.cache_type}),
             "stop": stop_tokens(model, tokenizer), "special": special, "settings": settings,
         }  # fmt: skip
+        try:
+            content["prefix"] = decoder.prefix_key().hex()
+        except ValueError as error:
+            content["no_prefix"] = str(error)
         refusal = difference(tokenizer, directory, special)
         if json.loads(json.dumps(content)) != content:
             raise ValueError("its settings are not those of JSON")
@@ -142,4 +155,5 @@ def open_planned(directory: Path, threads: int, cache: str | None) -> PlannedMod
     config.get_text_config = lambda: config
     model = SimpleNamespace(config=config, generation_config=SimpleNamespace(**content["settings"]))
     tokenizer = PlainTokenizer(directory, content["special"])
-    return PlannedModel(plan, model, tokenizer, content["cache"], content["stop"])
+    prefix = bytes.fromhex(content["prefix"]) if "prefix" in content else str(content["no_prefix"])
+    return PlannedModel(directory, plan, model, tokenizer, cache or content["cache"], content["stop"], prefix)

@@ -13,14 +13,19 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+import numpy
 
 from .. import __version__
 from ..files.replace import PartialDirectory, lock
-from .caches import stretches
-from .decoder import Decoder
+from ..operators.cache_layout import bytes_of, stretches
+from .texts_call import TextsDecoder
+
+if TYPE_CHECKING:
+    import torch
+
+    from .decoder import Decoder
 
 BLOCK = 64  # tokens per file; only whole blocks of a text are stored
 MOST_BYTES = 8_000_000_000
@@ -29,7 +34,7 @@ _HEADER = struct.Struct("<8s32sI20x")  # magic, hash of the block's tokens, chec
 _MAGIC = b"LOWBITK2"  # changes with the layout of caches
 _WAIT_SECONDS = 60.0  # largest time to wait for another process that writes
 
-Layers = Sequence[tuple[Tensor, ...]]
+Layers = Sequence[tuple[Any, ...]]
 
 
 class PrefixCache:
@@ -41,7 +46,7 @@ class PrefixCache:
     processes may use a directory. Damaged files are removed and computed again.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], decoder: Decoder, most_bytes: int = MOST_BYTES):
+    def __init__(self, directory: str | os.PathLike[str], decoder: TextsDecoder, most_bytes: int = MOST_BYTES):
         """
         Args:
             directory: created if it does not exist, accessible only to its owner, because the files reveal the texts.
@@ -54,13 +59,13 @@ class PrefixCache:
             OSError: the directory cannot be created.
             RuntimeError: the decoder was released.
         """
-        if not isinstance(decoder, Decoder):
+        if not isinstance(decoder, TextsDecoder):
             raise ValueError(f"a prefix cache is for a Decoder, not compiled; found a {type(decoder).__name__}")
         decoder.check()
         if decoder.recurrent:
             raise ValueError(
-                f"a prefix cache requires a model with keys and values only; the recurrent layers of a "
-                f"{type(decoder.model).__name__} have states, which depend on the whole text"
+                "a prefix cache requires a model with keys and values only; the recurrent layers of this one have states, which "
+                "depend on the whole text"
             )
         if decoder.windowed:
             raise ValueError(
@@ -69,19 +74,15 @@ class PrefixCache:
             )
         if most_bytes < 1:
             raise ValueError(f"most_bytes is {most_bytes}; expected 1 or more")
-        found = _float_matrix(decoder.model)
-        if found is not None:
-            raise ValueError(
-                f"a prefix cache requires that all linear layers are packed; {found} is float, and its results depend on how a "
-                "prompt is split"
-            )
+        model = decoder.prefix_key()
         self.directory, self.most_bytes = Path(directory), most_bytes
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not self.directory.is_dir():
             raise NotADirectoryError(f"{self.directory} is not a directory")
-        layers = decoder.caches()
+        layers = decoder.new_caches(16).layers
         self._block_bytes = sum(cache.nbytes // cache.shape[2] for pair in layers for cache in pair) * BLOCK
-        self._key = _key(decoder, layers)
+        kind = [decoder.cache_type, [[list(cache.shape[1::2]) for cache in pair] for pair in layers]]
+        self._key = hashlib.sha256(model + json.dumps(kind).encode()).digest()
         self._may_write = True
 
     def count(self, tokens: Sequence[int]) -> int:
@@ -149,12 +150,11 @@ class PrefixCache:
             digest = hashlib.sha256(digest + struct.pack(f"<{BLOCK}q", *tokens[at : at + BLOCK])).digest()
             yield digest, self.directory / (digest.hex() + _SUFFIX)
 
-    @torch.inference_mode()
     def _read_block(self, digest: bytes, path: Path, layers: Layers, at: int) -> bool:
         try:
             with open(path, "rb", buffering=0) as file:
-                data = torch.empty(_HEADER.size + self._block_bytes, dtype=torch.uint8, device="cpu")
-                view, done = memoryview(data.numpy()), 0
+                data = numpy.empty(_HEADER.size + self._block_bytes, dtype=numpy.uint8)
+                view, done = memoryview(data), 0
                 while count := file.readinto(view[done:]):
                     done += count
                 whole = done == len(view) and not file.read(1)
@@ -170,9 +170,8 @@ class PrefixCache:
             return False
         begin = _HEADER.size
         for stretch in _stretches(layers, at):
-            size = stretch.nbytes
-            stretch.copy_(data[begin : begin + size].view(stretch.dtype).view(stretch.shape))
-            begin += size
+            stretch[...] = data[begin : begin + stretch.size].reshape(stretch.shape)
+            begin += stretch.size
         return True
 
     def _touch(self, paths: list[Path]) -> None:
@@ -216,14 +215,15 @@ class PrefixCache:
                 os.close(held)
 
 
-def _stretches(layers: Layers, at: int) -> Iterator[Tensor]:
+def _stretches(layers: Layers, at: int) -> Iterator[numpy.ndarray]:
+    """The bytes of a block in the caches of all layers."""
     for pair in layers:
         for cache in pair:
-            yield from stretches(cache, at, at + BLOCK)
+            yield from map(bytes_of, stretches(cache, at, at + BLOCK))
 
 
 def _write_block(path: Path, digest: bytes, layers: Layers, at: int) -> None:
-    data = torch.cat([stretch.contiguous().view(-1).view(torch.uint8) for stretch in _stretches(layers, at)]).numpy()
+    data = numpy.concatenate([stretch.reshape(-1) for stretch in _stretches(layers, at)])
     # Not synced: after a power failure the checksum detects incomplete files.
     with open(path, "xb") as file:
         file.write(_HEADER.pack(_MAGIC, digest, zlib.crc32(data)))
@@ -233,6 +233,8 @@ def _write_block(path: Path, digest: bytes, layers: Layers, at: int) -> None:
 
 def _float_matrix(model: torch.nn.Module) -> str | None:
     """The name of a float matrix in a linear layer other than the head; None if there is none."""
+    import torch
+
     head = model.get_output_embeddings()
     for name, module in model.named_modules():
         if module is head or isinstance(module, torch.nn.Embedding):
@@ -243,23 +245,34 @@ def _float_matrix(model: torch.nn.Module) -> str | None:
     return None
 
 
-def _key(decoder: Decoder, layers: Layers) -> bytes:
-    """A hash of all that keys and values depend on besides tokens; for packed weights, their (already verified) checksums."""
+def prefix_key(decoder: Decoder) -> bytes:
+    """A hash of all that keys and values of a decoder depend on besides tokens and their type.
+
+    For packed weights these are their checksums, which are verified already.
+
+    Raises:
+        ValueError: the model has float matrices.
+    """
     model = decoder.model
+    found = _float_matrix(model)
+    if found is not None:
+        raise ValueError(
+            f"a prefix cache requires that all linear layers are packed; {found} is float, and its results depend on how a "
+            "prompt is split"
+        )
     config = model.config.to_dict()
     for name in ("_name_or_path", "transformers_version", "quantization_config"):
         config.pop(name, None)
     said = {
         "block": BLOCK,
-        "versions": [__version__, torch.__version__, version("transformers")],
+        "versions": [__version__, version("torch"), version("transformers")],
         "class": type(model).__name__,
         "config": config,
-        "cache": [decoder.cache_type, [[(list(c.shape[1::2]), str(c.dtype)) for c in pair] for pair in layers]],
     }
     key = hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode())
     for name, tensor in model.state_dict().items():
         key.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
         if name.endswith("packed_weight"):
-            tensor = tensor[..., :128].contiguous()  # the header of each matrix, with the checksums of all its bytes
-        key.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy())
+            tensor = tensor[..., :128]  # the header of each matrix, with the checksums of all its bytes
+        key.update(bytes_of(tensor.detach().contiguous().view(-1)))
     return key.digest()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-from torch import Tensor
+from ..operators.cache_layout import copied
 
 _MOST = 2  # copies; each takes about 20 MB for hybrids with 1B parameters
 
@@ -15,9 +16,9 @@ class StateKeeper:
     A text can continue at the position of the states, at the position of a copy, or from its beginning.
     """
 
-    def __init__(self, tensors: Sequence[Tensor]):
+    def __init__(self, tensors: Sequence[Any]):
         self._tensors = list(tensors)
-        self._copies: dict[int, list[Tensor]] = {}
+        self._copies: dict[int, list[Any]] = {}
         self.position: int | None = None  # number of tokens in the states; None: unknown
 
     def kept(self, count: int) -> int:
@@ -42,7 +43,7 @@ class StateKeeper:
             )
         if start and start != self.position:
             for tensor, copy in zip(self._tensors, self._copies[start], strict=True):
-                tensor.copy_(copy)
+                tensor[...] = copy
         self._copies = {place: copies for place, copies in self._copies.items() if 0 < place <= start}
         self.position = None  # until the call has succeeded
         if keep and start:
@@ -56,6 +57,6 @@ class StateKeeper:
 
     def _keep(self, place: int) -> None:
         if place not in self._copies:
-            self._copies[place] = [tensor.clone() for tensor in self._tensors]
+            self._copies[place] = [copied(tensor) for tensor in self._tensors]
         for old in sorted(self._copies)[:-_MOST]:
             del self._copies[old]

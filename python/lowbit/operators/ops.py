@@ -24,6 +24,7 @@ from ..packed.matrix import (
     unpack,
     verify,
 )
+from .cache_layout import stored_width
 
 __all__ = [
     "PackedInfo", "Unpacked", "as_levels", "attention", "cache_storage", "cache_width", "check_format", "describe", "embedding",
@@ -328,11 +329,7 @@ def cache_width(width: int, dtype: torch.dtype) -> int:
     Raises:
         ValueError: 4-bit caches do not support this width.
     """
-    if dtype is torch.int4:
-        if width % 32:
-            raise ValueError(f"keys or values have a width of {width}; expected a multiple of 32 for a 4-bit cache")
-        return width // 2 + 4
-    return width + (4 if dtype is torch.int8 else 0)
+    return stored_width(width, str(dtype).removeprefix("torch."))
 
 
 def cache_storage(dtype: torch.dtype) -> torch.dtype:

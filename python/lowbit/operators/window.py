@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .cache_layout import SPAN
 from .recurrence import _without_gradients
-
-SPAN = 512  # positions by which the caches advance; the kernels sum in spans of the same length
 
 
 def window_length(window: int, positions: int = 256) -> int:

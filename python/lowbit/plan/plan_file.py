@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 import torch
 
+from ..operators.cache_layout import Slot as Slot
+
 _MAGIC = b"lowbit plan\n"
 _VERSION = 1
 CHECKED = 4096
@@ -26,12 +28,6 @@ class Kind(IntEnum):
     """What a buffer is."""
 
     INPUT, OUTPUT, WEIGHT, CACHE, CONSTANT, TEMPORARY = range(6)
-
-
-class Slot(IntEnum):
-    """The caches of a layer; its states follow."""
-
-    KEYS, VALUES, HELD, STATE = range(4)
 
 
 class Op(IntEnum):

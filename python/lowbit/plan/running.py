@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from .. import _C
+from ..operators.cache_layout import by_slot as by_slot
 from .lowering import Lowered
-from .plan_file import ELEMENT_TYPES, Kind, Slot, to_bytes
+from .plan_file import ELEMENT_TYPES, Kind, to_bytes
 
 
 class Caches:
@@ -35,27 +36,6 @@ class Caches:
         copy = object.__new__(Caches)
         copy._use(deepcopy(self.tensors, memo))
         return copy
-
-
-def slots(layer: Sequence[Tensor]) -> list[int]:
-    """The slot of each tensor among the caches of a layer."""
-    found, states = [], 0
-    for tensor in layer:
-        if tensor.dtype is torch.int64:
-            found.append(int(Slot.HELD))
-        elif tensor.dim() == 4:
-            found.append(int(Slot.VALUES if Slot.KEYS in found else Slot.KEYS))
-        else:
-            found.append(Slot.STATE + states)
-            states += 1
-    return found
-
-
-def by_slot(layers: Sequence[Sequence[Tensor]]) -> dict[tuple[int, int], Tensor]:
-    """The caches of all layers by layer and slot: keys and values, ``held`` if they hold a window, states."""
-    return {
-        (number, slot): tensor for number, layer in enumerate(layers) for slot, tensor in zip(slots(layer), layer, strict=True)
-    }
 
 
 class Planned:

@@ -15,7 +15,7 @@ from ..llm.penalties import TokenLogprobs
 from ..llm.stopping import TextUntil
 from .engine import Engine
 from .errors import ApiError
-from .model_list import LanguageModel
+from .model_list import LanguageModel, decoded
 from .protocol import Writing, finite
 from .tools import Held, Tools, find_calls
 
@@ -193,7 +193,7 @@ class Form:
     def _echoed(self, index: int) -> str:
         if not self._asked.echo:
             return ""
-        return self._model.tokenizer.decode(self._answers.texts[index].prompt, skip_special_tokens=True)
+        return decoded(self._model.tokenizer, self._answers.texts[index].prompt)
 
     def _content(self, text: str, reason: str) -> tuple[dict[str, Any], str]:
         """The content of a text, and its finish reason."""

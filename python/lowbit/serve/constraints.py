@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import subprocess
@@ -109,7 +110,7 @@ def make_constraint(model: LanguageModel, grammar: Grammar) -> Matcher:
     """
     param = grammar.param
     try:
-        huggingface = import_module("llguidance.hf")
+        llguidance = import_module("llguidance")
     except ModuleNotFoundError as error:
         raise ApiError(
             501, f"{param} needs {error.name}, which is not installed here: pip install 'lowbit[serve]'", param=param,
@@ -118,11 +119,16 @@ def make_constraint(model: LanguageModel, grammar: Grammar) -> Matcher:
     if not model.stop:
         raise bad(param, f"the model {model.name} has no token that ends a text, which {param} needs")
     _check_size(grammar)
-    special = tuple(model.tokenizer.get_added_vocab().items())
-    if message := _trial(grammar.kind, grammar.value, len(model.tokenizer), special, tuple(sorted(model.stop))):
+    backend = model.tokenizer.backend_tokenizer
+    special = tuple((each.content, token) for token, each in backend.get_added_tokens_decoder().items())
+    size, ends = backend.get_vocab_size(with_added_tokens=True), sorted(model.stop)
+    if message := _trial(grammar.kind, grammar.value, size, special, tuple(ends)):
         raise _refuse(grammar, message)
     if model.grammar_tokenizer is None:
-        model.grammar_tokenizer = huggingface.from_tokenizer(model.tokenizer, eos_token=sorted(model.stop))
+        plain = copy.copy(backend)
+        plain.no_padding()
+        plain.no_truncation()
+        model.grammar_tokenizer = llguidance.LLTokenizer(plain.to_str(), eos_token=ends)
     try:
         return Matcher(grammar_trial.compiled(model.grammar_tokenizer, grammar.kind, grammar.value, SPACE), grammar)
     except ValueError as error:

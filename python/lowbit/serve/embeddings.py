@@ -13,20 +13,18 @@ from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from ..files.config_json import read_config
 from ..files.untrusted import interpreting, read_json
-from ..hf.from_pretrained import counting
-from ..hf.fusing import fuse_
 from .engine import Engine, ordinary
 from .errors import ApiError, bad, shortened
 from .protocol import Embeddings, Ranking, check_bytes
 from .sentence_files import check_files
 from .speech import SpeechModel
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 AT_ONCE = 32  # texts per call of the model
 _LEAST = 6  # oldest version of sentence-transformers
@@ -112,7 +110,7 @@ class Encoder(TextModel):
         return self.encode(prompts.get(item.prompt or getattr(self.model, "default_prompt_name", None), "") + item.text)
 
     def compute(self, items: Sequence[Item]) -> list[Tensor]:
-        rows: list[Tensor] = [torch.empty(0)] * len(items)
+        rows: dict[int, Tensor] = {}
         groups: dict[str | None, list[int]] = {}
         for place, item in enumerate(items):
             assert isinstance(item, Input)
@@ -125,9 +123,11 @@ class Encoder(TextModel):
             found = self.model.encode(texts, prompt_name=prompt, convert_to_tensor=True, show_progress_bar=False)
             for place, row in zip(places, found.float(), strict=True):
                 rows[place] = row
-        return rows
+        return [rows[place] for place in range(len(items))]
 
     def _embed_tokens(self, tokens: list[int]) -> Tensor:
+        import torch
+
         ids = torch.tensor([tokens[: self.max_length]])
         with torch.inference_mode():
             row = self.model({"input_ids": ids, "attention_mask": torch.ones_like(ids)})["sentence_embedding"][0]
@@ -147,25 +147,30 @@ class Reranker(TextModel):
         return self.encode(*item)
 
     def compute(self, items: Sequence[Item]) -> list[Tensor]:
-        found = self.model.predict(
-            list(items), convert_to_tensor=True, show_progress_bar=False, activation_fn=torch.nn.Identity()
-        )
+        identity = import_module("torch").nn.Identity()
+        found = self.model.predict(list(items), convert_to_tensor=True, show_progress_bar=False, activation_fn=identity)
         # Each score separately, because the last bits of a tensor's sigmoid depend on whether its elements fill a vector.
         return [self.model.activation_fn(score.reshape(1)) for score in found.float()]
 
 
-def load(name: str, path: Path) -> TextModel | None:
-    """Loads the embedding model or reranker in a directory; None if it has another kind of model.
+def _has_scores(path: Path) -> bool:
+    names = read_config(path).get("architectures")
+    return isinstance(names, list) and any(str(each).endswith("ForSequenceClassification") for each in names)
+
+
+def is_kind(path: Path) -> bool:
+    """Whether a directory has an embedding model or a reranker."""
+    return _has_scores(path) or (path / "modules.json").is_file()
+
+
+def load(name: str, path: Path) -> TextModel:
+    """Loads the embedding model or reranker in a directory.
 
     Raises:
         ImportError: sentence-transformers is not installed.
         OSError, ValueError: the files are damaged, or of an unknown kind.
     """
-    config, settings = read_config(path), path / "config_sentence_transformers.json"
-    names = config.get("architectures")
-    scores = isinstance(names, list) and any(str(each).endswith("ForSequenceClassification") for each in names)
-    if not scores and not (path / "modules.json").is_file():
-        return None
+    scores, settings = _has_scores(path), path / "config_sentence_transformers.json"
     kind = read_json(settings).get("model_type") if settings.is_file() else None
     if kind not in (None, "SentenceTransformer", "CrossEncoder"):
         raise ValueError(f"{settings} has model_type {kind!r}; expected SentenceTransformer or CrossEncoder")
@@ -179,6 +184,9 @@ def load(name: str, path: Path) -> TextModel | None:
             f"sentence-transformers {library.__version__} runs code of the models that it loads; expected version {_LEAST} or "
             f"later: {_INSTALL}"
         )
+    from ..hf.from_pretrained import counting
+    from ..hf.fusing import fuse_
+
     scores = scores or kind == "CrossEncoder"
     make = library.CrossEncoder if scores else library.SentenceTransformer
     with counting(None), interpreting(f"{path} does not load"):
@@ -323,7 +331,7 @@ def _shortened(row: Tensor, width: int | None) -> Tensor:
     if width in (None, len(row)):
         return row
     unit = abs(row.norm().item() - 1) < 1e-2  # bfloat16 is not more exact
-    return torch.nn.functional.normalize(row[:width], dim=0) if unit else row[:width]
+    return import_module("torch").nn.functional.normalize(row[:width], dim=0) if unit else row[:width]
 
 
 def ranking(model: Any, asked: Ranking) -> Request:

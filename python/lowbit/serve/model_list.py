@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
-import torch
-
 from ..llm.chat import sampling_of
-from ..llm.decoder import Decoder
 from ..llm.generation import Text
-from ..llm.loading import stop_tokens
 from ..llm.sampling import Sampling
 from ..llm.stopping import BREAKERS, breakers
 from ..llm.templates import render
+from ..llm.texts_call import TextsDecoder
 from .errors import ApiError, bad
 from .prefix_store import PrefixBatch
 from .protocol import Writing
+
+
+def decoded(tokenizer: Any, tokens: Sequence[int], special: bool = False) -> str:
+    """The text of tokens as streams have it; with ``special`` also the texts of special tokens."""
+    backend = getattr(tokenizer, "backend_tokenizer", tokenizer)  # those of some encoders are written in Python
+    text: str = backend.decode(tokens, skip_special_tokens=not special)
+    return text
 
 
 @dataclass(eq=False)
@@ -37,23 +42,25 @@ class LanguageModel:
 
     @classmethod
     def of(
-        cls, name: str, model: torch.nn.Module, tokenizer: Any, template: str | None, *, max_length: int, cache: str | None,
+        cls, name: str, decoder: TextsDecoder, model: Any, tokenizer: Any, template: str | None, stop: Iterable[int], *,
         at_once: int, rows: int, prefix_bytes: int,
     ) -> LanguageModel:  # fmt: skip
         """Prepares a loaded model.
 
         Args:
-            max_length: tokens of the longest text, a multiple of 16.
-            cache: as for :class:`Decoder`.
+            decoder: its caches must be for whole texts.
+            model: has a ``generation_config``.
+            stop: tokens that end a text.
             at_once, rows: as for :class:`lowbit.llm.batch.Batch`, the limits of a batch.
             prefix_bytes: bytes of keys and values of ended texts that are kept for later texts.
 
         Raises:
-            ValueError: the decoder refuses the model, or its files have invalid settings.
+            ValueError: the model's files have invalid settings, or it does not support several texts.
         """
         usual, most, _ = sampling_of(model)
-        batch = PrefixBatch(Decoder(model, max_length, cache, windows=False), at_once, rows, prefix_bytes)
-        return cls(name, tokenizer, template, batch, usual, most, frozenset(stop_tokens(model, tokenizer)))
+        return cls(
+            name, tokenizer, template, PrefixBatch(decoder, at_once, rows, prefix_bytes), usual, most, frozenset(stop)
+        )
 
     @property
     def max_length(self) -> int:
@@ -142,9 +149,9 @@ class LanguageModel:
     @lru_cache(65536)  # noqa: B019
     def piece(self, token: int) -> str:
         """A token's text, including special tokens."""
-        return self.tokenizer.decode([token])
+        return decoded(self.tokenizer, [token], special=True)
 
     @lru_cache(65536)  # noqa: B019
     def visible(self, token: int) -> str:
         """The part of a token that is visible in a text."""
-        return self.tokenizer.decode([token], skip_special_tokens=True)
+        return decoded(self.tokenizer, [token])

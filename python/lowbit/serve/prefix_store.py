@@ -6,10 +6,10 @@ from collections import OrderedDict
 from collections.abc import Iterator
 
 from ..llm.batch import Batch
-from ..llm.caches import Caches, copy_layer
-from ..llm.decoder import Decoder
+from ..llm.caches import Caches
 from ..llm.generation import Text
 from ..llm.sampling import common
+from ..llm.texts_call import TextsDecoder
 
 _LEAST = 16  # tokens; shorter prefixes are not kept
 
@@ -17,7 +17,7 @@ _LEAST = 16  # tokens; shorter prefixes are not kept
 class PrefixBatch(Batch):
     """A batch that keeps keys and values of the most recently used ended texts, within a number of bytes."""
 
-    def __init__(self, decoder: Decoder, at_once: int, rows: int, most_bytes: int):
+    def __init__(self, decoder: TextsDecoder, at_once: int, rows: int, most_bytes: int):
         super().__init__(decoder, at_once, rows)
         self._kept: OrderedDict[int, Caches] = OrderedDict()  # in order of use, the most recent last
         self._most = most_bytes
@@ -41,9 +41,7 @@ class PrefixBatch(Batch):
         small = self.decoder.new_caches(-(-len(tokens) // 16) * 16)
         if small.nbytes > self._most:
             return
-        for source, target in zip(caches.layers, small.layers, strict=True):
-            copy_layer(source, target, len(tokens))
-        small.tokens = list(tokens)
+        small.copy_from(caches, len(tokens))
         for key, each in list(self._kept.items()):
             if common(each.tokens, tokens) == len(each.tokens):
                 self._drop(key)  # the new text starts with it

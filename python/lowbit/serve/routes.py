@@ -29,7 +29,7 @@ from .errors import ApiError, bad, shortened
 from .events import Events, deltas, reported, unless_gone
 from .limits import Limits
 from .metrics import Metrics
-from .model_list import LanguageModel
+from .model_list import LanguageModel, decoded
 from .page import HEADERS, PAGE
 from .protocol import (
     MOST_TOKENS,
@@ -455,7 +455,7 @@ class Server:
             raise bad("tokens", f"tokens has {len(tokens)} ids; expected at most {most}")
         if max(tokens, default=0) >= size:
             raise bad("tokens", f"tokens has {max(tokens)}; expected token ids from 0 to {size - 1}")
-        text = await self._read(model.tokenizer.decode, tokens)
+        text = await self._read(decoded, model.tokenizer, tokens, True)
         return JSONResponse({"content": text, "prompt": text})
 
     async def _models(self, request: Request) -> Response:

@@ -13,9 +13,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from ..files.config_json import read_config
-from ..speech.audio import SAMPLE_RATE, limit_allocations, read_audio
-from ..speech.subtitles import subtitle
-from ..speech.transcriber import Segment, Transcriber, load_transcriber
 from .errors import ApiError, bad
 from .protocol import Body
 
@@ -23,6 +20,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from ..hf.config import LowBitConfig
+    from ..speech.transcriber import Segment, Transcriber
 
 MOST_SECONDS = 2 * 3600  # of a recording, whose samples then take half a gigabyte
 MEDIA_TYPES = {"text": "text/plain", "srt": "application/x-subrip", "vtt": "text/vtt"}
@@ -45,6 +43,9 @@ def is_speech(path: Path) -> bool:
 
 def load(name: str, path: Path, quantization: LowBitConfig | None, *, cache: str | None, progress: Any) -> SpeechModel:
     """Like :func:`lowbit.speech.load_transcriber`; also raises ImportError if the library for audio files is missing."""
+    from ..speech.audio import limit_allocations
+    from ..speech.transcriber import load_transcriber
+
     limit_allocations()
     return SpeechModel(name, load_transcriber(path, quantization, cache=cache, progress=progress))
 
@@ -72,6 +73,8 @@ async def read_recording(data: bytes, name: str) -> np.ndarray:
     Raises:
         ApiError: the file is not audio, or too long.
     """
+    from ..speech.audio import read_audio
+
     gone = threading.Event()
 
     def check() -> None:
@@ -91,6 +94,8 @@ class Listening:
 
     def __init__(self, model: SpeechModel, samples: np.ndarray, wish: Wish, task: str):
         """Raises ApiError: the model does not know the language or the task."""
+        from ..speech.audio import SAMPLE_RATE
+
         self.wish, self.task, language = wish, task, wish.language or None
         self.duration, self.language = len(samples) / SAMPLE_RATE, language
         self.segments: list[Segment] = []
@@ -128,6 +133,8 @@ class Listening:
         """The answer as text, SubRip or WebVTT."""
         if self.wish.response_format == "text":
             return self.text + "\n"
+        from ..speech.subtitles import subtitle
+
         head = "WEBVTT\n\n" if self.wish.response_format == "vtt" else ""
         return head + "".join(subtitle(each, number, self.wish.response_format) for number, each in enumerate(self.segments, 1))
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from command_line import PROMPT, document, invoke
+from command_line import PROGRAM, PROMPT, UNICODE, document, invoke
 from lowbit.cli import session
 from lowbit.exports import plan_export
 from lowbit.llm import plan_files
@@ -17,15 +17,6 @@ from lowbit.llm.plan_files import PLAN
 from lowbit.machine.cpus import available_cpus, default_threads
 from test_chat import PLAIN
 
-UNICODE = "Größe 東京 👩‍👩‍👧 שלום"
-# Runs the program, and says at the end which libraries were imported.
-PROGRAM = """
-import atexit, sys
-from lowbit_autoload.command import main
-atexit.register(lambda: print(*sorted({"torch", "transformers"} & sys.modules.keys()), file=sys.stderr))
-sys.argv[0] = "lowbit"
-main()
-"""
 TIMES = {"prefill_seconds", "decode_seconds", "prefill_tokens_per_second", "decode_tokens_per_second", "peak_memory_bytes"}
 
 

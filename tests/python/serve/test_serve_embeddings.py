@@ -217,7 +217,7 @@ def test_a_server_that_has_ended(served):
 
 
 def test_what_is_no_such_model(directory, tmp_path):
-    assert embeddings.load("x", directory / "bert") is None
+    assert not embeddings.is_kind(directory / "bert")
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "modules.json").write_text("[{}]")
     (tmp_path / "config_sentence_transformers.json").write_text('{"model_type": "SparseEncoder"}')

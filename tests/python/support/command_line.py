@@ -25,6 +25,16 @@ LOWBIT = Path(sys.executable).with_name("lowbit")
 PROMPT = "Return the number of items"
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # as in conftest.py, because on a busy machine threads wait for each other
 
+UNICODE = "Größe 東京 👩‍👩‍👧 שלום"
+# Runs the program, and says at the end which libraries were imported.
+PROGRAM = """
+import atexit, sys
+from lowbit_autoload.command import main
+atexit.register(lambda: print(*sorted({"torch", "transformers"} & sys.modules.keys()), file=sys.stderr))
+sys.argv[0] = "lowbit"
+main()
+"""
+
 
 def run(*arguments, stdin: str | None = None, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess:
     """Runs the installed `lowbit`."""
