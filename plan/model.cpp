@@ -86,10 +86,6 @@ struct PlanModel::Implementation {
   ElementType output_type = ElementType::f32;
   uint64_t digest = 0;  // of the plan
 
-  Status check(const int64_t* tokens, int64_t count) const;
-  Status call(const int64_t* tokens, const int64_t* positions, int64_t rows, const int64_t* keep, int64_t kept,
-              const PlanText* texts, int64_t text_count, float* logits);
-
   // Finds the memory that a weight is a part of.
   using Find = std::function<Status(Implementation& own, const Buffer& weight, Memory* whole)>;
   static Status make(const std::string& name, const Memory& bytes, const Threads& threads, const Find& find,
@@ -268,57 +264,41 @@ Status PlanModel::cache_types(TextCache* keys, TextCache* values) const {
   return {};
 }
 
-Status PlanModel::Implementation::check(const int64_t* tokens, int64_t count) const {
-  const int64_t size = number(run->plan(), "vocabulary");
-  for (int64_t i = 0; i < count; ++i) {
-    if (tokens[i] < 0 || tokens[i] >= size) {
-      return Status::error("there is no token %" PRId64 "; expected 0 to %" PRId64, tokens[i], size - 1);
-    }
-  }
-  return {};
-}
-
-// The caller holds the lock, and has checked the tokens.
-Status PlanModel::Implementation::call(const int64_t* tokens, const int64_t* positions, int64_t rows, const int64_t* keep,
-                                       int64_t kept, const PlanText* texts, int64_t text_count, float* logits) {
-  const int64_t count = kept * number(run->plan(), "vocabulary");
-  const DType type = dtype_of(output_type);
-  if (type != DType::f32) output.resize(static_cast<size_t>(count * size_of(type)));
-  void* const to = type == DType::f32 ? static_cast<void*>(logits) : output.data();
-  // Plans only read their inputs.
-  const Memory inputs[] = {{const_cast<int64_t*>(tokens), 8 * rows}, {const_cast<int64_t*>(positions), 8 * rows},
-                           {const_cast<int64_t*>(keep), 8 * kept}};
-  const Memory out{to, count * size_of(type)};
-  if (Status status = run->run({rows, kept, inputs, 3, &out, 1, texts, text_count}); !status.ok()) return status;
-  for (int64_t i = 0; type != DType::f32 && i < count; ++i) logits[i] = load_as_f32(output.data(), type, i);
-  return {};
-}
-
 Status PlanModel::feed(PlanSession& session, const int64_t* tokens, int64_t count, float* logits) {
   PlanSession::Implementation& text = *session.implementation_;
   const std::lock_guard<std::mutex> lock(implementation_->busy);
+  const int64_t size = vocabulary();
   if (width() != 0) return Status::error("the plan is that of an encoder, which writes no text; expected a language model's");
   if (text.model != implementation_.get()) return Status::error("the text belongs to another model");
   if (count < 1 || count > text.length - text.position()) {
     return Status::out_of_range("a text has %" PRId64 " tokens and gets %" PRId64 "; expected at most %" PRId64 " altogether",
                                 text.position(), count, text.length);
   }
-  if (Status status = implementation_->check(tokens, count); !status.ok()) return status;
+  for (int64_t i = 0; i < count; ++i) {
+    if (tokens[i] < 0 || tokens[i] >= size) {
+      return Status::error("there is no token %" PRId64 "; expected 0 to %" PRId64, tokens[i], size - 1);
+    }
+  }
   try {
     const int64_t pieces = (count + kPiece - 1) / kPiece;
+    const DType type = dtype_of(implementation_->output_type);
     std::vector<int64_t> positions;
     text.tokens.reserve(static_cast<size_t>(text.position() + count));
     for (int64_t piece = 0, done = 0; piece < pieces; ++piece) {
-      const int64_t rows = (count - done) / (pieces - piece), last = rows - 1;
+      const int64_t rows = (count - done) / (pieces - piece);
       positions.resize(static_cast<size_t>(rows));
       for (int64_t i = 0; i < rows; ++i) positions[static_cast<size_t>(i)] = text.position() + i;
+      int64_t last = rows - 1;
+      const Memory inputs[] = {{const_cast<int64_t*>(tokens + done), 8 * rows}, {positions.data(), 8 * rows}, {&last, 8}};
+      if (type != DType::f32) implementation_->output.resize(static_cast<size_t>(size * size_of(type)));
+      void* const to = type == DType::f32 ? static_cast<void*>(logits) : implementation_->output.data();
+      const Memory output{to, size * size_of(type)};
       const PlanText one{0, rows, text.position(), text.caches.data()};
-      if (Status status = implementation_->call(tokens + done, positions.data(), rows, &last, 1, &one, 1, logits); !status.ok()) {
-        return status;
-      }
+      if (Status status = implementation_->run->run({rows, 1, inputs, 3, &output, 1, &one, 1}); !status.ok()) return status;
       text.tokens.insert(text.tokens.end(), tokens + done, tokens + done + rows);
       done += rows;
     }
+    for (int64_t i = 0; type != DType::f32 && i < size; ++i) logits[i] = load_as_f32(implementation_->output.data(), type, i);
     return {};
   } catch (const std::bad_alloc&) {
     return Status::no_memory("no memory for a call of %" PRId64 " tokens", count);
@@ -411,17 +391,6 @@ Status PlanModel::embed(const int64_t* ids, const int64_t* types, const int64_t*
     return {};
   } catch (const std::bad_alloc&) {
     return Status::no_memory("no memory for %" PRId64 " texts", texts);
-  }
-}
-
-Status PlanModel::run(const int64_t* tokens, const int64_t* positions, int64_t rows, const int64_t* keep, int64_t kept,
-                      const PlanText* texts, int64_t text_count, float* logits) {
-  const std::lock_guard<std::mutex> lock(implementation_->busy);
-  if (Status status = implementation_->check(tokens, rows); !status.ok()) return status;
-  try {
-    return implementation_->call(tokens, positions, rows, keep, kept, texts, text_count, logits);
-  } catch (const std::bad_alloc&) {
-    return Status::no_memory("no memory for a call of %" PRId64 " tokens", rows);
   }
 }
 

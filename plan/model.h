@@ -21,9 +21,8 @@ enum class TextCache : uint8_t { f32, bf16, f16, i8, i4 };
 LOWBIT_API bool cache_named(const std::string& name, TextCache* type);
 
 class PlanModel;
-struct PlanCall;
 struct Plan;
-struct PlanText;
+struct PlanCall;
 
 // A text and its caches.
 class LOWBIT_API PlanSession {
@@ -79,10 +78,6 @@ class LOWBIT_API PlanModel {
   // Runs a plan with inputs, outputs and caches of the caller.
   Status run(const PlanCall& call);
   size_t cache_count() const;  // tensors of each text of such a call
-  // A call with several texts, whose caches are the caller's. Row i is tokens[i], at positions[i] of its text. logits
-  // [kept, vocabulary] are those after the rows `keep`. One call at a time.
-  Status run(const int64_t* tokens, const int64_t* positions, int64_t rows, const int64_t* keep, int64_t kept,
-             const PlanText* texts, int64_t text_count, float* logits);
   // A digest of the logits of a fixed text, its first tokens in one call and its last ones alone, over caches of float32. With
   // the same files it is the same on every machine, for any number of threads.
   Status certify(uint64_t* certificate);

@@ -55,28 +55,20 @@ struct Caches {
   }
 };
 
-// Of each text: the range of its rows, the number of earlier tokens, and its caches.
-using Texts = std::vector<std::tuple<int64_t, int64_t, int64_t, const Caches*>>;
-
-std::vector<PlanText> texts_of(const Texts& texts, size_t caches) {
-  std::vector<PlanText> list;
-  for (const auto& [begin, end, start, own] : texts) {
-    if (own == nullptr || own->views.size() != caches) {
-      throw py::value_error("a text has tensors for another plan; expected " + std::to_string(caches));
-    }
-    list.push_back({begin, end, start, own->views.data()});
-  }
-  return list;
-}
-
 // A call with the caller's memory.
 template <class Run>
 void run_call(const Run& run, int64_t rows, int64_t kept, const std::vector<Address>& inputs, const std::vector<Address>& outputs,
-              const Texts& texts, size_t caches) {
+              const std::vector<std::tuple<int64_t, int64_t, int64_t, const Caches*>>& texts, size_t caches_per_text) {
   std::vector<Memory> in, out;
   for (const Address& each : inputs) in.push_back(memory_at(each));
   for (const Address& each : outputs) out.push_back(memory_at(each));
-  const std::vector<PlanText> list = texts_of(texts, caches);
+  std::vector<PlanText> list;
+  for (const auto& [begin, end, start, caches] : texts) {
+    if (caches == nullptr || caches->views.size() != caches_per_text) {
+      throw py::value_error("a text has tensors for another plan; expected " + std::to_string(caches_per_text));
+    }
+    list.push_back({begin, end, start, caches->views.data()});
+  }
   Status status;
   {
     py::gil_scoped_release release;
@@ -105,7 +97,7 @@ class Runner {
   void bind(int64_t buffer, const Address& memory) { raise_unless_ok(run_->bind(buffer, memory_at(memory))); }
 
   void run(int64_t rows, int64_t kept, const std::vector<Address>& inputs, const std::vector<Address>& outputs,
-           const Texts& texts) {
+           const std::vector<std::tuple<int64_t, int64_t, int64_t, const Caches*>>& texts) {
     const auto locked = [&](const PlanCall& call) {
       const std::lock_guard<std::mutex> lock(busy_);
       return run_->run(call);
@@ -165,23 +157,30 @@ void feed(PlanModel& model, PlanSession& session, const std::vector<int64_t>& to
   raise_unless_ok(status);
 }
 
-// A call with several texts: PlanModel::run. Writes the logits after the rows `keep` to `logits`, float32 [kept, vocabulary].
-void run_texts(PlanModel& model, const std::vector<int64_t>& tokens, const std::vector<int64_t>& positions,
-               const std::vector<int64_t>& keep, const Texts& texts, uintptr_t logits) {
-  if (positions.size() != tokens.size()) throw py::value_error("a call has other numbers of tokens and positions");
-  const int64_t rows = static_cast<int64_t>(tokens.size()), kept = static_cast<int64_t>(keep.size());
-  const std::vector<PlanText> list = texts_of(texts, model.cache_count());
-  Status status;
-  {
-    py::gil_scoped_release release;
-    status = model.run(tokens.data(), positions.data(), rows, keep.data(), kept, list.data(),
-                       static_cast<int64_t>(list.size()), reinterpret_cast<float*>(logits));
+// The caches of a plan, in their order: layer, slot, shape, and the number of the ElementType of a state.
+std::vector<std::tuple<int64_t, int64_t, std::vector<int64_t>, int>> caches_of(const PlanModel& model) {
+  std::vector<std::tuple<int64_t, int64_t, std::vector<int64_t>, int>> result;
+  for (const Buffer& buffer : model.plan().buffers) {
+    if (buffer.kind != BufferKind::cache) continue;
+    result.emplace_back(buffer.index, buffer.slot, buffer.shape, static_cast<int>(buffer.type));
   }
-  raise_unless_ok(status);
+  return result;
+}
+
+// The number of the ElementType of a plan's output.
+int output_type_of(const PlanModel& model) {
+  const Plan& plan = model.plan();
+  for (const PlanStep& step : plan.steps) {
+    const Operand& last = step.operands.back();
+    const bool is_output = last.buffer >= 0 && plan.buffers[static_cast<size_t>(last.buffer)].kind == BufferKind::output;
+    if (is_output) return static_cast<int>(last.type);
+  }
+  throw py::value_error("the plan has no output");
 }
 
 void run_model(PlanModel& model, int64_t rows, int64_t kept, const std::vector<Address>& inputs,
-               const std::vector<Address>& outputs, const Texts& texts) {
+               const std::vector<Address>& outputs,
+               const std::vector<std::tuple<int64_t, int64_t, int64_t, const Caches*>>& texts) {
   run_call([&](const PlanCall& call) { return model.run(call); }, rows, kept, inputs, outputs, texts, model.cache_count());
 }
 
@@ -204,16 +203,6 @@ void embed(PlanModel& model, const std::vector<int64_t>& ids, const std::vector<
                          reinterpret_cast<float*>(vectors));
   }
   raise_unless_ok(status);
-}
-
-// The caches of a plan, in their order: layer, slot, shape, number of the ElementType of a state.
-std::vector<std::tuple<int64_t, int64_t, std::vector<int64_t>, int>> caches_of(const PlanModel& model) {
-  std::vector<std::tuple<int64_t, int64_t, std::vector<int64_t>, int>> result;
-  for (const Buffer& buffer : model.plan().buffers) {
-    if (buffer.kind != BufferKind::cache) continue;
-    result.emplace_back(buffer.index, buffer.slot, buffer.shape, static_cast<int>(buffer.type));
-  }
-  return result;
 }
 
 // sin of `count` numbers, or with quarter 1 cos.
@@ -253,6 +242,7 @@ void add_plans(py::module_& module) {
       .def_property_readonly("stop", &PlanModel::stop)
       .def_property_readonly("about", [](const PlanModel& model) { return model.plan().about; })
       .def_property_readonly("caches", &caches_of)
+      .def_property_readonly("output_type", &output_type_of)
       .def("begin", &begin, py::arg("length"), py::arg("keys"), py::arg("values"))
       .def("certify", [](PlanModel& model) {
         uint64_t certificate = 0;
@@ -267,8 +257,7 @@ void add_plans(py::module_& module) {
       .def_property_readonly("width", &PlanModel::width)
       .def("run", &run_model, py::arg("rows"), py::arg("kept"), py::arg("inputs"), py::arg("outputs"), py::arg("texts"))
       .def("embed", &embed, py::arg("ids"), py::arg("types"), py::arg("lengths"), py::arg("vectors"))
-      .def("feed", &feed, py::arg("session"), py::arg("tokens"), py::arg("logits"))
-      .def("run_texts", &run_texts, py::arg("tokens"), py::arg("positions"), py::arg("keep"), py::arg("texts"), py::arg("logits"));
+      .def("feed", &feed, py::arg("session"), py::arg("tokens"), py::arg("logits"));
   module.def("digest", [](uintptr_t address, size_t size, uint64_t from) {
     return digest(reinterpret_cast<const void*>(address), size, from);
   }, py::arg("address"), py::arg("size"), py::arg("from_") = kEmptyDigest);

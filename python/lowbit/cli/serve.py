@@ -124,15 +124,7 @@ class _Wish:
         if template is None and tokenizer.chat_template:
             template = chat_template(tokenizer, path)
         return LanguageModel.of(
-            name,
-            decoder,
-            model,
-            tokenizer,
-            template,
-            stop,
-            at_once=self.at_once,
-            rows=self.rows,
-            prefix_bytes=self.prefix_bytes,
+            name, decoder, model, tokenizer, template, stop, at_once=self.at_once, rows=self.rows, prefix_bytes=self.prefix_bytes
         )
 
     def length(self, positions: int) -> int:
@@ -143,8 +135,7 @@ class _Wish:
 def _load(wish: _Wish, name: str, path: Path) -> tuple[Model, Any]:
     """A model, and the decoder of its draft model: by their plans where they have them, else by torch."""
     from ..serve import embeddings, speech
-    from ..llm.plan_files import NoPlan
-    from .plans import draft_decoder, missing, open_with_draft
+    from .plans import NoPlan, draft_decoder, missing, open_with_draft
 
     output = wish.output
     path, caches = Path(from_hub(output, path) or path), None

@@ -229,8 +229,7 @@ def open_session(
 
     Arguments as for :class:`Session` and :meth:`Session.load`; ``draft`` is the path for :meth:`Session.draft`.
     """
-    from ..llm.plan_files import NoPlan
-    from .plans import missing
+    from .plans import NoPlan, missing
 
     caches = None
     if running.bits is None and running.expert_memory is None and not running.compile and not images:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy
 
@@ -37,7 +38,7 @@ class PlanDecoder(TextsDecoder):
         if cache not in CACHES:
             raise ValueError(f"cache is {cache!r}; expected one of {', '.join(map(repr, CACHES))}")
         self.model, self.max_length, self.vocabulary, self.cache_type = plan, max_length, plan.vocabulary, cache
-        self._prefix = prefix
+        self._prefix, self._output = prefix, _stored(plan.output_type)
         self._own: Caches | None = None  # of the text of `feed`, made when it begins
         self._keeper: StateKeeper | None = None
         self._count = 0  # its tokens
@@ -57,8 +58,7 @@ class PlanDecoder(TextsDecoder):
         for layer, slot, shape, element in self.model.caches:
             arrays = layers.setdefault(layer, [])
             if slot >= Slot.STATE:
-                stored = next(name for name, number in _ELEMENTS.items() if number == element)
-                arrays.append(_zeros(shape, stored))
+                arrays.append(_zeros(shape, _stored(element)))
             elif slot < Slot.HELD:  # caches for whole texts need no `held`
                 kind = kinds[-1] if slot == Slot.VALUES else kinds[0]
                 heads, width = shape
@@ -99,9 +99,19 @@ class PlanDecoder(TextsDecoder):
         first, last = parts[0].begin, parts[-1].end
         keep = list(range(last - first)) if everywhere else [part.end - 1 - first for part in parts]
         texts = [(part.begin - first, part.end - first, part.start, part.caches.planned(self, self.arranged)) for part in parts]
-        logits = numpy.empty((len(keep), self.vocabulary), dtype=numpy.float32)
-        self.model.run_texts(call.rows[first:last], call.positions[first:last], keep, texts, logits.ctypes.data)
-        return logits
+        return self._logits(call.rows[first:last], call.positions[first:last], keep, texts)
+
+    def _logits(
+        self, tokens: list[int], positions: list[int], keep: list[int], texts: list[tuple[int, int, int, Any]]
+    ) -> numpy.ndarray:
+        """Logits [keep, vocabulary], float32, of a call of the plan."""
+        inputs = [numpy.array(numbers, dtype=numpy.int64) for numbers in (tokens, positions, keep)]
+        logits = numpy.empty((len(keep), self.vocabulary), dtype=self._output)
+        memory = [(array.ctypes.data, array.nbytes) for array in (*inputs, logits)]
+        self.model.run(len(tokens), len(keep), memory[:-1], memory[-1:], texts)
+        if self._output == "uint16":  # the upper half of float32
+            return (logits.astype(numpy.uint32) << 16).view(numpy.float32)
+        return logits.astype(numpy.float32, copy=False)
 
     # One text, whose caches are the decoder's own.
 
@@ -143,6 +153,9 @@ class PlanDecoder(TextsDecoder):
         self._text()
         if not 0 <= start <= self._count:
             raise ValueError(f"start is {start}; expected 0 to {self._count}, the tokens that the text has")
+        wrong = next((token for token in tokens if not 0 <= token < self.vocabulary), None)
+        if wrong is not None:
+            raise ValueError(f"there is no token {wrong}; expected 0 to {self.vocabulary - 1}")
         if not tokens or start + len(tokens) > self.max_length:
             raise IndexError(
                 f"a text has {start} tokens and gets {len(tokens)}; expected 1 or more, and at most {self.max_length} altogether"
@@ -151,11 +164,15 @@ class PlanDecoder(TextsDecoder):
     def _rows(self, tokens: list[int], start: int, keep: list[int]) -> numpy.ndarray:
         text, end = self._text(), start + len(tokens)
         self._count = start  # if the call fails
-        logits = numpy.empty((len(keep), self.vocabulary), dtype=numpy.float32)
         call = [(0, len(tokens), start, text.planned(self, self.arranged))]
-        self.model.run_texts(tokens, list(range(start, end)), keep, call, logits.ctypes.data)
+        logits = self._logits(tokens, list(range(start, end)), keep, call)
         self._count = end
         return logits
+
+
+def _stored(element: int) -> str:
+    """The type of numpy that has the bits of an element type."""
+    return next(name for name, number in _ELEMENTS.items() if number == element)
 
 
 def _zeros(shape: Sequence[int], stored: str) -> numpy.ndarray:

@@ -45,8 +45,6 @@ class PlanStep:
 
     def feed(self, tokens: list[int], start: int) -> numpy.ndarray:
         """Logits [vocabulary], float32, after tokens that follow the first ``start`` ones of the text."""
-        if not 0 <= start <= self.position:
-            raise ValueError(f"start is {start}; expected 0 to {self.position}, the tokens that the text has")
         self._text.cut(start)
         logits = numpy.empty(self.vocabulary, dtype=numpy.float32)
         self.model.feed(self._text, tokens, logits.__array_interface__["data"][0])

@@ -62,7 +62,9 @@ def both(directory, cache=None):
         (llm.Decoder(model, LENGTH, cache, windows=False), model, tokenizer),
         (planned.decoder(LENGTH), planned.model, planned.tokenizer),
     ):
-        yield LanguageModel.of("tiny", decoder, settings, reader, WITH_TOOLS, stop, at_once=4, rows=64, prefix_bytes=1 << 22)
+        yield LanguageModel.of(
+            "tiny", decoder, settings, reader, WITH_TOOLS, stop, at_once=4, rows=64, prefix_bytes=1 << 22
+        )
 
 
 @pytest.fixture(scope="module")
@@ -100,11 +102,9 @@ def test_each_answer_is_that_of_torch(directory, tmp_path, cache, together):
         found.append(answers(model, together))
     assert found[0] == found[1]
     if not together:  # the files are the same, so that either way reads those of the other
-        assert (
-            {path.name: path.read_bytes() for path in (tmp_path / "torch").iterdir()}
-            == {path.name: path.read_bytes() for path in (tmp_path / "plan").iterdir()}
-            != {}
-        )
+        assert {path.name: path.read_bytes() for path in (tmp_path / "torch").iterdir()} == {
+            path.name: path.read_bytes() for path in (tmp_path / "plan").iterdir()
+        } != {}
 
 
 def test_a_draft_model_by_its_plan(directory):
