@@ -323,6 +323,7 @@ Status PlanModel::embed(const int64_t* ids, const int64_t* types, const int64_t*
   const Plan& plan = implementation_->run->plan();
   const int64_t size = vocabulary(), kinds = number(plan, "types"), numbers = width();
   const std::vector<int64_t>& masks = fact(plan, "masks");
+  const std::vector<int64_t>& padding = fact(plan, "padding");
   const int64_t first = number(plan, "first_position");
   const bool fits = numbers > 0 && numbers <= kMostLength && first >= 0 && first <= kMostLength && masks.size() % 2 == 0 &&
                     std::all_of(masks.begin(), masks.end(), [](int64_t each) { return each >= 0; });
@@ -358,8 +359,10 @@ Status PlanModel::embed(const int64_t* ids, const int64_t* types, const int64_t*
       int64_t rows = 0;
       for (; text < texts && (rows == 0 || rows + lengths[text] <= kTogether); ++text) {
         const int64_t length = lengths[text];
-        for (int64_t i = 0; i < length; ++i) {
-          places.push_back(first + i);
+        for (int64_t i = 0, counted = 0; i < length; ++i) {
+          // Some models count only the tokens that are not padding.
+          const bool is_padding = !padding.empty() && ids[at + rows + i] == padding[0];
+          places.push_back(is_padding ? padding[0] : first + counted++);
           // The positions of its own text that a token sees.
           for (size_t m = 0; m < bounds.size(); ++m) {
             const int64_t begin = i > masks[2 * m] ? i - masks[2 * m] : 0;

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+
+import lowbit
 
 from ..machine.facts import keep_freed_memory
 from . import options
@@ -40,17 +44,23 @@ def transcribe(
     threads: options.Threads = None,
 ) -> None:
     """Transcribe recordings with a Whisper model."""
-    from ..speech import SAMPLE_RATE, load_audio, load_transcriber
+    from ..speech import SAMPLE_RATE, load_audio
     from ..speech.audio import limit_allocations
+    from ..speech.planned_speech import open_transcriber
+
+    @contextmanager
+    def loading() -> Iterator[Any]:
+        lowbit.load_torch()
+        set_threads(threads)
+        with output.progress(f"loading {model}", "tensors") as advance:
+            yield advance
 
     config = quantizing.config()
-    set_threads(threads)
     keep_freed_memory()
     set_stdout_errors("replace")
     limit_allocations()
     recordings = [(path, load_audio(path)) for path in audio]  # before the model is loaded, which takes longer
-    with output.progress(f"loading {model}", "tensors") as advance:
-        transcriber = load_transcriber(model, config, cache=cache, progress=advance)
+    transcriber = open_transcriber(Path(model), config, cache=cache, threads=threads, loading=loading, note=output.note)
     documents = []
     for path, samples in recordings:
         begin = time.perf_counter()

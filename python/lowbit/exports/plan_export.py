@@ -40,12 +40,21 @@ def plan_bytes(decoder: Decoder, directory: Path, stop: list[int], caches: tuple
     if made is None:
         raise ValueError(f"{type(decoder.model).__name__} has no plan: {decoder.plan_refusal}")
     plan = _described(decoder, made, stop)
-    stored = read_files(*files_of(directory))
-    alike: dict[tuple[int, int], list[Stored]] = {}
-    for each in stored.values():
-        alike.setdefault((each.bytes, zlib.crc32(_bytes_of(each)[:CHECKED])), []).append(each)
     plan.about |= describe(decoder, directory, caches)
-    for number, tensor in made.weights.items():
+    return placed_bytes(plan, made.weights, directory)
+
+
+def placed_bytes(plan: Plan, weights: dict[int, Tensor], directory: Path) -> bytes:
+    """The bytes of a plan whose weights, by buffer, are those of the checkpoint in ``directory``; changes its buffers.
+
+    Raises:
+        ValueError: the checkpoint has no such weights.
+        OSError: it cannot be read.
+    """
+    alike: dict[tuple[int, int], list[Stored]] = {}
+    for each in read_files(*files_of(directory)).values():
+        alike.setdefault((each.bytes, zlib.crc32(_bytes_of(each)[:CHECKED])), []).append(each)
+    for number, tensor in weights.items():
         _place(plan.buffers[number], tensor, alike, directory)
     return to_bytes(plan)
 
@@ -113,7 +122,11 @@ def _place(buffer: Buffer, tensor: Tensor, alike: dict[tuple[int, int], list[Sto
 
 def write_plan(decoder: Decoder, path: Path, stop: list[int], caches: tuple[str, ...] = ()) -> None:
     """Writes a decoder's plan to a file beside the weights of its model; other arguments and errors as above."""
-    content = plan_bytes(decoder, path.absolute().parent, stop, caches)
+    write_bytes(plan_bytes(decoder, path.absolute().parent, stop, caches), path)
+
+
+def write_bytes(content: bytes, path: Path) -> None:
+    """Writes the bytes of a plan to a file, which is replaced in one step."""
     with replacing(path, ".plan") as written, open(written, "wb") as file:
         file.write(content)
         sync(file)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from . import masked, norms, planned_encoder, rotary
 from .activations import Activation, is_activation, is_computed, kind_of
+from .encoder_heads import is_chain
 
 
 @dataclass
@@ -36,7 +37,8 @@ def fuse_(model: torch.nn.Module) -> FuseSummary:
     gradients and compiled code, which fuses such functions itself, use the original functions.
 
     Calls of an encoder with token ids and a padding mask run as a plan: one call of C++ that computes no padding, whose hidden
-    states are 0. The first such call makes the plan, and calls run the model's code if the model has none, or after a change.
+    states are 0. So do calls of a classifier, and of a SentenceTransformer with its pooling and the modules after it. The first
+    such call makes the plan, and calls run the model's code if the model has none, or after a change.
 
     Args:
         model: any module, with packed or float layers, on the CPU.
@@ -80,6 +82,9 @@ def fuse_(model: torch.nn.Module) -> FuseSummary:
     summary.rotary = len(rotary.replace(model))
     for encoder in fused:
         planned_encoder.replace(encoder)
+    for module in model.modules():
+        if is_chain(module):
+            planned_encoder.replace_chain(module)
     return summary
 
 

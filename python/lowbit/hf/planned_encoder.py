@@ -24,6 +24,7 @@ from ..plan.lowering import Lowered, Roles, lowered
 from ..plan.model_parts import ModelParts, check_hooks, state_of
 from ..plan.recording import Sizes, Unplannable, record
 from ..plan.running import Caches, Planned
+from .encoder_heads import Chain, Classifier, is_classifier
 from .masked import ATTENTION, make_mask, masks_made_by
 from .shared_inputs import SharedInput, observed
 
@@ -84,14 +85,19 @@ def replica(model: torch.nn.Module) -> torch.nn.Module:
 class EncoderPlan:
     """The plan of an encoder."""
 
-    def __init__(self, model: Any):
+    def __init__(self, model: Any, head: Classifier | Chain | None = None, alone: bool = False):
         """
+        Args:
+            head: makes a result of each text from the hidden states.
+            alone: the plan's only result is that of the head.
+
         Raises:
             Unplannable: the model has no plan; the message says why.
         """
-        self._model = model
-        self._parts = ModelParts(model)
-        check_hooks(model)
+        self._model, self._head, self._alone = model, head, alone
+        whole = model if head is None else head
+        self._parts = ModelParts(whole)
+        check_hooks(whole)
         self._names = set(inspect.signature(type(model).forward).parameters)
         if not {"input_ids", "attention_mask", "position_ids"} <= self._names:
             raise Unplannable("its positions or its mask are not arguments")
@@ -103,9 +109,9 @@ class EncoderPlan:
             raise Unplannable(f"it returns {', '.join(sorted(fields))}")
         self._output, self._pools = type(output), "pooler_output" in fields
         self._masks: list[_Mask] = []
-        made = self._lowered(replica(model))
-        self._planned, self._no_caches = Planned(made), Caches([], {})
-        self._width, self._dtype = made.outputs[0].size[-1].constant, made.outputs[0].dtype
+        made = self._lowered()
+        self.planned, self._no_caches = Planned(made), Caches([], {})
+        self.width, self._dtype = made.outputs[0].size[-1].constant, made.outputs[0].dtype
         padding = model.config.pad_token_id
         self._padding = padding if isinstance(padding, int) and 0 <= padding < model.config.vocab_size else 0
         self._counts_tokens = False  # positions count the tokens that are not padding, as in RoBERTa
@@ -115,10 +121,19 @@ class EncoderPlan:
             self._counts_tokens = True
             self.difference = self._prove()
 
+    @property
+    def names(self) -> list[str]:
+        """The results of a call, in order."""
+        names = [*([] if self._alone else ["last_hidden_state", *(["pooler_output"] if self._pools else [])])]
+        return names if self._head is None else [*names, "head"]
+
     def _own(self, model: Any, ids: Tensor, **arguments: Any) -> Any:
         return _own(model, ids, **arguments, **({"use_cache": False} if self.makes_caches else {}))
 
-    def _lowered(self, model: Any) -> Lowered:
+    def _lowered(self) -> Lowered:
+        head = self._replica_of_head()
+        model = replica(self._model) if head is None else head.base
+
         def asked(**arguments: Any) -> Tensor | None:
             for name in ("batch_size", "q_length", "kv_length", "attention_mask"):
                 del arguments[name]
@@ -133,27 +148,44 @@ class EncoderPlan:
             SharedInput(group)
         recordings, given = [], 0
         for rows, texts in _CALLS:
-            ids, firsts = torch.zeros(1, rows, dtype=torch.int64), torch.arange(texts)
+            ids = torch.zeros(1, rows, dtype=torch.int64)
+            ranges = torch.arange(texts)[:, None] + torch.tensor([0, 1])
             arguments = {"position_ids": torch.arange(rows)[None]}
             if self._has_types:
                 arguments["token_type_ids"] = torch.zeros_like(ids)
             bounds = [torch.tensor([1, 0, rows], dtype=torch.int32).repeat(1, rows, 1) for _ in self._masks]
-            tensors = [ids, *arguments.values(), firsts, *bounds]
-            recordings.append(record(partial(self._packed, model, ids, arguments, firsts, bounds), tensors))
+            tensors = [ids, *arguments.values(), ranges, *bounds]
+            recordings.append(record(partial(self._packed, model, head, ids, arguments, ranges, bounds), tensors))
             given = len(tensors)
-        return lowered(recordings, Sizes(_CALLS), Roles(given, []), state_of(model))
+        return lowered(recordings, Sizes(_CALLS), Roles(given, []), state_of(model if head is None else head))
 
     def _packed(
-        self, model: Any, ids: Tensor, arguments: dict[str, Tensor], firsts: Tensor, bounds: list[Tensor]
+        self, model: Any, head: Any, ids: Tensor, arguments: dict[str, Tensor], ranges: Tensor, bounds: list[Tensor]
     ) -> list[Tensor]:
-        """The hidden states of texts that follow each other, and what the pooler makes of their first tokens."""
+        """The results for texts that follow each other: their hidden states, what the pooler makes of their first tokens, and the
+        head's."""
         left = iter(bounds)
         with masks_made_by(lambda **_: next(left)):
             # With a mask of ones, because transformers looks for texts that follow each other if there is none.
             hidden = self._own(
                 model, ids, attention_mask=torch.ones(ids.shape, dtype=torch.int64), **arguments
             ).last_hidden_state
-        return [hidden, model.pooler(hidden[0, firsts][:, None])] if self._pools else [hidden]
+        found = [hidden, model.pooler(hidden[0, ranges[:, 0]][:, None])] if self._pools else [hidden]
+        if head is None:
+            return found
+
+        def output(first: Tensor) -> Any:
+            return self._output(first, *found[1:])
+
+        made: Tensor = head.rows(hidden, ranges, output)
+        return [made] if self._alone else [*found, made]
+
+    def _replica_of_head(self) -> Any:
+        if self._head is None:
+            return None
+        made: Any = replica(self._head)
+        made.drop_plans()
+        return made
 
     @property
     def _has_types(self) -> bool:
@@ -170,17 +202,27 @@ class EncoderPlan:
         quantized = any(isinstance(module, nn.Linear | nn.LinearExperts) for module in self._model.modules())
         limit = _FLOAT_LIMIT if self._dtype is torch.float32 and not quantized else _QUANTIZED_LIMIT
         worst = 0.0
+        head = self._replica_of_head()
         for given in ({}, types) if self._has_types else ({},):
             expected, found = self._own(self._model, ids, attention_mask=shown, **given), self.run(ids, shown, **given)
-            pairs = [(expected[0][row][shown[row] != 0], found[0][row][shown[row] != 0]) for row in range(3)]
-            if self._pools:  # the pooler reads the first position, which is padding in the last text
-                pairs += zip(expected.pooler_output[:2], found.pooler_output[:2], strict=True)
+            pairs = []
+            if not self._alone:
+                states = found["last_hidden_state"]
+                pairs = [(expected[0][row][shown[row] != 0], states[row][shown[row] != 0]) for row in range(3)]
+            # The pooler and classifiers read the first position, which is padding in the last text.
+            if self._pools and not self._alone:
+                pairs += zip(expected.pooler_output[:2], found["pooler_output"][:2], strict=True)
+            if head is not None:
+                with torch.inference_mode():
+                    made = head.own(ids, shown, **given)
+                texts = 3 if isinstance(head, Chain) else 2
+                pairs += zip(made[:texts], found["head"][:texts], strict=True)
             for one, other in pairs:
                 if not torch.equal(one, other):
                     difference = (one - other).float().norm() / one.float().norm()
                     worst = max(worst, float(difference)) if difference <= limit else float("inf")
         if worst > limit:
-            raise Unplannable(f"its hidden states differ by {worst:.2g} of their size; rounding is below {limit:g}")
+            raise Unplannable(f"its results differ by {worst:.2g} of their size; rounding is below {limit:g}")
         return worst
 
     def fits(self) -> bool:
@@ -197,8 +239,8 @@ class EncoderPlan:
         attention_mask: Tensor | None = None,
         token_type_ids: Tensor | None = None,
         position_ids: Tensor | None = None,
-    ) -> Any:
-        """The model's output. Hidden states of padding are 0.
+    ) -> dict[str, Tensor]:
+        """The results by :attr:`names`. Hidden states of padding are 0.
 
         Raises:
             IndexError, ValueError: the input does not fit the model.
@@ -225,8 +267,11 @@ class EncoderPlan:
         else:
             parts = [self._run([x[piece] for x in columns], None if shown is None else shown[piece]) for piece in pieces]
             found = [torch.cat(each) for each in zip(*parts, strict=True)]
-        output = dict(zip(("last_hidden_state", "pooler_output"), found))
-        return self._output(**output)
+        return dict(zip(self.names, found, strict=True))
+
+    def output(self, found: dict[str, Tensor]) -> Any:
+        """The model's output from the results of a call."""
+        return self._output(**found)
 
     @staticmethod
     def _pieces(batch: int, length: int, shown: Tensor | None) -> list[slice]:
@@ -261,13 +306,18 @@ class EncoderPlan:
             columns = [column[places] for column in columns]
             bounds = [torch.stack([before[:, end] for end in mask.ranges(length)], -1) for mask in self._masks]
             bounds = [_bounds(each.view(-1, 2)[places]) for each in bounds]
+        ends = list(ends)
         begins = [0, *ends[:-1]]
         texts = [(begin, end, 0, self._no_caches) for begin, end in zip(begins, ends, strict=True)]
-        hidden, *pooled = self._planned.run([*columns, torch.tensor(begins), *bounds], batch, texts)
+        ranges = torch.tensor([begins, ends]).t().contiguous()
+        found = self.planned.run([*columns, ranges, *bounds], batch, texts)
+        if self._alone:
+            return found
+        hidden, *others = found
         if shown is not None:
-            whole = torch.zeros(batch * length, self._width, dtype=self._dtype)
+            whole = torch.zeros(batch * length, self.width, dtype=self._dtype)
             hidden = whole.index_copy_(0, places, hidden[0])
-        return [hidden.view(batch, length, self._width), *pooled]
+        return [hidden.view(batch, length, self.width), *others]
 
 
 def _own(model: Any, ids: Tensor, attention_mask: Tensor | None = None, **arguments: Any) -> Any:
@@ -283,6 +333,8 @@ def _own(model: Any, ids: Tensor, attention_mask: Tensor | None = None, **argume
 class PlannedEncoder:
     """The ``forward`` of a fused model: by a plan where a call and the model fit it, else by the model's own code."""
 
+    _sees_caches = True  # whether callers get the caches that the model makes
+
     def __init__(self, model: Any):
         self.model = model
         self.plan: EncoderPlan | None = None
@@ -291,10 +343,10 @@ class PlannedEncoder:
         self.__signature__ = inspect.signature(type(model).forward.__get__(model))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PlannedEncoder:
-        return PlannedEncoder(copy.deepcopy(self.model, memo))
+        return type(self)(copy.deepcopy(self.model, memo))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return PlannedEncoder, (self.model,)
+        return type(self), (self.model,)
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         if not torch.compiler.is_compiling():
@@ -318,18 +370,28 @@ class PlannedEncoder:
             if not self.plan.has_its_memory():  # which it would keep alive
                 self._refuse("the model has been changed since its first call")
             return None
-        if self.plan.makes_caches and given.get("use_cache", self.model.config.use_cache):
+        if self._sees_caches and self.plan.makes_caches and given.get("use_cache", self.model.config.use_cache):
             return None
         try:
-            return self.plan.run(**tensors)
+            return self._output(self.plan, self.plan.run(**tensors))
         except (IndexError, ValueError):  # the model's own code runs such calls, or says what is wrong with their input
             return None
 
     def _build(self) -> None:
         try:
-            self.plan = EncoderPlan(self.model)
+            self.plan = self._made()
         except Exception as reason:  # the model's own code runs, so nothing is lost
             self._refuse(f"{'' if isinstance(reason, Unplannable) else type(reason).__name__ + ': '}{reason}")
+
+    @property
+    def _config(self) -> Any:
+        return self.model.config
+
+    def _made(self) -> EncoderPlan:
+        return EncoderPlan(self.model)
+
+    def _output(self, plan: EncoderPlan, found: dict[str, Tensor]) -> Any:
+        return plan.output(found)
 
     def _refuse(self, reason: str) -> None:
         self.plan, self.refusal = None, reason
@@ -337,7 +399,7 @@ class PlannedEncoder:
 
     def _accepts(self, tensors: dict[str, Tensor], flags: dict[str, Any]) -> bool:
         """Whether plans can compute a call with these arguments."""
-        model, ids = self.model, tensors.get("input_ids")
+        model, ids, config = self.model, tensors.get("input_ids"), self._config
         return bool(
             not torch.is_grad_enabled()
             and not model.training
@@ -349,14 +411,55 @@ class PlannedEncoder:
             and not torch._C._are_functorch_transforms_active()
             and not _global_forward_hooks
             and not _global_forward_pre_hooks
-            and model.config._attn_implementation == ATTENTION
-            and not (model.config.output_hidden_states or model.config.output_attentions)
-            and model.config.return_dict
+            and config._attn_implementation == ATTENTION
+            and not (config.output_hidden_states or config.output_attentions)
+            and config.return_dict
             and all(name in _FLAGS and value == _FLAGS[name] or name == "use_cache" for name, value in flags.items())
             and ids is not None
             and ids.numel()
             and all(_fits(name, tensor, ids.shape) for name, tensor in tensors.items())
         )
+
+
+class PlannedClassifier(PlannedEncoder):
+    """The ``forward`` of a fused model that classifies texts."""
+
+    def _made(self) -> EncoderPlan:
+        return EncoderPlan(self.model.base_model, Classifier(self.model))
+
+    def _output(self, plan: EncoderPlan, found: dict[str, Tensor]) -> Any:
+        return import_module("transformers").modeling_outputs.SequenceClassifierOutput(logits=found["head"])
+
+
+class PlannedChain(PlannedEncoder):
+    """The ``forward`` of a fused SentenceTransformer."""
+
+    _sees_caches = False
+
+    def __init__(self, model: Any):
+        super().__init__(model)
+        self._modules = list(model)
+
+    @property
+    def _config(self) -> Any:
+        return self._modules[0].model.config
+
+    def __call__(self, input: dict[str, Any], **named: Any) -> Any:
+        about = {name: value for name, value in input.items() if name not in _TENSORS}
+        others = {name: value for name, value in named.items() if value is not None}
+        if about.pop("modality", "text") == "text" and not others and not about.keys() - {"prompt_length"}:
+            if not torch.compiler.is_compiling() and self._modules == list(self.model):
+                found = self._planned({name: input[name] for name in _TENSORS if name in input})
+                if found is not None:
+                    input.update(found)
+                    return input
+        return type(self.model).forward(self.model, input, **named)
+
+    def _made(self) -> EncoderPlan:
+        return EncoderPlan(self._modules[0].model, Chain(self.model))
+
+    def _output(self, plan: EncoderPlan, found: dict[str, Tensor]) -> Any:
+        return {"token_embeddings": found["last_hidden_state"], "sentence_embedding": found["head"]}
 
 
 def _fits(name: str, tensor: Any, shape: torch.Size) -> bool:
@@ -374,4 +477,13 @@ def replace(model: Any) -> bool:
     if not isinstance(vars(base).get("forward"), (type(None), PlannedEncoder)) or base.config._attn_implementation != ATTENTION:
         return False
     base.forward = PlannedEncoder(base)
+    if is_classifier(model) and isinstance(vars(model).get("forward"), (type(None), PlannedEncoder)):
+        model.forward = PlannedClassifier(model)
     return True
+
+
+def replace_chain(model: Any) -> None:
+    """Makes calls of a fused SentenceTransformer, with its pooling and the modules after it, run by a plan where it has one."""
+    base = getattr(model[0], "model", None)
+    if isinstance(vars(model).get("forward"), (type(None), PlannedChain)) and isinstance(vars(base).get("forward"), PlannedEncoder):
+        model.forward = PlannedChain(model)

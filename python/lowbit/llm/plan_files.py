@@ -6,13 +6,15 @@ A plan has a description in its facts: settings of the model's files as transfor
 from __future__ import annotations
 
 import json
-import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from .. import _C, __version__
+from ..files.plan_facts import PLAN as PLAN
+from ..files.plan_facts import NoPlan as NoPlan
+from ..files.plan_facts import described, facts_of, states
 from .plain_tokenizer import PlainTokenizer
 from .plan_decoder import PlanDecoder
 from .sampling import check_max_length
@@ -20,26 +22,10 @@ from .sampling import check_max_length
 if TYPE_CHECKING:
     from .decoder import Decoder
 
-PLAN = "lowbit.plan"  # beside the weights
-_FACT = "program"
 _FILES = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
     "added_tokens.json", "chat_template.jinja", "tokenizer.model",
 )  # fmt: skip
-_PER_NUMBER = 7  # bytes of the description in a fact of 64 bits
-
-
-class NoPlan(Exception):
-    """A checkpoint does not run by a plan; the message, which may be empty, says why."""
-
-    def __init__(self, reason: str, stale: bool = True, caches: tuple[str, ...] = ()):
-        """
-        Args:
-            stale: a new plan would help.
-            caches: the cache types for which the plan was proven.
-        """
-        super().__init__(reason)
-        self.stale, self.caches = stale, caches
 
 
 @dataclass(frozen=True)
@@ -77,7 +63,7 @@ def describe(decoder: Decoder, directory: Path, caches: tuple[str, ...] = ()) ->
     from .plain_tokenizer import difference
 
     model: Any = decoder.model
-    states, content, refusal = _states(directory), dict[str, Any](), None
+    files, content, refusal = states(directory, _FILES), dict[str, Any](), None
     config = getattr(model, "generation_config", None)
     try:
         if sees_only(directory):
@@ -104,25 +90,7 @@ def describe(decoder: Decoder, directory: Path, caches: tuple[str, ...] = ()) ->
         refusal = str(error)
     if refusal is not None:
         content = {}
-    text = json.dumps(content | {"lowbit": __version__, "files": states, "refusal": refusal}).encode()
-    parts = [text[at : at + _PER_NUMBER] for at in range(0, len(text), _PER_NUMBER)]
-    return {_FACT: [len(text), *(int.from_bytes(part, "little") for part in parts)]}
-
-
-def _states(directory: Path) -> dict[str, list[int] | None]:
-    """The size and checksum of each file of settings; None: there is no such file."""
-    contents = ((name, directory / name) for name in _FILES)
-    read = ((name, path.read_bytes() if path.exists() else None) for name, path in contents)
-    return {name: None if content is None else [len(content), zlib.crc32(content)] for name, content in read}
-
-
-def _description(facts: dict[str, list[int]]) -> dict[str, Any]:
-    size, *numbers = facts[_FACT]
-    text = b"".join(number.to_bytes(_PER_NUMBER, "little") for number in numbers)[:size]
-    content = json.loads(text)
-    if content["lowbit"] != __version__:  # another version may compute a plan in another way
-        raise KeyError("lowbit")
-    return dict(content)
+    return facts_of(content | {"lowbit": __version__, "files": files, "refusal": refusal})
 
 
 def open_planned(directory: Path, threads: int, cache: str | None) -> PlannedModel:
@@ -141,14 +109,7 @@ def open_planned(directory: Path, threads: int, cache: str | None) -> PlannedMod
         plan = _C.PlanModel(str(file), threads)
     except (OSError, ValueError) as error:
         raise NoPlan(f"{file} is not used: {error}") from error
-    try:
-        content = _description(plan.about)
-    except (KeyError, ValueError, OverflowError):
-        raise NoPlan("") from None  # written without a description, or by another version
-    if content["files"] != _states(directory):
-        raise NoPlan(f"{file} is not used: the files of settings beside it have changed")
-    if content["refusal"] is not None:
-        raise NoPlan(f"{file} is not used: {content['refusal']}", stale=False)
+    content = described(directory, plan.about, __version__, _FILES)
     if (cache or content["cache"]) not in content["caches"]:
         raise NoPlan("", caches=tuple(content["caches"]))
     config = SimpleNamespace(vocab_size=plan.vocabulary)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..operators.elementwise import ACTIVATIONS
 from .peephole import shortened
+from . import pooling as _pooling  # noqa: F401  registers an operator
 from .plan_file import ELEMENT_TYPES, Buffer, Compute, Extent, Kind, Op, Operand, Plan, Slot, Step
 from .recording import Call, Recording, Sizes, Unplannable, View, unified
 
@@ -719,6 +720,28 @@ def _sums(to: _Lowering, call: Call) -> None:
     total = to.temporary(torch.float32, target.size)
     to.step(Op.SUM, [moved, total])
     to.compute([(Compute.DIV, [0, float(count.constant)], out.dtype)], [total], target)
+
+
+@_lowers(torch.ops.lowbit_plan.pool.default)
+def _pool(to: _Lowering, call: Call) -> None:
+    a = call.arguments
+    to.step(Op.POOL, [a["x"], a["ranges"], *call.results], [a["mode"]])
+
+
+@_lowers(_ATEN.linalg_vector_norm.default, _ATEN.norm.ScalarOpt_dim)
+def _norm(to: _Lowering, call: Call) -> None:
+    a = call.arguments
+    x, out = to.operand(a["self"]), to.operand(call.results[0])
+    assert x is not None and out is not None
+    dims, order, last = a["dim"] or (), a.get("ord", a.get("p")), len(x.size) - 1
+    if order != 2 or len(dims) != 1 or dims[0] % len(x.size) != last or x.dtype is not out.dtype or a.get("dtype") is not None:
+        raise Unplannable("a plan has only Euclidean norms of the last dimension")
+    squares = to.temporary(torch.float32, x.size)
+    to.compute([(Compute.MUL, [0, 0], torch.float32)], [x], squares)
+    total = to.temporary(torch.float32, x.size[:-1])
+    to.step(Op.SUM, [squares, total])
+    target = replace(out, size=out.size[:last], stride=out.stride[:last])
+    to.compute([(Compute.SQRT, [0], out.dtype)], [total], target)
 
 
 @_lowers(_ATEN.softmax.int, _ATEN._softmax.default)

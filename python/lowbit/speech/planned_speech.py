@@ -1,0 +1,205 @@
+"""Whisper models by the plans beside their weights, without torch and transformers."""
+
+from __future__ import annotations
+
+import os
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .. import _C, __version__
+from ..files.plan_facts import PLAN, NoPlan, are_allowed, described, facts_of, states
+from ..machine.cpus import default_threads
+from .transcriber import SETTINGS, Transcriber, load_transcriber
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from contextlib import AbstractContextManager
+
+    from ..hf.config import LowBitConfig
+
+LISTEN_PLAN = "lowbit.listen.plan"  # that of the encoder; PLAN is that of the decoding step
+_FILES = (
+    "config.json", "generation_config.json", "preprocessor_config.json", "processor_config.json", "tokenizer.json",
+    "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+)  # fmt: skip
+_ALIGNMENT = 64  # bytes, of caches
+_TEXTS = ("", " Hello, world!  It's 3.5 o'clock .", "Größe naïve 東京 👩‍👩‍👧 שלום", "\n\ttabs", "<|en|> x <|endoftext|>")
+_NUMBERS = ("max_length", "vocabulary", "positions", "mel_bins")
+
+
+class PlannedSpeech:
+    """The encoder and the decoding step of a Whisper model by their plans, called as the :class:`SpeechDecoder`."""
+
+    def __init__(self, step: _C.PlanModel, listen: _C.PlanModel, content: dict[str, Any]):
+        """
+        Args:
+            content: the description of the plans.
+        """
+        self.max_length, self.vocabulary, self.positions, self.mel_bins = (int(content[name]) for name in _NUMBERS)
+        self._step, self._listen = step, listen
+        self._dtype, heads, width = np.dtype(content["dtype"]), content["heads"], content["width"]
+        self._states = np.empty((1, self.positions, width), self._dtype)
+        self._last = [np.zeros((1, heads, 1, width // heads), self._dtype) for _ in range(2 * content["layers"])]
+        caches = {(layer, slot): (_zeros(size), kind, shape) for layer, slot, size, kind, shape in content["caches"]}
+        self._memory = [memory for memory, _, _ in caches.values()]
+        described = {place: (memory.ctypes.data, kind, shape) for place, (memory, kind, shape) in caches.items()}
+        self._caches = [_C.PlanCaches([described.get(place[:2]) for place in plan.caches]) for plan in (step, listen)]
+
+    def listen(self, features: np.ndarray) -> None:
+        """As :meth:`SpeechDecoder.listen`."""
+        expected = (1, self.mel_bins, 2 * self.positions)
+        if features.shape != expected:
+            raise ValueError(f"features is {list(features.shape)}; expected {list(expected)}")
+        inputs = [np.ascontiguousarray(features, self._dtype), np.zeros(1, np.int64)]
+        self._listen.call(
+            self.positions, 1, _memory(inputs), _memory([self._states, *self._last]), [(0, self.positions, 0, self._caches[1])]
+        )
+
+    def feed(self, tokens: list[int], start: int) -> np.ndarray:
+        """As :meth:`SpeechDecoder.feed`."""
+        logits = np.empty(self.vocabulary, self._dtype)
+        inputs = [np.array(each, np.int64) for each in (tokens, [start], [self.positions - 1])]
+        text = (0, len(tokens), start, self._caches[0])
+        self._step.call(len(tokens), 1, _memory([*inputs, *self._last]), _memory([logits]), [text])
+        return logits.astype(np.float32, copy=False)
+
+
+def _zeros(size: int) -> np.ndarray:
+    block = np.zeros(size + _ALIGNMENT, np.uint8)
+    begin = -block.ctypes.data % _ALIGNMENT
+    return block[begin : begin + size]
+
+
+def _memory(arrays: list[np.ndarray]) -> list[tuple[int, int]]:
+    return [(array.ctypes.data, array.nbytes) for array in arrays]
+
+
+class PlannedTranscriber(Transcriber):
+    """A :class:`Transcriber` of the plans in a directory."""
+
+    def __init__(self, directory: Path, threads: int | None = None):
+        """
+        Raises:
+            NoPlan: there are no plans, or they do not fit the files beside them.
+        """
+        from tokenizers import Tokenizer
+
+        plans, files = [], [directory / PLAN, directory / LISTEN_PLAN]
+        if not all(file.exists() for file in files):
+            raise NoPlan("")
+        for file in files:
+            try:
+                plans.append(_C.PlanModel(str(file), threads or default_threads()))
+            except (OSError, ValueError) as error:
+                raise NoPlan(f"{file} is not used: {error}") from error
+        contents = [described(directory, plan.about, __version__, _FILES) for plan in plans]
+        if contents[0] != contents[1]:
+            raise NoPlan(f"{files[1]} is not used: it was made for another model than {files[0]}")
+        try:
+            decoder = PlannedSpeech(plans[0], plans[1], contents[0])
+            settings = SimpleNamespace(**contents[0]["settings"])
+            tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+        except Exception as error:  # tokenizers raises no other kind
+            raise NoPlan(f"{files[0]} is not used: {error}") from error
+        self._begin(decoder, settings, SimpleNamespace(backend_tokenizer=tokenizer))
+
+
+def open_transcriber(
+    directory: Path,
+    quantization: LowBitConfig | None = None,
+    *,
+    cache: str | None = None,
+    threads: int | None = None,
+    loading: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    note: Callable[[str], None] = lambda text: None,
+) -> Transcriber:
+    """A transcriber: by the plans beside the weights where they are current, else by torch, and then the plans are written.
+
+    Args:
+        loading: makes a context for the use of torch; it yields a function for progress.
+        note: called with what a user may want to know.
+
+    Others and errors as for :func:`lowbit.speech.load_transcriber`.
+    """
+    stale = False
+    if quantization is None and cache is None and are_allowed():
+        try:
+            return PlannedTranscriber(directory, threads)
+        except NoPlan as reason:
+            if str(reason):
+                note(str(reason))
+            stale = reason.stale
+    with loading() as progress:
+        made = load_transcriber(directory, quantization, cache=cache, progress=progress)
+    if stale:
+        _keep_plans(made, directory, note)
+    return made
+
+
+def _keep_plans(transcriber: Transcriber, directory: Path, note: Callable[[str], None]) -> None:
+    """Writes the plans of a packed model beside its weights, if it has both, so that the next run needs no torch; never an error."""
+    from ..llm.loading import is_packed
+
+    decoder = transcriber.decoder
+    if decoder.plan is None or decoder.listen_plan is None or not is_packed(directory) or not os.access(directory, os.W_OK):
+        return
+    try:
+        write_plans(transcriber, directory)
+    except (OSError, ValueError) as error:
+        note(f"{directory / PLAN} is not written: {error}")
+    else:
+        note(f"{directory / PLAN} is written: the next run starts without torch")
+
+
+def write_plans(transcriber: Transcriber, directory: Path) -> None:
+    """Writes the plans of a model beside the weights in ``directory``, from which it was loaded.
+
+    Raises:
+        ValueError: the model has no plans, or the checkpoint has other weights.
+        OSError: a file cannot be read or written.
+    """
+    from copy import copy
+    from dataclasses import replace
+
+    from ..exports.plan_export import placed_bytes, write_bytes
+    from ..plan.plan_file import ELEMENT_TYPES
+
+    decoder = transcriber.decoder
+    if decoder.plan is None or decoder.listen_plan is None:
+        raise ValueError(f"the model has no plans: {decoder.plan_refusal or decoder.listen_refusal}")
+    config, dtype = decoder.model.config, str(decoder.model.dtype).removeprefix("torch.")
+    content: dict[str, Any] = {name: getattr(decoder, name) for name in _NUMBERS}
+    content |= {"dtype": dtype, "heads": decoder.heads, "width": config.d_model, "layers": config.decoder_layers}
+    content["caches"] = [
+        [*place, tensor.nbytes, ELEMENT_TYPES[tensor.dtype], list(tensor.shape)] for place, tensor in decoder.plan.kept.items()
+    ]
+    content["settings"] = {name: getattr(transcriber._settings, name, None) for name in SETTINGS}
+    about = facts_of(
+        content | {"lowbit": __version__, "files": states(directory, _FILES), "refusal": _refusal(transcriber, dtype, directory)}
+    )
+    for made, name in ((decoder.listen_plan, LISTEN_PLAN), (decoder.plan, PLAN)):
+        plan = copy(made.planned.plan)
+        plan.buffers = [replace(buffer) for buffer in plan.buffers]
+        plan.about = about | {"vocabulary": [decoder.vocabulary], "positions": [decoder.max_length]}
+        write_bytes(placed_bytes(plan, made.planned.weights, directory), directory / name)
+
+
+def _refusal(transcriber: Transcriber, dtype: str, directory: Path) -> str | None:
+    """Why plans of a model would not give its results without torch; None if they do."""
+    from tokenizers import Tokenizer
+
+    if dtype not in ("float32", "float16"):
+        return f"numpy has no {dtype}"
+    if not (directory / "tokenizer.json").exists():
+        return "there is no tokenizer.json"
+    other, own = Tokenizer.from_file(str(directory / "tokenizer.json")), transcriber._tokenizer
+    if other.get_vocab(with_added_tokens=True) != own.get_vocab(with_added_tokens=True):
+        return "the vocabulary differs"
+    tokens = [own.encode(text).ids for text in _TEXTS] + [[token, token] for token in range(transcriber.decoder.vocabulary)]
+    if any(other.decode(each, skip_special_tokens=True) != own.decode(each, skip_special_tokens=True) for each in tokens):
+        return "the decoded text differs"
+    return None
