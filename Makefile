@@ -100,6 +100,7 @@ test-python: $(VENV)/installed ## Python tests, without those that take long: te
 
 test-python-more: $(VENV)/installed
 	scripts/need.sh test
+	scripts/need.sh rust
 	HF_HUB_OFFLINE=1 $(PYTEST) -m more
 
 # Format and lint of all Python, by ruff (`make format` fixes what it can), and duplicated blocks. Takes seconds.

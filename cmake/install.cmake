@@ -16,6 +16,20 @@ else()
   set(header_dir ${CMAKE_INSTALL_INCLUDEDIR})
   set(package_dir ${CMAKE_INSTALL_LIBDIR}/cmake/lowbit)
   set(executorch_beside "")
+
+  # For programs that are built without CMake. Whoever links a static library needs the libraries that it uses.
+  set(pc_libraries "")
+  if(LOWBIT_STATIC)
+    set(uses ${CMAKE_CXX_IMPLICIT_LINK_LIBRARIES} ${CMAKE_DL_LIBS} pthread)
+    list(FILTER uses EXCLUDE REGEX "^(gcc|gcc_s|c|.*[/.].*)$")
+    list(REMOVE_DUPLICATES uses)
+    foreach(library IN LISTS uses)
+      string(APPEND pc_libraries " -l${library}")
+    endforeach()
+  endif()
+  file(RELATIVE_PATH pc_prefix "/${CMAKE_INSTALL_LIBDIR}/pkgconfig" "/")
+  configure_file(cmake/lowbit.pc.in "${PROJECT_BINARY_DIR}/package/lowbit.pc" @ONLY)
+  install(FILES "${PROJECT_BINARY_DIR}/package/lowbit.pc" DESTINATION ${CMAKE_INSTALL_LIBDIR}/pkgconfig)
 endif()
 
 # The public headers. Each of them compiles alone, with an older C++ standard than the sources.

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <array>
+#include <charconv>
 #include <cinttypes>
 #include <cstring>
 #include <list>
@@ -14,7 +15,6 @@
 #include <memory>
 #include <mutex>
 #include <new>
-#include <sstream>
 #include <string>
 #include <utility>
 #include <variant>
@@ -65,6 +65,14 @@ Status read_row(const char* name, EValue* value, int dims, const Tensor** row) {
   return {};
 }
 
+// A number, and a space after it if the line does not end.
+bool read_number(const char** at, const char* end, int64_t* number) {
+  const auto [behind, error] = std::from_chars(*at, end, *number);
+  if (error != std::errc() || (behind != end && *behind != ' ')) return false;
+  *at = behind == end ? end : behind + 1;
+  return true;
+}
+
 // A loaded program: its model, and texts by their numbers.
 struct Loaded {
   std::mutex busy;
@@ -109,24 +117,23 @@ struct Loaded {
 
   // begin NUMBER [LENGTH [CACHES]], use NUMBER, end NUMBER, save FILE, load FILE.
   Status command(const std::string& line) {
-    std::istringstream words(line);
-    std::string verb, caches, rest;
-    int64_t number = 0, length = 0;
-    words >> verb;
+    const size_t space = std::min(line.find(' '), line.size());
+    const std::string verb = line.substr(0, space), rest = line.substr(std::min(space + 1, line.size()));
     if (verb == "save" || verb == "load") {
-      const std::string file = line.size() > 5 ? line.substr(5) : "";
-      if (file.empty()) return Status::error("'%s' names no file", line.c_str());
-      return verb == "save" ? text->save(file) : text->load(file);
+      if (rest.empty()) return Status::error("'%s' names no file", line.c_str());
+      return verb == "save" ? text->save(rest) : text->load(rest);
     }
     const bool begins = verb == "begin";
-    bool fits = (begins || verb == "use" || verb == "end") && (words >> number);
-    if (begins && fits && !(words >> std::ws).eof()) fits = static_cast<bool>(words >> length);
-    if (begins && fits && !(words >> std::ws).eof()) words >> caches;
-    if (!fits || words >> rest) {
+    const char* at = rest.data();
+    const char* const end_of_line = at + rest.size();
+    int64_t number = 0, length = 0;
+    bool fits = (begins || verb == "use" || verb == "end") && read_number(&at, end_of_line, &number);
+    if (begins && at != end_of_line) fits = fits && read_number(&at, end_of_line, &length);
+    if (!fits || (at != end_of_line && !begins)) {
       return Status::error("the command is '%s'; expected begin NUMBER [LENGTH [CACHES]], use NUMBER, end NUMBER, save FILE or "
                            "load FILE", line.c_str());
     }
-    return begins ? begin(number, length, caches) : verb == "use" ? use(number) : end(number);
+    return begins ? begin(number, length, {at, end_of_line}) : verb == "use" ? use(number) : end(number);
   }
 
   Status forward(Span<EValue*> values) {

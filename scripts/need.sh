@@ -1,6 +1,6 @@
 #!/bin/sh
 # Checks that tools are installed, and installs missing ones on Debian and Ubuntu.
-#   scripts/need.sh build|test|bench|arm-cost|workflows|tidy|msan|wine|speech, or clang VERSION
+#   scripts/need.sh build|test|bench|arm-cost|workflows|tidy|msan|wine|speech|rust, or clang VERSION
 # Names the missing packages and fails if it cannot install them.
 set -u
 
@@ -32,6 +32,8 @@ if [ "${1:-build}" = test ] || [ "${1:-build}" = arm-cost ]; then
   need g++-aarch64-linux-gnu has aarch64-linux-gnu-g++
   need ccache has ccache
   need googletest test -f /usr/src/googletest/CMakeLists.txt
+  # Builds C programs as users do without CMake: tests/python/project/test_builds.py
+  need pkgconf has pkg-config
   # Another compiler for the SME2 kernels, and a reader of its objects: cmake/isa.cmake. Without them the kernels are left out.
   if ! has clang++-19 >/dev/null 2>&1 && apt-cache show clang-19 llvm-19 >/dev/null 2>&1; then
     need clang-19 has clang++-19
@@ -69,6 +71,9 @@ if [ "${1:-build}" = msan ]; then
 fi
 if [ "${1:-build}" = speech ]; then
   need espeak-ng has espeak-ng
+fi
+if [ "${1:-build}" = rust ]; then
+  need rustc has rustc
 fi
 if [ "${1:-build}" = wine ]; then
   need wine64 test -x /usr/lib/wine/wine64

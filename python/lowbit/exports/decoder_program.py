@@ -74,7 +74,7 @@ class _PteTexts:
     """Texts of a .pte with a plan, by the commands of its method ``session``."""
 
     def __init__(self, execute: Callable[[tuple[Tensor]], Any], max_length: int | None, cache: str | None):
-        self.execute, self.settings = execute, f"{max_length or 0} {cache or ''}"
+        self.execute, self.settings = execute, f"{max_length or 0} {cache or ''}".strip()
         self.numbers = {0}
         if (max_length, cache) != (None, None):
             self.command(f"begin 0 {self.settings}")

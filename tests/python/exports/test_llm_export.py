@@ -474,20 +474,12 @@ def test_commands_that_a_pte_refuses(delegate, tmp_path, capfd):
 
     refused(b"use 0", "'forward' of the program is not loaded; expected that it is loaded first")
     forward = program.load_method("forward")
-    for command in (
-        b"x",
-        b"begin",
-        b"begin x",
-        b"begin 1 x",
-        b"begin 1 2 int8 3",
-        b"use",
-        b"use 1 2",
-        b"use 99999999999999999999",
-    ):
+    for command in (b"x", b"begin", b"begin x", b"begin 1 x", b"use", b"use 1 2", b"use 99999999999999999999"):
         refused(command, f"the command is '{command.decode()}'; expected begin NUMBER")
     refused(b"begin 1 129", "a text has room for 129 tokens; expected 1 to 128")
     refused(b"begin 1 -1", "a text has room for -1 tokens")
     refused(b"begin 1 0 int3", "a cache is 'int3'; expected float32, bfloat16")
+    refused(b"begin 1 2 int8 3", "a cache is 'int8 3'")
     refused(b"use 5", "there is no text 5; expected one that was begun")
     refused(b"end 5", "there is no text 5; expected one that was begun")
     refused(b"end 0", "text 0 is in use; use another one first")

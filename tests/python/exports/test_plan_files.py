@@ -201,6 +201,30 @@ def test_the_c_interface_uses_the_callers_threads(packed):
     assert set(counts) <= {1, 2, 3} and max(counts) > 1
 
 
+@pytest.mark.more
+def test_a_program_in_rust(packed, decoder, tmp_path):
+    """examples/rust, built by the command of its page."""
+    library, program = Path(lowbit._C.__file__).parent, tmp_path / "tokens"
+    command = ["rustc", "-O", "--edition", "2021", EXAMPLE.parent / "rust" / "tokens.rs", "-o", program, "-L", library]
+    subprocess.run([*command, "-D", "warnings", "-C", f"link-arg=-Wl,-rpath,{library}"], check=True, timeout=600)
+
+    def ran(*arguments: object) -> subprocess.CompletedProcess:
+        return subprocess.run([program, *map(str, arguments)], capture_output=True, text=True, timeout=60)
+
+    step = lowbit.llm.load_decoder(packed / "lowbit.plan")
+    expected = lowbit.llm.generate(decoder, PROMPT, 20, stop=step.stop).tokens
+    done = ran(packed, 20, *PROMPT)
+    assert done.returncode == 0 and [int(token) for token in done.stdout.split()] == expected, done.stderr
+    for arguments, message in (
+        ((packed / "none", 1, 0), "none does not open"),
+        ((packed, 1, 1 << 20), "there is no token 1048576"),
+        ((packed, 1, "x"), "'x' is no number"),
+        ((packed,), "usage: tokens MODEL COUNT ID..."),
+    ):
+        refused = ran(*arguments)
+        assert refused.returncode == 1 and message in refused.stderr
+
+
 def test_saved_texts(packed, tmp_path):
     """A text that Python saved goes on in another length, after others, and not with another model."""
     step = lowbit.llm.load_decoder(packed / "lowbit.plan", max_length=64, cache="int8")

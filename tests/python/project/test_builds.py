@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import lowbit
@@ -25,24 +26,84 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module")
-def runner(executorch, tmp_path_factory) -> Runner:
-    """pte_runner of examples/cpp, built with the CMake package of a static installation."""
-    (packages,) = importlib.util.find_spec("executorch").submodule_search_locations
-    installed, program = tmp_path_factory.mktemp("installed"), tmp_path_factory.mktemp("program")
-    definitions = ["LOWBIT_STATIC=ON", "LOWBIT_BUILD_EXECUTORCH=ON", f"LOWBIT_EXECUTORCH_DIR={packages}"]
+def installed(directory: Path, name: str, *definitions: str) -> list[str]:
+    """Builds and installs the C++ package; returns the names of its libraries."""
     # As deep in the checkout as other builds, so that ccache reuses objects of `make test-x86`.
     if shutil.which("ccache"):
-        definitions.append(f"CMAKE_CXX_COMPILER_LAUNCHER={shutil.which('ccache')}")
-    build(ROOT, ROOT / "build/test-static", *definitions, f"CMAKE_INSTALL_PREFIX={installed}")
-    subprocess.run([tool("cmake"), "--install", ROOT / "build/test-static"], check=True, capture_output=True)
-    libraries = sorted(path.name for path in installed.rglob("*") if path.suffix in (".a", ".so"))
-    assert libraries == ["liblowbit.a", "liblowbit_executorch.a"]
+        definitions = (*definitions, f"CMAKE_CXX_COMPILER_LAUNCHER={shutil.which('ccache')}")
+    build(ROOT, ROOT / "build" / name, *definitions, f"CMAKE_INSTALL_PREFIX={directory}")
+    subprocess.run([tool("cmake"), "--install", ROOT / "build" / name], check=True, capture_output=True)
+    return sorted(path.name for path in directory.rglob("*") if path.suffix in (".a", ".so"))
+
+
+@pytest.fixture(scope="module")
+def static(executorch, tmp_path_factory) -> Path:
+    """A static installation, with the operators for ExecuTorch."""
+    (packages,) = importlib.util.find_spec("executorch").submodule_search_locations
+    directory = tmp_path_factory.mktemp("installed")
+    definitions = ["LOWBIT_STATIC=ON", "LOWBIT_BUILD_EXECUTORCH=ON", f"LOWBIT_EXECUTORCH_DIR={packages}"]
+    assert installed(directory, "test-static", *definitions) == ["liblowbit.a", "liblowbit_executorch.a"]
+    return directory
+
+
+@pytest.fixture(scope="module")
+def runner(static, tmp_path_factory) -> Runner:
+    """pte_runner of examples/cpp, built with the CMake package of a static installation."""
+    (packages,) = importlib.util.find_spec("executorch").submodule_search_locations
+    program = tmp_path_factory.mktemp("program")
     build(
-        EXAMPLE, program, "PT2_RUNNER=OFF", f"CMAKE_PREFIX_PATH={installed}",
+        EXAMPLE, program, "PT2_RUNNER=OFF", f"CMAKE_PREFIX_PATH={static}",
         f"executorch_DIR={packages}/lib/cmake/executorch",
     )  # fmt: skip
     return Runner("pte_runner", [str(program / "pte_runner")])
+
+
+def built_without_cmake(prefix: Path, program: Path) -> set[str]:
+    """Builds and runs a C program by pkg-config and the C compiler; returns the libraries that it loads."""
+    (pc,) = prefix.rglob("lowbit.pc")
+    flags = subprocess.run(
+        ["pkg-config", "--cflags", "--libs", "lowbit"], env=os.environ | {"PKG_CONFIG_PATH": str(pc.parent)},
+        capture_output=True, text=True, check=True,
+    ).stdout.split()  # fmt: skip
+    (library,) = (path for path in prefix.rglob("liblowbit.*"))
+    command = ["cc", "-std=c99", ROOT / "tests/package/consumer.c", "-o", program, *flags, f"-Wl,-rpath,{library.parent}"]
+    subprocess.run(command, check=True)
+    ran = subprocess.run([program], capture_output=True, text=True)
+    assert (ran.returncode, ran.stdout) == (0, "version 2 of the interface\n"), ran.stderr
+    return Runner("consumer", [str(program)]).libraries()
+
+
+@pytest.mark.more
+def test_a_program_in_c_that_is_one_file(static, tmp_path):
+    assert not any("lowbit" in name for name in built_without_cmake(static, tmp_path / "consumer"))
+
+
+@pytest.mark.more
+def test_a_library_that_contains_the_cpp_library(tmp_path):
+    """It needs nothing but the C library, and is small."""
+    assert installed(tmp_path / "installed", "test-runtime", "LOWBIT_STATIC_RUNTIME=ON") == ["liblowbit.so"]
+    libraries = built_without_cmake(tmp_path / "installed", tmp_path / "consumer")
+    assert "liblowbit.so" in libraries and not any(re.match("libstdc|libgcc", name) for name in libraries), libraries
+    (library,) = (tmp_path / "installed").rglob("liblowbit.so")
+    assert library.stat().st_size < 8_000_000
+    assert exported_by(library) == exported_by(INSTALLED)
+
+
+INSTALLED = Path(lowbit._C.__file__).parent / "liblowbit.so"
+
+
+def exported_by(library: Path) -> set[str]:
+    lines = subprocess.run(["nm", "-D", "--defined-only", library], capture_output=True, text=True, check=True).stdout
+    return {line.split()[2] for line in lines.splitlines()}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ELF only")
+def test_the_library_exports_only_its_own_names():
+    """Another library of a process must not get templates of the C++ library from this one, which may be of another version."""
+    names = exported_by(INSTALLED)
+    header = (ROOT / "plan/lowbit.h").read_text(encoding="utf-8")
+    assert set(re.findall(r"^LOWBIT_C_API .*?\b(lowbit_\w+)\(", header, re.M)) <= names
+    assert {name for name in names if not re.match("lowbit_|_ZT[ISV]?N?6lowbit|_ZNK?6lowbit", name)} == set()
 
 
 @pytest.mark.more
@@ -88,6 +149,7 @@ def test_kernel_files_are_those_of_the_architecture(tmp_path, architecture, has,
     "definitions, found",
     [
         ([], "CMAKE_OSX_ARCHITECTURES is 'arm64;x86_64'; expected one: each has kernels of its own."),
+        (["LOWBIT_STATIC_RUNTIME=ON"], "LOWBIT_STATIC_RUNTIME is ON; expected a shared library for Linux or Android"),
         (["LOWBIT_BUILD_TORCH=ON"], "LOWBIT_STATIC is ON; expected LOWBIT_BUILD_TORCH and LOWBIT_BUILD_PYTHON to be OFF"),
     ],
 )
