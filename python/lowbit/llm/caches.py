@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
+from operator import is_
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,17 +41,18 @@ class Caches:
         self.length = length
         self.tokens: list[int] = []  # the tokens whose keys and values are stored
         self._model: weakref.ref[torch.nn.Module] | None = weakref.ref(model)
-        self._planned: tuple[weakref.ref[DecoderPlan], list[int], PlanCaches] | None = None
+        self._planned: tuple[weakref.ref[DecoderPlan], list[tuple[Tensor, ...]], PlanCaches] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_model": None, "_planned": None}  # neither can be pickled
 
     def planned(self, plan: DecoderPlan) -> PlanCaches:
         """The tensors as a plan uses them."""
-        key = weakref.ref(plan), [*map(id, self.layers)]  # a batch replaces states
-        if self._planned is None or self._planned[:2] != key:
-            self._planned = *key, plan.caches(self.layers)
-        return self._planned[2]
+        known = self._planned
+        # A batch replaces states. The layers are kept, because others could get their addresses.
+        if known is None or known[0]() is not plan or not all(map(is_, known[1], self.layers)):
+            known = self._planned = weakref.ref(plan), list(self.layers), plan.caches(self.layers)
+        return known[2]
 
     def is_of(self, model: torch.nn.Module) -> bool:
         """Whether this model computes them; True for unpickled caches, whose model is unknown."""
