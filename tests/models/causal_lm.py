@@ -46,6 +46,7 @@ class Outcome:
     experts: str = ""  # at 4 bits: :func:`experts_in`
     refusal: str = ""  # of the decoder, if transformers' own attention is right
     how: str = ""  # capabilities of its caches then
+    plan: str = ""  # why the decoder has none
 
 
 def text(vocabulary: int) -> torch.Tensor:
@@ -95,7 +96,7 @@ def attempt(model: torch.nn.Module, kind: str, export: bool = True) -> Outcome:
     figures["pieces"] = off(decoder(tokens[:, 12:], start(12)), TEXT - 1)
     figures |= {f"proof, {name}": value for name, value in decoder.measured.items()}
     made = lowbit.llm.generate(decoder, tokens[0].tolist(), NEW, max_length=MAX_LENGTH).tokens
-    outcome = Outcome("right", figures=figures)
+    outcome = Outcome("right", figures=figures, plan=decoder.plan_refusal or "")
     if export:
         try:
             outcome.export = exported(decoder, tokens, close * float(scale))
@@ -348,6 +349,9 @@ def document(results: dict[str, dict]) -> str:
         "**By transformers' own attention** means the same for `Fallback`, and that a truncated text gives the same results as "
         "a text that was never longer. It was also measured what the caches of each model support.",
         "",
+        "Calls of the decoder run by a [plan](internals/plan.md) at 4 bits, unless the table says **no plan** and why: the model's "
+        "Python code runs then, with the same results.",
+        "",
         "**Refused** means that one or both decoders refused the model with this reason, and left every bit of it unchanged.",
         "",
         "The decoder's own check compares errors with the effect of the earlier text on the logits: up to "
@@ -374,6 +378,8 @@ def document(results: dict[str, dict]) -> str:
                 elif kind != "float":
                     export = outcome["export"] or "not tried"
                     said.append("exported" if export == "yes" else f"not exported: {cell(export)}")
+                    if outcome.get("plan"):
+                        said.append(f"no plan: {cell(outcome['plan'])}")
                 if outcome.get("experts"):
                     said.append(f"experts {outcome['experts']}")
         else:

@@ -23,7 +23,7 @@ from ..llm.decoder import Decoder, check_call
 from ..llm.loading import stop_tokens
 from ..llm.plan_step import PlanStep
 from .module import Delegate, described, export_delegates, export_pt2, export_pte, zeros
-from .plan_export import Outline, SessionOutline, plan_with_weights, usable_plan, write_plan
+from .plan_export import Outline, SessionOutline, plan_with_weights, write_plan
 
 # Setting -> name of the constant method in a .pte that ExecuTorch's language model runners read.
 _PTE_NUMBERS = {"max_length": "get_max_context_len", "chunk": "get_max_seq_len", "vocabulary": "get_vocab_size"}
@@ -271,7 +271,7 @@ def export_decoder(
         write_plan(decoder, Path(path), _stop_of(decoder, stop))
         return
     about = _describe(decoder, chunk, stop)
-    made = usable_plan(decoder) if suffix == ".pte" and plan else None
+    made = decoder.fitting_plan() if suffix == ".pte" and plan else None
     if made is not None:
         content, outline = plan_with_weights(decoder, made, about["stop"]), Outline(decoder.vocabulary, made.plan)
         methods = {

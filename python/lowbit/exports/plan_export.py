@@ -36,7 +36,7 @@ def plan_bytes(decoder: Decoder, directory: Path, stop: list[int], caches: tuple
         ValueError: the model has no plan, has been changed, or has weights that are not in the checkpoint.
         OSError: the checkpoint cannot be read.
     """
-    made = usable_plan(decoder)
+    made = decoder.fitting_plan()
     if made is None:
         raise ValueError(f"{type(decoder.model).__name__} has no plan: {decoder.plan_refusal}")
     plan = _described(decoder, made, stop)
@@ -57,13 +57,6 @@ def placed_bytes(plan: Plan, weights: dict[int, Tensor], directory: Path) -> byt
     for number, tensor in weights.items():
         _place(plan.buffers[number], tensor, alike, directory)
     return to_bytes(plan)
-
-
-def usable_plan(decoder: Decoder) -> DecoderPlan | None:
-    """The decoder's plan, unless it has none, or the model has been changed since."""
-    if decoder.plan is not None and not decoder.plan.fits():
-        decoder.drop_plan("the model has been changed since the decoder was made")
-    return decoder.plan
 
 
 def _described(decoder: Decoder, made: DecoderPlan, stop: list[int]) -> Plan:

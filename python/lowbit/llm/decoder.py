@@ -18,12 +18,15 @@ from ..plan.plan_file import Slot
 from ..plan.recording import Unplannable
 from .caches import Caches, dtypes_of, empty_caches, name_of, type_of
 from .planning import DecoderPlan
-from .proof import EXACT_LIMIT, PIECES_LIMIT, Reference
+from .proof import EXACT_LIMIT, PIECES_LIMIT, TOKENS, Reference, sample_text
 from .sampling import check_max_length, common, prompt_ids
 from .states import StateKeeper
 from .texts_call import Part, TextsCall, TextsDecoder
 
 _LOG = logging.getLogger(__name__)
+
+# Called with the number of earlier tokens, the tokens [1, s] of a call, and their hidden states [1, s, size].
+Observer = Callable[[int, Tensor, Tensor], None]
 
 # Prompt tokens computed at a time. With more, activations take so many megabytes that malloc returns them to the system after
 # each use, and every page costs a page fault the next time.
@@ -117,6 +120,7 @@ class Decoder(torch.nn.Module, TextsDecoder):
         self.plan_refusal = None if plan else "it is switched off"  # why calls run the model's Python code
         self._plan: DecoderPlan | None = None
         self._plan_caches: Any = None
+        self._observers: list[Observer] = []
         try:
             self._take(config, plan)
         except Exception as error:
@@ -171,13 +175,32 @@ class Decoder(torch.nn.Module, TextsDecoder):
             self.measured["cache"] = reference.rounding_of_caches(self.run, self.caches(), self.cache_type)
 
     def _make_plan(self, reference: Reference) -> None:
+        def prove(plan: DecoderPlan) -> None:
+            self.measured["plan"] = plan.prove(self, reference.tokens, reference)
+
+        self._replace_plan(prove)
+
+    def _replace_plan(self, prove: Callable[[DecoderPlan], None]) -> None:
+        """Makes calls run a new plan, if it has the model's results."""
         try:
             plan = DecoderPlan(self)
-            self.measured["plan"] = plan.prove(self, reference.tokens, reference)
+            prove(plan)
         except Exception as reason:  # the model's own code runs, too, so nothing is lost
             self.drop_plan(f"{'' if isinstance(reason, Unplannable) else type(reason).__name__ + ': '}{reason}")
         else:
             self._plan, self._plan_caches = plan, plan.caches(self._caches())
+
+    def observe(self, observer: Observer) -> None:
+        """Calls a function with the hidden states of each call with one text: the inputs of the model's output head."""
+        self._observers.append(observer)
+        plan = self.fitting_plan()
+        if plan is not None and not plan.gives_hidden:
+            tokens = sample_text(self.model.config.get_text_config(), min(TOKENS, self.max_length))
+            self._replace_plan(lambda made: made.check_same(self, tokens, plan))
+
+    def end_observing(self, observer: Observer) -> None:
+        """Does not call a function of :meth:`observe` any more."""
+        self._observers.remove(observer)
 
     @property
     def plan(self) -> DecoderPlan | None:
@@ -205,7 +228,11 @@ class Decoder(torch.nn.Module, TextsDecoder):
         """The plan, if a call can use it; ``new``: for a call that begins a text, or has several tokens."""
         if self._plan is None or torch.is_grad_enabled() or torch.compiler.is_compiling():
             return None
-        if new and not self._plan.fits():
+        return self.fitting_plan() if new else self._plan
+
+    def fitting_plan(self) -> DecoderPlan | None:
+        """The plan, unless there is none, or the model has been changed since."""
+        if self._plan is not None and not self._plan.fits():
             self.drop_plan("the model has been changed since the decoder was made")
         return self._plan
 
@@ -350,6 +377,24 @@ class Decoder(torch.nn.Module, TextsDecoder):
             if takeover.call is not None:
                 takeover.call.clear()
 
+    def run_observed(
+        self, tokens: Tensor, positions: Tensor, start: Tensor, caches: Any, keep: int | Tensor = 0
+    ) -> tuple[Tensor, Tensor | None]:
+        """Logits as :meth:`run`, and the hidden states of all tokens [1, s, size] if they are observed."""
+        if not self._observers:
+            return self.run(tokens, positions, start, caches, keep), None
+        found: list[Tensor] = []
+        decoder: Any = self.model
+        hook = decoder.get_decoder().register_forward_hook(lambda module, inputs, output: found.append(output[0]))
+        try:
+            return self.run(tokens, positions, start, caches, keep), found[-1]
+        finally:
+            hook.remove()
+
+    def _show(self, start: int, tokens: Tensor, hidden: Tensor | None) -> None:
+        for observer in self._observers if hidden is not None else ():
+            observer(start, tokens, hidden)
+
     def forward(self, tokens: Tensor, start: Tensor) -> Tensor:
         """Computes a step; a long prompt is split into pieces, with bitwise equal results in packed layers.
 
@@ -385,10 +430,16 @@ class Decoder(torch.nn.Module, TextsDecoder):
     def _step(self, tokens: Tensor, start: Tensor) -> Tensor:
         rows, before = tokens.shape[1], 0 if self._plan is None else int(start)
         plan = self._usable_plan(rows > 1 or before == 0)
-        if plan is None:
+        if plan is None and not self._observers:
             return self.run_eagerly(tokens, start)
-        text = (0, rows, before, self._plan_caches)
-        return plan.run(tokens, start + torch.arange(rows), torch.tensor([rows - 1]), [text])
+        positions = start + torch.arange(rows)
+        if plan is None:
+            logits, hidden = self.run_observed(tokens, positions, start, self._caches(), 1)
+            logits = logits[:, -1]
+        else:
+            logits, hidden = plan.run(tokens, positions, torch.tensor([rows - 1]), [(0, rows, before, self._plan_caches)])
+        self._show(int(start), tokens, hidden)
+        return logits
 
     def run_eagerly(self, tokens: Tensor, start: Tensor) -> Tensor:
         """A step without the plan: at most PIECE tokens, which are not checked."""
@@ -402,9 +453,11 @@ class Decoder(torch.nn.Module, TextsDecoder):
             self._keeper.begin(int(start), keep=True)
         rows = torch.arange(tokens.shape[1])
         if (plan := self._usable_plan(True)) is None:
-            logits = self.run(tokens, start + rows, start, self._caches())
+            logits, hidden = self.run_observed(tokens, start + rows, start, self._caches())
         else:
-            logits = plan.run(tokens, start + rows, rows, [(0, len(rows), int(start), self._plan_caches)])[None]
+            logits, hidden = plan.run(tokens, start + rows, rows, [(0, len(rows), int(start), self._plan_caches)])
+            logits = logits[None]
+        self._show(int(start), tokens, hidden)
         if self._keeper is not None:
             self._keeper.end(int(start) + tokens.shape[1])
         return logits
@@ -468,13 +521,16 @@ class Decoder(torch.nn.Module, TextsDecoder):
                 decoding.Part(part.begin, part.end, torch.tensor([part.start]), part.caches.layers, _copy_of(part))
                 for part in parts
             ]
-            logits = self.run(*inputs, torch.tensor([0]), decoding.Texts(texts), 0 if everywhere else keep)[0]
+            kept = 0 if everywhere else keep
+            (logits, *_), hidden = self.run_observed(*inputs, torch.tensor([0]), decoding.Texts(texts), kept)
         else:
             for part in parts:
                 if part.source is not None:
                     part.caches.copy_from(part.source, part.start)
             planned = [(part.begin, part.end, part.start, part.caches.planned(plan, plan.caches)) for part in parts]
-            logits = plan.run(*inputs, keep, planned)
+            logits, hidden = plan.run(*inputs, keep, planned)
+        if len(parts) == 1:
+            self._show(parts[0].start, inputs[0], hidden)
         return logits if logits.shape[0] == len(keep) else logits[keep]  # some models ignore logits_to_keep
 
 

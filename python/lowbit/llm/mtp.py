@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ..files.safetensors import files_of, read_files
 from ..hf import decoding
+from ..nn import Packed
+from ..plan.recording import Unplannable
 from .decoder import PIECE, Decoder
+from .planning import MtpPlan
 from .sampling import common, most_likely
 
 if TYPE_CHECKING:
     from ..hf.config import LowBitConfig
 
+_LOG = logging.getLogger(__name__)
 _KEPT = 64  # hidden states that are kept: a call may start over at most this many tokens before the end of the text
 
 
@@ -59,27 +64,49 @@ class Mtp:
         self._takeover = decoding.Takeover(head, self.max_length)
         self._embed, self._logits = model.get_input_embeddings(), model.get_output_embeddings()
         base = model.get_decoder()
-        self._rotary = base.rotary_emb
+        self._rotary, self._size = base.rotary_emb, base.config.hidden_size
         with torch.inference_mode():
-            asked, nothing = decoding.Asked(), torch.zeros(1, 1, base.config.hidden_size, dtype=model.dtype)
+            asked, nothing = decoding.Asked(), torch.zeros(1, 1, self._size, dtype=model.dtype)
             head(nothing, nothing, torch.tensor([[0]]), self._rotary, asked, torch.tensor([0]))
-        heads, *widths = asked.shapes[self._layer]
-        length = -(-self.max_length // 16) * 16
-        with torch.inference_mode(False):  # as those of the decoder
-            self._caches = {self._layer: tuple(torch.zeros(1, heads, length, width, dtype=model.dtype) for width in widths)}
+        self._heads, *self._widths = asked.shapes[self._layer]
+        self._caches = self._new_caches(-(-self.max_length // 16) * 16)
         self._reset(0)
-        decoder.drop_plan("its layer for speculative decoding needs hidden states")
-        self._hook = base.register_forward_hook(self._see, with_kwargs=True)
+        decoder.observe(self._see)
+        self.plan_refusal = decoder.plan_refusal  # why drafts run the head's Python code
+        self._plan: MtpPlan | None = None
+        if self.plan_refusal is None:
+            self._make_plan(decoder.exact)
+
+    def _make_plan(self, exact: bool) -> None:
+        modules = torch.nn.ModuleList([self._head, self._embed, self._logits])
+        exact = exact and not any(isinstance(module, Packed) for module in modules.modules())
+        try:
+            self._plan = MtpPlan(self._compute, self._new_caches, modules, self._size, exact)
+        except Exception as reason:  # the head's own code runs, too, so nothing is lost
+            self._drop_plan(f"{'' if isinstance(reason, Unplannable) else type(reason).__name__ + ': '}{reason}")
+        else:
+            self._planned_caches = self._plan.caches(self._caches)
+
+    @torch.inference_mode(False)  # as those of the decoder
+    def _new_caches(self, length: int) -> list[tuple[Tensor, ...]]:
+        dtype = self._head.dtype
+        return [tuple(torch.zeros(1, self._heads, length, width, dtype=dtype) for width in self._widths)]
+
+    def _drop_plan(self, reason: str) -> None:
+        self._plan, self.plan_refusal = None, reason
+        _LOG.info("each draft runs the Python code of the multi-token prediction head: %s", reason)
 
     def is_of(self, decoder: Any) -> bool:
         """Whether this head belongs to the decoder."""
         return self._decoder() is decoder
 
     def release(self) -> None:
-        """Frees the head and removes its hook from the decoder."""
-        self._hook.remove()
+        """Frees the head; the decoder's hidden states are not recorded any more."""
+        if (decoder := self._decoder()) is not None:
+            decoder.end_observing(self._see)
         self._takeover.end(self._head)
         self._caches.clear()
+        self._plan = None
 
     # The recorded text starts at position `_base`. Earlier positions were copied to the caches, so their hidden states are
     # unknown. Entry i of the head's caches is computed from hidden state i and token i + 1.
@@ -90,16 +117,8 @@ class Mtp:
         self._hidden: list[Tensor] = []  # [size] each, of the last tokens
         self._filled = base  # entries before this one are up to date
 
-    def _see(self, module: Any, args: Any, arguments: dict[str, Any], output: Any) -> None:
-        caches, tokens = arguments.get("caches"), arguments.get("input_ids")
-        if torch.compiler.is_compiling() or caches is None or tokens is None:
-            return
-        start = arguments["start"]
-        if isinstance(caches, decoding.Texts):
-            if len(caches.parts) > 1:
-                return  # no speculative decoding for several texts
-            start = caches.parts[0].start
-        self.note(int(start), tokens[0].tolist(), output[0][0])
+    def _see(self, start: int, tokens: Tensor, hidden: Tensor) -> None:
+        self.note(start, tokens[0].tolist(), hidden[0])
 
     def note(self, start: int, ids: Sequence[int], hidden: Tensor) -> None:
         """Records the hidden states [s, size] of a call with these tokens after ``start`` earlier ones."""
@@ -118,20 +137,37 @@ class Mtp:
             self._fill(self._filled + PIECE, self._ids)
         del self._hidden[: max(0, len(self._hidden) - max(_KEPT, end - self._filled))]
 
-    def _fill(self, until: int, ids: Sequence[int]) -> Tensor:
-        """Computes the entries before ``until``; ids from `_base` on, to the token at ``until``. Returns the last result."""
+    def _fill(self, until: int, ids: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Computes the entries before ``until``; ids from `_base` on, to the token at ``until``. Returns as :meth:`_run`."""
         first = self._base + len(self._ids) - len(self._hidden)
         hidden = torch.stack(self._hidden[self._filled - first : until - first])
         result = self._run(self._filled, hidden, ids[self._filled + 1 - self._base : until + 1 - self._base])
         self._filled = until
         return result
 
-    def _run(self, place: int, hidden: Tensor, ids: Sequence[int]) -> Tensor:
-        """Computes entries from ``place`` on, for hidden states [s, size] and the next tokens; returns the last result."""
-        start = torch.tensor([place - self._base])
-        positions = start + torch.arange(len(ids))
-        embedding = self._embed(torch.tensor([list(ids)]))
-        return cast(Tensor, self._head(hidden[None], embedding, positions[None], self._rotary, self._caches, start))[0, -1:]
+    def _run(self, place: int, hidden: Tensor, ids: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Computes entries from ``place`` on, for hidden states [s, size] and the next tokens.
+
+        Returns:
+            The last result [1, size], and its logits [vocabulary].
+        """
+        start, rows = place - self._base, torch.arange(len(ids))
+        if self._plan is not None and not self._plan.fits():
+            self._drop_plan("the model has been changed since the head was loaded")
+        inputs = torch.tensor([list(ids)]), hidden, start + rows, rows[-1:]
+        if self._plan is None or torch.is_grad_enabled():
+            result, logits = self._compute(*inputs, torch.tensor([start]), self._caches)
+        else:
+            result, logits = self._plan.run(inputs, start, self._planned_caches)
+        return result, logits[0]
+
+    def _compute(
+        self, ids: Tensor, hidden: Tensor, positions: Tensor, keep: Tensor, start: Tensor, caches: list[tuple[Tensor, ...]]
+    ) -> list[Tensor]:
+        """The results [kept, size] of the head at the rows ``keep``, and their logits [kept, vocabulary]."""
+        layers = {self._layer: caches[0]}
+        result = self._head(hidden[None], self._embed(ids), positions[None], self._rotary, layers, start)[0, keep]
+        return [result, self._logits(result)]
 
     def guess(self, text: Sequence[int], most: int) -> list[int]:
         """Up to ``most`` draft tokens; none unless all tokens of the text except the last are recorded."""
@@ -142,10 +178,10 @@ class Mtp:
             return []
         self._filled = min(self._filled, last - 1)
         place, guess = last, []
-        result = self._fill(last, ids)
+        result, logits = self._fill(last, ids)
         while True:
-            guess.append(most_likely(self._logits(result[None])[0, -1, : self.vocabulary]))
+            guess.append(most_likely(logits[: self.vocabulary]))
             if len(guess) == most:
                 return guess
-            result = self._run(place, result, guess[-1:])
+            result, logits = self._run(place, result, guess[-1:])
             place += 1

@@ -14,9 +14,10 @@ from ..operators.elementwise import ACTIVATIONS
 from .peephole import shortened
 from . import pooling as _pooling  # noqa: F401  registers an operator
 from .plan_file import ELEMENT_TYPES, Buffer, Compute, Extent, Kind, Op, Operand, Plan, Slot, Step
-from .recording import Call, Recording, Sizes, Unplannable, View, unified
+from .recording import Call, Recording, Sizes, Unplannable, View, check_alike, unified
 
 _MOST_CONSTANT = 1 << 20  # bytes of a constant in a plan
+_MOST_SHORT = 4  # numbers of a sum in a product of batches of matrices
 _MOST_FLOATS = 1 << 19  # numbers of a float layer for all tokens; torch multiplies many rows several times as fast
 _DTYPES = {torch.float32: 4, torch.bfloat16: 2, torch.float16: 2, torch.uint8: 1, torch.int32: 4, torch.int64: 8, torch.bool: 1}
 
@@ -33,7 +34,8 @@ class Roles:
 class _Lowering:
     def __init__(self, recordings: Sequence[Recording], sizes: Sizes, roles: Roles, weights: Mapping[str, Tensor]):
         self.recordings, self.sizes, self.roles = recordings, sizes, roles
-        self.whole = unified(recordings, sizes)
+        check_alike(recordings)
+        self.whole = recordings[0]
         self.plan = Plan()
         self.weights: dict[int, list[tuple[str, Tensor]]] = {}  # by storage
         for name, tensor in weights.items():
@@ -45,7 +47,7 @@ class _Lowering:
         self.outputs: dict[int, int] = {}  # storage -> number of the output
 
     def run(self) -> None:
-        whole = self.whole
+        self.whole = whole = unified(self.recordings, self.sizes, self._needed())
         given = self.roles.inputs + len(self.roles.caches)
         for number, view in enumerate(whole.results):
             if (
@@ -56,7 +58,7 @@ class _Lowering:
             ):
                 raise Unplannable("its results are no tensors of their own")
             self.outputs[view.storage] = number
-        for call in self._needed():
+        for call in whole.calls:
             lower = _LOWERINGS.get(call.operator)
             if lower is None:
                 raise Unplannable(f"a plan has no {call.operator}")
@@ -70,7 +72,7 @@ class _Lowering:
         contiguous = view.offset == Extent(0) and view.stride == strides_of(view.size)
         return contiguous and all(n * _DTYPES[view.dtype] == size for n, size in zip(numel, sizes))
 
-    def _needed(self) -> list[Call]:
+    def _needed(self) -> list[int]:
         """The calls that the results depend on, without those that only make views or constants."""
         whole, chosen = self.whole, []
         needed = {view.storage for view in whole.results}
@@ -82,7 +84,7 @@ class _Lowering:
                 continue
             if not any(self.is_changing(storage) for storage in made | changed) and all(map(self._is_constant, made | changed)):
                 continue
-            chosen.append(call)
+            chosen.append(number)
             needed |= {view.storage for view in _views(call.arguments.values())}
         return chosen[::-1]
 
@@ -233,6 +235,11 @@ def product(sizes: Sequence[Extent]) -> Extent:
         else:
             result = result.times(size.constant)
     return result
+
+
+def bytes_of(view: View) -> Extent:
+    """The bytes of a contiguous tensor."""
+    return product(view.size).times(_DTYPES[view.dtype])
 
 
 def strides_of(size: Sequence[Extent]) -> tuple[Extent, ...]:
@@ -641,7 +648,7 @@ def _arange(to: _Lowering, call: Call) -> None:
 @_lowers(_ATEN.linear.default, _ATEN.matmul.default, _ATEN.mm.default, _ATEN.bmm.default)
 def _float_linear(to: _Lowering, call: Call) -> None:
     a = call.arguments
-    if _outer_product(to, call):
+    if _outer_product(to, call) or _short_product(to, call):
         return
     if call.operator is _ATEN.linear.default:
         weight = to.operand(a["weight"])
@@ -694,10 +701,43 @@ def _outer_product(to: _Lowering, call: Call) -> bool:
     return True
 
 
+def _short_product(to: _Lowering, call: Call) -> bool:
+    """Lowers a product of batches of matrices [..., n, k] @ [..., k, m] with a small k, number by number."""
+    if call.operator is _ATEN.linear.default:
+        return False
+    a, b = (to.operand(call.arguments[name]) for name in ("self", "other" if "other" in call.arguments else "mat2"))
+    out = call.results[0]
+    assert a is not None and b is not None
+    count = a.size[-1].constant
+    if len(a.size) < 3 or len(b.size) < 3 or a.size[-1] != Extent(count) or count > _MOST_SHORT or not _is_float(out.dtype):
+        return False
+    columns = [replace(a, size=(*a.size[:-1], Extent(1)), offset=_sum(a.offset, a.stride[-1].times(i))) for i in range(count)]
+    rows = [
+        replace(b, size=(*b.size[:-2], Extent(1), b.size[-1]), offset=_sum(b.offset, b.stride[-2].times(i)))
+        for i in range(count)
+    ]
+    code: list[tuple[Compute, Sequence[Any], torch.dtype]] = [
+        (Compute.MUL, [i, count + i], torch.float32) for i in range(count)
+    ]
+    for i in range(1, count):
+        code.append((Compute.ADD, [2 * count if i == 1 else 2 * count + len(code) - 1, 2 * count + i], torch.float32))
+    to.compute([*code, (Compute.CONVERT, [2 * count + len(code) - 1], out.dtype)], [*columns, *rows], out)
+    return True
+
+
 @_lowers(_ATEN.sum.dim_IntList, _ATEN.mean.dim)
 def _sums(to: _Lowering, call: Call) -> None:
     source, out = to.operand(call.arguments["self"]), to.operand(call.results[0])
     assert source is not None and out is not None
+    moved, target = _reduced(call, source, out)
+    if call.operator is _ATEN.sum.dim_IntList:
+        to.step(Op.SUM, [moved, target])
+    else:
+        _mean(to, moved, target)
+
+
+def _reduced(call: Call, source: Operand, out: Operand) -> tuple[Operand, Operand]:
+    """The operands of a sum over one dimension, which becomes the last one."""
     dims = call.arguments["dim"]
     if not dims or len(dims) != 1 or not _is_float(out.dtype) or not _is_float(source.dtype):
         raise Unplannable("a plan has only sums of floats over one dimension")
@@ -708,18 +748,34 @@ def _sums(to: _Lowering, call: Call) -> None:
         size=(*(source.size[d] for d in order), source.size[dim]),
         stride=(*(source.stride[d] for d in order), source.stride[dim]),
     )
-    target = out
     if call.arguments.get("keepdim"):
-        target = replace(out, size=tuple(out.size[d] for d in order), stride=tuple(out.stride[d] for d in order))
-    if call.operator is _ATEN.sum.dim_IntList:
-        to.step(Op.SUM, [moved, target])
-        return
-    count = source.size[dim]
+        out = replace(out, size=tuple(out.size[d] for d in order), stride=tuple(out.stride[d] for d in order))
+    return moved, out
+
+
+def _mean(to: _Lowering, x: Operand, out: Operand) -> None:
+    count = x.size[-1]
     if count.per_row or count.per_kept:
         raise Unplannable("a plan has no mean over the tokens of a call")
-    total = to.temporary(torch.float32, target.size)
-    to.step(Op.SUM, [moved, total])
-    to.compute([(Compute.DIV, [0, float(count.constant)], out.dtype)], [total], target)
+    total = to.temporary(torch.float32, out.size)
+    to.step(Op.SUM, [x, total])
+    to.compute([(Compute.DIV, [0, float(count.constant)], out.dtype)], [total], out)
+
+
+@_lowers(_ATEN.std.dim)
+def _std(to: _Lowering, call: Call) -> None:
+    if call.arguments["unbiased"]:
+        raise Unplannable("a plan has only deviations with unbiased=False")
+    source, out = to.operand(call.arguments["self"]), to.operand(call.results[0])
+    assert source is not None and out is not None
+    x, target = _reduced(call, source, out)
+    mean, variance = (to.temporary(torch.float32, target.size) for _ in range(2))
+    _mean(to, x, mean)
+    means = replace(mean, size=(*mean.size, Extent(1)), stride=(*mean.stride, Extent(1)))
+    squares = to.temporary(torch.float32, x.size)
+    to.compute([(Compute.SUB, [0, 1], torch.float32), (Compute.MUL, [2, 2], torch.float32)], [x, means], squares)
+    _mean(to, squares, variance)
+    to.compute([(Compute.SQRT, [0], target.dtype)], [variance], target)
 
 
 @_lowers(torch.ops.lowbit_plan.pool.default)
@@ -758,6 +814,17 @@ def _topk(to: _Lowering, call: Call) -> None:
     if a["dim"] % len(a["self"].size) != len(a["self"].size) - 1 or not a["largest"]:
         raise Unplannable("a plan has only the largest numbers of the last dimension")
     to.step(Op.TOP, [a["self"], *call.results])
+
+
+@_lowers(_ATEN.max.dim)
+def _largest(to: _Lowering, call: Call) -> None:
+    a = call.arguments
+    x, outputs = a["self"], list(map(to.operand, call.results))
+    if a["dim"] % len(x.size) != len(x.size) - 1 or not _is_float(x.dtype):
+        raise Unplannable("a plan has only the largest float of the last dimension")
+    if not a["keepdim"]:
+        outputs = [replace(out, size=(*out.size, Extent(1)), stride=(*out.stride, Extent(1))) for out in outputs if out]
+    to.step(Op.TOP, [x, *outputs])
 
 
 @_lowers(_ATEN.gather.default)

@@ -74,7 +74,7 @@ class Recorder(TorchDispatchMode):
         self.recording.changing.update(range(len(self.recording.tensors)))
 
     def view(self, tensor: Tensor) -> View:
-        key = tensor.untyped_storage()._cdata
+        key = _storage(tensor)
         if key not in self._storages:
             self._storages[key] = len(self.recording.tensors)
             self.recording.tensors.append(tensor)
@@ -82,7 +82,7 @@ class Recorder(TorchDispatchMode):
 
     def changes(self, tensor: Tensor) -> bool:
         """Whether a tensor's content depends on the call."""
-        return self._storages.get(tensor.untyped_storage()._cdata) in self.recording.changing
+        return self._storages.get(_storage(tensor)) in self.recording.changing
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         names = [argument.name for argument in func._schema.arguments]
@@ -112,6 +112,14 @@ class Recorder(TorchDispatchMode):
         if isinstance(value, Tensor):
             return self.view(value)
         return [self._written(each) for each in value] if isinstance(value, (list, tuple)) else value
+
+
+def _storage(tensor: Tensor) -> int:
+    """The address of a tensor's storage."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except RuntimeError as error:  # of a packed layer's weight, which is computed
+        raise Unplannable("its Python code reads the weight of a packed layer") from error
 
 
 class _Watch(TorchFunctionMode):
@@ -197,18 +205,26 @@ class Sizes:
         )
 
 
-def unified(recordings: Sequence[Recording], sizes: Sizes) -> Recording:
-    """One recording for calls of all sizes: its numbers in views are :class:`Extent`, and so are integers that differ.
-
-    Raises:
-        Unplannable: the calls ran other operators.
-    """
+def check_alike(recordings: Sequence[Recording]) -> None:
+    """Raises Unplannable if calls ran other operators."""
     first = recordings[0]
     for other in recordings:
         if [call.operator for call in other.calls] != [call.operator for call in first.calls]:
             raise Unplannable("its operators depend on the length of a call")
         if len(other.tensors) != len(first.tensors) or other.made_by != first.made_by:
             raise Unplannable("its tensors depend on the length of a call")
+
+
+def unified(recordings: Sequence[Recording], sizes: Sizes, needed: Sequence[int]) -> Recording:
+    """One recording for calls of all sizes: its numbers in views are :class:`Extent`, and so are integers that differ.
+
+    Args:
+        needed: the numbers of the calls that it has.
+
+    Raises:
+        Unplannable: sizes or arguments depend on the length of a call in other ways.
+    """
+    first = recordings[0]
 
     def join(values: Sequence[Any]) -> Any:
         one = values[0]
@@ -239,7 +255,7 @@ def unified(recordings: Sequence[Recording], sizes: Sizes) -> Recording:
             {name: join([call.arguments[name] for call in same]) for name in same[0].arguments},
             [join(results) for results in zip(*(call.results for call in same), strict=True)],
         )
-        for same in zip(*(recording.calls for recording in recordings))
+        for same in ([recording.calls[number] for recording in recordings] for number in needed)
     ]
     results = [join(views) for views in zip(*(recording.results for recording in recordings), strict=True)]
     return Recording(calls, first.tensors, first.made_by, first.changing, results)

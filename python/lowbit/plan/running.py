@@ -45,7 +45,7 @@ class Planned:
         self.plan = made.plan
         self._bytes = to_bytes(made.plan)
         self.weights = made.weights
-        self._outputs = made.outputs
+        self.outputs = made.outputs
         self.places = [(b.index, b.slot) for b in made.plan.buffers if b.kind is Kind.CACHE]
         self._runner: Any = None
         self._made_for: tuple[int, int] | None = None  # process and threads of the runner
@@ -87,7 +87,7 @@ class Planned:
             if not tensor.is_contiguous() or tensor.device.type != "cpu":
                 raise ValueError(f"input {number} of a plan has gaps, or is not on the CPU; expected contiguous memory")
         rows = texts[-1][1]
-        outputs = [torch.empty([size.at(rows, kept) for size in view.size], dtype=view.dtype) for view in self._outputs]
+        outputs = [torch.empty([size.at(rows, kept) for size in view.size], dtype=view.dtype) for view in self.outputs]
         self._ready().run(
             rows,
             kept,

@@ -55,7 +55,7 @@ class PlannedSpeech:
         if features.shape != expected:
             raise ValueError(f"features is {list(features.shape)}; expected {list(expected)}")
         inputs = [np.ascontiguousarray(features, self._dtype), np.zeros(1, np.int64)]
-        self._listen.call(
+        self._listen.run(
             self.positions, 1, _memory(inputs), _memory([self._states, *self._last]), [(0, self.positions, 0, self._caches[1])]
         )
 
@@ -64,7 +64,7 @@ class PlannedSpeech:
         logits = np.empty(self.vocabulary, self._dtype)
         inputs = [np.array(each, np.int64) for each in (tokens, [start], [self.positions - 1])]
         text = (0, len(tokens), start, self._caches[0])
-        self._step.call(len(tokens), 1, _memory([*inputs, *self._last]), _memory([logits]), [text])
+        self._step.run(len(tokens), 1, _memory([*inputs, *self._last]), _memory([logits]), [text])
         return logits.astype(np.float32, copy=False)
 
 

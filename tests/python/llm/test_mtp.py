@@ -98,6 +98,40 @@ def test_the_text_is_that_of_plain_decoding(kind, tmp_path):
         assert decoder.recurrent == is_beside(kind)
 
 
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "glm4_moe"])  # with states, and with experts
+@torch.inference_mode()
+def test_plans(kind, tmp_path):
+    """The model and its head run by plans: guesses, texts and exported plans are those of the Python code."""
+    write(kind, tmp_path / "float")
+    path = quantized(tmp_path / "float")
+    planned, plain = llm.Decoder(load_model(path), 96), llm.Decoder(load_model(path), 96, plan=False)
+    heads = [llm.Mtp(decoder) for decoder in (planned, plain)]
+    assert planned.plan_refusal is heads[0].plan_refusal is None
+    assert heads[1].plan_refusal == plain.plan_refusal == "it is switched off"
+    text = [(7 * i * i + 5) % 300 + 4 for i in range(60)]
+    for begin, end in ((0, 21), (21, 22), (22, 25), (22, 24), (24, 60)):  # the fourth call cuts the text back
+        found = []
+        for decoder, mtp in zip((planned, plain), heads, strict=True):
+            decoder.all_logits(torch.tensor([text[begin:end]]), torch.tensor([begin]))
+            found.append(mtp.guess([*text[:end], 9], 4))
+        assert found[0] == found[1] and len(found[0]) == 4
+    for settings in ({}, DRAWN):
+        expected = llm.generate(plain, PROMPT, 40, **settings)
+        for decoder, mtp in zip((planned, plain), heads, strict=True):
+            found = llm.generate(decoder, PROMPT, 40, guesses=3, draft=mtp, **settings)
+            assert found.tokens == expected.tokens and found.guessed > found.accepted
+    for decoder in (planned, plain):
+        decoder.read(PROMPT)
+    assert heads[0].guess([*PROMPT, 9], 4) == heads[1].guess([*PROMPT, 9], 4) != []
+    llm.export_decoder(planned, path / "model.plan")
+    program, start = llm.load_decoder(path / "model.plan", max_length=96), torch.tensor([0])
+    assert torch.equal(program(torch.tensor([PROMPT]), start), planned(torch.tensor([PROMPT]), start))
+    assert planned.plan_refusal is heads[0].plan_refusal is None
+    next(heads[0]._head.parameters()).mul_(2)
+    heads[0].guess([*PROMPT, 9], 1)
+    assert "the model has been changed" in heads[0].plan_refusal and planned.plan_refusal is None
+
+
 @pytest.fixture
 def row_by_row(monkeypatch):
     """Makes float layers such as routers multiply one row at a time, because MKL rounds several rows differently."""

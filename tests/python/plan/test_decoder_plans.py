@@ -3,6 +3,7 @@
 import copy
 import gc
 import os
+import re
 import signal
 import sys
 import threading
@@ -22,6 +23,7 @@ from lowbit.llm import Decoder, generate
 from lowbit.llm.batch import generate_batch
 from test_llm import SIZES, make
 
+MODELS = Path(__file__).parents[3] / "docs/models.md"
 TEXT = [(7 * i * i + 3 * i + 5) % 90 + 4 for i in range(30)]
 # Kinds of tiny models, and whether their plan has the bits of torch's operators at 4 bits.
 KINDS = {
@@ -92,6 +94,21 @@ def test_plans_have_the_logits_of_the_model(kind):
     text = torch.tensor([[(7 * i * i + 5) % 90 + 4 for i in range(120)]])  # longer than the calls that were recorded
     with torch.inference_mode():
         compare(*([each.all_logits(text, torch.tensor([0]))] for each in (decoder, plain)), KINDS[kind])
+
+
+def _families() -> dict[str, str]:
+    """Why each model type that the decoder decodes has no plan, or nothing; from docs/models.md."""
+    rows = re.findall(r"^\| (\S+) \| \w+ \| right \| [^|]*\| (.*) \|$", MODELS.read_text(), re.MULTILINE)
+    found = {name: re.search(r"no plan: ([^;]*)", said) for name, said in rows if "by transformers' own attention" not in said}
+    return {name: match[1] if match else "" for name, match in found.items()}
+
+
+FEW = ("dbrx", "gemma3n_text", "longcat_flash", "mpt", "phimoe")
+
+
+@pytest.mark.parametrize("kind", [kind if kind in FEW else pytest.param(kind, marks=pytest.mark.more) for kind in _families()])
+def test_families(kind):
+    assert (Decoder(model_of(kind), 64).plan_refusal or "") == _families()[kind]
 
 
 @pytest.mark.parametrize("cache", ["int8", "int8,int4", "int4", "bfloat16"])
@@ -165,6 +182,20 @@ def test_guesses_and_batches():
     prefix = decoder.read(TEXT[:16])
     assert decoder.begin(prefix, TEXT) == 16
     assert generate(decoder, TEXT, 40, max_length=96, cached=16).tokens == expected
+
+
+def test_replaced_states(monkeypatch):
+    """Verification of guesses changes copies of states, which are freed; later copies may get their addresses."""
+    # With one layer of each kind, CPython's lists of free tuples give each layer its last address.
+    monkeypatch.setitem(tiny_models.SPECIAL, "lfm2", {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2})
+    decoder = Decoder(model_of("lfm2"), 64)
+    caches = decoder.new_caches(32)
+    kept = caches.layers
+    for _ in range(100):
+        caches.layers = [(*[part.clone() for part in layer],) for layer in kept]
+        known = {id(part) for layer in caches.layers for part in layer}
+        assert {id(part) for part in caches.planned(decoder.plan).tensors if part is not None} == known
+        caches.layers = kept
 
 
 def logits(decoder: Decoder, tokens: list[int] = TEXT) -> torch.Tensor:
