@@ -183,7 +183,8 @@ Status PlanModel::open(const void* bytes, size_t size, const Threads& threads, s
   }
   try {
     char* const begin = const_cast<char*>(static_cast<const char*>(bytes));  // only read
-    const size_t behind = std::min((sizeof plan_bytes + plan_bytes + kAlignment - 1) / kAlignment * kAlignment, size);
+    const size_t aligned = (sizeof plan_bytes + static_cast<size_t>(plan_bytes) + kAlignment - 1) / kAlignment * kAlignment;
+    const size_t behind = std::min(aligned, size);
     const auto find = [&](Implementation&, const Buffer& weight, Memory* whole) {
       *whole = {begin + behind, static_cast<int64_t>(size - behind)};
       return weight.file.empty() ? Status()

@@ -25,12 +25,16 @@ struct LlmOptions {
   double temperature = 0, top_p = 1;
   int64_t seed = 0;
   int64_t threads = 0;  // 0: the runtime's default
+  int64_t max_length = 0;  // of a text, in tokens; 0: that of the file
+  std::string cache;       // the type of keys and values; empty: that of the file
+  std::string load, save;  // files of texts
   bool stats = false;
   bool certify = false;  // of a plan
 };
 
 // A decoder with its KV caches.
 struct LanguageModel {
+  int64_t loaded = 0;         // tokens of the text that was loaded
   int64_t max_length = 0;     // of a text, in tokens
   int64_t chunk = 0;          // most tokens in one step
   int64_t vocabulary = 0;
@@ -69,6 +73,7 @@ Number parse_number(const std::string& name, const std::string& text, Number lea
 }
 
 inline LlmOptions parse_llm_options(int argc, char** argv, const char* model_kind) {
+  const bool has_texts = std::string(model_kind) != ".pt2";
   const std::string usage =
       std::string("usage: ") + argv[0] + " --ids 1,2,3 [options] MODEL" + model_kind +
       "\n  --ids LIST           the prompt's tokens\n"
@@ -78,6 +83,10 @@ inline LlmOptions parse_llm_options(int argc, char** argv, const char* model_kin
       "  --seed S             seed of sampling (default: 0)\n"
       "  --threads N          (default: all)\n"
       "  --stats              prints tokens per second to stderr" +
+      (has_texts ? "\n  --max-length N       the longest text in tokens (default: that of the file)\n"
+                   "  --cache TYPE         float32, bfloat16, float16, int8, int4 or two of them as int8,int4\n"
+                   "  --load FILE          continues a text that --save wrote\n"
+                   "  --save FILE          writes the text and its caches at the end" : "") +
       (std::string(model_kind) == ".plan" ? "\n  --certify            prints only a plan's certificate; needs no --ids" : "");
   LlmOptions options;
   constexpr int64_t kMost = int64_t{1} << 31;
@@ -102,6 +111,14 @@ inline LlmOptions parse_llm_options(int argc, char** argv, const char* model_kin
       options.seed = parse_number<int64_t>(name, value(), 0, kMost);
     } else if (name == "--threads") {
       options.threads = parse_number<int64_t>(name, value(), 1, 1024);
+    } else if (has_texts && name == "--max-length") {
+      options.max_length = parse_number<int64_t>(name, value(), 1, kMost);
+    } else if (has_texts && name == "--cache") {
+      options.cache = value();
+    } else if (has_texts && name == "--load") {
+      options.load = value();
+    } else if (has_texts && name == "--save") {
+      options.save = value();
     } else if (name == "--stats") {
       options.stats = true;
     } else if (name == "--certify" && std::string(model_kind) == ".plan") {
@@ -150,7 +167,7 @@ inline int64_t sample(std::vector<float>& logits, const LlmOptions& options, std
 // Prints each new token as soon as it is known.
 inline void generate(const LanguageModel& model, const LlmOptions& options) {
   using Clock = std::chrono::steady_clock;
-  const auto prompt = static_cast<int64_t>(options.ids.size());
+  const auto prompt = model.loaded + static_cast<int64_t>(options.ids.size());
   if (prompt >= model.max_length) {
     throw std::runtime_error("the prompt has " + std::to_string(prompt) + " tokens; expected fewer than the model's " +
                              std::to_string(model.max_length));
@@ -164,7 +181,7 @@ inline void generate(const LanguageModel& model, const LlmOptions& options) {
   std::mt19937_64 random(static_cast<uint64_t>(options.seed));
   std::vector<float> logits;
   std::vector<int64_t> tokens = options.ids;
-  int64_t start = 0, made = 0;
+  int64_t start = model.loaded, made = 0;
   const int64_t most = std::min(options.max_new_tokens, model.max_length - prompt);
   const auto begin = Clock::now();
   auto first = begin, last = begin;
@@ -191,8 +208,8 @@ inline void generate(const LanguageModel& model, const LlmOptions& options) {
   if (!options.stats) return;
   const auto seconds = [](auto from, auto to) { return std::chrono::duration<double>(to - from).count(); };
   const int64_t steps = start - prompt;
-  std::fprintf(stderr, "prompt: %lld tokens in %.3f s, %.1f tokens/s\n", static_cast<long long>(prompt),
-               seconds(begin, first), static_cast<double>(prompt) / seconds(begin, first));
+  std::fprintf(stderr, "prompt: %lld tokens in %.3f s, %.1f tokens/s\n", static_cast<long long>(prompt - model.loaded),
+               seconds(begin, first), static_cast<double>(prompt - model.loaded) / seconds(begin, first));
   if (steps > 0) {
     std::fprintf(stderr, "then: %lld tokens in %.3f s, %.1f tokens/s\n", static_cast<long long>(steps),
                  seconds(first, last), static_cast<double>(steps) / seconds(first, last));

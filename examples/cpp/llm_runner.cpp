@@ -3,6 +3,7 @@
 
 #include <executorch/extension/module/module.h>
 #include <executorch/extension/tensor/tensor_ptr_maker.h>
+#include <executorch/runtime/backend/options.h>
 #include <executorch/runtime/platform/platform.h>
 #include <lowbit/kernels/numeric.h>
 
@@ -28,7 +29,7 @@ using executorch::runtime::EValue;
 using executorch::runtime::Program;
 using executorch::runtime::Tag;
 
-constexpr char kMethod[] = "forward";
+constexpr char kMethod[] = "forward", kSession[] = "session", kBackend[] = "LowbitPlan";
 
 void check(Error error, const std::string& what) {
   if (error == Error::Ok) return;
@@ -83,6 +84,17 @@ int64_t check_step(Module& module, const std::string& file) {
   return most;
 }
 
+// Runs a command of the method that saves and loads texts; returns the number of tokens of the text.
+int64_t command(Module& module, const std::string& file, std::string text) {
+  const auto names = module.method_names();
+  check(names.error(), file + " does not load");
+  if (names->count(kSession) == 0) throw std::runtime_error(file + " has no plan; '" + text + "' needs one");
+  const auto size = static_cast<executorch::aten::SizesType>(text.size());
+  const auto result = module.execute(kSession, {from_blob(text.data(), {size}, ScalarType::Byte)});
+  check(result.error(), "'" + text + "' failed");
+  return result->front().toTensor().const_data_ptr<int64_t>()[0];
+}
+
 // The runtime's log without its messages at each start, which would disturb the generated text.
 void log_errors(et_timestamp_t, et_pal_log_level_t level, const char* file, const char*, size_t line,
                 const char* message, size_t) {
@@ -101,11 +113,20 @@ void run(int argc, char** argv) {
     }
   }
   Module module(options.model);
-  check(module.load(Program::Verification::InternalConsistency), options.model + " does not load");
+  // What a program with a plan can be told when it is loaded.
+  executorch::runtime::BackendOptions<2> settings;
+  executorch::runtime::LoadBackendOptionsMap backends;
+  if (options.max_length > 0) check(settings.set_option("max_length", static_cast<int>(options.max_length)), "--max-length");
+  if (!options.cache.empty()) check(settings.set_option("cache", options.cache.c_str()), "--cache");
+  check(backends.set_options(kBackend, settings.view()), "the settings");
+  check(module.load(backends, Program::Verification::InternalConsistency), options.model + " does not load");
   LanguageModel model;
   model.chunk = check_step(module, options.model);
   check(module.load_method(kMethod), options.model + " does not load");
   model.max_length = constant(module, options.model, "get_max_context_len");
+  if (options.max_length > 0 || !options.cache.empty()) command(module, options.model, "use 0");  // refuses without a plan
+  if (options.max_length > 0) model.max_length = options.max_length;
+  if (!options.load.empty()) model.loaded = command(module, options.model, "load " + options.load);
   model.vocabulary = constant(module, options.model, "get_vocab_size");
   model.stop = constants(module, options.model, "get_eos_ids");
   model.step = [&](int64_t* tokens, int64_t count, int64_t start, std::vector<float>& logits) {
@@ -132,6 +153,7 @@ void run(int argc, char** argv) {
     }
   };
   generate(model, options);
+  if (!options.save.empty()) command(module, options.model, "save " + options.save);
 }
 
 }  // namespace

@@ -26,17 +26,28 @@ void run(int argc, char** argv) {
     return;
   }
   LanguageModel model;
-  model.max_length = std::min<int64_t>(plan->positions(), 2048);
+  model.max_length = options.max_length > 0 ? options.max_length : std::min<int64_t>(plan->positions(), 2048);
   model.chunk = model.max_length;
   model.vocabulary = plan->vocabulary();
   model.stop = plan->stop();
   std::unique_ptr<lowbit::PlanSession> text;
-  check(plan->begin(model.max_length, lowbit::TextCache::f32, lowbit::TextCache::f32, &text));
+  lowbit::TextCache keys = lowbit::TextCache::f32, values = keys;
+  if (!options.cache.empty()) {
+    const size_t comma = options.cache.find(',');
+    if (!lowbit::cache_named(options.cache.substr(0, comma), &keys) ||
+        !lowbit::cache_named(options.cache.substr(comma == std::string::npos ? 0 : comma + 1), &values)) {
+      throw std::runtime_error("--cache is '" + options.cache + "'; expected a type, or two as int8,int4");
+    }
+  }
+  check(plan->begin(model.max_length, keys, values, &text));
+  if (!options.load.empty()) check(text->load(options.load));
+  model.loaded = text->position();
   model.step = [&](int64_t* tokens, int64_t count, int64_t, std::vector<float>& logits) {
     logits.resize(static_cast<size_t>(model.vocabulary));
     check(plan->feed(*text, tokens, count, logits.data()));
   };
   generate(model, options);
+  if (!options.save.empty()) check(text->save(options.save));
 }
 
 }  // namespace

@@ -21,6 +21,7 @@ import pytest
 import torch
 from lowbit.exports.module import Delegate, export_delegates
 from lowbit.exports.plan_export import plan_with_weights
+from lowbit.llm.loading import load_model
 from lowbit.plan.plan_file import Kind, to_bytes
 from reference import HEADER_BYTES
 from runners import EXAMPLE, HERE, KINDS, KINDS_AND_CPUS, KINDS_AND_PROCESSORS, Runner, packed_bytes_altered
@@ -202,6 +203,40 @@ def test_the_runner_stops(runner, exported):
     assert process.returncode == 0, process.stderr
     assert len(process.stdout.split()) <= 3
     assert re.search(rf"^prompt: {MAX_LENGTH - 3} tokens in \S+ s, \S+ tokens/s$", process.stderr, re.M)
+
+
+@pytest.mark.parametrize("kind", ["pte", "plan"])
+def test_the_runner_goes_on_with_a_saved_text(kind, runners, exported, tmp_path):
+    """Length and caches chosen at load; a text in two calls has the tokens of one."""
+    file, name = exported.files["pte"], "llm_runner"
+    if kind == "plan":
+        name = "llm_runner_plan"
+        lowbit.quantize_checkpoint(MODEL, tmp_path / "model", lowbit.LowBitConfig(bits=4))
+        file = tmp_path / "model" / "lowbit.plan"
+        lowbit.llm.export_decoder(lowbit.llm.Decoder(load_model(file.parent), 64), file)
+    program, text = runners(name, HERE), tmp_path / "text"
+    options = ["--max-length", 100, "--cache", "int8,float16", file]
+
+    def tokens(ids, new, *more) -> list[int]:
+        process = program("--ids", listed(ids), "--max-new-tokens", new, *more, *options)
+        assert process.returncode == 0, process.stderr
+        return [int(token) for token in process.stdout.split()]
+
+    whole = tokens(exported.prompts[0], 24)
+    first = tokens(exported.prompts[0], 9, "--save", text)
+    assert first + tokens(first[-1:], 15, "--load", text) == whole
+    for wrong, message in (
+        (["--max-length", 5], "expected fewer than the model's 5"),
+        (["--max-length", 1 << 30], "a text has room for"),
+        (["--cache", "int3"], "int3"),
+        (["--load", tmp_path / "none"], "none"),
+        (["--save", tmp_path / "none" / "text"], "none"),
+    ):
+        assert message in program.refusal("--ids", listed(exported.prompts[0]), *wrong, file)
+    if kind == "pte":
+        for wrong in (["--max-length", 100], ["--load", text]):
+            message = program.refusal("--ids", "5", *wrong, exported.files[WITHOUT_PLAN])
+            assert "has no plan" in message
 
 
 def test_the_runner_refuses(runner, exported, tmp_path):

@@ -13,7 +13,8 @@ from command_line import ROOT, document, error, invoke
 from lowbit.machine.child import result_of
 from lowbit.machine.memory import ReadBandwidth
 from lowbit.tools import perf
-from lowbit.tools.perf import machine_facts, measure_speed, speed_page
+from lowbit.tools.perf import energy, machine_facts, measure_speed, speed_page
+from lowbit.tools.perf.start_cost import until_first_output
 
 pytestmark = pytest.mark.first
 PAGES = ROOT / "docs" / "perf"
@@ -57,6 +58,7 @@ def tiny():
         patch.setattr(measure_speed, "_ROUNDS", 2)
         patch.setattr(measure_speed, "_PROMPT", 20)
         patch.setattr(measure_speed, "_NEW", 4)
+        patch.setattr(measure_speed, "_STARTS", 1)
         threads = torch.get_num_threads()
         yield "tiny"
         torch.set_num_threads(threads)
@@ -77,7 +79,7 @@ def figures(tiny):
         patch.setattr(perf, "result_of", in_this_process)
         patch.setenv("PATH", "")
         parts = []
-        result = perf.figures(2, 60.0, (tiny, "none"), parts.append)
+        result = perf.figures(2, 600.0, (tiny, "none"), parts.append)
         assert parts == ["kernels", "tiny", "none"]
         return result
 
@@ -96,6 +98,9 @@ def test_figures(figures):
     (program,) = model["programs"]
     assert (model["shape"], model["prompt"], model["new"], program["version"]) == ("tiny", 20, 4, lowbit.__version__)
     assert program["program"] == "lowbit, eager" and program["bandwidth_share"] > 0
+    if sys.platform.startswith("linux"):
+        assert min(model["start"].values()) > 0
+    assert (model["joules_per_token"] is None) == (model["energy_counter"] is None) == bool(energy.sensors()[1])
     why = {each["what"]: each["why"] for each in figures["not_reached"]}
     assert why["llama.cpp"] == "its program llama-bench is not in PATH"
     assert why["none"].startswith("there is no shape 'none'")
@@ -111,12 +116,16 @@ def test_the_page_shows_the_figures(figures):
     figures["isa"]["active"] = ["portable", "neon"]
     figures["kernels"]["widths"][0] |= {"gemv_bytes_per_second": 12.345e9, "gemv_share": 0.987, "gemm_gops": 1234.5}
     figures["models"][0]["programs"][0] |= {"prefill_tokens_per_second": 54.321, "decode_tokens_per_second": 0.0567}
+    figures["models"][0] |= {"joules_per_token": 1.2345, "energy_counter": "RAPL package-0"}
+    figures["models"][0]["start"] = {"seconds": 1.234, "cpu_seconds": 0.987, "memory_bytes": 180e6}
     text = speed_page.render(figures)
     assert speed_page.name_of(figures) == "a_b_cpu_neon_3_cpus"
     assert text.startswith("# A\\|B \\<CPU\\>, neon, 3 CPUs\n")
     assert "| 1 | 12.3 | 99 % |" in text and "| 1234 |" in text
     assert f"| lowbit, eager ({lowbit.__version__}) | 54.3 | 0.0567 |" in text
     assert "* none: there is no shape" in text
+    assert "the first token after 1.23 s, with 0.987 s of CPU time and 180 MB of memory" in text
+    assert "Energy: 1.23 J per token in decode (RAPL package-0)." in text
     assert "busy" not in text and "average 0.25 before" in text
     figures["load"]["busy"] = True
     assert "**The machine was busy with other work meanwhile**" in speed_page.render(figures)
@@ -131,7 +140,7 @@ def test_the_page_shows_the_figures(figures):
 @pytest.mark.parametrize(
     "path, value, message",
     [
-        (("schema",), 2, "figures.schema is 2; expected 1"),
+        (("schema",), 1, "figures.schema is 1; expected 2"),
         (("date",), 3, "figures.date is 3; expected str"),
         (("load", "busy"), 1, "figures.load.busy is 1; expected bool"),
         (("threads",), True, "figures.threads is True; expected int"),
@@ -287,3 +296,96 @@ def test_publish_with_invalid_options(arguments, said):
     assert result.exit_code == 2
     assert said in " ".join(result.stderr.replace("│", " ").split())
     assert not Path("x").exists()
+
+
+def put(root: Path, files: dict[str, object]) -> None:
+    for name, content in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(f"{content}\n")
+
+
+RAPL = {
+    "powercap/intel-rapl/enabled": 1,
+    "powercap/intel-rapl:0/name": "package-0", "powercap/intel-rapl:0/energy_uj": 900_000,
+    "powercap/intel-rapl:0/max_energy_range_uj": 999_999,
+    "powercap/intel-rapl:0:0/name": "core", "powercap/intel-rapl:0:0/energy_uj": 5,
+    "powercap/intel-rapl:0:1/name": "dram", "powercap/intel-rapl:0:1/energy_uj": 100,
+    "powercap/intel-rapl:0:1/max_energy_range_uj": 999_999,
+    "powercap/intel-rapl:1/name": "psys", "powercap/intel-rapl:1/energy_uj": 7,
+}  # fmt: skip
+GPU = {"hwmon/hwmon0/name": "amdgpu", "hwmon/hwmon0/power1_average": 30_000_000}
+AMD = {
+    "hwmon/hwmon1/name": "amd_energy",
+    "hwmon/hwmon1/energy1_label": "Ecore000", "hwmon/hwmon1/energy1_input": 3,
+    "hwmon/hwmon1/energy9_label": "Esocket0", "hwmon/hwmon1/energy9_input": 5_000_000,
+}  # fmt: skip
+BOARD = {
+    "hwmon/hwmon2/name": "ina3221",
+    "hwmon/hwmon2/power1_label": "VDD_CPU", "hwmon/hwmon2/power1_input": 1_000_000,
+    "hwmon/hwmon2/power2_label": "VDD_IN", "hwmon/hwmon2/power2_input": 4_000_000,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "files, names",
+    [
+        (RAPL | AMD | GPU, ["RAPL package-0", "RAPL dram"]),
+        (AMD | GPU | BOARD, ["amd_energy Esocket0"]),
+        (GPU | BOARD, ["ina3221 VDD_IN"]),
+        ({"hwmon/hwmon2/name": "ina219", "hwmon/hwmon2/power1_input": 2_000_000}, ["ina219"]),
+    ],
+)
+def test_energy_sensors(tmp_path, files, names):
+    put(tmp_path, files)
+    found, reason = energy.sensors(tmp_path)
+    assert ([sensor.name for sensor in found], reason) == (names, "")
+
+
+def test_energy_of_counters(tmp_path):
+    put(tmp_path, RAPL)
+    with energy.Meter(energy.sensors(tmp_path)[0]) as meter:
+        put(tmp_path, {"powercap/intel-rapl:0/energy_uj": 400_000, "powercap/intel-rapl:0:1/energy_uj": 300_100})
+    assert meter.joules == 0.5 + 0.3  # the package's counter has begun again
+
+
+def test_energy_of_power(tmp_path, monkeypatch):
+    """Power is added up over the time of the samples, here a second each."""
+    put(tmp_path, BOARD)
+    seconds = iter(range(100))
+    monkeypatch.setattr(energy.time, "perf_counter", lambda: float(next(seconds)))
+    monkeypatch.setattr(energy, "_SAMPLE_SECONDS", 0.001)
+    with energy.Meter(energy.sensors(tmp_path)[0]) as meter:
+        pass
+    assert meter.joules == 4.0 * (next(seconds) - 1)
+
+
+@pytest.mark.parametrize(
+    "files, why",
+    [
+        ({}, "this machine has no counter of energy and no power sensor that is known"),
+        (GPU, "this machine has no counter of energy"),
+        (RAPL | {"powercap/intel-rapl:0:1/energy_uj": "none"}, "RAPL package-0 cannot be read"),
+    ],
+)
+def test_no_energy(tmp_path, files, why):
+    put(tmp_path, files)
+    found, reason = energy.sensors(tmp_path)
+    assert not found and reason.startswith(why)
+
+
+def test_a_counter_for_root_only(tmp_path, monkeypatch):
+    def denied(sensor):
+        raise PermissionError
+
+    put(tmp_path, RAPL)
+    monkeypatch.setattr(energy.Sensor, "read", denied)
+    assert energy.sensors(tmp_path) == ([], "RAPL package-0 can only be read by root")
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="by /proc")
+def test_cost_until_the_first_output():
+    program = "import sys, time; x = bytes(50_000_000); sys.stdout.write('a'); sys.stdout.flush(); time.sleep(600)"
+    cost = until_first_output([sys.executable, "-c", program])
+    assert cost.keys() == {"seconds", "cpu_seconds", "memory_bytes"} and cost["memory_bytes"] > 50_000_000
+    with pytest.raises(RuntimeError, match="wrote nothing: .*no module of this name"):
+        until_first_output([sys.executable, "-c", "raise SystemExit('no module of this name')"])

@@ -25,7 +25,9 @@ from ...files.untrusted import one_line
 from ...machine.child import gist
 from ...machine.memory import ReadBandwidth, in_huge_pages
 from ...machine.sizes import size
+from . import energy
 from .machine_facts import cache_bytes, free_memory
+from .start_cost import LOWBIT, until_first_output
 
 _MIB = 1 << 20
 _LAYER = (4096, 4096)  # outputs and inputs of the layer
@@ -34,6 +36,8 @@ _ROWS = 256  # rows of a GEMM: the number of prompt tokens that a decoder comput
 _COPIES = 128 * _MIB  # smallest total size of the layer's copies, in bytes
 _ROUNDS = 5  # for kernels
 _MODEL_ROUNDS = 3
+_STARTS = 3  # how often the start of lowbit generate is measured
+_START_SECONDS = 60.0  # how much time must be left for it; most of it is for the file of the weights
 _PROMPT, _NEW = 128, 32
 _BITS = 4  # of models
 _PEER = "llama-bench"
@@ -236,6 +240,14 @@ def model(shape: str, threads: int, seconds: float) -> dict[str, Any]:
                 share = {"bandwidth_share": ran.decode * touched / roofs[-1]} if name == _LOWBIT else {}
                 turns[name].append({"prefill_tokens_per_second": ran.prefill, "decode_tokens_per_second": ran.decode} | share)
             done += 1
+        joules, counter = _joules_per_token(decoder, not_reached)
+        vocabulary = decoder.vocabulary
+        del decoder
+        start = None
+        try:
+            start = _start(weights, vocabulary, Path(directory) / "model", threads, clock)
+        except (NotReached, OSError, RuntimeError, subprocess.SubprocessError) as error:
+            not_reached.append({"what": f"start of lowbit generate with {shape}", "why": gist(str(error))})
     return {
         "shape": shape,
         "bits": _BITS,
@@ -246,11 +258,55 @@ def model(shape: str, threads: int, seconds: float) -> dict[str, Any]:
         "new": _NEW,
         "rounds": done,
         "read_bandwidth": statistics.median(roofs),
+        "joules_per_token": joules,
+        "energy_counter": counter,
+        "start": start,
         "programs": [
             {"program": name, "version": versions[name], "bandwidth_share": None} | _medians(turns[name]) for name in turns
         ],
         "not_reached": not_reached,
     }
+
+
+def _joules_per_token(decoder: Callable[..., torch.Tensor], not_reached: list[dict[str, str]]) -> tuple[float | None, str | None]:
+    """Joules of a token in decode, and the names of the counters."""
+    from .. import model_speed
+
+    found, reason = energy.sensors()
+    try:
+        if found:
+            with energy.Meter(found) as meter:
+                model_speed.measure(decoder, torch.zeros(1, 1, dtype=torch.int64), _NEW)
+            return meter.joules / (_NEW + 1), ", ".join(sensor.name for sensor in found)
+    except (OSError, ValueError) as error:
+        reason = f"{found[0].name} cannot be read: {error}"
+    not_reached.append({"what": "energy", "why": reason})
+    return None, None
+
+
+def _start(weights: torch.nn.Module, vocabulary: int, directory: Path, threads: int, clock: Clock) -> dict[str, float]:
+    """The start of ``lowbit generate``: of a packed model with its plan, and a tokenizer of as many words."""
+    if clock.left < _START_SECONDS:
+        raise NotReached(f"{clock.left:.0f} s were left; it may need {_START_SECONDS:.0f}")
+    weights.save_pretrained(directory)  # type: ignore[operator]  # of transformers
+    _write_tokenizer(directory, vocabulary)
+    command = [sys.executable, "-P", "-c", LOWBIT, "generate", str(directory), "--prompt", "1", "--threads", str(threads)]
+    command += ["--max-new-tokens"]
+    first = subprocess.run([*command, "1"], capture_output=True, text=True, errors="replace", timeout=max(1.0, clock.left))
+    if first.returncode:
+        raise NotReached(f"lowbit generate failed: {gist(first.stderr)}")
+    if not (directory / "lowbit.plan").exists():
+        raise NotReached("lowbit generate has written no plan beside the weights")
+    return _medians([until_first_output([*command, str(_NEW)]) for _ in range(_STARTS)])
+
+
+def _write_tokenizer(directory: Path, vocabulary: int) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.WordLevel({str(number): number for number in range(vocabulary)}, unk_token="0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(directory)
 
 
 def _write_gguf(weights: torch.nn.Module, checkpoint: Path, file: Path) -> None:

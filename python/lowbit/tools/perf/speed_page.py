@@ -12,7 +12,7 @@ from typing import Any
 from ...files.replace import replacing
 from ...machine.sizes import size
 
-SCHEMA = 1
+SCHEMA = 2
 _NUMBER, _MAYBE = float, (float, None)
 _KEYS: dict[str, Any] = {
     "schema": int,
@@ -69,6 +69,9 @@ _KEYS: dict[str, Any] = {
             "new": int,
             "rounds": int,
             "read_bandwidth": _NUMBER,
+            "joules_per_token": _MAYBE,
+            "energy_counter": (str, None),
+            "start": ({"seconds": _NUMBER, "cpu_seconds": _NUMBER, "memory_bytes": _NUMBER}, None),
             "programs": [
                 {
                     "program": str,
@@ -264,7 +267,23 @@ def _model(model: dict[str, Any]) -> list[str]:
                 for row in model["programs"]
             ],
         ),
+        *_first_token(model),
     ]
+
+
+def _first_token(model: dict[str, Any]) -> list[str]:
+    """The lines about the start of a program, and about energy."""
+    start, joules, lines = model["start"], model["joules_per_token"], list[str]()
+    if start is not None:
+        lines += [
+            f"Start of `lowbit generate`: the first token after {_digits(start['seconds'])} s, with "
+            f"{_digits(start['cpu_seconds'])} s of CPU time and {size(start['memory_bytes'])} of memory, in which the mapped "
+            "weights count.",
+            "",
+        ]
+    if joules is not None:
+        lines += [f"Energy: {_digits(joules)} J per token in decode ({_cell(model['energy_counter'])}).", ""]
+    return lines
 
 
 def rehearse(directory: Path) -> None:
