@@ -32,7 +32,7 @@ class BlockType:
     levels: tuple[int, ...] | None = None
 
 
-def _half(blocks: np.ndarray, at: int) -> np.ndarray:
+def half(blocks: np.ndarray, at: int) -> np.ndarray:
     """The float16 at offset ``at`` of every block, as float32 [rows, blocks]."""
     return np.ascontiguousarray(blocks[..., at : at + 2]).view("<f2")[..., 0].astype(np.float32)
 
@@ -51,27 +51,27 @@ def _bits(bytes_: np.ndarray) -> np.ndarray:
 
 
 def _q4_0(blocks: np.ndarray) -> Decoded:
-    return _flat(_nibbles(blocks[..., 2:])), _half(blocks, 0), None
+    return _flat(_nibbles(blocks[..., 2:])), half(blocks, 0), None
 
 
 def _q4_1(blocks: np.ndarray) -> Decoded:
-    return _flat(_nibbles(blocks[..., 4:])), _half(blocks, 0), _half(blocks, 2)
+    return _flat(_nibbles(blocks[..., 4:])), half(blocks, 0), half(blocks, 2)
 
 
 def _q5_0(blocks: np.ndarray) -> Decoded:
-    return _flat(_nibbles(blocks[..., 6:]) | _bits(blocks[..., 2:6]) << 4), _half(blocks, 0), None
+    return _flat(_nibbles(blocks[..., 6:]) | _bits(blocks[..., 2:6]) << 4), half(blocks, 0), None
 
 
 def _q5_1(blocks: np.ndarray) -> Decoded:
-    return _flat(_nibbles(blocks[..., 8:]) | _bits(blocks[..., 4:8]) << 4), _half(blocks, 0), _half(blocks, 2)
+    return _flat(_nibbles(blocks[..., 8:]) | _bits(blocks[..., 4:8]) << 4), half(blocks, 0), half(blocks, 2)
 
 
 def _q8_0(blocks: np.ndarray) -> Decoded:
-    return _flat(blocks[..., 2:] ^ 0x80), _half(blocks, 0), None
+    return _flat(blocks[..., 2:] ^ 0x80), half(blocks, 0), None
 
 
 def _q1_0(blocks: np.ndarray) -> Decoded:
-    return _flat(_bits(blocks[..., 2:])), _half(blocks, 0), None
+    return _flat(_bits(blocks[..., 2:])), half(blocks, 0), None
 
 
 def _from_minus_one(codes: np.ndarray, scales: np.ndarray) -> Decoded:
@@ -80,7 +80,7 @@ def _from_minus_one(codes: np.ndarray, scales: np.ndarray) -> Decoded:
 
 
 def _q2_0(blocks: np.ndarray) -> Decoded:
-    return _from_minus_one((blocks[..., 2:, None] >> _CRUMBS[:, 0]) & 3, _half(blocks, 0))
+    return _from_minus_one((blocks[..., 2:, None] >> _CRUMBS[:, 0]) & 3, half(blocks, 0))
 
 
 def _tq1_0(blocks: np.ndarray) -> Decoded:
@@ -92,7 +92,7 @@ def _tq1_0(blocks: np.ndarray) -> Decoded:
         return (shifted.astype(np.uint16) * 3 >> 8).astype(np.uint8).reshape(*bytes_.shape[:2], -1)
 
     parts = [digits(blocks[..., :32], 5), digits(blocks[..., 32:48], 5), digits(blocks[..., 48:52], 4)]
-    return _from_minus_one(np.concatenate(parts, axis=-1), _half(blocks, 52))
+    return _from_minus_one(np.concatenate(parts, axis=-1), half(blocks, 52))
 
 
 def _crumbs(bytes_: np.ndarray) -> np.ndarray:
@@ -101,13 +101,13 @@ def _crumbs(bytes_: np.ndarray) -> np.ndarray:
 
 
 def _tq2_0(blocks: np.ndarray) -> Decoded:
-    return _from_minus_one(_crumbs(blocks[..., :64]), _half(blocks, 64))
+    return _from_minus_one(_crumbs(blocks[..., :64]), half(blocks, 64))
 
 
 def _q2_k(blocks: np.ndarray) -> Decoded:
     sub = blocks[..., :16]
-    scales = _half(blocks, 80)[..., None] * (sub & 15)
-    mins = -_half(blocks, 82)[..., None] * (sub >> 4)
+    scales = half(blocks, 80)[..., None] * (sub & 15)
+    mins = -half(blocks, 82)[..., None] * (sub >> 4)
     return _flat(_crumbs(blocks[..., 16:80])), _flat(scales), _flat(mins)
 
 
@@ -116,7 +116,7 @@ def _q3_k(blocks: np.ndarray) -> Decoded:
     high = (blocks[..., None, :32] >> np.arange(8, dtype=np.uint8)[:, None]) & 1
     packed = blocks[..., 96:108]
     sub = _nibbles(packed[..., :8]) | _flat_crumbs(packed[..., 8:]) << 4
-    scales = _half(blocks, 108)[..., None] * (sub.astype(np.int8) - 32)
+    scales = half(blocks, 108)[..., None] * (sub.astype(np.int8) - 32)
     return _flat(low | high.reshape(low.shape) << 2), _flat(scales), None
 
 
@@ -144,7 +144,7 @@ def _runs(bytes_: np.ndarray) -> np.ndarray:
 def _of_sub_blocks(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The scales and mins of a block's eight groups: 6-bit codes times the scale and the min of the block."""
     sub, low = _sub_scales(blocks[..., 4:16])
-    return _flat(_half(blocks, 0)[..., None] * sub), _flat(-_half(blocks, 2)[..., None] * low)
+    return _flat(half(blocks, 0)[..., None] * sub), _flat(-half(blocks, 2)[..., None] * low)
 
 
 def _q4_k(blocks: np.ndarray) -> Decoded:
@@ -159,7 +159,7 @@ def _q5_k(blocks: np.ndarray) -> Decoded:
 def _q6_k(blocks: np.ndarray) -> Decoded:
     low = blocks[..., :128].reshape(*blocks.shape[:2], 2, 2, 32)
     low = np.concatenate([low & 15, low >> 4], axis=-2)
-    scales = _half(blocks, 208)[..., None] * blocks[..., 192:208].view(np.int8)
+    scales = half(blocks, 208)[..., None] * blocks[..., 192:208].view(np.int8)
     return _flat(low | _crumbs(blocks[..., 128:192]) << 4), _flat(scales), None
 
 
@@ -167,7 +167,7 @@ def _iq4_xs(blocks: np.ndarray) -> Decoded:
     low = blocks[..., 4:8]
     low = np.stack([low & 15, low >> 4], axis=-1).reshape(*blocks.shape[:2], 8)
     high = (blocks[..., 2:4, None] >> _CRUMBS[:, 0] & 3).reshape(*blocks.shape[:2], 8)
-    scales = _half(blocks, 0)[..., None] * ((low | high << 4).astype(np.int8) - 32)
+    scales = half(blocks, 0)[..., None] * ((low | high << 4).astype(np.int8) - 32)
     return _flat(_nibbles(blocks[..., 8:].reshape(*blocks.shape[:2], 8, 16))), _flat(scales), None
 
 

@@ -25,6 +25,7 @@ from ..packed.rounding import LinearConfig
 from .gguf_architectures import architecture_of, config_of, expert_tensor, in_head, place_in_head, place_in_model
 from .gguf_blocks import block_type, decode
 from .gguf_i2s import check_order, i2s_reader
+from .gguf_lattices import LATTICES
 from .gguf_layouts import Layout, laid_out
 from .gguf_metadata import Metadata, generation_config
 from .gguf_models import IN_CONFIG, Architecture
@@ -32,10 +33,6 @@ from .joining import joined
 from .source import Source
 
 _FLOATS = {"F32": ("F32", torch.float32), "F16": ("F16", torch.float16), "BF16": ("BF16", torch.bfloat16)}
-# Types with lattice codes -> the config to requantize them with: wider, so that requantizing adds little error.
-_LATTICES = {
-    "IQ1_S": 4, "IQ1_M": 4, "IQ2_XXS": 4, "IQ2_XS": 4, "IQ2_S": 4, "IQ3_XXS": 5, "IQ3_S": 5,
-}  # fmt: skip
 
 
 def read_blocks(stored: StoredBlocks, begin: int, end: int) -> np.ndarray:
@@ -267,7 +264,7 @@ class _Reader:
         if kind == "I2_S":
             ternary = ordered(i2s_reader(stored, self.i2s_order))
             return Matrix(name, kind, stored.shape, 2, None, False, ternary, stored.bytes)
-        blocks = block_type(kind)
+        blocks = LATTICES[kind].block_type(_dequantizer(stored)) if kind in LATTICES else block_type(kind)
         if blocks is not None:
 
             def codes(begin: int, end: int) -> Rows:
@@ -278,13 +275,6 @@ class _Reader:
                 name, kind, stored.shape, blocks.bits, blocks.group_size, blocks.affine, ordered(codes), stored.bytes,
                 blocks.levels,
             )  # fmt: skip
-        if kind in _LATTICES:
-            dequantize = _dequantizer(stored)
-
-            def values(begin: int, end: int) -> Tensor:
-                return torch.from_numpy(dequantize(read_blocks(stored, begin, end)))
-
-            return Weights(name, kind, stored.shape, LinearConfig(_LATTICES[kind]), ordered(values), stored.bytes)
         raise ValueError(f"{stored.path}: {stored.name} has the type {kind}; expected a type of weights")
 
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ..operators.elementwise import ACTIVATIONS
-from .peephole import shortened
 from . import pooling as _pooling  # noqa: F401  registers an operator
+from .peephole import shortened
 from .plan_file import ELEMENT_TYPES, Buffer, Compute, Extent, Kind, Op, Operand, Plan, Slot, Step
 from .recording import Call, Recording, Sizes, Unplannable, View, check_alike, unified
 

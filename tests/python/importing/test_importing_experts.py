@@ -146,16 +146,15 @@ def small(kind: str, drop: tuple[str, ...] = (), shapes: dict | None = None, kin
 
 
 @pytest.mark.filterwarnings("ignore:.*has no tokenizer")
-def test_experts_with_codes_that_lowbit_lacks(tmp_path):
+def test_experts_of_a_lattice_type(tmp_path):
     (tmp_path / "m.gguf").write_bytes(small("IQ3_S"))
-    with pytest.warns(UserWarning, match="2 matrices.* are requantized: IQ3_S to 5 bits"):
-        lowbit.import_checkpoint(tmp_path / "m.gguf", tmp_path / "out")
+    lowbit.import_checkpoint(tmp_path / "m.gguf", tmp_path / "out")
     found = load(tmp_path / "out", dtype="auto").model.layers[0].mlp.experts.down_proj
     stored = read_gguf(tmp_path / "m.gguf").tensors["blk.0.ffn_down_exps.weight"]
     data = (tmp_path / "m.gguf").read_bytes()[stored.offset : stored.offset + stored.bytes]
     blocks = np.frombuffer(data, np.uint8).reshape(2, 256, -1)
     expected = torch.from_numpy(gguf.dequantize(blocks, gguf.GGMLQuantizationType.IQ3_S))
-    assert (found.dequantize() - expected).norm() < 0.12 * expected.norm()
+    assert (found.dequantize() - expected).norm() < 1e-3 * expected.norm()
 
 
 @pytest.mark.parametrize(
