@@ -42,7 +42,7 @@ REQUESTS = [
     (CHAT, {"messages": TALK, "max_tokens": 20, "stream": True, "stream_options": {"include_usage": True}}),
     ("/tokenize", {"content": f"{UNICODE} </s>"}), ("/detokenize", {"tokens": [1, 2, 300, 2000, 77]}),
 ]  # fmt: skip
-ENDED = re.compile(rb'"(id|created)":("[^"]*"|\d+)')  # what differs between two answers to a request
+ENDED = re.compile(rb'"(id|created)": ?("[^"]*"|\d+)')  # what differs between two answers to a request
 
 
 def write(directory, model, cache=None):
