@@ -15,9 +15,19 @@ print(next((p.as_posix() for p in places if (p / 'include/torch/csrc/stable/ops.
     OUTPUT_VARIABLE LOWBIT_TORCH_DIR OUTPUT_STRIP_TRAILING_WHITESPACE COMMAND_ERROR_IS_FATAL ANY)
 endif()
 if(NOT EXISTS "${LOWBIT_TORCH_DIR}/include/torch/csrc/stable/ops.h")
-  message(FATAL_ERROR
-    "torch >= 2.10 was not found for ${Python_EXECUTABLE} (looked at '${LOWBIT_TORCH_DIR}').\n"
+  set(kind FATAL_ERROR)
+  set(without "")
+  if(LOWBIT_BUILD_TORCH STREQUAL "AUTO")
+    set(kind WARNING)
+    set(without "lowbit is built without PyTorch's operators. It runs packed models, and quantizes none.\n")
+    set(want_torch OFF)
+  endif()
+  message(${kind}
+    "torch >= 2.10 was not found for ${Python_EXECUTABLE} (looked at '${LOWBIT_TORCH_DIR}').\n${without}"
     "Install it first (pip install torch==2.13.0), or pass -DLOWBIT_TORCH_DIR=<site-packages>/torch.")
+  if(NOT want_torch)
+    return()
+  endif()
 endif()
 # A cross build uses the headers of this machine's torch and the libraries of the target's torch.
 if(NOT LOWBIT_TORCH_LIBRARY_DIR)

@@ -10,6 +10,7 @@ torch.Size([1, 64])
 import logging
 import sys
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from .operators import library
@@ -137,14 +138,16 @@ _LAZY_MODULES = ("levels", "nn", "qat")
 
 
 def load_torch() -> None:
-    """Imports torch and registers the operators, as ``import lowbit`` does except in the program ``lowbit``."""
+    """Imports torch and registers the operators, as ``import lowbit`` does where torch is, except in the program ``lowbit``."""
     if "linear" not in globals():
         library.load()
         for name, module in _OPERATORS.items():
             globals()[name] = getattr(import_module(f"{__name__}.{module}"), name)
 
 
-if not getattr(sys.modules.get("lowbit_autoload"), "in_program", False):
+# Without torch, only the parts that need none are available. A module that is being imported has no other place to be found.
+_HAS_TORCH = "torch" in sys.modules or find_spec("torch") is not None
+if _HAS_TORCH and not getattr(sys.modules.get("lowbit_autoload"), "in_program", False):
     load_torch()
 
 # Add this directory to CMAKE_PREFIX_PATH so that find_package(lowbit) finds this installation.
@@ -155,20 +158,20 @@ if not TYPE_CHECKING:  # a type checker would conclude that every name exists
     def __getattr__(name: str):
         if name not in _OPERATORS and name not in _LAZY and name not in _LAZY_MODULES:
             raise AttributeError(f"module 'lowbit' has no attribute {name!r}")
-        load_torch()
-        if name in _OPERATORS:
-            return globals()[name]
-        if name in _LAZY_MODULES:
-            return import_module(f"{__name__}.{name}")
         try:
+            if _HAS_TORCH or name in _OPERATORS:
+                load_torch()
+            if name in _OPERATORS:
+                return globals()[name]
+            if name in _LAZY_MODULES:
+                return import_module(f"{__name__}.{name}")
             value = getattr(import_module(f"{__name__}.{_LAZY[name]}"), name)
             globals()[name] = value  # later uses skip __getattr__
             return value
         except ImportError as error:
-            # Python replaces an AttributeError raised here by "cannot import name", without the reason.
-            if sys._getframe(1).f_code.co_name == "_handle_fromlist":  # from lowbit import NAME
-                raise
-            raise AttributeError(f"lowbit.{name} needs a package that does not load: {error}") from error
+            from .machine.imports import not_available
+
+            raise not_available(f"lowbit.{name}", error, "lowbit[torch]", sys._getframe(1)) from error
 
 
 def __dir__() -> list[str]:

@@ -15,5 +15,5 @@ def main() -> None:
         package = (error.name or "").partition(".")[0]
         if package not in ("typer", "rich"):
             raise
-        sys.exit(f"lowbit: error: {package} not installed; install it with: pip install 'lowbit[llm]'")
+        sys.exit(f"lowbit: error: {package} not installed; install it with: pip install {package}")
     app(prog_name="lowbit")

@@ -128,7 +128,7 @@ def _typed(output: Output) -> Iterator[str]:
         terminal = import_module("prompt_toolkit.output").create_output(stream)
     except ModuleNotFoundError as error:
         raise ImportError(
-            f"{error.name} not installed, which reads messages from the terminal; install it with: pip install 'lowbit[llm]' "
+            f"{error.name} not installed, which reads messages from the terminal; install it with: pip install prompt_toolkit "
             "(or pipe the messages into lowbit chat, one a line)"
         ) from error
 

@@ -32,6 +32,9 @@ def convert(
     bits = int(activation_bits)
     with output.progress(f"copying {source}", "bytes") as advance:
         entries = convert_checkpoint(source, target, bits, only=only or ("*",), progress=advance)
+    from .plans import make_plan
+
+    make_plan(output, target)
     packed = [entry for entry in entries if entry.kind == "packed"]
     counts = {width: sum(entry.activation_bits == width for entry in packed) for width in (8, 16)}
     total = sum(entry.bytes for entry in entries)

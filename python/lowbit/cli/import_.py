@@ -51,6 +51,9 @@ def import_(
             progress=advance,
             opening=opening,
         )
+    from .plans import make_plan
+
+    make_plan(output, target)
     count, packed = packed_figures(summary.entries)
     document = {
         "source": str(source),

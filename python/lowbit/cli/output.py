@@ -320,7 +320,8 @@ def describe(error: BaseException) -> str:
     """An exception in one line."""
     text = one_line(error)
     if isinstance(error, ImportError):
-        missing = [package for package in ("transformers", "safetensors") if importlib.util.find_spec(package) is None]
+        needed = ("torch", "transformers", "safetensors")
+        missing = [package for package in needed if importlib.util.find_spec(package) is None]
         if missing:
             text = f"{' and '.join(missing)} not installed; install it with: pip install 'lowbit[llm]'"
     if isinstance(error, OSError) and error.strerror:

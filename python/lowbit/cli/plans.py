@@ -7,15 +7,18 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..llm.plan_files import PLAN, NoPlan, PlannedModel, open_planned
+from ..llm.plan_files import PLAN, PlannedModel, open_planned
+from ..llm.plan_files import NoPlan as NoPlan
 from ..machine.cpus import default_threads
+from ..machine.facts import free_memory
 from .models import MTP, check_draft, check_threads
-from .output import Output
+from .output import Output, describe
 
 if TYPE_CHECKING:
     from ..llm.plan_decoder import PlanDecoder
 
 _PLANS = "LOWBIT_PLAN"  # environment variable; 0: no plans
+_SHORT = 64  # tokens of the text with which a decoder is proven; plans are for texts of any length
 
 
 def open_model(output: Output, path: Path, threads: int | None, cache: str | None) -> PlannedModel:
@@ -84,6 +87,29 @@ def keep_plan(output: Output, path: Path, decoder: Any, stop: Iterable[int], cac
         output.note(f"{path / PLAN} is not written: {error}")
     else:
         output.note(f"{path / PLAN} is written: the next run starts without torch")
+
+
+def make_plan(output: Output, path: Path) -> None:
+    """Writes the plan of a packed language model that a command has just written, so that its first run needs no torch.
+
+    Models without a plan, and models that would take more than half of the free memory, are left alone; never an error.
+    """
+    from ..files.config_json import read_config
+    from ..files.safetensors import files_of
+    from ..hf.from_pretrained import causal_model_types
+    from ..llm import Decoder
+    from ..llm.loading import is_packed, load_model, stop_tokens
+
+    try:
+        size = sum(os.path.getsize(file) for file in files_of(path)[0])
+        is_text = read_config(path).get("model_type") in causal_model_types() and is_packed(path)
+        if os.environ.get(_PLANS, "1") == "0" or not is_text or 2 * size > (free_memory() or 0):
+            return
+        with output.progress(f"making {path / PLAN}"):
+            model = load_model(path)
+            keep_plan(output, path, Decoder(model, _SHORT), stop_tokens(model), ())
+    except (ImportError, OSError, ValueError, RuntimeError) as error:
+        output.note(f"{path / PLAN} is not written: {describe(error)}")
 
 
 def missing(output: Output, reason: NoPlan) -> tuple[str, ...] | None:

@@ -129,6 +129,9 @@ def quantize(
             summary, calibration = _calibrate(
                 output, source, floats, target, config, text, method, calibrate_tokens, window, target_bytes, target_bits
             )
+    from .plans import make_plan
+
+    make_plan(output, target)
     _show(output, source, target, summary, calibration, time.perf_counter() - begin)
 
 

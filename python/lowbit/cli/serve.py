@@ -95,7 +95,7 @@ def _needed() -> Any:
         known = ("starlette", "uvicorn", "python_multipart", "prometheus_client", "pydantic", "pydantic_core")
         if error.name not in known:
             raise
-        raise ImportError(f"{error.name} not installed; install it with: pip install 'lowbit[llm,serve]'") from error
+        raise ImportError(f"{error.name} not installed; install it with: pip install 'lowbit[serve]'") from error
     return run
 
 
@@ -124,7 +124,15 @@ class _Wish:
         if template is None and tokenizer.chat_template:
             template = chat_template(tokenizer, path)
         return LanguageModel.of(
-            name, decoder, model, tokenizer, template, stop, at_once=self.at_once, rows=self.rows, prefix_bytes=self.prefix_bytes
+            name,
+            decoder,
+            model,
+            tokenizer,
+            template,
+            stop,
+            at_once=self.at_once,
+            rows=self.rows,
+            prefix_bytes=self.prefix_bytes,
         )
 
     def length(self, positions: int) -> int:

@@ -1,5 +1,6 @@
 """Language models: decoding over a static KV cache, eager, compiled or exported, and generation; requires transformers."""
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -67,7 +68,12 @@ if not TYPE_CHECKING:  # a type checker would conclude that every name exists
 
     def __getattr__(name: str):
         if name in _LAZY:
-            value = globals()[name] = getattr(import_module(_LAZY[name], __name__), name)
+            try:
+                value = globals()[name] = getattr(import_module(_LAZY[name], __name__), name)
+            except ImportError as error:
+                from ..machine.imports import not_available
+
+                raise not_available(f"lowbit.llm.{name}", error, "lowbit[llm]", sys._getframe(1)) from error
             return value
         try:
             return import_module(f"{__name__}.{name}")

@@ -264,7 +264,6 @@ class Decoder(torch.nn.Module, TextsDecoder):
 
     @property
     def recurrent(self) -> bool:
-        """Whether layers have states, which cannot be truncated."""
         return self._keeper is not None
 
     def kept(self, count: int) -> int:
@@ -277,7 +276,6 @@ class Decoder(torch.nn.Module, TextsDecoder):
 
     @property
     def windowed(self) -> bool:
-        """Whether caches of some layers hold only a window, so that a text cannot be truncated at any place."""
         return bool(self._windows)
 
     def check_texts(self) -> None:
@@ -329,7 +327,8 @@ class Decoder(torch.nn.Module, TextsDecoder):
             )
 
     def make_caches(self, length: int, cache_type: str) -> list[tuple[Tensor, ...]]:
-        return self._make(length, cache_type)
+        made: list[tuple[Tensor, ...]] = self._make(length, cache_type)  # a decorator of torch hides its type
+        return made
 
     def prefix_key(self) -> bytes:
         from .prefixes import prefix_key

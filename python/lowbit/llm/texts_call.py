@@ -68,7 +68,11 @@ class TextsDecoder:
     max_length: int
     vocabulary: int
     cache_type: str
-    windowed = False  # whether caches of some layers hold only a window, so that a text cannot be truncated at any place
+
+    @property
+    def windowed(self) -> bool:
+        """Whether caches of some layers hold only a window, so that a text cannot be truncated at any place."""
+        return False
 
     @property
     def recurrent(self) -> bool:

@@ -49,6 +49,17 @@ def peak_memory() -> int | None:
     return most if sys.platform == "darwin" else most * 1024
 
 
+def free_memory() -> int | None:
+    """Bytes of memory that programs can get without swapping; None if the system does not report it."""
+    try:
+        for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("MemAvailable:"):
+                return 1024 * int(line.split()[1])
+    except (OSError, ValueError):  # not on Linux
+        pass
+    return None
+
+
 def keep_freed_memory() -> bool:
     """Makes glibc keep freed memory for the next tensors instead of returning it to the system.
 

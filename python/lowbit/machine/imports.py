@@ -1,6 +1,7 @@
 """Finds the cause of a failed import, which libraries with lazy imports hide behind several exceptions."""
 
 import sys
+from types import FrameType
 
 _BETWEEN = {"lowbit", "lowbit_autoload", "torch", "__main__", *sys.stdlib_module_names}
 
@@ -25,3 +26,20 @@ def why_not(package: str, error: ImportError, install: str) -> str:
         f"{package} does not load, and the cause is {culprit}: {type(root).__name__}: {root}. Install a {culprit} that fits "
         "the other packages, or uninstall it."
     )
+
+
+def not_available(name: str, error: ImportError, extra: str, caller: FrameType) -> Exception:
+    """The exception for a public name whose module does not load because of ``error``.
+
+    Args:
+        extra: adds torch and transformers.
+        caller: the frame that looks up the name.
+    """
+    # In `from lowbit import NAME`, Python replaces an AttributeError by "cannot import name", without the reason.
+    is_import = caller.f_code.co_name == "_handle_fromlist"
+    if error.name in ("torch", "transformers"):
+        reason = f"{name} needs {error.name}: pip install '{extra}'"
+        return ImportError(reason) if is_import else AttributeError(reason)
+    if is_import:
+        raise error
+    return AttributeError(f"{name} needs a package that does not load: {error}")

@@ -32,8 +32,7 @@ def core() -> Path:
                 "Install the wheel for that one, or build lowbit again with `pip install .`."
             ) from error
         raise ImportError(
-            "lowbit's compiled part is missing. Build it with `pip install .` in a checkout of lowbit "
-            "(torch must be installed first)."
+            "lowbit's compiled part is missing. Build it with `pip install .` in a checkout of lowbit."
         ) from error
     except ImportError as error:
         if error.path is None:  # not raised by the dynamic loader, so LOWBIT_ISA is invalid
@@ -46,16 +45,24 @@ def load() -> None:
     """Registers the operators ``torch.ops.lowbit.*``.
 
     Raises:
-        ImportError: the compiled part is missing, torch is too old, or ``LOWBIT_ISA`` is not a known name.
+        ImportError: the compiled part is missing, torch is missing or too old, or ``LOWBIT_ISA`` is not a known name.
     """
-    import torch
+    try:
+        import torch
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise ModuleNotFoundError("lowbit needs torch for this: pip install 'lowbit[torch]'", name="torch") from None
 
     version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     if version < OLDEST_TORCH:
         raise ImportError(f"lowbit needs torch >= {'.'.join(map(str, OLDEST_TORCH))}; found {torch.__version__}")
     library = core() / "lowbit_torch.so"
     if not library.exists():
-        raise ImportError(f"lowbit's operator library is missing: {library}. Build it again with `pip install .`.")
+        raise ImportError(
+            f"lowbit's operator library is missing: {library}, as after a build without torch. Build it again, with torch "
+            "installed, with `pip install .`."
+        )
     try:
         torch.ops.load_library(library)
     except OSError as error:

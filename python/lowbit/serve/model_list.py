@@ -58,9 +58,7 @@ class LanguageModel:
             ValueError: the model's files have invalid settings, or it does not support several texts.
         """
         usual, most, _ = sampling_of(model)
-        return cls(
-            name, tokenizer, template, PrefixBatch(decoder, at_once, rows, prefix_bytes), usual, most, frozenset(stop)
-        )
+        return cls(name, tokenizer, template, PrefixBatch(decoder, at_once, rows, prefix_bytes), usual, most, frozenset(stop))
 
     @property
     def max_length(self) -> int:
