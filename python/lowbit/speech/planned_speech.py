@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ..hf.config import LowBitConfig
 
 LISTEN_PLAN = "lowbit.listen.plan"  # that of the encoder; PLAN is that of the decoding step
+_KIND = "speech"
 _FILES = (
     "config.json", "generation_config.json", "preprocessor_config.json", "processor_config.json", "tokenizer.json",
     "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
@@ -55,7 +56,7 @@ class PlannedSpeech:
         if features.shape != expected:
             raise ValueError(f"features is {list(features.shape)}; expected {list(expected)}")
         inputs = [np.ascontiguousarray(features, self._dtype), np.zeros(1, np.int64)]
-        self._listen.call(
+        self._listen.run(
             self.positions, 1, _memory(inputs), _memory([self._states, *self._last]), [(0, self.positions, 0, self._caches[1])]
         )
 
@@ -64,7 +65,7 @@ class PlannedSpeech:
         logits = np.empty(self.vocabulary, self._dtype)
         inputs = [np.array(each, np.int64) for each in (tokens, [start], [self.positions - 1])]
         text = (0, len(tokens), start, self._caches[0])
-        self._step.call(len(tokens), 1, _memory([*inputs, *self._last]), _memory([logits]), [text])
+        self._step.run(len(tokens), 1, _memory([*inputs, *self._last]), _memory([logits]), [text])
         return logits.astype(np.float32, copy=False)
 
 
@@ -96,7 +97,7 @@ class PlannedTranscriber(Transcriber):
                 plans.append(_C.PlanModel(str(file), threads or default_threads()))
             except (OSError, ValueError) as error:
                 raise NoPlan(f"{file} is not used: {error}") from error
-        contents = [described(directory, plan.about, __version__, _FILES) for plan in plans]
+        contents = [described(directory, plan.about, __version__, _FILES, _KIND) for plan in plans]
         if contents[0] != contents[1]:
             raise NoPlan(f"{files[1]} is not used: it was made for another model than {files[0]}")
         try:
@@ -172,7 +173,7 @@ def write_plans(transcriber: Transcriber, directory: Path) -> None:
     if decoder.plan is None or decoder.listen_plan is None:
         raise ValueError(f"the model has no plans: {decoder.plan_refusal or decoder.listen_refusal}")
     config, dtype = decoder.model.config, str(decoder.model.dtype).removeprefix("torch.")
-    content: dict[str, Any] = {name: getattr(decoder, name) for name in _NUMBERS}
+    content: dict[str, Any] = {"kind": _KIND} | {name: getattr(decoder, name) for name in _NUMBERS}
     content |= {"dtype": dtype, "heads": decoder.heads, "width": config.d_model, "layers": config.decoder_layers}
     content["caches"] = [
         [*place, tensor.nbytes, ELEMENT_TYPES[tensor.dtype], list(tensor.shape)] for place, tensor in decoder.plan.kept.items()
