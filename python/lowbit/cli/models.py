@@ -10,6 +10,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import lowbit
+
 from ..machine.cpus import available_cpus
 from .options import Widths, refuse_unused
 from .output import Output
@@ -193,6 +195,15 @@ def set_threads(threads: int | None) -> None:
     check_threads(threads)
     if threads is not None:
         torch.set_num_threads(threads)
+
+
+@contextmanager
+def by_torch(output: Output, path: Path, threads: int | None) -> Iterator[Any]:
+    """A context in which a model is loaded by torch, which is imported first; it yields a function for progress."""
+    lowbit.load_torch()
+    set_threads(threads)
+    with output.progress(f"loading {path}", "tensors") as advance:
+        yield advance
 
 
 def read_text(path: Path) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,7 +15,7 @@ import lowbit
 
 from ..machine.facts import keep_freed_memory
 from . import options
-from .models import from_hub, imported, load, load_draft, positions, read_text, set_threads
+from .models import by_torch, from_hub, imported, load, load_draft, positions, read_text, set_threads
 from .output import Output
 
 if TYPE_CHECKING:
@@ -156,14 +157,14 @@ def _load(wish: _Wish, name: str, path: Path) -> tuple[Model, Any]:
             return wish.language_model(name, decoder, model.model, model.tokenizer, model.directory, model.stop), guesser
         except NoPlan as reason:
             caches = missing(output, reason)
-    lowbit.load_torch()
-    set_threads(wish.threads)
     if is_text:
+        lowbit.load_torch()
+        set_threads(wish.threads)
         return _load_by_torch(wish, name, path, caches)
+    more = {"threads": wish.threads, "loading": partial(by_torch, output, path, wish.threads), "note": output.note}
     if speech.is_speech(path):
-        with output.progress(f"loading {path}", "tensors") as advance:
-            return speech.load(name, path, wish.config, cache=wish.cache, progress=advance), None
-    return embeddings.load(name, path), None
+        return speech.load(name, path, wish.config, cache=wish.cache, **more), None
+    return embeddings.load(name, path, **more), None
 
 
 def _load_by_torch(wish: _Wish, name: str, path: Path, caches: tuple[str, ...] | None) -> tuple[Model, Any]:

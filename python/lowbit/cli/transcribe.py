@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-import lowbit
-
 from ..machine.facts import keep_freed_memory
 from . import options
-from .models import set_threads
+from .models import by_torch
 from .output import Output, print_piece, set_stdout_errors
 
 if TYPE_CHECKING:
@@ -48,18 +45,12 @@ def transcribe(
     from ..speech.audio import limit_allocations
     from ..speech.planned_speech import open_transcriber
 
-    @contextmanager
-    def loading() -> Iterator[Any]:
-        lowbit.load_torch()
-        set_threads(threads)
-        with output.progress(f"loading {model}", "tensors") as advance:
-            yield advance
-
     config = quantizing.config()
     keep_freed_memory()
     set_stdout_errors("replace")
     limit_allocations()
     recordings = [(path, load_audio(path)) for path in audio]  # before the model is loaded, which takes longer
+    loading = partial(by_torch, output, model, threads)
     transcriber = open_transcriber(Path(model), config, cache=cache, threads=threads, loading=loading, note=output.note)
     documents = []
     for path, samples in recordings:

@@ -59,8 +59,10 @@ def description(facts: dict[str, list[int]], version: str) -> dict[str, Any]:
     return dict(content)
 
 
-def described(directory: Path, facts: dict[str, list[int]], version: str, names: Sequence[str]) -> dict[str, Any]:
-    """The description of the plan in a directory, if it fits the files beside it.
+def described(
+    directory: Path, facts: dict[str, list[int]], version: str, names: Sequence[str], kind: str = "text"
+) -> dict[str, Any]:
+    """The description of the plan in a directory, if it is of this kind of model and fits the files beside it.
 
     Raises:
         NoPlan: it does not.
@@ -70,6 +72,8 @@ def described(directory: Path, facts: dict[str, list[int]], version: str, names:
         found, refusal = content["files"], content["refusal"]
     except (KeyError, TypeError, ValueError, OverflowError):
         raise NoPlan("") from None  # written without a description, or by another version
+    if content.get("kind", "text") != kind:
+        raise NoPlan("", stale=False)
     if found != states(directory, names):
         raise NoPlan(f"{directory / PLAN} is not used: the files of settings beside it have changed")
     if refusal is not None:

@@ -11,6 +11,7 @@ import copy
 import inspect
 import logging
 import threading
+from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -22,9 +23,10 @@ from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_h
 from .. import nn
 from ..plan.lowering import Lowered, Roles, lowered
 from ..plan.model_parts import ModelParts, check_hooks, state_of
+from ..plan.plan_file import Plan
 from ..plan.recording import Sizes, Unplannable, record
 from ..plan.running import Caches, Planned
-from .encoder_heads import Chain, Classifier, is_classifier
+from .encoder_heads import Chain, Classifier, is_chain, is_classifier
 from .masked import ATTENTION, make_mask, masks_made_by
 from .shared_inputs import SharedInput, observed
 
@@ -35,6 +37,8 @@ _MOST_ROWS = 1024  # of a call of the plan; a longer text has a call of its own
 # Differences from the model's own operators, relative to the values of a text. Plans have the bits of lowbit's operators.
 # Others, as the sines of rotary positions, differ by rounding, which quantized activations amplify.
 _FLOAT_LIMIT, _QUANTIZED_LIMIT = 1e-4, 0.05
+_MOST_SEEN = 4096  # positions at which masks are compared
+_ALL = 1 << 40  # positions: more than a text has
 _FLAGS = {"return_dict": True, "output_attentions": False, "output_hidden_states": False}
 _TENSORS = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
 _BUILDING = threading.Lock()
@@ -62,6 +66,17 @@ class _Mask:
         begin, end = self._ranges
         # A shorter text sees the same positions as far as it has them, unless it sees all.
         return begin[:length], end[:length].clamp(max=length)
+
+    def distances(self, length: int) -> tuple[int, int]:
+        """How many positions before and after its own each position of a text of up to ``length`` tokens sees."""
+        begin, end = self.ranges(length)
+        places = torch.arange(length)
+        before, after = int((places - begin).max()), int((end - 1 - places).max())
+        same = torch.equal(begin, (places - before).clamp(min=0)) and torch.equal(end, (places + 1 + after).clamp(max=length))
+        if not same:
+            raise Unplannable("its attention sees other numbers of tokens at each position")
+        every = length - 1
+        return (_ALL if before == every else before), (_ALL if after == every else after)
 
     def bounds(self, length: int) -> Tensor:
         """Bounds, int32 [length, 3], of a text without padding."""
@@ -224,6 +239,30 @@ class EncoderPlan:
         if worst > limit:
             raise Unplannable(f"its results differ by {worst:.2g} of their size; rounding is below {limit:g}")
         return worst
+
+    @property
+    def positions(self) -> int:
+        """Tokens of the longest text."""
+        most: int = self._model.config.max_position_embeddings
+        return most - self._padding - 1 if self._counts_tokens else most
+
+    def facts(self) -> dict[str, list[int]]:
+        """How a plan's inputs are made from tokens; plan/model.cpp does it.
+
+        Raises:
+            Unplannable: its attention sees tokens in another way.
+        """
+        config = self._model.config
+        facts = {"vocabulary": [config.vocab_size], "positions": [self.positions], "width": [self.width]}
+        if self._has_types:
+            facts["types"] = [config.type_vocab_size]
+        if self._counts_tokens:
+            facts |= {"first_position": [self._padding + 1], "padding": [self._padding]}
+        length = min(self.positions, _MOST_SEEN)
+        facts["masks"] = [number for mask in self._masks for number in mask.distances(length)]
+        if length < self.positions and (getattr(config, "sliding_window", None) or 0) >= length:
+            raise Unplannable(f"its attention sees more than {length} tokens")
+        return facts
 
     def fits(self) -> bool:
         """Whether the model still has the modules, parameters and hooks that it had."""
@@ -469,6 +508,37 @@ def _fits(name: str, tensor: Any, shape: torch.Size) -> bool:
     if name == "attention_mask":
         return bool(tensor.shape == shape)
     return tensor.dtype in (torch.int64, torch.int32) and tensor.shape[0] in (1, shape[0])
+
+
+@dataclass(frozen=True)
+class FilePlan:
+    """A plan that computes embeddings or scores of texts from their tokens, for programs without Python.
+
+    Attributes:
+        facts: what such a program needs to know to make the plan's inputs.
+        positions: of the longest text.
+    """
+
+    plan: Plan
+    weights: dict[int, Tensor]
+    facts: dict[str, list[int]]
+    positions: int
+
+
+def plan_for_files(model: Any) -> FilePlan:
+    """The plan of a fused SentenceTransformer or CrossEncoder.
+
+    Raises:
+        Unplannable: the model has no plan; the message says why.
+    """
+    if is_chain(model):
+        head: Chain | Classifier = Chain(model)
+    elif len(list(model)) == 1 and is_classifier(model[0].model):
+        head = Classifier(model[0].model)
+    else:
+        raise Unplannable(f"it is a {type(model).__name__} of other modules")
+    made = EncoderPlan(head.base, head, alone=True)
+    return FilePlan(made.planned.plan, made.planned.weights, made.facts(), made.positions)
 
 
 def replace(model: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import copy
+import math
 import struct
 import time
 from collections import deque
@@ -11,20 +12,22 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
+from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
 
 from ..files.config_json import read_config
+from ..files.plan_facts import NoPlan, are_allowed
 from ..files.untrusted import interpreting, read_json
 from .engine import Engine, ordinary
 from .errors import ApiError, bad, shortened
+from .planned_texts import PlannedTexts, keep_plan
 from .protocol import Embeddings, Ranking, check_bytes
 from .sentence_files import check_files
 from .speech import SpeechModel
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 AT_ONCE = 32  # texts per call of the model
 _LEAST = 6  # oldest version of sentence-transformers
@@ -45,7 +48,7 @@ Item = Input | tuple[str, str]  # for an encoder; query and document for a reran
 
 @dataclass
 class TextModel:
-    """A model in sentence-transformers' format, which computes a row of numbers for each text or pair of texts."""
+    """A model of sentence-transformers, or its plan, which computes a row of numbers for each text or pair of texts."""
 
     name: str
     model: Any
@@ -68,8 +71,8 @@ class TextModel:
     def tokens(self, item: Item) -> list[int]:
         raise NotImplementedError
 
-    def compute(self, items: Sequence[Item]) -> list[Tensor]:
-        """The row of each item, from one call of the model."""
+    def compute(self, items: Sequence[Item]) -> list[np.ndarray]:
+        """The row of each item, float32, from one call of the model."""
         raise NotImplementedError
 
     def count(self, name: str, items: Sequence[Item], cut: bool, first: int | None) -> list[int]:
@@ -109,8 +112,8 @@ class Encoder(TextModel):
         prompts = getattr(self.model, "prompts", {})
         return self.encode(prompts.get(item.prompt or getattr(self.model, "default_prompt_name", None), "") + item.text)
 
-    def compute(self, items: Sequence[Item]) -> list[Tensor]:
-        rows: dict[int, Tensor] = {}
+    def compute(self, items: Sequence[Item]) -> list[np.ndarray]:
+        rows: dict[int, np.ndarray] = {}
         groups: dict[str | None, list[int]] = {}
         for place, item in enumerate(items):
             assert isinstance(item, Input)
@@ -120,18 +123,20 @@ class Encoder(TextModel):
                 rows[place] = self._embed_tokens(item.text)
         for prompt, places in groups.items():
             texts = [items[place].text for place in places]  # type: ignore[union-attr]
-            found = self.model.encode(texts, prompt_name=prompt, convert_to_tensor=True, show_progress_bar=False)
-            for place, row in zip(places, found.float(), strict=True):
-                rows[place] = row
+            found = self.model.encode(texts, prompt_name=prompt, show_progress_bar=False)
+            rows.update(zip(places, found, strict=True))
         return [rows[place] for place in range(len(items))]
 
-    def _embed_tokens(self, tokens: list[int]) -> Tensor:
+    def _embed_tokens(self, tokens: list[int]) -> np.ndarray:
+        tokens = tokens[: self.max_length]
+        if isinstance(self.model, PlannedTexts):
+            return self.model.embed_tokens(tokens)
         import torch
 
-        ids = torch.tensor([tokens[: self.max_length]])
+        ids = torch.tensor([tokens])
         with torch.inference_mode():
             row = self.model({"input_ids": ids, "attention_mask": torch.ones_like(ids)})["sentence_embedding"][0]
-        found: Tensor = row.float()[: self.model.truncate_dim]
+        found: np.ndarray = row.float()[: self.model.truncate_dim].numpy()
         return found
 
     def prompt_of(self, names: Sequence[str]) -> str | None:
@@ -146,11 +151,20 @@ class Reranker(TextModel):
         assert isinstance(item, tuple)
         return self.encode(*item)
 
-    def compute(self, items: Sequence[Item]) -> list[Tensor]:
-        identity = import_module("torch").nn.Identity()
-        found = self.model.predict(list(items), convert_to_tensor=True, show_progress_bar=False, activation_fn=identity)
-        # Each score separately, because the last bits of a tensor's sigmoid depend on whether its elements fill a vector.
-        return [self.model.activation_fn(score.reshape(1)) for score in found.float()]
+    def compute(self, items: Sequence[Item]) -> list[np.ndarray]:
+        scores = self.model.predict(list(items), show_progress_bar=False, activation_fn=lambda scores: scores)
+        return [np.array([self._activated(score)], np.float32) for score in scores]
+
+    def _activated(self, score: np.float32) -> float:
+        model = self.model
+        name = model.activation if isinstance(model, PlannedTexts) else type(model.activation_fn).__name__
+        if name == "Identity":
+            return float(score)
+        if name == "Sigmoid":
+            return 1 / (1 + math.exp(-max(float(score), -700.0)))
+        torch = import_module("torch")
+        # Each score separately, because the last bits of a function depend on whether its elements fill a vector.
+        return float(model.activation_fn(torch.tensor([score]))[0])
 
 
 def _has_scores(path: Path) -> bool:
@@ -163,8 +177,20 @@ def is_kind(path: Path) -> bool:
     return _has_scores(path) or (path / "modules.json").is_file()
 
 
-def load(name: str, path: Path) -> TextModel:
+def load(
+    name: str,
+    path: Path,
+    threads: int | None = None,
+    loading: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    note: Callable[[str], None] = lambda text: None,
+) -> TextModel:
     """Loads the embedding model or reranker in a directory.
+
+    By the plan beside its weights, or else by sentence-transformers; then the plan is written.
+
+    Args:
+        loading: makes a context for the use of torch.
+        note: called with what a user may want to know.
 
     Raises:
         ImportError: sentence-transformers is not installed.
@@ -175,6 +201,24 @@ def load(name: str, path: Path) -> TextModel:
     if kind not in (None, "SentenceTransformer", "CrossEncoder"):
         raise ValueError(f"{settings} has model_type {kind!r}; expected SentenceTransformer or CrossEncoder")
     check_files(path)
+    stale = False
+    if are_allowed():
+        try:
+            planned = PlannedTexts(path, threads)
+            return Reranker(name, planned) if planned.scores else Encoder(name, planned)
+        except NoPlan as reason:
+            if str(reason):
+                note(str(reason))
+            stale = reason.stale
+    with loading():
+        model = _load_by_torch(path, scores or kind == "CrossEncoder")
+    if stale:
+        keep_plan(model, path, note)
+    return Reranker(name, model) if hasattr(model, "num_labels") else Encoder(name, model)
+
+
+def _load_by_torch(path: Path, scores: bool) -> Any:
+    """A model of sentence-transformers, fused so that a text has the same bits alone and in any batch."""
     try:
         library = import_module("sentence_transformers")
     except ModuleNotFoundError as error:
@@ -187,7 +231,6 @@ def load(name: str, path: Path) -> TextModel:
     from ..hf.from_pretrained import counting
     from ..hf.fusing import fuse_
 
-    scores = scores or kind == "CrossEncoder"
     make = library.CrossEncoder if scores else library.SentenceTransformer
     with counting(None), interpreting(f"{path} does not load"):
         model = make(
@@ -195,8 +238,8 @@ def load(name: str, path: Path) -> TextModel:
         )
     if scores and model.num_labels != 1:
         raise ValueError(f"{path} has a classifier of {model.num_labels} labels; expected 1, the score of a reranker")
-    fuse_(model)  # so that a text has the same bits alone and in any batch
-    return Reranker(name, model) if scores else Encoder(name, model)
+    fuse_(model)
+    return model
 
 
 @dataclass
@@ -205,7 +248,7 @@ class _Job:
 
     items: Sequence[Item]
     future: Future
-    rows: dict[int, Tensor] = field(default_factory=dict)
+    rows: dict[int, np.ndarray] = field(default_factory=dict)
 
 
 class Batches:
@@ -279,7 +322,7 @@ class Request:
     model: TextModel
     groups: list[tuple[str, list[Item], bool]]  # parameter, items, whether they are an array
     cut: bool
-    document: Callable[[list[Tensor], int], dict[str, Any]]
+    document: Callable[[list[np.ndarray], int], dict[str, Any]]
 
     @property
     def items(self) -> list[Item]:
@@ -311,7 +354,7 @@ def embeddings(model: Any, asked: Embeddings) -> Request:
     if wrong is not None:
         raise bad("input", f"input has a token {wrong}; expected 0 to {size - 1}")
 
-    def document(rows: list[Tensor], count: int) -> dict[str, Any]:
+    def document(rows: list[np.ndarray], count: int) -> dict[str, Any]:
         if width is not None and width > len(rows[0]):
             raise bad("dimensions", f"dimensions is {width}; expected at most {len(rows[0])}, those of the model")
         values = [_shortened(row, width).tolist() for row in rows]
@@ -326,12 +369,23 @@ def embeddings(model: Any, asked: Embeddings) -> Request:
     return Request(model, [("input", [Input(text, prompt) for text in texts], len(texts) > 1)], asked.truncate, document)
 
 
-def _shortened(row: Tensor, width: int | None) -> Tensor:
+def _shortened(row: np.ndarray, width: int | None) -> np.ndarray:
     """The first numbers of an embedding (Matryoshka), normalized to length 1 if the embedding is."""
     if width in (None, len(row)):
         return row
-    unit = abs(row.norm().item() - 1) < 1e-2  # bfloat16 is not more exact
-    return import_module("torch").nn.functional.normalize(row[:width], dim=0) if unit else row[:width]
+    wide = row.astype(np.float64)
+    unit = abs(np.linalg.norm(wide) - 1) < 1e-2  # bfloat16 is not more exact
+    short = wide[:width] / max(np.linalg.norm(wide[:width]), 1e-12) if unit else wide[:width]
+    return short.astype(np.float32)
+
+
+def _similarity(name: str, one: np.ndarray, other: np.ndarray) -> float:
+    """How similar two embeddings are, by the name that sentence-transformers has for the function."""
+    a, b = one.astype(np.float64), other.astype(np.float64)
+    if name in ("cosine", "dot"):
+        size = np.linalg.norm(a) * np.linalg.norm(b) if name == "cosine" else 1.0
+        return float(np.float32(a @ b / max(size, 1e-24)))
+    return float(np.float32(-np.linalg.norm(a - b, 2 if name == "euclidean" else 1)))
 
 
 def ranking(model: Any, asked: Ranking) -> Request:
@@ -356,9 +410,9 @@ def ranking(model: Any, asked: Ranking) -> Request:
     else:
         groups = [("documents", [(query, text) for text in documents], True)]
 
-    def document(rows: list[Tensor], count: int) -> dict[str, Any]:
+    def document(rows: list[np.ndarray], count: int) -> dict[str, Any]:
         if encoder is not None:  # one by one, so that a score does not depend on the other documents
-            scores = [encoder.model.similarity(rows[0][None], row[None]).item() for row in rows[1:]]
+            scores = [_similarity(encoder.model.similarity_fn_name, rows[0], row) for row in rows[1:]]
         else:
             scores = [row.item() for row in rows]
         order = sorted(range(len(documents)), key=lambda index: -scores[index])[: asked.top_n]

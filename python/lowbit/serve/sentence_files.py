@@ -27,8 +27,23 @@ def check_files(path: Path) -> None:
     Raises:
         OSError, ValueError: with the file, what was found, and what was expected.
     """
-    folders = [path]
-    file = path / "modules.json"
+    for folder in (path, *(path / folder for folder in folders_of(path))):
+        for found in sorted(folder.glob("*.json")) if folder.is_dir() else ():
+            if re.fullmatch(r"config.*|sentence_.*_config", found.stem):
+                _check_settings(found, read_json(found))
+        pickles = [each.name for each in sorted(folder.glob("pytorch_model*.bin"))] if folder.is_dir() else []
+        if pickles and not any(folder.glob("*.safetensors")):
+            raise ValueError(f"{folder} has weights in {pickles[0]}, a pickle; expected model.safetensors")
+    refuse_code(path, read_config(path) if (path / CONFIG).exists() else {})
+
+
+def folders_of(path: Path) -> list[str]:
+    """The folders of a model's modules, as modules.json names them, other than its own.
+
+    Raises:
+        OSError, ValueError: it names code that is not known, or folders outside of the model's.
+    """
+    folders, file = dict[str, None](), path / "modules.json"
     for number, module in enumerate(_modules(file) if file.is_file() else ()):
         kind, folder = (module.get(name) for name in ("type", "path"))
         if not isinstance(kind, str) or not _MODULE.fullmatch(kind):
@@ -38,15 +53,9 @@ def check_files(path: Path) -> None:
             )
         if not isinstance(folder, str) or PurePosixPath(folder).is_absolute() or ".." in re.split(r"[/\\]", folder):
             raise ValueError(f"{file}: module {number} has the path {folder!r}; expected a folder of this directory")
-        folders.append(path / folder)
-    for folder in dict.fromkeys(folders):
-        for found in sorted(folder.glob("*.json")) if folder.is_dir() else ():
-            if re.fullmatch(r"config.*|sentence_.*_config", found.stem):
-                _check_settings(found, read_json(found))
-        pickles = [each.name for each in sorted(folder.glob("pytorch_model*.bin"))] if folder.is_dir() else []
-        if pickles and not any(folder.glob("*.safetensors")):
-            raise ValueError(f"{folder} has weights in {pickles[0]}, a pickle; expected model.safetensors")
-    refuse_code(path, read_config(path) if (path / CONFIG).exists() else {})
+        if PurePosixPath(folder).parts:
+            folders[folder] = None
+    return list(folders)
 
 
 def _modules(file: Path) -> list[dict[str, Any]]:

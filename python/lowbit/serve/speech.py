@@ -41,13 +41,13 @@ def is_speech(path: Path) -> bool:
     return read_config(path).get("model_type") == "whisper"
 
 
-def load(name: str, path: Path, quantization: LowBitConfig | None, *, cache: str | None, progress: Any) -> SpeechModel:
-    """Like :func:`lowbit.speech.load_transcriber`; also raises ImportError if the library for audio files is missing."""
+def load(name: str, path: Path, quantization: LowBitConfig | None = None, **more: Any) -> SpeechModel:
+    """As :func:`lowbit.speech.planned_speech.open_transcriber`; also raises ImportError if the library for audio is missing."""
     from ..speech.audio import limit_allocations
-    from ..speech.transcriber import load_transcriber
+    from ..speech.planned_speech import open_transcriber
 
     limit_allocations()
-    return SpeechModel(name, load_transcriber(path, quantization, cache=cache, progress=progress))
+    return SpeechModel(name, open_transcriber(path, quantization, **more))
 
 
 class Wish(Body):

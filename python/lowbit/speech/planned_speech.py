@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ..hf.config import LowBitConfig
 
 LISTEN_PLAN = "lowbit.listen.plan"  # that of the encoder; PLAN is that of the decoding step
+_KIND = "speech"
 _FILES = (
     "config.json", "generation_config.json", "preprocessor_config.json", "processor_config.json", "tokenizer.json",
     "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
@@ -96,7 +97,7 @@ class PlannedTranscriber(Transcriber):
                 plans.append(_C.PlanModel(str(file), threads or default_threads()))
             except (OSError, ValueError) as error:
                 raise NoPlan(f"{file} is not used: {error}") from error
-        contents = [described(directory, plan.about, __version__, _FILES) for plan in plans]
+        contents = [described(directory, plan.about, __version__, _FILES, _KIND) for plan in plans]
         if contents[0] != contents[1]:
             raise NoPlan(f"{files[1]} is not used: it was made for another model than {files[0]}")
         try:
@@ -172,7 +173,7 @@ def write_plans(transcriber: Transcriber, directory: Path) -> None:
     if decoder.plan is None or decoder.listen_plan is None:
         raise ValueError(f"the model has no plans: {decoder.plan_refusal or decoder.listen_refusal}")
     config, dtype = decoder.model.config, str(decoder.model.dtype).removeprefix("torch.")
-    content: dict[str, Any] = {name: getattr(decoder, name) for name in _NUMBERS}
+    content: dict[str, Any] = {"kind": _KIND} | {name: getattr(decoder, name) for name in _NUMBERS}
     content |= {"dtype": dtype, "heads": decoder.heads, "width": config.d_model, "layers": config.decoder_layers}
     content["caches"] = [
         [*place, tensor.nbytes, ELEMENT_TYPES[tensor.dtype], list(tensor.shape)] for place, tensor in decoder.plan.kept.items()

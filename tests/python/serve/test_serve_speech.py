@@ -51,7 +51,7 @@ def directory(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def client(directory):
-    model = speech.load("whisper", directory / "model", PACKED, cache=None, progress=None)
+    model = speech.load("whisper", directory / "model", PACKED, cache=None)
     with serving([model], Limits(recording_bytes=200_000)) as (port, _):
         yield Client(port)
 
@@ -190,7 +190,7 @@ def test_invalid_recordings(client, tmp_path, monkeypatch):
 
 def test_few_recordings_are_in_memory_at_a_time(directory, expected, monkeypatch):
     """Other requests wait, streamed or not."""
-    model = speech.load("whisper", directory / "model", PACKED, cache=None, progress=None)
+    model = speech.load("whisper", directory / "model", PACKED, cache=None)
     held, most, follow = set(), [], speech.Listening.next
 
     def following(listening):
