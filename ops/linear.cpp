@@ -2,6 +2,7 @@
 
 #include "../kernels/registry.h"
 #include "check.h"
+#include "first_weights.h"
 #include "float_environment.h"
 #include "nodes.h"
 #include "operators.h"
@@ -189,7 +190,8 @@ Status linear_prepared(const Matrix& matrix, const TensorView& x, int64_t rows, 
 }
 
 // Divides the rows and panels of a call, for `threads` threads.
-Grid make_grid(int64_t rows, const Matrices& matrices, int threads) {
+Grid make_grid(int64_t rows, const Matrices& matrices, const Parallel& parallel) {
+  const int threads = parallel.threads;
   const auto whole_chunks = [&](int64_t value) { return at_least_1(value / kBandRows) * kBandRows; };
   const int planes = matrices.kinds.most_planes;
   int64_t cached = whole_chunks(kBandBytes / (planes * matrices.kinds.blocks * kBlockInputs));
@@ -216,16 +218,25 @@ Grid make_grid(int64_t rows, const Matrices& matrices, int threads) {
     grid.nodes = nodes_with_parts();
     grid.node_of = [](int) { return node_here(); };
   }
+  if (grid.nodes == 1 && grid.bands() == 1 && threads > 1 && parallel.part != nullptr) {
+    grid.nodes = threads;
+    grid.node_of = parallel.part;
+  }
   return grid;
+}
+
+// The useful number of threads for `rows` rows of x.
+int threads_for(int64_t rows, const Matrices& matrices, const Parallel& parallel) {
+  const int64_t products = rows * matrices.kinds.most_planes * matrices.kinds.k * matrices.panels * kPanelRows;
+  return products < kParallelProducts ? 1 : parallel.threads;
 }
 
 // linear() with kernels that read int8 rows, for all matrices and `rows` rows of x. All arguments have been checked.
 Status linear_quantized(const Matrices& matrices, const TensorView& x, int64_t rows, const Parallel& parallel) {
   QuantizedRows quantized(x, matrices.kinds, choose_quantize(active_isa()));
   const int64_t chunk = rows_at_once(rows, quantized.bytes(1));
-  const int64_t products = chunk * matrices.kinds.most_planes * matrices.kinds.k * matrices.panels * kPanelRows;
-  const int threads = products < kParallelProducts ? 1 : parallel.threads;
-  Grid grid = make_grid(chunk, matrices, threads);
+  const int threads = threads_for(chunk, matrices, parallel);
+  Grid grid = make_grid(chunk, matrices, {threads, parallel.run, parallel.part});
   const int64_t quantized_bytes = quantized.bytes(chunk);
   const int64_t bands_bytes = grid.bands() * grid.nodes * static_cast<int64_t>(sizeof(Band));
   int64_t scratch_bytes = kLinearScratchBytes;
@@ -258,7 +269,7 @@ Status linear_quantized(const Matrices& matrices, const TensorView& x, int64_t r
     };
     const bool few = grid.rows * matrices.kinds.k < kParallelValues;
     if (few) quantize_rows(0, 0, grid.rows);
-    parallel_2d({threads, parallel.run}, grid, bands,
+    parallel_2d({threads, parallel.run, parallel.part}, grid, bands,
                 [&](int worker, int64_t first, int64_t end) {
                   if (!few) quantize_rows(worker, first, end);
                 },
@@ -386,6 +397,27 @@ Status linears(const TensorView& x, const TensorView* packed, const int64_t* out
   }
   rest.outputs = matrices.outputs;
   return rest.count == 0 ? Status() : linear_quantized(rest, x, rows, parallel);
+}
+
+FirstWeights first_weights(const TensorView& x, const TensorView* packed, const int64_t* out_features, int64_t count,
+                           const TensorView& out, const Parallel& parallel, int part) {
+  Matrices matrices;
+  bool prepared = false;
+  if (!read_matrices(x, packed, out_features, count, out, &matrices).ok()) return {};
+  const int64_t rows = x.shape.numel() / matrices.kinds.k;
+  if (!plan_matrices(x, rows, out, parallel, &matrices, &prepared).ok() || prepared) return {};
+  const Grid grid = make_grid(rows, matrices, {threads_for(rows, matrices, parallel), parallel.run, parallel.part});
+  if (parallel.part == nullptr || grid.node_of != parallel.part || part >= grid.nodes) return {};
+  const int64_t panel = grid.part(part);
+  for (int i = 0; i < matrices.count; ++i) {
+    const Matrix& matrix = matrices.of[i];
+    const int64_t own = panel - matrix.first_panel;
+    if (own < 0 || own >= matrix.layout.panels) continue;
+    const int64_t streams = panels_at_once(*matrix.kernel);
+    return {matrix.panels + own * matrix.layout.panel_bytes, matrix.layout.panel_bytes,
+            streams < matrix.layout.panels - own ? streams : matrix.layout.panels - own};
+  }
+  return {};
 }
 
 Status linear(const TensorView& x, const TensorView& packed, int64_t out_features, const TensorView& out,

@@ -64,7 +64,7 @@ struct Grid {
   int64_t prepare_rows;     // a claim of the first stage: at most this many rows of a band
   int64_t columns;
   int64_t least_columns, most_columns;  // a claim of the second stage: a multiple of the least, except for the last
-  // Memory nodes (nodes.h): each has a part of the columns, which its threads claim before other parts.
+  // Memory nodes (nodes.h), or threads (Parallel::part): each has a part of the columns, claimed before other parts.
   int64_t nodes = 1;
   int (*node_of)(int worker) = nullptr;  // with several nodes: the node of the calling thread
 

@@ -10,8 +10,8 @@
 #include <memory>
 #include <mutex>
 #include <new>
-#include <thread>
 
+#include "cores.h"
 #include "lowbit.h"
 #include "model.h"
 #include "sampling.h"
@@ -127,7 +127,7 @@ lowbit_result lowbit_open(const char* path, const lowbit_open_options* options, 
     *model = nullptr;
     lowbit_open_options used;
     if (Status status = read_options(options, &used); !status.ok()) return status;
-    const int threads = used.threads != 0 ? used.threads : std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
+    const int threads = used.threads != 0 ? used.threads : lowbit::default_threads();
     std::unique_ptr<PlanModel> made;
     const Status status = PlanModel::open(path, {threads, used.run_tasks, used.host}, &made);
     if (status.ok()) *model = models().add(std::move(made));

@@ -58,7 +58,7 @@ typedef enum {
 /* Options begin with their size, sizeof of the struct, so that later versions can add fields. Zeros are defaults. */
 typedef struct {
   size_t size;
-  int threads; /* 0: one for each CPU that the process may use */
+  int threads; /* 0: one for each fast core that the process may use */
   /* Threads of the caller: calls task(context, i) once for each i from 0 to count - 1, in any order, on any threads, and returns
    * when all are done. `count` is at most `threads`; tasks do not wait for each other. NULL: threads of the library. */
   void (*run_tasks)(void* host, int count, void (*task)(void* context, int index), void* context);

@@ -66,6 +66,10 @@ class MappedFile {
     if (!known) return Status::error("%s is empty, or no plain file", path.c_str());
     if (data == MAP_FAILED) return Status::system("%s cannot be mapped: %s", path.c_str(), std::strerror(error));
     memory_ = {data, about.st_size};
+#ifdef MADV_HUGEPAGE
+    // Linux reads what is not yet in memory in huge pages, if the file system can. Weights are read faster from them.
+    madvise(data, static_cast<size_t>(about.st_size), MADV_HUGEPAGE);
+#endif
     return {};
   }
 #endif

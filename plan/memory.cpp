@@ -88,6 +88,7 @@ Status PlanMemory::place(const PlanCall& call, PreparedViews* to) {
   to->rows = 0;
   to->views.clear();
   to->moving.clear();
+  to->next_weights.clear();
   to->memory = weights_;
   for (size_t i = 0; i < plan_.buffers.size(); ++i) {
     if (plan_.buffers[i].kind == BufferKind::weight && weights_[i].data == nullptr) {

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "../ops/aligned_memory.h"
+#include "../ops/first_weights.h"
 #include "plan.h"
 
 namespace lowbit {
@@ -21,6 +22,8 @@ struct PreparedViews {
     int64_t offset;  // in bytes
   };
   std::vector<Moving> moving;  // the views of inputs and outputs
+  // For each linear operator, where each helper begins to read the next one's weights; empty before the first call.
+  std::vector<FirstWeights> next_weights;
 };
 
 class PlanMemory {

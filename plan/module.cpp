@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "cores.h"
 #include "model.h"
 #include "plan.h"
 #include "real_functions.h"
@@ -258,6 +259,7 @@ void add_plans(py::module_& module) {
       .def("run", &run_model, py::arg("rows"), py::arg("kept"), py::arg("inputs"), py::arg("outputs"), py::arg("texts"))
       .def("embed", &embed, py::arg("ids"), py::arg("types"), py::arg("lengths"), py::arg("vectors"))
       .def("feed", &feed, py::arg("session"), py::arg("tokens"), py::arg("logits"));
+  module.def("default_threads", &default_threads);
   module.def("digest", [](uintptr_t address, size_t size, uint64_t from) {
     return digest(reinterpret_cast<const void*>(address), size, from);
   }, py::arg("address"), py::arg("size"), py::arg("from_") = kEmptyDigest);

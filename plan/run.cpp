@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "../ops/check.h"
+#include "../ops/first_weights.h"
 #include "../ops/operators.h"
 #include "../ops/schedule.h"
 #include "memory.h"
@@ -86,8 +87,14 @@ struct PlanRun::Implementation {
     const TensorView* views = prepared->views.data();
     const Team::Awake awake(team);
     const Parallel parallel = awake.parallel();
+    if (parallel.part != nullptr && prepared->next_weights.empty()) look_ahead(prepared, parallel);
+    const FirstWeights* next = prepared->next_weights.data();
     for (size_t i = 0; i < plan.steps.size(); ++i) {
       const PlanStep& step = plan.steps[i];
+      if (parallel.part != nullptr && is_linear(step)) {
+        awake.prefetch(next);
+        next += parallel.threads - 1;
+      }
       const auto begin = times.empty() ? Clock::time_point() : Clock::now();
       const Status status = run(step, views, call, parallel);
       if (!times.empty()) {
@@ -101,6 +108,27 @@ struct PlanRun::Implementation {
       views += step.operands.size();
     }
     return {};
+  }
+
+  static bool is_linear(const PlanStep& step) { return step.op == Opcode::linear || step.op == Opcode::linears; }
+
+  void look_ahead(PreparedViews* prepared, const Parallel& parallel) const {
+    const TensorView* v = prepared->views.data();
+    std::vector<FirstWeights>& found = prepared->next_weights;
+    bool first = true;
+    for (const PlanStep& step : plan.steps) {
+      const int64_t matrices = static_cast<int64_t>(step.operands.size()) - 2;
+      if (is_linear(step)) {
+        const bool fits = step.integers.size() == static_cast<size_t>(matrices);
+        for (int part = 1; part < parallel.threads && !first; ++part) {
+          found.push_back(fits ? first_weights(v[0], v + 1, step.integers.data(), matrices, v[matrices + 1], parallel, part)
+                               : FirstWeights());
+        }
+        first = false;
+      }
+      v += step.operands.size();
+    }
+    found.resize(found.size() + static_cast<size_t>(parallel.threads - 1));  // the last has no next one
   }
 
   // A text's tensor, or null.

@@ -14,6 +14,7 @@ namespace {
 
 // The team of the thread that runs a plan: Parallel::run has no place for it.
 thread_local Team* current = nullptr;
+thread_local int number = 0;  // a helper's; other threads are number 0 of their teams
 
 void pause_briefly() {
 #if defined(__x86_64__)
@@ -51,11 +52,17 @@ constexpr uint64_t job_of(uint64_t ticket) { return ticket >> (kNextBits + kCoun
 
 }  // namespace
 
-Team::Team(const Threads& threads) : process_(process()), threads_(threads) {
+Team::Team(const Threads& threads)
+    : soon_(threads.run == nullptr ? static_cast<size_t>(threads.count - 1) : 0), process_(process()), threads_(threads) {
   if (threads.run != nullptr) return;
   helpers_.reserve(static_cast<size_t>(threads.count - 1));
   try {
-    for (int i = 1; i < threads.count; ++i) helpers_.emplace_back([this] { help(); });
+    for (int i = 1; i < threads.count; ++i) {
+      helpers_.emplace_back([this, i] {
+        number = i;
+        help(soon_[static_cast<size_t>(i - 1)]);
+      });
+    }
   } catch (...) {
     stop();
     throw;
@@ -88,7 +95,24 @@ bool Team::claim_and_run() {
   return true;
 }
 
-void Team::help() {
+// Some lines at a time, so that the next job does not wait. Any address may be prefetched, so the fields need not fit together.
+bool Team::Soon::prefetch(const uint8_t** begun, int64_t* done) const {
+  constexpr int64_t kMostBytes = 96 << 10;  // for each thread; a second-level cache has more
+  const uint8_t* const at = begin.load(std::memory_order_relaxed);
+  const int64_t step = bytes.load(std::memory_order_relaxed), count = panels.load(std::memory_order_relaxed);
+  if (at != *begun) {
+    *begun = at;
+    *done = 0;
+  }
+  if (at == nullptr || *done >= step || *done * count >= kMostBytes) return false;
+  for (int64_t panel = 0; panel < count; ++panel) __builtin_prefetch(at + panel * step + *done, 0, 2);
+  *done += 64;
+  return true;
+}
+
+void Team::help(const Soon& soon) {
+  const uint8_t* begun = nullptr;  // the weights that are being prefetched
+  int64_t done = 0;
   for (;;) {
     state_.wait(asleep, std::memory_order_acquire);
     Wait wait;
@@ -97,7 +121,7 @@ void Team::help() {
       if (state == ended) return;
       if (state == asleep) break;
       if (claim_and_run()) wait = Wait();
-      else wait();
+      else if (!soon.prefetch(&begun, &done)) wait();
     }
   }
 }
@@ -109,6 +133,15 @@ void Team::run(int count, void (*task)(void* context, int index), void* context)
   done_.store(0, std::memory_order_relaxed);
   const uint64_t job = job_of(ticket_.load(std::memory_order_relaxed)) + 1;
   ticket_.store(job << (kNextBits + kCountBits) | static_cast<uint64_t>(count) << kNextBits, std::memory_order_release);
+  if (next_ != nullptr) {
+    for (Soon& soon : soon_) {
+      soon.begin.store(next_->begin, std::memory_order_relaxed);
+      soon.bytes.store(next_->bytes, std::memory_order_relaxed);
+      soon.panels.store(next_->panels, std::memory_order_relaxed);
+      ++next_;
+    }
+    next_ = nullptr;
+  }
   while (claim_and_run()) {
   }
   for (Wait wait; done_.load(std::memory_order_acquire) != count;) wait();
@@ -127,7 +160,10 @@ Team::Awake::~Awake() {
 }
 
 Parallel Team::Awake::parallel() const {
-  return {team_.threads(), [](int count, void (*task)(void*, int), void* context) { current->run(count, task, context); }};
+  Parallel result{team_.threads(),
+                  [](int count, void (*task)(void*, int), void* context) { current->run(count, task, context); }};
+  if (!team_.helpers_.empty()) result.part = [](int) { return number; };
+  return result;
 }
 
 }  // namespace lowbit

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "../kernels/export.h"
+#include "../ops/first_weights.h"
 #include "../ops/parallel.h"
 #include "../ops/schedule.h"
 #include "threads.h"
@@ -32,6 +33,8 @@ class LOWBIT_API Team {
     Awake& operator=(const Awake&) = delete;
     // For operators that the thread calls which made this object.
     Parallel parallel() const;
+    // The weights that each helper reads in a later job. From the next job on, helpers without work prefetch them.
+    void prefetch(const FirstWeights* of_helpers) const { team_.next_ = of_helpers; }
 
    private:
     Team& team_;
@@ -39,7 +42,15 @@ class LOWBIT_API Team {
   };
 
  private:
-  void help();
+  // A helper's first weights.
+  struct alignas(kCacheLine) Soon {
+    std::atomic<const uint8_t*> begin{nullptr};
+    std::atomic<int64_t> bytes{0}, panels{0};
+
+    bool prefetch(const uint8_t** begun, int64_t* done) const;  // false if there is nothing to do
+  };
+
+  void help(const Soon& soon);
   void stop();
   bool claim_and_run();
   void run(int count, void (*task)(void* context, int index), void* context);
@@ -51,6 +62,8 @@ class LOWBIT_API Team {
   alignas(kCacheLine) std::atomic<int> done_{0};
   enum State : uint32_t { asleep, awake, ended };
   alignas(kCacheLine) std::atomic<uint32_t> state_{asleep};
+  std::vector<Soon> soon_;  // of each helper
+  const FirstWeights* next_ = nullptr;
   const int64_t process_;
   const Threads threads_;
   std::vector<std::thread> helpers_;

@@ -1,9 +1,9 @@
 // Generates with a language model by its plan: tokens in, tokens out, with no library but lowbit's.
 
+#include <lowbit/plan/cores.h>
 #include <lowbit/plan/model.h>
 
 #include <memory>
-#include <thread>
 
 #include "llm.h"
 #include "runner.h"
@@ -16,7 +16,7 @@ void check(const lowbit::Status& status) {
 
 void run(int argc, char** argv) {
   const LlmOptions options = parse_llm_options(argc, argv, ".plan");
-  const int64_t threads = options.threads > 0 ? options.threads : std::max(1u, std::thread::hardware_concurrency());
+  const int64_t threads = options.threads > 0 ? options.threads : lowbit::default_threads();
   std::unique_ptr<lowbit::PlanModel> plan;
   check(lowbit::PlanModel::open(options.model, static_cast<int>(threads), &plan));
   if (options.certify) {

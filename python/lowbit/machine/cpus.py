@@ -6,20 +6,15 @@ import math
 import os
 from pathlib import Path
 
-_CPUS = Path("/sys/devices/system/cpu")
+from .. import _C
 
 
 def default_threads() -> int:
-    """The number of threads of a program without torch: ``OMP_NUM_THREADS``, or the number of cores that it may use."""
+    """The number of threads of a program without torch: ``OMP_NUM_THREADS``, or the number of fast cores that it may use."""
     given = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     if given.isdecimal() and 1 <= int(given) <= 1024:
         return int(given)
-    try:
-        # Two threads on one core wait for each other.
-        cores = {(_CPUS / f"cpu{cpu}/topology/thread_siblings_list").read_text() for cpu in os.sched_getaffinity(0)}
-    except (AttributeError, OSError):  # not on Linux
-        return available_cpus()
-    return min(len(cores), available_cpus())
+    return min(_C.default_threads(), available_cpus())
 
 
 def available_cpus() -> int:
