@@ -2,158 +2,29 @@
 // It only converts tensors, allocates outputs, and turns a Status into an exception.
 
 #include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
 
-#ifdef __linux__
-#include <dirent.h>
-#include <pthread.h>
-
-#include <atomic>
-#endif
-
-#include <new>
 #include <optional>
-#include <stdexcept>
 #include <tuple>
 #include <vector>
 
 #include "check.h"
 #include "operators.h"
+#include "torch_tensors.h"
+#include "torch_threads.h"
 
 namespace {
 
+using lowbit::allocate;
+using lowbit::changed;
 using lowbit::Layout;
-using lowbit::Parallel;
+using lowbit::raise_unless_ok;
 using lowbit::Shape;
 using lowbit::Status;
 using lowbit::TensorView;
+using lowbit::torch_threads;
+using lowbit::view_of;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
-
-// std::bad_alloc has no settable message.
-class NoMemory : public std::bad_alloc {
- public:
-  explicit NoMemory(const Status& status) : status_(status) {}
-  const char* what() const noexcept override { return status_.message(); }
-
- private:
-  Status status_;
-};
-
-// pybind11 maps these to ValueError, IndexError, MemoryError and RuntimeError.
-void raise_unless_ok(const Status& status) {
-  switch (status.kind()) {
-    case Status::Kind::ok: return;
-    case Status::Kind::invalid: throw std::invalid_argument(status.message());
-    case Status::Kind::out_of_range: throw std::out_of_range(status.message());
-    case Status::Kind::no_memory: throw NoMemory(status);
-    case Status::Kind::system: throw std::runtime_error(status.message());
-  }
-}
-
-TensorView view_of(const char* name, const Tensor& tensor) {
-  TensorView view;
-  const int64_t ndim = tensor.dim();
-  if (ndim > lowbit::kMaxDims) {
-    raise_unless_ok(Status::error("%s has %d dimensions; expected at most %d", name, static_cast<int>(ndim),
-                                  lowbit::kMaxDims));
-  }
-  view.shape.ndim = static_cast<int>(ndim);
-  const auto sizes = tensor.sizes();
-  const auto strides = tensor.strides();
-  for (int d = 0; d < view.shape.ndim; ++d) {
-    view.shape.size[d] = sizes[d];
-    view.stride[d] = strides[d];
-  }
-  view.type = lowbit::element_type_of(tensor.scalar_type());
-  view.on_cpu = tensor.is_cpu();
-  // Only read through, except for outputs that this file allocated.
-  view.data = const_cast<void*>(tensor.const_data_ptr());
-  return view;
-}
-
-// A view of a tensor that the operator changes in place. As in torch's in-place operators, its version changes, so that a
-// backward pass that needs the old values raises an error. While gradients are recorded, it must not be part of the graph.
-TensorView changed(const char* name, const Tensor& tensor) {
-  TensorView view = view_of(name, tensor);
-  if (!view.on_cpu) return view;
-  if (aoti_torch_grad_mode_is_enabled()) {
-    StableIValue stack[] = {torch::stable::detail::from(tensor)};
-    TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::is_leaf", "", stack, TORCH_ABI_VERSION));
-    if (!torch::stable::detail::to<bool>(stack[0])) {
-      raise_unless_ok(Status::system("%s is computed from a tensor that requires gradients; expected one that can be "
-                                     "changed in place: call the operator under torch.no_grad(), or detach it", name));
-    }
-  }
-  // Assigning to itself copies nothing.
-  if (aoti_torch_copy_(tensor.get(), tensor.get(), 0) != AOTI_TORCH_SUCCESS) {
-    raise_unless_ok(Status::system("%s cannot be changed in place: it requires gradients, or it is a tensor of "
-                                   "torch.inference_mode() outside of that mode", name));
-  }
-  view.data = tensor.mutable_data_ptr();  // copies memory with copy-on-write sharing
-  return view;
-}
-
-// A contiguous CPU tensor. The shim costs 0.7 us less than the empty_like wrapper.
-Tensor allocate(const Shape& shape, ScalarType type) {
-  raise_unless_ok(lowbit::check_shape("the output", shape));
-  int64_t strides[lowbit::kMaxDims];
-  int64_t stride = 1;
-  for (int d = shape.ndim - 1; d >= 0; --d) {
-    strides[d] = stride;
-    stride *= shape.size[d] > 0 ? shape.size[d] : 1;
-  }
-  AtenTensorHandle handle;
-  if (aoti_torch_empty_strided(shape.ndim, shape.size, strides,
-                               torch::stable::detail::to<int32_t>(torch::stable::detail::from(type)),
-                               aoti_torch_device_type_cpu(), 0, &handle) != AOTI_TORCH_SUCCESS) {
-    raise_unless_ok(Status::no_memory("no memory for an output of shape %s", lowbit::describe(shape).text));
-  }
-  return Tensor(handle);
-}
-
-#ifdef __linux__
-// A forked process has only the forking thread. GNU's OpenMP, which torch uses on Linux, does not notice this: if the thread
-// has used other threads before, it would wait for them forever. So it computes alone. Threads that start later are not
-// affected.
-std::atomic<bool> forks_with_threads{false}, alone_after_fork{false};
-std::atomic<pthread_t> forked{};
-
-// Without /proc, the number of threads is unknown.
-bool has_threads() {
-  DIR* const tasks = opendir("/proc/self/task");
-  if (tasks == nullptr) return true;
-  int entries = 0;  // with "." and ".."
-  while (entries <= 3 && readdir(tasks) != nullptr) ++entries;
-  closedir(tasks);
-  return entries != 3;
-}
-
-// Registration only fails without memory, and then torch's own operators wait in the same way.
-[[maybe_unused]] const int watches_forks = pthread_atfork([] { forks_with_threads = has_threads(); }, nullptr, [] {
-  if (forks_with_threads) alone_after_fork = true;
-  forked = pthread_self();
-});
-
-bool computes_alone() {
-  return alone_after_fork.load(std::memory_order_relaxed) && pthread_equal(forked, pthread_self()) != 0;
-}
-#else
-bool computes_alone() { return false; }
-#endif
-
-Parallel torch_threads() {
-  Parallel parallel;
-  if (computes_alone()) return parallel;
-  parallel.threads = static_cast<int>(torch::stable::get_num_threads());
-  parallel.run = [](int count, void (*task)(void*, int), void* context) {
-    torch::stable::parallel_for(0, count, 1, [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; ++i) task(context, static_cast<int>(i));
-    });
-  };
-  return parallel;
-}
 
 Tensor linear(const Tensor& x, const Tensor& packed_weight, int64_t out_features) {
   const TensorView x_view = view_of("x", x);

@@ -1,4 +1,4 @@
-// Shared by the trials of a kernel library: try_kernels.cpp and try_attention.cpp.
+// Shared by the trials of a kernel library: try_kernels.cpp, try_quantize.cpp and try_attention.cpp.
 #pragma once
 
 #include <cinttypes>
@@ -94,7 +94,8 @@ inline bool can_run(IsaBits isa) {
   return (isa & ~active_isa()) == 0 && ((isa & kSme2) == 0 || sme_threads() > 0);
 }
 
-// try_kernels() for the kernels of attention.
+// try_kernels() for the kernels that quantize, and for those of attention.
+Status try_quantize(const LoadedLibrary& library);
 Status try_attention(const LoadedLibrary& library);
 
 }  // namespace lowbit

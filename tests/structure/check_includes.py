@@ -1,8 +1,7 @@
 """Fails if a layer includes a header that it must not use.
 
     kernels/   only the standard library, intrinsics, system headers and kernels/
-    ops/       kernels/ and ops/; torch only in torch_ops.cpp, executorch only in executorch_ops.cpp, pybind11 only in
-               module.cpp
+    ops/       kernels/ and ops/; torch only in torch_*, executorch only in executorch_ops.cpp, pybind11 only in module.cpp
     plan/      kernels/, ops/ and plan/; executorch only in executorch_backend.cpp, pybind11 only in module.cpp
     all        never tests/ or bench/
 
@@ -17,7 +16,7 @@ import tempfile
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.M)
 LAYERS = {"kernels": ("kernels",), "ops": ("kernels", "ops"), "plan": ("kernels", "ops", "plan")}  # what each may include
 HOSTS = {  # host framework: the prefix of its includes, and the only files that may have them
-    "torch": (("torch", "ATen", "c10", "caffe2"), ("ops/torch_ops.cpp",)),
+    "torch": (("torch", "ATen", "c10", "caffe2"), ("ops/torch_ops.cpp", "ops/torch_tensors.h", "ops/torch_threads.h")),
     "executorch": (("executorch",), ("ops/executorch_ops.cpp", "plan/executorch_backend.cpp")),
     "pybind11": (("pybind11", "Python.h"), ("ops/module.cpp", "plan/module.cpp")),
 }
