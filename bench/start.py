@@ -1,8 +1,10 @@
-"""Measures the start of `lowbit generate`: CPU time and memory of the process when its first token is printed.
+"""Measures the start of `lowbit generate`, and of llama.cpp on the same GGUF file: what a process needs until its first token.
 
-Both ways are measured on copies of the model by links: by the plan beside the weights, and by torch (LOWBIT_PLAN=0).
+    python bench/start.py MODEL [--gguf FILE --llama PYTHON] [--threads 1] [--prompt TEXT] [--rounds 3]
 
-    python bench/start.py MODEL [--prompt TEXT] [--rounds 3]
+MODEL is a packed model (`lowbit import FILE MODEL`), PYTHON an interpreter with llama-cpp-python (`make bench-peers` builds one).
+lowbit runs on copies of the model by links: by the plan beside the weights, and by torch (LOWBIT_PLAN=0). With --gguf the table
+also has the speed of prefill and decode, as bench/plan.py measures it.
 """
 
 import argparse
@@ -13,39 +15,82 @@ import sys
 import tempfile
 from pathlib import Path
 
-PROGRAM = "from lowbit_autoload.command import main; import sys; sys.argv[0] = 'lowbit'; main()"
+from lowbit.tools.perf.start_cost import LOWBIT, until_first_output
+
+# llama.cpp's library through its thinnest Python wrapper, which does no more than generate.
+LLAMA = """
+import sys
+from llama_cpp import Llama
+file, prompt, threads = sys.argv[1:]
+model = Llama(file, n_ctx=2048, n_threads=int(threads), n_threads_batch=int(threads), verbose=False)
+for piece in model.create_completion(prompt, max_tokens=200, temperature=0.0, stream=True):
+    print(piece["choices"][0]["text"], end="", flush=True)
+"""
 
 
-def start(arguments: list[str], plan: str) -> tuple[float, float]:
-    """Seconds of CPU time, and MB of memory, when the first piece of the text comes."""
-    environment = os.environ | {"LOWBIT_PLAN": plan}
-    command = [sys.executable, "-c", PROGRAM, *arguments]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as process:
-        if not process.stdout.read(1):
-            raise SystemExit(process.stderr.read().decode())
-        process_files = Path(f"/proc/{process.pid}")
-        times = (process_files / "stat").read_text().rpartition(")")[2].split()
-        status = dict(line.split(":", 1) for line in (process_files / "status").read_text().splitlines())
-        process.kill()
-    seconds = (int(times[11]) + int(times[12])) / os.sysconf("SC_CLK_TCK")
-    return seconds, int(status["VmHWM"].split()[0]) / 1000
+def size_of(path: Path) -> int:
+    """Bytes of a file, or of all files in a directory."""
+    return sum(file.stat().st_size for file in ([path] if path.is_file() else path.iterdir()) if file.is_file())
+
+
+def speeds(arguments: argparse.Namespace) -> dict[str, tuple[float, float]]:
+    """Tokens per second in prefill and decode, by the names of bench/plan.py."""
+    import plan
+
+    settings = {"model": str(arguments.model), "gguf": str(arguments.gguf), "llama": arguments.llama, "new": 48, "pte": []}
+    rows = plan.measure(argparse.Namespace(**settings, rounds=arguments.rounds), arguments.threads)
+    return {name: (1e3 * len(plan.PROMPT) / prompt, 1e3 / token) for name, token, prompt, _ in rows}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
+    parser.add_argument("--gguf", type=Path, help="the file that MODEL was imported from")
+    parser.add_argument("--llama", default=sys.executable, help="a Python with llama-cpp-python")
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--prompt", default="Once")
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
+    threads = str(arguments.threads)
     with tempfile.TemporaryDirectory() as directory:
         for file in arguments.model.iterdir():
             (Path(directory) / file.name).symlink_to(file.absolute())
-        command = ["generate", directory, "--prompt", arguments.prompt, "--max-new-tokens", "200"]
-        subprocess.run([sys.executable, "-c", PROGRAM, *command[:-1], "1"], check=True, capture_output=True)  # writes the plan
-        for name, plan in (("plan", "1"), ("torch", "0")):
-            measured = [start(command, plan) for _ in range(arguments.rounds)]
-            seconds, memory = (statistics.median(values) for values in zip(*measured, strict=True))
-            print(f"{name}: {seconds:.2f} s of CPU time and {memory:.0f} MB until the first token")
+        lowbit = [sys.executable, "-c", LOWBIT, "generate", directory, "--prompt", arguments.prompt, "--threads", threads]
+        lowbit.append("--max-new-tokens")
+        subprocess.run([*lowbit, "1"], check=True, capture_output=True)  # writes the plan
+        programs = {
+            "lowbit generate, by plan": (arguments.model, [*lowbit, "200"], {}, "plan"),
+            "lowbit generate, by torch": (arguments.model, [*lowbit, "200"], {"LOWBIT_PLAN": "0"}, "eager"),
+        }
+        if arguments.gguf:
+            llama = [arguments.llama, "-c", LLAMA, str(arguments.gguf), arguments.prompt, threads]
+            programs["llama.cpp"] = (arguments.gguf, llama, {}, "llama.cpp")
+        costs = {
+            name: [until_first_output(command, environment) for _ in range(arguments.rounds)]
+            for name, (_, command, environment, _) in programs.items()
+        }
+        measured = speeds(arguments) if arguments.gguf else {}
+    rows = {
+        "Model on disk, MB": lambda name: f"{size_of(programs[name][0]) / 1e6:.0f}",
+        "CPU time to the first token, s": lambda name: f"{median(costs[name], 'cpu_seconds'):.2f}",
+        "Time to the first token, s": lambda name: f"{median(costs[name], 'seconds'):.2f}",
+        "Memory, MB": lambda name: f"{median(costs[name], 'memory_bytes') / 1e6:.0f}",
+    }
+    if measured:
+        rows["Prefill of 128, tokens/s"] = lambda name: f"{measured[programs[name][3]][0]:.0f}"
+        rows["Decode, tokens/s"] = lambda name: f"{measured[programs[name][3]][1]:.1f}"
+    print("| Program |", " | ".join(rows), "|")
+    print("|---|" + "---|" * len(rows))
+    for name in programs:
+        print(f"| {name} |", " | ".join(cell(name) for cell in rows.values()), "|")
+    print(
+        f"\nThreads: {threads} of {os.cpu_count()} CPUs. Medians of {arguments.rounds}. Mapped weights are a part of the memory."
+    )
+
+
+def median(costs: list[dict[str, float]], name: str) -> float:
+    """Of a figure over the rounds."""
+    return statistics.median(cost[name] for cost in costs)
 
 
 if __name__ == "__main__":

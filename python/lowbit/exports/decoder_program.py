@@ -355,12 +355,12 @@ def _load_pte(path: str, max_length: int | None, cache: str | None) -> ExportedD
     forward, texts = program.load_method("forward"), None
     if _SESSION in program.method_names:
         texts = _PteTexts(program.load_method(_SESSION).execute, max_length, cache)
-        numbers["max_length"] = max_length or numbers["max_length"]
     elif (max_length, cache) != (None, None):
         raise ValueError("it has no plan, so that its length and caches were chosen when it was exported")
     return ExportedDecoder(
-        **numbers, stop=stop, recurrent=recurrent, _run=lambda tokens, start: forward.execute((tokens, start))[0], _texts=texts
-    )
+        max_length or numbers["max_length"], numbers["chunk"], numbers["vocabulary"], stop, recurrent,
+        lambda tokens, start: forward.execute((tokens, start))[0], _texts=texts,
+    )  # fmt: skip
 
 
 def _load_pt2(path: str) -> ExportedDecoder:

@@ -241,11 +241,9 @@ def model(shape: str, threads: int, seconds: float) -> dict[str, Any]:
                 turns[name].append({"prefill_tokens_per_second": ran.prefill, "decode_tokens_per_second": ran.decode} | share)
             done += 1
         joules, counter = _joules_per_token(decoder, not_reached)
-        vocabulary = decoder.vocabulary
-        del decoder
         start = None
         try:
-            start = _start(weights, vocabulary, Path(directory) / "model", threads, clock)
+            start = _start(weights, decoder.vocabulary, Path(directory) / "model", threads, clock)
         except (NotReached, OSError, RuntimeError, subprocess.SubprocessError) as error:
             not_reached.append({"what": f"start of lowbit generate with {shape}", "why": gist(str(error))})
     return {
@@ -268,7 +266,9 @@ def model(shape: str, threads: int, seconds: float) -> dict[str, Any]:
     }
 
 
-def _joules_per_token(decoder: Callable[..., torch.Tensor], not_reached: list[dict[str, str]]) -> tuple[float | None, str | None]:
+def _joules_per_token(
+    decoder: Callable[..., torch.Tensor], not_reached: list[dict[str, str]]
+) -> tuple[float | None, str | None]:
     """Joules of a token in decode, and the names of the counters."""
     from .. import model_speed
 
@@ -288,7 +288,7 @@ def _start(weights: torch.nn.Module, vocabulary: int, directory: Path, threads: 
     """The start of ``lowbit generate``: of a packed model with its plan, and a tokenizer of as many words."""
     if clock.left < _START_SECONDS:
         raise NotReached(f"{clock.left:.0f} s were left; it may need {_START_SECONDS:.0f}")
-    weights.save_pretrained(directory)  # type: ignore[operator]  # of transformers
+    weights.save_pretrained(directory)
     _write_tokenizer(directory, vocabulary)
     command = [sys.executable, "-P", "-c", LOWBIT, "generate", str(directory), "--prompt", "1", "--threads", str(threads)]
     command += ["--max-new-tokens"]
