@@ -416,7 +416,9 @@ void Steps::decode(const Step& step, std::vector<std::string>* tokens) const {
       for (size_t i = 0; i < tokens->size(); ++i) replace_all(text(step.a), i == 0 && step.b != 0 ? "" : " ", &(*tokens)[i]);
       break;
     case DecodeOp::suffix:
-      for (size_t i = 0; i < tokens->size(); ++i) replace_all(text(step.a), i + 1 == tokens->size() ? "" : " ", &(*tokens)[i]);
+      for (size_t i = 0; i < tokens->size(); ++i) {
+        replace_all(text(step.a), i + 1 == tokens->size() ? "" : " ", &(*tokens)[i]);
+      }
       break;
     case DecodeOp::count: break;
   }

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from ..llm.template_environment import compiled
 from .token_patterns import NONE, Unsupported
 from .token_steps import Tables, python_spaces
 
@@ -37,6 +36,8 @@ def renderer(template: str, special: dict[str, str], with_dates: bool = True) ->
         special: names of special tokens and their texts.
         with_dates: write the format of a date in marks, and not the date.
     """
+    from ..llm.template_environment import compiled
+
     dates = {"strftime_now": lambda form: f"\ue000{form}\ue001"} if with_dates else {}
     made = compiled(template)
 
