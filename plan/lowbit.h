@@ -1,5 +1,5 @@
-/* Language models and encoders in C: opens a plan's file and the weights beside it, takes tokens, gives logits or embeddings; texts
- * to tokens and back.
+/* Language models and encoders in C: opens a plan's file and the weights beside it, takes tokens, gives logits or embeddings.
+ * Tokenizers: texts to tokens and back.
  *
  * Every function that can fail returns LOWBIT_OK, or another result and, in `error`, one sentence that says what was found and
  * what was expected. `error` may be NULL. No exception leaves these functions, and no function ends the process. Functions of
@@ -131,8 +131,8 @@ LOWBIT_C_API lowbit_result lowbit_sample(const float* logits, int64_t vocabulary
 LOWBIT_C_API lowbit_result lowbit_certify(lowbit_model* model, uint64_t* certificate, lowbit_error* error);
 
 /* Texts to tokens and back, by lowbit.tokens in a directory, or a file of another name. Several threads may use one tokenizer.
- * Results are written up to `most` tokens or bytes; `count` becomes how many there are, so that a call with most 0 asks for the
- * size. Texts are UTF-8. */
+ * Results are written up to `most` tokens or bytes; `count` becomes how many there are, so that a call with most 0 asks for
+ * the size. Texts are UTF-8. */
 typedef struct lowbit_tokenizer lowbit_tokenizer;
 
 LOWBIT_C_API lowbit_result lowbit_tokenizer_open(const char* path, lowbit_tokenizer** tokenizer, lowbit_error* error);

@@ -1,4 +1,4 @@
-// lowbit-run: a language model's text on a machine without Python, from lowbit.plan, lowbit.tokens and the weights beside them.
+// lowbit-run: texts of a language model on a machine without Python.
 
 #include <algorithm>
 #include <charconv>

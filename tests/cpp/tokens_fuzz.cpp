@@ -1,5 +1,5 @@
-// Reads tokens' files with random damage and a right checksum, and runs them on texts. Each is refused with a sentence, or stays
-// within its memory, which has an exact size, so that AddressSanitizer detects any other access (`make fuzz-tokens`).
+// Reads tokens' files with random damage and a right checksum, and runs them on texts. Each is refused with a sentence, or
+// stays within its memory, so that AddressSanitizer detects any other access (`make fuzz-tokens`).
 //
 //   tokens_fuzz FILE [EXECUTIONS [SEED]]   FILE is a whole one
 

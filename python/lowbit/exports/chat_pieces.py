@@ -82,9 +82,8 @@ def _form(render: Render, has_system: bool) -> tuple[list[str], tuple[int, int, 
                 changes.append(number)
                 break
         else:
-            raise Unsupported(
-                f"the chat template changes messages of the {('system', 'user', 'assistant')[role]} in an unknown way"
-            )
+            name = ("system", "user", "assistant")[role]
+            raise Unsupported(f"the chat template changes messages of the {name} in an unknown way")
     return made, (changes[0], changes[1], changes[2])
 
 

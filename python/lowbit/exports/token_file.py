@@ -96,9 +96,7 @@ def _model(model: dict[str, Any], tables: Tables) -> tuple[list[int], list[int],
         raise Unsupported(f"the tokenizer has a model {kind!r}")
     if model.get("dropout"):
         raise Unsupported("the tokenizer drops merges at random")
-    if len(set(vocabulary.values())) != len(vocabulary) or (
-        not isinstance(model["vocab"], dict) and len(vocabulary) != len(model["vocab"])
-    ):
+    if not len(set(vocabulary.values())) == len(vocabulary) == len(model["vocab"]):
         raise Unsupported("the tokenizer has two tokens of the same number or text")
     order = [number for _, number in sorted((text.encode(), number) for text, number in vocabulary.items())]
     unknown = model.get("unk_id") if kind == "Unigram" else vocabulary.get(model.get("unk_token") or "")
@@ -127,11 +125,8 @@ def _added(added: list[dict[str, Any]], backend: Any, tables: Tables, control: f
     flags_of = (("single_word", _SINGLE_WORD), ("lstrip", _STRIP_LEFT), ("rstrip", _STRIP_RIGHT), ("special", _SPECIAL))
     needs_words = any(each["single_word"] for each in added)
     needs_spaces = any(each["lstrip"] or each["rstrip"] for each in added)
-    head = [
-        tables.code.add_class(letters()) if needs_words else NONE,
-        tables.code.add_class(rust_spaces()) if needs_spaces else NONE,
-    ]
-    head.append(len(added))
+    words = tables.code.add_class(letters()) if needs_words else NONE
+    head = [words, tables.code.add_class(rust_spaces()) if needs_spaces else NONE, len(added)]
     for each in added:
         content, normalized = each["content"], NONE
         if each["normalized"]:
@@ -177,19 +172,8 @@ def _file(head: list[int], tables: Tables, order: list[int], merges: list[tuple[
         ranges += [edge for part in each for edge in part]
     rows = (merges, tables.code.steps, tables.maps, tables.compositions)
     merged, code, maps, compositions = ([number for row in table for number in row] for table in rows)
-    words = [
-        head,
-        ends,
-        b"".join(texts),
-        order,
-        merged,
-        struct.pack(f"<{len(scores)}d", *scores),
-        ranges,
-        spans,
-        code,
-        maps,
-        compositions,
-    ]
+    reals = struct.pack(f"<{len(scores)}d", *scores)
+    words = [head, ends, b"".join(texts), order, merged, reals, ranges, spans, code, maps, compositions]
     sections = [each if isinstance(each, bytes) else struct.pack(f"<{len(each)}I", *each) for each in words]
     at, entries, body = _HEADER + _ENTRY * _SECTIONS, b"", b""
     for section in sections:

@@ -45,7 +45,9 @@ def run(program: Path, *arguments, text: str = "") -> subprocess.CompletedProces
     return subprocess.run([program, *map(str, arguments)], input=text.encode(), capture_output=True, timeout=300)
 
 
-def python_text(model: Path, prompt: list[int], count: int, length: int, cache: str | None = None, seed: int = 0, **sampling) -> str:
+def python_text(
+    model: Path, prompt: list[int], count: int, length: int, cache: str | None = None, seed: int = 0, **sampling
+) -> str:
     loaded, tokenizer = load_model(model), load_tokenizer(model)
     text = TextUntil(tokenizer, prompt)
     decoder = Decoder(loaded, length, cache)
@@ -71,7 +73,9 @@ def test_a_sampled_text(program, model, sampling):
     ids = load_tokenizer(model)("Return the")["input_ids"]
     options = [word for name, value in sampling.items() for word in (f"--{name.replace('_', '-')}", value)]
     for seed in (0, 7, -3, 2**64 - 1):
-        found = run(program, model, "-p", "-", "--max-new-tokens", 30, f"--seed={seed}", "--max-length=64", *options, text="Return the")
+        found = run(
+            program, model, "-p", "-", "--max-new-tokens", 30, f"--seed={seed}", "--max-length=64", *options, text="Return the"
+        )
         assert found.stdout.decode() == python_text(model, ids, 30, 64, seed=seed, **sampling) + "\n"
 
 

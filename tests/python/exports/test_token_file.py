@@ -17,9 +17,7 @@ ROOT = Path(__file__).parents[3]
 TINY = ROOT / "examples" / "tiny_llama" / "model" / "tokenizer.json"
 WORDS = ["the", "Straße", "東京", "שלום", "ﬁ", "Å", "don't", "I'LL", "2024", "<x>", " <y> ", "Zoë", "der å"]
 CORPUS = (ROOT / "examples" / "tiny_llama" / "heldout.txt").read_text("utf-8").splitlines()[:300] + hard_texts(300, 7, WORDS)
-GPT4 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+GPT4 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 CL100K = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
 )
