@@ -330,8 +330,8 @@ class Program {
                   Ending* ending) {
     for (const int64_t token : prompt) {
       if (token < model_->vocabulary()) continue;
-      return Status::error("the tokenizer gives the token %" PRId64 "; expected 0 to %" PRId64 ", the model's vocabulary", token,
-                           model_->vocabulary() - 1);
+      return Status::error("the tokenizer gives the token %" PRId64 "; expected less than %" PRId64 ", the model's vocabulary",
+                           token, model_->vocabulary());
     }
     size_t same = 0;  // tokens that the caches hold; the last one must be computed
     const std::vector<int64_t>& cached = session_->tokens();

@@ -129,7 +129,8 @@ uint32_t Head::number(const char* name, uint32_t least, uint32_t most) {
   const uint32_t value = take();
   if (value >= least && value <= most) return value;
   if (status_.ok()) {
-    status_ = Status::error("%s in the tokens' file is %" PRIu32 "; expected %" PRIu32 " to %" PRIu32, name, value, least, most);
+    status_ = Status::error("%s in the tokens' file is %" PRIu32 "; expected %" PRIu32 " to %" PRIu32, name, value, least,
+                            most);
   }
   return least;
 }
