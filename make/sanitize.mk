@@ -76,6 +76,13 @@ fuzz-plan: $(VENV)/requirements
 	$(call preset,fuzz)
 	nice build/fuzz/tests/cpp/plan_fuzz $(FUZZ) $(SEED)
 
+# The same for damaged files of tokens.
+fuzz-tokens: $(VENV)/installed
+	scripts/need.sh test
+	$(call preset,fuzz)
+	$(BIN)/python tests/python/support/tokens_for_fuzz.py build/fuzz
+	for file in build/fuzz/*.tokens; do nice build/fuzz/tests/cpp/tokens_fuzz $$file $(FUZZ) $(SEED) || exit 1; done
+
 # The same checks with coverage-guided inputs of libFuzzer, on one core for SECONDS; build/fuzz-inputs keeps the inputs. `make
 # packed-fuzz-inputs` then makes the file of inputs that the C++ tests repeat in every run.
 SECONDS ?= 3600

@@ -3,21 +3,21 @@
 #define LOWBIT_BUILDING
 #include <algorithm>
 #include <cinttypes>
-#include <cstdio>
 #include <cstring>
-#include <exception>
-#include <map>
 #include <memory>
-#include <mutex>
 #include <new>
 
+#include "c_handles.h"
 #include "cores.h"
-#include "lowbit.h"
 #include "model.h"
 #include "sampling.h"
 
 namespace {
 
+using lowbit::guarded;
+using lowbit::missing;
+using lowbit::not_open;
+using lowbit::Open;
 using lowbit::PlanModel;
 using lowbit::PlanSession;
 using lowbit::Status;
@@ -25,36 +25,6 @@ using lowbit::Status;
 struct Text {
   std::shared_ptr<PlanModel> model;  // first, so that it outlives the session
   std::unique_ptr<PlanSession> session;
-};
-
-// What callers have are numbers, none of which is used twice: a closed model or text is recognized, and one that a call uses
-// stays until the call returns.
-template <class Handle, class Value>
-class Open {
- public:
-  Handle* add(std::shared_ptr<Value> value) {
-    const std::lock_guard<std::mutex> lock(busy_);
-    values_.emplace(last_ + 1, std::move(value));
-    return reinterpret_cast<Handle*>(++last_);
-  }
-  std::shared_ptr<Value> find(const Handle* handle) {
-    const std::lock_guard<std::mutex> lock(busy_);
-    const auto found = values_.find(reinterpret_cast<uintptr_t>(handle));
-    return found == values_.end() ? nullptr : found->second;
-  }
-  void remove(const Handle* handle) {
-    std::shared_ptr<Value> value;  // ends without the lock
-    const std::lock_guard<std::mutex> lock(busy_);
-    const auto found = values_.find(reinterpret_cast<uintptr_t>(handle));
-    if (found == values_.end()) return;
-    value = std::move(found->second);
-    values_.erase(found);
-  }
-
- private:
-  std::mutex busy_;
-  std::map<uintptr_t, std::shared_ptr<Value>> values_;
-  uintptr_t last_ = 0;
 };
 
 // These stay until the process ends, because other threads may use them while it does.
@@ -65,38 +35,6 @@ Open<lowbit_model, PlanModel>& models() {
 Open<lowbit_text, Text>& texts() {
   static auto& all = *new Open<lowbit_text, Text>;
   return all;
-}
-
-lowbit_result result_of(const Status& status, lowbit_error* error) {
-  if (error != nullptr) std::snprintf(error->message, sizeof error->message, "%s", status.message());
-  switch (status.kind()) {
-    case Status::Kind::ok: return LOWBIT_OK;
-    case Status::Kind::invalid: return LOWBIT_INVALID;
-    case Status::Kind::out_of_range: return LOWBIT_OUT_OF_RANGE;
-    case Status::Kind::no_memory: return LOWBIT_NO_MEMORY;
-    case Status::Kind::system: return LOWBIT_SYSTEM;
-  }
-  return LOWBIT_INVALID;
-}
-
-// The result of a function that gives a Status, or of its exception.
-template <class Function>
-lowbit_result guarded(lowbit_error* error, Function&& function) noexcept {
-  try {
-    return result_of(function(), error);
-  } catch (const std::bad_alloc&) {
-    return result_of(Status::no_memory("no memory for the call"), error);
-  } catch (const std::exception& exception) {
-    return result_of(Status::system("the call failed: %s", exception.what()), error);
-  } catch (...) {
-    return result_of(Status::system("the call failed"), error);
-  }
-}
-
-Status missing(const char* name) { return Status::error("%s is NULL; expected an address", name); }
-
-Status not_open(const char* name, const void* handle) {
-  return handle == nullptr ? missing(name) : Status::error("%s is not open; expected one that has not been closed", name);
 }
 
 // The fields that the caller's version of a struct has; the others are 0.

@@ -1,4 +1,5 @@
 /* Language models and encoders in C: opens a plan's file and the weights beside it, takes tokens, gives logits or embeddings.
+ * Tokenizers: texts to tokens and back.
  *
  * Every function that can fail returns LOWBIT_OK, or another result and, in `error`, one sentence that says what was found and
  * what was expected. `error` may be NULL. No exception leaves these functions, and no function ends the process. Functions of
@@ -128,6 +129,23 @@ LOWBIT_C_API lowbit_result lowbit_sample(const float* logits, int64_t vocabulary
 
 /* A digest of the logits of a fixed text, the same on every machine for the same files. */
 LOWBIT_C_API lowbit_result lowbit_certify(lowbit_model* model, uint64_t* certificate, lowbit_error* error);
+
+/* Texts to tokens and back, by lowbit.tokens in a directory, or a file of another name. Several threads may use one tokenizer.
+ * Results are written up to `most` tokens or bytes; `count` becomes how many there are, so that a call with most 0 asks for
+ * the size. Texts are UTF-8. */
+typedef struct lowbit_tokenizer lowbit_tokenizer;
+
+LOWBIT_C_API lowbit_result lowbit_tokenizer_open(const char* path, lowbit_tokenizer** tokenizer, lowbit_error* error);
+LOWBIT_C_API void lowbit_tokenizer_close(lowbit_tokenizer* tokenizer); /* NULL is allowed */
+/* special: 1 adds the tokens that the tokenizer puts around each text. */
+LOWBIT_C_API lowbit_result lowbit_encode(const lowbit_tokenizer* tokenizer, const char* text, size_t bytes, int special,
+                                         int64_t* tokens, size_t most, size_t* count, lowbit_error* error);
+/* plain: 1 leaves special tokens out. The text has no zero at its end. */
+LOWBIT_C_API lowbit_result lowbit_decode(const lowbit_tokenizer* tokenizer, const int64_t* tokens, size_t token_count,
+                                         int plain, char* text, size_t most, size_t* count, lowbit_error* error);
+/* The tokens of a conversation up to the answer. `system` may be NULL; `messages` are the user's and the model's in turn. */
+LOWBIT_C_API lowbit_result lowbit_chat(const lowbit_tokenizer* tokenizer, const char* system, const char* const* messages,
+                                       size_t message_count, int64_t* tokens, size_t most, size_t* count, lowbit_error* error);
 
 #ifdef __cplusplus
 }

@@ -395,8 +395,9 @@ void Steps::decode(const Step& step, std::vector<std::string>* tokens) const {
       break;
     }
     case DecodeOp::word_piece: {
-      constexpr const char* kCleaned[][2] = {{" .", "."}, {" ?", "?"}, {" !", "!"}, {" ,", ","}, {" ' ", "'"}, {" n't", "n't"},
-                                             {" 'm", "'m"}, {" do not", " don't"}, {" 's", "'s"}, {" 've", "'ve"}, {" 're", "'re"}};
+      constexpr const char* kCleaned[][2] = {
+          {" .", "."}, {" ?", "?"}, {" !", "!"}, {" ,", ","}, {" ' ", "'"}, {" n't", "n't"}, {" 'm", "'m"},
+          {" do not", " don't"}, {" 's", "'s"}, {" 've", "'ve"}, {" 're", "'re"}};
       for (size_t i = 0; i < tokens->size(); ++i) {
         std::string& token = (*tokens)[i];
         if (i > 0) {
@@ -416,7 +417,9 @@ void Steps::decode(const Step& step, std::vector<std::string>* tokens) const {
       for (size_t i = 0; i < tokens->size(); ++i) replace_all(text(step.a), i == 0 && step.b != 0 ? "" : " ", &(*tokens)[i]);
       break;
     case DecodeOp::suffix:
-      for (size_t i = 0; i < tokens->size(); ++i) replace_all(text(step.a), i + 1 == tokens->size() ? "" : " ", &(*tokens)[i]);
+      for (size_t i = 0; i < tokens->size(); ++i) {
+        replace_all(text(step.a), i + 1 == tokens->size() ? "" : " ", &(*tokens)[i]);
+      }
       break;
     case DecodeOp::count: break;
   }

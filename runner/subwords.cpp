@@ -109,7 +109,9 @@ void Subwords::bpe(std::string_view piece, const std::vector<bool>* forbidden, s
   if (pending) tokens.push_back(unknown_);
   std::vector<Symbol> symbols;
   const int32_t count = static_cast<int32_t>(tokens.size());
-  for (int32_t i = 0; i < count; ++i) symbols.push_back({tokens[static_cast<size_t>(i)], i - 1, i + 1 < count ? i + 1 : -1, false});
+  for (int32_t i = 0; i < count; ++i) {
+    symbols.push_back({tokens[static_cast<size_t>(i)], i - 1, i + 1 < count ? i + 1 : -1, false});
+  }
   merge(symbols, forbidden);
   for (const Symbol& each : symbols) {
     if (!each.merged) ids->push_back(each.token);
@@ -174,8 +176,10 @@ void Subwords::unigram(std::string_view piece, const std::vector<bool>* forbidde
     auto low = file_.order.begin(), high = file_.order.end();
     for (size_t end = at + 1; end <= piece.size() && low != high; ++end) {
       const std::string_view wanted = piece.substr(at, end - at);
-      low = std::lower_bound(low, high, wanted, [&](uint32_t token, std::string_view text) { return file_.text(token) < text; });
-      high = std::partition_point(low, high, [&](uint32_t token) { return file_.text(token).substr(0, wanted.size()) == wanted; });
+      low = std::partition_point(low, high, [&](uint32_t token) { return file_.text(token) < wanted; });
+      high = std::partition_point(low, high, [&](uint32_t token) {
+        return file_.text(token).substr(0, wanted.size()) == wanted;
+      });
       if (low == high || file_.text(*low) != wanted || (forbidden != nullptr && (*forbidden)[*low])) continue;
       offer(end, *low, file_.scores[*low]);
       whole = whole || end == at + length;

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <array>
 #include <cinttypes>
+#include <cstring>
+#include <filesystem>
 #include <new>
 #include <set>
 
@@ -141,6 +143,7 @@ Status Tokenizer::Implementation::read_added(Head& head) {
   const uint32_t count = head.number("the number of added tokens", 0, file.text_count);
   for (uint32_t i = 0; i < count && head.status().ok(); ++i) {
     const uint32_t token = head.number("an added token", 0, size - 1);
+    const std::string_view content = file.text(head.text("the text of an added token"));
     const uint32_t text = head.or_none("the normalized text of an added token", file.text_count);
     const uint32_t flags = head.number("the flags of an added token", 0, kAllFlags);
     if (((flags & kSingleWord) != 0 && words == kNone) || ((flags & (kStripLeft | kStripRight)) != 0 && spaces == kNone)) {
@@ -148,10 +151,10 @@ Status Tokenizer::Implementation::read_added(Head& head) {
     }
     special[token] = (flags & kSpecial) != 0;
     forbidden[token] = (flags & kControl) != 0;
-    const Added made{token, flags, file.text(text == kNone ? token : text)};
-    if (made.text.empty()) continue;
+    const Added made{token, flags, text == kNone ? content : file.text(text)};
+    if (made.text.empty() || content.empty()) continue;
     (text == kNone ? raw : normalized).add(made);
-    if ((flags & kControl) != 0) control.add({token, flags, file.text(token)});
+    if ((flags & kControl) != 0) control.add({token, flags, content});
   }
   raw.sort(), normalized.sort(), control.sort();
   return head.status();
@@ -168,6 +171,7 @@ Status Tokenizer::Implementation::read_settings(Head& head) {
   settings.repetition_penalty = head.real("repetition_penalty");
   settings.top_k = head.number("top_k", 0, kNone);
   settings.max_new_tokens = head.number("max_new_tokens", 0, kNone);
+  settings.plan = head.number("the checksum of the plan", 0, kNone);
   return head.status();
 }
 
@@ -210,7 +214,8 @@ Status Tokenizer::Implementation::encode(std::string_view text, const std::vecto
     return Status::out_of_range("the text has %zu bytes; expected at most %zu", text.size(), kMostBytes);
   }
   if (const size_t wrong = first_wrong(text); wrong != text.size()) {
-    return Status::error("the text is not UTF-8: byte %zu is 0x%02x", wrong, static_cast<unsigned>(static_cast<uint8_t>(text[wrong])));
+    const unsigned byte = static_cast<uint8_t>(text[wrong]);
+    return Status::error("the text is not UTF-8: byte %zu is 0x%02x", wrong, byte);
   }
   Matcher matcher(file, kSteps + kStepsPerByte * text.size());
   std::vector<uint32_t> ids;
@@ -219,9 +224,7 @@ Status Tokenizer::Implementation::encode(std::string_view text, const std::vecto
   AddedTokens both;
   if (guarded) {
     both = raw;
-    for (const Added& token : normalized.all()) {
-      if ((token.flags & kControl) != 0) both.add({token.token, token.flags, file.text(token.token)});
-    }
+    for (const Added& token : control.all()) both.add(token);
     both.sort();
   }
   for (const Segment& segment : added(guarded ? both : raw, text, places)) {
@@ -262,7 +265,9 @@ Tokenizer::~Tokenizer() = default;
 int64_t Tokenizer::size() const { return implementation_->size; }
 const TextSettings& Tokenizer::settings() const { return implementation_->settings; }
 
-Status Tokenizer::open(const std::string& path, std::unique_ptr<Tokenizer>* tokenizer) try {
+Status Tokenizer::open(const std::string& given, std::unique_ptr<Tokenizer>* tokenizer) try {
+  std::error_code none;
+  const std::string path = std::filesystem::is_directory(given, none) ? given + "/lowbit.tokens" : given;
   auto made = std::make_unique<Implementation>();
   if (Status status = made->mapped.open(path); !status.ok()) return status;
   const Memory& memory = made->mapped.memory();
@@ -272,7 +277,7 @@ Status Tokenizer::open(const std::string& path, std::unique_ptr<Tokenizer>* toke
   tokenizer->reset(new Tokenizer(std::move(made)));
   return {};
 } catch (const std::bad_alloc&) {
-  return Status::no_memory("no memory for %s", path.c_str());
+  return Status::no_memory("no memory for %s", given.c_str());
 }
 
 Status Tokenizer::read(const void* bytes, size_t size, std::unique_ptr<Tokenizer>* tokenizer) try {

@@ -19,6 +19,7 @@ struct TextSettings {
   double temperature = 0.0, top_p = 1.0, min_p = 0.0, repetition_penalty = 1.0;  // of a conversation
   int64_t top_k = 0;                     // 0: all tokens
   int64_t max_new_tokens = 0;            // 0: not set
+  uint32_t plan = 0;                     // the last bytes of the plan's file, its checksum; 0: any plan
 };
 
 // A conversation: user, assistant, user, ... The last message is the user's.
@@ -30,7 +31,8 @@ struct Conversation {
 
 class LOWBIT_API Tokenizer {
  public:
-  static Status open(const std::string& file, std::unique_ptr<Tokenizer>* tokenizer);
+  // Opens a tokens' file, or lowbit.tokens in a directory.
+  static Status open(const std::string& path, std::unique_ptr<Tokenizer>* tokenizer);
   // Copies the bytes of a file, which need not be trusted.
   static Status read(const void* bytes, size_t size, std::unique_ptr<Tokenizer>* tokenizer);
   ~Tokenizer();

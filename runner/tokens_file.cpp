@@ -105,7 +105,8 @@ Status TokensFile::read(const void* data, size_t size) {
   }
   for (const Pair& each : spans) {
     if (each.from > ranges.size / 2 || each.to > ranges.size / 2 - each.from) return wrong("classes of missing ranges");
-    CharacterClass& made = classes.emplace_back(CharacterClass{ranges.data + 2 * each.from, each.to, {0, 0}});
+    classes.push_back({ranges.data + 2 * each.from, each.to, {0, 0}});
+    CharacterClass& made = classes.back();
     for (uint32_t i = 0; i < made.count; ++i) {
       for (uint32_t c = made.ranges[2 * i]; c < std::min(made.ranges[2 * i + 1], 128u); ++c) {
         made.ascii[c / 64] |= uint64_t{1} << (c % 64);
@@ -128,7 +129,8 @@ uint32_t Head::number(const char* name, uint32_t least, uint32_t most) {
   const uint32_t value = take();
   if (value >= least && value <= most) return value;
   if (status_.ok()) {
-    status_ = Status::error("%s in the tokens' file is %" PRIu32 "; expected %" PRIu32 " to %" PRIu32, name, value, least, most);
+    status_ = Status::error("%s in the tokens' file is %" PRIu32 "; expected %" PRIu32 " to %" PRIu32, name, value, least,
+                            most);
   }
   return least;
 }

@@ -78,6 +78,7 @@ def export(
         if to == "plan":
             document |= dict.fromkeys(("max_length", "cache", "chunk"))
             about = ""
+            _note_refusal(output, file)
     document |= {"bytes": file.stat().st_size, "seconds": time.perf_counter() - begin}
     written = f"{file}: {size(document['bytes'])}{about}, written in {document['seconds']:.1f} s"
     output.result(document, *shown, written)
@@ -100,6 +101,21 @@ def _program(output: Output, model: Any, file: Path, max_length: int, cache: str
     with output.progress(f"exporting to {file}", "steps") as advance:
         llm.export_decoder(decoder, file, chunk=chunk, progress=advance)
     return decoder.cache_type
+
+
+def _note_refusal(output: Output, plan: Path) -> None:
+    """Says why lowbit-run will not run the plan's model."""
+    from .. import _C
+    from ..exports.token_file import TOKENS
+
+    tokens = plan.with_name(TOKENS)
+    if not tokens.exists():
+        output.note(f"there is no tokenizer beside {plan}, so lowbit-run does not run it")
+        return
+    try:
+        _C.Tokenizer(tokens.read_bytes())
+    except ValueError as error:
+        output.note(f"lowbit-run does not run {plan.parent}: {error}")
 
 
 def _to_gguf(output: Output, model: Path, file: Path) -> tuple[list[dict[str, Any]], list[Any]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from ..llm.template_environment import compiled
 from .token_patterns import NONE, Unsupported
 from .token_steps import Tables, python_spaces
 
@@ -37,6 +36,8 @@ def renderer(template: str, special: dict[str, str], with_dates: bool = True) ->
         special: names of special tokens and their texts.
         with_dates: write the format of a date in marks, and not the date.
     """
+    from ..llm.template_environment import compiled
+
     dates = {"strftime_now": lambda form: f"\ue000{form}\ue001"} if with_dates else {}
     made = compiled(template)
 
@@ -81,9 +82,8 @@ def _form(render: Render, has_system: bool) -> tuple[list[str], tuple[int, int, 
                 changes.append(number)
                 break
         else:
-            raise Unsupported(
-                f"the chat template changes messages of the {('system', 'user', 'assistant')[role]} in an unknown way"
-            )
+            name = ("system", "user", "assistant")[role]
+            raise Unsupported(f"the chat template changes messages of the {name} in an unknown way")
     return made, (changes[0], changes[1], changes[2])
 
 

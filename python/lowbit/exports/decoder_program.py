@@ -24,6 +24,7 @@ from ..llm.loading import stop_tokens
 from ..llm.plan_step import PlanStep
 from .module import Delegate, described, export_delegates, export_pt2, export_pte, zeros
 from .plan_export import Outline, SessionOutline, plan_with_weights, write_plan
+from .token_file import write_tokens
 
 # Setting -> name of the constant method in a .pte that ExecuTorch's language model runners read.
 _PTE_NUMBERS = {"max_length": "get_max_context_len", "chunk": "get_max_seq_len", "vocabulary": "get_vocab_size"}
@@ -236,7 +237,8 @@ def export_decoder(
     The program takes tokens [1, s], s from 1 to ``chunk``, and start [1]. The file name chooses the format:
 
     * **.plan**, for lowbit's own library: a small file in the directory of the model's checkpoint, whose weights it uses.
-      Programs choose the length of texts and the type of caches. ``examples/cpp/llm_runner_plan`` runs the file.
+      Programs choose the length of texts and the type of caches. ``lowbit.tokens`` is written beside it, the tokenizer and
+      the chat template for ``lowbit-run``, or why there is none. ``examples/cpp/llm_runner_plan`` runs the plan alone.
     * **.pte**, for ExecuTorch. If the decoder has a plan, a step is one call of a delegate, the plan with its weights: faster
       than operator by operator, and exported in seconds. Its caches hold the whole text, even in layers with a
       window. Otherwise the program has lowbit's operators among those of ExecuTorch. The caches are allocated by the loaded
@@ -269,6 +271,7 @@ def export_decoder(
         raise ValueError(f"path is {str(path)!r}; expected a name that ends in .plan, .pte or .pt2")
     if suffix == ".plan":
         write_plan(decoder, Path(path), _stop_of(decoder, stop))
+        write_tokens(decoder.model, Path(path).absolute(), None if stop is None else _stop_of(decoder, stop))
         return
     about = _describe(decoder, chunk, stop)
     made = decoder.fitting_plan() if suffix == ".pte" and plan else None

@@ -39,6 +39,7 @@ class TextSettings:
     no_chat: str = "the model has no chat template; expected -p TEXT to continue"  # why there is no template
     special: dict[str, str] = field(default_factory=dict)  # names of special tokens and their texts, for the template
     control: frozenset[int] = frozenset()  # tokens that no message may become
+    plan: int = 0  # the checksum of the plan beside the file; 0: there is none
 
 
 def token_bytes(backend: Any, settings: TextSettings) -> bytes:
@@ -58,9 +59,9 @@ def token_bytes(backend: Any, settings: TextSettings) -> bytes:
     for text, number in _vocabulary(content["model"]).items():
         texts[number] = text
     for added in content["added_tokens"]:
-        if texts[added["id"]] not in ("", added["content"]):
+        if texts[added["id"]] not in ("", added["content"], backend.id_to_token(added["id"])):
             raise Unsupported(f"the token {added['id']} has two texts: {texts[added['id']]!r} and {added['content']!r}")
-        texts[added["id"]] = added["content"]
+        texts[added["id"]] = backend.id_to_token(added["id"])  # some versions return it normalized
     tables = Tables(texts)
     head = [NONE, size]
     model, order, merges, scores = _model(content["model"], tables)
@@ -95,9 +96,7 @@ def _model(model: dict[str, Any], tables: Tables) -> tuple[list[int], list[int],
         raise Unsupported(f"the tokenizer has a model {kind!r}")
     if model.get("dropout"):
         raise Unsupported("the tokenizer drops merges at random")
-    if len(set(vocabulary.values())) != len(vocabulary) or (
-        not isinstance(model["vocab"], dict) and len(vocabulary) != len(model["vocab"])
-    ):
+    if not len(set(vocabulary.values())) == len(vocabulary) == len(model["vocab"]):
         raise Unsupported("the tokenizer has two tokens of the same number or text")
     order = [number for _, number in sorted((text.encode(), number) for text, number in vocabulary.items())]
     unknown = model.get("unk_id") if kind == "Unigram" else vocabulary.get(model.get("unk_token") or "")
@@ -126,18 +125,16 @@ def _added(added: list[dict[str, Any]], backend: Any, tables: Tables, control: f
     flags_of = (("single_word", _SINGLE_WORD), ("lstrip", _STRIP_LEFT), ("rstrip", _STRIP_RIGHT), ("special", _SPECIAL))
     needs_words = any(each["single_word"] for each in added)
     needs_spaces = any(each["lstrip"] or each["rstrip"] for each in added)
-    head = [
-        tables.code.add_class(letters()) if needs_words else NONE,
-        tables.code.add_class(rust_spaces()) if needs_spaces else NONE,
-    ]
-    head.append(len(added))
+    words = tables.code.add_class(letters()) if needs_words else NONE
+    head = [words, tables.code.add_class(rust_spaces()) if needs_spaces else NONE, len(added)]
     for each in added:
-        text = NONE
+        content, normalized = each["content"], NONE
         if each["normalized"]:
-            content = each["content"] if backend.normalizer is None else backend.normalizer.normalize_str(each["content"])
-            text = tables.text(content)
+            normalized = tables.text(content if backend.normalizer is None else backend.normalizer.normalize_str(content))
         flags = sum(flag for name, flag in flags_of if each[name]) + _CONTROL * (each["id"] in control)
-        head += [each["id"], text, flags]
+        if tables.texts[each["id"]] != content:
+            flags &= ~_SPECIAL  # it is known by its content
+        head += [each["id"], tables.text(content), normalized, flags]
     return head
 
 
@@ -159,7 +156,7 @@ def _settings(settings: TextSettings) -> list[int]:
     least = (1 << 32) - 2
     return [
         len(settings.stop), *settings.stop, *caches, *words, min(settings.sampling.get("top_k") or 0, least),
-        min(settings.max_new_tokens or 0, least),
+        min(settings.max_new_tokens or 0, least), settings.plan,
     ]  # fmt: skip
 
 
@@ -175,19 +172,8 @@ def _file(head: list[int], tables: Tables, order: list[int], merges: list[tuple[
         ranges += [edge for part in each for edge in part]
     rows = (merges, tables.code.steps, tables.maps, tables.compositions)
     merged, code, maps, compositions = ([number for row in table for number in row] for table in rows)
-    words = [
-        head,
-        ends,
-        b"".join(texts),
-        order,
-        merged,
-        struct.pack(f"<{len(scores)}d", *scores),
-        ranges,
-        spans,
-        code,
-        maps,
-        compositions,
-    ]
+    reals = struct.pack(f"<{len(scores)}d", *scores)
+    words = [head, ends, b"".join(texts), order, merged, reals, ranges, spans, code, maps, compositions]
     sections = [each if isinstance(each, bytes) else struct.pack(f"<{len(each)}I", *each) for each in words]
     at, entries, body = _HEADER + _ENTRY * _SECTIONS, b"", b""
     for section in sections:
@@ -259,33 +245,38 @@ def _prove(made: _C.Tokenizer, backend: Any) -> None:
         raise Unsupported(f"programs without Python would not give the tokenizer's tokens: {found}")
 
 
-def write_tokens(model: Any, cache: str, stop: list[int], directory: Path) -> str | None:
-    """Writes the tokens' file of a checkpoint, beside its plan.
+def write_tokens(model: Any, plan: Path, stop: list[int] | None) -> str | None:
+    """Writes the tokens' file beside a plan, if the checkpoint there has a tokenizer.
 
     Args:
         model: of transformers.
-        cache: the default type of its KV cache.
+        stop: tokens that end a text; None: those of the model and the tokenizer.
 
     Returns:
         Why the file has no tokenizer, or None. The file then says the same.
     """
+    file = plan.with_name(TOKENS)
+    file.unlink(missing_ok=True)
+    if not any((file.parent / name).exists() for name in ("tokenizer.json", "tokenizer.model")):
+        return None
     try:
-        content, refusal = _checkpoint_bytes(model, cache, stop, directory), None
+        content, refusal = _checkpoint_bytes(model, plan, stop), None
     except (ImportError, OSError, ValueError) as error:
         refusal = str(error)
         content = refusal_bytes(refusal)
-    with replacing(directory / TOKENS, ".tokens") as written, open(written, "wb") as file:
-        file.write(content)
-        sync(file)
+    with replacing(file, ".tokens") as written, open(written, "wb") as opened:
+        opened.write(content)
+        sync(opened)
     return refusal
 
 
-def _checkpoint_bytes(model: Any, cache: str, stop: list[int], directory: Path) -> bytes:
+def _checkpoint_bytes(model: Any, plan: Path, stop: list[int] | None) -> bytes:
+    from ..llm.caches import name_of
     from ..llm.chat import sampling_of
-    from ..llm.loading import load_tokenizer
+    from ..llm.loading import load_tokenizer, stop_tokens
     from ..llm.templates import control_tokens, render
 
-    tokenizer = load_tokenizer(directory)
+    tokenizer = load_tokenizer(plan.parent)
     backend = type(tokenizer.backend_tokenizer).from_str(tokenizer.backend_tokenizer.to_str())
     backend.no_truncation()
     backend.no_padding()
@@ -295,7 +286,10 @@ def _checkpoint_bytes(model: Any, cache: str, stop: list[int], directory: Path) 
     special = {name: text for name, text in tokenizer.special_tokens_map.items() if isinstance(text, str)}
     sampling, most, _ = sampling_of(model)
     control = control_tokens(tokenizer)
-    settings = TextSettings(stop, cache, vars(sampling), most, template, special, frozenset(control.values()))
+    settings = TextSettings(
+        stop_tokens(model, tokenizer) if stop is None else stop, name_of(model.dtype), vars(sampling), most, template,
+        special=special, control=frozenset(control.values()), plan=int.from_bytes(plan.read_bytes()[-4:], "little"),
+    )  # fmt: skip
     made = token_bytes(backend, settings)
     program = _C.Tokenizer(made)
     for system, messages in conversations([*control][:4]) if template else ():

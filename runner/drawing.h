@@ -7,7 +7,7 @@
 
 #include "../kernels/status.h"
 
-namespace lowbit {
+namespace lowbit::text {
 
 // numpy.random.Generator(PCG64(seed)).random()
 class RandomNumbers {
@@ -32,4 +32,4 @@ struct Sampling {
 Status draw(const Sampling& sampling, const std::set<int64_t>& seen, std::vector<float>& logits, RandomNumbers& random,
             int64_t* token);
 
-}  // namespace lowbit
+}  // namespace lowbit::text

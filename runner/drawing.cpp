@@ -1,4 +1,4 @@
-#include "sampling.h"
+#include "drawing.h"
 
 #include <algorithm>
 #include <cmath>
@@ -7,7 +7,7 @@
 
 #include "../plan/real_functions.h"
 
-namespace lowbit {
+namespace lowbit::text {
 namespace {
 
 // numpy.random.SeedSequence(seed).generate_state(8): after Melissa O'Neill's seed_seq_fe.
@@ -140,4 +140,4 @@ Status draw(const Sampling& sampling, const std::set<int64_t>& seen, std::vector
   return {};
 }
 
-}  // namespace lowbit
+}  // namespace lowbit::text
