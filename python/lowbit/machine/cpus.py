@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from pathlib import Path
 
 _CPUS = Path("/sys/devices/system/cpu")
@@ -20,6 +21,12 @@ def default_threads() -> int:
     except (AttributeError, OSError):  # not on Linux
         return available_cpus()
     return min(len(cores), available_cpus())
+
+
+def current_threads() -> int:
+    """The number of threads that this process runs models on: torch's if it has loaded torch."""
+    torch = sys.modules.get("torch")
+    return default_threads() if torch is None else int(torch.get_num_threads())
 
 
 def available_cpus() -> int:
