@@ -146,7 +146,7 @@ def load_torch() -> None:
 
 
 # Without torch, only the parts that need none are available. A module that is being imported has no other place to be found.
-_HAS_TORCH = "torch" in sys.modules or find_spec("torch") is not None
+_HAS_TORCH = sys.modules.get("torch") is not None or find_spec("torch") is not None
 if _HAS_TORCH and not getattr(sys.modules.get("lowbit_autoload"), "in_program", False):
     load_torch()
 

@@ -42,7 +42,7 @@ COMMANDS = {
     "info": "info.info",
     "doctor": "doctor.doctor",
 }
-_PLAIN = {"certify", "chat", "generate", "serve", "transcribe"}  # commands that may need no torch
+_PLAIN = {"certify", "chat", "doctor", "generate", "info", "serve", "transcribe"}  # commands that may need no torch
 
 _SETTINGS: dict[str, Any] = dict(
     help="Language models with 1- to 8-bit weights on CPUs.",

@@ -6,7 +6,6 @@ import enum
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 
 from ..machine.facts import cpp_compiler
@@ -92,6 +91,8 @@ def bench(
 
 
 def _publish(output: Output, directory: Path) -> None:
+    import torch
+
     from ..tools.perf import publish
 
     with output.progress("measuring this machine, ten minutes at most") as advance:

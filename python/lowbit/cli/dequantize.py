@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Literal
 
-import torch
 import typer
 
 from ..files.config_json import quantization_method, read_config
@@ -28,6 +27,8 @@ def dequantize(
     threads: Threads = None,
 ) -> None:
     """Write a packed checkpoint as a float one, for programs and methods that need floats."""
+    import torch
+
     from .. import dequantize_checkpoint, inspect_checkpoint
 
     begin = time.perf_counter()

@@ -67,7 +67,7 @@ def _facts(facts: dict[str, Any]) -> Any:
         (
             "threads",
             f"{facts['threads']}; this process may use {facts['cpus_allowed']} CPU{'s' * (facts['cpus_allowed'] != 1)}; "
-            f"fastest for one token: {facts['advised_threads']}",
+            f"fastest for one token: {facts['advised_threads'] or 'not measured without torch'}",
         ),
     )
     return facts_table(rows)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 
 import lowbit
@@ -18,6 +18,8 @@ from .models import load, read_text, set_threads
 from .output import Output, size, table
 
 if TYPE_CHECKING:
+    import torch
+
     from .. import LowBitConfig
     from ..llm.perplexity import Perplexity
 
@@ -153,7 +155,7 @@ def evaluate(
         "reference": None if reference is None else str(reference),
         "reference_perplexity": None if compared is None else compared.reference.perplexity,
         "saved_logits": None if save_logits is None else str(save_logits),
-        "threads": torch.get_num_threads(),
+        "threads": import_module("torch").get_num_threads(),
         "results": results,
     }
     output.result(document, shown)
@@ -223,7 +225,7 @@ def _evaluate_answers(
     document = {
         "model": str(model), "answers": None if judging.answers is None else str(judging.answers), "prompts": len(prompts),
         "max_new_tokens": judging.new, "tasks": list(problems), "seed": judging.seed, "cache": cache,
-        "reference": None if reference is None else str(reference), "threads": torch.get_num_threads(), "results": results,
+        "reference": None if reference is None else str(reference), "threads": import_module("torch").get_num_threads(), "results": results,
     }  # fmt: skip
     output.result(document, shown)
 

@@ -25,7 +25,7 @@ def info(output: Output) -> None:
     facts = facts_table([
         ("lowbit", known["lowbit"]),
         ("python", known["python"]),
-        ("torch", document["torch"]),
+        ("torch", document["torch"] or "not installed"),
         ("transformers", document["transformers"] or "not installed"),
         ("executorch", f"{executorch}; {f'operators for {built}' if built else 'lowbit was built without it'}"),
         ("CPU", f"{known['cpu']}, {known['architecture']}"),

@@ -9,7 +9,6 @@ from typing import Annotated
 import typer
 
 from ..files.untrusted import printable
-from ..importing.summary import read_report
 from .output import Output, packed_figures, size, table
 
 
@@ -21,6 +20,7 @@ def inspect(
 ) -> None:
     """List the tensors of a checkpoint, with their bits and bytes."""
     from .. import inspect_checkpoint
+    from ..importing.summary import read_report
 
     entries = inspect_checkpoint(path)
     imported = read_report(path if path.is_dir() else path.parent)

@@ -66,7 +66,8 @@ def load_draft(
         ValueError: the draft model has other tokens or supports only shorter texts; or the model has no such head.
     """
     from .. import llm
-    from ..llm.loading import load_tokenizer
+    from ..files.plan_facts import PLAN, are_allowed
+    from ..llm.loading import load_tokenizer, stop_tokens
 
     if path == MTP:
         return llm.Mtp(decoder, quantization=config)
@@ -75,7 +76,12 @@ def load_draft(
         tokens = load_tokenizer(path)
         draft = load(output, path, None)
     check_draft(path, tokens, positions(draft), tokenizer, model, max_length)
-    return llm.Decoder(draft, max_length, cache)
+    decoder = llm.Decoder(draft, max_length, cache)
+    if are_allowed() and not (path / PLAN).exists():
+        from .plans import keep_plan
+
+        keep_plan(output, path, decoder, stop_tokens(draft, tokens), ())
+    return decoder
 
 
 def check_draft(path: Path, tokenizer: Any, positions: int, expected: Any, model: str | Path, max_length: int) -> None:

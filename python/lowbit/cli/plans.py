@@ -7,8 +7,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..llm.plan_files import PLAN, PlannedModel, open_planned
-from ..llm.plan_files import NoPlan as NoPlan
+from ..files.plan_facts import PLAN, are_allowed
+from ..files.plan_facts import NoPlan as NoPlan
+from ..llm.plan_files import PlannedModel, open_planned
 from ..machine.cpus import default_threads
 from ..machine.facts import free_memory
 from .models import MTP, check_draft, check_threads
@@ -17,7 +18,6 @@ from .output import Output, describe
 if TYPE_CHECKING:
     from ..llm.plan_decoder import PlanDecoder
 
-_PLANS = "LOWBIT_PLAN"  # environment variable; 0: no plans
 _SHORT = 64  # tokens of the text with which a decoder is proven; plans are for texts of any length
 
 
@@ -27,7 +27,7 @@ def open_model(output: Output, path: Path, threads: int | None, cache: str | Non
     Raises:
         NoPlan: it has none that can be used, or plans are switched off.
     """
-    if os.environ.get(_PLANS, "1") == "0":
+    if not are_allowed():
         raise NoPlan("", stale=False)
     given = path
     if path.suffix == ".gguf" and path.is_file():
@@ -54,7 +54,12 @@ def open_with_draft(
     if draft == MTP:
         raise NoPlan("", stale=False)
     model = open_model(output, path, threads, cache)
-    return model, None if draft is None else open_model(output, draft, threads, model.cache)
+    if draft is None:
+        return model, None
+    try:
+        return model, open_model(output, draft, threads, model.cache)
+    except NoPlan as reason:
+        raise NoPlan(str(reason), stale=False) from None  # the model's own plan is as it should be
 
 
 def draft_decoder(draft: PlannedModel, model: PlannedModel, max_length: int) -> PlanDecoder:
@@ -103,7 +108,7 @@ def make_plan(output: Output, path: Path) -> None:
     try:
         size = sum(os.path.getsize(file) for file in files_of(path)[0])
         is_text = read_config(path).get("model_type") in causal_model_types() and is_packed(path)
-        if os.environ.get(_PLANS, "1") == "0" or not is_text or 2 * size > (free_memory() or 0):
+        if not are_allowed() or not is_text or 2 * size > (free_memory() or 0):
             return
         with output.progress(f"making {path / PLAN}"):
             model = load_model(path)

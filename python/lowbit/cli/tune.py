@@ -6,7 +6,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 
 import lowbit
@@ -46,6 +45,8 @@ def tune(
 
 def _layer_shapes(shape: str) -> list[tuple[int, int]]:
     """[out_features, in_features] of the linear layers of one block of a named shape, and of its head."""
+    import torch
+
     from ..llm.shapes import shape_config
 
     config = shape_config(shape)

@@ -26,6 +26,7 @@ _FILES = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
     "added_tokens.json", "chat_template.jinja", "tokenizer.model",
 )  # fmt: skip
+_NAMES = ("cache", "caches", "stop", "special", "settings")  # of a description
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,8 @@ def describe(decoder: Decoder, directory: Path, caches: tuple[str, ...] = ()) ->
     try:
         if sees_only(directory):
             raise ValueError("it is a model of images")
+        if decoder.plan is not None and not decoder.plan.gives_kept_rows:
+            raise ValueError("it computes the logits of all tokens")
         try:
             decoding.check_config(model.config.get_text_config(), 1 << 62)
         except decoding.Unsupported as error:
@@ -110,11 +113,15 @@ def open_planned(directory: Path, threads: int, cache: str | None) -> PlannedMod
     except (OSError, ValueError) as error:
         raise NoPlan(f"{file} is not used: {error}") from error
     content = described(directory, plan.about, __version__, _FILES)
-    if (cache or content["cache"]) not in content["caches"]:
-        raise NoPlan("", caches=tuple(content["caches"]))
+    try:
+        default, caches, stop, special, settings = (content[name] for name in _NAMES)
+        prefix = bytes.fromhex(content["prefix"]) if "prefix" in content else str(content["no_prefix"])
+        generation = SimpleNamespace(**settings)
+    except (KeyError, TypeError, ValueError):  # written by an earlier commit
+        raise NoPlan("") from None
+    if (cache or default) not in caches:
+        raise NoPlan("", caches=tuple(caches))
     config = SimpleNamespace(vocab_size=plan.vocabulary)
     config.get_text_config = lambda: config
-    model = SimpleNamespace(config=config, generation_config=SimpleNamespace(**content["settings"]))
-    tokenizer = PlainTokenizer(directory, content["special"])
-    prefix = bytes.fromhex(content["prefix"]) if "prefix" in content else str(content["no_prefix"])
-    return PlannedModel(directory, plan, model, tokenizer, cache or content["cache"], content["stop"], prefix)
+    model = SimpleNamespace(config=config, generation_config=generation)
+    return PlannedModel(directory, plan, model, PlainTokenizer(directory, special), cache or default, stop, prefix)

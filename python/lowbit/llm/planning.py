@@ -106,6 +106,11 @@ class DecoderPlan:
         return len(self._planned.outputs) > 1
 
     @property
+    def gives_kept_rows(self) -> bool:
+        """Whether its logits are those of the kept rows, as programs without torch require; some models ignore logits_to_keep."""
+        return not any(size.per_row for size in self._planned.outputs[0].size)
+
+    @property
     def plan(self) -> Plan:
         """The plan for programs, which returns only logits."""
         made = self._planned.plan

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from pathlib import Path
 
 from .. import _C
@@ -15,6 +16,12 @@ def default_threads() -> int:
     if given.isdecimal() and 1 <= int(given) <= 1024:
         return int(given)
     return min(_C.default_threads(), available_cpus())
+
+
+def current_threads() -> int:
+    """The number of threads that this process runs models on: torch's if it has loaded torch."""
+    torch = sys.modules.get("torch")
+    return default_threads() if torch is None else int(torch.get_num_threads())
 
 
 def available_cpus() -> int:

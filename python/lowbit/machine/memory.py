@@ -8,11 +8,12 @@ import mmap
 import os
 import sys
 from pathlib import Path
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from .. import _C
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _SYSTEM = Path("/sys/kernel/mm/transparent_hugepage")
 
@@ -67,6 +68,8 @@ def in_huge_pages(tensor: Tensor) -> Tensor:
 
     With several NUMA nodes, each gets its part (``LOWBIT_NUMA``).
     """
+    import torch
+
     page = _huge_page_bytes()
     if page is None or tensor.numel() < page or tensor.device.type != "cpu":
         return tensor
@@ -93,6 +96,8 @@ def give_back(tensor: Tensor) -> None:
     """
     if not sys.platform.startswith("linux") or tensor.device.type != "cpu":
         return
+    import torch
+
     page = mmap.PAGESIZE
     begin, end = tensor.data_ptr() // page * page, -(-(tensor.data_ptr() + tensor.nbytes) // page) * page
     entries = torch.empty((end - begin) // page, dtype=torch.int64, device="cpu")  # one for each page
@@ -120,12 +125,15 @@ class ReadBandwidth:
     """
 
     def __init__(self, size: int = 1 << 30):
+        import numpy
+
         # Private, because shared memory gets no huge pages.
         self._memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self._memory.madvise(mmap.MADV_HUGEPAGE)  # avoids page walks, so that the result is an upper bound
-        self._buffer = torch.frombuffer(self._memory, dtype=torch.uint8).fill_(1)
+        self._buffer = numpy.frombuffer(self._memory, dtype=numpy.uint8)
+        self._buffer.fill(1)
 
     def __call__(self, threads: int) -> float:
         """Bytes per second with this number of threads, from seven passes: about 0.2 s for 1 GiB."""
-        return _C.read_bandwidth(self._buffer.data_ptr(), self._buffer.numel(), threads)
+        return _C.read_bandwidth(self._buffer.ctypes.data, self._buffer.size, threads)

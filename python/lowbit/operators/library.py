@@ -52,7 +52,7 @@ def load() -> None:
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
-        raise ModuleNotFoundError("lowbit needs torch for this: pip install 'lowbit[torch]'", name="torch") from None
+        raise ModuleNotFoundError("this needs torch: pip install 'lowbit[torch]'", name="torch") from None
 
     version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     if version < OLDEST_TORCH:

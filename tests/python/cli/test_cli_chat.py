@@ -180,5 +180,5 @@ def test_the_library_for_terminals_is_missing(monkeypatch):
         raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
     monkeypatch.setattr(command, "import_module", missing)
-    with pytest.raises(ImportError, match=r"prompt_toolkit not installed.*pip install 'lowbit\[llm\]'"):
+    with pytest.raises(ImportError, match=r"prompt_toolkit not installed.*pip install prompt_toolkit"):
         command._typed(Output(False))

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from command_line import PROGRAM, PROMPT, UNICODE, document, invoke
-from lowbit.cli import session
+from command_line import PROGRAM, PROMPT, TINY, UNICODE, document, invoke
+from lowbit.cli import plans
 from lowbit.exports import plan_export
 from lowbit.llm import plan_files
 from lowbit.llm.plan_files import PLAN
@@ -70,16 +70,22 @@ def both(monkeypatch, *arguments, stdin: str | None = None) -> tuple[dict, dict]
         ("--stop", "the", "--stop", "\n\n"),
         ("--cache", "int8,int4", "--threads", 1),
         ("--chat",),
+        ("--guesses", 3, "--temperature", 0.6),
+        ("--draft", "DIRECTORY", "--guesses", 2),
         ("--max-length", 32, "--max-new-tokens", 100),
     ],
 )
 def test_generate_gives_the_document_of_torch(planned, monkeypatch, options):
+    options = [planned if option == "DIRECTORY" else option for option in options]
     prompt = PROMPT if "--max-length" in options else f"{PROMPT} {UNICODE}"
     ours, theirs = both(monkeypatch, "generate", planned, "--prompt", prompt, "--max-new-tokens", 24, *options)
     assert ours == theirs and ours["tokens"] and ours["refusal"] is None
 
 
-@pytest.mark.parametrize("options", [(), ("--temperature", 0.8, "--seed", 4, "--system", "Be brief."), ("--stop", "in")])
+@pytest.mark.parametrize(
+    "options",
+    [(), ("--temperature", 0.8, "--seed", 4, "--system", "Be brief."), ("--stop", "in", "--template", TINY / "plain.jinja")],
+)
 def test_chat_gives_the_document_of_torch(planned, monkeypatch, options):
     lines = f"{PROMPT}\n{UNICODE} </s><s>\n/reset\nThe list\n" + f"{'a longer message ' * 8}\n" * 3 + "and\n"
     ours, theirs = both(
@@ -173,22 +179,35 @@ def test_a_plan_that_does_not_fit_is_replaced(planned, tmp_path, monkeypatch, da
     assert len(second.stderr.splitlines()) == 1 and second.stdout == first.stdout
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        ("--guesses", 2),
-        ("--draft", "DIRECTORY"),
-        ("--prefix-cache", "prefixes"),
-        ("--template", "DIRECTORY/chat_template.jinja"),
-    ],
-)
-def test_other_options_use_torch(planned, tmp_path, options):
-    name = "chat" if options[0] == "--template" else "generate"
-    prompt = () if name == "chat" else ("--prompt", PROMPT)
-    options = [str(option).replace("DIRECTORY", str(planned)).replace("prefixes", str(tmp_path)) for option in options]
-    result = invoke(name, planned, *prompt, "--max-new-tokens", 4, *options, stdin="a\n")
-    assert result.exit_code == 0 and result.stderr.startswith("loading "), result.stderr
-    assert PLAN not in result.stderr
+def test_prompts_and_prefixes_on_disk_are_those_of_torch(planned, tmp_path, monkeypatch):
+    (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, [PROMPT, f"{PROMPT} {UNICODE}", "a", PROMPT * 9])))
+    many = (
+        "generate",
+        planned,
+        "--prompts",
+        tmp_path / "prompts.jsonl",
+        "--at-once",
+        3,
+        "--max-new-tokens",
+        9,
+        "--logprobs",
+        1,
+    )
+    ours, theirs = both(monkeypatch, *many, "--temperature", 0.7)
+    ours.pop("tokens_per_second"), theirs.pop("tokens_per_second")
+    assert ours == theirs and len(ours["texts"]) == 4
+    one = ("generate", planned, "--prompt", PROMPT * 20, "--max-new-tokens", 5, "--prefix-cache", tmp_path / "prefixes")
+    ours, theirs = both(monkeypatch, *one)  # torch reads the plan's files
+    assert (ours["text"], ours["cached_tokens"]) == (theirs["text"], 0) and theirs["cached_tokens"] >= 64
+
+
+def test_a_draft_without_a_plan_uses_torch_and_gets_one(planned, packed, tmp_path):
+    draft = copy_of(packed, tmp_path / "draft")
+    options = ("generate", planned, "--prompt", PROMPT, "--max-new-tokens", 4, "--draft", draft)
+    first, second = invoke(*options), invoke(*options)
+    assert first.stderr.startswith("loading ") and f"{draft / PLAN} is written" in first.stderr
+    assert f"{planned / PLAN}" not in first.stderr and "accepted" in first.stderr
+    assert len(second.stderr.splitlines()) == 1 and "accepted" in second.stderr and second.stdout == first.stdout
 
 
 def test_a_plan_that_cannot_be_written_is_a_note(packed, tmp_path, monkeypatch):
@@ -200,7 +219,7 @@ def test_a_plan_that_cannot_be_written_is_a_note(packed, tmp_path, monkeypatch):
     monkeypatch.setattr(plan_export, "write_plan", fail)
     result = invoke("generate", model, "--prompt", PROMPT, "--max-new-tokens", 2)
     assert result.exit_code == 0 and result.stderr.splitlines()[-1] == f"{model / PLAN} is not written: the disk is full"
-    monkeypatch.setattr(session.os, "access", lambda *_: False)
+    monkeypatch.setattr(plans.os, "access", lambda *_: False)
     assert PLAN not in invoke("generate", model, "--prompt", PROMPT, "--max-new-tokens", 2).stderr
 
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import platform
+from importlib.util import find_spec
 from typing import Any
-
-import torch
 
 import lowbit
 
 from ... import _C
-from ...machine.cpus import available_cpus
+from ...machine.cpus import available_cpus, current_threads
 from ...machine.facts import cpu_name, installed_version
 from ...machine.memory import ReadBandwidth, huge_page_setting
 
@@ -36,7 +35,7 @@ def installation() -> dict[str, Any]:
         "cpu": cpu_name(),
         "architecture": platform.machine(),
         "isa": lowbit.isa(),
-        "threads": torch.get_num_threads(),
+        "threads": current_threads(),
         "cpus_allowed": available_cpus(),
     }
 
@@ -68,14 +67,18 @@ def read_bandwidth(threads: int) -> float | None:
 
 def examine() -> dict[str, Any]:
     """Measures the facts that docs/cli.md lists for ``lowbit doctor --json``; takes about two seconds."""
-    known, tuning = installation(), lowbit.tune_threads([_LAYER], seconds=_TUNE_SECONDS, apply=False)
+    advised = None  # measured with torch's operators
+    if find_spec("torch") is not None:
+        lowbit.load_torch()
+        advised = lowbit.tune_threads([_LAYER], seconds=_TUNE_SECONDS, apply=False).threads
+    known = installation()
     return {
         **known,
         "packages": versions(),
         "kernels": active_kernels(),
         "huge_pages": huge_page_setting(),
         "read_bandwidth": read_bandwidth(min(known["threads"], known["cpus_allowed"])),
-        "advised_threads": tuning.threads,
+        "advised_threads": advised,
     }
 
 
@@ -88,7 +91,7 @@ def advice(facts: dict[str, Any]) -> list[str]:
         sentences.append("this CPU has none of the instruction sets that lowbit has kernels for: portable C++ runs, slowly")
     if facts["huge_pages"] == "never":
         sentences.append(f"huge pages are switched off, so weights are read more slowly; switch them on: {_HUGE_PAGES}")
-    if facts["threads"] != facts["advised_threads"]:
+    if facts["advised_threads"] not in (None, facts["threads"]):
         advised = facts["advised_threads"]
         sentences.append(
             f"a token is decoded fastest with {advised} thread{'s' * (advised != 1)}; now there are {facts['threads']}: "

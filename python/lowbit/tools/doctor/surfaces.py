@@ -17,8 +17,7 @@ from dataclasses import asdict, dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 import lowbit
 
@@ -28,9 +27,15 @@ from ...machine.child import gist, result_of
 from ...machine.facts import cpp_compiler
 from ...machine.imports import why_not
 
+if TYPE_CHECKING:
+    import torch
+else:
+    torch: Any = import_module("torch") if find_spec("torch") is not None else None
+
 _SECONDS = 600  # more than any trial takes on a slow board
 _COMPILER = "install a C++ compiler (Debian, Ubuntu: apt-get install g++), or name one in the environment variable CXX"
 _BUILD_AGAIN = "build lowbit again in a checkout, with `pip install .`"
+_TORCH = "pip install 'lowbit[torch]'"
 _TRANSFORMERS = "pip install 'lowbit[llm]'"
 
 
@@ -191,6 +196,8 @@ def _try_here(name: str) -> Surface:
     state, reason, remedy = "works", None, None
     with tempfile.TemporaryDirectory() as directory:
         try:
+            if find_spec("torch") is None:
+                raise Missing("torch is not installed", _TORCH)
             SURFACES[name](Path(directory))
         except Missing as error:
             state, reason, remedy = "missing", str(error), error.remedy
