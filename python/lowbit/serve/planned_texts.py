@@ -45,8 +45,8 @@ class _Tokens:
         if most is not None:
             self.backend.enable_truncation(most, strategy="longest_first", direction=side)
 
-    def __call__(self, *text: str, **_: Any) -> dict[str, list[int]]:
-        return {"input_ids": self.backend.encode(*text).ids}
+    def __call__(self, texts: list[Any], **_: Any) -> dict[str, list[list[int]]]:
+        return {"input_ids": [each.ids for each in self.backend.encode_batch(texts)]}
 
     def __len__(self) -> int:
         return int(self.backend.get_vocab_size())
