@@ -555,5 +555,6 @@ def replace(model: Any) -> bool:
 def replace_chain(model: Any) -> None:
     """Makes calls of a fused SentenceTransformer, with its pooling and the modules after it, run by a plan where it has one."""
     base = getattr(model[0], "model", None)
-    if isinstance(vars(model).get("forward"), (type(None), PlannedChain)) and isinstance(vars(base).get("forward"), PlannedEncoder):
+    forward = vars(model).get("forward")
+    if isinstance(forward, (type(None), PlannedChain)) and isinstance(vars(base).get("forward"), PlannedEncoder):
         model.forward = PlannedChain(model)

@@ -73,7 +73,8 @@ class PlannedTexts:
         try:
             self.max_seq_length, self._types, self.truncate_dim = content["most"], content["types"], content["width"]
             self.prompts, self.default_prompt_name = content["prompts"], content["prompt"]
-            self.scores, self.activation, self.similarity_fn_name = content["scores"], content["activation"], content["similarity"]
+            self.scores, self.activation = content["scores"], content["activation"]
+            self.similarity_fn_name = content["similarity"]
             self.tokenizer, self._cut = _Tokens(directory), _Tokens(directory, self.max_seq_length, content["side"])
         except Exception as error:  # tokenizers raises no other kind
             raise NoPlan(f"{file} is not used: {error}") from error
