@@ -98,8 +98,8 @@ class PlannedTexts:
 
     def _run(self, ids: list[list[int]], types: list[list[int]]) -> np.ndarray:
         rows = np.empty((len(ids), self._plan.width), np.float32)
-        flat = [[token for text in texts for token in text] for texts in (ids, types)]
-        self._plan.embed(*flat, [len(text) for text in ids], rows.ctypes.data)
+        tokens, kinds = ([each for text in texts for each in text] for texts in (ids, types))
+        self._plan.embed(tokens, kinds, [len(text) for text in ids], rows.ctypes.data)
         return rows
 
 
