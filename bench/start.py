@@ -1,6 +1,8 @@
-"""Measures the start of `lowbit generate`, and of llama.cpp on the same GGUF file: what a process needs until its first token.
+"""Measures the start of the program: what a process needs until its first token, transcription or embedding.
 
     python bench/start.py MODEL [--gguf FILE --llama PYTHON] [--threads 1] [--prompt TEXT] [--rounds 3]
+    python bench/start.py WHISPER --audio FILE
+    python bench/start.py ENCODER --embed
 
 MODEL is a packed model (`lowbit import FILE MODEL`), PYTHON an interpreter with llama-cpp-python (`make bench-peers` builds one).
 lowbit runs on copies of the model by links: by the plan beside the weights, and by torch (LOWBIT_PLAN=0). With --gguf the table
@@ -8,11 +10,14 @@ also has the speed of prefill and decode, as bench/plan.py measures it.
 """
 
 import argparse
+import json
 import os
+import re
 import statistics
 import subprocess
 import sys
 import tempfile
+import urllib.request
 from pathlib import Path
 
 from lowbit.tools.perf.start_cost import LOWBIT, until_first_output
@@ -42,6 +47,22 @@ def speeds(arguments: argparse.Namespace) -> dict[str, tuple[float, float]]:
     return {name: (1e3 * len(plan.PROMPT) / prompt, 1e3 / token) for name, token, prompt, _ in rows}
 
 
+def embedded(process: subprocess.Popen[bytes]) -> object:
+    """Waits for a server, and for the embedding of a text."""
+    for line in process.stderr:
+        if match := re.search(rb"on (http://\S+/v1)", line):
+            url = match[1].decode()
+            break
+    else:
+        return None
+    with urllib.request.urlopen(f"{url}/models") as response:
+        model = json.load(response)["data"][0]["id"]
+    body = json.dumps({"model": model, "input": "A short text."}).encode()
+    request = urllib.request.Request(f"{url}/embeddings", body, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request) as response:
+        return json.load(response)["data"]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
@@ -49,31 +70,38 @@ def main() -> None:
     parser.add_argument("--llama", default=sys.executable, help="a Python with llama-cpp-python")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--prompt", default="Once")
+    parser.add_argument("--audio", type=Path)
+    parser.add_argument("--embed", action="store_true")
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
     threads = str(arguments.threads)
     with tempfile.TemporaryDirectory() as directory:
         for file in arguments.model.iterdir():
             (Path(directory) / file.name).symlink_to(file.absolute())
-        lowbit = [sys.executable, "-c", LOWBIT, "generate", directory, "--prompt", arguments.prompt, "--threads", threads]
-        lowbit.append("--max-new-tokens")
-        subprocess.run([*lowbit, "1"], check=True, capture_output=True)  # writes the plan
+        what, wait = "token", {}
+        command = ["generate", directory, "--prompt", arguments.prompt, "--max-new-tokens", "200"]
+        if arguments.audio is not None:
+            what, command = "segment", ["transcribe", directory, str(arguments.audio)]
+        elif arguments.embed:
+            what, wait, command = "embedding", {"wait": embedded}, ["serve", directory, "--port", "0"]
+        lowbit = [sys.executable, "-c", LOWBIT, *command, "--threads", threads]
+        until_first_output(lowbit, **wait)  # writes the plan
         programs = {
-            "lowbit generate, by plan": (arguments.model, [*lowbit, "200"], {}, "plan"),
-            "lowbit generate, by torch": (arguments.model, [*lowbit, "200"], {"LOWBIT_PLAN": "0"}, "eager"),
+            f"lowbit {command[0]}, by plan": (arguments.model, lowbit, {}, "plan"),
+            f"lowbit {command[0]}, by torch": (arguments.model, lowbit, {"LOWBIT_PLAN": "0"}, "eager"),
         }
         if arguments.gguf:
             llama = [arguments.llama, "-c", LLAMA, str(arguments.gguf), arguments.prompt, threads]
             programs["llama.cpp"] = (arguments.gguf, llama, {}, "llama.cpp")
         costs = {
-            name: [until_first_output(command, environment) for _ in range(arguments.rounds)]
+            name: [until_first_output(command, environment, **wait) for _ in range(arguments.rounds)]
             for name, (_, command, environment, _) in programs.items()
         }
         measured = speeds(arguments) if arguments.gguf else {}
     rows = {
         "Model on disk, MB": lambda name: f"{size_of(programs[name][0]) / 1e6:.0f}",
-        "CPU time to the first token, s": lambda name: f"{median(costs[name], 'cpu_seconds'):.2f}",
-        "Time to the first token, s": lambda name: f"{median(costs[name], 'seconds'):.2f}",
+        f"CPU time to the first {what}, s": lambda name: f"{median(costs[name], 'cpu_seconds'):.2f}",
+        f"Time to the first {what}, s": lambda name: f"{median(costs[name], 'seconds'):.2f}",
         "Memory, MB": lambda name: f"{median(costs[name], 'memory_bytes') / 1e6:.0f}",
     }
     if measured:

@@ -147,13 +147,16 @@ Plan varied_plan() {
   const Operand taken = operand(made(times(kRows, 8)), f32, {kRows, {2}});
   const Operand count = operand(made(times(kRows, 8)), i64, {kRows});
   const Operand rows = operand(made(times(kRows, 64)), f32, {kRows, {16}});
+  const Operand range = operand(made({16}), i64, {{2}}), pooled = operand(made({64}), f32, {{1}, {16}});
+  const Operand ranges = operand(range.buffer, i64, {{1}, {2}}), texts = operand(rows.buffer, f32, {{1}, kRows, {16}});
   plan.buffers.push_back(buffer(BufferKind::output, {}, 0));
   const Operand out = operand(static_cast<int64_t>(plan.buffers.size()) - 1, f32, {kRows, {16}});
   plan.steps = {{Opcode::rms_norm, {x, weight, normed}, {}, {1e-5, 0.0}}, {Opcode::activate, {normed, x, active}, {0}, {}},
                 {Opcode::sum, {active, total}, {}, {}},                   {Opcode::top, {active, values, places}, {}, {}},
                 {Opcode::gather, {active, places, taken}, {}, {}},        {Opcode::count_up, {count}, {}, {0.0, 1.0}},
                 {Opcode::take, {active, count, rows}, {}, {}},            {Opcode::copy, {rows, out}, {}, {}},
-                {Opcode::scatter, {places, out}, {}, {3.0}}};
+                {Opcode::scatter, {places, out}, {}, {3.0}},              {Opcode::count_up, {range}, {}, {0.0, 1.0}},
+                {Opcode::pool, {texts, ranges, pooled}, {0}, {}}};
   return plan;
 }
 

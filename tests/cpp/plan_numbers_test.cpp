@@ -562,6 +562,58 @@ TEST(PlanCountUp, FromAnyStart) {
   EXPECT_TRUE(refused(count_up(0.0, 1.0, narrow.view), "int32"));
 }
 
+TEST(PlanPool, RowsOfEachText) {
+  Random random(9);
+  for (const ElementType type : kFloats) {
+    for (const Form form : kForms) {
+      const Strided x(type, {1, 9, 70}, form), out(type, {3, 70}, form), ranges(kI64, {3, 2}, form);
+      for (int64_t i = 0; i < x.view.shape.numel(); ++i) set(x.view, i, static_cast<double>(random.normal()));
+      const int64_t bounds[3][2] = {{0, 1}, {1, 6}, {6, 9}};
+      for (int64_t i = 0; i < 6; ++i) set(ranges.view, i, static_cast<double>(bounds[i / 2][i % 2]));
+      for (const Pooling mode : {Pooling::mean, Pooling::largest, Pooling::root, Pooling::weighted}) {
+        const Status status = pool(x.view, ranges.view, static_cast<int64_t>(mode), out.view, threads(2));
+        ASSERT_TRUE(status.ok()) << status.message();
+        for (int64_t text = 0; text < 3; ++text) {
+          for (int64_t column = 0; column < 70; ++column) {
+            double total = 0.0, weights = 0.0, largest = -HUGE_VAL;
+            for (int64_t row = bounds[text][0]; row < bounds[text][1]; ++row) {
+              const double each = value(x.view, row * 70 + column);
+              const double weight = mode == Pooling::weighted ? static_cast<double>(row - bounds[text][0] + 1) : 1.0;
+              total += weight * each;
+              weights += weight;
+              largest = std::max(largest, each);
+            }
+            const double mean = total / (mode == Pooling::root ? std::sqrt(weights) : weights);
+            ASSERT_EQ(value(out.view, text * 70 + column), rounded(mode == Pooling::largest ? largest : mean, type));
+          }
+        }
+      }
+      set(x.view, 3 * 70 + 5, static_cast<double>(kNaN));
+      ASSERT_TRUE(pool(x.view, ranges.view, 1, out.view, {}).ok());
+      EXPECT_TRUE(std::isnan(value(out.view, 70 + 5)));
+      EXPECT_FALSE(std::isnan(value(out.view, 70 + 6)));
+    }
+  }
+}
+
+TEST(PlanPool, Refuses) {
+  const Strided x(kF32, {1, 4, 8}, Form::contiguous), out(kF32, {1, 8}, Form::contiguous), ranges(kI64, {1, 2}, Form::contiguous);
+  const Strided narrow(kI32, {1, 2}, Form::contiguous), wide(kF32, {1, 9}, Form::contiguous);
+  const std::pair<double, double> wrong[] = {{-1.0, 2.0}, {2.0, 2.0}, {3.0, 5.0}};
+  for (const auto& [begin, end] : wrong) {
+    set(ranges.view, 0, begin);
+    set(ranges.view, 1, end);
+    EXPECT_TRUE(refused(pool(x.view, ranges.view, 0, out.view, {}), "expected at least one", Status::Kind::out_of_range));
+  }
+  EXPECT_TRUE(refused(pool(x.view, ranges.view, 4, out.view, {}), "mode 4; expected 0 to 3"));
+  EXPECT_TRUE(refused(pool(x.view, narrow.view, 0, out.view, {}), "int32"));
+  EXPECT_TRUE(refused(pool(x.view, ranges.view, 0, wide.view, {}), "out [1, 9]"));
+  EXPECT_TRUE(refused(pool(ranges.view, ranges.view, 0, out.view, {}), "x has dtype int64"));
+  TensorView row = x.view;
+  row.shape = {2, {1, 8}};
+  EXPECT_TRUE(refused(pool(x.view, ranges.view, 0, row, {}), "share memory"));
+}
+
 // No operator writes where it reads, except elementwise ones to their own elements.
 TEST(PlanNumbers, RefuseSharedMemory) {
   Strided x(kF32, {4, 4}, Form::contiguous), indices(kI64, {4, 4}, Form::contiguous);

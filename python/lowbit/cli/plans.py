@@ -95,7 +95,7 @@ def keep_plan(output: Output, path: Path, decoder: Any, stop: Iterable[int], cac
 
 
 def make_plan(output: Output, path: Path) -> None:
-    """Writes the plan of a packed language model that a command has just written, so that its first run needs no torch.
+    """Writes the plan of a packed model that a command has just written, so that its first run needs no torch.
 
     Models without a plan, and models that would take more than half of the free memory, are left alone; never an error.
     """
@@ -104,15 +104,24 @@ def make_plan(output: Output, path: Path) -> None:
     from ..hf.from_pretrained import causal_model_types
     from ..llm import Decoder
     from ..llm.loading import is_packed, load_model, stop_tokens
+    from ..speech.planned_speech import open_transcriber
 
     try:
         size = sum(os.path.getsize(file) for file in files_of(path)[0])
-        is_text = read_config(path).get("model_type") in causal_model_types() and is_packed(path)
-        if not are_allowed() or not is_text or 2 * size > (free_memory() or 0):
+        kind, embeds = read_config(path).get("model_type"), (path / "modules.json").is_file()
+        known = embeds or kind == "whisper" or kind in causal_model_types()
+        if not are_allowed() or not known or not is_packed(path) or 2 * size > (free_memory() or 0):
             return
         with output.progress(f"making {path / PLAN}"):
-            model = load_model(path)
-            keep_plan(output, path, Decoder(model, _SHORT), stop_tokens(model), ())
+            if kind == "whisper":
+                open_transcriber(path, note=output.note)
+            elif embeds:
+                from ..serve.embeddings import load
+
+                load(path.name, path, note=output.note)
+            else:
+                model = load_model(path)
+                keep_plan(output, path, Decoder(model, _SHORT), stop_tokens(model), ())
     except (ImportError, OSError, ValueError, RuntimeError) as error:
         output.note(f"{path / PLAN} is not written: {describe(error)}")
 

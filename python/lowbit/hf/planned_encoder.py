@@ -331,7 +331,7 @@ class EncoderPlan:
         batch, length = columns[0].shape
         columns = [column.contiguous().view(-1) for column in columns]
         if shown is None:
-            ends = range(length, batch * length + 1, length)
+            ends = list(range(length, batch * length + 1, length))
             bounds = [mask.bounds(length) for mask in self._masks]
             if batch > 1:
                 bounds = [each.repeat(batch, 1) for each in bounds]
@@ -345,7 +345,6 @@ class EncoderPlan:
             columns = [column[places] for column in columns]
             bounds = [torch.stack([before[:, end] for end in mask.ranges(length)], -1) for mask in self._masks]
             bounds = [_bounds(each.view(-1, 2)[places]) for each in bounds]
-        ends = list(ends)
         begins = [0, *ends[:-1]]
         texts = [(begin, end, 0, self._no_caches) for begin, end in zip(begins, ends, strict=True)]
         ranges = torch.tensor([begins, ends]).t().contiguous()
@@ -555,5 +554,6 @@ def replace(model: Any) -> bool:
 def replace_chain(model: Any) -> None:
     """Makes calls of a fused SentenceTransformer, with its pooling and the modules after it, run by a plan where it has one."""
     base = getattr(model[0], "model", None)
-    if isinstance(vars(model).get("forward"), (type(None), PlannedChain)) and isinstance(vars(base).get("forward"), PlannedEncoder):
+    forward = vars(model).get("forward")
+    if isinstance(forward, (type(None), PlannedChain)) and isinstance(vars(base).get("forward"), PlannedEncoder):
         model.forward = PlannedChain(model)

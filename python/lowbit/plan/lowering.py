@@ -676,7 +676,7 @@ def _conv1d(to: _Lowering, call: Call) -> None:
     assert x is not None and weight is not None and out is not None
     if a["groups"] != 1 or list(a["dilation"]) != [1] or len(x.size) != 3 or x.size[0] != Extent(1):
         raise Unplannable("a plan has only convolutions of one sequence without groups and dilation")
-    (_, channels, length), (kernels, _, taps), padding = x.size, weight.size, a["padding"][0]
+    channels, length, kernels, taps, padding = *x.size[1:], weight.size[0], weight.size[2], a["padding"][0]
     padded = to.temporary(x.dtype, (Extent(1), channels, _sum(length, Extent(2 * padding))))
     to.compute([(Compute.CONVERT, [0.0], x.dtype)], [], padded)
     to.step(Op.COPY, [x, replace(padded, size=x.size, offset=Extent(padding))])
@@ -789,7 +789,7 @@ def _norm(to: _Lowering, call: Call) -> None:
     a = call.arguments
     x, out = to.operand(a["self"]), to.operand(call.results[0])
     assert x is not None and out is not None
-    dims, order, last = a["dim"] or (), a.get("ord", a.get("p")), len(x.size) - 1
+    dims, order, last = list(a["dim"] or []), a.get("ord", a.get("p")), len(x.size) - 1
     if order != 2 or len(dims) != 1 or dims[0] % len(x.size) != last or x.dtype is not out.dtype or a.get("dtype") is not None:
         raise Unplannable("a plan has only Euclidean norms of the last dimension")
     squares = to.temporary(torch.float32, x.size)

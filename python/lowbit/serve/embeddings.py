@@ -10,9 +10,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -65,7 +65,8 @@ class TextModel:
         return found
 
     def encode(self, text: str, *pair: str) -> list[int]:
-        found: list[int] = self.tokenizer(text, *pair, truncation=False, verbose=False)["input_ids"]
+        given = (text, *pair) if pair else text  # in a batch, because transformers takes an empty text alone for none
+        found: list[int] = self.tokenizer([given], truncation=False, verbose=False)["input_ids"][0]
         return found
 
     def tokens(self, item: Item) -> list[int]:
@@ -239,7 +240,7 @@ def _load_by_torch(path: Path, scores: bool) -> Any:
     if scores and model.num_labels != 1:
         raise ValueError(f"{path} has a classifier of {model.num_labels} labels; expected 1, the score of a reranker")
     fuse_(model)
-    return model
+    return model.eval()
 
 
 @dataclass

@@ -45,8 +45,8 @@ class _Tokens:
         if most is not None:
             self.backend.enable_truncation(most, strategy="longest_first", direction=side)
 
-    def __call__(self, *text: str, **_: Any) -> dict[str, list[int]]:
-        return {"input_ids": self.backend.encode(*text).ids}
+    def __call__(self, texts: list[Any], **_: Any) -> dict[str, list[list[int]]]:
+        return {"input_ids": [each.ids for each in self.backend.encode_batch(texts)]}
 
     def __len__(self) -> int:
         return int(self.backend.get_vocab_size())
@@ -73,7 +73,8 @@ class PlannedTexts:
         try:
             self.max_seq_length, self._types, self.truncate_dim = content["most"], content["types"], content["width"]
             self.prompts, self.default_prompt_name = content["prompts"], content["prompt"]
-            self.scores, self.activation, self.similarity_fn_name = content["scores"], content["activation"], content["similarity"]
+            self.scores, self.activation = content["scores"], content["activation"]
+            self.similarity_fn_name = content["similarity"]
             self.tokenizer, self._cut = _Tokens(directory), _Tokens(directory, self.max_seq_length, content["side"])
         except Exception as error:  # tokenizers raises no other kind
             raise NoPlan(f"{file} is not used: {error}") from error
@@ -97,8 +98,8 @@ class PlannedTexts:
 
     def _run(self, ids: list[list[int]], types: list[list[int]]) -> np.ndarray:
         rows = np.empty((len(ids), self._plan.width), np.float32)
-        flat = [[token for text in texts for token in text] for texts in (ids, types)]
-        self._plan.embed(*flat, [len(text) for text in ids], rows.ctypes.data)
+        tokens, kinds = ([each for text in texts for each in text] for texts in (ids, types))
+        self._plan.embed(tokens, kinds, [len(text) for text in ids], rows.ctypes.data)
         return rows
 
 

@@ -179,9 +179,8 @@ def write_plans(transcriber: Transcriber, directory: Path) -> None:
         [*place, tensor.nbytes, ELEMENT_TYPES[tensor.dtype], list(tensor.shape)] for place, tensor in decoder.plan.kept.items()
     ]
     content["settings"] = {name: getattr(transcriber._settings, name, None) for name in SETTINGS}
-    about = facts_of(
-        content | {"lowbit": __version__, "files": states(directory, _FILES), "refusal": _refusal(transcriber, dtype, directory)}
-    )
+    content |= {"lowbit": __version__, "files": states(directory, _FILES), "refusal": _refusal(transcriber, dtype, directory)}
+    about = facts_of(content)
     for made, name in ((decoder.listen_plan, LISTEN_PLAN), (decoder.plan, PLAN)):
         plan = copy(made.planned.plan)
         plan.buffers = [replace(buffer) for buffer in plan.buffers]

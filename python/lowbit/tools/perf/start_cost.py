@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,12 @@ from typing import Any
 LOWBIT = "from lowbit_autoload.command import main; import sys; sys.argv[0] = 'lowbit'; main()"
 
 
-def until_first_output(command: Sequence[str], environment: Mapping[str, str] = {}) -> dict[str, Any]:
-    """Runs a command until it writes to stdout, and kills it then.
+def until_first_output(
+    command: Sequence[str],
+    environment: Mapping[str, str] = {},
+    wait: Callable[[subprocess.Popen[bytes]], Any] = lambda process: process.stdout.read(1),  # type: ignore[union-attr]
+) -> dict[str, Any]:
+    """Runs a command until it writes to stdout, or until ``wait`` returns something true, and kills it then.
 
     Returns:
         ``seconds``, ``cpu_seconds`` and ``memory_bytes``, the largest resident memory; mapped files are a part of it.
@@ -28,8 +32,8 @@ def until_first_output(command: Sequence[str], environment: Mapping[str, str] = 
     with subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ | dict(environment)
     ) as process:
-        assert process.stdout is not None and process.stderr is not None
-        first = process.stdout.read(1)
+        assert process.stderr is not None
+        first = wait(process)
         seconds = time.perf_counter() - begin
         if not first:
             raise RuntimeError(f"{command[0]} wrote nothing: {process.stderr.read().decode(errors='replace')[-300:]}")
