@@ -32,7 +32,6 @@ class Session:
         stop: tokens that end a text.
         sampling: fields of :class:`lowbit.llm.Sampling` that the options set.
         prefix_cache: on disk, or None.
-        refusal: why the model does not run in lowbit's decoder; None if it does.
     """
 
     def __init__(self, output: Output, path: Path, running: Running, sampling: Sampling, needs: dict[str, bool] | None = None):
@@ -103,6 +102,11 @@ class Session:
 
         return int(torch.get_num_threads())
 
+    @property
+    def refusal(self) -> str | None:
+        """Why the model does not run in lowbit's decoder or by a plan; None if it does."""
+        return getattr(self.step, "refusal", None)
+
     def start(self, max_length: int) -> None:
         """Makes the decoding step and its prefix cache.
 
@@ -119,7 +123,6 @@ class Session:
         else:
             self.step = self._step()
             self.prefix_cache = self.running.open_prefix_cache(self.output, self.step)
-        self.refusal: str | None = getattr(self.step, "refusal", None)
 
     def _step(self) -> Callable[[Tensor, Tensor], Tensor]:
         from .. import llm
@@ -201,7 +204,7 @@ class PlannedSession(Session):
     def start(self, max_length: int) -> None:
         self.max_length = max_length
         self.step = self._planned.decoder(max_length)
-        self.prefix_cache, self.refusal = self.running.open_prefix_cache(self.output, self.step), None
+        self.prefix_cache = self.running.open_prefix_cache(self.output, self.step)
 
     def draft(self, path: Path) -> Any:
         from .plans import draft_decoder

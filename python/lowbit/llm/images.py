@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,8 +18,10 @@ from ..files.config_json import read_config
 from ..files.untrusted import check_regular, interpreting, one_line
 from ..hf import decoding
 from ..hf.continuing import OwnCaches
+from ..plan.recording import Unplannable
 from .chat import Chat, sampling_of
 from .decoder import check_call
+from .image_plan import ImagePlan
 from .loading import check_image_type, load_image_model, load_image_processor, stop_tokens
 from .sampling import check_max_length
 from .templates import chat_template, check_control_tokens
@@ -26,11 +29,12 @@ from .templates import chat_template, check_control_tokens
 if TYPE_CHECKING:
     from ..hf.config import LowBitConfig
 
+_LOG = logging.getLogger(__name__)
 _CONTEXT = 4096
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # without a list Pillow tries all formats, also EPS, which runs Ghostscript
 _MOST_BYTES = 128 << 20  # of an image file
 _MOST_PIXELS = 1 << 26  # 200 MB when decoded
-REASON = "models of images run by transformers' attention"
+_REASON = "the language model runs by transformers' attention"
 
 
 def takes_images(path: str | os.PathLike[str]) -> bool:
@@ -112,12 +116,11 @@ def as_image(image: Any) -> Any:
 
 
 class ImageStep:
-    """A decoding step of an image-text model for `generate()`, with transformers' attention and caches.
+    """A decoding step of an image-text model for `generate()`.
 
-    :meth:`look` sets a prompt with images. A text that grows token by token is continued; any other text is recomputed.
+    :meth:`look` sets a prompt with images. A text that grows is continued; any other text is recomputed. The language model runs
+    by a plan, or by transformers' attention and caches; :attr:`plan_refusal` says why a model has no plan.
     """
-
-    refusal = REASON
 
     def __init__(self, model: torch.nn.Module, max_length: int = _CONTEXT):
         """
@@ -132,9 +135,26 @@ class ImageStep:
         check_max_length(max_length, decoding.position_limit(config))
         self.model, self.max_length, self.vocabulary = model, max_length, config.vocab_size
         self._caches = OwnCaches(model)
+        self.plan_refusal: str | None = None
+        self._plan: ImagePlan | None = None
+        try:
+            self._plan = ImagePlan(model, max_length)
+        except Exception as reason:  # transformers' attention runs, too, so nothing is lost
+            self._drop_plan(reason)
         self._text: list[int] = []
+        self._planned = 0  # tokens in the plan's caches
         self._prompt: list[int] = []
         self._inputs: dict[str, Any] = {}
+
+    @property
+    def refusal(self) -> str | None:
+        """Why the language model does not run by a plan; None if it does."""
+        return None if self.plan_refusal is None else f"{_REASON}: {self.plan_refusal}"
+
+    def _drop_plan(self, reason: Exception | str) -> None:
+        known = isinstance(reason, (str, Unplannable, decoding.Refusal))
+        self._plan, self.plan_refusal = None, f"{'' if known else type(reason).__name__ + ': '}{reason}"
+        _LOG.info("%s", self.refusal)
 
     def look(self, inputs: Mapping[str, Any]) -> list[int]:
         """Sets the prompt with its images; returns its tokens.
@@ -175,6 +195,8 @@ class ImageStep:
             raise ValueError(
                 "the text does not begin with the prompt whose images the step has; expected a call of look() first"
             )
+        if self._plan is not None and (logits := self._by_plan(self._plan, text, begin)) is not None:
+            return logits
         one_more = begin == len(self._text) == self._caches.count and tokens.shape[1] == 1 and begin > 0
         self._text = text
         if not one_more:
@@ -185,6 +207,27 @@ class ImageStep:
                 logits = self._caches.run(torch.tensor([text[:end]]), 1)
             return logits[:, -1]
         return self._caches.run(torch.tensor([text]), 1)[:, -1]
+
+    def _by_plan(self, plan: ImagePlan, text: list[int], begin: int) -> Tensor | None:
+        """The logits [1, vocabulary] after a text of which ``begin`` tokens were there before; None if it has no plan."""
+        continues = 0 < begin == self._planned
+        self._planned = 0
+        if not continues and not plan.fits():
+            self._drop_plan("the model has been changed since the step was made")
+            return None
+        if continues:
+            logits = plan.add(torch.tensor([text[begin:]]), begin)
+        else:
+            count = len(self._prompt) or len(text)
+            try:
+                logits = plan.read(torch.tensor([text[:count]]), self._inputs)
+            except Unplannable as reason:
+                self._drop_plan(reason)
+                return None
+            if count < len(text):
+                logits = plan.add(torch.tensor([text[count:]]), count)
+        self._planned, self._text = len(text), text
+        return logits
 
 
 def inputs_of(processor: Any, messages: Sequence[Mapping[str, Any]], template: str) -> dict[str, Any]:
