@@ -76,12 +76,12 @@ def load_draft(
         tokens = load_tokenizer(path)
         draft = load(output, path, None)
     check_draft(path, tokens, positions(draft), tokenizer, model, max_length)
-    decoder = llm.Decoder(draft, max_length, cache)
+    made = llm.Decoder(draft, max_length, cache)
     if are_allowed() and not (path / PLAN).exists():
         from .plans import keep_plan
 
-        keep_plan(output, path, decoder, stop_tokens(draft, tokens), ())
-    return decoder
+        keep_plan(output, path, made, stop_tokens(draft, tokens), ())
+    return made
 
 
 def check_draft(path: Path, tokenizer: Any, positions: int, expected: Any, model: str | Path, max_length: int) -> None:
