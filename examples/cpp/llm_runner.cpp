@@ -90,7 +90,8 @@ int64_t command(Module& module, const std::string& file, std::string text) {
   check(names.error(), file + " does not load");
   if (names->count(kSession) == 0) throw std::runtime_error(file + " has no plan; '" + text + "' needs one");
   const auto size = static_cast<executorch::aten::SizesType>(text.size());
-  const auto result = module.execute(kSession, {from_blob(text.data(), {size}, ScalarType::Byte)});
+  const std::vector<EValue> inputs = {from_blob(text.data(), {size}, ScalarType::Byte)};
+  const auto result = module.execute(kSession, inputs);
   check(result.error(), "'" + text + "' failed");
   return result->front().toTensor().const_data_ptr<int64_t>()[0];
 }

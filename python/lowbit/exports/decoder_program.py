@@ -375,9 +375,8 @@ def _load_pt2(path: str) -> ExportedDecoder:
     stop = tuple(int(token) for token in about["stop"].split(",") if token)
     caches = [zeros(text) for text in about["caches"].split(",")]
     recurrent = any(cache.dim() != 4 for cache in caches)
-    return ExportedDecoder(
-        *numbers.values(), stop=stop, recurrent=recurrent, _run=lambda tokens, start: package(tokens, start, caches)
-    )
+    settings: dict[str, Any] = {**numbers, "stop": stop, "recurrent": recurrent}
+    return ExportedDecoder(**settings, _run=lambda tokens, start: package(tokens, start, caches))
 
 
 _LOADERS = {".plan": _load_plan, ".pte": _load_pte, ".pt2": _load_pt2}
