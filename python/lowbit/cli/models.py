@@ -20,9 +20,6 @@ if TYPE_CHECKING:
     import torch
 
     from .. import LowBitConfig
-    from ..llm import Decoder, Mtp
-
-MTP = Path("mtp")  # value of --draft for the model's own multi-token prediction head
 
 
 def from_hub(output: Output, model: str | Path | None) -> str | Path | None:
@@ -51,59 +48,6 @@ def load(output: Output, model: Path, config: LowBitConfig | None, images: bool 
     what = f"loading {model}" if config is None else f"loading {model} to {config.bits} bits"
     with output.progress(what, "tensors") as advance:
         return (load_image_model if images else load_model)(model, config, progress=advance)
-
-
-def load_draft(
-    output: Output, path: Path, tokenizer: Any, model: str | Path, decoder: Any, config: LowBitConfig | None, cache: str | None
-) -> Decoder | Mtp:
-    """Loads the decoder of a draft model for ``model``; for the path ``mtp``, the model's multi-token prediction head.
-
-    Args:
-        tokenizer, decoder: those of ``model``.
-        config: how ``model`` was quantized, if it is a float checkpoint.
-
-    Raises:
-        ValueError: the draft model has other tokens or supports only shorter texts; or the model has no such head.
-    """
-    from .. import llm
-    from ..files.plan_facts import PLAN, are_allowed
-    from ..llm.loading import load_tokenizer, stop_tokens
-
-    if path == MTP:
-        return llm.Mtp(decoder, quantization=config)
-    max_length = decoder.max_length
-    with imported(output, path) as path:
-        tokens = load_tokenizer(path)
-        draft = load(output, path, None)
-    check_draft(path, tokens, positions(draft), tokenizer, model, max_length)
-    made = llm.Decoder(draft, max_length, cache)
-    if are_allowed() and not (path / PLAN).exists():
-        from .plans import keep_plan
-
-        keep_plan(output, path, made, stop_tokens(draft, tokens), ())
-    return made
-
-
-def check_draft(path: Path, tokenizer: Any, positions: int, expected: Any, model: str | Path, max_length: int) -> None:
-    """Checks that a draft model fits.
-
-    Args:
-        path, tokenizer, positions: of the draft model.
-        expected: the tokenizer of ``model``.
-        max_length: of its decoder.
-
-    Raises:
-        ValueError: the draft model has other tokens or supports only shorter texts.
-    """
-    ours, theirs = (each.backend_tokenizer.get_vocab(with_added_tokens=True) for each in (tokenizer, expected))
-    if ours != theirs:
-        other = min(token for token in ours.keys() | theirs if ours.get(token) != theirs.get(token))
-        raise ValueError(
-            f"{path} has other tokens than {model}, {other!r} for example, and cannot guess them; expected a "
-            "smaller model of the same family"
-        )
-    if positions < max_length:
-        raise ValueError(f"{path} supports {positions} tokens; expected {max_length} or more, as --max-length")
 
 
 @contextmanager

@@ -5,18 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..files.plan_facts import PLAN, are_allowed
 from ..files.plan_facts import NoPlan as NoPlan
 from ..llm.plan_files import PlannedModel, open_planned
 from ..machine.cpus import default_threads
 from ..machine.facts import free_memory
-from .models import MTP, check_draft, check_threads
+from .models import check_threads
 from .output import Output, describe
-
-if TYPE_CHECKING:
-    from ..llm.plan_decoder import PlanDecoder
 
 _SHORT = 64  # tokens of the text with which a decoder is proven; plans are for texts of any length
 
@@ -41,31 +38,6 @@ def open_model(output: Output, path: Path, threads: int | None, cache: str | Non
     if path is not given:
         output.note(f"{given} was imported before: {path}")
     return found
-
-
-def open_with_draft(
-    output: Output, path: Path, threads: int | None, cache: str | None, draft: Path | None
-) -> tuple[PlannedModel, PlannedModel | None]:
-    """Opens a model and its draft model, both with their plans.
-
-    Raises:
-        NoPlan: one has none, or the draft is the model's own head, which needs torch.
-    """
-    if draft == MTP:
-        raise NoPlan("", stale=False)
-    model = open_model(output, path, threads, cache)
-    if draft is None:
-        return model, None
-    try:
-        return model, open_model(output, draft, threads, model.cache)
-    except NoPlan as reason:
-        raise NoPlan(str(reason), stale=False) from None  # the model's own plan is as it should be
-
-
-def draft_decoder(draft: PlannedModel, model: PlannedModel, max_length: int) -> PlanDecoder:
-    """The decoder of a draft model; raises ValueError as :func:`lowbit.cli.models.check_draft`."""
-    check_draft(draft.directory, draft.tokenizer, draft.plan.positions, model.tokenizer, model.directory, max_length)
-    return draft.decoder(max_length)
 
 
 def keep_plan(output: Output, path: Path, decoder: Any, stop: Iterable[int], caches: tuple[str, ...] | None) -> None:

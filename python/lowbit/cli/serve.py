@@ -15,7 +15,7 @@ import lowbit
 
 from ..machine.facts import keep_freed_memory
 from . import options
-from .models import by_torch, from_hub, imported, load, load_draft, positions, read_text, set_threads
+from .models import by_torch, from_hub, imported, load, positions, read_text, set_threads
 from .output import Output
 
 if TYPE_CHECKING:
@@ -144,7 +144,8 @@ class _Wish:
 def _load(wish: _Wish, name: str, path: Path) -> tuple[Model, Any]:
     """A model, and the decoder of its draft model: by their plans where they have them, else by torch."""
     from ..serve import embeddings, speech
-    from .plans import NoPlan, draft_decoder, missing, open_with_draft
+    from .drafts import draft_decoder, open_with_draft
+    from .plans import NoPlan, missing
 
     output = wish.output
     path, caches = Path(from_hub(output, path) or path), None
@@ -170,6 +171,7 @@ def _load(wish: _Wish, name: str, path: Path) -> tuple[Model, Any]:
 def _load_by_torch(wish: _Wish, name: str, path: Path, caches: tuple[str, ...] | None) -> tuple[Model, Any]:
     from .. import llm
     from ..llm.loading import load_tokenizer, stop_tokens
+    from .drafts import load_draft
     from .plans import keep_plan
 
     with imported(wish.output, path) as path:

@@ -10,7 +10,7 @@ import lowbit
 
 from ..machine.cpus import default_threads
 from ..machine.facts import cpp_compiler
-from .models import imported, load, load_draft, positions, set_threads
+from .models import imported, load, positions, set_threads
 from .options import Running, Sampling, parse_size
 from .output import Output
 
@@ -164,6 +164,8 @@ class Session:
 
     def draft(self, path: Path) -> Decoder | Mtp:
         """The decoder of a draft model with the same tokens, or the model's own head."""
+        from .drafts import load_draft
+
         return load_draft(self.output, path, self.tokenizer, self.path, self.step, self._config, self.running.cache)
 
     def keep_plan(self) -> None:
@@ -183,7 +185,7 @@ class PlannedSession(Session):
             NoPlan: the model needs the other kind of session.
         """
         from ..llm.templates import chat_template
-        from .plans import open_with_draft
+        from .drafts import open_with_draft
 
         running = self.running
         self._planned, self._draft = open_with_draft(self.output, self.path, running.threads, running.cache, draft)
@@ -207,7 +209,7 @@ class PlannedSession(Session):
         self.prefix_cache = self.running.open_prefix_cache(self.output, self.step)
 
     def draft(self, path: Path) -> Any:
-        from .plans import draft_decoder
+        from .drafts import draft_decoder
 
         assert self._draft is not None
         return draft_decoder(self._draft, self._planned, self.max_length)
