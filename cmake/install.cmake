@@ -56,6 +56,15 @@ foreach(component kernels:lowbit executorch:lowbit_executorch torch:lowbit_torch
   endif()
 endforeach()
 
+if(TARGET lowbit-run)
+  set(above "$ORIGIN/..")
+  if(APPLE)
+    set(above "@loader_path/..")
+  endif()
+  set_target_properties(lowbit-run PROPERTIES INSTALL_RPATH "${above}/${CMAKE_INSTALL_LIBDIR}")
+  install(TARGETS lowbit-run RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR} OPTIONAL)
+endif()
+
 set(package_files "${PROJECT_BINARY_DIR}/package")
 configure_file(cmake/lowbit-config.cmake.in "${package_files}/lowbit-config.cmake" @ONLY)
 write_basic_package_version_file("${package_files}/lowbit-config-version.cmake" COMPATIBILITY SameMinorVersion)

@@ -35,7 +35,7 @@ def program(tmp_path_factory) -> Path:
     """Compiled against the installed library, whose hidden functions it does not use."""
     built = tmp_path_factory.mktemp("program") / "lowbit-run"
     libraries = Path(lowbit._C.__file__).parent
-    sources = [ROOT / "runner" / name for name in ("main.cpp", "sampling.cpp")]
+    sources = [ROOT / "runner" / name for name in ("main.cpp", "drawing.cpp")]
     flags = ["-std=c++20", "-O1", "-ffp-contract=off", f"-L{libraries}", "-llowbit", f"-Wl,-rpath,{libraries}"]
     subprocess.run(["c++", *map(str, sources), *flags, "-o", built], check=True)
     return built

@@ -274,7 +274,8 @@ def test_the_c_interface(tmp_path):
     library = ctypes.CDLL(str(Path(_C.__file__).parent / "liblowbit.so"))
     tokenizer = Tokenizer.from_file(str(TINY))
     (tmp_path / "lowbit.tokens").write_bytes(token_bytes(tokenizer, TextSettings(template=CHATML)))
-    made, message, count, tokens = ctypes.c_void_p(), ctypes.create_string_buffer(320), ctypes.c_size_t(), (ctypes.c_int64 * 64)()
+    made, count, message = ctypes.c_void_p(), ctypes.c_size_t(), ctypes.create_string_buffer(320)
+    tokens = (ctypes.c_int64 * 64)()
     assert library.lowbit_tokenizer_open(str(tmp_path).encode(), ctypes.byref(made), message) == 0, message.value
     text = "def f(é):\n".encode()
     arguments = (made, text, ctypes.c_size_t(len(text)), 1)

@@ -78,7 +78,9 @@ def test_no_file_name_stands_twice():
     assert len(beside) <= 8, beside
 
 
-FOLDERS = ("adapters", "bench", "cmake", "docs", "examples", "kernels", "make", "ops", "plan", "python", "runner", "scripts", "tests")
+FOLDERS = (
+    "adapters", "bench", "cmake", "docs", "examples", "kernels", "make", "ops", "plan", "python", "runner", "scripts", "tests",
+)  # fmt: skip
 CODE = ("py", "pyi", "cpp", "h", "c", "sh", "cmake")
 
 
