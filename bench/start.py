@@ -112,7 +112,7 @@ def main() -> None:
     for name in programs:
         print(f"| {name} |", " | ".join(cell(name) for cell in rows.values()), "|")
     print(
-        f"\nThreads: {threads} of {os.cpu_count()} CPUs. Medians of {arguments.rounds}. Mapped weights are a part of the memory."
+        f"\nThreads: {threads} of {os.cpu_count()} CPUs; medians of {arguments.rounds}. Mapped weights are memory."
     )
 
 
