@@ -111,9 +111,7 @@ def main() -> None:
     print("|---|" + "---|" * len(rows))
     for name in programs:
         print(f"| {name} |", " | ".join(cell(name) for cell in rows.values()), "|")
-    print(
-        f"\nThreads: {threads} of {os.cpu_count()} CPUs. Medians of {arguments.rounds}. Mapped weights are a part of the memory."
-    )
+    print(f"\nThreads: {threads} of {os.cpu_count()} CPUs; medians of {arguments.rounds}. Mapped weights count as memory.")
 
 
 def median(costs: list[dict[str, float]], name: str) -> float:

@@ -1,5 +1,5 @@
-// An ExecuTorch backend: a whole step of a decoder as one call of its plan. The delegate's bytes are the plan and its weights. A
-// second method, `session`, chooses the text that `forward` continues, and saves and loads texts.
+// An ExecuTorch backend: a whole step of a decoder as one call of its plan. The delegate's bytes are the plan and its weights.
+// A second method, `session`, chooses the text that `forward` continues, and saves and loads texts.
 
 #include <executorch/runtime/backend/interface.h>
 #include <executorch/runtime/kernel/thread_parallel_interface.h>

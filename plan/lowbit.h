@@ -60,8 +60,8 @@ typedef enum {
 typedef struct {
   size_t size;
   int threads; /* 0: one for each fast core that the process may use */
-  /* Threads of the caller: calls task(context, i) once for each i from 0 to count - 1, in any order, on any threads, and returns
-   * when all are done. `count` is at most `threads`; tasks do not wait for each other. NULL: threads of the library. */
+  /* Threads of the caller: calls task(context, i) once for each i from 0 to count - 1, in any order, on any threads, and
+   * returns when all are done. `count` is at most `threads`; tasks do not wait for each other. NULL: threads of the library. */
   void (*run_tasks)(void* host, int count, void (*task)(void* context, int index), void* context);
   void* host;
 } lowbit_open_options;
@@ -106,7 +106,7 @@ LOWBIT_C_API int lowbit_text_recurrent(const lowbit_text* text);    /* 1: its mo
 LOWBIT_C_API size_t lowbit_text_tokens(const lowbit_text* text, int64_t* tokens, size_t most);
 /* Continues after the first `count` tokens. Texts of models with states can only go back to 0. */
 LOWBIT_C_API lowbit_result lowbit_text_cut(lowbit_text* text, int64_t count, lowbit_error* error);
-/* Writes a text and its caches to a file, which is replaced when all is written: a prefix that need not be computed again. */
+/* Writes a text and its caches to a file, so that it need not be computed again. The file is replaced when all is written. */
 LOWBIT_C_API lowbit_result lowbit_text_save(const lowbit_text* text, const char* file, lowbit_error* error);
 /* Replaces a text by one that was saved with the same model and types of caches; its length may be another. After an error the
  * text is as before. */

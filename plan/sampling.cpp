@@ -39,7 +39,9 @@ int64_t most_likely(const float* logits, int64_t vocabulary) {
 }
 
 Status sample(const float* logits, int64_t vocabulary, const SamplingOptions& options, uint64_t* random, int64_t* token) {
-  if (!is_within(options.temperature, 1e300)) return Status::error("temperature is %g; expected 0 or more", options.temperature);
+  if (!is_within(options.temperature, 1e300)) {
+    return Status::error("temperature is %g; expected 0 or more", options.temperature);
+  }
   if (options.top_k < 0) return Status::error("top_k is %" PRId64 "; expected 0 or more", options.top_k);
   if (!is_within(options.top_p, 1)) return Status::error("top_p is %g; expected 0 to 1", options.top_p);
   if (!is_within(options.min_p, 1)) return Status::error("min_p is %g; expected 0 to 1", options.min_p);

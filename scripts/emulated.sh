@@ -38,7 +38,7 @@ test-kleidiai         cortex-a76             -                  -R kleidiai
 test-kleidiai         max,sve=off            -                  -R kleidiai
 
 phones                cortex-a53             neon               @PHONE -R @PAGES
-phones                cortex-a76             neondot            @PHONE -R ^(format|plan|kernels[.]neondot[.].*|operators[.]neondot)$
+phones                cortex-a76             neondot            @PHONE -R ^(format|plan|kernels.neondot..*|operators.neondot)$
 phones                cortex-a710            i8mm               QEMU=new -R ^kernels[.]i8mm[.]linear$
 
 soak                  max,sve=off            neon,neondot,i8mm  -L soak|cpu

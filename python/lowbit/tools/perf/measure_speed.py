@@ -301,12 +301,14 @@ def _start(weights: torch.nn.Module, vocabulary: int, directory: Path, threads: 
 
 
 def _write_tokenizer(directory: Path, vocabulary: int) -> None:
+    """A tokenizer whose words are the numbers below the size of the vocabulary."""
     from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
 
     tokenizer = Tokenizer(models.WordLevel({str(number): number for number in range(vocabulary)}, unk_token="0"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(directory)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
 
 
 def _write_gguf(weights: torch.nn.Module, checkpoint: Path, file: Path) -> None:
