@@ -27,8 +27,9 @@
 #define LOWBIT_SME2_TABLE(TABLE, Family) TABLE(Family, Sme2)
 #endif
 #define LOWBIT_LINEAR_TABLES(TABLE, Family)                                              \
-  LOWBIT_SME2_TABLE(TABLE, Family) TABLE(Family, I8mm) TABLE(Family, NeonDot)            \
-  TABLE(Family, NarrowTilesNeon) TABLE(Family, TilesNeon) TABLE(Family, NarrowNeon) TABLE(Family, Neon)
+  LOWBIT_SME2_TABLE(TABLE, Family) TABLE(Family, I8mm)                                   \
+  TABLE(Family, TilesNeonDot) TABLE(Family, NeonDot)                                     \
+  TABLE(Family, TilesNeon) TABLE(Family, WideTilesNeon) TABLE(Family, NarrowNeon) TABLE(Family, Neon)
 #define LOWBIT_ATTENTION_TABLES(TABLE, Family) TABLE(Family, NeonDot) TABLE(Family, Neon)
 #define LOWBIT_VECTOR_TABLES(TABLE, Family) TABLE(Family, Neon)
 #elif defined(__x86_64__)

@@ -7,9 +7,10 @@
 //                   each row: NEON's tiles in groups of 32, dot products in all groups (docs/arm_cost.md)
 //   streams         the outputs of one row that AVX-512 interleaves; at 1 bit the sums of more outputs do not fit the registers
 #define LOWBIT_EACH_NARROW_SET_WIDTH(KERNEL) KERNEL(1, 7, 3, 32), KERNEL(2, 5, 2, 64), KERNEL(3, 4, 2, 64)
-#define LOWBIT_EACH_WIDE_SET_WIDTH(KERNEL) \
-  KERNEL(4, 5, 2, 64), KERNEL(5, 4, 2, 64), KERNEL(6, 4, 2, 64), KERNEL(7, 3, 2, 64), KERNEL(8, 6, 3, 64)
-#define LOWBIT_EACH_SET_WIDTH(KERNEL) LOWBIT_EACH_NARROW_SET_WIDTH(KERNEL), LOWBIT_EACH_WIDE_SET_WIDTH(KERNEL)
+#define LOWBIT_EACH_MIDDLE_SET_WIDTH(KERNEL) KERNEL(4, 5, 2, 64), KERNEL(5, 4, 2, 64)
+#define LOWBIT_EACH_WIDEST_SET_WIDTH(KERNEL) KERNEL(6, 4, 2, 64), KERNEL(7, 3, 2, 64), KERNEL(8, 6, 3, 64)
+#define LOWBIT_EACH_SET_WIDTH(KERNEL) \
+  LOWBIT_EACH_NARROW_SET_WIDTH(KERNEL), LOWBIT_EACH_MIDDLE_SET_WIDTH(KERNEL), LOWBIT_EACH_WIDEST_SET_WIDTH(KERNEL)
 
 #define LOWBIT_EACH_NARROW_WIDTH(KERNEL, ...) \
   KERNEL(1 __VA_OPT__(, ) __VA_ARGS__), KERNEL(2 __VA_OPT__(, ) __VA_ARGS__), KERNEL(3 __VA_OPT__(, ) __VA_ARGS__)

@@ -1,9 +1,9 @@
-// Many rows of m on Arm, shared by the dot-product and the i8mm kernels. A `Tile` (tile_neondot.h, i8mm.cpp) has the multiply
+// Many rows of m on Arm, shared by the dot-product and the i8mm kernels. A `Tile` (neondot_tiles.cpp, i8mm.cpp) has the multiply
 // instructions and their order of rows. gemm_tiles_neon.h has the loops of a tile, gemm_operands_neon.h prepares its operands,
 // and this header calls both.
 //
 //   up to 64 rows of m x up to 8 panels, their float sums in the operator's scratch:
-//     for each piece of k, at most 512 inputs (whole groups, or whole segments of a long group), from any half block on:
+//     for each piece of k, at most 512 inputs (whole groups, or whole segments of a long group):
 //       the activations, scales and start values of the rows are copied in the order in which tiles read them: once for
 //       all panels
 //       for each panel: codes are unpacked to bytes, scales to float32                            once for all rows
@@ -29,6 +29,7 @@
 //                                                                                 st2); groups of 32: 0.6 more (scales)
 //     of which a block of 4 units has 2 ldp per bit, 4 times 16, 12, 14, 8, 14, 12, 14, 0 to make bytes, 16 st2
 //   groups of 16          a group is half a block: double the cost per group, and the same products and loads
+//   groups that end in the middle of blocks but do not have 16 inputs, which no common format has: the kernels for one row
 // Rejected alternatives: tiles of 12 rows would save 0.2, but most m are not multiples of 12. Unpacking 1 bit by tables (tbl)
 // would save 6 of the 22 instructions, but at half the rate: up to 20 % more cycles in the model. The contract requires the
 // float operations and their order.
@@ -38,10 +39,12 @@
 // keeps its products in the scratch memory.
 #pragma once
 
-#include "dispatch.h"
 #include "gemm_operands_neon.h"
 
 namespace lowbit {
+
+extern const Table<LinearKernel> kLinearNeonDot;  // one row, in the order of widths
+
 namespace {
 
 // The width-dependent parts.
@@ -70,13 +73,12 @@ struct Gemm {
         width(w),
         scratch(*static_cast<Scratch*>(linear_args.scratch)) {}
 
-  // Calls with the number of rows of a tile as a constant.
+  // Calls with the number of rows of a tile as a constant, at least 2.
   template <class Body>
   LOWBIT_INLINE static void with_rows(int64_t rows, Body body) {
     constexpr int kStep = Tile::kRowStep;
     if constexpr (kStep == 1) {
       switch (rows) {
-        case 1: return body(Index<1>{});
         case 3: return body(Index<3>{});
         case 5: return body(Index<5>{});
         case 7: return body(Index<7>{});
@@ -105,9 +107,9 @@ struct Gemm {
   };
 
   // Divides rows into tiles of 8. A last tile of 1 or 2 rows is joined with the previous 8 rows and split into two tiles of 4
-  // or 5.
+  // or 5. A single row is padded.
   static int cut(int64_t rows, Band (&bands)[3]) {
-    int64_t full = padded(rows) / kTileRows, rest = padded(rows) % kTileRows;
+    int64_t full = padded(rows) / kTileRows, rest = rows == 1 ? 2 : padded(rows) % kTileRows;
     if (full > 0 && (rest == 1 || rest == 2)) {
       full -= 1;
       rest += kTileRows;
@@ -130,7 +132,7 @@ struct Gemm {
 
   // Bytes of the stream that a band's tiles read per group.
   int64_t group_bytes(const Band& band, const TileArgs& piece) const {
-    return band.tiles * piece.template group_bytes<Tile, Affine>(static_cast<int>(band.height), step);
+    return band.tiles * piece.template group_bytes<Tile>(static_cast<int>(band.height));
   }
 
   // Copies the rows of a band, and prepares its tiles.
@@ -139,13 +141,13 @@ struct Gemm {
     band.piece = piece;
     band.piece.tiles = band.tiles;
     with_rows(band.height, [&](auto height) LOWBIT_INLINE {
-      band.piece.a = a + (piece.odd ? registers_of(height) * kHalfInputs : 0);
+      band.piece.a = a;
       uint8_t* stream = scratch.stream + (piece.stream - scratch.stream);
       for (int64_t tile = 0; tile < band.tiles; ++tile) {
-        copy_tile<Tile, height, Affine>(args, piece, step, row + band.first + tile * height, row + rows - 1, block, segment,
-                                        group, width.factor, a, stream);
+        copy_tile<Tile, height, Affine>(args, piece, row + band.first + tile * height, row + rows - 1, block, segment, group,
+                                        width.factor, a, stream);
         a += registers_of(height) * piece.blocks * kBlockInputs;
-        stream += piece.groups * piece.template group_bytes<Tile, Affine>(height, step);
+        stream += piece.groups * piece.template group_bytes<Tile>(height);
       }
       band.run = step == Step::half ? tiles_for<Tile, Step::half, height, Affine>(piece)
                                     : tiles_for<Tile, Step::block, height, Affine>(piece);
@@ -167,19 +169,19 @@ struct Gemm {
     TileArgs piece{};
     piece.weights = scratch.weights;
     piece.scales = scratch.scales;
+    piece.affine = Affine;
     piece.single = layout.groups == 1;
     float* const products = piece.single ? scratch.acc : scratch.acc + panels * panel_floats;
     for (int64_t first = 0; first < steps; first += piece.groups * piece.group_steps) {
       const int64_t group = first / group_steps, block = halves ? first / 2 : first;
       const int64_t in_group = first - group * group_steps;
-      const int64_t segment = group * layout.group_segments() + in_group / segment_steps(step);
+      const int64_t segment = group * layout.group_segments() + in_group / kSegmentBlocks;
       const int64_t remaining = steps - first;
       const int64_t group_rest = group_steps - in_group < remaining ? group_steps - in_group : remaining;
-      piece.odd = halves && first % 2 != 0;
-      const int64_t most = halves ? 2 * kPieceBlocks - piece.odd : kPieceBlocks;
+      const int64_t most = halves ? 2 * kPieceBlocks : kPieceBlocks;
       piece.begins = in_group == 0;
       piece.ends = group_rest <= most;
-      piece.group_steps = piece.ends ? group_rest : most / segment_steps(step) * segment_steps(step);
+      piece.group_steps = piece.ends ? group_rest : most;
       piece.groups = 1;
       if (group_rest == group_steps && piece.ends) {  // the largest number of whole groups that fit
         int64_t bytes = 0;
@@ -188,7 +190,7 @@ struct Gemm {
         if (piece.groups * bytes > kStreamBytes) piece.groups = kStreamBytes / bytes / 2 * 2;  // without a half block
       }
       piece.blocks = piece.groups * piece.group_steps;
-      if (halves) piece.blocks = (piece.odd + piece.blocks + 1) / 2;
+      if (halves) piece.blocks = (piece.blocks + 1) / 2;
       const auto unpack = width.unpack[halves];
       piece.stream = scratch.stream;
       for (int b = 0; b < count; ++b) {
@@ -267,7 +269,9 @@ template <class Tile, bool Affine>
 
 template <class Tile, int Bits>
 void run_gemm(const LinearArgs& args) {
-  dispatch<Bits>(args.layout, [&](auto bits, auto affine, auto) {
+  const int64_t group_inputs = args.layout.group_inputs();
+  if (group_inputs % kBlockInputs != 0 && group_inputs != kHalfInputs) return kLinearNeonDot.entries[Bits - 1].run(args);
+  with_mapping<Bits>(args.layout.mapping, [&](auto bits, auto affine) {
     constexpr int kWidth = bits;
     constexpr bool kHasLevels = kWidth == 1 || is_by_table(kWidth);  // whether the bytes are levels
     constexpr int32_t kFactor = kHasLevels ? 0 : stored_flip(kWidth) - (affine ? 0 : level_offset(kWidth));

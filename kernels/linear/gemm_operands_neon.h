@@ -52,9 +52,8 @@ struct BytePairs {
 // Copies the activations of a tile, and fills TileArgs::stream. `first` and `last` are the tile's rows; the tile is padded with
 // copies of the last row, whose results are not used. `block`, `segment` and `group` are the start of the piece in each row.
 template <class Tile, int Rows, bool Affine>
-[[gnu::noinline]] void copy_tile(const LinearArgs& args, const TileArgs& tile, Step step, int64_t first, int64_t last,
-                                 int64_t block, int64_t segment, int64_t group, int32_t factor, uint8_t* to,
-                                 uint8_t* stream) {
+[[gnu::noinline]] void copy_tile(const LinearArgs& args, const TileArgs& tile, int64_t first, int64_t last, int64_t block,
+                                 int64_t segment, int64_t group, int32_t factor, uint8_t* to, uint8_t* stream) {
   const int8_t* from[Rows];
   const uint8_t *sums[Rows], *scales[Rows], *group_sums[Rows];
   unroll<Rows>([&](auto i) LOWBIT_INLINE {
@@ -92,7 +91,7 @@ template <class Tile, int Rows, bool Affine>
   const int32x4_t factors = vdupq_n_s32(factor), shift = vdupq_n_s32(kShiftBits);
   for (int64_t groups = tile.groups; groups != 0; --groups) {
     bool begins = tile.begins;
-    for (int64_t segments = tile.segments(step); segments != 0; --segments) {
+    for (int64_t segments = tile.segments(); segments != 0; --segments) {
       int32x4_t start[Rows];
       float32x4_t t[Rows];
       next_values(sums, start);
@@ -146,30 +145,16 @@ template <class Tile, Step Size, int Bits, bool Affine>
     block += kGroupBytes;
   };
   int64_t groups = piece.groups;
-  const int64_t group_steps = piece.group_steps;
-  const bool ends = piece.ends;
   if constexpr (Size == Step::half) {
-    if (group_steps == 1 && ends) {
-      for (; groups >= 2; groups -= 2) {
-        unpack_block();
-        unpack_scales();
-        unpack_scales();
-      }
-    }
-    int64_t blocks = group_steps == 1 ? groups : piece.blocks;
-    int64_t remaining = piece.odd + group_steps;  // from this block to the end of the group
-    // The scales of the group that ends where this piece begins.
-    int64_t passed = piece.odd && piece.begins ? kGroupBytes : 0;
-    for (; blocks != 0; --blocks) {
+    for (; groups > 0; groups -= 2) {
       unpack_block();
-      block += passed;
-      passed = 0;
-      remaining -= 2;
-      if (!ends) continue;
-      for (; remaining <= 0 && groups != 0; remaining += group_steps, --groups) unpack_scales();
+      unpack_scales();
+      if (groups > 1) unpack_scales();
     }
     return;
   }
+  const int64_t group_steps = piece.group_steps;
+  const bool ends = piece.ends;
   if (group_steps == 1 && ends) {
     do {
       unpack_block();

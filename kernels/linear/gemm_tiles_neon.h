@@ -13,8 +13,6 @@
 //   kScales   last segment of an affine group only: S of each row
 #pragma once
 
-#include <type_traits>
-
 #include "panel_neon.h"
 #include "registers_neon.h"
 
@@ -34,10 +32,8 @@ constexpr int kTileFloats = kQuarters * kQuarterFloats;
 // never used.
 constexpr int registers_of(int rows) { return rows == 3 ? 4 : rows == 6 || rows == 7 ? 8 : rows; }
 
-// The unit of groups, and of the loops: blocks, or half blocks for groups of an odd multiple of 16 inputs.
+// The unit of groups, and of the loops: blocks, or half blocks for groups of 16 inputs, of which each is a segment.
 enum class Step { block, half };
-
-constexpr int64_t segment_steps(Step step) { return step == Step::block ? kSegmentBlocks : 2 * kSegmentBlocks; }
 
 // If a tile keeps sums of two rows with equal start values, 8 rows store each start value once: half the stores, and half the
 // bytes to read. With fewer rows this would need more instructions.
@@ -59,18 +55,18 @@ struct TileArgs {
   float* acc;              // float sums; per quarter 8 registers, the first ones used, in the order of Tile
   float* products;         // P of a group that is longer than a piece, stored like acc; equal to acc if there is one group
   int64_t groups, group_steps;
+  bool affine;
   bool begins, ends;       // whether groups begin and end in the piece; if not, it has whole segments of one group
   bool single;             // whether there is only one group; then its P, and not float sums, is in memory between pieces
-  bool odd;                // whether the first half of the first block belongs to the previous piece
 
   // Segments per group, or in the part of a group.
-  int64_t segments(Step step) const { return (group_steps + segment_steps(step) - 1) / segment_steps(step); }
+  int64_t segments() const { return (group_steps + kSegmentBlocks - 1) / kSegmentBlocks; }
 
   // Bytes of the stream that a tile reads per group.
-  template <class Tile, bool Affine>
-  int64_t group_bytes(int rows, Step step) const {
+  template <class Tile>
+  int64_t group_bytes(int rows) const {
     const int starts = starts_of<Tile>(rows), scales = Tile::scales_of(rows);
-    return 16 * (segments(step) * (starts + scales) + (begins ? starts : 0) + (Affine && ends ? scales : 0));
+    return 16 * (segments() * (starts + scales) + (begins ? starts : 0) + (affine && ends ? scales : 0));
   }
 };
 
@@ -258,27 +254,20 @@ LOWBIT_INLINE inline void run_short(const TileArgs& args, int quarter) {
   unroll<Pass>([&](auto q) LOWBIT_INLINE { store_rows(acc(q), y[q]); });
 }
 
-// Adds a segment of `Steps` steps to P of its group.
-template <class Tile, Step Size, int Rows, int Pass, bool First, class Steps>
+// Adds a segment of `Blocks` blocks to P of its group.
+template <class Tile, int Rows, int Pass, bool First, int Blocks>
 LOWBIT_INLINE inline void add_segment(const uint8_t*& a, const uint8_t* (&weights)[2], const uint8_t*& stream,
-                                      Steps steps, float32x4_t (&product)[Pass][Rows]) {
+                                      float32x4_t (&product)[Pass][Rows]) {
   int32x4_t sums[Pass][Rows];
   const uint8_t* from;
   unroll<Pass>([&](auto q) LOWBIT_INLINE {
     from = stream;
     next_starts<Tile, Rows, 16 + 16 / Pass * q>(from, sums[q]);
   });
-  const auto add = [&]() LOWBIT_INLINE {
-    add_step<Tile, Size>(a, weights, sums);
+  unroll<Blocks>([&](auto) LOWBIT_INLINE {
+    add_step<Tile, Step::block>(a, weights, sums);
     if constexpr (Pass == 1) pin_sums<Tile, Rows, 16>(sums[0]);
-  };
-  if constexpr (std::is_same_v<Steps, int64_t>) {
-    do {
-      add();
-    } while (--steps != 0);
-  } else {
-    unroll<Steps{}>([&](auto) LOWBIT_INLINE { add(); });
-  }
+  });
   const uint8_t* const row_scales = from;
   unroll<Pass>([&](auto q) LOWBIT_INLINE {
     float32x4_t t[4];
@@ -327,81 +316,69 @@ LOWBIT_INLINE inline void end_group(const float* old, float* acc, const uint8_t*
   });
 }
 
-// Groups of several segments. `Whole`: only whole groups; otherwise also a part of a group.
-template <class Tile, Step Size, int Rows, bool Affine, int Pass, bool Whole>
+// Groups of several segments. `Whole`: only whole groups without a last block; otherwise also a part of a group, and weights with
+// and without mins share the function.
+template <class Tile, int Rows, bool Affine, int Pass, bool Whole>
 LOWBIT_INLINE inline void run_long(const TileArgs& args, int quarter) {
   static constexpr float kZeros[Pass * kQuarterFloats] = {};
-  constexpr int64_t kSteps = segment_steps(Size);
   const uint8_t* a = args.a;
   const uint8_t* weights[2] = {args.weights + kHalfQuarterBytes * quarter,
                                args.weights + kHalfQuarterBytes * quarter + kHalvesBytes};
-  if (Size == Step::half && args.odd) {  // the group begins in the second half of the first block
-    const uint8_t* next = weights[0] + kHalfBytes;
-    weights[0] = weights[1];
-    weights[1] = next;
-  }
-  const uint8_t* scales = reinterpret_cast<const uint8_t*>(args.scales + (Affine ? 8 : 4) * quarter);
+  const uint8_t* scales = reinterpret_cast<const uint8_t*>(args.scales + (args.affine ? 8 : 4) * quarter);
   const uint8_t* stream = args.stream;
   float* acc = args.acc + kQuarterFloats * quarter;
   float* products = args.products + kQuarterFloats * quarter;
   const float* old = args.single ? kZeros : acc;
-  const int64_t more_segments = args.group_steps / kSteps - 1;
+  const int64_t more_segments = args.group_steps / kSegmentBlocks - 1;
   int64_t groups = args.groups;
   do {
     float32x4_t product[Pass][Rows];
-    // The number of steps is a constant in all segments except the last.
-    const auto add = [&](auto first, auto steps) LOWBIT_INLINE {
-      add_segment<Tile, Size, Rows, Pass, first>(a, weights, stream, steps, product);
-    };
-    const auto full = [&](auto first) LOWBIT_INLINE {
-      if constexpr (Size == Step::block) {
-        add(first, Index<kSteps>{});
-      } else {
-        add(first, int64_t{kSteps});
-      }
+    const auto add = [&](auto first, auto blocks) LOWBIT_INLINE {
+      add_segment<Tile, Rows, Pass, first, blocks>(a, weights, stream, product);
     };
     if constexpr (Whole) {
-      full(Index<1>{});
+      add(Index<1>{}, Index<kSegmentBlocks>{});
       int64_t more = more_segments;
       do {
-        full(Index<0>{});
+        add(Index<0>{}, Index<kSegmentBlocks>{});
       } while (--more != 0);
     } else {
-      int64_t steps = args.group_steps;
-      if (args.begins) {
-        if (steps >= kSteps) {
-          full(Index<1>{});
-        } else {
-          add(Index<1>{}, steps);
-        }
-        steps -= kSteps;
+      int64_t blocks = args.group_steps;
+      if (args.begins) {  // with a whole segment, because a group of one block has another loop
+        add(Index<1>{}, Index<kSegmentBlocks>{});
+        blocks -= kSegmentBlocks;
       } else {
         unroll<Pass>([&](auto q) LOWBIT_INLINE { load_rows(products + kQuarterFloats * q, product[q]); });
       }
-      for (; steps >= kSteps; steps -= kSteps) full(Index<0>{});
-      if (steps > 0) add(Index<0>{}, steps);
+      for (; blocks >= kSegmentBlocks; blocks -= kSegmentBlocks) add(Index<0>{}, Index<kSegmentBlocks>{});
+      if (blocks != 0) add(Index<0>{}, Index<1>{});
       if (!args.ends) {
         unroll<Pass>([&](auto q) LOWBIT_INLINE { store_rows(products + kQuarterFloats * q, product[q]); });
         return;
       }
     }
-    end_group<Tile, Rows, Affine>(old, acc, scales, stream, product);
+    if (Whole ? Affine : args.affine) {
+      end_group<Tile, Rows, true>(old, acc, scales, stream, product);
+    } else {
+      end_group<Tile, Rows, false>(old, acc, scales, stream, product);
+    }
   } while (--groups != 0);
 }
 
+// The loop for a piece: groups of one segment of one or two steps, groups of whole segments, or others.
 enum class Groups { one_step, two_steps, whole_segments, any };
 
 template <class Tile, Step Size, int Rows, bool Affine, Groups Kind>
 void run_tiles(const TileArgs& all) {
   TileArgs args = all;
   constexpr int kPass = Tile::template kPass<Rows>;
-  const int64_t stream_bytes = args.groups * args.template group_bytes<Tile, Affine>(Rows, Size);
+  const int64_t stream_bytes = args.groups * args.template group_bytes<Tile>(Rows);
   for (; args.tiles > 0; --args.tiles) {
     for (int quarter = 0; quarter < kQuarters; quarter += kPass) {
       if constexpr (Kind == Groups::one_step || Kind == Groups::two_steps) {
         run_short<Tile, Size, Rows, Affine, kPass, Kind == Groups::one_step ? 1 : 2>(args, quarter);
       } else {
-        run_long<Tile, Size, Rows, Affine, kPass, Kind == Groups::whole_segments>(args, quarter);
+        run_long<Tile, Rows, Affine, kPass, Kind == Groups::whole_segments>(args, quarter);
       }
     }
     args.a += args.blocks * registers_of(Rows) * kBlockInputs;
@@ -411,17 +388,15 @@ void run_tiles(const TileArgs& all) {
   }
 }
 
-// The function for a piece. One function handles all pieces that start within a block. Half blocks have only one other
-// function, to save code.
 template <class Tile, Step Size, int Rows, bool Affine>
 auto tiles_for(const TileArgs& piece) {
-  const int64_t steps = piece.begins && piece.ends && !piece.odd ? piece.group_steps : 0;
-  if (steps == 1) return run_tiles<Tile, Size, Rows, Affine, Groups::one_step>;
   if constexpr (Size == Step::block) {
+    const int64_t steps = piece.begins && piece.ends ? piece.group_steps : 0;
     if (steps == 2) return run_tiles<Tile, Size, Rows, Affine, Groups::two_steps>;
     if (steps > 0 && steps % kSegmentBlocks == 0) return run_tiles<Tile, Size, Rows, Affine, Groups::whole_segments>;
+    if (steps != 1) return run_tiles<Tile, Size, Rows, false, Groups::any>;
   }
-  return run_tiles<Tile, Size, Rows, Affine, Groups::any>;
+  return run_tiles<Tile, Size, Rows, Affine, Groups::one_step>;
 }
 
 }  // namespace

@@ -150,13 +150,8 @@ struct MatrixTile {
   }
 };
 
-template <int Bits>
-void run(const LinearArgs& args) {
-  run_gemm<MatrixTile, Bits>(args);
-}
-
 #define KERNEL(bits) \
-  with_levels<LinearKernel>({"linear_a8w" #bits "_2x16_i8mm", kI8mm, Format::panel16, bits, 2, 16, run<bits>})
+  with_levels<LinearKernel>({"linear_a8w" #bits "_2x16_i8mm", kI8mm, Format::panel16, bits, 2, 16, run_gemm<MatrixTile, bits>})
 constexpr LinearKernel kKernels[] = {LOWBIT_EACH_WIDTH(KERNEL)};
 #undef KERNEL
 

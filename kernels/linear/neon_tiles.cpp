@@ -1,4 +1,4 @@
-// linear_a8w<b>_<m>x16_neon for 4 to 8 bits (tile_neon.h).
+// linear_a8w<b>_<m>x16_neon for 1 to 5 bits (tile_neon.h).
 
 #include "../bits/widths.h"
 #include "tile_neon.h"
@@ -7,7 +7,7 @@ namespace lowbit {
 namespace {
 
 #define KERNEL(bits, neon, neondot, streams) many_rows<bits, neon>("linear_a8w" #bits "_" #neon "x16_neon")
-constexpr LinearKernel kKernels[] = {LOWBIT_EACH_WIDE_SET_WIDTH(KERNEL)};
+constexpr LinearKernel kKernels[] = {LOWBIT_EACH_NARROW_SET_WIDTH(KERNEL), LOWBIT_EACH_MIDDLE_SET_WIDTH(KERNEL)};
 #undef KERNEL
 
 }  // namespace

@@ -1,5 +1,4 @@
 // linear_a8w<b>_1x16_neondot: int8 activations times b-bit weights, the 16 output rows of a panel in four registers.
-// linear_a8w<b>_2x16_neondot (3x16 at 1 and 8 bits): many rows of m (tile_neondot.h).
 //
 //   line (64 bytes): row 0: 4 codes | row 1: 4 codes | ... | row 15: 4 codes       quarter q: rows 4q to 4q + 3
 //   sdot sums[q], quarter of line j, a[j]      a[j]: the activations 4j to 4j + 3, one 32-bit lane of two registers
@@ -22,7 +21,6 @@
 
 #include "../bits/widths.h"
 #include "row_neon.h"
-#include "tile_neondot.h"
 
 namespace lowbit {
 namespace {
@@ -170,26 +168,9 @@ class DotRow {
   }
 };
 
-template <int Bits>
-void run(const LinearArgs& args) {
-  run_rows<DotRow, Bits>(args);
-}
-
-template <int Bits>
-void run_many(const LinearArgs& args) {
-  run_gemm<DotTile, Bits>(args);
-}
-
-// At 1 and 8 bits nearly all fields are read in place, so unpacking to memory saves less.
-#define KERNEL(bits, m, run)        \
-  with_levels<LinearKernel>(     \
-      {"linear_a8w" #bits "_" #m "x16_neondot", kNeonDot, Format::panel16, bits, m, 16, run<bits>})
-#define MANY(bits, neon, neondot, streams) KERNEL(bits, neondot, run_many)
-constexpr LinearKernel kKernels[] = {
-    LOWBIT_EACH_SET_WIDTH(MANY),
-    LOWBIT_EACH_WIDTH(KERNEL, 1, run),
-};
-#undef MANY
+#define KERNEL(bits) \
+  with_levels<LinearKernel>({"linear_a8w" #bits "_1x16_neondot", kNeonDot, Format::panel16, bits, 1, 16, run_rows<DotRow, bits>})
+constexpr LinearKernel kKernels[] = {LOWBIT_EACH_WIDTH(KERNEL)};
 #undef KERNEL
 
 }  // namespace

@@ -3,12 +3,18 @@
 // Per panel and tile of up to 32 rows: a piece of a group, up to 8 blocks, is unpacked to 4 KiB of scratch. Pairs of rows are
 // then multiplied by it: 16 registers for the broadcasts of 8 lines, 8 for the sums, 4 for the products. Between the segments
 // of a group, P of each row is in the scratch.
+//
+// The loops depend on the width only by a Form, so widths share them. Groups that end in the middle of blocks but do not have
+// 16 inputs, which no common format has, are left to the kernels for one row.
 #pragma once
 
 #include "registers_neon.h"
 #include "sums_neon.h"
 
 namespace lowbit {
+
+extern const Table<LinearKernel> kLinearNarrowNeon, kLinearNeon;  // one row of 1 to 3 bits, of 4 to 8 bits
+
 namespace {
 
 constexpr int kTileRows = 32;    // rows of activations per unpacking
@@ -16,29 +22,40 @@ constexpr int kPieceBlocks = 8;  // at most, of a group
 constexpr int kPieceSegments = kPieceBlocks * kBlockInputs / kSegmentInputs;
 constexpr int kUnpackedBlock = kBlockInputs * kPanelRows;
 
-template <int Bits, bool Affine>
-constexpr int kOffset = Affine && Bits <= 4 ? 0 : 1 << (Bits - 1);  // of the unpacked weights, 2 to 7 bits
+// Offset of the unpacked weights, which are offset - code at 2 to 7 bits.
+constexpr int unpacked_offset(int bits, bool affine) { return affine && bits <= 4 ? 0 : 1 << (bits - 1); }
 
-// Whether int16 sums are added to int32 sums without folding, and unpacked weights keep their sign.
-template <int Bits>
-constexpr bool kWideTiles = Bits == 8 || is_by_table(Bits);
+// What the loops of a tile need to know of unpacked weights.
+struct Form {
+  bool affine;
+  bool wide;   // whether int16 sums are added to int32 sums without folding, and unpacked weights keep their sign
+  bool bytes;  // 8 bits: the products of odd lines are subtracted
+  int lines;   // whose products fit int16, at most those of a block
+  int start;   // factor of A in the integer part
+};
+
+constexpr Form form_of(int bits, bool affine) {
+  const bool bytes = bits == 8, wide = bytes || is_by_table(bits);
+  const int lines = wide ? 2 : most_lines(bits) < 2 ? 2 : most_lines(bits);
+  return {affine, wide, bytes, lines, !affine || bits == 1 ? 0 : bytes ? 128 : -unpacked_offset(bits, affine)};
+}
 
 // Values shared by the rows of a tile, and values kept between the pieces of a panel.
 struct alignas(64) Scratch {
   int8_t weights[kPieceBlocks * kUnpackedBlock];  // steps of 8 or 4 lines; a step: quarter 0, 16 bytes per line, quarter 1, ...
-  int32_t odd_lines[kPieceSegments][kPanelRows];  // 8 bits: the sum of the odd lines' weights in each segment of this piece
+  int32_t odd_lines[kPieceSegments][kPanelRows];  // 8 bits: the sum of the odd lines' weights in each segment of a piece
   float scale[2][kPanelRows], min[2][kPanelRows];  // of the group, or of the two groups of a block
   float products[kTileRows][kPanelRows];           // P, or -P, of a group that continues
   float acc[kTileRows][kPanelRows];
 };
 
 // Unpacks two adjacent quarters of a block, for Unpack::lines(), to steps of StepLines lines.
-template <int Bits, bool Affine, int StepLines, Halves Wanted>
+template <int Bits, bool Affine, int StepLines>
 struct ToScratch {
   const uint8_t* from;
   const Tables<Bits>& tables;
   int8_t* to;
-  int32x4_t (&odd_lines)[2];
+  int32x4_t (&odd_lines)[kBlockLines / StepLines][2];
 
   LOWBIT_INLINE Pair load(int i) const {
     return {vld1q_u8(from + i * kLineBytes), vld1q_u8(from + i * kLineBytes + 16)};
@@ -46,12 +63,10 @@ struct ToScratch {
 
   template <int J>
   LOWBIT_INLINE void use(Index<J>, const Pair& line) const {
-    if constexpr ((Wanted & (J < 4 ? kFirstHalf : kSecondHalf)) != 0) {
-      constexpr int kStep = Wanted == kWholeBlock ? J / StepLines : 0;
-      int8_t* at = to + kStep * StepLines * kLineBytes + J % StepLines * 16;
-      vst1q_s8(at, weight<J>(line.q0, odd_lines[0]));
-      vst1q_s8(at + StepLines * 16, weight<J>(line.q1, odd_lines[1]));
-    }
+    constexpr int kStep = J / StepLines;
+    int8_t* at = to + kStep * StepLines * kLineBytes + J % StepLines * 16;
+    vst1q_s8(at, weight<J>(line.q0, odd_lines[kStep][0]));
+    vst1q_s8(at + StepLines * 16, weight<J>(line.q1, odd_lines[kStep][1]));
   }
 
   template <int J>
@@ -61,56 +76,44 @@ struct ToScratch {
     if constexpr (Bits == 8 && J % 2 != 0) odd_line = vpadalq_s16(odd_line, vpaddlq_s8(w));
     if constexpr (Bits == 1) {
       return Affine ? w : vorrq_s8(w, vdupq_n_s8(1));
-    } else if constexpr (kWideTiles<Bits>) {
+    } else if constexpr (form_of(Bits, Affine).wide) {
       return w;
     } else {
-      return vsubq_s8(vdupq_n_s8(kOffset<Bits, Affine>), w);
+      return vsubq_s8(vdupq_n_s8(unpacked_offset(Bits, Affine)), w);
     }
   }
 };
 
-template <int Bits, bool Affine, int StepLines, Halves Wanted>
-LOWBIT_INLINE inline void unpack_step(int32_t* odd_lines_of_step, const Tables<Bits>& tables,
-                                      const uint8_t* block, int8_t* to) {
-  unroll<2>([&](auto pair) LOWBIT_INLINE {
-    int32_t* sums = odd_lines_of_step + 8 * pair;
-    int32x4_t odd_lines[2] = {vld1q_s32(sums), vld1q_s32(sums + 4)};
-    Unpack<Bits>::lines(ToScratch<Bits, Affine, StepLines, Wanted>{block + 32 * pair, tables,
-                                                                   to + 32 * StepLines * pair, odd_lines});
-    if constexpr (Bits == 8) {
-      vst1q_s32(sums, odd_lines[0]);
-      vst1q_s32(sums + 4, odd_lines[1]);
-    }
-  });
-}
+// Unpacks adjacent blocks, which end at most one group (with steps of half a block: two groups).
+using UnpackBlocks = void (*)(Scratch& scratch, const Layout& layout, const uint8_t* from, int64_t blocks);
 
-// Unpacks half blocks [begin, end) of a panel.
 template <int Bits, bool Affine, int StepLines>
-[[gnu::noinline]] void unpack_piece(Scratch& scratch, const Layout& layout, const uint8_t* panel, int64_t begin,
-                                    int64_t end) {
-  std::memset(scratch.odd_lines, 0, sizeof scratch.odd_lines);
+[[gnu::noinline]] void unpack_blocks(Scratch& scratch, const Layout& layout, const uint8_t* from, int64_t blocks) {
+  constexpr int kSteps = kBlockLines / StepLines;
+  if constexpr (Bits == 8) std::memset(scratch.odd_lines, 0, sizeof scratch.odd_lines);
   const Tables<Bits> tables(layout.levels);
   int8_t* to = scratch.weights;
-  for (int64_t half = begin; half < end; half += StepLines / 4, to += StepLines * kLineBytes) {
-    const uint8_t* block = panel + layout.block_offset(half / 2);
-    int32_t* odd_lines = scratch.odd_lines[(half - begin) * kHalfInputs / kSegmentInputs];
-    if constexpr (StepLines == 8) {
-      unpack_step<Bits, Affine, StepLines, kWholeBlock>(odd_lines, tables, block, to);
-    } else if (half % 2 == 0) {
-      unpack_step<Bits, Affine, StepLines, kFirstHalf>(odd_lines, tables, block, to);
-    } else {
-      unpack_step<Bits, Affine, StepLines, kSecondHalf>(odd_lines, tables, block, to);
-    }
+  for (int64_t block = 0; block < blocks; ++block, from += code_bits(Bits) * kLineBytes, to += kUnpackedBlock) {
+    int32_t* const sums = scratch.odd_lines[block * kBlockInputs / kSegmentInputs];
+    unroll<2>([&](auto pair) LOWBIT_INLINE {
+      const auto for_sums = [&](auto use) LOWBIT_INLINE {
+        if constexpr (Bits == 8) {
+          unroll<2 * kSteps>([&](auto i) LOWBIT_INLINE { use(i / 2, i % 2, sums + i / 2 * kPanelRows + 8 * pair + 4 * (i % 2)); });
+        }
+      };
+      int32x4_t odd_lines[kSteps][2];
+      for_sums([&](int step, int q, const int32_t* at) LOWBIT_INLINE { odd_lines[step][q] = vld1q_s32(at); });
+      Unpack<Bits>::lines(ToScratch<Bits, Affine, StepLines>{from + 32 * pair, tables, to + 32 * StepLines * pair, odd_lines});
+      for_sums([&](int step, int q, int32_t* at) LOWBIT_INLINE { vst1q_s32(at, odd_lines[step][q]); });
+    });
   }
 }
 
-constexpr int most_tile_lines(int bits) { return most_lines(bits) < 2 ? 2 : most_lines(bits); }
-
 // Adds the products of one step for `Rows` rows of activations, which are `stride` apart.
-template <int Bits, int StepLines, int Rows>
-LOWBIT_INLINE inline void add_step(Sums<kWideTiles<Bits>> (&sums)[Rows][kQuarters], const int8_t* weights,
-                                   const int8_t* a, int64_t stride) {
-  constexpr int kMost = most_tile_lines(Bits), kLines = kMost < StepLines ? kMost : StepLines;
+template <Form F, int StepLines, int Rows>
+LOWBIT_INLINE inline void add_step(Sums<F.wide> (&sums)[Rows][kQuarters], const int8_t* weights, const int8_t* a,
+                                   int64_t stride) {
+  constexpr int kLines = F.lines < StepLines ? F.lines : StepLines;
   int8x16_t fours[Rows][2];  // activations of 4 lines each
   unroll<StepLines / kLines>([&](auto part) LOWBIT_INLINE {
     constexpr int kFirst = part * kLines;
@@ -121,7 +124,7 @@ LOWBIT_INLINE inline void add_step(Sums<kWideTiles<Bits>> (&sums)[Rows][kQuarter
         int8x16_t& four = fours[r][kLine / 4];
         if constexpr (kLine % 4 == 0) {
           four = vld1q_s8(a + r * stride + 4 * kLine);
-          if constexpr (Bits == 8) four = veorq_s8(four, vreinterpretq_s8_s64(vdupq_n_s64(int64_t{-1} << 32)));
+          if constexpr (F.bytes) four = veorq_s8(four, vreinterpretq_s8_s64(vdupq_n_s64(int64_t{-1} << 32)));
           __asm__ volatile("" : "+w"(four));  // otherwise GCC loads each lane separately
         }
         broadcasts[r][i] = broadcast(four, kLine % 4);
@@ -135,7 +138,7 @@ LOWBIT_INLINE inline void add_step(Sums<kWideTiles<Bits>> (&sums)[Rows][kQuarter
         __asm__ volatile("" : "+w"(w0), "+w"(w1));  // for one ldp
         unroll<Rows>([&](auto r) LOWBIT_INLINE {
           products[r].add(w0, broadcasts[r][2 * i]);
-          if constexpr (Bits == 8) {
+          if constexpr (F.bytes) {
             products[r].subtract(w1, broadcasts[r][2 * i + 1]);
           } else {
             products[r].add(w1, broadcasts[r][2 * i + 1]);
@@ -151,19 +154,18 @@ LOWBIT_INLINE inline void add_step(Sums<kWideTiles<Bits>> (&sums)[Rows][kQuarter
 }
 
 // The integer part of a finished segment for a quarter, or minus it if unpacked weights have the other sign.
-template <int Bits, bool Affine>
+template <Form F>
 LOWBIT_INLINE inline float32x4_t value(int32x4_t total, int32_t sum) {
-  constexpr int kStartFactor = !Affine || Bits == 1 ? 0 : Bits == 8 ? 128 : -kOffset<Bits, Affine>;
-  if constexpr (kStartFactor != 0) total = vaddq_s32(total, vdupq_n_s32(kStartFactor * sum));
+  if constexpr (F.start != 0) total = vaddq_s32(total, vdupq_n_s32(F.start * sum));
   return vcvtq_f32_s32(total);
 }
 
 // Adds a finished group to the float sums of a quarter.
-template <int Bits, bool Affine>
+template <Form F>
 LOWBIT_INLINE inline void add_group(float32x4_t& y, float32x4_t product, float32x4_t scale, float32x4_t min,
                                     const float* group_sum) {
-  y = add_scaled<!kWideTiles<Bits>>(y, scale, product);
-  if constexpr (Affine) y = vfmaq_n_f32(y, min, *group_sum);
+  y = add_scaled<!F.wide>(y, scale, product);
+  if constexpr (F.affine) y = vfmaq_n_f32(y, min, *group_sum);
 }
 
 // Loads a row of a tile.
@@ -177,48 +179,37 @@ LOWBIT_INLINE inline void store_row(float* to, const float32x4_t (&row)[kQuarter
   store_pair<32>(to, row[2], row[3]);
 }
 
-// A part of a group: whole segments, or the rest of the group.
+// A part of a group: whole segments, or the rest of the group. `which`: whether it is the second of two groups in a block.
 struct Piece {
-  int64_t half;      // its first half block
-  int64_t steps;
+  int64_t block, blocks;
   int64_t segment, group;
+  int which;
   bool begins, ends;
 };
 
-// Multiplies a piece by `Rows` rows of activations from `row` on, which is row `in_tile` of the tile.
-template <int Bits, bool Affine, int StepLines, bool OneStep, int Rows>
+// Multiplies a piece by `Rows` rows of activations from `row` on, which is row `in_tile` of the tile. `OneStep`: the piece is a
+// group of one step, of StepLines lines.
+template <Form F, int StepLines, bool OneStep, int Rows>
 LOWBIT_INLINE inline void add_piece(const LinearArgs& args, Scratch& scratch, int64_t row, int64_t in_tile,
                                     const Piece& piece) {
-  constexpr int64_t kSegmentSteps = kSegmentInputs / (4 * StepLines);
+  static_assert(OneStep || StepLines == kBlockLines);
   const int64_t stride = args.layout.blocks * kBlockInputs;
-  const int8_t* a = args.a + row * stride + piece.half * kHalfInputs;
-  const int8_t* weights = scratch.weights;
+  const int64_t which = StepLines == kBlockLines ? 0 : piece.which;
+  const int8_t* a = args.a + row * stride + piece.block * kBlockInputs + which * kHalfInputs;
+  const int8_t* weights = scratch.weights + which * (kUnpackedBlock / 2);
   bool begins = piece.begins;
-  int64_t steps = piece.steps, segment = 0;
+  int64_t blocks = piece.blocks, segment = 0;
   do {
-    Sums<kWideTiles<Bits>> sums[Rows][kQuarters];
+    Sums<F.wide> sums[Rows][kQuarters];
     const auto next_step = [&]() LOWBIT_INLINE {
-      add_step<Bits, StepLines>(sums, weights, a, stride);
+      add_step<F, StepLines>(sums, weights, a, stride);
       weights += StepLines * kLineBytes;
       a += StepLines * 4;
     };
-    if constexpr (OneStep) {
-      next_step();
-    } else if constexpr (StepLines == 8) {
-      if (steps > 1) {
-        next_step();
-        next_step();
-      } else {
-        next_step();
-      }
-    } else {
-      unroll<Rows>([&](auto r) LOWBIT_INLINE {
-        unroll<kQuarters>([&](auto q) LOWBIT_INLINE { sums[r][q].empty = false; });
-      });
-      for (int64_t remaining = steps < kSegmentSteps ? steps : kSegmentSteps; remaining > 0; --remaining) next_step();
-    }
-    steps -= kSegmentSteps;
-    const bool ends = piece.ends && steps <= 0;
+    next_step();
+    if (!OneStep && blocks > 1) next_step();
+    blocks -= kSegmentInputs / kBlockInputs;
+    const bool ends = piece.ends && blocks <= 0;
     unroll<Rows>([&](auto r) LOWBIT_INLINE {
       const int64_t at = (row + r) * args.layout.segments + piece.segment + segment;
       float* const products = scratch.products[in_tile + r];
@@ -226,8 +217,8 @@ LOWBIT_INLINE inline void add_piece(const LinearArgs& args, Scratch& scratch, in
       float32x4_t product[kQuarters];
       unroll<kQuarters>([&](auto q) LOWBIT_INLINE {
         int32x4_t total = sums[r][q].total();
-        if constexpr (Bits == 8) total = vsubq_s32(total, vld1q_s32(scratch.odd_lines[segment] + 4 * q));
-        product[q] = value<Bits, Affine>(total, args.sums[at]);
+        if constexpr (F.bytes) total = vsubq_s32(total, vld1q_s32(scratch.odd_lines[which + segment] + 4 * q));
+        product[q] = value<F>(total, args.sums[at]);
       });
       if (OneStep || begins) {
         unroll<kQuarters>([&](auto q) LOWBIT_INLINE {
@@ -245,11 +236,9 @@ LOWBIT_INLINE inline void add_piece(const LinearArgs& args, Scratch& scratch, in
         const float* group_sum = args.group_sums + (OneStep ? at : (row + r) * args.layout.groups + piece.group);
         float32x4_t y[kQuarters], scale[kQuarters], min[kQuarters];
         load_row(acc, y);
-        load_row(scratch.scale[0], scale);
-        if constexpr (Affine) load_row(scratch.min[0], min);
-        unroll<kQuarters>([&](auto q) LOWBIT_INLINE {
-          add_group<Bits, Affine>(y[q], product[q], scale[q], min[q], group_sum);
-        });
+        load_row(scratch.scale[which], scale);
+        if constexpr (F.affine) load_row(scratch.min[which], min);
+        unroll<kQuarters>([&](auto q) LOWBIT_INLINE { add_group<F>(y[q], product[q], scale[q], min[q], group_sum); });
         store_row(acc, y);
       } else {
         store_row(products, product);
@@ -257,12 +246,12 @@ LOWBIT_INLINE inline void add_piece(const LinearArgs& args, Scratch& scratch, in
     });
     begins = false;
     ++segment;
-  } while (!OneStep && steps > 0);
+  } while (!OneStep && blocks > 0);
 }
 
 // Multiplies a block's two groups, or the last block's only group, by `Rows` rows of activations from `row` on. The float sums
 // stay in registers in between. Not for 8 bits and levels, whose sums need twice the registers.
-template <int Bits, bool Affine, int Rows>
+template <Form F, int Rows>
 LOWBIT_INLINE inline void add_two_groups(const LinearArgs& args, Scratch& scratch, int64_t row, int64_t in_tile,
                                          int64_t group, bool both) {
   const int64_t stride = args.layout.blocks * kBlockInputs;
@@ -272,18 +261,17 @@ LOWBIT_INLINE inline void add_two_groups(const LinearArgs& args, Scratch& scratc
   unroll<2>([&](auto g) LOWBIT_INLINE {
     if (g != 0 && !both) return;
     Sums<false> sums[Rows][kQuarters];
-    add_step<Bits, 4>(sums, scratch.weights + g * 4 * kLineBytes, a + g * kHalfInputs, stride);
+    add_step<F, 4>(sums, scratch.weights + g * 4 * kLineBytes, a + g * kHalfInputs, stride);
     unroll<2>([&](auto pair) LOWBIT_INLINE {
       float32x4_t scale[2], min[2];
       load_pair<32 * pair>(scratch.scale[g], scale[0], scale[1]);
-      if constexpr (Affine) load_pair<32 * pair>(scratch.min[g], min[0], min[1]);
+      if constexpr (F.affine) load_pair<32 * pair>(scratch.min[g], min[0], min[1]);
       unroll<Rows>([&](auto r) LOWBIT_INLINE {
         const int64_t at = (row + r) * args.layout.segments + group + g;  // index of a segment, which is also a group
         unroll<2>([&](auto i) LOWBIT_INLINE {
           constexpr int kQuarter = 2 * pair + i;
-          const float32x4_t product = vmulq_n_f32(value<Bits, Affine>(sums[r][kQuarter].total(), args.sums[at]),
-                                                     args.scales[at]);
-          add_group<Bits, Affine>(y[r][kQuarter], product, scale[i], min[i], args.group_sums + at);
+          const float32x4_t product = vmulq_n_f32(value<F>(sums[r][kQuarter].total(), args.sums[at]), args.scales[at]);
+          add_group<F>(y[r][kQuarter], product, scale[i], min[i], args.group_sums + at);
         });
       });
     });
@@ -332,65 +320,71 @@ LOWBIT_INLINE inline void for_tiles(const LinearArgs& args, Scratch& scratch, Bo
 }
 
 // Groups of 16 inputs, two in a block.
-template <int Bits, bool Affine>
-[[gnu::noinline]] void run_half_block_tiles(const LinearArgs& args) {
-  constexpr int64_t kGroupBytes = group_bytes(Affine);
-  const Tables<Bits> tables(args.layout.levels);
+template <Form F>
+[[gnu::noinline]] void run_half_block_tiles(const LinearArgs& args, UnpackBlocks unpack) {
   Scratch scratch;
-  for_tiles(args, scratch, [&](const uint8_t* block, int64_t tile, int64_t rows) LOWBIT_INLINE {
-    for (int64_t group = 0; group < args.layout.groups; group += 2) {
-      const bool both = group + 1 < args.layout.groups;
-      unpack_step<Bits, Affine, 4, kWholeBlock>(scratch.odd_lines[0], tables, block, scratch.weights);
-      block += Bits * kLineBytes;
-      for (int which = 0; which < (both ? 2 : 1); ++which, block += kGroupBytes) {
-        unpack_scales<Affine>(scratch, which, block);
+  for_tiles(args, scratch, [&](const uint8_t* at, int64_t tile, int64_t rows) LOWBIT_INLINE {
+    for (int64_t block = 0; block < args.layout.blocks; ++block) {
+      const int64_t group = 2 * block;
+      const int count = group + 1 < args.layout.groups ? 2 : 1;
+      unpack(scratch, args.layout, at, 1);
+      at += args.layout.block_bytes;
+      for (int which = 0; which < count; ++which, at += group_bytes(F.affine)) unpack_scales<F.affine>(scratch, which, at);
+      if constexpr (F.wide) {
+        for (int which = 0; which < count; ++which) {
+          const Piece piece{block, 1, group + which, group + which, which, true, true};
+          for_rows(rows, [&](auto at_once, int64_t row) LOWBIT_INLINE {
+            add_piece<F, kBlockLines / 2, true, at_once>(args, scratch, tile + row, row, piece);
+          });
+        }
+      } else {
+        for_rows(rows, [&](auto at_once, int64_t row) LOWBIT_INLINE {
+          add_two_groups<F, at_once>(args, scratch, tile + row, row, group, count == 2);
+        });
       }
-      for_rows(rows, [&](auto count, int64_t row) LOWBIT_INLINE {
-        add_two_groups<Bits, Affine, count>(args, scratch, tile + row, row, group, both);
-      });
     }
   });
 }
 
-template <int Bits, bool Affine, int StepLines, bool OneStep>
-[[gnu::noinline]] void run_tiles(const LinearArgs& args) {
-  constexpr int kStepHalves = StepLines / 4, kPieceHalves = 2 * kPieceBlocks;
+// Groups of whole blocks. `OneStep`: of one block.
+template <Form F, bool OneStep>
+[[gnu::noinline]] void run_tiles(const LinearArgs& args, UnpackBlocks unpack) {
   const Layout& layout = args.layout;
-  const int64_t group_halves = layout.group_inputs() / kHalfInputs;
-  const int64_t halves = StepLines == 4 ? half_blocks(layout) : 2 * layout.blocks;
+  const int64_t group_blocks = layout.group_inputs() / kBlockInputs;
   Scratch scratch;
   for_tiles(args, scratch, [&](const uint8_t* panel, int64_t tile, int64_t rows) LOWBIT_INLINE {
     int64_t segment = 0;
-    for (const GroupPart part : GroupParts(halves, group_halves, kPieceHalves)) {
-      if (part.first) unpack_scales<Affine>(scratch, 0, panel + layout.scales_offset(part.group));
-      unpack_piece<Bits, Affine, StepLines>(scratch, layout, panel, part.begin, part.end);
-      const Piece piece{part.begin, (part.end - part.begin) / kStepHalves, segment, part.group, part.first, part.last};
-      segment += (part.end - part.begin + kSegmentHalves - 1) / kSegmentHalves;
-      for_rows(rows, [&](auto count, int64_t row) LOWBIT_INLINE {
-        add_piece<Bits, Affine, StepLines, OneStep, count>(args, scratch, tile + row, row, piece);
+    for (const GroupPart part : GroupParts(layout.blocks, group_blocks, kPieceBlocks)) {
+      if (part.first) unpack_scales<F.affine>(scratch, 0, panel + layout.scales_offset(part.group));
+      unpack(scratch, layout, panel + layout.block_offset(part.begin), part.end - part.begin);
+      const Piece piece{part.begin, part.end - part.begin, segment, part.group, 0, part.first, part.last};
+      segment += Layout::segments_of(piece.blocks * kBlockInputs);
+      for_rows(rows, [&](auto at_once, int64_t row) LOWBIT_INLINE {
+        add_piece<F, kBlockLines, OneStep, at_once>(args, scratch, tile + row, row, piece);
       });
     }
   });
 }
 
 template <int Bits>
-void run_tiles(const LinearArgs& args) {
-  dispatch<Bits>(args.layout, [&](auto bits, auto affine, auto halves) {
-    constexpr int kWidth = bits;
-    const int64_t group_inputs = args.layout.group_inputs();
-    if constexpr (halves) {
-      if (group_inputs != kHalfInputs) return run_tiles<kWidth, affine(), 4, false>(args);
-      if constexpr (kWideTiles<kWidth>) return run_tiles<kWidth, affine(), 4, true>(args);
-      else return run_half_block_tiles<kWidth, affine()>(args);
+void run(const LinearArgs& args) {
+  const int64_t group_inputs = args.layout.group_inputs();
+  with_mapping<Bits>(args.layout.mapping, [&](auto bits, auto affine) {
+    constexpr Form kForm = form_of(bits, affine);
+    if (group_inputs == kHalfInputs) {
+      run_half_block_tiles<kForm>(args, unpack_blocks<bits(), affine(), kBlockLines / 2>);
+    } else if (group_inputs % kBlockInputs != 0) {
+      (Bits < 4 ? kLinearNarrowNeon.entries[Bits - 1] : kLinearNeon.entries[Bits - 4]).run(args);
     } else {
-      group_inputs == kBlockInputs ? run_tiles<kWidth, affine(), 8, true>(args) : run_tiles<kWidth, affine(), 8, false>(args);
+      const auto run_form = group_inputs == kBlockInputs ? run_tiles<kForm, true> : run_tiles<kForm, false>;
+      run_form(args, unpack_blocks<bits(), affine(), kBlockLines>);
     }
   });
 }
 
 template <int Bits, int LeastRows>
 constexpr LinearKernel many_rows(const char* name) {
-  return with_levels<LinearKernel>({name, kNeon, Format::panel16, Bits, LeastRows, 16, run_tiles<Bits>});
+  return with_levels<LinearKernel>({name, kNeon, Format::panel16, Bits, LeastRows, 16, run<Bits>});
 }
 
 }  // namespace

@@ -1,10 +1,10 @@
-// The tile of the dot-product kernels for many rows of m (gemm_neon.h), by sdot. A register of sums belongs to one row of m and
-// one quarter.
+// linear_a8w<b>_2x16_neondot (3x16 at 1 and 8 bits): int8 activations times b-bit weights for many rows of m (gemm_neon.h), by
+// sdot. A register of sums belongs to one row of m and one quarter.
 //
 //   quarter of line j   row 0: 4 codes | row 1: 4 codes | row 2: 4 codes | row 3: 4 codes
 //   sdot sums[i], quarter of line j, a[i][j]      a[i][j]: 4 activations of row i of m, one 32-bit lane
-#pragma once
 
+#include "../bits/widths.h"
 #include "gemm_neon.h"
 
 namespace lowbit {
@@ -95,5 +95,16 @@ struct DotTile {
   }
 };
 
+// At 1 and 8 bits nearly all fields are read in place, so unpacking to memory saves less.
+#define KERNEL(bits, neon, neondot, streams)                                                                    \
+  with_levels<LinearKernel>({"linear_a8w" #bits "_" #neondot "x16_neondot", kNeonDot, Format::panel16, bits, neondot, 16, \
+                             run_gemm<DotTile, bits>})
+constexpr LinearKernel kKernels[] = {LOWBIT_EACH_SET_WIDTH(KERNEL)};
+#undef KERNEL
+
 }  // namespace
+
+extern const Table<LinearKernel> kLinearTilesNeonDot;
+const Table<LinearKernel> kLinearTilesNeonDot{kKernels, sizeof kKernels / sizeof kKernels[0]};
+
 }  // namespace lowbit
