@@ -77,6 +77,7 @@ def load_model(
     from ..hf.building import check_fits
     from ..hf.from_pretrained import counting, meta_model
     from ..hf.mtp_layers import prefix_of
+    from ..machine.memory import read_in_huge_pages
 
     check, auto = _KINDS[kind]
     check(model_type, directory / CONFIG)
@@ -99,6 +100,8 @@ def load_model(
             **arguments,
         )
     _check_loaded(directory, model, loading, prefix_of(model, tensors))
+    if packed:
+        read_in_huge_pages(directory.glob("*.safetensors"))
     return model.eval()
 
 

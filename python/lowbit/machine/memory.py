@@ -7,6 +7,7 @@ import ctypes
 import mmap
 import os
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -86,6 +87,18 @@ def in_huge_pages(tensor: Tensor) -> Tensor:
         return moved.copy_(tensor)
     _copy_by_node(moved, tensor.contiguous(), page)
     return moved
+
+
+def read_in_huge_pages(files: Iterable[Path]) -> None:
+    """Asks Linux to read files that this process has mapped into huge pages. What is in memory already stays as it is."""
+    if not hasattr(mmap, "MADV_HUGEPAGE"):
+        return
+    names = {str(file.resolve()) for file in files}
+    for line in os.fsdecode(Path("/proc/self/maps").read_bytes()).splitlines():
+        addresses, *_, name = line.split(maxsplit=5)
+        if name in names:
+            begin, end = (int(address, 16) for address in addresses.split("-"))
+            ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_HUGEPAGE)
 
 
 def give_back(tensor: Tensor) -> None:

@@ -1,6 +1,7 @@
 """Plans in files: export_decoder, load_decoder, lowbit certify, and the C++ program."""
 
 import ctypes
+import re
 import shutil
 import struct
 import subprocess
@@ -43,6 +44,16 @@ def program(tmp_path_factory) -> Path:
     directory = tmp_path_factory.mktemp("runner")
     build(EXAMPLE, directory, f"CMAKE_PREFIX_PATH={lowbit.cmake_prefix_path}", "PTE_RUNNER=OFF", "PT2_RUNNER=OFF")
     return directory / "llm_runner_plan"
+
+
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="the system has no huge pages")
+def test_weights_are_mapped_for_huge_pages(packed):
+    model = lowbit._C.PlanModel(str(packed / "lowbit.plan"), 1)  # keeps the mapping
+    mappings = re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text(), flags=re.MULTILINE)
+    of_weights = [each for each in mappings if f"{packed}/model.safetensors\n" in each]
+    assert of_weights
+    assert any("hg" in each.partition("VmFlags:")[2].split() for each in of_weights)
+    del model
 
 
 @pytest.mark.parametrize("cache", [None, "bfloat16", "float16", "int8", "int8,int4", "int4"])

@@ -123,6 +123,40 @@ def in_memory(tensor: torch.Tensor) -> int:
     raise AssertionError("there is no such mapping")
 
 
+def asks_for_huge_pages(tensor: torch.Tensor) -> bool:
+    """Whether the mapping that contains a tensor has the flag of MADV_HUGEPAGE."""
+    ours = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if not line.split()[0].endswith(":"):
+            begin, end = (int(address, 16) for address in line.split()[0].split("-"))
+            ours = begin <= tensor.data_ptr() < end
+        elif ours and line.startswith("VmFlags:"):
+            return "hg" in line.split()
+    raise AssertionError("there is no such mapping")
+
+
+@pytest.mark.skipif(memory.huge_page_setting() is None, reason="this system has no huge pages")
+def test_mapped_files_are_read_in_huge_pages(tmp_path):
+    def mapped(name: str) -> torch.Tensor:
+        (tmp_path / name).write_bytes(bytes(4 * MIB))
+        return torch.from_file(str(tmp_path / name), shared=False, size=4 * MIB, dtype=torch.uint8)
+
+    (tmp_path / "link").symlink_to(tmp_path / "a file")
+    tensor, other = mapped("a file"), mapped("other")
+    memory.read_in_huge_pages([tmp_path / "link", tmp_path / "absent"])
+    assert asks_for_huge_pages(tensor) and not asks_for_huge_pages(other)
+
+
+@pytest.mark.skipif(memory.huge_page_setting() is None, reason="this system has no huge pages")
+def test_packed_models_are_read_in_huge_pages(tmp_path):
+    from lowbit.llm.loading import load_model
+
+    source = Path(__file__).parents[3] / "examples" / "tiny_llama" / "model"
+    lowbit.quantize_checkpoint(source, tmp_path, lowbit.LowBitConfig(bits=4))
+    packed = [layer.packed_weight for layer in load_model(tmp_path).modules() if hasattr(layer, "packed_weight")]
+    assert packed and all(asks_for_huge_pages(weight) for weight in packed)
+
+
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="nothing is given back elsewhere")
 def test_pages_of_files_are_given_back_and_no_others(tmp_path):
     content = torch.randint(0, 256, (4 * MIB,), dtype=torch.uint8)
