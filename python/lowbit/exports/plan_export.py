@@ -44,8 +44,11 @@ def plan_bytes(decoder: Decoder, directory: Path, stop: list[int], caches: tuple
     return placed_bytes(plan, made.weights, directory)
 
 
-def placed_bytes(plan: Plan, weights: dict[int, Tensor], directory: Path) -> bytes:
+def placed_bytes(plan: Plan, weights: dict[int, Tensor], directory: Path, most_inside: int = _MOST_INSIDE) -> bytes:
     """The bytes of a plan whose weights, by buffer, are those of the checkpoint in ``directory``; changes its buffers.
+
+    Args:
+        most_inside: bytes of a weight that the plan has itself, if the checkpoint has it in another type.
 
     Raises:
         ValueError: the checkpoint has no such weights.
@@ -55,7 +58,7 @@ def placed_bytes(plan: Plan, weights: dict[int, Tensor], directory: Path) -> byt
     for each in read_files(*files_of(directory)).values():
         alike.setdefault((each.bytes, zlib.crc32(_bytes_of(each)[:CHECKED])), []).append(each)
     for number, tensor in weights.items():
-        _place(plan.buffers[number], tensor, alike, directory)
+        _place(plan.buffers[number], tensor, alike, directory, most_inside)
     return to_bytes(plan)
 
 
@@ -96,7 +99,9 @@ def _bytes_of(stored: Stored) -> Any:
     return numpy.memmap(stored.path, numpy.uint8, "r", stored.offset, (stored.bytes,))
 
 
-def _place(buffer: Buffer, tensor: Tensor, alike: dict[tuple[int, int], list[Stored]], directory: Path) -> None:
+def _place(
+    buffer: Buffer, tensor: Tensor, alike: dict[tuple[int, int], list[Stored]], directory: Path, most_inside: int
+) -> None:
     """Finds the bytes of a weight in the checkpoint, or keeps them in the plan if there are few."""
     content = _content(tensor)
     checksum = zlib.crc32(content[:CHECKED])
@@ -105,7 +110,7 @@ def _place(buffer: Buffer, tensor: Tensor, alike: dict[tuple[int, int], list[Sto
         if numpy.array_equal(_bytes_of(each), content):
             buffer.file, buffer.offset, buffer.checksum = each.path.name, each.offset, checksum
             return
-    if content.size > _MOST_INSIDE:
+    if content.size > most_inside:
         raise ValueError(
             f"{directory} has no tensor with the {content.size} bytes of {buffer.name}; expected the checkpoint that the "
             "decoder's model was loaded from"

@@ -27,6 +27,7 @@ _FILES = (
     "config.json", "generation_config.json", "preprocessor_config.json", "processor_config.json", "tokenizer.json",
     "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
 )  # fmt: skip
+_MOST_INSIDE = 1 << 25  # bytes of a convolution or table of positions, which may have another type in the checkpoint
 _ALIGNMENT = 64  # bytes, of caches
 _TEXTS = ("", " Hello, world!  It's 3.5 o'clock .", "Größe naïve 東京 👩‍👩‍👧 שלום", "\n\ttabs", "<|en|> x <|endoftext|>")
 _NUMBERS = ("max_length", "vocabulary", "positions", "mel_bins")
@@ -185,7 +186,7 @@ def write_plans(transcriber: Transcriber, directory: Path) -> None:
         plan = copy(made.planned.plan)
         plan.buffers = [replace(buffer) for buffer in plan.buffers]
         plan.about = about | {"vocabulary": [decoder.vocabulary], "positions": [decoder.max_length]}
-        write_bytes(placed_bytes(plan, made.planned.weights, directory), directory / name)
+        write_bytes(placed_bytes(plan, made.planned.weights, directory, _MOST_INSIDE), directory / name)
 
 
 def _refusal(transcriber: Transcriber, dtype: str, directory: Path) -> str | None:
