@@ -1,18 +1,21 @@
 """Plans of image-text models: the language model's step over embeddings, which are those of pictures or of tokens.
 
-The model's own code computes the embeddings and positions of a prompt, up to the call of its language model. A prompt whose call
-has more than these, such as a mask or features for inner layers, runs by transformers' attention.
+The model's own code computes the embeddings and positions of a prompt, up to the call of its language model, and features of
+pictures for inner layers (DeepStack). A prompt whose call has more than these, such as a mask, runs by transformers' attention.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..plan.lowering import Lowered
 from ..plan.model_parts import ModelParts, check_hooks
 from ..plan.recording import Unplannable
 from ..plan.running import Caches, Planned, by_slot
@@ -20,7 +23,26 @@ from .decoder import PIECE, Decoder
 from .planning import lowered_step
 from .proof import ATTENTION_LIMIT, EXACT_LIMIT, TOKENS, Rounding, sample_text
 
+_DEEP = ("visual_pos_masks", "deepstack_visual_embeds")  # which tokens have features, and those of each layer
 _AXES = 3  # of positions of rotary embeddings with sections: time, height, width
+
+
+@dataclass
+class _Inputs:
+    """Inputs of a language model for s tokens."""
+
+    embeddings: Tensor  # [1, s, size]
+    positions: Tensor  # [s] or [axes, s]
+    features: Sequence[Tensor] = ()  # [1, s, size] for each of the first layers, which adds them to its results
+
+    def part(self, begin: int, end: int) -> _Inputs:
+        features = [each[:, begin:end] for each in self.features]
+        return _Inputs(self.embeddings[:, begin:end], self.positions[..., begin:end], features)
+
+    def tokens_alone(self) -> _Inputs:
+        """Each token as a text of its own: [s, 1, size], with positions [s, 1] or [s, axes, 1]."""
+        features = [each.transpose(0, 1) for each in self.features]
+        return _Inputs(self.embeddings.transpose(0, 1), self.positions.movedim(-1, 0).unsqueeze(-1), features)
 
 
 class _Language(torch.nn.Module):
@@ -30,8 +52,7 @@ class _Language(torch.nn.Module):
         super().__init__()
         self.model, self.lm_head = model.get_decoder(), model.get_output_embeddings()
         self.config = self.model.config.get_text_config()
-        self.dtype = model.dtype
-        self.eval()
+        self.dtype, self.training = model.dtype, model.training
 
     def get_input_embeddings(self) -> torch.nn.Module:
         found: torch.nn.Module = self.model.get_input_embeddings()
@@ -47,6 +68,34 @@ class _Language(torch.nn.Module):
         hidden = self.model(**{name: input_ids}, position_ids=position_ids, **others).last_hidden_state
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         return SimpleNamespace(logits=self.lm_head(hidden[:, keep]))
+
+    def own_logits(self, inputs: _Inputs) -> Tensor:
+        """Logits by the model's own code, which takes features of pictures as transformers gives them."""
+        features: dict[str, Any] = {}
+        if inputs.features:
+            shown = inputs.features[0].any(-1)
+            features = dict(zip(_DEEP, (shown, [each[shown] for each in inputs.features])))
+        positions = inputs.positions if len(inputs.embeddings) > 1 else inputs.positions[None]
+        logits: Tensor = self(inputs.embeddings, positions, **features).logits
+        return logits
+
+    @contextmanager
+    def adding(self, features: Sequence[Tensor]) -> Iterator[None]:
+        """A context in which calls have features [1, s, size] for all tokens."""
+        if not features:
+            yield
+            return
+        model = self.model
+        hook = model.register_forward_pre_hook(
+            lambda module, inputs, arguments: (inputs, {**arguments, **dict(zip(_DEEP, (features[0], features)))}),
+            with_kwargs=True,
+        )
+        model._deepstack_process = lambda hidden, shown, each: hidden + each
+        try:
+            yield
+        finally:
+            del model._deepstack_process
+            hook.remove()
 
 
 class _Captured(Exception):
@@ -74,61 +123,62 @@ class ImagePlan:
         check_hooks(language)
         rope = getattr(language.config, "rope_parameters", None) or {}
         self._axes = _AXES if "mrope_section" in rope else 1
+        layers = getattr(getattr(model.config, "vision_config", None), "deepstack_visual_indexes", None) or ()
+        self._features = len(layers) if hasattr(language.model, "_deepstack_process") else 0
         self._model, self._language = model, language
         self._next = 0  # the position of the next token
         with torch.inference_mode():
             tokens = sample_text(language.config, min(TOKENS, max_length))
-            self._captured(tokens, {})
-            embeddings, positions = self._embed(tokens), self._sample_positions(tokens.shape[1])
+            self._captured(tokens, {})  # refuses models whose calls never fit
             if not torch.equal(language(tokens).logits, model(input_ids=tokens, use_cache=False).logits):
                 raise Unplannable("its logits are not those of its language model and output head")
-            whole = language(embeddings, positions[None]).logits
-            alone = language(
-                embeddings.transpose(0, 1), positions.T[:, :, None] if self._axes > 1 else positions[:, None]
-            ).logits
+            sample = self._sample(tokens)
+            whole, alone = language.own_logits(sample), language.own_logits(sample.tokens_alone()).transpose(0, 1)
         length = -(-max_length // 16) * 16
         decoder = Decoder(language, length, plan=False)
         try:
-            self._planned = Planned(self._lowered(decoder, embeddings))
-            layers = decoder.new_caches(length).layers
+            self._planned = Planned(self._lowered(decoder, sample))
+            caches = decoder.new_caches(length).layers
         finally:
             decoder.release()
-        self._caches = Caches(self._planned.places, by_slot(layers))
+        self._caches = Caches(self._planned.places, by_slot(caches))
         self._parts = ModelParts(language)
-        self._prove(embeddings, positions, whole, Rounding(language, whole, alone.transpose(0, 1)))
+        self._prove(sample, whole, Rounding(language, whole, alone))
 
     def _embed(self, tokens: Tensor) -> Tensor:
         found: Tensor = self._language.get_input_embeddings()(tokens)
         return found
 
-    def _sample_positions(self, count: int) -> Tensor:
-        """Positions [s], or [axes, s] that differ, as those of pictures."""
-        rows = torch.arange(count)
-        return rows if self._axes == 1 else torch.stack([rows - rows % 3, rows // 2 * 2, rows])
+    def _sample(self, tokens: Tensor) -> _Inputs:
+        """Inputs with positions that differ, as those of pictures, and with features of some tokens."""
+        embeddings, rows = self._embed(tokens), torch.arange(tokens.shape[1])
+        positions = rows if self._axes == 1 else torch.stack([rows - rows % 3, rows // 2 * 2, rows])
+        shown = (rows % 3 == 1)[None, :, None]
+        return _Inputs(embeddings, positions, [embeddings.roll(i + 1, 1) * shown for i in range(self._features)])
 
-    def _lowered(self, decoder: Decoder, embeddings: Tensor) -> Any:
-        def run(inputs: Tensor, positions: Tensor, keep: Tensor, start: Tensor, layers: Sequence[Any]) -> Tensor:
-            return decoder.run(inputs, positions, start, layers, keep)
+    def _lowered(self, decoder: Decoder, sample: _Inputs) -> Lowered:
+        def run(inputs: Tensor, positions: Tensor, keep: Tensor, *others: Any) -> Tensor:
+            *features, start, layers = others
+            with self._language.adding(features):
+                return decoder.run(inputs, positions, start, layers, keep)
 
         def inputs(rows: int, kept: int) -> list[Tensor]:
-            given = embeddings[:, :1].repeat(1, rows, 1)
-            return [given, self._sample_positions(rows), torch.arange(rows - kept, rows)]
+            repeated = [each[:, :1].repeat(1, rows, 1) for each in (sample.embeddings, *sample.features)]
+            positions = torch.arange(rows).expand(*sample.positions.shape[:-1], -1).contiguous()
+            return [repeated[0], positions, torch.arange(rows - kept, rows), *repeated[1:]]
 
         return lowered_step(run, inputs, lambda: decoder.new_caches(16).layers, self._language)
 
     @torch.inference_mode()
-    def _prove(self, embeddings: Tensor, positions: Tensor, whole: Tensor, rounding: Rounding) -> None:
+    def _prove(self, sample: _Inputs, whole: Tensor, rounding: Rounding) -> None:
         """Compares the plan with the language model's own attention, for several rows, single rows, and the rest.
 
         Raises:
             Unplannable: the logits differ by more than rounding.
         """
-        count = embeddings.shape[1]
+        count = whole.shape[1]
         ends = sorted({0, count // 2, *range(count // 2, count - count // 4), count})
-        found = [
-            self._run(embeddings[:, begin:end], positions[..., begin:end], begin, torch.arange(end - begin))
-            for begin, end in zip(ends, ends[1:])
-        ]
+        found = [self._run(sample.part(a, b), a, torch.arange(b - a)) for a, b in zip(ends, ends[1:])]
         difference = rounding.difference(torch.cat(found)[None], whole)
         limit = EXACT_LIMIT if rounding.exact else ATTENTION_LIMIT
         if not difference <= limit:
@@ -136,10 +186,10 @@ class ImagePlan:
                 f"its logits differ (by {difference:.2g} of the earlier text's effect; rounding is below {limit:g})"
             )
 
-    def _run(self, embeddings: Tensor, positions: Tensor, start: int, keep: Tensor) -> Tensor:
-        rows = embeddings.shape[1]
-        inputs = [embeddings.contiguous(), positions.contiguous(), keep]
-        return self._planned.run(inputs, len(keep), [(0, rows, start, self._caches)])[0][0]
+    def _run(self, inputs: _Inputs, start: int, keep: Tensor) -> Tensor:
+        tensors = [inputs.embeddings, inputs.positions, keep, *inputs.features]
+        text = (0, inputs.embeddings.shape[1], start, self._caches)
+        return self._planned.run([tensor.contiguous() for tensor in tensors], len(keep), [text])[0][0]
 
     def fits(self) -> bool:
         """Whether the language model still has the modules, parameters and hooks that it had."""
@@ -156,12 +206,12 @@ class ImagePlan:
             Unplannable: the call of the language model has other arguments than embeddings and positions.
             Exception: whatever the model raises.
         """
-        embeddings, positions = self._captured(tokens, images)
-        self._next = int(positions.max()) + 1
-        return self._continue(embeddings, positions, 0)
+        inputs = self._captured(tokens, images)
+        self._next = int(inputs.positions.max()) + 1
+        return self._continue(inputs, 0)
 
-    def _captured(self, tokens: Tensor, images: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        """Embeddings [1, s, size] and positions [s] or [axes, s] of a prompt; raises as :meth:`read`."""
+    def _captured(self, tokens: Tensor, images: Mapping[str, Any]) -> _Inputs:
+        """The inputs of the language model for a prompt; raises as :meth:`read`."""
 
         def capture(module: torch.nn.Module, inputs: tuple[Any, ...], arguments: dict[str, Any]) -> None:
             raise _Captured(arguments if not inputs else {**arguments, "unnamed arguments": inputs})
@@ -177,6 +227,7 @@ class ImagePlan:
         embeddings, positions, mask = (
             arguments.pop(name, None) for name in ("inputs_embeds", "position_ids", "attention_mask")
         )
+        shown, given = (arguments.pop(name, None) if self._features else None for name in _DEEP)
         other = [name for name, value in arguments.items() if value is not None and not isinstance(value, bool)]
         if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2 and bool(mask.all())):
             other.append("a mask of its own")
@@ -190,19 +241,25 @@ class ImagePlan:
             other.append(f"{len(positions)} positions of each token")
         if other or embeddings is None:
             raise Unplannable(f"its language model gets {' and '.join(other) or 'no embeddings'}")
-        return embeddings, positions
+        features = self._no_features(embeddings)
+        if given is not None:
+            for each, part in zip(features, given, strict=True):
+                each[shown] = part.to(each.dtype)
+        return _Inputs(embeddings, positions, features)
+
+    def _no_features(self, embeddings: Tensor) -> list[Tensor]:
+        return [torch.zeros_like(embeddings) for _ in range(self._features)]
 
     def add(self, tokens: Tensor, start: int) -> Tensor:
         """Continues the text of :meth:`read` after ``start`` tokens; returns the logits [1, vocabulary] after it."""
-        positions = torch.arange(self._next, self._next + tokens.shape[1])
+        positions, embeddings = torch.arange(self._next, self._next + tokens.shape[1]), self._embed(tokens)
         self._next += tokens.shape[1]
-        return self._continue(self._embed(tokens), positions if self._axes == 1 else positions.repeat(self._axes, 1), start)
+        positions = positions if self._axes == 1 else positions.expand(self._axes, -1)
+        return self._continue(_Inputs(embeddings, positions, self._no_features(embeddings)), start)
 
-    def _continue(self, embeddings: Tensor, positions: Tensor, start: int) -> Tensor:
-        count = embeddings.shape[1]
+    def _continue(self, inputs: _Inputs, start: int) -> Tensor:
+        count = inputs.embeddings.shape[1]
         for begin in range(0, count, PIECE):
             end = min(count, begin + PIECE)
-            logits = self._run(
-                embeddings[:, begin:end], positions[..., begin:end], start + begin, torch.tensor([end - begin - 1])
-            )
+            logits = self._run(inputs.part(begin, end), start + begin, torch.tensor([end - begin - 1]))
         return logits
