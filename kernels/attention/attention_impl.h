@@ -104,6 +104,9 @@ LOWBIT_INLINE inline void multiply(const Product& product, int64_t vector) {
       for (int v = 0; v < Vectors; ++v) {
         if (!(kShareSteps && kOddStep) && !(kShareVectors && v % 2 != 0)) __builtin_prefetch(at(v) + ahead, 0, 2);
         vectors[v] = load_cached<V, C>(at(v), kShareSteps ? kOddStep : (v + odd) % 2 != 0);
+#if defined(__AVX512F__)
+        __asm__("" : "+v"(vectors[v].v));  // GCC 12 would load it again for each row
+#endif
       }
       for (int r = 0; r < Rows; ++r) {
         for (int v = 0; v < Vectors; ++v) {
