@@ -43,7 +43,7 @@
   TABLE(Family, Amx) TABLE(Family, UnpackedAvx512Vnni) TABLE(Family, TwoRowsAvx512Vnni)                   \
   TABLE(Family, NarrowAvx512Vnni) TABLE(Family, WideAvx512Vnni) TABLE(Family, Avx512Vnni)                 \
   LOWBIT_INT8_TABLE(TABLE, Family) TABLE(Family, AvxVnni) TABLE(Family, NarrowAvx2) TABLE(Family, WideAvx2) TABLE(Family, Avx2)
-#define LOWBIT_ATTENTION_TABLES LOWBIT_VECTOR_TABLES
+#define LOWBIT_ATTENTION_TABLES(TABLE, Family) TABLE(Family, Avx512Vnni) TABLE(Family, AvxVnni) TABLE(Family, Avx2)
 #define LOWBIT_VECTOR_TABLES(TABLE, Family) TABLE(Family, Avx512Vnni) TABLE(Family, Avx2)
 #else
 #define LOWBIT_ISAS(ISA)

@@ -254,7 +254,7 @@ typedef struct lowbit_attention_join_args {
   const void* context LOWBIT_DEFAULT(nullptr);
 } lowbit_attention_join_args;
 
-// Writes a new position of one head to the keys and values of lowbit_attention_args. `k`, `v` and the caches may be unaligned.
+// Writes new positions of one head to the keys and values of lowbit_attention_args. `k`, `v` and the caches may be unaligned.
 typedef struct lowbit_attention_write_args {
   const void* k;     // `width` values, k_step elements from one to the next
   const void* v;     // `value_width` values
@@ -268,6 +268,9 @@ typedef struct lowbit_attention_write_args {
   LOWBIT_AS(CacheType, uint8_t) cache;  // of keys and values
   int64_t width, value_width;
   const void* context LOWBIT_DEFAULT(nullptr);
+  // Consecutive positions from `position` on, and elements from one to the next in k and v. 0 means one position, which is all
+  // that kernels without writes_several get.
+  int64_t positions LOWBIT_DEFAULT(0), k_position_step LOWBIT_DEFAULT(0), v_position_step LOWBIT_DEFAULT(0);
 } lowbit_attention_write_args;
 
 // Outputs, 16 sums and a maximum per row. There is always room for 16 maxima, so that the next part is aligned.
@@ -349,6 +352,7 @@ typedef struct lowbit_attention_kernel {
   void (*write)(LOWBIT_REF(lowbit_attention_write_args));
   void (*join)(LOWBIT_REF(lowbit_attention_join_args));
   const void* context LOWBIT_DEFAULT(nullptr);
+  bool writes_several LOWBIT_DEFAULT(false);  // `write` takes several positions at a time
 } lowbit_attention_kernel;
 
 // A vendor's layout of the bytes after lowbit's 64-byte header. `bytes` is called on each operator call, with sizes that come

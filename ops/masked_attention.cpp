@@ -1,7 +1,8 @@
-// Attention without caches, for encoders. Each unit of work copies the visible keys and values of one head to the layout of the
-// kernels, and runs rows of queries over them. Padding is skipped, so a text's bits do not depend on it.
+// Attention without caches, for encoders. The visible keys and values of a head are copied once to the layout of the kernels,
+// and rows of queries run over them. Padding is skipped, so a text's bits do not depend on it.
 #include <cmath>
 #include <cstring>
+#include <new>
 
 #include "../kernels/registry.h"
 #include "check.h"
@@ -11,6 +12,7 @@
 #include "scores.h"
 #include "scratch.h"
 #include "tiles.h"
+#include "write_positions.h"
 
 namespace lowbit {
 namespace {
@@ -114,31 +116,33 @@ Status masked_attention(const TensorView& q, const TensorView& k, const TensorVi
   const int64_t group = heads / kv_heads, rows = positions * group;
   const int64_t products = batch * heads * positions * length * (width + value_width);
   const Parallel threads = products < kParallelProducts ? Parallel() : parallel;
-  // Rows per unit: all rows of a head, or fewer if there are fewer heads than the threads need. Each unit copies the keys that
-  // it sees.
-  const int64_t wanted = (4 * threads.threads + batch * kv_heads - 1) / (batch * kv_heads);
-  const int64_t tiles = (rows + kAttentionRows - 1) / kAttentionRows;
-  const int64_t unit_tiles = threads.threads == 1 ? tiles : at_least_1(tiles / wanted);
-  const int64_t units = (tiles + unit_tiles - 1) / unit_tiles;
+  // Threads claim heads if there are enough of them, and reuse their memory for keys and values. Otherwise they share the
+  // heads, and all heads are copied before.
+  const int64_t all_heads = batch * kv_heads, tiles = (rows + kAttentionRows - 1) / kAttentionRows;
+  const bool by_heads = threads.threads == 1 || all_heads >= 4 * threads.threads;
 
   const int64_t scratch_bytes = aligned(attention_scratch(width, value_width) * static_cast<int64_t>(sizeof(float)));
   const int64_t padded = rounded_up(length, kKeyPositions);
   const int64_t key_bytes = aligned(padded * width * item);
-  const int64_t worker_bytes = scratch_bytes + key_bytes + aligned(padded * value_width * item);
+  const int64_t head_bytes = key_bytes + aligned(padded * value_width * item);
+  const int64_t copies = by_heads ? threads.threads : all_heads;
+  const int64_t bands_bytes = by_heads ? 0 : aligned(all_heads * static_cast<int64_t>(sizeof(Band)));
   const int64_t text_count = bounds == nullptr ? 0 : batch;
   const int64_t text_bytes = aligned(text_count * static_cast<int64_t>(sizeof(Text)));
   const int64_t list_bytes = aligned((2 * positions + 1) * 4) + aligned(positions * static_cast<int64_t>(sizeof(Query)));
-  const int64_t bytes = text_bytes + text_count * list_bytes + threads.threads * worker_bytes;
+  const int64_t bytes =
+      bands_bytes + text_bytes + text_count * list_bytes + copies * head_bytes + threads.threads * scratch_bytes;
   const Scratch memory(bytes);
   if (memory.data() == nullptr) return Status::no_memory("no memory for %" PRId64 " bytes of attention", bytes);
-  Text* const texts = reinterpret_cast<Text*>(memory.data());
+  Text* const texts = reinterpret_cast<Text*>(memory.data() + bands_bytes);
   for (int64_t b = 0; b < text_count; ++b) {
-    char* const lists = memory.data() + text_bytes + b * list_bytes;
+    char* const lists = memory.data() + bands_bytes + text_bytes + b * list_bytes;
     int32_t* const before = reinterpret_cast<int32_t*>(lists);
     texts[b] = {before + positions + 1, reinterpret_cast<Query*>(lists + aligned((2 * positions + 1) * 4)), 0, 0};
     if (Status status = read_text(*bounds, b, before, &texts[b]); !status.ok()) return status;
   }
-  char* const workers = memory.data() + text_bytes + text_count * list_bytes;
+  char* const copied = memory.data() + bands_bytes + text_bytes + text_count * list_bytes;
+  char* const scratches = copied + copies * head_bytes;
   const AttentionKernel& kernel = choose_attention(active_isa());
   const auto at = [item](const TensorView& tensor, int64_t b, int64_t head, int64_t position) {
     const int64_t offset = b * tensor.stride[0] + head * tensor.stride[1] + position * tensor.stride[2];
@@ -148,56 +152,90 @@ Status masked_attention(const TensorView& q, const TensorView& k, const TensorVi
     return static_cast<char*>(out.data) + ((b * positions + position) * heads + head) * value_width * item;
   };
 
-  const auto run_unit = [&](int64_t b, int64_t kv_head, int64_t unit, char* worker) {
-    const Text* const text = bounds == nullptr ? nullptr : &texts[b];
+  const auto text_of = [&](int64_t head) { return bounds == nullptr ? nullptr : &texts[head / kv_heads]; };
+  // Copies visible keys and values [begin, end) of a head.
+  const auto copy = [&](int64_t head, int64_t begin, int64_t end, char* to) {
+    const Text* const text = text_of(head);
+    if (text != nullptr && end > text->key_count) end = text->key_count;
+    while (begin < end) {
+      const int64_t first = text == nullptr ? begin : text->keys[begin];
+      int64_t count = 1;  // of adjacent positions
+      while (begin + count < end && (text == nullptr || text->keys[begin + count] == first + count)) ++count;
+      const int64_t b = head / kv_heads, kv_head = head % kv_heads;
+      AttentionWriteArgs args{at(k, b, kv_head, first), at(v, b, kv_head, first), 1, 1, to, to + key_bytes, nullptr, nullptr,
+                              begin, dtype_of(q.type), cache_type_of(dtype_of(q.type)), width, value_width};
+      args.k_position_step = k.stride[2];
+      args.v_position_step = v.stride[2];
+      write_positions(kernel, args, count);
+      begin += count;
+    }
+  };
+  // Computes tiles [begin, end) of a head, of kAttentionRows rows each.
+  const auto run_tiles = [&](int64_t kv_head, int64_t begin, int64_t end, const char* keys, float* scratch) {
+    const Text* const text = text_of(kv_head);
+    const int64_t b = kv_head / kv_heads, first_head = kv_head % kv_heads * group;
     const auto query = [&](int64_t i) {
       return text == nullptr ? Query{static_cast<int32_t>(i), 0, static_cast<int32_t>(length)} : text->queries[i];
     };
     const int64_t query_count = text == nullptr ? positions : text->query_count;
-    if (unit == 0 && query_count < positions) {  // positions that are not computed are 0
+    if (begin == 0 && query_count < positions) {  // positions that are not computed are 0
       for (int64_t i = 0, next = 0; i < positions; ++i) {
         if (next < query_count && query(next).position == i) {
           ++next;
           continue;
         }
-        std::memset(output(b, i, kv_head * group), 0, static_cast<size_t>(group * value_width * item));
+        std::memset(output(b, i, first_head), 0, static_cast<size_t>(group * value_width * item));
       }
     }
-    const int64_t first = unit * unit_tiles * kAttentionRows;
-    int64_t last = first + unit_tiles * kAttentionRows;
-    if (last > query_count * group) last = query_count * group;
-    if (first >= last) return;
-
-    char *const keys = worker + scratch_bytes, *const values = keys + key_bytes;
-    const int64_t begin = query(first / group).begin, end = query((last - 1) / group).end;
-    for (int64_t i = begin; i < end; ++i) {
-      const int64_t position = text == nullptr ? i : text->keys[i];
-      kernel.write({at(k, b, kv_head, position), at(v, b, kv_head, position), 1, 1, keys, values, nullptr, nullptr, i,
-                    dtype_of(q.type), cache_type_of(dtype_of(q.type)), width, value_width, kernel.context});
-    }
-    for (int64_t tile = first; tile < last; tile += kAttentionRows) {
+    for (int64_t tile = begin; tile < end; ++tile) {
+      const int64_t first = tile * kAttentionRows, remaining = query_count * group - first;
+      if (remaining <= 0) return;
       const void* q_rows[kAttentionRows];
       void* out_rows[kAttentionRows];
       int64_t begins[kAttentionRows], ends[kAttentionRows];
-      const int64_t count = last - tile < kAttentionRows ? last - tile : kAttentionRows;
+      const int64_t count = remaining < kAttentionRows ? remaining : kAttentionRows;
       for (int64_t r = 0; r < count; ++r) {
-        const Query one = query((tile + r) / group);
-        const int64_t head = kv_head * group + (tile + r) % group;
+        const Query one = query((first + r) / group);
+        const int64_t head = first_head + (first + r) % group;
         q_rows[r] = at(q, b, head, one.position);
         out_rows[r] = output(b, one.position, head);
         begins[r] = one.begin;
         ends[r] = one.end;
       }
-      kernel.run({count, q_rows, out_rows, begins, ends, nullptr, keys, values, nullptr, nullptr, dtype_of(q.type),
-                  cache_type_of(dtype_of(q.type)), width, value_width, factor, cap, reinterpret_cast<float*>(worker), nullptr,
-                  kernel.context});
+      kernel.run({count, q_rows, out_rows, begins, ends, nullptr, keys, keys + key_bytes, nullptr, nullptr, dtype_of(q.type),
+                  cache_type_of(dtype_of(q.type)), width, value_width, factor, cap, scratch, nullptr, kernel.context});
     }
   };
-  parallel_1d(threads, batch * kv_heads * units, 1, [&](int worker, int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      run_unit(i / units / kv_heads, i / units % kv_heads, i % units, workers + worker * worker_bytes);
-    }
-  });
+  const auto scratch_of = [&](int worker) { return reinterpret_cast<float*>(scratches + worker * scratch_bytes); };
+  if (by_heads) {
+    parallel_1d(threads, all_heads, 1, [&](int worker, int64_t begin, int64_t end) {
+      char* const keys = copied + worker * head_bytes;
+      for (int64_t head = begin; head < end; ++head) {
+        copy(head, 0, length, keys);
+        run_tiles(head, 0, tiles, keys, scratch_of(worker));
+      }
+    });
+    return {};
+  }
+  Band* const bands = new (memory.data()) Band[static_cast<size_t>(all_heads)];
+  Grid grid{};
+  grid.rows = all_heads * length;
+  grid.band_rows = length;
+  grid.prepare_rows = (1 + kClaimValues / width / kKeyPositions) * kKeyPositions;
+  grid.columns = tiles;
+  grid.least_columns = grid.most_columns = 1 + kClaimProducts / (length * (width + value_width) * kAttentionRows);
+  parallel_2d(
+      threads, grid, bands,
+      [&](int, int64_t begin, int64_t end) {
+        while (begin < end) {  // a single tile has a single thread
+          const int64_t head = begin / length, next = (head + 1) * length;
+          copy(head, begin % length, (next < end ? next : end) - head * length, copied + head * head_bytes);
+          begin = next;
+        }
+      },
+      [&](int worker, int64_t head, int64_t begin, int64_t end) {
+        run_tiles(head, begin, end, copied + head * head_bytes, scratch_of(worker));
+      });
   return {};
 }
 

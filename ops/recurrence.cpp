@@ -92,9 +92,10 @@ Status linear_attention(const TensorView& q, const TensorView& k, const TensorVi
   const int64_t products = batch * positions * heads * width * columns * (beta == nullptr ? 2 : 3);
   const Parallel alone;
   const Parallel& threads = products < kParallelProducts ? alone : parallel;
-  // A unit is a head, or two panels of a head if there are few heads.
+  // A unit is a head, or some pairs of a head's panels if there are few heads. Each unit converts q and k.
   const int64_t all_panels = panels_of(columns);
-  const int64_t step = batch * heads >= 2 * threads.threads ? all_panels : 2;
+  const int64_t wanted = threads.threads == 1 ? 1 : (2 * threads.threads + batch * heads - 1) / (batch * heads);
+  const int64_t step = wanted == 1 ? all_panels : rounded_up((all_panels + wanted - 1) / wanted, 2);
   const int64_t pieces = (all_panels + step - 1) / step;
   const int64_t worker_bytes = rounded_up(linear_attention_scratch(width) * static_cast<int64_t>(sizeof(float)), 64);
   const Scratch scratch(threads.threads * worker_bytes);

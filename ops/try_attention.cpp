@@ -5,6 +5,7 @@
 #include "check.h"
 #include "rows.h"
 #include "trial.h"
+#include "write_positions.h"
 
 namespace lowbit {
 namespace {
@@ -90,34 +91,39 @@ class AttentionTrial {
     for (int64_t i = 0; i < count; ++i) store_from_f32(values, type_, i, random_.between(-1.5f, 1.5f));
   }
 
-  // Writes all positions by the portable kernel and by `kernel`, from contiguous or strided values.
+  // Writes all positions by the portable kernel one by one, and by `kernel`, from contiguous or strided values.
   Status write(const AttentionKernel& kernel) {
     if (Status s = expected_cache_.take(case_, cache_); !s.ok()) return s;
     if (Status s = actual_cache_.take(case_, cache_); !s.ok()) return s;
-    const int64_t step = number_ % 3 == 0 ? 3 : 1, item = size_of(type_);
+    const int64_t step = number_ % 3 == 0 ? 3 : 1, item = size_of(type_), count = case_.positions + kSpecial;
+    const int64_t k_row = case_.width * step, v_row = case_.value_width * step;
     char *k, *v;
-    if (Status s = k_.take(case_.width * step * item, &k); !s.ok()) return s;
-    if (Status s = v_.take(case_.value_width * step * item, &v); !s.ok()) return s;
-    for (int64_t position = 0; position < case_.positions + kSpecial; ++position) {
-      fill(k, case_.width * step);
-      fill(v, case_.value_width * step);
-      if (position == case_.positions) {
-        std::memset(k, 0, static_cast<size_t>(case_.width * step * item));
-        std::memset(v, 0, static_cast<size_t>(case_.value_width * step * item));
-      } else if (position > case_.positions) {
-        store_from_f32(k, type_, 5 * step, INFINITY);
-        store_from_f32(v, type_, (case_.value_width - 1) * step, -INFINITY);
-      }
-      const auto to = [&](const Cache& to, const void* context) {
-        const bool scales = has_scales(cache_);
-        return AttentionWriteArgs{k, v, step, step, to.k, to.v, scales ? to.k_scales : nullptr, scales ? to.v_scales : nullptr,
-                                  position, type_, cache_, case_.width, case_.value_width, context};
-      };
-      const uint64_t before = position < 2 ? k_.checksum() + v_.checksum() : 0;
-      portable_attention().write(to(expected_cache_, nullptr));
-      kernel.write(to(actual_cache_, kernel.context));
-      if (position < 2 && before != k_.checksum() + v_.checksum()) return says(kernel, "changes what it writes to the cache");
+    if (Status s = k_.take(count * k_row * item, &k); !s.ok()) return s;
+    if (Status s = v_.take(count * v_row * item, &v); !s.ok()) return s;
+    fill(k, case_.positions * k_row);
+    fill(v, case_.positions * v_row);
+    std::memset(k + case_.positions * k_row * item, 0, static_cast<size_t>(kSpecial * k_row * item));
+    std::memset(v + case_.positions * v_row * item, 0, static_cast<size_t>(kSpecial * v_row * item));
+    store_from_f32(k, type_, (count - 1) * k_row + 5 * step, INFINITY);
+    store_from_f32(v, type_, count * v_row - step, -INFINITY);
+    const uint64_t before = k_.checksum() + v_.checksum();
+    const auto write = [&](const AttentionKernel& by, const Cache& to, int64_t position, int64_t positions) {
+      const bool scales = has_scales(cache_);
+      AttentionWriteArgs args{k + position * k_row * item, v + position * v_row * item, step, step, to.k, to.v,
+                              scales ? to.k_scales : nullptr, scales ? to.v_scales : nullptr, position, type_, cache_,
+                              case_.width, case_.value_width};
+      args.k_position_step = k_row;
+      args.v_position_step = v_row;
+      write_positions(by, args, positions);
+    };
+    for (int64_t position = 0; position < count; ++position) write(portable_attention(), expected_cache_, position, 1);
+    // Several at a time, if the kernel can: whole panels, and pieces that begin or end within panels.
+    for (int64_t position = 0, piece = 1; position < count; piece = piece % 40 + 13) {
+      const int64_t some = std::min(piece, count - position);
+      write(kernel, actual_cache_, position, some);
+      position += some;
     }
+    if (before != k_.checksum() + v_.checksum()) return says(kernel, "changes what it writes to the cache");
     const GuardedMemory* const memories[] = {&actual_cache_.keys, &actual_cache_.values, &actual_cache_.key_scales,
                                              &actual_cache_.value_scales};
     for (const GuardedMemory* memory : memories) {

@@ -92,8 +92,10 @@ LOWBIT_INLINE inline void multiply(const Product& product, int64_t vector) {
   // Keys and values mostly come from memory, in pieces that are too short for the CPU's own prefetch. A prefetch past their end
   // reads nothing.
   const int64_t ahead = Add ? 8192 : 4 * b_vector;
+  // Vectors in memory gain nothing by four steps at a time. Keys have a multiple of 16 steps, values any number.
+  constexpr bool kByFour = V::kSums > 1, kByOne = !kByFour || Add;
   int64_t step = 0;
-  for (; step + 4 <= steps; step += 4) {
+  for (; kByFour && step + 4 <= steps; step += 4) {
     typename V::Four scalars[Rows];
     for (int r = 0; r < Rows; ++r) scalars[r] = V::load_four(a + r * a_row);
     const auto one = [&](auto lane) LOWBIT_INLINE {
@@ -102,6 +104,9 @@ LOWBIT_INLINE inline void multiply(const Product& product, int64_t vector) {
       for (int v = 0; v < Vectors; ++v) {
         if (!(kShareSteps && kOddStep) && !(kShareVectors && v % 2 != 0)) __builtin_prefetch(at(v) + ahead, 0, 2);
         vectors[v] = load_cached<V, C>(at(v), kShareSteps ? kOddStep : (v + odd) % 2 != 0);
+#if defined(__AVX512F__)
+        __asm__("" : "+v"(vectors[v].v));  // GCC 12 would load it again for each row
+#endif
       }
       for (int r = 0; r < Rows; ++r) {
         for (int v = 0; v < Vectors; ++v) {
@@ -120,12 +125,13 @@ LOWBIT_INLINE inline void multiply(const Product& product, int64_t vector) {
     for (int v = 0; v < kAddresses; ++v) hide(b[v]);  // Arm has registers for these addresses
 #endif
   }
-  for (; step < steps; ++step) {  // values only: keys have a multiple of 16 steps
+  for (; kByOne && step < steps; ++step) {
+    const bool odd_step = step % 2 != 0;
     for (int v = 0; v < Vectors; ++v) {
-      const V values = load_cached<V, C>(at(v), (v + odd) % 2 != 0);
-      for (int r = 0; r < Rows; ++r) sums[r][v] = V::fma(values, V::broadcast(a[r * a_row]), sums[r][v]);
+      const V vector_b = load_cached<V, C>(at(v), kShareSteps ? odd_step : (v + odd) % 2 != 0);
+      for (int r = 0; r < Rows; ++r) sums[r][v] = V::fma(vector_b, V::broadcast(a[r * a_row]), sums[r][v]);
     }
-    advance();
+    if (!kShareSteps || odd_step) advance();
     ++a;
   }
   for (int r = 0; r < Rows; ++r) {
@@ -139,7 +145,7 @@ __attribute__((noinline)) void multiply_all(const Product& product) {
   constexpr int kVectors = kAtOnce<V, Rows>;
   int64_t vector = 0;
   for (; vector + kVectors <= product.vectors; vector += kVectors) multiply<V, C, Rows, kVectors, Add>(product, vector);
-  if constexpr (kVectors > 2) {
+  if constexpr (kVectors > 2 && Rows != 3) {
     for (; vector + 2 <= product.vectors; vector += 2) multiply<V, C, Rows, 2, Add>(product, vector);
   }
   if constexpr (kVectors > 1) {
@@ -147,19 +153,29 @@ __attribute__((noinline)) void multiply_all(const Product& product) {
   }
 }
 
-// Calls run(constant) with the number of rows, which is 1, 2 or 4.
-template <class Run>
-LOWBIT_INLINE inline void with_rows(int rows, Run run) {
-  if (rows == 4) run(std::integral_constant<int, 4>());
-  else if (rows == 2) run(std::integral_constant<int, 2>());
-  else run(std::integral_constant<int, 1>());
+// The number of rows of the next tile.
+template <class V>
+int tile_rows(int64_t remaining) {
+  if (remaining >= 4) return 4;
+  return V::kSums == 1 ? 1 : static_cast<int>(remaining);
 }
 
-// Multiplies 1, 2 or 4 rows. Types: those that the cache may have.
+// Calls run(constant) with the number of rows of a tile.
+template <class V, class Run>
+LOWBIT_INLINE inline void with_rows(int rows, Run run) {
+  if (rows == 4) return run(std::integral_constant<int, 4>());
+  if constexpr (V::kSums > 1) {
+    if (rows == 3) return run(std::integral_constant<int, 3>());
+    if (rows == 2) return run(std::integral_constant<int, 2>());
+  }
+  run(std::integral_constant<int, 1>());
+}
+
+// Multiplies the rows of a tile. Types: those that the cache may have.
 template <class V, bool Add, CacheType... Types>
 void multiply_rows(CacheType type, int rows, const Product& product) {
   const auto multiply_if = [&](auto constant) LOWBIT_INLINE {
-    if (type == constant()) with_rows(rows, [&](auto count) { multiply_all<V, constant(), count(), Add>(product); });
+    if (type == constant()) with_rows<V>(rows, [&](auto count) { multiply_all<V, constant(), count(), Add>(product); });
   };
   (multiply_if(std::integral_constant<CacheType, Types>()), ...);
 }
@@ -228,7 +244,7 @@ void softmax(float* scores, Seen seen, const char* key_scales, const char* value
   for (int64_t i = 0; i < width; i += kLanes) V::store(out + i, V::mul(V::load(out + i), shrink));
 }
 
-// Adds the block that starts at position `block` to 1, 2 or 4 rows from `row` on. Each row sees some of the block.
+// Adds the block that starts at position `block` to the rows of a tile from `row` on. Each row sees some of the block.
 // Int8Keys: caches have int8 keys.
 template <class V, bool Int8Keys>
 void attend(const AttentionArgs& args, const State& state, int64_t row, int rows, int64_t block) {
@@ -244,7 +260,7 @@ void attend(const AttentionArgs& args, const State& state, int64_t row, int rows
   float* const q = state.q + row * width;
   float* const scores = state.scores + first * kLanes;
   if (Int8Keys || key == CacheType::i8) {
-    with_rows(rows, [&](auto count) { score_all_codes<V, count()>(q, keys, width, scores, vectors); });
+    with_rows<V>(rows, [&](auto count) { score_all_codes<V, count()>(q, keys, width, scores, vectors); });
   } else if constexpr (!Int8Keys) {
     multiply_rows<V, false, CacheType::f32, CacheType::bf16, CacheType::f16, CacheType::i4>(
         key, rows, {q, keys, width, scores, vectors});
@@ -357,7 +373,7 @@ void attention(const AttentionArgs& args) {
       while (args.ends[first] <= block) ++first;
       while (last < rows && args.begins[last] < block + kAttentionBlock) ++last;
       for (int64_t row = first; row < last;) {
-        const int rows = last - row >= 4 ? 4 : last - row >= 2 ? 2 : 1;
+        const int rows = tile_rows<V>(last - row);
         attend<V, Int8Keys>(args, state, row, rows, block);
         row += rows;
       }

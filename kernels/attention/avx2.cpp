@@ -7,7 +7,8 @@
 namespace lowbit {
 namespace {
 
-constexpr AttentionKernel kKernels[] = {{"attention_avx2", kAvx2, attention<Vector>, write_cache<Vector>, join_spans<Vector>}};
+constexpr AttentionKernel kKernels[] = {
+    {"attention_avx2", kAvx2, attention<Vector>, write_cache<Vector>, join_spans<Vector>, nullptr, true}};
 
 }  // namespace
 

@@ -8,7 +8,7 @@ namespace lowbit {
 namespace {
 
 constexpr AttentionKernel kKernels[] = {
-    {"attention_avx512vnni", kAvx512Vnni, attention<Vector>, write_cache<Vector>, join_spans<Vector>}};
+    {"attention_avx512vnni", kAvx512Vnni, attention<Vector>, write_cache<Vector>, join_spans<Vector>, nullptr, true}};
 
 }  // namespace
 

@@ -7,7 +7,8 @@
 namespace lowbit {
 namespace {
 
-constexpr AttentionKernel kKernels[] = {{"attention_neon", kNeon, attention<Vector>, write_cache<Vector>, join_spans<Vector>}};
+constexpr AttentionKernel kKernels[] = {
+    {"attention_neon", kNeon, attention<Vector>, write_cache<Vector>, join_spans<Vector>, nullptr, true}};
 
 }  // namespace
 

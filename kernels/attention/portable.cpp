@@ -8,7 +8,7 @@ namespace lowbit {
 namespace {
 
 constexpr AttentionKernel kKernels[] = {
-    {"attention_portable", kPortable, attention<Vector>, write_cache<Vector>, join_spans<Vector>}};
+    {"attention_portable", kPortable, attention<Vector>, write_cache<Vector>, join_spans<Vector>, nullptr, true}};
 
 }  // namespace
 

@@ -73,11 +73,14 @@ void linear_attention_token(const LinearAttentionArgs& args, const LinearAttenti
   for (int64_t i = 0; i < width; ++i) {
     const V k_i = V::broadcast(k[i]), q_i = V::broadcast(q[i]);
     if constexpr (PerRow) decay = V::broadcast(d[i]);
+    // At many widths panels are a multiple of 4 KiB apart, and Intel's CPUs delay a load after a store whose address has the
+    // same last 12 bits. So all loads come first.
+    V next[Panels];
+    for (int p = 0; p < Panels; ++p) next[p] = V::load(state + p * step + i * kLanes);
     for (int p = 0; p < Panels; ++p) {
-      float* const s = state + p * step + i * kLanes;
-      const V next = V::fma(k_i, u[p], V::mul(decay, V::load(s)));
-      V::store(s, next);
-      out[p] = V::fma(q_i, next, out[p]);
+      next[p] = V::fma(k_i, u[p], V::mul(decay, next[p]));
+      V::store(state + p * step + i * kLanes, next[p]);
+      out[p] = V::fma(q_i, next[p], out[p]);
     }
   }
   for (int p = 0; p < Panels; ++p) {
@@ -87,21 +90,21 @@ void linear_attention_token(const LinearAttentionArgs& args, const LinearAttenti
   }
 }
 
+// Panels from `panel` on, up to Panels at a time, through all tokens. Each sum is one chain of fma. AVX-512 needs four panels
+// to hide the latency of fma, smaller registers two.
+template <class V, int Panels, bool Delta, bool PerRow>
+void linear_attention_panels(const LinearAttentionArgs& args, const LinearAttentionTile& tile, int64_t begin, int64_t end,
+                             int64_t panel) {
+  const int64_t panels = (args.value_width + kLanes - 1) / kLanes;
+  for (; panel + Panels <= panels; panel += Panels) {
+    for (int64_t t = begin; t < end; ++t) linear_attention_token<V, Panels, Delta, PerRow>(args, tile, t, panel, t - begin);
+  }
+  if constexpr (Panels > 1) linear_attention_panels<V, Panels / 2, Delta, PerRow>(args, tile, begin, end, panel);
+}
+
 template <class V, bool Delta, bool PerRow>
 void linear_attention_tile(const LinearAttentionArgs& args, const LinearAttentionTile& tile, int64_t begin, int64_t end) {
-  constexpr int kAtOnce = V::kSums > 1 ? 2 : 1;
-  const int64_t panels = (args.value_width + kLanes - 1) / kLanes;
-  int64_t panel = 0;
-  for (; panel + kAtOnce <= panels; panel += kAtOnce) {
-    for (int64_t t = begin; t < end; ++t) {
-      linear_attention_token<V, kAtOnce, Delta, PerRow>(args, tile, t, panel, t - begin);
-    }
-  }
-  if constexpr (kAtOnce > 1) {
-    if (panel < panels) {
-      for (int64_t t = begin; t < end; ++t) linear_attention_token<V, 1, Delta, PerRow>(args, tile, t, panel, t - begin);
-    }
-  }
+  linear_attention_panels<V, V::kSums == 1 ? 1 : V::kSums == 4 ? 2 : 4, Delta, PerRow>(args, tile, begin, end, 0);
 }
 
 template <class V>

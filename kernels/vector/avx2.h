@@ -74,13 +74,28 @@ struct Vector {
             _mm256_blendv_ps(v.high, nan, _mm256_cmp_ps(v.high, v.high, _CMP_UNORD_Q))};
   }
 
+  struct Integers {
+    __m256i half[2];
+  };
+#if defined(__AVXVNNI__)
+  // vpdpbusd multiplies unsigned by signed bytes: 128 is added to keys, and the effect is subtracted in advance.
+  struct Quads {
+    __m256i keys[2];
+  };
+  LOWBIT_INLINE static Quads load_quads(const void* at) {
+    const auto half = [at](int i) LOWBIT_INLINE {
+      return _mm256_xor_si256(_mm256_loadu_si256(static_cast<const __m256i*>(at) + i), _mm256_set1_epi8(-128));
+    };
+    return {{half(0), half(1)}};
+  }
+  LOWBIT_INLINE static Integers before_products(int32_t sum) {
+    return {{_mm256_set1_epi32(-128 * sum), _mm256_set1_epi32(-128 * sum)}};
+  }
+#else
   // vpmaddubsw multiplies unsigned by signed bytes: magnitudes of keys by queries with the signs of the keys. Two products are
   // below 2^15.
   struct Quads {
     __m256i keys[2], magnitudes[2];
-  };
-  struct Integers {
-    __m256i half[2];
   };
   LOWBIT_INLINE static Quads load_quads(const void* at) {
     Quads quads;
@@ -91,13 +106,18 @@ struct Vector {
     return quads;
   }
   LOWBIT_INLINE static Integers before_products(int32_t) { return {{_mm256_setzero_si256(), _mm256_setzero_si256()}}; }
+#endif
   LOWBIT_INLINE static Integers add_products(const Quads& quads, const int8_t* codes, Integers sums) {
     int32_t quad;
     std::memcpy(&quad, codes, sizeof quad);
     const __m256i query = _mm256_set1_epi32(quad);
     for (int i = 0; i < 2; ++i) {
+#if defined(__AVXVNNI__)
+      sums.half[i] = _mm256_dpbusd_avx_epi32(sums.half[i], quads.keys[i], query);
+#else
       const __m256i pairs = _mm256_maddubs_epi16(quads.magnitudes[i], _mm256_sign_epi8(query, quads.keys[i]));
       sums.half[i] = _mm256_add_epi32(sums.half[i], _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+#endif
     }
     return sums;
   }

@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstring>
 #include <iterator>
+#include <numeric>
 
 #include "support/coverage.h"
 #include "support/guarded.h"
@@ -422,13 +423,16 @@ TEST_P(AttentionRow, SpansOnTheirOwn) {
   }
 }
 
-// A text written position by position gives the keys and values that `run` reads, and nothing else is written.
+// A text written position by position, or several positions at a time, gives the keys and values that `run` reads, and nothing
+// else is written.
 TEST_P(AttentionRow, WritesWhatItReads) {
   LOWBIT_SKIP_UNLESS_SUPPORTED(GetParam());
   const AttentionKernel& kernel = attention_kernel(GetParam().index);
-  constexpr int64_t kLength = 37;
+  constexpr int64_t kLength = 55;
   constexpr Content kContents[] = {Content::usual, Content::tiny,       Content::nan_in_k, Content::infinite_k,
                                    Content::huge,  Content::infinite_v, Content::subnormal};
+  // Positions of each call: one at a time; pieces that begin and end anywhere in a panel, with whole panels between; all.
+  const std::vector<std::vector<int64_t>> pieces_of = {std::vector<int64_t>(kLength, 1), {3, 2, 11, 1, 35, 3}, {kLength}};
   size_t index = 0;
   for (const Kind& kind : kKinds) {
     const DType dtype = kind.dtype;
@@ -439,7 +443,9 @@ TEST_P(AttentionRow, WritesWhatItReads) {
           Random random(static_cast<uint64_t>(width + step));
           const Content content = kContents[++index % std::size(kContents)];
           const Problem problem(width, kind, {kLength}, content, Wall::after, misaligned, random);
-          SCOPED_TRACE(kind.name() + " content " + std::to_string(static_cast<int>(content)));
+          const std::vector<int64_t>& pieces = pieces_of[kernel.writes_several ? index % pieces_of.size() : 0];
+          SCOPED_TRACE(kind.name() + " content " + std::to_string(static_cast<int>(content)) + " pieces " +
+                       std::to_string(pieces.size()));
           Guarded keys(problem.key_panels.size(), Wall::after, misaligned);
           Guarded values(problem.value_bytes.size(), Wall::after, misaligned);
           std::memset(keys.data(), 0xff, static_cast<size_t>(keys.size()));
@@ -448,18 +454,29 @@ TEST_P(AttentionRow, WritesWhatItReads) {
           Guarded value_scales(problem.scale_bytes(), Wall::after, misaligned);
           std::memset(key_scales.data(), 0xff, static_cast<size_t>(key_scales.size()));
           std::memset(value_scales.data(), 0xff, static_cast<size_t>(value_scales.size()));
-          Guarded k(((width - 1) * step + 1) * size_of(dtype)), v(k.size());
-          for (int64_t n = 0; n < kLength; ++n) {
-            const int64_t position = n * 5 % kLength;  // in any order
+          // A position begins 2 (keys) or 1 (values) elements after the end of the one before.
+          const int64_t row = (width - 1) * step + 1, k_row = row + 2, v_row = row + 1;
+          Guarded k((kLength * k_row - 2) * size_of(dtype)), v((kLength * v_row - 1) * size_of(dtype));
+          for (int64_t position = 0; position < kLength; ++position) {
             for (int64_t i = 0; i < width; ++i) {
               const size_t at = static_cast<size_t>(position * width + i);
-              store_from_f32(k.data(), dtype, i * step, problem.given_keys[at]);
-              store_from_f32(v.data(), dtype, i * step, problem.given_values[at]);
+              store_from_f32(k.data(), dtype, position * k_row + i * step, problem.given_keys[at]);
+              store_from_f32(v.data(), dtype, position * v_row + i * step, problem.given_values[at]);
             }
+          }
+          std::vector<int64_t> begins(pieces.size());
+          std::exclusive_scan(pieces.begin(), pieces.end(), begins.begin(), int64_t{0});
+          for (size_t n = 0; n < pieces.size(); ++n) {
+            const size_t piece = n * 7 % pieces.size();  // in any order
+            const int64_t position = begins[piece];
             const bool scaled = has_scales(kind.cache);
-            kernel.write({k.data(), v.data(), step, step, keys.data(), values.data(),
-                          scaled ? key_scales.data() : nullptr, scaled ? value_scales.data() : nullptr, position, dtype,
-                          kind.cache, width, width});
+            AttentionWriteArgs args{k.data() + position * k_row * size_of(dtype), v.data() + position * v_row * size_of(dtype),
+                                    step, step, keys.data(), values.data(), scaled ? key_scales.data() : nullptr,
+                                    scaled ? value_scales.data() : nullptr, position, dtype, kind.cache, width, width};
+            if (pieces[piece] > 1) args.positions = pieces[piece];
+            args.k_position_step = k_row;
+            args.v_position_step = v_row;
+            kernel.write(args);
           }
           EXPECT_TRUE(keys.intact() && values.intact() && key_scales.intact() && value_scales.intact())
               << "wrote outside of the caches";

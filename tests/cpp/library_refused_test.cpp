@@ -235,6 +235,14 @@ TEST(A_Refused, AttentionKernelsThatLie) {
     static_cast<char*>(args.keys)[-1] = 0;
   };
   refuses("writes outside of the cache: keys of 64");
+  kernel.writes_several = true;  // one position less than asked for
+  kernel.write = [](const AttentionWriteArgs& args) {
+    AttentionWriteArgs fewer = args;
+    if (args.positions > 16) --fewer.positions;
+    portable_attention().write(fewer);
+  };
+  refuses("writes other bytes than the portable kernel: keys of 64 and values of 32 values, 600 positions of float32 to a "
+          "cache of float32: byte ");
 }
 
 TEST(A_Refused, WhatIsNoLibrary) {
@@ -470,7 +478,7 @@ TEST(A_Refused, TheInterfaceIsVersion7) {
   EXPECT_EQ(sizes.quantize_kernel, 32u);
   EXPECT_EQ(sizes.linear_kernel, 88u);
   EXPECT_EQ(sizes.embedding_kernel, 48u);
-  EXPECT_EQ(sizes.attention_kernel, 48u);
+  EXPECT_EQ(sizes.attention_kernel, 56u);
   EXPECT_EQ(sizes.layout, 136u);
   EXPECT_EQ(sizes.quantize_args, 80u);
   EXPECT_EQ(sizes.prepare_args, 200u);
@@ -478,7 +486,7 @@ TEST(A_Refused, TheInterfaceIsVersion7) {
   EXPECT_EQ(sizes.embedding_args, 176u);
   EXPECT_EQ(sizes.attention_args, 136u);
   EXPECT_EQ(sizes.attention_join_args, 56u);
-  EXPECT_EQ(sizes.attention_write_args, 104u);
+  EXPECT_EQ(sizes.attention_write_args, 128u);
   EXPECT_EQ(sizes.pack_args, 32u);
   EXPECT_EQ(sizes.unpack_args, 32u);
 }

@@ -291,21 +291,32 @@ TEST(B_Added, AttentionRows) {
                                     &kContext};
   Random random(1);
   constexpr int64_t kLength = 1040, kPositions = 1030, kWidth = 64;
-  const Tensor q = random_tensor(ElementType::f32, {1, 2, 1, kWidth}, random);
-  const Tensor k = random_tensor(ElementType::f32, {1, 1, 1, kWidth}, random);
+  constexpr int64_t kNew = 5;
+  const Tensor q = random_tensor(ElementType::f32, {1, 2, kNew, kWidth}, random);
+  const Tensor k = random_tensor(ElementType::f32, {1, 1, kNew, kWidth}, random);
   const Tensor cache = random_tensor(ElementType::f32, {1, 1, kLength, kWidth}, random);
   const Tensor start = index_tensor<int64_t>({kPositions});
   Scores scores{};
   scores.scale = 0.125;
+  // Of one new position, whose spans threads share, and of several, which this kernel writes one by one.
   const auto attend = [&] {
-    Tensor keys(ElementType::f32, {1, 1, kLength, kWidth}), values(ElementType::f32, {1, 1, kLength, kWidth});
-    std::memcpy(keys.memory->data(), cache.memory->data(), static_cast<size_t>(cache.memory->size()));
-    std::memcpy(values.memory->data(), cache.memory->data(), static_cast<size_t>(cache.memory->size()));
-    Tensor out(ElementType::f32, {1, 1, 2, kWidth});
-    const Status status =
-        attention(q.view, k.view, k.view, keys.view, values.view, start.view, scores, out.view, threads(3));
-    EXPECT_TRUE(status.ok()) << status.message();
-    return out.bytes();
+    std::vector<uint8_t> all;
+    for (const int64_t positions : {int64_t{1}, kNew}) {
+      TensorView some_q = q.view, some_k = k.view;
+      some_q.shape.size[2] = some_k.shape.size[2] = positions;
+      Tensor keys(ElementType::f32, {1, 1, kLength, kWidth}), values(ElementType::f32, {1, 1, kLength, kWidth});
+      std::memcpy(keys.memory->data(), cache.memory->data(), static_cast<size_t>(cache.memory->size()));
+      std::memcpy(values.memory->data(), cache.memory->data(), static_cast<size_t>(cache.memory->size()));
+      Tensor out(ElementType::f32, {1, positions, 2, kWidth});
+      const Status status =
+          attention(some_q, some_k, some_k, keys.view, values.view, start.view, scores, out.view, threads(3));
+      EXPECT_TRUE(status.ok()) << status.message();
+      for (const Tensor* tensor : {&out, &keys, &values}) {
+        const std::vector<uint8_t> bytes = tensor->bytes();
+        all.insert(all.end(), bytes.begin(), bytes.end());
+      }
+    }
+    return all;
   };
   const std::vector<uint8_t> expected = attend();
   static KernelLibrary library;
