@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from command_line import PROGRAM, PROMPT, TINY, UNICODE, document, invoke
+from command_line import FLOAT, PROGRAM, PROMPT, TINY, UNICODE, document, invoke
 from lowbit.cli import plans
 from lowbit.exports import plan_export
 from lowbit.llm import plan_files
@@ -208,6 +208,24 @@ def test_a_draft_without_a_plan_uses_torch_and_gets_one(planned, packed, tmp_pat
     assert first.stderr.startswith("loading ") and f"{draft / PLAN} is written" in first.stderr
     assert f"{planned / PLAN}" not in first.stderr and "accepted" in first.stderr
     assert len(second.stderr.splitlines()) == 1 and "accepted" in second.stderr and second.stdout == first.stdout
+
+
+def test_quantize_convert_and_import_write_plans(tmp_path, monkeypatch):
+    made = [tmp_path / name for name in ("quantized", "converted", "imported")]
+    for command in (
+        ("quantize", FLOAT, made[0], "--embedding-bits", 4),
+        ("convert", made[0], made[1], "--activation-bits", 16),
+        ("import", tmp_path / "model.gguf", made[2]),
+    ):
+        if command[0] == "import":
+            assert invoke("export", made[0], "--to", "gguf", "--output", command[1]).exit_code == 0
+        result = invoke(*command)
+        assert result.exit_code == 0 and f"{command[2] / PLAN} is written: the next run starts without torch" in result.stderr
+        first = invoke("generate", command[2], "--prompt", PROMPT, "--max-new-tokens", 2)
+        assert first.exit_code == 0 and len(first.stderr.splitlines()) == 1, first.stderr
+    assert len({(each / PLAN).read_bytes() for each in made}) == 3
+    monkeypatch.setattr(plans, "free_memory", lambda: 1000)
+    assert PLAN not in invoke("quantize", FLOAT, tmp_path / "large").stderr and not (tmp_path / "large" / PLAN).exists()
 
 
 def test_a_plan_that_cannot_be_written_is_a_note(packed, tmp_path, monkeypatch):
