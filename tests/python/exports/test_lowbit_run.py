@@ -72,8 +72,11 @@ def test_a_greedy_text(program, model, cache):
 
 @pytest.mark.parametrize(
     "sampling",
-    [{"temperature": 0.8}, {"temperature": 1.5, "top_k": 7}, {"temperature": 1.0, "top_p": 0.9},
-     {"temperature": 0.7, "min_p": 0.05}, {"temperature": 0.9, "top_k": 40, "top_p": 0.8, "min_p": 0.02, "repetition_penalty": 1.3}, {"repetition_penalty": 1.2}],
+    [
+        {"temperature": 0.8}, {"temperature": 1.5, "top_k": 7}, {"temperature": 1.0, "top_p": 0.9},
+        {"temperature": 0.7, "min_p": 0.05}, {"repetition_penalty": 1.2},
+        {"temperature": 0.9, "top_k": 40, "top_p": 0.8, "min_p": 0.02, "repetition_penalty": 1.3},
+    ],
 )  # fmt: skip
 def test_a_sampled_text(program, model, sampling):
     ids = opened(model)[1]("Return the")["input_ids"]
