@@ -5,8 +5,8 @@
 #include <cinttypes>
 #include <cstring>
 #include <filesystem>
+#include <map>
 #include <new>
-#include <set>
 
 #include "../plan/mapped_file.h"
 #include "chat_pieces.h"
@@ -90,6 +90,7 @@ struct Tokenizer::Implementation {
   ChatPieces pieces{file};
   AddedTokens raw, normalized, control;
   std::vector<bool> special, forbidden;  // by token: not in plain text; of no message
+  std::map<uint32_t, uint32_t> shown;    // texts of tokens that are decoded to others than their own
   uint32_t size = 0, words = kNone, spaces = kNone, no_chat = kNone;
   std::vector<int64_t> before, after;  // tokens around a text
   TextSettings settings;
@@ -143,7 +144,9 @@ Status Tokenizer::Implementation::read_added(Head& head) {
   const uint32_t count = head.number("the number of added tokens", 0, file.text_count);
   for (uint32_t i = 0; i < count && head.status().ok(); ++i) {
     const uint32_t token = head.number("an added token", 0, size - 1);
-    const std::string_view content = file.text(head.text("the text of an added token"));
+    const std::string_view content = file.text(token);
+    const uint32_t decoded = head.text("the decoded text of an added token");
+    if (file.text(decoded) != content) shown[token] = decoded;
     const uint32_t text = head.or_none("the normalized text of an added token", file.text_count);
     const uint32_t flags = head.number("the flags of an added token", 0, kAllFlags);
     if (((flags & kSingleWord) != 0 && words == kNone) || ((flags & (kStripLeft | kStripRight)) != 0 && spaces == kNone)) {
@@ -306,7 +309,9 @@ Status Tokenizer::decode(const std::vector<int64_t>& tokens, bool plain, std::st
   std::vector<std::string> texts;
   for (const int64_t token : tokens) {
     if (token < 0 || token >= made.size) continue;  // models have more tokens than their tokenizers
-    const std::string_view each = made.file.text(static_cast<uint32_t>(token));
+    const auto number = static_cast<uint32_t>(token);
+    const auto shown = made.shown.find(number);
+    const std::string_view each = made.file.text(shown != made.shown.end() ? shown->second : number);
     if (!each.empty() && !(plain && made.special[static_cast<size_t>(token)])) texts.emplace_back(each);
   }
   *text = made.steps.decode(std::move(texts));

@@ -3,6 +3,7 @@
     kernels/   only the standard library, intrinsics, system headers and kernels/
     ops/       kernels/ and ops/; torch only in torch_*, executorch only in executorch_ops.cpp, pybind11 only in module.cpp
     plan/      kernels/, ops/ and plan/; executorch only in executorch_backend.cpp, pybind11 only in module.cpp
+    runner/    kernels/, ops/, plan/ and runner/; pybind11 only in module.cpp
     all        never tests/ or bench/
 
 Usage: check_includes.py <the project's directory>
@@ -14,11 +15,16 @@ import sys
 import tempfile
 
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.M)
-LAYERS = {"kernels": ("kernels",), "ops": ("kernels", "ops"), "plan": ("kernels", "ops", "plan")}  # what each may include
+LAYERS = {  # what each may include
+    "kernels": ("kernels",),
+    "ops": ("kernels", "ops"),
+    "plan": ("kernels", "ops", "plan"),
+    "runner": ("kernels", "ops", "plan", "runner"),
+}
 HOSTS = {  # host framework: the prefix of its includes, and the only files that may have them
     "torch": (("torch", "ATen", "c10", "caffe2"), ("ops/torch_ops.cpp", "ops/torch_tensors.h", "ops/torch_threads.h")),
     "executorch": (("executorch",), ("ops/executorch_ops.cpp", "plan/executorch_backend.cpp")),
-    "pybind11": (("pybind11", "Python.h"), ("ops/module.cpp", "plan/module.cpp")),
+    "pybind11": (("pybind11", "Python.h"), ("ops/module.cpp", "plan/module.cpp", "runner/module.cpp")),
 }
 SUFFIXES = {".h", ".hpp", ".inc", ".cpp", ".cc", ".c"}
 
@@ -61,6 +67,7 @@ def check_that_it_can_fail() -> None:
         "ops/pack.cpp": '#include "../bench/b.h"',
         "ops/torch_ops.cpp": "#include <pybind11/pybind11.h>",
         "plan/executorch_ops.cpp": "#include <executorch/runtime.h>",
+        "plan/model.cpp": '#include "../runner/r.h"',
     }
     allowed = {
         "ops/op.h": '#include "../kernels/k.h"\n#include <vector>',
@@ -70,6 +77,7 @@ def check_that_it_can_fail() -> None:
         "plan/executorch_backend.cpp": "#include <executorch/runtime.h>",
         "tests/t.h": "",
         "bench/b.h": "",
+        "runner/r.h": '#include "../kernels/k.h"',
     }
     with tempfile.TemporaryDirectory() as directory:
         root = pathlib.Path(directory)

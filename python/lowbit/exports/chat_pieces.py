@@ -17,8 +17,9 @@ _CHANGES: tuple[Callable[[str], str], ...] = (  # of messages, in the order of C
 )
 _DATE = re.compile("\ue000(.*?)\ue001", re.DOTALL)
 _MESSAGES = (
-    "Hi", " What is 2 + 2?\n", "", "\U0001f600 東京 שלום", "\n\n  a\tb  \n\n", "<think>\nwell\n</think>\n\nTwo\n", "\u3000\x1f x \x85",
-    "First <b>&amp;</b> {{ name }} {% if %}", "</think>", "x\n</think>\n\n\n y </think>z", "[INST] a [/INST]", "0", "```\ncode\n```",
+    "Hi", " What is 2 + 2?\n", "", "\U0001f600 東京 שלום", "\n\n  a\tb  \n\n", "<think>\nwell\n</think>\n\nTwo\n",
+    "\u3000\x1f x \x85", "First <b>&amp;</b> {{ name }} {% if %}", "</think>", "x\n</think>\n\n\n y </think>z",
+    "[INST] a [/INST]", "0", "```\ncode\n```",
 )  # fmt: skip
 _CONTENTS = "QXZWSYSTEM", "QXZWUSER", "QXZWANSWER"
 Render = Callable[[list[dict[str, str]]], str]

@@ -59,9 +59,9 @@ def token_bytes(backend: Any, settings: TextSettings) -> bytes:
     for text, number in _vocabulary(content["model"]).items():
         texts[number] = text
     for added in content["added_tokens"]:
-        if texts[added["id"]] not in ("", added["content"], backend.id_to_token(added["id"])):
+        if texts[added["id"]] not in ("", added["content"]):
             raise Unsupported(f"the token {added['id']} has two texts: {texts[added['id']]!r} and {added['content']!r}")
-        texts[added["id"]] = backend.id_to_token(added["id"])  # some versions return it normalized
+        texts[added["id"]] = added["content"]
     tables = Tables(texts)
     head = [NONE, size]
     model, order, merges, scores = _model(content["model"], tables)
@@ -128,13 +128,15 @@ def _added(added: list[dict[str, Any]], backend: Any, tables: Tables, control: f
     words = tables.code.add_class(letters()) if needs_words else NONE
     head = [words, tables.code.add_class(rust_spaces()) if needs_spaces else NONE, len(added)]
     for each in added:
-        content, normalized = each["content"], NONE
+        normalized = NONE
         if each["normalized"]:
-            normalized = tables.text(content if backend.normalizer is None else backend.normalizer.normalize_str(content))
+            content = each["content"] if backend.normalizer is None else backend.normalizer.normalize_str(each["content"])
+            normalized = tables.text(content)
         flags = sum(flag for name, flag in flags_of if each[name]) + _CONTROL * (each["id"] in control)
-        if tables.texts[each["id"]] != content:
-            flags &= ~_SPECIAL  # it is known by its content
-        head += [each["id"], tables.text(content), normalized, flags]
+        shown = backend.id_to_token(each["id"])  # some versions return it normalized
+        if shown != each["content"]:
+            flags &= ~_SPECIAL  # the library knows special tokens by their contents
+        head += [each["id"], tables.text(shown), normalized, flags]
     return head
 
 
@@ -186,8 +188,8 @@ def _file(head: list[int], tables: Tables, order: list[int], merges: list[tuple[
 
 _SCRIPTS = (
     (0x20, 0x7F), (0xA0, 0x250), (0x300, 0x370), (0x370, 0x530), (0x590, 0x780), (0x900, 0xE80), (0x1100, 0x1200),
-    (0x1E00, 0x2070), (0x2100, 0x2200), (0x3000, 0x3100), (0x4E00, 0x4E80), (0xAC00, 0xAC80), (0xFB00, 0xFB50), (0xFF00, 0xFFF0),
-    (0x1F300, 0x1F700), (0x1D400, 0x1D480), (0, 0x110000),
+    (0x1E00, 0x2070), (0x2100, 0x2200), (0x3000, 0x3100), (0x4E00, 0x4E80), (0xAC00, 0xAC80), (0xFB00, 0xFB50),
+    (0xFF00, 0xFFF0), (0x1F300, 0x1F700), (0x1D400, 0x1D480), (0, 0x110000),
 )  # fmt: skip
 
 
@@ -249,7 +251,7 @@ def write_tokens(model: Any, plan: Path, stop: list[int] | None) -> str | None:
     """Writes the tokens' file beside a plan, if the checkpoint there has a tokenizer.
 
     Args:
-        model: of transformers.
+        model: a model of transformers.
         stop: tokens that end a text; None: those of the model and the tokenizer.
 
     Returns:

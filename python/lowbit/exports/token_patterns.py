@@ -126,8 +126,9 @@ class _Parser:
         while self.at < len(self.pattern) and self.pattern[self.at] not in "|)":
             part = self.quantified(self.atom(folded))
             if folded and parts and isinstance(part, _One) and isinstance(parts[-1], _One):
-                if class_of(f"(?i:{parts[-1].atom}{part.atom})"):
-                    raise self.refuse(f"{parts[-1].atom + part.atom!r} without case, which one character matches, too")
+                both = "".join(one.atom.removeprefix("(?i:").removesuffix(")") for one in (parts[-1], part))
+                if class_of(f"(?i:{both})"):
+                    raise self.refuse(f"{both!r} without case, which one character matches, too")
             parts.append(part)
         return tuple(parts)
 

@@ -205,18 +205,20 @@ def test_damaged_files_are_refused_or_run():
 
 CHATML = (
     "{% for m in messages %}{% if loop.first and m.role != 'system' %}<|im_start|>system\nYou help.<|im_end|>\n{% endif %}"
-    "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 LLAMA = (
     "{% if messages[0].role == 'system' %}{% set head = '<<SYS>>\n' + messages[0].content + '\n<</SYS>>\n\n' %}"
     "{% set rest = messages[1:] %}{% else %}{% set head = '' %}{% set rest = messages %}{% endif %}"
-    "{% for m in rest %}{% if m.role == 'user' %}{{ bos_token + '[INST] ' + (head if loop.first else '') + m.content.strip() + ' [/INST]' }}"
+    "{% for m in rest %}{% if m.role == 'user' %}"
+    "{{ bos_token + '[INST] ' + (head if loop.first else '') + m.content.strip() + ' [/INST]' }}"
     "{% else %}{{ ' ' + m.content.strip() + ' ' + eos_token }}{% endif %}{% endfor %}"
 )
 GEMMA = (
     "{{ bos_token }}{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
-    "{% for m in messages %}<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n{{ m.content | trim }}<end_of_turn>\n"
-    "{% endfor %}<start_of_turn>model\n"
+    "{% for m in messages %}<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n"
+    "{{ m.content | trim }}<end_of_turn>\n{% endfor %}<start_of_turn>model\n"
 )
 DATED = "Today: {{ strftime_now('%Y-%m') }}\n" + CHATML
 THINKING = CHATML.replace(
@@ -247,7 +249,7 @@ def test_conversations_are_those_of_jinja(template, system):
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        ("{% for m in messages %}{{ m.content | upper }}{% endfor %}", "more than once, or not as it is"),
+        ("{% for m in messages %}{{ m.content | upper }}{% endfor %}", "in an unknown way"),
         ("{% for m in messages %}{{ m.content | replace('a', 'b') }}|{% endfor %}", "in an unknown way"),
         ("{% for m in messages %}{{ loop.index }}: {{ m.content }}\n{% endfor %}", "later turns in another way"),
         ("{{ messages[-1].content }}", "more than once, or not as it is"),
