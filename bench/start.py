@@ -4,9 +4,9 @@
     python bench/start.py WHISPER --audio FILE
     python bench/start.py ENCODER --embed
 
-MODEL is a packed model (`lowbit import FILE MODEL`), PYTHON an interpreter with llama-cpp-python (`make bench-peers` builds one).
-lowbit runs on copies of the model by links: by the plan beside the weights, and by torch (LOWBIT_PLAN=0). With --gguf the table
-also has the speed of prefill and decode, as bench/plan.py measures it.
+MODEL is a packed model (`lowbit import FILE MODEL`), PYTHON an interpreter with llama-cpp-python (`make bench-peers` builds
+one). lowbit runs on copies of the model by links: by the plan beside the weights, and by torch (LOWBIT_PLAN=0). With --gguf the
+table also has the speed of prefill and decode, as bench/plan.py measures it.
 """
 
 import argparse

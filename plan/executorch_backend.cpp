@@ -90,7 +90,7 @@ struct Loaded {
       const size_t comma = caches.find(',');
       const std::string names[] = {caches.substr(0, comma), comma == std::string::npos ? caches : caches.substr(comma + 1)};
       if (!lowbit::cache_named(names[0], &keys) || !lowbit::cache_named(names[1], &values)) {
-        return Status::error("a cache is '%s'; expected float32, bfloat16, float16, int8 or int4, or two of them as int8,int4",
+        return Status::error("a cache is '%s'; expected float32, bfloat16, float16, int8, int4 or int8,int4",
                              caches.c_str());
       }
     }

@@ -69,7 +69,7 @@ typedef struct {
 typedef struct {
   size_t size;
   int64_t length; /* tokens that fit; 0: 2048, or the model's positions if they are fewer */
-  lowbit_cache keys, values;
+  lowbit_cache keys, values; /* the same, or LOWBIT_TEXT_I8 and LOWBIT_TEXT_I4 */
 } lowbit_text_options;
 
 /* How a token is drawn. The same logits, options and random state give the same token on every machine. */

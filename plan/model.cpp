@@ -205,6 +205,10 @@ Status PlanModel::begin(int64_t length, TextCache keys, TextCache values, std::u
   if (length < 1 || length > positions() || length > kMostLength) {
     return Status::error("a text has room for %" PRId64 " tokens; expected 1 to %" PRId64, length, positions());
   }
+  if (keys != values && !(keys == TextCache::i8 && values == TextCache::i4)) {
+    return Status::error("keys and values have the cache types %d and %d; expected the same, or int8 (3) and int4 (4)",
+                         static_cast<int>(keys), static_cast<int>(values));
+  }
   try {
     auto own = std::make_unique<PlanSession::Implementation>();
     own->model = implementation_.get();

@@ -84,7 +84,7 @@ inline LlmOptions parse_llm_options(int argc, char** argv, const char* model_kin
       "  --threads N          (default: all)\n"
       "  --stats              prints tokens per second to stderr" +
       (has_texts ? "\n  --max-length N       the longest text in tokens (default: that of the file)\n"
-                   "  --cache TYPE         float32, bfloat16, float16, int8, int4 or two of them as int8,int4\n"
+                   "  --cache TYPE         float32, bfloat16, float16, int8, int4 or int8,int4\n"
                    "  --load FILE          continues a text that --save wrote\n"
                    "  --save FILE          writes the text and its caches at the end" : "") +
       (std::string(model_kind) == ".plan" ? "\n  --certify            prints only a plan's certificate; needs no --ids" : "");

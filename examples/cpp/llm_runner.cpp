@@ -93,7 +93,10 @@ int64_t command(Module& module, const std::string& file, std::string text) {
   const std::vector<EValue> inputs = {from_blob(text.data(), {size}, ScalarType::Byte)};
   const auto result = module.execute(kSession, inputs);
   check(result.error(), "'" + text + "' failed");
-  return result->front().toTensor().const_data_ptr<int64_t>()[0];
+  if (result->size() != 1 || !result->front().isTensor()) throw std::runtime_error("the result is not a tensor");
+  const executorch::aten::Tensor& tokens = result->front().toTensor();
+  if (tokens.scalar_type() != ScalarType::Long || tokens.numel() != 1) throw std::runtime_error("the result is no number");
+  return *tokens.const_data_ptr<int64_t>();
 }
 
 // The runtime's log without its messages at each start, which would disturb the generated text.

@@ -295,7 +295,8 @@ TEST_F(CInterface, Misuse) {
   for (const auto& [text_options, says] : std::initializer_list<std::pair<lowbit_text_options, const char*>>{
            {{0, 16, LOWBIT_TEXT_F32, LOWBIT_TEXT_F32}, "size of options is 0"},
            {{sizeof(lowbit_text_options), 101, LOWBIT_TEXT_F32, LOWBIT_TEXT_F32}, "room for 101 tokens; expected 1 to 100"},
-           {{sizeof(lowbit_text_options), 16, LOWBIT_TEXT_F32, static_cast<lowbit_cache>(7)}, "a cache is 7"}}) {
+           {{sizeof(lowbit_text_options), 16, LOWBIT_TEXT_F32, static_cast<lowbit_cache>(7)}, "a cache is 7"},
+           {{sizeof(lowbit_text_options), 16, LOWBIT_TEXT_F32, LOWBIT_TEXT_I8}, "cache types 0 and 3; expected the same"}}) {
     lowbit_text* made = one;
     refused(LOWBIT_INVALID, says, lowbit_text_new(model_, &text_options, &made, &error_));
     EXPECT_EQ(made, nullptr);

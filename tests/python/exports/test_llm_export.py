@@ -215,7 +215,7 @@ def test_the_runner_goes_on_with_a_saved_text(kind, runners, exported, tmp_path)
         file = tmp_path / "model" / "lowbit.plan"
         lowbit.llm.export_decoder(lowbit.llm.Decoder(load_model(file.parent), 64), file)
     program, text = runners(name, HERE), tmp_path / "text"
-    options = ["--max-length", 100, "--cache", "int8,float16", file]
+    options = ["--max-length", 100, "--cache", "int8,int4", file]
 
     def tokens(ids, new, *more) -> list[int]:
         process = program("--ids", listed(ids), "--max-new-tokens", new, *more, *options)
@@ -229,6 +229,7 @@ def test_the_runner_goes_on_with_a_saved_text(kind, runners, exported, tmp_path)
         (["--max-length", 5], "expected fewer than the model's 5"),
         (["--max-length", 1 << 30], "a text has room for"),
         (["--cache", "int3"], "int3"),
+        (["--cache", "int8,float16"], "keys and values have the cache types 3 and 2"),
         (["--load", tmp_path / "none"], "none"),
         (["--save", tmp_path / "none" / "text"], "none"),
     ):
@@ -514,6 +515,7 @@ def test_commands_that_a_pte_refuses(delegate, tmp_path, capfd):
     refused(b"begin 1 129", "a text has room for 129 tokens; expected 1 to 128")
     refused(b"begin 1 -1", "a text has room for -1 tokens")
     refused(b"begin 1 0 int3", "a cache is 'int3'; expected float32, bfloat16")
+    refused(b"begin 1 0 int4,int8", "keys and values have the cache types 4 and 3; expected the same, or int8 (3) and int4 (4)")
     refused(b"begin 1 2 int8 3", "a cache is 'int8 3'")
     refused(b"use 5", "there is no text 5; expected one that was begun")
     refused(b"end 5", "there is no text 5; expected one that was begun")
