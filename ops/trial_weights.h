@@ -166,6 +166,9 @@ class TrialWeights {
     return static_cast<float>(sum);
   }
 
+  // The numbers of a trial: activations continue the sequence of weights.
+  Random& random() { return random_; }
+
   uint64_t checksum() const { return panel16_.checksum() * 31 + packed_.checksum(); }
 
  private:

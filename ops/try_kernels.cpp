@@ -90,7 +90,7 @@ class Trial {
     if (Status s = a_sums_.take(m * layout.segments, &sums); !s.ok()) return s;
     if (Status s = a_group_sums_.take(m * layout.groups, &group_sums); !s.ok()) return s;
     for (int64_t i = 0; i < m * layout.k; ++i) {
-      const float value = random_.between(-2.0f, 2.0f);
+      const float value = weights_.random().between(-2.0f, 2.0f);
       const int64_t row = i / layout.k;
       const float sign = row % 3 == 0 ? 1.0f : row % 3 == 1 ? -1.0f : value;
       (*x)[i] = setup.extreme ? std::copysign(2.0f, sign) : value;
@@ -290,7 +290,6 @@ class Trial {
   GuardedMemory actual_{"outputs"}, scratch_{"scratch"}, activations_{"activations"};
   // Memory that only the trial uses.
   GuardedMemory x_{"inputs"}, expected_{"outputs"};
-  Random random_;
 };
 
 }  // namespace
