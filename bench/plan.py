@@ -1,10 +1,11 @@
 """A token's time with a plan, with the model's Python code, in an ExecuTorch program, and in llama.cpp on the same GGUF file.
 
-    python bench/plan.py MODEL [--threads 1 2] [--gguf FILE --llama PYTHON] [--pte FILE...]
+    python bench/plan.py MODEL [--threads 1 2] [--gguf FILE --llama PYTHON] [--pte FILE...] [--operators]
 
-MODEL is a packed model (`lowbit import FILE MODEL`), PYTHON an interpreter with llama-cpp-python (`make bench-peers` builds
-one). All take turns: in every round each reads a prompt and decodes tokens greedily. The table has medians over the tokens of
-all rounds, with the share of the read bandwidth that a token's packed weights take.
+MODEL is a packed model (`lowbit import FILE MODEL`) or the name of a shape, which gets random weights of 4 bits. PYTHON is an
+interpreter with llama-cpp-python (`make bench-peers` builds one). All take turns: in every round each reads a prompt and decodes
+tokens greedily. The table has medians over the tokens of all rounds, with the share of the read bandwidth that a token's packed
+weights take. --operators adds the least time of each of the plan's operators in a token, which other programs hardly change.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import statistics
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 PROMPT = [(31 * i * i + 7 * i + 3) % 30011 for i in range(128)]
@@ -56,8 +58,25 @@ class Llama:
         self.process.wait()
 
 
+def print_operators(decoder: Any, position: int, tokens: int) -> None:
+    """A table of the least time of each operator of a plan in a token."""
+    import torch
+
+    def step() -> None:
+        decoder(torch.zeros(1, 1, dtype=torch.int64), torch.tensor([position]))
+
+    with torch.inference_mode():
+        times = [decoder.plan_times(step) for _ in range(tokens)]
+    least = {name: min(each[name] for each in times) for name, seconds in times[0].items() if seconds > 0}
+    print(f"\n| operator | least time of {tokens} tokens, ms |\n|---|---|")
+    for name, seconds in sorted(least.items(), key=lambda item: -item[1]):
+        print(f"| {name} | {1e3 * seconds:.3f} |")
+    print(f"| sum | {1e3 * sum(least.values()):.3f} |\n")
+
+
 def measure(arguments: argparse.Namespace, threads: int) -> list[tuple[str, float, float, float]]:
     """Rows of the table: name, milliseconds of a token and of the prompt, share of the bandwidth."""
+    import lowbit
     import lowbit.llm
     import torch
     from lowbit.llm.loading import load_model
@@ -65,7 +84,10 @@ def measure(arguments: argparse.Namespace, threads: int) -> list[tuple[str, floa
     from lowbit.tools import model_speed
 
     torch.set_num_threads(threads)
-    model = load_model(arguments.model)
+    if Path(arguments.model).is_dir():
+        model = load_model(arguments.model)
+    else:
+        model = lowbit.llm.random_model(arguments.model, lowbit.LinearConfig(4, 32), lowbit.EmbeddingConfig(4, 32))
     touched, bandwidth = model_speed.bytes_per_token(model), ReadBandwidth()
     decoder = lowbit.llm.Decoder(model, 512)
     prompt = torch.tensor([PROMPT]) % decoder.vocabulary
@@ -95,6 +117,8 @@ def measure(arguments: argparse.Namespace, threads: int) -> list[tuple[str, floa
     if llama is not None:
         llama.end()
     roof = max(roofs)
+    if arguments.operators:
+        print_operators(decoder, len(PROMPT), arguments.rounds * arguments.new)
     print(f"{threads} threads, {touched / 1e6:.1f} MB of packed weights a token, memory read at up to {roof / 1e9:.1f} GB/s")
     return [
         (name, 1e3 * (token := statistics.median(taken[name])), 1e3 * statistics.median(prompts[name]), touched / token / roof)
@@ -113,6 +137,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--gguf", help="the file that MODEL was imported from")
     parser.add_argument("--llama", default=sys.executable, help="a Python with llama-cpp-python")
+    parser.add_argument("--operators", action="store_true", help="a table of the plan's operators, too")
     parser.add_argument("--pte", nargs="*", default=[], help="programs of lowbit export --to pte")
     arguments = parser.parse_args()
     for threads in arguments.threads:

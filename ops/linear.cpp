@@ -28,6 +28,9 @@ int64_t rows_at_once(int64_t rows, int64_t row_bytes) {
   return rows <= limit || rows < whole_bands ? rows : whole_bands;
 }
 
+// A claim of a thread's own part of the panels is at most this many.
+constexpr int64_t kClaimOwnPanels = 128;
+
 // A matrix of a call, and where its results are written.
 struct Matrix {
   Layout layout;
@@ -221,6 +224,8 @@ Grid make_grid(int64_t rows, const Matrices& matrices, const Parallel& parallel)
   if (grid.nodes == 1 && grid.bands() == 1 && threads > 1 && parallel.part != nullptr) {
     grid.nodes = threads;
     grid.node_of = parallel.part;
+    // Claims shrink as a part does, and each begins new streams from memory.
+    grid.most_columns = rounded_up(kClaimOwnPanels, grid.least_columns);
   }
   return grid;
 }

@@ -100,7 +100,7 @@ std::vector<uint8_t> elements(const TensorView& view) {
 }
 
 const std::vector<std::vector<int64_t>> kSizes = {
-    {}, {0}, {1}, {7}, {65}, {3, 5}, {2, 0, 4}, {5, 1, 3}, {2, 3, 130}, {4, 2, 3, 5}};
+    {}, {0}, {1}, {7}, {65}, {3, 5}, {2, 0, 4}, {5, 1, 3}, {2, 3, 130}, {4, 2, 3, 5}, {2, 1500}};
 
 TEST(PlanCopy, EveryFormAndType) {
   Random random(1);

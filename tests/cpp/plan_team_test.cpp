@@ -174,7 +174,7 @@ TEST(PlanTeam, FastCores) {
       if (cpus[i].frequency != 0) write(at / "cpufreq" / "cpuinfo_max_freq", std::to_string(cpus[i].frequency));
       if (cpus[i].siblings != nullptr) write(at / "topology" / "thread_siblings_list", cpus[i].siblings);
     }
-    const int result = count_fast_cores(directory.c_str(), usable);
+    const int result = count_fast_cores(directory.string().c_str(), usable);
     fs::remove_all(directory);
     return result;
   };
