@@ -45,6 +45,7 @@ Shape without_last(const Shape& shape, int64_t last = -1) {
 }
 
 constexpr int kLanes = 16;
+using Lanes [[gnu::vector_size(4 * kLanes)]] = float;
 
 float fold_lanes(const float* lanes) {
   float sums[kLanes];
@@ -97,24 +98,32 @@ Status float_linear(const TensorView& x, const TensorView& weight, const TensorV
   const bool plain = x.type == ElementType::f32 && weight.type == ElementType::f32 && inputs.step() == 1 && weights.step() == 1;
   constexpr int64_t kOutputsPerClaim = 16;
   const Parallel threads = inputs.count * n * k < (1 << 16) ? Parallel() : parallel;
+  const auto product = [&](int64_t row, int64_t column) {
+    const int64_t of_x = inputs.offset(row), of_weight = column * weight.stride[0];
+    alignas(64) float lanes[kLanes] = {};
+    int64_t i = 0;
+    if (plain) {
+      const float* const a = static_cast<const float*>(x.data) + of_x;
+      const float* const b = static_cast<const float*>(weight.data) + of_weight;
+      Lanes sums = {};  // an array would be in memory
+      for (; i + kLanes <= k; i += kLanes) {
+        Lanes of_a, of_b;
+        std::memcpy(&of_a, a + i, sizeof of_a);
+        std::memcpy(&of_b, b + i, sizeof of_b);
+        sums += of_a * of_b;
+      }
+      std::memcpy(lanes, &sums, sizeof lanes);
+    }
+    for (; i < k; ++i) lanes[i % kLanes] += inputs.value(of_x, i) * weights.value(of_weight, i);
+    float result = fold_lanes(lanes);
+    if (bias != nullptr) result += load_as_f32(bias->data, dtype_of(bias->type), column * bias->stride[0]);
+    store_from_f32(out.data, dtype_of(out.type), outputs.offset(row) + column * outputs.step(), canonical(result));
+  };
   parallel_1d(threads, n, kOutputsPerClaim, [&](int, int64_t begin, int64_t end) {
-    for (int64_t column = begin; column < end; ++column) {
-      const int64_t of_weight = column * weight.stride[0];
+    // A few columns for all rows, and then the next ones: their weights stay in a cache, and each row is read once for all of them.
+    for (int64_t first = begin; first < end; first += kOutputsPerClaim) {
       for (int64_t row = 0; row < outputs.count; ++row) {
-        const int64_t of_x = inputs.offset(row);
-        alignas(64) float lanes[kLanes] = {};
-        int64_t i = 0;
-        if (plain) {
-          const float* const a = static_cast<const float*>(x.data) + of_x;
-          const float* const b = static_cast<const float*>(weight.data) + of_weight;
-          for (; i + kLanes <= k; i += kLanes) {
-            for (int l = 0; l < kLanes; ++l) lanes[l] += a[i + l] * b[i + l];
-          }
-        }
-        for (; i < k; ++i) lanes[i % kLanes] += inputs.value(of_x, i) * weights.value(of_weight, i);
-        float result = fold_lanes(lanes);
-        if (bias != nullptr) result += load_as_f32(bias->data, dtype_of(bias->type), column * bias->stride[0]);
-        store_from_f32(out.data, dtype_of(out.type), outputs.offset(row) + column * outputs.step(), canonical(result));
+        for (int64_t column = first; column < std::min(first + kOutputsPerClaim, end); ++column) product(row, column);
       }
     }
   });

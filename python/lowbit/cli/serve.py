@@ -162,11 +162,8 @@ def _load(wish: _Wish, name: str, path: Path) -> tuple[Model, Any]:
         lowbit.load_torch()
         set_threads(wish.threads)
         return _load_by_torch(wish, name, path, caches)
-    more: dict[str, Any] = {
-        "threads": wish.threads,
-        "loading": partial(by_torch, output, path, wish.threads),
-        "note": output.note,
-    }
+    loading = partial(by_torch, output, path, wish.threads)
+    more: dict[str, Any] = {"threads": wish.threads, "loading": loading, "note": output.note}
     if speech.is_speech(path):
         return speech.load(name, path, wish.config, cache=wish.cache, **more), None
     return embeddings.load(name, path, **more), None
