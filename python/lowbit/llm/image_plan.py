@@ -39,6 +39,21 @@ class _Inputs:
         features = [each[:, begin:end] for each in self.features]
         return _Inputs(self.embeddings[:, begin:end], self.positions[..., begin:end], features)
 
+    def common(self, other: _Inputs) -> int:
+        """The number of first tokens with the same inputs."""
+        count = min(self.embeddings.shape[1], other.embeddings.shape[1])
+        one, two = self.part(0, count), other.part(0, count)
+        differs = (one.positions != two.positions).view(-1, count).any(0)
+        for a, b in zip((one.embeddings, *one.features), (two.embeddings, *two.features), strict=True):
+            differs |= (a != b).any(-1)[0]
+        return int(differs.int().argmax()) if differs.any() else count
+
+    @staticmethod
+    def joined(parts: Sequence[_Inputs]) -> _Inputs:
+        features = [torch.cat(each, 1) for each in zip(*(part.features for part in parts), strict=True)]
+        embeddings = torch.cat([part.embeddings for part in parts], 1)
+        return _Inputs(embeddings, torch.cat([part.positions for part in parts], -1), features)
+
     def tokens_alone(self) -> _Inputs:
         """Each token as a text of its own: [s, 1, size], with positions [s, 1] or [s, axes, 1]."""
         features = [each.transpose(0, 1) for each in self.features]
@@ -127,6 +142,7 @@ class ImagePlan:
         self._features = len(layers) if hasattr(language.model, "_deepstack_process") else 0
         self._model, self._language = model, language
         self._next = 0  # the position of the next token
+        self._held: list[_Inputs] = []  # of the tokens in the caches
         with torch.inference_mode():
             tokens = sample_text(language.config, min(TOKENS, max_length))
             self._captured(tokens, {})  # refuses models whose calls never fit
@@ -138,7 +154,7 @@ class ImagePlan:
         decoder = Decoder(language, length, plan=False)
         try:
             self._planned = Planned(self._lowered(decoder, sample))
-            caches = decoder.new_caches(length).layers
+            caches, self._recurrent = decoder.new_caches(length).layers, decoder.recurrent
         finally:
             decoder.release()
         self._caches = Caches(self._planned.places, by_slot(caches))
@@ -198,6 +214,8 @@ class ImagePlan:
     def read(self, tokens: Tensor, images: Mapping[str, Any]) -> Tensor:
         """Begins a text; returns the logits [1, vocabulary] after it.
 
+        The caches keep the first tokens of the last text that have the same embeddings and positions, unless there are states.
+
         Args:
             tokens: [1, s].
             images: the other inputs of the model.
@@ -207,8 +225,11 @@ class ImagePlan:
             Exception: whatever the model raises.
         """
         inputs = self._captured(tokens, images)
-        self._next = int(inputs.positions.max()) + 1
-        return self._continue(inputs, 0)
+        self._next, count, same = int(inputs.positions.max()) + 1, tokens.shape[1], 0
+        if self._held and not self._recurrent:
+            same = min(count - 1, _Inputs.joined(self._held).common(inputs))
+        self._held = [inputs.part(0, same)]
+        return self._continue(inputs.part(same, count), same)
 
     def _captured(self, tokens: Tensor, images: Mapping[str, Any]) -> _Inputs:
         """The inputs of the language model for a prompt; raises as :meth:`read`."""
@@ -262,4 +283,5 @@ class ImagePlan:
         for begin in range(0, count, PIECE):
             end = min(count, begin + PIECE)
             logits = self._run(inputs.part(begin, end), start + begin, torch.tensor([end - begin - 1]))
+        self._held.append(inputs)
         return logits

@@ -269,7 +269,7 @@ def message(role: str, text: str, images: Sequence[Any] = ()) -> dict[str, Any]:
 class ImageChat(Chat):
     """A conversation with an image-text model (:func:`load_image_chat`).
 
-    Each turn recomputes the whole conversation, with its images.
+    Each turn computes all images of the conversation. A plan of the language model computes only what is new.
     """
 
     processor: Any = None

@@ -141,8 +141,25 @@ def test_plans(packed, kind):
     first = step(torch.tensor([ids]), start)
     assert (first[0] - own).square().mean().sqrt() < 0.05 * own.std()
     one = [step(torch.tensor([[token]]), torch.tensor([len(ids) + i])) for i, token in enumerate((5, 6, 7))]
+    rows, run = [], step._plan._run
+    step._plan._run = lambda inputs, *rest: rows.append(inputs.embeddings.shape[1]) or run(inputs, *rest)
     step.look(inputs)
     assert torch.equal(step(torch.tensor([[*ids, 5, 6, 7]]), start), one[2])  # a text that begins with an answer
+    assert rows == [1, 3]  # the same beginning is not computed again
+    more = {**inputs, "input_ids": torch.tensor([[*ids, 5, 6, 8, 9]])}
+    if "mm_token_type_ids" in more:
+        more["mm_token_type_ids"] = torch.nn.functional.pad(more["mm_token_type_ids"], (0, 4))
+    more["attention_mask"] = torch.ones_like(more["input_ids"])
+    found, fresh = step(torch.tensor([step.look(more)]), start), ImageStep(model, 1024)
+    assert rows[2:] == [2] and torch.equal(found, fresh(torch.tensor([fresh.look(more)]), start))
+    step.look(inputs)
+    step(torch.tensor([ids]), start)
+    rows.clear()
+    other = llm.images.inputs_of(processor, [message("user", "What is it? " * 30, shown(root, 1, 0))], template)
+    step(torch.tensor([step.look(other)]), start)
+    assert sum(rows) > len(ids) - 20  # other pictures
+    step.look(inputs)
+    assert torch.equal(step(torch.tensor([[*ids, 5, 6, 7]]), start), one[2])
     assert torch.equal(step(torch.tensor([[6, 7]]), torch.tensor([len(ids) + 1])), one[2])  # cut back
     assert step.plan_refusal is None
     with torch.no_grad():  # transformers' own code still runs the model
