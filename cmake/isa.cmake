@@ -171,10 +171,11 @@ function(lowbit_kernel_sources out)
         endif()
       endif()
     endif()
-    if(name STREQUAL "neon")
+    if(name STREQUAL "neon")  # of plain NEON's kernels only the tiles keep nearly all registers busy
       set(tiles ${files})
       list(FILTER tiles INCLUDE REGEX "/neon_tiles")
-      set_source_files_properties(${tiles} DIRECTORY "${PROJECT_SOURCE_DIR}" PROPERTIES COMPILE_OPTIONS "${no_early_scheduling}")
+      set_source_files_properties(${tiles} DIRECTORY "${PROJECT_SOURCE_DIR}" PROPERTIES
+        COMPILE_OPTIONS "${no_early_scheduling}")
     endif()
     if(name STREQUAL "sme2" AND LOWBIT_SANITIZE AND files)
       set_source_files_properties(${files} DIRECTORY "${PROJECT_SOURCE_DIR}" PROPERTIES

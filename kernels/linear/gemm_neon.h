@@ -1,6 +1,6 @@
-// Many rows of m on Arm, shared by the dot-product and the i8mm kernels. A `Tile` (neondot_tiles.cpp, i8mm.cpp) has the multiply
-// instructions and their order of rows. gemm_tiles_neon.h has the loops of a tile, gemm_operands_neon.h prepares its operands,
-// and this header calls both.
+// Many rows of m on Arm, shared by the dot-product and the i8mm kernels. A `Tile` (neondot_tiles.cpp, i8mm.cpp) has the
+// multiply instructions and their order of rows. gemm_tiles_neon.h has the loops of a tile, gemm_operands_neon.h prepares its
+// operands, and this header calls both.
 //
 //   up to 64 rows of m x up to 8 panels, their float sums in the operator's scratch:
 //     for each piece of k, at most 512 inputs (whole groups, or whole segments of a long group):

@@ -316,8 +316,8 @@ LOWBIT_INLINE inline void end_group(const float* old, float* acc, const uint8_t*
   });
 }
 
-// Groups of several segments. `Whole`: only whole groups without a last block; otherwise also a part of a group, and weights with
-// and without mins share the function.
+// Groups of several segments. `Whole`: only whole groups without a last block; otherwise also a part of a group, and weights
+// with and without mins share the function.
 template <class Tile, int Rows, bool Affine, int Pass, bool Whole>
 LOWBIT_INLINE inline void run_long(const TileArgs& args, int quarter) {
   static constexpr float kZeros[Pass * kQuarterFloats] = {};

@@ -168,8 +168,9 @@ class DotRow {
   }
 };
 
-#define KERNEL(bits) \
-  with_levels<LinearKernel>({"linear_a8w" #bits "_1x16_neondot", kNeonDot, Format::panel16, bits, 1, 16, run_rows<DotRow, bits>})
+#define KERNEL(bits)         \
+  with_levels<LinearKernel>( \
+      {"linear_a8w" #bits "_1x16_neondot", kNeonDot, Format::panel16, bits, 1, 16, run_rows<DotRow, bits>})
 constexpr LinearKernel kKernels[] = {LOWBIT_EACH_WIDTH(KERNEL)};
 #undef KERNEL
 

@@ -98,7 +98,9 @@ template <int Bits, bool Affine, int StepLines>
     unroll<2>([&](auto pair) LOWBIT_INLINE {
       const auto for_sums = [&](auto use) LOWBIT_INLINE {
         if constexpr (Bits == 8) {
-          unroll<2 * kSteps>([&](auto i) LOWBIT_INLINE { use(i / 2, i % 2, sums + i / 2 * kPanelRows + 8 * pair + 4 * (i % 2)); });
+          unroll<2 * kSteps>([&](auto i) LOWBIT_INLINE {
+            use(i / 2, i % 2, sums + i / 2 * kPanelRows + 8 * pair + 4 * (i % 2));
+          });
         }
       };
       int32x4_t odd_lines[kSteps][2];
