@@ -90,8 +90,8 @@ int64_t command(Module& module, const std::string& file, std::string text) {
   check(names.error(), file + " does not load");
   if (names->count(kSession) == 0) throw std::runtime_error(file + " has no plan; '" + text + "' needs one");
   const auto size = static_cast<executorch::aten::SizesType>(text.size());
-  const std::vector<EValue> inputs = {from_blob(text.data(), {size}, ScalarType::Byte)};
-  const auto result = module.execute(kSession, inputs);
+  const auto bytes = from_blob(text.data(), {size}, ScalarType::Byte);  // the value refers to it
+  const auto result = module.execute(kSession, std::vector<EValue>{EValue(*bytes)});
   check(result.error(), "'" + text + "' failed");
   if (result->size() != 1 || !result->front().isTensor()) throw std::runtime_error("the result is not a tensor");
   const executorch::aten::Tensor& tokens = result->front().toTensor();
