@@ -105,7 +105,7 @@ LOWBIT_INLINE inline void multiply(const Product& product, int64_t vector) {
         if (!(kShareSteps && kOddStep) && !(kShareVectors && v % 2 != 0)) __builtin_prefetch(at(v) + ahead, 0, 2);
         vectors[v] = load_cached<V, C>(at(v), kShareSteps ? kOddStep : (v + odd) % 2 != 0);
 #if defined(__AVX512F__)
-        __asm__("" : "+v"(vectors[v].v));  // GCC 12 would load it again for each row
+        if constexpr (C == CacheType::f32) __asm__("" : "+v"(vectors[v].v));  // GCC 12 would load it again for each row
 #endif
       }
       for (int r = 0; r < Rows; ++r) {

@@ -17,7 +17,8 @@ struct Case {
   int64_t heads, kv_heads, width, value_width, length;
 };
 constexpr Case kCases[] = {{ElementType::f32, 2, 2, 32, 32, 21}, {ElementType::bf16, 4, 1, 16, 48, 33},
-                           {ElementType::f16, 2, 1, 16, 16, 530}, {ElementType::f32, 3, 1, 80, 80, 1}};
+                           {ElementType::f16, 2, 1, 16, 16, 530}, {ElementType::f32, 3, 1, 80, 80, 1},
+                           {ElementType::f32, 8, 8, 16, 16, 9}};  // with three texts, threads claim whole heads
 
 // q, k and v of one text.
 struct Text {
