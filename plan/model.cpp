@@ -19,7 +19,7 @@
 namespace lowbit {
 namespace {
 
-constexpr int64_t kTogether = 1024;  // tokens of texts that an encoder computes in one call
+constexpr int64_t kTextRows = 256;  // tokens of texts that an encoder computes in one call, whose activations stay in a cache
 constexpr int64_t kPiece = 256;  // tokens of a call; more take longer to write to memory than they save
 constexpr int64_t kMostLength = int64_t{1} << 24;
 constexpr int64_t kMostTokens = int64_t{1} << 28;  // of a vocabulary
@@ -362,7 +362,7 @@ Status PlanModel::embed(const int64_t* ids, const int64_t* types, const int64_t*
       parts.clear();
       for (auto& each : bounds) each.clear();
       int64_t rows = 0;
-      for (; text < texts && (rows == 0 || rows + lengths[text] <= kTogether); ++text) {
+      for (; text < texts && (rows == 0 || rows + lengths[text] <= kTextRows); ++text) {
         const int64_t length = lengths[text];
         for (int64_t i = 0, counted = 0; i < length; ++i) {
           // Some models count only the tokens that are not padding.
