@@ -333,8 +333,8 @@ Status PlanModel::embed(const int64_t* ids, const int64_t* types, const int64_t*
   const bool fits = numbers > 0 && numbers <= kMostLength && first >= 0 && first <= kMostLength && masks.size() % 2 == 0 &&
                     std::all_of(masks.begin(), masks.end(), [](int64_t each) { return each >= 0; });
   if (!fits || cache_count() != 0) {
-    return Status::error("the plan has embeddings of %" PRId64 " numbers, positions from %" PRId64 " on and %zu caches; expected "
-                         "the plan of an encoder", numbers, first, cache_count());
+    return Status::error("the plan has embeddings of %" PRId64 " numbers, positions from %" PRId64 " on and %zu caches; "
+                         "expected the plan of an encoder", numbers, first, cache_count());
   }
   for (int64_t text = 0, at = 0; text < texts; ++text) {
     if (lengths[text] < 1 || lengths[text] > std::min(positions(), kMostLength)) {
@@ -346,7 +346,8 @@ Status PlanModel::embed(const int64_t* ids, const int64_t* types, const int64_t*
         return Status::error("there is no token %" PRId64 "; expected 0 to %" PRId64, ids[at], size - 1);
       }
       if (types != nullptr && (types[at] < 0 || types[at] >= std::max<int64_t>(kinds, 1))) {
-        return Status::error("a token is of type %" PRId64 "; expected 0 to %" PRId64, types[at], std::max<int64_t>(kinds, 1) - 1);
+        return Status::error("a token is of type %" PRId64 "; expected 0 to %" PRId64, types[at],
+                             std::max<int64_t>(kinds, 1) - 1);
       }
     }
   }

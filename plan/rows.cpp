@@ -129,7 +129,7 @@ Status float_linear(const TensorView& x, const TensorView& weight, const TensorV
     store_from_f32(out.data, dtype_of(out.type), outputs.offset(row) + column * outputs.step(), canonical(result));
   };
   parallel_1d(threads, n, kOutputsPerClaim, [&](int, int64_t begin, int64_t end) {
-    // A few columns for all rows, and then the next ones: their weights stay in a cache, and each row is read once for all of them.
+    // A few columns for all rows, and then the next ones: their weights stay in a cache, and each row is read once for them.
     for (int64_t first = begin; first < end; first += kOutputsPerClaim) {
       for (int64_t row = 0; row < outputs.count; ++row) {
         for (int64_t column = first; column < std::min(first + kOutputsPerClaim, end); ++column) product(row, column);

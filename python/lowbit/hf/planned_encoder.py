@@ -179,8 +179,8 @@ class EncoderPlan:
     def _packed(
         self, model: Any, head: Any, ids: Tensor, arguments: dict[str, Tensor], ranges: Tensor, bounds: list[Tensor]
     ) -> list[Tensor]:
-        """The results for texts that follow each other: their hidden states, what the pooler makes of their first tokens, and the
-        head's."""
+        """The results for texts that follow each other: their hidden states, what the pooler makes of their first tokens, and
+        the head's."""
         left = iter(bounds)
         with masks_made_by(lambda **_: next(left)):
             # With a mask of ones, because transformers looks for texts that follow each other if there is none.
