@@ -115,9 +115,9 @@ LOWBIT_C_API lowbit_result lowbit_text_load(lowbit_text* text, const char* file,
 /* Adds tokens to a text. logits [vocabulary] are those after the last of them. */
 LOWBIT_C_API lowbit_result lowbit_feed(lowbit_model* model, lowbit_text* text, const int64_t* tokens, int64_t count,
                                        float* logits, lowbit_error* error);
-/* Embeddings, or scores of pairs, by the plan of an encoder. `ids` has the tokens of all texts, `lengths` how many each of them has.
- * `types` has the kind of each token, as 1 for the second text of a pair, or is NULL: all are 0. Writes `texts` vectors, one after
- * the other. */
+/* Embeddings, or scores of pairs, by the plan of an encoder. `ids` has the tokens of all texts, `lengths` how many each text
+ * has. `types` has the kind of each token, as 1 for the second text of a pair, or is NULL: all are 0. Writes `texts` vectors,
+ * one after the other. */
 LOWBIT_C_API int64_t lowbit_width(const lowbit_model* model); /* of a vector; 0: not an encoder */
 LOWBIT_C_API lowbit_result lowbit_embed(lowbit_model* model, const int64_t* ids, const int64_t* types, const int64_t* lengths,
                                         int64_t texts, float* vectors, lowbit_error* error);

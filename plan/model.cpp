@@ -19,7 +19,7 @@
 namespace lowbit {
 namespace {
 
-constexpr int64_t kTogether = 1024;  // tokens of texts that an encoder computes in one call
+constexpr int64_t kTextRows = 256;  // tokens of texts that an encoder computes in one call, whose activations stay in a cache
 constexpr int64_t kPiece = 256;  // tokens of a call; more take longer to write to memory than they save
 constexpr int64_t kMostLength = int64_t{1} << 24;
 constexpr int64_t kMostTokens = int64_t{1} << 28;  // of a vocabulary
@@ -333,8 +333,8 @@ Status PlanModel::embed(const int64_t* ids, const int64_t* types, const int64_t*
   const bool fits = numbers > 0 && numbers <= kMostLength && first >= 0 && first <= kMostLength && masks.size() % 2 == 0 &&
                     std::all_of(masks.begin(), masks.end(), [](int64_t each) { return each >= 0; });
   if (!fits || cache_count() != 0) {
-    return Status::error("the plan has embeddings of %" PRId64 " numbers, positions from %" PRId64 " on and %zu caches; expected "
-                         "the plan of an encoder", numbers, first, cache_count());
+    return Status::error("the plan has embeddings of %" PRId64 " numbers, positions from %" PRId64 " on and %zu caches; "
+                         "expected the plan of an encoder", numbers, first, cache_count());
   }
   for (int64_t text = 0, at = 0; text < texts; ++text) {
     if (lengths[text] < 1 || lengths[text] > std::min(positions(), kMostLength)) {
@@ -346,7 +346,8 @@ Status PlanModel::embed(const int64_t* ids, const int64_t* types, const int64_t*
         return Status::error("there is no token %" PRId64 "; expected 0 to %" PRId64, ids[at], size - 1);
       }
       if (types != nullptr && (types[at] < 0 || types[at] >= std::max<int64_t>(kinds, 1))) {
-        return Status::error("a token is of type %" PRId64 "; expected 0 to %" PRId64, types[at], std::max<int64_t>(kinds, 1) - 1);
+        return Status::error("a token is of type %" PRId64 "; expected 0 to %" PRId64, types[at],
+                             std::max<int64_t>(kinds, 1) - 1);
       }
     }
   }
@@ -362,7 +363,7 @@ Status PlanModel::embed(const int64_t* ids, const int64_t* types, const int64_t*
       parts.clear();
       for (auto& each : bounds) each.clear();
       int64_t rows = 0;
-      for (; text < texts && (rows == 0 || rows + lengths[text] <= kTogether); ++text) {
+      for (; text < texts && (rows == 0 || rows + lengths[text] <= kTextRows); ++text) {
         const int64_t length = lengths[text];
         for (int64_t i = 0, counted = 0; i < length; ++i) {
           // Some models count only the tokens that are not padding.

@@ -71,8 +71,8 @@ class LOWBIT_API PlanModel {
   Status cache_types(TextCache* keys, TextCache* values) const;
   // Adds tokens to a text. logits [vocabulary] are those after the last one. One call at a time.
   Status feed(PlanSession& session, const int64_t* tokens, int64_t count, float* logits);
-  // Embeddings or scores of texts by the plan of an encoder. `ids` has the tokens of all texts, `lengths` how many each text has,
-  // `types` the kind of each token, or is null: all are 0. Writes [texts, width] to `vectors`. One call at a time.
+  // Embeddings or scores of texts by the plan of an encoder. `ids` has the tokens of all texts, `lengths` how many each text
+  // has, `types` the kind of each token, or is null: all are 0. Writes [texts, width] to `vectors`. One call at a time.
   int64_t width() const;  // numbers of each text; 0: not an encoder's plan
   Status embed(const int64_t* ids, const int64_t* types, const int64_t* lengths, int64_t texts, float* vectors);
   // Runs a plan with inputs, outputs and caches of the caller.

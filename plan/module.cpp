@@ -58,7 +58,8 @@ struct Caches {
 
 // A call with the caller's memory.
 template <class Run>
-void run_call(const Run& run, int64_t rows, int64_t kept, const std::vector<Address>& inputs, const std::vector<Address>& outputs,
+void run_call(const Run& run, int64_t rows, int64_t kept, const std::vector<Address>& inputs,
+              const std::vector<Address>& outputs,
               const std::vector<std::tuple<int64_t, int64_t, int64_t, const Caches*>>& texts, size_t caches_per_text) {
   std::vector<Memory> in, out;
   for (const Address& each : inputs) in.push_back(memory_at(each));
@@ -194,14 +195,15 @@ void embed(PlanModel& model, const std::vector<int64_t>& ids, const std::vector<
   }
   for (const size_t count : {ids.size(), types.empty() ? ids.size() : types.size()}) {
     if (count != static_cast<size_t>(tokens)) {
-      throw py::value_error("there are " + std::to_string(count) + " ids or types for texts of " + std::to_string(tokens) + " tokens");
+      throw py::value_error("there are " + std::to_string(count) + " ids or types for texts of " + std::to_string(tokens) +
+                            " tokens");
     }
   }
   Status status;
   {
     py::gil_scoped_release release;
-    status = model.embed(ids.data(), types.empty() ? nullptr : types.data(), lengths.data(), static_cast<int64_t>(lengths.size()),
-                         reinterpret_cast<float*>(vectors));
+    status = model.embed(ids.data(), types.empty() ? nullptr : types.data(), lengths.data(),
+                         static_cast<int64_t>(lengths.size()), reinterpret_cast<float*>(vectors));
   }
   raise_unless_ok(status);
 }

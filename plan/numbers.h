@@ -21,7 +21,8 @@ LOWBIT_API Status gather(const TensorView& x, const TensorView& indices, const T
 LOWBIT_API Status take(const TensorView& x, const TensorView& indices, const TensorView& out, const Parallel& parallel);
 LOWBIT_API Status scatter(const TensorView& indices, double value, const TensorView& out, const Parallel& parallel);
 LOWBIT_API Status count_up(double start, double step, const TensorView& out);
-// out [texts, width] from the rows x [1, rows, width] of each text: `ranges` [texts, 2] has their begin and end. Modes of Pooling.
+// out [texts, width] from the rows x [1, rows, width] of each text: `ranges` [texts, 2] has their begin and end. The mode is a
+// Pooling.
 LOWBIT_API Status pool(const TensorView& x, const TensorView& ranges, int64_t mode, const TensorView& out,
                        const Parallel& parallel);
 

@@ -16,8 +16,8 @@ namespace {
 constexpr int64_t kColumnsPerClaim = 64;
 
 // Sums of float64 do not depend on the CPU: each column is added row by row.
-void pool_text(const TensorView& x, int64_t begin, int64_t end, Pooling mode, int64_t first, int64_t last, const TensorView& out,
-               int64_t text) {
+void pool_text(const TensorView& x, int64_t begin, int64_t end, Pooling mode, int64_t first, int64_t last,
+               const TensorView& out, int64_t text) {
   double sums[kColumnsPerClaim] = {};
   float largest[kColumnsPerClaim];
   const int64_t columns = last - first;

@@ -597,7 +597,8 @@ TEST(PlanPool, RowsOfEachText) {
 }
 
 TEST(PlanPool, Refuses) {
-  const Strided x(kF32, {1, 4, 8}, Form::contiguous), out(kF32, {1, 8}, Form::contiguous), ranges(kI64, {1, 2}, Form::contiguous);
+  const Strided x(kF32, {1, 4, 8}, Form::contiguous), out(kF32, {1, 8}, Form::contiguous);
+  const Strided ranges(kI64, {1, 2}, Form::contiguous);
   const Strided narrow(kI32, {1, 2}, Form::contiguous), wide(kF32, {1, 9}, Form::contiguous);
   const std::pair<double, double> wrong[] = {{-1.0, 2.0}, {2.0, 2.0}, {3.0, 5.0}};
   for (const auto& [begin, end] : wrong) {

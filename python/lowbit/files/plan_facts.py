@@ -1,4 +1,4 @@
-"""What describes a checkpoint in the facts of the plan beside it: settings as JSON, and the states of the checkpoint's files."""
+"""What describes a checkpoint in the facts of the plan beside it: settings as JSON, and the states of its files."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ def description(facts: dict[str, list[int]], version: str) -> dict[str, Any]:
     """The description in the facts of a plan.
 
     Raises:
-        KeyError, ValueError, OverflowError: there is none, or it is that of another version, which may compute a plan in another way.
+        KeyError, ValueError, OverflowError: there is none, or it is that of another version, which may compute a plan in
+            another way.
     """
     size, *numbers = facts[FACT]
     content = json.loads(b"".join(number.to_bytes(_PER_NUMBER, "little") for number in numbers)[:size])

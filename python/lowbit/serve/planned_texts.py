@@ -104,7 +104,7 @@ class PlannedTexts:
 
 
 def keep_plan(model: Any, directory: Path, note: Callable[[str], None]) -> None:
-    """Writes the plan of a fused and packed model of sentence-transformers beside its weights, so that the next run needs no torch.
+    """Writes the plan of a fused and packed model beside its weights, so that the next run needs no torch.
 
     Never an error. The plan is used only if texts have the same bits by it.
     """

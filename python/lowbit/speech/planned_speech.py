@@ -143,7 +143,7 @@ def open_transcriber(
 
 
 def _keep_plans(transcriber: Transcriber, directory: Path, note: Callable[[str], None]) -> None:
-    """Writes the plans of a packed model beside its weights, if it has both, so that the next run needs no torch; never an error."""
+    """Writes the plans of a packed model, if it has both, so that the next run needs no torch; never an error."""
     from ..llm.loading import is_packed
 
     decoder = transcriber.decoder

@@ -140,7 +140,7 @@ class SpeechDecoder(torch.nn.Module):
         self._last = torch.tensor([self.positions - 1])
 
     def hear(self, states: Tensor, at: Tensor) -> list[Tensor]:
-        """Stores keys and values of the encoder's output [1, positions, width] from position ``at`` on; returns the last ones."""
+        """Stores keys and values of the encoder's output [1, positions, width] from ``at`` on; returns the last ones."""
         ends = []
         for layer, (_, _, k_cache, v_cache, last_k, last_v) in zip(self.model.model.decoder.layers, self.caches(), strict=True):
             attention = layer.encoder_attn

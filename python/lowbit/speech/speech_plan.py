@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 _CALLS = ((4, 2), (6, 3), (9, 5), (12, 7))  # tokens or positions of the recorded calls; the second numbers are not used
 _TRIAL = 24  # positions
-# The encoder's hidden states may differ by rounding from those of its own code, whose convolutions and GELU are torch's; quantized
-# activations amplify it.
+# The encoder's hidden states may differ by rounding from those of its own code, whose convolutions and GELU are torch's;
+# quantized activations amplify it.
 _LISTEN_LIMIT = 0.05
 _SLOTS = (Slot.KEYS, Slot.VALUES, Slot.STATE, Slot.STATE + 1)  # of the text, and of what was heard
 

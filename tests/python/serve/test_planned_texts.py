@@ -1,4 +1,4 @@
-"""Embedding models and rerankers by the plan beside their weights: the bits are those of sentence-transformers, without torch."""
+"""Embedding models and rerankers by the plan beside their weights have the bits of sentence-transformers, without torch."""
 
 import ctypes
 import json

@@ -1,4 +1,4 @@
-"""`lowbit transcribe` by the plans beside a Whisper model's weights: the segments are those of torch, which it does not import."""
+"""`lowbit transcribe` by the plans beside a Whisper model's weights has the segments of torch, which it does not import."""
 
 import json
 import os
@@ -42,7 +42,8 @@ def test_transcriptions_are_those_of_torch(whisper):
     planned, theirs = open_transcriber(whisper, threads=2), load_transcriber(whisper)
     assert type(planned) is PlannedTranscriber and planned.languages == theirs.languages
     for seconds, options in (
-        (0.4, {}), (4.3, {}), (1.0, {"timestamps": False}), (2.2, {"language": "fi"}), (2.0, {"language": "en", "task": "translate"})
+        (0.4, {}), (4.3, {}), (1.0, {"timestamps": False}), (2.2, {"language": "fi"}),
+        (2.0, {"language": "en", "task": "translate"}),
     ):  # fmt: skip
         expected = theirs.transcribe(sound(seconds), **options)
         assert planned.transcribe(sound(seconds), **options) == expected and expected.segments
