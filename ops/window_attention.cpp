@@ -89,7 +89,8 @@ Status window_attention(const TensorView& q, const TensorView& k, const TensorVi
                            describe(v.shape).text, positions);
     }
     const TensorView one_k = part_of(k, -1, 2, 0, one.shape.size[2]), one_v = part_of(v, -1, 2, 0, one.shape.size[2]);
-    if (Status status = check_attention(one, one_k, one_v, k_cache, v_cache, relative, scores, first_out, &sizes); !status.ok()) {
+    if (Status status = check_attention(one, one_k, one_v, k_cache, v_cache, relative, scores, first_out, &sizes);
+        !status.ok()) {
       return status;
     }
     // `start` may be a part of `held`, so it was read before `held` is written.

@@ -225,7 +225,8 @@ def _evaluate_answers(
     document = {
         "model": str(model), "answers": None if judging.answers is None else str(judging.answers), "prompts": len(prompts),
         "max_new_tokens": judging.new, "tasks": list(problems), "seed": judging.seed, "cache": cache,
-        "reference": None if reference is None else str(reference), "threads": import_module("torch").get_num_threads(), "results": results,
+        "reference": None if reference is None else str(reference), "threads": import_module("torch").get_num_threads(),
+        "results": results,
     }  # fmt: skip
     output.result(document, shown)
 

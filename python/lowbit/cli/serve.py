@@ -81,8 +81,8 @@ def serve(
             if guesses:
                 model.batch.speculate(guesses, guesser)
     run(
-        [model for model, _ in loaded], host, port, api_key or os.environ.get("LOWBIT_API_KEY") or None, queue=queue, timeout=timeout, grace=grace,
-        note=output.note, warn=output.warn,
+        [model for model, _ in loaded], host, port, api_key or os.environ.get("LOWBIT_API_KEY") or None, queue=queue,
+        timeout=timeout, grace=grace, note=output.note, warn=output.warn,
     )  # fmt: skip
 
 

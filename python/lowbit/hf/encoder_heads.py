@@ -1,7 +1,7 @@
 """What makes the result of a text of an encoder's hidden states: classifiers, and the modules of sentence-transformers.
 
-A head has the encoder as ``base``. Of a replica, ``rows`` computes texts that follow each other, for a plan, and ``own`` computes
-a batch by the model's own code, after ``drop_plans``.
+A head has the encoder as ``base``. Of a replica, ``rows`` computes texts that follow each other, for a plan, and ``own``
+computes a batch by the model's own code, after ``drop_plans``.
 """
 
 from __future__ import annotations

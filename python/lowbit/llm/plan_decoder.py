@@ -158,7 +158,7 @@ class PlanDecoder(TextsDecoder):
             raise ValueError(f"there is no token {wrong}; expected 0 to {self.vocabulary - 1}")
         if not tokens or start + len(tokens) > self.max_length:
             raise IndexError(
-                f"a text has {start} tokens and gets {len(tokens)}; expected 1 or more, and at most {self.max_length} altogether"
+                f"a text has {start} tokens and gets {len(tokens)}; expected 1 or more, at most {self.max_length} altogether"
             )
 
     def _rows(self, tokens: list[int], start: int, keep: list[int]) -> numpy.ndarray:

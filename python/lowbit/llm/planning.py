@@ -107,7 +107,7 @@ class DecoderPlan:
 
     @property
     def gives_kept_rows(self) -> bool:
-        """Whether its logits are those of the kept rows, as programs without torch require; some models ignore logits_to_keep."""
+        """Whether its logits are those of the kept rows, as without torch; some models ignore logits_to_keep."""
         return not any(size.per_row for size in self._planned.outputs[0].size)
 
     @property
@@ -204,7 +204,7 @@ class MtpPlan:
                 of earlier tokens, and caches.
             new_caches: gives empty caches of a length.
             model: the modules with the weights.
-            size: of a hidden state.
+            size: the size of a hidden state.
             exact: the model has float32 weights only.
 
         Raises:

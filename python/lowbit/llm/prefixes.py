@@ -64,7 +64,7 @@ class PrefixCache:
         decoder.check()
         if decoder.recurrent:
             raise ValueError(
-                "a prefix cache requires a model with keys and values only; the recurrent layers of this one have states, which "
+                "a prefix cache requires a model with keys and values only; recurrent layers of this one have states, which "
                 "depend on the whole text"
             )
         if decoder.windowed:

@@ -22,7 +22,7 @@ class ListStep(Protocol):
 
 
 def rows_after(step: Any, tokens: Sequence[int], start: int, guess: Sequence[int] = ()) -> Iterable[Any]:
-    """Logits [vocabulary] of a step after the last of these tokens, which follow ``start`` others, and after each draft token."""
+    """Logits [vocabulary] of a step after the last of these tokens, which follow ``start`` others, and each draft token."""
     if hasattr(step, "feed"):
         return step.feed_all([*tokens, *guess], start)[len(tokens) - 1 :] if guess else [step.feed(list(tokens), start)]
     torch = import_module("torch")

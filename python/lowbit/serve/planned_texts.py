@@ -35,7 +35,7 @@ class _Tokens:
         """
         Args:
             most: tokens of the longest text; longer ones are cut.
-            side: of what is cut.
+            side: the side that is cut.
         """
         from tokenizers import Tokenizer
 

@@ -28,15 +28,16 @@ LENGTH = 256
 COMPLETE, CHAT = "/v1/completions", "/v1/chat/completions"
 TALK = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": f"{UNICODE} </s>?"}]
 SCHEMA = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 9}}, "required": ["name"]}
+AS_SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
 REQUESTS = [
     (COMPLETE, {"prompt": PROMPT, "max_tokens": 20, "temperature": 0}),
     (COMPLETE, {"prompt": f"{SYSTEM} {UNICODE}", "max_tokens": 12, **DRAWN, "seed": 5, "n": 3, "logprobs": 2}),
     (COMPLETE, {"prompt": SYSTEM * 6, "max_tokens": 8, "echo": True, "logprobs": 3, "temperature": 0}),
-    (COMPLETE, {"prompt": [SYSTEM + "one, two, one, two,", SYSTEM + "The"], "max_tokens": 30, "temperature": 0.3, "stop": ["a"]}),
+    (COMPLETE, {"prompt": [SYSTEM + "one, two, one,", SYSTEM + "The"], "max_tokens": 30, "temperature": 0.3, "stop": ["a"]}),
     (COMPLETE, {"prompt": [5, 9, 300, 301], "max_tokens": 5, "stream": True}),
     (COMPLETE, {"prompt": "a", "max_tokens": 9, "structured_outputs": {"regex": "[a-c]{3}x"}}),
     (COMPLETE, {"prompt": "a", "max_tokens": 9, "structured_outputs": {"grammar": 'start: "b" | "b" <s> "c"'}}),
-    (CHAT, {"messages": TALK, "max_tokens": 40, "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}}),
+    (CHAT, {"messages": TALK, "max_tokens": 40, "response_format": AS_SCHEMA}),
     (CHAT, {"messages": TALK, "max_tokens": 12, "logprobs": True, "top_logprobs": 2, "temperature": 0.9, "seed": 1}),
     (CHAT, {"messages": TALK, "max_tokens": 30, "tools": TOOLS, "tool_choice": "required"}),
     (CHAT, {"messages": TALK, "max_tokens": 20, "stream": True, "stream_options": {"include_usage": True}}),
