@@ -4,8 +4,9 @@
 
 MODEL is a packed model (`lowbit import FILE MODEL`) or the name of a shape, which gets random weights of 4 bits. PYTHON is an
 interpreter with llama-cpp-python (`make bench-peers` builds one). All take turns: in every round each reads a prompt and
-decodes tokens greedily. The table has medians over the tokens of all rounds, with the share of the read bandwidth that a token's
-packed weights take. --operators adds the least time of each of the plan's operators in a token, which other programs hardly change.
+decodes tokens greedily. The table has medians over the tokens of all rounds, with the share of the read bandwidth that a
+token's packed weights take. --operators adds the least time of each of the plan's operators in a token, which other programs
+hardly change.
 """
 
 from __future__ import annotations
