@@ -349,8 +349,8 @@ def document(results: dict[str, dict]) -> str:
         "**By transformers' own attention** means the same for `Fallback`, and that a truncated text gives the same results as "
         "a text that was never longer. It was also measured what the caches of each model support.",
         "",
-        "Calls of the decoder run by a [plan](internals/plan.md) at 4 bits, unless the table says **no plan** and why: the model's "
-        "Python code runs then, with the same results.",
+        "Calls of the decoder run by a [plan](internals/plan.md) at 4 bits, unless the table says **no plan** and why: the "
+        "model's Python code runs then, with the same results.",
         "",
         "**Refused** means that one or both decoders refused the model with this reason, and left every bit of it unchanged.",
         "",

@@ -118,8 +118,8 @@ def as_image(image: Any) -> Any:
 class ImageStep:
     """A decoding step of an image-text model for `generate()`.
 
-    :meth:`look` sets a prompt with images. A text that grows is continued; any other text is recomputed. The language model runs
-    by a plan, or by transformers' attention and caches; :attr:`plan_refusal` says why a model has no plan.
+    :meth:`look` sets a prompt with images. A text that grows is continued; any other text is recomputed. The language model
+    runs by a plan, or by transformers' attention and caches; :attr:`plan_refusal` says why a model has no plan.
     """
 
     def __init__(self, model: torch.nn.Module, max_length: int = _CONTEXT):

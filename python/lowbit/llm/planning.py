@@ -107,7 +107,7 @@ class DecoderPlan:
 
     @property
     def gives_kept_rows(self) -> bool:
-        """Whether its logits are those of the kept rows, as programs without torch require; some models ignore logits_to_keep."""
+        """Whether its logits are only those of kept rows, as programs without torch require; not if logits_to_keep is ignored."""
         return not any(size.per_row for size in self._planned.outputs[0].size)
 
     @property
