@@ -204,7 +204,7 @@ class MtpPlan:
                 of earlier tokens, and caches.
             new_caches: gives empty caches of a length.
             model: the modules with the weights.
-            size: of a hidden state.
+            size: the size of a hidden state.
             exact: the model has float32 weights only.
 
         Raises:
