@@ -517,7 +517,7 @@ class FilePlan:
 
     Attributes:
         facts: what such a program needs to know to make the plan's inputs.
-        positions: those of the longest text.
+        positions: the tokens of the longest text.
     """
 
     plan: Plan

@@ -35,7 +35,7 @@ class _Tokens:
         """
         Args:
             most: tokens of the longest text; longer ones are cut.
-            side: the side that is cut.
+            side: where long texts are cut, "right" or "left".
         """
         from tokenizers import Tokenizer
 

@@ -40,7 +40,7 @@ def filters(bins: int) -> np.ndarray:
 
 
 def log_mel(samples: np.ndarray, bins: int, frames: int) -> np.ndarray:
-    """Features [bins, frames or more], float32, of samples float32 [n] followed by silence up to ``frames``."""
+    """Features [bins, frames or more], float32, of samples float32 [n], followed by silence up to ``frames``."""
     if len(samples) < frames * HOP:
         samples = np.pad(samples, (0, frames * HOP - len(samples)))
     count, half = len(samples) // HOP, _WINDOW // 2

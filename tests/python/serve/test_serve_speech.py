@@ -263,6 +263,6 @@ def test_decoding_ends_when_the_client_has_gone(monkeypatch):
             await asyncio.sleep(0.001)
         reading.cancel()
 
-    monkeypatch.setattr(speech, "read_audio", endless)
+    monkeypatch.setattr("lowbit.speech.audio.read_audio", endless)
     asyncio.run(leave())
     assert ended.wait(60)
