@@ -44,16 +44,17 @@ def plan_bytes(decoder: Decoder, directory: Path, stop: list[int], caches: tuple
     return placed_bytes(plan, made.weights, directory)
 
 
-def placed_bytes(plan: Plan, weights: dict[int, Tensor], directory: Path, most_inside: int = _MOST_INSIDE) -> bytes:
+def placed_bytes(plan: Plan, weights: dict[int, Tensor], directory: Path, most_inside: int | None = None) -> bytes:
     """The bytes of a plan whose weights, by buffer, are those of the checkpoint in ``directory``; changes its buffers.
 
     Args:
-        most_inside: bytes of a weight that the plan has itself, if the checkpoint has it in another type.
+        most_inside: bytes of a weight that the plan has itself, if the checkpoint has it in another type; None: a megabyte.
 
     Raises:
         ValueError: the checkpoint has no such weights.
         OSError: it cannot be read.
     """
+    most_inside = _MOST_INSIDE if most_inside is None else most_inside
     alike: dict[tuple[int, int], list[Stored]] = {}
     for each in read_files(*files_of(directory)).values():
         alike.setdefault((each.bytes, zlib.crc32(_bytes_of(each)[:CHECKED])), []).append(each)
