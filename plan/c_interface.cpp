@@ -192,7 +192,11 @@ int64_t lowbit_most_likely(const float* logits, int64_t vocabulary) {
   return logits == nullptr ? -1 : lowbit::most_likely(logits, vocabulary);
 }
 
-lowbit_result lowbit_sample(const float* logits, int64_t vocabulary, const lowbit_sampling* options, uint64_t* random,
+void lowbit_seed(lowbit_random* random, uint64_t seed) {
+  if (random != nullptr) lowbit::RandomNumbers(seed).keep(random->state);
+}
+
+lowbit_result lowbit_sample(const float* logits, int64_t vocabulary, const lowbit_sampling* options, lowbit_random* random,
                             int64_t* token, lowbit_error* error) {
   return guarded(error, [&] {
     if (logits == nullptr) return missing("logits");
@@ -200,8 +204,17 @@ lowbit_result lowbit_sample(const float* logits, int64_t vocabulary, const lowbi
     if (token == nullptr) return missing("token");
     lowbit_sampling used;
     if (Status status = read_options(options, &used); !status.ok()) return status;
-    return lowbit::sample(logits, vocabulary, {used.temperature, used.top_k, used.top_p == 0 ? 1.0 : used.top_p, used.min_p},
-                          random, token);
+    const lowbit::Sampling sampling{used.temperature, used.top_p == 0 ? 1.0 : used.top_p, used.min_p, 1.0, used.top_k};
+    if (Status status = sampling.check(); !status.ok()) return status;
+    if (used.temperature != 0 && random->state[3] % 2 == 0) {
+      return Status::error("random has no seed; expected that lowbit_seed was called");
+    }
+    if (vocabulary < 1) return Status::error("there are %" PRId64 " logits; expected one for each token", vocabulary);
+    std::vector<float> changed(logits, logits + vocabulary);
+    lowbit::RandomNumbers numbers(random->state);
+    const Status status = lowbit::draw(sampling, {}, changed, numbers, token);
+    numbers.keep(random->state);
+    return status;
   });
 }
 

@@ -12,6 +12,7 @@
  *   if (lowbit_open("model", NULL, &model, &error) != LOWBIT_OK) ...
  *   if (lowbit_text_new(model, NULL, &text, &error) != LOWBIT_OK) ...
  *   if (lowbit_feed(model, text, tokens, count, logits, &error) != LOWBIT_OK) ...
+ *   lowbit_seed(&random, 7);
  *   if (lowbit_sample(logits, vocabulary, NULL, &random, &token, &error) != LOWBIT_OK) ...
  */
 #ifndef LOWBIT_LOWBIT_H
@@ -72,6 +73,11 @@ typedef struct {
   lowbit_cache keys, values; /* the same, or LOWBIT_TEXT_I8 and LOWBIT_TEXT_I4 */
 } lowbit_text_options;
 
+/* The state of random numbers, those of numpy.random.Generator(PCG64(seed)). */
+typedef struct {
+  uint64_t state[4];
+} lowbit_random;
+
 /* How a token is drawn. The same logits, options and random state give the same token on every machine. */
 typedef struct {
   size_t size;
@@ -123,9 +129,10 @@ LOWBIT_C_API lowbit_result lowbit_embed(lowbit_model* model, const int64_t* ids,
                                         int64_t texts, float* vectors, lowbit_error* error);
 /* The first token with the largest logit; -1 if one is NaN or the largest is infinite. */
 LOWBIT_C_API int64_t lowbit_most_likely(const float* logits, int64_t vocabulary);
-/* Draws a token. `random` is the state of the random numbers: a seed to begin with, changed by each draw. */
+LOWBIT_C_API void lowbit_seed(lowbit_random* random, uint64_t seed);
+/* Draws a token, as `lowbit generate` does with the same seed. `random` is changed by each draw; at temperature 0 it needs no seed. */
 LOWBIT_C_API lowbit_result lowbit_sample(const float* logits, int64_t vocabulary, const lowbit_sampling* options,
-                                         uint64_t* random, int64_t* token, lowbit_error* error);
+                                         lowbit_random* random, int64_t* token, lowbit_error* error);
 
 /* A digest of the logits of a fixed text, the same on every machine for the same files. */
 LOWBIT_C_API lowbit_result lowbit_certify(lowbit_model* model, uint64_t* certificate, lowbit_error* error);

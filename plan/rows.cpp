@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "../kernels/isa.h"
 #include "../kernels/numeric.h"
 #include "../ops/schedule.h"
 #include "number_checks.h"
@@ -45,13 +46,6 @@ Shape without_last(const Shape& shape, int64_t last = -1) {
 }
 
 constexpr int kLanes = 16;
-using Four [[gnu::vector_size(16)]] = float;
-
-Four four(const float* at) {
-  Four result;
-  std::memcpy(&result, at, sizeof result);
-  return result;
-}
 
 float fold_lanes(const float* lanes) {
   float sums[kLanes];
@@ -80,6 +74,54 @@ Status check_indices(const char* name, const TensorView& indices) {
   return Status::error("%s has dtype %s; expected int64 or int32", name, name_of(indices.type));
 }
 
+constexpr int kRowsTogether = 2, kColumnsTogether = 4;
+
+// The lanes of the products of rows of x and of weights, over the first `end` inputs, a multiple of kLanes. One vector's lanes
+// at a time, so that their sums stay in registers.
+template <class Vector>
+[[gnu::always_inline]] inline void add_products(const float* const* a, const float* const* b, int64_t end,
+                                                float (*lanes)[kColumnsTogether][kLanes]) {
+  for (int lane = 0; lane < kLanes; lane += sizeof(Vector) / sizeof(float)) {
+    Vector sums[kRowsTogether][kColumnsTogether] = {};
+    for (int64_t i = lane; i < end; i += kLanes) {
+      Vector x[kRowsTogether], w;
+#pragma GCC unroll 2
+      for (int r = 0; r < kRowsTogether; ++r) std::memcpy(&x[r], a[r] + i, sizeof w);
+#pragma GCC unroll 4
+      for (int c = 0; c < kColumnsTogether; ++c) {
+        std::memcpy(&w, b[c] + i, sizeof w);
+#pragma GCC unroll 2
+        for (int r = 0; r < kRowsTogether; ++r) sums[r][c] += x[r] * w;
+      }
+    }
+    for (int r = 0; r < kRowsTogether; ++r) {
+      for (int c = 0; c < kColumnsTogether; ++c) std::memcpy(lanes[r][c] + lane, &sums[r][c], sizeof sums[r][c]);
+    }
+  }
+}
+
+using Products = void(const float* const* a, const float* const* b, int64_t end, float (*lanes)[kColumnsTogether][kLanes]);
+
+void add_products_portable(const float* const* a, const float* const* b, int64_t end, float (*lanes)[kColumnsTogether][kLanes]) {
+  using Four [[gnu::vector_size(16)]] = float;
+  add_products<Four>(a, b, end, lanes);
+}
+
+#if defined(__x86_64__)
+[[gnu::target("avx2")]] void add_products_avx2(const float* const* a, const float* const* b, int64_t end,
+                                               float (*lanes)[kColumnsTogether][kLanes]) {
+  using Eight [[gnu::vector_size(32)]] = float;
+  add_products<Eight>(a, b, end, lanes);
+}
+#endif
+
+Products* products_for_this_cpu() {
+#if defined(__x86_64__)
+  if ((active_isa() & kAvx2) != 0) return add_products_avx2;
+#endif
+  return add_products_portable;
+}
+
 }  // namespace
 
 Status float_linear(const TensorView& x, const TensorView& weight, const TensorView* bias, const TensorView& out,
@@ -103,36 +145,45 @@ Status float_linear(const TensorView& x, const TensorView& weight, const TensorV
   if (out.shape.numel() == 0) return {};
   const bool plain = x.type == ElementType::f32 && weight.type == ElementType::f32 && inputs.step() == 1 && weights.step() == 1;
   constexpr int64_t kOutputsPerClaim = 16;
+  Products* const add = products_for_this_cpu();
   const Parallel threads = inputs.count * n * k < (1 << 16) ? Parallel() : parallel;
-  const auto product = [&](int64_t row, int64_t column) {
-    const int64_t of_x = inputs.offset(row), of_weight = column * weight.stride[0];
-    alignas(64) float lanes[kLanes] = {};
-    int64_t i = 0;
+  // The lanes of the products of up to two rows and four columns, then the rest of each.
+  const auto products = [&](int64_t row, int64_t rows, int64_t column, int64_t columns) {
+    alignas(64) float lanes[kRowsTogether][kColumnsTogether][kLanes] = {};
+    int64_t done = 0;
     if (plain) {
-      const float* const a = static_cast<const float*>(x.data) + of_x;
-      const float* const b = static_cast<const float*>(weight.data) + of_weight;
-      Four sums0 = {}, sums1 = {}, sums2 = {}, sums3 = {};  // in registers, unlike an array
-      for (; i + kLanes <= k; i += kLanes) {
-        sums0 += four(a + i) * four(b + i);
-        sums1 += four(a + i + 4) * four(b + i + 4);
-        sums2 += four(a + i + 8) * four(b + i + 8);
-        sums3 += four(a + i + 12) * four(b + i + 12);
+      const float* a[kRowsTogether];
+      const float* b[kColumnsTogether];
+      for (int64_t r = 0; r < kRowsTogether; ++r) {
+        a[r] = static_cast<const float*>(x.data) + inputs.offset(row + std::min(r, rows - 1));
       }
-      std::memcpy(lanes, &sums0, sizeof sums0);
-      std::memcpy(lanes + 4, &sums1, sizeof sums1);
-      std::memcpy(lanes + 8, &sums2, sizeof sums2);
-      std::memcpy(lanes + 12, &sums3, sizeof sums3);
+      for (int64_t c = 0; c < kColumnsTogether; ++c) {
+        b[c] = static_cast<const float*>(weight.data) + (column + std::min(c, columns - 1)) * weight.stride[0];
+      }
+      done = k / kLanes * kLanes;
+      add(a, b, done, lanes);
     }
-    for (; i < k; ++i) lanes[i % kLanes] += inputs.value(of_x, i) * weights.value(of_weight, i);
-    float result = fold_lanes(lanes);
-    if (bias != nullptr) result += load_as_f32(bias->data, dtype_of(bias->type), column * bias->stride[0]);
-    store_from_f32(out.data, dtype_of(out.type), outputs.offset(row) + column * outputs.step(), canonical(result));
+    for (int64_t r = 0; r < rows; ++r) {
+      const int64_t of_x = inputs.offset(row + r), of_out = outputs.offset(row + r);
+      for (int64_t c = 0; c < columns; ++c) {
+        const int64_t of_weight = (column + c) * weight.stride[0];
+        float* const sums = lanes[r][c];
+        for (int64_t i = done; i < k; ++i) sums[i % kLanes] += inputs.value(of_x, i) * weights.value(of_weight, i);
+        float result = fold_lanes(sums);
+        if (bias != nullptr) result += load_as_f32(bias->data, dtype_of(bias->type), (column + c) * bias->stride[0]);
+        store_from_f32(out.data, dtype_of(out.type), of_out + (column + c) * outputs.step(), canonical(result));
+      }
+    }
   };
   parallel_1d(threads, n, kOutputsPerClaim, [&](int, int64_t begin, int64_t end) {
     // A few columns for all rows, and then the next ones: their weights stay in a cache, and each row is read once for them.
     for (int64_t first = begin; first < end; first += kOutputsPerClaim) {
-      for (int64_t row = 0; row < outputs.count; ++row) {
-        for (int64_t column = first; column < std::min(first + kOutputsPerClaim, end); ++column) product(row, column);
+      const int64_t last = std::min(first + kOutputsPerClaim, end);
+      for (int64_t row = 0; row < outputs.count; row += kRowsTogether) {
+        for (int64_t column = first; column < last; column += kColumnsTogether) {
+          products(row, std::min<int64_t>(kRowsTogether, outputs.count - row), column,
+                   std::min<int64_t>(kColumnsTogether, last - column));
+        }
       }
     }
   });

@@ -22,13 +22,12 @@
 #endif
 
 #include "../plan/model.h"
-#include "drawing.h"
+#include "../plan/sampling.h"
 #include "tokenizer.h"
 
 namespace {
 
 using namespace lowbit;
-using namespace lowbit::text;
 
 constexpr char kUsage[] =
     "usage: lowbit-run DIRECTORY [options]\n"

@@ -23,7 +23,7 @@ mod lowbit {
             model: *mut c_void, text: *mut c_void, tokens: *const i64, count: i64, logits: *mut f32, error: *mut Message,
         ) -> c_int;
         fn lowbit_sample(
-            logits: *const f32, vocabulary: i64, options: *const c_void, random: *mut u64, token: *mut i64, error: *mut Message,
+            logits: *const f32, vocabulary: i64, options: *const c_void, random: *mut [u64; 4], token: *mut i64, error: *mut Message,
         ) -> c_int;
     }
 
@@ -55,7 +55,7 @@ mod lowbit {
         pub fn begin(&self) -> Result<Text<'_>, String> {
             let mut text = null_mut();
             call(|error| unsafe { lowbit_text_new(self.0, null(), &mut text, error) })?;
-            Ok(Text { model: self, text, logits: vec![0.0; unsafe { lowbit_vocabulary(self.0) } as usize], random: 0 })
+            Ok(Text { model: self, text, logits: vec![0.0; unsafe { lowbit_vocabulary(self.0) } as usize], random: [0; 4] })
         }
     }
 
@@ -69,7 +69,7 @@ mod lowbit {
         model: &'a Model,
         text: *mut c_void,
         logits: Vec<f32>,
-        random: u64,
+        random: [u64; 4], // needs no seed for the most likely token
     }
 
     impl Text<'_> {

@@ -8,12 +8,13 @@ int main(void) {
   lowbit_sampling sampling;
   lowbit_error error;
   lowbit_model* model = NULL;
-  uint64_t random = 7;
+  lowbit_random random;
   int64_t token = -1;
   memset(&sampling, 0, sizeof sampling);
   sampling.size = sizeof sampling;
   sampling.temperature = 0.5;
   sampling.top_k = 1;
+  lowbit_seed(&random, 7);
   if (lowbit_sample(logits, 4, &sampling, &random, &token, &error) != LOWBIT_OK || token != 1) {
     fprintf(stderr, "a token was not drawn: %s\n", error.message);
     return 1;
