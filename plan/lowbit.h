@@ -130,7 +130,8 @@ LOWBIT_C_API lowbit_result lowbit_embed(lowbit_model* model, const int64_t* ids,
 /* The first token with the largest logit; -1 if one is NaN or the largest is infinite. */
 LOWBIT_C_API int64_t lowbit_most_likely(const float* logits, int64_t vocabulary);
 LOWBIT_C_API void lowbit_seed(lowbit_random* random, uint64_t seed);
-/* Draws a token, as `lowbit generate` does with the same seed. `random` is changed by each draw; at temperature 0 it needs no seed. */
+/* Draws a token, as `lowbit generate` does with the same seed. `random` is changed by each draw; at temperature 0 it needs no
+ * seed. */
 LOWBIT_C_API lowbit_result lowbit_sample(const float* logits, int64_t vocabulary, const lowbit_sampling* options,
                                          lowbit_random* random, int64_t* token, lowbit_error* error);
 

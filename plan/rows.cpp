@@ -102,7 +102,8 @@ template <class Vector>
 
 using Products = void(const float* const* a, const float* const* b, int64_t end, float (*lanes)[kColumnsTogether][kLanes]);
 
-void add_products_portable(const float* const* a, const float* const* b, int64_t end, float (*lanes)[kColumnsTogether][kLanes]) {
+void add_products_portable(const float* const* a, const float* const* b, int64_t end,
+                           float (*lanes)[kColumnsTogether][kLanes]) {
   using Four [[gnu::vector_size(16)]] = float;
   add_products<Four>(a, b, end, lanes);
 }

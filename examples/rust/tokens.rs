@@ -23,7 +23,8 @@ mod lowbit {
             model: *mut c_void, text: *mut c_void, tokens: *const i64, count: i64, logits: *mut f32, error: *mut Message,
         ) -> c_int;
         fn lowbit_sample(
-            logits: *const f32, vocabulary: i64, options: *const c_void, random: *mut [u64; 4], token: *mut i64, error: *mut Message,
+            logits: *const f32, vocabulary: i64, options: *const c_void, random: *mut [u64; 4], token: *mut i64,
+            error: *mut Message,
         ) -> c_int;
     }
 
