@@ -131,7 +131,8 @@ Status draw(const Sampling& sampling, const std::set<int64_t>& seen, std::vector
     std::nth_element(sorted.begin(), sorted.begin() + sampling.top_k - 1, sorted.end(), std::greater<float>());
     least = sorted[static_cast<size_t>(sampling.top_k - 1)];
   }
-  const float shift = logits[static_cast<size_t>(*token)], scale = static_cast<float>(std::max(sampling.temperature, 1e-30));
+  const float shift = logits[static_cast<size_t>(*token)];
+  const auto scale = static_cast<float>(std::clamp(sampling.temperature, 1e-30, 1e38));
   std::vector<float> probabilities(logits.size());
   double sum = 0.0;
   for (size_t i = 0; i < logits.size(); ++i) {

@@ -226,9 +226,9 @@ def draw(
     if top_k is not None and top_k < len(values):
         tokens = likeliest(values, top_k)
         values = values[tokens]
-    # Shift the largest logit to 0, which stays finite at any temperature. Below 1e-30 only equal logits remain.
+    # Shift the largest logit to 0, which stays finite at any temperature. Below 1e-30 only equal logits remain, above 1e38 all.
     with numpy.errstate(over="ignore"):
-        values = (values - largest) / numpy.float32(max(temperature, 1e-30))
+        values = (values - largest) / numpy.float32(min(max(temperature, 1e-30), 1e38))
     probabilities = numpy.exp(values)
     probabilities /= probabilities.sum()
     if top_p is not None and top_p < 1:
