@@ -120,15 +120,13 @@ def made(loaded, name="tiny", **more):
 
 class FakeEncoder:
     max_seq_length = 8
+    similarity_fn_name = "dot"
 
     def __init__(self, tokenizer):
         self.tokenizer = tokenizer
 
     def encode(self, texts, **_):
         return torch.tensor([[float(len(text)), 0.5] for text in texts])
-
-    def similarity(self, queries, documents):
-        return queries @ documents.T
 
 
 @pytest.fixture(scope="module")
