@@ -126,7 +126,7 @@ class FakeEncoder:
         self.tokenizer = tokenizer
 
     def encode(self, texts, **_):
-        return torch.tensor([[float(len(text)), 0.5] for text in texts])
+        return torch.tensor([[float(len(text)), 0.5] for text in texts]).numpy()
 
 
 @pytest.fixture(scope="module")
