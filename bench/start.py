@@ -42,8 +42,9 @@ def speeds(arguments: argparse.Namespace) -> dict[str, tuple[float, float]]:
     """Tokens per second in prefill and decode, by the names of bench/plan.py."""
     import plan
 
-    settings = {"model": str(arguments.model), "gguf": str(arguments.gguf), "llama": arguments.llama, "new": 48, "pte": [], "operators": False}
-    rows = plan.measure(argparse.Namespace(**settings, rounds=arguments.rounds), arguments.threads)
+    settings = argparse.Namespace(**vars(arguments), new=48, pte=[], operators=False)
+    settings.model, settings.gguf = str(settings.model), str(settings.gguf)
+    rows = plan.measure(settings, arguments.threads)
     return {name: (1e3 * len(plan.PROMPT) / prompt, 1e3 / token) for name, token, prompt, _ in rows}
 
 
