@@ -76,23 +76,22 @@ def _layer(stock: Stock, layer: str) -> Iterator[Matrix | Weights]:
             f"{layer} in {packed.path} has weight {list(packed.shape)} and scales {list(scales.shape)}; expected those of "
             f"{bits!r:.20} bits in groups of {group!r:.20}, as the settings say"
         )
-    k, total = groups * group, packed.bytes + scales.bytes + (0 if biases is None else biases.bytes)
+    total = packed.bytes + scales.bytes + (0 if biases is None else biases.bytes)
+    k, share = groups * group, total // (stack[0] if stack else 1)
     read: Callable[..., Any]
     for expert, name in enumerate(_names(stock, layer, stack)):
         place = expert * n
         if mode == "affine":
             assert biases is not None
             read = partial(_affine, packed, scales, biases, bits, k, place)
-            yield Matrix(
-                name, f"MLX, {bits} bits", (n, k), bits, group if groups > 1 else None, True, read, total // (stack or [1])[0]
-            )
+            yield Matrix(name, f"MLX, {bits} bits", (n, k), bits, group if groups > 1 else None, True, read, share)
         elif bits == 4:
             read = partial(_four_bits, packed, scales, mode, k, place)
             source = f"MLX, {mode.upper()}"
-            yield Matrix(name, source, (n, k), 4, group, False, read, total // (stack or [1])[0], TABLES[mode])
+            yield Matrix(name, source, (n, k), 4, group, False, read, share, TABLES[mode])
         else:
             read = partial(_eight_bits, packed, scales, place)
-            yield Weights(name, "MLX, MXFP8", (n, k), LinearConfig(8), read, total // (stack or [1])[0])
+            yield Weights(name, "MLX, MXFP8", (n, k), LinearConfig(8), read, share)
 
 
 def _names(stock: Stock, layer: str, stack: list[int]) -> list[str]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoints import change_a_bit
 from command_line import FLOAT, PROGRAM, PROMPT, TINY, UNICODE, document, invoke
 from lowbit.cli import plans
 from lowbit.exports import plan_export
@@ -153,13 +154,7 @@ def test_a_plan_that_does_not_fit_is_replaced(planned, tmp_path, monkeypatch, da
         file = tmp_path / "model" / "generation_config.json"
         file.write_text(json.dumps(json.loads(file.read_text()) | {"temperature": 0.5}))
     elif damage == "weights":
-        file = tmp_path / "model" / "model.safetensors"
-        content = bytearray(file.read_bytes())
-        start = int.from_bytes(content[:8], "little") + 8
-        header = json.loads(content[8:start])
-        name = next(name for name in header if name.endswith("norm.weight"))
-        content[start + header[name]["data_offsets"][0]] ^= 1
-        file.write_bytes(content)
+        change_a_bit(tmp_path / "model" / "model.safetensors", "norm.weight")
     elif damage == "bytes":
         content = bytearray(plan.read_bytes())
         content[len(content) // 2] ^= 1

@@ -14,6 +14,7 @@ import lowbit
 import numpy as np
 import pytest
 import torch
+from checkpoints import change_a_bit
 from command_line import PROGRAM
 from lowbit.checkpoint import quantize_checkpoint
 from lowbit.files.plan_facts import PLAN, NoPlan
@@ -132,12 +133,7 @@ def test_a_plan_that_does_not_fit_is_replaced(directory, tmp_path, monkeypatch, 
         file = tmp_path / "model" / "1_Pooling" / "config.json"
         file.write_text(json.dumps(json.loads(file.read_text()) | {"pooling_mode": "cls"}))
     elif damage == "weights":
-        content = bytearray(weights.read_bytes())
-        start = int.from_bytes(content[:8], "little") + 8
-        header = json.loads(content[8:start])
-        name = next(name for name in header if name.endswith("LayerNorm.weight"))
-        content[start + header[name]["data_offsets"][0]] ^= 1
-        weights.write_bytes(content)
+        change_a_bit(weights, "LayerNorm.weight")
     elif damage == "bytes":
         content = bytearray(plan.read_bytes())
         content[len(content) // 2] ^= 1
