@@ -104,6 +104,16 @@ struct AddPlanesArgs {
   DType dtype;
 };
 
+// out[r][c] = the sum of x[r][i] * weights[c][i] in 16 lanes, element i in lane i % 16 by fma, folded as in attention. The last
+// piece of a row is filled up with zeros.
+struct FloatProductsArgs {
+  const float* x;        // [rows, k]
+  const float* weights;  // [columns, k]
+  float* out;            // [rows, columns]
+  int64_t x_step, weights_step, out_step;  // elements from one row to the next
+  int64_t rows, columns, k;
+};
+
 struct ElementwiseKernel {
   const char* name;  // elementwise_<isa>
   IsaBits isa;
@@ -114,6 +124,7 @@ struct ElementwiseKernel {
   void (*rotate)(const RotateArgs&);
   void (*residual)(const ResidualArgs&);
   void (*add_planes)(const AddPlanesArgs&);
+  void (*float_products)(const FloatProductsArgs&);
 };
 
 }  // namespace lowbit

@@ -39,6 +39,12 @@ struct Walk {
       size[0] = 1;
       for (int t = 0; t < count; ++t) strides[t][0] = 0;
     }
+    // Blocks go along the last dimension: a short one, as the taps of a convolution, changes places with the one before it.
+    constexpr int64_t kShort = 8;
+    if (ndim > 1 && size[ndim - 1] < kShort && size[ndim - 2] > size[ndim - 1]) {
+      std::swap(size[ndim - 1], size[ndim - 2]);
+      for (int t = 0; t < count; ++t) std::swap(strides[t][ndim - 1], strides[t][ndim - 2]);
+    }
   }
 
   int64_t inner() const { return size[ndim - 1]; }

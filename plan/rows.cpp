@@ -1,8 +1,10 @@
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 
 #include "../kernels/isa.h"
 #include "../kernels/numeric.h"
+#include "../kernels/registry.h"
 #include "../ops/schedule.h"
 #include "number_checks.h"
 #include "numbers.h"
@@ -74,55 +76,6 @@ Status check_indices(const char* name, const TensorView& indices) {
   return Status::error("%s has dtype %s; expected int64 or int32", name, name_of(indices.type));
 }
 
-constexpr int kRowsTogether = 2, kColumnsTogether = 4;
-
-// The lanes of the products of rows of x and of weights, over the first `end` inputs, a multiple of kLanes. One vector's lanes
-// at a time, so that their sums stay in registers.
-template <class Vector>
-[[gnu::always_inline]] inline void add_products(const float* const* a, const float* const* b, int64_t end,
-                                                float (*lanes)[kColumnsTogether][kLanes]) {
-  for (int lane = 0; lane < kLanes; lane += sizeof(Vector) / sizeof(float)) {
-    Vector sums[kRowsTogether][kColumnsTogether] = {};
-    for (int64_t i = lane; i < end; i += kLanes) {
-      Vector x[kRowsTogether], w;
-#pragma GCC unroll 2
-      for (int r = 0; r < kRowsTogether; ++r) std::memcpy(&x[r], a[r] + i, sizeof w);
-#pragma GCC unroll 4
-      for (int c = 0; c < kColumnsTogether; ++c) {
-        std::memcpy(&w, b[c] + i, sizeof w);
-#pragma GCC unroll 2
-        for (int r = 0; r < kRowsTogether; ++r) sums[r][c] += x[r] * w;
-      }
-    }
-    for (int r = 0; r < kRowsTogether; ++r) {
-      for (int c = 0; c < kColumnsTogether; ++c) std::memcpy(lanes[r][c] + lane, &sums[r][c], sizeof sums[r][c]);
-    }
-  }
-}
-
-using Products = void(const float* const* a, const float* const* b, int64_t end, float (*lanes)[kColumnsTogether][kLanes]);
-
-void add_products_portable(const float* const* a, const float* const* b, int64_t end,
-                           float (*lanes)[kColumnsTogether][kLanes]) {
-  using Four [[gnu::vector_size(16)]] = float;
-  add_products<Four>(a, b, end, lanes);
-}
-
-#if defined(__x86_64__)
-[[gnu::target("avx2")]] void add_products_avx2(const float* const* a, const float* const* b, int64_t end,
-                                               float (*lanes)[kColumnsTogether][kLanes]) {
-  using Eight [[gnu::vector_size(32)]] = float;
-  add_products<Eight>(a, b, end, lanes);
-}
-#endif
-
-Products* products_for_this_cpu() {
-#if defined(__x86_64__)
-  if ((active_isa() & kAvx2) != 0) return add_products_avx2;
-#endif
-  return add_products_portable;
-}
-
 }  // namespace
 
 Status float_linear(const TensorView& x, const TensorView& weight, const TensorView* bias, const TensorView& out,
@@ -145,45 +98,40 @@ Status float_linear(const TensorView& x, const TensorView& weight, const TensorV
   }
   if (out.shape.numel() == 0) return {};
   const bool plain = x.type == ElementType::f32 && weight.type == ElementType::f32 && inputs.step() == 1 && weights.step() == 1;
-  constexpr int64_t kOutputsPerClaim = 16;
-  Products* const add = products_for_this_cpu();
+  const auto kernel = choose_elementwise(active_isa()).float_products;
   const Parallel threads = inputs.count * n * k < (1 << 16) ? Parallel() : parallel;
-  // The lanes of the products of up to two rows and four columns, then the rest of each.
-  const auto products = [&](int64_t row, int64_t rows, int64_t column, int64_t columns) {
-    alignas(64) float lanes[kRowsTogether][kColumnsTogether][kLanes] = {};
-    int64_t done = 0;
-    if (plain) {
-      const float* a[kRowsTogether];
-      const float* b[kColumnsTogether];
-      for (int64_t r = 0; r < kRowsTogether; ++r) {
-        a[r] = static_cast<const float*>(x.data) + inputs.offset(row + std::min(r, rows - 1));
-      }
-      for (int64_t c = 0; c < kColumnsTogether; ++c) {
-        b[c] = static_cast<const float*>(weight.data) + (column + std::min(c, columns - 1)) * weight.stride[0];
-      }
-      done = k / kLanes * kLanes;
-      add(a, b, done, lanes);
+  const auto row_of = [](const Rows& rows, int64_t row) { return static_cast<const float*>(rows.tensor.data) + rows.offset(row); };
+  // The same sum as the kernel's, of numbers of any type and step.
+  const auto product = [&](int64_t of_x, int64_t of_weight) {
+    float lanes[kLanes] = {};
+    for (int64_t i = 0; i < (k + kLanes - 1) / kLanes * kLanes; ++i) {
+      float& lane = lanes[i % kLanes];
+      lane = i < k ? std::fma(inputs.value(of_x, i), weights.value(of_weight, i), lane) : lane + 0.0f;
     }
-    for (int64_t r = 0; r < rows; ++r) {
-      const int64_t of_x = inputs.offset(row + r), of_out = outputs.offset(row + r);
-      for (int64_t c = 0; c < columns; ++c) {
-        const int64_t of_weight = (column + c) * weight.stride[0];
-        float* const sums = lanes[r][c];
-        for (int64_t i = done; i < k; ++i) sums[i % kLanes] += inputs.value(of_x, i) * weights.value(of_weight, i);
-        float result = fold_lanes(sums);
-        if (bias != nullptr) result += load_as_f32(bias->data, dtype_of(bias->type), (column + c) * bias->stride[0]);
-        store_from_f32(out.data, dtype_of(out.type), of_out + (column + c) * outputs.step(), canonical(result));
-      }
-    }
+    return fold_lanes(lanes);
   };
-  parallel_1d(threads, n, kOutputsPerClaim, [&](int, int64_t begin, int64_t end) {
-    // A few columns for all rows, and then the next ones: their weights stay in a cache, and each row is read once for them.
-    for (int64_t first = begin; first < end; first += kOutputsPerClaim) {
-      const int64_t last = std::min(first + kOutputsPerClaim, end);
-      for (int64_t row = 0; row < outputs.count; row += kRowsTogether) {
-        for (int64_t column = first; column < last; column += kColumnsTogether) {
-          products(row, std::min<int64_t>(kRowsTogether, outputs.count - row), column,
-                   std::min<int64_t>(kColumnsTogether, last - column));
+  // A few columns for a block of rows, and then the next ones: the rows stay in the second cache.
+  constexpr int64_t kColumns = 16, kMostRows = 64, kBlockBytes = 1 << 18;
+  const int64_t block = std::clamp<int64_t>(kBlockBytes / (4 * k + 4), 4, kMostRows);
+  const int64_t blocks = (outputs.count + block - 1) / block, panels = (n + kColumns - 1) / kColumns;
+  parallel_1d(threads, blocks * panels, 1, [&](int, int64_t begin, int64_t end) {
+    float sums[kMostRows][kColumns];
+    for (int64_t unit = begin; unit < end; ++unit) {
+      const int64_t last = std::min((unit / panels + 1) * block, outputs.count);
+      const int64_t first = unit % panels * kColumns, columns = std::min(kColumns, n - first);
+      for (int64_t row = unit / panels * block, rows; row < last; row += rows) {
+        const int64_t step = row + 1 < last ? inputs.offset(row + 1) - inputs.offset(row) : 0;
+        for (rows = 1; row + rows < last && inputs.offset(row + rows) - inputs.offset(row) == step * rows;) ++rows;
+        if (plain) {
+          kernel({row_of(inputs, row), row_of(weights, first), sums[0], step, weight.stride[0], kColumns, rows, columns, k});
+        }
+        for (int64_t r = 0; r < rows; ++r) {
+          const int64_t to = outputs.offset(row + r) + first * outputs.step();
+          for (int64_t c = 0; c < columns; ++c) {
+            float result = plain ? sums[r][c] : product(inputs.offset(row + r), weights.offset(first + c));
+            if (bias != nullptr) result += load_as_f32(bias->data, dtype_of(bias->type), (first + c) * bias->stride[0]);
+            store_from_f32(out.data, dtype_of(out.type), to + c * outputs.step(), canonical(result));
+          }
         }
       }
     }

@@ -332,5 +332,72 @@ void add_planes(const AddPlanesArgs& args) {
   with_type(args.dtype, [&](auto type) { add_planes_rows<V, decltype(type)::value>(args); });
 }
 
+// Blocks of products whose lanes, rows and weights of a piece of k fit into 32 KiB together.
+constexpr int64_t kBlockRows = 8, kBlockColumns = 8, kBlockInputs = 384;
+using ProductLanes = float[kBlockRows][kBlockColumns][kLanes];
+
+// Adds the products of inputs `begin` to `end` - 1 of Rows rows and Columns columns.
+template <class V, int Rows, int Columns>
+LOWBIT_INLINE inline void add_products(const FloatProductsArgs& args, int64_t row, int64_t column, int64_t begin, int64_t end,
+                                       float (*lanes)[kBlockColumns][kLanes]) {
+  const float* const x = args.x + row * args.x_step;
+  const float* const weights = args.weights + column * args.weights_step;
+  V sums[Rows][Columns];
+  for (int r = 0; r < Rows; ++r) {
+    for (int c = 0; c < Columns; ++c) sums[r][c] = begin == 0 ? V::broadcast(0.0f) : V::load(lanes[r][c]);
+  }
+  const auto add = [&](int64_t i, const auto& load) LOWBIT_INLINE {
+    V inputs[Rows];
+    for (int r = 0; r < Rows; ++r) inputs[r] = load(x + r * args.x_step + i);
+    for (int c = 0; c < Columns; ++c) {
+      const V weight = load(weights + c * args.weights_step + i);
+      for (int r = 0; r < Rows; ++r) sums[r][c] = V::fma(inputs[r], weight, sums[r][c]);
+    }
+  };
+  const int64_t whole = begin + (end - begin) / kLanes * kLanes;
+  for (int64_t i = begin; i < whole; i += kLanes) add(i, [](const float* at) LOWBIT_INLINE { return V::load(at); });
+  if (whole < end) add(whole, [&](const float* at) LOWBIT_INLINE { return load_some<V>(at, DType::f32, end - whole); });
+  for (int r = 0; r < Rows; ++r) {
+    for (int c = 0; c < Columns; ++c) V::store(lanes[r][c], sums[r][c]);
+  }
+}
+
+template <class V, int Rows>
+void add_products_of_rows(const FloatProductsArgs& args, int64_t row, int64_t column, int64_t columns, int64_t begin,
+                          int64_t end, float (*lanes)[kBlockColumns][kLanes]) {
+  constexpr int kColumns = V::kSums / Rows < 1 ? 1 : V::kSums / Rows < 4 ? V::kSums / Rows : 4;
+  int64_t c = 0;
+  const auto at = [&] { return reinterpret_cast<float(*)[kBlockColumns][kLanes]>(lanes[0][c]); };
+  for (; c + kColumns <= columns; c += kColumns) add_products<V, Rows, kColumns>(args, row, column + c, begin, end, at());
+  for (; c < columns; ++c) add_products<V, Rows, 1>(args, row, column + c, begin, end, at());
+}
+
+template <class V>
+void float_products(const FloatProductsArgs& args) {
+  constexpr int kRows = V::kSums >= 16 ? 4 : V::kSums >= 4 ? 2 : 1;
+  alignas(64) ProductLanes lanes;
+  for (int64_t row = 0; row < args.rows; row += kBlockRows) {
+    const int64_t rows = args.rows - row < kBlockRows ? args.rows - row : kBlockRows;
+    for (int64_t column = 0; column < args.columns; column += kBlockColumns) {
+      const int64_t columns = args.columns - column < kBlockColumns ? args.columns - column : kBlockColumns;
+      int64_t begin = 0;
+      do {
+        const int64_t end = args.k - begin < kBlockInputs ? args.k : begin + kBlockInputs;
+        int64_t r = 0;
+        for (; r + kRows <= rows; r += kRows) {
+          add_products_of_rows<V, kRows>(args, row + r, column, columns, begin, end, lanes + r);
+        }
+        for (; r < rows; ++r) add_products_of_rows<V, 1>(args, row + r, column, columns, begin, end, lanes + r);
+        begin = end;
+      } while (begin < args.k);
+      for (int64_t r = 0; r < rows; ++r) {
+        for (int64_t c = 0; c < columns; ++c) {
+          args.out[(row + r) * args.out_step + column + c] = fold(V::load(lanes[r][c]), V::add);
+        }
+      }
+    }
+  }
+}
+
 }  // namespace
 }  // namespace lowbit

@@ -8,7 +8,8 @@ namespace {
 
 constexpr ElementwiseKernel kKernels[] = {
     {"elementwise_portable", kPortable, activate<Vector>, rms_norm<Vector>, layer_norm<Vector>,
-     rotary<Vector>, rotate_inputs<Vector>, residual<Vector>, add_planes<Vector>}};
+     rotary<Vector>, rotate_inputs<Vector>, residual<Vector>, add_planes<Vector>,
+     float_products<Vector>}};
 
 }  // namespace
 

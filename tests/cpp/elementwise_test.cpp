@@ -382,6 +382,49 @@ TEST_P(ElementwiseRow, AddPlanes) {
   }
 }
 
+TEST_P(ElementwiseRow, FloatProducts) {
+  LOWBIT_SKIP_UNLESS_SUPPORTED(GetParam());
+  const ElementwiseKernel& kernel = elementwise_kernel(GetParam().index);
+  note_exercised(kernel.name);
+  for (const int64_t k : {0, 1, 15, 16, 17, 64, 100}) {
+    for (const int64_t columns : {1, 3, 4, 9}) {
+      const std::string what = std::string(kernel.name) + " k " + std::to_string(k) + " columns " + std::to_string(columns);
+      SCOPED_TRACE(what);
+      set_current_case(what.c_str());
+      Random random(static_cast<uint64_t>(k));
+      Guarded x(kRows * k * 4), weights(columns * k * 4), out(kRows * columns * 4);
+      fill(x, DType::f32, 4.0f, random);
+      fill(weights, DType::f32, 1.0f, random);
+      const float odd[] = {-0.0f, 1e-40f, -1e-40f, 1e-25f, 3e20f};
+      for (int64_t i = 0; i < 5 && i < k; ++i) store_from_f32(x.data(), DType::f32, i, odd[i]);
+      x.freeze();
+      weights.freeze();
+      FloatProductsArgs args{};
+      args.x = reinterpret_cast<const float*>(x.data());
+      args.weights = reinterpret_cast<const float*>(weights.data());
+      args.out = reinterpret_cast<float*>(out.data());
+      args.x_step = args.weights_step = args.k = k;
+      args.out_step = args.columns = columns;
+      args.rows = kRows;
+      kernel.float_products(args);
+      std::vector<uint8_t> expected(static_cast<size_t>(out.size()));
+      for (int64_t i = 0; i < kRows * columns; ++i) {
+        float lanes[16] = {};
+        for (int64_t j = 0; j < (k + 15) / 16 * 16; ++j) {
+          float& lane = lanes[j % 16];
+          lane = j >= k ? lane + 0.0f : std::fma(args.x[i / columns * k + j], args.weights[i % columns * k + j], lane);
+        }
+        for (int half = 8; half > 0; half /= 2) {
+          for (int l = 0; l < half; ++l) lanes[l] += lanes[l + half];
+        }
+        store_from_f32(expected.data(), DType::f32, i, lanes[0]);
+      }
+      ASSERT_EQ(bytes_of(out), expected);
+      EXPECT_TRUE(out.intact());
+    }
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(Rows, ElementwiseRow, testing::ValuesIn(elementwise_rows()), test_name);
 GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(ElementwiseRow);
 

@@ -377,9 +377,12 @@ TEST(PlanFloatLinear, AsSixteenRunningSums) {
           const Status status = float_linear(x.view, weight.view, with_bias ? &bias.view : nullptr, out.view, threads(3));
           ASSERT_TRUE(status.ok()) << status.message();
           for (int64_t i = 0; i < out.view.shape.numel(); ++i) {
-            float expected = lanes(k, [&](int64_t j) {
-              return static_cast<float>(value(x.view, i / n * k + j)) * static_cast<float>(value(weight.view, i % n * k + j));
-            });
+            float sums[16] = {};
+            for (int64_t j = 0; j < k; ++j) {
+              sums[j % 16] = std::fma(static_cast<float>(value(x.view, i / n * k + j)),
+                                      static_cast<float>(value(weight.view, i % n * k + j)), sums[j % 16]);
+            }
+            float expected = lanes(16, [&](int64_t j) { return sums[j]; });
             if (with_bias) expected += static_cast<float>(value(bias.view, i % n));
             ASSERT_EQ(value(out.view, i), rounded(expected, type)) << "k " << k << ", n " << n;
           }
