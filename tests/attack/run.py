@@ -66,6 +66,7 @@ PARTS = {
     "recordings": Part(files.recordings, 2000, 16),
     "pictures": Part(files.pictures, 2000, 12),
     "multipart": Part(serving.multipart, 2000, 12),
+    "requests": Part(serving.requests, 2000, 16),
     "grammars": Part(serving.grammars, 600, 12),
     "http": Part(serving.raw_http, 2000, 60, same=True),
     "disconnects": Part(serving.disconnects, 600, 12, same=True),

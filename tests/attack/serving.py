@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import sources
-from mutants import damaged
+from mutants import damaged, damaged_json
 from outcomes import BYTES, HANG, MEMORY, OTHER, REFUSED, SAME, SECONDS, SIGNAL, TRACEBACK, TRACES, Found, last_line, memory_of
 from sources import PROMPT
 
@@ -303,6 +303,48 @@ def multipart(room: Path, quick: bool) -> Iterator:
             (place / "body").write_bytes(body)
             (place / "type").write_text(named)
             return service.request(path, body, lambda document: document == expected, **{"Content-Type": named})
+
+        yield case
+
+
+# A request of each endpoint of chats; the small model's template has no tools.
+_SAID = {"role": "user", "content": [{"type": "text", "text": PROMPT}]}
+_CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+_USED = [
+    {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "f", "input": {"a": 1}}]},
+    {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": "b"}, {"type": "text", "text": "c"}]},
+]
+_ITEMS = [
+    {"role": "user", "content": [{"type": "input_text", "text": PROMPT}]},
+    {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"},
+    {"type": "function_call_output", "call_id": "a", "output": "b"},
+]
+BODIES: list[tuple[str, dict]] = [
+    ("/v1/chat/completions", {"messages": [_SAID, {"role": "assistant", "tool_calls": [_CALL]}], "max_tokens": 2}),
+    (
+        "/v1/chat/completions",
+        {"messages": [_SAID], "continue_final_message": True, "chat_template_kwargs": {}, "max_tokens": 2},
+    ),
+    ("/v1/messages", {"messages": [_SAID, *_USED], "system": "d", "stop_sequences": ["e"], "max_tokens": 2, "stream": True}),
+    ("/v1/messages", {"messages": [_SAID, {"role": "assistant", "content": "d"}], "max_tokens": 2, "top_k": 3, "seed": 1}),
+    ("/v1/messages/count_tokens", {"messages": [_SAID, *_USED], "system": [{"type": "text", "text": "d"}]}),
+    ("/v1/responses", {"input": _ITEMS, "instructions": "d", "max_output_tokens": 2, "metadata": {"a": "b"}, "stream": True}),
+    ("/v1/responses", {"input": PROMPT, "text": {"format": {"type": "text"}}, "max_output_tokens": 2, "store": False}),
+]
+
+
+@contextlib.contextmanager
+def requests(room: Path, quick: bool) -> Iterator:
+    with _service(room, "--template", sources.TINY.with_name("plain.jinja")) as service:
+        for path, body in BODIES:
+            status, document = service.send(path, json.dumps(body).encode())
+            assert status == 200, document
+
+        def case(number: int, draw: random.Random, place: Path) -> Found:
+            path, whole = BODIES[number % len(BODIES)]
+            body = damaged_json(json.dumps(whole).encode(), draw)
+            (place / "body").write_bytes(body)
+            return service.request(path, body, lambda document: True)
 
         yield case
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -37,6 +38,15 @@ def serve(
         str | None,
         typer.Option("--api-key", help="Key that requests must have; LOWBIT_API_KEY hides it from ps.", show_default=False),
     ] = None,
+    origins: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--allowed-origin",
+            metavar="ORIGIN",
+            help="Site whose pages may send requests, as https://example.com; *: any.",
+            show_default=False,
+        ),
+    ] = None,
     at_once: Annotated[int, typer.Option("--at-once", min=1, help="Texts that are decoded at the same time.")] = 16,
     queue: Annotated[int, typer.Option("--queue", min=0, help="Texts that may wait; further ones are refused.")] = 64,
     rows: Annotated[int, typer.Option("--rows", min=1, help="Tokens of prompts in a call of the model.")] = 512,
@@ -63,6 +73,7 @@ def serve(
     config = quantizing.config()
     kept = 0 if prefix_memory == "0" else options.parse_size(prefix_memory, "--prefix-memory")
     prefixes.prefix_bytes()  # checks the option
+    sites = [_origin(each) for each in origins or ()]
     names = [path.name.removesuffix(".gguf") or str(path) for path in (each.absolute() for each in models)]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
@@ -81,9 +92,17 @@ def serve(
             if guesses:
                 model.batch.speculate(guesses, guesser)
     run(
-        [model for model, _ in loaded], host, port, api_key or os.environ.get("LOWBIT_API_KEY") or None, queue=queue,
-        timeout=timeout, grace=grace, note=output.note, warn=output.warn,
+        [model for model, _ in loaded], host, port, api_key or os.environ.get("LOWBIT_API_KEY") or None,
+        origins=sites, queue=queue, timeout=timeout, grace=grace, note=output.note, warn=output.warn,
     )  # fmt: skip
+
+
+def _origin(text: str) -> str:
+    """A site as browsers name it."""
+    found = re.fullmatch(r"(https?://)([^/?#@\s]+)/?", text, re.IGNORECASE)
+    if text != "*" and found is None:
+        raise ValueError(f"--allowed-origin is {text!r}; expected a site such as https://example.com, or *")
+    return text if found is None else found[0].removesuffix("/").lower()
 
 
 def _needed() -> Any:

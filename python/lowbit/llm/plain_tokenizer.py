@@ -60,6 +60,7 @@ class PlainTokenizer:
         chat_template: str,
         add_generation_prompt: bool,
         tokenize: bool,
+        **variables: Any,
     ) -> str:
         """The text of a conversation, as transformers renders it."""
         from .template_environment import compiled
@@ -67,8 +68,9 @@ class PlainTokenizer:
         assert not tokenize
         given = [{name: value for name, value in message.items() if value is not None} for message in messages]
         return compiled(chat_template).render(
-            messages=given, tools=tools, documents=None, add_generation_prompt=add_generation_prompt, **self._special
-        )
+            messages=given, tools=tools, documents=None, add_generation_prompt=add_generation_prompt,
+            **self._special | variables,
+        )  # fmt: skip
 
 
 # Each text has what some tokenizers treat in a way of their own.

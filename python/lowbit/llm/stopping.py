@@ -67,6 +67,7 @@ class TextUntil:
         self._starts: list[int] = []  # start of each token in the text
         self.text = ""
         self.ended = self._whole = False
+        self.string: str | None = None  # the stop string that has ended the text
 
     def __call__(self, token: int) -> bool:
         """Adds a token; returns whether the text has ended."""
@@ -78,7 +79,8 @@ class TextUntil:
             self._shown += [shown] * len(piece)
         matches = [(at + len(string), at) for string in self._strings if (at := self._held.find(string)) >= 0]
         if matches:
-            self.ended, certain = True, min(matches)[1]
+            self.ended, (end, certain) = True, min(matches)
+            self.string = self._held[certain:end]
         else:
             certain = len(self._held) - max((overlap(self._held, string) for string in self._strings), default=0)
         self._release(certain)

@@ -10,9 +10,12 @@ from typing import Any
 from jinja2 import Template, nodes
 from jinja2.exceptions import SecurityError, TemplateError
 from jinja2.ext import Extension
+from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
+
+_GIVEN = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"}
 
 
 class _Generation(Extension):
@@ -64,11 +67,24 @@ def _dict(*values: Any, **named: Any) -> dict[Any, Any]:
 
 
 @lru_cache
-def compiled(template: str) -> Template:
-    """A template that is compiled in the sandbox."""
+def _environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
     )
     environment.filters["tojson"] = _to_json
     environment.globals |= {"raise_exception": _fail, "strftime_now": _now, "dict": _dict, "namespace": _Namespace}
-    return environment.from_string(template)
+    return environment
+
+
+@lru_cache
+def compiled(template: str) -> Template:
+    """A template that is compiled in the sandbox."""
+    return _environment().from_string(template)
+
+
+@lru_cache
+def variables(template: str) -> frozenset[str]:
+    """Names that a template reads and does not set, except those that are always given, such as the messages."""
+    environment = _environment()
+    found = find_undeclared_variables(environment.parse(template)) - environment.globals.keys() - _GIVEN
+    return frozenset(name for name in found if not name.endswith("_token"))

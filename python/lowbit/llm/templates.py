@@ -57,6 +57,10 @@ def render(
     messages: list[dict[str, str]] | list[dict[str, Any]],
     template: str,
     tools: list[dict[str, Any]] | None = None,
+    *,
+    answers: bool = True,
+    continues: bool = False,
+    variables: dict[str, Any] | None = None,
 ) -> list[int]:
     """The tokens of a conversation up to the model's answer. The template adds all special tokens, including a first one.
 
@@ -65,13 +69,17 @@ def render(
 
     Args:
         tools: functions that the model may call, in OpenAI's format.
+        answers: the template also writes the beginning of an answer.
+        continues: the model continues the last message, so nothing of the template follows it.
+        variables: values of further names that the template reads.
 
     Raises:
         ValueError: the template is damaged, loops, or refuses the messages (some accept no system prompt); or a message
-            contains the text of a control token, and the template treats it differently from other text.
+            contains the text of a control token, and the template treats it differently from other text; or the template does
+            not write the message to continue as it is, or does not read a variable.
     """
     control = _control_tokens(tokenizer)
-    text, places = _rendered(tokenizer, messages, template, tools, control)
+    text, places = _rendered(tokenizer, messages, template, tools, control, answers, continues, variables or {})
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     ids: list[int] = list(encoded["input_ids"])
     # A token that strips adjacent spaces covers a longer range than its text.
@@ -99,26 +107,44 @@ def check_control_tokens(tokenizer: Any, processor: Any, messages: list[Any], te
 
 
 def _rendered(
-    tokenizer: Any, messages: Any, template: str, tools: list[dict[str, Any]] | None, control: _Control
+    tokenizer: Any,
+    messages: Any,
+    template: str,
+    tools: list[dict[str, Any]] | None,
+    control: _Control,
+    answers: bool = True,
+    continues: bool = False,
+    variables: dict[str, Any] | None = None,
 ) -> tuple[str, list[tuple[int, int]]]:
     """The text of a conversation, and the ranges in which the template has written control tokens."""
+    # Marks the end of the last message. The space after it shows whether the template strips messages.
+    end = "".join(chr(_PRIVATE[_random(len(_PRIVATE))]) for _ in range(8)) if continues else ""
 
-    def once(messages: Any, tools: Any) -> str:
+    def once(messages: Any, tools: Any, variables: dict[str, Any] | None) -> str:
+        if end:
+            *before, last = messages
+            messages = [*before, last | {"content": f"{last['content']}{end} "}]
         with interpreting("the chat template does not take this conversation"), _time_limit():
             _check_powers(template)
-            return str(
+            text = str(
                 tokenizer.apply_chat_template(
-                    messages, **({} if tools is None else {"tools": tools}), chat_template=template,
-                    add_generation_prompt=True, tokenize=False,
+                    messages, **({} if tools is None else {"tools": tools}), **(variables or {}), chat_template=template,
+                    add_generation_prompt=answers and not continues, tokenize=False,
                 )
             )  # fmt: skip
+        return _until(text, end) if end else text
 
-    text = once(messages, tools)
+    if variables:
+        _check_variables(template, variables)
+    text = once(messages, tools, variables)
     # A template may make control tokens of any texts, so their letters are marked everywhere. Where it looks for such letters
     # itself ("</think>"), only those of texts that are control tokens, or pieces of one, are.
     for everywhere in (True, False):
-        marked = control.marked([messages, tools], everywhere, _words(template))
-        if marked == [messages, tools]:
+        words = _words(template)
+        marked = control.marked([messages, tools], everywhere, words)
+        # Values that the template compares stay as they are.
+        marked.append(variables and {name: control.marked(each, everywhere, words, "type") for name, each in variables.items()})
+        if marked == [messages, tools, variables]:
             return text, control.places(text)
         with suppress(ValueError):
             without = once(*marked)
@@ -129,6 +155,24 @@ def _rendered(
         "a message has the text of a control token of the model, and the chat template treats it differently from other "
         "texts, so that lowbit cannot distinguish it from the template's own tokens; leave it out or rephrase it"
     )
+
+
+def _until(text: str, end: str) -> str:
+    """The text of a conversation before the end of its last message."""
+    if text.count(end) != 1:
+        raise ValueError("the chat template does not write the last message as it is, so that the model cannot continue it")
+    before, _, after = text.partition(end)
+    return before if after.startswith(" ") else before.rstrip()
+
+
+def _check_variables(template: str, given: dict[str, Any]) -> None:
+    from .template_environment import variables
+
+    with interpreting("the chat template is damaged"):
+        known = variables(template)
+    wrong = next((name for name in given if name not in known), None)
+    if wrong is not None:
+        raise ValueError(f"the chat template reads no {wrong!r}; expected {' or '.join(sorted(known)) or 'no names'}")
 
 
 @lru_cache

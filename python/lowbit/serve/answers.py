@@ -123,6 +123,12 @@ class Answers:
             yield event
 
     @property
+    def string(self) -> str | None:
+        """The stop string that has ended the first text."""
+        until = self.texts[0].until
+        return until.string if isinstance(until, TextUntil) else None
+
+    @property
     def usage(self) -> dict[str, Any]:
         done = [self.ends[index] for index in sorted(self.ends)]
         prompt = sum(map(len, self.prompts))
@@ -139,12 +145,13 @@ class Answers:
 class Form:
     """Formats the documents of an endpoint."""
 
-    kind, prefix, chunk_kind = "text_completion", "cmpl", "text_completion"
+    kind, prefix, chunk_kind = "text_completion", "cmpl-", "text_completion"
+    named = False  # whether the type of each event precedes it in a stream, which then has no [DONE]
 
     def __init__(self, answers: Answers, model: LanguageModel, tools: Tools | None):
         self._answers, self._model, self._asked, self._tools = answers, model, answers.asked, tools
         self._head = {
-            "id": f"{self.prefix}-{uuid.uuid4().hex}", "object": self.kind, "created": int(time.time()), "model": model.name,
+            "id": f"{self.prefix}{uuid.uuid4().hex}", "object": self.kind, "created": int(time.time()), "model": model.name,
         }  # fmt: skip
         self._offsets: dict[int, int] = {}
 
@@ -185,6 +192,10 @@ class Form:
         if not self._asked.stream_options.include_usage:
             return []
         return [self._head | {"object": self.chunk_kind, "choices": [], "usage": self._answers.usage}]
+
+    def failed(self, error: ApiError) -> dict[str, Any]:
+        """The last document of a stream that has begun and fails."""
+        return error.document
 
     def _chunk(self, index: int, content: dict[str, Any], logprobs: Any, reason: str | None = None) -> dict[str, Any]:
         choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
@@ -235,7 +246,7 @@ class Form:
 
 
 class ChatForm(Form):
-    kind, prefix, chunk_kind = "chat.completion", "chatcmpl", "chat.completion.chunk"
+    kind, prefix, chunk_kind = "chat.completion", "chatcmpl-", "chat.completion.chunk"
 
     def __init__(self, answers: Answers, model: LanguageModel, tools: Tools | None):
         super().__init__(answers, model, tools)
@@ -256,11 +267,15 @@ class ChatForm(Form):
     def _told(self, index: int, text: str) -> str:
         return self._held[index].more(text) if index in self._held else text
 
-    def _left(self, index: int, reason: str) -> tuple[list[dict[str, Any]], str]:
+    def _ended(self, index: int, reason: str) -> tuple[str, list[dict[str, Any]], str]:
+        """The text that a stream has not sent yet, the calls, and the finish reason."""
         if index not in self._held:
-            return [], reason
+            return "", [], reason
         content, calls, reason = self._calls(self._held[index].text, reason)
-        rest = self._held[index].rest(content)
+        return self._held[index].rest(content), calls, reason
+
+    def _left(self, index: int, reason: str) -> tuple[list[dict[str, Any]], str]:
+        rest, calls, reason = self._ended(index, reason)
         deltas: list[dict[str, Any]] = [{"content": rest}] if rest.strip() or (rest and not calls) else []
         deltas += [{"tool_calls": [{"index": number, **call}]} for number, call in enumerate(calls)]
         return [{"delta": each} for each in deltas], reason
@@ -282,6 +297,56 @@ class ChatForm(Form):
 
         content = [one(each.token, each.logprob) | {"top_logprobs": [one(*top) for top in each.top]} for each in new]
         return {"content": content, "refusal": None}
+
+
+class PartsForm(ChatForm):
+    """Formats an answer of several parts: a text, unless it is blank and calls follow, and the calls."""
+
+    named = True
+
+    def __init__(self, answers: Answers, model: LanguageModel, tools: Tools | None):
+        super().__init__(answers, model, tools)
+        self._pending = ""  # blank text that may precede calls
+        self._began = False  # whether a part of the text was sent
+
+    def whole(self, pieces: dict[int, list[Event]]) -> dict[str, Any]:
+        ((*_, last),) = (events,) = pieces.values()
+        assert last.end is not None
+        text, calls, reason = self._calls("".join(each.text for each in events), _REASONS[last.end.stopped])
+        return self.document("" if calls and not text.strip() else text, calls, reason)
+
+    def next(self, event: Event, begins: bool) -> list[dict[str, Any]]:
+        documents: list[dict[str, Any]] = []
+        self._pending += self._told(0, event.text)
+        if event.end is not None:
+            rest, calls, reason = self._ended(0, _REASONS[event.end.stopped])
+            self._pending += rest
+            if not calls or self._began or self._pending.strip():
+                documents += self._more()
+            return documents + self.end(calls, reason)
+        return self._more() if self._began or self._pending.strip() else []
+
+    def last(self) -> list[dict[str, Any]]:
+        return []
+
+    def _more(self) -> list[dict[str, Any]]:
+        text, self._pending = self._pending, ""
+        if not text:
+            return []
+        begins, self._began = not self._began, True
+        return self.piece(text, begins)
+
+    def document(self, text: str, calls: list[dict[str, Any]], reason: str) -> dict[str, Any]:
+        """The complete answer."""
+        raise NotImplementedError
+
+    def piece(self, text: str, begins: bool) -> list[dict[str, Any]]:
+        """Stream documents for a piece of the text."""
+        raise NotImplementedError
+
+    def end(self, calls: list[dict[str, Any]], reason: str) -> list[dict[str, Any]]:
+        """Stream documents at the end of the text."""
+        raise NotImplementedError
 
 
 def failure(error: Exception) -> ApiError:

@@ -7,7 +7,7 @@ import contextlib
 import json
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
@@ -69,6 +69,17 @@ async def deltas(hear: Callable[[Callable[[str], None]], Coroutine[Any, Any, Lis
         await asyncio.gather(hearing, return_exceptions=True)
 
 
+class StreamForm(Protocol):
+    """How a stream writes its events."""
+
+    @property
+    def named(self) -> bool:
+        """Whether the type of each event precedes it, and no [DONE] follows the last."""
+
+    def failed(self, error: ApiError) -> dict[str, Any]:
+        """The document of an error in a stream that has begun."""
+
+
 class Events(Response):
     """A stream of events, each a JSON document. An error before the first event becomes a normal error response."""
 
@@ -78,16 +89,20 @@ class Events(Response):
         time: Callable[[], contextlib.AbstractAsyncContextManager[None]],
         gone: Callable[[], None],
         close: Callable[[], None],
+        form: StreamForm | None = None,
     ):
         """
         Args:
             time: time limit, which raises ApiError.
             gone: called if the client disconnects.
             close: called at the end.
+            form: the format of the stream; None: OpenAI's.
         """
         super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         self._events, self._time, self._gone, self._close = events, time, gone, close
+        self._form = form
         self.on_sent: Callable[[], None] = lambda: None
+        self.refusal: Callable[[ApiError], dict[str, Any]] = lambda error: error.document  # the body of an error response
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -100,9 +115,11 @@ class Events(Response):
 
     async def _send(self, scope: Scope, receive: Receive, send: Send) -> None:
         started, failed = False, None
+        named = self._form is not None and self._form.named
 
         async def tell(document: dict) -> None:
-            line = f"data: {json.dumps(document, ensure_ascii=False, allow_nan=False)}\n\n"
+            name = f"event: {document['type']}\n" if named else ""
+            line = f"{name}data: {json.dumps(document, ensure_ascii=False, allow_nan=False)}\n\n"
             await send({"type": "http.response.body", "body": line.encode(), "more_body": True})
 
         try:
@@ -121,10 +138,10 @@ class Events(Response):
         try:
             async with asyncio.timeout(_LAST_WORDS):
                 if failed is not None and not started:
-                    await JSONResponse(failed.document, failed.status, failed.headers)(scope, receive, send)
+                    await JSONResponse(self.refusal(failed), failed.status, failed.headers)(scope, receive, send)
                     return
                 if failed is not None:
-                    await tell(failed.document)
-                await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
+                    await tell(failed.document if self._form is None else self._form.failed(failed))
+                await send({"type": "http.response.body", "body": b"" if named else b"data: [DONE]\n\n"})
         except TimeoutError as error:
             raise ClientDisconnect from error

@@ -14,7 +14,9 @@ class Limits:
     recordings: int = 2  # recordings in memory at a time; others wait
     body_seconds: float = 30.0  # until a body must be complete, plus one for each
     body_rate: int = 16 << 10  # received bytes
+    stored_bytes: int = 64 << 20  # responses and their conversations, for later requests
     texts: int = 16  # texts per request
     waiting: int = 64  # texts that wait for a slot
     requests: int = 256  # open requests, each with a body in memory
     hosts: tuple[str, ...] | None = None  # accepted host names; None: any
+    origins: tuple[str, ...] = ()  # other sites whose pages may send requests; "*": any

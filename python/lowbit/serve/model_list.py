@@ -16,7 +16,7 @@ from ..llm.templates import render
 from ..llm.texts_call import TextsDecoder
 from .errors import ApiError, bad
 from .prefix_store import PrefixBatch
-from .protocol import Writing
+from .protocol import Conversation, Writing
 
 
 def decoded(tokenizer: Any, tokens: Sequence[int], special: bool = False) -> str:
@@ -68,7 +68,7 @@ class LanguageModel:
     def encode(self, text: str) -> list[int]:
         return self.tokenizer(text)["input_ids"]
 
-    def conversation(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> list[int]:
+    def conversation(self, asked: Conversation, tools: list[dict[str, Any]] | None = None) -> list[int]:
         """The tokens of a conversation.
 
         Args:
@@ -85,7 +85,7 @@ class LanguageModel:
         if tools and "tools" not in self.template:
             raise bad("tools", f"the chat template of {self.name} has no tools; expected a request without them", "no_tools")
         try:
-            return render(self.tokenizer, messages, self.template, tools)
+            return render(self.tokenizer, asked.documents, self.template, tools, **asked.rendering)
         except ValueError as error:
             raise bad("messages", str(error)) from error
 

@@ -8,7 +8,7 @@ import re
 import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError, from_json
@@ -17,10 +17,10 @@ from ..llm.sampling import Sampling
 from .errors import ApiError, bad, shortened
 
 # Parameters that do not affect texts here.
-_IGNORED = {
+_IGNORED = frozenset({
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
     "parallel_tool_calls", "reasoning_effort", "verbosity", "cache_prompt", "id_slot",
-}  # fmt: skip
+})  # fmt: skip
 # Parameters that would, with the values that have no effect.
 _NEUTRAL: dict[str, tuple] = {
     "tools": ([],), "tool_choice": ("none",), "functions": ([],), "function_call": ("none", "auto"),
@@ -37,7 +37,7 @@ _TOKEN_BYTES = 16  # largest bytes per token of a text that fits in the context;
 MOST_TOKENS = 1 << 16  # of /detokenize, if the context is smaller
 
 
-def _few(most: int, least: int = 0) -> BeforeValidator:
+def few(most: int, least: int = 0) -> BeforeValidator:
     """Limits the number of entries before any of them is validated."""
 
     def check(value: Any) -> Any:
@@ -50,24 +50,27 @@ def _few(most: int, least: int = 0) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-_FIRST = Field(fail_fast=True)  # stop at the first error, because a million of them take minutes
+FIRST = Field(fail_fast=True)  # stop at the first error, because a million of them take minutes
 _as_list = BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
-_StopText = Annotated[str, Field(min_length=1, max_length=256)]
+StopText = Annotated[str, Field(min_length=1, max_length=256)]
 Token = Annotated[int, Field(ge=0, le=2**31)]
 # true and false are also schemas: any value, and no value.
-_Schema = Annotated[
+Schema = Annotated[
     dict[str, Any], BeforeValidator(lambda value: ({} if value else {"not": {}}) if isinstance(value, bool) else value)
 ]
 
 
-class _Part(BaseModel):
+class Part(BaseModel):
+    """Base class of parts of requests."""
+
     model_config = ConfigDict(strict=True)
 
 
-class Body(_Part):
+class Body(Part):
     """Base class of requests. A null parameter counts as missing, and unknown parameters are refused."""
 
     model_config = ConfigDict(extra="allow")
+    ignored: ClassVar[frozenset[str]] = _IGNORED
     model: str | None = Field(None, max_length=1024)
 
     @model_validator(mode="before")
@@ -81,7 +84,7 @@ class Body(_Part):
             if name in _NEUTRAL:
                 if value not in _NEUTRAL[name]:
                     raise bad(name, f"{name} is not supported; expected a request without it", "unsupported_parameter")
-            elif name not in _IGNORED:
+            elif name not in self.ignored:
                 name = shortened(name, 64)
                 raise bad(name, f"there is no parameter {name}; expected one of those in docs/serving.md", "unknown_parameter")
         self.__pydantic_extra__ = {}  # otherwise large values would stay in memory until the answer
@@ -158,7 +161,7 @@ def check_bytes(name: str, texts: Iterable[str], tokens: int | None) -> None:
         raise bad(name, f"{name} has {count} bytes; expected at most {most}", "context_length_exceeded")
 
 
-def _dumped(name: str, value: Any, most: int) -> str:
+def dumped(name: str, value: Any, most: int) -> str:
     """A value as JSON of at most this many bytes."""
     try:
         text = json.dumps(value, allow_nan=False)
@@ -178,15 +181,15 @@ class Grammar:
     param: str  # parameter of the request, for errors
 
 
-class _StreamOptions(_Part):
+class _StreamOptions(Part):
     include_usage: bool = False
 
 
-class _Named(_Part):
-    schema_: _Schema = Field(alias="schema")
+class _Named(Part):
+    schema_: Schema = Field(alias="schema")
 
 
-class _Format(_Part):
+class _Format(Part):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: _Named | None = None
     schema_: dict[str, Any] | None = Field(None, alias="schema")  # llama.cpp's extension of json_object
@@ -207,11 +210,11 @@ class _Format(_Part):
         return {"type": "object"} if self.schema_ is None else self.schema_
 
 
-class _Structured(_Part):
+class _Structured(Part):
     model_config = ConfigDict(extra="forbid")
-    json_: _Schema | None = Field(None, alias="json")
+    json_: Schema | None = Field(None, alias="json")
     regex: str | None = Field(None, max_length=4096)
-    choice: Annotated[list[Annotated[str, Field(min_length=1, max_length=4096)]], _FIRST, _few(1024, 1)] | None = None
+    choice: Annotated[list[Annotated[str, Field(min_length=1, max_length=4096)]], FIRST, few(1024, 1)] | None = None
     grammar: str | None = Field(None, max_length=_MOST_SCHEMA)
 
     @property
@@ -222,7 +225,7 @@ class _Structured(_Part):
             raise bad(name, f"{name} has {', '.join(given) or 'nothing'}; expected one of json, regex, choice and grammar")
         ((kind, value),) = given.items()
         if kind == "json_":
-            return Grammar("json", _dumped(name, value, _MOST_SCHEMA), name)
+            return Grammar("json", dumped(name, value, _MOST_SCHEMA), name)
         if kind == "choice":
             text = f"start: {' | '.join(json.dumps(each) for each in value)}"
             if len(text) > _MOST_SCHEMA:
@@ -244,15 +247,15 @@ class Writing(Body):
     dry_multiplier: float = Field(0.0, ge=0, le=1e30)
     dry_base: float = Field(1.75, ge=1, le=1e30)
     dry_allowed_length: int = Field(2, ge=1, le=2**31)
-    dry_sequence_breakers: Annotated[list[_StopText], _FIRST, _few(64), _as_list] | None = None
+    dry_sequence_breakers: Annotated[list[StopText], FIRST, few(64), _as_list] | None = None
     logit_bias: Annotated[
-        dict[Annotated[int, Field(ge=0, le=2**31, strict=False)], Annotated[float, Field(ge=-100, le=100)]], _few(4096)
+        dict[Annotated[int, Field(ge=0, le=2**31, strict=False)], Annotated[float, Field(ge=-100, le=100)]], few(4096)
     ] = Field(default_factory=dict)
     seed: int = Field(default_factory=lambda: secrets.randbits(32), ge=-(2**63), le=2**64 - 1)
     n: int = Field(1, ge=1, le=16)
     best_of: int | None = None
     max_tokens: int | None = Field(None, ge=0, le=2**31)
-    stop: Annotated[list[_StopText], _FIRST, _few(32), _as_list] = Field(default_factory=list)
+    stop: Annotated[list[StopText], FIRST, few(32), _as_list] = Field(default_factory=list)
     ignore_eos: bool = False
     echo: bool = False  # only for completions
     stream: bool = False
@@ -279,7 +282,7 @@ class Writing(Body):
     def schema_text(self) -> str | None:
         """The schema of response_format as JSON."""
         schema = None if self.response_format is None else self.response_format.wanted
-        return None if schema is None else _dumped("response_format", schema, _MOST_SCHEMA)
+        return None if schema is None else dumped("response_format", schema, _MOST_SCHEMA)
 
     @property
     def grammar(self) -> Grammar | None:
@@ -305,11 +308,11 @@ def _prompts(value: Any) -> Any:
     return [value] if isinstance(value, str) or (isinstance(value, list) and value and isinstance(value[0], int)) else value
 
 
-_Ids = Annotated[list[Token], _FIRST, _few(1 << 20, 1)]
+_Ids = Annotated[list[Token], FIRST, few(1 << 20, 1)]
 
 
 class Completion(Writing):
-    prompt: Annotated[list[str | _Ids], _FIRST, _few(16, 1), BeforeValidator(_prompts)]
+    prompt: Annotated[list[str | _Ids], FIRST, few(16, 1), BeforeValidator(_prompts)]
     logprobs: int | None = Field(None, ge=0, le=20)
 
     @property
@@ -317,16 +320,17 @@ class Completion(Writing):
         return self.logprobs
 
 
-def _parts(value: Any) -> Any:
+def as_parts(value: Any) -> Any:
+    """A text as a list of one text part."""
     return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
 
-class _Content(_Part):
+class _Content(Part):
     type: Literal["text"]
     text: str
 
 
-def _arguments(value: Any) -> Any:
+def as_object(value: Any) -> Any:
     if value is None:
         return {}
     if not isinstance(value, str):
@@ -339,22 +343,22 @@ def _arguments(value: Any) -> Any:
         raise PydanticCustomError("arguments", "a JSON object: {why}", {"why": shortened(str(error), 60)}) from None
 
 
-class _CalledFunction(_Part):
+class _CalledFunction(Part):
     name: str
-    arguments: Annotated[dict[str, Any], BeforeValidator(_arguments)] = Field(default_factory=dict)
+    arguments: Annotated[dict[str, Any], BeforeValidator(as_object)] = Field(default_factory=dict)
 
 
-class _Call(_Part):
+class _Call(Part):
     id: str = ""
     function: _CalledFunction
 
 
-class _Message(_Part):
+class _Message(Part):
     role: str = Field(max_length=64)
-    content: Annotated[list[_Content], _FIRST, _few(1024), BeforeValidator(_parts)] | None = None
+    content: Annotated[list[_Content], FIRST, few(1024), BeforeValidator(as_parts)] | None = None
     name: str | None = Field(None, max_length=1024)
     tool_call_id: str | None = Field(None, max_length=1024)
-    tool_calls: Annotated[list[_Call], _FIRST, _few(128)] | None = None
+    tool_calls: Annotated[list[_Call], FIRST, few(128)] | None = None
 
     @model_validator(mode="after")
     def _check(self) -> _Message:
@@ -378,7 +382,31 @@ class _Message(_Part):
 class Conversation(Body):
     """The messages of a conversation, for a chat template."""
 
-    messages: Annotated[list[_Message], _FIRST, _few(4096, 1)]
+    messages: Annotated[list[_Message], FIRST, few(4096, 1)]
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _check_end(self) -> Conversation:
+        if not self.continue_final_message:
+            return self
+        if self.add_generation_prompt and "add_generation_prompt" in self.model_fields_set:
+            raise bad(
+                "add_generation_prompt",
+                "add_generation_prompt and continue_final_message are both true; expected one of the two",
+            )
+        if self.messages and (self.messages[-1].tool_calls or self.messages[-1].content is None):
+            raise bad("messages", "the last message has calls of tools; expected a text to continue")
+        return self
+
+    @property
+    def rendering(self) -> dict[str, Any]:
+        """How a chat template writes the messages: arguments of :func:`lowbit.llm.templates.render`."""
+        return {
+            "answers": self.add_generation_prompt, "continues": self.continue_final_message,
+            "variables": self.chat_template_kwargs,
+        }  # fmt: skip
 
     @property
     def documents(self) -> list[dict[str, Any]]:
@@ -392,24 +420,25 @@ class Conversation(Body):
         for call in (call for each in self.messages for call in each.tool_calls or ()):
             texts += call.id, call.function.name, json.dumps(call.function.arguments)
         check_bytes("messages", texts, tokens)
+        dumped("chat_template_kwargs", self.chat_template_kwargs, _LEAST_BYTES)
 
 
-class _Function(_Part):
+class _Function(Part):
     model_config = ConfigDict(extra="allow")
     name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,64}\z")
     parameters: dict[str, Any] | None = None
 
 
-class _Tool(_Part):
+class _Tool(Part):
     type: Literal["function"]
     function: _Function
 
 
-class _Name(_Part):
+class _Name(Part):
     name: str
 
 
-class _Chosen(_Part):
+class _Chosen(Part):
     function: _Name
 
 
@@ -417,7 +446,7 @@ class Chat(Writing, Conversation):
     max_completion_tokens: int | None = Field(None, ge=1, le=2**31)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    tools: Annotated[list[_Tool], _FIRST, _few(128)] = Field(default_factory=list)
+    tools: Annotated[list[_Tool], FIRST, few(128)] = Field(default_factory=list)
     tool_choice: Literal["none", "auto", "required"] | _Chosen = "auto"
 
     @model_validator(mode="after")
@@ -427,7 +456,7 @@ class Chat(Writing, Conversation):
         self.max_tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         if self.top_logprobs is not None and not self.logprobs:
             raise bad("top_logprobs", f"top_logprobs is {self.top_logprobs}; expected logprobs true with it")
-        _dumped("tools", [each.model_dump() for each in self.tools], _MOST_TOOLS)
+        dumped("tools", [each.model_dump() for each in self.tools], _MOST_TOOLS)
         wanted = self.tool_choice.function.name if isinstance(self.tool_choice, _Chosen) else None
         if wanted is not None and wanted not in self.tool_names:
             raise bad(
@@ -447,7 +476,7 @@ class Chat(Writing, Conversation):
 
 
 class Embeddings(Body):
-    input: Annotated[list[Annotated[str, Field(min_length=1)] | _Ids], _FIRST, _few(2048, 1), BeforeValidator(_prompts)]
+    input: Annotated[list[Annotated[str, Field(min_length=1)] | _Ids], FIRST, few(2048, 1), BeforeValidator(_prompts)]
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = Field(None, ge=1, le=2**31)
     prompt_name: str | None = Field(None, max_length=256)
@@ -460,7 +489,7 @@ def _document(value: Any) -> Any:
 
 class Ranking(Body):
     query: str = Field(min_length=1)
-    documents: Annotated[list[Annotated[str, BeforeValidator(_document), Field(min_length=1)]], _FIRST, _few(2048, 1)]
+    documents: Annotated[list[Annotated[str, BeforeValidator(_document), Field(min_length=1)]], FIRST, few(2048, 1)]
     top_n: int | None = Field(None, ge=1, le=2**31)
     return_documents: bool = False
     truncate: bool = False
@@ -469,11 +498,11 @@ class Ranking(Body):
 class Tokenize(Conversation):
     content: str | None = None  # llama.cpp's name
     prompt: str | None = None  # vLLM's
-    messages: Annotated[list[_Message], _FIRST, _few(4096, 1)] = Field(default_factory=list)
+    messages: Annotated[list[_Message], FIRST, few(4096, 1)] = Field(default_factory=list)
 
 
 class Detokenize(Body):
-    tokens: Annotated[list[Token], _FIRST, _few(1 << 20)]  # also limited by MOST_TOKENS or the model's context
+    tokens: Annotated[list[Token], FIRST, few(1 << 20)]  # also limited by MOST_TOKENS or the model's context
 
 
 def finite(value: float) -> float:

@@ -6,20 +6,23 @@ import asyncio
 import contextlib
 import hmac
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeAlias
 
 from prometheus_client import generate_latest
+from pydantic_core import from_json
 from starlette.applications import Starlette
-from starlette.datastructures import UploadFile
+from starlette.datastructures import Headers, UploadFile
 from starlette.exceptions import HTTPException
 from starlette.formparsers import MultiPartException, MultiPartParser
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
+from . import messages
 from .answers import Answers, ChatForm, Event, Form, failure
 from .constraints import Matcher, make_constraint
 from .embeddings import Batches, TextModel, embeddings, ranking, refuse_to_write
@@ -28,6 +31,7 @@ from .engine import Engine, shutting_down
 from .errors import ApiError, bad, shortened
 from .events import Events, deltas, reported, unless_gone
 from .limits import Limits
+from .messages import CountTokens, Messages, MessagesForm
 from .metrics import Metrics
 from .model_list import LanguageModel, decoded
 from .page import HEADERS, PAGE
@@ -37,6 +41,7 @@ from .protocol import (
     Body,
     Chat,
     Completion,
+    Conversation,
     Detokenize,
     Embeddings,
     Grammar,
@@ -47,6 +52,7 @@ from .protocol import (
     parse,
     validated,
 )
+from .responses import Responses, ResponsesForm, Store, answered
 from .speech import MEDIA_TYPES, Listening, SpeechModel, Wish, read_recording, refuse_recording
 from .tools import Tools, read_tools
 
@@ -72,6 +78,7 @@ class Server:
         self._bodies: dict[asyncio.Timeout, None] = {}  # bodies being received, in order of their start
         self._times: set[asyncio.Timeout] = set()  # timeouts that expire when the server shuts down
         self._ending = False
+        self._stored = Store(limits.stored_bytes)
         self._recordings = asyncio.Semaphore(limits.recordings)
         self.metrics = Metrics(
             {
@@ -100,6 +107,8 @@ class Server:
 
         posts: dict[str, tuple[Callable[[Any], Awaitable[Response]], type[Body]]] = {
             "/v1/chat/completions": (self._chat, Chat), "/v1/completions": (self._complete, Completion),
+            "/v1/messages": (self._messages, Messages), "/v1/messages/count_tokens": (self._count_tokens, CountTokens),
+            "/v1/responses": (self._respond, Responses),
             "/v1/embeddings": (self._embed, Embeddings), "/v1/rerank": (self._rerank, Ranking),
             "/v2/rerank": (self._rerank, Ranking), "/tokenize": (self._tokenize, Tokenize),
             "/detokenize": (self._detokenize, Detokenize),
@@ -110,12 +119,24 @@ class Server:
         }
         gets = {
             "/": self._page, "/health": self._health, "/metrics": self._metrics, "/v1/models": self._models,
-            "/v1/models/{name:path}": self._model_card,
+            "/v1/models/{name:path}": self._model_card, "/v1/responses/{name}": self._response,
         }  # fmt: skip
         routes = [Route(path, self._guarded(path, self._reading(*each)), methods=["POST"]) for path, each in posts.items()]
         routes += [Route(path, self._guarded(path, handler), methods=["POST"]) for path, handler in forms.items()]
         routes += [Route(path, self._guarded(path, handler), methods=["GET"]) for path, handler in gets.items()]
+        path = "/v1/responses/{name}"
+        routes.append(Route(path, self._guarded(path, self._forget), methods=["DELETE"]))
         app = Starlette(routes=routes, lifespan=lifespan, exception_handlers={HTTPException: _no_endpoint})
+        if self.limits.origins:
+            methods, headers = ["GET", "POST", "DELETE"], ["Retry-After"]
+            app.add_middleware(
+                _Origins,
+                allow_origins=self.limits.origins,
+                allow_methods=methods,
+                allow_headers=["*"],
+                expose_headers=headers,
+                allow_private_network=True,
+            )
         app.router.redirect_slashes = False  # a redirection is not in OpenAI's format
         return app
 
@@ -153,7 +174,7 @@ class Server:
                         response = await handler(request)
                 finally:
                     if isinstance(response, Events):
-                        response.on_sent = self._sent
+                        response.on_sent, response.refusal = self._sent, _refusal(path)
                     else:
                         self._busy -= 1
             except ClientDisconnect:
@@ -161,7 +182,7 @@ class Server:
                 return Response(status_code=499)
             except Exception as error:
                 found = reported(error)
-                response = JSONResponse(found.document, found.status, found.headers)
+                response = JSONResponse(_refusal(path)(found), found.status, found.headers)
             self.metrics.requests.labels(path, response.status_code).inc()
             return response
 
@@ -189,8 +210,9 @@ class Server:
             # DNS rebinding: a page of another site whose name now points here.
             raise ApiError(403, f"the host is {name!r}; expected one of {', '.join(self.limits.hosts)}", code="wrong_host")
         origin = request.headers.get("origin")
-        if origin is not None and origin.partition("://")[2].lower() != host.lower():
-            raise ApiError(403, f"the request comes from a page of {origin}; expected one of this server", code="wrong_origin")
+        allowed = self.limits.origins
+        if origin is not None and origin.partition("://")[2].lower() != host.lower() and not {origin, "*"} & set(allowed):
+            raise _wrong_origin(origin, allowed)
         if self._busy >= self.limits.requests and path not in _OPEN:
             if not self._bodies:
                 raise self._crowded()
@@ -201,7 +223,8 @@ class Server:
         if self.limits.api_key is None or path in _OPEN:
             return
         kind, _, key = request.headers.get("authorization", "").partition(" ")
-        if kind.lower() != "bearer" or not hmac.compare_digest(key.encode(), self.limits.api_key.encode()):
+        key = key if kind.lower() == "bearer" else request.headers.get("x-api-key", "")  # Anthropic's header
+        if not hmac.compare_digest(key.encode(), self.limits.api_key.encode()):
             found = "another one" if key else "none"
             raise ApiError(401, f"an API key is needed, and the request has {found}", code="invalid_api_key")
 
@@ -281,17 +304,52 @@ class Server:
         """Runs tokenization on another thread."""
         return await asyncio.get_running_loop().run_in_executor(self._reader, function, *arguments)
 
-    async def _chat(self, asked: Chat) -> Response:
-        model, tools = self._writer(asked), read_tools(asked)
+    async def _conversation(self, model: LanguageModel, asked: Conversation, tools: Tools | None = None) -> list[int]:
+        """The tokens of a conversation."""
         asked.check_bytes(model.max_length)
-        tokens = await self._read(model.conversation, asked.documents, None if tools is None else tools.documents)
+        found: list[int] = await self._read(model.conversation, asked, None if tools is None else tools.documents)
+        return found
+
+    async def _chat(self, asked: Chat, kind: Callable[[Answers, LanguageModel, Tools | None], Form] = ChatForm) -> Response:
+        model, tools = self._writer(asked), read_tools(asked)
+        tokens = await self._conversation(model, asked, tools)
         model.check_prompt(tokens, "messages")
         grammar = None
         if tools is not None and asked.structured_outputs is None:
             grammar = tools.grammar(asked.schema_text)
         elif tools is not None and tools.forced:
             raise bad("tool_choice", "tool_choice asks for a call beside structured_outputs; expected one of the two")
-        return await self._write(asked, model, [tokens], ChatForm, None, grammar or asked.grammar, tools)
+        return await self._write(asked, model, [tokens], kind, None, grammar or asked.grammar, tools)
+
+    async def _converted(self, function: Callable[..., Chat], *arguments: Any) -> Chat:
+        """Converts a request of another API."""
+        return await asyncio.get_running_loop().run_in_executor(self._parser, function, *arguments)
+
+    async def _messages(self, asked: Messages) -> Response:
+        return await self._chat(await self._converted(asked.chat), MessagesForm)
+
+    async def _count_tokens(self, asked: CountTokens) -> Response:
+        chat = await self._converted(asked.chat)
+        return JSONResponse({"input_tokens": len(await self._conversation(self._writer(chat), chat, read_tools(chat)))})
+
+    async def _respond(self, asked: Responses) -> Response:
+        name = asked.previous_response_id
+        before = [] if name is None else from_json(self._stored.messages(name))
+        chat = await self._converted(asked.chat, before)
+
+        def keep(response: dict[str, Any]) -> None:
+            if asked.store:
+                self._stored.add(response, [*before, *asked.messages, answered(response)])
+
+        return await self._chat(chat, partial(ResponsesForm, asked, keep))
+
+    async def _response(self, request: Request) -> Response:
+        return Response(self._stored.document(request.path_params["name"]), media_type="application/json")
+
+    async def _forget(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        self._stored.remove(name)
+        return JSONResponse({"id": name, "object": "response", "deleted": True})
 
     async def _complete(self, asked: Completion) -> Response:
         model = self._writer(asked)
@@ -309,7 +367,7 @@ class Server:
         asked: Writing,
         model: LanguageModel,
         tokens: list[list[int]],
-        kind: type[Form],
+        kind: Callable[[Answers, LanguageModel, Tools | None], Form],
         most: int | None,
         grammar: Grammar | None,
         tools: Tools | None = None,
@@ -327,7 +385,7 @@ class Server:
         form = kind(answers, model, tools)
         answers.start()
         if asked.stream:
-            return Events(self._stream(answers, form), self._within, self.metrics.canceled.inc, answers.close)
+            return Events(self._stream(answers, form), self._within, self.metrics.canceled.inc, answers.close, form)
         pieces: dict[int, list[Event]] = {index: [] for index in range(len(answers.texts))}
         try:
             async for event in answers.events():
@@ -438,8 +496,7 @@ class Server:
         if asked.messages:
             if not isinstance(model, LanguageModel):
                 raise bad("messages", f"the model {model.name} has no conversations; expected content, or prompt")
-            asked.check_bytes(model.max_length)
-            tokens = await self._read(model.conversation, asked.documents)
+            tokens = await self._conversation(model, asked)
         else:
             text = asked.prompt if asked.content is None else asked.content
             if text is None:
@@ -459,10 +516,15 @@ class Server:
         return JSONResponse({"content": text, "prompt": text})
 
     async def _models(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [_card(model) for model in self.models.values()]})
+        cards = [_card(model) for model in self.models.values()]
+        if "anthropic-version" not in request.headers:
+            return JSONResponse({"object": "list", "data": cards})
+        ends = {"first_id": cards[0]["id"], "last_id": cards[-1]["id"], "has_more": False}
+        return JSONResponse({"data": [messages.card(each) for each in cards], **ends})
 
     async def _model_card(self, request: Request) -> Response:
-        return JSONResponse(_card(self._named(request.path_params["name"])))
+        card = _card(self._named(request.path_params["name"]))
+        return JSONResponse(messages.card(card) if "anthropic-version" in request.headers else card)
 
     async def _health(self, request: Request) -> Response:
         if not self.engine.alive:
@@ -474,6 +536,33 @@ class Server:
 
     async def _page(self, request: Request) -> Response:
         return HTMLResponse(PAGE, headers=HEADERS)
+
+
+class _Origins(CORSMiddleware):
+    """Allows pages of other sites."""
+
+    def preflight_response(self, request_headers: Headers) -> Response:
+        response = super().preflight_response(request_headers)
+        if response.status_code == 200:
+            return response
+        asked = request_headers["access-control-request-method"]
+        if asked not in self.allow_methods:
+            found = ApiError(
+                405, f"the method is {asked}; expected {' or '.join(self.allow_methods)}", code="method_not_allowed"
+            )
+        else:
+            found = _wrong_origin(request_headers["origin"], self.allow_origins)
+        return JSONResponse(found.document, found.status)
+
+
+def _wrong_origin(origin: str, allowed: Iterable[str]) -> ApiError:
+    expected = " or ".join(["one of this server", *allowed])
+    return ApiError(403, f"the request comes from a page of {origin}; expected {expected}", code="wrong_origin")
+
+
+def _refusal(path: str) -> Callable[[ApiError], dict[str, Any]]:
+    """Makes the JSON body of an error in the format of a path's API."""
+    return messages.refusal if path.startswith("/v1/messages") else lambda error: error.document
 
 
 def _expire(limit: asyncio.Timeout) -> None:
@@ -499,4 +588,4 @@ async def _no_endpoint(request: Request, error: Exception) -> Response:
     else:
         message = f"there is no {request.method} {path}; docs/serving.md lists the endpoints"
         found = ApiError(error.status_code, message, code="not_found")
-    return JSONResponse(found.document, found.status, headers)
+    return JSONResponse(_refusal(path)(found), found.status, headers)

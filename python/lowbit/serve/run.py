@@ -143,7 +143,7 @@ def allow_connections() -> None:
 
 
 def run(
-    models: Sequence[Model], host: str, port: int, api_key: str | None, *, queue: int, timeout: float,
+    models: Sequence[Model], host: str, port: int, api_key: str | None, *, origins: Sequence[str], queue: int, timeout: float,
     grace: int, note: Callable[[str], None], warn: Callable[[str], None],
 ) -> None:  # fmt: skip
     """Serves requests until SIGINT or SIGTERM.
@@ -151,6 +151,7 @@ def run(
     Running requests then have `grace` seconds, and get status 503 afterwards. A second signal ends the server at once.
 
     Args:
+        origins: other sites whose pages may send requests; "*" is any.
         queue: largest number of waiting texts.
         timeout: seconds per request.
         note, warn: print lines for the user.
@@ -159,7 +160,7 @@ def run(
         OSError: the server cannot listen on the address.
     """
     local = is_local(host)
-    limits = Limits(api_key, timeout, waiting=queue, hosts=(*_LOCAL, host.lower()) if local else None)
+    limits = Limits(api_key, timeout, waiting=queue, hosts=(*_LOCAL, host.lower()) if local else None, origins=tuple(origins))
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -170,6 +171,8 @@ def run(
         raise OSError(f"cannot listen on {host}, port {port}: {error.strerror or error}; expected a free --port") from error
     if not local and api_key is None:
         warn(f"anyone who can reach {host} can use this server; --api-key requires a key")
+    elif "*" in origins and api_key is None:
+        warn("any page in a browser on this machine can use this server; --api-key requires a key")
     allow_connections()
     # The package's loggers print nothing by default, but causes of status 500 must be logged.
     logging.getLogger("lowbit.serve").addHandler(logging.StreamHandler())
