@@ -47,6 +47,15 @@ def serve(
             show_default=False,
         ),
     ] = None,
+    adapters: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--adapter",
+            metavar="NAME=DIRECTORY",
+            help="LoRA adapter of the model, saved by peft; requests choose it by its name.",
+            show_default=False,
+        ),
+    ] = None,
     at_once: Annotated[int, typer.Option("--at-once", min=1, help="Texts that are decoded at the same time.")] = 16,
     queue: Annotated[int, typer.Option("--queue", min=0, help="Texts that may wait; further ones are refused.")] = 64,
     rows: Annotated[int, typer.Option("--rows", min=1, help="Tokens of prompts in a call of the model.")] = 512,
@@ -75,6 +84,7 @@ def serve(
     prefixes.prefix_bytes()  # checks the option
     sites = [_origin(each) for each in origins or ()]
     names = [path.name.removesuffix(".gguf") or str(path) for path in (each.absolute() for each in models)]
+    named = _adapters(adapters or [], names)
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise ValueError(f"two models have the name {twice}, by which requests choose; expected different names of directories")
@@ -84,12 +94,13 @@ def serve(
     text = None if template is None else read_text(template)
     keep_freed_memory()
 
-    wish = _Wish(output, text, config, max_length, threads, cache, draft, at_once, rows, kept)
-    loaded = [_load(wish, name, path) for name, path in zip(names, models, strict=True)]
+    wish = _Wish(output, text, config, max_length, threads, cache, draft, at_once, rows, kept, named)
+    loaded = [each for name, path in zip(names, models, strict=True) for each in _load(wish, name, path)]
     for model, guesser in loaded:
         if isinstance(model, LanguageModel):
-            model.batch.prefix_cache = prefixes.open_prefix_cache(output, model.batch.decoder)
-            if guesses:
+            if model.parent is None:  # adapters are float, so their keys and values are not stored
+                model.batch.prefix_cache = prefixes.open_prefix_cache(output, model.batch.decoder)
+            if guesses and (model.parent is None or draft is None):
                 model.batch.speculate(guesses, guesser)
     run(
         [model for model, _ in loaded], host, port, api_key or os.environ.get("LOWBIT_API_KEY") or None,
@@ -103,6 +114,21 @@ def _origin(text: str) -> str:
     if text != "*" and found is None:
         raise ValueError(f"--allowed-origin is {text!r}; expected a site such as https://example.com, or *")
     return text if found is None else found[0].removesuffix("/").lower()
+
+
+def _adapters(given: list[str], models: list[str]) -> dict[str, Path]:
+    """The directories of adapters, by their names."""
+    found: dict[str, Path] = {}
+    if given and len(models) > 1:
+        raise ValueError(f"--adapter is for one model; found {len(models)}: start a server for each")
+    for each in given:
+        name, sign, directory = each.partition("=")
+        if not name or not sign or not directory:
+            raise ValueError(f"--adapter is {each!r}; expected NAME=DIRECTORY")
+        if name in found or name in models:
+            raise ValueError(f"two models have the name {name}, by which requests choose; expected different names of adapters")
+        found[name] = Path(directory)
+    return found
 
 
 def _needed() -> Any:
@@ -133,6 +159,7 @@ class _Wish:
     at_once: int
     rows: int
     prefix_bytes: int
+    adapters: dict[str, Path]
 
     def language_model(
         self, name: str, decoder: Any, model: Any, tokenizer: Any, path: Path, stop: Iterable[int]
@@ -160,8 +187,8 @@ class _Wish:
         return self.max_length or min(_CONTEXT, positions // 16 * 16)
 
 
-def _load(wish: _Wish, name: str, path: Path) -> tuple[Model, Any]:
-    """A model, and the decoder of its draft model: by their plans where they have them, else by torch."""
+def _load(wish: _Wish, name: str, path: Path) -> list[tuple[Model, Any]]:
+    """A model and its adapters, with decoders of draft models: by their plans where they have them, else by torch."""
     from ..serve import embeddings, speech
     from .drafts import draft_decoder, open_with_draft
     from .plans import NoPlan, missing
@@ -169,28 +196,31 @@ def _load(wish: _Wish, name: str, path: Path) -> tuple[Model, Any]:
     output = wish.output
     path, caches = Path(from_hub(output, path) or path), None
     is_text = path.is_file() or not (speech.is_speech(path) or embeddings.is_kind(path))
-    if is_text and wish.config is None:
+    if is_text and wish.config is None and not wish.adapters:
         try:
             model, draft = open_with_draft(output, path, wish.threads, wish.cache, wish.draft)
             decoder = model.decoder(wish.length(model.plan.positions))
             guesser = None if draft is None else draft_decoder(draft, model, decoder.max_length)
-            return wish.language_model(name, decoder, model.model, model.tokenizer, model.directory, model.stop), guesser
+            return [(wish.language_model(name, decoder, model.model, model.tokenizer, model.directory, model.stop), guesser)]
         except NoPlan as reason:
             caches = missing(output, reason)
     if is_text:
         lowbit.load_torch()
         set_threads(wish.threads)
         return _load_by_torch(wish, name, path, caches)
+    if wish.adapters:
+        raise ValueError(f"--adapter is for language models; {path} is another model")
     loading = partial(by_torch, output, path, wish.threads)
     more: dict[str, Any] = {"threads": wish.threads, "loading": loading, "note": output.note}
     if speech.is_speech(path):
-        return speech.load(name, path, wish.config, cache=wish.cache, **more), None
-    return embeddings.load(name, path, **more), None
+        return [(speech.load(name, path, wish.config, cache=wish.cache, **more), None)]
+    return [(embeddings.load(name, path, **more), None)]
 
 
-def _load_by_torch(wish: _Wish, name: str, path: Path, caches: tuple[str, ...] | None) -> tuple[Model, Any]:
+def _load_by_torch(wish: _Wish, name: str, path: Path, caches: tuple[str, ...] | None) -> list[tuple[Model, Any]]:
     from .. import llm
     from ..llm.loading import load_tokenizer, stop_tokens
+    from ..serve.adapters import adapted
     from .drafts import load_draft
     from .plans import keep_plan
 
@@ -198,11 +228,18 @@ def _load_by_torch(wish: _Wish, name: str, path: Path, caches: tuple[str, ...] |
         tokenizer = load_tokenizer(path)
         model = load(wish.output, path, wish.config)
     stop = stop_tokens(model, tokenizer)
+    variants = {name: model} | {other: adapted(model, directory) for other, directory in wish.adapters.items()}
+    made: list[LanguageModel] = []
     try:
-        decoder = llm.Decoder(model, wish.length(positions(model)), wish.cache, windows=False)
-        made = wish.language_model(name, decoder, model, tokenizer, path, stop)
+        for each, variant in variants.items():
+            decoder = llm.Decoder(variant, wish.length(positions(variant)), wish.cache, windows=False)
+            language = wish.language_model(each, decoder, variant, tokenizer, path, stop)
+            language.parent = None if variant is model else name
+            made.append(language)
     except llm.Refusal as refusal:
         raise ValueError(f"lowbit serve needs lowbit's decoder; {refusal}") from refusal
+    base, *adapters = made
+    decoder = base.batch.decoder
     keep_plan(wish.output, path, decoder, stop, caches)
     draft = wish.draft and load_draft(wish.output, wish.draft, tokenizer, name, decoder, wish.config, wish.cache)
-    return made, draft
+    return [(base, draft), *((each, None) for each in adapters)]

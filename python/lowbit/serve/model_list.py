@@ -38,6 +38,7 @@ class LanguageModel:
     most: int | None  # default number of new tokens; None: until the context is full
     stop: frozenset[int]
     created: int = field(default_factory=lambda: int(time.time()))
+    parent: str | None = None  # the base model's name, if this one has an adapter
     grammar_tokenizer: Any = None  # llguidance's tokenizer, made on first use
 
     @classmethod

@@ -573,9 +573,10 @@ def _expire(limit: asyncio.Timeout) -> None:
 def _card(model: Model) -> dict[str, Any]:
     card = {"id": model.name, "object": "model", "created": model.created, "owned_by": "lowbit"}
     card |= {"max_model_len": model.max_length}
-    return card | (
-        {"chat": model.template is not None} if isinstance(model, LanguageModel) else {}
-    )  # the page lists only models with this entry
+    if not isinstance(model, LanguageModel):
+        return card
+    parent = {} if model.parent is None else {"parent": model.parent}
+    return card | {"chat": model.template is not None, **parent}  # the page lists only models with "chat"
 
 
 async def _no_endpoint(request: Request, error: Exception) -> Response:
