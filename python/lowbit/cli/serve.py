@@ -239,7 +239,7 @@ def _load_by_torch(wish: _Wish, name: str, path: Path, caches: tuple[str, ...] |
     except llm.Refusal as refusal:
         raise ValueError(f"lowbit serve needs lowbit's decoder; {refusal}") from refusal
     base, *adapters = made
-    decoder = base.batch.decoder
-    keep_plan(wish.output, path, decoder, stop, caches)
-    draft = wish.draft and load_draft(wish.output, wish.draft, tokenizer, name, decoder, wish.config, wish.cache)
+    own = base.batch.decoder
+    keep_plan(wish.output, path, own, stop, caches)
+    draft = wish.draft and load_draft(wish.output, wish.draft, tokenizer, name, own, wish.config, wish.cache)
     return [(base, draft), *((each, None) for each in adapters)]

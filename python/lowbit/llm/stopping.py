@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from .loading import TextStream
@@ -42,7 +42,12 @@ class TextUntil:
     """
 
     def __init__(
-        self, tokenizer: Any, prompt: list[int], strings: Iterable[str] = (), on_text: Callable[[str], None] | None = None
+        self,
+        tokenizer: Any,
+        prompt: list[int],
+        strings: Iterable[str] = (),
+        on_text: Callable[[str], None] | None = None,
+        shown: Collection[str] = (),
     ):
         """
         Args:
@@ -50,16 +55,17 @@ class TextUntil:
             prompt: ids of the preceding text.
             strings: stop strings.
             on_text: called with each piece of the text as soon as it is final; :meth:`finish` passes the last piece.
+            shown: special tokens that are part of the text.
 
         Raises:
             ValueError: an empty string.
         """
         self._strings = check_stop_strings(strings)
-        special = getattr(tokenizer, "added_tokens_decoder", {}) if self._strings else {}
-        # Id -> text of the special tokens that a string contains.
-        self._hidden = {
-            token: str(each) for token, each in special.items()
-            if each.special and any(str(each) in string for string in self._strings)
+        special = getattr(tokenizer, "added_tokens_decoder", {}) if self._strings or shown else {}
+        # Id -> text of the special tokens that a string contains or the text shows, and whether it does.
+        self._special = {
+            token: (str(each), str(each) in shown) for token, each in special.items()
+            if each.special and (str(each) in shown or any(str(each) in string for string in self._strings))
         }  # fmt: skip
         self._stream, self.on_text = TextStream(tokenizer, prompt), on_text
         self._held = ""
@@ -74,7 +80,7 @@ class TextUntil:
         if self.ended:
             return True
         self._starts.append(len(self.text) + sum(self._shown))
-        for piece, shown in ((self._stream.push(token), True), (self._hidden.get(token, ""), False)):
+        for piece, shown in ((self._stream.push(token), True), self._special.get(token, ("", False))):
             self._held += piece
             self._shown += [shown] * len(piece)
         matches = [(at + len(string), at) for string in self._strings if (at := self._held.find(string)) >= 0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -36,12 +36,19 @@ class Answers:
     """The texts of a request."""
 
     def __init__(
-        self, engine: Engine, model: LanguageModel, prompts: list[list[int]], asked: Writing, usual_tokens: int | None
+        self,
+        engine: Engine,
+        model: LanguageModel,
+        prompts: list[list[int]],
+        asked: Writing,
+        usual_tokens: int | None,
+        shown: Collection[str] = (),
     ):
         """
         Args:
             prompts: each gets the requested number of texts.
             usual_tokens: default number of new tokens, as for :meth:`LanguageModel.text`.
+            shown: special tokens that are part of the texts.
 
         Raises:
             ApiError: a text cannot be generated.
@@ -53,7 +60,7 @@ class Answers:
         self.began = time.perf_counter()
         self.first: float | None = None  # time of the first token
         for index, text in enumerate(self.texts):
-            text.until = until = TextUntil(model.tokenizer, text.prompt, asked.stop)
+            text.until = until = TextUntil(model.tokenizer, text.prompt, asked.stop, shown=shown)
             text.on_token = self._came
             tell = self._teller(index, until)
             until.on_text = partial(tell, None)
@@ -254,7 +261,7 @@ class ChatForm(Form):
 
     def _calls(self, text: str, reason: str) -> tuple[str, list[dict[str, Any]], str]:
         """A text without its calls, the calls, and the finish reason."""
-        content, calls = (text, []) if self._tools is None else find_calls(text, self._tools.names)
+        content, calls = (text, []) if self._tools is None else find_calls(text, self._tools.functions)
         return content, calls, "tool_calls" if calls and reason == "stop" else reason
 
     def _content(self, text: str, reason: str) -> tuple[dict[str, Any], str]:

@@ -25,6 +25,7 @@ from starlette.routing import Route
 from . import messages
 from .answers import Answers, ChatForm, Event, Form, failure
 from .constraints import Matcher, make_constraint
+from .dialects import TOKENS
 from .embeddings import Batches, TextModel, embeddings, ranking, refuse_to_write
 from .embeddings import Request as Rows
 from .engine import Engine, shutting_down
@@ -376,7 +377,7 @@ class Server:
             raise bad("n", f"n is {asked.n}; expected at most {self.limits.texts} texts, n of each prompt")
         if asked.sampling(model.usual).dry_multiplier:
             await self._read(model.breakers, asked)
-        answers = Answers(self.engine, model, tokens, asked, most)
+        answers = Answers(self.engine, model, tokens, asked, most, () if tools is None else TOKENS)
         if grammar is not None:
             loop = asyncio.get_running_loop()
             constraint: Matcher = await loop.run_in_executor(self._compiler, make_constraint, model, grammar)

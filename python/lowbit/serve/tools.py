@@ -5,23 +5,22 @@ from __future__ import annotations
 import json
 import re
 import uuid
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 from ..llm.stopping import overlap
+from .dialects import DECODER, DIALECTS, Functions, Reader, read_code, read_json
 from .errors import bad
 from .protocol import Chat, Grammar
 
 _NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
-# Markers before calls: Qwen's and Hermes' tag, Mistral's, Llama's.
-_MARKS = ("<tool_call>", "[TOOL_CALLS]", "<|python_tag|>")
 _THOUGHT = "</think>"
-_BEGIN = re.compile("|".join(map(re.escape, (*_MARKS, _THOUGHT))))
-_END = re.compile(r"\s*</tool_call>")
-_NAMED = re.compile(r"\s*([A-Za-z0-9_.-]{1,64})(?:\[CALL_ID\]\w{1,64})?\[ARGS\]")  # Mistral's newer form
+_READERS = {each.begin: each.read for each in DIALECTS}
+_SIGNS = (*_READERS, _THOUGHT)
+_BEGIN = re.compile("|".join(map(re.escape, sorted(_SIGNS, key=len, reverse=True))))
+_ENDS = re.compile(rf"(?:\s*(?:{'|'.join(re.escape(end) for each in DIALECTS for end in each.ends)}))?")
+_LONGEST = max(map(len, _SIGNS))
 _MOST_BROKEN = 64  # markers without a call; each may be parsed to the text's end, so more would take quadratic time
-_BETWEEN = re.compile(r"[\s;,]*")
 # Whitespace between parts of a JSON document: enough for an indented one, but limited, so that a text must end.
 SPACE = r"[ \t\n\r]{0,20}"
 
@@ -37,6 +36,11 @@ class Tools:
     def names(self) -> list[str]:
         """The names of the functions."""
         return [each["function"]["name"] for each in self.documents]
+
+    @property
+    def functions(self) -> Functions:
+        """The schemas of the functions' parameters, by name."""
+        return {each["function"]["name"]: each["function"].get("parameters") or {} for each in self.documents}
 
     def grammar(self, answer: str | None) -> Grammar | None:
         """The grammar of a forced call, or of an answer with a schema or a call.
@@ -83,11 +87,11 @@ def read_tools(asked: Chat) -> Tools | None:
     return Tools(documents, asked.tool_names if asked.tool_choice == "required" else [asked.tool_choice.function.name])
 
 
-def find_calls(text: str, names: list[str]) -> tuple[str, list[dict[str, Any]]]:
+def find_calls(text: str, functions: Functions) -> tuple[str, list[dict[str, Any]]]:
     """The calls in a text, in OpenAI's format, and the text without them.
 
-    Models write a call as JSON after a marker (:data:`_MARKS`), or their whole text consists of calls. Text before ``</think>``
-    contains no calls. A call of an unknown function or with invalid JSON stays in the text.
+    Models write calls after a marker (:data:`DIALECTS`), or their whole text consists of calls. Text before ``</think>``
+    contains no calls. A call of an unknown function, or one that cannot be read, stays in the text.
     """
     calls: list[dict[str, Any]] = []
     content: list[str] = []
@@ -97,77 +101,63 @@ def find_calls(text: str, names: list[str]) -> tuple[str, list[dict[str, Any]]]:
         if mark[0] == _THOUGHT:
             calls, content, kept, body = [], [], at, at
             continue
-        found, end = _calls_at(text, at, names, mark[0])
+        found, end = _calls_at(_READERS[mark[0]], text, at, functions, True)
         broken += not found
         if found:
-            content.append(text[kept : mark.start()])
+            between = text[kept : mark.start()]
+            content.append(between if not calls or between.strip() else "")
             calls += found
-            close = _END.match(text, end)
+            close = _ENDS.match(text, end)
             kept = at = end if close is None else close.end()
     if not body and text.lstrip().startswith("<think>"):
         return text, []  # it ended inside its thoughts
-    if not calls and text[body:].lstrip()[:1] in ("{", "["):
-        found, end = _calls_at(text, body, names, "")
-        return (text[:body], found) if found and not text[end:].strip() else (text, [])
+    start = len(text) - len(text[body:].lstrip())
+    if not calls and text[start : start + 1] in ("{", "["):
+        for reader in (read_json, read_code):
+            found, end = _calls_at(reader, text, start, functions, False)
+            if found and not text[end:].strip():
+                return text[:body], found
+        return text, []
     return (text[:body] + "".join(content) + text[kept:], calls) if calls else (text, [])
 
 
-def _calls_at(text: str, at: int, names: list[str], mark: str) -> tuple[list[dict[str, Any]], int]:
-    """The calls that start at a position of a text, and their end."""
+def _calls_at(reader: Reader, text: str, at: int, functions: Functions, marked: bool) -> tuple[list[dict[str, Any]], int]:
+    """The calls that a reader finds at a position of a text, and their end."""
     calls: list[dict[str, Any]] = []
     try:
-        for value, end in _documents(text, at):
-            found = [_call(each, names, bool(mark)) for each in (value if isinstance(value, list) else [value])]
+        for value, end in reader(text, at, functions):
+            found = [_call(each, functions, marked) for each in (value if isinstance(value, list) else [value])]
             if not found or None in found:
-                return (calls if mark else []), at
+                return (calls if marked else []), at
             calls += [each for each in found if each is not None]
             at = end
-            if mark == _MARKS[0]:
-                break
-    except (ValueError, RecursionError):  # not JSON, NaN, a number with thousands of digits, or deep nesting
+    except (ValueError, RecursionError):  # not of the dialect, NaN, a number with thousands of digits, or deep nesting
         pass
     return calls, at
 
 
-def _documents(text: str, at: int) -> Iterator[tuple[Any, int]]:
-    """Consecutive JSON documents and their ends."""
-    while True:
-        between = _BETWEEN.match(text, at)
-        at = at if between is None else between.end()
-        named = _NAMED.match(text, at)
-        if named is None and text[at : at + 1] not in ("{", "["):
-            return
-        value, at = _DECODER.raw_decode(text, at if named is None else named.end())
-        yield value if named is None else {"name": named[1], "arguments": value}, at
-
-
-def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is not JSON")
-
-
-_DECODER = json.JSONDecoder(parse_constant=_refuse)
-
-
-def _call(value: Any, names: list[str], marked: bool) -> dict[str, Any] | None:
+def _call(value: Any, functions: Functions, marked: bool) -> dict[str, Any] | None:
     """A call in OpenAI's format, or None if the value is not a call.
 
     Args:
         marked: the call follows a marker, so arguments may be missing.
     """
-    if not isinstance(value, dict) or value.get("name") not in names:
+    if not isinstance(value, dict):
+        return None
+    name = value.get("name", value.get("tool_name"))
+    if not isinstance(name, str) or name not in functions:
         return None
     arguments = value.get("arguments", value.get("parameters", {} if marked else None))
     if isinstance(arguments, str):
-        arguments = _DECODER.decode(arguments) if arguments.strip() else {}
+        arguments = DECODER.decode(arguments) if arguments.strip() else {}
     arguments = {} if arguments is None and marked else arguments
     if not isinstance(arguments, dict):
         return None
     text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
     if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
         text = json.dumps(arguments, allow_nan=False)  # escapes half surrogate pairs, which UTF-8 cannot encode
-    return {
-        "id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": {"name": value["name"], "arguments": text},
-    }  # fmt: skip
+    # Templates of Mistral accept only ids of nine letters and digits.
+    return {"id": uuid.uuid4().hex[:9], "type": "function", "function": {"name": name, "arguments": text}}
 
 
 class Held:
@@ -189,7 +179,7 @@ class Held:
             end = self._body = self._first = mark.end()
         self._marked = mark is not None
         if mark is None:
-            self._read = max(end, len(text) - max(overlap(text[-20:], each) for each in (*_MARKS, _THOUGHT)))
+            self._read = max(end, len(text) - max(overlap(text[-_LONGEST:], each) for each in _SIGNS))
             while self._first < len(text) and text[self._first].isspace():
                 self._first += 1
             end = self._body if text[self._first : self._first + 1] in ("", "{", "[") else self._read

@@ -200,6 +200,16 @@ def test_models_in_each_format(claude, gpt, client):
     assert (other.id, other.object, other.created) == ("tiny", "model", int(card.created_at.timestamp()))
 
 
+def test_special_tokens_are_shown_with_tools(model, client, says, monkeypatch):
+    """Only those of calls."""
+    special = model.tokenizer.bos_token
+    for tokens, tools, expected in (({special}, TOOLS, f"one{special}two"), ({special}, [], "onetwo"), ((), TOOLS, "onetwo")):
+        monkeypatch.setattr("lowbit.serve.routes.TOKENS", frozenset(tokens))
+        says(f"one{special}two")
+        (choice,) = client.post("/v1/chat/completions", messages=USER, tools=tools)["choices"]
+        assert choice["message"]["content"] == expected
+
+
 def test_a_forced_tool_and_a_schema(claude):
     for choice in ({"type": "any"}, {"type": "tool", "name": "weather"}):
         said = claude.messages.create(

@@ -304,6 +304,7 @@ def test_stop_strings_of_special_tokens_and_their_log_probabilities(loaded, clie
 
 
 CALL = '{"name": "now", "arguments": {"a": "b"}}'
+FUNCTIONS = {"now": {}, "weather": {}}
 DEEP = '{"a": ' * 3000 + "1" + "}" * 3000
 
 
@@ -340,7 +341,7 @@ DEEP = '{"a": ' * 3000 + "1" + "}" * 3000
 )  # fmt: skip
 def test_odd_texts_with_calls(text, content, arguments):
     """As a whole, and as a stream without repetitions and without parts of a call."""
-    left, calls = find_calls(text, ["now", "weather"])
+    left, calls = find_calls(text, FUNCTIONS)
     assert left == (text if content is None else content)
     assert [each["function"]["arguments"] for each in calls] == arguments
     json.dumps(calls, ensure_ascii=False).encode()
@@ -358,7 +359,7 @@ def test_odd_texts_with_calls(text, content, arguments):
 )  # fmt: skip
 def test_texts_of_many_marks_are_read_in_linear_time(text):
     """Quadratic time would take hours."""
-    assert find_calls(text, ["now"]) == (text, [])
+    assert find_calls(text, FUNCTIONS) == (text, [])
 
 
 def test_a_prompt_is_compared_in_linear_time():

@@ -1,0 +1,355 @@
+"""How families of models write tool calls: a marker, then calls as JSON, tags, or code.
+
+A reader begins after a marker, and yields calls and their ends: a call is ``{"name": ..., "arguments": ...}``, or a list of
+such. It raises ValueError where a text is not of its dialect. All of them take linear time.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, NoReturn, TypeAlias
+
+Functions: TypeAlias = Mapping[str, dict[str, Any]]  # names of functions, and the schemas of their parameters
+Reader: TypeAlias = Callable[[str, int, Functions], Iterator[tuple[Any, int]]]
+
+_NAME = r"([A-Za-z0-9_.-]{1,64})"
+_BETWEEN = re.compile(r"[\s;,]*")
+_MOST_DEPTH = 32  # of values that are not JSON
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not JSON")
+
+
+DECODER = json.JSONDecoder(parse_constant=_refuse)
+
+
+def read_json(text: str, at: int, functions: Functions) -> Iterator[tuple[Any, int]]:
+    """Consecutive JSON documents: ``{"name": ..., "arguments": ...}``, or lists of them."""
+    while text[at : at + 1] in ("{", "["):
+        value, at = DECODER.raw_decode(text, at)
+        yield value, at
+        between = _BETWEEN.match(text, at)
+        at = at if between is None else between.end()
+
+
+def _after_blanks(reader: Reader) -> Reader:
+    def read(text: str, at: int, functions: Functions) -> Iterator[tuple[Any, int]]:
+        between = _BETWEEN.match(text, at)
+        return reader(text, at if between is None else between.end(), functions)
+
+    return read
+
+
+_JSON = _after_blanks(read_json)
+
+
+def _named(head: str, end: str = "") -> Reader:
+    """A reader of names, each followed by its arguments as JSON."""
+    begin, close = re.compile(head), re.compile(end)
+
+    def read(text: str, at: int, functions: Functions) -> Iterator[tuple[Any, int]]:
+        while (found := begin.match(text, at)) is not None:
+            value, at = DECODER.raw_decode(text, found.end())
+            ended = close.match(text, at)
+            at = at if ended is None else ended.end()
+            yield {"name": found[1], "arguments": value}, at
+
+    return read
+
+
+def _tagged(head: str, key: str, close: str, end: str) -> Reader:
+    """A reader of names, each followed by parameters in tags, whose values are text or JSON, as their schemas say.
+
+    Args:
+        key: expression for a tag before a value; the second group, if any, says whether the value is text.
+        close: the text after a value.
+        end: expression for the end of a call.
+    """
+    begin, before, ended = re.compile(head), re.compile(key), re.compile(end)
+
+    def read(text: str, at: int, functions: Functions) -> Iterator[tuple[Any, int]]:
+        while (found := begin.match(text, at)) is not None:
+            at, arguments = found.end(), {}
+            properties = functions.get(found[1], {}).get("properties")
+            while (tag := before.match(text, at)) is not None:
+                stop = text.index(close, tag.end())
+                schema = properties.get(tag[1]) if isinstance(properties, dict) else None
+                value, at = text[tag.end() : stop], stop + len(close)
+                if tag.lastindex == 2:
+                    schema = {"type": "string"} if tag[2] == "true" else {}
+                arguments[tag[1]] = _typed(value, schema if isinstance(schema, dict) else {})
+            last = ended.match(text, at)
+            if last is None:
+                raise ValueError("a call has no end")
+            at = last.end()
+            yield {"name": found[1], "arguments": arguments}, at
+
+    return read
+
+
+def _kinds(schema: dict[str, Any]) -> list[Any]:
+    kinds = schema.get("type", [])
+    kinds = list(kinds) if isinstance(kinds, list) else [kinds]
+    for name in ("anyOf", "oneOf"):
+        if isinstance(several := schema.get(name), list):
+            kinds += [each.get("type") for each in several if isinstance(each, dict)]
+    return kinds
+
+
+def _typed(text: str, schema: dict[str, Any]) -> Any:
+    """A value in a tag: text if the schema says so, or if it is not JSON."""
+    bare = text.removeprefix("\n").removesuffix("\n")
+    if _kinds(schema) == ["string"] or bare in (options if isinstance(options := schema.get("enum"), list) else ()):
+        return bare
+    word = bare.strip()
+    if word in _WORDS:
+        return _WORDS[word]
+    try:
+        return DECODER.decode(word)
+    except (ValueError, RecursionError):
+        return bare
+
+
+_WORDS: dict[str, Any] = {"true": True, "True": True, "false": False, "False": False, "null": None, "None": None}
+_NUMBER = re.compile(r"[+-]?(?:\d{1,300}(?:\.\d{0,300})?|\.\d{1,300})(?:[eE][+-]?\d{1,4})?(?![\w.])")
+_STRING = re.compile(r""""(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*'""", re.DOTALL)
+_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|x([0-9a-fA-F]{2})|(.))", re.DOTALL)
+_ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "\n": "", **{each: each for each in "\\/'\""}}
+_WORD = re.compile(r"[A-Za-z_][\w.-]{0,127}")
+_BARE = re.compile(r"[^,{}\[\]]{1,1000}")
+_BLANKS = re.compile(r"\s*")
+
+
+def _unescaped(text: str) -> str:
+    def one(found: re.Match) -> str:
+        if found[3] is None:
+            return chr(int(found[1] or found[2], 16))
+        return _ESCAPED.get(found[3], found[0])
+
+    # JSON writes characters beyond 16 bits as two halves.
+    return _ESCAPE.sub(one, text).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+class _Values:
+    """Reads values as Python or Gemma writes them, from a position on."""
+
+    def __init__(self, text: str, at: int, quotes: tuple[str, ...] = (), bare: bool = False):
+        """
+        Args:
+            quotes: further marks around texts, in which nothing is escaped.
+            bare: texts may lack quotes.
+        """
+        self.text, self.at, self._quotes, self._bare = text, at, quotes, bare
+
+    def takes(self, sign: str) -> bool:
+        """Whether a sign follows after blanks, which is then read."""
+        blanks = _BLANKS.match(self.text, self.at)
+        self.at = self.at if blanks is None else blanks.end()
+        found = self.text.startswith(sign, self.at)
+        self.at += len(sign) * found
+        return found
+
+    def expect(self, sign: str) -> None:
+        if not self.takes(sign):
+            raise ValueError(f"there is no {sign!r}")
+
+    def _match(self, pattern: re.Pattern) -> str | None:
+        found = pattern.match(self.text, self.at)
+        self.at = self.at if found is None else found.end()
+        return None if found is None else found[0]
+
+    def _string(self) -> str | None:
+        for quote in self._quotes:
+            if self.takes(quote):
+                stop = self.text.index(quote, self.at)
+                value, self.at = self.text[self.at : stop], stop + len(quote)
+                return value
+        self.takes("")
+        found = self._match(_STRING)
+        return None if found is None else _unescaped(found[1:-1])
+
+    def _key(self) -> str:
+        key = self._string()
+        key = self._match(_WORD) if key is None else key
+        if key is None:
+            raise ValueError("there is no name")
+        return key
+
+    def pairs(self, sign: str, end: str, depth: int) -> dict[str, Any]:
+        """Names and values up to an end."""
+        found: dict[str, Any] = {}
+        while not self.takes(end):
+            if found:
+                self.expect(",")
+                if self.takes(end):
+                    break
+            key = self._key()
+            self.expect(sign)
+            found[key] = self.value(depth)
+        return found
+
+    def value(self, depth: int) -> Any:
+        if depth == 0:
+            raise ValueError("values are nested too deeply")
+        if (text := self._string()) is not None:
+            return text
+        if self.takes("{"):
+            return self.pairs(":", "}", depth - 1)
+        for begin, end in ("[]", "()"):
+            if self.takes(begin):
+                values: list[Any] = []
+                while not self.takes(end):
+                    if values:
+                        self.expect(",")
+                        if self.takes(end):
+                            break
+                    values.append(self.value(depth - 1))
+                return values
+        if (number := self._match(_NUMBER)) is not None:
+            return int(number) if number.lstrip("+-").isdigit() else float(number)
+        word = self._match(_BARE if self._bare else _WORD)
+        if word is None or not (self._bare or word in _WORDS):
+            raise ValueError("there is no value")
+        return _WORDS.get(word.strip(), word.strip())
+
+
+_CODE = re.compile(rf"[\s,\[]*{_NAME}\(")
+
+
+def read_code(text: str, at: int, functions: Functions) -> Iterator[tuple[Any, int]]:
+    """Calls as Python writes them, also in a list: ``[f(a="b", c=1), g()]``."""
+    inside = text[at : at + 1] == "["
+    while (found := _CODE.match(text, at)) is not None:
+        values = _Values(text, found.end())
+        arguments = values.pairs("=", ")", _MOST_DEPTH)
+        closed = inside and values.takes("]")
+        at = values.at
+        yield {"name": found[1], "arguments": arguments}, at
+        if closed:
+            return
+
+
+def _read_list(text: str, at: int, functions: Functions) -> Iterator[tuple[Any, int]]:
+    """JSON or code."""
+    rest = text[at : at + 64].lstrip()
+    json_ = rest[:1] == "{" or (rest[:1] == "[" and rest[1:].lstrip()[:1] in ("{", ""))
+    return (read_json if json_ else read_code)(text, at, functions)
+
+
+_GEMMA = re.compile(rf"\s*call:\s*{_NAME}\s*")
+
+
+def _read_gemma(text: str, at: int, functions: Functions) -> Iterator[tuple[Any, int]]:
+    """``call:f{a:<escape>b<escape>,c:1}``"""
+    found = _GEMMA.match(text, at)
+    if found is not None:
+        values = _Values(text, found.end(), ("<escape>", '<|"|>'), bare=True)
+        values.expect("{")
+        arguments = values.pairs(":", "}", _MOST_DEPTH)
+        yield {"name": found[1], "arguments": arguments}, values.at
+
+
+def _read_apertus(text: str, at: int, functions: Functions) -> Iterator[tuple[Any, int]]:
+    """``[{"f": {"a": "b"}}]``"""
+    for value, end in read_json(text, at, functions):
+        items = value if isinstance(value, list) else [value]
+        yield [dict(zip(("name", "arguments"), *each.items(), strict=True)) if isinstance(each, dict) and len(each) == 1 else None
+               for each in items], end  # fmt: skip
+
+
+def _read_plugin(text: str, at: int, functions: Functions) -> Iterator[tuple[Any, int]]:
+    return _JSON(text, at + len("<|plugin|>") * text.startswith("<|plugin|>", at), functions)
+
+
+_FUNCTION = _tagged(rf"\s*<function={_NAME}>\s*", r"\s*<parameter=([^<>]{1,128})>", "</parameter>", r"\s*</function>")
+_INVOKE = _tagged(
+    rf'\s*<invoke name="{_NAME}">\s*', r'\s*<parameter name="([^"<>]{1,128})"(?: string="(true|false)")?>', "</parameter>",
+    r"\s*</invoke>",
+)  # fmt: skip
+_DSML = _tagged(
+    rf'\s*<｜DSML｜invoke name="{_NAME}">\s*', r'\s*<｜DSML｜parameter name="([^"<>]{1,128})"(?: string="(true|false)")?>',
+    "</｜DSML｜parameter>", r"\s*</｜DSML｜invoke>",
+)  # fmt: skip
+_GLM = _tagged(
+    rf"\s*{_NAME}\s*(?=<arg_key>|</tool_call>)", r"\s*<arg_key>([^<>]{1,128})</arg_key>\s*<arg_value>", "</arg_value>",
+    r"\s*(?=</tool_call>)",
+)  # fmt: skip
+
+
+def _read_tag(text: str, at: int, functions: Functions) -> Iterator[tuple[Any, int]]:
+    """What follows ``<tool_call>``: one JSON document (Hermes, Qwen, Granite), or tags (Qwen-Coder, GLM)."""
+    rest = text[at : at + 64].lstrip()
+    if rest[:1] in ("{", "["):
+        yield from islice(_JSON(text, at, functions), 1)
+    else:
+        yield from (_FUNCTION if rest.startswith("<function") else _GLM)(text, at, functions)
+
+
+def _read_mistral(text: str, at: int, functions: Functions) -> Iterator[tuple[Any, int]]:
+    """JSON, or names before it: ``f[ARGS]{...}``, in the newest form without ``[ARGS]``."""
+    reader = _JSON if text[at : at + 64].lstrip()[:1] in ("{", "[") else _MISTRAL
+    return reader(text, at, functions)
+
+
+_MISTRAL = _named(rf"[\s;,]*(?:\[TOOL_CALLS\]\s*)?{_NAME}(?:\[CALL_ID\]\w{{1,64}})?(?:\[ARGS\])?\s*(?={{)")
+
+
+def _read_calls(text: str, at: int, functions: Functions) -> Iterator[tuple[Any, int]]:
+    """What follows ``<function_calls>``: tags or code."""
+    return (_INVOKE if text[at : at + 64].lstrip().startswith("<invoke") else read_code)(text, at, functions)
+
+
+_S = r"\s{0,16}"  # blanks; several unlimited ones in an expression could take quadratic time
+_DEEPSEEK = _named(
+    rf"{_S}(?:<｜tool▁call▁begin｜>)?{_S}(?:function<｜tool▁sep｜>)?{_NAME}{_S}(?:<｜tool▁sep｜>)?{_S}(?:```json)?{_S}(?={{)",
+    rf"{_S}(?:```)?{_S}<｜tool▁call▁end｜>",
+)
+_KIMI = _named(
+    rf"{_S}(?:<\|tool_call_begin\|>)?{_S}(?:functions\.)?{_NAME}(?::\d{{1,9}})?{_S}<\|tool_call_argument_begin\|>{_S}",
+    r"\s*<\|tool_call_end\|>",
+)
+_HARMONY = _named(rf"([A-Za-z0-9_.-]{{1,64}}?)(?:commentary)?{_S}(?:json)?{_S}(?={{)")
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """How calls begin and end."""
+
+    begin: str
+    read: Reader
+    ends: tuple[str, ...] = ()
+    tokens: tuple[str, ...] = ()  # further texts that may be special tokens
+
+
+DIALECTS = (
+    Dialect("<tool_call>", _read_tag, ("</tool_call>",)),  # Hermes, Qwen, Granite, SmolLM3, GLM, Ernie, Nemotron
+    Dialect("[TOOL_CALLS]", _read_mistral, (), ("[ARGS]", "[CALL_ID]")),
+    Dialect("<|python_tag|>", _JSON, ("<|eom_id|>",)),  # Llama 3
+    Dialect("<|python_start|>", _after_blanks(read_code), ("<|python_end|>",)),  # Llama 4
+    Dialect("<|tool_call|>", _JSON, ("<|/tool_call|>",)),  # Granite 3, Phi-4-mini
+    Dialect("functools[", lambda text, at, functions: read_json(text, at - 1, functions)),  # Phi-4-mini
+    Dialect("<|tool_call_start|>", _after_blanks(_read_list), ("<|tool_call_end|>",)),  # LFM2
+    Dialect("<start_function_call>", _read_gemma, ("<end_function_call>",), ("<escape>",)),  # FunctionGemma
+    Dialect("<|tool_call>", _read_gemma, ("<tool_call|>",), ('<|"|>',)),  # Gemma 4
+    Dialect("<｜tool▁calls▁begin｜>", _DEEPSEEK, ("<｜tool▁calls▁end｜>",), ("<｜tool▁call▁end｜>", "<｜tool▁sep｜>")),
+    Dialect("<｜tool▁call▁begin｜>", _DEEPSEEK, ("<｜tool▁calls▁end｜>",)),  # DeepSeek V3, R1
+    Dialect("<｜DSML｜function_calls>", _DSML, ("</｜DSML｜function_calls>",), ("｜DSML｜",)),  # DeepSeek V3.2
+    Dialect("<｜DSML｜tool_calls>", _DSML, ("</｜DSML｜tool_calls>",)),  # DeepSeek V4
+    Dialect("<|tool_calls_section_begin|>", _KIMI, ("<|tool_calls_section_end|>",), ("<|tool_call_argument_begin|>",)),
+    Dialect("<|tool_call_begin|>", _KIMI, ("<|tool_calls_section_end|>",), ("<|tool_call_end|>",)),  # Kimi K2
+    Dialect("<minimax:tool_call>", _INVOKE, ("</minimax:tool_call>",)),
+    Dialect("<seed:tool_call>", _FUNCTION, ("</seed:tool_call>",)),
+    Dialect("<tool_calls>", _JSON, ("</tool_calls>",)),  # Jamba, Hunyuan, MiniMax M1
+    Dialect("<function_calls>", _read_calls, ("</function_calls>",)),  # Olmo 3
+    Dialect("<|START_ACTION|>", _JSON, ("<|END_ACTION|>",)),  # Cohere
+    Dialect("<|action_start|>", _read_plugin, ("<|action_end|>",), ("<|plugin|>",)),  # InternLM
+    Dialect(" to=functions.", _HARMONY),  # gpt-oss
+    Dialect("<|tools_prefix|>", _after_blanks(_read_apertus), ("<|tools_suffix|>",)),
+)  # fmt: skip
+# Texts of calls that are special tokens in some tokenizers, which a text otherwise does not show.
+TOKENS = frozenset(text for each in DIALECTS for text in (each.begin, *each.ends, *each.tokens))
