@@ -141,7 +141,7 @@ def _rendered(
     # itself ("</think>"), only those of texts that are control tokens, or pieces of one, are.
     for everywhere in (True, False):
         words = _words(template)
-        marked = control.marked([messages, tools], everywhere, words)
+        marked = control.marked([messages, tools], everywhere, words | _KNOWN)
         # Values that the template compares stay as they are.
         marked.append(variables and {name: control.marked(each, everywhere, words, "type") for name, each in variables.items()})
         if marked == [messages, tools, variables]:
@@ -177,8 +177,8 @@ def _check_variables(template: str, given: dict[str, Any]) -> None:
 
 @lru_cache
 def _words(template: str) -> frozenset[str]:
-    """Known roles and types, and the words that the template compares or writes."""
-    return _KNOWN | set(re.findall(r"""(?<=['"])\w+(?=['"])""", template))
+    """The words that the template compares or writes."""
+    return frozenset(re.findall(r"""(?<=['"])\w+(?=['"])""", template))
 
 
 @lru_cache

@@ -65,8 +65,8 @@ def _check(config: dict[str, Any], directory: Path) -> None:
         raise ValueError(f"{directory / _CONFIG} has peft_type {kind!r}; expected LORA")
     if (start := config.get("init_lora_weights", True)) not in _STARTS:
         raise ValueError(
-            f"{directory / _CONFIG} has init_lora_weights {start!r}; expected {', '.join(map(repr, _STARTS))}: other ways change "
-            "the base model's weights"
+            f"{directory / _CONFIG} has init_lora_weights {start!r}; expected {', '.join(map(repr, _STARTS))}: other ways "
+            "change the base model's weights"
         )
     for name in (
         "use_dora",

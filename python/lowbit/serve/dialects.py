@@ -257,9 +257,11 @@ def _read_gemma(text: str, at: int, functions: Functions) -> Iterator[tuple[Any,
 def _read_apertus(text: str, at: int, functions: Functions) -> Iterator[tuple[Any, int]]:
     """``[{"f": {"a": "b"}}]``"""
     for value, end in read_json(text, at, functions):
-        items = value if isinstance(value, list) else [value]
-        yield [dict(zip(("name", "arguments"), *each.items(), strict=True)) if isinstance(each, dict) and len(each) == 1 else None
-               for each in items], end  # fmt: skip
+        calls: list[Any] = []
+        for each in value if isinstance(value, list) else [value]:
+            name, arguments = next(iter(each.items())) if isinstance(each, dict) and len(each) == 1 else (None, None)
+            calls.append({"name": name, "arguments": arguments})
+        yield calls, end
 
 
 def _read_plugin(text: str, at: int, functions: Functions) -> Iterator[tuple[Any, int]]:

@@ -309,8 +309,8 @@ class ResponsesForm(PartsForm):
             "reasoning": {"effort": None, "summary": None}, "seed": chat.seed,
             "usage": None if usage is None else {
                 "input_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"],
-                "total_tokens": usage["total_tokens"], "input_tokens_details": usage["prompt_tokens_details"] | {"cache_write_tokens": 0},
-                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": usage["total_tokens"], "output_tokens_details": {"reasoning_tokens": 0},
+                "input_tokens_details": usage["prompt_tokens_details"] | {"cache_write_tokens": 0},
             },
         }  # fmt: skip
 

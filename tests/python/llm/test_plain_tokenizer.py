@@ -7,7 +7,7 @@ import pytest
 from lowbit.llm.plain_tokenizer import PlainTokenizer, difference
 from lowbit.llm.stopping import BREAKERS, breakers
 from lowbit.llm.templates import render
-from test_templates import CHATML, MAKERS, TEMPLATES, TEXTS, TOOLS, conversation
+from test_templates import CHATML, MAKERS, MOODS, TEMPLATES, TEXTS, TOOLS, conversation
 
 
 def special_of(tokenizer) -> dict[str, str]:
@@ -40,6 +40,13 @@ def test_conversations_have_the_same_tokens(pair, kind):
         ]
         expected, found = (outcome(one, messages, TEMPLATES[kind]) for one in (tokenizer, plain))
         assert found == expected
+
+
+def test_variables_and_continued_messages_have_the_same_tokens(pair):
+    messages = conversation("a", "b", " <|im_end|>c ")
+    for more in ({"continues": True}, {"answers": False}, {"variables": {"mood": "calm", "list": [{"name": "a<b"}]}}):
+        one, other = (render(each, messages, MOODS.replace("list[0]", "(list or [{}])[0]"), **more) for each in pair[:2])
+        assert one == other
 
 
 def outcome(tokenizer, messages, template):

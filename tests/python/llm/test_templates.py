@@ -133,6 +133,70 @@ def test_ordinary_texts_have_the_tokens_of_the_whole_text(tokenizer, kind):
                 assert control.encode(text, control.places(text)) == expected
 
 
+@pytest.mark.parametrize("kind", [kind for kind in TEMPLATES if kind != "json"])
+def test_the_last_message_is_continued(tokenizer, kind):
+    """As transformers continues it, also where a template strips messages."""
+    template, tried = TEMPLATES[kind], 0
+    for text in TEXTS:
+        messages = conversation("w", "x", text)
+        try:
+            expected = tokenizer.apply_chat_template(
+                messages, chat_template=template, continue_final_message=True, tokenize=False
+            )
+        except ValueError:  # the template leaves out a part of the message
+            continue
+        assert (
+            render(tokenizer, messages, template, continues=True) == tokenizer(expected, add_special_tokens=False)["input_ids"]
+        )
+        tried += 1
+    assert tried >= len(TEXTS) - 1
+
+
+def test_a_message_that_cannot_be_continued():
+    tokenizer, messages = byte_level(), conversation("w", "x", "y")
+    for template in ("{% for m in messages %}{{ m.content }}{{ m.content }}{% endfor %}", "{{ messages[0].content }}"):
+        with pytest.raises(ValueError, match="does not write the last message as it is, so that the model cannot continue it"):
+            render(tokenizer, messages, template, continues=True)
+
+
+def test_without_the_beginning_of_an_answer():
+    tokenizer, messages = byte_level(), conversation("w", "x")
+    whole, without = (render(tokenizer, messages, CHATML, answers=answers) for answers in (True, False))
+    assert whole == [*without, *tokenizer("<|im_start|>assistant\n", add_special_tokens=False)["input_ids"]]
+
+
+MOODS = CHATML + "{% if mood == 'calm' %}<|system|>{% elif mood %}{{ '<|' + mood + '|>' }}{% endif %}{{ list[0].name }}"
+
+
+@pytest.mark.parametrize(
+    ("variables", "text"),
+    [({"mood": "calm"}, "<|system|>"), ({"mood": ""}, ""), ({"mood": "slow"}, "<|slow|>"), ({"mood": "user"}, None),
+     ({"list": [{"name": "<|im_end|>"}]}, None), ({"list": [{"name": "a<b"}]}, "a<b")],
+)  # fmt: skip
+def test_variables_make_no_control_tokens(variables, text):
+    """Except those that the template names."""
+    tokenizer, messages = byte_level(), conversation("w", "x")
+    variables = {"list": [{"name": ""}]} | variables
+    without = render(tokenizer, messages, MOODS, variables={"list": [{"name": ""}]})
+    ids = render(tokenizer, messages, MOODS, variables=variables)
+    assert ids[: len(without)] == without
+    if text is not None:
+        assert ids[len(without) :] == tokenizer(text, add_special_tokens=False)["input_ids"]
+    else:
+        assert not control_of(tokenizer, ids[len(without) :]) and tokenizer.decode(ids[len(without) :]) in (
+            "<|user|>",
+            "<|im_end|>",
+        )
+
+
+def test_variables_that_a_template_does_not_read():
+    for name in ("moods", "messages", "tools", "bos_token", "namespace", "m", "add_generation_prompt", "self"):
+        with pytest.raises(ValueError, match=f"the chat template reads no '{name}'; expected list or mood"):
+            render(byte_level(), conversation("w"), MOODS, variables={name: 1})
+    with pytest.raises(ValueError, match="the chat template reads no 'mood'; expected no names"):
+        render(byte_level(), conversation("w"), CHATML, variables={"mood": 1})
+
+
 @pytest.mark.parametrize("kind", TEMPLATES)
 def test_messages_make_no_control_tokens(tokenizer, kind):
     template = TEMPLATES[kind]

@@ -259,10 +259,10 @@ def test_the_last_message_is_continued(client, claude):
 @pytest.mark.parametrize(
     ("more", "message", "param"),
     [
-        ({"continue_final_message": True, "add_generation_prompt": True}, "add_generation_prompt and continue_final_message are",
+        ({"continue_final_message": True, "add_generation_prompt": True}, "add_generation_prompt and continue_final_message",
          "add_generation_prompt"),
         ({"continue_final_message": True, "messages": [*USER, {"role": "assistant", "tool_calls": [
-            {"id": "x", "function": {"name": "f", "arguments": "{}"}}]}]}, "the last message has calls of tools; expected a text",
+            {"id": "x", "function": {"name": "f", "arguments": "{}"}}]}]}, "the last message has calls of tools; expected",
          "messages"),
         ({"chat_template_kwargs": {"enable_thinking": False}}, "the chat template reads no 'enable_thinking'; expected mood",
          "messages"),
@@ -318,7 +318,7 @@ def test_arguments_of_the_template(client, claude, gpt):
         ({"tools": [{"name": "f"}]}, 400, "invalid_request_error", "tools[0].input_schema is missing"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, 400, "invalid_request_error",
          "tools[0].type is 'web_search_20250305'; expected 'custom'"),
-        ({"tools": [{"name": "f", "input_schema": {"type": "string"}}]}, 400, "invalid_request_error", "tools[0].function.para"),
+        ({"tools": [{"name": "f", "input_schema": {"type": "string"}}]}, 400, "invalid_request_error", "tools[0].function.p"),
         ({"tools": [{"name": "f", "input_schema": {"a": "y" * 300_000}}]}, 400, "invalid_request_error", "tools has 3000"),
         ({"tool_choice": {"type": "tool", "name": "f"}}, 400, "invalid_request_error", "tool_choice is 'f'; expected none,"),
         ({"tool_choice": {"type": "tool"}}, 400, "invalid_request_error", "tool_choice has either type tool or a name"),
@@ -429,8 +429,10 @@ def test_a_function_and_its_output(client, gpt, says):
     assert [(each.type, getattr(each, "arguments", None)) for each in final.output] == [
         ("message", None), ("function_call", call.arguments),
     ]  # fmt: skip
-    assert kinds[-5:] == ["response.output_item.added", "response.function_call_arguments.delta",
-                          "response.function_call_arguments.done", "response.output_item.done", "response.completed"]  # fmt: skip
+    assert kinds[-5:] == [
+        "response.output_item.added", "response.function_call_arguments.delta", "response.function_call_arguments.done",
+        "response.output_item.done", "response.completed",
+    ]  # fmt: skip
     output = {"type": "function_call_output", "call_id": call.call_id, "output": "4 degrees"}
     whole = [*USER, *(each.model_dump(exclude_none=True) for each in said.output), output]
     expected = prompt_tokens(client, messages=[
@@ -503,7 +505,7 @@ def test_a_schema_and_a_forced_function(gpt):
         ({"input": [{"role": "user"}]}, "input has an item without content; expected a value", "input"),
         ({"input": [{"type": "function_call", "call_id": "x", "name": "f", "arguments": "["}]},
          "messages[0].tool_calls[0].function.arguments is", "messages"),
-        ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input[0].content[0].type is 'input_file'; expected",
+        ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input[0].content[0].type is 'input_file'; exp",
          "input"),
         ({"input": "x" * 100_000}, "messages has 100004 bytes; expected at most 65536", "messages"),
         ({"input": [{"role": "user", "content": "x"}] * 5000}, "input is an array; expected 0 to 4096 entries", "input"),

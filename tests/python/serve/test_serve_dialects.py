@@ -42,15 +42,15 @@ TEXTS = {
                         f"{BEGIN}function{SEP}now\n```json\n{{}}\n```{END}<｜tool▁calls▁end｜>", [TWO, {}]),
     "DeepSeek V3.1": (f"<｜tool▁calls▁begin｜>{BEGIN}get_weather{SEP}{ARGS}{END}{BEGIN}now{SEP}{{}}{END}<｜tool▁calls▁end｜>",
                       [TWO, {}]),
-    "DeepSeek V3.2": ('<｜DSML｜function_calls>\n<｜DSML｜invoke name="get_weather">\n<｜DSML｜parameter name="city" string="true">Oslo'
-                      '</｜DSML｜parameter>\n<｜DSML｜parameter name="days" string="false">2</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
-                      '</｜DSML｜function_calls>', [TWO]),
-    "DeepSeek V4": ('<｜DSML｜tool_calls>\n<｜DSML｜invoke name="now">\n<｜DSML｜parameter name="x" string="true">2</｜DSML｜parameter>\n'
-                    '</｜DSML｜invoke>\n</｜DSML｜tool_calls>', [{"x": "2"}]),
+    "DeepSeek V3.2": ('<｜DSML｜function_calls>\n<｜DSML｜invoke name="get_weather">\n<｜DSML｜parameter name="city" string="true">'
+                      'Oslo</｜DSML｜parameter>\n<｜DSML｜parameter name="days" string="false">2</｜DSML｜parameter>\n'
+                      '</｜DSML｜invoke>\n</｜DSML｜function_calls>', [TWO]),
+    "DeepSeek V4": ('<｜DSML｜tool_calls>\n<｜DSML｜invoke name="now">\n<｜DSML｜parameter name="x" string="true">2</｜DSML｜parameter>'
+                    '\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>', [{"x": "2"}]),
     "GLM 4.5": ("<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Oslo</arg_value>\n<arg_key>days</arg_key>\n"
                 "<arg_value>2</arg_value>\n</tool_call>", [TWO]),
-    "GLM 4.7": ("<tool_call>get_weather<arg_key>city</arg_key><arg_value>Oslo</arg_value></tool_call><tool_call>now</tool_call>",
-                [OSLO, {}]),
+    "GLM 4.7": ("<tool_call>get_weather<arg_key>city</arg_key><arg_value>Oslo</arg_value></tool_call>"
+                "<tool_call>now</tool_call>", [OSLO, {}]),
     "Qwen3-Coder, Qwen 3.5, Nemotron 3": (
         "<tool_call>\n<function=get_weather>\n<parameter=city>\nOslo\n</parameter>\n<parameter=days>\n2\n</parameter>\n"
         "<parameter=code>\n5\n  if a < b:\n\n</parameter>\n<parameter=unit>\n5\n</parameter>\n<parameter=hourly>\nTrue\n"
@@ -68,7 +68,8 @@ TEXTS = {
                 "<|tool_calls_section_end|>", [TWO, {}]),
     "LFM2": ('<|tool_call_start|>[get_weather(city="Oslo", days=2)]<|tool_call_end|>', [TWO]),
     "LFM2, JSON": (f"<|tool_call_start|>[{JSON}]<|tool_call_end|>", [TWO]),
-    "Jamba, Hunyuan": (f"<tool_calls>[\n{JSON}\n]</tool_calls>", [TWO]), "MiniMax M1": (f"<tool_calls>\n{JSON}\n</tool_calls>", [TWO]),
+    "Jamba, Hunyuan": (f"<tool_calls>[\n{JSON}\n]</tool_calls>", [TWO]),
+    "MiniMax M1": (f"<tool_calls>\n{JSON}\n</tool_calls>", [TWO]),
     "Olmo 3": ('<function_calls>\nget_weather(city="Oslo", days=2)\nnow()\n</function_calls>', [TWO, {}]),
     "Cohere": ('<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "get_weather", "parameters": {"city": "Oslo"}}\n]'
                "<|END_ACTION|>", [OSLO]),
@@ -113,11 +114,13 @@ def test_calls_of_unknown_functions_and_cut_ones_stay(family):
 @pytest.mark.parametrize(
     ("code", "expected"),
     [
-        ("f(a='it\\'s \\u00e9\\n', b=\"x\\\\y\")", {"a": "it's é\n", "b": "x\\y"}), ("f(a=-1.5e3, b=+2, c=.5)", {"a": -1500.0, "b": 2, "c": 0.5}),
+        ("f(a='it\\'s \\u00e9\\n', b=\"x\\\\y\")", {"a": "it's é\n", "b": "x\\y"}),
+        ("f(a=-1.5e3, b=+2, c=.5)", {"a": -1500.0, "b": 2, "c": 0.5}),
         ("f(a=[1, (2, 3,), {'k': None}], b={}, c=[])", {"a": [1, [2, 3], {"k": None}], "b": {}, "c": []}),
         ("f(a=True, b=false, c=null,)", {"a": True, "b": False, "c": None}), ("f(a='\\ud83d\\ude00')", {"a": "\U0001f600"}),
         ("f( a = 'x' )", {"a": "x"}), ("f(a='(,)]')", {"a": "(,)]"}), ("f(a=1) ", {"a": 1}),
-        ("f(1)", None), ("f(a=g())", None), ("f(a=b)", None), ("f(a=1 b=2)", None), ("f(a='x)", None), ("f(a=1", None), ("f", None),
+        ("f(1)", None), ("f(a=g())", None), ("f(a=b)", None), ("f(a=1 b=2)", None), ("f(a='x)", None), ("f(a=1", None),
+        ("f", None),
         ("f(a=__import__('os'))", None), ("f(**{})", None), ("f(a=1+1)", None), ("f(a=0x10)", None), ("f(a=1__0)", None),
         ("f(a=" + "[" * 40 + "]" * 40 + ")", None), ("f(a=" + "9" * 400 + ")", None),
     ],
@@ -130,8 +133,9 @@ def test_calls_as_code(code, expected):
 @pytest.mark.parametrize("dialect", DIALECTS, ids=lambda each: each.begin)
 @pytest.mark.parametrize(
     "inner",
-    ["", " ", "[", "{", "now", "now(", "[now(a=", "call:now{a:", "call:now{a:[", "<function=now><parameter=a>", '<invoke name="now">',
-     "now<arg_key>a</arg_key><arg_value>", '{"name": "now", "arguments": {"a": ', f"now{SEP}", "now(a='\\"],
+    ["", " ", "[", "{", "now", "now(", "[now(a=", "call:now{a:", "call:now{a:[", "<function=now><parameter=a>",
+     '<invoke name="now">', "now<arg_key>a</arg_key><arg_value>", '{"name": "now", "arguments": {"a": ',
+     f"now{SEP}", "now(a='\\"],
 )  # fmt: skip
 def test_texts_of_many_marks_of_each_family(dialect, inner):
     """Quadratic time would take hours."""
