@@ -513,7 +513,7 @@ def _idle(service: Service, descriptors: int) -> Found:
 
 @contextlib.contextmanager
 def disconnects(room: Path, quick: bool) -> Iterator:
-    with _service(room, "--at-once", 4, "--queue", 8) as service:
+    with _service(room, "--at-once", 4, "--queue", 8, "--template", sources.TINY.with_name("plain.jinja")) as service:
         check = completion(PROMPT, 4)
         expected = service.post(COMPLETIONS, check)
         descriptors = service.descriptors()
@@ -523,7 +523,11 @@ def disconnects(room: Path, quick: bool) -> Iterator:
             body = completion(PROMPT * draw.choice((1, 30)), draw.choice((1, 30, 200)), stream=stream, n=draw.choice((1, 1, 4)))
             if draw.random() < 0.15:
                 body = completion(PROMPT, 30, stream=stream, **_structured(regex="[a-z ]{1,90}"))
-            request = _request(COMPLETIONS, body)
+            path = COMPLETIONS
+            if draw.random() < 0.4:
+                path, chat = draw.choice(BODIES)
+                body = json.dumps(chat | {"stream": stream} if "count" not in path else chat).encode()
+            request = _request(path, body)
             connection = service.connect()
             with contextlib.suppress(OSError):
                 connection.sendall(request[: draw.choice((len(request), len(request), draw.randrange(len(request))))])

@@ -74,7 +74,7 @@ def serve(
     cache: options.Cache = None,
     threads: options.Threads = None,
 ) -> None:
-    """Answer requests over HTTP, with OpenAI's interface, until Ctrl-C or SIGTERM."""
+    """Answer requests over HTTP, with OpenAI's and Anthropic's interfaces, until Ctrl-C or SIGTERM."""
     run: Any = _needed()
     from ..serve.model_list import LanguageModel
 

@@ -317,9 +317,10 @@ class PartsForm(ChatForm):
         self._began = False  # whether a part of the text was sent
 
     def whole(self, pieces: dict[int, list[Event]]) -> dict[str, Any]:
-        ((*_, last),) = (events,) = pieces.values()
-        assert last.end is not None
-        text, calls, reason = self._calls("".join(each.text for each in events), _REASONS[last.end.stopped])
+        (events,) = pieces.values()
+        end = events[-1].end
+        assert end is not None
+        text, calls, reason = self._calls("".join(each.text for each in events), _REASONS[end.stopped])
         return self.document("" if calls and not text.strip() else text, calls, reason)
 
     def next(self, event: Event, begins: bool) -> list[dict[str, Any]]:

@@ -120,13 +120,13 @@ class Server:
         }
         gets = {
             "/": self._page, "/health": self._health, "/metrics": self._metrics, "/v1/models": self._models,
-            "/v1/models/{name:path}": self._model_card, "/v1/responses/{name}": self._response,
+            "/v1/models/{name:path}": self._model_card,
         }  # fmt: skip
         routes = [Route(path, self._guarded(path, self._reading(*each)), methods=["POST"]) for path, each in posts.items()]
         routes += [Route(path, self._guarded(path, handler), methods=["POST"]) for path, handler in forms.items()]
         routes += [Route(path, self._guarded(path, handler), methods=["GET"]) for path, handler in gets.items()]
         path = "/v1/responses/{name}"
-        routes.append(Route(path, self._guarded(path, self._forget), methods=["DELETE"]))
+        routes.append(Route(path, self._guarded(path, self._response), methods=["GET", "DELETE"]))
         app = Starlette(routes=routes, lifespan=lifespan, exception_handlers={HTTPException: _no_endpoint})
         if self.limits.origins:
             methods, headers = ["GET", "POST", "DELETE"], ["Retry-After"]
@@ -345,12 +345,11 @@ class Server:
         return await self._chat(chat, partial(ResponsesForm, asked, keep))
 
     async def _response(self, request: Request) -> Response:
-        return Response(self._stored.document(request.path_params["name"]), media_type="application/json")
-
-    async def _forget(self, request: Request) -> Response:
         name = request.path_params["name"]
-        self._stored.remove(name)
-        return JSONResponse({"id": name, "object": "response", "deleted": True})
+        if request.method == "DELETE":
+            self._stored.remove(name)
+            return JSONResponse({"id": name, "object": "response", "deleted": True})
+        return Response(self._stored.document(name), media_type="application/json")
 
     async def _complete(self, asked: Completion) -> Response:
         model = self._writer(asked)

@@ -474,6 +474,13 @@ def test_stored_responses(client, gpt, served):
             gpt.responses.delete(lost)
 
 
+def test_methods_of_a_response(client):
+    status, headers, data = client.send("/v1/responses/x", {}, "POST")
+    assert (status, set(headers["allow"].split(", "))) == (405, {"GET", "HEAD", "DELETE"})
+    assert json.loads(data)["error"]["code"] == "method_not_allowed"
+    assert client.send("/v1/responses/x", None, "HEAD")[0] == 404
+
+
 def test_the_store_has_a_limit():
     store = Store(1000)
     for number in range(30):
@@ -569,3 +576,18 @@ def test_allowed_origins(model):
     with serving([model], Limits()) as (port, _):
         status, headers, _ = Client(port).send("/v1/models", None, "OPTIONS", Origin="https://b.example", **asks)
         assert status == 405 and "access-control-allow-origin" not in headers
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [("https://A.example", "https://a.example"), ("http://localhost:3000/", "http://localhost:3000"), ("*", "*"), ("a.example", None),
+     ("https://a.example/path", None), ("ftp://a.example", None), ("https://", None), ("", None), ("null", None)],
+)  # fmt: skip
+def test_the_option_of_origins(given, expected):
+    from lowbit.cli.serve import _origin
+
+    if expected is not None:
+        assert _origin(given) == expected
+        return
+    with pytest.raises(ValueError, match="--allowed-origin is .*; expected a site such as https://example.com, or \\*"):
+        _origin(given)
