@@ -185,7 +185,7 @@ class Prefixes:
             refuse_unused("without --prefix-cache", "prefix_cache_size")
         return parse_size(self.prefix_cache_size, "--prefix-cache-size")
 
-    def open_prefix_cache(self, output: Output, step: Any) -> PrefixCache | None:
+    def open_prefix_cache(self, output: Output, step: Any, snapshots: bool = False) -> PrefixCache | None:
         """The prefix cache in the directory of the option or the environment variable; None without either.
 
         Raises:
@@ -198,7 +198,8 @@ class Prefixes:
         if not directory:
             return None
         try:
-            return llm.PrefixCache(directory, step, self.prefix_bytes())  # checks that it is a decoder
+            # It checks that it is a decoder.
+            return llm.PrefixCache(directory, step, self.prefix_bytes(), snapshots=snapshots)
         except ValueError as error:
             if self.prefix_cache is not None:
                 raise

@@ -99,7 +99,7 @@ def serve(
     for model, guesser in loaded:
         if isinstance(model, LanguageModel):
             if model.parent is None:  # adapters are float, so their keys and values are not stored
-                model.batch.prefix_cache = prefixes.open_prefix_cache(output, model.batch.decoder)
+                model.batch.prefix_cache = prefixes.open_prefix_cache(output, model.batch.decoder, snapshots=True)
             if guesses and (model.parent is None or draft is None):
                 model.batch.speculate(guesses, guesser)
     run(

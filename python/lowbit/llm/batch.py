@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias, Unpack
 
 from ..files.untrusted import one_line, raised_by_reader
-from ..operators.cache_layout import copied, is_state
+from ..operators.cache_layout import copied, is_state, states_of
 from .caches import Caches
 from .generation import AGAIN, Generation, Text, TextWriter, check_lengths
 from .guessing import Guesser, check_draft, make_guesser
 from .penalties import TokenLogprobs, token_logprobs
-from .prefixes import PrefixCache
+from .prefixes import BLOCK, PrefixCache
 from .sampling import Sampling, SamplingArguments, check_seed, common, prompt_ids, token_ids, without_mask
 from .steps import inference
 from .texts_call import TextsDecoder
@@ -36,6 +36,15 @@ class _Active:
     writer: TextWriter
     scores: list[TokenLogprobs] = field(default_factory=list)  # of the computed tokens of the prompt
     guesser: Guesser | None = None  # created when the text first runs alone
+    stop: int = 0  # number of tokens after which a call of the prompt ends, for a snapshot
+    snapshots: dict[int, list[Any]] = field(default_factory=dict)  # states for the prefix cache, by number of tokens
+
+    def take_snapshot(self) -> None:
+        """Copies the states if a block of the prefix cache ends here; the last copy is kept, and that of the prompt."""
+        count = len(self.caches.tokens)
+        if count and count % BLOCK == 0:
+            before = {self.stop: self.snapshots[self.stop]} if self.stop in self.snapshots else {}
+            self.snapshots = before | {count: [copied(state) for state in states_of(self.caches.layers)]}
 
     @property
     def known(self) -> list[int]:
@@ -190,12 +199,13 @@ class Batch:
             caches.layers = after
             caches.tokens += active.pending + guess
             active.pending = new[-1:]
+            self._snap(active)
         else:  # accepted tokens that the states lack are computed again, with the next one
             active.pending = active.pending + new
         if active.writer.ended:
             self.ending(active.text, active.caches)
             if self.prefix_cache is not None:
-                self.prefix_cache.write(active.caches.tokens, active.caches.layers)
+                self.prefix_cache.write(active.caches.tokens, active.caches.layers, active.snapshots)
             if active.text.on_end is not None:
                 active.text.on_end(result)
 
@@ -212,7 +222,19 @@ class Batch:
         if disk is not None and disk.count(prompt) > same and (count := disk.read(prompt, caches.layers)) > same:
             source, same, caches.tokens = None, count, prompt[:count]
         writer = TextWriter(text, self.decoder.max_length, same)
-        return _Active(text, caches, prompt[same:], None if source is None else (source, same), writer)
+        active = _Active(text, caches, prompt[same:], None if source is None else (source, same), writer)
+        if self._snapshots:
+            active.stop = (len(prompt) - 1) // BLOCK * BLOCK
+        return active
+
+    @property
+    def _snapshots(self) -> bool:
+        """Whether the prefix cache needs snapshots of states."""
+        return self.prefix_cache is not None and self.decoder.recurrent
+
+    def _snap(self, active: _Active) -> None:
+        if self._snapshots:
+            active.take_snapshot()
 
     def _caches(self, text: Text, new: int) -> Caches:
         """Caches with room for ``new`` new tokens of a text, or for its largest number."""
@@ -244,6 +266,7 @@ class Batch:
         for (active, (_, tokens, *_)), row in zip(together, rows, strict=True):
             active.source = None
             active.pending = active.pending[len(tokens) :]
+            self._snap(active)
             if not active.pending:
                 active.writer.result.decode_calls += bool(active.writer.result.tokens)
                 yield active, row[None], None
@@ -308,9 +331,10 @@ def _plan(running: Sequence[_Active], rows: int) -> list[tuple[_Active, list[int
             caches, count = active.source
             if lengths.get(id(caches), len(caches.tokens)) < count:
                 continue  # the common prefix is still being computed
+        before = len(active.caches.tokens) if active.source is None else active.source[1]
         tokens = active.pending[: share.get(id(active), len(active.pending))]
+        tokens = tokens[: active.stop - before] if before < active.stop else tokens
         if tokens:
-            before = len(active.caches.tokens) if active.source is None else active.source[1]
             lengths[id(active.caches)] = before + len(tokens)
             plan.append((active, tokens))
     return plan

@@ -9,7 +9,7 @@ import struct
 import time
 import warnings
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
@@ -19,7 +19,7 @@ import numpy
 
 from .. import __version__
 from ..files.replace import PartialDirectory, lock
-from ..operators.cache_layout import bytes_of, stretches
+from ..operators.cache_layout import bytes_of, is_state, states_of, stretches
 from .texts_call import TextsDecoder
 
 if TYPE_CHECKING:
@@ -40,32 +40,39 @@ Layers = Sequence[tuple[Any, ...]]
 class PrefixCache:
     """A directory with keys and values of texts, in blocks of 64 tokens.
 
+    States of recurrent layers hold all of a text and cannot be cut back. Files have them as they were at the ends of some blocks,
+    and a text continues from the last of these.
+
     A block's file name is a hash of all tokens up to its end, the model's weights, the type of the KV cache and the versions
     of the libraries that compute it. So other models do not use it, and texts with a common prefix share files. The files are
     the same for every instruction set. When they exceed ``most_bytes``, the least recently used ones are removed. Several
     processes may use a directory. Damaged files are removed and computed again.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], decoder: TextsDecoder, most_bytes: int = MOST_BYTES):
+    def __init__(
+        self, directory: str | os.PathLike[str], decoder: TextsDecoder, most_bytes: int = MOST_BYTES, *, snapshots: bool = False
+    ):
         """
         Args:
             directory: created if it does not exist, accessible only to its owner, because the files reveal the texts.
             decoder: not compiled. All linear layers of its model except the head must be packed: results of torch's layers
                 depend on the number of rows, so a text would depend on the content of the directory.
             most_bytes: largest total size of the files.
+            snapshots: :meth:`write` gets states of recurrent layers at ends of blocks, as from :class:`Batch`.
 
         Raises:
-            ValueError: another kind of decoder, a model with float matrices or recurrent layers, or most_bytes is not positive.
+            ValueError: another kind of decoder, a model with float matrices, one with recurrent layers without snapshots, or
+                most_bytes is not positive.
             OSError: the directory cannot be created.
             RuntimeError: the decoder was released.
         """
         if not isinstance(decoder, TextsDecoder):
             raise ValueError(f"a prefix cache is for a Decoder, not compiled; found a {type(decoder).__name__}")
         decoder.check()
-        if decoder.recurrent:
+        if decoder.recurrent and not snapshots:
             raise ValueError(
-                "a prefix cache requires a model with keys and values only; recurrent layers of this one have states, which "
-                "depend on the whole text"
+                "a prefix cache of single texts requires a model with keys and values only; recurrent layers of this one have "
+                "states, which depend on the whole text: lowbit serve stores them"
             )
         if decoder.windowed:
             raise ValueError(
@@ -80,15 +87,21 @@ class PrefixCache:
         if not self.directory.is_dir():
             raise NotADirectoryError(f"{self.directory} is not a directory")
         layers = decoder.new_caches(16).layers
-        self._block_bytes = sum(cache.nbytes // cache.shape[2] for pair in layers for cache in pair) * BLOCK
-        kind = [decoder.cache_type, [[list(cache.shape[1::2]) for cache in pair] for pair in layers]]
+        attention = [[cache for cache in layer if not is_state(cache)] for layer in layers]
+        self._block_bytes = sum(cache.nbytes // cache.shape[2] for pair in attention for cache in pair) * BLOCK
+        self._state_bytes = sum(state.nbytes for state in states_of(layers))
+        kind = [decoder.cache_type, [[list(cache.shape[1::2]) for cache in pair] for pair in attention]]
+        kind += [[list(state.shape), state.nbytes] for state in states_of(layers)]
         self._key = hashlib.sha256(model + json.dumps(kind).encode()).digest()
         self._may_write = True
 
     def count(self, tokens: Sequence[int]) -> int:
         """The number of cached tokens at the beginning of a text. The last token does not count, as it must be computed."""
         blocks = list(self._blocks(tokens[:-1]))
-        return BLOCK * next((number for number, (_, path) in enumerate(blocks) if not path.exists()), len(blocks))
+        there = next((number for number, (_, path) in enumerate(blocks) if not path.exists()), len(blocks))
+        if self._state_bytes:
+            there = next((number for number in range(there, 0, -1) if _states(blocks[number - 1][1]).exists()), 0)
+        return BLOCK * there
 
     def read(self, tokens: Sequence[int], layers: Layers, start: int = 0) -> int:
         """Fills caches with the longest stored prefix of a text, if it is longer than what they have.
@@ -96,43 +109,63 @@ class PrefixCache:
         Args:
             tokens: the tokens of the text.
             layers: keys and values of each layer, from :meth:`Decoder.caches` or a :class:`Caches`.
-            start: number of tokens of the text that are already in the caches.
+            start: number of tokens of the text that are already in the caches; 0 with states.
 
         Returns:
             The number of tokens of the text that are in the caches now.
         """
-        there = min(self.count(tokens), layers[0][0].shape[2]) // BLOCK
+        room = min((cache.shape[2] for layer in layers for cache in layer if not is_state(cache)), default=len(tokens))
+        there = min(self.count(tokens), room) // BLOCK
         if there * BLOCK <= start:
             return start
         blocks = list(self._blocks(tokens[: there * BLOCK]))
         for number in range(start // BLOCK, there):
-            if not self._read_block(*blocks[number], layers, number * BLOCK):
+            if not self._read_file(*blocks[number], self._block_bytes, _stretches(layers, number * BLOCK)):
                 there = number
                 break
-        self._touch([path for _, path in blocks[:there]])
+        used = [path for _, path in blocks[:there]]
+        if self._state_bytes:
+            digest, path = blocks[there - 1]
+            states = map(_flat, states_of(layers))
+            if there < len(blocks) or not self._read_file(digest, _states(path), self._state_bytes, states):
+                return start  # states are only at the end
+            used.append(_states(path))
+        self._touch(used)
         return int(max(start, there * BLOCK))
 
-    def write(self, tokens: Sequence[int], layers: Layers) -> int:
-        """Stores the keys and values of a text that are not stored yet.
+    def write(self, tokens: Sequence[int], layers: Layers, snapshots: Mapping[int, Sequence[Any]] | None = None) -> int:
+        """Stores the keys and values of a text that are not stored yet, and states.
 
         If writing fails, for example because the disk is full, it warns once.
+
+        Args:
+            snapshots: the states after some numbers of tokens, multiples of 64.
 
         Returns:
             The number of blocks written.
         """
-        blocks = list(self._blocks(tokens))[: self.most_bytes // (_HEADER.size + self._block_bytes)]
+        snapshots = snapshots or {}
+        room = self.most_bytes - len(snapshots) * (_HEADER.size + self._state_bytes)
+        blocks = list(self._blocks(tokens))[: max(0, room // (_HEADER.size + self._block_bytes))]
+        if self._state_bytes:  # later blocks would not be used
+            blocks = blocks[: max((count for count in snapshots if count <= len(blocks) * BLOCK), default=0) // BLOCK]
         new = [number for number, (_, path) in enumerate(blocks) if not path.exists()]
-        if not new or not self._may_write:
+        paths = {count: _states(blocks[count // BLOCK - 1][1]) for count in snapshots if count <= len(blocks) * BLOCK}
+        states = [count for count, path in paths.items() if not path.exists()]
+        if not (new or states) or not self._may_write:
             return 0
         try:
             with self._locked(), PartialDirectory(self.directory / "blocks") as partial:
-                self._touch([path for _, path in blocks])  # so that they are removed last
-                self._make_room(len(new) * (_HEADER.size + self._block_bytes))
-                for number in new:
-                    digest, path = blocks[number]
-                    _write_block(partial.path / path.name, digest, layers, number * BLOCK)
+                used = [*(path for _, path in blocks), *paths.values()]
+                self._touch(used)  # so that they are removed last
+                size = len(new) * self._block_bytes + len(states) * self._state_bytes
+                self._make_room(size + (len(new) + len(states)) * _HEADER.size)
+                files = [(*blocks[number], _stretches(layers, number * BLOCK)) for number in new]
+                files += [(blocks[count // BLOCK - 1][0], paths[count], map(_flat, snapshots[count])) for count in states]
+                for digest, path, pieces in files:
+                    _write_file(partial.path / path.name, digest, pieces)
                     os.rename(partial.path / path.name, path)
-                self._touch([path for _, path in blocks])
+                self._touch(used)
         except OSError as error:
             self._may_write = False
             warnings.warn(
@@ -150,10 +183,10 @@ class PrefixCache:
             digest = hashlib.sha256(digest + struct.pack(f"<{BLOCK}q", *tokens[at : at + BLOCK])).digest()
             yield digest, self.directory / (digest.hex() + _SUFFIX)
 
-    def _read_block(self, digest: bytes, path: Path, layers: Layers, at: int) -> bool:
+    def _read_file(self, digest: bytes, path: Path, size: int, pieces: Iterable[numpy.ndarray]) -> bool:
         try:
             with open(path, "rb", buffering=0) as file:
-                data = numpy.empty(_HEADER.size + self._block_bytes, dtype=numpy.uint8)
+                data = numpy.empty(_HEADER.size + size, dtype=numpy.uint8)
                 view, done = memoryview(data), 0
                 while count := file.readinto(view[done:]):
                     done += count
@@ -169,7 +202,7 @@ class PrefixCache:
             path.unlink(missing_ok=True)
             return False
         begin = _HEADER.size
-        for stretch in _stretches(layers, at):
+        for stretch in pieces:
             stretch[...] = data[begin : begin + stretch.size].reshape(stretch.shape)
             begin += stretch.size
         return True
@@ -217,13 +250,23 @@ class PrefixCache:
 
 def _stretches(layers: Layers, at: int) -> Iterator[numpy.ndarray]:
     """The bytes of a block in the caches of all layers."""
-    for pair in layers:
-        for cache in pair:
-            yield from map(bytes_of, stretches(cache, at, at + BLOCK))
+    for layer in layers:
+        for cache in layer:
+            if not is_state(cache):
+                yield from map(bytes_of, stretches(cache, at, at + BLOCK))
 
 
-def _write_block(path: Path, digest: bytes, layers: Layers, at: int) -> None:
-    data = numpy.concatenate([stretch.reshape(-1) for stretch in _stretches(layers, at)])
+def _states(path: Path) -> Path:
+    """The file of the states at the end of a block."""
+    return path.with_name(path.name.removesuffix(_SUFFIX) + "-states" + _SUFFIX)
+
+
+def _flat(state: Any) -> numpy.ndarray:
+    return bytes_of(state.reshape(-1))
+
+
+def _write_file(path: Path, digest: bytes, pieces: Iterable[numpy.ndarray]) -> None:
+    data = numpy.concatenate([numpy.empty(0, dtype=numpy.uint8), *(piece.reshape(-1) for piece in pieces)])
     # Not synced: after a power failure the checksum detects incomplete files.
     with open(path, "xb") as file:
         file.write(_HEADER.pack(_MAGIC, digest, zlib.crc32(data)))
@@ -239,6 +282,8 @@ def _float_matrix(model: torch.nn.Module) -> str | None:
     for name, module in model.named_modules():
         if module is head or isinstance(module, torch.nn.Embedding):
             continue
+        if isinstance(module, torch.nn.Conv1d) and module.groups == module.in_channels:
+            continue  # of a recurrent layer: short_conv computes it token by token
         for parameter, value in module.named_parameters(recurse=False):
             if value.dim() > 1:
                 return f"{name}.{parameter}"

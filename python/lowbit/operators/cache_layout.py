@@ -43,6 +43,11 @@ def is_state(array: Any) -> bool:
     return array.ndim not in (1, 4)
 
 
+def states_of(layers: Iterable[Sequence[Any]]) -> list[Any]:
+    """The states of all layers."""
+    return [array for layer in layers for array in layer if is_state(array)]
+
+
 def slots(layer: Sequence[Any]) -> list[int]:
     """The slot of each array among the caches of a layer."""
     found, states = [], 0

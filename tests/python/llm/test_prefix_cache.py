@@ -9,6 +9,7 @@ import sys
 import threading
 import warnings
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -333,3 +334,93 @@ def test_the_environment_is_for_all_models(tmp_path, monkeypatch):
     result = invoke(*arguments)
     assert result.stdout == plain.stdout
     assert "LOWBIT_PREFIX_CACHE is not used: a prefix cache requires that all linear layers are packed" in result.stderr
+
+
+HYBRIDS = ["lfm2", "qwen3_5_text", "falcon_h1", "mamba2"]
+
+
+@pytest.fixture(params=HYBRIDS)
+def hybrid(request, monkeypatch):
+    """A model with recurrent layers, and blocks of 16 tokens."""
+    sys.path.append(str(Path(__file__).parents[2] / "models"))
+    import tiny_models
+
+    for module in ("batch", "prefixes"):
+        monkeypatch.setattr(f"lowbit.llm.{module}.BLOCK", 16)
+    torch.manual_seed(0)
+    model = tiny_models.make(request.param).eval()
+    assert tiny_models.quantize(model)
+    return model
+
+
+def small(*tokens: int) -> list[int]:
+    return [token % 120 + 3 for token in tokens]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_states_at_ends_of_blocks(hybrid, tmp_path):
+    """A text continues from the end of its prompt's last block, or from its own; it is the same as without files."""
+    decoder = llm.Decoder(hybrid, 128)
+    prompt = small(*TEXT[:45])
+
+    def texts(prompts, cache=None, **more):
+        found = llm.generate_batch(decoder, prompts, 12, prefix_cache=cache, **more)
+        return [each.tokens for each in found], [each.cached_tokens for each in found]
+
+    (answer,), _ = texts([prompt])
+    prompts = [
+        prompt,
+        [*prompt, *answer, 9, 8, 7],
+        [*prompt[:40], 5, 6],
+        [*prompt[:20], 5, 6],
+        prompt[:33],
+        prompt[:32],
+        [4, 5],
+    ]
+    expected = [texts([each])[0][0] for each in prompts]
+
+    def cache():
+        return llm.PrefixCache(tmp_path, decoder, snapshots=True)
+
+    assert texts([prompt], cache(), rows=7) == ([answer], [0])
+    assert len(files(tmp_path)) == 3 + 2  # 48 of 56 tokens; states after 32 and 48
+    for each, tokens, cached in zip(prompts, expected, [32, 48, 32, 0, 32, 16, 0], strict=True):
+        assert texts([each], cache()) == ([tokens], [cached])
+    found, cached = texts(prompts[::-1], cache(), at_once=3, rows=20)
+    assert found == expected[::-1] and min(cached[2:]) >= 16
+    batch = llm.batch.Batch(decoder)
+    batch.prefix_cache = cache()
+    batch.speculate(4)
+    results = []
+    for each in (prompt, [*prompt, *answer, *prompt, *answer[:6]]):
+        batch.add(llm.batch.Text(each, 12, on_end=results.append))
+        while batch.step():
+            pass
+    assert [each.tokens for each in results] == [answer, texts([[*prompt, *answer, *prompt, *answer[:6]]])[0][0]]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("hybrid", ["lfm2"], indirect=True)
+def test_damaged_states_and_little_room(hybrid, tmp_path):
+    decoder = llm.Decoder(hybrid, 128)
+    prompt = small(*TEXT[:45])
+
+    def text(cache):
+        (found,) = llm.generate_batch(decoder, [prompt], 2, prefix_cache=cache)
+        return found.tokens, found.cached_tokens
+
+    cache = llm.PrefixCache(tmp_path / "a", decoder, snapshots=True)
+    expected, _ = text(cache)
+    (states,) = [path for path in cache.directory.iterdir() if "states" in path.name]
+    states.write_bytes(states.read_bytes()[:-1] + b"x")
+    with pytest.warns(UserWarning, match="is damaged or belongs to another text; it is removed and computed again"):
+        assert text(cache) == (expected, 0)
+    assert text(cache) == (expected, 32)  # written again
+    sizes = [path.stat().st_size for path in cache.directory.iterdir()]
+    for most in (1, min(sizes), sum(sizes) - 1, sum(sizes)):
+        little = llm.PrefixCache(tmp_path / f"{most}", decoder, most, snapshots=True)
+        assert text(little) == (expected, 0)
+        assert sum(path.stat().st_size for path in little.directory.iterdir()) <= most
+        assert text(little) == (expected, 32 if most == sum(sizes) else 0)
+    with pytest.raises(ValueError, match="a prefix cache of single texts requires a model with keys and values only"):
+        llm.PrefixCache(tmp_path / "b", decoder)
