@@ -40,8 +40,8 @@ Layers = Sequence[tuple[Any, ...]]
 class PrefixCache:
     """A directory with keys and values of texts, in blocks of 64 tokens.
 
-    States of recurrent layers hold all of a text and cannot be cut back. Files have them as they were at the ends of some blocks,
-    and a text continues from the last of these.
+    States of recurrent layers hold all of a text and cannot be cut back. Files have them as they were at the ends of some
+    blocks, and a text continues from the last of these.
 
     A block's file name is a hash of all tokens up to its end, the model's weights, the type of the KV cache and the versions
     of the libraries that compute it. So other models do not use it, and texts with a common prefix share files. The files are

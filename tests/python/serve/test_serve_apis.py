@@ -580,7 +580,8 @@ def test_allowed_origins(model):
 
 @pytest.mark.parametrize(
     ("given", "expected"),
-    [("https://A.example", "https://a.example"), ("http://localhost:3000/", "http://localhost:3000"), ("*", "*"), ("a.example", None),
+    [("https://A.example", "https://a.example"), ("http://localhost:3000/", "http://localhost:3000"), ("*", "*"),
+     ("a.example", None),
      ("https://a.example/path", None), ("ftp://a.example", None), ("https://", None), ("", None), ("null", None)],
 )  # fmt: skip
 def test_the_option_of_origins(given, expected):
