@@ -21,6 +21,7 @@ from .output import Output
 if TYPE_CHECKING:
     from .. import LowBitConfig
     from ..serve.model_list import LanguageModel
+    from ..serve.pictures import PictureModel
     from ..serve.routes import Model
 
 _CONTEXT = 4096  # tokens, unless the model has fewer or --max-length says otherwise
@@ -47,6 +48,9 @@ def serve(
     prefix_memory: Annotated[
         str, typer.Option("--prefix-memory", help="Memory of each model for prefixes of finished texts; 0: none.")
     ] = "512MiB",
+    picture_pixels: Annotated[
+        int | None, typer.Option("--picture-pixels", min=1, help="Scale pictures with more pixels down.", show_default=False)
+    ] = None,
     prefixes: options.Prefixes,
     speculation: options.Speculation,
     template: options.Template = None,
@@ -58,6 +62,7 @@ def serve(
     """Answer requests over HTTP, with OpenAI's interface, until Ctrl-C or SIGTERM."""
     run: Any = _needed()
     from ..serve.model_list import LanguageModel
+    from ..serve.pictures import PictureModel
 
     output = Output(False)
     config = quantizing.config()
@@ -73,10 +78,10 @@ def serve(
     text = None if template is None else read_text(template)
     keep_freed_memory()
 
-    wish = _Wish(output, text, config, max_length, threads, cache, draft, at_once, rows, kept)
+    wish = _Wish(output, text, config, max_length, threads, cache, draft, at_once, rows, kept, picture_pixels)
     loaded = [_load(wish, name, path) for name, path in zip(names, models, strict=True)]
     for model, guesser in loaded:
-        if isinstance(model, LanguageModel):
+        if isinstance(model, LanguageModel) and not isinstance(model, PictureModel):
             model.batch.prefix_cache = prefixes.open_prefix_cache(output, model.batch.decoder)
             if guesses:
                 model.batch.speculate(guesses, guesser)
@@ -114,6 +119,7 @@ class _Wish:
     at_once: int
     rows: int
     prefix_bytes: int
+    pixels: int | None
 
     def language_model(
         self, name: str, decoder: Any, model: Any, tokenizer: Any, path: Path, stop: Iterable[int]
@@ -143,6 +149,7 @@ class _Wish:
 
 def _load(wish: _Wish, name: str, path: Path) -> tuple[Model, Any]:
     """A model, and the decoder of its draft model: by their plans where they have them, else by torch."""
+    from ..llm.images import sees_only
     from ..serve import embeddings, speech
     from .drafts import draft_decoder, open_with_draft
     from .plans import NoPlan, missing
@@ -150,6 +157,8 @@ def _load(wish: _Wish, name: str, path: Path) -> tuple[Model, Any]:
     output = wish.output
     path, caches = Path(from_hub(output, path) or path), None
     is_text = path.is_file() or not (speech.is_speech(path) or embeddings.is_kind(path))
+    if is_text and path.is_dir() and sees_only(path):
+        return _load_with_pictures(wish, name, path), None
     if is_text and wish.config is None:
         try:
             model, draft = open_with_draft(output, path, wish.threads, wish.cache, wish.draft)
@@ -167,6 +176,19 @@ def _load(wish: _Wish, name: str, path: Path) -> tuple[Model, Any]:
     if speech.is_speech(path):
         return speech.load(name, path, wish.config, cache=wish.cache, **more), None
     return embeddings.load(name, path, **more), None
+
+
+def _load_with_pictures(wish: _Wish, name: str, path: Path) -> PictureModel:
+    from ..serve import pictures
+
+    options.refuse_unused(f"for {path}, which takes pictures", "draft", "guesses", "prefix_cache")
+    lowbit.load_torch()
+    set_threads(wish.threads)
+    model = load(wish.output, path, wish.config, images=True)
+    return pictures.load(
+        name, path, model, max_length=wish.length(positions(model)), cache=wish.cache, template=wish.template,
+        pixels=wish.pixels, at_once=wish.at_once, rows=wish.rows, prefix_bytes=wish.prefix_bytes,
+    )  # fmt: skip
 
 
 def _load_by_torch(wish: _Wish, name: str, path: Path, caches: tuple[str, ...] | None) -> tuple[Model, Any]:

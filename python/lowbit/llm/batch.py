@@ -103,7 +103,7 @@ class Batch:
     def check(self, text: Text, name: str = "the prompt") -> None:
         """Raises ValueError for a text with wrong arguments, as :func:`generate`."""
         check_lengths(name, text.prompt, text.max_new_tokens, self.decoder.max_length)
-        bad = next((token for token in text.prompt if not 0 <= token < self.decoder.vocabulary), None)
+        bad = next((token for token in text.prompt if not self.decoder.takes(token)), None)
         if bad is not None:
             raise ValueError(f"{name} has a token {bad}; expected 0 to {self.decoder.vocabulary - 1}")
         text.sampling.check_vocabulary(self.decoder.vocabulary)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ _LOG = logging.getLogger(__name__)
 _CONTEXT = 4096
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # without a list Pillow tries all formats, also EPS, which runs Ghostscript
 _MOST_BYTES = 128 << 20  # of an image file
-_MOST_PIXELS = 1 << 26  # 200 MB when decoded
+MOST_PIXELS = 1 << 26  # 200 MB when decoded
 _REASON = "the language model runs by transformers' attention"
 
 
@@ -73,30 +73,55 @@ def open_image(path: str | os.PathLike[str]) -> Any:
     """
     path = Path(path)
     check_regular(path)
+    if (size := path.stat().st_size) > _MOST_BYTES:
+        raise ValueError(f"{path} has {size} bytes; expected a picture of at most {_MOST_BYTES}")
+    with open(path, "rb") as file:
+        return read_image(file, str(path))
+
+
+def read_image(file: BinaryIO, name: str, most: int = MOST_PIXELS) -> Any:
+    """Reads a picture as :func:`open_image`.
+
+    Args:
+        name: what errors call it.
+        most: the largest number of pixels.
+
+    Raises:
+        ImportError: Pillow is not installed.
+        OSError: the file cannot be read.
+        ValueError: the file has another format, is damaged, or has more pixels.
+    """
     try:
         pillow: Any = import_module("PIL.Image")
         turned: Any = import_module("PIL.ImageOps")
     except ImportError as error:
-        raise ImportError(f"{path} is read by Pillow, which is not installed: pip install pillow") from error
-    if (size := path.stat().st_size) > _MOST_BYTES:
-        raise ValueError(f"{path} has {size} bytes; expected a picture of at most {_MOST_BYTES}")
+        raise ImportError(f"{name} is read by Pillow, which is not installed: pip install pillow") from error
     try:
-        with open(path, "rb") as file, warnings.catch_warnings():
+        with warnings.catch_warnings():
             # Pillow also warns of damaged metadata that it does not need.
             warnings.simplefilter("ignore")
             with pillow.open(file, formats=_FORMATS) as image:
                 pixels = image.width * image.height
-                if pixels <= _MOST_PIXELS:  # checked before decoding
+                if pixels <= most:  # checked before decoding
                     return turned.exif_transpose(image).convert("RGB")
     except MemoryError:
         raise
     except pillow.UnidentifiedImageError as error:
-        raise ValueError(f"{path} is not a readable picture; expected {', '.join(_FORMATS)}") from error
+        raise ValueError(f"{name} is not a readable picture; expected {', '.join(_FORMATS)}") from error
     except pillow.DecompressionBombError as error:
-        raise ValueError(f"{path} has too many pixels: {one_line(error)}; expected at most {_MOST_PIXELS}") from error
+        raise ValueError(f"{name} has too many pixels: {one_line(error)}; expected at most {most}") from error
     except Exception as error:  # Pillow raises all kinds of exceptions for damaged files
-        raise ValueError(f"{path} is a damaged picture: {one_line(error)}") from error
-    raise ValueError(f"{path} has {pixels} pixels; expected at most {_MOST_PIXELS}")
+        raise ValueError(f"{name} is a damaged picture: {one_line(error)}") from error
+    raise ValueError(f"{name} has {pixels} pixels; expected at most {most}")
+
+
+def scaled(image: Any, most: int) -> Any:
+    """A Pillow image, scaled down to at most this many pixels if it has more."""
+    pixels = image.width * image.height
+    if pixels <= most:
+        return image
+    factor = (most / pixels) ** 0.5
+    return image.resize((max(1, int(image.width * factor)), max(1, int(image.height * factor))))
 
 
 def as_image(image: Any) -> Any:
@@ -230,20 +255,23 @@ class ImageStep:
         return logits
 
 
-def inputs_of(processor: Any, messages: Sequence[Mapping[str, Any]], template: str) -> dict[str, Any]:
+def inputs_of(
+    processor: Any, messages: Sequence[Mapping[str, Any]], template: str, tools: list[dict[str, Any]] | None = None
+) -> dict[str, Any]:
     """The inputs of an image-text model for a conversation, up to the model's answer.
 
     Args:
         messages: with a list of parts, which may be images, as content (:func:`message`).
+        tools: as for :func:`lowbit.llm.templates.render`.
 
     Raises:
         ValueError: the template or the processor refuses them, or a text contains the text of a control token.
     """
-    check_control_tokens(processor.tokenizer, processor, list(messages), template)
+    check_control_tokens(processor.tokenizer, processor, list(messages), template, tools)
     with interpreting("the chat template or the image processor does not take this conversation"):
         inputs = processor.apply_chat_template(
             list(messages), chat_template=template, add_generation_prompt=True, tokenize=True, return_dict=True,
-            return_tensors="pt",
+            return_tensors="pt", **({} if tools is None else {"tools": tools}),
         )  # fmt: skip
     return dict(inputs)
 

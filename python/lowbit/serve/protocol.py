@@ -321,9 +321,25 @@ def _parts(value: Any) -> Any:
     return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
 
-class _Content(_Part):
-    type: Literal["text"]
-    text: str
+class Url(_Part):
+    """The address of a picture."""
+
+    url: str
+    detail: Literal["auto", "low", "high"] = "auto"
+
+
+class Content(_Part):
+    """A part of a message: a text or a picture."""
+
+    type: Literal["text", "image_url"]
+    text: str | None = None
+    image_url: Annotated[Url, BeforeValidator(lambda value: {"url": value} if isinstance(value, str) else value)] | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Content:
+        if getattr(self, self.type) is None:
+            raise bad("messages", f"messages has a part of type {self.type} without {self.type}; expected one with it")
+        return self
 
 
 def _arguments(value: Any) -> Any:
@@ -349,24 +365,36 @@ class _Call(_Part):
     function: _CalledFunction
 
 
-class _Message(_Part):
+class Message(_Part):
+    """A message of a conversation."""
+
     role: str = Field(max_length=64)
-    content: Annotated[list[_Content], _FIRST, _few(1024), BeforeValidator(_parts)] | None = None
+    content: Annotated[list[Content], _FIRST, _few(1024), BeforeValidator(_parts)] | None = None
     name: str | None = Field(None, max_length=1024)
     tool_call_id: str | None = Field(None, max_length=1024)
     tool_calls: Annotated[list[_Call], _FIRST, _few(128)] | None = None
 
     @model_validator(mode="after")
-    def _check(self) -> _Message:
+    def _check(self) -> Message:
         if self.content is None and not self.tool_calls:
             raise bad("messages", "messages has one without content; expected a text or text parts")
         return self
 
     @property
+    def texts(self) -> list[str]:
+        """Its text parts."""
+        return [part.text for part in self.content or () if part.type == "text" and part.text is not None]
+
+    @property
+    def pictures(self) -> list[Url]:
+        """The addresses of its pictures."""
+        return [part.image_url for part in self.content or () if part.type == "image_url" and part.image_url is not None]
+
+    @property
     def document(self) -> dict[str, Any]:
         """The message for chat templates: a single text, and arguments as objects."""
         found: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role}
-        found["content"] = "".join(part.text for part in self.content or ())
+        found["content"] = "".join(self.texts)
         found |= {key: value for key in ("name", "tool_call_id") if (value := getattr(self, key)) is not None}
         if self.tool_calls:
             found["tool_calls"] = [
@@ -378,7 +406,12 @@ class _Message(_Part):
 class Conversation(Body):
     """The messages of a conversation, for a chat template."""
 
-    messages: Annotated[list[_Message], _FIRST, _few(4096, 1)]
+    messages: Annotated[list[Message], _FIRST, _few(4096, 1)]
+
+    @property
+    def pictures(self) -> list[Url]:
+        """The addresses of the pictures of all messages."""
+        return [picture for each in self.messages for picture in each.pictures]
 
     @property
     def documents(self) -> list[dict[str, Any]]:
@@ -386,7 +419,7 @@ class Conversation(Body):
 
     def check_bytes(self, tokens: int) -> None:
         """Like :func:`check_bytes`, for all messages."""
-        texts = [part.text for each in self.messages for part in each.content or ()]
+        texts = [text for each in self.messages for text in each.texts]
         # Most templates use no other fields, but any field could be as long as the body.
         texts += [text for each in self.messages for text in (each.role, each.name, each.tool_call_id) if text is not None]
         for call in (call for each in self.messages for call in each.tool_calls or ()):
@@ -469,7 +502,7 @@ class Ranking(Body):
 class Tokenize(Conversation):
     content: str | None = None  # llama.cpp's name
     prompt: str | None = None  # vLLM's
-    messages: Annotated[list[_Message], _FIRST, _few(4096, 1)] = Field(default_factory=list)
+    messages: Annotated[list[Message], _FIRST, _few(4096, 1)] = Field(default_factory=list)
 
 
 class Detokenize(Body):

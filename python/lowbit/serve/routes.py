@@ -31,6 +31,7 @@ from .limits import Limits
 from .metrics import Metrics
 from .model_list import LanguageModel, decoded
 from .page import HEADERS, PAGE
+from .pictures import PictureModel, Pictures, refuse_pictures
 from .protocol import (
     MOST_TOKENS,
     B,
@@ -73,6 +74,7 @@ class Server:
         self._times: set[asyncio.Timeout] = set()  # timeouts that expire when the server shuts down
         self._ending = False
         self._recordings = asyncio.Semaphore(limits.recordings)
+        self._pictures = Pictures(limits, self.engine, self._read)
         self.metrics = Metrics(
             {
                 "running_texts": ("Running texts.", lambda: self.engine.running),
@@ -284,7 +286,7 @@ class Server:
     async def _chat(self, asked: Chat) -> Response:
         model, tools = self._writer(asked), read_tools(asked)
         asked.check_bytes(model.max_length)
-        tokens = await self._read(model.conversation, asked.documents, None if tools is None else tools.documents)
+        tokens = await self._pictures.prompt(model, asked, None if tools is None else tools.documents)
         model.check_prompt(tokens, "messages")
         grammar = None
         if tools is not None and asked.structured_outputs is None:
@@ -439,6 +441,7 @@ class Server:
             if not isinstance(model, LanguageModel):
                 raise bad("messages", f"the model {model.name} has no conversations; expected content, or prompt")
             asked.check_bytes(model.max_length)
+            refuse_pictures(asked)
             tokens = await self._read(model.conversation, asked.documents)
         else:
             text = asked.prompt if asked.content is None else asked.content
@@ -484,9 +487,12 @@ def _expire(limit: asyncio.Timeout) -> None:
 def _card(model: Model) -> dict[str, Any]:
     card = {"id": model.name, "object": "model", "created": model.created, "owned_by": "lowbit"}
     card |= {"max_model_len": model.max_length}
-    return card | (
-        {"chat": model.template is not None} if isinstance(model, LanguageModel) else {}
-    )  # the page lists only models with this entry
+    if isinstance(model, SpeechModel):
+        return card | {"recordings": True}
+    if not isinstance(model, LanguageModel):
+        return card
+    # The page lists only models with this entry.
+    return card | {"chat": model.template is not None, "pictures": isinstance(model, PictureModel)}
 
 
 async def _no_endpoint(request: Request, error: Exception) -> Response:
