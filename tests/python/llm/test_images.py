@@ -7,8 +7,9 @@ import lowbit
 import pytest
 import torch
 from command_line import FLOAT, document, documented_keys, error, invoke, keys_in
-from image_models import FAMILIES, PIL, save_image_model, save_picture
+from image_models import FAMILIES, PIL, lfm2_vl_inputs, save_image_model, save_picture
 from lowbit import llm
+from lowbit.llm.image_decoder import ImageDecoder, PicturePrompt
 from lowbit.llm.images import ImageStep, message
 from lowbit.llm.loading import load_image_model, load_image_processor
 from needs import need_packages
@@ -168,6 +169,64 @@ def test_plans(packed, kind):
     step.look(inputs)
     step(torch.tensor([ids]), start)
     assert "has been changed" in step.plan_refusal
+
+
+def test_lfm2_vl_has_the_logits_of_transformers(tmp_path):
+    """By a plan with states, with its pictures computed one by one, as the server does; inputs are made by hand."""
+    save_image_model("lfm2_vl", tmp_path)
+    model = load_image_model(tmp_path)
+    inputs = lfm2_vl_inputs(1, [(4, 4), (2, 6)])
+    with torch.inference_mode():
+        own = model(**inputs, use_cache=False).logits[0, -1]
+        other = model(**lfm2_vl_inputs(2, [(4, 4), (2, 6)]), use_cache=False).logits[0, -1]
+    step = ImageStep(model, 128)
+    logits = step(torch.tensor([step.look(inputs)]), torch.tensor([0]))[0]
+    assert step.plan_refusal is None and (other - own).abs().max() > 1e-2  # the pictures matter
+    assert (logits - own).abs().max() < 1e-5 * own.abs().max()
+    decoder, plain = ImageDecoder(model, 128), inputs["input_ids"][0].tolist()
+    pictures = []
+    for number, (rows, columns) in enumerate([(4, 4), (2, 6)]):
+        count = rows * columns
+        alone = {name: value[number : number + 1, :count] for name, value in inputs.items() if name.startswith("pixel")}
+        alone |= {"input_ids": torch.tensor([[5] + [decoder.image_token] * (count // 4)])}
+        alone |= {"spatial_shapes": inputs["spatial_shapes"][number : number + 1]}
+        pictures.append(decoder.look(bytes([number]) * 16, alone))
+    prompt = PicturePrompt(plain, pictures, decoder.image_token)
+    caches = [decoder.new_caches(64) for _ in range(3)]
+    with torch.inference_mode():
+        (together,) = decoder.run_texts([(caches[0], prompt)])
+        decoder.run_texts([(caches[1], prompt[:7])])  # ends within a picture
+        pieces, again = decoder.run_texts([(caches[1], prompt[7:]), (caches[2], prompt)])
+    for found in (together, pieces, again):
+        assert (found - own).abs().max() < 1e-5 * own.abs().max()
+
+
+def test_pictures_of_a_decoder(packed):
+    """What keeps, finds and refuses numbers of tokens."""
+    path, root = packed("qwen2_5_vl")
+    model, processor = load_image_model(path.parent / "float"), load_image_processor(path)
+    template, images = llm.images.image_template(processor, path), shown(root, 0, 1)
+    decoder = ImageDecoder(model, 256)
+    alone = [llm.images.inputs_of(processor, [message("user", "?", [image])], template) for image in images]
+    first, second = (decoder.look(bytes([number]) * 16, inputs) for number, inputs in enumerate(alone))
+    assert decoder.look(bytes(16), alone[1]) is first and decoder.computed == 2  # by its digest only
+    token = decoder.image_token
+    prompt = PicturePrompt([1, *[token] * len(first), 2], [first], token)
+    assert prompt.plain == [1, *[token] * len(first), 2] and len(set(prompt)) == len(prompt)
+    assert all(map(decoder.takes, prompt)) and not decoder.takes(first.first + len(first)) and not decoder.takes(-1)
+    with pytest.raises(ValueError, match=rf"places for {len(first)} tokens of pictures; expected {len(first) + len(second)}"):
+        PicturePrompt(prompt.plain, [first, second], token)
+    with pytest.raises(ValueError, match="the digest has 3 bytes; expected 16 or more"):
+        decoder.look(b"abc", alone[0])
+    number = second.first
+    del second
+    decoder._kept.clear()
+    assert not decoder.takes(number) and decoder.takes(first.first)  # a prompt keeps its pictures
+    with pytest.raises(ValueError, match="there is no token"):
+        decoder.run_texts([(decoder.new_caches(64), [1, number])])
+    with pytest.raises(ValueError, match="a prefix cache on disk does not keep texts with pictures"):
+        decoder.prefix_key()
+    assert decoder.picture(bytes([1]) * 16) is None and decoder.picture(bytes(16)) is first
 
 
 @pytest.mark.filterwarnings("ignore:.* of the bytes of this .* stay float")

@@ -85,6 +85,24 @@ def _smolvlm(directory: Path):
     return _idefics3(directory, "SmolVLM")
 
 
+def _lfm2_vl(directory: Path):
+    special = ["<image>", "<|image_start|>", "<|image_end|>", "<|img_thumbnail|>"]
+    special += [f"<|img_row_{row}_col_{column}|>" for row in range(1, 3) for column in range(1, 3)]
+    tokenizer = _tokenizer(special, image_token="<image>")
+    text = {**TEXT, "layer_types": ["conv", "full_attention"], "vocab_size": len(tokenizer)}
+    config = transformers.Lfm2VlConfig(
+        text_config={"model_type": "lfm2", **text, "block_auto_adjust_ff_dim": False, "pad_token_id": 256},
+        vision_config={
+            "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "patch_size": 8,
+            "num_patches": 16, "vision_use_head": False,
+        },
+        image_token_id=tokenizer.convert_tokens_to_ids("<image>"), downsample_factor=2, projector_hidden_size=48,
+        eos_token_id=256,
+    )  # fmt: skip
+    tokenizer.save_pretrained(directory)  # the image processor needs torchvision
+    return transformers.Lfm2VlForConditionalGeneration(config)
+
+
 def _qwen(directory: Path, kind: str, vision: dict, **more):
     special = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
     tokenizer = _tokenizer(special, image_token=special[2], video_token=special[3])
@@ -132,3 +150,16 @@ def save_picture(path: Path, seed: int = 0, size: tuple[int, int] = (40, 30)) ->
     pixels = torch.randint(0, 256, (size[1], size[0], 3), generator=generator, dtype=torch.uint8)
     PIL.Image.fromarray(pixels.numpy()).save(path)
     return path
+
+
+def lfm2_vl_inputs(seed: int, sizes: list[tuple[int, int]], image: int = 257) -> dict[str, torch.Tensor]:
+    """Inputs of an LFM2-VL model, with pictures of these numbers of patches (rows, columns) among other tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    most = max(rows * columns for rows, columns in sizes)
+    pixels, mask, ids = torch.zeros(len(sizes), most, 192), torch.zeros(len(sizes), most, dtype=torch.int64), [5, 6, 7]
+    for number, (rows, columns) in enumerate(sizes):
+        pixels[number, : rows * columns] = torch.randn(rows * columns, 192, generator=generator)
+        mask[number, : rows * columns] = 1
+        ids += [image] * (rows * columns // 4) + [8 + number, 9]
+    shapes = torch.tensor(sizes)
+    return {"input_ids": torch.tensor([ids]), "pixel_values": pixels, "pixel_attention_mask": mask, "spatial_shapes": shapes}
