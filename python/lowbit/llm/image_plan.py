@@ -265,6 +265,7 @@ class ImagePlan:
             arguments = captured.arguments
         finally:
             hook.remove()
+        arguments.pop("logits_to_keep", None)  # of the output head, which some models pass on
         embeddings, positions, mask = (
             arguments.pop(name, None) for name in ("inputs_embeds", "position_ids", "attention_mask")
         )

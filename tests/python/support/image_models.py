@@ -21,7 +21,7 @@ _TEMPLATE = (
     "{% for message in messages %}[{{ message.role }}]{% for part in message.content %}{% if part.type == 'image' %}IMAGE"
     "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
 )
-FAMILIES = ("gemma3", "idefics3", "qwen2_5_vl", "qwen3_vl", "smolvlm")
+FAMILIES = ("gemma3", "gemma4", "idefics3", "qwen2_5_vl", "qwen3_vl", "smolvlm")
 
 
 def _tokenizer(special: list[str], **named: str) -> transformers.PreTrainedTokenizerFast:
@@ -59,6 +59,29 @@ def _gemma3(directory: Path):
     images = transformers.Gemma3ImageProcessor(size={"height": 32, "width": 32})
     _save_parts(directory, images, tokenizer, "<boi>", processor_class="Gemma3Processor", image_seq_length=4)
     return transformers.Gemma3ForConditionalGeneration(config)
+
+
+def _gemma4(directory: Path):
+    names = {"boi_token": "<boi>", "eoi_token": "<eoi>", "image_token": "<image>"}
+    names |= {"boa_token": "<boa>", "eoa_token": "<eoa>", "audio_token": "<audio>"}
+    tokenizer = _tokenizer([*names.values(), "<|video|>"], **names)
+    number = tokenizer.convert_tokens_to_ids
+    config = transformers.Gemma4Config(
+        text_config={
+            **TEXT, "vocab_size": len(tokenizer), "vocab_size_per_layer_input": len(tokenizer), "head_dim": 16,
+            "global_head_dim": 16, "sliding_window": 32, "layer_types": ["sliding_attention", "full_attention"],
+            "hidden_size_per_layer_input": 16, "pad_token_id": 256,
+        },
+        vision_config={
+            "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+            "num_key_value_heads": 4, "head_dim": 16, "patch_size": 4,
+        },
+        boi_token_id=number("<boi>"), eoi_token_id=number("<eoi>"), image_token_id=number("<image>"),
+        audio_token_id=number("<audio>"), video_token_id=number("<|video|>"), eos_token_id=number("<eos>"),
+    )  # fmt: skip
+    images = transformers.Gemma4ImageProcessorPil(patch_size=4, max_soft_tokens=70)
+    _save_parts(directory, images, tokenizer, "<image>", processor_class="Gemma4Processor", image_seq_length=70)
+    return transformers.Gemma4ForConditionalGeneration(config)
 
 
 def _idefics3(directory: Path, kind: str = "Idefics3"):
