@@ -149,7 +149,6 @@ class _Wish:
 
 def _load(wish: _Wish, name: str, path: Path) -> tuple[Model, Any]:
     """A model, and the decoder of its draft model: by their plans where they have them, else by torch."""
-    from ..llm.images import sees_only
     from ..serve import embeddings, speech
     from .drafts import draft_decoder, open_with_draft
     from .plans import NoPlan, missing
@@ -157,8 +156,8 @@ def _load(wish: _Wish, name: str, path: Path) -> tuple[Model, Any]:
     output = wish.output
     path, caches = Path(from_hub(output, path) or path), None
     is_text = path.is_file() or not (speech.is_speech(path) or embeddings.is_kind(path))
-    if is_text and path.is_dir() and sees_only(path):
-        return _load_with_pictures(wish, name, path), None
+    if is_text and path.is_dir() and (seeing := _load_with_pictures(wish, name, path)) is not None:
+        return seeing, None
     if is_text and wish.config is None:
         try:
             model, draft = open_with_draft(output, path, wish.threads, wish.cache, wish.draft)
@@ -178,17 +177,37 @@ def _load(wish: _Wish, name: str, path: Path) -> tuple[Model, Any]:
     return embeddings.load(name, path, **more), None
 
 
-def _load_with_pictures(wish: _Wish, name: str, path: Path) -> PictureModel:
+def _load_with_pictures(wish: _Wish, name: str, path: Path) -> PictureModel | None:
+    """The model of images and text in a directory; None if it is another one, or is to be served without pictures."""
+    from ..files.config_json import read_config
+
+    if "vision_config" not in read_config(path):  # before transformers is imported, which takes seconds
+        return None
+    from .. import llm
+    from ..llm.images import sees_only, takes_images
     from ..serve import pictures
 
-    options.refuse_unused(f"for {path}, which takes pictures", "draft", "guesses", "prefix_cache")
+    if not takes_images(path):
+        return None
+    only, others = sees_only(path), ("draft", "guesses", "prefix_cache")
+    if only:
+        options.refuse_unused(f"for {path}, which takes pictures", *others)
+    elif (given := next((each for each in others if each in options.on_command_line), None)) is not None:
+        wish.output.note(f"{path} is served without pictures, because of {options.on_command_line[given]}")
+        return None
     lowbit.load_torch()
     set_threads(wish.threads)
     model = load(wish.output, path, wish.config, images=True)
-    return pictures.load(
-        name, path, model, max_length=wish.length(positions(model)), cache=wish.cache, template=wish.template,
-        pixels=wish.pixels, at_once=wish.at_once, rows=wish.rows, prefix_bytes=wish.prefix_bytes,
-    )  # fmt: skip
+    try:
+        return pictures.load(
+            name, path, model, max_length=wish.length(positions(model)), cache=wish.cache, template=wish.template,
+            pixels=wish.pixels, at_once=wish.at_once, rows=wish.rows, prefix_bytes=wish.prefix_bytes,
+        )  # fmt: skip
+    except llm.Refusal as refusal:
+        if only:
+            raise ValueError(f"lowbit serve needs lowbit's decoder; {refusal}") from refusal
+        wish.output.note(f"{path} is served without pictures: {refusal}")
+        return None
 
 
 def _load_by_torch(wish: _Wish, name: str, path: Path, caches: tuple[str, ...] | None) -> tuple[Model, Any]:

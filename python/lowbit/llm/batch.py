@@ -157,7 +157,7 @@ class Batch:
                 if active.writer.result.tokens and active.caches.length - len(active.caches.tokens) < len(active.pending):
                     self._grow(active)
             guess = self._guess(still)
-            computed = self._verify(still[0], guess) if guess else self._compute(_plan(still, self.rows))
+            computed = self._verify(still[0], guess) if guess else self._compute(_plan(still, self.rows, self.decoder))
             for active, rows, after in computed:
                 try:
                     self._take(active, rows, guess, after)
@@ -284,7 +284,7 @@ def _scores(active: _Active, logits: Any) -> list[TokenLogprobs]:
     return [token_logprobs(row, token, count) for row, token in zip(logits, following)]
 
 
-def _plan(running: Sequence[_Active], rows: int) -> list[tuple[_Active, list[int]]]:
+def _plan(running: Sequence[_Active], rows: int, decoder: TextsDecoder) -> list[tuple[_Active, list[int]]]:
     """The tokens of the next call: the next token of each text, and ``rows`` tokens of prompts.
 
     Half of the rows go to the first prompt, so that a long prompt always progresses. The other half goes to the shortest
@@ -308,7 +308,8 @@ def _plan(running: Sequence[_Active], rows: int) -> list[tuple[_Active, list[int
             caches, count = active.source
             if lengths.get(id(caches), len(caches.tokens)) < count:
                 continue  # the common prefix is still being computed
-        tokens = active.pending[: share.get(id(active), len(active.pending))]
+        count = share.get(id(active), len(active.pending))
+        tokens = active.pending[: decoder.whole(active.pending, count)]
         if tokens:
             before = len(active.caches.tokens) if active.source is None else active.source[1]
             lengths[id(active.caches)] = before + len(tokens)

@@ -87,7 +87,7 @@ class ImageDecoder(TextsDecoder):
             raise ValueError(f"the config of {type(model).__name__} has no image_token_id")
         self.image_token = token
         try:
-            self._plan = ImagePlan(model, max_length, cache)
+            self._plan = ImagePlan(model, max_length, cache, blocks=True)
         except Exception as reason:
             raise decoding.refusal(model, reason) from reason
         self.cache_type = self._plan.cache_type
@@ -183,11 +183,33 @@ class ImageDecoder(TextsDecoder):
             each = [self._positions(befores[id(part)] + call.rows[part.begin : part.end])[:, part.start :] for part in parts]
             positions = torch.cat(each, 1)
         keep = list(range(last - first)) if everywhere else [part.end - 1 - first for part in parts]
+        if self._plan.blocks and max(rows) >= _FIRST:
+            kept = torch.cat([self._in_blocks(call, part) for part in parts])
+            return kept[torch.tensor(keep)]
         texts = [
             (part.begin - first, part.end - first, part.start, part.caches.planned(self._plan, self._plan.arranged))
             for part in parts
         ]
         return self._plan.run(self._inputs(rows, positions), torch.tensor(keep), texts)
+
+    def _in_blocks(self, call: TextsCall, part: Part) -> Tensor:
+        """Logits after each row of a text, whose pictures' tokens see each other."""
+        rows, caches, logits = call.rows[part.begin : part.end], part.caches, []
+        for begin, end, picture in self._runs(rows):
+            inputs = self._inputs(rows[begin:end], torch.tensor(call.positions[part.begin + begin : part.begin + end]))
+            if picture is None:
+                planned = caches.planned(self._plan, self._plan.arranged)
+                text = (0, end - begin, part.start + begin, planned)
+                logits.append(self._plan.run(inputs, torch.arange(end - begin), [text]))
+            else:
+                logits.append(self._plan.run_block(inputs, part.start + begin, caches.layers))
+        return torch.cat(logits)
+
+    def whole(self, tokens: Sequence[int], count: int) -> int:
+        if self._plan.blocks and count:
+            while count < len(tokens) and tokens[count] >= _FIRST and tokens[count] == tokens[count - 1] + 1:
+                count += 1
+        return count
 
     def _inputs(self, rows: list[int], positions: Tensor) -> Inputs:
         embeddings = self._plan.embed(torch.tensor([[0 if row >= _FIRST else row for row in rows]]))

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..hf import decoding
 from ..plan.lowering import Lowered
 from ..plan.model_parts import ModelParts, check_hooks
 from ..plan.recording import Unplannable
@@ -24,6 +25,7 @@ from .planning import Text, lowered_step
 from .proof import ATTENTION_LIMIT, EXACT_LIMIT, TOKENS, Rounding, sample_text
 
 _DEEP = ("visual_pos_masks", "deepstack_visual_embeds")  # which tokens have features, and those of each layer
+_BLOCKS = ("gemma3",)  # model types in which the tokens of a picture see each other, later ones too
 _AXES = 3  # of positions of rotary embeddings with sections: time, height, width
 
 
@@ -121,15 +123,36 @@ class _Captured(Exception):
         self.arguments = arguments
 
 
-class ImagePlan:
-    """The plan of the language model of an image-text model, and the caches of one text. The model is unchanged."""
+class _Block(decoding.Texts):
+    """Used in place of caches: those of a text whose next tokens are those of one picture, which see each other."""
 
-    def __init__(self, model: Any, max_length: int, cache: str | None = None):
+    def __init__(self, start: int, count: int, layers: Sequence[tuple[Tensor, ...]]):
+        super().__init__([decoding.Part(0, count, torch.tensor([start]), layers)])
+
+    def attend(self, layer: int, inputs: tuple[Tensor, Tensor, Tensor], *more: Any) -> Tensor:
+        (part,), (scale, window, *rest) = self.parts, more
+        whole, outputs = super().attend(layer, inputs, *more), []  # writes all keys and values; correct for the last query
+        queries, *last = inputs[0], *(tensor[:, :, -1:].contiguous() for tensor in inputs[1:])
+        end = torch.tensor([int(part.start) + part.end - 1])
+        for row in range(part.end - 1):
+            # As a query at the end of the block, with a window that begins where its own does.
+            wider = window and window + part.end - 1 - row
+            query = queries[:, :, row : row + 1].contiguous()
+            outputs.append(torch.ops.lowbit.attention(query, *last, *part.layers[layer][:2], end, scale, wider, *rest))
+        return torch.cat([*outputs, whole[:, -1:]], 1)
+
+
+class ImagePlan:
+    """The plan of the language model of an image-text model, and the caches of one text. The model is unchanged, unless the
+    tokens of a picture see each other: a decoder then owns its language model."""
+
+    def __init__(self, model: Any, max_length: int, cache: str | None = None, blocks: bool = False):
         """
         Args:
             model: an image-text model in eval mode.
             max_length: the longest text in tokens.
             cache: the type of the KV cache, as for :class:`lowbit.llm.Decoder`.
+            blocks: whether to take models in which the tokens of a picture see each other (:meth:`run_block`).
 
         Raises:
             Unplannable, ValueError: the model has no plan; the message says why.
@@ -142,6 +165,7 @@ class ImagePlan:
         layers = getattr(getattr(model.config, "vision_config", None), "deepstack_visual_indexes", None) or ()
         self._features = len(layers) if hasattr(language.model, "_deepstack_process") else 0
         self._model, self._language = model, language
+        self.blocks = blocks and model.config.model_type in _BLOCKS
         self._next = 0  # the position of the next token
         self._held: list[Inputs] = []  # of the tokens in the caches
         with torch.inference_mode():
@@ -157,7 +181,8 @@ class ImagePlan:
         try:
             self._planned = Planned(self._lowered(self._decoder, sample))
         finally:
-            self._decoder.release()
+            if not self.blocks:
+                self._decoder.release()
         self._caches: Caches | None = None  # of the text of `read`, made when it begins
         self._parts = ModelParts(language)
         self._prove(sample, whole, Rounding(language, whole, alone))
@@ -222,6 +247,17 @@ class ImagePlan:
         tensors = [inputs.embeddings, inputs.positions, keep, *inputs.features]
         return self._planned.run([tensor.contiguous() for tensor in tensors], len(keep), texts)[0][0]
 
+    def run_block(self, inputs: Inputs, start: int, layers: Sequence[tuple[Tensor, ...]]) -> Tensor:
+        """Logits [s, vocabulary] of a text's next tokens, which are those of one picture and see each other.
+
+        Args:
+            start: the number of earlier tokens.
+            layers: the text's caches.
+        """
+        block, count = _Block(start, inputs.embeddings.shape[1], layers), inputs.embeddings.shape[1]
+        keep = torch.arange(count)
+        return self._decoder.run(inputs.embeddings, inputs.positions, torch.tensor([start]), block, keep)[0]
+
     def _run(self, inputs: Inputs, start: int, keep: Tensor) -> Tensor:
         if self._caches is None:
             self._caches = self.arranged(self.make_caches(self._length, self.cache_type))
@@ -271,7 +307,7 @@ class ImagePlan:
         )
         shown, given = (arguments.pop(name, None) if self._features else None for name in _DEEP)
         other = [name for name, value in arguments.items() if value is not None and not isinstance(value, bool)]
-        if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2 and bool(mask.all())):
+        if not self.blocks and mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2 and bool(mask.all())):
             other.append("a mask of its own")
         if positions is None:
             positions = torch.arange(tokens.shape[1])

@@ -84,6 +84,10 @@ class TextsDecoder:
         """Whether a call can have this token."""
         return 0 <= token < self.vocabulary
 
+    def whole(self, tokens: Sequence[int], count: int) -> int:
+        """The number of a text's next tokens that a call can have, at least ``count``: some must be computed together."""
+        return count
+
     @property
     def windowed(self) -> bool:
         """Whether caches of some layers hold only a window, so that a text cannot be truncated at any place."""

@@ -1,6 +1,8 @@
 """Models of images and text: tokens compared with transformers' generation, conversations, and refusals."""
 
 import io
+import json
+import shutil
 import sys
 
 import lowbit
@@ -9,6 +11,8 @@ import torch
 from command_line import FLOAT, document, documented_keys, error, invoke, keys_in
 from image_models import FAMILIES, PIL, lfm2_vl_inputs, save_image_model, save_picture
 from lowbit import llm
+from lowbit.llm.batch import Batch
+from lowbit.llm.generation import Text
 from lowbit.llm.image_decoder import ImageDecoder, PicturePrompt
 from lowbit.llm.images import ImageStep, message
 from lowbit.llm.loading import load_image_model, load_image_processor
@@ -204,6 +208,52 @@ def test_lfm2_vl_has_the_logits_of_transformers(tmp_path):
         pieces, again = decoder.run_texts([(caches[1], prompt[7:]), (caches[2], prompt)])
     for found in (together, pieces, again):
         assert (found - own).abs().max() < 1e-5 * own.abs().max()
+
+
+@pytest.mark.parametrize("window", [3, 6, 512])
+@pytest.mark.filterwarnings("ignore:.* of the bytes of this .* stay float")
+def test_tokens_of_a_picture_see_each_other(packed, tmp_path, window):
+    """Gemma 3 in batches: with windows shorter and longer than a picture, in calls that end within one, and from prefixes."""
+    _, root = packed("gemma3")
+    shutil.copytree(root / "gemma3" / "float", tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    config["text_config"] |= {"sliding_window": window, "layer_types": ["sliding_attention", "full_attention"]}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    model, processor = load_image_model(tmp_path / "model"), load_image_processor(tmp_path / "model")
+    template, images = llm.images.image_template(processor, tmp_path / "model"), shown(root, 0, 1)
+    inputs = llm.images.inputs_of(processor, [message("user", "What?", images), message("user", "And", images[:1])], template)
+    causal = {name: value for name, value in inputs.items() if name != "token_type_ids"}
+    with torch.inference_mode():
+        own, without = (model(**each, use_cache=False).logits[0] for each in (inputs, causal))
+    assert (own - without)[-1].abs().max() > 1e-3  # it matters
+    decoder = ImageDecoder(model, 128)
+    alone = [llm.images.inputs_of(processor, [message("user", "?", [image])], template) for image in images]
+    pictures = [decoder.look(bytes([number]) * 16, each) for number, each in enumerate(alone)]
+    prompt = PicturePrompt(inputs["input_ids"][0].tolist(), [*pictures, pictures[0]], decoder.image_token)
+    first = prompt.index(pictures[0].first)
+    for count in range(1, len(prompt)):
+        whole = decoder.whole(prompt, count)
+        assert whole == (first + 4 if first < count < first + 4 else whole) and whole >= count
+    cut, end = decoder.whole(prompt, first + 2), len(prompt) - 3
+    caches = [decoder.new_caches(128) for _ in range(3)]
+    with torch.inference_mode():
+        everywhere = decoder.run_texts([(caches[0], prompt[:cut]), (caches[1], [1, 2, 3])], everywhere=True)[0]
+        later = decoder.run_texts([(caches[0], prompt[cut:])], everywhere=True)[0]
+        copied = decoder.run_texts([(caches[2], prompt[end:], (caches[0], end)), (caches[1], prompt[:5])])[0]
+    limit = 1e-5 * own.abs().max()
+    assert (torch.cat([everywhere, later]) - own).abs().max() < limit and (copied - own[-1]).abs().max() < limit
+    batch = Batch(decoder, rows=first + 2)  # a picture does not fit in the rest of the first call
+    results = []
+    for _ in range(2):
+        batch.add(Text(prompt, 4, on_end=results.append))
+        batch.add(Text(PicturePrompt([5, 6, 7], [], decoder.image_token), 4, on_end=results.append))
+    while batch.step():
+        pass
+    tokens = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "model").generate(
+        **inputs, max_new_tokens=4, do_sample=False
+    )  # fmt: skip
+    expected = tokens[0, len(prompt) :].tolist()
+    assert [result.tokens for result in results if result.prompt_tokens > 3] == [expected] * 2
 
 
 def test_pictures_of_a_decoder(packed):

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from command_line import invoke
 from image_models import PIL, save_image_model
 from lowbit import llm
 from lowbit.llm.images import inputs_of, message
@@ -18,7 +19,7 @@ from needs import need_packages
 need_packages("starlette", "uvicorn", "python_multipart", "openai")
 
 import openai
-from lowbit.serve import pictures
+from lowbit.serve import pictures, run
 from lowbit.serve.routes import Limits
 from test_serve import Client, made, serving
 
@@ -98,7 +99,7 @@ def ask(port, *messages, **more):
     return client.chat.completions.create(messages=list(messages), **settings)
 
 
-@pytest.mark.parametrize("kind", ["idefics3", "qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("kind", ["gemma3", "idefics3", "qwen2_5_vl", "qwen3_vl"])
 def test_conversations_have_the_text_of_transformers(families, kind):
     family = families(kind)
     images = [picture(number) for number in range(3)]
@@ -236,6 +237,32 @@ def test_refusals(client, families):
     body = {"messages": [{"role": "user", "content": [seen(picture(0))]}]}
     assert client.refused("/tokenize", body, 400)[0]["code"] == "no_pictures"
     assert client.post("/tokenize", messages=[{"role": "user", "content": "a"}])["count"] > 1
+
+
+def test_command(tmp_path, monkeypatch):
+    """Which models are served with pictures, and with which options."""
+    served = []
+    monkeypatch.setattr(run, "run", lambda models, *_, **settings: served.extend(models))
+    for kind in ("gemma3", "gemma4", "qwen2_5_vl"):
+        save_image_model(kind, tmp_path / kind)
+
+    def serve(kind, *options):
+        result = invoke("serve", tmp_path / kind, "--max-length", 128, *options)
+        assert result.exit_code == 0, result.output
+        return served.pop(), result.stderr
+
+    for kind in ("gemma3", "qwen2_5_vl"):
+        model, _ = serve(kind, "--picture-pixels", 2000, "--cache", "int8")
+        assert isinstance(model, pictures.PictureModel) and (model.pixels, model.max_length) == (2000, 128)
+        assert model.decoder.cache_type == "int8"
+    model, said = serve("gemma3", "--guesses", 2)
+    assert not isinstance(model, pictures.PictureModel)
+    assert "gemma3 is served without pictures, because of --guesses" in said
+    model, said = serve("gemma4")
+    assert not isinstance(model, pictures.PictureModel) and "gemma4 is served without pictures: " in said
+    assert "per_layer_inputs" in said
+    refused = invoke("serve", tmp_path / "qwen2_5_vl", "--guesses", 2)
+    assert refused.exit_code == 2 and "it has no effect for" in refused.stderr
 
 
 def test_a_model_of_texts_takes_no_pictures(packed):
