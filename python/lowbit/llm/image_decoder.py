@@ -68,12 +68,13 @@ class PicturePrompt(list[int]):
 class ImageDecoder(TextsDecoder):
     """What :class:`lowbit.llm.Decoder` does for several texts, for an image-text model whose language model has a plan."""
 
-    def __init__(self, model: Any, max_length: int, cache: str | None = None):
+    def __init__(self, model: Any, max_length: int, cache: str | None = None, plan: ImagePlan | None = None):
         """
         Args:
             model: an image-text model in eval mode.
             max_length: the longest text in tokens, those of pictures included.
             cache: the type of the KV cache, as for :class:`lowbit.llm.Decoder`.
+            plan: the plan of the language model; None: it is made.
 
         Raises:
             ValueError: an invalid length or type, or the language model has no plan.
@@ -87,7 +88,7 @@ class ImageDecoder(TextsDecoder):
             raise ValueError(f"the config of {type(model).__name__} has no image_token_id")
         self.image_token = token
         try:
-            self._plan = ImagePlan(model, max_length, cache, blocks=True)
+            self._plan = ImagePlan(model, max_length, cache, blocks=True) if plan is None else plan
         except Exception as reason:
             raise decoding.refusal(model, reason) from reason
         self.cache_type = self._plan.cache_type
@@ -129,7 +130,7 @@ class ImageDecoder(TextsDecoder):
         """Computes a picture, unless it is known.
 
         Args:
-            digest: of its pixels, at least 16 bytes.
+            digest: the digest of its pixels, at least 16 bytes.
             inputs: from a processor of transformers, for a text with this picture alone.
 
         Raises:
@@ -210,6 +211,11 @@ class ImageDecoder(TextsDecoder):
             while count < len(tokens) and tokens[count] >= _FIRST and tokens[count] == tokens[count - 1] + 1:
                 count += 1
         return count
+
+    @torch.inference_mode()
+    def inputs(self, prompt: PicturePrompt) -> Inputs:
+        """The inputs of the language model for a whole prompt."""
+        return self._inputs(prompt, torch.arange(len(prompt)) if self._plan.axes == 1 else self._positions(prompt))
 
     def _inputs(self, rows: list[int], positions: Tensor) -> Inputs:
         embeddings = self._plan.embed(torch.tensor([[0 if row >= _FIRST else row for row in rows]]))

@@ -268,9 +268,7 @@ class ImagePlan:
         return self._parts.are_unchanged()
 
     def read(self, tokens: Tensor, images: Mapping[str, Any]) -> Tensor:
-        """Begins a text; returns the logits [1, vocabulary] after it.
-
-        The caches keep the first tokens of the last text that have the same embeddings and positions, unless there are states.
+        """Begins a text, as :meth:`begin`.
 
         Args:
             tokens: [1, s].
@@ -280,8 +278,14 @@ class ImagePlan:
             Unplannable: the call of the language model has other arguments than embeddings and positions.
             Exception: whatever the model raises.
         """
-        inputs = self.captured(tokens, images)
-        self._next, count, same = int(inputs.positions.max()) + 1, tokens.shape[1], 0
+        return self.begin(self.captured(tokens, images))
+
+    def begin(self, inputs: Inputs) -> Tensor:
+        """Begins a text; returns the logits [1, vocabulary] after it.
+
+        The caches keep the first tokens of the last text that have the same inputs, unless there are states.
+        """
+        self._next, count, same = int(inputs.positions.max()) + 1, inputs.embeddings.shape[1], 0
         if self._held and not self.recurrent:
             same = min(count - 1, Inputs.joined(self._held).common(inputs))
         self._held = [inputs.part(0, same)]

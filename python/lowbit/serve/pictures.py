@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
-import hashlib
 import io
 import re
 from collections.abc import Awaitable, Callable
@@ -124,7 +123,7 @@ class Pictures:
             return await self._prompt(model, asked, tools, opened)
 
     def _opened(self, urls: list[Url], pixels: int | None) -> list[_Opened]:
-        from ..llm.images import MOST_PIXELS, read_image, scaled
+        from ..llm.images import MOST_PIXELS, digest, read_image, scaled
 
         opened, left = [], self._limits.picture_pixels
         for number, url in enumerate(urls):
@@ -138,7 +137,7 @@ class Pictures:
             left -= image.width * image.height
             budgets = [pixels or MOST_PIXELS, _LOW_PIXELS if url.detail == "low" else MOST_PIXELS]
             image = scaled(image, min(budgets))
-            opened.append(_Opened(image, hashlib.sha256(repr(image.size).encode() + image.tobytes()).digest()))
+            opened.append(_Opened(image, digest(image)))
         return opened
 
     async def _prompt(self, model: PictureModel, asked: Chat, tools: Any, opened: list[_Opened]) -> list[int]:

@@ -131,6 +131,7 @@ def test_the_tokens_are_those_of_transformers(packed, kind):
     assert (third.tokens, third.prompt_tokens) == generated(path, talk)
     if kind in PLANNED:
         assert step.plan_refusal is step.refusal is None
+        assert step.computed == 3  # each of the pictures once, in all conversations
     else:
         assert step.refusal == f"the language model runs by transformers' attention: {step.plan_refusal}"
 
