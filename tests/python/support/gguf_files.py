@@ -119,7 +119,7 @@ def write_model(
 
     Args:
         tokens, pre, merges: byte-level vocabulary, rule for splitting words, and merges.
-        types: of the tokens; None: two control tokens, then ordinary tokens.
+        types: the types of the tokens; None: two control tokens, then ordinary tokens.
         template: the chat template.
         split: tensors per part; 0: one file.
         sentencepiece: tokens with their scores and types instead.
