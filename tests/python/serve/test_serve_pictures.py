@@ -6,6 +6,7 @@ import json
 import re
 from concurrent.futures import ThreadPoolExecutor
 
+import lowbit
 import pytest
 import torch
 from command_line import invoke
@@ -148,6 +149,24 @@ def test_requests_at_the_same_time(families):
 
         for number, texts in enumerate(pool.map(answer, range(12))):
             assert set(texts) == {expected[number % len(talks)]}
+
+
+def test_a_text_is_the_same_beside_others(tmp_path):
+    """With packed layers, whatever other requests run at the same time, and whether its prefix is known."""
+    save_image_model("qwen3_vl", tmp_path / "model")
+    model = load_image_model(tmp_path / "model", lowbit.LowBitConfig(bits=4))
+    settings = {"max_length": 512, "cache": None, "template": None, "pixels": None, "at_once": 4, "rows": 40}
+    served = pictures.load("sees", tmp_path / "model", model, prefix_bytes=1 << 24, **settings)
+    talks = [[said("user", "What? " * number, *map(picture, shown))] for number, shown in enumerate([(0,), (1, 2), ()], 1)]
+
+    def texts(port, number):
+        found = ask(port, *talks[number % 3], temperature=1.5, seed=number % 3, max_tokens=2 * NEW)
+        return found.choices[0].message.content
+
+    with serving([served], Limits()) as (port, _), ThreadPoolExecutor(6) as pool:
+        alone = [texts(port, number) for number in range(3)]
+        assert len(set(alone)) == 3
+        assert list(pool.map(lambda number: texts(port, number), range(12))) == alone * 4
 
 
 def test_budgets_of_pixels(families, tmp_path):
