@@ -185,26 +185,27 @@ class ImageDecoder(TextsDecoder):
             positions = torch.cat(each, 1)
         keep = list(range(last - first)) if everywhere else [part.end - 1 - first for part in parts]
         if self._plan.blocks and max(rows) >= _FIRST:
-            kept = torch.cat([self._in_blocks(call, part) for part in parts])
-            return kept[torch.tensor(keep)]
+            return torch.cat([self._in_blocks(call, part, everywhere) for part in parts])
         texts = [
             (part.begin - first, part.end - first, part.start, part.caches.planned(self._plan, self._plan.arranged))
             for part in parts
         ]
         return self._plan.run(self._inputs(rows, positions), torch.tensor(keep), texts)
 
-    def _in_blocks(self, call: TextsCall, part: Part) -> Tensor:
-        """Logits after each row of a text, whose pictures' tokens see each other."""
+    def _in_blocks(self, call: TextsCall, part: Part, everywhere: bool) -> Tensor:
+        """Logits after each row of a text, or after the last one, if the tokens of a picture see each other."""
         rows, caches, logits = call.rows[part.begin : part.end], part.caches, []
         for begin, end, picture in self._runs(rows):
             inputs = self._inputs(rows[begin:end], torch.tensor(call.positions[part.begin + begin : part.begin + end]))
+            # Only logits of the last rows are computed: a row of the vocabulary may take a megabyte.
+            keep = torch.arange(0 if everywhere else end - begin - 1, end - begin)
             if picture is None:
                 planned = caches.planned(self._plan, self._plan.arranged)
                 text = (0, end - begin, part.start + begin, planned)
-                logits.append(self._plan.run(inputs, torch.arange(end - begin), [text]))
+                logits.append(self._plan.run(inputs, keep, [text]))
             else:
-                logits.append(self._plan.run_block(inputs, part.start + begin, caches.layers))
-        return torch.cat(logits)
+                logits.append(self._plan.run_block(inputs, keep, part.start + begin, caches.layers))
+        return torch.cat(logits) if everywhere else logits[-1]
 
     def whole(self, tokens: Sequence[int], count: int) -> int:
         if self._plan.blocks and count:

@@ -247,15 +247,14 @@ class ImagePlan:
         tensors = [inputs.embeddings, inputs.positions, keep, *inputs.features]
         return self._planned.run([tensor.contiguous() for tensor in tensors], len(keep), texts)[0][0]
 
-    def run_block(self, inputs: Inputs, start: int, layers: Sequence[tuple[Tensor, ...]]) -> Tensor:
-        """Logits [s, vocabulary] of a text's next tokens, which are those of one picture and see each other.
+    def run_block(self, inputs: Inputs, keep: Tensor, start: int, layers: Sequence[tuple[Tensor, ...]]) -> Tensor:
+        """Logits [len(keep), vocabulary] of a text's next tokens, which are those of one picture and see each other.
 
         Args:
             start: the number of earlier tokens.
             layers: the text's caches.
         """
-        block, count = _Block(start, inputs.embeddings.shape[1], layers), inputs.embeddings.shape[1]
-        keep = torch.arange(count)
+        block = _Block(start, inputs.embeddings.shape[1], layers)
         return self._decoder.run(inputs.embeddings, inputs.positions, torch.tensor([start]), block, keep)[0]
 
     def _run(self, inputs: Inputs, start: int, keep: Tensor) -> Tensor:
