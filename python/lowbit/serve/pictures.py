@@ -8,7 +8,7 @@ import binascii
 import io
 import re
 from collections.abc import Awaitable, Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -103,6 +103,12 @@ class Pictures:
         """
         self._limits, self._engine, self._read = limits, engine, read
         self._open = asyncio.Semaphore(limits.pictures_at_once)
+        # A canceled request leaves its thread running, so the number of threads is limited too.
+        self._opener = ThreadPoolExecutor(limits.pictures_at_once, "lowbit-pictures")
+
+    def close(self) -> None:
+        """Ends the threads that open pictures."""
+        self._opener.shutdown(cancel_futures=True)
 
     async def prompt(self, model: LanguageModel, asked: Chat, tools: list[dict[str, Any]] | None) -> list[int]:
         """The tokens of a conversation, whose pictures are computed unless they are known.
@@ -119,7 +125,8 @@ class Pictures:
         if len(urls) > self._limits.pictures:
             raise bad("messages", f"messages has {len(urls)} pictures; expected at most {self._limits.pictures}")
         async with self._open:  # others wait, because decoded pictures take much memory
-            opened = await asyncio.to_thread(self._opened, urls, model.pixels)
+            opening = asyncio.get_running_loop().run_in_executor(self._opener, self._opened, urls, model.pixels)
+            opened = await opening
             return await self._prompt(model, asked, tools, opened)
 
     def _opened(self, urls: list[Url], pixels: int | None) -> list[_Opened]:

@@ -99,6 +99,7 @@ class Server:
                 await asyncio.to_thread(self.engine.stop)
                 for each in (self._reader, self._parser, self._compiler):
                     each.shutdown(cancel_futures=True)
+                self._pictures.close()
 
         posts: dict[str, tuple[Callable[[Any], Awaitable[Response]], type[Body]]] = {
             "/v1/chat/completions": (self._chat, Chat), "/v1/completions": (self._complete, Completion),

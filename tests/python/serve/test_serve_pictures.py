@@ -4,6 +4,9 @@ import base64
 import io
 import json
 import re
+import socket
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import lowbit
@@ -167,6 +170,34 @@ def test_a_text_is_the_same_beside_others(tmp_path):
         alone = [texts(port, number) for number in range(3)]
         assert len(set(alone)) == 3
         assert list(pool.map(lambda number: texts(port, number), range(12))) == alone * 4
+
+
+def test_clients_that_leave(families, monkeypatch):
+    """Pictures of clients that have left are opened by few threads, and later requests get their answers."""
+    family, opened, most = families("qwen2_5_vl"), threading.Semaphore(0), [0, 0]
+    read = llm.images.read_image
+
+    def slow(*arguments):
+        most[0] += 1
+        most[1] = max(most)
+        opened.acquire()
+        most[0] -= 1
+        return read(*arguments)
+
+    monkeypatch.setattr(llm.images, "read_image", slow)
+    body = json.dumps({"messages": [said("user", "?", picture(0))], "max_tokens": 1}).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    with serving([family.served], LIMITS) as (port, server):
+        for _ in range(6):
+            with socket.create_connection(("127.0.0.1", port)) as connection:
+                connection.sendall(head + body)
+                while server._busy != 1 or server._bodies or not most[0]:
+                    time.sleep(0.001)
+            while server._busy:
+                time.sleep(0.001)
+        opened.release(50)
+        assert ask(port, said("user", "What?", picture(0))).choices
+    assert most[1] == 1  # as many as the limit
 
 
 def test_budgets_of_pixels(families, tmp_path):
