@@ -258,12 +258,14 @@ def _colors(metadata: Metadata, name: str) -> list[float]:
     return [float(str(np.float32(value))) for value in values]  # the shortest decimals of the file's float32
 
 
-def _place(family: _Family, name: str, swapped: bool) -> Part | None:
-    """The tensor in transformers that a tensor of the file is, or a part of."""
+def _place(family: _Family, name: str, swapped: bool, layers: int) -> Part | None:
+    """The tensor in transformers that a tensor of the file is, or a part of; None: none in so many layers."""
     if name in family.parameters:
         return Part(f"model.{family.parameters[name]}", 0, 1)
     layer = _LAYER.fullmatch(name)
     if layer is not None:
+        if int(layer[1]) >= layers:
+            return None
         other = {"ffn_up": "ffn_down", "ffn_down": "ffn_up"} if swapped else {}
         place, prefix, leaf = family.names.get(other.get(layer[2], layer[2])), f"{family.layers}.{layer[1]}.", layer[3]
     else:
@@ -336,14 +338,17 @@ def with_vision(
     first = gguf.tensors.get("v.blk.0.ffn_up.weight")
     # Early converters exchanged the names of the two matrices of the feed-forward network.
     swapped = first is not None and first.shape == (config["vision_config"]["hidden_size"], width) and first.shape[0] != width
+    layers = facts.whole("block_count")
     counts: dict[str, int] = {}
     places: dict[str, dict[int, Any]] = {}  # tensor of the model -> its parts
     halves: list[Any] = []  # of the patch embedding of Qwen's towers
     for stored in gguf.tensors.values():
         pair = family.names is _QWEN and stored.name in ("v.patch_embd.weight", "v.patch_embd.weight.1")
-        part = _place(family, "v.patch_embd.weight" if pair else stored.name, swapped)
+        part = _place(family, "v.patch_embd.weight" if pair else stored.name, swapped, layers)
         if part is None:
-            raise ValueError(f"{path} has the tensor {printable(stored.name)!r}, which lowbit does not know in this tower")
+            raise ValueError(
+                f"{path} has the tensor {printable(stored.name)!r}, which lowbit does not know in a tower of {layers} layers"
+            )
         tensor = read_tensor(gguf, stored, part.name, family.offset.get(stored.name, 0.0))
         if family.flat_patches and stored.name == "v.patch_embd.weight" and isinstance(tensor, Float):
             tensor = _flat(tensor)

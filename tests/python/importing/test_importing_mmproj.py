@@ -11,6 +11,7 @@ from command_line import error, invoke
 from gguf_files import tower_tensors, write_model, write_tower
 from image_models import lfm2_vl_inputs, save_image_model, save_picture
 from lowbit import llm
+from lowbit.importing import open_source
 from lowbit.llm.images import inputs_of, message
 from lowbit.llm.loading import load_image_model, load_image_processor
 
@@ -170,11 +171,12 @@ def test_refusals(written, tmp_path):
     assert "has clip.use_gelu False; expected True" in refused(use_gelu=False)
     assert "has clip.has_audio_encoder True; expected False" in refused(has_audio_encoder=True)
     assert "has clip.vision.odd, which lowbit does not know" in refused(vision__odd=3)
+    assert "weight', which lowbit does not know in a tower of 1 layers" in refused(vision__block_count=1)
     assert "has clip.vision.patch_size 0; expected 1 or more" in refused(vision__patch_size=0)
     assert "has no clip.vision.projector.scale_factor" in refused(vision__projector__scale_factor=None)
     assert "has no three finite numbers as clip.vision.image_mean" in refused(vision__image_mean=[0.5, float("nan"), 0.5])
     tensors = tower_tensors(model)
-    assert "has the tensor 'v.odd.weight', which lowbit does not know in this tower" in refused(
+    assert "has the tensor 'v.odd.weight', which lowbit does not know in a tower of 2 layers" in refused(
         tensors | {"v.odd.weight": np.zeros(3, np.float32)}
     )
     fc = tensors["mm.model.fc.weight"]
@@ -193,3 +195,34 @@ def test_refusals(written, tmp_path):
     write_model(tmp_path / "text.gguf", text_model(model), tokens=tokens, types=types, merges=("Q Q",))
     assert "has no token '<global-img>', which" in refused(text=tmp_path / "text.gguf")
     assert gguf.MODEL_ARCH_NAMES[gguf.MODEL_ARCH.MMPROJ] == "clip"  # the name that the package writes
+
+
+ODD = [True, "", "\x1b[2J", 0, 1, 33, 2**31 - 1, -1.5, float("nan"), ["a"], [0] * 3, [1e38] * 3]
+
+
+def test_keys_of_other_kinds_and_sizes(written, tmp_path):
+    """Each key of a tower's file: a clear error, or a description of a model."""
+    path, model = written("idefics3")
+    keys = [
+        "has_vision_encoder", "projector_type", "use_gelu", "vision__embedding_length", "vision__feed_forward_length",
+        "vision__block_count", "vision__attention__head_count", "vision__attention__layer_norm_epsilon", "vision__patch_size",
+        "vision__image_size", "vision__image_mean", "vision__image_std", "vision__projector__scale_factor",
+        "vision__preproc_image_size",
+    ]  # fmt: skip
+    accepted, tensors = [], tower_tensors(model)
+    for key in keys:
+        for odd in ODD:
+            tower = write_tower(tmp_path / "odd.gguf", "idefics3", model, tensors, **SETTINGS["idefics3"] | {key: odd})
+            try:
+                open_source(path / "text.gguf", mmproj=tower)
+                accepted.append((key, odd))
+            except (ValueError, OSError) as error:
+                assert str(error).isprintable() and str(tower) in str(error), (key, odd, error)
+    assert 10 < len(accepted) < 40
+    # Sizes that differ from the tensors' are found at the latest when the model is built.
+    for key, odd in [("vision__attention__head_count", 33), ("vision__embedding_length", 2**31 - 1), ("vision__patch_size", 1)]:
+        assert (key, odd) in accepted
+        tower = write_tower(tmp_path / "odd.gguf", "idefics3", model, tensors, **SETTINGS["idefics3"] | {key: odd})
+        with pytest.raises(ValueError) as raised:
+            lowbit.import_checkpoint(path / "text.gguf", tmp_path / "made", mmproj=tower)
+        assert str(raised.value).isprintable() and not (tmp_path / "made").exists()
