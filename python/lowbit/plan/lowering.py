@@ -668,26 +668,43 @@ def _float_linear(to: _Lowering, call: Call) -> None:
     to.step(Op.FLOAT_LINEAR, [x, weight, a.get("bias"), *call.results])
 
 
-@_lowers(_ATEN.conv1d.default)
-def _conv1d(to: _Lowering, call: Call) -> None:
+@_lowers(
+    _ATEN.conv1d.default, _ATEN.conv2d.default, _ATEN.conv3d.default,
+    _ATEN.conv1d.padding, _ATEN.conv2d.padding, _ATEN.conv3d.padding,
+)  # fmt: skip
+def _convolution(to: _Lowering, call: Call) -> None:
     """Lowers to a product over the windows of the input (im2col)."""
     a = call.arguments
     x, weight, out = (to.operand(each) for each in (a["input"], a["weight"], call.results[0]))
     assert x is not None and weight is not None and out is not None
-    if a["groups"] != 1 or list(a["dilation"]) != [1] or len(x.size) != 3 or x.size[0] != Extent(1):
-        raise Unplannable("a plan has only convolutions of one sequence without groups and dilation")
-    channels, length, kernels, taps, padding = *x.size[1:], weight.size[0], weight.size[2], a["padding"][0]
-    padded = to.temporary(x.dtype, (Extent(1), channels, _sum(length, Extent(2 * padding))))
-    to.compute([(Compute.CONVERT, [0.0], x.dtype)], [], padded)
-    to.step(Op.COPY, [x, replace(padded, size=x.size, offset=Extent(padding))])
-    places, step = out.size[2], Extent(a["stride"][0])
-    windows = (Extent(1), places, channels, taps)
-    rows = to.temporary(x.dtype, (Extent(1), places, product([channels, taps])))
-    source = replace(padded, size=windows, stride=(padded.stride[0], step, padded.stride[1], Extent(1)))
+    axes = len(weight.size) - 2
+    strides, padding = (a[name] if type(a[name]) is str else _per_axis(a[name], axes) for name in ("stride", "padding"))
+    if a["groups"] != 1 or set(_per_axis(a["dilation"], axes)) != {1} or len(x.size) != axes + 2 or padding == "same":
+        raise Unplannable("a plan has only convolutions of batches without groups, dilation and padding to the same size")
+    texts, channels, *lengths = x.size
+    if padding != "valid" and any(padding):
+        lengths = [_sum(length, Extent(2 * each)) for length, each in zip(lengths, padding)]
+        padded = to.temporary(x.dtype, (texts, channels, *lengths))
+        to.compute([(Compute.CONVERT, [0.0], x.dtype)], [], padded)
+        first = Extent(0)
+        for stride, each in zip(padded.stride[2:], padding):
+            first = _sum(first, stride.times(each))
+        to.step(Op.COPY, [x, replace(padded, size=x.size, offset=first)])
+        x = padded
+    kernels, taps, places = weight.size[0], weight.size[2:], out.size[2:]
+    windows = (texts, *places, channels, *taps)
+    steps = [stride.times(each) for stride, each in zip(x.stride[2:], strides)]
+    source = replace(x, size=windows, stride=(x.stride[0], *steps, x.stride[1], *x.stride[2:]))
+    flat = replace(weight, size=(kernels, product(weight.size[1:])), stride=(product(weight.size[1:]), Extent(1)))
+    rows = to.temporary(x.dtype, (texts, *places, flat.size[1]))
     to.step(Op.COPY, [source, replace(rows, size=windows, stride=strides_of(windows))])
-    flat = replace(weight, size=(kernels, rows.size[2]), stride=(rows.size[2], Extent(1)))
-    target = replace(out, size=(Extent(1), places, kernels), stride=(out.stride[0], out.stride[2], out.stride[1]))
+    target = replace(out, size=(texts, *places, kernels), stride=(out.stride[0], *out.stride[2:], out.stride[1]))
     to.step(Op.FLOAT_LINEAR, [rows, flat, a["bias"], target])
+
+
+def _per_axis(numbers: Any, axes: int) -> list[int]:
+    values = list(numbers) if isinstance(numbers, (list, tuple)) else [numbers]
+    return values * axes if len(values) == 1 else values
 
 
 def _outer_product(to: _Lowering, call: Call) -> bool:

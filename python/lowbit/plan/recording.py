@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 from .plan_file import Extent
 
@@ -61,12 +62,14 @@ class Recording:
 class Recorder(TorchDispatchMode):
     """Records the operators that run while it is active."""
 
-    def __init__(self, given: Sequence[Tensor]) -> None:
+    def __init__(self, given: Sequence[Tensor], computing: bool = True) -> None:
         """
         Args:
             given: tensors that differ from call to call: inputs and caches. They are the first storages, in this order.
+            computing: False: numbers that depend on the given tensors are not computed, which saves the time of a large call.
         """
         super().__init__()
+        self._computing = computing
         self.recording = Recording()
         self._storages: dict[int, int] = {}
         for tensor in given:
@@ -95,7 +98,8 @@ class Recorder(TorchDispatchMode):
         if changes and _shows_values(func, tensors):
             raise Unplannable(f"its Python code sees values that depend on the text, in {func}")
         written = {name: self._written(value) for name, value in arguments.items()}
-        result = func(*args, **(kwargs or {}))
+        skips = changes and not self._computing and all(each.alias_info is None for each in func._schema.arguments)
+        result = _uncomputed(func, args, kwargs) if skips else func(*args, **(kwargs or {}))
         recording = self.recording
         before = len(recording.tensors)
         results = [self.view(each) for each in _flat(result) if isinstance(each, Tensor)]
@@ -112,6 +116,19 @@ class Recorder(TorchDispatchMode):
         if isinstance(value, Tensor):
             return self.view(value)
         return [self._written(each) for each in value] if isinstance(value, (list, tuple)) else value
+
+
+def _uncomputed(func: Any, args: Any, kwargs: Any) -> Any:
+    """Zeros of the sizes of an operator's results."""
+
+    def sizes_of(value: Tensor) -> Tensor:
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+
+    def zeros(value: Tensor) -> Tensor:
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype).zero_()
+
+    args, kwargs = tree_map_only(Tensor, sizes_of, (args, kwargs or {}))
+    return tree_map_only(Tensor, zeros, func(*args, **{name: "meta" if name == "device" else kwargs[name] for name in kwargs}))
 
 
 def _storage(tensor: Tensor) -> int:
@@ -155,13 +172,16 @@ def _flat(value: Any) -> list[Any]:
     return [each for part in value for each in _flat(part)] if isinstance(value, (list, tuple)) else [value]
 
 
-def record(function: Callable[[], Any], given: Sequence[Tensor]) -> Recording:
+def record(function: Callable[[], Any], given: Sequence[Tensor], computing: bool = True) -> Recording:
     """The operators of ``function()``, which uses the ``given`` tensors and returns one or several.
+
+    Args:
+        computing: as for :class:`Recorder`.
 
     Raises:
         Unplannable: Python code depends on the content of tensors.
     """
-    recorder = Recorder(given)
+    recorder = Recorder(given, computing)
     with torch.inference_mode(), recorder, _Watch(recorder):
         results = function()
     recorder.recording.results = [recorder.view(tensor) for tensor in _flat(results)]

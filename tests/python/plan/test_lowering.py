@@ -162,6 +162,16 @@ CLOSE = {
     "gelu": lambda x, y, n, k: F.gelu(x) + F.gelu(y, approximate="tanh").float(),
     "convolution": lambda x, y, n, k: F.conv1d(x.T[None], KERNELS, BIAS[:3], padding=1),
     "convolution with steps": lambda x, y, n, k: F.conv1d(x.repeat_interleave(2, 0).T[None], KERNELS, stride=2, padding=1),
+    "convolution of planes": lambda x, y, n, k: F.conv2d(
+        x[None, None].repeat(2, 3, 1, 1),
+        KERNELS.view(3, -1)[:, :9].reshape(3, 1, 3, 3).repeat(1, 3, 1, 1),
+        BIAS[:3],
+        padding=(1, 1),
+        stride=(1, 2),
+    ),
+    "convolution of patches": lambda x, y, n, k: F.conv3d(
+        x.view(-1, 2, 1, 2, 2), torch.arange(32.0).view(4, 2, 1, 2, 2) / 8, BIAS[:4], stride=(1, 2, 2), padding="valid"
+    ).flatten(1),
     "silu": lambda x, y, n, k: F.silu(x.T.contiguous().T).contiguous(),
     "softplus": lambda x, y, n, k: F.softplus(x * 20),
     "sin and cos": lambda x, y, n, k: torch.cat([x.sin(), (x * 9).cos()], -1),
