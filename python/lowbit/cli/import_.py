@@ -28,6 +28,9 @@ def import_(
     i2s_order: Annotated[
         str | None, typer.Option(help="Order of weights in a GGUF file of bitnet.cpp: x86, arm or rows.", show_default=False)
     ] = None,
+    mmproj: Annotated[
+        Path | None, typer.Option(help="The .gguf file with the vision tower of a .gguf language model.", show_default=False)
+    ] = None,
     activation_bits: Annotated[
         Literal["8", "16"] | None,
         typer.Option(help="As in quantize, for all packed layers; without it, 16 in the output head.", show_default=False),
@@ -40,13 +43,14 @@ def import_(
 
     set_threads(threads)
     if i2s_order is not None:
-        if all(tensor.source != "I2_S" for tensor in open_source(source, i2s_order).tensors):
+        if all(tensor.source != "I2_S" for tensor in open_source(source, i2s_order, mmproj).tensors):
             refuse_unused("without weights of the type I2_S", "i2s_order")
     with showing_import(output, source) as (opening, advance):
         summary = import_checkpoint(
             source,
             target,
             i2s_order=i2s_order,
+            mmproj=mmproj,
             activation_bits=None if activation_bits is None else int(activation_bits),
             progress=advance,
             opening=opening,

@@ -14,17 +14,22 @@ from .write import READ, ImportSummary, Progress, begin_step, write_checkpoint
 __all__ = ["ImportSummary", "import_checkpoint", "open_source"]
 
 
-def open_source(path: str | os.PathLike[str], i2s_order: str | None = None) -> Source:
+def open_source(
+    path: str | os.PathLike[str], i2s_order: str | None = None, mmproj: str | os.PathLike[str] | None = None
+) -> Source:
     """Opens a model in another format: describes and checks it without reading its weights.
 
     Args:
-        i2s_order: as for :func:`import_checkpoint`.
+        i2s_order, mmproj: as for :func:`import_checkpoint`.
 
     Raises:
         OSError: there is no such file or directory, or it cannot be read.
         ValueError: it is damaged, in a format that lowbit does not import, or has weights that cannot be packed.
     """
     path = Path(path)
+    if mmproj is not None and (path.is_dir() or not Path(mmproj).is_file()):
+        what = f"{path} is a directory" if path.is_dir() else f"{mmproj} is no file"
+        raise ValueError(f"{what}; expected a .gguf file, and the .gguf file of its vision tower as mmproj")
     if path.is_dir():
         from .ctranslate2 import is_ctranslate2, open_ctranslate2
         from .directory import open_directory
@@ -32,7 +37,7 @@ def open_source(path: str | os.PathLike[str], i2s_order: str | None = None) -> S
         return open_ctranslate2(path) if is_ctranslate2(path) else open_directory(path)
     if not path.exists():
         raise FileNotFoundError(f"{path} does not exist; expected a .gguf file, or the directory of a quantized checkpoint")
-    return open_gguf(path, i2s_order)
+    return open_gguf(path, i2s_order, mmproj)
 
 
 def import_checkpoint(
@@ -41,6 +46,7 @@ def import_checkpoint(
     *,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     i2s_order: str | None = None,
+    mmproj: str | os.PathLike[str] | None = None,
     activation_bits: int | None = None,
     progress: Progress | None = None,
     opening: Progress | None = None,
@@ -58,6 +64,7 @@ def import_checkpoint(
         max_shard_bytes: a shard with this many bytes gets no further tensor.
         i2s_order: which weights share a byte in I2_S tensors of bitnet.cpp's GGUF files, which do not record it: "x86" or
             "arm" for the processor of the program that wrote the file, or "rows". Ignored for other sources.
+        mmproj: the .gguf file with the vision tower of a .gguf language model; the result is a model of images and text.
         activation_bits: the activation bits of all packed layers, as in :class:`lowbit.LinearConfig`. None: 16 for the head of
             a language model and the table that it shares, 8 for all others. A prompt needs the head for one token only.
         progress: called as ``progress(bytes read, bytes to read, name of the tensor)`` after each band of rows.
@@ -72,6 +79,6 @@ def import_checkpoint(
     begin = time.perf_counter()
     begin_step(opening, READ)
     return write_checkpoint(
-        open_source(source, i2s_order), Path(target).absolute(), max_shard_bytes=max_shard_bytes,
+        open_source(source, i2s_order, mmproj), Path(target).absolute(), max_shard_bytes=max_shard_bytes,
         activation_bits=activation_bits, progress=progress, opening=opening, begin=begin,
     )  # fmt: skip

@@ -294,6 +294,17 @@ def _phi3(metadata: Metadata, gguf: Gguf, config: dict[str, Any]) -> dict[str, A
     return {"rope_parameters": rope, "original_max_position_embeddings": length, "sliding_window": window}
 
 
+def _qwen2_vl(metadata: Metadata, gguf: Gguf, config: dict[str, Any]) -> dict[str, Any]:
+    """Which part of the positions' three axes rotates which values; texts alone have the same position on all axes."""
+    sections = metadata.wholes("rope.dimension_sections")
+    if len(sections) < 3 or any(sections[3:]) or 2 * sum(sections) != head_dim_of(config):
+        raise ValueError(
+            f"{metadata.path} has rope.dimension_sections {sections} for heads of {head_dim_of(config)}; expected three "
+            "numbers whose sum is half of that"
+        )
+    return {"rope_parameters": config["rope_parameters"] | {"mrope_section": sections[:3]}}
+
+
 def _expert_width(metadata: Metadata, gguf: Gguf) -> int:
     stored = gguf.tensors.get("blk.0.ffn_down_exps.weight")
     return int(metadata.whole("expert_feed_forward_length", REQUIRED if stored is None else stored.shape[-1]))
@@ -340,6 +351,9 @@ _BITNETS = {
 ARCHITECTURES = {
     "llama": Architecture("llama", "LlamaForCausalLM", DENSE, permuted=True, biases=LLAMA_BIASES, constants=SILU),
     "qwen2": Architecture("qwen2", "Qwen2ForCausalLM", DENSE, sets_head_dim=False, constants=SILU | _ONE_WINDOW),
+    "qwen2vl": Architecture(
+        "qwen2", "Qwen2ForCausalLM", DENSE, sets_head_dim=False, constants=SILU | _ONE_WINDOW, more=_qwen2_vl
+    ),
     "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", NORMED, biases=ATTENTION_BIAS, constants=SILU | _ONE_WINDOW),
     "gemma": Architecture(
         "gemma", "GemmaForCausalLM", DENSE, norm_offset=1.0, constants=_TANH | {"hidden_act": "gelu_pytorch_tanh"}

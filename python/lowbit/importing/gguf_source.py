@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..checkpoint.codes import Float, Matrix, Rows, Stacked, Weights, below_each_other, put_together, values_of
+from ..checkpoint.codes import Float, Matrix, Rows, SourceTensor, Stacked, Weights, below_each_other, put_together, values_of
 from ..files.gguf_cache import file_states
 from ..files.gguf_reader import Gguf, StoredBlocks, parts_of, read_gguf
 from ..files.io import read_row_bytes
@@ -29,6 +29,7 @@ from .gguf_lattices import LATTICES
 from .gguf_layouts import Layout, laid_out
 from .gguf_metadata import Metadata, generation_config
 from .gguf_models import IN_CONFIG, Architecture
+from .gguf_vision import with_vision
 from .joining import joined
 from .source import Source
 
@@ -159,7 +160,7 @@ class _Reader:
         """A tensor of the model, joined from its parts and converted to transformers' layout."""
         if name.endswith("kv_b_proj.weight") and len(stored) == 2:
             return self._kv_b(name, *stored)
-        tensor = joined([self._tensor(one, name) for one in stored], name, stored[0].path)
+        tensor = joined([self.tensor(one, name) for one in stored], name, stored[0].path)
         layer = name.split(".", 3)[-1] if name.startswith("model.layers.") else name
         layout = self.layouts.get(layer)
         return tensor if layout is None else laid_out(tensor, layout, stored[0].path)
@@ -176,7 +177,7 @@ class _Reader:
             )
         heads, rank, k = keys.shape
         rows = k + values.shape[1]
-        parts = [self._tensor(replace(one, shape=(heads * one.shape[1], one.shape[2])), name) for one in (keys, values)]
+        parts = [self.tensor(replace(one, shape=(heads * one.shape[1], one.shape[2])), name) for one in (keys, values)]
         read_keys, read_values = map(values_of, parts)
 
         def read(begin: int, end: int) -> Tensor:
@@ -209,7 +210,7 @@ class _Reader:
         if bias and first.type.name not in _FLOATS:
             raise ValueError(f"{first.path}: {first.name} is {first.type.name}; expected a bias in floats")
         count, n, k = first.shape if not bias else (*first.shape, 1)
-        parts = [self._tensor(replace(tensor, shape=(count * n, k)), name) for tensor in stored]
+        parts = [self.tensor(replace(tensor, shape=(count * n, k)), name) for tensor in stored]
         rows, total, one = n * len(parts), sum(part.bytes for part in parts), parts[0]
         read = _joined([part.read for part in parts], n, self.architecture.interleaved)
         if not isinstance(one, Float):
@@ -243,7 +244,8 @@ class _Reader:
             )
         return heads
 
-    def _tensor(self, stored: StoredBlocks, name: str) -> Matrix | Weights | Float:
+    def tensor(self, stored: StoredBlocks, name: str) -> Matrix | Weights | Float:
+        """A tensor of the file with a name in transformers."""
         heads, kind = self._heads(stored), stored.type.name
 
         def ordered(read: Callable[[int, int], Any]) -> Callable[[int, int], Any]:
@@ -291,11 +293,13 @@ def _dequantizer(stored: StoredBlocks) -> Callable[[np.ndarray], np.ndarray]:
     return lambda data: np.ascontiguousarray(gguf.dequantize(data, number), np.float32)
 
 
-def open_gguf(path: str | os.PathLike[str], i2s_order: str | None = None) -> Source:
+def open_gguf(
+    path: str | os.PathLike[str], i2s_order: str | None = None, mmproj: str | os.PathLike[str] | None = None
+) -> Source:
     """Opens the model in a GGUF file, or in all parts of a split one.
 
     Args:
-        i2s_order: as for :func:`lowbit.import_checkpoint`.
+        i2s_order, mmproj: as for :func:`lowbit.import_checkpoint`.
 
     Raises:
         OSError, ValueError: as :func:`lowbit.files.gguf_reader.read_gguf`; an unknown architecture, key, tensor or type; or
@@ -330,4 +334,23 @@ def open_gguf(path: str | os.PathLike[str], i2s_order: str | None = None) -> Sou
             sync(file)
         save_tokenizer(path, gguf.metadata, metadata.architecture, config["vocab_size"], directory)
 
-    return Source(path, "GGUF", config, tensors, write_files, states)
+    text = Source(path, "GGUF", config, tensors, write_files, states)
+    return text if mmproj is None else with_vision(text, Path(mmproj), _tower_tensor, partial(_token_ids, gguf))
+
+
+# The tensors of vision towers have no order of heads and no norms that differ by their names.
+_TOWER = Architecture("clip", "", {})
+
+
+def _tower_tensor(gguf: Gguf, stored: StoredBlocks, name: str, offset: float) -> SourceTensor:
+    """A tensor of a vision tower, minus ``offset``, with a name in transformers."""
+    tensor = _Reader(gguf, Metadata(gguf), _TOWER, {}, None).tensor(stored, name)
+    if not offset:
+        return tensor
+    read = values_of(tensor)
+    return Float(name, tensor.source, "F32", tensor.shape, lambda begin, end: read(begin, end).float() - offset, tensor.bytes)
+
+
+def _token_ids(gguf: Gguf) -> dict[str, int]:
+    tokens = gguf.metadata.get("tokenizer.ggml.tokens")
+    return {token: number for number, token in enumerate(tokens)} if isinstance(tokens, list) else {}

@@ -112,7 +112,7 @@ class Batch:
     def check(self, text: Text, name: str = "the prompt") -> None:
         """Raises ValueError for a text with wrong arguments, as :func:`generate`."""
         check_lengths(name, text.prompt, text.max_new_tokens, self.decoder.max_length)
-        bad = next((token for token in text.prompt if not 0 <= token < self.decoder.vocabulary), None)
+        bad = next((token for token in text.prompt if not self.decoder.takes(token)), None)
         if bad is not None:
             raise ValueError(f"{name} has a token {bad}; expected 0 to {self.decoder.vocabulary - 1}")
         text.sampling.check_vocabulary(self.decoder.vocabulary)
@@ -166,7 +166,7 @@ class Batch:
                 if active.writer.result.tokens and active.caches.length - len(active.caches.tokens) < len(active.pending):
                     self._grow(active)
             guess = self._guess(still)
-            computed = self._verify(still[0], guess) if guess else self._compute(_plan(still, self.rows))
+            computed = self._verify(still[0], guess) if guess else self._compute(_plan(still, self.rows, self.decoder))
             for active, rows, after in computed:
                 try:
                     self._take(active, rows, guess, after)
@@ -307,7 +307,7 @@ def _scores(active: _Active, logits: Any) -> list[TokenLogprobs]:
     return [token_logprobs(row, token, count) for row, token in zip(logits, following)]
 
 
-def _plan(running: Sequence[_Active], rows: int) -> list[tuple[_Active, list[int]]]:
+def _plan(running: Sequence[_Active], rows: int, decoder: TextsDecoder) -> list[tuple[_Active, list[int]]]:
     """The tokens of the next call: the next token of each text, and ``rows`` tokens of prompts.
 
     Half of the rows go to the first prompt, so that a long prompt always progresses. The other half goes to the shortest
@@ -332,8 +332,10 @@ def _plan(running: Sequence[_Active], rows: int) -> list[tuple[_Active, list[int
             if lengths.get(id(caches), len(caches.tokens)) < count:
                 continue  # the common prefix is still being computed
         before = len(active.caches.tokens) if active.source is None else active.source[1]
-        tokens = active.pending[: share.get(id(active), len(active.pending))]
-        tokens = tokens[: active.stop - before] if before < active.stop else tokens
+        count = share.get(id(active), len(active.pending))
+        if before < active.stop:
+            count = min(count, active.stop - before)
+        tokens = active.pending[: decoder.whole(active.pending, count)]
         if tokens:
             lengths[id(active.caches)] = before + len(tokens)
             plan.append((active, tokens))

@@ -68,6 +68,12 @@ class Text:
     on_error: Callable[[Exception], None] | None = None  # called with an error of this text; None: raised
     result: Generation | None = None  # None until the text begins
 
+    @property
+    def plain(self) -> list[int]:
+        """The prompt with tokens of the vocabulary only: a prompt with pictures has other numbers for their tokens."""
+        plain: list[int] = getattr(self.prompt, "plain", self.prompt)
+        return plain
+
 
 def check_lengths(name: str, prompt: list[int], max_new_tokens: int, max_length: int) -> None:
     """Raises ValueError for an empty prompt, a prompt that leaves no room for a token, or max_new_tokens below 1."""
@@ -203,7 +209,7 @@ class TextWriter:
         if len(text.prompt) + text.max_new_tokens > max_length:
             self.result.stopped = "max_length"
         self.ended = False
-        self._text, self._drawer = text, Drawer(text.sampling, text.prompt, text.seed, text.constraint)
+        self._text, self._drawer = text, Drawer(text.sampling, text.plain, text.seed, text.constraint)
         self._began, self._first = time.perf_counter(), math.nan
 
     def accept(self, rows: Iterable[Any], guess: Sequence[int]) -> list[int]:

@@ -15,31 +15,33 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..hf import decoding
 from ..plan.lowering import Lowered
 from ..plan.model_parts import ModelParts, check_hooks
 from ..plan.recording import Unplannable
 from ..plan.running import Caches, Planned, by_slot
 from .decoder import PIECE, Decoder
-from .planning import lowered_step
+from .planning import Text, lowered_step
 from .proof import ATTENTION_LIMIT, EXACT_LIMIT, TOKENS, Rounding, sample_text
 
 _DEEP = ("visual_pos_masks", "deepstack_visual_embeds")  # which tokens have features, and those of each layer
+_BLOCKS = ("gemma3",)  # model types in which the tokens of a picture see each other, later ones too
 _AXES = 3  # of positions of rotary embeddings with sections: time, height, width
 
 
 @dataclass
-class _Inputs:
+class Inputs:
     """Inputs of a language model for s tokens."""
 
     embeddings: Tensor  # [1, s, size]
     positions: Tensor  # [s] or [axes, s]
     features: Sequence[Tensor] = ()  # [1, s, size] for each of the first layers, which adds them to its results
 
-    def part(self, begin: int, end: int) -> _Inputs:
+    def part(self, begin: int, end: int) -> Inputs:
         features = [each[:, begin:end] for each in self.features]
-        return _Inputs(self.embeddings[:, begin:end], self.positions[..., begin:end], features)
+        return Inputs(self.embeddings[:, begin:end], self.positions[..., begin:end], features)
 
-    def common(self, other: _Inputs) -> int:
+    def common(self, other: Inputs) -> int:
         """The number of first tokens with the same inputs."""
         count = min(self.embeddings.shape[1], other.embeddings.shape[1])
         one, two = self.part(0, count), other.part(0, count)
@@ -49,15 +51,15 @@ class _Inputs:
         return int(differs.int().argmax()) if differs.any() else count
 
     @staticmethod
-    def joined(parts: Sequence[_Inputs]) -> _Inputs:
+    def joined(parts: Sequence[Inputs]) -> Inputs:
         features = [torch.cat(each, 1) for each in zip(*(part.features for part in parts), strict=True)]
         embeddings = torch.cat([part.embeddings for part in parts], 1)
-        return _Inputs(embeddings, torch.cat([part.positions for part in parts], -1), features)
+        return Inputs(embeddings, torch.cat([part.positions for part in parts], -1), features)
 
-    def tokens_alone(self) -> _Inputs:
+    def tokens_alone(self) -> Inputs:
         """Each token as a text of its own: [s, 1, size], with positions [s, 1] or [s, axes, 1]."""
         features = [each.transpose(0, 1) for each in self.features]
-        return _Inputs(self.embeddings.transpose(0, 1), self.positions.movedim(-1, 0).unsqueeze(-1), features)
+        return Inputs(self.embeddings.transpose(0, 1), self.positions.movedim(-1, 0).unsqueeze(-1), features)
 
 
 class _Language(torch.nn.Module):
@@ -84,7 +86,7 @@ class _Language(torch.nn.Module):
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         return SimpleNamespace(logits=self.lm_head(hidden[:, keep]))
 
-    def own_logits(self, inputs: _Inputs) -> Tensor:
+    def own_logits(self, inputs: Inputs) -> Tensor:
         """Logits by the model's own code, which takes features of pictures as transformers gives them."""
         features: dict[str, Any] = {}
         if inputs.features:
@@ -121,14 +123,36 @@ class _Captured(Exception):
         self.arguments = arguments
 
 
-class ImagePlan:
-    """The plan of the language model of an image-text model, and the caches of one text. The model is unchanged."""
+class _Block(decoding.Texts):
+    """Used in place of caches: those of a text whose next tokens are those of one picture, which see each other."""
 
-    def __init__(self, model: Any, max_length: int):
+    def __init__(self, start: int, count: int, layers: Sequence[tuple[Tensor, ...]]):
+        super().__init__([decoding.Part(0, count, torch.tensor([start]), layers)])
+
+    def attend(self, layer: int, inputs: tuple[Tensor, Tensor, Tensor], *more: Any) -> Tensor:
+        (part,), (scale, window, *rest) = self.parts, more
+        whole, outputs = super().attend(layer, inputs, *more), []  # writes all keys and values; correct for the last query
+        queries, *last = inputs[0], *(tensor[:, :, -1:].contiguous() for tensor in inputs[1:])
+        end = torch.tensor([int(part.start) + part.end - 1])
+        for row in range(part.end - 1):
+            # As a query at the end of the block, with a window that begins where its own does.
+            wider = window and window + part.end - 1 - row
+            query = queries[:, :, row : row + 1].contiguous()
+            outputs.append(torch.ops.lowbit.attention(query, *last, *part.layers[layer][:2], end, scale, wider, *rest))
+        return torch.cat([*outputs, whole[:, -1:]], 1)
+
+
+class ImagePlan:
+    """The plan of the language model of an image-text model, and the caches of one text. The model is unchanged, unless the
+    tokens of a picture see each other: a decoder then owns its language model."""
+
+    def __init__(self, model: Any, max_length: int, cache: str | None = None, blocks: bool = False):
         """
         Args:
             model: an image-text model in eval mode.
             max_length: the longest text in tokens.
+            cache: the type of the KV cache, as for :class:`lowbit.llm.Decoder`.
+            blocks: whether to take models in which the tokens of a picture see each other (:meth:`run_block`).
 
         Raises:
             Unplannable, ValueError: the model has no plan; the message says why.
@@ -137,42 +161,45 @@ class ImagePlan:
         language = _Language(model)
         check_hooks(language)
         rope = getattr(language.config, "rope_parameters", None) or {}
-        self._axes = _AXES if "mrope_section" in rope else 1
+        self.axes = _AXES if "mrope_section" in rope else 1
         layers = getattr(getattr(model.config, "vision_config", None), "deepstack_visual_indexes", None) or ()
         self._features = len(layers) if hasattr(language.model, "_deepstack_process") else 0
         self._model, self._language = model, language
+        self.blocks = blocks and model.config.model_type in _BLOCKS
         self._next = 0  # the position of the next token
-        self._held: list[_Inputs] = []  # of the tokens in the caches
+        self._held: list[Inputs] = []  # of the tokens in the caches
         with torch.inference_mode():
             tokens = sample_text(language.config, min(TOKENS, max_length))
-            self._captured(tokens, {})  # refuses models whose calls never fit
+            self.captured(tokens, {})  # refuses models whose calls never fit
             if not torch.equal(language(tokens).logits, model(input_ids=tokens, use_cache=False).logits):
                 raise Unplannable("its logits are not those of its language model and output head")
             sample = self._sample(tokens)
             whole, alone = language.own_logits(sample), language.own_logits(sample.tokens_alone()).transpose(0, 1)
-        length = -(-max_length // 16) * 16
-        decoder = Decoder(language, length, plan=False)
+        self._length = -(-max_length // 16) * 16
+        self._decoder = Decoder(language, self._length, cache, windows=False, plan=False)
+        self.cache_type, self.recurrent = self._decoder.cache_type, self._decoder.recurrent
         try:
-            self._planned = Planned(self._lowered(decoder, sample))
-            caches, self._recurrent = decoder.new_caches(length).layers, decoder.recurrent
+            self._planned = Planned(self._lowered(self._decoder, sample))
         finally:
-            decoder.release()
-        self._caches = Caches(self._planned.places, by_slot(caches))
+            if not self.blocks:
+                self._decoder.release()
+        self._caches: Caches | None = None  # of the text of `read`, made when it begins
         self._parts = ModelParts(language)
         self._prove(sample, whole, Rounding(language, whole, alone))
 
-    def _embed(self, tokens: Tensor) -> Tensor:
+    def embed(self, tokens: Tensor) -> Tensor:
+        """The embeddings [1, s, size] of tokens [1, s]."""
         found: Tensor = self._language.get_input_embeddings()(tokens)
         return found
 
-    def _sample(self, tokens: Tensor) -> _Inputs:
+    def _sample(self, tokens: Tensor) -> Inputs:
         """Inputs with positions that differ, as those of pictures, and with features of some tokens."""
-        embeddings, rows = self._embed(tokens), torch.arange(tokens.shape[1])
-        positions = rows if self._axes == 1 else torch.stack([rows - rows % 3, rows // 2 * 2, rows])
+        embeddings, rows = self.embed(tokens), torch.arange(tokens.shape[1])
+        positions = rows if self.axes == 1 else torch.stack([rows - rows % 3, rows // 2 * 2, rows])
         shown = (rows % 3 == 1)[None, :, None]
-        return _Inputs(embeddings, positions, [embeddings.roll(i + 1, 1) * shown for i in range(self._features)])
+        return Inputs(embeddings, positions, [embeddings.roll(i + 1, 1) * shown for i in range(self._features)])
 
-    def _lowered(self, decoder: Decoder, sample: _Inputs) -> Lowered:
+    def _lowered(self, decoder: Decoder, sample: Inputs) -> Lowered:
         def run(inputs: Tensor, positions: Tensor, keep: Tensor, *others: Any) -> Tensor:
             *features, start, layers = others
             with self._language.adding(features):
@@ -186,7 +213,7 @@ class ImagePlan:
         return lowered_step(run, inputs, lambda: decoder.new_caches(16).layers, self._language)
 
     @torch.inference_mode()
-    def _prove(self, sample: _Inputs, whole: Tensor, rounding: Rounding) -> None:
+    def _prove(self, sample: Inputs, whole: Tensor, rounding: Rounding) -> None:
         """Compares the plan with the language model's own attention, for several rows, single rows, and the rest.
 
         Raises:
@@ -194,7 +221,8 @@ class ImagePlan:
         """
         count = whole.shape[1]
         ends = sorted({0, count // 2, *range(count // 2, count - count // 4), count})
-        found = [self._run(sample.part(a, b), a, torch.arange(b - a)) for a, b in zip(ends, ends[1:])]
+        caches = self.arranged(self.make_caches(16, str(self._language.dtype).removeprefix("torch.")))
+        found = [self.run(sample.part(a, b), torch.arange(b - a), [(0, b - a, a, caches)]) for a, b in zip(ends, ends[1:])]
         difference = rounding.difference(torch.cat(found)[None], whole)
         limit = EXACT_LIMIT if rounding.exact else ATTENTION_LIMIT
         if not difference <= limit:
@@ -202,19 +230,44 @@ class ImagePlan:
                 f"its logits differ (by {difference:.2g} of the earlier text's effect; rounding is below {limit:g})"
             )
 
-    def _run(self, inputs: _Inputs, start: int, keep: Tensor) -> Tensor:
+    def make_caches(self, length: int, cache_type: str) -> list[tuple[Tensor, ...]]:
+        """Empty keys, values and states of each layer, for a text of ``length`` tokens."""
+        return self._decoder.make_caches(length, cache_type)
+
+    def arranged(self, layers: Sequence[Sequence[Tensor]]) -> Caches:
+        """A text's caches as the plan uses them; they must stay where they are."""
+        return Caches(self._planned.places, by_slot(layers))
+
+    def check_texts(self) -> None:
+        """Raises ValueError if texts in one call change each other's logits."""
+        self._decoder.check_texts()
+
+    def run(self, inputs: Inputs, keep: Tensor, texts: Sequence[Text]) -> Tensor:
+        """Logits [len(keep), vocabulary] of a call with the rows of one or more texts."""
         tensors = [inputs.embeddings, inputs.positions, keep, *inputs.features]
-        text = (0, inputs.embeddings.shape[1], start, self._caches)
-        return self._planned.run([tensor.contiguous() for tensor in tensors], len(keep), [text])[0][0]
+        return self._planned.run([tensor.contiguous() for tensor in tensors], len(keep), texts)[0][0]
+
+    def run_block(self, inputs: Inputs, keep: Tensor, start: int, layers: Sequence[tuple[Tensor, ...]]) -> Tensor:
+        """Logits [len(keep), vocabulary] of a text's next tokens, which are those of one picture and see each other.
+
+        Args:
+            start: the number of earlier tokens.
+            layers: the text's caches.
+        """
+        block = _Block(start, inputs.embeddings.shape[1], layers)
+        return self._decoder.run(inputs.embeddings, inputs.positions, torch.tensor([start]), block, keep)[0]
+
+    def _run(self, inputs: Inputs, start: int, keep: Tensor) -> Tensor:
+        if self._caches is None:
+            self._caches = self.arranged(self.make_caches(self._length, self.cache_type))
+        return self.run(inputs, keep, [(0, inputs.embeddings.shape[1], start, self._caches)])
 
     def fits(self) -> bool:
         """Whether the language model still has the modules, parameters and hooks that it had."""
         return self._parts.are_unchanged()
 
     def read(self, tokens: Tensor, images: Mapping[str, Any]) -> Tensor:
-        """Begins a text; returns the logits [1, vocabulary] after it.
-
-        The caches keep the first tokens of the last text that have the same embeddings and positions, unless there are states.
+        """Begins a text, as :meth:`begin`.
 
         Args:
             tokens: [1, s].
@@ -224,15 +277,21 @@ class ImagePlan:
             Unplannable: the call of the language model has other arguments than embeddings and positions.
             Exception: whatever the model raises.
         """
-        inputs = self._captured(tokens, images)
-        self._next, count, same = int(inputs.positions.max()) + 1, tokens.shape[1], 0
-        if self._held and not self._recurrent:
-            same = min(count - 1, _Inputs.joined(self._held).common(inputs))
+        return self.begin(self.captured(tokens, images))
+
+    def begin(self, inputs: Inputs) -> Tensor:
+        """Begins a text; returns the logits [1, vocabulary] after it.
+
+        The caches keep the first tokens of the last text that have the same inputs, unless there are states.
+        """
+        self._next, count, same = int(inputs.positions.max()) + 1, inputs.embeddings.shape[1], 0
+        if self._held and not self.recurrent:
+            same = min(count - 1, Inputs.joined(self._held).common(inputs))
         self._held = [inputs.part(0, same)]
         return self._continue(inputs.part(same, count), same)
 
-    def _captured(self, tokens: Tensor, images: Mapping[str, Any]) -> _Inputs:
-        """The inputs of the language model for a prompt; raises as :meth:`read`."""
+    def captured(self, tokens: Tensor, images: Mapping[str, Any]) -> Inputs:
+        """The inputs of the language model for a prompt, which computes its pictures; raises as :meth:`read`."""
 
         def capture(module: torch.nn.Module, inputs: tuple[Any, ...], arguments: dict[str, Any]) -> None:
             raise _Captured(arguments if not inputs else {**arguments, "unnamed arguments": inputs})
@@ -245,40 +304,42 @@ class ImagePlan:
             arguments = captured.arguments
         finally:
             hook.remove()
+        arguments.pop("logits_to_keep", None)  # of the output head, which some models pass on
         embeddings, positions, mask = (
             arguments.pop(name, None) for name in ("inputs_embeds", "position_ids", "attention_mask")
         )
         shown, given = (arguments.pop(name, None) if self._features else None for name in _DEEP)
         other = [name for name, value in arguments.items() if value is not None and not isinstance(value, bool)]
-        if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2 and bool(mask.all())):
+        if not self.blocks and mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2 and bool(mask.all())):
             other.append("a mask of its own")
         if positions is None:
             positions = torch.arange(tokens.shape[1])
         else:  # [1, s], or [axes, 1, s], of which the first may be that of the mask
             positions = positions[0] if positions.dim() == 2 else positions[-_AXES:, 0]
-        if self._axes > 1 and positions.dim() == 1:
-            positions = positions.expand(self._axes, -1)
-        if positions.dim() != (1 if self._axes == 1 else 2):
+        if self.axes > 1 and positions.dim() == 1:
+            positions = positions.expand(self.axes, -1)
+        if positions.dim() != (1 if self.axes == 1 else 2):
             other.append(f"{len(positions)} positions of each token")
         if other or embeddings is None:
             raise Unplannable(f"its language model gets {' and '.join(other) or 'no embeddings'}")
-        features = self._no_features(embeddings)
+        features = self.no_features(embeddings)
         if given is not None:
             for each, part in zip(features, given, strict=True):
                 each[shown] = part.to(each.dtype)
-        return _Inputs(embeddings, positions, features)
+        return Inputs(embeddings, positions, features)
 
-    def _no_features(self, embeddings: Tensor) -> list[Tensor]:
+    def no_features(self, embeddings: Tensor) -> list[Tensor]:
+        """Features for inner layers of tokens that belong to no picture."""
         return [torch.zeros_like(embeddings) for _ in range(self._features)]
 
     def add(self, tokens: Tensor, start: int) -> Tensor:
         """Continues the text of :meth:`read` after ``start`` tokens; returns the logits [1, vocabulary] after it."""
-        positions, embeddings = torch.arange(self._next, self._next + tokens.shape[1]), self._embed(tokens)
+        positions, embeddings = torch.arange(self._next, self._next + tokens.shape[1]), self.embed(tokens)
         self._next += tokens.shape[1]
-        positions = positions if self._axes == 1 else positions.expand(self._axes, -1)
-        return self._continue(_Inputs(embeddings, positions, self._no_features(embeddings)), start)
+        positions = positions if self.axes == 1 else positions.expand(self.axes, -1)
+        return self._continue(Inputs(embeddings, positions, self.no_features(embeddings)), start)
 
-    def _continue(self, inputs: _Inputs, start: int) -> Tensor:
+    def _continue(self, inputs: Inputs, start: int) -> Tensor:
         count = inputs.embeddings.shape[1]
         for begin in range(0, count, PIECE):
             end = min(count, begin + PIECE)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -21,7 +23,8 @@ from ..hf.continuing import OwnCaches
 from ..plan.recording import Unplannable
 from .chat import Chat, sampling_of
 from .decoder import check_call
-from .image_plan import ImagePlan
+from .image_decoder import ImageDecoder, PicturePrompt
+from .image_plan import ImagePlan, Inputs
 from .loading import check_image_type, load_image_model, load_image_processor, stop_tokens
 from .sampling import check_max_length
 from .templates import chat_template, check_control_tokens
@@ -33,7 +36,7 @@ _LOG = logging.getLogger(__name__)
 _CONTEXT = 4096
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # without a list Pillow tries all formats, also EPS, which runs Ghostscript
 _MOST_BYTES = 128 << 20  # of an image file
-_MOST_PIXELS = 1 << 26  # 200 MB when decoded
+MOST_PIXELS = 1 << 26  # 200 MB when decoded
 _REASON = "the language model runs by transformers' attention"
 
 
@@ -73,30 +76,55 @@ def open_image(path: str | os.PathLike[str]) -> Any:
     """
     path = Path(path)
     check_regular(path)
+    if (size := path.stat().st_size) > _MOST_BYTES:
+        raise ValueError(f"{path} has {size} bytes; expected a picture of at most {_MOST_BYTES}")
+    with open(path, "rb") as file:
+        return read_image(file, str(path))
+
+
+def read_image(file: BinaryIO, name: str, most: int = MOST_PIXELS) -> Any:
+    """Reads a picture as :func:`open_image`.
+
+    Args:
+        name: what errors call it.
+        most: the largest number of pixels.
+
+    Raises:
+        ImportError: Pillow is not installed.
+        OSError: the file cannot be read.
+        ValueError: the file has another format, is damaged, or has more pixels.
+    """
     try:
         pillow: Any = import_module("PIL.Image")
         turned: Any = import_module("PIL.ImageOps")
     except ImportError as error:
-        raise ImportError(f"{path} is read by Pillow, which is not installed: pip install pillow") from error
-    if (size := path.stat().st_size) > _MOST_BYTES:
-        raise ValueError(f"{path} has {size} bytes; expected a picture of at most {_MOST_BYTES}")
+        raise ImportError(f"{name} is read by Pillow, which is not installed: pip install pillow") from error
     try:
-        with open(path, "rb") as file, warnings.catch_warnings():
+        with warnings.catch_warnings():
             # Pillow also warns of damaged metadata that it does not need.
             warnings.simplefilter("ignore")
             with pillow.open(file, formats=_FORMATS) as image:
                 pixels = image.width * image.height
-                if pixels <= _MOST_PIXELS:  # checked before decoding
+                if pixels <= most:  # checked before decoding
                     return turned.exif_transpose(image).convert("RGB")
     except MemoryError:
         raise
     except pillow.UnidentifiedImageError as error:
-        raise ValueError(f"{path} is not a readable picture; expected {', '.join(_FORMATS)}") from error
+        raise ValueError(f"{name} is not a readable picture; expected {', '.join(_FORMATS)}") from error
     except pillow.DecompressionBombError as error:
-        raise ValueError(f"{path} has too many pixels: {one_line(error)}; expected at most {_MOST_PIXELS}") from error
+        raise ValueError(f"{name} has too many pixels: {one_line(error)}; expected at most {most}") from error
     except Exception as error:  # Pillow raises all kinds of exceptions for damaged files
-        raise ValueError(f"{path} is a damaged picture: {one_line(error)}") from error
-    raise ValueError(f"{path} has {pixels} pixels; expected at most {_MOST_PIXELS}")
+        raise ValueError(f"{name} is a damaged picture: {one_line(error)}") from error
+    raise ValueError(f"{name} has {pixels} pixels; expected at most {most}")
+
+
+def scaled(image: Any, most: int) -> Any:
+    """A Pillow image, scaled down to at most this many pixels if it has more."""
+    pixels = image.width * image.height
+    if pixels <= most:
+        return image
+    factor = (most / pixels) ** 0.5
+    return image.resize((max(1, int(image.width * factor)), max(1, int(image.height * factor))))
 
 
 def as_image(image: Any) -> Any:
@@ -141,6 +169,8 @@ class ImageStep:
             self._plan = ImagePlan(model, max_length)
         except Exception as reason:  # transformers' attention runs, too, so nothing is lost
             self._drop_plan(reason)
+        self._pictures: ImageDecoder | None = None  # made for the first text whose pictures are computed one by one
+        self._shown: Sequence[tuple[bytes, Callable[[], Mapping[str, Any]]]] = ()
         self._text: list[int] = []
         self._planned = 0  # tokens in the plan's caches
         self._prompt: list[int] = []
@@ -156,11 +186,21 @@ class ImageStep:
         self._plan, self.plan_refusal = None, f"{'' if known else type(reason).__name__ + ': '}{reason}"
         _LOG.info("%s", self.refusal)
 
-    def look(self, inputs: Mapping[str, Any]) -> list[int]:
+    @property
+    def computed(self) -> int:
+        """How many images were computed one by one; each is computed once."""
+        return 0 if self._pictures is None else self._pictures.computed
+
+    def look(
+        self, inputs: Mapping[str, Any], images: Sequence[tuple[bytes, Callable[[], Mapping[str, Any]]]] = ()
+    ) -> list[int]:
         """Sets the prompt with its images; returns its tokens.
 
         Args:
             inputs: from a processor of transformers: ``input_ids`` [1, tokens] and the inputs for images.
+            images: for each image its digest (:func:`digest`), and a function that gives the inputs for a text with this
+                image alone; it is called if a plan does not know the image. Without them, all images are computed for each
+                text.
 
         Raises:
             ValueError: more than one text.
@@ -169,7 +209,7 @@ class ImageStep:
         if ids.dim() != 2 or len(ids) != 1:
             raise ValueError(f"input_ids has shape {list(ids.shape)}; expected [1, tokens]")
         self._inputs = {name: value for name, value in inputs.items() if name != "input_ids" and value is not None}
-        self._prompt = ids[0].tolist()
+        self._prompt, self._shown = ids[0].tolist(), images
         self._text = []
         return list(self._prompt)
 
@@ -220,7 +260,8 @@ class ImageStep:
         else:
             count = len(self._prompt) or len(text)
             try:
-                logits = plan.read(torch.tensor([text[:count]]), self._inputs)
+                inputs = self._separately(plan)
+                logits = plan.read(torch.tensor([text[:count]]), self._inputs) if inputs is None else plan.begin(inputs)
             except Unplannable as reason:
                 self._drop_plan(reason)
                 return None
@@ -229,21 +270,51 @@ class ImageStep:
         self._planned, self._text = len(text), text
         return logits
 
+    def _separately(self, plan: ImagePlan) -> Inputs | None:
+        """The inputs of the language model for the prompt, without computing images again that it has seen.
 
-def inputs_of(processor: Any, messages: Sequence[Mapping[str, Any]], template: str) -> dict[str, Any]:
+        None if there are no images, or if an image has other tokens alone than beside others.
+        """
+        if not (self._shown and self._prompt):
+            return None
+        try:
+            if self._pictures is None:
+                self._pictures = ImageDecoder(self.model, max(16, self.max_length // 16 * 16), plan=plan)
+            pictures = []
+            for name, alone in self._shown:
+                known = self._pictures.picture(name)
+                pictures.append(self._pictures.look(name, alone()) if known is None else known)
+            inputs: Inputs = self._pictures.inputs(PicturePrompt(self._prompt, pictures, self._pictures.image_token))
+        except ValueError as reason:
+            if isinstance(reason, Unplannable):
+                raise
+            _LOG.info("all images are computed for each text: %s", reason)
+            return None
+        return inputs
+
+
+def digest(image: Any) -> bytes:
+    """A number of 256 bits for the pixels of a Pillow image."""
+    return hashlib.sha256(repr(image.size).encode() + image.tobytes()).digest()
+
+
+def inputs_of(
+    processor: Any, messages: Sequence[Mapping[str, Any]], template: str, tools: list[dict[str, Any]] | None = None
+) -> dict[str, Any]:
     """The inputs of an image-text model for a conversation, up to the model's answer.
 
     Args:
         messages: with a list of parts, which may be images, as content (:func:`message`).
+        tools: as for :func:`lowbit.llm.templates.render`.
 
     Raises:
         ValueError: the template or the processor refuses them, or a text contains the text of a control token.
     """
-    check_control_tokens(processor.tokenizer, processor, list(messages), template)
+    check_control_tokens(processor.tokenizer, processor, list(messages), template, tools)
     with interpreting("the chat template or the image processor does not take this conversation"):
         inputs = processor.apply_chat_template(
             list(messages), chat_template=template, add_generation_prompt=True, tokenize=True, return_dict=True,
-            return_tensors="pt",
+            return_tensors="pt", **({} if tools is None else {"tools": tools}),
         )  # fmt: skip
     return dict(inputs)
 
@@ -269,7 +340,8 @@ def message(role: str, text: str, images: Sequence[Any] = ()) -> dict[str, Any]:
 class ImageChat(Chat):
     """A conversation with an image-text model (:func:`load_image_chat`).
 
-    Each turn computes all images of the conversation. A plan of the language model computes only what is new.
+    If the language model has a plan, a turn computes only what is new, and each image is computed once. Otherwise each turn
+    computes all images and the whole conversation.
     """
 
     processor: Any = None
@@ -306,6 +378,9 @@ class ImageChat(Chat):
         self.pending = []
         return result
 
+    def _alone(self, image: Any) -> dict[str, Any]:
+        return inputs_of(self.processor, [message("user", "?", [image])], self.template)
+
     def _system_tokens(self) -> int:
         system = [] if self.system is None else [message("system", self.system)]
         return int(inputs_of(self.processor, [*system, message("user", "?")], self.template)["input_ids"].shape[1])
@@ -318,7 +393,8 @@ class ImageChat(Chat):
             for part in (message("user", asked, images), message("assistant", answer))
         ]
         inputs = inputs_of(self.processor, [*system, *turns, message("user", text, self.pending)], self.template)
-        ids: list[int] = self.step.look(inputs)
+        images = [image for each in (*self._shown[forgotten:], self.pending) for image in each]
+        ids: list[int] = self.step.look(inputs, [(digest(image), partial(self._alone, image)) for image in images])
         return ids
 
 

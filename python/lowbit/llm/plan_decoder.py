@@ -84,12 +84,7 @@ class PlanDecoder(TextsDecoder):
         return _C.PlanCaches(described)
 
     def run_call(self, call: TextsCall, everywhere: bool) -> numpy.ndarray:
-        results, begin = [], 0
-        for end in range(1, len(call.parts) + 1):
-            # A text that copies caches which the call changes begins another call of the plan.
-            if end == len(call.parts) or _copies_from(call.parts[end], call.parts[begin:end]):
-                results.append(self._run(call, call.parts[begin:end], everywhere))
-                begin = end
+        results = [self._run(call, parts, everywhere) for parts in call.groups()]
         return results[0] if len(results) == 1 else numpy.concatenate(results)
 
     def _run(self, call: TextsCall, parts: Sequence[Part], everywhere: bool) -> numpy.ndarray:
@@ -181,8 +176,3 @@ def _zeros(shape: Sequence[int], stored: str) -> numpy.ndarray:
     block = numpy.zeros(size + _ALIGNMENT, dtype=numpy.uint8)
     begin = -block.ctypes.data % _ALIGNMENT
     return block[begin : begin + size].view(stored).reshape(shape)
-
-
-def _copies_from(part: Part, earlier: Sequence[Part]) -> bool:
-    """Whether a text copies caches that earlier texts of its call change, or changes theirs."""
-    return any(part.caches is each.caches or part.source is each.caches for each in earlier)

@@ -96,10 +96,12 @@ def render(
     return control.encode(text, places)
 
 
-def check_control_tokens(tokenizer: Any, processor: Any, messages: list[Any], template: str) -> None:
+def check_control_tokens(
+    tokenizer: Any, processor: Any, messages: list[Any], template: str, tools: list[dict[str, Any]] | None = None
+) -> None:
     """Raises ValueError for a conversation with images in which a message contains the text of a control token."""
     control = _control_tokens(tokenizer)
-    text, places = _rendered(processor, messages, template, None, control)
+    text, places = _rendered(processor, messages, template, tools, control)
     if len(places) != len(control.places(text)):
         raise ValueError(
             "a message has the text of a control token of the model; lowbit does not support this in a conversation with images"

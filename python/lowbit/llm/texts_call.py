@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -50,7 +50,7 @@ class TextsCall:
         if not len(tokens):
             raise ValueError("a text has no tokens; expected at least one")
         wrong = min(tokens) if min(tokens) < 0 else max(tokens)
-        if not 0 <= wrong < self.decoder.vocabulary:
+        if not self.decoder.takes(wrong):
             raise ValueError(f"there is no token {wrong}; expected 0 to {self.decoder.vocabulary - 1}")
         end = start + len(tokens)
         if end > caches.length:
@@ -60,6 +60,17 @@ class TextsCall:
         self.lengths[id(caches)] = end
         self.parts.append(Part(begin, len(self.rows), start, caches, None if source is None else source[0]))
 
+    def groups(self) -> Iterator[list[Part]]:
+        """Yields the texts in groups that can be computed at once: none copies caches that an earlier one of it changes."""
+        group: list[Part] = []
+        for part in self.parts:
+            if any(part.caches is each.caches or part.source is each.caches for each in group):
+                yield group
+                group = []
+            group.append(part)
+        if group:
+            yield group
+
 
 class TextsDecoder:
     """A decoder of texts whose caches are outside of it."""
@@ -68,6 +79,14 @@ class TextsDecoder:
     max_length: int
     vocabulary: int
     cache_type: str
+
+    def takes(self, token: int) -> bool:
+        """Whether a call can have this token."""
+        return 0 <= token < self.vocabulary
+
+    def whole(self, tokens: Sequence[int], count: int) -> int:
+        """The number of a text's next tokens that a call can have, at least ``count``: some must be computed together."""
+        return count
 
     @property
     def windowed(self) -> bool:

@@ -60,7 +60,7 @@ class Answers:
         self.began = time.perf_counter()
         self.first: float | None = None  # time of the first token
         for index, text in enumerate(self.texts):
-            text.until = until = TextUntil(model.tokenizer, text.prompt, asked.stop, shown=shown)
+            text.until = until = TextUntil(model.tokenizer, text.plain, asked.stop, shown=shown)
             text.on_token = self._came
             tell = self._teller(index, until)
             until.on_text = partial(tell, None)

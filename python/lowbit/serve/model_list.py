@@ -100,10 +100,10 @@ class LanguageModel:
                 f"{name} has {len(tokens)} tokens; expected fewer than the {self.max_length} of the context",
                 "context_length_exceeded",
             )
-        vocabulary = self.batch.decoder.vocabulary
-        wrong = next((token for token in tokens if not 0 <= token < vocabulary), None)
+        decoder = self.batch.decoder
+        wrong = next((token for token in tokens if not decoder.takes(token)), None)
         if wrong is not None:
-            raise bad(name, f"{name} has a token {wrong}; expected 0 to {vocabulary - 1}")
+            raise bad(name, f"{name} has a token {wrong}; expected 0 to {decoder.vocabulary - 1}")
 
     def text(self, tokens: list[int], asked: Writing, number: int, usual_tokens: int | None) -> Text:
         """Makes a text of a request, without its callback.

@@ -25,7 +25,7 @@ PAGE = _read()
 # A model's text is untrusted. Even if the page took it for HTML, it could not run scripts or fetch anything.
 HEADERS = {
     "Content-Security-Policy": f"default-src 'none'; script-src {_hashes('script')}; style-src {_hashes('style')}; "
-    "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "connect-src 'self'; img-src data:; media-src blob:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
     "require-trusted-types-for 'script'; "
     "trusted-types 'none'",
     "X-Content-Type-Options": "nosniff",

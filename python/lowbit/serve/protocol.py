@@ -325,9 +325,25 @@ def as_parts(value: Any) -> Any:
     return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
 
-class _Content(Part):
-    type: Literal["text"]
-    text: str
+class Url(Part):
+    """The address of a picture."""
+
+    url: str
+    detail: Literal["auto", "low", "high"] = "auto"
+
+
+class Content(Part):
+    """A part of a message: a text or a picture."""
+
+    type: Literal["text", "image_url"]
+    text: str | None = None
+    image_url: Annotated[Url, BeforeValidator(lambda value: {"url": value} if isinstance(value, str) else value)] | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Content:
+        if getattr(self, self.type) is None:
+            raise bad("messages", f"messages has a part of type {self.type} without {self.type}; expected one with it")
+        return self
 
 
 def as_object(value: Any) -> Any:
@@ -353,24 +369,36 @@ class _Call(Part):
     function: _CalledFunction
 
 
-class _Message(Part):
+class Message(Part):
+    """A message of a conversation."""
+
     role: str = Field(max_length=64)
-    content: Annotated[list[_Content], FIRST, few(1024), BeforeValidator(as_parts)] | None = None
+    content: Annotated[list[Content], FIRST, few(1024), BeforeValidator(as_parts)] | None = None
     name: str | None = Field(None, max_length=1024)
     tool_call_id: str | None = Field(None, max_length=1024)
     tool_calls: Annotated[list[_Call], FIRST, few(128)] | None = None
 
     @model_validator(mode="after")
-    def _check(self) -> _Message:
+    def _check(self) -> Message:
         if self.content is None and not self.tool_calls:
             raise bad("messages", "messages has one without content; expected a text or text parts")
         return self
 
     @property
+    def texts(self) -> list[str]:
+        """Its text parts."""
+        return [part.text for part in self.content or () if part.type == "text" and part.text is not None]
+
+    @property
+    def pictures(self) -> list[Url]:
+        """The addresses of its pictures."""
+        return [part.image_url for part in self.content or () if part.type == "image_url" and part.image_url is not None]
+
+    @property
     def document(self) -> dict[str, Any]:
         """The message for chat templates: a single text, and arguments as objects."""
         found: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role}
-        found["content"] = "".join(part.text for part in self.content or ())
+        found["content"] = "".join(self.texts)
         found |= {key: value for key in ("name", "tool_call_id") if (value := getattr(self, key)) is not None}
         if self.tool_calls:
             found["tool_calls"] = [
@@ -382,7 +410,7 @@ class _Message(Part):
 class Conversation(Body):
     """The messages of a conversation, for a chat template."""
 
-    messages: Annotated[list[_Message], FIRST, few(4096, 1)]
+    messages: Annotated[list[Message], FIRST, few(4096, 1)]
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
@@ -409,12 +437,17 @@ class Conversation(Body):
         }  # fmt: skip
 
     @property
+    def pictures(self) -> list[Url]:
+        """The addresses of the pictures of all messages."""
+        return [picture for each in self.messages for picture in each.pictures]
+
+    @property
     def documents(self) -> list[dict[str, Any]]:
         return [each.document for each in self.messages]
 
     def check_bytes(self, tokens: int) -> None:
         """Like :func:`check_bytes`, for all messages."""
-        texts = [part.text for each in self.messages for part in each.content or ()]
+        texts = [text for each in self.messages for text in each.texts]
         # Most templates use no other fields, but any field could be as long as the body.
         texts += [text for each in self.messages for text in (each.role, each.name, each.tool_call_id) if text is not None]
         for call in (call for each in self.messages for call in each.tool_calls or ()):
@@ -498,7 +531,7 @@ class Ranking(Body):
 class Tokenize(Conversation):
     content: str | None = None  # llama.cpp's name
     prompt: str | None = None  # vLLM's
-    messages: Annotated[list[_Message], FIRST, few(4096, 1)] = Field(default_factory=list)
+    messages: Annotated[list[Message], FIRST, few(4096, 1)] = Field(default_factory=list)
 
 
 class Detokenize(Body):

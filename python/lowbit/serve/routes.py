@@ -36,6 +36,7 @@ from .messages import CountTokens, Messages, MessagesForm
 from .metrics import Metrics
 from .model_list import LanguageModel, decoded
 from .page import HEADERS, PAGE
+from .pictures import PictureModel, Pictures, refuse_pictures
 from .protocol import (
     MOST_TOKENS,
     B,
@@ -81,6 +82,7 @@ class Server:
         self._ending = False
         self._stored = Store(limits.stored_bytes)
         self._recordings = asyncio.Semaphore(limits.recordings)
+        self._pictures = Pictures(limits, self.engine, self._read)
         self.metrics = Metrics(
             {
                 "running_texts": ("Running texts.", lambda: self.engine.running),
@@ -105,6 +107,7 @@ class Server:
                 await asyncio.to_thread(self.engine.stop)
                 for each in (self._reader, self._parser, self._compiler):
                     each.shutdown(cancel_futures=True)
+                self._pictures.close()
 
         posts: dict[str, tuple[Callable[[Any], Awaitable[Response]], type[Body]]] = {
             "/v1/chat/completions": (self._chat, Chat), "/v1/completions": (self._complete, Completion),
@@ -308,8 +311,8 @@ class Server:
     async def _conversation(self, model: LanguageModel, asked: Conversation, tools: Tools | None = None) -> list[int]:
         """The tokens of a conversation."""
         asked.check_bytes(model.max_length)
-        found: list[int] = await self._read(model.conversation, asked, None if tools is None else tools.documents)
-        return found
+        documents = None if tools is None else tools.documents
+        return await self._pictures.prompt(model, asked, documents)
 
     async def _chat(self, asked: Chat, kind: Callable[[Answers, LanguageModel, Tools | None], Form] = ChatForm) -> Response:
         model, tools = self._writer(asked), read_tools(asked)
@@ -496,6 +499,7 @@ class Server:
         if asked.messages:
             if not isinstance(model, LanguageModel):
                 raise bad("messages", f"the model {model.name} has no conversations; expected content, or prompt")
+            refuse_pictures(asked)
             tokens = await self._conversation(model, asked)
         else:
             text = asked.prompt if asked.content is None else asked.content
@@ -573,10 +577,13 @@ def _expire(limit: asyncio.Timeout) -> None:
 def _card(model: Model) -> dict[str, Any]:
     card = {"id": model.name, "object": "model", "created": model.created, "owned_by": "lowbit"}
     card |= {"max_model_len": model.max_length}
+    if isinstance(model, SpeechModel):
+        return card | {"recordings": True}
     if not isinstance(model, LanguageModel):
         return card
     parent = {} if model.parent is None else {"parent": model.parent}
-    return card | {"chat": model.template is not None, **parent}  # the page lists only models with "chat"
+    # The page lists only models with "chat".
+    return card | {"chat": model.template is not None, "pictures": isinstance(model, PictureModel), **parent}
 
 
 async def _no_endpoint(request: Request, error: Exception) -> Response:

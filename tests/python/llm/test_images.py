@@ -1,14 +1,19 @@
 """Models of images and text: tokens compared with transformers' generation, conversations, and refusals."""
 
 import io
+import json
+import shutil
 import sys
 
 import lowbit
 import pytest
 import torch
 from command_line import FLOAT, document, documented_keys, error, invoke, keys_in
-from image_models import FAMILIES, PIL, save_image_model, save_picture
+from image_models import FAMILIES, PIL, lfm2_vl_inputs, save_image_model, save_picture
 from lowbit import llm
+from lowbit.llm.batch import Batch
+from lowbit.llm.generation import Text
+from lowbit.llm.image_decoder import ImageDecoder, PicturePrompt
 from lowbit.llm.images import ImageStep, message
 from lowbit.llm.loading import load_image_model, load_image_processor
 from needs import need_packages
@@ -17,6 +22,10 @@ transformers = pytest.importorskip("transformers")
 
 CONFIG = lowbit.LowBitConfig(bits=4, conv_bits=8)
 NEW = 10
+REFUSALS = {
+    "gemma3": "its language model gets a mask of its own",
+    "gemma4": "its language model gets per_layer_inputs and a mask of its own",
+}
 PLANNED = ("idefics3", "qwen2_5_vl", "qwen3_vl", "smolvlm")
 
 
@@ -96,12 +105,13 @@ def test_the_tokens_are_those_of_transformers(packed, kind):
     path, root = packed(kind)
     chat = llm.load_image_chat(path, max_new_tokens=NEW)
     convs = [layer for layer in chat.model.modules() if isinstance(layer, lowbit.nn.Conv)]
-    assert len(convs) == 1 and convs[0].info.bits == 8  # the patch embedding
+    # The patch embedding; that of Gemma 4 is a linear layer.
+    assert [layer.info.bits for layer in convs] == ([] if kind == "gemma4" else [8])
     if kind in PLANNED:  # a plan sums attention in another order, which rounds activations of packed layers differently
         path = path.parent / "float"
         chat = llm.load_image_chat(path, max_new_tokens=NEW)
     answers, step = {}, chat.step
-    assert step.plan_refusal == (None if kind in PLANNED else "its language model gets a mask of its own")
+    assert step.plan_refusal == REFUSALS.get(kind)
     for numbers in ((0,), (1,), (0, 2), ()):
         chat.reset(None)
         answer = chat.answer("What?", images=[root / f"{number}.png" for number in numbers])
@@ -121,6 +131,7 @@ def test_the_tokens_are_those_of_transformers(packed, kind):
     assert (third.tokens, third.prompt_tokens) == generated(path, talk)
     if kind in PLANNED:
         assert step.plan_refusal is step.refusal is None
+        assert step.computed == 3  # each of the pictures once, in all conversations
     else:
         assert step.refusal == f"the language model runs by transformers' attention: {step.plan_refusal}"
 
@@ -168,6 +179,110 @@ def test_plans(packed, kind):
     step.look(inputs)
     step(torch.tensor([ids]), start)
     assert "has been changed" in step.plan_refusal
+
+
+def test_lfm2_vl_has_the_logits_of_transformers(tmp_path):
+    """By a plan with states, with its pictures computed one by one, as the server does; inputs are made by hand."""
+    save_image_model("lfm2_vl", tmp_path)
+    model = load_image_model(tmp_path)
+    inputs = lfm2_vl_inputs(1, [(4, 4), (2, 6)])
+    with torch.inference_mode():
+        own = model(**inputs, use_cache=False).logits[0, -1]
+        other = model(**lfm2_vl_inputs(2, [(4, 4), (2, 6)]), use_cache=False).logits[0, -1]
+    step = ImageStep(model, 128)
+    logits = step(torch.tensor([step.look(inputs)]), torch.tensor([0]))[0]
+    assert step.plan_refusal is None and (other - own).abs().max() > 1e-2  # the pictures matter
+    assert (logits - own).abs().max() < 1e-5 * own.abs().max()
+    decoder, plain = ImageDecoder(model, 128), inputs["input_ids"][0].tolist()
+    pictures = []
+    for number, (rows, columns) in enumerate([(4, 4), (2, 6)]):
+        count = rows * columns
+        alone = {name: value[number : number + 1, :count] for name, value in inputs.items() if name.startswith("pixel")}
+        alone |= {"input_ids": torch.tensor([[5] + [decoder.image_token] * (count // 4)])}
+        alone |= {"spatial_shapes": inputs["spatial_shapes"][number : number + 1]}
+        pictures.append(decoder.look(bytes([number]) * 16, alone))
+    prompt = PicturePrompt(plain, pictures, decoder.image_token)
+    caches = [decoder.new_caches(64) for _ in range(3)]
+    with torch.inference_mode():
+        (together,) = decoder.run_texts([(caches[0], prompt)])
+        decoder.run_texts([(caches[1], prompt[:7])])  # ends within a picture
+        pieces, again = decoder.run_texts([(caches[1], prompt[7:]), (caches[2], prompt)])
+    for found in (together, pieces, again):
+        assert (found - own).abs().max() < 1e-5 * own.abs().max()
+
+
+@pytest.mark.parametrize("window", [3, 6, 512])
+@pytest.mark.filterwarnings("ignore:.* of the bytes of this .* stay float")
+def test_tokens_of_a_picture_see_each_other(packed, tmp_path, window):
+    """Gemma 3 in batches: with windows shorter and longer than a picture, in calls that end within one, and from prefixes."""
+    _, root = packed("gemma3")
+    shutil.copytree(root / "gemma3" / "float", tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    config["text_config"] |= {"sliding_window": window, "layer_types": ["sliding_attention", "full_attention"]}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    model, processor = load_image_model(tmp_path / "model"), load_image_processor(tmp_path / "model")
+    template, images = llm.images.image_template(processor, tmp_path / "model"), shown(root, 0, 1)
+    inputs = llm.images.inputs_of(processor, [message("user", "What?", images), message("user", "And", images[:1])], template)
+    causal = {name: value for name, value in inputs.items() if name != "token_type_ids"}
+    with torch.inference_mode():
+        own, without = (model(**each, use_cache=False).logits[0] for each in (inputs, causal))
+    assert (own - without)[-1].abs().max() > 1e-3  # it matters
+    decoder = ImageDecoder(model, 128)
+    alone = [llm.images.inputs_of(processor, [message("user", "?", [image])], template) for image in images]
+    pictures = [decoder.look(bytes([number]) * 16, each) for number, each in enumerate(alone)]
+    prompt = PicturePrompt(inputs["input_ids"][0].tolist(), [*pictures, pictures[0]], decoder.image_token)
+    first = prompt.index(pictures[0].first)
+    for count in range(1, len(prompt)):
+        whole = decoder.whole(prompt, count)
+        assert whole == (first + 4 if first < count < first + 4 else whole) and whole >= count
+    cut, end = decoder.whole(prompt, first + 2), len(prompt) - 3
+    caches = [decoder.new_caches(128) for _ in range(3)]
+    with torch.inference_mode():
+        everywhere = decoder.run_texts([(caches[0], prompt[:cut]), (caches[1], [1, 2, 3])], everywhere=True)[0]
+        later = decoder.run_texts([(caches[0], prompt[cut:])], everywhere=True)[0]
+        copied = decoder.run_texts([(caches[2], prompt[end:], (caches[0], end)), (caches[1], prompt[:5])])[0]
+    limit = 1e-5 * own.abs().max()
+    assert (torch.cat([everywhere, later]) - own).abs().max() < limit and (copied - own[-1]).abs().max() < limit
+    batch = Batch(decoder, rows=first + 2)  # a picture does not fit in the rest of the first call
+    results = []
+    for _ in range(2):
+        batch.add(Text(prompt, 4, on_end=results.append))
+        batch.add(Text(PicturePrompt([5, 6, 7], [], decoder.image_token), 4, on_end=results.append))
+    while batch.step():
+        pass
+    tokens = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "model").generate(
+        **inputs, max_new_tokens=4, do_sample=False
+    )  # fmt: skip
+    expected = tokens[0, len(prompt) :].tolist()
+    assert [result.tokens for result in results if result.prompt_tokens > 3] == [expected] * 2
+
+
+def test_pictures_of_a_decoder(packed):
+    """What keeps, finds and refuses numbers of tokens."""
+    path, root = packed("qwen2_5_vl")
+    model, processor = load_image_model(path.parent / "float"), load_image_processor(path)
+    template, images = llm.images.image_template(processor, path), shown(root, 0, 1)
+    decoder = ImageDecoder(model, 256)
+    alone = [llm.images.inputs_of(processor, [message("user", "?", [image])], template) for image in images]
+    first, second = (decoder.look(bytes([number]) * 16, inputs) for number, inputs in enumerate(alone))
+    assert decoder.look(bytes(16), alone[1]) is first and decoder.computed == 2  # by its digest only
+    token = decoder.image_token
+    prompt = PicturePrompt([1, *[token] * len(first), 2], [first], token)
+    assert prompt.plain == [1, *[token] * len(first), 2] and len(set(prompt)) == len(prompt)
+    assert all(map(decoder.takes, prompt)) and not decoder.takes(first.first + len(first)) and not decoder.takes(-1)
+    with pytest.raises(ValueError, match=rf"places for {len(first)} tokens of pictures; expected {len(first) + len(second)}"):
+        PicturePrompt(prompt.plain, [first, second], token)
+    with pytest.raises(ValueError, match="the digest has 3 bytes; expected 16 or more"):
+        decoder.look(b"abc", alone[0])
+    number = second.first
+    del second
+    decoder._kept.clear()
+    assert not decoder.takes(number) and decoder.takes(first.first)  # a prompt keeps its pictures
+    with pytest.raises(ValueError, match="there is no token"):
+        decoder.run_texts([(decoder.new_caches(64), [1, number])])
+    with pytest.raises(ValueError, match="a prefix cache on disk does not keep texts with pictures"):
+        decoder.prefix_key()
+    assert decoder.picture(bytes([1]) * 16) is None and decoder.picture(bytes(16)) is first
 
 
 @pytest.mark.filterwarnings("ignore:.* of the bytes of this .* stay float")

@@ -1,11 +1,14 @@
 """The chat page of `lowbit serve` in a browser: typing, reading, scrolling, stopping; a model's text is never markup."""
 
+import base64
 import contextlib
 import json
 import queue
 import re
+import struct
 import threading
 import time
+import zlib
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -67,8 +70,9 @@ def send(tab, text):
 class Script:
     """A server with the real page and answers that a test writes piece by piece while the browser reads."""
 
-    def __init__(self, model):
-        self.model = model
+    def __init__(self, cards):
+        self.cards = cards
+        self.recordings: list[bytes] = []  # forms
         self.bodies: list[dict] = []
         self._answers: list[queue.Queue] = []
         self.left = threading.Event()  # a reader has disconnected
@@ -96,12 +100,16 @@ class Script:
                 if self.path == "/":
                     self.reply("text/html; charset=utf-8", served.PAGE.encode(), **served.HEADERS)
                 else:
-                    data = [{"id": script.model, "chat": True}]
-                    self.reply("application/json", json.dumps({"data": data}).encode())
+                    self.reply("application/json", json.dumps({"data": script.cards}).encode())
 
             def do_POST(self):
+                body = self.rfile.read(int(self.headers["Content-Length"]))
+                if self.path == "/v1/audio/transcriptions":
+                    script.recordings.append(body)
+                    self.reply("application/json", json.dumps({"text": f"Said <b>{len(script.recordings)}</b>."}).encode())
+                    return
                 pieces: queue.Queue = queue.Queue()
-                script.bodies.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+                script.bodies.append(json.loads(body))
                 script._answers.append(pieces)
                 self.send_response(200)
                 self.send_header("Content-Type", "text/event-stream")
@@ -122,10 +130,10 @@ class Script:
 
 
 @contextlib.contextmanager
-def scripted(tmp_path, width=1000, height=800, model="a model"):
+def scripted(tmp_path, width=1000, height=800, model="a model", cards=()):
     """A script and a tab with its page; afterwards checks that the page had no problems."""
     browser()
-    script = Script(model)
+    script = Script([{"id": model, "chat": True}, *cards])
     with ThreadingHTTPServer(("127.0.0.1", 0), script.handler()) as server, page(tmp_path / "profile") as tab:
         server.daemon_threads = True
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -133,8 +141,9 @@ def scripted(tmp_path, width=1000, height=800, model="a model"):
         tab.wait(READY)
         yield script, tab
         assert tab.problems == [] and tab.value(WIDTH) <= width
-        asked = [url for url in tab.requests if not url.startswith("data:")]
-        expected = ["/", "/v1/models"] + ["/v1/chat/completions"] * len(script.bodies)
+        asked = [url for url in tab.requests if not url.startswith(("data:", "blob:"))]
+        expected = ["/", "/v1/models"] + ["/v1/audio/transcriptions"] * len(script.recordings)
+        expected += ["/v1/chat/completions"] * len(script.bodies)
         assert asked == [f"http://127.0.0.1:{server.server_port}{path}" for path in expected]
         server.shutdown()
 
@@ -307,6 +316,103 @@ def test_markdown(tmp_path):
         f"<p>{link('https://example.org/?a=1&amp;b', 'site')} and {link('https://example.net', 'later')}</p><hr>"
     )
     assert outline == expected
+
+
+GIVE = """((data, name, type) => {
+  const bytes = Uint8Array.from(atob(data), letter => letter.charCodeAt(0)), files = new DataTransfer();
+  files.items.add(new File([bytes], name, { type }));
+  const input = document.querySelector("#files");
+  input.files = files.files;
+  input.dispatchEvent(new Event("change"));
+})"""
+
+
+def give(tab, data, name, kind):
+    """Chooses a file as a user does in the browser's dialog."""
+    tab.value(f"{GIVE}({', '.join(map(json.dumps, (base64.b64encode(data).decode(), name, kind)))})")
+
+
+def png(width, height):
+    """A picture of one color."""
+    rows = (b"\0" + b"\x20\x40\x80" * width) * height
+    chunks = (b"IHDR" + struct.pack(">2I5B", width, height, 8, 2, 0, 0, 0), b"IDAT" + zlib.compress(rows), b"IEND")
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(chunk) - 4) + chunk + struct.pack(">I", zlib.crc32(chunk)) for chunk in chunks
+    )
+
+
+PENDING = "document.querySelectorAll('#attached img, #attached audio').length"
+
+
+@SIZES
+def test_pictures(tmp_path, width, height):
+    cards = [{"id": "seeing", "chat": True, "pictures": True}]
+    with scripted(tmp_path, width, height, "blind", cards) as (script, tab):
+        attach = "document.querySelector('#attach').offsetParent !== null"
+        assert not tab.value(attach)  # the first model takes no pictures
+        tab.value("document.querySelector('#model').selectedIndex = 1")
+        tab.value("document.querySelector('#model').dispatchEvent(new Event('change'))")
+        assert tab.value(attach)
+        small, large = png(40, 30), png(2000, 1500) + bytes(1 << 20)
+        for number, (data, name, kind) in enumerate([(small, "a.png", "image/png"), (large, "b.png", "image/png")], 1):
+            give(tab, data, name, kind)
+            tab.wait(f"{PENDING} === {number}")
+        give(tab, b"no picture", "c.tiff", "image/tiff")
+        tab.wait("document.querySelector('.error')")
+        assert shown(tab)[0][1].startswith("c.tiff: ")
+        give(tab, small, "d.png", "image/png")
+        tab.wait(f"{PENDING} === 3")
+        tab.click("#attached button:last-child")  # takes it back
+        assert tab.value(PENDING) == 2
+        send(tab, "What <b>is</b> it?")
+        script.answer(0, "Two", *ends())
+        tab.wait(f"{DONE} && {PENDING} === 0")
+        assert shown(tab) == [("user", "What <b>is</b> it?"), ("assistant", "Two")]
+        sizes = json.loads(tab.value("JSON.stringify([...document.querySelectorAll('.user img')].map("
+                                     "image => [image.naturalWidth, image.naturalHeight]))"))  # fmt: skip
+        assert sizes[0] == [40, 30] and 1 << 20 < sizes[1][0] * sizes[1][1] <= 2100000  # the browser shows both
+        # A picture without a text; after an error it comes back.
+        give(tab, small, "a.png", "image/png")
+        tab.wait(f"{PENDING} === 1")
+        tab.click("#send")
+        script.answer(1, {"error": {"message": "busy"}})
+        tab.wait(f"{DONE} && {PENDING} === 1")
+        assert shown(tab)[2:] == [("error", "busy")]
+        tab.click("#send")
+        script.answer(2, "One", *ends())
+        tab.wait(f"{DONE} && document.querySelectorAll('.user img').length === 3")
+        first, second = script.bodies[2]["messages"][0]["content"], script.bodies[2]["messages"][2]["content"]
+        assert [part["type"] for part in first] == ["image_url", "image_url", "text"] and first[2][
+            "text"
+        ] == "What <b>is</b> it?"
+        url = f"data:image/png;base64,{base64.b64encode(small).decode()}"
+        assert first[0]["image_url"] == {"url": url} and second == [{"type": "image_url", "image_url": {"url": url}}]
+        assert first[1]["image_url"]["url"].startswith("data:image/jpeg;base64,")
+        assert script.bodies[0]["messages"][0]["content"] == first and len(script.bodies[1]["messages"]) == 3
+        tab.click("#new")
+        assert tab.value(PENDING) == 0
+
+
+def test_recordings(tmp_path):
+    with scripted(tmp_path, cards=[{"id": "hearing", "recordings": True}]) as (script, tab):
+        assert tab.value("document.querySelector('#files').accept") == "audio/*,video/*"
+        fill(tab, "#text", "He said:")
+        give(tab, b"RIFF sound", "a.wav", "audio/wav")
+        text = "document.querySelector('#text').value"
+        tab.wait(f"{text}.includes('1')")
+        assert tab.value(text) == "He said: Said <b>1</b>." and tab.value(PENDING) == 1
+        (form,) = script.recordings
+        assert b'name="model"\r\n\r\nhearing\r\n' in form and b'filename="a.wav"' in form and b"RIFF sound" in form
+        give(tab, png(4, 4), "a.png", "image/png")
+        tab.wait("document.querySelector('.error')")
+        assert shown(tab) == [("error", "a.png: this model takes no pictures.")]
+        tab.click("#send")
+        script.answer(0, "Yes", *ends())
+        tab.wait(DONE)
+        assert script.bodies[0]["messages"] == [{"role": "user", "content": "He said: Said <b>1</b>."}]
+        assert tab.value("document.querySelectorAll('.user audio').length") == 1
+        assert tab.value("document.querySelector('.user audio').src.startsWith('blob:')")
+        tab.problems[:] = [each for each in tab.problems if "media" not in each.lower()]  # it is no recording
 
 
 HOSTILE = """<script>document.title = 'run'</script>

@@ -21,7 +21,7 @@ _TEMPLATE = (
     "{% for message in messages %}[{{ message.role }}]{% for part in message.content %}{% if part.type == 'image' %}IMAGE"
     "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
 )
-FAMILIES = ("gemma3", "idefics3", "qwen2_5_vl", "qwen3_vl", "smolvlm")
+FAMILIES = ("gemma3", "gemma4", "idefics3", "qwen2_5_vl", "qwen3_vl", "smolvlm")
 
 
 def _tokenizer(special: list[str], **named: str) -> transformers.PreTrainedTokenizerFast:
@@ -61,6 +61,29 @@ def _gemma3(directory: Path):
     return transformers.Gemma3ForConditionalGeneration(config)
 
 
+def _gemma4(directory: Path):
+    names = {"boi_token": "<boi>", "eoi_token": "<eoi>", "image_token": "<image>"}
+    names |= {"boa_token": "<boa>", "eoa_token": "<eoa>", "audio_token": "<audio>"}
+    tokenizer = _tokenizer([*names.values(), "<|video|>"], **names)
+    number = tokenizer.convert_tokens_to_ids
+    config = transformers.Gemma4Config(
+        text_config={
+            **TEXT, "vocab_size": len(tokenizer), "vocab_size_per_layer_input": len(tokenizer), "head_dim": 16,
+            "global_head_dim": 16, "sliding_window": 32, "layer_types": ["sliding_attention", "full_attention"],
+            "hidden_size_per_layer_input": 16, "pad_token_id": 256,
+        },
+        vision_config={
+            "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+            "num_key_value_heads": 4, "head_dim": 16, "patch_size": 4,
+        },
+        boi_token_id=number("<boi>"), eoi_token_id=number("<eoi>"), image_token_id=number("<image>"),
+        audio_token_id=number("<audio>"), video_token_id=number("<|video|>"), eos_token_id=number("<eos>"),
+    )  # fmt: skip
+    images = transformers.Gemma4ImageProcessorPil(patch_size=4, max_soft_tokens=70)
+    _save_parts(directory, images, tokenizer, "<image>", processor_class="Gemma4Processor", image_seq_length=70)
+    return transformers.Gemma4ForConditionalGeneration(config)
+
+
 def _idefics3(directory: Path, kind: str = "Idefics3"):
     special = ["<fake_token_around_image>", "<image>", "<end_of_utterance>", "<global-img>"]
     special += [f"<row_{row}_col_{column}>" for row in range(1, 3) for column in range(1, 3)]
@@ -83,6 +106,24 @@ def _idefics3(directory: Path, kind: str = "Idefics3"):
 
 def _smolvlm(directory: Path):
     return _idefics3(directory, "SmolVLM")
+
+
+def _lfm2_vl(directory: Path):
+    special = ["<image>", "<|image_start|>", "<|image_end|>", "<|img_thumbnail|>"]
+    special += [f"<|img_row_{row}_col_{column}|>" for row in range(1, 3) for column in range(1, 3)]
+    tokenizer = _tokenizer(special, image_token="<image>")
+    text = {**TEXT, "layer_types": ["conv", "full_attention"], "vocab_size": len(tokenizer)}
+    config = transformers.Lfm2VlConfig(
+        text_config={"model_type": "lfm2", **text, "block_auto_adjust_ff_dim": False, "pad_token_id": 256},
+        vision_config={
+            "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "patch_size": 8,
+            "num_patches": 16, "vision_use_head": False,
+        },
+        image_token_id=tokenizer.convert_tokens_to_ids("<image>"), downsample_factor=2, projector_hidden_size=48,
+        eos_token_id=256,
+    )  # fmt: skip
+    tokenizer.save_pretrained(directory)  # the image processor needs torchvision
+    return transformers.Lfm2VlForConditionalGeneration(config)
 
 
 def _qwen(directory: Path, kind: str, vision: dict, **more):
@@ -132,3 +173,16 @@ def save_picture(path: Path, seed: int = 0, size: tuple[int, int] = (40, 30)) ->
     pixels = torch.randint(0, 256, (size[1], size[0], 3), generator=generator, dtype=torch.uint8)
     PIL.Image.fromarray(pixels.numpy()).save(path)
     return path
+
+
+def lfm2_vl_inputs(seed: int, sizes: list[tuple[int, int]], image: int = 257) -> dict[str, torch.Tensor]:
+    """Inputs of an LFM2-VL model, with pictures of these numbers of patches (rows, columns) among other tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    most = max(rows * columns for rows, columns in sizes)
+    pixels, mask, ids = torch.zeros(len(sizes), most, 192), torch.zeros(len(sizes), most, dtype=torch.int64), [5, 6, 7]
+    for number, (rows, columns) in enumerate(sizes):
+        pixels[number, : rows * columns] = torch.randn(rows * columns, 192, generator=generator)
+        mask[number, : rows * columns] = 1
+        ids += [image] * (rows * columns // 4) + [8 + number, 9]
+    shapes = torch.tensor(sizes)
+    return {"input_ids": torch.tensor([ids]), "pixel_values": pixels, "pixel_attention_mask": mask, "spatial_shapes": shapes}

@@ -2,11 +2,13 @@
 const by = id => document.getElementById(id);
 const touch = matchMedia("(pointer: coarse)").matches;  // a keyboard on the screen has no Shift+Enter
 let conversation = [];  // messages
+let attached = [];  // elements of the next message: pictures with data URLs, and recordings
+let listener = null;  // the model that transcribes recordings
 let running = null;  // the AbortController of the answer that is being written
 
-function headers() {
+function headers(type = { "Content-Type": "application/json" }) {
   const key = by("key").value;
-  return { "Content-Type": "application/json", ...(key && { Authorization: `Bearer ${key}` }) };
+  return { ...type, ...(key && { Authorization: `Bearer ${key}` }) };
 }
 
 function show(kind, text = "") {
@@ -29,10 +31,13 @@ async function list() {
     by("model").replaceChildren(...data.filter(card => "chat" in card).map(card => {
       const option = new Option(card.chat ? card.id : `${card.id} (continues texts)`, card.id);
       option.dataset.chat = card.chat;
+      option.dataset.pictures = card.pictures;
       return option;
     }));
+    listener = data.find(card => card.recordings)?.id ?? null;
+    offer();
     document.querySelectorAll(".error").forEach(box => box.remove());
-    if (!by("model").options.length) show("error", "This server has no language model.");
+    if (!by("model").options.length && !listener) show("error", "This server has no language model.");
   } catch (error) { show("error", error.message); }
 }
 
@@ -73,14 +78,91 @@ function notes(box, { reason, problem, usage, seconds, most }) {
   }
 }
 
+// Pictures and recordings of the next message.
+
+const KINDS = ["image/png", "image/jpeg", "image/webp", "image/gif", "image/bmp"];  // that the server reads
+const LARGE = 1 << 20, PIXELS = 1 << 21;  // a larger file is scaled down to so many pixels, because each turn sends it again
+
+const sees = () => by("model").selectedOptions[0]?.dataset.pictures === "true";
+
+// Shows what can be attached.
+function offer() {
+  by("files").accept = [...(sees() ? ["image/*"] : []), ...(listener ? ["audio/*", "video/*"] : [])].join();
+  by("attach").hidden = !by("files").accept;
+  by("attached").replaceChildren(...attached.map(item => {
+    if (item.tagName === "AUDIO") return item;
+    const button = element("button", [item], { type: "button", title: "Remove this picture" });
+    button.addEventListener("click", () => { attached = attached.filter(each => each !== item); offer(); });
+    return button;
+  }));
+  by("attached").hidden = !attached.length;
+}
+
+function dataUrl(file) {
+  return new Promise((done, fail) => {
+    const reader = new FileReader();
+    reader.onload = () => done(reader.result);
+    reader.onerror = () => fail(reader.error);
+    reader.readAsDataURL(file);
+  });
+}
+
+async function picture(file) {
+  if (KINDS.includes(file.type) && file.size <= LARGE) return dataUrl(file);
+  const image = await createImageBitmap(file);
+  const scale = Math.min(1, Math.sqrt(PIXELS / (image.width * image.height)));
+  const canvas = element("canvas", [], {
+    width: Math.max(1, Math.round(image.width * scale)), height: Math.max(1, Math.round(image.height * scale)),
+  });
+  const context = canvas.getContext("2d");
+  context.fillStyle = "white";  // JPEG has no transparency
+  context.fillRect(0, 0, canvas.width, canvas.height);
+  context.drawImage(image, 0, 0, canvas.width, canvas.height);
+  return canvas.toDataURL("image/jpeg", 0.92);
+}
+
+// The text of a recording becomes part of the message, where it can be corrected.
+async function listen(file) {
+  const form = new FormData();
+  form.append("model", listener);
+  form.append("file", file);
+  const response = await fetch("/v1/audio/transcriptions", { method: "POST", headers: headers({}), body: form });
+  if (!response.ok) throw await failure(response);
+  const { text } = await response.json(), before = by("text").value;
+  by("text").value = before && !/\s$/.test(before) ? `${before} ${text}` : before + text;
+}
+
+async function attach(files) {
+  document.querySelectorAll(".error").forEach(box => box.remove());
+  for (const file of files) {
+    const sound = /^(audio|video)\//.test(file.type);
+    if (sound ? !listener : !sees()) {
+      show("error", `${file.name}: ${sound ? "this server has no speech model" : "this model takes no pictures"}.`);
+      continue;
+    }
+    try {
+      const item = sound ? element("audio", [], { controls: true, src: URL.createObjectURL(file) })
+        : element("img", [], { src: await picture(file), alt: file.name });
+      attached.push(item);
+      offer();
+      if (sound) await listen(file);
+    } catch (error) { show("error", `${file.name}: ${error.message}`); }
+  }
+}
+
 async function ask(text) {
   const option = by("model").selectedOptions[0];
   const chat = option.dataset.chat === "true", most = Number(by("tokens").value) || 512, system = by("system").value.trim();
   // A new conversation replaces these, so that nothing of this answer can get into it.
   const messages = conversation, controller = new AbortController();
   document.querySelectorAll(".error").forEach(box => box.remove());
-  messages.push({ role: "user", content: text });
+  const items = attached, pictures = items.filter(item => item.tagName === "IMG");
+  attached = [];
+  offer();
+  const parts = pictures.map(item => ({ type: "image_url", image_url: { url: item.src } }));
+  messages.push({ role: "user", content: parts.length ? [...parts, ...(text ? [{ type: "text", text }] : [])] : text });
   const question = show("user", text), box = show("assistant waiting");
+  question.prepend(...items);
   const shown = box.appendChild(element("div", [], { className: "text" })), markdown = new Markdown(shown);
   const body = { model: option.value, stream: true, stream_options: { include_usage: true }, max_tokens: most };
   if (by("temperature").value !== "") body.temperature = Number(by("temperature").value);
@@ -121,6 +203,8 @@ async function ask(text) {
     question.remove();
     box.remove();
     by("text").value ||= text;
+    attached = [...items, ...attached];
+    offer();
     if (problem.name !== "AbortError") show("error", problem.message);
   }
 }
@@ -145,7 +229,8 @@ watch.observe(document.querySelector("main"));
 by("form").addEventListener("submit", event => {
   event.preventDefault();
   const text = by("text").value;
-  if (!text.trim() || running || !by("model").selectedOptions.length) return;
+  if (!(text.trim() || attached.some(item => item.tagName === "IMG")) || running) return;
+  if (!by("model").selectedOptions.length) return;
   by("text").value = "";
   ask(text);
 });
@@ -155,11 +240,31 @@ by("text").addEventListener("keydown", event => {
   event.preventDefault();
   by("form").requestSubmit();
 });
+by("model").addEventListener("change", offer);
+by("attach").addEventListener("click", () => by("files").click());
+by("files").addEventListener("change", ({ target }) => {
+  const files = [...target.files];
+  target.value = "";  // so that the same file can be chosen again
+  attach(files);
+});
+by("text").addEventListener("paste", event => {
+  const files = [...event.clipboardData.files];
+  if (!files.length || by("attach").hidden) return;
+  event.preventDefault();
+  attach(files);
+});
+document.addEventListener("dragover", event => event.preventDefault());
+document.addEventListener("drop", event => {
+  event.preventDefault();  // otherwise the browser opens the file in the place of the page
+  attach([...event.dataTransfer.files]);
+});
 by("stop").addEventListener("click", () => running?.abort());
 by("new").addEventListener("click", () => {
   running?.abort();
   busy(null);
   conversation = [];
+  attached = [];
+  offer();
   by("log").replaceChildren();
   follow(true);
 });

@@ -1,0 +1,275 @@
+"""Decodes texts with pictures by the plan of their language model, several in a call.
+
+Each token of a picture has a number of its own, made of the picture's pixels. So caches of texts, common prefixes and batches
+work as for texts without pictures, and texts share keys and values exactly if they show the same pictures.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from ..hf import decoding
+from .image_plan import ImagePlan, Inputs
+from .sampling import check_max_length
+from .texts_call import Part, TextsCall, TextsDecoder
+
+_INDEX_BITS = 24  # of a token's number: its index in the picture. The bits above are the digest, and a 1 above them.
+_DIGEST_BYTES = 16
+_FIRST = 1 << 8 * _DIGEST_BYTES + _INDEX_BITS  # the least number of a token of a picture
+_KEPT_BYTES = 256 << 20  # of pictures that no text needs now
+
+
+@dataclass(eq=False)
+class Picture:
+    """What the language model gets of a picture."""
+
+    first: int  # number of its first token
+    inputs: Inputs  # of its tokens; positions count from that of the first one
+    advance: int  # how many positions the following text is behind the preceding one
+
+    def __len__(self) -> int:
+        return int(self.inputs.embeddings.shape[1])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its embeddings and features."""
+        return sum(tensor.nbytes for tensor in (self.inputs.embeddings, *self.inputs.features))
+
+
+class PicturePrompt(list[int]):
+    """The tokens of a prompt with those of pictures; it keeps their embeddings in memory."""
+
+    def __init__(self, plain: list[int], pictures: Sequence[Picture], token: int):
+        """
+        Args:
+            plain: the tokens as a processor gives them.
+            pictures: in the order of the text.
+            token: the placeholder of a picture's token.
+
+        Raises:
+            ValueError: the text has another number of placeholders than the pictures have tokens.
+        """
+        numbers = [picture.first + index for picture in pictures for index in range(len(picture))]
+        if plain.count(token) != len(numbers):
+            raise ValueError(f"the text has places for {plain.count(token)} tokens of pictures; expected {len(numbers)}")
+        following = iter(numbers)
+        super().__init__(next(following) if each == token else each for each in plain)
+        self.plain, self.pictures = plain, list(pictures)
+
+
+class ImageDecoder(TextsDecoder):
+    """What :class:`lowbit.llm.Decoder` does for several texts, for an image-text model whose language model has a plan."""
+
+    def __init__(self, model: Any, max_length: int, cache: str | None = None, plan: ImagePlan | None = None):
+        """
+        Args:
+            model: an image-text model in eval mode.
+            max_length: the longest text in tokens, those of pictures included.
+            cache: the type of the KV cache, as for :class:`lowbit.llm.Decoder`.
+            plan: the plan of the language model; None: it is made.
+
+        Raises:
+            ValueError: an invalid length or type, or the language model has no plan.
+        """
+        config = model.config.get_text_config()
+        check_max_length(max_length, decoding.position_limit(config), 16)
+        self.model, self.max_length, self.vocabulary = model, max_length, config.vocab_size
+        names = ("image_token_id", "image_token_index")
+        token = next((found for name in names if isinstance(found := getattr(model.config, name, None), int)), None)
+        if token is None:
+            raise ValueError(f"the config of {type(model).__name__} has no image_token_id")
+        self.image_token = token
+        try:
+            self._plan = ImagePlan(model, max_length, cache, blocks=True) if plan is None else plan
+        except Exception as reason:
+            raise decoding.refusal(model, reason) from reason
+        self.cache_type = self._plan.cache_type
+        self._lock = threading.Lock()
+        self._known: WeakValueDictionary[int, Picture] = WeakValueDictionary()  # by the bits above the index
+        self._kept: OrderedDict[int, Picture] = OrderedDict()  # the most recently used ones
+        self.computed = 0  # pictures that the vision tower has computed
+
+    @property
+    def recurrent(self) -> bool:
+        return self._plan.recurrent
+
+    def check_texts(self) -> None:
+        self._plan.check_texts()
+
+    def make_caches(self, length: int, cache_type: str) -> list[tuple[Tensor, ...]]:
+        return self._plan.make_caches(length, cache_type)
+
+    def prefix_key(self) -> bytes:
+        raise ValueError("a prefix cache on disk does not keep texts with pictures; leave it out")
+
+    def takes(self, token: int) -> bool:
+        if token < _FIRST:
+            return 0 <= token < self.vocabulary
+        picture = self._known.get(token >> _INDEX_BITS)
+        return picture is not None and token - picture.first < len(picture)
+
+    def picture(self, digest: bytes) -> Picture | None:
+        """The picture with this digest if it was computed and is still in memory."""
+        key = _key(digest)
+        with self._lock:
+            picture = self._known.get(key)
+            if picture is not None:
+                self._keep(key, picture)
+        return picture
+
+    @torch.inference_mode()
+    def look(self, digest: bytes, inputs: Mapping[str, Any]) -> Picture:
+        """Computes a picture, unless it is known.
+
+        Args:
+            digest: the digest of its pixels, at least 16 bytes.
+            inputs: from a processor of transformers, for a text with this picture alone.
+
+        Raises:
+            Unplannable, ValueError: the language model gets something else of it than embeddings, positions and features.
+        """
+        known = self.picture(digest)
+        if known is not None:
+            return known
+        tokens = inputs["input_ids"]
+        more = {name: value for name, value in inputs.items() if name != "input_ids" and value is not None}
+        found = self._plan.captured(tokens, more)
+        self.computed += 1
+        (rows,) = (tokens[0] == self.image_token).nonzero(as_tuple=True)
+        if not 0 < len(rows) < 1 << _INDEX_BITS:
+            raise ValueError(f"the processor gives a picture {len(rows)} tokens; expected 1 to {(1 << _INDEX_BITS) - 1}")
+        first, last, advance = int(rows[0]), int(rows[-1]), len(rows)
+        positions = found.positions[..., rows]
+        if self._plan.axes > 1:
+            if last - first + 1 != len(rows):
+                raise ValueError("the tokens of a picture do not follow each other; expected no text between them")
+            positions = positions - first
+            end = found.positions[:, last + 1] if last + 1 < tokens.shape[1] else found.positions[:, first:].max() + 1
+            advance = int(end.max()) - first
+        features = [each[:, rows].clone() for each in found.features]
+        key = _key(digest)
+        picture = Picture(key << _INDEX_BITS, Inputs(found.embeddings[:, rows].clone(), positions, features), advance)
+        with self._lock:
+            self._known[key] = picture
+            self._keep(key, picture)
+        return picture
+
+    def _keep(self, key: int, picture: Picture) -> None:
+        self._kept[key] = picture
+        self._kept.move_to_end(key)
+        while len(self._kept) > 1 and sum(each.nbytes for each in self._kept.values()) > _KEPT_BYTES:
+            self._kept.popitem(last=False)
+
+    def run_call(self, call: TextsCall, everywhere: bool) -> Tensor:
+        befores = dict(zip(map(id, call.parts), _befores(call)))
+        return torch.cat([self._run(call, parts, befores, everywhere) for parts in call.groups()])
+
+    @torch.inference_mode()
+    def _run(self, call: TextsCall, parts: Sequence[Part], befores: Mapping[int, list[int]], everywhere: bool) -> Tensor:
+        for part in parts:
+            if part.source is not None:
+                part.caches.copy_from(part.source, part.start)
+        first, last = parts[0].begin, parts[-1].end
+        rows = call.rows[first:last]
+        positions = torch.tensor(call.positions[first:last])
+        if self._plan.axes > 1:
+            each = [self._positions(befores[id(part)] + call.rows[part.begin : part.end])[:, part.start :] for part in parts]
+            positions = torch.cat(each, 1)
+        keep = list(range(last - first)) if everywhere else [part.end - 1 - first for part in parts]
+        if self._plan.blocks and max(rows) >= _FIRST:
+            return torch.cat([self._in_blocks(call, part, everywhere) for part in parts])
+        texts = [
+            (part.begin - first, part.end - first, part.start, part.caches.planned(self._plan, self._plan.arranged))
+            for part in parts
+        ]
+        return self._plan.run(self._inputs(rows, positions), torch.tensor(keep), texts)
+
+    def _in_blocks(self, call: TextsCall, part: Part, everywhere: bool) -> Tensor:
+        """Logits after each row of a text, or after the last one, if the tokens of a picture see each other."""
+        rows, caches, logits = call.rows[part.begin : part.end], part.caches, []
+        for begin, end, picture in self._runs(rows):
+            inputs = self._inputs(rows[begin:end], torch.tensor(call.positions[part.begin + begin : part.begin + end]))
+            # Only logits of the last rows are computed: a row of the vocabulary may take a megabyte.
+            keep = torch.arange(0 if everywhere else end - begin - 1, end - begin)
+            if picture is None:
+                planned = caches.planned(self._plan, self._plan.arranged)
+                text = (0, end - begin, part.start + begin, planned)
+                logits.append(self._plan.run(inputs, keep, [text]))
+            else:
+                logits.append(self._plan.run_block(inputs, keep, part.start + begin, caches.layers))
+        return torch.cat(logits) if everywhere else logits[-1]
+
+    def whole(self, tokens: Sequence[int], count: int) -> int:
+        if self._plan.blocks and count:
+            while count < len(tokens) and tokens[count] >= _FIRST and tokens[count] == tokens[count - 1] + 1:
+                count += 1
+        return count
+
+    @torch.inference_mode()
+    def inputs(self, prompt: PicturePrompt) -> Inputs:
+        """The inputs of the language model for a whole prompt."""
+        return self._inputs(prompt, torch.arange(len(prompt)) if self._plan.axes == 1 else self._positions(prompt))
+
+    def _inputs(self, rows: list[int], positions: Tensor) -> Inputs:
+        embeddings = self._plan.embed(torch.tensor([[0 if row >= _FIRST else row for row in rows]]))
+        inputs = Inputs(embeddings, positions, self._plan.no_features(embeddings))
+        for begin, end, picture in self._runs(rows):
+            if picture is not None:
+                index = rows[begin] - picture.first
+                shown = picture.inputs.part(index, index + end - begin)
+                pairs = zip((inputs.embeddings, *inputs.features), (shown.embeddings, *shown.features), strict=True)
+                for target, source in pairs:
+                    target[:, begin:end] = source
+        return inputs
+
+    def _positions(self, tokens: list[int]) -> Tensor:
+        """The positions [axes, s] of all tokens of a text, whose pictures advance them by less than their tokens."""
+        found, place = [], 0  # `place`: the position of the next token of text
+        for begin, end, picture in self._runs(tokens):
+            count = end - begin
+            if picture is None:
+                found.append(torch.arange(place, place + count).expand(self._plan.axes, -1))
+                place += count
+            else:
+                found.append(place + picture.inputs.positions[:, :count])
+                place += picture.advance
+        return torch.cat(found, 1)
+
+    def _runs(self, tokens: Sequence[int]) -> Iterator[tuple[int, int, Picture | None]]:
+        """Yields ranges of tokens, each of text or of one picture without a gap."""
+        begin = 0
+        while begin < len(tokens):
+            picture, end = None, begin + 1
+            if tokens[begin] >= _FIRST:
+                picture = self._known[tokens[begin] >> _INDEX_BITS]
+                while end < len(tokens) and tokens[end] == tokens[end - 1] + 1:
+                    end += 1
+            else:
+                while end < len(tokens) and tokens[end] < _FIRST:
+                    end += 1
+            yield begin, end, picture
+            begin = end
+
+
+def _key(digest: bytes) -> int:
+    if len(digest) < _DIGEST_BYTES:
+        raise ValueError(f"the digest has {len(digest)} bytes; expected {_DIGEST_BYTES} or more")
+    return (1 << 8 * _DIGEST_BYTES) | int.from_bytes(digest[:_DIGEST_BYTES], "big")
+
+
+def _befores(call: TextsCall) -> Iterator[list[int]]:
+    """Yields the tokens before the rows of each text. Those that a text copies may be rows of the same call."""
+    texts: dict[int, list[int]] = {}
+    for part in call.parts:
+        held = part.caches if part.source is None else part.source
+        before = texts.get(id(held), held.tokens)[: part.start]
+        texts[id(part.caches)] = before + call.rows[part.begin : part.end]
+        yield before

@@ -1,0 +1,324 @@
+"""Pictures in chat completions: the text of transformers, no picture computed twice, and refusals."""
+
+import base64
+import io
+import json
+import re
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import lowbit
+import pytest
+import torch
+from command_line import invoke
+from image_models import PIL, save_image_model
+from lowbit import llm
+from lowbit.llm.images import inputs_of, message
+from lowbit.llm.loading import load_image_model, load_image_processor
+from lowbit.llm.stopping import TextUntil
+from needs import need_packages
+
+need_packages("starlette", "uvicorn", "python_multipart", "openai")
+
+import openai
+from lowbit.serve import pictures, run
+from lowbit.serve.routes import Limits
+from test_serve import Client, made, serving
+
+transformers = pytest.importorskip("transformers")
+
+NEW = 8
+SIZES = [(40, 30), (64, 64), (17, 50)]
+LIMITS = Limits(pictures=4, picture_pixels=20_000, pictures_at_once=1)
+
+
+def picture(seed, size=None):
+    size = SIZES[seed] if size is None else size
+    pixels = torch.randint(0, 256, (size[1], size[0], 3), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
+    return PIL.Image.fromarray(pixels.numpy())
+
+
+def url(image, kind="PNG", **options):
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return f"data:image/{kind.lower()};base64,{base64.b64encode(file.getvalue()).decode()}"
+
+
+def seen(image, kind="PNG", **more):
+    options = {"lossless": True} if kind == "WEBP" else {}
+    return {"type": "image_url", "image_url": {"url": url(image, kind, **options), **more}}
+
+
+def said(role, text, *images, **more):
+    return {"role": role, "content": [*(seen(image, **more) for image in images), {"type": "text", "text": text}]}
+
+
+class Family:
+    """A float model with a server, and transformers' own text for a conversation."""
+
+    def __init__(self, path, pixels=None):
+        self.processor = load_image_processor(path)
+        self.template = llm.images.image_template(self.processor, path)
+        self.plain = transformers.AutoModelForImageTextToText.from_pretrained(path).eval()
+        settings = {"at_once": 3, "rows": 48, "prefix_bytes": 1 << 24}
+        self.served = pictures.load(
+            "sees", path, load_image_model(path), max_length=512, cache=None, template=None, pixels=pixels, **settings
+        )
+
+    def expected(self, *messages):
+        inputs = inputs_of(self.processor, messages, self.template)
+        count = inputs["input_ids"].shape[1]
+        tokens = self.plain.generate(**inputs, max_new_tokens=NEW, do_sample=False)[0].tolist()
+        text = TextUntil(self.processor.tokenizer, tokens[:count])  # without an incomplete last character
+        for token in tokens[count:]:
+            text(token)
+        text.finish()
+        return text.text, count
+
+
+@pytest.fixture(scope="module")
+def families(tmp_path_factory):
+    root, known = tmp_path_factory.mktemp("seen"), {}
+
+    def of(kind):
+        if kind not in known:
+            save_image_model(kind, root / kind)
+            known[kind] = Family(root / kind)
+        return known[kind]
+
+    return of
+
+
+@pytest.fixture
+def client(families):
+    with serving([families("qwen2_5_vl").served], LIMITS) as (port, _):
+        yield Client(port)
+
+
+def ask(port, *messages, **more):
+    client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", timeout=120, max_retries=0)
+    settings = {"model": "sees", "max_tokens": NEW, "temperature": 0} | more
+    return client.chat.completions.create(messages=list(messages), **settings)
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "idefics3", "qwen2_5_vl", "qwen3_vl"])
+def test_conversations_have_the_text_of_transformers(families, kind):
+    family = families(kind)
+    images = [picture(number) for number in range(3)]
+    first = [said("user", "What?", images[0])]
+    own = [message("user", "What?", images[:1])]
+    text, count = family.expected(*own)
+    with serving([family.served], LIMITS) as (port, server):
+        answer = ask(port, *first)
+        assert (answer.choices[0].message.content, answer.usage.prompt_tokens) == (text, count)
+        computed = family.served.decoder.computed
+        # Another turn with two pictures, one of them seen before, in another format.
+        second = [*first, said("assistant", text), said("user", "And these?", images[2], images[0], kind="WEBP", detail="high")]
+        own += [message("assistant", text), message("user", "And these?", [images[2], images[0]])]
+        text, count = family.expected(*own)
+        answer = ask(port, *second)
+        assert (answer.choices[0].message.content, answer.usage.prompt_tokens) == (text, count)
+        assert family.served.decoder.computed == computed + 1
+        assert answer.usage.prompt_tokens_details.cached_tokens > 0
+        # The same again, as a stream: nothing is computed but the last token of the prompt.
+        stream = list(ask(port, *second, stream=True, stream_options={"include_usage": True}))
+        assert "".join(each.choices[0].delta.content or "" for each in stream if each.choices) == text
+        assert stream[-1].usage.prompt_tokens_details.cached_tokens == count - 1
+        # Without a picture, and with the text of a control token.
+        for words in ("What?", "a <eos> b"):
+            answer = ask(port, {"role": "user", "content": words}).choices[0].message.content
+            if words == "What?":
+                assert answer == family.expected(message("user", words))[0]
+        assert family.served.decoder.computed == computed + 1
+        # Pictures of other pixels share no keys and values, whatever else is the same.
+        answer = ask(port, said("user", "What?", images[1].resize(SIZES[0])))
+        assert answer.choices[0].message.content == family.expected(message("user", "What?", [images[1].resize(SIZES[0])]))[0]
+        cards = {card["id"]: card for card in json.loads(Client(port).get("/v1/models"))["data"]}
+        assert cards["sees"]["pictures"] is True
+
+
+def test_requests_at_the_same_time(families):
+    family = families("qwen3_vl")
+    talks = [[("user", "What is it? " * number, numbers)] for number, numbers in enumerate([(0,), (1, 2), (), (2, 0, 1)], 1)]
+    expected = [family.expected(*(message(r, t, [picture(n) for n in ns]) for r, t, ns in talk))[0] for talk in talks]
+    with serving([family.served], Limits()) as (port, _), ThreadPoolExecutor(8) as pool:
+
+        def answer(number):
+            talk = talks[number % len(talks)]
+            found = ask(port, *(said(r, t, *(picture(n) for n in ns)) for r, t, ns in talk), n=1 + number % 2)
+            return [choice.message.content for choice in found.choices]
+
+        for number, texts in enumerate(pool.map(answer, range(12))):
+            assert set(texts) == {expected[number % len(talks)]}
+
+
+def test_a_text_is_the_same_beside_others(tmp_path):
+    """With packed layers, whatever other requests run at the same time, and whether its prefix is known."""
+    save_image_model("qwen3_vl", tmp_path / "model")
+    model = load_image_model(tmp_path / "model", lowbit.LowBitConfig(bits=4))
+    settings = {"max_length": 512, "cache": None, "template": None, "pixels": None, "at_once": 4, "rows": 40}
+    served = pictures.load("sees", tmp_path / "model", model, prefix_bytes=1 << 24, **settings)
+    talks = [[said("user", "What? " * number, *map(picture, shown))] for number, shown in enumerate([(0,), (1, 2), ()], 1)]
+
+    def texts(port, number):
+        found = ask(port, *talks[number % 3], temperature=1.5, seed=number % 3, max_tokens=2 * NEW)
+        return found.choices[0].message.content
+
+    with serving([served], Limits()) as (port, _), ThreadPoolExecutor(6) as pool:
+        alone = [texts(port, number) for number in range(3)]
+        assert len(set(alone)) == 3
+        assert list(pool.map(lambda number: texts(port, number), range(12))) == alone * 4
+
+
+def test_clients_that_leave(families, monkeypatch):
+    """Pictures of clients that have left are opened by few threads, and later requests get their answers."""
+    family, opened, most = families("qwen2_5_vl"), threading.Semaphore(0), [0, 0]
+    read = llm.images.read_image
+
+    def slow(*arguments):
+        most[0] += 1
+        most[1] = max(most)
+        opened.acquire()
+        most[0] -= 1
+        return read(*arguments)
+
+    monkeypatch.setattr(llm.images, "read_image", slow)
+    body = json.dumps({"messages": [said("user", "?", picture(0))], "max_tokens": 1}).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    with serving([family.served], LIMITS) as (port, server):
+        for _ in range(6):
+            with socket.create_connection(("127.0.0.1", port)) as connection:
+                connection.sendall(head + body)
+                while server._busy != 1 or server._bodies or not most[0]:
+                    time.sleep(0.001)
+            while server._busy:
+                time.sleep(0.001)
+        opened.release(50)
+        assert ask(port, said("user", "What?", picture(0))).choices
+    assert most[1] == 1  # as many as the limit
+
+
+def test_budgets_of_pixels(families, tmp_path):
+    save_image_model("qwen2_5_vl", tmp_path / "model")
+    family = Family(tmp_path / "model", pixels=1500)
+    large = picture(1, (100, 60))
+    with serving([family.served], LIMITS) as (port, _):
+        answer = ask(port, said("user", "What?", large))
+        scaled = llm.images.scaled(large, 1500)
+        assert scaled.size == (50, 30)
+        assert answer.choices[0].message.content == family.expected(message("user", "What?", [scaled]))[0]
+        family.served.pixels = None
+        assert ask(port, said("user", "What?", large)).usage.prompt_tokens > answer.usage.prompt_tokens
+    assert llm.images.scaled(large, 6000) is large
+
+
+def test_a_low_detail_is_a_smaller_picture(families, monkeypatch):
+    monkeypatch.setattr(pictures, "_LOW_PIXELS", 1500)
+    family, large = families("qwen2_5_vl"), picture(1, (100, 60))
+    with serving([family.served], LIMITS) as (port, _):
+        high, low = (ask(port, said("user", "What?", large, detail=detail)) for detail in ("high", "low"))
+    assert low.usage.prompt_tokens < high.usage.prompt_tokens
+    expected = family.expected(message("user", "What?", [llm.images.scaled(large, 1500)]))
+    assert (low.choices[0].message.content, low.usage.prompt_tokens) == expected
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF", "BMP"])
+def test_formats(client, kind):
+    assert client.post("/v1/chat/completions", messages=[said("user", "?", picture(0), kind=kind)], max_tokens=1)["choices"]
+
+
+TIFF = base64.b64encode(b"II*\0" + bytes(40)).decode()
+
+
+@pytest.mark.parametrize(
+    ("part", "said_of_it", "code"),
+    [
+        ("http://127.0.0.1:1/cat.png", "at 'http://127.0.0.1:1/cat.png'; expected a data URL", "invalid_image_url"),
+        ("https://example.com/" + "x" * 999, r"at 'https://example.com/x+\.\.\.'; expected a data URL", "invalid_image_url"),
+        ("file:///etc/hostname", "expected a data URL", "invalid_image_url"),
+        ("/etc/hostname", "expected a data URL", "invalid_image_url"),
+        ("data:text/plain;base64,aGk=", "expected a data URL", "invalid_image_url"),
+        ("data:image/png,%00", "expected a data URL", "invalid_image_url"),
+        ("data:image/png;base64,a*b", "the picture is not base64", "invalid_image_url"),
+        ("data:image/png;base64,\u00e9", "the picture is not base64", "invalid_image_url"),
+        ("data:image/png;base64,", "the picture is not a readable picture; expected PNG, JPEG, WEBP", "invalid_image"),
+        (f"data:image/tiff;base64,{TIFF}", "the picture is not a readable picture; expected PNG", "invalid_image"),
+        ("data:image/svg+xml;base64,PHN2Zy8+", "the picture is not a readable picture", "invalid_image"),
+    ],
+)
+def test_refused_addresses_and_files(client, part, said_of_it, code):
+    body = {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": part}]}]}
+    error, _ = client.refused("/v1/chat/completions", body, 400)
+    assert error["param"] == "messages" and error["code"] == code
+    assert re.search(said_of_it, error["message"]), error
+    assert len(error["message"]) < 250
+
+
+def test_refusals(client, families):
+    def refused(content, **more):
+        body = {"messages": [{"role": "user", "content": content}], **more}
+        return client.refused("/v1/chat/completions", body, 400)[0]["message"]
+
+    def bomb(kind):
+        file = io.BytesIO()
+        PIL.Image.new("1", (9000, 9000)).save(file, kind)
+        return {"type": "image_url", "image_url": f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"}
+
+    before = families("qwen2_5_vl").served.decoder.computed
+    assert "the picture has 81000000 pixels; expected at most 20000" in refused([bomb("PNG")])
+    assert "picture 1 has 10000 pixels; expected at most 8800" in refused(
+        [seen(picture(0, (112, 100))), seen(picture(0, (100, 100)))]
+    )
+    assert "messages has 5 pictures; expected at most 4" in refused([seen(picture(0))] * 5)
+    cut = url(picture(1))[:4000]
+    assert "the picture is a damaged picture" in refused(
+        [{"type": "image_url", "image_url": {"url": cut[: len(cut) // 4 * 4 - 2]}}]
+    )
+    assert "image_url.detail is 'huge'; expected" in refused([seen(picture(0), detail="huge")])
+    assert "image_url is 5; expected" in refused([{"type": "image_url", "image_url": 5}])
+    assert "a part of type image_url without image_url" in refused([{"type": "image_url"}])
+    assert "url is missing" in refused([{"type": "image_url", "image_url": {}}])
+    assert "type is 'input_audio'; expected 'text' or 'image_url'" in refused([{"type": "input_audio"}])
+    assert "has the text of a control token" in refused([seen(picture(0)), {"type": "text", "text": "a <|image_pad|> b"}])
+    assert "expected fewer than the 512 of the context" in refused([seen(picture(0)), {"type": "text", "text": "word " * 600}])
+    assert families("qwen2_5_vl").served.decoder.computed == before
+    body = {"messages": [{"role": "user", "content": [seen(picture(0))]}]}
+    assert client.refused("/tokenize", body, 400)[0]["code"] == "no_pictures"
+    assert client.post("/tokenize", messages=[{"role": "user", "content": "a"}])["count"] > 1
+
+
+def test_command(tmp_path, monkeypatch):
+    """Which models are served with pictures, and with which options."""
+    served = []
+    monkeypatch.setattr(run, "run", lambda models, *_, **settings: served.extend(models))
+    for kind in ("gemma3", "gemma4", "qwen2_5_vl"):
+        save_image_model(kind, tmp_path / kind)
+
+    def serve(kind, *options):
+        result = invoke("serve", tmp_path / kind, "--max-length", 128, *options)
+        assert result.exit_code == 0, result.output
+        return served.pop(), result.stderr
+
+    for kind in ("gemma3", "qwen2_5_vl"):
+        model, _ = serve(kind, "--picture-pixels", 2000, "--cache", "int8")
+        assert isinstance(model, pictures.PictureModel) and (model.pixels, model.max_length) == (2000, 128)
+        assert model.decoder.cache_type == "int8"
+    model, said = serve("gemma3", "--guesses", 2)
+    assert not isinstance(model, pictures.PictureModel)
+    assert "gemma3 is served without pictures, because of --guesses" in said
+    model, said = serve("gemma4")
+    assert not isinstance(model, pictures.PictureModel) and "gemma4 is served without pictures: " in said
+    assert "per_layer_inputs" in said
+    refused = invoke("serve", tmp_path / "qwen2_5_vl", "--guesses", 2)
+    assert refused.exit_code == 2 and "it has no effect for" in refused.stderr
+
+
+def test_a_model_of_texts_takes_no_pictures(packed):
+    from lowbit.llm.loading import load_model, load_tokenizer
+
+    with serving([made((load_model(packed[0]), load_tokenizer(packed[0])))], Limits()) as (port, _):
+        body = {"messages": [said("user", "?", picture(0))]}
+        error, _ = Client(port).refused("/v1/chat/completions", body, 400)
+        assert error["code"] == "no_pictures" and "the model tiny takes no pictures" in error["message"]
