@@ -17,6 +17,7 @@ import typer.core
 
 import lowbit
 
+from ..machine.imports import import_numpy
 from .models import from_hub
 from .options import PUBLISH_DIRECTORY, for_typer, on_command_line
 from .output import Output, quieten, reporting
@@ -42,7 +43,9 @@ COMMANDS = {
     "info": "info.info",
     "doctor": "doctor.doctor",
 }
-_PLAIN = {"certify", "chat", "doctor", "generate", "info", "serve", "transcribe"}  # commands that may need no torch
+# Commands that run models by plans, without torch where they can; and all that may need no torch.
+_BY_PLAN = {"bench", "certify", "chat", "generate", "serve", "transcribe"}
+_PLAIN = _BY_PLAN | {"doctor", "info", "inspect"}
 
 _SETTINGS: dict[str, Any] = dict(
     help="Language models with 1- to 8-bit weights on CPUs.",
@@ -121,6 +124,8 @@ def _add(app: typer.Typer, name: str) -> None:
         with reporting(as_json, _state["debug"], model):
             if name not in _PLAIN:
                 lowbit.load_torch()
+            if name in _BY_PLAN:
+                import_numpy()
             for argument in _MODELS & arguments.keys():
                 arguments[argument] = from_hub(Output(as_json), arguments[argument])
             command(**arguments)

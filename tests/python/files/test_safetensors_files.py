@@ -8,7 +8,8 @@ import pytest
 import torch
 from lowbit.files import safetensors
 from lowbit.files.io import read_bytes
-from lowbit.files.safetensors import files_of, packed_info, read_file, same_bytes
+from lowbit.files.safetensors import files_of, packed_info, read_file
+from lowbit.files.tensors import same_bytes
 from safetensors.torch import save_file
 
 NAME = "a.packed_weight"
