@@ -7,6 +7,7 @@ transformers only where a command uses them.
 from __future__ import annotations
 
 import functools
+import gc
 from collections.abc import Collection, Sequence
 from importlib import import_module
 from itertools import zip_longest
@@ -126,6 +127,9 @@ def _add(app: typer.Typer, name: str) -> None:
                 lowbit.load_torch()
             if name in _BY_PLAN:
                 import_numpy()
+            if not gc.isenabled():  # in the program; what is imported by now stays
+                gc.freeze()
+                gc.enable()
             for argument in _MODELS & arguments.keys():
                 arguments[argument] = from_hub(Output(as_json), arguments[argument])
             command(**arguments)

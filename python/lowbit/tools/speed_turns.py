@@ -5,10 +5,12 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy
 
+from .. import _C
 from ..files.config_json import read_config
 from ..files.safetensors import ORDER_SUFFIX, PACKED_SUFFIX, files_of, packed_info, read_files
 from ..llm.plan_files import PlannedModel
@@ -82,7 +84,7 @@ def run_plan(planned: PlannedModel, threads: int, prompt: int, new: int, rounds:
     begin = time.perf_counter()
     timed(decoder.feed, tokens, 2)
     prepare_seconds = time.perf_counter() - begin
-    touched, linear = _weights(planned, config)
+    touched, linear = weights_of(planned.directory, planned.plan, config)
     bandwidth, figures = in_turns({"plan": decoder.feed}, tokens, new, rounds, threads, touched)
     count = min(8, new)
     planned.plan.measure()
@@ -107,13 +109,15 @@ def run_plan(planned: PlannedModel, threads: int, prompt: int, new: int, rounds:
     }
 
 
-def _weights(planned: PlannedModel, config: Mapping[str, Any]) -> tuple[int, str]:
-    """Packed bytes that a decoding step reads, as :func:`lowbit.tools.model_speed.bytes_per_token` counts them, and the first
-    linear layer in words."""
-    stored = read_files(*files_of(planned.directory))
+def weights_of(directory: Path, plan: _C.PlanModel, config: Mapping[str, Any]) -> tuple[int, str]:
+    """Packed bytes that a decoding step reads, and the first linear layer in words.
+
+    Bytes are those of :func:`lowbit.tools.model_speed.bytes_per_token`.
+    """
+    stored = read_files(*files_of(directory))
     chosen = next((config[name] for name in CHOSEN_EXPERTS if isinstance(config.get(name), int)), None)
     touched, linear = 0, ""
-    for operator, name, size in planned.plan.weights:
+    for operator, name, size in plan.weights:
         if operator not in ("linear", "linears", "linear_experts", "embedding"):
             continue
         info = packed_info(stored[name])
