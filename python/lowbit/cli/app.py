@@ -37,6 +37,8 @@ COMMANDS = {
     "export": "export.export",
     "inspect": "inspect.inspect",
     "push": "push.push",
+    "list": "cached.list_",
+    "rm": "cached.rm",
     "report": "report.report",
     "bench": "bench.bench",
     "certify": "certify.certify",
@@ -46,7 +48,7 @@ COMMANDS = {
 }
 # Commands that run models by plans, without torch where they can; and all that may need no torch.
 _BY_PLAN = {"bench", "certify", "chat", "generate", "serve", "transcribe"}
-_PLAIN = _BY_PLAN | {"doctor", "info", "inspect"}
+_PLAIN = _BY_PLAN | {"doctor", "info", "inspect", "list", "rm"}
 
 _SETTINGS: dict[str, Any] = dict(
     help="Language models with 1- to 8-bit weights on CPUs.",

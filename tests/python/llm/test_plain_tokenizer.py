@@ -64,13 +64,17 @@ def test_tables_give_the_same_tokens_and_texts(pair, by_tables):
     assert "backend_tokenizer" not in vars(alone)
 
 
-def test_tables_are_used_only_with_their_plan(pair, tmp_path):
+def test_tables_are_used_only_with_their_plan(pair, by_tables, tmp_path):
     tokenizer, _, _ = pair
     plan = b"a plan, and its checksum: \x01\x02\x03\x84"
     (tmp_path / PLAN).write_bytes(plan)
     assert tables_of(tmp_path) is None
     (tmp_path / TOKENS).write_bytes(tables(tokenizer, plan=0x84030201))
-    assert tables_of(tmp_path).encode("a b", True) == tokenizer("a b")["input_ids"]
+    found = tables_of(tmp_path)
+    if any(text != shown for _, text, shown, _ in by_tables.tables.added):
+        assert found is None  # the library shows an added token as another text
+        return
+    assert found.encode("a b", True) == tokenizer("a b")["input_ids"]
     (tmp_path / PLAN).write_bytes(plan[:-1] + b"\x85")  # another plan, which may be of another tokenizer.json
     assert tables_of(tmp_path) is None
     for content in (tables(tokenizer), b"", b"lowbit tokens"):  # of no plan; damaged
