@@ -58,11 +58,12 @@ def bench(
     if model is None:
         raise typer.BadParameter("expected a model or a shape, or --publish", param_hint="MODEL|SHAPE")
     modes = list(dict.fromkeys(way.value for way in mode))
+    counts = {"prompt": prompt, "new": new, "rounds": rounds}
     figures = None
     if not is_shape(model) and modes == ["plan"] and widths.bits is None and Path(model).is_dir():
-        figures = _measure_plan(output, Path(model), widths, threads, cache, prompt, new, rounds)
+        figures = _measure_plan(output, Path(model), threads, cache, counts)
     if figures is None:
-        figures = _measure(output, model, widths, threads, cache, prompt, new, rounds, modes)
+        figures = _measure(output, model, widths, threads, modes, cache=cache, **counts)
     shown = table("", "decode, tokens/s", "of the bandwidth", "prompt, tokens/s", "first token, s", "compiled in, s")
     for name, row in figures["modes"].items():
         shown.add_row(
@@ -81,14 +82,7 @@ def bench(
 
 
 def _measure_plan(
-    output: Output,
-    model: Path,
-    widths: options.Widths,
-    threads: int | None,
-    cache: str | None,
-    prompt: int,
-    new: int,
-    rounds: int,
+    output: Output, model: Path, threads: int | None, cache: str | None, counts: dict[str, int]
 ) -> dict[str, Any] | None:
     """The figures of a model that runs without torch, by the plan beside its weights; None: it has none that can be used."""
     from .plans import NoPlan, missing, open_model
@@ -102,13 +96,12 @@ def _measure_plan(
     from ..tools.speed_turns import run_plan
 
     with output.progress(f"measuring {model}"):
-        return run_plan(planned, threads or default_threads(), prompt, new, rounds)
+        return run_plan(planned, threads or default_threads(), **counts)
 
 
 def _measure(
-    output: Output, model: str, widths: options.Widths, threads: int | None, cache: str | None, prompt: int, new: int, rounds: int,
-    modes: list[str],
-) -> dict[str, Any]:  # fmt: skip
+    output: Output, model: str, widths: options.Widths, threads: int | None, modes: list[str], **settings: Any
+) -> dict[str, Any]:
     """The figures of any model, measured with torch."""
     lowbit.load_torch()
     from ..tools import model_speed
@@ -117,18 +110,11 @@ def _measure(
         cpp_compiler()
     set_threads(threads)
     measured = model if is_shape(model) else load_packed(output, Path(model), widths)
+    group_size, activation_bits = options.parse_group_size(widths.group_size), int(widths.activation_bits)
     with output.progress(f"measuring {model}"):
         return model_speed.run(
-            measured,
-            widths.bits or 4,
-            options.parse_group_size(widths.group_size),
-            activation_bits=int(widths.activation_bits),
-            prompt=prompt,
-            new=new,
-            modes=modes,
-            rounds=rounds,
-            cache=cache,
-        )
+            measured, widths.bits or 4, group_size, activation_bits=activation_bits, modes=modes, **settings
+        )  # fmt: skip
 
 
 def _publish(output: Output, directory: Path) -> None:

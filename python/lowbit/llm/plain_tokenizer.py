@@ -56,7 +56,7 @@ class PlainTokenizer:
         Args:
             directory: has tokenizer.json.
             special: the names of special tokens, such as "bos_token", and their texts, for chat templates.
-            tables: of the same tokenizer (:func:`tables_of`).
+            tables: the same tokenizer as tables (:func:`tables_of`).
 
         Raises:
             OSError, ValueError: a file is missing or damaged.

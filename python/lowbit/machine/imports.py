@@ -9,7 +9,7 @@ _BETWEEN = {"lowbit", "lowbit_autoload", "torch", "__main__", *sys.stdlib_module
 
 
 def import_numpy() -> None:
-    """Imports numpy with one thread of OpenBLAS: all others, which lowbit does not need, would spin for 70 ms when they start."""
+    """Imports numpy with one thread of OpenBLAS: the others, which lowbit does not need, spin for 70 ms when they start."""
     setting = "OPENBLAS_NUM_THREADS"
     if "numpy" in sys.modules or setting in os.environ:
         return
