@@ -14,6 +14,7 @@ from command_line import FLOAT, PROGRAM, PROMPT, TINY, UNICODE, document, invoke
 from lowbit.cli import plans
 from lowbit.exports import plan_export
 from lowbit.llm import plan_files
+from lowbit.llm.loading import load_tokenizer
 from lowbit.llm.plan_files import PLAN
 from lowbit.machine.cpus import available_cpus, default_threads
 from test_chat import PLAIN
@@ -174,6 +175,7 @@ def test_the_program_without_torch_still_has_every_command_and_refuses_options(p
     ("damage", "said"),
     [
         ("settings", "is not used: the files of settings beside it have changed"),
+        ("tokenizer", "is not used: the files of settings beside it have changed"),
         ("weights", "has changed since the plan was made; make it again"),
         ("bytes", "the plan's checksum does not fit its bytes"),
         ("version", None),
@@ -187,6 +189,9 @@ def test_a_plan_that_does_not_fit_is_replaced(planned, tmp_path, monkeypatch, da
     if damage == "settings":
         file = tmp_path / "model" / "generation_config.json"
         file.write_text(json.dumps(json.loads(file.read_text()) | {"temperature": 0.5}))
+    elif damage == "tokenizer":
+        file = tmp_path / "model" / "tokenizer.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"normalizer": {"type": "Lowercase"}}))
     elif damage == "weights":
         change_a_bit(tmp_path / "model" / "model.safetensors", "norm.weight")
     elif damage == "bytes":
@@ -206,6 +211,11 @@ def test_a_plan_that_does_not_fit_is_replaced(planned, tmp_path, monkeypatch, da
     assert loading.startswith("loading ") and "prompt tokens" in figures and written.startswith(f"{plan} is written")
     second = invoke(*run)
     assert len(second.stderr.splitlines()) == 1 and second.stdout == first.stdout
+    # The tables beside the plan are those of the same tokenizer.json.
+    made = plan_files.open_planned(tmp_path / "model", 1, None).tokenizer
+    assert made.tables.encode(PROMPT, True) == load_tokenizer(tmp_path / "model")(PROMPT)["input_ids"]
+    old = plan_files.open_planned(planned, 1, None).tokenizer.tables.encode(PROMPT, True)
+    assert (made.tables.encode(PROMPT, True) == old) == (damage != "tokenizer")
 
 
 def test_prompts_and_prefixes_on_disk_are_those_of_torch(planned, tmp_path, monkeypatch):
