@@ -96,7 +96,6 @@ void add_tokenizers(py::module_& module) {
   py::class_<Tokenizer>(module, "Tokenizer")
       .def(py::init(&made_of), py::arg("content"))
       .def_property_readonly("size", &Tokenizer::size)
-      .def_static("open", &opened, py::arg("file"))
       .def_property_readonly("plan", [](const Tokenizer& tokenizer) { return tokenizer.settings().plan; })
       .def_property_readonly("added", &added)
       .def("encode", &encode, py::arg("text"), py::arg("special"))
@@ -107,4 +106,5 @@ void add_tokenizers(py::module_& module) {
   py::class_<TokenStream>(module, "TokenStream")
       .def(py::init<const Tokenizer&, Tokens>(), py::arg("tokenizer"), py::arg("prompt"), py::keep_alive<1, 2>())
       .def("push", &push, py::arg("token"));
+  module.def("open_tokenizer", &opened, py::arg("file"));
 }
