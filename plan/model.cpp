@@ -319,6 +319,9 @@ size_t PlanModel::cache_count() const {
   }));
 }
 
+void PlanModel::measure() { implementation_->run->measure(); }
+const std::vector<double>& PlanModel::measured() const { return implementation_->run->measured(); }
+
 Status PlanModel::run(const PlanCall& call) {
   const std::lock_guard<std::mutex> lock(implementation_->busy);
   return implementation_->run->run(call);

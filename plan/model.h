@@ -78,6 +78,9 @@ class LOWBIT_API PlanModel {
   // Runs a plan with inputs, outputs and caches of the caller.
   Status run(const PlanCall& call);
   size_t cache_count() const;  // tensors of each text of such a call
+  // From now on, calls add the seconds of each operator: measured()[opcode]. Only between calls.
+  void measure();
+  const std::vector<double>& measured() const;
   // A digest of the logits of a fixed text, its first tokens in one call and its last ones alone, over caches of float32. With
   // the same files it is the same on every machine, for any number of threads.
   Status certify(uint64_t* certificate);

@@ -80,6 +80,15 @@ void run_call(const Run& run, int64_t rows, int64_t kept, const std::vector<Addr
   raise_unless_ok(status);
 }
 
+// The seconds of operators by their names.
+py::dict named(const std::vector<double>& times) {
+  py::dict result;
+  for (size_t i = 0; i < times.size(); ++i) {
+    if (times[i] > 0.0) result[name_of(static_cast<Opcode>(i))] = times[i];
+  }
+  return result;
+}
+
 // The caller keeps all memory alive.
 class Runner {
  public:
@@ -108,13 +117,7 @@ class Runner {
   }
 
   void measure() { run_->measure(); }
-  py::dict measured() const {
-    py::dict result;
-    for (size_t i = 0; i < run_->measured().size(); ++i) {
-      if (run_->measured()[i] > 0.0) result[name_of(static_cast<Opcode>(i))] = run_->measured()[i];
-    }
-    return result;
-  }
+  py::dict measured() const { return named(run_->measured()); }
 
   const std::vector<std::tuple<int64_t, std::string, int64_t>>& weights() const { return weights_; }
   const std::vector<std::pair<int64_t, int64_t>>& caches() const { return caches_; }
@@ -165,6 +168,19 @@ std::vector<std::tuple<int64_t, int64_t, std::vector<int64_t>, int>> caches_of(c
   for (const Buffer& buffer : model.plan().buffers) {
     if (buffer.kind != BufferKind::cache) continue;
     result.emplace_back(buffer.index, buffer.slot, buffer.shape, static_cast<int>(buffer.type));
+  }
+  return result;
+}
+
+// The weights that each step reads: name of the operator, name and bytes of the weight.
+std::vector<std::tuple<std::string, std::string, int64_t>> weights_of(const PlanModel& model) {
+  std::vector<std::tuple<std::string, std::string, int64_t>> result;
+  for (const PlanStep& step : model.plan().steps) {
+    for (const Operand& operand : step.operands) {
+      if (operand.buffer < 0) continue;
+      const Buffer& buffer = model.plan().buffers[static_cast<size_t>(operand.buffer)];
+      if (buffer.kind == BufferKind::weight) result.emplace_back(name_of(step.op), buffer.name, buffer.bytes.constant);
+    }
   }
   return result;
 }
@@ -245,6 +261,9 @@ void add_plans(py::module_& module) {
       .def_property_readonly("stop", &PlanModel::stop)
       .def_property_readonly("about", [](const PlanModel& model) { return model.plan().about; })
       .def_property_readonly("caches", &caches_of)
+      .def_property_readonly("weights", &weights_of)
+      .def("measure", &PlanModel::measure)
+      .def("times", [](const PlanModel& model) { return named(model.measured()); })
       .def_property_readonly("output_type", &output_type_of)
       .def("begin", &begin, py::arg("length"), py::arg("keys"), py::arg("values"))
       .def("certify", [](PlanModel& model) {

@@ -268,6 +268,20 @@ Tokenizer::~Tokenizer() = default;
 int64_t Tokenizer::size() const { return implementation_->size; }
 const TextSettings& Tokenizer::settings() const { return implementation_->settings; }
 
+std::vector<AddedToken> Tokenizer::added() const {
+  const Implementation& made = *implementation_;
+  std::vector<AddedToken> result;
+  for (const AddedTokens* const tokens : {&made.raw, &made.normalized}) {
+    for (const Added& each : tokens->all()) {
+      const auto shown = made.shown.find(each.token);
+      const uint32_t decoded = shown == made.shown.end() ? each.token : shown->second;
+      result.push_back({each.token, std::string(made.file.text(each.token)), std::string(made.file.text(decoded)),
+                        made.special[each.token]});
+    }
+  }
+  return result;
+}
+
 Status Tokenizer::open(const std::string& given, std::unique_ptr<Tokenizer>* tokenizer) try {
   std::error_code none;
   const std::string path = std::filesystem::is_directory(given, none) ? given + "/lowbit.tokens" : given;

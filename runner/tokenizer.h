@@ -22,6 +22,13 @@ struct TextSettings {
   uint32_t plan = 0;                     // the last bytes of the plan's file, its checksum; 0: any plan
 };
 
+// A token that is looked for in texts before all others.
+struct AddedToken {
+  int64_t token;
+  std::string text, shown;  // shown: what it is decoded to
+  bool special;
+};
+
 // A conversation: user, assistant, user, ... The last message is the user's.
 struct Conversation {
   bool has_system = false;
@@ -41,6 +48,7 @@ class LOWBIT_API Tokenizer {
 
   int64_t size() const;  // tokens have numbers below it
   const TextSettings& settings() const;
+  std::vector<AddedToken> added() const;
   // special: with the tokens that the tokenizer puts around each text.
   Status encode(std::string_view text, bool special, std::vector<int64_t>* tokens) const;
   // The text of tokens, without special ones if `plain`.

@@ -115,7 +115,7 @@ PYTHON: dict[str, list[str]] = {
         "test_importing_directory",
         "test_cli_errors",
     ],
-    "python/lowbit/checkpoint/entries.py": ["test_checkpoint", "test_checkpoint_sources"],
+    "python/lowbit/files/entries.py": ["test_checkpoint", "test_checkpoint_sources"],
     "python/lowbit/checkpoint/outputs.py": ["test_checkpoint", "test_checkpoint_sources", "test_importing_odd"],
     "python/lowbit/checkpoint/plan.py": ["test_checkpoint", "test_checkpoint_sources"],
     "python/lowbit/checkpoint/quantizing.py": ["test_checkpoint", "test_checkpoint_targets", "test_checkpoint_sources"],

@@ -28,14 +28,14 @@ if TYPE_CHECKING:
     from .calibration import assign_widths as assign_widths
     from .calibration import calibrate as calibrate
     from .calibration.checkpoint import calibrate_checkpoint as calibrate_checkpoint
-    from .checkpoint import CheckpointEntry as CheckpointEntry
     from .checkpoint import CheckpointSummary as CheckpointSummary
     from .checkpoint import convert_checkpoint as convert_checkpoint
     from .checkpoint import dequantize_checkpoint as dequantize_checkpoint
-    from .checkpoint import inspect_checkpoint as inspect_checkpoint
     from .checkpoint import quantize_checkpoint as quantize_checkpoint
     from .exports.module import export_pt2 as export_pt2
     from .exports.module import export_pte as export_pte
+    from .files.entries import CheckpointEntry as CheckpointEntry
+    from .files.entries import inspect_checkpoint as inspect_checkpoint
     from .hf.fusing import FuseSummary as FuseSummary
     from .hf.fusing import fuse_ as fuse_
     from .importing import ImportSummary as ImportSummary
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from .operators.recurrence import short_conv as short_conv
     from .operators.window import window_attention as window_attention
     from .operators.window import window_length as window_length
-    from .packed.matrix import PackedInfo as PackedInfo
+    from .packed.header import PackedInfo as PackedInfo
     from .packed.matrix import Unpacked as Unpacked
     from .packed.matrix import info as info
     from .packed.matrix import pack as pack
@@ -78,7 +78,7 @@ if TYPE_CHECKING:
 
 # Public name -> its module, imported together with torch and the operators.
 _OPERATORS = {
-    "PackedInfo": "packed.matrix",
+    "PackedInfo": "packed.header",
     "Unpacked": "packed.matrix",
     "attention": "operators.ops",
     "embedding": "operators.ops",
@@ -119,7 +119,7 @@ _LAZY = {
     "tune_threads": "machine.threads",
     "use_huge_pages": "nn",
     # Not in __all__, so that `from lowbit import *` works without transformers and safetensors, which these need.
-    "CheckpointEntry": "checkpoint",
+    "CheckpointEntry": "files.entries",
     "CheckpointSummary": "checkpoint",
     "FuseSummary": "hf.fusing",
     "LowBitConfig": "transformers",
@@ -131,7 +131,7 @@ _LAZY = {
     "dequantize_checkpoint": "checkpoint",
     "fuse_": "hf.fusing",
     "import_checkpoint": "importing",
-    "inspect_checkpoint": "checkpoint",
+    "inspect_checkpoint": "files.entries",
     "quantize_checkpoint": "checkpoint",
 }
 _LAZY_MODULES = ("levels", "nn", "qat")

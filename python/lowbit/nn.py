@@ -15,7 +15,8 @@ from .layers.convolutions import CLASSES, Window, why_float, window_of
 from .layers.embedding_layers import Table, give_state, table_of
 from .machine.memory import in_huge_pages
 from .operators import ops
-from .packed.matrix import PackedInfo, with_activation_bits
+from .packed.header import PackedInfo, describe_features, describe_format
+from .packed.matrix import with_activation_bits
 from .packed.rounding import ConvConfig, EmbeddingConfig, LinearConfig, quantize_tensor
 
 # The hook dicts that move to the packed layer. They are not copied, because a hook's handle removes it from its dict.
@@ -160,16 +161,6 @@ class Packed(torch.nn.Module):
         self.packed_weight = changed.view(self.packed_weight.shape)
         self._describe(self.packed_weight)
         return self
-
-    def _format_repr(self) -> str:
-        group = "per channel" if self.info.group_size is None else self.info.group_size
-        format = "" if self.info.format == "panel16" else f"format={self.info.format}, "
-        rotated = f"inputs rotated in blocks of {self.info.rotated_inputs}, " if self.info.rotated_inputs else ""
-        planes = "activation_bits=16, " if self.info.activation_bits == 16 else ""
-        return (
-            f"{format}bits={self.info.bits}, group_size={group}, mapping={self.info.mapping}, {rotated}{planes}"
-            f"{self.info.bits_per_weight:.2f} bits per weight"
-        )
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *arguments: Any) -> None:
         error_msgs: list[str] = arguments[-1]
@@ -328,11 +319,7 @@ class Linear(_Product):
         return ops.linear(x, self.packed_weight, self.info.out_features)
 
     def extra_repr(self) -> str:
-        order = "" if self.input_order is None else "act-order permutation, "
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.info.has_bias}, {order}"
-            + self._format_repr()
-        )
+        return describe_features(self.info, self.input_order is not None)
 
 
 class Conv(_Product):
@@ -419,7 +406,7 @@ class Conv(_Product):
         padding = f"padding={window.padding}, " if any(window.padding) else ""
         return (
             f"{self.in_channels}, {self.out_channels}, kernel_size={window.kernel}, stride={window.stride}, {padding}"
-            f"bias={self.info.has_bias}, " + self._format_repr()
+            f"bias={self.info.has_bias}, " + describe_format(self.info)
         )
 
 
@@ -487,7 +474,7 @@ class Embedding(Packed):
     def extra_repr(self) -> str:
         padding = "" if self.padding_idx is None else f"padding_idx={self.padding_idx}, "
         scale = "" if self._table.scale is None else f"scale={self._table.scale.value:g}, "
-        return f"{self.num_embeddings}, {self.embedding_dim}, {padding}{scale}" + self._format_repr()
+        return f"{self.num_embeddings}, {self.embedding_dim}, {padding}{scale}" + describe_format(self.info)
 
 
 class LinearExperts(_Features, Packed):
@@ -541,7 +528,7 @@ class LinearExperts(_Features, Packed):
     def extra_repr(self) -> str:
         return (
             f"experts={self.num_experts}, in_features={self.in_features}, out_features={self.out_features}, "
-            f"bias={self.info.has_bias}, " + self._format_repr()
+            f"bias={self.info.has_bias}, " + describe_format(self.info)
         )
 
 

@@ -14,7 +14,8 @@ def main() -> None:
         # Ctrl-C while libraries are imported ends the program, without a traceback; a command has its own way.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     lowbit_autoload.in_program = True
-    # Imports make many objects that stay; looking for garbage among them takes a twentieth of the start.
+    # Imports make many objects that stay; looking for garbage among them takes a twentieth of the start. Commands enable it.
+    gc.disable()
     gc.set_threshold(20_000, *gc.get_threshold()[1:])
     try:
         from lowbit.cli import main as run

@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from ..files.io import read_bytes, read_row_bytes
-from ..files.safetensors import DTYPES, Stored, read_rows
+from ..files.safetensors import Stored
+from ..files.tensors import DTYPES, read_rows
 from ..packed.groups import per_input
-from ..packed.matrix import PackedInfo, Unpacked, describe, pack, unpack
+from ..packed.header import PackedInfo
+from ..packed.matrix import Unpacked, describe, pack, unpack
 from ..packed.rounding import Config, quantize_tensor
 
 

@@ -12,12 +12,12 @@ from typing import Any
 
 from .. import _C
 from ..files.config_json import CONFIG, quantization_method, read_config
+from ..files.entries import CheckpointEntry, inspect_checkpoint
 from ..files.io import read_bytes
 from ..files.replace import resolve_new_directory
 from ..files.safetensors import INDEX, PACKED_SUFFIX, Stored, files_of, packed_info, read_files
 from ..layers.patterns import Patterns
 from ..packed.matrix import check_activation_bits
-from .entries import CheckpointEntry, inspect_checkpoint
 from .writing import copy_files, new_checkpoint, write_json
 
 _HEADER_BYTES = 128  # at most

@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 
 from ..files.config_json import quantization_method, read_config
+from ..files.entries import CheckpointEntry, inspect_checkpoint
 from ..files.replace import resolve_new_directory
 from ..files.safetensors import files_of, read_files
 from .card import remove_note
-from .entries import CheckpointEntry, inspect_checkpoint
 from .writing import MAX_SHARD_BYTES, check_shard_bytes, copy_files, new_checkpoint
 
 _REPORT = "lowbit_import.json"  # of the packed tensors

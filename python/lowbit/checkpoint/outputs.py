@@ -12,7 +12,8 @@ import torch
 
 from ..files.safetensors import ORDER_SUFFIX, PACKED_SUFFIX, Stored, Writer
 from ..levels import FIT, sampled_rows
-from ..packed.matrix import PLANES_VERSION, PackedInfo
+from ..packed.header import PackedInfo
+from ..packed.matrix import PLANES_VERSION
 from ..packed.rounding import table_of
 from ..packed.row_bands import Bands, rows_of_band
 from .codes import Float, Matrix, Nearness, SourceTensor, Stacked, Weights, pack_rows, requantize_rows

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..files.config_json import QUANTIZED_LEAVES, quantization_settings, read_config
-from ..files.safetensors import DTYPES, Stored, files_of, read_files, read_rows, same_bytes
+from ..files.safetensors import Stored, files_of, read_files
+from ..files.tensors import DTYPES, read_rows, same_bytes
 from ..layers.expert_stacks import Experts
 from ..layers.packable import is_transposed, named_layers, warn_of_floats
 from ..machine.sizes import size

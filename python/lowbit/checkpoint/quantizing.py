@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..files.config_json import CONFIG
+from ..files.entries import CheckpointEntry
 from ..files.replace import resolve_new_directory
 from ..files.safetensors import Writer
 from ..operators import ops
 from .card import write_note
-from .entries import CheckpointEntry
 from .outputs import Output, write_output
 from .plan import read_and_plan
 from .writing import MAX_SHARD_BYTES, check_shard_bytes, copy_files, counted, new_checkpoint, write_json, write_tensors

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from ..files.config_json import CONFIG, SETTINGS_FILES
+from ..files.entries import DTYPES_OF_TORCH, CheckpointEntry, describe_entry
 from ..files.replace import PartialDirectory, naming_full_disk, resolve_new_directory, sync
 from ..files.safetensors import INDEX, WEIGHTS, Stored, Writer, header_of
 from ..machine.sizes import size
-from .entries import DTYPES_OF_TORCH, CheckpointEntry, describe_entry
 from .outputs import Output
 
 MAX_SHARD_BYTES = 5_000_000_000

@@ -7,6 +7,7 @@ transformers only where a command uses them.
 from __future__ import annotations
 
 import functools
+import gc
 from collections.abc import Collection, Sequence
 from importlib import import_module
 from itertools import zip_longest
@@ -17,6 +18,7 @@ import typer.core
 
 import lowbit
 
+from ..machine.imports import import_numpy
 from .models import from_hub
 from .options import PUBLISH_DIRECTORY, for_typer, on_command_line
 from .output import Output, quieten, reporting
@@ -34,6 +36,8 @@ COMMANDS = {
     "eval": "evaluate.evaluate",
     "export": "export.export",
     "inspect": "inspect.inspect",
+    "list": "cached.list_",
+    "rm": "cached.rm",
     "push": "push.push",
     "report": "report.report",
     "bench": "bench.bench",
@@ -42,7 +46,9 @@ COMMANDS = {
     "info": "info.info",
     "doctor": "doctor.doctor",
 }
-_PLAIN = {"certify", "chat", "doctor", "generate", "info", "serve", "transcribe"}  # commands that may need no torch
+# Commands that run models by plans, without torch where they can; and all that may need no torch.
+_BY_PLAN = {"bench", "certify", "chat", "generate", "serve", "transcribe"}
+_PLAIN = _BY_PLAN | {"doctor", "info", "inspect", "list", "rm"}
 
 _SETTINGS: dict[str, Any] = dict(
     help="Language models with 1- to 8-bit weights on CPUs.",
@@ -121,6 +127,11 @@ def _add(app: typer.Typer, name: str) -> None:
         with reporting(as_json, _state["debug"], model):
             if name not in _PLAIN:
                 lowbit.load_torch()
+            if name in _BY_PLAN:
+                import_numpy()
+            if not gc.isenabled():  # in the program; what is imported by now stays
+                gc.freeze()
+                gc.enable()
             for argument in _MODELS & arguments.keys():
                 arguments[argument] = from_hub(Output(as_json), arguments[argument])
             command(**arguments)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import enum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+import lowbit
+
+from ..machine.cpus import default_threads
 from ..machine.facts import cpp_compiler
 from . import options
 from .models import is_shape, load_packed, set_threads
@@ -54,25 +57,13 @@ def bench(
         return
     if model is None:
         raise typer.BadParameter("expected a model or a shape, or --publish", param_hint="MODEL|SHAPE")
-    from ..tools import model_speed as library
-
     modes = list(dict.fromkeys(way.value for way in mode))
-    if not {*modes} <= {"plan", "eager"}:
-        cpp_compiler()
-    set_threads(threads)
-    measured = model if is_shape(model) else load_packed(output, Path(model), widths)
-    with output.progress(f"measuring {model}"):
-        figures = library.run(
-            measured,
-            widths.bits or 4,
-            options.parse_group_size(widths.group_size),
-            activation_bits=int(widths.activation_bits),
-            prompt=prompt,
-            new=new,
-            modes=modes,
-            rounds=rounds,
-            cache=cache,
-        )
+    counts = {"prompt": prompt, "new": new, "rounds": rounds}
+    figures = None
+    if not is_shape(model) and modes == ["plan"] and widths.bits is None and Path(model).is_dir():
+        figures = _measure_plan(output, Path(model), threads, cache, counts)
+    if figures is None:
+        figures = _measure(output, model, widths, threads, modes, cache=cache, **counts)
     shown = table("", "decode, tokens/s", "of the bandwidth", "prompt, tokens/s", "first token, s", "compiled in, s")
     for name, row in figures["modes"].items():
         shown.add_row(
@@ -90,7 +81,44 @@ def bench(
     output.result({"model": model, **figures}, f"{model}: {weights}; {machine}", shown, *used)
 
 
+def _measure_plan(
+    output: Output, model: Path, threads: int | None, cache: str | None, counts: dict[str, int]
+) -> dict[str, Any] | None:
+    """The figures of a model that runs without torch, by the plan beside its weights; None: it has none that can be used."""
+    from .plans import NoPlan, missing, open_model
+
+    try:
+        planned = open_model(output, model, threads, cache)
+    except NoPlan as reason:
+        missing(output, reason)
+        return None
+    options.refuse_unused(f"for {model}, which is packed already", "group_size", "activation_bits")
+    from ..tools.speed_turns import run_plan
+
+    with output.progress(f"measuring {model}"):
+        return run_plan(planned, threads or default_threads(), **counts)
+
+
+def _measure(
+    output: Output, model: str, widths: options.Widths, threads: int | None, modes: list[str], **settings: Any
+) -> dict[str, Any]:
+    """The figures of any model, measured with torch."""
+    lowbit.load_torch()
+    from ..tools import model_speed
+
+    if not {*modes} <= {"plan", "eager"}:
+        cpp_compiler()
+    set_threads(threads)
+    measured = model if is_shape(model) else load_packed(output, Path(model), widths)
+    group_size, activation_bits = options.parse_group_size(widths.group_size), int(widths.activation_bits)
+    with output.progress(f"measuring {model}"):
+        return model_speed.run(
+            measured, widths.bits or 4, group_size, activation_bits=activation_bits, modes=modes, **settings
+        )  # fmt: skip
+
+
 def _publish(output: Output, directory: Path) -> None:
+    lowbit.load_torch()
     import torch
 
     from ..tools.perf import publish

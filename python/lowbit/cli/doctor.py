@@ -3,20 +3,33 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
 from .output import Output, facts_table, size, table
 
 
-def doctor(output: Output) -> None:
+def doctor(
+    output: Output,
+    *,
+    fast: Annotated[bool, typer.Option("--fast", help="Only examine this machine, in a second; try nothing.")] = False,
+) -> None:
     """Examine this machine, and try every way to run a model; takes a minute or two."""
-    from ..tools.doctor.checks import advice, examine
+    from ..tools.doctor.checks import advice, advised_threads, examine
     from ..tools.doctor.surfaces import SURFACES, try_surface
 
     with output.progress("measuring this machine"):
         facts = examine()
+    facts["advised_threads"] = None
+    if fast:
+        advised = advice(facts)
+        document = {**facts, "advice": advised, "surfaces": [], "works": None}
+        faster = [f"faster: {sentence}" for sentence in advised]
+        output.result(document, _facts(facts), "", _kernels(facts["kernels"]), *faster)
+        return
+    with output.progress("measuring threads"):
+        facts["advised_threads"] = advised_threads()
     surfaces = []
     for name in SURFACES:
         with output.progress(f"trying {name}"):
@@ -67,7 +80,7 @@ def _facts(facts: dict[str, Any]) -> Any:
         (
             "threads",
             f"{facts['threads']}; this process may use {facts['cpus_allowed']} CPU{'s' * (facts['cpus_allowed'] != 1)}; "
-            f"fastest for one token: {facts['advised_threads'] or 'not measured without torch'}",
+            f"fastest for one token: {facts['advised_threads'] or 'not measured'}",
         ),
     )
     return facts_table(rows)

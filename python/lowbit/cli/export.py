@@ -121,7 +121,7 @@ def _note_refusal(output: Output, plan: Path) -> None:
 def _to_gguf(output: Output, model: Path, file: Path) -> tuple[list[dict[str, Any]], list[Any]]:
     """Writes a GGUF file; returns its tensors for the JSON document, and a table of their types."""
     from ..exports.gguf import export_gguf
-    from ..importing.summary import ImportedTensor
+    from ..files.import_report import ImportedTensor
 
     with output.progress(f"exporting to {file}", "bytes") as advance:
         tensors = export_gguf(model, file, advance)

@@ -15,7 +15,7 @@ from .options import Target, Threads, refuse_unused
 from .output import Output, packed_figures, size, table
 
 if TYPE_CHECKING:
-    from ..importing.summary import ImportedTensor
+    from ..files.import_report import ImportedTensor
 
 
 def import_(

@@ -15,12 +15,15 @@ from .output import Output, packed_figures, size, table
 def inspect(
     output: Output,
     path: Annotated[
-        Path, typer.Argument(metavar="PATH", help="Directory of a checkpoint, or one .safetensors file.", show_default=False)
+        Path,
+        typer.Argument(
+            metavar="PATH", help="Directory of a checkpoint, or one .safetensors or .gguf file.", show_default=False
+        ),
     ],
 ) -> None:
     """List the tensors of a checkpoint, with their bits and bytes."""
-    from .. import inspect_checkpoint
-    from ..importing.summary import read_report
+    from ..files.entries import inspect_checkpoint
+    from ..files.import_report import read_report
 
     entries = inspect_checkpoint(path)
     imported = read_report(path if path.is_dir() else path.parent)
@@ -42,7 +45,7 @@ def inspect(
         activations = "" if entry.activation_bits is None else str(entry.activation_bits)
         was = imported.get(entry.name)
         came = () if not columns else ("", "") if was is None else (printable(was.source), was.came_over)
-        shown.add_row(name, entry.kind, shape, str(entry.bits), group, mapping, activations, str(entry.bytes), *came)
+        shown.add_row(name, entry.kind, shape, f"{entry.bits:g}", group, mapping, activations, str(entry.bytes), *came)
     total = f"{len(entries)} tensors, {size(document['bytes'])}"
     if count:
         total += f"; {count} packed: {size(packed['packed_bytes'])}, {packed['bits_per_weight']:.2f} bits per weight"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import lowbit
 
 from ..machine.cpus import available_cpus
-from .options import Widths, refuse_unused
+from .options import SHAPES, Widths, refuse_unused
 from .output import Output
 
 if TYPE_CHECKING:
@@ -112,12 +112,10 @@ def is_shape(name: str) -> bool:
     Raises:
         FileNotFoundError: it is neither.
     """
-    from ..llm.shapes import NAMES
-
-    if name in NAMES:
+    if name in SHAPES:
         return True
     if not Path(name).exists():
-        raise FileNotFoundError(f"{name} does not exist; expected the directory of a checkpoint, or one of {', '.join(NAMES)}")
+        raise FileNotFoundError(f"{name} does not exist; expected the directory of a checkpoint, or one of {', '.join(SHAPES)}")
     return False
 
 

@@ -72,12 +72,14 @@ def _number(option: str, help: str, most: float | None = None, least: float | No
     return typer.Option(option, min=least, max=most, callback=finite, help=help, show_default=default)
 
 
-_SHAPES = "llama-3.2-1b, llama-3.2-3b, llama-3.1-8b, qwen3-0.6b"
+SHAPES = ("llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b", "qwen3-0.6b")  # lowbit.llm.shapes.NAMES, whose import takes torch
 Model = Annotated[Path, typer.Argument(metavar="MODEL", help="Directory of a checkpoint, float or packed.", show_default=False)]
 ModelOrShape = Annotated[
     str,
     typer.Argument(
-        metavar="MODEL|SHAPE", help=f"Directory of a checkpoint; or random weights of a shape: {_SHAPES}.", show_default=False
+        metavar="MODEL|SHAPE",
+        help=f"Directory of a checkpoint; or random weights of a shape: {', '.join(SHAPES)}.",
+        show_default=False,
     ),
 ]
 OptionalModelOrShape = Annotated[str | None, *ModelOrShape.__metadata__]

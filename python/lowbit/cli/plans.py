@@ -41,7 +41,7 @@ def open_model(output: Output, path: Path, threads: int | None, cache: str | Non
 
 
 def keep_plan(output: Output, path: Path, decoder: Any, stop: Iterable[int], caches: tuple[str, ...] | None) -> None:
-    """Writes a decoder's plan beside the weights of its model, if it has one; never an error.
+    """Writes a decoder's plan and its tokenizer's tables beside the weights of its model, if it has a plan; never an error.
 
     Args:
         decoder: any step; those without a plan are left alone.
@@ -49,6 +49,7 @@ def keep_plan(output: Output, path: Path, decoder: Any, stop: Iterable[int], cac
         caches: further cache types of the plan; None: no plan is to be written.
     """
     from ..exports.plan_export import write_plan
+    from ..exports.token_file import write_tokens
     from ..hf.decoding import position_limit
     from ..llm import Decoder
     from ..llm.loading import is_packed
@@ -60,6 +61,7 @@ def keep_plan(output: Output, path: Path, decoder: Any, stop: Iterable[int], cac
         return
     try:
         write_plan(decoder, path / PLAN, list(stop), caches)
+        write_tokens(decoder.model, path / PLAN, list(stop))
     except (OSError, ValueError) as error:
         output.note(f"{path / PLAN} is not written: {error}")
     else:

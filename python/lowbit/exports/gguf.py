@@ -23,11 +23,13 @@ from ..files.config_json import CONFIG, quantization_method, read_config
 from ..files.gguf_reader import TYPES, GgufWriter, TensorType
 from ..files.io import read_bytes
 from ..files.replace import replacing
-from ..files.safetensors import DTYPES, Stored, files_of, packed_info, read_files, read_rows
+from ..files.safetensors import Stored, files_of, packed_info, read_files
+from ..files.tensors import DTYPES, read_rows
 from ..files.untrusted import read_json
 from ..importing.gguf_blocks import NL4
 from ..importing.gguf_models import ARCHITECTURES
-from ..packed.matrix import PackedInfo, Unpacked, unpack
+from ..packed.header import PackedInfo
+from ..packed.matrix import Unpacked, unpack
 from ..packed.row_bands import PANEL_ROWS, Bands, rows_of_band
 from .gguf_settings import architecture_metadata, rotation_factors
 

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from .. import _C
+from ..files.plan_facts import TOKENS as TOKENS
 from ..files.replace import replacing, sync
 from .chat_pieces import chat_head, conversations
 from .token_patterns import NONE, Unsupported
 from .token_steps import Tables, decoders, letters, normalizers, pre_tokenizers, rust_spaces
 
-TOKENS = "lowbit.tokens"  # beside the plan
 _MAGIC, _VERSION, _HEADER, _ENTRY, _SECTIONS = b"lowbit tokens\n\0\0", 1, 24, 16, 11
 _KINDS = ("BPE", "Unigram", "WordPiece", "WordLevel")  # SubwordKind
 _SINGLE_WORD, _STRIP_LEFT, _STRIP_RIGHT, _SPECIAL, _CONTROL = 1, 2, 4, 8, 16

@@ -9,6 +9,7 @@ from typing import Any
 from .untrusted import one_line, read_json
 
 CONFIG = "config.json"
+METHOD = "lowbit"  # quant_method of packed checkpoints
 # Fields common to all models. transformers checks the fields of a model type when it builds the model.
 _TYPES: dict[str, tuple[type, str]] = {
     "model_type": (str, "a text"),

@@ -1,14 +1,20 @@
-"""Downloads and uploads models on a hub (huggingface_hub): hf:org/model, hf:org/model@revision, hf:org/model/file.gguf."""
+"""Downloads, lists, removes and uploads models of a hub: hf:org/model, hf:org/model@revision, hf:org/model/file.gguf.
+
+huggingface_hub does the work.
+"""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+from .config_json import METHOD, quantization_method, read_config
 from .untrusted import interpreting
 
 PREFIX = "hf:"
@@ -141,3 +147,91 @@ def _explain(
             return FileNotFoundError(f"{missing}; HF_HUB_OFFLINE forbids downloads")
         return ConnectionError(f"{missing}; {constants.ENDPOINT} cannot be reached")
     return None
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A revision of a model in huggingface_hub's cache."""
+
+    name: str  # hf:org/model
+    revision: str  # the commit
+    refs: list[str]  # branches and tags of the hub that led to it
+    kind: str  # "packed", "GGUF", "float", the name of another quantization method, or "unknown"
+    bytes: int  # of its files; revisions of a model may share files
+    modified: float  # when its last file was written, in seconds since 1970
+    path: str
+
+
+def snapshots() -> tuple[list[Snapshot], list[str]]:
+    """The models in huggingface_hub's cache, by their names, and what of the cache cannot be read.
+
+    Raises:
+        ImportError: huggingface_hub is not installed.
+    """
+    scanned = _scan()
+    found = [
+        Snapshot(
+            f"{PREFIX}{repository.repo_id}", each.commit_hash, sorted(each.refs), _kind_of(each.snapshot_path),
+            each.size_on_disk, each.last_modified, str(each.snapshot_path),
+        )
+        for repository in scanned.repos
+        if repository.repo_type == "model"
+        for each in repository.revisions
+    ]  # fmt: skip
+    return sorted(found, key=lambda each: (each.name, each.modified)), list(map(str, scanned.warnings))
+
+
+def removal_of(name: str) -> tuple[int, Callable[[], None]]:
+    """How to remove a model from huggingface_hub's cache: the bytes that become free, and the function that removes it.
+
+    Args:
+        name: hf:org/model for all revisions, or hf:org/model@revision with a branch, a tag or the beginning of a commit.
+
+    Raises:
+        ImportError: huggingface_hub is not installed.
+        FileNotFoundError: the cache does not have it.
+        ValueError: not a name on a hub, several revisions begin so, or a file of it is outside the cache.
+    """
+    found = hub_name(name)
+    if found is None or found[1] is not None:
+        raise ValueError(f"{name!r} is no model in the hub's cache; expected hf:org/model or hf:org/model@revision")
+    repository, _, revision = found
+    scanned = _scan()
+    commits = {
+        each.commit_hash
+        for one in scanned.repos
+        if one.repo_type == "model" and one.repo_id == repository
+        for each in one.revisions
+        if revision is None or revision in each.refs or each.commit_hash.startswith(revision)
+    }
+    if not commits:
+        raise FileNotFoundError(f"{name} is not in {_cache()}; lowbit list shows what is")
+    if revision is not None and len(commits) > 1:
+        raise ValueError(f"{name} may be any of {', '.join(sorted(commits))}; expected more characters of the commit")
+    strategy = scanned.delete_revisions(*commits)
+    root = _cache().resolve()
+    for path in (*strategy.repos, *strategy.snapshots, *strategy.refs, *strategy.blobs):
+        # The last part may be a link, which is removed itself.
+        if not (path.parent.resolve() / path.name).is_relative_to(root):
+            raise ValueError(f"{name} has {path}, which is not in {root}; remove it by hand")
+    return strategy.expected_freed_size, strategy.execute
+
+
+def _cache() -> Path:
+    return Path(import_module("huggingface_hub.constants").HF_HUB_CACHE)
+
+
+def _scan() -> Any:
+    """The content of huggingface_hub's cache."""
+    hub: Any = import_module("huggingface_hub")
+    return hub.scan_cache_dir(_cache()) if _cache().is_dir() else SimpleNamespace(repos=(), warnings=())
+
+
+def _kind_of(directory: Path) -> str:
+    if any(directory.rglob("*.gguf")):
+        return "GGUF"
+    try:
+        method = quantization_method(read_config(directory))
+    except (OSError, ValueError):
+        return "unknown"
+    return "float" if method is None else {METHOD: "packed"}.get(method, str(method))

@@ -25,25 +25,33 @@ class Place(Protocol):
     def shape(self) -> tuple[int, ...]: ...
 
 
+def read_into(view: memoryview, stored: Place, begin: int = 0) -> None:
+    """Fills a buffer with the bytes of a tensor from ``begin`` on.
+
+    Raises:
+        OSError: the file ends earlier.
+    """
+    with open(stored.path, "rb", buffering=0) as file:
+        file.seek(stored.offset + begin)
+        done = 0
+        while done < len(view):
+            read = file.readinto(view[done:])
+            if not read:
+                raise OSError(f"{stored.path} ended in the middle of {stored.name}: it was changed while being read")
+            done += read
+
+
 def read_bytes(stored: Place, begin: int = 0, end: int | None = None) -> Tensor:
     """A copy of bytes [begin, end) of a tensor, uint8. Pages of a mapped file would count as memory of this process.
 
     Raises:
         OSError: the file ends earlier.
     """
-    count = (stored.bytes if end is None else end) - begin
     import torch
 
+    count = (stored.bytes if end is None else end) - begin
     buffer = torch.empty(count, dtype=torch.uint8, device="cpu")  # a loader may have set another default device
-    view = memoryview(buffer.numpy())
-    with open(stored.path, "rb", buffering=0) as file:
-        file.seek(stored.offset + begin)
-        done = 0
-        while done < count:
-            read = file.readinto(view[done:])
-            if not read:
-                raise OSError(f"{stored.path} ended in the middle of {stored.name}: it was changed while being read")
-            done += read
+    read_into(memoryview(buffer.numpy()), stored, begin)
     return buffer
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 PLAN = "lowbit.plan"  # beside the weights
+TOKENS = "lowbit.tokens"  # beside the plan
 FACT = "program"
 _PER_NUMBER = 7  # bytes of the description in a fact of 64 bits
 

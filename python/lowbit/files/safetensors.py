@@ -1,32 +1,29 @@
-"""Reads and writes safetensors files: headers, rows of a tensor, headers of packed weights."""
+"""Reads and writes safetensors files: their headers, and headers of packed weights; needs no torch."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
+import numpy
 
 from .. import _C
-from ..packed.matrix import PackedInfo
+from ..packed.header import PackedInfo
 from .config_json import refuse_gguf
-from .io import read_bytes, read_row_bytes, write_all
+from .io import read_into, write_all
 from .replace import check_utf8, sync
 from .untrusted import check_regular, read_json
 
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PACKED_SUFFIX = ".packed_weight"
 ORDER_SUFFIX = ".input_order"  # int32 [inputs], for layers with an act-order permutation
 
 _ALIGNMENT = 64  # of the data in a file: a cache line. Sizes of packed weights are multiples of it
-_CHUNK = 8 << 20
 
 
 @dataclass(frozen=True)
@@ -55,7 +52,7 @@ def read_file(path: Path) -> dict[str, Stored]:
     check_utf8(path)
     check_regular(path)
     try:
-        with safe_open(path, framework="pt"):  # validates the header and the file's size
+        with safe_open(path, framework="numpy"):  # validates the header and the file's size
             pass
     except SafetensorError as error:
         raise ValueError(
@@ -143,23 +140,6 @@ def read_files(paths: Iterable[Path], weight_map: dict[str, str] | None = None) 
     return {name: stored for name, stored in tensors.items() if name not in guards or stored.shape != (0,)}
 
 
-def read_rows(stored: Stored, begin: int, end: int) -> Tensor:
-    """Rows [begin, end) of a floating-point tensor, in its own dtype."""
-    return read_row_bytes(stored, begin, end).view(DTYPES[stored.dtype]).view(end - begin, *stored.shape[1:])
-
-
-def chunks(stored: Stored) -> Iterator[Tensor]:
-    """All bytes of a tensor, some megabytes at a time."""
-    for begin in range(0, stored.bytes, _CHUNK):
-        yield read_bytes(stored, begin, min(begin + _CHUNK, stored.bytes))
-
-
-def same_bytes(first: Stored, second: Stored) -> bool:
-    if (first.dtype, first.shape) != (second.dtype, second.shape):
-        return False
-    return all(torch.equal(a, b) for a, b in zip(chunks(first), chunks(second), strict=True))
-
-
 def packed_info(stored: Stored) -> PackedInfo:
     """The header of a packed tensor in a file, or of its first expert; no other byte is read.
 
@@ -172,8 +152,9 @@ def packed_info(stored: Stored) -> PackedInfo:
                 f"found dtype {stored.dtype} and shape {list(stored.shape)}; expected U8 and [bytes] or [experts, bytes]"
             )
         size = stored.shape[-1]
-        header = read_bytes(stored, 0, min(128, size))  # 128 bytes with levels, else 64
-        info = PackedInfo(**_C.info(header.data_ptr(), size, False))
+        header = numpy.empty(min(128, size), dtype=numpy.uint8)  # 128 bytes with levels, else 64
+        read_into(memoryview(header), stored)
+        info = PackedInfo(**_C.info(header.ctypes.data, size, False))
         return info if len(stored.shape) == 1 else replace(info, experts=stored.shape[0])
     except ValueError as error:
         raise ValueError(f"{stored.name} in {stored.path}: {error}") from error

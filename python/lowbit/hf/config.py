@@ -13,13 +13,13 @@ from transformers import PreTrainedModel
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from .. import nn
+from ..files.config_json import METHOD as METHOD
 from ..layers.expert_stacks import Experts
 from ..layers.packable import check_whole_experts, float_convolutions, kind_of, named_layers
 from ..layers.patterns import Patterns
 from ..packed.rounding import ConvConfig, EmbeddingConfig, LinearConfig
 from .names import tied_layers
 
-METHOD = "lowbit"
 FORMAT_VERSION = 2  # the newest version that is read; written only for models with act-order permutations
 _WITHOUT_ORDERS = 1
 

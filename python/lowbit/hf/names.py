@@ -13,7 +13,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, dot
 
 from .. import nn
 from ..layers.packable import kind_of
-from ..packed.matrix import PackedInfo
+from ..packed.header import PackedInfo
 
 if TYPE_CHECKING:
     import torch

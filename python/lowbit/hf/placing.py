@@ -15,7 +15,7 @@ from ..layers.computed_tensor import ComputedTensor
 from ..layers.expert_stacks import Experts
 from ..layers.packable import check_whole_experts, kind_of, named_layers, put_packed
 from ..machine.memory import give_back
-from ..packed.matrix import PackedInfo
+from ..packed.header import PackedInfo
 from .names import tied_layers
 
 PACKED, ORDER = "packed_weight", "input_order"

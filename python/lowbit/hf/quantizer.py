@@ -22,7 +22,7 @@ from ..files.untrusted import read_json
 from ..layers.expert_stacks import Experts
 from ..layers.packable import kind_of, layer_at, named_layers, oriented, pack_layer, put_packed, replace_layers, warn_of_floats
 from ..machine.memory import in_huge_pages
-from ..packed.matrix import PackedInfo
+from ..packed.header import PackedInfo
 from ..packed.rounding import ConvConfig, EmbeddingConfig, LinearConfig
 from .config import BY_OVERRIDES, METHOD, LowBitConfig
 from .dequantized import dequantize

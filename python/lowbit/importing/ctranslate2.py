@@ -17,7 +17,8 @@ from ..files.ctranslate2_reader import read_ctranslate2
 from ..files.gguf_cache import file_states
 from ..files.io import read_bytes, read_row_bytes
 from ..files.replace import sync
-from ..files.safetensors import Stored, read_rows
+from ..files.safetensors import Stored
+from ..files.tensors import read_rows
 from ..files.untrusted import read_json
 from .source import Source
 

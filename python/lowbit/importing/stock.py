@@ -12,7 +12,8 @@ from torch import Tensor
 
 from ..checkpoint.codes import Float, LastRead, order_of, stored_float
 from ..files.io import read_bytes
-from ..files.safetensors import DTYPES, Stored
+from ..files.safetensors import Stored
+from ..files.tensors import DTYPES
 from ..files.untrusted import printable
 
 _DTYPES = DTYPES | {

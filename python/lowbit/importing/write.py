@@ -13,18 +13,20 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from ..checkpoint import MAX_SHARD_BYTES, CheckpointEntry, counted, new_checkpoint, write_json, write_note, write_tensors
+from ..checkpoint import MAX_SHARD_BYTES, counted, new_checkpoint, write_json, write_note, write_tensors
 from ..checkpoint.codes import Float, Nearness, SourceTensor, Stacked, Weights, as_floats
 from ..checkpoint.outputs import Output, has_values, place_outputs, write_output
 from ..files.config_json import CONFIG
+from ..files.entries import CheckpointEntry
 from ..files.gguf_cache import REPORT, VERSION
+from ..files.import_report import ImportedTensor
 from ..files.replace import resolve_new_directory
-from ..files.safetensors import DTYPES, ORDER_SUFFIX, Writer
+from ..files.safetensors import ORDER_SUFFIX, Writer
+from ..files.tensors import DTYPES
 from ..machine.sizes import size
 from ..packed.matrix import check_activation_bits
 from .joining import describe_experts, stacked
 from .source import Source
-from .summary import ImportedTensor
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

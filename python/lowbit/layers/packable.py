@@ -12,7 +12,7 @@ import torch
 
 from .. import nn
 from ..machine.memory import in_huge_pages
-from ..packed.matrix import PackedInfo
+from ..packed.header import PackedInfo
 from ..packed.rounding import Config, ConvConfig, EmbeddingConfig, LinearConfig, check_layer, quantize_tensor
 from .convolutions import why_float
 from .embedding_layers import table_of

@@ -10,6 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .. import _C
 from ..files.config_json import CONFIG, quantization_method, read_config
 from ..files.untrusted import interpreting, read_json
 
@@ -263,11 +264,15 @@ class TextStream:
             tokenizer: a fast tokenizer.
             prompt: ids of the preceding text, because some tokenizers drop the space before the first word of a text.
         """
-        from tokenizers.decoders import DecodeStream
+        tables = getattr(tokenizer, "tables", None)
+        if tables is not None:  # of a PlainTokenizer
+            self._push: Callable[[int], str | None] = _C.TokenStream(tables, prompt).push
+        else:
+            from tokenizers.decoders import DecodeStream
 
-        self._tokenizer = tokenizer.backend_tokenizer
-        self._stream = DecodeStream(ids=prompt, skip_special_tokens=True)
+            stream = DecodeStream(ids=prompt, skip_special_tokens=True)
+            self._push = partial(stream.step, tokenizer.backend_tokenizer)
 
     def push(self, token: int) -> str:
         """The text that a token completes; empty if a character is incomplete."""
-        return self._stream.step(self._tokenizer, token) or ""
+        return self._push(token) or ""

@@ -44,6 +44,11 @@ class PlanDecoder(TextsDecoder):
         self._count = 0  # its tokens
 
     @property
+    def dtype(self) -> str:
+        """The type of the model's activations."""
+        return "bfloat16" if self._output == "uint16" else self._output
+
+    @property
     def recurrent(self) -> bool:
         return any(slot >= Slot.STATE for _, slot, _, _ in self.model.caches)
 

@@ -15,7 +15,7 @@ from .. import _C, __version__
 from ..files.plan_facts import PLAN as PLAN
 from ..files.plan_facts import NoPlan as NoPlan
 from ..files.plan_facts import described, facts_of, states
-from .plain_tokenizer import PlainTokenizer
+from .plain_tokenizer import PlainTokenizer, tables_of
 from .plan_decoder import PlanDecoder
 from .sampling import check_max_length
 
@@ -124,4 +124,6 @@ def open_planned(directory: Path, threads: int, cache: str | None) -> PlannedMod
     config = SimpleNamespace(vocab_size=plan.vocabulary)
     config.get_text_config = lambda: config
     model = SimpleNamespace(config=config, generation_config=generation)
-    return PlannedModel(directory, plan, model, PlainTokenizer(directory, special), cache or default, stop, prefix)
+    return PlannedModel(
+        directory, plan, model, PlainTokenizer(directory, special, tables_of(directory)), cache or default, stop, prefix
+    )

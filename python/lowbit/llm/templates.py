@@ -8,14 +8,14 @@ import re
 import sys
 import time
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from importlib import import_module
 from types import FrameType
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 from ..files.untrusted import interpreting
 
@@ -80,11 +80,16 @@ def render(
     """
     control = _control_tokens(tokenizer)
     text, places = _rendered(tokenizer, messages, template, tools, control, answers, continues, variables or {})
+    expected = [(control.ids[text[start:end]], start, end) for start, end in places]
+    if getattr(tokenizer, "tables", None) is not None and len(places) == len(control.places(text)):
+        # They give no offsets. If the text has control tokens only where the template wrote them, their order says as much.
+        plain: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+        if [token for token in plain if token in control.names] == [token for token, _, _ in expected]:
+            return plain
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     ids: list[int] = list(encoded["input_ids"])
     # A token that strips adjacent spaces covers a longer range than its text.
     found = [(token, *where) for token, where in zip(ids, encoded["offset_mapping"], strict=True) if token in control.names]
-    expected = [(control.ids[text[start:end]], start, end) for start, end in places]
     if len(found) == len(expected) and all(
         token == wanted and first <= start and end <= last
         for (token, first, last), (wanted, start, end) in zip(found, expected, strict=True)
@@ -221,7 +226,7 @@ def _random(below: int) -> int:
 class _Control:
     """The control tokens of a tokenizer."""
 
-    backend: Any
+    tokenizer: Callable[[], Any]  # a weak reference
     ids: dict[str, int]  # text -> id
 
     @cached_property
@@ -339,7 +344,8 @@ class _Control:
         The flag `encode_special_tokens` of tokenizers is not enough: a Unigram model may still encode the text of a control
         token as that token, and the flag does not affect tokens that are not marked special.
         """
-        content = json.loads(self.backend.to_str())
+        backend = self.tokenizer().backend_tokenizer
+        content = json.loads(backend.to_str())
         names = {text: self.names[number] for text, number in self.ids.items()}
         for added in content["added_tokens"]:
             added["content"] = names.get(added["content"], added["content"])
@@ -356,7 +362,7 @@ class _Control:
             pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
             model["merges"] = [pair for pair in pairs if not {*pair, "".join(pair)} & names.keys()]
         content |= {"post_processor": None, "truncation": None, "padding": None}
-        made = type(self.backend).from_str(json.dumps(content))
+        made = type(backend).from_str(json.dumps(content))
         wrong = [text for text, number in self.ids.items() if made.token_to_id(names[text]) != number]
         if wrong:
             raise ValueError(f"the tokenizer does not keep the control token {wrong[0]!r} apart from texts")
@@ -375,7 +381,7 @@ def _control_tokens(tokenizer: Any) -> _Control:
     }
     known = _CONTROL.get(tokenizer)
     if known is None or known.ids != ids:
-        known = _CONTROL[tokenizer] = _Control(tokenizer.backend_tokenizer, ids)
+        known = _CONTROL[tokenizer] = _Control(ref(tokenizer), ids)
     return known
 
 

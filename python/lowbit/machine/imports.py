@@ -1,9 +1,23 @@
-"""Finds the cause of a failed import, which libraries with lazy imports hide behind several exceptions."""
+"""A quick import of numpy, and causes of failed imports, which libraries with lazy imports hide behind several exceptions."""
 
+import os
 import sys
+from importlib import import_module
 from types import FrameType
 
 _BETWEEN = {"lowbit", "lowbit_autoload", "torch", "__main__", *sys.stdlib_module_names}
+
+
+def import_numpy() -> None:
+    """Imports numpy with one thread of OpenBLAS: the others, which lowbit does not need, spin for 70 ms when they start."""
+    setting = "OPENBLAS_NUM_THREADS"
+    if "numpy" in sys.modules or setting in os.environ:
+        return
+    os.environ[setting] = "1"
+    try:
+        import_module("numpy")
+    finally:
+        del os.environ[setting]
 
 
 def why_not(package: str, error: ImportError, install: str) -> str:

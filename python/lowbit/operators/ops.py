@@ -11,19 +11,8 @@ from torch.autograd import forward_ad
 from torch.overrides import handle_torch_function, has_torch_function
 
 from .. import _C
-from ..packed.matrix import (
-    PackedInfo,
-    Unpacked,
-    as_levels,
-    check_format,
-    describe,
-    info,
-    info_of_experts,
-    pack,
-    repack,
-    unpack,
-    verify,
-)
+from ..packed.header import PackedInfo
+from ..packed.matrix import Unpacked, as_levels, check_format, describe, info, info_of_experts, pack, repack, unpack, verify
 from .cache_layout import stored_width
 
 __all__ = [

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from ..layers.computed_tensor import ComputedTensor
 from ..levels import FIT, TABLES, fit_levels, round_to_levels
-from .matrix import PackedInfo, as_levels, check_activation_bits, check_format, describe, pack
+from .header import PackedInfo
+from .matrix import as_levels, check_activation_bits, check_format, describe, pack
 from .rotation import block_of, rotate, rotate_weight
 
 # Above this, the range of a group or its scale could overflow float32.

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from .. import _C
-from .matrix import PackedInfo
+from .header import PackedInfo
 
 PANEL_ROWS = 16
 

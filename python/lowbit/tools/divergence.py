@@ -14,7 +14,8 @@ from torch import Tensor
 
 from ..files.io import read_bytes
 from ..files.replace import replacing
-from ..files.safetensors import Stored, Writer, read_file, read_metadata, read_rows
+from ..files.safetensors import Stored, Writer, read_file, read_metadata
+from ..files.tensors import read_rows
 from ..llm.perplexity import Perplexity, check_causal, predictions, windows_of
 from ..machine.sizes import size
 

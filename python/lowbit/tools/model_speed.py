@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -15,8 +14,8 @@ from ..llm.decoder import Decoder
 from ..llm.sampling import most_likely
 from ..llm.shapes import random_model
 from ..machine.facts import cpu_name, peak_memory
-from ..machine.memory import ReadBandwidth
 from ..packed.rounding import EmbeddingConfig, LinearConfig
+from .speed_turns import CHOSEN_EXPERTS, Feed, in_turns, parts_of, timed
 
 MODES = ("plan", "eager", "compile", "aot")
 
@@ -44,22 +43,19 @@ def bytes_per_token(model: torch.nn.Module) -> int:
 def _experts_per_token(model: torch.nn.Module) -> int | None:
     config = getattr(model, "config", None)
     config = config.get_text_config() if config is not None else None
-    counts = (getattr(config, name, None) for name in ("num_experts_per_tok", "num_experts_per_token", "moe_topk"))
+    counts = (getattr(config, name, None) for name in CHOSEN_EXPERTS)
     return next((count for count in counts if isinstance(count, int)), None)
 
 
 def measure(step: Callable[..., torch.Tensor], prompt: torch.Tensor, new: int) -> tuple[float, list[float]]:
     """Seconds to the first token after a prompt [1, s], and for each of ``new`` further tokens, with greedy decoding."""
-    start = torch.zeros(1, dtype=torch.int64)
-    seconds, tokens = [], prompt
     with torch.inference_mode():
-        for _ in range(new + 1):
-            begin = time.perf_counter()
-            token = most_likely(step(tokens, start)[0])
-            seconds.append(time.perf_counter() - begin)
-            start = start + tokens.shape[1]
-            tokens = torch.tensor([[token]])
-    return seconds[0], seconds[1:]
+        return timed(_feed(step), prompt[0].tolist(), new)
+
+
+def _feed(step: Callable[..., torch.Tensor]) -> Feed:
+    """A step that takes lists."""
+    return lambda tokens, start: step(torch.tensor([tokens]), torch.tensor([start]))[0]
 
 
 def profile(step: Callable[..., torch.Tensor], position: int, count: int = 8) -> dict[str, float]:
@@ -90,8 +86,7 @@ def _profile_of_plan(decoder: Decoder, position: int, count: int) -> dict[str, f
         begin = time.perf_counter()
         times = decoder.plan_times(steps)
         total = time.perf_counter() - begin
-    parts = {part: sum(times.get(name, 0.0) for name in (part, f"{part}s")) / count for part in ("linear", "attention")}
-    return parts | {"rest": total / count - sum(parts.values())}
+    return parts_of(times, total, count)
 
 
 def make_step(decoder: Decoder, mode: str) -> Callable[..., torch.Tensor]:
@@ -123,8 +118,7 @@ def run(
 ) -> dict[str, Any]:
     """Measures prefill and decoding, in all modes by turns, with the read bandwidth before and after each turn.
 
-    Other programs take bandwidth too, so the share of the bandwidth is computed for each turn. Figures are medians over the
-    rounds.
+    Figures are medians over the rounds.
 
     Args:
         model_or_shape: one of ``lowbit.llm.shapes.NAMES``, or a configuration of transformers, for random weights; or
@@ -170,7 +164,9 @@ def run(
         tokens = torch.randint(config.vocab_size, (1, prompt), generator=torch.Generator().manual_seed(0))
         steps = {mode: _prepare(decoder, mode, tokens) for mode in modes}
         touched = bytes_per_token(model)
-        turns = _take_turns(steps, tokens, new, rounds, threads, touched)
+        feeds = {mode: _feed(step) for mode, (step, _) in steps.items()}
+        with torch.inference_mode():
+            bandwidth, figures = in_turns(feeds, tokens[0].tolist(), new, rounds, threads, touched)
         return {
             "shape": model_or_shape if isinstance(model_or_shape, str) else config.model_type,
             "machine": cpu_name(),
@@ -181,10 +177,9 @@ def run(
             "prompt": prompt,
             "new": new,
             "packed_bytes_per_token": touched,
-            "read_bandwidth": statistics.median(turn["roof"] for mode in modes for turn in turns[mode]),
+            "read_bandwidth": bandwidth,
             "modes": {
-                mode: _medians(turns[mode], prompt)
-                | {"parts": profile(step, prompt, min(8, new)), "prepare_seconds": prepare_seconds}
+                mode: figures[mode] | {"parts": profile(step, prompt, min(8, new)), "prepare_seconds": prepare_seconds}
                 for mode, (step, prepare_seconds) in steps.items()
             },
             "peak_memory_bytes": peak_memory(),
@@ -199,29 +194,3 @@ def _prepare(decoder: Decoder, mode: str, tokens: torch.Tensor) -> tuple[Any, fl
     step = make_step(decoder, mode)
     measure(step, tokens, 2)
     return step, time.perf_counter() - begin
-
-
-def _take_turns(
-    steps: dict[str, tuple[Any, float]], tokens: torch.Tensor, new: int, rounds: int, threads: int, touched: int
-) -> dict[str, list[dict[str, float]]]:
-    """Figures of each mode and round; ``touched`` is the number of bytes read per token."""
-    bandwidth = ReadBandwidth()
-    turns: dict[str, list[dict[str, float]]] = {mode: [] for mode in steps}
-    for _ in range(rounds):
-        for mode, (step, _) in steps.items():
-            roofs = [bandwidth(threads)]
-            first, later = measure(step, tokens, new)
-            roofs.append(bandwidth(threads))
-            token, roof = statistics.median(later), statistics.mean(roofs)
-            turns[mode].append({"first": first, "token": token, "roof": roof, "share": touched / token / roof})
-    return turns
-
-
-def _medians(turns: list[dict[str, float]], prompt: int) -> dict[str, Any]:
-    median = {name: statistics.median(turn[name] for turn in turns) for name in turns[0]}
-    return {
-        "prefill_tokens_per_second": prompt / median["first"],
-        "seconds_to_first_token": median["first"],
-        "decode_tokens_per_second": 1 / median["token"],
-        "share_of_bandwidth": median["share"],
-    }

@@ -35,4 +35,4 @@ def test_docs_have_every_option_and_default(command):
             shown = "" if default is None else "off" if default is False else str(default)
             options[parameter.opts[0]] = "required" if parameter.required else shown
     assert documented == options
-    assert f"\n    lowbit {command} " in section(command) or command in ("info", "doctor")
+    assert f"\n    lowbit {command} " in section(command) or command in ("info", "doctor", "list")

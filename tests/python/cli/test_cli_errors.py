@@ -281,11 +281,11 @@ def test_errors_of_paths_and_overrides_name_what_is_wrong(packed, tmp_path):
     draft = ("generate", packed[0], "--prompt", "a", "--draft", tmp_path / "none")
     assert f"{tmp_path / 'none'} is not a directory; expected one with tokenizer.json" in error(invoke(*draft))
     (tmp_path / "model.bin").write_bytes(b"GGUF")
-    assert "expected one whose name ends in .safetensors" in error(invoke("inspect", tmp_path / "model.bin"))
+    assert "expected .safetensors or .gguf at the end of its name" in error(invoke("inspect", tmp_path / "model.bin"))
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
     says = f"{tmp_path / 'model.gguf'} is a GGUF file; expected a checkpoint's directory: lowbit import converts it"
     readers = {**READING, "report": lambda model, out: ("report", model, out, "--text", TINY / "heldout.txt")}
-    for command in ("eval", "export", "inspect", "tune", "report"):
+    for command in ("eval", "export", "tune", "report"):
         assert error(invoke(*readers[command](tmp_path / "model.gguf", tmp_path))) == says, command
     (tmp_path / "model").mkdir()
     whole = ("quantize", tmp_path / "model.gguf", tmp_path / "new", "--bits", 3, "--override", "a*=8", "--override", "b=float")

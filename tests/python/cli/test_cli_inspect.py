@@ -7,6 +7,7 @@ import lowbit
 import pytest
 import typer.testing
 from command_line import FLOAT, document, documented_keys, error, invoke, keys_in, run
+from gguf_files import file_bytes
 from lowbit.cli.app import make_app
 from lowbit.machine.sizes import size
 
@@ -83,6 +84,24 @@ def test_inspect_shows_the_bits_of_every_dtype(tmp_path):
     text = json.dumps(header).encode()
     file.write_bytes(len(text).to_bytes(8, "little") + text + bytes(at))
     assert "F5" in error(invoke("inspect", file))
+
+
+def test_inspect_a_gguf_file(tmp_path):
+    blocks = 3 * 18  # of Q4_0
+    tensors = [("a", (32, 3), 2, bytes(blocks)), ("b", (8,), 0, bytes(32)), ("c", (256, 2), 12, bytes(2 * 144))]
+    file = tmp_path / "model.gguf"
+    file.write_bytes(file_bytes({"general.architecture": "llama"}, tensors))
+    said = document(invoke("inspect", file, "--json"))
+    rows = [(entry["name"], entry["kind"], entry["shape"], entry["bits"], entry["bytes"]) for entry in said["tensors"]]
+    assert rows == [
+        ("a", "Q4_0", [3, 32], 4.5, blocks), ("b", "float32", [8], 32, 32), ("c", "Q4_K", [2, 256], 4.5, 2 * 144),
+    ]  # fmt: skip
+    assert said["bytes"] == blocks + 32 + 2 * 144 and {entry["file"] for entry in said["tensors"]} == {"model.gguf"}
+    assert ["a", "Q4_0", "3", "x", "32", "4.5", str(blocks)] in [
+        line.split() for line in invoke("inspect", file).stdout.splitlines()
+    ]
+    file.write_bytes(file.read_bytes()[:-1])
+    assert str(file) in error(invoke("inspect", file))
 
 
 def test_inspect_shows_names_as_they_are(tmp_path):

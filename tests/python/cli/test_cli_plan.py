@@ -14,6 +14,7 @@ from command_line import FLOAT, PROGRAM, PROMPT, TINY, UNICODE, document, invoke
 from lowbit.cli import plans
 from lowbit.exports import plan_export
 from lowbit.llm import plan_files
+from lowbit.llm.loading import load_tokenizer
 from lowbit.llm.plan_files import PLAN
 from lowbit.machine.cpus import available_cpus, default_threads
 from test_chat import PLAIN
@@ -102,11 +103,12 @@ def test_chat_gives_the_document_of_torch(planned, monkeypatch, options):
         (("generate", "--prompt", UNICODE, "--temperature", 0.7, "--stop", "zz"), None),
         (("generate", "--prompt", PROMPT, "--chat"), None),
         (("chat", "--max-length", 64), f"{PROMPT}\n{UNICODE}\n"),
+        (("inspect",), None),
     ],
 )
 def test_neither_torch_nor_transformers_is_imported(planned, monkeypatch, command, stdin):
     name, *options = map(str, command)
-    arguments = [name, str(planned), *options, "--max-new-tokens", "8"]
+    arguments = [name, str(planned), *options, *([] if name == "inspect" else ["--max-new-tokens", "8"])]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     result = subprocess.run(
         [sys.executable, "-c", PROGRAM, *arguments], input=stdin, capture_output=True, text=True, env=environment, timeout=600
@@ -115,6 +117,39 @@ def test_neither_torch_nor_transformers_is_imported(planned, monkeypatch, comman
     assert result.stderr.splitlines()[-1] == "", result.stderr
     monkeypatch.setenv("LOWBIT_PLAN", "0")
     assert result.stdout.encode() == invoke(*arguments, stdin=stdin).stdout.encode()
+
+
+def test_bench_measures_the_plan_without_torch(planned, monkeypatch):
+    options = ("--prompt", 16, "--new", 2, "--rounds", 1, "--threads", 1)
+    arguments = list(map(str, ("bench", planned, *options, "--json")))
+    result = subprocess.run([sys.executable, "-c", PROGRAM, *arguments], capture_output=True, text=True, timeout=600)
+    assert result.returncode == 0 and result.stderr.splitlines()[-1] == "", result.stderr
+    by_plan = json.loads(result.stdout)
+    monkeypatch.setenv("LOWBIT_PLAN", "0")
+    by_torch = document(invoke(*arguments))
+    assert by_plan.keys() == by_torch.keys()
+    for name in by_plan.keys() - {"modes", "read_bandwidth", "peak_memory_bytes"}:
+        assert by_plan[name] == by_torch[name], name
+    figures, expected = (each["modes"]["plan"] for each in (by_plan, by_torch))
+    assert figures.keys() == expected.keys() and figures["parts"].keys() == expected["parts"].keys()
+    assert figures["prefill_tokens_per_second"] * figures["seconds_to_first_token"] == pytest.approx(16)
+    assert min(figures["parts"].values()) > 0 and by_plan["read_bandwidth"] > 1e8
+    monkeypatch.setenv("LOWBIT_PLAN", "1")
+    assert "--group-size" in invoke(*arguments, "--group-size", 64).stderr  # it is packed already
+
+
+def test_the_doctor_imports_no_torch(tmp_path):
+    # Every process that it starts ends at once.
+    (tmp_path / "sitecustomize.py").write_text("import os, sys\nif '-m' in sys.orig_argv: os._exit(3)\n")
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    for options, code in (([], 1), (["--fast"], 0)):
+        command = [sys.executable, "-c", PROGRAM, "doctor", *options, "--json"]
+        result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
+        assert result.returncode == code and result.stderr.splitlines()[-1] == "", result.stderr
+        said = json.loads(result.stdout)
+        assert {each["state"] for each in said["surfaces"]} == (set() if options else {"broken"})
+        assert said["works"] is (None if options else False)
+        assert said["advised_threads"] is None and said["read_bandwidth"] > 1e8 and said["kernels"]
 
 
 def test_the_program_without_torch_still_has_every_command_and_refuses_options(planned):
@@ -140,6 +175,7 @@ def test_the_program_without_torch_still_has_every_command_and_refuses_options(p
     ("damage", "said"),
     [
         ("settings", "is not used: the files of settings beside it have changed"),
+        ("tokenizer", "is not used: the files of settings beside it have changed"),
         ("weights", "has changed since the plan was made; make it again"),
         ("bytes", "the plan's checksum does not fit its bytes"),
         ("version", None),
@@ -153,6 +189,9 @@ def test_a_plan_that_does_not_fit_is_replaced(planned, tmp_path, monkeypatch, da
     if damage == "settings":
         file = tmp_path / "model" / "generation_config.json"
         file.write_text(json.dumps(json.loads(file.read_text()) | {"temperature": 0.5}))
+    elif damage == "tokenizer":
+        file = tmp_path / "model" / "tokenizer.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"normalizer": {"type": "Lowercase"}}))
     elif damage == "weights":
         change_a_bit(tmp_path / "model" / "model.safetensors", "norm.weight")
     elif damage == "bytes":
@@ -172,6 +211,11 @@ def test_a_plan_that_does_not_fit_is_replaced(planned, tmp_path, monkeypatch, da
     assert loading.startswith("loading ") and "prompt tokens" in figures and written.startswith(f"{plan} is written")
     second = invoke(*run)
     assert len(second.stderr.splitlines()) == 1 and second.stdout == first.stdout
+    # The tables beside the plan are those of the same tokenizer.json.
+    made = plan_files.open_planned(tmp_path / "model", 1, None).tokenizer
+    assert made.tables.encode(PROMPT, True) == load_tokenizer(tmp_path / "model")(PROMPT)["input_ids"]
+    old = plan_files.open_planned(planned, 1, None).tokenizer.tables.encode(PROMPT, True)
+    assert (made.tables.encode(PROMPT, True) == old) == (damage != "tokenizer")
 
 
 def test_prompts_and_prefixes_on_disk_are_those_of_torch(planned, tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ import torch
 import transformers
 import yaml
 from checkpoints import make_model
-from command_line import FLOAT, document, error, invoke, run
+from command_line import FLOAT, document, documented_keys, error, invoke, keys_in, run
 from gguf_files import write_model
 from hub_server import TOKEN, Repository, files_in, serving
 from huggingface_hub import constants
@@ -128,6 +128,57 @@ def test_a_gguf_file_of_a_repository(hub, tmp_path):
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == (tmp_path / "local" / "model.safetensors").read_bytes()
     assert not any(path.endswith("model-Q4.gguf") for _, path in hub.asked)
     assert error(invoke("inspect", "hf:org/model-GGUF/x.gguf")) == f"org/model-GGUF on {hub.address} has no file x.gguf"
+
+
+def test_models_of_the_cache_are_listed_and_removed(hub, packed, tmp_path, monkeypatch):
+    assert document(invoke("list", "--json")) == {"models": []} and invoke("list").stdout == "no model was downloaded\n"
+    model, other = Repository(), Repository()
+    hub.models |= {"org/model": model, "org/other": other}
+    files = {name: content for name, content in files_in(packed[0]).items() if name != "README.md"}  # it is not downloaded
+    first, second = model.commit(files, "v1"), model.commit(files | {"more.json": b"{}"}, "main", "v2")
+    other.commit({"config.json": b"{}", "model.safetensors": files["model.safetensors"]})
+    for name in ("hf:org/model@v1", "hf:org/model@v2", "hf:org/model", "hf:org/other"):
+        assert invoke("inspect", name).exit_code == 0
+    said = document(invoke("list", "--json"))
+    assert set(said) | keys_in(said["models"]) == documented_keys("list")
+    rows = {each["revision"]: each for each in said["models"]}
+    assert [(each["name"], each["kind"]) for each in said["models"]] == [
+        ("hf:org/model", "packed"), ("hf:org/model", "packed"), ("hf:org/other", "float"),
+    ]  # fmt: skip
+    assert (rows[first]["refs"], rows[second]["refs"]) == (["v1"], ["main", "v2"])
+    assert rows[second]["bytes"] == rows[first]["bytes"] + 2 == sum(map(len, files.values())) + 2
+    assert all(first in path or second in path for path in (rows[first]["path"], rows[second]["path"]))
+    shown = invoke("list").stdout
+    assert first[:12] in shown and "main, v2" in shown and "float" in shown
+
+    assert "--yes" in invoke("rm", "hf:org/model").stderr and len(document(invoke("list", "--json"))["models"]) == 3
+    gone = document(invoke("rm", f"hf:org/model@{second[:7]}", "--yes", "--json"))
+    assert set(gone) == documented_keys("rm") and gone == {"removed": [f"hf:org/model@{second[:7]}"], "bytes": 2}
+    assert {each["revision"] for each in document(invoke("list", "--json"))["models"]} & {first, second} == {first}
+    assert invoke("inspect", rows[first]["path"]).exit_code == 0  # files that both had are still there
+    result = invoke("rm", "hf:org/model", "hf:org/other", "--yes")
+    assert result.exit_code == 0 and result.stdout.startswith("removed: hf:org/model, "), result.stderr
+    assert document(invoke("list", "--json")) == {"models": []}
+
+
+def test_nothing_outside_the_cache_is_removed(hub, packed, tmp_path):
+    model = hub.models["org/model"] = Repository()
+    commits = [
+        model.commit(files_in(packed[0]) | {"more.json": content}, name) for name, content in (("a", b"{}"), ("b", b"[]"))
+    ]
+    for commit in commits:
+        assert invoke("inspect", f"hf:org/model@{commit}").exit_code == 0
+    (tmp_path / "mine").write_bytes(b"precious")
+    for name in (packed[0], tmp_path / "mine", "../mine", "hf:../mine", "hf:org/model/x.gguf", "org/model"):
+        assert "expected hf:org/model" in error(invoke("rm", name, "--yes"))
+    for name in ("hf:org/none", "hf:org/model@v7"):
+        assert error(invoke("rm", f"hf:org/model@{commits[0]}", name, "--yes")).startswith(f"{name} is not in ")
+
+    (tmp_path / "cache" / "models--org--model" / "snapshots" / commits[0] / "link.json").symlink_to(tmp_path / "mine")
+    assert f"{tmp_path / 'mine'}, which is not in" in error(invoke("rm", f"hf:org/model@{commits[0]}", "--yes"))
+    assert len(document(invoke("list", "--json"))["models"]) == 2
+    assert invoke("rm", "hf:org/model", "--yes").exit_code == 0  # removes the link alone
+    assert (tmp_path / "mine").read_bytes() == b"precious" and (packed[0] / "model.safetensors").exists()
 
 
 def test_damaged_files_of_a_hub_are_refused_as_local_ones(hub, packed):

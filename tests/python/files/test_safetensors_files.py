@@ -6,9 +6,9 @@ from dataclasses import replace
 import lowbit
 import pytest
 import torch
-from lowbit.files import safetensors
 from lowbit.files.io import read_bytes
-from lowbit.files.safetensors import files_of, packed_info, read_file, same_bytes
+from lowbit.files.safetensors import files_of, packed_info, read_file
+from lowbit.files.tensors import same_bytes
 from safetensors.torch import save_file
 
 NAME = "a.packed_weight"
@@ -45,7 +45,7 @@ def test_headers_of_packed_tensors(file):
 
 
 def test_the_same_bytes(tmp_path, monkeypatch):
-    monkeypatch.setattr(safetensors, "_CHUNK", 16)
+    monkeypatch.setattr("lowbit.files.tensors._CHUNK", 16)
     first = torch.arange(25, dtype=torch.float32)
     last = first.clone()
     last[24] = 0

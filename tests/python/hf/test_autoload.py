@@ -44,7 +44,7 @@ def test_import_torch_imports_lowbit_and_nothing_else(run_python, without):
     # Each module adds a millisecond or more to every import of torch, so only the operators are imported.
     parts = {name for name in with_lowbit if name.startswith("lowbit.")}
     operators = ("operators", *(f"operators.{name}" for name in ("cache_layout", "library", "ops", "recurrence", "window")))
-    assert parts == {f"lowbit.{name}" for name in ("_C", *operators, "packed", "packed.matrix")}
+    assert parts == {f"lowbit.{name}" for name in ("_C", *operators, "packed", "packed.header", "packed.matrix")}
 
 
 @pytest.mark.more

@@ -11,8 +11,14 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from lowbit.llm import random_model, shape_config, shapes
-from lowbit.tools import model_speed
+from lowbit import _C
+from lowbit.cli.options import SHAPES
+from lowbit.exports.plan_export import write_plan
+from lowbit.files.config_json import read_config
+from lowbit.llm import Decoder, random_model, shape_config, shapes
+from lowbit.llm.loading import load_model
+from lowbit.llm.plan_files import PLAN
+from lowbit.tools import model_speed, speed_turns
 from test_llm import CLASSES, PROMPT, SIZES, make
 
 sys.path.append(str(Path(__file__).parents[3] / "bench"))
@@ -32,6 +38,10 @@ def test_shapes_have_the_known_numbers_of_parameters(name):
         model = transformers.AutoModelForCausalLM.from_config(shape_config(name))
     model.tie_weights()
     assert sum(parameter.numel() for parameter in model.parameters()) == PARAMETERS[name]
+
+
+def test_the_program_knows_the_shapes_without_torch():
+    assert SHAPES == shapes.NAMES
 
 
 def test_invalid_shapes():
@@ -101,6 +111,23 @@ def test_bytes_per_token():
     layers = [module for module in model.modules() if isinstance(module, lowbit.nn.Linear)]
     table = model.model.embed_tokens.packed_weight.numel()
     assert model_speed.bytes_per_token(model) == sum(layer.packed_weight.numel() for layer in layers) + table // 97
+
+
+@pytest.mark.parametrize("kind", ["dense", "experts"])
+def test_a_plan_has_the_same_bytes_per_token(kind, tmp_path):
+    more = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
+    config = CLASSES["qwen3"](**SIZES) if kind == "dense" else transformers.Qwen3MoeConfig(**SIZES, **more)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    model.save_pretrained(tmp_path / "float")
+    lowbit.quantize_checkpoint(tmp_path / "float", tmp_path / "packed", lowbit.LowBitConfig(bits=4, embedding_bits=4))
+    model = load_model(tmp_path / "packed")
+    decoder = Decoder(model, 32)
+    write_plan(decoder, tmp_path / "packed" / PLAN, [0])
+    plan = _C.PlanModel(str(tmp_path / "packed" / PLAN), 1)
+    touched, linear = speed_turns.weights_of(tmp_path / "packed", plan, read_config(tmp_path / "packed"))
+    assert touched == model_speed.bytes_per_token(model)
+    assert linear == repr(next(layer for layer in model.modules() if isinstance(layer, lowbit.nn.Linear)))
+    assert ("linear_experts" in {operator for operator, _, _ in plan.weights}) == (kind == "experts")
 
 
 def test_the_benchmark():

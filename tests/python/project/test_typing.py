@@ -66,7 +66,7 @@ def module() -> dict[str, str]:
         if not callable(value):
             found[name] = type(value).__name__
             continue
-        arguments, result = re.fullmatch(rf"{name}\((.*)\) -> (\w+)\s*", value.__doc__, re.S).groups()
+        arguments, result = re.fullmatch(rf"{name}\((.*)\) -> (?:lowbit\._C\.)?(\w+)\s*", value.__doc__, re.S).groups()
         parameters = []
         for text in filter(None, re.split(r", (?=\w+: )", arguments)):
             parameter, kind, default = re.fullmatch(r"(\w+): (.*?)( = .*)?", text).groups()
@@ -75,7 +75,7 @@ def module() -> dict[str, str]:
             kind += " | bytes" if (name, parameter) in BYTES_TOO else ""
             kind += " | None" if optional else ""
             parameters.append(f"{parameter}: {kind}{(default or '').replace(' = ', '=')}")
-        found[name] = f"({', '.join(parameters)}) -> {TYPES[result]}"
+        found[name] = f"({', '.join(parameters)}) -> {TYPES.get(result, result)}"
     return found
 
 

@@ -61,7 +61,7 @@ def test_what_is_installed_works(name, executorch):
 def test_the_page(monkeypatch):
     """The output and exit code for every state."""
     monkeypatch.setattr(checks, "read_bandwidth", lambda threads: None)
-    monkeypatch.setattr(checks, "_TUNE_SECONDS", 1e-3)
+    monkeypatch.setattr(checks, "advised_threads", lambda: 1)
     monkeypatch.setattr(checks, "advice", lambda facts: [])  # depends on the load of the machine
     states = {
         "eager": surfaces.Surface("eager", "works", 0.25),

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
+import sys
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import lowbit
 
 from ... import _C
+from ...machine.child import result_of
 from ...machine.cpus import available_cpus, current_threads
 from ...machine.facts import cpu_name, installed_version
 from ...machine.memory import ReadBandwidth, huge_page_setting
@@ -18,6 +22,7 @@ PACKAGES = ("torch", "transformers", "safetensors", "executorch", "torchao")
 _BANDWIDTH_BYTES = 256 << 20  # larger than most caches; takes half a second to read from slow memory
 _LAYER = (4096, 4096)  # the linear layer for measuring threads
 _TUNE_SECONDS = 0.5
+_SECONDS = 120  # more than the process that measures threads takes on a slow board
 _HUGE_PAGES = "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled"
 
 
@@ -65,12 +70,25 @@ def read_bandwidth(threads: int) -> float | None:
         return None
 
 
+def advised_threads() -> int | None:
+    """The fastest number of threads for one token, measured with torch's operators in a process that imports torch.
+
+    None: torch is not installed, or the process failed.
+    """
+    if find_spec("torch") is None:
+        return None
+    threads: int | None = result_of(__name__, seconds=_SECONDS)[0]
+    return threads
+
+
+def main() -> None:
+    """Writes the result of :func:`advised_threads` to FILE as JSON."""
+    threads = lowbit.tune_threads([_LAYER], seconds=_TUNE_SECONDS, apply=False).threads
+    Path(sys.argv[1]).write_text(json.dumps(threads))
+
+
 def examine() -> dict[str, Any]:
-    """Measures the facts that docs/cli.md lists for ``lowbit doctor --json``; takes about two seconds."""
-    advised = None  # measured with torch's operators
-    if find_spec("torch") is not None:
-        lowbit.load_torch()
-        advised = lowbit.tune_threads([_LAYER], seconds=_TUNE_SECONDS, apply=False).threads
+    """Measures the facts that docs/cli.md lists for ``lowbit doctor --json``, without torch; takes less than a second."""
     known = installation()
     return {
         **known,
@@ -78,7 +96,6 @@ def examine() -> dict[str, Any]:
         "kernels": active_kernels(),
         "huge_pages": huge_page_setting(),
         "read_bandwidth": read_bandwidth(min(known["threads"], known["cpus_allowed"])),
-        "advised_threads": advised,
     }
 
 
@@ -98,3 +115,7 @@ def advice(facts: dict[str, Any]) -> list[str]:
             f"torch.set_num_threads({advised}), or --threads {advised}; `lowbit tune MODEL` measures a model"
         )
     return sentences
+
+
+if __name__ == "__main__":
+    main()

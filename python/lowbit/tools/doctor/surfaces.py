@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import lowbit
 
@@ -29,8 +29,6 @@ from ...machine.imports import why_not
 
 if TYPE_CHECKING:
     import torch
-else:
-    torch: Any = import_module("torch") if find_spec("torch") is not None else None
 
 _SECONDS = 600  # more than any trial takes on a slow board
 _COMPILER = "install a C++ compiler (Debian, Ubuntu: apt-get install g++), or name one in the environment variable CXX"
@@ -68,12 +66,16 @@ class Surface:
 
 def _layer() -> tuple[torch.nn.Module, torch.Tensor]:
     """A model of two 4-bit linear layers with an activation function in between, and an input [2, 64]."""
+    import torch
+
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 48), torch.nn.ReLU(), torch.nn.Linear(48, 32)).eval()
     return lowbit.quantize_(model, lowbit.LinearConfig(bits=4, group_size=32)), torch.randn(2, 64)
 
 
 def _check_equal(result: torch.Tensor, expected: torch.Tensor) -> None:
+    import torch
+
     if not torch.equal(result, expected):
         raise Broken("the results are not those of eager mode", _BUILD_AGAIN)
 
@@ -94,6 +96,8 @@ def _need_compiler() -> str:
 
 def _eager(directory: Path) -> None:
     """Tries every width: a linear layer with one row and with many, and a table."""
+    import torch
+
     torch.manual_seed(0)
     weight = torch.randn(48, 96)
     for bits in range(1, 9):
@@ -109,6 +113,8 @@ def _eager(directory: Path) -> None:
 
 
 def _compile(directory: Path) -> None:
+    import torch
+
     _need_compiler()
     model, x = _layer()
     with torch.inference_mode():
@@ -116,6 +122,8 @@ def _compile(directory: Path) -> None:
 
 
 def _pt2(directory: Path) -> None:
+    import torch
+
     _need_compiler()
     model, x = _layer()
     with torch.inference_mode():
@@ -140,6 +148,8 @@ def _pte(directory: Path) -> None:
 
 
 def _cpp(directory: Path) -> None:
+    import torch
+
     compiler = _need_compiler()
     installed = Path(lowbit.cmake_prefix_path)
     if not (installed / "include").is_dir():

@@ -6,8 +6,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..files.gguf_cache import REPORT
-from ..files.untrusted import read_json
+from .gguf_cache import REPORT
+from .untrusted import read_json
 
 _KINDS = ("exact", "rounded", "requantized", "dequantized", "float")
 

@@ -7,9 +7,9 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..files.config_json import refuse_gguf
-from ..files.safetensors import Stored, files_of, packed_info, read_files
-from ..packed.matrix import PackedInfo
+from ..packed.header import PackedInfo
+from .gguf_reader import StoredBlocks, read_gguf
+from .safetensors import Stored, files_of, packed_info, read_files
 
 
 @dataclass(frozen=True)
@@ -17,9 +17,9 @@ class CheckpointEntry:
     """A tensor of a checkpoint, packed or not."""
 
     name: str  # in the file
-    kind: str  # "packed", or the dtype, such as "bfloat16"
+    kind: str  # "packed", the dtype, such as "bfloat16", or GGUF's type, such as "Q4_K"
     shape: tuple[int, ...]  # packed: [out, in], or [experts, out, in]
-    bits: int  # per code if packed, else per element
+    bits: float  # per code if packed, else per element; a block's scales count
     group_size: int | None  # None: one group per row, or not packed
     mapping: str | None  # "symmetric" or "affine"; None: not packed
     bytes: int  # in the file
@@ -53,20 +53,31 @@ def describe_entry(stored: Stored, info: PackedInfo | None) -> CheckpointEntry:
     )
 
 
+def _describe_blocks(stored: StoredBlocks) -> CheckpointEntry:
+    """Describes a tensor of a GGUF file."""
+    kind, bits = DTYPES_OF_TORCH.get(stored.type.name, (stored.type.name, 8 * stored.type.bytes / stored.type.block))
+    size = stored.bytes + stored.type.tail
+    return CheckpointEntry(stored.name, kind, stored.shape, bits, None, None, size, stored.path.name)
+
+
 def inspect_checkpoint(path: str | os.PathLike[str]) -> list[CheckpointEntry]:
     """The tensors of a checkpoint, packed or not, in the order of the files. Only headers are read.
 
     Args:
-        path: a directory with model.safetensors or model.safetensors.index.json, or one .safetensors file.
+        path: a directory with model.safetensors or model.safetensors.index.json, one .safetensors file, or a .gguf file (any
+            part of a split one).
 
     Raises:
         OSError: there is no such checkpoint, or a shard is missing.
-        ValueError: not a safetensors file, a damaged file, or one that disagrees with the index.
+        ValueError: not a safetensors or GGUF file, a damaged file, or one that disagrees with the index.
     """
     path = Path(path)
-    refuse_gguf(path)
+    if path.is_file() and path.suffix == ".gguf":
+        return [_describe_blocks(stored) for stored in read_gguf(path).tensors.values()]
     if path.is_file() and path.suffix != ".safetensors":
-        raise ValueError(f"{path} is a file; expected one whose name ends in .safetensors, or a checkpoint's directory")
+        raise ValueError(
+            f"{path} is a file; expected .safetensors or .gguf at the end of its name, or a checkpoint's directory"
+        )
     files, weight_map = ([path], None) if path.is_file() else files_of(path)
     tensors = sorted(read_files(files, weight_map).values(), key=lambda stored: (stored.path, stored.offset))
     return [
