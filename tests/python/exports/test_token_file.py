@@ -298,17 +298,27 @@ THINKING = CHATML.replace(
     "{{ m.content }}",
     "{% set c = m.content %}{% if m.role == 'assistant' %}{% set c = c.split('</think>')[-1].lstrip('\n') %}{% endif %}{{ c }}",
 )
+ANSWER = "{%% if m.role == 'assistant' and '</think>' in m.content %%}{{ %s }}{%% else %%}{{ %s }}{%% endif %%}"
+CUTS = [
+    CHATML.replace("{{ m.content }}", ANSWER % (f"m.content.split('</think>'{most})[-1]{cut}", "m.content" + other))
+    for most, cut, other in (("", "", ""), (", 1", ".strip('\\n')", ""), ("", ".strip()", ".lstrip('\\n')"), (", 1", "", ".rstrip()"))
+]
+JOINED = (
+    "{% if messages[0].role == 'system' %}{% set head = messages[0].content + '\n\n' %}{% set rest = messages[1:] %}"
+    "{% else %}{% set head = '' %}{% set rest = messages %}{% endif %}{% for m in rest %}{% if m.role == 'user' %}"
+    "<user>{{ ((head if loop.first else '') + m.content).strip() }}<bot>{% else %}{{ m.content }}</s>{% endif %}{% endfor %}"
+)
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
-MESSAGES = ["Hi", " a \n", "<think>\nx\n</think>\n\nwell", "\U0001f600", "b</s> c", "", "last"]
+MESSAGES = [" Hi ", " a \n", " x\n", "<think>\nx\n</think>\n\nwell </think>\n y \n", "\U0001f600", "b</s> c", "x \n", "", " last "]
 
 
-@pytest.mark.parametrize("template", [CHATML, LLAMA, GEMMA, DATED, THINKING])
+@pytest.mark.parametrize("template", [CHATML, LLAMA, GEMMA, DATED, THINKING, *CUTS, JOINED])
 @pytest.mark.parametrize("system", [None, "Be brief.\n", "  東京"])
 def test_conversations_are_those_of_jinja(template, system):
     settings = TextSettings(template=template, special=SPECIAL)
     made = _C.Tokenizer(token_bytes(trained("words"), settings))
     render = renderer(template, SPECIAL, with_dates=False)
-    for turns in (1, 3, 5, 7):
+    for turns in (1, 3, 5, 7, 9):
         messages = MESSAGES[-turns:]
         dicts = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(messages)]
         if system is not None and template is GEMMA:
@@ -317,6 +327,15 @@ def test_conversations_are_those_of_jinja(template, system):
             continue
         head = [] if system is None else [{"role": "system", "content": system}]
         assert made.chat_text(system, messages) == render(head + dicts)
+
+
+def test_messages_that_a_template_treats_in_another_way_are_refused():
+    quiet = CHATML.replace("{{ m.content }}", "{{ m.content or '(nothing)' }}")
+    made = _C.Tokenizer(token_bytes(trained("words"), TextSettings(template=quiet)))
+    assert made.chat_text(None, ["a", "b", "c"]).count("(nothing)") == 0
+    for messages in ([""], ["a", "", "b"], ["a", "b", ""]):
+        with pytest.raises(ValueError, match="a message is empty; expected text, for this chat template"):
+            made.chat_text(None, messages)
 
 
 @pytest.mark.parametrize(
