@@ -24,8 +24,8 @@ enum class StepOp : uint32_t {
   bytes,      // each byte becomes the letter that stands for it
   split,      // pattern a; b: Behavior, c: 1 inverts
   surround,   // text b before and after each character of class a
-  // Parts found by pattern a of at most kMostGrapheme bytes become the text of their shortest start that map b of c entries (of a
-  // character) or map d of e entries (from texts to texts) has. Other characters become their texts in map b.
+  // Parts that pattern a finds, of at most kMostGrapheme bytes, become the text of their shortest start that is in map b of c
+  // entries (from a character) or map d of e entries (from a text). All other characters become their texts in map b.
   charsmap,
   count,
 };

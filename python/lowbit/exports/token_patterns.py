@@ -94,7 +94,12 @@ class _LineEnd:
 
 
 # A sequence is a tuple, alternatives are a list of tuples.
-_ANY, _NEWLINE, _OTHER, _LETTER = _One("", ((0, 0x110000),)), _One("", ((10, 11),)), _One("", ((0, 10), (11, 0x110000))), _One(r"\w")
+_ANY, _NEWLINE, _OTHER, _LETTER = (
+    _One("", ((0, 0x110000),)),
+    _One("", ((10, 11),)),
+    _One("", ((0, 10), (11, 0x110000))),
+    _One(r"\w"),
+)
 _END = _Look(_NOT_AHEAD, _ANY)
 _PLACES: dict[str, Any] = {  # as in Ruby: each line has a beginning and an end
     "$": _LineEnd(),

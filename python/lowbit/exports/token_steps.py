@@ -12,8 +12,8 @@ from .token_patterns import Code, Ranges, Unsupported, characters, found_by, kep
 
 _MAP, _NORMALIZE, _REPLACE, _PREPEND, _STRIP, _BYTES, _SPLIT, _SURROUND, _CHARSMAP = range(9)  # StepOp
 _BEHAVIORS = ("Removed", "Isolated", "MergedWithPrevious", "MergedWithNext", "Contiguous")
+# DecodeOp
 _DECODE_BYTES, _BYTE_TOKENS, _FUSE, _DECODE_REPLACE, _DECODE_STRIP, _WORD_PIECE, _METASPACE, _SUFFIX, _PATTERN, _CTC = range(10)
-# The last line: DecodeOp.
 # Of the pre-tokenizer ByteLevel, in the library's source.
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _BETWEEN = "7"  # a character that no normalizer changes

@@ -314,7 +314,10 @@ def test_text_to_text(runners, exported, tokenizer, tmp_path):
     for kind in ("pte", WITHOUT_PLAN, "pt2"):
         program, file = runners("llm_runner_pt2" if kind == "pt2" else "llm_runner", HERE), exported.files[kind]
         options = ("--tokens", tmp_path, "--max-new-tokens", NEW)
-        for prompt, given in ((exported.prompts[0], ["--prompt", PROMPTS[0]]), (chat, ["--chat", "--prompt", f" {PROMPTS[0]} "])):
+        for prompt, given in (
+            (exported.prompts[0], ["--prompt", PROMPTS[0]]),
+            (chat, ["--chat", "--prompt", f" {PROMPTS[0]} "]),
+        ):
             tokens = program("--ids", listed(prompt), "--max-new-tokens", NEW, file).stdout.split()
             text = TextUntil(tokenizer, prompt)
             for token in tokens:

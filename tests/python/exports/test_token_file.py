@@ -203,7 +203,10 @@ def test_tokens_of_the_example():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": ""}}, "the tokenizer's precompiled_charsmap is damaged"),
+        (
+            {"normalizer": {"type": "Precompiled", "precompiled_charsmap": ""}},
+            "the tokenizer's precompiled_charsmap is damaged",
+        ),
         ({"pre_tokenizer": {"type": "UnicodeScripts"}}, "a pre-tokenizer 'UnicodeScripts'"),
         ({"decoder": {"type": "Unknown"}}, "a decoder 'Unknown'"),
     ],
@@ -251,9 +254,10 @@ def test_texts_that_are_refused():
     assert made.decode([-1, made.size, 1 << 40], False) == ""
 
 
-def test_damaged_files_are_refused_or_run():
+@pytest.mark.parametrize("case", ["gpt4", "xlnet"])
+def test_damaged_files_are_refused_or_run(case):
     chance = random.Random(1)
-    whole = token_bytes(trained("gpt4"), TextSettings())
+    whole = token_bytes(trained(case), TextSettings(template=THINKING))
     for message, damaged in {
         "does not begin": b"x" + whole[1:], "version 2; expected 1": whole[:16] + b"\2" + whole[17:],
         "another checksum": whole[:-1] + b"x",
@@ -270,6 +274,7 @@ def test_damaged_files_are_refused_or_run():
         try:
             made = _C.Tokenizer(bytes(damaged))
             made.decode(made.encode("Hello, e\u0301 123 \U0001f600 <x>", True), False)
+            made.chat_text(None, [" a ", "</think> b ", "c"])
         except ValueError as error:
             refused += 1
             assert str(error)
@@ -301,7 +306,12 @@ THINKING = CHATML.replace(
 ANSWER = "{%% if m.role == 'assistant' and '</think>' in m.content %%}{{ %s }}{%% else %%}{{ %s }}{%% endif %%}"
 CUTS = [
     CHATML.replace("{{ m.content }}", ANSWER % (f"m.content.split('</think>'{most})[-1]{cut}", "m.content" + other))
-    for most, cut, other in (("", "", ""), (", 1", ".strip('\\n')", ""), ("", ".strip()", ".lstrip('\\n')"), (", 1", "", ".rstrip()"))
+    for most, cut, other in (
+        ("", "", ""),
+        (", 1", ".strip('\\n')", ""),
+        ("", ".strip()", ".lstrip('\\n')"),
+        (", 1", "", ".rstrip()"),
+    )
 ]
 JOINED = (
     "{% if messages[0].role == 'system' %}{% set head = messages[0].content + '\n\n' %}{% set rest = messages[1:] %}"
@@ -309,7 +319,9 @@ JOINED = (
     "<user>{{ ((head if loop.first else '') + m.content).strip() }}<bot>{% else %}{{ m.content }}</s>{% endif %}{% endfor %}"
 )
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
-MESSAGES = [" Hi ", " a \n", " x\n", "<think>\nx\n</think>\n\nwell </think>\n y \n", "\U0001f600", "b</s> c", "x \n", "", " last "]
+MESSAGES = [
+    " Hi ", " a \n", " x\n", "<think>\nx\n</think>\n\nwell </think>\n y \n", "\U0001f600", "b</s> c", "x \n", "", " last ",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("template", [CHATML, LLAMA, GEMMA, DATED, THINKING, *CUTS, JOINED])
