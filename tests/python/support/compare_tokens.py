@@ -48,8 +48,6 @@ def kinds() -> Iterator[tuple[str, Tokenizer]]:
             except Exception as error:  # of classes that need files
                 print(f"{name}: not made: {str(error).splitlines()[0]}")
                 continue
-            backend.no_truncation()
-            backend.no_padding()
             content = json.loads(backend.to_str())
             key = json.dumps([content[part] for part in ("normalizer", "pre_tokenizer", "decoder", "post_processor")])
             if key in known:
@@ -86,6 +84,8 @@ def trained(backend: Tokenizer, model: dict[str, Any]) -> Tokenizer:
 
 def compare(name: str, backend: Tokenizer, lines: int, seed: int) -> int:
     """Returns the number of lines that differ."""
+    backend.no_truncation()
+    backend.no_padding()
     made = _C.Tokenizer(token_bytes(backend, TextSettings()))
     names = [token.content for token in backend.get_added_tokens_decoder().values()]
     vocabulary = sorted(backend.get_vocab().values())
