@@ -1,10 +1,17 @@
 #include "chat_pieces.h"
 
+#include <cinttypes>
 #include <ctime>
 
 #include "utf8.h"
 
 namespace lowbit::text {
+namespace {
+
+constexpr uint32_t kLater = 1 << 16;          // above it: the change of the user's later messages, and 1
+constexpr uint32_t kAfterThinking = 5 + 8 + 32 * 5;  // another number of it is 4
+
+}  // namespace
 
 Status ChatPieces::read(Head& head) {
   space_ = head.or_none("the class of spaces", static_cast<uint32_t>(file_.classes.size()));
@@ -19,11 +26,26 @@ Status ChatPieces::read(Head& head) {
       }
     }
     for (Change* const change : {&form.system, &form.user, &form.answer}) {
-      *change = static_cast<Change>(head.number("a change", 0, static_cast<uint32_t>(Change::count) - 1));
-      if (*change != Change::none && space_ == kNone) return Status::error("the tokens' file has no class of spaces");
+      const uint32_t number = head.number("a change", 0, kNone);
+      if (Status status = read(number % kLater, change); !status.ok()) return status;
+      if (change != &form.user) continue;
+      form.later = form.user;
+      if (number < kLater) continue;
+      if (Status status = read(number / kLater - 1, &form.later); !status.ok()) return status;
     }
   }
   return head.status();
+}
+
+Status ChatPieces::read(uint32_t number, Change* change) const {
+  if (number == 4) number = kAfterThinking;
+  *change = {static_cast<Strip>(number % 8), static_cast<Cut>(number / 8 % 4), static_cast<Strip>(number / 32 % 8),
+             number / 256 == 1};
+  const auto known = [](Strip strip) { return strip != Strip::unused && strip < Strip::count; };
+  if (!known(change->strip) || !known(change->strip_cut) || change->cut >= Cut::count || number >= 512) {
+    return Status::error("the tokens' file has the change %" PRIu32 " of messages, which is not known", number);
+  }
+  return space_ != kNone || number == 0 ? Status() : Status::error("the tokens' file has no class of spaces");
 }
 
 void ChatPieces::add(const Piece& piece, std::vector<std::pair<std::string, bool>>* parts) const {
@@ -46,27 +68,27 @@ void ChatPieces::add(const Piece& piece, std::vector<std::pair<std::string, bool
   parts->emplace_back(std::move(text), true);
 }
 
-std::string ChatPieces::changed(const std::string& text, Change change) const {
+Status ChatPieces::add(const std::string& text, const Change& change, std::vector<std::pair<std::string, bool>>* parts) const {
   size_t begin = 0, end = text.size();
-  uint32_t character;
-  if (change == Change::after_thinking) {
-    constexpr char kEnd[] = "</think>";
-    if (const size_t at = text.rfind(kEnd); at != std::string::npos) begin = at + sizeof kEnd - 1;
-    while (begin < end && text[begin] == '\n') ++begin;
-    return text.substr(begin);
+  Strip strip = change.strip;
+  constexpr char kEnd[] = "</think>";
+  const size_t at = change.cut == Cut::after_first ? text.find(kEnd) : text.rfind(kEnd);
+  if (change.cut != Cut::none && at != std::string::npos) begin = at + sizeof kEnd - 1, strip = change.strip_cut;
+  const auto stripped = [&](size_t place) {
+    if (strip >= Strip::left_newlines) return text[place] == '\n';
+    uint32_t character;
+    character_at(text, place, &character);
+    return file_.classes[space_].has(character);
+  };
+  if (strip != Strip::none && strip != Strip::right) {
+    while (begin < end && stripped(begin)) begin += character_length(text, begin);
   }
-  while ((change == Change::strip || change == Change::strip_left) && begin < end) {
-    const size_t length = character_at(text, begin, &character);
-    if (!file_.classes[space_].has(character)) break;
-    begin += length;
+  if (strip == Strip::both || strip == Strip::right || strip == Strip::newlines) {
+    for (size_t before; begin < end && stripped(before = character_before(text, end));) end = before;
   }
-  while ((change == Change::strip || change == Change::strip_right) && begin < end) {
-    const size_t before = character_before(text, end);
-    character_at(text, before, &character);
-    if (!file_.classes[space_].has(character)) break;
-    end = before;
-  }
-  return text.substr(begin, end - begin);
+  if (begin == end && change.not_empty) return Status::error("a message is empty; expected text, for this chat template");
+  parts->emplace_back(text.substr(begin, end - begin), false);
+  return {};
 }
 
 Status ChatPieces::render(const Conversation& conversation, std::vector<std::pair<std::string, bool>>* parts) const {
@@ -78,12 +100,13 @@ Status ChatPieces::render(const Conversation& conversation, std::vector<std::pai
   }
   if (conversation.has_system) {
     add(form.before_system, parts);
-    parts->emplace_back(changed(conversation.system, form.system), false);
+    if (Status status = add(conversation.system, form.system, parts); !status.ok()) return status;
     if (parts->back().first.empty()) return Status::error("the system prompt is empty; expected text, or no system prompt");
   }
   for (size_t i = 0; i < conversation.messages.size(); ++i) {
     add(i == 0 ? form.before_user : i % 2 == 0 ? form.after_answer : form.before_answer, parts);
-    parts->emplace_back(changed(conversation.messages[i], i % 2 == 0 ? form.user : form.answer), false);
+    const Change& change = i == 0 ? form.user : i % 2 == 0 ? form.later : form.answer;
+    if (Status status = add(conversation.messages[i], change, parts); !status.ok()) return status;
   }
   add(form.end, parts);
   return {};

@@ -19,7 +19,14 @@ class ChatPieces {
   Status render(const Conversation& conversation, std::vector<std::pair<std::string, bool>>* parts) const;
 
  private:
-  enum class Change : uint32_t { none, strip, strip_left, strip_right, after_thinking, count };
+  enum class Strip : uint32_t { none, both, left, right, unused, left_newlines, newlines, count };
+  enum class Cut : uint32_t { none, after_last, after_first, count };  // what follows a </think>
+  struct Change {
+    Strip strip = Strip::none;
+    Cut cut = Cut::none;
+    Strip strip_cut = Strip::none;  // of a message that is cut
+    bool not_empty = false;         // the template treats empty messages in another way
+  };
   struct Part {
     bool date;  // a format of strftime, else text
     uint32_t text;
@@ -28,11 +35,12 @@ class ChatPieces {
   struct Form {
     uint32_t refusal = kNone;  // text: why there is none
     Piece before_system, before_user, before_answer, after_answer, end;
-    Change system = Change::none, user = Change::none, answer = Change::none;
+    Change system, user, answer, later;  // user: the first message; later: the others of the user
   };
 
   void add(const Piece& piece, std::vector<std::pair<std::string, bool>>* parts) const;
-  std::string changed(const std::string& text, Change change) const;
+  Status read(uint32_t number, Change* change) const;
+  Status add(const std::string& text, const Change& change, std::vector<std::pair<std::string, bool>>* parts) const;
 
   const TokensFile& file_;
   Form forms_[2];  // without and with a system prompt

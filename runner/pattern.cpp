@@ -11,10 +11,14 @@ constexpr size_t kNowhere = static_cast<size_t>(-1);
 
 }  // namespace
 
+Status Matcher::status() const {
+  return left_ != 0 ? Status() : Status::error("the tokenizer's pattern takes too many steps for this text");
+}
+
 bool Matcher::find(uint32_t start, std::string_view text, size_t from, size_t* begin, size_t* end) {
   for (size_t place = from; place < text.size(); place += character_length(text, place)) {
     const size_t found = run(start, text, place, 0);
-    if (gave_up()) return false;
+    if (left_ == 0) return false;
     if (found != kNowhere && found > place) {
       *begin = place, *end = found;
       return true;

@@ -10,12 +10,12 @@ namespace lowbit::text {
 
 class Matcher {
  public:
-  // Gives up after about `patience` steps.
-  Matcher(const TokensFile& file, uint64_t patience) : file_(file), left_(patience) {}
+  // Gives up after a number of steps that grows with the bytes of the text.
+  Matcher(const TokensFile& file, size_t bytes) : file_(file), left_((uint64_t{1} << 20) + 256 * uint64_t{bytes}) {}
 
   // The next place from `from` on where the pattern that begins at instruction `start` fits; false: there is none.
   bool find(uint32_t start, std::string_view text, size_t from, size_t* begin, size_t* end);
-  bool gave_up() const { return left_ == 0; }
+  Status status() const;  // whether it gave up
 
  private:
   struct Choice {

@@ -9,6 +9,7 @@ namespace {
 
 constexpr uint32_t kLead = 0x1100, kVowel = 0x1161, kTail = 0x11a7, kSyllable = 0xac00;  // of Hangul
 constexpr uint32_t kVowels = 21, kTails = 28, kSyllables = 11172;
+constexpr size_t kMostGrapheme = 5;  // bytes
 
 // The numbers of a step, for checking.
 enum class Number : uint8_t { none, map, entries, pattern, text, flag, two, behavior, klass, count };
@@ -22,10 +23,11 @@ constexpr Number kStepNumbers[][5] = {
     {},
     {Number::pattern, Number::behavior, Number::flag},
     {Number::klass, Number::text},
+    {Number::pattern, Number::map, Number::entries, Number::map, Number::entries},
 };
 constexpr Number kDecodeNumbers[][5] = {
     {}, {}, {}, {Number::text, Number::text}, {Number::text, Number::count, Number::count}, {Number::text, Number::flag},
-    {Number::text, Number::flag}, {Number::text},
+    {Number::text, Number::flag}, {Number::text}, {Number::pattern, Number::text}, {Number::text, Number::text, Number::flag},
 };
 
 void replace_all(std::string_view from, std::string_view to, std::string* text) {
@@ -47,6 +49,13 @@ bool is_byte_token(std::string_view token, int* byte) {
     *byte = *byte * 16 + digit;
   }
   return true;
+}
+
+void clean_up(std::string* text) {
+  constexpr const char* kCleaned[][2] = {
+      {" .", "."}, {" ?", "?"}, {" !", "!"}, {" ,", ","}, {" ' ", "'"}, {" n't", "n't"}, {" 'm", "'m"},
+      {" do not", " don't"}, {" 's", "'s"}, {" 've", "'ve"}, {" 're", "'re"}};
+  for (const auto& [from, to] : kCleaned) replace_all(from, to, text);
 }
 
 // Runs of byte tokens become the text of their bytes, or a U+FFFD each if they are none.
@@ -126,12 +135,18 @@ Status Steps::read_list(Head& head, std::vector<Step>* steps, uint32_t kinds, co
       if (most == kNone) return Status::error("the tokens' file has no patterns or classes for %s", name);
       *numbers[j] = head.number(name, 0, most);
     }
+    if (decoding) continue;
     // The entries of maps are texts; those of a normalization's second map are numbers.
-    if (!decoding && step.op <= static_cast<uint32_t>(StepOp::normalize)) {
-      for (uint32_t j = step.a; j < step.a + step.b; ++j) {
-        if (file_.maps[j].to >= file_.text_count) return Status::error("the tokens' file has a map to a missing text");
+    bool texts = true;
+    const auto check = [&](uint32_t at, uint32_t entries, bool from_texts) {
+      for (uint32_t j = at; j < at + entries; ++j) {
+        texts = texts && file_.maps[j].to < file_.text_count && (!from_texts || file_.maps[j].from < file_.text_count);
       }
-    }
+    };
+    const auto op = static_cast<StepOp>(step.op);
+    if (op == StepOp::map || op == StepOp::normalize) check(step.a, step.b, false);
+    if (op == StepOp::charsmap) check(step.b, step.c, false), check(step.d, step.e, true);
+    if (!texts) return Status::error("the tokens' file has a map to a missing text");
   }
   return head.status();
 }
@@ -151,18 +166,15 @@ Status Steps::normalize(Matcher& matcher, std::string* text) const {
 
 Status Steps::apply(const Step& step, Matcher& matcher, bool first, std::string* text) const {
   switch (static_cast<StepOp>(step.op)) {
-    case StepOp::map: map(step, text); break;
-    case StepOp::normalize: compose(step, text); break;
-    case StepOp::replace: {
+    case StepOp::map: {
       std::string result;
-      size_t from = 0, begin, end;
-      while (matcher.find(step.a, *text, from, &begin, &end)) {
-        result.append(*text, from, begin - from) += file_.text(step.b);
-        from = end;
-      }
-      text->replace(0, from, result);
+      map(step.a, step.b, *text, &result);
+      *text = std::move(result);
       break;
     }
+    case StepOp::normalize: compose(step, text); break;
+    case StepOp::replace: return replace(step, matcher, text);
+    case StepOp::charsmap: charsmap(step, matcher, text); break;
     case StepOp::prepend: {
       const std::string_view start = file_.text(step.a);
       const bool there = step.b != 0 && (starts_with(*text, start) || (step.b == 2 && !first));
@@ -205,22 +217,61 @@ Status Steps::apply(const Step& step, Matcher& matcher, bool first, std::string*
     }
     default: break;
   }
-  if (matcher.gave_up()) return Status::error("the tokenizer's pattern takes too many steps for this text");
-  return {};
+  return matcher.status();
 }
 
-void Steps::map(const Step& step, std::string* text) const {
+Status Steps::replace(const Step& step, Matcher& matcher, std::string* text) const {
   std::string result;
-  for (size_t at = 0, length; at < text->size(); at += length) {
+  size_t from = 0, begin, end;
+  while (matcher.find(step.a, *text, from, &begin, &end)) {
+    result.append(*text, from, begin - from) += file_.text(step.b);
+    from = end;
+  }
+  text->replace(0, from, result);
+  return matcher.status();
+}
+
+void Steps::charsmap(const Step& step, Matcher& matcher, std::string* text) const {
+  const auto by_text = [&](const Pair& each, std::string_view wanted) { return file_.text(each.from) < wanted; };
+  const Pair *const first = file_.maps.data + step.d, *const last = first + step.e;
+  const auto shortest = [&](std::string_view part) -> const Pair* {
     uint32_t character;
-    length = character_at(*text, at, &character);
-    if (const Pair* const found = entry(step.a, step.b, character)) {
+    size_t size = character_at(part, 0, &character);
+    const Pair* found = entry(step.b, step.c, character);
+    while (found == nullptr && size < part.size()) {
+      size += character_length(part, size);
+      const std::string_view start = part.substr(0, size);
+      const Pair* const at = std::lower_bound(first, last, start, by_text);
+      if (at != last && file_.text(at->from) == start) found = at;
+    }
+    return found;
+  };
+  std::string result;
+  size_t from = 0, begin, end;
+  while (matcher.find(step.a, *text, from, &begin, &end)) {
+    result.append(*text, from, begin - from);
+    const Pair* const found = end - begin <= kMostGrapheme ? shortest({text->data() + begin, end - begin}) : nullptr;
+    if (found != nullptr) {
       result += file_.text(found->to);
     } else {
-      result.append(*text, at, length);
+      map(step.b, step.c, {text->data() + begin, end - begin}, &result);
+    }
+    from = end;
+  }
+  text->replace(0, from, result);
+}
+
+// Appends a text with changed characters.
+void Steps::map(uint32_t at, uint32_t count, std::string_view text, std::string* result) const {
+  for (size_t from = 0, length; from < text.size(); from += length) {
+    uint32_t character;
+    length = character_at(text, from, &character);
+    if (const Pair* const found = entry(at, count, character)) {
+      *result += file_.text(found->to);
+    } else {
+      result->append(text, from, length);
     }
   }
-  *text = std::move(result);
 }
 
 // Unicode's normalization forms: decomposes, orders marks, and composes if the step says so.
@@ -331,7 +382,7 @@ Status Steps::split(const Step& step, Matcher& matcher, const Piece& piece, std:
     add(begin, end, !inverted);
     from = end;
   }
-  if (matcher.gave_up()) return Status::error("the tokenizer's pattern takes too many steps for this text");
+  if (Status status = matcher.status(); !status.ok()) return status;
   add(from, piece.text.size(), inverted);
   for (const Part& part : parts) {
     if (behavior == Behavior::removed && part.match) continue;
@@ -340,15 +391,13 @@ Status Steps::split(const Step& step, Matcher& matcher, const Piece& piece, std:
   return {};
 }
 
-std::string Steps::decode(std::vector<std::string> tokens) const {
-  std::string result;
-  if (!decodes_) {
-    for (size_t i = 0; i < tokens.size(); ++i) (result += i == 0 ? "" : " ") += tokens[i];
-    return result;
+Status Steps::decode(Matcher& matcher, std::vector<std::string> tokens, std::string* text) const {
+  for (const Step& step : decoders_) {
+    if (Status status = decode(step, matcher, &tokens); !status.ok()) return status;
   }
-  for (const Step& step : decoders_) decode(step, &tokens);
-  for (const std::string& token : tokens) result += token;
-  return result;
+  text->clear();
+  for (size_t i = 0; i < tokens.size(); ++i) (*text += decodes_ || i == 0 ? "" : " ") += tokens[i];
+  return {};
 }
 
 std::string Steps::from_byte_letters(const std::vector<std::string>& tokens) const {
@@ -367,7 +416,7 @@ std::string Steps::from_byte_letters(const std::vector<std::string>& tokens) con
   return repaired(bytes);
 }
 
-void Steps::decode(const Step& step, std::vector<std::string>* tokens) const {
+Status Steps::decode(const Step& step, Matcher& matcher, std::vector<std::string>* tokens) const {
   const auto text = [&](uint32_t index) { return file_.text(index); };
   switch (static_cast<DecodeOp>(step.op)) {
     case DecodeOp::bytes: *tokens = {from_byte_letters(*tokens)}; break;
@@ -395,9 +444,6 @@ void Steps::decode(const Step& step, std::vector<std::string>* tokens) const {
       break;
     }
     case DecodeOp::word_piece: {
-      constexpr const char* kCleaned[][2] = {
-          {" .", "."}, {" ?", "?"}, {" !", "!"}, {" ,", ","}, {" ' ", "'"}, {" n't", "n't"}, {" 'm", "'m"},
-          {" do not", " don't"}, {" 's", "'s"}, {" 've", "'ve"}, {" 're", "'re"}};
       for (size_t i = 0; i < tokens->size(); ++i) {
         std::string& token = (*tokens)[i];
         if (i > 0) {
@@ -407,9 +453,7 @@ void Steps::decode(const Step& step, std::vector<std::string>* tokens) const {
             token = " " + token;
           }
         }
-        for (const auto& [from, to] : kCleaned) {
-          if (step.b != 0) replace_all(from, to, &token);
-        }
+        if (step.b != 0) clean_up(&token);
       }
       break;
     }
@@ -421,8 +465,25 @@ void Steps::decode(const Step& step, std::vector<std::string>* tokens) const {
         replace_all(text(step.a), i + 1 == tokens->size() ? "" : " ", &(*tokens)[i]);
       }
       break;
+    case DecodeOp::replace_pattern:
+      for (std::string& token : *tokens) {
+        if (Status status = replace(step, matcher, &token); !status.ok()) return status;
+      }
+      break;
+    case DecodeOp::ctc: {
+      tokens->erase(std::unique(tokens->begin(), tokens->end()), tokens->end());
+      for (std::string& token : *tokens) {
+        replace_all(text(step.a), "", &token);
+        if (step.c == 0) continue;
+        clean_up(&token);
+        replace_all(text(step.b), " ", &token);
+      }
+      std::erase(*tokens, "");
+      break;
+    }
     case DecodeOp::count: break;
   }
+  return {};
 }
 
 }  // namespace lowbit::text

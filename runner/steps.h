@@ -24,6 +24,9 @@ enum class StepOp : uint32_t {
   bytes,      // each byte becomes the letter that stands for it
   split,      // pattern a; b: Behavior, c: 1 inverts
   surround,   // text b before and after each character of class a
+  // Parts that pattern a finds, of at most kMostGrapheme bytes, become the text of their shortest start that is in map b of c
+  // entries (from a character) or map d of e entries (from a text). All other characters become their texts in map b.
+  charsmap,
   count,
 };
 
@@ -38,6 +41,8 @@ enum class DecodeOp : uint32_t {
   word_piece,      // prefix a continues a word; b: 1 cleans up spaces before punctuation
   metaspace,       // text a is a space, and nothing in the first token if b is 1
   suffix,          // text a ends a word
+  replace_pattern,  // pattern a by text b in each token
+  ctc,             // tokens like the one before and texts a disappear; c: 1 cleans up, and text b is a space
   count,
 };
 
@@ -48,7 +53,7 @@ class Steps {
   Status read(Head& head);
   Status normalize(Matcher& matcher, std::string* text) const;
   Status cut(Matcher& matcher, std::vector<Piece>* pieces) const;
-  std::string decode(std::vector<std::string> tokens) const;
+  Status decode(Matcher& matcher, std::vector<std::string> tokens, std::string* text) const;
 
  private:
   struct Step {
@@ -57,9 +62,11 @@ class Steps {
   Status read_list(Head& head, std::vector<Step>* steps, uint32_t kinds, const char* name);
   Status apply(const Step& step, Matcher& matcher, bool first, std::string* text) const;
   Status split(const Step& step, Matcher& matcher, const Piece& piece, std::vector<Piece>* pieces) const;
-  void map(const Step& step, std::string* text) const;
+  Status replace(const Step& step, Matcher& matcher, std::string* text) const;
+  void map(uint32_t at, uint32_t count, std::string_view text, std::string* result) const;
+  void charsmap(const Step& step, Matcher& matcher, std::string* text) const;
   void compose(const Step& step, std::string* text) const;
-  void decode(const Step& step, std::vector<std::string>* tokens) const;
+  Status decode(const Step& step, Matcher& matcher, std::vector<std::string>* tokens) const;
   std::string from_byte_letters(const std::vector<std::string>& tokens) const;
   const Pair* entry(uint32_t at, uint32_t count, uint32_t character) const;
 

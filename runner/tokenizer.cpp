@@ -21,7 +21,6 @@ using namespace text;
 namespace {
 
 constexpr size_t kMostBytes = size_t{1} << 26;  // of a text
-constexpr uint64_t kSteps = 1 << 20, kStepsPerByte = 256;  // of patterns
 
 using Range = std::pair<size_t, size_t>;
 
@@ -220,7 +219,7 @@ Status Tokenizer::Implementation::encode(std::string_view text, const std::vecto
     const unsigned byte = static_cast<uint8_t>(text[wrong]);
     return Status::error("the text is not UTF-8: byte %zu is 0x%02x", wrong, byte);
   }
-  Matcher matcher(file, kSteps + kStepsPerByte * text.size());
+  Matcher matcher(file, text.size());
   std::vector<uint32_t> ids;
   const bool guarded = places != nullptr;
   // Where places are given, all control tokens are looked for in the text as it is, which the places count in.
@@ -321,15 +320,18 @@ Status Tokenizer::encode(std::string_view text, bool special, std::vector<int64_
 Status Tokenizer::decode(const std::vector<int64_t>& tokens, bool plain, std::string* text) const try {
   const Implementation& made = *implementation_;
   std::vector<std::string> texts;
+  size_t bytes = 0;
   for (const int64_t token : tokens) {
     if (token < 0 || token >= made.size) continue;  // models have more tokens than their tokenizers
     const auto number = static_cast<uint32_t>(token);
     const auto shown = made.shown.find(number);
     const std::string_view each = made.file.text(shown != made.shown.end() ? shown->second : number);
-    if (!each.empty() && !(plain && made.special[static_cast<size_t>(token)])) texts.emplace_back(each);
+    if (each.empty() || (plain && made.special[static_cast<size_t>(token)])) continue;
+    texts.emplace_back(each);
+    bytes += each.size();
   }
-  *text = made.steps.decode(std::move(texts));
-  return {};
+  Matcher matcher(made.file, bytes);
+  return made.steps.decode(matcher, std::move(texts), text);
 } catch (const std::bad_alloc&) {
   return Status::no_memory("no memory for the text of %zu tokens", tokens.size());
 }

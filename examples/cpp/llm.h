@@ -1,6 +1,8 @@
 // Shared by the runners of language models: command line, sampling, and the loop over tokens.
 #pragma once
 
+#include <lowbit/runner/tokenizer.h>
+
 #include <algorithm>
 #include <charconv>
 #include <chrono>
@@ -9,6 +11,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <functional>
+#include <memory>
 #include <numeric>
 #include <random>
 #include <sstream>
@@ -21,6 +24,7 @@
 struct LlmOptions {
   std::string model;
   std::vector<int64_t> ids;
+  std::unique_ptr<lowbit::Tokenizer> tokenizer;  // null: tokens in, tokens out
   int64_t max_new_tokens = 128;
   double temperature = 0, top_p = 1;
   int64_t seed = 0;
@@ -42,6 +46,10 @@ struct LanguageModel {
   // Appends `count` tokens to the `start` tokens so far, and writes the logits after the last of them.
   std::function<void(int64_t* tokens, int64_t count, int64_t start, std::vector<float>& logits)> step;
 };
+
+inline void check(const lowbit::Status& status) {
+  if (!status.ok()) throw std::runtime_error(status.message());
+}
 
 // Parses "1,2,3"; throws std::runtime_error, in which the text is called `name`.
 inline std::vector<int64_t> parse_ids(const std::string& name, std::string_view text) {
@@ -75,8 +83,11 @@ Number parse_number(const std::string& name, const std::string& text, Number lea
 inline LlmOptions parse_llm_options(int argc, char** argv, const char* model_kind) {
   const bool has_texts = std::string(model_kind) != ".pt2";
   const std::string usage =
-      std::string("usage: ") + argv[0] + " --ids 1,2,3 [options] MODEL" + model_kind +
-      "\n  --ids LIST           the prompt's tokens\n"
+      std::string("usage: ") + argv[0] + " (--ids 1,2,3 | --tokens FILE --prompt TEXT) [options] MODEL" + model_kind +
+      "\n  --ids LIST           the prompt's tokens; prints tokens\n"
+      "  --tokens FILE        lowbit.tokens or its directory: text in, text out\n"
+      "  --prompt TEXT        the prompt\n"
+      "  --chat               the prompt is a message: apply the chat template\n"
       "  --max-new-tokens N   limit (default: 128); a full text or a stop token ends it earlier\n"
       "  --temperature T      samples with this temperature (default: 0, the most likely token)\n"
       "  --top-p P            samples only from the most likely tokens that together reach P (default: 1)\n"
@@ -89,6 +100,8 @@ inline LlmOptions parse_llm_options(int argc, char** argv, const char* model_kin
                    "  --save FILE          writes the text and its caches at the end" : "") +
       (std::string(model_kind) == ".plan" ? "\n  --certify            prints only a plan's certificate; needs no --ids" : "");
   LlmOptions options;
+  std::string tokens, prompt;
+  bool has_prompt = false, chat = false;
   constexpr int64_t kMost = int64_t{1} << 31;
   for (int i = 1; i < argc; ++i) {
     const std::string name = argv[i];
@@ -101,6 +114,13 @@ inline LlmOptions parse_llm_options(int argc, char** argv, const char* model_kin
       std::exit(0);
     } else if (name == "--ids") {
       options.ids = parse_ids(name, value());
+    } else if (name == "--tokens") {
+      tokens = value();
+    } else if (name == "--prompt") {
+      prompt = value();
+      has_prompt = true;
+    } else if (name == "--chat") {
+      chat = true;
     } else if (name == "--max-new-tokens") {
       options.max_new_tokens = parse_number<int64_t>(name, value(), 1, kMost);
     } else if (name == "--temperature") {
@@ -132,6 +152,15 @@ inline LlmOptions parse_llm_options(int argc, char** argv, const char* model_kin
     }
   }
   if (options.model.empty()) throw std::runtime_error("no model was given\n" + usage);
+  if (has_prompt == tokens.empty() || (has_prompt && !options.ids.empty()) || (chat && !has_prompt)) {
+    throw std::runtime_error("expected --ids alone, or --tokens and --prompt, with or without --chat\n" + usage);
+  }
+  if (has_prompt) {
+    check(lowbit::Tokenizer::open(tokens, &options.tokenizer));
+    check(chat ? options.tokenizer->chat({false, "", {prompt}}, &options.ids)
+               : options.tokenizer->encode(prompt, true, &options.ids));
+    if (options.ids.empty()) throw std::runtime_error("the prompt has no tokens; expected at least one");
+  }
   if (options.ids.empty() && !options.certify) throw std::runtime_error("no prompt was given: --ids 1,2,3\n" + usage);
   return options;
 }
@@ -164,7 +193,7 @@ inline int64_t sample(std::vector<float>& logits, const LlmOptions& options, std
   return best;  // only reached if the sum was rounded down
 }
 
-// Prints each new token as soon as it is known.
+// Prints each new token as soon as it is known, or the text that it completes.
 inline void generate(const LanguageModel& model, const LlmOptions& options) {
   using Clock = std::chrono::steady_clock;
   const auto prompt = model.loaded + static_cast<int64_t>(options.ids.size());
@@ -181,6 +210,8 @@ inline void generate(const LanguageModel& model, const LlmOptions& options) {
   std::mt19937_64 random(static_cast<uint64_t>(options.seed));
   std::vector<float> logits;
   std::vector<int64_t> tokens = options.ids;
+  std::unique_ptr<lowbit::TokenStream> stream;
+  if (options.tokenizer) stream = std::make_unique<lowbit::TokenStream>(*options.tokenizer, tokens);
   int64_t start = model.loaded, made = 0;
   const int64_t most = std::min(options.max_new_tokens, model.max_length - prompt);
   const auto begin = Clock::now();
@@ -200,7 +231,14 @@ inline void generate(const LanguageModel& model, const LlmOptions& options) {
     last = Clock::now();
     if (start == prompt) first = last;
     if (std::find(model.stop.begin(), model.stop.end(), token) != model.stop.end()) break;
-    std::printf(made++ ? " %lld" : "%lld", static_cast<long long>(token));
+    if (stream) {
+      std::string text;
+      check(stream->push(token, &text));
+      std::fwrite(text.data(), 1, text.size(), stdout);
+    } else {
+      std::printf(made ? " %lld" : "%lld", static_cast<long long>(token));
+    }
+    ++made;
     std::fflush(stdout);
     tokens.assign(1, token);
   }

@@ -10,10 +10,6 @@
 
 namespace {
 
-void check(const lowbit::Status& status) {
-  if (!status.ok()) throw std::runtime_error(status.message());
-}
-
 void run(int argc, char** argv) {
   const LlmOptions options = parse_llm_options(argc, argv, ".plan");
   const int64_t threads = options.threads > 0 ? options.threads : lowbit::default_threads();

@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from itertools import product
 
 from .token_patterns import NONE, Unsupported
 from .token_steps import Tables, python_spaces
 
-_CHANGES: tuple[Callable[[str], str], ...] = (  # of messages, in the order of ChatPieces::Change
+_STRIPS: dict[int, Callable[[str], str]] = {  # by their numbers in ChatPieces::Strip
+    0: lambda text: text, 1: str.strip, 2: str.lstrip, 3: str.rstrip,
+    5: lambda text: text.lstrip("\n"), 6: lambda text: text.strip("\n"),
+}  # fmt: skip
+_CUTS: tuple[Callable[[str], str], ...] = (  # ChatPieces::Cut
     lambda text: text,
-    str.strip,
-    str.lstrip,
-    str.rstrip,
-    lambda text: text.split("</think>")[-1].lstrip("\n"),
+    lambda text: text.rpartition(_THINKING_ENDS)[2],
+    lambda text: text.partition(_THINKING_ENDS)[2] if _THINKING_ENDS in text else text,
 )
+_THINKING_ENDS = "</think>"
+_NOT_EMPTY, _LATER = 256, 65536
 _DATE = re.compile("\ue000(.*?)\ue001", re.DOTALL)
 _MESSAGES = (
     "Hi", " What is 2 + 2?\n", "", "\U0001f600 東京 שלום", "\n\n  a\tb  \n\n", "<think>\nwell\n</think>\n\nTwo\n",
     "\u3000\x1f x \x85", "First <b>&amp;</b> {{ name }} {% if %}", "</think>", "x\n</think>\n\n\n y </think>z",
+    "<think>\nq</think>\n \tr \n\n",
     "[INST] a [/INST]", "0", "```\ncode\n```",
 )  # fmt: skip
 _CONTENTS = "QXZWSYSTEM", "QXZWUSER", "QXZWANSWER"
@@ -73,41 +79,48 @@ def _form(render: Render, has_system: bool) -> tuple[list[str], tuple[int, int, 
         raise Unsupported("the chat template writes later turns in another way than the first one")
     made = [before_system, before_user, answer, user, end]
     changes = []
-    for role in range(3):
-        if role == 0 and not has_system:
-            changes.append(0)
-            continue
-        for number, change in enumerate(_CHANGES):
-            texts = (text for text in _MESSAGES if text or role)  # templates may treat an empty system prompt as none
-            if all(_written(render, made, role, has_system, text) == change(text) for text in texts):
-                changes.append(number)
-                break
-        else:
-            name = ("system", "user", "assistant")[role]
+    for role in range(0 if has_system else 1, 4):
+        texts = [text for text in _MESSAGES if text or role]  # templates may treat an empty system prompt as none
+        change = _change([(text, _written(render, made, role, has_system, text)) for text in texts])
+        if change is None:
+            name = ("system", "user", "assistant", "user")[role]
             raise Unsupported(f"the chat template changes messages of the {name} in an unknown way")
-    return made, (changes[0], changes[1], changes[2])
+        changes.append(change)
+    system_change = changes.pop(0) if has_system else 0
+    first, answer_change, later = changes
+    return made, (system_change, first + (later + 1) * _LATER, answer_change)
+
+
+def _change(pairs: list[tuple[str, str | None]]) -> int | None:
+    """The number of the change of messages that has these results; None: there is none such."""
+    for cut, remove in enumerate(_CUTS):
+        for strip, (if_cut, strip_cut) in product(_STRIPS, _STRIPS.items()):
+            if cut == 0 and strip != if_cut:
+                continue
+            results = [strip_cut(remove(text)) if _THINKING_ENDS in text else _STRIPS[strip](text) for text, _ in pairs]
+            wrong = [result for result, (_, written) in zip(results, pairs, strict=True) if result != written]
+            if not any(wrong):  # of empty messages, the template may make something else: these are refused
+                return strip + 8 * cut + 32 * (if_cut if cut else 0) + (_NOT_EMPTY if wrong else 0)
+    return None
 
 
 def _written(render: Render, form: list[str], role: int, has_system: bool, text: str) -> str | None:
-    """What the template writes for a message; None: it changes more than the message."""
-    words = [text if i == role else name for i, name in enumerate(_CONTENTS)]
-    messages = [words[1], words[2], "QXZWLAST"]
-    written = render(_conversation(words[0] if has_system else None, messages))
-    head = _until(form, words, role, has_system)
-    tail = _since(form, words, role)
+    """What the template writes for a message of the system, the user, the assistant or again the user.
+
+    None: it changes more than the message, or refuses it.
+    """
+    words = [text if i == role else name for i, name in enumerate((*_CONTENTS, "QXZWLAST"))]
+    try:
+        written = render(_conversation(words[0] if has_system else None, words[1:]))
+    except Exception:  # jinja's, and those of a template's own raise_exception
+        return None
+    skipped = 0 if has_system else 2
+    parts = [part for pair in zip(form, [*words, ""], strict=True) for part in pair][skipped:]
+    at = 2 * role + 1 - skipped
+    head, tail = "".join(parts[:at]), "".join(parts[at + 1 :])
     if not (written.startswith(head) and written.endswith(tail) and len(written) >= len(head) + len(tail)):
         return None
     return written[len(head) : len(written) - len(tail)]
-
-
-def _until(form: list[str], words: list[str], role: int, has_system: bool) -> str:
-    system = form[0] + words[0] if has_system else ""
-    return [form[0], system + form[1], system + form[1] + words[1] + form[2]][role]
-
-
-def _since(form: list[str], words: list[str], role: int) -> str:
-    last = form[3] + "QXZWLAST" + form[4]
-    return [form[1] + words[1] + form[2] + words[2] + last, form[2] + words[2] + last, last][role]
 
 
 def chat_head(template: str | None, refusal: str, special: dict[str, str], tables: Tables) -> list[int]:

@@ -142,7 +142,9 @@ def _added(added: list[dict[str, Any]], backend: Any, tables: Tables, control: f
 
 def _around(backend: Any) -> tuple[list[int], list[int]]:
     """The tokens that the tokenizer puts before and after a text."""
-    inner, whole = (backend.encode("ab", add_special_tokens=special).ids for special in (False, True))
+    texts = ("ab", *(text for text in hard_texts(64, 2, [*backend.get_vocab()][:1000]) if text))
+    text = next((text for text in texts if backend.encode(text, add_special_tokens=False).ids), "")
+    inner, whole = (backend.encode(text, add_special_tokens=special).ids for special in (False, True))
     for at in range(len(whole) - len(inner) + 1):
         if whole[at : at + len(inner)] == inner:
             return whole[:at], whole[at + len(inner) :]

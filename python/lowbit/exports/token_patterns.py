@@ -94,6 +94,21 @@ class _LineEnd:
 
 
 # A sequence is a tuple, alternatives are a list of tuples.
+_ANY, _NEWLINE, _OTHER, _LETTER = (
+    _One("", ((0, 0x110000),)),
+    _One("", ((10, 11),)),
+    _One("", ((0, 10), (11, 0x110000))),
+    _One(r"\w"),
+)
+_END = _Look(_NOT_AHEAD, _ANY)
+_PLACES: dict[str, Any] = {  # as in Ruby: each line has a beginning and an end
+    "$": _LineEnd(),
+    "^": (_Look(_NOT_BEHIND, _OTHER), _Look(_AHEAD, _ANY)),
+    r"\A": _Look(_NOT_BEHIND, _ANY),
+    r"\z": _END,
+    r"\Z": _Look(_AHEAD, (_Repeat(_NEWLINE, 0, 1, ""), _END)),
+    r"\b": [(_Look(_BEHIND, _LETTER), _Look(_NOT_AHEAD, _LETTER)), (_Look(_NOT_BEHIND, _LETTER), _Look(_AHEAD, _LETTER))],
+}
 _ATOM = re.compile(
     r"\\[pP]\{\^?\w+\}|\\x\{[0-9a-fA-F]+\}|\\x[0-9a-fA-F]{2}|\\u[0-9a-fA-F]{4}|\\[sSdDwWrntfv]|\\[^\w\s]|[^\\]", re.DOTALL
 )
@@ -101,8 +116,8 @@ _INTERVAL = re.compile(r"\{(\d+)(,?)(\d*)\}")
 
 
 class _Parser:
-    def __init__(self, pattern: str):
-        self.pattern, self.at = pattern, 0
+    def __init__(self, pattern: str, names: dict[str, Ranges]):
+        self.pattern, self.at, self.names = pattern, 0, names
 
     def refuse(self, what: str) -> Unsupported:
         return Unsupported(f"the pattern {self.pattern!r} has {what}")
@@ -144,8 +159,9 @@ class _Parser:
             raise self.refuse(f"a group {self.pattern[self.at : self.at + 4]!r}")
         if self.take("("):
             return self.group(folded)
-        if self.take("$"):
-            return _LineEnd()
+        for text, part in _PLACES.items():
+            if self.take(text):
+                return part
         if self.pattern[self.at] == "[":
             text = self.bracket()
         else:
@@ -154,6 +170,8 @@ class _Parser:
                 raise self.refuse(f"{self.pattern[self.at : self.at + 2]!r}")
             text = found[0]
             self.at = found.end()
+            if text in self.names:
+                return _One("", self.names[text])
             if len(text) == 1 and text != "." and not folded:
                 return _One(re.escape(text), ((ord(text), ord(text) + 1),))
         return _One(f"(?i:{text})" if folded else text)
@@ -219,11 +237,12 @@ class Code:
         """The number of a class."""
         return self.classes.setdefault(ranges, len(self.classes))
 
-    def add(self, pattern: str | Ranges, literal: bool = False) -> int:
+    def add(self, pattern: str | Ranges, literal: bool = False, names: dict[str, Ranges] | None = None) -> int:
         """Compiles a pattern, or one for a character of a class.
 
         Args:
             literal: the pattern is a text.
+            names: letters of the pattern that stand for classes.
 
         Returns:
             The number of its first step.
@@ -231,7 +250,7 @@ class Code:
         Raises:
             Unsupported: the pattern has parts that are not known here, or fits an empty text.
         """
-        key = pattern, literal
+        key = pattern, literal, bool(names)
         if key in self._known:
             return self._known[key]
         if not isinstance(pattern, str):
@@ -239,7 +258,7 @@ class Code:
         elif literal:
             parsed = tuple(_One("", ((ord(letter), ord(letter) + 1),)) for letter in pattern)
         else:
-            parser = _Parser(pattern)
+            parser = _Parser(pattern, names or {})
             parsed = parser.alternatives(False)
             if parser.at != len(pattern):
                 raise parser.refuse("a ) without its (")

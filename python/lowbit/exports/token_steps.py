@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import base64
 import unicodedata
 from functools import lru_cache
 from typing import Any
 
+from .token_charsmap import GRAPHEME, graphemes, replacements
 from .token_patterns import Code, Ranges, Unsupported, characters, found_by, kept_by, ranges_of, without
 
-_MAP, _NORMALIZE, _REPLACE, _PREPEND, _STRIP, _BYTES, _SPLIT, _SURROUND = range(8)  # StepOp
+_MAP, _NORMALIZE, _REPLACE, _PREPEND, _STRIP, _BYTES, _SPLIT, _SURROUND, _CHARSMAP = range(9)  # StepOp
 _BEHAVIORS = ("Removed", "Isolated", "MergedWithPrevious", "MergedWithNext", "Contiguous")
-_DECODE_BYTES, _BYTE_TOKENS, _FUSE, _DECODE_REPLACE, _DECODE_STRIP, _WORD_PIECE, _METASPACE, _SUFFIX = range(8)  # DecodeOp
+# DecodeOp
+_DECODE_BYTES, _BYTE_TOKENS, _FUSE, _DECODE_REPLACE, _DECODE_STRIP, _WORD_PIECE, _METASPACE, _SUFFIX, _PATTERN, _CTC = range(10)
 # Of the pre-tokenizer ByteLevel, in the library's source.
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _BETWEEN = "7"  # a character that no normalizer changes
@@ -113,6 +116,15 @@ class Tables:
         few = {ord(letter): self.text(text) for text, alike in by_text.items() for letter in alike}
         return ([[_MAP, *self.add_map(few)]] if few else []) + steps
 
+    def charsmap(self, content: bytes) -> list[int]:
+        """The step of a normalizer with SentencePiece's table of characters."""
+        found = replacements(content)
+        few = {ord(key): self.text(text) for key, text in found.items() if len(key) == 1}
+        at = self.add_map(few)
+        longer = [(self.text(key), self.text(text)) for key, text in sorted(found.items()) if len(key) > 1]
+        self.maps += longer
+        return [_CHARSMAP, self.code.add(GRAPHEME, names=graphemes()), *at, len(self.maps) - len(longer), len(longer)]
+
     def form(self, kind: str) -> list[int]:
         """The step of one of Unicode's normalization forms: NFC, NFD, NFKC or NFKD."""
         compatible, composes = "K" in kind, kind.endswith("C")
@@ -182,9 +194,11 @@ def normalizers(content: dict[str, Any] | None, tables: Tables) -> list[list[int
         case "Prepend":
             return [[_PREPEND, tables.text(content["prepend"]), 0]]
         case "Replace":
-            return [[_REPLACE, _pattern(content["pattern"], tables), tables.text(content["content"])]]
+            return _replace(_REPLACE, content, tables)
         case "ByteLevel":
             return [[_BYTES]]
+        case "Precompiled":
+            return [tables.charsmap(base64.b64decode(content["precompiled_charsmap"]))]
         case "BertNormalizer":
             return _bert(content, tables)
         case kind:
@@ -212,6 +226,12 @@ def _bert(content: dict[str, Any], tables: Tables) -> list[list[int]]:
 def _pattern(content: dict[str, str], tables: Tables) -> int:
     ((kind, pattern),) = content.items()
     return tables.code.add(pattern, literal=kind == "String")
+
+
+def _replace(op: int, content: dict[str, Any], tables: Tables) -> list[list[int]]:
+    if content["pattern"] == {"String": ""}:
+        return []  # the library finds no empty texts
+    return [[op, _pattern(content["pattern"], tables), tables.text(content["content"])]]
 
 
 def _split(tables: Tables, pattern: int, behavior: str, invert: bool = False) -> list[int]:
@@ -249,6 +269,9 @@ def pre_tokenizers(content: dict[str, Any] | None, tables: Tables) -> list[list[
             return [_split(tables, code.add(_punctuation()), content["behavior"])]
         case "Digits":
             return [_split(tables, code.add(_digits()), "Isolated" if content["individual_digits"] else "Contiguous")]
+        case "FixedLength" if content["length"] > 0:
+            pattern = code.add(f"A{{1,{content['length']}}}", names={"A": ((0, 0x110000),)})
+            return [_split(tables, pattern, "Isolated")]
         case "CharDelimiterSplit":
             return [_split(tables, code.add(content["delimiter"], literal=True), "Removed")]
         case kind:
@@ -273,12 +296,17 @@ def decoders(content: dict[str, Any], tables: Tables) -> list[list[int]]:
             return [[_FUSE]]
         case "Replace" if "String" in content["pattern"]:
             return [[_DECODE_REPLACE, tables.text(content["pattern"]["String"]), tables.text(content["content"])]]
+        case "Replace":
+            return _replace(_PATTERN, content, tables)
         case "Strip":
             return [[_DECODE_STRIP, tables.text(content["content"]), content["start"], content["stop"]]]
         case "WordPiece":
             return [[_WORD_PIECE, tables.text(content["prefix"]), int(content["cleanup"])]]
         case "Metaspace":
             return [[_METASPACE, tables.text(content["replacement"]), int(content["prepend_scheme"] != "never")]]
+        case "CTC":
+            pad, delimiter = tables.text(content["pad_token"]), tables.text(content["word_delimiter_token"])
+            return [[_CTC, pad, delimiter, int(content["cleanup"])]]
         case "BPEDecoder":
             return [[_SUFFIX, tables.text(content["suffix"])]]
         case kind:

@@ -9,8 +9,6 @@ are AOTInductor's code, whose last bits may differ and can move an activation to
 import copy
 import re
 import struct
-import subprocess
-import sys
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +19,8 @@ import pytest
 import torch
 from lowbit.exports.module import Delegate, export_delegates
 from lowbit.exports.plan_export import plan_with_weights
+from lowbit.exports.token_file import TextSettings, token_bytes
+from lowbit.llm import TextUntil
 from lowbit.llm.loading import load_model
 from lowbit.plan.plan_file import Kind, to_bytes
 from reference import HEADER_BYTES
@@ -305,26 +305,34 @@ def test_neither_python_nor_torch_is_needed(runners):
     assert not [name for names in libraries.values() for name in names if "python" in name]
 
 
-def test_text_to_text(runners, exported, tokenizer):
-    process = subprocess.run(
-        [
-            sys.executable,
-            EXAMPLE / "llm.py",
-            "--tokenizer",
-            MODEL,
-            "--prompt",
-            PROMPTS[0],
-            *runners("llm_runner", HERE).command,
-            "--max-new-tokens",
-            str(NEW),
-            exported.files["pte"],
-        ],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert process.returncode == 0, process.stderr
-    assert process.stdout == tokenizer.decode(made(exported, "pte", 0), skip_special_tokens=True) + "\n"
+def test_text_to_text(runners, exported, tokenizer, tmp_path):
+    """With the tokenizer and the chat template in C++."""
+    template = "{% for m in messages %}# {{ m.role }}: {{ m.content | trim }}\n{% endfor %}# assistant:"
+    content = token_bytes(tokenizer.backend_tokenizer, TextSettings(template=template))
+    (tmp_path / "lowbit.tokens").write_bytes(content)
+    chat = tokenizer(f"# user: {PROMPTS[0]}\n# assistant:", add_special_tokens=False)["input_ids"]
+    for kind in ("pte", WITHOUT_PLAN, "pt2"):
+        program, file = runners("llm_runner_pt2" if kind == "pt2" else "llm_runner", HERE), exported.files[kind]
+        options = ("--tokens", tmp_path, "--max-new-tokens", NEW)
+        for prompt, given in (
+            (exported.prompts[0], ["--prompt", PROMPTS[0]]),
+            (chat, ["--chat", "--prompt", f" {PROMPTS[0]} "]),
+        ):
+            tokens = program("--ids", listed(prompt), "--max-new-tokens", NEW, file).stdout.split()
+            text = TextUntil(tokenizer, prompt)
+            for token in tokens:
+                text(int(token))
+            process = program(*options, *given, file)
+            assert process.returncode == 0 and process.stderr == "", process.stderr
+            assert process.stdout == text.finish() + "\n"
+    for wrong, message in (
+        (["--prompt", "a"], "expected --ids alone, or --tokens and --prompt"),
+        (["--ids", "1", *options, "--prompt", "a"], "expected --ids alone"),
+        ([*options], "expected --ids alone"),
+        (["--ids", "1", "--chat"], "expected --ids alone"),
+        (["--tokens", tmp_path / "none", "--prompt", "a"], "none"),
+    ):
+        assert message in runners("llm_runner", HERE).refusal(*wrong, exported.files["pte"])
 
 
 # In Python.

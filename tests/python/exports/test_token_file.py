@@ -1,6 +1,7 @@
 """Tokens of the C++ tokenizer, and its conversations, == those of the library tokenizers and of jinja."""
 
 import ctypes
+import io
 import json
 import random
 import struct
@@ -10,8 +11,11 @@ from pathlib import Path
 import pytest
 from lowbit import _C
 from lowbit.exports.chat_pieces import renderer
+from lowbit.exports.token_charsmap import charsmap_of, graphemes, replacements
 from lowbit.exports.token_file import TextSettings, hard_texts, refusal_bytes, token_bytes
 from lowbit.exports.token_patterns import Code, Unsupported
+from sentencepiece import SentencePieceTrainer
+from sentencepiece.sentencepiece_model_pb2 import ModelProto
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 ROOT = Path(__file__).parents[3]
@@ -26,6 +30,7 @@ CASED = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+PLACES = r"^▁+$|^\s+|\A\w|\w\z|\.\Z|\bt\w+\b|\n^."
 GROUPS = r"(?:\p{Lu}\p{Ll}*){1,2}|\d+?x|(?<!\S)\p{N}+|(?<=a)b+|[a-z&&[^aeiou]]+|.|\n"
 
 
@@ -36,6 +41,15 @@ def bytes_after(pattern: str):
 
 def split(behavior: str, invert: bool = False):
     return pre_tokenizers.Split(Regex(r"\s|[,.]"), behavior, invert=invert)
+
+
+def precompiled(rule: str):
+    """The normalizer with one of SentencePiece's tables, which only a model in training writes down."""
+    written = io.BytesIO()
+    SentencePieceTrainer.train(
+        sentence_iterator=iter(["a b c"]), model_writer=written, vocab_size=7, normalization_rule_name=rule, minloglevel=2
+    )
+    return normalizers.Precompiled(ModelProto.FromString(written.getvalue()).normalizer_spec.precompiled_charsmap)
 
 
 LLAMA2 = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
@@ -49,6 +63,19 @@ CASES = {
     "cl100k": ("bpe", normalizers.NFKC(), bytes_after(CL100K), decoders.ByteLevel()),
     "cased": ("bpe", normalizers.NFD(), bytes_after(CASED), decoders.ByteLevel()),
     "groups": ("bpe", normalizers.NFKD(), pre_tokenizers.Split(Regex(GROUPS), "isolated"), None),
+    "places": ("bpe", normalizers.Replace(Regex(PLACES), "<at>"), pre_tokenizers.FixedLength(7), decoders.CTC("t", "e")),
+    "t5": ("unigram", precompiled("nmt_nfkc"), METASPACE, decoders.Metaspace()),
+    "xlnet": (
+        "unigram",
+        normalizers.Sequence(
+            [
+                normalizers.Replace("``", '"'), normalizers.NFKD(), normalizers.StripAccents(), precompiled("nmt_nfkc_cf"),
+                normalizers.Replace(Regex(" {2,}"), " "),
+            ]
+        ),
+        METASPACE,
+        decoders.Sequence([decoders.Replace(Regex("▁?[aeiou]+"), "_"), decoders.CTC("s", "t", cleanup=False)]),
+    ),
     "llama2": ("bytes", LLAMA2, None, LLAMA2_DECODER),
     "gemma": ("bytes", normalizers.Replace(" ", "▁"), pre_tokenizers.Split(" ", "merged_with_previous"), LLAMA2_DECODER),
     "suffix": ("suffix", normalizers.Lowercase(), split("removed"), decoders.BPEDecoder("</w>")),
@@ -122,6 +149,52 @@ def test_tokens_are_those_of_the_library(case):
     check(trained(case), hard_texts(300, len(case), WORDS))
 
 
+def of_bytes(charsmap: bytes) -> Tokenizer:
+    """A tokenizer whose tokens are the bytes of the normalized text."""
+    tokenizer = Tokenizer(models.BPE(vocab={f"<0x{byte:02X}>": byte for byte in range(256)}, merges=[], byte_fallback=True))
+    tokenizer.normalizer = normalizers.Precompiled(charsmap)
+    return tokenizer
+
+
+def test_graphemes_are_looked_up_as_in_the_library():
+    chance = random.Random(2)
+    classes = {name: [chr(c) for part in ranges for c in range(*part)][:3000] for name, ranges in graphemes().items()}
+    for _ in range(3):
+        letters = {chance.choice(some) for some in classes.values() for _ in range(30)}
+        pairs = [a + b for a, b in zip(letters, sorted(letters), strict=True)]
+        tokenizer = of_bytes(charsmap_of(*letters, *(pair for pair in pairs if not letters & {*pair})))
+        texts = ["".join(chance.choice(classes[chance.choice([*classes])]) for _ in range(9)) for _ in range(1500)]
+        texts += ["".join(chance.choices([*letters, "a", "\u0301", "\u200d", "\u094d"], k=9)) for _ in range(500)]
+        made = _C.Tokenizer(token_bytes(tokenizer, TextSettings()))
+        for text, encoding in zip(texts, tokenizer.encode_batch(texts), strict=True):
+            assert made.encode(text, False) == encoding.ids, ascii(text)
+
+
+def test_damaged_charsmaps_are_refused_or_the_same():
+    chance, refused = random.Random(3), 0
+    keys = ["\u00e4", "\uff21", "a\u0301", "\r\n", "\u2122", "\U0001f600", "b\u0323\u0301"]
+    whole = charsmap_of(*keys)
+    size = len(whole) - 6
+    places = [4 + at for at in range(size) if whole[4 + at]]
+    for _ in range(300):
+        damaged = bytearray(whole)
+        for _ in range(chance.randrange(1, 3)):
+            at = chance.choice((chance.choice(places), chance.randrange(4, len(whole))))
+            damaged[at] = chance.choice((0, 1, 255, damaged[at] ^ 1 << chance.randrange(8)))
+        try:
+            found = replacements(bytes(damaged))
+            normalizer = normalizers.Precompiled(bytes(damaged))
+        except (Unsupported, ValueError):
+            refused += 1
+            continue
+        for key in {*keys, *found}:
+            assert normalizer.normalize_str(key) == found.get(key, key) or len(key) > 1, ascii(key)
+    assert 30 < refused < 270
+    for short in (b"", whole[:3], whole[:40], struct.pack("<I", 0) + whole[4:]):
+        with pytest.raises(Unsupported, match="is damaged"):
+            replacements(short)
+
+
 def test_tokens_of_the_example():
     tokenizer = Tokenizer.from_file(str(TINY))
     check(tokenizer, [*hard_texts(2000, 3, WORDS), *CORPUS, "", " ", "x" * 5000, "\n" * 3000 + "a", "1 " * 2000])
@@ -130,9 +203,12 @@ def test_tokens_of_the_example():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": ""}}, "a normalizer 'Precompiled'"),
+        (
+            {"normalizer": {"type": "Precompiled", "precompiled_charsmap": ""}},
+            "the tokenizer's precompiled_charsmap is damaged",
+        ),
         ({"pre_tokenizer": {"type": "UnicodeScripts"}}, "a pre-tokenizer 'UnicodeScripts'"),
-        ({"decoder": {"type": "CTC", "pad_token": "<pad>", "word_delimiter_token": "|", "cleanup": True}}, "a decoder 'CTC'"),
+        ({"decoder": {"type": "Unknown"}}, "a decoder 'Unknown'"),
     ],
 )
 def test_unknown_parts_are_refused(change, message):
@@ -154,7 +230,8 @@ def test_unknown_parts_are_refused(change, message):
 @pytest.mark.parametrize(
     ("pattern", "message"),
     [
-        (r"\bword", r"\\b"), ("a*", "an empty text"), (r"^a", r"'\^a'"), (r"(?<=ab)c", "looks behind"), (r"(?>a)b", r"\(\?>a"),
+        (r"\Bword", r"\\B"), ("a*", "an empty text"), ("^*a", "repeats a group"), (r"(?<=ab)c", "looks behind"),
+        (r"(?>a)b", r"\(\?>a"),
         (r"(?i:ss)", "one character matches, too"), (r"(?:a*)+", "an empty text"), (r"(?:ab|c)++", "repeats a group"),
         (r"a{2}?", "an interval with a"), (r"(a", "without its"), (r"a)", "without its"), (r"[a", "without its"),
     ],
@@ -178,9 +255,10 @@ def test_texts_that_are_refused():
     assert made.decode([-1, made.size, 1 << 40], False) == ""
 
 
-def test_damaged_files_are_refused_or_run():
+@pytest.mark.parametrize("case", ["gpt4", "xlnet"])
+def test_damaged_files_are_refused_or_run(case):
     chance = random.Random(1)
-    whole = token_bytes(trained("gpt4"), TextSettings())
+    whole = token_bytes(trained(case), TextSettings(template=THINKING))
     for message, damaged in {
         "does not begin": b"x" + whole[1:], "version 2; expected 1": whole[:16] + b"\2" + whole[17:],
         "another checksum": whole[:-1] + b"x",
@@ -197,6 +275,7 @@ def test_damaged_files_are_refused_or_run():
         try:
             made = _C.Tokenizer(bytes(damaged))
             made.decode(made.encode("Hello, e\u0301 123 \U0001f600 <x>", True), False)
+            made.chat_text(None, [" a ", "</think> b ", "c"])
         except ValueError as error:
             refused += 1
             assert str(error)
@@ -225,17 +304,34 @@ THINKING = CHATML.replace(
     "{{ m.content }}",
     "{% set c = m.content %}{% if m.role == 'assistant' %}{% set c = c.split('</think>')[-1].lstrip('\n') %}{% endif %}{{ c }}",
 )
+ANSWER = "{%% if m.role == 'assistant' and '</think>' in m.content %%}{{ %s }}{%% else %%}{{ %s }}{%% endif %%}"
+CUTS = [
+    CHATML.replace("{{ m.content }}", ANSWER % (f"m.content.split('</think>'{most})[-1]{cut}", "m.content" + other))
+    for most, cut, other in (
+        ("", "", ""),
+        (", 1", ".strip('\\n')", ""),
+        ("", ".strip()", ".lstrip('\\n')"),
+        (", 1", "", ".rstrip()"),
+    )
+]
+JOINED = (
+    "{% if messages[0].role == 'system' %}{% set head = messages[0].content + '\n\n' %}{% set rest = messages[1:] %}"
+    "{% else %}{% set head = '' %}{% set rest = messages %}{% endif %}{% for m in rest %}{% if m.role == 'user' %}"
+    "<user>{{ ((head if loop.first else '') + m.content).strip() }}<bot>{% else %}{{ m.content }}</s>{% endif %}{% endfor %}"
+)
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
-MESSAGES = ["Hi", " a \n", "<think>\nx\n</think>\n\nwell", "\U0001f600", "b</s> c", "", "last"]
+MESSAGES = [
+    " Hi ", " a \n", " x\n", "<think>\nx\n</think>\n\nwell </think>\n y \n", "\U0001f600", "b</s> c", "x \n", "", " last ",
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("template", [CHATML, LLAMA, GEMMA, DATED, THINKING])
+@pytest.mark.parametrize("template", [CHATML, LLAMA, GEMMA, DATED, THINKING, *CUTS, JOINED])
 @pytest.mark.parametrize("system", [None, "Be brief.\n", "  東京"])
 def test_conversations_are_those_of_jinja(template, system):
     settings = TextSettings(template=template, special=SPECIAL)
     made = _C.Tokenizer(token_bytes(trained("words"), settings))
     render = renderer(template, SPECIAL, with_dates=False)
-    for turns in (1, 3, 5, 7):
+    for turns in (1, 3, 5, 7, 9):
         messages = MESSAGES[-turns:]
         dicts = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(messages)]
         if system is not None and template is GEMMA:
@@ -244,6 +340,15 @@ def test_conversations_are_those_of_jinja(template, system):
             continue
         head = [] if system is None else [{"role": "system", "content": system}]
         assert made.chat_text(system, messages) == render(head + dicts)
+
+
+def test_messages_that_a_template_treats_in_another_way_are_refused():
+    quiet = CHATML.replace("{{ m.content }}", "{{ m.content or '(nothing)' }}")
+    made = _C.Tokenizer(token_bytes(trained("words"), TextSettings(template=quiet)))
+    assert made.chat_text(None, ["a", "b", "c"]).count("(nothing)") == 0
+    for messages in ([""], ["a", "", "b"], ["a", "b", ""]):
+        with pytest.raises(ValueError, match="a message is empty; expected text, for this chat template"):
+            made.chat_text(None, messages)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "exports"))
 from lowbit.exports.token_file import TextSettings, token_bytes
 from test_token_file import THINKING, trained
 
-for case in ("gpt4", "bert", "unigram", "llama2", "suffix"):
+for case in ("gpt4", "bert", "unigram", "llama2", "suffix", "xlnet", "places"):
     tokenizer = trained(case)
     tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
     control = frozenset([tokenizer.token_to_id("<|im_start|>")])
