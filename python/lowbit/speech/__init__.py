@@ -4,7 +4,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from .audio import SAMPLE_RATE, load_audio
-from .transcriber import Segment, Transcriber, Transcription, load_transcriber
+from .options import Options
+from .transcriber import Heard, Segment, Transcriber, Transcription, load_transcriber
+from .words import Word
 
 if TYPE_CHECKING:
     from .exporting import ExportedSpeech as ExportedSpeech
@@ -36,10 +38,13 @@ def __dir__() -> list[str]:
 __all__ = [
     "SAMPLE_RATE",
     "ExportedSpeech",
+    "Heard",
+    "Options",
     "Segment",
     "SpeechDecoder",
     "Transcriber",
     "Transcription",
+    "Word",
     "export_speech",
     "load_audio",
     "load_speech",
