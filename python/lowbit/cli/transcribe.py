@@ -60,7 +60,7 @@ def transcribe(
     cache: options.Cache = None,
     threads: options.Threads = None,
 ) -> None:
-    """Transcribe recordings with a Whisper model."""
+    """Transcribe recordings with a Whisper or Moonshine model."""
     from ..speech import Options, Transcription, load_audio
     from ..speech.audio import limit_allocations, read_samples
     from ..speech.live import transcribe_live
@@ -127,7 +127,8 @@ def _written(pieces: Generator[Piece, None, Heard], format: str | None) -> tuple
     """Prints what is transcribed; None: nothing."""
     from ..speech.subtitles import cues, subtitle
 
-    segments, number, begun = list[Segment](), 0, False
+    segments: list[Segment] = []
+    number, begun = 0, False
     while True:
         try:
             piece = next(pieces)

@@ -8,9 +8,10 @@ from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from ..files.config_json import CONFIG, quantization_method, read_config
+from ..files.config_json import CONFIG, SPEECH_TYPES, quantization_method, read_config
 from ..files.untrusted import interpreting, read_json
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ def load_model(
     Args:
         path: a directory with config.json and safetensors files, float or packed by :func:`lowbit.quantize_checkpoint`.
         quantization: how to quantize a float checkpoint while it is loaded; None: not at all.
-        kind: "text", a causal language model; "images", an image-text model; or "speech", a Whisper model.
+        kind: "text", a causal language model; "images", an image-text model; or "speech", a Whisper or Moonshine model.
         progress: called as ``progress(tensors loaded, tensors)``.
 
     Raises:
@@ -110,15 +111,19 @@ load_image_model = partial(load_model, kind="images")
 
 
 def load_speech_processor(path: str | os.PathLike[str]) -> Any:
-    """Loads the processor of a Whisper model: its tokenizer and feature extractor.
+    """Loads the processor of a Whisper or Moonshine model: its tokenizer and feature extractor.
 
     Raises:
         ImportError: transformers is not installed.
         OSError, ValueError: files are missing or damaged.
     """
     transformers = import_module("transformers")
+    options = {"local_files_only": True, "trust_remote_code": False}
     with interpreting(f"the processor in {path} does not load"):
-        return transformers.WhisperProcessor.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        if read_config(Path(path)).get("model_type") == "whisper":
+            return transformers.WhisperProcessor.from_pretrained(path, **options)
+        parts = {"feature_extractor": transformers.AutoFeatureExtractor, "tokenizer": transformers.AutoTokenizer}
+        return SimpleNamespace(**{name: auto.from_pretrained(path, **options) for name, auto in parts.items()})
 
 
 def load_image_processor(path: str | os.PathLike[str]) -> Any:
@@ -170,8 +175,8 @@ def check_image_type(model_type: Any, file: Path) -> None:
 
 
 def _check_speech(model_type: Any, file: Path) -> None:
-    if model_type != "whisper":
-        raise ValueError(f"{file} has model_type {model_type!r}; expected 'whisper'")
+    if model_type not in SPEECH_TYPES:
+        raise ValueError(f"{file} has model_type {model_type!r}; expected {' or '.join(map(repr, SPEECH_TYPES))}")
 
 
 _KINDS: dict[str, tuple[Callable[[Any, Path], None], str]] = {

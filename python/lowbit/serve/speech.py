@@ -1,4 +1,4 @@
-"""Whisper models: requests for transcriptions and their answers."""
+"""Speech-to-text models: requests for transcriptions and their answers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from ..files.config_json import read_config
+from ..files.config_json import SPEECH_TYPES, read_config
 from .errors import ApiError, bad
 from .protocol import Body
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from ..hf.config import LowBitConfig
-    from ..speech.transcriber import Segment, Transcriber
+    from ..speech.transcriber import AnyTranscriber, Segment
 
 MOST_SECONDS = 2 * 3600  # of a recording, whose samples then take half a gigabyte
 _MOST_PROMPT = 1 << 13  # characters; the model sees the last 223 tokens
@@ -32,14 +32,14 @@ class SpeechModel:
     """A speech-to-text model."""
 
     name: str
-    transcriber: Transcriber
+    transcriber: AnyTranscriber
     created: int = field(default_factory=lambda: int(time.time()))
     max_length = None  # no tokens of a prompt, because it takes recordings
 
 
 def is_speech(path: Path) -> bool:
-    """Whether a directory has a Whisper model."""
-    return read_config(path).get("model_type") == "whisper"
+    """Whether a directory has a Whisper or Moonshine model."""
+    return read_config(path).get("model_type") in SPEECH_TYPES
 
 
 def load(name: str, path: Path, quantization: LowBitConfig | None = None, **more: Any) -> SpeechModel:
@@ -170,5 +170,5 @@ class Listening:
 
 
 def refuse_recording(model: Any) -> ApiError:
-    """Raises ApiError for a recording sent to a model that is not a Whisper model."""
-    return bad("model", f"the model {model.name} takes no recordings; expected a Whisper model")
+    """Raises ApiError for a recording sent to another kind of model."""
+    return bad("model", f"the model {model.name} takes no recordings; expected a Whisper or Moonshine model")

@@ -1,9 +1,10 @@
-"""Speech to text with Whisper models, over static caches; requires transformers unless the model has its plans beside it."""
+"""Speech to text with Whisper and Moonshine models; requires transformers unless the model has its plans beside it."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 from .audio import SAMPLE_RATE, load_audio
+from .live import Live, transcribe_live
 from .options import Options
 from .transcriber import Heard, Segment, Transcriber, Transcription, load_transcriber
 from .words import Word
@@ -12,11 +13,13 @@ if TYPE_CHECKING:
     from .exporting import ExportedSpeech as ExportedSpeech
     from .exporting import export_speech as export_speech
     from .exporting import load_speech as load_speech
+    from .moonshine import MoonshineTranscriber as MoonshineTranscriber
     from .speech_decoder import SpeechDecoder as SpeechDecoder
 
 # Public name -> its module, which needs torch, imported on first use.
 _LAZY = {
     "ExportedSpeech": ".exporting",
+    "MoonshineTranscriber": ".moonshine",
     "SpeechDecoder": ".speech_decoder",
     "export_speech": ".exporting",
     "load_speech": ".exporting",
@@ -39,6 +42,8 @@ __all__ = [
     "SAMPLE_RATE",
     "ExportedSpeech",
     "Heard",
+    "Live",
+    "MoonshineTranscriber",
     "Options",
     "Segment",
     "SpeechDecoder",
@@ -49,4 +54,5 @@ __all__ = [
     "load_audio",
     "load_speech",
     "load_transcriber",
+    "transcribe_live",
 ]

@@ -5,17 +5,14 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable
 from queue import Empty, Queue
 from threading import Thread
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from .audio import SAMPLE_RATE
 from .features import HOP, log_mel
 from .options import Options
-from .transcriber import Heard, Segment, segments_of
-
-if TYPE_CHECKING:
-    from .transcriber import Transcriber
+from .transcriber import AnyTranscriber, Heard, Segment, Transcriber, segments_of
 
 _NO_SPEECH = 0.6  # the default limit; microphones hear much silence, in which Whisper hears words
 _WAITING = 600  # blocks of samples
@@ -36,14 +33,16 @@ class Live:
     begin with the certain tokens, so they never contradict them.
     """
 
-    def __init__(self, transcriber: Transcriber, **options: Any):
+    def __init__(self, transcriber: AnyTranscriber, **options: Any):
         """
         Args:
             options: the attributes of :class:`Options`; ``no_speech_threshold`` is 0.6 by default.
 
         Raises:
-            ValueError: an option that the model does not support, times of words, or no timestamps.
+            ValueError: no Whisper model, an option that it does not support, times of words, or no timestamps.
         """
+        if not isinstance(transcriber, Transcriber):
+            raise ValueError("live transcription takes Whisper models, whose text has times; expected one")
         self._transcriber, self._wish = transcriber, Options(**{"no_speech_threshold": _NO_SPEECH, **options})
         if not self._wish.timestamps or self._wish.word_timestamps:
             raise ValueError("live transcription has timestamps of segments alone; expected neither fewer nor those of words")
@@ -163,7 +162,7 @@ class Live:
 
 
 def transcribe_live(
-    transcriber: Transcriber, blocks: Iterable[np.ndarray], *, step: float = 1.0, **options: Any
+    transcriber: AnyTranscriber, blocks: Iterable[np.ndarray], *, step: float = 1.0, **options: Any
 ) -> Generator[Piece, None, Heard]:
     """Transcribes blocks of samples while they arrive.
 

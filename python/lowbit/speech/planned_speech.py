@@ -14,7 +14,7 @@ from .. import _C, __version__
 from ..files.plan_facts import PLAN, NoPlan, are_allowed, described, facts_of, states
 from ..machine.cpus import default_threads
 from ..operators.cache_layout import PANEL, Slot
-from .transcriber import SETTINGS, Transcriber, load_transcriber
+from .transcriber import SETTINGS, AnyTranscriber, Transcriber, load_transcriber
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -139,7 +139,7 @@ def open_transcriber(
     threads: int | None = None,
     loading: Callable[[], AbstractContextManager[Any]] = nullcontext,
     note: Callable[[str], None] = lambda text: None,
-) -> Transcriber:
+) -> AnyTranscriber:
     """A transcriber: by the plans beside the weights where they are current, else by torch, and then the plans are written.
 
     Args:
@@ -158,7 +158,7 @@ def open_transcriber(
             stale = reason.stale
     with loading() as progress:
         made = load_transcriber(directory, quantization, cache=cache, progress=progress)
-    if stale:
+    if stale and isinstance(made, Transcriber):
         _keep_plans(made, directory, note)
     return made
 

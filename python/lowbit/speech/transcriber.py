@@ -41,7 +41,7 @@ class Segment:
         tokens: with the timestamps.
         temperature, avg_logprob, compression_ratio, no_speech_prob: of the window with this segment: the temperature of its
             text, the mean log-probability of the tokens, the ratio by which zlib compresses the text, and the probability
-            of silence.
+            of silence, which Moonshine models do not have.
         words: with their times, if they were asked for.
     """
 
@@ -52,7 +52,7 @@ class Segment:
     temperature: float
     avg_logprob: float
     compression_ratio: float
-    no_speech_prob: float
+    no_speech_prob: float | None
     words: list[Word] | None = None
 
 
@@ -101,7 +101,62 @@ class Written:
         return float(np.mean(self.logprobs)) if self.logprobs else 0.0
 
 
-class Transcriber:
+class AnyTranscriber:
+    """What transcribers of all kinds of models have."""
+
+    @property
+    def languages(self) -> list[str]:
+        """Codes of the languages that the model knows; empty for a model of one language."""
+        return []
+
+    def windows(self, audio: str | os.PathLike[str] | np.ndarray | torch.Tensor, **options: Any) -> _Windows:
+        """As :meth:`stream`, the segments of one window after the other, which may be none."""
+        raise NotImplementedError
+
+    def transcribe(self, audio: str | os.PathLike[str] | np.ndarray | torch.Tensor, **options: Any) -> Transcription:
+        """Transcribes a recording.
+
+        Args:
+            audio: a file (:func:`load_audio`), or float samples [samples], one channel, 16,000 per second.
+            options: the attributes of :class:`Options`.
+
+        Returns:
+            The text, with its segments.
+
+        Raises:
+            ImportError, OSError: as :func:`load_audio`.
+            ValueError: no audio, samples of another shape, an option that the model does not support, or a longer recording
+                without timestamps.
+        """
+        segments, found = [], self.stream(audio, **options)
+        while True:
+            try:
+                segments.append(next(found))
+            except StopIteration as end:
+                heard: Heard = end.value
+                break
+        text = "".join(segment.text for segment in segments).strip()
+        return Transcription(text, segments, *heard)
+
+    def stream(self, audio: str | os.PathLike[str] | np.ndarray | torch.Tensor, **options: Any) -> _Segments:
+        """As :meth:`transcribe`, segment by segment while the model computes; the iterator returns a :class:`Heard`."""
+        return _flattened(self.windows(audio, **options))
+
+    def samples(self, audio: str | os.PathLike[str] | np.ndarray | torch.Tensor) -> np.ndarray:
+        """A recording as float32 [samples]; raises as :meth:`transcribe`."""
+        if isinstance(audio, (str, os.PathLike)):
+            return load_audio(audio)
+        samples = np.asarray(audio)
+        if samples.ndim != 1 or samples.dtype.kind != "f":
+            raise ValueError(f"audio is {samples.dtype} {list(samples.shape)}; expected floats [samples], one channel")
+        if not len(samples):
+            raise ValueError("audio has no samples; expected at least one")
+        if not np.isfinite(samples).all():
+            raise ValueError("audio has samples that are not finite numbers")
+        return samples.astype(np.float32, copy=False)
+
+
+class Transcriber(AnyTranscriber):
     """Transcribes recordings of any length with a Whisper model and its processor.
 
     Longer recordings are read in windows of 30 seconds, each starting where the last segment of the previous one ended (Radford
@@ -138,40 +193,9 @@ class Transcriber:
 
     @property
     def languages(self) -> list[str]:
-        """Codes of the languages that the model knows; empty for an English-only model."""
         return sorted(self._languages)
 
-    def transcribe(self, audio: str | os.PathLike[str] | np.ndarray | torch.Tensor, **options: Any) -> Transcription:
-        """Transcribes a recording.
-
-        Args:
-            audio: a file (:func:`load_audio`), or float samples [samples], one channel, 16,000 per second.
-            options: the attributes of :class:`Options`.
-
-        Returns:
-            The text, with its segments.
-
-        Raises:
-            ImportError, OSError: as :func:`load_audio`.
-            ValueError: no audio, samples of another shape, an option that the model does not support, or a longer recording
-                without timestamps.
-        """
-        segments, found = [], self.stream(audio, **options)
-        while True:
-            try:
-                segments.append(next(found))
-            except StopIteration as end:
-                heard: Heard = end.value
-                break
-        text = "".join(segment.text for segment in segments).strip()
-        return Transcription(text, segments, *heard)
-
-    def stream(self, audio: str | os.PathLike[str] | np.ndarray | torch.Tensor, **options: Any) -> _Segments:
-        """As :meth:`transcribe`, segment by segment while the model computes; the iterator returns a :class:`Heard`."""
-        return _flattened(self.windows(audio, **options))
-
     def windows(self, audio: str | os.PathLike[str] | np.ndarray | torch.Tensor, **options: Any) -> _Windows:
-        """As :meth:`stream`, the segments of one window after the other, which may be none."""
         samples, wish = self.samples(audio), Options(**options)
         self.check(wish)
         window = self.window * HOP
@@ -205,19 +229,6 @@ class Transcriber:
         features = log_mel(self.samples(audio)[: self.window * HOP], self.decoder.mel_bins, self.window)
         self.decoder.listen(features[None])
         return self._detect(self.decoder.feed([self._settings.decoder_start_token_id], 0))
-
-    def samples(self, audio: str | os.PathLike[str] | np.ndarray | torch.Tensor) -> np.ndarray:
-        """A recording as float32 [samples]; raises as :meth:`transcribe`."""
-        if isinstance(audio, (str, os.PathLike)):
-            return load_audio(audio)
-        samples = np.asarray(audio)
-        if samples.ndim != 1 or samples.dtype.kind != "f":
-            raise ValueError(f"audio is {samples.dtype} {list(samples.shape)}; expected floats [samples], one channel")
-        if not len(samples):
-            raise ValueError("audio has no samples; expected at least one")
-        if not np.isfinite(samples).all():
-            raise ValueError("audio has samples that are not finite numbers")
-        return samples.astype(np.float32, copy=False)
 
     def check(self, wish: Options) -> None:
         """Raises ValueError for options that the model does not support."""
@@ -370,8 +381,7 @@ class Transcriber:
         for number, temperature in enumerate(wish.temperatures):
             draws = np.random.default_rng((*seed, number)) if temperature else None
             tokens, logprobs, queries = self._attempt(logits.copy(), rest, len(first), len(begin), wish, temperature, draws)
-            text = self.decoded([*begin, *tokens]).strip().encode()
-            ratio = len(text) / len(zlib.compress(text))
+            ratio = compression_ratio(self.decoded([*begin, *tokens]))
             written = Written([*begin, *tokens], logprobs, queries, temperature, ratio, silence)
             most, least = wish.compression_ratio_threshold, wish.logprob_threshold
             fails = (most is not None and ratio > most) or (least is not None and written.avg_logprob < least)
@@ -442,6 +452,12 @@ def _log_sum(logits: np.ndarray) -> Any:
     return most + np.log(np.exp(logits - most).sum())
 
 
+def compression_ratio(text: str) -> float:
+    """The ratio by which zlib compresses a text."""
+    content = text.strip().encode()
+    return len(content) / len(zlib.compress(content))
+
+
 def _flattened(windows: _Windows) -> _Segments:
     while True:
         try:
@@ -501,13 +517,13 @@ def segments_of(tokens: list[int], first: int, frames: int) -> tuple[list[tuple[
 
 def load_transcriber(
     path: str | os.PathLike[str], quantization: LowBitConfig | None = None, *, cache: str | None = None, progress: Any = None
-) -> Transcriber:
-    """Loads a Whisper model with its processor.
+) -> AnyTranscriber:
+    """Loads a Whisper or Moonshine model with its processor.
 
     Args:
         path: a directory with config.json, safetensors files, tokenizer.json and preprocessor_config.json, float or packed.
         quantization: how to quantize a float checkpoint while it is loaded; None: not at all.
-        cache: as of :class:`SpeechDecoder`.
+        cache: as of :class:`SpeechDecoder`; of Whisper models alone.
         progress: called as ``progress(tensors loaded, tensors)``.
 
     Raises:
@@ -517,5 +533,12 @@ def load_transcriber(
     from ..llm.loading import load_speech_model, load_speech_processor
 
     directory = Path(path)
-    model = load_speech_model(directory, quantization, progress=progress)
-    return Transcriber(model, load_speech_processor(directory), cache)
+    model: Any = load_speech_model(directory, quantization, progress=progress)
+    processor = load_speech_processor(directory)
+    if model.config.model_type == "whisper":
+        return Transcriber(model, processor, cache)
+    from .moonshine import MoonshineTranscriber
+
+    if cache is not None:
+        raise ValueError(f"cache is {cache!r}; expected None with a Moonshine model")
+    return MoonshineTranscriber(model, processor)
