@@ -60,7 +60,7 @@ def transcribe(
     cache: options.Cache = None,
     threads: options.Threads = None,
 ) -> None:
-    """Transcribe recordings with a Whisper or Moonshine model."""
+    """Transcribe recordings with a Whisper, Moonshine or Parakeet model."""
     from ..speech import Options, Transcription, load_audio
     from ..speech.audio import limit_allocations, read_samples
     from ..speech.live import transcribe_live

@@ -56,7 +56,7 @@ def load_model(
     Args:
         path: a directory with config.json and safetensors files, float or packed by :func:`lowbit.quantize_checkpoint`.
         quantization: how to quantize a float checkpoint while it is loaded; None: not at all.
-        kind: "text", a causal language model; "images", an image-text model; or "speech", a Whisper or Moonshine model.
+        kind: "text", a causal language model; "images", an image-text model; or "speech", a Whisper, Moonshine or Parakeet model.
         progress: called as ``progress(tensors loaded, tensors)``.
 
     Raises:
@@ -82,6 +82,8 @@ def load_model(
 
     check, auto = _KINDS[kind]
     check(model_type, directory / CONFIG)
+    if kind == "speech" and str(model_type).endswith("_ctc"):
+        auto = "AutoModelForCTC"
     if packed and quantization is not None:
         raise ValueError(
             f"{directory} is packed already; to quantize it differently, start from the float checkpoint, or from "
@@ -111,7 +113,7 @@ load_image_model = partial(load_model, kind="images")
 
 
 def load_speech_processor(path: str | os.PathLike[str]) -> Any:
-    """Loads the processor of a Whisper or Moonshine model: its tokenizer and feature extractor.
+    """Loads the processor of a Whisper, Moonshine or Parakeet model: its tokenizer and feature extractor.
 
     Raises:
         ImportError: transformers is not installed.

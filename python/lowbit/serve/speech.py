@@ -38,7 +38,7 @@ class SpeechModel:
 
 
 def is_speech(path: Path) -> bool:
-    """Whether a directory has a Whisper or Moonshine model."""
+    """Whether a directory has a Whisper, Moonshine or Parakeet model."""
     return read_config(path).get("model_type") in SPEECH_TYPES
 
 
@@ -171,4 +171,4 @@ class Listening:
 
 def refuse_recording(model: Any) -> ApiError:
     """Raises ApiError for a recording sent to another kind of model."""
-    return bad("model", f"the model {model.name} takes no recordings; expected a Whisper or Moonshine model")
+    return bad("model", f"the model {model.name} takes no recordings; expected a Whisper, Moonshine or Parakeet model")

@@ -1,4 +1,4 @@
-"""Speech to text with Whisper and Moonshine models; requires transformers unless the model has its plans beside it."""
+"""Speech to text with Whisper, Moonshine and Parakeet models; requires transformers unless the model has its plans beside it."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -13,13 +13,15 @@ if TYPE_CHECKING:
     from .exporting import ExportedSpeech as ExportedSpeech
     from .exporting import export_speech as export_speech
     from .exporting import load_speech as load_speech
-    from .moonshine import MoonshineTranscriber as MoonshineTranscriber
+    from .pieces import MoonshineTranscriber as MoonshineTranscriber
+    from .pieces import ParakeetTranscriber as ParakeetTranscriber
     from .speech_decoder import SpeechDecoder as SpeechDecoder
 
 # Public name -> its module, which needs torch, imported on first use.
 _LAZY = {
     "ExportedSpeech": ".exporting",
-    "MoonshineTranscriber": ".moonshine",
+    "MoonshineTranscriber": ".pieces",
+    "ParakeetTranscriber": ".pieces",
     "SpeechDecoder": ".speech_decoder",
     "export_speech": ".exporting",
     "load_speech": ".exporting",
@@ -45,6 +47,7 @@ __all__ = [
     "Live",
     "MoonshineTranscriber",
     "Options",
+    "ParakeetTranscriber",
     "Segment",
     "SpeechDecoder",
     "Transcriber",

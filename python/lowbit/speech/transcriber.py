@@ -41,7 +41,7 @@ class Segment:
         tokens: with the timestamps.
         temperature, avg_logprob, compression_ratio, no_speech_prob: of the window with this segment: the temperature of its
             text, the mean log-probability of the tokens, the ratio by which zlib compresses the text, and the probability
-            of silence, which Moonshine models do not have.
+            of silence, which only Whisper models have.
         words: with their times, if they were asked for.
     """
 
@@ -54,6 +54,14 @@ class Segment:
     compression_ratio: float
     no_speech_prob: float | None
     words: list[Word] | None = None
+
+    @classmethod
+    def of_piece(
+        cls, start: float, end: float, text: str, tokens: list[int], avg_logprob: float, words: list[Word] | None
+    ) -> Segment:
+        """A segment of a model without timestamps and a probability of silence."""
+        text = f" {text.strip()}" if text.strip() else ""
+        return cls(round(start, 2), round(end, 2), text, tokens, 0.0, avg_logprob, compression_ratio(text), None, words)
 
 
 class Heard(NamedTuple):
@@ -518,7 +526,7 @@ def segments_of(tokens: list[int], first: int, frames: int) -> tuple[list[tuple[
 def load_transcriber(
     path: str | os.PathLike[str], quantization: LowBitConfig | None = None, *, cache: str | None = None, progress: Any = None
 ) -> AnyTranscriber:
-    """Loads a Whisper or Moonshine model with its processor.
+    """Loads a Whisper, Moonshine or Parakeet (CTC) model with its processor.
 
     Args:
         path: a directory with config.json, safetensors files, tokenizer.json and preprocessor_config.json, float or packed.
@@ -537,8 +545,9 @@ def load_transcriber(
     processor = load_speech_processor(directory)
     if model.config.model_type == "whisper":
         return Transcriber(model, processor, cache)
-    from .moonshine import MoonshineTranscriber
+    from .pieces import MoonshineTranscriber, ParakeetTranscriber
 
+    kind = {"moonshine": MoonshineTranscriber, "parakeet_ctc": ParakeetTranscriber}[model.config.model_type]
     if cache is not None:
-        raise ValueError(f"cache is {cache!r}; expected None with a Moonshine model")
-    return MoonshineTranscriber(model, processor)
+        raise ValueError(f"cache is {cache!r}; expected None with a {kind.family} model")
+    return kind(model, processor)

@@ -530,6 +530,6 @@ def test_the_command(whisper, tmp_path, monkeypatch):
             hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, vocab_size=64
         )
     ).save_pretrained(tmp_path / "llama")
-    assert "has model_type 'llama'; expected 'whisper' or 'moonshine'" in error(
+    assert "has model_type 'llama'; expected 'whisper' or 'moonshine' or 'parakeet_ctc'" in error(
         invoke("transcribe", tmp_path / "llama", files[0])
     )

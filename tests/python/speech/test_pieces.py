@@ -1,19 +1,21 @@
-"""Moonshine models: the text is that of transformers with the same weights."""
+"""Moonshine and Parakeet models: the text is that of transformers with the same weights."""
 
 import json
 
 import lowbit
 import numpy as np
 import pytest
+import tokenizers
 import torch
 import transformers
 from command_line import document, error, invoke
 from lowbit.checkpoint import quantize_checkpoint
 from lowbit.serve.speech import is_speech
-from lowbit.speech import MoonshineTranscriber, load_transcriber, moonshine
+from lowbit.speech import MoonshineTranscriber, ParakeetTranscriber, load_transcriber, pieces
 from lowbit.speech.live import Live
 from speech_models import SECOND, save_tokenizer
 from test_speech import sound, write_wave
+from tokenizers import Tokenizer
 
 SAMPLES = sound(4.3)
 
@@ -61,8 +63,56 @@ def test_the_text_is_that_of_transformers(models, kind):
     assert transcriber.transcribe(SAMPLES[:10]).duration == 10 / SECOND
 
 
+@pytest.fixture(scope="module")
+def parakeet(tmp_path_factory):
+    """As ``models``, with a token for each byte and a few words; the blank is one more."""
+    made = tmp_path_factory.mktemp("parakeet")
+    (made / "float").mkdir()
+    letters = [chr(number) for number in range(97, 123)]
+    vocabulary = {token: number for number, token in enumerate(["<unk>", *letters, *(f"\u2581{each}" for each in letters)])}
+    backend = Tokenizer(tokenizers.models.BPE(vocabulary, [], unk_token="<unk>"))
+    backend.decoder = tokenizers.decoders.Metaspace()
+    backend.save(str(made / "float/tokenizer.json"))
+    (made / "float/tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "ParakeetTokenizer", "pad_token": "<pad>", "unk_token": "<unk>"})
+    )
+    torch.manual_seed(0)
+    encoder = dict(
+        hidden_size=64, num_hidden_layers=2, num_attention_heads=2, intermediate_size=128, subsampling_conv_channels=32,
+        num_mel_bins=16, initializer_range=0.2,
+    )  # fmt: skip
+    config = transformers.ParakeetCTCConfig(vocab_size=54, pad_token_id=53, encoder_config=encoder)
+    transformers.ParakeetForCTC(config).save_pretrained(made / "float")
+    transformers.ParakeetFeatureExtractor(feature_size=16).save_pretrained(made / "float")
+    quantize_checkpoint(made / "float", made / "packed", lowbit.LowBitConfig(bits=4, group_size=32))
+    return made
+
+
+@pytest.mark.parametrize("kind", ["float", "packed"])
+def test_the_text_of_parakeet(parakeet, kind):
+    """Also the times of words: those of the frames with their tokens."""
+    transcriber = load_transcriber(parakeet / kind)
+    assert type(transcriber) is ParakeetTranscriber
+    assert sum(type(module) is lowbit.nn.Linear for module in transcriber.model.modules()) == (0 if kind == "float" else 19)
+    model = transformers.AutoModelForCTC.from_pretrained(parakeet / kind).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(parakeet / kind)
+    inputs = transformers.ParakeetFeatureExtractor(feature_size=16)(SAMPLES, sampling_rate=SECOND, return_tensors="pt")
+    frames = model.generate(**inputs)[0].tolist()
+    (segment,) = transcriber.transcribe(SAMPLES).segments
+    assert segment.text.strip() == tokenizer.decode(frames, skip_special_tokens=True).strip() != ""
+    assert segment.words is None and segment.no_speech_prob is None
+    (timed,) = transcriber.transcribe(SAMPLES, word_timestamps=True).segments
+    assert timed.text == segment.text == "".join(word.word for word in timed.words) and len(timed.words) > 3
+    names = tokenizer.convert_ids_to_tokens(frames)
+    changes = [n for n, name in enumerate(names) if n == 0 or name != names[n - 1]]
+    begins = [n for n in changes if names[n].startswith("\u2581")]
+    assert [word.start for word in timed.words][1:] == [round(n * 0.08, 2) for n in begins][-len(timed.words) + 1 :]
+    assert all(0 <= word.start < word.end <= 4.3 and 0 < word.probability <= 1 for word in timed.words)
+    assert [each.text for each in transcriber.transcribe(SAMPLES[:10]).segments]
+
+
 def test_long_recordings_are_cut_in_a_pause(models, monkeypatch):
-    monkeypatch.setattr(moonshine, "_WINDOW", 2 * SECOND)
+    monkeypatch.setattr(pieces, "_WINDOW", 2 * SECOND)
     samples = SAMPLES.copy()
     samples[int(1.4 * SECOND) : int(1.7 * SECOND)] = 0
     transcriber = load_transcriber(models / "float")
