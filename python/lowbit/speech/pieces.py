@@ -114,26 +114,25 @@ class ParakeetTranscriber(PieceTranscriber):
         chances = made.logits[0].float().log_softmax(-1).max(-1).values.tolist()
         blank = self.model.config.pad_token_id
         starts = [n for n, token in enumerate(frames) if token != blank and (n == 0 or frames[n - 1] != token)]
-        timed = [] if words else None
-        for at in starts if words else []:
-            last = next((n for n in range(at, len(frames)) if frames[n] != frames[at]), len(frames))
-            # A token that begins a word has a mark in the place of the space before it.
-            if not timed or self.tokenizer.convert_ids_to_tokens(frames[at]).startswith(("\u2581", "\u0120")):
-                timed.append([[], at, last])
-            timed[-1][0].append(at)
-            timed[-1][2] = last
         tokens = [frames[at] for at in starts]
         text = self.tokenizer.decode(frames, skip_special_tokens=True)
-        spoken = None if timed is None else [self._word(places, *span, frames, chances, begin, end) for places, *span in timed]
+        spoken = self._words(starts, frames, chances, begin, end) if words else None
         return Segment.of_piece(begin, end, text, tokens, sum(chances) / len(chances), spoken)
 
-    def _word(
-        self, places: list[int], first: int, last: int, frames: list[int], chances: list[float], begin: float, end: float
-    ) -> Word:
+    def _words(self, starts: list[int], frames: list[int], chances: list[float], begin: float, end: float) -> list[Word]:
+        """The words of a piece; ``starts`` are the first frames of its tokens."""
+        names = self.tokenizer.convert_ids_to_tokens([frames[at] for at in starts])
+        # A token that begins a word has a mark in the place of the space before it.
+        firsts = [n for n, name in enumerate(names) if n == 0 or name.startswith(("\u2581", "\u0120"))]
         seconds = self.extractor.hop_length * self.model.config.encoder_config.subsampling_factor / SAMPLE_RATE
-        text = self.tokenizer.decode([frames[at] for at in places], skip_special_tokens=True, group_tokens=False).strip()
-        times = (round(min(begin + frame * seconds, end), 2) for frame in (first, last))
-        return Word(f" {text}", *times, round(float(np.exp([chances[at] for at in places]).mean()), 4))
+        found = []
+        for first, last in zip(firsts, [*firsts[1:], len(starts)]):
+            places = starts[first:last]
+            after = next((n for n in range(places[-1], len(frames)) if frames[n] != frames[places[-1]]), len(frames))
+            text = self.tokenizer.decode([frames[at] for at in places], skip_special_tokens=True, group_tokens=False).strip()
+            start, stop = (round(min(begin + frame * seconds, end), 2) for frame in (places[0], after))
+            found.append(Word(f" {text}", start, stop, round(float(np.exp([chances[at] for at in places]).mean()), 4)))
+        return found
 
 
 def _cut(samples: np.ndarray) -> int:
