@@ -64,14 +64,14 @@ def transcribe(
     from ..speech import Options, Transcription, load_audio
     from ..speech.audio import limit_allocations, read_samples
     from ..speech.live import transcribe_live
-    from ..speech.options import temperatures
     from ..speech.planned_speech import open_transcriber
+    from ..speech.speech_options import temperatures
 
     config = quantizing.config()
     wish: dict[str, Any] = {
         "language": language, "task": task, "word_timestamps": words, "prompt": prompt, "condition_on_previous_text": previous,
-        "temperature": temperatures(temperature), "compression_ratio_threshold": compression_ratio, "logprob_threshold": logprob,
-        "seed": seed,
+        "temperature": temperatures(temperature), "compression_ratio_threshold": compression_ratio,
+        "logprob_threshold": logprob, "seed": seed,
     }  # fmt: skip
     if no_speech is not None:
         wish["no_speech_threshold"] = no_speech

@@ -56,7 +56,7 @@ def load_model(
     Args:
         path: a directory with config.json and safetensors files, float or packed by :func:`lowbit.quantize_checkpoint`.
         quantization: how to quantize a float checkpoint while it is loaded; None: not at all.
-        kind: "text", a causal language model; "images", an image-text model; or "speech", a Whisper, Moonshine or Parakeet model.
+        kind: "text", a causal language model; "images", an image-text model; or "speech", a speech-to-text model.
         progress: called as ``progress(tensors loaded, tensors)``.
 
     Raises:

@@ -80,7 +80,7 @@ class Wish(Body):
         Raises:
             ApiError: the temperature is no number.
         """
-        from ..speech.options import temperatures
+        from ..speech.speech_options import temperatures
 
         try:
             temperature = temperatures(self.temperature or "0")

@@ -1,11 +1,11 @@
-"""Speech to text with Whisper, Moonshine and Parakeet models; requires transformers unless the model has its plans beside it."""
+"""Speech to text with Whisper, Moonshine and Parakeet models; requires transformers unless a model has its plans."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 from .audio import SAMPLE_RATE, load_audio
 from .live import Live, transcribe_live
-from .options import Options
+from .speech_options import Options
 from .transcriber import Heard, Segment, Transcriber, Transcription, load_transcriber
 from .words import Word
 

@@ -36,7 +36,7 @@ _MOST_PER_FRAME = 1 << 20  # samples per channel; the file's header gives the nu
 _MOST_STREAMS = 16  # of a file: each has tables
 _MOST_ALLOCATED = 64 << 20  # bytes: a track of 12 hours has a table of 45 MB, one of a few bytes can ask for one of 4 GB
 # Of a pipe
-_RAW = "16,000 samples per second of one channel with 16 bits, raw or WAV, for example of `ffmpeg -i FILE -ac 1 -ar 16000 -f s16le -`"
+_RAW = "16,000 samples per second of one channel with 16 bits, raw or WAV: ffmpeg -i FILE -ac 1 -ar 16000 -f s16le -"
 _CONTAINERS = (b"ID3", b"OggS", b"fLaC", b"\x1aE\xdf\xa3", b"RIFF", b"FORM")  # the first bytes of compressed recordings
 _PCM = (1, 0xFFFE)  # the formats of WAV files with plain numbers
 _MOST_CHUNK = 1 << 20  # bytes of a header
@@ -148,7 +148,8 @@ def _skip_header(file: IO[bytes], name: str) -> None:
             kind, channels, rate, _, _, bits = struct.unpack("<HHIIHH", content[:16].ljust(16, b"\0"))
             if kind not in _PCM or (channels, rate, bits) != (1, SAMPLE_RATE, 16):
                 raise ValueError(
-                    f"{name} has {channels} channels with {rate} samples per second of {bits} bits, format {kind}; expected {_RAW}"
+                    f"{name} has {channels} channels with {rate} samples per second of {bits} bits, format {kind}; "
+                    f"expected {_RAW}"
                 )
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from .audio import SAMPLE_RATE
 from .features import HOP, log_mel
-from .options import Options
+from .speech_options import Options
 from .transcriber import AnyTranscriber, Heard, Segment, Transcriber, segments_of
 
 _NO_SPEECH = 0.6  # the default limit; microphones hear much silence, in which Whisper hears words

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from .audio import SAMPLE_RATE
-from .options import Options
+from .speech_options import Options
 from .transcriber import AnyTranscriber, Heard, Segment, _Windows
 from .words import Word
 
@@ -30,8 +30,8 @@ class PieceTranscriber(AnyTranscriber):
     def __init__(self, model: torch.nn.Module, processor: Any):
         """
         Args:
-            model: of transformers, quantized or not, in eval mode.
-            processor: has its ``feature_extractor`` and ``tokenizer``.
+            model: a model of transformers, quantized or not, in eval mode.
+            processor: an object with the model's ``feature_extractor`` and ``tokenizer``.
 
         Raises:
             ValueError: another sampling rate than 16,000.
@@ -73,7 +73,7 @@ class PieceTranscriber(AnyTranscriber):
 
         Args:
             inputs: the result of the feature extractor.
-            begin, end: of the piece in seconds.
+            begin, end: the times of the piece in seconds.
             words: whether the segment has their times.
         """
         raise NotImplementedError

@@ -14,7 +14,7 @@ import numpy as np
 
 from .audio import SAMPLE_RATE, load_audio
 from .features import HOP, check_extractor, log_mel
-from .options import Options
+from .speech_options import Options
 from .words import Word, boundaries, words
 
 if TYPE_CHECKING:
@@ -37,12 +37,12 @@ class Segment:
     """A piece of a transcription.
 
     Attributes:
-        start, end: in the recording, in seconds.
-        tokens: with the timestamps.
-        temperature, avg_logprob, compression_ratio, no_speech_prob: of the window with this segment: the temperature of its
-            text, the mean log-probability of the tokens, the ratio by which zlib compresses the text, and the probability
-            of silence, which only Whisper models have.
-        words: with their times, if they were asked for.
+        start, end: the times in the recording, in seconds.
+        tokens: the tokens, with the timestamps.
+        temperature, avg_logprob, compression_ratio, no_speech_prob: facts about the window with this segment: the temperature
+            of its text, the mean log-probability of the tokens, the ratio by which zlib compresses the text, and the
+            probability of silence, which only Whisper models have.
+        words: the words with their times, if they were asked for.
     """
 
     start: float
@@ -81,9 +81,9 @@ class Transcription:
     """The transcription of a recording.
 
     Attributes:
-        language: code such as "en"; None for an English-only model.
-        language_probability: of the detected language; None if it was given.
-        duration: seconds.
+        language: a code such as "en"; None for an English-only model.
+        language_probability: the probability of the detected language; None if the language was given.
+        duration: the length of the recording in seconds.
     """
 
     text: str
@@ -307,7 +307,7 @@ class Transcriber(AnyTranscriber):
         Args:
             parts: begin, end and tokens of each (:func:`segments_of`).
             frames: the first frame of the window, and their number.
-            duration: of the recording, in seconds.
+            duration: the length of the recording in seconds.
         """
         offset = frames[0] * HOP / SAMPLE_RATE
         facts = (written.temperature, written.avg_logprob, written.compression_ratio, written.no_speech_prob)
@@ -373,7 +373,7 @@ class Transcriber(AnyTranscriber):
 
         Args:
             previous: the text before it; the model sees as many of its last tokens as half of its positions hold.
-            seed: of random tokens.
+            seed: the seed of random tokens.
             begin: the first tokens of the text, if they are known.
         """
         settings, previous = self._settings, list(previous)[-(self.decoder.max_length // 2 - 1) :]
@@ -403,7 +403,7 @@ class Transcriber(AnyTranscriber):
         """Tokens, their log-probabilities and queries.
 
         Args:
-            logits: after the first ``start`` tokens.
+            logits: the logits after the first ``start`` tokens.
             rest: the tokens after these, before the text.
             known: the number of tokens of the text at the end of ``rest``.
             draws: the source of random numbers.

@@ -33,10 +33,10 @@ def boundaries(queries: np.ndarray, keys: np.ndarray, positions: int, scale: flo
 
     Args:
         queries: [heads, tokens, width], each after the model has read the token.
-        keys: [heads, all positions, width], those of a window.
-        positions: those of the recording; silence follows.
+        keys: [heads, all positions, width], the keys of a window.
+        positions: the number of positions with sound; silence follows.
         scale: factor of their products.
-        filter_width: of the median filter along positions.
+        filter_width: the width of the median filter along positions.
     """
     scores = np.matmul(queries * np.float32(scale), keys.transpose(0, 2, 1))
     weights = np.exp(scores - scores.max(-1, keepdims=True))
@@ -98,9 +98,9 @@ def words(
     """Joins tokens to words.
 
     Args:
-        tokens: of text alone.
+        tokens: the tokens of text alone.
         times: the begin and end of each token, [2 * tokens], in seconds.
-        probabilities: of the tokens.
+        probabilities: the probability of each token.
         decode: the text of tokens.
         language: code of the language of the text.
     """

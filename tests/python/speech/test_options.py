@@ -10,8 +10,8 @@ import transformers
 from lowbit.checkpoint import quantize_checkpoint
 from lowbit.llm.loading import load_speech_model
 from lowbit.speech import Options, load_transcriber
-from lowbit.speech.options import temperatures
 from lowbit.speech.planned_speech import PlannedTranscriber, open_transcriber
+from lowbit.speech.speech_options import temperatures
 from lowbit.speech.words import _warped, words
 from speech_models import POSITIONS, SECOND, tiny_whisper
 from test_speech import sound

@@ -14,7 +14,7 @@ class Options:
     """How a recording is transcribed: the arguments of :meth:`Transcriber.transcribe`.
 
     Attributes:
-        language: code of the spoken language, such as "en"; None: the model detects it in the first window.
+        language: the code of the spoken language, such as "en"; None: the model detects it in the first window.
         task: "transcribe", or "translate" to English.
         timestamps: whether the model marks the begin and end of segments. Without timestamps, a recording may have at most
             one window (30 seconds) and becomes one segment.
@@ -28,7 +28,7 @@ class Options:
         logprob_threshold: text whose tokens have a lower mean log-probability is unlikely; None: no limit.
         no_speech_threshold: a window with a larger probability of silence has no text, unless its text is likely by
             ``logprob_threshold``; None: no limit.
-        seed: of random tokens; equal seeds give equal texts.
+        seed: the seed of random tokens; equal seeds give equal texts.
     """
 
     language: str | None = None
