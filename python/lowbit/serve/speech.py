@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from ..hf.config import LowBitConfig
-    from ..speech.transcriber import AnyTranscriber, Segment
+    from ..speech.transcription import AnyTranscriber, Segment
 
 MOST_SECONDS = 2 * 3600  # of a recording, whose samples then take half a gigabyte
 _MOST_PROMPT = 1 << 13  # characters; the model sees the last 223 tokens

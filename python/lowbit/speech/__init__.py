@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 from .audio import SAMPLE_RATE, load_audio
 from .live import Live, transcribe_live
 from .speech_options import Options
-from .transcriber import Heard, Segment, Transcriber, Transcription, load_transcriber
+from .transcriber import Transcriber, load_transcriber
+from .transcription import Heard, Segment, Transcription
 from .words import Word
 
 if TYPE_CHECKING:

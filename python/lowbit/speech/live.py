@@ -12,7 +12,8 @@ import numpy as np
 from .audio import SAMPLE_RATE
 from .features import HOP, log_mel
 from .speech_options import Options
-from .transcriber import AnyTranscriber, Heard, Segment, Transcriber, segments_of
+from .transcriber import Transcriber, segments_of
+from .transcription import AnyTranscriber, Heard, Segment
 
 _NO_SPEECH = 0.6  # the default limit; microphones hear much silence, in which Whisper hears words
 _WAITING = 600  # blocks of samples

@@ -10,7 +10,7 @@ import torch
 
 from .audio import SAMPLE_RATE
 from .speech_options import Options
-from .transcriber import AnyTranscriber, Heard, Segment, _Windows
+from .transcription import AnyTranscriber, Heard, Segment, Windows
 from .words import Word
 
 _WINDOW = 30 * SAMPLE_RATE  # samples of a piece
@@ -41,7 +41,7 @@ class PieceTranscriber(AnyTranscriber):
         if (rate := getattr(self.extractor, "sampling_rate", None)) != SAMPLE_RATE:
             raise ValueError(f"the feature extractor has sampling_rate {rate}; expected {SAMPLE_RATE}")
 
-    def windows(self, audio: str | os.PathLike[str] | np.ndarray | torch.Tensor, **options: Any) -> _Windows:
+    def windows(self, audio: str | os.PathLike[str] | np.ndarray | torch.Tensor, **options: Any) -> Windows:
         samples, wish = self.samples(audio), Options(**options)
         self._check(wish)
         return self._windows(samples, wish.word_timestamps)
@@ -57,7 +57,7 @@ class PieceTranscriber(AnyTranscriber):
             if found != expected and name not in self.more_options:
                 raise ValueError(f"{name} is {found!r}; expected {expected!r} with a {self.family} model")
 
-    def _windows(self, samples: np.ndarray, words: bool) -> _Windows:
+    def _windows(self, samples: np.ndarray, words: bool) -> Windows:
         begin = 0
         while begin < len(samples):
             end = begin + _cut(samples[begin:])

@@ -14,7 +14,8 @@ from .. import _C, __version__
 from ..files.plan_facts import PLAN, NoPlan, are_allowed, described, facts_of, states
 from ..machine.cpus import default_threads
 from ..operators.cache_layout import PANEL, Slot
-from .transcriber import SETTINGS, AnyTranscriber, Transcriber, load_transcriber
+from .transcriber import SETTINGS, Transcriber, load_transcriber
+from .transcription import AnyTranscriber
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .transcriber import Segment
+    from .transcription import Segment
     from .words import Word
 
 

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import copy
 import os
-import zlib
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .audio import SAMPLE_RATE, load_audio
+from .audio import SAMPLE_RATE
 from .features import HOP, check_extractor, log_mel
 from .speech_options import Options
-from .words import Word, boundaries, words
+from .transcription import AnyTranscriber, Heard, Segment, Windows, compression_ratio
+from .words import boundaries, words
 
 if TYPE_CHECKING:
     import torch
@@ -33,67 +33,6 @@ SETTINGS = (
 
 
 @dataclass(frozen=True)
-class Segment:
-    """A piece of a transcription.
-
-    Attributes:
-        start, end: the times in the recording, in seconds.
-        tokens: the tokens, with the timestamps.
-        temperature, avg_logprob, compression_ratio, no_speech_prob: facts about the window with this segment: the temperature
-            of its text, the mean log-probability of the tokens, the ratio by which zlib compresses the text, and the
-            probability of silence, which only Whisper models have.
-        words: the words with their times, if they were asked for.
-    """
-
-    start: float
-    end: float
-    text: str
-    tokens: list[int]
-    temperature: float
-    avg_logprob: float
-    compression_ratio: float
-    no_speech_prob: float | None
-    words: list[Word] | None = None
-
-    @classmethod
-    def of_piece(
-        cls, start: float, end: float, text: str, tokens: list[int], avg_logprob: float, words: list[Word] | None
-    ) -> Segment:
-        """A segment of a model without timestamps and a probability of silence."""
-        text = f" {text.strip()}" if text.strip() else ""
-        return cls(round(start, 2), round(end, 2), text, tokens, 0.0, avg_logprob, compression_ratio(text), None, words)
-
-
-class Heard(NamedTuple):
-    """Facts about a recording."""
-
-    language: str | None
-    language_probability: float | None
-    duration: float
-
-
-_Segments: TypeAlias = Generator[Segment, None, Heard]
-_Windows: TypeAlias = Generator[list[Segment], None, Heard]
-
-
-@dataclass(frozen=True)
-class Transcription:
-    """The transcription of a recording.
-
-    Attributes:
-        language: a code such as "en"; None for an English-only model.
-        language_probability: the probability of the detected language; None if the language was given.
-        duration: the length of the recording in seconds.
-    """
-
-    text: str
-    segments: list[Segment]
-    language: str | None
-    language_probability: float | None
-    duration: float
-
-
-@dataclass(frozen=True)
 class Written:
     """The text of a window."""
 
@@ -107,61 +46,6 @@ class Written:
     @property
     def avg_logprob(self) -> float:
         return float(np.mean(self.logprobs)) if self.logprobs else 0.0
-
-
-class AnyTranscriber:
-    """What transcribers of all kinds of models have."""
-
-    @property
-    def languages(self) -> list[str]:
-        """Codes of the languages that the model knows; empty for a model of one language."""
-        return []
-
-    def windows(self, audio: str | os.PathLike[str] | np.ndarray | torch.Tensor, **options: Any) -> _Windows:
-        """As :meth:`stream`, the segments of one window after the other, which may be none."""
-        raise NotImplementedError
-
-    def transcribe(self, audio: str | os.PathLike[str] | np.ndarray | torch.Tensor, **options: Any) -> Transcription:
-        """Transcribes a recording.
-
-        Args:
-            audio: a file (:func:`load_audio`), or float samples [samples], one channel, 16,000 per second.
-            options: the attributes of :class:`Options`.
-
-        Returns:
-            The text, with its segments.
-
-        Raises:
-            ImportError, OSError: as :func:`load_audio`.
-            ValueError: no audio, samples of another shape, an option that the model does not support, or a longer recording
-                without timestamps.
-        """
-        segments, found = [], self.stream(audio, **options)
-        while True:
-            try:
-                segments.append(next(found))
-            except StopIteration as end:
-                heard: Heard = end.value
-                break
-        text = "".join(segment.text for segment in segments).strip()
-        return Transcription(text, segments, *heard)
-
-    def stream(self, audio: str | os.PathLike[str] | np.ndarray | torch.Tensor, **options: Any) -> _Segments:
-        """As :meth:`transcribe`, segment by segment while the model computes; the iterator returns a :class:`Heard`."""
-        return _flattened(self.windows(audio, **options))
-
-    def samples(self, audio: str | os.PathLike[str] | np.ndarray | torch.Tensor) -> np.ndarray:
-        """A recording as float32 [samples]; raises as :meth:`transcribe`."""
-        if isinstance(audio, (str, os.PathLike)):
-            return load_audio(audio)
-        samples = np.asarray(audio)
-        if samples.ndim != 1 or samples.dtype.kind != "f":
-            raise ValueError(f"audio is {samples.dtype} {list(samples.shape)}; expected floats [samples], one channel")
-        if not len(samples):
-            raise ValueError("audio has no samples; expected at least one")
-        if not np.isfinite(samples).all():
-            raise ValueError("audio has samples that are not finite numbers")
-        return samples.astype(np.float32, copy=False)
 
 
 class Transcriber(AnyTranscriber):
@@ -203,7 +87,7 @@ class Transcriber(AnyTranscriber):
     def languages(self) -> list[str]:
         return sorted(self._languages)
 
-    def windows(self, audio: str | os.PathLike[str] | np.ndarray | torch.Tensor, **options: Any) -> _Windows:
+    def windows(self, audio: str | os.PathLike[str] | np.ndarray | torch.Tensor, **options: Any) -> Windows:
         samples, wish = self.samples(audio), Options(**options)
         self.check(wish)
         window = self.window * HOP
@@ -264,7 +148,7 @@ class Transcriber(AnyTranscriber):
                 raise ValueError(f"prompt has the special token {self._tokenizer.id_to_token(token)}; expected text alone")
         return tokens
 
-    def _windows(self, features: np.ndarray, samples: int, wish: Options) -> _Windows:
+    def _windows(self, features: np.ndarray, samples: int, wish: Options) -> Windows:
         duration = samples / SAMPLE_RATE
         frames = -(-samples // HOP)  # the features may have more frames, which are silent
         language, probability, seek = wish.language, None, 0
@@ -458,22 +342,6 @@ def _log_sum(logits: np.ndarray) -> Any:
     """The logarithm of the sum of exp(logits)."""
     most = logits.max()
     return most + np.log(np.exp(logits - most).sum())
-
-
-def compression_ratio(text: str) -> float:
-    """The ratio by which zlib compresses a text."""
-    content = text.strip().encode()
-    return len(content) / len(zlib.compress(content))
-
-
-def _flattened(windows: _Windows) -> _Segments:
-    while True:
-        try:
-            segments = next(windows)
-        except StopIteration as end:
-            heard: Heard = end.value
-            return heard
-        yield from segments
 
 
 def _complete(settings: Any, tokens: dict[str, int]) -> None:
