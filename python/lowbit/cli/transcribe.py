@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import time
 from dataclasses import asdict
@@ -91,6 +92,7 @@ def transcribe(
     for path, samples in recordings:
         begin = time.perf_counter()
         if samples is None:
+            _survive_one_interrupt()
             pieces = transcribe_live(transcriber, read_samples(sys.stdin.buffer, "stdin"), **wish)
         else:
             pieces = _pieces(transcriber.windows(samples, **wish))
@@ -109,6 +111,12 @@ def transcribe(
         print(f"{path}: {heard.duration:.1f} s of audio in {seconds:.1f} s{spoken}", file=sys.stderr)
     if output.as_json:
         output.result({"model": str(model), "recordings": documents})
+
+
+def _survive_one_interrupt() -> None:
+    """Ignores the first Ctrl-C: it also ends the recorder at the other end of the pipe, after which the rest is printed."""
+    before = signal.getsignal(signal.SIGINT)
+    signal.signal(signal.SIGINT, lambda *_: signal.signal(signal.SIGINT, before))
 
 
 def _pieces(windows: Generator[list[Segment], None, Heard]) -> Generator[Piece, None, Heard]:

@@ -1,6 +1,7 @@
 """Transcription of samples that arrive: by `lowbit.speech.live`, and by `lowbit transcribe -`."""
 
 import io
+import signal
 import struct
 import subprocess
 import sys
@@ -167,6 +168,14 @@ def test_the_command_with_a_pipe(whisper, tmp_path):
     found = run(wave_of(SAMPLES), "-", "--language", "en", "--format", "srt")
     assert found.returncode == 0 and found.stdout.startswith(b"1\n00:00:00,"), found.stderr
     assert b"-: 2.6 s of audio in " in found.stderr
+    command = [sys.executable, "-c", PROGRAM, "transcribe", str(whisper), "-", "--language", "en", "--format", "srt"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        process.stdin.write(raw(SAMPLES))
+        process.stdin.flush()
+        first = process.stdout.readline()
+        process.send_signal(signal.SIGINT)  # which the recorder gets, too
+        rest = process.communicate(timeout=600)[0]
+    assert process.returncode == 0 and (first + rest).count(b" --> ") > 1 and first == b"1\n"
     write_wave(tmp_path / "a.wav", SAMPLES)
     refused = run(b"", "-", str(tmp_path / "a.wav"))
     assert refused.returncode != 0 and b"another recording comes with -" in refused.stderr
