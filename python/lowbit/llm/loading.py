@@ -82,8 +82,8 @@ def load_model(
 
     check, auto = _KINDS[kind]
     check(model_type, directory / CONFIG)
-    if kind == "speech" and str(model_type).endswith("_ctc"):
-        auto = "AutoModelForCTC"
+    if kind == "speech":
+        auto = _HEADS.get(str(model_type).rpartition("_")[2], auto)
     if packed and quantization is not None:
         raise ValueError(
             f"{directory} is packed already; to quantize it differently, start from the float checkpoint, or from "
@@ -181,6 +181,8 @@ def _check_speech(model_type: Any, file: Path) -> None:
         raise ValueError(f"{file} has model_type {model_type!r}; expected {' or '.join(map(repr, SPEECH_TYPES))}")
 
 
+# The end of the model_type of a speech model -> its class
+_HEADS = {head.lower(): f"AutoModelFor{head}" for head in ("CTC", "RNNT", "TDT")}
 _KINDS: dict[str, tuple[Callable[[Any, Path], None], str]] = {
     "text": (_check_causal, "AutoModelForCausalLM"),
     "images": (check_image_type, "AutoModelForImageTextToText"),

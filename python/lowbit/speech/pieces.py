@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -100,39 +100,68 @@ class MoonshineTranscriber(PieceTranscriber):
         return Segment.of_piece(begin, end, text, tokens, float(chances.mean()), None)
 
 
+class _Token(NamedTuple):
+    """A token with its first frame and the one after its last; None: its log-probability is unknown."""
+
+    token: int
+    first: int
+    after: int
+    logprob: float | None
+
+
 class ParakeetTranscriber(PieceTranscriber):
-    """Transcribes with ``ParakeetForCTC``, which gives each 80 milliseconds a token or none."""
+    """Transcribes with ``ParakeetForCTC``, which gives each frame of 80 milliseconds a token or none."""
 
     family = "Parakeet"
     more_options = ("word_timestamps",)
 
     def segment(self, inputs: Any, begin: float, end: float, words: bool) -> Segment:
-        made = self.model.generate(
-            inputs.input_features.to(self.model.dtype), attention_mask=inputs.attention_mask, return_dict_in_generate=True
-        )
-        frames = made.sequences[0].tolist()
-        chances = made.logits[0].float().log_softmax(-1).max(-1).values.tolist()
-        blank = self.model.config.pad_token_id
-        starts = [n for n, token in enumerate(frames) if token != blank and (n == 0 or frames[n - 1] != token)]
-        tokens = [frames[at] for at in starts]
-        text = self.tokenizer.decode(frames, skip_special_tokens=True)
-        spoken = self._words(starts, frames, chances, begin, end) if words else None
-        return Segment.of_piece(begin, end, text, tokens, sum(chances) / len(chances), spoken)
+        found, avg_logprob = self._tokens(inputs.input_features.to(self.model.dtype), inputs.attention_mask)
+        tokens = [each.token for each in found]
+        spoken = self._words(found, begin, end) if words else None
+        return Segment.of_piece(begin, end, self._decoded(tokens), tokens, avg_logprob, spoken)
 
-    def _words(self, starts: list[int], frames: list[int], chances: list[float], begin: float, end: float) -> list[Word]:
-        """The words of a piece; ``starts`` are the first frames of its tokens."""
-        names = self.tokenizer.convert_ids_to_tokens([frames[at] for at in starts])
+    def _tokens(self, features: torch.Tensor, mask: torch.Tensor) -> tuple[list[_Token], float | None]:
+        """The tokens of a piece, and the mean log-probability of its frames."""
+        made = self.model.generate(features, attention_mask=mask, return_dict_in_generate=True)
+        frames, blank = made.sequences[0].tolist(), self.model.config.pad_token_id
+        chances = made.logits[0].float().log_softmax(-1).max(-1).values.tolist()
+        changes = [n for n, token in enumerate(frames) if n == 0 or frames[n - 1] != token]
+        spans = zip(changes, [*changes[1:], len(frames)])
+        found = [_Token(frames[n], n, after, chances[n]) for n, after in spans if frames[n] != blank]
+        return found, sum(chances) / len(chances)
+
+    def _decoded(self, tokens: list[int]) -> str:
+        text: str = self.tokenizer.decode(tokens, skip_special_tokens=True, group_tokens=False)
+        return text
+
+    def _words(self, tokens: list[_Token], begin: float, end: float) -> list[Word]:
+        names = self.tokenizer.convert_ids_to_tokens([each.token for each in tokens])
         # A token that begins a word has a mark in the place of the space before it.
         firsts = [n for n, name in enumerate(names) if n == 0 or name.startswith(("\u2581", "\u0120"))]
         seconds = self.extractor.hop_length * self.model.config.encoder_config.subsampling_factor / SAMPLE_RATE
         found = []
-        for first, last in zip(firsts, [*firsts[1:], len(starts)]):
-            places = starts[first:last]
-            after = next((n for n in range(places[-1], len(frames)) if frames[n] != frames[places[-1]]), len(frames))
-            text = self.tokenizer.decode([frames[at] for at in places], skip_special_tokens=True, group_tokens=False).strip()
-            start, stop = (round(min(begin + frame * seconds, end), 2) for frame in (places[0], after))
-            found.append(Word(f" {text}", start, stop, round(float(np.exp([chances[at] for at in places]).mean()), 4)))
+        for first, last in zip(firsts, [*firsts[1:], len(tokens)]):
+            parts = tokens[first:last]
+            text = self._decoded([each.token for each in parts]).strip()
+            start, stop = (round(min(begin + frame * seconds, end), 2) for frame in (parts[0].first, parts[-1].after))
+            logprobs = [each.logprob for each in parts if each.logprob is not None]
+            found.append(Word(f" {text}", start, stop, round(float(np.exp(logprobs).mean()), 4) if logprobs else None))
         return found
+
+
+class TransducerTranscriber(ParakeetTranscriber):
+    """Transcribes with ``ParakeetForTDT`` or ``ParakeetForRNNT``; transformers gives no probabilities of their tokens."""
+
+    def _tokens(self, features: torch.Tensor, mask: torch.Tensor) -> tuple[list[_Token], float | None]:
+        made = self.model.generate(features, attention_mask=mask)
+        blank, at = self.model.config.blank_token_id, 0
+        found = []
+        for token, frames in zip(made.sequences[0].tolist(), made.durations[0].tolist(), strict=True):
+            if token != blank:
+                found.append(_Token(token, at, at + max(frames, 1), None))
+            at += frames
+        return found, None
 
 
 def _cut(samples: np.ndarray) -> int:

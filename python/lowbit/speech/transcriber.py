@@ -394,7 +394,7 @@ def segments_of(tokens: list[int], first: int, frames: int) -> tuple[list[tuple[
 def load_transcriber(
     path: str | os.PathLike[str], quantization: LowBitConfig | None = None, *, cache: str | None = None, progress: Any = None
 ) -> AnyTranscriber:
-    """Loads a Whisper, Moonshine or Parakeet (CTC) model with its processor.
+    """Loads a Whisper, Moonshine or Parakeet model with its processor.
 
     Args:
         path: a directory with config.json, safetensors files, tokenizer.json and preprocessor_config.json, float or packed.
@@ -413,9 +413,13 @@ def load_transcriber(
     processor = load_speech_processor(directory)
     if model.config.model_type == "whisper":
         return Transcriber(model, processor, cache)
-    from .pieces import MoonshineTranscriber, ParakeetTranscriber
+    from .pieces import MoonshineTranscriber, ParakeetTranscriber, PieceTranscriber, TransducerTranscriber
 
-    kind = {"moonshine": MoonshineTranscriber, "parakeet_ctc": ParakeetTranscriber}[model.config.model_type]
+    kinds: dict[str, type[PieceTranscriber]] = {
+        "moonshine": MoonshineTranscriber, "parakeet_ctc": ParakeetTranscriber, "parakeet_rnnt": TransducerTranscriber,
+        "parakeet_tdt": TransducerTranscriber,
+    }  # fmt: skip
+    kind = kinds[model.config.model_type]
     if cache is not None:
         raise ValueError(f"cache is {cache!r}; expected None with a {kind.family} model")
     return kind(model, processor)

@@ -26,7 +26,7 @@ class Segment:
         tokens: the tokens, with the timestamps.
         temperature, avg_logprob, compression_ratio, no_speech_prob: facts about the window with this segment: the temperature
             of its text, the mean log-probability of the tokens, the ratio by which zlib compresses the text, and the
-            probability of silence, which only Whisper models have.
+            probability of silence. Only Whisper models have the last one, and Parakeet's transducers have no log-probability.
         words: the words with their times, if they were asked for.
     """
 
@@ -35,14 +35,14 @@ class Segment:
     text: str
     tokens: list[int]
     temperature: float
-    avg_logprob: float
+    avg_logprob: float | None
     compression_ratio: float
     no_speech_prob: float | None
     words: list[Word] | None = None
 
     @classmethod
     def of_piece(
-        cls, start: float, end: float, text: str, tokens: list[int], avg_logprob: float, words: list[Word] | None
+        cls, start: float, end: float, text: str, tokens: list[int], avg_logprob: float | None, words: list[Word] | None
     ) -> Segment:
         """A segment of a model without timestamps and a probability of silence."""
         text = f" {text.strip()}" if text.strip() else ""

@@ -16,12 +16,15 @@ _UNFINISHED = "\ufffd"  # in the text of tokens that end within a character
 
 @dataclass(frozen=True)
 class Word:
-    """A word of a transcription, with the space before it; begin and end in the recording in seconds."""
+    """A word of a transcription, with the space before it; begin and end in the recording in seconds.
+
+    Its probability is None with Parakeet's transducers.
+    """
 
     word: str
     start: float
     end: float
-    probability: float
+    probability: float | None
 
     @property
     def text(self) -> str:

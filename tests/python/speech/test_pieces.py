@@ -63,52 +63,70 @@ def test_the_text_is_that_of_transformers(models, kind):
     assert transcriber.transcribe(SAMPLES[:10]).duration == 10 / SECOND
 
 
+PARAKEETS = {"ctc": transformers.ParakeetForCTC, "rnnt": transformers.ParakeetForRNNT, "tdt": transformers.ParakeetForTDT}
+
+
 @pytest.fixture(scope="module")
-def parakeet(tmp_path_factory):
-    """As ``models``, with a token for each byte and a few words; the blank is one more."""
+def parakeets(tmp_path_factory):
+    """A float and a packed model of each kind, with tokens for letters within and at the begin of words."""
     made = tmp_path_factory.mktemp("parakeet")
-    (made / "float").mkdir()
     letters = [chr(number) for number in range(97, 123)]
     vocabulary = {token: number for number, token in enumerate(["<unk>", *letters, *(f"\u2581{each}" for each in letters)])}
     backend = Tokenizer(tokenizers.models.BPE(vocabulary, [], unk_token="<unk>"))
     backend.decoder = tokenizers.decoders.Metaspace()
-    backend.save(str(made / "float/tokenizer.json"))
-    (made / "float/tokenizer_config.json").write_text(
-        json.dumps({"tokenizer_class": "ParakeetTokenizer", "pad_token": "<pad>", "unk_token": "<unk>"})
-    )
-    torch.manual_seed(0)
     encoder = dict(
         hidden_size=64, num_hidden_layers=2, num_attention_heads=2, intermediate_size=128, subsampling_conv_channels=32,
         num_mel_bins=16, initializer_range=0.2,
     )  # fmt: skip
-    config = transformers.ParakeetCTCConfig(vocab_size=54, pad_token_id=53, encoder_config=encoder)
-    transformers.ParakeetForCTC(config).save_pretrained(made / "float")
-    transformers.ParakeetFeatureExtractor(feature_size=16).save_pretrained(made / "float")
-    quantize_checkpoint(made / "float", made / "packed", lowbit.LowBitConfig(bits=4, group_size=32))
+    options = {"vocab_size": 54, "pad_token_id": 53, "encoder_config": encoder}
+    for kind, model in PARAKEETS.items():
+        torch.manual_seed(0)
+        more = {} if kind == "ctc" else {"blank_token_id": 53, "decoder_hidden_size": 64, "max_symbols_per_step": 2}
+        directory = made / kind / "float"
+        made_model = model(model.config_class(**options, **more))
+        if kind != "ctc":
+            made_model.generation_config.decoder_start_token_id = 53
+            with torch.no_grad():  # the durations' logits are never the largest, as in a trained model
+                made_model.joint.head.weight[54:] *= 0.01
+                made_model.joint.head.bias[54:] = torch.arange(len(made_model.joint.head.bias) - 54) / 100 - 9
+        made_model.save_pretrained(directory)
+        backend.save(str(directory / "tokenizer.json"))
+        names = {"tokenizer_class": "ParakeetTokenizer", "pad_token": "<pad>", "unk_token": "<unk>"}
+        (directory / "tokenizer_config.json").write_text(json.dumps(names))
+        transformers.ParakeetFeatureExtractor(feature_size=16).save_pretrained(directory)
+        quantize_checkpoint(directory, made / kind / "packed", lowbit.LowBitConfig(bits=4, group_size=32))
     return made
 
 
-@pytest.mark.parametrize("kind", ["float", "packed"])
-def test_the_text_of_parakeet(parakeet, kind):
+@pytest.mark.parametrize("weights", ["float", "packed"])
+@pytest.mark.parametrize("kind", PARAKEETS)
+def test_the_text_of_parakeet(parakeets, kind, weights):
     """Also the times of words: those of the frames with their tokens."""
-    transcriber = load_transcriber(parakeet / kind)
-    assert type(transcriber) is ParakeetTranscriber
-    assert sum(type(module) is lowbit.nn.Linear for module in transcriber.model.modules()) == (0 if kind == "float" else 19)
-    model = transformers.AutoModelForCTC.from_pretrained(parakeet / kind).eval()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(parakeet / kind)
+    directory = parakeets / kind / weights
+    transcriber = load_transcriber(directory)
+    assert isinstance(transcriber, ParakeetTranscriber) and is_speech(directory)
+    packed = sum(type(module) is lowbit.nn.Linear for module in transcriber.model.modules())
+    assert packed == 0 if weights == "float" else packed > 18
+    model, tokenizer = PARAKEETS[kind].from_pretrained(directory).eval(), transformers.AutoTokenizer.from_pretrained(directory)
     inputs = transformers.ParakeetFeatureExtractor(feature_size=16)(SAMPLES, sampling_rate=SECOND, return_tensors="pt")
-    frames = model.generate(**inputs)[0].tolist()
+    made = model.generate(**inputs, return_dict_in_generate=True)
+    steps = made.sequences[0].tolist()
     (segment,) = transcriber.transcribe(SAMPLES).segments
-    assert segment.text.strip() == tokenizer.decode(frames, skip_special_tokens=True).strip() != ""
-    assert segment.words is None and segment.no_speech_prob is None
+    expected = tokenizer.decode(steps, skip_special_tokens=True, group_tokens=kind == "ctc").strip()
+    assert segment.text.strip() == expected != ""
+    assert segment.words is None and segment.no_speech_prob is None and (segment.avg_logprob is None) is (kind != "ctc")
     (timed,) = transcriber.transcribe(SAMPLES, word_timestamps=True).segments
-    assert timed.text == segment.text == "".join(word.word for word in timed.words) and len(timed.words) > 3
-    names = tokenizer.convert_ids_to_tokens(frames)
-    changes = [n for n, name in enumerate(names) if n == 0 or name != names[n - 1]]
-    begins = [n for n in changes if names[n].startswith("\u2581")]
+    assert timed.text == segment.text == "".join(word.word for word in timed.words) and len(timed.words) > 1
+    names = tokenizer.convert_ids_to_tokens(steps)
+    if kind == "ctc":
+        begins = [n for n, name in enumerate(names) if name.startswith("\u2581") and (n == 0 or name != names[n - 1])]
+    else:
+        frames = np.cumsum([0, *made.durations[0].tolist()])
+        begins = [int(frame) for name, frame in zip(names, frames) if name.startswith("\u2581")]
     assert [word.start for word in timed.words][1:] == [round(n * 0.08, 2) for n in begins][-len(timed.words) + 1 :]
-    assert all(0 <= word.start < word.end <= 4.3 and 0 < word.probability <= 1 for word in timed.words)
-    assert [each.text for each in transcriber.transcribe(SAMPLES[:10]).segments]
+    assert all(0 <= word.start <= word.end <= 4.3 for word in timed.words)
+    assert all((word.probability is None) is (kind != "ctc") for word in timed.words)
+    assert transcriber.transcribe(SAMPLES[:10]).duration == 10 / SECOND
 
 
 def test_long_recordings_are_cut_in_a_pause(models, monkeypatch):
