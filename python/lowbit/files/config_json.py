@@ -26,6 +26,13 @@ SETTINGS_FILES = {
     "quantize_config.json": "gptq", "quantization_config.json": "auto-round", "quant_config.json": "awq",
     "hf_quant_config.json": "modelopt",
 }  # fmt: skip
+SPEECH_TYPES = (
+    "whisper",
+    "moonshine",
+    "parakeet_ctc",
+    "parakeet_rnnt",
+    "parakeet_tdt",
+)  # model_type of the models that transcribe
 MLX = "mlx"  # the method's name here; its settings have none
 # Suffixes of the tensor names of quantized layers.
 QUANTIZED_LEAVES = (

@@ -300,4 +300,5 @@ def _generation_config(config: dict[str, Any], settings: Any, tokens: dict[str, 
         "max_initial_timestamp_index": 50,
         "max_length": config["max_target_positions"],
         "return_timestamps": False,
+        **({"alignment_heads": settings["alignment_heads"]} if "alignment_heads" in settings else {}),
     }

@@ -8,10 +8,11 @@ from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from .. import _C
-from ..files.config_json import CONFIG, quantization_method, read_config
+from ..files.config_json import CONFIG, SPEECH_TYPES, quantization_method, read_config
 from ..files.untrusted import interpreting, read_json
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ def load_model(
     Args:
         path: a directory with config.json and safetensors files, float or packed by :func:`lowbit.quantize_checkpoint`.
         quantization: how to quantize a float checkpoint while it is loaded; None: not at all.
-        kind: "text", a causal language model; "images", an image-text model; or "speech", a Whisper model.
+        kind: "text", a causal language model; "images", an image-text model; or "speech", a speech-to-text model.
         progress: called as ``progress(tensors loaded, tensors)``.
 
     Raises:
@@ -82,6 +83,8 @@ def load_model(
 
     check, auto = _KINDS[kind]
     check(model_type, directory / CONFIG)
+    if kind == "speech":
+        auto = _HEADS.get(str(model_type).rpartition("_")[2], auto)
     if packed and quantization is not None:
         raise ValueError(
             f"{directory} is packed already; to quantize it differently, start from the float checkpoint, or from "
@@ -111,15 +114,19 @@ load_image_model = partial(load_model, kind="images")
 
 
 def load_speech_processor(path: str | os.PathLike[str]) -> Any:
-    """Loads the processor of a Whisper model: its tokenizer and feature extractor.
+    """Loads the processor of a Whisper, Moonshine or Parakeet model: its tokenizer and feature extractor.
 
     Raises:
         ImportError: transformers is not installed.
         OSError, ValueError: files are missing or damaged.
     """
     transformers = import_module("transformers")
+    options = {"local_files_only": True, "trust_remote_code": False}
     with interpreting(f"the processor in {path} does not load"):
-        return transformers.WhisperProcessor.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        if read_config(Path(path)).get("model_type") == "whisper":
+            return transformers.WhisperProcessor.from_pretrained(path, **options)
+        parts = {"feature_extractor": transformers.AutoFeatureExtractor, "tokenizer": transformers.AutoTokenizer}
+        return SimpleNamespace(**{name: auto.from_pretrained(path, **options) for name, auto in parts.items()})
 
 
 def load_image_processor(path: str | os.PathLike[str]) -> Any:
@@ -171,10 +178,12 @@ def check_image_type(model_type: Any, file: Path) -> None:
 
 
 def _check_speech(model_type: Any, file: Path) -> None:
-    if model_type != "whisper":
-        raise ValueError(f"{file} has model_type {model_type!r}; expected 'whisper'")
+    if model_type not in SPEECH_TYPES:
+        raise ValueError(f"{file} has model_type {model_type!r}; expected {' or '.join(map(repr, SPEECH_TYPES))}")
 
 
+# The end of the model_type of a speech model -> its class
+_HEADS = {head.lower(): f"AutoModelFor{head}" for head in ("CTC", "RNNT", "TDT")}
 _KINDS: dict[str, tuple[Callable[[Any, Path], None], str]] = {
     "text": (_check_causal, "AutoModelForCausalLM"),
     "images": (check_image_type, "AutoModelForImageTextToText"),

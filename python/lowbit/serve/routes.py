@@ -480,8 +480,9 @@ class Server:
                 async with asyncio.timeout(self.limits.timeout), self._recordings:
                     reading = read_recording(await file.read(), file.filename or "file")
                     listening = await asyncio.to_thread(Listening, model, await reading, wish, task)
-                    while (segment := await asyncio.wrap_future(self.engine.call(listening.next))) is not None:
-                        tell(segment.text)
+                    while (segments := await asyncio.wrap_future(self.engine.call(listening.next))) is not None:
+                        for segment in segments:
+                            tell(segment.text)
             finally:
                 await file.close()
             self.metrics.whole.observe(time.perf_counter() - began)

@@ -1,4 +1,4 @@
-"""Whisper models: requests for transcriptions and their answers."""
+"""Speech-to-text models: requests for transcriptions and their answers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from ..files.config_json import read_config
+from ..files.config_json import SPEECH_TYPES, read_config
 from .errors import ApiError, bad
 from .protocol import Body
 
@@ -20,9 +20,10 @@ if TYPE_CHECKING:
     import numpy as np
 
     from ..hf.config import LowBitConfig
-    from ..speech.transcriber import Segment, Transcriber
+    from ..speech.transcription import AnyTranscriber, Segment
 
 MOST_SECONDS = 2 * 3600  # of a recording, whose samples then take half a gigabyte
+_MOST_PROMPT = 1 << 13  # characters; the model sees the last 223 tokens
 MEDIA_TYPES = {"text": "text/plain", "srt": "application/x-subrip", "vtt": "text/vtt"}
 
 
@@ -31,14 +32,14 @@ class SpeechModel:
     """A speech-to-text model."""
 
     name: str
-    transcriber: Transcriber
+    transcriber: AnyTranscriber
     created: int = field(default_factory=lambda: int(time.time()))
     max_length = None  # no tokens of a prompt, because it takes recordings
 
 
 def is_speech(path: Path) -> bool:
-    """Whether a directory has a Whisper model."""
-    return read_config(path).get("model_type") == "whisper"
+    """Whether a directory has a Whisper, Moonshine or Parakeet model."""
+    return read_config(path).get("model_type") in SPEECH_TYPES
 
 
 def load(name: str, path: Path, quantization: LowBitConfig | None = None, **more: Any) -> SpeechModel:
@@ -56,15 +57,39 @@ class Wish(Body):
     language: str | None = Field(None, max_length=64)
     response_format: Literal["json", "text", "srt", "verbose_json", "vtt"] = "json"
     stream: Annotated[bool, BeforeValidator(lambda value: {"true": True, "false": False}.get(value.lower(), value))] = False
-    temperature: Literal["", "0", "0.0"] = "0"
-    prompt: Literal[""] = ""
-    granularities: list[Literal["segment"]] = Field(default_factory=list, alias="timestamp_granularities[]")
+    temperature: str = Field("", max_length=64)
+    prompt: str = Field("", max_length=_MOST_PROMPT)
+    granularities: list[Literal["segment", "word"]] = Field(
+        default_factory=list, max_length=2, alias="timestamp_granularities[]"
+    )
 
     @model_validator(mode="after")
     def _check(self) -> Wish:
         if self.stream and self.response_format != "json":
             raise bad("response_format", f"response_format is {self.response_format!r}; expected json with stream")
+        if self.granularities and self.response_format != "verbose_json":
+            raise bad(
+                "timestamp_granularities[]",
+                f"response_format is {self.response_format!r}; expected verbose_json with timestamp_granularities[]",
+            )
         return self
+
+    def options(self, task: str) -> dict[str, Any]:
+        """The arguments of :meth:`lowbit.speech.Transcriber.transcribe`.
+
+        Raises:
+            ApiError: the temperature is no number.
+        """
+        from ..speech.speech_options import temperatures
+
+        try:
+            temperature = temperatures(self.temperature or "0")
+        except ValueError as error:
+            raise bad("temperature", str(error)) from error
+        return {
+            "task": task, "language": self.language or None, "prompt": self.prompt, "temperature": temperature,
+            "word_timestamps": "word" in self.granularities,
+        }  # fmt: skip
 
 
 async def read_recording(data: bytes, name: str) -> np.ndarray:
@@ -93,28 +118,28 @@ class Listening:
     """A running transcription."""
 
     def __init__(self, model: SpeechModel, samples: np.ndarray, wish: Wish, task: str):
-        """Raises ApiError: the model does not know the language or the task."""
+        """Raises ApiError: the model does not support what the request asks for."""
         from ..speech.audio import SAMPLE_RATE
 
-        self.wish, self.task, language = wish, task, wish.language or None
-        self.duration, self.language = len(samples) / SAMPLE_RATE, language
+        self.wish, self.task, self.duration = wish, task, len(samples) / SAMPLE_RATE
+        self.language: str | None = None
         self.segments: list[Segment] = []
         try:
-            self._stream = model.transcriber.stream(samples, language=language, task=task)
+            self._windows = model.transcriber.windows(samples, **wish.options(task))
         except ValueError as error:
-            raise bad("language" if language else "model", str(error)) from error
+            # A message of lowbit.speech begins with the name of the argument.
+            name = str(error).partition(" ")[0]
+            raise bad(name if name in Wish.model_fields else "model", str(error)) from error
 
-    def next(self) -> Segment | None:
-        """The next segment, or None at the end.
-
-        At the end of a window it computes the next one, so call it on the engine's thread.
-        """
+    def next(self) -> list[Segment] | None:
+        """The segments of the next window, or None at the end. It computes the window, so call it on the engine's thread."""
         try:
-            self.segments.append(next(self._stream))
+            found = next(self._windows)
         except StopIteration as end:
-            self.language = end.value[0]
+            self.language = end.value.language
             return None
-        return self.segments[-1]
+        self.segments += found
+        return found
 
     @property
     def text(self) -> str:
@@ -125,20 +150,25 @@ class Listening:
         usage = {"usage": {"type": "duration", "seconds": -int(-self.duration // 1)}}
         if self.wish.response_format == "json":
             return {"text": self.text, **usage}
-        segments = [{"id": number, **asdict(each), "temperature": 0.0} for number, each in enumerate(self.segments)]
-        about = {"task": self.task, "language": self.language, "duration": self.duration}
-        return {**about, "text": self.text, "segments": segments, **usage}
+        about: dict[str, Any] = {"task": self.task, "language": self.language, "duration": self.duration, "text": self.text}
+        parts = [{"id": number, **asdict(each)} for number, each in enumerate(self.segments)]
+        timed = [word for part in parts for word in part.pop("words") or []]
+        if "word" in self.wish.granularities:
+            about["words"] = timed
+        if self.wish.granularities != ["word"]:
+            about["segments"] = parts
+        return about | usage
 
     def subtitles(self) -> str:
         """The answer as text, SubRip or WebVTT."""
         if self.wish.response_format == "text":
             return self.text + "\n"
-        from ..speech.subtitles import subtitle
+        from ..speech.subtitles import subtitle  # one per segment, as the request cannot ask for words here
 
         head = "WEBVTT\n\n" if self.wish.response_format == "vtt" else ""
         return head + "".join(subtitle(each, number, self.wish.response_format) for number, each in enumerate(self.segments, 1))
 
 
 def refuse_recording(model: Any) -> ApiError:
-    """Raises ApiError for a recording sent to a model that is not a Whisper model."""
-    return bad("model", f"the model {model.name} takes no recordings; expected a Whisper model")
+    """Raises ApiError for a recording sent to another kind of model."""
+    return bad("model", f"the model {model.name} takes no recordings; expected a Whisper, Moonshine or Parakeet model")

@@ -1,20 +1,28 @@
-"""Speech to text with Whisper models, over static caches; requires transformers unless the model has its plans beside it."""
+"""Speech to text with Whisper, Moonshine and Parakeet models; requires transformers unless a model has its plans."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 from .audio import SAMPLE_RATE, load_audio
-from .transcriber import Segment, Transcriber, Transcription, load_transcriber
+from .live import Live, transcribe_live
+from .speech_options import Options
+from .transcriber import Transcriber, load_transcriber
+from .transcription import Heard, Segment, Transcription
+from .words import Word
 
 if TYPE_CHECKING:
     from .exporting import ExportedSpeech as ExportedSpeech
     from .exporting import export_speech as export_speech
     from .exporting import load_speech as load_speech
+    from .pieces import MoonshineTranscriber as MoonshineTranscriber
+    from .pieces import ParakeetTranscriber as ParakeetTranscriber
     from .speech_decoder import SpeechDecoder as SpeechDecoder
 
 # Public name -> its module, which needs torch, imported on first use.
 _LAZY = {
     "ExportedSpeech": ".exporting",
+    "MoonshineTranscriber": ".pieces",
+    "ParakeetTranscriber": ".pieces",
     "SpeechDecoder": ".speech_decoder",
     "export_speech": ".exporting",
     "load_speech": ".exporting",
@@ -36,12 +44,19 @@ def __dir__() -> list[str]:
 __all__ = [
     "SAMPLE_RATE",
     "ExportedSpeech",
+    "Heard",
+    "Live",
+    "MoonshineTranscriber",
+    "Options",
+    "ParakeetTranscriber",
     "Segment",
     "SpeechDecoder",
     "Transcriber",
     "Transcription",
+    "Word",
     "export_speech",
     "load_audio",
     "load_speech",
     "load_transcriber",
+    "transcribe_live",
 ]

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import errno
 import os
+import struct
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
@@ -34,6 +35,11 @@ _MOST_CHANNELS = 32
 _MOST_PER_FRAME = 1 << 20  # samples per channel; the file's header gives the number, and memory is allocated for it
 _MOST_STREAMS = 16  # of a file: each has tables
 _MOST_ALLOCATED = 64 << 20  # bytes: a track of 12 hours has a table of 45 MB, one of a few bytes can ask for one of 4 GB
+# Of a pipe
+_RAW = "16,000 samples per second of one channel with 16 bits, raw or WAV: ffmpeg -i FILE -ac 1 -ar 16000 -f s16le -"
+_CONTAINERS = (b"ID3", b"OggS", b"fLaC", b"\x1aE\xdf\xa3", b"RIFF", b"FORM")  # the first bytes of compressed recordings
+_PCM = (1, 0xFFFE)  # the formats of WAV files with plain numbers
+_MOST_CHUNK = 1 << 20  # bytes of a header
 _SAME = 0.1  # if the sum of two channels keeps less than this share of their energy, they have opposite phases
 
 
@@ -93,6 +99,58 @@ def read_audio(
     if not samples:
         raise ValueError(f"{name} has audio without samples; expected at least one")
     return np.frombuffer(samples, np.float32)
+
+
+def read_samples(file: IO[bytes], name: str) -> Iterator[np.ndarray]:
+    """Samples of a pipe while they arrive, float32: 16,000 per second of one channel, 16-bit numbers, as raw bytes or WAV.
+
+    Raises:
+        ValueError: the first bytes are those of another format.
+    """
+    import numpy as np
+
+    head = _exactly(file, 12)
+    if head[:4] == b"RIFF" and head[8:] == b"WAVE":
+        _skip_header(file, name)
+        head = b""
+    elif head.startswith(_CONTAINERS) or head[4:8] == b"ftyp":
+        raise ValueError(f"{name} is a compressed recording; expected {_RAW}")
+    pending = head
+    while True:
+        whole = len(pending) // 2 * 2
+        if whole:
+            yield np.frombuffer(pending[:whole], "<i2").astype(np.float32) / np.float32(32768)
+        more: bytes = file.read1(1 << 16)  # type: ignore[attr-defined]
+        if not more:
+            return
+        pending = pending[whole:] + more
+
+
+def _exactly(file: IO[bytes], count: int) -> bytes:
+    """As many bytes, or all up to the end."""
+    data = b""
+    while len(data) < count and (more := file.read(count - len(data))):
+        data += more
+    return data
+
+
+def _skip_header(file: IO[bytes], name: str) -> None:
+    """Reads the chunks of a WAV file up to its samples."""
+    while True:
+        chunk = _exactly(file, 8)
+        size = int.from_bytes(chunk[4:], "little")
+        if chunk[:4] == b"data":
+            return
+        if len(chunk) < 8 or size > _MOST_CHUNK:
+            raise ValueError(f"{name} is a damaged WAV file: it has no samples after its header")
+        content = _exactly(file, size + size % 2)
+        if chunk[:4] == b"fmt ":
+            kind, channels, rate, _, _, bits = struct.unpack("<HHIIHH", content[:16].ljust(16, b"\0"))
+            if kind not in _PCM or (channels, rate, bits) != (1, SAMPLE_RATE, 16):
+                raise ValueError(
+                    f"{name} has {channels} channels with {rate} samples per second of {bits} bits, format {kind}; "
+                    f"expected {_RAW}"
+                )
 
 
 class _Seekable:

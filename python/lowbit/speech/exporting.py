@@ -39,7 +39,7 @@ class _Program(torch.nn.Module):
 
     def forward(self, tokens: Tensor, start: Tensor, states: Tensor, at: Tensor) -> Tensor:
         self.decoder.hear(states, at)
-        return self.decoder.step(tokens, start, at + (states.shape[1] - 1))
+        return self.decoder.step(tokens, start, at + (states.shape[1] - 1))[0]
 
 
 class _CachesAsInputs(torch.nn.Module):

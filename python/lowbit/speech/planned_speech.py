@@ -13,7 +13,9 @@ import numpy as np
 from .. import _C, __version__
 from ..files.plan_facts import PLAN, NoPlan, are_allowed, described, facts_of, states
 from ..machine.cpus import default_threads
+from ..operators.cache_layout import PANEL, Slot
 from .transcriber import SETTINGS, Transcriber, load_transcriber
+from .transcription import AnyTranscriber
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,23 +32,35 @@ _FILES = (
 _MOST_INSIDE = 1 << 25  # bytes of a convolution or table of positions, which may have another type in the checkpoint
 _ALIGNMENT = 64  # bytes, of caches
 _TEXTS = ("", " Hello, world!  It's 3.5 o'clock .", "Größe naïve 東京 👩‍👩‍👧 שלום", "\n\ttabs", "<|en|> x <|endoftext|>")
-_NUMBERS = ("max_length", "vocabulary", "positions", "mel_bins")
+_NUMBERS = ("max_length", "vocabulary", "positions", "mel_bins", "median_filter_width")
 
 
 class PlannedSpeech:
     """The encoder and the decoding step of a Whisper model by their plans, called as the :class:`SpeechDecoder`."""
+
+    max_length: int
+    vocabulary: int
+    positions: int
+    mel_bins: int
+    median_filter_width: int
 
     def __init__(self, step: _C.PlanModel, listen: _C.PlanModel, content: dict[str, Any]):
         """
         Args:
             content: the description of the plans.
         """
-        self.max_length, self.vocabulary, self.positions, self.mel_bins = (int(content[name]) for name in _NUMBERS)
+        for name in _NUMBERS:
+            setattr(self, name, int(content[name]))
         self._step, self._listen = step, listen
         self._dtype, heads, width = np.dtype(content["dtype"]), content["heads"], content["width"]
+        self.alignment_heads = [(layer, head) for layer, head in content["alignment_heads"]]
+        self.aligned_layers: list[int] = sorted({layer for layer, _ in self.alignment_heads})
+        self.queries: list[np.ndarray] = []  # as of SpeechDecoder
+        self._heads = (heads, width // heads)
         self._states = np.empty((1, self.positions, width), self._dtype)
         self._last = [np.zeros((1, heads, 1, width // heads), self._dtype) for _ in range(2 * content["layers"])]
         caches = {(layer, slot): (_zeros(size), kind, shape) for layer, slot, size, kind, shape in content["caches"]}
+        self._heard = [caches[layer, Slot.STATE][0] for layer in self.aligned_layers]
         self._memory = [memory for memory, _, _ in caches.values()]
         described = {place: (memory.ctypes.data, kind, shape) for place, (memory, kind, shape) in caches.items()}
         self._caches = [_C.PlanCaches([described.get(place[:2]) for place in plan.caches]) for plan in (step, listen)]
@@ -64,10 +78,18 @@ class PlannedSpeech:
     def feed(self, tokens: list[int], start: int) -> np.ndarray:
         """As :meth:`SpeechDecoder.feed`."""
         logits = np.empty(self.vocabulary, self._dtype)
+        queries = [np.empty(self._heads, self._dtype) for _ in self.aligned_layers]
         inputs = [np.array(each, np.int64) for each in (tokens, [start], [self.positions - 1])]
         text = (0, len(tokens), start, self._caches[0])
-        self._step.run(len(tokens), 1, _memory([*inputs, *self._last]), _memory([logits]), [text])
+        self._step.run(len(tokens), 1, _memory([*inputs, *self._last]), _memory([logits, *queries]), [text])
+        self.queries = [query.astype(np.float32, copy=False) for query in queries]
         return logits.astype(np.float32, copy=False)
+
+    def heard_keys(self) -> list[np.ndarray]:
+        """As :meth:`SpeechDecoder.heard_keys`, from the caches, whose layout docs/internals/operators.md describes."""
+        heads, width = self._heads
+        panels = (memory.view(self._dtype).reshape(heads, -1, width, PANEL).swapaxes(2, 3) for memory in self._heard)
+        return [each.reshape(heads, -1, width)[:, : self.positions].astype(np.float32) for each in panels]
 
 
 def _zeros(size: int) -> np.ndarray:
@@ -118,7 +140,7 @@ def open_transcriber(
     threads: int | None = None,
     loading: Callable[[], AbstractContextManager[Any]] = nullcontext,
     note: Callable[[str], None] = lambda text: None,
-) -> Transcriber:
+) -> AnyTranscriber:
     """A transcriber: by the plans beside the weights where they are current, else by torch, and then the plans are written.
 
     Args:
@@ -137,7 +159,7 @@ def open_transcriber(
             stale = reason.stale
     with loading() as progress:
         made = load_transcriber(directory, quantization, cache=cache, progress=progress)
-    if stale:
+    if stale and isinstance(made, Transcriber):
         _keep_plans(made, directory, note)
     return made
 
@@ -175,6 +197,7 @@ def write_plans(transcriber: Transcriber, directory: Path) -> None:
         raise ValueError(f"the model has no plans: {decoder.plan_refusal or decoder.listen_refusal}")
     config, dtype = decoder.model.config, str(decoder.model.dtype).removeprefix("torch.")
     content: dict[str, Any] = {"kind": _KIND} | {name: getattr(decoder, name) for name in _NUMBERS}
+    content["alignment_heads"] = decoder.alignment_heads
     content |= {"dtype": dtype, "heads": decoder.heads, "width": config.d_model, "layers": config.decoder_layers}
     content["caches"] = [
         [*place, tensor.nbytes, ELEMENT_TYPES[tensor.dtype], list(tensor.shape)] for place, tensor in decoder.plan.kept.items()

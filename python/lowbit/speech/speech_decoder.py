@@ -52,6 +52,10 @@ class SpeechDecoder(torch.nn.Module):
         self.heads: int = config.decoder_attention_heads
         self.positions: int = config.max_source_positions
         self.mel_bins: int = config.num_mel_bins
+        self.median_filter_width: int = config.median_filter_width
+        self.alignment_heads = _alignment_heads(model)
+        self.queries: list[np.ndarray] = []  # of the last token, for each layer with alignment heads, [heads, width]
+        self._states: Tensor | None = None  # of the encoder
         self._last: Tensor | None = None  # position of the encoder's output that the caches hold
         self.plan: SpeechPlan | None = None
         self.plan_refusal: str | None = None  # why steps run the model's Python code
@@ -97,7 +101,7 @@ class SpeechDecoder(torch.nn.Module):
         self.hear(states, torch.tensor([0]))
         last = torch.tensor([states.shape[1] - 1])
         pieces = [self.step(tokens[:, at:end], torch.tensor([at]), last) for at, end in ((0, 3), (3, 4))]
-        difference = (torch.stack([pieces[0][0], pieces[1][0]]).float() - expected[0, 2:]).square().mean().sqrt()
+        difference = (torch.stack([pieces[0][0][0], pieces[1][0][0]]).float() - expected[0, 2:]).square().mean().sqrt()
         measured = float(difference / expected.std())
         if self.cache_type == name_of(self.model.dtype) and not measured <= _TRIAL_LIMIT:
             raise Unsupported(
@@ -107,7 +111,7 @@ class SpeechDecoder(torch.nn.Module):
         try:
             plan = SpeechPlan(self, last)
             again = [plan.step(tokens[:, at:end], torch.tensor([at]), last) for at, end in ((0, 3), (3, 4))]
-            if not all(map(torch.equal, again, pieces)):
+            if not all(torch.equal(*pair) for pairs in zip(again, pieces) for pair in zip(*pairs, strict=True)):
                 raise Unplannable("its logits differ")
             self.plan = plan
         except Exception as reason:  # the model's own code runs, too, so nothing is lost
@@ -134,9 +138,10 @@ class SpeechDecoder(torch.nn.Module):
             if self.listen_plan is not None and not self.listen_plan.fits():
                 self.listen_plan, self.listen_refusal = None, "the model has been changed since the decoder was made"
             if self.listen_plan is None:
-                self.hear(self.model.model.encoder(features)[0], torch.tensor([0]))
+                self._states = self.model.model.encoder(features)[0]
+                self.hear(self._states, torch.tensor([0]))
             else:
-                self.listen_plan.listen(features)
+                self._states = self.listen_plan.listen(features)
         self._last = torch.tensor([self.positions - 1])
 
     def hear(self, states: Tensor, at: Tensor) -> list[Tensor]:
@@ -171,6 +176,9 @@ class SpeechDecoder(torch.nn.Module):
             IndexError: the text is longer than the model's positions.
             RuntimeError: :meth:`listen` was not called before.
         """
+        return self._run(tokens, start)[0]
+
+    def _run(self, tokens: Tensor, start: Tensor) -> list[Tensor]:
         check_call(tokens, start, self.vocabulary, self.max_length)
         if self._last is None:
             raise RuntimeError("the decoder has no audio; call listen() first")
@@ -181,11 +189,31 @@ class SpeechDecoder(torch.nn.Module):
 
     def feed(self, tokens: list[int], start: int) -> np.ndarray:
         """Logits [vocabulary], float32, after tokens that follow the first ``start`` ones of the text."""
-        found: np.ndarray = self(torch.tensor([tokens]), torch.tensor([start]))[0].float().numpy()
-        return found
+        logits, *queries = (each[0].float().numpy() for each in self._run(torch.tensor([tokens]), torch.tensor([start])))
+        self.queries = queries
+        return logits
 
-    def step(self, tokens: Tensor, start: Tensor, last: Tensor) -> Tensor:
-        """As :meth:`forward`, without checks; ``last``, [1] int64, is the last position of the encoder's output."""
+    def heard_keys(self) -> list[np.ndarray]:
+        """The keys of the encoder's output for each layer with alignment heads, float32 [heads, positions, width]."""
+        layers = self.model.model.decoder.layers
+        with torch.inference_mode():
+            keys = [self._split(layers[number].encoder_attn.k_proj(self._states)) for number in self.aligned_layers]
+        return [key[0].float().numpy() for key in keys]
+
+    @property
+    def aligned_layers(self) -> list[int]:
+        """The layers with alignment heads."""
+        return sorted({layer for layer, _ in self.alignment_heads})
+
+    def step(self, tokens: Tensor, start: Tensor, last: Tensor) -> list[Tensor]:
+        """As :meth:`forward`, without checks.
+
+        Args:
+            last: [1] int64, the last position of the encoder's output.
+
+        Returns:
+            The logits, and for each layer with alignment heads the queries of the last token, [1, heads, width].
+        """
         decoder, count = self.model.model.decoder, tokens.shape[1]
         positions = start + torch.arange(count)
         if torch.compiler.is_compiling():  # attention refuses positions beyond the caches
@@ -193,7 +221,7 @@ class SpeechDecoder(torch.nn.Module):
         x = decoder.embed_tokens(tokens) + decoder.embed_positions.weight[positions]
         # Each query becomes an additional head at the last position of the encoder's output, which attends to all of it. The
         # operator rewrites the key and value of that position unchanged.
-        attend = torch.ops.lowbit.attention
+        attend, queries = torch.ops.lowbit.attention, []
         for layer, (k_cache, v_cache, heard_k, heard_v, last_k, last_v) in zip(decoder.layers, self.caches(), strict=True):
             attention, h = layer.self_attn, layer.self_attn_layer_norm(x)
             query, key, value = (self._split(project(h)) for project in (attention.q_proj, attention.k_proj, attention.v_proj))
@@ -201,10 +229,27 @@ class SpeechDecoder(torch.nn.Module):
             x = x + attention.out_proj(output.flatten(2))
 
             attention, h = layer.encoder_attn, layer.encoder_attn_layer_norm(x)
-            query = self._split(attention.q_proj(h)).reshape(1, self.heads * count, 1, -1)
+            query = self._split(attention.q_proj(h))
+            queries.append(query[:, :, -1])
+            query = query.reshape(1, self.heads * count, 1, -1)
             output = attend(query, last_k, last_v, heard_k, heard_v, last, attention.scaling)
             output = output.view(1, self.heads, count, -1).transpose(1, 2).flatten(2)
             x = x + attention.out_proj(output)
 
             x = x + layer.fc2(layer.activation_fn(layer.fc1(layer.final_layer_norm(x))))
-        return self.model.proj_out(decoder.layer_norm(x[:, -1:]))[:, -1]
+        logits = self.model.proj_out(decoder.layer_norm(x[:, -1:]))[:, -1]
+        return [logits, *(queries[layer].clone(memory_format=torch.contiguous_format) for layer in self.aligned_layers)]
+
+
+def _alignment_heads(model: Any) -> list[tuple[int, int]]:
+    """Layers and heads whose cross-attention follows the recording, as the model's files name them.
+
+    All heads of the upper half of the layers if the files name none, or ones that do not exist: distilled models have the
+    settings of their larger teachers.
+    """
+    layers, heads = range(model.config.decoder_layers), range(model.config.decoder_attention_heads)
+    named = getattr(model.generation_config, "alignment_heads", None) or []
+    found = [tuple(each) if isinstance(each, (list, tuple)) else each for each in named]
+    if found and set(found) <= {(layer, head) for layer in layers for head in heads}:
+        return found
+    return [(layer, head) for layer in layers[len(layers) // 2 :] for head in heads]

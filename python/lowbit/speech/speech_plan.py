@@ -78,10 +78,10 @@ class SpeechPlan(_Plan):
         roles = Roles(3 + len(self.last), list(self.kept), start=1)
         return lowered(recordings, Sizes(_CALLS), roles, state_of(decoder.model))
 
-    def step(self, tokens: Tensor, start: Tensor, last: Tensor) -> Tensor:
+    def step(self, tokens: Tensor, start: Tensor, last: Tensor) -> list[Tensor]:
         """As :meth:`SpeechDecoder.step`."""
         text = (0, tokens.shape[1], int(start), self._caches)
-        return self.planned.run([tokens.contiguous(), start, last, *self.last], 1, [text])[0]
+        return self.planned.run([tokens.contiguous(), start, last, *self.last], 1, [text])
 
 
 class ListenPlan(_Plan):

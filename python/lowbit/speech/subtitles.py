@@ -5,14 +5,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .transcriber import Segment
+    from .transcription import Segment
+    from .words import Word
 
 
-def subtitle(segment: Segment, number: int, format: str) -> str:
-    """A segment as text, with the line ends after it.
+def cues(segment: Segment) -> list[Segment] | list[Word]:
+    """What gets a line or subtitle of its own: the words of a segment, if their times are known, or all of it."""
+    return [segment] if segment.words is None else segment.words
+
+
+def subtitle(segment: Segment | Word, number: int, format: str) -> str:
+    """A segment or word as text, with the line ends after it.
 
     Args:
-        number: the number of the segment, from 1.
+        number: its number, from 1.
         format: "lines", "srt" (SubRip) or "vtt" (WebVTT, whose file begins with a line "WEBVTT" and an empty one).
     """
     text = segment.text.strip()

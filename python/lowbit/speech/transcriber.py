@@ -4,58 +4,55 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .audio import SAMPLE_RATE, load_audio
+from .audio import SAMPLE_RATE
 from .features import HOP, check_extractor, log_mel
+from .speech_options import Options
+from .transcription import AnyTranscriber, Heard, Segment, Windows, compression_ratio
+from .words import boundaries, words
 
 if TYPE_CHECKING:
     import torch
 
     from ..hf.config import LowBitConfig
 
-# The generator's return value is language and duration.
-_Segments: TypeAlias = "Generator[Segment, None, tuple[str | None, float]]"
 _FRAMES_PER_POSITION = 2  # feature frames per encoder position and per timestamp
 _SECONDS_PER_POSITION = _FRAMES_PER_POSITION * HOP / SAMPLE_RATE
+_MOST_FOLLOWED = 0.5  # the text of a window with a higher temperature is not shown to the next one
 # The settings of generation that transcription uses.
 SETTINGS = (
-    "decoder_start_token_id", "eos_token_id", "no_timestamps_token_id", "lang_to_id", "task_to_id", "suppress_tokens",
-    "begin_suppress_tokens", "max_initial_timestamp_index",
+    "decoder_start_token_id", "eos_token_id", "no_timestamps_token_id", "prev_sot_token_id", "lang_to_id", "task_to_id",
+    "suppress_tokens", "begin_suppress_tokens", "max_initial_timestamp_index",
 )  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Segment:
-    """A piece of a transcription: text, tokens, and begin and end in the recording in seconds."""
+class Written:
+    """The text of a window."""
 
-    start: float
-    end: float
-    text: str
     tokens: list[int]
+    logprobs: list[float]  # of the tokens, and of the end
+    queries: list[list[np.ndarray]]  # after each token that the model has read; layers with alignment heads
+    temperature: float
+    compression_ratio: float
+    no_speech_prob: float
+
+    @property
+    def avg_logprob(self) -> float:
+        return float(np.mean(self.logprobs)) if self.logprobs else 0.0
 
 
-@dataclass(frozen=True)
-class Transcription:
-    """The transcription of a recording; ``language`` is a code such as "en", or None for an English-only model."""
-
-    text: str
-    segments: list[Segment]
-    language: str | None
-    duration: float  # seconds
-
-
-class Transcriber:
+class Transcriber(AnyTranscriber):
     """Transcribes recordings of any length with a Whisper model and its processor.
 
-    Decoding is greedy. Longer recordings are read in windows of 30 seconds, each starting where the last segment of the
-    previous one ended (Radford et al., Robust Speech Recognition via Large-Scale Weak Supervision, 2022). Later windows are not
-    conditioned on the text of earlier ones.
+    Longer recordings are read in windows of 30 seconds, each starting where the last segment of the previous one ended (Radford
+    et al., Robust Speech Recognition via Large-Scale Weak Supervision, 2022).
     """
 
     decoder: Any  # SpeechDecoder, or the same without torch
@@ -88,147 +85,235 @@ class Transcriber:
 
     @property
     def languages(self) -> list[str]:
-        """Codes of the languages that the model knows; empty for an English-only model."""
         return sorted(self._languages)
 
-    def transcribe(
-        self,
-        audio: str | os.PathLike[str] | np.ndarray | torch.Tensor,
-        *,
-        language: str | None = None,
-        task: str = "transcribe",
-        timestamps: bool = True,
-    ) -> Transcription:
-        """Transcribes a recording.
-
-        Args:
-            audio: a file (:func:`load_audio`), or float samples [samples], one channel, 16,000 per second.
-            language: code of the spoken language, such as "en"; None: the model detects it in the first 30 seconds.
-            task: "transcribe", or "translate" to English.
-            timestamps: whether the model marks the begin and end of segments. Without timestamps, a recording may have at
-                most 30 seconds and becomes one segment.
-
-        Returns:
-            The text, with its segments.
-
-        Raises:
-            ImportError, OSError: as :func:`load_audio`.
-            ValueError: no audio, samples of another shape, an unknown language or task, or a longer recording without
-                timestamps.
-        """
-        segments = []
-        windows = self.stream(audio, language=language, task=task, timestamps=timestamps)
-        while True:
-            try:
-                segments.append(next(windows))
-            except StopIteration as end:
-                language, duration = end.value
-                break
-        text = "".join(segment.text for segment in segments).strip()
-        return Transcription(text, segments, language, duration)
-
-    def stream(
-        self,
-        audio: str | os.PathLike[str] | np.ndarray | torch.Tensor,
-        *,
-        language: str | None = None,
-        task: str = "transcribe",
-        timestamps: bool = True,
-    ) -> _Segments:
-        """As :meth:`transcribe`, segment by segment while the model computes; the iterator returns language and duration."""
-        samples = self._samples(audio)
-        self._check(language, task)
-        window = self.decoder.positions * _FRAMES_PER_POSITION
-        if not timestamps and len(samples) > window * HOP:
+    def windows(self, audio: str | os.PathLike[str] | np.ndarray | torch.Tensor, **options: Any) -> Windows:
+        samples, wish = self.samples(audio), Options(**options)
+        self.check(wish)
+        window = self.window * HOP
+        if not wish.timestamps and len(samples) > window:
             raise ValueError(
                 f"the recording has {len(samples) / SAMPLE_RATE:.1f} seconds; expected at most "
-                f"{window * HOP / SAMPLE_RATE:.0f} without timestamps"
+                f"{window / SAMPLE_RATE:.0f} without timestamps"
             )
         # Computed here and not with the first segment, so that a server can do it in parallel with the model's other work.
-        features = log_mel(samples, self.decoder.mel_bins, window)
-        return self._stream(features, len(samples), window, language, task, timestamps)
+        features = log_mel(samples, self.decoder.mel_bins, self.window)
+        return self._windows(features, len(samples), wish)
 
-    def _samples(self, audio: str | os.PathLike[str] | np.ndarray | torch.Tensor) -> np.ndarray:
-        if isinstance(audio, (str, os.PathLike)):
-            return load_audio(audio)
-        samples = np.asarray(audio)
-        if samples.ndim != 1 or samples.dtype.kind != "f":
-            raise ValueError(f"audio is {samples.dtype} {list(samples.shape)}; expected floats [samples], one channel")
-        if not len(samples):
-            raise ValueError("audio has no samples; expected at least one")
-        if not np.isfinite(samples).all():
-            raise ValueError("audio has samples that are not finite numbers")
-        return samples.astype(np.float32, copy=False)
+    @property
+    def no_timestamps(self) -> int:
+        """The token before those of timestamps."""
+        return int(self._settings.no_timestamps_token_id)
 
-    def _check(self, language: str | None, task: str) -> None:
-        tasks = self._settings.task_to_id
+    @property
+    def window(self) -> int:
+        """The feature frames of a window."""
+        return int(self.decoder.positions * _FRAMES_PER_POSITION)
+
+    def detect_language(self, audio: str | os.PathLike[str] | np.ndarray | torch.Tensor) -> dict[str, float]:
+        """The probability of each language in the first window of a recording, the likeliest first.
+
+        Raises:
+            ValueError: as :meth:`transcribe`, or the model knows English alone.
+        """
+        if not self._languages:
+            raise ValueError("the model knows English alone; expected a model of several languages")
+        features = log_mel(self.samples(audio)[: self.window * HOP], self.decoder.mel_bins, self.window)
+        self.decoder.listen(features[None])
+        return self._detect(self.decoder.feed([self._settings.decoder_start_token_id], 0))
+
+    def check(self, wish: Options) -> None:
+        """Raises ValueError for options that the model does not support."""
+        task, language, tasks = wish.task, wish.language, self._settings.task_to_id
         if task not in ("transcribe", "translate") or (task == "translate" and task not in tasks):
             known = " or ".join(tasks) if tasks else "transcribe"
             raise ValueError(f"task is {task!r}; expected {known}")
         if language is not None and language not in self._languages:
             known = ", ".join(self.languages) if self._languages else "None, as the model knows English alone"
             raise ValueError(f"language is {language!r}; expected {known}")
+        if self._needs_previous(wish) and not isinstance(getattr(self._settings, "prev_sot_token_id", None), int):
+            raise ValueError("the model has no token <|startofprev|>; expected no prompt, and no text of earlier windows")
+        self.tokens_of(wish.prompt)
 
-    def _stream(
-        self, features: np.ndarray, samples: int, window: int, language: str | None, task: str, timestamps: bool
-    ) -> _Segments:
+    @staticmethod
+    def _needs_previous(wish: Options) -> bool:
+        return bool(wish.prompt.strip()) or wish.condition_on_previous_text
+
+    def tokens_of(self, prompt: str) -> list[int]:
+        """The tokens of a prompt; raises ValueError if it has special tokens."""
+        text = prompt.strip()
+        tokens: list[int] = self._tokenizer.encode(" " + text, add_special_tokens=False).ids if text else []
+        for token in tokens:
+            if token >= self._settings.eos_token_id:
+                raise ValueError(f"prompt has the special token {self._tokenizer.id_to_token(token)}; expected text alone")
+        return tokens
+
+    def _windows(self, features: np.ndarray, samples: int, wish: Options) -> Windows:
         duration = samples / SAMPLE_RATE
         frames = -(-samples // HOP)  # the features may have more frames, which are silent
-        seek = 0
+        language, probability, seek = wish.language, None, 0
+        prompt, history = self.tokens_of(wish.prompt), list[int]()
         while seek < frames:
-            count = min(window, frames - seek)
-            piece = features[:, seek : seek + window]
-            self.decoder.listen(np.pad(piece, ((0, 0), (0, window - piece.shape[1])))[None])
+            count = min(self.window, frames - seek)
+            piece = features[:, seek : seek + self.window]
+            self.decoder.listen(np.pad(piece, ((0, 0), (0, self.window - piece.shape[1])))[None])
             if self._languages and language is None:
-                language = self._detect()
-            tokens = self._write(self._prompt(language, task, timestamps), timestamps)
-            if timestamps:
-                segments, used = _segments(tokens, self._settings.no_timestamps_token_id + 1, count)
+                language, probability = self.detected()
+            written = self.write(wish, language, [*prompt, *history], (wish.seed, seek))
+            if self.is_silence(written, wish):
+                seek += count
+                yield []
+                continue
+            tokens = written.tokens
+            if wish.timestamps:
+                parts, used = segments_of(tokens, self.no_timestamps + 1, count)
             else:
-                segments, used = [(0, count // _FRAMES_PER_POSITION, tokens)], count
-            for begin, end, part in segments:
-                offset = seek * HOP / SAMPLE_RATE
-                words = [token for token in part if token <= self._settings.no_timestamps_token_id]
-                text = self._tokenizer.decode(words, skip_special_tokens=True)
-                start, stop = (min(offset + position * _SECONDS_PER_POSITION, duration) for position in (begin, end))
-                yield Segment(round(start, 2), round(stop, 2), text, part)
+                parts, used = [(0, count // _FRAMES_PER_POSITION, tokens)], count
+            found = self.segments(parts, written, (seek, count), duration, wish, language)
+            if wish.condition_on_previous_text:
+                history = [*history, *(token for segment in found for token in segment.tokens)]
+                history = history[-self.decoder.max_length :] if written.temperature <= _MOST_FOLLOWED else []
+            yield found
             seek += used
-        return language, duration
+        return Heard(language, probability, duration)
 
-    def _detect(self) -> str:
-        logits = self.decoder.feed([self._settings.decoder_start_token_id], 0)
+    def segments(
+        self,
+        parts: list[tuple[int, int, list[int]]],
+        written: Written,
+        frames: tuple[int, int],
+        duration: float,
+        wish: Options,
+        language: str | None,
+    ) -> list[Segment]:
+        """The segments of a window.
+
+        Args:
+            parts: begin, end and tokens of each (:func:`segments_of`).
+            frames: the first frame of the window, and their number.
+            duration: the length of the recording in seconds.
+        """
+        offset = frames[0] * HOP / SAMPLE_RATE
+        facts = (written.temperature, written.avg_logprob, written.compression_ratio, written.no_speech_prob)
+        ends = self._token_ends(written, frames[1]) if wish.word_timestamps else None
+        found, at = [], 0
+        for begin, end, tokens in parts:
+            start, stop = (round(min(offset + place * _SECONDS_PER_POSITION, duration), 2) for place in (begin, end))
+            timed = None
+            if ends is not None:
+                kept = [number for number, token in enumerate(tokens, at) if token < self._settings.eos_token_id]
+                times = [round(min(max(offset + ends[n + i], start), stop), 2) for n in kept for i in (0, 1)]
+                chances = np.exp([written.logprobs[number] for number in kept])
+                text = [written.tokens[number] for number in kept]
+                timed = words(text, times, chances, self.decoded, "en" if wish.task == "translate" else language)
+            found.append(Segment(start, stop, self.decoded(tokens), tokens, *facts, timed))
+            at += len(tokens)
+        return found
+
+    def _token_ends(self, written: Written, frames: int) -> list[float]:
+        """The seconds of a window at which its first token begins, and at which each token ends."""
+        rows = len(written.queries)
+        if not rows:  # a single token, the last that fits
+            return [0.0] * (len(written.tokens) + 1)
+        decoder, keys = self.decoder, self.decoder.heard_keys()
+        heads = [(decoder.aligned_layers.index(layer), head) for layer, head in decoder.alignment_heads]
+        queries = np.stack([[row[layer][head] for row in written.queries] for layer, head in heads])
+        chosen = np.stack([keys[layer][head] for layer, head in heads])
+        positions = max(1, frames // _FRAMES_PER_POSITION)
+        found = boundaries(queries, chosen, positions, queries.shape[-1] ** -0.5, decoder.median_filter_width)
+        ends = [0.0, *(float(place) * _SECONDS_PER_POSITION for place in found)]
+        return ends + ends[-1:] * (len(written.tokens) - rows)  # the model does not read the last token that fits
+
+    def decoded(self, tokens: list[int]) -> str:
+        """The text of tokens, without timestamps."""
+        text: str = self._tokenizer.decode([token for token in tokens if token <= self.no_timestamps], skip_special_tokens=True)
+        return text
+
+    def detected(self) -> tuple[str, float]:
+        """The language of the window that the decoder has heard, and its probability."""
+        return next(iter(self._detect(self.decoder.feed([self._settings.decoder_start_token_id], 0)).items()))
+
+    def _detect(self, logits: np.ndarray) -> dict[str, float]:
         codes = list(self._languages)
-        return codes[int(logits[[self._languages[code] for code in codes]].argmax())]
-
-    def _prompt(self, language: str | None, task: str, timestamps: bool) -> list[int]:
-        prompt = [self._settings.decoder_start_token_id]
-        if self._languages:
-            assert language is not None
-            prompt += [self._languages[language], self._settings.task_to_id[task]]
-        return prompt if timestamps else [*prompt, self._settings.no_timestamps_token_id]
+        chosen = logits[[self._languages[code] for code in codes]]
+        weights = np.exp(chosen - chosen.max())
+        chances = weights / weights.sum()
+        return {codes[n]: round(float(chances[n]), 4) for n in np.argsort(-chances, kind="stable")}
 
     def _suppressed(self, name: str) -> list[int]:
         return list(getattr(self._settings, name, None) or [])
 
-    def _write(self, prompt: Sequence[int], timestamps: bool) -> list[int]:
-        """The tokens of a window after the prompt, without the last one, which ends it."""
+    @staticmethod
+    def is_silence(written: Written, wish: Options) -> bool:
+        """Whether a window has no speech."""
+        if wish.no_speech_threshold is None or written.no_speech_prob <= wish.no_speech_threshold:
+            return False
+        return wish.logprob_threshold is None or written.avg_logprob <= wish.logprob_threshold
+
+    def write(
+        self, wish: Options, language: str | None, previous: Sequence[int], seed: tuple[int, int], begin: Sequence[int] = ()
+    ) -> Written:
+        """The text of the window that the decoder has heard.
+
+        Args:
+            previous: the text before it; the model sees as many of its last tokens as half of its positions hold.
+            seed: the seed of random tokens.
+            begin: the first tokens of the text, if they are known.
+        """
+        settings, previous = self._settings, list(previous)[-(self.decoder.max_length // 2 - 1) :]
+        first = [*([settings.prev_sot_token_id, *previous] if previous else []), settings.decoder_start_token_id]
+        logits = self.decoder.feed(first, 0)
+        # The token before "no timestamps" stands for silence.
+        silence = float(np.exp(logits[settings.no_timestamps_token_id - 1] - _log_sum(logits)))
+        rest = []
+        if self._languages:
+            assert language is not None
+            rest = [self._languages[language], settings.task_to_id[wish.task]]
+        rest += [*([] if wish.timestamps else [settings.no_timestamps_token_id]), *begin]
+        for number, temperature in enumerate(wish.temperatures):
+            draws = np.random.default_rng((*seed, number)) if temperature else None
+            tokens, logprobs, queries = self._attempt(logits.copy(), rest, len(first), len(begin), wish, temperature, draws)
+            ratio = compression_ratio(self.decoded([*begin, *tokens]))
+            written = Written([*begin, *tokens], logprobs, queries, temperature, ratio, silence)
+            most, least = wish.compression_ratio_threshold, wish.logprob_threshold
+            fails = (most is not None and ratio > most) or (least is not None and written.avg_logprob < least)
+            if not fails or self.is_silence(written, wish):
+                break
+        return written
+
+    def _attempt(
+        self, logits: np.ndarray, rest: list[int], start: int, known: int, wish: Options, temperature: float, draws: Any
+    ) -> tuple[list[int], list[float], list[list[np.ndarray]]]:
+        """Tokens, their log-probabilities and queries.
+
+        Args:
+            logits: the logits after the first ``start`` tokens.
+            rest: the tokens after these, before the text.
+            known: the number of tokens of the text at the end of ``rest``.
+            draws: the source of random numbers.
+        """
         never, not_first = self._suppressed("suppress_tokens"), self._suppressed("begin_suppress_tokens")
-        tokens: list[int] = []
-        step, start = list(prompt), 0
-        while len(prompt) + len(tokens) < self.decoder.max_length:
-            logits = self.decoder.feed(step, start)
+        tokens, logprobs, queries = rest[len(rest) - known :], list[float](), list[list[np.ndarray]]()
+        step = rest
+        while start + len(step) < self.decoder.max_length:
+            if step:
+                logits = self.decoder.feed(step, start)
+                start += len(step)
+                if wish.word_timestamps and step is not rest:
+                    queries.append(self.decoder.queries)
             logits[never] = -np.inf
             if not tokens:
                 logits[not_first] = -np.inf
-            if timestamps:
+            if wish.timestamps:
                 self._limit_times(logits, tokens)
-            token = int(logits.argmax())
+            scores = logits if draws is None else logits / temperature + draws.gumbel(size=logits.shape)
+            token = int(scores.argmax())
+            logprobs.append(float(logits[token] - _log_sum(logits)))
             if token == self._settings.eos_token_id:
                 break
-            start = len(prompt) + len(tokens)
             tokens.append(token)
             step = [token]
-        return tokens
+        return tokens[known:], logprobs, queries
 
     def _limit_times(self, logits: np.ndarray, tokens: Sequence[int]) -> None:
         """Applies Whisper's rules for timestamps (Radford et al., section 4.5): they come in pairs except for the last, never
@@ -253,12 +338,19 @@ class Transcriber:
             logits[:first] = -np.inf
 
 
+def _log_sum(logits: np.ndarray) -> Any:
+    """The logarithm of the sum of exp(logits)."""
+    most = logits.max()
+    return most + np.log(np.exp(logits - most).sum())
+
+
 def _complete(settings: Any, tokens: dict[str, int]) -> None:
     """Completes generation settings, which fine-tuned models often lack, from the tokenizer's special tokens: languages come
     after the token that begins a text and before the tasks."""
     found: dict[str, Any] = {
         "no_timestamps_token_id": tokens.get("<|notimestamps|>"),
         "decoder_start_token_id": tokens.get("<|startoftranscript|>"),
+        "prev_sot_token_id": tokens.get("<|startofprev|>"),
         "lang_to_id": {},
         "task_to_id": {},
     }
@@ -272,7 +364,7 @@ def _complete(settings: Any, tokens: dict[str, int]) -> None:
             setattr(settings, name, value)
 
 
-def _segments(tokens: list[int], first: int, frames: int) -> tuple[list[tuple[int, int, list[int]]], int]:
+def segments_of(tokens: list[int], first: int, frames: int) -> tuple[list[tuple[int, int, list[int]]], int]:
     """The segments of a window, each with begin, end and tokens, and the number of frames that the window has used.
 
     Two adjacent timestamps end a segment and begin the next. What follows the last such pair is unfinished and is heard again
@@ -301,13 +393,13 @@ def _segments(tokens: list[int], first: int, frames: int) -> tuple[list[tuple[in
 
 def load_transcriber(
     path: str | os.PathLike[str], quantization: LowBitConfig | None = None, *, cache: str | None = None, progress: Any = None
-) -> Transcriber:
-    """Loads a Whisper model with its processor.
+) -> AnyTranscriber:
+    """Loads a Whisper, Moonshine or Parakeet model with its processor.
 
     Args:
         path: a directory with config.json, safetensors files, tokenizer.json and preprocessor_config.json, float or packed.
         quantization: how to quantize a float checkpoint while it is loaded; None: not at all.
-        cache: as of :class:`SpeechDecoder`.
+        cache: as of :class:`SpeechDecoder`; of Whisper models alone.
         progress: called as ``progress(tensors loaded, tensors)``.
 
     Raises:
@@ -317,5 +409,17 @@ def load_transcriber(
     from ..llm.loading import load_speech_model, load_speech_processor
 
     directory = Path(path)
-    model = load_speech_model(directory, quantization, progress=progress)
-    return Transcriber(model, load_speech_processor(directory), cache)
+    model: Any = load_speech_model(directory, quantization, progress=progress)
+    processor = load_speech_processor(directory)
+    if model.config.model_type == "whisper":
+        return Transcriber(model, processor, cache)
+    from .pieces import MoonshineTranscriber, ParakeetTranscriber, PieceTranscriber, TransducerTranscriber
+
+    kinds: dict[str, type[PieceTranscriber]] = {
+        "moonshine": MoonshineTranscriber, "parakeet_ctc": ParakeetTranscriber, "parakeet_rnnt": TransducerTranscriber,
+        "parakeet_tdt": TransducerTranscriber,
+    }  # fmt: skip
+    kind = kinds[model.config.model_type]
+    if cache is not None:
+        raise ValueError(f"cache is {cache!r}; expected None with a {kind.family} model")
+    return kind(model, processor)

@@ -66,7 +66,8 @@ def expected(directory):
 def form(data, name="talk.wav", **fields):
     """A body and its type."""
     border = uuid.uuid4().hex
-    parts = [f'--{border}\r\nContent-Disposition: form-data; name="{key}"\r\n\r\n{value}\r\n' for key, value in fields.items()]
+    pairs = [(key, each) for key, value in fields.items() for each in (value if isinstance(value, list) else [value])]
+    parts = [f'--{border}\r\nContent-Disposition: form-data; name="{key}"\r\n\r\n{value}\r\n' for key, value in pairs]
     if data is not None:
         parts.append(f'--{border}\r\nContent-Disposition: form-data; name="file"; filename="{name}"\r\n\r\n')
     body = "".join(parts).encode() + (b"" if data is None else data + b"\r\n") + f"--{border}--\r\n".encode()
@@ -103,7 +104,8 @@ def test_recordings_at_the_same_time_have_their_own_texts(client, directory, exp
 def test_formats(client, directory, expected):
     data, wanted = (directory / "0.wav").read_bytes(), expected[0]
     found = json.loads(sent(client, data, response_format="verbose_json", model="whisper")[1])
-    segments = [{"id": number, **asdict(each), "temperature": 0.0} for number, each in enumerate(wanted.segments)]
+    segments = [{"id": number, **asdict(each)} for number, each in enumerate(wanted.segments)]
+    assert all(segment.pop("words") is None for segment in segments)
     assert found == {
         "task": "transcribe", "language": "en", "duration": 4.3, "text": wanted.text, "segments": segments,
         "usage": {"type": "duration", "seconds": 5},
@@ -112,6 +114,27 @@ def test_formats(client, directory, expected):
     for name, kind in (("srt", "application/x-subrip"), ("vtt", "text/vtt; charset=utf-8")):
         lines = "".join(subtitle(each, number, name) for number, each in enumerate(wanted.segments, 1))
         assert sent(client, data, response_format=name) == (kind, ("WEBVTT\n\n" if name == "vtt" else "") + lines)
+
+
+def test_options(client, directory):
+    """The text before the recording, the temperatures, and the times of words are lowbit.speech's."""
+    transcriber = load_transcriber(directory / "model", PACKED)
+    data = (directory / "2.wav").read_bytes()
+    for fields, options in (
+        ({"prompt": "Ada"}, {"prompt": "Ada"}), ({"temperature": "0.5"}, {"temperature": 0.5}),
+        ({"temperature": "0,1"}, {"temperature": (0, 1)}), ({"temperature": "", "prompt": ""}, {}),
+    ):  # fmt: skip
+        expected = transcriber.transcribe(directory / "2.wav", language="en", **options)
+        assert json.loads(sent(client, data, **fields)[1])["text"] == expected.text
+    expected = transcriber.transcribe(directory / "2.wav", language="en", word_timestamps=True)
+    words = [asdict(word) for segment in expected.segments for word in segment.words]
+    assert len(words) > 2
+    for kinds in (["word"], ["word", "segment"], ["segment"]):
+        fields = {"language": "en", "response_format": "verbose_json", "timestamp_granularities[]": kinds}
+        found = json.loads(sent(client, data, **fields)[1])
+        assert found.get("words") == (words if "word" in kinds else None)
+        assert len(found.get("segments", [])) == (len(expected.segments) if "segment" in kinds else 0)
+        assert found["text"] == expected.text
 
 
 def test_a_stream_has_each_segment(client, directory, expected):
@@ -143,8 +166,15 @@ def test_refusals(client, directory):
     assert refused(client, data, response_format="xml")[1].endswith("'srt', 'verbose_json' or 'vtt'")
     assert refused(client, data, response_format="srt", stream="true")[1].endswith("expected json with stream")
     assert refused(client, data, stream="yes")[1] == "stream is 'yes'; expected true or false"
-    assert refused(client, data, temperature="0.5")[0] == "temperature"
-    assert refused(client, data, prompt="Names: Ada")[0] == "prompt"
+    for temperature in ("2", "-1", "warm", "nan", "0,0,0,0,0,0,0,0,0"):
+        name, message = refused(client, data, temperature=temperature)
+        assert name == "temperature" and "from 0 to 1" in message
+    assert refused(client, data, prompt="a <|en|> b") == ("prompt", "prompt has the special token <|en|>; expected text alone")
+    assert refused(client, data, prompt="a" * 10_000)[0] == "prompt"
+    words = {"timestamp_granularities[]": ["word"]}
+    assert refused(client, data, **words)[1].endswith("expected verbose_json with timestamp_granularities[]")
+    words["timestamp_granularities[]"] = ["letter"]
+    assert refused(client, data, response_format="verbose_json", **words)[0].startswith("timestamp_granularities")
     assert refused(client, data, voice="alto")[0] == "voice"
     assert refused(client, recording(30), status=413)[1] == "the body has more than 200000 bytes; expected fewer"
     error, _ = client.refused("/v1/audio/transcriptions", {"file": "talk.wav"}, 400)
@@ -196,9 +226,9 @@ def test_few_recordings_are_in_memory_at_a_time(directory, expected, monkeypatch
     def following(listening):
         held.add(id(listening))
         most.append(len(held))
-        if (segment := follow(listening)) is None:
+        if (segments := follow(listening)) is None:
             held.remove(id(listening))
-        return segment
+        return segments
 
     beside, read = [], routes.UploadFile.read
 

@@ -508,6 +508,21 @@ def test_the_command(whisper, tmp_path, monkeypatch):
     assert invoke("transcribe", whisper, files[0], "--language", "en", "--format", "vtt").stdout.startswith(
         "WEBVTT\n\n00:00:00."
     )
+    words = [
+        word
+        for segment in transcriber.transcribe(files[0], language="en", word_timestamps=True).segments
+        for word in segment.words
+    ]
+    lines = invoke("transcribe", whisper, files[0], "--language", "en", "--words", "--format", "lines").stdout
+    assert lines.count("\n[") + 1 == len(words) and lines.startswith(f"[{words[0].start:.2f} - {words[0].end:.2f}] ")
+    told = ("--prompt", "Ada", "--previous", "--temperature", "0,1", "--logprob", "0", "--no-speech", "1", "--seed", "3")
+    options = {"prompt": "Ada", "condition_on_previous_text": True, "temperature": (0, 1), "logprob_threshold": 0.0, "seed": 3}
+    (recording,) = document(invoke("transcribe", whisper, files[1], *told, "--json"))["recordings"]
+    expected = transcriber.transcribe(files[1], **options)
+    assert (recording["text"], recording["language_probability"]) == (expected.text, expected.language_probability)
+    assert "expected numbers from 0 to 1, separated by commas" in error(
+        invoke("transcribe", whisper, files[0], "--temperature", "x")
+    )
     assert "language is 'xx'; expected en, fi" in error(invoke("transcribe", whisper, files[0], "--language", "xx"))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     transformers.LlamaForCausalLM(
@@ -515,4 +530,6 @@ def test_the_command(whisper, tmp_path, monkeypatch):
             hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, vocab_size=64
         )
     ).save_pretrained(tmp_path / "llama")
-    assert "has model_type 'llama'; expected 'whisper'" in error(invoke("transcribe", tmp_path / "llama", files[0]))
+    assert "has model_type 'llama'; expected 'whisper' or 'moonshine' or 'parakeet_ctc'" in error(
+        invoke("transcribe", tmp_path / "llama", files[0])
+    )
