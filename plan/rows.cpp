@@ -100,7 +100,9 @@ Status float_linear(const TensorView& x, const TensorView& weight, const TensorV
   const bool plain = x.type == ElementType::f32 && weight.type == ElementType::f32 && inputs.step() == 1 && weights.step() == 1;
   const auto kernel = choose_elementwise(active_isa()).float_products;
   const Parallel threads = inputs.count * n * k < (1 << 16) ? Parallel() : parallel;
-  const auto row_of = [](const Rows& rows, int64_t row) { return static_cast<const float*>(rows.tensor.data) + rows.offset(row); };
+  const auto row_of = [](const Rows& rows, int64_t row) {
+    return static_cast<const float*>(rows.tensor.data) + rows.offset(row);
+  };
   // The same sum as the kernel's, of numbers of any type and step.
   const auto product = [&](int64_t of_x, int64_t of_weight) {
     float lanes[kLanes] = {};

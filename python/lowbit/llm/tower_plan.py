@@ -29,7 +29,8 @@ _NAMES = ("vision_tower", "vision_model", "visual")  # a model's vision tower
 _FIRST = ""  # the name of an argument without one
 _MOST_SIZES = 4
 _CALLS = ((4, 2), (6, 3), (9, 5), (12, 7))  # all have the same sizes, which do not depend on rows
-# Hidden states may differ by rounding from those of the tower's own convolutions and attention; quantized activations amplify it.
+# Hidden states may differ by rounding from those of the tower's own convolutions and attention. Quantized activations amplify
+# it.
 _LIMIT = 0.05
 
 

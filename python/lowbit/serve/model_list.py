@@ -86,9 +86,13 @@ class LanguageModel:
         if tools and "tools" not in self.template:
             raise bad("tools", f"the chat template of {self.name} has no tools; expected a request without them", "no_tools")
         try:
-            return render(self.tokenizer, asked.documents, self.template, tools, **asked.rendering)
+            return render(self.tokenizer, self._documents(asked), self.template, tools, **asked.rendering)
         except ValueError as error:
             raise bad("messages", str(error)) from error
+
+    def _documents(self, asked: Conversation) -> list[dict[str, Any]]:
+        """The messages as the chat template takes them."""
+        return asked.documents
 
     def check_prompt(self, tokens: list[int], name: str) -> None:
         """Raises ApiError for a prompt that the model cannot continue."""

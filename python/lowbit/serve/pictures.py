@@ -18,7 +18,7 @@ from .engine import Engine
 from .errors import ApiError, bad, shortened
 from .limits import Limits
 from .model_list import LanguageModel
-from .protocol import Chat, Content, Conversation, Message, Url
+from .protocol import Content, Conversation, Message, Url
 
 if TYPE_CHECKING:
     from ..llm.image_decoder import ImageDecoder
@@ -40,9 +40,8 @@ class PictureModel(LanguageModel):
         decoder: Any = self.batch.decoder
         return decoder
 
-    def conversation(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> list[int]:
-        parts = [each | {"content": [{"type": "text", "text": each["content"]}]} for each in messages]
-        return super().conversation(parts, tools)
+    def _documents(self, asked: Conversation) -> list[dict[str, Any]]:
+        return [each | {"content": [{"type": "text", "text": each["content"]}]} for each in asked.documents]
 
     def inputs(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> dict[str, Any]:
         """The processor's inputs for a conversation with pictures.
@@ -110,7 +109,7 @@ class Pictures:
         """Ends the threads that open pictures."""
         self._opener.shutdown(cancel_futures=True)
 
-    async def prompt(self, model: LanguageModel, asked: Chat, tools: list[dict[str, Any]] | None) -> list[int]:
+    async def prompt(self, model: LanguageModel, asked: Conversation, tools: list[dict[str, Any]] | None) -> list[int]:
         """The tokens of a conversation, whose pictures are computed unless they are known.
 
         Raises:
@@ -118,10 +117,15 @@ class Pictures:
         """
         urls = asked.pictures
         if not urls:
-            tokens: list[int] = await self._read(model.conversation, asked.documents, tools)
+            tokens: list[int] = await self._read(model.conversation, asked, tools)
             return tokens
         if not isinstance(model, PictureModel):
             raise bad("messages", f"the model {model.name} takes no pictures; expected text parts", "no_pictures")
+        if asked.continue_final_message or not asked.add_generation_prompt or asked.chat_template_kwargs:
+            raise bad(
+                "messages", "messages has pictures, with a message to continue or settings of the chat template; expected one "
+                "of the two", "no_pictures",
+            )  # fmt: skip
         if len(urls) > self._limits.pictures:
             raise bad("messages", f"messages has {len(urls)} pictures; expected at most {self._limits.pictures}")
         async with self._open:  # others wait, because decoded pictures take much memory
@@ -147,7 +151,7 @@ class Pictures:
             opened.append(_Opened(image, digest(image)))
         return opened
 
-    async def _prompt(self, model: PictureModel, asked: Chat, tools: Any, opened: list[_Opened]) -> list[int]:
+    async def _prompt(self, model: PictureModel, asked: Conversation, tools: Any, opened: list[_Opened]) -> list[int]:
         from ..llm.image_decoder import PicturePrompt
 
         following = iter(opened)
