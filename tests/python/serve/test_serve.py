@@ -902,7 +902,7 @@ def test_a_full_disk_for_prefixes(loaded, tmp_path, monkeypatch, recwarn):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with serving([model], Limits()) as (port, _):
-        monkeypatch.setattr("lowbit.llm.prefixes._write_block", fail)
+        monkeypatch.setattr("lowbit.llm.prefixes._write_file", fail)
         answers = [Client(port).post("/v1/completions", **body)]
         while model.batch._active:  # the next call may still copy from an ended text
             time.sleep(0.01)
