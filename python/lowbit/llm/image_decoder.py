@@ -20,6 +20,7 @@ from ..hf import decoding
 from .image_plan import ImagePlan, Inputs
 from .sampling import check_max_length
 from .texts_call import Part, TextsCall, TextsDecoder
+from .tower_plan import PlannedTower
 
 _INDEX_BITS = 24  # of a token's number: its index in the picture. The bits above are the digest, and a 1 above them.
 _DIGEST_BYTES = 16
@@ -91,6 +92,7 @@ class ImageDecoder(TextsDecoder):
             self._plan = ImagePlan(model, max_length, cache, blocks=True) if plan is None else plan
         except Exception as reason:
             raise decoding.refusal(model, reason) from reason
+        self._tower = PlannedTower(model)
         self.cache_type = self._plan.cache_type
         self._lock = threading.Lock()
         self._known: WeakValueDictionary[int, Picture] = WeakValueDictionary()  # by the bits above the index
@@ -141,7 +143,8 @@ class ImageDecoder(TextsDecoder):
             return known
         tokens = inputs["input_ids"]
         more = {name: value for name, value in inputs.items() if name != "input_ids" and value is not None}
-        found = self._plan.captured(tokens, more)
+        with self._tower.active():
+            found = self._plan.captured(tokens, more)
         self.computed += 1
         (rows,) = (tokens[0] == self.image_token).nonzero(as_tuple=True)
         if not 0 < len(rows) < 1 << _INDEX_BITS:
