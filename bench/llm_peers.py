@@ -25,6 +25,7 @@ class Lowbit:
         import lowbit
         import torch
         from lowbit.llm import Decoder, random_model
+        from lowbit.machine.memory import ReadBandwidth
         from lowbit.tools import model_speed
 
         torch.set_num_threads(max(options["threads"]))
@@ -40,7 +41,7 @@ class Lowbit:
             self.prepared[mode] = time.perf_counter() - begin
         self.torch, self.bench, self.tokens, self.new = torch, model_speed, tokens, options["new"]
         self.bytes_per_token = model_speed.bytes_per_token(model)
-        self.bandwidth = model_speed.ReadBandwidth()
+        self.bandwidth = ReadBandwidth()
         self.note = f"{bits} bits, groups of {group_size}, also the embedding; float32 activations and caches"
         self.version = lowbit.__version__
 
