@@ -77,7 +77,7 @@ def charsmap_of(*keys: str) -> bytes:
             units[at] = (at ^ to) << 10 | whole << 8 | key[i]
     trie = numpy.zeros(last + 256, "<u4")
     trie[list(units)] = list(units.values())
-    return struct.pack("<I", trie.nbytes) + trie.tobytes() + b"b\0"
+    return b"".join([struct.pack("<I", trie.nbytes), trie.tobytes(), b"b\0"])
 
 
 @lru_cache
