@@ -47,7 +47,7 @@ demo: $(VENV)/installed ## installs lowbit in .venv, quantizes a model, compares
 # The tests that every change needs, which .ci/run runs: this machine's, in minutes, and Arm on one emulated CPU. Parts run one
 # after the other, each on all cores; `make -j 2 --output-sync test` runs two at a time, so that no core waits for the last test
 # of a part (.ci/run).
-test: lint typecheck test-x86 test-python test-arm test-arm-python ## tests of every change: this machine, one emulated Arm CPU
+test: lint typecheck test-x86 test-python test-arm test-arm-python ## tests for every change: this machine, one emulated Arm CPU
 
 # `test` and the rest: tests that take long, every emulated CPU, the sanitizers.
 test-all: test ## everything that .github/workflows/tests.yml runs on Linux, an hour or more
@@ -90,7 +90,7 @@ build-test-host: $(VENV)/cmake
 	scripts/need.sh test
 	$(call preset,host)
 
-test-x86: build-test-host ## C++ tests on this machine, of any architecture
+test-x86: build-test-host ## C++ tests on this machine, whatever its architecture
 	$(CTEST) --preset host
 
 # The markers are in pyproject.toml. `more` marks tests that take long.

@@ -34,7 +34,7 @@ DOCUMENT, DATA = ROOT / "docs/arm_cost.md", ROOT / "docs/arm_cost.json"
 CPUS = ("cortex-a53", "cortex-a76", "max,sve=off")  # a kernel is counted on the first of these that runs it
 CHECK_CPU = "cortex-a76"
 SKIPPED = 77
-MAIN_ROWS = (" m1", " m16", " m64")  # of the tables by width
+MAIN_ROWS = (" m1", " m16", " m64")  # the rows of the tables by width
 EVERY_ROWS = 33
 
 
@@ -202,7 +202,7 @@ def small_m(counts: dict) -> list[str]:
 
 
 def planes(data: dict) -> list[str]:
-    """Two int8 planes of a row (activations of 16 bits) beside one plane, on every core."""
+    """Two int8 planes of a row (activations of 16 bits) compared with one plane, on every core."""
     lines = [
         "### A token with 16-bit activations",
         "",

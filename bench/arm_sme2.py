@@ -82,12 +82,13 @@ def count(program: pathlib.Path) -> dict:
 PUBLISHED = [
     "### Published figures of KleidiAI's SME2 kernels",
     "",
-    "The available packages export only its kernels with one scale per channel, and their counts were not repeatable,",
-    "so this page has none. Measured by its authors on an Apple M4 Pro (two matrix units) in llama.cpp, Llama 3.2 1B,",
-    "a prompt of 512 tokens, whole model: Q4_0 (groups of 32) 295 tokens/s on one thread with a unit, 547 on two; on eight,",
-    "557, or 1048 if the others use NEON (ggml-org/llama.cpp, pull request 20070); Q8_0 504 on one thread, with a scale",
-    "per channel (16993). lowbit also uses both kinds of units in one call (`LOWBIT_SME_THREADS`), with the same bits. Its",
-    "speed on an M4 has not been measured; `bench/arm_sme2_model.py` models one layer.",
+    "The available packages export only KleidiAI's kernels with one scale per channel, and their counts were not repeatable,",
+    "so this page has no counts of them. KleidiAI's authors measured prefill of a whole model in llama.cpp on an Apple M4 Pro",
+    "(two matrix units), Llama 3.2 1B, 512 tokens. Q4_0 (groups of 32) has 295 tokens/s with one thread, 547 with two, 557",
+    "with eight, and 1048 with eight if all but two use NEON (ggml-org/llama.cpp, pull request 20070). Q8_0, with one scale",
+    "per channel, has 504 with one thread (pull request 16993). lowbit also uses both kinds of units in one call",
+    "(`LOWBIT_SME_THREADS`), with the same bits. Its speed on an M4 has not been measured; `bench/arm_sme2_model.py` models",
+    "one layer.",
     "",
 ]
 

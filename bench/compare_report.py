@@ -15,26 +15,29 @@ FLOAT_COUNTERPART = "lowbit 4 bits g128"  # what float contenders are compared w
 
 
 METHOD = """\
-Bandwidth: a pass over {mebibytes} MiB in huge pages, with the number of streams that is fastest here, with or without
-prefetch. It is measured before each timing with one row; the table has the median. Peak: the widest ISA's int8 product
-on registers, the best of many short passes.
+Bandwidth: one pass over {mebibytes} MiB in huge pages, in the access pattern that is fastest on this machine (number of
+streams, prefetch or not). It is measured before each timing with one row of activations; the table has the median. Peak:
+int8 products of the widest ISA on registers, the best of many short passes.
 
 ## How it was measured
 
-* Times are of the whole operator, from the model's float activations, which the operator quantizes, to the output. lowbit and
+* A time covers the whole operator: it takes float activations, quantizes them, and returns the output. lowbit and
   torch are called from Python once per weight; onnxruntime and ggml run a graph.
-* Up to {most_rows_from_memory} rows: a turn is a pass over copies of the weights. {cycled:.1f} GB or more are read before a
-  copy is used again, so weights come from memory. More rows: the same weight in every call.
-* All contenders take turns; medians of {rounds} rounds with one row, {rounds_of_several_rows} with more (one if a call takes a
-  second). Untimed calls wake the threads and the CPU before each turn.
-* Each library runs in its own process; all but one wait. lowbit and torch share torch's OpenMP pool; onnxruntime and ggml have
-  their own. All use the same number of threads, not pinned, with each library's default settings for waiting and spinning.
+* All contenders take turns. A figure is the median of {rounds} rounds with one row of activations, of
+  {rounds_of_several_rows} with more (of one if a call takes a second). Untimed calls wake the threads and the CPU before
+  each turn.
+* With up to {most_rows_from_memory} rows of activations, each turn goes through many copies of the weights, so that they come
+  from memory: {cycled:.1f} GB or more are read before a copy is used again. With more rows every call uses the same weight.
+* Each library has its own process, and only one process runs at a time. lowbit and torch share torch's OpenMP pool;
+  onnxruntime and ggml have their own. All use the same number of threads, not pinned, with each library's default settings
+  for waiting and spinning.
 * lowbit's weights are symmetric. g128: groups of 128. Means over shapes are geometric. A ratio above 1 says that lowbit
-  is faster; float contenders are compared with {counterpart}, torch's int8, which has one scale per row, with lowbit's
-  8 bits per row, others with the same width in groups of 32 or 128.
+  is faster. Float contenders are compared with {counterpart}. torch's int8, which has one scale per output row, is compared
+  with lowbit's 8 bits per row, all others with lowbit at the same width in groups of 32 or 128.
 * lowbit's weights are in huge pages if the system provides them, as after `quantize_` and `use_huge_pages`.
-* Share of the read bandwidth: packed bytes (codes, scales, sums) / time / the bandwidth measured just before with as
-  many threads; the median of the rounds. The two are measured apart, so a share can be a little above 100 %.
+* Share of the read bandwidth: packed bytes (codes, scales, sums) / time / the bandwidth measured just before with the same
+  number of threads; the median of the rounds. The two are not measured at the same time, so a share can be a little above
+  100 %.
 """
 
 
@@ -52,7 +55,7 @@ def limit(spec: dict) -> float:
 
 
 def counterpart(spec: dict) -> str | None:
-    """lowbit's contender of the same width and the nearest kind of groups: of 32, of 128 or whole rows."""
+    """lowbit's contender to compare with: of the same width, and the nearest of groups of 32, of 128, and whole rows."""
     if spec["library"] == "lowbit":
         return None
     if spec["bits"] >= 16:
@@ -145,7 +148,7 @@ def width_tables(results: dict, times: Times) -> list[str]:
                     for spec in specs
                     if spec["library"] != "lowbit" and spec["bits"] == bits and times.all(spec["name"], m, threads)
                 }
-                # Compare all with the same contender of ours, so that a shape that a peer lacks does not count.
+                # The fastest peer is chosen by ratios to one contender of lowbit, which leave out shapes that a peer lacks.
                 best = min(peers, key=lambda name: times.ratio(ours[128], name, m, threads) or math.inf, default=None)
                 ratios = [number(times.ratio(ours[128], f"torch {name}", m, threads)) for name in ("bfloat16", "float32")]
                 rows.append(
@@ -209,7 +212,7 @@ def contender_tables(results: dict, times: Times) -> list[str]:
                 )
             unit = "weights per ns (share of the read bandwidth)" if m == 1 else "GOPS (share of the int8 peak)"
             lines += [f"### {'one row' if m == 1 else f'{m} rows'}, {threads_text(threads)}: {unit}", ""]
-            lines += table(["", "bits per weight", *shapes, "lowbit is faster by"], rows)
+            lines += table(["contender", "bits per weight", *shapes, "lowbit's speed / contender's (compared with)"], rows)
     return lines
 
 
@@ -248,7 +251,7 @@ def kind_of(results: dict) -> str:
 
 def document(kinds: dict[str, dict]) -> str:
     """The document of all runs, one for each kind of CPU."""
-    lines = ["# How fast", "", "Written by `make bench DOC=1`: a run replaces the part of its own kind of CPU.", ""]
+    lines = ["# Speed of layers", "", "Written by `make bench DOC=1`, which replaces only the part of this machine's CPU.", ""]
     for kind, results in sorted(kinds.items()):
         lines += [f"## {kind}", "", *body(results, "##"), ""]
     return "\n".join(lines).rstrip() + "\n"
@@ -256,7 +259,7 @@ def document(kinds: dict[str, dict]) -> str:
 
 def markdown(results: dict) -> str:
     """The document of one run."""
-    return "\n".join(["# How fast", "", *body(results, "#")]).rstrip() + "\n"
+    return "\n".join(["# Speed of layers", "", *body(results, "#")]).rstrip() + "\n"
 
 
 def body(results: dict, above: str) -> list[str]:
@@ -284,7 +287,7 @@ def body(results: dict, above: str) -> list[str]:
         ]
         for count in settings["threads"]
     ]
-    lines += table(["", "read bandwidth, GB/s", f"int8 peak, GOPS ({roofs['int8_isa'] or 'no dot product'})"], rows)
+    lines += table(["threads", "read bandwidth, GB/s", f"int8 peak, GOPS ({roofs['int8_isa'] or 'no dot product'})"], rows)
     lines += METHOD.format(
         mebibytes=roofs["buffer_bytes"] >> 20,
         cycled=settings["least_bytes_between_uses"] / 1e9,
@@ -297,7 +300,7 @@ def body(results: dict, above: str) -> list[str]:
     lines += sweep_tables(results, times)
     lines += ["## Results against float", "", "Relative error (2-norm) of the output, for normally distributed weights.", ""]
     lines += table(
-        ["", "relative error", "limit", "activations", ""],
+        ["contender", "relative error", "limit", "activations", "operator"],
         [
             [
                 spec["name"],

@@ -2,8 +2,9 @@
 
     bench/expert_memory.py [--layers 6] [--experts 32] [--limit 700] [--memory 200]
 
-Makes a random packed mixture in Qwen3-MoE's shapes, and decodes in separate processes: with all weights in memory; and under a
-memory limit (a Linux cgroup, which needs root) with weights mapped from the files, and with --expert-memory.
+Makes a random packed mixture in Qwen3-MoE's shapes, and decodes it three times, each in a separate process: with all weights in
+memory; then under a memory limit (a Linux cgroup, which needs root), with weights mapped from the files, and with
+--expert-memory.
 """
 
 from __future__ import annotations

@@ -104,8 +104,8 @@ struct AddPlanesArgs {
   DType dtype;
 };
 
-// out[r][c] = the sum of x[r][i] * weights[c][i] in 16 lanes, element i in lane i % 16 by fma, folded as in attention. The last
-// piece of a row is filled up with zeros.
+// out[r][c] = the sum of x[r][i] * weights[c][i] in 16 lanes: element i is added to lane i % 16 by fma, and the lanes are
+// folded as in attention. The last 16 elements of a row are padded with zeros.
 struct FloatProductsArgs {
   const float* x;        // [rows, k]
   const float* weights;  // [columns, k]

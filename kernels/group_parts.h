@@ -1,4 +1,4 @@
-// Walks the groups of a row in parts: in segments, or in pieces of several segments.
+// Iterates over the groups of a row in parts: in segments, or in pieces of several segments.
 #pragma once
 
 #include "format.h"

@@ -7,7 +7,7 @@
 
 namespace lowbit {
 
-// Panels that are read side by side: each has `bytes`, and the next one begins there. No panels if the threads have no parts.
+// Panels that are interleaved: each has `bytes`, and the next one begins after it. No panels if the threads have no parts.
 struct FirstWeights {
   const uint8_t* begin = nullptr;
   int64_t bytes = 0, panels = 0;

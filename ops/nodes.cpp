@@ -92,7 +92,7 @@ Nodes read_nodes(const char* directory, bool (*may_use)(int cpu)) {
     char path[256];
     std::snprintf(path, sizeof path, "%s/node%d/cpulist", directory, folder);
     std::FILE* const file = std::fopen(path, "r");
-    if (file == nullptr) continue;  // numbers may have gaps
+    if (file == nullptr) continue;  // the numbers of nodes may have gaps
     const int cpus = count < Nodes::kMost ? read_cpus(file, may_use, static_cast<uint8_t>(count), &nodes) : -1;
     std::fclose(file);
     if (cpus < 0) return one_node();

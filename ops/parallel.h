@@ -11,8 +11,8 @@ struct Parallel {
   // is at most `threads`. Tasks do not throw, and do not wait for tasks that have not started. A host's thread pool must be a
   // variable of the host, because there is no pointer to it here.
   void (*run)(int count, void (*task)(void* context, int index), void* context) = nullptr;
-  // If the threads are always the same: the number of the calling thread, from 0 to threads - 1. Each begins with its own part
-  // of the weights, which it reads without gaps, and which it may have begun to read before the call.
+  // If the host always uses the same threads: the number of the calling thread, from 0 to threads - 1. Each thread begins with
+  // its own part of the weights, which it reads without gaps, and which it may have begun to read before the call.
   int (*part)(int index) = nullptr;
 };
 

@@ -9,7 +9,7 @@
 
 namespace lowbit {
 
-// What the contents and the size of quantized rows depend on.
+// The properties that determine the content and the size of quantized rows.
 struct RowKind {
   int64_t rotated_inputs, group_inputs, groups, segments;
   int planes;       // int8 rows for each row of x

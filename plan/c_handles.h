@@ -1,4 +1,4 @@
-// What the functions of the C interface have in common: handles, results, exceptions.
+// Shared by the functions of the C interface: handles, results, exceptions.
 #pragma once
 
 #include <cstdint>
@@ -15,8 +15,8 @@
 namespace lowbit {
 namespace {
 
-// What callers have are numbers, none of which is used twice: a closed model or text is recognized, and one that a call uses
-// stays until the call returns.
+// A handle is a number, and no number is used twice. So a closed model or text is recognized, and a model or text that a call
+// uses stays until the call returns.
 template <class Handle, class Value>
 class Open {
  public:
@@ -31,7 +31,7 @@ class Open {
     return found == values_.end() ? nullptr : found->second;
   }
   void remove(const Handle* handle) {
-    std::shared_ptr<Value> value;  // ends without the lock
+    std::shared_ptr<Value> value;  // destroyed after the lock is released
     const std::lock_guard<std::mutex> lock(busy_);
     const auto found = values_.find(reinterpret_cast<uintptr_t>(handle));
     if (found == values_.end()) return;

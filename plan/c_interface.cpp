@@ -27,7 +27,7 @@ struct Text {
   std::unique_ptr<PlanSession> session;
 };
 
-// These stay until the process ends, because other threads may use them while it does.
+// Never destroyed, because other threads may use them while the process ends.
 Open<lowbit_model, PlanModel>& models() {
   static auto& all = *new Open<lowbit_model, PlanModel>;
   return all;

@@ -76,8 +76,8 @@ int count_fast_cores(const char* directory, const std::vector<int>& cpus) {
     most = {std::max(most.capacity, core.capacity), std::max(most.frequency, core.frequency)};
     cores.push_back(core);
   }
-  // Clusters of medium cores have about .7 to .9 of the largest capacity, and small cores less than half. The highest frequency
-  // is for systems that do not say the capacity; equal cores differ by up to a tenth.
+  // Clusters of medium cores have about .7 to .9 of the largest capacity, and small cores less than half. If the system does
+  // not report capacities, the highest frequency is used, which differs by up to a tenth between equal cores.
   return static_cast<int>(std::count_if(cores.begin(), cores.end(), [&](const Core& core) {
     return most.capacity > 0 ? 3 * core.capacity >= 2 * most.capacity : 6 * core.frequency >= 5 * most.frequency;
   }));

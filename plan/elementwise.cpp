@@ -13,8 +13,8 @@
 namespace lowbit {
 namespace {
 
-constexpr int64_t kBlock = 64;          // values of a register
-constexpr int64_t kLongBlock = 1024;    // of computations without registers
+constexpr int64_t kBlock = 64;          // values in a register
+constexpr int64_t kLongBlock = 1024;    // values in a block of a computation without registers
 constexpr int64_t kMostRegisters = 40;  // inputs and results of a computation
 constexpr int64_t kMostInputs = 12;
 constexpr int64_t kClaim = 4096;  // values that a thread computes at a time
@@ -39,7 +39,7 @@ struct Walk {
       size[0] = 1;
       for (int t = 0; t < count; ++t) strides[t][0] = 0;
     }
-    // Blocks go along the last dimension: a short one, as the taps of a convolution, changes places with the one before it.
+    // Blocks run along the last dimension. If it is short, like the taps of a convolution, it is swapped with the one before.
     constexpr int64_t kShort = 8;
     if (ndim > 1 && size[ndim - 1] < kShort && size[ndim - 2] > size[ndim - 1]) {
       std::swap(size[ndim - 1], size[ndim - 2]);
@@ -62,8 +62,8 @@ struct Walk {
     return result;
   }
 
-  // Calls work(each) for claims of blocks, on several threads; each(body) calls body(offsets, values) for each block of a
-  // claim, of up to `Most` values. Offsets are in elements.
+  // Threads claim blocks. Calls work(each) for every claim; each(body) then calls body(offsets, values) for every block of the
+  // claim, which has up to `Most` values. Offsets are in elements.
   template <int64_t Most, class Work>
   void claims(int tensors, const Parallel& parallel, const Work& work) const {
     const int64_t per_row = (inner() + Most - 1) / Most;
@@ -129,7 +129,7 @@ void store(const TensorView& out, int64_t offset, int64_t stride, int64_t count,
   }
 }
 
-int64_t to_integer(double value) {  // a plain conversion of large numbers is undefined
+int64_t to_integer(double value) {  // because C++ does not define the conversion of large numbers
   return value > -9e18 && value < 9e18 ? static_cast<int64_t>(value) : INT64_MIN;
 }
 
@@ -148,7 +148,7 @@ void each_real(const Register& a, int64_t count, Register* to, const Op& op) {
   for (int64_t i = 0; i < count; ++i) to->f[i] = static_cast<float>(op(static_cast<double>(a.f[i])));
 }
 
-// Results that are rounded to a smaller type, and NaNs of one kind.
+// Rounds a result to a smaller type; every NaN becomes the same NaN.
 void round_to(ElementType type, int64_t count, Register* r) {
   for (int64_t i = 0; i < count; ++i) r->f[i] = r->f[i] == r->f[i] ? r->f[i] : float_from_bits(0x7fc00000);
   if (type == ElementType::bf16) {
@@ -164,7 +164,7 @@ void compute_floats(Elementwise op, const Register& a, const Register& b, int64_
     case Elementwise::sub: return each_float(a, b, count, to, [](float x, float y) { return x - y; });
     case Elementwise::mul: return each_float(a, b, count, to, [](float x, float y) { return x * y; });
     case Elementwise::div: return each_float(a, b, count, to, [](float x, float y) { return x / y; });
-    // A NaN of either is the result.
+    // If an operand is NaN, so is the result.
     case Elementwise::minimum: return each_float(a, b, count, to, [](float x, float y) { return x < y || x != x ? x : y; });
     case Elementwise::maximum: return each_float(a, b, count, to, [](float x, float y) { return x > y || x != x ? x : y; });
     case Elementwise::neg: return each_float(a, a, count, to, [](float x, float) { return -x; });
@@ -271,7 +271,7 @@ void run(const Ready& ready, int64_t count) {
   }
 }
 
-// The sums and products between layers, without registers.
+// Single operations, such as the sums and products between layers, which need no registers.
 template <class Op>
 LOWBIT_INLINE inline void write_pairs(const float* a, int64_t a_step, const float* b, int64_t b_step, int64_t count, float* to,
                                       const Op& op) {

@@ -1,4 +1,4 @@
-// An ExecuTorch backend: a whole step of a decoder as one call of its plan. The delegate's bytes are the plan and its weights.
+// An ExecuTorch backend: a whole call of a decoder as one call of its plan. The delegate's bytes are the plan and its weights.
 // A second method, `session`, chooses the text that `forward` continues, and saves and loads texts.
 
 #include <executorch/runtime/backend/interface.h>
@@ -81,7 +81,7 @@ struct Loaded {
   lowbit::PlanSession* text = nullptr;  // the one that `forward` continues
   std::vector<float> logits;
 
-  // Begins a text anew. Empty types and length 0: those of the program.
+  // Begins an empty text. Empty types and length 0 stand for those of the program.
   Status begin(int64_t number, int64_t length, const std::string& caches) {
     TextCache keys, values;
     if (Status status = model->cache_types(&keys, &values); !status.ok()) return status;
@@ -161,7 +161,7 @@ struct Loaded {
     return {};
   }
 
-  // The method `session`: bytes of a command, and the number of tokens that the text in use then has.
+  // The method `session` takes the bytes of a command, and returns the number of tokens of the text that is then in use.
   Status session(Span<EValue*> values) {
     if (values.size() != 2) return Status::error("a call has %zu values; expected a command and its result", values.size());
     const Tensor *bytes, *out;
@@ -177,7 +177,7 @@ struct Loaded {
   }
 };
 
-// The methods of a program are loaded one by one. What they have in common is the program's map of named data.
+// The methods of a program are loaded one by one. They share only the program's map of named data, whose address is the key.
 using Key = const NamedDataMap*;
 
 class Programs {
@@ -191,7 +191,7 @@ class Programs {
     all_.remove_if([](const auto& each) { return each.second.expired(); });
     for (const auto& each : all_) {
       if (each.first != key) continue;
-      if (*program) return Status::error("'forward' is loaded twice; expected once, so that it is known whose text is meant");
+      if (*program) return Status::error("'forward' is loaded twice; expected once, for 'session' to know which one to use");
       *program = each.second.lock();
     }
     return *program ? Status() : Status::error("'forward' of the program is not loaded; expected that it is loaded first");
@@ -255,7 +255,7 @@ class PlanBackend final : public BackendInterface {
  private:
   // Options that a program gives when it loads the method: max_length, cache and threads.
   static Status load(const BackendInitContext& context, const void* bytes, size_t size, Loaded* program) {
-    // Plans have threads of their own, which begin an operator sooner than the pool's. There are as many as in the pool, so
+    // Plans have their own threads, which begin an operator sooner than the pool's. There are as many as in the pool, so
     // that programs have one setting. The pool's sleep meanwhile.
     int threads = static_cast<int>(std::min<int64_t>(executorch::extension::get_thread_count(), 1024)), length = 0;
     std::string caches;

@@ -1,4 +1,4 @@
-// Files by names in UTF-8, on every system.
+// Opens files by names in UTF-8, on every system.
 #pragma once
 
 #include <cerrno>

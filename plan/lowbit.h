@@ -139,7 +139,7 @@ LOWBIT_C_API lowbit_result lowbit_sample(const float* logits, int64_t vocabulary
 LOWBIT_C_API lowbit_result lowbit_certify(lowbit_model* model, uint64_t* certificate, lowbit_error* error);
 
 /* Texts to tokens and back, by lowbit.tokens in a directory, or a file of another name. Several threads may use one tokenizer.
- * Results are written up to `most` tokens or bytes; `count` becomes how many there are, so that a call with most 0 asks for
+ * Functions write up to `most` tokens or bytes, and set `count` to the whole number, so that a call with `most` 0 returns only
  * the size. Texts are UTF-8. */
 typedef struct lowbit_tokenizer lowbit_tokenizer;
 
@@ -148,7 +148,7 @@ LOWBIT_C_API void lowbit_tokenizer_close(lowbit_tokenizer* tokenizer); /* NULL i
 /* special: 1 adds the tokens that the tokenizer puts around each text. */
 LOWBIT_C_API lowbit_result lowbit_encode(const lowbit_tokenizer* tokenizer, const char* text, size_t bytes, int special,
                                          int64_t* tokens, size_t most, size_t* count, lowbit_error* error);
-/* plain: 1 leaves special tokens out. The text has no zero at its end. */
+/* plain: 1 omits special tokens. The text does not end with a zero byte. */
 LOWBIT_C_API lowbit_result lowbit_decode(const lowbit_tokenizer* tokenizer, const int64_t* tokens, size_t token_count,
                                          int plain, char* text, size_t most, size_t* count, lowbit_error* error);
 /* The tokens of a conversation up to the answer. `system` may be NULL; `messages` are the user's and the model's in turn. */

@@ -63,11 +63,11 @@ class MappedFile {
     void* const data = known ? mmap(nullptr, static_cast<size_t>(about.st_size), PROT_READ, MAP_PRIVATE, file, 0) : MAP_FAILED;
     const int error = errno;
     ::close(file);
-    if (!known) return Status::error("%s is empty, or no plain file", path.c_str());
+    if (!known) return Status::error("%s is empty or not a regular file", path.c_str());
     if (data == MAP_FAILED) return Status::system("%s cannot be mapped: %s", path.c_str(), std::strerror(error));
     memory_ = {data, about.st_size};
 #ifdef MADV_HUGEPAGE
-    // Linux reads what is not yet in memory in huge pages, if the file system can. Weights are read faster from them.
+    // Linux then reads the file into huge pages, if the file system supports it. Weights are read faster from huge pages.
     madvise(data, static_cast<size_t>(about.st_size), MADV_HUGEPAGE);
 #endif
     return {};

@@ -74,7 +74,7 @@ Status PlanMemory::check() {
       }
       Life& life = lives_[at];
       life.last = static_cast<int64_t>(i);
-      if (life.first < 0 && o >= outputs_at && step.op != Opcode::scatter) life.first = life.last;  // scatter keeps the rest
+      if (life.first < 0 && o >= outputs_at && step.op != Opcode::scatter) life.first = life.last;  // scatter writes a part
       if (life.first < 0 && (kind == BufferKind::temporary || kind == BufferKind::output)) {
         return Status::error("step %zu, %s, reads buffer %zu before it is written", i, expected.name, at);
       }
@@ -83,7 +83,7 @@ Status PlanMemory::check() {
   return {};
 }
 
-// Places temporaries in the arena, where the lives of those that share memory do not overlap, and makes all views.
+// Places temporaries in the arena, so that those with overlapping lifetimes share no memory, and computes all views.
 Status PlanMemory::place(const PlanCall& call, PreparedViews* to) {
   to->rows = 0;
   to->views.clear();
@@ -183,7 +183,7 @@ Status PlanMemory::view(const PlanCall& call, const Operand& operand, size_t ste
   const int64_t end = fits && view.shape.numel() > 0 ? (most + 1) * bytes : 0;
   if (end == 0) offset = 0;
   if (kind == BufferKind::input || kind == BufferKind::output) {
-    memory.bytes = std::max(memory.bytes, end);  // compared with what each call gives
+    memory.bytes = std::max(memory.bytes, end);  // compared with the size of each call's memory
   } else {
     fits = fits && end <= memory.bytes;
   }

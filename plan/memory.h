@@ -16,7 +16,7 @@ struct PreparedViews {
   int64_t rows = 0, kept = 0;
   uint64_t used = 0;  // by which call
   std::vector<TensorView> views;
-  std::vector<Memory> memory;  // of each buffer; inputs and outputs have the bytes that views need
+  std::vector<Memory> memory;  // for each buffer; inputs and outputs have the bytes that views need
   struct Moving {
     size_t view, buffer;
     int64_t offset;  // in bytes
@@ -31,7 +31,7 @@ class PlanMemory {
   // The plan must outlive it.
   explicit PlanMemory(const Plan& plan);
 
-  // Checks the number of operands, and that no temporary is read before it is written. Before everything else.
+  // Checks the number of operands, and that no temporary is read before it is written. Must be called first.
   Status check();
   void bind(size_t buffer, Memory memory);
   // The views for a call, whose inputs and outputs are in place. They stay valid until the next call.
@@ -47,9 +47,9 @@ class PlanMemory {
   Status view(const PlanCall& call, const Operand& operand, size_t step, PreparedViews* to) const;
 
   const Plan& plan_;
-  std::vector<Memory> weights_;               // of each buffer
-  std::vector<Life> lives_;                   // of each buffer
-  std::unique_ptr<void, FreeAligned> arena_;  // of temporaries
+  std::vector<Memory> weights_;               // for each buffer
+  std::vector<Life> lives_;                   // for each buffer
+  std::unique_ptr<void, FreeAligned> arena_;  // holds temporaries
   int64_t arena_bytes_ = 0;
   std::array<PreparedViews, 4> prepared_;
   uint64_t calls_ = 0;

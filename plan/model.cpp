@@ -22,7 +22,7 @@ namespace {
 constexpr int64_t kTextRows = 256;  // tokens of texts that an encoder computes in one call, whose activations stay in a cache
 constexpr int64_t kPiece = 256;  // tokens of a call; more take longer to write to memory than they save
 constexpr int64_t kMostLength = int64_t{1} << 24;
-constexpr int64_t kMostTokens = int64_t{1} << 28;  // of a vocabulary
+constexpr int64_t kMostTokens = int64_t{1} << 28;  // in a vocabulary
 
 ElementType storage_of(TextCache type) {
   switch (type) {
@@ -84,7 +84,7 @@ struct PlanModel::Implementation {
   std::mutex busy;
   std::vector<char> output;  // logits of 16 bits
   ElementType output_type = ElementType::f32;
-  uint64_t digest = 0;  // of the plan
+  uint64_t digest = 0;  // identifies the plan
 
   // Finds the memory that a weight is a part of.
   using Find = std::function<Status(Implementation& own, const Buffer& weight, Memory* whole)>;

@@ -1,4 +1,4 @@
-// A plan: a whole step of a model as a list of operators over one table of buffers, and what runs it.
+// A plan: a whole call of a model as a list of operators, its steps, over one table of buffers; and the class that runs it.
 //
 // Sizes depend on two numbers of a call: its rows (tokens), and how many of them are kept for the output. A call has one or
 // more texts, each with a range of rows and caches of its own; only attention and operators with states separate them.
@@ -34,17 +34,17 @@ struct Buffer {
   BufferKind kind = BufferKind::temporary;
   Extent bytes;             // unknown, 0, for caches
   int64_t index = 0;        // the number of an input or output; the layer of a cache
-  int64_t slot = 0;         // of a cache
-  std::string name;         // of a weight in the model's state
-  // Where a weight is stored: in a file beside the plan's, if it is not empty. The checksum is that of its first kChecked
+  int64_t slot = 0;         // CacheSlot of a cache
+  std::string name;         // a weight's name in the model's state
+  // Where a weight is stored: in this file next to the plan's, unless empty. The checksum is that of its first kChecked
   // bytes.
   std::string file;
   int64_t offset = 0;
   uint32_t checksum = 0;
   // Of a cache: keys and values [heads, width] of one text, whose type a program chooses; states as they are.
   std::vector<int64_t> shape;
-  ElementType type = ElementType::f32;  // of a state
-  std::vector<char> content;  // of a constant
+  ElementType type = ElementType::f32;  // if the buffer is a state
+  std::vector<char> content;            // bytes of a constant
 };
 
 // A strided view of a buffer.
@@ -85,8 +85,9 @@ enum class Opcode : uint8_t {
 };
 inline constexpr int kOpcodes = 24;
 
-// One step of an elementwise computation: register r = op(a, b, c). Registers are first the inputs, then the results of earlier
-// instructions; -1 - i is constant i. A float result is computed in float32 and rounded to `type`; others in int64.
+// One instruction of an elementwise computation: register r = op(a, b, c). The first registers are the inputs, the others the
+// results of earlier instructions; -1 - i is constant i. A float result is computed in float32 and rounded to `type`; others in
+// int64.
 struct Instruction {
   int64_t op, a, b, c, type;
 };
@@ -105,8 +106,8 @@ struct PlanStep {
   std::vector<double> numbers;
 };
 
-// How rows become one: their mean, the largest of each column, the sum over the root of their number, or the mean with weights
-// 1, 2, 3, ...
+// How the rows of a text become one: their mean, the largest number of each column, the sum divided by the root of their
+// number, or the mean with weights 1, 2, 3, ...
 enum class Pooling : int64_t { mean, largest, root, weighted };
 
 inline constexpr int64_t kChecked = 4096;

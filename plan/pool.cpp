@@ -37,7 +37,7 @@ void pool_text(const TensorView& x, int64_t begin, int64_t end, Pooling mode, in
   for (int64_t c = 0; c < columns; ++c) {
     const float result = mode == Pooling::largest ? largest[c] : static_cast<float>(sums[c] / divisor);
     store_from_f32(out.data, dtype_of(out.type), text * out.stride[0] + (first + c) * out.stride[1],
-                   std::isnan(result) ? std::numeric_limits<float>::quiet_NaN() : result);  // one NaN on all CPUs
+                   std::isnan(result) ? std::numeric_limits<float>::quiet_NaN() : result);  // the same NaN on all CPUs
   }
 }
 

@@ -9,7 +9,7 @@ namespace {
 
 constexpr char kMagic[] = "lowbit plan\n";
 constexpr int64_t kVersion = 1;  // changes with the numbers of operators and instructions, too
-// More than any model has; they keep a damaged file from asking for memory without end.
+// More than any model has; these limits keep a damaged file from requesting unlimited memory.
 constexpr int64_t kMostBuffers = 1 << 20, kMostSteps = 1 << 20, kMostOperands = 64, kMostNumbers = 4096;
 constexpr int64_t kMostOperandsInAll = 1 << 20;
 constexpr int64_t kMostExtent = int64_t{1} << 48;

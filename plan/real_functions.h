@@ -36,8 +36,8 @@ inline double exp_of(double x) {
   return x == x ? result : kNan;
 }
 
-// ln(x) = n ln(2) + 2 atanh(s), with s = (m - 1) / (m + 1) and m from sqrt(1/2) to sqrt(2). x comes from float32, so it is no
-// subnormal number.
+// ln(x) = n ln(2) + 2 atanh(s), with s = (m - 1) / (m + 1) and m from sqrt(1/2) to sqrt(2). x comes from float32, so it is
+// not a subnormal float64.
 inline double log_of(double x) {
   if (!(x > 0.0)) return x == 0.0 ? -std::numeric_limits<double>::infinity() : kNan;
   if (x > std::numeric_limits<double>::max()) return x;

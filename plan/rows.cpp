@@ -112,7 +112,7 @@ Status float_linear(const TensorView& x, const TensorView& weight, const TensorV
     }
     return fold_lanes(lanes);
   };
-  // A few columns for a block of rows, and then the next ones: the rows stay in the second cache.
+  // Computes a few columns for a block of rows, then the next ones: the rows stay in the second-level cache.
   constexpr int64_t kColumns = 16, kMostRows = 64, kBlockBytes = 1 << 18;
   const int64_t block = std::clamp<int64_t>(kBlockBytes / (4 * k + 4), 4, kMostRows);
   const int64_t blocks = (outputs.count + block - 1) / block, panels = (n + kColumns - 1) / kColumns;

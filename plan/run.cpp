@@ -52,7 +52,7 @@ struct PlanRun::Implementation {
   PlanMemory memory;
   std::map<std::pair<int64_t, int64_t>, size_t> caches;  // layer and slot -> number among a text's tensors
   Status refusal;                                        // why the plan cannot run
-  std::vector<double> times;                             // of each operator, if they are measured
+  std::vector<double> times;                             // one for each operator, if times are measured
 
   Implementation(Plan given, const Threads& threads)
       : plan(std::move(given)), team(threads), memory(plan), refusal(memory.check()) {
@@ -128,7 +128,7 @@ struct PlanRun::Implementation {
       }
       v += step.operands.size();
     }
-    found.resize(found.size() + static_cast<size_t>(parallel.threads - 1));  // the last has no next one
+    found.resize(found.size() + static_cast<size_t>(parallel.threads - 1));  // the last operator has no next one
   }
 
   // A text's tensor, or null.
@@ -275,7 +275,7 @@ Status PlanRun::bind(int64_t buffer, Memory memory) {
   const Plan& plan = implementation_->plan;
   const int64_t count = static_cast<int64_t>(plan.buffers.size());
   if (buffer < 0 || buffer >= count || plan.buffers[static_cast<size_t>(buffer)].kind != BufferKind::weight) {
-    return Status::error("buffer %" PRId64 " of a plan with %" PRId64 " is no weight", buffer, count);
+    return Status::error("buffer %" PRId64 " of a plan with %" PRId64 " is not a weight", buffer, count);
   }
   const Buffer& weight = plan.buffers[static_cast<size_t>(buffer)];
   if (memory.data == nullptr || memory.bytes != weight.bytes.constant) {

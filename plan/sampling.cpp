@@ -32,7 +32,7 @@ void spread(uint64_t seed, uint32_t state[8]) {
   for (int i = 0; i < 8; ++i) state[i] = hashed(pool[i % 4], 0x58f38dedu);
 }
 
-// Keeps the most likely tokens that together reach top_p, and at least one: first the likeliest, of equal ones the first.
+// Keeps the most likely tokens that together reach top_p, at least one. Equally likely tokens come in the order of their ids.
 void keep_nucleus(double top_p, std::vector<float>& probabilities) {
   // Sorting a whole vocabulary is slow; the tokens above some probability are usually enough.
   for (const float least : {1e-3f, 1e-4f, 1e-5f, 1e-6f, -1.0f}) {
@@ -121,11 +121,11 @@ Status draw(const Sampling& sampling, const std::set<int64_t>& seen, std::vector
   const auto vocabulary = static_cast<int64_t>(logits.size());
   *token = most_likely(logits.data(), vocabulary);
   if (*token < 0) {
-    return Status::error("%" PRId64 " logits have no largest one that is finite; expected the logits of a sound model",
+    return Status::error("%" PRId64 " logits have no largest one that is finite; expected no NaN, and a finite one",
                          vocabulary);
   }
   if (sampling.temperature == 0.0) return {};
-  float least = -HUGE_VALF;  // of the logits that are kept
+  float least = -HUGE_VALF;  // the smallest logit that is kept
   if (sampling.top_k > 0 && static_cast<size_t>(sampling.top_k) < logits.size()) {
     std::vector<float> sorted(logits);
     std::nth_element(sorted.begin(), sorted.begin() + sampling.top_k - 1, sorted.end(), std::greater<float>());

@@ -27,8 +27,8 @@ class LOWBIT_API RandomNumbers {
 
 struct LOWBIT_API Sampling {
   double temperature = 0.0;  // 0: the most likely token
-  double top_p = 1.0;        // of the k most likely tokens, only those that together reach this probability; at least one
-  double min_p = 0.0;        // of these, only those with at least this part of the largest probability
+  double top_p = 1.0;        // keep only the most likely of these tokens that together reach this probability; at least one
+  double min_p = 0.0;        // of these, keep only tokens with at least this part of the largest probability
   double repetition_penalty = 1.0;
   int64_t top_k = 0;         // only the k most likely tokens, and those equal to the last of them; 0: all
 

@@ -24,19 +24,19 @@ struct PlanSession::Implementation {
   };
 
   const void* model = nullptr;
-  uint64_t digest = 0;  // of the model's plan
+  uint64_t digest = 0;  // identifies the model's plan
   int64_t length = 0, vocabulary = 0;
   TextCache keys = TextCache::f32, values = TextCache::f32;
   bool recurrent = false;
   std::vector<int64_t> tokens;
   std::vector<TensorView> caches;
-  std::vector<bool> states;  // of each cache, whether it is a state; others have a row for each token
+  std::vector<bool> states;  // for each cache: whether it is a state; others have a row for each token
   std::vector<std::unique_ptr<void, Free>> memory;
 
   int64_t position() const { return static_cast<int64_t>(tokens.size()); }
 
-  // Of all caches with memory, after `count` tokens. Of each head, keys and values are whole panels; the scales of codes follow
-  // those of all positions.
+  // The bytes of all caches with memory, after `count` tokens. For each head these are whole panels of keys and values; the
+  // scales of codes come after the codes of all positions.
   std::vector<Content> contents(int64_t count) const {
     const int64_t rows = (count + kPanel - 1) / kPanel * kPanel;
     std::vector<Content> result;

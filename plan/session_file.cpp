@@ -1,4 +1,4 @@
-// Texts in files: their tokens and caches, for a program that goes on later.
+// Texts in files: their tokens and caches, so that a program can continue them later.
 
 #include <atomic>
 #include <cerrno>
@@ -18,8 +18,8 @@ namespace {
 // little endian.
 struct Head {
   char magic[16] = "lowbit text 1\n\n";
-  uint64_t digest;  // of the model's plan
-  int64_t keys, values, position, bytes;  // of the whole file
+  uint64_t digest;                        // identifies the model's plan
+  int64_t keys, values, position, bytes;  // `bytes`: size of the whole file
 };
 static_assert(sizeof(Head) == 56);
 constexpr int64_t kLongestFile = int64_t{1} << 40;
@@ -35,7 +35,7 @@ Status PlanSession::save(const std::string& file) const {
     head = {.digest = own.digest, .keys = static_cast<int64_t>(own.keys), .values = static_cast<int64_t>(own.values),
             .position = own.position(), .bytes = static_cast<int64_t>(sizeof head) + 8 * own.position() + 4};
     for (const auto& content : contents) head.bytes += content.parts * content.bytes;
-    // Another name until all is written, so that a full disk leaves the earlier file as it is.
+    // Written under another name first, so that a full disk leaves the earlier file unchanged.
     const std::string part =
         file + "." + std::to_string(process_number()) + "-" + std::to_string(files.fetch_add(1)) + ".part";
     File to = open_file(part, "wb");
@@ -88,7 +88,7 @@ Status PlanSession::load(const std::string& file) {
     int64_t bytes = static_cast<int64_t>(sizeof head) + 8 * head.position + 4;
     for (const auto& content : contents) bytes += content.parts * content.bytes;
     if (head.bytes != bytes || bytes > kLongestFile) return invalid("has another length than its text");
-    // The text changes only when all of the file is known to be right.
+    // The text changes only after the whole file was checked.
     const int64_t rest = bytes - static_cast<int64_t>(sizeof head);
     const std::unique_ptr<void, FreeAligned> memory(allocate_aligned(rest + 1));
     if (!memory) return Status::no_memory("no memory for the %" PRId64 " bytes of %s", rest, file.c_str());

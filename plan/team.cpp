@@ -12,9 +12,9 @@
 namespace lowbit {
 namespace {
 
-// The team of the thread that runs a plan: Parallel::run has no place for it.
+// The team of the thread that runs a plan, because Parallel::run cannot pass it as an argument.
 thread_local Team* current = nullptr;
-thread_local int number = 0;  // a helper's; other threads are number 0 of their teams
+thread_local int number = 0;  // number of this thread in its team: 0 for the thread that runs the plan, 1 and above for helpers
 
 void pause_briefly() {
 #if defined(__x86_64__)
@@ -25,7 +25,7 @@ void pause_briefly() {
 }
 
 // A waiting thread spins for about ten microseconds, longer than operators on one thread take in small models. After that it
-// offers its core to others, because on a busy machine the thread it waits for may not have one.
+// yields its core, because on a busy machine the thread that it waits for may have none.
 class Wait {
  public:
   void operator()() {
@@ -76,8 +76,8 @@ Team::~Team() { stop(); }
 
 void Team::stop() {
   if (process() != process_) {
-    // A forked process has only the thread that forked, which has run all tasks itself. Threads that it started since may have
-    // the handles of the others, so these are neither joined nor detached.
+    // A forked process has only the thread that forked, which has run all tasks itself. The handles of the other threads may
+    // now belong to threads that it has started since, so they are neither joined nor detached.
     new std::vector<std::thread>(std::move(helpers_));
     return;
   }
@@ -98,7 +98,8 @@ bool Team::claim_and_run() {
   return true;
 }
 
-// Some lines at a time, so that the next job does not wait. Any address may be prefetched, so the fields need not fit together.
+// Prefetches one cache line of each panel, so that the next job need not wait for long. The fields are read one by one and may
+// belong to different jobs, which is harmless: any address may be prefetched.
 bool Team::Soon::prefetch(const uint8_t** begun, int64_t* done) const {
   constexpr int64_t kMostBytes = 96 << 10;  // for each thread; a second-level cache has more
   const uint8_t* const at = begin.load(std::memory_order_relaxed);

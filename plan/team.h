@@ -31,7 +31,7 @@ class LOWBIT_API Team {
     ~Awake();
     Awake(const Awake&) = delete;
     Awake& operator=(const Awake&) = delete;
-    // For operators that the thread calls which made this object.
+    // For operators that are called by the thread that made this object.
     Parallel parallel() const;
     // The weights that each helper reads in a later job. From the next job on, helpers without work prefetch them.
     void prefetch(const FirstWeights* of_helpers) const { team_.next_ = of_helpers; }
@@ -62,7 +62,7 @@ class LOWBIT_API Team {
   alignas(kCacheLine) std::atomic<int> done_{0};
   enum State : uint32_t { asleep, awake, ended };
   alignas(kCacheLine) std::atomic<uint32_t> state_{asleep};
-  std::vector<Soon> soon_;  // of each helper
+  std::vector<Soon> soon_;  // one for each helper
   const FirstWeights* next_ = nullptr;
   const int64_t process_;
   const Threads threads_;

@@ -6,8 +6,8 @@ namespace lowbit {
 struct Threads {
   // How many may work at once, at least 1.
   int count = 1;
-  // Calls task(context, i) once for each i in [0, count), in any order, on any threads, and returns when all are done; as
-  // Parallel::run of ops/parallel.h. Null: threads of the library's own.
+  // Calls task(context, i) once for each i in [0, count), in any order, on any threads, and returns when all are done, like
+  // Parallel::run of ops/parallel.h. Null: the library uses its own threads.
   void (*run)(void* host, int count, void (*task)(void* context, int index), void* context) = nullptr;
   void* host = nullptr;
 

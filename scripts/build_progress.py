@@ -13,15 +13,14 @@ import sys
 import time
 
 STEP = re.compile(r"\[(\d+)/(\d+)\] Building CXX object (?:\S*?\.dir/)?(\S+)\.o(?:bj)?$")
-CPU_SECONDS = 200  # of all files, on a CPU of 2020
+CPU_SECONDS = 200  # for all files, on a CPU of 2020
 
 
 def main(log: pathlib.Path, command: list[str]) -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     minutes = CPU_SECONDS / cores / 60
     print(
-        f"Building lowbit: about {minutes:.1f} minutes on {cores} core(s), less where ccache has the files; log: {log}",
-        flush=True,
+        f"Building lowbit: about {minutes:.1f} minutes on {cores} core(s), less if ccache has the files; log: {log}", flush=True
     )
     log.parent.mkdir(parents=True, exist_ok=True)
     start = time.monotonic()

@@ -41,7 +41,7 @@ class TorchRunner(Runner):
 
 
 def rounded(rows: np.ndarray, bits: int, group_size: int | None) -> tuple[np.ndarray, np.ndarray]:
-    """Codes (signed, int8 [rows, k]) and scales (float32 [rows, groups]) ; a group's largest magnitude has the last code."""
+    """Codes (signed, int8 [rows, k]) and scales (float32 [rows, groups]); a group's largest magnitude gets the largest code."""
     groups = rows.reshape(len(rows), -1, group_size or rows.shape[1])
     scales = np.abs(groups).max(axis=2, keepdims=True) / (2 ** (bits - 1) - 1)
     codes = np.clip(np.rint(groups / scales), -(2 ** (bits - 1)), 2 ** (bits - 1) - 1)

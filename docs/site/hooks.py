@@ -1,10 +1,12 @@
-"""Additions of `make docs`: links for file names, line breaks in long names in tables, and plots of figures in documents.
+"""Additions of `make docs`: links for file names, line breaks in long names in tables, plots, and pages from outside docs.
 
-The documents are also read as files, so they may name each other as ``docs/NAME.md``. On the site each such name becomes a
-link, and a broken link is an error. Plots are generated from the tables, so that each figure is stored only once.
+The documents are also read as files, so they may name each other as ``docs/NAME.md``, and link to documents outside docs. On
+the site each such name becomes a link, and a broken link is an error. Plots are generated from the tables, so that each figure
+is stored only once.
 """
 
 import io
+import posixpath
 import re
 from pathlib import Path
 
@@ -18,34 +20,45 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.ticker import FixedLocator, NullLocator
 
-# Pages of the site whose text is in another file.
+# Pages of the site whose text is in a file outside docs, by this file.
 _ELSEWHERE = {
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changes.md",
     "SECURITY.md": "security.md",
-    "examples/cpp": "cpp.md",
+    "examples/cpp/README.md": "cpp.md",
 }
+_NAMES = _ELSEWHERE | {"examples/cpp": "cpp.md"}
 # A line that is only a link to a document outside docs; on the site the document replaces it.
 _WHOLE = re.compile(r"^\[[^]]+\]\(\.\./([\w/]+\.md)\)$", re.M)
-_NAME = re.compile(r"`(docs/([a-z0-9_]+(?:/[a-zA-Z0-9_]+)?\.md)|" + "|".join(map(re.escape, _ELSEWHERE)) + ")`(?!\\])")
+_NAME = re.compile(r"`(docs/([a-z0-9_]+(?:/[a-zA-Z0-9_]+)?\.md)|" + "|".join(map(re.escape, _NAMES)) + ")`(?!\\])")
+_LINK = re.compile(r"\]\(([\w./-]+\.md)(?=[#)])")
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     root = Path(config.docs_dir).parent
+    uri = page.file.src_uri
+    # Where the links of the page start: the text of such a page is that of a file in another directory.
+    base = next(
+        (posixpath.dirname(source) for source, name in _ELSEWHERE.items() if name == uri), posixpath.dirname(f"docs/{uri}")
+    )
     markdown = _WHOLE.sub(lambda found: (root / found[1]).read_text(encoding="utf-8"), markdown)
-    up = "../" * page.file.src_uri.count("/")
+    up = "../" * uri.count("/")
+
+    def name(found: re.Match) -> str:
+        target = found[2] or _NAMES[found[1]]
+        return found[0] if target == uri else f"[{found[0]}]({up}{target})"
 
     def link(found: re.Match) -> str:
-        name = found[2] or _ELSEWHERE[found[1]]
-        return found[0] if name == page.file.src_uri else f"[{found[0]}]({up}{name})"
+        target = posixpath.normpath(posixpath.join(base, found[1]))
+        target = _ELSEWHERE.get(target) or (target[len("docs/") :] if target.startswith("docs/") else None)
+        return f"]({up}{target}" if target else found[0]
 
     # Not in blocks of code, which are indented or fenced.
     lines, fenced = markdown.split("\n"), False
     for at, line in enumerate(lines):
         fenced ^= line.startswith("```")
         if not fenced and not line.startswith("    "):
-            # In pages with text from outside docs/, links start at the root.
-            lines[at] = _NAME.sub(link, line).replace("](docs/", f"]({up}")
+            lines[at] = _NAME.sub(name, _LINK.sub(link, line))
     return "\n".join(lines)
 
 
@@ -76,6 +89,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         "methods": _methods(root / "docs/measurements/quality.md"),
     }.items():
         files.append(File.generated(config, f"plots/{name}.svg", content=svg))
+    for source, name in _ELSEWHERE.items():
+        if name not in files.src_uris:
+            files.append(File.generated(config, name, content=(root / source).read_text(encoding="utf-8")))
     return files
 
 

@@ -4,8 +4,8 @@
 // lane is a position and a step one input; for values a lane is an input and a step one position. So no sum crosses lanes, and
 // its order is that of the steps, for any number of rows at once.
 //
-// The type of the caches is a template argument of the products, because every value is converted. It is none of the functions
-// around them, and neither is the type of queries and outputs.
+// The type of the caches is a template argument only of the products, which convert every value. The functions around them are
+// compiled once for all cache types, and for all types of queries and outputs.
 // Scores and weights are multiplied by the scales of codes, so the inner loop has only a conversion and no extra product. 4-bit
 // codes belong to rotated keys and values: queries are rotated once, and outputs are rotated back. Products with int8 keys are
 // integer sums, with queries that are quantized once (codes.h).

@@ -12,8 +12,8 @@
 //
 // The unpacked bytes are codes (at 8 bits minus 128, as stored), or levels (1 bit symmetric, and with a table).
 // A segment's integer part is sum(a * byte) + factor * A. Sums start at the second term plus the bits of c (ukernel.h).
-// For many rows, bytes are cheaper than fields in place: unpacking a byte costs one instruction in total, and joining sums
-// one per row.
+// For many rows, unpacked bytes are cheaper than fields in place: unpacking a byte costs one instruction for all rows, joining
+// the sums of fields one instruction for each row.
 //
 // All operands of a tile are stored in reading order, and ld1 loads 64 bytes and advances the pointer. Start values are stored
 // for every lane: one load of four values replaces four dup, which would use the multiplication pipes. The float sums stay

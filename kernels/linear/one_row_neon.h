@@ -7,7 +7,7 @@
 //   addp, sadalp        pairs of lo and hi in int16, then in int32: one int32 lane is one output row ("folded"); or
 //   2 sadalp            int32 pairs, and one addp in int32 at the end of a group ("wide"), if addp would overflow
 //
-// How many lines fit an int16 sum? Each adds one product of a weight up to c and an activation from -127 to 127, so int16
+// Number of lines that fit an int16 sum: each adds one product of a weight up to c and an activation from -127 to 127, so int16
 // holds lines * c <= 256, for both signs: 256 * 127 < 2^15. addp adds two such sums, so folding needs lines * c <= 128.
 //
 //   1x16   Weights are codes, or -1 for a set bit at 1 bit. Fields in place (bits/unpack_neon.h) have their own int16

@@ -1,9 +1,9 @@
 // Many rows of m on AVX2 without VNNI, for codes of 6 and 7 bits. One or two vpmaddubsw fill an int16, so the int32 sums are
-// updated every line or two and must be in registers. Unpacking would need those registers, and half as many instructions as
-// the products of a tile. So a panel is unpacked once, to a byte per code, and all tiles of a call read these bytes.
+// updated every line or two and must be in registers. Unpacking within a tile would need these registers, and half as many
+// instructions as the tile's products. So a panel is unpacked once, to a byte per code, and all tiles of a call read it.
 //
-// Measured on Zen 3: 1.1 to 1.45 times as fast from 16 rows on, slower with 8. At 5 bits it is slower (0.75 to 1.0): four lines
-// in registers leave no room for both halves of them, and each broadcast would be loaded twice.
+// Measured on Zen 3: 1.1 to 1.45 times as fast from 16 rows on, slower with 8. At 5 bits its speed is only 0.75 to 1.0: there
+// are not enough registers for both halves of four lines, so each broadcast would be loaded twice.
 #pragma once
 
 #include "linear_avx2.h"

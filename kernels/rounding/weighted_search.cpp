@@ -9,7 +9,7 @@
 namespace lowbit {
 namespace {
 
-// Sums are kept in eight lanes of a fixed order: loops are vectorized, with the same bits on every machine.
+// Sums have eight lanes, which are added in a fixed order: loops are vectorized, with the same bits on every machine.
 using Vector = WeightVector;
 constexpr int64_t kLanes = 8;
 
@@ -100,7 +100,7 @@ class Group {
   const int bits_;
   const int64_t inputs_, filled_;
   float *const x_, *const w_, *const wx_, *const q_;
-  float low_ = 0.0f, high_ = 0.0f;  // of the inputs with importance, and 0
+  float low_ = 0.0f, high_ = 0.0f;  // range of 0 and the weights of inputs with importance
 
   static void keep(Fit& best, const Fit& fit) {
     if (fit.gain > best.gain) best = fit;

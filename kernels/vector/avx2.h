@@ -12,7 +12,7 @@ namespace {
 struct Vector {
   __m256 low, high;
 
-  static constexpr int kSums = 4;  // sums of two registers each, besides a vector and a scalar
+  static constexpr int kSums = 4;  // sums, of two registers each, that fit next to a vector and a scalar
 
   LOWBIT_INLINE static Vector of(const Float16& v) { return {v.half[0], v.half[1]}; }
   LOWBIT_INLINE static Vector broadcast(float value) { return {_mm256_set1_ps(value), _mm256_set1_ps(value)}; }

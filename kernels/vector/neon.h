@@ -17,7 +17,7 @@ namespace {
 struct Vector {
   float32x4_t q[4];
 
-  static constexpr int kSums = 4;  // sums of four registers each, besides a vector and a register of scalars per row
+  static constexpr int kSums = 4;  // sums, of four registers each, that fit next to a vector and a register of scalars per row
 
   template <class Op>
   LOWBIT_INLINE static Vector map_registers(Op op) {

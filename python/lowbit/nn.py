@@ -193,7 +193,7 @@ class Packed(torch.nn.Module):
 
 
 def _rows(indices: Tensor, packed_weight: Tensor, inputs: int, dtype: torch.dtype) -> Tensor:
-    """As :func:`lowbit.embedding`, but ``dtype`` may also be float64."""
+    """The same as :func:`lowbit.embedding`, but ``dtype`` may also be float64."""
     if dtype is torch.float64:
         return _rows(indices, packed_weight, inputs, torch.float32).double()
     return torch.ops.lowbit.embedding(indices, packed_weight, inputs, dtype=dtype)

@@ -1,4 +1,4 @@
-"""The program ``lowbit``: its command line; where the package cannot be imported, one line that says why."""
+"""The program ``lowbit``: runs the command line, or prints one line that says why the package cannot be imported."""
 
 import gc
 import json
@@ -11,7 +11,7 @@ import lowbit_autoload
 def main() -> None:
     """Runs the command that ``sys.argv`` names, and exits."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        # Ctrl-C while libraries are imported ends the program, without a traceback; a command has its own way.
+        # Ctrl-C while libraries are imported ends the program without a traceback. Commands handle Ctrl-C themselves.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     lowbit_autoload.in_program = True
     # Imports make many objects that stay; looking for garbage among them takes a twentieth of the start. Commands enable it.

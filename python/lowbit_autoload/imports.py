@@ -1,8 +1,9 @@
 """Registers lowbit with other libraries when they are imported, so that programs need no import of lowbit.
 
-A finder on ``sys.meta_path`` waits for a few modules and runs a step after each. It imports none of them, and a step imports
-no more of lowbit than ``import torch`` has; the rest is imported on use. What changes another library's own functions waits for
-``lowbit.nn``, without which no layer is packed. ``LOWBIT_AUTOLOAD=0`` turns all of it off.
+A finder on ``sys.meta_path`` waits for the import of a few modules, and runs a function after each. It imports none of them,
+and the functions import no more of lowbit than ``import torch`` does; the rest is imported on use. Functions of other
+libraries are replaced only after the import of ``lowbit.nn``, without which no layer is packed. ``LOWBIT_AUTOLOAD=0`` turns
+all of this off.
 """
 
 import contextlib

@@ -250,7 +250,7 @@ TEST_F(CInterface, Misuse) {
   options = {sizeof(size_t), 99, nullptr, nullptr};  // a caller whose struct has no more
   open("", &options);
   lowbit_text* one = text();
-  // All that need a model, with none and with a closed one; the text goes on with the model that it began with.
+  // Calls all functions that need a model with NULL and with a closed model. A text keeps the model that it began with.
   lowbit_model* const closed = model_;
   lowbit_close(closed);
   lowbit_close(closed);

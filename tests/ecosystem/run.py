@@ -39,8 +39,8 @@ ENVIRONMENT = {
 PAGE = """# Programs that work
 
 Programs of other projects that load, run or train packed checkpoints, each with the version that was tried. No program below
-imports lowbit, except where a quantized model is made in the program itself: an installed lowbit registers packed checkpoints
-with transformers, peft and ExecuTorch ([how](internals/files.md)). {passed} of {all} programs pass.
+imports lowbit, except where a quantized model is made in the program itself: an installed lowbit registers itself with
+transformers, peft and ExecuTorch ([how](internals/files.md)). {passed} of {all} programs pass.
 
 `make ecosystem` runs them and says what changed since this table; `make ecosystem DOC=1` writes it. A job runs them every week
 with the newest versions. Each program is a file of `tests/ecosystem/programs`.

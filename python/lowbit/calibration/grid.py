@@ -100,7 +100,7 @@ class Quantized:
         return (self.levels + 2 ** (self.config.bits - 1)).to(torch.uint8)
 
     def pack(self, bias: Tensor | None = None) -> Tensor:
-        """As :func:`lowbit.pack`: uint8 [bytes]."""
+        """The same as :func:`lowbit.pack`: uint8 [bytes]."""
         config, table = self.config, table_in(self.config)
         return pack(
             self.codes(),

@@ -120,7 +120,7 @@ class LearningStack(torch.nn.Module):
         self.experts = torch.nn.ModuleList(Learning(weight, table) for weight in packed)
 
     def linear(self, x: Tensor, experts: Tensor) -> Tensor:
-        """As :func:`lowbit.linear_experts`: [..., k] and the e experts of each row, int64 [..., e] -> [..., e, n]."""
+        """The same as :func:`lowbit.linear_experts`: [..., k] and the e experts of each row, int64 [..., e] -> [..., e, n]."""
         rows, index = x.reshape(-1, x.shape[-1]), experts.flatten()
         outputs, places = [], []
         for number in index.unique().tolist():

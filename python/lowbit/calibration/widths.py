@@ -36,7 +36,7 @@ _AFFINE_BITS = (2, 3, 4)
 LEVELS_BITS = (2, 3, 4)
 ALTERNATIVES = ("affine", "levels")
 
-_KEPT = ("rotate", "scale", "activation_bits")  # settings of an override that are no width
+_KEPT = ("rotate", "scale", "activation_bits")  # settings that an override may have without fixing the width
 _TOKENS = 2048  # largest number of tokens for measuring sensitivities; fewer with a large vocabulary
 _LOGITS = 1 << 27
 _ROWS = 64  # rows of a matrix on which widths are compared
@@ -270,7 +270,7 @@ def _rounded(weight: Tensor, importance: Tensor | None, config: MatrixConfig) ->
 
 
 def _rounded_rows(rows: Tensor, importance: Tensor | None, config: MatrixConfig) -> Tensor:
-    """As :func:`_rounded`, of some rows float32 [n, k]."""
+    """The same as :func:`_rounded`, for some rows float32 [n, k]."""
     block = config.rotated_inputs(rows.shape[1])
     if block and importance is not None:  # approximates the mean squares of rotated inputs, assuming uncorrelated inputs
         importance = importance.view(-1, block).mean(1).repeat_interleave(block)

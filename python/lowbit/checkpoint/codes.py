@@ -110,7 +110,7 @@ class Stacked:
         return self.experts, *self.of(0).shape
 
     def info(self, has_bias: bool) -> PackedInfo:
-        """As :meth:`Matrix.info`."""
+        """The same as :meth:`Matrix.info`."""
         return replace(self.of(0).info(has_bias), experts=self.experts)
 
 

@@ -16,7 +16,7 @@ from ..files.safetensors import files_of, read_files
 from .card import remove_note
 from .writing import MAX_SHARD_BYTES, check_shard_bytes, copy_files, new_checkpoint
 
-_REPORT = "lowbit_import.json"  # of the packed tensors
+_REPORT = "lowbit_import.json"  # report about the packed tensors, which the float checkpoint does not have
 
 
 def dequantize_checkpoint(

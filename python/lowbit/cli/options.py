@@ -139,7 +139,7 @@ class Widths:
 
 @dataclass(frozen=True)
 class Quantizing(Widths):
-    """As Widths, with all settings of the weights."""
+    """The same as Widths, with all settings of the weights."""
 
     mapping: Annotated[
         Literal["symmetric", "affine", "levels"],
@@ -327,7 +327,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class GreedySampling(Sampling):
-    """As Sampling, with defaults that do not depend on the model."""
+    """The same as Sampling, with defaults that do not depend on the model."""
 
     temperature: Annotated[float | None, _temperature("0")] = 0.0
     top_k: Annotated[int | None, _top_k("all")] = None

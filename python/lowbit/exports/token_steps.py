@@ -14,7 +14,7 @@ _MAP, _NORMALIZE, _REPLACE, _PREPEND, _STRIP, _BYTES, _SPLIT, _SURROUND, _CHARSM
 _BEHAVIORS = ("Removed", "Isolated", "MergedWithPrevious", "MergedWithNext", "Contiguous")
 # DecodeOp
 _DECODE_BYTES, _BYTE_TOKENS, _FUSE, _DECODE_REPLACE, _DECODE_STRIP, _WORD_PIECE, _METASPACE, _SUFFIX, _PATTERN, _CTC = range(10)
-# Of the pre-tokenizer ByteLevel, in the library's source.
+# The expression of the pre-tokenizer ByteLevel, which is only in the library's source.
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _BETWEEN = "7"  # a character that no normalizer changes
 _MANY = 64  # characters that become the same text are replaced as a class
@@ -48,7 +48,7 @@ def _changed(kind: str, **settings: Any) -> dict[str, str]:
 def letters() -> Ranges:
     """The characters that the library's Rust expressions call letters: \\w."""
     split = _pre_tokenizer("Whitespace")
-    # After an a, a letter joins its piece.
+    # After an "a", a character is in the same piece if it is a letter.
     return ranges_of(
         ord(letter)
         for text in characters()
@@ -98,7 +98,7 @@ class Tables:
         return self._known[text]
 
     def add_map(self, entries: dict[int, int]) -> tuple[int, int]:
-        """Adds a map; returns its place and its length."""
+        """Adds a map; returns the index of its first entry and its length."""
         at = len(self.maps)
         self.maps += sorted(entries.items())
         return at, len(entries)
@@ -157,7 +157,7 @@ class Tables:
 
 
 def _is_mark(normalizer: Any, letter: str, order: int) -> bool:
-    """Whether the library orders a mark among others, as Python's newer tables may only."""
+    """Whether the library reorders a combining mark; Python's newer Unicode tables may have marks that it does not know."""
     if unicodedata.decomposition(letter):
         return True
     other = "\u0301" if order < 230 else "\u0334"  # marks of order 230 and 1

@@ -1,4 +1,4 @@
-"""What describes a checkpoint in the facts of the plan beside it: settings as JSON, and the states of its files."""
+"""The description of a checkpoint in the facts of its plan: settings as JSON, and sizes and checksums of its files."""
 
 from __future__ import annotations
 

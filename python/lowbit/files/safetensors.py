@@ -23,7 +23,7 @@ INDEX = "model.safetensors.index.json"
 PACKED_SUFFIX = ".packed_weight"
 ORDER_SUFFIX = ".input_order"  # int32 [inputs], for layers with an act-order permutation
 
-_ALIGNMENT = 64  # of the data in a file: a cache line. Sizes of packed weights are multiples of it
+_ALIGNMENT = 64  # of the data in a file, in bytes: a cache line. Sizes of packed weights are multiples of it
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ FORMAT_VERSION = 2  # the newest version that is read; written only for models w
 _WITHOUT_ORDERS = 1
 
 _FIELDS = ("bits", "group_size", "mapping", "scale", "levels", "rotate", "activation_bits")
-_DESCRIBED = ("bits", "group_size", "mapping", "rotate", "activation_bits")  # of a packed layer
+_DESCRIBED = ("bits", "group_size", "mapping", "rotate", "activation_bits")  # entries for each packed layer
 BY_OVERRIDES = "left float by its configuration"
 BY_CONV_BITS = "a convolution, which conv_bits of the configuration (--conv-bits) would pack"
 BY_ARCHITECTURE = "the architecture keeps it in float32; an explicit override would pack it"
@@ -193,8 +193,8 @@ class LowBitConfig(QuantizationConfigMixin):
     def choose(
         self, model: torch.nn.Module, stacklevel: int = 2
     ) -> tuple[dict[str, LinearConfig | EmbeddingConfig | ConvConfig], dict[str, str]]:
-        """As :meth:`select`, with the linear layers, embeddings and convolutions that stay float and the reason for each:
-        ``BY_OVERRIDES``, ``BY_ARCHITECTURE``, or the kind of a convolution."""
+        """The same as :meth:`select`, with the linear layers, embeddings and convolutions that stay float and the reason for
+        each: ``BY_OVERRIDES``, ``BY_ARCHITECTURE``, or the kind of a convolution."""
         selected, unselected, overridden = {}, float_convolutions(model), set()
         patterns = Patterns((pattern, change) for pattern, change in self.overrides)
         modules = dict(named_layers(model))

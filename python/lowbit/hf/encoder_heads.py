@@ -1,7 +1,7 @@
-"""What makes the result of a text of an encoder's hidden states: classifiers, and the modules of sentence-transformers.
+"""Heads of encoders, which turn the hidden states of a text into its result: classifiers, modules of sentence-transformers.
 
-A head has the encoder as ``base``. Of a replica, ``rows`` computes texts that follow each other, for a plan, and ``own``
-computes a batch by the model's own code, after ``drop_plans``.
+The encoder of a head is its ``base``. Plans are recorded from a replica of a head: ``rows`` computes concatenated texts. After
+``drop_plans``, ``own`` computes a batch by the model's own code, for comparison.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ..plan.pooling import pool
 from ..plan.recording import Unplannable
 
 _LIBRARY = "sentence_transformers."
-_MODULES = ("Dense", "Normalize", "LayerNorm", "Dropout")  # after the pooling, which compute each row alone
+_MODULES = ("Dense", "Normalize", "LayerNorm", "Dropout")  # modules after the pooling, which compute each row alone
 
 
 class Classifier(torch.nn.Module):
@@ -38,7 +38,7 @@ class Classifier(torch.nn.Module):
         found = output(pool(hidden, ranges, "cls")[:, None])
         self.base.forward = lambda *arguments, **named: found
         try:
-            # The encoder takes no notice of these tokens.
+            # The encoder's forward was replaced, so the values of these tokens do not matter.
             return self.own(torch.zeros_like(ranges[:, :1]))
         finally:
             del self.base.forward

@@ -1,4 +1,4 @@
-"""Converts the tokenizer in a GGUF file's metadata to a fast tokenizer, with transformers' tables, and back."""
+"""Converts between the tokenizer in a GGUF file's metadata and a fast tokenizer, with the tables of transformers."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ _FIELDS = {
     "padding_token_id": "pad_token_id", "add_space_prefix": "add_prefix_space",
 }  # fmt: skip
 _SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+# A "cut" is the name of a pre-tokenizer, which splits a text into words.
 _PLAIN_CUTS = ("default", "gpt-2", "gpt2")  # GPT-2's pre-tokenizer, the converter's default
-# Pre-tokenizers that transformers does not know: an equivalent one that it knows, or expressions that split in sequence,
-# followed by GPT-2's rule or not.
+# Pre-tokenizers that transformers does not know -> an equivalent one that it knows (_SAME_CUTS), or expressions that split a
+# text one after the other, and whether GPT-2's expression follows (_MORE_CUTS).
 _SAME_CUTS = {"glm4": "llama-bpe", "glm5": "llama-bpe", "chatglm-bpe": "llama-bpe"}
 # Character class of DeepSeek's first tokenizer: cased letters, without some scripts and mathematical letters.
 _CASED = r"[\p{Lu}\p{Ll}\p{Lt}&&[^\x{2D00}-\x{2D2D}\x{A790}-\x{AB68}\x{10570}-\x{105BC}\x{16E40}-\x{16E7F}\x{1D400}-\x{1DFFF}]]"
@@ -146,7 +147,7 @@ def save_tokenizer(path: Path, metadata: Mapping[str, Any], architecture: str, v
             backend, known = _with_cuts(backend, *_MORE_CUTS[cut]), {**(known or {}), cut: ""}
         backend = _without_others(backend, len(tokens))
         if fields["tokenizer_type"] == "gpt2":
-            # A token that the file names, as the first of a text for example, is a control token whatever type it has.
+            # A token that the file names for a purpose, such as "bos", is a control token, whatever its type in the file.
             types = fields.get("token_type") or [_NORMAL] * len(tokens)
             named = set(special.values())
             types = [_OUTSIDE_TEXT if token in named else kind for token, kind in zip(tokens, types, strict=True)]
@@ -158,9 +159,9 @@ def save_tokenizer(path: Path, metadata: Mapping[str, Any], architecture: str, v
             backend.normalizer = normalizers.NFC()
         if fields["tokenizer_type"] == "gpt2" and cut not in {*(known or (cut,)), *_PLAIN_CUTS}:
             warnings.warn(
-                f"{path} splits words by the rule {printable(str(cut))!r}, which transformers "
-                f"{transformers.__version__} does not know: GPT-2's is used, and some texts become other tokens; copy "
-                "the model's own tokenizer.json into the directory",
+                f"{path} has the pre-tokenizer {printable(str(cut))!r}, which transformers {transformers.__version__} does "
+                "not know. GPT-2's is used instead, so some texts get other tokens: copy the model's own tokenizer.json "
+                "into the directory",
                 stacklevel=4,
             )
         _add_ends(backend, special, add_bos, add_eos, path)
@@ -225,7 +226,7 @@ def _with_cuts(backend: Tokenizer, expressions: tuple[str, ...], as_gpt2: bool) 
 
 
 def _with_spaces(backend: Tokenizer, prefix: bool) -> Tokenizer:
-    """A SentencePiece tokenizer that adds a space before each text between special tokens, as llama.cpp does, or none.
+    """A SentencePiece tokenizer that, with ``prefix``, adds a space before each text between special tokens, as llama.cpp does.
 
     transformers adds a space before the first text only, and only if there is none already.
     """
@@ -238,7 +239,7 @@ def _with_spaces(backend: Tokenizer, prefix: bool) -> Tokenizer:
         content["normalizer"] = {"type": "Sequence", "normalizers": changes}
         content["pre_tokenizer"] = None if metaspace else cut
     decoder = content["decoder"]
-    if not prefix and decoder and decoder["type"] == "Sequence":  # the step that strips the first space again
+    if not prefix and decoder and decoder["type"] == "Sequence":  # this step strips the space that was added
         decoder["decoders"] = [step for step in decoder["decoders"] if step["type"] != "Strip"]
     return type(backend).from_str(json.dumps(content))
 
@@ -251,7 +252,7 @@ def _flag(path: Path, metadata: Mapping[str, Any], name: str, default: bool) -> 
 
 
 def _add_ends(backend: Tokenizer, special: Mapping[str, str], add_bos: bool, add_eos: bool, path: Path) -> None:
-    """Makes the tokenizer add the first and the last token to each text."""
+    """Makes the tokenizer add the special first and last token to each text, if the file says so."""
     wanted = {"bos_token": add_bos, "eos_token": add_eos}
     for name, wish in wanted.items():
         if wish and name not in special:
@@ -324,8 +325,8 @@ def _byte_level(directory: Path, content: dict[str, Any]) -> dict[str, Any]:
     parts = cut["pretokenizers"] if cut and cut["type"] == "Sequence" else [cut]
     if not any(part and part["type"] == "ByteLevel" for part in parts):
         raise ValueError(
-            f"the tokenizer in {directory} is BPE without bytes as letters or as tokens; lowbit writes byte-level BPE to "
-            "GGUF, as Llama 3 and Qwen have it, and SentencePiece's, as Llama 2 and Gemma"
+            f"the tokenizer in {directory} is BPE on characters; lowbit writes to GGUF only byte-level BPE (Llama 3, Qwen) and "
+            "SentencePiece's BPE with byte tokens (Llama 2, Gemma)"
         )
     if normalizer is not None and normalizer["type"] != "NFC":
         raise ValueError(f"the tokenizer in {directory} has the normalizer {normalizer['type']}; expected none, or NFC")
@@ -338,8 +339,8 @@ def _sentencepiece(
 ) -> dict[str, Any]:
     """The metadata of a SentencePiece BPE tokenizer, without its tokens; `types` is updated with its token types.
 
-    SentencePiece merges the neighbors whose joined token has the highest score; Hugging Face's BPE merges the first pair in
-    a list. The two agree if the list contains every possible pair, and all pairs of a token consecutively.
+    SentencePiece merges the neighbors whose joined token has the highest score; Hugging Face's BPE merges the pair that comes
+    first in a list. The two agree if the list contains every possible pair, with all pairs of a token next to each other.
     """
     model = content["model"]
     vocab, pairs = model["vocab"], [tuple(merge.split(" ") if isinstance(merge, str) else merge) for merge in model["merges"]]
@@ -355,8 +356,8 @@ def _sentencepiece(
     for first, second in pairs:
         if first + second != before and first + second in ranks:
             raise ValueError(
-                f"the tokenizer in {directory} joins {printable(first)!r} and {printable(second)!r} later than others to the "
-                "same token; GGUF has one score for a token"
+                f"the tokenizer in {directory} merges {printable(first)!r} and {printable(second)!r} at another rank than "
+                "other pairs that give the same token; GGUF has one score for a token"
             )
         before = first + second
         ranks.setdefault(before, -float(len(ranks)))
@@ -367,14 +368,14 @@ def _sentencepiece(
                 pair = text[:at], text[at:]
                 if pair[0] in vocab and pair[1] in vocab and pair not in known:
                     raise ValueError(
-                        f"the tokenizer in {directory} does not join {printable(pair[0])!r} and {printable(pair[1])!r}, "
-                        "which make a token; llama.cpp would"
+                        f"the tokenizer in {directory} does not merge {printable(pair[0])!r} and {printable(pair[1])!r}, "
+                        "which make a token; llama.cpp would merge them"
                     )
     stripped = [token["content"] for token in content["added_tokens"] if token["lstrip"] or token["rstrip"]]
     if stripped:
         warnings.warn(
-            f"the tokenizer in {directory} drops spaces around {printable(stripped[0])!r}; GGUF cannot say so, and "
-            "llama.cpp does it by the names of some models only",
+            f"the tokenizer in {directory} drops spaces around {printable(stripped[0])!r}. GGUF has no field for this, and "
+            "llama.cpp does it only for some models, which it knows by name",
             stacklevel=5,
         )
     scores = ranks | {text: -float(len(ranks)) for number, text in texts.items() if text not in ranks and types[number] == 1}
@@ -399,8 +400,8 @@ def _prefix(directory: Path, content: dict[str, Any]) -> bool:
         return len(changes) == 2
     kinds = ", ".join(step["type"] for step in [*changes, *([cut] if cut else [])]) or "nothing"
     raise ValueError(
-        f"the tokenizer in {directory} prepares texts by {kinds}; GGUF's SentencePiece replaces spaces, and puts one "
-        "before a text or not"
+        f"the tokenizer in {directory} prepares texts by {kinds}; GGUF's SentencePiece replaces spaces, and may add one "
+        "before a text, but does nothing else"
     )
 
 
@@ -412,8 +413,8 @@ def _name_of_cut(directory: Path, parts: list[dict[str, Any]]) -> str:
     names = [name for name, rule in known.items() if rules == [rule]]
     if not names:
         warnings.warn(
-            f"the tokenizer in {directory} splits words by a rule that llama.cpp has no name for: GPT-2's is named, so "
-            "llama.cpp gives other tokens for some texts",
+            f"the tokenizer in {directory} has a pre-tokenizer that llama.cpp has no name for. The GGUF file names GPT-2's "
+            "instead, so llama.cpp gives other tokens for some texts",
             stacklevel=5,
         )
         return "gpt-2"

@@ -42,8 +42,8 @@ def names_in_model(model: PreTrainedModel, keys: Iterable[str]) -> dict[str, tup
     """Names of tensors in a checkpoint -> names in the model.
 
     Returns:
-        Name in the files -> (name in the model, None); or, if transformers converts tensors (joins or splits them), (a name,
-        the names of the converted tensors in the model).
+        Name in the files -> (name in the model, None). If transformers joins or splits this tensor: name in the files -> (its
+        name after renaming, the names of the resulting tensors in the model).
     """
     names = {}
     for key, name, converter, _ in _converted(model, keys):
@@ -71,7 +71,7 @@ def _converted(model: PreTrainedModel, keys: Iterable[str]) -> Iterator[tuple[st
 
 @dataclass(frozen=True)
 class Rows:
-    """A band of rows of a tensor in the files, which consists of equal bands."""
+    """One band of rows of a tensor in the files; the tensor consists of ``bands`` bands of equal size."""
 
     key: str  # name of the tensor
     band: int

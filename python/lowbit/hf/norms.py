@@ -18,7 +18,7 @@ from .activations import DTYPES, is_computed
 _EPSILONS = ("variance_epsilon", "eps", "epsilon")
 # Looked up once, because each norm of each token calls them.
 _layer_norm, _rms_norm = torch.ops.lowbit.layer_norm.default, torch.ops.lowbit.rms_norm.default
-_EPSILON = 1e-5  # of classes that do not store theirs (OLMo)
+_EPSILON = 1e-5  # for classes that do not store theirs (OLMo)
 
 
 class _Norm(NamedTuple):

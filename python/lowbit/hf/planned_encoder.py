@@ -1,8 +1,8 @@
 """Plans of encoders: a call of a fused model as one call of C++, which computes no padding.
 
-Sizes in a plan depend on the number of rows alone, so the texts of a batch follow each other in one sequence, with their own
-positions. Attention runs within each text. Calls that a plan does not have run the model's own code: gradients,
-compiled code, caches, embeddings as inputs, hidden states as outputs.
+Sizes in a plan depend only on the number of rows, so the texts of a batch are concatenated to one sequence, each with its own
+positions. Attention runs for each text alone. The model's own code runs calls that a plan cannot compute: with gradients,
+compiled code or caches, with embeddings as inputs, or with hidden states as outputs.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from .shared_inputs import SharedInput, observed
 
 _LOG = logging.getLogger(__name__)
 _CALLS = ((4, 2), (6, 3), (9, 5), (12, 7))  # tokens and texts of the calls that are recorded
-_MOST_LENGTHS = 32  # whose bounds are kept
-# Of a call of the plan; a longer text has a call of its own. With 256 rows MiniLM takes 0.8 to 0.9 of the time of 1024 or more,
-# because a call's activations stay in the second-level cache.
+_MOST_LENGTHS = 32  # number of text lengths whose bounds are kept
+# Largest number of rows in a call of the plan, except for a longer text, which has a call of its own. With 256 rows MiniLM
+# takes 0.8 to 0.9 of the time of 1024 or more, because a call's activations stay in the second-level cache.
 _MOST_ROWS = 256
-# Differences from the model's own operators, relative to the values of a text. Plans have the bits of lowbit's operators.
-# Others, as the sines of rotary positions, differ by rounding, which quantized activations amplify.
+# Largest differences from the model's own operators, relative to the values of a text. lowbit's operators have the same bits in
+# plans. Others, such as the sines of rotary positions, differ by rounding, which quantized activations amplify.
 _FLOAT_LIMIT, _QUANTIZED_LIMIT = 1e-4, 0.05
 _MOST_SEEN = 4096  # positions at which masks are compared
-_ALL = 1 << 40  # positions: more than a text has
+_ALL = 1 << 40  # stands for all positions: more than a text has
 _FLAGS = {"return_dict": True, "output_attentions": False, "output_hidden_states": False}
 _TENSORS = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
 _BUILDING = threading.Lock()
@@ -63,10 +63,10 @@ class _Mask:
             elif bounds.dtype is torch.int32:
                 _, begin, end = bounds[0].long().unbind(-1)
             else:
-                raise Unplannable("its attention sees tokens that do not follow each other")
+                raise Unplannable("a token attends to tokens that are not adjacent to each other")
             self._ranges = begin, end
         begin, end = self._ranges
-        # A shorter text sees the same positions as far as it has them, unless it sees all.
+        # The ranges of a shorter text are the same, cut at its end.
         return begin[:length], end[:length].clamp(max=length)
 
     def distances(self, length: int) -> tuple[int, int]:
@@ -76,7 +76,7 @@ class _Mask:
         before, after = int((places - begin).max()), int((end - 1 - places).max())
         same = torch.equal(begin, (places - before).clamp(min=0)) and torch.equal(end, (places + 1 + after).clamp(max=length))
         if not same:
-            raise Unplannable("its attention sees other numbers of tokens at each position")
+            raise Unplannable("tokens attend to different numbers of tokens before or after them")
         every = length - 1
         return (_ALL if before == every else before), (_ALL if after == every else after)
 
@@ -105,7 +105,7 @@ class EncoderPlan:
     def __init__(self, model: Any, head: Classifier | Chain | None = None, alone: bool = False):
         """
         Args:
-            head: makes a result of each text from the hidden states.
+            head: computes the result of each text from its hidden states.
             alone: the plan's only result is that of the head.
 
         Raises:
@@ -117,7 +117,7 @@ class EncoderPlan:
         check_hooks(whole)
         self._names = set(inspect.signature(type(model).forward).parameters)
         if not {"input_ids", "attention_mask", "position_ids"} <= self._names:
-            raise Unplannable("its positions or its mask are not arguments")
+            raise Unplannable("its forward does not take input_ids, attention_mask and position_ids")
         ids = torch.zeros(1, 4, dtype=torch.int64)
         self.makes_caches = "use_cache" in self._names and "past_key_values" in _own(model, ids, use_cache=True)
         output = self._own(model, ids)
@@ -179,11 +179,10 @@ class EncoderPlan:
     def _packed(
         self, model: Any, head: Any, ids: Tensor, arguments: dict[str, Tensor], ranges: Tensor, bounds: list[Tensor]
     ) -> list[Tensor]:
-        """The results for texts that follow each other: their hidden states, what the pooler makes of their first tokens, and
-        the head's."""
+        """The results for concatenated texts: hidden states, the pooler's output for their first tokens, the head's result."""
         left = iter(bounds)
         with masks_made_by(lambda **_: next(left)):
-            # With a mask of ones, because transformers looks for texts that follow each other if there is none.
+            # With a mask of ones: without a mask, transformers looks for concatenated texts itself.
             hidden = self._own(
                 model, ids, attention_mask=torch.ones(ids.shape, dtype=torch.int64), **arguments
             ).last_hidden_state
@@ -239,7 +238,7 @@ class EncoderPlan:
                     difference = (one - other).float().norm() / one.float().norm()
                     worst = max(worst, float(difference)) if difference <= limit else float("inf")
         if worst > limit:
-            raise Unplannable(f"its results differ by {worst:.2g} of their size; rounding is below {limit:g}")
+            raise Unplannable(f"its results in a plan have a relative difference of {worst:.2g}; expected less than {limit:g}")
         return worst
 
     @property
@@ -249,10 +248,10 @@ class EncoderPlan:
         return most - self._padding - 1 if self._counts_tokens else most
 
     def facts(self) -> dict[str, list[int]]:
-        """How a plan's inputs are made from tokens; plan/model.cpp does it.
+        """The facts from which plan/model.cpp computes a plan's inputs for some tokens.
 
         Raises:
-            Unplannable: its attention sees tokens in another way.
+            Unplannable: its attention has a mask that facts cannot describe.
         """
         config = self._model.config
         facts = {"vocabulary": [config.vocab_size], "positions": [self.positions], "width": [self.width]}
@@ -263,7 +262,7 @@ class EncoderPlan:
         length = min(self.positions, _MOST_SEEN)
         facts["masks"] = [number for mask in self._masks for number in mask.distances(length)]
         if length < self.positions and (getattr(config, "sliding_window", None) or 0) >= length:
-            raise Unplannable(f"its attention sees more than {length} tokens")
+            raise Unplannable(f"its attention has a window of more than {length} tokens")
         return facts
 
     def fits(self) -> bool:
@@ -329,7 +328,7 @@ class EncoderPlan:
         return list(map(slice, begins, [*begins[1:], batch]))
 
     def _run(self, columns: list[Tensor], shown: Tensor | None) -> list[Tensor]:
-        """Hidden states of texts, and what the pooler makes of them."""
+        """The plan's results for a batch of texts: hidden states, the pooler's outputs, and those of the head."""
         batch, length = columns[0].shape
         columns = [column.contiguous().view(-1) for column in columns]
         if shown is None:
@@ -338,7 +337,7 @@ class EncoderPlan:
             if batch > 1:
                 bounds = [each.repeat(batch, 1) for each in bounds]
         else:
-            # How many tokens of a text are in front of each position.
+            # The number of tokens of a text before each position.
             before = torch.nn.functional.pad(shown.cumsum(1), (1, 0))
             ends = before[:, -1].cumsum(0).tolist()
             if not bool(before[:, -1].all()):
@@ -371,7 +370,7 @@ def _own(model: Any, ids: Tensor, attention_mask: Tensor | None = None, **argume
 
 
 class PlannedEncoder:
-    """The ``forward`` of a fused model: by a plan where a call and the model fit it, else by the model's own code."""
+    """The ``forward`` of a fused model: runs the plan if it can compute the call, else the model's own code."""
 
     _sees_caches = True  # whether callers get the caches that the model makes
 
@@ -407,7 +406,7 @@ class PlannedEncoder:
         if self.plan is None:
             return None
         if not self.plan.fits():
-            if not self.plan.has_its_memory():  # which it would keep alive
+            if not self.plan.has_its_memory():  # drops the plan, which would keep the old parameters alive
                 self._refuse("the model has been changed since its first call")
             return None
         if self._sees_caches and self.plan.makes_caches and given.get("use_cache", self.model.config.use_cache):
@@ -516,8 +515,8 @@ class FilePlan:
     """A plan that computes embeddings or scores of texts from their tokens, for programs without Python.
 
     Attributes:
-        facts: what such a program needs to know to make the plan's inputs.
-        positions: the tokens of the longest text.
+        facts: from which such a program computes the plan's inputs.
+        positions: number of tokens of the longest text.
     """
 
     plan: Plan
@@ -537,7 +536,7 @@ def plan_for_files(model: Any) -> FilePlan:
     elif len(list(model)) == 1 and is_classifier(model[0].model):
         head = Classifier(model[0].model)
     else:
-        raise Unplannable(f"it is a {type(model).__name__} of other modules")
+        raise Unplannable(f"it is a {type(model).__name__} with modules that plans do not support")
     made = EncoderPlan(head.base, head, alone=True)
     return FilePlan(made.planned.plan, made.planned.weights, made.facts(), made.positions)
 

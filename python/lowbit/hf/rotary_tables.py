@@ -41,7 +41,7 @@ class RotaryTable(torch.nn.Module):
             tables: for each type of layer, or "" if the model has one type, cosines and sines [1, positions, rotary].
         """
         super().__init__()
-        self._original = (original,)  # in a tuple, because it is no part of this module
+        self._original = (original,)  # in a tuple, so that it is not registered as a submodule
         self._kinds = tuple(tables)
         for kind, (cos, sin) in tables.items():
             self.register_buffer(f"{kind}cos", cos[0].clone(), persistent=False)

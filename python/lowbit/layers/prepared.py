@@ -147,7 +147,7 @@ def fake_quantize_activations(x: Tensor, group_size: int | None, activation_bits
     Args:
         x: [..., k] of any float dtype.
         group_size: the group size of the layer's weight; each group is divided into segments. None: one group.
-        activation_bits: 8, or 16: two int8 planes, the second of what the first left.
+        activation_bits: 8, or 16: two int8 planes, the second for the rounding error of the first.
 
     Returns:
         float32 [..., k]. The gradient passes unchanged (a straight-through estimator: Bengio et al., 2013). A segment with a
@@ -184,7 +184,7 @@ class _FakeQuantizedActivations(torch.autograd.Function):
         codes, scales = _int8_plane(segments)
         if activation_bits == 8:
             values = codes.mul_(scales)
-        else:  # in float64, where the products and the rest are exact
+        else:  # in float64, where the products and the rounding error are exact
             first = codes.double() * scales
             codes, scales = _int8_plane((segments - first).float())
             values = (first + codes.double() * scales).float()
@@ -201,7 +201,7 @@ class _FakeQuantizedActivations(torch.autograd.Function):
 
 
 class _FakeQuantizedActivationsForward(_FakeQuantizedActivations):
-    """As :class:`_FakeQuantizedForward`."""
+    """The same as :class:`_FakeQuantizedForward`."""
 
     @staticmethod
     def jvp(ctx: Any, x: Tensor, *_: Any) -> Tensor:

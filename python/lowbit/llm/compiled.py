@@ -39,7 +39,7 @@ class Step:
         self._decoder = decoder  # owns the memory that the graphs use, until it is released
 
     def __call__(self, tokens: Tensor, start: Tensor) -> Tensor:
-        """As :meth:`Decoder.forward`."""
+        """The same as :meth:`Decoder.forward`."""
         self._decoder.check()
         check_call(tokens, start, self._decoder.vocabulary, self.max_length)
         graph = self._one if tokens.shape[1] == 1 else self._many
@@ -47,11 +47,11 @@ class Step:
 
     @property
     def recurrent(self) -> bool:
-        """As :attr:`Decoder.recurrent`."""
+        """The same as :attr:`Decoder.recurrent`."""
         return self._decoder.recurrent
 
     def kept(self, count: int) -> int:
-        """As :meth:`Decoder.kept`."""
+        """The same as :meth:`Decoder.kept`."""
         return self._decoder.kept(count)
 
 

@@ -224,7 +224,7 @@ class Reference(Rounding):
 
 
 def sees_what_follows(model: torch.nn.Module) -> str | None:
-    """As :meth:`Rounding.change_by_later_tokens`, for a model with its own attention."""
+    """The same as :meth:`Rounding.change_by_later_tokens`, for a model with its own attention."""
     tokens = sample_text(model.config.get_text_config(), TOKENS)
     whole = _logits(model, tokens)
     rounding = Rounding(model, whole, _logits(model, tokens.T).transpose(0, 1))

@@ -215,7 +215,7 @@ def sample(
 def draw(
     logits: Any, temperature: float, top_k: int | None, top_p: float | None, generator: numpy.random.Generator, min_p: float
 ) -> int:
-    """As :func:`sample`, without checking the arguments."""
+    """The same as :func:`sample`, without checking the arguments."""
     if temperature == 0:
         return most_likely(logits)
     values = floats(logits)

@@ -26,11 +26,11 @@ from ..plan.running import Caches, Planned
 
 _LOG = logging.getLogger(__name__)
 _NAMES = ("vision_tower", "vision_model", "visual")  # a model's vision tower
-_FIRST = ""  # the name of an argument without one
+_FIRST = ""  # stands for the name of a positional argument
 _MOST_SIZES = 4
 _CALLS = ((4, 2), (6, 3), (9, 5), (12, 7))  # all have the same sizes, which do not depend on rows
-# Hidden states may differ by rounding from those of the tower's own convolutions and attention. Quantized activations amplify
-# it.
+# Hidden states may differ from those of the tower's own convolutions and attention by rounding errors, which quantized
+# activations amplify.
 _LIMIT = 0.05
 
 
@@ -50,7 +50,7 @@ class _Plan:
     def __init__(self, tower: torch.nn.Module, arguments: Mapping[str, Any], pictures: str):
         """
         Args:
-            arguments: of a call; all but the pictures are the same in every call.
+            arguments: the arguments of a call; all but the pictures are the same in every call.
             pictures: the name of the pictures among the arguments.
 
         Raises:
@@ -75,7 +75,7 @@ class _Plan:
             SharedInput([own_layer[layer] for layer in group])
 
         def run() -> list[Tensor]:
-            # Copies, because a result may be a view, or come twice.
+            # Copies, because a result may be a view, or the same tensor as another.
             results = _pytree.tree_leaves(_call(own, arguments))
             return [each.clone(memory_format=torch.contiguous_format) for each in results]
 

@@ -18,7 +18,7 @@ from ..operators import ops
 from .cpus import available_cpus
 
 _LOG = logging.getLogger(__name__)
-_SHAPES_BYTES = 128 << 20  # of weights made for shapes: larger than any cache, as a whole model is
+_SHAPES_BYTES = 128 << 20  # of weights, made for the given shapes: more than any cache holds, as with a whole model
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ def each_operator_alone() -> Iterator[None]:
 
 
 def is_fused() -> bool:
-    """Whether a compiler traces, which fuses torch's elementwise operators with each other, but not with lowbit's."""
+    """Whether a compiler is tracing; it fuses torch's elementwise operators with each other, but not with lowbit's."""
     return torch.compiler.is_compiling() and not _alone
 
 

@@ -7,16 +7,16 @@ from dataclasses import dataclass
 class PackedInfo:
     """The header of a packed weight."""
 
-    bits: int  # of a code, 1 to 8
+    bits: int  # bits of a code, 1 to 8
     mapping: str  # "symmetric", "affine" or "levels"
     group_size: int | None  # None: one group per row
     out_features: int  # rows, n
-    in_features: int  # of a row, k
+    in_features: int  # values of a row, k
     groups: int  # per row
     has_bias: bool  # inside the packed weight
     total_bytes: int  # with the header
-    version: int  # of the format: 4 with activations of 16 bits, else 3 with rotated inputs, else 2 with levels, else 1
-    format: str = "panel16"  # of the bytes after the header; or a vendor's
+    version: int  # version of the format: 4 with activations of 16 bits, else 3 with rotated inputs, else 2 with levels, else 1
+    format: str = "panel16"  # format of the bytes after the header; or a vendor's
     levels: tuple[int, ...] | None = None  # the level of each code with mapping "levels"; for experts, the first expert's
     experts: int | None = None  # number of matrices, each described by the fields above; None: a single matrix
     rotated_inputs: int = 0  # block size of the rotation; 0: inputs are not rotated

@@ -11,7 +11,7 @@ from torch import Tensor
 from .. import _C
 from .header import PackedInfo
 
-PLANES_VERSION = 4  # of the format, with activations of 16 bits
+PLANES_VERSION = 4  # the version of the format that has activations of 16 bits
 
 
 class Unpacked(NamedTuple):

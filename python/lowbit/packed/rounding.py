@@ -93,9 +93,9 @@ class LinearConfig(Config):
         rotate: multiply the inputs by signs and a Hadamard matrix, block by block, and the weights by the inverse. This
             spreads outliers of the inputs over a block, so low bit widths lose less quality. The block size is the largest
             power of two that divides the number of inputs, at most 64; if that is below 16, inputs are not rotated.
-        activation_bits: 8: the layer rounds its inputs to int8, with a scale for each 64 or fewer of them. 16: it also
-            rounds what this rounding left, and adds the two products. Results then differ from those of float inputs by about
-            1e-5 of their size. The weights are read once for both, so decoding, which waits for memory, takes little longer.
+        activation_bits: 8: the layer rounds its inputs to int8, with a scale for each 64 or fewer of them. 16: it also rounds
+            the remaining error to int8, and adds the products of both. Results then differ from those of float inputs by about
+            1e-5 of their size. The weights are read once for both, so decoding, which is bound by memory, takes little longer.
     """
 
 

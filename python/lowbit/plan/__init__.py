@@ -1,1 +1,1 @@
-"""Plans: a whole step of a model as one call of C++. docs/internals/plan.md has the design and the file."""
+"""Plans: a whole call of a model as one call of C++. docs/internals/plan.md has the design and the file."""

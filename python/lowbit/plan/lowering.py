@@ -17,14 +17,14 @@ from .plan_file import ELEMENT_TYPES, Buffer, Compute, Extent, Kind, Op, Operand
 from .recording import Call, Recording, Sizes, Unplannable, View, check_alike, unified
 
 _MOST_CONSTANT = 1 << 20  # bytes of a constant in a plan
-_MOST_SHORT = 4  # numbers of a sum in a product of batches of matrices
-_MOST_FLOATS = 1 << 19  # numbers of a float layer for all tokens; torch multiplies many rows several times as fast
+_MOST_SHORT = 4  # largest inner size of batched matrix products that become elementwise operators
+_MOST_FLOATS = 1 << 19  # largest float weight to multiply with many rows, for which torch is several times as fast
 _DTYPES = {torch.float32: 4, torch.bfloat16: 2, torch.float16: 2, torch.uint8: 1, torch.int32: 4, torch.int64: 8, torch.bool: 1}
 
 
 @dataclass(frozen=True)
 class Roles:
-    """What the given tensors of the recordings are; the storages of a recording begin with them."""
+    """The roles of the given tensors of the recordings, which are the first storages of each recording."""
 
     inputs: int
     caches: Sequence[tuple[int, int]]  # layer and slot of each, after the inputs
@@ -56,17 +56,17 @@ class _Lowering:
                 or view.storage in self.outputs
                 or not self._is_whole(view)
             ):
-                raise Unplannable("its results are no tensors of their own")
+                raise Unplannable("its results are not new contiguous tensors that depend on the input")
             self.outputs[view.storage] = number
         for call in whole.calls:
             lower = _LOWERINGS.get(call.operator)
             if lower is None:
-                raise Unplannable(f"a plan has no {call.operator}")
+                raise Unplannable(f"{call.operator} is not supported in plans")
             lower(self, call)
 
     def _is_whole(self, view: View) -> bool:
         if view.dtype not in _DTYPES:
-            raise Unplannable(f"a plan has no tensors of {view.dtype}")
+            raise Unplannable(f"tensors of {view.dtype} are not supported in plans")
         numel = [math.prod(size.at(*call) for size in view.size) for call in self.sizes.calls]
         sizes = [recording.bytes_of(view.storage) for recording in self.recordings]
         contiguous = view.offset == Extent(0) and view.stride == strides_of(view.size)
@@ -145,7 +145,7 @@ class _Lowering:
         if view is None or isinstance(view, Operand):
             return view
         if view.dtype not in _DTYPES:
-            raise Unplannable(f"a plan has no tensors of {view.dtype}")
+            raise Unplannable(f"tensors of {view.dtype} are not supported in plans")
         key = self.recordings[0].tensors[view.storage].untyped_storage()._cdata
         for name, tensor in self.weights.get(key, ()):
             operand = self._within(view, name, tensor)
@@ -300,18 +300,18 @@ def _linears(to: _Lowering, call: Call) -> None:
 def _cache(to: _Lowering, view: View) -> tuple[int, int]:
     number = view.storage - to.roles.inputs
     if not 0 <= number < len(to.roles.caches):
-        raise Unplannable("its attention has caches of its own")
+        raise Unplannable("its attention uses caches that the decoder did not make")
     to.buffer(view.storage)
     return to.roles.caches[number]
 
 
 def _check_start(to: _Lowering, arguments: dict[str, Any]) -> None:
     if arguments["start"].storage != to.roles.start:
-        raise Unplannable("its states are not those of the text")
+        raise Unplannable("its layers start at another position than the text")
 
 
 def _held(to: _Lowering, layer: int) -> None:
-    """A place for ``held`` of a text whose caches have only a window."""
+    """A buffer for ``held`` of a text whose caches hold only a window."""
     if not any(b.kind is Kind.CACHE and (b.index, b.slot) == (layer, Slot.HELD) for b in to.plan.buffers):
         to.plan.buffers.append(Buffer(Kind.CACHE, index=layer, slot=Slot.HELD))
 
@@ -324,12 +324,12 @@ def _attention(to: _Lowering, call: Call) -> None:
         raise Unplannable("its attention has caches of several layers")
     if a["start"].storage != to.roles.start:
         if a["softcap"] or a["sinks"] is not None:
-            raise Unplannable("its attention over other positions has a cap or sinks")
+            raise Unplannable("its attention over fixed caches has a soft cap or sinks")
         numbers = [layer, slot, values, a["window"]]
         to.step(Op.FIXED_ATTENTION, [a["q"], a["k"], a["v"], a["start"], *call.results], numbers, [a["scale"]])
         return
     if (slot, values) != (Slot.KEYS, Slot.VALUES):
-        raise Unplannable("its attention has other caches than keys and values")
+        raise Unplannable("its attention does not use the cache of keys as keys and that of values as values")
     _held(to, layer)
     to.step(Op.ATTENTION, [a["q"], a["k"], a["v"], a["sinks"], *call.results], [layer, a["window"]], [a["scale"], a["softcap"]])
 
@@ -359,9 +359,9 @@ def _copy(to: _Lowering, call: Call) -> None:
     target = to.operand(call.results[0])
     assert target is not None
     if product(source.size) != product(target.size):
-        raise Unplannable(f"a plan has no {call.operator} that repeats values")
+        raise Unplannable(f"{call.operator} is not supported in plans if it repeats values")
     if target.stride != strides_of(target.size) and target.size != source.size:
-        raise Unplannable(f"a plan has no {call.operator} with gaps")
+        raise Unplannable(f"{call.operator} is not supported in plans if its result has gaps")
     same = target if target.size == source.size else replace(target, size=source.size, stride=strides_of(source.size))
     to.step(Op.COPY, [source, same])
 
@@ -378,7 +378,7 @@ def _repeat(to: _Lowering, call: Call) -> None:
     source, target = to.operand(call.arguments["self"]), to.operand(call.results[0])
     assert source is not None and target is not None
     if any(was not in (Extent(1), now) for was, now in zip(source.size[::-1], target.size[::-1])):
-        raise Unplannable("a plan has no repeat of more than single values")
+        raise Unplannable("plans repeat only dimensions of size 1")
     to.step(Op.COPY, [expanded(source, target.size), target])
 
 
@@ -435,7 +435,7 @@ def _number(value: Any) -> float:
     """A constant of a computation."""
     number = float(value)
     if isinstance(value, int) and (number != value or number == 2.0**63):
-        raise Unplannable(f"a plan has no number {value}")
+        raise Unplannable(f"the number {value} is not exact in float64")
     return number
 
 
@@ -460,7 +460,7 @@ def _pairs() -> None:
         def lower(to: _Lowering, call: Call) -> None:
             a = call.arguments
             if a.get("alpha", 1) != 1 or a.get("rounding_mode") is not None:
-                raise Unplannable(f"a plan has no {call.operator} with these arguments")
+                raise Unplannable(f"{call.operator} with these arguments is not supported in plans")
             values = [a["self"], a["other"]]
             if any(isinstance(value, Extent) for value in values):
                 raise Unplannable("a number depends on the length of a call")
@@ -499,7 +499,7 @@ def _singles() -> None:
 @_lowers(_ATEN.bitwise_not.default)
 def _not(to: _Lowering, call: Call) -> None:
     if call.results[0].dtype is not torch.bool:
-        raise Unplannable("a plan has no bitwise_not of integers")
+        raise Unplannable("bitwise_not of integers is not supported in plans")
     _elementwise(to, call.results[0], [call.arguments["self"]], Compute.NOT, torch.bool)
 
 
@@ -528,7 +528,7 @@ def _activation(to: _Lowering, call: Call) -> None:
 @_lowers(_ATEN.softplus.default)
 def _softplus(to: _Lowering, call: Call) -> None:
     if (call.arguments["beta"], call.arguments["threshold"]) != (1, 20):
-        raise Unplannable("a plan has only softplus with beta 1 and threshold 20")
+        raise Unplannable("plans support softplus only with beta 1 and threshold 20")
     _elementwise(to, call.results[0], [call.arguments["self"]], Compute.SOFTPLUS, call.results[0].dtype)
 
 
@@ -542,7 +542,7 @@ def _pow(to: _Lowering, call: Call) -> None:
     elif exponent == -0.5:
         _elementwise(to, out, [x], Compute.RSQRT, out.dtype)
     else:
-        raise Unplannable(f"a plan has no power of {exponent:g}")
+        raise Unplannable(f"the power {exponent:g} is not supported in plans")
 
 
 @_lowers(_ATEN.clamp.default, _ATEN.clamp_.default, _ATEN.clamp_min.default, _ATEN.clamp.Tensor)
@@ -578,7 +578,7 @@ def _index_put(to: _Lowering, call: Call) -> None:
     a = call.arguments
     x, indices, values = a["self"], a["indices"], a["values"]
     if len(indices) != 1 or indices[0].dtype is not torch.bool or indices[0].size != x.size or values.size or a["accumulate"]:
-        raise Unplannable("a plan has only assignments of a number to a mask")
+        raise Unplannable("plans support only assignments of a number where a mask is true")
     _select(to, x, indices[0], values, x)
 
 
@@ -614,7 +614,7 @@ def _pad(to: _Lowering, call: Call) -> None:
     source, pad = to.operand(a["self"]), a["pad"]
     assert source is not None and target is not None
     if a.get("mode", "constant") != "constant" or any(isinstance(each, Extent) or each < 0 for each in pad):
-        raise Unplannable("a plan has only constant padding of constant sizes")
+        raise Unplannable("plans support only padding by a constant, of constant size")
     to.compute([(Compute.CONVERT, [float(a["value"] or 0)], target.dtype)], [], target)
     offset = target.offset
     for number, before in enumerate(pad[::2]):  # the last dimension comes first
@@ -638,7 +638,7 @@ def _empty(to: _Lowering, call: Call) -> None:
 def _arange(to: _Lowering, call: Call) -> None:
     out, start, step = call.results[0], call.arguments.get("start", 0), call.arguments.get("step", 1)
     if any(type(value) is not int for value in (start, step)) or len(out.size) != 1:
-        raise Unplannable("a plan has only arange of constant integers")
+        raise Unplannable("plans support arange only with constant integers")
     counted = out if out.dtype is torch.int64 else to.temporary(torch.int64, out.size)
     to.step(Op.COUNT_UP, [counted], [], [start, step])
     if counted is not out:
@@ -657,11 +657,11 @@ def _float_linear(to: _Lowering, call: Call) -> None:
         x, other = a["self"], to.operand(a["other" if "other" in a else "mat2"])
         assert other is not None
         if len(other.size) != 2:
-            raise Unplannable("a plan has no products of batches of matrices")
+            raise Unplannable("batched matrix products are not supported in plans")
         weight = replace(other, size=other.size[::-1], stride=other.stride[::-1])
     assert weight is not None
     if to.plan.buffers[weight.buffer].kind not in (Kind.WEIGHT, Kind.CONSTANT):
-        raise Unplannable("a plan has no products of activations")
+        raise Unplannable("products of activations are not supported in plans")
     rows = product(x.size[:-1])
     if (rows.per_row or rows.constant > 16) and product(weight.size).constant > _MOST_FLOATS:
         raise Unplannable("it has float layers, which torch multiplies faster")
@@ -680,7 +680,7 @@ def _convolution(to: _Lowering, call: Call) -> None:
     axes = len(weight.size) - 2
     strides, padding = (a[name] if type(a[name]) is str else _per_axis(a[name], axes) for name in ("stride", "padding"))
     if a["groups"] != 1 or set(_per_axis(a["dilation"], axes)) != {1} or len(x.size) != axes + 2 or padding == "same":
-        raise Unplannable("a plan has only convolutions of batches without groups, dilation and padding to the same size")
+        raise Unplannable("plans support only convolutions of batches, without groups, dilation and padding to the same size")
     texts, channels, *lengths = x.size
     if padding != "valid" and any(padding):
         lengths = [_sum(length, Extent(2 * each)) for length, each in zip(lengths, padding)]
@@ -757,7 +757,7 @@ def _reduced(call: Call, source: Operand, out: Operand) -> tuple[Operand, Operan
     """The operands of a sum over one dimension, which becomes the last one."""
     dims = call.arguments["dim"]
     if not dims or len(dims) != 1 or not _is_float(out.dtype) or not _is_float(source.dtype):
-        raise Unplannable("a plan has only sums of floats over one dimension")
+        raise Unplannable("plans support only sums of floats over one dimension")
     dim = dims[0] % len(source.size)
     order = [d for d in range(len(source.size)) if d != dim]
     moved = replace(
@@ -773,7 +773,7 @@ def _reduced(call: Call, source: Operand, out: Operand) -> tuple[Operand, Operan
 def _mean(to: _Lowering, x: Operand, out: Operand) -> None:
     count = x.size[-1]
     if count.per_row or count.per_kept:
-        raise Unplannable("a plan has no mean over the tokens of a call")
+        raise Unplannable("a mean over the tokens of a call is not supported in plans")
     total = to.temporary(torch.float32, out.size)
     to.step(Op.SUM, [x, total])
     to.compute([(Compute.DIV, [0, float(count.constant)], out.dtype)], [total], out)
@@ -782,7 +782,7 @@ def _mean(to: _Lowering, x: Operand, out: Operand) -> None:
 @_lowers(_ATEN.std.dim)
 def _std(to: _Lowering, call: Call) -> None:
     if call.arguments["unbiased"]:
-        raise Unplannable("a plan has only deviations with unbiased=False")
+        raise Unplannable("plans support std only with unbiased=False")
     source, out = to.operand(call.arguments["self"]), to.operand(call.results[0])
     assert source is not None and out is not None
     x, target = _reduced(call, source, out)
@@ -808,7 +808,7 @@ def _norm(to: _Lowering, call: Call) -> None:
     assert x is not None and out is not None
     dims, order, last = list(a["dim"] or []), a.get("ord", a.get("p")), len(x.size) - 1
     if order != 2 or len(dims) != 1 or dims[0] % len(x.size) != last or x.dtype is not out.dtype or a.get("dtype") is not None:
-        raise Unplannable("a plan has only Euclidean norms of the last dimension")
+        raise Unplannable("plans support only Euclidean norms over the last dimension")
     squares = to.temporary(torch.float32, x.size)
     to.compute([(Compute.MUL, [0, 0], torch.float32)], [x], squares)
     total = to.temporary(torch.float32, x.size[:-1])
@@ -821,7 +821,7 @@ def _norm(to: _Lowering, call: Call) -> None:
 def _softmax(to: _Lowering, call: Call) -> None:
     x = call.arguments["self"]
     if call.arguments["dim"] % len(x.size) != len(x.size) - 1:
-        raise Unplannable("a plan has only softmax over the last dimension")
+        raise Unplannable("plans support softmax only over the last dimension")
     to.step(Op.SOFTMAX, [x, *call.results])
 
 
@@ -829,7 +829,7 @@ def _softmax(to: _Lowering, call: Call) -> None:
 def _topk(to: _Lowering, call: Call) -> None:
     a = call.arguments
     if a["dim"] % len(a["self"].size) != len(a["self"].size) - 1 or not a["largest"]:
-        raise Unplannable("a plan has only the largest numbers of the last dimension")
+        raise Unplannable("plans support topk only over the last dimension, for the largest numbers")
     to.step(Op.TOP, [a["self"], *call.results])
 
 
@@ -838,7 +838,7 @@ def _largest(to: _Lowering, call: Call) -> None:
     a = call.arguments
     x, outputs = a["self"], list(map(to.operand, call.results))
     if a["dim"] % len(x.size) != len(x.size) - 1 or not _is_float(x.dtype):
-        raise Unplannable("a plan has only the largest float of the last dimension")
+        raise Unplannable("plans support max only of floats over the last dimension")
     if not a["keepdim"]:
         outputs = [replace(out, size=(*out.size, Extent(1)), stride=(*out.stride, Extent(1))) for out in outputs if out]
     to.step(Op.TOP, [x, *outputs])
@@ -849,7 +849,7 @@ def _gather(to: _Lowering, call: Call) -> None:
     a = call.arguments
     x, index = a["self"], a["index"]
     if a["dim"] % len(x.size) != len(x.size) - 1 or x.size[:-1] != index.size[:-1]:
-        raise Unplannable("a plan has only gather over the last dimension")
+        raise Unplannable("plans support gather only over the last dimension")
     to.step(Op.GATHER, [x, index, *call.results])
 
 
@@ -858,7 +858,7 @@ def _scatter(to: _Lowering, call: Call) -> None:
     a = call.arguments
     x, index, out = a["self"], a["index"], a["self"]
     if a["dim"] % len(x.size) != len(x.size) - 1 or x.size[:-1] != index.size[:-1]:
-        raise Unplannable("a plan has only scatter over the last dimension")
+        raise Unplannable("plans support scatter only over the last dimension")
     if call.operator is _ATEN.scatter.value:
         out = call.results[0]
         to.step(Op.COPY, [x, out])
@@ -871,7 +871,7 @@ def _repeat_interleave(to: _Lowering, call: Call) -> None:
     repeats, dim = call.arguments["repeats"], call.arguments["dim"]
     assert source is not None and target is not None
     if dim is None or isinstance(repeats, Extent):
-        raise Unplannable("a plan has only repeat_interleave of one dimension")
+        raise Unplannable("plans support repeat_interleave only in one dimension, a constant number of times")
     dim %= len(source.size)
 
     def split(sizes: tuple[Extent, ...], more: Extent) -> tuple[Extent, ...]:
@@ -887,7 +887,7 @@ def _repeat_interleave(to: _Lowering, call: Call) -> None:
 def _layer_norm(to: _Lowering, call: Call) -> None:
     a = call.arguments
     if len(a["normalized_shape"]) != 1:
-        raise Unplannable("a plan has only layer_norm over the last dimension")
+        raise Unplannable("plans support layer_norm only over the last dimension")
     # native_layer_norm also returns means and deviations, for gradients.
     to.step(Op.LAYER_NORM, [to.contiguous(a["input"]), a["weight"], a["bias"], call.results[0]], [], [a["eps"]])
 
@@ -909,7 +909,7 @@ def _index(to: _Lowering, call: Call) -> None:
     indices = call.arguments["indices"]
     places = [d for d, index in enumerate(indices) if index is not None]
     if len(places) != 1 or indices[places[0]].dtype not in (torch.int64, torch.int32):
-        raise Unplannable("a plan has only indexing by one tensor of integers")
+        raise Unplannable("plans support indexing only by one tensor of integers")
     _take(to, call.arguments["self"], indices[places[0]], places[0], call.results[0])
 
 

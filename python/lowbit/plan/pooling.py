@@ -1,4 +1,4 @@
-"""The operator of plans that makes one row of the rows of each text, as torch sees it while a plan is recorded."""
+"""The pooling operator, which reduces the rows of each text to one row; torch runs it while a plan is recorded."""
 
 from __future__ import annotations
 

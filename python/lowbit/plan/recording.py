@@ -203,7 +203,7 @@ class Sizes:
         """The extent that has these values in the recorded calls.
 
         Raises:
-            Unplannable: a number is no constant plus multiples of rows and kept rows.
+            Unplannable: a number is not a constant plus multiples of rows and kept rows.
         """
         if values not in self._known:
             self._known[values] = self._find(values)

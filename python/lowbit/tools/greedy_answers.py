@@ -1,4 +1,4 @@
-"""Measures a language model by what it writes: greedy answers compared with a reference's, and tasks that a program checks."""
+"""Evaluates texts of a language model: greedy answers compared with a reference's, and tasks that a program checks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..llm.decoder import Decoder
 if TYPE_CHECKING:
     from .tasks import Problem
 
-LENGTHS = (16, 64, 256)  # tokens of an answer that are compared
+LENGTHS = (16, 64, 256)  # numbers of first tokens of an answer that are compared
 _AT_ONCE = 16  # answers that are computed together
 _STEP = 16  # a decoder's length is a multiple of this
 Answers = list[list[int]]  # token ids of each
@@ -26,8 +26,8 @@ Answers = list[list[int]]  # token ids of each
 class Equality:
     """Result of :func:`compare_answers`."""
 
-    equal: dict[int, float]  # number of tokens -> share of answers whose first tokens, as many, are the reference's
-    first: float | None  # mean number of equal tokens before the first difference, of answers that differ; None: none does
+    equal: dict[int, float]  # number n of tokens -> share of answers whose first n tokens equal the reference's
+    first: float | None  # mean number of equal tokens before the first difference, over answers that differ; None: all equal
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def greedy_answers(
 def compare_answers(answers: Answers, reference: Answers, new: int) -> Equality:
     """Compares answers of up to ``new`` tokens with a reference's to the same prompts.
 
-    Of LENGTHS, those up to ``new`` are compared. Answers that end are equal if they end at the same token.
+    The first n tokens are compared, for each n of LENGTHS up to ``new``. Shorter answers must end at the same token.
 
     Raises:
         ValueError: another number of answers.

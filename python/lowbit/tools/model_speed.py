@@ -26,7 +26,7 @@ def stored_bytes(model: torch.nn.Module) -> int:
 
 
 def bytes_per_token(model: torch.nn.Module) -> int:
-    """Packed bytes that a decoding step reads: linear layers, one token's experts, and a row of each embedding.
+    """Packed bytes that decoding one token reads: linear layers, the token's experts, and a row of each embedding.
 
     All experts count if the configuration does not say how many each token uses.
     """
@@ -59,7 +59,7 @@ def _feed(step: Callable[..., torch.Tensor]) -> Feed:
 
 
 def profile(step: Callable[..., torch.Tensor], position: int, count: int = 8) -> dict[str, float]:
-    """Seconds of a decoding step in packed linear layers, attention and the rest, measured by the plan or torch's profiler."""
+    """Seconds to decode a token in packed linear layers, attention and the rest, measured by the plan or torch's profiler."""
     tokens = torch.zeros(1, 1, dtype=torch.int64)
     if isinstance(step, Decoder):
         return _profile_of_plan(step, position, count)

@@ -18,8 +18,8 @@ from functools import partial
 from typing import Any
 
 Turns = tuple[dict[str, str], ...]
-_SECONDS = 10  # that a generated program may run
-_MEMORY = 1 << 30  # bytes of its address space
+_SECONDS = 10  # largest run time of a generated program
+_MEMORY = 1 << 30  # largest address space of a generated program, in bytes
 _NUMBER = re.compile(r"[-\u2212]?\d+(?:,\d{3})*")
 _CODE_END = re.compile(r"\n(?=[^\s#)\]}])")  # the first line that is not indented ends a function
 
@@ -31,7 +31,7 @@ class Problem:
     check: Callable[[str], bool]  # whether an answer's text is right
     new: int  # most tokens of an answer
     turns: Turns = ()  # a conversation, whose last message is the question
-    text: str | None = None  # instead: a text to continue, without the chat template
+    text: str | None = None  # instead of turns: a text to continue, without the chat template
     is_complete: Callable[[str], bool] | None = None  # whether an answer needs no further tokens
 
 
@@ -51,7 +51,7 @@ def _says_number(expected: int, answer: str) -> bool:
 
 
 def arithmetic(count: int, seed: int) -> list[Problem]:
-    """Sums, differences and products of numbers from 2 to 12; the answer is a number. Small models solve a part of them."""
+    """Sums, differences and products of numbers from 2 to 12; the answer is a number. Small models solve some of them."""
     examples = [("What is 3 + 5?", "8"), ("What is 9 - 7?", "2"), ("What is 6 * 2?", "12"), ("What is 10 + 4?", "14")]
     draw = random.Random(f"arithmetic {seed}")
     problems = []

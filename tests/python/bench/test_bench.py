@@ -382,7 +382,7 @@ def test_a_run_replaces_the_part_of_its_own_kind_of_cpu(peers, finished, tmp_pat
     text = (tmp_path / "bench.md").read_text()
     assert text == report.document(kinds)
     assert [line for line in text.splitlines() if line.startswith(("# ", "## "))] == [
-        "# How fast",
+        "# Speed of layers",
         "## EPYC P, x",
         "## Xeon Q, x",
     ]

@@ -51,7 +51,7 @@ SHAPES = [(21, 80, 32), (5, 50, 48), (33, 16, 16), (3, 7, None), (17, 130, None)
 
 @pytest.mark.parametrize("bits", WIDTHS)
 @pytest.mark.parametrize("mapping", MAPPINGS)
-def test_what_was_chosen_is_what_is_stored(bits, mapping):
+def test_chosen_codes_are_stored(bits, mapping):
     """The format rounds scales; codes must be chosen for the rounded scales, and the layer must contain them."""
     for n, k, group in SHAPES:
         config = LinearConfig(bits, group, mapping)

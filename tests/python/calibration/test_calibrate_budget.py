@@ -49,7 +49,7 @@ def test_a_target_size_is_met_to_the_byte(source, text, tmp_path):
         assert hidden(loaded).isfinite().all()
 
 
-def test_what_is_named_keeps_its_width(source, text, tmp_path):
+def test_named_layers_keep_their_width(source, text, tmp_path):
     options = ["--calibrate", text, "--target-bits", 7, "--method", "importance"]
     pins = ["--override", "*.0.*=7,64", "--override", "*.1.mlp.*=float", "--embedding-bits", "8"]
     assert invoke("quantize", source, tmp_path / "out", *options, *pins).exit_code == 0
@@ -85,7 +85,7 @@ def test_widths_in_memory_and_that_they_pay():
 
 
 @pytest.mark.parametrize("alternatives", [(), ("affine",), ("levels",), ("affine", "levels")])
-def test_what_may_take_the_place_of_a_plain_scale(alternatives):
+def test_alternatives_to_a_plain_scale(alternatives):
     items = options_of(make("untied"), lowbit.LowBitConfig(), alternatives)
     for bits in range(1, 9):
         found = {option.config.mapping for item in items for option in item.options if option.config.bits == bits}

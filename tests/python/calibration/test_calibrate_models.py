@@ -62,7 +62,7 @@ def test_all_scales_learned_together_are_better():
         assert found[1] < 0.97 * found[0], (make, found)
 
 
-def test_what_no_text_shows_stays(monkeypatch):
+def test_layers_that_no_text_reaches_stay(monkeypatch):
     """Rows of an embedding table that do not occur in the text keep their values, and so do levels from the config."""
     model = llama(tied=False)
     table = (-127, -40, 40, 127)
@@ -107,7 +107,7 @@ class Mixing(nn.Module):
         return (self.table(input_ids) @ self.matrix,)
 
 
-def test_what_errors_of_a_table_cost():
+def test_moments_of_tables_are_those_of_derivatives():
     """The moments are those of the derivatives, here of a known matrix."""
     torch.manual_seed(0)
     matrix = torch.randn(16, 16) * torch.linspace(-1.5, 1.5, 16).exp()

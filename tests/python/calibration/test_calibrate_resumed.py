@@ -118,7 +118,7 @@ def test_the_tables_of_an_encoder_are_taken_up(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("change", ["text", "source", "config", "method", "damage"])
-def test_what_an_earlier_run_left_is_only_used_where_it_is_the_same(change, source, text, tmp_path, monkeypatch):
+def test_results_of_an_earlier_run_are_only_used_if_nothing_changed(change, source, text, tmp_path, monkeypatch):
     copied = shutil.copytree(source, tmp_path / "source")
     shutil.copy(text, tmp_path / "text.txt")
     options = ["quantize", copied, tmp_path / "out", "--calibrate", tmp_path / "text.txt"]

@@ -268,7 +268,7 @@ def test_what_stays_float(tmp_path):
     assert f" {share:.0f} % of the bytes of this JetMoeForCausalLM's matrices stay float" in message
 
 
-def test_what_the_architecture_keeps_in_float32(tmp_path):
+def test_weights_that_the_architecture_keeps_in_float32(tmp_path):
     """T5's "wo" could be packed, so the warning gives the reason instead of a kind of layer, and its advice works."""
     sizes = {"vocab_size": 64, "d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 1, "num_heads": 4}
     T5ForConditionalGeneration(T5Config(**sizes)).save_pretrained(tmp_path / "t5")
@@ -329,7 +329,7 @@ def test_subdirectories_and_weights_of_others(source, tmp_path):
     refuse(source, tmp_path / "again", ValueError, "has adapter_config.json", "merge them into it first")
 
 
-def test_what_the_config_leaves_float_is_no_surprise(tmp_path, recwarn):
+def test_layers_that_the_config_leaves_float_cause_no_warning(tmp_path, recwarn):
     source = save_model(tmp_path / "source")
     summary = quantize_checkpoint(source, tmp_path / "packed", LowBitConfig(overrides={"*.mlp.*": None}))
     assert len(summary.unquantized) == 6

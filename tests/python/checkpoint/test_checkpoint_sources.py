@@ -122,7 +122,7 @@ def test_a_broken_config(source, tmp_path):
     refuse(source, tmp_path / "packed", OSError, "has no config.json")
 
 
-def test_what_is_quantized_already(source, tmp_path):
+def test_checkpoints_that_are_already_quantized(source, tmp_path):
     quantize_checkpoint(source, tmp_path / "packed", CONFIG)
     refuse(tmp_path / "packed", tmp_path / "again", ValueError, "is quantized already, by the method 'lowbit'")
     edit_json(source / "config.json", quantization_config={"quant_method": "gptq"})

@@ -84,7 +84,7 @@ def test_a_reference(packed, text, tmp_path):
     assert math.isclose(float(row[4]), expected.kld, rel_tol=0.02)
 
 
-def test_what_a_reference_is_not(packed, text, tmp_path):
+def test_unusable_references(packed, text, tmp_path):
     logits = tmp_path / "logits.safetensors"
     assert invoke("eval", FLOAT, "--text", text, *OPTIONS, "--save-logits", logits).exit_code == 0
     found = error(invoke("eval", packed[0], "--text", text, *OPTIONS[:2], "--stride", 32, "--reference", logits))

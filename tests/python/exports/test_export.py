@@ -207,7 +207,7 @@ def test_a_counter_in_a_pt2_is_refused(tmp_path):
 
 
 class Keeps(torch.nn.Module):
-    """Keeps state in attributes. A value computed at the first call, objects and constants are no state."""
+    """Keeps state in attributes. A value computed at the first call, objects and constants do not count as state."""
 
     def __init__(self) -> None:
         super().__init__()

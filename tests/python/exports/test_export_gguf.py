@@ -151,7 +151,7 @@ def test_tokenizers_round_trip(tmp_path, name, rule):
     assert json.loads((tmp_path / "back" / "generation_config.json").read_text())["eos_token_id"] == [1, 2]
 
 
-def test_what_gguf_does_not_hold_is_refused_by_name(tmp_path):
+def test_models_that_gguf_cannot_hold_are_refused_by_name(tmp_path):
     model = make_model(dtype=torch.float32, **SIZES)
     for config, words in (
         ({"group_size": 16}, "lowbit quantize --group-size 32"),

@@ -167,8 +167,8 @@ def unigram(content: dict) -> None:
     ("change", "message"),
     [
         (without_byte, "has no token <0x41>; expected one for each byte"),
-        (without_a_pair, "does not join 't' and 'h', which make a token; llama.cpp would"),
-        (apart, "later than others to the same token; GGUF has one score for a token"),
+        (without_a_pair, "does not merge 't' and 'h', which make a token; llama.cpp would merge them"),
+        (apart, "at another rank than other pairs that give the same token; GGUF has one score for a token"),
         (cut, "prepares texts by Prepend, Replace, Whitespace; GGUF's SentencePiece replaces spaces"),
         (unigram, "is Unigram; lowbit writes BPE to GGUF"),
     ],

@@ -189,7 +189,7 @@ def test_damaged_files_of_a_hub_are_refused_as_local_ones(hub, packed):
     assert "is not a whole safetensors file" in error(invoke("inspect", "hf:org/model"))
 
 
-def test_what_a_hub_refuses_is_one_sentence(hub, packed, tmp_path, monkeypatch):
+def test_refusals_of_a_hub_are_one_sentence(hub, packed, tmp_path, monkeypatch):
     def refused(name: str) -> str:
         return error(invoke("inspect", name))
 
@@ -270,7 +270,7 @@ def test_push_and_load_again(hub, packed, tmp_path, monkeypatch):
     assert model.commits[again["revision"]]["README.md"] == b"# Mine\n"
 
 
-def test_what_is_not_pushed(hub, packed, tmp_path, monkeypatch):
+def test_files_that_are_not_pushed(hub, packed, tmp_path, monkeypatch):
     assert "cannot be written by this user; set HF_TOKEN" in error(invoke("push", packed[0], "org/model"))
     assert "has no packed weights" in error(invoke("push", FLOAT, "org/model"))
     assert error(invoke("push", packed[0], "model")) == "'model' is not a name on a hub; expected org/model"

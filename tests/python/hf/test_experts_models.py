@@ -206,7 +206,7 @@ def test_streams_one_expert_at_a_time(source, tmp_path, monkeypatch):
     assert experts.gate_up_proj[0].nbytes / 2 <= max(sizes) < experts.gate_up_proj.nbytes / 2
 
 
-def test_what_stays_float_is_said(tmp_path):
+def test_float_experts_are_reported(tmp_path):
     model = make("mixtral")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -307,7 +307,7 @@ def test_widths_by_layer_have_experts_among_them(source):
 
 
 @torch.no_grad()
-def test_what_experts_lose_is_what_the_model_loses_with_them_rounded(source):
+def test_reported_loss_of_experts_is_that_of_the_model_with_rounded_experts(source):
     kind, _ = source
     model, name = make(kind), f"{experts_of(kind)}.down_proj"
     batches = [{"input_ids": ids} for ids in texts()]

@@ -119,7 +119,7 @@ def test_devices():
             quantizer.validate_environment(device_map=device_map)
 
 
-def test_what_is_quantized_is_not_quantized_again(packed):
+def test_quantized_models_are_not_quantized_again(packed):
     with pytest.warns(UserWarning, match="already has a `quantization_config`"):
         model = load(packed, quantization_config=LowBitConfig(bits=8))
     assert model.model.layers[0].mlp.up_proj.info.bits == 3

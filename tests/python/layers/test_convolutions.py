@@ -102,7 +102,7 @@ STAY = {
 
 @pytest.mark.parametrize("why", STAY)
 @pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
-def test_what_stays_float_is_named_with_the_reason(why):
+def test_float_layers_are_named_with_the_reason(why):
     model = nn.Sequential(nn.Linear(16, 16), copy.deepcopy(STAY[why]) if "hook" not in why else STAY[why])
     with pytest.warns(UserWarning) as caught:
         lowbit.quantize_(model, {"*": lowbit.LinearConfig(8), "1": lowbit.ConvConfig()})

@@ -76,7 +76,7 @@ def test_turns_are_those_from_scratch_and_compute_only_what_is_new(model, tokeni
     assert talk.messages == [] and talk.answer("Return").cached_tokens == 1  # only the first token
 
 
-def test_what_the_template_writes_otherwise_is_computed_again(model, tokenizer):
+def test_tokens_that_the_template_writes_differently_are_computed_again(model, tokenizer):
     # Like templates that remove thoughts from earlier answers.
     template = "{% for message in messages %}{{ message.content if message.role == 'user' or loop.last else 'so' }}{% endfor %}"
     talk = chat(model, tokenizer, template=template)

@@ -187,7 +187,7 @@ def test_files_that_are_no_reference(packed, file, tmp_path):
         compare(packed, TOKENS, tmp_path, **WINDOWS)
 
 
-def test_what_is_not_written(floats, file, tmp_path, monkeypatch):
+def test_refused_logits_are_not_written(floats, file, tmp_path, monkeypatch):
     before = file.read_bytes()
     with pytest.raises(ValueError, match="the text has 1 tokens"):
         save_logits(floats, TOKENS[:1], file, **WINDOWS)

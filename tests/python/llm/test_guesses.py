@@ -229,7 +229,7 @@ def test_what_a_batch_refuses(decoder):
         batch.speculate(2, make_small(32))
 
 
-def test_what_is_refused_of_a_draft(decoder, small, packed, tmp_path):
+def test_refused_drafts(decoder, small, packed, tmp_path):
     with pytest.raises(ValueError, match="guesses is 0; expected 1 or more with a draft"):
         llm.generate(decoder, [1, 2], 5, max_length=MAX_LENGTH, draft=small)
     with pytest.raises(ValueError, match="the draft's max_length is 32; expected the decoder's 256 or more"):

@@ -183,7 +183,7 @@ def test_texts_of_a_batch(kind, tmp_path):
         assert texts[0].result.guessed > texts[0].result.accepted > 0 or not agreeing
 
 
-def test_what_quantizing_keeps(kind, tmp_path):
+def test_tensors_that_quantizing_keeps(kind, tmp_path):
     """Every matrix of the head is packed; tables shared with the model are left out; the model loads as before."""
     write(kind, tmp_path / "float")
     packed = quantized(tmp_path / "float")

@@ -72,7 +72,7 @@ def test_a_text_is_the_same_from_files(model, tmp_path, kind):
     assert cache.directory.stat().st_mode & 0o777 == 0o700
 
 
-def test_what_caches_have_is_not_read_again(decoder, tmp_path):
+def test_tokens_in_caches_are_not_read_again(decoder, tmp_path):
     cache = llm.PrefixCache(tmp_path, decoder)
     expected, _ = written(decoder, TEXT, cache)
     empty(decoder)
@@ -224,7 +224,7 @@ def test_writers_at_once_stay_within_the_size(decoder, tmp_path):
     assert sorted(llm.PrefixCache(tmp_path / "many", decoder).count(text) for text in texts)[-1] == 3 * BLOCK
 
 
-def test_what_a_killed_process_left_is_removed(decoder, tmp_path):
+def test_files_of_a_killed_process_are_removed(decoder, tmp_path):
     child = os.fork()
     if child == 0:
         from lowbit.files.replace import PartialDirectory
@@ -238,7 +238,7 @@ def test_what_a_killed_process_left_is_removed(decoder, tmp_path):
     assert len(files(tmp_path)) == 4 and all(name.endswith(".lowbit-prefix") for name in files(tmp_path))
 
 
-def test_what_cannot_have_a_prefix_cache(model, decoder, tmp_path):
+def test_decoders_without_prefix_cache(model, decoder, tmp_path):
     with pytest.raises(ValueError, match=r"for a Decoder, not compiled; found a Fallback"):
         llm.PrefixCache(tmp_path, llm.Fallback(load_model(FLOAT), LENGTH))
     floats = llm.Decoder(load_model(FLOAT), LENGTH)

@@ -111,7 +111,7 @@ def run(site: Path, script: str, *arguments) -> tuple[int, str, str]:
     return process.returncode, said, errors
 
 
-def test_what_needs_no_torch(site):
+def test_features_that_need_no_torch(site):
     script = """
 import lowbit, lowbit.llm
 assert lowbit.isa()["active"] and lowbit.kernels() and lowbit.llm.Sampling(temperature=0.5).temperature == 0.5

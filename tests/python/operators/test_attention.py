@@ -72,7 +72,7 @@ def test_near_the_exact_result(shape, dtype):
     exact = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True).transpose(
         1, 2
     )
-    # A score is off by what width + 2 roundings of its products make of it, a weight by the factor that two such
+    # A score has the error of width + 2 roundings of its products, a weight is off by the factor that two such
     # errors, the rounding of a difference and exp2 are, and the result by twice that and a rounding per position.
     unit = 2.0**-24
     products = (q.abs() @ k.abs().repeat_interleave(heads // kv_heads, 1).transpose(2, 3) * scale).max().item()

@@ -49,13 +49,13 @@ def test_as_few_compilations_as_a_float_model(dynamic, mode):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("after", [True, False], ids=["converted", "quantized"])
-def test_no_casts_and_no_copies_around_the_operators(dtype, after):
+@pytest.mark.parametrize("cast_packed", [True, False], ids=["quantized, then cast", "cast, then quantized"])
+def test_no_casts_and_no_copies_around_the_operators(dtype, cast_packed):
     """Inductor sees only the operators, in the model's dtype, and the model's own operations."""
     model = torch.nn.Sequential(torch.nn.Embedding(50, 48), torch.nn.Linear(48, 80), torch.nn.ReLU())
     model.append(torch.nn.Linear(80, 48, bias=False)).eval()
     config = {"*": lowbit.LinearConfig(bits=4, group_size=16), "0": lowbit.EmbeddingConfig(bits=3)}
-    if after:
+    if cast_packed:
         model = lowbit.quantize_(model, config).to(dtype)
     else:
         model = lowbit.quantize_(model.to(dtype), config)
@@ -91,7 +91,7 @@ class Bare(torch.nn.Module):
         return self.down(self.up(self.table(indices)).relu()).transpose(0, 1)
 
 
-def test_compiled_is_eager_bit_for_bit():
+def test_compiled_results_equal_eager_ones_bit_for_bit():
     model = lowbit.quantize_(Bare().eval(), CONFIG)
     compiled = torch.compile(model, fullgraph=True)
     with torch.no_grad():
@@ -111,7 +111,7 @@ def test_compiled_follows_a_loaded_state_dict():
         assert torch.equal(compiled(indices), b(indices))
 
 
-def test_what_comes_before_a_compiled_layer_trains():
+def test_layers_before_a_compiled_layer_train():
     model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 8))
     lowbit.quantize_(model, {"1": lowbit.LinearConfig(group_size=16)})
     x = torch.randn(5, 16)
@@ -143,9 +143,9 @@ DERIVATIVES = {
     "kind, several", [(kind, several) for several in (False, True) for kind in list(DERIVATIVES)[: 3 if several else None]]
 )
 def test_compiled_derivatives_are_those_of_eager(kind, several):
-    """Dynamo does not see inputs of torch.func.grad or tangents, so they were silently zero.
+    """Derivatives were silently zero, because Dynamo does not see inputs of torch.func.grad, or tangents.
 
-    Functions of torch.func run in Python, which whole graphs cannot do."""
+    Now Dynamo runs derivatives by torch.func in Python, outside of the graph; with fullgraph=True they are refused."""
     layer = lowbit.nn.Linear(random_packed(21, 40, 4, 16, "affine", bias=True))
     x, way = random_rows(3, 40), random_rows(3, 40, seed=1)
     function = (lambda x: lowbit.linears(x, [layer.packed_weight] * 2, [21, 21])[1]) if several else layer
@@ -172,7 +172,7 @@ def test_tangents_from_outside_of_a_compiled_function(backend):
     x, way = random_rows(3, 40), random_rows(3, 40, seed=1)
     expected = way @ layer.dequantize().T
     compiled = torch.compile(lambda x: layer(x), backend=backend)
-    compiled(x)  # not counted with earlier compilations
+    compiled(x)  # compiles a graph without tangents, which must not be used for the next call
     assert torch.equal(tangent_inside(compiled, x, way), expected)
     assert torch.equal(torch.func.jvp(compiled, (x,), (way,))[1], expected)
     torch._dynamo.reset()
@@ -202,7 +202,7 @@ def test_compiled_operators_without_derivatives_refuse_them():
             with pytest.raises(torch._dynamo.exc.Unsupported, match=f"lowbit.{name} (by torch.func|has no derivatives)"):
                 torch.compile(call, backend="aot_eager", fullgraph=True)(tensor)
             torch._dynamo.reset()
-    compiled = torch.compile(experts, backend="aot_eager")  # it supports the common operators
+    compiled = torch.compile(experts, backend="aot_eager")  # gradients by backward() are compiled
     found = [f(x := x.detach().requires_grad_()).sum().backward() or x.grad for f in (experts, compiled)]
     assert torch.equal(*found) and found[0].any()
 
@@ -220,7 +220,7 @@ def through_checkpoint(function, x, use_reentrant):
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.parametrize("backend", ["none", "aot_eager"])
-def test_what_torch_puts_around_a_layer(backend):
+def test_operations_that_torch_adds_around_a_layer(backend):
     """Each wrapper is right in eager and compiled; under autocast the layer has the dtype of torch's linear layers."""
     layer = lowbit.nn.Linear(random_packed(21, 40, 4, 16, "affine", bias=True))
     table = lowbit.nn.Embedding(layer.packed_weight)

@@ -116,7 +116,7 @@ def turned(x, layout):
 
 
 def separate_rotary(x, cos, sin, heads_dim, layout, round_once):
-    """The same with torch's operators, as in models of transformers."""
+    """lowbit.rotary with torch's operators, as in models of transformers."""
     dtype, count = x.dtype, cos.shape[-1]
     cos, sin = cos.unsqueeze(heads_dim), sin.unsqueeze(heads_dim)
     x, rest = x[..., :count], x[..., count:]

@@ -51,7 +51,7 @@ def test_opcheck_quantize(mapping, group_size):
 
 
 def test_values_and_the_meta_device_do_not_mix():
-    """A layer that was never loaded: torch needs only shapes, and values would be uninitialized memory."""
+    """A layer on the meta device was never loaded. torch would run the fake kernel, whose result is uninitialized memory."""
     model = lowbit.quantize_(Small(), {"*": lowbit.LinearConfig(4), "table": lowbit.EmbeddingConfig(4)})
     packed, x = model.up.packed_weight, torch.randn(2, 48)
     experts = torch.stack([packed, packed])

@@ -1,4 +1,4 @@
-"""Activations of 16 bits, in two int8 planes: what they compute, quantizers, checkpoints and commands that know them."""
+"""Activations of 16 bits, in two int8 planes: results of operators, quantizers, training, checkpoints and commands."""
 
 import json
 import shutil
@@ -43,7 +43,7 @@ def test_each_size(rows, k, n):
     assert_same_bits(lowbit.linear(x.T.contiguous().T, packed, n), y)
 
 
-def test_what_the_second_plane_adds():
+def test_the_second_plane_reduces_the_error():
     torch.manual_seed(0)
     layer = torch.nn.Linear(512, 64)
     x = random_rows(50, 512)

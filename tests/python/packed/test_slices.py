@@ -200,7 +200,7 @@ WHOLE = dict(n=40, k=96, bits=4, group=32, mapping="symmetric", bias=True)
         (lambda w: lowbit.slice_rows("w", 0, 5), TypeError, "packed is a str"),
     ],
 )
-def test_what_does_not_fit_is_refused(call, error, message):
+def test_arguments_that_do_not_fit_are_refused(call, error, message):
     with pytest.raises(error, match=message):
         call(packed_of(**WHOLE))
 

@@ -153,7 +153,7 @@ def test_kernel_files_are_those_of_the_architecture(tmp_path, architecture, has,
         (["LOWBIT_BUILD_TORCH=ON"], "LOWBIT_STATIC is ON; expected LOWBIT_BUILD_TORCH and LOWBIT_BUILD_PYTHON to be OFF"),
     ],
 )
-def test_what_cannot_be_built(tmp_path, definitions, found):
+def test_refused_build_settings(tmp_path, definitions, found):
     done = configure(tmp_path, "LOWBIT_STATIC=ON", *definitions) if definitions else for_a_mac(tmp_path, "arm64;x86_64")
     assert done.returncode == 1 and found in " ".join(done.stderr.split())
 

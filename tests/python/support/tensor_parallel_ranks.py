@@ -19,7 +19,7 @@ from lowbit.machine.memory import give_back
 from lowbit.tensor_parallel import PARTS, LinearPart, shard_
 from transformers import AutoModelForCausalLM
 
-# Layers of every kind with activations of 16 bits, beside layers with the same input that have 8.
+# Layers of every kind with activations of 16 bits, and layers with the same input that have 8.
 PLANES = ("*q_proj", "*qkv_proj", "*down*", "*head", "*embed*")
 CONFIG = lowbit.LowBitConfig(bits=4, group_size=16, overrides={name: {"activation_bits": 16} for name in PLANES})
 

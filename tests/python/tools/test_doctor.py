@@ -51,7 +51,7 @@ def test_without_compiler_and_executorch(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["torch.compile", ".pt2", ".pte", "C++"])
-def test_what_is_installed_works(name, executorch):
+def test_installed_parts_work(name, executorch):
     if name != ".pte" and not any(map(shutil.which, ("c++", "g++", "clang++"))):
         pytest.fail("there is no C++ compiler; scripts/need.sh build installs it")
     tried = surfaces._try_here(name)
@@ -105,7 +105,7 @@ def test_a_process_that_ends_or_hangs_is_a_finding(tmp_path, monkeypatch):
         assert list(temporary.iterdir()) == []
 
 
-def test_what_cannot_be_imported_is_one_line():
+def test_a_failed_import_is_one_line():
     result = run("doctor", "--json", LOWBIT_ISA="nonsense")
     (line,) = result.stderr.splitlines()
     said = line.removeprefix("lowbit: error: ")

@@ -1,4 +1,4 @@
-"""Greedy answers beside a reference's, and the tasks whose answers a program checks."""
+"""Greedy answers compared with a reference's, and the tasks whose answers a program checks."""
 
 import copy
 import json

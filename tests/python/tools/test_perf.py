@@ -216,7 +216,7 @@ def test_a_model_that_does_not_fit(tiny, monkeypatch):
         measure_speed.model(tiny, 1, 60.0)
 
 
-def test_what_crashes_is_not_reached(tmp_path):
+def test_failed_measurements_have_a_reason(tmp_path):
     document, reason = result_of("lowbit.tools.perf.measure_speed", "gpt-5", "1", "5", seconds=120)
     assert document is None and "there is no shape 'gpt-5'" in reason
     document, reason = result_of("lowbit.tools.perf.measure_speed", "kernels", "1", "5", seconds=0.01)

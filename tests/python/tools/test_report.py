@@ -148,7 +148,7 @@ def test_the_page_in_a_browser(made, width, height):
         assert box["texts"] >= 6 and box["paths"] >= 10 and box["inside"]
 
 
-def test_what_is_measured_is_not_measured_again(made, small):
+def test_measured_methods_are_not_measured_again(made, small):
     directory, options, calibrated, _ = made
     before = json.loads((directory / "report.json").read_text())
     first = (directory / "report.html").read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Energy that the CPU or the board takes, by the counters and power sensors of Linux."""
+"""Measures the energy used by the CPU or the board, with the counters and power sensors of Linux."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ _POWER_DRIVERS = {
     *("ina219", "ina220", "ina226", "ina230", "ina231", "ina238", "ina3221"),  # boards
     *("power_meter", "macsmc_hwmon", "fam15h_power"),  # servers, Macs with Linux, older CPUs of AMD
 }
-_TOTALS = ("VDD_IN", "Total System Power")  # labels of sensors that contain those beside them
+_TOTALS = ("VDD_IN", "Total System Power")  # labels of sensors whose power includes that of the others
 _SAMPLE_SECONDS = 0.05
 
 
 @dataclass(frozen=True)
 class Sensor:
-    """A file with microjoules since some time, or with microwatts."""
+    """A file with a counter of microjoules, or with the current power in microwatts."""
 
     name: str
     file: Path
     is_power: bool
-    range: int = 1 << 64  # microjoules after which a counter begins again
+    range: int = 1 << 64  # microjoules after which a counter restarts from 0
 
     def read(self) -> int:
         """Raises OSError if the file cannot be read, ValueError if it is not a number."""
@@ -43,7 +43,7 @@ def _text(path: Path) -> str:
 
 
 def _rapl(root: Path) -> list[Sensor]:
-    """CPU packages, and memory where it is counted apart; a package contains its cores and its graphics."""
+    """CPU packages, which include their cores and graphics, and memory if it has a separate counter."""
     found = []
     for zone in sorted((root / "powercap").glob("intel-rapl:*")):
         name = _text(zone / "name")
@@ -57,7 +57,7 @@ def _hwmon(root: Path) -> list[Sensor]:
     counters, powers = list[Sensor](), list[Sensor]()
     for directory in sorted((root / "hwmon").glob("hwmon*")):
         driver = _text(directory / "name")
-        if driver in _ENERGY_DRIVERS:  # a counter for each socket beside those of each core
+        if driver in _ENERGY_DRIVERS:  # has counters for sockets and for cores
             files = sorted(directory.glob("energy*_input"))
             labels = {file: _text(file.with_name(file.name.replace("_input", "_label"))) for file in files}
             counters += [Sensor(f"{driver} {labels[file]}", file, False) for file in files if "socket" in labels[file].lower()]
@@ -65,7 +65,7 @@ def _hwmon(root: Path) -> list[Sensor]:
             for file in sorted([*directory.glob("power*_input"), *directory.glob("power*_average")]):
                 label = _text(file.with_name(file.name.rpartition("_")[0] + "_label"))
                 powers.append(Sensor(f"{driver} {label}".strip(), file, True))
-    # The rails of a board may contain each other, so that only one sensor counts.
+    # A rail of a board may supply another one, so adding sensors could count energy twice.
     totals = [sensor for sensor in powers if sensor.name.endswith(_TOTALS)]
     return counters or (totals or powers)[:1]
 

@@ -213,7 +213,7 @@ def _load(load: dict[str, Any]) -> str:
 def _warning(figures: dict[str, Any]) -> list[str]:
     if not figures["load"]["busy"]:
         return []
-    return ["**The machine was busy with other work meanwhile** (see Load): all speeds are lower than it can do.", ""]
+    return ["**The machine was busy with other work meanwhile** (see Load): an idle machine is faster.", ""]
 
 
 def _kernels(kernels: dict[str, Any]) -> list[str]:
@@ -277,8 +277,8 @@ def _first_token(model: dict[str, Any]) -> list[str]:
     if start is not None:
         lines += [
             f"Start of `lowbit generate`: the first token after {_digits(start['seconds'])} s, with "
-            f"{_digits(start['cpu_seconds'])} s of CPU time and {size(start['memory_bytes'])} of memory, in which the mapped "
-            "weights count.",
+            f"{_digits(start['cpu_seconds'])} s of CPU time and {size(start['memory_bytes'])} of memory, including the "
+            "mapped weights.",
             "",
         ]
     if joules is not None:
