@@ -1,8 +1,8 @@
 """Scales for the channels of keys, so that caches of few bits lose less, and the inverse scales for queries.
 
-The weights of norms of queries and keys (Gemma 3, Qwen3) differ by large factors between channels. A cache rounds all channels of a
-key with about the same error, and a query multiplies the errors of some channels by large numbers. Balanced channels have the
-smallest error of the sum. The scales are powers of two, so products of queries and keys keep their bits.
+The weights of norms of queries and keys (Gemma 3, Qwen3) differ by large factors between channels. A cache rounds all channels
+of a key with about the same error, and a query multiplies some errors by large numbers. Balanced channels have the smallest
+error of the sum. The scales are powers of two, so products of queries and keys keep their bits.
 """
 
 from __future__ import annotations
@@ -33,15 +33,32 @@ def _root_mean_square(weights: Tensor) -> Tensor:
     return means.clamp_min(means.median() / 16)
 
 
-def _exponents(attention: torch.nn.Module) -> Tensor | None:
-    """log2 of the scales of queries, integers; None if the module has no norms of queries and keys, or nothing to balance."""
+def exponents(query: Tensor, key: Tensor) -> Tensor:
+    """log2 of the scales of queries for weights [width] of their norms, integers.
+
+    The error of a score grows with the lengths of key and query. It is smallest if keys are divided by the root of the ratio of
+    both weights. A common factor of all scales changes nothing, but decides how each is rounded.
+    """
+    query, key = _root_mean_square(query), _root_mean_square(key)
+    best = (key / query).log2() / 2
+
+    def loss(scales: Tensor) -> Tensor:
+        return (key / scales).norm() * (query * scales).norm()
+
+    rounded = [(best - best.median() + step / 8).round().clamp(-_MOST, _MOST) for step in range(8)]
+    return min(rounded, key=lambda each: float(loss(each.exp2())))
+
+
+def _exponents_of(attention: torch.nn.Module) -> Tensor | None:
+    """As :func:`exponents`; None if the module has no norms of queries and keys, or nothing to balance."""
     query, key = (_weights(getattr(attention, name, None)) for name in ("q_norm", "k_norm"))
     width = getattr(attention, "head_dim", None)
     if query is None or key is None or not len(query) == len(key) == width or width % 2:
         return None
-    ratio = (_root_mean_square(key) / _root_mean_square(query)).log2() / 2
-    exponents = (ratio - ratio.median()).round().clamp(-_MOST, _MOST)
-    return exponents if ratio.isfinite().all() and exponents.any() else None
+    if not (query.isfinite().all() and key.isfinite().all() and query.any() and key.any()):
+        return None
+    found = exponents(query, key)
+    return found if found.max() > found.min() else None
 
 
 def attach(model: torch.nn.Module) -> list[torch.nn.Module]:
@@ -52,8 +69,8 @@ def attach(model: torch.nn.Module) -> list[torch.nn.Module]:
     """
     attached = []
     for module in model.modules():
-        if hasattr(module, "layer_idx") and (exponents := _exponents(module)) is not None:
-            for name, each in zip(_NAMES, (exponents, -exponents), strict=True):  # buffers, which compiled code looks for
+        if hasattr(module, "layer_idx") and (found := _exponents_of(module)) is not None:
+            for name, each in zip(_NAMES, (found, -found), strict=True):  # buffers, which compiled code looks for
                 module.register_buffer(name, each.exp2().to(model.dtype), persistent=False)
             attached.append(module)
     return attached

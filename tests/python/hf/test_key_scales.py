@@ -1,4 +1,4 @@
-"""Balanced channels of queries and keys: the same bits with float caches, less loss with caches of few bits, and models without."""
+"""Balanced channels of queries and keys: the same bits with float caches, less loss with caches of few bits."""
 
 import copy
 
