@@ -15,6 +15,8 @@ from torch import Tensor
 from . import norms
 
 _NAMES = ("lowbit_query_scales", "lowbit_key_scales")
+# Attributes of attention modules: norms of queries and of keys.
+_NORMS = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"), ("query_layernorm", "key_layernorm"))
 _MOST = 4  # log2 of the largest scale, so that float16 caches keep their range
 
 
@@ -51,7 +53,8 @@ def exponents(query: Tensor, key: Tensor) -> Tensor:
 
 def _exponents_of(attention: torch.nn.Module) -> Tensor | None:
     """As :func:`exponents`; None if the module has no norms of queries and keys, or nothing to balance."""
-    query, key = (_weights(getattr(attention, name, None)) for name in ("q_norm", "k_norm"))
+    names = next((names for names in _NORMS if hasattr(attention, names[0])), _NORMS[0])
+    query, key = (_weights(getattr(attention, name, None)) for name in names)
     width = getattr(attention, "head_dim", None)
     if query is None or key is None or not len(query) == len(key) == width or width % 2:
         return None

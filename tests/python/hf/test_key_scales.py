@@ -1,6 +1,7 @@
 """Balanced channels of queries and keys: the same bits with float caches, less loss with caches of few bits."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -17,8 +18,11 @@ SIZES = dict(
 CONFIGS = {
     "qwen3": lambda: transformers.Qwen3Config(**SIZES),
     "gemma3": lambda: transformers.Gemma3TextConfig(**SIZES, query_pre_attn_scalar=32, layer_types=["full_attention"] * 2),
+    "hunyuan": lambda: transformers.HunYuanDenseV1Config(**SIZES),
+    "lfm2": lambda: transformers.Lfm2Config(**SIZES, layer_types=["full_attention"] * 2),
     "llama": lambda: transformers.LlamaConfig(**SIZES),
 }
+NORMS = {"hunyuan": ("query_layernorm", "key_layernorm"), "lfm2": ("q_layernorm", "k_layernorm")}
 TEXT = torch.tensor([[(7 * i * i + 3 * i + 5) % 90 + 4 for i in range(40)]])
 
 
@@ -29,7 +33,7 @@ def make(kind, dtype=torch.float32):
     if kind == "llama":
         return model
     for layer in model.model.layers:
-        query, key = (getattr(layer.self_attn, name).weight.data for name in ("q_norm", "k_norm"))
+        query, key = (getattr(layer.self_attn, name).weight.data for name in NORMS.get(kind, ("q_norm", "k_norm")))
         shift = 1.0 if kind == "gemma3" else 0.0
         query.copy_(torch.rand(32) + 0.5 - shift)
         key.copy_(torch.rand(32) + 0.5 - shift)
@@ -57,9 +61,13 @@ def decoders(model, monkeypatch, *arguments, **more):
         return scaled, Decoder(copy.deepcopy(model), 64, *arguments, **more)
 
 
-@pytest.mark.parametrize("plan", [True, False], ids=["plan", "python"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("kind", ["qwen3", "gemma3"])
+@pytest.mark.parametrize(
+    "kind, dtype, plan",
+    [
+        *itertools.product(["qwen3", "gemma3"], [torch.float32, torch.bfloat16], [True, False]),
+        ("gemma3", torch.float16, True), ("hunyuan", torch.float32, True), ("lfm2", torch.float32, True),
+    ],
+)  # fmt: skip
 def test_float_caches_have_the_same_bits(kind, dtype, plan, monkeypatch):
     scaled, plain = decoders(make(kind, dtype), monkeypatch, plan=plan)
     for layer in scaled.model.model.layers:
