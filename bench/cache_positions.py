@@ -1,9 +1,9 @@
 """Prints the KL divergence of each type of KV cache to a float32 cache, by position in a text, for a packed model.
 
-    python bench/cache_positions.py MODEL [--tokens 8192] [--caches int8 int8,int4 int4]
+    python bench/cache_positions.py MODEL [--tokens 8192] [--caches int8 int8,int4 int4] [--unbalanced]
 
 The text is Python source from the standard library. All decoders read it as a prompt, in pieces of 256 tokens. A row of the
-table has the mean over the tokens at its positions.
+table has the mean over the tokens at its positions. --unbalanced: without the scales of keys (hf/key_scales.py).
 """
 
 import argparse
@@ -13,6 +13,7 @@ from pathlib import Path
 import lowbit.transformers  # so that transformers loads packed checkpoints  # noqa: F401
 import torch
 import transformers
+from lowbit.hf import key_scales
 from lowbit.llm import Decoder
 from lowbit.llm.loading import load_tokenizer
 from reality_weights import calibration_text
@@ -44,7 +45,10 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--caches", nargs="+", default=["int8", "int8,int4", "int4"])
+    parser.add_argument("--unbalanced", action="store_true")
     options = parser.parse_args()
+    if options.unbalanced:
+        key_scales.attach = lambda model: []
     model = transformers.AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
     tokenizer = load_tokenizer(options.model)
     tokens = tokenizer(calibration_text(), verbose=False)["input_ids"][: options.tokens // _PIECE * _PIECE]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .. import nn
-from . import norms, own_attention, position_tables, recurrent, rotary, rotary_tables
+from . import key_scales, norms, own_attention, position_tables, recurrent, rotary, rotary_tables
 from .activations import RowWise, is_activation
 from .shared_inputs import SharedInput
 from .unsupported import Unsupported as Unsupported
@@ -125,6 +125,7 @@ def attend(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     sinks = None if s_aux is None else s_aux.to(query.dtype)
     more = (scale, sliding_window or 0, softcap or 0.0, sinks)
+    query, key = key_scales.balanced(module, query, key)
     if isinstance(caches, Texts):
         return caches.attend(module.layer_idx, (query, key, value), *more), None
     if isinstance(caches, Asked):
@@ -272,6 +273,7 @@ class Takeover:
         self._activations: list[tuple[torch.nn.Module, str, torch.nn.Module]] = []
         self._hooks: list[Any] = []
         self._forwards: list[torch.nn.Module] = []  # modules whose forward is replaced
+        self._scaled: list[torch.nn.Module] = []  # attention with scales of keys
         self._own: list[tuple[torch.nn.Module, str, torch.nn.Module]] = []
         self._shared: list[SharedInput] = []
         self.takes_positions = _takes_positions(model)
@@ -301,6 +303,7 @@ class Takeover:
                     self._activations.append((module, name, child))
                     setattr(module, name, RowWise(child))
         self._forwards = norms.replace(model, decoding=True) + rotary.replace(model)
+        self._scaled = key_scales.attach(model)
 
     def _replace_attention(self, model: torch.nn.Module, positions: int) -> None:
         for module, name, attention, kind in list(own_attention.find(model)):
@@ -367,6 +370,8 @@ class Takeover:
             setattr(module, name, replaced)
         for module in self._forwards:
             del module.forward
+        for module in self._scaled:
+            key_scales.detach(module)
         for hook in self._hooks:
             hook.remove()
         for mixer in self.mixers:

@@ -85,6 +85,15 @@ def _norm_of(module: torch.nn.Module) -> _Norm | None:
     return norms[0] if norms else None
 
 
+def formula_of(module: torch.nn.Module) -> _Norm | None:
+    """The formula of a module that :func:`replace` has changed; None for other modules."""
+    forward = vars(module).get("forward")
+    if not isinstance(forward, functools.partial) or forward.func is not _forward:
+        return None
+    formula: _Norm = forward.args[1]
+    return formula
+
+
 def replace(model: torch.nn.Module, decoding: bool = False) -> list[torch.nn.Module]:
     """Makes lowbit compute all norms of a model by replacing their ``forward``; returns these modules.
 

@@ -312,6 +312,7 @@ def prefix_key(decoder: Decoder) -> bytes:
         "block": BLOCK,
         "versions": [__version__, version("torch"), version("transformers")],
         "class": type(model).__name__,
+        "keys": "balanced",  # hf/key_scales.py; version 0.1.0 also stored keys without scales
         "config": config,
     }
     key = hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode())
