@@ -67,6 +67,7 @@ class Source:
     results: Path  # a directory for measured rows
     settings: argparse.Namespace
     answers: list[list[int]] = field(default_factory=list)  # the float model's
+    unsolved: set[str] = field(default_factory=set)  # tasks of which the float model solves no problem; others are not asked
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -163,7 +164,9 @@ def measure(source: Source, row: Row) -> dict[str, Any]:
         divergence = compare(model, source.text, source.logits, window=WINDOW, stride=WINDOW // 2, cache=row.cache)
         found["kld"] = divergence.kld
     scores = {
-        name: solve(model, source.tokenizer, problems, stop=stop, cache=row.cache) for name, problems in source.problems.items()
+        name: solve(model, source.tokenizer, problems, stop=stop, cache=row.cache)
+        for name, problems in source.problems.items()
+        if name not in source.unsolved
     }
     found["scores"] = {name: [score.solved, score.problems] for name, score in scores.items()}
     return found | {"seconds_to_quantize": made - begin, "seconds": time.perf_counter() - made}
@@ -200,8 +203,9 @@ def cells(name: str, found: dict[str, Any], tasks: Sequence[str]) -> list[str]:
         middle = statistics.median(NEW if place is None else place for place in places)
         shares = (percent(equal_share(places, length), len(places)) for length in LENGTHS)
         compared = [f"{found['kld']:.4f}", *shares, f"{middle:.0f}"]
-    scores = [Score(*found["scores"][task]) for task in tasks]
-    return [name, f"{found['bits']:.2f}", *compared, *(percent(score.share, score.problems) for score in scores)]
+    scores = [Score(*found["scores"][task]) if task in found["scores"] else None for task in tasks]
+    solved = ["" if score is None else percent(score.share, score.problems) for score in scores]
+    return [name, f"{found['bits']:.2f}", *compared, *solved]
 
 
 HEADINGS = {"arithmetic": "Arithmetic", "json": "JSON", "calls": "Function calls", "humaneval": "HumanEval"}
@@ -257,8 +261,10 @@ def main() -> None:
         rows = results[name] = {}
         for row in chosen:
             rows[row.name] = measured(source, row, settings)
-            source.answers = source.answers or rows[FLOATS]["answers"]
-            print(f"{name}: {' | '.join(cells(row.name, rows[row.name], list(rows[row.name]['scores'])))}", flush=True)
+            if row.name == FLOATS:
+                source.answers = rows[FLOATS]["answers"]
+                source.unsolved = {task for task, (solved, _) in rows[FLOATS]["scores"].items() if not solved}
+            print(f"{name}: {' | '.join(cells(row.name, rows[row.name], list(rows[FLOATS]['scores'])))}", flush=True)
     text = document(results, options)
     print(text)
     if options.document is not None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from lowbit.tools.report.peers import Peer
+from lowbit.tools.tasks import Problem
 
 sys.path.append(str(Path(__file__).parents[3] / "bench"))
 import answers
@@ -27,7 +28,12 @@ def run(tmp_path, monkeypatch):
         answers.main()
         return page.read_text(encoding="utf-8")
 
+    def problems(task, count):
+        return {task: [Problem(lambda answer: task == "json", 2, text="def f(")] * count}
+
     monkeypatch.setattr(answers, "NEW", 20)
+    monkeypatch.setattr(answers.weights, "calibration_text", lambda: "def f(x):\n    return x + 1\n" * 50)
+    monkeypatch.setattr(answers, "make_problems", problems)  # all JSON is right, all else wrong
     return run
 
 
@@ -55,7 +61,8 @@ def test_a_run_and_its_continuation(run, tmp_path, monkeypatch, capsys):
     assert 8 < float(eight[1]) < 10 and 0 < float(eight[2]) < 0.1 < float(one[2])
     assert one[3:6] == ["0 ± 0"] * 3 and float(one[6]) < 16
     kept = json.loads((tmp_path / "kept" / "model" / "1_bit.json").read_text(encoding="utf-8"))
-    assert len(kept["places"]) == 3 and kept["scores"]["json"] == [0, 2]
+    assert len(kept["places"]) == 3 and kept["scores"] == {"json": [2, 2]}
+    assert rows["| float32"][7:] == ["0 ± 0", "100 ± 0", "0 ± 0"] and one[7:] == ["", "100 ± 0", ""]  # not asked in vain
 
     measured, calls = answers.measure, []
     monkeypatch.setattr(answers, "measure", lambda source, row: calls.append(row.name) or measured(source, row))
