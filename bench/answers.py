@@ -215,8 +215,8 @@ def table(rows: dict[str, dict[str, Any]]) -> list[str]:
     tasks = list(next(iter(rows.values()))["scores"])
     heads = ["Weights", "Bits per weight", "KLD, nats", *(f"Equal, {length} tokens, %" for length in LENGTHS)]
     heads += ["Median of equal tokens", *(f"{HEADINGS[task]}, %" for task in tasks)]
-    lines = [heads, ["---"] * len(heads), *(cells(name, found, tasks) for name, found in rows.items())]
-    return [f"| {' | '.join(line)} |" for line in lines]
+    header, *lines = (f"| {' | '.join(line)} |" for line in (heads, *(cells(name, rows[name], tasks) for name in rows)))
+    return [header, "|" + "---|" * len(heads), *lines]
 
 
 def document(results: dict[str, dict[str, dict[str, Any]]], settings: argparse.Namespace) -> str:
