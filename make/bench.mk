@@ -16,6 +16,10 @@ bench-llm: $(VENV)/installed
 bench-reality: $(VENV)/installed
 	$(BIN)/python bench/reality.py $(call in-doc,--document docs/reality.md) $(BENCH)
 
+# Answers and tasks of quantized language models. After `make bench-peers` llama.cpp's types and HumanEval, too.
+bench-answers: $(VENV)/installed
+	$(BIN)/python bench/answers.py $(call in-doc,--document docs/measurements/answers.md) $(BENCH)
+
 # Retrieval with embedding models of 8 to 3 bits, on docstrings of Python.
 bench-retrieval: $(VENV)/installed
 	HF_HUB_OFFLINE=1 $(BIN)/python bench/retrieval.py $(call in-doc,--document docs/measurements/embeddings.md) $(BENCH)

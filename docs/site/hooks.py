@@ -87,12 +87,22 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         "perplexity": _language_model(root / "examples/tiny_llama/README.md"),
         "sentences": _sentences(root / "examples/minilm/README.md"),
         "methods": _methods(root / "docs/measurements/quality.md"),
+        "answers": _answers(root / "docs/measurements/answers.md", "Equal, 64 tokens, %"),
+        "answers_calls": _answers(root / "docs/measurements/answers.md", "Function calls, %"),
     }.items():
         files.append(File.generated(config, f"plots/{name}.svg", content=svg))
     for source, name in _ELSEWHERE.items():
         if name not in files.src_uris:
             files.append(File.generated(config, name, content=(root / source).read_text(encoding="utf-8")))
     return files
+
+
+# Curves of the plots of answers, by their rows.
+_ANSWERS = {
+    "lowbit": r"^lowbit, (8 bits|\d bits, calibrated)$",
+    "lowbit, mixed widths": r"^lowbit, mixed widths",
+    "llama.cpp": r"^llama\.cpp's (Q8_0|Q4_K|Q3_K|Q2_K)",
+}
 
 
 def _tables(path: Path) -> list[list[list[str]]]:
@@ -154,6 +164,34 @@ def _sentences(path: Path) -> str:
     points = [(row["weights"], float(row["size, MB"]), float(row["cosine to float32, mean"])) for row in rows]
     figure, axes = _figure("all-MiniLM-L6-v2, rounded to nearest", "size, MB", "mean cosine with float32 (higher is better)")
     _marked(axes, [point for point in points if "bit" in point[0]], above=False)
+    return _svg(figure)
+
+
+def _answers(path: Path, column: str) -> str:
+    """A share by bits per weight, with standard errors: a plot for each table of the page that has the column."""
+    tables = [table for table in _tables(path) if {"Bits per weight", column} <= set(table[0])]
+    if not tables:
+        raise PluginError(f"{path} has no table with the column {column}, which the site plots")
+    figure, plots = plt.subplots(1, len(tables), figsize=(4.6 * len(tables), 3.6), layout="constrained", squeeze=False)
+    titles = re.findall(r"^### (.*?) \(", path.read_text(encoding="utf-8"), re.M)
+    for axes, (header, *lines), title in zip(plots[0], tables, titles, strict=True):
+        rows = [dict(zip(header, line, strict=True)) for line in lines]
+        for name, chosen in _ANSWERS.items():
+            points = [
+                (float(row["Bits per weight"]), *map(float, row[column].split(" ± ")))
+                for row in rows
+                if re.search(chosen, row["Weights"]) and row[column]
+            ]
+            if points:
+                axes.errorbar(*zip(*sorted(points), strict=True), fmt="o-", capsize=3, label=name)
+        axes.set_title(title, fontsize=10, loc="left")
+        axes.set_xlabel("bits per weight")
+        axes.set_ylabel(column)
+        axes.set_xlim(2, 9)
+        axes.set_ylim(0, 100)
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    plots[0][0].legend(fontsize=8, frameon=False)
     return _svg(figure)
 
 

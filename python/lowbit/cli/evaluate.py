@@ -192,10 +192,13 @@ def _evaluate_answers(
     def answer(loaded: torch.nn.Module, name: str, cache: str | None) -> list[list[int]]:
         with output.progress(f"answers of {name}", "answers") as advance:
             stop = stop_tokens(loaded, tokenizer)
-            found: list[list[int]] = greedy_answers(loaded, asked, judging.new, stop=stop, cache=cache, progress=advance)
+            known = expected or None  # empty while the reference itself answers
+            found: list[list[int]] = greedy_answers(
+                loaded, asked, judging.new, stop=stop, reference=known, cache=cache, progress=advance
+            )
         return found
 
-    expected = []
+    expected: list[list[int]] = []
     if prompts:
         source = model if reference is None else reference
         if load_tokenizer(source).get_vocab() != tokenizer.get_vocab():

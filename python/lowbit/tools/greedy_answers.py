@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from .tasks import Problem
 
 LENGTHS = (16, 64, 256)  # numbers of first tokens of an answer that are compared
-_AT_ONCE = 16  # answers that are computed together
+_AT_ONCE = 32  # answers that are computed together
 _STEP = 16  # a decoder's length is a multiple of this
 Answers = list[list[int]]  # token ids of each
 
@@ -87,6 +88,7 @@ def greedy_answers(
     *,
     stop: Sequence[int] = (),
     until: Sequence[Callable[[int], bool] | None] | None = None,
+    reference: Answers | None = None,
     cache: str | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Answers:
@@ -98,6 +100,8 @@ def greedy_answers(
         new: largest number of tokens of an answer, for all or for each.
         stop: tokens that end an answer; they are not part of it.
         until: for each prompt, as for :func:`~lowbit.llm.batch.generate_batch`.
+        reference: answers to the same prompts; instead of ``until``. Each answer ends at its first token that differs from
+            them, because :func:`compare_answers` needs no more.
         cache: type of the KV cache; None: the model's dtype.
         progress: called with the number of answers so far and of all.
 
@@ -106,6 +110,10 @@ def greedy_answers(
     """
     counts = [new] * len(prompts) if isinstance(new, int) else list(new)
     longest = max(len(prompt) + count for prompt, count in zip(prompts, counts, strict=True))
+    if reference is not None:
+        if len(reference) != len(prompts):
+            raise ValueError(f"the reference has {len(reference)} answers; expected {len(prompts)}, one for each prompt")
+        until = [_differs_from(answer) for answer in reference]
     done = 0
 
     def on_end(_number: int, _result: Any) -> None:
@@ -122,32 +130,43 @@ def greedy_answers(
     return [text.tokens for text in found]
 
 
-def compare_answers(answers: Answers, reference: Answers, new: int) -> Equality:
-    """Compares answers of up to ``new`` tokens with a reference's to the same prompts.
-
-    The first n tokens are compared, for each n of LENGTHS up to ``new``. Shorter answers must end at the same token.
+def first_differences(answers: Answers, reference: Answers) -> list[int | None]:
+    """The number of equal tokens before the first difference of each answer; None: the answer is the reference's.
 
     Raises:
         ValueError: another number of answers.
     """
     if len(answers) != len(reference):
         raise ValueError(f"{len(answers)} answers and {len(reference)} of the reference; expected as many")
-    pairs = list(zip(answers, reference, strict=True))
-    equal = {
-        length: sum(ours[:length] == theirs[:length] for ours, theirs in pairs) / len(pairs)
-        for length in LENGTHS
-        if length <= new
-    }
-    places = [_equal_tokens(ours, theirs) for ours, theirs in pairs if ours != theirs]
-    return Equality(equal, sum(places) / len(places) if places else None)
+    return [
+        None if ours == theirs else sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(ours, theirs, strict=False)))
+        for ours, theirs in zip(answers, reference, strict=True)
+    ]
 
 
-def _equal_tokens(ours: list[int], theirs: list[int]) -> int:
-    """The number of tokens before the first difference."""
-    for place, (mine, other) in enumerate(zip(ours, theirs, strict=False)):
-        if mine != other:
-            return place
-    return min(len(ours), len(theirs))
+def equal_share(places: Sequence[int | None], length: int) -> float:
+    """The share of answers whose first ``length`` tokens are the reference's, from :func:`first_differences`."""
+    return sum(place is None or place >= length for place in places) / len(places)
+
+
+def compare_answers(answers: Answers, reference: Answers, new: int) -> Equality:
+    """Compares answers of up to ``new`` tokens with a reference's to the same prompts.
+
+    The first n tokens are compared, for each n of LENGTHS up to ``new``. Shorter answers must end at the same token.
+
+    Raises:
+        ValueError: as :func:`first_differences`.
+    """
+    places = first_differences(answers, reference)
+    different = [place for place in places if place is not None]
+    equal = {length: equal_share(places, length) for length in LENGTHS if length <= new}
+    return Equality(equal, sum(different) / len(different) if different else None)
+
+
+def _differs_from(answer: list[int]) -> Callable[[int], bool]:
+    """Whether a text's next token is not that of an answer."""
+    expected = iter(answer)
+    return lambda token: token != next(expected, None)
 
 
 def _until(tokenizer: Any, is_complete: Callable[[str], bool]) -> Callable[[int], bool]:

@@ -45,6 +45,10 @@ def _conversation(examples: list[tuple[str, str]], question: str) -> Turns:
 # Arithmetic
 
 
+def _is_line(answer: str) -> bool:
+    return "\n" in answer
+
+
 def _says_number(expected: int, answer: str) -> bool:
     found = _NUMBER.search(answer.split("\n")[0])
     return found is not None and int(found[0].replace(",", "").replace("\u2212", "-")) == expected
@@ -58,22 +62,31 @@ def arithmetic(count: int, seed: int) -> list[Problem]:
     for number in range(count):
         a, b = draw.randint(2, 12), draw.randint(2, 12)
         sign, result = (("+", a + b), ("-", a - b), ("*", a * b))[number % 3]
-        problems.append(Problem(partial(_says_number, result), 16, _conversation(examples, f"What is {a} {sign} {b}?")))
+        turns = _conversation(examples, f"What is {a} {sign} {b}?")
+        problems.append(Problem(partial(_says_number, result), 16, turns, is_complete=_is_line))
     return problems
 
 
 # JSON objects
 
 
-def _says_object(expected: dict[str, Any], answer: str) -> bool:
-    """Whether the first JSON object in the answer is the expected one, in a code block or not."""
+def _object(answer: str) -> Any:
+    """The first JSON object in the answer, in a code block or not; None: there is none."""
     begin = answer.find("{")
     if begin < 0:
-        return False
+        return None
     try:
-        return bool(json.JSONDecoder().raw_decode(answer, begin)[0] == expected)
+        return json.JSONDecoder().raw_decode(answer, begin)[0]
     except (ValueError, RecursionError):
-        return False
+        return None
+
+
+def _has_object(answer: str) -> bool:
+    return _object(answer) is not None
+
+
+def _says_object(expected: dict[str, Any], answer: str) -> bool:
+    return bool(_object(answer) == expected)
 
 
 _NAMES = ("Ada", "Bruno", "Chen", "Dalia", "Emil", "Farah", "Goran", "Hana", "Ines", "Jonas", "Kofi", "Lena")
@@ -94,7 +107,8 @@ def json_objects(count: int, seed: int) -> list[Problem]:
     problems = []
     for _ in range(count):
         question, value = _person(draw.choice(_NAMES), draw.randint(18, 90), draw.choice(_JOBS), draw.choice(_CITIES))
-        problems.append(Problem(partial(_says_object, value), 64, _conversation(examples, question)))
+        turns = _conversation(examples, question)
+        problems.append(Problem(partial(_says_object, value), 64, turns, is_complete=_has_object))
     return problems
 
 
@@ -140,7 +154,8 @@ def function_calls(count: int, seed: int) -> list[Problem]:
     problems = []
     for number in range(count):
         question, value = _call(draw, number)
-        problems.append(Problem(partial(_says_object, value), 64, _conversation(examples, question)))
+        turns = _conversation(examples, question)
+        problems.append(Problem(partial(_says_object, value), 64, turns, is_complete=_has_object))
     return problems
 
 

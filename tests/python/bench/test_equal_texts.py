@@ -26,12 +26,12 @@ def test_texts_are_compared():
 
 def test_prompts():
     lines = equal_texts.PROMPTS.read_text(encoding="utf-8").splitlines()
-    assert len(lines) == len(set(lines)) == 50 and all(line == line.strip() != "" for line in lines)
+    assert len(lines) == len(set(lines)) == 96 and all(line == line.strip() != "" for line in lines)
 
 
 def test_options_that_are_refused(monkeypatch, capsys):
     for option, says in (
-        (("--prompts", "51"), "--prompts is 51; expected 1 to 50"),
+        (("--prompts", "97"), "--prompts is 97; expected 1 to 96"),
         (("--new", "0"), "--new is 0; expected 1"),
     ):
         monkeypatch.setattr(sys, "argv", ["equal_texts.py", str(MODEL), *option])

@@ -11,7 +11,15 @@ import torch
 from command_line import FLOAT, document, invoke, keys_in
 from lowbit.llm.loading import load_model, load_tokenizer
 from lowbit.tools import tasks
-from lowbit.tools.greedy_answers import Score, compare_answers, greedy_answers, prompt_tokens, read_prompts, solve
+from lowbit.tools.greedy_answers import (
+    Score,
+    compare_answers,
+    first_differences,
+    greedy_answers,
+    prompt_tokens,
+    read_prompts,
+    solve,
+)
 from lowbit.tools.tasks import Problem, make_problems
 
 
@@ -49,6 +57,22 @@ def test_greedy_answers_are_the_models_own():
     assert stopped == answers[0][: answers[0].index(stop)]
 
 
+def test_answers_end_where_they_differ_from_a_reference():
+    model, tokenizer = load_model(FLOAT).float(), load_tokenizer(FLOAT)
+    prompts = [tokenizer(text)["input_ids"] for text in ("def f(", "import os\n", "class A", "x = ")]
+    whole = greedy_answers(model, prompts, 20)
+    other = [answer[:place] + [0] + answer[place + 1 :] for answer, place in zip(whole, (0, 7, 19), strict=False)] + [
+        whole[3][:5]
+    ]
+    found = greedy_answers(model, prompts, 20, reference=other)
+    assert found == [whole[0][:1], whole[1][:8], whole[2], whole[3][:6]]
+    assert first_differences(found, other) == first_differences(whole, other) == [0, 7, 19, 5]
+    assert compare_answers(found, other, 20) == compare_answers(whole, other, 20)
+    assert first_differences(greedy_answers(model, prompts, 20, reference=whole), whole) == [None] * 4
+    with pytest.raises(ValueError, match="the reference has 3 answers; expected 4"):
+        greedy_answers(model, prompts, 20, reference=other[:3])
+
+
 @pytest.mark.parametrize("name", ["arithmetic", "json", "calls"])
 def test_each_problem_knows_its_answer(name):
     problems = make_problems(name, 24, seed=3)[name]
@@ -62,6 +86,8 @@ def test_each_problem_knows_its_answer(name):
         assert problem.check(f"```json\n{answer}\n```" if name != "arithmetic" else f"{answer}.")
         shown = [turn["content"] for turn in problem.turns if turn["role"] == "assistant"]
         assert not any(problem.check(other) for other in shown if other != answer)
+        end = "\n" if name == "arithmetic" else ""
+        assert problem.is_complete(f"Here: {answer}{end}") and not problem.is_complete(answer[:-1])
         assert not problem.check("") and not problem.check("{") and not problem.check("[" * 100_000)
     if name == "arithmetic":
         assert tasks._says_number(-3, "\u22123") and tasks._says_number(1200, "It is 1,200.")
