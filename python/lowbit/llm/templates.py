@@ -130,7 +130,7 @@ def _rendered(
     def once(messages: Any, tools: Any, variables: dict[str, Any] | None) -> str:
         if end:
             *before, last = messages
-            messages = [*before, last | {"content": f"{last['content']}{end} "}]
+            messages = [*before, _extended(last, f"{end} ")]
         with interpreting("the chat template does not take this conversation"), _time_limit():
             _check_powers(template)
             text = str(
@@ -162,6 +162,15 @@ def _rendered(
         "a message has the text of a control token of the model, and the chat template treats it differently from other "
         "texts, so that lowbit cannot distinguish it from the template's own tokens; leave it out or rephrase it"
     )
+
+
+def _extended(message: dict[str, Any], end: str) -> dict[str, Any]:
+    """A message with more text at its end; its content is a text, or parts of which the last is a text."""
+    content = message["content"]
+    if isinstance(content, str):
+        return message | {"content": content + end}
+    *before, last = content
+    return message | {"content": [*before, last | {"text": last["text"] + end}]}
 
 
 def _until(text: str, end: str) -> str:

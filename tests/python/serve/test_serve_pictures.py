@@ -20,8 +20,9 @@ from lowbit.llm.loading import load_image_model, load_image_processor
 from lowbit.llm.stopping import TextUntil
 from needs import need_packages
 
-need_packages("starlette", "uvicorn", "python_multipart", "openai")
+need_packages("starlette", "uvicorn", "python_multipart", "openai", "anthropic")
 
+import anthropic
 import openai
 from lowbit.serve import pictures, run
 from lowbit.serve.routes import Limits
@@ -322,3 +323,45 @@ def test_a_model_of_texts_takes_no_pictures(packed):
         body = {"messages": [said("user", "?", picture(0))]}
         error, _ = Client(port).refused("/v1/chat/completions", body, 400)
         assert error["code"] == "no_pictures" and "the model tiny takes no pictures" in error["message"]
+
+
+def test_pictures_of_other_apis(families):
+    """Anthropic's blocks and the items of the Responses API give the text of the chat."""
+    family, image = families("qwen2_5_vl"), picture(0)
+    data = url(image).partition("base64,")[2]
+    with serving([family.served], LIMITS) as (port, _):
+        chat = ask(port, said("user", "What?", image))
+        expected, count = chat.choices[0].message.content, chat.usage.prompt_tokens
+        claude = anthropic.Anthropic(base_url=f"http://127.0.0.1:{port}", api_key="none", max_retries=0)
+        block = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}}
+        turn = {"role": "user", "content": [block, {"type": "text", "text": "What?"}]}
+        given = {"model": "sees", "max_tokens": NEW, "extra_body": {"temperature": 0}}
+        assert claude.messages.create(messages=[turn], **given).content[0].text == expected
+        assert claude.messages.count_tokens(model="sees", messages=[turn]).input_tokens == count
+        with pytest.raises(anthropic.BadRequestError, match="messages has pictures, with a message to continue"):
+            claude.messages.create(messages=[turn, {"role": "assistant", "content": "It"}], **given)
+        block["source"] = {"type": "url", "url": "https://a.example/b.png"}
+        with pytest.raises(anthropic.BadRequestError, match="expected a data URL"):
+            claude.messages.create(messages=[turn], **given)
+        gpt = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
+        parts = [{"type": "input_image", "image_url": url(image)}, {"type": "input_text", "text": "What?"}]
+        settings = {"model": "sees", "max_output_tokens": NEW, "temperature": 0}
+        first = gpt.responses.create(input=[{"role": "user", "content": parts}], **settings)
+        assert (first.output_text, first.usage.input_tokens) == (expected, count)
+        second = gpt.responses.create(input="And?", previous_response_id=first.id, **settings)
+        turns = [said("user", "What?", image), {"role": "assistant", "content": expected}, {"role": "user", "content": "And?"}]
+        assert second.output_text == ask(port, *turns).choices[0].message.content
+
+
+def test_a_text_is_continued_by_a_model_of_pictures(families):
+    """Its templates get lists of parts."""
+    family = families("qwen2_5_vl")
+    messages = [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "It is"}]
+    parts = [each | {"content": [{"type": "text", "text": each["content"]}]} for each in messages]
+    text = family.processor.apply_chat_template(
+        parts, chat_template=family.template, continue_final_message=True, tokenize=False
+    )
+    ids = family.processor.tokenizer(text, add_special_tokens=False)["input_ids"]
+    with serving([family.served], LIMITS) as (port, _):
+        body = {"messages": messages, "continue_final_message": True}
+        assert Client(port).post("/tokenize", **body)["tokens"] == ids
