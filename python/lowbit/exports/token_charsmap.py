@@ -13,10 +13,10 @@ import numpy
 
 from .token_patterns import Ranges, Unsupported, characters, ranges_of
 
-_MOST_BYTES = 5  # of a grapheme that is looked up: kMostGrapheme in steps.cpp
+_MOST_BYTES = 5  # graphemes with more bytes are not looked up: kMostGrapheme in steps.cpp
 _MOST_STARTS = 1 << 16
-# A grapheme by Unicode's text segmentation; graphemes() has the classes. Pairs of regional indicators are left out, because each
-# has four bytes, so that no pair is looked up.
+# A grapheme by Unicode's text segmentation; graphemes() has the classes. Pairs of regional indicators are left out: each
+# of the two has four bytes, so no pair is looked up.
 GRAPHEME = "RN|C|P*(?:L*(?:V+|OV*|K)T*|L+|T+|X(?:E*ZX)*|I(?:B*+JW*I)+|A)M*"
 
 

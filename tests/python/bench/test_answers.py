@@ -43,8 +43,9 @@ def test_a_run_and_its_continuation(run, tmp_path, monkeypatch, capsys):
         return weight.clone(), weight.numel() // 2
 
     monkeypatch.setattr(answers, "peers", lambda bits, importance: {"GGUF Q8_0": Peer(hold)})
-    monkeypatch.setattr(answers, "ROWS", (*answers.ROWS[:2], answers.Row("1 bit", partial(answers.to_nearest, bits=1)),
-                                          *(row for row in answers.ROWS if row.name in ("llama.cpp's Q8_0", "llama.cpp's Q4_0"))))  # fmt: skip
+    one_bit = answers.Row("1 bit", partial(answers.to_nearest, bits=1))
+    peers = [row for row in answers.ROWS if row.name in ("llama.cpp's Q8_0", "llama.cpp's Q4_0")]
+    monkeypatch.setattr(answers, "ROWS", (*answers.ROWS[:2], one_bit, *peers))
     text = run("lowbit", "1 bit", "llama.cpp")
     assert "not installed (make bench-peers): GGUF Q4_0" in capsys.readouterr().out
     assert text.startswith(f"before\n{answers.BEGIN}") and text.endswith(f"{answers.END}after\n") and "old" not in text
