@@ -308,8 +308,10 @@ int main() {
 def test_the_runners_refuse_logits_that_are_not_numbers(tmp_path):
     """examples/cpp/llm.h: also if the NaN is not the first logit and another is the largest."""
     (tmp_path / "program.cpp").write_text(SAMPLING)
-    command = [os.environ.get("CXX", "c++"), "-std=c++20", "-Wall", "-Wextra", "-Werror", f"-I{EXAMPLE}", "program.cpp"]
-    done = subprocess.run([*command, "-o", "program"], cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    core = lowbit.cmake_prefix_path
+    command = [os.environ.get("CXX", "c++"), "-std=c++20", "-Wall", "-Wextra", "-Werror", f"-I{EXAMPLE}", f"-I{core}/include"]
+    library = [f"-L{core}", "-llowbit", f"-Wl,-rpath,{core}"]
+    done = subprocess.run([*command, "program.cpp", "-o", "program", *library], cwd=tmp_path, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     ran = subprocess.run([tmp_path / "program"], capture_output=True, text=True, timeout=60)
     assert ran.stdout.splitlines() == ["the model's logits are not finite"] * 12 + ["token 1"]
