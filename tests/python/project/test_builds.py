@@ -311,7 +311,9 @@ def test_the_runners_refuse_logits_that_are_not_numbers(tmp_path):
     core = lowbit.cmake_prefix_path
     command = [os.environ.get("CXX", "c++"), "-std=c++20", "-Wall", "-Wextra", "-Werror", f"-I{EXAMPLE}", f"-I{core}/include"]
     library = [f"-L{core}", "-llowbit", f"-Wl,-rpath,{core}"]
-    done = subprocess.run([*command, "program.cpp", "-o", "program", *library], cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(
+        [*command, "program.cpp", "-o", "program", *library], cwd=tmp_path, capture_output=True, text=True, timeout=600
+    )
     assert done.returncode == 0, done.stderr
     ran = subprocess.run([tmp_path / "program"], capture_output=True, text=True, timeout=60)
     assert ran.stdout.splitlines() == ["the model's logits are not finite"] * 12 + ["token 1"]
