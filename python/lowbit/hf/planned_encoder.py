@@ -95,8 +95,18 @@ def _bounds(ranges: Tensor) -> Tensor:
 
 
 def replica(model: torch.nn.Module) -> torch.nn.Module:
-    """A copy of a model that shares its parameters and buffers. Changes of its modules do not change the model."""
-    return copy.deepcopy(model, {id(tensor): tensor for tensor in state_of(model).values()})
+    """A copy of a model to be recorded. It shares the model's parameters and buffers; changes of its modules do not change the
+    model."""
+    copied = copy.deepcopy(model, {id(tensor): tensor for tensor in state_of(model).values()})
+    for module in copied.modules():
+        if isinstance(module, torch.nn.Conv1d | torch.nn.Conv2d | torch.nn.Conv3d):
+            module.register_forward_hook(_channels_last)
+    return copied
+
+
+def _channels_last(module: torch.nn.Module, inputs: Any, output: Tensor) -> Tensor:
+    """A convolution's result in the memory order of tokens, in which the next operators compute."""
+    return output.movedim(1, -1).contiguous().movedim(-1, 1)
 
 
 class EncoderPlan:

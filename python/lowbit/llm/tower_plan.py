@@ -39,11 +39,6 @@ def _call(tower: torch.nn.Module, arguments: Mapping[str, Any]) -> Any:
     return tower(*([arguments[_FIRST]] if _FIRST in arguments else []), **named)
 
 
-def _channels_last(module: torch.nn.Module, inputs: Any, output: Tensor) -> Tensor:
-    """A convolution's result with the memory order of patches, in which all that follows computes."""
-    return output.movedim(1, -1).contiguous().movedim(-1, 1)
-
-
 class _Plan:
     """The plan of a tower's calls of one size."""
 
@@ -66,8 +61,6 @@ class _Plan:
         masked.register()
         own = replica(tower)
         for module in own.modules():
-            if isinstance(module, torch.nn.Conv1d | torch.nn.Conv2d | torch.nn.Conv3d):
-                module.register_forward_hook(_channels_last)
             if (config := getattr(module, "config", None)) is not None:
                 config._attn_implementation = masked.ATTENTION
         own_layer = dict(zip(tower.modules(), own.modules(), strict=True))
