@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import datetime
 from typing import Annotated
@@ -49,7 +50,11 @@ def rm(
         said = ", ".join(f"{name} ({size(count)})" for name, count, _ in removals)
         if not typer.confirm(f"Remove {said}?", err=True):
             raise typer.Exit(1)
-    for _, _, remove in removals:
-        remove()
-    document = {"removed": [name for name, _, _ in removals], "bytes": sum(count for _, count, _ in removals)}
-    output.result(document, *(f"removed: {name}, {size(count)}" for name, count, _ in removals))
+    freed: dict[str, int] = {}
+    for name, _, _ in removals:
+        freed[name] = 0
+        with suppress(FileNotFoundError):  # an earlier name has removed it
+            freed[name], remove = removal_of(name)  # again, because revisions share files
+            remove()
+    document = {"removed": list(freed), "bytes": sum(freed.values())}
+    output.result(document, *(f"removed: {name}, {size(count)}" for name, count in freed.items()))

@@ -57,6 +57,12 @@ class _Facts:
             raise ValueError(f"{self.metadata.path} has clip.vision.{name} {value}; expected 1 or more")
         return int(value)
 
+    def layers(self) -> int:
+        count, most = self.whole("block_count"), len(self.gguf.tensors)
+        if count > most:
+            raise ValueError(f"{self.metadata.path} has clip.vision.block_count {count}; expected at most its {most} tensors")
+        return count
+
     def rows(self, name: str) -> int:
         stored = self.gguf.tensors.get(name)
         if stored is None:
@@ -89,7 +95,7 @@ def _tower(facts: _Facts, model_type: str) -> dict[str, Any]:
         "hidden_act": "gelu_pytorch_tanh",
         "hidden_size": facts.whole("embedding_length"),
         "intermediate_size": facts.whole("feed_forward_length"),
-        "num_hidden_layers": facts.whole("block_count"),
+        "num_hidden_layers": facts.layers(),
         "num_attention_heads": facts.whole("attention.head_count"),
         "patch_size": facts.whole("patch_size"),
         "layer_norm_eps": facts.metadata.positive("vision.attention.layer_norm_epsilon", 1e-6),
@@ -294,6 +300,8 @@ def _of_two_pictures(parts: list[Float]) -> Float:
 def _flat(patches: Float) -> Float:
     """A convolution over patches, [n, colors, rows, columns], as the matrix of a linear layer of rows, columns and colors."""
     count, *sizes = patches.shape
+    if len(sizes) != 3:
+        raise ValueError(f"{patches.name} has the shape {list(patches.shape)}; expected [n, colors, rows, columns]")
 
     def read(begin: int, end: int) -> Tensor:
         values: Tensor = patches.read(begin, end)
@@ -338,7 +346,7 @@ def with_vision(
     first = gguf.tensors.get("v.blk.0.ffn_up.weight")
     # Early converters exchanged the names of the two matrices of the feed-forward network.
     swapped = first is not None and first.shape == (config["vision_config"]["hidden_size"], width) and first.shape[0] != width
-    layers = facts.whole("block_count")
+    layers = facts.layers()
     counts: dict[str, int] = {}
     places: dict[str, dict[int, Any]] = {}  # tensor of the model -> its parts
     halves: list[Any] = []  # of the patch embedding of Qwen's towers

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from ..hf.config import LowBitConfig
 
 _LOG = logging.getLogger(__name__)
+_FILTERS = threading.Lock()  # filters of warnings are those of all threads
 _CONTEXT = 4096
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # without a list Pillow tries all formats, also EPS, which runs Ghostscript
 _MOST_BYTES = 128 << 20  # of an image file
@@ -100,7 +102,7 @@ def read_image(file: BinaryIO, name: str, most: int = MOST_PIXELS) -> Any:
     except ImportError as error:
         raise ImportError(f"{name} is read by Pillow, which is not installed: pip install pillow") from error
     try:
-        with warnings.catch_warnings():
+        with _FILTERS, warnings.catch_warnings():
             # Pillow also warns of damaged metadata that it does not need.
             warnings.simplefilter("ignore")
             with pillow.open(file, formats=_FORMATS) as image:

@@ -81,7 +81,7 @@ class _Plan:
             difference = float((one - two).float().norm() / two.float().norm())
             if not difference <= _LIMIT:
                 raise Unplannable(f"its results differ by {difference:.2g} of their size; rounding is below {_LIMIT:g}")
-        self.first = _pytree.tree_unflatten(found, self._structure)  # the results of this call
+        self.first: Any = _pytree.tree_unflatten(found, self._structure)  # the results of this call, taken once
 
     def _run(self, pictures: Tensor) -> list[Tensor]:
         return self._planned.run([pictures.contiguous()], 1, [(0, _CALLS[0][0], 0, self._no_caches)])
@@ -129,13 +129,14 @@ class PlannedTower:
         floats = [name for name, value in arguments.items() if isinstance(value, Tensor) and value.is_floating_point()]
         if len(floats) != 1 or (torch.is_grad_enabled() and not torch.is_inference_mode_enabled()):
             return None
-        count, dims = len(arguments[floats[0]]), arguments[floats[0]].dim()
+        dims = arguments[floats[0]].dim()
         if dims != 4:
             self.plan_refusal = f"its pictures have {dims} dimensions; expected [n, channels, height, width]"
             return None
+        count = len(arguments[floats[0]])
 
         def part(value: Any, i: int) -> Any:
-            return value[i : i + 1] if isinstance(value, Tensor) and len(value) == count else value
+            return value[i : i + 1] if isinstance(value, Tensor) and value.dim() and len(value) == count else value
 
         parts = [{name: part(value, i) for name, value in arguments.items()} for i in range(count)]
         results = [self._one(each, floats[0]) for each in parts]
@@ -154,8 +155,10 @@ class PlannedTower:
             if len(self._plans) == _MOST_SIZES:
                 raise Unplannable(f"its pictures have more than {_MOST_SIZES} sizes")
             self._plans[size] = plan = _Plan(self._tower, arguments, pictures)
-            return plan.first
+            first, plan.first = plan.first, None
+            return first
         except Exception as reason:  # the tower's own code runs, too, so nothing is lost
+            self._plans.clear()
             self.plan_refusal = str(reason) if isinstance(reason, Unplannable) else f"{type(reason).__name__}: {reason}"
             _LOG.info("the vision tower runs by transformers' code: %s", self.plan_refusal)
             return None

@@ -262,6 +262,8 @@ class ChatForm(Form):
     def _calls(self, text: str, reason: str) -> tuple[str, list[dict[str, Any]], str]:
         """A text without its calls, the calls, and the finish reason."""
         content, calls = (text, []) if self._tools is None else find_calls(text, self._tools.functions)
+        if self._tools is not None and not self._tools.parallel:
+            calls = calls[:1]
         return content, calls, "tool_calls" if calls and reason == "stop" else reason
 
     def _content(self, text: str, reason: str) -> tuple[dict[str, Any], str]:

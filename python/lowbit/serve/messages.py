@@ -68,6 +68,7 @@ class _Block(_Shown):
     input: dict[str, Any] | None = None
     tool_use_id: str | None = None
     content: Annotated[list[_Shown], FIRST, few(1024), BeforeValidator(as_parts)] | None = None
+    is_error: bool = False
 
 
 def _given(name: str, value: Any) -> Any:
@@ -92,6 +93,8 @@ class _Message(Part):
                 number = _given("tool_use_id", block.tool_use_id)
                 name = {"name": names[number]} if number in names else {}
                 content = [each.part for each in block.content or ()]
+                if block.is_error:  # templates have no other place for it
+                    content = [{"type": "text", "text": "Error: "}, *content]
                 found.append({"role": "tool", "tool_call_id": number, "content": content, **name})
             elif block.type == "tool_use":
                 number, name = _given("id", block.id), _given("name", block.name)
@@ -117,6 +120,7 @@ class _Tool(Part):
 class _Choice(Part):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
+    disable_parallel_tool_use: bool = False
 
 
 class _Format(Part):
@@ -174,6 +178,7 @@ class CountTokens(Body):
             body["tools"] = [_function(each) for each in self.tools]
         if (choice := self.tool_choice) is not None:
             named = {"type": "function", "function": {"name": choice.name}}
+            body["parallel_tool_calls"] = not choice.disable_parallel_tool_use
             body["tool_choice"] = named if choice.type == "tool" else "required" if choice.type == "any" else choice.type
         if self.output_config is not None and (form := self.output_config.format) is not None:
             body["response_format"] = {"type": "json_schema", "json_schema": {"schema": form.schema_}}
@@ -206,6 +211,12 @@ class Messages(CountTokens):
         return {name: getattr(self, name) for name in names} | {"stop": self.stop_sequences}
 
 
+def _encodable(arguments: str) -> Any:
+    """Arguments of a call. Half a surrogate pair, which UTF-8 cannot encode, becomes U+FFFD."""
+    text = json.dumps(json.loads(arguments), ensure_ascii=False)
+    return json.loads(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
+
+
 class MessagesForm(PartsForm):
     prefix = "msg_"
 
@@ -215,7 +226,7 @@ class MessagesForm(PartsForm):
 
     def document(self, text: str, calls: list[dict[str, Any]], reason: str) -> dict[str, Any]:
         content = [{"type": "text", "text": text}] if text else []
-        content += [_use(call, json.loads(call["function"]["arguments"])) for call in calls]
+        content += [_use(call, _encodable(call["function"]["arguments"])) for call in calls]
         return self._message(content, reason, self._usage)
 
     def piece(self, text: str, begins: bool) -> list[dict[str, Any]]:

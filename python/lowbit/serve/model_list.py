@@ -83,12 +83,16 @@ class LanguageModel:
                 400, f"the model {self.name} has no chat template, it only continues texts; expected /v1/completions",
                 code="no_chat_template",
             )  # fmt: skip
-        if tools and "tools" not in self.template:
-            raise bad("tools", f"the chat template of {self.name} has no tools; expected a request without them", "no_tools")
+        self.check_tools(tools)
         try:
             return render(self.tokenizer, self._documents(asked), self.template, tools, **asked.rendering)
         except ValueError as error:
             raise bad("messages", str(error)) from error
+
+    def check_tools(self, tools: list[dict[str, Any]] | None) -> None:
+        """Raises ApiError for tools if the chat template does not show them."""
+        if tools and "tools" not in (self.template or ""):
+            raise bad("tools", f"the chat template of {self.name} has no tools; expected a request without them", "no_tools")
 
     def _documents(self, asked: Conversation) -> list[dict[str, Any]]:
         """The messages as the chat template takes them."""

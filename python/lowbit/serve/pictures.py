@@ -41,7 +41,7 @@ class PictureModel(LanguageModel):
         return decoder
 
     def _documents(self, asked: Conversation) -> list[dict[str, Any]]:
-        return [each | {"content": [{"type": "text", "text": each["content"]}]} for each in asked.documents]
+        return [_in_parts(each, [{"type": "text", "text": each["content"]}]) for each in asked.documents]
 
     def inputs(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> dict[str, Any]:
         """The processor's inputs for a conversation with pictures.
@@ -52,6 +52,7 @@ class PictureModel(LanguageModel):
         from ..llm.images import inputs_of
 
         assert self.template is not None
+        self.check_tools(tools)
         try:
             return inputs_of(self.processor, messages, self.template, tools)
         except ValueError as error:
@@ -156,19 +157,33 @@ class Pictures:
 
         following = iter(opened)
         messages = [_document(message, following) for message in asked.messages]
+        ready: list[tuple[_Opened, Any, dict[str, Any]]] = []
+        count = 0
+        for each in opened:  # one by one, because the numbers of a large picture take much memory
+            picture, alone = model.decoder.picture(each.digest), {}
+            if picture is None:
+                # Alone, so that it does not depend on others and the running texts get their turn between pictures.
+                alone = await self._read(model.inputs, [_shown(each.image)])
+            count += int((alone["input_ids"] == model.decoder.image_token).sum()) if picture is None else len(picture)
+            if count >= model.max_length:
+                raise bad(
+                    "messages", f"messages has pictures of {count} tokens or more; expected fewer than the {model.max_length} "
+                    "of the context", "context_length_exceeded",
+                )  # fmt: skip
+            ready.append((each, picture, alone))
         inputs = await self._read(model.inputs, messages, tools)
         plain: list[int] = inputs["input_ids"][0].tolist()
         model.check_prompt(plain, "messages")  # before its pictures are computed
         found: list[Any] = []
-        for each in opened:
-            picture = model.decoder.picture(each.digest)
-            if picture is None:
-                # Alone, so that it does not depend on others and the running texts get their turn between pictures.
-                alone = await self._read(model.inputs, [_shown(each.image)])
-                future: Future = self._engine.call(partial(model.decoder.look, each.digest, alone))
-                picture = await asyncio.wrap_future(future)
-            found.append(picture)
-        return PicturePrompt(plain, found, model.decoder.image_token)
+        try:
+            for each, picture, alone in ready:
+                if picture is None:
+                    future: Future = self._engine.call(partial(model.decoder.look, each.digest, alone))
+                    picture = await asyncio.wrap_future(future)
+                found.append(picture)
+            return PicturePrompt(plain, found, model.decoder.image_token)
+        except ValueError as error:
+            raise bad("messages", f"the model {model.name} does not take these pictures: {error}", "invalid_image") from error
 
 
 def _shown(image: Any) -> dict[str, Any]:
@@ -183,7 +198,13 @@ def _document(message: Message, pictures: Any) -> dict[str, Any]:
             return {"type": "image", "image": next(pictures).image}
         return {"type": "text", "text": each.text}
 
-    return message.document | {"content": [part(each) for each in message.content or ()]}
+    return _in_parts(message.document, [part(each) for each in message.content or ()])
+
+
+def _in_parts(document: dict[str, Any], parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """A message whose content is a list. Templates write a tool's result as it is, so its text stays a text."""
+    is_text = document["role"] == "tool" and all(each["type"] == "text" for each in parts)
+    return document if is_text else document | {"content": parts}
 
 
 def _decoded(url: str, name: str) -> bytes:

@@ -19,7 +19,7 @@ from .errors import ApiError, bad, shortened
 # Parameters that do not affect texts here.
 _IGNORED = frozenset({
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
-    "parallel_tool_calls", "reasoning_effort", "verbosity", "cache_prompt", "id_slot",
+    "reasoning_effort", "verbosity", "cache_prompt", "id_slot",
 })  # fmt: skip
 # Parameters that would, with the values that have no effect.
 _NEUTRAL: dict[str, tuple] = {
@@ -477,6 +477,7 @@ class _Chosen(Part):
 
 class Chat(Writing, Conversation):
     max_completion_tokens: int | None = Field(None, ge=1, le=2**31)
+    parallel_tool_calls: bool = True
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
     tools: Annotated[list[_Tool], FIRST, few(128)] = Field(default_factory=list)
@@ -497,6 +498,14 @@ class Chat(Writing, Conversation):
             )
         if self.tool_choice == "required" and not self.tools:
             raise bad("tool_choice", "tool_choice requires a call, but the request has no tools; expected at least one")
+        formed = self.structured_outputs is not None or (
+            self.response_format is not None and self.response_format.type != "text"
+        )
+        if self.continue_final_message and (formed or self.tool_choice == "required" or wanted is not None):
+            raise bad(
+                "continue_final_message", "the last message is to be continued, but a format or a call is for a whole answer; "
+                "expected one of the two",
+            )  # fmt: skip
         return self
 
     @property

@@ -53,10 +53,11 @@ class _Item(Part):
     output: _Parts | None = None
 
 
-def _messages(items: list[_Item]) -> list[dict[str, Any]]:
+def _messages(items: list[_Item], before: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The messages of a chat: calls of the assistant are part of its message before them."""
     found: list[dict[str, Any]] = []
-    names: dict[str, str] = {}  # of functions, by the ids of their calls
+    # Of functions, by the ids of their calls.
+    names: dict[str, str] = {call["id"]: call["function"]["name"] for each in before for call in each.get("tool_calls") or ()}
     for item in items:
         if item.type == "message":
             found.append(
@@ -100,6 +101,9 @@ class _Text(Part):
     format: _Format = Field(default_factory=lambda: _Format.model_validate({"type": "text"}))
 
 
+_OF_CHATS = ("temperature", "top_p", "seed", "stream", "chat_template_kwargs", "parallel_tool_calls")
+
+
 class Responses(Body):
     # What a model thinks is a part of its text here.
     ignored = Body.ignored | {"reasoning", "max_tool_calls", "stream_options"}
@@ -113,6 +117,7 @@ class Responses(Body):
     top_p: float | None = Field(None, ge=0, le=1)
     seed: int | None = Field(None, ge=-(2**63), le=2**64 - 1)
     stream: bool = False
+    parallel_tool_calls: bool = True
     store: bool = True
     previous_response_id: str | None = Field(None, max_length=64)
     metadata: Annotated[dict[str, Annotated[str, Field(max_length=512)]], few(16)] = Field(default_factory=dict)
@@ -132,16 +137,18 @@ class Responses(Body):
             raise bad("metadata", "metadata has a name of more than 64 characters; expected fewer")
         return self
 
-    @property
-    def messages(self) -> list[dict[str, Any]]:
+    def messages(self, before: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The new messages of the conversation.
+
+        Args:
+            before: the earlier ones.
 
         Raises:
             ApiError: an item lacks a value.
         """
         if isinstance(self.input, str):
             return [{"role": "user", "content": self.input}]
-        return _messages(self.input)
+        return _messages(self.input, before)
 
     def chat(self, before: list[dict[str, Any]]) -> Chat:
         """The same request as a chat.
@@ -153,8 +160,8 @@ class Responses(Body):
             ApiError: a chat does not accept it.
         """
         system = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
-        body: dict[str, Any] = {"model": self.model, "messages": [*system, *before, *self.messages]}
-        body |= {name: getattr(self, name) for name in ("temperature", "top_p", "seed", "stream", "chat_template_kwargs")}
+        body: dict[str, Any] = {"model": self.model, "messages": [*system, *before, *self.messages(before)]}
+        body |= {name: getattr(self, name) for name in _OF_CHATS}
         body |= {"max_tokens": self.max_output_tokens, "tools": [_function(each) for each in self.tools]}
         choice = self.tool_choice
         body["tool_choice"] = choice if isinstance(choice, str) else {"type": "function", "function": {"name": choice.name}}
@@ -302,7 +309,7 @@ class ResponsesForm(PartsForm):
             "id": self._head["id"], "object": self.kind, "created_at": created, "completed_at": created if done else None,
             "status": status, "error": None, "incomplete_details": incomplete, "model": self._model.name, "output": output,
             "instructions": asked.instructions, "max_output_tokens": asked.max_output_tokens, "metadata": asked.metadata,
-            "parallel_tool_calls": True, "previous_response_id": asked.previous_response_id, "store": asked.store,
+            "parallel_tool_calls": asked.parallel_tool_calls, "previous_response_id": asked.previous_response_id, "store": asked.store,
             "temperature": sampling.temperature, "top_p": 1.0 if sampling.top_p is None else sampling.top_p,
             "text": {"format": form}, "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
             "tools": [each.model_dump() for each in asked.tools], "truncation": "disabled", "background": False,

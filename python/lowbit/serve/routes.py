@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 
 from prometheus_client import generate_latest
 from pydantic_core import from_json
+from python_multipart.multipart import parse_options_header
 from starlette.applications import Starlette
 from starlette.datastructures import Headers, UploadFile
 from starlette.exceptions import HTTPException
@@ -60,6 +61,7 @@ from .tools import Tools, read_tools
 
 Model: TypeAlias = LanguageModel | TextModel | SpeechModel
 _USUAL_TOKENS = 16  # default of completions, as in OpenAI's API
+_CHARSETS = ("utf-8", "utf8", "us-ascii", "iso-8859-1", "latin-1")  # of forms
 _OPEN = ("/", "/health")  # need no key
 
 
@@ -343,7 +345,7 @@ class Server:
 
         def keep(response: dict[str, Any]) -> None:
             if asked.store:
-                self._stored.add(response, [*before, *asked.messages, answered(response)])
+                self._stored.add(response, [*before, *asked.messages(before), answered(response)])
 
         return await self._chat(chat, partial(ResponsesForm, asked, keep))
 
@@ -449,6 +451,10 @@ class Server:
         kind = request.headers.get("content-type", "")
         if not kind.lower().startswith("multipart/form-data"):
             raise ApiError(400, f"the body is {kind or 'of no type'}; expected multipart/form-data with a file")
+        charset = parse_options_header(kind)[1].get(b"charset", b"utf-8").decode("latin-1").lower()
+        if charset not in _CHARSETS:
+            # Python has further ones (punycode, idna) that take quadratic time, here on the server's thread.
+            raise ApiError(400, f"the body is not a readable form: its charset is {shortened(charset, 40)!r}; expected utf-8")
         try:
             async with self._arriving(request, self.limits.recording_bytes) as pieces:
                 form = await MultiPartParser(request.headers, pieces, max_files=1, max_fields=32).parse()

@@ -31,6 +31,7 @@ class Tools:
 
     documents: list[dict[str, Any]]  # tools for the chat template
     forced: list[str]  # the text must be a call of one of these; empty: the model may also answer
+    parallel: bool = True  # a text may have several calls
 
     @property
     def names(self) -> list[str]:
@@ -83,8 +84,9 @@ def read_tools(asked: Chat) -> Tools | None:
         if (parameters := each["function"].get("parameters")) and parameters.setdefault("type", "object") != "object":
             raise bad("tools", f"tools[{number}].function.parameters has another type; expected an object")
     if asked.tool_choice == "auto":
-        return Tools(documents, [])
-    return Tools(documents, asked.tool_names if asked.tool_choice == "required" else [asked.tool_choice.function.name])
+        return Tools(documents, [], asked.parallel_tool_calls)
+    forced = asked.tool_names if asked.tool_choice == "required" else [asked.tool_choice.function.name]
+    return Tools(documents, forced, asked.parallel_tool_calls)
 
 
 def find_calls(text: str, functions: Functions) -> tuple[str, list[dict[str, Any]]]:

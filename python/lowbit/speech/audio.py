@@ -40,6 +40,8 @@ _RAW = "16,000 samples per second of one channel with 16 bits, raw or WAV: ffmpe
 _CONTAINERS = (b"ID3", b"OggS", b"fLaC", b"\x1aE\xdf\xa3", b"RIFF", b"FORM")  # the first bytes of compressed recordings
 _PCM = (1, 0xFFFE)  # the formats of WAV files with plain numbers
 _MOST_CHUNK = 1 << 20  # bytes of a header
+_UNKNOWN_SIZE = 0x7FFFF000  # bytes of samples, or more, in the headers of programs that write to pipes
+_NO_END = 1 << 62  # bytes
 _SAME = 0.1  # if the sum of two channels keeps less than this share of their energy, they have opposite phases
 
 
@@ -109,9 +111,9 @@ def read_samples(file: IO[bytes], name: str) -> Iterator[np.ndarray]:
     """
     import numpy as np
 
-    head = _exactly(file, 12)
+    head, left = _exactly(file, 12), _NO_END
     if head[:4] == b"RIFF" and head[8:] == b"WAVE":
-        _skip_header(file, name)
+        left = _skip_header(file, name)
         head = b""
     elif head.startswith(_CONTAINERS) or head[4:8] == b"ftyp":
         raise ValueError(f"{name} is a compressed recording; expected {_RAW}")
@@ -120,9 +122,10 @@ def read_samples(file: IO[bytes], name: str) -> Iterator[np.ndarray]:
         whole = len(pending) // 2 * 2
         if whole:
             yield np.frombuffer(pending[:whole], "<i2").astype(np.float32) / np.float32(32768)
-        more: bytes = file.read1(1 << 16)  # type: ignore[attr-defined]
+        more: bytes = file.read1(min(1 << 16, left)) if left else b""  # type: ignore[attr-defined]
         if not more:
             return
+        left -= len(more)
         pending = pending[whole:] + more
 
 
@@ -134,17 +137,21 @@ def _exactly(file: IO[bytes], count: int) -> bytes:
     return data
 
 
-def _skip_header(file: IO[bytes], name: str) -> None:
-    """Reads the chunks of a WAV file up to its samples."""
+def _skip_header(file: IO[bytes], name: str) -> int:
+    """Reads the chunks of a WAV file up to its samples; returns their bytes. Chunks behind them are no sound."""
+    known = False
     while True:
         chunk = _exactly(file, 8)
         size = int.from_bytes(chunk[4:], "little")
         if chunk[:4] == b"data":
-            return
+            if not known:
+                raise ValueError(f"{name} is a damaged WAV file: it has no format before its samples")
+            return size if 0 < size < _UNKNOWN_SIZE else _NO_END
         if len(chunk) < 8 or size > _MOST_CHUNK:
             raise ValueError(f"{name} is a damaged WAV file: it has no samples after its header")
         content = _exactly(file, size + size % 2)
         if chunk[:4] == b"fmt ":
+            known = True
             kind, channels, rate, _, _, bits = struct.unpack("<HHIIHH", content[:16].ljust(16, b"\0"))
             if kind not in _PCM or (channels, rate, bits) != (1, SAMPLE_RATE, 16):
                 raise ValueError(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable
-from queue import Empty, Queue
-from threading import Thread
+from queue import Empty, Full, Queue
+from threading import Event, Thread
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -50,6 +50,7 @@ class Live:
         transcriber.check(self._wish)
         self._first = transcriber.no_timestamps + 1
         self._samples = np.zeros(0, np.float32)  # of the window
+        self._added: list[np.ndarray] = []  # behind the window
         self._begin = 0  # samples before the window
         self._certain: list[int] = []  # tokens of the window
         self._guess: list[int] = []  # tokens of the last pass
@@ -58,27 +59,40 @@ class Live:
         self._language, self._probability = self._wish.language, None  # type: str | None, float | None
 
     @property
+    def window(self) -> int:
+        """The samples of a whole window."""
+        return self._transcriber.window * HOP
+
+    @property
     def heard(self) -> Heard:
+        self._join()
         return Heard(self._language, self._probability, (self._begin + len(self._samples)) / SAMPLE_RATE)
 
     def add(self, samples: np.ndarray) -> None:
         """Adds float samples, as for :meth:`Transcriber.transcribe`."""
-        self._samples = np.concatenate([self._samples, self._transcriber.samples(samples)])
+        if len(samples):
+            self._added.append(self._transcriber.samples(samples))
+
+    def _join(self) -> None:
+        if self._added:
+            self._samples, self._added = np.concatenate([self._samples, *self._added]), []
 
     def advance(self) -> Piece:
         """Computes a pass over what has been added; returns what has become certain."""
-        window, segments = self._transcriber.window * HOP, list[Segment]()
-        while len(self._samples) >= window:
-            segments += self._finish(window)
+        self._join()
+        segments = list[Segment]()
+        while len(self._samples) >= self.window:
+            segments += self._finish(self.window)
         if len(self._samples):
             segments += self._agree()
         return Piece(self._text(), segments)
 
     def end(self) -> Piece:
         """Computes the rest after the last samples; all text is certain."""
-        window, segments = self._transcriber.window * HOP, list[Segment]()
+        self._join()
+        segments = list[Segment]()
         while len(self._samples):
-            segments += self._finish(min(window, len(self._samples)))
+            segments += self._finish(min(self.window, len(self._samples)))
         return Piece(self._text(last=True), segments)
 
     def _pass(self, samples: np.ndarray) -> Any:
@@ -130,7 +144,7 @@ class Live:
         frames = -(-len(self._samples) // HOP)
         segments = self._ended(segments_of(whole, self._first, frames)[0], written, frames)
         self._guess = self._guess[pairs[-1] :]
-        self._move((whole[-1] - self._first) * 2 * HOP, rest)
+        self._move(min((whole[-1] - self._first) * 2 * HOP, len(self._samples)), rest)
         return segments
 
     def _ended(self, parts: Any, written: Any, frames: int) -> list[Segment]:
@@ -173,32 +187,46 @@ def transcribe_live(
             machine computes fewer passes.
         options: as for :class:`Live`.
     """
-    live, queue = Live(transcriber, **options), Queue[Any](_WAITING)
+    live, queue, left = Live(transcriber, **options), Queue[Any](_WAITING), Event()
+
+    def put(item: Any) -> bool:
+        """Whether somebody still reads."""
+        while not left.is_set():
+            try:
+                queue.put(item, timeout=0.5)
+                return True
+            except Full:
+                continue
+        return False
 
     def read() -> None:
         try:
-            for block in blocks:
-                queue.put(block)
-            queue.put(None)
+            if all(map(put, blocks)):
+                put(None)
         except Exception as error:
-            queue.put(error)
+            put(error)
 
     Thread(target=read, daemon=True).start()
     fresh, end = 0, False
-    while not end:
-        block = queue.get()
-        while block is not None:
-            if isinstance(block, Exception):
-                raise block
-            live.add(block)
-            fresh += len(block)
-            try:
-                block = queue.get_nowait()
-            except Empty:
-                break
-        end = block is None
-        if not end and fresh >= step * SAMPLE_RATE:
-            fresh = 0
-            yield live.advance()
-    yield live.end()
+    try:
+        while not end:
+            block = queue.get()
+            while block is not None:
+                if isinstance(block, Exception):
+                    raise block
+                live.add(block)
+                fresh += len(block)
+                if fresh >= live.window:  # a pass takes no more
+                    break
+                try:
+                    block = queue.get_nowait()
+                except Empty:
+                    break
+            end = block is None
+            if not end and fresh >= step * SAMPLE_RATE:
+                fresh = 0
+                yield live.advance()
+        yield live.end()
+    finally:
+        left.set()
     return live.heard

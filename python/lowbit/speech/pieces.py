@@ -63,8 +63,9 @@ class PieceTranscriber(AnyTranscriber):
             end = begin + _cut(samples[begin:])
             padded = np.pad(samples[begin:end], (0, max(0, _LEAST - (end - begin))))
             inputs = self.extractor(padded, sampling_rate=SAMPLE_RATE, return_tensors="pt")
-            with torch.inference_mode():
-                yield [self.segment(inputs, begin / SAMPLE_RATE, end / SAMPLE_RATE, words)]
+            with torch.inference_mode():  # not around the yield, behind which other code runs
+                segment = self.segment(inputs, begin / SAMPLE_RATE, end / SAMPLE_RATE, words)
+            yield [segment]
             begin = end
         return Heard(None, None, len(samples) / SAMPLE_RATE)
 

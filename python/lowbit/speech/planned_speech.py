@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from contextlib import nullcontext
 from pathlib import Path
@@ -31,6 +32,7 @@ _FILES = (
 )  # fmt: skip
 _MOST_INSIDE = 1 << 25  # bytes of a convolution or table of positions, which may have another type in the checkpoint
 _ALIGNMENT = 64  # bytes, of caches
+_BYTES = {0: 4, 1: 2, 2: 2, 7: 1}  # of a number of a cache, by its ElementType
 _TEXTS = ("", " Hello, world!  It's 3.5 o'clock .", "Größe naïve 東京 👩‍👩‍👧 שלום", "\n\ttabs", "<|en|> x <|endoftext|>")
 _NUMBERS = ("max_length", "vocabulary", "positions", "mel_bins", "median_filter_width")
 
@@ -51,6 +53,12 @@ class PlannedSpeech:
         """
         for name in _NUMBERS:
             setattr(self, name, int(content[name]))
+        if content["dtype"] not in ("float32", "float16"):
+            raise ValueError(f"the dtype is {content['dtype']!r}; expected float32 or float16")
+        for _, _, size, kind, shape in content["caches"]:
+            fits = len(shape) <= 16 and all(type(each) is int and 0 < each < 1 << 31 for each in shape)
+            if type(kind) is not int or kind not in _BYTES or not fits or size != _BYTES[kind] * math.prod(shape):
+                raise ValueError(f"a cache has {size!r} bytes of kind {kind!r} and shape {shape!r}; expected bytes that fit")
         self._step, self._listen = step, listen
         self._dtype, heads, width = np.dtype(content["dtype"]), content["heads"], content["width"]
         self.alignment_heads = [(layer, head) for layer, head in content["alignment_heads"]]

@@ -248,8 +248,9 @@ def _alignment_heads(model: Any) -> list[tuple[int, int]]:
     settings of their larger teachers.
     """
     layers, heads = range(model.config.decoder_layers), range(model.config.decoder_attention_heads)
-    named = getattr(model.generation_config, "alignment_heads", None) or []
-    found = [tuple(each) if isinstance(each, (list, tuple)) else each for each in named]
-    if found and set(found) <= {(layer, head) for layer in layers for head in heads}:
+    named = getattr(model.generation_config, "alignment_heads", None)
+    given = list(named) if isinstance(named, (list, tuple)) else []
+    found = [(pair[0], pair[1]) for pair in given if isinstance(pair, (list, tuple)) and list(map(type, pair)) == [int, int]]
+    if found and len(found) == len(given) and set(found) <= {(layer, head) for layer in layers for head in heads}:
         return found
     return [(layer, head) for layer in layers[len(layers) // 2 :] for head in heads]

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 _FRAMES_PER_POSITION = 2  # feature frames per encoder position and per timestamp
 _SECONDS_PER_POSITION = _FRAMES_PER_POSITION * HOP / SAMPLE_RATE
+_LEAST_TEMPERATURE = 1e-6  # logits divided by less may overflow
 _MOST_FOLLOWED = 0.5  # the text of a window with a higher temperature is not shown to the next one
 # The settings of generation that transcription uses.
 SETTINGS = (
@@ -306,7 +307,9 @@ class Transcriber(AnyTranscriber):
                 logits[not_first] = -np.inf
             if wish.timestamps:
                 self._limit_times(logits, tokens)
-            scores = logits if draws is None else logits / temperature + draws.gumbel(size=logits.shape)
+            scores = (
+                logits if draws is None else logits / max(temperature, _LEAST_TEMPERATURE) + draws.gumbel(size=logits.shape)
+            )
             token = int(scores.argmax())
             logprobs.append(float(logits[token] - _log_sum(logits)))
             if token == self._settings.eos_token_id:

@@ -367,5 +367,5 @@ def test_an_entry_has_its_dtype(tmp_path, code, name, bits):
 def test_a_file_of_another_kind_is_not_inspected(tmp_path):
     path = tmp_path / "x.bin"
     path.write_bytes(b"x")
-    with pytest.raises(ValueError, match=r"x\.bin is a file; expected one whose name ends in \.safetensors"):
+    with pytest.raises(ValueError, match=r"x\.bin is a file; expected \.safetensors or \.gguf at the end of its name"):
         inspect_checkpoint(path)

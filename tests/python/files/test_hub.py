@@ -156,6 +156,12 @@ def test_models_of_the_cache_are_listed_and_removed(hub, packed, tmp_path, monke
     assert set(gone) == documented_keys("rm") and gone == {"removed": [f"hf:org/model@{second[:7]}"], "bytes": 2}
     assert {each["revision"] for each in document(invoke("list", "--json"))["models"]} & {first, second} == {first}
     assert invoke("inspect", rows[first]["path"]).exit_code == 0  # files that both had are still there
+    third = model.commit(files | {"other.json": b"[]"}, "v3")
+    assert invoke("inspect", "hf:org/model@v3").exit_code == 0
+    both = document(invoke("rm", f"hf:org/model@{first}", f"hf:org/model@{third}", "hf:org/model", "--yes", "--json"))
+    assert both["bytes"] == sum(map(len, files.values())) + 2  # what they share is removed with the last of them
+    for name in ("hf:org/model@v1", "hf:org/other"):
+        assert invoke("inspect", name).exit_code == 0
     result = invoke("rm", "hf:org/model", "hf:org/other", "--yes")
     assert result.exit_code == 0 and result.stdout.startswith("removed: hf:org/model, "), result.stderr
     assert document(invoke("list", "--json")) == {"models": []}

@@ -132,7 +132,7 @@ def test_the_tokens_are_those_of_transformers(packed, kind):
     if kind in PLANNED:
         assert step.plan_refusal is step.refusal is None
         assert step.computed == 3  # each of the pictures once, in all conversations
-        assert (step._tower.calls > 0) == (kind in ("idefics3", "smolvlm"))  # its pictures have one size
+        assert (step._pictures._tower.calls > 0) == (kind in ("idefics3", "smolvlm"))  # its pictures have one size
     else:
         assert step.refusal == f"the language model runs by transformers' attention: {step.plan_refusal}"
 

@@ -46,7 +46,7 @@ def directories(model, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def models(packed, directories):
-    wish = serve._Wish(Output(False), PLAIN, None, 256, 1, None, None, 6, 64, 1 << 24, dict(directories))
+    wish = serve._Wish(Output(False), PLAIN, None, 256, 1, None, None, 6, 64, 1 << 24, None, dict(directories))
     found = [each for each, _ in serve._load(wish, "tiny", Path(packed[0]))]
     assert [(each.name, each.parent) for each in found] == [("tiny", None), *((name, "tiny") for name in TARGETS)]
     return found
@@ -178,6 +178,6 @@ def test_options_that_are_refused(given, models, message):
 def test_adapters_of_other_kinds_of_models(tmp_path):
     (tmp_path / "modules.json").write_text("[]")
     (tmp_path / "config.json").write_text("{}")
-    wish = serve._Wish(Output(False), None, None, None, 1, None, None, 1, 1, 0, {"a": TINY})
+    wish = serve._Wish(Output(False), None, None, None, 1, None, None, 1, 1, 0, None, {"a": TINY})
     with pytest.raises(ValueError, match="--adapter is for language models"):
         serve._load(wish, "a", tmp_path)

@@ -11,7 +11,10 @@ need_packages("starlette", "uvicorn", "llguidance", "anthropic", "openai")
 
 import anthropic
 import openai
-from lowbit.serve.responses import Store
+from lowbit.serve.errors import ApiError
+from lowbit.serve.messages import Messages, _encodable
+from lowbit.serve.protocol import Chat
+from lowbit.serve.responses import Responses, Store
 from lowbit.serve.routes import Limits
 from test_serve import TOOLS, Client, made, serving
 
@@ -592,3 +595,24 @@ def test_the_option_of_origins(given, expected):
         return
     with pytest.raises(ValueError, match="--allowed-origin is .*; expected a site such as https://example.com, or \\*"):
         _origin(given)
+
+
+def test_what_a_request_says_of_calls_is_in_the_chat():
+    failed = {"type": "tool_result", "tool_use_id": "1", "is_error": True, "content": "no such town"}
+    called = {"type": "tool_use", "id": "1", "name": "weather", "input": {}}
+    talk = [*USER, {"role": "assistant", "content": [called]}, {"role": "user", "content": [failed]}]
+    tools = [{"name": "weather", "input_schema": {"type": "object"}}]
+    choice = {"type": "auto", "disable_parallel_tool_use": True}
+    chat = Messages.model_validate({"messages": talk, "max_tokens": 5, "tools": tools, "tool_choice": choice}).chat()
+    assert chat.documents[-1]["content"] == "Error: no such town" and not chat.parallel_tool_calls
+    before = [
+        {"role": "assistant", "content": "", "tool_calls": [{"id": "1", "function": {"name": "weather", "arguments": "{}"}}]}
+    ]
+    output = [{"type": "function_call_output", "call_id": "1", "output": "21"}]
+    chat = Responses.model_validate({"input": output, "parallel_tool_calls": False}).chat(before)
+    assert chat.documents[-1]["name"] == "weather" and not chat.parallel_tool_calls
+    assert _encodable('{"a": "\\ud83d", "b": "\\ud83d\\ude00"}') == {"a": "\ufffd", "b": "\U0001f600"}
+    form = {"response_format": {"type": "json_object"}}
+    start = {"messages": [*USER, {"role": "assistant", "content": "{"}], "continue_final_message": True}
+    with pytest.raises(ApiError, match="a format or a call is for a whole answer"):
+        Chat.model_validate(start | form)
