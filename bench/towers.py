@@ -26,8 +26,8 @@ class _Model(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         config = SiglipVisionConfig(
-            hidden_size=768, intermediate_size=3072, num_hidden_layers=12, num_attention_heads=12, image_size=512, patch_size=16,
-            vision_use_head=False,
+            hidden_size=768, intermediate_size=3072, num_hidden_layers=12, num_attention_heads=12, image_size=512,
+            patch_size=16, vision_use_head=False,
         )  # fmt: skip
         self.vision_tower = SiglipVisionModel(config)
 

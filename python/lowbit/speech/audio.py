@@ -138,7 +138,7 @@ def _exactly(file: IO[bytes], count: int) -> bytes:
 
 
 def _skip_header(file: IO[bytes], name: str) -> int:
-    """Reads the chunks of a WAV file up to its samples; returns their bytes. Chunks behind them are no sound."""
+    """Reads the chunks of a WAV file up to its samples; returns their bytes. Later chunks are not sound."""
     known = False
     while True:
         chunk = _exactly(file, 8)
