@@ -148,9 +148,11 @@ class PlannedTower:
 
     def _one(self, arguments: dict[str, Any], pictures: str) -> Any:
         """The results of one picture; None if it has no plan."""
+        if self.plan_refusal is not None:
+            return None
         size = tuple((name, _key(value, name == pictures)) for name, value in arguments.items())
-        if size in self._plans or self.plan_refusal is not None:
-            return None if self.plan_refusal is not None else self._plans[size](arguments[pictures])
+        if size in self._plans:
+            return self._plans[size](arguments[pictures])
         try:
             if len(self._plans) == _MOST_SIZES:
                 raise Unplannable(f"its pictures have more than {_MOST_SIZES} sizes")
