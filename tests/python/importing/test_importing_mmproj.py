@@ -112,6 +112,11 @@ def test_lfm2_vl_has_the_logits_of_transformers(written, tmp_path):
         assert torch.equal(made(**inputs).logits, model(**inputs).logits)
     settings = json.loads((tmp_path / "made" / "preprocessor_config.json").read_text())
     assert (settings["downsample_factor"], settings["encoder_patch_size"]) == (2, 8)
+    tensors = tower_tensors(model)
+    flat = tensors["v.patch_embd.weight"].reshape(64, -1)
+    tower = write_tower(tmp_path / "flat.gguf", "lfm2", model, {**tensors, "v.patch_embd.weight": flat}, **SETTINGS["lfm2_vl"])
+    with pytest.raises(ValueError, match=r"weight has the shape \[64, 192\]; expected \[n, colors, rows, columns\]"):
+        lowbit.import_checkpoint(path / "text.gguf", tmp_path / "other", mmproj=tower)
 
 
 def test_the_language_model_of_qwen2_5_vl_alone(written, tmp_path):
@@ -173,6 +178,7 @@ def test_refusals(written, tmp_path):
     assert "has clip.vision.odd, which lowbit does not know" in refused(vision__odd=3)
     assert "weight', which lowbit does not know in a tower of 1 layers" in refused(vision__block_count=1)
     assert "has clip.vision.patch_size 0; expected 1 or more" in refused(vision__patch_size=0)
+    assert "has clip.vision.block_count 2147483647; expected at most its " in refused(vision__block_count=2**31 - 1)
     assert "has no clip.vision.projector.scale_factor" in refused(vision__projector__scale_factor=None)
     assert "has no three finite numbers as clip.vision.image_mean" in refused(vision__image_mean=[0.5, float("nan"), 0.5])
     tensors = tower_tensors(model)

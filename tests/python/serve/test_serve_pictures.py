@@ -365,3 +365,54 @@ def test_a_text_is_continued_by_a_model_of_pictures(families):
     with serving([family.served], LIMITS) as (port, _):
         body = {"messages": messages, "continue_final_message": True}
         assert Client(port).post("/tokenize", **body)["tokens"] == ids
+
+
+def test_pictures_are_counted_before_they_are_prepared(families, monkeypatch):
+    """Together, whose numbers take much memory: a conversation that does not fit is refused after one of them alone."""
+    served, prepared = families("qwen2_5_vl").served, []
+    inputs = served.inputs
+
+    def counting(messages, tools=None):
+        prepared.append(sum(part["type"] == "image" for each in messages for part in each["content"]))
+        return inputs(messages, tools)
+
+    monkeypatch.setattr(served, "inputs", counting)
+    monkeypatch.setattr(type(served), "max_length", 30)
+    body = {"messages": [said("user", "?", *(picture(number, (150, 150)) for number in range(4)))]}
+    with serving([served], Limits(pictures=4, picture_pixels=200_000)) as (port, _):
+        error, _ = Client(port).refused("/v1/chat/completions", body, 400)
+    assert re.search("messages has pictures of [0-9]{2} tokens or more; expected fewer than the 30 ", error["message"])
+    assert error["code"] == "context_length_exceeded" and set(prepared) == {1} and len(prepared) < 4
+
+
+def test_pictures_that_the_tower_does_not_take(families, monkeypatch):
+    def odd(*_):
+        raise ValueError("the picture is odd")
+
+    served = families("qwen2_5_vl").served
+    monkeypatch.setattr(served.decoder, "look", odd)
+    with serving([served], LIMITS) as (port, _):
+        error, _ = Client(port).refused("/v1/chat/completions", {"messages": [said("user", "?", picture(0, (33, 33)))]}, 400)
+        assert Client(port).post("/v1/chat/completions", messages=[{"role": "user", "content": "a"}], max_tokens=1)["choices"]
+    assert error["message"] == "the model sees does not take these pictures: the picture is odd"
+    assert error["code"] == "invalid_image"
+
+
+def test_tools_beside_a_picture(families, monkeypatch):
+    """Refused if the template does not show them. The text of a tool's result stays a text, as templates write it."""
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}]
+    served = families("qwen2_5_vl").served
+    assert "tools" not in served.template
+    with serving([served], LIMITS) as (port, _):
+        body = {"messages": [said("user", "?", picture(0))], "tools": tools}
+        error, _ = Client(port).refused("/v1/chat/completions", body, 400)
+        assert error["code"] == "no_tools" and "the chat template of sees has no tools" in error["message"]
+    monkeypatch.setattr(served, "template", "{% for m in messages if m.role == 'tool' %}{{ m.content }}{% endfor %}{{ tools }}")
+    call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
+    messages = [
+        {"role": "user", "content": "?"}, {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "rain"},
+    ]  # fmt: skip
+    with serving([served], LIMITS) as (port, _):
+        tokens = Client(port).post("/tokenize", messages=messages)["tokens"]
+    assert served.tokenizer.decode(tokens).startswith("rain")

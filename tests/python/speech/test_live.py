@@ -5,6 +5,8 @@ import signal
 import struct
 import subprocess
 import sys
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -119,6 +121,36 @@ def test_samples_that_arrive_while_a_pass_runs(transcriber):
         list(transcribe_live(transcriber, broken()))
 
 
+def test_a_fast_pipe_and_a_reader_that_leaves(transcriber, monkeypatch):
+    """A pass has at most one window more than the last one, and nothing is read for a reader that has left."""
+    added, given = [0], []
+    advance = Live.advance
+
+    def counting(live):
+        added.append(sum(map(len, live._added)))
+        return advance(live)
+
+    def blocks():
+        while True:
+            given.append(2000)
+            yield SAMPLES[:2000]
+
+    monkeypatch.setattr(Live, "advance", counting)
+    options = {"language": "en", "no_speech_threshold": None}
+    window = Live(transcriber, **options).window
+    before = threading.active_count()
+    pieces = transcribe_live(transcriber, blocks(), step=0.01, **options)
+    for _ in range(3):
+        next(pieces)
+    assert 0 < max(added) < window + max(given)
+    pieces.close()
+    for _ in range(100):
+        if threading.active_count() == before:
+            break
+        time.sleep(0.1)
+    assert threading.active_count() == before
+
+
 class Pipe(io.BytesIO):
     """Gives few bytes at a time, an odd number."""
 
@@ -126,14 +158,19 @@ class Pipe(io.BytesIO):
         return super().read1(min(count, 1001))
 
 
-def wave_of(samples, channels=1, rate=SECOND, bits=16, more=b""):
+def wave_of(samples, channels=1, rate=SECOND, bits=16, more=b"", size=0xFFFFFFFF):
     head = struct.pack("<HHIIHH", 1, channels, rate, rate * 2, 2, bits)
-    return b"RIFF\xff\xff\xff\xffWAVE" + more + b"fmt " + struct.pack("<I", 16) + head + b"data\xff\xff\xff\xff" + raw(samples)
+    data = b"data" + struct.pack("<I", size) + raw(samples)
+    return b"RIFF\xff\xff\xff\xffWAVE" + more + b"fmt " + struct.pack("<I", 16) + head + data
 
 
 def test_samples_of_a_pipe():
     expected = np.frombuffer(raw(SAMPLES), "<i2").astype(np.float32) / np.float32(32768)
-    for data in (raw(SAMPLES), wave_of(SAMPLES), wave_of(SAMPLES, more=b"LIST\x03\0\0\0abc\0"), raw(SAMPLES) + b"\0"):
+    size = 2 * len(SAMPLES)
+    for data in (
+        raw(SAMPLES), wave_of(SAMPLES), wave_of(SAMPLES, more=b"LIST\x03\0\0\0abc\0"), raw(SAMPLES) + b"\0",
+        wave_of(SAMPLES, size=size) + b"LIST\x04\0\0\0abcd", wave_of(SAMPLES, size=0), wave_of(SAMPLES, size=0x7FFFF000),
+    ):  # fmt: skip
         blocks = list(read_samples(Pipe(data), "stdin"))
         assert np.array_equal(np.concatenate(blocks), expected) and len(blocks) > 50
     assert list(read_samples(Pipe(b""), "stdin")) == list(read_samples(Pipe(b"a"), "stdin")) == []
@@ -144,6 +181,7 @@ def test_samples_of_a_pipe():
         ),
         (wave_of(SAMPLES, rate=8000), "with 8000 samples per second"),
         (b"RIFF\0\0\0\0WAVEfmt ", "stdin is a damaged WAV file"),
+        (b"RIFF\0\0\0\0WAVEdata\4\0\0\0abcd", "stdin is a damaged WAV file: it has no format before its samples"),
         (b"RIFF\0\0\0\0WAVELIST\xff\xff\xff\xff", "stdin is a damaged WAV file"),
         (b"fLaC" + bytes(20), "stdin is a compressed recording; expected 16,000 samples"),
         (b"\0\0\0\x18ftypM4A " + bytes(20), "stdin is a compressed recording"),

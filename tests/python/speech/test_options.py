@@ -103,10 +103,14 @@ def test_probabilities(transcriber, theirs):
     assert transcriber.transcribe(SAMPLES[:SECOND], language="en").language_probability is None
 
 
-@pytest.mark.parametrize("heads", [None, [[0, 1], [1, 0]], [[1, 1]], [[7, 0]]], ids=str)
+HEADS = [[[0, 1], [1, 0]], [[1, 1]]]
+NO_HEADS = [None, [[7, 0]], 5, "ab", {"0": 1}, [[0, 1], 5], [["0", "1"]], [[0, 1, 1]], [[0]], [[True, 0]]]
+
+
+@pytest.mark.parametrize("heads", [*HEADS, *NO_HEADS], ids=str)
 def test_times_of_tokens(whisper, theirs, heads):
     """The positions at which transformers' tokens end; without heads that exist, the upper half of the layers is used."""
-    used = heads if heads and heads[0][0] < 2 else [[1, 0], [1, 1]]
+    used = heads if heads in HEADS else [[1, 0], [1, 1]]
     model = load_speech_model(whisper)
     model.generation_config.alignment_heads = heads
     theirs[0].generation_config.alignment_heads = used
@@ -247,3 +251,10 @@ def test_a_model_without_the_token_for_earlier_text(whisper, transcriber, monkey
         with pytest.raises(ValueError, match=r"the model has no token <\|startofprev\|>"):
             transcriber.transcribe(SAMPLES, **options)
     assert transcriber.transcribe(SAMPLES[: POSITIONS * 320], prompt=" ").segments
+
+
+def test_the_smallest_temperatures(whisper):
+    """Logits divided by them would overflow."""
+    transcriber = load_transcriber(whisper)
+    least = transcriber.transcribe(SAMPLES[:SECOND], language="en", temperature=(5e-324,))
+    assert least.text == transcriber.transcribe(SAMPLES[:SECOND], language="en", temperature=(0.0,)).text

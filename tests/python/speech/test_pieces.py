@@ -171,3 +171,10 @@ def test_the_command(models, tmp_path):
     assert invoke("transcribe", models / "packed", tmp_path / "a.wav").stdout.strip() == expected.text
     refused = error(invoke("transcribe", models / "packed", tmp_path / "a.wav", "--words"))
     assert "word_timestamps is True; expected False with a Moonshine model" in refused
+
+
+def test_inference_mode_ends_with_each_segment(models, monkeypatch):
+    """Code that runs between two segments is not affected."""
+    monkeypatch.setattr(pieces, "_WINDOW", SECOND)
+    windows = load_transcriber(models / "float").windows(SAMPLES)
+    assert next(windows) and not torch.is_inference_mode_enabled()

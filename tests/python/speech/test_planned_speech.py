@@ -113,3 +113,28 @@ def test_refusals(whisper, tmp_path):
         planned.decoder.feed([1 << 40], 0)
     with pytest.raises(NoPlan, match="^$"):
         PlannedTranscriber(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"dtype": "float64"}, "the dtype is 'float64'; expected float32 or float16"),
+        ({"dtype": "object"}, "the dtype is 'object'"),
+        ({"caches": lambda cache: cache[:2] + [cache[2] // 2] + cache[3:]}, "expected bytes that fit"),
+        ({"caches": lambda cache: cache[:4] + [[1 << 20] * 3]}, "expected bytes that fit"),
+        ({"caches": lambda cache: cache[:4] + [[-1, -cache[2] // 4]]}, "expected bytes that fit"),
+        ({"caches": lambda cache: cache[:3] + [99, cache[4]]}, "of kind 99"),
+    ],
+)
+def test_hostile_settings_of_a_plan(whisper, monkeypatch, change, said):
+    """Sizes that do not fit their shapes would be written out of bounds."""
+    made = planned_speech.PlannedSpeech.__init__
+    ((name, value),) = change.items()
+
+    def hostile(speech, step, listen, content):
+        value_of = content[name]
+        made(speech, step, listen, content | {name: [*map(value, map(list, value_of))] if callable(value) else value})
+
+    monkeypatch.setattr(planned_speech.PlannedSpeech, "__init__", hostile)
+    with pytest.raises(NoPlan, match=said):
+        PlannedTranscriber(whisper)
