@@ -222,8 +222,9 @@ class ImageDecoder(TextsDecoder):
         return self._inputs(prompt, torch.arange(len(prompt)) if self._plan.axes == 1 else self._positions(prompt))
 
     def _inputs(self, rows: list[int], positions: Tensor) -> Inputs:
-        embeddings = self._plan.embed(torch.tensor([[0 if row >= _FIRST else row for row in rows]]))
-        inputs = Inputs(embeddings, positions, self._plan.no_features(embeddings))
+        tokens = torch.tensor([[0 if row >= _FIRST else row for row in rows]])
+        embeddings = self._plan.embed(tokens)
+        inputs = Inputs(embeddings, positions, self._plan.features_of(tokens, embeddings))
         for begin, end, picture in self._runs(rows):
             if picture is not None:
                 index = rows[begin] - picture.first

@@ -1,7 +1,8 @@
 """Plans of image-text models: the language model's step over embeddings, which are those of pictures or of tokens.
 
-The model's own code computes the embeddings and positions of a prompt, up to the call of its language model, and features of
-pictures for inner layers (DeepStack). A prompt whose call has more than these, such as a mask, runs by transformers' attention.
+The model's own code computes the embeddings and positions of a prompt, up to the call of its language model, and features for
+inner layers: of pictures (DeepStack), or of all tokens (Gemma 4). A prompt whose call has more than these, such as a mask, runs
+by transformers' attention.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from .planning import Text, lowered_step
 from .proof import ATTENTION_LIMIT, EXACT_LIMIT, TOKENS, Rounding, sample_text
 
 _DEEP = ("visual_pos_masks", "deepstack_visual_embeds")  # which tokens have features, and those of each layer
-_BLOCKS = ("gemma3",)  # model types in which the tokens of a picture see each other, later ones too
+_EACH = "per_layer_inputs"  # embeddings of each token for each layer, [1, s, layers, size]
 _AXES = 3  # of positions of rotary embeddings with sections: time, height, width
 
 
@@ -35,7 +36,7 @@ class Inputs:
 
     embeddings: Tensor  # [1, s, size]
     positions: Tensor  # [s] or [axes, s]
-    features: Sequence[Tensor] = ()  # [1, s, size] for each of the first layers, which adds them to its results
+    features: Sequence[Tensor] = ()  # for inner layers, [1, s, size]: one for each of the first ones, or one for all
 
     def part(self, begin: int, end: int) -> Inputs:
         features = [each[:, begin:end] for each in self.features]
@@ -70,6 +71,7 @@ class _Language(torch.nn.Module):
         self.model, self.lm_head = model.get_decoder(), model.get_output_embeddings()
         self.config = self.model.config.get_text_config()
         self.dtype, self.training = model.dtype, model.training
+        self.each = getattr(self.config, "hidden_size_per_layer_input", 0) or 0  # inputs of a token for a layer
 
     def get_input_embeddings(self) -> torch.nn.Module:
         found: torch.nn.Module = self.model.get_input_embeddings()
@@ -84,12 +86,21 @@ class _Language(torch.nn.Module):
             position_ids = position_ids.transpose(0, 1)
         hidden = self.model(**{name: input_ids}, position_ids=position_ids, **others).last_hidden_state
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        return SimpleNamespace(logits=self.lm_head(hidden[:, keep]))
+        logits = self.lm_head(hidden[:, keep])
+        if (cap := getattr(self.config, "final_logit_softcapping", None)) is not None:
+            logits = torch.tanh(logits / cap) * cap
+        return SimpleNamespace(logits=logits)
+
+    def for_each_layer(self, features: Tensor) -> Tensor:
+        """Features [1, s, layers * size] as the model takes them."""
+        return features.unflatten(-1, (-1, self.each))
 
     def own_logits(self, inputs: Inputs) -> Tensor:
         """Logits by the model's own code, which takes features of pictures as transformers gives them."""
         features: dict[str, Any] = {}
-        if inputs.features:
+        if self.each:
+            features = {_EACH: self.for_each_layer(inputs.features[0])}
+        elif inputs.features:
             shown = inputs.features[0].any(-1)
             features = dict(zip(_DEEP, (shown, [each[shown] for each in inputs.features])))
         positions = inputs.positions if len(inputs.embeddings) > 1 else inputs.positions[None]
@@ -103,15 +114,17 @@ class _Language(torch.nn.Module):
             yield
             return
         model = self.model
+        more = {_EACH: self.for_each_layer(features[0])} if self.each else dict(zip(_DEEP, (features[0], features)))
         hook = model.register_forward_pre_hook(
-            lambda module, inputs, arguments: (inputs, {**arguments, **dict(zip(_DEEP, (features[0], features)))}),
-            with_kwargs=True,
+            lambda module, inputs, arguments: (inputs, {**arguments, **more}), with_kwargs=True
         )
-        model._deepstack_process = lambda hidden, shown, each: hidden + each
+        if not self.each:
+            model._deepstack_process = lambda hidden, shown, each: hidden + each
         try:
             yield
         finally:
-            del model._deepstack_process
+            if not self.each:
+                del model._deepstack_process
             hook.remove()
 
 
@@ -126,11 +139,18 @@ class _Captured(Exception):
 class _Block(decoding.Texts):
     """Used in place of caches: those of a text whose next tokens are those of one picture, which see each other."""
 
-    def __init__(self, start: int, count: int, layers: Sequence[tuple[Tensor, ...]]):
+    def __init__(self, start: int, count: int, layers: Sequence[tuple[Tensor, ...]], everywhere: bool):
+        """
+        Args:
+            everywhere: whether they do in all layers; otherwise in those with a window.
+        """
         super().__init__([decoding.Part(0, count, torch.tensor([start]), layers)])
+        self.everywhere = everywhere
 
     def attend(self, layer: int, inputs: tuple[Tensor, Tensor, Tensor], *more: Any) -> Tensor:
         (part,), (scale, window, *rest) = self.parts, more
+        if not (window or self.everywhere):
+            return super().attend(layer, inputs, *more)
         whole, outputs = super().attend(layer, inputs, *more), []  # writes all keys and values; correct for the last query
         queries, *last = inputs[0], *(tensor[:, :, -1:].contiguous() for tensor in inputs[1:])
         end = torch.tensor([int(part.start) + part.end - 1])
@@ -165,7 +185,10 @@ class ImagePlan:
         layers = getattr(getattr(model.config, "vision_config", None), "deepstack_visual_indexes", None) or ()
         self._features = len(layers) if hasattr(language.model, "_deepstack_process") else 0
         self._model, self._language = model, language
-        self.blocks = blocks and model.config.model_type in _BLOCKS
+        kind, seen = model.config.model_type, getattr(language.config, "use_bidirectional_attention", None)
+        self.blocks = blocks and (kind == "gemma3" or (kind == "gemma4" and seen == "vision"))
+        self._everywhere = kind == "gemma3"  # in all layers; Gemma 4's blocks are in layers with a window
+        self._causal = kind == "gemma4" and seen is None  # the masks that the model makes are those of any text
         self._next = 0  # the position of the next token
         self._held: list[Inputs] = []  # of the tokens in the caches
         with torch.inference_mode():
@@ -197,7 +220,10 @@ class ImagePlan:
         embeddings, rows = self.embed(tokens), torch.arange(tokens.shape[1])
         positions = rows if self.axes == 1 else torch.stack([rows - rows % 3, rows // 2 * 2, rows])
         shown = (rows % 3 == 1)[None, :, None]
-        return Inputs(embeddings, positions, [embeddings.roll(i + 1, 1) * shown for i in range(self._features)])
+        features = [embeddings.roll(i + 1, 1) * shown for i in range(self._features)]
+        if self._language.each:
+            features = [each.roll(1, 1) for each in self.features_of(tokens, embeddings)]
+        return Inputs(embeddings, positions, features)
 
     def _lowered(self, decoder: Decoder, sample: Inputs) -> Lowered:
         def run(inputs: Tensor, positions: Tensor, keep: Tensor, *others: Any) -> Tensor:
@@ -254,8 +280,9 @@ class ImagePlan:
             start: the number of earlier tokens.
             layers: the text's caches.
         """
-        block = _Block(start, inputs.embeddings.shape[1], layers)
-        return self._decoder.run(inputs.embeddings, inputs.positions, torch.tensor([start]), block, keep)[0]
+        block = _Block(start, inputs.embeddings.shape[1], layers, self._everywhere)
+        with self._language.adding(inputs.features):
+            return self._decoder.run(inputs.embeddings, inputs.positions, torch.tensor([start]), block, keep)[0]
 
     def _run(self, inputs: Inputs, start: int, keep: Tensor) -> Tensor:
         if self._caches is None:
@@ -309,8 +336,10 @@ class ImagePlan:
             arguments.pop(name, None) for name in ("inputs_embeds", "position_ids", "attention_mask")
         )
         shown, given = (arguments.pop(name, None) if self._features else None for name in _DEEP)
+        for_each_layer = arguments.pop(_EACH, None) if self._language.each else None
         other = [name for name, value in arguments.items() if value is not None and not isinstance(value, bool)]
-        if not self.blocks and mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2 and bool(mask.all())):
+        plain = mask is None or (isinstance(mask, Tensor) and mask.dim() == 2 and bool(mask.all()))
+        if not (plain or self.blocks or self._causal):
             other.append("a mask of its own")
         if positions is None:
             positions = torch.arange(tokens.shape[1])
@@ -322,14 +351,16 @@ class ImagePlan:
             other.append(f"{len(positions)} positions of each token")
         if other or embeddings is None:
             raise Unplannable(f"its language model gets {' and '.join(other) or 'no embeddings'}")
-        features = self.no_features(embeddings)
+        features = [for_each_layer.flatten(2)] if for_each_layer is not None else self.features_of(tokens, embeddings)
         if given is not None:
             for each, part in zip(features, given, strict=True):
                 each[shown] = part.to(each.dtype)
         return Inputs(embeddings, positions, features)
 
-    def no_features(self, embeddings: Tensor) -> list[Tensor]:
-        """Features for inner layers of tokens that belong to no picture."""
+    def features_of(self, tokens: Tensor, embeddings: Tensor) -> list[Tensor]:
+        """Features for inner layers of tokens [1, s] that belong to no picture."""
+        if self._language.each:
+            return [self._language.model.get_per_layer_inputs(tokens, embeddings).flatten(2)]
         return [torch.zeros_like(embeddings) for _ in range(self._features)]
 
     def add(self, tokens: Tensor, start: int) -> Tensor:
@@ -337,7 +368,7 @@ class ImagePlan:
         positions, embeddings = torch.arange(self._next, self._next + tokens.shape[1]), self.embed(tokens)
         self._next += tokens.shape[1]
         positions = positions if self.axes == 1 else positions.expand(self.axes, -1)
-        return self._continue(Inputs(embeddings, positions, self.no_features(embeddings)), start)
+        return self._continue(Inputs(embeddings, positions, self.features_of(tokens, embeddings)), start)
 
     def _continue(self, inputs: Inputs, start: int) -> Tensor:
         count = inputs.embeddings.shape[1]

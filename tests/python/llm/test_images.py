@@ -22,11 +22,8 @@ transformers = pytest.importorskip("transformers")
 
 CONFIG = lowbit.LowBitConfig(bits=4, conv_bits=8)
 NEW = 10
-REFUSALS = {
-    "gemma3": "its language model gets a mask of its own",
-    "gemma4": "its language model gets per_layer_inputs and a mask of its own",
-}
-PLANNED = ("idefics3", "qwen2_5_vl", "qwen3_vl", "smolvlm")
+REFUSALS = {"gemma3": "its language model gets a mask of its own"}
+PLANNED = ("gemma4", "idefics3", "qwen2_5_vl", "qwen3_vl", "smolvlm")
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +134,7 @@ def test_the_tokens_are_those_of_transformers(packed, kind):
         assert step.refusal == f"the language model runs by transformers' attention: {step.plan_refusal}"
 
 
-@pytest.mark.parametrize("kind", ["qwen3_vl", "idefics3"])
+@pytest.mark.parametrize("kind", ["qwen3_vl", "idefics3", "gemma4"])
 @pytest.mark.filterwarnings("ignore:.* of the bytes of this .* stay float")
 def test_plans(packed, kind):
     """Calls of any sizes, texts that begin again, and a model that changes; at 4 bits."""

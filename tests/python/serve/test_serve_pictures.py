@@ -15,9 +15,11 @@ import torch
 from command_line import invoke
 from image_models import PIL, save_image_model
 from lowbit import llm
+from lowbit.llm.image_plan import ImagePlan
 from lowbit.llm.images import inputs_of, message
 from lowbit.llm.loading import load_image_model, load_image_processor
 from lowbit.llm.stopping import TextUntil
+from lowbit.plan.recording import Unplannable
 from needs import need_packages
 
 need_packages("starlette", "uvicorn", "python_multipart", "openai", "anthropic")
@@ -104,7 +106,7 @@ def ask(port, *messages, **more):
     return client.chat.completions.create(messages=list(messages), **settings)
 
 
-@pytest.mark.parametrize("kind", ["gemma3", "idefics3", "qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("kind", ["gemma3", "gemma4", "gemma4_large", "idefics3", "qwen2_5_vl", "qwen3_vl"])
 def test_conversations_have_the_text_of_transformers(families, kind):
     family = families(kind)
     images = [picture(number) for number in range(3)]
@@ -309,9 +311,16 @@ def test_command(tmp_path, monkeypatch):
     model, said = serve("gemma3", "--guesses", 2)
     assert not isinstance(model, pictures.PictureModel)
     assert "gemma3 is served without pictures, because of --guesses" in said
+    model, said = serve("gemma4", "--cache", "int8")
+    assert isinstance(model, pictures.PictureModel) and model.decoder.cache_type == "int8"
+
+    def refuse(*_):
+        raise Unplannable("its logits differ")
+
+    monkeypatch.setattr(ImagePlan, "_prove", refuse)
     model, said = serve("gemma4")
     assert not isinstance(model, pictures.PictureModel) and "gemma4 is served without pictures: " in said
-    assert "per_layer_inputs" in said
+    assert "its logits differ" in said
     refused = invoke("serve", tmp_path / "qwen2_5_vl", "--guesses", 2)
     assert refused.exit_code == 2 and "it has no effect for" in refused.stderr
 

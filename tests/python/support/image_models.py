@@ -61,7 +61,7 @@ def _gemma3(directory: Path):
     return transformers.Gemma3ForConditionalGeneration(config)
 
 
-def _gemma4(directory: Path):
+def _gemma4(directory: Path, **more):
     names = {"boi_token": "<boi>", "eoi_token": "<eoi>", "image_token": "<image>"}
     names |= {"boa_token": "<boa>", "eoa_token": "<eoa>", "audio_token": "<audio>"}
     tokenizer = _tokenizer([*names.values(), "<|video|>"], **names)
@@ -70,7 +70,7 @@ def _gemma4(directory: Path):
         text_config={
             **TEXT, "vocab_size": len(tokenizer), "vocab_size_per_layer_input": len(tokenizer), "head_dim": 16,
             "global_head_dim": 16, "sliding_window": 32, "layer_types": ["sliding_attention", "full_attention"],
-            "hidden_size_per_layer_input": 16, "pad_token_id": 256,
+            "hidden_size_per_layer_input": 16, "pad_token_id": 256, "final_logit_softcapping": 30.0, **more,
         },
         vision_config={
             "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -82,6 +82,11 @@ def _gemma4(directory: Path):
     images = transformers.Gemma4ImageProcessorPil(patch_size=4, max_soft_tokens=70)
     _save_parts(directory, images, tokenizer, "<image>", processor_class="Gemma4Processor", image_seq_length=70)
     return transformers.Gemma4ForConditionalGeneration(config)
+
+
+def _gemma4_large(directory: Path):
+    """Without inputs for each layer; the tokens of a picture see each other in layers with a window."""
+    return _gemma4(directory, hidden_size_per_layer_input=0, use_bidirectional_attention="vision")
 
 
 def _idefics3(directory: Path, kind: str = "Idefics3"):
