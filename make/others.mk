@@ -12,6 +12,10 @@ vllm-environment: $(VENV)/requirements
 test-vllm: $(VENV)/installed
 	HF_HUB_OFFLINE=1 scripts/test_vllm.sh $(BIN) build/vllm
 
+# A kernel repository for Hugging Face's `kernels`, checked: build/hub (docs/hub.md).
+hub-kernel: $(VENV)/requirements
+	$(BIN)/python scripts/hub_kernel.py
+
 # Other projects' programs from PyPI on packed checkpoints (tests/ecosystem/run.py): a table of passes and changes in
 # build/ecosystem. DOC=1 also writes docs/ecosystem.{md,json}. ECOSYSTEM='--only peft', ECOSYSTEM=--newest.
 ecosystem: $(VENV)/requirements

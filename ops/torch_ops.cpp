@@ -320,7 +320,7 @@ std::tuple<Tensor, Tensor> rotary_out(const Tensor& q, const Tensor& k, const Te
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_FRAGMENT(lowbit, library) {
+STABLE_TORCH_LIBRARY_FRAGMENT(LOWBIT_NAMESPACE, library) {
   library.def("linear(Tensor x, Tensor packed_weight, int out_features) -> Tensor");
   library.def("linear.out(Tensor x, Tensor packed_weight, int out_features, *, Tensor(a!) out) -> Tensor(a!)");
   library.def("linears(Tensor x, Tensor[] packed_weights, int[] out_features) -> Tensor");
@@ -388,7 +388,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(lowbit, library) {
   library.def("unpack(Tensor packed_weight) -> (Tensor codes, Tensor scales, Tensor mins, Tensor bias)");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(lowbit, CPU, library) {
+STABLE_TORCH_LIBRARY_IMPL(LOWBIT_NAMESPACE, CPU, library) {
   library.impl("linear", TORCH_BOX(&linear));
   library.impl("linear.out", TORCH_BOX(&Into<&linear>::run));
   library.impl("linears", TORCH_BOX(&linears));

@@ -115,6 +115,7 @@ class _Tool(Part):
     name: str
     description: str | None = None
     input_schema: dict[str, Any]
+    strict: bool | None = None
 
 
 class _Choice(Part):
@@ -191,7 +192,8 @@ class CountTokens(Body):
 
 def _function(tool: _Tool) -> dict[str, Any]:
     described = {} if tool.description is None else {"description": tool.description}
-    return {"type": "function", "function": {"name": tool.name, **described, "parameters": tool.input_schema}}
+    function = {"name": tool.name, **described, "parameters": tool.input_schema, "strict": tool.strict}
+    return {"type": "function", "function": function}
 
 
 class Messages(CountTokens):

@@ -460,6 +460,7 @@ class _Function(Part):
     model_config = ConfigDict(extra="allow")
     name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,64}\z")
     parameters: dict[str, Any] | None = None
+    strict: bool | None = None
 
 
 class _Tool(Part):
@@ -501,7 +502,9 @@ class Chat(Writing, Conversation):
         formed = self.structured_outputs is not None or (
             self.response_format is not None and self.response_format.type != "text"
         )
-        if self.continue_final_message and (formed or self.tool_choice == "required" or wanted is not None):
+        called = self.tool_choice == "required" or wanted is not None
+        called = called or (self.tool_choice == "auto" and any(each.function.strict for each in self.tools))
+        if self.continue_final_message and (formed or called):
             raise bad(
                 "continue_final_message", "the last message is to be continued, but a format or a call is for a whole answer; "
                 "expected one of the two",

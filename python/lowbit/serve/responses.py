@@ -174,7 +174,7 @@ class Responses(Body):
 
 
 def _function(tool: _Tool) -> dict[str, Any]:
-    given = {name: value for name in ("description", "parameters") if (value := getattr(tool, name)) is not None}
+    given = {name: value for name in ("description", "parameters", "strict") if (value := getattr(tool, name)) is not None}
     return {"type": "function", "function": {"name": tool.name, **given}}
 
 

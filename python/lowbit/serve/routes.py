@@ -322,9 +322,11 @@ class Server:
         model.check_prompt(tokens, "messages")
         grammar = None
         if tools is not None and asked.structured_outputs is None:
-            grammar = tools.grammar(asked.schema_text)
+            grammar = tools.grammar(asked.schema_text, model)
         elif tools is not None and tools.forced:
             raise bad("tool_choice", "tool_choice asks for a call beside structured_outputs; expected one of the two")
+        elif tools is not None and tools.strict:
+            raise bad("tools", "tools has a strict function beside structured_outputs; expected one of the two")
         return await self._write(asked, model, [tokens], kind, None, grammar or asked.grammar, tools)
 
     async def _converted(self, function: Callable[..., Chat], *arguments: Any) -> Chat:

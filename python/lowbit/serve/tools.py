@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 import re
 import uuid
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from ..llm.stopping import overlap
 from .dialects import DECODER, DIALECTS, Functions, Reader, read_code, read_json
 from .errors import bad
 from .protocol import Chat, Grammar
 
+if TYPE_CHECKING:
+    from .model_list import LanguageModel
+
 _NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
+_ANY = {"type": "object"}
 _THOUGHT = "</think>"
 _READERS = {each.begin: each.read for each in DIALECTS}
 _SIGNS = (*_READERS, _THOUGHT)
@@ -32,6 +36,7 @@ class Tools:
     documents: list[dict[str, Any]]  # tools for the chat template
     forced: list[str]  # the text must be a call of one of these; empty: the model may also answer
     parallel: bool = True  # a text may have several calls
+    strict: list[str] = field(default_factory=list)  # names of functions whose arguments must follow their schemas
 
     @property
     def names(self) -> list[str]:
@@ -43,27 +48,83 @@ class Tools:
         """The schemas of the functions' parameters, by name."""
         return {each["function"]["name"]: each["function"].get("parameters") or {} for each in self.documents}
 
-    def grammar(self, answer: str | None) -> Grammar | None:
-        """The grammar of a forced call, or of an answer with a schema or a call.
+    def grammar(self, answer: str | None, model: LanguageModel) -> Grammar | None:
+        """The grammar of a forced call, of an answer with a schema or a call, or of a text with calls of strict functions.
 
         Args:
             answer: the schema of response_format.
+
+        Raises:
+            ApiError: the model writes calls in a form that has no grammar here.
         """
-        wanted = self.forced or (self.names if answer is not None else [])
+        wanted = self.forced or (self.names if answer is not None or self.strict else [])
         if not wanted:
             return None
+        free = not self.forced and answer is None  # arguments of other functions may be any object
         rules = [
-            f'call{number}: {json.dumps(json.dumps({"name": each["function"]["name"]})[:-1] + ", ")} "\\"arguments\\": " '
-            f'%json {_spaced(each["function"].get("parameters") or _NOTHING)} "}}"'
-            for number, each in enumerate(self.documents)
-            if each["function"]["name"] in wanted
+            f'call{number}: {json.dumps(json.dumps({"name": each["name"]})[:-1] + ", ")} "\\"arguments\\": " '
+            f'%json {_spaced(_ANY if free and each["name"] not in self.strict else each.get("parameters") or _NOTHING)} "}}"'
+            for number, each in enumerate(each["function"] for each in self.documents)
+            if each["name"] in wanted
         ]
         calls = " | ".join(rule.partition(":")[0] for rule in rules)
-        if self.forced or answer is None:
+        if self.forced:
             return Grammar("call", "\n".join([f"start: {calls}", *rules]), "tools")
-        rules += [f"call: {calls}", f"answer: %json {_spaced(json.loads(answer))}"]
+        rules += [f"call: {calls}"]
+        if answer is None:
+            return Grammar("grammar", "\n".join([*_free_text(model), *rules]), "tools")
+        rules += [f"answer: %json {_spaced(json.loads(answer))}"]
         start = 'start: answer | call | "<tool_call>\\n" call "\\n</tool_call>"'
         return Grammar("grammar", "\n".join([start, *rules]), "response_format")
+
+
+def _takes_json(reader: Reader) -> bool:
+    """Whether a call after the marker may be JSON with a name and arguments."""
+    try:
+        return any(
+            value == {"name": "f", "arguments": {}} for value, _ in reader('{"name": "f", "arguments": {}}', 0, {"f": {}})
+        )
+    except ValueError:
+        return False
+
+
+_JSON_DIALECTS = tuple(each for each in DIALECTS if _takes_json(each.read))
+
+
+def _free_text(model: LanguageModel) -> list[str]:
+    """Rules of a text in which :func:`find_calls` finds only calls that the rule ``call`` describes.
+
+    A call is JSON after a marker of the model's template, or the whole text. All other text has no marker, and does not begin
+    like a call or continue a list of calls.
+    """
+    own = [each for each in DIALECTS if each.begin in (model.template or "")]
+    dialects = [each for each in own if each in _JSON_DIALECTS]
+    if own and not dialects:
+        raise bad(
+            "tools", f"the model {model.name} writes calls after {own[0].begin!r} in a form that strict does not support; expected "
+            "strict false, or a tool_choice that asks for a call", "unsupported_parameter",
+        )  # fmt: skip
+    added = model.tokenizer.backend_tokenizer.get_added_tokens_decoder().items()
+    special = {each.content: f"<[{token}]>" for token, each in added if each.special}
+    marks = "|".join(re.escape(sign).replace("/", r"\/") for sign in _SIGNS)
+    opened = f"{special['<think>']}? " if "<think>" in special else ""
+
+    def through(rule: str, sign: str) -> str:  # a special token is not a text
+        return f"{rule}: TEXT {special[sign]}" if sign in special else f"{rule}[lazy]: TEXT {json.dumps(sign)}"
+
+    ends = [special[end] for each in dialects for end in each.ends if end in special]
+    rules = [
+        f"start: thought* (SPACE calls SPACE | (marked{' | ended' * bool(ends)})* TEXT)",
+        'calls: call | "[" call (", " call)* "]"',
+        f"SPACE: /{SPACE}/",
+        rf"TEXT: /(?s:.*)/ & ~/[\s;,\x1c-\x1f]*[\x7b\x5b](?s:.*)/ & ~/(?s:.*)({marks})(?s:.*)/",
+        f"thought: {opened}thinking",
+        through("thinking", _THOUGHT),
+    ]
+    begins = [each.begin for each in dialects] or ["<tool_call>"]
+    rules += [through(f"mark{number}", begin) for number, begin in enumerate(begins)]
+    rules.append(f"marked: ({' | '.join(f'mark{number}' for number in range(len(begins)))}) SPACE calls")
+    return [*rules, f"ended: TEXT ({' | '.join(ends)})"] if ends else rules
 
 
 def _spaced(schema: Any) -> str:
@@ -80,13 +141,14 @@ def read_tools(asked: Chat) -> Tools | None:
     if not asked.tools or asked.tool_choice == "none":
         return None
     documents = [each.model_dump(exclude_unset=True) for each in asked.tools]
+    strict = [each["function"]["name"] for each in documents if each["function"].pop("strict", None)]
     for number, each in enumerate(documents):
         if (parameters := each["function"].get("parameters")) and parameters.setdefault("type", "object") != "object":
             raise bad("tools", f"tools[{number}].function.parameters has another type; expected an object")
     if asked.tool_choice == "auto":
-        return Tools(documents, [], asked.parallel_tool_calls)
+        return Tools(documents, [], asked.parallel_tool_calls, strict)
     forced = asked.tool_names if asked.tool_choice == "required" else [asked.tool_choice.function.name]
-    return Tools(documents, forced, asked.parallel_tool_calls)
+    return Tools(documents, forced, asked.parallel_tool_calls, strict)
 
 
 def find_calls(text: str, functions: Functions) -> tuple[str, list[dict[str, Any]]]:

@@ -362,6 +362,47 @@ def test_pictures_of_other_apis(families):
         assert second.output_text == ask(port, *turns).choices[0].message.content
 
 
+def test_pictures_in_the_results_of_tools(families, monkeypatch):
+    """The same text by each API. Refused if the template does not show them, before they are computed."""
+    family, image = families("qwen2_5_vl"), picture(0)
+    function = {"name": "look", "arguments": "{}"}
+    call = {"role": "assistant", "content": [], "tool_calls": [{"id": "1", "type": "function", "function": function}]}
+    expected = family.expected(message("user", "What?"), call, message("tool", "A cat", [image]))
+    messages = [{"role": "user", "content": "What?"}, call, said("tool", "A cat", image) | {"tool_call_id": "1"}]
+    with serving([family.served], LIMITS) as (port, _):
+        chat = ask(port, *messages)
+        assert (chat.choices[0].message.content, chat.usage.prompt_tokens) == expected
+        claude = anthropic.Anthropic(base_url=f"http://127.0.0.1:{port}", api_key="none", max_retries=0)
+        source = {"type": "base64", "media_type": "image/png", "data": url(image).partition("base64,")[2]}
+        result = [{"type": "image", "source": source}, {"type": "text", "text": "A cat"}]
+        turns = [
+            {"role": "user", "content": "What?"},
+            {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "look", "input": {}}]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": result}]},
+        ]
+        given = claude.messages.create(model="sees", messages=turns, max_tokens=NEW, extra_body={"temperature": 0})
+        assert given.content[0].text == expected[0]
+        assert given.usage.input_tokens + given.usage.cache_read_input_tokens == expected[1]
+        gpt = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
+        output = [{"type": "input_image", "image_url": url(image)}, {"type": "input_text", "text": "A cat"}]
+        items = [
+            {"role": "user", "content": "What?"}, {"type": "function_call", "call_id": "1", **function},
+            {"type": "function_call_output", "call_id": "1", "output": output},
+        ]  # fmt: skip
+        response = gpt.responses.create(model="sees", input=items, max_output_tokens=NEW, temperature=0)
+        assert (response.output_text, response.usage.input_tokens) == expected
+        parts = "{% for part in message.content %}"
+        for shown in ("{{ message.content }}", parts + "{{ part.text }}{% endfor %}"):
+            of_tools = f"{{% if message.role == 'tool' %}}{shown}{{% endif %}}"
+            template = family.template.replace(parts, of_tools + parts.replace(" %}", " if message.role != 'tool' %}"))
+            monkeypatch.setattr(family.served, "template", template)
+            before = family.served.decoder.computed
+            body = {"messages": [*messages[:2], said("tool", "Two", picture(1, (30, 30))) | {"tool_call_id": "1"}]}
+            error, _ = Client(port).refused("/v1/chat/completions", body, 400)
+            assert error["code"] == "no_pictures" and family.served.decoder.computed == before
+            assert "the chat template of sees does not show pictures in the results of tools" in error["message"]
+
+
 def test_a_text_is_continued_by_a_model_of_pictures(families):
     """Its templates get lists of parts."""
     family = families("qwen2_5_vl")

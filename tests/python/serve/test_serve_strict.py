@@ -1,0 +1,144 @@
+"""Strict functions: their arguments follow the schema, in every form in which a text can have a call."""
+
+import json
+from types import SimpleNamespace
+
+import numpy
+import pytest
+from needs import need_packages
+
+need_packages("starlette", "llguidance", "pydantic")
+
+from lowbit.serve.constraints import make_constraint
+from lowbit.serve.dialects import DIALECTS
+from lowbit.serve.errors import ApiError
+from lowbit.serve.messages import Messages
+from lowbit.serve.protocol import Chat
+from lowbit.serve.responses import Responses
+from lowbit.serve.tools import find_calls, read_tools
+from test_serve_dialects import FUNCTIONS, TEXTS
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+USER = [{"role": "user", "content": "?"}]
+SCHEMA = {"type": "object", "properties": {"city": {"enum": ["Rome"]}}, "required": ["city"], "additionalProperties": False}
+TOOLS = [
+    {"type": "function", "function": {"name": "get_weather", "parameters": SCHEMA, "strict": True}},
+    {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "required": ["zone"]}}},
+]  # fmt: skip
+GOOD = '{"name": "get_weather", "arguments": {"city": "Rome"}}'
+BAD = '{"name": "get_weather", "arguments": {"city": "Oslo"}}'
+NOW = '{"name": "now", "arguments": {"any": [1]}}'
+HERMES = "{{ tools }}<tool_call>"
+END = "</s>"
+
+
+def model_of(template, *special):
+    """A model whose tokens are bytes and these special tokens."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: number for number, letter in enumerate(letters)}, []))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(each, special=True, normalized=False) for each in (END, *special)])
+    return SimpleNamespace(
+        name="m", template=template, tokenizer=SimpleNamespace(backend_tokenizer=tokenizer), grammar_tokenizer=None,
+        stop=frozenset({tokenizer.token_to_id(END)}),
+    )  # fmt: skip
+
+
+def grammar_of(model, answer=None, **more):
+    return read_tools(Chat.model_validate({"messages": USER, "tools": TOOLS} | more)).grammar(answer, model)
+
+
+def fits(model, text, constraint=None):
+    constraint = (constraint or make_constraint(model, grammar_of(model))).copy()
+    tokenizer = model.tokenizer.backend_tokenizer
+    for token in tokenizer.encode(text + END).ids:
+        try:
+            if numpy.isneginf(constraint.mask(numpy.zeros(tokenizer.get_vocab_size(), numpy.float32))[token]):
+                return False
+        except ApiError:
+            return False
+        constraint.append(token)
+    return True
+
+
+@pytest.mark.parametrize("special", [(), ("<tool_call>", "</tool_call>", "<think>", "</think>")])
+def test_texts_with_calls(special):
+    model = model_of(HERMES, *special)
+    constraint = make_constraint(model, grammar_of(model))
+    thinking = "<think>a {b} [c]</think>\n"
+    for before in ("", thinking):
+        for call, good in ((GOOD, True), (NOW, True), (BAD, False), (GOOD[:-1], False)):
+            for text in (call, f"\n{call}\n", f"[{call}]", f"[{GOOD}, {call}]", f"Hm, {{x}}:\n<tool_call>\n{call}\n</tool_call>",
+                         f"<tool_call>{GOOD}</tool_call>\n<tool_call>\n[{call}]\n</tool_call> Done."):  # fmt: skip
+                assert fits(model, before + text, constraint) == good, before + text
+        for text in ("", "Nothing.", "a {b} [c]", "I say\n\n{}", "é <tool", "1 < 2"):
+            assert fits(model, before + text, constraint), before + text
+        for text in ("{}", " [1]", f"<tool_call>{GOOD}, {BAD}", f"<tool_call>\n{GOOD}\n{BAD}</tool_call>", "a </think> {}",
+                     "<tool_call>", f"a <|python_tag|>{GOOD}", "<tool_call>no", f"<tool_call>{BAD}</think>"):  # fmt: skip
+            assert not fits(model, before + text, constraint), before + text
+
+
+@pytest.mark.parametrize("template", [HERMES, "{{ tools }}", "{{ tools }}[TOOL_CALLS]<|python_tag|>"])
+def test_no_other_form_of_a_call_fits(template):
+    """The calls of every family's texts break the schema."""
+    model = model_of(template)
+    constraint = make_constraint(model, grammar_of(model))
+    for family, (text, _) in TEXTS.items():
+        assert find_calls(text, FUNCTIONS)[1] and not fits(model, text, constraint), family
+        assert not fits(model, f"I ask. {text}", constraint) or text[0] == "[" != text[:2], family
+
+
+def test_markers_of_the_template():
+    model = model_of("{{ tools }}[TOOL_CALLS]", "[TOOL_CALLS]")
+    assert fits(model, f"[TOOL_CALLS] [{GOOD}, {NOW}]") and not fits(model, f"[TOOL_CALLS] [{BAD}]")
+    assert not fits(model, f"<tool_call>{GOOD}</tool_call>")
+    model = model_of("<|tool_call_start|>", "<|tool_call_start|>", "<|tool_call_end|>")
+    assert fits(model, f"So: <|tool_call_start|>[{GOOD}]<|tool_call_end|>That is all.")
+    refused = []
+    for dialect in DIALECTS:
+        try:
+            grammar_of(model_of(f"{{{{ tools }}}}{dialect.begin}"))
+        except ApiError as error:
+            refused.append(dialect.begin)
+            assert error.message == (
+                f"the model m writes calls after {dialect.begin!r} in a form that strict does not support; expected strict false, "
+                "or a tool_choice that asks for a call"
+            )
+    assert "<｜tool▁calls▁begin｜>" in refused and " to=functions." in refused and len(refused) == 15
+
+
+def test_other_grammars():
+    """Without strict functions an answer is free; a forced call and response_format have the schemas of all functions."""
+    model = model_of("{{ tools }} to=functions.")
+    plain = [{"type": "function", "function": TOOLS[0]["function"] | {"strict": each}} for each in (False, None)]
+    assert grammar_of(model, tools=plain) is None
+    assert read_tools(Chat.model_validate({"messages": USER, "tools": TOOLS, "tool_choice": "none"})) is None
+    forced = make_constraint(model, grammar_of(model, tool_choice="required"))
+    assert fits(model, GOOD, forced) and not fits(model, BAD, forced) and not fits(model, "Nothing.", forced)
+    formed = make_constraint(model, grammar_of(model, json.dumps({"type": "integer"})))
+    assert fits(model, "5", formed) and fits(model, GOOD, formed) and not fits(model, BAD, formed)
+
+
+def test_a_schema_that_is_not_supported():
+    function = {"name": "f", "strict": True, "parameters": {"properties": {"x": {"type": "string", "pattern": "(?=a)b"}}}}
+    model = model_of(HERMES)
+    with pytest.raises(ApiError, match="the grammar is not supported: .*look-around") as refused:
+        make_constraint(model, grammar_of(model, tools=[{"type": "function", "function": function}]))
+    assert refused.value.param == "tools"
+    last = {"role": "assistant", "content": "It"}
+    with pytest.raises(ApiError, match="a format or a call is for a whole answer"):
+        Chat.model_validate({"messages": [*USER, last], "tools": TOOLS, "continue_final_message": True})
+
+
+def test_each_api_has_strict_functions():
+    """The template does not see the word."""
+    model, (tool, _) = model_of(HERMES), TOOLS
+    expected = grammar_of(model, tools=[tool])
+    assert expected is not None
+    given = {"name": "get_weather", "strict": True}
+    responses = Responses.model_validate({"input": "?", "tools": [{"type": "function", "parameters": SCHEMA, **given}]})
+    messages = Messages.model_validate({"messages": USER, "max_tokens": 5, "tools": [{"input_schema": SCHEMA, **given}]})
+    for chat in (responses.chat([]), messages.chat()):
+        tools = read_tools(chat)
+        assert tools.grammar(None, model) == expected
+        assert tools.documents == [{"type": "function", "function": {"name": "get_weather", "parameters": SCHEMA}}]
