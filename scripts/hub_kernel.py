@@ -1,6 +1,6 @@
 """Builds and checks a kernel repository for Hugging Face's `kernels`: `make hub-kernel`. docs/hub.md says how to publish it.
 
-    python scripts/hub_kernel.py [--output build/hub]
+    python scripts/hub_kernel.py [--output build/hub] [--name NAME]
 
 Run it with the Python of the build environment (requirements.txt) on Linux. It adds the variant for this machine's processor;
 variants for other processors stay.
@@ -92,10 +92,11 @@ def write_variant(library: Path, variant: Path, name: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, default=ROOT / "build" / "hub", help="the directory of the repository")
-    output = parser.parse_args().output
+    parser.add_argument("--name", default=build_id(), help="the namespace of the operators; by default one of these sources")
+    options = parser.parse_args()
     if platform.system() != "Linux":
         sys.exit(f"the system is {platform.system()}; expected Linux")
-    name = build_id()
+    name, output = options.name, options.output
     library = build(name)
     if wrong := problems(library):
         sys.exit(f"{library.name} would not load on every {MANYLINUX} system with torch >= {TORCH}: {', '.join(wrong)}")

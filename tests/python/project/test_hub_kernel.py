@@ -18,13 +18,14 @@ need_packages("kernels", "kernel_abi_check")
 if platform.system() != "Linux":
     pytest.skip("the package is for Linux", allow_module_level=True)
 
+ROOT = Path(__file__).parents[3]
+sys.path.insert(0, str(ROOT / "scripts"))
+
 import hub_kernel
 from kernels._rust import Digest, DigestAlgorithm
 from kernels.variants import get_variants_local, resolve_variants
 
 from kernels import Metadata, get_local_kernel
-
-ROOT = Path(__file__).parents[3]
 
 # In a process that cannot import lowbit: layers put in place by kernelize, and all functions.
 ALONE = """
@@ -72,7 +73,8 @@ torch.save([
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory):
     path = tmp_path_factory.mktemp("hub")
-    command = [sys.executable, ROOT / "scripts" / "hub_kernel.py", "--output", path]
+    # A fixed name, with which ccache has compiled the operators before.
+    command = [sys.executable, ROOT / "scripts" / "hub_kernel.py", "--output", path, "--name", "_lowbit_cpu_test"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return path
@@ -142,6 +144,7 @@ def test_what_the_loader_and_the_hub_read(hub, variant):
     assert set(written.files) == {
         "LICENSE", "__init__.py", "_ops.py", "layers.py", f"{metadata.id}.abi3.so",
     }  # fmt: skip
+    assert re.fullmatch("_lowbit_cpu_[0-9a-f]{7}", hub_kernel.build_id())
     (accepted,), _ = resolve_variants(get_variants_local(hub / "build"))
     assert accepted.variant_str == variant.name
     cmake = (ROOT / "CMakeLists.txt").read_text(encoding="utf-8")
