@@ -22,7 +22,7 @@ __all__ = [
 
 
 def quantize(
-    weight: Tensor, *, bits: int = 4, group_size: int = 32, affine: bool = False, search: bool = False
+    weight: Tensor, *, bits: int = 4, group_size: int = 32, affine: bool = False, search: bool = True
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Rounds a weight to codes.
 
@@ -31,7 +31,7 @@ def quantize(
         bits: 1 to 8.
         group_size: inputs per group, a multiple of 16; 0: one group per row.
         affine: each group also has a minimum.
-        search: search for the scales with the least squared error, which takes longer.
+        search: whether to try smaller ranges than that of the group for the least squared error, which takes longer.
 
     Returns:
         The codes [n, k], and the scales and minimums [n, groups]; the minimums are None unless affine.
