@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 OBJECTS = ROOT / "build" / "hub-objects"
 FILES = ROOT / "adapters" / "hub"
 VERSION = 0  # of the interface, which is the name of a branch; by convention 0 is not final
-# The version of torch in CMakeLists.txt's TORCH_TARGET_VERSION, of glibc as for PyTorch's wheels, and of CPython as `kernels` asks.
+# torch as in CMakeLists.txt's TORCH_TARGET_VERSION; the system's libraries and CPython as the Hub requires.
 TORCH, MANYLINUX, PYTHON = "2.10", "manylinux_2_28", "3.9"
 
 

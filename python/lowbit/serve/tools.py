@@ -88,6 +88,10 @@ def _takes_json(reader: Reader) -> bool:
         return False
 
 
+# How calls without a marker begin: "{" or "[{", also after another call, or "[" with a name and "(". Brackets are escaped for
+# the check of a grammar's size. Blanks in Python include \x1c to \x1f, in llguidance they do not.
+_JSON_START = r"[\s;,\x1c-\x1f]*\x5b?\s*\x7b"
+_CODE_START = r"[\s\x1c-\x1f]*\x5b[\s,\x1c-\x1f\x5b]*[A-Za-z0-9_.-]{1,64}\x28"
 _JSON_DIALECTS = tuple(each for each in DIALECTS if _takes_json(each.read))
 
 
@@ -95,14 +99,14 @@ def _free_text(model: LanguageModel) -> list[str]:
     """Rules of a text in which :func:`find_calls` finds only calls that the rule ``call`` describes.
 
     A call is JSON after a marker of the model's template, or the whole text. All other text has no marker, and does not begin
-    like a call or continue a list of calls.
+    like calls as JSON or code, or continue them.
     """
     own = [each for each in DIALECTS if each.begin in (model.template or "")]
     dialects = [each for each in own if each in _JSON_DIALECTS]
     if own and not dialects:
         raise bad(
-            "tools", f"the model {model.name} writes calls after {own[0].begin!r} in a form that strict does not support; expected "
-            "strict false, or a tool_choice that asks for a call", "unsupported_parameter",
+            "tools", f"the model {model.name} writes calls after {own[0].begin!r} in a form that strict does not support; "
+            "expected strict false, or a tool_choice that asks for a call", "unsupported_parameter",
         )  # fmt: skip
     added = model.tokenizer.backend_tokenizer.get_added_tokens_decoder().items()
     special = {each.content: f"<[{token}]>" for token, each in added if each.special}
@@ -114,16 +118,17 @@ def _free_text(model: LanguageModel) -> list[str]:
 
     ends = [special[end] for each in dialects for end in each.ends if end in special]
     rules = [
-        f"start: thought* (SPACE calls SPACE | (marked{' | ended' * bool(ends)})* TEXT)",
-        'calls: call | "[" call (", " call)* "]"',
+        f"start: thought* (SPACE call SPACE | LIST more SPACE | (marked{' | ended' * bool(ends)})* TEXT)",
+        'more: call (", " call)* "]"',
         f"SPACE: /{SPACE}/",
-        rf"TEXT: /(?s:.*)/ & ~/[\s;,\x1c-\x1f]*[\x7b\x5b](?s:.*)/ & ~/(?s:.*)({marks})(?s:.*)/",
+        'LIST: SPACE "["',  # one lexeme, because TEXT may begin like it: the longest one wins
+        rf"TEXT: /(?s:.*)/ & ~/{_JSON_START}(?s:.*)/ & ~/{_CODE_START}(?s:.*)/ & ~/(?s:.*)({marks})(?s:.*)/",
         f"thought: {opened}thinking",
         through("thinking", _THOUGHT),
     ]
     begins = [each.begin for each in dialects] or ["<tool_call>"]
     rules += [through(f"mark{number}", begin) for number, begin in enumerate(begins)]
-    rules.append(f"marked: ({' | '.join(f'mark{number}' for number in range(len(begins)))}) SPACE calls")
+    rules.append(f"marked: ({' | '.join(f'mark{number}' for number in range(len(begins)))}) (SPACE call | LIST more)")
     return [*rules, f"ended: TEXT ({' | '.join(ends)})"] if ends else rules
 
 

@@ -1,6 +1,7 @@
 """Strict functions: their arguments follow the schema, in every form in which a text can have a call."""
 
 import json
+import random
 from types import SimpleNamespace
 
 import numpy
@@ -30,6 +31,12 @@ BAD = '{"name": "get_weather", "arguments": {"city": "Oslo"}}'
 NOW = '{"name": "now", "arguments": {"any": [1]}}'
 HERMES = "{{ tools }}<tool_call>"
 END = "</s>"
+PLAIN = ("", "Nothing.", "a {b} [c]", "I say\n\n{}", "é <tool", "1 < 2", " [1]", "[a](b) c(d)", "now()")
+WRONG = (
+    "{}", '{"a": 1}', " [ {}", "[now()]", "\x1c[[ now(a=1)]", f"<tool_call>{GOOD}, {BAD}",
+    f"<tool_call>\n{GOOD}\n{BAD}</tool_call>", f"a </think> {BAD}", "<tool_call>", f"a <|python_tag|>{GOOD}", "<tool_call>no",
+    f"<tool_call>{BAD}</think>",
+)  # fmt: skip
 
 
 def model_of(template, *special):
@@ -68,13 +75,13 @@ def test_texts_with_calls(special):
     thinking = "<think>a {b} [c]</think>\n"
     for before in ("", thinking):
         for call, good in ((GOOD, True), (NOW, True), (BAD, False), (GOOD[:-1], False)):
-            for text in (call, f"\n{call}\n", f"[{call}]", f"[{GOOD}, {call}]", f"Hm, {{x}}:\n<tool_call>\n{call}\n</tool_call>",
+            for text in (call, f"\n{call}\n", f"[{call}]", f"[{GOOD}, {call}]",
+                         f"Hm, {{x}}:\n<tool_call>\n{call}\n</tool_call>",
                          f"<tool_call>{GOOD}</tool_call>\n<tool_call>\n[{call}]\n</tool_call> Done."):  # fmt: skip
                 assert fits(model, before + text, constraint) == good, before + text
-        for text in ("", "Nothing.", "a {b} [c]", "I say\n\n{}", "é <tool", "1 < 2"):
+        for text in PLAIN:
             assert fits(model, before + text, constraint), before + text
-        for text in ("{}", " [1]", f"<tool_call>{GOOD}, {BAD}", f"<tool_call>\n{GOOD}\n{BAD}</tool_call>", "a </think> {}",
-                     "<tool_call>", f"a <|python_tag|>{GOOD}", "<tool_call>no", f"<tool_call>{BAD}</think>"):  # fmt: skip
+        for text in WRONG:
             assert not fits(model, before + text, constraint), before + text
 
 
@@ -85,7 +92,24 @@ def test_no_other_form_of_a_call_fits(template):
     constraint = make_constraint(model, grammar_of(model))
     for family, (text, _) in TEXTS.items():
         assert find_calls(text, FUNCTIONS)[1] and not fits(model, text, constraint), family
-        assert not fits(model, f"I ask. {text}", constraint) or text[0] == "[" != text[:2], family
+        after = f"I ask. {text}"  # some families have no marker, so this text has no call
+        assert fits(model, after, constraint) == (not find_calls(after, FUNCTIONS)[1]), family
+
+
+def test_random_texts():
+    """No text that fits has a call against the schema."""
+    model, chance = model_of(HERMES), random.Random(0)
+    constraint = make_constraint(model, grammar_of(model))
+    pieces = [*WRONG, GOOD, BAD, "<tool_call>", "</tool_call>", "</think>", "[", "]", "{", ", ", ";", "\n", "a", "now("]
+    functions = {"get_weather": SCHEMA, "now": {}}
+    wrong = 0
+    for _ in range(2000):
+        text = "".join(chance.choices(pieces, k=chance.randint(1, 5)))
+        called = [json.loads(each["function"]["arguments"]) for each in find_calls(text, functions)[1] if "get" in str(each)]
+        if any(each != {"city": "Rome"} for each in called):
+            wrong += 1
+            assert not fits(model, text, constraint), text
+    assert wrong > 100
 
 
 def test_markers_of_the_template():
@@ -101,8 +125,8 @@ def test_markers_of_the_template():
         except ApiError as error:
             refused.append(dialect.begin)
             assert error.message == (
-                f"the model m writes calls after {dialect.begin!r} in a form that strict does not support; expected strict false, "
-                "or a tool_choice that asks for a call"
+                f"the model m writes calls after {dialect.begin!r} in a form that strict does not support; "
+                "expected strict false, or a tool_choice that asks for a call"
             )
     assert "<｜tool▁calls▁begin｜>" in refused and " to=functions." in refused and len(refused) == 15
 
