@@ -58,7 +58,8 @@ def pack(
     Returns:
         uint8 [bytes], the same on every CPU.
     """
-    return ops.pack(codes, scales, mins, bias, bits, group_size)
+    mins = None if mins is None else mins.contiguous()
+    return ops.pack(codes.contiguous(), scales.contiguous(), mins, bias, bits, group_size)
 
 
 def pack_linear(weight: Tensor, bias: Tensor | None = None, *, bits: int = 4, group_size: int = 32) -> Tensor:

@@ -131,6 +131,10 @@ def test_beside_the_package_and_a_copy(hub, tensors, tmp_path):
     packed = first.pack_linear(weight, bias)
     assert equal(second.linear(x, packed, 48), lowbit.linear(x, packed, 48))
     assert equal(second.rms_norm(x, gain), lowbit.rms_norm(x, gain))
+    # docs/hub.md: scales of GPTQ, which are stored exactly.
+    codes, scales = torch.randint(0, 16, (48, 96), dtype=torch.uint8), torch.rand(3, 48).half()
+    packed = first.pack(codes, scales.T.float(), None, bias, bits=4, group_size=32)
+    assert equal(first.unpack(packed), (codes, scales.T.float(), torch.empty(0, 0), bias))
     with pytest.raises(ValueError, match=r"x has shape \[2, 5, 95\]; expected \[..., 96\]"):
         first.linear(x[..., 1:], packed, 48)
 
