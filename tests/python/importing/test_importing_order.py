@@ -92,7 +92,7 @@ def test_a_state_dict_that_is_refused_changes_nothing(layer):
     assert ordered.input_order is not None
 
 
-def test_saving_what_was_loaded(imported, tmp_path):
+def test_a_loaded_layer_can_be_saved(imported, tmp_path):
     first = load(imported[0], dtype="auto")
     first.save_pretrained(tmp_path)
     again = load(tmp_path, dtype="auto")
