@@ -124,7 +124,7 @@ def _written(render: Render, form: list[str], role: int, has_system: bool, text:
 
 
 def chat_head(template: str | None, refusal: str, special: dict[str, str], tables: Tables) -> list[int]:
-    """The part of a tokens' file about the chat template: a refusal, or a form without and one with a system prompt."""
+    """The part of a tokens file about the chat template: a refusal, or a form without and one with a system prompt."""
     if not template:
         return [tables.text(refusal)]
     render = renderer(template, special)

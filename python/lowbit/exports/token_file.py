@@ -43,7 +43,7 @@ class TextSettings:
 
 
 def token_bytes(backend: Any, settings: TextSettings) -> bytes:
-    """The bytes of a tokens' file, proven against the tokenizer.
+    """The bytes of a tokens file, proven against the tokenizer.
 
     Args:
         backend: a Tokenizer of the library ``tokenizers``, without truncation and padding.
@@ -80,7 +80,7 @@ def token_bytes(backend: Any, settings: TextSettings) -> bytes:
 
 
 def refusal_bytes(reason: str) -> bytes:
-    """The bytes of a tokens' file that says why there is none."""
+    """The bytes of a tokens file that says why there is none."""
     return _file([0], Tables([reason]), [], [], [])
 
 
@@ -216,7 +216,7 @@ def hard_texts(count: int, seed: int, pieces: list[str]) -> list[str]:
 
 
 def difference(made: _C.Tokenizer, backend: Any, texts: list[str]) -> str | None:
-    """What a tokens' file does not do as its tokenizer; None: they do the same."""
+    """What a tokens file does not do as its tokenizer; None: they do the same."""
     from tokenizers.decoders import DecodeStream
 
     for special in (True, False):
@@ -250,7 +250,7 @@ def _prove(made: _C.Tokenizer, backend: Any) -> None:
 
 
 def write_tokens(model: Any, plan: Path, stop: list[int] | None) -> str | None:
-    """Writes the tokens' file beside a plan, if the checkpoint there has a tokenizer.
+    """Writes the tokens file beside a plan, if the checkpoint there has a tokenizer.
 
     Args:
         model: a model of transformers.
