@@ -194,7 +194,7 @@ def removal_of(name: str) -> tuple[int, Callable[[], None]]:
     """
     found = hub_name(name)
     if found is None or found[1] is not None:
-        raise ValueError(f"{name!r} is no model in the hub's cache; expected hf:org/model or hf:org/model@revision")
+        raise ValueError(f"{name!r} is not a model in the hub's cache; expected hf:org/model or hf:org/model@revision")
     repository, _, revision = found
     scanned = _scan()
     commits = {
