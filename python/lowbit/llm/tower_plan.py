@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils import _pytree
 
 from ..hf import masked
-from ..hf.planned_encoder import replica
+from ..hf.encoder_plan import replica
 from ..hf.shared_inputs import SharedInput, observed
 from ..plan.lowering import Roles, lowered
 from ..plan.model_parts import ModelParts, check_hooks, state_of

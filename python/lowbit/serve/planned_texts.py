@@ -130,7 +130,7 @@ def _write(model: Any, directory: Path, refusal: str | None) -> str | None:
         ValueError: the model has no plan.
     """
     from ..exports.plan_export import placed_bytes, write_bytes
-    from ..hf.planned_encoder import plan_for_files
+    from ..hf.encoder_plan import plan_for_files
 
     made = plan_for_files(model)
     scores, tokenizer = hasattr(model, "num_labels"), model.tokenizer

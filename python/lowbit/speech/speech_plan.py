@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import nn
-from ..hf.planned_encoder import replica
+from ..hf.encoder_plan import replica
 from ..hf.shared_inputs import SharedInput
 from ..plan.lowering import Lowered, Roles, lowered
 from ..plan.model_parts import ModelParts, check_hooks, state_of
