@@ -114,7 +114,7 @@ Status TokensFile::read(const void* data, size_t size) {
     }
   }
   for (const Composition& each : compositions) {
-    if (each.character >= kMostCharacters) return wrong("a composition that is no character");
+    if (each.character >= kMostCharacters) return wrong("a composition whose character does not exist");
   }
   return check_code(*this);
 }

@@ -141,7 +141,8 @@ def first(weights):
         (None, lambda found: found | {first(found).replace("layers.0", "layers.99"): found[first(found)].clone()},
          "has a tensor .*layers.99.*; expected none"),
         (None, lambda found: found | {first(found): found[first(found)] * float("nan")}, "numbers that are not finite in base"),
-        (None, lambda found: {name: each[:, :3].contiguous() for name, each in found.items()}, "is not an adapter of this model"),
+        (None, lambda found: {name: each[:, :3].contiguous() for name, each in found.items()},
+         "is not an adapter of this model"),
     ],
 )  # fmt: skip
 def test_adapters_that_are_refused(model, directories, tmp_path, config, weights, message):

@@ -126,7 +126,7 @@ def test_a_body_of_many_parts_is_not_parsed(client):
         assert said in refused(client, "/detokenize", body, None)
     deep = b'{"prompt": ' + b"[" * 5000 + b"]" * 5000 + b"}"
     assert "recursion limit" in refused(client, PROMPT, deep, None)
-    text = b'{"model": "tooled", "content": "' + b'\\"' * 300_000 + b'"}'  # escaped quotes are no strings
+    text = b'{"model": "tooled", "content": "' + b'\\"' * 300_000 + b'"}'  # an escaped quote does not begin a string
     assert "content has 300000 bytes" in refused(client, "/tokenize", text, "content")
 
 

@@ -122,7 +122,7 @@ def test_samples_that_arrive_while_a_pass_runs(transcriber):
 
 
 def test_a_fast_pipe_and_a_reader_that_leaves(transcriber, monkeypatch):
-    """A pass has at most one window more than the last one. If nobody reads the pieces, the pipe is not read on."""
+    """A pass has at most one window more than the last one. While no piece is read, nothing is read from the pipe."""
     added, given = [0], []
     advance = Live.advance
 
