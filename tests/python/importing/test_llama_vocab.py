@@ -29,7 +29,7 @@ def vectors(vocabulary: Path) -> list[tuple[str, list[int]]]:
 
 
 def differences(vocabulary: Path, target: Path) -> list[tuple[str, list[int], list[int]]]:
-    """Texts of which the tokenizer makes other tokens than the file says."""
+    """Texts whose tokens differ from those in the file."""
     values = read_gguf(vocabulary).metadata
     count = len(values["tokenizer.ggml.tokens"])
     save_tokenizer(vocabulary, values, values["general.architecture"], count, target)
