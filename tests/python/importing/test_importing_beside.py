@@ -208,7 +208,7 @@ def test_settings_in_another_file(tmp_path, file, content, make, format_):
     lowbit.quantize_checkpoint(tmp_path / "float", tmp_path / "again", lowbit.LowBitConfig())
 
 
-def test_settings_of_caches_alone_leave_weights_float(tmp_path):
+def test_a_config_with_only_cache_settings_leaves_weights_float(tmp_path):
     checkpoint(tmp_path / "in", None, lambda n, k: (torch.ones(n, k), {"weight": torch.ones(n, k)}))
     content = {"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}}
     (tmp_path / "in" / "hf_quant_config.json").write_text(json.dumps(content))
