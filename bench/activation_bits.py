@@ -1,9 +1,10 @@
-"""Compares layers with 16-bit activations with the same layers with 8 bits: time of a token and of a prompt, by width.
+"""Compares the time of layers with 16-bit and with 8-bit activations, for a token and for a prompt, at each width.
 
     python bench/activation_bits.py [--rounds N] [--group-size G] [--rows 1 256]
 
 Prints a table of medians of ratios of CPU time; calls with 8 and with 16 bits take turns. Weights do not fit the caches:
-each call uses the next of many matrices, as decoding does. Also prints what a token with 8 bits reads per second.
+each call uses the next of many matrices, as decoding does. The last
+row has the bytes per second that a token with 8-bit activations reads.
 """
 
 import argparse

@@ -30,7 +30,7 @@ class Machine:
     name: str
     cores: tuple[Cores, ...]
     bandwidth: float  # nominal peak, bytes per second
-    memory: float  # largest size that is sold, bytes
+    memory: float  # largest memory that is sold with it, bytes
     source: str
 
 
@@ -76,14 +76,14 @@ MACHINES = (
 
 
 def llama(layers: int, hidden: int, mlp: int, key_value: int, vocabulary: int) -> tuple:
-    """(count, n, k) of its linear layers."""
+    """(count, n, k) of the linear layers of a Llama."""
     return (
         (2 * layers, hidden, hidden),  # query, output
         (2 * layers, key_value, hidden),  # key, value
         (2 * layers, mlp, hidden),  # gate, up
         (layers, hidden, mlp),  # down
-        (1, vocabulary, hidden),
-    )  # head
+        (1, vocabulary, hidden),  # head
+    )
 
 
 MODELS = {

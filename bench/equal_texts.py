@@ -1,13 +1,13 @@
-"""Counts equal greedy texts: of lowbit's decoder, of transformers' generate, and of the float model with the same weights.
+"""Counts equal greedy texts of three programs: lowbit's decoder, transformers' generate, and the float model in transformers.
 
     OMP_NUM_THREADS=1 python bench/equal_texts.py PACKED [--prompts N] [--new 64]
 
-PACKED is the directory of a packed language model. It runs with activations of 8 bits, of 16 bits in the head, and of 16 bits
-in all layers. The float model has the dequantized weights. All models compute in float32. Prompts are lines of
+PACKED is the directory of a packed language model. It runs with 8-bit activations, with 16-bit ones in the head only, and with
+16-bit ones in all layers. The float model has the dequantized weights. All models compute in float32. Prompts are lines of
 bench/prompts.txt, in the model's chat template if it has one.
 
-Prints a table: the share of equal texts of each two programs, and in brackets the mean number of equal tokens before the
-first difference. The last row shows how often the two programs give equal texts of the float model.
+Prints a table with a column for each pair of programs: the share of equal texts, and in brackets the mean number of equal
+tokens before the first difference. In the last row, lowbit's decoder runs the float model, too.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def prompt_tokens(tokenizer: Any, lines: Sequence[str]) -> Texts:
 
 @torch.inference_mode()
 def by_decoder(model: torch.nn.Module, prompts: Texts, new: int, stop: list[int]) -> Texts:
-    """What ``lowbit generate --prompts`` gives, which is the same as for each prompt alone."""
+    """The texts of ``lowbit generate --prompts``, each the same as if generated alone."""
     longest = max(map(len, prompts)) + new
     decoder = llm.Decoder(model, -(-longest // 16) * 16)
     texts = llm.generate_batch(decoder, prompts, new, at_once=len(prompts), stop=stop)
@@ -56,7 +56,7 @@ def by_decoder(model: torch.nn.Module, prompts: Texts, new: int, stop: list[int]
 
 @torch.inference_mode()
 def by_transformers(model: torch.nn.Module, prompts: Texts, new: int, stop: list[int]) -> Texts:
-    """The same by transformers' generate, which pads the prompts."""
+    """The texts of transformers' generate, which pads the prompts."""
     longest, pad = max(map(len, prompts)), (stop or [0])[0]
     ids = torch.tensor([[pad] * (longest - len(prompt)) + prompt for prompt in prompts])
     mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
@@ -66,7 +66,7 @@ def by_transformers(model: torch.nn.Module, prompts: Texts, new: int, stop: list
 
 
 def compare(texts: Texts, others: Texts) -> dict[str, float]:
-    """The share of equal texts, and the mean number of equal tokens before the first difference of the others (or NaN)."""
+    """The share of equal texts; for the others the mean number of tokens before the first difference (or NaN)."""
     places = [
         next((i for i, (a, b) in enumerate(zip(text, other, strict=False)) if a != b), min(len(text), len(other)))
         for text, other in zip(texts, others, strict=True)

@@ -26,7 +26,7 @@ def pairs(x: Tensor) -> Tensor:
 
 
 def scales(key: Tensor, query: Tensor) -> Tensor:
-    """Of keys [heads, width], for which the error of scores is smallest: keys are divided by them, queries multiplied."""
+    """The scales [heads, width] with the smallest error of scores. Keys are divided by them, queries multiplied."""
     key, query = (each.clamp_min(each.median() / 16) for each in (key, query))
     return (key / query).sqrt()[:, None]
 
@@ -75,7 +75,7 @@ def main() -> None:
         return levels((key - mean) / scale @ rotation) @ rotation * scale + mean
 
     def of_text(layer: int, center: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """Root mean squares of keys and queries, and the mean of keys, of which the first position is no part."""
+        """Root mean squares of keys and queries, and the mean of keys without the first position."""
         query, key = seen[layer]
         mean = key[:, 1:].mean(1, keepdim=True)
         size = (key[:, 1:] - mean if center else key).square().mean(1).sqrt()

@@ -95,7 +95,7 @@ class Judge:
 
 
 def with_16_bits(model: torch.nn.Module, end: str = "") -> torch.nn.Module:
-    """The model with activations of 16 bits in the packed layers whose names end so."""
+    """The model with activations of 16 bits in the packed layers whose names have this end."""
     for name, module in model.named_modules():
         if isinstance(module, lowbit.nn.Linear) and name.endswith(end):
             module.to_activation_bits(16)

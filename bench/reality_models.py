@@ -37,7 +37,7 @@ class Pair:
     """A packed model and the float model with the same weights."""
 
     title: str
-    text: str  # what the tokens are of
+    text: str  # describes the text of the tokens
     tokens: list[int]
     floats: torch.nn.Module  # float32
     load: Callable[[torch.dtype], torch.nn.Module]  # the packed model in a dtype

@@ -193,7 +193,7 @@ def held(process: int) -> dict[str, float]:
 
 
 def held_at_rest(process: int) -> dict[str, float]:
-    """The same after the last connections are closed; waits at most a second."""
+    """As :func:`held`, after the last connections are closed; waits at most a second."""
     found = []
     for _ in range(20):
         time.sleep(0.05)
@@ -202,7 +202,7 @@ def held_at_rest(process: int) -> dict[str, float]:
 
 
 def leaks(rows: list[dict]) -> list[str]:
-    """Messages about what a server has more of at the end."""
+    """Messages about resources of which a server has more at the end."""
     found = []
     for name in ("files", "threads"):
         first, last = rows[0][name], rows[-1][name]

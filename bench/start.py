@@ -5,7 +5,7 @@
     python bench/start.py ENCODER --embed
 
 MODEL is a packed model (`lowbit import FILE MODEL`), PYTHON an interpreter with llama-cpp-python (`make bench-peers` builds
-one). lowbit runs on copies of the model by links: by the plan beside the weights, and by torch (LOWBIT_PLAN=0). With --gguf the
+one). lowbit runs two copies of the model, made of links: by the plan, and by torch (LOWBIT_PLAN=0). With --gguf the
 table also has the speed of prefill and decode, as bench/plan.py measures it.
 """
 
@@ -116,7 +116,7 @@ def main() -> None:
 
 
 def median(costs: list[dict[str, float]], name: str) -> float:
-    """Of a figure over the rounds."""
+    """The median of a figure over the rounds."""
     return statistics.median(cost[name] for cost in costs)
 
 

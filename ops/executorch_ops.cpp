@@ -42,7 +42,7 @@ TensorView view_of(const Tensor& tensor) {
     view.stride[d] = tensor.strides()[static_cast<size_t>(d)];
   }
   view.type = lowbit::element_type_of(tensor.scalar_type());
-  // Only read through, except for outputs.
+  // The memory is only read, except that of outputs.
   view.data = const_cast<void*>(tensor.const_data_ptr());
   return view;
 }

@@ -369,7 +369,7 @@ Status linear_experts_shape(const TensorView& x, const TensorView& experts, int6
   bool same = experts.shape.ndim == x.shape.ndim;
   for (int d = 0; same && d < last; ++d) same = experts.shape.size[d] == x.shape.size[d];
   if (!same) {
-    return Status::error("experts has shape %s; expected that of x, %s, with the number of a row's experts in the place of "
+    return Status::error("experts has shape %s; expected that of x, %s, with the number of a row's experts instead of "
                          "in_features",
                          describe(experts.shape).text, describe(x.shape).text);
   }

@@ -13,8 +13,8 @@ struct FirstWeights {
   int64_t bytes = 0, panels = 0;
 };
 
-// The first panels of a thread's part (Parallel::part). The arguments are those of linears(); for ones that it refuses there
-// are no panels.
+// The first panels of a thread's part (Parallel::part). The arguments are those of linears(). If it refuses them, there are
+// no panels.
 LOWBIT_API FirstWeights first_weights(const TensorView& x, const TensorView* packed, const int64_t* out_features, int64_t count,
                                       const TensorView& out, const Parallel& parallel, int part);
 

@@ -47,7 +47,7 @@ inline TensorView view_of(const char* name, const torch::stable::Tensor& tensor)
   }
   view.type = element_type_of(tensor.scalar_type());
   view.on_cpu = tensor.is_cpu();
-  // Only read through, except for the outputs of allocate().
+  // The memory is only read, except that of outputs from allocate().
   view.data = const_cast<void*>(tensor.const_data_ptr());
   return view;
 }

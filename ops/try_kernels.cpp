@@ -57,8 +57,8 @@ class Trial {
  private:
   using Setup = TrialWeights::Setup;
 
-  // The numbers in `asked` that a kernel supports with a layout; only the first one unless `all`. It may assume a CPU with
-  // fewer ISA bits than this one, but with its own.
+  // The numbers in `asked` that a kernel supports with a layout; only the first one unless `all`. supports() may answer for
+  // this CPU or for one that has only the kernel's own ISA bits.
   static Status ask(const LinearKernel& kernel, const Counts& asked, const Layout& layout, bool all, Counts* taken) {
     for (int i = 0; i < asked.count && (all || taken->count == 0); ++i) {
       const int64_t m = asked.m[i];
@@ -224,7 +224,7 @@ class Trial {
     char *activations, *from;
     if (Status s = activations_.take(bytes, &activations); !s.ok()) return s;
     std::memset(activations, 0xff, static_cast<size_t>(bytes));
-    // Of the 16-bit types, the type of the outputs, so that each type is tried.
+    // The type of the outputs if the kernel takes it, so that each type is tried.
     const DType type = (kernel.x_types & bit_of(setup.type)) != 0 ? setup.type : DType::f32;
     const int64_t k = args->layout.k, stride = k + kGap, values = args->m * stride * size_of(type);
     if (Status s = prepared_from_.take(values, &from); !s.ok()) return s;

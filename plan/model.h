@@ -39,8 +39,8 @@ class LOWBIT_API PlanSession {
   Status cut(int64_t count);
   // Writes the text to a file, with the caches of its tokens. The file is replaced when all is written.
   Status save(const std::string& file) const;
-  // Replaces the text by one that was saved with the same plan and types of caches. It need not be trusted. After an error the
-  // text is as before.
+  // Replaces the text by one that was saved with the same plan and types of caches. The file need not be trusted. After an
+  // error the text is as before.
   Status load(const std::string& file);
 
  private:

@@ -63,7 +63,7 @@ enum class Opcode : uint8_t {
   linear_experts,    // x packed experts out; out_features
   embedding,         // indices packed out; embedding_dim
   attention,         // q k v [sinks] out; layer window; scale softcap
-  masked_attention,  // q k v [bounds] out; ; scale softcap; within each text, from whose first row bounds count
+  masked_attention,  // q k v [bounds] out; ; scale softcap; within each text: bounds count from its first row
   fixed_attention,   // q k v start out; layer, slots of keys and values, window; scale: over caches of a call with one text
   linear_attention,  // q k v decay [beta] out; layer slot; scale norm_epsilon
   short_conv,        // x weight [bias] out; layer slot silu

@@ -11,7 +11,7 @@ struct Threads {
   void (*run)(void* host, int count, void (*task)(void* context, int index), void* context) = nullptr;
   void* host = nullptr;
 
-  Threads(int own) : count(own) {}  // NOLINT: a number is that many of our own
+  Threads(int own) : count(own) {}  // NOLINT: implicit, so that a number can be passed for the library's own threads
   Threads(int most, void (*by)(void*, int, void (*)(void*, int), void*), void* of) : count(most), run(by), host(of) {}
 };
 

@@ -16,7 +16,7 @@ using lowbit::not_open;
 using lowbit::Status;
 using lowbit::Tokenizer;
 
-// Stays until the process ends, because other threads may use it while it does.
+// Never destroyed, because other threads may use it while the process ends.
 lowbit::Open<lowbit_tokenizer, Tokenizer>& tokenizers() {
   static auto& all = *new lowbit::Open<lowbit_tokenizer, Tokenizer>;
   return all;

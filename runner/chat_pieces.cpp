@@ -8,8 +8,9 @@
 namespace lowbit::text {
 namespace {
 
-constexpr uint32_t kLater = 1 << 16;          // above it: the change of the user's later messages, and 1
-constexpr uint32_t kAfterThinking = 5 + 8 + 32 * 5;  // another number of it is 4
+// Numbers of changes from here on have, in the bits above, the change of the user's later messages plus 1.
+constexpr uint32_t kLater = 1 << 16;
+constexpr uint32_t kAfterThinking = 5 + 8 + 32 * 5;  // files may write this change as 4, too
 
 }  // namespace
 
@@ -43,9 +44,9 @@ Status ChatPieces::read(uint32_t number, Change* change) const {
              number / 256 == 1};
   const auto known = [](Strip strip) { return strip != Strip::unused && strip < Strip::count; };
   if (!known(change->strip) || !known(change->strip_cut) || change->cut >= Cut::count || number >= 512) {
-    return Status::error("the tokens' file has the change %" PRIu32 " of messages, which is not known", number);
+    return Status::error("the tokens file has the change %" PRIu32 " of messages, which is not known", number);
   }
-  return space_ != kNone || number == 0 ? Status() : Status::error("the tokens' file has no class of spaces");
+  return space_ != kNone || number == 0 ? Status() : Status::error("the tokens file has no class of spaces");
 }
 
 void ChatPieces::add(const Piece& piece, std::vector<std::pair<std::string, bool>>* parts) const {
@@ -95,7 +96,8 @@ Status ChatPieces::render(const Conversation& conversation, std::vector<std::pai
   const Form& form = forms_[conversation.has_system];
   if (form.refusal != kNone) return Status::error("%s", std::string(file_.text(form.refusal)).c_str());
   if (conversation.messages.size() % 2 == 0) {
-    return Status::error("the conversation has %zu messages; expected the user's and answers in turn, the user's last",
+    return Status::error("the conversation has %zu messages; expected an odd number: messages of the user and "
+                         "answers in turn",
                          conversation.messages.size());
   }
   if (conversation.has_system) {

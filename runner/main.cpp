@@ -31,7 +31,7 @@ using namespace lowbit;
 
 constexpr char kUsage[] =
     "usage: lowbit-run DIRECTORY [options]\n"
-    "Continues a text, or without -p talks: each line of the input is a message.\n"
+    "Continues a text. Without -p it holds a conversation: each line of the input is a message.\n"
     "DIRECTORY is a model of lowbit with lowbit.plan and lowbit.tokens, from: lowbit export DIRECTORY --to plan\n"
     "\n"
     "  -p, --prompt TEXT         text to continue; - reads it from the input\n"
@@ -41,8 +41,8 @@ constexpr char kUsage[] =
     "  --max-length N            tokens of the context, a multiple of 16\n"
     "  --temperature T           0 takes the most likely token; default 0 with -p, in a conversation the model's\n"
     "  --top-p P, --top-k K, --min-p P, --repetition-penalty R\n"
-    "  --seed N                  of sampling; default 0\n"
-    "  --cache TYPE              of the KV cache: float32, bfloat16, float16, int8, int4, or KEYS,VALUES\n"
+    "  --seed N                  seed of sampling; default 0\n"
+    "  --cache TYPE              type of the KV cache: float32, bfloat16, float16, int8, int4, or KEYS,VALUES\n"
     "  --threads N               default: one for each CPU\n";
 constexpr int64_t kContext = 4096, kAnswer = 1024, kContinuation = 128;  // tokens
 
@@ -156,9 +156,9 @@ Status read_options(int argc, char** argv, Options* options) {
     if (Status status = read_option(name, value, options); !status.ok()) return status;
   }
   if (options->directory.empty()) return Status::error("there is no directory of a model; expected lowbit-run DIRECTORY");
-  if (options->chat && !options->continues) return Status::error("--chat is without -p; expected both, or neither to talk");
+  if (options->chat && !options->continues) return Status::error("--chat is given without -p; expected both or none");
   if (options->has_system && options->continues && !options->chat) {
-    return Status::error("--system is with -p and without --chat; expected a conversation");
+    return Status::error("--system is given with -p; expected --chat as well");
   }
   return options->sampling.check();
 }
@@ -176,7 +176,7 @@ class Program {
     for (const std::string& file : {tokens, plan}) {
       std::FILE* const there = std::fopen(file.c_str(), "rb");
       if (there == nullptr) {
-        return Status::system("%s does not open; it comes from: lowbit export DIRECTORY --to plan", file.c_str());
+        return Status::system("%s does not open; to write it: lowbit export DIRECTORY --to plan", file.c_str());
       }
       const bool read = std::fseek(there, -4, SEEK_END) == 0 && std::fread(&checksum, 4, 1, there) == 1;
       std::fclose(there);
@@ -184,7 +184,7 @@ class Program {
     }
     if (Status status = Tokenizer::open(tokens, &tokenizer_); !status.ok()) return status;
     if (tokenizer_->settings().plan != 0 && tokenizer_->settings().plan != checksum) {
-      return Status::error("%s belongs to another plan than %s; expected both from one lowbit export DIRECTORY --to plan",
+      return Status::error("%s belongs to another plan than %s; to write both: lowbit export DIRECTORY --to plan",
                            tokens.c_str(), plan.c_str());
     }
     const int64_t cpus = std::max(1, static_cast<int>(std::thread::hardware_concurrency()));

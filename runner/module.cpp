@@ -1,4 +1,4 @@
-// Tokenizers of tokens' files in lowbit._C.
+// Tokenizers of tokens files in lowbit._C.
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -65,7 +65,7 @@ std::string decode(const Tokenizer& tokenizer, const Tokens& tokens, bool plain)
   return text;
 }
 
-// The texts of tokens that come one by one.
+// Converts tokens to text one by one.
 std::vector<std::string> stream(const Tokenizer& tokenizer, const Tokens& prompt, const Tokens& tokens) {
   TokenStream made(tokenizer, prompt);
   std::vector<std::string> texts;

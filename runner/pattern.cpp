@@ -5,7 +5,7 @@
 namespace lowbit::text {
 namespace {
 
-constexpr int kMostDepth = 8;  // of patterns within patterns
+constexpr int kMostDepth = 8;  // nesting of patterns
 constexpr size_t kMostChoices = size_t{1} << 24;
 constexpr size_t kNowhere = static_cast<size_t>(-1);
 
@@ -27,7 +27,7 @@ bool Matcher::find(uint32_t start, std::string_view text, size_t from, size_t* b
   return false;
 }
 
-// Where the pattern ends that begins at `place`; kNowhere: it does not fit.
+// The end of a match that begins at `place`; kNowhere: there is no match.
 size_t Matcher::run(uint32_t at, std::string_view text, size_t place, int depth) {
   const size_t bottom = choices_.size();
   uint32_t character = 0;

@@ -13,15 +13,15 @@ class Matcher {
   // Gives up after a number of steps that grows with the bytes of the text.
   Matcher(const TokensFile& file, size_t bytes) : file_(file), left_((uint64_t{1} << 20) + 256 * uint64_t{bytes}) {}
 
-  // The next place from `from` on where the pattern that begins at instruction `start` fits; false: there is none.
+  // Finds the first match at or after `from` of the pattern that begins at instruction `start`; false: there is none.
   bool find(uint32_t start, std::string_view text, size_t from, size_t* begin, size_t* end);
-  Status status() const;  // whether it gave up
+  Status status() const;  // an error if it gave up
 
  private:
   struct Choice {
     uint32_t at;   // instruction
     size_t place;  // in the text
-    size_t least;  // of a loop: also each earlier character down to here; kOnce: only `place`
+    size_t least;  // a loop may also end at each character from `place` back to here; kOnce: only at `place`
   };
   static constexpr size_t kOnce = static_cast<size_t>(-1);
 

@@ -7,11 +7,11 @@
 namespace lowbit::text {
 namespace {
 
-constexpr uint32_t kLead = 0x1100, kVowel = 0x1161, kTail = 0x11a7, kSyllable = 0xac00;  // of Hangul
+constexpr uint32_t kLead = 0x1100, kVowel = 0x1161, kTail = 0x11a7, kSyllable = 0xac00;  // first code points of Hangul
 constexpr uint32_t kVowels = 21, kTails = 28, kSyllables = 11172;
 constexpr size_t kMostGrapheme = 5;  // bytes
 
-// The numbers of a step, for checking.
+// What the numbers of each step are, so that read() can check them.
 enum class Number : uint8_t { none, map, entries, pattern, text, flag, two, behavior, klass, count };
 
 constexpr Number kStepNumbers[][5] = {
@@ -58,7 +58,7 @@ void clean_up(std::string* text) {
   for (const auto& [from, to] : kCleaned) replace_all(from, to, text);
 }
 
-// Runs of byte tokens become the text of their bytes, or a U+FFFD each if they are none.
+// Runs of byte tokens become the text of their bytes; if that is not UTF-8, each becomes a U+FFFD.
 std::vector<std::string> without_byte_tokens(const std::vector<std::string>& tokens) {
   std::vector<std::string> result;
   std::string bytes;
@@ -88,7 +88,7 @@ std::vector<std::string> without_byte_tokens(const std::vector<std::string>& tok
 
 Steps::Steps(const TokensFile& file) : file_(file) {
   letter_bytes_.fill(-1);
-  uint32_t next = 256;  // bytes that are no visible letters of Latin-1 have the letters from here on
+  uint32_t next = 256;  // letters from here on stand for the bytes that are not visible letters of Latin-1
   for (uint32_t byte = 0; byte < 256; ++byte) {
     const bool visible = (byte > 0x20 && byte < 0x7f) || (byte > 0xa0 && byte != 0xad);
     const uint32_t letter = visible ? byte : next++;
@@ -114,7 +114,7 @@ Status Steps::read_list(Head& head, std::vector<Step>* steps, uint32_t kinds, co
   for (uint32_t i = 0; i < count && head.status().ok(); ++i) {
     Step& step = steps->emplace_back(Step{head.number(name, 0, kinds - 1), 0, 0, 0, 0, 0});
     if (steps == &normalizers_ && static_cast<StepOp>(step.op) == StepOp::split) {
-      return Status::error("the tokens' file has a normalizer that splits; it is damaged");
+      return Status::error("the tokens file has a normalizer that splits; it is damaged");
     }
     uint32_t* const numbers[] = {&step.a, &step.b, &step.c, &step.d, &step.e};
     uint32_t map = 0;
@@ -132,11 +132,11 @@ Status Steps::read_list(Head& head, std::vector<Step>* steps, uint32_t kinds, co
         case Number::klass: most = static_cast<uint32_t>(file_.classes.size()) - 1; break;
         case Number::count: most = 1 << 16; break;
       }
-      if (most == kNone) return Status::error("the tokens' file has no patterns or classes for %s", name);
+      if (most == kNone) return Status::error("the tokens file has no patterns or classes for %s", name);
       *numbers[j] = head.number(name, 0, most);
     }
     if (decoding) continue;
-    // The entries of maps are texts; those of a normalization's second map are numbers.
+    // The entries of maps are texts, except in the second map of a normalization, where they are numbers.
     bool texts = true;
     const auto check = [&](uint32_t at, uint32_t entries, bool from_texts) {
       for (uint32_t j = at; j < at + entries; ++j) {
@@ -146,7 +146,7 @@ Status Steps::read_list(Head& head, std::vector<Step>* steps, uint32_t kinds, co
     const auto op = static_cast<StepOp>(step.op);
     if (op == StepOp::map || op == StepOp::normalize) check(step.a, step.b, false);
     if (op == StepOp::charsmap) check(step.b, step.c, false), check(step.d, step.e, true);
-    if (!texts) return Status::error("the tokens' file has a map to a missing text");
+    if (!texts) return Status::error("the tokens file has a map to a missing text");
   }
   return head.status();
 }

@@ -16,16 +16,16 @@ struct Piece {
 };
 
 enum class StepOp : uint32_t {
-  map,        // characters become texts: map a, of b entries
+  map,        // replaces characters by texts: map a of b entries
   normalize,  // Unicode's decompositions: map a of b entries; classes of marks: map c of d entries; e: 1 composes
   replace,    // pattern a by text b
-  prepend,    // text a, to a text that is not empty; b: 1 unless it is there already, 2 the same at the beginning only
+  prepend,    // puts text a before a nonempty text; b: 1 unless it begins so, 2 the same at the whole text's begin
   strip,      // characters of class a; b: at the beginning, c: at the end
   bytes,      // each byte becomes the letter that stands for it
   split,      // pattern a; b: Behavior, c: 1 inverts
-  surround,   // text b before and after each character of class a
-  // Parts that pattern a finds, of at most kMostGrapheme bytes, become the text of their shortest start that is in map b of c
-  // entries (from a character) or map d of e entries (from a text). All other characters become their texts in map b.
+  surround,   // puts text b before and after each character of class a
+  // A match of pattern a with at most kMostGrapheme bytes becomes the text of its shortest start in map b (c entries, from
+  // characters) or map d (e entries, from texts). All other characters become their texts in map b.
   charsmap,
   count,
 };
@@ -33,8 +33,8 @@ enum class StepOp : uint32_t {
 enum class Behavior : uint32_t { removed, isolated, with_previous, with_next, contiguous, count };
 
 enum class DecodeOp : uint32_t {
-  bytes,           // letters that stand for bytes, of all tokens together
-  byte_tokens,     // tokens such as <0x0A>
+  bytes,           // joins all tokens, and replaces letters by the bytes for which they stand
+  byte_tokens,     // replaces tokens such as <0x0A> by their bytes
   fuse,            // all tokens become one
   replace,         // text a by text b in each token
   strip,           // up to b times text a from the beginning and c times from the end of each token
@@ -42,7 +42,7 @@ enum class DecodeOp : uint32_t {
   metaspace,       // text a is a space, and nothing in the first token if b is 1
   suffix,          // text a ends a word
   replace_pattern,  // pattern a by text b in each token
-  ctc,             // tokens like the one before and texts a disappear; c: 1 cleans up, and text b is a space
+  ctc,             // drops tokens that repeat the one before, and texts a; c: 1 cleans up, and text b becomes a space
   count,
 };
 

@@ -24,12 +24,12 @@ Status Subwords::read(Head& head) {
   const uint32_t bytes = head.number("the number of byte tokens", 0, 256);
   for (uint32_t i = 0; i < bytes; ++i) bytes_.push_back(head.or_none("a byte's token", most + 1));
   if (!head.status().ok()) return head.status();
-  if (bytes != 0 && bytes != 256) return Status::error("the tokens' file has %u tokens of bytes; expected 0 or 256", bytes);
+  if (bytes != 0 && bytes != 256) return Status::error("the tokens file has %u tokens of bytes; expected 0 or 256", bytes);
   if (kind_ == SubwordKind::unigram) {
-    if (file_.scores.size < file_.order.size) return Status::error("the tokens' file has fewer scores than tokens");
+    if (file_.scores.size < file_.order.size) return Status::error("the tokens file has fewer scores than tokens");
     double least = 0.0;
     for (const uint32_t token : file_.order) {
-      if (token >= file_.scores.size) return Status::error("the tokens' file has no score for token %u", token);
+      if (token >= file_.scores.size) return Status::error("the tokens file has no score for token %u", token);
       least = token == file_.order[0] ? file_.scores[token] : std::min(least, file_.scores[token]);
     }
     unknown_score_ = least - 10.0;
@@ -68,7 +68,7 @@ void Subwords::encode(std::string_view piece, const std::vector<bool>* forbidden
   }
 }
 
-// The tokens of all bytes of a text; false: one has none.
+// The tokens of all bytes of a text; false: a byte has no token.
 bool Subwords::bytes_of(std::string_view text, std::vector<uint32_t>* ids) const {
   if (bytes_.empty()) return false;
   for (const char each : text) {
@@ -87,7 +87,7 @@ void Subwords::bpe(std::string_view piece, const std::vector<bool>* forbidden, s
     }
   }
   std::vector<uint32_t> tokens;
-  bool pending = false;  // an unknown token that may grow
+  bool pending = false;  // the last token is unknown, and may absorb the next character
   std::string part;
   for (size_t at = 0, length; at < piece.size(); at += length) {
     uint32_t character;
@@ -118,7 +118,7 @@ void Subwords::bpe(std::string_view piece, const std::vector<bool>* forbidden, s
   }
 }
 
-// Joins neighbors, the merge of the least rank first, and of equal ones the first in the text.
+// Joins neighbors: first the merge of the least rank, and among equal ranks the first in the text.
 void Subwords::merge(std::vector<Symbol>& symbols, const std::vector<bool>* forbidden) const {
   struct Candidate {
     uint32_t rank;
@@ -185,9 +185,9 @@ void Subwords::unigram(std::string_view piece, const std::vector<bool>* forbidde
       whole = whole || end == at + length;
     }
     if (!whole && unknown_ != kNone) offer(at + length, unknown_, unknown_score_);
-    if (!best[at + length].reached) return;  // without an unknown token
+    if (!best[at + length].reached) return;  // no tokens reach this place, and there is no unknown token
   }
-  std::vector<std::pair<std::string_view, bool>> parts;  // and whether it is unknown
+  std::vector<std::pair<std::string_view, bool>> parts;  // text, and whether it is unknown
   for (size_t end = piece.size(); end > 0; end = best[end].from) {
     const std::string_view part = piece.substr(best[end].from, end - best[end].from);
     const bool unknown = best[end].token == unknown_;
@@ -207,7 +207,7 @@ void Subwords::unigram(std::string_view piece, const std::vector<bool>* forbidde
   }
 }
 
-// The longest token first; a word with a part that is no token is unknown as a whole.
+// Takes the longest token each time; if no token fits the rest of a word, the whole word is unknown.
 void Subwords::word_piece(std::string_view piece, std::vector<uint32_t>* ids) const {
   size_t count = 0;
   for (size_t at = 0; at < piece.size(); at += character_length(piece, at)) ++count;

@@ -1,4 +1,4 @@
-// Tokens of one piece of text: byte pair encoding, Unigram, WordPiece and whole words, as in the library `tokenizers`.
+// Splits a piece of text into tokens: byte pair encoding, Unigram, WordPiece and whole words, as in the library `tokenizers`.
 #pragma once
 
 #include <memory>
@@ -17,14 +17,14 @@ class Subwords {
   explicit Subwords(const TokensFile& file) : file_(file) {}
 
   Status read(Head& head);
-  // Appends the tokens of a piece. `forbidden`: for each token, whether no text may become it; may be null.
+  // Appends the tokens of a piece. `forbidden`: for each token, whether text must never become it; may be null.
   void encode(std::string_view piece, const std::vector<bool>* forbidden, std::vector<uint32_t>* ids) const;
 
  private:
   struct Symbol {
     uint32_t token;
     int32_t before, after;  // other symbols; -1: none
-    bool merged;            // into the one before
+    bool merged;            // whether it was merged into the symbol before
   };
 
   uint32_t find(std::string_view text) const;  // kNone: there is no such token

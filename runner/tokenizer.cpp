@@ -20,7 +20,7 @@ using namespace text;
 
 namespace {
 
-constexpr size_t kMostBytes = size_t{1} << 26;  // of a text
+constexpr size_t kMostBytes = size_t{1} << 26;  // of the longest text
 
 using Range = std::pair<size_t, size_t>;
 
@@ -28,10 +28,10 @@ enum Flag : uint32_t { kSingleWord = 1, kStripLeft = 2, kStripRight = 4, kSpecia
 
 struct Added {
   uint32_t token, flags;
-  std::string_view text;  // that is looked for
+  std::string_view text;
 };
 
-// Finds the longest of many texts.
+// Finds added tokens in a text: the longest that begins at a place.
 class AddedTokens {
  public:
   void add(const Added& token) { tokens_.push_back(token); }
@@ -45,7 +45,7 @@ class AddedTokens {
     starts_[256] = tokens_.size();
   }
 
-  // The longest token at a place of which `allowed(token, end)` is true; null: there is none.
+  // The longest token that begins at `at` and for which `allowed(token, end)` is true; null: there is none.
   template <class Allowed>
   const Added* longest(std::string_view text, size_t at, const Allowed& allowed) const {
     const size_t first = static_cast<uint8_t>(text[at]);
@@ -88,10 +88,10 @@ struct Tokenizer::Implementation {
   Steps steps{file};
   ChatPieces pieces{file};
   AddedTokens raw, normalized, control;
-  std::vector<bool> special, forbidden;  // by token: not in plain text; of no message
-  std::map<uint32_t, uint32_t> shown;    // texts of tokens that are decoded to others than their own
+  std::vector<bool> special, forbidden;  // by token: left out of plain text; never made from a message
+  std::map<uint32_t, uint32_t> shown;    // tokens that are decoded to another text than their own -> that text
   uint32_t size = 0, words = kNone, spaces = kNone, no_chat = kNone;
-  std::vector<int64_t> before, after;  // tokens around a text
+  std::vector<int64_t> before, after;  // tokens that are put around a text
   TextSettings settings;
 
   Status read(const void* data, size_t bytes);
@@ -130,7 +130,7 @@ Status Tokenizer::Implementation::read(const void* data, size_t bytes) {
     if (Status status = pieces.read(head); !status.ok()) return status;
   }
   if (!head.status().ok()) return head.status();
-  return head.at_end() ? Status() : Status::error("the tokens' file has more settings than expected; it is damaged");
+  return head.at_end() ? Status() : Status::error("the tokens file has more settings than expected; it is damaged");
 }
 
 Status Tokenizer::Implementation::read_added(Head& head) {
@@ -149,7 +149,7 @@ Status Tokenizer::Implementation::read_added(Head& head) {
     const uint32_t text = head.or_none("the normalized text of an added token", file.text_count);
     const uint32_t flags = head.number("the flags of an added token", 0, kAllFlags);
     if (((flags & kSingleWord) != 0 && words == kNone) || ((flags & (kStripLeft | kStripRight)) != 0 && spaces == kNone)) {
-      return Status::error("the tokens' file lacks the class of letters or spaces that token %u needs", token);
+      return Status::error("the tokens file lacks the class of letters or spaces that token %u needs", token);
     }
     special[token] = (flags & kSpecial) != 0;
     forbidden[token] = (flags & kControl) != 0;
@@ -222,7 +222,7 @@ Status Tokenizer::Implementation::encode(std::string_view text, const std::vecto
   Matcher matcher(file, text.size());
   std::vector<uint32_t> ids;
   const bool guarded = places != nullptr;
-  // Where places are given, all control tokens are looked for in the text as it is, which the places count in.
+  // Places are positions in the text before normalization, so with places all control tokens are searched there.
   AddedTokens both;
   if (guarded) {
     both = raw;
@@ -322,7 +322,7 @@ Status Tokenizer::decode(const std::vector<int64_t>& tokens, bool plain, std::st
   std::vector<std::string> texts;
   size_t bytes = 0;
   for (const int64_t token : tokens) {
-    if (token < 0 || token >= made.size) continue;  // models have more tokens than their tokenizers
+    if (token < 0 || token >= made.size) continue;  // models may have more tokens than their tokenizers
     const auto number = static_cast<uint32_t>(token);
     const auto shown = made.shown.find(number);
     const std::string_view each = made.file.text(shown != made.shown.end() ? shown->second : number);

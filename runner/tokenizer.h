@@ -1,4 +1,4 @@
-// Texts and conversations to tokens and back, without Python: the same tokens as the library `tokenizers`.
+// Converts texts and conversations to tokens and back without Python: the same tokens as the library `tokenizers`.
 #pragma once
 
 #include <cstdint>
@@ -12,20 +12,20 @@
 
 namespace lowbit {
 
-// Settings of the model beside the tokens.
+// Settings of the model that the tokens file has in addition to the tokens.
 struct TextSettings {
   std::vector<int64_t> stop;             // tokens that end a text
   int keys = 0, values = 0;              // TextCache of plan/model.h, by default
-  double temperature = 0.0, top_p = 1.0, min_p = 0.0, repetition_penalty = 1.0;  // of a conversation
+  double temperature = 0.0, top_p = 1.0, min_p = 0.0, repetition_penalty = 1.0;  // for conversations
   int64_t top_k = 0;                     // 0: all tokens
   int64_t max_new_tokens = 0;            // 0: not set
   uint32_t plan = 0;                     // the last bytes of the plan's file, its checksum; 0: any plan
 };
 
-// A token that is looked for in texts before all others.
+// A token that is searched in a text before the text is normalized and split.
 struct AddedToken {
   int64_t token;
-  std::string text, shown;  // shown: what it is decoded to
+  std::string text, shown;  // shown: the text to which it is decoded
   bool special;
 };
 
@@ -38,7 +38,7 @@ struct Conversation {
 
 class LOWBIT_API Tokenizer {
  public:
-  // Opens a tokens' file, or lowbit.tokens in a directory.
+  // Opens a tokens file, or lowbit.tokens in a directory.
   static Status open(const std::string& path, std::unique_ptr<Tokenizer>* tokenizer);
   // Copies the bytes of a file, which need not be trusted.
   static Status read(const void* bytes, size_t size, std::unique_ptr<Tokenizer>* tokenizer);
@@ -46,14 +46,14 @@ class LOWBIT_API Tokenizer {
   Tokenizer(const Tokenizer&) = delete;
   Tokenizer& operator=(const Tokenizer&) = delete;
 
-  int64_t size() const;  // tokens have numbers below it
+  int64_t size() const;  // token ids are smaller
   const TextSettings& settings() const;
   std::vector<AddedToken> added() const;
-  // special: with the tokens that the tokenizer puts around each text.
+  // special: whether to add the tokens that the tokenizer puts around each text.
   Status encode(std::string_view text, bool special, std::vector<int64_t>* tokens) const;
   // The text of tokens, without special ones if `plain`.
   Status decode(const std::vector<int64_t>& tokens, bool plain, std::string* text) const;
-  // The tokens of a conversation by the model's chat template, up to the answer. Texts of messages become no control tokens.
+  // The tokens of a conversation by the model's chat template, up to the answer. Messages never become control tokens.
   Status chat(const Conversation& conversation, std::vector<int64_t>* tokens) const;
   // The same as a text, for comparison.
   Status chat_text(const Conversation& conversation, std::string* text) const;
@@ -64,7 +64,7 @@ class LOWBIT_API Tokenizer {
   std::unique_ptr<Implementation> implementation_;
 };
 
-// The text of tokens that come one by one.
+// Converts tokens to text one by one.
 class LOWBIT_API TokenStream {
  public:
   // `prompt`: the tokens before, because some tokenizers drop the space before the first word of a text.

@@ -25,14 +25,14 @@ template <class T>
 Status section(const void* data, size_t size, size_t number, Table<T>* table) {
   const uint64_t offset = word_at(data, kHeader + kEntry * number, 8), bytes = word_at(data, kHeader + kEntry * number + 8, 8);
   if (offset > size || bytes > size - offset || offset % 8 != 0 || bytes % sizeof(T) != 0) {
-    return Status::error("table %zu of the tokens' file has %" PRIu64 " bytes at %" PRIu64
+    return Status::error("table %zu of the tokens file has %" PRIu64 " bytes at %" PRIu64
                          "; expected whole entries within the file's %zu", number, bytes, offset, size);
   }
   *table = {reinterpret_cast<const T*>(static_cast<const char*>(data) + offset), bytes / sizeof(T)};
   return {};
 }
 
-Status wrong(const char* what) { return Status::error("the tokens' file has %s; it is damaged", what); }
+Status wrong(const char* what) { return Status::error("the tokens file has %s; it is damaged", what); }
 
 // A pattern's jumps lead forward or back within the code, and it ends with a match.
 Status check_code(const TokensFile& file) {
@@ -75,10 +75,10 @@ bool CharacterClass::has(uint32_t character) const {
 
 Status TokensFile::read(const void* data, size_t size) {
   if (size < kHeader + kEntry * kSections || std::memcmp(data, kMagic, 16) != 0) {
-    return Status::error("the file does not begin as a tokens' file does; expected one of lowbit");
+    return Status::error("the file does not begin like a tokens file; expected one that lowbit export wrote");
   }
   if (const uint64_t version = word_at(data, 16, 4); version != kVersion) {
-    return Status::error("the tokens' file has version %" PRIu64 "; expected %u, of this program", version, kVersion);
+    return Status::error("the tokens file has version %" PRIu64 "; expected %u, of this program", version, kVersion);
   }
   if (word_at(data, 20, 4) != checksum(static_cast<const char*>(data) + kHeader, size - kHeader)) {
     return wrong("another checksum than its bytes");
@@ -114,7 +114,7 @@ Status TokensFile::read(const void* data, size_t size) {
     }
   }
   for (const Composition& each : compositions) {
-    if (each.character >= kMostCharacters) return wrong("a composition that is no character");
+    if (each.character >= kMostCharacters) return wrong("a composition whose character does not exist");
   }
   return check_code(*this);
 }
@@ -129,7 +129,7 @@ uint32_t Head::number(const char* name, uint32_t least, uint32_t most) {
   const uint32_t value = take();
   if (value >= least && value <= most) return value;
   if (status_.ok()) {
-    status_ = Status::error("%s in the tokens' file is %" PRIu32 "; expected %" PRIu32 " to %" PRIu32, name, value, least,
+    status_ = Status::error("%s in the tokens file is %" PRIu32 "; expected %" PRIu32 " to %" PRIu32, name, value, least,
                             most);
   }
   return least;
@@ -139,7 +139,7 @@ uint32_t Head::or_none(const char* name, uint32_t below) {
   const uint32_t value = take();
   if (value == kNone || value < below) return value;
   if (status_.ok()) {
-    status_ = Status::error("%s in the tokens' file is %" PRIu32 "; expected less than %" PRIu32, name, value, below);
+    status_ = Status::error("%s in the tokens file is %" PRIu32 "; expected less than %" PRIu32, name, value, below);
   }
   return kNone;
 }
@@ -149,7 +149,7 @@ double Head::real(const char* name) {
   double value;
   std::memcpy(&value, &bits, sizeof value);
   if (value - value == 0.0) return value;
-  if (status_.ok()) status_ = Status::error("%s in the tokens' file is not finite", name);
+  if (status_.ok()) status_ = Status::error("%s in the tokens file is not finite", name);
   return 0.0;
 }
 

@@ -30,10 +30,10 @@ enum class PatternOp : uint32_t {
   match,       // the end
   one,         // a character of class a
   greedy,      // b to c characters of class a, as many as possible
-  possessive,  // the same, and never fewer
+  possessive,  // as greedy, without backtracking to fewer
   either,      // continues at a; if that fails, at b
   jump,        // continues at a
-  ahead,       // the pattern that follows, up to its match, fits here; continues at a
+  ahead,       // lookahead: if the pattern up to the next match fits here, continues at a
   not_ahead,
   behind,  // the character before is of class a
   not_behind,
@@ -62,13 +62,13 @@ struct Table {
   const T& operator[](size_t i) const { return data[i]; }
 };
 
-// Tables of a file that stays in memory. read() checks all numbers of them that are used as indices.
+// Tables of a file, which must stay in memory. read() checks all numbers that are used as indices.
 struct TokensFile {
   uint32_t text_count = 0;
-  Table<uint32_t> ends;   // of each text in `bytes`; the first ones are the tokens'
+  Table<uint32_t> ends;   // end of each text in `bytes`; the first texts are those of the tokens
   Table<char> bytes;
-  Table<uint32_t> order;  // tokens that the model makes, by their texts
-  Table<Merge> merges;    // by left and right
+  Table<uint32_t> order;  // tokens that text may become, sorted by their texts
+  Table<Merge> merges;    // sorted by left and right
   Table<double> scores;
   std::vector<CharacterClass> classes;
   Table<PatternStep> code;
@@ -83,7 +83,7 @@ struct TokensFile {
   }
 };
 
-// Takes numbers from the head. After an error every number is the least that is allowed.
+// Reads the numbers of the head in order. After an error it returns the least allowed number.
 class Head {
  public:
   explicit Head(const TokensFile& file) : file_(file) {}

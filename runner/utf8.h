@@ -1,4 +1,4 @@
-// UTF-8: one character at a time, and what is no character.
+// Decodes and encodes UTF-8, including invalid bytes.
 #pragma once
 
 #include <cstddef>
@@ -10,7 +10,7 @@ namespace lowbit::text {
 
 inline constexpr char kReplacement[] = "\xef\xbf\xbd";  // U+FFFD
 
-// The length of the character at `at`; 0: the bytes there are none, and `wrong` of them are the start of one (at least 1).
+// The length of the character at `at`. 0: the bytes there are invalid; the first `wrong` ones (at least 1) count as one error.
 inline size_t character_at(std::string_view text, size_t at, uint32_t* character, size_t* wrong = nullptr) {
   const auto byte = [&](size_t i) { return static_cast<uint8_t>(text[i]); };
   *character = 0xfffd;
@@ -26,7 +26,7 @@ inline size_t character_at(std::string_view text, size_t at, uint32_t* character
   for (size_t i = 1; i < length; ++i) {
     if (at + i == text.size()) return 0;
     const uint32_t next = byte(at + i);
-    // The second byte excludes long forms, surrogates and what is beyond U+10FFFF.
+    // The range of the second byte excludes overlong forms, surrogates and code points beyond U+10FFFF.
     const uint32_t least = i > 1 ? 0x80 : first == 0xe0 ? 0xa0 : first == 0xf0 ? 0x90 : 0x80;
     const uint32_t most = i > 1 ? 0xbf : first == 0xed ? 0x9f : first == 0xf4 ? 0x8f : 0xbf;
     if (next < least || next > most) return 0;
@@ -37,7 +37,7 @@ inline size_t character_at(std::string_view text, size_t at, uint32_t* character
   return length;
 }
 
-// In text that is known to be UTF-8.
+// The following functions need valid UTF-8.
 inline size_t character_length(std::string_view text, size_t at) {
   const uint8_t first = static_cast<uint8_t>(text[at]);
   return first < 0x80 ? 1 : first < 0xe0 ? 2 : first < 0xf0 ? 3 : 4;
@@ -63,7 +63,7 @@ inline void append_character(uint32_t character, std::string* text) {
   }
 }
 
-// Where the text stops being UTF-8; its size if it does not.
+// The position of the first invalid byte; the text's size if all of it is UTF-8.
 inline size_t first_wrong(std::string_view text) {
   uint32_t character;
   size_t at = 0;
@@ -75,7 +75,7 @@ inline size_t first_wrong(std::string_view text) {
   return at;
 }
 
-// UTF-8 of any bytes: each longest start of a character that is not whole becomes U+FFFD.
+// Makes UTF-8 of any bytes: each longest start of an incomplete character becomes U+FFFD.
 inline std::string repaired(std::string_view bytes) {
   std::string result;
   uint32_t character;

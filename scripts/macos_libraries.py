@@ -5,15 +5,16 @@
       --libraries LIBRARY... --built BUILT...
     python scripts/macos_libraries.py static --minimum 14.0 --system TBD --libraries LIBRARY... --built ARCHIVE...
 
-`libc++`: writes the symbols that the LIBRARYs that run on that system import from its libc++, as a linker file (.tbd).
+`libc++`: writes a linker file (.tbd) with symbols of the libc++ of the macOS version --minimum: those that LIBRARYs for that
+version, or an older one, import.
 
 `check`: checks that every symbol that the BUILT libraries import exists: in the libraries of torch and executorch (LIBRARY), in
-each other, in TBD (zig's libSystem), in that system's libc++ (as above), or in Python's headers. Each must be arm64 with a
-valid signature, need no newer system than the minimum, and find the others relative to itself. liblowbit must have the kernels
+each other, in TBD (zig's libSystem), in that version's libc++ (as above), or in Python's headers. Each must be arm64 with a
+valid signature, need no newer macOS than the minimum, and find the others relative to itself. liblowbit must have the kernels
 for every instruction set.
 
-`static`: the same for archives for iOS (.a). Each import must be defined by another object, executorch or the system. The lists
-are those of the macOS of the time of iOS 14, which has the same C and C++ libraries.
+`static`: the same for archives for iOS (.a). Each import must be defined by another object, executorch or the system. The
+symbols of the system are those of macOS 11, which has the C and C++ libraries of iOS 14.
 
 Zig can link only with its own libc++, not with macOS's, and a process must not have two.
 """
@@ -178,7 +179,7 @@ def bound(code: bytes) -> dict[str, int]:
 
 
 def of_libcxx(libraries: list[Library], minimum: tuple[int, int]) -> set[str]:
-    """Symbols of that system's libc++: those that libraries for the system import."""
+    """Symbols of the libc++ of a macOS version: those that libraries for that version, or an older one, import."""
     libraries = [library for library in libraries if library.minimum <= minimum]
     return STANDARD | {name for library in libraries for name, origin in library.imports if origin == LIBCXX}
 

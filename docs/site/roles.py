@@ -19,16 +19,15 @@ def _imported_when_used() -> dict[str, str]:
 
 
 class Docstrings(griffe.Extension):
-    """``:func:`pack``` becomes a link to what is called so, looked for from where it stands; ``bits, group_size:`` an entry for
-    each."""
+    """Makes :func:`pack` a link to the object of that name in scope, and splits the entry ``bits, group_size:`` in two."""
 
     def on_object(self, *, obj: griffe.Object, **kwargs) -> None:
         if obj.docstring is None:
             return
         text = _ROLE.sub(r"[`\1`][\1]", obj.docstring.value)
-        if re.match(r"Args:\n\S", text):  # nothing but arguments: no other line says how deep they are
+        if re.match(r"Args:\n\S", text):  # without another line, griffe finds no indentation
             text = text.replace("\n", "\n    ")
-        if obj.is_function and obj.returns is not None:  # else what stands before a colon is taken for the type
+        if obj.is_function and obj.returns is not None:  # without a type, griffe takes the text before a colon
             text = text.replace("Returns:\n    ", f"Returns:\n    {obj.returns}: ")
         head, found, rest = text.partition("Args:\n")
         arguments, blank, behind = rest.partition("\n\n")

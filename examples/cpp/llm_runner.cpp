@@ -95,7 +95,7 @@ int64_t command(Module& module, const std::string& file, std::string text) {
   check(result.error(), "'" + text + "' failed");
   if (result->size() != 1 || !result->front().isTensor()) throw std::runtime_error("the result is not a tensor");
   const executorch::aten::Tensor& tokens = result->front().toTensor();
-  if (tokens.scalar_type() != ScalarType::Long || tokens.numel() != 1) throw std::runtime_error("the result is no number");
+  if (tokens.scalar_type() != ScalarType::Long || tokens.numel() != 1) throw std::runtime_error("the result is not a number");
   return *tokens.const_data_ptr<int64_t>();
 }
 

@@ -95,7 +95,7 @@ fn run(arguments: &[String]) -> Result<(), String> {
     if arguments.len() < 3 {
         return Err("usage: tokens MODEL COUNT ID...".into());
     }
-    let number = |text: &String| text.parse::<i64>().map_err(|_| format!("'{text}' is no number"));
+    let number = |text: &String| text.parse::<i64>().map_err(|_| format!("'{text}' is not a number"));
     let mut ids = arguments[2..].iter().map(number).collect::<Result<Vec<_>, _>>()?;
     let model = lowbit::Model::open(&arguments[0])?;
     let stop = model.stop_tokens();

@@ -12,7 +12,7 @@
 namespace lowbit {
 namespace {
 
-// In every 128 bits, maxima of two values each: two of `a`, two of `b`, alternating.
+// In every 128 bits, lanes 0 and 2 are maxima of two values of `a`, lanes 1 and 3 of two values of `b`.
 LOWBIT_INLINE inline __m512i max_of_pairs(__m512i a, __m512i b) {
   return _mm512_max_epi32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
 }

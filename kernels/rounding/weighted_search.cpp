@@ -9,7 +9,7 @@
 namespace lowbit {
 namespace {
 
-// Sums have eight lanes, which are added in a fixed order: loops are vectorized, with the same bits on every machine.
+// Sums have eight lanes, which are added in a fixed order: loops can be vectorized, and every machine gets the same bits.
 using Vector = WeightVector;
 constexpr int64_t kLanes = 8;
 
@@ -21,7 +21,7 @@ struct Lanes {
   }
 };
 
-constexpr int kFits = 3;
+constexpr int kFits = 3;        // number of times that the best fit is refitted to its own codes
 constexpr float kStep = 0.03f;  // step between the ranges to try for a symmetric group, as a share of the whole range
 
 // Number of symmetric ranges to try below the whole range. Narrow codes gain more from clipping.
@@ -100,7 +100,7 @@ class Group {
   const int bits_;
   const int64_t inputs_, filled_;
   float *const x_, *const w_, *const wx_, *const q_;
-  float low_ = 0.0f, high_ = 0.0f;  // range of 0 and the weights of inputs with importance
+  float low_ = 0.0f, high_ = 0.0f;  // range of the weights with importance, including 0
 
   static void keep(Fit& best, const Fit& fit) {
     if (fit.gain > best.gain) best = fit;
@@ -114,7 +114,7 @@ class Group {
 
   static Vector load(const float* from) { return load_weights(from); }
 
-  // Calls use(first input, half) for every half of eight inputs.
+  // Calls use(first input, half) for every four inputs; the halves 0 and 1 take turns.
   template <class Use>
   LOWBIT_INLINE void for_each(const Use& use) const {
     for (int64_t i = 0; i < filled_; i += kLanes) {

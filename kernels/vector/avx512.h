@@ -26,7 +26,7 @@ struct Vector {
   LOWBIT_INLINE static Vector load_int8_as_f32(const void* at) {
     return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(at))))};
   }
-  // vpermps takes the last four bits of each lane as an index into a table of floats, so nothing is converted.
+  // vpermps looks up the last four bits of each lane in a table of floats, so codes need neither a mask nor a conversion.
   LOWBIT_INLINE static Vector load_levels_as_f32(const void* at, bool upper) {
     const __m512 levels =
         _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(kCacheLevels))));
@@ -83,7 +83,7 @@ struct Vector {
   LOWBIT_INLINE static Four load_four(const float* at) { return {at}; }
   template <int Lane>
   LOWBIT_INLINE static Vector fma_lane(Vector a, Four four, Vector c) {
-    // Not the intrinsic, for which GCC 12 adds in the scalar's register and copies sums.
+    // In assembly: for the intrinsic, GCC 12 accumulates in the register of the scalar, and copies the sums.
     const __m512 scalar = _mm512_set1_ps(four.at[Lane]);
     __asm__("vfmadd231ps %2, %1, %0" : "+v"(c.v) : "v"(scalar), "v"(a.v));
     return c;

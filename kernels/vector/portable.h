@@ -12,8 +12,8 @@ namespace {
 struct Vector {
   float lane[16];
 
-  // One sum at a time, and loops that are not fully unrolled: as fast as more sums if a vector is in memory. More sums were
-  // three times the code, which compilers took 40 seconds for.
+  // One sum at a time, and loops that are not fully unrolled. Here a vector is in memory, so more sums would not be faster, but
+  // three times the code, which took compilers 40 seconds.
   static constexpr int kSums = 1;
 
   template <class Op>

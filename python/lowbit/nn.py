@@ -3,200 +3,22 @@
 from __future__ import annotations
 
 import math
-import warnings
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .layers.computed_tensor import ComputedTensor
 from .layers.convolutions import CLASSES, Window, why_float, window_of
 from .layers.embedding_layers import Table, give_state, table_of
+from .layers.packed_module import Packed as Packed
+from .layers.packed_module import dequantized_rows
+from .layers.replacing import dtype_of, refuse_hooked_weights, take_place
 from .machine.memory import in_huge_pages
 from .operators import ops
 from .packed.header import PackedInfo, describe_features, describe_format
-from .packed.matrix import with_activation_bits
 from .packed.rounding import ConvConfig, EmbeddingConfig, LinearConfig, quantize_tensor
 
-# The hook dicts that move to the packed layer. They are not copied, because a hook's handle removes it from its dict.
-_HOOKS = (
-    "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks", "_is_full_backward_hook",
-    "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_post_hooks",
-)  # fmt: skip
-
-
-# Allowed dtypes of inputs, outputs and dequantized weights. Float64 layers compute in float32: more would gain nothing.
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-
 WINDOW = "_lowbit_window"  # attribute of a torch.nn.Linear that stands for a convolution
-
-
-class Packed(torch.nn.Module):
-    """A module whose weight is one packed buffer, ``packed_weight`` (uint8)."""
-
-    packed_weight: Tensor
-    info: PackedInfo
-
-    def __init__(self, packed_weight: Tensor | PackedInfo, dtype: torch.dtype):
-        if dtype not in _DTYPES:
-            raise ValueError(f"dtype is {dtype}; expected torch.float32, torch.bfloat16, torch.float16 or torch.float64")
-        super().__init__()
-        self._dtype = dtype  # not a buffer, which would be in every exported program
-        if isinstance(packed_weight, PackedInfo):
-            self.info = packed_weight
-            shape = [count for count in (self.info.experts, self.info.total_bytes) if count is not None]
-            packed_weight = torch.empty(shape, dtype=torch.uint8, device="meta")
-        else:
-            self._describe(packed_weight)
-        self.register_buffer("packed_weight", packed_weight)
-
-    def _describe(self, packed_weight: Tensor) -> None:
-        self.info = ops.info(packed_weight)
-
-    def _verified(self, packed_weight: Tensor) -> PackedInfo:
-        return ops.verify(packed_weight)
-
-    def verify(self) -> None:
-        """Checks every byte against the checksums and rereads the header.
-
-        Raises:
-            ValueError: not a packed weight, or the packed bytes were modified.
-        """
-        self.info = self._verified(self.packed_weight)
-
-    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The dequantized weight, [out, in], in ``dtype`` (float32, bfloat16, float16 or float64).
-
-        Raises:
-            ValueError: the packed bytes were modified.
-        """
-        self._verified(self.packed_weight)
-        return self._dequantized(dtype)
-
-    @property
-    def weight(self) -> Tensor:
-        """The dequantized weight, [out, in], in the layer's dtype, which ``module.to(dtype)`` changes.
-
-        Reading its shape, dtype or device is free; every use of its values dequantizes again. It is read-only, not a
-        parameter, and not in the state dict.
-        """
-        return self._computed(lambda: self._dequantized(self._dtype), self.info.shape)
-
-    def _computed(self, compute: Callable[[], Tensor], shape: tuple[int, ...]) -> Tensor:
-        if torch.compiler.is_compiling():  # traced; the compiler removes it where only the dtype is used
-            return compute()
-        return ComputedTensor(compute, shape, self._dtype, self.packed_weight.device)
-
-    def _dequantized(self, dtype: torch.dtype) -> Tensor:
-        rows = torch.arange(self.info.out_features, device=self.packed_weight.device)
-        return _rows(rows, self.packed_weight, self.info.in_features, dtype)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in ("weight", "bias") and hasattr(type(self), name):
-            raise AttributeError(
-                f"the {name} of a packed layer cannot be set; make a new layer, with {type(self).__name__}.from_float"
-            )
-        super().__setattr__(name, value)
-
-    def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
-        if isinstance(param, ComputedTensor):  # by torch.nn.utils.prune
-            raise ValueError("a packed layer cannot be pruned: its weight is fixed; prune the float model, and quantize that")
-        super().register_parameter(name, param)
-
-    def requires_grad_(self, requires_grad: bool = True) -> Packed:
-        """Does nothing if False: packed weights have no gradients.
-
-        Raises:
-            ValueError: called with True on this layer. On a model it is allowed and affects only the float parameters.
-        """
-        if requires_grad and not any(True for _ in self.parameters()):
-            raise ValueError(
-                f"a packed {type(self).__name__} cannot be trained: its weight is fixed. To train a layer, leave it float "
-                "(config None), or put adapters beside it"
-            )
-        super().requires_grad_(requires_grad)
-        return self
-
-    def __prepare_scriptable__(self) -> None:
-        raise ValueError(
-            "torch.jit.script does not compile packed layers; use torch.compile, torch.export.export, or torch.jit.trace"
-        )
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Packed:
-        def applied(tensor: Tensor) -> Tensor:  # module.type(float16) would convert the packed bytes
-            moved = fn(tensor)
-            return moved if moved.dtype == tensor.dtype or tensor.is_floating_point() else tensor.to(moved.device)
-
-        super()._apply(applied, recurse)
-        # As for a float layer, to(bfloat16), half() and the like change the dtype.
-        dtype = fn(torch.empty(0, dtype=self._dtype)).dtype
-        if dtype in _DTYPES:
-            self._dtype = dtype
-        return self
-
-    def to_format(self, format: str) -> Packed:
-        """Converts the packed weight to another format (:func:`lowbit.repack`) in place; returns the module.
-
-        A buffer shared with another module is no longer shared.
-
-        Raises:
-            TypeError, ValueError: as :func:`lowbit.repack`.
-        """
-        self.packed_weight = ops.repack(self.packed_weight, format)
-        self._describe(self.packed_weight)
-        return self
-
-    def to_activation_bits(self, activation_bits: int) -> Packed:
-        """Changes the activation bits (:func:`lowbit.with_activation_bits`) in place; returns the module.
-
-        A buffer shared with another module is no longer shared.
-
-        Raises:
-            TypeError, ValueError: as :func:`lowbit.with_activation_bits`.
-        """
-        matrices = self.packed_weight.view(-1, self.packed_weight.shape[-1])
-        changed = torch.stack([with_activation_bits(matrix, activation_bits) for matrix in matrices])
-        self.packed_weight = changed.view(self.packed_weight.shape)
-        self._describe(self.packed_weight)
-        return self
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *arguments: Any) -> None:
-        error_msgs: list[str] = arguments[-1]
-        # The header describes the packed bytes, so a checkpoint may differ from this module in width and group size. Only
-        # the shape of the weight must agree. All bytes are verified before any is used.
-        key = prefix + "packed_weight"
-        loaded = state_dict.get(key)
-        floats = state_dict.get(prefix + "weight")
-        if loaded is None and floats is not None and floats.numel():
-            # With strict=False, which peft uses, this weight would be ignored silently.
-            error_msgs.append(f"{prefix}weight: it is a float weight, and the layer is packed; load it before quantizing")
-        if loaded is not None:
-            try:
-                shape, expected = self._verified(loaded).shape, self.info.shape
-                if shape != expected:
-                    raise ValueError(f"the weight has shape {list(shape)}; expected {list(expected)}")
-            except (TypeError, ValueError) as error:
-                error_msgs.append(f"{key}: {error}")
-                return
-            if loaded.numel() != self.packed_weight.numel():
-                if metadata.get("assign_to_params_buffers"):
-                    self.packed_weight = loaded
-                else:
-                    # In place, so that a module that shares this buffer (a tied head) sees the change.
-                    with torch.no_grad():
-                        self.packed_weight.set_(torch.empty_like(loaded))
-        super()._load_from_state_dict(state_dict, prefix, metadata, *arguments)
-        if loaded is not None and not self.packed_weight.is_meta:  # copying to a meta tensor does nothing but warn
-            self._describe(self.packed_weight)
-
-
-def _rows(indices: Tensor, packed_weight: Tensor, inputs: int, dtype: torch.dtype) -> Tensor:
-    """The same as :func:`lowbit.embedding`, but ``dtype`` may also be float64."""
-    if dtype is torch.float64:
-        return _rows(indices, packed_weight, inputs, torch.float32).double()
-    return torch.ops.lowbit.embedding(indices, packed_weight, inputs, dtype=dtype)
 
 
 class _Features:
@@ -281,7 +103,7 @@ class Linear(_Product):
             raise TypeError(f"expected a LinearConfig; found {type(config).__name__}")
         refuse_hooked_weights(linear)
         packed = quantize_tensor(linear.weight, config, bias=linear.bias)
-        return in_place_of(linear, in_huge_pages(packed), _dtype_of(linear))
+        return in_place_of(linear, in_huge_pages(packed), dtype_of(linear))
 
     def verify(self) -> None:
         super().verify()
@@ -369,7 +191,7 @@ class Conv(_Product):
         if window is None:
             raise ValueError(f"it is {why_float(conv)}, which lowbit does not pack")
         packed = in_huge_pages(quantize_tensor(conv.weight.flatten(1), config, bias=conv.bias))
-        layer = cls(packed, window, _dtype_of(conv))
+        layer = cls(packed, window, dtype_of(conv))
         take_place(layer, conv)
         return layer
 
@@ -454,7 +276,7 @@ class Embedding(Packed):
         if embedding.max_norm is not None:
             raise ValueError(f"the embedding has max_norm={embedding.max_norm}; expected None: it changes the weights")
         packed = quantize_tensor(embedding.weight, config)
-        return in_place_of(embedding, in_huge_pages(packed), _dtype_of(embedding))
+        return in_place_of(embedding, in_huge_pages(packed), dtype_of(embedding))
 
     @property
     def num_embeddings(self) -> int:
@@ -465,7 +287,7 @@ class Embedding(Packed):
         return self.info.in_features
 
     def forward(self, indices: Tensor) -> Tensor:
-        return self.finish(_rows(indices, self.packed_weight, self.info.in_features, self._dtype))
+        return self.finish(dequantized_rows(indices, self.packed_weight, self.info.in_features, self._dtype))
 
     def finish(self, rows: Tensor) -> Tensor:
         """The output for looked-up rows: unchanged, scaled or normalized."""
@@ -508,7 +330,7 @@ class LinearExperts(_Features, Packed):
 
     def _dequantized(self, dtype: torch.dtype) -> Tensor:
         rows = torch.arange(self.info.out_features, device=self.packed_weight.device)
-        return torch.stack([_rows(rows, matrix, self.info.in_features, dtype) for matrix in self.packed_weight])
+        return torch.stack([dequantized_rows(rows, matrix, self.info.in_features, dtype) for matrix in self.packed_weight])
 
     def to_format(self, format: str) -> LinearExperts:
         """Returns the module unchanged: experts can only have the format of :func:`lowbit.pack`.
@@ -530,20 +352,6 @@ class LinearExperts(_Features, Packed):
             f"experts={self.num_experts}, in_features={self.in_features}, out_features={self.out_features}, "
             f"bias={self.info.has_bias}, " + describe_format(self.info)
         )
-
-
-def refuse_hooked_weights(layer: torch.nn.Module, prefix: str = "") -> None:
-    """Raises ValueError if a hook computes the layer's weight or bias before each call, as torch.nn.utils.weight_norm does."""
-    for name in ("weight", "bias"):
-        if isinstance(layer.__dict__.get(name), Tensor):  # a parameter would not be in __dict__
-            raise ValueError(
-                f"{prefix}{name} is not a parameter: a hook computes it before each call, as weight_norm, spectral_norm and "
-                "pruning do; make it one first (torch.nn.utils.remove_weight_norm, remove_spectral_norm, prune.remove)"
-            )
-
-
-def _dtype_of(layer: torch.nn.Module) -> torch.dtype:
-    return torch.float32 if layer.weight.dtype == torch.float64 else layer.weight.dtype
 
 
 def in_place_of(
@@ -569,23 +377,6 @@ def in_place_of(
     linear = Linear(packed_weight, dtype, input_order) if window is None else Conv(packed_weight, window, dtype)
     take_place(linear, layer)
     return linear
-
-
-def take_place(packed: torch.nn.Module, layer: torch.nn.Module) -> None:
-    """Copies hooks, mode and user-set attributes of ``layer`` to ``packed``, which replaces it."""
-    packed.train(layer.training)
-    if "forward" in layer.__dict__ and isinstance(packed, Packed):
-        warnings.warn(
-            f"a {type(layer).__name__} has a forward of its own, set on the layer; the packed layer in its place does not "
-            "have it",
-            stacklevel=2,
-        )
-    for name in _HOOKS:
-        packed.__dict__[name] = layer.__dict__[name]
-    for name, value in layer.__dict__.items():
-        # Not "forward": libraries that wrap it (accelerate) would keep computing with the float weight.
-        if not name.startswith("_") and name != "forward" and not hasattr(packed, name):
-            setattr(packed, name, value)
 
 
 def use_huge_pages(model: torch.nn.Module) -> int:

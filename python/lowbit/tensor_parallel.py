@@ -22,6 +22,7 @@ from torch import Tensor
 
 from . import nn
 from .layers.packable import kind_of
+from .layers.replacing import take_place
 from .machine.memory import give_back, in_huge_pages
 from .packed.slices import slice_of_rank
 
@@ -281,7 +282,7 @@ def shard_(
     if not parts:
         raise ValueError(f"{type(model).__name__} has no packed layer that its plan names")
     for name, part in parts.items():
-        nn.take_place(part, modules[name])
+        take_place(part, modules[name])
         model.set_submodule(name, part)
         if isinstance(part, ExpertsPart) and part.late:
             modules[name.rpartition(".")[0]].register_forward_hook(partial(_join_late, part))

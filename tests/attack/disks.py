@@ -187,7 +187,7 @@ def _need_mounts(room: Path) -> None:
         _mount(empty(room / "mounted"), 65536)
 
     if forked(attempt, room).status != 0:
-        raise Unavailable("this machine lets nobody mount a disk (kernel.apparmor_restrict_unprivileged_userns?)")
+        raise Unavailable("this machine allows no user to mount a disk (kernel.apparmor_restrict_unprivileged_userns?)")
 
 
 class _Commands:

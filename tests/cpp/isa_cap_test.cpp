@@ -451,7 +451,7 @@ const LinearKernel* best_linear(const Layout& layout, int64_t m, IsaBits isa) {
 }
 
 TEST(IsaCap, HoldsForTheOperators) {
-  if (!isa_cap_status().ok()) GTEST_SKIP() << "LOWBIT_ISA is no name: the operators refuse";
+  if (!isa_cap_status().ok()) GTEST_SKIP() << "LOWBIT_ISA has an unknown name, which the operators refuse";
   const IsaName* entry = entry_of(std::getenv("LOWBIT_ISA"));
   const bool is_set = isa_cap() != nullptr;
   const IsaBits expected = !is_set ? cpu_isa() : entry != nullptr ? cpu_isa() & entry->allows : IsaBits{kPortable};

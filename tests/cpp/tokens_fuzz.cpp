@@ -1,4 +1,4 @@
-// Reads tokens' files with random damage and a right checksum, and runs them on texts. Each is refused with a sentence, or
+// Reads tokens files with random damage and a right checksum, and runs them on texts. Each is refused with a sentence, or
 // stays within its memory, so that AddressSanitizer detects any other access (`make fuzz-tokens`).
 //
 //   tokens_fuzz FILE [EXECUTIONS [SEED]]   FILE is a whole one
@@ -84,7 +84,7 @@ int main(int argc, char** argv) {
   std::ifstream file(argc > 1 ? argv[1] : "", std::ios::binary);
   const std::string whole{std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
   if (whole.size() < 1024) {
-    std::fprintf(stderr, "usage: tokens_fuzz FILE [EXECUTIONS [SEED]], with a tokens' file\n");
+    std::fprintf(stderr, "usage: tokens_fuzz FILE [EXECUTIONS [SEED]], with a tokens file\n");
     return 2;
   }
   return lowbit::test::run(whole, argc > 2 ? std::atoll(argv[2]) : 10000, argc > 3 ? std::strtoull(argv[3], nullptr, 10) : 1);

@@ -184,7 +184,7 @@ def load(file: Path) -> dict[str, Result]:
 
 
 def table(results: dict[str, Result]) -> str:
-    lines = ["| Program | Versions | What must come out | Result |", "|---|---|---|---|"]
+    lines = ["| Program | Versions | Expected result | Result |", "|---|---|---|---|"]
     for name, row in results.items():
         versions = ", ".join(f"{package} {version}" for package, version in row.versions.items()) or "none installed"
         cells = (cell.replace("|", "\\|") for cell in (f"`{name}`", versions, row.outcome, row.result))

@@ -51,7 +51,7 @@ class MachO:
         magic, processor, _, kind, count, _, _, _ = self.unpack("<8I", 0, "the header")
         if (magic, processor, kind) != (MAGIC, ARM64, DYLIB):
             raise Unsupported(
-                f"is no dynamic library for macOS on Arm: magic {magic:#x}, processor {processor:#x}, kind {kind}"
+                f"is not a dynamic library for macOS on Arm: magic {magic:#x}, processor {processor:#x}, kind {kind}"
             )
         self.segments: list[Segment] = []
         self.rebases: list[int] = []

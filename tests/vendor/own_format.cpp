@@ -1,5 +1,5 @@
 // A library with its own packed format, "ROWS": codes as bytes, row by row, then scales, mins, biases as float32.
-// Its activations also stay float32, so its linear layers differ from those of panel16.
+// Its activations also stay float32, so results of its linear kernels differ from those of panel16.
 // It has kernels only for widths 4 and 8.
 
 #include <lowbit/kernels/library.h>

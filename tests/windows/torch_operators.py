@@ -1,4 +1,4 @@
-"""Tests PyTorch's operators from their library alone: python tests/windows/torch_operators.py LIBRARY. No package is needed.
+"""Tests lowbit's operators for PyTorch without the Python package: python tests/windows/torch_operators.py LIBRARY.
 
 Activations are integers and scales are powers of two, so float arithmetic is exact.
 """

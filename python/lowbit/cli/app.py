@@ -1,7 +1,7 @@
 """The ``lowbit`` program: its commands, in the order of ``lowbit --help``.
 
-Each command is a function in a separate file. Only the command of the command line is imported, and modules that need torch or
-transformers only where a command uses them.
+Each command is a function in a separate file. Only the file of the command that was given is imported, and modules that need
+torch or transformers only where the command uses them.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ COMMANDS = {
     "info": "info.info",
     "doctor": "doctor.doctor",
 }
-# Commands that run models by plans, without torch where they can; and all that may need no torch.
+# Commands that run a model by its plan, if it has one, without torch; and all commands that may need no torch.
 _BY_PLAN = {"bench", "certify", "chat", "generate", "serve", "transcribe"}
 _PLAIN = _BY_PLAN | {"doctor", "info", "inspect", "list", "rm"}
 
@@ -129,7 +129,7 @@ def _add(app: typer.Typer, name: str) -> None:
                 lowbit.load_torch()
             if name in _BY_PLAN:
                 import_numpy()
-            if not gc.isenabled():  # in the program; what is imported by now stays
+            if not gc.isenabled():  # off since the start; what was imported until now stays, so it need not be searched
                 gc.freeze()
                 gc.enable()
             for argument in _MODELS & arguments.keys():

@@ -29,10 +29,10 @@ def bench(
     model: options.OptionalModelOrShape = None,
     *,
     widths: options.Widths,
-    prompt: Annotated[int, typer.Option("--prompt", min=1, help="Tokens of the prompt.")] = 512,
+    prompt: Annotated[int, typer.Option("--prompt", min=1, help="Number of tokens of the prompt.")] = 512,
     new: Annotated[int, typer.Option("--new", min=1, help="Tokens that are decoded after the prompt.")] = 64,
-    mode: Annotated[list[_Mode], typer.Option("--mode", help="Ways to run, in turns.")] = [_Mode.plan],  # noqa: B006
-    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Number of runs; the median counts.")] = 3,
+    mode: Annotated[list[_Mode], typer.Option("--mode", help="Ways to run, repeatable.")] = [_Mode.plan],  # noqa: B006
+    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Number of rounds; results are medians.")] = 3,
     cache: options.Cache = None,
     threads: options.Threads = None,
     publish: Annotated[
@@ -49,7 +49,7 @@ def bench(
     """Measure prefill and decoding speed, relative to the memory bandwidth."""
     if publish is not None:
         names = ("bits", "group_size", "activation_bits", "prompt", "new", "mode", "rounds", "cache")
-        options.refuse_unused("with --publish, which measures the same on every machine", *names)
+        options.refuse_unused("with --publish, which has the same settings on every machine", *names)
         if model is not None:
             raise typer.BadParameter(f"{model!r}; --publish measures models of its own", param_hint="MODEL|SHAPE")
         set_threads(threads)

@@ -38,7 +38,7 @@ def rm(
         ),
     ],
     *,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Remove without asking.")] = False,
 ) -> None:
     """Remove models that were downloaded from a hub, with their imports and plans, from huggingface_hub's cache."""
     from ..files.hub import removal_of
@@ -46,7 +46,7 @@ def rm(
     removals = [(name, *removal_of(name)) for name in dict.fromkeys(names)]  # all are checked before one is removed
     if not yes:
         if output.as_json or not sys.stdin.isatty():
-            raise typer.BadParameter("without it, a person is asked, and stdin is no terminal", param_hint="--yes")
+            raise typer.BadParameter("required with --json, or without a terminal to ask on", param_hint="--yes")
         said = ", ".join(f"{name} ({size(count)})" for name, count, _ in removals)
         if not typer.confirm(f"Remove {said}?", err=True):
             raise typer.Exit(1)
@@ -54,7 +54,7 @@ def rm(
     for name, _, _ in removals:
         freed[name] = 0
         with suppress(FileNotFoundError):  # an earlier name has removed it
-            freed[name], remove = removal_of(name)  # again, because revisions share files
+            freed[name], remove = removal_of(name)  # computed again, because revisions share files
             remove()
     document = {"removed": list(freed), "bytes": sum(freed.values())}
     output.result(document, *(f"removed: {name}, {size(count)}" for name, count in freed.items()))

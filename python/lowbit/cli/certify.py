@@ -30,14 +30,14 @@ def certify(output: Output, model: options.Model, *, threads: options.Threads = 
 
 
 def _make(output: Output, model: Path, file: Path, threads: int | None) -> None:
-    """Writes the plan of a packed model, by torch."""
+    """Writes the plan of a packed model, with torch."""
     lowbit.load_torch()
     from .. import llm
     from ..llm.loading import is_packed, stop_tokens
 
     set_threads(threads)
     if not is_packed(model):
-        raise ValueError(f"{model} has float weights; expected those of lowbit quantize or lowbit import")
+        raise ValueError(f"{model} has float weights; expected a checkpoint of lowbit quantize or lowbit import")
     loaded = load(output, model, None)
     with output.progress(f"making {file}"):
         llm.export_decoder(llm.Decoder(loaded, 64), file, stop=stop_tokens(loaded))

@@ -48,7 +48,7 @@ def chat(
     running: options.Running,
 ) -> None:
     """Talk with a model: answers go to stdout as they come, all else to stderr."""
-    messages = _typed(output) if sys.stdin.isatty() else _piped()  # before the model is loaded, in case a library is missing
+    messages = _typed(output) if sys.stdin.isatty() else _piped()  # first, to report a missing library early
     system = None if system is None else options.check_text(system, "--system")
     text = None if template is None else read_text(template)
     session = open_session(output, model, running, sampling, template=text, images=image or ())
@@ -68,7 +68,7 @@ def _start(session: Session, system: str | None, seed: int, max_new_tokens: int 
     sampling = replace(sampling, **session.sampling)
     sampling.check_vocabulary(model.config.get_text_config().vocab_size)
     if not sampling.temperature:
-        options.refuse_unused("at --temperature 0, which draws nothing", "top_k", "top_p", "min_p")
+        options.refuse_unused("at --temperature 0, which always takes the most likely token", "top_k", "top_p", "min_p")
     if ignored:
         output.warn(f"generation_config.json of {session.path} sets {', '.join(ignored)}, which lowbit does not support")
     session.start(session.running.max_length or min(_CONTEXT, session.positions // 16 * 16))
@@ -128,8 +128,8 @@ def _typed(output: Output) -> Iterator[str]:
         terminal = import_module("prompt_toolkit.output").create_output(stream)
     except ModuleNotFoundError as error:
         raise ImportError(
-            f"{error.name} not installed, which reads messages from the terminal; install it with: pip install prompt_toolkit "
-            "(or pipe the messages into lowbit chat, one a line)"
+            f"{error.name} not installed, and typing messages needs it; install it with: pip install prompt_toolkit "
+            "(or pipe the messages into lowbit chat, one per line)"
         ) from error
 
     @bindings.add("escape", "enter")

@@ -22,7 +22,7 @@ def convert(
     ],
     only: Annotated[
         list[str] | None,
-        typer.Option("--only", metavar="PATTERN", help="Only layers whose names match; several times.", show_default="all"),
+        typer.Option("--only", metavar="PATTERN", help="Only layers whose names match; repeatable.", show_default="all"),
     ] = None,
 ) -> None:
     """Change the activation bits of a packed checkpoint; its codes and scales stay as they are."""

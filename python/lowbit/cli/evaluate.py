@@ -34,25 +34,25 @@ class _Widths(options.Quantizing):
 
 @dataclass(frozen=True)
 class _Answers:
-    """Judging by what the model writes."""
+    """The options that judge a model by the texts that it writes."""
 
     answers: Annotated[
         Path | None,
         typer.Option(
-            "--answers", metavar="FILE", help="Prompts, one in a line; compares greedy answers with the reference's.",
+            "--answers", metavar="FILE", help="File of prompts, one per line; compares greedy answers with the reference's.",
             show_default=False,
         ),
     ] = None  # fmt: skip
     tasks: Annotated[
         str | None,
         typer.Option(
-            "--tasks", metavar="NAME,...", help="Of arithmetic, json, calls, and humaneval, which runs the model's code.",
+            "--tasks", metavar="NAME,...", help="Some of arithmetic, json, calls, and humaneval, which runs the model's code.",
             show_default=False,
         ),
     ] = None  # fmt: skip
-    new: Annotated[int, typer.Option("--max-new-tokens", min=1, help="Most tokens of an answer to a prompt.")] = 256
-    problems: Annotated[int, typer.Option("--problems", min=1, help="Problems of each task.")] = 100
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Chooses the problems.")] = 0
+    new: Annotated[int, typer.Option("--max-new-tokens", min=1, help="Largest number of tokens of an answer.")] = 256
+    problems: Annotated[int, typer.Option("--problems", min=1, help="Number of problems of each task.")] = 100
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed that chooses the problems.")] = 0
 
 
 def evaluate(
@@ -181,7 +181,9 @@ def _evaluate_answers(
         raise ValueError("--answers compares with a reference; expected --reference, or --bits for a float checkpoint")
     if reference is not None and not (prompts and reference.is_dir()):
         raise ValueError(
-            f"{reference} serves --answers, and is no directory of a model" if prompts else "--tasks has no reference"
+            f"{reference} is not a directory; expected that of a model, for --answers"
+            if prompts
+            else "--reference has no effect on --tasks; expected --answers"
         )
     tokenizer = load_tokenizer(model)
     asked = [prompt_tokens(tokenizer, [{"role": "user", "content": prompt}]) for prompt in prompts]

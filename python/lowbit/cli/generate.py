@@ -35,12 +35,12 @@ def generate(
         Path | None,
         typer.Option(
             "--prompts",
-            help='File with many texts, one a line (.jsonl: a string or {"prompt": ...}); - is stdin.',
+            help='File with many texts, one per line (.jsonl: a string or {"prompt": ...}); - is stdin.',
             show_default=False,
         ),
     ] = None,
     at_once: Annotated[int, typer.Option("--at-once", min=1, help="Number of texts of --prompts in one call.")] = 16,
-    chat: Annotated[bool, typer.Option("--chat", help="Apply the model's chat template; --image does, too.")] = False,
+    chat: Annotated[bool, typer.Option("--chat", help="Apply the model's chat template, as --image always does.")] = False,
     image: options.Images = None,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1, help="Largest number of new tokens.")] = 128,
     sampling: options.GreedySampling,
@@ -59,7 +59,7 @@ def generate(
     if prompts is None:
         options.refuse_unused("without --prompts", "at_once")
     if not sampling.temperature:
-        options.refuse_unused("at --temperature 0, which draws nothing", "top_k", "top_p", "min_p")
+        options.refuse_unused("at --temperature 0, which always takes the most likely token", "top_k", "top_p", "min_p")
     if logprobs is not None and not output.as_json and prompts is None:
         raise typer.BadParameter("it requires --json or --prompts", param_hint="--logprobs")
     guesses = speculation.count
@@ -209,7 +209,7 @@ def _generate_batch(
 
 def _read_prompts(prompt: str | None, prompt_file: Path | None, prompts: Path | None) -> list[str]:
     if sum(source is not None for source in (prompt, prompt_file, prompts)) != 1:
-        raise typer.BadParameter("give one of the three", param_hint="--prompt, --prompt-file, --prompts")
+        raise typer.BadParameter("expected exactly one of the three", param_hint="--prompt, --prompt-file, --prompts")
     if prompts is not None:
         return _lines(prompts, _read(prompts))
     if prompt_file is None and prompt not in (None, "-"):
@@ -238,5 +238,5 @@ def _lines(path: Path, content: str) -> list[str]:
                 raise ValueError(f'line {number} of {path} has no text; expected a string, or an object with a "prompt"')
         texts.append(text)
     if not texts:
-        raise ValueError(f"{path} has no prompts; expected one a line")
+        raise ValueError(f"{path} has no prompts; expected one per line")
     return texts

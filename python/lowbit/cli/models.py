@@ -130,8 +130,8 @@ def check_threads(threads: int | None) -> None:
     """Warns if there are fewer CPUs than threads."""
     if threads is not None and threads > (cpus := available_cpus()):
         warnings.warn(
-            f"--threads is {threads}, and this process may use {cpus} CPUs: more threads than CPUs wait for each other, and "
-            f"all becomes slower; expected at most {cpus}",
+            f"--threads is {threads}, and this process may use {cpus} CPUs; expected at most {cpus}, because more threads "
+            "than CPUs wait for each other",
             stacklevel=3,
         )
 
@@ -147,7 +147,7 @@ def set_threads(threads: int | None) -> None:
 
 @contextmanager
 def by_torch(output: Output, path: Path, threads: int | None) -> Iterator[Any]:
-    """A context in which a model is loaded by torch, which is imported first; it yields a function for progress."""
+    """A context in which torch loads a model: imports torch, and yields a function for progress."""
     lowbit.load_torch()
     set_threads(threads)
     with output.progress(f"loading {path}", "tensors") as advance:

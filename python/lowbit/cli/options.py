@@ -89,17 +89,14 @@ OptionalBits = Annotated[
     typer.Option("--bits", min=1, max=8, help="Quantize a float checkpoint to this number of bits first.", show_default=False),
 ]
 GroupSize = Annotated[
-    str, typer.Option("--group-size", help="Inputs that share a scale, a multiple of 16; or none: a scale per output.")
+    str, typer.Option("--group-size", help="Inputs that share a scale, a multiple of 16; none: one scale per output.")
 ]
 ActivationBits = Annotated[
     Literal["8", "16"],
-    typer.Option(
-        "--activation-bits", help="Inputs of packed layers: int8; or 16, two int8 planes, which lose next to nothing."
-    ),
+    typer.Option("--activation-bits", help="8: int8 inputs of packed layers; 16: two int8 planes, which lose next to nothing."),
 ]
 Images = Annotated[
-    list[Path] | None,
-    typer.Option("--image", help="Picture for the model; several times. Requires Pillow.", show_default=False),
+    list[Path] | None, typer.Option("--image", help="Picture for the model; repeatable. Requires Pillow.", show_default=False)
 ]
 Template = Annotated[
     Path | None, typer.Option("--template", help="Chat template, a Jinja file, instead of the model's.", show_default=False)
@@ -110,7 +107,7 @@ MaxLength = Annotated[
 ]
 Cache = Annotated[
     Literal["float32", "bfloat16", "float16", "int8", "int8,int4", "int4"] | None,
-    typer.Option("--cache", help="Type of the KV cache; int8,int4: of keys, then of values.", show_default="the model's type"),
+    typer.Option("--cache", help="Type of the KV cache; int8,int4: keys, then values.", show_default="the model's type"),
 ]
 CalibrateTokens = Annotated[
     int, typer.Option("--calibrate-tokens", min=128, help="Largest number of tokens used from the text.")
@@ -130,7 +127,7 @@ class Widths:
     activation_bits: ActivationBits = "8"
 
     def config_at(self, bits: int, **others: Any) -> LowBitConfig:
-        """The config for a number of bits; ``others`` are further fields of it."""
+        """The config for a number of bits; ``others`` are its other fields."""
         from .. import LowBitConfig
 
         group_size = parse_group_size(self.group_size)
@@ -200,7 +197,7 @@ class Prefixes:
         if not directory:
             return None
         try:
-            # It checks that it is a decoder.
+            # The constructor raises ValueError for a step that is not a decoder.
             return llm.PrefixCache(directory, step, self.prefix_bytes(), snapshots=snapshots)
         except ValueError as error:
             if self.prefix_cache is not None:
@@ -217,9 +214,7 @@ class Running(Prefixes, Quantizing):
     cache: Cache = None
     expert_memory: Annotated[
         str | None,
-        typer.Option(
-            "--expert-memory", help="Memory for experts of a mixture; others stay in the files.", show_default="all of them"
-        ),
+        typer.Option("--expert-memory", help="Memory for experts; the others stay in the files.", show_default="all of them"),
     ] = None
     threads: Threads = None
     compile: Annotated[bool, typer.Option("--compile", help="Compile the whole model first; needs a C++ compiler.")] = False
@@ -249,7 +244,7 @@ class Speculation:
     def count(self) -> int:
         """The number of draft tokens."""
         if self.draft is not None and self.guesses == 0:
-            raise typer.BadParameter("a draft needs guesses of 1 or more", param_hint="--guesses")
+            raise typer.BadParameter("0; expected 1 or more with --draft", param_hint="--guesses")
         return (0 if self.draft is None else 4) if self.guesses is None else self.guesses
 
 
@@ -267,42 +262,40 @@ def _top_p(default: str) -> Any:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn, and what ends a text. None: the setting of the model's files, or off."""
+    """How tokens are sampled, and what ends a text. None: the setting of the model's files, or off."""
 
     temperature: Annotated[float | None, _temperature("the model's")] = None
     top_k: Annotated[int | None, _top_k("the model's")] = None
     top_p: Annotated[float | None, _top_p("the model's")] = None
     min_p: Annotated[
-        float | None, _number("--min-p", "Draw only from tokens with at least this fraction of the largest probability.", 1)
+        float | None, _number("--min-p", "Sample only tokens with at least this fraction of the largest probability.", 1)
     ] = None
     repetition_penalty: Annotated[
         float | None, _number("--repetition-penalty", "Above 1: tokens of the prompt and the text become less likely.")
     ] = None
     presence_penalty: Annotated[
-        float | None, _number("--presence-penalty", "Subtracted from logits of tokens that the text has.", least=None)
+        float | None, _number("--presence-penalty", "Subtracted from the logits of tokens in the new text.", least=None)
     ] = None
     frequency_penalty: Annotated[
-        float | None, _number("--frequency-penalty", "The same, once for each occurrence of the token.", least=None)
+        float | None, _number("--frequency-penalty", "Subtracted for each occurrence in the new text.", least=None)
     ] = None
     dry_multiplier: Annotated[
-        float | None, _number("--dry-multiplier", "Above 0: repetitions become less likely (DRY); 0.8.")
+        float | None, _number("--dry-multiplier", "Above 0: repetitions become less likely (DRY); usually 0.8.")
     ] = None
-    dry_base: Annotated[float | None, _number("--dry-base", "DRY's growth with each token of a repetition; 1.75.", least=1)] = (
-        None
-    )
+    dry_base: Annotated[float | None, _number("--dry-base", "DRY's growth per repeated token; default 1.75.", least=1)] = None
     dry_allowed_length: Annotated[
         int | None,
-        typer.Option("--dry-allowed-length", min=1, help="Tokens of a repetition that DRY allows; 2.", show_default=False),
+        typer.Option("--dry-allowed-length", min=1, help="Repeated tokens that DRY allows; default 2.", show_default=False),
     ] = None
     dry_breakers: Annotated[
-        list[str] | None, typer.Option("--dry-breaker", help="Text that ends a repetition; several times.", show_default=False)
+        list[str] | None, typer.Option("--dry-breaker", help="Text that ends a repetition; repeatable.", show_default=False)
     ] = None
     logit_bias: Annotated[
         list[str] | None,
-        typer.Option("--logit-bias", metavar="TOKEN=BIAS", help="Added to a token's logit; several times.", show_default=False),
+        typer.Option("--logit-bias", metavar="TOKEN=BIAS", help="Added to a token's logit; repeatable.", show_default=False),
     ] = None
     stop: Annotated[
-        list[str] | None, typer.Option("--stop", help="Text that ends the new text; several times.", show_default=False)
+        list[str] | None, typer.Option("--stop", help="Text that ends the new text; repeatable.", show_default=False)
     ] = None
 
     def stop_strings(self) -> tuple[str, ...]:

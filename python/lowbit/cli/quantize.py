@@ -43,7 +43,7 @@ def quantize(
     conv_bits: Annotated[
         int | None,
         typer.Option(
-            "--conv-bits", min=1, max=8, help="Bits of convolutions that are matrix products; 8.",
+            "--conv-bits", min=1, max=8, help="Bits of convolutions that are matrix products; 8 is advised.",
             show_default="they stay float",
         ),
     ] = None,
@@ -77,8 +77,8 @@ def quantize(
         str,
         typer.Option(
             "--method",
-            help="With --calibrate: gptq, importance, auto, the better of the two, or, slower and below 3 bits better, "
-            "tuned and distilled.",
+            help="With --calibrate: gptq, importance, auto (the better of these two), or tuned or distilled, which are slower, "
+            "and better below 3 bits.",
         ),
     ] = "auto",
     calibrate_tokens: options.CalibrateTokens = 32768,
@@ -103,7 +103,7 @@ def quantize(
     ] = None,
     threads: options.Threads = None,
 ) -> None:  # fmt: skip
-    """Quantize a checkpoint, without ever holding it in memory."""
+    """Quantize a checkpoint, file by file, without loading it whole."""
     begin = time.perf_counter()
     set_threads(threads)
     if calibrate is None:
@@ -111,7 +111,7 @@ def quantize(
     overrides = list(map(_override, override or ()))  # pairs, because their order matters and a pattern may occur twice
     config = quantizing.config_at(quantizing.bits, scale=scale, overrides=overrides, conv_bits=conv_bits, rotate=rotate)
     if target_size is not None and target_bits is not None:
-        raise typer.BadParameter("--target-size says how large already; expected one of them", param_hint="--target-bits")
+        raise typer.BadParameter("--target-size is given too; expected only one of the two", param_hint="--target-bits")
     target_bytes = None if target_size is None else options.parse_size(target_size, "--target-size")
     text = None if calibrate is None else read_text(calibrate)
     if source.suffix == ".gguf" and source.is_file():

@@ -33,8 +33,8 @@ def serve(
         list[Path], typer.Argument(metavar="MODEL...", help="Directories of checkpoints, or GGUF files.", show_default=False)
     ],
     *,
-    host: Annotated[str, typer.Option("--host", help="Address to listen on; 0.0.0.0: all of this machine.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0 takes a free one.")] = 8000,
+    host: Annotated[str, typer.Option("--host", help="Address to listen on; 0.0.0.0: all addresses.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port to listen on; 0: a free one.")] = 8000,
     api_key: Annotated[
         str | None,
         typer.Option("--api-key", help="Key that requests must have; LOWBIT_API_KEY hides it from ps.", show_default=False),
@@ -59,11 +59,11 @@ def serve(
     ] = None,
     at_once: Annotated[int, typer.Option("--at-once", min=1, help="Texts that are decoded at the same time.")] = 16,
     queue: Annotated[int, typer.Option("--queue", min=0, help="Texts that may wait; further ones are refused.")] = 64,
-    rows: Annotated[int, typer.Option("--rows", min=1, help="Tokens of prompts in a call of the model.")] = 512,
+    rows: Annotated[int, typer.Option("--rows", min=1, help="Largest number of prompt tokens in a call of the model.")] = 512,
     timeout: Annotated[
-        float, typer.Option("--timeout", min=0.001, callback=options.finite, help="Seconds for a request.")
+        float, typer.Option("--timeout", min=0.001, callback=options.finite, help="Seconds after which a request fails.")
     ] = 600.0,
-    grace: Annotated[int, typer.Option("--grace", min=0, help="Seconds for running requests when the server ends.")] = 10,
+    grace: Annotated[int, typer.Option("--grace", min=0, help="Seconds for running requests after SIGTERM.")] = 10,
     prefix_memory: Annotated[
         str, typer.Option("--prefix-memory", help="Memory of each model for prefixes of finished texts; 0: none.")
     ] = "512MiB",
@@ -92,7 +92,7 @@ def serve(
     named = _adapters(adapters or [], names)
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
-        raise ValueError(f"two models have the name {twice}, by which requests choose; expected different names of directories")
+        raise ValueError(f"two models have the name {twice}; expected different names of directories, which requests use")
     guesses, draft = speculation.count, speculation.draft
     if draft is not None and len(models) > 1:
         raise ValueError(f"--draft is for one model; found {len(models)}: start a server for each")
@@ -114,7 +114,7 @@ def serve(
 
 
 def _origin(text: str) -> str:
-    """A site as browsers name it."""
+    """The origin of a site as browsers send it."""
     found = re.fullmatch(r"(https?://)([^/?#@\s]+)/?", text, re.IGNORECASE)
     if text != "*" and found is None:
         raise ValueError(f"--allowed-origin is {text!r}; expected a site such as https://example.com, or *")
@@ -131,7 +131,7 @@ def _adapters(given: list[str], models: list[str]) -> dict[str, Path]:
         if not name or not sign or not directory:
             raise ValueError(f"--adapter is {each!r}; expected NAME=DIRECTORY")
         if name in found or name in models:
-            raise ValueError(f"two models have the name {name}, by which requests choose; expected different names of adapters")
+            raise ValueError(f"two models have the name {name}; expected different names of adapters, which requests use")
         found[name] = Path(directory)
     return found
 
@@ -194,7 +194,7 @@ class _Wish:
 
 
 def _load(wish: _Wish, name: str, path: Path) -> list[tuple[Model, Any]]:
-    """A model and its adapters, with decoders of draft models: by their plans where they have them, else by torch."""
+    """A model and its adapters, with decoders of draft models: run by their plans if they have some, else by torch."""
     from ..serve import embeddings, speech
     from .drafts import draft_decoder, open_with_draft
     from .plans import NoPlan, missing

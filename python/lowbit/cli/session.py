@@ -141,7 +141,7 @@ class Session:
                     raise ValueError(f"{option} requires lowbit's decoder; {refusal}") from refusal
             step = llm.Fallback(self.model, self.max_length)
             step.refusal = str(refusal).split("; use transformers' generate()")[0]
-            self.output.note(f"{step.refusal}; it runs by transformers' own attention instead, and {step.how}")
+            self.output.note(f"{step.refusal}; the model runs with transformers' own attention instead, and {step.how}")
             return step
 
     def prompt(self, text: str) -> list[int]:
@@ -182,7 +182,7 @@ class PlannedSession(Session):
         """Opens the plan, that of the draft model, and the tokenizer.
 
         Raises:
-            NoPlan: the model needs the other kind of session.
+            NoPlan: there is no plan that can be used; a Session loads the model instead.
         """
         from ..llm.templates import chat_template
         from .drafts import open_with_draft
@@ -215,7 +215,7 @@ class PlannedSession(Session):
         return draft_decoder(self._draft, self._planned, self.max_length)
 
     def keep_plan(self) -> None:
-        """There is one."""
+        """Does nothing: the model has a plan."""
 
 
 def open_session(
@@ -230,7 +230,7 @@ def open_session(
     images: Sequence[Path] = (),
     draft: Path | None = None,
 ) -> Session:
-    """A session with its model loaded: by the plan beside the weights where it is current and all options allow, else by torch.
+    """A session with its model loaded: by its plan if that is current and the options allow it, else by torch.
 
     Arguments as for :class:`Session` and :meth:`Session.load`; ``draft`` is the path for :meth:`Session.draft`.
     """

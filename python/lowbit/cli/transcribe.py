@@ -30,9 +30,7 @@ def transcribe(
     audio: Annotated[
         list[Path],
         typer.Argument(
-            metavar="AUDIO...",
-            help="Recordings: WAV, MP3, FLAC, M4A, video; -: samples from stdin while they are spoken.",
-            show_default=False,
+            metavar="AUDIO...", help="Recordings: WAV, MP3, FLAC, M4A, video; -: live samples from stdin.", show_default=False
         ),
     ],
     *,
@@ -43,20 +41,20 @@ def transcribe(
         Literal["transcribe", "translate"], typer.Option(help="Transcribe the speech, or translate it to English.")
     ] = "transcribe",
     format: Annotated[
-        Literal["text", "lines", "srt", "vtt"], typer.Option("--format", help="Text alone, lines with times, or subtitles.")
+        Literal["text", "lines", "srt", "vtt"], typer.Option("--format", help="Plain text, lines with times, or subtitles.")
     ] = "text",
     words: Annotated[bool, typer.Option("--words", help="Also compute the times of words.")] = False,
-    prompt: Annotated[str, typer.Option(help="Text before that of the recording, such as names.", show_default="none")] = "",
-    previous: Annotated[bool, typer.Option("--previous", help="Show each window the text of the windows before.")] = False,
+    prompt: Annotated[str, typer.Option(help="Text shown before the recording, such as names.", show_default="none")] = "",
+    previous: Annotated[bool, typer.Option("--previous", help="Show each window the text of earlier windows.")] = False,
     temperature: Annotated[
-        str, typer.Option(metavar="T[,T...]", help="Of random tokens, 0 to 1; the next one is tried if a text is unlikely.")
+        str, typer.Option(metavar="T[,T...]", help="Of sampling, 0 to 1; the next one is tried if a text is unlikely.")
     ] = "0",
     compression_ratio: Annotated[float, typer.Option(help="A text that compresses by a larger ratio is repetitive.")] = 2.4,
     logprob: Annotated[float, typer.Option(help="A text with a lower mean log-probability is unlikely.")] = -1.0,
     no_speech: Annotated[
         float | None, typer.Option(help="Windows with a larger probability of silence have no text.", show_default="none")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of random tokens.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of sampling.")] = 0,
     quantizing: options.Quantizing,
     cache: options.Cache = None,
     threads: options.Threads = None,
@@ -80,7 +78,7 @@ def transcribe(
     live = Path("-") in audio
     if live and (len(audio) > 1 or words):
         raise ValueError(
-            f"{'--words' if words else 'another recording'} comes with -, which is transcribed live; expected - alone"
+            f"{'--words' if words else 'another recording'} is given with -, which is transcribed live; expected only -"
         )
     keep_freed_memory()
     set_stdout_errors("replace")

@@ -41,7 +41,7 @@ def renderer(template: str, special: dict[str, str], with_dates: bool = True) ->
 
     Args:
         special: names of special tokens and their texts.
-        with_dates: write the format of a date in marks, and not the date.
+        with_dates: templates that ask for the date get its format, between two marks.
     """
     from ..llm.template_environment import compiled
 
@@ -92,14 +92,14 @@ def _form(render: Render, has_system: bool) -> tuple[list[str], tuple[int, int, 
 
 
 def _change(pairs: list[tuple[str, str | None]]) -> int | None:
-    """The number of the change of messages that has these results; None: there is none such."""
+    """The number of the change that turns each message into its text in ``pairs``; None: no change does."""
     for cut, remove in enumerate(_CUTS):
         for strip, (if_cut, strip_cut) in product(_STRIPS, _STRIPS.items()):
             if cut == 0 and strip != if_cut:
                 continue
             results = [strip_cut(remove(text)) if _THINKING_ENDS in text else _STRIPS[strip](text) for text, _ in pairs]
             wrong = [result for result, (_, written) in zip(results, pairs, strict=True) if result != written]
-            if not any(wrong):  # of empty messages, the template may make something else: these are refused
+            if not any(wrong):  # an empty message may differ, as programs refuse it then
                 return strip + 8 * cut + 32 * (if_cut if cut else 0) + (_NOT_EMPTY if wrong else 0)
     return None
 
@@ -124,7 +124,7 @@ def _written(render: Render, form: list[str], role: int, has_system: bool, text:
 
 
 def chat_head(template: str | None, refusal: str, special: dict[str, str], tables: Tables) -> list[int]:
-    """The part of a tokens' file about the chat template: a refusal, or a form without and one with a system prompt."""
+    """The part of a tokens file about the chat template: a refusal, or a form without and one with a system prompt."""
     if not template:
         return [tables.text(refusal)]
     render = renderer(template, special)

@@ -177,8 +177,8 @@ class ExportedDecoder:
         begin = int(start)
         if begin and self.kept(begin) != begin:
             raise ValueError(
-                f"start is {begin}; expected 0 or {self._position}, the tokens that the states of the model's recurrent layers "
-                "are those of, or its caches of a window: they cannot be cut back"
+                f"start is {begin}; expected 0 or {self._position}, the number of tokens so far: states of recurrent layers "
+                "and caches of a sliding window cannot be cut back"
             )
         self._position = None
         for begin in range(0, tokens.shape[1], self.chunk):

@@ -308,7 +308,7 @@ def export_pt2(
 ) -> None:
     """Compiles a model ahead of time with AOTInductor to a .pt2; requires a C++ compiler.
 
-    State that a call changes in attributes that are no buffers is not in the program; a warning names it.
+    If a call changes an attribute that is not a buffer, the program does not keep the change; a warning names the attribute.
 
     Load it with ``torch._inductor.aoti_load_package(path)`` where lowbit is installed, or from C++ with
     ``AOTIModelPackageLoader`` after loading ``lowbit_torch.so``.

@@ -45,10 +45,11 @@ def plan_bytes(decoder: Decoder, directory: Path, stop: list[int], caches: tuple
 
 
 def placed_bytes(plan: Plan, weights: dict[int, Tensor], directory: Path, most_inside: int | None = None) -> bytes:
-    """The bytes of a plan whose weights, by buffer, are those of the checkpoint in ``directory``; changes its buffers.
+    """The bytes of a plan that takes its weights from the checkpoint in ``directory``; changes the plan's buffers.
 
     Args:
-        most_inside: bytes of a weight that the plan has itself, if the checkpoint has it in another type; None: a megabyte.
+        weights: by number of their buffer.
+        most_inside: largest weight, in bytes, that is stored in the plan if the checkpoint has it in another type; None: 1 MiB.
 
     Raises:
         ValueError: the checkpoint has no such weights.

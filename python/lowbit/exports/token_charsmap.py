@@ -1,7 +1,7 @@
 """SentencePiece's table of replaced characters (the normalizer ``Precompiled``), and graphemes, as tables for C++.
 
-The library ``tokenizers`` looks up each grapheme of at most five bytes: the shortest start of it that the table has stands for
-all of it. Characters of other graphemes are looked up one by one.
+The library ``tokenizers`` looks up each grapheme of at most five bytes: if the table has a start of it, the whole grapheme is
+replaced, by the text of the shortest one. Characters of longer graphemes are looked up one by one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ GRAPHEME = "RN|C|P*(?:L*(?:V+|OV*|K)T*|L+|T+|X(?:E*ZX)*|I(?:B*+JW*I)+|A)M*"
 
 
 def replacements(charsmap: bytes) -> dict[str, str]:
-    """The texts that the library finds in a charsmap, none of which begins with another one, and what they become.
+    """Text in a charsmap -> its replacement. Texts that begin with another one are left out: the library never finds them.
 
     A charsmap is the size of a double-array trie in bytes, the trie, and texts that end in a zero byte.
 
@@ -84,8 +84,8 @@ def charsmap_of(*keys: str) -> bytes:
 def graphemes() -> dict[str, Ranges]:
     """The classes of characters in ``GRAPHEME``, by the library's version of Unicode.
 
-    Each question is a text whose graphemes are looked up in a table with one entry: it shows where they begin and end. The
-    letters that the table has are short, so that a grapheme of two letters is looked up, and one of three is not.
+    The classes are found by normalizing texts with a table of one entry: what is replaced shows where graphemes begin and end.
+    The letters in the table are short, so that a grapheme of two letters is looked up, and one of three is not.
     """
     mark, sign, prefix = "\u0301", "\u00a9", "\u0600"  # of the classes E, X and P
     lead, vowel, tail, consonant, linker = "\u1100", "\u1161", "\u11a8", "\u0915", "\u094d"  # of L, V, T, I and J
@@ -113,7 +113,7 @@ def graphemes() -> dict[str, Ranges]:
 
 
 def _fit(codes: set[int], question: str, answer: str, replaced: str) -> set[int]:
-    """The characters that give an answer if a text is replaced by a b."""
+    """The characters with which ``question`` is normalized to ``answer``, by a table that replaces ``replaced`` by a b."""
     from tokenizers import normalizers
 
     normalizer = normalizers.Precompiled(charsmap_of(replaced))

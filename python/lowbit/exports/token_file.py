@@ -1,7 +1,7 @@
 """Writes lowbit.tokens: a tokenizer and a chat template as tables, for programs without Python.
 
-``runner/tokens_file.h`` reads it. What such programs do not do exactly as the library ``tokenizers`` is refused: the file then
-says why.
+``runner/tokens_file.h`` reads it. If such programs would not give exactly the tokens of the library ``tokenizers``, the file
+has only the reason.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ class TextSettings:
     template: str | None = None
     no_chat: str = "the model has no chat template; expected -p TEXT to continue"  # why there is no template
     special: dict[str, str] = field(default_factory=dict)  # names of special tokens and their texts, for the template
-    control: frozenset[int] = frozenset()  # tokens that no message may become
+    control: frozenset[int] = frozenset()  # tokens that the text of a message must not contain
     plan: int = 0  # the checksum of the plan beside the file; 0: there is none
 
 
 def token_bytes(backend: Any, settings: TextSettings) -> bytes:
-    """The bytes of a tokens' file, proven against the tokenizer.
+    """The bytes of a tokens file, proven against the tokenizer.
 
     Args:
         backend: a Tokenizer of the library ``tokenizers``, without truncation and padding.
@@ -80,7 +80,7 @@ def token_bytes(backend: Any, settings: TextSettings) -> bytes:
 
 
 def refusal_bytes(reason: str) -> bytes:
-    """The bytes of a tokens' file that says why there is none."""
+    """The bytes of a tokens file without a tokenizer: it has only the reason."""
     return _file([0], Tables([reason]), [], [], [])
 
 
@@ -216,7 +216,7 @@ def hard_texts(count: int, seed: int, pieces: list[str]) -> list[str]:
 
 
 def difference(made: _C.Tokenizer, backend: Any, texts: list[str]) -> str | None:
-    """What a tokens' file does not do as its tokenizer; None: they do the same."""
+    """The first difference between a tokens file and its tokenizer; None: they give the same tokens and texts."""
     from tokenizers.decoders import DecodeStream
 
     for special in (True, False):
@@ -250,14 +250,14 @@ def _prove(made: _C.Tokenizer, backend: Any) -> None:
 
 
 def write_tokens(model: Any, plan: Path, stop: list[int] | None) -> str | None:
-    """Writes the tokens' file beside a plan, if the checkpoint there has a tokenizer.
+    """Writes the tokens file beside a plan, if the checkpoint there has a tokenizer.
 
     Args:
         model: a model of transformers.
         stop: tokens that end a text; None: those of the model and the tokenizer.
 
     Returns:
-        Why the file has no tokenizer, or None. The file then says the same.
+        The reason why the file has no tokenizer, which the file has too; None if it has one.
     """
     file = plan.with_name(TOKENS)
     file.unlink(missing_ok=True)
@@ -265,7 +265,7 @@ def write_tokens(model: Any, plan: Path, stop: list[int] | None) -> str | None:
         return None
     try:
         content, refusal = _checkpoint_bytes(model, plan, stop), None
-    except Exception as error:  # tokenizers raises plain ones, struct its own for numbers above 32 bits
+    except Exception as error:  # tokenizers raises Exception itself; struct.error: a number above 32 bits
         refusal = str(error) or type(error).__name__
         content = refusal_bytes(refusal)
     with replacing(file, ".tokens") as written, open(written, "wb") as opened:
@@ -303,7 +303,7 @@ def _checkpoint_bytes(model: Any, plan: Path, stop: list[int] | None) -> bytes:
         try:
             found, expected = program.chat(system, messages), render(tokenizer, dicts, template)
         except ValueError:
-            continue  # refused by either, which then say why
+            continue  # refused, here or there, with a message
         if found != expected:
             reason = f"the chat template is not supported: it treats {messages[-1][:40]!r} in an unknown way"
             return token_bytes(backend, replace(settings, template=None, no_chat=reason))

@@ -1,6 +1,6 @@
-"""Regular expressions of tokenizers as steps for C++, and classes of characters.
+"""Compiles regular expressions of tokenizers to steps for C++, and finds the characters of their classes.
 
-Which characters a class has is asked of the library ``tokenizers`` itself, so that its version of Unicode counts.
+The library ``tokenizers`` itself decides which characters are in a class, so the classes have its version of Unicode.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ Ranges = tuple[tuple[int, int], ...]  # [begin, end) of code points
 NONE = 0xFFFFFFFF
 _MATCH, _ONE, _GREEDY, _POSSESSIVE, _EITHER, _JUMP, _AHEAD, _NOT_AHEAD, _BEHIND, _NOT_BEHIND, _LINE_END = range(11)
 _CHUNK = 4096
-# All code points that are, or may become, characters. The others are alike: one stands for those of its ranges.
+# All code points that are characters, or may become some. The others are in the same classes as all of their kind: each key of
+# `_ALIKE` is tried for all code points in its ranges.
 _CODES = (*range(0xD800), *range(0xE000, 0x34000), *range(0xE0000, 0xE1000), 0xFFFFE, 0xFFFFF, 0x10FFFE, 0x10FFFF)
 _ALIKE = {0x40000: ((0x34000, 0xE0000), (0xE1000, 0xF0000)), 0xF0001: ((0xF0000, 0xFFFFE), (0x100000, 0x10FFFE))}
 _MOST_STEPS = 1 << 16
@@ -27,13 +28,13 @@ class Unsupported(ValueError):
 
 
 def characters() -> list[str]:
-    """Characters to ask about, in pieces."""
+    """All characters that have to be tried, in several texts."""
     codes = (*_CODES, *_ALIKE)
     return ["".join(map(chr, codes[at : at + _CHUNK])) for at in range(0, len(codes), _CHUNK)]
 
 
 def ranges_of(codes: Iterable[int]) -> Ranges:
-    """Ranges of code points; one that stands for others brings their ranges."""
+    """Ranges of code points; a key of ``_ALIKE`` becomes its ranges."""
     ranges: list[list[int]] = []
     parts = [part for code in codes for part in _ALIKE.get(code, ((code, code + 1),))]
     for begin, end in sorted(parts):
@@ -45,24 +46,24 @@ def ranges_of(codes: Iterable[int]) -> Ranges:
 
 
 def found_by(places: Callable[[str], Iterable[int]]) -> Ranges:
-    """The characters of which ``places`` gives the places in a text."""
+    """The characters in :func:`characters` whose positions ``places`` finds in a text."""
     return ranges_of(ord(text[place]) for text in characters() for place in places(text))
 
 
 def kept_by(pre_tokenizer: Any) -> Ranges:
-    """The characters that are in a pre-tokenizer's pieces."""
+    """The characters that a pre-tokenizer keeps in its pieces."""
     return found_by(lambda text: [i for _, (begin, end) in pre_tokenizer.pre_tokenize_str(text) for i in range(begin, end)])
 
 
 def without(ranges: Ranges) -> Ranges:
-    """All other code points."""
+    """The complement of ranges."""
     edges = [0, *(edge for part in ranges for edge in part), 0x110000]
     return tuple((begin, end) for begin, end in zip(edges[::2], edges[1::2], strict=True) if begin < end)
 
 
 @lru_cache(maxsize=256)
 def class_of(atom: str) -> Ranges:
-    """The characters that a part of a pattern matches, which stands for one character."""
+    """The characters that a part of a pattern matches; the part must match single characters."""
     from tokenizers import Regex, pre_tokenizers
 
     return kept_by(pre_tokenizers.Split(Regex(f"(?:{atom})+"), "removed", invert=True))
@@ -143,7 +144,7 @@ class _Parser:
             if folded and parts and isinstance(part, _One) and isinstance(parts[-1], _One):
                 both = "".join(one.atom.removeprefix("(?i:").removesuffix(")") for one in (parts[-1], part))
                 if class_of(f"(?i:{both})"):
-                    raise self.refuse(f"{both!r} without case, which one character matches, too")
+                    raise self.refuse(f"{both!r} without case: a single character matches both letters")
             parts.append(part)
         return tuple(parts)
 
@@ -212,7 +213,7 @@ class _Parser:
 
 
 def _shortest(part: Any) -> int:
-    """The length of the shortest text that fits."""
+    """The length of the shortest text that a part matches."""
     match part:
         case _One():
             return 1
@@ -227,7 +228,7 @@ def _shortest(part: Any) -> int:
 
 @dataclass
 class Code:
-    """Steps of patterns, and the classes that they use: the tables of PatternStep and CharacterClass in C++."""
+    """Steps of patterns and the classes that they use, for the tables of PatternStep and CharacterClass in C++."""
 
     steps: list[tuple[int, int, int, int]] = field(default_factory=list)
     classes: dict[Ranges, int] = field(default_factory=dict)
@@ -238,17 +239,18 @@ class Code:
         return self.classes.setdefault(ranges, len(self.classes))
 
     def add(self, pattern: str | Ranges, literal: bool = False, names: dict[str, Ranges] | None = None) -> int:
-        """Compiles a pattern, or one for a character of a class.
+        """Compiles a pattern.
 
         Args:
-            literal: the pattern is a text.
-            names: letters of the pattern that stand for classes.
+            pattern: a regular expression, or ranges: any character in them.
+            literal: whether the pattern is a plain text instead.
+            names: letters in the pattern that stand for classes.
 
         Returns:
             The number of its first step.
 
         Raises:
-            Unsupported: the pattern has parts that are not known here, or fits an empty text.
+            Unsupported: the pattern has unknown parts, or matches the empty text.
         """
         key = pattern, literal, bool(names)
         if key in self._known:
@@ -263,7 +265,7 @@ class Code:
             if parser.at != len(pattern):
                 raise parser.refuse("a ) without its (")
         if _shortest(parsed) == 0:
-            raise Unsupported(f"the pattern {pattern!r} fits an empty text")
+            raise Unsupported(f"the pattern {pattern!r} matches the empty text")
         self._known[key] = len(self.steps)
         self._emit(parsed)
         self._step(_MATCH)

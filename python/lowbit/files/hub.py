@@ -163,7 +163,7 @@ class Snapshot:
 
 
 def snapshots() -> tuple[list[Snapshot], list[str]]:
-    """The models in huggingface_hub's cache, by their names, and what of the cache cannot be read.
+    """The models in huggingface_hub's cache, by their names, and a warning for each part of the cache that cannot be read.
 
     Raises:
         ImportError: huggingface_hub is not installed.
@@ -190,11 +190,11 @@ def removal_of(name: str) -> tuple[int, Callable[[], None]]:
     Raises:
         ImportError: huggingface_hub is not installed.
         FileNotFoundError: the cache does not have it.
-        ValueError: not a name on a hub, several revisions begin so, or a file of it is outside the cache.
+        ValueError: not a name on a hub, several commits begin with this revision, or one of the files is outside the cache.
     """
     found = hub_name(name)
     if found is None or found[1] is not None:
-        raise ValueError(f"{name!r} is no model in the hub's cache; expected hf:org/model or hf:org/model@revision")
+        raise ValueError(f"{name!r} is not a model in the hub's cache; expected hf:org/model or hf:org/model@revision")
     repository, _, revision = found
     scanned = _scan()
     commits = {
@@ -205,7 +205,7 @@ def removal_of(name: str) -> tuple[int, Callable[[], None]]:
         if revision is None or revision in each.refs or each.commit_hash.startswith(revision)
     }
     if not commits:
-        raise FileNotFoundError(f"{name} is not in {_cache()}; lowbit list shows what is")
+        raise FileNotFoundError(f"{name} is not in {_cache()}; lowbit list shows the models that are")
     if revision is not None and len(commits) > 1:
         raise ValueError(f"{name} may be any of {', '.join(sorted(commits))}; expected more characters of the commit")
     strategy = scanned.delete_revisions(*commits)

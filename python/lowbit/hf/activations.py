@@ -1,6 +1,6 @@
 """Batch-invariant activation functions for models of transformers: a row's result does not depend on the other rows.
 
-torch computes tensors in SIMD vectors, and the remainder at the end of the tensor or of a thread's share one element at a time.
+torch computes whole SIMD vectors, and the elements that are left at the end of a tensor, or of a thread's share, one by one.
 The two differ in the last bit for SiLU, sigmoid and tanh GELU in float32. So results would depend on the number of rows and
 of threads.
 """
@@ -46,8 +46,10 @@ def kind_of(module: torch.nn.Module) -> str | None:
 
 
 def is_computed(*tensors: Tensor, compiled: bool = False) -> bool:
-    """Whether lowbit computes an operation between linear layers: on the CPU and without gradients. In code of a compiler that
-    fuses other operations with their neighbors only if ``compiled`` is set."""
+    """Whether lowbit computes an operation between linear layers: on the CPU and without gradients.
+
+    False in code of a compiler that would fuse torch's operation with its neighbors, unless ``compiled`` is set.
+    """
     if is_fused() and not compiled:
         return False
     gradients = torch.is_grad_enabled()

@@ -13,6 +13,7 @@ from .. import nn
 from ..layers.embedding_layers import give_state
 from ..layers.expert_stacks import Experts
 from ..layers.packable import is_transposed, named_layers
+from ..layers.replacing import take_place
 from .parallel import refuse_parts
 
 # Attributes that placing.py and names.py set on a packed model and on the models inside it.
@@ -89,7 +90,7 @@ def _put_layer(
         give_state(layer, packed._table, packed)
     if bias is not None:
         layer.bias = torch.nn.Parameter(bias.clone().to(weight.dtype))
-    nn.take_place(layer, packed)
+    take_place(layer, packed)
     vars(layer).pop("info", None)
     model.set_submodule(name, layer)
 

@@ -30,7 +30,10 @@ def _weights(norm: Any) -> Tensor | None:
 
 
 def _root_mean_square(weights: Tensor) -> Tensor:
-    """Of each channel and the one that most models' rotary positions mix it with. Some weights of Gemma are zero."""
+    """The root mean square of each channel's weight and that of the channel that rotary positions mix it with in most models.
+
+    At least a sixteenth of the median, because some weights of Gemma are zero.
+    """
     means = weights.unflatten(0, (2, -1)).square().mean(0).sqrt().repeat(2)
     return means.clamp_min(means.median() / 16)
 

@@ -93,7 +93,7 @@ def _rotary_of(function: Callable[..., Any]) -> Rotary:
 
 
 def fused(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of transformers, or its replacement if lowbit has the bits of it."""
+    """The replacement of a function of transformers if lowbit computes the same bits, else the function itself."""
     rotary = _rotary_of(function)
     return rotary if rotary.whole or rotary.part else function
 

@@ -28,7 +28,7 @@ def open_source(
     """
     path = Path(path)
     if mmproj is not None and (path.is_dir() or not Path(mmproj).is_file()):
-        what = f"{path} is a directory" if path.is_dir() else f"{mmproj} is no file"
+        what = f"{path} is a directory" if path.is_dir() else f"{mmproj} is not a file"
         raise ValueError(f"{what}; expected a .gguf file, and the .gguf file of its vision tower as mmproj")
     if path.is_dir():
         from .ctranslate2 import is_ctranslate2, open_ctranslate2

@@ -28,7 +28,7 @@ from .small_floats import drop_computed_scales
 from .stock import Stock, load
 
 _FLOATS = ("F32", "F16", "BF16")
-_SECONDS = 1.0  # for one search; an expression of a stranger may take forever
+_SECONDS = 1.0  # for one search; a malicious expression may take forever
 
 
 def read_gemma(stock: Stock) -> list[SourceTensor]:

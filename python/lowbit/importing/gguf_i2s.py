@@ -46,7 +46,7 @@ def i2s_reader(stored: StoredBlocks, order: str | None) -> Callable[[int, int], 
     if order is None:
         raise ValueError(
             f"{stored.path}: {stored.name} has the type I2_S of bitnet.cpp, whose order of codes depends on the "
-            "processor of the program that wrote it and is not in the file; expected it to be said: "
+            "processor of the program that wrote it, and is not in the file; expected the option "
             f"--i2s-order {'|'.join(ORDERS)}"
         )
     if order == "rows" and n % 4:

@@ -21,7 +21,8 @@ REQUIRED = object()
 _SILENT = {"vocab_size", "tensor_data_layout", "rope.scaling.finetuned"}
 # Tokens that end a turn in some model. ggml's programs also stop at each of them.
 _ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<turn|>", "<|endoftext|>", "<|end_of_text|>", "<|eom_id|>")
-_WHOLE = (3, 4)  # types of tokens that texts are not cut into: of control, and of the user (some files have ends of turns so)
+# Token types that stay whole: control and user-defined. Some files give the tokens that end a turn the type user-defined.
+_WHOLE = (3, 4)
 
 
 class Metadata:

@@ -61,7 +61,7 @@ class Architecture:
     may_be_dense: bool = False  # files without experts exist
     theta: float | None = 10000.0  # default base of the rotation; None: `more` adds the rotation if there is one
     partial: bool = False  # only a part of each head may be rotated
-    epsilons: tuple[str, ...] = ("attention.layer_norm_rms_epsilon",)  # keys of which the first that the file has counts
+    epsilons: tuple[str, ...] = ("attention.layer_norm_rms_epsilon",)  # possible keys; the first that the file has is used
     epsilon_field: str = "rms_norm_eps"
 
     def config(self, metadata: Metadata, gguf: Gguf) -> dict[str, Any]:
@@ -248,7 +248,7 @@ def _llama3_rope(gguf: Gguf, rope: dict[str, Any], head_dim: int) -> dict[str, A
 
 
 def gemmas_query_scale(architecture: str, config: Mapping[str, Any]) -> int:
-    """query_pre_attn_scalar. ggml recognizes the 27B by its number of layers; it alone scales queries by width / heads."""
+    """query_pre_attn_scalar. Only the 27B scales queries by width / heads; ggml recognizes it by its number of layers."""
     largest = config["num_hidden_layers"] == {"gemma2": 46, "gemma3": 62}[architecture]
     return int(config["hidden_size"] // config["num_attention_heads"] if largest else config["head_dim"])
 

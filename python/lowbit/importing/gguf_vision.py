@@ -44,7 +44,7 @@ def _siglip(tower: str) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class _Facts:
-    """What a file says of its tower."""
+    """The facts of a tower in its file."""
 
     metadata: Metadata
     gguf: Gguf
@@ -265,7 +265,7 @@ def _colors(metadata: Metadata, name: str) -> list[float]:
 
 
 def _place(family: _Family, name: str, swapped: bool, layers: int) -> Part | None:
-    """The tensor in transformers that a tensor of the file is, or a part of; None: none in so many layers."""
+    """The part of a tensor in transformers that a tensor of the file becomes; None if the tower has no such tensor."""
     if name in family.parameters:
         return Part(f"model.{family.parameters[name]}", 0, 1)
     layer = _LAYER.fullmatch(name)
@@ -284,7 +284,7 @@ def _place(family: _Family, name: str, swapped: bool, layers: int) -> Part | Non
 
 
 def _of_two_pictures(parts: list[Float]) -> Float:
-    """Convolutions over patches of two pictures, each [n, colors, rows, columns], as one over both."""
+    """Joins two convolutions over patches, one for each of two pictures, to one over both."""
     first, second = parts
     if first.shape != second.shape or len(first.shape) != 4:
         raise ValueError(f"{first.name} has the parts {list(first.shape)} and {list(second.shape)}; expected the same 4 sizes")

@@ -48,7 +48,7 @@ def _is_permuted(tensor: SourceTensor) -> bool:
 
 
 def _form(tensor: SourceTensor) -> tuple[Any, ...]:
-    """What must agree in matrices that are joined."""
+    """The properties in which matrices must agree to be joined."""
     if isinstance(tensor, Matrix):
         return (tensor.source, tensor.bits, tensor.group_size, tensor.affine, tensor.levels)
     return (tensor.source, tensor.config if isinstance(tensor, Weights) else None)

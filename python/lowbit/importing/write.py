@@ -204,7 +204,7 @@ class _Plan:
             shown = ", ".join(used[:3]) + (", ..." if len(used) > 3 else "")
             raise ValueError(
                 f"{self.source.path} has {len(used)} tensors beside weights that {type(self.model).__name__} has no place "
-                f"for, {shown}: they are not zero, so without them the model would compute something else"
+                f"for, {shown}: they are not zero, so the model would compute something else without them"
             )
         for key in beside:
             del self.names[key], self.tensors[key], extra[key]

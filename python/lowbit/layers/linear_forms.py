@@ -15,6 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from .. import nn
 from .convolutions import Window, window_of
+from .replacing import take_place
 
 TRANSPOSED = "_lowbit_transposed"  # attribute of an equivalent layer whose module stores its weight as [in, out]
 CONV1D = "transformers.pytorch_utils.Conv1D"
@@ -49,7 +50,7 @@ def _linear(layer: Any, weight: torch.Tensor) -> torch.nn.Linear:
     is_parameter = isinstance(weight, torch.nn.Parameter)
     linear.weight = weight if is_parameter else torch.nn.Parameter(weight.detach(), weight.requires_grad)
     linear.bias = layer.bias
-    nn.take_place(linear, layer)
+    take_place(linear, layer)
     return linear
 
 

@@ -18,6 +18,7 @@ from .convolutions import why_float
 from .embedding_layers import table_of
 from .expert_stacks import Experts, experts_of
 from .linear_forms import TRANSPOSED, equivalent_linear, flatten
+from .replacing import refuse_hooked_weights
 
 Layer: TypeAlias = torch.nn.Module | Experts
 
@@ -270,7 +271,7 @@ def check_layers(modules: Mapping[str, Layer], selected: Mapping[str, Config]) -
         first = names[0]
         for name in names:
             if isinstance(modules[name], torch.nn.Module):
-                nn.refuse_hooked_weights(modules[name], f"{name}.")
+                refuse_hooked_weights(modules[name], f"{name}.")
             check_weights(name, modules[name], selected[name])
             if modules[name].weight.dtype == torch.float64:
                 raise TypeError(

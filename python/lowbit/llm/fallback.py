@@ -72,7 +72,7 @@ class Fallback:
             return "its caches do not continue a text, so each token is computed with all of the text"
         by = "by any number of tokens" if self.many else "token by token"
         return f"its caches continue a text {by}, and " + (
-            "can be cut back" if self.cuts else "cannot be cut back: a text that changes is computed anew"
+            "can be cut back" if self.cuts else "cannot be cut back: a text that changes is computed again"
         )
 
     def _forget(self) -> None:

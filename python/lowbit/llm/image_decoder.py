@@ -1,7 +1,7 @@
-"""Decodes texts with pictures by the plan of their language model, several in a call.
+"""Decodes texts with pictures by the plan of their language model, several texts in a call.
 
-Each token of a picture has a number of its own, made of the picture's pixels. So caches of texts, common prefixes and batches
-work as for texts without pictures, and texts share keys and values exactly if they show the same pictures.
+Each token of a picture has an id of its own, which is derived from the picture's pixels. So KV caches, prefix caching and
+batches work as for texts without pictures, and texts share keys and values exactly if they show the same pictures.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from .sampling import check_max_length
 from .texts_call import Part, TextsCall, TextsDecoder
 from .tower_plan import PlannedTower
 
-_INDEX_BITS = 24  # of a token's number: its index in the picture. The bits above are the digest, and a 1 above them.
+_INDEX_BITS = 24  # lowest bits of the id: the token's index in its picture. Above them are the digest, and a 1.
 _DIGEST_BYTES = 16
-_FIRST = 1 << 8 * _DIGEST_BYTES + _INDEX_BITS  # the least number of a token of a picture
-_KEPT_BYTES = 256 << 20  # of pictures that no text needs now
+_FIRST = 1 << 8 * _DIGEST_BYTES + _INDEX_BITS  # the least id of a token of a picture
+_KEPT_BYTES = 256 << 20  # bytes of pictures that stay in memory although no text needs them now
 
 
 @dataclass(eq=False)
 class Picture:
-    """What the language model gets of a picture."""
+    """The inputs of the language model for one picture."""
 
-    first: int  # number of its first token
-    inputs: Inputs  # of its tokens; positions count from that of the first one
-    advance: int  # how many positions the following text is behind the preceding one
+    first: int  # id of its first token
+    inputs: Inputs  # of its tokens; positions relative to that of the first one
+    advance: int  # by how many positions the picture moves the text after it
 
     def __len__(self) -> int:
         return int(self.inputs.embeddings.shape[1])
@@ -53,7 +53,7 @@ class PicturePrompt(list[int]):
         Args:
             plain: the tokens as a processor gives them.
             pictures: in the order of the text.
-            token: the placeholder of a picture's token.
+            token: the id that stands for each token of a picture.
 
         Raises:
             ValueError: the text has another number of placeholders than the pictures have tokens.
@@ -136,7 +136,7 @@ class ImageDecoder(TextsDecoder):
             inputs: from a processor of transformers, for a text with this picture alone.
 
         Raises:
-            Unplannable, ValueError: the language model gets something else of it than embeddings, positions and features.
+            Unplannable, ValueError: the language model gets other inputs for it than embeddings, positions and features.
         """
         known = self.picture(digest)
         if known is not None:
@@ -153,7 +153,7 @@ class ImageDecoder(TextsDecoder):
         positions = found.positions[..., rows]
         if self._plan.axes > 1:
             if last - first + 1 != len(rows):
-                raise ValueError("the tokens of a picture do not follow each other; expected no text between them")
+                raise ValueError("the tokens of a picture are not consecutive; expected no text between them")
             positions = positions - first
             end = found.positions[:, last + 1] if last + 1 < tokens.shape[1] else found.positions[:, first:].max() + 1
             advance = int(end.max()) - first
@@ -196,7 +196,7 @@ class ImageDecoder(TextsDecoder):
         return self._plan.run(self._inputs(rows, positions), torch.tensor(keep), texts)
 
     def _in_blocks(self, call: TextsCall, part: Part, everywhere: bool) -> Tensor:
-        """Logits after each row of a text, or after the last one, if the tokens of a picture see each other."""
+        """Logits after each row of a text, or after the last one, if the tokens of a picture attend to each other."""
         rows, caches, logits = call.rows[part.begin : part.end], part.caches, []
         for begin, end, picture in self._runs(rows):
             inputs = self._inputs(rows[begin:end], torch.tensor(call.positions[part.begin + begin : part.begin + end]))
@@ -235,7 +235,7 @@ class ImageDecoder(TextsDecoder):
         return inputs
 
     def _positions(self, tokens: list[int]) -> Tensor:
-        """The positions [axes, s] of all tokens of a text, whose pictures advance them by less than their tokens."""
+        """The positions [axes, s] of all tokens of a text. A picture may take fewer positions than it has tokens."""
         found, place = [], 0  # `place`: the position of the next token of text
         for begin, end, picture in self._runs(tokens):
             count = end - begin
@@ -270,7 +270,7 @@ def _key(digest: bytes) -> int:
 
 
 def _befores(call: TextsCall) -> Iterator[list[int]]:
-    """Yields the tokens before the rows of each text. Those that a text copies may be rows of the same call."""
+    """Yields the tokens before the rows of each text, which may be copied from a text with rows in the same call."""
     texts: dict[int, list[int]] = {}
     for part in call.parts:
         held = part.caches if part.source is None else part.source

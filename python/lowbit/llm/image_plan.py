@@ -137,7 +137,7 @@ class _Captured(Exception):
 
 
 class _Block(decoding.Texts):
-    """Used in place of caches: those of a text whose next tokens are those of one picture, which see each other."""
+    """Used in place of caches: those of a text whose next tokens are those of one picture, which attend to each other."""
 
     def __init__(self, start: int, count: int, layers: Sequence[tuple[Tensor, ...]], everywhere: bool):
         """
@@ -155,7 +155,7 @@ class _Block(decoding.Texts):
         queries, *last = inputs[0], *(tensor[:, :, -1:].contiguous() for tensor in inputs[1:])
         end = torch.tensor([int(part.start) + part.end - 1])
         for row in range(part.end - 1):
-            # As a query at the end of the block, with a window that begins where its own does.
+            # Computed as a query at the end of the block, with a window that begins at the same position as the row's own.
             wider = window and window + part.end - 1 - row
             query = queries[:, :, row : row + 1].contiguous()
             outputs.append(torch.ops.lowbit.attention(query, *last, *part.layers[layer][:2], end, scale, wider, *rest))
@@ -164,7 +164,7 @@ class _Block(decoding.Texts):
 
 class ImagePlan:
     """The plan of the language model of an image-text model, and the caches of one text. The model is unchanged, unless the
-    tokens of a picture see each other: a decoder then owns its language model."""
+    tokens of a picture attend to each other: a decoder then owns its language model."""
 
     def __init__(self, model: Any, max_length: int, cache: str | None = None, blocks: bool = False):
         """
@@ -172,7 +172,7 @@ class ImagePlan:
             model: an image-text model in eval mode.
             max_length: the longest text in tokens.
             cache: the type of the KV cache, as for :class:`lowbit.llm.Decoder`.
-            blocks: whether to take models in which the tokens of a picture see each other (:meth:`run_block`).
+            blocks: whether to take models in which the tokens of a picture attend to each other (:meth:`run_block`).
 
         Raises:
             Unplannable, ValueError: the model has no plan; the message says why.
@@ -189,8 +189,8 @@ class ImagePlan:
         self.blocks = blocks and (kind == "gemma3" or (kind == "gemma4" and seen == "vision"))
         self._everywhere = kind == "gemma3"  # in all layers; Gemma 4's blocks are in layers with a window
         self._causal = kind == "gemma4" and seen is None  # the masks that the model makes are those of any text
-        self._next = 0  # the position of the next token
-        self._held: list[Inputs] = []  # of the tokens in the caches
+        self._next = 0  # position of the next token
+        self._held: list[Inputs] = []  # inputs of the tokens in the caches
         with torch.inference_mode():
             tokens = sample_text(language.config, min(TOKENS, max_length))
             self.captured(tokens, {})  # refuses models whose calls never fit
@@ -216,7 +216,7 @@ class ImagePlan:
         return found
 
     def _sample(self, tokens: Tensor) -> Inputs:
-        """Inputs with positions that differ, as those of pictures, and with features of some tokens."""
+        """Inputs like those of a text with pictures: positions that differ between axes, and features of some tokens."""
         embeddings, rows = self.embed(tokens), torch.arange(tokens.shape[1])
         positions = rows if self.axes == 1 else torch.stack([rows - rows % 3, rows // 2 * 2, rows])
         shown = (rows % 3 == 1)[None, :, None]
@@ -274,7 +274,7 @@ class ImagePlan:
         return self._planned.run([tensor.contiguous() for tensor in tensors], len(keep), texts)[0][0]
 
     def run_block(self, inputs: Inputs, keep: Tensor, start: int, layers: Sequence[tuple[Tensor, ...]]) -> Tensor:
-        """Logits [len(keep), vocabulary] of a text's next tokens, which are those of one picture and see each other.
+        """Logits [len(keep), vocabulary] of a text's next tokens, which are those of one picture and attend to each other.
 
         Args:
             start: the number of earlier tokens.
@@ -331,7 +331,7 @@ class ImagePlan:
             arguments = captured.arguments
         finally:
             hook.remove()
-        arguments.pop("logits_to_keep", None)  # of the output head, which some models pass on
+        arguments.pop("logits_to_keep", None)  # meant for the output head, but some models pass it on
         embeddings, positions, mask = (
             arguments.pop(name, None) for name in ("inputs_embeds", "position_ids", "attention_mask")
         )
@@ -343,7 +343,7 @@ class ImagePlan:
             other.append("a mask of its own")
         if positions is None:
             positions = torch.arange(tokens.shape[1])
-        else:  # [1, s], or [axes, 1, s], of which the first may be that of the mask
+        else:  # [1, s], or [axes, 1, s], where an additional first axis is for the mask
             positions = positions[0] if positions.dim() == 2 else positions[-_AXES:, 0]
         if self.axes > 1 and positions.dim() == 1:
             positions = positions.expand(self.axes, -1)

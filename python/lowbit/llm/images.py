@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from ..hf.config import LowBitConfig
 
 _LOG = logging.getLogger(__name__)
-_FILTERS = threading.Lock()  # filters of warnings are those of all threads
+_FILTERS = threading.Lock()  # Python's warning filters apply to all threads
 _CONTEXT = 4096
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # without a list Pillow tries all formats, also EPS, which runs Ghostscript
 _MOST_BYTES = 128 << 20  # of an image file
@@ -88,7 +88,7 @@ def read_image(file: BinaryIO, name: str, most: int = MOST_PIXELS) -> Any:
     """Reads a picture as :func:`open_image`.
 
     Args:
-        name: what errors call it.
+        name: the file's name in errors.
         most: the largest number of pixels.
 
     Raises:
@@ -169,7 +169,7 @@ class ImageStep:
         self._plan: ImagePlan | None = None
         try:
             self._plan = ImagePlan(model, max_length)
-        except Exception as reason:  # transformers' attention runs, too, so nothing is lost
+        except Exception as reason:  # transformers' attention works as well, so nothing is lost
             self._drop_plan(reason)
         self._pictures: ImageDecoder | None = None  # made for the first text whose pictures are computed one by one
         self._shown: Sequence[tuple[bytes, Callable[[], Mapping[str, Any]]]] = ()
@@ -235,7 +235,7 @@ class ImageStep:
         text = self._text[:begin] + tokens[0].tolist()
         if text[: len(self._prompt)] != self._prompt:
             raise ValueError(
-                "the text does not begin with the prompt whose images the step has; expected a call of look() first"
+                "the text does not begin with the prompt of look(); expected a call of look() with this prompt first"
             )
         if self._plan is not None and (logits := self._by_plan(self._plan, text, begin)) is not None:
             return logits
@@ -251,7 +251,7 @@ class ImageStep:
         return self._caches.run(torch.tensor([text]), 1)[:, -1]
 
     def _by_plan(self, plan: ImagePlan, text: list[int], begin: int) -> Tensor | None:
-        """The logits [1, vocabulary] after a text of which ``begin`` tokens were there before; None if it has no plan."""
+        """The logits [1, vocabulary] after a text whose first ``begin`` tokens were computed before; None if it has no plan."""
         continues = 0 < begin == self._planned
         self._planned = 0
         if not continues and not plan.fits():
@@ -273,9 +273,9 @@ class ImageStep:
         return logits
 
     def _separately(self, plan: ImagePlan) -> Inputs | None:
-        """The inputs of the language model for the prompt, without computing images again that it has seen.
+        """The inputs of the language model for the prompt. Images of earlier prompts are not computed again.
 
-        None if there are no images, or if an image has other tokens alone than beside others.
+        None if there are no images, or if the tokens of an image depend on the images beside it.
         """
         if not (self._shown and self._prompt):
             return None

@@ -137,7 +137,7 @@ class Drawer:
         check_seed(seed)
         prompt = list(prompt)
         self._sampling = sampling
-        # A greedy text draws nothing, and numpy.random takes longer to import than all else here.
+        # Greedy decoding needs no random numbers, and numpy.random takes longer to import than all else here.
         self._generator: Any = random_generator(seed) if sampling.temperature else None
         self._constraint = constraint
         self._tokens = set(prompt)

@@ -30,7 +30,7 @@ class _AddedToken:
 
 
 def tables_of(directory: Path) -> _C.Tokenizer | None:
-    """The tokenizer in the tokens' file that was written and proven with the plan in ``directory``; None: there is none.
+    """The tokenizer in the tokens file that was written and proven with the plan in ``directory``; None: there is none.
 
     A plan that fits the files beside it (:func:`lowbit.files.plan_facts.described`) was written for this tokenizer.json.
     """

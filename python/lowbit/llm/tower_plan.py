@@ -1,8 +1,8 @@
 """Plans of vision towers: a call of the tower as one call of C++.
 
 A plan has the sizes of one call, so only towers that take pictures [n, channels, height, width] of few sizes have plans; each
-picture is a call. Towers over patches of pictures of any size run by transformers' code. To make a plan takes about the time of
-two pictures, one by each code, because the plan's result is compared with the tower's own.
+picture is a call. Towers over patches of pictures of any size run with transformers' code. Making a plan takes about as long as
+two pictures, because the plan and the tower's own code each compute one, and the results are compared.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils import _pytree
 
 from ..hf import masked
-from ..hf.planned_encoder import replica
+from ..hf.encoder_plan import replica
 from ..hf.shared_inputs import SharedInput, observed
 from ..plan.lowering import Roles, lowered
 from ..plan.model_parts import ModelParts, check_hooks, state_of
@@ -99,7 +99,7 @@ class PlannedTower:
         self._plans: dict[Any, _Plan] = {}  # by size
         self._parts: ModelParts | None = None
         self.plan_refusal: str | None = None if self._tower is not None else "it has no vision tower of a known name"
-        self.calls = 0  # by plans
+        self.calls = 0  # calls that ran by a plan
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -117,7 +117,7 @@ class PlannedTower:
             vars(self._tower).pop("forward", None)
 
     def _forward(self, *values: Any, **arguments: Any) -> Any:
-        del self._tower.forward  # plans are made from the tower's own
+        del self._tower.forward  # plans are recorded from the tower's own forward
         try:
             found = self._by_plans({**dict(zip([_FIRST], values)), **arguments}) if len(values) < 2 else None
             return self._tower(*values, **arguments) if found is None else found
@@ -159,7 +159,7 @@ class PlannedTower:
             self._plans[size] = plan = _Plan(self._tower, arguments, pictures)
             first, plan.first = plan.first, None
             return first
-        except Exception as reason:  # the tower's own code runs, too, so nothing is lost
+        except Exception as reason:  # the tower's own code works as well, so nothing is lost
             self._plans.clear()
             self.plan_refusal = str(reason) if isinstance(reason, Unplannable) else f"{type(reason).__name__}: {reason}"
             _LOG.info("the vision tower runs by transformers' code: %s", self.plan_refusal)
@@ -167,7 +167,7 @@ class PlannedTower:
 
 
 def _key(value: Any, is_picture: bool) -> Any:
-    """What calls of one plan have in common: sizes of pictures, values of all else."""
+    """The key of a plan: the sizes of pictures, and the values of all other arguments."""
     if not isinstance(value, Tensor):
         return repr(value)
     return value.dtype, tuple(value.shape), None if is_picture else tuple(value.flatten().tolist())

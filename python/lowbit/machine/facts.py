@@ -1,6 +1,6 @@
 """Facts about the machine: CPU, peak memory, C++ compiler; and glibc's memory settings.
 
-Functions import their modules themselves: `lowbit generate` needs the peak memory alone, and the others take 20 ms.
+Functions import modules themselves, because `lowbit generate` needs only the peak memory, and the other imports take 20 ms.
 """
 
 import sys

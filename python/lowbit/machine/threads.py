@@ -1,7 +1,7 @@
 """Finds the best number of threads for a model.
 
-Decoding is memory-bound: beyond some number of threads it gets no faster, and with cores of different speeds or other load
-even slower. The best number depends on the machine and on the layers, so it is measured.
+Decoding is memory-bound: beyond some number of threads it gets no faster. It gets slower if cores have different speeds, or
+if other programs run. The best number depends on the machine and on the layers, so it is measured.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..operators import ops
 from .cpus import available_cpus
 
 _LOG = logging.getLogger(__name__)
-_SHAPES_BYTES = 128 << 20  # of weights, made for the given shapes: more than any cache holds, as with a whole model
+_SHAPES_BYTES = 128 << 20  # bytes of weights that are made for shapes: more than any cache holds, as in a whole model
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def tune_threads(
     """Finds the number of threads with which the linear layers of a model run fastest.
 
     Runs all layers one after another, as a decoding step does, with each thread count in turn, up to
-    :func:`available_cpus` (above 8 not every number). The smallest number within 2 % of the best median wins.
+    :func:`available_cpus` (above 8 only some numbers). The smallest number within 2 % of the best median wins.
 
     Args:
         model_or_shapes: a model with ``lowbit.nn.Linear`` layers, or the shapes (out_features, in_features) of layers;

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .recording import Unplannable
 
-_version_of = Tensor._version.__get__  # a tenth of the time of a function in Python
+_version_of = Tensor._version.__get__  # takes a tenth of the time of a Python function
 
 
 def state_of(model: torch.nn.Module) -> dict[str, Tensor]:
@@ -42,7 +42,7 @@ class ModelParts:
             for part in (module._modules, module._parameters, module._buffers):
                 self._add(part, *part)
             self._add(vars(module), "forward", *([] if module.training else ["training"]))  # eval() changes no plan
-            self._hooks += [module._forward_hooks, module._forward_pre_hooks]  # what changes or sees results
+            self._hooks += [module._forward_hooks, module._forward_pre_hooks]  # hooks that may change or read results
         self._hooked = list(map(tuple, self._hooks))
         self._tensors = list(state_of(model).values())
         # `parameter.data = other` and Module.to() replace the memory. Aliases keep it, so that no other tensor gets its
@@ -60,7 +60,7 @@ class ModelParts:
             self._values.append(part.get(key))
 
     def are_unchanged(self) -> bool:
-        """Whether the model still has the parts that it had, with their memory."""
+        """Whether the model's modules, parameters, buffers, hooks and memory are those that it had at construction."""
         return (
             all(map(is_, map(dict.get, self._dicts, self._keys), self._values))
             and list(map(tuple, self._hooks)) == self._hooked

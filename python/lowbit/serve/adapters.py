@@ -1,6 +1,6 @@
-"""LoRA adapters by request: each is a model of its own, which shares the base model's weights.
+"""LoRA adapters by request: the server treats each as a model of its own that shares the base model's weights.
 
-So no text can get another adapter's weights, and no adapter's keys and values can become another one's prefix.
+So a text never gets the weights of another adapter, nor a prefix that another adapter computed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def adapted(model: torch.nn.Module, directory: Path) -> torch.nn.Module:
     try:
         import peft
 
-        import_module("lowbit.peft")  # teaches peft packed layers
+        import_module("lowbit.peft")  # makes peft accept packed layers
     except ImportError as error:
         raise ImportError(why_not("peft", error, "pip install 'lowbit[lora]'")) from error
     for name in (_CONFIG, _WEIGHTS):
@@ -53,14 +53,14 @@ def adapted(model: torch.nn.Module, directory: Path) -> torch.nn.Module:
         weights = peft.load_peft_weights(str(directory), device="cpu")
         result = peft.set_peft_model_state_dict(wrapped, weights)
     except Exception as error:
-        raise ValueError(f"{directory} is no adapter of this model: {one_line(error)}") from error
+        raise ValueError(f"{directory} is not an adapter of this model: {one_line(error)}") from error
     _check_weights(directory, weights, result)
     inner: torch.nn.Module = wrapped.base_model.model.eval()
     return inner
 
 
 def _check(config: dict[str, Any], directory: Path) -> None:
-    """Raises ValueError for what is not LoRA beside fixed weights."""
+    """Raises ValueError for an adapter that is not LoRA, or that changes the base model's weights."""
     if (kind := config.get("peft_type")) != "LORA":
         raise ValueError(f"{directory / _CONFIG} has peft_type {kind!r}; expected LORA")
     if (start := config.get("init_lora_weights", True)) not in _STARTS:

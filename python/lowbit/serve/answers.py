@@ -24,7 +24,7 @@ _REASONS = {"stop": "stop", "until": "stop", "max_new_tokens": "length", "max_le
 
 @dataclass
 class Event:
-    """A piece of one text; the last one has its end."""
+    """A piece of one text; the last piece of a text comes with the result of its generation."""
 
     index: int
     text: str
@@ -71,7 +71,7 @@ class Answers:
         if self.first is None:
             self.first = time.perf_counter()
 
-    # The following runs on the engine's thread.
+    # The next three methods run on the engine's thread.
 
     def _tell(self, event: Event | Exception) -> None:
         self._loop.call_soon_threadsafe(self._events.put_nowait, event)
@@ -99,7 +99,7 @@ class Answers:
                 return
         tell(result, left)
 
-    # The following runs on the server's thread.
+    # All others run on the server's thread.
 
     def start(self) -> None:
         """Queues the texts for generation.
@@ -153,7 +153,7 @@ class Form:
     """Formats the documents of an endpoint."""
 
     kind, prefix, chunk_kind = "text_completion", "cmpl-", "text_completion"
-    named = False  # whether the type of each event precedes it in a stream, which then has no [DONE]
+    named = False  # whether a stream has a line "event: TYPE" before each event, and no [DONE] at its end
 
     def __init__(self, answers: Answers, model: LanguageModel, tools: Tools | None):
         self._answers, self._model, self._asked, self._tools = answers, model, answers.asked, tools
@@ -232,7 +232,7 @@ class Form:
         return {"text": text or ""}
 
     def _logprobs(self, index: int, result: Generation | None, new: list[TokenLogprobs], begins: bool) -> Any:
-        """OpenAI's older form: a list for each kind of figure, with offsets in the text."""
+        """Log-probabilities as in OpenAI's completions: a list for each kind of figure, with offsets in the text."""
         if self._asked.scores is None:
             return None
         found: list[TokenLogprobs | int] = list(new)
@@ -301,7 +301,7 @@ class ChatForm(Form):
 
         def one(token: int, logprob: float) -> dict[str, Any]:
             text = self._model.piece(token)
-            # A part of a character has no text.
+            # A token may be a part of a character, whose bytes are then unknown.
             return {"token": text, "logprob": finite(logprob), "bytes": None if "\ufffd" in text else list(text.encode())}
 
         content = [one(each.token, each.logprob) | {"top_logprobs": [one(*top) for top in each.top]} for each in new]
@@ -367,4 +367,4 @@ def failure(error: Exception) -> ApiError:
         return ApiError(504, "the answer took too long; ask for fewer tokens, or start the server with a larger --timeout")
     if isinstance(error, ValueError):  # from the library, one sentence
         return ApiError(500, str(error))
-    return ApiError(500, f"the model does not run: {type(error).__name__}; the server's log has more")
+    return ApiError(500, f"the model failed with {type(error).__name__}; the server's log has the traceback")

@@ -1,7 +1,7 @@
 """How families of models write tool calls: a marker, then calls as JSON, tags, or code.
 
-A reader begins after a marker, and yields calls and their ends: a call is ``{"name": ..., "arguments": ...}``, or a list of
-such. It raises ValueError where a text is not of its dialect. All of them take linear time.
+A reader starts after a marker. It yields each call with the position of its end; a call is ``{"name": ..., "arguments": ...}``,
+or a list of these. At text that is not in its dialect it raises ValueError. Every reader takes linear time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Reader: TypeAlias = Callable[[str, int, Functions], Iterator[tuple[Any, int]]]
 
 _NAME = r"([A-Za-z0-9_.-]{1,64})"
 _BETWEEN = re.compile(r"[\s;,]*")
-_MOST_DEPTH = 32  # of values that are not JSON
+_MOST_DEPTH = 32  # nesting of values that are written as code
 
 
 def _refuse(constant: str) -> NoReturn:
@@ -141,13 +141,13 @@ class _Values:
     def __init__(self, text: str, at: int, quotes: tuple[str, ...] = (), bare: bool = False):
         """
         Args:
-            quotes: further marks around texts, in which nothing is escaped.
-            bare: texts may lack quotes.
+            quotes: additional quotation marks, between which nothing is escaped.
+            bare: strings may have no quotation marks.
         """
         self.text, self.at, self._quotes, self._bare = text, at, quotes, bare
 
     def takes(self, sign: str) -> bool:
-        """Whether a sign follows after blanks, which is then read."""
+        """Reads blanks, and then a sign if it follows; returns whether it does."""
         blanks = _BLANKS.match(self.text, self.at)
         self.at = self.at if blanks is None else blanks.end()
         found = self.text.startswith(sign, self.at)
@@ -325,7 +325,7 @@ class Dialect:
     begin: str
     read: Reader
     ends: tuple[str, ...] = ()
-    tokens: tuple[str, ...] = ()  # further texts that may be special tokens
+    tokens: tuple[str, ...] = ()  # other texts of calls that may be special tokens
 
 
 DIALECTS = (
@@ -353,5 +353,5 @@ DIALECTS = (
     Dialect(" to=functions.", _HARMONY),  # gpt-oss
     Dialect("<|tools_prefix|>", _after_blanks(_read_apertus), ("<|tools_suffix|>",)),
 )  # fmt: skip
-# Texts of calls that are special tokens in some tokenizers, which a text otherwise does not show.
+# Some tokenizers have these texts as special tokens. Decoding drops special tokens, so answers with tools keep these.
 TOKENS = frozenset(text for each in DIALECTS for text in (each.begin, *each.ends, *each.tokens))

@@ -48,14 +48,14 @@ Item = Input | tuple[str, str]  # for an encoder; query and document for a reran
 
 @dataclass
 class TextModel:
-    """A model of sentence-transformers, or its plan, which computes a row of numbers for each text or pair of texts."""
+    """A model of sentence-transformers, or its plan: computes a row of numbers for each text or pair of texts."""
 
     name: str
     model: Any
     created: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
-        # Tokens are counted on another thread than the engine's, and tokenizers have state.
+        # A copy, because tokenizers have state, and tokens are not counted on the engine's thread.
         self.tokenizer = copy.deepcopy(self.model.tokenizer)
 
     @property
@@ -65,7 +65,8 @@ class TextModel:
         return found
 
     def encode(self, text: str, *pair: str) -> list[int]:
-        given = (text, *pair) if pair else text  # in a batch, because transformers takes an empty text alone for none
+        given = (text, *pair) if pair else text
+        # A list, because transformers treats a single empty text as a missing one.
         found: list[int] = self.tokenizer([given], truncation=False, verbose=False)["input_ids"][0]
         return found
 
@@ -187,11 +188,11 @@ def load(
 ) -> TextModel:
     """Loads the embedding model or reranker in a directory.
 
-    By the plan beside its weights, or else by sentence-transformers; then the plan is written.
+    Uses the plan beside the weights. If there is none, sentence-transformers loads the model, and the plan is written.
 
     Args:
         loading: makes a context for the use of torch.
-        note: called with what a user may want to know.
+        note: called with lines for the user.
 
     Raises:
         ImportError: sentence-transformers is not installed.
@@ -223,7 +224,7 @@ def _load_by_torch(path: Path, scores: bool) -> Any:
     try:
         library = import_module("sentence_transformers")
     except ModuleNotFoundError as error:
-        raise ImportError(f"{error.name} not installed, which runs the model in {path}; install it with: {_INSTALL}") from error
+        raise ImportError(f"{error.name} not installed; the model in {path} needs it: {_INSTALL}") from error
     if int(library.__version__.partition(".")[0]) < _LEAST:  # earlier versions import modules from the model's directory
         raise ImportError(
             f"sentence-transformers {library.__version__} runs code of the models that it loads; expected version {_LEAST} or "
@@ -381,7 +382,7 @@ def _shortened(row: np.ndarray, width: int | None) -> np.ndarray:
 
 
 def _similarity(name: str, one: np.ndarray, other: np.ndarray) -> float:
-    """How similar two embeddings are, by the name that sentence-transformers has for the function."""
+    """The similarity of two embeddings; ``name`` is that of the function in sentence-transformers."""
     a, b = one.astype(np.float64), other.astype(np.float64)
     if name in ("cosine", "dot"):
         size = np.linalg.norm(a) * np.linalg.norm(b) if name == "cosine" else 1.0

@@ -23,7 +23,7 @@ def shutting_down() -> ApiError:
 
 
 class Engine:
-    """Runs batches in turns on its own thread. All public methods are for other threads."""
+    """Runs batches in turns on its own thread. Call the public methods from other threads."""
 
     def __init__(self, batches: Iterable[Batch], most_waiting: int):
         """
@@ -32,12 +32,12 @@ class Engine:
         """
         self._batches = list(batches)
         self._most_waiting = most_waiting
-        self._orders: deque[Callable[[], None]] = deque()
+        self._tasks: deque[Callable[[], None]] = deque()
         self._lock = threading.RLock()
         self._wake = threading.Event()
         self._open: set[Text] = set()  # added and not ended
         self._stopping = False
-        self._closed = False  # accepts no more orders
+        self._closed = False  # accepts no more tasks
         self._thread = threading.Thread(target=self._run, name="lowbit-engine", daemon=True)
 
     def start(self) -> None:
@@ -89,12 +89,12 @@ class Engine:
                 text.on_end = self._closing(text, text.on_end)
                 text.on_error = self._failing(text, text.on_error)
             self._open.update(texts)
-            self._order(lambda: batch.waiting.extend(texts))
+            self._queue(lambda: batch.waiting.extend(texts))
 
     def remove(self, batch: Batch, texts: list[Text]) -> None:
         """Ends texts of disconnected clients; ended texts do not change."""
         with contextlib.suppress(ApiError):  # when the engine has stopped, all texts have ended
-            self._order(lambda: self._remove(batch, texts))
+            self._queue(lambda: self._remove(batch, texts))
 
     def call(self, function: Callable[[], Any]) -> Future:
         """Runs a function between two calls of the models. If the engine stops, the result is an ApiError."""
@@ -111,16 +111,17 @@ class Engine:
                 future.set_exception(ordinary(error))
 
         try:
-            self._order(run)
+            self._queue(run)
         except ApiError as error:
             future.set_exception(error)
         return future
 
-    def _order(self, order: Callable[[], None]) -> None:
+    def _queue(self, task: Callable[[], None]) -> None:
+        """Queues a task for the engine's thread."""
         with self._lock:
             if self._closed:
                 raise shutting_down()
-            self._orders.append(order)
+            self._tasks.append(task)
         self._wake.set()
 
     def _closing(self, text: Text, told: Callable[[Any], None] | None) -> Callable[[Any], None]:
@@ -137,7 +138,7 @@ class Engine:
         def fail(error: Exception) -> None:
             try:
                 close(error)
-            except Exception:  # an error of this text's reader, which must not affect other texts
+            except Exception:  # an error of this text's callback, which must not affect other texts
                 log.exception("an error could not be reported")
 
         return fail
@@ -150,27 +151,27 @@ class Engine:
     def _run(self) -> None:
         while not self._stopping:
             self._wake.clear()
-            self._obey()
+            self._run_tasks()
             busy = [self._step(batch) for batch in self._batches]
             if not any(busy):
                 self._wake.wait()
         with self._lock:
             self._closed = True
-        self._obey()
+        self._run_tasks()
         for batch in self._batches:
             self._fail(batch, shutting_down())
 
-    def _obey(self) -> None:
-        for _ in range(len(self._orders)):  # later orders wait until each batch had its turn
+    def _run_tasks(self) -> None:
+        for _ in range(len(self._tasks)):  # later tasks wait until each batch had its turn
             try:
-                self._orders.popleft()()
+                self._tasks.popleft()()
             except BaseException:  # noqa: B036
-                log.exception("an order of the engine failed")
+                log.exception("a task of the engine failed")
 
     def _step(self, batch: Batch) -> bool:
         try:
             return batch.step()
-        except BaseException as error:  # noqa: B036  of the model itself: none of its texts can go on
+        except BaseException as error:  # noqa: B036  the model itself failed, so none of its texts can continue
             log.exception("a call of the model failed")
             self._fail(batch, ordinary(error))
             return True

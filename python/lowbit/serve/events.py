@@ -54,7 +54,7 @@ def reported(error: Exception) -> ApiError:
 
 
 async def deltas(hear: Callable[[Callable[[str], None]], Coroutine[Any, Any, Listening]]) -> AsyncIterator[dict | ApiError]:
-    """Events of a transcription, which does not wait for its reader, because its samples would stay in memory."""
+    """Events of a transcription. It does not wait for a slow client, because its samples would stay in memory meanwhile."""
     texts: asyncio.Queue[str | None] = asyncio.Queue()
     hearing = asyncio.ensure_future(hear(texts.put_nowait))
     hearing.add_done_callback(lambda _: texts.put_nowait(None))
@@ -74,7 +74,7 @@ class StreamForm(Protocol):
 
     @property
     def named(self) -> bool:
-        """Whether the type of each event precedes it, and no [DONE] follows the last."""
+        """Whether a line "event: TYPE" precedes each event, and no [DONE] follows the last one."""
 
     def failed(self, error: ApiError) -> dict[str, Any]:
         """The document of an error in a stream that has begun."""

@@ -14,7 +14,7 @@ from typing import Any
 
 SECONDS = 5  # of CPU time; a schema of 1,000 properties takes 0.3
 _BYTES = 1 << 30
-_STACK = 4 << 20  # half of other threads' stack, because llguidance recurses along chains of rules
+_STACK = 4 << 20  # half of what the server's threads have, because llguidance recurses along chains of rules
 
 
 def lines(message: str) -> str:

@@ -15,8 +15,8 @@ class Limits:
     pictures: int = 32  # pictures of a request
     picture_pixels: int = 1 << 26  # of all pictures of a request, which then take 200 MB
     pictures_at_once: int = 2  # requests whose pictures are in memory; others wait
-    body_seconds: float = 30.0  # until a body must be complete, plus one for each
-    body_rate: int = 16 << 10  # received bytes
+    body_seconds: float = 30.0  # within which a body must be complete; one second more for each `body_rate` bytes received
+    body_rate: int = 16 << 10  # bytes
     stored_bytes: int = 64 << 20  # responses and their conversations, for later requests
     texts: int = 16  # texts per request
     waiting: int = 64  # texts that wait for a slot

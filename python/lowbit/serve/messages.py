@@ -136,7 +136,7 @@ class _Output(Part):
 class CountTokens(Body):
     """A conversation, whose tokens are counted."""
 
-    # What a model thinks is a part of its text here, and prompts are always cached.
+    # Reasoning is a part of the text, and prompts are always cached, so the parameters for them have no effect.
     ignored = Body.ignored | {
         "thinking", "cache_control", "context_management", "diagnostics", "inference_geo", "speed", "user_profile_id",
     }  # fmt: skip
@@ -167,7 +167,7 @@ class CountTokens(Body):
             before = messages[-1] if messages else {}
             if (
                 document["role"] == before.get("role") != "tool" and "tool_calls" not in before
-            ):  # turns of one role are one turn
+            ):  # consecutive messages of one role become one
                 before["content"] += [{"type": "text", "text": "\n\n"}, *document.pop("content")]
                 before |= document
             else:

@@ -28,7 +28,7 @@ class Metrics:
 
         self.requests = counter("requests", "Answered requests, by path and HTTP status.", ("path", "status"))
         self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts.")
-        self.cached_tokens = counter("cached_tokens", "Prompt tokens copied from another text.")
+        self.cached_tokens = counter("cached_tokens", "Prompt tokens whose keys and values were copied from another text.")
         self.new_tokens = counter("new_tokens", "Generated tokens.")
         self.guessed = counter("guessed_tokens", "Guesses of speculative decoding.")
         self.accepted = counter("accepted_tokens", "Accepted guesses of speculative decoding.")

@@ -21,7 +21,7 @@ from .protocol import Conversation, Writing
 
 def decoded(tokenizer: Any, tokens: Sequence[int], special: bool = False) -> str:
     """The text of tokens as streams have it; with ``special`` also the texts of special tokens."""
-    backend = getattr(tokenizer, "backend_tokenizer", tokenizer)  # those of some encoders are written in Python
+    backend = getattr(tokenizer, "backend_tokenizer", tokenizer)  # some encoders' are written in Python
     text: str = backend.decode(tokens, skip_special_tokens=not special)
     return text
 
@@ -31,7 +31,7 @@ class LanguageModel:
     """A model that generates texts."""
 
     name: str
-    tokenizer: Any  # a fast one
+    tokenizer: Any  # a fast tokenizer of transformers
     template: str | None  # chat template; None: the model only continues texts
     batch: PrefixBatch
     usual: Sampling  # defaults for requests
@@ -49,7 +49,7 @@ class LanguageModel:
         """Prepares a loaded model.
 
         Args:
-            decoder: its caches must be for whole texts.
+            decoder: its KV caches must hold whole texts, also in layers with a sliding window.
             model: has a ``generation_config``.
             stop: tokens that end a text.
             at_once, rows: as for :class:`lowbit.llm.batch.Batch`, the limits of a batch.
@@ -145,11 +145,11 @@ class LanguageModel:
         return made
 
     def breakers(self, asked: Writing) -> tuple[int, ...]:
-        """Tokens that end a repetition, found in the whole vocabulary and cached by strings."""
+        """Tokens that end a repetition for DRY; cached by strings, because finding them reads the whole vocabulary."""
         strings = asked.dry_sequence_breakers
         return self._breakers(BREAKERS if strings is None else tuple(strings))
 
-    @lru_cache(8)  # noqa: B019  a model stays as long as the server
+    @lru_cache(8)  # noqa: B019  the cache keeps the model alive, which lives as long as the server
     def _breakers(self, strings: tuple[str, ...]) -> tuple[int, ...]:
         return breakers(self.tokenizer, strings)
 

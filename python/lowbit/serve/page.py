@@ -22,7 +22,7 @@ def _hashes(tag: str) -> str:
 
 PAGE = _read()
 
-# A model's text is untrusted. Even if the page took it for HTML, it could not run scripts or fetch anything.
+# A model's text is untrusted. Even if the page inserted it as HTML, it could not run scripts or fetch anything.
 HEADERS = {
     "Content-Security-Policy": f"default-src 'none'; script-src {_hashes('script')}; style-src {_hashes('style')}; "
     "connect-src 'self'; img-src data:; media-src blob:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "

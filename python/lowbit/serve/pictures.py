@@ -124,8 +124,8 @@ class Pictures:
             raise bad("messages", f"the model {model.name} takes no pictures; expected text parts", "no_pictures")
         if asked.continue_final_message or not asked.add_generation_prompt or asked.chat_template_kwargs:
             raise bad(
-                "messages", "messages has pictures, with a message to continue or settings of the chat template; expected one "
-                "of the two", "no_pictures",
+                "messages", "messages has pictures; expected no continue_final_message, chat_template_kwargs or "
+                "add_generation_prompt false beside them", "no_pictures",
             )  # fmt: skip
         if len(urls) > self._limits.pictures:
             raise bad("messages", f"messages has {len(urls)} pictures; expected at most {self._limits.pictures}")
@@ -162,7 +162,7 @@ class Pictures:
         for each in opened:  # one by one, because the numbers of a large picture take much memory
             picture, alone = model.decoder.picture(each.digest), {}
             if picture is None:
-                # Alone, so that it does not depend on others and the running texts get their turn between pictures.
+                # One picture in a call: its result does not depend on others, and running texts get their turn in between.
                 alone = await self._read(model.inputs, [_shown(each.image)])
             count += int((alone["input_ids"] == model.decoder.image_token).sum()) if picture is None else len(picture)
             if count >= model.max_length:
@@ -202,7 +202,7 @@ def _document(message: Message, pictures: Any) -> dict[str, Any]:
 
 
 def _in_parts(document: dict[str, Any], parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """A message whose content is a list. Templates write a tool's result as it is, so its text stays a text."""
+    """A message whose content is a list. A tool's result stays a string, because templates insert it unchanged."""
     is_text = document["role"] == "tool" and all(each["type"] == "text" for each in parts)
     return document if is_text else document | {"content": parts}
 

@@ -24,12 +24,12 @@ _TOKENIZER = "tokenizer.json"
 
 
 def _names(directory: Path) -> list[str]:
-    """The files with settings, for each of which a plan has the state."""
+    """The files with settings. A plan is out of date if one of them has changed."""
     return [*_FILES, *(f"{folder}/config.json" for folder in folders_of(directory))]
 
 
 class _Tokens:
-    """A tokenizer that is called as those of transformers."""
+    """A tokenizer that can be called like those of transformers."""
 
     def __init__(self, directory: Path, most: int | None = None, side: str = "right"):
         """
@@ -106,7 +106,7 @@ class PlannedTexts:
 def keep_plan(model: Any, directory: Path, note: Callable[[str], None]) -> None:
     """Writes the plan of a fused and packed model beside its weights, so that the next run needs no torch.
 
-    Never an error. The plan is used only if texts have the same bits by it.
+    Never raises. The plan is used only if it computes the same bits for some texts.
     """
     from ..llm.loading import is_packed
 
@@ -116,7 +116,7 @@ def keep_plan(model: Any, directory: Path, note: Callable[[str], None]) -> None:
         refusal = _write(model, directory, None) or _difference(model, directory)
         if refusal is not None:
             _write(model, directory, refusal)
-    except Exception as error:  # the model runs by torch, so nothing is lost
+    except Exception as error:  # the model still runs with torch, so nothing is lost
         note(f"{directory / PLAN} is not written: {error}")
     else:
         what = "the next run starts without torch" if refusal is None else f"it is not used: {refusal}"
@@ -130,7 +130,7 @@ def _write(model: Any, directory: Path, refusal: str | None) -> str | None:
         ValueError: the model has no plan.
     """
     from ..exports.plan_export import placed_bytes, write_bytes
-    from ..hf.planned_encoder import plan_for_files
+    from ..hf.encoder_plan import plan_for_files
 
     made = plan_for_files(model)
     scores, tokenizer = hasattr(model, "num_labels"), model.tokenizer
@@ -157,7 +157,7 @@ def _write(model: Any, directory: Path, refusal: str | None) -> str | None:
 
 
 def _difference(model: Any, directory: Path) -> str | None:
-    """What the plan in a directory does not compute as the model; None: they do the same."""
+    """How the results of the plan in a directory differ from the model's; None if they are equal."""
     from ..llm.plain_tokenizer import TEXTS
 
     planned = PlannedTexts(directory)

@@ -21,7 +21,7 @@ _IGNORED = frozenset({
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
     "reasoning_effort", "verbosity", "cache_prompt", "id_slot",
 })  # fmt: skip
-# Parameters that would, with the values that have no effect.
+# Parameters that lowbit does not support, with the values that have no effect.
 _NEUTRAL: dict[str, tuple] = {
     "tools": ([],), "tool_choice": ("none",), "functions": ([],), "function_call": ("none", "auto"),
     "modalities": (["text"],), "suffix": ("",), "audio": (), "prediction": (), "web_search_options": (),
@@ -32,7 +32,7 @@ _MOST = {"brackets": 1 << 17, "strings": 1 << 17, "commas": 1 << 20}
 _MOST_SCHEMA = 1 << 17  # bytes of a schema or grammar
 _MOST_TOOLS = 1 << 18  # bytes of all tools of a request
 _LEAST_BYTES = 1 << 16  # bytes that any text may have
-_TOKEN_BYTES = 16  # largest bytes per token of a text that fits in the context; four are typical
+_TOKEN_BYTES = 16  # a text with more bytes per token of the context is refused without tokenizing it; four are typical
 
 MOST_TOKENS = 1 << 16  # of /detokenize, if the context is smaller
 

@@ -54,9 +54,9 @@ class _Item(Part):
 
 
 def _messages(items: list[_Item], before: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages of a chat: calls of the assistant are part of its message before them."""
+    """The messages of a chat. A call becomes a part of the assistant's message before it."""
     found: list[dict[str, Any]] = []
-    # Of functions, by the ids of their calls.
+    # The functions by the ids of their calls.
     names: dict[str, str] = {call["id"]: call["function"]["name"] for each in before for call in each.get("tool_calls") or ()}
     for item in items:
         if item.type == "message":
@@ -105,7 +105,7 @@ _OF_CHATS = ("temperature", "top_p", "seed", "stream", "chat_template_kwargs", "
 
 
 class Responses(Body):
-    # What a model thinks is a part of its text here.
+    # Reasoning is a part of the text, so the parameters for it have no effect.
     ignored = Body.ignored | {"reasoning", "max_tool_calls", "stream_options"}
     input: Annotated[list[_Item], FIRST, few(4096)] | str = Field(default_factory=list)
     instructions: str | None = None

@@ -29,10 +29,10 @@ _LAST = 3  # seconds after the grace period, for sending errors to all requests
 
 
 class _Http(H11Protocol):
-    """uvicorn's connections, with OpenAI's format for what is not HTTP, and limits of number and time.
+    """uvicorn's connections with limits of number and time; malformed HTTP gets an error in OpenAI's format.
 
-    A connection is closed if it sends no whole head of a request, or does not read an answer that has ended. uvicorn itself
-    closes only those that send nothing after an answer.
+    A connection is closed if it does not send a complete head of a request in time, or does not read the rest of an answer that
+    has ended. uvicorn itself closes only connections that send nothing after an answer.
     """
 
     _head: asyncio.TimerHandle | None = None
@@ -42,7 +42,7 @@ class _Http(H11Protocol):
         super().connection_made(transport)
         self._await_head()
         if len(self.connections) > _CONNECTIONS:
-            # A request that has not begun makes room: idle connections must not keep others out.
+            # An idle connection is closed to make room, so that idle ones cannot keep others out.
             idle = [each for each in self.connections if isinstance(each, _Http) and each.idle and each is not self]
             self._longest(idle).refuse(
                 ApiError(
@@ -58,12 +58,12 @@ class _Http(H11Protocol):
         return min(idle, key=lambda each: each._head.when() if each._head is not None else 0.0, default=self)
 
     def send_400_response(self, msg: str) -> None:
-        """uvicorn's answer to what is not HTTP."""
+        """Replaces uvicorn's answer to malformed HTTP."""
         message = "the connection has sent something other than a request; expected HTTP/1.1, and a head of at most 64 KiB"
         self.refuse(ApiError(400, message, code="invalid_http"))
 
     def refuse(self, error: ApiError) -> None:
-        """Answers in the place of the application if no answer has begun, and closes the connection."""
+        """Sends an error if the application has not begun an answer, and closes the connection."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             body = json.dumps(error.document).encode()
             headers = {"Content-Type": "application/json", "Content-Length": str(len(body)), "Connection": "close"}
@@ -80,7 +80,7 @@ class _Http(H11Protocol):
 
     def on_response_complete(self) -> None:
         if {b"content-length", b"transfer-encoding"} <= {name for name, _ in self.cycle.scope["headers"]}:
-            # A proxy may find the end of such a body at another place than h11, so nothing after it is a request
+            # A proxy and h11 may disagree about where such a body ends, so bytes after it are not read as a request
             # (RFC 9112, 6.1).
             self.transport.close()
         self._await_head()  # before the next request, which may have arrived already

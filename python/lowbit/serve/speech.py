@@ -78,7 +78,7 @@ class Wish(Body):
         """The arguments of :meth:`lowbit.speech.Transcriber.transcribe`.
 
         Raises:
-            ApiError: the temperature is no number.
+            ApiError: the temperature is not a number.
         """
         from ..speech.speech_options import temperatures
 

@@ -179,7 +179,7 @@ def find_calls(text: str, functions: Functions) -> tuple[str, list[dict[str, Any
             close = _ENDS.match(text, end)
             kept = at = end if close is None else close.end()
     if not body and text.lstrip().startswith("<think>"):
-        return text, []  # it ended inside its thoughts
+        return text, []  # the text ended before </think>
     start = len(text) - len(text[body:].lstrip())
     if not calls and text[start : start + 1] in ("{", "["):
         for reader in (read_json, read_code):
@@ -200,7 +200,7 @@ def _calls_at(reader: Reader, text: str, at: int, functions: Functions, marked: 
                 return (calls if marked else []), at
             calls += [each for each in found if each is not None]
             at = end
-    except (ValueError, RecursionError):  # not of the dialect, NaN, a number with thousands of digits, or deep nesting
+    except (ValueError, RecursionError):  # another dialect, NaN, a number with thousands of digits, or deep nesting
         pass
     return calls, at
 
@@ -234,8 +234,8 @@ class Held:
 
     def __init__(self) -> None:
         self.text = ""
-        self._told = self._read = 0  # characters that were sent, and that contain no marker
-        self._body = self._first = 0  # start of the text after the thoughts, and its first nonblank character
+        self._told = self._read = 0  # numbers of characters: sent, and known to contain no marker
+        self._body = self._first = 0  # start of the text after </think>, and its first nonblank character
         self._marked = False
 
     def more(self, piece: str) -> str:

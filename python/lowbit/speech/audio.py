@@ -17,8 +17,8 @@ from ..files.untrusted import check_regular, one_line
 if TYPE_CHECKING:
     import numpy as np
 
-SAMPLE_RATE = 16000  # of every Whisper model, in samples per second
-MOST_SECONDS = 12 * 3600.0  # of a recording: its samples take 2.8 GB
+SAMPLE_RATE = 16000  # samples per second, in every Whisper model
+MOST_SECONDS = 12 * 3600.0  # longest recording; its samples take 2.8 GB
 # Allowed FFmpeg demuxers: containers that hold audio themselves. Other demuxers open files or sockets named in their input
 # (concat, hls, dash, sdp, rtsp, image2) or evaluate it (lavfi).
 _FORMATS = "aac,ac3,aiff,amr,asf,au,avi,caf,eac3,flac,flv,matroska,mov,mp3,mpeg,mpegts,ogg,w64,wav,webm,wv"
@@ -33,14 +33,14 @@ _CODECS = (
 _RATES = (2000, 768_000)  # allowed samples per second; at 1 Hz a few bytes would become hours
 _MOST_CHANNELS = 32
 _MOST_PER_FRAME = 1 << 20  # samples per channel; the file's header gives the number, and memory is allocated for it
-_MOST_STREAMS = 16  # of a file: each has tables
-_MOST_ALLOCATED = 64 << 20  # bytes: a track of 12 hours has a table of 45 MB, one of a few bytes can ask for one of 4 GB
-# Of a pipe
+_MOST_STREAMS = 16  # in a file; FFmpeg allocates tables for each
+_MOST_ALLOCATED = 64 << 20  # bytes; a track of 12 hours needs a table of 45 MB, a few malicious bytes can ask for 4 GB
+# What a pipe has to deliver.
 _RAW = "16,000 samples per second of one channel with 16 bits, raw or WAV: ffmpeg -i FILE -ac 1 -ar 16000 -f s16le -"
 _CONTAINERS = (b"ID3", b"OggS", b"fLaC", b"\x1aE\xdf\xa3", b"RIFF", b"FORM")  # the first bytes of compressed recordings
 _PCM = (1, 0xFFFE)  # the formats of WAV files with plain numbers
-_MOST_CHUNK = 1 << 20  # bytes of a header
-_UNKNOWN_SIZE = 0x7FFFF000  # bytes of samples, or more, in the headers of programs that write to pipes
+_MOST_CHUNK = 1 << 20  # bytes of a chunk before the samples
+_UNKNOWN_SIZE = 0x7FFFF000  # programs that write to pipes put this number of bytes, or more, into the header
 _NO_END = 1 << 62  # bytes
 _SAME = 0.1  # if the sum of two channels keeps less than this share of their energy, they have opposite phases
 
@@ -130,7 +130,7 @@ def read_samples(file: IO[bytes], name: str) -> Iterator[np.ndarray]:
 
 
 def _exactly(file: IO[bytes], count: int) -> bytes:
-    """As many bytes, or all up to the end."""
+    """Reads this many bytes, or fewer if the file ends before."""
     data = b""
     while len(data) < count and (more := file.read(count - len(data))):
         data += more
@@ -138,7 +138,7 @@ def _exactly(file: IO[bytes], count: int) -> bytes:
 
 
 def _skip_header(file: IO[bytes], name: str) -> int:
-    """Reads the chunks of a WAV file up to its samples; returns their bytes. Later chunks are not sound."""
+    """Reads the chunks of a WAV file before its samples; returns the number of bytes of the samples."""
     known = False
     while True:
         chunk = _exactly(file, 8)
@@ -228,10 +228,10 @@ def _mixed(pair: np.ndarray) -> np.ndarray:
 def limit_allocations() -> None:
     """Limits the size of each piece of memory that FFmpeg's libraries allocate in this process.
 
-    For programs that read files of others: headers of a few bytes can ask for gigabytes.
+    For programs that read untrusted files: headers of a few bytes can ask for gigabytes.
     """
     core = import_av()._core
-    with contextlib.suppress(AttributeError, OSError):  # Windows finds no functions of the libraries behind a module
+    with contextlib.suppress(AttributeError, OSError):  # on Windows a module hides the libraries that it links
         ctypes.CDLL(core.__file__).av_max_alloc(ctypes.c_size_t(_MOST_ALLOCATED))
 
 

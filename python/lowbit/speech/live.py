@@ -15,12 +15,12 @@ from .speech_options import Options
 from .transcriber import Transcriber, segments_of
 from .transcription import AnyTranscriber, Heard, Segment
 
-_NO_SPEECH = 0.6  # the default limit; microphones hear much silence, in which Whisper hears words
-_WAITING = 600  # blocks of samples
+_NO_SPEECH = 0.6  # the default limit: a microphone often hears silence, in which Whisper finds words
+_WAITING = 600  # blocks of samples in the queue
 
 
 class Piece(NamedTuple):
-    """What has become certain: text, and the segments that ended."""
+    """The text that has become certain since the last piece, and the segments that have ended."""
 
     text: str
     segments: list[Segment]
@@ -43,24 +43,24 @@ class Live:
             ValueError: no Whisper model, an option that it does not support, times of words, or no timestamps.
         """
         if not isinstance(transcriber, Transcriber):
-            raise ValueError("live transcription takes Whisper models, whose text has times; expected one")
+            raise ValueError("live transcription needs a model that gives timestamps; expected a Whisper model")
         self._transcriber, self._wish = transcriber, Options(**{"no_speech_threshold": _NO_SPEECH, **options})
         if not self._wish.timestamps or self._wish.word_timestamps:
-            raise ValueError("live transcription has timestamps of segments alone; expected neither fewer nor those of words")
+            raise ValueError("live transcription gives times of segments only; expected timestamps, and no word_timestamps")
         transcriber.check(self._wish)
         self._first = transcriber.no_timestamps + 1
-        self._samples = np.zeros(0, np.float32)  # of the window
-        self._added: list[np.ndarray] = []  # behind the window
+        self._samples = np.zeros(0, np.float32)  # from the begin of the window
+        self._added: list[np.ndarray] = []  # further samples, not yet joined to these
         self._begin = 0  # samples before the window
         self._certain: list[int] = []  # tokens of the window
-        self._guess: list[int] = []  # tokens of the last pass
-        self._unshown: list[int] = []  # tokens that are certain
+        self._guess: list[int] = []  # tokens of the last pass, compared with the next one
+        self._unshown: list[int] = []  # certain tokens that no piece has contained yet
         self._prompt, self._history = transcriber.tokens_of(self._wish.prompt), list[int]()
         self._language, self._probability = self._wish.language, None  # type: str | None, float | None
 
     @property
     def window(self) -> int:
-        """The samples of a whole window."""
+        """Number of samples in a full window."""
         return self._transcriber.window * HOP
 
     @property
@@ -78,7 +78,7 @@ class Live:
             self._samples, self._added = np.concatenate([self._samples, *self._added]), []
 
     def advance(self) -> Piece:
-        """Computes a pass over what has been added; returns what has become certain."""
+        """Computes a pass over all samples since the last segment that ended."""
         self._join()
         segments = list[Segment]()
         while len(self._samples) >= self.window:
@@ -88,7 +88,7 @@ class Live:
         return Piece(self._text(), segments)
 
     def end(self) -> Piece:
-        """Computes the rest after the last samples; all text is certain."""
+        """Computes the rest of the text when no more samples will come; all of it is certain."""
         self._join()
         segments = list[Segment]()
         while len(self._samples):
@@ -96,7 +96,7 @@ class Live:
         return Piece(self._text(last=True), segments)
 
     def _pass(self, samples: np.ndarray) -> Any:
-        """The text of the window; None: silence."""
+        """The text of some samples; None: silence."""
         transcriber = self._transcriber
         features = log_mel(samples, transcriber.decoder.mel_bins, transcriber.window)
         transcriber.decoder.listen(features[None, :, : transcriber.window])
@@ -121,7 +121,7 @@ class Live:
         return segments
 
     def _agree(self) -> list[Segment]:
-        """Makes certain what this pass and the last one agree on, and ends segments among it."""
+        """Computes a pass. Tokens on which it and the last one agree become certain; returns the segments that they end."""
         written = self._pass(self._samples)
         if written is None:
             self._guess = []
@@ -156,7 +156,7 @@ class Live:
         return segments
 
     def _move(self, samples: int, rest: list[int]) -> None:
-        """Lets the window begin later; its certain tokens are then ``rest``."""
+        """Moves the begin of the window by some samples; ``rest`` are the certain tokens after it."""
         positions = samples // (2 * HOP)
         self._begin += samples
         self._samples = self._samples[samples:]
@@ -190,7 +190,7 @@ def transcribe_live(
     live, queue, left = Live(transcriber, **options), Queue[Any](_WAITING), Event()
 
     def put(item: Any) -> bool:
-        """Whether somebody still reads."""
+        """Puts an item into the queue; returns whether the transcription still reads it."""
         while not left.is_set():
             try:
                 queue.put(item, timeout=0.5)
@@ -216,7 +216,7 @@ def transcribe_live(
                     raise block
                 live.add(block)
                 fresh += len(block)
-                if fresh >= live.window:  # a pass takes no more
+                if fresh >= live.window:  # a window is full
                     break
                 try:
                     block = queue.get_nowait()

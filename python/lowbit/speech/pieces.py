@@ -1,4 +1,4 @@
-"""Transcribes recordings piece by piece with models that mark no times, of which transformers decodes each piece."""
+"""Transcribes recordings piece by piece with models that give no timestamps; transformers decodes each piece."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .speech_options import Options
 from .transcription import AnyTranscriber, Heard, Segment, Windows
 from .words import Word
 
-_WINDOW = 30 * SAMPLE_RATE  # samples of a piece
+_WINDOW = 30 * SAMPLE_RATE  # most samples of a piece
 _LEAST = SAMPLE_RATE // 10  # samples; convolutions need 895
 _QUIET = SAMPLE_RATE // 5  # samples of a pause in which a recording is cut
 
@@ -63,7 +63,7 @@ class PieceTranscriber(AnyTranscriber):
             end = begin + _cut(samples[begin:])
             padded = np.pad(samples[begin:end], (0, max(0, _LEAST - (end - begin))))
             inputs = self.extractor(padded, sampling_rate=SAMPLE_RATE, return_tensors="pt")
-            with torch.inference_mode():  # not around the yield, behind which other code runs
+            with torch.inference_mode():  # not around the yield, where code of the caller runs
                 segment = self.segment(inputs, begin / SAMPLE_RATE, end / SAMPLE_RATE, words)
             yield [segment]
             begin = end
@@ -75,7 +75,7 @@ class PieceTranscriber(AnyTranscriber):
         Args:
             inputs: the result of the feature extractor.
             begin, end: the times of the piece in seconds.
-            words: whether the segment has their times.
+            words: whether to compute the times of words.
         """
         raise NotImplementedError
 
@@ -138,7 +138,7 @@ class ParakeetTranscriber(PieceTranscriber):
 
     def _words(self, tokens: list[_Token], begin: float, end: float) -> list[Word]:
         names = self.tokenizer.convert_ids_to_tokens([each.token for each in tokens])
-        # A token that begins a word has a mark in the place of the space before it.
+        # A token that begins a word has a mark instead of the space before the word.
         firsts = [n for n, name in enumerate(names) if n == 0 or name.startswith(("\u2581", "\u0120"))]
         seconds = self.extractor.hop_length * self.model.config.encoder_config.subsampling_factor / SAMPLE_RATE
         found = []

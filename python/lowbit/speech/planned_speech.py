@@ -1,4 +1,4 @@
-"""Whisper models by the plans beside their weights, without torch and transformers."""
+"""Runs Whisper models by the plans beside their weights, without torch and transformers."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ if TYPE_CHECKING:
 
     from ..hf.config import LowBitConfig
 
-LISTEN_PLAN = "lowbit.listen.plan"  # that of the encoder; PLAN is that of the decoding step
+LISTEN_PLAN = "lowbit.listen.plan"  # the encoder's; PLAN is the decoding step's
 _KIND = "speech"
 _FILES = (
     "config.json", "generation_config.json", "preprocessor_config.json", "processor_config.json", "tokenizer.json",
     "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
 )  # fmt: skip
 _MOST_INSIDE = 1 << 25  # bytes of a convolution or table of positions, which may have another type in the checkpoint
-_ALIGNMENT = 64  # bytes, of caches
-_BYTES = {0: 4, 1: 2, 2: 2, 7: 1}  # of a number of a cache, by its ElementType
+_ALIGNMENT = 64  # bytes, for caches
+_BYTES = {0: 4, 1: 2, 2: 2, 7: 1}  # ElementType of a cache -> bytes per number
 _TEXTS = ("", " Hello, world!  It's 3.5 o'clock .", "Größe naïve 東京 👩‍👩‍👧 שלום", "\n\ttabs", "<|en|> x <|endoftext|>")
 _NUMBERS = ("max_length", "vocabulary", "positions", "mel_bins", "median_filter_width")
 
 
 class PlannedSpeech:
-    """The encoder and the decoding step of a Whisper model by their plans, called as the :class:`SpeechDecoder`."""
+    """The encoder and the decoding step of a Whisper model by their plans, with the methods of :class:`SpeechDecoder`."""
 
     max_length: int
     vocabulary: int
@@ -63,7 +63,7 @@ class PlannedSpeech:
         self._dtype, heads, width = np.dtype(content["dtype"]), content["heads"], content["width"]
         self.alignment_heads = [(layer, head) for layer, head in content["alignment_heads"]]
         self.aligned_layers: list[int] = sorted({layer for layer, _ in self.alignment_heads})
-        self.queries: list[np.ndarray] = []  # as of SpeechDecoder
+        self.queries: list[np.ndarray] = []  # as in SpeechDecoder
         self._heads = (heads, width // heads)
         self._states = np.empty((1, self.positions, width), self._dtype)
         self._last = [np.zeros((1, heads, 1, width // heads), self._dtype) for _ in range(2 * content["layers"])]
@@ -149,13 +149,13 @@ def open_transcriber(
     loading: Callable[[], AbstractContextManager[Any]] = nullcontext,
     note: Callable[[str], None] = lambda text: None,
 ) -> AnyTranscriber:
-    """A transcriber: by the plans beside the weights where they are current, else by torch, and then the plans are written.
+    """Opens a transcriber: with the plans beside the weights if they are current, else with torch, which also writes the plans.
 
     Args:
         loading: makes a context for the use of torch; it yields a function for progress.
-        note: called with what a user may want to know.
+        note: called with lines for the user.
 
-    Others and errors as for :func:`lowbit.speech.load_transcriber`.
+    The other arguments and the errors are those of :func:`lowbit.speech.load_transcriber`.
     """
     stale = False
     if quantization is None and cache is None and are_allowed():

@@ -54,9 +54,9 @@ class SpeechDecoder(torch.nn.Module):
         self.mel_bins: int = config.num_mel_bins
         self.median_filter_width: int = config.median_filter_width
         self.alignment_heads = _alignment_heads(model)
-        self.queries: list[np.ndarray] = []  # of the last token, for each layer with alignment heads, [heads, width]
+        self.queries: list[np.ndarray] = []  # queries of the last token in each layer with alignment heads, [heads, width]
         self._states: Tensor | None = None  # of the encoder
-        self._last: Tensor | None = None  # position of the encoder's output that the caches hold
+        self._last: Tensor | None = None  # last position of the encoder's output whose key and value the caches hold
         self.plan: SpeechPlan | None = None
         self.plan_refusal: str | None = None  # why steps run the model's Python code
         self.listen_plan: ListenPlan | None = None
@@ -71,7 +71,7 @@ class SpeechDecoder(torch.nn.Module):
     def _names(layer: int) -> list[str]:
         return [f"{name}_cache_{layer}" for name in ("k", "v", "heard_k", "heard_v", "last_k", "last_v")]
 
-    @torch.inference_mode(False)  # its tensors could not be changed outside of it
+    @torch.inference_mode(False)  # inference tensors could not be changed outside of inference mode
     def _make(self, length: int, heard: int) -> list[tuple[Tensor, ...]]:
         config = self.model.config
         width = config.d_model // self.heads
@@ -114,7 +114,7 @@ class SpeechDecoder(torch.nn.Module):
             if not all(torch.equal(*pair) for pairs in zip(again, pieces) for pair in zip(*pairs, strict=True)):
                 raise Unplannable("its logits differ")
             self.plan = plan
-        except Exception as reason:  # the model's own code runs, too, so nothing is lost
+        except Exception as reason:  # the model's own code works as well, so nothing is lost
             self.plan_refusal = f"{type(reason).__name__}: {reason}"
         try:
             self.listen_plan = ListenPlan(self)

@@ -1,4 +1,4 @@
-"""How a recording is transcribed."""
+"""The options of a transcription."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Options:
         word_timestamps: whether segments have the times of their words.
         prompt: text that comes before that of the recording, for example names and their spelling. The model sees its last
             tokens, at most half of its positions.
-        condition_on_previous_text: whether the model also sees the text of the windows before.
+        condition_on_previous_text: whether the model also sees the text of earlier windows.
         temperature: 0: the likeliest tokens; above 0, up to 1: random tokens. Of several temperatures, the next one is tried
             if the text of a window is repetitive or unlikely by the two thresholds below; the last one is kept.
         compression_ratio_threshold: text that zlib compresses by a larger ratio is repetitive; None: no limit.

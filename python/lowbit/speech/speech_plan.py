@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import nn
-from ..hf.planned_encoder import replica
+from ..hf.encoder_plan import replica
 from ..hf.shared_inputs import SharedInput
 from ..plan.lowering import Lowered, Roles, lowered
 from ..plan.model_parts import ModelParts, check_hooks, state_of
@@ -26,7 +26,7 @@ _TRIAL = 24  # positions
 # The encoder's hidden states may differ by rounding from those of its own code, whose convolutions and GELU are torch's;
 # quantized activations amplify it.
 _LISTEN_LIMIT = 0.05
-_SLOTS = (Slot.KEYS, Slot.VALUES, Slot.STATE, Slot.STATE + 1)  # of the text, and of what was heard
+_SLOTS = (Slot.KEYS, Slot.VALUES, Slot.STATE, Slot.STATE + 1)  # keys and values of the text, and of the encoder's output
 
 
 class _Plan:
@@ -62,7 +62,7 @@ class SpeechPlan(_Plan):
     def __init__(self, decoder: SpeechDecoder, last: Tensor):
         """
         Args:
-            last: position of the last state that the decoder has heard.
+            last: last position of the encoder's output.
 
         Raises:
             Unplannable: the decoder has no plan; the message says why.

@@ -56,7 +56,7 @@ class Transcriber(AnyTranscriber):
     et al., Robust Speech Recognition via Large-Scale Weak Supervision, 2022).
     """
 
-    decoder: Any  # SpeechDecoder, or the same without torch
+    decoder: Any  # SpeechDecoder, or PlannedSpeech, which needs no torch
 
     def __init__(self, model: torch.nn.Module, processor: Any, cache: str | None = None):
         """
@@ -64,7 +64,7 @@ class Transcriber(AnyTranscriber):
             model: transformers' ``WhisperForConditionalGeneration``, quantized or not, in eval mode. It is changed:
                 :class:`SpeechDecoder`.
             processor: transformers' ``WhisperProcessor``.
-            cache: as of :class:`SpeechDecoder`.
+            cache: as for :class:`SpeechDecoder`.
 
         Raises:
             ValueError: as :class:`SpeechDecoder`; or the generation settings or those of features are not Whisper's.
@@ -115,10 +115,10 @@ class Transcriber(AnyTranscriber):
         """The probability of each language in the first window of a recording, the likeliest first.
 
         Raises:
-            ValueError: as :meth:`transcribe`, or the model knows English alone.
+            ValueError: as :meth:`transcribe`, or the model knows only English.
         """
         if not self._languages:
-            raise ValueError("the model knows English alone; expected a model of several languages")
+            raise ValueError("the model knows only English; expected a model of several languages")
         features = log_mel(self.samples(audio)[: self.window * HOP], self.decoder.mel_bins, self.window)
         self.decoder.listen(features[None])
         return self._detect(self.decoder.feed([self._settings.decoder_start_token_id], 0))
@@ -130,7 +130,7 @@ class Transcriber(AnyTranscriber):
             known = " or ".join(tasks) if tasks else "transcribe"
             raise ValueError(f"task is {task!r}; expected {known}")
         if language is not None and language not in self._languages:
-            known = ", ".join(self.languages) if self._languages else "None, as the model knows English alone"
+            known = ", ".join(self.languages) if self._languages else "None, as the model knows only English"
             raise ValueError(f"language is {language!r}; expected {known}")
         if self._needs_previous(wish) and not isinstance(getattr(self._settings, "prev_sot_token_id", None), int):
             raise ValueError("the model has no token <|startofprev|>; expected no prompt, and no text of earlier windows")
@@ -146,7 +146,7 @@ class Transcriber(AnyTranscriber):
         tokens: list[int] = self._tokenizer.encode(" " + text, add_special_tokens=False).ids if text else []
         for token in tokens:
             if token >= self._settings.eos_token_id:
-                raise ValueError(f"prompt has the special token {self._tokenizer.id_to_token(token)}; expected text alone")
+                raise ValueError(f"prompt has the special token {self._tokenizer.id_to_token(token)}; expected only text")
         return tokens
 
     def _windows(self, features: np.ndarray, samples: int, wish: Options) -> Windows:
@@ -402,7 +402,7 @@ def load_transcriber(
     Args:
         path: a directory with config.json, safetensors files, tokenizer.json and preprocessor_config.json, float or packed.
         quantization: how to quantize a float checkpoint while it is loaded; None: not at all.
-        cache: as of :class:`SpeechDecoder`; of Whisper models alone.
+        cache: as for :class:`SpeechDecoder`; only for Whisper models.
         progress: called as ``progress(tensors loaded, tensors)``.
 
     Raises:

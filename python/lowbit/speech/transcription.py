@@ -1,4 +1,4 @@
-"""What a transcription is, and what transcribers of all kinds of models have in common."""
+"""Transcriptions, and the base class of the transcribers of all kinds of models."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Transcription:
 
 
 class AnyTranscriber:
-    """What transcribers of all kinds of models have."""
+    """Base class of the transcribers of all kinds of models."""
 
     @property
     def languages(self) -> list[str]:
@@ -87,7 +87,7 @@ class AnyTranscriber:
         return []
 
     def windows(self, audio: str | os.PathLike[str] | np.ndarray | torch.Tensor, **options: Any) -> Windows:
-        """As :meth:`stream`, the segments of one window after the other, which may be none."""
+        """As :meth:`stream`, but yields lists: the segments of each window, which may be empty."""
         raise NotImplementedError
 
     def transcribe(self, audio: str | os.PathLike[str] | np.ndarray | torch.Tensor, **options: Any) -> Transcription:

@@ -38,7 +38,7 @@ def boundaries(queries: np.ndarray, keys: np.ndarray, positions: int, scale: flo
         queries: [heads, tokens, width], each after the model has read the token.
         keys: [heads, all positions, width], the keys of a window.
         positions: the number of positions with sound; silence follows.
-        scale: factor of their products.
+        scale: factor of the products of queries and keys.
         filter_width: the width of the median filter along positions.
     """
     scores = np.matmul(queries * np.float32(scale), keys.transpose(0, 2, 1))
@@ -101,7 +101,7 @@ def words(
     """Joins tokens to words.
 
     Args:
-        tokens: the tokens of text alone.
+        tokens: the tokens of text, without timestamps.
         times: the begin and end of each token, [2 * tokens], in seconds.
         probabilities: the probability of each token.
         decode: the text of tokens.

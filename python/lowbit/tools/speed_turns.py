@@ -39,7 +39,7 @@ def timed(feed: Feed, prompt: list[int], new: int) -> tuple[float, list[float]]:
 def in_turns(
     feeds: Mapping[str, Feed], prompt: list[int], new: int, rounds: int, threads: int, touched: int
 ) -> tuple[float, dict[str, dict[str, float]]]:
-    """The read bandwidth, and the figures of each way to run, which take turns; medians over the rounds.
+    """The read bandwidth, and the figures of each of ``feeds``, which take turns; medians over the rounds.
 
     Other programs take bandwidth too, so each turn is compared with the bandwidth before and after it.
 
@@ -110,7 +110,7 @@ def run_plan(planned: PlannedModel, threads: int, prompt: int, new: int, rounds:
 
 
 def weights_of(directory: Path, plan: _C.PlanModel, config: Mapping[str, Any]) -> tuple[int, str]:
-    """Packed bytes that a decoding step reads, and the first linear layer in words.
+    """Packed bytes that a decoding step reads, and a description of the first linear layer.
 
     Bytes are those of :func:`lowbit.tools.model_speed.bytes_per_token`.
     """

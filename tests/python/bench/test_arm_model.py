@@ -45,7 +45,7 @@ def test_markers_are_not_modeled():
     assert arm_cycles.Trace(text).calls == [(4, {})]
 
 
-def test_calls_and_atomics_become_what_every_model_knows():
+def test_calls_and_atomics_become_instructions_that_every_model_knows():
     assert arm_cycles.plain(BL) == 0x17FFF956
     assert arm_cycles.plain(RET) == 0xD61F03C0
     assert arm_cycles.plain(LDADDAL) == NOP

@@ -17,7 +17,7 @@ TOKENS = 5
 
 class Writer(BaseHTTPRequestHandler):
     """Streams a piece for each token in OpenAI's format. A prompt that begins with 0 gets one token less, one with 1 an error.
-    Answers start when `together` has all its prompts."""
+    Answers wait until as many prompts as `together` counts have come."""
 
     together = threading.Barrier(1)
 

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.more
 CASE = results.HEADINGS[:4]
 
 
-def test_results_are_those_of_the_file():
+def test_results_equal_those_in_the_file():
     with (ROOT / "tests" / "results.csv").open(encoding="utf-8", newline="") as file:
         expected = {tuple(row[name] for name in CASE): row for row in csv.DictReader(file)}
     found = {tuple(row[name] for name in CASE): row for row in results.rows()}

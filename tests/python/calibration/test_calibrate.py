@@ -149,7 +149,7 @@ def plain_gptq(weight: Tensor, square: Tensor, grid: Quantized, order: list[int]
 
 
 @pytest.mark.parametrize("mapping", MAPPINGS)
-def test_gptq_is_what_the_paper_derives(mapping):
+def test_gptq_follows_the_derivation_in_the_paper(mapping):
     weight, x = weights(11, 70), correlated(70)
     moments, config = moments_of(x), LinearConfig(3, 32, mapping)
     order = torch.argsort(moments.square.diagonal(), descending=True, stable=True).tolist()

@@ -62,7 +62,7 @@ def test_all_scales_learned_together_are_better():
         assert found[1] < 0.97 * found[0], (make, found)
 
 
-def test_layers_that_no_text_reaches_stay(monkeypatch):
+def test_layers_that_no_text_reaches_stay_float(monkeypatch):
     """Rows of an embedding table that do not occur in the text keep their values, and so do levels from the config."""
     model = llama(tied=False)
     table = (-127, -40, 40, 127)
@@ -266,7 +266,7 @@ def test_layers_that_a_fused_operator_would_pass_by():
     assert found[0] < 0.8 * found[1]
 
 
-def test_the_text_model_of_one_for_images():
+def test_the_text_model_inside_an_image_model():
     """Its settings are in a nested config. With a cache enabled there, each run of a block would see the previous run's
     keys."""
     texts = {

@@ -100,7 +100,7 @@ def test_same_bytes_again_and_progress():
     assert steps[: len(steps) // 2] == [(i, 22) for i in range(23)]
 
 
-def test_the_model_is_as_before_but_for_its_layers():
+def test_only_the_quantized_layers_of_the_model_change():
     model = llama().train()
     model.config.use_cache = True
     calibrate(model, tokens(), LinearConfig(4))

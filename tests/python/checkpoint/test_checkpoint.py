@@ -244,7 +244,7 @@ print(before, peak())
     assert after - before < 32e6 < largest / 3
 
 
-def test_what_stays_float(tmp_path):
+def test_layers_that_stay_float(tmp_path):
     """If experts of an unsupported form, most of the bytes, stay float, every run warns."""
     sizes = {"vocab_size": 160, "hidden_size": 64, "num_hidden_layers": 1, "num_key_value_heads": 2, "kv_channels": 16}
     sizes["pad_token_id"] = 0  # transformers 5.0 needs one

@@ -21,7 +21,7 @@ def sharded(tmp_path):
     return save_model(tmp_path / "source", sharded=True)
 
 
-def test_no_such_source(tmp_path):
+def test_sources_that_do_not_exist(tmp_path):
     refuse(tmp_path / "none", tmp_path / "packed", OSError, str(tmp_path / "none"), "is not a directory")
 
 

@@ -103,7 +103,7 @@ def test_a_disk_that_is_mounted_there(source, tmp_path, monkeypatch):
     mount = 'mount -t tmpfs -o size=64k none "$1" && exec "$2" -c "$3" "$4" "$1"'
     tried = subprocess.run(["unshare", "-rm", "true"], capture_output=True, text=True)
     if tried.returncode != 0:
-        pytest.skip(f"this kernel lets nobody mount a disk: {tried.stderr[:200]}")  # not installable on CI
+        pytest.skip(f"this kernel allows no user to mount a disk: {tried.stderr[:200]}")  # not installable on CI
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1] / "support"))
     command = ["unshare", "-rm", "sh", "-c", mount, "sh", tmp_path / "mounted", sys.executable, MOUNTED, source]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)

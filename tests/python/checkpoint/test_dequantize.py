@@ -67,7 +67,7 @@ def assert_float(model, state) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_model_becomes_what_its_packed_weights_are(kind, tmp_path):
+def test_a_model_gets_its_dequantized_weights(kind, tmp_path):
     model = make(kind)
     packed = lowbit.quantize_(copy.deepcopy(model), LowBitConfig(bits=3, group_size=16).select(model))
     state = expected_state(model, packed)

@@ -197,7 +197,7 @@ main()
     assert (found.returncode, found.stdout, found.stderr) == (-signal.SIGINT, "", "")
 
 
-def test_signals_are_as_before_when_a_command_is_done(tmp_path):
+def test_a_command_restores_the_signal_handlers(tmp_path):
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         before = signal.getsignal(number)
         for arguments in (["info"], ["inspect", str(tmp_path)]):

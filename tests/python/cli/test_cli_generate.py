@@ -206,7 +206,7 @@ def test_invalid_prompts(packed, tmp_path):
         (tmp_path / name).write_text(content)
         return error(invoke("generate", packed[0], "--prompts", tmp_path / name, *more))
 
-    assert "has no prompts; expected one a line" in refused(" \n\n")
+    assert "has no prompts; expected one per line" in refused(" \n\n")
     assert "line 2 of" in (found := refused('"a"\n{', name="p.jsonl")) and "is not JSON" in found
     for line in ("3", "{}", '{"prompt": 4}', "null", "[" * 100000):
         found = refused(line, name="p.jsonl")
@@ -217,7 +217,7 @@ def test_invalid_prompts(packed, tmp_path):
         result = invoke("generate", packed[0], "--prompts", tmp_path / "prompts.txt", *more)
         assert result.exit_code == 2 and "is for one text at a time" in result.stderr
     result = invoke("generate", packed[0], "--prompts", tmp_path / "prompts.txt", "--prompt", "a")
-    assert result.exit_code == 2 and "give one of the three" in result.stderr
+    assert result.exit_code == 2 and "expected exactly one of the three" in result.stderr
 
 
 def test_control_characters_stay_out_of_terminals(packed, monkeypatch):

@@ -104,7 +104,7 @@ def test_inspect_a_gguf_file(tmp_path):
     assert str(file) in error(invoke("inspect", file))
 
 
-def test_inspect_shows_names_as_they_are(tmp_path):
+def test_inspect_shows_names_unchanged(tmp_path):
     # Neither rich's markup, nor emoji codes, nor terminal control sequences.
     names = ["a[bold]b", "[/x]", ":smile:", "\x1b[31mred"]
     header = {name: {"dtype": "U8", "shape": [1], "data_offsets": [i, i + 1]} for i, name in enumerate(names)}

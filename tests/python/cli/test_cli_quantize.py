@@ -96,7 +96,7 @@ pack, rmtree = quantizing.write_output, shutil.rmtree
 def interrupted(number, target):
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # as nohup does with this one
-    def again(*arguments, **options):  # whoever is impatient sends a second one while the first one's work is removed
+    def again(*arguments, **options):  # an impatient user sends a second signal while partial files are removed
         os.kill(os.getpid(), number)
         rmtree(*arguments, **options)
     shutil.rmtree = again

@@ -54,7 +54,7 @@ def symmetric(tmp_path_factory) -> Path:
 )  # fmt: skip
 @pytest.mark.parametrize("group", [32, 64, None])
 def test_blocks_are_the_weights(bits, mapping, kind, group):
-    """Every code, by the package's dequantization."""
+    """Every code, dequantized by the package gguf."""
     k, n = 160, 18
     groups = 1 if group is None else -(-k // group)
     codes = torch.randint(0, 2**bits, (n, k), dtype=torch.uint8)
@@ -76,7 +76,7 @@ def test_blocks_are_the_weights(bits, mapping, kind, group):
 @pytest.mark.parametrize(
     "model, kind", [*(("untied", kind) for kind in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "F16", "BF16")), ("bias", "Q4_0")]
 )
-def test_there_and_back_are_the_same_bytes(tmp_path, model, kind):
+def test_import_export_and_import_give_the_same_bytes(tmp_path, model, kind):
     made = make_model(model, dtype=torch.float32, **SIZES)
     tokens = ["<s>", "</s>", *[chr(0x100 + number) for number in range(2046)]]
     tokens[2:6] = ["t", "h", "e", "th"]
@@ -100,7 +100,7 @@ def test_there_and_back_are_the_same_bytes(tmp_path, model, kind):
 
 
 def test_lowbit_checkpoints_are_exported(symmetric, tmp_path):
-    """examples/tiny_llama, read by the package; one tensor as float, to compare."""
+    """examples/tiny_llama, read by the package gguf; values of one tensor are compared."""
     assert "Q8_0" in invoke("export", symmetric, "--to", "gguf", "--output", tmp_path / "m.gguf").stdout
     fields = gguf.GGUFReader(tmp_path / "m.gguf")
     tensors = {tensor.name: tensor for tensor in fields.tensors}

@@ -206,7 +206,7 @@ def test_the_runner_stops(runner, exported):
 
 
 @pytest.mark.parametrize("kind", ["pte", "plan"])
-def test_the_runner_goes_on_with_a_saved_text(kind, runners, exported, tmp_path):
+def test_the_runner_continues_a_saved_text(kind, runners, exported, tmp_path):
     """Length and caches chosen at load; a text in two calls has the tokens of one."""
     file, name = exported.files["pte"], "llm_runner"
     if kind == "plan":

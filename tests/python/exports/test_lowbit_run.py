@@ -125,10 +125,10 @@ def test_a_conversation(program, model):
         (["{model}", "--max-new-tokens", "0"], 2, "--max-new-tokens is '0'; expected a whole number, 1 or more"),
         (["{model}", "--nothing", "1"], 2, "there is no option --nothing"),
         (["{model}", "-p"], 2, "-p has no value"),
-        (["{model}", "--chat"], 2, "--chat is without -p"),
+        (["{model}", "--chat"], 2, "--chat is given without -p"),
         (["{model}", "-p", "a", "--max-length", "40"], 1, "--max-length is 40; expected a multiple of 16"),
         (["{model}", "-p", "a b c " * 40, "--max-length", "16"], 1, "expected fewer than the context's 16"),
-        (["{model}/none", "-p", "a"], 1, "lowbit.tokens does not open; it comes from: lowbit export"),
+        (["{model}/none", "-p", "a"], 1, "lowbit.tokens does not open; to write it: lowbit export"),
     ],
 )
 def test_wrong_arguments(program, model, arguments, code, message):

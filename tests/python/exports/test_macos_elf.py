@@ -87,7 +87,7 @@ def test_a_cut_library_is_refused(kept):
         (library(section_kind=0x9), "has initializers (__text); expected none"),
         (library(section_kind=0x13), "has variables of threads (__text); expected none"),
         (library(other=command(0x80000034, "<2I", 0, 0)), "has chained fixups; expected dyld's older lists"),
-        (b"\x7fELF" + bytes(60), "is no dynamic library for macOS on Arm: magic 0x464c457f"),
+        (b"\x7fELF" + bytes(60), "is not a dynamic library for macOS on Arm: magic 0x464c457f"),
     ],
 )  # fmt: skip
 def test_what_linux_has_no_counterpart_of_is_refused(content, message):

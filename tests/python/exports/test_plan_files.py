@@ -151,7 +151,7 @@ def test_commands(packed, tmp_path):
     (copy / "lowbit.plan").unlink()
     again = document(invoke("certify", copy, "--json", "--threads", 2))
     assert again["made"] is True and again["certificate"] == said["certificate"]
-    assert "expected those of lowbit quantize" in error(invoke("certify", MODEL))
+    assert "expected a checkpoint of lowbit quantize" in error(invoke("certify", MODEL))
     assert "expected a file in" in error(invoke("export", copy, "--to", "plan", "--output", tmp_path / "x.plan"))
     assert "expected a model of lowbit quantize or import" in error(invoke("export", MODEL, "--to", "plan"))
 
@@ -229,7 +229,7 @@ def test_a_program_in_rust(packed, decoder, tmp_path):
     for arguments, message in (
         ((packed / "none", 1, 0), "none does not open"),
         ((packed, 1, 1 << 20), "there is no token 1048576"),
-        ((packed, 1, "x"), "'x' is no number"),
+        ((packed, 1, "x"), "'x' is not a number"),
         ((packed,), "usage: tokens MODEL COUNT ID..."),
     ):
         refused = ran(*arguments)

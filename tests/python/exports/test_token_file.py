@@ -230,7 +230,7 @@ def test_unknown_parts_are_refused(change, message):
 @pytest.mark.parametrize(
     ("pattern", "message"),
     [
-        (r"\Bword", r"\\B"), ("a*", "an empty text"), ("^*a", "repeats a group"), (r"(?<=ab)c", "looks behind"),
+        (r"\Bword", r"\\B"), ("a*", "the empty text"), ("^*a", "repeats a group"), (r"(?<=ab)c", "looks behind"),
         (r"(?>a)b", r"\(\?>a"),
         (r"(?i:ss)", "one character matches, too"), (r"(?:a*)+", "an empty text"), (r"(?:ab|c)++", "repeats a group"),
         (r"a{2}?", "an interval with a"), (r"(a", "without its"), (r"a)", "without its"), (r"[a", "without its"),

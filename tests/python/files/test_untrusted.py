@@ -10,7 +10,7 @@ from lowbit.files.gguf_reader import read_gguf
 from lowbit.files.untrusted import MOST_JSON, interpreting, one_line, printable, raised_by_reader, read_json
 
 
-def test_a_file_of_one_object(tmp_path):
+def test_a_file_with_one_object(tmp_path):
     file = tmp_path / "config.json"
     largest = b'{"a": {"b": 1}}'.ljust(64 << 20)
     assert len(largest) == MOST_JSON
@@ -93,7 +93,7 @@ def raised(error: BaseException, *packages: str) -> BaseException:
     raise AssertionError
 
 
-def test_whose_mistake_it_is():
+def test_the_cause_of_an_error_is_recognized():
     panic = type("PanicException", (BaseException,), {"__module__": "pyo3_runtime"})
     for error in (
         panic("a slice"), Exception("tokenizers"), raised(KeyError("a"), "transformers.models"),

@@ -283,7 +283,7 @@ def texts():
 
 @pytest.mark.more
 @torch.no_grad()
-def test_widths_by_layer_have_experts_among_them(source):
+def test_mixed_widths_include_experts(source):
     kind, directory = source
     model, holder = make(kind), experts_of(kind)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}

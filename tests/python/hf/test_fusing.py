@@ -80,7 +80,7 @@ def test_gradients_and_training_go_the_models_own_way():
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-def test_unrecognized_modules_stay():
+def test_unrecognized_modules_are_not_replaced():
     config = config_of("bert")
     config.hidden_act = "mish"
     model = transformers.AutoModel.from_config(config).eval()

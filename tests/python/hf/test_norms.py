@@ -136,14 +136,14 @@ MODULES_THAT_STAY = [
 
 
 @pytest.mark.parametrize("make", MODULES_THAT_STAY)
-def test_modules_that_stay(make):
+def test_modules_that_are_not_replaced(make):
     module = make()
     forward = vars(module).get("forward")
     assert norms.replace(module) == []
     assert vars(module).get("forward") is forward
 
 
-def test_calls_that_stay():
+def test_calls_that_run_the_original_code():
     torch.manual_seed(0)
     module = trained(LayerNorm(48), torch.float32)
     plain, bare = copy.deepcopy(module), LayerNorm(48, elementwise_affine=False)

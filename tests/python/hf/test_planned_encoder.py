@@ -7,8 +7,8 @@ import threading
 import lowbit
 import pytest
 import torch
-from lowbit.hf import planned_encoder
-from lowbit.hf.planned_encoder import EncoderPlan
+from lowbit.hf import encoder_plan
+from lowbit.hf.encoder_plan import EncoderPlan
 
 transformers = pytest.importorskip("transformers")
 
@@ -132,8 +132,8 @@ def test_a_text_has_the_same_bits_in_any_batch(kind, calls, monkeypatch):
     lengths = [300, 7, 290, 270, 1]
     mask = (torch.arange(300) < torch.tensor(lengths)[:, None]).long()
     batch = run(model, input_ids=ids, attention_mask=mask)
-    for most in (planned_encoder._MOST_ROWS, 310, 1):
-        monkeypatch.setattr(planned_encoder, "_MOST_ROWS", most)
+    for most in (encoder_plan._MOST_ROWS, 310, 1):
+        monkeypatch.setattr(encoder_plan, "_MOST_ROWS", most)
         assert same(run(model, input_ids=ids, attention_mask=mask), batch, mask)
     for text, length in enumerate(lengths):
         assert torch.equal(run(model, input_ids=ids[text : text + 1, :length])[0][0], batch[0][text, :length])

@@ -222,7 +222,7 @@ def test_speculative_decoding_of_a_hybrid_writes_the_same_text(decoder, wrong, m
     assert result.decode_calls < 29
 
 
-def test_states_cannot_be_cut_back_but_where_there_is_a_copy():
+def test_states_can_only_be_cut_back_to_a_copy():
     decoder = llm.Decoder(model_of("lfm2"), 96)
     expected = [decoder(torch.tensor([PROMPT[: end + 1]]), torch.tensor([0])) for end in range(len(PROMPT))]
     decoder(torch.tensor([PROMPT[:6]]), torch.tensor([0]))

@@ -89,7 +89,7 @@ def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
     return function_of("llama")(q, k, cos, -sin, unsqueeze_dim)
 
 
-def test_functions_that_stay():
+def test_functions_that_are_not_replaced():
     for function in (
         apply_rotary_pos_emb,
         function_of("gpt_oss"),
@@ -99,7 +99,7 @@ def test_functions_that_stay():
         assert rotary.fused(function) is function
 
 
-def test_calls_that_stay():
+def test_calls_that_run_the_original_code():
     function = function_of("llama")
     fused = rotary.fused(function)
     q, k, table = torch.randn(2, 4, 3, 16), torch.randn(2, 2, 3, 16), torch.randn(1, 3, 16)

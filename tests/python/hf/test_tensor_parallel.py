@@ -165,7 +165,7 @@ def test_rows_of_each_rank(found):
 
 
 @pytest.mark.parametrize("name", ["phi3 on two", "one head on two", "mixtral on two"])
-def test_two_ranks_write_what_one_does(found, name):
+def test_two_ranks_give_the_results_of_one(found, name):
     assert len(of(found, name)) == 2
     for case in of(found, name):
         assert case["logits"] and case["tokens"]

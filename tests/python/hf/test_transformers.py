@@ -275,7 +275,7 @@ def test_other_architectures(tmp_path, name):
 
 @pytest.mark.filterwarnings("ignore:.*share one weight, of which only")
 @pytest.mark.parametrize("kind", KINDS)
-def test_quantized_by_hand_and_saved(tmp_path, kind):
+def test_models_quantized_by_quantize_are_saved_and_loaded(tmp_path, kind):
     """After quantize_ and save_pretrained, from_pretrained gives the same model, whichever layers are packed."""
     source = save_model(tmp_path / "source", kind)
     mixed = {"*": lowbit.LinearConfig(4), "*embed*": lowbit.EmbeddingConfig(6, 16), "*.0.mlp.up_proj": None}
@@ -301,7 +301,7 @@ def test_quantized_by_hand_and_saved(tmp_path, kind):
     assert_same_model(load(tmp_path / "part"), whole["language"])
 
 
-def test_an_unsupported_transformers_saves_nothing_by_halves(tmp_path, monkeypatch):
+def test_an_unsupported_transformers_saves_no_partial_model(tmp_path, monkeypatch):
     model = make_model()
     monkeypatch.setitem(sys.modules, "lowbit.hf.quantizer", None)
     lowbit.quantize_(model, lowbit.LinearConfig())

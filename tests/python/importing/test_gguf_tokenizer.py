@@ -65,14 +65,14 @@ def test_tokens_that_the_file_names_are_control_tokens_of_any_type(tmp_path, typ
 
 
 @pytest.mark.parametrize("kind, ends", [(3, [0, 1]), (4, [0, 1]), (1, [0])])
-def test_ends_of_turns_are_control_tokens_or_of_the_user(kind, ends):
+def test_only_control_and_user_defined_tokens_end_a_turn(kind, ends):
     values = {"tokenizer.ggml.tokens": ["</s>", "<|im_end|>"], "tokenizer.ggml.token_type": np.array([3, kind], np.int32)}
     config = {"vocab_size": 2, "bos_token_id": None, "pad_token_id": None, "eos_token_id": 0}
     found = generation_config(SimpleNamespace(all=values, path="x.gguf"), config)
     assert found == {"eos_token_id": ends}
 
 
-def test_an_empty_control_token_is_never_met(tmp_path):
+def test_an_empty_control_token_matches_nothing(tmp_path):
     values = metadata("llama-bpe")
     values["tokenizer.ggml.tokens"].append("")
     values["tokenizer.ggml.token_type"].append(3)
@@ -117,7 +117,7 @@ CUT = {
 
 
 @pytest.mark.parametrize("pre", CUT)
-def test_words_are_cut_as_the_rule_says(tmp_path, pre):
+def test_words_are_split_as_the_rule_says(tmp_path, pre):
     values = metadata(pre)
     values["tokenizer.ggml.token_type"] = [kind if kind == 3 else 1 for kind in values["tokenizer.ggml.token_type"]]
     cut = loaded(tmp_path, values).backend_tokenizer.pre_tokenizer

@@ -32,8 +32,8 @@ def imported(path):
 
 
 @pytest.mark.parametrize("name", layers_of_others())
-def test_zeros_beside_a_quantized_matrix_are_left_out_and_other_values_are_refused(tmp_path, name):
-    """In every format."""
+def test_unused_biases_are_dropped_if_zero_and_else_refused(tmp_path, name):
+    """For every format."""
     settings, layer, metadata = layers_of_others()[name]
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -61,7 +61,7 @@ def test_zeros_beside_a_quantized_matrix_are_left_out_and_other_values_are_refus
             assert f"{q}.packed_weight" in written and not [key for key in written if key.endswith("bias")]
 
 
-def test_a_bias_that_the_model_has_not_in_a_float_checkpoint(tmp_path):
+def test_an_unused_bias_in_a_float_checkpoint(tmp_path):
     """transformers ignores it, and so does the quantized model, with a warning."""
     checkpoint(tmp_path / "in", None, lambda n, k: (torch.ones(n, k), {"weight": torch.ones(n, k)}))
     extra = {f"{LAYER}.bias": torch.ones(96), "model.layers.0.mlp.down_proj.bias": torch.zeros(64)}
@@ -162,7 +162,7 @@ def test_placeholders_of_an_act_order_that_the_settings_deny(tmp_path, name):
         (AWQ, lambda layer: awq(layer) | {"g_idx": act_order(layer)}, "has an act-order permutation; expected none"),
     ],
 )
-def test_an_act_order_that_cannot_be(tmp_path, settings, pack, message):
+def test_impossible_act_orders_are_refused(tmp_path, settings, pack, message):
     checkpoint(tmp_path / "in", settings, simple(pack))
     with pytest.raises(ValueError, match=re.escape(message)):
         imported(tmp_path)
@@ -208,7 +208,7 @@ def test_settings_in_another_file(tmp_path, file, content, make, format_):
     lowbit.quantize_checkpoint(tmp_path / "float", tmp_path / "again", lowbit.LowBitConfig())
 
 
-def test_settings_of_caches_alone_leave_weights_float(tmp_path):
+def test_a_config_with_only_cache_settings_leaves_weights_float(tmp_path):
     checkpoint(tmp_path / "in", None, lambda n, k: (torch.ones(n, k), {"weight": torch.ones(n, k)}))
     content = {"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}}
     (tmp_path / "in" / "hf_quant_config.json").write_text(json.dumps(content))
@@ -301,7 +301,7 @@ def same_weights(path, model, exact: bool = True):
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("odd", [(2,), (0, 1, 3)])
-def test_experts_without_minimums_get_them_if_others_have_them(tmp_path, odd):
+def test_all_experts_get_minimums_if_one_has_them(tmp_path, odd):
     def make(number: int, n: int, k: int):
         # Powers of two, so that minimums fit in float16.
         layer = random(number, n, k, zeros="middle" if number in odd else "free")
@@ -380,7 +380,7 @@ def test_one_odd_expert(tmp_path, name):
     assert summary.source_bytes == total - indices
 
 
-def test_experts_that_are_all_odd_become_floats_and_it_is_said(tmp_path):
+def test_experts_that_all_differ_become_floats_with_a_warning(tmp_path):
     def make(number: int, n: int, k: int):
         layer = random(number, n, k)
         packed = gptq(layer, 4, GROUP, 1) | {"g_idx": act_order(layer)}

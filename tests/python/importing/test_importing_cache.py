@@ -19,7 +19,7 @@ def file(tmp_path):
     return path
 
 
-def test_of_two_imports_at_once_one_writes(file, monkeypatch):
+def test_only_one_of_two_simultaneous_imports_writes(file, monkeypatch):
     write, second_writes, calls, results = importing.write_checkpoint, threading.Event(), [], []
     second = threading.Thread(target=lambda: results.append(importing.import_to_cache(file)))
 

@@ -421,7 +421,7 @@ def test_float_checkpoints_are_for_quantize(tmp_path):
         lowbit.import_checkpoint(tmp_path / "none", tmp_path / "out")
 
 
-def test_other_files_come_along(tmp_path):
+def test_other_files_are_copied(tmp_path):
     checkpoint(tmp_path / "in", GPTQ, maker(4, "middle", lambda layer: gptq(layer, 4, GROUP, 1)))
     (tmp_path / "in" / "tokenizer_config.json").write_text("{}")
     said = document(invoke("import", tmp_path / "in", tmp_path / "out", "--json"))
@@ -447,7 +447,7 @@ def test_streams_of_every_width():
             assert torch.equal(from_stream(rows_of_words(codes, bits), bits, count), codes.to(torch.uint8))
 
 
-def test_a_second_import_of_changed_files_reads_them_anew(tmp_path):
+def test_a_second_import_reads_changed_files_again(tmp_path):
     pack = lambda layer: gptq(layer, 4, GROUP, 1)  # noqa: E731
     for number, zeros in enumerate(("middle", "free")):  # equal names, shapes and offsets in the file
         model = checkpoint(tmp_path / "in", GPTQ, maker(4, zeros, pack))

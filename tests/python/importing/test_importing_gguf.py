@@ -290,7 +290,7 @@ def add_tensor(source, target, name: str, values: np.ndarray) -> None:
     target.write_bytes(file_bytes(metadata, tensors))
 
 
-def test_the_tokenizer_comes_over(tmp_path):
+def test_the_tokenizer_is_imported(tmp_path):
     model = random_model("llama")
     tokens = ["<s>", "<|im_end|>", *[chr(code) for code in range(33, 127)], "th", "the", "\u0120"]
     write_model(tmp_path / "m.gguf", model, tokens=tokens + [f"unused{i}" for i in range(403 - len(tokens))])
@@ -350,7 +350,7 @@ def test_a_split_file_from_any_of_its_parts(tmp_path):
 
 @pytest.mark.parametrize("kind", ["llama", "tied"])
 def test_the_head_gets_16_bit_activations(tmp_path, kind):
-    """And the table that it shares. With a number all layers have it."""
+    """So does the table that it shares. With activation_bits given, all layers have that number."""
     model = random_model(kind)
     write_model(tmp_path / "m.gguf", model, "Q8_0", **metadata_of(model))
     entries = {}
@@ -419,7 +419,7 @@ print(before, peak())
 
 
 @pytest.mark.filterwarnings("ignore:.* has no tokenizer")
-def test_progress_and_an_end_in_the_middle(tmp_path):
+def test_progress_and_an_interrupted_import(tmp_path):
     _, tensors = of_blocks("Q4_0")
     (tmp_path / "m.gguf").write_bytes(file_bytes(LLAMA, tensors))
     seen: list[tuple[int, int]] = []

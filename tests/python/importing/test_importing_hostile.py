@@ -119,8 +119,8 @@ def test_the_least_alignment(tmp_path):
 @pytest.mark.parametrize(
     "behind, between, unused", [(0, 0, 0), (31, 0, 0), (1, 0, 1), (5000, 0, 5000), (0, 64, 64), (7, 32, 39)]
 )
-def test_bytes_of_no_tensor_are_a_warning(tmp_path, behind, between, unused):
-    """Except for padding to the alignment."""
+def test_bytes_outside_of_tensors_give_a_warning(tmp_path, behind, between, unused):
+    """Padding to the alignment gives none."""
     data = bytes(64 + between + (1 if behind == 31 else 32) + behind)
     entries = tensor("a", (33,), 24, 0), tensor("b", (1 if behind == 31 else 32,), 24, 64 + between)
     file = tmp_path / "m.gguf"
@@ -143,7 +143,7 @@ def test_every_truncation(tmp_path):
             read_gguf(file)
 
 
-def test_a_count_costs_no_memory(tmp_path):
+def test_a_large_count_allocates_nothing(tmp_path):
     """In a separate process with a memory limit: counts are refused before anything is allocated for them."""
     file = tmp_path / "m.gguf"
     file.write_bytes(header(0, 1) + array(12, 2**37, bytes(1 << 16)))

@@ -118,7 +118,7 @@ def test_any_rows_are_read(tmp_path, order):
 
 
 def test_the_wrong_order_gives_other_weights(tmp_path):
-    """So an unknown order must not be assumed."""
+    """So lowbit must not assume an order."""
     written(tmp_path / "m.gguf", "bitnet-b1.58", "x86")
     read = lambda order: open_gguf(tmp_path / "m.gguf", order).tensors[1].read(0, 128).codes  # noqa: E731
     assert not torch.equal(read("x86"), read("arm")) and not torch.equal(read("x86"), read("rows"))
@@ -168,7 +168,7 @@ def test_the_command_takes_the_order(tmp_path):
     assert result.exit_code == 0 and "I2_S" in result.output and "exact" in result.output
 
 
-def test_an_order_that_does_not_count(tmp_path):
+def test_the_order_is_refused_for_other_types(tmp_path):
     model = LlamaForCausalLM(LlamaConfig(
         vocab_size=403, hidden_size=128, intermediate_size=256, num_hidden_layers=1, num_attention_heads=4,
         tie_word_embeddings=False,

@@ -190,7 +190,7 @@ def test_refusals(written, tmp_path):
     assert "expected [64, 256]" in refused({**tensors, "mm.model.fc.weight": fc[:-1]})
     missing = {name: array for name, array in tensors.items() if name != "v.post_ln.bias"}
     assert "model.vision_model.post_layernorm.bias" in refused(missing)
-    assert f"{tmp_path}/none is no file; expected a .gguf file" in refused(tower=tmp_path / "none")
+    assert f"{tmp_path}/none is not a file; expected a .gguf file" in refused(tower=tmp_path / "none")
     directory = error(invoke("import", path / "float", tmp_path / "made", "--mmproj", path / "tower.gguf"))
     assert f"{path}/float is a directory; expected a .gguf file" in directory
     data = bytearray((path / "tower.gguf").read_bytes())

@@ -92,7 +92,7 @@ def test_a_state_dict_that_is_refused_changes_nothing(layer):
     assert ordered.input_order is not None
 
 
-def test_saving_what_was_loaded(imported, tmp_path):
+def test_a_loaded_layer_can_be_saved(imported, tmp_path):
     first = load(imported[0], dtype="auto")
     first.save_pretrained(tmp_path)
     again = load(tmp_path, dtype="auto")
@@ -160,7 +160,7 @@ def test_damaged_orders_are_refused(imported, tmp_path, change, message):
         load(tmp_path / "m")
 
 
-def test_gguf_has_no_such_layers(imported, tmp_path):
+def test_an_order_of_inputs_is_refused_by_gguf(imported, tmp_path):
     with pytest.raises(ValueError, match="has an act-order permutation .*, which GGUF does not support"):
         export_gguf(imported[0], tmp_path / "m.gguf")
     assert not (tmp_path / "m.gguf").exists()

@@ -175,7 +175,7 @@ def test_hqq_with_whole_zeros_in_the_middle_is_exact(tmp_path):
         ({"zero": torch.full((192, 1), torch.nan)}, "finite"),
     ],
 )
-def test_hqq_that_is_damaged_or_otherwise_is_refused(tmp_path, change, message):
+def test_damaged_and_other_hqq_files_are_refused(tmp_path, change, message):
     checkpoint(tmp_path / "in", HQQ, hqq(4, 32))
     new = {f"{LAYER}.{name}": tensor for name, tensor in change.items()}
     change_tensors(tmp_path / "in" / "model.safetensors", lambda tensors: tensors.update(new))

@@ -1,7 +1,7 @@
 """Imported tokenizers against the vectors of llama.cpp: `make test-llama-vocab LLAMA_CPP=directory of llama.cpp`.
 
 Its models directory has vocabularies without tensors, ggml-vocab-NAME.gguf. Beside each are texts, NAME.gguf.inp, and the
-numbers of their tokens, NAME.gguf.out.
+ids of their tokens, NAME.gguf.out.
 """
 
 import os
@@ -29,7 +29,7 @@ def vectors(vocabulary: Path) -> list[tuple[str, list[int]]]:
 
 
 def differences(vocabulary: Path, target: Path) -> list[tuple[str, list[int], list[int]]]:
-    """Texts of which the tokenizer makes other tokens than the file says."""
+    """Texts whose tokens differ from those in the file."""
     values = read_gguf(vocabulary).metadata
     count = len(values["tokenizer.ggml.tokens"])
     save_tokenizer(vocabulary, values, values["general.architecture"], count, target)
@@ -67,8 +67,8 @@ def test_vectors_of_llama_cpp(tmp_path, vocabulary):
 TEXTS = ["ab", "", " a\n\nb ", "a<|plain|>b", "é漢🎈", "aab  ba"]
 
 
-def test_a_vocabulary_of_this_form(tmp_path):
-    """So that the comparison runs without llama.cpp's files: equal numbers, and another one."""
+def test_the_comparison_itself(tmp_path):
+    """Without llama.cpp's files: it accepts equal token ids, and finds a wrong one."""
     values = metadata("gpt-2") | {"general.architecture": "llama"}
     vocabulary = tmp_path / "ggml-vocab-x.gguf"
     vocabulary.write_bytes(file_bytes(values, []))

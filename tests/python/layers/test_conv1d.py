@@ -75,7 +75,7 @@ def test_every_way_gives_the_same_bits(source, expected, tmp_path):
     assert list(layer.weight.shape) == [192, 64] and layer.info.has_bias
 
 
-def test_what_stays_float_is_as_it_was(source, tmp_path):
+def test_layers_that_stay_float_do_not_change(source, tmp_path):
     config = lowbit.LowBitConfig(bits=4, overrides={"*.c_proj": None})
     summary = lowbit.quantize_checkpoint(source, tmp_path / "packed", config)
     assert set(summary.unquantized) == {f"transformer.h.{i}.{part}.c_proj.weight" for i in range(2) for part in ("attn", "mlp")}
@@ -122,7 +122,7 @@ def test_widths_leave_the_model_as_it_was(source):
     assert {"transformer.h.0.mlp.c_fc"} <= config.select(model).keys()
 
 
-def test_a_calibration_that_fails_leaves_it_too(source):
+def test_a_failed_calibration_does_not_replace_layers(source):
     model = load(source)
     model.transformer.h[1].mlp.c_proj.register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(OSError("stop")))
     with pytest.raises(OSError, match="stop"):
@@ -189,7 +189,7 @@ def test_it_is_trained_packed(source, mapping, tmp_path):
     assert torch.equal(logits(lowbit.qat.convert_(again)), logits(model))
 
 
-def test_one_that_is_there_twice_is_trained_once(source):
+def test_a_layer_that_occurs_twice_is_trained_once(source):
     model = load(source)
     first, second = model.transformer.h[0].mlp.c_fc, model.transformer.h[1].mlp.c_fc
     second.weight = first.weight

@@ -86,7 +86,7 @@ def test_a_default_device(usual):
 
 
 def test_threads_are_tuned_in_a_default_dtype(monkeypatch):
-    monkeypatch.setattr(lowbit.machine.threads, "_SHAPES_BYTES", 1)
+    monkeypatch.setattr("lowbit.machine.threads._SHAPES_BYTES", 1)  # imports the module
     with default_dtype(torch.bfloat16):
         assert lowbit.tune_threads([(32, 64)], seconds=0.01, apply=False).threads >= 1
 

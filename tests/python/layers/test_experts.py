@@ -100,7 +100,7 @@ def test_refusals(change, error, message):
         lowbit.linear_experts(**arguments | change)
 
 
-def test_state_dicts_copies_and_what_a_module_says():
+def test_state_dicts_copies_and_descriptions():
     layer, other = nn.LinearExperts(stacked()), nn.LinearExperts(stacked(8, "affine"))
     assert "experts=5, in_features=100, out_features=21, bias=True, bits=4" in repr(layer)
     assert layer.weight.shape == (EXPERTS, N, K) and layer.info.experts == EXPERTS

@@ -57,7 +57,7 @@ def written(generations):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("settings", [{}, DRAWN], ids=["likeliest", "drawn"])
-def test_each_text_is_the_one_that_it_is_alone(model, prompts, kind, settings):
+def test_each_text_equals_the_one_computed_alone(model, prompts, kind, settings):
     decoder = llm.Decoder(model, MAX_LENGTH, kind)
     expected = alone(decoder, prompts, 10, seed=5, **settings)
     threads = torch.get_num_threads()
@@ -183,7 +183,7 @@ def test_models_whose_texts_would_see_each_other(decoder, prompts):
         llm.generate_batch(decoder, prompts, 2)
 
 
-def test_that_it_would_be_measured(model, monkeypatch):
+def test_the_trial_measures_what_texts_change_in_each_other(model, monkeypatch):
     attend = decoding.Texts.attend
     monkeypatch.setattr(decoding.Texts, "attend", lambda *inputs: attend(*inputs).flip(1))
     assert 0.5 < llm.Decoder(model, MAX_LENGTH).measured["texts"] < 5

@@ -35,7 +35,7 @@ def files_of(directory):
 
 
 @pytest.mark.more
-def test_commands_do_the_same_by_any_clock(tmp_path, clock):
+def test_commands_give_the_same_results_with_any_clock(tmp_path, clock):
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "Return"}\n{"prompt": "The list"}\n')
     text = tmp_path / "text.txt"
     text.write_text("Return the number of items in the list.\n" * 8)

@@ -94,7 +94,7 @@ def test_tokens_in_pieces(floats, packed, file, monkeypatch):
     assert [compare(packed, TOKENS, reference, **WINDOWS) for reference in (floats, file)] == whole
 
 
-def test_a_cache_is_the_models_only(floats, packed, file):
+def test_a_cache_type_does_not_change_the_reference(floats, packed, file):
     exact, rounded = (compare(packed, TOKENS, file, cache=cache, **WINDOWS) for cache in ("float32", "int4"))
     assert math.isclose(exact.kld, compare(packed, TOKENS, file, **WINDOWS).kld, rel_tol=1e-3)
     assert rounded.kld != exact.kld

@@ -57,7 +57,7 @@ def test_the_bits_of_the_model_in_memory(directory, places):
         assert read > 8 * of_each_layer(whole)
 
 
-def test_reads_that_fail_are_not_forgotten(directory, monkeypatch):
+def test_failed_reads_are_repeated(directory, monkeypatch):
     """After a failed read, the next call reads again and gives the right bits."""
     model, whole = load_model(directory), load_model(directory)
     stream_experts(model, directory, 2 * of_each_layer(whole))

@@ -16,19 +16,19 @@ from test_chat import PLAIN
 transformers = pytest.importorskip("transformers")
 
 SIZES = {"vocab_size": 2048, "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
-# Own attention code; states that cannot be cut back, and are continued token by token.
+# CodeGen has its own attention code. Mamba's states cannot be cut back, and take one token at a time.
 CONFIGS = {
     "codegen": lambda: transformers.CodeGenConfig(n_embd=64, n_layer=2, n_head=4, rotary_dim=8, n_positions=256, **SIZES),
     "mamba": lambda: transformers.MambaConfig(hidden_size=64, num_hidden_layers=2, state_size=8, **SIZES),
 }  # fmt: skip
 PROMPT = "Return the number of items"
-# In transformers 5.0 states are wrong after a prompt of one token. The fallback detects this and uses no caches.
-ANEW = transformers.__version__.startswith("5.0.")
+# In transformers 5.0 states are wrong after a prompt of one token. The fallback detects this and computes each token anew.
+STATES_ARE_WRONG = transformers.__version__.startswith("5.0.")
 
 
 def continues(model) -> bool:
     """Whether a fallback should continue a text with the model's caches."""
-    return not (ANEW and model.config.model_type == "mamba")
+    return not (STATES_ARE_WRONG and model.config.model_type == "mamba")
 
 
 @pytest.fixture(scope="module", params=CONFIGS)
@@ -47,7 +47,7 @@ def checkpoint(request, tmp_path_factory):
     return path
 
 
-def own(model, ids: list[int], new: int) -> list[int]:
+def generated(model, ids: list[int], new: int) -> list[int]:
     """The result of transformers' generate()."""
     prompt = torch.tensor([ids])
     made = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=new, do_sample=False)
@@ -58,7 +58,7 @@ def own(model, ids: list[int], new: int) -> list[int]:
 def test_generate_writes_what_transformers_generate_writes(checkpoint, bits):
     ids = load_tokenizer(checkpoint)(PROMPT)["input_ids"]
     model = load_model(checkpoint, bits and LowBitConfig(bits=bits))
-    expected = own(model, ids, 24)
+    expected = generated(model, ids, 24)
     assert len(set(expected)) > 3
     more = ("--bits", bits) if bits else ()
     result = invoke("generate", checkpoint, "--prompt", PROMPT, "--max-new-tokens", 24, "--json", *more)
@@ -66,7 +66,7 @@ def test_generate_writes_what_transformers_generate_writes(checkpoint, bits):
     assert said["tokens"] == expected
     notes = [line for line in result.stderr.splitlines() if not line.endswith(" ...")]
     how = "its caches continue" if continues(model) else "its caches do not continue"
-    assert len(notes) == 1 and f"it runs by transformers' own attention instead, and {how}" in notes[0]
+    assert len(notes) == 1 and f"the model runs with transformers' own attention instead, and {how}" in notes[0]
     assert notes[0].startswith("lowbit's decoder is not for ") and said["refusal"] in notes[0]
     shown = invoke("generate", checkpoint, "--prompt", PROMPT, "--max-new-tokens", 24, *more)
     assert shown.stdout == said["text"] + "\n"
@@ -94,7 +94,7 @@ def test_generate_draws_and_stops_as_with_the_decoder(checkpoint, tmp_path):
     assert (said["tokens"], said["stopped"]) == (drawn[: drawn.index(drawn[5])], "stop")
 
 
-def test_a_conversation_is_the_one_from_scratch(checkpoint):
+def test_a_continued_conversation_equals_one_from_scratch(checkpoint):
     messages = ["Return the number", " of", "\nSee also"]
     said = document(invoke("chat", checkpoint, "--max-new-tokens", 8, "--json", stdin="\n".join(messages[:2]) + "\n"))
     model, tokenizer = load_model(checkpoint), load_tokenizer(checkpoint)
@@ -121,7 +121,7 @@ def test_a_conversation_is_the_one_from_scratch(checkpoint):
     assert (step.kept(computed), step.kept(5)) == kept
 
 
-def test_a_call_that_was_interrupted_leaves_the_text_right(checkpoint, monkeypatch):
+def test_an_interrupted_call_does_not_change_the_text(checkpoint, monkeypatch):
     model = load_model(checkpoint)
     step, ids = llm.Fallback(model, 128), load_tokenizer(checkpoint)(PROMPT)["input_ids"]
     tokens = torch.tensor([ids])
@@ -141,7 +141,7 @@ def test_a_call_that_was_interrupted_leaves_the_text_right(checkpoint, monkeypat
     assert (again - expected[1]).abs().max() <= 1e-4 * expected[1].std()
 
 
-def test_what_needs_the_decoder_is_refused(checkpoint):
+def test_options_that_need_the_decoder_are_refused(checkpoint):
     base = ("generate", checkpoint, "--prompt", PROMPT)
     for options in (("--guesses", 4), ("--draft", FLOAT)):
         message = error(invoke(*base, *options))

@@ -62,7 +62,7 @@ def test_a_chat_template_and_a_batch_of_a_tokenizer(decoder):
     assert [each.tokens for each in found] == [llm.generate(decoder, tokenizer(text), 6).tokens for text in texts]
 
 
-def test_max_length_is_the_decoder_s(decoder):
+def test_the_default_max_length_is_the_decoders(decoder):
     found = llm.generate(decoder, PROMPT, 100)
     assert (len(found.tokens), found.stopped) == (48 - len(PROMPT), "max_length")
     with pytest.raises(ValueError, match="max_length is None; expected a number of tokens, because a function has no limit"):

@@ -284,7 +284,7 @@ def test_pictures_of_a_decoder(packed):
 
 
 @pytest.mark.filterwarnings("ignore:.* of the bytes of this .* stay float")
-def test_while_it_is_loaded(packed):
+def test_quantizing_while_loading(packed):
     path, root = packed("idefics3")
     chat = llm.load_image_chat(path.parent / "float", CONFIG, max_new_tokens=NEW)
     assert (
@@ -429,7 +429,7 @@ def test_damaged_pictures_give_one_sentence(tmp_path):
                 assert str(failure).startswith(str(path)) and "\n" not in str(failure), failure
 
 
-def test_of_an_animation_the_first_frame_is_decoded(tmp_path):
+def test_the_first_frame_of_an_animation_is_decoded(tmp_path):
     frames = [PIL.Image.new("RGB", (20, 10), (number * 9 % 256, 9, 9)) for number in range(60)]
     for kind in ("GIF", "WEBP", "PNG"):
         frames[0].save(tmp_path / "x", kind, save_all=True, append_images=frames[1:])

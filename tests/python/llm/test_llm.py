@@ -119,7 +119,7 @@ def test_a_long_prompt_comes_in_pieces(monkeypatch):
     hook.remove()
 
 
-def test_attention_sees_all_that_came_before_and_nothing_after():
+def test_attention_reads_all_earlier_positions_and_no_later_ones():
     decoder = Decoder(make("llama"), 48)
     whole = run(decoder, PROMPT)
     for i in range(len(PROMPT)):
@@ -389,7 +389,7 @@ def test_another_attention_set_after_the_decoder():
         assert torch.equal(model(torch.tensor([PROMPT])).logits, logits)
 
 
-def test_the_last_decoder_of_a_model_has_it():
+def test_a_new_decoder_takes_the_model_from_the_last_one():
     model = make("llama")
     with torch.inference_mode():
         before, logits = state(model), model(torch.tensor([PROMPT])).logits
@@ -440,7 +440,7 @@ def test_a_cap_on_scores():
     assert generate(Decoder(capped, 64), PROMPT, 40, max_length=64).tokens == theirs
 
 
-def test_layers_that_do_not_tell_their_window_are_refused():
+def test_layers_whose_window_differs_from_the_configuration_are_refused():
     torch.manual_seed(0)
     config = transformers.MistralConfig(**SIZES | {"sliding_window": 32})
     model = transformers.AutoModelForCausalLM.from_config(config).eval()

@@ -65,7 +65,7 @@ def test_guesses_are_those_of_the_heads_definition(kind, tmp_path):
     assert mtp.guess(text[:13], 1) == guesses_of(0, 12, 1) and mtp.guess(text[:13], 0) == []
     call(12, [*text[12:15], 7, 8])  # the last two guesses were wrong
     assert mtp.guess(text[:16], 3) == guesses_of(0, 15)
-    call(12, text[12:18])  # as for states that cannot be cut back: repeated from their position
+    call(12, text[12:18])  # tokens are computed again, as with states that cannot be cut back
     assert mtp.guess(text[:19], 3) == guesses_of(0, 18)
     assert mtp.guess([*text[:10], 1, *text[11:19]], 3) == []  # another text
     call(0, text[:20])
@@ -222,7 +222,7 @@ def test_tensors_that_quantizing_keeps(kind, tmp_path):
         assert at_once.guess([*PROMPT, 4], 4) == of_files.guess([*PROMPT, 4], 4)
 
 
-def test_tables_that_are_not_the_models_stay(tmp_path):
+def test_tables_that_differ_from_the_models_are_kept(tmp_path):
     tensors = write("deepseek_v3", tmp_path / "float")
     name = "model.layers.2.shared_head.head.weight"
     tensors[name] += 1

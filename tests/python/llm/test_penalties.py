@@ -84,7 +84,7 @@ def repetitions(text, least, breakers):
 
 
 @pytest.mark.parametrize("breakers", [(), (2,), (0, 3)])
-def test_dry_is_its_definition(breakers):
+def test_dry_follows_its_definition(breakers):
     chance = random.Random(6)
     grown, text, several = Repetitions([], breakers), [], 0
     for _ in range(300):
@@ -147,7 +147,7 @@ def test_dry_ends_a_repetition(model, tokenizer):
 
 
 @torch.inference_mode()
-def test_logprobs_are_the_models(model, tokenizer):
+def test_logprobs_are_those_of_the_models_logits(model, tokenizer):
     decoder = llm.Decoder(model, 64)
     prompt = tokenizer(PROMPT)["input_ids"]
     found = llm.generate(decoder, prompt, 6, temperature=2.0, top_k=5, logit_bias={9: 3.0}, logprobs=3)

@@ -156,7 +156,7 @@ def test_templates_that_fail_give_the_same_kind_of_error(template):
         "{%- macro f(x) -%} <{{ x }}> {%- endmacro -%}{{ f(messages[-1].content) }}{{ messages[1:] | length }}",
     ],
 )
-def test_what_templates_use_is_there(pair, template):
+def test_variables_and_filters_of_templates(pair, template):
     tokenizer, plain, _ = pair
     for messages in (conversation("é <b>"), conversation("a", "b", "c")):
         assert render(plain, messages, template) == render(tokenizer, messages, template)

@@ -317,7 +317,7 @@ def test_the_commands_say_what_came_from_files(packed, tmp_path):
     assert refused.exit_code == 2 and "--prefix-cache-size" in refused.stderr
 
 
-def test_a_prompt_stays_where_ctrl_c_ends_the_text(packed, tmp_path, monkeypatch):
+def test_ctrl_c_keeps_the_blocks_of_the_prompt(packed, tmp_path, monkeypatch):
     def stop(piece: str) -> None:
         raise KeyboardInterrupt
 
@@ -326,7 +326,7 @@ def test_a_prompt_stays_where_ctrl_c_ends_the_text(packed, tmp_path, monkeypatch
     assert len(files(tmp_path)) == len(load_tokenizer(packed[0])(WORDS)["input_ids"]) // BLOCK > 0
 
 
-def test_the_environment_is_for_all_models(tmp_path, monkeypatch):
+def test_models_without_prefix_cache_ignore_the_environment(tmp_path, monkeypatch):
     arguments = ["generate", FLOAT, "--prompt", "Return", "--max-new-tokens", 2]
     assert "requires that all linear layers are packed" in error(invoke(*arguments, "--prefix-cache", tmp_path / "kept"))
     plain = invoke(*arguments)

@@ -33,7 +33,7 @@ def test_sampling():
 
 
 def nucleus_of_all(probabilities: numpy.ndarray, top_p: float) -> numpy.ndarray:
-    """By definition: sorts all tokens."""
+    """The nucleus by its definition, which sorts all tokens."""
     order = numpy.argsort(-probabilities, kind="stable")
     sums = probabilities[order].cumsum(dtype=numpy.float64)
     return numpy.sort(order[: 1 + numpy.count_nonzero(sums[:-1] < top_p)])
@@ -84,7 +84,7 @@ def test_the_largest_logits_are_found_without_a_partition_of_all(size):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_logits_of_torch_give_the_tokens_of_numpys(dtype):
+def test_torch_and_numpy_logits_give_the_same_tokens(dtype):
     logits = torch.randn(500, generator=torch.Generator().manual_seed(1)).to(dtype)
     for settings in ((0.0, None, None), (0.8, None, None), (0.8, 20, None), (0.8, None, 0.9), (0.8, 30, 0.8, 0.1)):
         pairs = []

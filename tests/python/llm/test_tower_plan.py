@@ -47,7 +47,7 @@ def test_results(tmp_path, kind, config):
     assert not torch.equal(changed, again)
 
 
-def test_what_has_no_plan(tmp_path):
+def test_towers_without_a_plan(tmp_path):
     save_image_model("qwen3_vl", tmp_path)
     model = load_image_model(tmp_path, lowbit.LowBitConfig(4))
     tower, grid, pictures = PlannedTower(model), torch.tensor([[1, 4, 4]]), torch.randn(16, 3 * 2 * 8 * 8)

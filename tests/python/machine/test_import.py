@@ -88,7 +88,7 @@ def test_an_old_torch(run_python, copied):
     assert last_line(run_python, copied, before + "'3.0.0a0+git1234'") == "imported"
 
 
-def test_a_broken_library_leaves_torch_alone(run_python, copied):
+def test_a_broken_library_does_not_break_torch(run_python, copied):
     compiled(copied, "lowbit_torch").write_bytes(b"not a library")
     before = """
 import warnings

@@ -181,7 +181,7 @@ def nodes(monkeypatch):
     """Two fake memory nodes with this machine's CPUs, and the CPUs on which each copy was allowed to run."""
     cpus = sorted(os.sched_getaffinity(0))
     if len(cpus) < 2:
-        pytest.skip("one CPU is no two nodes")
+        pytest.skip("needs two CPUs")
     halves = [cpus[: len(cpus) // 2], cpus[len(cpus) // 2 :]]
     copies = []
 

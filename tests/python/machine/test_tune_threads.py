@@ -48,7 +48,7 @@ def test_prefers_fewer_threads_when_more_gain_nothing(machine, quantized):
     assert lowbit.tune_threads(quantized).threads == 2
 
 
-def test_can_leave_the_number_alone(machine, quantized):
+def test_the_number_can_be_left_unchanged(machine, quantized):
     running = machine({1: 4.0, 2: 2.0})
     assert lowbit.tune_threads(quantized, apply=False).threads == 2
     assert running[0] == 1

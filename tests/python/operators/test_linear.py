@@ -111,7 +111,7 @@ def test_packed_bytes_may_be_unaligned():
 
 @every_kind
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_as_good_as_int8_activations_can_be(bits, mapping, dtype):
+def test_errors_are_at_the_limit_of_int8_activations(bits, mapping, dtype):
     """Error relative to the exact product: at most half a step per activation, plus the rounding of the sums."""
     for n, k, group_size in MATRICES:
         packed = random_packed(n, k, bits, group_size, mapping, bias=True)

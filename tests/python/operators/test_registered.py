@@ -329,7 +329,7 @@ def test_autocast_as_torch():
 
 
 def cached_calls() -> dict:
-    """Operators with a cache or a state: a function of the floats that autocast casts, and these floats."""
+    """Operators with a cache or a state: a function of the float inputs that autocast casts, and these inputs."""
     draw = lambda *shape: torch.randn(shape, generator=torch.Generator().manual_seed(len(shape)))  # noqa: E731
     start = torch.zeros(1, dtype=torch.int64)
     caches = lambda dtype: [torch.zeros(1, 2, 1024, 32, dtype=dtype) for _ in range(2)]  # noqa: E731
@@ -360,7 +360,7 @@ def cached_calls() -> dict:
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("name", cached_calls())
 def test_autocast_beside_caches(name, compiled):
-    """Floats of any dtypes are cast; caches and states keep theirs, which short_conv's floats take."""
+    """Float inputs of any dtypes are cast; caches and states keep their dtype, which short_conv's inputs are cast to."""
     function, floats = cached_calls()[name]
     called = torch.compile(function, backend="aot_eager") if compiled else function
     dtype = torch.bfloat16 if name == "short_conv" else torch.float16

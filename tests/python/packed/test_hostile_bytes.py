@@ -80,7 +80,7 @@ def try_everything(packed: torch.Tensor) -> int:
     return results
 
 
-def test_the_seal_is_the_librarys():
+def test_the_test_computes_the_checksum_as_the_library_does():
     for bits in range(1, 9):
         packed = random_packed(20, 40, bits, 16, "affine", bias=True)
         assert torch.equal(sealed(packed), packed)
@@ -172,7 +172,7 @@ def test_the_largest_matrix_does_not_overflow():
         lowbit.info(packed)
 
 
-def test_rows_that_exist_only_as_padding():
+def test_rows_that_are_only_padding():
     # 20 rows fill two panels; a header that claims 21 to 32 has the same size.
     packed = random_packed(20, 40, 4, 16, "symmetric")
     for n in range(17, 33):

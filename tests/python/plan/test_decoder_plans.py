@@ -298,7 +298,7 @@ def test_weights_that_were_replaced_stay_in_memory():
         assert decoder(torch.tensor([TEXT]), torch.tensor([0])).isnan().all()
 
 
-def test_hooks_that_were_there_are_called():
+def test_a_hook_prevents_the_plan_and_is_called():
     model, seen = make("llama"), []
     model.model.layers[0].mlp.register_forward_hook(lambda module, inputs, output: seen.append(output.shape[1]))
     decoder = Decoder(model, 64)

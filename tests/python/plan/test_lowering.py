@@ -229,7 +229,7 @@ WITHOUT = {
     "a transposed tensor": (lambda x, y, n, k: (x * 2).T.contiguous().T * 2, "not new contiguous tensors"),
     "another operator": (lambda x, y, n, k: torch.special.bessel_j0(x), "bessel_j0.default is not supported in plans"),
     "other operators for longer calls": (lambda x, y, n, k: x + 1 if len(x) < 8 else x - 1, "depend on the length"),
-    "a size that is no multiple": (lambda x, y, n, k: torch.zeros(len(x) ** 2) + 1 * x.sum(), "a size is"),
+    "a size that is not a multiple": (lambda x, y, n, k: torch.zeros(len(x) ** 2) + 1 * x.sum(), "a size is"),
     "a number that depends on the length": (lambda x, y, n, k: x * len(x), "depend"),
     "its input": (lambda x, y, n, k: x, "not new contiguous tensors"),
     "a part of a tensor": (lambda x, y, n, k: (x * 2)[:, :3], "not new contiguous tensors"),

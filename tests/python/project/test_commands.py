@@ -38,7 +38,7 @@ def test_documents_and_workflows_name_targets_that_exist():
     assert {word: name for word, name in found.items() if word not in rules()} == {}
 
 
-def test_the_table_of_tests_names_what_is_there():
+def test_the_table_of_tests_names_existing_files():
     guide = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     table = re.findall(r"^\| `.*", guide.split("## Where the tests are")[1].split("\n## ")[0], re.M)
     names = [name for line in table for name in re.findall(r"`([\w./]+)`", line)]

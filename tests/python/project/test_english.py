@@ -45,7 +45,6 @@ EVERYWHERE = [
     r"without a word\b",
     r"heads of (?:queries|keys|values)\b",
     r"says? of (?:it|itself|themselves)\b",
-    r"nobody (?:has|asked|killed)\b",
     r"what it (?:says|takes|makes)\b",
     r"behind (?:it|them|the (?:last|first|others?|end)|another|nothing)\b",
     r"lies? (?:behind|beside)\b",
@@ -57,26 +56,23 @@ EVERYWHERE = [
     r"made up for by\b",
     r"the other way round\b",
     r"is for good\b",
-]
-# The same, in documents only.
-IN_DOCUMENTS = [
     r"[Ww]hoever\b",
-    r"(?:one|panels?) (?:behind the other|in step)\b",
-    r"heads of keys\b",
-    r"is no (?:time|multiple|model|number|language|order|part)\b",
-    r"are no (?:multiple|numbers)\b",
     r"nobody\b",
     r"somebody\b",
-    r"anew\b",
+    r"(?:one|panels?) (?:behind the other|in step)\b",
+    r"(?<![Tt]here )(?:is|are|was|were) no (?!longer\b|more\b|less\b|other\b|\w+er\b)[a-z]+",
     r"in the place of\b",
     r"wants? (?!to\b)(?:a|an|its|CUDA|torch|one)\b",
     r"who (?:asks|knows|calls|adds|builds|keeps|reads|needs|wants|releases|runs)\b",
     r"at hand\b",
-    r"that there (?:is|are)\b",
     r"of our own\b",
     r"all but where\b",
     r"so is what\b",
+    r"one a line\b",
+    r"tokens' file\b",
 ]
+# The same, in documents only.
+IN_DOCUMENTS = [r"anew\b", r"that there (?:is|are)\b"]
 # Pages written by a program, and pages not yet rewritten.
 GENERATED = {"docs/arm_cost.md", "docs/x86_cost.md", "docs/bench.md", "docs/models.md", "docs/overhead.md"}
 TO_REWRITE: set[str] = set()
@@ -137,7 +133,7 @@ def test_spelling():
 
 
 def test_phrases():
-    assert phrases(EVERYWHERE).search("it waits for ever") and phrases(IN_DOCUMENTS).search("it wants CUDA")
+    assert phrases(EVERYWHERE).search("it waits for ever") and phrases(IN_DOCUMENTS).search("start anew")
     assert found(phrases(EVERYWHERE), texts()) == []
     assert found(phrases(IN_DOCUMENTS), documents()) == []
     assert all((ROOT / name).is_file() for name in GENERATED | TO_REWRITE)

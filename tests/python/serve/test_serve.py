@@ -1,4 +1,4 @@
-"""`lowbit serve` over real HTTP: each text equals the text alone, errors have OpenAI's shape, clients come and go."""
+"""`lowbit serve` over real HTTP: each text equals the one generated alone, errors have OpenAI's format, clients disconnect."""
 
 import asyncio
 import contextlib
@@ -154,7 +154,7 @@ def alone(loaded, served, prompt, count, seed=0, stop=(), logprobs=None, **setti
     return text.finish(), found
 
 
-def test_each_text_is_the_one_that_it_is_alone(loaded, served, client):
+def test_each_text_equals_the_text_generated_alone(loaded, served, client):
     """Forty concurrent requests of all kinds, some of which disconnect."""
     chance, tokenizer = random.Random(1), loaded[1]
     asked = []
@@ -267,7 +267,7 @@ def test_logprobs_and_echo(loaded, served, client):
     assert [o for d in deltas if d["logprobs"] for o in d["logprobs"]["content"]] == choice["logprobs"]["content"]
 
 
-def test_a_long_prompt_lets_others_go_on(loaded):
+def test_a_long_prompt_does_not_stop_other_texts(loaded):
     """While it is read in pieces, a running text gets a token with each piece, and a short prompt starts."""
     model = made(loaded, rows=16, prefix_bytes=0)
     order = []
@@ -295,7 +295,7 @@ def test_a_long_prompt_lets_others_go_on(loaded):
     assert until.count("a") > len(long_) // 16 and max(each for each in until if isinstance(each, int)) <= 16 + 2
 
 
-def test_a_canceled_text_takes_its_prefix_with_it(loaded):
+def test_a_prefix_of_a_canceled_text_is_computed_again(loaded):
     """Another text that was waiting to copy its prefix computes the prefix itself."""
     model = made(loaded, rows=16, prefix_bytes=0)
     tokens = loaded[1](SYSTEM * 4)["input_ids"]
@@ -314,7 +314,7 @@ def test_a_canceled_text_takes_its_prefix_with_it(loaded):
         assert 16 <= end.cached_tokens < len(tokens)
 
 
-def test_guesses_change_no_text(loaded, served):
+def test_speculative_decoding_changes_no_text(loaded, served):
     """Sequential requests, which use guesses, and concurrent ones, which use them some of the time."""
     model = made(loaded)
     model.batch.speculate(4)
@@ -340,7 +340,7 @@ def test_guesses_change_no_text(loaded, served):
     assert 0 < found["accepted"] < found["guessed"]
 
 
-def test_a_beginning_is_kept(loaded, served, client):
+def test_a_prefix_is_cached(loaded, served, client):
     messages = [{"role": "user", "content": SYSTEM}]
     body = {"messages": messages, "max_tokens": 8, "temperature": 0}
     first = client.post("/v1/chat/completions", **body)
@@ -353,7 +353,7 @@ def test_a_beginning_is_kept(loaded, served, client):
     assert second["choices"][0]["message"]["content"] == alone(loaded, served, ids, 8)[0]
 
 
-def test_kept_beginnings_have_a_limit(loaded):
+def test_the_prefix_cache_has_a_limit(loaded):
     most = 5 * made(loaded).batch.decoder.new_caches(64).nbytes // 2  # room for two and a half texts
     model = made(loaded, prefix_bytes=most)
     made_ = [loaded[1](begin + SYSTEM * 3)["input_ids"][:60] for begin in ("", "def ", "class ", "for ")]
@@ -459,7 +459,7 @@ CHAT = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
         ("/v1/nothing", {}, 404, "there is no POST /v1/nothing", None, "not_found"),
     ],
 )  # fmt: skip
-def test_errors_have_one_shape(client, path, body, status, message, param, code):
+def test_errors_have_one_format(client, path, body, status, message, param, code):
     if isinstance(body, dict) and path.startswith("/v1/c"):
         body = {"model": "tiny"} | body
     elif isinstance(body, bytes):
@@ -541,7 +541,7 @@ def test_tokens_models_and_embeddings(loaded, served, client):
     assert texts[0]["choices"][0] == texts[1]["choices"][0]
 
 
-def test_figures_are_those_of_prometheus(client):
+def test_metrics(client):
     before = client.get("/metrics")
     said = client.post("/v1/completions", model="tiny", prompt=PROMPT, max_tokens=3)
     client.refused("/v1/completions", {"model": "none", "prompt": "a"}, 404)
@@ -610,7 +610,7 @@ def test_limits_of_queue_time_and_body(loaded):
         assert client.post("/v1/completions", **body)["usage"]["completion_tokens"] == 3
 
 
-def test_a_model_that_fails_ends_its_requests_alone(loaded):
+def test_a_failing_model_ends_only_its_own_requests(loaded):
     model = made(loaded)
     run = model.batch.decoder.run_texts
     with serving([model], Limits()) as (port, server):
@@ -618,7 +618,7 @@ def test_a_model_that_fails_ends_its_requests_alone(loaded):
         model.batch.decoder.run_texts = lambda texts: 1 / 0
         error, _ = client.refused("/v1/completions", {"prompt": "a"}, 500)
         assert (error["type"], error["message"]) == (
-            "server_error", "the model does not run: ZeroDivisionError; the server's log has more"
+            "server_error", "the model failed with ZeroDivisionError; the server's log has the traceback"
         )  # fmt: skip
         model.batch.decoder.run_texts = lambda texts: [row * float("nan") for row in run(texts)]
         error, _ = client.refused("/v1/completions", {"prompt": "a", "stream": True}, 500)
@@ -634,7 +634,7 @@ SCHEMA = {
 }  # fmt: skip
 
 
-def test_a_text_of_a_schema(served, client):
+def test_a_text_fits_its_schema(served, client):
     need_packages("llguidance")
     for seed in range(4):
         form = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
@@ -770,7 +770,7 @@ def test_a_template_without_tools(client):
     assert error["message"] == "the chat template of tiny has no tools; expected a request without them"
 
 
-def test_texts_of_a_grammar(served, client):
+def test_texts_fit_their_grammar(served, client):
     need_packages("llguidance")
     for form, pattern in (
         ({"regex": "[a-f]{3,5}-[0-9]"}, "[a-f]{3,5}-[0-9]"), ({"grammar": 'start: "yes" | "no" /[!?]/'}, "yes|no[!?]"),
@@ -820,7 +820,7 @@ def test_connections_without_a_request_are_closed(loaded, monkeypatch):
         assert Client(port).get("/health")
 
 
-def test_a_body_that_does_not_come(loaded):
+def test_a_body_that_does_not_arrive(loaded):
     with serving([made(loaded)], Limits(timeout=0.2)) as (port, _), socket.create_connection(("127.0.0.1", port)) as connection:
         connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 50\r\n\r\n{")
         response = http.client.HTTPResponse(connection)
@@ -918,7 +918,7 @@ def test_what_the_command_refuses(packed, tmp_path):
     several = invoke("serve", packed[0], tmp_path, "--draft", FLOAT)
     assert failed(several) == "--draft is for one model; found 2: start a server for each"
     result = invoke("serve", packed[0], "--draft", FLOAT, "--guesses", 0)
-    assert result.exit_code == 2 and "a draft needs guesses of 1 or more" in result.stderr
+    assert result.exit_code == 2 and "expected 1 or more with --draft" in result.stderr
     same = tmp_path / packed[0].name
     same.mkdir()
     assert failed(invoke("serve", packed[0], same)).startswith(f"two models have the name {packed[0].name}")

@@ -133,15 +133,16 @@ def first(weights):
         ({"use_dora": True}, None, "has use_dora True; expected"),
         ({"bias": "all"}, None, "has bias 'all'; expected 'none'"),
         ({"init_lora_weights": "pissa"}, None, "has init_lora_weights 'pissa'; expected True, False"),
-        ({"target_modules": ["nothing"]}, None, "is no adapter of this model: Target modules"),
+        ({"target_modules": ["nothing"]}, None, "is not an adapter of this model: Target modules"),
         ({"target_parameters": ["x"]}, None, r"has target_parameters \['x'\]; expected an adapter without"),
-        ({"modules_to_save": ["lm_head"]}, None, "is no adapter of this model: modules_to_save has 'lm_head'"),
-        ({"r": 8}, None, "is no adapter of this model: "), ({"r": "x"}, None, "is no adapter of this model: "),
+        ({"modules_to_save": ["lm_head"]}, None, "is not an adapter of this model: modules_to_save has 'lm_head'"),
+        ({"r": 8}, None, "is not an adapter of this model: "), ({"r": "x"}, None, "is not an adapter of this model: "),
         (None, lambda found: {name: found[name] for name in found if name != first(found)}, "has no .*lora_A.*; exp"),
         (None, lambda found: found | {first(found).replace("layers.0", "layers.99"): found[first(found)].clone()},
          "has a tensor .*layers.99.*; expected none"),
         (None, lambda found: found | {first(found): found[first(found)] * float("nan")}, "numbers that are not finite in base"),
-        (None, lambda found: {name: each[:, :3].contiguous() for name, each in found.items()}, "is no adapter of this model: "),
+        (None, lambda found: {name: each[:, :3].contiguous() for name, each in found.items()},
+         "is not an adapter of this model"),
     ],
 )  # fmt: skip
 def test_adapters_that_are_refused(model, directories, tmp_path, config, weights, message):
@@ -155,7 +156,7 @@ def test_missing_and_damaged_files(model, directories, tmp_path):
     for name in (CONFIG, WEIGHTS):
         target = changed(directories["one"], tmp_path / name)
         (target / name).write_bytes(b"{")
-        with pytest.raises(ValueError, match="not JSON" if name == CONFIG else "is no adapter of this model"):
+        with pytest.raises(ValueError, match="not JSON" if name == CONFIG else "is not an adapter of this model"):
             adapted(model, target)
         (target / name).unlink()
         with pytest.raises(ValueError, match=f"has no {name}; expected a directory saved by peft"):

@@ -187,7 +187,7 @@ def test_a_tool_and_its_result(client, claude, says, before):
     assert claude.messages.count_tokens(model="tiny", messages=messages).input_tokens == len(without) < count
 
 
-def test_turns_of_one_role_are_one_turn(client, claude):
+def test_consecutive_messages_of_one_role_become_one(client, claude):
     messages = [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}, {"role": "assistant", "content": "c"},
                 {"role": "system", "content": "d"}, {"role": "user", "content": "e"}]  # fmt: skip
     whole = [{"role": "user", "content": "a\n\nb"}, *messages[2:]]
@@ -204,7 +204,7 @@ def test_models_in_each_format(claude, gpt, client):
 
 
 def test_special_tokens_are_shown_with_tools(model, client, says, monkeypatch):
-    """Only those of calls."""
+    """Only special tokens of calls are shown."""
     special = model.tokenizer.bos_token
     for tokens, tools, expected in (({special}, TOOLS, f"one{special}two"), ({special}, [], "onetwo"), ((), TOOLS, "onetwo")):
         monkeypatch.setattr("lowbit.serve.routes.TOKENS", frozenset(tokens))
@@ -367,7 +367,7 @@ def failing(model):
 def test_an_error_in_a_stream(claude, gpt, failing):
     with (
         claude.messages.stream(model="tiny", messages=USER, max_tokens=20) as stream,
-        pytest.raises(anthropic.APIStatusError, match="the model does not run: ZeroDivisionError") as caught,
+        pytest.raises(anthropic.APIStatusError, match="the model failed with ZeroDivisionError") as caught,
     ):
         list(stream)
     assert caught.value.body["error"]["type"] == "api_error"
@@ -376,7 +376,7 @@ def test_an_error_in_a_stream(claude, gpt, failing):
 def test_a_failed_response(gpt, failing):
     *_, last = gpt.responses.create(model="tiny", input="x", max_output_tokens=20, stream=True)
     assert last.type == "response.failed" and last.response.status == "failed"
-    assert last.response.error.message.startswith("the model does not run: ZeroDivisionError")
+    assert last.response.error.message.startswith("the model failed with ZeroDivisionError")
     with pytest.raises(openai.NotFoundError):
         gpt.responses.retrieve(last.response.id)
     with pytest.raises(openai.InternalServerError, match="the model does not run"):
@@ -597,7 +597,7 @@ def test_the_option_of_origins(given, expected):
         _origin(given)
 
 
-def test_what_a_request_says_of_calls_is_in_the_chat():
+def test_fields_of_calls_reach_the_chat():
     failed = {"type": "tool_result", "tool_use_id": "1", "is_error": True, "content": "no such town"}
     called = {"type": "tool_use", "id": "1", "name": "weather", "input": {}}
     talk = [*USER, {"role": "assistant", "content": [called]}, {"role": "user", "content": [failed]}]

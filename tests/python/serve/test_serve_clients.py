@@ -70,18 +70,18 @@ def answer(connection):
 
 
 @pytest.mark.parametrize("error", [ValueError("x"), PanicException("x"), SystemExit()])
-def test_an_error_in_an_order_does_not_end_the_engine(error):
+def test_an_error_in_a_task_does_not_end_the_engine(error):
     def fail():
         raise error
 
     with running() as engine:
-        engine._order(fail)
+        engine._queue(fail)
         with pytest.raises(Exception, match="x|SystemExit"):
             engine.call(fail).result(60)
         assert engine.call(lambda: 5).result(60) == 5 and engine.alive
 
 
-def test_a_stopped_engine_refuses_orders(model, monkeypatch):
+def test_a_stopped_engine_refuses_tasks(model, monkeypatch):
     engine = Engine([model.batch], 50)
     engine.start()
     engine.stop()
@@ -96,8 +96,8 @@ def test_a_stopped_engine_refuses_orders(model, monkeypatch):
 
 
 @pytest.mark.parametrize("error", [ValueError("x"), PanicException("x")])
-def test_a_text_that_fails_fails_alone(loaded, error):
-    """Also if its callback fails."""
+def test_a_text_that_fails_does_not_affect_others(loaded, error):
+    """Not even if its callback fails."""
     model = made(loaded, prefix_bytes=0)
     ends, errors, done = [], [], threading.Event()
 
@@ -144,7 +144,7 @@ def test_a_slow_body_after_its_answer(model, monkeypatch):
 
 
 @pytest.mark.parametrize("path", ["/detokenize", "/nothing"])
-def test_a_body_of_two_ends_is_the_last_of_its_connection(model, path):
+def test_a_body_with_two_lengths_ends_its_connection(model, path):
     """A proxy that uses Content-Length would take data after the last chunk as part of the body."""
     head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 60\r\nTransfer-Encoding: chunked\r\n\r\n"
     hidden = "GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
@@ -162,7 +162,7 @@ def test_a_body_of_two_ends_is_the_last_of_its_connection(model, path):
         "POST /tokenize HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n\r\nx\r\n",
     ],
 )  # fmt: skip
-def test_what_is_not_http_gets_an_error_of_the_api(model, sent):
+def test_malformed_http_gets_an_error_of_the_api(model, sent):
     with serving([model], Limits()) as (port, _), contextlib.ExitStack() as stack:
         connection = connect(stack, port, sent)
         connection.shutdown(socket.SHUT_WR)
@@ -192,7 +192,7 @@ def test_idle_connections_make_room(model, monkeypatch):
             connection.close()
 
 
-def test_half_bodies_keep_nobody_out(model):
+def test_incomplete_bodies_make_room(model):
     with serving([model], Limits(requests=4)) as (port, server), contextlib.ExitStack() as stack:
         half = [connect(stack, port, HEAD + "{") for _ in range(4)]
         while len(server._bodies) < 4:
@@ -207,7 +207,7 @@ def test_half_bodies_keep_nobody_out(model):
         assert response.status == 200
 
 
-def test_a_body_has_to_come_at_some_rate(model):
+def test_a_body_must_arrive_at_a_minimum_rate(model):
     with serving([model], Limits(body_seconds=0.4, body_rate=1000)) as (port, server), contextlib.ExitStack() as stack:
         connection = connect(stack, port, HEAD + "{")
         status, error = answer(connection)
@@ -223,7 +223,7 @@ def test_a_body_has_to_come_at_some_rate(model):
         assert not server._bodies and not server._busy
 
 
-def test_streams_count_until_they_have_ended(loaded):
+def test_a_stream_is_an_open_request_until_it_ends(loaded):
     model = made(loaded)
     started, go = threading.Event(), threading.Event()
     run = model.batch.decoder.run_texts
@@ -283,12 +283,12 @@ def test_a_reader_that_stalls_gets_the_error_and_the_end(seconds, end, said):
     assert rest[1:] == ["data: [DONE]\n\n"]
 
 
-def test_a_reader_that_never_reads_is_left(monkeypatch):
+def test_a_reader_that_never_reads_is_disconnected(monkeypatch):
     monkeypatch.setattr("lowbit.serve.events._LAST_WORDS", 0.05)
     assert play(endless, 0.05, asyncio.Event())[2:] == ["gone"]
 
 
-def test_time_is_over_before_the_first_event():
+def test_a_timeout_before_the_first_event():
     async def silent():
         await asyncio.sleep(60)
         yield {}
@@ -310,7 +310,7 @@ def test_time_is_over_before_the_first_event():
 
 
 @pytest.mark.more
-def test_the_grace_is_over(packed):
+def test_requests_after_the_grace_period(packed):
     """Running and waiting requests, streams and incomplete bodies get status 503 or its event; the server exits without a
     traceback."""
     options = ("--port", "0", "--grace", "0", "--threads", "1", "--at-once", "1", "--template", TINY / "plain.jinja")

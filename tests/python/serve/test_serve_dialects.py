@@ -85,7 +85,7 @@ TEXTS = {
 @pytest.mark.parametrize("family", TEXTS)
 @pytest.mark.parametrize("before", ["", "I ask.\n"])
 def test_calls_of_each_family(family, before):
-    """As a whole, after other text, and streamed."""
+    """Calls as the whole text, after other text, and in a stream."""
     text, expected = TEXTS[family]
     if before and (text[0] == "[" and not text.startswith("[TOOL")):
         pytest.skip("only a whole text is a call without a marker")
@@ -102,7 +102,7 @@ def test_calls_of_each_family(family, before):
 
 
 @pytest.mark.parametrize("family", TEXTS)
-def test_calls_of_unknown_functions_and_cut_ones_stay(family):
+def test_unknown_and_incomplete_calls_stay_in_the_text(family):
     text, _ = TEXTS[family]
     assert find_calls(text, {}) == (text, []) and find_calls(text, {"nothing": {}}) == (text, [])
     for end in range(len(text)):  # nothing fails, and no argument is lost

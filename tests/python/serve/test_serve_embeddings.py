@@ -94,7 +94,7 @@ def test_inputs_of_all_kinds(client, encoder):
     assert embed(client, LONG, truncate=True)[1] == POSITIONS
 
 
-def test_embeddings_that_are_cut(client):
+def test_shortened_embeddings(client):
     (whole,), _ = embed(client, TEXTS[0])
     (cut,), _ = embed(client, TEXTS[0], dimensions=16)
     # The model's embeddings are cut to 40 of 48 numbers, so their norm is not 1.
@@ -154,7 +154,7 @@ def test_refusals(client, path, body, message, param):
     assert re.fullmatch(message, error["message"]) and error["param"] == param, error
 
 
-def test_figures_and_cards(client):
+def test_metrics_and_model_cards(client):
     def value(name):
         return float((re.search(rf"^{re.escape(name)} (.*)$", client.get("/metrics"), re.M) or [0, 0])[1])
 
@@ -192,7 +192,7 @@ def test_a_canceled_request_frees_its_slot(served):
     assert ran == [[TEXTS[0], *TEXTS[2:]]]  # requests that arrived meanwhile are one call
 
 
-def test_a_failing_call_fails_its_requests_alone(served):
+def test_a_failing_call_fails_only_its_own_requests(served):
     server = served[1]
 
     class Broken(embeddings.Encoder):
@@ -216,7 +216,7 @@ def test_a_server_that_has_ended(served):
         late.result(60)
 
 
-def test_what_is_no_such_model(directory, tmp_path):
+def test_models_of_other_kinds_are_refused(directory, tmp_path):
     assert not embeddings.is_kind(directory / "bert")
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "modules.json").write_text("[{}]")

@@ -19,7 +19,7 @@ from test_serve import Client, made, serving
 
 
 @pytest.mark.more
-def test_hundreds_of_requests_of_which_many_disconnect(packed):
+def test_hundreds_of_requests_many_of_them_disconnecting(packed):
     model = made((load_model(packed[0]), load_tokenizer(packed[0])), max_length=512, prefix_bytes=1 << 20)
     alone, rows = Alone(packed[0], 512), []
     with serving([model], Limits(waiting=8)) as (port, server):
@@ -53,5 +53,5 @@ def held_as(*changes):
         (held_as({}, {}, {"memory_now_mib": 120.0}), ["120 MiB after the last round, 100 after the second"]),
     ],
 )
-def test_what_a_leak_is(rows, found):
+def test_leaks_are_found(rows, found):
     assert leaks(rows) == found

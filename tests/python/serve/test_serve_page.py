@@ -412,7 +412,7 @@ def test_recordings(tmp_path):
         assert script.bodies[0]["messages"] == [{"role": "user", "content": "He said: Said <b>1</b>."}]
         assert tab.value("document.querySelectorAll('.user audio').length") == 1
         assert tab.value("document.querySelector('.user audio').src.startsWith('blob:')")
-        tab.problems[:] = [each for each in tab.problems if "media" not in each.lower()]  # it is no recording
+        tab.problems[:] = [each for each in tab.problems if "media" not in each.lower()]  # the audio is not a real recording
 
 
 HOSTILE = """<script>document.title = 'run'</script>

@@ -157,7 +157,7 @@ def test_requests_at_the_same_time(families):
             assert set(texts) == {expected[number % len(talks)]}
 
 
-def test_a_text_is_the_same_beside_others(tmp_path):
+def test_a_text_does_not_depend_on_other_requests(tmp_path):
     """With packed layers, whatever other requests run at the same time, and whether its prefix is known."""
     save_image_model("qwen3_vl", tmp_path / "model")
     model = load_image_model(tmp_path / "model", lowbit.LowBitConfig(bits=4))
@@ -175,8 +175,8 @@ def test_a_text_is_the_same_beside_others(tmp_path):
         assert list(pool.map(lambda number: texts(port, number), range(12))) == alone * 4
 
 
-def test_clients_that_leave(families, monkeypatch):
-    """Pictures of clients that have left are opened by few threads, and later requests get their answers."""
+def test_clients_that_disconnect(families, monkeypatch):
+    """Few threads open pictures of disconnected clients, and later requests get their answers."""
     family, opened, most = families("qwen2_5_vl"), threading.Semaphore(0), [0, 0]
     read = llm.images.read_image
 
@@ -417,7 +417,7 @@ def test_a_text_is_continued_by_a_model_of_pictures(families):
 
 
 def test_pictures_are_counted_before_they_are_prepared(families, monkeypatch):
-    """Together, whose numbers take much memory: a conversation that does not fit is refused after one of them alone."""
+    """Prepared pictures take much memory: a conversation that does not fit is refused after one of them."""
     served, prepared = families("qwen2_5_vl").served, []
     inputs = served.inputs
 
@@ -448,7 +448,7 @@ def test_pictures_that_the_tower_does_not_take(families, monkeypatch):
 
 
 def test_tools_beside_a_picture(families, monkeypatch):
-    """Refused if the template does not show them. The text of a tool's result stays a text, as templates write it."""
+    """They are refused if the template does not show them. A tool's result stays a string, which templates insert unchanged."""
     tools = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}]
     served = families("qwen2_5_vl").served
     assert "tools" not in served.template

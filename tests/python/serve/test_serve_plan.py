@@ -43,7 +43,7 @@ REQUESTS = [
     (CHAT, {"messages": TALK, "max_tokens": 20, "stream": True, "stream_options": {"include_usage": True}}),
     ("/tokenize", {"content": f"{UNICODE} </s>"}), ("/detokenize", {"tokens": [1, 2, 300, 2000, 77]}),
 ]  # fmt: skip
-ENDED = re.compile(rb'"(id|created)": ?("[^"]*"|\d+)')  # what differs between two answers to a request
+ENDED = re.compile(rb'"(id|created)": ?("[^"]*"|\d+)')  # the fields that differ between two answers to a request
 
 
 def write(directory, model, cache=None):
@@ -100,7 +100,7 @@ def test_each_answer_is_that_of_torch(directory, tmp_path, cache, together):
             model.batch.speculate(3)
         found.append(answers(model, together))
     assert found[0] == found[1]
-    if not together:  # the files are the same, so that either way reads those of the other
+    if not together:  # both ways write the same files, so each reads those of the other
         assert (
             {path.name: path.read_bytes() for path in (tmp_path / "torch").iterdir()}
             == {path.name: path.read_bytes() for path in (tmp_path / "plan").iterdir()}

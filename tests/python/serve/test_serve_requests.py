@@ -113,7 +113,7 @@ def test_every_field_has_a_limit(client, path, body, param):
     refused(client, path, body, param)
 
 
-def test_what_changes_no_text_is_not_kept():
+def test_ignored_parameters_are_not_kept():
     assert parse(Chat, json.dumps({"messages": CHAT["messages"], "metadata": {"a": "b"}}).encode()).model_extra == {}
 
 
@@ -126,7 +126,7 @@ def test_a_body_of_many_parts_is_not_parsed(client):
         assert said in refused(client, "/detokenize", body, None)
     deep = b'{"prompt": ' + b"[" * 5000 + b"]" * 5000 + b"}"
     assert "recursion limit" in refused(client, PROMPT, deep, None)
-    text = b'{"model": "tooled", "content": "' + b'\\"' * 300_000 + b'"}'  # escaped quotes are no strings
+    text = b'{"model": "tooled", "content": "' + b'\\"' * 300_000 + b'"}'  # an escaped quote does not begin a string
     assert "content has 300000 bytes" in refused(client, "/tokenize", text, "content")
 
 
@@ -180,7 +180,7 @@ def test_grammars_that_are_refused(client, form, reason):
     assert " is not supported: " in message and reason in message and "<state>" not in message, message
 
 
-def test_a_chain_of_a_thousand_is_taken(client):
+def test_a_chain_of_a_thousand_references_is_accepted(client):
     for form, text in (({"grammar": chain(1000)}, "a"), ({"json": references(1000)}, "null")):
         (choice,) = client.post(PROMPT, prompt="a", max_tokens=50, structured_outputs=form)["choices"]
         assert (choice["text"].strip(), choice["finish_reason"]) == (text, "stop")
@@ -191,7 +191,7 @@ def test_a_schema_that_is_true(client):
     assert choice["finish_reason"] in ("stop", "length")
 
 
-def test_a_grammar_that_ends_its_compiler():
+def test_a_grammar_that_crashes_its_compiler():
     """The trial process ends by a stack overflow, which the server reports."""
     assert _trial("grammar", chain(5000), 300, (), (0,)) == "it is too complex"
 
@@ -340,7 +340,7 @@ DEEP = '{"a": ' * 3000 + "1" + "}" * 3000
     ],
 )  # fmt: skip
 def test_odd_texts_with_calls(text, content, arguments):
-    """As a whole, and as a stream without repetitions and without parts of a call."""
+    """The whole text, and a stream, which repeats nothing and has no parts of a call."""
     left, calls = find_calls(text, FUNCTIONS)
     assert left == (text if content is None else content)
     assert [each["function"]["arguments"] for each in calls] == arguments
@@ -357,7 +357,7 @@ def test_odd_texts_with_calls(text, content, arguments):
     ["<tool_call>" + " " * 300_000, '<tool_call>{"' * 100_000, "<tool_call>" * 100_000, "<tool_call>[" * 100_000,
      '<tool_call>{"a": ' * 50_000, " " * 300_000 + "{", "</think>" * 50_000, "[TOOL_CALLS]a[ARGS]" * 50_000],
 )  # fmt: skip
-def test_texts_of_many_marks_are_read_in_linear_time(text):
+def test_texts_with_many_markers_are_read_in_linear_time(text):
     """Quadratic time would take hours."""
     assert find_calls(text, FUNCTIONS) == (text, [])
 

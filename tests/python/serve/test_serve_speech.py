@@ -254,7 +254,7 @@ def test_few_recordings_are_in_memory_at_a_time(directory, expected, monkeypatch
             time.sleep(0.01)
 
 
-def test_a_transcription_does_not_wait_for_its_reader():
+def test_a_transcription_does_not_wait_for_a_slow_client():
     """Otherwise its samples would stay in memory."""
     heard = []
 

@@ -53,7 +53,7 @@ def test_the_pieces_are_the_segments(transcriber, block):
     assert times == sorted(times) and times[0] >= 0 and times[-1] <= 2.6
 
 
-def test_what_arrives_at_once_is_a_recording(transcriber):
+def test_samples_that_arrive_at_once_are_a_recording(transcriber):
     samples = SAMPLES[:SECOND]
     live = Live(transcriber, prompt="Ada", no_speech_threshold=None)
     live.add(samples)
@@ -66,7 +66,7 @@ def test_what_arrives_at_once_is_a_recording(transcriber):
 
 
 def test_text_is_certain_when_two_passes_agree(transcriber, monkeypatch):
-    """Also a character of several tokens. A segment ends when its end is certain, and the next window begins there."""
+    """Text is not certain within a character. A segment ends when its end is certain, and the next window begins there."""
     first, passes, begins = transcriber.no_timestamps + 1, [], []
 
     def written(wish, language, previous, seed, begin):
@@ -122,7 +122,7 @@ def test_samples_that_arrive_while_a_pass_runs(transcriber):
 
 
 def test_a_fast_pipe_and_a_reader_that_leaves(transcriber, monkeypatch):
-    """A pass has at most one window more than the last one, and nothing is read for a reader that has left."""
+    """A pass has at most one window more than the last one. While no piece is read, nothing is read from the pipe."""
     added, given = [0], []
     advance = Live.advance
 
@@ -192,7 +192,7 @@ def test_samples_of_a_pipe():
 
 def test_refusals(transcriber):
     for options in ({"word_timestamps": True}, {"timestamps": False}):
-        with pytest.raises(ValueError, match="live transcription has timestamps of segments alone"):
+        with pytest.raises(ValueError, match="live transcription gives times of segments only"):
             Live(transcriber, **options)
     with pytest.raises(ValueError, match="language is 'xx'; expected en, fi"):
         Live(transcriber, language="xx")
@@ -216,4 +216,4 @@ def test_the_command_with_a_pipe(whisper, tmp_path):
     assert process.returncode == 0 and (first + rest).count(b" --> ") > 1 and first == b"1\n"
     write_wave(tmp_path / "a.wav", SAMPLES)
     refused = run(b"", "-", str(tmp_path / "a.wav"))
-    assert refused.returncode != 0 and b"another recording comes with -" in refused.stderr
+    assert refused.returncode != 0 and b"another recording is given with -" in refused.stderr

@@ -138,7 +138,7 @@ def test_times_of_tokens(whisper, theirs, heads):
 
 
 def test_dynamic_time_warping():
-    """Also with ties."""
+    """The path is the cheapest one, also if costs are equal."""
     generator = np.random.default_rng(0)
     for rows, columns in ((1, 1), (1, 9), (9, 1), (5, 5), (12, 40), (40, 12)):
         for costs in (generator.normal(size=(rows, columns)), generator.integers(0, 2, (rows, columns)).astype(float)):
@@ -175,7 +175,7 @@ def test_tokens_of_words(theirs, text, language):
 
 
 def test_the_next_temperature_is_tried(transcriber):
-    """Until a text passes the thresholds; equal seeds give equal texts."""
+    """The temperature rises until a text passes the thresholds; equal seeds give equal texts."""
     plain = transcriber.transcribe(SHORT, language="en")
     wish = {"language": "en", "temperature": (0.0, 0.4, 1.0)}
     lenient = {"compression_ratio_threshold": None, "logprob_threshold": None}

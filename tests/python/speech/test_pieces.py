@@ -151,7 +151,7 @@ def test_refusals(models):
         (name,) = options
         with pytest.raises(ValueError, match=rf"{name}s? is .*; expected .* with a Moonshine model"):
             transcriber.transcribe(SAMPLES, **options)
-    with pytest.raises(ValueError, match="live transcription takes Whisper models"):
+    with pytest.raises(ValueError, match="live transcription needs .*; expected a Whisper model"):
         Live(transcriber)
     with pytest.raises(ValueError, match="cache is 'int8'; expected None with a Moonshine model"):
         load_transcriber(models / "float", cache="int8")

@@ -97,7 +97,7 @@ def test_the_tokens_are_those_of_transformers(whisper, tmp_path, config, seed):
 
 
 @pytest.mark.parametrize("cache", ["float32", "bfloat16", "int8,int4", "int4"])
-def test_a_step_in_pieces_is_the_whole(whisper, cache):
+def test_a_text_in_several_calls_has_the_same_bits(whisper, cache):
     decoder = SpeechDecoder(load_speech_model(whisper, PACKED), cache)
     decoder.listen(torch.randn(1, 16, 2 * POSITIONS))
     tokens = torch.randint(0, 200, (1, 12))
@@ -271,7 +271,7 @@ def test_ctranslate2_files_that_are_damaged(whisper, tmp_path):
 
 @pytest.mark.parametrize(("seconds", "bins"), [(0.3, 80), (1.0, 16), (7.3, 80), (31.7, 128)])
 def test_features_are_those_of_transformers(monkeypatch, seconds, bins):
-    """Also in pieces, which are loud and quiet."""
+    """Of whole recordings and of pieces, loud and quiet ones."""
     extractor = transformers.WhisperFeatureExtractor(feature_size=bins, chunk_length=1)
     assert np.abs(filters(bins) - extractor.mel_filters).max() < 1e-15
     samples = sound(seconds)
@@ -429,7 +429,7 @@ def test_the_sound_of_a_video(tmp_path):
         load_audio(container(tmp_path / "a", "matroska", "tta"))
 
 
-def test_a_codec_that_nobody_knows(tmp_path):
+def test_an_unknown_codec(tmp_path):
     file = container(tmp_path / "a", "wav", "pcm_s16le")
     data = bytearray(file.read_bytes())
     data[20:22] = b"\x77\x77"  # the number of the codec

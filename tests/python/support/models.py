@@ -5,9 +5,9 @@ import torch
 from reference import DTYPES, WEIGHTS, assert_same_bits, random_packed, random_rows
 
 MAGIC = bytes.fromhex("894c4f574249540a")  # the first bytes of a packed weight
-N, K, GROUP = 21, 80, 32  # of Every: odd n, a short last group
-_ROTATED = ("symmetric", "affine", "levels")  # mappings of Every's weights of rotated inputs
-_PLANES = ((8, "symmetric"), (4, "affine"))  # of Every's weights with activations of 16 bits
+N, K, GROUP = 21, 80, 32  # sizes of Every's matrices: n is odd, and the last group is short
+_ROTATED = ("symmetric", "affine", "levels")  # mappings of the weights with rotated inputs in Every
+_PLANES = ((8, "symmetric"), (4, "affine"))  # bits and mappings of the weights with 16-bit activations in Every
 
 
 class Small(torch.nn.Module):
@@ -26,8 +26,8 @@ class Small(torch.nn.Module):
 
 
 class Every(torch.nn.Module):
-    """Every width, mapping and dtype, linear and embedding. It has only lowbit's operators, so every surface must give the bits
-    of eager."""
+    """Every width, mapping and dtype, linear and embedding. It has only lowbit's operators, so compiled and exported
+    programs must give the bits of eager mode."""
 
     def __init__(self):
         super().__init__()

@@ -8,7 +8,7 @@ import pytest
 
 
 def lacking(what: str) -> NoReturn:
-    """Ends a test or test module that cannot run here: a skip, but on CI a failure, because nobody would notice a skip."""
+    """Ends a test or test module that cannot run here: a skip, but on CI a failure, because a skip would go unnoticed."""
     if os.environ.get("CI"):
         pytest.fail(what, pytrace=False)
     pytest.skip(what, allow_module_level=True)

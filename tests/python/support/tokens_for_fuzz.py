@@ -1,4 +1,4 @@
-"""Writes tokens' files of several kinds into a directory, for tests/cpp/tokens_fuzz.cpp."""
+"""Writes tokens files of several kinds into a directory, for tests/cpp/tokens_fuzz.cpp."""
 
 import sys
 from pathlib import Path

@@ -191,10 +191,10 @@ def test_the_command(packed, tmp_path):
         (asked, "compares with a reference"),
         (("eval", FLOAT), "--answers, --tasks or both"),
         ((*asked, "--text", prompts), "--answers, --tasks or both"),
-        (("eval", FLOAT, "--tasks", "sums"), "'sums' is no task; expected some of arithmetic, json, calls, humaneval"),
+        (("eval", FLOAT, "--tasks", "sums"), "'sums' is not a task; expected some of arithmetic, json, calls, humaneval"),
         (("eval", FLOAT, "--tasks", "json", "--window", 64), "it has no effect without --text"),
         (("eval", FLOAT, "--text", prompts, "--seed", 1), "it has no effect without --answers or --tasks"),
-        (("eval", FLOAT, "--tasks", "json", "--reference", FLOAT), "--tasks has no reference"),
+        (("eval", FLOAT, "--tasks", "json", "--reference", FLOAT), "--reference has no effect on --tasks"),
         ((*asked, "--reference", prompts), "no directory of a model"),
     ):
         said = invoke(*arguments)

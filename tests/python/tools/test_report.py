@@ -349,7 +349,7 @@ def test_a_format_between_two_of_lowbit_is_compared_with_both():
 
     rows = [row("float", 16.0, 10.0), row("lowbit", 4.84, 10.2), row("lowbit", 2.6, 14.0), row("GGUF", 4.5, 10.3)]
     text = _ahead({"rows": rows, "about": {"quality": "perplexity"}})
-    assert "GGUF at 4.50 bits per weight: 10.30, against 14.00 of auto, 3 bits at 2.60, the nearest below that was" in text
-    assert "the nearest above has 10.20 of auto, 5 bits at 4.84. Measure lowbit at this size, too: --target-bits 4.5" in text
+    assert "GGUF at 4.50 bits per weight: 10.30, against 14.00 of auto, 3 bits at 2.60, the best that was" in text
+    assert "the smallest above has 10.20 of auto, 5 bits at 4.84. To measure lowbit at this size too: --target-bits 4.5" in text
     text = _ahead({"rows": [*rows, row("lowbit", 4.4, 10.4)], "about": {"quality": "perplexity"}})
     assert "against 10.40 of auto, 4 bits at 4.40</li>" in text

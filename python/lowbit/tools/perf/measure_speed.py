@@ -174,7 +174,7 @@ def _medians(turns: list[dict[str, float]]) -> dict[str, float]:
 
 
 def _need_memory(shape: str) -> None:
-    """Raises NotReached unless making the weights fits into the free memory."""
+    """Raises NotReached if the free memory is too small to make the weights."""
     from ...llm import shape_config
 
     config = shape_config(shape)

@@ -162,10 +162,10 @@ _NEAR = 0.25  # bits per weight; formats further apart are not comparable
 
 
 def ahead(rows: list[dict[str, Any]], perplexity: bool) -> list[tuple[dict[str, Any], dict[str, Any] | None]]:
-    """Rows of other projects that are better than all of lowbit's rows that are not larger.
+    """Rows of other projects that are better than each lowbit row of the same size or less.
 
     Returns:
-        These rows, the largest first, each with lowbit's best row that is not larger, or None.
+        These rows, the largest first, each with lowbit's best row of the same size or less, or None.
     """
     better = []
     for row in sorted(rows, key=lambda row: -row["bytes"]):
@@ -197,15 +197,16 @@ def _ahead(figures: dict[str, Any]) -> str:
             return f"{our['quality']:.{digits}f} of {_name(our)} at {our['bits_per_weight']:.2f}"
 
         text = f"{row['method']} at {row['bits_per_weight']:.2f} bits per weight: {row['quality']:.{digits}f}, "
-        text += "where lowbit has nothing as small" if best is None else f"against {figure(best)}"
+        text += "and no row of lowbit is as small" if best is None else f"against {figure(best)}"
         if best is not None and row["bits_per_weight"] - best["bits_per_weight"] > _NEAR:
             larger = [our for our in rows if our["family"] == "lowbit" and our["bytes"] > row["bytes"]]
-            text += ", the nearest below that was measured"
+            text += ", the best that was measured below this size"
             if larger:
-                text += f"; the nearest above has {figure(min(larger, key=lambda our: our['bytes']))}"
-            text += f". Measure lowbit at this size, too: --target-bits {row['bits_per_weight']:.1f}"
+                text += f"; the smallest above has {figure(min(larger, key=lambda our: our['bytes']))}"
+            text += f". To measure lowbit at this size too: --target-bits {row['bits_per_weight']:.1f}"
         items.append(f"<li>{escape(text)}</li>")
-    return "<p>Other projects are ahead here, of all that takes no more bytes:</p><ul>" + "".join(items) + "</ul>"
+    text = "These formats of other projects are better than lowbit at the same bytes or fewer:"
+    return f"<p>{text}</p><ul>{''.join(items)}</ul>"
 
 
 def _name(row: dict[str, Any]) -> str:

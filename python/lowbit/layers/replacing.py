@@ -1,0 +1,48 @@
+"""What a packed module takes over from the float layer that it replaces: hooks, mode, attributes and dtype."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from torch import Tensor
+
+from .packed_module import Packed
+
+# The hook dicts that move to the packed layer. They are not copied, because a hook's handle removes it from its dict.
+_HOOKS = (
+    "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks", "_is_full_backward_hook",
+    "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_post_hooks",
+)  # fmt: skip
+
+
+def refuse_hooked_weights(layer: torch.nn.Module, prefix: str = "") -> None:
+    """Raises ValueError if a hook computes the layer's weight or bias before each call, as torch.nn.utils.weight_norm does."""
+    for name in ("weight", "bias"):
+        if isinstance(layer.__dict__.get(name), Tensor):  # a parameter would not be in __dict__
+            raise ValueError(
+                f"{prefix}{name} is not a parameter: a hook computes it before each call, as weight_norm, spectral_norm and "
+                "pruning do; make it one first (torch.nn.utils.remove_weight_norm, remove_spectral_norm, prune.remove)"
+            )
+
+
+def dtype_of(layer: torch.nn.Module) -> torch.dtype:
+    return torch.float32 if layer.weight.dtype == torch.float64 else layer.weight.dtype
+
+
+def take_place(packed: torch.nn.Module, layer: torch.nn.Module) -> None:
+    """Copies hooks, mode and user-set attributes of ``layer`` to ``packed``, which replaces it."""
+    packed.train(layer.training)
+    if "forward" in layer.__dict__ and isinstance(packed, Packed):
+        warnings.warn(
+            f"a {type(layer).__name__} has a forward of its own, set on the layer; the packed layer in its place does not "
+            "have it",
+            stacklevel=2,
+        )
+    for name in _HOOKS:
+        packed.__dict__[name] = layer.__dict__[name]
+    for name, value in layer.__dict__.items():
+        # Not "forward": libraries that wrap it (accelerate) would keep computing with the float weight.
+        if not name.startswith("_") and name != "forward" and not hasattr(packed, name):
+            setattr(packed, name, value)
