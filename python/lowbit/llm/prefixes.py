@@ -103,7 +103,7 @@ class PrefixCache:
         self._windows = {layer: (window, sizes[layer]) for layer, window in decoder.windows.items()}
         self._block_bytes = BLOCK * (sum(sizes) - sum(size for _, size in self._windows.values()))
         self._state_bytes = sum(state.nbytes for state in states_of(layers))
-        kind = [decoder.cache_type, [[list(cache.shape[1::2]) for cache in pair] for pair in attention]]
+        kind: list[Any] = [decoder.cache_type, [[list(cache.shape[1::2]) for cache in pair] for pair in attention]]
         kind += [[list(state.shape), state.nbytes] for state in states_of(layers)]
         kind += [sorted(decoder.windows.items())] if decoder.windows else []
         self._key = hashlib.sha256(model + json.dumps(kind).encode()).digest()
@@ -216,7 +216,8 @@ class PrefixCache:
 
     def _end_bytes(self, count: int) -> int:
         """Bytes of the states and windows after ``count`` tokens."""
-        return self._state_bytes + sum((count - first_kept(window, count)) * size for window, size in self._windows.values())
+        sizes = ((count - first_kept(window, count)) * size for window, size in self._windows.values())
+        return int(self._state_bytes + sum(sizes))
 
     def _pieces_of_end(self, layers: Layers, count: int, states: Iterable[Any]) -> Iterator[numpy.ndarray]:
         """The bytes of the states and windows after ``count`` tokens."""
