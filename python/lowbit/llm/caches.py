@@ -60,7 +60,7 @@ class Caches:
     def usable(self, count: int) -> int:
         """``count``, if the first ``count`` tokens can be copied from here, else 0.
 
-        States are those after all tokens. Windows are those before the last tokens, and some hundred tokens before these.
+        States are those after all tokens. Caches of windows hold the end of a text, so a few hundred tokens can be cut off.
         """
         if self.recurrent and count != len(self.tokens):
             return 0
