@@ -149,8 +149,8 @@ def test_a_common_beginning_is_computed_once(model, prompts, kind):
             del model.forward
         assert written(found) == written(expected)
         assert [each.cached_tokens for each in found[:2]] == same[:2]
-        if more.get("at_once") != 1:
-            assert [each.cached_tokens for each in found] == same
+        if more.get("at_once") != 1:  # of two at once, the first has left when the equal fourth begins
+            assert [each.cached_tokens for each in found] == ([*same[:3], same[1], 0] if more.get("at_once") else same)
         computed = sum(map(len, texts)) - sum(each.cached_tokens for each in found)
         assert sum(rows) == computed + sum(each.decode_steps for each in found)
 
