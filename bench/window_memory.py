@@ -2,12 +2,11 @@
 
     python bench/window_memory.py [--texts 8] [--length 8192] [--cache bfloat16]
 
-Weights are random. It prints the resident memory that caches add after all of their bytes were written, with windows and whole.
+Weights are random, and the vocabulary is small. It prints the resident memory that caches add after all of their bytes were written, with windows and whole.
 """
 
 import argparse
 
-import lowbit
 import torch
 import transformers
 from lowbit import llm
@@ -28,11 +27,11 @@ def main() -> None:
     parser.add_argument("--cache", default="bfloat16")
     options = parser.parse_args()
     config = transformers.Gemma3TextConfig(
-        vocab_size=262144, hidden_size=640, intermediate_size=2048, num_hidden_layers=18, num_attention_heads=4, head_dim=256,
+        vocab_size=1024, hidden_size=640, intermediate_size=2048, num_hidden_layers=18, num_attention_heads=4, head_dim=256,
         num_key_value_heads=1, sliding_window=512, layer_types=([WINDOW] * 5 + ["full_attention"]) * 3,
         max_position_embeddings=32768,
     )  # fmt: skip
-    model = llm.random_model(config, lowbit.LinearConfig(4, 32), lowbit.EmbeddingConfig(4, 32), torch.bfloat16)
+    model = transformers.Gemma3ForCausalLM._from_config(config, dtype=torch.bfloat16).eval()
     print(f"{options.texts} texts of {options.length} tokens, caches of {options.cache}")
     for windows in (False, True):
         decoder = llm.Decoder(model, options.length, options.cache, windows=windows, plan=False)
