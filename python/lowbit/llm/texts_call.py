@@ -64,13 +64,13 @@ class TextsDecoder:
         return count
 
     def keep_windows(self, windows: Mapping[int, int | None]) -> None:
-        """Sets the ``windows`` of layers whose longest texts take more memory than caches of a window."""
+        """Sets ``windows`` to those of layers that lose the beginning of the decoder's longest texts."""
         self.windows = {layer: size for layer, size in windows.items() if size and size + SPAN < self.max_length}
 
     def window_of(self, layer: int, length: int) -> int | None:
         """The window that a layer keeps of a text of ``length`` tokens; None if it keeps all of it."""
-        # Shorter by PIECE than caches of a window. So a text that is cut back by less than PIECE tokens, and fits in caches
-        # without a window, has never lost a position.
+        # Caches of a window have room for a piece more than this. A text is cut back by less than a piece, so if it could
+        # be copied to caches that keep all of it, its own caches still have all of it, too.
         window = self.windows.get(layer)
         return window if window is not None and length > window + SPAN else None
 
