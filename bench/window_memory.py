@@ -2,7 +2,8 @@
 
     python bench/window_memory.py [--texts 8] [--length 8192] [--cache bfloat16]
 
-Weights are random, and the vocabulary is small. It prints the resident memory that caches add after all of their bytes were written, with windows and whole.
+Weights are random, and the vocabulary is small. It prints the resident memory that caches add after all of their bytes were
+written, with windows and whole.
 """
 
 import argparse

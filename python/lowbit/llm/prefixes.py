@@ -87,8 +87,8 @@ class PrefixCache:
             )
         if decoder.windowed and not snapshots:
             raise ValueError(
-                "a prefix cache of single texts needs the keys and values of whole texts, and layers of this decoder keep only a "
-                "window; expected Decoder(windows=False)"
+                "a prefix cache of single texts needs the keys and values of whole texts, and layers of this decoder keep only "
+                "a window; expected Decoder(windows=False)"
             )
         if most_bytes < 1:
             raise ValueError(f"most_bytes is {most_bytes}; expected 1 or more")
