@@ -5,7 +5,7 @@
 
 For each number of texts it prints the ratio of new tokens per second, together to one after the other (`llm.generate`),
 including prompts. Then, for prompts with a shared prefix of --prefix tokens, it compares the seconds until all prompts are
-read, with the prefix computed for each text, computed once in the call, and cached before (Decoder.read). Figures are medians
+read, with the prefix computed for each text, computed once, and cached before (Decoder.read). Figures are medians
 over rounds; with one thread (OMP_NUM_THREADS=1) of CPU time, which other work on the machine disturbs less. Checks that the
 texts are equal.
 """

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <iterator>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -172,6 +173,15 @@ std::vector<std::tuple<int64_t, int64_t, std::vector<int64_t>, int>> caches_of(c
   return result;
 }
 
+// The windows of layers that have one, by layer.
+std::map<int64_t, int64_t> windows_of(const PlanModel& model) {
+  std::map<int64_t, int64_t> result;
+  for (const PlanStep& step : model.plan().steps) {
+    if (step.op == Opcode::attention && step.integers[1] > 0) result[step.integers[0]] = step.integers[1];
+  }
+  return result;
+}
+
 // The weights that each step reads: name of the operator, name and bytes of the weight.
 std::vector<std::tuple<std::string, std::string, int64_t>> weights_of(const PlanModel& model) {
   std::vector<std::tuple<std::string, std::string, int64_t>> result;
@@ -261,6 +271,7 @@ void add_plans(py::module_& module) {
       .def_property_readonly("stop", &PlanModel::stop)
       .def_property_readonly("about", [](const PlanModel& model) { return model.plan().about; })
       .def_property_readonly("caches", &caches_of)
+      .def_property_readonly("windows", &windows_of)
       .def_property_readonly("weights", &weights_of)
       .def("measure", &PlanModel::measure)
       .def("times", [](const PlanModel& model) { return named(model.measured()); })

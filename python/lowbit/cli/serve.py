@@ -273,7 +273,7 @@ def _load_by_torch(wish: _Wish, name: str, path: Path, caches: tuple[str, ...] |
     made: list[LanguageModel] = []
     try:
         for each, variant in variants.items():
-            decoder = llm.Decoder(variant, wish.length(positions(variant)), wish.cache, windows=False)
+            decoder = llm.Decoder(variant, wish.length(positions(variant)), wish.cache)
             language = wish.language_model(each, decoder, variant, tokenizer, path, stop)
             language.parent = None if variant is model else name
             made.append(language)

@@ -205,7 +205,7 @@ class PlannedSession(Session):
 
     def start(self, max_length: int) -> None:
         self.max_length = max_length
-        self.step = self._planned.decoder(max_length)
+        self.step = self._planned.decoder(max_length, windows=not self.running.wants_prefixes)
         self.prefix_cache = self.running.open_prefix_cache(self.output, self.step)
 
     def draft(self, path: Path) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
@@ -67,9 +67,6 @@ class Part:
     end: int
     start: Tensor  # [1] int64: number of earlier tokens of the text
     layers: Sequence[tuple[Tensor, ...]]
-    before: Callable[[int, bool], None] | None = (
-        None  # called with each layer before its attention or, with True, before its states are used
-    )
 
 
 class Texts:
@@ -85,11 +82,16 @@ class Texts:
         """Attention within each text: inputs [1, heads, s, d] -> [1, s, heads, e]."""
         outputs = []
         for part in self.parts:
-            if part.before is not None:
-                part.before(layer, False)
             queries_keys_values = (tensor[:, :, part.begin : part.end] for tensor in inputs)
-            outputs.append(torch.ops.lowbit.attention(*queries_keys_values, *part.layers[layer][:2], part.start, *more))
+            outputs.append(_attention(queries_keys_values, part.layers[layer], part.start, *more))
         return torch.cat(outputs, dim=1)
+
+
+def _attention(inputs: Iterable[Tensor], layer: Sequence[Tensor], start: Tensor | None, *more: Any) -> Tensor:
+    """Attention over the caches of a layer, which hold the whole text or, with ``held``, a window."""
+    if len(layer) > 2 and layer[2].dtype is torch.int64:
+        return torch.ops.lowbit.window_attention(*inputs, *layer[:3], start, *more)
+    return torch.ops.lowbit.attention(*inputs, *layer[:2], start, *more)
 
 
 def attend(
@@ -129,13 +131,10 @@ def attend(
     if isinstance(caches, Texts):
         return caches.attend(module.layer_idx, (query, key, value), *more), None
     if isinstance(caches, Asked):
-        k_cache, v_cache = caches.note(module.layer_idx, key, value, sliding_window)
+        layer = caches.note(module.layer_idx, key, value, sliding_window)
     else:
         layer = caches[module.layer_idx]
-        k_cache, v_cache = layer[:2]
-        if len(layer) > 2 and layer[2].dtype is torch.int64:  # `held`
-            return torch.ops.lowbit.window_attention(query, key, value, *layer[:3], start, *more), None
-    return torch.ops.lowbit.attention(query, key, value, k_cache, v_cache, start, *more), None
+    return _attention((query, key, value), layer, start, *more), None
 
 
 def check_windows(config: Any, asked: Asked, max_length: int) -> None:

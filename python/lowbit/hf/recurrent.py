@@ -98,8 +98,6 @@ class Mixer:
             return call(tensors, self._own[number], start)
         outputs = []
         for part in caches.parts:
-            if part.before is not None and number == 0:
-                part.before(self.layer, True)
             own = [tensor[:, part.begin : part.end].contiguous() for tensor in tensors]
             outputs.append(call(own, states_of(part.layers[self.layer])[number], part.start))
         return torch.cat(outputs, dim=1)

@@ -11,7 +11,7 @@ from ..files.untrusted import one_line, raised_by_reader
 from ..operators.cache_layout import copied, is_state, states_of
 from .caches import Caches
 from .generation import AGAIN, Generation, Text, TextWriter, check_lengths
-from .guessing import Guesser, check_draft, make_guesser
+from .guessing import MOST, Guesser, check_draft, make_guesser
 from .penalties import TokenLogprobs, token_logprobs
 from .prefixes import BLOCK, PrefixCache
 from .sampling import Sampling, SamplingArguments, check_seed, common, prompt_ids, token_ids, without_mask
@@ -36,15 +36,10 @@ class _Active:
     writer: TextWriter
     scores: list[TokenLogprobs] = field(default_factory=list)  # of the computed tokens of the prompt
     guesser: Guesser | None = None  # created when the text first runs alone
-    stop: int = 0  # number of tokens after which a call of the prompt ends, for a snapshot
-    snapshots: dict[int, list[Any]] = field(default_factory=dict)  # states for the prefix cache, by number of tokens
-
-    def take_snapshot(self) -> None:
-        """Copies the states if a block of the prefix cache ends here; the last copy is kept, and that of the prompt."""
-        count = len(self.caches.tokens)
-        if count and count % BLOCK == 0:
-            before = {self.stop: self.snapshots[self.stop]} if self.stop in self.snapshots else {}
-            self.snapshots = before | {count: [copied(state) for state in states_of(self.caches.layers)]}
+    # Numbers of tokens after which calls of the prompt end, because caches with states or windows are copied or stored there:
+    ends: frozenset[int] = frozenset()  # on disk
+    branch: int = 0  # in memory, after a prefix that an earlier text has lost
+    snapshot: dict[int, list[Any]] = field(default_factory=dict)  # states where the last whole block ended, by its end
 
     @property
     def known(self) -> list[int]:
@@ -60,7 +55,8 @@ class Batch:
     """Continuous batching: texts are decoded in the same calls of the model, and can be added and removed between calls.
 
     A call computes the next token of every text and tokens of prompts; only attention runs text by text. If all linear layers
-    are packed, each text is the same as if it were decoded alone.
+    are packed, each text is the same as if it were decoded alone. A text copies the prefix that it shares with another one
+    between two calls. If that depends on states or on windows, the other text's call ends where the prefix does.
     """
 
     def __init__(self, decoder: TextsDecoder, at_once: int = 16, rows: int = 512):
@@ -102,7 +98,7 @@ class Batch:
         if guesses < 1:
             raise ValueError(f"guesses is {guesses}; expected 1 or more")
         check_draft(self.decoder, draft, self.decoder.max_length)
-        self._guesses, self._draft = guesses, draft
+        self._guesses, self._draft = min(guesses, MOST), draft
 
     @property
     def running(self) -> list[Text]:
@@ -143,6 +139,9 @@ class Batch:
     def ending(self, text: Text, caches: Caches) -> None:
         """Called with the caches of a text that has ended; they no longer change."""
 
+    def branching(self, caches: Caches) -> None:
+        """Called with the caches of a prompt after the prefix of an earlier text that can be copied from nowhere."""
+
     def step(self) -> bool:
         """Computes the next call; returns False if no texts remain.
 
@@ -163,6 +162,7 @@ class Batch:
                     failed.append((text, error))
             self._active = still
             for active in still:
+                self._copy(active)
                 if active.writer.result.tokens and active.caches.length - len(active.caches.tokens) < len(active.pending):
                     self._grow(active)
             guess = self._guess(still)
@@ -205,17 +205,17 @@ class Batch:
         if active.writer.ended:
             self.ending(active.text, active.caches)
             if self.prefix_cache is not None:
-                self.prefix_cache.write(active.caches.tokens, active.caches.layers, active.snapshots)
+                self.prefix_cache.write(active.caches.tokens, active.caches.layers, active.snapshot)
             if active.text.on_end is not None:
                 active.text.on_end(result)
 
     def _begin(self, text: Text) -> _Active:
-        prompt, source, same = text.prompt, None, 0
+        prompt, source, same, lost = text.prompt, None, 0, 0
         for caches, tokens in self.beginnings() if text.prompt_logprobs is None else ():
-            count = caches.usable(min(common(tokens, prompt), len(prompt) - 1))
-            if self.decoder.recurrent and any(active.caches is caches for active in self._active):
-                continue  # the states of an active text change
-            if count >= max(_LEAST, same + 1):
+            count = min(common(tokens, prompt), len(prompt) - 1)
+            if count <= len(caches.tokens) and not caches.usable(count):  # a text that has fewer tokens stops there
+                lost = max(lost, count)
+            elif count >= max(_LEAST, same + 1):
                 source, same = caches, count
         caches = self._caches(text, _ROOM)
         disk = self.prefix_cache if text.prompt_logprobs is None else None
@@ -223,18 +223,31 @@ class Batch:
             source, same, caches.tokens = None, count, prompt[:count]
         writer = TextWriter(text, self.decoder.max_length, same)
         active = _Active(text, caches, prompt[same:], None if source is None else (source, same), writer)
-        if self._snapshots:
-            active.stop = (len(prompt) - 1) // BLOCK * BLOCK
+        if lost >= same + BLOCK:
+            active.branch = lost
+        if self.prefix_cache is not None and _moves(self.decoder):
+            active.ends = frozenset(((len(prompt) - 1) // BLOCK * BLOCK, self.prefix_cache.stored(prompt)))
         return active
 
-    @property
-    def _snapshots(self) -> bool:
-        """Whether the prefix cache needs snapshots of states."""
-        return self.prefix_cache is not None and self.decoder.recurrent
+    def _copy(self, active: _Active) -> None:
+        """Copies the common prefix of a text as soon as it is computed."""
+        if active.source is None or len(active.source[0].tokens) < active.source[1]:
+            return
+        (caches, count), active.source = active.source, None
+        if caches.usable(count):
+            active.caches.copy_from(caches, count)
+        else:  # a call could not end there
+            active.pending, active.writer.result.cached_tokens = active.text.prompt, 0
 
     def _snap(self, active: _Active) -> None:
-        if self._snapshots:
-            active.take_snapshot()
+        """Stores states and windows where a prefix or a block of the prefix cache ends: later they are lost."""
+        caches, count = active.caches, len(active.caches.tokens)
+        if count == active.branch:
+            self.branching(caches)
+        if self.prefix_cache is not None and count in active.ends:
+            self.prefix_cache.write(caches.tokens, caches.layers, {count: states_of(caches.layers)})
+        elif self.prefix_cache is not None and count % BLOCK == 0 and self.decoder.recurrent:
+            active.snapshot = {count: [copied(state) for state in states_of(caches.layers)]}
 
     def _caches(self, text: Text, new: int) -> Caches:
         """Caches with room for ``new`` new tokens of a text, or for its largest number."""
@@ -258,13 +271,11 @@ class Batch:
                 if not active.pending:
                     yield active, logits[-1:], None
             else:
-                call = (active.caches, tokens) if active.source is None else (active.caches, tokens, active.source)
-                together.append((active, call))
+                together.append((active, tokens))
         if not together:
             return
-        rows = self.decoder.run_texts([call for _, call in together])
-        for (active, (_, tokens, *_)), row in zip(together, rows, strict=True):
-            active.source = None
+        rows = self.decoder.run_texts([(active.caches, tokens) for active, tokens in together])
+        for (active, tokens), row in zip(together, rows, strict=True):
             active.pending = active.pending[len(tokens) :]
             self._snap(active)
             if not active.pending:
@@ -307,37 +318,36 @@ def _scores(active: _Active, logits: Any) -> list[TokenLogprobs]:
     return [token_logprobs(row, token, count) for row, token in zip(logits, following)]
 
 
+def _moves(decoder: TextsDecoder) -> bool:
+    """Whether a text's caches lose what its beginning needs: they have states or windows."""
+    return decoder.recurrent or decoder.windowed
+
+
 def _plan(running: Sequence[_Active], rows: int, decoder: TextsDecoder) -> list[tuple[_Active, list[int]]]:
     """The tokens of the next call: the next token of each text, and ``rows`` tokens of prompts.
 
     Half of the rows go to the first prompt, so that a long prompt always progresses. The other half goes to the shortest
     prompts, so that they do not wait for long ones.
     """
-    prompts = [active for active in running if not active.writer.result.tokens]
-    lengths: dict[int, int] = {}  # of caches after the call
+    ready = [active for active in running if active.source is None]  # others wait for a common prefix
+    prompts = [active for active in ready if not active.writer.result.tokens]
     share: dict[int, int] = {}
 
-    def later(active: _Active) -> tuple[bool, int]:
-        # A prompt that waits for a common prefix takes no rows from the prompt that computes it.
-        waits = active.source is not None and len(active.source[0].tokens) < active.source[1]
-        return waits, len(active.pending)
+    def wanted(active: _Active) -> int:
+        """The number of pending tokens up to the first place where its caches are stored or copied."""
+        sources = [other.source for other in running if other.source is not None and _moves(decoder)]
+        ends = [*active.ends, active.branch, *(count for caches, count in sources if caches is active.caches)]
+        before = len(active.caches.tokens)
+        return min([len(active.pending), *(end - before for end in ends if end > before)])
 
-    for active in sorted(prompts, key=later):
-        others = 0 if active is prompts[0] or id(prompts[0]) in share else min(len(prompts[0].pending), -(-rows // 2))
-        share[id(active)] = min(len(active.pending), max(0, rows - others - sum(share.values())))
+    for active in sorted(prompts, key=lambda active: len(active.pending)):
+        others = 0 if active is prompts[0] or id(prompts[0]) in share else min(wanted(prompts[0]), -(-rows // 2))
+        share[id(active)] = min(wanted(active), max(0, rows - others - sum(share.values())))
     plan: list[tuple[_Active, list[int]]] = []
-    for active in running:
-        if active.source is not None:
-            caches, count = active.source
-            if lengths.get(id(caches), len(caches.tokens)) < count:
-                continue  # the common prefix is still being computed
-        before = len(active.caches.tokens) if active.source is None else active.source[1]
+    for active in ready:
         count = share.get(id(active), len(active.pending))
-        if before < active.stop:
-            count = min(count, active.stop - before)
         tokens = active.pending[: decoder.whole(active.pending, count)]
         if tokens:
-            lengths[id(active.caches)] = before + len(tokens)
             plan.append((active, tokens))
     return plan
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..operators.cache_layout import PANEL, copy_layer, is_state
+from ..operators.cache_layout import PANEL, can_continue, copy_layer, is_state
 
 if TYPE_CHECKING:
     import torch
@@ -19,7 +19,7 @@ CACHES = ("float32", "bfloat16", "float16", "int8", "int8,int4", "int4")
 class Caches:
     """Keys, values and states of one text, outside a decoder; from :meth:`Decoder.new_caches` and :meth:`Decoder.read`."""
 
-    def __init__(self, layers: Sequence[tuple[Any, ...]], cache_type: str, model: Any, length: int):
+    def __init__(self, layers: Sequence[tuple[Any, ...]], cache_type: str, model: Any, length: int, windows: Mapping[int, int]):
         """
         Args:
             layers: for each layer, keys and values in the layout of the attention operators, and states if it is recurrent;
@@ -27,10 +27,12 @@ class Caches:
             cache_type: the cache type of keys and values, as :class:`Decoder` takes it.
             model: the model that computes them.
             length: capacity in tokens.
+            windows: the windows of layers that do not keep the whole of a long text.
         """
         self.layers = list(layers)
         self.cache_type = cache_type
         self.length = length
+        self._windows = dict(windows)
         self.tokens: list[int] = []  # the tokens whose keys and values are stored
         self._model: weakref.ref[Any] | None = weakref.ref(model)
         self._planned: tuple[weakref.ref[Any], list[Any], Any] | None = None
@@ -56,11 +58,16 @@ class Caches:
         return any(is_state(tensor) for layer in self.layers for tensor in layer)
 
     def usable(self, count: int) -> int:
-        """The number of the first ``count`` tokens that can be copied from here; with states, all tokens or none."""
-        return count if not self.recurrent or count == len(self.tokens) else 0
+        """``count``, if the first ``count`` tokens can be copied from here, else 0.
+
+        States are those after all tokens. Caches of windows hold the end of a text, so a few hundred tokens can be cut off.
+        """
+        if self.recurrent and count != len(self.tokens):
+            return 0
+        return count if can_continue(self.layers, self._windows, count) else 0
 
     def copy_from(self, other: Caches, count: int) -> None:
-        """Copies the keys and values of the first ``count`` tokens, and the states, which must be those after them."""
+        """Copies the keys and values of the first ``count`` tokens, and the states; ``count`` must be usable."""
         for source, target in zip(other.layers, self.layers, strict=True):
             copy_layer(source, target, count)
         self.tokens = other.tokens[:count]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -12,8 +12,7 @@ from torch import Tensor
 
 from ..hf import decoding
 from ..hf.shared_inputs import observed
-from ..operators.cache_layout import copy_layer, is_state
-from ..operators.window import window_length
+from ..operators.cache_layout import can_continue, copy_layer, is_state, window_length
 from ..plan.plan_file import Slot
 from ..plan.recording import Unplannable
 from .caches import Caches, dtypes_of, empty_caches, name_of, type_of
@@ -21,7 +20,7 @@ from .planning import DecoderPlan
 from .proof import EXACT_LIMIT, PIECES_LIMIT, TOKENS, Reference, sample_text
 from .sampling import check_max_length, common, prompt_ids
 from .states import StateKeeper
-from .texts_call import Part, TextsCall, TextsDecoder
+from .texts_call import TextsCall, TextsDecoder
 
 _LOG = logging.getLogger(__name__)
 
@@ -114,7 +113,6 @@ class Decoder(torch.nn.Module, TextsDecoder):
             raise ValueError("the model is in training mode; call its eval() first")
         self.model = model
         self.max_length = max_length
-        self._keep_windows = windows
         decoding.give_back(model)
         self._takeover: decoding.Takeover | None = None
         self.plan_refusal = None if plan else "it is switched off"  # why calls run the model's Python code
@@ -122,12 +120,12 @@ class Decoder(torch.nn.Module, TextsDecoder):
         self._plan_caches: Any = None
         self._observers: list[Observer] = []
         try:
-            self._take(config, plan)
+            self._take(config, windows, plan)
         except Exception as error:
             decoding.give_back(model)
             raise decoding.refusal(model, error) from error
 
-    def _take(self, config: Any, plan: bool) -> None:
+    def _take(self, config: Any, windows: bool, plan: bool) -> None:
         decoding.check_config(config, self.max_length)
         with torch.inference_mode():
             reference = Reference(self.model, self.max_length)
@@ -148,13 +146,8 @@ class Decoder(torch.nn.Module, TextsDecoder):
             asked = self._ask(reference, self._takeover)
         self._shapes, self._states, self.exact = asked.shapes, asked.states, reference.exact
         decoding.check_windows(config, asked, self.max_length)
-        # Layer whose caches hold only a window -> window size.
-        self._windows = {
-            layer: window
-            for layer, window in asked.windows.items()
-            if self._keep_windows and window and window_length(window, PIECE) < self.max_length
-        }
-        for layer, tensors in enumerate(self._make(self.max_length, self.cache_type, self._windows)):
+        self.keep_windows(asked.windows if windows else {})
+        for layer, tensors in enumerate(self._make(self.max_length, self.cache_type)):
             for name, cache in zip(self._names(layer), tensors, strict=True):
                 self.register_buffer(name, cache, persistent=False)
         states = [tensor for layer in self._caches() for tensor in layer if is_state(tensor)]
@@ -246,15 +239,15 @@ class Decoder(torch.nn.Module, TextsDecoder):
     def _names(self, layer: int) -> list[str]:
         """Names of a layer's buffers: keys and values if it has attention, then states."""
         attention = [f"{name}_cache_{layer}" for name in "kv"] if layer in self._shapes else []
-        attention += [f"held_cache_{layer}"] if layer in self._windows else []
+        attention += [f"held_cache_{layer}"] if layer in self.windows else []
         return attention + [f"state_{number}_cache_{layer}" for number in range(len(self._states.get(layer, ())))]
 
     @torch.inference_mode(False)  # its tensors could not be changed outside of it
-    def _make(self, length: int, cache_type: str, windows: Mapping[int, int] | None = None) -> list[tuple[Tensor, ...]]:
+    def _make(self, length: int, cache_type: str) -> list[tuple[Tensor, ...]]:
         caches = []
         for layer in range(self.layers):
             heads, *widths = self._shapes.get(layer, (0,))
-            window = (windows or {}).get(layer)
+            window = self.window_of(layer, length)
             room = length if window is None else window_length(window, PIECE)
             tensors = empty_caches(heads, widths, room, cache_type)
             tensors += [] if window is None else [torch.zeros(2, dtype=torch.int64)]
@@ -269,14 +262,7 @@ class Decoder(torch.nn.Module, TextsDecoder):
     def kept(self, count: int) -> int:
         """The number of the first ``count`` tokens of the decoder's text after which a call can continue."""
         count = count if self._keeper is None else self._keeper.kept(count)
-        for layer, window in self._windows.items():
-            if max(0, count - window + 1) < int(getattr(self, f"held_cache_{layer}")[0]):
-                return 0
-        return count
-
-    @property
-    def windowed(self) -> bool:
-        return bool(self._windows)
+        return count if can_continue(self._caches(), self.windows, count) else 0
 
     def check_texts(self) -> None:
         """Checks that texts in one call do not change each other's logits.
@@ -515,27 +501,13 @@ class Decoder(torch.nn.Module, TextsDecoder):
         keep = torch.arange(len(call.rows)) if everywhere else torch.tensor([part.end - 1 for part in parts])
         inputs = torch.tensor([call.rows]), torch.tensor(call.positions)
         plan = self._usable_plan(len(call.rows) > len(parts))
-        if plan is None or call.copies_within:  # copies must be made layer by layer
-            texts = [
-                decoding.Part(part.begin, part.end, torch.tensor([part.start]), part.caches.layers, _copy_of(part))
-                for part in parts
-            ]
+        if plan is None:
+            texts = [decoding.Part(part.begin, part.end, torch.tensor([part.start]), part.caches.layers) for part in parts]
             kept = 0 if everywhere else keep
             (logits, *_), hidden = self.run_observed(*inputs, torch.tensor([0]), decoding.Texts(texts), kept)
         else:
-            for part in parts:
-                if part.source is not None:
-                    part.caches.copy_from(part.source, part.start)
             planned = [(part.begin, part.end, part.start, part.caches.planned(plan, plan.caches)) for part in parts]
             logits, hidden = plan.run(*inputs, keep, planned)
         if len(parts) == 1:
             self._show(parts[0].start, inputs[0], hidden)
         return logits if logits.shape[0] == len(keep) else logits[keep]  # some models ignore logits_to_keep
-
-
-def _copy_of(part: Part) -> Callable[[int, bool], None] | None:
-    """Copies a text's prefix layer by layer."""
-    source = part.source
-    if source is None:
-        return None
-    return lambda layer, states: copy_layer(source.layers[layer], part.caches.layers[layer], part.start, states)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Unpack
 
-from .guessing import Guesser, check_draft, make_guesser
+from .guessing import MOST, Guesser, check_draft, make_guesser
 from .penalties import Constraint, Drawer, TokenLogprobs, token_logprobs
 from .sampling import Sampling, SamplingArguments, prompt_ids, token_ids
 from .steps import ListStep, gives_rows, inference, rows_after
@@ -147,7 +147,7 @@ def generate(
     text = Text(prompt, max_new_tokens, settings, seed, frozenset(stop), until, logprobs, on_token=on_token)
     writer = TextWriter(text, max_length, cached)
     with inference():
-        return _generate(step, writer, cached, guesses, make_guesser(step, draft) if guesses else None)
+        return _generate(step, writer, cached, min(guesses, MOST), make_guesser(step, draft) if guesses else None)
 
 
 def _generate(step: Any, writer: TextWriter, cached: int, guesses: int, guesser: Guesser | None) -> Generation:

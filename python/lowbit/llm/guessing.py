@@ -8,6 +8,9 @@ from typing import Any, Protocol
 from .sampling import most_likely
 from .steps import rows_after
 
+# Draft tokens of a call, at most: a text over caches of a window can be cut back by this many after any call.
+MOST = 128
+
 
 class Lookup:
     """Drafts the tokens that followed the last earlier occurrence of the text's final tokens.

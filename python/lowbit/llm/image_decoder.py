@@ -171,28 +171,16 @@ class ImageDecoder(TextsDecoder):
         while len(self._kept) > 1 and sum(each.nbytes for each in self._kept.values()) > _KEPT_BYTES:
             self._kept.popitem(last=False)
 
-    def run_call(self, call: TextsCall, everywhere: bool) -> Tensor:
-        befores = dict(zip(map(id, call.parts), _befores(call)))
-        return torch.cat([self._run(call, parts, befores, everywhere) for parts in call.groups()])
-
     @torch.inference_mode()
-    def _run(self, call: TextsCall, parts: Sequence[Part], befores: Mapping[int, list[int]], everywhere: bool) -> Tensor:
-        for part in parts:
-            if part.source is not None:
-                part.caches.copy_from(part.source, part.start)
-        first, last = parts[0].begin, parts[-1].end
-        rows = call.rows[first:last]
-        positions = torch.tensor(call.positions[first:last])
+    def run_call(self, call: TextsCall, everywhere: bool) -> Tensor:
+        rows, parts, positions = call.rows, call.parts, torch.tensor(call.positions)
         if self._plan.axes > 1:
-            each = [self._positions(befores[id(part)] + call.rows[part.begin : part.end])[:, part.start :] for part in parts]
+            each = [self._positions(part.caches.tokens + rows[part.begin : part.end])[:, part.start :] for part in parts]
             positions = torch.cat(each, 1)
-        keep = list(range(last - first)) if everywhere else [part.end - 1 - first for part in parts]
         if self._plan.blocks and max(rows) >= _FIRST:
             return torch.cat([self._in_blocks(call, part, everywhere) for part in parts])
-        texts = [
-            (part.begin - first, part.end - first, part.start, part.caches.planned(self._plan, self._plan.arranged))
-            for part in parts
-        ]
+        keep = list(range(len(rows))) if everywhere else [part.end - 1 for part in parts]
+        texts = [(part.begin, part.end, part.start, part.caches.planned(self._plan, self._plan.arranged)) for part in parts]
         return self._plan.run(self._inputs(rows, positions), torch.tensor(keep), texts)
 
     def _in_blocks(self, call: TextsCall, part: Part, everywhere: bool) -> Tensor:
@@ -267,13 +255,3 @@ def _key(digest: bytes) -> int:
     if len(digest) < _DIGEST_BYTES:
         raise ValueError(f"the digest has {len(digest)} bytes; expected {_DIGEST_BYTES} or more")
     return (1 << 8 * _DIGEST_BYTES) | int.from_bytes(digest[:_DIGEST_BYTES], "big")
-
-
-def _befores(call: TextsCall) -> Iterator[list[int]]:
-    """Yields the tokens before the rows of each text, which may be copied from a text with rows in the same call."""
-    texts: dict[int, list[int]] = {}
-    for part in call.parts:
-        held = part.caches if part.source is None else part.source
-        before = texts.get(id(held), held.tokens)[: part.start]
-        texts[id(part.caches)] = before + call.rows[part.begin : part.end]
-        yield before

@@ -8,28 +8,37 @@ from typing import Any
 import numpy
 
 from .. import _C
-from ..operators.cache_layout import PANEL, Slot, by_slot, is_state, stored_width
+from ..operators.cache_layout import PANEL, Slot, by_slot, can_continue, is_state, stored_width, window_length
 from .caches import CACHES, Caches
 from .sampling import check_max_length
 from .states import StateKeeper
-from .texts_call import Part, TextsCall, TextsDecoder
+from .texts_call import TextsCall, TextsDecoder
 
 PIECE = 256  # prompt tokens computed at a time, as in :class:`lowbit.llm.Decoder`
 _ALIGNMENT = 128  # of caches; kAlignment in ops/aligned_memory.h
 # The numbers of ElementType in ops/tensor_view.h. numpy has no bfloat16, so uint16 has its bits.
-_ELEMENTS = {"float32": 0, "uint16": 1, "float16": 2, "int8": 7}
+_ELEMENTS = {"float32": 0, "uint16": 1, "float16": 2, "int64": 5, "int8": 7}
 _STORED = {"float32": "float32", "bfloat16": "uint16", "float16": "float16", "int8": "int8", "int4": "int8"}
 
 
 class PlanDecoder(TextsDecoder):
     """What :class:`lowbit.llm.Decoder` does for a model with a plan, over caches of numpy."""
 
-    def __init__(self, plan: _C.PlanModel, max_length: int, cache: str, prefix: bytes | str = "the plan has no key for it"):
+    def __init__(
+        self,
+        plan: _C.PlanModel,
+        max_length: int,
+        cache: str,
+        prefix: bytes | str = "the plan has no key for it",
+        *,
+        windows: bool = True,
+    ):
         """
         Args:
             max_length: the longest text in tokens.
             cache: the type of the KV cache, as for :class:`lowbit.llm.Decoder`.
             prefix: what identifies the model in a prefix cache, or why it supports none.
+            windows: as for :class:`lowbit.llm.Decoder`.
 
         Raises:
             ValueError: the model's texts are shorter, or an unknown type.
@@ -38,6 +47,7 @@ class PlanDecoder(TextsDecoder):
         if cache not in CACHES:
             raise ValueError(f"cache is {cache!r}; expected one of {', '.join(map(repr, CACHES))}")
         self.model, self.max_length, self.vocabulary, self.cache_type = plan, max_length, plan.vocabulary, cache
+        self.keep_windows(plan.windows if windows else {})
         self._prefix, self._output = prefix, _stored(plan.output_type)
         self._own: Caches | None = None  # of the text of `feed`, made when it begins
         self._keeper: StateKeeper | None = None
@@ -64,10 +74,13 @@ class PlanDecoder(TextsDecoder):
             arrays = layers.setdefault(layer, [])
             if slot >= Slot.STATE:
                 arrays.append(_zeros(shape, _stored(element)))
-            elif slot < Slot.HELD:  # caches for whole texts need no `held`
+            elif slot < Slot.HELD:
                 kind = kinds[-1] if slot == Slot.VALUES else kinds[0]
-                heads, width = shape
-                arrays.append(_zeros([1, heads, -(-length // PANEL) * PANEL, stored_width(width, kind)], _STORED[kind]))
+                (heads, width), window = shape, self.window_of(layer, length)
+                room = -(-length // PANEL) * PANEL if window is None else window_length(window, PIECE)
+                arrays.append(_zeros([1, heads, room, stored_width(width, kind)], _STORED[kind]))
+                if slot == Slot.VALUES and window is not None:
+                    arrays.append(_zeros([2], "int64"))
         return [tuple(layers.get(layer, ())) for layer in range(max(layers, default=-1) + 1)]
 
     def caches(self) -> list[tuple[numpy.ndarray, ...]]:
@@ -89,17 +102,9 @@ class PlanDecoder(TextsDecoder):
         return _C.PlanCaches(described)
 
     def run_call(self, call: TextsCall, everywhere: bool) -> numpy.ndarray:
-        results = [self._run(call, parts, everywhere) for parts in call.groups()]
-        return results[0] if len(results) == 1 else numpy.concatenate(results)
-
-    def _run(self, call: TextsCall, parts: Sequence[Part], everywhere: bool) -> numpy.ndarray:
-        for part in parts:
-            if part.source is not None:
-                part.caches.copy_from(part.source, part.start)
-        first, last = parts[0].begin, parts[-1].end
-        keep = list(range(last - first)) if everywhere else [part.end - 1 - first for part in parts]
-        texts = [(part.begin - first, part.end - first, part.start, part.caches.planned(self, self.arranged)) for part in parts]
-        return self._logits(call.rows[first:last], call.positions[first:last], keep, texts)
+        keep = list(range(len(call.rows))) if everywhere else [part.end - 1 for part in call.parts]
+        texts = [(part.begin, part.end, part.start, part.caches.planned(self, self.arranged)) for part in call.parts]
+        return self._logits(call.rows, call.positions, keep, texts)
 
     def _logits(
         self, tokens: list[int], positions: list[int], keep: list[int], texts: list[tuple[int, int, int, Any]]
@@ -124,7 +129,9 @@ class PlanDecoder(TextsDecoder):
 
     def kept(self, count: int) -> int:
         """The number of the first ``count`` tokens of the text after which a call can continue."""
-        return count if self._keeper is None else self._keeper.kept(count)
+        layers = self._text().layers
+        count = count if self._keeper is None else self._keeper.kept(count)
+        return count if can_continue(layers, self.windows, count) else 0
 
     def feed(self, tokens: list[int], start: int) -> numpy.ndarray:
         """Logits [vocabulary], float32, after tokens that follow the first ``start`` ones of the text."""

@@ -41,10 +41,10 @@ class PlannedModel:
     stop: list[int]
     prefix: bytes | str  # what identifies the model in a prefix cache, or why it supports none
 
-    def decoder(self, max_length: int) -> PlanDecoder:
+    def decoder(self, max_length: int, *, windows: bool = True) -> PlanDecoder:
         """Its decoder for texts of up to ``max_length`` tokens; raises ValueError if the model's texts are shorter."""
         check_max_length(max_length, self.plan.positions, 16)
-        return PlanDecoder(self.plan, max_length, self.cache, self.prefix)
+        return PlanDecoder(self.plan, max_length, self.cache, self.prefix, windows=windows)
 
 
 def describe(decoder: Decoder, directory: Path, caches: tuple[str, ...] = ()) -> dict[str, list[int]]:

@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,17 @@ import numpy
 
 from .. import __version__
 from ..files.replace import PartialDirectory, lock
-from ..operators.cache_layout import bytes_of, is_state, states_of, stretches
+from ..operators.cache_layout import (
+    SPAN,
+    bytes_of,
+    can_continue,
+    first_held,
+    first_kept,
+    is_held,
+    is_state,
+    states_of,
+    stretches,
+)
 from .texts_call import TextsDecoder
 
 if TYPE_CHECKING:
@@ -40,8 +51,8 @@ Layers = Sequence[tuple[Any, ...]]
 class PrefixCache:
     """A directory with keys and values of texts, in blocks of 64 tokens.
 
-    States of recurrent layers hold all of a text and cannot be cut back. Files have them as they were at the ends of some
-    blocks, and a text continues from the last of these.
+    States of recurrent layers hold all of a text and cannot be cut back, and layers with a window hold only the end of a text.
+    Files have both as they were at the ends of some blocks, and a text continues from the last of these.
 
     A block's file name is a hash of all tokens up to its end, the model's weights, the type of the KV cache and the versions
     of the libraries that compute it. So other models do not use it, and texts with a common prefix share files. The files are
@@ -58,11 +69,11 @@ class PrefixCache:
             decoder: not compiled. All linear layers of its model except the head must be packed: results of torch's layers
                 depend on the number of rows, so a text would depend on the content of the directory.
             most_bytes: largest total size of the files.
-            snapshots: :meth:`write` gets states of recurrent layers at ends of blocks, as from :class:`Batch`.
+            snapshots: :meth:`write` is called where blocks end, as by :class:`Batch`, and gets states of recurrent layers.
 
         Raises:
-            ValueError: another kind of decoder, a model with float matrices, one with recurrent layers without snapshots, or
-                most_bytes is not positive.
+            ValueError: another kind of decoder, a model with float matrices, one with recurrent layers or windows without
+                snapshots, or most_bytes is not positive.
             OSError: the directory cannot be created.
             RuntimeError: the decoder was released.
         """
@@ -74,10 +85,10 @@ class PrefixCache:
                 "a prefix cache of single texts requires a model with keys and values only; recurrent layers of this one have "
                 "states, which depend on the whole text: lowbit serve stores them"
             )
-        if decoder.windowed:
+        if decoder.windowed and not snapshots:
             raise ValueError(
-                "a prefix cache needs the keys and values of whole texts, and layers of this decoder keep only a "
-                "window; expected Decoder(windows=False)"
+                "a prefix cache of single texts needs the keys and values of whole texts, and layers of this decoder keep only "
+                "a window; expected Decoder(windows=False)"
             )
         if most_bytes < 1:
             raise ValueError(f"most_bytes is {most_bytes}; expected 1 or more")
@@ -87,21 +98,28 @@ class PrefixCache:
         if not self.directory.is_dir():
             raise NotADirectoryError(f"{self.directory} is not a directory")
         layers = decoder.new_caches(16).layers
-        attention = [[cache for cache in layer if not is_state(cache)] for layer in layers]
-        self._block_bytes = sum(cache.nbytes // cache.shape[2] for pair in attention for cache in pair) * BLOCK
+        attention = [_keys_and_values(layer) for layer in layers]
+        sizes = [sum(cache.nbytes // cache.shape[2] for cache in pair) for pair in attention]  # of a position
+        self._windows = {layer: (window, sizes[layer]) for layer, window in decoder.windows.items()}
+        self._block_bytes = BLOCK * (sum(sizes) - sum(size for _, size in self._windows.values()))
         self._state_bytes = sum(state.nbytes for state in states_of(layers))
-        kind = [decoder.cache_type, [[list(cache.shape[1::2]) for cache in pair] for pair in attention]]
+        kind: list[Any] = [decoder.cache_type, [[list(cache.shape[1::2]) for cache in pair] for pair in attention]]
         kind += [[list(state.shape), state.nbytes] for state in states_of(layers)]
+        kind += [sorted(decoder.windows.items())] if decoder.windows else []
         self._key = hashlib.sha256(model + json.dumps(kind).encode()).digest()
         self._may_write = True
 
     def count(self, tokens: Sequence[int]) -> int:
         """The number of cached tokens at the beginning of a text. The last token does not count, as it must be computed."""
-        blocks = list(self._blocks(tokens[:-1]))
-        there = next((number for number, (_, path) in enumerate(blocks) if not path.exists()), len(blocks))
-        if self._state_bytes:
-            there = next((number for number in range(there, 0, -1) if _states(blocks[number - 1][1]).exists()), 0)
+        there = self.stored(tokens) // BLOCK
+        if self._has_ends:
+            blocks = list(self._blocks(tokens[: there * BLOCK]))
+            there = next((number for number in range(there, 0, -1) if _end(blocks[number - 1][1]).exists()), 0)
         return BLOCK * there
+
+    def stored(self, tokens: Sequence[int]) -> int:
+        """:meth:`count`, and further tokens whose blocks are there, but not the states and windows after them."""
+        return BLOCK * sum(1 for _ in takewhile(lambda block: block[1].exists(), self._blocks(tokens[:-1])))
 
     def read(self, tokens: Sequence[int], layers: Layers, start: int = 0) -> int:
         """Fills caches with the longest stored prefix of a text, if it is longer than what they have.
@@ -109,59 +127,74 @@ class PrefixCache:
         Args:
             tokens: the tokens of the text.
             layers: keys and values of each layer, from :meth:`Decoder.caches` or a :class:`Caches`.
-            start: number of tokens of the text that are already in the caches; 0 with states.
+            start: number of tokens of the text that are already in the caches; 0 with states or windows.
 
         Returns:
             The number of tokens of the text that are in the caches now.
         """
-        room = min((cache.shape[2] for layer in layers for cache in layer if not is_state(cache)), default=len(tokens))
+        # Caches without a window take the end of a text only if that has all positions.
+        most = {layer: window + SPAN for layer, (window, _) in self._windows.items()}
+        whole = {number: _keys_and_values(layer) for number, layer in enumerate(layers) if not any(map(is_held, layer))}
+        rooms = [min(cache.shape[2], most.get(number, cache.shape[2])) for number, pair in whole.items() for cache in pair]
+        room = min(rooms, default=len(tokens))
         there = min(self.count(tokens), room) // BLOCK
         if there * BLOCK <= start:
             return start
         blocks = list(self._blocks(tokens[: there * BLOCK]))
         for number in range(start // BLOCK, there):
-            if not self._read_file(*blocks[number], self._block_bytes, _stretches(layers, number * BLOCK)):
+            if not self._read_file(*blocks[number], self._block_bytes, self._block(layers, number * BLOCK)):
                 there = number
                 break
         used = [path for _, path in blocks[:there]]
-        if self._state_bytes:
-            digest, path = blocks[there - 1]
-            states = map(_flat, states_of(layers))
-            if there < len(blocks) or not self._read_file(digest, _states(path), self._state_bytes, states):
-                return start  # states are only at the end
-            used.append(_states(path))
+        if self._has_ends:
+            (digest, path), count = blocks[there - 1], there * BLOCK
+            for layer, (window, _) in self._windows.items():
+                for held in filter(is_held, layers[layer]):
+                    held[0], held[1] = first_kept(window, count), count
+            pieces = self._pieces_of_end(layers, count, states_of(layers))
+            if there < len(blocks) or not self._read_file(digest, _end(path), self._end_bytes(count), pieces):
+                return start
+            used.append(_end(path))
         self._touch(used)
         return int(max(start, there * BLOCK))
 
     def write(self, tokens: Sequence[int], layers: Layers, snapshots: Mapping[int, Sequence[Any]] | None = None) -> int:
-        """Stores the keys and values of a text that are not stored yet, and states.
+        """Stores the keys and values of a text that are not stored yet, and states and windows.
 
         If writing fails, for example because the disk is full, it warns once.
 
         Args:
-            snapshots: the states after some numbers of tokens, multiples of 64.
+            snapshots: the states after some numbers of tokens, multiples of 64; without states, windows are those after the
+                last whole block.
 
         Returns:
             The number of blocks written.
         """
-        snapshots = snapshots or {}
-        room = self.most_bytes - len(snapshots) * (_HEADER.size + self._state_bytes)
+        ends = dict(snapshots or {})
+        if not self._state_bytes:
+            ends = {len(tokens) // BLOCK * BLOCK: ()} if self._windows else {}
+        windows = {layer: window for layer, (window, _) in self._windows.items()}
+        ends = {count: states for count, states in ends.items() if count and can_continue(layers, windows, count)}
+        room = self.most_bytes - sum(_HEADER.size + self._end_bytes(count) for count in ends)
         blocks = list(self._blocks(tokens))[: max(0, room // (_HEADER.size + self._block_bytes))]
-        if self._state_bytes:  # later blocks would not be used
-            blocks = blocks[: max((count for count in snapshots if count <= len(blocks) * BLOCK), default=0) // BLOCK]
+        if self._has_ends:  # later blocks would not be used
+            blocks = blocks[: max((count for count in ends if count <= len(blocks) * BLOCK), default=0) // BLOCK]
         new = [number for number, (_, path) in enumerate(blocks) if not path.exists()]
-        paths = {count: _states(blocks[count // BLOCK - 1][1]) for count in snapshots if count <= len(blocks) * BLOCK}
-        states = [count for count, path in paths.items() if not path.exists()]
-        if not (new or states) or not self._may_write:
+        paths = {count: _end(blocks[count // BLOCK - 1][1]) for count in ends if count <= len(blocks) * BLOCK}
+        new_ends = [count for count, path in paths.items() if not path.exists()]
+        if not (new or new_ends) or not self._may_write:
             return 0
         try:
             with self._locked(), PartialDirectory(self.directory / "blocks") as partial:
                 used = [*(path for _, path in blocks), *paths.values()]
                 self._touch(used)  # so that they are removed last
-                size = len(new) * self._block_bytes + len(states) * self._state_bytes
-                self._make_room(size + (len(new) + len(states)) * _HEADER.size)
-                files = [(*blocks[number], _stretches(layers, number * BLOCK)) for number in new]
-                files += [(blocks[count // BLOCK - 1][0], paths[count], map(_flat, snapshots[count])) for count in states]
+                size = len(new) * self._block_bytes + sum(map(self._end_bytes, new_ends))
+                self._make_room(size + (len(new) + len(new_ends)) * _HEADER.size)
+                files = [(*blocks[number], self._block(layers, number * BLOCK)) for number in new]
+                files += [
+                    (blocks[count // BLOCK - 1][0], paths[count], self._pieces_of_end(layers, count, ends[count]))
+                    for count in new_ends
+                ]
                 for digest, path, pieces in files:
                     _write_file(partial.path / path.name, digest, pieces)
                     os.rename(partial.path / path.name, path)
@@ -175,6 +208,30 @@ class PrefixCache:
             )
             return 0
         return len(new)
+
+    @property
+    def _has_ends(self) -> bool:
+        """Whether a text can continue only from the end of some blocks, where files have its states and windows."""
+        return bool(self._state_bytes or self._windows)
+
+    def _end_bytes(self, count: int) -> int:
+        """Bytes of the states and windows after ``count`` tokens."""
+        sizes = ((count - first_kept(window, count)) * size for window, size in self._windows.values())
+        return int(self._state_bytes + sum(sizes))
+
+    def _pieces_of_end(self, layers: Layers, count: int, states: Iterable[Any]) -> Iterator[numpy.ndarray]:
+        """The bytes of the states and windows after ``count`` tokens."""
+        for layer, (window, _) in self._windows.items():
+            first = first_held(layers[layer])
+            for cache in _keys_and_values(layers[layer]):
+                yield from map(bytes_of, stretches(cache, first_kept(window, count) - first, count - first))
+        yield from map(_flat, states)
+
+    def _block(self, layers: Layers, at: int) -> Iterator[numpy.ndarray]:
+        """The bytes of a block in the caches of layers that keep whole texts."""
+        for number, layer in enumerate(layers):
+            for cache in _keys_and_values(layer) if number not in self._windows else ():
+                yield from map(bytes_of, stretches(cache, at, at + BLOCK))
 
     def _blocks(self, tokens: Sequence[int]) -> Iterator[tuple[bytes, Path]]:
         """The hash and the file of each whole block of a text."""
@@ -248,16 +305,12 @@ class PrefixCache:
                 os.close(held)
 
 
-def _stretches(layers: Layers, at: int) -> Iterator[numpy.ndarray]:
-    """The bytes of a block in the caches of all layers."""
-    for layer in layers:
-        for cache in layer:
-            if not is_state(cache):
-                yield from map(bytes_of, stretches(cache, at, at + BLOCK))
+def _keys_and_values(layer: Iterable[Any]) -> list[Any]:
+    return [cache for cache in layer if not (is_state(cache) or is_held(cache))]
 
 
-def _states(path: Path) -> Path:
-    """The file of the states at the end of a block."""
+def _end(path: Path) -> Path:
+    """The file of the states and windows at the end of a block."""
     return path.with_name(path.name.removesuffix(_SUFFIX) + "-states" + _SUFFIX)
 
 

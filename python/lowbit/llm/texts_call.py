@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
+from ..operators.cache_layout import SPAN
 from .caches import CACHES, Caches
-
-Source: TypeAlias = tuple[Caches, int]  # caches to copy a prefix from, and its number of tokens
-TextPart: TypeAlias = tuple[Caches, Sequence[int]] | tuple[Caches, Sequence[int], Source]
 
 
 @dataclass
@@ -20,7 +18,6 @@ class Part:
     end: int
     start: int  # number of earlier tokens of the text
     caches: Caches
-    source: Caches | None  # caches from which the earlier tokens are copied first
 
 
 class TextsCall:
@@ -31,22 +28,11 @@ class TextsCall:
         self.rows: list[int] = []  # the tokens of all texts, one after the other
         self.positions: list[int] = []  # of each row in its text
         self.parts: list[Part] = []  # one for each text
-        self.lengths: dict[int, int] = {}  # of caches after this call, by id()
-        self.copies_within = False  # whether a text copies caches that the call changes
 
-    def add(self, caches: Caches, tokens: Sequence[int], source: Source | None = None) -> None:
-        start, begin = self.lengths.get(id(caches), len(caches.tokens)), len(self.rows)
-        if source is not None:
-            other, count = source
-            self.decoder.check_caches(other, caches.cache_type)
-            available = self.lengths.get(id(other), len(other.tokens))
-            start = min(count, available)
-            if self.decoder.recurrent and start != available:
-                raise ValueError(
-                    f"a text copies {start} tokens from caches with {available}; expected all, because states cannot be "
-                    "truncated"
-                )
-            self.copies_within |= id(other) in self.lengths or id(caches) in self.lengths
+    def add(self, caches: Caches, tokens: Sequence[int]) -> None:
+        start, begin = len(caches.tokens), len(self.rows)
+        if any(part.caches is caches for part in self.parts):
+            raise ValueError("a call has two parts of the same text; expected one, with the tokens of both")
         if not len(tokens):
             raise ValueError("a text has no tokens; expected at least one")
         wrong = min(tokens) if min(tokens) < 0 else max(tokens)
@@ -57,19 +43,7 @@ class TextsCall:
             raise IndexError(f"a text has {end} tokens; expected at most {caches.length}, as its caches")
         self.rows += tokens
         self.positions += range(start, end)
-        self.lengths[id(caches)] = end
-        self.parts.append(Part(begin, len(self.rows), start, caches, None if source is None else source[0]))
-
-    def groups(self) -> Iterator[list[Part]]:
-        """Yields the texts in groups that can be computed at once: none copies caches that an earlier one of it changes."""
-        group: list[Part] = []
-        for part in self.parts:
-            if any(part.caches is each.caches or part.source is each.caches for each in group):
-                yield group
-                group = []
-            group.append(part)
-        if group:
-            yield group
+        self.parts.append(Part(begin, len(self.rows), start, caches))
 
 
 class TextsDecoder:
@@ -79,6 +53,7 @@ class TextsDecoder:
     max_length: int
     vocabulary: int
     cache_type: str
+    windows: Mapping[int, int] = {}  # of layers that do not keep the whole of a long text, by layer
 
     def takes(self, token: int) -> bool:
         """Whether a call can have this token."""
@@ -88,10 +63,21 @@ class TextsDecoder:
         """The number of a text's next tokens that a call can have, at least ``count``: some must be computed together."""
         return count
 
+    def keep_windows(self, windows: Mapping[int, int | None]) -> None:
+        """Sets ``windows`` to those of layers that lose the beginning of the decoder's longest texts."""
+        self.windows = {layer: size for layer, size in windows.items() if size and size + SPAN < self.max_length}
+
+    def window_of(self, layer: int, length: int) -> int | None:
+        """The window that a layer keeps of a text of ``length`` tokens; None if it keeps all of it."""
+        # Caches of a window have room for a piece more than this. A text is cut back by less than a piece, so if it could
+        # be copied to caches that keep all of it, its own caches still have all of it, too.
+        window = self.windows.get(layer)
+        return window if window is not None and length > window + SPAN else None
+
     @property
     def windowed(self) -> bool:
         """Whether caches of some layers hold only a window, so that a text cannot be truncated at any place."""
-        return False
+        return bool(self.windows)
 
     @property
     def recurrent(self) -> bool:
@@ -133,37 +119,31 @@ class TextsDecoder:
             raise ValueError(f"length is {length}; expected a positive multiple of 16")
         if cache_type not in CACHES:
             raise ValueError(f"cache_type is {cache_type!r}; expected one of {', '.join(map(repr, CACHES))}")
-        return Caches(self.make_caches(length, cache_type), cache_type, self.model, length)
+        return Caches(self.make_caches(length, cache_type), cache_type, self.model, length, self.windows)
 
-    def check_caches(self, caches: Caches, cache_type: str | None = None) -> None:
+    def check_caches(self, caches: Caches) -> None:
         """Checks that caches can be copied from.
-
-        Args:
-            cache_type: the cache type of the caches to copy to; None: the decoder's.
 
         Raises:
             ValueError: they have another type, or another model computed them.
         """
-        cache_type = cache_type or self.cache_type
-        if caches.cache_type != cache_type:
-            raise ValueError(f"the caches are of {caches.cache_type}; expected {cache_type}")
+        if caches.cache_type != self.cache_type:
+            raise ValueError(f"the caches are of {caches.cache_type}; expected {self.cache_type}")
         if not caches.is_of(self.model):
             raise ValueError("the caches have keys and values of another model; expected those of the decoder's")
 
-    def run_texts(self, texts: Sequence[TextPart], everywhere: bool = False) -> list[Any]:
+    def run_texts(self, texts: Sequence[tuple[Caches, Sequence[int]]], everywhere: bool = False) -> list[Any]:
         """Continues several texts in one call of the model, each by any number of tokens.
 
         Args:
-            texts: for each text its caches and the tokens to add; for a new text optionally also caches with a common prefix
-                and the number of tokens to copy from them first. These may be the caches of an earlier text of the call.
+            texts: for each text its caches and the tokens to add.
             everywhere: return logits after each token instead of after the last token of each text.
 
         Returns:
             Logits of each text, [vocabulary], or [s, vocabulary] with ``everywhere``.
 
         Raises:
-            ValueError: no texts, a text without tokens, a token that is not in the vocabulary, or caches to copy from
-                that belong to another model or dtype, or whose states include further tokens.
+            ValueError: no texts, a text without tokens or in two parts, or a token that is not in the vocabulary.
             IndexError: a text is longer than its caches.
             RuntimeError: the decoder was released.
         """
@@ -171,15 +151,10 @@ class TextsDecoder:
         if not texts:
             raise ValueError("there are no texts; expected at least one")
         call = TextsCall(self)
-        for text in texts:
-            call.add(*text)
-        for caches, _, *source in texts:
-            if source:
-                caches.tokens = []  # their content is overwritten
+        for caches, tokens in texts:
+            call.add(caches, tokens)
         logits = self.run_call(call, everywhere)
         # Recorded only now, because a failed call has not computed these tokens.
-        for caches, tokens, *source in texts:
-            if source:
-                caches.tokens = source[0][0].tokens[: source[0][1]]
+        for caches, tokens in texts:
             caches.tokens += tokens
         return [logits[part.begin : part.end] for part in call.parts] if everywhere else list(logits)

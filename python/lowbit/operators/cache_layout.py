@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import IntEnum
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -36,6 +36,26 @@ def stored_width(width: int, kind: str) -> int:
 def is_held(array: Any) -> bool:
     """Whether an array among a layer's caches is ``held`` of :func:`lowbit.window_attention`."""
     return bool(array.ndim == 1)
+
+
+def window_length(window: int, positions: int = 256) -> int:
+    """A ``max_length`` of caches for :func:`window_attention` that does not split calls of up to ``positions``."""
+    return -(-(window + SPAN + max(positions, 16)) // 16) * 16
+
+
+def first_kept(window: int, count: int) -> int:
+    """The first position that a layer with a window must hold after ``count`` tokens: 0, or a whole span before the window."""
+    return 0 if count <= window + SPAN else (count - window + 1) // SPAN * SPAN
+
+
+def first_held(layer: Iterable[Any]) -> int:
+    """The first position that the caches of a layer hold; above 0 only if they hold a window."""
+    return next((int(array[0]) for array in layer if is_held(array)), 0)
+
+
+def can_continue(layers: Sequence[Iterable[Any]], windows: Mapping[int, int], count: int) -> bool:
+    """Whether caches, with the ``windows`` of some layers, hold what continues their text after its first ``count`` tokens."""
+    return all(first_held(layers[layer]) <= first_kept(window, count) for layer, window in windows.items())
 
 
 def is_state(array: Any) -> bool:
@@ -96,27 +116,29 @@ def stretches(cache: Any, begin: int, end: int) -> list[Any]:
     return found
 
 
-def copy_layer(source: Iterable[Any], target: Iterable[Any], count: int, states: bool | None = None) -> None:
+def copy_layer(source: Sequence[Any], target: Sequence[Any], count: int) -> None:
     """Copies keys and values of a layer for the first ``count`` positions, and states; the caches may differ in length.
 
-    The states of ``source`` must be those after ``count`` tokens. ``states`` True copies only states, False everything else.
+    The states of ``source`` must be those after ``count`` tokens, and its window that before them (:func:`can_continue`).
 
     Whole panels are copied; positions after ``count`` in the last one are overwritten before they are read. A target of
-    :func:`lowbit.window_attention` gets as many positions as it has room for; the source must have all positions.
+    :func:`lowbit.window_attention` gets as many positions as it has room for.
+
+    Raises:
+        ValueError: ``source`` holds only a window, and ``target`` a whole text.
     """
-    base, targets = 0, []
+    begin, base = first_held(source), 0
+    sources, targets = ([array for array in layer if not is_held(array)] for layer in (source, target))
     for array in target:
-        if not is_held(array):
-            targets.append(array)
-        elif not states:
-            base = max(0, -(-(count - targets[0].shape[2]) // SPAN) * SPAN)
+        if is_held(array):
+            base = max(begin, -(-(count - targets[0].shape[2]) // SPAN) * SPAN)
             array[0], array[1] = base, count
+    if begin > base:
+        raise ValueError(f"the caches of a layer hold positions from {begin} on; expected those of the whole text")
     count = -(-count // PANEL) * PANEL
-    for read, write in zip(source, targets, strict=True):
-        if states is not None and is_state(read) is not states:
-            continue
+    for read, write in zip(sources, targets, strict=True):
         if is_state(read):
             write[...] = read
             continue
-        for from_, to in zip(stretches(read, base, count), stretches(write, 0, count - base), strict=True):
+        for from_, to in zip(stretches(read, base - begin, count - begin), stretches(write, 0, count - base), strict=True):
             to[...] = from_

@@ -5,13 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .cache_layout import SPAN
+from .cache_layout import window_length as window_length
 from .recurrence import _without_gradients
-
-
-def window_length(window: int, positions: int = 256) -> int:
-    """A ``max_length`` of caches for :func:`window_attention` that does not split calls of up to ``positions``."""
-    return -(-(window + SPAN + max(positions, 16)) // 16) * 16
 
 
 def window_attention(

@@ -201,6 +201,10 @@ def test_a_hybrid_writes_the_same_text_alone_in_a_batch_and_after_a_prefix(decod
     cached = decoder.begin(prefix, longer)
     assert cached == 32 and llm.generate(decoder, longer, 8, cached=cached).tokens == expected_longer
     assert decoder.begin(prefix, PROMPT) == 0
+    both = llm.generate_batch(decoder, [longer, [*longer[:-2], 9, 9]], 8)  # the first one's call ends where the second begins
+    assert [result.cached_tokens for result in both] == [0, 32]
+    assert both[0].tokens == expected_longer
+    assert both[1].tokens == llm.generate(decoder, [*longer[:-2], 9, 9], 8).tokens
 
 
 @pytest.mark.parametrize("wrong", [0, 3])
@@ -233,12 +237,8 @@ def test_states_can_only_be_cut_back_to_a_copy():
         decoder(torch.tensor([[1]]), torch.tensor([8]))
     assert decoder(torch.tensor([PROMPT[6:8]]), torch.tensor([6])).equal(expected[7])
     assert decoder(torch.tensor([PROMPT[8:]]), torch.tensor([8])).equal(expected[-1])
-    other = llm.Decoder(model_of("lfm2"), 96)
-    caches, longer = other.new_caches(32), other.read(PROMPT)
-    with pytest.raises(
-        ValueError, match="a text copies 3 tokens from caches with 12; expected all, because states cannot be truncated"
-    ):
-        other.run_texts([(caches, PROMPT[3:], (longer, 3))])
+    longer = llm.Decoder(model_of("lfm2"), 96).read(PROMPT)
+    assert longer.usable(3) == 0 and longer.usable(len(PROMPT)) == len(PROMPT)
 
 
 def test_a_released_hybrid_is_unchanged():

@@ -149,8 +149,8 @@ def test_a_common_beginning_is_computed_once(model, prompts, kind):
             del model.forward
         assert written(found) == written(expected)
         assert [each.cached_tokens for each in found[:2]] == same[:2]
-        if more.get("at_once") != 1:
-            assert [each.cached_tokens for each in found] == same
+        if more.get("at_once") != 1:  # of two at once, the first has left when the equal fourth begins
+            assert [each.cached_tokens for each in found] == ([*same[:3], same[1], 0] if more.get("at_once") else same)
         computed = sum(map(len, texts)) - sum(each.cached_tokens for each in found)
         assert sum(rows) == computed + sum(each.decode_steps for each in found)
 
@@ -229,7 +229,6 @@ def test_caches_of_another_kind_or_model_are_not_copied(model, prompts):
                 lambda: decoder.begin(kept[other], text),
                 lambda: decoder.read(text, prefix=kept[other]),
                 lambda: llm.generate_batch(decoder, [text], 2, prefixes=[kept[other]]),
-                lambda: decoder.run_texts([(decoder.new_caches(16), [1], (kept[other], 8))]),
             ):
                 with pytest.raises(ValueError, match=r"the caches are of \w+(,int4)?; expected \w+"):
                     call()
@@ -257,10 +256,11 @@ def test_a_call_that_fails_leaves_no_tokens_behind(decoder, prompts):
         assert first.tokens == prompts[0][:3] and second.tokens == []
     with pytest.raises(ZeroDivisionError):
         with_hook = decoder.model.lm_head.register_forward_pre_hook(lambda module, inputs: 1 / 0)
-        decoder.run_texts([(first, [1]), (second, [1], (first, 2))])
+        decoder.run_texts([(first, [1]), (second, [1])])
     with_hook.remove()
     assert first.tokens == prompts[0][:3] and second.tokens == []
-    logits = decoder.run_texts([(first, [5]), (second, prompts[0][2:3] + [5], (first, 2))])
+    second.copy_from(first, 2)
+    logits = decoder.run_texts([(first, [5]), (second, prompts[0][2:3] + [5])])
     assert torch.equal(*logits) and first.tokens == second.tokens == prompts[0][:3] + [5]
     for length in (0, -16, 17):
         with pytest.raises(ValueError, match=f"length is {length}; expected a positive multiple of 16"):

@@ -18,6 +18,7 @@ from lowbit import llm
 from lowbit.llm.chat import Chat
 from lowbit.llm.loading import load_model, load_tokenizer
 from lowbit.llm.prefixes import BLOCK
+from lowbit.serve.prefix_store import PrefixBatch
 from test_chat import PLAIN
 
 LENGTH = 512
@@ -397,6 +398,28 @@ def test_states_at_ends_of_blocks(hybrid, tmp_path):
         while batch.step():
             pass
     assert [each.tokens for each in results] == [answer, texts([[*prompt, *answer, *prompt, *answer[:6]]])[0][0]]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("hybrid", ["lfm2", "qwen3_5_text"], indirect=True)
+def test_states_that_a_server_keeps(hybrid):
+    """At ends of texts, and after a prefix that a second text shares with a first one."""
+    decoder = llm.Decoder(hybrid, 128)
+    batch = PrefixBatch(decoder, 4, 64, 1 << 24)
+
+    def text(*tokens: int) -> tuple[list[int], int]:
+        results = []
+        batch.add(llm.batch.Text(list(tokens), 4, on_end=results.append))
+        while batch.step():
+            pass
+        assert results[0].tokens == llm.generate_batch(decoder, [tokens], 4)[0].tokens
+        return results[0].tokens, results[0].cached_tokens
+
+    first = small(*TEXT[:50])
+    answer, _ = text(*first)
+    assert text(*first, *answer, 9)[1] == 53
+    assert [text(*first[:30], 7, 7, 7 + number)[1] for number in range(3)] == [0, 30, 32]
+    assert text(*first[:30], 9)[1] == 30 and len(list(batch.beginnings())) == 6
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

@@ -1,11 +1,20 @@
 """Attention over window caches has the bits of caches of the whole text."""
 
+import copy
+
 import lowbit
 import pytest
 import torch
+import transformers
 from lowbit import llm
+from lowbit.exports.plan_export import write_plan
+from lowbit.llm.batch import Batch
 from lowbit.llm.caches import dtypes_of
+from lowbit.llm.generation import Text as Wanted
+from lowbit.llm.plan_decoder import PlanDecoder
+from lowbit.llm.plan_files import PLAN
 from lowbit.operators.ops import cache_storage, cache_width
+from lowbit.serve.prefix_store import PrefixBatch
 
 HEADS, KV_HEADS, WIDTH, LENGTH = 4, 2, 32, 4096
 CACHES = ["float32", "bfloat16", "int8,int4", "int4"]
@@ -225,7 +234,127 @@ def test_exported_with_windows(tmp_path, suffix, plan):
         step(torch.tensor([[5]]), torch.tensor([30]))
 
 
-def test_a_prefix_cache_needs_whole_texts(tmp_path):
+def test_many_guesses_do_not_drop_what_a_rejected_one_needs():
+    """A call of more rows than a piece moves the window between its pieces."""
     short, whole = decoders()
-    with pytest.raises(ValueError, match="Decoder.windows=False"):
+    prompt = TEXT[:10] * 103
+    expected = llm.generate(whole, prompt, 12, max_length=2048).tokens
+    assert llm.generate(short, prompt, 12, max_length=2048, guesses=400).tokens == expected
+    batch, results = Batch(short), []
+    batch.speculate(400)
+    batch.add(Wanted(prompt, 12, on_end=results.append))
+    while batch.step():
+        pass
+    assert results[0].tokens == expected and results[0].guessed > 0
+
+
+def mistral():
+    """All layers have a window."""
+    config = transformers.MistralConfig(
+        vocab_size=500, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, sliding_window=40, max_position_embeddings=4096,
+    )  # fmt: skip
+    return lowbit.quantize_(transformers.MistralForCausalLM(config).eval(), lowbit.LinearConfig(4, 32))
+
+
+MODELS = {"gemma3": gemma, "mistral": mistral}
+OTHER = [(5 + 7 * i + 3 * i * i) % 480 + 9 for i in range(900)]
+
+
+@pytest.fixture(scope="module", params=["gemma3", "mistral", "gemma3 plan", "mistral plan"])
+def engines(request, tmp_path_factory):
+    """Decoders of a model that keep windows and whole texts, by torch or by the plan in a file."""
+    torch.manual_seed(0)
+    kind, *plan = request.param.split()
+    model = MODELS[kind]()
+    if not plan:
+        return llm.Decoder(model, 2048, "int8"), llm.Decoder(copy.deepcopy(model), 2048, "int8", windows=False)
+    directory = tmp_path_factory.mktemp(kind)
+    model.save_pretrained(directory)
+    write_plan(llm.Decoder(model, 64), directory / PLAN, [])
+    made = lowbit._C.PlanModel(str(directory / PLAN), 1)
+    return [PlanDecoder(made, 2048, "int8", b"key", windows=windows) for windows in (True, False)]
+
+
+def texts(decoder, prompts, count=12, **more):
+    """Tokens, log-probabilities of the best ones, and numbers of cached tokens."""
+    found = llm.generate_batch(decoder, prompts, count, logprobs=2, **more)
+    return [(each.tokens, each.logprobs) for each in found], [each.cached_tokens for each in found]
+
+
+def test_a_batch_keeps_windows_and_the_bits(engines):
+    short, whole = engines
+    assert short.windowed and not whole.windowed and short.windows.keys() <= {0, 1, 2, 3}
+    assert short.new_caches(2048).nbytes < 0.75 * whole.new_caches(2048).nbytes
+    assert short.new_caches(512).nbytes == whole.new_caches(512).nbytes
+    prompts = [TEXT, TEXT[:1000] + OTHER[:300], OTHER[:30], OTHER, TEXT[:1000] + OTHER[5:9], OTHER[:600]]
+    for more in ({"rows": 300}, {"at_once": 2, "rows": 700}):
+        expected, found = (texts(each, prompts, **more) for each in (whole, short))
+        assert found[0] == expected[0]
+    # Prefixes of texts that run at the same time are copied where a call ends with them.
+    assert texts(short, prompts[:2] + prompts[3:], rows=300)[1] == [0, 1000, 0, 1000, 599]
+    grown, alone = texts(short, [TEXT[:500]], 400), texts(whole, [TEXT[:500]], 400)  # its caches grow beyond the window
+    assert grown == alone
+
+
+def test_what_a_window_has_lost_is_computed_again(engines):
+    short, whole = engines
+    caches = short.new_caches(1408)
+    for at in range(0, 1400, 200):
+        short.run_texts([(caches, TEXT[at : at + 200])])
+    assert caches.usable(1400) == 1400 and caches.usable(1350) == 1350 and caches.usable(1000) == caches.usable(30) == 0
+    for count, cached in ((1400, 1400), (1350, 1350), (1000, 0)):
+        prompt = TEXT[:count] + [5] * 30
+        assert texts(short, [prompt], prefixes=[caches]) == (texts(whole, [prompt])[0], [cached])
+    with pytest.raises(ValueError, match="hold positions from 1024 on; expected those of the whole text"):
+        whole.new_caches(1408).copy_from(caches, 1400)
+    with pytest.raises(ValueError, match="a call has two parts of the same text"):
+        short.run_texts([(caches, [1]), (caches, [2])])
+    assert len(caches.tokens) == 1400
+
+
+def test_windows_in_files(engines, tmp_path):
+    """A text continues where a prompt or a text ended, or where a second text left a first one."""
+    short, whole = engines
+    with pytest.raises(ValueError, match=r"of single texts needs .* expected Decoder\(windows=False\)"):
         llm.PrefixCache(tmp_path, short)
+
+    def cache() -> llm.PrefixCache:
+        return llm.PrefixCache(tmp_path, short, snapshots=True)
+
+    prompt = TEXT[:1100]
+    (expected,), _ = texts(whole, [prompt], 60)
+    assert texts(short, [prompt], 60, prefix_cache=cache()) == ([expected], [0])
+    ends = sorted(path.stat().st_size for path in tmp_path.iterdir() if "-states" in path.name)
+    assert len(ends) == 2  # after 1088 and 1152 tokens
+    prompts = [
+        (prompt, 1088), ([*prompt, *expected[0], 7, 8], 1152), (TEXT[:700] + OTHER[:50], 0), (TEXT[:700] + OTHER[50:99], 640),
+        (OTHER[:200], 0), (OTHER[:201], 192), (OTHER, 192),
+    ]  # fmt: skip
+    for each, cached in prompts:
+        assert texts(short, [each], prefix_cache=cache()) == (texts(whole, [each])[0], [cached])
+    for path in tmp_path.iterdir():
+        if "-states" in path.name:
+            path.write_bytes(path.read_bytes()[:-1] + b"?")
+    with pytest.warns(UserWarning, match="is damaged or belongs to another text"):
+        assert texts(short, [prompt], 60, prefix_cache=cache()) == ([expected], [0])
+    assert texts(short, [prompt], 60, prefix_cache=cache()) == ([expected], [1088])
+
+
+def test_windows_that_a_server_keeps(engines):
+    """The next turn of a conversation, and a prefix that a second text shares with a text that has lost it."""
+    short, whole = engines
+    batch = PrefixBatch(short, 4, 300, 1 << 30)
+
+    def text(prompt):
+        results = []
+        batch.add(Wanted(prompt, 12, on_end=results.append))
+        while batch.step():
+            pass
+        assert results[0].tokens == llm.generate_batch(whole, [prompt], 12)[0].tokens
+        return results[0].tokens, results[0].cached_tokens
+
+    first, cached = text(TEXT[:1200])
+    assert cached == 0 and text([*TEXT[:1200], *first, 9, 8])[1] == 1211
+    assert [text(TEXT[:480] + OTHER[at : at + 700])[1] for at in (0, 10, 30)] == [0, 480, 480]
+    assert batch.kept_bytes == sum(each.nbytes for each, _ in batch.beginnings())

@@ -57,7 +57,8 @@ def exercise(decoder: Decoder) -> list[torch.Tensor]:
     found += decoder.run_texts([(second, text[4:9]), (first, text[9:10])], everywhere=True)
     found += decoder.run_texts([(first, text[10:11]), (second, text[9:10])])
     if not decoder.recurrent:
-        found += decoder.run_texts([(third, text[7:12], (first, 7)), (first, text[11:12])])
+        third.copy_from(first, 7)
+        found += decoder.run_texts([(third, text[7:12]), (first, text[11:12])])
     fourth = decoder.new_caches(48)
     found += (
         decoder.run_texts([(fourth, text[:6]), (third, text[12:13])])

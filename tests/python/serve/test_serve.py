@@ -114,7 +114,7 @@ def made(loaded, name="tiny", **more):
     """A separate model, because a decoder does not share its model."""
     model, tokenizer = copy.deepcopy(loaded[0]), loaded[1]
     settings = {"max_length": MAX_LENGTH, "cache": None, "at_once": 6, "rows": 64, "prefix_bytes": 1 << 24} | more
-    decoder = llm.Decoder(model, settings.pop("max_length"), settings.pop("cache"), windows=False)
+    decoder = llm.Decoder(model, settings.pop("max_length"), settings.pop("cache"))
     return LanguageModel.of(name, decoder, model, tokenizer, PLAIN, stop_tokens(model, tokenizer), **settings)
 
 

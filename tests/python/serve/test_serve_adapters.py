@@ -59,7 +59,7 @@ def expected(model, directories):
     for name, directory in directories.items():
         wrapped = peft.PeftModel.from_pretrained(copy.deepcopy(model), directory, autocast_adapter_dtype=False).eval()
         models[name] = wrapped.base_model.model
-    decoders = {name: llm.Decoder(each, 256, windows=False) for name, each in models.items()}
+    decoders = {name: llm.Decoder(each, 256) for name, each in models.items()}
 
     def text(name, tokens, count):
         return llm.generate(decoders[name], tokens, count, stop=stop_tokens(model, None)).tokens

@@ -60,7 +60,7 @@ def both(directory, cache=None):
     stop = stop_tokens(model, tokenizer)
     assert planned.stop == stop
     for decoder, settings, reader in (
-        (llm.Decoder(model, LENGTH, cache, windows=False), model, tokenizer),
+        (llm.Decoder(model, LENGTH, cache), model, tokenizer),
         (planned.decoder(LENGTH), planned.model, planned.tokenizer),
     ):
         yield LanguageModel.of("tiny", decoder, settings, reader, WITH_TOOLS, stop, at_once=4, rows=64, prefix_bytes=1 << 22)
