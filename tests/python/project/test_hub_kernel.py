@@ -60,7 +60,7 @@ class Layer(torch.nn.Module):
 model = torch.nn.Sequential(Layer())
 with torch.inference_mode(), use_kernel_mapping({"Packed": {"cpu": LocalLayerRepository(path, layer_name="PackedLinear")}}):
     kernelize(model, mode=Mode.INFERENCE | Mode.TORCH_COMPILE, device="cpu", use_fallback=False)
-    replaced = [model(x), torch.compile(model, backend="eager", fullgraph=True)(x)]
+    replaced = model(x)
 rows = torch.arange(5)
 torch.save([
     packed, hub.unpack(packed[1]), hub.linear(x, packed[1], len(weight)), hub.linears(x, packed, 2 * [len(weight)]),
@@ -100,7 +100,7 @@ def expected(weight, bias, gain, x):
     return [
         [four, three], (unpacked.codes, unpacked.scales, unpacked.mins, torch.empty(0)), lowbit.linear(x, three, 48),
         lowbit.linears(x, [four, three], [48, 48]), lowbit.embedding(torch.arange(5), four, 96, dtype=torch.bfloat16), normed,
-        2 * [lowbit.linear(x, four, 48)],
+        lowbit.linear(x, four, 48),
     ]  # fmt: skip
 
 
@@ -140,18 +140,23 @@ def test_beside_the_package_and_a_copy(hub, tensors, tmp_path):
 
 
 @pytest.mark.more
-def test_the_norm_of_a_model_of_transformers(hub, tensors):
-    """In bfloat16, with weights in float32."""
+def test_layers_of_a_model_that_is_compiled(hub, tensors):
+    """A norm of transformers and lowbit's own linear layer; also in bfloat16, with a weight in float32."""
     modeling = pytest.importorskip("transformers.models.llama.modeling_llama")
-    *_, gain, x = tensors
-    norm = modeling.LlamaRMSNorm(len(gain), 1e-5)
-    norm.weight.data = gain
-    replace_kernel_forward_from_hub(modeling.LlamaRMSNorm, "RMSNorm")
-    mapping = {"RMSNorm": {"cpu": LocalLayerRepository(hub, layer_name="RMSNorm")}}
+    weight, bias, gain, x = tensors
+    packed = lowbit.quantize_tensor(weight, lowbit.LinearConfig(bits=4, group_size=32), bias)
+    norm, layer = (type(each.__name__, (each,), {}) for each in (modeling.LlamaRMSNorm, lowbit.nn.Linear))
+    mapping = {name: {"cpu": LocalLayerRepository(hub, layer_name=name)} for name in ("RMSNorm", "PackedLinear")}
+    for name, replaced in zip(mapping, (norm, layer), strict=True):
+        replace_kernel_forward_from_hub(replaced, name)
+    model = torch.nn.Sequential(norm(96, 1e-5), layer(packed))
+    model[0].weight.data = gain
     with torch.inference_mode(), use_kernel_mapping(mapping):
-        kernelize(norm, mode=Mode.INFERENCE, device="cpu", use_fallback=False)
-        assert torch.equal(norm(x), lowbit.rms_norm(x, gain, epsilon=1e-5))
-        assert torch.equal(norm(x.bfloat16()), lowbit.rms_norm(x.bfloat16(), gain.bfloat16(), epsilon=1e-5))
+        kernelize(model, mode=Mode.INFERENCE | Mode.TORCH_COMPILE, device="cpu", use_fallback=False)
+        for given in (x, x.bfloat16()):
+            expected = lowbit.linear(lowbit.rms_norm(given, gain.to(given.dtype), epsilon=1e-5), packed, 48)
+            assert torch.equal(model(given), expected)
+            assert torch.equal(torch.compile(model, backend="eager", fullgraph=True)(given), expected)
 
 
 def test_what_the_loader_and_the_hub_read(hub, variant):
