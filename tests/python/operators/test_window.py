@@ -238,11 +238,17 @@ def test_many_guesses_do_not_drop_what_a_rejected_one_needs():
     """A call of more rows than a piece moves the window between its pieces."""
     short, whole = decoders()
     prompt = TEXT[:10] * 103
+
+    def until():
+        """Ends a text that could be longer, because guesses do not go beyond its largest length."""
+        seen = []
+        return lambda token: seen.append(token) or len(seen) == 12
+
     expected = llm.generate(whole, prompt, 12, max_length=2048).tokens
-    assert llm.generate(short, prompt, 12, max_length=2048, guesses=400).tokens == expected
+    assert llm.generate(short, prompt, 500, max_length=2048, guesses=400, until=until()).tokens == expected
     batch, results = Batch(short), []
     batch.speculate(400)
-    batch.add(Wanted(prompt, 12, on_end=results.append))
+    batch.add(Wanted(prompt, 500, until=until(), on_end=results.append))
     while batch.step():
         pass
     assert results[0].tokens == expected and results[0].guessed > 0
